@@ -1,0 +1,1 @@
+"""dynamix: adaptive per-worker batch sizes for synchronous data-parallel PyTorch training."""

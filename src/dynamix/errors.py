@@ -1,0 +1,49 @@
+"""The exceptions dynamix raises. Catch `DynamixError` to catch them all.
+
+>>> try:
+...     raise ConfigError("batch_size", 0, "1 to 1048576", "pass the per-worker batch size you train with today")
+... except DynamixError as error:
+...     print(error)
+batch_size=0 is not possible: allowed is 1 to 1048576; pass the per-worker batch size you train with today
+"""
+
+from __future__ import annotations
+
+
+class DynamixError(Exception):
+    """Base of everything dynamix raises on purpose."""
+
+
+class ConfigError(DynamixError, ValueError):
+    """A value given by the user is not possible. Names the value, the allowed range and the fix."""
+
+    def __init__(self, name: str, value: object, allowed: str, fix: str) -> None:
+        self.name, self.value, self.allowed, self.fix = name, value, allowed, fix
+        super().__init__(f"{name}={value!r} is not possible: allowed is {allowed}; {fix}")
+
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[str, object, str, str]]:
+        return type(self), (self.name, self.value, self.allowed, self.fix)
+
+
+class PolicyFileError(ConfigError):
+    """A policy file is missing, corrupted, or of another schema."""
+
+
+class ScenarioError(ConfigError):
+    """An emulation scenario asks for something unknown or impossible."""
+
+
+class UsageError(DynamixError, RuntimeError):
+    """The calls of a training loop contradict each other (order, missing `weight`, a second hook)."""
+
+
+class StateError(DynamixError, RuntimeError):
+    """A checkpoint does not fit this job."""
+
+
+class WorkerLostError(DynamixError, RuntimeError):
+    """A rank died or did not answer within the process group's timeout."""
+
+
+class EmulationError(DynamixError, RuntimeError):
+    """This machine does not offer, or refused, what an emulation needs."""

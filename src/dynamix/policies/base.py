@@ -1,0 +1,67 @@
+"""The boundary every policy implements, and the register that finds one by name."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any, Literal, Protocol, runtime_checkable
+
+from dynamix.errors import ConfigError
+from dynamix.window import Bounds, Ints, Window
+
+
+@runtime_checkable
+class Policy(Protocol):
+    """Anything with these three methods serves as a policy.
+
+    `decide(window, bounds)` maps a window of shape (..., W) to batch sizes, int64 (..., W), that satisfy `bounds`
+    (use `dynamix.window.project`). It may keep state between calls; `state_dict` and `load_state_dict` save it.
+    An optional attribute `boundary`, "window" (default) or "epoch", says how often it wants to be asked.
+    """
+
+    def decide(self, window: Window, bounds: Bounds) -> Ints: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+# name -> "module:factory"; imported on first use, so that `import dynamix` stays light.
+_REGISTER = {
+    "static": "dynamix.policies.static:Static",
+    "dbs": "dynamix.policies.proportional:DBS",
+    "lb_bsp": "dynamix.policies.proportional:LBBSP",
+    "dynamix": "dynamix.policies.learned:pretrained",
+}
+
+
+def policy_names() -> list[str]:
+    """Names that `make_policy` and `Controller(policy=...)` accept."""
+    return sorted(_REGISTER)
+
+
+def make_policy(name: str, **options: Any) -> Policy:
+    """A fresh policy by name, or the learned policy in a file (`path/to/policy.safetensors`).
+
+    Raises `ConfigError` for an unknown name and `PolicyFileError` for a file that cannot be trusted.
+
+    >>> make_policy("nonsense")
+    Traceback (most recent call last):
+        ...
+    dynamix.errors.ConfigError: policy='nonsense' is not possible: allowed is dbs, dynamix, lb_bsp, static, or a .safetensors file; check the spelling
+    """
+    if name.endswith(".safetensors"):
+        from dynamix.policies.learned import LearnedPolicy
+
+        return LearnedPolicy.load(name, **options)
+    if name not in _REGISTER:
+        allowed = ", ".join(policy_names()) + ", or a .safetensors file"
+        raise ConfigError("policy", name, allowed, "check the spelling")
+    module, _, attribute = _REGISTER[name].partition(":")
+    factory: Callable[..., Policy] = getattr(importlib.import_module(module), attribute)
+    return factory(**options)
+
+
+def boundary(policy: Policy) -> Literal["window", "epoch"]:
+    """How often `policy` wants to be asked."""
+    return "epoch" if getattr(policy, "boundary", "window") == "epoch" else "window"

@@ -1,0 +1,108 @@
+"""Batch sizes in proportion to measured speed, at a constant global batch: DBS and LB-BSP."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import numpy as np
+
+from dynamix.window import Bounds, Floats, Ints, Window, project
+
+
+def speeds(window: Window) -> Floats:
+    """Samples per busy second, (..., W); NaN where not measured. Busy time is free of waiting and transfer."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.asarray(1.0 / window.seconds_per_sample)
+
+
+def fill_unknown(speed: Floats) -> Floats:
+    """Workers without a measurement get the mean speed of the others (all ones if nobody was measured)."""
+    known = np.isfinite(speed) & (speed > 0)
+    count = known.sum(-1, keepdims=True)
+    mean = np.where(known, speed, 0.0).sum(-1, keepdims=True) / np.maximum(count, 1)
+    return np.where(known, speed, np.where(count > 0, mean, 1.0))
+
+
+class DBS:
+    """Dynamic Batch Size (arXiv 2007.11831): each epoch, shares d_i/t_i at the same global batch; first epoch equal.
+
+    t_i is the epoch's time less the time blocked in all-reduce. Integers by largest remainder, so no sample is lost
+    (the reference implementation's rounding loses some). Asked at epoch boundaries.
+
+    >>> from dynamix.window import Bounds, Window
+    >>> DBS().decide(Window.of([32, 32], compute=[1.0, 3.0]), Bounds.of(2)).tolist()
+    [48, 16]
+    """
+
+    boundary: Literal["window", "epoch"] = "epoch"
+
+    def decide(self, window: Window, bounds: Bounds) -> Ints:
+        total = window.batch_size.sum(-1)
+        measured = np.isfinite(speeds(window)).any(-1, keepdims=True)
+        wish = np.where(measured, fill_unknown(speeds(window)), np.maximum(window.batch_size, 1e-9))
+        return project(wish, bounds, total=total, current=window.batch_size)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+class SpeedFilter:
+    """Exponentially smoothed log speed per worker: what LB-BSP predicts the next window from.
+
+    weight   of the newest window, in (0, 1]
+    jump     a change of log speed beyond this is taken at once: a neighbour came or went, it is not noise
+    """
+
+    def __init__(self, weight: float = 0.5, jump: float = 0.25) -> None:
+        self.weight, self.jump = weight, jump
+        self.log_speed: Floats | None = None
+
+    def update(self, window: Window) -> Floats:
+        """The smoothed speeds (..., W) after this window; NaN where a worker was never measured."""
+        with np.errstate(divide="ignore", invalid="ignore"):
+            seen = np.log(speeds(window))
+        seen = np.where(np.isfinite(seen), seen, np.nan)
+        old = self.log_speed
+        if old is None or old.shape != seen.shape:
+            self.log_speed = seen
+        else:
+            old = np.where(np.isnan(old), seen, old)
+            step = np.where(np.isnan(seen), 0.0, seen - old)
+            self.log_speed = old + np.where(np.abs(step) > self.jump, 1.0, self.weight) * step
+        return np.asarray(np.exp(self.log_speed))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"log_speed": None if self.log_speed is None else self.log_speed.tolist()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        saved = state["log_speed"]
+        self.log_speed = None if saved is None else np.asarray(saved, dtype=np.float64)
+
+
+class LBBSP:
+    """LB-BSP (Chen et al., SoCC 2020): DBS's rule every window, on smoothed speeds, at the same global batch.
+
+    >>> from dynamix.window import Bounds, Window
+    >>> LBBSP().decide(Window.of([32, 32], compute=[1.0, 3.0]), Bounds.of(2)).tolist()
+    [48, 16]
+    """
+
+    boundary: Literal["window", "epoch"] = "window"
+
+    def __init__(self, weight: float = 0.5, jump: float = 0.25) -> None:
+        self.filter = SpeedFilter(weight, jump)
+
+    def decide(self, window: Window, bounds: Bounds) -> Ints:
+        speed = self.filter.update(window)
+        measured = np.isfinite(speed).any(-1, keepdims=True)
+        wish = np.where(measured, fill_unknown(speed), np.maximum(window.batch_size, 1e-9))
+        return project(wish, bounds, total=window.batch_size.sum(-1), current=window.batch_size)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.filter.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.filter.load_state_dict(state)
