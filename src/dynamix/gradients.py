@@ -82,7 +82,7 @@ class Share:
 
     count: float  # n_i of the micro-step being reduced; 0 for a placeholder batch
     total: float  # N; count * W / total is the weight
-    applied: float | None = None  # the weight already in the loss, None when the hook must apply it
+    applied: float | Tensor | None = None  # the weight already in the loss, None when the hook must apply it
 
 
 class GradientHook:
@@ -110,12 +110,17 @@ class GradientHook:
         self.buckets_seen = 0
         self.steps = 0
         self.loss_scale: Callable[[], Tensor | None] = lambda: None
+        self.muted = False  # discarded warm-up passes: plain all-reduce, nothing measured
         self.dense_steps = 0  # steps in which at least one bucket bypassed the user's hook
 
     def __call__(self, state: Any, bucket: Bucket) -> Future[Tensor]:
+        if self.muted:
+            self.buckets_seen = max(self.buckets_seen, bucket.index() + 1)
+            buffer = bucket.buffer()
+            return self._reduce_sparse(buffer) if buffer.is_sparse else default_hooks.allreduce_hook(self.group, bucket)
         share, buffer = self.share(), bucket.buffer()
         if share.count != 0:
-            self.meter.add("local_sq", self._norm_sq(buffer, share.applied or 1.0))
+            self.meter.add("local_sq", self._norm_sq(buffer, 1.0 if share.applied is None else share.applied))
         if share.applied is None:
             scale_(buffer, share.count, share.total, self.group.size())
         elif share.count == 0:
@@ -153,10 +158,31 @@ class GradientHook:
     def step_done(self) -> None:
         """After an optimizer step: the bucket layout is known by now, so give chained hooks their groups."""
         self.steps += 1
-        if self.needs_groups and self.steps >= 2 and len(self.bucket_groups) < self.buckets_seen:
+        if self.steps >= 2:
+            self.make_groups()
+
+    def make_groups(self) -> None:
+        """One process group per bucket for hooks that chain collectives on gloo. A collective call."""
+        if self.needs_groups and len(self.bucket_groups) < self.buckets_seen:
             ranks = dist.get_process_group_ranks(self.group)
             missing = self.buckets_seen - len(self.bucket_groups)
             self.bucket_groups += [new_gloo_group(ranks) for _ in range(missing)]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The user's hook state (error memories and the like) and the step count."""
+        state = self.inner_state
+        saved = state.state_dict() if hasattr(state, "state_dict") else _plain_state(state)
+        return {"steps": self.steps, "inner": saved}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.steps = state["steps"]
+        if state["inner"] is None or self.inner_state is None:
+            return
+        if hasattr(self.inner_state, "load_state_dict"):
+            self.inner_state.load_state_dict(state["inner"])
+        else:
+            for name, value in state["inner"].items():
+                setattr(self.inner_state, name, value)
 
     def _reduce(self, bucket: Bucket, *, dense: bool) -> Future[Tensor]:
         buffer = bucket.buffer()
@@ -204,12 +230,21 @@ class GradientHook:
 
         return cast("Future[Tensor]", work.get_future().then(finish))
 
-    def _norm_sq(self, values: Tensor, weight: float) -> Tensor:
+    def _norm_sq(self, values: Tensor, weight: float | Tensor) -> Tensor:
         if values.is_sparse:
             values = values.coalesce().values()
-        norm = torch.linalg.vector_norm(values, dtype=torch.float32) / weight
+        norm = torch.linalg.vector_norm(values, dtype=torch.float32) / weight  # 0-dim: no synchronisation
         scale = self.loss_scale()
         return torch.square(norm if scale is None else norm / scale.to(norm.device))
+
+
+def _plain_state(state: Any) -> dict[str, Any] | None:
+    """The attributes of a hook state that has no `state_dict` (PowerSGDState), without its process group."""
+    if state is None or isinstance(state, dist.ProcessGroup):
+        return None
+    slots = getattr(type(state), "__slots__", None)
+    names = slots if slots is not None else vars(state)
+    return {name: getattr(state, name) for name in names if name != "process_group" and hasattr(state, name)}
 
 
 def new_gloo_group(ranks: list[int], timeout: Any = None) -> dist.ProcessGroup:

@@ -191,7 +191,9 @@ class Bounds:
         if quantum < 1:
             raise ConfigError("quantum", quantum, "1 or more", "use 1 for no grid, or 8 or 32 under torch.compile")
         if not max_change > 1:
-            raise ConfigError("max_change", max_change, "more than 1", "use 2.0 to at most double or halve per decision")
+            raise ConfigError(
+                "max_change", max_change, "more than 1", "use 2.0 to at most double or halve per decision"
+            )
         lows = np.broadcast_to(np.asarray(low, dtype=np.int64), np.broadcast_shapes(np.shape(low), (workers,)))
         highs = np.broadcast_to(np.asarray(high, dtype=np.int64), np.broadcast_shapes(np.shape(high), (workers,)))
         if (lows < 0).any():
@@ -212,7 +214,10 @@ class Bounds:
         ceiling = ceiling // quantum * quantum
         if (floor > ceiling).any():
             raise ConfigError(
-                "total_high", int(np.min(ceiling)), f"at least {int(np.max(floor))}", "widen the range of the global batch"
+                "total_high",
+                int(np.min(ceiling)),
+                f"at least {int(np.max(floor))}",
+                "widen the range of the global batch",
             )
         return cls(lows, highs, np.asarray(floor), np.asarray(ceiling), quantum, max_change)
 
@@ -241,7 +246,9 @@ def project(
     wish = np.asarray(target, dtype=np.float64)
     if not np.isfinite(wish).all() or (wish < 0).any():
         bad = wish[~np.isfinite(wish) | (wish < 0)].flat[0]
-        raise ConfigError("batch size from the policy", float(bad), "finite and not negative", "check the policy's outputs")
+        raise ConfigError(
+            "batch size from the policy", float(bad), "finite and not negative", "check the policy's outputs"
+        )
     q = bounds.quantum
     low, high = bounds.low // q, bounds.high // q
     if current is not None and np.isfinite(bounds.max_change):
@@ -254,12 +261,15 @@ def project(
     wish = np.broadcast_to(wish, shape).reshape(-1, shape[-1]) / q
     low = np.broadcast_to(low, shape).reshape(wish.shape)
     high = np.broadcast_to(high, shape).reshape(wish.shape)
-    asked = wish.sum(-1) if total is None else np.broadcast_to(np.asarray(total, np.float64), shape[:-1]).reshape(-1) / q
+    asked = (
+        wish.sum(-1) if total is None else np.broadcast_to(np.asarray(total, np.float64), shape[:-1]).reshape(-1) / q
+    )
     least = np.maximum(low.sum(-1), np.broadcast_to(bounds.total_low // q, shape[:-1]).reshape(-1))
     most = np.minimum(high.sum(-1), np.broadcast_to(bounds.total_high // q, shape[:-1]).reshape(-1))
     # A rate limit can leave the global range out of reach this time; then come as near to it as it allows.
     units = np.clip(np.rint(asked), np.minimum(least, high.sum(-1)), np.maximum(most, low.sum(-1))).astype(np.int64)
-    return _largest_remainder(_water_fill(wish, low, high, units), low, high, units).reshape(shape) * q
+    sizes: Ints = _largest_remainder(_water_fill(wish, low, high, units), low, high, units).reshape(shape) * q
+    return sizes
 
 
 def _water_fill(wish: Floats, low: Ints, high: Ints, units: Ints) -> Floats:
@@ -283,7 +293,7 @@ def _water_fill(wish: Floats, low: Ints, high: Ints, units: Ints) -> Floats:
         pin_low = (under > 0) & (deficit >= excess)
         sizes = np.where(pin_high, high, np.where(pin_low, low, sizes))
         fixed |= pin_high | pin_low
-    return np.clip(sizes, low, high)
+    return np.asarray(np.clip(sizes, low, high))
 
 
 def _largest_remainder(sizes: Floats, low: Ints, high: Ints, units: Ints) -> Ints:
@@ -363,7 +373,7 @@ def _local_features(w: Window) -> Floats:
         return np.broadcast_to(x[..., None], w.batch_size.shape)
 
     def absent(*fields: Floats) -> Floats:
-        return np.logical_and.reduce([np.isnan(f) for f in fields]).astype(np.float64)
+        return np.asarray(np.logical_and.reduce([np.isnan(f) for f in fields]), dtype=np.float64)
 
     slowest = np.nanmax(np.where(np.isnan(w.compute), -np.inf, w.compute), axis=-1, keepdims=True)
     columns = {

@@ -1,0 +1,189 @@
+"""How ranks agree: gather one row each, decide in one place, broadcast one message, apply at one step.
+
+At the step that closes a window every rank posts an asynchronous gather. On rank 0 a thread waits for it, asks the
+policy and broadcasts exactly one message: a new allocation, or "keep" when the policy was late. Every rank waits for
+it at its next step, or before its sampler could issue a batch that the message may concern; rank 0's thread needs
+nobody's training step to go on, so no such wait can be circular.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dynamix.errors import DynamixError, WorkerLostError
+from dynamix.window import Floats, Ints
+
+# How long rank 0 holds a training step back for a policy that is not done one step after it was asked.
+PATIENCE_S = 0.05
+
+
+class Kind(enum.IntEnum):
+    """What a message says. LATE and FAILED keep the allocation; FAILED ends the job on every rank."""
+
+    KEEP = 0
+    NEW = 1
+    LATE = 2
+    FAILED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """The one message of a window, the same on every rank."""
+
+    kind: Kind
+    from_step: int  # micro-step at which `sizes` come into force (NEW)
+    noise: float
+    signal: float
+    sizes: Ints
+
+    def pack(self) -> Tensor:
+        head = [float(self.kind), float(self.from_step), self.noise, self.signal]
+        return torch.tensor(np.concatenate([head, self.sizes.astype(np.float64)]), dtype=torch.float64)
+
+    @classmethod
+    def unpack(cls, packed: Tensor) -> Message:
+        values = packed.numpy()
+        return cls(
+            Kind(int(values[0])), int(values[1]), float(values[2]), float(values[3]), values[4:].astype(np.int64)
+        )
+
+
+Decide = Callable[[Floats], Message]
+
+
+class Channel:
+    """One decision at a time over a gloo group of its own (None: a single worker, decided in place).
+
+    decide   rank 0's function from the gathered rows (W, n) to the message; runs in a thread
+    keep     makes the message to send when `decide` is late or failed
+    after    runs on rank 0, in the same thread, once the message is out (events are written there)
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        workers: int,
+        *,
+        decide: Decide,
+        keep: Callable[[Kind], Message],
+        after: Callable[[Message], None],
+    ) -> None:
+        self.group, self.workers = group, workers
+        self.decide, self.keep, self.after = decide, keep, after
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.root = 0 if group is None else dist.get_global_rank(group, 0)
+        self.waited_s = 0.0
+        self.deciding = threading.Lock()
+        self._pending: Tensor | None = None
+        self._receive: dist.Work | None = None
+        self._round: _Round | None = None
+
+    @property
+    def pending(self) -> bool:
+        """Whether a window was sent and its message not yet taken."""
+        return self._pending is not None
+
+    def send(self, row: Floats) -> None:
+        """Post this rank's row. Rows have the same length on every rank. Returns at once."""
+        if self.group is None:
+            message = self.decide(row[None])
+            self._pending = message.pack()
+            self.after(message)
+            return
+        packed = torch.from_numpy(np.ascontiguousarray(row, dtype=np.float64))
+        self._pending = torch.zeros(4 + self.workers, dtype=torch.float64)
+        if self.rank == 0:
+            rows = [torch.zeros_like(packed) for _ in range(self.workers)]
+            gather = dist.gather(packed, rows, dst=self.root, group=self.group, async_op=True)
+            self._round = _Round(self, gather, rows, self._pending)
+        else:
+            self._sending = dist.gather(packed, dst=self.root, group=self.group, async_op=True), packed
+            self._receive = dist.broadcast(self._pending, src=self.root, group=self.group, async_op=True)
+
+    def receive(self) -> Message:
+        """Wait for the message (normally it is there) and take it. Raises `WorkerLostError` or the policy's error."""
+        assert self._pending is not None
+        started = time.perf_counter()
+        try:
+            if self._round is not None:
+                self._round.finish()
+            elif self._receive is not None:
+                self._receive.wait()
+        except RuntimeError as error:
+            if isinstance(error, DynamixError):
+                raise
+            raise _lost(error) from error
+        finally:
+            packed, self._pending, self._receive, self._round = self._pending, None, None, None
+            self.waited_s += time.perf_counter() - started
+        message = Message.unpack(packed)
+        if message.kind is Kind.FAILED:
+            raise DynamixError("the policy failed on rank 0; its own error is in that rank's output")
+        return message
+
+
+def _lost(error: RuntimeError) -> WorkerLostError:
+    return WorkerLostError(
+        "the ranks could not agree on the next allocation: a rank died or did not answer within the process "
+        f"group's timeout ({error})"
+    )
+
+
+class _Round:
+    """Rank 0's side of one decision."""
+
+    def __init__(self, channel: Channel, gather: dist.Work, rows: list[Tensor], out: Tensor) -> None:
+        self.channel, self.gather, self.rows, self.out = channel, gather, rows, out
+        self.lock = threading.Lock()
+        self.gathered, self.published = threading.Event(), threading.Event()
+        self.error: BaseException | None = None
+        self.work: dist.Work | None = None
+        self.thread = threading.Thread(target=self._run, name="dynamix-decide", daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.gather.wait()
+        except RuntimeError as error:
+            self.error = _lost(error)
+            self.gathered.set()
+            self.published.set()
+            return
+        self.gathered.set()
+        try:
+            with self.channel.deciding:  # a late decision may still be running
+                message = self.channel.decide(torch.stack(self.rows).numpy())
+        except Exception as error:  # whatever the policy raised is raised again, in the training thread
+            self.error = error if isinstance(error, DynamixError) else DynamixError(f"the policy failed: {error!r}")
+            self.error.__cause__ = error
+            message = self.channel.keep(Kind.FAILED)
+        try:
+            self.channel.after(self._publish(message))
+        except RuntimeError as error:
+            self.error = self.error or _lost(error)
+
+    def _publish(self, message: Message) -> Message:
+        with self.lock:
+            if self.work is None:
+                self.out.copy_(message.pack())
+                self.work = dist.broadcast(self.out, src=self.channel.root, group=self.channel.group, async_op=True)
+                self.published.set()
+            return Message.unpack(self.out)
+
+    def finish(self) -> None:
+        self.gathered.wait()
+        if not self.published.wait(PATIENCE_S):
+            self._publish(self.channel.keep(Kind.LATE))
+        if self.error is not None:
+            raise self.error
+        assert self.work is not None
+        self.work.wait()

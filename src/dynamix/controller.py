@@ -1,0 +1,537 @@
+"""`Controller`: what a training loop holds."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence, Sized
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import default_collate
+
+from dynamix import random_state
+from dynamix.agreement import Channel, Kind
+from dynamix.data import Allocations, BatchSampler, StepPlan, Stream
+from dynamix.decision import Closing, Decider, recorded
+from dynamix.errors import ConfigError, StateError, UsageError
+from dynamix.gradients import ConsecutiveNoise, Share, new_gloo_group
+from dynamix.observation import Recorder
+from dynamix.policies import Policy, make_policy
+from dynamix.policies.base import boundary
+from dynamix.scaling import LearningRate, SampleSchedule, rule
+from dynamix.telemetry.events import EventLog
+from dynamix.weighting import LossWeight, attach
+from dynamix.window import Bounds, Ints, project
+
+Model = TypeVar("Model", bound=nn.Module)
+STATE_SCHEMA = 1
+
+
+class Controller:
+    """Gives every worker its own batch size while a job trains.
+
+    A collective call: every rank of `process_group` constructs it with the same arguments (checked). Without an
+    initialised process group it serves one process and adapts the batch size alone.
+
+        controller = dynamix.Controller(policy="dynamix", batch_size=128)
+        sampler = controller.batch_sampler(dataset, seed=0)
+        loader = DataLoader(dataset, batch_sampler=sampler, num_workers=2)
+        model = controller.wrap(DDP(net), optimizer)
+        for epoch in range(10):
+            sampler.set_epoch(epoch)
+            for x, y in loader:
+                logits = model(x); loss = F.cross_entropy(logits, y)
+                loss.backward(); optimizer.step(); optimizer.zero_grad()
+                controller.step(loss=loss, logits=logits, target=y)
+
+    policy            a name (`dynamix.policies.policy_names()`), a `.safetensors` policy file, or any `Policy`
+    batch_size        samples per worker and micro-batch at the start
+    min_batch_size, max_batch_size   one number, or one per rank; None: 1 and 8 * batch_size
+    min_global_batch, max_global_batch   of the sum over workers; None: what the workers' bounds allow
+    interval          optimizer steps per window (policies that decide per epoch ignore it)
+    quantum           batch sizes are multiples of this (torch.compile and cudnn then see few shapes)
+    max_change        a batch size changes by at most this factor per decision
+    accumulate        micro-batches per optimizer step; call `step()` after each of them
+    lr_rule           how the learning rate follows the global batch: none, linear, sqrt, adascale
+    process_group     the data-parallel group; None: the default group
+    events            file that rank 0 appends one JSON line per window to
+    replay            events file of an earlier run whose allocations are applied instead of deciding
+
+    Raises `ConfigError` for impossible values, `UsageError` when ranks pass different arguments.
+    """
+
+    def __init__(
+        self,
+        policy: str | Policy = "dynamix",
+        batch_size: int = 128,
+        *,
+        min_batch_size: int | Sequence[int] | None = None,
+        max_batch_size: int | Sequence[int] | None = None,
+        min_global_batch: int | None = None,
+        max_global_batch: int | None = None,
+        interval: int = 10,
+        quantum: int = 1,
+        max_change: float = float("inf"),
+        accumulate: int = 1,
+        lr_rule: str = "none",
+        process_group: dist.ProcessGroup | None = None,
+        events: str | os.PathLike[str] | None = None,
+        replay: str | os.PathLike[str] | None = None,
+    ) -> None:
+        for name, value in {"batch_size": batch_size, "interval": interval, "accumulate": accumulate}.items():
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(name, value, "a whole number, 1 or more", "check the argument")
+        together = dist.is_available() and dist.is_initialized()
+        self.group = (process_group or dist.group.WORLD) if together else None
+        self.rank = dist.get_rank(self.group) if self.group else 0
+        self.world_size = dist.get_world_size(self.group) if self.group else 1
+        self.bounds = Bounds.of(
+            self.world_size,
+            _per_rank("min_batch_size", 1 if min_batch_size is None else min_batch_size, self.world_size),
+            _per_rank("max_batch_size", 8 * batch_size if max_batch_size is None else max_batch_size, self.world_size),
+            total_low=min_global_batch,
+            total_high=max_global_batch,
+            quantum=quantum,
+            max_change=max_change,
+        )
+        self.policy = make_policy(policy) if isinstance(policy, str) else policy
+        if not isinstance(self.policy, Policy):
+            raise ConfigError(
+                "policy", policy, "an object with decide, state_dict, load_state_dict", "see dynamix.Policy"
+            )
+        start = np.full(self.world_size, batch_size, dtype=np.int64)
+        fits = (start >= self.bounds.low) & (start <= self.bounds.high) & (start % quantum == 0)
+        if not fits.all():
+            rank = int(np.argmin(fits))
+            low, high = int(self.bounds.low[rank]), int(self.bounds.high[rank])
+            allowed = f"{low} to {high}" + (f" in steps of {quantum}" if quantum > 1 else "") + f" on rank {rank}"
+            raise ConfigError("batch_size", batch_size, allowed, "change batch_size or the bounds")
+        self.interval, self.accumulate, self.lr_rule = interval, accumulate, lr_rule
+        self.base_batch = int(start.sum()) * accumulate
+        self._rule = rule(lr_rule)
+        self._per_epoch = boundary(self.policy) == "epoch"
+        self._allocations = Allocations(start)
+        self._source: BatchSampler | Stream | None = None
+        self._replay = None if replay is None else recorded(replay)
+        control = self._open_control_group(policy)
+        decider = self._decider = Decider(
+            self.policy,
+            self.bounds,
+            base_batch=self.base_batch,
+            accumulate=accumulate,
+            slack=0 if self._per_epoch else accumulate,
+            replay=self._replay,
+            events=EventLog(events) if events is not None and self.rank == 0 else None,
+        )
+        self._channel = Channel(
+            control, self.world_size, decide=decider.decide, keep=decider.keep, after=decider.write_event
+        )
+        self._noise = self._signal = float("nan")
+        self._recorder = Recorder(torch.device("cpu"))
+        self._loss_weight = LossWeight(self.group, accumulate)
+        self._attached: Any = None
+        self._learning_rate: LearningRate | None = None
+        self._pairs: ConsecutiveNoise | None = None
+        self._schedules: list[SampleSchedule] = []
+        self._state: dict[str, Any] = {}
+        self._rng: dict[str, Any] | None = None
+        self._window = self._steps = self._opens = self._samples = 0
+        self.overhead_s = 0.0
+
+    # ------------------------------------------------------------ setting up
+
+    def batch_sampler(
+        self,
+        dataset: Sized,
+        *,
+        seed: int = 0,
+        shuffle: bool = True,
+        partition: Literal["stream", "contiguous"] = "stream",
+    ) -> BatchSampler:
+        """A sampler for `DataLoader(dataset, batch_sampler=...)`: unequal shares, every sample once per epoch.
+
+        Give the loader a `generator=` of its own if resumed runs must repeat random numbers exactly. Raises
+        `ConfigError` when the data set is smaller than one global step.
+        """
+        sampler = BatchSampler(
+            len(dataset),
+            self._allocations,
+            rank=self.rank,
+            world_size=self.world_size,
+            seed=seed,
+            shuffle=shuffle,
+            accumulate=self.accumulate,
+            partition=partition,
+            low=self.bounds.low,
+            high=self.bounds.high,
+            before_issue=self._before_issue,
+        )
+        return self._adopt(sampler)
+
+    def stream(
+        self,
+        iterable: Iterable[Any],
+        *,
+        sharded: bool = False,
+        collate_fn: Callable[[list[Any]], Any] = default_collate,
+    ) -> Stream:
+        """Batches cut from an iterable data set in the main process; see `dynamix.data.Stream` for the guarantees.
+
+        sharded   False: every rank iterates the same global stream. True: each rank iterates its own.
+        """
+        stream = Stream(
+            iterable,
+            self._allocations,
+            rank=self.rank,
+            world_size=self.world_size,
+            sharded=sharded,
+            collate_fn=collate_fn,
+            accumulate=self.accumulate,
+            before_issue=self._before_issue,
+            agree=self._loss_weight.sum_async if self.group else None,
+        )
+        return self._adopt(stream)
+
+    def wrap(
+        self,
+        model: Model,
+        optimizer: Optimizer,
+        *,
+        hook: Callable[[Any, Any], Any] | None = None,
+        hook_state: Any = None,
+        scaler: torch.amp.GradScaler | None = None,
+        weighting: Literal["hook", "loss"] = "hook",
+        batchnorm: Literal["rank0", "weighted"] = "rank0",
+    ) -> Model:
+        """Connect a model and its optimizer; returns the same model. Call it once, after DDP or `fully_shard`.
+
+        hook, hook_state   DDP communication hook to run after weighting (fp16, bf16, PowerSGD, your own)
+        scaler             AMP's GradScaler, so that norms are measured without the loss scale
+        weighting          "hook": gradients are weighted in DDP's hook, the loop stays as it is. "loss": the loop calls
+                           `controller.weight(loss).backward()`; required for SyncBatchNorm and FSDP
+        batchnorm          DDP's buffers before each forward: "rank0" broadcasts, "weighted" averages by samples
+
+        Raises `UsageError` naming the reason when the model needs the loss side or already has a hook.
+        """
+        if self._attached is not None:
+            raise UsageError("wrap() was already called; make one Controller per model")
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        self._recorder = Recorder(device)
+        self._attached = attach(
+            model,
+            self.group,
+            share=self._share,
+            recorder=self._recorder,
+            hook=hook,
+            hook_state=hook_state,
+            scaler=scaler,
+            weighting=weighting,
+            batchnorm=batchnorm,
+        )
+        self._loss_weight.bind(model, required=weighting == "loss")
+        self._learning_rate = LearningRate(optimizer, self.lr_rule)
+        if self.world_size == 1:
+            self._pairs = ConsecutiveNoise()
+            optimizer.register_step_pre_hook(self._observe_pair)
+        model.register_forward_pre_hook(self._before_forward)
+        if "hook" in self._state:
+            self._attached.load_state_dict(self._state.pop("hook"))
+        return model
+
+    def scheduler(self, scheduler: Any, *, nominal_batch_size: int | None = None) -> SampleSchedule:
+        """Drive a torch learning-rate scheduler by samples: one `scheduler.step()` per nominal_batch_size of them.
+
+        nominal_batch_size   global samples per scheduler step (None: the global batch at the start)
+        """
+        schedule = SampleSchedule(scheduler, nominal_batch_size=nominal_batch_size or self.base_batch)
+        if len(self._state.get("schedules", [])) > len(self._schedules):
+            schedule.load_state_dict(self._state["schedules"][len(self._schedules)])
+        self._schedules.append(schedule)
+        return schedule
+
+    # ------------------------------------------------------------ in the loop
+
+    def weight(self, loss: Tensor, *, count: float | Tensor | None = None) -> Tensor:
+        """The loss times n_i*W/N, to call `.backward()` on: weighting on the loss side.
+
+        count   divisor of this mean loss if it is not the number of samples (tokens; the sum of class weights). It is
+                summed over workers by one small asynchronous all-reduce.
+        """
+        return self._loss_weight.apply(loss, self._need_source().plan(), self.rank, count)
+
+    def step(
+        self,
+        *,
+        loss: Tensor | None = None,
+        logits: Tensor | None = None,
+        target: Tensor | None = None,
+        count: int | None = None,
+    ) -> None:
+        """Once per micro-batch, after the optimizer's step (if any): observe; every k steps decide.
+
+        loss, logits, target   of this micro-batch, as observations; may be None. The loss unweighted.
+        count                  samples really in this micro-batch, if your collate can drop some: checked
+        Never synchronises a device. Raises `WorkerLostError` when another rank is gone.
+        """
+        began = time.perf_counter()
+        source = self._need_source()
+        plan = source.plan()
+        mine = int(plan.counts[self.rank])
+        if count is not None and mine and count != mine:
+            raise UsageError(
+                f"count={count}, but this rank was given {mine} samples: gradients would be weighted wrongly. Use "
+                "controller.weight(loss, count=...).backward() when batches can shrink after sampling"
+            )
+        if self.world_size > 1 and self._attached is None:
+            raise UsageError("call controller.wrap(model, optimizer) before training, or gradients stay unweighted")
+        tail_factor = self._tail_factor(plan)
+        self._loss_weight.check_used()
+        source.consume()
+        if mine:
+            self._recorder.observe(loss, logits, target)
+        if plan.micro < self.accumulate - 1:
+            self._recorder.micro_done()
+            if self._attached is not None and tail_factor != 1.0:
+                self._attached.scale_gradients(tail_factor)
+            self.overhead_s += time.perf_counter() - began
+            return
+        self._steps += 1
+        step_samples = int(plan.group.sum())
+        self._samples += step_samples
+        if self._attached is not None:
+            self._attached.step_done()
+        first = plan.index + 1 - self.accumulate
+        self._recorder.step_done(keep=plan.regular and first >= self._opens, first_of_epoch=plan.start == 0)
+        for schedule in self._schedules:
+            schedule.advance(step_samples)
+        self._settle()
+        full = plan.last if self._per_epoch else self._recorder.steps >= self.interval
+        if full and self._recorder.steps:
+            self._close_window(plan, source.issued)
+        self.overhead_s += time.perf_counter() - began
+
+    @property
+    def batch_sizes(self) -> Ints:
+        """Samples per micro-batch of every worker in the coming step, int64 (W,)."""
+        step = self._source.consumed if self._source is not None else 0
+        return self._allocations.at(step).copy()
+
+    @property
+    def samples_seen(self) -> int:
+        """Samples trained on so far, by all workers."""
+        return self._samples
+
+    def warm_up(self, forward_backward: Callable[[], Any]) -> None:
+        """Two discarded forward and backward passes, so that a resumed run sums gradients in the saved run's order.
+
+        DDP rebuilds its buckets after the first step; without this a restarted job at W > 2 differs in the last bits.
+        Collective. `forward_backward()` must run the model and `.backward()` on any batch. Buffers, gradients and random
+        state are put back.
+        """
+        if self._attached is None:
+            raise UsageError("call controller.wrap(model, optimizer) before warm_up()")
+        saved = random_state.capture()
+        with self._attached.discarded(), self._loss_weight.paused():
+            for _ in range(2):
+                forward_backward()
+        random_state.restore(saved)
+
+    # ------------------------------------------------------------ state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything to go on from here: call it between optimizer steps. Includes the sampler and this rank's RNG."""
+        self._settle()
+        return {
+            "schema": STATE_SCHEMA,
+            "world_size": self.world_size,
+            "rank": self.rank,
+            "allocations": self._allocations.state_dict(),
+            "source": None if self._source is None else self._source.state_dict(),
+            "policy": self.policy.state_dict(),
+            "noise_scale": self._decider.noise_scale.state_dict(),
+            "shared": [self._noise, self._signal],
+            "counters": [self._window, self._steps, self._opens, self._samples],
+            "base_batch": self.base_batch,
+            "recorder": self._recorder.state_dict(),
+            "schedules": [schedule.state_dict() for schedule in self._schedules],
+            "hook": None if self._attached is None else self._attached.state_dict(),
+            "rng": random_state.capture(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a state saved by this or another world size, before or after `batch_sampler` and `wrap`.
+
+        At another world size the global batch is kept and split evenly; no sample is lost or repeated. Random state is
+        restored where rank and world size are the same, once the loader's iterator exists.
+        """
+        if state.get("schema") != STATE_SCHEMA:
+            raise StateError(f"controller state has schema {state.get('schema')!r}, this version reads {STATE_SCHEMA}")
+        self._window, self._steps, self._opens, self._samples = state["counters"]
+        self.base_batch = self._decider.base_batch = state["base_batch"]
+        self._noise, self._signal = state["shared"]
+        self._decider.noise_scale.load_state_dict(state["noise_scale"])
+        same = state["world_size"] == self.world_size
+        consumed = 0 if state["source"] is None else state["source"]["consumed"]
+        if same:
+            self._allocations.load_state_dict(state["allocations"])
+            self.policy.load_state_dict(state["policy"])
+            self._recorder.load_state_dict(state["recorder"])
+            self._rng = state["rng"] if state["rank"] == self.rank else None
+        else:
+            before = Allocations(np.zeros(state["world_size"], dtype=np.int64))
+            before.load_state_dict(state["allocations"])
+            total = int(before.at(consumed).sum())
+            self._allocations.reset(consumed, project(np.ones(self.world_size), self.bounds, total=total))
+            self._opens = consumed
+        for schedule, saved in zip(self._schedules, state["schedules"], strict=False):
+            schedule.load_state_dict(saved)
+        self._state = {"source": state["source"], "schedules": state["schedules"], "hook": state["hook"]}
+        if self._source is not None and self._state["source"] is not None:
+            self._source.load_state_dict(self._state.pop("source"))
+        if self._attached is not None and self._state["hook"] is not None:
+            self._attached.load_state_dict(self._state.pop("hook"))
+
+    def close(self) -> None:
+        """Finish a pending decision and close the events file. Optional; safe to call twice."""
+        self._settle()
+        if self._decider.events is not None:
+            self._decider.events.close()
+
+    # ------------------------------------------------------------ the agreement
+
+    def _close_window(self, plan: StepPlan, issued: int) -> None:
+        sizes = self._allocations.at(plan.index)
+        age = (plan.index + 1 - self._allocations.since(plan.index)) / self.accumulate
+        self._decider.closing = Closing(
+            self._window, sizes, plan.index + 1, issued, age, step=self._steps, samples=self._samples
+        )
+        mine = float(sizes[self.rank])
+        row = self._recorder.row(issued=issued, count=mine * self.accumulate, weight=mine / float(sizes.sum()))
+        self._channel.send(row)
+
+    def _settle(self) -> None:
+        """Take the pending message, if there is one: the agreed wait."""
+        if not self._channel.pending:
+            return
+        message = self._channel.receive()
+        self._window += 1
+        self._noise, self._signal = message.noise, message.signal
+        if message.kind is Kind.NEW:
+            if self._source is not None and message.from_step < self._source.issued:
+                raise StateError(
+                    f"the replayed allocation starts at step {message.from_step}, but {self._source.issued} batches are "
+                    "already issued: replay with the same loader settings (num_workers, prefetch_factor) or fewer"
+                )
+            self._allocations.schedule(message.from_step, message.sizes)
+            self._opens = message.from_step
+            self._recorder.reset()
+        if self._source is not None:
+            self._allocations.forget(self._source.consumed)
+
+    def _before_issue(self, step: int) -> None:
+        """The sampler is about to plan micro-step `step`: a pending message may concern it."""
+        if self._channel.pending and step >= self._decider.closing.issued + self._decider.slack:
+            self._settle()
+
+    # ------------------------------------------------------------ helpers
+
+    def _share(self) -> Share:
+        """How the gradient now being reduced is weighted."""
+        plan = self._need_source().plan()
+        total = float(plan.group.sum()) / self.accumulate
+        return Share(float(plan.counts[self.rank]), total, self._loss_weight.applied)
+
+    def _before_forward(self, module: nn.Module, args: Any) -> None:
+        if not (module.training and torch.is_grad_enabled()):
+            self._recorder.timer.interrupted()
+            return
+        if self._recorder.muted:
+            return
+        self._recorder.timer.forward_started()
+        if self._learning_rate is not None:
+            step_batch = float(self._need_source().plan().group.sum())
+            self._learning_rate.factor = self._rule(step_batch / self.base_batch, self._noise, self._signal)
+
+    def _observe_pair(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._pairs is None or self._source is None:
+            return
+        self._recorder.gradients_ready()
+        self._recorder.reduced()
+        gradients = [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
+        pair = self._pairs.observe([g for g in gradients if not g.is_sparse], float(self._source.plan().group.sum()))
+        if pair is not None:
+            self._recorder.add("pair_noise", pair[0])
+            self._recorder.add("pair_signal", pair[1])
+
+    def _tail_factor(self, plan: StepPlan) -> float:
+        """The hook sees only the sum over micro-batches, so unequal ones are brought to the last one's weight."""
+        if plan.micro == self.accumulate - 1 or self._loss_weight.applied is not None:
+            return 1.0
+        now, following = (float(plan.group[i, self.rank]) for i in (plan.micro, plan.micro + 1))
+        return now / following if following else 1.0
+
+    def _adopt(self, source: Any) -> Any:
+        if self._source is not None:
+            raise UsageError("this controller already has a batch sampler or stream; make one Controller per loop")
+        source.on_first_issue = self._restore_rng
+        if self._state.get("source") is not None:
+            source.load_state_dict(self._state.pop("source"))
+        self._source = source
+        return source
+
+    def _restore_rng(self) -> None:
+        """Iterators draw seeds when they are made; the saved random state goes back once that has happened."""
+        if self._rng is not None:
+            random_state.restore(self._rng)
+            self._rng = None
+
+    def _need_source(self) -> BatchSampler | Stream:
+        if self._source is None:
+            raise UsageError(
+                "make a sampler or a stream first: controller.batch_sampler(dataset) or controller.stream(...)"
+            )
+        return self._source
+
+    def _open_control_group(self, policy: str | Policy) -> dist.ProcessGroup | None:
+        if self.group is None:
+            return None
+        control = new_gloo_group(dist.get_process_group_ranks(self.group), _timeout_of(self.group))
+        name = policy if isinstance(policy, str) else type(policy).__name__
+        same = [name, self.base_batch, self.interval, self.accumulate, self.lr_rule, self.bounds.quantum]
+        same += [self.bounds.low.tolist(), self.bounds.high.tolist(), sorted(self._replay or {})]
+        digest = hashlib.sha256(json.dumps(same, default=str).encode()).digest()[:8]
+        mine = torch.tensor([int.from_bytes(digest, "big") >> 1])
+        every = [torch.zeros_like(mine) for _ in range(self.world_size)]
+        dist.all_gather(every, mine, group=control)
+        differing = [rank for rank, value in enumerate(every) if not torch.equal(value, every[0])]
+        if differing:
+            raise UsageError(
+                f"Controller(...) got other arguments on rank {differing[0]} than on rank 0; pass the same"
+            )
+        return control
+
+
+def _per_rank(name: str, value: int | Sequence[int], workers: int) -> int | list[int]:
+    if isinstance(value, int):
+        return value
+    sizes = [int(v) for v in value]
+    if len(sizes) != workers:
+        raise ConfigError(name, sizes, f"one number or a list of {workers}, one per rank", "match the world size")
+    return sizes
+
+
+def _timeout_of(group: dist.ProcessGroup) -> Any:
+    """The timeout the user gave the data-parallel group, for the control group to share."""
+    for device in ("cpu", "cuda"):
+        try:
+            return group._get_backend(torch.device(device)).options._timeout
+        except (RuntimeError, AttributeError):
+            continue
+    return None

@@ -1,0 +1,227 @@
+"""What one rank records of its steps, how it becomes a row, and how W rows become a `Window`."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dynamix.gradients import NoiseScale
+from dynamix.probes import probes_here
+from dynamix.probes.timing import StepTimer, StepTimes, attribute_wait
+from dynamix.window import PER_WORKER, Floats, Window
+
+# argmax over a large vocabulary costs more than it tells: 91 ms for 2048 x 32000 logits on a CPU
+ACCURACY_ROWS = 256
+_DERIVED = ("wait", "communication")  # known only when all rows are together
+ROW = (
+    *("issued", "count", "weight", "global_norm_sq", "pair_noise", "pair_signal"),
+    *(name for name in PER_WORKER if name not in _DERIVED),
+)
+_SUMMED = {"local_sq": "gradient_norm_sq", "global_sq": "global_norm_sq"}
+_PLAIN = ("loss", "accuracy", "pair_noise", "pair_signal")
+
+
+class Recorder:
+    """One rank's measurements of the window now open. Never synchronises a device.
+
+    On CUDA, sums stay on the device and travel to the host asynchronously; a row uses the newest that has arrived,
+    which may be a window old. `limit` bounds the steps kept (an epoch can be long).
+    """
+
+    def __init__(self, device: torch.device, *, limit: int = 4096) -> None:
+        self.device, self.limit = device, limit
+        self.timer = StepTimer(device)
+        self.probes = [] if device.type == "meta" else probes_here(device)
+        self.steps = 0
+        self._times: list[StepTimes] = []
+        self._late: set[int] = set()  # timer steps of this window whose events had not completed
+        self._step_index = 0
+        self._open: list[tuple[str, Tensor]] = []
+        self._lock = threading.Lock()
+        self._kept: dict[str, list[Tensor]] = {}
+        self._arriving: _Transfer | None = None
+        self._arrived: dict[str, Floats] = {}
+        self._before: dict[str, tuple[float, float]] = {}
+        self.muted = False
+
+    # -- marks from the hook (autograd's thread and the backend's)
+
+    def gradients_ready(self) -> None:
+        if not self.muted:
+            self.timer.gradients_ready()
+
+    def reduced(self) -> None:
+        if not self.muted:
+            self.timer.reduced()
+
+    def add(self, name: str, value: Tensor) -> None:
+        """One 0-dim value of this optimizer step; values of one name add up within the step ("loss" averages)."""
+        if not self.muted:
+            with self._lock:
+                self._open.append((name, value.detach()))
+
+    # -- from Controller.step
+
+    def observe(self, loss: Tensor | None, logits: Tensor | None, target: Tensor | None) -> None:
+        """Statistics of one micro-batch, left on its device."""
+        with torch.no_grad():
+            if loss is not None:
+                self.add("loss", loss.float())
+            if logits is not None and target is not None and logits.dim() == target.dim() + 1 and len(target):
+                some = slice(0, ACCURACY_ROWS)
+                right = logits[some].argmax(1 if logits.dim() > 2 else -1) == target[some]
+                self.add("accuracy", right.float().mean())
+
+    def micro_done(self) -> None:
+        self.timer.micro_done()
+
+    def step_done(self, *, keep: bool, first_of_epoch: bool) -> None:
+        """Close one optimizer step. `keep` False: it belongs to no window (a tail, or the allocation is switching)."""
+        self.timer.step_done()
+        index, self._step_index = self._step_index, self._step_index + 1
+        with self._lock:
+            values, self._open = self._open, []
+        done = self.timer.take(discard=not keep)
+        if not keep:
+            return
+        self.steps += 1
+        self._late.add(index)
+        for times in done:
+            if times.step in self._late:
+                self._late.discard(times.step)
+                lacks_data = first_of_epoch and times.step == index
+                self._times.append(_without_data(times) if lacks_data else times)
+        grouped: dict[str, list[Tensor]] = {}
+        for name, value in values:
+            grouped.setdefault(name, []).append(value)
+        for name, parts in grouped.items():
+            stacked = torch.stack([p.to(self.device) for p in parts])
+            series = self._kept.setdefault(name, [])
+            series.append(stacked.sum() if name in _SUMMED else stacked.mean())
+            del series[: -self.limit]
+        del self._times[: -self.limit]
+
+    def row(self, *, issued: int, count: float, weight: float) -> Floats:
+        """Close the window: this rank's row, length len(ROW) + steps kept, the tail being comm seconds step by step."""
+        stats = self._collect()
+        known: dict[str, float] = {"issued": issued, "count": count, "weight": weight}
+        compute = np.array([t.compute for t in self._times])
+        known["compute"], known["compute_std"] = _mean(compute), _std(compute)
+        known["data"] = _mean(np.array([t.data for t in self._times]))
+        for series, field in _SUMMED.items():
+            known[field] = _mean(stats.get(series, np.array([])))
+        for name in _PLAIN:
+            values = stats.get(name, np.array([]))
+            known[name] = _mean(values)
+            if name in ("loss", "accuracy"):
+                known[f"{name}_std"] = _std(values)
+                known[f"{name}_change"] = self._change(name, known[name], known[f"{name}_std"])
+        for probe in self.probes:
+            known.update(probe.sample())
+        steps = min(self.steps, self.limit)
+        comm = [t.comm for t in self._times][-steps:] if steps else []
+        comm += [float("nan")] * (steps - len(comm))
+        self.reset()
+        return np.array([known.get(name, float("nan")) for name in ROW] + comm)
+
+    def reset(self) -> None:
+        """Forget the open window."""
+        self.steps = 0
+        self._times, self._kept = [], {}
+        self._late.clear()
+
+    def _collect(self) -> dict[str, Floats]:
+        if self.device.type != "cuda":
+            return {name: torch.stack(series).double().numpy() for name, series in self._kept.items()}
+        if self._arriving is not None and self._arriving.ready():
+            self._arrived = self._arriving.values()
+            self._arriving = None
+        if self._arriving is None and self._kept:
+            self._arriving = _Transfer(self._kept)
+        return self._arrived
+
+    def _change(self, name: str, mean: float, std: float) -> float:
+        before, self._before[name] = self._before.get(name), (mean, std)
+        if before is None:
+            return float("nan")
+        pooled = np.sqrt((std**2 + before[1] ** 2) / 2)
+        return float((mean - before[0]) / pooled) if pooled > 0 else float("nan")
+
+    def state_dict(self) -> dict[str, Any]:
+        """The statistics of the open window and of the last one; times are not worth saving."""
+        return {
+            "steps": self.steps,
+            "series": {name: torch.stack(series).tolist() for name, series in self._kept.items()},
+            "before": {name: list(pair) for name, pair in self._before.items()},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.reset()
+        self.steps = state["steps"]
+        self._kept = {
+            name: [torch.tensor(v, device=self.device) for v in series] for name, series in state["series"].items()
+        }
+        self._before = {name: (pair[0], pair[1]) for name, pair in state["before"].items()}
+
+
+class _Transfer:
+    """A device-to-host copy that nobody waits for."""
+
+    def __init__(self, series: dict[str, list[Tensor]]) -> None:
+        self.lengths = {name: len(values) for name, values in series.items()}
+        flat = torch.stack([v for values in series.values() for v in values]).double()
+        self.host = torch.empty(flat.shape, dtype=torch.float64, pin_memory=True)
+        self.host.copy_(flat, non_blocking=True)
+        self.event = torch.cuda.Event()
+        self.event.record()
+
+    def ready(self) -> bool:
+        return self.event.query()
+
+    def values(self) -> dict[str, Floats]:
+        parts = torch.split(self.host, list(self.lengths.values()))
+        return {name: part.numpy() for name, part in zip(self.lengths, parts, strict=True)}
+
+
+def assemble(rows: Floats, *, noise_scale: NoiseScale, sizes: Any, **cluster: float) -> Window:
+    """The `Window` of W rows, shape (W, len(ROW) + steps); updates `noise_scale` with this window's estimate."""
+    columns = {name: rows[:, i] for i, name in enumerate(ROW)}
+    wait, transfer = attribute_wait(rows[:, len(ROW) :].T)
+    global_sq = _mean(columns["global_norm_sq"])
+    if rows.shape[0] > 1:
+        # The weight is this rank's part of the mean gradient, n_i/N, whichever side applied it.
+        local = np.where(columns["count"] > 0, columns["gradient_norm_sq"], np.nan)
+        noise, signal = NoiseScale.estimate(local, global_sq, columns["count"], columns["weight"])
+    else:
+        noise, signal = float(columns["pair_noise"][0]), float(columns["pair_signal"][0])
+    noise_scale.update(noise, signal)
+    known = {name: columns[name] for name in ROW if name in PER_WORKER and name != "batch_size"}
+    return Window.of(
+        sizes,
+        **known,
+        wait=wait,
+        communication=transfer,
+        steps=rows.shape[1] - len(ROW),
+        global_norm_sq=global_sq,
+        noise=noise_scale.noise,
+        signal=noise_scale.signal,
+        **cluster,
+    )
+
+
+def _mean(values: Floats) -> float:
+    known = values[np.isfinite(values)]
+    return float(known.mean()) if known.size else float("nan")
+
+
+def _std(values: Floats) -> float:
+    known = values[np.isfinite(values)]
+    return float(known.std(ddof=1)) if known.size > 1 else float("nan")
+
+
+def _without_data(times: StepTimes) -> StepTimes:
+    return StepTimes(step=times.step, compute=times.compute, comm=times.comm, data=float("nan"), total=times.total)
