@@ -1,0 +1,153 @@
+"""Compares every optimizer step of a weighted job with the gradient of the one big batch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, TensorDataset
+
+import dynamix
+from dynamix.window import Bounds, Window
+
+
+class Script:
+    """A policy that answers from a list, again and again."""
+
+    def __init__(self, answers: Sequence[Sequence[int]]) -> None:
+        self.answers, self.asked = [np.asarray(a) for a in answers], 0
+
+    def decide(self, window: Window, bounds: Bounds) -> Any:
+        self.asked += 1
+        return self.answers[(self.asked - 1) % len(self.answers)]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"asked": self.asked}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.asked = state["asked"]
+
+
+class Deep(nn.Module):
+    """Enough layers for eight buckets and more."""
+
+    def __init__(self, width: int = 6, depth: int = 9) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) + x
+        return x
+
+
+class Embedded(nn.Module):
+    """A sparse embedding below a dense layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(50, 6, sparse=True)
+        self.out = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.table(x[:, 0].abs().mul(10).long().clamp(max=49)))
+
+
+@dataclass
+class Case:
+    script: Sequence[Sequence[int]]
+    batch_size: int = 4
+    samples: int = 200
+    epochs: int = 2
+    accumulate: int = 1
+    hook: str | None = None
+    weighting: str = "hook"
+    model: str = "deep"
+    dtype: torch.dtype = torch.float64
+    interval: int = 2
+    num_workers: int = 0
+    min_batch_size: int = 1
+    divide: bool = True
+    lr: float = 0.01
+
+
+def hook_of(name: str | None) -> tuple[Any, Any]:
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+    if name is None:
+        return None, None
+    if name == "powersgd":
+        state = powerSGD_hook.PowerSGDState(
+            process_group=None, matrix_approximation_rank=6, start_powerSGD_iter=3, min_compression_rate=0.1
+        )
+        return powerSGD_hook.powerSGD_hook, state
+    return getattr(default_hooks, f"{name}_hook"), None
+
+
+def worst_error(rank: int, case: Case) -> float:
+    """The largest relative error of any optimizer step's gradient; trains on with the true gradient applied."""
+    torch.manual_seed(1)
+    x = torch.randn(case.samples, 6, dtype=case.dtype)
+    y = torch.randn(case.samples, 6, dtype=case.dtype)
+    net = (Deep() if case.model == "deep" else Embedded()).to(case.dtype)
+    reference = copy.deepcopy(net)
+    controller = dynamix.Controller(
+        policy=Script(case.script),
+        batch_size=case.batch_size,
+        min_batch_size=case.min_batch_size,
+        max_batch_size=64,
+        interval=case.interval,
+        accumulate=case.accumulate,
+    )
+    dataset = TensorDataset(x, y)
+    sampler = controller.batch_sampler(dataset, seed=3)
+    loader = DataLoader(dataset, batch_sampler=sampler, num_workers=case.num_workers)
+    optimizer = torch.optim.SGD(net.parameters(), lr=case.lr)
+    hook, state = hook_of(case.hook)
+    ddp = DDP(net, bucket_cap_mb=1e-4)
+    model = controller.wrap(ddp, optimizer, hook=hook, hook_state=state, weighting=case.weighting)
+    worst, seen = 0.0, []
+    for epoch in range(case.epochs):
+        sampler.set_epoch(epoch)
+        order = torch.randperm(case.samples, generator=torch.Generator().manual_seed(3 + epoch))
+        for bx, by in loader:
+            plan = sampler.plan()
+            last = plan.micro == case.accumulate - 1
+            scale = 1 / case.accumulate if case.divide else 1.0
+
+            def backward(bx: Tensor = bx, by: Tensor = by, scale: float = scale) -> Tensor:
+                loss = F.mse_loss(model(bx), by)
+                if plan.counts[rank] == 0:
+                    loss = loss * float("nan")  # what a placeholder computes must not matter
+                scaled = loss * scale
+                (controller.weight(scaled) if case.weighting == "loss" else scaled).backward()
+                return loss
+
+            if last:
+                loss = backward()
+                seen.append(tuple(int(c) for c in plan.counts))
+                begin = plan.start + int(plan.counts.sum()) - int(plan.group.sum())
+                union = order[begin : begin + int(plan.group.sum())]
+                reference.load_state_dict(net.state_dict())
+                reference.zero_grad()
+                factor = 1.0 if case.divide else case.accumulate
+                (F.mse_loss(reference(x[union]), y[union]) * factor).backward()
+                got = torch.cat([p.grad.to_dense().flatten() for p in net.parameters()])
+                want = torch.cat([p.grad.to_dense().flatten() for p in reference.parameters()])
+                worst = max(worst, float((got - want).norm() / want.norm()))
+                optimizer.step()
+                optimizer.zero_grad()
+            else:
+                with model.no_sync():
+                    loss = backward()
+            controller.step(loss=loss)
+    assert controller.samples_seen == case.epochs * case.samples, controller.samples_seen
+    assert len(set(seen)) > 1, "the case never changed the allocation"
+    return worst
