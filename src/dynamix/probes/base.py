@@ -1,0 +1,50 @@
+"""What a probe is, and which of them this machine can feed."""
+
+from __future__ import annotations
+
+from typing import Protocol, runtime_checkable
+
+import torch
+
+
+@runtime_checkable
+class Probe(Protocol):
+    """Measures something about one worker that its own step times do not tell."""
+
+    name: str
+
+    @classmethod
+    def detect(cls) -> tuple[bool, str]:
+        """(available, why; or how to make it so). Costs milliseconds at most and changes nothing."""
+        ...
+
+    def sample(self) -> dict[str, float]:
+        """`Window` field -> value; rates are since the previous sample. NaN without data; never raises."""
+        ...
+
+
+def probe_types() -> list[type[Probe]]:
+    """All kinds of probe. Those later in the list overrule the fields of those before."""
+    from dynamix.probes.device import DeviceProbe
+    from dynamix.probes.host import HostProbe
+    from dynamix.probes.network import NetworkProbe
+
+    return [HostProbe, DeviceProbe, NetworkProbe]
+
+
+def detect(device: torch.device) -> list[Probe]:
+    """Probes for a worker that computes on `device`, of every kind that has data on this machine, ready to be sampled.
+
+    >>> [probe.name for probe in detect(torch.device("cpu"))][0]
+    'host'
+    """
+    from dynamix.probes.device import DeviceProbe
+
+    found: list[Probe] = []
+    for kind in probe_types():
+        if kind is DeviceProbe:
+            if device.type == "cuda" and kind.detect()[0]:
+                found.append(DeviceProbe(device))
+        elif kind.detect()[0]:
+            found.append(kind())
+    return found

@@ -1,0 +1,89 @@
+"""How busy this worker's accelerator is, from NVIDIA's management library."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import os
+from typing import Any
+
+import torch
+
+
+class DeviceProbe:
+    """The fraction of time in which a kernel ran on this worker's GPU, over the driver's last sampling period (at most
+    one second). NaN on other devices, and on slices of a partitioned GPU, for which the driver keeps no such count.
+
+    The GPU is found by its UUID or PCI address, never by its index: the driver counts the machine's GPUs in bus order,
+    torch those in CUDA_VISIBLE_DEVICES in an order of its own.
+    """
+
+    name = "device"
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._handle: Any = None
+        self._nvml: Any = None
+        if device is None and torch.cuda.is_available():
+            device = torch.device("cuda", torch.cuda.current_device())
+        if device is not None and device.type == "cuda":
+            self._open(device)
+
+    @classmethod
+    def detect(cls) -> tuple[bool, str]:
+        """(available, why or how)."""
+        if not torch.cuda.is_available():
+            return False, "torch sees no CUDA device here"
+        try:
+            pynvml: Any = importlib.import_module("pynvml")
+        except ImportError:
+            return False, "needs NVIDIA's management library: pip install 'dynamix-train[gpu]'"
+        try:
+            pynvml.nvmlInit()
+            count = pynvml.nvmlDeviceGetCount()
+            pynvml.nvmlShutdown()
+        except pynvml.NVMLError as error:
+            return False, f"the NVIDIA driver does not answer: {error}"
+        return True, f"driver sees {count} GPU(s), torch {torch.cuda.device_count()}"
+
+    def sample(self) -> dict[str, float]:
+        """`device`, in [0, 1]."""
+        if self._handle is None:
+            return {"device": math.nan}
+        try:
+            busy = float(self._nvml.nvmlDeviceGetUtilizationRates(self._handle).gpu) / 100.0
+        except self._nvml.NVMLError:
+            busy = math.nan
+        return {"device": busy}
+
+    def _open(self, device: torch.device) -> None:
+        try:
+            pynvml: Any = importlib.import_module("pynvml")
+            pynvml.nvmlInit()
+        except Exception:  # not installed, or no driver: `detect` says which
+            return
+        self._nvml = pynvml
+        for find, key in _addresses(device, pynvml):
+            try:
+                self._handle = find(key)
+                return
+            except pynvml.NVMLError:
+                continue
+
+
+def _addresses(device: torch.device, nvml: Any) -> list[tuple[Any, bytes]]:
+    """Ways to name torch's `device` to the driver: (function, key), surest first."""
+    properties = torch.cuda.get_device_properties(device)
+    found: list[tuple[Any, bytes]] = []
+    uuid = getattr(properties, "uuid", None)
+    if uuid is not None:
+        found.append((nvml.nvmlDeviceGetHandleByUUID, f"GPU-{uuid}".encode()))
+    bus = getattr(properties, "pci_bus_id", None)
+    if bus is not None:
+        domain, slot = getattr(properties, "pci_domain_id", 0), getattr(properties, "pci_device_id", 0)
+        found.append((nvml.nvmlDeviceGetHandleByPciBusId, f"{domain:08x}:{bus:02x}:{slot:02x}.0".encode()))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    if index < len(visible) and visible[index].startswith("MIG-"):
+        # The whole GPU's count would be everybody's, not this worker's.
+        found = [(nvml.nvmlDeviceGetHandleByUUID, visible[index].encode())]
+    return found

@@ -1,0 +1,198 @@
+"""How much of the host's processors and memory this worker uses, out of what it may use.
+
+Containers and schedulers limit a worker by cgroups, and may change the limits while it runs: they are read anew at
+every sample, version 1 and 2, from the worker's own group up to the root. The tightest counts.
+"""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+
+class HostProbe:
+    """Fractions of processor time and of memory.
+
+    cpu      processor seconds of this process and its live multiprocessing children (loader workers) since the previous
+             sample, over elapsed seconds times the cores it may use (affinity and cgroup quota)
+    memory   used memory over the limit: of the cgroup or of the whole machine, whichever is nearer to its limit
+    """
+
+    name = "host"
+
+    def __init__(self, *, cgroups: Cgroups | None = None) -> None:
+        self._cgroups = Cgroups.find() if cgroups is None else cgroups
+        self._process = psutil.Process()
+        self._sampled_at = time.perf_counter()
+        self._used = self._cpu_seconds()
+
+    @classmethod
+    def detect(cls) -> tuple[bool, str]:
+        """(available, why or how)."""
+        cgroups = Cgroups.find()
+        cores = allowed_cores(cgroups)
+        limit = cgroups.memory_limit_bytes()
+        memory = "no cgroup memory limit" if math.isinf(limit) else f"cgroup memory limit {limit / 2**20:.0f} MiB"
+        return True, f"{cores:g} cores allowed, {memory}"
+
+    def sample(self) -> dict[str, float]:
+        """`cpu` and `memory`, since the previous sample or the probe's making."""
+        return {"cpu": self._cpu(), "memory": self._memory()}
+
+    def _cpu(self) -> float:
+        now, used = time.perf_counter(), self._cpu_seconds()
+        elapsed, self._sampled_at = now - self._sampled_at, now
+        # A process not seen before was started since, so all it used belongs to this interval.
+        spent = sum(seconds - self._used.get(pid, 0.0) for pid, seconds in used.items())
+        self._used = used
+        if elapsed <= 0:
+            return math.nan
+        return min(1.0, max(0.0, spent / (elapsed * allowed_cores(self._cgroups))))
+
+    def _cpu_seconds(self) -> dict[int, float]:
+        """User and system seconds so far, by process id."""
+        seconds: dict[int, float] = {}
+        children = [child.pid for child in multiprocessing.active_children() if child.pid is not None]
+        for pid in (self._process.pid, *children):
+            try:
+                times = (self._process if pid == self._process.pid else psutil.Process(pid)).cpu_times()
+                seconds[pid] = times.user + times.system
+            except psutil.Error:
+                continue  # ended between listing and reading
+        return seconds
+
+    def _memory(self) -> float:
+        try:
+            machine = psutil.virtual_memory()
+            fractions = [1.0 - machine.available / machine.total]
+        except (OSError, RuntimeError):
+            fractions = []
+        used, limit = self._cgroups.memory_bytes()
+        if math.isfinite(limit) and limit > 0:
+            fractions.append(used / limit)
+        return min(1.0, max(fractions)) if fractions else math.nan
+
+
+def allowed_cores(cgroups: Cgroups) -> float:
+    """Cores this process may use: its affinity, or its cgroup's quota where that is tighter."""
+    try:
+        cores = float(len(os.sched_getaffinity(0)))
+    except (AttributeError, OSError):
+        cores = float(os.cpu_count() or 1)
+    return min(cores, cgroups.cpu_cores())
+
+
+@dataclass(frozen=True, slots=True)
+class Cgroups:
+    """The control groups of this process as folders, own group first, for each controller; empty where there is none."""
+
+    cpu: tuple[Path, ...] = ()
+    memory: tuple[Path, ...] = ()
+
+    @classmethod
+    def find(cls, proc: Path = Path("/proc/self")) -> Cgroups:
+        """The groups this process is in now. No controllers (not Linux, or not mounted) is no limit, not an error."""
+        try:
+            groups = (proc / "cgroup").read_text().splitlines()
+            mounts = (proc / "mountinfo").read_text().splitlines()
+        except OSError:
+            return cls()
+        places = {"cpu": (), "memory": ()} | _folders(groups, mounts)
+        return cls(cpu=places["cpu"], memory=places["memory"])
+
+    def cpu_cores(self) -> float:
+        """The tightest quota in cores; infinite where there is none."""
+        return min((_quota_cores(folder) for folder in self.cpu), default=math.inf)
+
+    def memory_bytes(self) -> tuple[float, float]:
+        """(used, limit) of the group nearest to its limit; page cache that can be dropped is not use."""
+        groups = [(_memory_used(f), _memory_limit(f)) for f in self.memory if math.isfinite(_memory_limit(f))]
+        return max(groups, key=lambda group: group[0] / max(group[1], 1.0), default=(math.nan, math.inf))
+
+    def memory_limit_bytes(self) -> float:
+        """The tightest limit; infinite where there is none."""
+        return min((_memory_limit(folder) for folder in self.memory), default=math.inf)
+
+
+def _folders(groups: list[str], mounts: list[str]) -> dict[str, tuple[Path, ...]]:
+    """Controller -> folders, from the lines of /proc/self/cgroup and /proc/self/mountinfo."""
+    # A line reads: 31 23 0:28 ROOT POINT options [tags] - TYPE SOURCE superoptions
+    mounted: list[tuple[str, str, str, set[str]]] = []
+    for line in mounts:
+        before, _, after = line.partition(" - ")
+        fields, kind = before.split(), after.split()
+        if len(fields) > 4 and len(kind) > 2 and kind[0] in ("cgroup", "cgroup2"):
+            mounted.append((kind[0], fields[3], fields[4], set(kind[2].split(","))))
+    found: dict[str, tuple[Path, ...]] = {}
+    for line in groups:
+        _, controllers, path = line.split(":", 2)
+        for kind_, root, point, options in mounted:
+            if kind_ == "cgroup2" and not controllers:
+                # Version 1 owns a controller that it mounts; version 2 has the rest.
+                for name in ("cpu", "memory"):
+                    found.setdefault(name, _chain(root, Path(point), path))
+            elif kind_ == "cgroup":
+                for name in {"cpu", "memory"} & set(controllers.split(",")) & options:
+                    found[name] = _chain(root, Path(point), path)
+    return found
+
+
+def _chain(root: str, point: Path, path: str) -> tuple[Path, ...]:
+    """The group's folder and its parents up to the mount point.
+
+    `path` counts from the hierarchy's root, but a container may see only the part below `root`, mounted at `point`.
+    """
+    try:
+        inside = Path(path).relative_to(root)
+    except ValueError:
+        inside = Path()
+    if ".." in inside.parts:  # outside this cgroup namespace
+        inside = Path()
+    own = point / inside
+    if not own.is_dir():
+        own = point
+    return tuple(folder for folder in (own, *own.parents) if folder == point or point in folder.parents)
+
+
+def _quota_cores(folder: Path) -> float:
+    both = _read(folder / "cpu.max").split()
+    if len(both) == 2:
+        quota, period = both
+    else:
+        quota, period = _read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")
+    try:
+        cores = float(quota) / float(period)
+    except (ValueError, ZeroDivisionError):
+        return math.inf  # "max", or no such file
+    return cores if cores > 0 else math.inf  # version 1 writes -1 for none
+
+
+def _memory_limit(folder: Path) -> float:
+    try:
+        limit = float(_read(folder / "memory.max") or _read(folder / "memory.limit_in_bytes"))
+    except ValueError:
+        return math.inf
+    return limit if limit < 2**60 else math.inf  # version 1 writes a huge number for none
+
+
+def _memory_used(folder: Path) -> float:
+    try:
+        used = float(_read(folder / "memory.current") or _read(folder / "memory.usage_in_bytes"))
+    except ValueError:
+        return math.nan
+    counters = dict(line.split() for line in _read(folder / "memory.stat").splitlines() if line.count(" ") == 1)
+    droppable = counters.get("total_inactive_file", counters.get("inactive_file", "0"))
+    return max(0.0, used - float(droppable))
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""

@@ -1,0 +1,215 @@
+"""What this worker's connections to other workers carry, from the kernel's own account of each socket (TCP_INFO).
+
+Works without root and without touching the sockets: `getsockopt` reads from the descriptor as it is, nothing is
+duplicated, so none can be closed by accident or kept open past its owner's close.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+import os
+import socket
+import struct
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+TCP_INFO = 11
+SO_COOKIE = 57
+_ESTABLISHED = 1
+# Offsets in the kernel's struct tcp_info, which only ever grew at its end: (offset, format).
+_RTT_US = (68, "I")
+_TOTAL_RETRANS = (100, "I")
+_BYTES_ACKED = (120, "Q")
+_BYTES_RECEIVED = (128, "Q")
+# A socket that moved less than this part of what the busiest one moved is a control channel, not the ring.
+_RING_SHARE = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """The kernel's counts for one TCP connection. Bytes are payload that the peer acknowledged or sent."""
+
+    sent_bytes: int
+    received_bytes: int
+    retransmits: int
+    rtt_s: float
+
+    def since(self, earlier: Connection | None) -> Connection:
+        """What was added after `earlier`; everything when the connection is new."""
+        if earlier is None:
+            return self
+        return Connection(
+            self.sent_bytes - earlier.sent_bytes,
+            self.received_bytes - earlier.received_bytes,
+            self.retransmits - earlier.retransmits,
+            self.rtt_s,
+        )
+
+    @property
+    def moved_bytes(self) -> int:
+        """Both directions."""
+        return self.sent_bytes + self.received_bytes
+
+
+class NetworkProbe:
+    """Traffic of the process group's own connections.
+
+    bytes_per_s           payload sent and acknowledged per second: in a ring all-reduce of n bytes each worker sends
+                          2(W-1)/W n. Comparable with the rate of one direction of a full-duplex link
+    retransmits_per_s     segments sent again per second
+    rtt_s                 smoothed round-trip time, mean weighted by bytes moved; NaN when nothing moved
+
+    Whose connections: all of this process that moved at least 2 % of what the busiest moved since the previous sample,
+    without those of the rendezvous store (`store_port`, by default MASTER_PORT). Several process groups are summed, and
+    control groups, being idle beside them, are left out. What does not use TCP in this process (NVLink, InfiniBand,
+    shared memory) is not seen; without any TCP traffic to look at everything is NaN. Linux only.
+    """
+
+    name = "network"
+
+    def __init__(self, *, store_port: int | None = None) -> None:
+        self._store_port = _master_port() if store_port is None else store_port
+        self._store: set[int] = set()
+        self._sampled_at = time.perf_counter()
+        self._before = self._others(open_connections())
+
+    @classmethod
+    def detect(cls) -> tuple[bool, str]:
+        """(available, why or how). Sends a few bytes to itself over loopback: some sandboxes count nothing."""
+        if not sys.platform.startswith("linux"):
+            return False, f"TCP_INFO is read on Linux only, this is {sys.platform}"
+        try:
+            sent, fields = _counted_over_loopback()
+        except OSError as error:
+            return False, f"the kernel refused: {error}"
+        if sent <= 0:
+            return False, "this kernel does not count bytes per socket (before Linux 4.2, or a sandbox such as gVisor)"
+        return True, f"TCP_INFO of own sockets, {fields} bytes of it, no privileges needed"
+
+    def sample(self) -> dict[str, float]:
+        """`bytes_per_s`, `retransmits_per_s`, `rtt_s` since the previous sample or the probe's making."""
+        now, after = time.perf_counter(), self._others(open_connections())
+        added = [connection.since(self._before.get(key)) for key, connection in after.items()]
+        elapsed, self._sampled_at, self._before = now - self._sampled_at, now, after
+        busiest = max((connection.moved_bytes for connection in added), default=0)
+        counted = any(connection.moved_bytes for connection in after.values())
+        if not counted or elapsed <= 0:
+            return {"bytes_per_s": math.nan, "retransmits_per_s": math.nan, "rtt_s": math.nan}
+        ring = [connection for connection in added if connection.moved_bytes >= max(1.0, _RING_SHARE * busiest)]
+        weights = sum(c.moved_bytes for c in ring if c.rtt_s > 0)
+        rtt = sum(c.moved_bytes * c.rtt_s for c in ring) / weights if weights else math.nan
+        return {
+            "bytes_per_s": sum(c.sent_bytes for c in ring) / elapsed,
+            "retransmits_per_s": sum(c.retransmits for c in ring) / elapsed,
+            "rtt_s": rtt,
+        }
+
+    def _others(self, connections: dict[int, tuple[int, Connection]]) -> dict[int, Connection]:
+        """Connections that are not the store's."""
+        known = self._before.keys() if hasattr(self, "_before") else set()
+        for key, (fd, _) in connections.items():
+            # A connection's ports never change, so each is looked up once.
+            if key not in known and key not in self._store and self._store_port in _ports(fd):
+                self._store.add(key)
+        self._store &= connections.keys()
+        return {key: connection for key, (_, connection) in connections.items() if key not in self._store}
+
+
+def open_connections() -> dict[int, tuple[int, Connection]]:
+    """The established TCP connections of this process: kernel's identity -> (descriptor, counts).
+
+    The identity is never used twice, unlike the descriptor. Empty where the system offers no such account.
+    """
+    try:
+        descriptors = [int(name) for name in os.listdir("/proc/self/fd")]
+    except OSError:
+        return {}
+    found: dict[int, tuple[int, Connection]] = {}
+    for fd in descriptors:
+        info = _getsockopt(fd, socket.IPPROTO_TCP, TCP_INFO, 256)  # fails cheaply on anything that is not TCP
+        connection = parse_tcp_info(info) if info else None
+        if connection is not None:
+            cookie = _getsockopt(fd, socket.SOL_SOCKET, SO_COOKIE, 8)
+            found[int.from_bytes(cookie, sys.byteorder) if cookie else fd] = (fd, connection)
+    return found
+
+
+def parse_tcp_info(info: bytes) -> Connection | None:
+    """The counts in the kernel's answer; None unless established. What an older kernel leaves off is zero."""
+    if not info or info[0] != _ESTABLISHED:
+        return None
+
+    def at(place: tuple[int, str]) -> int:
+        offset, kind = place
+        return (
+            int(struct.unpack_from("=" + kind, info, offset)[0]) if offset + struct.calcsize(kind) <= len(info) else 0
+        )
+
+    return Connection(at(_BYTES_ACKED), at(_BYTES_RECEIVED), at(_TOTAL_RETRANS), at(_RTT_US) * 1e-6)
+
+
+def _ports(fd: int) -> set[int]:
+    """Local and remote port."""
+    # sockaddr_in and sockaddr_in6 both hold the port, in network order, in bytes 2 to 4.
+    ends = (_address(fd, "getsockname"), _address(fd, "getpeername"))
+    return {int.from_bytes(end[2:4], "big") for end in ends if len(end) >= 4}
+
+
+def _master_port() -> int:
+    try:
+        return int(os.environ.get("MASTER_PORT", "-1"))
+    except ValueError:
+        return -1
+
+
+def _counted_over_loopback() -> tuple[int, int]:
+    """(bytes the kernel counted for a small transfer, length of its TCP_INFO)."""
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as client:
+        accepted, _ = server.accept()
+        with accepted:
+            client.sendall(bytes(4096))
+            received = 0
+            while received < 4096:
+                received += len(accepted.recv(4096))
+            info = _getsockopt(accepted.fileno(), socket.IPPROTO_TCP, TCP_INFO, 256)
+    connection = parse_tcp_info(info)
+    return (connection.moved_bytes if connection else 0), len(info)
+
+
+class _Libc:
+    """The C library's socket calls on bare descriptors; Python's own need a socket object, which owns what it reads."""
+
+    def __init__(self) -> None:
+        library = ctypes.CDLL(None, use_errno=True)
+        value = [ctypes.c_char_p, ctypes.POINTER(ctypes.c_uint)]
+        self.getsockopt: Callable[..., int] = library.getsockopt
+        library.getsockopt.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int, *value]
+        self.names: dict[str, Callable[..., int]] = {}
+        for name in ("getsockname", "getpeername"):
+            function = getattr(library, name)
+            function.argtypes = [ctypes.c_int, *value]
+            self.names[name] = function
+
+
+@functools.cache
+def _libc() -> _Libc:
+    return _Libc()
+
+
+def _getsockopt(fd: int, level: int, option: int, size: int) -> bytes:
+    """The option's value; empty when `fd` is closed, no socket, or of another kind."""
+    buffer, length = ctypes.create_string_buffer(size), ctypes.c_uint(size)
+    if _libc().getsockopt(fd, level, option, buffer, ctypes.byref(length)) != 0:
+        return b""
+    return buffer.raw[: length.value]
+
+
+def _address(fd: int, name: str) -> bytes:
+    buffer, length = ctypes.create_string_buffer(128), ctypes.c_uint(128)
+    if _libc().names[name](fd, buffer, ctypes.byref(length)) != 0:
+        return b""
+    return buffer.raw[: min(length.value, 128)]

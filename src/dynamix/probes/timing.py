@@ -1,0 +1,265 @@
+"""Where one worker's step time goes: computing, communicating, waiting for data.
+
+The clock is the CPU's, or CUDA events on a CUDA device. Events are recorded where the work is enqueued and read steps
+later, only once they have completed: nothing here ever synchronises a device.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike
+
+from dynamix.errors import ConfigError
+from dynamix.window import Floats
+
+Mark = Any  # a point in time that only its own clock can read
+
+
+class Clock(Protocol):
+    """Makes marks and reads them later. The seam between `StepTimer` and a device."""
+
+    def mark(self) -> Mark:
+        """Now, in the order of work on the current stream."""
+        ...
+
+    def passed(self, mark: Mark) -> bool:
+        """Whether `mark` can be read. Never blocks."""
+        ...
+
+    def seconds(self, start: Mark, end: Mark) -> float:
+        """Time from `start` to `end`, both passed."""
+        ...
+
+    def recycle(self, mark: Mark) -> None:
+        """`mark` will not be read again."""
+        ...
+
+
+class CpuClock:
+    """Marks are readings of the monotonic CPU clock."""
+
+    def mark(self) -> Mark:
+        return time.perf_counter()
+
+    def passed(self, mark: Mark) -> bool:
+        return True
+
+    def seconds(self, start: Mark, end: Mark) -> float:
+        return float(end - start)
+
+    def recycle(self, mark: Mark) -> None:
+        pass
+
+
+class CudaClock:
+    """Marks are CUDA events on the current stream, pooled because creating one costs more than recording it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._free: list[torch.cuda.Event] = []
+
+    def mark(self) -> Mark:
+        try:
+            event = self._free.pop()
+        except IndexError:
+            event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def passed(self, mark: Mark) -> bool:
+        return bool(mark.query())
+
+    def seconds(self, start: Mark, end: Mark) -> float:
+        return float(start.elapsed_time(end)) * 1e-3
+
+    def recycle(self, mark: Mark) -> None:
+        self._free.append(mark)
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """One optimizer step of one worker, in seconds; NaN where not measured. Micro-steps are summed.
+
+    compute   forward start to last local gradient ready, plus end of the last reduction to the end of the step (the
+              optimizer's update). Without a communication hook: forward start to the end of the step
+    comm      last local gradient ready to the end of the last reduction: this worker's wait and the transfer together
+    data      end of the previous step to forward start
+    total     end of the previous step to the end of this one
+    """
+
+    step: int
+    compute: float
+    comm: float
+    data: float
+    total: float
+
+
+@dataclass(slots=True)
+class _Micro:
+    """The marks of one forward and backward pass."""
+
+    before: Mark | None  # the end of the pass before it
+    start: Mark | None = None
+    ready: Mark | None = None
+    # Reductions may run on several streams, so which of them ends last is known only when they are read.
+    reduced: list[Mark] = field(default_factory=list)
+    end: Mark | None = None
+    data_known: bool = True
+    compute_known: bool = True
+
+    def marks(self) -> Iterator[Mark]:
+        """All marks but `before`, the one most likely to be outstanding first."""
+        for mark in (self.end, self.ready, self.start, *self.reduced):
+            if mark is not None:
+                yield mark
+
+
+class StepTimer:
+    """Times the optimizer steps of one worker. One per controller; `clock` follows from `device`.
+
+    The calls of a step, in order: `forward_started`, `gradients_ready` for every bucket, `reduced` for every bucket
+    (from any thread, on any CUDA stream), `step_done`. With accumulation `micro_done` ends every micro-step but the
+    last. Missing calls make the times that depend on them NaN. `first_step` is the index of the first record.
+
+    >>> timer = StepTimer(torch.device("cpu"))
+    >>> for _ in range(2):
+    ...     timer.forward_started(); timer.gradients_ready(); timer.reduced(); timer.step_done()
+    >>> first, second = timer.take()
+    >>> first.step, first.compute > 0, first.comm >= 0, first.data         # nothing came before the first step
+    (0, True, True, nan)
+    >>> second.data >= 0, abs(second.total - second.compute - second.comm - second.data) < 1e-9
+    (True, True)
+    """
+
+    def __init__(self, device: torch.device, *, first_step: int = 0, clock: Clock | None = None) -> None:
+        self.step = first_step
+        self._clock: Clock = clock or (CudaClock(device) if device.type == "cuda" else CpuClock())
+        self._micro = _Micro(before=None)
+        self._open: list[_Micro] = []
+        self._closed: deque[tuple[int, list[_Micro]]] = deque()
+
+    def forward_started(self) -> None:
+        """A training forward pass begins. Only the first of a (micro-)step counts: it ends `data`."""
+        if self._micro.start is None:
+            self._micro.start = self._clock.mark()
+
+    def gradients_ready(self) -> None:
+        """A bucket of local gradients is ready. The last call of a (micro-)step starts `comm`."""
+        if self._micro.ready is not None:
+            self._clock.recycle(self._micro.ready)
+        self._micro.ready = self._clock.mark()
+
+    def reduced(self, *_: object) -> None:
+        """A bucket's reduction is over. The latest of a (micro-)step ends `comm`. Arguments are ignored, so that it
+        can be a future's callback."""
+        self._micro.reduced.append(self._clock.mark())
+
+    def interrupted(self) -> None:
+        """Something that is no part of training happened: evaluation, a checkpoint. Between steps it makes this
+        step's `data` NaN, within a step its `compute`; `total` either way."""
+        if self._micro.start is None:
+            self._micro.data_known = False
+        else:
+            self._micro.compute_known = False
+
+    def micro_done(self) -> None:
+        """An earlier micro-step of an accumulation group is over."""
+        micro = self._micro
+        micro.end = self._clock.mark()
+        self._open.append(micro)
+        self._micro = _Micro(before=micro.end)
+
+    def step_done(self) -> None:
+        """The optimizer step is over: closes its record."""
+        self.micro_done()
+        self._closed.append((self.step, self._open))
+        self._open = []
+        self.step += 1
+
+    def take(self, *, discard: bool = False) -> list[StepTimes]:
+        """Records closed since the last call, in order, as far as the device has got; the rest comes with a later call.
+
+        With `discard` all closed records are dropped, also those the device has not finished, and the answer is empty.
+        """
+        taken: list[StepTimes] = []
+        while self._closed:
+            step, micros = self._closed[0]
+            if not discard:
+                if not all(self._clock.passed(mark) for micro in reversed(micros) for mark in micro.marks()):
+                    break
+                taken.append(self._read(step, micros))
+            self._closed.popleft()
+            self._recycle(micros)
+        return taken
+
+    def _read(self, step: int, micros: list[_Micro]) -> StepTimes:
+        # Passes under no_sync have no communication at all; only when none had any is it unknown.
+        comm = [self._comm(m) for m in micros if m.ready is not None]
+        known = all(m.data_known and m.compute_known for m in micros)
+        return StepTimes(
+            step=step,
+            compute=sum(self._compute(m) for m in micros),
+            comm=sum(comm) if comm else np.nan,
+            data=sum(self._between(m.before, m.start) if m.data_known else np.nan for m in micros),
+            total=self._between(micros[0].before, micros[-1].end) if known else np.nan,
+        )
+
+    def _comm(self, micro: _Micro) -> float:
+        ends = [self._between(micro.ready, mark) for mark in micro.reduced]
+        return max(0.0, *ends) if ends else np.nan
+
+    def _compute(self, micro: _Micro) -> float:
+        if not micro.compute_known:
+            return np.nan
+        if micro.ready is None:
+            return self._between(micro.start, micro.end)
+        # Also right when every reduction ended before the last gradient was ready, and comm is cut at zero.
+        return self._between(micro.start, micro.end) - self._comm(micro)
+
+    def _between(self, start: Mark | None, end: Mark | None) -> float:
+        return np.nan if start is None or end is None else self._clock.seconds(start, end)
+
+    def _recycle(self, micros: list[_Micro]) -> None:
+        for micro in micros:
+            # The end of a pass is also the next one's `before`, whose record returns it.
+            if micro.before is not None:
+                self._clock.recycle(micro.before)
+            for mark in micro.marks():
+                if mark is not micro.end:
+                    self._clock.recycle(mark)
+
+
+def attribute_wait(comm: ArrayLike) -> tuple[Floats, Floats]:
+    """Splits what workers saw as communication into waiting and transfer, step by step.
+
+    comm   (k, W) seconds, `StepTimes.comm` of k steps on W workers; NaN where not measured
+
+    A reduction ends for everybody at about the same time, so the last worker to arrive sees the transfer alone:
+    transfer(t) = min_j comm_j(t) and wait_i(t) = comm_i(t) - transfer(t). Returns their means over the steps, `wait` (W,)
+    and `transfer` (W,), the latter the same for all workers. Means over a window would not do: when the straggler changes
+    from step to step every worker waits, although no worker is slow on average. With several workers a step that only
+    one of them measured says nothing and is left out. NaN where no step is left. Raises `ConfigError` unless `comm` is 2-D.
+
+    >>> wait, transfer = attribute_wait([[0.010, 0.030], [0.030, 0.010]])     # the straggler changes
+    >>> wait.round(3).tolist(), transfer.round(3).tolist()
+    ([0.01, 0.01], [0.01, 0.01])
+    """
+    seen = np.asarray(comm, dtype=np.float64)
+    if seen.ndim != 2:
+        raise ConfigError("comm.shape", seen.shape, "(steps, workers)", "gather one row of comm per step")
+    known = ~np.isnan(seen)
+    usable = known.sum(1) >= min(2, seen.shape[1])
+    shortest = np.min(seen, axis=1, initial=np.inf, where=known)[usable]
+    known = known[usable]
+    waits = np.where(known, seen[usable] - shortest[:, None], 0.0)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        wait = waits.sum(0) / np.where(known.any(0), known.sum(0), np.nan)
+    transfer = shortest.mean() if len(shortest) else np.nan
+    return wait, np.full(seen.shape[1], transfer)

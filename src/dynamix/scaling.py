@@ -1,0 +1,304 @@
+"""How the learning rate follows the global batch, and a schedule that counts samples instead of steps.
+
+The user's learning rate is for the base batch B0. While an optimizer step runs it is multiplied by a factor; before and
+after, and in all code of the user's, it reads as the user set it.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import types
+import warnings
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from dynamix.errors import ConfigError
+
+
+class Rule(Protocol):
+    """The factor on the learning rate at `scale` = B / B0.
+
+    noise        tr(Sigma), the variance of one sample's gradient summed over parameters; NaN when unknown
+    signal       |G|^2 of the true gradient; NaN when unknown
+    base_batch   B0, in samples
+    """
+
+    def __call__(self, scale: float, noise: float, signal: float, *, base_batch: float) -> float: ...
+
+
+def none(scale: float, noise: float, signal: float, *, base_batch: float) -> float:
+    """Always 1."""
+    return 1.0
+
+
+def linear(scale: float, noise: float, signal: float, *, base_batch: float) -> float:
+    """B / B0 (Goyal et al., arXiv 1706.02677): right for SGD while noise dominates."""
+    return scale
+
+
+def sqrt(scale: float, noise: float, signal: float, *, base_batch: float) -> float:
+    """sqrt(B / B0): keeps the variance of an update; the usual rule for Adam."""
+    return math.sqrt(scale)
+
+
+def adascale(scale: float, noise: float, signal: float, *, base_batch: float) -> float:
+    """The gain (S + G2) / (S / s + G2) of AdaScale SGD (Johnson et al., arXiv 2007.05105), s = B / B0.
+
+    S = tr(Sigma) / B0 is the variance of the mean gradient of a base batch, G2 = |G|^2. The gain is linear in the batch
+    where noise dominates and 1 where it does not matter; it equals s times the statistical efficiency of B against B0.
+    Estimates below zero count as zero. With nothing known it is the least it could be, min(1, s): a batch no larger than
+    the user's never gets a larger rate than the linear rule's, a larger batch none that the data did not justify.
+
+    >>> adascale(4.0, noise=6400.0, signal=100.0, base_batch=64)            # S = G2: half of the noise limit and more
+    1.6
+    >>> adascale(4.0, noise=6400.0, signal=0.0, base_batch=64), adascale(4.0, noise=0.0, signal=1.0, base_batch=64)
+    (4.0, 1.0)
+    """
+    variance, square = max(noise, 0.0) / base_batch, max(signal, 0.0)
+    if not (math.isfinite(noise) and math.isfinite(signal)) or variance + square <= 0:
+        return min(1.0, scale)
+    return (variance + square) / (variance / scale + square)
+
+
+RULES: dict[str, Rule] = {"none": none, "linear": linear, "sqrt": sqrt, "adascale": adascale}
+
+
+def rule(name: str) -> Rule:
+    """The learning-rate rule of that name. Raises `ConfigError` for an unknown one.
+
+    >>> rule("linear")(2.0, float("nan"), float("nan"), base_batch=64)
+    2.0
+    """
+    if name not in RULES:
+        raise ConfigError(
+            "lr_rule", name, ", ".join(RULES), "check the spelling; 'none' leaves the learning rate alone"
+        )
+    return RULES[name]
+
+
+class LearningRate:
+    """Multiplies an optimizer's learning rates by `factor`, during its steps only.
+
+    The rates are changed by a step pre-hook and put back by the first post-hook, so a schedule stepped in a later hook
+    sees the user's rates. A closure runs under the user's rates too. torch runs no post-hook when a step raises, so `step`
+    is also wrapped on this one object, and whatever happens the rates are put back before the exception is seen.
+    `state_dict()` shows the user's rates at any time. Tensor rates are changed in place: captured graphs keep working.
+
+    `optimizer` keeps working with GradScaler and schedulers, made before or after. Raises `ConfigError` for an unknown
+    `rule` or a factor that is not positive and finite.
+
+    >>> import torch
+    >>> weight = torch.nn.Parameter(torch.zeros(1)); weight.grad = torch.ones(1)
+    >>> optimizer = torch.optim.SGD([weight], lr=0.1)
+    >>> learning_rate = LearningRate(optimizer, "linear")
+    >>> learning_rate.factor = 3.0
+    >>> optimizer.step()
+    >>> round(weight.item(), 6), optimizer.param_groups[0]["lr"]
+    (-0.3, 0.1)
+    """
+
+    def __init__(self, optimizer: Optimizer, rule: str) -> None:
+        _ = globals()["rule"](rule)
+        self.rule = rule
+        self._factor = 1.0
+        # (group, rate as the user set it, tensor changed in place or None); empty unless a step is running
+        self._users: list[tuple[dict[str, Any], Any, Tensor | None]] = []
+        self._optimizer = optimizer
+        post = optimizer.register_step_post_hook(self._after)
+        # Before the user's own hooks; torch offers no `prepend` here.
+        hooks = getattr(optimizer, "_optimizer_step_post_hooks", None)
+        if hooks is not None:
+            hooks.move_to_end(post.id, last=False)
+        self._handles = [
+            post,
+            optimizer.register_step_pre_hook(self._before),
+            optimizer.register_state_dict_post_hook(self._in_state_dict),
+        ]
+        self._wrap_step()
+
+    @property
+    def factor(self) -> float:
+        """What the learning rates are multiplied by in the next steps."""
+        return self._factor
+
+    @factor.setter
+    def factor(self, value: float) -> None:
+        if not (math.isfinite(value) and value > 0):
+            raise ConfigError("factor", value, "positive and finite", "check the batch sizes behind it")
+        self._factor = float(value)
+
+    def remove(self) -> None:
+        """Take every hook off; the optimizer is as it was before."""
+        self._restore()
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        if self._optimizer.__dict__.get("step") is self._wrapped:
+            if self._step_was_own:
+                self._optimizer.step = self._inner_step  # type: ignore[method-assign]
+            else:
+                del self._optimizer.__dict__["step"]
+        # Otherwise somebody wrapped ours in turn; with nothing changed there is nothing to put back.
+
+    def _wrap_step(self) -> None:
+        optimizer = self._optimizer
+        self._step_was_own = "step" in optimizer.__dict__
+        inner: Callable[..., Any] = optimizer.step
+        self._inner_step = inner
+
+        # A scheduler made later unwraps `step.__func__`, so ours must be a bound method; one made earlier left marks on
+        # the function, which `wraps` copies.
+        @functools.wraps(getattr(inner, "__func__", inner))
+        def step(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return inner(*args, **kwargs)
+            finally:
+                self._restore()
+
+        self._wrapped = types.MethodType(step, optimizer)
+        optimizer.step = self._wrapped  # type: ignore[method-assign]
+
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+        self._restore()  # what a step that raised left behind, if it was called past our wrapper
+        self._apply()
+        if callable(kwargs.get("closure")):
+            return args, kwargs | {"closure": self._outside(kwargs["closure"])}
+        if len(args) > 1 and callable(args[1]):  # args[0] is the optimizer
+            return (args[0], self._outside(args[1]), *args[2:]), kwargs
+        return None
+
+    def _after(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> None:
+        self._restore()
+
+    def _apply(self) -> None:
+        if self._factor == 1.0:
+            return
+        changed: set[int] = set()
+        for group in self._optimizer.param_groups:
+            rate = group.get("lr")
+            if isinstance(rate, Tensor):
+                if id(rate) not in changed:  # groups may share one
+                    self._users.append((group, rate.clone(), rate))
+                    rate.mul_(self._factor)
+                    changed.add(id(rate))
+            elif rate is not None:  # some optimizers find their own
+                self._users.append((group, rate, None))
+                group["lr"] = rate * self._factor
+
+    def _restore(self) -> None:
+        users, self._users = self._users, []
+        for group, rate, tensor in users:
+            if tensor is None:
+                group["lr"] = rate
+            else:
+                tensor.copy_(rate)
+
+    @contextmanager
+    def _users_rates(self) -> Iterator[None]:
+        self._restore()
+        try:
+            yield
+        finally:
+            self._apply()
+
+    def _outside(self, closure: Callable[..., Any]) -> Callable[..., Any]:
+        """The user's closure, run under the user's rates."""
+
+        @functools.wraps(closure)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with self._users_rates():
+                return closure(*args, **kwargs)
+
+        return run
+
+    def _in_state_dict(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        position = {id(group): index for index, group in enumerate(optimizer.param_groups)}
+        for group, rate, tensor in self._users:
+            for other in optimizer.param_groups if tensor is not None else (group,):
+                if tensor is None or other.get("lr") is tensor:
+                    state["param_groups"][position[id(other)]]["lr"] = rate
+
+
+class SampleSchedule:
+    """Drives a torch learning-rate scheduler by samples: one `scheduler.step()` per `nominal_batch_size` of them.
+
+    A schedule written for steps of a fixed global batch then keeps its meaning when the batch varies. Progress is carried
+    over exactly, and a schedule with an end (OneCycleLR) stays at its last rate instead of raising. Restore the
+    optimizer's own state beside it: like in torch, the current rates are saved there.
+
+    Raises `ConfigError` for a nominal batch below 1, negative samples, and a scheduler that needs a metric.
+
+    >>> import torch
+    >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    >>> schedule = SampleSchedule(torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5), nominal_batch_size=256)
+    >>> [schedule.advance(samples) for samples in (200, 200, 400)], schedule.samples
+    ([0, 1, 2], 800)
+    >>> optimizer.param_groups[0]["lr"]
+    0.125
+    """
+
+    def __init__(self, scheduler: LRScheduler, *, nominal_batch_size: int) -> None:
+        if isinstance(scheduler, ReduceLROnPlateau):
+            raise ConfigError(
+                "scheduler", type(scheduler).__name__, "a scheduler whose step() takes no metric",
+                "call its step(metric) yourself after each evaluation",
+            )  # fmt: skip
+        if nominal_batch_size < 1:
+            raise ConfigError(
+                "nominal_batch_size",
+                nominal_batch_size,
+                "1 or more",
+                "pass the global batch the schedule was written for",
+            )
+        self.scheduler = scheduler
+        self.nominal_batch_size = int(nominal_batch_size)
+        self.samples = 0
+        self._carry = 0
+
+    def advance(self, samples: int) -> int:
+        """Count global samples just trained on; returns how many times the scheduler was stepped."""
+        if samples < 0:
+            raise ConfigError("samples", samples, "0 or more", "pass the samples of this optimizer step")
+        self.samples += int(samples)
+        due, self._carry = divmod(self._carry + int(samples), self.nominal_batch_size)
+        for step in range(due):
+            if _at_end(self.scheduler):
+                return step
+            with warnings.catch_warnings():
+                # Their advice is about a loop of steps; here GradScaler may well have skipped the first ones.
+                warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+                warnings.filterwarnings("ignore", message="Seems like `optimizer.step")
+                self.scheduler.step()
+        return due
+
+    def state_dict(self) -> dict[str, Any]:
+        """Samples counted, and the scheduler's own state."""
+        return {"samples": self.samples, "carry": self._carry, "scheduler": self.scheduler.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The inverse of `state_dict`."""
+        self.samples, self._carry = int(state["samples"]), int(state["carry"])
+        self.scheduler.load_state_dict(state["scheduler"])
+
+
+def _at_end(scheduler: Any) -> bool:
+    """Whether one more step would lead past a schedule's declared end, also inside torch's composed schedulers."""
+    total = getattr(scheduler, "total_steps", None)
+    # With N steps in total the rates number 0 to N - 1.
+    if total is not None and scheduler.last_epoch >= total - 1:
+        return True
+    parts = getattr(scheduler, "_schedulers", [])
+    milestones = getattr(scheduler, "_milestones", None)
+    if milestones is not None:
+        next_epoch = scheduler.last_epoch + 1
+        if next_epoch in milestones:
+            return False  # a part about to begin
+        parts = parts[bisect_right(milestones, next_epoch) :][:1]
+    return any(_at_end(part) for part in parts)
