@@ -457,7 +457,9 @@ class Controller:
         self._recorder.timer.forward_started()
         if self._learning_rate is not None:
             step_batch = float(self._need_source().plan().group.sum())
-            self._learning_rate.factor = self._rule(step_batch / self.base_batch, self._noise, self._signal)
+            self._learning_rate.factor = self._rule(
+                step_batch / self.base_batch, self._noise, self._signal, base_batch=self.base_batch
+            )
 
     def _observe_pair(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._pairs is None or self._source is None:

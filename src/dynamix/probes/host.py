@@ -28,7 +28,7 @@ class HostProbe:
 
     def __init__(self, *, cgroups: Cgroups | None = None) -> None:
         self._cgroups = Cgroups.find() if cgroups is None else cgroups
-        self._process = psutil.Process()
+        self._pid = os.getpid()
         self._sampled_at = time.perf_counter()
         self._used = self._cpu_seconds()
 
@@ -57,14 +57,15 @@ class HostProbe:
 
     def _cpu_seconds(self) -> dict[int, float]:
         """User and system seconds so far, by process id."""
-        seconds: dict[int, float] = {}
-        children = [child.pid for child in multiprocessing.active_children() if child.pid is not None]
-        for pid in (self._process.pid, *children):
+        seconds = {self._pid: time.process_time()}  # finer than the kernel's ticks in /proc
+        for child in multiprocessing.active_children():
+            if child.pid is None:
+                continue
             try:
-                times = (self._process if pid == self._process.pid else psutil.Process(pid)).cpu_times()
-                seconds[pid] = times.user + times.system
+                times = psutil.Process(child.pid).cpu_times()
             except psutil.Error:
                 continue  # ended between listing and reading
+            seconds[child.pid] = times.user + times.system
         return seconds
 
     def _memory(self) -> float:
@@ -112,7 +113,8 @@ class Cgroups:
 
     def memory_bytes(self) -> tuple[float, float]:
         """(used, limit) of the group nearest to its limit; page cache that can be dropped is not use."""
-        groups = [(_memory_used(f), _memory_limit(f)) for f in self.memory if math.isfinite(_memory_limit(f))]
+        limits = [(folder, _memory_limit(folder)) for folder in self.memory]
+        groups = [(_memory_used(folder), limit) for folder, limit in limits if math.isfinite(limit)]
         return max(groups, key=lambda group: group[0] / max(group[1], 1.0), default=(math.nan, math.inf))
 
     def memory_limit_bytes(self) -> float:

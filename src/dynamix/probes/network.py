@@ -16,15 +16,14 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 TCP_INFO = 11
 SO_COOKIE = 57
 _ESTABLISHED = 1
-# Offsets in the kernel's struct tcp_info, which only ever grew at its end: (offset, format).
-_RTT_US = (68, "I")
-_TOTAL_RETRANS = (100, "I")
-_BYTES_ACKED = (120, "Q")
-_BYTES_RECEIVED = (128, "Q")
+# The kernel's struct tcp_info, which only ever grew at its end, as far as byte 136: state, rtt (us, at 68),
+# total_retrans (at 100), bytes_acked (at 120), bytes_received.
+_TCP_INFO = struct.Struct("=B67xI28xI16xQQ")
 # A socket that moved less than this part of what the busiest one moved is a control channel, not the ring.
 _RING_SHARE = 0.02
 
@@ -128,28 +127,23 @@ def open_connections() -> dict[int, tuple[int, Connection]]:
         descriptors = [int(name) for name in os.listdir("/proc/self/fd")]
     except OSError:
         return {}
+    info, cookie = _Option(socket.IPPROTO_TCP, TCP_INFO, 256), _Option(socket.SOL_SOCKET, SO_COOKIE, 8)
     found: dict[int, tuple[int, Connection]] = {}
     for fd in descriptors:
-        info = _getsockopt(fd, socket.IPPROTO_TCP, TCP_INFO, 256)  # fails cheaply on anything that is not TCP
-        connection = parse_tcp_info(info) if info else None
+        answer = info.read(fd)  # fails cheaply on anything that is not TCP
+        connection = parse_tcp_info(answer) if answer else None
         if connection is not None:
-            cookie = _getsockopt(fd, socket.SOL_SOCKET, SO_COOKIE, 8)
-            found[int.from_bytes(cookie, sys.byteorder) if cookie else fd] = (fd, connection)
+            identity = cookie.read(fd)
+            found[int.from_bytes(identity, sys.byteorder) if identity else fd] = (fd, connection)
     return found
 
 
 def parse_tcp_info(info: bytes) -> Connection | None:
     """The counts in the kernel's answer; None unless established. What an older kernel leaves off is zero."""
-    if not info or info[0] != _ESTABLISHED:
+    state, rtt_us, retransmits, acked, received = _TCP_INFO.unpack_from(info.ljust(_TCP_INFO.size, b"\0"))
+    if state != _ESTABLISHED:
         return None
-
-    def at(place: tuple[int, str]) -> int:
-        offset, kind = place
-        return (
-            int(struct.unpack_from("=" + kind, info, offset)[0]) if offset + struct.calcsize(kind) <= len(info) else 0
-        )
-
-    return Connection(at(_BYTES_ACKED), at(_BYTES_RECEIVED), at(_TOTAL_RETRANS), at(_RTT_US) * 1e-6)
+    return Connection(acked, received, retransmits, rtt_us * 1e-6)
 
 
 def _ports(fd: int) -> set[int]:
@@ -175,7 +169,7 @@ def _counted_over_loopback() -> tuple[int, int]:
             received = 0
             while received < 4096:
                 received += len(accepted.recv(4096))
-            info = _getsockopt(accepted.fileno(), socket.IPPROTO_TCP, TCP_INFO, 256)
+            info = _Option(socket.IPPROTO_TCP, TCP_INFO, 256).read(accepted.fileno())
     connection = parse_tcp_info(info)
     return (connection.moved_bytes if connection else 0), len(info)
 
@@ -185,7 +179,7 @@ class _Libc:
 
     def __init__(self) -> None:
         library = ctypes.CDLL(None, use_errno=True)
-        value = [ctypes.c_char_p, ctypes.POINTER(ctypes.c_uint)]
+        value: list[Any] = [ctypes.c_char_p, ctypes.POINTER(ctypes.c_uint)]
         self.getsockopt: Callable[..., int] = library.getsockopt
         library.getsockopt.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int, *value]
         self.names: dict[str, Callable[..., int]] = {}
@@ -200,12 +194,20 @@ def _libc() -> _Libc:
     return _Libc()
 
 
-def _getsockopt(fd: int, level: int, option: int, size: int) -> bytes:
-    """The option's value; empty when `fd` is closed, no socket, or of another kind."""
-    buffer, length = ctypes.create_string_buffer(size), ctypes.c_uint(size)
-    if _libc().getsockopt(fd, level, option, buffer, ctypes.byref(length)) != 0:
-        return b""
-    return buffer.raw[: length.value]
+class _Option:
+    """One socket option, read from many descriptors into one buffer."""
+
+    def __init__(self, level: int, option: int, size: int) -> None:
+        self._function, self._level, self._option, self._size = _libc().getsockopt, level, option, size
+        self._buffer, self._length = ctypes.create_string_buffer(size), ctypes.c_uint(size)
+        self._length_at = ctypes.byref(self._length)
+
+    def read(self, fd: int) -> bytes:
+        """The option's value; empty when `fd` is closed, no socket, or of another kind."""
+        self._length.value = self._size
+        if self._function(fd, self._level, self._option, self._buffer, self._length_at) != 0:
+            return b""
+        return self._buffer.raw[: self._length.value]
 
 
 def _address(fd: int, name: str) -> bytes:
