@@ -43,7 +43,7 @@ def run_ranks(
     """`function(rank, *args)` on each rank; the values, or with `expect_failure` the raw outcomes (Ok or traceback)."""
     with tempfile.TemporaryDirectory() as folder:
         jobs = [
-            _CONTEXT.Process(target=_rank, args=(function, rank, world_size, folder, group_timeout_s, args), daemon=True)
+            _CONTEXT.Process(target=_rank, args=(function, rank, world_size, folder, group_timeout_s, args))
             for rank in range(world_size)
         ]
         try:

@@ -233,7 +233,8 @@ class GradientHook:
     def _norm_sq(self, values: Tensor, weight: float | Tensor) -> Tensor:
         if values.is_sparse:
             values = values.coalesce().values()
-        norm = torch.linalg.vector_norm(values, dtype=torch.float32) / weight  # 0-dim: no synchronisation
+        wide = torch.promote_types(values.dtype, torch.float32)
+        norm = torch.linalg.vector_norm(values, dtype=wide) / weight
         scale = self.loss_scale()
         return torch.square(norm if scale is None else norm / scale.to(norm.device))
 
