@@ -76,6 +76,10 @@ def rule(name: str) -> Rule:
     >>> rule("linear")(2.0, float("nan"), float("nan"), base_batch=64)
     2.0
     """
+    return _rule(name)
+
+
+def _rule(name: str) -> Rule:
     if name not in RULES:
         raise ConfigError(
             "lr_rule", name, ", ".join(RULES), "check the spelling; 'none' leaves the learning rate alone"
@@ -105,8 +109,7 @@ class LearningRate:
     """
 
     def __init__(self, optimizer: Optimizer, rule: str) -> None:
-        _ = globals()["rule"](rule)
-        self.rule = rule
+        self.rule = _rule(rule)
         self._factor = 1.0
         # (group, rate as the user set it, tensor changed in place or None); empty unless a step is running
         self._users: list[tuple[dict[str, Any], Any, Tensor | None]] = []
