@@ -1,0 +1,65 @@
+"""What all probes promise."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from dynamix.probes import Probe, probe_report, probes_here
+from dynamix.probes.base import probe_types
+from dynamix.window import PER_WORKER
+
+
+@pytest.mark.parametrize("kind", probe_types())
+def test_every_probe_answers_in_window_fields_and_never_raises(kind: Any) -> None:
+    available, detail = kind.detect()
+    assert isinstance(available, bool)
+    assert detail
+    probe = kind()
+    assert isinstance(probe, Probe)
+    for _ in range(3):  # also immediately after the previous sample
+        sample = probe.sample()
+        assert set(sample) <= set(PER_WORKER)
+        assert all(isinstance(value, float) for value in sample.values())
+
+
+def test_no_two_probes_answer_for_the_same_field() -> None:
+    fields = [field for kind in probe_types() for field in kind().sample()]
+    assert len(fields) == len(set(fields))
+
+
+def test_a_cpu_worker_gets_no_probe_of_gpus() -> None:
+    assert "device" not in [probe.name for probe in probes_here(torch.device("cpu"))]
+
+
+def test_report_names_every_probe_with_a_reason() -> None:
+    report = probe_report()
+    assert [name for name, _, _ in report] == ["timing", "host", "device", "network"]
+    assert all(detail for _, _, detail in report)
+
+
+def test_a_sample_of_everything_with_many_descriptors_is_cheap(capsys: pytest.CaptureFixture[str]) -> None:
+    """Prints the cost; fails only when it is out of all proportion, since machines are shared."""
+    import socket
+    from contextlib import ExitStack
+
+    with ExitStack() as stack:
+        server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        for _ in range(16):
+            stack.enter_context(socket.create_connection(server.getsockname()))
+            stack.enter_context(server.accept()[0])
+            for s in socket.socketpair():
+                stack.enter_context(s)
+        probes = probes_here(torch.device("cpu"))
+        costs = []
+        for _ in range(100):
+            started = time.perf_counter()
+            for probe in probes:
+                probe.sample()
+            costs.append(time.perf_counter() - started)
+    with capsys.disabled():
+        print(f" [all probes, 64 sockets: {sorted(costs)[50] * 1e6:.0f} us] ", end="")
+    assert sorted(costs)[50] < 0.02

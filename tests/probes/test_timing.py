@@ -1,0 +1,307 @@
+"""Where a step's time goes, by marks alone."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from dynamix.errors import ConfigError
+from dynamix.probes.timing import StepTimer, StepTimes, attribute_wait
+from tests.ranks import run_ranks
+
+CPU = torch.device("cpu")
+
+
+class ManualClock:
+    """A device whose work advances by hand: `now` orders the marks, `reached` is how far the device has got."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.reached = math.inf
+        self.recycled: list[float] = []
+
+    def mark(self) -> float:
+        return self.now
+
+    def passed(self, mark: float) -> bool:
+        return mark <= self.reached
+
+    def seconds(self, start: float, end: float) -> float:
+        assert max(start, end) <= self.reached, "read before the device got there"
+        return end - start
+
+    def recycle(self, mark: float) -> None:
+        self.recycled.append(mark)
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    return ManualClock()
+
+
+@pytest.fixture
+def timer(clock: ManualClock) -> StepTimer:
+    return StepTimer(CPU, clock=clock)
+
+
+def play(timer: StepTimer, clock: ManualClock, script: str, at: float = 0.0) -> None:
+    """Calls by letter, one second apart: F forward, G gradients, R reduced, I interrupted, M micro, S step; '.' waits."""
+    calls = {
+        "F": timer.forward_started,
+        "G": timer.gradients_ready,
+        "R": timer.reduced,
+        "I": timer.interrupted,
+        "M": timer.micro_done,
+        "S": timer.step_done,
+        ".": lambda: None,
+    }
+    for letter in script:
+        clock.now += 1.0
+        calls[letter]()
+
+
+def times(step: StepTimes) -> list[float]:
+    return [step.compute, step.comm, step.data, step.total]
+
+
+def same(a: list[float], b: list[float]) -> bool:
+    return bool(np.array_equal(a, b, equal_nan=True))
+
+
+class TestStepTimer:
+    def test_a_step_is_compute_comm_and_data(self, timer: StepTimer, clock: ManualClock) -> None:
+        play(timer, clock, "S..F.G.GR.R..S")
+        _, step = timer.take()
+        assert step.step == 1
+        # forward at 3 s after the end before; last gradient 4 s later, last reduction 3 s after it, update 3 s
+        assert times(step) == [4.0 + 3.0, 3.0, 3.0, 13.0]
+
+    def test_the_first_step_has_nothing_before_it(self, timer: StepTimer, clock: ManualClock) -> None:
+        play(timer, clock, "FGRS")
+        assert same(times(timer.take()[0]), [2.0, 1.0, math.nan, math.nan])
+
+    def test_without_a_hook_comm_is_unknown(self, timer: StepTimer, clock: ManualClock) -> None:
+        play(timer, clock, "SF.S")
+        assert same(times(timer.take()[1]), [2.0, math.nan, 1.0, 3.0])
+
+    def test_a_reduction_that_was_over_before_the_last_gradient_costs_nothing(self, timer, clock) -> None:  # type: ignore[no-untyped-def]
+        play(timer, clock, "SFGRG.S")
+        assert times(timer.take()[1]) == [5.0, 0.0, 1.0, 6.0]
+
+    def test_accumulation_sums_micro_steps_those_without_reduction_too(
+        self, timer: StepTimer, clock: ManualClock
+    ) -> None:
+        play(timer, clock, "SF..M.FG.RS")
+        assert times(timer.take()[1]) == [3.0 + 2.0, 2.0, 1.0 + 2.0, 10.0]
+
+    def test_accumulation_with_reduction_in_every_micro_step(self, timer: StepTimer, clock: ManualClock) -> None:
+        play(timer, clock, "SFGRMFG.RS")
+        assert times(timer.take()[1]) == [2.0 + 2.0, 1.0 + 2.0, 1.0 + 1.0, 9.0]
+
+    def test_only_the_first_forward_of_a_step_counts(self, timer: StepTimer, clock: ManualClock) -> None:
+        play(timer, clock, "SFFGRS")
+        assert times(timer.take()[1]) == [3.0, 1.0, 1.0, 5.0]
+
+    def test_evaluation_between_steps_is_not_waiting_for_data(self, timer: StepTimer, clock: ManualClock) -> None:
+        play(timer, clock, "SI......FGRSFGRS")
+        interrupted, after = timer.take()[1:]
+        assert same(times(interrupted), [2.0, 1.0, math.nan, math.nan])
+        assert times(after) == [2.0, 1.0, 1.0, 4.0]
+
+    def test_evaluation_before_the_end_of_a_step_is_not_computing(self, timer: StepTimer, clock: ManualClock) -> None:
+        play(timer, clock, "SFGRI...S")
+        assert same(times(timer.take()[1]), [math.nan, 1.0, 1.0, math.nan])
+
+    def test_a_step_without_any_mark_is_unknown(self, timer: StepTimer, clock: ManualClock) -> None:
+        play(timer, clock, "SSFGS")
+        nothing, no_reduction = timer.take()[1:]
+        assert same(times(nothing), [math.nan, math.nan, math.nan, 1.0])
+        assert math.isnan(no_reduction.comm)
+        assert math.isnan(no_reduction.compute)
+
+    def test_records_come_once_in_order_and_only_when_the_device_is_there(
+        self, timer: StepTimer, clock: ManualClock
+    ) -> None:
+        clock.reached = 5.0
+        play(timer, clock, "FGRSFGRSFGRS")
+        assert [s.step for s in timer.take()] == [0]
+        assert timer.take() == []
+        clock.reached = 8.0
+        assert [s.step for s in timer.take()] == [1]
+        clock.reached = 99.0
+        assert [s.step for s in timer.take()] == [2]
+
+    def test_a_late_reduction_on_another_stream_holds_its_record_back(
+        self, timer: StepTimer, clock: ManualClock
+    ) -> None:
+        clock.reached = 4.0
+        play(timer, clock, "FG")
+        clock.now = 50.0
+        timer.reduced()
+        clock.now = 3.0
+        timer.reduced()
+        timer.step_done()
+        assert timer.take() == []
+        clock.reached = 50.0
+        assert timer.take()[0].comm == 48.0
+
+    def test_discarding_drops_what_is_closed_but_not_what_runs(self, timer: StepTimer, clock: ManualClock) -> None:
+        clock.reached = 2.0
+        play(timer, clock, "FGRSF")
+        assert timer.take(discard=True) == []
+        clock.reached = 99.0
+        play(timer, clock, "GRS")
+        assert [(s.step, *times(s)) for s in timer.take()] == [(1, 2.0, 1.0, 1.0, 4.0)]
+
+    def test_every_mark_goes_back_to_the_pool_once(self, timer: StepTimer, clock: ManualClock) -> None:
+        play(timer, clock, "FGGRRSF.MFGRS")
+        timer.take()
+        assert sorted(clock.recycled) == [
+            t + 1.0 for t in range(12) if t != 7
+        ]  # the last end is the next step's before
+        play(timer, clock, "FGRS")
+        timer.take(discard=True)
+        assert sorted(clock.recycled) == [t + 1.0 for t in range(16) if t != 7]
+
+    def test_reductions_may_report_from_other_threads(self) -> None:
+        timer = StepTimer(CPU)
+        timer.forward_started()
+        timer.gradients_ready()
+        threads = [threading.Thread(target=timer.reduced) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        timer.step_done()
+        (step,) = timer.take()
+        assert step.comm > 0
+        assert step.compute >= 0
+
+    def test_numbering_can_go_on_after_a_resume(self) -> None:
+        timer = StepTimer(CPU, first_step=41)
+        timer.step_done()
+        timer.step_done()
+        assert [s.step for s in timer.take()] == [41, 42]
+
+
+class TestAttributeWait:
+    def test_recovers_true_waits_when_the_straggler_changes(self) -> None:
+        rng = np.random.default_rng(0)
+        arrival = rng.gamma(2.0, [4e-3, 2e-3, 3e-3, 3e-3], size=(20, 4))
+        truth = (arrival.max(1, keepdims=True) - arrival).mean(0)
+        comm = arrival.max(1, keepdims=True) - arrival + 0.005 + rng.exponential(2e-4, size=(20, 1))
+        wait, transfer = attribute_wait(comm)
+        np.testing.assert_allclose(wait, truth, atol=1e-12)
+        assert transfer == pytest.approx(np.full(4, 0.0052), abs=2e-4)
+        # Differences of window means are what one would be tempted to gather instead: wrong by as much as the waits.
+        assert np.abs(comm.mean(0) - comm.mean(0).min() - truth).min() > 0.002
+
+    def test_missing_values_are_left_out(self) -> None:
+        nan = math.nan
+        wait, transfer = attribute_wait([[1.0, 3.0, nan], [nan, nan, 9.0], [2.0, 1.0, nan]])
+        # The middle step has one witness, so nobody can tell its waiting from its transfer.
+        assert same(wait.tolist(), [0.5, 1.0, nan])
+        assert transfer.tolist() == [1.0, 1.0, 1.0]
+
+    def test_nothing_measured_is_nan_not_zero(self) -> None:
+        for comm in (np.full((3, 2), math.nan), np.empty((0, 2))):
+            wait, transfer = attribute_wait(comm)
+            assert np.isnan(wait).all()
+            assert np.isnan(transfer).all()
+
+    def test_a_single_worker_never_waits(self) -> None:
+        wait, transfer = attribute_wait([[0.2], [0.4]])
+        assert wait.tolist() == [0.0]
+        assert transfer.tolist() == pytest.approx([0.3])
+
+    def test_wrong_shape(self) -> None:
+        with pytest.raises(ConfigError, match=r"comm.shape=\(3,\)"):
+            attribute_wait([1.0, 2.0, 3.0])
+
+
+@pytest.mark.multiproc
+def test_the_slower_of_two_real_workers_is_waited_for() -> None:
+    results = run_ranks(_train, 2)
+    comm = np.array([[s.comm for s in steps] for steps in results]).T[2:]
+    wait, transfer = attribute_wait(comm)
+    compute = [np.median([s.compute for s in steps[2:]]) for steps in results]
+    data = [np.median([s.data for s in steps[2:]]) for steps in results]
+    lead = 0.06 - 0.02  # how much earlier rank 0 is ready
+    assert wait[0] > 0.7 * lead > 0.5 * lead > wait[1]
+    assert compute[1] - compute[0] > lead
+    assert data[0] > 0.015 > data[1]
+    for step in results[0][2:]:
+        assert step.total == pytest.approx(step.compute + step.comm + step.data, abs=1e-9)
+    assert transfer[0] < 0.5 * lead
+
+
+def _train(rank: int) -> list[StepTimes]:
+    """Rank 1 computes 60 ms longer; rank 0 waits 20 ms for its data."""
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 8)), bucket_cap_mb=0.05)
+    timer = StepTimer(CPU)
+
+    def hook(_: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        timer.gradients_ready()
+        future = dist.all_reduce(bucket.buffer() / 2, async_op=True).get_future()
+
+        def reduced(done: torch.futures.Future[Any]) -> torch.Tensor:
+            timer.reduced()
+            return done.value()[0]
+
+        return future.then(reduced)
+
+    hook.__annotations__.clear()  # torch compares annotations, and these are strings
+    model.register_comm_hook(None, hook)
+    model.register_forward_pre_hook(lambda *_: timer.forward_started())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(10):
+        time.sleep(0.02 if rank == 0 else 0.0)
+        loss = model(torch.randn(16, 64)).sum()
+        time.sleep(0.06 if rank == 1 else 0.0)
+        loss.backward()
+        optimizer.step()
+        timer.step_done()
+    return timer.take()
+
+
+@pytest.mark.gpu
+def test_cuda_events_are_read_only_when_complete() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    device = torch.device("cuda")
+    timer = StepTimer(device)
+    a = torch.randn(4096, 4096, device=device)
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    for _ in range(3):
+        timer.forward_started()
+        for _ in range(50):
+            a = a @ a
+            a = a / a.norm()
+        timer.gradients_ready()
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            (a @ a).sum()
+            timer.reduced()
+        torch.cuda.current_stream().wait_stream(side)
+        timer.step_done()
+        timer.take()
+    enqueued = time.perf_counter() - started
+    torch.cuda.synchronize()
+    steps = timer.take()
+    assert [s.step for s in steps][-1] == 2
+    for step in steps[1:]:
+        assert step.compute > 0
+        assert step.comm > 0
+        assert step.data >= 0
+    assert sum(s.compute for s in steps) > enqueued or enqueued < 1.0
