@@ -121,7 +121,7 @@ def test_other_descriptors_are_ignored(stack: ExitStack) -> None:
     stack.enter_context(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
     stack.enter_context(socket.create_server(("127.0.0.1", 0)))
     stack.enter_context(socket.socket())  # not connected
-    stack.enter_context(tempfile.TemporaryFile())
+    stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
     before = set(open_connections())
     pair = connect(stack)
     assert len(set(open_connections()) - before) == 2
