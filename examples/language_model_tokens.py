@@ -1,6 +1,6 @@
 """Sequences of unlike length: weight by tokens, not by samples, with `controller.weight(loss, count=tokens)`.
 
-    torchrun --nproc-per-node 2 examples/language_model_tokens.py
+torchrun --nproc-per-node 2 examples/language_model_tokens.py
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A policy of one's own: any object with decide, state_dict and load_state_dict.
 
-    torchrun --nproc-per-node 2 examples/own_policy.py
+torchrun --nproc-per-node 2 examples/own_policy.py
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """An ordinary DDP training script with dynamix's few lines (marked), on data made in place.
 
-    torchrun --nproc-per-node 2 examples/train.py --policy dynamix
-    dynamix emulate demo -- python examples/train.py     # the same script on four unlike hosts
+torchrun --nproc-per-node 2 examples/train.py --policy dynamix
+dynamix emulate demo -- python examples/train.py     # the same script on four unlike hosts
 """
 
 from __future__ import annotations

@@ -25,8 +25,13 @@ ANSWERS = [[2, 7, 3], [6, 2, 2]]
 N = 120
 
 
-class ReferenceSyncBatchNorm(nn.SyncBatchNorm):
+class ReferenceSyncBatchNorm(nn.Module):
     """SyncBatchNorm from differentiable all-reduces: torch's own refuses CPU tensors."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width))
+        self.eps = 1e-5
 
     def forward(self, x: Tensor) -> Tensor:
         count = all_reduce(torch.tensor(float(x.shape[0]), dtype=x.dtype))
@@ -86,7 +91,8 @@ def _refusal(rank: int, kind: str) -> str:
     controller, _, _ = _controller()
     net: nn.Module = nn.Linear(5, 5)
     if kind == "syncbn":
-        net = DDP(nn.Sequential(net, nn.SyncBatchNorm(5)).cpu())
+        net = DDP(nn.Sequential(net))
+        net.module.append(nn.SyncBatchNorm(5))  # afterwards: DDP refuses it on a CPU
     elif kind == "fsdp":
         fully_shard(net, mesh=init_device_mesh("cpu", (3,)))
     elif kind == "hooked":
@@ -226,7 +232,13 @@ def _scaler(rank: int, hook: str | None) -> dict[str, Any]:
     controller.close()
     dist.barrier()
     finite = all(bool(torch.isfinite(p).all()) for p in net.parameters())
-    return {"scales": scales, "skipped": skipped, "finite": finite, "noise": controller._noise, "loss": float(loss)}
+    return {
+        "scales": scales,
+        "skipped": skipped,
+        "finite": finite,
+        "noise": controller._shared[-1][1],
+        "loss": float(loss.detach()),
+    }
 
 
 @pytest.mark.parametrize("hook", [None, "powersgd"])

@@ -133,7 +133,8 @@ class Controller:
         self._channel = Channel(
             control, self.world_size, decide=decider.decide, keep=decider.keep, after=decider.write_event
         )
-        self._noise = self._signal = float("nan")
+        # (micro-step, noise, signal): ranks may learn of them at other moments, so they count from an agreed step.
+        self._shared: list[tuple[int, float, float]] = [(0, float("nan"), float("nan"))]
         self._recorder = Recorder(torch.device("cpu"))
         self._loss_weight = LossWeight(self.group, accumulate)
         self._attached: Any = None
@@ -356,7 +357,7 @@ class Controller:
             "source": None if self._source is None else self._source.state_dict(),
             "policy": self.policy.state_dict(),
             "noise_scale": self._decider.noise_scale.state_dict(),
-            "shared": [self._noise, self._signal],
+            "shared": [list(entry) for entry in self._shared],
             "counters": [self._window, self._steps, self._opens, self._samples],
             "base_batch": self.base_batch,
             "recorder": self._recorder.state_dict(),
@@ -375,7 +376,7 @@ class Controller:
             raise StateError(f"controller state has schema {state.get('schema')!r}, this version reads {STATE_SCHEMA}")
         self._window, self._steps, self._opens, self._samples = state["counters"]
         self.base_batch = self._decider.base_batch = state["base_batch"]
-        self._noise, self._signal = state["shared"]
+        self._shared = [(int(step), noise, signal) for step, noise, signal in state["shared"]]
         self._decider.noise_scale.load_state_dict(state["noise_scale"])
         same = state["world_size"] == self.world_size
         consumed = 0 if state["source"] is None else state["source"]["consumed"]
@@ -422,7 +423,8 @@ class Controller:
             return
         message = self._channel.receive()
         self._window += 1
-        self._noise, self._signal = message.noise, message.signal
+        agreed = self._decider.closing.consumed + self.accumulate
+        self._shared = [self._shared[-1], (agreed, message.noise, message.signal)]
         if message.kind is Kind.NEW:
             if self._source is not None and message.from_step < self._source.issued:
                 raise StateError(
@@ -446,7 +448,8 @@ class Controller:
         """How the gradient now being reduced is weighted."""
         plan = self._need_source().plan()
         total = float(plan.group.sum()) / self.accumulate
-        return Share(float(plan.counts[self.rank]), total, self._loss_weight.applied)
+        kept = plan.regular and plan.index - plan.micro >= self._opens and not self._channel.pending
+        return Share(float(plan.counts[self.rank]), total, kept, self._loss_weight.applied)
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
         if not (module.training and torch.is_grad_enabled()):
@@ -456,10 +459,15 @@ class Controller:
             return
         self._recorder.timer.forward_started()
         if self._learning_rate is not None:
-            step_batch = float(self._need_source().plan().group.sum())
+            plan = self._need_source().plan()
+            noise, signal = self._noise_at(plan.index)
             self._learning_rate.factor = self._rule(
-                step_batch / self.base_batch, self._noise, self._signal, base_batch=self.base_batch
+                float(plan.group.sum()) / self.base_batch, noise, signal, base_batch=self.base_batch
             )
+
+    def _noise_at(self, step: int) -> tuple[float, float]:
+        """(noise, signal) that every rank uses in micro-step `step`."""
+        return next((entry[1:] for entry in reversed(self._shared) if entry[0] <= step), (float("nan"), float("nan")))
 
     def _observe_pair(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._pairs is None or self._source is None:

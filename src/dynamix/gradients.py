@@ -73,7 +73,7 @@ class Meter(Protocol):
 
     def reduced(self) -> None: ...
 
-    def add(self, name: str, value: Tensor) -> None: ...
+    def add(self, name: str, value: Tensor, *, part: int = 0) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +82,7 @@ class Share:
 
     count: float  # n_i of the micro-step being reduced; 0 for a placeholder batch
     total: float  # N; count * W / total is the weight
+    kept: bool = True  # whether the open window will keep this step's measurements
     applied: float | Tensor | None = None  # the weight already in the loss, None when the hook must apply it
 
 
@@ -111,22 +112,26 @@ class GradientHook:
         self.steps = 0
         self.loss_scale: Callable[[], Tensor | None] = lambda: None
         self.muted = False  # discarded warm-up passes: plain all-reduce, nothing measured
-        self.dense_steps = 0  # steps in which at least one bucket bypassed the user's hook
+        self._measuring, self._since_dense = False, DENSE_EVERY
 
     def __call__(self, state: Any, bucket: Bucket) -> Future[Tensor]:
         if self.muted:
             self.buckets_seen = max(self.buckets_seen, bucket.index() + 1)
             buffer = bucket.buffer()
             return self._reduce_sparse(buffer) if buffer.is_sparse else default_hooks.allreduce_hook(self.group, bucket)
-        share, buffer = self.share(), bucket.buffer()
+        share, buffer, part = self.share(), bucket.buffer(), bucket.index()
         if share.count != 0:
-            self.meter.add("local_sq", self._norm_sq(buffer, 1.0 if share.applied is None else share.applied))
+            self.meter.add(
+                "local_sq", self._norm_sq(buffer, 1.0 if share.applied is None else share.applied), part=part
+            )
         if share.applied is None:
             scale_(buffer, share.count, share.total, self.group.size())
         elif share.count == 0:
             buffer.zero_()
         self.buckets_seen = max(self.buckets_seen, bucket.index() + 1)
-        measure = not self.lossy or self.steps % DENSE_EVERY == 2
+        if bucket.index() == 0:
+            self._measuring = not self.lossy or (share.kept and self.steps >= 2 and self._since_dense >= DENSE_EVERY)
+        measure = self._measuring
         self.meter.gradients_ready()
         future = self._reduce(bucket, dense=self.lossy and measure)
 
@@ -135,7 +140,7 @@ class GradientHook:
             value = value[0] if isinstance(value, (list, tuple)) else value
             self.meter.reduced()
             if measure:
-                self.meter.add("global_sq", self._norm_sq(value, 1.0))
+                self.meter.add("global_sq", self._norm_sq(value, 1.0), part=part)
             return value
 
         return cast("Future[Tensor]", future.then(done))
@@ -158,6 +163,7 @@ class GradientHook:
     def step_done(self) -> None:
         """After an optimizer step: the bucket layout is known by now, so give chained hooks their groups."""
         self.steps += 1
+        self._since_dense = 0 if self._measuring else self._since_dense + 1
         if self.steps >= 2:
             self.make_groups()
 
@@ -172,10 +178,10 @@ class GradientHook:
         """The user's hook state (error memories and the like) and the step count."""
         state = self.inner_state
         saved = state.state_dict() if hasattr(state, "state_dict") else _plain_state(state)
-        return {"steps": self.steps, "inner": saved}
+        return {"steps": self.steps, "since_dense": self._since_dense, "inner": saved}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.steps = state["steps"]
+        self.steps, self._since_dense = state["steps"], state["since_dense"]
         if state["inner"] is None or self.inner_state is None:
             return
         if hasattr(self.inner_state, "load_state_dict"):
@@ -200,7 +206,6 @@ class GradientHook:
         dist.all_reduce(finite, op=dist.ReduceOp.MIN, group=group)
         if not bool(finite.item()):
             # One infinite step would stay in the hook's error memory for ever; let GradScaler see it instead.
-            self.dense_steps += bool(bucket.is_last())
             return default_hooks.allreduce_hook(group, bucket)
         return self._inner_on(group, bucket)
 

@@ -40,7 +40,7 @@ class Recorder:
         self._times: list[StepTimes] = []
         self._late: set[int] = set()  # timer steps of this window whose events had not completed
         self._step_index = 0
-        self._open: list[tuple[str, Tensor]] = []
+        self._open: list[tuple[str, int, Tensor]] = []
         self._lock = threading.Lock()
         self._kept: dict[str, list[Tensor]] = {}
         self._arriving: _Transfer | None = None
@@ -58,11 +58,11 @@ class Recorder:
         if not self.muted:
             self.timer.reduced()
 
-    def add(self, name: str, value: Tensor) -> None:
-        """One 0-dim value of this optimizer step; values of one name add up within the step ("loss" averages)."""
+    def add(self, name: str, value: Tensor, *, part: int = 0) -> None:
+        """One 0-dim value of this optimizer step; squares add up over parts (buckets), others average."""
         if not self.muted:
             with self._lock:
-                self._open.append((name, value.detach()))
+                self._open.append((name, part, value.detach()))
 
     # -- from Controller.step
 
@@ -96,7 +96,8 @@ class Recorder:
                 lacks_data = first_of_epoch and times.step == index
                 self._times.append(_without_data(times) if lacks_data else times)
         grouped: dict[str, list[Tensor]] = {}
-        for name, value in values:
+        # By part, not by arrival: reductions end in any order, and a sum must not depend on it.
+        for name, _, value in sorted(values, key=lambda entry: entry[1]):
             grouped.setdefault(name, []).append(value)
         for name, parts in grouped.items():
             stacked = torch.stack([p.to(self.device) for p in parts])

@@ -175,16 +175,16 @@ class LossWeight:
             return loss * self.applied
         if not isinstance(count, Tensor) and not count >= 0:
             raise ConfigError("count", count, "0 or more", "pass the divisor of this mean loss")
-        return self._apply_counted(loss, plan, torch.as_tensor(count if mine else 0.0), bool(mine))
+        return self._apply_counted(loss, plan, torch.as_tensor(count if mine else 0.0, dtype=torch.float64), bool(mine))
 
     def _apply_counted(self, loss: Tensor, plan: StepPlan, count: Tensor, active: bool) -> Tensor:
-        total = count.detach().to(torch.float64).clone()
+        total = count.detach().clone()
         handle = self.sum_async(total)
         self._counted.append((total, handle))
         if self._reference is None or (plan.micro == 0 and self._reference.device != total.device):
             handle.wait()
             self._reference = total.clone()
-        weight = count.to(torch.float64) * self.workers / self._reference
+        weight = count * self.workers / self._reference
         self.applied = weight if active else 0.0
         if plan.micro == self.accumulate - 1:
             reference, counted, self._counted = self._reference, self._counted, []
