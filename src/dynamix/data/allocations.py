@@ -1,0 +1,114 @@
+"""The ledger of allocations: which batch sizes are in force at which micro-step."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from dynamix.errors import ConfigError, StateError, UsageError
+from dynamix.window import Ints
+
+
+class Allocations:
+    """Which allocation is in force at which micro-step, a counter over the whole job that never resets.
+
+    sizes   (W,) samples per rank and micro-step, in force from micro-step 0
+
+    All ranks hold equal ledgers, so all cut the same batches without talking.
+
+    >>> ledger = Allocations([32, 32])
+    >>> ledger.schedule(100, [16, 48])
+    >>> ledger.at(99).tolist(), ledger.at(100).tolist(), ledger.since(250)
+    ([32, 32], [16, 48], 100)
+    """
+
+    def __init__(self, sizes: ArrayLike) -> None:
+        self._steps = [0]
+        self._sizes = [_checked(sizes)]
+
+    @property
+    def workers(self) -> int:
+        """W, the number of ranks."""
+        return int(self._sizes[-1].size)
+
+    def schedule(self, from_step: int, sizes: ArrayLike) -> None:
+        """Put `sizes` (W,) in force from micro-step `from_step`; scheduling the same step again replaces.
+
+        Sizes equal to those already in force there change nothing, and `since` then names the older step. Raises
+        `ConfigError` for another W, for negative or all-zero sizes, and for a step before the last entry.
+        """
+        fresh = _checked(sizes)
+        if fresh.size != self.workers:
+            raise ConfigError(
+                "sizes", fresh.tolist(), f"{self.workers} numbers, one per rank", "pass one size per rank"
+            )
+        last = self._steps[-1]
+        if from_step < last:
+            raise ConfigError(
+                "from_step", from_step, f"{last} or later, the last step scheduled", "schedule in the order of steps"
+            )
+        if from_step == last:
+            del self._steps[-1], self._sizes[-1]
+        if not self._sizes or not np.array_equal(self._sizes[-1], fresh):
+            self._steps.append(from_step)
+            self._sizes.append(fresh)
+
+    def at(self, step: int) -> Ints:
+        """Sizes (W,) in force at micro-step `step`; a read-only array."""
+        return self._sizes[self._find(step)]
+
+    def since(self, step: int) -> int:
+        """The micro-step from which the allocation in force at `step` holds."""
+        return self._steps[self._find(step)]
+
+    def reset(self, from_step: int, sizes: ArrayLike) -> None:
+        """Start over: `sizes` of any W in force from micro-step `from_step`, nothing before it."""
+        self._steps, self._sizes = [from_step], [_checked(sizes)]
+
+    def forget(self, before_step: int) -> None:
+        """Drop entries that no step from `before_step` on needs; the one in force there stays."""
+        keep = max(bisect_right(self._steps, before_step) - 1, 0)
+        del self._steps[:keep], self._sizes[:keep]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain lists: `{"steps": [...], "sizes": [[...], ...]}`."""
+        return {"steps": list(self._steps), "sizes": [s.tolist() for s in self._sizes]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The inverse of `state_dict`. Raises `StateError` when it is of another W."""
+        sizes = [_checked(s) for s in state["sizes"]]
+        if not sizes or {s.size for s in sizes} != {self.workers} or len(sizes) != len(state["steps"]):
+            raise StateError(
+                f"allocations for {sizes[0].size if sizes else 0} ranks in the checkpoint, {self.workers} ranks in "
+                "this job: at another world size start from a fresh Allocations instead"
+            )
+        self._steps, self._sizes = [int(s) for s in state["steps"]], sizes
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> Allocations:
+        """The ledger of a checkpoint, whatever its W."""
+        ledger = cls(state["sizes"][0])
+        ledger.load_state_dict(state)
+        return ledger
+
+    def _find(self, step: int) -> int:
+        at = bisect_right(self._steps, step) - 1
+        if at < 0:
+            raise UsageError(f"micro-step {step} is forgotten: the ledger begins at {self._steps[0]}")
+        return at
+
+
+def _checked(sizes: ArrayLike) -> Ints:
+    given = np.asarray(sizes)
+    array = given.astype(np.int64)
+    if array.ndim != 1 or array.size == 0 or not np.array_equal(array, given):
+        raise ConfigError("sizes", given.tolist(), "whole numbers of shape (W,)", "pass one batch size per rank")
+    if (array < 0).any() or not array.any():
+        raise ConfigError(
+            "sizes", array.tolist(), "0 or more, at least one above 0", "use dynamix.window.project for valid sizes"
+        )
+    array.flags.writeable = False
+    return array

@@ -1,0 +1,136 @@
+"""Cutting an epoch into optimizer steps: how many samples each rank takes in each micro-step.
+
+Pure functions of what is left, so every rank computes the same answer. An optimizer step is a group of A micro-steps,
+shape (A, W). Ordinary groups repeat the allocation; only what the end of an epoch needs is treated here at length:
+a rank has the same count in all A micro-steps, except that what A does not divide goes to one rank in the last.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dynamix.window import Bounds, Ints, project
+
+NO_LIMIT = 2**40  # samples; stands for "no upper bound" where a number is needed
+
+
+def next_group(left: int, sizes: Ints, *, accumulate: int, low: Ints, high: Ints) -> Ints:
+    """Counts (A, W) of the next optimizer step when `left` >= 1 samples of the epoch remain; their sum is at most `left`.
+
+    left    samples left, all ranks together
+    sizes   (W,) allocation in force, sum >= 1; ranks with 0 stay at 0
+    low, high   (W,) bounds per micro-step; a tail may fall below `low`, nothing exceeds max(high, sizes)
+
+    A tail goes to as many ranks as can have 2 samples per micro-step (those with the largest sizes, ties to the lower
+    rank). A remainder under 2 A joins the step before it where a rank has room; else that step gives up a few
+    samples, so that 2 A remain. Where bounds make both impossible (a cap below A + 1, say), the samples left over
+    fill the last micro-step of several ranks, and a rank may get 1 sample.
+
+    >>> none, cap = np.array([1, 1, 1]), np.array([64, 64, 64])
+    >>> next_group(100, np.array([16, 8, 8]), accumulate=1, low=none, high=cap).tolist()
+    [[16, 8, 8]]
+    >>> next_group(33, np.array([16, 8, 8]), accumulate=1, low=none, high=cap).tolist()   # 1 left over: it joins
+    [[17, 8, 8]]
+    >>> next_group(5, np.array([16, 8, 8]), accumulate=1, low=none, high=cap).tolist()    # a tail
+    [[3, 2, 0]]
+    """
+    if is_regular(left, int(sizes.sum()), accumulate):
+        return np.broadcast_to(sizes, (accumulate, sizes.size))
+    return _last_groups(left, sizes, accumulate, low, np.maximum(high, sizes))
+
+
+def is_regular(left: int, total: int, accumulate: int) -> bool:
+    """Whether an ordinary optimizer step of `total` samples per micro-step leaves nothing, or enough for another."""
+    whole = accumulate * total
+    return left == whole or left >= whole + 2 * accumulate
+
+
+def regular_groups(left: int, total: int, accumulate: int) -> int:
+    """How many ordinary optimizer steps come next before `next_group` has to think."""
+    groups = max((left - 2 * accumulate) // (accumulate * total), 0)
+    return groups + (left - groups * accumulate * total == accumulate * total)
+
+
+def whole_epoch(left: int, sizes: Ints, *, accumulate: int, low: Ints, high: Ints) -> tuple[int, Ints]:
+    """(optimizer steps, samples per rank (W,)) until nothing of `left` remains, under one allocation."""
+    groups = regular_groups(left, int(sizes.sum()), accumulate)
+    totals = groups * accumulate * sizes
+    left -= int(totals.sum())
+    while left:
+        group = next_group(left, sizes, accumulate=accumulate, low=low, high=high)
+        totals = totals + group.sum(0)
+        left -= int(group.sum())
+        groups += 1
+    return groups, totals
+
+
+def _last_groups(left: int, sizes: Ints, accumulate: int, low: Ints, high: Ints) -> Ints:
+    each, extra = divmod(left, accumulate)
+    total = int(sizes.sum())
+    if left > accumulate * total:
+        counts = _join(each - total, extra, sizes, high)
+    else:
+        counts = _split(each, extra, sizes, low, high)
+    if counts is None and each > 2 and high[sizes > 0].max() >= 2 + extra:
+        counts = _split(min(total, each - 2), 0, sizes, low, high)
+        extra = 0 if counts is not None else extra
+    if counts is None:
+        return _squeeze(each, extra, sizes, accumulate, low, high)
+    per_step, receiver = counts
+    group = np.tile(per_step, (accumulate, 1))
+    group[-1, receiver] += extra
+    return group
+
+
+def _join(more: int, extra: int, sizes: Ints, high: Ints) -> tuple[Ints, int] | None:
+    """`sizes` with the remainder given to the rank of the largest size that has room for it, ties to the lower."""
+    roomy = (sizes > 0) & (high - sizes >= more + extra)
+    if not roomy.any():
+        return None
+    receiver = int(np.argmax(np.where(roomy, sizes, 0)))
+    counts = sizes.copy()
+    counts[receiver] += more
+    return counts, receiver
+
+
+def _split(each: int, extra: int, sizes: Ints, low: Ints, high: Ints, least: int = 2) -> tuple[Ints, int] | None:
+    """`each` samples over as many ranks as can have `least`, with room for `extra` more at the receiver; or None."""
+    caps = np.where(sizes > 0, high, 0)
+    order = np.argsort(-sizes, kind="stable")
+    order = order[sizes[order] > 0]
+    if extra:
+        receiver = order[np.argmax(caps[order])]
+        order = np.concatenate([[receiver], order[order != receiver]])
+        caps[receiver] -= extra
+    wanted = np.minimum(least, sizes)
+    floors = np.minimum(wanted, caps)
+    if floors[order[0]] < wanted[order[0]]:
+        return None
+    chosen = order[: int(np.searchsorted(np.cumsum(floors[order]), each, side="right"))]
+    if chosen.size and caps[chosen].sum() < each:
+        # All chosen are capped at `least` and one sample is over: trade the last of them for a rank with room.
+        roomy = order[chosen.size :][caps[order[chosen.size :]] > caps[chosen[-1]]]
+        if not roomy.size or (extra and chosen.size == 1):
+            return None
+        chosen = np.append(chosen[:-1], roomy[0])
+    if not chosen.size:
+        return None
+    floor = np.minimum(np.maximum(low[chosen], floors[chosen]), caps[chosen])
+    if floor.sum() > each:
+        floor = floors[chosen]
+    counts = np.zeros_like(sizes)
+    counts[chosen] = project(sizes[chosen], Bounds.of(chosen.size, floor, caps[chosen]), total=each)
+    return counts, int(order[0])
+
+
+def _squeeze(each: int, extra: int, sizes: Ints, accumulate: int, low: Ints, high: Ints) -> Ints:
+    """What the bounds allow when no clean split exists; takes at least one sample, leaves the rest for another group."""
+    each = min(each, int(sizes.sum()))
+    base = _split(each, 0, sizes, low, high) or _split(each, 0, sizes, low, high, least=1)
+    counts = np.zeros_like(sizes) if base is None else base[0]
+    group = np.tile(counts, (accumulate, 1))
+    room = np.where((counts if counts.any() else sizes) > 0, high - counts, 0)
+    order = np.argsort(-room, kind="stable")
+    before = np.cumsum(room[order]) - room[order]
+    group[-1, order] += np.clip(extra - before, 0, room[order])
+    return group

@@ -1,0 +1,253 @@
+"""What samplers and streams share: which micro-steps were issued and consumed, and what each of them does."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from dynamix.data.allocations import Allocations
+from dynamix.data.cutting import NO_LIMIT
+from dynamix.errors import ConfigError, StateError, UsageError
+from dynamix.window import Ints
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What every rank does in one micro-step; identical on all ranks.
+
+    index     micro-step since the job began
+    epoch     epoch it belongs to
+    start     position in the epoch at which this step's union batch begins (samples dealt before it, all ranks)
+    counts    (W,) samples per rank really used; 0: this rank gets a flagged placeholder batch
+    group     (A, W) counts of all micro-steps of this optimizer step
+    micro     0..A-1 within the optimizer step
+    regular   counts equal the allocation in force (False for tails)
+    last      last micro-step of the epoch
+    """
+
+    index: int
+    epoch: int
+    start: int
+    counts: Ints
+    group: Ints
+    micro: int
+    regular: bool
+    last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """One optimizer step as planned: counts (A, W), the allocation (W,) they come from, whether the epoch ends."""
+
+    counts: Ints
+    sizes: Ints
+    final: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Cursor:
+    """Where the next micro-step begins. `group` is the optimizer step under way, None between optimizer steps."""
+
+    epoch: int
+    position: int
+    index: int
+    taken: Ints  # (W,) samples per rank in the cut in force; matters where every rank has samples of its own
+    group: Group | None = None
+    micro: int = 0
+    finished: bool = False
+
+
+class SampleOrder(ABC):
+    """Issues plans ahead of the training loop and remembers which of them the loop has consumed.
+
+    issued     micro-steps issued so far, over the whole job; returns to `consumed` at every new iteration, because
+               batches prefetched by an abandoned iterator are lost (their samples are issued again)
+    consumed   micro-steps consumed, advanced by `consume`
+    on_first_issue   called once, at the first batch asked for after `load_state_dict`; the loader's iterator exists
+               by then, so this is where to restore random states
+    """
+
+    def __init__(
+        self,
+        allocations: Allocations,
+        *,
+        rank: int,
+        world_size: int,
+        accumulate: int,
+        low: ArrayLike,
+        high: ArrayLike | None,
+        before_issue: Callable[[int], None] | None,
+    ) -> None:
+        if world_size < 1:
+            raise ConfigError("world_size", world_size, "1 or more", "pass dist.get_world_size()")
+        if not 0 <= rank < world_size:
+            raise ConfigError("rank", rank, f"0 to {world_size - 1}", "pass dist.get_rank()")
+        if accumulate < 1:
+            raise ConfigError("accumulate", accumulate, "1 or more", "use 1 for no gradient accumulation")
+        if allocations.workers != world_size:
+            raise ConfigError(
+                "allocations", f"{allocations.workers} sizes", f"{world_size} sizes", "pass one batch size per rank"
+            )
+        self.allocations = allocations
+        self.rank, self.world_size, self.accumulate = rank, world_size, accumulate
+        self.low = np.broadcast_to(np.asarray(low, dtype=np.int64), (world_size,))
+        self.high = np.broadcast_to(np.asarray(NO_LIMIT if high is None else high, dtype=np.int64), (world_size,))
+        if (self.low > self.high).any():
+            raise ConfigError("low", self.low.tolist(), f"at most high={self.high.tolist()}", "swap the bounds")
+        self.before_issue = before_issue
+        self.on_first_issue: Callable[[], None] | None = None
+        self._ahead = self._behind = self._saved = Cursor(0, 0, 0, np.zeros(world_size, dtype=np.int64))
+        self._pending: deque[tuple[StepPlan, Cursor]] = deque()
+        self._round = 0  # a new number for every iteration, so that an abandoned iterator cannot go on
+        self._loaded = False
+        self._hold = False  # a finished epoch that the user asked for by name is not run again
+
+    @property
+    def issued(self) -> int:
+        """Micro-steps issued so far (counter over the job)."""
+        return self._ahead.index
+
+    @property
+    def consumed(self) -> int:
+        """Micro-steps consumed so far (counter over the job)."""
+        return self._behind.index
+
+    @property
+    def epoch(self) -> int:
+        """The epoch being consumed."""
+        return self._behind.epoch
+
+    def plan(self) -> StepPlan:
+        """The plan of the micro-step being consumed now: issued, not yet consumed. Raises `UsageError` if none is."""
+        if not self._pending:
+            raise UsageError(
+                "no batch was issued that is not consumed yet: iterate the loader (or stream) made from this "
+                "controller, and call controller.step() once per batch, inside the loop"
+            )
+        return self._pending[0][0]
+
+    def consume(self) -> StepPlan:
+        """Count the current micro-step as done and return its plan; only consumed steps are ever saved."""
+        plan = self.plan()
+        _, self._behind = self._pending.popleft()
+        if self._behind.group is None:
+            self._saved = self._behind
+        return plan
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch to run next. The epoch under way keeps its position, also after a mid-epoch load.
+
+        Another epoch starts at its beginning, and steps issued but not consumed are dropped. Naming an epoch that
+        this job has finished runs it again; naming the finished epoch of a checkpoint just loaded runs nothing.
+        """
+        if epoch < 0:
+            raise ConfigError("epoch", epoch, "0 or more", "count epochs from 0")
+        now = self._behind
+        self._hold = epoch == now.epoch and now.finished and self._loaded
+        if epoch != now.epoch or (now.finished and not self._loaded):
+            self._start_epoch(epoch)
+
+    def _start_epoch(self, epoch: int) -> None:
+        fresh = Cursor(epoch, 0, self._behind.index, np.zeros(self.world_size, dtype=np.int64))
+        self._behind = self._saved = fresh
+        self._rewind()
+
+    def _rewind(self) -> None:
+        self._ahead = self._behind
+        self._pending.clear()
+        self._round += 1
+
+    def _begin(self) -> int:
+        """A new iteration begins: go on where consumption stands, or with the next epoch. Returns its number."""
+        if self._behind.finished and not self._hold:
+            self._start_epoch(self._behind.epoch + 1)
+        else:
+            self._rewind()
+        return self._round
+
+    def _issue(self, number: int) -> StepPlan | None:
+        """The next micro-step, or None at the end of the epoch."""
+        if number != self._round:
+            raise UsageError(
+                "this iterator was abandoned: a newer one was made, or set_epoch was called; its samples were issued "
+                "again, so going on would repeat them; iterate the newest one"
+            )
+        if self._loaded:
+            self._loaded = False
+            if self.on_first_issue is not None:
+                self.on_first_issue()
+        now = self._ahead
+        if now.finished:
+            self._hold = False
+            return None
+        group = now.group
+        if group is None:
+            if self.before_issue is not None:
+                self.before_issue(now.index)
+            group = self._plan_group(now)
+            if group is None:
+                self._behind = self._ahead = self._saved = replace(now, finished=True)
+                return None
+        counts = group.counts[now.micro]
+        done = now.micro == self.accumulate - 1
+        plan = StepPlan(
+            index=now.index,
+            epoch=now.epoch,
+            start=now.position,
+            counts=counts,
+            group=group.counts,
+            micro=now.micro,
+            regular=bool((counts == group.sizes).all()),
+            last=done and group.final,
+        )
+        self._ahead = Cursor(
+            epoch=now.epoch,
+            position=now.position + int(counts.sum()),
+            index=now.index + 1,
+            taken=now.taken + counts,
+            group=None if done else group,
+            micro=0 if done else now.micro + 1,
+            finished=plan.last,
+        )
+        self._pending.append((plan, self._ahead))
+        return plan
+
+    @abstractmethod
+    def _plan_group(self, now: Cursor) -> Group | None:
+        """Plan the optimizer step that begins at `now`; None when the epoch turns out to be empty."""
+
+    def _position_state(self) -> dict[str, Any]:
+        """The last finished optimizer step: gradients accumulated for an unfinished one are not saved, so its
+        samples are dealt again after a resume."""
+        now = self._saved
+        return {
+            "epoch": now.epoch, "position": now.position, "consumed": now.index, "finished": now.finished,
+            "taken": now.taken.tolist(),
+        }  # fmt: skip
+
+    def _load_position(self, state: dict[str, Any]) -> None:
+        """`taken` is kept at the same world size; at another the caller has folded it into something else."""
+        taken = np.asarray(state["taken"], dtype=np.int64)
+        if taken.size != self.world_size:
+            taken = np.zeros(self.world_size, dtype=np.int64)
+        self._behind = self._saved = Cursor(
+            int(state["epoch"]), int(state["position"]), int(state["consumed"]), taken, finished=bool(state["finished"])
+        )
+        self._rewind()
+        self._loaded, self._hold = True, False
+
+
+def require_equal(state: dict[str, Any], **mine: object) -> None:
+    """Raise `StateError` naming the first value of a checkpoint that differs from this job's."""
+    for name, value in mine.items():
+        if state.get(name) != value:
+            raise StateError(
+                f"{name}={state.get(name)!r} in the checkpoint, {name}={value!r} here: the order of samples would "
+                f"differ; construct the sampler or stream with {name}={state.get(name)!r}"
+            )

@@ -1,0 +1,187 @@
+"""The batch sampler: one seeded order per epoch, cut anew for every step by the allocation in force."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike
+from torch.utils.data import Sampler
+
+from dynamix.data.allocations import Allocations
+from dynamix.data.cutting import next_group, whole_epoch
+from dynamix.data.order import Cursor, Group, SampleOrder, require_equal
+from dynamix.errors import ConfigError
+from dynamix.window import Ints
+
+Partition = Literal["stream", "contiguous"]
+
+
+@dataclass(frozen=True, slots=True)
+class Regions:
+    """partition="contiguous": rank i owns order[starts[i] : starts[i] + lengths[i]], cut by the allocation `sizes`."""
+
+    sizes: Ints
+    lengths: Ints
+    begin: int  # position in the epoch at which this cut was made
+
+    @property
+    def starts(self) -> Ints:
+        return np.cumsum(self.lengths) - self.lengths
+
+
+class BatchSampler(SampleOrder, Sampler[list[int]]):
+    """Batches of unequal size per rank, every sample of an epoch exactly once.
+
+    One permutation per epoch, the same as `torch.utils.data.DistributedSampler` draws (a generator seeded with
+    seed + epoch). Micro-step t takes its next B_t entries and rank i the slice that begins at sum of b_j, j < i, so the
+    order of samples does not depend on how they are split, and a position is one integer. All ranks take the same
+    number of steps. See `dynamix.data.cutting.next_group` for the end of an epoch. A rank with a share of zero
+    gets a placeholder of 2 real indices; `plan().counts[rank] == 0` flags it.
+
+    dataset_size   samples in the data set
+    allocations    the ledger all ranks share; read once per optimizer step
+    accumulate     A micro-steps per optimizer step; an allocation holds for all of them
+    partition      "stream", or "contiguous": each rank reads its own region of the epoch's order, cut anew
+                   by share every epoch (DBS, arXiv 2007.11831, section 3); allocations then apply at epoch boundaries only
+    low, high      bounds per micro-step, a number or (W,); None: no upper bound on what the end of an epoch adds
+    before_issue   called with the micro-step index before each optimizer step is planned; may block and may schedule
+
+    Iterating again in the middle of an epoch goes on from the last consumed step; after a finished epoch it begins
+    the next one, with or without `set_epoch`. Only `consume` (that is, `controller.step`) moves the saved position.
+    Raises `ConfigError` when one optimizer step needs more samples than the data set has.
+
+    >>> sampler = BatchSampler(10, Allocations([1, 3]), rank=1, world_size=2, shuffle=False)
+    >>> list(sampler)
+    [[1, 2, 3], [5, 6, 7], [8, 9]]
+    """
+
+    def __init__(
+        self,
+        dataset_size: int,
+        allocations: Allocations,
+        *,
+        rank: int,
+        world_size: int,
+        seed: int = 0,
+        shuffle: bool = True,
+        accumulate: int = 1,
+        partition: Partition = "stream",
+        low: ArrayLike = 1,
+        high: ArrayLike | None = None,
+        before_issue: Callable[[int], None] | None = None,
+    ) -> None:
+        super().__init__(
+            allocations, rank=rank, world_size=world_size, accumulate=accumulate, low=low, high=high,
+            before_issue=before_issue,
+        )  # fmt: skip
+        if partition not in ("stream", "contiguous"):
+            raise ConfigError("partition", partition, "'stream' or 'contiguous'", "check the spelling")
+        needed = accumulate * int(allocations.at(0).sum())
+        if needed > dataset_size:
+            raise ConfigError(
+                "samples per optimizer step", needed, f"1 to {dataset_size}, the size of the data set",
+                "lower batch_size or accumulate, or use a larger data set",
+            )  # fmt: skip
+        self.dataset_size, self.seed, self.shuffle, self.partition = dataset_size, seed, shuffle, partition
+        self._cuts: list[dict[str, list[int]]] = []  # cuts of this epoch made at earlier world sizes
+        self._regions: Regions | None = None
+        self._order: tuple[int, Ints] | None = None
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self._batches(self._begin())
+
+    def __len__(self) -> int:
+        """Micro-steps left in this epoch (of the next, after a finished one) if the current allocation stays.
+
+        An estimate: policies change the allocation, and with it the number of steps.
+        """
+        now = self._behind
+        left = self.dataset_size - (0 if now.finished else now.position)
+        rest = 0
+        if now.group is not None:
+            rest = self.accumulate - now.micro
+            left -= int(now.group.counts[now.micro :].sum())
+        sizes = self._regions.sizes if self._regions and not now.finished else self.allocations.at(now.index)
+        groups = whole_epoch(left, sizes, accumulate=self.accumulate, low=self.low, high=self.high)[0]
+        return rest + groups * self.accumulate
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where consumption stands, plain numbers and lists; the same on all ranks, at the last optimizer step."""
+        regions = self._regions
+        begun = regions is not None and self._saved.position > regions.begin
+        return self._position_state() | {
+            "dataset_size": self.dataset_size, "seed": self.seed, "shuffle": self.shuffle, "partition": self.partition,
+            "cuts": [dict(cut) for cut in self._cuts],
+            "regions": {
+                "sizes": regions.sizes.tolist(), "lengths": regions.lengths.tolist(), "begin": regions.begin,
+            } if regions is not None and begun else None,
+        }  # fmt: skip
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on after the saved step, also at another world size. Raises `StateError` if the order would differ."""
+        require_equal(
+            state, dataset_size=self.dataset_size, seed=self.seed, shuffle=self.shuffle, partition=self.partition
+        )
+        self._load_position(state)
+        self._cuts = [dict(cut) for cut in state["cuts"]]
+        self._regions, saved = None, state["regions"]
+        if saved is not None and len(saved["lengths"]) == self.world_size:
+            self._regions = Regions(np.asarray(saved["sizes"]), np.asarray(saved["lengths"]), int(saved["begin"]))
+        elif saved is not None:
+            self._cuts.append({"lengths": list(saved["lengths"]), "taken": list(state["taken"])})
+        self._order = None
+
+    def _start_epoch(self, epoch: int) -> None:
+        super()._start_epoch(epoch)
+        self._cuts, self._regions, self._order = [], None, None
+
+    def _batches(self, number: int) -> Iterator[list[int]]:
+        while True:
+            before = self._ahead
+            plan = self._issue(number)
+            if plan is None:
+                return
+            order, count = self._epoch_order(), int(plan.counts[self.rank])
+            if self._regions is not None:
+                first = int(self._regions.starts[self.rank] + before.taken[self.rank])
+            else:
+                first = plan.start + int(plan.counts[: self.rank].sum())
+            if count:
+                yield order[first : first + count].tolist()
+            else:
+                yield order[np.clip([first, first + 1], 0, order.size - 1)].tolist()
+
+    def _plan_group(self, now: Cursor) -> Group:
+        left = self.dataset_size - now.position
+        sizes = self.allocations.at(now.index)
+        if self.partition == "contiguous":
+            if self._regions is None:
+                _, lengths = whole_epoch(left, sizes, accumulate=self.accumulate, low=self.low, high=self.high)
+                self._regions = Regions(sizes, lengths, now.position)
+            sizes = self._regions.sizes
+        counts = next_group(left, sizes, accumulate=self.accumulate, low=self.low, high=self.high)
+        return Group(counts, sizes, final=int(counts.sum()) == left)
+
+    def _epoch_order(self) -> Ints:
+        """The indices of this epoch in order; after cuts at other world sizes, only those left then."""
+        epoch = self._ahead.epoch
+        if self._order is None or self._order[0] != epoch:
+            self._order = epoch, self._draw(epoch)
+        return self._order[1]
+
+    def _draw(self, epoch: int) -> Ints:
+        if self.shuffle:
+            generator = torch.Generator()
+            generator.manual_seed(self.seed + epoch)
+            order: Ints = torch.randperm(self.dataset_size, generator=generator).numpy()
+        else:
+            order = np.arange(self.dataset_size, dtype=np.int64)
+        for cut in self._cuts:
+            ends = np.cumsum(cut["lengths"])
+            starts = ends - cut["lengths"] + cut["taken"]
+            order = np.concatenate([order[a:b] for a, b in zip(starts, ends, strict=True)])
+        return order

@@ -1,0 +1,220 @@
+"""The streaming form: unequal batches cut in the main process from an iterable data set."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
+from torch.utils.data import default_collate
+
+from dynamix.data.allocations import Allocations
+from dynamix.data.cutting import next_group
+from dynamix.data.order import Cursor, Group, SampleOrder, StepPlan, require_equal
+from dynamix.data.source import Source
+from dynamix.errors import ConfigError, StateError, UsageError
+from dynamix.window import Ints
+
+MAX_UNCONSUMED = 1024
+
+
+class Handle(Protocol):
+    """An asynchronous collective under way, such as `torch.distributed.Work`."""
+
+    def wait(self) -> Any: ...
+
+
+class Stream(SampleOrder):
+    """Iterable of collated batches for data sets without indices. Iterate it directly, not through a DataLoader.
+
+    To read and decode in the background, pass a `DataLoader(dataset, batch_size=None, num_workers=n)` as `iterable`; it
+    yields single samples (an IterableDataset must then split itself by `get_worker_info`, or n workers yield
+    everything n times).
+
+    sharded=False   Every rank iterates the same global stream, in the same order. Step t takes its next B_t samples and
+        this rank keeps its slice. Guarantee: each sample exactly once over all ranks, in an order that does not depend
+        on the split; resumes at any world size. Price: each rank reads everything, and holds one optimizer step of all
+        ranks in memory.
+    sharded=True    Each rank iterates a stream of its own (a shard). Guarantee: each sample of each stream exactly once;
+        the order across ranks depends on the allocations; resumes at the same world size only. What each rank can
+        give is agreed one optimizer step ahead by an asynchronous sum, so iterating is a collective. A rank that
+        ran dry gets placeholders (its last samples) until all are dry. A rank whose size more than doubles at once
+        gives what it has read ahead for one step, and the leftover of a tail stays with its rank.
+
+    iterable      yields samples; `set_epoch`, and `state_dict` with `load_state_dict`, are used where it has them
+    collate_fn    list of samples -> batch
+    agree         sharded: starts an in-place sum of an int64 vector (W,) over ranks and returns a handle with `wait()`;
+                  may be None at W=1
+    The rest is as in `BatchSampler`. `plan`, `consume` and the states work the same; a state without the iterable's
+    own is resumed by reading up to the position again. sharded: save the state of every rank.
+
+    >>> stream = Stream(range(7), Allocations([1, 2]), rank=1, world_size=2)
+    >>> for batch in stream:
+    ...     print(batch.tolist(), stream.consume().counts.tolist())
+    [1, 2] [1, 2]
+    [4, 5, 6] [1, 3]
+    """
+
+    def __init__(
+        self,
+        iterable: Iterable[Any],
+        allocations: Allocations,
+        *,
+        rank: int,
+        world_size: int,
+        sharded: bool = False,
+        collate_fn: Callable[[list[Any]], Any] = default_collate,
+        accumulate: int = 1,
+        low: ArrayLike = 1,
+        high: ArrayLike | None = None,
+        before_issue: Callable[[int], None] | None = None,
+        agree: Callable[[Tensor], Handle] | None = None,
+    ) -> None:
+        super().__init__(
+            allocations, rank=rank, world_size=world_size, accumulate=accumulate, low=low, high=high,
+            before_issue=before_issue,
+        )  # fmt: skip
+        if not hasattr(iterable, "__iter__"):
+            raise ConfigError("iterable", iterable, "anything with __iter__", "pass an IterableDataset or a list")
+        if sharded and agree is None and world_size > 1:
+            raise ConfigError("agree", None, "a callback that sums over ranks", "use controller.stream(...)")
+        self.sharded, self.collate_fn, self.agree = sharded, collate_fn, agree
+        self._source = Source(iterable)
+        self._offer: tuple[Tensor, Handle | None] | None = None
+        self._resume: dict[str, Any] | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._batches(self._begin())
+
+    def consume(self) -> StepPlan:
+        """As `SampleOrder.consume`; the samples of the step leave memory."""
+        plan = super().consume()
+        self._source.drop(self._own(self._behind))
+        return plan
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where consumption stands; sharded or stateful iterables make it this rank's own."""
+        source = self._source.state_at(self._own(self._saved)) if self._source.started else None
+        return self._position_state() | {
+            "sharded": self.sharded,
+            "source": source if self._resume is None else self._resume,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on after the saved step. Raises `StateError` for another kind of stream, or a sharded one at another W."""
+        require_equal(state, sharded=self.sharded)
+        if self.sharded and len(state["taken"]) != self.world_size:
+            raise StateError(
+                f"a sharded stream saved by {len(state['taken'])} ranks cannot go on with {self.world_size}: the "
+                "shards belong to the ranks; resume with the same world size, or use sharded=False"
+            )
+        self._load_position(state)
+        self._resume = state["source"]
+        self._source.stop()
+
+    def _own(self, cursor: Cursor) -> int:
+        """This rank's position in what it reads."""
+        return int(cursor.taken[self.rank]) if self.sharded else cursor.position
+
+    def _rewind(self) -> None:
+        super()._rewind()
+        if self._offer is not None:  # a collective under way must end before it is forgotten
+            self._settle()
+
+    def _start_epoch(self, epoch: int) -> None:
+        super()._start_epoch(epoch)
+        self._resume = None
+        self._source.stop()
+
+    def _batches(self, number: int) -> Iterator[Any]:
+        while True:
+            before = self._ahead
+            plan = self._issue(number)
+            if plan is None:
+                return
+            if len(self._pending) > MAX_UNCONSUMED:
+                raise UsageError(
+                    f"{MAX_UNCONSUMED} batches were issued and none consumed, and their samples stay in memory: call "
+                    "controller.step() once per batch, or iterate the data set itself where you only evaluate"
+                )
+            count, first = int(plan.counts[self.rank]), self._own(before)
+            if not self.sharded:
+                first += int(plan.counts[: self.rank].sum())
+            yield self.collate_fn(self._source.take(first, count) if count else self._placeholder(before))
+
+    def _placeholder(self, before: Cursor) -> list[Any]:
+        at = self._own(before)
+        earlier = self._source.latest + self._source.take(max(at - 2, 0), min(at, 2))
+        samples = self._source.take(at, 2) or earlier[-2:]
+        return (samples * 2)[:2]
+
+    def _plan_group(self, now: Cursor) -> Group | None:
+        if not self._source.started:
+            self._source.start(now.epoch, self._own(now), self._resume)
+            self._resume = None
+        sizes = self.allocations.at(now.index)
+        if self.sharded:
+            return self._plan_sharded(now, sizes)
+        want = self.accumulate * (int(sizes.sum()) + 2)
+        left = self._source.available(now.position, want)
+        if left == 0:
+            return None
+        counts = next_group(left, sizes, accumulate=self.accumulate, low=self.low, high=self.high)
+        return Group(counts, sizes, final=self._source.dry and int(counts.sum()) == left)
+
+    # ------------------------------------------------------------ sharded
+
+    def _plan_sharded(self, now: Cursor, sizes: Ints) -> Group | None:
+        if self._offer is None:
+            self._post(self._own(now), now.index)
+        offered = self._settle()
+        held, dry = offered >> 1, (offered & 1).astype(bool)
+        empty = dry & (held + now.taken == 0)
+        if empty.any() and not empty.all():
+            raise ConfigError(
+                "samples in the stream", 0, "2 or more on every rank",
+                f"give rank {int(np.argmax(empty))} a part of the data: without a sample it cannot join in",
+            )  # fmt: skip
+        if dry.all() and not held.any():
+            return None
+        counts = self._own_groups(held, dry, sizes)
+        taken = counts.sum(0)
+        final = bool(dry.all() and (held == taken).all())
+        if not final:
+            self._post(self._own(now) + int(taken[self.rank]), now.index)
+        return Group(counts, sizes, final)
+
+    def _own_groups(self, held: Ints, dry: NDArray[np.bool_], sizes: Ints) -> Ints:
+        """Counts (A, W) where each rank serves itself: the rules of `next_group`, rank by rank."""
+        steps = self.accumulate
+        if not (sizes[held > 0] > 0).any():
+            # Only ranks that the policy idles still have samples: they must empty their streams all the same.
+            sizes = np.where(held > 0, np.minimum(np.maximum(self.low, 2), self.high), sizes)
+        ahead = np.maximum((held - 2 * steps) // steps, 0)
+        counts = np.tile(np.minimum(sizes, ahead), (steps, 1))
+        for i in np.flatnonzero(dry & (ahead < sizes) & (held > 0)):
+            own = slice(i, i + 1)
+            counts[:, own] = next_group(
+                int(held[i]), sizes[own], accumulate=steps, low=self.low[own], high=self.high[own]
+            )
+        return counts
+
+    def _post(self, position: int, index: int) -> None:
+        """Offer what this rank can give to the next optimizer step, whose size is not known yet: up to twice as much."""
+        size = int(self.allocations.at(index)[self.rank])
+        reach = max(2 * size, int(self.low[self.rank]), 2)
+        ceiling = max(int(self.high[self.rank]), size)
+        held = self._source.available(position, self.accumulate * (min(reach, ceiling) + 2))
+        vector = torch.zeros(self.world_size, dtype=torch.int64)
+        vector[self.rank] = 2 * held + self._source.dry
+        self._offer = vector, None if self.agree is None else self.agree(vector)
+
+    def _settle(self) -> Ints:
+        assert self._offer is not None
+        (vector, handle), self._offer = self._offer, None
+        if handle is not None:
+            handle.wait()
+        return vector.numpy()
