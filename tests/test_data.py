@@ -1,0 +1,474 @@
+"""Every sample once, in one order, on equally many steps - whatever the allocations do."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from dynamix.data import Allocations, BatchSampler, StepPlan
+from dynamix.data.cutting import next_group, whole_epoch
+from dynamix.errors import ConfigError, StateError, UsageError
+
+SETTINGS = settings(max_examples=60, deadline=None)
+
+
+class Job:
+    """All ranks of a job in one process; each has a ledger and a sampler of its own, as in real life."""
+
+    def __init__(self, size: int, sizes: list[int], state: dict | None = None, **options) -> None:
+        begin = 0 if state is None else state["consumed"]
+        self.world = len(sizes)
+        self.ledgers = [Allocations(sizes) for _ in sizes]
+        for ledger in self.ledgers:
+            ledger.reset(begin, sizes)
+        self.samplers = [
+            BatchSampler(size, ledger, rank=i, world_size=self.world, **options)
+            for i, ledger in enumerate(self.ledgers)
+        ]
+        self.placeholders = 0
+        if state is not None:
+            for sampler in self.samplers:
+                sampler.load_state_dict(state)
+
+    def schedule(self, step: int, sizes: list[int]) -> None:
+        for ledger in self.ledgers:
+            ledger.schedule(step, sizes)
+
+    def step(self, iterators) -> tuple[StepPlan, list[list[int]]] | None:
+        """One micro-step of all ranks: the plan and the samples each really used; None at the end."""
+        batches = [next(iterator, None) for iterator in iterators]
+        if any(batch is None for batch in batches):
+            assert all(batch is None for batch in batches), "ranks took unequal numbers of steps"
+            return None
+        plans = [sampler.consume() for sampler in self.samplers]
+        for plan in plans[1:]:
+            assert plan.index == plans[0].index
+            assert plan.start == plans[0].start
+            assert (plan.counts == plans[0].counts).all()
+        used = []
+        for rank, batch in enumerate(batches):
+            count = int(plans[0].counts[rank])
+            assert len(batch) == (count or 2)
+            self.placeholders += count == 0
+            used.append(batch if count else [])
+        return plans[0], used
+
+    def run(self, steps: int | None = None) -> list[tuple[StepPlan, list[list[int]]]]:
+        """Iterate until the epoch ends or `steps` are done."""
+        iterators = [iter(sampler) for sampler in self.samplers]
+        done = []
+        while (steps is None or len(done) < steps) and (result := self.step(iterators)) is not None:
+            done.append(result)
+        return done
+
+
+def seen(results) -> list[int]:
+    """Sample indices in union-batch order."""
+    return [index for _, used in results for batch in used for index in batch]
+
+
+def expected_order(size: int, *, seed: int = 0, epoch: int = 0) -> list[int]:
+    sampler = DistributedSampler(range(size), num_replicas=1, rank=0, seed=seed)
+    sampler.set_epoch(epoch)
+    return list(sampler)
+
+
+sizes_of = st.integers(1, 5).flatmap(lambda w: st.lists(st.integers(0, 9), min_size=w, max_size=w)).filter(any)
+
+
+def another(draw, workers: int) -> list[int]:
+    return draw(st.lists(st.integers(0, 9), min_size=workers, max_size=workers).filter(any))
+
+
+# ---------------------------------------------------------------- the ledger
+
+
+def test_a_ledger_knows_what_is_in_force_and_since_when() -> None:
+    ledger = Allocations([4, 4])
+    ledger.schedule(10, [2, 6])
+    ledger.schedule(20, [1, 7])
+    ledger.schedule(20, [3, 5])
+    ledger.schedule(30, [3, 5])
+    assert [ledger.at(s).tolist() for s in (0, 9, 10, 19, 20, 99)] == [[4, 4], [4, 4], [2, 6], [2, 6], [3, 5], [3, 5]]
+    assert [ledger.since(s) for s in (5, 15, 99)] == [0, 10, 20]
+    again = Allocations.from_state(ledger.state_dict())
+    assert again.state_dict() == ledger.state_dict()
+    ledger.forget(15)
+    assert ledger.at(15).tolist() == [2, 6]
+    with pytest.raises(UsageError, match="forgotten"):
+        ledger.at(9)
+    with pytest.raises(ValueError, match="read-only"):
+        ledger.at(15)[0] = 1
+
+
+@pytest.mark.parametrize("sizes", [[1, 2, 3], [-1, 5], [0, 0], [1.5, 2], []])
+def test_a_ledger_refuses_impossible_sizes(sizes) -> None:
+    ledger = Allocations([4, 4])
+    with pytest.raises(ConfigError):
+        ledger.schedule(5, sizes)
+    assert ledger.at(5).tolist() == [4, 4]
+
+
+def test_a_ledger_refuses_the_past_and_another_world_size() -> None:
+    ledger = Allocations([4, 4])
+    ledger.schedule(10, [2, 6])
+    with pytest.raises(ConfigError, match="from_step=9"):
+        ledger.schedule(9, [1, 1])
+    with pytest.raises(StateError, match="3 ranks"):
+        ledger.load_state_dict(Allocations([1, 2, 3]).state_dict())
+
+
+# ---------------------------------------------------------------- cutting
+
+
+@SETTINGS
+@given(sizes=sizes_of, accumulate=st.integers(1, 5), left=st.integers(1, 400), room=st.integers(0, 6))
+def test_groups_end_an_epoch_within_bounds(sizes, accumulate, left, room) -> None:
+    size = np.array(sizes)
+    low, high = np.ones_like(size), size + room
+    rest, groups = left, []
+    while rest:
+        group = next_group(rest, size, accumulate=accumulate, low=low, high=high)
+        assert group.shape == (accumulate, size.size)
+        assert 0 < group.sum() <= rest
+        assert (group >= 0).all()
+        assert (group <= high).all()
+        assert (group[:, size == 0] == 0).all()
+        rest -= int(group.sum())
+        groups.append(group)
+    steps, totals = whole_epoch(left, size, accumulate=accumulate, low=low, high=high)
+    assert steps == len(groups)
+    assert totals.tolist() == sum(g.sum(0) for g in groups).tolist()
+    if left < 2 * accumulate or high.max() < 2 + accumulate:
+        return  # bounds that leave no clean split are the next test's
+    for group in groups:
+        assert (group[0] == group[:-1]).all() or accumulate == 1
+        changed = np.flatnonzero(group[-1] != group[0])
+        assert changed.size <= 1
+        assert (group[-1] >= group[0]).all()
+        assert ((group > 0).all(0) | (group == 0).all(0)).all()
+        assert (group[group > 0] >= np.minimum(2, np.broadcast_to(size, group.shape)[group > 0])).all()
+    for group in groups[:-1]:
+        assert (group == group[0]).all()
+
+
+def test_caps_that_leave_no_clean_split_still_take_every_sample() -> None:
+    size = high = np.ones(8, dtype=np.int64)
+    for left in range(1, 400):
+        rest = left
+        while rest:
+            group = next_group(rest, size, accumulate=16, low=size, high=high)
+            assert group.max() <= 1
+            assert group.sum() > 0
+            rest -= int(group.sum())
+
+
+@pytest.mark.parametrize(
+    ("left", "sizes", "accumulate", "high", "group"),
+    [
+        (20, [8, 8], 1, 99, [[8, 8]]),
+        (17, [8, 8], 1, 99, [[9, 8]]),  # one left over: it joins
+        (17, [8, 8], 1, 8, [[8, 7]]),  # nobody has room: give up one, so that 2 remain
+        (5, [8, 8], 1, 99, [[3, 2]]),
+        (3, [8, 8, 8], 1, 99, [[3, 0, 0]]),
+        (7, [4, 8, 8], 1, 99, [[2, 3, 2]]),
+        (35, [8, 8], 2, 99, [[9, 8], [10, 8]]),
+        (11, [8, 8], 2, 99, [[3, 2], [4, 2]]),
+        (6, [0, 9], 1, 99, [[0, 6]]),
+    ],
+)
+def test_examples_of_tails(left, sizes, accumulate, high, group) -> None:
+    size = np.array(sizes)
+    bounds = {"low": np.ones_like(size), "high": np.full_like(size, high)}
+    assert next_group(left, size, accumulate=accumulate, **bounds).tolist() == group
+
+
+# ---------------------------------------------------------------- exactly once
+
+
+@SETTINGS
+@given(
+    data=st.data(),
+    sizes=sizes_of,
+    accumulate=st.integers(1, 3),
+    size=st.integers(140, 300),
+    partition=st.sampled_from(["stream", "contiguous"]),
+    seed=st.integers(0, 3),
+)
+def test_every_sample_once_under_random_histories(data, sizes, accumulate, size, partition, seed) -> None:
+    job = Job(size, sizes, accumulate=accumulate, partition=partition, seed=seed)
+    for epoch in range(2):
+        step = max(job.samplers[0].issued, job.ledgers[0].state_dict()["steps"][-1])
+        for _ in range(data.draw(st.integers(0, 4))):
+            step += data.draw(st.integers(1, 12))
+            job.schedule(step, another(data.draw, job.world))
+        results = job.run()
+        order = seen(results)
+        assert sorted(order) == list(range(size))
+        if partition == "stream":
+            assert order == expected_order(size, seed=seed, epoch=epoch)
+        assert len(results) % accumulate == 0
+        assert [plan.last for plan, _ in results].count(True) == 1
+        assert results[-1][0].last
+        for first in range(0, len(results), accumulate):
+            group = [plan for plan, _ in results[first : first + accumulate]]
+            assert [plan.micro for plan in group] == list(range(accumulate))
+            assert all((plan.group == group[0].group).all() for plan in group)
+            assert [plan.counts.tolist() for plan in group] == group[0].group.tolist()
+
+
+@SETTINGS
+@given(
+    data=st.data(),
+    sizes=sizes_of,
+    accumulate=st.integers(1, 3),
+    size=st.integers(140, 300),
+    partition=st.sampled_from(["stream", "contiguous"]),
+)
+def test_stops_and_resumes_at_other_world_sizes_lose_and_repeat_nothing(data, sizes, accumulate, size, partition) -> None:
+    state, order, steps = None, [], 0
+    for _ in range(data.draw(st.integers(1, 4))):
+        job = Job(size, sizes, state, accumulate=accumulate, partition=partition)
+        for sampler in job.samplers:
+            sampler.set_epoch(0)
+        job.schedule(steps + data.draw(st.integers(0, 9)), another(data.draw, job.world))
+        results = job.run(data.draw(st.integers(0, 12)))
+        whole = len(results) - len(results) % accumulate  # gradients of an unfinished optimizer step are not saved
+        if results and results[-1][0].last:
+            whole = len(results)
+        order += seen(results[:whole])
+        states = [sampler.state_dict() for sampler in job.samplers]
+        assert all(s == states[0] for s in states)
+        state = states[0]
+        steps += whole
+        assert state["consumed"] == steps
+        assert state["position"] == len(order)
+        if data.draw(st.booleans()):
+            sizes = data.draw(sizes_of)
+        if state["finished"]:
+            break
+    if not state["finished"]:
+        order += seen(Job(size, sizes, state, accumulate=accumulate, partition=partition).run())
+    assert sorted(order) == list(range(size))
+    if partition == "stream":
+        assert order == expected_order(size)
+
+
+@SETTINGS
+@given(data=st.data(), sizes=sizes_of, accumulate=st.integers(1, 3), partition=st.sampled_from(["stream", "contiguous"]))
+def test_abandoned_iterations_lose_nothing(data, sizes, accumulate, partition) -> None:
+    size = 150
+    job = Job(size, sizes, accumulate=accumulate, partition=partition)
+    results = []
+    while not (results and results[-1][0].last):
+        iterators = [iter(sampler) for sampler in job.samplers]
+        for _ in range(data.draw(st.integers(1, 15))):
+            result = job.step(iterators)
+            if result is None:
+                break
+            results.append(result)
+        for iterator in iterators:  # prefetched by a loader, never consumed; ranks differ
+            for _ in range(data.draw(st.integers(0, 3))):
+                next(iterator, None)
+    assert sorted(seen(results)) == list(range(size))
+    assert [plan.index for plan, _ in results] == list(range(len(results)))
+    assert [plan.micro for plan, _ in results] == [i % accumulate for i in range(len(results))]
+
+
+def test_idle_ranks_get_flagged_placeholders_of_real_samples() -> None:
+    job = Job(64, [8, 0, 8])
+    results = job.run()
+    assert job.placeholders == len(results)
+    assert sorted(seen(results)) == list(range(64))
+    assert all(index < 64 for index in next(iter(job.samplers[1])))
+
+
+def test_contiguous_gives_each_rank_one_region_cut_anew_each_epoch() -> None:
+    job = Job(100, [10, 30], partition="contiguous", shuffle=False)
+    job.schedule(1, [30, 10])  # applies at the next epoch only
+    results = job.run()
+    assert [plan.counts.tolist() for plan, _ in results] == [[10, 30], [10, 30], [5, 15]]
+    assert [i for _, used in results for i in used[0]] == list(range(25))
+    assert [i for _, used in results for i in used[1]] == list(range(25, 100))
+    again = job.run()
+    assert [i for _, used in again for i in used[0]] == list(range(75))
+    assert [plan.epoch for plan, _ in again] == [1, 1, 1]
+
+
+# ---------------------------------------------------------------- epochs, counters, states
+
+
+def test_breaking_out_and_setting_the_next_epoch_starts_it_cleanly() -> None:
+    job = Job(100, [4, 6])
+    job.run(3)
+    iterator = iter(job.samplers[0])
+    for _ in range(4):
+        next(iterator)
+    assert (job.samplers[0].issued, job.samplers[0].consumed) == (7, 3)
+    for sampler in job.samplers:
+        sampler.set_epoch(1)
+    assert (job.samplers[0].issued, job.samplers[0].consumed) == (3, 3)
+    with pytest.raises(UsageError, match="abandoned"):
+        next(iterator)
+    results = job.run()
+    assert seen(results) == expected_order(100, epoch=1)
+    assert [plan.index for plan, _ in results] == list(range(3, 13))
+
+
+def test_set_epoch_keeps_the_position_of_a_resumed_epoch() -> None:
+    job = Job(100, [4, 6])
+    first = job.run(3)
+    state = job.samplers[0].state_dict()
+    resumed = Job(100, [5, 5], state)
+    assert len(resumed.samplers[0]) == 7
+    for sampler in resumed.samplers:
+        sampler.set_epoch(0)
+    assert seen(first) + seen(resumed.run()) == expected_order(100)
+    assert seen(resumed.run()) == expected_order(100, epoch=1)
+
+
+def test_a_checkpoint_of_a_finished_epoch_goes_on_with_the_next() -> None:
+    job = Job(100, [4, 6])
+    job.run()
+    state = job.samplers[0].state_dict()
+    asked = Job(100, [4, 6], state)
+    for sampler in asked.samplers:
+        sampler.set_epoch(0)  # a loop that counts from the epoch it saved
+    assert asked.run() == []
+    for sampler in asked.samplers:
+        sampler.set_epoch(1)
+    assert seen(asked.run()) == expected_order(100, epoch=1)
+    assert seen(Job(100, [4, 6], state).run()) == expected_order(100, epoch=1)
+
+
+def test_running_an_epoch_again_by_name_repeats_its_order() -> None:
+    job = Job(100, [4, 6])
+    once = job.run()
+    for sampler in job.samplers:
+        sampler.set_epoch(0)
+    assert seen(job.run()) == seen(once)
+
+
+def test_length_is_exact_while_the_allocation_stays() -> None:
+    for size in (90, 91, 99, 100):
+        for accumulate in (1, 3):
+            job = Job(size, [4, 6], accumulate=accumulate)
+            total = len(job.samplers[0])
+            assert total == len(job.run())
+            assert len(job.samplers[0]) == total
+            job.run(4)
+            assert len(job.samplers[0]) == total - 4
+
+
+def test_before_issue_sees_every_optimizer_step_first_and_may_schedule() -> None:
+    ledger, asked = Allocations([4, 6]), []
+
+    def before_issue(step: int) -> None:
+        asked.append(step)
+        if step == 4:
+            ledger.schedule(4, [6, 4])
+
+    sampler = BatchSampler(100, ledger, rank=0, world_size=2, accumulate=2, before_issue=before_issue)
+    assert [len(batch) for batch in sampler] == [4, 4, 4, 4, 6, 6, 6, 6, 6, 6]
+    assert asked == [0, 2, 4, 6, 8]
+
+
+def test_on_first_issue_is_called_once_after_a_load_when_the_iterator_exists() -> None:
+    job, calls = Job(100, [4, 6]), []
+    job.run(2)
+    sampler = Job(100, [4, 6], job.samplers[0].state_dict()).samplers[0]
+    sampler.on_first_issue = lambda: calls.append(torch.initial_seed())
+    iterator = iter(sampler)
+    assert calls == []
+    next(iterator)
+    next(iterator)
+    assert len(calls) == 1
+
+
+def test_consuming_without_a_batch_says_what_to_do() -> None:
+    sampler = BatchSampler(100, Allocations([10]), rank=0, world_size=1)
+    with pytest.raises(UsageError, match="iterate the loader"):
+        sampler.consume()
+    with pytest.raises(UsageError, match="iterate the loader"):
+        sampler.plan()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dataset_size": 30}, "samples per optimizer step=40"),
+        ({"rank": 2}, "rank=2"),
+        ({"world_size": 3}, "allocations"),
+        ({"accumulate": 0}, "accumulate=0"),
+        ({"partition": "blocks"}, "partition='blocks'"),
+        ({"low": 5, "high": 4}, "low="),
+    ],
+)
+def test_bad_input_names_the_value(change, message) -> None:
+    options = {"dataset_size": 100, "rank": 0, "world_size": 2, "accumulate": 4} | change
+    with pytest.raises(ConfigError, match=message):
+        BatchSampler(allocations=Allocations([4, 6]), **options)
+
+
+def test_a_checkpoint_of_another_order_is_refused() -> None:
+    state = Job(100, [4, 6], seed=1).samplers[0].state_dict()
+    for options, name in (({"seed": 2}, "seed"), ({"seed": 1, "shuffle": False}, "shuffle")):
+        with pytest.raises(StateError, match=f"{name}="):
+            Job(100, [4, 6], **options).samplers[0].load_state_dict(state)
+
+
+# ---------------------------------------------------------------- real loaders
+
+
+@pytest.mark.parametrize(("workers", "persistent"), [(0, False), (2, False), (2, True)])
+def test_loaders_with_workers_prefetch_and_persistence(workers: int, persistent: bool) -> None:
+    data = TensorDataset(torch.arange(200))
+    ledgers = [Allocations([8, 24]) for _ in range(2)]
+    samplers = [BatchSampler(200, ledger, rank=i, world_size=2, seed=5) for i, ledger in enumerate(ledgers)]
+    loaders = [
+        DataLoader(data, batch_sampler=s, num_workers=workers, persistent_workers=persistent) for s in samplers
+    ]
+    counted: list[Counter[int]] = []
+    for epoch in range(3):
+        counter: Counter[int] = Counter()
+        for sampler in samplers:
+            sampler.set_epoch(epoch)
+        for step, batches in enumerate(zip(*loaders, strict=True)):
+            if step == 1:  # from the step no sampler has issued yet, as the controller does
+                start = max(sampler.issued for sampler in samplers)
+                for ledger in ledgers:
+                    ledger.schedule(start, [16 - epoch, 16 + epoch])
+            for sampler, (batch,) in zip(samplers, batches, strict=True):
+                plan = sampler.consume()
+                count = int(plan.counts[sampler.rank])
+                assert len(batch) == (count or 2)
+                counter.update(batch[:count].tolist())
+            if epoch == 1 and step == 2:
+                break
+        counted.append(counter)
+    assert counted[0] == counted[2] == Counter(range(200))
+    assert len(counted[1]) == counted[1].total()
+    assert samplers[0].issued == samplers[1].issued == samplers[0].consumed
+
+
+def test_planning_is_cheap_for_a_thousand_ranks() -> None:
+    world, steps = 1024, 300
+    ledger = Allocations(np.full(world, 8))
+    sampler = BatchSampler(world * 8 * steps, ledger, rank=700, world_size=world)
+    iterator = iter(sampler)
+    next(iterator)
+    sampler.consume()
+    spent = []
+    for _ in range(steps - 2):
+        begin = time.perf_counter()
+        next(iterator)
+        sampler.consume()
+        spent.append(time.perf_counter() - begin)
+    assert float(np.median(spent)) < 2e-3  # ten times what it takes, for busy machines
