@@ -1,0 +1,184 @@
+"""The learned DYNAMIX policy: a small network's residual around LB-BSP's shares and the current global batch.
+
+b = project(B * exp(g) * softmax(log speed_i + delta_i)): one zero-mean delta per worker and one g per cluster.
+Untrained (delta = g = 0) it *is* LB-BSP; trained, it corrects where that rule is late or wrong. The network reads
+`features(window)` and a few quantities remembered between windows (`residual.Memory`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from dynamix.errors import PolicyFileError
+from dynamix.policies.proportional import fill_unknown
+from dynamix.policies.residual import OWN_FEATURES, Memory
+from dynamix.window import FEATURE_SCHEMA, FEATURES, Bounds, Floats, Ints, Window, features, project
+
+POLICY_SCHEMA = 1
+# A decision may move a share by e^+-1.5 and the global batch by e^+-0.5; the global batch stays within 8x of B0.
+DELTA_LIMIT, GROWTH_LIMIT, GLOBAL_RANGE = 1.5, 0.5, 8.0
+PRETRAINED = Path(__file__).parent / "pretrained" / "dynamix.safetensors"
+
+
+class ResidualNet(nn.Module):
+    """Per-worker encoder, mean and max pooling, one head per worker (delta), one per cluster (g), one central critic.
+
+    The heads end in zeros, so an untrained network answers exactly 0. All of it is permutation-equivariant.
+    """
+
+    def __init__(self, inputs: int = len(FEATURES) + len(OWN_FEATURES), hidden: int = 64) -> None:
+        super().__init__()
+        self.inputs, self.hidden = inputs, hidden
+        self.encode = nn.Sequential(nn.Linear(inputs, hidden), nn.Tanh(), nn.Linear(hidden, hidden), nn.Tanh())
+        self.local = nn.Sequential(nn.Linear(3 * hidden, hidden), nn.Tanh(), nn.Linear(hidden, 1))
+        self.shared = nn.Sequential(nn.Linear(2 * hidden, hidden), nn.Tanh(), nn.Linear(hidden, 1))
+        self.critic = nn.Sequential(nn.Linear(2 * hidden, hidden), nn.Tanh(), nn.Linear(hidden, 1))
+        self.log_std_local = nn.Parameter(torch.full((1,), -2.5))
+        self.log_std_shared = nn.Parameter(torch.full((1,), -2.5))
+        for head in (self.local, self.shared, self.critic):
+            last = head[-1]
+            assert isinstance(last, nn.Linear)
+            nn.init.zeros_(last.weight)
+            nn.init.zeros_(last.bias)
+
+    def forward(self, observed: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Observations (N, W, F) and active workers (N, W) to means (N, W, 1), (N, 1) and values (N,)."""
+        hidden = self.encode(observed)
+        weight = mask.unsqueeze(-1).to(hidden.dtype)
+        mean = (hidden * weight).sum(1) / weight.sum(1).clamp(min=1)
+        peak = (hidden * weight - 2 * (1 - weight)).amax(1)
+        pooled = torch.cat([mean, peak], -1)
+        spread = pooled.unsqueeze(1).expand(-1, hidden.shape[1], -1)
+        local = self.local(torch.cat([hidden, spread], -1))
+        shared = self.shared(pooled)
+        return local, shared, self.critic(pooled).squeeze(-1)
+
+
+class LearnedPolicy:
+    """The share/global residual policy; deterministic at inference (the mean action).
+
+    >>> from dynamix.window import Bounds, Window
+    >>> LearnedPolicy().decide(Window.of([32, 32], compute=[1.0, 3.0]), Bounds.of(2)).tolist()   # untrained: LB-BSP
+    [48, 16]
+    """
+
+    def __init__(self, net: ResidualNet | None = None, *, about: dict[str, Any] | None = None) -> None:
+        self.net = (net or ResidualNet()).eval()
+        self.about = about or {}
+        self.memory = Memory()
+
+    def decide(self, window: Window, bounds: Bounds) -> Ints:
+        observed = self.observe(window)
+        delta, growth = self.act(observed, window.batch_size > 0)
+        return self.allocate(window, bounds, delta, growth)
+
+    def observe(self, window: Window) -> NDArray[np.float32]:
+        """Update the memory and return what the network sees, (..., W, F)."""
+        own = self.memory.update(window)
+        return np.concatenate([features(window), own], axis=-1)
+
+    def act(self, observed: NDArray[np.float32], active: NDArray[np.bool_]) -> tuple[Floats, Floats]:
+        """The mean action: delta (..., W) and g (...)."""
+        lead, (workers, inputs) = observed.shape[:-2], observed.shape[-2:]
+        with torch.inference_mode():
+            flat = torch.from_numpy(np.ascontiguousarray(observed).reshape(-1, workers, inputs))
+            local, shared, _ = self.net(flat, torch.from_numpy(np.ascontiguousarray(active).reshape(-1, workers)))
+        delta = local.squeeze(-1).double().numpy().reshape(*lead, workers)
+        return delta, shared.squeeze(-1).double().numpy().reshape(lead)
+
+    def allocate(self, window: Window, bounds: Bounds, delta: Floats, growth: Floats) -> Ints:
+        """The allocation of an action. Clusters without any timing in this window keep what they have."""
+        active = window.batch_size > 0
+        mean = np.where(active, delta, 0.0).sum(-1, keepdims=True) / np.maximum(active.sum(-1, keepdims=True), 1)
+        delta = np.clip(np.nan_to_num(delta - mean), -DELTA_LIMIT, DELTA_LIMIT)
+        growth = np.clip(np.nan_to_num(growth), -GROWTH_LIMIT, GROWTH_LIMIT)
+        measured = np.isfinite(window.seconds_per_sample).any(-1)
+        speed = fill_unknown(self.memory.speed)
+        wish = speed / speed.max(-1, keepdims=True) * np.exp(delta)
+        wish = np.where(measured[..., None], wish, np.maximum(window.batch_size, 1e-9))
+        now = window.batch_size.sum(-1).astype(np.float64)
+        # Limits never push: a job that already is outside them (resumed, tuned by hand) may stay where it is.
+        base = window.base_batch / window.micro_batches
+        base = np.where(np.isfinite(base) & (base > 0), base, now)
+        lowest, highest = np.minimum(base / GLOBAL_RANGE, now), np.maximum(base * GLOBAL_RANGE, now)
+        total = np.where(measured, np.clip(now * np.exp(growth), lowest, highest), now)
+        return project(wish, bounds, total=total, current=window.batch_size)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.memory.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.memory.load_state_dict(state)
+
+    def save(self, path: str | Path) -> None:
+        """Write `path` (safetensors) and its description beside it (`.json`); never pickle."""
+        from safetensors.torch import save
+
+        data = save({name: value.contiguous() for name, value in self.net.state_dict().items()})
+        described = {
+            **self.about,
+            "schema": POLICY_SCHEMA,
+            "feature_schema": FEATURE_SCHEMA,
+            "features": [*FEATURES, *OWN_FEATURES],
+            "architecture": {"inputs": self.net.inputs, "hidden": self.net.hidden},
+            "sha256": hashlib.sha256(data).hexdigest(),
+        }
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_bytes(data)
+        Path(path).with_suffix(".json").write_text(json.dumps(described, indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> LearnedPolicy:
+        """The policy in a file written by `save`. Raises `PolicyFileError` if it cannot be trusted."""
+        from safetensors import SafetensorError
+        from safetensors.torch import load
+
+        about = read_description(path)
+        retrain = "copy both files again, or train one with `dynamix policy train`"
+        data = Path(path).read_bytes()
+        if hashlib.sha256(data).hexdigest() != about.get("sha256"):
+            raise PolicyFileError("policy", str(path), "a file whose sha256 is the one in its .json", retrain)
+        try:
+            shape = about["architecture"]
+            net = ResidualNet(int(shape["inputs"]), int(shape["hidden"]))
+            net.load_state_dict(load(data))
+        except (SafetensorError, RuntimeError, KeyError, TypeError, ValueError) as error:
+            raise PolicyFileError("policy", str(path), "weights of the architecture in its .json", retrain) from error
+        if not all(bool(torch.isfinite(value).all()) for value in net.state_dict().values()):
+            raise PolicyFileError("policy", str(path), "finite weights", retrain)
+        return cls(net, about=about)
+
+
+def read_description(path: str | Path) -> dict[str, Any]:
+    """The JSON beside a policy file, checked: it exists, is JSON, and has this version's schemas and features."""
+    file, sidecar = Path(path), Path(path).with_suffix(".json")
+    for needed in (file, sidecar):
+        if not needed.is_file():
+            fix = "check the path; a policy is two files, NAME.safetensors and NAME.json"
+            raise PolicyFileError("policy", str(needed), "an existing file", fix)
+    try:
+        about = json.loads(sidecar.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise PolicyFileError("policy", str(sidecar), "JSON", "copy both files again") from error
+    if not isinstance(about, dict):
+        raise PolicyFileError("policy", str(sidecar), "a JSON object", "copy both files again")
+    retrain = "train one for this version with `dynamix policy train`"
+    for key, wanted in (("schema", POLICY_SCHEMA), ("feature_schema", FEATURE_SCHEMA)):
+        if about.get(key) != wanted:
+            raise PolicyFileError(key, about.get(key), str(wanted), retrain)
+    if about.get("features") != [*FEATURES, *OWN_FEATURES]:
+        raise PolicyFileError("features", "another list", "the features of this version", retrain)
+    return about
+
+
+def pretrained(**options: Any) -> LearnedPolicy:
+    """The policy that ships with dynamix; `path=` names another file."""
+    return LearnedPolicy.load(options.pop("path", PRETRAINED), **options)
