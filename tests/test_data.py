@@ -232,7 +232,9 @@ def test_every_sample_once_under_random_histories(data, sizes, accumulate, size,
     size=st.integers(140, 300),
     partition=st.sampled_from(["stream", "contiguous"]),
 )
-def test_stops_and_resumes_at_other_world_sizes_lose_and_repeat_nothing(data, sizes, accumulate, size, partition) -> None:
+def test_stops_and_resumes_at_other_world_sizes_lose_and_repeat_nothing(
+    data, sizes, accumulate, size, partition
+) -> None:
     state, order, steps = None, [], 0
     for _ in range(data.draw(st.integers(1, 4))):
         job = Job(size, sizes, state, accumulate=accumulate, partition=partition)
@@ -262,7 +264,9 @@ def test_stops_and_resumes_at_other_world_sizes_lose_and_repeat_nothing(data, si
 
 
 @SETTINGS
-@given(data=st.data(), sizes=sizes_of, accumulate=st.integers(1, 3), partition=st.sampled_from(["stream", "contiguous"]))
+@given(
+    data=st.data(), sizes=sizes_of, accumulate=st.integers(1, 3), partition=st.sampled_from(["stream", "contiguous"])
+)
 def test_abandoned_iterations_lose_nothing(data, sizes, accumulate, partition) -> None:
     size = 150
     job = Job(size, sizes, accumulate=accumulate, partition=partition)
@@ -432,9 +436,7 @@ def test_loaders_with_workers_prefetch_and_persistence(workers: int, persistent:
     data = TensorDataset(torch.arange(200))
     ledgers = [Allocations([8, 24]) for _ in range(2)]
     samplers = [BatchSampler(200, ledger, rank=i, world_size=2, seed=5) for i, ledger in enumerate(ledgers)]
-    loaders = [
-        DataLoader(data, batch_sampler=s, num_workers=workers, persistent_workers=persistent) for s in samplers
-    ]
+    loaders = [DataLoader(data, batch_sampler=s, num_workers=workers, persistent_workers=persistent) for s in samplers]
     counted: list[Counter[int]] = []
     for epoch in range(3):
         counter: Counter[int] = Counter()

@@ -34,6 +34,11 @@ class Allocations:
         """W, the number of ranks."""
         return int(self._sizes[-1].size)
 
+    @property
+    def begin(self) -> int:
+        """The first micro-step this ledger still knows."""
+        return self._steps[0]
+
     def schedule(self, from_step: int, sizes: ArrayLike) -> None:
         """Put `sizes` (W,) in force from micro-step `from_step`; scheduling the same step again replaces.
 

@@ -80,7 +80,7 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
         )  # fmt: skip
         if partition not in ("stream", "contiguous"):
             raise ConfigError("partition", partition, "'stream' or 'contiguous'", "check the spelling")
-        needed = accumulate * int(allocations.at(0).sum())
+        needed = accumulate * int(allocations.at(allocations.begin).sum())
         if needed > dataset_size:
             raise ConfigError(
                 "samples per optimizer step", needed, f"1 to {dataset_size}, the size of the data set",

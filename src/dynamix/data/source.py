@@ -21,7 +21,7 @@ class Source:
         self.iterable = iterable
         self.started = False
         self.dry = False
-        self.latest: list[Any] = []  # the last 2 samples dropped: placeholders of a rank that ran dry
+        self._latest: list[Any] = []  # the last 2 samples dropped
         self._iterator: Iterator[Any] | None = None
         self._kept: list[Any] = []
         self._first = 0  # position of _kept[0]
@@ -37,7 +37,7 @@ class Source:
             )
         if hasattr(self.iterable, "set_epoch"):
             self.iterable.set_epoch(epoch)
-        self.dry, self.latest, self._kept, self._first = False, [], [], 0
+        self.dry, self._latest, self._kept, self._first = False, [], [], 0
         self._snapshots.clear()
         if state is not None and self._stateful:
             self.iterable.load_state_dict(state["state"])  # type: ignore[attr-defined]
@@ -78,12 +78,16 @@ class Source:
         at = position - self._first
         return self._kept[at : at + count]
 
+    def before(self, position: int) -> list[Any]:
+        """The last samples before `position`, at most 2: placeholders of a rank that ran dry."""
+        return (self._latest + self._kept[: position - self._first])[-2:]
+
     def drop(self, before: int) -> None:
         """Forget samples before position `before`: they are consumed."""
         count = before - self._first
         if count <= 0:
             return
-        self.latest = (self.latest + self._kept[max(count - 2, 0) : count])[-2:]
+        self._latest = (self._latest + self._kept[max(count - 2, 0) : count])[-2:]
         del self._kept[:count]
         self._first = before
         # A resumed rank that is dry needs its last 2 samples again, so keep a snapshot at least that old.

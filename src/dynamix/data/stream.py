@@ -147,8 +147,7 @@ class Stream(SampleOrder):
 
     def _placeholder(self, before: Cursor) -> list[Any]:
         at = self._own(before)
-        earlier = self._source.latest + self._source.take(max(at - 2, 0), min(at, 2))
-        samples = self._source.take(at, 2) or earlier[-2:]
+        samples = self._source.take(at, 2) or self._source.before(at)
         return (samples * 2)[:2]
 
     def _plan_group(self, now: Cursor) -> Group | None:
