@@ -1,0 +1,120 @@
+"""What a simulated cluster is, and how unlike ones are sampled so that the best batch is inside the bounds."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from dynamix.simulator.network import ring_all_reduce
+from dynamix.window import Bounds, Floats, Ints
+
+
+@dataclass(frozen=True, slots=True)
+class Clusters:
+    """C clusters of W workers. (C, W): alpha (s), beta (s/sample), jitter_sd, slowdown means (s) and strength.
+
+    (C,): seconds and overlap of the exchange, stall and neighbour, noise scale and its growth, base batch (all
+    workers), noise of the measurements, and which groups of measurements are missing.
+    """
+
+    alpha: Floats
+    beta: Floats
+    jitter_sd: Floats
+    slow_off_s: Floats
+    slow_on_s: Floats
+    slow_strongest: Floats
+    exchange_s: Floats
+    overlap: Floats
+    stall: Floats
+    neighbour_period_s: Floats
+    neighbour_factor: Floats
+    noise_start: Floats
+    noise_unit: Floats
+    noise_growth: Floats
+    noise_error: Floats
+    base_batch: Ints
+    missing_noise: np.ndarray
+    missing_training: np.ndarray
+    missing_host: np.ndarray
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(C, W)."""
+        return int(self.alpha.shape[0]), int(self.alpha.shape[1])
+
+    def take(self, rows: Any) -> Clusters:
+        """Some of the clusters."""
+        return Clusters(**{f.name: getattr(self, f.name)[rows] for f in dataclasses.fields(self)})
+
+
+def bounds_of(clusters: Clusters) -> Bounds:
+    """What `Controller` would allow: 1 to 8 times the starting size of each worker."""
+    workers = clusters.shape[1]
+    high = np.maximum(clusters.base_batch // workers, 1) * 8
+    return Bounds.of(workers, 1, np.broadcast_to(high[:, None], clusters.shape))
+
+
+def sample_clusters(count: int, workers: int, seed: int) -> Clusters:
+    """Unlike clusters: speeds up to 5:1 apart, quiet and disturbed, cheap and dear exchange.
+
+    The noise scale is chosen from the costs so that the best global batch at the start is 0.35 to 2.5 times the base
+    batch: otherwise most optima sit at a bound and there is nothing to learn. A quarter are like the demo: four unlike
+    hosts behind CPU quotas and a moving neighbour that halves one of them.
+    """
+    rng = np.random.default_rng([seed, workers, 77])
+    shape, even = (count, workers), np.ones((count, workers))
+    demo = rng.random(count) < 0.25
+    per_worker = 2 ** rng.integers(5, 9, count)
+    per_worker = np.where(demo, 128, per_worker)
+    spread = rng.uniform(0, np.log(5), (count, 1))
+    beta = np.exp(spread * rng.uniform(-0.5, 0.5, shape))
+    quotas = np.array([0.56, 0.42, 0.25, 0.17])[rng.permuted(np.arange(workers) % 4 * even.astype(int), axis=1)]
+    beta = np.where(demo[:, None], 0.35 / quotas, beta)
+    total_s = np.exp(rng.uniform(np.log(0.05), np.log(0.6), (count, 1)))  # median compute at the base batch
+    total_s = np.where(demo[:, None], rng.uniform(0.08, 0.16, (count, 1)), total_s)
+    beta = beta * total_s / per_worker[:, None]
+    alpha = beta * per_worker[:, None] * rng.uniform(0.02, 0.35, shape)
+    fraction = np.where(demo, rng.uniform(0.2, 0.45, count), rng.uniform(0.03, 0.5, count))
+    exchange = total_s[:, 0] * fraction / (1 - fraction)
+    gradient_bytes = np.exp(rng.uniform(np.log(1e6), np.log(4e8), count))
+    share_latency = rng.uniform(0, 0.5, count)
+    hops = max(2 * (workers - 1), 1)
+    latency = exchange * share_latency / hops
+    bandwidth = gradient_bytes * hops / workers / np.maximum(exchange * (1 - share_latency), 1e-9)
+    exchange = ring_all_reduce(workers, latency, gradient_bytes, bandwidth)
+    overlap = np.where(demo, rng.uniform(1, 1.6, count), rng.uniform(1, 4, count))
+
+    base = per_worker * workers
+    fixed = exchange + np.mean(alpha, 1)
+    growing = 1 / np.sum(1 / beta, 1) * base
+    optimum = np.exp(rng.uniform(np.log(0.35), np.log(2.5), count))
+    noise = np.clip(optimum**2 * base * growing / fixed, 0.1 * base, 20 * base)
+
+    hazard = rng.choice(3, (count, 1), p=[0.3, 0.4, 0.3])  # quiet, rare, frequent
+    off = np.array([np.inf, 90.0, 25.0])[hazard] * np.exp(rng.normal(0, 0.4, shape)) * np.sqrt(workers / 4)
+    on = np.exp(rng.uniform(np.log(4), np.log(40), shape))
+    has_neighbour = demo | (rng.random(count) < 0.3)
+    return Clusters(
+        alpha=alpha,
+        beta=beta,
+        jitter_sd=np.exp(rng.uniform(np.log(0.01), np.log(0.15), (count, 1))) * even,
+        slow_off_s=np.where(np.isfinite(off), np.minimum(off, 1e6), 1e12),
+        slow_on_s=on,
+        slow_strongest=np.exp(rng.uniform(np.log(1.3), np.log(4), (count, 1))) * even,
+        exchange_s=np.asarray(exchange, np.float64),
+        overlap=overlap,
+        stall=np.where(demo | (rng.random(count) < 0.3), rng.uniform(0.05, 0.35, count), 0.0),
+        neighbour_period_s=np.where(demo, rng.uniform(12, 18, count), rng.uniform(8, 60, count)),
+        neighbour_factor=np.where(has_neighbour, np.where(demo, 2.0, rng.uniform(1.3, 3, count)), 1.0),
+        noise_start=noise,
+        noise_unit=base * rng.uniform(50, 400, count),
+        noise_growth=rng.uniform(0.0, 1.0, count),
+        noise_error=rng.uniform(0.05, 0.4, count),
+        base_batch=base.astype(np.int64),
+        missing_noise=rng.random(count) < 0.05,
+        missing_training=rng.random(count) < 0.3,
+        missing_host=rng.random(count) < 0.3,
+    )
