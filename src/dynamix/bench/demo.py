@@ -1,0 +1,335 @@
+"""`dynamix demo`: one real training job on an emulated uneven cluster, under one policy after the other."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from dynamix.bench.display import Display, end_table, ratio_lines
+from dynamix.bench.link import Link, Listener, Message
+from dynamix.bench.report import write_report
+from dynamix.bench.runs import AGAIN, CENSOR_FACTOR, Run, summarise
+from dynamix.bench.scoring import Scorer, Snapshot
+from dynamix.bench.statistics import balanced_order
+from dynamix.emulator.scenario import Scenario, host_speeds, load_scenario
+from dynamix.errors import ConfigError, WorkerLostError
+from dynamix.policies import make_policy
+from dynamix.telemetry.events import SCHEMA
+from dynamix.telemetry.run_folder import RunFolder, commit, machine
+from dynamix.workloads import Workload, make_workload
+from dynamix.workloads.mnist1d import TUNING_SEEDS
+
+POLICIES = ("reference", "static", "dbs", "dynamix")
+# A run that static's time cannot bound yet ends here; nothing measured so far comes near.
+PATIENCE_S = 240.0
+START_TIMEOUT_S = 120.0
+
+
+class Cluster(Protocol):
+    """The hosts a launch runs on; `dynamix.bench.hosts` has the emulated ones."""
+
+    cluster: str
+    mechanisms: dict[str, str]
+
+    def start(self, command: Sequence[str]) -> None:
+        """One rank per host, with torchrun's environment variables; not limited yet."""
+
+    def disturb(self, *, seed: int) -> None:
+        """Limit the hosts and start the disturbances' clock."""
+
+    def calm(self) -> None:
+        """Lift limits and disturbances, between two runs."""
+
+    def check(self) -> None:
+        """Raise `WorkerLostError` when a rank has failed."""
+
+    def close(self) -> None:
+        """End and remove everything."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What one call of the demo does.
+
+    scenario  shipped name or file of the emulator's scenario
+    seeds     how many pairs; seed, seed + 1, ...
+    steps     end every run after so many steps instead of at the target
+    quick     a smoke run: little data, few steps, a target anybody reaches
+    policies  to compare; "reference" is decided with the scenario file in hand
+    policy    file of a learned policy to use for "dynamix" instead of the shipped one
+    """
+
+    scenario: str = "demo"
+    seeds: int = 1
+    seed: int = 0
+    steps: int | None = None
+    quick: bool = False
+    policies: tuple[str, ...] = POLICIES
+    policy: str | None = None
+    workload: str = "mnist1d"
+    batch_size: int = 128
+    interval: int = 5
+    lr_rule: str = "adascale"
+    disturbance_seed: int = field(default=1000)
+
+    def check(self) -> None:
+        """Raises `ConfigError` for values that cannot be run, before anything is started."""
+        for name, value in {"seeds": self.seeds, "steps": 1 if self.steps is None else self.steps}.items():
+            if value < 1:
+                raise ConfigError(name, value, "1 or more", "check the argument")
+        used = sorted(set(range(self.seed, self.seed + self.seeds)) & set(TUNING_SEEDS))
+        if self.seed < 0 or used:
+            allowed = f"0 or more, except {', '.join(map(str, TUNING_SEEDS))} (the target was fixed on them)"
+            raise ConfigError("seed", used[0] if used else self.seed, allowed, "take another seed")
+        for name in self.policies:
+            if name != "reference":
+                make_policy(self.policy if name == "dynamix" and self.policy else name)
+
+    def order(self, seed: int) -> list[str]:
+        """Random balanced order of this seed's runs; with several pairs static runs twice (the A/A pair)."""
+        names = list(self.policies)
+        if self.seeds > 1 and "static" in names:
+            names.append(AGAIN)
+        return balanced_order(names, seed)
+
+    def train_samples(self) -> int:
+        return 2400 if self.quick else 24_000
+
+    def test_samples(self) -> int:
+        return 400 if self.quick else 4_000
+
+    def max_steps(self) -> int:
+        return self.steps or (30 if self.quick else 4000)
+
+    def target(self, workload: Workload) -> float:
+        return 0.15 if self.quick else workload.target
+
+
+def run_demo(settings: Settings, folder: RunFolder, *, display: Display | None = None) -> tuple[dict[str, Any], bool]:
+    """Run all policies for all seeds; returns result.json and whether every run reached its end.
+
+    Writes run.json, events.jsonl, result.json and report.html to `folder`. Raises `DynamixError`s of bad settings, of
+    the emulator, or of a lost worker; nothing is left running.
+    """
+    from dynamix.bench.hosts import EmulatedHosts
+
+    settings.check()
+    scenario, workload = load_scenario(settings.scenario), make_workload(settings.workload)
+    target = settings.target(workload)
+    display = display or Display(target=target)
+    torch.set_num_threads(1)
+    seeds = range(settings.seed, settings.seed + settings.seeds)
+    runs: list[Run] = []
+    with EmulatedHosts(scenario) as hosts:
+        facts = _facts(settings, scenario, hosts, target)
+        folder.write_run(**facts)
+        with display.live():
+            for seed in seeds:
+                Launch(settings, seed, workload, hosts, folder, display, runs).run()
+    result = {**facts, "commit": commit(), "machine": machine(), **summarise(runs)}
+    folder.write_result(result)
+    write_report(folder.path / "report.html", runs, result, moves=lambda run: moves(scenario, run, settings))
+    _say_end(display, runs, result, folder)
+    fixed = settings.steps is not None or settings.quick
+    return result, all(run.finished and (fixed or run.time_to_target_s is not None) for run in runs)
+
+
+def _facts(settings: Settings, scenario: Scenario, hosts: Cluster, target: float) -> dict[str, Any]:
+    seeds = range(settings.seed, settings.seed + settings.seeds)
+    return {
+        "schema": SCHEMA,
+        "command": "demo" + (" --quick" if settings.quick else "") + (f" --steps {settings.steps}" if settings.steps else ""),
+        "cluster": hosts.cluster,
+        "mechanisms": hosts.mechanisms,
+        "scenario": scenario.name,
+        "scenario_sha256": scenario.sha256,
+        "workload": settings.workload,
+        "target": target,
+        "seeds": list(seeds),
+        "order": {str(seed): settings.order(seed) for seed in seeds},
+        "settings": {"batch_size": settings.batch_size, "interval": settings.interval, "lr_rule": settings.lr_rule},
+    }
+
+
+def _say_end(display: Display, runs: Sequence[Run], result: dict[str, Any], folder: RunFolder) -> None:
+    for line in ratio_lines(result["ratios"]):
+        display.say(line)
+    display.console.print(end_table(runs, target=result["target"]))
+    display.say(f"report: {folder.path / 'report.html'}")
+
+
+def moves(scenario: Scenario, run: Run, settings: Settings) -> list[tuple[float, int]]:
+    """(time_s, host) of every time a host became slower while `run` went on."""
+    found, before = [], host_speeds(scenario, 0.0, disturbance_seed(settings, run.seed))
+    for tick in range(1, int(run.time_s * 10) + 1):
+        now = host_speeds(scenario, tick / 10, disturbance_seed(settings, run.seed))
+        found += [(tick / 10, host) for host in range(len(now)) if now[host] < before[host] - 1e-9]
+        before = now
+    return found
+
+
+def disturbance_seed(settings: Settings, seed: int) -> int:
+    """Apart from the seed of model and data; all runs of one pair share both."""
+    return settings.disturbance_seed + seed
+
+
+class Launch:
+    """One start of the rank processes: every policy once, in turn, for one seed."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        seed: int,
+        workload: Workload,
+        hosts: Cluster,
+        folder: RunFolder,
+        display: Display,
+        runs: list[Run],
+    ) -> None:
+        self.settings, self.seed, self.workload, self.hosts = settings, seed, workload, hosts
+        self.folder, self.display, self.runs = folder, display, runs
+        self.target = settings.target(workload)
+        self._link: Link | None = None
+        self._scorer: Scorer | None = None
+        self._stopping = False
+
+    def run(self) -> None:
+        """Start the ranks and follow them to the end. Appends to `runs`."""
+        settings = self.settings
+        self.display.say(f"seed {self.seed}: making data, starting {self.workload.name} on the emulated hosts")
+        data = self.workload.make_data(self.seed, train=settings.train_samples(), test=settings.test_samples())
+        with tempfile.TemporaryDirectory(prefix="dynamix-demo-") as scratch:
+            config = self._config(Path(scratch))
+            listener = Listener(config["socket"])
+            path = Path(scratch) / "demo.json"
+            path.write_text(json.dumps(config))
+            self._scorer = Scorer(self.workload, data.test, self._scored)
+            try:
+                self.hosts.start([sys.executable, "-m", "dynamix.bench.demo_worker", str(path)])
+                self._link = self._accept(listener)
+                while self._handle(self._next_message()):
+                    self.display.update(self.runs)
+            finally:
+                self.hosts.close()
+                self._scorer.close()
+                listener.close()
+                if self._link is not None:
+                    self._link.close()
+
+    def _config(self, scratch: Path) -> dict[str, Any]:
+        settings = self.settings
+        return {
+            "socket": str(scratch / "link"),
+            "snapshots": str(scratch),
+            "events": str(scratch / "{run}.events.jsonl"),
+            "workload": settings.workload,
+            "train_samples": settings.train_samples(),
+            "test_samples": settings.test_samples(),
+            "seed": self.seed,
+            "disturbance_seed": disturbance_seed(settings, self.seed),
+            "scenario": _absolute(settings.scenario),
+            "runs": settings.order(self.seed),
+            "policy_files": {"dynamix": _absolute(settings.policy)} if settings.policy else {},
+            "batch_size": settings.batch_size,
+            "interval": settings.interval,
+            "lr_rule": settings.lr_rule,
+            "snapshot_samples": 1000 if settings.quick else 4000,
+            "warm_up_steps": 3 if settings.quick else 20,
+            "max_steps": settings.max_steps(),
+            "timeout_s": 60,
+        }
+
+    def _accept(self, listener: Listener) -> Link:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while time.monotonic() < deadline:
+            link = listener.accept(0.2)
+            if link is not None:
+                return link
+            self.hosts.check()
+        raise WorkerLostError(f"rank 0 did not call within {START_TIMEOUT_S:.0f} s of its start")
+
+    def _next_message(self) -> Message | None:
+        assert self._link is not None
+        try:
+            message = self._link.receive(timeout_s=0.2)
+        except WorkerLostError:
+            time.sleep(0.5)  # the exit status says more than a closed socket
+            self.hosts.check()
+            raise
+        if message is None:
+            self.hosts.check()
+        return message
+
+    def _handle(self, message: Message | None) -> bool:
+        """Act on one message; False when the launch is over."""
+        if message is None:
+            return True
+        kind = message.pop("kind")
+        if kind == "start":
+            self._start(message["run"])
+        elif kind == "progress":
+            run = self.runs[-1]
+            for name, value in message.items():
+                setattr(run, name, value)
+            if self.settings.steps is None and run.time_s > self._limit_s():
+                self._stop()
+        elif kind == "snapshot":
+            assert self._scorer is not None
+            self._scorer.add(Snapshot(self.runs[-1].policy, **{**message, "path": Path(message["path"])}))
+        elif kind == "finished":
+            self._finish(message)
+        return bool(kind != "done")
+
+    def _start(self, name: str) -> None:
+        assert self._link is not None
+        self.runs.append(Run(name, self.seed, self.target))
+        self._stopping = False
+        self.hosts.disturb(seed=disturbance_seed(self.settings, self.seed))
+        self._link.send("go")
+
+    def _finish(self, message: Message) -> None:
+        assert self._link is not None
+        assert self._scorer is not None
+        self.hosts.calm()
+        self._scorer.wait()
+        run = self.runs[-1]
+        run.events = self.folder.adopt_events(Path(message.pop("events")), policy=message.pop("run"), seed=self.seed)
+        for name, value in message.items():
+            setattr(run, name, value)
+        run.step, run.finished = len(run.step_ends_s), True
+        reached = run.time_to_target_s
+        result = "target not reached" if reached is None else f"target after {reached:.1f} s"
+        self.display.say(f"seed {self.seed}, {run.policy}: {result}; {run.step} steps in {run.time_s:.1f} s")
+        self._link.send("go")
+
+    def _scored(self, snapshot: Snapshot) -> None:
+        """Called by the scorer's thread."""
+        run = self.runs[-1]
+        run.snapshots.append(snapshot)
+        if self.settings.steps is None and not self.settings.quick and run.time_to_target_s is not None:
+            self._stop()
+
+    def _stop(self) -> None:
+        if not self._stopping and self._link is not None:
+            self._stopping = True
+            self._link.send("stop")
+
+    def _limit_s(self) -> float:
+        """When a run that has not arrived is censored: twice static's time, as soon as that is known."""
+        for run in self.runs:
+            if run.policy == "static" and run.seed == self.seed and run.finished and run.time_to_target_s:
+                return CENSOR_FACTOR * run.time_to_target_s
+        return PATIENCE_S
+
+
+def _absolute(source: str | None) -> str | None:
+    """A file's path made independent of the working directory; a shipped name stays."""
+    return str(Path(source).resolve()) if source is not None and Path(source).exists() else source

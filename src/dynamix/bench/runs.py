@@ -1,0 +1,125 @@
+"""One training run of the demo as the parent saw it, and many of them as result.json."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from dynamix.bench.scoring import Snapshot
+from dynamix.bench.statistics import censored, paired_ratio, time_to_target
+from dynamix.window import Window
+
+AGAIN = "static-again"  # the A/A partner: static once more
+CENSOR_FACTOR = 2.0
+
+
+@dataclass
+class Run:
+    """What became of one policy with one seed. Filled while it goes on; `finished` once its last step is done."""
+
+    policy: str
+    seed: int
+    target: float
+    snapshots: list[Snapshot] = field(default_factory=list)
+    events: list[dict[str, Any]] = field(default_factory=list)
+    time_s: float = 0.0
+    step: int = 0
+    samples: int = 0
+    loss: float = float("nan")
+    batch_sizes: list[int] = field(default_factory=list)
+    step_ends_s: list[float] = field(default_factory=list)
+    overhead_s: float = 0.0
+    finished: bool = False
+
+    @property
+    def time_to_target_s(self) -> float | None:
+        """Seconds from the barrier to the target, or None if it was not reached (yet)."""
+        return time_to_target([s.time_s for s in self.snapshots], [s.score for s in self.snapshots], self.target)
+
+    @property
+    def accuracy(self) -> float:
+        """Of the newest scored snapshot."""
+        return self.snapshots[-1].score if self.snapshots else float("nan")
+
+    @property
+    def samples_per_s(self) -> float:
+        return self.samples / self.time_s if self.time_s else float("nan")
+
+    def where_time_went(self) -> dict[str, list[float]]:
+        """Mean seconds per step of each worker: compute, wait, communication, data; over all windows, by steps."""
+        windows = [Window.from_dict(event["window"]) for event in self.events]
+        parts = {}
+        weights = np.array([w.steps for w in windows])
+        for name in ("compute", "wait", "communication", "data"):
+            values = np.array([np.broadcast_to(np.nan_to_num(getattr(w, name)), w.batch_size.shape) for w in windows])
+            parts[name] = (values * weights[:, None]).sum(0) / weights.sum() if windows else np.zeros(0)
+        return {name: [float(v) for v in value] for name, value in parts.items()}
+
+    @property
+    def wait_fraction(self) -> float:
+        """Share of all workers' step time that was spent waiting for slower workers."""
+        parts = self.where_time_went()
+        total = sum(sum(values) for values in parts.values())
+        return sum(parts["wait"]) / total if total else float("nan")
+
+    def event_time_s(self, event: dict[str, Any]) -> float:
+        """When the window of `event` closed, on the run's clock (events carry rank 0's own)."""
+        step = int(event["window"]["step"])
+        return self.step_ends_s[min(step, len(self.step_ends_s)) - 1] if self.step_ends_s else float("nan")
+
+
+def summarise(runs: Sequence[Run]) -> dict[str, Any]:
+    """The `policies` and `ratios` part of result.json: lists by seed, ratios over pairs with the same seed."""
+    names = list(dict.fromkeys(run.policy for run in runs))
+    by_policy = {name: sorted((r for r in runs if r.policy == name), key=lambda r: r.seed) for name in names}
+    return {
+        "seeds": sorted({run.seed for run in runs}),
+        "policies": {name: _policy_part(mine) for name, mine in by_policy.items()},
+        "ratios": _ratios(by_policy),
+    }
+
+
+def _policy_part(runs: Sequence[Run]) -> dict[str, Any]:
+    return {
+        "time_to_target_s": [_rounded(r.time_to_target_s) for r in runs],
+        "final_accuracy": [_rounded(r.accuracy) for r in runs],
+        "samples_per_s": [_rounded(r.samples_per_s) for r in runs],
+        "wait_fraction": [_rounded(r.wait_fraction) for r in runs],
+        "time_s": [_rounded(r.time_s) for r in runs],
+        "steps": [r.step for r in runs],
+        "samples": [r.samples for r in runs],
+        "batch_sizes": [r.batch_sizes for r in runs],
+        "overhead_s": [_rounded(r.overhead_s) for r in runs],
+        "seconds_per_step": [
+            {name: [_rounded(v) for v in values] for name, values in r.where_time_went().items()} for r in runs
+        ],
+        "curve": [[[_rounded(s.time_s), s.samples, _rounded(s.score)] for s in r.snapshots] for r in runs],
+    }
+
+
+def _ratios(by_policy: dict[str, list[Run]]) -> dict[str, Any]:
+    """Every policy over static, and dynamix over reference and DBS; empty where a denominator never arrived."""
+    out: dict[str, Any] = {}
+    static = {r.seed: r.time_to_target_s for r in by_policy.get("static", [])}
+    wanted = [(name, "static") for name in by_policy if name != "static"]
+    wanted += [("dynamix", other) for other in ("reference", "dbs") if other in by_policy and "dynamix" in by_policy]
+    for name, base in wanted:
+        pairs = []
+        for run in by_policy[name]:
+            bound = static.get(run.seed)
+            partner = next((r for r in by_policy.get(base, []) if r.seed == run.seed), None)
+            if bound is None or partner is None:
+                continue
+            limit = CENSOR_FACTOR * bound
+            pairs.append(tuple(censored([run.time_to_target_s, partner.time_to_target_s], [limit, limit])))
+        if pairs:
+            above, below = zip(*pairs, strict=True)
+            out[f"{name}/{base}"] = {**paired_ratio(above, below).to_dict(), "pairs": len(pairs)}
+    return out
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None or not np.isfinite(value) else round(float(value), 5)

@@ -1,0 +1,103 @@
+"""The folder every run writes: run.json, events.jsonl, result.json, report.html (docs/run-folder.md)."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from dynamix.errors import ConfigError
+from dynamix.telemetry.events import SCHEMA, EventLog, read_events
+
+_PACKAGES = ("dynamix-train", "torch", "numpy", "mnist1d", "pyroute2")
+
+
+class RunFolder:
+    """One run's folder. Made when constructed; raises `ConfigError` if it exists and is not empty.
+
+    path   None: `runs/<command>-<UTC time>` under the working directory
+    """
+
+    def __init__(self, command: str, path: str | os.PathLike[str] | None = None) -> None:
+        stamp = datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M%S")
+        self.path = Path(path) if path is not None else Path("runs") / f"{command}-{stamp}"
+        if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
+            raise ConfigError("out", str(self.path), "a new or empty folder", "choose another, or remove this one")
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            fix = f"choose a folder that can be written ({error.strerror})"
+            raise ConfigError("out", str(self.path), "a folder that can be made", fix) from error
+
+    def write_run(self, **fields: Any) -> None:
+        """run.json: what runs, with which versions, on which machine; `fields` are added."""
+        known: dict[str, Any] = {
+            "schema": SCHEMA,
+            "commit": commit(),
+            "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "argv": sys.argv,
+            "versions": versions(),
+            "machine": machine(),
+        }
+        self._write("run.json", {**known, **fields})
+
+    def write_result(self, result: dict[str, Any]) -> None:
+        """result.json: exactly what --json prints."""
+        self._write("result.json", result)
+
+    def adopt_events(self, path: Path, **labels: Any) -> list[dict[str, Any]]:
+        """Move another file's events to the end of events.jsonl, each with `labels` added; returns them."""
+        events = [{**event, **labels} for event in read_events(path)] if path.exists() else []
+        with EventLog(self.path / "events.jsonl") as log:
+            for event in events:
+                log.write(**{key: value for key, value in event.items() if key != "schema"})
+        path.unlink(missing_ok=True)
+        return events
+
+    def _write(self, name: str, content: dict[str, Any]) -> None:
+        target = self.path / name
+        unfinished = target.with_suffix(".unfinished")
+        unfinished.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        unfinished.replace(target)
+
+
+def versions() -> dict[str, str]:
+    """Python and the packages that decide a result; missing ones are left out."""
+    found = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def machine() -> dict[str, Any]:
+    """What a timing was measured on."""
+    model = platform.processor() or platform.machine()
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), model)
+    except OSError:
+        pass
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {"cpu": model, "cores": cores, "system": f"{platform.system()} {platform.release()}"}
+
+
+def commit() -> str | None:
+    """The git commit of the source tree this package runs from ("-dirty" if changed); None for an installed one."""
+    root = Path(__file__).resolve().parents[3]
+    if not (root / ".git").exists():
+        return None
+    try:
+        asked = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+        done = subprocess.run(asked, capture_output=True, text=True, check=True, timeout=10)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() or None
