@@ -1,0 +1,359 @@
+"""An emulated cluster: hosts, limits and disturbances around real processes, from start to nothing left.
+
+with Emulation("demo", seed=3, run_dir="run") as cluster:
+    cluster.launch([sys.executable, "train.py"])
+    codes = cluster.wait()
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Literal, NoReturn
+
+from dynamix.emulator import control, enter, keeper
+from dynamix.emulator.hosts import Loopback, Namespaces, Network
+from dynamix.emulator.limits import Cgroup, DutyCycle, Limiter, find_cgroup, start_helper
+from dynamix.emulator.scenario import (
+    Scenario,
+    check_machine,
+    host_speeds,
+    load_scenario,
+    next_change_s,
+    noise_shares,
+)
+from dynamix.errors import ConfigError, EmulationError, UsageError
+
+Mechanism = Literal["auto", "privileged", "duty-cycle"]
+_counts = itertools.count()
+_POLL_S = 0.02
+
+
+class Emulation:
+    """A context manager: inside it the hosts exist, after it nothing of them does, whatever happened.
+
+    scenario    a `Scenario`, shipped name, YAML file or mapping
+    seed        of the disturbances' schedule
+    run_dir     where ranks' output goes; made if missing
+    mechanism   "auto": namespaces and control groups where permitted, else the unprivileged way for what is not;
+                "privileged": those or an error; "duty-cycle": loopback and signals, also as root
+
+    Raises `ScenarioError` (bad scenario, or more cores than the machine has) and `EmulationError` (the machine
+    refuses, or the scenario limits links and only loopback is to be had). `mechanisms` says what is in force.
+    """
+
+    def __init__(
+        self,
+        scenario: Scenario | Mapping[str, Any] | str | Path,
+        *,
+        seed: int = 0,
+        run_dir: str | Path,
+        mechanism: Mechanism = "auto",
+    ) -> None:
+        if mechanism not in ("auto", "privileged", "duty-cycle"):
+            raise ConfigError("mechanism", mechanism, "auto, privileged, duty-cycle", "use auto")
+        self.scenario, self.seed, self.run_dir = load_scenario(scenario), seed, Path(run_dir)
+        check_machine(self.scenario, len(os.sched_getaffinity(0)))
+        self.name = keeper.instance_name(next(_counts))
+        self._mechanism = mechanism
+        self._ranks: list[subprocess.Popen[bytes]] = []
+        self._spinners: list[subprocess.Popen[bytes]] = []
+        self._cleanup = contextlib.ExitStack()
+        self._lock = threading.RLock()
+        self._stop_clock = threading.Event()
+        self._clock: threading.Thread | None = None
+        self._clock_start: float | None = None
+        self._throttled = False
+        self._network: Network
+        self._limiter: Limiter
+
+    # ------------------------------------------------------------ life
+
+    def __enter__(self) -> Emulation:
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        with self._cleanup:
+            self._catch_signals()
+            found = find_cgroup()
+            roots = [] if isinstance(found, str) else [found[0]]
+            keeper.sweep(roots)
+            self._keep(roots)
+            self._limiter = self._make_limiter(found)
+            self._cleanup.callback(self._limiter.close)
+            self._network = self._make_network()
+            self._cleanup.callback(self._network.close)
+            self._cleanup.callback(self._kill_all)
+            self._start_spinners()
+            server = control.ControlServer(
+                keeper.private_folder(self.name),
+                {"throttle": self.throttle, "unthrottle": self.unthrottle, "start-clock": self.start_clock},
+            )
+            self._cleanup.callback(server.close)
+            self._control_path = server.path
+            self._cleanup.callback(self._halt_clock)
+            self._cleanup = self._cleanup.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._cleanup.close()
+
+    @property
+    def mechanisms(self) -> dict[str, str]:
+        """What is in force: network, cpu, link."""
+        return {"network": self._network.mechanism, "cpu": self._limiter.mechanism, "link": self._network.link}
+
+    # ------------------------------------------------------------ limits and time
+
+    def throttle(self) -> None:
+        """Puts the hosts' CPU limits in force (without disturbances until `start_clock`)."""
+        with self._lock:
+            self._throttled = True
+            self._apply()
+
+    def unthrottle(self) -> None:
+        """Lifts all limits and stops the disturbances."""
+        self._halt_clock()
+        with self._lock:
+            self._throttled, self._clock_start = False, None
+            self._apply()
+
+    def start_clock(self) -> None:
+        """Limits in force, and the disturbances' schedule (again) at 0 s."""
+        self._halt_clock()
+        with self._lock:
+            self._throttled, self._clock_start = True, time.monotonic()
+            self._apply()
+        self._stop_clock.clear()
+        self._clock = threading.Thread(target=self._follow_schedule, name="dynamix-clock", daemon=True)
+        self._clock.start()
+
+    @property
+    def throttled(self) -> bool:
+        """Whether limits are in force now."""
+        return self._throttled
+
+    def time_s(self) -> float | None:
+        """Seconds since `start_clock`; None while it does not run."""
+        start = self._clock_start
+        return None if start is None else time.monotonic() - start
+
+    def speeds(self) -> list[float] | None:
+        """Cores each host's job may use now; None without limits."""
+        if not self._throttled:
+            return None
+        now = self.time_s()
+        return [h.cpu for h in self.scenario.hosts] if now is None else host_speeds(self.scenario, now, self.seed)
+
+    # ------------------------------------------------------------ ranks
+
+    def launch(
+        self,
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        cwd: str | Path | None = None,
+        name: str = "",
+    ) -> list[subprocess.Popen[bytes]]:
+        """Starts `command` on every host, one rank each, with torchrun's environment; limits are as they are.
+
+        Output goes to `<run_dir>/<name.>rank<r>.out` and `.err`. `env` adds to this process's environment and wins
+        over what is set here. Raises `UsageError` while ranks of an earlier launch still run.
+        """
+        if not command:
+            raise ConfigError("command", list(command), "a program and its arguments", "give the command after --")
+        if any(code is None for code in self.poll()):
+            raise UsageError("ranks of the previous launch still run: wait() or terminate() first")
+        self._ranks = []
+        port = self._free_port()
+        for rank in range(self.scenario.workers):
+            environment = {**os.environ, **self._environment(rank, port), **(env or {}), keeper.MARK: self.name}
+            stem = f"{name}.rank{rank}" if name else f"rank{rank}"
+            with (self.run_dir / f"{stem}.out").open("wb") as out, (self.run_dir / f"{stem}.err").open("wb") as err:
+                self._ranks.append(self._start(rank, f"host{rank}", command, environment, cwd, out, err))
+        return list(self._ranks)
+
+    def poll(self) -> list[int | None]:
+        """Exit code of every rank, None for one that runs; negative is a signal's number, as in subprocess."""
+        return [rank.poll() for rank in self._ranks]
+
+    def wait(self, timeout_s: float | None = None, *, grace_s: float = 75.0) -> list[int]:
+        """Waits until every rank has ended and returns their exit codes; never longer than `timeout_s`.
+
+        When a rank fails, the others get `grace_s` to end by their process group's own timeout (so that it must be
+        shorter), then are terminated. What a timeout ends has a negative code.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while any(code is None for code in codes) if (codes := self.poll()) else False:
+            now = time.monotonic()
+            if any(code for code in codes) and (deadline is None or deadline > now + grace_s):
+                deadline, grace_s = now + grace_s, float("inf")
+            if deadline is not None and now >= deadline:
+                self.terminate()
+                break
+            time.sleep(_POLL_S)
+        return [rank.wait() for rank in self._ranks]
+
+    def terminate(self, *, patience_s: float = 5.0) -> None:
+        """Ends all ranks and their children: SIGTERM, and SIGKILL after `patience_s`. Lifts the limits."""
+        self.unthrottle()  # or a rank at a sixth of a core would still be dying when its patience is over
+        for rank in self._ranks:
+            _signal_group(rank, signal.SIGTERM)
+        deadline = time.monotonic() + patience_s
+        while any(code is None for code in self.poll()) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        for rank in self._ranks:
+            _signal_group(rank, signal.SIGKILL)
+            rank.wait()
+
+    # ------------------------------------------------------------ parts
+
+    def _environment(self, rank: int, port: int) -> dict[str, str]:
+        workers = str(self.scenario.workers)
+        return {
+            "RANK": str(rank), "LOCAL_RANK": "0", "GROUP_RANK": str(rank), "ROLE_RANK": str(rank),
+            "WORLD_SIZE": workers, "LOCAL_WORLD_SIZE": "1", "GROUP_WORLD_SIZE": workers, "ROLE_WORLD_SIZE": workers,
+            "MASTER_ADDR": self._network.address(0), "MASTER_PORT": str(port),
+            "GLOO_SOCKET_IFNAME": self._network.interface(rank), "TP_SOCKET_IFNAME": self._network.interface(rank),
+            "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1",
+            control.VARIABLE: self._control_path,
+        }  # fmt: skip
+
+    def _start(
+        self, host: int, group: str, command: Sequence[str], environment: Mapping[str, str],
+        cwd: str | Path | None, out: Any, err: Any,
+    ) -> subprocess.Popen[bytes]:  # fmt: skip
+        go_read, go_write = os.pipe()
+        fd = self._network.fd(host)
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-I", "-S", enter.__file__, str(go_read), str(fd), *command],
+                stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=dict(environment), cwd=cwd,
+                start_new_session=True, pass_fds=[f for f in (go_read, fd) if f >= 0],
+            )  # fmt: skip
+            with self._lock:
+                self._limiter.attach(group, process.pid)
+            os.write(go_write, b"g")
+        finally:
+            os.close(go_read)
+            os.close(go_write)
+        return process
+
+    def _start_spinners(self) -> None:
+        """One real busy process for every disturbance, stopped until the clock runs."""
+        environment = {"PATH": os.environ.get("PATH", ""), keeper.MARK: self.name}
+        null = subprocess.DEVNULL
+        for d in range(len(self.scenario.disturbances)):
+            spin = [sys.executable, "-I", "-S", "-c", "import os\nos.kill(os.getpid(), 19)\nwhile True: pass"]
+            self._spinners.append(self._start(0, f"noise{d}-host0", spin, environment, "/", null, null))
+
+    def _apply(self) -> None:
+        """Sets every limit to what the schedule says now."""
+        now = self.time_s()
+        speeds = self.speeds()
+        noise = [] if now is None else noise_shares(self.scenario, now, self.seed)
+        for d, spinner in enumerate(self._spinners):
+            if d >= len(noise):
+                _signal_group(spinner, signal.SIGSTOP)
+        # First what shrinks: a host never uses more than its cores, not even for a moment.
+        for rank in range(self.scenario.workers):
+            self._limiter.limit(f"host{rank}", None if speeds is None else speeds[rank])
+        for d, (host, cores) in enumerate(noise):
+            group = f"noise{d}-host{host}"
+            self._limiter.limit(group, cores)
+            self._limiter.attach(group, self._spinners[d].pid)
+            _signal_group(self._spinners[d], signal.SIGCONT)
+
+    def _follow_schedule(self) -> None:
+        while (now := self.time_s()) is not None:
+            change = next_change_s(self.scenario, now)
+            if self._stop_clock.wait(None if change is None else max(0.0, change - now)):
+                return
+            with self._lock:
+                self._apply()
+
+    def _halt_clock(self) -> None:
+        self._stop_clock.set()
+        if self._clock is not None:
+            self._clock.join()
+            self._clock = None
+
+    def _make_limiter(self, found: tuple[Path, int] | str) -> Limiter:
+        if self._mechanism != "duty-cycle":
+            try:
+                if isinstance(found, str):
+                    raise EmulationError(f"no CPU quotas here: {found}")
+                return Cgroup(found[0], found[1], self.name)
+            except EmulationError:
+                if self._mechanism == "privileged":
+                    raise
+        return DutyCycle()
+
+    def _make_network(self) -> Network:
+        if self._mechanism != "duty-cycle":
+            try:
+                return Namespaces(self.scenario)
+            except EmulationError:
+                if self._mechanism == "privileged":
+                    raise
+        if any(host.rate_mbit_s for host in self.scenario.hosts):
+            raise EmulationError(
+                "the scenario sets rate_mbit_s, and on loopback links cannot be limited: run as root "
+                "with the [emulator] extra installed, or remove rate_mbit_s from the scenario"
+            )
+        return Loopback()
+
+    def _free_port(self) -> int:
+        if self._network.fd(0) >= 0:
+            return 29500
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            return int(probe.getsockname()[1])
+
+    def _keep(self, roots: Sequence[Path]) -> None:
+        """Starts the keeper, which cleans up if this process cannot."""
+        helper = start_helper(keeper.__file__, self.name, *map(str, roots))
+
+        def goodbye() -> None:
+            left = not keeper.remove(self.name, roots)
+            if helper.stdin is not None:
+                with contextlib.suppress(OSError):
+                    helper.stdin.write(b"" if left else b"g")
+                    helper.stdin.close()
+            helper.wait()
+
+        self._cleanup.callback(goodbye)
+
+    def _kill_all(self) -> None:
+        for process in (*self._ranks, *self._spinners):
+            _signal_group(process, signal.SIGKILL)
+            process.wait()
+
+    def _catch_signals(self) -> None:
+        """SIGTERM and SIGHUP become SystemExit, so that they clean up as Ctrl-C does."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) == signal.SIG_DFL:
+                signal.signal(number, _exit_by_signal)
+                self._cleanup.callback(signal.signal, number, signal.SIG_DFL)
+
+
+def _exit_by_signal(number: int, frame: FrameType | None) -> NoReturn:
+    raise SystemExit(128 + number)
+
+
+def _signal_group(process: subprocess.Popen[bytes], number: int) -> None:
+    """To the process group of `process`, which leads it."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, number)

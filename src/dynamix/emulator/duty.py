@@ -1,0 +1,121 @@
+"""Limits processes to a share of the CPU without any privilege, by SIGSTOP and SIGCONT.
+
+Every group of processes has a bucket of CPU time that fills at its share and never beyond one period. The CPU time
+it used is taken out (measured by the CPU clock of each process, so waiting costs nothing, as under a real quota);
+below zero the group is stopped, and goes on when the bucket is no longer empty. Overshoot is debt, so the share
+holds on average however late a signal is.
+
+Standard library only, run by path as a process of its own: the owner's interpreter lock must not delay it. Reads
+lines `GROUP_PID CORES` (CORES 0 lifts the limit, -1 forgets the group) and ends, letting everything run, at end of file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+PERIOD_S = 0.010
+TICK_S = 0.001
+_LOOK_AGAIN_S = 0.25
+
+
+@dataclass
+class Group:
+    """The processes of one process group, and its bucket."""
+
+    pid: int
+    cores: float
+    bucket_s: float = 0.0
+    stopped: bool = False
+    used_s: dict[int, float] = field(default_factory=dict)
+
+    def tick(self, elapsed_s: float) -> None:
+        """Accounts for `elapsed_s` seconds and stops or continues the group."""
+        spent = 0.0
+        for pid, before in list(self.used_s.items()):
+            now = _cpu_time_s(pid)
+            if now is None:
+                del self.used_s[pid]
+            else:
+                spent += max(0.0, now - before)
+                self.used_s[pid] = now
+        self.bucket_s = min(self.bucket_s + self.cores * elapsed_s, self.cores * PERIOD_S) - spent
+        if self.bucket_s < 0 and not self.stopped:
+            self.signal(stop=True)
+        elif self.bucket_s >= 0 and self.stopped:
+            self.signal(stop=False)
+
+    def signal(self, *, stop: bool) -> None:
+        """Stops the group or lets it go on."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGSTOP if stop else signal.SIGCONT)
+        self.stopped = stop
+
+
+def _cpu_time_s(pid: int) -> float | None:
+    try:
+        # CPUCLOCK_SCHED of another process: what clock_getcpuclockid(3) returns, in nanoseconds.
+        return time.clock_gettime((~pid << 3) | 2)
+    except OSError:
+        return None
+
+
+def look_for_members(groups: dict[int, Group]) -> None:
+    """Finds the processes that joined a group since the last look (workers of a data loader)."""
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        with contextlib.suppress(OSError, IndexError):
+            group = groups.get(int((entry / "stat").read_text().rpartition(")")[2].split()[2]))
+            if group is not None:
+                pid = int(entry.name)
+                group.used_s.setdefault(pid, _cpu_time_s(pid) or 0.0)
+
+
+def obey(line: str, groups: dict[int, Group]) -> None:
+    """Carries out one line of the owner."""
+    pid, cores = int(line.split()[0]), float(line.split()[1])
+    if cores > 0:
+        groups.setdefault(pid, Group(pid, cores)).cores = cores
+    elif pid in groups:
+        group = groups.pop(pid)
+        if cores == 0 and group.stopped:
+            group.signal(stop=False)
+
+
+def main() -> None:
+    """Runs until standard input ends."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    with contextlib.suppress(OSError):
+        os.nice(-10)
+    groups: dict[int, Group] = {}
+    pending, looked, last = b"", 0.0, time.monotonic()
+    while True:
+        if select.select([0], [], [], TICK_S if groups else None)[0]:
+            chunk = os.read(0, 65536)
+            if not chunk:
+                break
+            *lines, pending = (pending + chunk).split(b"\n")
+            for line in lines:
+                obey(line.decode(), groups)
+            looked = 0.0
+        now = time.monotonic()
+        if now - looked > _LOOK_AGAIN_S:
+            look_for_members(groups)
+            looked = now
+        for group in groups.values():
+            group.tick(now - last)
+        last = now
+    for group in groups.values():
+        group.signal(stop=False)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,137 @@
+"""Leaves nothing behind: finds and removes what an emulation made, however it ended.
+
+Every emulation has a name, `dynamix-<pid namespace>-<owner pid>-<owner start time>-<count>`. It names its control
+groups, and each of its processes carries it in the environment. So anyone can prove from a name alone that its
+owner is gone: nobody in this pid namespace has that pid and that start time any more.
+
+Run as a script this is the keeper: it outlives its owner (kill -9 included) just long enough to clean up. It uses
+the standard library only and is started by path, so that it needs neither torch nor a second to start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import select
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+MARK = "DYNAMIX_EMULATED"
+_NAME = re.compile(r"^dynamix-(\d+)-(\d+)-(\d+)-(\d+)$")
+
+
+def start_time(pid: int) -> int | None:
+    """Clock ticks from boot to the start of process `pid`; None if there is none or it is a zombie."""
+    try:
+        # The command in parentheses may hold anything, also spaces and parentheses.
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (OSError, ValueError):
+        return None
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
+def instance_name(count: int) -> str:
+    """The name of the calling process's emulation number `count`."""
+    namespace = os.stat("/proc/self/ns/pid").st_ino
+    return f"dynamix-{namespace}-{os.getpid()}-{start_time(os.getpid())}-{count}"
+
+
+def is_abandoned(name: str) -> bool:
+    """True only if `name` is an emulation of this pid namespace and its owner is provably gone."""
+    match = _NAME.match(name)
+    if match is None or int(match[1]) != os.stat("/proc/self/ns/pid").st_ino:
+        return False
+    return start_time(int(match[2])) != int(match[3])
+
+
+def private_folder(name: str) -> Path:
+    """Where emulation `name` keeps its socket; not in the run folder, as a socket's path has at most 107 characters."""
+    folder = Path(tempfile.gettempdir()) / name
+    return folder if len(str(folder)) < 96 else Path("/tmp") / name
+
+
+def marked_processes() -> dict[str, list[int]]:
+    """Emulation name -> pids that carry it, of all processes this user may look at."""
+    found: dict[str, list[int]] = {}
+    prefix = f"{MARK}=".encode()
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        with contextlib.suppress(OSError):
+            for variable in (entry / "environ").read_bytes().split(b"\0"):
+                if variable.startswith(prefix):
+                    found.setdefault(variable[len(prefix) :].decode(errors="replace"), []).append(int(entry.name))
+    return found
+
+
+def remove(name: str, roots: Iterable[Path], *, timeout_s: float = 10.0) -> bool:
+    """Kills every process of emulation `name` and removes its control groups below `roots`. True when all is gone."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        groups = [root / name for root in roots if (root / name).is_dir()]
+        pids = set(marked_processes().get(name, []))
+        for group in groups:
+            pids |= {pid for procs in group.rglob("cgroup.procs") for pid in _pids_in(procs)}
+        for pid in pids - {os.getpid()}:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        if not pids:
+            for group in groups:
+                _remove_group(group)
+            shutil.rmtree(private_folder(name), ignore_errors=True)
+            if not any(group.is_dir() for group in groups):
+                return True
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+
+
+def sweep(roots: Iterable[Path]) -> list[str]:
+    """Removes what emulations left whose owner is provably gone; returns their names. Leaves living ones alone."""
+    roots = list(roots)
+    names = set(marked_processes())
+    for root in (*roots, private_folder("").parent):
+        with contextlib.suppress(OSError):
+            names |= {entry.name for entry in root.iterdir()}
+    abandoned = sorted(filter(is_abandoned, names))
+    for name in abandoned:
+        remove(name, roots)
+    return abandoned
+
+
+def _pids_in(procs: Path) -> list[int]:
+    try:
+        return [int(line) for line in procs.read_text().split()]
+    except OSError:
+        return []
+
+
+def _remove_group(group: Path) -> None:
+    for inner in sorted((p for p in group.rglob("*") if p.is_dir()), reverse=True):
+        with contextlib.suppress(OSError):
+            inner.rmdir()
+    with contextlib.suppress(OSError):
+        group.rmdir()
+
+
+def main(name: str, roots: list[str]) -> None:
+    """Waits until the owner of `name` says goodbye (a byte), closes its pipe or dies; then removes what is left."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    while not is_abandoned(name):
+        # A forked child of the owner may hold the pipe open for ever, so the owner itself is looked at, too.
+        if select.select([0], [], [], 1.0)[0]:
+            if os.read(0, 1):
+                return
+            break
+    remove(name, map(Path, roots))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])

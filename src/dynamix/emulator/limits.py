@@ -1,0 +1,192 @@
+"""CPU limits per host: control groups where permitted, a duty cycle of signals elsewhere.
+
+A `Limiter` holds named groups of processes, each with a number of cores or no limit. The three ways behave alike up
+to accuracy, which docs/design/emulator.md gives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Protocol
+
+from dynamix.emulator import duty
+from dynamix.errors import EmulationError
+
+PERIOD_S = 0.010
+_LEAST_QUOTA_S = 0.001  # the kernel refuses less
+_WEIGHT = 16
+CGROUP_ROOT = Path("/sys/fs/cgroup")
+
+
+class Limiter(Protocol):
+    """Named groups of processes and how many cores each may use."""
+
+    mechanism: str
+
+    def attach(self, group: str, pid: int) -> None:
+        """Puts process `pid` and its later children into `group`, out of any other."""
+
+    def limit(self, group: str, cores: float | None) -> None:
+        """From now on `group` gets `cores`; None lifts the limit."""
+
+    def close(self) -> None:
+        """Lifts every limit and removes what was made. Processes must have ended."""
+
+
+def quota_and_period_us(cores: float) -> tuple[int, int]:
+    """Microseconds of CPU per period. The period is 10 ms, longer only where the quota would fall below 1 ms.
+
+    >>> quota_and_period_us(0.17), quota_and_period_us(0.05)
+    ((1700, 10000), (1000, 20000))
+    """
+    period_s = max(PERIOD_S, _LEAST_QUOTA_S / cores)
+    return max(1000, round(cores * period_s * 1e6)), math.ceil(round(period_s * 1e6, 3))
+
+
+class Cgroup:
+    """CPU quotas by control groups `<root>/<instance>/<group>`, version 1 (CFS quota) or 2 (cpu.max)."""
+
+    def __init__(self, root: Path, version: int, instance: str) -> None:
+        self.mechanism = f"cgroup-v{version}"
+        self._version, self._top = version, root / instance
+        self._groups: set[str] = set()
+        try:
+            self._top.mkdir()
+            if version == 2:
+                (self._top / "cgroup.subtree_control").write_text("+cpu")
+        except OSError as error:
+            self.close()
+            raise EmulationError(
+                f"cannot make the control group {self._top} ({error.strerror}); run as root, "
+                "or ask for mechanism='duty-cycle'"
+            ) from error
+
+    def attach(self, group: str, pid: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            (self._folder(group) / "cgroup.procs").write_text(str(pid))
+
+    def limit(self, group: str, cores: float | None) -> None:
+        folder = self._folder(group)
+        self._weigh(limited=cores is not None)
+        if self._version == 2:
+            text = "max" if cores is None else " ".join(map(str, quota_and_period_us(cores)))
+            (folder / "cpu.max").write_text(text)
+        elif cores is None:
+            (folder / "cpu.cfs_quota_us").write_text("-1")
+        else:
+            quota, period = quota_and_period_us(cores)
+            (folder / "cpu.cfs_period_us").write_text(str(period))
+            (folder / "cpu.cfs_quota_us").write_text(str(quota))
+
+    def _weigh(self, *, limited: bool) -> None:
+        """The whole emulation competes as one group: with a single process's weight, another job would slow all hosts.
+
+        Without limits it must not: its ranks would then starve their own owner.
+        """
+        name, usual = ("cpu.weight", 100) if self._version == 2 else ("cpu.shares", 1024)
+        (self._top / name).write_text(str(usual * _WEIGHT if limited else usual))
+
+    def close(self) -> None:
+        for folder in (*(self._top / group for group in self._groups), self._top):
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+        self._groups.clear()
+
+    def _folder(self, group: str) -> Path:
+        folder = self._top / group
+        if group not in self._groups:
+            folder.mkdir(exist_ok=True)
+            self._groups.add(group)
+        return folder
+
+
+class DutyCycle:
+    """CPU shares by SIGSTOP and SIGCONT from a helper process; needs no privilege. A group holds process groups."""
+
+    mechanism = "duty-cycle"
+
+    def __init__(self) -> None:
+        self._pids: dict[str, set[int]] = {}
+        self._cores: dict[str, float | None] = {}
+        self._process = start_helper(duty.__file__)
+
+    def attach(self, group: str, pid: int) -> None:
+        for others in self._pids.values():
+            others.discard(pid)
+        self._pids.setdefault(group, set()).add(pid)
+        self._say(pid, self._cores.get(group))
+
+    def limit(self, group: str, cores: float | None) -> None:
+        self._cores[group] = cores
+        for pid in self._pids.get(group, ()):
+            self._say(pid, cores)
+
+    def close(self) -> None:
+        if self._process.stdin is not None:
+            with contextlib.suppress(OSError):
+                self._process.stdin.close()
+        self._process.wait()
+
+    def _say(self, pid: int, cores: float | None) -> None:
+        if self._process.stdin is None or self._process.poll() is not None:
+            raise EmulationError("the duty-cycle helper has ended; start the emulation again")
+        self._process.stdin.write(f"{pid} {cores or 0}\n".encode())
+        self._process.stdin.flush()
+
+
+def start_helper(script: str, *arguments: str) -> subprocess.Popen[bytes]:
+    """A process of the standard library alone that ends by itself when its standard input closes."""
+    from dynamix.emulator.keeper import MARK
+
+    environment = {k: v for k, v in os.environ.items() if k != MARK}
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", script, *arguments],
+        stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        env=environment, start_new_session=True, cwd="/",
+    )  # fmt: skip
+
+
+def find_cgroup(mount: Path = CGROUP_ROOT, membership: str | None = None) -> tuple[Path, int] | str:
+    """(folder in which control groups with a CPU quota can be made, version), or why there is none.
+
+    `membership` is the text of /proc/self/cgroup. Nothing is made or changed.
+    """
+    text = Path("/proc/self/cgroup").read_text() if membership is None else membership
+    paths = {line.split(":", 2)[1]: line.split(":", 2)[2].strip() for line in text.splitlines()}
+    for controllers, path in paths.items():
+        if "cpu" in controllers.split(","):
+            return _find_v1(mount, controllers, path)
+    return _find_v2(mount, paths.get("", "/"))
+
+
+def _find_v1(mount: Path, controllers: str, path: str) -> tuple[Path, int] | str:
+    for top in (mount / "cpu", mount / controllers):
+        for folder in (top / path.lstrip("/"), top):
+            if (folder / "cpu.cfs_quota_us").exists() or (folder / "cgroup.procs").exists():
+                if os.access(folder, os.W_OK):
+                    return folder, 1
+                return f"no permission to write {folder}: run as root, in containers with --privileged"
+    return f"no cpu controller is mounted at {mount}"
+
+
+def _find_v2(mount: Path, path: str) -> tuple[Path, int] | str:
+    """The nearest group above the caller's that passes the cpu controller on; nothing but this can hold siblings."""
+    if not (mount / "cgroup.controllers").exists():
+        return f"no control groups are mounted at {mount}"
+    folder = mount / path.lstrip("/")
+    for candidate in (folder, *folder.parents):
+        try:
+            passes = "cpu" in (candidate / "cgroup.subtree_control").read_text().split()
+        except OSError:
+            passes = False
+        if passes and os.access(candidate, os.W_OK):
+            return candidate, 2
+        if candidate == mount:
+            break
+    return ("no control group above this process passes the cpu controller on and may be written: run as root, "
+            "or start it with: systemd-run --scope -p Delegate=yes")  # fmt: skip
