@@ -131,7 +131,7 @@ class Channel:
         return message
 
 
-def _lost(error: RuntimeError) -> WorkerLostError:
+def _lost(error: Exception) -> WorkerLostError:
     return WorkerLostError(
         "the ranks could not agree on the next allocation: a rank died or did not answer within the process "
         f"group's timeout ({error})"
@@ -168,7 +168,7 @@ class _Round:
             message = self.channel.keep(Kind.FAILED)
         try:
             self.channel.after(self._publish(message))
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:  # ValueError: the job destroyed its process groups meanwhile
             self.error = self.error or _lost(error)
 
     def _publish(self, message: Message) -> Message:

@@ -31,6 +31,7 @@ from dynamix.weighting import LossWeight, attach
 from dynamix.window import Bounds, Ints, project
 
 Model = TypeVar("Model", bound=nn.Module)
+Source = TypeVar("Source", BatchSampler, Stream)
 STATE_SCHEMA = 1
 
 
@@ -158,9 +159,14 @@ class Controller:
     ) -> BatchSampler:
         """A sampler for `DataLoader(dataset, batch_sampler=...)`: unequal shares, every sample once per epoch.
 
+        partition   "stream": all ranks read one shared order. "contiguous": each rank reads a region of its own, cut by
+                    share at every epoch (DBS's data partition, local disks); any policy then decides once per epoch.
+
         Give the loader a `generator=` of its own if resumed runs must repeat random numbers exactly. Raises
         `ConfigError` when the data set is smaller than one global step.
         """
+        if partition == "contiguous" and not self._per_epoch:
+            self._per_epoch, self._decider.slack = True, 0  # regions are cut once per epoch, so decisions are too
         sampler = BatchSampler(
             len(dataset),
             self._allocations,
@@ -195,6 +201,8 @@ class Controller:
             sharded=sharded,
             collate_fn=collate_fn,
             accumulate=self.accumulate,
+            low=self.bounds.low,
+            high=self.bounds.high,
             before_issue=self._before_issue,
             agree=self._loss_weight.sum_async if self.group else None,
         )
@@ -386,8 +394,7 @@ class Controller:
             self._recorder.load_state_dict(state["recorder"])
             self._rng = state["rng"] if state["rank"] == self.rank else None
         else:
-            before = Allocations(np.zeros(state["world_size"], dtype=np.int64))
-            before.load_state_dict(state["allocations"])
+            before = Allocations.from_state(state["allocations"])
             total = int(before.at(consumed).sum())
             self._allocations.reset(consumed, project(np.ones(self.world_size), self.bounds, total=total))
             self._opens = consumed
@@ -402,6 +409,7 @@ class Controller:
     def close(self) -> None:
         """Finish a pending decision and close the events file. Optional; safe to call twice."""
         self._settle()
+        time.sleep(0.005)  # lets backend threads drop our callbacks: they need the GIL that a group's destructor holds
         if self._decider.events is not None:
             self._decider.events.close()
 
@@ -452,7 +460,8 @@ class Controller:
         return Share(float(plan.counts[self.rank]), total, kept, self._loss_weight.applied)
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
-        if not (module.training and torch.is_grad_enabled()):
+        source = self._source
+        if not (module.training and torch.is_grad_enabled()) or source is None or source.issued == source.consumed:
             self._recorder.timer.interrupted()
             return
         if self._recorder.muted:
@@ -487,7 +496,7 @@ class Controller:
         now, following = (float(plan.group[i, self.rank]) for i in (plan.micro, plan.micro + 1))
         return now / following if following else 1.0
 
-    def _adopt(self, source: Any) -> Any:
+    def _adopt(self, source: Source) -> Source:
         if self._source is not None:
             raise UsageError("this controller already has a batch sampler or stream; make one Controller per loop")
         source.on_first_issue = self._restore_rng

@@ -38,7 +38,8 @@ class Recorder:
         self.probes = [] if device.type == "meta" else probes_here(device)
         self.steps = 0
         self._times: list[StepTimes] = []
-        self._late: set[int] = set()  # timer steps of this window whose events had not completed
+        self._late: dict[int, bool] = {}  # steps of this window not read yet -> first of its epoch
+        self.sees_communication = True  # False: waits hide in `compute`, which is then not known
         self._step_index = 0
         self._open: list[tuple[str, int, Tensor]] = []
         self._lock = threading.Lock()
@@ -85,16 +86,14 @@ class Recorder:
         index, self._step_index = self._step_index, self._step_index + 1
         with self._lock:
             values, self._open = self._open, []
-        done = self.timer.take(discard=not keep)
+        if keep:
+            self.steps += 1
+            self._late[index] = first_of_epoch
+        for times in self.timer.take():
+            if times.step in self._late:
+                self._times.append(self._measured(times, self._late.pop(times.step)))
         if not keep:
             return
-        self.steps += 1
-        self._late.add(index)
-        for times in done:
-            if times.step in self._late:
-                self._late.discard(times.step)
-                lacks_data = first_of_epoch and times.step == index
-                self._times.append(_without_data(times) if lacks_data else times)
         grouped: dict[str, list[Tensor]] = {}
         # By part, not by arrival: reductions end in any order, and a sum must not depend on it.
         for name, _, value in sorted(values, key=lambda entry: entry[1]):
@@ -145,6 +144,12 @@ class Recorder:
             self._arriving = _Transfer(self._kept)
         return self._arrived
 
+    def _measured(self, times: StepTimes, first_of_epoch: bool) -> StepTimes:
+        """Without what was not measured: starting a loader's iterator is not waiting for data."""
+        data = float("nan") if first_of_epoch else times.data
+        compute = times.compute if self.sees_communication else float("nan")
+        return StepTimes(step=times.step, compute=compute, comm=times.comm, data=data, total=times.total)
+
     def _change(self, name: str, mean: float, std: float) -> float:
         before, self._before[name] = self._before.get(name), (mean, std)
         if before is None:
@@ -181,7 +186,7 @@ class _Transfer:
         self.event.record()
 
     def ready(self) -> bool:
-        return self.event.query()
+        return bool(self.event.query())
 
     def values(self) -> dict[str, Floats]:
         parts = torch.split(self.host, list(self.lengths.values()))
@@ -222,7 +227,3 @@ def _mean(values: Floats) -> float:
 def _std(values: Floats) -> float:
     known = values[np.isfinite(values)]
     return float(known.std(ddof=1)) if known.size > 1 else float("nan")
-
-
-def _without_data(times: StepTimes) -> StepTimes:
-    return StepTimes(step=times.step, compute=times.compute, comm=times.comm, data=float("nan"), total=times.total)

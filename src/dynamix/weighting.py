@@ -31,11 +31,11 @@ class Attached:
             self.hook.step_done()
 
     @torch.no_grad()
-    def scale_gradients(self, factor: float | Tensor) -> None:
-        """Multiply what has accumulated in `.grad`."""
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply what has accumulated in `.grad`; 0 zeroes it, whatever it holds."""
         for parameter in self.model.parameters():
             if parameter.grad is not None:
-                parameter.grad.mul_(factor)
+                parameter.grad.mul_(factor) if factor else parameter.grad.zero_()
 
     @contextmanager
     def discarded(self) -> Iterator[None]:
@@ -94,6 +94,7 @@ def attach(
     if not isinstance(model, DistributedDataParallel) or group is None:
         if hook is not None:
             raise UsageError("wrap(hook=...) needs a DistributedDataParallel model, which is what runs the hook")
+        recorder.sees_communication = group is None or dist.get_world_size(group) == 1
         return Attached(model, recorder, None)
     entry = GradientHook(group, share, recorder, hook, hook_state)
     entry.register(model)
