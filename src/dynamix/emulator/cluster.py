@@ -43,7 +43,7 @@ class Emulation:
     """A context manager: inside it the hosts exist, after it nothing of them does, whatever happened.
 
     scenario    a `Scenario`, shipped name, YAML file or mapping
-    seed        of the disturbances' schedule
+    seed        of the disturbances' schedule (`start_clock` may take another)
     run_dir     where ranks' output goes; made if missing
     mechanism   "auto": namespaces and control groups where permitted, else the unprivileged way for what is not;
                 "privileged": those or an error; "duty-cycle": loopback and signals, also as root
@@ -128,10 +128,11 @@ class Emulation:
             self._throttled, self._clock_start = False, None
             self._apply()
 
-    def start_clock(self) -> None:
-        """Limits in force, and the disturbances' schedule (again) at 0 s."""
+    def start_clock(self, *, seed: int | None = None) -> None:
+        """Limits in force, and the disturbances' schedule (again) at 0 s; `seed` takes another schedule from now on."""
         self._halt_clock()
         with self._lock:
+            self.seed = self.seed if seed is None else seed
             self._throttled, self._clock_start = True, time.monotonic()
             self._apply()
         self._stop_clock.clear()
@@ -172,7 +173,7 @@ class Emulation:
         """
         if not command:
             raise ConfigError("command", list(command), "a program and its arguments", "give the command after --")
-        if any(code is None for code in self.poll()):
+        if None in self.poll():
             raise UsageError("ranks of the previous launch still run: wait() or terminate() first")
         self._ranks = []
         port = self._free_port()
@@ -194,9 +195,9 @@ class Emulation:
         shorter), then are terminated. What a timeout ends has a negative code.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        while any(code is None for code in codes) if (codes := self.poll()) else False:
+        while None in (codes := self.poll()):
             now = time.monotonic()
-            if any(code for code in codes) and (deadline is None or deadline > now + grace_s):
+            if any(codes) and (deadline is None or deadline > now + grace_s):
                 deadline, grace_s = now + grace_s, float("inf")
             if deadline is not None and now >= deadline:
                 self.terminate()
@@ -210,7 +211,7 @@ class Emulation:
         for rank in self._ranks:
             _signal_group(rank, signal.SIGTERM)
         deadline = time.monotonic() + patience_s
-        while any(code is None for code in self.poll()) and time.monotonic() < deadline:
+        while None in self.poll() and time.monotonic() < deadline:
             time.sleep(_POLL_S)
         for rank in self._ranks:
             _signal_group(rank, signal.SIGKILL)

@@ -6,7 +6,7 @@ below zero the group is stopped, and goes on when the bucket is no longer empty.
 holds on average however late a signal is.
 
 Standard library only, run by path as a process of its own: the owner's interpreter lock must not delay it. Reads
-lines `GROUP_PID CORES` (CORES 0 lifts the limit, -1 forgets the group) and ends, letting everything run, at end of file.
+lines `GROUP_PID CORES` (CORES 0 lifts the limit) and ends, letting everything run, at end of file.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import contextlib
 import os
 import select
 import signal
-import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -80,12 +79,13 @@ def look_for_members(groups: dict[int, Group]) -> None:
 
 def obey(line: str, groups: dict[int, Group]) -> None:
     """Carries out one line of the owner."""
-    pid, cores = int(line.split()[0]), float(line.split()[1])
+    first, second = line.split()
+    pid, cores = int(first), float(second)
     if cores > 0:
         groups.setdefault(pid, Group(pid, cores)).cores = cores
     elif pid in groups:
         group = groups.pop(pid)
-        if cores == 0 and group.stopped:
+        if group.stopped:
             group.signal(stop=False)
 
 
@@ -118,4 +118,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -7,10 +7,12 @@ kernel removes them, links included, when the owner and its ranks are gone: ther
 from __future__ import annotations
 
 import ctypes
+import functools
+import importlib
 import os
 import threading
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from dynamix.emulator.scenario import Scenario
 from dynamix.errors import EmulationError
@@ -70,7 +72,7 @@ class Namespaces:
                 self._fds.append(new_namespace())
             inside(self._switch, lambda: self._connect(scenario))
             for i, host in enumerate(scenario.hosts):
-                inside(self._fds[i], lambda i=i, rate=host.rate_mbit_s: self._configure(i, rate))  # type: ignore[misc]
+                inside(self._fds[i], functools.partial(self._configure, i, host.rate_mbit_s))
         except Exception as error:
             self.close()
             raise EmulationError(
@@ -96,9 +98,7 @@ class Namespaces:
 
     def _connect(self, scenario: Scenario) -> None:
         """In the switch's namespace: the bridge, and a cable from it into every host."""
-        from pyroute2 import IPRoute
-
-        with IPRoute() as ip:
+        with netlink() as ip:
             ip.link("add", ifname="bridge", kind="bridge")
             bridge = ip.link_lookup(ifname="bridge")[0]
             ip.link("set", index=bridge, state="up")
@@ -112,9 +112,7 @@ class Namespaces:
 
     def _configure(self, host: int, rate_mbit_s: float | None) -> None:
         """In a host's namespace: its address, and its side of the link's rate."""
-        from pyroute2 import IPRoute
-
-        with IPRoute() as ip:
+        with netlink() as ip:
             card = ip.link_lookup(ifname=self.interface(host))[0]
             ip.addr("add", index=card, address=self.address(host), prefixlen=_PREFIX_LENGTH)
             for index in (card, ip.link_lookup(ifname="lo")[0]):
@@ -123,11 +121,16 @@ class Namespaces:
                 _limit_rate(ip, card, rate_mbit_s)
 
 
-def _limit_rate(ip: object, index: int, rate_mbit_s: float) -> None:
+def netlink() -> Any:
+    """A netlink socket of the namespace this thread is in; pyroute2 is optional and has no types."""
+    return importlib.import_module("pyroute2").IPRoute()
+
+
+def _limit_rate(ip: Any, index: int, rate_mbit_s: float) -> None:
     """A token bucket for what leaves `index`; its depth is 4 ms of the rate, at least what one segment of TCP needs."""
     bytes_per_s = int(rate_mbit_s * 1e6 / 8)
     burst = max(16 * 1024, bytes_per_s // 250)
-    ip.tc("add", "tbf", index, rate=bytes_per_s, burst=burst, latency=f"{_LATENCY_MS}ms")  # type: ignore[attr-defined]
+    ip.tc("add", "tbf", index, rate=bytes_per_s, burst=burst, latency=f"{_LATENCY_MS}ms")
 
 
 def inside(fd: int, action: Callable[[], _T]) -> _T:

@@ -217,7 +217,7 @@ def _short(value: Any) -> Any:
     return value if len(repr(value)) <= 80 else repr(value)[:77] + "..."
 
 
-_KEYS = {"hosts": Host, "disturbances": Neighbour}
+_KEYS: dict[str, type[BaseModel]] = {"hosts": Host, "disturbances": Neighbour}
 
 
 def _explain(error: ValidationError) -> NoReturn:
