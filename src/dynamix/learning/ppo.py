@@ -88,7 +88,7 @@ class PPO:
     `state_dict` holds weights, optimizer and generator: stopping and resuming gives bit-identical weights.
     """
 
-    def __init__(self, net: nn.Module, config: PPOConfig = PPOConfig(), *, seed: int = 0) -> None:  # noqa: B008
+    def __init__(self, net: nn.Module, config: PPOConfig = PPOConfig(), *, seed: int = 0) -> None:
         self.net, self.config = net, config
         self.optimizer = torch.optim.Adam(net.parameters(), lr=config.learning_rate, eps=1e-5)
         self.generator = torch.Generator().manual_seed(seed)
@@ -121,7 +121,7 @@ class PPO:
                 flat, rows = work[i]
                 loss, parts = self._loss({name: tensor[rows] for name, tensor in flat.items()})
                 self.optimizer.zero_grad(set_to_none=True)
-                loss.backward()  # type: ignore[no-untyped-call]
+                loss.backward()
                 nn.utils.clip_grad_norm_(self.net.parameters(), self.config.max_gradient_norm)
                 self.optimizer.step()
                 batches += 1

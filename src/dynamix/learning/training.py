@@ -128,7 +128,9 @@ def _label(policy: LearnedPolicy, window: Window, target: Floats) -> tuple[Float
     return np.clip(delta, -DELTA_LIMIT, DELTA_LIMIT), np.clip(growth, -GROWTH_LIMIT, GROWTH_LIMIT)
 
 
-def _demonstrate(net: ResidualNet, config: TrainingConfig, workers: int, seed: int, guided: float) -> dict[str, torch.Tensor]:
+def _demonstrate(
+    net: ResidualNet, config: TrainingConfig, workers: int, seed: int, guided: float
+) -> dict[str, torch.Tensor]:
     """One DAgger rollout: clusters follow the teacher with probability `guided`, else the student; all are labelled."""
     env, rng = _env(config, workers, seed), np.random.default_rng([seed, 1])
     teacher, student, window = LaggedReference(env), LearnedPolicy(net), env.reset()

@@ -38,7 +38,9 @@ class ResidualNet(nn.Module):
         super().__init__()
         self.inputs, self.hidden = inputs, hidden
         self.encode = nn.Sequential(nn.Linear(inputs, hidden), nn.Tanh(), nn.Linear(hidden, hidden), nn.Tanh())
-        self.local = nn.Sequential(nn.Linear(3 * hidden, hidden), nn.Tanh(), nn.Linear(hidden, 1))
+        self.own = nn.Linear(hidden, hidden)
+        self.context = nn.Linear(2 * hidden, hidden, bias=False)  # once a cluster, not once a worker
+        self.local = nn.Sequential(nn.Tanh(), nn.Linear(hidden, 1))
         self.shared = nn.Sequential(nn.Linear(2 * hidden, hidden), nn.Tanh(), nn.Linear(hidden, 1))
         self.critic = nn.Sequential(nn.Linear(2 * hidden, hidden), nn.Tanh(), nn.Linear(hidden, 1))
         self.log_std_local = nn.Parameter(torch.full((1,), -2.5))
@@ -56,8 +58,7 @@ class ResidualNet(nn.Module):
         mean = (hidden * weight).sum(1) / weight.sum(1).clamp(min=1)
         peak = (hidden * weight - 2 * (1 - weight)).amax(1)
         pooled = torch.cat([mean, peak], -1)
-        spread = pooled.unsqueeze(1).expand(-1, hidden.shape[1], -1)
-        local = self.local(torch.cat([hidden, spread], -1))
+        local = self.local(self.own(hidden) + self.context(pooled).unsqueeze(1))
         shared = self.shared(pooled)
         return local, shared, self.critic(pooled).squeeze(-1)
 
@@ -100,7 +101,7 @@ class LearnedPolicy:
         mean = np.where(active, delta, 0.0).sum(-1, keepdims=True) / np.maximum(active.sum(-1, keepdims=True), 1)
         delta = np.clip(np.nan_to_num(delta - mean), -DELTA_LIMIT, DELTA_LIMIT)
         growth = np.clip(np.nan_to_num(growth), -GROWTH_LIMIT, GROWTH_LIMIT)
-        measured = np.isfinite(window.seconds_per_sample).any(-1)
+        measured = np.asarray(np.isfinite(window.seconds_per_sample).any(-1))
         speed = fill_unknown(self.memory.speed)
         wish = speed / speed.max(-1, keepdims=True) * np.exp(delta)
         wish = np.where(measured[..., None], wish, np.maximum(window.batch_size, 1e-9))

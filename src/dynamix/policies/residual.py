@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dynamix.policies.proportional import SpeedFilter, speeds
+from dynamix.policies.proportional import SpeedFilter
 from dynamix.window import Floats, Window
 
 OWN_FEATURES = (
@@ -49,29 +49,31 @@ class Memory:
             self.__init__()  # type: ignore[misc]  # another cluster: nothing remembered holds
         before = self.filter.log_speed
         with np.errstate(divide="ignore", invalid="ignore"):
-            seen = np.log(speeds(window))
             log_batch = np.log(window.batch_size.astype(np.float64))
-            log_time = np.log(window.compute + np.nan_to_num(window.data))
-        smooth = np.log(self.filter.update(window))
-        surprise = np.zeros(shape) if before is None else np.nan_to_num(seen - before, posinf=0.0, neginf=0.0)
+            log_per_sample = np.log(window.seconds_per_sample)
+        log_batch = np.where(np.isfinite(log_batch), log_batch, np.nan)
+        seen = np.where(np.isfinite(log_per_sample), -log_per_sample, np.nan)
+        log_time = log_batch - seen
+        self.filter.update(window)
+        smooth = self.filter.log_speed
+        assert smooth is not None
+        surprise = np.zeros(shape) if before is None else _known(seen - before)
         known = smooth if self.slow is None else np.where(np.isnan(self.slow), smooth, self.slow)
-        self.slow = known + 0.05 * np.nan_to_num(smooth - known)
+        self.slow = known + 0.05 * _known(smooth - known)
         last = np.zeros(shape) if self.last_surprise is None else self.last_surprise
         elasticity = self._fit(log_batch, log_time)
         pull = self._pull(window, elasticity)
-        columns = [
-            surprise,
-            seen - smooth,
-            last,
-            smooth - self.slow,
-            _centred(log_batch) - _centred(smooth),
-            np.broadcast_to(elasticity[..., None] - PRIOR_ELASTICITY, shape),
-            np.broadcast_to(pull[..., None], shape),
-            np.broadcast_to(np.abs(surprise).max(-1, keepdims=True), shape),
-        ]
+        own = np.empty((*shape, len(OWN_FEATURES)))
+        own[..., 0] = surprise
+        own[..., 1] = seen - smooth
+        own[..., 2] = last
+        own[..., 3] = smooth - self.slow
+        own[..., 4] = _centred(log_batch) - _centred(smooth)
+        own[..., 5] = elasticity[..., None] - PRIOR_ELASTICITY
+        own[..., 6] = pull[..., None]
+        own[..., 7] = np.abs(surprise).max(-1, keepdims=True)
         self.last_surprise, self.last_log_batch, self.last_log_time = surprise, log_batch, log_time
-        stacked = np.nan_to_num(np.stack(columns, axis=-1), nan=0.0, posinf=0.0, neginf=0.0)
-        return np.clip(stacked, -3.0, 3.0).astype(np.float32)
+        return np.clip(_known(own), -3.0, 3.0).astype(np.float32)
 
     def _fit(self, log_batch: Floats, log_time: Floats) -> Floats:
         """d log t / d log b over the cluster, from changes between windows; disturbed workers left out."""
@@ -94,7 +96,8 @@ class Memory:
         From d/dB log[B / (a + c B) / (phi + B)] = 0 (Pollux's goodput, PAPERS section 5).
         """
         slowest = np.where(np.isfinite(window.compute), window.compute, 0.0).max(-1)
-        transfer = np.nan_to_num(window.communication[..., 0])
+        known = np.isfinite(window.communication)  # where known the same for all workers
+        transfer = np.where(known, window.communication, 0.0).sum(-1) / np.maximum(known.sum(-1), 1)
         fixed, growing = transfer + (1 - elasticity) * slowest, elasticity * slowest
         with np.errstate(divide="ignore", invalid="ignore"):
             best = 0.5 * np.log(window.noise_scale / window.global_batch * fixed / growing)
@@ -115,6 +118,10 @@ class Memory:
 
 def _plain(values: Floats | None) -> Any:
     return None if values is None else values.tolist()
+
+
+def _known(x: Floats) -> Floats:
+    return np.where(np.isfinite(x), x, 0.0)
 
 
 def _centred(x: Floats) -> Floats:

@@ -8,7 +8,7 @@ from dynamix.simulator.streams import Stream
 from dynamix.window import Floats
 
 
-def jitter(stream: Stream, counter: np.ndarray, sd: Floats, stall: Floats) -> Floats:
+def jitter(stream: Stream, counter: np.uint64, sd: Floats, stall: Floats) -> Floats:
     """Factors (C, W) with mean about 1: near-normal of `sd`, and in one step of eight a stall of +`stall`.
 
     The stall is the second mode that CPU quotas give: a step that meets the end of its period waits out the rest.

@@ -32,10 +32,12 @@ class ClusterEnv:
 
     def __init__(self, clusters: Clusters, *, seed: int, interval: int = 5, delay: int = 1) -> None:
         if interval < 1 or delay < 0:
-            raise ConfigError("interval, delay", (interval, delay), "interval 1 or more, delay 0 or more", "use 5 and 1")
+            raise ConfigError(
+                "interval, delay", (interval, delay), "interval 1 or more, delay 0 or more", "use 5 and 1"
+            )
         self.clusters, self.seed, self.interval, self.delay = clusters, seed, interval, delay
         self.bounds = bounds_of(clusters)
-        count, workers = clusters.shape
+        count = clusters.shape[0]
         self._jitter = Stream(seed, "jitter", clusters.shape)
         self._cpu = Stream(seed, "cpu", clusters.shape)
         self._training = Stream(seed, "training", clusters.shape)
@@ -79,7 +81,9 @@ class ClusterEnv:
         busy = compute_time(c.alpha, c.beta, self.batch.astype(np.float64), factor)
         whole = step_time(busy.max(-1), c.exchange_s, c.overlap)
         total = self.batch.sum(-1).astype(np.float64)
-        self.progress = self.progress + total * efficiency(self.true_noise_scale(), total, c.base_batch)
+        self.progress = self.progress + total * efficiency(
+            self.true_noise_scale(), total, c.base_batch.astype(np.float64)
+        )
         self.clock_s = self.clock_s + whole
         self.steps += 1
         return busy, whole

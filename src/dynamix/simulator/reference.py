@@ -14,7 +14,9 @@ from dynamix.window import Bounds, Floats, Ints, Window, project
 _GRID = np.exp(np.linspace(np.log(0.15), np.log(8.0), 48))
 
 
-def best_allocation(alpha: Floats, beta: Floats, exchange_s: Floats, overlap: Floats, phi: Floats, base: Floats) -> Floats:
+def best_allocation(
+    alpha: Floats, beta: Floats, exchange_s: Floats, overlap: Floats, phi: Floats, base: Floats
+) -> Floats:
     """Real sizes (C, W) of highest goodput: equal finishing times b_i = (T - alpha_i)/beta_i, B by search over a grid.
 
     T = (B + sum alpha/beta) / sum 1/beta (PAPERS section 5); a worker whose alpha exceeds T gets one sample.
@@ -43,7 +45,9 @@ class LaggedReference:
         # Means over steps of a maximum of jittered times: the mean stall matters for the best B, jitter hardly.
         slow = slow * (1.0 + c.stall / 8)[:, None]
         base = c.base_batch.astype(np.float64)
-        return best_allocation(c.alpha * slow, c.beta * slow, c.exchange_s, c.overlap, self.env.true_noise_scale(), base)
+        return best_allocation(
+            c.alpha * slow, c.beta * slow, c.exchange_s, c.overlap, self.env.true_noise_scale(), base
+        )
 
     def decide(self, window: Window, bounds: Bounds) -> Ints:
         return project(self.target(), bounds, current=window.batch_size)

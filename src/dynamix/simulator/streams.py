@@ -39,7 +39,9 @@ class Stream:
         key = self.key if at is None else self.key[at]
         return _mix(key + np.asarray(counter, dtype=np.uint64) * _STEP)
 
-    def uniform(self, counter: NDArray[np.uint64] | np.uint64, at: NDArray[np.bool_] | None = None) -> NDArray[np.float64]:
+    def uniform(
+        self, counter: NDArray[np.uint64] | np.uint64, at: NDArray[np.bool_] | None = None
+    ) -> NDArray[np.float64]:
         """In (0, 1), never 0."""
         return ((self.bits(counter, at) >> np.uint64(11)).astype(np.float64) + 0.5) / 2.0**53
 

@@ -1,0 +1,67 @@
+"""Two figures: simulated worker-steps per second, and milliseconds per decision of the learned policy at W = 1024.
+
+`python -m dynamix.bench.simspeed` prints them as JSON. A benchmark, not a timed test: shared machines are noisy.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+
+import numpy as np
+import torch
+
+from dynamix.policies.learned import LearnedPolicy
+from dynamix.simulator import ClusterEnv, sample_clusters
+from dynamix.window import Bounds, Window
+
+
+def simulator_speed(*, clusters: int = 512, workers: int = 16, windows: int = 20, threads: int = 2) -> dict[str, float]:
+    """Decisions and optimizer steps, each times workers, per second; one environment per thread, no learning."""
+    envs = [ClusterEnv(sample_clusters(clusters, workers, i), seed=i) for i in range(threads)]
+
+    def roll(env: ClusterEnv) -> None:
+        window = env.reset()
+        for _ in range(windows):
+            window = env.step(window.batch_size)
+
+    roll(envs[0])
+    started = time.perf_counter()
+    rollers = [threading.Thread(target=roll, args=(env,)) for env in envs]
+    for roller in rollers:
+        roller.start()
+    for roller in rollers:
+        roller.join()
+    elapsed_s = time.perf_counter() - started
+    decided = threads * clusters * workers * windows
+    steps = envs[0].interval + envs[0].delay
+    return {"worker_decisions_per_s": decided / elapsed_s, "worker_steps_per_s": decided * steps / elapsed_s}
+
+
+def decision_ms(*, workers: int = 1024, repeats: int = 100) -> dict[str, float]:
+    """Median and least milliseconds of one decision (features, memory, network, projection) on one CPU thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        rng, policy, bounds = np.random.default_rng(0), LearnedPolicy(), Bounds.of(workers)
+        sizes, taken = np.full(workers, 128), []
+        for _ in range(repeats + 5):
+            compute = 0.1 * sizes / 128 * np.exp(0.3 * rng.normal(size=workers))
+            window = Window.of(sizes, compute=compute, communication=0.03, noise=5e4, signal=1.0, cpu=0.5)
+            started = time.perf_counter()
+            sizes = policy.decide(window, bounds)
+            taken.append(time.perf_counter() - started)
+    finally:
+        torch.set_num_threads(threads)
+    took_ms = np.array(taken[5:]) * 1e3
+    return {"median": round(float(np.median(took_ms)), 3), "least": round(float(took_ms.min()), 3)}
+
+
+def main() -> None:
+    """Print both figures."""
+    print(json.dumps({**simulator_speed(), "decision_ms_1024_workers": decision_ms()}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

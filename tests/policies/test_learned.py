@@ -1,0 +1,165 @@
+"""The learned policy: equivariance, bounds whatever was (not) measured, and files that can be trusted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dynamix.errors import PolicyFileError
+from dynamix.policies.base import make_policy
+from dynamix.policies.learned import LearnedPolicy, ResidualNet
+from dynamix.policies.proportional import LBBSP
+from dynamix.window import PER_CLUSTER, PER_WORKER, Bounds, Window, features
+
+
+def _random_net(seed: int = 0) -> ResidualNet:
+    """A network far from zero, so that nothing holds only because the answer is the rule's."""
+    torch.manual_seed(seed)
+    net = ResidualNet()
+    with torch.no_grad():
+        for weight in net.parameters():
+            weight.copy_(torch.randn_like(weight) * 0.3)
+    return net
+
+
+def _window(workers: int, seed: int, *, clusters: int | None = None) -> Window:
+    rng = np.random.default_rng(seed)
+    shape = (workers,) if clusters is None else (clusters, workers)
+    known = {name: rng.uniform(0.05, 1.0, shape) for name in PER_WORKER}
+    return Window.of(
+        rng.integers(1, 200, shape), **known, noise=rng.uniform(10, 1e4, shape[:-1]), signal=np.ones(shape[:-1])
+    )
+
+
+def _some(window: Window, pick: object) -> Window:
+    known = {n: getattr(window, n)[..., pick] for n in PER_WORKER}
+    return Window.of(window.batch_size[..., pick], **known, **{n: getattr(window, n) for n in PER_CLUSTER})
+
+
+def test_features_and_decisions_follow_a_permutation_of_the_workers() -> None:
+    order = np.random.default_rng(1).permutation(7)
+    one, other = LearnedPolicy(_random_net()), LearnedPolicy(_random_net())
+    for seed in range(4):
+        window = _window(7, seed)
+        swapped = _some(window, order)
+        np.testing.assert_allclose(features(window)[order], features(swapped), rtol=1e-5, atol=1e-6)
+        seen, swapped_seen = one.observe(window), other.observe(swapped)
+        np.testing.assert_allclose(seen[order], swapped_seen, rtol=1e-5, atol=1e-5)
+        delta, growth = one.act(seen, window.batch_size > 0)
+        delta_swapped, growth_swapped = other.act(swapped_seen, swapped.batch_size > 0)
+        np.testing.assert_allclose(delta[order], delta_swapped, atol=1e-4)
+        np.testing.assert_allclose(growth, growth_swapped, atol=1e-4)
+
+
+def test_a_live_window_and_a_row_of_a_simulated_one_are_the_same_to_features_and_policy() -> None:
+    simulated, live = LearnedPolicy(_random_net()), [LearnedPolicy(_random_net()) for _ in range(3)]
+    for seed in range(3):
+        batch = _window(4, seed, clusters=3)
+        answer = simulated.decide(batch, Bounds.of(4))
+        for c in range(3):
+            known = {n: getattr(batch, n)[c] for n in PER_WORKER + PER_CLUSTER}
+            window = Window.of(batch.batch_size[c], **known)
+            np.testing.assert_array_equal(features(batch)[c], features(window))
+            np.testing.assert_array_equal(live[c].decide(window, Bounds.of(4)), answer[c])
+
+
+def test_untrained_it_answers_as_lb_bsp() -> None:
+    policy, rule = LearnedPolicy(), LBBSP()
+    for seed in range(5):
+        window = _window(6, seed)
+        np.testing.assert_array_equal(policy.decide(window, Bounds.of(6)), rule.decide(window, Bounds.of(6)))
+
+
+_VALUES = st.sampled_from([np.nan, np.nan, 0.0, 1e-9, 0.1, 1.0, 1e9, np.inf, -1.0])
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), workers=st.integers(1, 6), quantum=st.sampled_from([1, 8]))
+def test_any_pattern_of_missing_and_absurd_values_gives_sizes_inside_the_bounds(
+    data: st.DataObject, workers: int, quantum: int
+) -> None:
+    policy, bounds = LearnedPolicy(_random_net(3)), Bounds.of(workers, 0, 512, quantum=quantum)
+    for _ in range(3):
+        sizes = [
+            quantum * s for s in data.draw(st.lists(st.integers(0, 512 // quantum), min_size=workers, max_size=workers))
+        ]
+        known = {
+            n: data.draw(st.lists(_VALUES, min_size=workers, max_size=workers))
+            for n in ("compute", "data", "wait", "cpu")
+        }
+        cluster = {n: data.draw(_VALUES) for n in ("noise", "signal", "base_batch")}
+        answer = policy.decide(Window.of(sizes, **known, **cluster), bounds)
+        assert ((answer >= bounds.low) & (answer <= bounds.high) & (answer % quantum == 0)).all()
+        assert bounds.total_low <= answer.sum() <= bounds.total_high
+
+
+def test_without_timing_the_allocation_stays() -> None:
+    policy = LearnedPolicy(_random_net())
+    policy.decide(_window(3, 0), Bounds.of(3))
+    assert policy.decide(Window.of([10, 20, 30], noise=5.0, signal=1.0), Bounds.of(3)).tolist() == [10, 20, 30]
+
+
+def test_the_global_batch_stays_within_its_range_of_the_base_batch() -> None:
+    net = ResidualNet()
+    with torch.no_grad():
+        net.shared[-1].bias.fill_(50.0)
+    policy, sizes = LearnedPolicy(net), np.array([32, 32])
+    for _ in range(20):
+        sizes = policy.decide(Window.of(sizes, compute=0.1, base_batch=64), Bounds.of(2, 1, 10_000))
+    assert sizes.sum() == 8 * 64
+
+
+def test_one_worker_adapts_only_the_global_batch() -> None:
+    policy = LearnedPolicy(_random_net())
+    seen = policy.observe(window := _window(1, 0))
+    delta, _ = policy.act(seen, window.batch_size > 0)
+    bounds = Bounds.of(1)
+    np.testing.assert_array_equal(
+        policy.allocate(window, bounds, delta, np.array(0.3)), policy.allocate(window, bounds, delta + 1, np.array(0.3))
+    )
+
+
+def test_saved_and_resumed_it_decides_the_same(tmp_path: Path) -> None:
+    policy = LearnedPolicy(_random_net())
+    policy.decide(_window(4, 0), Bounds.of(4))
+    policy.save(tmp_path / "p.safetensors")
+    again = make_policy(str(tmp_path / "p.safetensors"))
+    again.load_state_dict(json.loads(json.dumps(policy.state_dict())))
+    for seed in range(1, 4):
+        window = _window(4, seed)
+        np.testing.assert_array_equal(policy.decide(window, Bounds.of(4)), again.decide(window, Bounds.of(4)))
+
+
+@pytest.mark.parametrize("harm", ["flip", "cut", "json", "schema", "features", "no json", "missing", "not a number"])
+def test_a_file_that_cannot_be_trusted_is_refused_with_the_fix(tmp_path: Path, harm: str) -> None:
+    file = tmp_path / "p.safetensors"
+    policy = LearnedPolicy()
+    if harm == "not a number":
+        with torch.no_grad():
+            policy.net.log_std_local.fill_(float("nan"))
+    policy.save(file)
+    data, sidecar = bytearray(file.read_bytes()), file.with_suffix(".json")
+    about = json.loads(sidecar.read_text())
+    if harm == "flip":
+        data[-3] ^= 0xFF
+        file.write_bytes(data)
+    elif harm == "cut":
+        file.write_bytes(data[:100])
+    elif harm == "json":
+        sidecar.write_text("{")
+    elif harm == "schema":
+        sidecar.write_text(json.dumps({**about, "schema": 99}))
+    elif harm == "features":
+        sidecar.write_text(json.dumps({**about, "features": ["luck"]}))
+    elif harm == "no json":
+        sidecar.unlink()
+    elif harm == "missing":
+        file.unlink()
+    with pytest.raises(PolicyFileError, match="allowed is"):
+        LearnedPolicy.load(file)

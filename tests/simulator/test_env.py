@@ -1,0 +1,122 @@
+"""The simulator: paired worlds, what the decision's delay costs, and optima inside the bounds."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from dynamix.errors import ConfigError
+from dynamix.policies.proportional import LBBSP
+from dynamix.policies.static import Static
+from dynamix.simulator import ClusterEnv, LaggedReference, best_allocation, sample_clusters
+from dynamix.simulator.clusters import bounds_of
+from dynamix.simulator.disturbances import MovingNeighbour, Slowdowns
+from dynamix.simulator.network import ring_all_reduce, step_time
+from dynamix.simulator.statistics import efficiency
+from dynamix.simulator.streams import Stream
+
+
+def test_two_policies_meet_the_same_disturbances_at_the_same_wall_clock() -> None:
+    clusters = sample_clusters(20, 4, 0)
+    off, on = clusters.slow_off_s, clusters.slow_on_s
+    one, other = (Slowdowns(5, off, on, clusters.slow_strongest) for _ in range(2))
+    fine = [one.at(np.full(20, t)).copy() for t in np.arange(0, 60, 0.25)]
+    coarse = [other.at(np.full(20, t)).copy() for t in np.arange(0, 60, 3.0)]  # a policy with longer steps
+    np.testing.assert_array_equal(np.array(fine)[::12], np.array(coarse))
+    assert len(np.unique(np.array(coarse))) > 10  # something happened
+
+
+def test_the_same_seed_and_decisions_give_the_same_windows_and_reset_starts_the_world_over() -> None:
+    clusters = sample_clusters(5, 4, 1)
+    envs = [ClusterEnv(clusters, seed=2) for _ in range(2)]
+    windows = [env.step(env.reset().batch_size).to_dict() for env in envs]
+    assert windows[0] == windows[1]
+    assert envs[0].step(envs[0].reset().batch_size).to_dict() == windows[0]
+    other = ClusterEnv(clusters, seed=3)
+    assert other.step(other.reset().batch_size).to_dict() != windows[0]
+
+
+def test_a_window_attributes_every_second_and_holds_one_allocation() -> None:
+    env = ClusterEnv(sample_clusters(6, 3, 2), seed=0, interval=5, delay=2)
+    window = env.reset()
+    np.testing.assert_allclose(
+        (window.compute + window.wait + window.communication) * 5, env.clock_s[:, None] * np.ones(3)
+    )
+    before = env.clock_s
+    new = np.array(window.batch_size) // 2
+    after = env.step(new)
+    np.testing.assert_array_equal(after.batch_size, new)
+    measured = (after.compute + after.wait + after.communication)[:, 0] * 5
+    assert (env.clock_s - before > measured).all()  # the delay's steps took time and belong to no window
+    assert env.steps == 12
+
+
+def test_most_best_batches_lie_inside_the_bounds() -> None:
+    for workers in (2, 4, 16):
+        env = ClusterEnv(sample_clusters(100, workers, 3), seed=0)
+        sizes = LaggedReference(env).decide(env.reset(), env.bounds)
+        inside = (sizes > env.bounds.low) & (sizes < env.bounds.high)
+        assert inside.mean() > 0.95
+        ratio = sizes.sum(-1) / env.clusters.base_batch
+        assert 0.2 < np.quantile(ratio, 0.05) < np.quantile(ratio, 0.95) < 6
+
+
+def test_best_allocation_beats_its_neighbourhood() -> None:
+    rng = np.random.default_rng(0)
+    alpha, beta = rng.uniform(0.005, 0.02, (1, 4)), rng.uniform(5e-4, 2e-3, (1, 4))
+    exchange, overlap, phi, base = np.array([0.05]), np.array([1.5]), np.array([600.0]), np.array([512.0])
+
+    def goodput(b: np.ndarray) -> float:
+        total = b.sum(-1)
+        whole = step_time((alpha + beta * b).max(-1), exchange, overlap)
+        return float((total / whole * efficiency(phi, total, base))[0])
+
+    best = best_allocation(alpha, beta, exchange, overlap, phi, base)
+    for _ in range(200):
+        assert goodput(best * np.exp(0.1 * rng.normal(size=(1, 4)))) < goodput(best) * 1.001
+
+
+def test_adapting_beats_static_and_the_reference_beats_the_rule() -> None:
+    clusters, rates = sample_clusters(40, 4, 4), {}
+    for name in ("static", "lb_bsp", "reference"):
+        env = ClusterEnv(clusters, seed=1)
+        policy = {"static": Static, "lb_bsp": LBBSP}.get(name, lambda env=env: LaggedReference(env))()
+        window = env.reset()
+        for _ in range(40):
+            window = env.step(policy.decide(window, env.bounds))
+        rates[name] = np.exp(np.log(env.progress / env.clock_s).mean())
+    assert rates["static"] * 1.1 < rates["lb_bsp"] < rates["reference"]
+
+
+def test_the_moving_neighbour_slows_exactly_one_worker_and_moves() -> None:
+    neighbour = MovingNeighbour(0, 4, np.full(3, 15.0), np.full(3, 2.0))
+    seen = np.array([neighbour.at(np.full(3, t)) for t in np.arange(0, 600, 5.0)])
+    assert (seen.max(-1) == 2.0).all()
+    assert (seen.sum(-1) == 5.0).all()
+    assert len(np.unique(seen.argmax(-1)[:, 0])) == 4
+
+
+def test_streams_depend_on_key_and_counter_only() -> None:
+    stream = Stream(0, "x", (1000,))
+    first = stream.uniform(np.uint64(3))
+    stream.uniform(np.uint64(4))
+    np.testing.assert_array_equal(first, stream.uniform(np.uint64(3)))
+    assert abs(first.mean() - 0.5) < 0.05
+    assert abs(np.corrcoef(first, Stream(0, "y", (1000,)).uniform(np.uint64(3)))[0, 1]) < 0.1
+    normal = np.concatenate([stream.normal(np.uint64(i)) for i in range(20)])
+    assert abs(normal.mean()) < 0.03
+    assert abs(normal.std() - 1) < 0.03
+
+
+def test_formulas() -> None:
+    assert ring_all_reduce(1, 0.1, 1e6, 1e6) == 0
+    assert step_time(np.array(3.0), np.array(4.0), np.array(2.0)) == pytest.approx(5.0)
+
+
+def test_impossible_settings_are_refused() -> None:
+    clusters = sample_clusters(1, 2, 0)
+    with pytest.raises(ConfigError, match="interval"):
+        ClusterEnv(clusters, seed=0, interval=0)
+    with pytest.raises(ConfigError, match="allocation shape"):
+        ClusterEnv(clusters, seed=0).step(np.array([1, 2]))
+    assert bounds_of(clusters).low.min() == 1
