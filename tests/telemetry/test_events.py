@@ -35,7 +35,7 @@ def test_a_killed_run_loses_only_the_line_it_was_writing_and_can_be_continued(tm
 def test_a_broken_or_foreign_line_in_the_middle_is_an_error_that_names_it(tmp_path, line):
     path = tmp_path / "events.jsonl"
     path.write_text(f'{{"schema": 1}}\n{line}\n{{"schema": 1}}\n')
-    with pytest.raises(StateError, match="events.jsonl:2"):
+    with pytest.raises(StateError, match=r"events\.jsonl:2"):
         read_events(path)
 
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -19,7 +19,7 @@ from dynamix.bench.report import write_report
 from dynamix.bench.runs import AGAIN, CENSOR_FACTOR, Run, summarise
 from dynamix.bench.scoring import Scorer, Snapshot
 from dynamix.bench.statistics import balanced_order
-from dynamix.emulator.scenario import Scenario, host_speeds, load_scenario
+from dynamix.emulator import Emulation, Scenario, host_speeds, load_scenario
 from dynamix.errors import ConfigError, WorkerLostError
 from dynamix.policies import make_policy
 from dynamix.telemetry.events import SCHEMA
@@ -31,28 +31,6 @@ POLICIES = ("reference", "static", "dbs", "dynamix")
 # A run that static's time cannot bound yet ends here; nothing measured so far comes near.
 PATIENCE_S = 240.0
 START_TIMEOUT_S = 120.0
-
-
-class Cluster(Protocol):
-    """The hosts a launch runs on; `dynamix.bench.hosts` has the emulated ones."""
-
-    cluster: str
-    mechanisms: dict[str, str]
-
-    def start(self, command: Sequence[str]) -> None:
-        """One rank per host, with torchrun's environment variables; not limited yet."""
-
-    def disturb(self, *, seed: int) -> None:
-        """Limit the hosts and start the disturbances' clock."""
-
-    def calm(self) -> None:
-        """Lift limits and disturbances, between two runs."""
-
-    def check(self) -> None:
-        """Raise `WorkerLostError` when a rank has failed."""
-
-    def close(self) -> None:
-        """End and remove everything."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +97,6 @@ def run_demo(settings: Settings, folder: RunFolder, *, display: Display | None =
     Writes run.json, events.jsonl, result.json and report.html to `folder`. Raises `DynamixError`s of bad settings, of
     the emulator, or of a lost worker; nothing is left running.
     """
-    from dynamix.bench.hosts import EmulatedHosts
-
     settings.check()
     scenario, workload = load_scenario(settings.scenario), make_workload(settings.workload)
     target = settings.target(workload)
@@ -128,11 +104,13 @@ def run_demo(settings: Settings, folder: RunFolder, *, display: Display | None =
     torch.set_num_threads(1)
     seeds = range(settings.seed, settings.seed + settings.seeds)
     runs: list[Run] = []
-    with EmulatedHosts(scenario) as hosts:
-        facts = _facts(settings, scenario, hosts, target)
-        folder.write_run(**facts)
-        with display.live():
-            for seed in seeds:
+    facts = _facts(settings, scenario, target)
+    with display.live():
+        for seed in seeds:
+            ranks = folder.path / "ranks" / str(seed)
+            with Emulation(scenario, seed=disturbance_seed(settings, seed), run_dir=ranks) as hosts:
+                facts["mechanisms"] = hosts.mechanisms
+                folder.write_run(**facts)
                 Launch(settings, seed, workload, hosts, folder, display, runs).run()
     result = {**facts, "commit": commit(), "machine": machine(), **summarise(runs)}
     folder.write_result(result)
@@ -142,13 +120,14 @@ def run_demo(settings: Settings, folder: RunFolder, *, display: Display | None =
     return result, all(run.finished and (fixed or run.time_to_target_s is not None) for run in runs)
 
 
-def _facts(settings: Settings, scenario: Scenario, hosts: Cluster, target: float) -> dict[str, Any]:
+def _facts(settings: Settings, scenario: Scenario, target: float) -> dict[str, Any]:
     seeds = range(settings.seed, settings.seed + settings.seeds)
     return {
         "schema": SCHEMA,
-        "command": "demo" + (" --quick" if settings.quick else "") + (f" --steps {settings.steps}" if settings.steps else ""),
-        "cluster": hosts.cluster,
-        "mechanisms": hosts.mechanisms,
+        "command": "demo"
+        + (" --quick" if settings.quick else "")
+        + (f" --steps {settings.steps}" if settings.steps else ""),
+        "cluster": "emulator",
         "scenario": scenario.name,
         "scenario_sha256": scenario.sha256,
         "workload": settings.workload,
@@ -189,7 +168,7 @@ class Launch:
         settings: Settings,
         seed: int,
         workload: Workload,
-        hosts: Cluster,
+        hosts: Emulation,
         folder: RunFolder,
         display: Display,
         runs: list[Run],
@@ -200,6 +179,7 @@ class Launch:
         self._link: Link | None = None
         self._scorer: Scorer | None = None
         self._stopping = False
+        self._until_target = settings.steps is None and not settings.quick
 
     def run(self) -> None:
         """Start the ranks and follow them to the end. Appends to `runs`."""
@@ -213,12 +193,13 @@ class Launch:
             path.write_text(json.dumps(config))
             self._scorer = Scorer(self.workload, data.test, self._scored)
             try:
-                self.hosts.start([sys.executable, "-m", "dynamix.bench.demo_worker", str(path)])
+                self.hosts.launch([sys.executable, "-m", "dynamix.bench.demo_worker", str(path)])
                 self._link = self._accept(listener)
                 while self._handle(self._next_message()):
                     self.display.update(self.runs)
+                self.hosts.wait(10.0)
             finally:
-                self.hosts.close()
+                self.hosts.terminate(patience_s=1.0)
                 self._scorer.close()
                 listener.close()
                 if self._link is not None:
@@ -253,8 +234,17 @@ class Launch:
             link = listener.accept(0.2)
             if link is not None:
                 return link
-            self.hosts.check()
+            self._check()
         raise WorkerLostError(f"rank 0 did not call within {START_TIMEOUT_S:.0f} s of its start")
+
+    def _check(self) -> None:
+        """Raises `WorkerLostError` with the end of what it wrote when a rank has failed."""
+        for rank, code in enumerate(self.hosts.poll()):
+            if code:
+                errors = self.hosts.run_dir / f"rank{rank}.err"
+                lines = [line for line in errors.read_text(errors="replace").splitlines() if line.strip()]
+                said = lines[-1] if lines else "it wrote nothing"
+                raise WorkerLostError(f"rank {rank} ended with {code}: {said} (all of it in {errors})")
 
     def _next_message(self) -> Message | None:
         assert self._link is not None
@@ -262,10 +252,10 @@ class Launch:
             message = self._link.receive(timeout_s=0.2)
         except WorkerLostError:
             time.sleep(0.5)  # the exit status says more than a closed socket
-            self.hosts.check()
+            self._check()
             raise
         if message is None:
-            self.hosts.check()
+            self._check()
         return message
 
     def _handle(self, message: Message | None) -> bool:
@@ -279,7 +269,7 @@ class Launch:
             run = self.runs[-1]
             for name, value in message.items():
                 setattr(run, name, value)
-            if self.settings.steps is None and run.time_s > self._limit_s():
+            if self._until_target and run.time_s > self._limit_s():
                 self._stop()
         elif kind == "snapshot":
             assert self._scorer is not None
@@ -292,13 +282,13 @@ class Launch:
         assert self._link is not None
         self.runs.append(Run(name, self.seed, self.target))
         self._stopping = False
-        self.hosts.disturb(seed=disturbance_seed(self.settings, self.seed))
+        self.hosts.start_clock()
         self._link.send("go")
 
     def _finish(self, message: Message) -> None:
         assert self._link is not None
         assert self._scorer is not None
-        self.hosts.calm()
+        self.hosts.unthrottle()
         self._scorer.wait()
         run = self.runs[-1]
         run.events = self.folder.adopt_events(Path(message.pop("events")), policy=message.pop("run"), seed=self.seed)
@@ -314,7 +304,7 @@ class Launch:
         """Called by the scorer's thread."""
         run = self.runs[-1]
         run.snapshots.append(snapshot)
-        if self.settings.steps is None and not self.settings.quick and run.time_to_target_s is not None:
+        if self._until_target and run.time_to_target_s is not None:
             self._stop()
 
     def _stop(self) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from dynamix.emulator import host_speeds, load_scenario
 from dynamix.window import Bounds, Ints, Window, project
 
 
@@ -23,10 +24,8 @@ class Reference:
     """
 
     def __init__(self, scenario: str, *, seed: int, clock: Callable[[], float]) -> None:
-        from dynamix.emulator.scenario import host_speeds, load_scenario
-
         loaded = load_scenario(scenario)
-        self._speeds = lambda time_s: np.asarray(host_speeds(loaded, time_s, seed), dtype=np.float64)
+        self._speeds: Callable[[float], list[float]] = lambda time_s: host_speeds(loaded, time_s, seed)
         self._clock = clock
 
     def decide(self, window: Window, bounds: Bounds) -> Ints:
@@ -34,7 +33,7 @@ class Reference:
         step_s = float(np.nanmax(window.step_time))
         ahead = now + step_s * (1 + np.arange(1 + int(window.steps)))
         # A worker's time for a share is the sum over moments of 1/speed.
-        speed = 1.0 / np.mean([1.0 / self._speeds(t) for t in ahead], axis=0)
+        speed = 1.0 / np.mean(1.0 / np.array([self._speeds(t) for t in ahead]), axis=0)
         return project(speed, bounds, total=window.batch_size.sum(-1), current=window.batch_size)
 
     def state_dict(self) -> dict[str, Any]:

@@ -72,7 +72,9 @@ def geometric_mean(values: Sequence[float] | Floats) -> float:
     """
     numbers = np.asarray(values, dtype=np.float64)
     if numbers.size == 0 or not (numbers > 0).all():
-        raise ConfigError("values", numbers.tolist(), "one or more positive numbers", "leave out nothing, censor instead")
+        raise ConfigError(
+            "values", numbers.tolist(), "one or more positive numbers", "leave out nothing, censor instead"
+        )
     return float(np.exp(np.log(numbers).mean()))
 
 

@@ -31,6 +31,11 @@ LEARNING_RATE = 0.05
 MOMENTUM = 0.9
 WIDTH = 128
 
+# 98 % of the plateau (0.966) of static training at a global batch of 512 on these seeds, which are never used again;
+# static needs about 340 steps. Evidence and reasons: docs/design/demo.md.
+TARGET_ACCURACY = 0.947
+TUNING_SEEDS = (9001, 9002)
+
 
 def workload() -> Workload:
     """mnist1d with a 1-D convolutional net of 112,522 parameters and SGD with momentum."""
@@ -98,12 +103,12 @@ def _generate(seed: int, train: int, test: int) -> dict[str, NDArray[Any]]:
     except ImportError as error:
         fix = 'pip install "dynamix-train[workloads]"'
         raise ConfigError("workload", "mnist1d", "a workload whose packages are installed", fix) from error
-    arguments = get_dataset_args()
+    arguments = get_dataset_args()  # type: ignore[no-untyped-call]
     arguments.num_samples = train + test
     arguments.train_split = (train + 0.5) / (train + test)  # cut by int(): half a sample keeps it off the edge
     arguments.seed = seed
     with _random_state_kept():  # the generator seeds the global ones
-        made = make_dataset(arguments)
+        made = make_dataset(arguments)  # type: ignore[no-untyped-call]
     return {
         "inputs": np.concatenate([made["x"], made["x_test"]]).astype(np.float32),
         "targets": np.concatenate([made["y"], made["y_test"]]).astype(np.int64),
@@ -138,6 +143,3 @@ def _save(path: Path, arrays: dict[str, NDArray[Any]]) -> None:
         with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".npz", delete=False) as file:
             np.savez(file, inputs=arrays["inputs"], targets=arrays["targets"])
         os.replace(file.name, path)
-
-
-TARGET_ACCURACY = 0.93
