@@ -39,7 +39,8 @@ def test_nccl_step_never_synchronises_and_times_are_measured(tmp_path: Any) -> N
         optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
         scaler = torch.amp.GradScaler("cuda", init_scale=1024.0)
         events = tmp_path / "events.jsonl"
-        controller = dynamix.Controller("dynamix", batch_size=32, interval=4, lr_rule="adascale", events=events)
+        policy = Script([[64], [16], [48]])
+        controller = dynamix.Controller(policy, batch_size=32, interval=4, lr_rule="adascale", events=events)
         sampler = controller.batch_sampler(_data())
         loader = DataLoader(_data(), batch_sampler=sampler, num_workers=1, pin_memory=True)
         model = controller.wrap(DDP(net), optimizer, scaler=scaler)

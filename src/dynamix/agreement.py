@@ -9,6 +9,7 @@ nobody's training step to go on, so no such wait can be circular.
 from __future__ import annotations
 
 import enum
+import queue
 import threading
 import time
 from collections.abc import Callable
@@ -82,7 +83,9 @@ class Channel:
         self.rank = 0 if group is None else dist.get_rank(group)
         self.root = 0 if group is None else dist.get_global_rank(group, 0)
         self.waited_s = 0.0
-        self.deciding = threading.Lock()
+        self._rounds: queue.SimpleQueue[_Round] = queue.SimpleQueue()
+        if group is not None and self.rank == 0:
+            threading.Thread(target=self._decide_all, name="dynamix-decide", daemon=True).start()
         self._pending: Tensor | None = None
         self._receive: dist.Work | None = None
         self._round: _Round | None = None
@@ -105,9 +108,14 @@ class Channel:
             rows = [torch.zeros_like(packed) for _ in range(self.workers)]
             gather = dist.gather(packed, rows, dst=self.root, group=self.group, async_op=True)
             self._round = _Round(self, gather, rows, self._pending)
+            self._rounds.put(self._round)
         else:
             self._sending = dist.gather(packed, dst=self.root, group=self.group, async_op=True), packed
             self._receive = dist.broadcast(self._pending, src=self.root, group=self.group, async_op=True)
+
+    def _decide_all(self) -> None:
+        while True:
+            self._rounds.get().run()
 
     def receive(self) -> Message:
         """Wait for the message (normally it is there) and take it. Raises `WorkerLostError` or the policy's error."""
@@ -147,10 +155,9 @@ class _Round:
         self.gathered, self.published = threading.Event(), threading.Event()
         self.error: BaseException | None = None
         self.work: dist.Work | None = None
-        self.thread = threading.Thread(target=self._run, name="dynamix-decide", daemon=True)
-        self.thread.start()
 
-    def _run(self) -> None:
+    def run(self) -> None:
+        """In the deciding thread: one round after the other, so that a late policy is never asked twice at once."""
         try:
             self.gather.wait()
         except RuntimeError as error:
@@ -160,8 +167,7 @@ class _Round:
             return
         self.gathered.set()
         try:
-            with self.channel.deciding:  # a late decision may still be running
-                message = self.channel.decide(torch.stack(self.rows).numpy())
+            message = self.channel.decide(torch.stack(self.rows).numpy())
         except Exception as error:  # whatever the policy raised is raised again, in the training thread
             self.error = error if isinstance(error, DynamixError) else DynamixError(f"the policy failed: {error!r}")
             self.error.__cause__ = error
