@@ -152,7 +152,7 @@ class _Round:
     def __init__(self, channel: Channel, gather: dist.Work, rows: list[Tensor], out: Tensor) -> None:
         self.channel, self.gather, self.rows, self.out = channel, gather, rows, out
         self.lock = threading.Lock()
-        self.gathered, self.published = threading.Event(), threading.Event()
+        self.published = threading.Event()
         self.error: BaseException | None = None
         self.work: dist.Work | None = None
 
@@ -162,10 +162,10 @@ class _Round:
             self.gather.wait()
         except RuntimeError as error:
             self.error = _lost(error)
-            self.gathered.set()
             self.published.set()
             return
-        self.gathered.set()
+        if self.published.is_set():
+            return  # the policy was still busy with an earlier window: this one was answered "late" already
         try:
             message = self.channel.decide(torch.stack(self.rows).numpy())
         except Exception as error:  # whatever the policy raised is raised again, in the training thread
@@ -186,8 +186,8 @@ class _Round:
             return Message.unpack(self.out)
 
     def finish(self) -> None:
-        self.gathered.wait()
         if not self.published.wait(PATIENCE_S):
+            self.gather.wait()
             self._publish(self.channel.keep(Kind.LATE))
         if self.error is not None:
             raise self.error
