@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dynamix.learning.ppo import PPO, PPOConfig, Rollout
 
-STEPS, ENVS, HORIZON = 20_480, 8, 128
+STEPS, ENVS, HORIZON = 12_288, 8, 128
 
 
 class Docking(gymnasium.Env[np.ndarray, np.ndarray]):
@@ -62,7 +62,7 @@ class Single(nn.Module):
 def _train(steps: int, seed: int) -> Single:
     torch.manual_seed(seed)
     net = Single()
-    ppo = PPO(net, PPOConfig(), seed=seed)
+    ppo = PPO(net, PPOConfig(learning_rate=1e-3, minibatch=256), seed=seed)
     envs = [Docking() for _ in range(ENVS)]
     seen = np.stack([env.reset(seed=seed * 100 + i)[0] for i, env in enumerate(envs)])
     mask = torch.ones(ENVS, 1, dtype=torch.bool)
@@ -102,7 +102,13 @@ def test_it_learns_as_well_as_stable_baselines3_on_the_same_environment() -> Non
     try:
         net = _train(STEPS, 0)
         theirs = SB3(
-            "MlpPolicy", make_vec_env(Docking, ENVS, seed=0), n_steps=HORIZON, batch_size=64, seed=0, device="cpu"
+            "MlpPolicy",
+            make_vec_env(Docking, ENVS, seed=0),
+            n_steps=HORIZON,
+            batch_size=256,
+            learning_rate=1e-3,
+            seed=0,
+            device="cpu",
         )
         theirs.learn(STEPS)
     finally:

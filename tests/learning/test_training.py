@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -13,7 +14,15 @@ from dynamix.learning.training import TrainingConfig, show, train
 from dynamix.policies.learned import PRETRAINED, LearnedPolicy, pretrained
 
 TINY = TrainingConfig(
-    workers=(2, 4), rows=32, clone_rounds=2, clone_windows=6, ppo_updates=2, ppo_windows=4, validate_every=2
+    workers=(2, 4),
+    rows=32,
+    clone_rounds=2,
+    clone_windows=6,
+    ppo_updates=2,
+    ppo_windows=4,
+    validate_every=2,
+    validation_clusters=4,
+    validation_windows=4,
 )
 
 
@@ -44,7 +53,7 @@ def test_the_shipped_policy_describes_itself_and_beats_lb_bsp_on_clusters_it_nev
 
 
 def test_a_trained_policy_saves_its_configuration(tmp_path: Path) -> None:
-    policy = train(TrainingConfig(workers=(2,), rows=8, clone_rounds=1, clone_windows=2, ppo_updates=0), 0)
+    policy = train(dataclasses.replace(TINY, clone_rounds=1, ppo_updates=0), 0)
     policy.save(tmp_path / "p.safetensors")
     assert json.loads((tmp_path / "p.json").read_text())["training"]["clone_rounds"] == 1
     assert show(tmp_path / "p.safetensors")["seed"] == 0

@@ -41,6 +41,8 @@ class TrainingConfig:
     gamma: float = 0.5  # a decision's effect is over within a few windows
     anchor_weight: float = 0.002
     validate_every: int = 5
+    validation_clusters: int = 32  # for each W
+    validation_windows: int = 60
     hidden: int = 64
 
 
@@ -58,7 +60,7 @@ def train(config: TrainingConfig | None = None, seed: int = 0, *, progress: Prog
         torch.manual_seed(seed)
         net = ResidualNet(hidden=c.hidden)
     _clone(net, c, seed, tell)
-    best, best_score = copy.deepcopy(net), _score(net)
+    best, best_score = copy.deepcopy(net), _score(net, c)
     tell(f"cloned: {best_score:.4f}", 0.5)
     scores = [round(best_score, 4)]
     if c.ppo_updates:
@@ -73,7 +75,7 @@ def train(config: TrainingConfig | None = None, seed: int = 0, *, progress: Prog
         for i in range(c.ppo_updates):
             ppo.update([_rollout(ppo, c, w, seed * 100_000 + 50_000 + 100 * i + w) for w in c.workers])
             if (i + 1) % c.validate_every == 0:
-                scores.append(round(score := _score(net), 4))
+                scores.append(round(score := _score(net, c), 4))
                 if score > best_score:
                     best, best_score = copy.deepcopy(net), score
                 tell(f"PPO {i + 1}: {score:.4f}", 0.5 + 0.5 * (i + 1) / c.ppo_updates)
@@ -97,9 +99,10 @@ def show(path: str | Path) -> dict[str, Any]:
     return read_description(path)
 
 
-def _score(net: ResidualNet) -> float:
+def _score(net: ResidualNet, config: TrainingConfig) -> float:
     """On validation clusters: mean over W of the geometric mean and the worst decile."""
-    figures = evaluate({"it": lambda _: LearnedPolicy(net)}, VALIDATION_SEEDS, clusters=32, windows=60)
+    clusters, windows = config.validation_clusters, config.validation_windows
+    figures = evaluate({"it": lambda _: LearnedPolicy(net)}, VALIDATION_SEEDS, clusters=clusters, windows=windows)
     return float(np.mean([0.5 * (f["it"]["geometric_mean"] + f["it"]["worst_decile"]) for f in figures.values()]))
 
 
