@@ -6,7 +6,6 @@ import contextlib
 import functools
 import json
 import signal
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
@@ -43,6 +42,9 @@ def _guarded(command: Callable[..., None]) -> Callable[..., None]:
         except DynamixError as error:
             typer.echo(f"error: {' '.join(str(error).split())}", err=True)
             raise typer.Exit(2) from error
+        except KeyboardInterrupt as error:
+            typer.echo("error: interrupted", err=True)
+            raise typer.Exit(130) from error
         finally:
             signal.signal(signal.SIGTERM, before)
 
@@ -259,11 +261,7 @@ def doctor(as_json: Json = False) -> None:
 
 def main() -> None:
     """Entry point of the `dynamix` command."""
-    try:
-        app()
-    except KeyboardInterrupt:
-        typer.echo("error: interrupted", err=True)
-        sys.exit(130)
+    app()
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import tempfile
 import time
@@ -20,6 +21,7 @@ from dynamix.bench.runs import AGAIN, CENSOR_FACTOR, Run, summarise
 from dynamix.bench.scoring import Scorer, Snapshot
 from dynamix.bench.statistics import balanced_order
 from dynamix.emulator import Emulation, Scenario, host_speeds, load_scenario
+from dynamix.emulator.scenario import check_machine
 from dynamix.errors import ConfigError, WorkerLostError
 from dynamix.policies import make_policy
 from dynamix.telemetry.events import SCHEMA
@@ -67,6 +69,7 @@ class Settings:
         if self.seed < 0 or used:
             allowed = f"0 or more, except {', '.join(map(str, TUNING_SEEDS))} (the target was fixed on them)"
             raise ConfigError("seed", used[0] if used else self.seed, allowed, "take another seed")
+        check_machine(load_scenario(self.scenario), len(os.sched_getaffinity(0)))
         for name in self.policies:
             if name != "reference":
                 make_policy(self.policy if name == "dynamix" and self.policy else name)
@@ -85,7 +88,7 @@ class Settings:
         return 400 if self.quick else 4_000
 
     def max_steps(self) -> int:
-        return self.steps or (30 if self.quick else 4000)
+        return self.steps or (16 if self.quick else 4000)
 
     def target(self, workload: Workload) -> float:
         return 0.15 if self.quick else workload.target
@@ -112,6 +115,8 @@ def run_demo(settings: Settings, folder: RunFolder, *, display: Display | None =
                 facts["mechanisms"] = hosts.mechanisms
                 folder.write_run(**facts)
                 Launch(settings, seed, workload, hosts, folder, display, runs).run()
+    shown = (*POLICIES, AGAIN)
+    runs.sort(key=lambda run: (run.seed, shown.index(run.policy) if run.policy in shown else len(shown)))
     result = {**facts, "commit": commit(), "machine": machine(), **summarise(runs)}
     folder.write_result(result)
     write_report(folder.path / "report.html", runs, result, moves=lambda run: moves(scenario, run, settings))

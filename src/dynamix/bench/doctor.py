@@ -55,6 +55,8 @@ def _extras() -> list[tuple[str, bool, str]]:
     rows = []
     for extra, modules in _EXTRAS.items():
         missing = [name for name in modules if find_spec(name) is None]
-        detail = f'{", ".join(missing)} missing: pip install "dynamix-train[{extra}]"' if missing else ", ".join(modules)
+        detail = (
+            f'{", ".join(missing)} missing: pip install "dynamix-train[{extra}]"' if missing else ", ".join(modules)
+        )
         rows.append((extra, not missing, detail))
     return rows

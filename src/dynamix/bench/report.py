@@ -135,7 +135,8 @@ def _plot_time(runs: Sequence[Run]) -> Figure:
                 base = base + np.array(values)
         axes.set(title=run.policy, xlabel="worker", xticks=range(len(run.batch_sizes)))
     panels[0].set(ylabel="seconds per step")
-    panels[0].legend(frameon=False, fontsize=8)
+    if panels[0].containers:
+        panels[0].legend(frameon=False, fontsize=8)
     return figure
 
 

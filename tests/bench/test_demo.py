@@ -1,0 +1,98 @@
+"""The demo through real namespaces, control groups and gloo processes. Needs root; in CI a skip is a failure."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from dynamix.bench.demo import AGAIN, POLICIES, Settings, run_demo
+from dynamix.bench.display import Display
+from dynamix.bench.reference import Reference
+from dynamix.emulator import host_speeds, load_scenario, probe_mechanisms
+from dynamix.errors import WorkerLostError
+from dynamix.telemetry.events import read_events
+from dynamix.telemetry.run_folder import RunFolder
+from dynamix.window import Bounds, Window
+
+
+@pytest.fixture(scope="module")
+def privileged():
+    found = probe_mechanisms()
+    missing = "; ".join(why for name in ("network", "cpu") for ok, why in [found[name]] if not ok)
+    if missing and (os.environ.get("CI") == "true" or os.environ.get("DYNAMIX_REQUIRE_EMULATOR") == "1"):
+        pytest.fail(f"the demo's smoke run is required here, but: {missing}")
+    if missing:
+        pytest.skip(missing)
+
+
+def ranks_of(pid):
+    children = psutil.Process(pid).children(recursive=True)
+    return [c for c in children if "dynamix.bench.demo_worker" in " ".join(c.cmdline())]
+
+
+@pytest.mark.emulator
+@pytest.mark.multiproc
+@pytest.mark.slow
+def test_the_demo_runs_every_policy_to_its_end_and_leaves_a_complete_folder(privileged, tmp_path):
+    command = [sys.executable, "-m", "dynamix.cli", "demo", "--quick", "--json", "--out", str(tmp_path / "run")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=115, check=False)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result == json.loads((tmp_path / "run" / "result.json").read_text())
+    assert set(result["policies"]) == set(POLICIES)
+    for policy in result["policies"].values():
+        assert policy["steps"] == [16]
+        assert sum(policy["batch_sizes"][0]) >= 4 * 8
+    static = result["policies"]["static"]
+    assert static["batch_sizes"] == [[128, 128, 128, 128]]
+    assert result["policies"]["reference"]["batch_sizes"] != static["batch_sizes"]
+    assert result["mechanisms"]["network"] == "netns+veth"
+    assert result["scenario_sha256"] == load_scenario("demo").sha256
+    events = read_events(tmp_path / "run" / "events.jsonl")
+    assert {e["policy"] for e in events} == set(POLICIES)
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["command"] == "demo --quick"
+    assert "<svg" in (tmp_path / "run" / "report.html").read_text()
+
+
+class KillsARank(Display):
+    """Watches the demo and kills one rank once training goes on."""
+
+    killed: psutil.Process | None = None
+
+    def update(self, runs):
+        if self.killed is None and runs and runs[-1].step:
+            self.killed = ranks_of(os.getpid())[2]
+            self.killed.send_signal(signal.SIGKILL)
+
+
+@pytest.mark.emulator
+@pytest.mark.multiproc
+@pytest.mark.slow
+def test_a_rank_that_dies_ends_the_demo_with_an_error_that_names_it(privileged, tmp_path):
+    settings = Settings(quick=True, steps=100_000, policies=("static",))
+    with pytest.raises(WorkerLostError, match="rank"):
+        run_demo(settings, RunFolder("demo", tmp_path / "run"), display=KillsARank(target=1.0))
+    assert ranks_of(os.getpid()) == []
+
+
+def test_several_seeds_add_the_a_a_partner_and_rotate_the_order():
+    assert AGAIN not in Settings().order(0)
+    settings = Settings(seeds=5)
+    orders = [settings.order(seed) for seed in range(5)]
+    assert {order[0] for order in orders} == {*POLICIES, AGAIN}
+
+
+def test_the_reference_follows_the_scenario_at_a_constant_global_batch():
+    now = {"s": 0.0}
+    reference = Reference("demo", seed=3, clock=lambda: now["s"])
+    window = Window.of([128] * 4, compute=0.2, steps=5)
+    for time_s in (1.0, 16.0, 31.0, 46.0):
+        now["s"] = time_s
+        sizes = reference.decide(window, Bounds.of(4, 8, 512))
+        speeds = host_speeds(load_scenario("demo"), time_s, 3)
+        assert sizes.sum() == 512
+        assert sizes.tolist() == pytest.approx([512 * v / sum(speeds) for v in speeds], abs=1)
