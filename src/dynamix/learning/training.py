@@ -27,17 +27,17 @@ class TrainingConfig:
     """The recipe. Seeds of training clusters are derived from `seed`; validation and test seeds never meet them."""
 
     workers: tuple[int, ...] = (2, 4, 8, 16, 32)
-    rows: int = 512  # clusters * W per environment
+    rows: int = 256  # clusters * W per environment
     intervals: tuple[int, ...] = (5, 5, 10)
     delays: tuple[int, ...] = (1, 1, 4)
-    clone_rounds: int = 12
-    clone_windows: int = 48
-    clone_epochs: int = 3
-    clone_keep: int = 6  # rounds of data kept
+    clone_rounds: int = 10
+    clone_windows: int = 40
+    clone_epochs: int = 2
+    clone_keep: int = 4  # rounds of data kept
     clone_rate: float = 2e-3
-    ppo_updates: int = 30
+    ppo_updates: int = 40
     ppo_windows: int = 24
-    ppo_rate: float = 1e-4
+    ppo_rate: float = 2e-4
     gamma: float = 0.5  # a decision's effect is over within a few windows
     anchor_weight: float = 0.002
     validate_every: int = 5
@@ -54,8 +54,15 @@ def train(config: TrainingConfig | None = None, seed: int = 0, *, progress: Prog
 
     `progress(what, fraction done)` is called now and then. The checkpoint kept is the best on validation clusters.
     """
-    c = config or TrainingConfig()
-    tell = progress or (lambda what, fraction: None)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the order of sums, hence the weights, must not depend on the machine's cores
+    try:
+        return _train(config or TrainingConfig(), seed, progress or (lambda what, fraction: None))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _train(c: TrainingConfig, seed: int, tell: Progress) -> LearnedPolicy:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         net = ResidualNet(hidden=c.hidden)
