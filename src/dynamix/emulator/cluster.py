@@ -255,8 +255,10 @@ class Emulation:
         environment = {"PATH": os.environ.get("PATH", ""), keeper.MARK: self.name}
         null = subprocess.DEVNULL
         for d in range(len(self.scenario.disturbances)):
-            spin = [sys.executable, "-I", "-S", "-c", "import os\nos.kill(os.getpid(), 19)\nwhile True: pass"]
-            self._spinners.append(self._start(0, f"noise{d}-host0", spin, environment, "/", null, null))
+            spin = [sys.executable, "-I", "-S", "-c", "while True: pass"]
+            spinner = self._start(0, f"noise{d}-host0", spin, environment, "/", null, null)
+            _signal_group(spinner, signal.SIGSTOP)
+            self._spinners.append(spinner)
 
     def _apply(self) -> None:
         """Sets every limit to what the schedule says now."""

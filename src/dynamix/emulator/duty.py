@@ -45,8 +45,8 @@ class Group:
                 spent += max(0.0, now - before)
                 self.used_s[pid] = now
         self.bucket_s = min(self.bucket_s + self.cores * elapsed_s, self.cores * PERIOD_S) - spent
-        if self.bucket_s < 0 and not self.stopped:
-            self.signal(stop=True)
+        if self.bucket_s < 0:
+            self.signal(stop=True)  # again every time: somebody else may have continued it
         elif self.bucket_s >= 0 and self.stopped:
             self.signal(stop=False)
 

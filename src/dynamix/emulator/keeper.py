@@ -19,7 +19,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 
 MARK = "DYNAMIX_EMULATED"
@@ -70,14 +70,19 @@ def marked_processes() -> dict[str, list[int]]:
     return found
 
 
-def remove(name: str, roots: Iterable[Path], *, timeout_s: float = 10.0) -> bool:
+def remove(name: str, roots: Sequence[Path], *, timeout_s: float = 10.0) -> bool:
     """Kills every process of emulation `name` and removes its control groups below `roots`. True when all is gone."""
     deadline = time.monotonic() + timeout_s
     while True:
         groups = [root / name for root in roots if (root / name).is_dir()]
         pids = set(marked_processes().get(name, []))
         for group in groups:
-            pids |= {pid for procs in group.rglob("cgroup.procs") for pid in _pids_in(procs)}
+            inside = {pid for procs in group.rglob("cgroup.procs") for pid in _pids_in(procs)}
+            for pid in inside:
+                # Out first: throttled they die slowly, and a zombie that init has not reaped yet holds its group.
+                with contextlib.suppress(OSError):
+                    (group.parent / "cgroup.procs").write_text(str(pid))
+            pids |= inside
         for pid in pids - {os.getpid()}:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
@@ -92,9 +97,8 @@ def remove(name: str, roots: Iterable[Path], *, timeout_s: float = 10.0) -> bool
         time.sleep(0.02)
 
 
-def sweep(roots: Iterable[Path]) -> list[str]:
+def sweep(roots: Sequence[Path]) -> list[str]:
     """Removes what emulations left whose owner is provably gone; returns their names. Leaves living ones alone."""
-    roots = list(roots)
     names = set(marked_processes())
     for root in (*roots, private_folder("").parent):
         with contextlib.suppress(OSError):
@@ -130,7 +134,7 @@ def main(name: str, roots: list[str]) -> None:
             if os.read(0, 1):
                 return
             break
-    remove(name, map(Path, roots))
+    remove(name, [Path(root) for root in roots], timeout_s=60.0)
 
 
 if __name__ == "__main__":

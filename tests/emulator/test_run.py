@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+import io
+import json
+import socket
+from pathlib import Path
+
+import pytest
+
+from dynamix.emulator import emulate, probe_mechanisms
+from dynamix.emulator.control import request
+from dynamix.emulator.run import is_connected
+from dynamix.errors import ConfigError, EmulationError, ScenarioError
+from tests.emulator.conftest import PYTHON
+
+TWO = {"hosts": [{"cpu": 0.3}, {"cpu": 0.3}]}
+ASK = """
+import os, socket
+link = socket.socket(socket.AF_UNIX); link.connect(os.environ["DYNAMIX_EMULATOR_CONTROL"])
+link.sendall(b"COMMAND\\n"); print(link.recv(100).decode()); import time; time.sleep(0.5)
+"""
+
+
+@pytest.mark.parametrize(
+    "mechanism", [pytest.param("privileged", marks=pytest.mark.emulator), pytest.param("duty-cycle")]
+)
+def test_a_run_is_recorded_and_the_worst_rank_decides(
+    tmp_path: Path, mechanism: str, request: pytest.FixtureRequest
+) -> None:
+    if mechanism == "privileged":
+        request.getfixturevalue("privileged")
+    program = "import os, sys; print('hello from', os.environ['RANK']); sys.exit(4 * int(os.environ['RANK']))"
+    shown = io.StringIO()
+    result = emulate(
+        TWO, [*PYTHON, program], seed=5, out=tmp_path / "run", throttle_after_s=0, mechanism=mechanism, echo=shown  # type: ignore[arg-type]
+    )  # fmt: skip
+    assert (result["exit_code"], result["exit_codes"]) == (4, [0, 4])
+    assert json.loads((tmp_path / "run/result.json").read_text()) == result
+    described = json.loads((tmp_path / "run/run.json").read_text())
+    assert described["cluster"] == "emulator"
+    assert described["mechanisms"]["cpu"].startswith("cgroup" if mechanism == "privileged" else "duty-cycle")
+    assert described["seeds"] == [5]
+    assert len(described["scenario_sha256"]) == 64
+    assert "torch" in described["versions"]
+    assert "hello from 0" in shown.getvalue()
+    assert "rank 1 ended with 4" in shown.getvalue()
+
+
+def test_a_job_starts_its_own_limits(tmp_path: Path) -> None:
+    program = ASK.replace("COMMAND", "start-clock")
+    result = emulate(TWO, [*PYTHON, program], out=tmp_path / "run", mechanism="duty-cycle", echo=None)
+    assert result["exit_code"] == 0
+    assert result["limited_after_s"] < 10
+    assert (tmp_path / "run/rank0.out").read_text() == "ok\n"
+
+
+def test_the_control_socket_refuses_what_it_does_not_know(tmp_path: Path) -> None:
+    program = ASK.replace("COMMAND", "self-destruct")
+    emulate(TWO, [*PYTHON, program], out=tmp_path / "run", mechanism="duty-cycle", echo=None, throttle_after_s=60)
+    assert (tmp_path / "run/rank0.out").read_text() == "unknown command 'self-destruct'\n"
+
+
+def test_control_outside_an_emulation_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DYNAMIX_EMULATOR_CONTROL", raising=False)
+    assert not request("start-clock")
+    with pytest.raises(ConfigError, match="throttle, unthrottle, start-clock"):
+        request("explode")
+    monkeypatch.setenv("DYNAMIX_EMULATOR_CONTROL", "/nowhere/socket")
+    with pytest.raises(EmulationError, match="owner"):
+        request("throttle")
+
+
+def test_a_program_that_does_not_exist(tmp_path: Path) -> None:
+    result = emulate(TWO, ["no-such-program"], out=tmp_path / "run", mechanism="duty-cycle", echo=None)
+    assert result["exit_code"] == 127
+    assert "no-such-program" in (tmp_path / "run/rank0.err").read_text()
+
+
+def test_a_timeout_ends_the_job(tmp_path: Path) -> None:
+    program = [*PYTHON, "import time; time.sleep(600)"]
+    result = emulate(TWO, program, out=tmp_path / "run", mechanism="duty-cycle", echo=None, timeout_s=1.0)
+    assert result["exit_codes"] == [-15, -15]
+    assert result["exit_code"] == 143
+
+
+def test_bad_input_makes_no_folder(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    for scenario, command, error in [
+        ({"hosts": [{"cpu": 0}]}, ["true"], ScenarioError),
+        ("no-such-scenario", ["true"], ScenarioError),
+        (TWO, [], ConfigError),
+    ]:
+        with pytest.raises(error):
+            emulate(scenario, command, out=out)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="throttle_after_s"):
+        emulate(TWO, ["true"], out=out, throttle_after_s=-1)
+    assert not out.exists()
+
+
+def test_a_connection_is_noticed() -> None:
+    import os
+
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()):
+        assert is_connected(os.getpid(), own_host=False)
+    assert not is_connected(os.getpid(), own_host=True)  # still in its parent's namespace
+
+
+@pytest.mark.emulator
+@pytest.mark.usefixtures("privileged")
+def test_limits_begin_once_every_rank_is_connected(tmp_path: Path) -> None:
+    program = """
+import os, socket, time
+address = (os.environ["MASTER_ADDR"], 5000)
+time.sleep(1)
+if os.environ["RANK"] == "0":
+    peer, _ = socket.create_server(address).accept()
+else:
+    while True:
+        try:
+            peer = socket.create_connection(address, 1); break
+        except OSError:
+            time.sleep(0.05)
+time.sleep(1.5)
+"""
+    result = emulate(TWO, [*PYTHON, program], out=tmp_path / "run", mechanism="privileged", echo=None)
+    assert result["exit_code"] == 0
+    assert 0.9 < result["limited_after_s"] < 2.6
+
+
+def test_probing_says_what_is_missing_and_leaves_nothing() -> None:
+    before = [name for _, name in socket.if_nameindex()]
+    found = probe_mechanisms()
+    assert set(found) == {"network", "cpu", "duty-cycle", "rate", "delay"}
+    assert found["duty-cycle"][0]
+    assert all(text for _, text in found.values())
+    assert [name for _, name in socket.if_nameindex()] == before
