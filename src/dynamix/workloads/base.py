@@ -80,7 +80,7 @@ def accuracy(logits: Tensor, targets: Tensor) -> float:
     return float((logits.argmax(-1) == targets).float().mean())
 
 
-def score(workload: Workload, model: nn.Module, data: Arrays, *, rows: int = 1000) -> float:
+def score(workload: Workload, model: nn.Module, data: Arrays, *, rows: int = 250) -> float:
     """The workload's metric of `model` on `data`, `rows` samples at a time; the model's mode is put back."""
     training = model.training
     model.eval()
