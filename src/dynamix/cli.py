@@ -9,7 +9,7 @@ import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn, cast
 
 import typer
 
@@ -119,6 +119,11 @@ def emulate(
     context: typer.Context,
     scenario: Annotated[str, typer.Argument(help="Shipped scenario or YAML file.")],
     seed: Annotated[int, typer.Option(help="Of the disturbance.")] = 0,
+    throttle_after: Annotated[
+        float | None, typer.Option(help="Seconds until limits start; default: once all ranks hold a connection.")
+    ] = None,
+    timeout: Annotated[float | None, typer.Option(help="Seconds until everything is ended; default: none.")] = None,
+    mechanism: Annotated[str, typer.Option(help="auto, privileged (root) or duty-cycle (no root).")] = "auto",
     out: Out = None,
     as_json: Json = False,
 ) -> None:
@@ -128,7 +133,15 @@ def emulate(
 
     if not context.args:
         raise ConfigError("command", "", "a command after --", "dynamix emulate demo -- python train.py")
-    result = run_emulated(scenario, context.args, seed=seed, out=out)
+    result = run_emulated(
+        scenario,
+        context.args,
+        seed=seed,
+        out=out,
+        throttle_after_s=throttle_after,
+        timeout_s=timeout,
+        mechanism=mechanism,
+    )
     if as_json:
         _print(result)
     raise typer.Exit(int(result["exit_code"]))

@@ -14,7 +14,7 @@ import torch
 
 from dynamix.learning.evaluation import evaluate
 from dynamix.learning.ppo import PPO, Act, PPOConfig, Rollout
-from dynamix.policies.learned import DELTA_LIMIT, GROWTH_LIMIT, LearnedPolicy, ResidualNet, read_description
+from dynamix.policies.learned import DELTA_LIMIT, GROWTH_LIMIT, TRUST, LearnedPolicy, ResidualNet, read_description
 from dynamix.policies.proportional import fill_unknown
 from dynamix.simulator import ClusterEnv, LaggedReference, sample_clusters
 from dynamix.window import Floats, Ints, Window, project
@@ -86,7 +86,9 @@ def _train(c: TrainingConfig, seed: int, tell: Progress) -> LearnedPolicy:
                 if score > best_score:
                     best, best_score = copy.deepcopy(net), score
                 tell(f"PPO {i + 1}: {score:.4f}", 0.5 + 0.5 * (i + 1) / c.ppo_updates)
-    return LearnedPolicy(best, about={"training": dataclasses.asdict(c), "seed": seed, "validation": scores})
+    return LearnedPolicy(
+        best, about={"training": dataclasses.asdict(c), "seed": seed, "validation": scores, "trust": TRUST}
+    )
 
 
 def train_and_save(
@@ -94,7 +96,7 @@ def train_and_save(
 ) -> dict[str, Any]:
     """Train, evaluate on the test seeds (never used before), write the policy file; returns its description."""
     policy = train(config, seed, progress=progress)
-    figures = evaluate({"dynamix": lambda _: LearnedPolicy(policy.net)}, TEST_SEEDS)
+    figures = evaluate({"dynamix": lambda _: LearnedPolicy(policy.net, about=policy.about)}, TEST_SEEDS)
     policy.about["evaluation"] = {"seeds": list(TEST_SEEDS), "time_of_lagged_reference_over_time": figures}
     policy.save(path)
     return show(path)

@@ -25,6 +25,9 @@ from dynamix.window import FEATURE_SCHEMA, FEATURES, Bounds, Floats, Ints, Windo
 POLICY_SCHEMA = 1
 # A decision may move a share by e^+-1.5 and the global batch by e^+-0.5; the global batch stays within 8x of B0.
 DELTA_LIMIT, GROWTH_LIMIT, GLOBAL_RANGE = 1.5, 0.5, 8.0
+# What a trained policy keeps to in service. Where fixed costs dominate (8 samples on a throttled host) an unlimited one
+# overshot and swung between two allocations; in simulation the limit costs 0.1 % (docs/design/learning.md).
+TRUST = 0.3
 PRETRAINED = Path(__file__).parent / "pretrained" / "dynamix.safetensors"
 
 
@@ -74,11 +77,13 @@ class LearnedPolicy:
     def __init__(self, net: ResidualNet | None = None, *, about: dict[str, Any] | None = None) -> None:
         self.net = (net or ResidualNet()).eval()
         self.about = about or {}
+        self.trust = float(self.about.get("trust", DELTA_LIMIT))
         self.memory = Memory()
 
     def decide(self, window: Window, bounds: Bounds) -> Ints:
         observed = self.observe(window)
         delta, growth = self.act(observed, window.batch_size > 0)
+        delta = np.clip(delta - delta.mean(-1, keepdims=True), -self.trust, self.trust)
         return self.allocate(window, bounds, delta, growth)
 
     def observe(self, window: Window) -> NDArray[np.float32]:
