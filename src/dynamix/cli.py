@@ -140,7 +140,7 @@ def emulate(
         out=out,
         throttle_after_s=throttle_after,
         timeout_s=timeout,
-        mechanism=mechanism,
+        mechanism=cast(Any, mechanism),
     )
     if as_json:
         _print(result)
