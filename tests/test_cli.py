@@ -44,7 +44,7 @@ def test_version_is_printed_by_the_installed_command():
         (["demo", "--seeds", "0"], ["seeds=0", "1 or more"]),
         (["demo", "--steps", "0"], ["steps=0", "1 or more"]),
         (["demo", "--seed", "9001"], ["seed=9001", "another"]),
-        (["demo", "--seed", "-1"], ["seed=-1", "0 or more"]),
+        (["demo", "--seed", "-1"], ["seed=-1", "0 to 2147483647"]),
         (["demo", "--scenario", "nowhere"], ["scenario='nowhere'", "demo"]),
         (["demo", "--policy", "missing.safetensors"], ["missing.safetensors", "existing file"]),
         (["emulate", "demo"], ["command", "after --"]),

@@ -95,15 +95,22 @@ def demo(
     steps: Annotated[int | None, typer.Option(help="End every run after so many steps, not at the target.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Smoke run: seconds per policy, no meaningful times.")] = False,
     scenario: Annotated[str, typer.Option(help="Shipped scenario or YAML file.")] = "demo",
+    reference: Annotated[
+        bool,
+        typer.Option("--reference", help="Also run exact shares from the scenario file (always with --seeds > 1)."),
+    ] = False,
     policy_file: Annotated[str | None, typer.Option("--policy", help="Learned policy file to use as dynamix.")] = None,
     out: Out = None,
     as_json: Json = False,
 ) -> None:
     """Train a real model on an emulated uneven cluster under one policy after the other; table and report.html."""
-    from dynamix.bench.demo import Settings, run_demo
+    from dynamix.bench.demo import POLICIES, Settings, run_demo
     from dynamix.telemetry.run_folder import RunFolder
 
-    settings = Settings(scenario=scenario, seeds=seeds, seed=seed, steps=steps, quick=quick, policy=policy_file)
+    policies = POLICIES if reference or quick or seeds > 1 else tuple(name for name in POLICIES if name != "reference")
+    settings = Settings(
+        scenario=scenario, seeds=seeds, seed=seed, steps=steps, quick=quick, policies=policies, policy=policy_file
+    )
     settings.check()
     result, reached_end = run_demo(settings, RunFolder("demo", out))
     if as_json:
@@ -113,16 +120,18 @@ def demo(
         raise typer.Exit(1)
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+@app.command(context_settings={"allow_extra_args": True})
 @_guarded
 def emulate(
     context: typer.Context,
     scenario: Annotated[str, typer.Argument(help="Shipped scenario or YAML file.")],
     seed: Annotated[int, typer.Option(help="Of the disturbance.")] = 0,
     throttle_after: Annotated[
-        float | None, typer.Option(help="Seconds until limits start; default: once all ranks hold a connection.")
+        float | None, typer.Option(min=0, help="Seconds until limits start; default: once all ranks hold a connection.")
     ] = None,
-    timeout: Annotated[float | None, typer.Option(help="Seconds until everything is ended; default: none.")] = None,
+    timeout: Annotated[
+        float | None, typer.Option(min=0, help="Seconds until everything is ended; default: none.")
+    ] = None,
     mechanism: Annotated[str, typer.Option(help="auto, privileged (root) or duty-cycle (no root).")] = "auto",
     out: Out = None,
     as_json: Json = False,
@@ -150,7 +159,7 @@ def emulate(
 @bench.command("overhead")
 @_guarded
 def bench_overhead(
-    steps: Annotated[int, typer.Option(help="Steps of the demo's job to time.")] = 200,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of the demo's job to time.")] = 200,
     out: Out = None,
     as_json: Json = False,
 ) -> None:
@@ -187,7 +196,7 @@ def policy_train(
     out: Annotated[Path, typer.Option(help="File to write; a .json beside it says how it was made.")] = Path(
         "policy.safetensors"
     ),
-    seed: Annotated[int, typer.Option(help="Same seed, same weights.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Same seed, same weights.")] = 0,
     as_json: Json = False,
 ) -> None:
     """Learn a policy in the simulator: minutes on 2 cores."""
@@ -206,7 +215,7 @@ def policy_train(
 @_guarded
 def policy_evaluate(
     file: Annotated[str, typer.Argument(help="Policy file, or a policy's name.")] = "dynamix",
-    seed: Annotated[int, typer.Option(help="Of the clusters; the training seeds lie elsewhere.")] = 990_001,
+    seed: Annotated[int, typer.Option(min=0, help="Of the clusters; the training seeds lie elsewhere.")] = 990_001,
     as_json: Json = False,
 ) -> None:
     """Score a policy on simulated clusters against the lagged reference, static and LB-BSP."""

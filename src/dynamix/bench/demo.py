@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import importlib.util
 import json
 import os
 import sys
@@ -66,17 +68,26 @@ class Settings:
             if value < 1:
                 raise ConfigError(name, value, "1 or more", "check the argument")
         used = sorted(set(range(self.seed, self.seed + self.seeds)) & set(TUNING_SEEDS))
-        if self.seed < 0 or used:
-            allowed = f"0 or more, except {', '.join(map(str, TUNING_SEEDS))} (the target was fixed on them)"
+        if not 0 <= self.seed < 2**31 or used:
+            allowed = f"0 to 2147483647, except {', '.join(map(str, TUNING_SEEDS))} (the target was fixed on them)"
             raise ConfigError("seed", used[0] if used else self.seed, allowed, "take another seed")
         check_machine(load_scenario(self.scenario), len(os.sched_getaffinity(0)))
+        for package in ("matplotlib", self.workload):
+            if importlib.util.find_spec(package) is None:
+                raise ConfigError(package, "not installed", "installed", 'pip install "dynamix-train[demo]"')
         for name in self.policies:
             if name != "reference":
                 make_policy(self.policy if name == "dynamix" and self.policy else name)
 
     def order(self, seed: int) -> list[str]:
-        """Random balanced order of this seed's runs; with several pairs static runs twice (the A/A pair)."""
+        """Random balanced order of this seed's runs; with several pairs static runs twice (the A/A pair).
+
+        A single seed compares nothing that a drift of the machine could not explain, so there the order is the plain
+        one: static first, whose time bounds the others.
+        """
         names = list(self.policies)
+        if self.seeds == 1 and "reference" not in names:
+            return names
         if self.seeds > 1 and "static" in names:
             names.append(AGAIN)
         return balanced_order(names, seed)
@@ -139,8 +150,20 @@ def _facts(settings: Settings, scenario: Scenario, target: float) -> dict[str, A
         "target": target,
         "seeds": list(seeds),
         "order": {str(seed): settings.order(seed) for seed in seeds},
-        "settings": {"batch_size": settings.batch_size, "interval": settings.interval, "lr_rule": settings.lr_rule},
+        "settings": {
+            "batch_size": settings.batch_size,
+            "interval": settings.interval,
+            "lr_rule": settings.lr_rule,
+            "policy": _policy_file(settings.policy),
+        },
     }
+
+
+def _policy_file(path: str | None) -> dict[str, str] | None:
+    """Which file ran as "dynamix", if not the shipped one."""
+    if path is None or not Path(path).is_file():
+        return None if path is None else {"name": path}
+    return {"name": path, "sha256": hashlib.sha256(Path(path).read_bytes()).hexdigest()}
 
 
 def _say_end(display: Display, runs: Sequence[Run], result: dict[str, Any], folder: RunFolder) -> None:

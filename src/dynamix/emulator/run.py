@@ -47,6 +47,8 @@ def emulate(
         raise ConfigError("command", "", "a program and its arguments", "dynamix emulate demo -- python train.py")
     if throttle_after_s is not None and not 0 <= throttle_after_s < float("inf"):
         raise ConfigError("throttle_after_s", throttle_after_s, "0 or more", "use 0 to limit ranks from birth")
+    if mechanism not in ("auto", "privileged", "duty-cycle"):
+        raise ConfigError("mechanism", mechanism, "auto, privileged, duty-cycle", "use auto")
     loaded = load_scenario(scenario)
     check_machine(loaded, len(os.sched_getaffinity(0)))
     folder = RunFolder("emulate", out)

@@ -185,8 +185,11 @@ def _visits(hosts: int, key: str, visit: int) -> int:
 
 
 def _read(source: str | Path) -> Any:
-    import yaml
-
+    try:
+        import yaml
+    except ImportError as error:
+        fix = 'pip install "dynamix-train[emulator]"'
+        raise ScenarioError("scenario", str(source), "readable once PyYAML is installed", fix) from error
     if isinstance(source, str) and source in shipped_scenarios():
         text = (resources.files("dynamix.emulator") / "scenarios" / f"{source}.yaml").read_text("utf-8")
     else:
