@@ -83,6 +83,7 @@ class Channel:
         self.rank = 0 if group is None else dist.get_rank(group)
         self.root = 0 if group is None else dist.get_global_rank(group, 0)
         self.waited_s = 0.0
+        self.failed: DynamixError | None = None
         self._rounds: queue.SimpleQueue[_Round] = queue.SimpleQueue()
         if group is not None and self.rank == 0:
             threading.Thread(target=self._decide_all, name="dynamix-decide", daemon=True).start()
@@ -167,15 +168,22 @@ class _Round:
         if self.published.is_set():
             return  # the policy was still busy with an earlier window: this one was answered "late" already
         try:
+            if self.channel.failed is not None:
+                raise self.channel.failed
             message = self.channel.decide(torch.stack(self.rows).numpy())
         except Exception as error:  # whatever the policy raised is raised again, in the training thread
             self.error = error if isinstance(error, DynamixError) else DynamixError(f"the policy failed: {error!r}")
-            self.error.__cause__ = error
+            if self.error is not error:
+                self.error.__cause__ = error
+            # Raised here, or at the next window if this one has been answered "late" already.
+            self.channel.failed = self.error
             message = self.channel.keep(Kind.FAILED)
         try:
             self.channel.after(self._publish(message))
         except (RuntimeError, ValueError) as error:  # ValueError: the job destroyed its process groups meanwhile
             self.error = self.error or _lost(error)
+        except Exception as error:  # the events file cannot be written, say: the thread must live, the job must know
+            self.channel.failed = DynamixError(f"events of the last window could not be written: {error!r}")
 
     def _publish(self, message: Message) -> Message:
         with self.lock:
@@ -186,8 +194,8 @@ class _Round:
             return Message.unpack(self.out)
 
     def finish(self) -> None:
+        self.gather.wait()  # patience is for the policy, not for the slowest rank
         if not self.published.wait(PATIENCE_S):
-            self.gather.wait()
             self._publish(self.channel.keep(Kind.LATE))
         if self.error is not None:
             raise self.error

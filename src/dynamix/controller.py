@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -167,6 +168,7 @@ class Controller:
         """
         if partition == "contiguous" and not self._per_epoch:
             self._per_epoch, self._decider.slack = True, 0  # regions are cut once per epoch, so decisions are too
+        self._bound_by(len(dataset))
         sampler = BatchSampler(
             len(dataset),
             self._allocations,
@@ -250,8 +252,10 @@ class Controller:
             self._pairs = ConsecutiveNoise()
             optimizer.register_step_pre_hook(self._observe_pair)
         model.register_forward_pre_hook(self._before_forward)
-        if "hook" in self._state:
+        if self._state.get("hook") is not None:
             self._attached.load_state_dict(self._state.pop("hook"))
+        if "recorder" in self._state:
+            self._recorder.load_state_dict(self._state.pop("recorder"))
         return model
 
     def scheduler(self, scheduler: Any, *, nominal_batch_size: int | None = None) -> SampleSchedule:
@@ -317,7 +321,9 @@ class Controller:
         if self._attached is not None:
             self._attached.step_done()
         first = plan.index + 1 - self.accumulate
-        self._recorder.step_done(keep=plan.regular and first >= self._opens, first_of_epoch=plan.start == 0)
+        self._recorder.step_done(
+            keep=plan.regular and first >= self._opens, first_of_epoch=plan.start == int(plan.group[: plan.micro].sum())
+        )
         for schedule in self._schedules:
             schedule.advance(step_samples)
         self._settle()
@@ -368,6 +374,7 @@ class Controller:
             "shared": [list(entry) for entry in self._shared],
             "counters": [self._window, self._steps, self._opens, self._samples],
             "base_batch": self.base_batch,
+            "accumulate": self.accumulate,
             "recorder": self._recorder.state_dict(),
             "schedules": [schedule.state_dict() for schedule in self._schedules],
             "hook": None if self._attached is None else self._attached.state_dict(),
@@ -390,17 +397,23 @@ class Controller:
         consumed = 0 if state["source"] is None else state["source"]["consumed"]
         if same:
             self._allocations.load_state_dict(state["allocations"])
+            sizes = self._allocations.at(2**62)  # the newest, pending or in force
+            if not np.array_equal(sizes, project(sizes, self.bounds)):
+                self._allocations.reset(consumed, project(sizes, self.bounds))  # bounds were changed meanwhile
+                self._opens = consumed
             self.policy.load_state_dict(state["policy"])
             self._recorder.load_state_dict(state["recorder"])
             self._rng = state["rng"] if state["rank"] == self.rank else None
         else:
             before = Allocations.from_state(state["allocations"])
-            total = int(before.at(consumed).sum())
+            total = int(before.at(consumed).sum()) * state["accumulate"] // self.accumulate
             self._allocations.reset(consumed, project(np.ones(self.world_size), self.bounds, total=total))
             self._opens = consumed
         for schedule, saved in zip(self._schedules, state["schedules"], strict=False):
             schedule.load_state_dict(saved)
         self._state = {"source": state["source"], "schedules": state["schedules"], "hook": state["hook"]}
+        if same and self._attached is None:
+            self._state["recorder"] = state["recorder"]
         if self._source is not None and self._state["source"] is not None:
             self._source.load_state_dict(self._state.pop("source"))
         if self._attached is not None and self._state["hook"] is not None:
@@ -456,7 +469,9 @@ class Controller:
         """How the gradient now being reduced is weighted."""
         plan = self._need_source().plan()
         total = float(plan.group.sum()) / self.accumulate
-        kept = plan.regular and plan.index - plan.micro >= self._opens and not self._channel.pending
+        # Agreed values only: what is pending here may be settled on another rank, and all must reduce alike.
+        open_from = max(self._opens, self._decider.closing.consumed + self.accumulate)
+        kept = plan.regular and plan.index - plan.micro >= open_from
         return Share(float(plan.counts[self.rank]), total, kept, self._loss_weight.applied)
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
@@ -483,11 +498,20 @@ class Controller:
             return
         self._recorder.gradients_ready()
         self._recorder.reduced()
+        self._weight_tail()
         gradients = [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
         pair = self._pairs.observe([g for g in gradients if not g.is_sparse], float(self._source.plan().group.sum()))
         if pair is not None:
             self._recorder.add("pair_noise", pair[0])
             self._recorder.add("pair_signal", pair[1])
+
+    def _weight_tail(self) -> None:
+        """Without a hook, what the hook's weight does for unequal micro-batches (after clipping, if there is any)."""
+        plan = self._need_source().plan()
+        mine = plan.group[:, self.rank].astype(np.float64)
+        hooked = self._attached is None or self._attached.hook is not None
+        if not hooked and self._loss_weight.applied is None and (mine != mine[0]).any():
+            self._attached.scale_gradients(float(mine[-1] / mine.mean()))
 
     def _tail_factor(self, plan: StepPlan) -> float:
         """The hook sees only the sum over micro-batches, so unequal ones are brought to the last one's weight."""
@@ -495,6 +519,13 @@ class Controller:
             return 1.0
         now, following = (float(plan.group[i, self.rank]) for i in (plan.micro, plan.micro + 1))
         return now / following if following else 1.0
+
+    def _bound_by(self, samples: int) -> None:
+        """No global step may outgrow the data set: every step would be a tail, and no window would ever close."""
+        quantum = self.bounds.quantum
+        most = max(samples // self.accumulate // quantum * quantum, int(np.max(self.bounds.total_low)))
+        total_high = np.minimum(self.bounds.total_high, most)
+        self.bounds = self._decider.bounds = dataclasses.replace(self.bounds, total_high=total_high)
 
     def _adopt(self, source: Source) -> Source:
         if self._source is not None:

@@ -53,13 +53,13 @@ class Decider:
         self.replay, self.events = replay, events
         self.noise_scale = NoiseScale()
         self.closing = Closing(0, bounds.low, 0, 0, 0.0, 0, 0)
-        self._window: Window | None = None
+        self._decided: tuple[Closing, Window] | None = None
         self._started = time.perf_counter()
 
     def decide(self, rows: Floats) -> Message:
         """Rows (W, n) of `observation.ROW` to the message of this window."""
         closing = self.closing
-        self._window = window = assemble(
+        window = assemble(
             rows,
             noise_scale=self.noise_scale,
             sizes=closing.sizes,
@@ -68,6 +68,7 @@ class Decider:
             micro_batches=self.accumulate,
             base_batch=self.base_batch,
         )
+        self._decided = closing, window
         if self.replay is not None:
             if closing.window_index in self.replay:
                 return self._message(Kind.NEW, *self.replay[closing.window_index])
@@ -88,14 +89,15 @@ class Decider:
 
     def write_event(self, message: Message) -> None:
         """One line of events.jsonl, after the message went out."""
-        if self.events is not None and self._window is not None:
+        if self.events is not None and self._decided is not None:
+            closing, window = self._decided  # training has gone on: `self.closing` may be the next one already
             self.events.write(
-                window_index=self.closing.window_index,
-                window=self._window.to_dict(),
+                window_index=closing.window_index,
+                window=window.to_dict(),
                 allocation=message.sizes.tolist(),
                 from_step=message.from_step,
                 decision=message.kind.name.lower(),
-                samples_seen=self.closing.samples,
+                samples_seen=closing.samples,
                 time_s=time.perf_counter() - self._started,
             )
 

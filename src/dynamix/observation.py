@@ -18,7 +18,7 @@ from dynamix.window import PER_WORKER, Floats, Window
 ACCURACY_ROWS = 256
 _DERIVED = ("wait", "communication")  # known only when all rows are together
 ROW = (
-    *("issued", "count", "weight", "global_norm_sq", "pair_noise", "pair_signal"),
+    *("issued", "count", "weight", "measured_in", "global_norm_sq", "pair_noise", "pair_signal"),
     *(name for name in PER_WORKER if name not in _DERIVED),
 )
 _SUMMED = {"local_sq": "gradient_norm_sq", "global_sq": "global_norm_sq"}
@@ -49,6 +49,8 @@ class Recorder:
         self._kept: dict[str, list[Value]] = {}
         self._arriving: _Transfer | None = None
         self._arrived: dict[str, Floats] = {}
+        self._arrived_of: dict[str, float] = {}  # the window those belong to: its number, and this rank's count in it
+        self._windows = 0
         self._before: dict[str, tuple[float, float]] = {}
         self.muted = False
 
@@ -111,8 +113,10 @@ class Recorder:
 
     def row(self, *, issued: int, count: float, weight: float) -> Floats:
         """Close the window: this rank's row, length len(ROW) + steps kept, the tail being comm seconds step by step."""
-        stats = self._collect()
-        known: dict[str, float] = {"issued": issued, "count": count, "weight": weight}
+        self._windows += 1
+        of_window = {"count": count, "weight": weight, "measured_in": float(self._windows)}
+        stats, measured = self._collect(of_window)
+        known: dict[str, float] = {"issued": issued, **of_window, **measured}
         compute = np.array([t.compute for t in self._times])
         known["compute"], known["compute_std"] = _mean(compute), _std(compute)
         known["data"] = _mean(np.array([t.data for t in self._times]))
@@ -138,15 +142,16 @@ class Recorder:
         self._times, self._kept = [], {}
         self._late.clear()
 
-    def _collect(self) -> dict[str, Floats]:
+    def _collect(self, of_window: dict[str, float]) -> tuple[dict[str, Floats], dict[str, float]]:
+        """The newest statistics on the host, and which window they are of."""
         if self.device.type != "cuda":
-            return {name: np.array(series, dtype=np.float64) for name, series in self._kept.items()}
+            return {name: np.array(series, dtype=np.float64) for name, series in self._kept.items()}, of_window
         if self._arriving is not None and self._arriving.ready():
-            self._arrived = self._arriving.values()
+            self._arrived, self._arrived_of = self._arriving.values(), self._arriving.of_window
             self._arriving = None
         if self._arriving is None and self._kept:
-            self._arriving = _Transfer(self._kept, self.device)
-        return self._arrived
+            self._arriving = _Transfer(self._kept, self.device, of_window)
+        return self._arrived, self._arrived_of
 
     def _measured(self, times: StepTimes, first_of_epoch: bool) -> StepTimes:
         """Without what was not measured: starting a loader's iterator is not waiting for data."""
@@ -183,10 +188,11 @@ class Recorder:
 class _Transfer:
     """A device-to-host copy that nobody waits for."""
 
-    def __init__(self, series: dict[str, list[Value]], device: torch.device) -> None:
+    def __init__(self, series: dict[str, list[Value]], device: torch.device, of_window: dict[str, float]) -> None:
+        self.of_window = of_window
         self.lengths = {name: len(values) for name, values in series.items()}
-        values = [v.double() for values in series.values() for v in values if isinstance(v, Tensor)]
-        flat = torch.stack(values).to(device)
+        values = [v for values in series.values() for v in values]
+        flat = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=device) for v in values])
         self.host = torch.empty(flat.shape, dtype=torch.float64, pin_memory=True)
         self.host.copy_(flat, non_blocking=True)
         self.event = torch.cuda.Event()
@@ -207,7 +213,10 @@ def assemble(rows: Floats, *, noise_scale: NoiseScale, sizes: Any, **cluster: fl
     global_sq = _mean(columns["global_norm_sq"])
     if rows.shape[0] > 1:
         # The weight is this rank's part of the mean gradient, n_i/N, whichever side applied it.
-        local = np.where(columns["count"] > 0, columns["gradient_norm_sq"], np.nan)
+        # On CUDA ranks may hold statistics of different windows; those do not go together.
+        together = columns["measured_in"] == columns["measured_in"][0]
+        usable = (columns["count"] > 0) & together.all()
+        local = np.where(usable, columns["gradient_norm_sq"], np.nan)
         noise, signal = NoiseScale.estimate(local, global_sq, columns["count"], columns["weight"])
     else:
         noise, signal = float(columns["pair_noise"][0]), float(columns["pair_signal"][0])

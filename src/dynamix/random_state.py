@@ -13,7 +13,7 @@ def capture() -> dict[str, Any]:
     """The state of every global generator in use."""
     return {
         "python": random.getstate(),
-        "numpy": np.random.get_state(legacy=False),
+        "numpy": _plain(np.random.get_state(legacy=False)),
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
     }
@@ -23,8 +23,15 @@ def restore(state: dict[str, Any]) -> None:
     """Put back what `capture` returned (CUDA only as many devices as this process has)."""
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
-    np.random.set_state(state["numpy"])
-    torch.set_rng_state(state["torch"])
+    saved = state["numpy"]
+    np.random.set_state({**saved, "state": {**saved["state"], "key": np.array(saved["state"]["key"], dtype=np.uint32)}})
+    torch.set_rng_state(state["torch"].cpu())
     if state["cuda"] and torch.cuda.is_available():
-        for device, saved in zip(range(torch.cuda.device_count()), state["cuda"], strict=False):
-            torch.cuda.set_rng_state(saved, device)
+        for device, cuda in zip(range(torch.cuda.device_count()), state["cuda"], strict=False):
+            torch.cuda.set_rng_state(cuda.cpu(), device)
+
+
+def _plain(state: Any) -> dict[str, Any]:
+    """Lists instead of arrays, so that `torch.load(weights_only=True)` takes the file."""
+    inner = {**state["state"], "key": state["state"]["key"].tolist()}
+    return {**state, "state": inner}

@@ -119,6 +119,8 @@ def _average_buffers(
 
     def hook(state: Any, buffers: dict[str, Tensor]) -> None:
         average(state, buffers)
+        if not model.training or attached.recorder.muted:
+            return  # evaluation and discarded passes have no share of their own
         now = share()
         attached.last_weight = now.count / (now.total or 1.0)
 
@@ -176,9 +178,14 @@ class LossWeight:
             return loss * self.applied
         if not isinstance(count, Tensor) and not count >= 0:
             raise ConfigError("count", count, "0 or more", "pass the divisor of this mean loss")
-        return self._apply_counted(loss, plan, torch.as_tensor(count if mine else 0.0, dtype=torch.float64), bool(mine))
+        given = torch.as_tensor(count, dtype=torch.float64)  # on the device it came on, also on an idle rank
+        return self._apply_counted(loss, plan, given if mine else torch.zeros_like(given), bool(mine))
 
     def _apply_counted(self, loss: Tensor, plan: StepPlan, count: Tensor, active: bool) -> Tensor:
+        if plan.micro == 0:  # an accumulation that was broken off leaves counts behind
+            for _, unfinished in self._counted:
+                unfinished.wait()
+            self._counted = []
         total = count.detach().clone()
         handle = self.sum_async(total)
         self._counted.append((total, handle))
