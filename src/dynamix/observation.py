@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,8 @@ from dynamix.window import PER_WORKER, Floats, Window
 
 # argmax over a large vocabulary costs more than it tells: 91 ms for 2048 x 32000 logits on a CPU
 ACCURACY_ROWS = 256
+# Host and network change slower than short windows follow each other, and a sample costs most of what a window costs.
+PROBE_EVERY_S = 1.0
 _DERIVED = ("wait", "communication")  # known only when all rows are together
 ROW = (
     *("issued", "count", "weight", "measured_in", "global_norm_sq", "pair_noise", "pair_signal"),
@@ -51,6 +54,8 @@ class Recorder:
         self._arrived: dict[str, Floats] = {}
         self._arrived_of: dict[str, float] = {}  # the window those belong to: its number, and this rank's count in it
         self._windows = 0
+        self._sampled: dict[str, float] = {}
+        self._sampled_at = -PROBE_EVERY_S
         self._before: dict[str, tuple[float, float]] = {}
         self.muted = False
 
@@ -128,8 +133,12 @@ class Recorder:
             if name in ("loss", "accuracy"):
                 known[f"{name}_std"] = _std(values)
                 known[f"{name}_change"] = self._change(name, known[name], known[f"{name}_std"])
-        for probe in self.probes:
-            known.update(probe.sample())
+        now = time.monotonic()
+        if now - self._sampled_at >= PROBE_EVERY_S:
+            self._sampled_at = now
+            for probe in self.probes:
+                self._sampled.update(probe.sample())
+        known.update(self._sampled)
         steps = min(self.steps, self.limit)
         comm = [t.comm for t in self._times][-steps:] if steps else []
         comm += [float("nan")] * (steps - len(comm))

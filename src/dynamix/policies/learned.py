@@ -106,7 +106,7 @@ class LearnedPolicy:
         mean = np.where(active, delta, 0.0).sum(-1, keepdims=True) / np.maximum(active.sum(-1, keepdims=True), 1)
         delta = np.clip(np.nan_to_num(delta - mean), -DELTA_LIMIT, DELTA_LIMIT)
         growth = np.clip(np.nan_to_num(growth), -GROWTH_LIMIT, GROWTH_LIMIT)
-        measured = np.asarray(np.isfinite(window.seconds_per_sample).any(-1))
+        measured = np.asarray((np.isfinite(window.compute) & active).any(-1))
         speed = fill_unknown(self.memory.speed)
         wish = speed / speed.max(-1, keepdims=True) * np.exp(delta)
         wish = np.where(measured[..., None], wish, np.maximum(window.batch_size, 1e-9))
