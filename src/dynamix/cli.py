@@ -100,6 +100,7 @@ def demo(
         typer.Option("--reference", help="Also run exact shares from the scenario file (always with --seeds > 1)."),
     ] = False,
     policy_file: Annotated[str | None, typer.Option("--policy", help="Learned policy file to use as dynamix.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on in --out, without the seeds it finished.")] = False,
     out: Out = None,
     as_json: Json = False,
 ) -> None:
@@ -112,7 +113,7 @@ def demo(
         scenario=scenario, seeds=seeds, seed=seed, steps=steps, quick=quick, policies=policies, policy=policy_file
     )
     settings.check()
-    result, reached_end = run_demo(settings, RunFolder("demo", out))
+    result, reached_end = run_demo(settings, RunFolder("demo", out, resume=resume))
     if as_json:
         _print(result)
     if not reached_end:

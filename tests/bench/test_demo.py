@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 
 import psutil
 import pytest
@@ -13,7 +14,7 @@ from dynamix.bench.demo import AGAIN, POLICIES, Settings, run_demo
 from dynamix.bench.display import Display
 from dynamix.bench.reference import Reference
 from dynamix.emulator import host_speeds, load_scenario, probe_mechanisms
-from dynamix.errors import WorkerLostError
+from dynamix.errors import ConfigError, WorkerLostError
 from dynamix.telemetry.events import read_events
 from dynamix.telemetry.run_folder import RunFolder
 from dynamix.window import Bounds, Window
@@ -77,6 +78,42 @@ def test_a_rank_that_dies_ends_the_demo_with_an_error_that_names_it(privileged, 
     with pytest.raises(WorkerLostError, match="rank"):
         run_demo(settings, RunFolder("demo", tmp_path / "run"), display=KillsARank(target=1.0))
     assert ranks_of(os.getpid()) == []
+
+
+class Interrupts(Display):
+    """Ctrl-C once the second seed trains."""
+
+    def update(self, runs):
+        if len({run.seed for run in runs}) == 2 and runs[-1].step:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.emulator
+@pytest.mark.multiproc
+@pytest.mark.slow
+def test_an_interrupted_call_keeps_its_finished_seeds_and_goes_on_without_repeating_them(privileged, tmp_path):
+    settings = Settings(quick=True, seeds=2, policies=("static",))
+    folder = RunFolder("demo", tmp_path / "run")
+    with pytest.raises(KeyboardInterrupt):
+        run_demo(settings, folder, display=Interrupts(target=1.0))
+    partly = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert partly["interrupted"] is True
+    assert partly["policies"]["static"]["steps"] == [16]
+    with pytest.raises(ConfigError, match="settings"):
+        run_demo(replace(settings, interval=3), RunFolder("demo", tmp_path / "run", resume=True))
+    result, reached = run_demo(settings, RunFolder("demo", tmp_path / "run", resume=True))
+    assert reached
+    assert result["policies"]["static"]["steps"] == [16, 16]
+    assert result["policies"]["static"]["time_s"][0] == partly["policies"]["static"]["time_s"][0]
+    assert result["policies"]["static"]["seconds_per_step"][0] == partly["policies"]["static"]["seconds_per_step"][0]
+    assert result["a_a"]["pairs"] == 2
+    events = read_events(tmp_path / "run" / "events.jsonl")
+    assert len(events) == len({(e["policy"], e["seed"], e["window_index"]) for e in events})
+
+
+def test_only_the_folder_of_an_earlier_run_can_be_resumed(tmp_path):
+    with pytest.raises(ConfigError, match="the folder of the run to go on with"):
+        RunFolder("demo", tmp_path / "nothing", resume=True)
 
 
 def test_several_seeds_add_the_a_a_partner_and_rotate_the_order():

@@ -19,7 +19,7 @@ import torch
 from dynamix.bench.display import Display, end_table, ratio_lines
 from dynamix.bench.link import Link, Listener, Message
 from dynamix.bench.report import write_report
-from dynamix.bench.runs import AGAIN, CENSOR_FACTOR, Run, summarise
+from dynamix.bench.runs import AGAIN, CENSOR_FACTOR, Run, load_runs, save_runs, summarise
 from dynamix.bench.scoring import Scorer, Snapshot
 from dynamix.bench.statistics import balanced_order
 from dynamix.emulator import Emulation, Scenario, host_speeds, load_scenario
@@ -108,8 +108,9 @@ class Settings:
 def run_demo(settings: Settings, folder: RunFolder, *, display: Display | None = None) -> tuple[dict[str, Any], bool]:
     """Run all policies for all seeds; returns result.json and whether every run reached its end.
 
-    Writes run.json, events.jsonl, result.json and report.html to `folder`. Raises `DynamixError`s of bad settings, of
-    the emulator, or of a lost worker; nothing is left running.
+    Writes run.json, events.jsonl, result.json and report.html to `folder`. Seeds that `folder` has finished already
+    are not run again. When interrupted, what is finished is summarised before `KeyboardInterrupt` goes on. Raises
+    `DynamixError`s of bad settings, of the emulator, or of a lost worker; nothing is left running.
     """
     settings.check()
     scenario, workload = load_scenario(settings.scenario), make_workload(settings.workload)
@@ -117,23 +118,67 @@ def run_demo(settings: Settings, folder: RunFolder, *, display: Display | None =
     display = display or Display(target=target)
     torch.set_num_threads(1)
     seeds = range(settings.seed, settings.seed + settings.seeds)
-    runs: list[Run] = []
     facts = _facts(settings, scenario, target)
-    with display.live():
-        for seed in seeds:
-            ranks = folder.path / "ranks" / str(seed)
-            with Emulation(scenario, seed=disturbance_seed(settings, seed), run_dir=ranks) as hosts:
-                facts["mechanisms"] = hosts.mechanisms
-                folder.write_run(**facts)
-                Launch(settings, seed, workload, hosts, folder, display, runs).run()
+    finished = _finished(settings, folder, facts)
+    for seed in finished:
+        display.say(f"seed {seed}: finished earlier, in {folder.path}")
+    runs = [run for of_seed in finished.values() for run in of_seed]
+    facts["mechanisms"] = folder.read_run().get("mechanisms", {})
+    try:
+        with display.live():
+            for seed in seeds:
+                if seed in finished:
+                    continue
+                ranks, mine = folder.path / "ranks" / str(seed), len(runs)
+                with Emulation(scenario, seed=disturbance_seed(settings, seed), run_dir=ranks) as hosts:
+                    facts["mechanisms"] = hosts.mechanisms
+                    folder.write_run(**facts)
+                    Launch(settings, seed, workload, hosts, folder, display, runs).run()
+                save_runs(_saved(folder, seed), runs[mine:], _must_agree(facts))
+    except KeyboardInterrupt:
+        whole = [run for run in runs if _saved(folder, run.seed).exists()]
+        if whole:
+            _conclude(settings, scenario, whole, {**facts, "interrupted": True}, folder, display)
+            display.say(f"interrupted: go on with --resume --out {folder.path}")
+        raise
+    result = _conclude(settings, scenario, runs, facts, folder, display)
+    fixed = settings.steps is not None or settings.quick
+    return result, all(run.finished and (fixed or run.time_to_target_s is not None) for run in runs)
+
+
+def _conclude(
+    settings: Settings,
+    scenario: Scenario,
+    runs: list[Run],
+    facts: dict[str, Any],
+    folder: RunFolder,
+    display: Display,
+) -> dict[str, Any]:
+    """Write result.json and report.html of `runs`, and say what they hold."""
     shown = (*POLICIES, AGAIN)
     runs.sort(key=lambda run: (run.seed, shown.index(run.policy) if run.policy in shown else len(shown)))
     result = {**facts, "commit": commit(), "machine": machine(), **summarise(runs)}
     folder.write_result(result)
     write_report(folder.path / "report.html", runs, result, moves=lambda run: moves(scenario, run, settings))
     _say_end(display, runs, result, folder)
-    fixed = settings.steps is not None or settings.quick
-    return result, all(run.finished and (fixed or run.time_to_target_s is not None) for run in runs)
+    return result
+
+
+def _saved(folder: RunFolder, seed: int) -> Path:
+    return folder.path / "finished" / f"{seed}.json"
+
+
+def _must_agree(facts: dict[str, Any]) -> dict[str, Any]:
+    """What runs of one call must have in common; more seeds may be added to those that are there."""
+    names = ("schema", "scenario_sha256", "workload", "target", "settings")
+    return {"commit": commit(), "machine": machine(), **{name: facts[name] for name in names}}
+
+
+def _finished(settings: Settings, folder: RunFolder, facts: dict[str, Any]) -> dict[int, list[Run]]:
+    """Seed -> runs that an earlier call left in `folder`; events of seeds it did not finish are dropped."""
+    seeds = [s for s in range(settings.seed, settings.seed + settings.seeds) if _saved(folder, s).exists()]
+    events = folder.keep_events(lambda event: event["seed"] in seeds)
+    return {seed: load_runs(_saved(folder, seed), events, _must_agree(facts)) for seed in seeds}
 
 
 def _facts(settings: Settings, scenario: Scenario, target: float) -> dict[str, Any]:
@@ -154,6 +199,7 @@ def _facts(settings: Settings, scenario: Scenario, target: float) -> dict[str, A
             "batch_size": settings.batch_size,
             "interval": settings.interval,
             "lr_rule": settings.lr_rule,
+            "policies": sorted(settings.order(settings.seed)),
             "policy": _policy_file(settings.policy),
         },
     }
@@ -170,6 +216,10 @@ def _say_end(display: Display, runs: Sequence[Run], result: dict[str, Any], fold
     for line in ratio_lines(result["ratios"]):
         display.say(line)
     display.console.print(end_table(runs, target=result["target"]))
+    a_a = result["a_a"]
+    if a_a is not None and not a_a["within"]:
+        off = f"{100 * (a_a['median'] - 1):+.1f} %, more than {100 * a_a['limit']:.0f} %"
+        display.say(f"A/A: static against itself is off by {off}: repeat the call whole, on a machine left alone")
     display.say(f"report: {folder.path / 'report.html'}")
 
 

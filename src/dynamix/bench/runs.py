@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from dynamix.bench.scoring import Snapshot
 from dynamix.bench.statistics import censored, paired_ratio, time_to_target
+from dynamix.errors import ConfigError
 from dynamix.window import Window
 
 AGAIN = "static-again"  # the A/A partner: static once more
 CENSOR_FACTOR = 2.0
+A_A_LIMIT = 0.05  # a call whose A/A pairs differ by more says something about the machine, not about policies
 
 
 @dataclass
@@ -79,7 +84,46 @@ def summarise(runs: Sequence[Run]) -> dict[str, Any]:
         "seeds": sorted({run.seed for run in runs}),
         "policies": {name: _policy_part(mine) for name, mine in by_policy.items()},
         "ratios": _ratios(by_policy),
+        "a_a": _a_a(by_policy),
     }
+
+
+def save_runs(path: Path, runs: Sequence[Run], facts: dict[str, Any]) -> None:
+    """Keep finished runs, without their events, which events.jsonl has; `facts` say what they may be resumed with."""
+    kept = [
+        {f.name: getattr(run, f.name) for f in fields(Run) if f.name not in ("events", "snapshots")} for run in runs
+    ]
+    for entry, run in zip(kept, runs, strict=True):
+        entry["loss"] = None if math.isnan(run.loss) else run.loss
+        entry["snapshots"] = [{**asdict(snapshot), "path": ""} for snapshot in run.snapshots]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(".unfinished")
+    unfinished.write_text(json.dumps({"facts": facts, "runs": kept}), encoding="utf-8")
+    unfinished.replace(path)
+
+
+def load_runs(path: Path, events: Sequence[dict[str, Any]], facts: dict[str, Any]) -> list[Run]:
+    """The inverse of `save_runs`. Raises `ConfigError` if they were measured under other `facts`."""
+    content = json.loads(path.read_text(encoding="utf-8"))
+    for name, now in facts.items():
+        if content["facts"].get(name) != now:
+            was = content["facts"].get(name)
+            raise ConfigError(name, now, f"{was}, as in {path}", "resume with what it began with, or start anew")
+    runs = []
+    for entry in content["runs"]:
+        snapshots = [Snapshot(**{**snapshot, "path": Path(snapshot["path"])}) for snapshot in entry.pop("snapshots")]
+        loss = float("nan") if entry["loss"] is None else entry["loss"]
+        mine = [e for e in events if e["policy"] == entry["policy"] and e["seed"] == entry["seed"]]
+        runs.append(Run(**{**entry, "loss": loss}, snapshots=snapshots, events=mine))
+    return runs
+
+
+def _a_a(by_policy: dict[str, list[Run]]) -> dict[str, Any] | None:
+    """Static against itself: its ratio, and whether the call may be believed; None without such pairs."""
+    ratio = _ratios(by_policy).get(f"{AGAIN}/static")
+    if ratio is None:
+        return None
+    return {**ratio, "limit": A_A_LIMIT, "within": bool(abs(ratio["median"] - 1) <= A_A_LIMIT)}
 
 
 def _policy_part(runs: Sequence[Run]) -> dict[str, Any]:

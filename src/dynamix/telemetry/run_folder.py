@@ -8,6 +8,7 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,16 @@ _PACKAGES = ("dynamix-train", "torch", "numpy", "mnist1d", "pyroute2")
 class RunFolder:
     """One run's folder. Made when constructed; raises `ConfigError` if it exists and is not empty.
 
-    path   None: `runs/<command>-<UTC time>` under the working directory
+    path     None: `runs/<command>-<UTC time>` under the working directory
+    resume   go on in the folder of an earlier run, which must exist
     """
 
-    def __init__(self, command: str, path: str | os.PathLike[str] | None = None) -> None:
+    def __init__(self, command: str, path: str | os.PathLike[str] | None = None, *, resume: bool = False) -> None:
+        if resume:
+            if path is None or not (Path(path) / "run.json").is_file():
+                raise ConfigError("out", path and str(path), "the folder of the run to go on with", "name it by --out")
+            self.path = Path(path)
+            return
         stamp = datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M%S")
         self.path = Path(path) if path is not None else Path("runs") / f"{command}-{stamp}"
         if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
@@ -47,6 +54,11 @@ class RunFolder:
         }
         self._write("run.json", {**known, **fields})
 
+    def read_run(self) -> dict[str, Any]:
+        """run.json as an earlier call wrote it; empty before that."""
+        path = self.path / "run.json"
+        return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
+
     def write_result(self, result: dict[str, Any]) -> None:
         """result.json: exactly what --json prints."""
         self._write("result.json", result)
@@ -54,10 +66,20 @@ class RunFolder:
     def adopt_events(self, path: Path, **labels: Any) -> list[dict[str, Any]]:
         """Move another file's events to the end of events.jsonl, each with `labels` added; returns them."""
         events = [{**event, **labels} for event in read_events(path)] if path.exists() else []
-        with EventLog(self.path / "events.jsonl") as log:
-            for event in events:
-                log.write(**{key: value for key, value in event.items() if key != "schema"})
+        _append(self.path / "events.jsonl", events)
         path.unlink(missing_ok=True)
+        return events
+
+    def keep_events(self, keep: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
+        """Drop the lines of events.jsonl that `keep` does not want; returns the others."""
+        path = self.path / "events.jsonl"
+        if not path.is_file():
+            return []
+        events = [event for event in read_events(path) if keep(event)]
+        unfinished = path.with_suffix(".unfinished")
+        unfinished.write_bytes(b"")
+        _append(unfinished, events)
+        unfinished.replace(path)
         return events
 
     def _write(self, name: str, content: dict[str, Any]) -> None:
@@ -65,6 +87,12 @@ class RunFolder:
         unfinished = target.with_suffix(".unfinished")
         unfinished.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
         unfinished.replace(target)
+
+
+def _append(path: Path, events: list[dict[str, Any]]) -> None:
+    with EventLog(path) as log:
+        for event in events:
+            log.write(**{key: value for key, value in event.items() if key != "schema"})
 
 
 def versions() -> dict[str, str]:
