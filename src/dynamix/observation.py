@@ -274,5 +274,6 @@ def _accuracy(logits: Tensor, target: Tensor) -> Value:
     if plain and logits.dtype in (torch.float32, torch.float64):
         right = logits.numpy().argmax(classes) == target.numpy()
         return float(np.count_nonzero(right)) / right.size
-    found: Tensor = logits.argmax(classes) == target
-    return torch.count_nonzero(found) / found.numel()
+    found = logits.argmax(classes) == target
+    share: Tensor = torch.count_nonzero(found) / found.numel()
+    return share
