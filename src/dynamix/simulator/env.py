@@ -61,7 +61,7 @@ class ClusterEnv:
         if sizes.shape != self.batch.shape:
             raise ConfigError("allocation shape", sizes.shape, str(self.batch.shape), "one size per cluster and worker")
         for _ in range(self.delay):
-            self._advance()
+            self.advance()
         self.batch = np.asarray(sizes, dtype=np.int64)
         return self._measure()
 
@@ -74,7 +74,7 @@ class ClusterEnv:
         c = self.clusters
         return noise_scale(c.noise_start, self.progress, c.noise_unit, c.noise_growth)
 
-    def _advance(self) -> tuple[Floats, Floats]:
+    def advance(self) -> tuple[Floats, Floats]:
         """One optimizer step; compute (C, W) and the whole step (C,), s."""
         c = self.clusters
         factor = self.slowdown() * jitter(self._jitter, np.uint64(self.steps), c.jitter_sd, c.stall[:, None])
@@ -92,7 +92,7 @@ class ClusterEnv:
         mean, square, wait = np.zeros((3, *self.batch.shape))
         exchange = np.zeros(len(self.batch))
         for _ in range(self.interval):
-            busy, whole = self._advance()
+            busy, whole = self.advance()
             slowest = busy.max(-1)
             mean += busy
             square += busy * busy
