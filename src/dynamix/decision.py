@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,6 +36,7 @@ class Decider:
 
     slack   micro-steps that may still be issued under the old allocation after a window closed
     replay  window index -> (from_step, sizes) to apply instead of asking the policy
+    clock   seconds; what `time_s` in the events counts
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class Decider:
         slack: int,
         replay: dict[int, tuple[int, Ints]] | None,
         events: EventLog | None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.policy, self.bounds = policy, bounds
         self.base_batch, self.accumulate, self.slack = base_batch, accumulate, slack
@@ -54,7 +57,7 @@ class Decider:
         self.noise_scale = NoiseScale()
         self.closing = Closing(0, bounds.low, 0, 0, 0.0, 0, 0)
         self._decided: tuple[Closing, Window] | None = None
-        self._started = time.perf_counter()
+        self._clock, self._started = clock, clock()
 
     def decide(self, rows: Floats) -> Message:
         """Rows (W, n) of `observation.ROW` to the message of this window."""
@@ -98,7 +101,7 @@ class Decider:
                 from_step=message.from_step,
                 decision=message.kind.name.lower(),
                 samples_seen=closing.samples,
-                time_s=time.perf_counter() - self._started,
+                time_s=self._clock() - self._started,
             )
 
     def _message(self, kind: Kind, from_step: int, sizes: Ints) -> Message:

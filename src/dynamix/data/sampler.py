@@ -14,7 +14,7 @@ from torch.utils.data import Sampler
 from dynamix.data.allocations import Allocations
 from dynamix.data.cutting import next_group, whole_epoch
 from dynamix.data.order import Cursor, Group, SampleOrder, require_equal
-from dynamix.errors import ConfigError
+from dynamix.errors import ConfigError, UsageError
 from dynamix.window import Ints
 
 Partition = Literal["stream", "contiguous"]
@@ -108,6 +108,18 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
         sizes = self._regions.sizes if self._regions and not now.finished else self.allocations.at(now.index)
         groups = whole_epoch(left, sizes, accumulate=self.accumulate, low=self.low, high=self.high)[0]
         return rest + groups * self.accumulate
+
+    def shares(self) -> list[list[int]]:
+        """Indices that every rank takes in the micro-step being consumed now, empty for a share of zero.
+
+        What the ranks of a job load, for one process that plays all of them. Raises `UsageError` with regions, whose
+        order is not the union batch's.
+        """
+        if self.partition != "stream":
+            raise UsageError('shares() needs partition="stream": with regions no two ranks read one order')
+        plan, order = self.plan(), self._epoch_order()
+        ends = plan.start + np.cumsum(plan.counts)
+        return [order[end - count : end].tolist() for end, count in zip(ends, plan.counts, strict=True)]
 
     def state_dict(self) -> dict[str, Any]:
         """Where consumption stands, plain numbers and lists; the same on all ranks, at the last optimizer step."""
