@@ -1,0 +1,65 @@
+"""What a run on the virtual clock leaves behind: its steps and its snapshots."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from dynamix.window import Floats, Ints
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Training at one moment of the virtual clock; scoring it took no time of that clock.
+
+    score   what `run(score=)` returned; NaN without it
+    """
+
+    step: int
+    samples: int
+    time_s: float
+    score: float
+
+
+class Step(NamedTuple):
+    """One optimizer step; the fields are `VirtualRun`'s, in its order."""
+
+    time_s: float
+    step_s: float
+    compute_s: Floats
+    counts: Ints
+    loss: float
+
+
+@dataclass(frozen=True, slots=True)
+class VirtualRun:
+    """What one call of `VirtualCluster.run` did: k optimizer steps of W workers.
+
+    time_s      (k,) virtual seconds at the end of each step, since the cluster was made
+    step_s      (k,) how long each step took
+    compute_s   (k, W) of which each worker computed; the rest is waiting and transfer
+    counts      (k, W) samples each worker used
+    loss        (k,) mean loss of the union batch, before the step's update
+    snapshots   in order
+    """
+
+    time_s: Floats
+    step_s: Floats
+    compute_s: Floats
+    counts: Ints
+    loss: Floats
+    snapshots: list[Snapshot]
+
+    @classmethod
+    def of(cls, steps: list[Step], snapshots: list[Snapshot]) -> VirtualRun:
+        """The arrays of one or more steps."""
+        time_s, step_s, compute_s, counts, loss = (np.array(column) for column in zip(*steps, strict=True))
+        return cls(time_s, step_s, compute_s, counts, loss, snapshots)
+
+    @property
+    def wait_fraction(self) -> float:
+        """Share of all workers' time that was spent waiting for slower ones (transfer not counted)."""
+        waited = (self.compute_s.max(1, keepdims=True) - self.compute_s).sum()
+        return float(waited / (self.step_s.sum() * self.counts.shape[1]))
