@@ -13,14 +13,14 @@ from torch.utils.data import TensorDataset
 from dynamix.simulator import sample_clusters
 from dynamix.simulator.virtual import VirtualCluster
 
-WORKERS, TARGET = 8, 0.93
+WORKERS, TARGET = 8, 0.95
 
 
 def main() -> None:
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(9192, 20, generator=generator)
-    y = (x[:, :5].prod(1) + x[:, 5:10].sum(1) > 0).long()
+    y = (x[:, :2].prod(1) + x[:, 2:6].sum(1) > 0).long()
     train, held_out = TensorDataset(x[:8192], y[:8192]), (x[8192:], y[8192:])
 
     def accuracy(net: nn.Module) -> float:
@@ -29,13 +29,13 @@ def main() -> None:
     for policy in ("static", "lb_bsp"):
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 2))
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
         cluster = VirtualCluster(
             net, optimizer, F.cross_entropy, train,
             clusters=sample_clusters(1, WORKERS, seed=1), policy=policy, batch_size=16, interval=5,
         )  # fmt: skip
         run = cluster.run(
-            steps=400, snapshot_samples=2048, score=accuracy, until=lambda snapshot: snapshot.score >= TARGET
+            steps=600, snapshot_samples=2048, score=accuracy, until=lambda snapshot: snapshot.score >= TARGET
         )
         last = run.snapshots[-1]
         print(

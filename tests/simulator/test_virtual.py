@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -209,6 +210,18 @@ def test_policies_that_decide_per_epoch_change_at_its_start(tmp_path: Path) -> N
     starts = [int(np.searchsorted(np.cumsum(run.counts.sum(1)), 350 * k)) + 1 for k in (1, 2, 3)]
     assert events[0]["from_step"] == starts[0]
     assert set(starts) & set(changes.tolist())
+
+
+def test_a_new_allocation_costs_what_the_world_says_and_a_tail_nothing() -> None:
+    clusters = dataclasses.replace(sample_clusters(1, 4, seed=3), change_cost_s=np.array([1000.0]))
+    run = _virtual(_net(), clusters=clusters, policy=Script([[4, 12, 8, 8], [8, 8, 4, 12]])).run(40)
+    paid = run.step_s > 900
+    regular = run.counts.sum(1) == 32
+    before = [run.counts[:t][regular[:t]][-1] for t in range(1, 40)]
+    changed = [ok and not np.array_equal(b, c) for ok, b, c in zip(regular[1:], before, run.counts[1:], strict=True)]
+    assert not regular.all()
+    assert paid[1:].tolist() == changed
+    assert sum(changed) > 4
 
 
 # ---------------------------------------------------------------- training
