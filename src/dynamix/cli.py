@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import os
 import signal
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
@@ -28,6 +30,7 @@ app.add_typer(bench, name="bench")
 app.add_typer(policy, name="policy")
 
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
+Mechanism = Annotated[str, typer.Option(help="auto, privileged (root) or duty-cycle (no root).")]
 Out = Annotated[Path | None, typer.Option(help="Run folder, new or empty [default: runs/COMMAND-TIME].")]
 
 
@@ -99,7 +102,8 @@ def demo(
         bool,
         typer.Option("--reference", help="Also run exact shares from the scenario file (always with --seeds > 1)."),
     ] = False,
-    policy_file: Annotated[str | None, typer.Option("--policy", help="Learned policy file to use as dynamix.")] = None,
+    policy_file: Annotated[str | None, typer.Option("--policy", help="Policy file or name to use as dynamix.")] = None,
+    mechanism: Mechanism = "auto",
     resume: Annotated[bool, typer.Option("--resume", help="Go on in --out, without the seeds it finished.")] = False,
     out: Out = None,
     as_json: Json = False,
@@ -110,10 +114,18 @@ def demo(
 
     policies = POLICIES if reference or quick or seeds > 1 else tuple(name for name in POLICIES if name != "reference")
     settings = Settings(
-        scenario=scenario, seeds=seeds, seed=seed, steps=steps, quick=quick, policies=policies, policy=policy_file
+        scenario=scenario,
+        seeds=seeds,
+        seed=seed,
+        steps=steps,
+        quick=quick,
+        policies=policies,
+        policy=policy_file,
+        mechanism=cast(Any, mechanism),
     )
     settings.check()
-    result, reached_end = run_demo(settings, RunFolder("demo", out, resume=resume))
+    with RunFolder("demo", out, resume=resume) as folder:
+        result, reached_end = run_demo(settings, folder)
     if as_json:
         _print(result)
     if not reached_end:
@@ -133,7 +145,7 @@ def emulate(
     timeout: Annotated[
         float | None, typer.Option(min=0, help="Seconds until everything is ended; default: none.")
     ] = None,
-    mechanism: Annotated[str, typer.Option(help="auto, privileged (root) or duty-cycle (no root).")] = "auto",
+    mechanism: Mechanism = "auto",
     out: Out = None,
     as_json: Json = False,
 ) -> None:
@@ -165,10 +177,12 @@ def bench_overhead(
     as_json: Json = False,
 ) -> None:
     """The controller's share of a step at W=4 on the demo, and the time of a decision for W=1024."""
-    from dynamix.bench.overhead import run_overhead
+    from dynamix.bench.overhead import overhead_settings, run_overhead
     from dynamix.telemetry.run_folder import RunFolder
 
-    result = run_overhead(RunFolder("overhead", out), steps=steps)
+    overhead_settings(steps).check()
+    with RunFolder("overhead", out) as folder:
+        result = run_overhead(folder, steps=steps)
     if as_json:
         _print(result)
         return
@@ -191,6 +205,111 @@ def bench_simspeed(as_json: Json = False) -> None:
         typer.echo(f"{result['worker_steps_per_s']:,.0f} simulated worker-steps/s (goal: 500,000)")
 
 
+Resume = Annotated[bool, typer.Option("--resume", help="Go on in --out, without what it finished.")]
+Policies = Annotated[str | None, typer.Option(help="Comma-separated names [default: the suite's].")]
+
+
+@bench.command("tta")
+@_guarded
+def bench_tta(
+    cluster: Annotated[str, typer.Option(help="emulator (real training) or simulator.")] = "emulator",
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Under 10 minutes: fewer scenarios or families, one seed.")
+    ] = False,
+    seeds: Annotated[int, typer.Option(min=1, help="Pairs per scenario (emulator).")] = 5,
+    seed: Annotated[int, typer.Option(help="First seed (emulator).")] = 0,
+    scenarios: Annotated[
+        str | None, typer.Option(help="Scenarios or families, comma-separated [default: all].")
+    ] = None,
+    policies: Policies = None,
+    resume: Resume = False,
+    out: Out = None,
+    as_json: Json = False,
+) -> None:
+    """Time to accuracy of every policy: on emulated hosts, or in the simulator on all held-out families."""
+    from dynamix.bench.live import QUICK_SCENARIOS, SCENARIOS, Plan, run_tta
+    from dynamix.bench.simulated import tta_suite
+    from dynamix.errors import ConfigError
+    from dynamix.telemetry.run_folder import RunFolder
+
+    names = policies.split(",") if policies else None
+    places = scenarios.split(",") if scenarios else None
+    if cluster == "simulator":
+        _simulated(tta_suite(quick=quick, policies=names, families=places), "tta", out, resume, as_json)
+        return
+    if cluster != "emulator":
+        raise ConfigError("cluster", cluster, "emulator, simulator", "choose one of them")
+    plan = Plan(
+        scenarios=tuple(places or (QUICK_SCENARIOS if quick else SCENARIOS)), seeds=1 if quick else seeds, seed=seed,
+        policies=tuple(names or (["static", "dynamix"] if quick else ["reference", "static", "dbs", "lb_bsp", "dynamix"])),
+        quick=quick,
+    )  # fmt: skip
+    plan.settings()
+    result, arrived = run_tta(plan, RunFolder("tta", out, resume=resume))
+    if as_json:
+        _print(result)
+    if not arrived:
+        typer.echo("error: not every run reached the target", err=True)
+        raise typer.Exit(1)
+
+
+@bench.command("scaling")
+@_guarded
+def bench_scaling(
+    quick: Annotated[bool, typer.Option("--quick", help="To 128 workers instead of 1,024.")] = False,
+    policies: Policies = None,
+    resume: Resume = False,
+    out: Out = None,
+    as_json: Json = False,
+) -> None:
+    """From 2 to 1,024 simulated workers under frequent slowdowns."""
+    from dynamix.bench.simulated import scaling_suite
+
+    _simulated(
+        scaling_suite(quick=quick, policies=policies.split(",") if policies else None), "scaling", out, resume, as_json
+    )
+
+
+def _simulated(suite: Any, name: str, out: Path | None, resume: bool, as_json: bool) -> None:
+    from dynamix.bench.simulated import markdown, run_suite
+    from dynamix.telemetry.run_folder import RunFolder
+
+    suite.check()
+    with _progress(name) as tell:
+        result = run_suite(suite, RunFolder(name, out, resume=resume), tell=tell)
+    _print(result) if as_json else typer.echo(markdown(result["cells"]))
+
+
+@bench.command("fidelity")
+@_guarded
+def bench_fidelity(
+    against: Annotated[Path | None, typer.Option(help="Folder of a finished `bench tta`, to compare with.")] = None,
+    calibrate_on: Annotated[str, typer.Option(help="Its scenario that costs are taken from.")] = "steady-uneven",
+    as_json: Json = False,
+) -> None:
+    """Errors of the simulator: on measurements its fits have not seen, and against the emulator."""
+    from dynamix.bench.fidelity import lines, run_fidelity
+
+    result = run_fidelity(against, calibrate_on=calibrate_on)
+    _print(result) if as_json else typer.echo("\n".join(lines(result)))
+
+
+def _check_writable(out: Path) -> None:
+    """Raises `ConfigError` now rather than after minutes of work."""
+    from dynamix.errors import ConfigError
+
+    allowed = "a .safetensors file in an existing folder that can be written"
+    if out.suffix != ".safetensors" or not out.parent.is_dir():
+        raise ConfigError("out", str(out), allowed, "choose another file")
+    for file in (out, out.with_suffix(".json")):
+        if file.exists() and not (file.is_file() and os.access(file, os.W_OK)):
+            raise ConfigError("out", str(file), allowed, "it is there already and cannot be replaced")
+    try:
+        tempfile.TemporaryFile(dir=out.parent).close()
+    except OSError as error:
+        raise ConfigError("out", str(out), allowed, f"choose another file ({error.strerror})") from error
+
+
 @policy.command("train")
 @_guarded
 def policy_train(
@@ -203,10 +322,7 @@ def policy_train(
     """Learn a policy in the simulator: minutes on 2 cores."""
     from dynamix.learning.training import train_and_save
 
-    if out.suffix != ".safetensors" or not out.parent.is_dir():
-        from dynamix.errors import ConfigError
-
-        raise ConfigError("out", str(out), "a .safetensors file in an existing folder", "choose another file")
+    _check_writable(out)
     with _progress("training") as tell:
         about = train_and_save(out, seed=seed, progress=tell)
     _print(about) if as_json else typer.echo(f"wrote {out}; dynamix policy show {out}")

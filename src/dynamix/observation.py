@@ -273,7 +273,7 @@ def _accuracy(logits: Tensor, target: Tensor) -> Value:
     plain = type(logits) is type(target) is Tensor and logits.device.type == target.device.type == "cpu"
     if plain and logits.dtype in (torch.float32, torch.float64):
         right = logits.numpy().argmax(classes) == target.numpy()
-        return float(np.count_nonzero(right)) / right.size
+        return float(np.count_nonzero(right) / right.size)
     found = logits.argmax(classes) == target
     share: Tensor = torch.count_nonzero(found) / found.numel()
     return share

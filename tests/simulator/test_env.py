@@ -10,6 +10,7 @@ from dynamix.policies.proportional import LBBSP
 from dynamix.policies.static import Static
 from dynamix.simulator import ClusterEnv, LaggedReference, best_allocation, sample_clusters
 from dynamix.simulator.clusters import bounds_of
+from dynamix.simulator.compute import Costs
 from dynamix.simulator.disturbances import MovingNeighbour, Slowdowns
 from dynamix.simulator.network import ring_all_reduce, step_time
 from dynamix.simulator.statistics import efficiency
@@ -71,7 +72,11 @@ def test_best_allocation_beats_its_neighbourhood() -> None:
         whole = step_time((alpha + beta * b).max(-1), exchange, overlap)
         return float((total / whole * efficiency(phi, total, base))[0])
 
-    best = best_allocation(alpha, beta, exchange, overlap, phi, base)
+    def gain(total: np.ndarray) -> np.ndarray:
+        return efficiency(phi[:, None], total, base[:, None])
+
+    costs, high = Costs(alpha, beta), np.full((1, 4), 1e6)
+    best = best_allocation(costs, np.ones((1, 4)), exchange, overlap, gain, base, high)
     for _ in range(200):
         assert goodput(best * np.exp(0.1 * rng.normal(size=(1, 4)))) < goodput(best) * 1.001
 

@@ -12,22 +12,25 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
-from dynamix.bench.display import Display, end_table, ratio_lines
+from dynamix.bench.display import Display, end_table, policy_lines, ratio_lines
 from dynamix.bench.link import Link, Listener, Message
+from dynamix.bench.reference import reference_total
 from dynamix.bench.report import write_report
 from dynamix.bench.runs import AGAIN, CENSOR_FACTOR, Run, load_runs, save_runs, summarise
 from dynamix.bench.scoring import Scorer, Snapshot
 from dynamix.bench.statistics import balanced_order
 from dynamix.emulator import Emulation, Scenario, host_speeds, load_scenario
+from dynamix.emulator.cluster import Mechanism
 from dynamix.emulator.scenario import check_machine
 from dynamix.errors import ConfigError, WorkerLostError
 from dynamix.policies import make_policy
+from dynamix.policies.learned import PRETRAINED
 from dynamix.telemetry.events import SCHEMA
-from dynamix.telemetry.run_folder import RunFolder, commit, machine
+from dynamix.telemetry.run_folder import RunFolder, commit, machine, processor_times
 from dynamix.workloads import Workload, make_workload
 from dynamix.workloads.mnist1d import TUNING_SEEDS
 
@@ -46,7 +49,9 @@ class Settings:
     steps     end every run after so many steps instead of at the target
     quick     a smoke run: little data, few steps, a target anybody reaches
     policies  to compare; "reference" is decided with the scenario file in hand
-    policy    file of a learned policy to use for "dynamix" instead of the shipped one
+    policy    file of a learned policy, or a name, to use for "dynamix" instead of the shipped one
+    mechanism   of the emulation: "auto", "privileged" or "duty-cycle" (no root)
+    command   how results name what was called
     """
 
     scenario: str = "demo"
@@ -61,6 +66,8 @@ class Settings:
     interval: int = 5
     lr_rule: str = "adascale"
     disturbance_seed: int = field(default=1000)
+    mechanism: Mechanism = "auto"
+    command: str = "demo"
 
     def check(self) -> None:
         """Raises `ConfigError` for values that cannot be run, before anything is started."""
@@ -71,12 +78,16 @@ class Settings:
         if not 0 <= self.seed < 2**31 or used:
             allowed = f"0 to 2147483647, except {', '.join(map(str, TUNING_SEEDS))} (the target was fixed on them)"
             raise ConfigError("seed", used[0] if used else self.seed, allowed, "take another seed")
+        if self.mechanism not in get_args(Mechanism):
+            raise ConfigError("mechanism", self.mechanism, ", ".join(get_args(Mechanism)), "use auto")
         check_machine(load_scenario(self.scenario), len(os.sched_getaffinity(0)))
         for package in ("matplotlib", self.workload):
             if importlib.util.find_spec(package) is None:
                 raise ConfigError(package, "not installed", "installed", 'pip install "dynamix-train[demo]"')
         for name in self.policies:
-            if name != "reference":
+            if name.startswith("reference"):
+                reference_total(name)
+            else:
                 make_policy(self.policy if name == "dynamix" and self.policy else name)
 
     def order(self, seed: int) -> list[str]:
@@ -102,7 +113,7 @@ class Settings:
         return self.steps or (16 if self.quick else 4000)
 
     def target(self, workload: Workload) -> float:
-        return 0.15 if self.quick else workload.target
+        return 0.15 if self.quick else workload.fixed_target()
 
 
 def run_demo(settings: Settings, folder: RunFolder, *, display: Display | None = None) -> tuple[dict[str, Any], bool]:
@@ -130,7 +141,8 @@ def run_demo(settings: Settings, folder: RunFolder, *, display: Display | None =
                 if seed in finished:
                     continue
                 ranks, mine = folder.path / "ranks" / str(seed), len(runs)
-                with Emulation(scenario, seed=disturbance_seed(settings, seed), run_dir=ranks) as hosts:
+                of_seed = disturbance_seed(settings, seed)
+                with Emulation(scenario, seed=of_seed, run_dir=ranks, mechanism=settings.mechanism) as hosts:
                     facts["mechanisms"] = hosts.mechanisms
                     folder.write_run(**facts)
                     Launch(settings, seed, workload, hosts, folder, display, runs).run()
@@ -158,6 +170,8 @@ def _conclude(
     shown = (*POLICIES, AGAIN)
     runs.sort(key=lambda run: (run.seed, shown.index(run.policy) if run.policy in shown else len(shown)))
     result = {**facts, "commit": commit(), "machine": machine(), **summarise(runs)}
+    if "dynamix" in result["policies"]:
+        result["policies"]["dynamix"]["policy"] = facts["settings"]["policy"]
     folder.write_result(result)
     write_report(folder.path / "report.html", runs, result, moves=lambda run: moves(scenario, run, settings))
     _say_end(display, runs, result, folder)
@@ -185,7 +199,7 @@ def _facts(settings: Settings, scenario: Scenario, target: float) -> dict[str, A
     seeds = range(settings.seed, settings.seed + settings.seeds)
     return {
         "schema": SCHEMA,
-        "command": "demo"
+        "command": settings.command
         + (" --quick" if settings.quick else "")
         + (f" --steps {settings.steps}" if settings.steps else ""),
         "cluster": "emulator",
@@ -200,20 +214,21 @@ def _facts(settings: Settings, scenario: Scenario, target: float) -> dict[str, A
             "interval": settings.interval,
             "lr_rule": settings.lr_rule,
             "policies": sorted(settings.order(settings.seed)),
-            "policy": _policy_file(settings.policy),
+            "mechanism": settings.mechanism,
+            "policy": _policy_file(settings.policy) if "dynamix" in settings.policies else None,
         },
     }
 
 
-def _policy_file(path: str | None) -> dict[str, str] | None:
-    """Which file ran as "dynamix", if not the shipped one."""
-    if path is None or not Path(path).is_file():
-        return None if path is None else {"name": path}
-    return {"name": path, "sha256": hashlib.sha256(Path(path).read_bytes()).hexdigest()}
+def _policy_file(policy: str | None) -> dict[str, str]:
+    """Which policy really ran as "dynamix": the shipped file, another file (with its hash), or the one of a name."""
+    path = PRETRAINED if policy in (None, "dynamix") else Path(str(policy))
+    named = {"name": "shipped" if path == PRETRAINED else str(policy)}
+    return {**named, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()} if path.is_file() else named
 
 
 def _say_end(display: Display, runs: Sequence[Run], result: dict[str, Any], folder: RunFolder) -> None:
-    for line in ratio_lines(result["ratios"]):
+    for line in [*policy_lines(result), *ratio_lines(result["ratios"])]:
         display.say(line)
     display.console.print(end_table(runs, target=result["target"]))
     a_a = result["a_a"]
@@ -256,7 +271,7 @@ class Launch:
         self.target = settings.target(workload)
         self._link: Link | None = None
         self._scorer: Scorer | None = None
-        self._stopping = False
+        self._stopping, self._processor_began = False, processor_times()
         self._until_target = settings.steps is None and not settings.quick
 
     def run(self) -> None:
@@ -359,7 +374,7 @@ class Launch:
     def _start(self, name: str) -> None:
         assert self._link is not None
         self.runs.append(Run(name, self.seed, self.target))
-        self._stopping = False
+        self._stopping, self._processor_began = False, processor_times()
         self.hosts.start_clock()
         self._link.send("go")
 
@@ -373,6 +388,8 @@ class Launch:
         for name, value in message.items():
             setattr(run, name, value)
         run.step, run.finished = len(run.step_ends_s), True
+        spent = [now - then for now, then in zip(processor_times(), self._processor_began, strict=True)]
+        run.stolen = spent[0] / spent[1] if spent[1] else float("nan")
         reached = run.time_to_target_s
         result = "target not reached" if reached is None else f"target after {reached:.1f} s"
         self.display.say(f"seed {self.seed}, {run.policy}: {result}; {run.step} steps in {run.time_s:.1f} s")

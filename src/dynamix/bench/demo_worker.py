@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader
 
 from dynamix.bench.link import Link
-from dynamix.bench.reference import Reference
+from dynamix.bench.reference import Reference, reference_total
 from dynamix.controller import Controller
 from dynamix.policies import Policy
 from dynamix.workloads import Arrays, Workload, as_is, make_workload
@@ -166,8 +166,9 @@ def train(config: dict[str, Any], name: str, workload: Workload, data: Arrays, l
 
 def make_demo_policy(config: dict[str, Any], name: str, clock: Clock) -> Policy | str:
     """The policy of a run; a name with a suffix ("static-again", the A/A partner) is the same policy once more."""
-    if name == "reference":
-        return Reference(config["scenario"], seed=config["disturbance_seed"], clock=clock)
+    if name.startswith("reference"):
+        total = reference_total(name)
+        return Reference(config["scenario"], seed=config["disturbance_seed"], clock=clock, total=total)
     plain = name.removesuffix("-again")
     return str(config["policy_files"].get(plain, plain))
 

@@ -37,6 +37,7 @@ class Run:
     batch_sizes: list[int] = field(default_factory=list)
     step_ends_s: list[float] = field(default_factory=list)
     overhead_s: float = 0.0
+    stolen: float = float("nan")  # share of the machine's processor time that its hypervisor gave to others
     finished: bool = False
 
     @property
@@ -94,7 +95,7 @@ def save_runs(path: Path, runs: Sequence[Run], facts: dict[str, Any]) -> None:
         {f.name: getattr(run, f.name) for f in fields(Run) if f.name not in ("events", "snapshots")} for run in runs
     ]
     for entry, run in zip(kept, runs, strict=True):
-        entry["loss"] = None if math.isnan(run.loss) else run.loss
+        entry |= {name: None if math.isnan(getattr(run, name)) else getattr(run, name) for name in ("loss", "stolen")}
         entry["snapshots"] = [{**asdict(snapshot), "path": ""} for snapshot in run.snapshots]
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(".unfinished")
@@ -112,9 +113,9 @@ def load_runs(path: Path, events: Sequence[dict[str, Any]], facts: dict[str, Any
     runs = []
     for entry in content["runs"]:
         snapshots = [Snapshot(**{**snapshot, "path": Path(snapshot["path"])}) for snapshot in entry.pop("snapshots")]
-        loss = float("nan") if entry["loss"] is None else entry["loss"]
+        entry |= {name: float("nan") for name in ("loss", "stolen") if entry.get(name) is None}
         mine = [e for e in events if e["policy"] == entry["policy"] and e["seed"] == entry["seed"]]
-        runs.append(Run(**{**entry, "loss": loss}, snapshots=snapshots, events=mine))
+        runs.append(Run(**entry, snapshots=snapshots, events=mine))
     return runs
 
 
@@ -137,6 +138,7 @@ def _policy_part(runs: Sequence[Run]) -> dict[str, Any]:
         "samples": [r.samples for r in runs],
         "batch_sizes": [r.batch_sizes for r in runs],
         "overhead_s": [_rounded(r.overhead_s) for r in runs],
+        "stolen_fraction": [_rounded(r.stolen) for r in runs],
         "seconds_per_step": [
             {name: [_rounded(v) for v in values] for name, values in r.where_time_went().items()} for r in runs
         ],

@@ -1,7 +1,35 @@
 """Simulated clusters, C at once: compute, network, statistics of training, disturbances, and their environment."""
 
+from dynamix.simulator.calibration import calibration
 from dynamix.simulator.clusters import Clusters, bounds_of, sample_clusters
+from dynamix.simulator.disturbances import Trace
 from dynamix.simulator.env import ClusterEnv
-from dynamix.simulator.reference import LaggedReference, best_allocation
+from dynamix.simulator.families import BREAKING, CONFORMING, FAMILIES, interior_share, sample_family
+from dynamix.simulator.reference import (
+    REFERENCES,
+    GreedyReference,
+    HedgedReference,
+    LaggedReference,
+    PlannedReference,
+    best_allocation,
+)
 
-__all__ = ["ClusterEnv", "Clusters", "LaggedReference", "best_allocation", "bounds_of", "sample_clusters"]
+__all__ = [
+    "BREAKING",
+    "CONFORMING",
+    "FAMILIES",
+    "REFERENCES",
+    "ClusterEnv",
+    "Clusters",
+    "GreedyReference",
+    "HedgedReference",
+    "LaggedReference",
+    "PlannedReference",
+    "Trace",
+    "best_allocation",
+    "bounds_of",
+    "calibration",
+    "interior_share",
+    "sample_clusters",
+    "sample_family",
+]

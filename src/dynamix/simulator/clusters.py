@@ -8,16 +8,40 @@ from typing import Any
 
 import numpy as np
 
+from dynamix.simulator.compute import Costs
 from dynamix.simulator.network import ring_all_reduce
 from dynamix.window import Bounds, Floats, Ints
 
 
 @dataclass(frozen=True, slots=True)
 class Clusters:
-    """C clusters of W workers. (C, W): alpha (s), beta (s/sample), jitter_sd, slowdown means (s) and strength.
+    """C clusters of W workers. Optional fields are None where no cluster has that feature.
 
-    (C,): seconds and overlap of the exchange, stall and neighbour, noise scale and its growth, base batch (all
-    workers), noise of the measurements, and which groups of measurements are missing.
+    Computing, (C, W)
+      alpha, beta            s, s/sample
+      curve, cliff_at, cliff_slope   where it is not affine; see `Costs`
+      memory_cap             most samples that fit
+      jitter_sd, stall (C,)  of every step; jitter_memory (C,) its AR(1) coefficient from step to step
+    Disturbances
+      slow_off_s, slow_on_s, slow_weakest, slow_strongest (C, W), slow_even (C,), slow_group (C, W)   see `Slowdowns`
+      neighbour_period_s, neighbour_factor (C,)   a moving neighbour
+      change_cost_s (C,)     added to the first step of a new allocation
+    Exchange, (C,)
+      exchange_s, overlap    s at rest; exponent of `step_time`
+      bytes_share            part of it that the slowest link decides
+      link, link_off_s, link_on_s, link_strongest (C, W), link_group   slowness of links and its episodes
+    Training, (C,)
+      base_batch             global samples at the start
+      noise_start            noise scale at the start, samples, of the base batch
+      noise_unit, noise_growth   `statistics.noise_scale`; or, with noise_knots (C, K) of log phi relative to the start,
+                             noise_unit is the samples of the whole training and noise_from the fraction done at the start
+      noise_rho              phi grows with (B/B0)^rho
+      noise_wander           sd of slow unpredictable changes of log phi
+    Measuring, (C,)
+      noise_error            sd of the error of log phi
+      time_error             sd of the relative error of every measured time
+      missing_times          chance that a worker's times of a window are not measured
+      missing_noise, missing_training, missing_host   whole groups never measured
     """
 
     alpha: Floats
@@ -39,22 +63,52 @@ class Clusters:
     missing_noise: np.ndarray
     missing_training: np.ndarray
     missing_host: np.ndarray
+    curve: Ints | None = None
+    cliff_at: Floats | None = None
+    cliff_slope: Floats | None = None
+    memory_cap: Ints | None = None
+    jitter_memory: Floats | None = None
+    slow_weakest: Floats | None = None
+    slow_even: np.ndarray | None = None
+    slow_group: Ints | None = None
+    change_cost_s: Floats | None = None
+    bytes_share: Floats | None = None
+    link: Floats | None = None
+    link_off_s: Floats | None = None
+    link_on_s: Floats | None = None
+    link_strongest: Floats | None = None
+    link_group: Ints | None = None
+    noise_knots: Floats | None = None
+    noise_from: Floats | None = None
+    noise_rho: Floats | None = None
+    noise_wander: Floats | None = None
+    time_error: Floats | None = None
+    missing_times: Floats | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
         """(C, W)."""
         return int(self.alpha.shape[0]), int(self.alpha.shape[1])
 
+    @property
+    def costs(self) -> Costs:
+        """Seconds by batch size."""
+        return Costs(self.alpha, self.beta, self.curve, self.cliff_at, self.cliff_slope)
+
     def take(self, rows: Any) -> Clusters:
         """Some of the clusters."""
-        return Clusters(**{f.name: getattr(self, f.name)[rows] for f in dataclasses.fields(self)})
+        values: dict[str, Any] = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        chosen: dict[str, Any] = {name: None if value is None else value[rows] for name, value in values.items()}
+        return Clusters(**chosen)
 
 
 def bounds_of(clusters: Clusters) -> Bounds:
-    """What `Controller` would allow: 1 to 8 times the starting size of each worker."""
+    """What `Controller` would allow: 1 to 8 times the starting size of each worker, or what its memory holds."""
     workers = clusters.shape[1]
-    high = np.maximum(clusters.base_batch // workers, 1) * 8
-    return Bounds.of(workers, 1, np.broadcast_to(high[:, None], clusters.shape))
+    high = np.broadcast_to(np.maximum(clusters.base_batch // workers, 1)[:, None] * 8, clusters.shape)
+    if clusters.memory_cap is not None:
+        high = np.minimum(high, clusters.memory_cap)
+    return Bounds.of(workers, 1, high)
 
 
 def sample_clusters(count: int, workers: int, seed: int) -> Clusters:

@@ -2,20 +2,47 @@
 
 from __future__ import annotations
 
+import csv
+import math
+import os
+from pathlib import Path
+
 import numpy as np
 
+from dynamix.errors import ConfigError
 from dynamix.simulator.streams import Stream
-from dynamix.window import Floats
+from dynamix.window import Floats, Ints
+
+LEAST = 1.15  # factor of the weakest episode, unless said otherwise
 
 
 class Slowdowns:
-    """Per worker: on and off for exponential times with unequal means, each episode with a factor of its own."""
+    """Per worker (or link): on and off for random times with unequal means, each episode with a factor of its own.
 
-    def __init__(self, seed: int, mean_off_s: Floats, mean_on_s: Floats, strongest: Floats) -> None:
-        """All (C, W); `mean_off_s` infinite: never. Factors are log-uniform in [1.15, strongest]."""
+    mean_off_s, mean_on_s, strongest   (C, W); `mean_off_s` infinite: never
+    weakest   (C, W) or a number; factors are log-uniform in [weakest, strongest]
+    even      (C,) True: on for uniform times in [1/3, 5/3] of the mean instead of exponential ones
+    group     (C, W) workers of a cluster with the same number are hit together; None: each for itself
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        mean_off_s: Floats,
+        mean_on_s: Floats,
+        strongest: Floats,
+        *,
+        weakest: Floats | float = LEAST,
+        even: np.ndarray | None = None,
+        group: Ints | None = None,
+        purpose: str = "slow",
+    ) -> None:
         shape = mean_off_s.shape
         self.mean_off_s, self.mean_on_s, self.strongest = mean_off_s, mean_on_s, strongest
-        self._length, self._factor = Stream(seed, "slow-length", shape), Stream(seed, "slow-factor", shape)
+        self.weakest = np.broadcast_to(np.asarray(weakest, np.float64), shape)
+        self.even = None if even is None else np.broadcast_to(even[:, None], shape)
+        self._length = Stream(seed, f"{purpose}-length", shape, group=group)
+        self._factor = Stream(seed, f"{purpose}-factor", shape, group=group)
         self.episode = np.zeros(shape, dtype=np.uint64)
         self.until_s = -mean_off_s * np.log(self._length.uniform(np.uint64(0)))
         self.factor = np.ones(shape)
@@ -27,10 +54,14 @@ class Slowdowns:
             self.episode[late] += np.uint64(1)
             episode = self.episode[late]
             on = episode % np.uint64(2) == 1
-            mean = np.where(on, self.mean_on_s[late], self.mean_off_s[late])
-            self.until_s[late] -= mean * np.log(self._length.uniform(episode, late))
-            strength = self._factor.uniform(episode, late) * np.log(np.maximum(self.strongest[late] / 1.15, 1.0))
-            self.factor[late] = np.where(on, 1.15 * np.exp(strength), 1.0)
+            drawn = self._length.uniform(episode, late)
+            length = -np.log(drawn)
+            if self.even is not None:
+                length = np.where(on & self.even[late], 1 / 3 + 4 / 3 * drawn, length)
+            self.until_s[late] += np.where(on, self.mean_on_s[late], self.mean_off_s[late]) * length
+            weakest = self.weakest[late]
+            strength = self._factor.uniform(episode, late) * np.log(np.maximum(self.strongest[late] / weakest, 1.0))
+            self.factor[late] = np.where(on, weakest * np.exp(strength), 1.0)
             late = self.until_s <= clock_s[:, None]
         return self.factor
 
@@ -50,3 +81,54 @@ class MovingNeighbour:
         victim = self._victim.bits(slot) % np.uint64(self.workers)
         hit = victim[:, None] == np.arange(self.workers, dtype=np.uint64)
         return np.where(hit, self.factor[:, None], 1.0)
+
+
+class Trace:
+    """A recorded slowdown per worker, replayed by wall clock; the last row holds on.
+
+    times_s   (T,) increasing, from 0
+    factors   (T, W) on seconds, positive; 2 takes twice as long
+    """
+
+    def __init__(self, times_s: Floats, factors: Floats) -> None:
+        self.times_s, self.factors = times_s, factors
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Trace:
+        """From CSV: a head `time_s,0,1,...` and a row per change. Raises `ConfigError` naming the line that is wrong."""
+        fix = "see docs/design/simulator.md for the form"
+        try:
+            with Path(path).open(newline="", encoding="utf-8") as file:
+                rows = list(csv.reader(file))
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError("trace", os.fspath(path), "a CSV file that can be read", str(error)) from error
+        if len(rows) < 2 or not rows[0] or rows[0][0].strip() != "time_s" or len(rows[0]) < 2:
+            raise ConfigError("trace", os.fspath(path), "a head time_s,0,1,... and at least one row", fix)
+        values = [_numbers(row, len(rows[0]), f"{os.fspath(path)}:{i}") for i, row in enumerate(rows[1:], 2) if row]
+        table = np.array(values)
+        for i in range(len(table)):
+            if (table[i, 1:] <= 0).any():
+                raise ConfigError(
+                    f"factor in line {i + 2} of the trace", table[i, 1:].min(), "above 0", "2 is half speed"
+                )
+            if (i == 0 and table[0, 0] != 0) or (i and table[i, 0] <= table[i - 1, 0]):
+                raise ConfigError(
+                    f"time_s in line {i + 2} of the trace", table[i, 0], "0 first, then increasing", "sort"
+                )
+        return cls(table[:, 0], table[:, 1:])
+
+    def at(self, clock_s: Floats) -> Floats:
+        """Factors (C, W) at wall clock (C,)."""
+        return np.asarray(self.factors[np.searchsorted(self.times_s, clock_s, side="right") - 1])
+
+
+def _numbers(row: list[str], width: int, place: str) -> list[float]:
+    if len(row) != width:
+        raise ConfigError(f"cells at {place}", len(row), f"{width}, as in the head", "fill the gap")
+    try:
+        numbers = [float(cell) for cell in row]
+    except ValueError as error:
+        raise ConfigError(f"cell at {place}", str(error), "numbers only", "fill the gap") from error
+    if not all(map(math.isfinite, numbers)):
+        raise ConfigError(f"cell at {place}", "not finite", "finite numbers", "fill the gap")
+    return numbers

@@ -5,11 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from dynamix.errors import ConfigError
+from dynamix.simulator.calibration import calibration
 from dynamix.simulator.clusters import Clusters, bounds_of
-from dynamix.simulator.compute import compute_time, jitter
-from dynamix.simulator.disturbances import MovingNeighbour, Slowdowns
-from dynamix.simulator.network import step_time
-from dynamix.simulator.statistics import efficiency, noise_scale
+from dynamix.simulator.compute import jitter, near_normal
+from dynamix.simulator.disturbances import LEAST, MovingNeighbour, Slowdowns, Trace
+from dynamix.simulator.network import exchange_time, step_time
+from dynamix.simulator.statistics import along, efficiency, noise_scale
 from dynamix.simulator.streams import Stream
 from dynamix.window import Floats, Ints, Window
 
@@ -22,6 +23,10 @@ class ClusterEnv:
     (base-batch samples' worth of training) are (C,) totals; disturbances follow the wall clock, and all random numbers
     are counter-based, so that every policy meets the same world.
 
+    trace     slowdowns recorded elsewhere, on top of the clusters' own; W must be its width
+    lr_rule   "adascale": a step's progress follows the noise scale. "none": a constant learning rate, whose step-count
+              curve was measured on a real workload (`calibration().step_count_ratio`)
+
     >>> from dynamix.simulator import sample_clusters
     >>> env = ClusterEnv(sample_clusters(3, 4, seed=0), seed=1)
     >>> window = env.reset()
@@ -30,29 +35,62 @@ class ClusterEnv:
     (3, 4)
     """
 
-    def __init__(self, clusters: Clusters, *, seed: int, interval: int = 5, delay: int = 1) -> None:
+    def __init__(
+        self,
+        clusters: Clusters,
+        *,
+        seed: int,
+        interval: int = 5,
+        delay: int = 1,
+        trace: Trace | None = None,
+        lr_rule: str = "adascale",
+    ) -> None:
         if interval < 1 or delay < 0:
             raise ConfigError(
                 "interval, delay", (interval, delay), "interval 1 or more, delay 0 or more", "use 5 and 1"
             )
+        if lr_rule not in ("adascale", "none"):
+            raise ConfigError("lr_rule", lr_rule, "adascale, none", "other rules have no model of progress here")
+        if trace is not None and trace.factors.shape[1] != clusters.shape[1]:
+            width = trace.factors.shape[1]
+            raise ConfigError("workers", clusters.shape[1], f"{width}, as the trace has", "sample such clusters")
         self.clusters, self.seed, self.interval, self.delay = clusters, seed, interval, delay
+        self.trace, self.lr_rule = trace, lr_rule
         self.bounds = bounds_of(clusters)
+        self.costs = clusters.costs
         count = clusters.shape[0]
         self._jitter = Stream(seed, "jitter", clusters.shape)
         self._cpu = Stream(seed, "cpu", clusters.shape)
+        self._measured = Stream(seed, "measured", clusters.shape)
         self._training = Stream(seed, "training", clusters.shape)
-        self._noise = Stream(seed, "noise", (count,))
+        self._noise, self._wander = Stream(seed, "noise", (count,)), Stream(seed, "wander", (count,))
+        # Learning rate constant: the measured critical batch instead of the gradient's own.
+        self._critical = 1.0 if lr_rule == "adascale" else calibration().step_count_ratio
         self.reset()
 
     def reset(self) -> Window:
         """Start over, the same world again; the first window at equal shares of the base batch."""
         c = self.clusters
         count, workers = c.shape
-        self.slowdowns = Slowdowns(self.seed, c.slow_off_s, c.slow_on_s, c.slow_strongest)
+        weakest = LEAST if c.slow_weakest is None else c.slow_weakest
+        self.slowdowns = Slowdowns(
+            self.seed,
+            c.slow_off_s,
+            c.slow_on_s,
+            c.slow_strongest,
+            even=c.slow_even,
+            group=c.slow_group,
+            weakest=weakest,
+        )
+        self.links = None
+        if c.link_off_s is not None and c.link_on_s is not None and c.link_strongest is not None:
+            links = c.link_off_s, c.link_on_s, c.link_strongest
+            self.links = Slowdowns(self.seed, *links, group=c.link_group, purpose="link")
         self.neighbour = MovingNeighbour(self.seed, workers, c.neighbour_period_s, c.neighbour_factor)
         self.clock_s, self.progress = np.zeros(count), np.zeros(count)
         self.steps = self.windows = 0
-        self._noise_error = np.zeros(count)
+        self._noise_error, self._drift = np.zeros(count), np.zeros(c.shape)
+        self._changed: np.ndarray | None = None
         self.batch: Ints = np.broadcast_to((c.base_batch // workers)[:, None], c.shape).copy()
         return self._measure()
 
@@ -62,31 +100,86 @@ class ClusterEnv:
             raise ConfigError("allocation shape", sizes.shape, str(self.batch.shape), "one size per cluster and worker")
         for _ in range(self.delay):
             self.advance()
-        self.batch = np.asarray(sizes, dtype=np.int64)
+        self.apply(sizes)
         return self._measure()
+
+    def apply(self, sizes: Ints) -> None:
+        """Put `sizes` (C, W) in force; where they differ, the next `advance` pays what a change costs."""
+        if self.clusters.change_cost_s is not None:
+            self._changed = (sizes != self.batch).any(-1)
+        self.batch = np.asarray(sizes, dtype=np.int64)
 
     def slowdown(self) -> Floats:
         """Factors (C, W) on compute now."""
-        return np.asarray(self.slowdowns.at(self.clock_s) * self.neighbour.at(self.clock_s))
+        factor = self.slowdowns.at(self.clock_s) * self.neighbour.at(self.clock_s)
+        return np.asarray(factor if self.trace is None else factor * self.trace.at(self.clock_s))
 
-    def true_noise_scale(self) -> Floats:
-        """phi (C,) now."""
+    def expected(self) -> Floats:
+        """Factors (C, W) on compute that a step of this moment has on average: slowdown, drift and mean stall."""
+        c, factor = self.clusters, self.slowdown() * (1.0 + self.clusters.stall / 8)[:, None]
+        return factor if c.jitter_memory is None else factor * np.maximum(1.0 + c.jitter_sd * self._drift, 0.3)
+
+    def exchange(self) -> Floats:
+        """Seconds (C,) that an exchange takes now."""
         c = self.clusters
-        return noise_scale(c.noise_start, self.progress, c.noise_unit, c.noise_growth)
+        if c.bytes_share is None:
+            return c.exchange_s
+        link = np.ones(c.shape) if c.link is None else c.link
+        return exchange_time(
+            c.exchange_s, c.bytes_share, link if self.links is None else link * self.links.at(self.clock_s)
+        )
+
+    def true_noise_scale(self, batch: Floats | None = None) -> Floats:
+        """phi (C,) now, at global batch `batch` (C,) or (C, K); None: the base batch."""
+        c = self.clusters
+        if c.noise_knots is None or c.noise_from is None:
+            phi = noise_scale(c.noise_start, self.progress, c.noise_unit, c.noise_growth)
+        else:
+            fraction = c.noise_from + self.progress / c.noise_unit
+            phi = c.noise_start * np.exp(along(c.noise_knots, fraction) - along(c.noise_knots, c.noise_from))
+            if c.noise_wander is not None:
+                slot = fraction * 32.0
+                low, part = np.floor(slot), slot % 1.0
+                near, far = (self._wander.normal((low + i).astype(np.uint64)) for i in (0, 1))
+                phi = phi * np.exp(c.noise_wander * ((1 - part) * near + part * far))
+        if batch is None:
+            return phi
+        more = (slice(None), *[None] * (batch.ndim - 1))
+        if c.noise_rho is None:
+            return np.broadcast_to(phi[more], batch.shape)
+        return np.asarray(phi[more] * (batch / c.base_batch[more]) ** c.noise_rho[more])
+
+    def gain(self, batch: Floats) -> Floats:
+        """Progress per sample now (C,) or (C, K) at global batch `batch`, relative to the base batch's own phi."""
+        base = self.clusters.base_batch.astype(np.float64)
+        more = (slice(None), *[None] * (batch.ndim - 1))
+        if self.clusters.noise_rho is None:
+            return efficiency(self._critical * self.true_noise_scale(batch), batch, base[more])
+        # phi moves with B: what B samples teach is measured against what the base batch would teach at its own phi.
+        phi, own = self._critical * self.true_noise_scale(batch), self._critical * self.true_noise_scale()
+        return np.asarray((1.0 + base / own)[more] / (1.0 + batch / phi))
 
     def advance(self) -> tuple[Floats, Floats]:
         """One optimizer step; compute (C, W) and the whole step (C,), s."""
         c = self.clusters
-        factor = self.slowdown() * jitter(self._jitter, np.uint64(self.steps), c.jitter_sd, c.stall[:, None])
-        busy = compute_time(c.alpha, c.beta, self.batch.astype(np.float64), factor)
-        whole = step_time(busy.max(-1), c.exchange_s, c.overlap)
+        busy = self.costs.seconds(self.batch.astype(np.float64)) * self.slowdown() * self._jitters()
+        whole = step_time(busy.max(-1), self.exchange(), c.overlap)
+        if self._changed is not None and c.change_cost_s is not None:
+            whole, self._changed = whole + np.where(self._changed, c.change_cost_s, 0.0), None
         total = self.batch.sum(-1).astype(np.float64)
-        self.progress = self.progress + total * efficiency(
-            self.true_noise_scale(), total, c.base_batch.astype(np.float64)
-        )
+        self.progress = self.progress + total * self.gain(total)
         self.clock_s = self.clock_s + whole
         self.steps += 1
         return busy, whole
+
+    def _jitters(self) -> Floats:
+        c, counter = self.clusters, np.uint64(self.steps)
+        if c.jitter_memory is None:
+            return jitter(self._jitter, counter, c.jitter_sd, c.stall[:, None])
+        memory, bits = c.jitter_memory[:, None], self._jitter.bits(counter)
+        self._drift = memory * self._drift + np.sqrt(1 - memory**2) * near_normal(bits)
+        stalled = np.where((bits >> 61) == 0, c.stall[:, None], 0.0)
+        return np.asarray(np.maximum(1.0 + c.jitter_sd * self._drift + stalled, 0.3))
 
     def _measure(self) -> Window:
         mean, square, wait = np.zeros((3, *self.batch.shape))
@@ -102,11 +195,18 @@ class ClusterEnv:
         mean, wait, exchange = mean / k, wait / k, exchange / k
         variance = np.maximum(square / k - mean**2, 0.0) * (k / (k - 1) if k > 1 else np.nan)
         self.windows += 1
-        idle = self.batch == 0
+        unseen = self.batch == 0
+        measured = mean
+        if self.clusters.time_error is not None:
+            error = self._measured.normal(np.uint64(2 * self.windows))
+            measured = mean * np.maximum(1.0 + self.clusters.time_error[:, None] * error, 0.3)
+        if self.clusters.missing_times is not None:
+            lost = self._measured.uniform(np.uint64(2 * self.windows + 1)) < self.clusters.missing_times[:, None]
+            unseen, wait = unseen | lost, np.where(lost, np.nan, wait)
         return Window.of(
             self.batch,
-            compute=np.where(idle, np.nan, mean),
-            compute_std=np.where(idle, np.nan, np.sqrt(variance)),
+            compute=np.where(unseen, np.nan, measured),
+            compute_std=np.where(unseen, np.nan, np.sqrt(variance)),
             wait=wait,
             communication=exchange[:, None],
             data=mean * 0.002,
@@ -123,7 +223,8 @@ class ClusterEnv:
         # The estimate is smoothed over windows, so its error is too (AR(1)).
         self._noise_error = 0.9 * self._noise_error + np.sqrt(1 - 0.81) * c.noise_error * self._noise.normal(counter)
         unknown = c.missing_noise | (self.windows < 2)
-        noise = np.where(unknown, np.nan, self.true_noise_scale() * np.exp(self._noise_error))
+        phi = self.true_noise_scale(self.batch.sum(-1).astype(np.float64))
+        noise = np.where(unknown, np.nan, phi * np.exp(self._noise_error))
         change = self._training.normal(counter) * 0.7
         hidden = (c.missing_training | (self.windows < 2))[:, None]
         return {

@@ -1,4 +1,4 @@
-"""Seconds for the gradient exchange: ring all-reduce, partly hidden behind backward."""
+"""Seconds for the gradient exchange: ring all-reduce over unequal links, partly hidden behind backward."""
 
 from __future__ import annotations
 
@@ -17,6 +17,19 @@ def ring_all_reduce(workers: int, latency_s: ArrayLike, gradient_bytes: ArrayLik
     hops = 2 * (workers - 1)
     moved = hops / workers * np.asarray(gradient_bytes, np.float64)
     return np.asarray(hops * np.asarray(latency_s, np.float64) + moved / np.asarray(bytes_per_s, np.float64))
+
+
+def exchange_time(at_rest_s: Floats, bytes_share: Floats, link: Floats) -> Floats:
+    """Seconds (C,) of an exchange whose slowest link decides.
+
+    at_rest_s     (C,) with every link at rest
+    bytes_share   (C,) the part of it that is bytes over the slowest link; the rest is latency
+    link          (C, W) slowness of each link now, 1 for the slowest at rest
+
+    >>> exchange_time(np.array([1.0]), np.array([0.5]), np.array([[1.0, 3.0]])).tolist()
+    [2.0]
+    """
+    return np.asarray(at_rest_s * (1.0 - bytes_share + bytes_share * link.max(-1)))
 
 
 def step_time(computing: Floats, exchange: Floats, overlap: Floats) -> Floats:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from dynamix.window import Ints
+
 Bits = NDArray[np.uint64]
 _STEP = np.uint64(0x9E3779B97F4A7C15)
 
@@ -27,12 +29,15 @@ class Stream:
     True
     """
 
-    def __init__(self, seed: int, purpose: str, shape: tuple[int, ...]) -> None:
+    def __init__(self, seed: int, purpose: str, shape: tuple[int, ...], *, group: Ints | None = None) -> None:
+        """`group` (C, W): entities of a row with the same number, below W, draw the same."""
         root = np.array([seed], dtype=np.uint64)
         for letter in purpose.encode():
             root = _mix(root * _STEP + np.uint64(letter))
         entity = np.arange(int(np.prod(shape)), dtype=np.uint64).reshape(shape)
         self.key = _mix(entity * _STEP + root)
+        if group is not None:
+            self.key = np.take_along_axis(self.key, group, 1)
 
     def bits(self, counter: NDArray[np.uint64] | np.uint64, at: NDArray[np.bool_] | None = None) -> Bits:
         """64 random bits per entity (or only for those `at`)."""

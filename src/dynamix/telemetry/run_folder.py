@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import os
@@ -27,6 +28,7 @@ class RunFolder:
     """
 
     def __init__(self, command: str, path: str | os.PathLike[str] | None = None, *, resume: bool = False) -> None:
+        self._made: list[Path] = []  # what making it made, innermost first
         if resume:
             if path is None or not (Path(path) / "run.json").is_file():
                 raise ConfigError("out", path and str(path), "the folder of the run to go on with", "name it by --out")
@@ -36,11 +38,23 @@ class RunFolder:
         self.path = Path(path) if path is not None else Path("runs") / f"{command}-{stamp}"
         if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
             raise ConfigError("out", str(self.path), "a new or empty folder", "choose another, or remove this one")
+        self._made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             fix = f"choose a folder that can be written ({error.strerror})"
             raise ConfigError("out", str(self.path), "a folder that can be made", fix) from error
+
+    def __enter__(self) -> RunFolder:
+        """As a context manager: what failed before anything was written leaves no folder behind."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        if kind is None or any(not found.is_dir() for found in self.path.rglob("*")):
+            return
+        with contextlib.suppress(OSError):
+            for folder in [*sorted(self.path.rglob("*"), reverse=True), *self._made]:
+                folder.rmdir()
 
     def write_run(self, **fields: Any) -> None:
         """run.json: what runs, with which versions, on which machine; `fields` are added."""
@@ -116,6 +130,15 @@ def machine() -> dict[str, Any]:
         pass
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {"cpu": model, "cores": cores, "system": f"{platform.system()} {platform.release()}"}
+
+
+def processor_times() -> tuple[float, float]:
+    """(stolen by the hypervisor, all) processor time of the machine so far, in ticks; zeros where nothing says so."""
+    try:
+        ticks = [float(t) for t in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+    except (OSError, ValueError, IndexError):
+        return 0.0, 0.0
+    return (ticks[7] if len(ticks) > 7 else 0.0), sum(ticks)
 
 
 def commit() -> str | None:

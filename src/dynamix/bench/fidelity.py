@@ -1,0 +1,65 @@
+"""`dynamix bench fidelity`: how far the simulator's models are from what they were fitted to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from dynamix.bench.against import compare
+from dynamix.simulator import calibration
+from dynamix.telemetry.events import SCHEMA
+from dynamix.telemetry.run_folder import commit
+
+GOAL = 0.10
+
+
+def run_fidelity(against: Path | None = None, *, calibrate_on: str = "steady-uneven") -> dict[str, Any]:
+    """Errors of step times on points that their fit has not seen, and residuals of the noise-scale fits.
+
+    against   folder of a finished `bench tta`, to compare the simulator with; costs from its scenario `calibrate_on`
+    """
+    known = calibration()
+    affine = [fit.r2 for fits in known.affine_models().values() for fit in fits]
+    return {
+        "schema": SCHEMA, "command": "bench fidelity", "commit": commit(), "cluster": "simulator",
+        "held_out_step_time": known.held_out, "goal": {"mean_absolute": GOAL},
+        "affine": {"pairs": len(affine), "least_r2": min(affine), "not_affine": len(known.curve_names)},
+        "noise_scale": {
+            name: {"rho": curve.rho, "residual_of_log": curve.residual} for name, curve in known.noise.items()
+        },
+        "sources": known.sources,
+        "against_emulator": None if against is None else compare(against, calibrate_on=calibrate_on),
+    }  # fmt: skip
+
+
+def lines(result: dict[str, Any]) -> list[str]:
+    """For people."""
+    said = [
+        f"step time held out, {name} ({e['jobs']} jobs): {100 * e[where]['mean_absolute']:.1f} % mean absolute {what}, median "
+        f"{100 * e[where]['median']:.1f} %, p90 {100 * e[where]['p90']:.1f} %, {e[where]['points']} points" + goal
+        for name, e in result["held_out_step_time"].items()
+        for where, what, goal in (
+            ("inside", "between measured sizes", f" (goal {100 * GOAL:.0f} %)"), ("ends", "beyond them", ""),
+        )
+    ]  # fmt: skip
+    affine = result["affine"]
+    said.append(
+        f"affine: {affine['pairs']} (model, GPU) pairs, R2 from {affine['least_r2']:.3f}; {affine['not_affine']} are not"
+    )
+    said += [
+        f"noise scale of {name}: phi ~ B^{part['rho']:.2f}, residual of log phi {part['residual_of_log']:.2f}"
+        for name, part in result["noise_scale"].items()
+    ]
+    return said + (_against(result["against_emulator"]) if result["against_emulator"] else [])
+
+
+def _against(found: dict[str, Any]) -> list[str]:
+    said = [f"simulator against emulator, costs from {found['calibrated_on']}:"]
+    for name, part in found["scenarios"].items():
+        cells = [f"{policy} {100 * p['step_error']:.0f} %" for policy, p in part["policies"].items()]
+        said.append(
+            f"  {name}: error of step time {', '.join(cells)}; ranking {'same' if part['same_ranking'] else 'differs'}"
+        )
+    worst, same = 100 * found["worst_step_error"], found["same_ranking"]
+    said.append(f"  worst {worst:.0f} % (goal 15 %), same ranking in {same} of {len(found['scenarios'])} (goal 5 of 6)")
+    return said

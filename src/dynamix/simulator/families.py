@@ -1,0 +1,255 @@
+"""Families of clusters sampled from the calibration. Half of them break what the baselines assume, each from data.
+
+A family is a name and a function that changes the plain cluster: GPUs of one calibrated model, mixed, ring all-reduce
+over equal links, light jitter, errors in what is measured, no disturbance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from dynamix.errors import ConfigError
+from dynamix.simulator.calibration import Affine, calibration
+from dynamix.simulator.clusters import Clusters, bounds_of
+from dynamix.window import Floats, Ints
+
+# Models with a fitted noise scale. yolov3 has one too but no affine costs.
+AFFINE_MODELS = ("cifar10", "deepspeech2", "imagenet")
+NEVER = 1e12
+Change = Callable[[Clusters, np.random.Generator], Clusters]
+
+
+def sample_family(name: str, count: int, workers: int, seed: int) -> Clusters:
+    """`count` clusters of `workers` workers of a family. Raises `ConfigError` for an unknown name.
+
+    >>> sample_family("pai-straggler", 3, 4, seed=0).shape
+    (3, 4)
+    """
+    if name not in FAMILIES:
+        raise ConfigError("family", name, ", ".join(FAMILIES), "check the spelling")
+    rng = np.random.default_rng([seed, workers, *name.encode()])
+    models = ("yolov3", "imagenet", "ncf") if name == "non-affine" else AFFINE_MODELS
+    return FAMILIES[name](_plain(models, count, workers, rng), rng)
+
+
+def _plain(models: tuple[str, ...], count: int, workers: int, rng: np.random.Generator) -> Clusters:
+    """The plain cluster; its noise scale is chosen so that most optima are interior (see `docs/design/simulator.md`)."""
+    shape = (count, workers)
+    gpus, per_worker = _draw_gpus(models, shape, rng)
+    alpha, beta = (np.array([[getattr(fit, name) for fit in row] for row in gpus]) for name in ("alpha_s", "beta_s"))
+    curve = np.array([[calibration().curve(fit.model, fit.gpu) for fit in row] for row in gpus])
+    cap = np.array([[fit.batch_max for fit in row] for row in gpus])
+    base = per_worker * workers
+    computing = (alpha + beta * per_worker[:, None]).max(-1)
+    fraction = rng.uniform(0.03, 0.5, count)
+    exchange = computing * fraction / (1 - fraction) if workers > 1 else np.zeros(count)
+    never = np.full(shape, NEVER)
+    spread = np.exp(rng.normal(0, 1, shape) * _pai_spread(count, rng)[:, None])
+    alpha, beta = alpha * spread, beta * spread
+    return _with_noise(gpus, rng, Clusters(
+        alpha=alpha, beta=beta, curve=curve if (curve >= 0).any() else None, memory_cap=cap,
+        jitter_sd=np.broadcast_to(np.exp(rng.uniform(np.log(0.01), np.log(0.06), (count, 1))), shape),
+        stall=np.zeros(count),
+        slow_off_s=never, slow_on_s=np.ones(shape), slow_strongest=np.ones(shape),
+        neighbour_period_s=np.full(count, 60.0), neighbour_factor=np.ones(count),
+        exchange_s=exchange, overlap=rng.uniform(1, 4, count),
+        bytes_share=rng.uniform(0.5, 1.0, count),
+        change_cost_s=rng.uniform(0.0, 0.05, count) * computing,
+        base_batch=base.astype(np.int64),
+        noise_start=np.ones(count), noise_unit=np.ones(count), noise_growth=np.zeros(count),
+        noise_error=rng.uniform(0.05, 0.4, count), time_error=rng.uniform(0.0, 0.05, count),
+        missing_noise=rng.random(count) < 0.05, missing_training=rng.random(count) < 0.3,
+        missing_host=rng.random(count) < 0.3,
+    ))  # fmt: skip
+
+
+def _draw_gpus(
+    models: tuple[str, ...], shape: tuple[int, int], rng: np.random.Generator
+) -> tuple[list[list[Affine]], Ints]:
+    """One to three GPU types a cluster, and samples per worker (C,) that the smallest memory holds several times."""
+    rows, per_worker = [], []
+    for _ in range(shape[0]):
+        model = str(rng.choice(models))
+        fits = [fit for (name, _), fit in calibration().affine.items() if name == model]
+        if len(models) == len(AFFINE_MODELS) and models == AFFINE_MODELS:
+            fits = calibration().affine_models()[model]
+        kinds = rng.choice(len(fits), min(int(rng.integers(1, 4)), len(fits)), replace=False)
+        row = [fits[int(kind)] for kind in rng.choice(kinds, shape[1])]
+        rows.append(row)
+        least, most = max(fit.batch_min for fit in row), min(fit.batch_max for fit in row)
+        per_worker.append(round(float(np.exp(rng.uniform(np.log(least), np.log(max(most / 2, least + 1)))))))
+    return rows, np.array(per_worker)
+
+
+def _with_noise(gpus: list[list[Affine]], rng: np.random.Generator, clusters: Clusters) -> Clusters:
+    """Noise-scale curves of the clusters' models; their level such that the best B at the start is 0.5 to 2 times B0."""
+    count, known = clusters.shape[0], calibration().noise
+    curves = [known.get(row[0].model, known["cifar10"]) for row in gpus]
+    base = clusters.base_batch.astype(np.float64)
+    growing = base / (1 / clusters.beta).sum(-1)
+    fixed = clusters.exchange_s + clusters.alpha.mean(-1)
+    best = np.exp(rng.uniform(np.log(0.5), np.log(2.0), count))
+    return replace(
+        clusters,
+        noise_start=np.clip(best**2 * base * growing / fixed, 0.1 * base, 50 * base),
+        noise_knots=np.array([curve.knots for curve in curves]),
+        noise_from=rng.uniform(0.0, 0.8, count),
+        noise_unit=base * np.exp(rng.uniform(np.log(1000), np.log(8000), count)),
+        noise_rho=np.array([curve.rho for curve in curves]),
+        noise_wander=np.array([0.5 * curve.residual for curve in curves]),
+    )
+
+
+def _pai_spread(count: int, rng: np.random.Generator) -> Floats:
+    """Spread between like workers: log-normal through the median of 100 PAI jobs, cut at 0.3."""
+    spread = calibration().processes["spread-of-100-jobs"]
+    sd = np.log(spread["p90"] / spread["median"]) / 1.2816
+    return np.asarray(np.minimum(spread["median"] * np.exp(sd * rng.normal(size=count)), 0.3))
+
+
+# ---------------------------------------------------------------- disturbances within the baselines' assumptions
+
+
+def _slowdowns(c: Clusters, rng: np.random.Generator) -> Clusters:
+    """Each worker for itself, rare or frequent."""
+    count, workers = c.shape
+    off = rng.choice([90.0, 25.0], (count, 1)) * np.exp(rng.normal(0, 0.4, c.shape)) * np.sqrt(workers / 4)
+    strongest = np.broadcast_to(np.exp(rng.uniform(np.log(1.3), np.log(4), (count, 1))), c.shape)
+    return replace(c, slow_off_s=off, slow_on_s=np.exp(rng.uniform(np.log(4), np.log(40), c.shape)), slow_strongest=strongest)  # fmt: skip
+
+
+def _pai_steady(c: Clusters, rng: np.random.Generator) -> Clusters:
+    """Steady but uneven: jitter as in that PAI job, spread between workers from its neighbours'."""
+    job = calibration().processes["steady-uneven"]
+    uneven = np.exp(rng.normal(0, 1, c.shape) * 2 * job["spread"])
+    return replace(c, alpha=c.alpha * uneven, beta=c.beta * uneven, jitter_sd=np.full(c.shape, job["jitter"]))
+
+
+def _pai_straggler(c: Clusters, rng: np.random.Generator) -> Clusters:
+    """One worker of ten slows down mid-run for some minutes, by factors around the PAI job's."""
+    return _stragglers(c, rng, "late-straggler", 0.1)
+
+
+def _pai_stragglers(c: Clusters, rng: np.random.Generator) -> Clusters:
+    """Several workers slow down mid-run and stay slow, as in the third PAI job."""
+    return _stragglers(c, rng, "several-stragglers", 0.3)
+
+
+def _stragglers(c: Clusters, rng: np.random.Generator, name: str, share: float) -> Clusters:
+    job = calibration().processes[name]
+    hit = rng.random(c.shape) < share
+    hit[np.arange(len(hit)), rng.integers(0, c.shape[1], len(hit))] = True
+    strongest = max(1.0 + 2.5 * (job["slow_factor"] - 1.0), 1.3)
+    return replace(
+        c, slow_off_s=np.where(hit, rng.uniform(30, 200, c.shape), NEVER),
+        slow_on_s=np.full(c.shape, max(job["slow_mean_s"], 30.0)), slow_strongest=np.full(c.shape, strongest),
+        jitter_sd=np.full(c.shape, job["jitter"]),
+    )  # fmt: skip
+
+
+def _dbs(c: Clusters, rng: np.random.Generator) -> Clusters:
+    """DBS's own test: chance 0.1 an epoch of 5-10 s extra per epoch for 4-20 epochs; an epoch takes 15-60 s here."""
+    epoch_s = rng.uniform(15, 60, (c.shape[0], 1)) * np.ones(c.shape)
+    return replace(
+        c, slow_off_s=epoch_s / 0.1, slow_on_s=12 * epoch_s, slow_even=np.ones(c.shape[0], bool),
+        slow_weakest=1 + 5 / epoch_s, slow_strongest=1 + 10 / epoch_s,
+    )  # fmt: skip
+
+
+def _links(c: Clusters, rng: np.random.Generator) -> Clusters:
+    """Unequal links, some of which slow down now and then."""
+    slowness = np.exp(-rng.exponential(0.6, c.shape))
+    slowness /= slowness.max(-1, keepdims=True)
+    off = rng.uniform(40, 200, c.shape) * max(c.shape[1] / 4, 1)
+    return replace(
+        c, link=slowness, link_off_s=off, link_on_s=rng.uniform(5, 40, c.shape),
+        link_strongest=np.full(c.shape, 4.0),
+    )  # fmt: skip
+
+
+def _neighbour(c: Clusters, rng: np.random.Generator) -> Clusters:
+    """A tenant that moves from worker to worker."""
+    count = c.shape[0]
+    return replace(c, neighbour_period_s=rng.uniform(8, 60, count), neighbour_factor=rng.uniform(1.3, 3, count))
+
+
+# ---------------------------------------------------------------- families that break an assumption
+
+
+def _cliff(c: Clusters, rng: np.random.Generator) -> Clusters:
+    """Short memory: beyond a part of the largest batch that ran, time grows faster than the batch."""
+    per_worker = (c.base_batch / c.shape[1])[:, None]
+    at = per_worker * rng.uniform(0.8, 2.0, c.shape)
+    return replace(_slowdowns(c, rng), cliff_at=at, cliff_slope=rng.uniform(0.5, 2.0, c.shape))
+
+
+def _colocation(c: Clusters, rng: np.random.Generator) -> Clusters:
+    """Jobs come to share the GPU and go; slowdowns are drawn from Gavel's measured pairs."""
+    gpus = sorted(calibration().colocation)
+    pick = rng.integers(0, len(gpus), c.shape)
+    quantiles = np.stack([calibration().colocation[gpu] for gpu in gpus])[pick]
+    low, high = quantiles[..., 5], np.minimum(quantiles[..., 17], 6.0)  # the middle of what pairs do to each other
+    return replace(
+        c, slow_off_s=np.exp(rng.uniform(np.log(30), np.log(200), c.shape)),
+        slow_on_s=np.exp(rng.uniform(np.log(20), np.log(200), c.shape)), slow_weakest=low, slow_strongest=high,
+    )  # fmt: skip
+
+
+def _correlated(c: Clusters, rng: np.random.Generator) -> Clusters:
+    """Racks: neighbouring workers slow down together."""
+    rack = np.maximum(rng.integers(2, 5, c.shape[0]), 2)[:, None]
+    group = np.broadcast_to(np.arange(c.shape[1]), c.shape) // rack
+    slowed = _slowdowns(c, rng)
+    lead = [np.take_along_axis(field, group, 1) for field in (slowed.slow_off_s, slowed.slow_on_s)]
+    return replace(slowed, slow_off_s=lead[0], slow_on_s=lead[1], slow_group=group)
+
+
+def _drifting(c: Clusters, rng: np.random.Generator) -> Clusters:
+    """AR(1) jitter: a step's deviation mostly stays for the next, so speeds wander."""
+    sd = np.broadcast_to(np.exp(rng.uniform(np.log(0.03), np.log(0.2), (c.shape[0], 1))), c.shape)
+    return replace(c, jitter_sd=sd, jitter_memory=rng.uniform(0.7, 0.98, c.shape[0]))
+
+
+def _contention(c: Clusters, rng: np.random.Generator) -> Clusters:
+    """A shared switch: all links slow down together, the more workers the more."""
+    strongest = 1.5 + rng.uniform(0.3, 0.8, (c.shape[0], 1)) * np.log2(max(c.shape[1], 2)) * np.ones(c.shape)
+    whole = np.zeros(c.shape, dtype=np.int64)
+    alike = np.ones(c.shape)
+    return replace(
+        c, link=alike, link_group=whole, link_off_s=rng.uniform(15, 60, (c.shape[0], 1)) * alike,
+        link_on_s=rng.uniform(5, 40, (c.shape[0], 1)) * alike, link_strongest=strongest,
+    )  # fmt: skip
+
+
+def _poor_probes(c: Clusters, rng: np.random.Generator) -> Clusters:
+    """Times with 5-25 % error, up to a third of them missing, and a noise scale that is wild or unknown."""
+    count = c.shape[0]
+    return replace(
+        _slowdowns(c, rng), time_error=rng.uniform(0.05, 0.25, count), missing_times=rng.uniform(0.05, 0.33, count),
+        noise_error=rng.uniform(0.3, 1.0, count), missing_noise=rng.random(count) < 0.3,
+    )  # fmt: skip
+
+
+def _as_it_is(c: Clusters, rng: np.random.Generator) -> Clusters:
+    return c
+
+
+CONFORMING: dict[str, Change] = {
+    "affine-quiet": _as_it_is, "affine-slowdowns": _slowdowns, "pai-steady": _pai_steady,
+    "pai-straggler": _pai_straggler, "pai-stragglers": _pai_stragglers, "dbs-process": _dbs, "moving-neighbour": _neighbour,
+}  # fmt: skip
+BREAKING: dict[str, Change] = {
+    "non-affine": _slowdowns, "memory-cliff": _cliff, "co-location": _colocation, "correlated": _correlated,
+    "ar1-jitter": _drifting, "link-contention": _contention, "poor-probes": _poor_probes,
+}  # fmt: skip
+FAMILIES: dict[str, Change] = {**CONFORMING, **BREAKING, "unequal-links": _links}
+
+
+def interior_share(sizes: Ints, clusters: Clusters) -> Any:
+    """Share of workers (C,) whose size is inside its bounds: what a policy can still be better or worse at."""
+    bounds = bounds_of(clusters)
+    return ((sizes > bounds.low) & (sizes < bounds.high)).mean(-1)

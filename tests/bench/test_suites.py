@@ -1,0 +1,140 @@
+"""The suites: simulated cells that resume, shares of the attainable cut, and the comparison with the emulator."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from dynamix.bench.against import LiveCosts, predict, same_ranking
+from dynamix.bench.fidelity import lines, run_fidelity
+from dynamix.bench.live import combine, markdown
+from dynamix.bench.reference import reference_total
+from dynamix.bench.simulated import Suite, run_cell, run_suite, scaling_suite, tta_suite
+from dynamix.cli import app
+from dynamix.emulator import load_scenario
+from dynamix.errors import ConfigError
+from dynamix.telemetry.run_folder import RunFolder
+
+SMALL = Suite(
+    "test", (("affine-slowdowns", 4), ("pai-steady", 2)), ("dbs", "lb_bsp"), seeds=(1,), clusters=6, windows=25
+)
+
+
+def test_a_cell_holds_every_policy_reference_and_the_attainable_cut() -> None:
+    cell = run_cell(SMALL, "affine-slowdowns", 4)
+    assert set(cell["policies"]) == {"static", "dbs", "lb_bsp", "lagged", "greedy", "hedged"}
+    assert cell["policies"]["lagged"]["lagged_over_time"] == 1.0
+    assert 0.05 < cell["attainable_cut"] < 0.9
+    assert cell["policies"][cell["attained_by"]]["fraction_of_cut"] == pytest.approx(1.0)
+    assert 0 < cell["interior_share"] <= 1
+    assert cell == run_cell(SMALL, "affine-slowdowns", 4)
+
+
+def test_a_suite_goes_on_where_it_stopped_and_refuses_another_suites_folder(tmp_path) -> None:
+    ran: list[str] = []
+
+    def stop(what: str, done: float) -> None:
+        if len(ran) == 1:
+            raise KeyboardInterrupt
+        ran.append(what)
+
+    folder = RunFolder("test", tmp_path / "run")
+    with pytest.raises(KeyboardInterrupt):
+        run_suite(SMALL, folder, tell=stop)
+    again: list[str] = []
+    folder = RunFolder("test", tmp_path / "run", resume=True)
+    result = run_suite(SMALL, folder, tell=lambda what, done: again.append(what))
+    assert again == ["pai-steady-2"]
+    assert result == json.loads((tmp_path / "run" / "result.json").read_text())
+    assert "| pai-steady-2 |" in (tmp_path / "run" / "table.md").read_text()
+    with pytest.raises(ConfigError, match="resume with the same"):
+        run_suite(dataclasses.replace(SMALL, windows=30), folder)
+
+
+def test_suites_name_what_they_run_and_refuse_unknown_names() -> None:
+    assert {w for _, w in tta_suite(quick=True).cells} == {8}
+    assert max(w for _, w in scaling_suite(quick=False).cells) == 1024
+    with pytest.raises(ConfigError, match="family"):
+        dataclasses.replace(SMALL, cells=(("nonsense", 4),)).check()
+    with pytest.raises(ConfigError, match="policy"):
+        dataclasses.replace(SMALL, policies=("nonsense",)).check()
+
+
+def test_fidelity_prints_held_out_errors_within_their_goal() -> None:
+    result = run_fidelity()
+    assert result["held_out_step_time"]["jabas"]["inside"]["mean_absolute"] <= result["goal"]["mean_absolute"]
+    assert any("held out" in line for line in lines(result))
+
+
+def _scenario(static: list[float], dbs: list[float], dynamix: list[float]) -> dict[str, object]:
+    times = {"static": static, "dbs": dbs, "dynamix": dynamix}
+    means = {name: np.mean([2 * 100.0 if x is None else x for x in t]) for name, t in times.items()}
+    return {
+        "policies": {name: {"time_to_target_s": t} for name, t in times.items()}, "a_a": None,
+        "ratios": {f"{name}/static": {"median": means[name] / means["static"]} for name in times},
+    }  # fmt: skip
+
+
+def test_scenarios_weigh_the_same_and_a_share_above_one_is_reported() -> None:
+    results = {"a": _scenario([100.0, 100.0], [80.0, 80.0], [60.0, 60.0]), "b": _scenario([50.0], [50.0], [49.0])}
+    found = combine(results)
+    assert found["ratios"]["dynamix/static"]["median"] == pytest.approx((0.6 * 0.98) ** 0.5)
+    assert found["cuts"]["a"]["attainable_cut"] == pytest.approx(0.2)
+    assert found["cuts"]["a"]["fraction_of_cut"]["dynamix"] == pytest.approx(2.0)
+    assert found["cuts"]["b"]["fraction_of_cut"] == {}
+    assert "| a | 20 % (dbs)" in markdown({**found, "scenarios": results})
+
+
+def test_runs_that_never_arrive_count_as_twice_statics_time() -> None:
+    found = combine({"a": _scenario([100.0], [None], [50.0])})  # type: ignore[list-item]
+    assert found["ratios"]["dbs/static"]["median"] == pytest.approx(2.0)
+    with pytest.raises(ConfigError, match="never reached"):
+        combine({"a": _scenario([None], [1.0], [1.0])})  # type: ignore[list-item]
+
+
+COSTS = LiveCosts(0.004, 0.0002, 0.03, 0.01, tuple(np.log(np.linspace(60, 300, 9))), 200_000.0, 150_000.0)
+
+
+def test_both_balanced_policies_are_predicted_ahead_of_static() -> None:
+    scenario = load_scenario("demo")
+    times = {name: predict(scenario, name, 3, COSTS)["time_to_target_s"] for name in ("static", "lb_bsp", "reference")}
+    assert max(times["reference"], times["lb_bsp"]) < times["static"]
+
+
+def test_rankings_ignore_ties_only() -> None:
+    def of(measured: float, predicted: float) -> dict[str, float]:
+        return {"time_to_target_s": measured, "predicted_time_to_target_s": predicted}
+
+    assert same_ranking({"a": of(10, 11), "b": of(20, 25)}, 0.05)
+    assert not same_ranking({"a": of(10, 30), "b": of(20, 25)}, 0.05)
+    assert same_ranking({"a": of(10, 30), "b": of(10.3, 25)}, 0.05)
+
+
+def test_a_reference_may_hold_another_global_batch() -> None:
+    assert reference_total("reference:256") == 256
+    with pytest.raises(ConfigError, match="reference:TOTAL"):
+        reference_total("reference:much")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["bench", "tta", "--cluster", "moon"],
+        ["bench", "tta", "--cluster", "simulator", "--scenarios", "nonsense"],
+        ["bench", "tta", "--scenarios", "nonsense"],
+        ["bench", "tta", "--policies", "dbs"],
+        ["bench", "scaling", "--policies", "nonsense"],
+        ["bench", "fidelity", "--against", "/nonexistent"],
+    ],
+)
+def test_bad_arguments_end_with_one_clear_line_and_no_folder(arguments: list[str], tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 2
+    assert done.output.strip().startswith("error: ")
+    assert len(done.output.strip().splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,185 @@
+"""Families of calibrated clusters: what holds in each, that references are good, and that no policy can cheat."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from dynamix.bench.simulated import StaticAt, Suite, times_to_progress
+from dynamix.errors import ConfigError
+from dynamix.simulator import (
+    BREAKING,
+    CONFORMING,
+    FAMILIES,
+    ClusterEnv,
+    GreedyReference,
+    HedgedReference,
+    LaggedReference,
+    PlannedReference,
+    Trace,
+    interior_share,
+    sample_clusters,
+    sample_family,
+)  # fmt: skip
+from dynamix.window import Bounds, Ints, Window
+
+SUITE = Suite("test", (), (), windows=40)
+
+
+def test_half_of_the_held_out_families_break_an_assumption() -> None:
+    assert len(BREAKING) == len(CONFORMING)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("workers", [1, 4, 9])
+def test_every_family_runs_is_finite_and_repeats(family: str, workers: int) -> None:
+    clusters = sample_family(family, 5, workers, 3)
+    runs = []
+    for _ in range(2):
+        env = ClusterEnv(clusters, seed=1)
+        window = env.reset()
+        for _ in range(8):
+            window = env.step(LaggedReference(env).decide(window, env.bounds))
+        assert np.isfinite(env.clock_s).all()
+        assert (env.progress > 0).all()
+        assert (window.batch_size <= env.bounds.high).all()
+        runs.append(window.to_dict())
+    assert runs[0] == runs[1]
+    assert clusters.take([2]).shape == (1, workers)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_optima_are_mostly_interior(family: str) -> None:
+    env = ClusterEnv(sample_family(family, 60, 8, 5), seed=0)
+    window, shares = env.reset(), []
+    for _ in range(15):
+        window = env.step(LaggedReference(env).decide(window, env.bounds))
+        shares.append(interior_share(window.batch_size, env.clusters).mean())
+    assert np.mean(shares) > 0.5
+
+
+def test_an_unknown_family_names_the_known() -> None:
+    with pytest.raises(ConfigError, match="pai-steady"):
+        sample_family("nonsense", 1, 1, 0)
+
+
+def test_a_trace_slows_the_worker_it_names() -> None:
+    clusters = sample_family("affine-quiet", 2, 2, 0)
+    env = ClusterEnv(clusters, seed=0, trace=Trace(np.array([0.0]), np.array([[1.0, 5.0]])))
+    plain = ClusterEnv(clusters, seed=0)
+    np.testing.assert_allclose(env.advance()[0], plain.advance()[0] * [1.0, 5.0])
+    with pytest.raises(ConfigError, match="workers"):
+        ClusterEnv(sample_family("affine-quiet", 2, 3, 0), seed=0, trace=Trace(np.array([0.0]), np.ones((1, 2))))
+
+
+def test_changing_sizes_costs_the_first_step_and_keeping_them_nothing() -> None:
+    clusters = sample_family("affine-quiet", 4, 4, 0)
+    free = sample_family("affine-quiet", 4, 4, 0)
+    object.__setattr__(free, "change_cost_s", None)
+    dear_env, free_env = ClusterEnv(clusters, seed=0), ClusterEnv(free, seed=0)
+    sizes = dear_env.batch // 2 + 1
+    for env in (dear_env, free_env):
+        env.step(env.batch)
+    np.testing.assert_array_equal(dear_env.clock_s, free_env.clock_s)
+    for _ in range(2):
+        for env in (dear_env, free_env):
+            env.step(sizes)
+    assert clusters.change_cost_s is not None
+    np.testing.assert_allclose(dear_env.clock_s - free_env.clock_s, clusters.change_cost_s)
+
+
+def test_without_a_rule_for_the_learning_rate_progress_follows_the_measured_curve() -> None:
+    clusters = sample_family("affine-quiet", 3, 4, 0)
+    with pytest.raises(ConfigError, match="adascale"):
+        ClusterEnv(clusters, seed=0, lr_rule="cosine")
+    env = ClusterEnv(clusters, seed=0, lr_rule="none")
+    assert np.isfinite(env.gain(env.batch.sum(-1).astype(float))).all()
+
+
+def test_ten_thousand_workers_run() -> None:
+    env = ClusterEnv(sample_family("affine-slowdowns", 1, 10_000, 0), seed=0)
+    window = env.step(env.reset().batch_size)
+    assert window.workers == 10_000
+
+
+# ---------------------------------------------------------------- references
+
+
+def _rate(env: ClusterEnv, policy: LaggedReference, windows: int) -> float:
+    window = env.reset()
+    for _ in range(windows):
+        window = env.step(policy.decide(window, env.bounds))
+    return float(np.exp(np.log(env.progress / env.clock_s).mean()))
+
+
+def test_knowing_the_future_helps_under_change() -> None:
+    clusters = sample_family("affine-slowdowns", 30, 4, 1)
+    rates = {}
+    for kind in (LaggedReference, GreedyReference):
+        env = ClusterEnv(clusters, seed=1, delay=4)
+        rates[kind] = _rate(env, kind(env), 40)
+    assert rates[GreedyReference] > rates[LaggedReference]
+
+
+def test_hedging_wins_where_everybody_would_be_critical() -> None:
+    clusters = sample_family("co-location", 8, 64, 1)
+    rates = {}
+    for kind in (LaggedReference, HedgedReference):
+        env = ClusterEnv(clusters, seed=1)
+        rates[kind] = _rate(env, kind(env), 25)
+    assert rates[HedgedReference] > 1.02 * rates[LaggedReference]
+
+
+def test_planning_is_no_worse_than_the_lagged_reference() -> None:
+    clusters = sample_family("memory-cliff", 4, 3, 1)
+    rates = {}
+    for kind in (LaggedReference, PlannedReference):
+        env = ClusterEnv(clusters, seed=1)
+        rates[kind] = _rate(env, kind(env), 12)
+    assert rates[PlannedReference] > 0.995 * rates[LaggedReference]
+
+
+# ---------------------------------------------------------------- nothing to gain from the frame of windows
+
+
+class Altered(LaggedReference):
+    """The lagged reference with its answer changed in every `every`-th window."""
+
+    def __init__(self, env: ClusterEnv, every: int, change: float) -> None:
+        super().__init__(env)
+        self.every, self.change, self.t = every, change, 0
+
+    def decide(self, window: Window, bounds: Bounds) -> Ints:
+        self.t += 1
+        sizes = super().decide(window, bounds)
+        return (
+            np.clip((sizes * self.change).astype(np.int64), bounds.low, bounds.high)
+            if self.t % self.every == 0
+            else sizes
+        )
+
+
+@pytest.mark.parametrize(
+    ("trick", "every", "change"), [("splitting", 2, 0.8), ("lengthening", 1, 1.5), ("burning", 10, 0.05)]
+)
+@pytest.mark.parametrize("family", ["affine-slowdowns", "pai-straggler"])
+def test_a_policy_gains_less_than_one_per_cent_by(trick: str, every: int, change: float, family: str) -> None:
+    factories = {
+        "lagged": LaggedReference,
+        "altered": lambda env: Altered(env, every, change),
+        "static": lambda _: StaticAt(1.0),
+    }
+    times, _ = times_to_progress(factories, sample_family(family, 40, 4, 11), SUITE, 5)
+    gain = float(np.exp(np.log(times["lagged"] / times["altered"]).mean())) - 1
+    assert gain < 0.01, trick
+
+
+def test_the_older_broad_family_is_unchanged_by_the_calibrated_ones() -> None:
+    clusters = sample_clusters(3, 4, 0)
+    env = ClusterEnv(clusters, seed=1)
+    env.step(env.reset().batch_size)
+    assert clusters.curve is None
+    assert env.clock_s.tolist() == pytest.approx(GOLDEN)
+
+
+GOLDEN = [5.533597132961637, 8.233116056988678, 1.0274982427132375]
