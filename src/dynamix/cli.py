@@ -194,15 +194,17 @@ def bench_overhead(
 @_guarded
 def bench_simspeed(as_json: Json = False) -> None:
     """Worker-steps per second of the simulator, without learning."""
-    from dynamix.bench.simspeed import simulator_speed
+    from dynamix.bench.simspeed import GOAL_STEPS_PER_S, simulator_speeds
 
     with _progress("simulating") as tell:
-        result = simulator_speed()
+        result = simulator_speeds()
         tell("simulating", 1.0)
     if as_json:
-        _print({"schema": 1, "command": "bench simspeed", **result})
-    else:
-        typer.echo(f"{result['worker_steps_per_s']:,.0f} simulated worker-steps/s (goal: 500,000)")
+        _print({"schema": 1, "command": "bench simspeed", "cluster": "simulator", "sizes": result})
+        return
+    for size in result:
+        what = f"{size['clusters']:.0f} clusters of {size['workers']:,.0f} workers"
+        typer.echo(f"{what}: {size['worker_steps_per_s']:,.0f} worker-steps/s (goal at W=32: {GOAL_STEPS_PER_S:,})")
 
 
 Resume = Annotated[bool, typer.Option("--resume", help="Go on in --out, without what it finished.")]

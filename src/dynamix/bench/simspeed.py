@@ -1,6 +1,6 @@
-"""Two figures: simulated worker-steps per second, and milliseconds per decision of the learned policy at W = 1024.
+"""Simulated worker-steps per second at several W, and milliseconds per decision of the learned policy at W = 1024.
 
-`python -m dynamix.bench.simspeed` prints them as JSON. A benchmark, not a timed test: shared machines are noisy.
+`dynamix bench simspeed` prints them. A benchmark, not a timed test: shared machines are noisy.
 """
 
 from __future__ import annotations
@@ -13,13 +13,27 @@ import numpy as np
 import torch
 
 from dynamix.policies.learned import LearnedPolicy
-from dynamix.simulator import ClusterEnv, sample_clusters
+from dynamix.simulator import ClusterEnv, sample_family
 from dynamix.window import Bounds, Window
 
 
-def simulator_speed(*, clusters: int = 512, workers: int = 16, windows: int = 20, threads: int = 2) -> dict[str, float]:
+# (clusters, workers): the goal's size, the same number of workers in fewer clusters, and one large cluster.
+SIZES = ((256, 32), (8, 1024), (1, 10_000))
+GOAL_STEPS_PER_S = 2_000_000
+
+
+def simulator_speeds(family: str = "affine-slowdowns") -> list[dict[str, float]]:
+    """`simulator_speed` at every size."""
+    return [
+        {"clusters": c, "workers": w, **simulator_speed(family=family, clusters=c, workers=w)} for c, w in SIZES
+    ]
+
+
+def simulator_speed(
+    *, family: str = "affine-slowdowns", clusters: int = 256, workers: int = 32, windows: int = 20, threads: int = 2
+) -> dict[str, float]:
     """Decisions and optimizer steps, each times workers, per second; one environment per thread, no learning."""
-    envs = [ClusterEnv(sample_clusters(clusters, workers, i), seed=i) for i in range(threads)]
+    envs = [ClusterEnv(sample_family(family, clusters, workers, i), seed=i) for i in range(threads)]
 
     def roll(env: ClusterEnv) -> None:
         window = env.reset()
@@ -66,7 +80,7 @@ def decision_ms(*, workers: int = 1024, repeats: int = 100) -> dict[str, float]:
 
 def main() -> None:
     """Print both figures."""
-    print(json.dumps({**simulator_speed(), "decision_ms_1024_workers": decision_ms()}, indent=1))
+    print(json.dumps({"simulator": simulator_speeds(), "decision_ms_1024_workers": decision_ms()}, indent=1))
 
 
 if __name__ == "__main__":

@@ -151,13 +151,13 @@ class ClusterEnv:
 
     def gain(self, batch: Floats) -> Floats:
         """Progress per sample now (C,) or (C, K) at global batch `batch`, relative to the base batch's own phi."""
-        base = self.clusters.base_batch.astype(np.float64)
         more = (slice(None), *[None] * (batch.ndim - 1))
+        base, own = self.clusters.base_batch[more].astype(np.float64), self._critical * self.true_noise_scale()[more]
         if self.clusters.noise_rho is None:
-            return efficiency(self._critical * self.true_noise_scale(batch), batch, base[more])
+            return efficiency(own, batch, base)
         # phi moves with B: what B samples teach is measured against what the base batch would teach at its own phi.
-        phi, own = self._critical * self.true_noise_scale(batch), self._critical * self.true_noise_scale()
-        return np.asarray((1.0 + base / own)[more] / (1.0 + batch / phi))
+        phi = own * (batch / base) ** self.clusters.noise_rho[more]
+        return np.asarray((1.0 + base / own) / (1.0 + batch / phi))
 
     def advance(self) -> tuple[Floats, Floats]:
         """One optimizer step; compute (C, W) and the whole step (C,), s."""
