@@ -96,6 +96,22 @@ def test_without_a_rule_for_the_learning_rate_progress_follows_the_measured_curv
     assert np.isfinite(env.gain(env.batch.sum(-1).astype(float))).all()
 
 
+def test_accuracy_grows_with_progress_and_large_batches_pay_the_named_penalty() -> None:
+    clusters = sample_family("affine-quiet", 4, 4, 0)
+    model, reached = Generalisation(free=1.0, per_octave=0.05), {}
+    for factor in (1.0, 4.0):
+        env = ClusterEnv(clusters, seed=0)
+        policy, window = StaticAt(factor), env.reset()
+        early = env.accuracy(model)
+        for _ in range(20):
+            window = env.step(policy.decide(window, env.bounds))
+        reached[factor] = env.accuracy(model)
+        if factor == 1.0:
+            assert (reached[factor] > early).all()
+    without = Generalisation(free=1e9)
+    assert (env.accuracy(without) > reached[4.0]).all()
+
+
 def test_ten_thousand_workers_run() -> None:
     env = ClusterEnv(sample_family("affine-slowdowns", 1, 10_000, 0), seed=0)
     window = env.step(env.reset().batch_size)

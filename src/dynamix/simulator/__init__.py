@@ -13,6 +13,7 @@ from dynamix.simulator.reference import (
     PlannedReference,
     best_allocation,
 )
+from dynamix.simulator.statistics import Generalisation
 
 __all__ = [
     "BREAKING",
@@ -21,6 +22,7 @@ __all__ = [
     "REFERENCES",
     "ClusterEnv",
     "Clusters",
+    "Generalisation",
     "GreedyReference",
     "HedgedReference",
     "LaggedReference",

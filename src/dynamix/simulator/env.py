@@ -10,7 +10,7 @@ from dynamix.simulator.clusters import Clusters, bounds_of
 from dynamix.simulator.compute import jitter, near_normal
 from dynamix.simulator.disturbances import LEAST, MovingNeighbour, Slowdowns, Trace
 from dynamix.simulator.network import exchange_time, step_time
-from dynamix.simulator.statistics import along, efficiency, noise_scale
+from dynamix.simulator.statistics import Generalisation, along, efficiency, noise_scale
 from dynamix.simulator.streams import Stream
 from dynamix.window import Floats, Ints, Window
 
@@ -91,6 +91,7 @@ class ClusterEnv:
         self.steps = self.windows = 0
         self._noise_error, self._drift = np.zeros(count), np.zeros(c.shape)
         self._changed: np.ndarray | None = None
+        self._octaves = np.zeros(count)
         self.batch: Ints = np.broadcast_to((c.base_batch // workers)[:, None], c.shape).copy()
         return self._measure()
 
@@ -159,6 +160,12 @@ class ClusterEnv:
         phi = own * (batch / base) ** self.clusters.noise_rho[more]
         return np.asarray((1.0 + base / own) / (1.0 + batch / phi))
 
+    def accuracy(self, model: Generalisation) -> Floats:
+        """Test accuracy (C,) now, by a model of it; progress counts from the start of the whole training."""
+        c = self.clusters
+        done = np.zeros(len(self.progress)) if c.noise_from is None else c.noise_from
+        return model.accuracy(done + self.progress / c.noise_unit, self._octaves / max(self.steps, 1))
+
     def advance(self) -> tuple[Floats, Floats]:
         """One optimizer step; compute (C, W) and the whole step (C,), s."""
         c = self.clusters
@@ -167,7 +174,7 @@ class ClusterEnv:
         if self._changed is not None and c.change_cost_s is not None:
             whole, self._changed = whole + np.where(self._changed, c.change_cost_s, 0.0), None
         total = self.batch.sum(-1).astype(np.float64)
-        self.progress = self.progress + total * self.gain(total)
+        self.progress, self._octaves = self.progress + total * self.gain(total), self._octaves + np.log2(total)
         self.clock_s = self.clock_s + whole
         self.steps += 1
         return busy, whole
