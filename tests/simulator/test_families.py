@@ -12,6 +12,7 @@ from dynamix.simulator import (
     CONFORMING,
     FAMILIES,
     ClusterEnv,
+    Generalisation,
     GreedyReference,
     HedgedReference,
     LaggedReference,
