@@ -21,7 +21,7 @@ PYTHON = [sys.executable, "-I", "-S", "-c"]
 @pytest.fixture(scope="session")
 def _missing() -> str:
     found = probe_mechanisms()
-    return "; ".join(why for name in ("network", "cpu", "rate") for ok, why in [found[name]] if not ok)
+    return "; ".join(why for name in ("network", "cpu", "rate", "loss") for ok, why in [found[name]] if not ok)
 
 
 @pytest.fixture

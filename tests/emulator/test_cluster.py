@@ -17,7 +17,7 @@ import pytest
 import dynamix
 from dynamix.emulator import Emulation, host_speeds, keeper
 from dynamix.emulator.limits import find_cgroup
-from dynamix.errors import ConfigError, ScenarioError, UsageError
+from dynamix.errors import ConfigError, EmulationError, ScenarioError, UsageError
 from tests.emulator.conftest import PYTHON, traces, wait_until_gone
 
 SLEEP = [*PYTHON, "import time; time.sleep(600)"]
@@ -55,17 +55,54 @@ def test_the_neighbour_halves_one_host_and_moves_on_schedule(tmp_path: Path, mec
         assert elapsed is not None
         start = time.monotonic() - elapsed
         assert cluster.wait(30) == [0, 0]
-        (noise,) = set(keeper.marked_processes()[cluster.name])
-        used = sum(psutil.Process(noise).cpu_times()[:2])
+        noise = keeper.marked_processes()[cluster.name]
+        assert len(noise) == 2
+        used = sum(sum(psutil.Process(pid).cpu_times()[:2]) for pid in noise)
         final = cluster.time_s()
         assert final is not None
-        assert used == pytest.approx(0.1125 * final, rel=0.3)  # the other half, by a real process
+        assert used == pytest.approx(0.1125 * final, rel=0.3)  # the other half, by real processes
     for rank in range(2):
         rows = np.loadtxt(tmp_path / f"rank{rank}.out")
         for slot in range(4):
             ends = start + 1.5 * slot + np.array([0.2, 1.45])
             got = np.diff(np.interp(ends, rows[:, 0], rows[:, 1]))[0] / 1.25
             assert got == pytest.approx(host_speeds(cluster.scenario, 1.5 * slot, 1)[rank], rel=0.2), (rank, slot)
+
+
+def test_a_trace_and_a_schedule_change_quotas_in_time(tmp_path: Path, mechanism: str) -> None:
+    scenario = {
+        "hosts": [{"cpu": 0.25}, {"cpu": 0.2}],
+        "trace": {"times_s": [0, 1.5], "factors": [[1, 0.5], [0.4, 1]], "repeat_s": 3},
+        "schedule": [{"at_s": 4.5, "host": 1, "cpu": 0.1}],
+        "disturbances": [{"kind": "load", "hosts": [0], "factor": 0.5, "start_s": 3}],
+    }
+    with Emulation(scenario, run_dir=tmp_path, mechanism=mechanism) as cluster:  # type: ignore[arg-type]
+        cluster.launch([*PYTHON, METER, "7"])
+        time.sleep(0.3)
+        cluster.start_clock()
+        start = time.monotonic() - (cluster.time_s() or 0)
+        assert cluster.wait(30) == [0, 0]
+    expected = [[0.25, 0.1], [0.1, 0.2], [0.125, 0.1], [0.05, 0.1]]
+    for slot in range(4):
+        assert host_speeds(cluster.scenario, 1.5 * slot + 0.5) == pytest.approx(expected[slot])
+        for rank in range(2):
+            rows = np.loadtxt(tmp_path / f"rank{rank}.out")
+            ends = start + 1.5 * slot + np.array([0.2, 1.45])
+            got = np.diff(np.interp(ends, rows[:, 0], rows[:, 1]))[0] / 1.25
+            assert got == pytest.approx(expected[slot][rank], rel=0.25, abs=0.01), (rank, slot)
+
+
+def test_a_schedule_that_cannot_be_followed_is_no_longer_the_scenario(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scenario = {**TWO, "schedule": [{"at_s": 0.3, "cpu": 0.1}]}
+    with Emulation(scenario, run_dir=tmp_path, mechanism="duty-cycle") as cluster:
+        cluster.launch(SLEEP)
+        cluster.start_clock()
+        monkeypatch.setattr(cluster._limiter, "limit", lambda group, cores: 1 / 0)
+        with pytest.raises(EmulationError, match="schedule could not be followed: division by zero"):
+            cluster.wait(10)
+        monkeypatch.undo()
 
 
 def test_limits_come_and_go_when_told(tmp_path: Path, mechanism: str) -> None:
@@ -225,6 +262,6 @@ def test_the_next_start_sweeps_what_is_provably_abandoned_and_nothing_else(tmp_p
         with Emulation(TWO, run_dir=tmp_path / "next", mechanism=mechanism):  # type: ignore[arg-type]
             assert abandoned not in traces()
             assert alive in traces()
-            assert len(keeper.marked_processes()[alive]) == 3
+            assert len(keeper.marked_processes()[alive]) == 4  # two ranks and what is busy beside them
         assert keeper.sweep(roots) == []
         assert alive in traces()

@@ -130,7 +130,7 @@ time.sleep(1.5)
 def test_probing_says_what_is_missing_and_leaves_nothing() -> None:
     before = [name for _, name in socket.if_nameindex()]
     found = probe_mechanisms()
-    assert set(found) == {"network", "cpu", "duty-cycle", "rate", "delay"}
+    assert set(found) == {"network", "cpu", "duty-cycle", "rate", "loss", "latency"}
     assert found["duty-cycle"][0]
     assert all(text for _, text in found.values())
     assert [name for _, name in socket.if_nameindex()] == before

@@ -1,18 +1,26 @@
 """Real processes and real sockets on one machine, each rank on an emulated host of its own."""
 
 from dynamix.emulator.cluster import Emulation
+from dynamix.emulator.loading import load_scenario, scenario_schema, shipped_scenarios
 from dynamix.emulator.mechanisms import probe_mechanisms
 from dynamix.emulator.run import emulate
-from dynamix.emulator.scenario import Host, Neighbour, Scenario, host_speeds, load_scenario, shipped_scenarios
+from dynamix.emulator.scenario import Change, Host, Load, Neighbour, Scenario, Trace
+from dynamix.emulator.schedule import Link, host_links, host_speeds
 
 __all__ = [
+    "Change",
     "Emulation",
     "Host",
+    "Link",
+    "Load",
     "Neighbour",
     "Scenario",
+    "Trace",
     "emulate",
+    "host_links",
     "host_speeds",
     "load_scenario",
     "probe_mechanisms",
+    "scenario_schema",
     "shipped_scenarios",
 ]

@@ -22,16 +22,13 @@ from types import FrameType, TracebackType
 from typing import Any, Literal, NoReturn
 
 from dynamix.emulator import control, enter, keeper
+from dynamix.emulator.background import Noise, signal_group
 from dynamix.emulator.hosts import Loopback, Namespaces, Network
 from dynamix.emulator.limits import Cgroup, DutyCycle, Limiter, find_cgroup, start_helper
-from dynamix.emulator.scenario import (
-    Scenario,
-    check_machine,
-    host_speeds,
-    load_scenario,
-    next_change_s,
-    noise_shares,
-)
+from dynamix.emulator.loading import load_scenario
+from dynamix.emulator.mechanisms import check_kernel
+from dynamix.emulator.scenario import Scenario, check_machine
+from dynamix.emulator.schedule import Link, host_links, host_speeds, next_change_s, noise_cores
 from dynamix.errors import ConfigError, EmulationError, UsageError
 
 Mechanism = Literal["auto", "privileged", "duty-cycle"]
@@ -48,8 +45,11 @@ class Emulation:
     mechanism   "auto": namespaces and control groups where permitted, else the unprivileged way for what is not;
                 "privileged": those or an error; "duty-cycle": loopback and signals, also as root
 
-    Raises `ScenarioError` (bad scenario, or more cores than the machine has) and `EmulationError` (the machine
-    refuses, or the scenario limits links and only loopback is to be had). `mechanisms` says what is in force.
+    Links are as the scenario says from the start, CPU limits begin with `throttle`, and what changes begins with
+    `start_clock`. `mechanisms` says what is in force.
+
+    Raises `ScenarioError` (bad scenario, more cores than the machine has, or what its kernel lacks) and
+    `EmulationError` (the machine refuses, or the scenario shapes links and only loopback is to be had).
     """
 
     def __init__(
@@ -64,18 +64,21 @@ class Emulation:
             raise ConfigError("mechanism", mechanism, "auto, privileged, duty-cycle", "use auto")
         self.scenario, self.seed, self.run_dir = load_scenario(scenario), seed, Path(run_dir)
         check_machine(self.scenario, len(os.sched_getaffinity(0)))
+        if mechanism != "duty-cycle":
+            check_kernel(self.scenario)
         self.name = keeper.instance_name(next(_counts))
         self._mechanism = mechanism
         self._ranks: list[subprocess.Popen[bytes]] = []
-        self._spinners: list[subprocess.Popen[bytes]] = []
         self._cleanup = contextlib.ExitStack()
         self._lock = threading.RLock()
         self._stop_clock = threading.Event()
         self._clock: threading.Thread | None = None
         self._clock_start: float | None = None
         self._throttled = False
+        self._failure: Exception | None = None
         self._network: Network
         self._limiter: Limiter
+        self._noise: Noise
 
     # ------------------------------------------------------------ life
 
@@ -92,7 +95,8 @@ class Emulation:
             self._network = self._make_network()
             self._cleanup.callback(self._network.close)
             self._cleanup.callback(self._kill_all)
-            self._start_spinners()
+            self._noise = Noise(self.scenario, self._limiter, self._start_noise)
+            self._cleanup.callback(self._noise.close)
             server = control.ControlServer(
                 keeper.private_folder(self.name),
                 {"throttle": self.throttle, "unthrottle": self.unthrottle, "start-clock": self.start_clock},
@@ -133,7 +137,7 @@ class Emulation:
         self._halt_clock()
         with self._lock:
             self.seed = self.seed if seed is None else seed
-            self._throttled, self._clock_start = True, time.monotonic()
+            self._throttled, self._clock_start, self._failure = True, time.monotonic(), None
             self._apply()
         self._stop_clock.clear()
         self._clock = threading.Thread(target=self._follow_schedule, name="dynamix-clock", daemon=True)
@@ -151,10 +155,16 @@ class Emulation:
 
     def speeds(self) -> list[float] | None:
         """Cores each host's job may use now; None without limits."""
+        return self._speeds(self.time_s())
+
+    def _speeds(self, now: float | None) -> list[float] | None:
         if not self._throttled:
             return None
-        now = self.time_s()
         return [h.cpu for h in self.scenario.hosts] if now is None else host_speeds(self.scenario, now, self.seed)
+
+    def links(self) -> list[Link]:
+        """State of every host's link now."""
+        return host_links(self.scenario, self.time_s(), self.seed)
 
     # ------------------------------------------------------------ ranks
 
@@ -185,7 +195,15 @@ class Emulation:
         return list(self._ranks)
 
     def poll(self) -> list[int | None]:
-        """Exit code of every rank, None for one that runs; negative is a signal's number, as in subprocess."""
+        """Exit code of every rank, None for one that runs; negative is a signal's number, as in subprocess.
+
+        Raises `EmulationError` when the schedule could not be followed: what runs is then no longer the scenario.
+        """
+        if self._failure is not None:
+            raise EmulationError(f"the schedule could not be followed: {self._failure}") from self._failure
+        return self._codes()
+
+    def _codes(self) -> list[int | None]:
         return [rank.poll() for rank in self._ranks]
 
     def wait(self, timeout_s: float | None = None, *, grace_s: float = 75.0) -> list[int]:
@@ -209,12 +227,12 @@ class Emulation:
         """Ends all ranks and their children: SIGTERM, and SIGKILL after `patience_s`. Lifts the limits."""
         self.unthrottle()  # or a rank at a sixth of a core would still be dying when its patience is over
         for rank in self._ranks:
-            _signal_group(rank, signal.SIGTERM)
+            signal_group(rank, signal.SIGTERM)
         deadline = time.monotonic() + patience_s
-        while None in self.poll() and time.monotonic() < deadline:
+        while None in self._codes() and time.monotonic() < deadline:
             time.sleep(_POLL_S)
         for rank in self._ranks:
-            _signal_group(rank, signal.SIGKILL)
+            signal_group(rank, signal.SIGKILL)
             rank.wait()
 
     # ------------------------------------------------------------ parts
@@ -250,40 +268,32 @@ class Emulation:
             os.close(go_write)
         return process
 
-    def _start_spinners(self) -> None:
-        """One real busy process for every disturbance, stopped until the clock runs."""
+    def _start_noise(self, host: int, group: str, command: Sequence[str]) -> subprocess.Popen[bytes]:
         environment = {"PATH": os.environ.get("PATH", ""), keeper.MARK: self.name}
-        null = subprocess.DEVNULL
-        for d in range(len(self.scenario.disturbances)):
-            spin = [sys.executable, "-I", "-S", "-c", "while True: pass"]
-            spinner = self._start(0, f"noise{d}-host0", spin, environment, "/", null, null)
-            _signal_group(spinner, signal.SIGSTOP)
-            self._spinners.append(spinner)
+        return self._start(host, group, command, environment, "/", subprocess.DEVNULL, subprocess.DEVNULL)
 
     def _apply(self) -> None:
         """Sets every limit to what the schedule says now."""
-        now = self.time_s()
-        speeds = self.speeds()
-        noise = [] if now is None else noise_shares(self.scenario, now, self.seed)
-        for d, spinner in enumerate(self._spinners):
-            if d >= len(noise):
-                _signal_group(spinner, signal.SIGSTOP)
-        # First what shrinks: a host never uses more than its cores, not even for a moment.
-        for rank in range(self.scenario.workers):
+        now, workers = self.time_s(), self.scenario.workers
+        speeds = self._speeds(now)
+        noise = [0.0] * workers if now is None else noise_cores(self.scenario, now, self.seed)
+        self._noise.calm(noise)
+        for rank in range(workers):
             self._limiter.limit(f"host{rank}", None if speeds is None else speeds[rank])
-        for d, (host, cores) in enumerate(noise):
-            group = f"noise{d}-host{host}"
-            self._limiter.limit(group, cores)
-            self._limiter.attach(group, self._spinners[d].pid)
-            _signal_group(self._spinners[d], signal.SIGCONT)
+        self._noise.set(noise)
+        self._network.set_links(host_links(self.scenario, now, self.seed))
 
     def _follow_schedule(self) -> None:
         while (now := self.time_s()) is not None:
             change = next_change_s(self.scenario, now)
             if self._stop_clock.wait(None if change is None else max(0.0, change - now)):
                 return
-            with self._lock:
-                self._apply()
+            try:
+                with self._lock:
+                    self._apply()
+            except Exception as error:
+                self._failure = error
+                return
 
     def _halt_clock(self) -> None:
         self._stop_clock.set()
@@ -303,16 +313,19 @@ class Emulation:
         return DutyCycle()
 
     def _make_network(self) -> Network:
+        why = ""
         if self._mechanism != "duty-cycle":
             try:
                 return Namespaces(self.scenario)
-            except EmulationError:
+            except EmulationError as error:
                 if self._mechanism == "privileged":
                     raise
-        if any(host.rate_mbit_s for host in self.scenario.hosts):
+                why = f" ({error})"
+        needs = ", ".join(self.scenario.needs.values())
+        if needs:
             raise EmulationError(
-                "the scenario sets rate_mbit_s, and on loopback links cannot be limited: run as root "
-                "with the [emulator] extra installed, or remove rate_mbit_s from the scenario"
+                f"the scenario sets {needs}, and on loopback links cannot be shaped{why}: run as root "
+                "with the [emulator] extra installed, or remove it from the scenario"
             )
         return Loopback()
 
@@ -338,8 +351,8 @@ class Emulation:
         self._cleanup.callback(goodbye)
 
     def _kill_all(self) -> None:
-        for process in (*self._ranks, *self._spinners):
-            _signal_group(process, signal.SIGKILL)
+        for process in self._ranks:
+            signal_group(process, signal.SIGKILL)
             process.wait()
 
     def _catch_signals(self) -> None:
@@ -354,9 +367,3 @@ class Emulation:
 
 def _exit_by_signal(number: int, frame: FrameType | None) -> NoReturn:
     raise SystemExit(128 + number)
-
-
-def _signal_group(process: subprocess.Popen[bytes], number: int) -> None:
-    """To the process group of `process`, which leads it."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, number)

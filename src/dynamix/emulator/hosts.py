@@ -1,7 +1,8 @@
 """The network of an emulated cluster: one network namespace a host, joined by a bridge in a namespace of its own.
 
 Nothing is ever added to the namespace the caller lives in. Namespaces are held by file descriptors alone, so the
-kernel removes them, links included, when the owner and its ranks are gone: there is nothing to leave behind.
+kernel removes them, links, queues and programs included, when the owner and its ranks are gone: there is nothing to
+leave behind.
 """
 
 from __future__ import annotations
@@ -11,21 +12,24 @@ import functools
 import importlib
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
+from dynamix.emulator import links, loss
+from dynamix.emulator.background import Traffic
 from dynamix.emulator.scenario import Scenario
+from dynamix.emulator.schedule import Link, host_links
 from dynamix.errors import EmulationError
 
 NETWORK = "198.18.0.0/15"  # RFC 2544: set aside for tests between hosts, never routed
+_SWITCH_ADDRESS = "198.19.255.254"
 _PREFIX_LENGTH = 15
 _CLONE_NEWNET = 0x40000000
-_LATENCY_MS = 50
 _T = TypeVar("_T")
 
 
 class Network(Protocol):
-    """Where ranks live: `fd` of the namespace a rank enters (-1: none), its address and interface."""
+    """Where ranks live: `fd` of the namespace a rank enters (-1: none), its address and interface; states of links."""
 
     mechanism: str
     link: str
@@ -33,11 +37,12 @@ class Network(Protocol):
     def fd(self, host: int) -> int: ...
     def address(self, host: int) -> str: ...
     def interface(self, host: int) -> str: ...
+    def set_links(self, states: Sequence[Link]) -> None: ...
     def close(self) -> None: ...
 
 
 class Loopback:
-    """All ranks on 127.0.0.1 of the caller's own namespace: no privilege, no link rates."""
+    """All ranks on 127.0.0.1 of the caller's own namespace: no privilege, and links that cannot be limited."""
 
     mechanism, link = "loopback", "none"
 
@@ -50,29 +55,42 @@ class Loopback:
     def interface(self, host: int) -> str:
         return "lo"
 
+    def set_links(self, states: Sequence[Link]) -> None:
+        """Scenarios that ask anything of links are refused before."""
+
     def close(self) -> None:
         """Nothing was made."""
 
 
 class Namespaces:
-    """A namespace, address and (where the scenario says so) link rate per host. Needs CAP_NET_ADMIN and CAP_SYS_ADMIN.
+    """A namespace, an address and a link per host. Needs CAP_NET_ADMIN and CAP_SYS_ADMIN.
 
-    Raises `EmulationError` when the kernel refuses; nothing is left then.
+    What a host sends is shaped at its own card and lost at the switch's port, what it receives shaped at the port and
+    lost at the card. Raises `EmulationError` when the kernel refuses; nothing is left then.
     """
 
     mechanism = "netns+veth"
 
     def __init__(self, scenario: Scenario) -> None:
+        self._needs = frozenset(scenario.needs)
+        self.link = link_mechanisms(scenario)
         self._fds: list[int] = []
         self._switch = -1
-        self.link = "tbf" if any(h.rate_mbit_s for h in scenario.hosts) else "none"
+        self._cards: list[int] = []
+        self._ports: list[int] = []
+        self._states = [Link()] * scenario.workers
+        self._traffic: Traffic | None = None
         try:
             self._switch = new_namespace()
             for _ in scenario.hosts:
                 self._fds.append(new_namespace())
-            inside(self._switch, lambda: self._connect(scenario))
-            for i, host in enumerate(scenario.hosts):
-                inside(self._fds[i], functools.partial(self._configure, i, host.rate_mbit_s))
+            inside(self._switch, self._connect)
+            for i, fd in enumerate(self._fds):
+                self._cards.append(inside(fd, functools.partial(self._configure, i)))
+            if "traffic" in self._needs:
+                addresses = [self.address(i) for i in range(scenario.workers)]
+                self._traffic = Traffic(self._switch, _SWITCH_ADDRESS, self._fds, addresses)
+            self.set_links(host_links(scenario, None))
         except Exception as error:
             self.close()
             raise EmulationError(
@@ -89,48 +107,89 @@ class Namespaces:
     def interface(self, host: int) -> str:
         return f"dynamix{host}"
 
+    def set_links(self, states: Sequence[Link]) -> None:
+        """Brings every link that is in another state into this one."""
+        before, self._states = self._states, list(states)
+        changed = [i for i, state in enumerate(states) if state != before[i]]
+        if changed:
+            inside(self._switch, lambda: self._set_ports(changed, before))
+        for i in changed:
+            inside(self._fds[i], functools.partial(self._set_card, i, before[i]))
+            if self._traffic is not None:
+                self._traffic.set_rate(i, states[i].background_mbit_s)
+
     def close(self) -> None:
         """Lets go of the namespaces; the kernel removes each when its last process is gone."""
+        if self._traffic is not None:
+            self._traffic.close()
         for fd in (*self._fds, self._switch):
             if fd >= 0:
                 os.close(fd)
-        self._fds, self._switch = [], -1
+        self._fds, self._switch, self._traffic = [], -1, None
 
-    def _connect(self, scenario: Scenario) -> None:
+    def _connect(self) -> None:
         """In the switch's namespace: the bridge, and a cable from it into every host."""
         with netlink() as ip:
             ip.link("add", ifname="bridge", kind="bridge")
             bridge = ip.link_lookup(ifname="bridge")[0]
             ip.link("set", index=bridge, state="up")
-            for i, host in enumerate(scenario.hosts):
-                ip.link("add", ifname=f"port{i}", kind="veth",
-                        peer={"ifname": self.interface(i), "net_ns_fd": self._fds[i]})  # fmt: skip
+            if "traffic" in self._needs:
+                ip.addr("add", index=bridge, address=_SWITCH_ADDRESS, prefixlen=_PREFIX_LENGTH)
+            for i, fd in enumerate(self._fds):
+                ip.link("add", ifname=f"port{i}", kind="veth", peer={"ifname": self.interface(i), "net_ns_fd": fd})
                 port = ip.link_lookup(ifname=f"port{i}")[0]
                 ip.link("set", index=port, master=bridge, state="up")
-                if host.rate_mbit_s:
-                    _limit_rate(ip, port, host.rate_mbit_s)
+                self._ports.append(port)
+                self._prepare(ip, port)
 
-    def _configure(self, host: int, rate_mbit_s: float | None) -> None:
-        """In a host's namespace: its address, and its side of the link's rate."""
+    def _configure(self, host: int) -> int:
+        """In a host's namespace: its address. Returns its card's index."""
         with netlink() as ip:
-            card = ip.link_lookup(ifname=self.interface(host))[0]
+            card = int(ip.link_lookup(ifname=self.interface(host))[0])
             ip.addr("add", index=card, address=self.address(host), prefixlen=_PREFIX_LENGTH)
+            self._prepare(ip, card)
+            if "loss" in self._needs:
+                links.send_single_packets(ip, card)
             for index in (card, ip.link_lookup(ifname="lo")[0]):
                 ip.link("set", index=index, state="up")
-            if rate_mbit_s:
-                _limit_rate(ip, card, rate_mbit_s)
+        return card
+
+    def _prepare(self, ip: Any, index: int) -> None:
+        if "loss" in self._needs:
+            loss.add_entrance(ip, index)
+        if "latency" in self._needs:
+            links.set_latency(ip, index, 0)
+
+    def _set_ports(self, hosts: Sequence[int], before: Sequence[Link]) -> None:
+        with netlink() as ip:
+            for i in hosts:
+                old, new = before[i], self._states[i]
+                self._set(ip, self._ports[i], (old.down_mbit_s, new.down_mbit_s), old, new)
+
+    def _set_card(self, host: int, old: Link) -> None:
+        with netlink() as ip:
+            new = self._states[host]
+            self._set(ip, self._cards[host], (old.up_mbit_s, new.up_mbit_s), old, new)
+
+    def _set(self, ip: Any, index: int, rates: tuple[float | None, float | None], old: Link, new: Link) -> None:
+        """Interface `index`: its rate from one to the other, latency and loss as in `new`."""
+        if old.latency_ms != new.latency_ms:
+            links.set_latency(ip, index, new.latency_ms)
+        if rates[0] != rates[1]:
+            links.set_rate(ip, index, rates[1], delayed="latency" in self._needs)
+        if old.loss != new.loss:
+            loss.set_loss(ip, index, new.loss)
+
+
+def link_mechanisms(scenario: Scenario) -> str:
+    """What links will be made of, such as "tbf+bpf"; "none" for plain ones."""
+    made = {"rate": "tbf", "latency": "netem", "loss": "bpf", "traffic": "udp"}
+    return "+".join(made[need] for need in made if need in scenario.needs) or "none"
 
 
 def netlink() -> Any:
     """A netlink socket of the namespace this thread is in; pyroute2 is optional and has no types."""
     return importlib.import_module("pyroute2").IPRoute()
-
-
-def _limit_rate(ip: Any, index: int, rate_mbit_s: float) -> None:
-    """A token bucket for what leaves `index`; its depth is 4 ms of the rate, at least what one segment of TCP needs."""
-    bytes_per_s = int(rate_mbit_s * 1e6 / 8)
-    burst = max(16 * 1024, bytes_per_s // 250)
-    ip.tc("add", "tbf", index, rate=bytes_per_s, burst=burst, latency=f"{_LATENCY_MS}ms")
 
 
 def inside(fd: int, action: Callable[[], _T]) -> _T:

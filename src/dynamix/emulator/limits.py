@@ -11,6 +11,7 @@ import math
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -19,6 +20,7 @@ from dynamix.errors import EmulationError
 
 PERIOD_S = 0.010
 _LEAST_QUOTA_S = 0.001  # the kernel refuses less
+LEAST_CORES = 0.001  # so that a period is at most one second, the kernel's longest
 _WEIGHT = 16
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 
@@ -41,9 +43,12 @@ class Limiter(Protocol):
 def quota_and_period_us(cores: float) -> tuple[int, int]:
     """Microseconds of CPU per period. The period is 10 ms, longer only where the quota would fall below 1 ms.
 
+    Nothing gets less than 0.001 core.
+
     >>> quota_and_period_us(0.17), quota_and_period_us(0.05)
     ((1700, 10000), (1000, 20000))
     """
+    cores = max(cores, LEAST_CORES)
     period_s = max(PERIOD_S, _LEAST_QUOTA_S / cores)
     return max(1000, round(cores * period_s * 1e6)), math.ceil(round(period_s * 1e6, 3))
 
@@ -139,7 +144,7 @@ class DutyCycle:
         self._process.stdin.flush()
 
 
-def start_helper(script: str, *arguments: str) -> subprocess.Popen[bytes]:
+def start_helper(script: str, *arguments: str, pass_fds: Sequence[int] = ()) -> subprocess.Popen[bytes]:
     """A process of the standard library alone that ends by itself when its standard input closes."""
     from dynamix.emulator.keeper import MARK
 
@@ -147,7 +152,7 @@ def start_helper(script: str, *arguments: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         [sys.executable, "-I", "-S", script, *arguments],
         stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        env=environment, start_new_session=True, cwd="/",
+        env=environment, start_new_session=True, cwd="/", pass_fds=pass_fds,
     )  # fmt: skip
 
 

@@ -7,11 +7,13 @@ import itertools
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from dynamix.emulator import keeper
+from dynamix.emulator import keeper, links, loss
 from dynamix.emulator.hosts import inside, netlink, new_namespace
 from dynamix.emulator.limits import Cgroup, DutyCycle, find_cgroup
-from dynamix.errors import EmulationError
+from dynamix.emulator.scenario import Scenario
+from dynamix.errors import EmulationError, ScenarioError
 
 _count = itertools.count()
 
@@ -23,15 +25,38 @@ def probe_mechanisms() -> dict[str, tuple[bool, str]]:
     cpu       CPU quotas by control groups
     duty-cycle   the unprivileged substitute
     rate      link rates (tbf)
-    delay     delay and loss (netem); reported only, no scenario uses it yet
+    loss      packet loss (a BPF program at the entrance)
+    latency   latency of links (netem)
     """
     return {
         "network": _tried(_probe_namespaces, "network namespaces and veth"),
         "cpu": _tried(_probe_cgroup, "CPU quotas by control groups"),
         "duty-cycle": _tried(_probe_duty_cycle, "CPU shares by signals, on loopback"),
-        "rate": _tried(lambda: _probe_queue("tbf"), "link rates (tbf)"),
-        "delay": _tried(lambda: _probe_queue("netem"), "delay and loss (netem)"),
+        "rate": _tried(lambda: _probe_link(_add_rate, "tbf"), "link rates (tbf)"),
+        "loss": _tried(
+            lambda: _probe_link(_add_loss, "packet loss by BPF"), "packet loss (a BPF program in the kernel)"
+        ),
+        "latency": _tried(lambda: _probe_link(_add_latency, "netem"), "latency of links (netem)"),
     }
+
+
+def check_kernel(scenario: Scenario) -> None:
+    """Raises `ScenarioError` when the scenario asks links for what this kernel lacks, and names what there is.
+
+    Where no network of its own can be made at all it says nothing: without the privilege nothing can be told.
+    """
+    needs = scenario.needs
+    if "loss" not in needs and "latency" not in needs:
+        return
+    found = probe_mechanisms()
+    if not found["network"][0]:
+        return
+    possible = ", ".join(name for name in ("cpu", "rate", "loss", "latency") if found[name][0])
+    for need in ("rate", "loss", "latency"):
+        if need in needs and not found[need][0]:
+            name, _, value = needs[need].partition("=")
+            raise ScenarioError(name, float(value), f"nothing here but {possible}",
+                                f"remove it from the scenario; {found[need][1]}")  # fmt: skip
 
 
 def _tried(probe: Callable[[], str], offers: str) -> tuple[bool, str]:
@@ -70,20 +95,40 @@ def _probe_duty_cycle() -> str:
     return ""
 
 
-def _probe_queue(kind: str) -> str:
+def _add_rate(ip: Any, index: int) -> None:
+    links.set_rate(ip, index, 8.0, delayed=False)
+
+
+def _add_latency(ip: Any, index: int) -> None:
+    links.set_latency(ip, index, 1.0)
+    links.set_rate(ip, index, 8.0, delayed=True)
+
+
+def _add_loss(ip: Any, index: int) -> None:
+    loss.add_entrance(ip, index)
+    loss.set_loss(ip, index, 0.1)
+    links.send_single_packets(ip, index)
+
+
+_ENABLE = {
+    "tbf": "enable it with: modprobe sch_tbf", "netem": "enable it with: modprobe sch_netem",
+    "packet loss by BPF": "it needs CONFIG_BPF_SYSCALL, NET_SCH_INGRESS and NET_CLS_BPF",
+}  # fmt: skip
+
+
+def _probe_link(add: Callable[[Any, int], None], kind: str) -> str:
     _require_pyroute2()
     fd = _namespace()
 
-    def add() -> None:
+    def work() -> None:
         index = _add_link("dynamix0")
-        settings = {"rate": 1_000_000, "burst": 32768, "latency": "50ms"} if kind == "tbf" else {"delay": 1000}
         with netlink() as ip:
-            ip.tc("add", kind, index, **settings)
+            add(ip, index)
 
     try:
-        inside(fd, add)
+        inside(fd, work)
     except Exception as error:
-        raise EmulationError(f"the kernel offers no {kind} ({error}); enable it with: modprobe sch_{kind}") from error
+        raise EmulationError(f"the kernel offers no {kind} ({error}); {_ENABLE[kind]}") from error
     finally:
         os.close(fd)
     return ""

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from dynamix.emulator.cluster import Emulation, Mechanism
-from dynamix.emulator.scenario import Scenario, check_machine, load_scenario
+from dynamix.emulator.loading import load_scenario
+from dynamix.emulator.mechanisms import check_kernel
+from dynamix.emulator.scenario import Scenario, check_machine
 from dynamix.errors import ConfigError
 from dynamix.telemetry.run_folder import RunFolder
 
@@ -51,8 +53,12 @@ def emulate(
         raise ConfigError("mechanism", mechanism, "auto, privileged, duty-cycle", "use auto")
     loaded = load_scenario(scenario)
     check_machine(loaded, len(os.sched_getaffinity(0)))
-    folder = RunFolder("emulate", out)
-    with Emulation(loaded, seed=seed, run_dir=folder.path, mechanism=mechanism) as cluster:
+    if mechanism != "duty-cycle":
+        check_kernel(loaded)
+    with (
+        RunFolder("emulate", out) as folder,
+        Emulation(loaded, seed=seed, run_dir=folder.path, mechanism=mechanism) as cluster,
+    ):
         facts = {
             "schema": 1, "command": "emulate", "job": list(command), "cluster": "emulator",
             "mechanisms": cluster.mechanisms, "scenario": loaded.name, "scenario_sha256": loaded.sha256,

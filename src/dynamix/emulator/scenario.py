@@ -1,31 +1,39 @@
-"""What an emulated cluster looks like and how it changes: the scenario, its file, and its exact schedule.
-
-A scenario is data. `host_speeds` says, without emulating anything, how many cores every host's job has at any time;
-the emulation applies the same numbers, and a reference policy may read them.
-"""
+"""What an emulated cluster looks like and what disturbs it, as data. Its course over time is in `schedule`."""
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
-from collections.abc import Mapping
-from functools import lru_cache
-from importlib import resources
-from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from dynamix.emulator.traces import MAX_ROWS, check_rows
 from dynamix.errors import ScenarioError
 
 MAX_HOSTS = 64
 MIN_CORES = 0.02
+MOST_TRAFFIC = 0.9  # of a link: with more than this the job behind it would hardly move
 
 _Cores = Annotated[float, Field(strict=True, ge=MIN_CORES, le=1024, allow_inf_nan=False)]
-_Rate = Annotated[float, Field(strict=True, ge=0.1, le=100_000, allow_inf_nan=False)]
+_Rate = Annotated[float, Field(strict=True, ge=0.1, le=30_000, allow_inf_nan=False)]
+_Loss = Annotated[float, Field(strict=True, ge=0, le=0.5, allow_inf_nan=False)]
+_Latency = Annotated[float, Field(strict=True, ge=0, le=10_000, allow_inf_nan=False)]
 _Seconds = Annotated[float, Field(strict=True, ge=0.5, le=86_400, allow_inf_nan=False)]
+_Time = Annotated[float, Field(strict=True, ge=0, le=86_400, allow_inf_nan=False)]
 _Factor = Annotated[float, Field(strict=True, ge=0.05, le=0.95, allow_inf_nan=False)]
+_Part = Annotated[float, Field(strict=True, ge=0.05, le=1, allow_inf_nan=False)]
+_Traffic = Annotated[float, Field(strict=True, ge=0, le=1000, allow_inf_nan=False)]
+_Chance = Annotated[float, Field(strict=True, gt=0, le=1, allow_inf_nan=False)]
 _Seed = Annotated[int, Field(strict=True, ge=0, le=2**63 - 1)]
+_Index = Annotated[int, Field(strict=True, ge=0, lt=MAX_HOSTS)]
+
+# The first version's hash held all fields, these; a later field counts only where it differs from its default, so
+# that a scenario which does not use it keeps its hash.
+_ALWAYS_HASHED = {"hosts", "cpu", "rate_mbit_s", "disturbances", "kind", "every_s", "factor", "seed"}
+_NEVER_HASHED = {"name", "description", "file"}
 
 
 class _Model(BaseModel):
@@ -33,14 +41,32 @@ class _Model(BaseModel):
 
 
 class Host(_Model):
-    """One emulated host.
+    """One emulated host and its link.
 
-    cpu           cores its job may use; a fraction is a share of one core
-    rate_mbit_s   its link, in each direction; None for no limit
+    cpu                cores its job may use; a fraction is a share of one core
+    rate_mbit_s        its link, in each direction; None for no limit
+    rate_up_mbit_s     what it sends, where that differs
+    rate_down_mbit_s   what it receives, where that differs
+    loss               part of its packets that get lost, in each direction
+    latency_ms         what every packet takes longer, in each direction
     """
 
     cpu: _Cores
     rate_mbit_s: _Rate | None = None
+    rate_up_mbit_s: _Rate | None = None
+    rate_down_mbit_s: _Rate | None = None
+    loss: _Loss = 0.0
+    latency_ms: _Latency = 0.0
+
+    @property
+    def up_mbit_s(self) -> float | None:
+        """Limit of what it sends; None for no limit."""
+        return self.rate_mbit_s if self.rate_up_mbit_s is None else self.rate_up_mbit_s
+
+    @property
+    def down_mbit_s(self) -> float | None:
+        """Limit of what it receives; None for no limit."""
+        return self.rate_mbit_s if self.rate_down_mbit_s is None else self.rate_down_mbit_s
 
 
 class Neighbour(_Model):
@@ -56,13 +82,95 @@ class Neighbour(_Model):
     seed: _Seed = 0
 
 
+class Load(_Model):
+    """Background load on given hosts: a real busy process, real traffic on the link, or both.
+
+    hosts           their numbers; None for all
+    factor          what it leaves the job of the host's cores; 1 for no busy process
+    traffic_mbit_s  UDP that it sends and receives over the host's link
+    start_s, end_s  when it begins and ends; None for never
+    probability     of being there in a slot of `every_s` seconds, drawn anew for every slot and host; 1: all the time
+    seed            separates several loads of one scenario; the emulation's own seed is mixed in
+    """
+
+    kind: Literal["load"]
+    hosts: Annotated[tuple[_Index, ...], Field(min_length=1, max_length=MAX_HOSTS)] | None = None
+    factor: _Part = 1.0
+    traffic_mbit_s: _Traffic = 0.0
+    start_s: _Time = 0.0
+    end_s: _Time | None = None
+    probability: _Chance = 1.0
+    every_s: _Seconds = 10.0
+    seed: _Seed = 0
+
+    def on_hosts(self, workers: int) -> tuple[int, ...]:
+        """The hosts it may be on."""
+        return tuple(range(workers)) if self.hosts is None else self.hosts
+
+
+class Change(_Model):
+    """From `at_s` on a host (None: all of them) has these values; what is None stays as it is."""
+
+    at_s: _Time
+    host: _Index | None = None
+    cpu: _Cores | None = None
+    rate_mbit_s: _Rate | None = None
+    rate_up_mbit_s: _Rate | None = None
+    rate_down_mbit_s: _Rate | None = None
+    loss: _Loss | None = None
+    latency_ms: _Latency | None = None
+
+    def applied(self, host: Host) -> Host:
+        """`host` as it is after this change."""
+        new = {n: v for n in Host.model_fields if (v := getattr(self, n)) is not None}
+        if "rate_mbit_s" in new:  # both directions, whatever they had of their own
+            new = {"rate_up_mbit_s": None, "rate_down_mbit_s": None, **new}
+        return host.model_copy(update=new)
+
+
+class Trace(_Model):
+    """A recorded slowdown, replayed: host i's cores (or its link's rates) are multiplied by a factor that changes.
+
+    file      CSV of time_s and a factor per host (`dynamix.emulator.traces`), relative to the scenario's file;
+              `load_scenario` reads it into the two fields below
+    times_s   when a row begins to hold; the first is 0
+    factors   rows of a factor per host, 0.05 to 1
+    scales    "cpu" or "rate"
+    repeat_s  begin again after so many seconds; None: the last row holds for ever
+    """
+
+    file: Annotated[str, Field(strict=True)] | None = None
+    scales: Literal["cpu", "rate"] = "cpu"
+    repeat_s: _Seconds | None = None
+    times_s: Annotated[tuple[float, ...], Field(max_length=MAX_ROWS)] = ()
+    factors: Annotated[tuple[tuple[float, ...], ...], Field(max_length=MAX_ROWS)] = ()
+
+    @model_validator(mode="after")
+    def _check(self) -> Trace:
+        check_rows(self.times_s, self.factors)
+        if self.repeat_s is not None and self.repeat_s <= self.times_s[-1]:
+            raise ScenarioError("trace.repeat_s", self.repeat_s, f"more than {self.times_s[-1]:g}, its last time",
+                                "repeat later, or shorten the trace")  # fmt: skip
+        return self
+
+
 class Scenario(_Model):
-    """Hosts and what disturbs them. Make one with `load_scenario`, whose errors are for people."""
+    """Hosts and what disturbs them. Make one with `load_scenario`, whose errors are for people.
+
+    hosts          one rank each
+    disturbances   neighbours and loads, in this order where they meet
+    schedule       changes, sorted by time, counted from the clock's start
+    trace          a recorded slowdown on top
+    """
 
     name: Annotated[str, Field(strict=True, pattern=r"^[a-z0-9][a-z0-9_-]*$", max_length=64)] = "unnamed"
     description: Annotated[str, Field(strict=True)] = ""
     hosts: Annotated[tuple[Host, ...], Field(min_length=1, max_length=MAX_HOSTS)]
-    disturbances: Annotated[tuple[Neighbour, ...], Field(max_length=8)] = ()
+    disturbances: Annotated[
+        tuple[Annotated[Neighbour | Load, Field(discriminator="kind")], ...], Field(max_length=8)
+    ] = ()
+    schedule: Annotated[tuple[Change, ...], Field(max_length=1000)] = ()
+    trace: Trace | None = None
 
     @property
     def workers(self) -> int:
@@ -71,55 +179,98 @@ class Scenario(_Model):
 
     @property
     def total_cores(self) -> float:
-        """Cores of all hosts together; noise takes its part out of them, never more."""
-        return sum(host.cpu for host in self.hosts)
+        """The most cores that all hosts together ever have; noise takes its part out of them, never more."""
+        return max(sum(host.cpu for host in hosts) for _, hosts in self.stages())
+
+    @property
+    def needs(self) -> dict[str, str]:
+        """What it asks of links ("rate", "loss", "latency", "traffic"), each with the first place that asks for it."""
+        found: dict[str, str] = {}
+        places: list[tuple[str, Host | Change]] = [(f"hosts[{i}]", host) for i, host in enumerate(self.hosts)]
+        places += [(f"schedule[{i}]", change) for i, change in enumerate(self.schedule)]
+        for place, part in places:
+            for name in ("rate_mbit_s", "rate_up_mbit_s", "rate_down_mbit_s", "loss", "latency_ms"):
+                if value := getattr(part, name):
+                    found.setdefault(name.partition("_")[0], f"{place}.{name}={value:g}")
+        for d, load in self._loads():
+            if load.traffic_mbit_s:
+                found.setdefault("traffic", f"disturbances[{d}].traffic_mbit_s={load.traffic_mbit_s:g}")
+        return found
 
     @property
     def sha256(self) -> str:
-        """Hash of what is emulated: name and description do not count, the order of keys in a file neither."""
-        canonical = json.dumps(self.model_dump(exclude={"name", "description"}), sort_keys=True, separators=(",", ":"))
+        """Hash of what is emulated: name, description and a trace's file name do not count, nor a file's order of keys."""
+        canonical = json.dumps(_hashed(self), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()
 
+    def stages(self) -> Iterator[tuple[float, list[Host]]]:
+        """(time, hosts from then on) at 0 s and at every time of the schedule; trace and disturbances left out."""
+        hosts = list(self.hosts)
+        yield 0.0, list(hosts)
+        for at_s, changes in itertools.groupby(self.schedule, key=lambda change: change.at_s):
+            for change in changes:
+                for i in range(self.workers) if change.host is None else (change.host,):
+                    hosts[i] = change.applied(hosts[i])
+            yield at_s, list(hosts)
 
-def shipped_scenarios() -> tuple[str, ...]:
-    """Names that `load_scenario` knows without a file.
+    @model_validator(mode="after")
+    def _check(self) -> Scenario:
+        for d, load in self._loads():
+            self._check_hosts(f"disturbances[{d}].hosts", load.on_hosts(self.workers))
+            if load.end_s is not None and load.end_s <= load.start_s:
+                raise ScenarioError(f"disturbances[{d}].end_s", load.end_s, f"more than start_s, {load.start_s:g}",
+                                    "end it later")  # fmt: skip
+            if load.factor == 1 and not load.traffic_mbit_s:
+                raise ScenarioError(f"disturbances[{d}].factor", load.factor, "less than 1, or with traffic_mbit_s",
+                                    "say what the load is")  # fmt: skip
+        before = 0.0
+        for i, change in enumerate(self.schedule):
+            self._check_hosts(f"schedule[{i}].host", () if change.host is None else (change.host,))
+            if change.at_s < before:
+                raise ScenarioError(f"schedule[{i}].at_s", change.at_s, f"{before:g} or more, as the change before",
+                                    "sort the schedule by time")  # fmt: skip
+            before = change.at_s
+        if self.trace is not None and len(self.trace.factors[0]) != self.workers:
+            raise ScenarioError("trace", f"{len(self.trace.factors[0])} factors a row",
+                                f"{self.workers}, one per host", "give every host a column")  # fmt: skip
+        self._check_links()
+        return self
 
-    >>> "demo" in shipped_scenarios()
-    True
-    """
-    folder = resources.files("dynamix.emulator") / "scenarios"
-    return tuple(sorted(f.name.removesuffix(".yaml") for f in folder.iterdir() if f.name.endswith(".yaml")))
+    def _check_links(self) -> None:
+        """A traced rate must exist; background traffic must leave the job a part of the link."""
+        least = [1.0] * self.workers
+        if self.trace is not None and self.trace.scales == "rate":
+            least = [min(column) for column in zip(*self.trace.factors, strict=True)]
+        traffic = [0.0] * self.workers
+        for _, load in self._loads():
+            for i in load.on_hosts(self.workers):
+                traffic[i] += load.traffic_mbit_s
+        for _, hosts in self.stages():
+            for i, host in enumerate(hosts):
+                rates = [rate for rate in (host.up_mbit_s, host.down_mbit_s) if rate is not None]
+                if self.trace is not None and self.trace.scales == "rate" and len(rates) < 2:
+                    raise ScenarioError(f"hosts[{i}].rate_mbit_s", None, "a rate in each direction, which the trace scales",
+                                        "set rate_mbit_s for every host")  # fmt: skip
+                if rates and traffic[i] > MOST_TRAFFIC * min(rates) * least[i]:
+                    raise ScenarioError(f"traffic_mbit_s on hosts[{i}]", traffic[i],
+                                        f"at most {MOST_TRAFFIC * min(rates) * least[i]:g}, {MOST_TRAFFIC} of its slowest rate",
+                                        "lower the traffic or raise the rate")  # fmt: skip
 
+    def _check_hosts(self, name: str, hosts: tuple[int, ...]) -> None:
+        if any(host >= self.workers for host in hosts):
+            raise ScenarioError(name, max(hosts), f"0 to {self.workers - 1}", "name a host of the scenario")
 
-def load_scenario(source: Scenario | Mapping[str, Any] | str | Path) -> Scenario:
-    """A scenario from a shipped name, a YAML file, or a mapping. Raises `ScenarioError` naming value, range and fix.
-
-    >>> load_scenario("demo").workers
-    4
-    >>> load_scenario({"hosts": [{"cpu": 0}]})
-    Traceback (most recent call last):
-    dynamix.errors.ScenarioError: hosts[0].cpu=0 is not possible: allowed is 0.02 or more; change it in the scenario
-    """
-    if isinstance(source, Scenario):
-        return source
-    content: Any = source if isinstance(source, Mapping) else _read(source)
-    if not isinstance(content, Mapping):
-        raise ScenarioError(
-            "scenario", _short(content), "a mapping with the key hosts", "see a shipped one: " + _names()
-        )
-    if isinstance(source, str | Path) and "name" not in content:
-        content = {**content, "name": _name_of(source)}
-    try:
-        return Scenario.model_validate(dict(content))
-    except ValidationError as error:
-        _explain(error)
+    def _loads(self) -> list[tuple[int, Load]]:
+        return [(d, noise) for d, noise in enumerate(self.disturbances) if isinstance(noise, Load)]
 
 
 def check_machine(scenario: Scenario, cores: float) -> None:
     """Raises `ScenarioError` when this machine has fewer cores than the scenario's hosts need together."""
-    for i, host in enumerate(scenario.hosts):
-        if host.cpu > cores:
-            raise ScenarioError(f"hosts[{i}].cpu", host.cpu, f"at most {cores:g}, the cores of this machine",
+    wanted = [(f"hosts[{i}].cpu", host.cpu) for i, host in enumerate(scenario.hosts)]
+    wanted += [(f"schedule[{i}].cpu", change.cpu) for i, change in enumerate(scenario.schedule) if change.cpu]
+    for name, cpu in wanted:
+        if cpu > cores:
+            raise ScenarioError(name, cpu, f"at most {cores:g}, the cores of this machine",
                                 "lower it, or use a larger machine")  # fmt: skip
     if scenario.total_cores > cores + 1e-9:
         raise ScenarioError(
@@ -128,115 +279,14 @@ def check_machine(scenario: Scenario, cores: float) -> None:
         )  # fmt: skip
 
 
-def host_speeds(scenario: Scenario, t_s: float, seed: int = 0) -> list[float]:
-    """Cores each host's job has `t_s` seconds after the clock's start: exact, and a function of its arguments alone.
-
-    >>> host_speeds(load_scenario("even"), 3.0)
-    [0.35, 0.35, 0.35, 0.35]
-    >>> demo = load_scenario("demo")
-    >>> sum(now < host.cpu for now, host in zip(host_speeds(demo, 16.0, seed=3), demo.hosts))
-    1
-    """
-    return [job for job, _ in _shares(scenario, t_s, seed)]
-
-
-def noise_shares(scenario: Scenario, t_s: float, seed: int = 0) -> list[tuple[int, float]]:
-    """(host, cores) of every disturbance at `t_s`, in the scenario's order; with `host_speeds` it sums to the hosts."""
-    at = [visited_host(scenario, d, t_s, seed) for d in range(len(scenario.disturbances))]
-    shares = _shares(scenario, t_s, seed)
-    return [(host, shares[host][1][d]) for d, host in enumerate(at)]
-
-
-def visited_host(scenario: Scenario, disturbance: int, t_s: float, seed: int = 0) -> int:
-    """The host that neighbour number `disturbance` is on at `t_s` (0 or more)."""
-    noise = scenario.disturbances[disturbance]
-    return _visits(scenario.workers, f"{seed}/{disturbance}/{noise.seed}", int(t_s // noise.every_s))
-
-
-def next_change_s(scenario: Scenario, t_s: float) -> float | None:
-    """The first time after `t_s` at which a neighbour moves; None if nothing ever does."""
-    moves = [(t_s // noise.every_s + 1) * noise.every_s for noise in scenario.disturbances]
-    return min(moves, default=None)
-
-
-def _shares(scenario: Scenario, t_s: float, seed: int) -> list[tuple[float, dict[int, float]]]:
-    left = [host.cpu for host in scenario.hosts]
-    taken: list[dict[int, float]] = [{} for _ in left]
-    for d, noise in enumerate(scenario.disturbances):
-        host = visited_host(scenario, d, t_s, seed)
-        taken[host][d] = left[host] * (1 - noise.factor)
-        left[host] *= noise.factor
-    return list(zip(left, taken, strict=True))
-
-
-@lru_cache(maxsize=4096)
-def _visits(hosts: int, key: str, visit: int) -> int:
-    """Host of visit number `visit`; a hash and not a generator, so no library version changes a frozen scenario."""
-
-    def draw(n: int, below: int) -> int:
-        digest = hashlib.blake2b(f"{key}/{n}".encode(), digest_size=8).digest()
-        return int.from_bytes(digest, "big") % below
-
-    host = draw(0, hosts)
-    if hosts > 1:
-        for n in range(1, visit + 1):
-            host = (host + 1 + draw(n, hosts - 1)) % hosts
-    return host
-
-
-def _read(source: str | Path) -> Any:
-    try:
-        import yaml
-    except ImportError as error:
-        fix = 'pip install "dynamix-train[emulator]"'
-        raise ScenarioError("scenario", str(source), "readable once PyYAML is installed", fix) from error
-    if isinstance(source, str) and source in shipped_scenarios():
-        text = (resources.files("dynamix.emulator") / "scenarios" / f"{source}.yaml").read_text("utf-8")
-    else:
-        try:
-            text = Path(source).read_text("utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            reason = getattr(error, "strerror", None) or str(error)
-            raise ScenarioError("scenario", str(source), f"{_names()}, or a readable YAML file",
-                                f"check the name ({reason})") from None  # fmt: skip
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f"line {mark.line + 1}: {getattr(error, 'problem', '')}" if mark else str(error)
-        raise ScenarioError("scenario", str(source), "valid YAML", f"correct {where}") from None
-
-
-def _names() -> str:
-    return ", ".join(shipped_scenarios())
-
-
-def _name_of(source: str | Path) -> str:
-    stem = "".join(c if c.isalnum() and c.isascii() else "-" for c in Path(source).stem.lower()).strip("-")
-    return stem[:64] or "unnamed"
-
-
-def _short(value: Any) -> Any:
-    return value if len(repr(value)) <= 80 else repr(value)[:77] + "..."
-
-
-_KEYS: dict[str, type[BaseModel]] = {"hosts": Host, "disturbances": Neighbour}
-
-
-def _explain(error: ValidationError) -> NoReturn:
-    """The first complaint of pydantic in the words of the other errors."""
-    first = error.errors(include_url=False)[0]
-    place = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in first["loc"]).lstrip(".")
-    value, limits = _short(first["input"]), first.get("ctx", {})
-    if first["type"] == "extra_forbidden":
-        model = _KEYS.get(str(first["loc"][0]), Scenario) if len(first["loc"]) > 1 else Scenario
-        raise ScenarioError(f"unknown key {place}", value, "the keys " + ", ".join(model.model_fields),
-                            "correct or remove the key") from None  # fmt: skip
-    bounds = {"ge": "{} or more", "le": "{} or less", "gt": "more than {}", "lt": "less than {}",
-              "min_length": "{} or more entries", "max_length": "{} or fewer entries",
-              "expected": "{}", "pattern": "what matches {}"}  # fmt: skip
-    allowed = " and ".join(text.format(limits[k]) for k, text in bounds.items() if k in limits)
-    if first["type"] == "missing":
-        raise ScenarioError(place, None, "a value", "the key is missing: add it to the scenario") from None
-    message = first["msg"][0].lower() + first["msg"][1:]
-    raise ScenarioError(place, value, allowed or message, "change it in the scenario") from None
+def _hashed(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_hashed(v) for v in value]
+    if not isinstance(value, BaseModel):
+        return value
+    fields = type(value).model_fields
+    return {
+        name: _hashed(part)
+        for name, field in fields.items()
+        if name not in _NEVER_HASHED and ((part := getattr(value, name)) != field.default or name in _ALWAYS_HASHED)
+    }

@@ -1,0 +1,156 @@
+"""Scenarios from files: shipped ones, the user's YAML, the traces they name, and errors in words for people."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any, NoReturn
+
+from pydantic import BaseModel, ValidationError
+
+from dynamix.emulator.scenario import Change, Host, Load, Neighbour, Scenario, Trace
+from dynamix.emulator.traces import read_trace
+from dynamix.errors import ScenarioError
+
+_FIXED = "change it in the scenario"
+
+
+def shipped_scenarios() -> tuple[str, ...]:
+    """Names that `load_scenario` knows without a file.
+
+    >>> "demo" in shipped_scenarios()
+    True
+    """
+    return tuple(sorted(f.name.removesuffix(".yaml") for f in _shipped().iterdir() if f.name.endswith(".yaml")))
+
+
+def scenario_schema() -> dict[str, Any]:
+    """JSON schema of a scenario's file; also shipped as scenario.schema.json beside this module.
+
+    >>> scenario_schema()["required"]
+    ['hosts']
+    """
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **Scenario.model_json_schema()}
+
+
+def load_scenario(source: Scenario | Mapping[str, Any] | str | Path) -> Scenario:
+    """A scenario from a shipped name, a YAML file, or a mapping. Raises `ScenarioError` naming value, range and fix.
+
+    A trace's file is looked for beside the scenario's file; of a mapping, in the working directory.
+
+    >>> load_scenario("demo").workers
+    4
+    >>> load_scenario({"hosts": [{"cpu": 0}]})
+    Traceback (most recent call last):
+    dynamix.errors.ScenarioError: hosts[0].cpu=0 is not possible: allowed is 0.02 or more; change it in the scenario
+    """
+    if isinstance(source, Scenario):
+        return source
+    content: Any = source if isinstance(source, Mapping) else _read(source)
+    if not isinstance(content, Mapping):
+        raise ScenarioError(
+            "scenario", _short(content), "a mapping with the key hosts", "see a shipped one: " + _names()
+        )
+    content = dict(content)
+    if isinstance(source, str | Path):
+        content.setdefault("name", _name_of(source))
+    if isinstance(content.get("trace"), Mapping):
+        content["trace"] = _with_rows(content["trace"], _folder_of(source))
+    try:
+        return Scenario.model_validate(content)
+    except ValidationError as error:
+        _explain(error)
+
+
+def _shipped() -> Path:
+    return Path(str(resources.files("dynamix.emulator") / "scenarios"))
+
+
+def _is_shipped(source: object) -> bool:
+    return isinstance(source, str) and source in shipped_scenarios()
+
+
+def _folder_of(source: Mapping[str, Any] | str | Path) -> Path:
+    if isinstance(source, Mapping):
+        return Path()
+    return _shipped() if _is_shipped(source) else Path(source).parent
+
+
+def _with_rows(trace: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """The trace with its file's rows in it."""
+    made = dict(trace)
+    if "file" not in made:
+        return made
+    if "times_s" in made or "factors" in made:
+        raise ScenarioError("trace", sorted(made), "either file, or times_s and factors", "remove one of them")
+    if not isinstance(made["file"], str):
+        raise ScenarioError("trace.file", made["file"], "the name of a CSV file", _FIXED)
+    made["times_s"], made["factors"] = read_trace(folder / made["file"])
+    return made
+
+
+def _read(source: str | Path) -> Any:
+    try:
+        import yaml
+    except ImportError as error:
+        fix = 'pip install "dynamix-train[emulator]"'
+        raise ScenarioError("scenario", str(source), "readable once PyYAML is installed", fix) from error
+    path = _shipped() / f"{source}.yaml" if _is_shipped(source) else Path(source)
+    try:
+        text = path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ScenarioError("scenario", str(source), f"{_names()}, or a readable YAML file",
+                            f"check the name ({reason})") from None  # fmt: skip
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"line {mark.line + 1}: {getattr(error, 'problem', '')}" if mark else str(error)
+        raise ScenarioError("scenario", str(source), "valid YAML", f"correct {where}") from None
+
+
+def _names() -> str:
+    return ", ".join(shipped_scenarios())
+
+
+def _name_of(source: str | Path) -> str:
+    stem = "".join(c if c.isalnum() and c.isascii() else "-" for c in Path(source).stem.lower()).strip("-")
+    return stem[:64] or "unnamed"
+
+
+def _short(value: Any) -> Any:
+    return value if len(repr(value)) <= 80 else repr(value)[:77] + "..."
+
+
+_KINDS: dict[str, type[BaseModel]] = {"neighbour": Neighbour, "load": Load}
+_PARTS: dict[str, type[BaseModel]] = {"hosts": Host, "schedule": Change, "trace": Trace}
+_BOUNDS = {
+    "ge": "{} or more", "le": "{} or less", "gt": "more than {}", "lt": "less than {}",
+    "min_length": "{} or more entries", "max_length": "{} or fewer entries",
+    "expected": "{}", "pattern": "what matches {}", "expected_tags": "{}",
+}  # fmt: skip
+
+
+def _explain(error: ValidationError) -> NoReturn:
+    """The first complaint of pydantic in the words of the other errors."""
+    first = error.errors(include_url=False)[0]
+    limits, value, kind = first.get("ctx", {}), first["input"], first["type"]
+    if isinstance(limits.get("error"), ScenarioError):  # one of ours, from a model's own check
+        raise limits["error"] from None
+    parts = [part for part in first["loc"] if part not in _KINDS]  # a union's tag is no place
+    if kind.startswith("union_tag"):
+        parts.append("kind")
+        value = value.get("kind") if isinstance(value, Mapping) else value
+    place = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in parts).lstrip(".")
+    if kind == "extra_forbidden":
+        tag = next((part for part in first["loc"] if part in _KINDS), None)
+        model = _KINDS[str(tag)] if tag else _PARTS.get(str(parts[0]), Scenario) if len(parts) > 1 else Scenario
+        raise ScenarioError(f"unknown key {place}", _short(value), "the keys " + ", ".join(model.model_fields),
+                            "correct or remove the key") from None  # fmt: skip
+    if kind in ("missing", "union_tag_not_found"):
+        raise ScenarioError(place, None, "a value", "the key is missing: add it to the scenario") from None
+    allowed = " and ".join(text.format(limits[k]) for k, text in _BOUNDS.items() if k in limits)
+    message = first["msg"][0].lower() + first["msg"][1:]
+    raise ScenarioError(place, _short(value), allowed or message, _FIXED) from None

@@ -1,0 +1,90 @@
+"""Random packet loss by a program in the kernel: nine instructions of BPF at an interface's entrance.
+
+Dropped on arrival, a packet is lost for good and its sender does not know, as on a real link; at an exit the kernel
+would tell TCP at once. It needs neither netem nor an iptables program, which many kernels and machines lack. Only IP
+packets are dropped: a lost ARP answer would stop everything for a second, which is no property of a link.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import platform
+import socket
+import struct
+from collections.abc import Iterator
+from typing import Any
+
+from dynamix.errors import EmulationError
+
+_SYSTEM_CALL = {"x86_64": 321, "aarch64": 280, "riscv64": 280, "ppc64le": 361, "s390x": 351}
+_BPF_PROG_LOAD = 5
+_PROG_TYPE_SCHED_CLS = 3
+_PROTOCOL_OFFSET = 16  # of struct __sk_buff
+_GET_PRANDOM_U32 = 7
+_DROP, _PASS = 2, 0  # TC_ACT_SHOT, TC_ACT_OK
+_INGRESS = "ffff:fff2"
+
+
+def add_entrance(ip: Any, index: int) -> None:
+    """Prepares interface `index` for `set_loss`."""
+    ip.tc("add", "clsact", index)
+
+
+def set_loss(ip: Any, index: int, loss: float) -> None:
+    """From now on the part `loss` of all IP packets that arrive at `index` is dropped, each by itself."""
+    with _loaded(loss) as fd:
+        ip.tc(
+            "replace-filter", "bpf", index, 1, fd=fd, name="dynamix-loss", parent=_INGRESS, prio=1, direct_action=True
+        )
+
+
+def program(loss: float) -> bytes:
+    """The instructions for a loss of 0 to 0.5."""
+    threshold = round(loss * 2**32)
+    return b"".join(
+        [
+            _instruction(0x61, dst=2, src=1, offset=_PROTOCOL_OFFSET),  # r2 = skb->protocol
+            _instruction(0x55, dst=2, offset=5, value=socket.htons(0x0800)),  # not IP: to the last two
+            _instruction(0x85, value=_GET_PRANDOM_U32),
+            _instruction(0xB4, dst=1, value=threshold),  # 32 bits, the upper half becomes 0
+            _instruction(0x3D, dst=0, src=1, offset=2),  # random >= threshold: to the last two
+            _instruction(0xB4, dst=0, value=_DROP),
+            _instruction(0x95),
+            _instruction(0xB4, dst=0, value=_PASS),
+            _instruction(0x95),
+        ]
+    )
+
+
+def _instruction(code: int, *, dst: int = 0, src: int = 0, offset: int = 0, value: int = 0) -> bytes:
+    registers = src << 4 | dst if socket.htons(1) != 1 else dst << 4 | src
+    return struct.pack("=BBhI", code, registers, offset, value)
+
+
+@contextlib.contextmanager
+def _loaded(loss: float) -> Iterator[int]:
+    """A descriptor of the loaded program; a filter that took it keeps the program after this."""
+    number = _SYSTEM_CALL.get(platform.machine())
+    if number is None:
+        raise EmulationError(
+            f"no packet loss on {platform.machine()}: its number of the bpf system call is not known here"
+        )
+    code = program(loss)
+    instructions, licence = ctypes.create_string_buffer(code), ctypes.create_string_buffer(b"Apache-2.0")
+    attributes = ctypes.create_string_buffer(
+        struct.pack("=IIQQ", _PROG_TYPE_SCHED_CLS, len(code) // 8, ctypes.addressof(instructions), ctypes.addressof(licence)),
+        128,
+    )  # fmt: skip
+    library = ctypes.CDLL(None, use_errno=True)
+    fd = library.syscall(number, _BPF_PROG_LOAD, attributes, len(attributes))
+    if fd < 0:
+        why = os.strerror(ctypes.get_errno())
+        raise EmulationError(
+            f"the kernel refuses a program that drops packets ({why}); it needs root and CONFIG_BPF_SYSCALL"
+        )
+    try:
+        yield fd
+    finally:
+        os.close(fd)

@@ -1,0 +1,78 @@
+"""Sends and receives UDP over the links of emulated hosts, at a rate each: other people's traffic.
+
+One process for all hosts: a socket stays in the network namespace in which it was made, so it visits every host once.
+Nobody reads what arrives; the kernel drops it once it has crossed the link. What a full link refuses is not sent
+again: this traffic does not give way, as a video or a flood does not.
+
+Standard library only, run by path. Arguments: SWITCH_FD SWITCH_ADDRESS, then FD ADDRESS of every host. Reads lines
+`HOST MBIT_S` (0 stops) and ends at end of file, that is with its owner.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import socket
+import sys
+import time
+
+PORT = 9  # discard
+PAYLOAD = bytes(1400)
+PACKET_BITS = 8 * (len(PAYLOAD) + 42)  # with the headers of UDP, IP and Ethernet
+TICK_S = 0.005
+LATE_S = 0.05
+_CLONE_NEWNET = 0x40000000
+
+
+def open_socket(namespace: int, address: str) -> socket.socket:
+    """A UDP socket at `address` in the namespace, which it enters."""
+    if ctypes.CDLL(None, use_errno=True).setns(namespace, _CLONE_NEWNET) != 0:
+        sys.exit(f"cannot enter the emulated host: {os.strerror(ctypes.get_errno())}")
+    made = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)  # as little as there is
+    made.bind((address, PORT))
+    made.setblocking(False)
+    return made
+
+
+def send(source: socket.socket, address: str, packets: int) -> None:
+    """Up to the first that does not fit."""
+    with contextlib.suppress(OSError):
+        for _ in range(packets):
+            source.sendto(PAYLOAD, (address, PORT))
+
+
+def main(switch_fd: int, switch_address: str, hosts: list[tuple[int, str]]) -> None:
+    """Runs until standard input ends."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    cards = [open_socket(fd, address) for fd, address in hosts]
+    switch = open_socket(switch_fd, switch_address)
+    rates = [0.0] * len(hosts)  # bit/s
+    due = [0.0] * len(hosts)  # bits
+    pending, last = b"", time.monotonic()
+    while True:
+        if select.select([0], [], [], TICK_S if any(rates) else None)[0]:
+            chunk = os.read(0, 65536)
+            if not chunk:
+                return
+            *lines, pending = (pending + chunk).split(b"\n")
+            for line in lines:
+                host, mbit_s = line.split()
+                rates[int(host)], due[int(host)] = 1e6 * float(mbit_s), 0.0
+        now = time.monotonic()
+        elapsed, last = min(now - last, LATE_S), now
+        for i, rate in enumerate(rates):
+            due[i] += rate * elapsed
+            packets = int(due[i] // PACKET_BITS)
+            due[i] -= packets * PACKET_BITS
+            send(cards[i], switch_address, packets)
+            send(switch, hosts[i][1], packets)
+
+
+if __name__ == "__main__":
+    rest = sys.argv[3:]
+    main(int(sys.argv[1]), sys.argv[2], [(int(fd), at) for fd, at in zip(rest[::2], rest[1::2], strict=True)])
