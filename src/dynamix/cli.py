@@ -133,11 +133,25 @@ def demo(
         raise typer.Exit(1)
 
 
+def _print_schema(wanted: bool) -> None:
+    if wanted:
+        from dynamix.emulator import scenario_schema
+
+        _print(scenario_schema())
+        raise typer.Exit
+
+
 @app.command(context_settings={"allow_extra_args": True})
 @_guarded
 def emulate(
     context: typer.Context,
     scenario: Annotated[str, typer.Argument(help="Shipped scenario or YAML file.")],
+    schema: Annotated[
+        bool,
+        typer.Option(
+            "--schema", is_eager=True, callback=_print_schema, help="Print the JSON schema of a scenario, and end."
+        ),
+    ] = False,
     seed: Annotated[int, typer.Option(help="Of the disturbance.")] = 0,
     throttle_after: Annotated[
         float | None, typer.Option(min=0, help="Seconds until limits start; default: once all ranks hold a connection.")
