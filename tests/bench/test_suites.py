@@ -96,7 +96,7 @@ def test_runs_that_never_arrive_count_as_twice_statics_time() -> None:
         combine({"a": _scenario([None], [1.0], [1.0])})  # type: ignore[list-item]
 
 
-COSTS = LiveCosts(0.004, 0.0002, 0.03, 0.01, tuple(np.log(np.linspace(60, 300, 9))), 200_000.0, 150_000.0)
+COSTS = LiveCosts(0.004, 0.0002, 0.1, 0.03, 0.01, tuple(np.log(np.linspace(60, 300, 9))), 200_000.0, 150_000.0)
 
 
 def test_both_balanced_policies_are_predicted_ahead_of_static() -> None:

@@ -37,6 +37,7 @@ class LiveCosts:
 
     alpha: float
     beta: float
+    small_share: float  # a host of `cpu` cores needs cpu^-small_share times as much: short slices lose their caches
     jitter_sd: float
     exchange_s: float
     knots: tuple[float, ...]  # log phi at equal parts of `samples`
@@ -57,14 +58,19 @@ def fit_costs(folder: Path, scenario: Scenario, result: dict[str, Any]) -> LiveC
         for host, speed in enumerate(before):
             busy = float(window.compute[host])
             if speed == after[host] and np.isfinite(busy):
-                rows.append((float(window.batch_size[host]), busy * speed))
-    batch, busy = np.array(rows).T
-    design = np.column_stack([np.ones_like(batch), batch]) / busy[:, None]
-    alpha, beta = np.linalg.lstsq(design, np.ones_like(batch), rcond=None)[0]
-    residual = busy / (alpha + beta * batch) - 1
+                rows.append((float(window.batch_size[host]), busy * speed, scenario.hosts[host].cpu))
+    batch, busy, share = np.array(rows).T
+    alpha, beta, small = 0.0, 1.0, 0.0
+    for _ in range(20):  # in turn: the line for a given exponent, the exponent for a given line
+        scaled = busy * share**small
+        design = np.column_stack([np.ones_like(batch), batch]) / scaled[:, None]
+        alpha, beta = np.linalg.lstsq(design, np.ones_like(batch), rcond=None)[0]
+        left, logs = np.log(busy / (alpha + beta * batch)), np.log(share)
+        small = -float(np.sum((logs - logs.mean()) * left) / max(np.sum((logs - logs.mean()) ** 2), 1e-9))
+    residual = busy * share**small / (alpha + beta * batch) - 1
     knots, samples = _noise_knots(noise)
     costs = LiveCosts(
-        float(max(alpha, 1e-6)), float(beta), float(np.median(np.abs(residual)) * 1.48), float(np.median(exchanges)),
+        float(max(alpha, 1e-6)), float(beta), small, float(np.median(np.abs(residual)) * 1.48), float(np.median(exchanges)),
         knots, samples, 0.0,
     )  # fmt: skip
     return LiveCosts(**{**{n: getattr(costs, n) for n in costs.__slots__}, "needed": _needed(result, costs)})
@@ -100,22 +106,20 @@ def predict(scenario: Scenario, policy: str, seed: int, costs: LiveCosts) -> dic
     changes = np.concatenate([[True], (np.diff(at, axis=0) != 0).any(1)])
     trace = Trace(ticks[changes], speeds / at[changes])
     base = np.array([settings.batch_size * workers])
-    env = ClusterEnv(_clusters(costs, speeds, base), seed=seeded, interval=settings.interval, delay=1, trace=trace)
+    per_epoch = not policy.startswith("reference") and boundary(make_policy(policy)) == "epoch"
+    interval, delay = (int(EPOCH_SAMPLES // base[0]), 0) if per_epoch else (settings.interval, 1)
+    env = ClusterEnv(_clusters(costs, speeds, base), seed=seeded, interval=interval, delay=delay, trace=trace)
     chosen = _policy(policy, scenario, seeded, env)
-    window, epochs = env.reset(), 0
+    window = env.reset()
     while env.progress[0] < costs.needed and env.clock_s[0] < LONGEST_S:
-        done = int(env.steps * base[0] // EPOCH_SAMPLES)
-        ask = boundary(chosen) != "epoch" or done > epochs
-        epochs = done
-        sizes = chosen.decide(window, env.bounds) if ask else env.batch
-        window = env.step(sizes)
+        window = env.step(chosen.decide(window, env.bounds))
     share = costs.needed / float(env.progress[0])
     return {"step_s": float(env.clock_s[0]) / env.steps, "time_to_target_s": float(env.clock_s[0]) * min(share, 1.0)}
 
 
 def _clusters(costs: LiveCosts, speeds: Floats, base: np.ndarray[Any, Any]) -> Clusters:
     shape, one = (1, len(speeds)), np.ones(1)
-    never = np.full(shape, 1e12)
+    never, speeds = np.full(shape, 1e12), speeds ** (1 + costs.small_share)
     unit = np.ones(shape)
     return Clusters(
         alpha=costs.alpha / speeds[None], beta=costs.beta / speeds[None], jitter_sd=costs.jitter_sd * unit,

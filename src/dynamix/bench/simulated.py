@@ -37,7 +37,7 @@ Factory = Callable[[ClusterEnv], Policy]
 Tell = Callable[[str, float], None]
 SWEEP = (0.25, 0.5, 1.0, 2.0, 4.0)  # static batches tried, as factors on the base batch
 TUNING_SEEDS, TEST_SEEDS = (700_001, 700_002), tuple(range(710_001, 710_031))
-EPOCH_WINDOWS = 20  # how often a policy that decides per epoch is asked
+EPOCH_WINDOWS = 20  # windows in an epoch, for policies that decide per epoch
 PLANNED_WORKERS = 4  # the planning reference costs W^2 simulations a decision
 
 
@@ -171,12 +171,14 @@ def times_to_progress(
     paths, inside = {}, math.nan
     for name, make in factories.items():
         env = ClusterEnv(clusters, seed=seed, interval=suite.interval, delay=suite.delay)
-        policy, window = make(env), env.reset()
-        every = EPOCH_WINDOWS if boundary(policy) == "epoch" else 1
+        policy, windows = make(env), suite.windows
+        if boundary(policy) == "epoch":
+            env = ClusterEnv(clusters, seed=seed, interval=EPOCH_WINDOWS * suite.interval, delay=0)
+            windows = -(-windows // EPOCH_WINDOWS)
+        window = env.reset()
         path, shares = [(env.clock_s, env.progress)], []
-        for t in range(suite.windows):
-            sizes = policy.decide(window, env.bounds) if (t + 1) % every == 0 or every == 1 else env.batch
-            window = env.step(project(sizes, env.bounds, current=env.batch))
+        for _ in range(windows):
+            window = env.step(project(policy.decide(window, env.bounds), env.bounds, current=env.batch))
             path.append((env.clock_s, env.progress))
             if name == "lagged":
                 shares.append(interior_share(window.batch_size, clusters).mean())
