@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dynamix.emulator import emulate, probe_mechanisms
+from dynamix.emulator import emulate, probe_mechanisms, scenario_schema
 from dynamix.emulator.control import request
 from dynamix.emulator.run import is_connected
 from dynamix.errors import ConfigError, EmulationError, ScenarioError
@@ -134,3 +134,24 @@ def test_probing_says_what_is_missing_and_leaves_nothing() -> None:
     assert found["duty-cycle"][0]
     assert all(text for _, text in found.values())
     assert [name for _, name in socket.if_nameindex()] == before
+
+
+def test_the_command_prints_the_schema() -> None:
+    from typer.testing import CliRunner
+
+    from dynamix.cli import app
+
+    printed = CliRunner().invoke(app, ["emulate", "--schema"])
+    assert printed.exit_code == 0
+    assert json.loads(printed.stdout) == scenario_schema()
+
+
+@pytest.mark.emulator
+@pytest.mark.usefixtures("privileged")
+def test_what_the_kernel_lacks_makes_no_folder(tmp_path: Path) -> None:
+    if probe_mechanisms()["latency"][0]:
+        pytest.skip("this kernel has everything")
+    hosts = [{"cpu": 0.3}, {"cpu": 0.3, "latency_ms": 3}]
+    with pytest.raises(ScenarioError, match=r"hosts\[1\].latency_ms=3"):
+        emulate({"hosts": hosts}, ["true"], out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
