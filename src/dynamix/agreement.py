@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -25,6 +26,8 @@ from dynamix.window import Floats, Ints
 
 # How long rank 0 holds a training step back for a policy that is not done one step after it was asked.
 PATIENCE_S = 0.05
+# How long the end of a job waits for a policy that is still busy, so that no line of the events file is lost.
+DRAIN_S = 5.0
 
 
 class Kind(enum.IntEnum):
@@ -58,28 +61,30 @@ class Message:
         )
 
 
-Decide = Callable[[Floats], Message]
+class Judge(Protocol):
+    """Who decides, on rank 0: `dynamix.decision.Decider`. All but `keep` run in a thread of their own.
+
+    decide(rows, about)         the gathered rows (W, n), and what rank 0 sent `about` them, to the message
+    keep(kind)                  the message to send when that is late or failed
+    write_event(message)        once the message of `decide` is out
+    skip(rows, about, message)  in place of both, for a window that was answered "late" because the policy was still
+                                busy with an earlier one
+    """
+
+    def decide(self, rows: Floats, about: Any, /) -> Message: ...
+
+    def keep(self, kind: Kind, /) -> Message: ...
+
+    def write_event(self, message: Message, /) -> None: ...
+
+    def skip(self, rows: Floats, about: Any, message: Message, /) -> None: ...
 
 
 class Channel:
-    """One decision at a time over a gloo group of its own (None: a single worker, decided in place).
+    """One decision at a time over a gloo group of its own (None: a single worker, decided in place)."""
 
-    decide   rank 0's function from the gathered rows (W, n) to the message; runs in a thread
-    keep     makes the message to send when `decide` is late or failed
-    after    runs on rank 0, in the same thread, once the message is out (events are written there)
-    """
-
-    def __init__(
-        self,
-        group: dist.ProcessGroup | None,
-        workers: int,
-        *,
-        decide: Decide,
-        keep: Callable[[Kind], Message],
-        after: Callable[[Message], None],
-    ) -> None:
-        self.group, self.workers = group, workers
-        self.decide, self.keep, self.after = decide, keep, after
+    def __init__(self, group: dist.ProcessGroup | None, workers: int, judge: Judge) -> None:
+        self.group, self.workers, self.judge = group, workers, judge
         self.rank = 0 if group is None else dist.get_rank(group)
         self.root = 0 if group is None else dist.get_global_rank(group, 0)
         self.waited_s = 0.0
@@ -90,25 +95,27 @@ class Channel:
         self._pending: Tensor | None = None
         self._receive: dist.Work | None = None
         self._round: _Round | None = None
+        self._latest: threading.Event | None = None
 
     @property
     def pending(self) -> bool:
         """Whether a window was sent and its message not yet taken."""
         return self._pending is not None
 
-    def send(self, row: Floats) -> None:
+    def send(self, row: Floats, about: Any = None) -> None:
         """Post this rank's row. Rows have the same length on every rank. Returns at once."""
         if self.group is None:
-            message = self.decide(row[None])
+            message = self.judge.decide(row[None], about)
             self._pending = message.pack()
-            self.after(message)
+            self.judge.write_event(message)
             return
         packed = torch.from_numpy(np.ascontiguousarray(row, dtype=np.float64))
         self._pending = torch.zeros(4 + self.workers, dtype=torch.float64)
         if self.rank == 0:
             rows = [torch.zeros_like(packed) for _ in range(self.workers)]
             gather = dist.gather(packed, rows, dst=self.root, group=self.group, async_op=True)
-            self._round = _Round(self, gather, rows, self._pending)
+            self._round = _Round(self, gather, rows, about, self._pending)
+            self._latest = self._round.ended
             self._rounds.put(self._round)
         else:
             self._sending = dist.gather(packed, dst=self.root, group=self.group, async_op=True), packed
@@ -116,7 +123,12 @@ class Channel:
 
     def _decide_all(self) -> None:
         while True:
-            self._rounds.get().run()
+            current = self._rounds.get()
+            try:
+                current.run()
+            finally:
+                current.ended.set()
+            del current  # or an idle thread would hold a process group's work
 
     def receive(self) -> Message:
         """Wait for the message (normally it is there) and take it. Raises `WorkerLostError` or the policy's error."""
@@ -139,6 +151,11 @@ class Channel:
             raise DynamixError("the policy failed on rank 0; its own error is in that rank's output")
         return message
 
+    def drain(self, timeout_s: float = DRAIN_S) -> bool:
+        """Wait until rank 0's thread has nothing left to do; False if it is busy even after `timeout_s`."""
+        latest, self._latest = self._latest, None
+        return latest is None or latest.wait(timeout_s)
+
 
 def _lost(error: Exception) -> WorkerLostError:
     return WorkerLostError(
@@ -150,10 +167,10 @@ def _lost(error: Exception) -> WorkerLostError:
 class _Round:
     """Rank 0's side of one decision."""
 
-    def __init__(self, channel: Channel, gather: dist.Work, rows: list[Tensor], out: Tensor) -> None:
-        self.channel, self.gather, self.rows, self.out = channel, gather, rows, out
+    def __init__(self, channel: Channel, gather: dist.Work, rows: list[Tensor], about: Any, out: Tensor) -> None:
+        self.channel, self.gather, self.rows, self.about, self.out = channel, gather, rows, about, out
         self.lock = threading.Lock()
-        self.published = threading.Event()
+        self.published, self.ended = threading.Event(), threading.Event()
         self.error: BaseException | None = None
         self.work: dist.Work | None = None
 
@@ -166,24 +183,35 @@ class _Round:
             self.published.set()
             return
         if self.published.is_set():
-            return  # the policy was still busy with an earlier window: this one was answered "late" already
+            # The policy was still busy with an earlier window, and this one has been answered "late".
+            self._write_down(lambda: self.channel.judge.skip(self._gathered(), self.about, Message.unpack(self.out)))
+            return
         try:
             if self.channel.failed is not None:
                 raise self.channel.failed
-            message = self.channel.decide(torch.stack(self.rows).numpy())
+            message = self.channel.judge.decide(self._gathered(), self.about)
         except Exception as error:  # whatever the policy raised is raised again, in the training thread
             self.error = error if isinstance(error, DynamixError) else DynamixError(f"the policy failed: {error!r}")
             if self.error is not error:
                 self.error.__cause__ = error
             # Raised here, or at the next window if this one has been answered "late" already.
             self.channel.failed = self.error
-            message = self.channel.keep(Kind.FAILED)
+            message = self.channel.judge.keep(Kind.FAILED)
         try:
-            self.channel.after(self._publish(message))
+            sent = self._publish(message)
         except (RuntimeError, ValueError) as error:  # ValueError: the job destroyed its process groups meanwhile
             self.error = self.error or _lost(error)
-        except Exception as error:  # the events file cannot be written, say: the thread must live, the job must know
+            return
+        self._write_down(lambda: self.channel.judge.write_event(sent))
+
+    def _write_down(self, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except Exception as error:  # a full disk, say: the thread must live, the job must know
             self.channel.failed = DynamixError(f"events of the last window could not be written: {error!r}")
+
+    def _gathered(self) -> Floats:
+        return torch.stack(self.rows).numpy()
 
     def _publish(self, message: Message) -> Message:
         with self.lock:
@@ -196,7 +224,7 @@ class _Round:
     def finish(self) -> None:
         self.gather.wait()  # patience is for the policy, not for the slowest rank
         if not self.published.wait(PATIENCE_S):
-            self._publish(self.channel.keep(Kind.LATE))
+            self._publish(self.channel.judge.keep(Kind.LATE))
         if self.error is not None:
             raise self.error
         assert self.work is not None

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence, Sized
@@ -19,17 +17,19 @@ from torch.utils.data import default_collate
 
 from dynamix import random_state
 from dynamix.agreement import Channel, Kind
+from dynamix.arguments import check_counts, open_control_group, per_rank, policy_of, starting_sizes
 from dynamix.data import Allocations, BatchSampler, StepPlan, Stream
 from dynamix.decision import Closing, Decider, recorded
-from dynamix.errors import ConfigError, StateError, UsageError
-from dynamix.gradients import ConsecutiveNoise, Share, new_gloo_group
+from dynamix.errors import StateError, UsageError
+from dynamix.gradients import ConsecutiveNoise, Share
 from dynamix.observation import Recorder
-from dynamix.policies import Policy, make_policy
+from dynamix.policies import Policy
 from dynamix.policies.base import boundary
+from dynamix.progress import Progress, Waiting, resume_allocations
 from dynamix.scaling import LearningRate, SampleSchedule, rule
 from dynamix.telemetry.events import EventLog
-from dynamix.weighting import LossWeight, attach
-from dynamix.window import Bounds, Ints, project
+from dynamix.weighting import Attached, LossWeight, attach
+from dynamix.window import Bounds, Ints
 
 Model = TypeVar("Model", bound=nn.Module)
 Source = TypeVar("Source", BatchSampler, Stream)
@@ -87,65 +87,52 @@ class Controller:
         events: str | os.PathLike[str] | None = None,
         replay: str | os.PathLike[str] | None = None,
     ) -> None:
-        for name, value in {"batch_size": batch_size, "interval": interval, "accumulate": accumulate}.items():
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(name, value, "a whole number, 1 or more", "check the argument")
+        check_counts(batch_size=batch_size, interval=interval, accumulate=accumulate, quantum=quantum)
         together = dist.is_available() and dist.is_initialized()
         self.group = (process_group or dist.group.WORLD) if together else None
         self.rank = dist.get_rank(self.group) if self.group else 0
         self.world_size = dist.get_world_size(self.group) if self.group else 1
         self.bounds = Bounds.of(
             self.world_size,
-            _per_rank("min_batch_size", 1 if min_batch_size is None else min_batch_size, self.world_size),
-            _per_rank("max_batch_size", 8 * batch_size if max_batch_size is None else max_batch_size, self.world_size),
+            per_rank("min_batch_size", 1 if min_batch_size is None else min_batch_size, self.world_size),
+            per_rank("max_batch_size", 8 * batch_size if max_batch_size is None else max_batch_size, self.world_size),
             total_low=min_global_batch,
             total_high=max_global_batch,
             quantum=quantum,
             max_change=max_change,
         )
-        self.policy = make_policy(policy) if isinstance(policy, str) else policy
-        if not isinstance(self.policy, Policy):
-            raise ConfigError(
-                "policy", policy, "an object with decide, state_dict, load_state_dict", "see dynamix.Policy"
-            )
-        start = np.full(self.world_size, batch_size, dtype=np.int64)
-        fits = (start >= self.bounds.low) & (start <= self.bounds.high) & (start % quantum == 0)
-        if not fits.all():
-            rank = int(np.argmin(fits))
-            low, high = int(self.bounds.low[rank]), int(self.bounds.high[rank])
-            allowed = f"{low} to {high}" + (f" in steps of {quantum}" if quantum > 1 else "") + f" on rank {rank}"
-            raise ConfigError("batch_size", batch_size, allowed, "change batch_size or the bounds")
+        self.policy = policy_of(policy)
+        start = starting_sizes(batch_size, self.bounds)
         self.interval, self.accumulate, self.lr_rule = interval, accumulate, lr_rule
         self.base_batch = int(start.sum()) * accumulate
         self._rule = rule(lr_rule)
         self._per_epoch = boundary(self.policy) == "epoch"
         self._allocations = Allocations(start)
         self._source: BatchSampler | Stream | None = None
-        self._replay = None if replay is None else recorded(replay)
-        control = self._open_control_group(policy)
+        replayed = None if replay is None else recorded(replay)
+        control = None
+        if self.group is not None:
+            name = policy if isinstance(policy, str) else type(policy).__name__
+            same = [name, self.base_batch, interval, accumulate, lr_rule, quantum, sorted(replayed or {})]
+            control = open_control_group(self.group, [*same, self.bounds.low.tolist(), self.bounds.high.tolist()])
         decider = self._decider = Decider(
             self.policy,
             self.bounds,
             base_batch=self.base_batch,
             accumulate=accumulate,
             slack=0 if self._per_epoch else accumulate,
-            replay=self._replay,
+            replay=replayed,
             events=EventLog(events) if events is not None and self.rank == 0 else None,
         )
-        self._channel = Channel(
-            control, self.world_size, decide=decider.decide, keep=decider.keep, after=decider.write_event
-        )
-        # (micro-step, noise, signal): ranks may learn of them at other moments, so they count from an agreed step.
-        self._shared: list[tuple[int, float, float]] = [(0, float("nan"), float("nan"))]
+        self._channel = Channel(control, self.world_size, decider)
+        self._progress = Progress()
         self._recorder = Recorder(torch.device("cpu"))
         self._loss_weight = LossWeight(self.group, accumulate)
-        self._attached: Any = None
+        self._attached: Attached | None = None
         self._learning_rate: LearningRate | None = None
         self._pairs: ConsecutiveNoise | None = None
         self._schedules: list[SampleSchedule] = []
-        self._state: dict[str, Any] = {}
-        self._rng: dict[str, Any] | None = None
-        self._window = self._steps = self._opens = self._samples = 0
+        self._waiting = Waiting()
         self.overhead_s = 0.0
 
     # ------------------------------------------------------------ setting up
@@ -252,10 +239,8 @@ class Controller:
             self._pairs = ConsecutiveNoise()
             optimizer.register_step_pre_hook(self._observe_pair)
         model.register_forward_pre_hook(self._before_forward)
-        if self._state.get("hook") is not None:
-            self._attached.load_state_dict(self._state.pop("hook"))
-        if "recorder" in self._state:
-            self._recorder.load_state_dict(self._state.pop("recorder"))
+        self._waiting.give("hook", self._attached)
+        self._waiting.give("recorder", self._recorder)
         return model
 
     def scheduler(self, scheduler: Any, *, nominal_batch_size: int | None = None) -> SampleSchedule:
@@ -264,8 +249,7 @@ class Controller:
         nominal_batch_size   global samples per scheduler step (None: the global batch at the start)
         """
         schedule = SampleSchedule(scheduler, nominal_batch_size=nominal_batch_size or self.base_batch)
-        if len(self._state.get("schedules", [])) > len(self._schedules):
-            schedule.load_state_dict(self._state["schedules"][len(self._schedules)])
+        self._waiting.give(f"schedule {len(self._schedules)}", schedule)
         self._schedules.append(schedule)
         return schedule
 
@@ -304,32 +288,16 @@ class Controller:
             )
         if self.world_size > 1 and self._attached is None:
             raise UsageError("call controller.wrap(model, optimizer) before training, or gradients stay unweighted")
-        tail_factor = self._tail_factor(plan)
-        self._loss_weight.check_used()
+        applied = self._loss_weight.take()
         source.consume()
         if mine:
             self._recorder.observe(loss, logits, target)
         if plan.micro < self.accumulate - 1:
             self._recorder.micro_done()
-            if self._attached is not None and tail_factor != 1.0:
-                self._attached.scale_gradients(tail_factor)
-            self.overhead_s += time.perf_counter() - began
-            return
-        self._steps += 1
-        step_samples = int(plan.group.sum())
-        self._samples += step_samples
-        if self._attached is not None:
-            self._attached.step_done()
-        first = plan.index + 1 - self.accumulate
-        self._recorder.step_done(
-            keep=plan.regular and first >= self._opens, first_of_epoch=plan.start == int(plan.group[: plan.micro].sum())
-        )
-        for schedule in self._schedules:
-            schedule.advance(step_samples)
-        self._settle()
-        full = plan.last if self._per_epoch else self._recorder.steps >= self.interval
-        if full and self._recorder.steps:
-            self._close_window(plan, source.issued)
+            if self._attached is not None:
+                self._attached.micro_done(plan, self.rank, applied)
+        else:
+            self._step_done(source, plan)
         self.overhead_s += time.perf_counter() - began
 
     @property
@@ -341,7 +309,7 @@ class Controller:
     @property
     def samples_seen(self) -> int:
         """Samples trained on so far, by all workers."""
-        return self._samples
+        return self._progress.samples
 
     def warm_up(self, forward_backward: Callable[[], Any]) -> None:
         """Two discarded forward and backward passes, so that a resumed run sums gradients in the saved run's order.
@@ -371,8 +339,7 @@ class Controller:
             "source": None if self._source is None else self._source.state_dict(),
             "policy": self.policy.state_dict(),
             "noise_scale": self._decider.noise_scale.state_dict(),
-            "shared": [list(entry) for entry in self._shared],
-            "counters": [self._window, self._steps, self._opens, self._samples],
+            **self._progress.state_dict(),
             "base_batch": self.base_batch,
             "accumulate": self.accumulate,
             "recorder": self._recorder.state_dict(),
@@ -389,63 +356,72 @@ class Controller:
         """
         if state.get("schema") != STATE_SCHEMA:
             raise StateError(f"controller state has schema {state.get('schema')!r}, this version reads {STATE_SCHEMA}")
-        self._window, self._steps, self._opens, self._samples = state["counters"]
+        self._progress.load_state_dict(state)
         self.base_batch = self._decider.base_batch = state["base_batch"]
-        self._shared = [(int(step), noise, signal) for step, noise, signal in state["shared"]]
         self._decider.noise_scale.load_state_dict(state["noise_scale"])
-        same = state["world_size"] == self.world_size
-        consumed = 0 if state["source"] is None else state["source"]["consumed"]
-        if same:
-            self._allocations.load_state_dict(state["allocations"])
-            sizes = self._allocations.at(2**62)  # the newest, pending or in force
-            if not np.array_equal(sizes, project(sizes, self.bounds)):
-                self._allocations.reset(consumed, project(sizes, self.bounds))  # bounds were changed meanwhile
-                self._opens = consumed
+        anew = resume_allocations(self._allocations, state, self.bounds, self.accumulate)
+        if anew is not None:
+            self._progress.opens = anew
+        parts = {"source": state["source"], "hook": state["hook"]}
+        parts |= {f"schedule {i}": saved for i, saved in enumerate(state["schedules"])}
+        if state["world_size"] == self.world_size:
             self.policy.load_state_dict(state["policy"])
             self._recorder.load_state_dict(state["recorder"])
-            self._rng = state["rng"] if state["rank"] == self.rank else None
-        else:
-            before = Allocations.from_state(state["allocations"])
-            total = int(before.at(consumed).sum()) * state["accumulate"] // self.accumulate
-            self._allocations.reset(consumed, project(np.ones(self.world_size), self.bounds, total=total))
-            self._opens = consumed
-        for schedule, saved in zip(self._schedules, state["schedules"], strict=False):
-            schedule.load_state_dict(saved)
-        self._state = {"source": state["source"], "schedules": state["schedules"], "hook": state["hook"]}
-        if same and self._attached is None:
-            self._state["recorder"] = state["recorder"]
-        if self._source is not None and self._state["source"] is not None:
-            self._source.load_state_dict(self._state.pop("source"))
-        if self._attached is not None and self._state["hook"] is not None:
-            self._attached.load_state_dict(self._state.pop("hook"))
+            parts["recorder"] = state["recorder"] if self._attached is None else None
+            parts["rng"] = state["rng"] if state["rank"] == self.rank else None
+        self._waiting = Waiting(parts)
+        self._waiting.give("source", self._source)
+        self._waiting.give("hook", self._attached)
+        for i, schedule in enumerate(self._schedules):
+            self._waiting.give(f"schedule {i}", schedule)
 
     def close(self) -> None:
         """Finish a pending decision and close the events file. Optional; safe to call twice."""
-        self._settle()
-        time.sleep(0.005)  # lets backend threads drop our callbacks: they need the GIL that a group's destructor holds
-        if self._decider.events is not None:
-            self._decider.events.close()
+        try:
+            self._settle()
+        finally:
+            self._channel.drain()
+            time.sleep(0.005)  # lets backend threads drop our callbacks: they need the GIL a group's destructor holds
+            if self._decider.events is not None:
+                self._decider.events.close()
 
     # ------------------------------------------------------------ the agreement
 
+    def _step_done(self, source: BatchSampler | Stream, plan: StepPlan) -> None:
+        """An optimizer step is over: take what was decided, and close the window if it is full."""
+        progress, step_samples = self._progress, int(plan.group.sum())
+        progress.steps += 1
+        progress.samples += step_samples
+        if self._attached is not None:
+            self._attached.step_done()
+        first = plan.index + 1 - self.accumulate
+        self._recorder.step_done(
+            keep=plan.regular and first >= progress.opens,
+            first_of_epoch=plan.start == int(plan.group[: plan.micro].sum()),
+        )
+        for schedule in self._schedules:
+            schedule.advance(step_samples)
+        self._settle()
+        full = plan.last if self._per_epoch else self._recorder.steps >= self.interval
+        if full and self._recorder.steps:
+            self._close_window(plan, source.issued)
+
     def _close_window(self, plan: StepPlan, issued: int) -> None:
-        sizes = self._allocations.at(plan.index)
+        sizes, progress = self._allocations.at(plan.index), self._progress
         age = (plan.index + 1 - self._allocations.since(plan.index)) / self.accumulate
-        self._decider.closing = Closing(
-            self._window, sizes, plan.index + 1, issued, age, step=self._steps, samples=self._samples
+        closing = self._decider.closing = Closing(
+            progress.window, sizes, plan.index + 1, issued, age, step=progress.steps, samples=progress.samples
         )
         mine = float(sizes[self.rank])
         row = self._recorder.row(issued=issued, count=mine * self.accumulate, weight=mine / float(sizes.sum()))
-        self._channel.send(row)
+        self._channel.send(row, closing)
 
     def _settle(self) -> None:
         """Take the pending message, if there is one: the agreed wait."""
         if not self._channel.pending:
             return
         message = self._channel.receive()
-        self._window += 1
-        agreed = self._decider.closing.consumed + self.accumulate
-        self._shared = [self._shared[-1], (agreed, message.noise, message.signal)]
+        self._progress.told(self._decider.closing.consumed + self.accumulate, message.noise, message.signal)
         if message.kind is Kind.NEW:
             if self._source is not None and message.from_step < self._source.issued:
                 raise StateError(
@@ -453,7 +429,7 @@ class Controller:
                     "already issued: replay with the same loader settings (num_workers, prefetch_factor) or fewer"
                 )
             self._allocations.schedule(message.from_step, message.sizes)
-            self._opens = message.from_step
+            self._progress.opens = message.from_step
             self._recorder.reset()
         if self._source is not None:
             self._allocations.forget(self._source.consumed)
@@ -470,7 +446,7 @@ class Controller:
         plan = self._need_source().plan()
         total = float(plan.group.sum()) / self.accumulate
         # Agreed values only: what is pending here may be settled on another rank, and all must reduce alike.
-        open_from = max(self._opens, self._decider.closing.consumed + self.accumulate)
+        open_from = max(self._progress.opens, self._decider.closing.consumed + self.accumulate)
         kept = plan.regular and plan.index - plan.micro >= open_from
         return Share(float(plan.counts[self.rank]), total, kept, self._loss_weight.applied)
 
@@ -481,44 +457,28 @@ class Controller:
             return
         if self._recorder.muted:
             return
+        if self._attached is not None:
+            self._attached.before_forward()
         self._recorder.timer.forward_started()
         if self._learning_rate is not None:
             plan = self._need_source().plan()
-            noise, signal = self._noise_at(plan.index)
+            noise, signal = self._progress.noise_at(plan.index)
             self._learning_rate.factor = self._rule(
                 float(plan.group.sum()) / self.base_batch, noise, signal, base_batch=self.base_batch
             )
 
-    def _noise_at(self, step: int) -> tuple[float, float]:
-        """(noise, signal) that every rank uses in micro-step `step`."""
-        return next((entry[1:] for entry in reversed(self._shared) if entry[0] <= step), (float("nan"), float("nan")))
-
     def _observe_pair(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._pairs is None or self._source is None:
+        if self._pairs is None or self._attached is None or self._source is None:
             return
+        plan = self._source.plan()
         self._recorder.gradients_ready()
         self._recorder.reduced()
-        self._weight_tail()
+        self._attached.before_optimizer(plan, self.rank, self._loss_weight.applied)
         gradients = [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
-        pair = self._pairs.observe([g for g in gradients if not g.is_sparse], float(self._source.plan().group.sum()))
+        pair = self._pairs.observe([g for g in gradients if not g.is_sparse], float(plan.group.sum()))
         if pair is not None:
             self._recorder.add("pair_noise", pair[0])
             self._recorder.add("pair_signal", pair[1])
-
-    def _weight_tail(self) -> None:
-        """Without a hook, what the hook's weight does for unequal micro-batches (after clipping, if there is any)."""
-        plan = self._need_source().plan()
-        mine = plan.group[:, self.rank].astype(np.float64)
-        hooked = self._attached is None or self._attached.hook is not None
-        if not hooked and self._loss_weight.applied is None and (mine != mine[0]).any():
-            self._attached.scale_gradients(float(mine[-1] / mine.mean()))
-
-    def _tail_factor(self, plan: StepPlan) -> float:
-        """The hook sees only the sum over micro-batches, so unequal ones are brought to the last one's weight."""
-        if plan.micro == self.accumulate - 1 or self._loss_weight.applied is not None:
-            return 1.0
-        now, following = (float(plan.group[i, self.rank]) for i in (plan.micro, plan.micro + 1))
-        return now / following if following else 1.0
 
     def _bound_by(self, samples: int) -> None:
         """No global step may outgrow the data set: every step would be a tail, and no window would ever close."""
@@ -531,16 +491,14 @@ class Controller:
         if self._source is not None:
             raise UsageError("this controller already has a batch sampler or stream; make one Controller per loop")
         source.on_first_issue = self._restore_rng
-        if self._state.get("source") is not None:
-            source.load_state_dict(self._state.pop("source"))
+        self._waiting.give("source", source)
         self._source = source
         return source
 
     def _restore_rng(self) -> None:
         """Iterators draw seeds when they are made; the saved random state goes back once that has happened."""
-        if self._rng is not None:
-            random_state.restore(self._rng)
-            self._rng = None
+        if (saved := self._waiting.take("rng")) is not None:
+            random_state.restore(saved)
 
     def _need_source(self) -> BatchSampler | Stream:
         if self._source is None:
@@ -548,40 +506,3 @@ class Controller:
                 "make a sampler or a stream first: controller.batch_sampler(dataset) or controller.stream(...)"
             )
         return self._source
-
-    def _open_control_group(self, policy: str | Policy) -> dist.ProcessGroup | None:
-        if self.group is None:
-            return None
-        control = new_gloo_group(dist.get_process_group_ranks(self.group), _timeout_of(self.group))
-        name = policy if isinstance(policy, str) else type(policy).__name__
-        same = [name, self.base_batch, self.interval, self.accumulate, self.lr_rule, self.bounds.quantum]
-        same += [self.bounds.low.tolist(), self.bounds.high.tolist(), sorted(self._replay or {})]
-        digest = hashlib.sha256(json.dumps(same, default=str).encode()).digest()[:8]
-        mine = torch.tensor([int.from_bytes(digest, "big") >> 1])
-        every = [torch.zeros_like(mine) for _ in range(self.world_size)]
-        dist.all_gather(every, mine, group=control)
-        differing = [rank for rank, value in enumerate(every) if not torch.equal(value, every[0])]
-        if differing:
-            raise UsageError(
-                f"Controller(...) got other arguments on rank {differing[0]} than on rank 0; pass the same"
-            )
-        return control
-
-
-def _per_rank(name: str, value: int | Sequence[int], workers: int) -> int | list[int]:
-    if isinstance(value, int):
-        return value
-    sizes = [int(v) for v in value]
-    if len(sizes) != workers:
-        raise ConfigError(name, sizes, f"one number or a list of {workers}, one per rank", "match the world size")
-    return sizes
-
-
-def _timeout_of(group: dist.ProcessGroup) -> Any:
-    """The timeout the user gave the data-parallel group, for the control group to share."""
-    for device in ("cpu", "cuda"):
-        try:
-            return group._get_backend(torch.device(device)).options._timeout
-        except (RuntimeError, AttributeError):
-            continue
-    return None

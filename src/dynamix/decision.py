@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -31,11 +32,22 @@ class Closing:
     samples: int
 
 
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """What the ranks of an earlier run were told about one window."""
+
+    kind: Kind
+    from_step: int
+    sizes: Ints
+    noise: float | None  # None: a line of a version that did not write it
+    signal: float | None
+
+
 class Decider:
     """Asks the policy, or looks a recorded run up; one decision at a time.
 
     slack   micro-steps that may still be issued under the old allocation after a window closed
-    replay  window index -> (from_step, sizes) to apply instead of asking the policy
+    replay  window index -> what to answer instead of asking the policy; other windows are answered "keep"
     clock   seconds; what `time_s` in the events counts
     """
 
@@ -47,7 +59,7 @@ class Decider:
         base_batch: int,
         accumulate: int,
         slack: int,
-        replay: dict[int, tuple[int, Ints]] | None,
+        replay: dict[int, Recorded] | None,
         events: EventLog | None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -59,23 +71,13 @@ class Decider:
         self._decided: tuple[Closing, Window] | None = None
         self._clock, self._started = clock, clock()
 
-    def decide(self, rows: Floats) -> Message:
-        """Rows (W, n) of `observation.ROW` to the message of this window."""
-        closing = self.closing
-        window = assemble(
-            rows,
-            noise_scale=self.noise_scale,
-            sizes=closing.sizes,
-            age=closing.age,
-            step=closing.step,
-            micro_batches=self.accumulate,
-            base_batch=self.base_batch,
-        )
+    def decide(self, rows: Floats, closing: Closing | None = None) -> Message:
+        """Rows (W, n) of `observation.ROW` to the message of the window `closing` (None: the newest)."""
+        closing, self._decided = self.closing if closing is None else closing, None
+        window = self._assemble(rows, closing)
         self._decided = closing, window
         if self.replay is not None:
-            if closing.window_index in self.replay:
-                return self._message(Kind.NEW, *self.replay[closing.window_index])
-            return self.keep(Kind.KEEP)
+            return self._replayed(self.replay.get(closing.window_index))
         wish = np.asarray(self.policy.decide(window, self.bounds))
         if wish.shape != closing.sizes.shape:
             fix = "return one size per worker"
@@ -90,6 +92,14 @@ class Decider:
         """The message that changes nothing."""
         return self._message(kind, self.closing.consumed, self.closing.sizes)
 
+    def skip(self, rows: Floats, closing: Closing, message: Message) -> None:
+        """Measure and write down a window that was answered "late" while the policy was busy with an earlier one.
+
+        The policy never sees it, but the noise scale does.
+        """
+        self._decided = closing, self._assemble(rows, closing)
+        self.write_event(message)
+
     def write_event(self, message: Message) -> None:
         """One line of events.jsonl, after the message went out."""
         if self.events is not None and self._decided is not None:
@@ -100,18 +110,50 @@ class Decider:
                 allocation=message.sizes.tolist(),
                 from_step=message.from_step,
                 decision=message.kind.name.lower(),
+                noise=message.noise,
+                signal=message.signal,
                 samples_seen=closing.samples,
                 time_s=self._clock() - self._started,
             )
+
+    def _assemble(self, rows: Floats, closing: Closing) -> Window:
+        return assemble(
+            rows,
+            noise_scale=self.noise_scale,
+            sizes=closing.sizes,
+            age=closing.age,
+            step=closing.step,
+            micro_batches=self.accumulate,
+            base_batch=self.base_batch,
+        )
+
+    def _replayed(self, recorded: Recorded | None) -> Message:
+        if recorded is None:
+            return self.keep(Kind.KEEP)
+        # The noise scale too is the recorded run's: a late answer there carried that of an earlier window, and the
+        # learning rate may follow it.
+        noise = self.noise_scale.noise if recorded.noise is None else recorded.noise
+        signal = self.noise_scale.signal if recorded.signal is None else recorded.signal
+        kept = self.keep(Kind.KEEP)
+        if recorded.kind is not Kind.NEW:
+            return Message(kept.kind, kept.from_step, noise, signal, kept.sizes)
+        return Message(Kind.NEW, recorded.from_step, noise, signal, recorded.sizes)
 
     def _message(self, kind: Kind, from_step: int, sizes: Ints) -> Message:
         return Message(kind, from_step, self.noise_scale.noise, self.noise_scale.signal, sizes)
 
 
-def recorded(path: str | os.PathLike[str]) -> dict[int, tuple[int, Ints]]:
-    """The allocations of an earlier run's events file, for `Decider(replay=)`."""
-    return {
-        event["window_index"]: (event["from_step"], np.asarray(event["allocation"], dtype=np.int64))
-        for event in read_events(path)
-        if event["decision"] == "new"
-    }
+def recorded(path: str | os.PathLike[str]) -> dict[int, Recorded]:
+    """Window index -> what an earlier run's events file says was answered, for `Decider(replay=)`."""
+    return {event["window_index"]: _recorded(event) for event in read_events(path)}
+
+
+def _recorded(event: dict[str, Any]) -> Recorded:
+    def value(name: str) -> float | None:
+        if name not in event:
+            return None
+        return float("nan") if event[name] is None else float(event[name])
+
+    sizes = np.asarray(event["allocation"], dtype=np.int64)
+    kind = Kind.NEW if event["decision"] == "new" else Kind.KEEP
+    return Recorded(kind, int(event["from_step"]), sizes, value("noise"), value("signal"))

@@ -40,6 +40,11 @@ def scale_(values: Tensor, count: float, total: float, workers: int) -> Tensor:
     return values.mul_(count * workers / total)
 
 
+def wipe_nonfinite_(values: Tensor) -> Tensor:
+    """NaN and infinity in `values` become 0, in place; a sparse tensor becomes 0 altogether."""
+    return values.zero_() if values.is_sparse else torch.nan_to_num_(values, nan=0.0, posinf=0.0, neginf=0.0)
+
+
 def weighted(inner_hook: Hook, *, count: Callable[[], tuple[float, float]]) -> Hook:
     """A DDP communication hook that weights unequal batches before `inner_hook`: for users with their own loop.
 
@@ -127,7 +132,9 @@ class GradientHook:
         if share.applied is None:
             scale_(buffer, share.count, share.total, self.group.size())
         elif share.count == 0:
-            buffer.zero_()
+            # A loss times 0 left zeros, and 0 * NaN where the placeholder's gradient was not finite. Zeroing all would
+            # take away what was already reduced, in a loop that synchronises every micro-batch.
+            wipe_nonfinite_(buffer)
         self.buckets_seen = max(self.buckets_seen, bucket.index() + 1)
         if bucket.index() == 0:
             self._measuring = not self.lossy or (share.kept and self.steps >= 2 and self._since_dense >= DENSE_EVERY)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dynamix.data import StepPlan
 from dynamix.errors import ConfigError, UsageError
-from dynamix.gradients import GradientHook, Share, average_buffers_hook, new_gloo_group
+from dynamix.gradients import GradientHook, Share, average_buffers_hook, new_gloo_group, wipe_nonfinite_
 from dynamix.observation import Recorder
 
 
@@ -30,12 +31,49 @@ class Attached:
         if self.hook is not None:
             self.hook.step_done()
 
+    def before_forward(self) -> None:
+        """A forward pass of training begins. Raises `UsageError` where DDP would fail in its backward without a reason."""
+        ddp, hook = self.model, self.hook
+        if hook is None or hook.buckets_seen or not isinstance(ddp, DistributedDataParallel):
+            return
+        if ddp.static_graph and not ddp.require_backward_grad_sync:
+            raise UsageError(
+                "DDP(static_graph=True) needs a first backward that synchronises: leave no_sync() out in the first "
+                "optimizer step, or call controller.warm_up(forward_backward) before it"
+            )
+
     @torch.no_grad()
     def scale_gradients(self, factor: float) -> None:
         """Multiply what has accumulated in `.grad`; 0 zeroes it, whatever it holds."""
         for parameter in self.model.parameters():
             if parameter.grad is not None:
                 parameter.grad.mul_(factor) if factor else parameter.grad.zero_()
+
+    def micro_done(self, plan: StepPlan, rank: int, applied: float | Tensor | None) -> None:
+        """After a micro-batch that is not the last of its optimizer step: make ready what has accumulated.
+
+        The hook sees only the sum over micro-batches, so where an epoch's tail makes them unequal they are brought to
+        the last one's weight. `applied` is the weight that was in the loss, if it was weighted there.
+        """
+        now, following = (float(plan.group[i, rank]) for i in (plan.micro, plan.micro + 1))
+        if applied is not None:
+            if now == 0 and self.hook is not None:
+                self._forget_placeholder()
+        elif following and now != following:
+            self.scale_gradients(now / following)
+
+    def before_optimizer(self, plan: StepPlan, rank: int, applied: float | Tensor | None) -> None:
+        """Without a hook, what the hook's weight does for unequal micro-batches (after clipping, if there is any)."""
+        mine = plan.group[:, rank].astype(np.float64)
+        if self.hook is None and applied is None and (mine != mine[0]).any():
+            self.scale_gradients(float(mine[-1] / mine.mean()))
+
+    @torch.no_grad()
+    def _forget_placeholder(self) -> None:
+        """A loss times 0 has a zero gradient, but where the placeholder's own was not finite 0 * NaN has remained."""
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                wipe_nonfinite_(parameter.grad)
 
     @contextmanager
     def discarded(self) -> Iterator[None]:
@@ -217,14 +255,15 @@ class LossWeight:
                 if parameter.grad is not None:
                     parameter.grad.mul_(factor.to(parameter.grad.dtype).to(parameter.device))
 
-    def check_used(self) -> None:
-        """At the end of a micro-step: a required weight() must have been called. Forgets it for the next one."""
+    def take(self) -> float | Tensor | None:
+        """At the end of a micro-step: the weight that was applied, None if none was. Raises if one was required."""
         if self._required and self.applied is None:
             raise UsageError(
                 "wrap(weighting='loss') was chosen, but this batch's loss was not weighted: call "
                 "controller.weight(loss).backward() instead of loss.backward()"
             )
-        self.applied = None
+        applied, self.applied = self.applied, None
+        return applied
 
     @contextmanager
     def paused(self) -> Iterator[None]:

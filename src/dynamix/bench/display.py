@@ -91,3 +91,16 @@ def ratio_lines(ratios: dict[str, dict[str, Any]]) -> list[str]:
         spread = "" if ratio["low"] is None else f"  [{ratio['low']:.2f}, {ratio['high']:.2f}]"
         lines.append(f"{above}: {ratio['median']:.2f} x the time of {below}{spread}")
     return lines
+
+
+def policy_lines(result: dict[str, Any]) -> list[str]:
+    """Says so if "dynamix" was not the shipped policy in this call; nothing otherwise.
+
+    >>> policy_lines({"settings": {"policy": {"name": "mine.safetensors", "sha256": "0123456789abcdef"}}})
+    ['"dynamix" was mine.safetensors in this call (sha256 0123456789ab)']
+    """
+    ran = result.get("settings", {}).get("policy")
+    if not ran or ran["name"] == "shipped":
+        return []
+    which = f" (sha256 {ran['sha256'][:12]})" if "sha256" in ran else ""
+    return [f'"dynamix" was {ran["name"]} in this call{which}']

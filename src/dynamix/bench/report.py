@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dynamix.bench.display import number, ratio_lines
+from dynamix.bench.display import number, policy_lines, ratio_lines
 from dynamix.bench.runs import Run
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def write_report(
     pieces = [
         f"<h1>dynamix demo: {html.escape(result['workload'])} on {len(runs[0].batch_sizes)} uneven hosts</h1>",
         f"<p>{html.escape(_provenance(result))}</p>",
-        "".join(f"<p>{html.escape(line)}</p>" for line in ratio_lines(result["ratios"])),
+        "".join(f"<p>{html.escape(line)}</p>" for line in [*policy_lines(result), *ratio_lines(result["ratios"])]),
         _table(runs, result["target"]),
         "<h2>Accuracy against time</h2>",
         _svg(_plot_accuracy(runs, result["target"])),

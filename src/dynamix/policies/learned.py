@@ -28,6 +28,7 @@ DELTA_LIMIT, GROWTH_LIMIT, GLOBAL_RANGE = 1.5, 0.5, 8.0
 # What a trained policy keeps to in service. Where fixed costs dominate (8 samples on a throttled host) an unlimited one
 # overshot and swung between two allocations; in simulation the limit costs 0.1 % (docs/design/learning.md).
 TRUST = 0.3
+LARGEST_HIDDEN = 4096  # a network beyond this was never trained; a broken number could ask for all memory
 PRETRAINED = Path(__file__).parent / "pretrained" / "dynamix.safetensors"
 
 
@@ -149,12 +150,14 @@ class LearnedPolicy:
 
         about = read_description(path)
         retrain = "copy both files again, or train one with `dynamix policy train`"
-        data = Path(path).read_bytes()
+        try:
+            data = Path(path).read_bytes()
+        except OSError as error:
+            raise PolicyFileError("policy", str(path), "a file that can be read", str(error.strerror)) from error
         if hashlib.sha256(data).hexdigest() != about.get("sha256"):
             raise PolicyFileError("policy", str(path), "a file whose sha256 is the one in its .json", retrain)
         try:
-            shape = about["architecture"]
-            net = ResidualNet(int(shape["inputs"]), int(shape["hidden"]))
+            net = ResidualNet(about["architecture"]["inputs"], about["architecture"]["hidden"])
             net.load_state_dict(load(data))
         except (SafetensorError, RuntimeError, KeyError, TypeError, ValueError) as error:
             raise PolicyFileError("policy", str(path), "weights of the architecture in its .json", retrain) from error
@@ -170,19 +173,41 @@ def read_description(path: str | Path) -> dict[str, Any]:
         if not needed.is_file():
             fix = "check the path; a policy is two files, NAME.safetensors and NAME.json"
             raise PolicyFileError("policy", str(needed), "an existing file", fix)
+    again = "copy both files again"
     try:
-        about = json.loads(sidecar.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise PolicyFileError("policy", str(sidecar), "JSON", "copy both files again") from error
+        about = json.loads(sidecar.read_text(encoding="utf-8"), parse_constant=_no_number)
+    except OSError as error:
+        raise PolicyFileError("policy", str(sidecar), "a file that can be read", str(error.strerror)) from error
+    except (ValueError, RecursionError) as error:  # ValueError: JSON's and Unicode's errors, and ours
+        raise PolicyFileError("policy", str(sidecar), "JSON", again) from error
     if not isinstance(about, dict):
-        raise PolicyFileError("policy", str(sidecar), "a JSON object", "copy both files again")
+        raise PolicyFileError("policy", str(sidecar), "a JSON object", again)
     retrain = "train one for this version with `dynamix policy train`"
     for key, wanted in (("schema", POLICY_SCHEMA), ("feature_schema", FEATURE_SCHEMA)):
         if about.get(key) != wanted:
-            raise PolicyFileError(key, about.get(key), str(wanted), retrain)
+            raise PolicyFileError(key, about.get(key), f"{wanted} in {sidecar}", retrain)
     if about.get("features") != [*FEATURES, *OWN_FEATURES]:
-        raise PolicyFileError("features", "another list", "the features of this version", retrain)
+        raise PolicyFileError("features", "another list", f"the features of this version in {sidecar}", retrain)
+    _check_numbers(about, sidecar)
     return about
+
+
+def _check_numbers(about: dict[str, Any], sidecar: Path) -> None:
+    """What is used unseen must be possible: a network of this size, a trust region within the action's limits."""
+    shape, own = about.get("architecture"), len(FEATURES) + len(OWN_FEATURES)
+    sizes = (shape.get("inputs"), shape.get("hidden")) if isinstance(shape, dict) else (None, None)
+    for name, value, low, high in (("inputs", sizes[0], own, own), ("hidden", sizes[1], 1, LARGEST_HIDDEN)):
+        if type(value) is not int or not low <= value <= high:
+            allowed = f"{low} to {high} in {sidecar}" if low < high else f"{low} in {sidecar}"
+            raise PolicyFileError(f"architecture.{name}", value, allowed, "copy both files again")
+    trust = about.get("trust", DELTA_LIMIT)
+    if isinstance(trust, bool) or not isinstance(trust, (int, float)) or not 0 < trust <= DELTA_LIMIT:
+        fix = f"{TRUST} is what training writes"
+        raise PolicyFileError("trust", trust, f"a number above 0, at most {DELTA_LIMIT}, in {sidecar}", fix)
+
+
+def _no_number(text: str) -> float:
+    raise ValueError(f"{text} is not JSON")
 
 
 def pretrained(**options: Any) -> LearnedPolicy:
