@@ -326,6 +326,28 @@ def _check_writable(out: Path) -> None:
         raise ConfigError("out", str(out), allowed, f"choose another file ({error.strerror})") from error
 
 
+@bench.command("workloads")
+@_guarded
+def bench_workloads(
+    quick: Annotated[bool, typer.Option("--quick", help="One workload of each kind, 8 s each.")] = False,
+    only: Annotated[
+        str | None, typer.Option(help="Workloads, comma-separated [default: all that need no files].")
+    ] = None,
+    seconds: Annotated[float | None, typer.Option(help="Training time of each [default: 30, quick 8].")] = None,
+    seed: Annotated[int, typer.Option(help="Of data, weights and sample order.")] = 0,
+    out: Out = None,
+    as_json: Json = False,
+) -> None:
+    """Steps per second, noise scale and reachable score of each workload on this machine."""
+    from dynamix.bench.workloads import Plan, markdown, run_workloads
+    from dynamix.telemetry.run_folder import RunFolder
+
+    plan = Plan.of(quick=quick, names=only.split(",") if only else None, budget_s=seconds, seed=seed)
+    with _progress("workloads") as tell:
+        result = run_workloads(plan, RunFolder("workloads", out), tell=tell)
+    _print(result) if as_json else typer.echo(markdown(result["workloads"]))
+
+
 @policy.command("train")
 @_guarded
 def policy_train(

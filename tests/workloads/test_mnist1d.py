@@ -89,3 +89,29 @@ def test_batches_reach_the_loop_as_the_sampler_cut_them(cache):
 def test_an_unknown_workload_is_named():
     with pytest.raises(ConfigError, match="mnist1d"):
         make_workload("mnist2d")
+
+
+@pytest.mark.parametrize("damage", ["torn", "text", "empty", "other"])
+def test_a_damaged_cache_is_named_with_the_fix(cache, damage):
+    make_data(7, train=10, test=10)
+    (file,) = cache.rglob("*.npz")
+    whole = file.read_bytes()
+    if damage == "other":
+        np.savez(file, inputs=np.zeros((3, 3)), targets=np.zeros(3))
+    else:
+        file.write_bytes({"torn": whole[: len(whole) // 2], "text": b"not an archive", "empty": b""}[damage])
+    make_data.cache_clear()
+    with pytest.raises(ConfigError, match="remove it") as caught:
+        make_data(7, train=10, test=10)
+    assert str(file) in str(caught.value)
+    file.unlink()
+    assert len(make_data(7, train=10, test=10).train) == 10
+
+
+def test_nothing_is_left_of_a_cache_that_could_not_be_written(cache, monkeypatch):
+    def full(*_, **__):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(np, "savez", full)
+    assert len(make_data(8, train=10, test=10).train) == 10
+    assert not [path for path in cache.rglob("*") if path.is_file()]

@@ -13,7 +13,7 @@ from dynamix.telemetry.run_folder import machine, versions
 _EXTRAS = {
     "emulator": ("pyroute2", "yaml"),
     "report": ("matplotlib",),
-    "workloads": ("mnist1d",),
+    "workloads": ("mnist1d", "sklearn"),
     "learn": ("gymnasium", "pettingzoo"),
     "gpu": ("pynvml",),
 }
