@@ -27,7 +27,7 @@ def _data(n: int = 240) -> TensorDataset:
 @pytest.mark.parametrize(
     ("arguments", "names"),
     [
-        ({"policy": "nonsense"}, ["policy='nonsense'", "dbs, dynamix, lb_bsp, static"]),
+        ({"policy": "nonsense"}, ["policy='nonsense'", "dbs, dynamix, goodput, lb_bsp"]),
         ({"batch_size": 0}, ["batch_size=0", "1 or more"]),
         ({"batch_size": 2.5}, ["batch_size=2.5"]),
         ({"min_batch_size": 64, "max_batch_size": 32}, ["max_batch_size=32", "at least min_batch_size=64"]),

@@ -31,6 +31,10 @@ _REGISTER = {
     "static": "dynamix.policies.static:Static",
     "dbs": "dynamix.policies.proportional:DBS",
     "lb_bsp": "dynamix.policies.proportional:LBBSP",
+    "noise_scale": "dynamix.policies.goodput:NoiseScale",
+    "pollux": "dynamix.policies.goodput:Pollux",
+    "cannikin": "dynamix.policies.goodput:Cannikin",
+    "goodput": "dynamix.policies.goodput:Goodput",
     "dynamix": "dynamix.policies.learned:pretrained",
 }
 
@@ -43,19 +47,23 @@ def policy_names() -> list[str]:
 def make_policy(name: str, **options: Any) -> Policy:
     """A fresh policy by name, or the learned policy in a file (`path/to/policy.safetensors`).
 
+    `static:256` is 256 samples for every worker, whatever the base batch.
+
     Raises `ConfigError` for an unknown name and `PolicyFileError` for a file that cannot be trusted.
 
     >>> make_policy("nonsense")
     Traceback (most recent call last):
         ...
-    dynamix.errors.ConfigError: policy='nonsense' is not possible: allowed is dbs, dynamix, lb_bsp, static, or a .safetensors file; check the spelling
+    dynamix.errors.ConfigError: policy='nonsense' is not possible: allowed is cannikin, dbs, dynamix, goodput, lb_bsp, noise_scale, pollux, static, static:SIZE, or a .safetensors file; check the spelling
     """
     if name.endswith(".safetensors"):
         from dynamix.policies.learned import LearnedPolicy
 
         return LearnedPolicy.load(name, **options)
+    if name.startswith("static:") and name[7:].isdecimal():
+        name, options = "static", {"batch_size": int(name[7:]), **options}
     if name not in _REGISTER:
-        allowed = ", ".join(policy_names()) + ", or a .safetensors file"
+        allowed = ", ".join(policy_names()) + ", static:SIZE, or a .safetensors file"
         raise ConfigError("policy", name, allowed, "check the spelling")
     module, _, attribute = _REGISTER[name].partition(":")
     factory: Callable[..., Policy] = getattr(importlib.import_module(module), attribute)

@@ -4,18 +4,34 @@ from __future__ import annotations
 
 from typing import Any
 
-from dynamix.window import Bounds, Ints, Window
+import numpy as np
+
+from dynamix.errors import ConfigError
+from dynamix.window import Bounds, Ints, Window, project
 
 
 class Static:
-    """Keeps the batch sizes in force, whatever is observed.
+    """Keeps the batch sizes in force, whatever is observed; or, with `batch_size`, that many samples for every worker.
+
+    The second form is `make_policy("static:256")`: a static batch other than the one a job starts with, at the same
+    base batch, so that a sweep over static batches compares like with like.
 
     >>> Static().decide(Window.of([32, 32]), Bounds.of(2)).tolist()
     [32, 32]
+    >>> Static(64).decide(Window.of([32, 32]), Bounds.of(2)).tolist()
+    [64, 64]
     """
 
+    def __init__(self, batch_size: int | None = None) -> None:
+        if batch_size is not None and batch_size < 1:
+            raise ConfigError("static batch_size", batch_size, "1 or more", "use static:128, say")
+        self.batch_size = batch_size
+
     def decide(self, window: Window, bounds: Bounds) -> Ints:
-        return window.batch_size.copy()
+        if self.batch_size is None:
+            return window.batch_size.copy()
+        wish = np.clip(np.full(window.batch_size.shape, self.batch_size), bounds.low, bounds.high)
+        return project(wish, bounds, current=window.batch_size)
 
     def state_dict(self) -> dict[str, Any]:
         return {}

@@ -1,0 +1,381 @@
+"""What the goodput rules learn online: seconds by batch size of each worker, the exchange, the noise scale.
+
+All of it is vectorised over leading dimensions, forgets, takes NaN for "not measured", and is plain arrays that
+`saved` and `restored` turn into a state dict.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from dynamix.window import Floats, Window
+
+# Candidate overlap exponents of the step time (Pollux bounds its gamma by 1 and 10), and fixed costs of a worker as
+# multiples of the time that the samples of its base batch take.
+OVERLAPS: Floats = np.array([1.0, 1.25, 1.6, 2.0, 2.8, 4.0, 6.0, 10.0])
+OFFSETS: Floats = np.array([0.0, 0.05, 0.1, 0.2, 0.35, 0.6, 1.0, 1.7, 3.0, 5.0, 8.0, 16.0])
+RATES: Floats = np.array([0.0, 0.2, 0.4, 0.6])  # of log phi with log B
+
+# What nothing is known about yet.
+UNKNOWN: Floats = np.empty((0, 0))
+
+
+def busy_seconds(window: Window) -> Floats:
+    """Seconds (..., W) of computing and loading per optimizer step; NaN where unknown or idle."""
+    busy = window.compute + np.nan_to_num(window.data)
+    return np.where((window.batch_size > 0) & (busy > 0) & np.isfinite(busy), busy, np.nan)
+
+
+def slowest_seconds(window: Window) -> Floats:
+    """Mean over steps of the slowest worker's seconds, (...): any worker's computing and waiting together say it."""
+    arrived = window.compute + np.nan_to_num(window.wait)
+    seen = np.where(np.isnan(window.wait), np.nan, arrived)
+    return np.fmax(mean_of_known(seen), _max_of_known(window.compute))
+
+
+def exposed_seconds(window: Window) -> Floats:
+    """Seconds (...) of a step that the exchange adds to the slowest worker's computing; NaN where unknown."""
+    return mean_of_known(np.where(window.communication >= 0, window.communication, np.nan))
+
+
+def base_total(window: Window) -> Floats:
+    """The base batch (...) in samples per micro-batch, summed over workers; the present total where unknown."""
+    base = window.base_batch / window.micro_batches
+    return np.where(np.isfinite(base) & (base > 0), base, np.maximum(window.batch_size.sum(-1), 1))
+
+
+def mean_of_known(x: Floats) -> Floats:
+    """Mean over the last axis of what is finite; NaN where nothing is."""
+    known = np.isfinite(x)
+    count = known.sum(-1)
+    return np.where(count > 0, np.where(known, x, 0.0).sum(-1) / np.maximum(count, 1), np.nan)
+
+
+def _median_of_known(x: Floats) -> Floats:
+    """Lower median over the last axis of what is finite; NaN where nothing is."""
+    last = np.maximum(np.isfinite(x).sum(-1, keepdims=True) - 1, 0)
+    return np.asarray(np.take_along_axis(np.sort(x, axis=-1), last // 2, -1)[..., 0])
+
+
+def _max_of_known(x: Floats) -> Floats:
+    most = np.where(np.isfinite(x), x, -np.inf).max(-1)
+    return np.where(np.isfinite(most), most, np.nan)
+
+
+class LeastSquares:
+    """seconds = alpha + beta * b by least squares of relative errors, with forgetting; one fit per entity (...).
+
+    >>> fit = LeastSquares()
+    >>> for b in (10.0, 20.0): fit.update(np.array([b]), np.array([0.5 + 0.01 * b]))
+    >>> [x.round(6).tolist() if x.dtype == float else x.tolist() for x in fit.solve()]
+    [[0.5], [0.01], [True]]
+    """
+
+    FIELDS = ("moments",)
+
+    def __init__(self, forget: float = 1.0) -> None:
+        self.forget = forget
+        self.moments: Floats = UNKNOWN  # (5, ...): sums of w, w b, w b^2, w y, w b y with w = 1/y^2
+
+    def update(self, batch: Floats, seconds: Floats) -> None:
+        """Take in one measurement per entity; NaN adds nothing."""
+        known = np.isfinite(seconds) & (seconds > 0) & np.isfinite(batch) & (batch > 0)
+        b, y = np.where(known, batch, 1.0), np.where(known, seconds, 1.0)
+        new = np.where(known, np.stack([1 / y**2, b / y**2, b * b / y**2, 1 / y, b / y]), 0.0)
+        if self.moments.shape != new.shape:
+            self.moments = new
+        else:
+            self.moments = np.where(known, self.forget, 1.0) * self.moments + new
+
+    def solve(self) -> tuple[Floats, Floats, np.ndarray]:
+        """alpha, beta (not negative, NaN where nothing was seen) and whether batches differed enough to tell them apart."""
+        one, b, bb, y, by = self.moments
+        seen = one > 0
+        spread = one * bb - b * b
+        told = seen & (spread > 4e-4 * one * bb)  # batches at least 2 % apart, root mean square
+        with np.errstate(divide="ignore", invalid="ignore"):
+            proportional = np.where(seen, by / bb, np.nan)
+            beta = np.where(told, (one * by - b * y) / spread, proportional)
+            told &= beta > 0.02 * proportional  # times that do not grow with the batch are a disturbance, not a fit
+            beta = np.where(told, beta, proportional)
+            alpha = np.where(told, (y - beta * b) / one, 0.0)
+        negative = alpha < 0
+        return np.maximum(alpha, 0.0), np.where(negative, proportional, beta), told
+
+
+class WorkerCosts:
+    """Each worker's alpha and beta while its speed jumps about: a bank of Kalman filters, one per candidate offset.
+
+    A slowdown multiplies alpha and beta alike, so log seconds = log(a + b) + level, where the offset a = alpha/beta
+    (samples) is fixed and only the level moves. For every a of `OFFSETS` times the base batch a filter follows the level;
+    how well its predictions came true weighs the candidates. A deviation of more than `gate` standard deviations is a
+    jump, taken at once; what a window's standard deviation exceeds the usual jitter by then says how far the jump goes
+    on beyond the window's mean.
+
+    drift   standard deviation a window of the level
+    forget  factor a window on past prediction errors
+    pooled  how much of the other workers' evidence on their offsets counts for each
+    """
+
+    def __init__(
+        self, *, drift: float = 0.01, gate: float = 3.0, torn: float = 12.0, forget: float = 0.98, pooled: float = 1.0
+    ) -> None:
+        self.drift, self.gate, self.torn, self.forget, self.pooled = drift, gate, torn, forget, pooled
+        self.level: Floats = UNKNOWN  # (..., W, G), NaN before a worker was seen
+        self.loss: Floats = UNKNOWN  # (..., W, G), half the sum of squared normalised prediction errors
+        self.variance: Floats = UNKNOWN  # (..., W) of the level
+        self.jitter: Floats = UNKNOWN  # (..., W) relative variance of one step's seconds
+        self.error: Floats = UNKNOWN  # (...) variance of a window's mean that `jitter` does not explain
+        self.count: Floats = UNKNOWN  # (...) windows that `error` was learned from
+
+    def update(self, window: Window) -> None:
+        """Take in a window."""
+        busy = busy_seconds(window)
+        seen = np.isfinite(busy)
+        if self.level.shape[:-1] != busy.shape:
+            self._start(busy.shape)
+        seconds = np.where(seen, busy, 1.0)
+        steps = np.where(window.steps >= 1, window.steps, 1.0)[..., None]
+        own = np.square(np.where(window.compute_std >= 0, window.compute_std, np.nan) / seconds)
+        jitter = self._typical(own)
+        measured = jitter / steps + self.error[..., None]
+        offset = np.log(self._samples(window, np.maximum(window.batch_size, 1)))
+        surprise = np.log(seconds)[..., None] - offset - self.level
+        fresh = seen & np.isnan(self.level[..., 0])
+        prior = self.variance + self.drift**2
+        total = prior + measured
+        torn = (own > self.torn * jitter) & (steps > 1)
+        # Evidence is bounded, so a jump, which no candidate foresees, tells nothing; a wrong offset is no jump.
+        told = np.minimum(0.5 * np.square(surprise) / total[..., None], 0.5 * self.gate**2)
+        whole = seen & ~fresh & ~torn
+        self.loss = np.where(whole[..., None], self.forget * self.loss + told, self.loss)
+        mean = (self.weights() * np.where(np.isnan(surprise), 0.0, surprise)).sum(-1)
+        jump = seen & ~fresh & (torn | (mean**2 > self.gate**2 * total))
+        beyond = np.where(jump, _beyond(seconds, mean, own, jitter, steps), 0.0)
+        gain = np.where(fresh | jump, 1.0, prior / total)
+        moved = np.where(seen, gain, 0.0)[..., None] * (surprise + beyond[..., None])
+        start = np.log(seconds)[..., None] - offset
+        self.level = np.where(fresh[..., None], start, self.level + np.where(np.isnan(moved), 0.0, moved))
+        uncertain = np.where(jump, measured + (0.3 * beyond) ** 2, np.where(fresh, measured, prior * measured / total))
+        self.variance = np.where(seen, uncertain, prior)
+        own = np.where(jump | ~seen | np.isnan(own), self.jitter, np.minimum(own, self.torn * jitter))
+        self.jitter = np.where(np.isnan(self.jitter), own, self.jitter + 0.15 * (own - self.jitter))
+        self._learn_error(np.where(whole, np.abs(mean), np.nan), prior + jitter / steps)
+
+    def weights(self) -> Floats:
+        """How much each candidate offset is believed, (..., W, G), summing to 1."""
+        evidence = self.loss + self.pooled * self.loss.mean(-2, keepdims=True)
+        likely = np.exp(evidence.min(-1, keepdims=True) - evidence)
+        return np.asarray(likely / likely.sum(-1, keepdims=True))
+
+    def at(self, window: Window) -> tuple[Floats, Floats]:
+        """alpha (s) and beta (s/sample), (..., W), of the line that touches the costs at the sizes in force.
+
+        Workers never measured get the others' mean; NaN where nobody was.
+        """
+        idle = window.batch_size <= 0
+        batch = np.where(idle, base_total(window)[..., None] / window.workers, window.batch_size)
+        samples = self._samples(window, batch)
+        weights = self.weights()
+        seconds = np.exp((weights * (self.level + np.log(samples))).sum(-1))
+        growing = (weights * batch[..., None] / samples).sum(-1)
+        alpha, beta = seconds * (1 - growing), seconds * growing / batch
+        known_alpha, known_beta = mean_of_known(alpha)[..., None], mean_of_known(beta)[..., None]
+        return np.where(np.isnan(alpha), known_alpha, alpha), np.where(np.isnan(beta), known_beta, beta)
+
+    def _samples(self, window: Window, batch: Floats | np.ndarray) -> Floats:
+        """Sizes plus candidate offsets, (..., W, G)."""
+        unit = base_total(window)[..., None, None] / window.workers
+        return np.asarray(OFFSETS * unit + np.asarray(batch, np.float64)[..., None])
+
+    def _typical(self, own: Floats) -> Floats:
+        """Relative variance of a step, (..., W): own history and the cluster's, else this window's, else (5 %)^2."""
+        known = np.where(np.isnan(self.jitter), own, self.jitter)
+        cluster = _median_of_known(known)[..., None]
+        cluster = np.where(np.isnan(cluster), 0.05**2, cluster)
+        return np.maximum(0.5 * np.where(np.isnan(known), cluster, known) + 0.5 * cluster, 1e-6)
+
+    def _learn_error(self, surprise: Floats, explained: Floats) -> None:
+        """Follow what the cluster's median surprise says beyond jitter; jumps do not move a median."""
+        usual = 1.4826 * _median_of_known(surprise)
+        told = np.isfinite(usual)
+        beyond = np.maximum(np.where(told, usual, 0.0) ** 2 - _median_of_known(explained), 0.0)
+        self.count = self.count + told
+        gain = np.where(told, np.maximum(1.0 / np.maximum(self.count, 1.0), 0.1), 0.0)
+        self.error = self.error + gain * (beyond - self.error)
+
+    def _start(self, shape: tuple[int, ...]) -> None:
+        self.level = np.full((*shape, len(OFFSETS)), np.nan)
+        self.loss = np.zeros((*shape, len(OFFSETS)))
+        self.variance, self.jitter = np.zeros(shape), np.full(shape, np.nan)
+        self.error, self.count = np.zeros(shape[:-1]), np.zeros(shape[:-1])
+
+    FIELDS = ("level", "loss", "variance", "jitter", "error", "count")
+
+
+def _beyond(seconds: Floats, surprise: Floats, own: Floats, jitter: Floats, steps: Floats) -> Floats:
+    """How far log seconds at the end of a window lie beyond its mean, if one jump within it made the surprise.
+
+    A share f of k steps before a jump by d gives a mean (1 - f) d above what was expected and a variance f (1 - f) d^2;
+    their quotient is f d, the part of the jump that the mean misses.
+    """
+    before = seconds * np.exp(-surprise)
+    risen = seconds - before
+    variance = np.nan_to_num(np.maximum(own - jitter, 0.0)) * seconds**2 * (steps - 1) / steps
+    missed = variance / np.where(risen == 0, 1.0, risen)
+    missed = np.clip(missed, -(steps - 1) * np.abs(risen), (steps - 1) * np.abs(risen))
+    return np.asarray(np.log(np.maximum(seconds + missed, 0.25 * seconds) / seconds))
+
+
+class Exchange:
+    """Seconds of the exchange and how far it hides behind computing: step = (computing^g + exchange^g)^(1/g).
+
+    For every overlap exponent g of `OVERLAPS` the exchange's seconds follow from each window; the exponent whose past
+    seconds predict the next step best is believed most. A deviation of more than `jump` is taken at once.
+
+    weight   least weight of a new window (the first n weigh 1/n)
+    """
+
+    def __init__(self, *, weight: float = 0.1, forget: float = 0.98, error: float = 0.02, jump: float = 0.15) -> None:
+        self.weight, self.forget, self.error, self.jump = weight, forget, error, jump
+        self.level: Floats = UNKNOWN  # (..., G) log seconds
+        self.loss: Floats = UNKNOWN  # (..., G)
+        self.count: Floats = UNKNOWN  # (...)
+
+    def update(self, slowest: Floats, exposed: Floats) -> None:
+        """Take in the slowest worker's seconds and what the exchange added to them, (...)."""
+        if self.level.shape[:-1] != slowest.shape:
+            self.level = np.full((*slowest.shape, len(OVERLAPS)), np.nan)
+            self.loss = 1e-3 * np.square(OVERLAPS - 1) + np.zeros(self.level.shape)
+            self.count = np.zeros(slowest.shape)
+        seen = np.isfinite(slowest) & np.isfinite(exposed) & (slowest > 0)
+        slow = np.log(np.where(seen, slowest, 1.0))[..., None]
+        ratio = 1.0 + np.clip(np.where(seen, exposed / np.where(seen, slowest, 1.0), 0.0), 1e-6, 1e6)[..., None]
+        implied = slow + np.log(ratio**OVERLAPS - 1.0) / OVERLAPS
+        with np.errstate(invalid="ignore"):  # the level is NaN before the first window
+            expected = np.logaddexp(OVERLAPS * slow, OVERLAPS * self.level) / OVERLAPS
+        surprise = slow + np.log(ratio) - expected
+        fresh = np.isnan(self.level[..., 0])
+        usual = seen & ~fresh
+        jump = usual & (np.abs(np.where(np.isnan(surprise), 0.0, surprise)).min(-1) > self.jump)
+        told = np.minimum(0.5 * np.square(surprise / self.error), 4.5)
+        self.loss = np.where(usual, self.forget, 1.0)[..., None] * self.loss + np.where(usual[..., None], told, 0.0)
+        self.count = np.where(jump, 1.0, self.count + seen)
+        gain = np.where(jump, 1.0, np.maximum(1.0 / np.maximum(self.count, 1.0), self.weight))
+        moved = self.level + gain[..., None] * (implied - self.level)
+        self.level = np.where((seen & fresh)[..., None], implied, np.where(usual[..., None], moved, self.level))
+
+    def log_step(self, computing: Floats) -> Floats:
+        """Expected log seconds of a step (..., K) whose slowest worker computes for `computing` (..., K)."""
+        level = np.where(np.isnan(self.level), -np.inf, self.level)[..., None, :]
+        likely = np.exp(self.loss.min(-1, keepdims=True) - self.loss)
+        weights = (likely / likely.sum(-1, keepdims=True))[..., None, :]
+        slow = np.log(np.maximum(computing, 1e-12))[..., None]
+        with np.errstate(invalid="ignore"):
+            whole = np.logaddexp(OVERLAPS * slow, OVERLAPS * level) / OVERLAPS
+        return np.asarray((weights * whole).sum(-1))
+
+    FIELDS = ("level", "loss", "count")
+
+
+class Smoothed:
+    """Exponentially smoothed log of a positive figure per cluster; NaN before it was first known.
+
+    >>> s = Smoothed(0.5)
+    >>> s.update(np.array(1.0)), s.update(np.array(np.nan)), s.update(np.array(4.0))
+    (array(1.), array(1.), array(2.))
+    """
+
+    def __init__(self, weight: float) -> None:
+        self.weight = weight
+        self.log: Floats = UNKNOWN
+
+    def update(self, value: Floats) -> Floats:
+        """The smoothed figure (...) after this one; NaN leaves it alone."""
+        with np.errstate(divide="ignore", invalid="ignore"):
+            seen = np.where(np.isfinite(value) & (value > 0), np.log(value), np.nan)
+        old = seen if self.log.shape != seen.shape else np.where(np.isnan(self.log), seen, self.log)
+        self.log = np.where(np.isnan(seen), old, old + self.weight * (seen - old))
+        return np.asarray(np.exp(self.log))
+
+    FIELDS = ("log",)
+
+
+class NoiseByBatch:
+    """The noise scale and how it moves with the batch: log phi = level + rho * log(B / B0), both learned online.
+
+    phi measured at a larger batch is larger (CIFAR-10 and ImageNet: rho 0.35 and 0.7), so taking it as fixed picks
+    too small a batch. The level is smoothed; candidates `RATES` for rho are weighed by how well they predicted phi's
+    changes, the errors' variance being integrated out. Changes, and only those of the batch by `move` (log) or more,
+    because a batch follows phi's errors and its growth, which would look like rho.
+
+    weight   of a new window in the level
+    error    guess at the standard deviation of log phi's errors, worth two windows
+    """
+
+    FIELDS = ("level", "batch", "last_level", "last_batch", "squares", "count")
+
+    def __init__(self, weight: float = 0.1, *, error: float = 0.03, move: float = 0.1) -> None:
+        self.weight, self.error, self.move = weight, error, move
+        self.level: Floats = UNKNOWN  # (...) average log phi
+        self.batch: Floats = UNKNOWN  # (...) average log(B / B0)
+        self.last_level: Floats = UNKNOWN  # (...) the same two, of the last window
+        self.last_batch: Floats = UNKNOWN
+        self.squares: Floats = UNKNOWN  # (..., R) sums of squared errors of predicted changes
+        self.count: Floats = UNKNOWN  # (...)
+
+    def update(self, phi: Floats, ratio: Floats) -> None:
+        """Take in a measured noise scale and B / B0, (...); NaN leaves everything alone."""
+        seen = np.isfinite(phi) & (phi > 0) & (ratio > 0)
+        log_phi, x = np.log(np.where(seen, phi, 1.0)), np.log(np.where(seen, ratio, 1.0))
+        if self.level.shape != log_phi.shape:
+            self.level = self.batch = self.last_level = self.last_batch = np.full(log_phi.shape, np.nan)
+            self.squares, self.count = np.zeros((*log_phi.shape, len(RATES))), np.zeros(log_phi.shape)
+        usual = seen & np.isfinite(self.level)
+        moved = x - self.last_batch
+        moved = np.where(np.abs(moved) > self.move, moved, 0.0)
+        surprise = (log_phi - self.last_level)[..., None] - RATES * moved[..., None]
+        self.squares = self.squares + np.where(usual[..., None], np.minimum(np.square(surprise), 1.0), 0.0)
+        self.count = self.count + usual
+        weight = np.where(usual, self.weight, np.where(seen, 1.0, 0.0))
+        self.level, self.batch = _moved(self.level, log_phi, weight), _moved(self.batch, x, weight)
+        self.last_level, self.last_batch = np.where(seen, log_phi, self.last_level), np.where(seen, x, self.last_batch)
+
+    def weights(self) -> Floats:
+        """How much each of `RATES` is believed, (..., R): the marginal likelihood of a normal with unknown variance."""
+        loss = (1.0 + self.count[..., None] / 2) * np.log(self.error**2 + self.squares / 2)
+        likely = np.exp(loss.min(-1, keepdims=True) - loss)
+        return np.asarray(likely / likely.sum(-1, keepdims=True))
+
+    def log_waste(self, total: Floats, base: Floats) -> Floats:
+        """Expected log(1 + B / phi(B)) of global batches (..., K): what they cost in samples; NaN where phi is unknown."""
+        weights = self.weights()[..., None, :]
+        log_total = np.log(np.maximum(total, 1e-9))
+        beyond = log_total - np.log(base)[..., None] - self.batch[..., None]
+        log_phi = self.level[..., None, None] + RATES * beyond[..., None]
+        with np.errstate(invalid="ignore"):
+            return np.asarray((weights * np.logaddexp(0.0, log_total[..., None] - log_phi)).sum(-1))
+
+
+def _moved(average: Floats, to: Floats, weight: Floats) -> Floats:
+    return np.where(weight == 1.0, to, np.where(weight > 0, average + weight * (to - average), average))
+
+
+def noise_scale(window: Window) -> Floats:
+    """The noise scale (...) in samples per micro-batch, within 1,000 times the base batch either way; NaN where unknown."""
+    base = base_total(window)
+    return np.asarray(np.clip(window.noise_scale / window.micro_batches, base / 1e3, base * 1e3))
+
+
+def saved(fitted: Any) -> dict[str, Any]:
+    """The arrays named in `FIELDS`, as plain lists."""
+    return {name: getattr(fitted, name).tolist() for name in fitted.FIELDS}
+
+
+def restored(fitted: Any, state: dict[str, Any]) -> None:
+    """The inverse of `saved`."""
+    for name in fitted.FIELDS:
+        values = np.asarray(state[name], dtype=np.float64)
+        setattr(fitted, name, values if values.size else UNKNOWN)

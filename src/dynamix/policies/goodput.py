@@ -1,0 +1,251 @@
+"""Rules that model the job: how large a batch still teaches (noise scale), and what it costs (goodput).
+
+`NoiseScale`, `Pollux` and `Cannikin` follow their papers; `Goodput` is ours, made to be hard to beat. What is exact in
+each and what had to be chosen is in `docs/design/baselines.md`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from dynamix.policies.fitting import (
+    Exchange,
+    LeastSquares,
+    NoiseByBatch,
+    Smoothed,
+    WorkerCosts,
+    base_total,
+    busy_seconds,
+    exposed_seconds,
+    mean_of_known,
+    noise_scale,
+    restored,
+    saved,
+    slowest_seconds,
+)
+from dynamix.policies.hedging import Softness
+from dynamix.policies.proportional import fill_unknown, speeds
+from dynamix.policies.split import at_least, best_split, split
+from dynamix.window import Bounds, Floats, Ints, Window, project
+
+
+class NoiseScale:
+    """Equal shares of a global batch that follows the smoothed gradient noise scale, at most `step` times a decision.
+
+    The adaptive batch size of KungFu (Mai et al., OSDI 2020, no arXiv entry) on the noise scale of McCandlish et al.
+    (arXiv 1812.06162), where B = noise scale is the balance between few steps and few samples. Speeds play no part.
+
+    >>> policy = NoiseScale()
+    >>> policy.decide(Window.of([32, 32], noise=96.0, signal=1.0), Bounds.of(2)).tolist()
+    [48, 48]
+    """
+
+    def __init__(self, *, weight: float = 0.1, step: float = 2.0) -> None:
+        self.step = step
+        self.scale = Smoothed(weight)
+
+    def decide(self, window: Window, bounds: Bounds) -> Ints:
+        phi = self.scale.update(noise_scale(window))
+        now = window.batch_size.sum(-1).astype(np.float64)
+        total = np.where(np.isnan(phi), now, np.clip(phi, now / self.step, now * self.step))
+        return project(np.ones(window.batch_size.shape), bounds, total=total, current=window.batch_size)
+
+    def state_dict(self) -> dict[str, Any]:
+        return saved(self.scale)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        restored(self.scale, state)
+
+
+class Pollux:
+    """The uniform batch of highest goodput (Pollux, Qiao et al., OSDI 2021, arXiv 2008.12260).
+
+    Step time ((alpha + beta b)^g + exchange^g)^(1/g) fitted to the windows seen, b samples for every worker; progress per
+    sample (phi + B0)/(phi + B). The best of 50 sizes, evenly spaced in log b, from the base batch up; taken only if its
+    goodput is `threshold` times the present one's. As long as one size was seen, half of its time counts as fixed.
+
+    >>> policy = Pollux()
+    >>> policy.decide(Window.of([32, 32], compute=[0.1, 0.1], wait=0.0, communication=0.1, noise=1e4, signal=1.0), Bounds.of(2, 1, 64)).tolist()
+    [64, 64]
+    """
+
+    def __init__(self, *, threshold: float = 1.05, candidates: int = 50) -> None:
+        self.threshold, self.candidates = threshold, candidates
+        self.computing, self.exchange = LeastSquares(), Exchange(weight=0.0, forget=1.0, jump=np.inf)
+
+    def decide(self, window: Window, bounds: Bounds) -> Ints:
+        slowest = slowest_seconds(window)
+        self.computing.update(_size_of_slowest(window), slowest)
+        self.exchange.update(slowest, exposed_seconds(window))
+        alpha, beta, told = self.computing.solve()
+        # One size seen: AdaptDL's prior, which makes larger batches look cheap and so gets them tried.
+        alpha = np.where(told, alpha, 0.5 * beta * _size_of_slowest(window))
+        beta = np.where(told, beta, 0.5 * beta)
+        phi = noise_scale(window)
+        low, high = np.broadcast_arrays(bounds.low, bounds.high, window.batch_size)[:2]
+        base = base_total(window) / window.workers
+        sizes = np.rint(self._sizes(base, low.min(-1), high.max(-1)) / bounds.quantum) * bounds.quantum
+        totals = np.clip(sizes[..., None, :], low[..., None], high[..., None]).sum(-2)
+        now = window.batch_size.sum(-1, keepdims=True).astype(np.float64)
+        value = self._log_goodput(alpha, beta, phi, sizes, totals)
+        present = self._log_goodput(alpha, beta, phi, now / window.workers, now)[..., 0]
+        best = value.argmax(-1)[..., None]
+        known = np.asarray(np.isfinite(value).all(-1))
+        better = known & (np.take_along_axis(value, best, -1)[..., 0] > present + np.log(self.threshold))
+        uniform = np.where(better[..., None], np.take_along_axis(sizes, best, -1), now / window.workers)
+        return project(np.clip(uniform, low, high), bounds, current=window.batch_size)
+
+    def _sizes(self, base: Floats, low: Ints, high: Ints) -> Floats:
+        """Candidate samples per worker (..., K); never below the base batch, as in the paper."""
+        start = np.log(np.clip(base, np.maximum(low, 1), high))
+        stop = np.log(np.maximum(high, 1).astype(np.float64))
+        return np.asarray(np.exp(start[..., None] + (stop - start)[..., None] * np.linspace(0, 1, self.candidates)))
+
+    def _log_goodput(self, alpha: Floats, beta: Floats, phi: Floats, sizes: Floats, totals: Floats) -> Floats:
+        step = self.exchange.log_step(alpha[..., None] + beta[..., None] * sizes)
+        return np.asarray(np.log(np.maximum(totals, 1e-9)) - step - np.log1p(totals / phi[..., None]))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"computing": saved(self.computing), "exchange": saved(self.exchange)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        restored(self.computing, state["computing"])
+        restored(self.exchange, state["exchange"])
+
+
+class Cannikin:
+    """Per-worker costs fitted online, the split with equal finishing times, the global batch of highest goodput.
+
+    Cannikin (Nie et al., arXiv 2402.05302). The first window is measured as it comes (equal shares), the second with
+    shares by measured speed, because two different sizes tell alpha_i from beta_i; from then on optimal splits. Its
+    compute-bound case: a step is the slowest worker's computing plus the part of the exchange that nothing hides. A
+    worker whose size hardly moved counts as proportional. `forget` weighs older windows (ours: the paper's clusters
+    do not change).
+
+    >>> policy, sizes = Cannikin(), np.array([64, 64])
+    >>> for _ in range(3):
+    ...     seconds = np.array([0.1, 0.0]) + np.array([1e-3, 4e-3]) * sizes
+    ...     sizes = policy.decide(Window.of(sizes, compute=seconds), Bounds.of(2))
+    >>> sizes.tolist()                                                # 0.1825 s and 0.184 s
+    [82, 46]
+    """
+
+    def __init__(self, *, forget: float = 0.9) -> None:
+        self.computing, self.windows = LeastSquares(forget), 0
+
+    def decide(self, window: Window, bounds: Bounds) -> Ints:
+        if self.computing.moments.shape[1:] != window.batch_size.shape:
+            self.windows = 0
+        self.windows += 1
+        self.computing.update(window.batch_size.astype(np.float64), busy_seconds(window))
+        alpha, beta, _ = self.computing.solve()
+        measured = np.asarray(np.isfinite(beta).any(-1))
+        alpha, beta = _for_all(alpha, beta)
+        now = window.batch_size.sum(-1).astype(np.float64)
+        if self.windows == 1:
+            wish = np.where(measured[..., None], fill_unknown(speeds(window)), np.maximum(window.batch_size, 1e-9))
+            return project(wish, bounds, total=now, current=window.batch_size)
+        phi, exposed = noise_scale(window), np.nan_to_num(exposed_seconds(window))
+
+        def log_goodput(finish_s: Floats, total: Floats) -> Floats:
+            with np.errstate(divide="ignore"):
+                step = np.log(finish_s + exposed[..., None])
+                return np.asarray(np.log(total) - step - np.log1p(total / phi[..., None]))
+
+        best = best_split(alpha, beta, at_least(bounds, base_total(window)), log_goodput)
+        best = np.where(np.isnan(phi)[..., None], split(now, alpha, beta, bounds), best)
+        best = np.where(measured[..., None], best, window.batch_size)
+        return project(best, bounds, current=window.batch_size)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"computing": saved(self.computing), "windows": self.windows}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        restored(self.computing, state["computing"])
+        self.windows = int(state["windows"])
+
+
+class Goodput:
+    """Our strongest rule without learning: Cannikin's choice on estimates that follow a cluster that changes.
+
+    Costs come from `WorkerCosts` (offsets that stay, levels that jump), the exchange and its overlap from `Exchange`, the
+    noise scale and its growth with the batch from `NoiseByBatch`, and the sizes are those of highest expected goodput with equal finishing times. That the
+    slowest of many jittering workers is later than the slowest mean is measured too.
+
+    >>> policy, sizes = Goodput(), np.array([64, 64])
+    >>> for _ in range(4):
+    ...     seconds = np.array([0.1, 0.0]) + np.array([1e-3, 4e-3]) * sizes
+    ...     sizes = policy.decide(Window.of(sizes, compute=seconds, compute_std=1e-4, steps=5), Bounds.of(2))
+    >>> sizes.tolist()
+    [82, 46]
+    """
+
+    def __init__(
+        self,
+        *,
+        spread_weight: float = 0.3,
+        keep: float = 0.001,
+        powers: tuple[float, ...] = (1.0, 0.7, 0.4, 0.0),
+    ) -> None:
+        self.keep = keep
+        self.costs, self.exchange, self.softness = WorkerCosts(), Exchange(), Softness(powers)
+        self.noise, self.spread = NoiseByBatch(), Smoothed(spread_weight)
+
+    def decide(self, window: Window, bounds: Bounds) -> Ints:
+        slowest = slowest_seconds(window)
+        self.costs.update(window)
+        self.exchange.update(slowest, exposed_seconds(window))
+        base, now = base_total(window), window.batch_size.sum(-1).astype(np.float64)
+        self.noise.update(noise_scale(window), now / base)
+        busiest = np.where(np.isnan(window.compute), 0.0, window.compute).max(-1)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            spread = self.spread.update(np.where(busiest > 0, np.clip(slowest / busiest, 1.0, 2.0), np.nan))
+        spread = np.where(np.isnan(spread), 1.0, spread)
+        alpha, beta = self.costs.at(window)
+        measured = np.asarray(np.isfinite(beta).all(-1))
+        alpha, beta = _for_all(alpha, beta)
+
+        def log_goodput(finish_s: Floats, total: Floats) -> Floats:
+            step = self.exchange.log_step(spread[..., None] * finish_s)
+            return np.asarray(np.log(np.maximum(total, 1e-9)) - step - self.noise.log_waste(total, base))
+
+        def answer(alpha: Floats, beta: Floats) -> Floats:
+            best = best_split(alpha, beta, bounds, log_goodput)
+            slowest = [np.where(x > 0, alpha + beta * x, 0.0).max(-1, keepdims=True) for x in (best, batch)]
+            promised = log_goodput(slowest[0], best.sum(-1, keepdims=True))
+            present = log_goodput(slowest[1], batch.sum(-1, keepdims=True))
+            # A change has a cost of its own, so one that promises next to nothing is not made.
+            return np.where(promised - present < self.keep, batch, best)
+
+        batch = window.batch_size.astype(np.float64)
+        self.softness.judge(busy_seconds(window), batch, alpha / beta, log_goodput)
+        best = self.softness.choose(np.stack([answer(*costs) for costs in self.softness.tempered(alpha, beta)]))
+        assert self.noise.level is not None
+        best = np.where(np.isnan(self.noise.level)[..., None], split(now, alpha, beta, bounds), best)
+        best = np.where(measured[..., None], best, window.batch_size)
+        return project(best, bounds, current=window.batch_size)
+
+    _PARTS = ("costs", "exchange", "softness", "noise", "spread")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: saved(getattr(self, name)) for name in self._PARTS}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name in self._PARTS:
+            restored(getattr(self, name), state[name])
+
+
+def _size_of_slowest(window: Window) -> Floats:
+    """Samples (...) of the worker that computes longest."""
+    at = np.where(np.isnan(window.compute), -np.inf, window.compute).argmax(-1)
+    return np.take_along_axis(window.batch_size, at[..., None], -1)[..., 0].astype(np.float64)
+
+
+def _for_all(alpha: Floats, beta: Floats) -> tuple[Floats, Floats]:
+    """Costs without NaN: the mean of the measured workers' for the others, 0 and 1 where nobody was measured."""
+    usual_alpha, usual_beta = mean_of_known(alpha)[..., None], mean_of_known(beta)[..., None]
+    beta = np.where(np.isnan(beta), np.where(np.isnan(usual_beta), 1.0, usual_beta), beta)
+    alpha = np.where(np.isnan(alpha), np.where(np.isnan(usual_alpha), 0.0, usual_alpha), alpha)
+    return alpha, beta

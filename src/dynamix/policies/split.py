@@ -1,0 +1,86 @@
+"""Optimal sizes for affine costs: everybody finishes at the same time, and that time is the best one.
+
+Worker i takes alpha_i + beta_i b_i seconds. For a given global batch the slowest is earliest when all finish together,
+b_i = (T - alpha_i)/beta_i (arXiv 2402.05302; PAPERS calls it the steady optimum), cut at the bounds. So the whole
+choice is one number a cluster, T, searched by goodput (arXiv 2008.12260).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+
+from dynamix.window import Bounds, Floats
+
+# (finishing times (..., K), global batches (..., K)) -> log goodput (..., K), up to a constant
+Objective = Callable[[Floats, Floats], Floats]
+_POINTS, _ROUNDS, _BISECTIONS = 17, 3, 40
+
+
+def finishing_at(finish_s: Floats, alpha: Floats, beta: Floats, low: Floats, high: Floats) -> Floats:
+    """Real sizes (..., W) with which workers finish at `finish_s` (...), or as near to it as their bounds allow.
+
+    >>> finishing_at(np.array(0.5), np.array([0.1, 0.1]), np.array([1e-3, 4e-3]), np.array(1.0), np.array(350.0))
+    array([350., 100.])
+    """
+    return np.asarray(np.clip((finish_s[..., None] - alpha) / beta, low, high))
+
+
+def finish_for(total: Floats, alpha: Floats, beta: Floats, low: Floats, high: Floats) -> Floats:
+    """The time (...) at which workers finish together a global batch of `total` (...), by bisection.
+
+    >>> a, b = np.array([0.1, 0.2]), np.array([1e-3, 2e-3])
+    >>> round(float(finish_for(np.array(300.0), a, b, np.array(1.0), np.array(1e6))), 6)   # 233.3 and 66.7
+    0.333333
+    """
+    least = (alpha + beta * low).min(-1)
+    most = (alpha + beta * high).max(-1)
+    for _ in range(_BISECTIONS):
+        middle = (least + most) / 2
+        enough = finishing_at(middle, alpha, beta, low, high).sum(-1) >= total
+        least, most = np.where(enough, least, middle), np.where(enough, middle, most)
+    return np.asarray(most)
+
+
+def split(total: Floats, alpha: Floats, beta: Floats, bounds: Bounds) -> Floats:
+    """Real sizes (..., W) of sum `total` (...) whose slowest worker is done first.
+
+    >>> sizes = split(np.array(300.0), np.array([0.1, 0.2]), np.array([1e-3, 2e-3]), Bounds.of(2))
+    >>> sizes.round(1).tolist()
+    [233.3, 66.7]
+    """
+    low, high = bounds.low.astype(np.float64), bounds.high.astype(np.float64)
+    return finishing_at(finish_for(total, alpha, beta, low, high), alpha, beta, low, high)
+
+
+def best_split(alpha: Floats, beta: Floats, bounds: Bounds, objective: Objective) -> Floats:
+    """Real sizes (..., W) within `bounds` that maximise `objective` over the common finishing time.
+
+    The search is a grid, evenly spaced in log T between the times of the smallest and the largest allowed global batch,
+    refined around its best point until neighbours are closer than 0.5 % or so.
+    """
+    low, high = bounds.low.astype(np.float64), bounds.high.astype(np.float64)
+    ends = [
+        finish_for(np.asarray(t, np.float64), alpha, beta, low, high) for t in (bounds.total_low, bounds.total_high)
+    ]
+    # Below the time of somebody's smallest batch a smaller global batch saves nothing.
+    floor = np.where(low > 0, alpha + beta * low, 0.0).max(-1)
+    start = np.log(np.clip(floor, ends[0], ends[1]))
+    stop = np.maximum(np.log(ends[1]), start)
+    for _ in range(_ROUNDS):
+        grid = start[..., None] + (stop - start)[..., None] * np.linspace(0.0, 1.0, _POINTS)
+        finish = np.exp(grid)
+        sizes = np.clip((finish[..., None, :] - alpha[..., None]) / beta[..., None], low[..., None], high[..., None])
+        best = np.asarray(objective(finish, sizes.sum(-2)).argmax(-1))[..., None]
+        around = [np.take_along_axis(grid, np.clip(best + i, 0, _POINTS - 1), -1)[..., 0] for i in (-1, 1)]
+        start, stop = around
+    chosen = np.take_along_axis(grid, best, -1)[..., 0]
+    return finishing_at(np.exp(chosen), alpha, beta, low, high)
+
+
+def at_least(bounds: Bounds, total: Floats) -> Bounds:
+    """`bounds` whose global batch is also `total` (...) or more, where they allow as much."""
+    floor = np.minimum(np.ceil(total / bounds.quantum) * bounds.quantum, bounds.total_high)
+    return dataclasses.replace(bounds, total_low=np.maximum(bounds.total_low, floor).astype(np.int64))

@@ -1,0 +1,223 @@
+"""The model-based rules: what each decides where the answer is known, and what must hold whatever is measured."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dynamix.errors import ConfigError
+from dynamix.policies.base import make_policy, policy_names
+from dynamix.policies.goodput import Cannikin, Goodput, NoiseScale, Pollux
+from dynamix.window import PER_WORKER, Bounds, Window
+
+NAMES = ("noise_scale", "pollux", "cannikin", "goodput", "static:48")
+
+
+def _world(sizes: np.ndarray, alpha: Any, beta: Any, *, exchange: float, phi: float, overlap: float = 1.0) -> Window:
+    """One noiseless window of an affine cluster."""
+    seconds = np.asarray(alpha) + np.asarray(beta) * sizes
+    slowest = seconds.max(-1, keepdims=True)
+    whole = (slowest**overlap + exchange**overlap) ** (1 / overlap)
+    return Window.of(
+        sizes, compute=seconds, compute_std=1e-4 * seconds, wait=slowest - seconds, communication=whole - slowest,
+        data=0.0, noise=phi, signal=1.0, steps=5, base_batch=64 * sizes.shape[-1],
+    )  # fmt: skip
+
+
+def _goodput(sizes: np.ndarray, alpha: Any, beta: Any, exchange: float, phi: float, overlap: float = 1.0) -> np.ndarray:
+    slowest, total = (np.asarray(alpha) + np.asarray(beta) * sizes).max(-1), sizes.sum(-1)
+    return np.asarray(total / (slowest**overlap + exchange**overlap) ** (1 / overlap) / (phi + total))
+
+
+def test_the_names_are_registered_and_a_static_size_can_be_named() -> None:
+    assert {"noise_scale", "pollux", "cannikin", "goodput"} <= set(policy_names())
+    window = Window.of([32, 32])
+    assert make_policy("static:256").decide(window, Bounds.of(2)).tolist() == [256, 256]
+    assert make_policy("static:256").decide(window, Bounds.of(2, 1, [300, 100])).tolist() == [256, 100]
+    for wrong in ("static:", "static:-4", "static:many", "pollux:3"):
+        with pytest.raises(ConfigError, match="static:SIZE"):
+            make_policy(wrong)
+    with pytest.raises(ConfigError, match="1 or more"):
+        make_policy("static:0")
+
+
+def test_noise_scale_follows_the_noise_scale_with_equal_shares_and_a_limited_step() -> None:
+    policy, sizes, bounds = NoiseScale(weight=1.0), np.array([48, 16]), Bounds.of(2)
+    for phi, expected in ((96.0, [48, 48]), (1000.0, [96, 96]), (1000.0, [192, 192]), (np.nan, [384, 384])):
+        sizes = policy.decide(Window.of(sizes, noise=phi, signal=1.0), bounds)
+        assert sizes.tolist() == expected
+    assert NoiseScale().decide(Window.of([10, 30]), bounds).tolist() == [20, 20]
+    assert NoiseScale().decide(Window.of([10, 10], noise=1.0, signal=0.0), bounds).tolist() == [20, 20]
+
+
+@pytest.mark.parametrize("overlap", [1.0, 1.6, 4.0])
+@pytest.mark.parametrize("phi", [100.0, 1000.0, 20000.0])
+def test_pollux_finds_what_a_search_over_all_uniform_batches_finds(overlap: float, phi: float) -> None:
+    alpha, beta, exchange, bounds = [0.05, 0.08], [1e-3, 2e-3], 0.15, Bounds.of(2, 1, 512)
+    policy, sizes = Pollux(threshold=1.001, candidates=200), np.array([64, 64])
+    for _ in range(6):
+        sizes = policy.decide(_world(sizes, alpha, beta, exchange=exchange, phi=phi, overlap=overlap), bounds)
+        assert sizes[0] == sizes[1]
+    every = np.arange(64, 513)[:, None] * np.array([1, 1])  # not below the base batch
+    found = _goodput(sizes, alpha, beta, exchange, phi, overlap)
+    assert found >= 0.997 * _goodput(every, alpha, beta, exchange, phi, overlap).max()
+
+
+def test_pollux_keeps_a_batch_that_is_nearly_as_good() -> None:
+    policy, sizes = Pollux(threshold=1e6), np.array([64, 64])
+    for _ in range(3):
+        sizes = policy.decide(_world(sizes, 0.05, 1e-3, exchange=0.1, phi=1e4), Bounds.of(2))
+    assert sizes.tolist() == [64, 64]
+
+
+def test_cannikin_measures_two_sizes_and_then_finishes_together_at_the_best_batch() -> None:
+    alpha, beta, exchange, phi, bounds = [0.1, 0.0, 0.03], [1e-3, 4e-3, 2e-3], 0.2, 2000.0, Bounds.of(3, 1, 512)
+    policy, sizes = Cannikin(), np.array([64, 64, 64])
+    first = _world(sizes, alpha, beta, exchange=exchange, phi=phi)
+    sizes = policy.decide(first, bounds)
+    share = 64 / first.compute  # by speed, at the same global batch
+    np.testing.assert_allclose(sizes, 192 * share / share.sum(), atol=1)
+    sizes = policy.decide(_world(sizes, alpha, beta, exchange=exchange, phi=phi), bounds)
+    seconds = np.asarray(alpha) + np.asarray(beta) * sizes
+    assert seconds.max() - seconds.min() <= 2 * max(beta)
+    rng = np.random.default_rng(0)
+    others = np.clip(np.rint(sizes * np.exp(rng.normal(0, 0.15, (20000, 3)))), 1, 512)
+    others = others[others.sum(-1) >= 192]
+    best = _goodput(others, alpha, beta, exchange, phi).max()
+    assert _goodput(sizes, alpha, beta, exchange, phi) >= 0.998 * best
+
+
+@pytest.mark.parametrize("overlap", [1.0, 2.0])
+def test_goodput_finds_the_best_of_all_allocations_of_a_small_cluster(overlap: float) -> None:
+    alpha, beta, exchange, phi, bounds = [0.02, 0.0, 0.03], [1e-3, 4e-3, 2e-3], 0.2, 400.0, Bounds.of(3, 1, 256)
+    policy, sizes = Goodput(), np.array([64, 64, 64])
+    for _ in range(8):
+        sizes = policy.decide(_world(sizes, alpha, beta, exchange=exchange, phi=phi, overlap=overlap), bounds)
+    axes = [np.arange(1, 257, 3)] * 3
+    every = np.stack(np.meshgrid(*axes), -1).reshape(-1, 3)
+    best = _goodput(every, alpha, beta, exchange, phi, overlap).max()
+    assert _goodput(sizes, alpha, beta, exchange, phi, overlap) >= 0.995 * best
+
+
+def test_a_slower_worker_gets_less_and_a_dearer_exchange_makes_batches_larger() -> None:
+    def settled(beta: list[float], exchange: float) -> np.ndarray:
+        policy, sizes = Goodput(), np.array([64, 64])
+        for _ in range(6):
+            sizes = policy.decide(_world(sizes, 0.01, beta, exchange=exchange, phi=1000.0), Bounds.of(2))
+        return sizes
+
+    even, uneven, dear = settled([1e-3, 1e-3], 0.05), settled([1e-3, 3e-3], 0.05), settled([1e-3, 1e-3], 0.5)
+    assert abs(int(even[0]) - int(even[1])) <= 1
+    assert uneven[0] > 2 * uneven[1]
+    assert dear.sum() > 1.5 * even.sum()
+
+
+@st.composite
+def _runs(draw: st.DrawFn) -> tuple[Bounds, np.ndarray, np.random.Generator, float]:
+    workers, q = draw(st.integers(1, 6)), draw(st.sampled_from([1, 4]))
+    low = np.array(draw(st.lists(st.integers(0, 4), min_size=workers, max_size=workers))) * q
+    high = low + np.array(draw(st.lists(st.integers(1, 60), min_size=workers, max_size=workers))) * q
+    top = draw(st.integers(max(int(low.sum()) // q, 1), int(high.sum()) // q)) * q
+    change = draw(st.sampled_from([np.inf, 1.5]))
+    bounds = Bounds.of(workers, low, high, total_high=top, quantum=q, max_change=change)
+    return bounds, (low + high) // 2 // q * q, np.random.default_rng(draw(st.integers(0, 10**6))), draw(st.floats(0, 1))
+
+
+def _anything(sizes: np.ndarray, rng: np.random.Generator, missing: float) -> Window:
+    """A window of positive random figures, each missing with that chance; now and then absurd."""
+    shape = sizes.shape
+    known: dict[str, Any] = {}
+    for name in PER_WORKER:
+        value = np.exp(rng.normal(-2, rng.choice([0.1, 3.0]), shape))
+        known[name] = np.where(rng.random(shape) < missing, np.nan, value)
+    for name in ("noise", "signal", "steps", "global_norm_sq"):
+        value = np.exp(rng.normal(2, 3, shape[:-1])) * rng.choice([1.0, 1.0, 1.0, 0.0, -1.0])
+        known[name] = np.where(rng.random(shape[:-1]) < missing, np.nan, value)
+    return Window.of(sizes, **known)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=40, deadline=None)
+@given(run=_runs())
+def test_bounds_hold_whatever_is_measured_or_missing(
+    name: str, run: tuple[Bounds, np.ndarray, np.random.Generator, float]
+) -> None:
+    bounds, sizes, rng, missing = run
+    policy = make_policy(name)
+    for _ in range(4):
+        before = sizes
+        sizes = policy.decide(_anything(sizes, rng, missing), bounds)
+        assert sizes.dtype == np.int64
+        assert sizes.shape == before.shape
+        assert ((sizes >= bounds.low) & (sizes <= bounds.high) & (sizes % bounds.quantum == 0)).all()
+        if np.isinf(bounds.max_change):
+            assert bounds.total_low <= sizes.sum() <= bounds.total_high
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_measured_changes_no_share(name: str) -> None:
+    window, policy = Window.of([[30, 30], [30, 30]]), make_policy(name)
+    for _ in range(3):
+        sizes = policy.decide(window, Bounds.of(2))
+        assert (sizes[:, 0] == sizes[:, 1]).all()
+        if not name.startswith("static"):
+            assert (sizes == 30).all()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_permuting_the_workers_permutes_the_answer(name: str) -> None:
+    rng = np.random.default_rng(5)
+    alpha, beta = rng.uniform(0, 0.05, 6), rng.uniform(1e-3, 5e-3, 6)
+    order, bounds = rng.permutation(6), Bounds.of(6, 1, 400)
+    one, other = make_policy(name), make_policy(name)
+    a, b = np.full(6, 64), np.full(6, 64)
+    for _ in range(5):
+        a = one.decide(_world(a, alpha, beta, exchange=0.1, phi=900.0), bounds)
+        b = other.decide(_world(b, alpha[order], beta[order], exchange=0.1, phi=900.0), bounds)
+        assert (np.abs(a[order] - b) <= 1).all()
+        b = a[order]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_clusters_in_one_array_are_decided_as_if_alone(name: str) -> None:
+    rng = np.random.default_rng(6)
+    alpha, beta = rng.uniform(0, 0.05, (3, 4)), rng.uniform(1e-3, 5e-3, (3, 4))
+    together, alone = make_policy(name), [make_policy(name) for _ in range(3)]
+    sizes, bounds = np.full((3, 4), 64), Bounds.of(4, 1, 400)
+    for _ in range(4):
+        window = _world(sizes, alpha, beta, exchange=0.1, phi=900.0)
+        single = [
+            p.decide(_world(sizes[i], alpha[i], beta[i], exchange=0.1, phi=900.0), bounds) for i, p in enumerate(alone)
+        ]
+        sizes = together.decide(window, bounds)
+        np.testing.assert_array_equal(sizes, np.stack(single))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_saved_policy_goes_on_as_if_never_stopped(name: str) -> None:
+    rng, bounds = np.random.default_rng(7), Bounds.of(3, 1, 400)
+    policy, sizes = make_policy(name), np.full(3, 64)
+    for _ in range(4):
+        sizes = policy.decide(_world(sizes, 0.02, rng.uniform(1e-3, 3e-3, 3), exchange=0.1, phi=900.0), bounds)
+    resumed = make_policy(name)
+    resumed.load_state_dict(json.loads(json.dumps(policy.state_dict())))
+    for _ in range(3):
+        window = _world(sizes, 0.02, rng.uniform(1e-3, 3e-3, 3), exchange=0.1, phi=900.0)
+        sizes = policy.decide(window, bounds)
+        np.testing.assert_array_equal(sizes, resumed.decide(window, bounds))
+    fresh = make_policy(name)
+    fresh.load_state_dict(make_policy(name).state_dict())  # nothing learned yet
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_another_world_size_starts_over(name: str) -> None:
+    policy = make_policy(name)
+    for workers in (2, 3, 2):
+        sizes = np.full(workers, 64)
+        sizes = policy.decide(_world(sizes, 0.02, 1e-3, exchange=0.1, phi=900.0), Bounds.of(workers, 1, 400))
+        assert sizes.shape == (workers,)
