@@ -18,12 +18,14 @@ from torch.utils.data import default_collate
 
 from dynamix import random_state
 from dynamix.agreement import Kind, Message
+from dynamix.arguments import check_counts, policy_of, starting_sizes
 from dynamix.data import Allocations, BatchSampler, StepPlan
 from dynamix.decision import Closing, Decider, recorded
 from dynamix.errors import ConfigError, StateError
 from dynamix.gradients import ConsecutiveNoise
-from dynamix.policies import Policy, make_policy
+from dynamix.policies import Policy
 from dynamix.policies.base import boundary
+from dynamix.progress import Progress
 from dynamix.scaling import LearningRate, SampleSchedule, rule
 from dynamix.simulator.clusters import Clusters
 from dynamix.simulator.env import ClusterEnv
@@ -92,23 +94,20 @@ class VirtualCluster:
         events: str | os.PathLike[str] | None = None,
         replay: str | os.PathLike[str] | None = None,
     ) -> None:
-        for name, value in {"batch_size": batch_size, "interval": interval, "micro_batch": micro_batch}.items():
-            _positive(name, value)
+        check_counts(batch_size=batch_size, interval=interval, micro_batch=micro_batch)
         _check_model(model, optimizer)
         if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
             fix = "read an iterable data set into a list first"
             raise ConfigError("dataset", type(dataset).__name__, "one with a length and indices", fix)
-        self.policy = make_policy(policy) if isinstance(policy, str) else policy
-        if not isinstance(self.policy, Policy):
-            allowed = "an object with decide, state_dict, load_state_dict"
-            raise ConfigError("policy", policy, allowed, "see dynamix.Policy")
+        self.policy = policy_of(policy)
         self.world = one_world(clusters, seed)
         self._workers = VirtualWorkers(self.world)
         workers = self._workers.count
         self.model, self.optimizer, self.interval = model, optimizer, interval
-        self.base_batch = batch_size * workers
         self.bounds = _bounds(bounds, workers, batch_size, dataset)
-        self._allocations = Allocations(np.full(workers, batch_size, dtype=np.int64))
+        start = starting_sizes(batch_size, self.bounds)
+        self.base_batch = int(start.sum())
+        self._allocations = Allocations(start)
         self._sampler = BatchSampler(
             len(dataset), self._allocations, rank=0, world_size=workers, seed=seed,
             low=self.bounds.low, high=self.bounds.high, before_issue=self._before_issue,
@@ -129,8 +128,7 @@ class VirtualCluster:
             clock=self._workers.time.mark,
         )
         self._pending: Message | None = None
-        self._shared: list[tuple[int, float, float]] = [(0, float("nan"), float("nan"))]
-        self._window = self._opens = self.steps = self.samples_seen = 0
+        self._progress = Progress()
         self._rng = _seeded(seed)
 
     # ------------------------------------------------------------ in use
@@ -139,6 +137,16 @@ class VirtualCluster:
     def time_s(self) -> float:
         """The virtual clock, seconds since this cluster was made."""
         return self._workers.time.now_s
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps done."""
+        return self._progress.steps
+
+    @property
+    def samples_seen(self) -> int:
+        """Samples trained on so far, by all workers."""
+        return self._progress.samples
 
     @property
     def batch_sizes(self) -> Ints:
@@ -169,8 +177,8 @@ class VirtualCluster:
             raise ConfigError("steps", None, "1 or more", "say how many steps, or give until=")
         if until is not None and snapshot_samples is None:
             raise ConfigError("snapshot_samples", None, "1 or more where until= is given", "until looks at snapshots")
-        for name, value in {"steps": steps, "snapshot_samples": snapshot_samples}.items():
-            _positive(name, 1 if value is None else value)
+        given = {"steps": steps, "snapshot_samples": snapshot_samples}
+        check_counts(**{name: value for name, value in given.items() if value is not None})
         every = snapshot_samples or 0
         due = (self.samples_seen // every + 1) * every if every else 0
         done: list[Step] = []
@@ -209,8 +217,8 @@ class VirtualCluster:
 
     def _step(self, placeholder: Indices) -> Step:
         plan = self._sampler.plan()
-        total = float(plan.counts.sum())
-        noise, signal = next(entry[1:] for entry in reversed(self._shared) if entry[0] <= plan.index)
+        progress, total = self._progress, float(plan.counts.sum())
+        noise, signal = progress.noise_at(plan.index)
         self._learning_rate.factor = self._rule(total / self.base_batch, noise, signal, base_batch=self.base_batch)
         with self._own_random():
             seen = self._gradient(self._sampler.shares(), placeholder=placeholder)
@@ -219,11 +227,11 @@ class VirtualCluster:
             self.optimizer.step()
             self.optimizer.zero_grad()
         busy_s, whole_s = self._workers.spend(plan)
-        keep = plan.regular and plan.index >= self._opens
+        keep = plan.regular and plan.index >= progress.opens
         self._workers.record(busy_s, whole_s, seen, global_sq, keep=keep, first_of_epoch=plan.start == 0)
         self._sampler.consume()
-        self.steps += 1
-        self.samples_seen += int(total)
+        progress.steps += 1
+        progress.samples += int(total)
         for schedule in self._schedules:
             schedule.advance(int(total))
         self._settle()
@@ -250,7 +258,7 @@ class VirtualCluster:
         issued = consumed if self._per_epoch else consumed + max(self.world.delay - 1, 0)
         age = float(consumed - self._allocations.since(plan.index))
         self._decider.closing = Closing(
-            self._window, sizes, consumed, issued, age, step=self.steps, samples=self.samples_seen
+            self._progress.window, sizes, consumed, issued, age, step=self.steps, samples=self.samples_seen
         )
         self._pending = self._decider.decide(self._workers.rows(sizes, issued=issued))
         self._decider.write_event(self._pending)
@@ -259,8 +267,7 @@ class VirtualCluster:
         message, self._pending = self._pending, None
         if message is None:
             return
-        self._window += 1
-        self._shared = [self._shared[-1], (self._decider.closing.consumed + 1, message.noise, message.signal)]
+        self._progress.told(self._decider.closing.consumed + 1, message.noise, message.signal)
         if message.kind is Kind.NEW:
             if message.from_step < self._sampler.issued:
                 raise StateError(
@@ -268,7 +275,7 @@ class VirtualCluster:
                     "next: replay with the policy and interval of the recorded run"
                 )
             self._allocations.schedule(message.from_step, message.sizes)
-            self._opens = message.from_step
+            self._progress.opens = message.from_step
             self._workers.reset()
         self._allocations.forget(self._sampler.consumed)
 
@@ -303,11 +310,6 @@ class VirtualCluster:
             random_state.restore(outside)
 
 
-def _positive(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
-        raise ConfigError(name, value, "a whole number, 1 or more", "check the argument")
-
-
 def _check_model(model: nn.Module, optimizer: Optimizer) -> None:
     if isinstance(model, DistributedDataParallel):
         raise ConfigError(
@@ -328,11 +330,6 @@ def _bounds(bounds: Bounds | None, workers: int, batch_size: int, dataset: Sized
     if bounds.low.shape != (workers,):
         fix = "make them with Bounds.of(workers, ...)"
         raise ConfigError("shape of bounds", bounds.low.shape, f"({workers},), one per worker", fix)
-    fits = (batch_size >= bounds.low) & (batch_size <= bounds.high) & (batch_size % bounds.quantum == 0)
-    if not fits.all():
-        at = int(np.argmin(fits))
-        allowed = f"{bounds.low[at]} to {bounds.high[at]} in steps of {bounds.quantum} on worker {at}"
-        raise ConfigError("batch_size", batch_size, allowed, "change batch_size or the bounds")
     most = max(len(dataset) // bounds.quantum * bounds.quantum, int(np.max(bounds.total_low)))
     return dataclasses.replace(bounds, total_high=np.minimum(bounds.total_high, most))
 
