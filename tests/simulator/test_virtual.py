@@ -18,7 +18,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import dynamix
-from dynamix.errors import ConfigError, StateError
+from dynamix.data import Allocations, BatchSampler
+from dynamix.errors import ConfigError, StateError, UsageError
 from dynamix.simulator import ClusterEnv, sample_clusters
 from dynamix.simulator.virtual import VirtualCluster
 from dynamix.telemetry.events import read_events
@@ -200,6 +201,15 @@ def test_a_decision_applies_after_the_worlds_delay(tmp_path: Path, delay: int) -
         if delay:
             assert run.counts[closed_at + delay - 1].tolist() == event["window"]["batch_size"]
         assert event["window"]["steps"] == INTERVAL
+
+
+def test_simulated_memory_bounds_the_batch_sizes() -> None:
+    clusters = dataclasses.replace(sample_clusters(1, 4, seed=3), memory_cap=np.array([[10, 64, 64, 64]]))
+    cluster = _virtual(_net(), clusters=clusters, policy=Script([[30, 2, 2, 2]]))
+    assert cluster.bounds.high.tolist() == [10, 64, 64, 64]
+    assert cluster.run(20).counts[:, 0].max() == 10
+    with pytest.raises(ConfigError, match="1 to 10 on rank 0"):
+        _virtual(_net(), clusters=clusters, batch_size=16)
 
 
 def test_policies_that_decide_per_epoch_change_at_its_start(tmp_path: Path) -> None:
@@ -401,6 +411,16 @@ def test_bad_arguments_name_value_range_and_fix(options: dict[str, Any], words: 
         _virtual(_net(), **options)
     for word in words:
         assert word in str(caught.value)
+
+
+def test_every_ranks_indices_need_one_shared_order() -> None:
+    sampler = BatchSampler(20, Allocations([2, 3]), rank=0, world_size=2, shuffle=False)
+    for _ in sampler:
+        break
+    assert sampler.shares() == [[0, 1], [2, 3, 4]]
+    regions = BatchSampler(20, Allocations([2, 3]), rank=0, world_size=2, partition="contiguous")
+    with pytest.raises(UsageError, match="stream"):
+        regions.shares()
 
 
 def test_models_that_cannot_be_played_by_one_process_are_refused() -> None:

@@ -52,7 +52,7 @@ class VirtualCluster:
                        and goes on from where it stands
     policy             a name, a policy file, or any `Policy`
     batch_size         samples per worker at the start
-    bounds             (W,) of the batch sizes; None: 1 to 8 * batch_size
+    bounds             (W,) of the batch sizes; None: 1 to 8 * batch_size, or what the simulated memory holds
     interval           optimizer steps per window (policies that decide per epoch ignore it)
     lr_rule            how the learning rate follows the global batch: none, linear, sqrt, adascale
     seed               of the sample order, of all random numbers of training, and of a world made from `Clusters`
@@ -104,7 +104,7 @@ class VirtualCluster:
         self._workers = VirtualWorkers(self.world)
         workers = self._workers.count
         self.model, self.optimizer, self.interval = model, optimizer, interval
-        self.bounds = _bounds(bounds, workers, batch_size, dataset)
+        self.bounds = _bounds(bounds, self.world.clusters, batch_size, dataset)
         start = starting_sizes(batch_size, self.bounds)
         self.base_batch = int(start.sum())
         self._allocations = Allocations(start)
@@ -324,9 +324,11 @@ def _check_model(model: nn.Module, optimizer: Optimizer) -> None:
         raise ConfigError("optimizer", type(optimizer).__name__, "one that holds the model's parameters", fix)
 
 
-def _bounds(bounds: Bounds | None, workers: int, batch_size: int, dataset: Sized) -> Bounds:
+def _bounds(bounds: Bounds | None, clusters: Clusters, batch_size: int, dataset: Sized) -> Bounds:
     """The given or default bounds; no global step may outgrow the data set, as in `Controller`."""
-    bounds = Bounds.of(workers, 1, 8 * batch_size) if bounds is None else bounds
+    workers, cap = clusters.shape[1], clusters.memory_cap
+    if bounds is None:
+        bounds = Bounds.of(workers, 1, 8 * batch_size if cap is None else np.minimum(8 * batch_size, cap[0]))
     if bounds.low.shape != (workers,):
         fix = "make them with Bounds.of(workers, ...)"
         raise ConfigError("shape of bounds", bounds.low.shape, f"({workers},), one per worker", fix)
