@@ -36,7 +36,7 @@ from dynamix.window import Bounds, Floats, Ints, Window, project
 Factory = Callable[[ClusterEnv], Policy]
 Tell = Callable[[str, float], None]
 SWEEP = (0.25, 0.5, 1.0, 2.0, 4.0)  # static batches tried, as factors on the base batch
-TUNING_SEEDS, TEST_SEEDS = (700_001, 700_002), tuple(range(710_001, 710_031))
+TUNING_SEEDS, TEST_SEEDS = (700_001, 700_002), tuple(range(710_001, 710_006))
 EPOCH_WINDOWS = 20  # windows in an epoch, for policies that decide per epoch
 PLANNED_WORKERS = 4  # the planning reference costs W^2 simulations a decision
 
@@ -46,7 +46,7 @@ class Suite:
     """What one call runs.
 
     cells        (family, W)
-    seeds        test seeds, 30 of them in full; `clusters` clusters each
+    seeds        test seeds; `clusters` clusters each, and every cluster is a pair
     windows      decisions per run
     references   names of `REFERENCES`; "planned" only where W is small
     """
@@ -55,7 +55,7 @@ class Suite:
     cells: tuple[tuple[str, int], ...]
     policies: tuple[str, ...]
     seeds: tuple[int, ...] = TEST_SEEDS
-    clusters: int = 8
+    clusters: int = 48
     windows: int = 100
     interval: int = 5
     delay: int = 1
@@ -79,7 +79,8 @@ def tta_suite(*, quick: bool, policies: Sequence[str] | None = None, families: I
     cells = tuple((family, w) for family in chosen for w in workers)
     names = tuple(policies or policy_names())
     return Suite("bench tta --cluster simulator" + (" --quick" if quick else ""), cells, names,
-                 seeds=TEST_SEEDS[:2] if quick else TEST_SEEDS, windows=60 if quick else 100)  # fmt: skip
+                 seeds=TEST_SEEDS[:1] if quick else TEST_SEEDS, clusters=16 if quick else 48,
+                 windows=60 if quick else 100)  # fmt: skip
 
 
 def scaling_suite(*, quick: bool, policies: Sequence[str] | None = None) -> Suite:
@@ -87,7 +88,7 @@ def scaling_suite(*, quick: bool, policies: Sequence[str] | None = None) -> Suit
     workers = (2, 8, 32, 128) if quick else (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
     names = tuple(policies or policy_names())
     return Suite("bench scaling" + (" --quick" if quick else ""), tuple(("affine-slowdowns", w) for w in workers), names,
-                 seeds=TEST_SEEDS[:1] if quick else TEST_SEEDS[:4], clusters=4, windows=60)  # fmt: skip
+                 seeds=TEST_SEEDS[:1] if quick else TEST_SEEDS[:2], clusters=16, windows=60)  # fmt: skip
 
 
 class StaticAt:
