@@ -8,6 +8,7 @@ leave behind.
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import functools
 import importlib
 import os
@@ -110,13 +111,14 @@ class Namespaces:
     def set_links(self, states: Sequence[Link]) -> None:
         """Brings every link that is in another state into this one."""
         before, self._states = self._states, list(states)
-        changed = [i for i, state in enumerate(states) if state != before[i]]
+        changed = [i for i, state in enumerate(states) if _shape(state) != _shape(before[i])]
         if changed:
             inside(self._switch, lambda: self._set_ports(changed, before))
         for i in changed:
             inside(self._fds[i], functools.partial(self._set_card, i, before[i]))
-            if self._traffic is not None:
-                self._traffic.set_rate(i, states[i].background_mbit_s)
+        for i, state in enumerate(states):
+            if self._traffic is not None and state.background_mbit_s != before[i].background_mbit_s:
+                self._traffic.set_rate(i, state.background_mbit_s)
 
     def close(self) -> None:
         """Lets go of the namespaces; the kernel removes each when its last process is gone."""
@@ -179,6 +181,11 @@ class Namespaces:
             links.set_rate(ip, index, rates[1], delayed="latency" in self._needs)
         if old.loss != new.loss:
             loss.set_loss(ip, index, new.loss)
+
+
+def _shape(state: Link) -> Link:
+    """What queues and programs make of it."""
+    return dataclasses.replace(state, background_mbit_s=0.0)
 
 
 def link_mechanisms(scenario: Scenario) -> str:
