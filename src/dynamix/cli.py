@@ -333,18 +333,21 @@ def bench_workloads(
     only: Annotated[
         str | None, typer.Option(help="Workloads, comma-separated [default: all that need no files].")
     ] = None,
-    seconds: Annotated[float | None, typer.Option(help="Training time of each [default: 30, quick 8].")] = None,
+    seconds: Annotated[
+        float | None, typer.Option(help="Processor time of training each [default: 30, quick 8].")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of data, weights and sample order.")] = 0,
+    resume: Resume = False,
     out: Out = None,
     as_json: Json = False,
 ) -> None:
-    """Steps per second, noise scale and reachable score of each workload on this machine."""
+    """Steps per second, noise scale and reachable score of each workload on one core of this machine."""
     from dynamix.bench.workloads import Plan, markdown, run_workloads
     from dynamix.telemetry.run_folder import RunFolder
 
     plan = Plan.of(quick=quick, names=only.split(",") if only else None, budget_s=seconds, seed=seed)
     with _progress("workloads") as tell:
-        result = run_workloads(plan, RunFolder("workloads", out), tell=tell)
+        result = run_workloads(plan, RunFolder("workloads", out, resume=resume), tell=tell)
     _print(result) if as_json else typer.echo(markdown(result["workloads"]))
 
 

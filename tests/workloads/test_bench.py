@@ -29,6 +29,15 @@ def test_a_run_measures_and_writes_its_table(tmp_path: Path) -> None:
     assert len({line.count("|") for line in table.strip().splitlines()}) == 1
     assert any("digits" in text for text in said)
 
+    said.clear()
+    again = run_workloads(
+        plan, RunFolder("workloads", tmp_path / "run", resume=True), tell=lambda text, done: said.append(text)
+    )
+    assert again["workloads"] == result["workloads"]
+    assert not said, "what is finished is not measured again"
+    with pytest.raises(ConfigError, match="same seed"):
+        run_workloads(Plan(("digits",), budget_s=0.5, seed=2), RunFolder("workloads", tmp_path / "run", resume=True))
+
 
 def test_impossible_plans_are_refused_before_anything_runs() -> None:
     with pytest.raises(ConfigError, match="more than 0"):

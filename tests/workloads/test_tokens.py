@@ -14,7 +14,7 @@ import dynamix
 from dynamix.workloads import as_is, make_workload
 from tests.ranks import run_ranks
 
-STEPS, SIZES = 12, (12, 4)
+STEPS, SIZES = 10, (6, 2)
 
 
 class Fixed:
@@ -32,10 +32,10 @@ class Fixed:
 
 def train(rank: int) -> dict[str, Any]:
     workload = make_workload("pysource")
-    data = workload.make_data(0, train=400, test=40)
+    data = workload.make_data(0, train=120, test=10)
     net = workload.make_model(0)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
-    controller = dynamix.Controller(policy=Fixed(), batch_size=8, interval=2)
+    controller = dynamix.Controller(policy=Fixed(), batch_size=4, interval=2)
     sampler = controller.batch_sampler(data.train, seed=0)
     model = controller.wrap(DDP(net), optimizer, weighting="loss")
     losses, counts = [], []
@@ -61,7 +61,7 @@ def test_byte_counts_make_unequal_shares_the_gradient_of_the_union_batch() -> No
     assert first["counts"][-1][1] / second["counts"][-1][1] != pytest.approx(SIZES[0] / SIZES[1], rel=1e-3)
 
     workload = make_workload("pysource")
-    data = workload.make_data(0, train=400, test=40)
+    data = workload.make_data(0, train=120, test=10)
     net = workload.make_model(0)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
     sampler = dynamix.Controller(policy="static", batch_size=8).batch_sampler(data.train, seed=0)
@@ -76,4 +76,4 @@ def test_byte_counts_make_unequal_shares_the_gradient_of_the_union_batch() -> No
         optimizer.zero_grad()
         alone.append(loss.item())
     torch.testing.assert_close(first["weights"], parameters_to_vector(net.parameters()).detach(), rtol=1e-4, atol=1e-5)
-    assert alone[-1] < 0.8 * alone[0]
+    assert alone[-1] < 0.9 * alone[0]

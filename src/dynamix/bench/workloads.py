@@ -1,11 +1,14 @@
 """`dynamix bench workloads`: speed, gradient noise and reachable score of each workload on this machine.
 
-One process trains at the workload's base batch for a given time. Evaluation and the measurement of noise are off the
-clock. "Reached" is the best score in that time, not a plateau: `still_rising` says whether more time would have helped.
+One process with one thread trains at the workload's base batch for a given time. The clock is the process's own processor
+time, so that other work on the machine costs steps little; `processor_share` (of wall time) says how much there was. Evaluation and
+the measurement of noise are off the clock. "Reached" is the best score in that time, not a plateau: `still_rising` says whether more
+time would have helped.
 """
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -32,7 +35,7 @@ Tell = Callable[[str, float], None]
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """names: workloads to measure; budget_s: seconds of training each; seed: of data, weights and sample order."""
+    """names: workloads to measure; budget_s: processor seconds of training each; seed: of data, weights and sample order."""
 
     names: Sequence[str] = ()
     budget_s: float = 30.0
@@ -56,32 +59,47 @@ class Plan:
 
 
 def run_workloads(plan: Plan, folder: RunFolder, *, tell: Tell = lambda *_: None) -> dict[str, Any]:
-    """Measure each; returns result.json, and writes it with run.json and table.md to `folder`."""
+    """Measure each; returns result.json, and writes it with run.json and table.md to `folder`.
+
+    Workloads that `folder` has finished already are not measured again; raises `ConfigError` if those were of another plan.
+    """
     facts: dict[str, Any] = {
         "command": "bench workloads",
-        "cluster": f"one process, {torch.get_num_threads()} threads",
+        "cluster": "one process, one thread",
         "seeds": [plan.seed],
         "budget_s": plan.budget_s,
     }
+    before = folder.read_run()
+    if before and {name: before.get(name) for name in facts} != facts:
+        fix = "resume with the same seed and seconds"
+        raise ConfigError("out", str(folder.path), "a folder of this suite with the same plan", fix)
     folder.write_run(**facts)
+    rows = folder.path / "workloads"
+    rows.mkdir(exist_ok=True)
     measured = {}
     for i, name in enumerate(plan.names):
-        tell(f"{name}: making data", i / len(plan.names))
-        workload = make_workload(name)
-        data = workload.make_data(plan.seed)
-        part = _part_of(tell, i, len(plan.names))
-        measured[name] = measure(workload, data, budget_s=plan.budget_s, seed=plan.seed, tell=part)
-    result = {
-        "schema": 1,
-        **facts,
-        "commit": commit(),
-        "machine": machine(),
-        "versions": versions(),
-        "workloads": measured,
-    }
+        row = rows / f"{name}.json"
+        if not row.exists():
+            part = _part_of(tell, i, len(plan.names))
+            row.write_text(json.dumps(_measured(name, plan, part), allow_nan=False), encoding="utf-8")
+        measured[name] = json.loads(row.read_text(encoding="utf-8"))
+    known = {"schema": 1, **facts, "commit": commit(), "machine": machine(), "versions": versions()}
+    result = {**known, "workloads": measured}
     folder.write_result(result)
     (folder.path / "table.md").write_text(markdown(measured), encoding="utf-8")
     return result
+
+
+def _measured(name: str, plan: Plan, tell: Tell) -> dict[str, Any]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        tell(f"{name}: making data", 0.0)
+        workload = make_workload(name)
+        data = workload.make_data(plan.seed)
+        return measure(workload, data, budget_s=plan.budget_s, seed=plan.seed, tell=tell)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _part_of(tell: Tell, index: int, parts: int) -> Tell:
@@ -90,12 +108,13 @@ def _part_of(tell: Tell, index: int, parts: int) -> Tell:
 
 @dataclass(slots=True)
 class _Seen:
-    """What one measurement collects: seconds of each step, (seconds, score), and noise by seconds."""
+    """What one measurement collects: processor seconds of each step, (seconds, step, score), (noise, signal)."""
 
     steps_s: list[float] = field(default_factory=list)
     scores: list[tuple[float, int, float]] = field(default_factory=list)
     noise: list[tuple[float, float]] = field(default_factory=list)
     trained_s: float = 0.0
+    wall_s: float = 0.0
 
 
 def measure(
@@ -112,16 +131,17 @@ def measure(
         if seen.trained_s >= noise_at:
             noise_at += budget_s / NOISE_MEASUREMENTS
             seen.noise.append(noise_and_signal(workload, model, inputs, targets))
-        began = time.perf_counter()
+        began, began_wall = time.process_time(), time.perf_counter()
         loss = workload.loss(model(inputs), targets)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        took_s = time.perf_counter() - began
+        took_s, took_wall = time.process_time() - began, time.perf_counter() - began_wall
         if step < WARM_UP_STEPS:
             continue
         seen.steps_s.append(took_s)
         seen.trained_s += took_s
+        seen.wall_s += took_wall
         if seen.trained_s >= scored_at or seen.trained_s >= budget_s:
             scored_at += budget_s / EVALUATIONS
             seen.scores.append((seen.trained_s, step + 1, score(workload, model, data.test)))
@@ -197,6 +217,7 @@ def _summary(seen: _Seen, batch: int, budget_s: float) -> dict[str, Any]:
         "samples_per_s": batch / step_s,
         "steps": len(seen.steps_s) + WARM_UP_STEPS,
         "trained_s": seen.trained_s,
+        "processor_share": seen.trained_s / seen.wall_s,
         "reached": best,
         "reached_after_s": best_s,
         "reached_after_steps": best_step,

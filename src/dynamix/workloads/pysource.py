@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 import sysconfig
 from collections.abc import Iterable
 from pathlib import Path
@@ -118,11 +119,11 @@ def source_files(folder: str | Path | None = None) -> list[Path]:
     """The library's .py files by path, without installed packages and tests: the same list on every machine with this
     version of Python."""
     root = Path(folder) if folder is not None else Path(sysconfig.get_path("stdlib"))
-    found = [
-        (path.relative_to(root).as_posix(), path)
-        for path in root.rglob("*.py")
-        if _LEFT_OUT.isdisjoint(path.relative_to(root).parts) and path.is_file()
-    ]
+    found = []
+    for place, inner, names in os.walk(root):
+        inner[:] = sorted(set(inner) - _LEFT_OUT)  # not even looked into: installed packages are many
+        paths = (Path(place) / name for name in names if name.endswith(".py"))
+        found += [(path.relative_to(root).as_posix(), path) for path in paths if path.is_file()]
     if not found:
         allowed = "a folder with .py files"
         fix = "use an interpreter whose standard library is plain files, or name a folder of Python source"
