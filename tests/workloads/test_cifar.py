@@ -169,3 +169,39 @@ def test_more_images_than_there_are_is_said(tmp_path: Path) -> None:
     write(tmp_path, "cifar10", images=2)
     with pytest.raises(ConfigError, match="1 to 10"):
         make_data(0, train=11, folder=tmp_path)
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        "(dS'array'\nI1\ns",  # a plain state, for __dict__
+        "(N(dS'__call__'\nI1\nst",  # a state of slots, for setattr
+    ],
+)
+def test_a_pickle_cannot_change_what_it_is_given(tmp_path: Path, state: str) -> None:
+    file = tmp_path / "batch"
+    for given in (
+        "c_codecs\nencode\n",
+        "cnumpy\ndtype\n",
+        "cnumpy.core.multiarray\n_reconstruct\n",
+        "cnumpy\nndarray\n",
+    ):
+        file.write_bytes(f"{given}{state}b.".encode())
+        with pytest.raises(ConfigError, match="unpack it again"):
+            load_plain(file, fix="unpack it again")
+
+
+def test_an_array_that_lies_about_itself_is_refused(tmp_path: Path) -> None:
+    honest = pickle.dumps(np.zeros((2, 3), np.uint8), protocol=0)
+    file = tmp_path / "batch"
+    file.write_bytes(honest)
+    assert load_plain(file, fix="unpack it again").shape == (2, 3)
+    for wrong in (
+        honest.replace(b"I2\n", b"I2000000000\n"),
+        honest.replace(b"I2\n", b"I-7\n"),
+        honest[: honest.rindex(b"(")] + b".",
+    ):
+        assert wrong != honest
+        file.write_bytes(wrong)
+        with pytest.raises(ConfigError, match="unpack it again"):
+            load_plain(file, fix="unpack it again")
