@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import dynamix
 from dynamix.errors import DynamixError
+from dynamix.telemetry.events import read_events
 from tests.ranks import Ok, run_ranks
 
 pytestmark = pytest.mark.multiproc
@@ -101,3 +103,54 @@ def _different_arguments(rank: int) -> str:
 def test_different_arguments_are_refused_on_every_rank() -> None:
     for message in run_ranks(_different_arguments, 2):
         assert "other arguments on rank 1" in message
+
+
+class Sluggish(Restless):
+    """Is busy for many windows with every fourth of those it sees; its answers change the global batch."""
+
+    def decide(self, window: dynamix.Window, bounds: dynamix.Bounds) -> Any:
+        self.asked += 1
+        if self.asked % 4 == 1:
+            time.sleep(0.4)
+        return self.random.integers(2, 12, size=window.workers)
+
+
+def _follow_noise(rank: int, policy: Any, events: str | None, replay: str | None) -> torch.Tensor:
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(400, 4), torch.randint(0, 3, (400,)))
+    controller = dynamix.Controller(
+        policy, batch_size=4, max_batch_size=16, interval=2, lr_rule="adascale", events=events, replay=replay
+    )
+    sampler = controller.batch_sampler(data)
+    net = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    model = controller.wrap(DDP(net), optimizer)
+    for epoch in range(4):
+        sampler.set_epoch(epoch)
+        for x, y in DataLoader(data, batch_sampler=sampler):
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            time.sleep(0.005)
+            controller.step(loss=loss)
+    controller.close()
+    return net.weight.detach().clone()
+
+
+def test_windows_that_a_busy_policy_never_saw_are_written_down_and_replay_to_the_last_bit(tmp_path: Path) -> None:
+    live, again = str(tmp_path / "live.jsonl"), str(tmp_path / "again.jsonl")
+    weights = run_ranks(_follow_noise, 3, Sluggish(0.0), live, None)[0]
+    events = read_events(live)
+    assert [e["window_index"] for e in events] == list(range(len(events)))
+    decisions = [e["decision"] for e in events]
+    assert decisions.count("late") > decisions[::4].count("late"), "no window was skipped, so this shows nothing"
+    assert decisions.count("new") > 1
+    for event in events:
+        assert event["window"]["steps"] == 2
+        if event["decision"] == "late":
+            assert event["allocation"] == event["window"]["batch_size"]
+    repeated = run_ranks(_follow_noise, 3, Sluggish(0.0), again, live)[0]
+    assert torch.equal(weights, repeated)
+    told = [(e["noise"], e["signal"], e["allocation"]) for e in events]
+    assert [(e["noise"], e["signal"], e["allocation"]) for e in read_events(again)] == told

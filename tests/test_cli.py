@@ -1,4 +1,5 @@
 import json
+import os
 import subprocess
 import sys
 
@@ -6,6 +7,8 @@ import pytest
 from typer.testing import CliRunner
 
 from dynamix.cli import app
+from dynamix.errors import PolicyFileError
+from dynamix.policies.learned import PRETRAINED, LearnedPolicy
 
 runner = CliRunner()
 
@@ -51,6 +54,12 @@ def test_version_is_printed_by_the_installed_command():
         (["policy", "evaluate", "nonsense"], ["policy='nonsense'", "static"]),
         (["policy", "show", "missing.safetensors"], ["missing.safetensors"]),
         (["policy", "train", "--out", "nowhere/p.safetensors"], ["nowhere/p.safetensors"]),
+        (["policy", "train", "--out", "/proc/p.safetensors"], ["/proc/p.safetensors", "can be written"]),
+        (["policy", "train", "--out", "policy.pt"], ["policy.pt", ".safetensors"]),
+        (["demo", "--mechanism", "magic"], ["mechanism='magic'", "duty-cycle"]),
+        (["emulate", "demo", "--mechanism", "magic", "--", "true"], ["mechanism='magic'", "duty-cycle"]),
+        (["emulate", "nowhere", "--", "true"], ["nowhere"]),
+        (["bench", "overhead", "--out", "/proc/run"], ["/proc/run", "folder that can be made"]),
     ],
 )
 def test_bad_input_is_one_line_on_stderr_exit_code_2_and_nothing_left(arguments, named, tmp_path, monkeypatch):
@@ -92,3 +101,106 @@ def test_doctor_says_what_is_there_as_json():
 
 def test_the_shipped_policy_can_be_inspected():
     assert json.loads(call("policy", "show", "--json").stdout)["schema"] == 1
+
+
+COMMANDS = (["demo", "--quick"], ["bench", "overhead"], ["emulate", "demo", "--", "true"])
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
+def test_a_machine_that_is_too_small_leaves_no_folder(command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
+    result = call(*command)
+    assert result.exit_code == 2
+    assert result.stderr.count("\n") == 1
+    assert "core" in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["demo", "--quick", "--scenario", "../rated.yaml"], ["emulate", "../rated.yaml", "--", "true"]],
+    ids=lambda command: command[0],
+)
+def test_what_the_machine_refuses_leaves_no_folder(command, tmp_path, monkeypatch):
+    (tmp_path / "rated.yaml").write_text("hosts: [{cpu: 0.5, rate_mbit_s: 10}, {cpu: 0.5}]")
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    result = call(*command[:1], "--mechanism", "duty-cycle", *command[1:])  # loopback has no link rates
+    assert result.exit_code == 2
+    assert result.stderr.splitlines()[-1].startswith("error: ")
+    assert "rate_mbit_s" in result.stderr
+    assert list((tmp_path / "work").iterdir()) == []
+
+
+def test_an_empty_folder_that_was_there_before_stays(tmp_path, monkeypatch):
+    (tmp_path / "rated.yaml").write_text("hosts: [{cpu: 0.5, rate_mbit_s: 10}, {cpu: 0.5}]")
+    (tmp_path / "mine").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert call("emulate", "rated.yaml", "--mechanism", "duty-cycle", "--out", "mine", "--", "true").exit_code == 2
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["mine", "rated.yaml"]
+
+
+HARMS = {
+    "flipped byte": "sha256",
+    "cut": "sha256",
+    "not json": "allowed is JSON",
+    "nan": "allowed is JSON",
+    "schema": "schema=99",
+    "features": "features",
+    "no json": "existing file",
+    "no weights": "existing file",
+    "trust word": "trust='high'",
+    "trust too large": "trust=99",
+    "trust zero": "trust=0",
+    "hidden": "architecture.hidden=1000000000",
+    "other network": "weights of the architecture",
+}
+
+
+def harm(file, kind):
+    """Save the shipped policy as `file` with one thing wrong."""
+    policy = LearnedPolicy.load(PRETRAINED)
+    policy.save(file)
+    sidecar, data = file.with_suffix(".json"), file.read_bytes()
+    about = json.loads(sidecar.read_text())
+    changed = {
+        "schema": {"schema": 99},
+        "features": {"features": ["luck"]},
+        "nan": {"seed": float("nan")},
+        "trust word": {"trust": "high"},
+        "trust too large": {"trust": 99},
+        "trust zero": {"trust": 0},
+        "hidden": {"architecture": {**about["architecture"], "hidden": 10**9}},
+        "other network": {"architecture": {**about["architecture"], "hidden": 32}},
+    }
+    if kind in changed:
+        sidecar.write_text(json.dumps({**about, **changed[kind]}))
+    elif kind == "flipped byte":
+        file.write_bytes(data[:-3] + bytes([data[-3] ^ 0xFF]) + data[-2:])
+    elif kind == "cut":
+        file.write_bytes(data[:100])
+    elif kind == "not json":
+        sidecar.write_text("{")
+    elif kind == "no json":
+        sidecar.unlink()
+    elif kind == "no weights":
+        file.unlink()
+
+
+@pytest.mark.parametrize("kind", HARMS)
+@pytest.mark.parametrize("command", ["policy show", "policy evaluate", "demo --quick --policy"])
+def test_a_policy_file_that_cannot_be_trusted_is_one_line_and_exit_code_2(command, kind, tmp_path, monkeypatch):
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    harm(tmp_path / "p.safetensors", kind)
+    result = call(*command.split(), str(tmp_path / "p.safetensors"))
+    assert result.exit_code == 2
+    with pytest.raises(PolicyFileError):
+        LearnedPolicy.load(tmp_path / "p.safetensors")
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1
+    assert HARMS[kind] in result.stderr
+    assert str(tmp_path / "p.") in result.stderr, "which of the two files is meant"
+    assert list((tmp_path / "work").iterdir()) == []

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
+from dynamix.errors import UsageError
 from tests.ranks import run_ranks
 from tests.union import Case, worst_error
 
@@ -25,11 +28,11 @@ def test_hook_side(workers: int) -> None:
     assert max(errors) < 1e-12
 
 
-@pytest.mark.parametrize("workers", [2, 4])
+@pytest.mark.parametrize("workers", [1, 2, 3, 4, 8])
 def test_loss_side_with_tails(workers: int) -> None:
     case = Case(SCRIPTS[workers], weighting="loss", samples=203)
     # A NaN placeholder reaches the loss there too, so no tail may leave a rank without samples or be poisoned by it.
-    assert max(run_ranks(worst_error, workers, case)) < 1e-12
+    assert max(run_ranks(worst_error, workers, case, timeout_s=100)) < 1e-12
 
 
 @pytest.mark.parametrize("accumulate", [2, 3])
@@ -44,9 +47,19 @@ def test_accumulation_without_dividing_the_loss_sums_micro_batches_as_plain_ddp_
     assert max(run_ranks(worst_error, 2, case)) < 1e-12
 
 
-def test_zero_shares_contribute_exactly_nothing() -> None:
-    case = Case([[0, 9, 4], [5, 0, 0], [0, 0, 7]], min_batch_size=0)
+@pytest.mark.parametrize("weighting", ["hook", "loss"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_zero_shares_contribute_exactly_nothing(weighting: str, accumulate: int) -> None:
+    script = [[0, 9, 4], [5, 0, 0], [0, 0, 7]]
+    case = Case(script, min_batch_size=0, weighting=weighting, accumulate=accumulate, samples=251)
     assert max(run_ranks(worst_error, 3, case)) < 1e-12
+
+
+@pytest.mark.parametrize("weighting", ["hook", "loss"])
+def test_a_tail_whose_first_micro_batches_are_nobodys(weighting: str) -> None:
+    # 56 samples in groups of 9, and caps of 2: one sample is over, and the micro-batches before it are placeholders (NaN).
+    case = Case([[2, 1]], batch_size=2, max_batch_size=2, accumulate=3, samples=56, weighting=weighting)
+    assert max(run_ranks(worst_error, 2, case)) < 1e-12
 
 
 def test_loader_workers() -> None:
@@ -58,11 +71,41 @@ def test_sparse_embeddings() -> None:
     assert max(run_ranks(worst_error, 2, Case(SCRIPTS[2], model="embedded"))) < 1e-12
 
 
+@pytest.mark.parametrize("weighting", ["hook", "loss"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"ddp": {"gradient_as_bucket_view": True}},
+        {"ddp": {"find_unused_parameters": True}},
+        {"ddp": {"static_graph": True}, "synchronised": 1},
+        {"ddp": {"static_graph": True}, "warm_up": True},
+    ],
+    ids=lambda options: "-".join([*options["ddp"], *list(options)[1:]]),
+)
+def test_options_of_ddp_with_accumulation(options: dict[str, Any], weighting: str) -> None:
+    case = Case(SCRIPTS[2], accumulate=2, weighting=weighting, samples=151, **options)
+    assert max(run_ranks(worst_error, 2, case)) < 1e-12
+
+
+def _refused(rank: int) -> str:
+    try:
+        worst_error(rank, Case(SCRIPTS[2], accumulate=2, ddp={"static_graph": True}))
+    except UsageError as error:
+        return str(error)
+    return "accepted"
+
+
+def test_static_graph_says_that_its_first_backward_must_synchronise() -> None:
+    for message in run_ranks(_refused, 2):
+        assert "static_graph=True" in message
+        assert "warm_up" in message
+
+
 @pytest.mark.parametrize(
     ("hook", "tolerance"),
     [("allreduce", 1e-6), ("fp16_compress", 3e-3), ("bf16_compress", 2e-2), ("powersgd", 1e-5)],
 )
-@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("workers", [2, 3, 4])
 def test_inner_hooks(hook: str, tolerance: float, workers: int) -> None:
     # PowerSGD at full rank is exact up to float32, so it shows that no bucket is mixed up with another.
     case = Case(SCRIPTS[workers], hook=hook, dtype=torch.float32, epochs=4)

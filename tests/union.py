@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -76,6 +77,10 @@ class Case:
     min_batch_size: int = 1
     divide: bool = True
     lr: float = 0.01
+    max_batch_size: int = 64
+    ddp: dict[str, Any] = field(default_factory=dict)  # options of DistributedDataParallel
+    warm_up: bool = False
+    synchronised: int = 0  # optimizer steps at the beginning in which every micro-batch is reduced, without no_sync
 
 
 def hook_of(name: str | None) -> tuple[Any, Any]:
@@ -102,7 +107,7 @@ def worst_error(rank: int, case: Case) -> float:
         policy=Script(case.script),
         batch_size=case.batch_size,
         min_batch_size=case.min_batch_size,
-        max_batch_size=64,
+        max_batch_size=case.max_batch_size,
         interval=case.interval,
         accumulate=case.accumulate,
     )
@@ -111,8 +116,10 @@ def worst_error(rank: int, case: Case) -> float:
     loader = DataLoader(dataset, batch_sampler=sampler, num_workers=case.num_workers)
     optimizer = torch.optim.SGD(net.parameters(), lr=case.lr)
     hook, state = hook_of(case.hook)
-    ddp = DDP(net, bucket_cap_mb=1e-4)
+    ddp = DDP(net, bucket_cap_mb=1e-4, **case.ddp)
     model = controller.wrap(ddp, optimizer, hook=hook, hook_state=state, weighting=case.weighting)
+    if case.warm_up:
+        controller.warm_up(lambda: model(x[:2]).sum().backward())
     worst, seen = 0.0, []
     for epoch in range(case.epochs):
         sampler.set_epoch(epoch)
@@ -145,7 +152,7 @@ def worst_error(rank: int, case: Case) -> float:
                 optimizer.step()
                 optimizer.zero_grad()
             else:
-                with model.no_sync():
+                with contextlib.nullcontext() if len(seen) < case.synchronised else model.no_sync():
                     loss = backward()
             controller.step(loss=loss)
     assert controller.samples_seen == case.epochs * case.samples, controller.samples_seen

@@ -238,7 +238,8 @@ class Controller:
         if self.world_size == 1:
             self._pairs = ConsecutiveNoise()
             optimizer.register_step_pre_hook(self._observe_pair)
-        model.register_forward_pre_hook(self._before_forward)
+        # Not traced: torch.compile(wrap(DDP(...))) would fail in what it does.
+        model.register_forward_pre_hook(torch.compiler.disable(self._before_forward))
         self._waiting.give("hook", self._attached)
         self._waiting.give("recorder", self._recorder)
         return model

@@ -123,6 +123,11 @@ def attach(
     ):
         if value not in allowed:
             raise ConfigError(name, value, " or ".join(allowed), "check the spelling")
+    if isinstance(getattr(model, "_orig_mod", None), DistributedDataParallel):
+        raise UsageError(
+            "the model is torch.compile(DDP(...)), which hides DDP's hook: wrap first, "
+            "torch.compile(controller.wrap(DDP(net), optimizer)), or compile inside, DDP(torch.compile(net))"
+        )
     if weighting == "hook" and group is not None and dist.get_world_size(group) > 1:
         reason = _needs_loss_side(model)
         if reason is not None:

@@ -1,5 +1,6 @@
 """The demo through real namespaces, control groups and gloo processes. Needs root; in CI a skip is a failure."""
 
+import hashlib
 import json
 import os
 import signal
@@ -10,11 +11,13 @@ from dataclasses import replace
 import psutil
 import pytest
 
-from dynamix.bench.demo import AGAIN, POLICIES, Settings, run_demo
+from dynamix.bench.demo import AGAIN, POLICIES, Settings, _facts, run_demo
 from dynamix.bench.display import Display
+from dynamix.bench.overhead import run_overhead
 from dynamix.bench.reference import Reference
 from dynamix.emulator import host_speeds, load_scenario, probe_mechanisms
 from dynamix.errors import ConfigError, WorkerLostError
+from dynamix.policies.learned import PRETRAINED
 from dynamix.telemetry.events import read_events
 from dynamix.telemetry.run_folder import RunFolder
 from dynamix.window import Bounds, Window
@@ -133,3 +136,45 @@ def test_the_reference_follows_the_scenario_at_a_constant_global_batch():
         speeds = host_speeds(load_scenario("demo"), time_s, 3)
         assert sizes.sum() == 512
         assert sizes.tolist() == pytest.approx([512 * v / sum(speeds) for v in speeds], abs=1)
+
+
+@pytest.mark.multiproc
+@pytest.mark.slow
+def test_without_root_the_demo_runs_by_duty_cycle_and_says_so_and_which_policy_ran(tmp_path):
+    copy = tmp_path / "mine.safetensors"
+    copy.write_bytes(PRETRAINED.read_bytes())
+    copy.with_suffix(".json").write_bytes(PRETRAINED.with_suffix(".json").read_bytes())
+    options = ["--quick", "--steps", "4", "--mechanism", "duty-cycle", "--policy", str(copy), "--json"]
+    command = [sys.executable, "-m", "dynamix.cli", "demo", *options, "--out", str(tmp_path / "run")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=115, check=False)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["mechanisms"]["network"] == "loopback"
+    assert result["mechanisms"]["cpu"].startswith("duty-cycle")
+    assert result["settings"]["mechanism"] == "duty-cycle"
+    assert {name: part["steps"] for name, part in result["policies"].items()} == {name: [4] for name in POLICIES}
+    hashed = hashlib.sha256(PRETRAINED.read_bytes()).hexdigest()
+    assert result["policies"]["dynamix"]["policy"] == {"name": str(copy), "sha256": hashed}
+    assert str(copy) in done.stderr.replace("\n", "")
+    assert str(copy) in (tmp_path / "run" / "report.html").read_text()
+
+
+@pytest.mark.multiproc
+@pytest.mark.slow
+def test_the_overhead_benchmark_names_its_own_command_and_the_shipped_policy(tmp_path):
+    result = run_overhead(RunFolder("overhead", tmp_path / "run"), steps=5)
+    ran = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert ran["command"] == result["command"] == "bench overhead --steps 5"
+    assert ran["settings"]["policy"]["name"] == "shipped"
+    assert json.loads((tmp_path / "run" / "result.json").read_text()) == result
+
+
+def test_a_resumed_demo_must_use_the_same_policy_file(tmp_path):
+    other = tmp_path / "other.safetensors"
+    other.write_bytes(b"other")
+    facts = [_facts(Settings(policy=p), load_scenario("demo"), 0.9) for p in (None, "dynamix", "lb_bsp", str(other))]
+    shipped, named, rule, file = (f["settings"]["policy"] for f in facts)
+    assert shipped == named
+    assert shipped["name"] == "shipped"
+    assert rule == {"name": "lb_bsp"}
+    assert file["sha256"] != shipped["sha256"]

@@ -1,0 +1,84 @@
+"""Compiled models: gradients stay exact, and a grid of batch sizes bounds how often they are compiled."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, TensorDataset
+
+import dynamix
+from dynamix.errors import UsageError
+from tests.ranks import run_ranks
+from tests.union import Deep, Script
+
+SAMPLES = 192  # a multiple of every global batch below: no tails
+
+
+def _compiled(rank: int, backend: str, outside: bool) -> dict[str, Any]:
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch.manual_seed(1)
+    counter = CompileCounterWithBackend(backend)
+    x, y = torch.randn(SAMPLES, 6, dtype=torch.float64), torch.randn(SAMPLES, 6, dtype=torch.float64)
+    net = Deep(depth=3).double()
+    whole = copy.deepcopy(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    controller = dynamix.Controller(
+        Script([[4, 12], [12, 4], [8, 8]]), batch_size=8, max_batch_size=16, quantum=4, interval=2
+    )
+    sampler = controller.batch_sampler(x)
+    if outside:
+        ddp = controller.wrap(DDP(net), optimizer)
+        model: Any = torch.compile(ddp, backend=counter, dynamic=False)
+    else:
+        model = controller.wrap(DDP(torch.compile(net, backend=counter, dynamic=False)), optimizer)
+    sizes, worst = set(), 0.0
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(epoch))
+        for bx, by in DataLoader(TensorDataset(x, y), batch_sampler=sampler):
+            plan = sampler.plan()
+            union = order[plan.start : plan.start + int(plan.counts.sum())]
+            loss = F.mse_loss(model(bx), by)
+            loss.backward()
+            want = torch.autograd.grad(F.mse_loss(whole(x[union]), y[union]), list(whole.parameters()))
+            for got, true in zip(net.parameters(), want, strict=True):
+                worst = max(worst, float((got.grad - true).abs().max()))
+            optimizer.step()
+            whole.load_state_dict(net.state_dict())
+            optimizer.zero_grad()
+            controller.step(loss=loss)
+            sizes.add(len(bx))
+    controller.close()
+    return {"error": worst, "sizes": sizes, "compiled": counter.frame_count}
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize(("backend", "outside"), [("eager", False), ("aot_eager", False), ("eager", True)])
+def test_a_compiled_model_is_compiled_once_per_distinct_batch_size(backend: str, outside: bool) -> None:
+    for result in run_ranks(_compiled, 2, backend, outside, timeout_s=100):
+        assert result["error"] < 1e-12
+        assert result["sizes"] <= {4, 8, 12}
+        assert len(result["sizes"]) > 1
+        assert 1 <= result["compiled"] <= len(result["sizes"])
+
+
+def _compiled_too_early(rank: int) -> str:
+    controller = dynamix.Controller("static", batch_size=4)
+    net = Deep(depth=1)
+    try:
+        controller.wrap(torch.compile(DDP(net), backend="eager"), torch.optim.SGD(net.parameters(), lr=0.1))
+    except UsageError as error:
+        return str(error)
+    return "accepted"
+
+
+@pytest.mark.multiproc
+def test_wrapping_after_compiling_says_which_order_works() -> None:
+    for message in run_ranks(_compiled_too_early, 2):
+        assert "torch.compile(controller.wrap(DDP(net), optimizer))" in message

@@ -1,0 +1,70 @@
+"""PowerSGD at a low rank over many buckets: torch's own aborts or hangs there on gloo (two collectives a bucket)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, TensorDataset
+
+import dynamix
+from tests.ranks import run_ranks
+from tests.union import Deep, Script
+
+STEPS = 200
+SCRIPTS = {2: [[2, 10], [9, 3]], 3: [[2, 8, 5], [7, 3, 2]], 4: [[2, 8, 4, 2], [5, 3, 6, 4]]}
+
+
+def _train(rank: int, workers: int) -> dict[str, Any]:
+    torch.manual_seed(3)
+    x, teacher = torch.randn(400, 6), Deep(depth=2)
+    y = teacher(x).detach()
+    net = Deep()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.02)
+    controller = dynamix.Controller(Script(SCRIPTS[workers]), batch_size=4, max_batch_size=16, interval=5)
+    sampler = controller.batch_sampler(x)
+    state = powerSGD_hook.PowerSGDState(
+        process_group=None, matrix_approximation_rank=1, start_powerSGD_iter=3, min_compression_rate=1
+    )
+    used: dict[int, list[str]] = {}
+
+    def spy(state: Any, bucket: Any) -> Any:
+        used.setdefault(bucket.index(), []).append(state.process_group.group_name)
+        return powerSGD_hook.powerSGD_hook(state, bucket)
+
+    model = controller.wrap(DDP(net, bucket_cap_mb=1e-4), optimizer, hook=spy, hook_state=state)
+    losses: list[float] = []
+    while len(losses) < STEPS:
+        for bx, by in DataLoader(TensorDataset(x, y), batch_sampler=sampler):
+            loss = F.mse_loss(model(bx), by)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            controller.step(loss=loss)
+            losses.append(float(loss.detach()))
+            if len(losses) == STEPS:
+                break
+    controller.close()
+    weights = torch.cat([p.detach().flatten() for p in net.parameters()])
+    return {"weights": weights, "losses": losses, "used": used}
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize("workers", [2, 3, 4])
+def test_ranks_stay_equal_and_the_loss_falls_with_a_process_group_per_bucket(workers: int) -> None:
+    results = run_ranks(_train, workers, workers, timeout_s=100)
+    for result in results:
+        assert torch.equal(result["weights"], results[0]["weights"])
+        assert torch.isfinite(result["weights"]).all()
+        used = result["used"]
+        assert len(used) >= 8
+        assert all(len(set(names)) == 1 for names in used.values())
+        assert len({names[0] for names in used.values()}) == len(used)
+        assert all(len(names) > 0.9 * STEPS for names in used.values()), "the hook hardly ever ran"
+    mean = np.mean([result["losses"] for result in results], axis=0)
+    assert mean[-20:].mean() < 0.5 * mean[:20].mean()
