@@ -77,6 +77,8 @@ def _finished(value: Any) -> Any:
         if value.values is None:
             raise pickle.UnpicklingError("it holds an array without content")
         return value.values
+    if type(value).__module__ == __name__:
+        raise pickle.UnpicklingError("it is a part of an array")
     return value
 
 
