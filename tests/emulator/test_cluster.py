@@ -265,3 +265,17 @@ def test_the_next_start_sweeps_what_is_provably_abandoned_and_nothing_else(tmp_p
             assert len(keeper.marked_processes()[alive]) == 4  # two ranks and what is busy beside them
         assert keeper.sweep(roots) == []
         assert alive in traces()
+
+
+def test_a_large_host_gets_as_many_busy_processes_as_its_neighbour_may_use(tmp_path: Path) -> None:
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("needs two cores")
+    load = {"kind": "load", "factor": 0.9}
+    with Emulation(
+        {"hosts": [{"cpu": 1.2}], "disturbances": [load]}, run_dir=tmp_path, mechanism="duty-cycle"
+    ) as cluster:
+        cluster.start_clock()
+        deadline = time.monotonic() + 10
+        while len(keeper.marked_processes().get(cluster.name, [])) < 2 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert len(keeper.marked_processes()[cluster.name]) == 2

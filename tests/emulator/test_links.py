@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -324,4 +325,31 @@ def test_a_dead_owner_leaves_no_queue_no_program_and_no_traffic(tmp_path: Path, 
         assert programs_like(odd) == 0
     finally:
         owner.kill()
+        owner.communicate()
+
+
+@needs_root
+def test_traffic_ends_with_its_owner_even_if_a_forked_child_lives_on(tmp_path: Path) -> None:
+    forking = _OWNER.replace(
+        "    time.sleep(600)",
+        "    import os; child = os.fork()\n    if child: print(child, flush=True)\n    time.sleep(600)",
+    )
+    owner = subprocess.Popen(
+        [sys.executable, "-c", forking, str(tmp_path), dynamix.__path__[0], "0.1"], stdout=subprocess.PIPE, text=True
+    )
+    assert owner.stdout is not None
+    name, child = owner.stdout.readline().strip(), int(owner.stdout.readline())
+    try:
+        helpers = [p for p in psutil.Process(owner.pid).children() if "traffic.py" in " ".join(p.cmdline())]
+        assert len(helpers) == 1
+        owner.kill()
+        owner.wait(10)
+        assert wait_until_gone(name)
+        psutil.wait_procs(helpers, timeout=5)
+        assert not helpers[0].is_running() or helpers[0].status() == psutil.STATUS_ZOMBIE
+        assert psutil.pid_exists(child)
+    finally:
+        owner.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
         owner.communicate()

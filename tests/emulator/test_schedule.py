@@ -90,7 +90,7 @@ def test_nothing_changes_before_the_next_change(scenario: Any, t_s: float, seed:
             assert state(t_s + 0.999 * (change - t_s) - 1e-6) == state(t_s)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=30)
 @given(st.integers(2, 8), st.integers(0, 10), st.integers(1, 60))
 def test_a_neighbour_never_stays_and_comes_to_every_host(hosts: int, seed: int, visits: int) -> None:
     scenario = load_scenario({"hosts": [{"cpu": 0.1}] * hosts, "disturbances": [NEIGHBOUR]})

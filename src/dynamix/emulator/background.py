@@ -73,7 +73,7 @@ class Traffic:
 
     def __init__(self, switch: int, switch_address: str, hosts: Sequence[int], addresses: Sequence[str]) -> None:
         each = [text for pair in zip(map(str, hosts), addresses, strict=True) for text in pair]
-        arguments = [str(switch), switch_address, *each]
+        arguments = [str(os.getpid()), str(switch), switch_address, *each]
         self._process = start_helper(traffic.__file__, *arguments, pass_fds=(switch, *hosts))
 
     def set_rate(self, host: int, mbit_s: float) -> None:

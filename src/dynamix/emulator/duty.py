@@ -6,7 +6,8 @@ below zero the group is stopped, and goes on when the bucket is no longer empty.
 holds on average however late a signal is.
 
 Standard library only, run by path as a process of its own: the owner's interpreter lock must not delay it. Reads
-lines `GROUP_PID CORES` (CORES 0 lifts the limit) and ends, letting everything run, at end of file.
+lines `GROUP_PID CORES` (CORES 0 lifts the limit) and ends, letting everything run, at end of file or with its owner,
+whose pid is its argument.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import contextlib
 import os
 import select
 import signal
+import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -89,8 +91,8 @@ def obey(line: str, groups: dict[int, Group]) -> None:
             group.signal(stop=False)
 
 
-def main() -> None:
-    """Runs until standard input ends."""
+def main(owner: int) -> None:
+    """Runs until standard input ends, or the owner does."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     with contextlib.suppress(OSError):
@@ -98,7 +100,9 @@ def main() -> None:
     groups: dict[int, Group] = {}
     pending, looked, last = b"", 0.0, time.monotonic()
     while True:
-        if select.select([0], [], [], TICK_S if groups else None)[0]:
+        if os.getppid() != owner:  # a child that the owner forked may hold the pipe open for ever
+            break
+        if select.select([0], [], [], TICK_S if groups else 1.0)[0]:
             chunk = os.read(0, 65536)
             if not chunk:
                 break
@@ -118,4 +122,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(int(sys.argv[1]))

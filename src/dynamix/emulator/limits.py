@@ -118,7 +118,7 @@ class DutyCycle:
     def __init__(self) -> None:
         self._pids: dict[str, set[int]] = {}
         self._cores: dict[str, float | None] = {}
-        self._process = start_helper(duty.__file__)
+        self._process = start_helper(duty.__file__, str(os.getpid()))
 
     def attach(self, group: str, pid: int) -> None:
         for others in self._pids.values():

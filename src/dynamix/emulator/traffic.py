@@ -4,8 +4,8 @@ One process for all hosts: a socket stays in the network namespace in which it w
 Nobody reads what arrives; the kernel drops it once it has crossed the link. What a full link refuses is not sent
 again: this traffic does not give way, as a video or a flood does not.
 
-Standard library only, run by path. Arguments: SWITCH_FD SWITCH_ADDRESS, then FD ADDRESS of every host. Reads lines
-`HOST MBIT_S` (0 stops) and ends at end of file, that is with its owner.
+Standard library only, run by path. Arguments: OWNER_PID SWITCH_FD SWITCH_ADDRESS, then FD ADDRESS of every host. Reads lines
+`HOST MBIT_S` (0 stops) and ends at end of file or with its owner.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def send(source: socket.socket, address: str, packets: int) -> None:
             source.sendto(PAYLOAD, (address, PORT))
 
 
-def main(switch_fd: int, switch_address: str, hosts: list[tuple[int, str]]) -> None:
-    """Runs until standard input ends."""
+def main(owner: int, switch_fd: int, switch_address: str, hosts: list[tuple[int, str]]) -> None:
+    """Runs until standard input ends, or the owner does."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     with contextlib.suppress(OSError):
@@ -57,7 +57,9 @@ def main(switch_fd: int, switch_address: str, hosts: list[tuple[int, str]]) -> N
     due = [0.0] * len(hosts)  # bits
     pending, last = b"", time.monotonic()
     while True:
-        if select.select([0], [], [], TICK_S if any(rates) else None)[0]:
+        if os.getppid() != owner:  # a child that the owner forked may hold the pipe open for ever
+            return
+        if select.select([0], [], [], TICK_S if any(rates) else 1.0)[0]:
             chunk = os.read(0, 65536)
             if not chunk:
                 return
@@ -76,5 +78,10 @@ def main(switch_fd: int, switch_address: str, hosts: list[tuple[int, str]]) -> N
 
 
 if __name__ == "__main__":
-    rest = sys.argv[3:]
-    main(int(sys.argv[1]), sys.argv[2], [(int(fd), at) for fd, at in zip(rest[::2], rest[1::2], strict=True)])
+    rest = sys.argv[4:]
+    main(
+        int(sys.argv[1]),
+        int(sys.argv[2]),
+        sys.argv[3],
+        [(int(fd), at) for fd, at in zip(rest[::2], rest[1::2], strict=True)],
+    )
