@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from dynamix.policies.costs import WorkerCosts
 from dynamix.policies.fitting import (
     OVERLAPS,
     Exchange,
     LeastSquares,
-    WorkerCosts,
     busy_seconds,
     exposed_seconds,
     slowest_seconds,

@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
+from dynamix.policies.costs import WorkerCosts
 from dynamix.policies.fitting import (
     Exchange,
     LeastSquares,
     NoiseByBatch,
     Smoothed,
-    WorkerCosts,
     base_total,
     busy_seconds,
     exposed_seconds,
@@ -25,7 +25,6 @@ from dynamix.policies.fitting import (
     saved,
     slowest_seconds,
 )
-from dynamix.policies.hedging import Softness
 from dynamix.policies.proportional import fill_unknown, speeds
 from dynamix.policies.split import at_least, best_split, split
 from dynamix.window import Bounds, Floats, Ints, Window, project
@@ -132,7 +131,7 @@ class Cannikin:
     [82, 46]
     """
 
-    def __init__(self, *, forget: float = 0.9) -> None:
+    def __init__(self, *, forget: float = 0.7) -> None:
         self.computing, self.windows = LeastSquares(forget), 0
 
     def decide(self, window: Window, bounds: Bounds) -> Ints:
@@ -182,15 +181,8 @@ class Goodput:
     [82, 46]
     """
 
-    def __init__(
-        self,
-        *,
-        spread_weight: float = 0.3,
-        keep: float = 0.001,
-        powers: tuple[float, ...] = (1.0, 0.7, 0.4, 0.0),
-    ) -> None:
-        self.keep = keep
-        self.costs, self.exchange, self.softness = WorkerCosts(), Exchange(), Softness(powers)
+    def __init__(self, *, spread_weight: float = 0.3) -> None:
+        self.costs, self.exchange = WorkerCosts(), Exchange()
         self.noise, self.spread = NoiseByBatch(), Smoothed(spread_weight)
 
     def decide(self, window: Window, bounds: Bounds) -> Ints:
@@ -211,23 +203,12 @@ class Goodput:
             step = self.exchange.log_step(spread[..., None] * finish_s)
             return np.asarray(np.log(np.maximum(total, 1e-9)) - step - self.noise.log_waste(total, base))
 
-        def answer(alpha: Floats, beta: Floats) -> Floats:
-            best = best_split(alpha, beta, bounds, log_goodput)
-            slowest = [np.where(x > 0, alpha + beta * x, 0.0).max(-1, keepdims=True) for x in (best, batch)]
-            promised = log_goodput(slowest[0], best.sum(-1, keepdims=True))
-            present = log_goodput(slowest[1], batch.sum(-1, keepdims=True))
-            # A change has a cost of its own, so one that promises next to nothing is not made.
-            return np.where(promised - present < self.keep, batch, best)
-
-        batch = window.batch_size.astype(np.float64)
-        self.softness.judge(busy_seconds(window), batch, alpha / beta, log_goodput)
-        best = self.softness.choose(np.stack([answer(*costs) for costs in self.softness.tempered(alpha, beta)]))
-        assert self.noise.level is not None
+        best = best_split(alpha, beta, bounds, log_goodput)
         best = np.where(np.isnan(self.noise.level)[..., None], split(now, alpha, beta, bounds), best)
         best = np.where(measured[..., None], best, window.batch_size)
         return project(best, bounds, current=window.batch_size)
 
-    _PARTS = ("costs", "exchange", "softness", "noise", "spread")
+    _PARTS = ("costs", "exchange", "noise", "spread")
 
     def state_dict(self) -> dict[str, Any]:
         return {name: saved(getattr(self, name)) for name in self._PARTS}

@@ -1,0 +1,153 @@
+"""Each worker's fixed and growing cost, learned online while its speed jumps about."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dynamix.policies.fitting import UNKNOWN, base_total, busy_seconds, mean_of_known
+from dynamix.window import Floats, Window
+
+# Candidate fixed costs of a worker as multiples of the time that the samples of its base batch take. Beforehand they are
+# believed as 1 / (1 + offset / PRIOR): small ones are commoner, also among the calibrated GPUs.
+OFFSETS: Floats = np.array([0.0, 0.05, 0.1, 0.2, 0.35, 0.6, 1.0, 1.7, 3.0, 5.0, 8.0, 16.0])
+PRIOR = 2.0
+
+
+class WorkerCosts:
+    """Each worker's alpha and beta while its speed jumps about: a bank of Kalman filters, one per candidate offset.
+
+    A slowdown multiplies alpha and beta alike, so log seconds = log(a + b) + level, where the offset a = alpha/beta
+    (samples) is fixed and only the level moves. For every a of `OFFSETS` times the base batch a filter follows the level;
+    how well its predictions came true weighs the candidates. A deviation of more than `gate` standard deviations is a
+    jump, taken at once; what a window's standard deviation exceeds the usual jitter by then says how far the jump goes
+    on beyond the window's mean.
+
+    drift   standard deviation a window of the level
+    spacing standard deviation of the level per log change of size: the candidates are coarse, costs not quite affine
+    forget  factor a window on past prediction errors
+    pooled  how much of the other workers' evidence on their offsets counts for each
+    """
+
+    def __init__(
+        self, *, drift: float = 0.01, spacing: float = 0.05, gate: float = 3.0, torn: float = 8.0,
+        forget: float = 0.98, pooled: float = 1.0,
+    ) -> None:  # fmt: skip
+        self.drift, self.spacing, self.gate, self.torn = drift, spacing, gate, torn
+        self.forget, self.pooled = forget, pooled
+        self.level: Floats = UNKNOWN  # (..., W, G), NaN before a worker was seen
+        self.loss: Floats = UNKNOWN  # (..., W, G), half the sum of squared normalised prediction errors
+        self.variance: Floats = UNKNOWN  # (..., W) of the level
+        self.size: Floats = UNKNOWN  # (..., W) log samples when last seen
+        self.jitter: Floats = UNKNOWN  # (..., W) relative variance of one step's seconds
+        self.error: Floats = UNKNOWN  # (...) variance of a window's mean that `jitter` does not explain
+        self.count: Floats = UNKNOWN  # (...) windows that `error` was learned from
+
+    def update(self, window: Window) -> None:
+        """Take in a window."""
+        busy = busy_seconds(window)
+        seen = np.isfinite(busy)
+        if self.level.shape[:-1] != busy.shape:
+            self._start(busy.shape)
+        seconds = np.where(seen, busy, 1.0)
+        steps = np.where(window.steps >= 1, window.steps, 1.0)[..., None]
+        own = np.square(np.where(window.compute_std >= 0, window.compute_std, np.nan) / seconds)
+        jitter = self._typical(own)
+        measured = jitter / steps + self.error[..., None]
+        offset = np.log(self._samples(window, np.maximum(window.batch_size, 1)))
+        surprise = np.log(seconds)[..., None] - offset - self.level
+        fresh = seen & np.isnan(self.level[..., 0])
+        size = np.log(np.maximum(window.batch_size, 1))
+        changed = np.where(np.isnan(self.size), 0.0, size - self.size)
+        self.size = np.where(seen, size, self.size)
+        prior = self.variance + self.drift**2 + (self.spacing * changed) ** 2
+        total = prior + measured
+        torn = (own > self.torn * jitter) & (steps > 1)
+        # Evidence is bounded, so a jump, which no candidate foresees, tells nothing; a wrong offset is no jump.
+        told = np.minimum(0.5 * np.square(surprise) / total[..., None], 0.5 * self.gate**2)
+        whole = seen & ~fresh & ~torn
+        self.loss = np.where(whole[..., None], self.forget * self.loss + told, self.loss)
+        mean = (self.weights() * np.where(np.isnan(surprise), 0.0, surprise)).sum(-1)
+        jump = seen & ~fresh & (torn | (mean**2 > self.gate**2 * total))
+        beyond = np.where(jump, _beyond(seconds, mean, own, jitter, steps), 0.0)
+        gain = np.where(fresh | jump, 1.0, prior / total)
+        moved = np.where(seen, gain, 0.0)[..., None] * (surprise + beyond[..., None])
+        self.level = np.where(
+            fresh[..., None], np.log(seconds)[..., None] - offset, self.level + np.where(np.isnan(moved), 0.0, moved)
+        )
+        uncertain = np.where(jump, measured + (0.3 * beyond) ** 2, np.where(fresh, measured, prior * measured / total))
+        self.variance = np.where(seen, uncertain, prior)
+        own = np.where(jump | ~seen | np.isnan(own), self.jitter, np.minimum(own, self.torn * jitter))
+        self.jitter = np.where(np.isnan(self.jitter), own, self.jitter + 0.15 * (own - self.jitter))
+        self._learn_error(np.where(whole, np.abs(mean), np.nan), prior + jitter / steps)
+
+    def weights(self) -> Floats:
+        """How much each candidate offset is believed, (..., W, G), summing to 1."""
+        evidence = self.loss + self.pooled * self.loss.mean(-2, keepdims=True)
+        likely = np.exp(evidence.min(-1, keepdims=True) - evidence)
+        return np.asarray(likely / likely.sum(-1, keepdims=True))
+
+    def at(self, window: Window) -> tuple[Floats, Floats]:
+        """alpha (s) and beta (s/sample), (..., W), of the line that touches the costs at the sizes in force.
+
+        Workers never measured get the others' mean; NaN where nobody was.
+        """
+        idle = window.batch_size <= 0
+        batch = np.where(idle, base_total(window)[..., None] / window.workers, window.batch_size)
+        samples = self._samples(window, batch)
+        weights = self.weights()
+        seconds = np.exp((weights * (self.level + np.log(samples))).sum(-1))
+        growing = (weights * batch[..., None] / samples).sum(-1)
+        alpha, beta = seconds * (1 - growing), seconds * growing / batch
+        known_alpha, known_beta = mean_of_known(alpha)[..., None], mean_of_known(beta)[..., None]
+        return np.where(np.isnan(alpha), known_alpha, alpha), np.where(np.isnan(beta), known_beta, beta)
+
+    def _samples(self, window: Window, batch: Floats | np.ndarray) -> Floats:
+        """Sizes plus candidate offsets, (..., W, G)."""
+        unit = base_total(window)[..., None, None] / window.workers
+        return np.asarray(OFFSETS * unit + np.asarray(batch, np.float64)[..., None])
+
+    def _typical(self, own: Floats) -> Floats:
+        """Relative variance of a step, (..., W): own history and the cluster's, else this window's, else (5 %)^2."""
+        known = np.where(np.isnan(self.jitter), own, self.jitter)
+        cluster = _median_of_known(known)[..., None]
+        cluster = np.where(np.isnan(cluster), 0.05**2, cluster)
+        return np.maximum(0.5 * np.where(np.isnan(known), cluster, known) + 0.5 * cluster, 1e-6)
+
+    def _learn_error(self, surprise: Floats, explained: Floats) -> None:
+        """Follow what the cluster's median surprise says beyond jitter; one jump does not move it, all at once not far."""
+        usual = 1.4826 * _median_of_known(surprise)
+        told = np.isfinite(usual)
+        explained = np.where(told, _median_of_known(explained), 0.0)
+        most = 4.0 * np.maximum(explained + self.error, 0.03**2)
+        beyond = np.clip(np.where(told, usual, 0.0) ** 2 - explained, 0.0, most)
+        self.count = self.count + told
+        gain = np.where(told, np.maximum(1.0 / np.maximum(self.count, 1.0), 0.1), 0.0)
+        self.error = self.error + gain * (beyond - self.error)
+
+    def _start(self, shape: tuple[int, ...]) -> None:
+        self.level = np.full((*shape, len(OFFSETS)), np.nan)
+        self.loss = np.log(1.0 + OFFSETS / PRIOR) + np.zeros(self.level.shape)
+        self.variance, self.jitter, self.size = np.zeros(shape), np.full(shape, np.nan), np.full(shape, np.nan)
+        self.error, self.count = np.zeros(shape[:-1]), np.zeros(shape[:-1])
+
+    FIELDS = ("level", "loss", "variance", "size", "jitter", "error", "count")
+
+
+def _beyond(seconds: Floats, surprise: Floats, own: Floats, jitter: Floats, steps: Floats) -> Floats:
+    """How far log seconds at the end of a window lie beyond its mean, if one jump within it made the surprise.
+
+    A share f of k steps before a jump by d gives a mean (1 - f) d above what was expected and a variance f (1 - f) d^2;
+    their quotient is f d, the part of the jump that the mean misses.
+    """
+    before = seconds * np.exp(-surprise)
+    risen = seconds - before
+    variance = np.nan_to_num(np.maximum(own - jitter, 0.0)) * seconds**2 * (steps - 1) / steps
+    missed = variance / np.where(risen == 0, 1.0, risen)
+    missed = np.clip(missed, -(steps - 1) * np.abs(risen), (steps - 1) * np.abs(risen))
+    return np.asarray(np.log(np.maximum(seconds + missed, 0.25 * seconds) / seconds))
+
+
+def _median_of_known(x: Floats) -> Floats:
+    """Lower median over the last axis of what is finite; NaN where nothing is."""
+    last = np.maximum(np.isfinite(x).sum(-1, keepdims=True) - 1, 0)
+    return np.asarray(np.take_along_axis(np.sort(x, axis=-1), last // 2, -1)[..., 0])
