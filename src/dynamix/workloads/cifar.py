@@ -21,7 +21,7 @@ from torch import nn
 
 from dynamix.errors import ConfigError
 from dynamix.workloads.base import Arrays, Data, Workload, accuracy, check_sizes, initial_weights
-from dynamix.workloads.convolution import Norm, Pixels, adam_for_vgg, resnet, sgd_for_resnet, vgg
+from dynamix.workloads.convolution import Norm, Pixels, adamw, resnet, sgd, vgg
 from dynamix.workloads.restricted import load_plain
 
 FOLDER_VARIABLE = "DYNAMIX_DATA"
@@ -78,12 +78,12 @@ def workload(
         name=f"{data_set}-{net}",
         make_data=functools.partial(make_data, data_set=data_set, folder=folder),
         make_model=make_model,
-        make_optimizer=adam_for_vgg if family is vgg else sgd_for_resnet,
+        make_optimizer=adamw if family is vgg else sgd,
         loss=F.cross_entropy,
         metric=accuracy,
         min_batch=8,
         max_batch=1024,
-        base_batch=512,
+        base_batch=128,
         description=f"{data_set} from a local folder, {net}, {width} channels wide at first, {norm} norm",
     )
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from dynamix.errors import ConfigError
 from dynamix.workloads.base import Workload, accuracy, initial_weights
-from dynamix.workloads.convolution import RESNET_STAGES, VGG_STAGES, Norm, adam_for_vgg, resnet, sgd_for_resnet, vgg
+from dynamix.workloads.convolution import RESNET_STAGES, VGG_STAGES, Norm, adamw, resnet, vgg
 from dynamix.workloads.mnist1d import make_data
 
 VGG_WIDTH = 16
@@ -43,11 +43,11 @@ def workload(net: str, *, width: int | None = None, norm: Norm = "group") -> Wor
         name=f"mnist1d-{net}",
         make_data=make_data,
         make_model=make_model,
-        make_optimizer=adam_for_vgg if family is vgg else sgd_for_resnet,
+        make_optimizer=adamw,
         loss=F.cross_entropy,
         metric=accuracy,
         min_batch=8,
         max_batch=512,
-        base_batch=512,
+        base_batch=128,
         description=f"mnist1d, {net} in one dimension, {wide} channels wide at first, {norm} norm",
     )
