@@ -170,8 +170,9 @@ class Goodput:
     """Our strongest rule without learning: Cannikin's choice on estimates that follow a cluster that changes.
 
     Costs come from `WorkerCosts` (offsets that stay, levels that jump), the exchange and its overlap from `Exchange`, the
-    noise scale and its growth with the batch from `NoiseByBatch`, and the sizes are those of highest expected goodput with equal finishing times. That the
-    slowest of many jittering workers is later than the slowest mean is measured too.
+    noise scale and its growth with the batch from `NoiseByBatch`; sizes are those of highest expected goodput with equal
+    finishing times. That the slowest of many jittering workers is later than the slowest mean is measured too. Without
+    a noise scale the global batch stays and only shares move.
 
     >>> policy, sizes = Goodput(), np.array([64, 64])
     >>> for _ in range(4):
