@@ -334,7 +334,7 @@ def bench_workloads(
         str | None, typer.Option(help="Workloads, comma-separated [default: all that need no files].")
     ] = None,
     seconds: Annotated[
-        float | None, typer.Option(help="Processor time of training each [default: 30, quick 8].")
+        float | None, typer.Option(help="Processor time of training each [default: 60, quick 8].")
     ] = None,
     seed: Annotated[int, typer.Option(help="Of data, weights and sample order.")] = 0,
     resume: Resume = False,

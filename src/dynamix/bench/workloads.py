@@ -38,7 +38,7 @@ class Plan:
     """names: workloads to measure; budget_s: processor seconds of training each; seed: of data, weights and sample order."""
 
     names: Sequence[str] = ()
-    budget_s: float = 30.0
+    budget_s: float = 60.0
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -53,9 +53,9 @@ class Plan:
     def of(
         cls, *, quick: bool = False, names: Sequence[str] | None = None, budget_s: float | None = None, seed: int = 0
     ) -> Plan:
-        """All workloads that need no files, 30 s each; `quick`: one of each kind, 8 s each."""
+        """All workloads that need no files, 60 s each; `quick`: one of each kind, 8 s each."""
         chosen = names or (QUICK if quick else workload_names(bundled=True))
-        return cls(tuple(chosen), (8.0 if quick else 30.0) if budget_s is None else budget_s, seed)
+        return cls(tuple(chosen), (8.0 if quick else 60.0) if budget_s is None else budget_s, seed)
 
 
 def run_workloads(plan: Plan, folder: RunFolder, *, tell: Tell = lambda *_: None) -> dict[str, Any]:
