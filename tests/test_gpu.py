@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import dynamix
 from tests.ranks import run_ranks
-from tests.union import Script
+from tests.union import Script, larger
 
 pytestmark = [
     pytest.mark.gpu,
@@ -96,7 +96,7 @@ def _union_on_gpu(rank: int, hook_name: str | None) -> float:
         ux, uy = (t[index].cuda() for t in data.tensors)
         want = torch.autograd.grad(F.cross_entropy(net(ux), uy), list(net.parameters()))
         for parameter, true in zip(net.parameters(), want, strict=True):
-            worst = max(worst, float((parameter.grad - true).norm() / true.norm()))
+            worst = larger(worst, float((parameter.grad - true).norm() / true.norm()))
         optimizer.step()
         optimizer.zero_grad()
         controller.step(loss=loss)
@@ -132,7 +132,7 @@ def _sync_batch_norm(rank: int) -> float:
         other.zero_grad()
         F.cross_entropy(whole(ux.double()), uy).backward()
         for got, want in zip(net.parameters(), whole.parameters(), strict=True):
-            worst = max(worst, float((_grad(got) - _grad(want)).abs().max()))
+            worst = larger(worst, float((_grad(got) - _grad(want)).abs().max()))
         for stepping in (optimizer, other):
             stepping.step()
         optimizer.zero_grad()

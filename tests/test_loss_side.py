@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import dynamix
 from dynamix.errors import UsageError
 from tests.ranks import run_ranks
-from tests.union import Script
+from tests.union import Script, larger
 
 pytestmark = pytest.mark.multiproc
 ANSWERS = [[2, 7, 3], [6, 2, 2]]
@@ -76,7 +76,7 @@ def _sync_batch_norm(rank: int, weighting: str) -> float:
         whole.zero_grad()
         F.mse_loss(whole(ux), uy).backward()
         for got, want in zip(net.parameters(), whole.parameters(), strict=True):
-            worst = max(worst, float((got.grad - want.grad).abs().max()))
+            worst = larger(worst, float((got.grad - want.grad).abs().max()))
         optimizer.step()
         optimizer.zero_grad()
         controller.step(loss=loss)
@@ -143,7 +143,7 @@ def _fsdp(rank: int) -> float:
         other.zero_grad()
         F.mse_loss(whole(ux), uy).backward()
         for got, want in zip(net.parameters(), whole.parameters(), strict=True):
-            worst = max(worst, float((got.grad.full_tensor() - want.grad).abs().max()))
+            worst = larger(worst, float((got.grad.full_tensor() - want.grad).abs().max()))
         optimizer.step()
         optimizer.zero_grad()
         other.step()
@@ -190,7 +190,7 @@ def _tokens(rank: int, accumulate: int) -> float:
                 list(net.parameters()),
             )
             for got, true in zip(net.parameters(), want, strict=True):
-                worst = max(worst, float((got.grad - true).abs().max()))
+                worst = larger(worst, float((got.grad - true).abs().max()))
             optimizer.step()
             optimizer.zero_grad()
         controller.step(loss=loss)

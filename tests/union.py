@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -96,6 +97,12 @@ def hook_of(name: str | None) -> tuple[Any, Any]:
     return getattr(default_hooks, f"{name}_hook"), None
 
 
+def larger(worst: float, error: float) -> float:
+    """The larger error; NaN is the largest, where Python's `max` would pass over it."""
+    assert not math.isnan(error), "an error that is not a number"
+    return max(worst, error)
+
+
 def worst_error(rank: int, case: Case) -> float:
     """The largest relative error of any optimizer step's gradient; trains on with the true gradient applied."""
     torch.manual_seed(1)
@@ -148,7 +155,7 @@ def worst_error(rank: int, case: Case) -> float:
                 (F.mse_loss(reference(x[union]), y[union]) * factor).backward()
                 got = torch.cat([p.grad.to_dense().flatten() for p in net.parameters()])
                 want = torch.cat([p.grad.to_dense().flatten() for p in reference.parameters()])
-                worst = max(worst, float((got - want).norm() / want.norm()))
+                worst = larger(worst, float((got - want).norm() / want.norm()))
                 optimizer.step()
                 optimizer.zero_grad()
             else:
