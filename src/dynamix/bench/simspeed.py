@@ -16,7 +16,6 @@ from dynamix.policies.learned import LearnedPolicy
 from dynamix.simulator import ClusterEnv, sample_family
 from dynamix.window import Bounds, Window
 
-
 # (clusters, workers): the goal's size, the same number of workers in fewer clusters, and one large cluster.
 SIZES = ((256, 32), (8, 1024), (1, 10_000))
 GOAL_STEPS_PER_S = 2_000_000
