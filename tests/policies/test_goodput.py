@@ -92,6 +92,15 @@ def test_cannikin_measures_two_sizes_and_then_finishes_together_at_the_best_batc
     assert _goodput(sizes, alpha, beta, exchange, phi) >= 0.998 * best
 
 
+def test_cannikin_gets_out_of_like_workers_with_like_sizes() -> None:
+    policy, sizes = Cannikin(), np.array([64, 64])
+    for _ in range(5):
+        sizes = policy.decide(_world(sizes, 0.2, 1e-3, exchange=1e-6, phi=2000.0), Bounds.of(2, 1, 512))
+    every = np.arange(64, 513)[:, None] * np.array([1, 1])
+    best = _goodput(every, 0.2, 1e-3, 1e-6, 2000.0).max()
+    assert _goodput(sizes, 0.2, 1e-3, 1e-6, 2000.0) >= 0.995 * best
+
+
 @pytest.mark.parametrize("overlap", [1.0, 2.0])
 def test_goodput_finds_the_best_of_all_allocations_of_a_small_cluster(overlap: float) -> None:
     alpha, beta, exchange, phi, bounds = [0.02, 0.0, 0.03], [1e-3, 4e-3, 2e-3], 0.2, 400.0, Bounds.of(3, 1, 256)

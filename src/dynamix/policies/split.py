@@ -16,7 +16,7 @@ from dynamix.window import Bounds, Floats
 
 # (finishing times (..., K), global batches (..., K)) -> log goodput (..., K), up to a constant
 Objective = Callable[[Floats, Floats], Floats]
-_POINTS, _ROUNDS, _BISECTIONS = 17, 3, 32
+_POINTS, _ROUNDS, _BISECTIONS = 17, 3, 40
 
 
 def finishing_at(finish_s: Floats, alpha: Floats, beta: Floats, low: Floats, high: Floats) -> Floats:
