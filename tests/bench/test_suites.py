@@ -138,3 +138,9 @@ def test_bad_arguments_end_with_one_clear_line_and_no_folder(arguments: list[str
     assert done.output.strip().startswith("error: ")
     assert len(done.output.strip().splitlines()) == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_slow_link_is_predicted_to_cost_time_and_a_free_one_none() -> None:
+    slow, free = (predict(load_scenario(name), "static", 3, COSTS)["step_s"] for name in ("slow-link", "even"))
+    # A ring of four sends 1.5 times the 448,552 bytes of gradients over 40 Mbit/s.
+    assert slow - free == pytest.approx(1.5 * 448_552 * 8e-6 / 40, rel=0.02)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,14 @@ import numpy as np
 from dynamix.bench.demo import Settings, disturbance_seed
 from dynamix.bench.reference import Reference, reference_total
 from dynamix.bench.runs import AGAIN
-from dynamix.emulator import Scenario, host_speeds, load_scenario
+from dynamix.emulator import Scenario, host_links, host_speeds, load_scenario
 from dynamix.errors import ConfigError
 from dynamix.policies import Policy, make_policy
 from dynamix.policies.base import boundary
 from dynamix.simulator import ClusterEnv, Clusters, Trace
 from dynamix.telemetry.events import read_events
 from dynamix.window import Floats, Window
+from dynamix.workloads import make_workload
 
 KNOTS = 9
 EPOCH_SAMPLES = 24_000
@@ -96,6 +98,28 @@ def _needed(result: dict[str, Any], costs: LiveCosts) -> float:
     return float(np.mean(reached))
 
 
+class ScenarioEnv(ClusterEnv):
+    """One simulated cluster whose links follow a scenario's schedule: the slowest decides a ring all-reduce's bytes.
+
+    Loss and latency are not modelled; the exchange at rest, whose cost is processors', is in the clusters' `exchange_s`.
+    """
+
+    def __init__(
+        self, scenario: Scenario, disturbed_by: int, gradient_bytes: int, clusters: Clusters, **how: Any
+    ) -> None:
+        self._scenario, self._seed, self._bytes = scenario, disturbed_by, gradient_bytes
+        super().__init__(clusters, seed=disturbed_by, **how)
+
+    def exchange(self) -> Floats:
+        workers = self.clusters.shape[1]
+        rates = [math.inf]
+        for link in host_links(self._scenario, float(self.clock_s[0]), self._seed):
+            ways = [rate for rate in (link.up_mbit_s, link.down_mbit_s) if rate is not None]
+            rates += [max(rate - link.background_mbit_s, 0.1 * rate) for rate in ways]
+        moved_mbit = 2 * (workers - 1) / workers * self._bytes * 8e-6
+        return np.asarray(self.clusters.exchange_s + moved_mbit / min(rates))
+
+
 def predict(scenario: Scenario, policy: str, seed: int, costs: LiveCosts) -> dict[str, float]:
     """Step time and time to the target of one run, s."""
     settings = Settings()
@@ -108,7 +132,11 @@ def predict(scenario: Scenario, policy: str, seed: int, costs: LiveCosts) -> dic
     base = np.array([settings.batch_size * workers])
     per_epoch = not policy.startswith("reference") and boundary(make_policy(policy)) == "epoch"
     interval, delay = (int(EPOCH_SAMPLES // base[0]), 0) if per_epoch else (settings.interval, 1)
-    env = ClusterEnv(_clusters(costs, speeds, base), seed=seeded, interval=interval, delay=delay, trace=trace)
+    model = make_workload(settings.workload).make_model(0)
+    size = sum(p.numel() * p.element_size() for p in model.parameters())
+    env = ScenarioEnv(
+        scenario, seeded, size, _clusters(costs, speeds, base), interval=interval, delay=delay, trace=trace
+    )
     chosen = _policy(policy, scenario, seeded, env)
     window = env.reset()
     while env.progress[0] < costs.needed and env.clock_s[0] < LONGEST_S:
