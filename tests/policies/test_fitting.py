@@ -86,6 +86,18 @@ def test_a_slowdown_that_starts_within_a_window_is_seen_in_full(steps_before: in
     np.testing.assert_allclose(alpha + beta * sizes, [0.1, 0.2], rtol=0.03)
 
 
+def test_where_time_grows_faster_than_the_batch_no_fixed_cost_is_made_up() -> None:
+    costs = WorkerCosts()
+    for scale in (1.0, 1.5, 0.7, 1.3, 0.9, 1.6, 1.0):
+        sizes = np.rint(np.array([100, 100]) * scale).astype(int)
+        seconds = np.array([1e-3, 1e-5]) * sizes ** np.array([1.0, 2.0])
+        costs.update(_window(sizes, seconds))
+    alpha, beta = costs.at(_window(sizes, seconds))
+    np.testing.assert_allclose(alpha + beta * sizes, seconds, rtol=0.01)
+    assert (alpha >= 0).all()
+    assert (alpha < 0.05 * seconds).all()
+
+
 def test_jitter_is_averaged_not_followed() -> None:
     rng, costs, sizes = np.random.default_rng(3), WorkerCosts(), np.array([100] * 8)
     errors = []

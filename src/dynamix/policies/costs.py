@@ -11,14 +11,16 @@ from dynamix.window import Floats, Window
 # believed as 1 / (1 + offset / PRIOR): small ones are commoner, also among the calibrated GPUs.
 OFFSETS: Floats = np.array([0.0, 0.05, 0.1, 0.2, 0.35, 0.6, 1.0, 1.7, 3.0, 5.0, 8.0, 16.0])
 PRIOR = 2.0
+# Beyond a memory cliff time grows faster than the batch.
+POWERS: Floats = np.array([1.5, 2.0])
 
 
 class WorkerCosts:
     """Each worker's alpha and beta while its speed jumps about: a bank of Kalman filters, one per candidate offset.
 
     A slowdown multiplies alpha and beta alike, so log seconds = log(a + b) + level, where the offset a = alpha/beta
-    (samples) is fixed and only the level moves. For every a of `OFFSETS` times the base batch a filter follows the level;
-    how well its predictions came true weighs the candidates. A deviation of more than `gate` standard deviations is a
+    (samples) is fixed and only the level moves. For every a of `OFFSETS` times the base batch, and for growth with a power
+    of b, a filter follows the level; how well its predictions came true weighs the candidates. A deviation of more than `gate` standard deviations is a
     jump, taken at once; what a window's standard deviation exceeds the usual jitter by then says how far the jump goes
     on beyond the window's mean.
 
@@ -96,15 +98,24 @@ class WorkerCosts:
         samples = self._samples(window, batch)
         weights = self.weights()
         seconds = np.exp((weights * (self.level + np.log(samples))).sum(-1))
-        growing = (weights * batch[..., None] / samples).sum(-1)
+        # Where time grows faster than the batch the line ends at no fixed cost: a negative one would promise free samples.
+        growing = np.minimum((weights * self._elasticity(batch, samples)).sum(-1), 1.0)
         alpha, beta = seconds * (1 - growing), seconds * growing / batch
         known_alpha, known_beta = mean_of_known(alpha)[..., None], mean_of_known(beta)[..., None]
         return np.where(np.isnan(alpha), known_alpha, alpha), np.where(np.isnan(beta), known_beta, beta)
 
     def _samples(self, window: Window, batch: Floats | np.ndarray) -> Floats:
-        """Sizes plus candidate offsets, (..., W, G)."""
+        """What seconds are proportional to by each candidate, (..., W, G): b + offset, or a power of b."""
         unit = base_total(window)[..., None, None] / window.workers
-        return np.asarray(OFFSETS * unit + np.asarray(batch, np.float64)[..., None])
+        size = np.asarray(batch, np.float64)[..., None]
+        return np.concatenate([OFFSETS * unit + size, unit * (size / unit) ** POWERS], -1)
+
+    @staticmethod
+    def _elasticity(batch: Floats, samples: Floats) -> Floats:
+        """d log seconds / d log b of each candidate, (..., W, G)."""
+        of_offsets = batch[..., None] / samples[..., : len(OFFSETS)]
+        of_powers = np.broadcast_to(POWERS, (*batch.shape, len(POWERS)))
+        return np.concatenate([of_offsets, of_powers], -1)
 
     def _typical(self, own: Floats) -> Floats:
         """Relative variance of a step, (..., W): own history and the cluster's, else this window's, else (5 %)^2."""
@@ -125,8 +136,9 @@ class WorkerCosts:
         self.error = self.error + gain * (beyond - self.error)
 
     def _start(self, shape: tuple[int, ...]) -> None:
-        self.level = np.full((*shape, len(OFFSETS)), np.nan)
-        self.loss = np.log(1.0 + OFFSETS / PRIOR) + np.zeros(self.level.shape)
+        prior = np.concatenate([np.log(1.0 + OFFSETS / PRIOR), np.full(len(POWERS), 2.0)])
+        self.level = np.full((*shape, len(prior)), np.nan)
+        self.loss = prior + np.zeros(self.level.shape)
         self.variance, self.jitter, self.size = np.zeros(shape), np.full(shape, np.nan), np.full(shape, np.nan)
         self.error, self.count = np.zeros(shape[:-1]), np.zeros(shape[:-1])
 
