@@ -97,7 +97,8 @@ def _measured(name: str, plan: Plan, tell: Tell) -> dict[str, Any]:
         tell(f"{name}: making data", 0.0)
         workload = make_workload(name)
         data = workload.make_data(plan.seed)
-        return measure(workload, data, budget_s=plan.budget_s, seed=plan.seed, tell=tell)
+        row = measure(workload, data, budget_s=plan.budget_s, seed=plan.seed, tell=tell)
+        return {**row, "commit": commit()}  # a resumed suite may hold rows of several
     finally:
         torch.set_num_threads(threads)
 
