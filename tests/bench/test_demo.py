@@ -41,6 +41,7 @@ def ranks_of(pid):
 @pytest.mark.emulator
 @pytest.mark.multiproc
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_the_demo_runs_every_policy_to_its_end_and_leaves_a_complete_folder(privileged, tmp_path):
     command = [sys.executable, "-m", "dynamix.cli", "demo", "--quick", "--json", "--out", str(tmp_path / "run")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=115, check=False)
@@ -76,6 +77,7 @@ class KillsARank(Display):
 @pytest.mark.emulator
 @pytest.mark.multiproc
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_a_rank_that_dies_ends_the_demo_with_an_error_that_names_it(privileged, tmp_path):
     settings = Settings(quick=True, steps=100_000, policies=("static",))
     with pytest.raises(WorkerLostError, match="rank"):
@@ -94,6 +96,7 @@ class Interrupts(Display):
 @pytest.mark.emulator
 @pytest.mark.multiproc
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_an_interrupted_call_keeps_its_finished_seeds_and_goes_on_without_repeating_them(privileged, tmp_path):
     settings = Settings(quick=True, seeds=2, policies=("static",))
     folder = RunFolder("demo", tmp_path / "run")
@@ -140,6 +143,7 @@ def test_the_reference_follows_the_scenario_at_a_constant_global_batch():
 
 @pytest.mark.multiproc
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_without_root_the_demo_runs_by_duty_cycle_and_says_so_and_which_policy_ran(tmp_path):
     copy = tmp_path / "mine.safetensors"
     copy.write_bytes(PRETRAINED.read_bytes())
