@@ -44,7 +44,7 @@ def ranks_of(pid):
 @pytest.mark.timeout(300)
 def test_the_demo_runs_every_policy_to_its_end_and_leaves_a_complete_folder(privileged, tmp_path):
     command = [sys.executable, "-m", "dynamix.cli", "demo", "--quick", "--json", "--out", str(tmp_path / "run")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=115, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert result == json.loads((tmp_path / "run" / "result.json").read_text())
@@ -150,7 +150,7 @@ def test_without_root_the_demo_runs_by_duty_cycle_and_says_so_and_which_policy_r
     copy.with_suffix(".json").write_bytes(PRETRAINED.with_suffix(".json").read_bytes())
     options = ["--quick", "--steps", "4", "--mechanism", "duty-cycle", "--policy", str(copy), "--json"]
     command = [sys.executable, "-m", "dynamix.cli", "demo", *options, "--out", str(tmp_path / "run")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=115, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert result["mechanisms"]["network"] == "loopback"
