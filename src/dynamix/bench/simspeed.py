@@ -23,9 +23,7 @@ GOAL_STEPS_PER_S = 2_000_000
 
 def simulator_speeds(family: str = "affine-slowdowns") -> list[dict[str, float]]:
     """`simulator_speed` at every size."""
-    return [
-        {"clusters": c, "workers": w, **simulator_speed(family=family, clusters=c, workers=w)} for c, w in SIZES
-    ]
+    return [{"clusters": c, "workers": w, **simulator_speed(family=family, clusters=c, workers=w)} for c, w in SIZES]
 
 
 def simulator_speed(
