@@ -261,7 +261,8 @@ def bench_tta(
         quick=quick,
     )  # fmt: skip
     plan.settings()
-    result, arrived = run_tta(plan, RunFolder("tta", out, resume=resume))
+    with RunFolder("tta", out, resume=resume) as folder:
+        result, arrived = run_tta(plan, folder)
     if as_json:
         _print(result)
     if not arrived:
@@ -291,8 +292,8 @@ def _simulated(suite: Any, name: str, out: Path | None, resume: bool, as_json: b
     from dynamix.telemetry.run_folder import RunFolder
 
     suite.check()
-    with _progress(name) as tell:
-        result = run_suite(suite, RunFolder(name, out, resume=resume), tell=tell)
+    with _progress(name) as tell, RunFolder(name, out, resume=resume) as folder:
+        result = run_suite(suite, folder, tell=tell)
     _print(result) if as_json else typer.echo(markdown(result["cells"]))
 
 
@@ -346,8 +347,8 @@ def bench_workloads(
     from dynamix.telemetry.run_folder import RunFolder
 
     plan = Plan.of(quick=quick, names=only.split(",") if only else None, budget_s=seconds, seed=seed)
-    with _progress("workloads") as tell:
-        result = run_workloads(plan, RunFolder("workloads", out, resume=resume), tell=tell)
+    with _progress("workloads") as tell, RunFolder("workloads", out, resume=resume) as folder:
+        result = run_workloads(plan, folder, tell=tell)
     _print(result) if as_json else typer.echo(markdown(result["workloads"]))
 
 
