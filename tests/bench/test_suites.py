@@ -14,6 +14,7 @@ from dynamix.bench.fidelity import lines, run_fidelity
 from dynamix.bench.live import combine, markdown
 from dynamix.bench.reference import reference_total
 from dynamix.bench.simulated import Suite, run_cell, run_suite, scaling_suite, tta_suite
+from dynamix.bench.suite_report import write_live_report
 from dynamix.cli import app
 from dynamix.emulator import load_scenario
 from dynamix.errors import ConfigError
@@ -51,6 +52,7 @@ def test_a_suite_goes_on_where_it_stopped_and_refuses_another_suites_folder(tmp_
     assert again == ["pai-steady-2"]
     assert result == json.loads((tmp_path / "run" / "result.json").read_text())
     assert "| pai-steady-2 |" in (tmp_path / "run" / "table.md").read_text()
+    assert "<svg" in (tmp_path / "run" / "report.html").read_text()
     with pytest.raises(ConfigError, match="resume with the same"):
         run_suite(dataclasses.replace(SMALL, windows=30), folder)
 
@@ -79,7 +81,7 @@ def _scenario(static: list[float], dbs: list[float], dynamix: list[float]) -> di
     }  # fmt: skip
 
 
-def test_scenarios_weigh_the_same_and_a_share_above_one_is_reported() -> None:
+def test_scenarios_weigh_the_same_and_a_share_above_one_is_reported(tmp_path) -> None:
     results = {"a": _scenario([100.0, 100.0], [80.0, 80.0], [60.0, 60.0]), "b": _scenario([50.0], [50.0], [49.0])}
     found = combine(results)
     assert found["ratios"]["dynamix/static"]["median"] == pytest.approx((0.6 * 0.98) ** 0.5)
@@ -87,6 +89,15 @@ def test_scenarios_weigh_the_same_and_a_share_above_one_is_reported() -> None:
     assert found["cuts"]["a"]["fraction_of_cut"]["dynamix"] == pytest.approx(2.0)
     assert found["cuts"]["b"]["fraction_of_cut"] == {}
     assert "| a | 20 % (dbs)" in markdown({**found, "scenarios": results})
+    about = {
+        "command": "bench tta",
+        "commit": None,
+        "seeds": [0],
+        "cluster": "emulator",
+        "machine": {"cores": 2, "cpu": ""},
+    }
+    write_live_report(tmp_path / "report.html", {**found, **about, "scenarios": results})
+    assert "<svg" in (tmp_path / "report.html").read_text()
 
 
 def test_runs_that_never_arrive_count_as_twice_statics_time() -> None:

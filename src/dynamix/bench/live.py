@@ -9,6 +9,7 @@ from dynamix.bench.demo import Settings, run_demo
 from dynamix.bench.display import Display
 from dynamix.bench.runs import AGAIN, CENSOR_FACTOR
 from dynamix.bench.statistics import censored, geometric_mean, paired_ratio
+from dynamix.bench.suite_report import write_live_report
 from dynamix.emulator import load_scenario
 from dynamix.errors import ConfigError
 from dynamix.telemetry.events import SCHEMA
@@ -64,6 +65,7 @@ def run_tta(plan: Plan, folder: RunFolder, *, display: Display | None = None) ->
     result["mechanisms"] = next(iter(results.values()))["mechanisms"]
     folder.write_result(result)
     (folder.path / "table.md").write_text(markdown(result), encoding="utf-8")
+    write_live_report(folder.path / "report.html", result)
     return result, arrived
 
 

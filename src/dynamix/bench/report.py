@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_COLOURS = ("#4c72b0", "#dd8452", "#55a868", "#c44e52", "#8172b3", "#937860", "#da8bc3", "#8c8c8c")
+COLOURS = ("#4c72b0", "#dd8452", "#55a868", "#c44e52", "#8172b3", "#937860", "#da8bc3", "#8c8c8c")
 _PARTS = {"compute": "#55a868", "data": "#ccb974", "communication": "#64b5cd", "wait": "#c44e52"}
-_STYLE = """
+STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 1000px; margin: 2em auto; padding: 0 1em; color: #222; }
 table { border-collapse: collapse; } th, td { padding: .3em .8em; border-bottom: 1px solid #ddd; text-align: right; }
 th:first-child, td:first-child { text-align: left; } svg { max-width: 100%; height: auto; }
@@ -42,15 +42,15 @@ def write_report(
         "".join(f"<p>{html.escape(line)}</p>" for line in [*policy_lines(result), *ratio_lines(result["ratios"])]),
         _table(runs, result["target"]),
         "<h2>Accuracy against time</h2>",
-        _svg(_plot_accuracy(runs, result["target"])),
+        svg(_plot_accuracy(runs, result["target"])),
         "<h2>Batch size of each worker against time</h2><p>A dashed line marks the noisy neighbour's move, with the host "
         f"it halves from then on. Seed {runs[0].seed}.</p>",
-        _svg(_plot_sizes(first_seed, moves)),
+        svg(_plot_sizes(first_seed, moves)),
         "<h2>Where each worker's time went</h2><p>Mean seconds per step of each worker.</p>",
-        _svg(_plot_time(first_seed)),
+        svg(_plot_time(first_seed)),
         f"<h2>How this was measured</h2><pre>{html.escape(_details(result))}</pre>",
     ]
-    page = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>dynamix demo</title><style>{_STYLE}</style>'
+    page = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>dynamix demo</title><style>{STYLE}</style>'
     path.write_text(page + "\n".join(pieces) + "</html>\n", encoding="utf-8")
 
 
@@ -86,13 +86,13 @@ def _table(runs: Sequence[Run], target: float) -> str:
 
 
 def _plot_accuracy(runs: Sequence[Run], target: float) -> Figure:
-    figure, (axes,) = _figure(1)
+    figure, (axes,) = new_figure(1)
     names = list(dict.fromkeys(run.policy for run in runs))
     for run in runs:
         place = names.index(run.policy)
         first = next(r for r in runs if r.policy == run.policy) is run
         times, scores = [s.time_s for s in run.snapshots], [s.score for s in run.snapshots]
-        axes.plot(times, scores, color=_COLOURS[place % 8], lw=1.5, label=run.policy if first else None)
+        axes.plot(times, scores, color=COLOURS[place % 8], lw=1.5, label=run.policy if first else None)
     axes.axhline(target, color="#222", lw=0.8, ls=":")
     axes.set(xlabel="seconds", ylabel="test accuracy", ylim=(0, 1))
     axes.legend(frameon=False)
@@ -100,11 +100,11 @@ def _plot_accuracy(runs: Sequence[Run], target: float) -> Figure:
 
 
 def _plot_sizes(runs: Sequence[Run], moves: Callable[[Run], Sequence[tuple[float, int]]] | None) -> Figure:
-    figure, panels = _figure(len(runs))
+    figure, panels = new_figure(len(runs))
     for axes, run in zip(panels, runs, strict=True):
         times, sizes = _sizes_over_time(run)
         for worker in range(sizes.shape[1]):
-            axes.step(times, sizes[:, worker], where="post", color=_COLOURS[worker % 8], label=f"worker {worker}")
+            axes.step(times, sizes[:, worker], where="post", color=COLOURS[worker % 8], label=f"worker {worker}")
         for time_s, host in moves(run) if moves else ():
             if 0 < time_s < run.time_s:
                 axes.axvline(time_s, color="#999", lw=0.8, ls="--")
@@ -126,7 +126,7 @@ def _sizes_over_time(run: Run) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, An
 
 
 def _plot_time(runs: Sequence[Run]) -> Figure:
-    figure, panels = _figure(1, columns=len(runs))
+    figure, panels = new_figure(1, columns=len(runs))
     for axes, run in zip(panels, runs, strict=True):
         base = np.zeros(len(run.batch_sizes))
         for name, values in run.where_time_went().items():
@@ -140,7 +140,8 @@ def _plot_time(runs: Sequence[Run]) -> Figure:
     return figure
 
 
-def _figure(rows: int, *, columns: int = 1) -> tuple[Figure, list[Axes]]:
+def new_figure(rows: int, *, columns: int = 1) -> tuple[Figure, list[Axes]]:
+    """An empty figure in the reports' style, and its axes."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4 if rows == 1 else 2.2 * rows), layout="constrained")
@@ -150,7 +151,8 @@ def _figure(rows: int, *, columns: int = 1) -> tuple[Figure, list[Axes]]:
     return figure, list(grid.flat)
 
 
-def _svg(figure: Figure) -> str:
+def svg(figure: Figure) -> str:
+    """A figure as SVG to put into a page."""
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg")
     text = buffer.getvalue()

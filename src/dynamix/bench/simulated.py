@@ -8,6 +8,7 @@ end, so a stopped suite goes on where it was.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from dynamix.bench.suite_report import write_simulated_report
 from dynamix.errors import ConfigError
 from dynamix.policies import make_policy
 from dynamix.policies.base import Policy, boundary, policy_names
@@ -70,6 +72,8 @@ class Suite:
                 )
         for name in self.policies:
             make_policy(name)
+        if importlib.util.find_spec("matplotlib") is None:
+            raise ConfigError("matplotlib", "not installed", "installed", 'pip install "dynamix-train[report]"')
 
 
 def tta_suite(*, quick: bool, policies: Sequence[str] | None = None, families: Iterable[str] | None = None) -> Suite:
@@ -109,7 +113,7 @@ class StaticAt:
 
 
 def run_suite(suite: Suite, folder: RunFolder, *, tell: Tell = lambda what, done: None) -> dict[str, Any]:
-    """Run what `folder` does not hold yet; writes run.json, a file per cell, result.json and table.md."""
+    """Run what `folder` does not hold yet; writes run.json, a file per cell, result.json, table.md, report.html."""
     suite.check()
     facts: dict[str, Any] = {"schema": SCHEMA, "command": suite.command, "cluster": "simulator", "mechanisms": {},
              "seeds": list(suite.seeds), "suite": json.loads(json.dumps(asdict(suite)))}  # fmt: skip
@@ -129,6 +133,7 @@ def run_suite(suite: Suite, folder: RunFolder, *, tell: Tell = lambda what, done
     result = {**facts, "commit": commit(), "machine": machine(), "cells": cells}
     folder.write_result(result)
     (folder.path / "table.md").write_text(markdown(cells), encoding="utf-8")
+    write_simulated_report(folder.path / "report.html", result)
     return result
 
 
