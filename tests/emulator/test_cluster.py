@@ -202,7 +202,8 @@ def test_children_of_ranks_end_with_them(tmp_path: Path, mechanism: str) -> None
 # ---------------------------------------------------------------- the owner ends, in every way
 
 OWNER = """
-import sys, time, types
+import signal, sys, time, types
+signal.signal(signal.SIGINT, signal.default_int_handler)  # what a background shell starts ignores it
 package = types.ModuleType("dynamix")  # without its front page, which imports torch: the emulator does not need it
 package.__path__ = [sys.argv[3]]
 sys.modules["dynamix"] = package

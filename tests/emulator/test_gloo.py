@@ -69,7 +69,7 @@ while not stop:
     torch.nn.functional.cross_entropy(model(x), x.argmax(1) % 10).backward()
     optimizer.step(); optimizer.zero_grad()
     steps += 1
-    stop[0] = time.monotonic() - began > 3
+    stop[0] = time.monotonic() - began > 3 and steps >= 10
     dist.broadcast(stop, 0)
 print(steps, model.module.weight.double().sum().item(), flush=True)
 dist.barrier()
