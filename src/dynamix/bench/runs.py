@@ -71,6 +71,11 @@ class Run:
         total = sum(sum(values) for values in parts.values())
         return sum(parts["wait"]) / total if total else float("nan")
 
+    @property
+    def median_global_batch(self) -> float:
+        """Over the run's windows, samples."""
+        return float(np.median([sum(e["window"]["batch_size"]) for e in self.events])) if self.events else float("nan")
+
     def event_time_s(self, event: dict[str, Any]) -> float:
         """When the window of `event` closed, on the run's clock (events carry rank 0's own)."""
         step = int(event["window"]["step"])
@@ -137,6 +142,7 @@ def _policy_part(runs: Sequence[Run]) -> dict[str, Any]:
         "steps": [r.step for r in runs],
         "samples": [r.samples for r in runs],
         "batch_sizes": [r.batch_sizes for r in runs],
+        "median_global_batch": [_rounded(r.median_global_batch) for r in runs],
         "overhead_s": [_rounded(r.overhead_s) for r in runs],
         "stolen_fraction": [_rounded(r.stolen) for r in runs],
         "seconds_per_step": [

@@ -40,7 +40,6 @@ Tell = Callable[[str, float], None]
 SWEEP = (0.25, 0.5, 1.0, 2.0, 4.0)  # static batches tried, as factors on the base batch
 TUNING_SEEDS, TEST_SEEDS = (700_001, 700_002), tuple(range(710_001, 710_006))
 EPOCH_WINDOWS = 20  # windows in an epoch, for policies that decide per epoch
-PLANNED_WORKERS = 4  # the planning reference costs W^2 simulations a decision
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +49,7 @@ class Suite:
     cells        (family, W)
     seeds        test seeds; `clusters` clusters each, and every cluster is a pair
     windows      decisions per run
-    references   names of `REFERENCES`; "planned" only where W is small
+    references   names of `REFERENCES`; "planned" costs W^2 simulations a decision
     """
 
     command: str
@@ -143,7 +142,7 @@ def run_cell(suite: Suite, family: str, workers: int) -> dict[str, Any]:
     factor = _best_static(suite, family, workers, clusters)
     factories: dict[str, Factory] = {"static": lambda _: StaticAt(factor)}
     factories |= {name: _by_name(name) for name in suite.policies if name != "static"}
-    references = [name for name in suite.references if name != "planned" or workers <= PLANNED_WORKERS]
+    references = list(suite.references)
     factories |= {name: REFERENCES[name] for name in references}
     taken: dict[str, list[Floats]] = {name: [] for name in factories}
     interior: list[float] = []
