@@ -5,8 +5,9 @@ import pytest
 
 from dynamix.bench.display import Display, end_table, ratio_lines
 from dynamix.bench.report import write_report
-from dynamix.bench.runs import Run, summarise
+from dynamix.bench.runs import Run, load_runs, summarise
 from dynamix.bench.scoring import Scorer, Snapshot
+from dynamix.errors import StateError
 from dynamix.window import Window
 from dynamix.workloads import make_workload
 
@@ -102,3 +103,9 @@ def test_an_error_while_scoring_reaches_the_caller(tmp_path):
     with pytest.raises(FileNotFoundError):
         scorer.wait()
     scorer.close()
+
+
+def test_a_damaged_file_of_finished_runs_is_named(tmp_path):
+    (tmp_path / "3.json").write_text('{"facts": {')
+    with pytest.raises(StateError, match=r"3\.json is damaged"):
+        load_runs(tmp_path / "3.json", [], {})

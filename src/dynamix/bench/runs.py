@@ -13,7 +13,7 @@ import numpy as np
 
 from dynamix.bench.scoring import Snapshot
 from dynamix.bench.statistics import censored, paired_ratio, time_to_target
-from dynamix.errors import ConfigError
+from dynamix.errors import ConfigError, StateError
 from dynamix.window import Window
 
 AGAIN = "static-again"  # the A/A partner: static once more
@@ -109,8 +109,11 @@ def save_runs(path: Path, runs: Sequence[Run], facts: dict[str, Any]) -> None:
 
 
 def load_runs(path: Path, events: Sequence[dict[str, Any]], facts: dict[str, Any]) -> list[Run]:
-    """The inverse of `save_runs`. Raises `ConfigError` if they were measured under other `facts`."""
-    content = json.loads(path.read_text(encoding="utf-8"))
+    """The inverse of `save_runs`. Raises `ConfigError` if they were measured under other `facts`, `StateError` if the file is damaged."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise StateError(f"{path} is damaged ({error}): remove it, and its seed is run again") from error
     for name, now in facts.items():
         if content["facts"].get(name) != now:
             was = content["facts"].get(name)
