@@ -50,6 +50,7 @@ class Settings:
     quick     a smoke run: little data, few steps, a target anybody reaches
     policies  to compare; "reference" is decided with the scenario file in hand
     policy    file of a learned policy, or a name, to use for "dynamix" instead of the shipped one
+    again     run static twice (the A/A pair) for a single seed too; several seeds always do
     mechanism   of the emulation: "auto", "privileged" or "duty-cycle" (no root)
     command   how results name what was called
     """
@@ -61,6 +62,7 @@ class Settings:
     quick: bool = False
     policies: tuple[str, ...] = POLICIES
     policy: str | None = None
+    again: bool = False
     workload: str = "mnist1d"
     batch_size: int = 128
     interval: int = 5
@@ -97,9 +99,10 @@ class Settings:
         one: static first, whose time bounds the others.
         """
         names = list(self.policies)
-        if self.seeds == 1 and "reference" not in names:
+        paired = self.seeds > 1 or self.again
+        if not paired and "reference" not in names:
             return names
-        if self.seeds > 1 and "static" in names:
+        if paired and "static" in names:
             names.append(AGAIN)
         return balanced_order(names, seed)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from dynamix.bench.demo import Settings, run_demo
@@ -34,7 +35,9 @@ class Plan:
         if "static" not in self.policies:
             raise ConfigError("policies", list(self.policies), "static among them", "add static: all ratios are to it")
         each = {
-            name: Settings(scenario=name, seeds=self.seeds, seed=self.seed, policies=self.policies)
+            name: Settings(
+                scenario=name, seeds=self.seeds, seed=self.seed, policies=self.policies, again=not self.quick
+            )
             for name in self.scenarios
         }
         for settings in each.values():
@@ -45,7 +48,9 @@ class Plan:
 def run_tta(plan: Plan, folder: RunFolder, *, display: Display | None = None) -> tuple[dict[str, Any], bool]:
     """Run every scenario in a folder of its own under `folder`; returns result.json and whether every run arrived.
 
-    What a scenario's folder has finished already is not run again.
+    Every scenario gets its first seed before any gets its second, so a call that is interrupted leaves all of them with
+    equally many pairs, and summarises those before `KeyboardInterrupt` goes on. What a scenario's folder has finished
+    already is not run again.
     """
     each = plan.settings()
     command = "bench tta" + (" --quick" if plan.quick else f" --seeds {plan.seeds}") + f" --seed {plan.seed}"
@@ -55,18 +60,35 @@ def run_tta(plan: Plan, folder: RunFolder, *, display: Display | None = None) ->
         "scenario_sha256": {name: load_scenario(name).sha256 for name in plan.scenarios},
     }  # fmt: skip
     folder.write_run(**facts)
-    results, arrived = {}, True
-    for name, settings in each.items():
-        path = folder.path / name
-        inner = RunFolder("demo", path, resume=(path / "run.json").is_file())
-        results[name], reached = run_demo(settings, inner, display=display)
-        arrived = arrived and reached
+    results: dict[str, dict[str, Any]] = {}
+    arrived = True
+    try:
+        for seeds in range(1, plan.seeds + 1):
+            found = {}
+            for name, settings in each.items():
+                found[name], reached = _run_scenario(replace(settings, seeds=seeds), folder.path / name, display)
+                arrived = arrived and reached
+            results = found
+    except KeyboardInterrupt:
+        if results:
+            _conclude(facts | {"interrupted": True}, results, folder)
+        raise
+    return _conclude(facts, results, folder), arrived
+
+
+def _run_scenario(settings: Settings, path: Path, display: Display | None) -> tuple[dict[str, Any], bool]:
+    return run_demo(settings, RunFolder("demo", path, resume=(path / "run.json").is_file()), display=display)
+
+
+def _conclude(facts: dict[str, Any], results: dict[str, dict[str, Any]], folder: RunFolder) -> dict[str, Any]:
+    """Write result.json, table.md and report.html."""
     result = {**facts, "commit": commit(), "machine": machine(), **combine(results), "scenarios": results}
     result["mechanisms"] = next(iter(results.values()))["mechanisms"]
+    result["seeds"] = next(iter(results.values()))["seeds"]
     folder.write_result(result)
     (folder.path / "table.md").write_text(markdown(result), encoding="utf-8")
     write_live_report(folder.path / "report.html", result)
-    return result, arrived
+    return result
 
 
 def combine(results: dict[str, dict[str, Any]]) -> dict[str, Any]:
