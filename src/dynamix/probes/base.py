@@ -24,7 +24,7 @@ class Probe(Protocol):
 
 
 def probe_types() -> list[type[Probe]]:
-    """All kinds of probe. Those later in the list overrule the fields of those before."""
+    """All kinds of probe that need no privileges. Those later in the list overrule the fields of those before."""
     from dynamix.probes.device import DeviceProbe
     from dynamix.probes.host import HostProbe
     from dynamix.probes.network import NetworkProbe
@@ -38,6 +38,7 @@ def detect(device: torch.device) -> list[Probe]:
     >>> [probe.name for probe in detect(torch.device("cpu"))][0]
     'host'
     """
+    from dynamix.probes.bpf import BpfProbe, wanted
     from dynamix.probes.device import DeviceProbe
 
     found: list[Probe] = []
@@ -47,4 +48,6 @@ def detect(device: torch.device) -> list[Probe]:
                 found.append(DeviceProbe(device))
         elif kind.detect()[0]:
             found.append(kind())
+    if wanted() and BpfProbe.detect()[0]:
+        found.append(BpfProbe())
     return found

@@ -71,7 +71,7 @@ class NetworkProbe:
     name = "network"
 
     def __init__(self, *, store_port: int | None = None) -> None:
-        self._store_port = _master_port() if store_port is None else store_port
+        self._store_port = master_port() if store_port is None else store_port
         self._store: set[int] = set()
         self._sampled_at = time.perf_counter()
         self._before = self._others(open_connections())
@@ -112,7 +112,7 @@ class NetworkProbe:
         known = self._before.keys() if hasattr(self, "_before") else set()
         for key, (fd, _) in connections.items():
             # A connection's ports never change, so each is looked up once.
-            if key not in known and key not in self._store and self._store_port in _ports(fd):
+            if key not in known and key not in self._store and self._store_port in ports(fd):
                 self._store.add(key)
         self._store &= connections.keys()
         return {key: connection for key, (_, connection) in connections.items() if key not in self._store}
@@ -146,14 +146,15 @@ def parse_tcp_info(info: bytes) -> Connection | None:
     return Connection(acked, received, retransmits, rtt_us * 1e-6)
 
 
-def _ports(fd: int) -> set[int]:
-    """Local and remote port."""
+def ports(fd: int) -> tuple[int, int]:
+    """Local and remote port of a connection; 0 where there is none."""
     # sockaddr_in and sockaddr_in6 both hold the port, in network order, in bytes 2 to 4.
-    ends = (_address(fd, "getsockname"), _address(fd, "getpeername"))
-    return {int.from_bytes(end[2:4], "big") for end in ends if len(end) >= 4}
+    local, remote = (_address(fd, name)[2:4] for name in ("getsockname", "getpeername"))
+    return int.from_bytes(local, "big"), int.from_bytes(remote, "big")
 
 
-def _master_port() -> int:
+def master_port() -> int:
+    """Where the rendezvous store listens; -1 where the environment does not say."""
     try:
         return int(os.environ.get("MASTER_PORT", "-1"))
     except ValueError:
