@@ -1,0 +1,28 @@
+"""Lossless homomorphic gradient compression: gradients that are mostly zero cross ranks as index and values, or as sketches.
+
+    state = dynamix.compression.CompressionState("auto", model=net)
+    model.register_comm_hook(state, dynamix.compression.compression_hook)
+
+Lossless means: the integer sum that is decoded equals the integer sum of the inputs, which were quantised once to 25 to
+30 bits below their block's largest magnitude. What cannot be verified is reduced densely and counted.
+"""
+
+from __future__ import annotations
+
+from dynamix.compression.bucket import BucketExchange, Settings
+from dynamix.compression.checks import Statistics
+from dynamix.compression.hooks import CompressionState, compression_hook
+from dynamix.compression.layout import Layout
+from dynamix.compression.wire import GroupWire, LocalWire, Wire
+
+__all__ = [
+    "BucketExchange",
+    "CompressionState",
+    "GroupWire",
+    "Layout",
+    "LocalWire",
+    "Settings",
+    "Statistics",
+    "Wire",
+    "compression_hook",
+]

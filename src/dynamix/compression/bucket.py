@@ -1,0 +1,151 @@
+"""One bucket's exchange, from gradients to their mean: agree, send, decode, check; dense at any doubt."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from dynamix.compression.checks import Doubt, Part, Statistics, agree, confirm_union, digest, vote
+from dynamix.compression.compaction import compact, everything
+from dynamix.compression.fixed_point import Scales, scan, working, write_mean_
+from dynamix.compression.index import best_depth, is_superset, union_of
+from dynamix.compression.layout import Layout
+from dynamix.compression.lhc import Prediction, one_phase, two_phase
+from dynamix.compression.wire import LocalWire, Wire
+from dynamix.errors import ConfigError
+
+Way = Literal["dense", "fixed", "compaction", "lhc", "lhc-one-phase"]
+WAYS: tuple[Way, ...] = get_args(Way)
+VERSION = 1
+RELEARN = 8  # unions after which the depth of the index is chosen anew
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What all ranks must hold alike.
+
+    seed      of the hash functions
+    lanes     neighbours hashed as one block in LHC, a power of two up to 1024; 1 hashes each item by itself
+    ratio     counters per item in LHC; None: 1.4, and 1.5 below 10,000 items
+    """
+
+    seed: int = 0
+    lanes: int = 1
+    ratio: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.ratio is not None and not 0.5 <= self.ratio <= 16:
+            raise ConfigError("ratio", self.ratio, "0.5 to 16", "leave it out: below 1.3 decoding mostly fails")
+        if not 1 <= self.lanes <= 1024 or self.lanes & (self.lanes - 1):
+            raise ConfigError("lanes", self.lanes, "powers of two from 1 to 1024", "1 hashes every item by itself")
+
+
+class BucketExchange:
+    """Codec and memory of one bucket on one rank. Ranks call `reduce_` in step, with the same way."""
+
+    def __init__(self, layout: Layout, *, index: int = 0, settings: Settings | None = None) -> None:
+        self.layout, self.index, self.settings = layout, index, settings or Settings()
+        self._depth, self._unions, self._prediction = 0, 0, Prediction()
+        self._scales: Scales | None = None
+
+    def reduce_(self, flat: Tensor, way: Way, wire: Wire, *, step: int, statistics: Statistics) -> None:
+        """Replace `flat`, a float tensor (elements,), by its mean over the wire's ranks.
+
+        dense          as DDP does it, in floating point
+        fixed          densely in fixed point: the reference the next three equal bit for bit
+        compaction, lhc (two-phase), lhc-one-phase
+        """
+        if way not in WAYS:
+            raise ConfigError("way", way, ", ".join(WAYS), "pick one")
+        if flat.numel() != self.layout.elements:
+            raise ConfigError("flat", flat.numel(), f"{self.layout.elements} elements", "give the layout's own bucket")
+        before = wire.payload_bytes
+        try:
+            taken = self._reduce(flat, way, wire, step)
+        except Doubt as doubt:
+            statistics.dense_after[doubt.reason] += 1
+            if doubt.reason != "nonfinite":  # what was learned from unions may differ between ranks
+                self._depth = self._unions = 0
+                self._prediction.forget()
+            taken = "dense"
+            wire.mean(flat)
+        statistics.buckets[taken] += 1
+        statistics.dense_bytes += flat.nbytes
+        statistics.payload_bytes += wire.payload_bytes - before
+
+    def _reduce(self, flat: Tensor, way: Way, wire: Wire, step: int) -> Way:
+        if way == "dense":
+            wire.mean(flat)
+            return way
+        scales = self._scales_for(wire.workers, flat.device)
+        values = working(flat)
+        expected = self._prediction.expected() if way == "lhc-one-phase" else None
+        codes, words = scan(values, self.layout)
+        mine = digest(VERSION, self.settings, self.index, step, way, self.layout, flat.dtype, self._depth, expected)
+        codes = agree(codes, mine, wire)
+        key = int.from_bytes(digest("checksum", self.settings.seed, self.index, step)[:4], "little")
+        seed = (self.settings.seed, self.index, step)
+        ratio, lanes = self.settings.ratio, self.settings.lanes
+
+        if expected is not None:
+            parts, doubt, union = one_phase(
+                values,
+                self.layout,
+                words,
+                codes,
+                scales,
+                wire,
+                expected=expected,
+                seed=seed,
+                key=key,
+                ratio=ratio,
+                lanes=lanes,
+            )
+            vote(doubt, wire)
+        else:
+            union = self._union(words, codes, way, wire)
+            if way in ("lhc", "lhc-one-phase"):
+                parts, doubt = two_phase(
+                    values, self.layout, union, codes, scales, wire, seed=seed, key=key, ratio=ratio, lanes=lanes
+                )
+            else:
+                parts, doubt = compact(values, self.layout, union, codes, scales, wire, key=key)
+            vote(doubt, wire)
+        self._learn(union, codes, parts, way)
+        self._write(flat, parts, codes, scales)
+        return way
+
+    def _union(self, words: Tensor, codes: Tensor, way: Way, wire: Wire) -> Tensor:
+        if way == "fixed":
+            return everything(self.layout, words.device)
+        union = union_of(words, codes, self.layout, wire, self._depth)
+        confirm_union(union, is_superset(union, words), wire)
+        return union
+
+    def _learn(self, union: Tensor, codes: Tensor, parts: list[Part], way: Way) -> None:
+        if way != "fixed":
+            if self._unions % RELEARN == 0:
+                self._depth = best_depth(union, codes, self.layout)
+            self._unions += 1
+            self._prediction.observe([part.items.numel() for part in parts])
+
+    def _write(self, flat: Tensor, parts: list[Part], codes: Tensor, scales: Scales) -> None:
+        for segment, part in zip(self.layout.segments, parts, strict=True):
+            write_mean_(flat, segment, part.items, codes, scales, part.values)
+
+    def _scales_for(self, workers: int, device: torch.device) -> Scales:
+        if self._scales is None or self._scales.workers != workers or self._scales.up.device != device:
+            self._scales = Scales.of(workers, device)
+        return self._scales
+
+
+def warm_up() -> None:
+    """Compile the kernels (seconds, once a machine), so that no step waits for it and no measurement contains it."""
+    for dtype in (torch.float32, torch.float64):
+        exchange = BucketExchange(Layout.of([(64, 1), (64, 4)]))
+        wire, statistics = LocalWire.make(1)[0], Statistics()
+        for step, way in enumerate(WAYS):
+            exchange.reduce_(torch.ones(320, dtype=dtype), way, wire, step=step, statistics=statistics)

@@ -1,0 +1,154 @@
+"""What must hold before a decoded bucket is applied, and the count of what did not.
+
+Every check ends the same way on every rank: what all ranks can see alike is judged on agreed numbers, and what one rank
+might see alone is put to a vote. A bucket in doubt is reduced densely from its untouched values.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dynamix.compression.fixed_point import BEYOND
+from dynamix.compression.kernels import compiled_for
+from dynamix.compression.wire import Wire
+
+# In order of precedence when ranks see different ones.
+REASONS = ("none", "peel", "residual", "checksum", "superset", "union", "mixed", "nonfinite")
+CHECKSUM_WORDS = 3
+_DIGEST = 8
+_MASK = 0xFFFFFFFF
+
+
+class Doubt(Exception):
+    """This bucket goes dense. Raised on every rank alike, never shown to users. `reason` is one of REASONS."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+        super().__init__(reason)
+
+
+@dataclass
+class Statistics:
+    """What the exchange did: buckets by way taken, buckets that went dense by reason, bytes handed to collectives.
+
+    dense_after counts "nonfinite" (NaN or infinity, as a GradScaler expects), "mixed" (ranks disagree about seed, step
+    or settings), "union", "superset", "peel", "residual" and "checksum".
+    """
+
+    buckets: Counter[str] = field(default_factory=Counter)
+    dense_after: Counter[str] = field(default_factory=Counter)
+    dense_bytes: int = 0  # what the same buckets would have handed over uncompressed
+    payload_bytes: int = 0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain numbers, for logs and JSON."""
+        return {
+            "buckets": dict(self.buckets),
+            "dense_after": dict(self.dense_after),
+            "dense_bytes": self.dense_bytes,
+            "payload_bytes": self.payload_bytes,
+        }
+
+
+def digest(*parts: object) -> bytes:
+    """Eight bytes that differ where any part does."""
+    return hashlib.blake2b(repr(parts).encode(), digest_size=_DIGEST).digest()
+
+
+def agree(codes: Tensor, mine: bytes, wire: Wire) -> Tensor:
+    """The exponents all ranks share, uint8 (blocks,), by one maximum that also carries each rank's digest.
+
+    A digest and its complement both survive a maximum only if all ranks brought the same. Raises `Doubt`.
+    """
+    marks = torch.tensor([*mine, *(255 - b for b in mine)], dtype=torch.uint8, device=codes.device)
+    header = torch.cat([codes, marks])
+    wire.maximum(header)
+    _require_same(header[codes.numel() :], "mixed")
+    agreed = header[: codes.numel()]
+    if bool((agreed == BEYOND).any()):
+        raise Doubt("nonfinite")
+    return agreed
+
+
+def confirm_union(union: Tensor, mine_included: bool, wire: Wire) -> None:
+    """All ranks hold the same union, and each finds its own items in it; else `Doubt` on all of them.
+
+    What follows is as long as the union is large, so a rank with another one would hang the rest.
+    """
+    weights = torch.arange(union.numel(), device=union.device) * 0x1E3779B97F4A7C15 | 1
+    value = int((union.long() * weights).sum())
+    mine = digest(value)
+    marks = [*mine, *(255 - b for b in mine), 0 if mine_included else 1]
+    header = torch.tensor(marks, dtype=torch.uint8, device=union.device)
+    wire.maximum(header)
+    if bool(header[-1]):
+        raise Doubt("superset")
+    _require_same(header[:-1], "union")
+
+
+def _require_same(marks: Tensor, reason: str) -> None:
+    high, low = marks.cpu().view(2, -1).int()
+    if bool((high != 255 - low).any()):
+        raise Doubt(reason)
+
+
+def vote(reason: str, wire: Wire) -> None:
+    """`Doubt` on every rank if any rank has a reason other than "none"."""
+    worst = torch.tensor([REASONS.index(reason)], dtype=torch.uint8)
+    wire.maximum(worst)
+    if bool(worst[0]):
+        raise Doubt(REASONS[int(worst[0])])
+
+
+def mix(values: Tensor) -> Tensor:
+    """Murmur3's 32-bit finaliser on int64 values below 2^32."""
+    h = values
+    h = h ^ (h >> 16)
+    h = (h * 0x85EBCA6B) & _MASK
+    h = h ^ (h >> 13)
+    h = (h * 0xC2B2AE35) & _MASK
+    return h ^ (h >> 16)
+
+
+def checksum(totals: Tensor, items: Tensor, width: int, key: int) -> tuple[int, int]:
+    """Two sums modulo 2^32 over int32 (k * width,): plain, and weighted by a hash of item and column.
+
+    Both are linear, so the sum over ranks of their checksums is the checksum of their sum.
+    """
+    fast = compiled_for(totals)
+    if fast is not None:
+        plain, weighted = fast.checksum(totals, items, width, key)
+        return int(plain), int(weighted)
+    columns = torch.arange(width, device=items.device) * 0x9E3779B1
+    weights = ((mix((items ^ key) & _MASK).unsqueeze(1) + columns) & _MASK) | 1
+    wide = totals.view(-1, width).long()
+    return int(wide.sum()) & _MASK, int((wide * weights).sum()) & _MASK
+
+
+@dataclass
+class Part:
+    """One segment's share of a payload: int64 items (k,) and int32 values (k * width,)."""
+
+    items: Tensor
+    values: Tensor
+    width: int
+
+
+def checksums(parts: Sequence[Part], key: int, device: torch.device, *, ranks: int = 1) -> Tensor:
+    """int32 (CHECKSUM_WORDS,), which end a payload: the two checksums of all parts, and `ranks` times a constant.
+
+    Without the constant a payload that was counted twice throughout would fit its own checksums.
+    """
+    plain = weighted = 0
+    for place, part in enumerate(parts):
+        one, other = checksum(part.values, part.items, part.width, (key + place * 0x9E3779B1) & _MASK)
+        plain, weighted = plain + one, weighted + other
+    signed = [((v & _MASK) ^ 0x80000000) - 0x80000000 for v in (plain, weighted, ranks * (key | 1))]
+    return torch.tensor(signed, dtype=torch.int32, device=device)

@@ -1,0 +1,293 @@
+"""numba kernels for the CPU. Each repeats, bit for bit, a torch function of the module named beside it.
+
+All arithmetic is int64 that holds 32-bit quantities, masked: numba turns a mix of signed and unsigned 64-bit integers
+into floats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import numba
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+F = TypeVar("F", bound=Callable[..., Any])
+Array = NDArray[Any]
+
+_MASK = 0xFFFFFFFF
+_MAGNITUDE = np.int32(0x7FFFFFFF)
+_BIT = np.zeros(32, np.int64)  # de Bruijn: which bit is set in a word with one bit
+for _i in range(32):
+    _BIT[((0x077CB531 << _i) & _MASK) >> 27] = _i
+
+
+def _jit(function: F) -> F:
+    try:
+        return cast(F, numba.njit(nogil=True, cache=True)(function))
+    except RuntimeError:  # nowhere to keep the compiled code
+        return cast(F, numba.njit(nogil=True)(function))
+
+
+# ---------------------------------------------------------------- fixed_point.scan
+
+
+@_jit
+def _codes(bits: Array, block: int, codes: Array) -> None:
+    for b in range(codes.size):
+        row = bits[b * block : (b + 1) * block]
+        top = np.int32(0)
+        for i in range(row.size):
+            magnitude = np.int32(row[i] & _MAGNITUDE)
+            top = max(top, magnitude)  # as integers, NaN and infinity are the largest
+        codes[b] = 0 if top == 0 else max(top >> 23, 1)
+
+
+@_jit
+def _nonzero_rows(bits: Array, width: int, marks: Array) -> None:
+    for item in range(marks.size):
+        row = bits[item * width : (item + 1) * width]
+        seen = np.int32(0)
+        for i in range(row.size):
+            seen = np.int32(seen | row[i])
+        marks[item] = np.int32(seen & _MAGNITUDE) != 0
+
+
+def scan(values: Tensor, width: int, shift: int, codes: Tensor, words: Tensor) -> None:
+    """Exponent codes and bitmap of one segment of float32 `values`."""
+    bits = values.view(torch.int32).numpy()
+    _codes(bits, width << shift, codes.numpy())
+    if width == 1:
+        marks = values.numpy() != 0
+    else:
+        marks = np.empty(bits.size // width, np.bool_)
+        _nonzero_rows(bits, width, marks)
+    packed = np.packbits(marks, bitorder="little")
+    out = words.numpy().view(np.uint8)
+    out[: packed.size] = packed
+    out[packed.size :] = 0
+
+
+# ---------------------------------------------------------------- index.positions
+
+
+@_jit
+def _count_bits(words: Array) -> Any:
+    total = np.int64(0)
+    for w in range(words.size):
+        v = np.int64(words[w])
+        v -= (v >> 1) & 0x55555555
+        v = (v & 0x33333333) + ((v >> 2) & 0x33333333)
+        v = (v + (v >> 4)) & 0x0F0F0F0F
+        total += ((v * 0x01010101) & _MASK) >> 24
+    return total
+
+
+@_jit
+def _positions(words: Array, out: Array) -> None:
+    k = 0
+    for w in range(words.size):
+        word = np.int64(words[w])
+        while word != 0:
+            low = word & -word
+            out[k] = 32 * w + _BIT[((low * 0x077CB531) & _MASK) >> 27]
+            k += 1
+            word ^= low
+
+
+def positions(words: Tensor) -> Tensor:
+    unsigned = words.numpy().view(np.uint32)
+    out = np.empty(_count_bits(unsigned), np.int64)
+    _positions(unsigned, out)
+    return torch.from_numpy(out)
+
+
+# ---------------------------------------------------------------- fixed_point.quantise, fixed_point.write_mean_
+
+
+@_jit
+def _quantise(values: Array, items: Array, width: int, shift: int, codes: Array, up: Array, out: Array) -> None:
+    for i in range(items.size):
+        item = items[i]
+        scale = up[codes[item >> shift]]
+        if width == 1:
+            out[i] = np.int32(np.rint(np.float64(values[item]) * scale))
+        else:
+            for c in range(width):
+                out[i * width + c] = np.int32(np.rint(np.float64(values[item * width + c]) * scale))
+
+
+def quantise(values: Tensor, items: Tensor, width: int, shift: int, codes: Tensor, up: Tensor, out: Tensor) -> None:
+    _quantise(values.numpy(), items.numpy(), width, shift, codes.numpy(), up.numpy(), out.numpy())
+
+
+@_jit
+def _write_mean(
+    values: Array, items: Array, width: int, shift: int, codes: Array, down: Array, totals: Array, workers: float
+) -> None:
+    for i in range(items.size):
+        item = items[i]
+        scale = down[codes[item >> shift]]
+        if width == 1:
+            values[item] = np.float64(totals[i]) * scale / workers
+        else:
+            for c in range(width):
+                values[item * width + c] = np.float64(totals[i * width + c]) * scale / workers
+
+
+def write_mean_(
+    values: Tensor, items: Tensor, width: int, shift: int, codes: Tensor, down: Tensor, totals: Tensor, workers: int
+) -> None:
+    _write_mean(
+        values.numpy(), items.numpy(), width, shift, codes.numpy(), down.numpy(), totals.numpy(), float(workers)
+    )
+
+
+# ---------------------------------------------------------------- checks.checksum
+
+
+@_jit
+def _mix(h: int) -> int:
+    h ^= h >> 16
+    h = (h * 0x85EBCA6B) & _MASK
+    h ^= h >> 13
+    h = (h * 0xC2B2AE35) & _MASK
+    return h ^ (h >> 16)
+
+
+@_jit
+def _checksum(totals: Array, items: Array, width: int, key: int) -> Any:
+    plain, weighted = np.int64(0), np.int64(0)
+    for i in range(items.size):
+        weight = _mix((items[i] ^ key) & _MASK)
+        for c in range(width):
+            value = np.int64(totals[i * width + c])
+            plain += value
+            weighted += value * ((weight + c * 0x9E3779B1) & _MASK | 1)
+    return plain & _MASK, weighted & _MASK
+
+
+def checksum(totals: Tensor, items: Tensor, width: int, key: int) -> tuple[int, int]:
+    plain, weighted = _checksum(totals.numpy(), items.numpy(), width, key)
+    return int(plain), int(weighted)
+
+
+# ---------------------------------------------------------------- sketch.slots, sketch.insert_
+
+
+@_jit
+def _slots(items: Array, keys: Array, groups: int, lane_bits: int, slots: Array, signs: Array) -> None:
+    lanes = 1 << lane_bits
+    for i in range(items.size):
+        block, lane = items[i] >> lane_bits, items[i] & (lanes - 1)
+        for j in range(3):
+            h = _mix((block * keys[j, 0] + keys[j, 1]) & _MASK)
+            group = (h * groups) >> 32
+            slots[i, j] = ((j * groups + group) << lane_bits) + ((lane + h) & (lanes - 1))
+            signs[i, j] = 1 - 2 * ((h >> 11) & 1)
+
+
+def slots(items: Tensor, keys: Tensor, groups: int, lane_bits: int) -> tuple[Tensor, Tensor]:
+    found = np.empty((items.numel(), 3), np.int32)
+    signs = np.empty((items.numel(), 3), np.int8)
+    _slots(items.numpy(), keys.numpy(), groups, lane_bits, found, signs)
+    return torch.from_numpy(found), torch.from_numpy(signs)
+
+
+@_jit
+def _insert(table: Array, slots: Array, signs: Array, values: Array, width: int) -> None:
+    for i in range(slots.shape[0]):
+        for j in range(3):
+            at, sign = np.int64(slots[i, j]) * width, np.int64(signs[i, j])
+            for c in range(width):
+                table[at + c] = np.int32(table[at + c] + sign * values[i * width + c])
+
+
+def insert_(table: Tensor, slots: Tensor, signs: Tensor, values: Tensor, width: int) -> None:
+    _insert(table.numpy(), slots.numpy(), signs.numpy(), values.numpy(), width)
+
+
+# ---------------------------------------------------------------- peeling.peel, peeling.extract
+
+
+@_jit
+def _peel(slots: Array, counters: Array, order: Array, source: Array, ends: Array) -> int:
+    """`counters`: (n, 2), how many items are left in each and the xor of their indices."""
+    k = slots.shape[0]
+    for i in range(k):
+        for j in range(3):
+            counters[slots[i, j], 0] += 1
+            counters[slots[i, j], 1] ^= i
+    freed, taken = np.empty(counters.shape[0], np.int32), np.zeros(k, np.bool_)
+    left = 0
+    for s in range(counters.shape[0]):
+        if counters[s, 0] == 1:
+            freed[left] = s
+            left += 1
+    done, rounds = 0, 0
+    while left and rounds < ends.size:
+        found = done
+        for f in range(left):
+            if counters[freed[f], 0] != 1:
+                continue
+            i = counters[freed[f], 1]
+            if taken[i]:
+                continue
+            taken[i] = True
+            order[found] = i
+            if counters[slots[i, 0], 0] == 1:
+                source[found] = 0
+            elif counters[slots[i, 1], 0] == 1:
+                source[found] = 1
+            else:
+                source[found] = 2
+            found += 1
+        if found == done:
+            break
+        left = 0
+        for f in range(done, found):
+            i = order[f]
+            for j in range(3):
+                s = slots[i, j]
+                counters[s, 0] -= 1
+                counters[s, 1] ^= i
+                if counters[s, 0] == 1:
+                    freed[left] = s
+                    left += 1
+        done = found
+        ends[rounds] = done
+        rounds += 1
+    return rounds
+
+
+def peel(slots: Tensor, counters: int, max_rounds: int) -> tuple[Tensor, Tensor, list[int]]:
+    k = slots.shape[0]
+    order, source = np.empty(k, np.int64), np.empty(k, np.int64)
+    ends = np.empty(max_rounds, np.int64)
+    rounds = int(_peel(slots.numpy(), np.zeros((counters, 2), np.int32), order, source, ends))
+    boundaries = [int(e) for e in ends[:rounds]]
+    done = boundaries[-1] if boundaries else 0
+    return torch.from_numpy(order[:done]), torch.from_numpy(source[:done]), boundaries
+
+
+@_jit
+def _extract(table: Array, slots: Array, signs: Array, order: Array, source: Array, width: int, out: Array) -> None:
+    for f in range(order.size):
+        i = order[f]
+        j = source[f]
+        at, sign = np.int64(slots[i, j]) * width, np.int64(signs[i, j])
+        for c in range(width):
+            out[i * width + c] = np.int32(sign * table[at + c])
+        for other in range(3):
+            at, sign = np.int64(slots[i, other]) * width, np.int64(signs[i, other])
+            for c in range(width):
+                table[at + c] = np.int32(table[at + c] - sign * out[i * width + c])
+
+
+def extract(
+    table: Tensor, slots: Tensor, signs: Tensor, order: Tensor, source: Tensor, width: int, out: Tensor
+) -> None:
+    _extract(table.numpy(), slots.numpy(), signs.numpy(), order.numpy(), source.numpy(), width, out.numpy())

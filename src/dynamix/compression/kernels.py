@@ -1,0 +1,24 @@
+"""Which kernels serve a tensor: the numba ones on the CPU where numba is installed, else torch (also on CUDA)."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from types import ModuleType
+
+from torch import Tensor
+
+
+@functools.cache
+def available() -> bool:
+    """Whether numba is installed (`pip install dynamix-train[compression]`)."""
+    return importlib.util.find_spec("numba") is not None
+
+
+def compiled_for(tensor: Tensor) -> ModuleType | None:
+    """`dynamix.compression.compiled` when it can serve `tensor`, else None: then the torch reference runs."""
+    if tensor.device.type != "cpu" or not available():
+        return None
+    from dynamix.compression import compiled
+
+    return compiled

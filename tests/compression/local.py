@@ -1,0 +1,68 @@
+"""Ranks as threads of this process, and the integer reference their exchange must equal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dynamix.compression import BucketExchange, Layout, LocalWire, Settings, Statistics
+
+
+def in_threads(wires: Sequence[Any], function: Callable[[int, Any], Any]) -> list[Any]:
+    """`function(rank, wire)` on each rank."""
+    if len(wires) == 1:
+        return [function(0, wires[0])]
+    with ThreadPoolExecutor(len(wires)) as pool:
+        return [f.result() for f in [pool.submit(function, rank, wire) for rank, wire in enumerate(wires)]]
+
+
+def exchange(
+    inputs: Sequence[Tensor],
+    way: str,
+    layout: Layout,
+    *,
+    steps: int = 1,
+    wires: Sequence[Any] | None = None,
+    settings: Callable[[int], Settings] | None = None,
+    step_of: Callable[[int], int] | None = None,
+) -> tuple[list[Tensor], list[Statistics]]:
+    """The same inputs through `way` for some steps; each rank's last result and its statistics."""
+
+    def rank_of(rank: int, wire: Any) -> tuple[Tensor, Statistics]:
+        one = BucketExchange(layout, settings=settings(rank) if settings else Settings())
+        statistics, flat = Statistics(), inputs[rank]
+        for step in range(steps):
+            flat = inputs[rank].clone()
+            number = step if step_of is None else step + step_of(rank)
+            one.reduce_(flat, way, wire, step=number, statistics=statistics)  # type: ignore[arg-type]
+        return flat, statistics
+
+    found = in_threads(wires or LocalWire.make(len(inputs), timeout_s=20), rank_of)
+    return [flat for flat, _ in found], [statistics for _, statistics in found]
+
+
+def reference(inputs: Sequence[Tensor], layout: Layout) -> Tensor:
+    """The mean by Python's big integers' rules: quantise with the block's exponent over ranks, sum exactly, divide."""
+    workers = len(inputs)
+    s = 30 - int(np.ceil(np.log2(workers)))
+    stack = np.stack([x.double().numpy() for x in inputs])
+    out = np.zeros(stack.shape[1])
+    for segment in layout.segments:
+        size = segment.width << segment.shift
+        for low in range(segment.start, segment.stop, size):
+            block = stack[:, low : min(low + size, segment.stop)]
+            top = np.abs(block).max()
+            if top == 0:
+                continue
+            exponent = max(int(np.frexp(top)[1]), -125)
+            integers = np.rint(np.ldexp(block, s - exponent)).astype(np.int64).sum(0)
+            assert np.abs(integers).max() < 2**31
+            out[low : low + block.shape[1]] = np.ldexp(integers.astype(np.float64), exponent - s) / workers
+    mean = torch.from_numpy(out)
+    dtype = inputs[0].dtype
+    return mean if dtype == torch.float64 else mean.float().to(dtype)

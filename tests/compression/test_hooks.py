@@ -1,0 +1,158 @@
+"""Registered in one line, alone or inside the controller, on real gloo ranks with many buckets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, TensorDataset
+
+import dynamix
+from dynamix.compression import CompressionState, compression_hook
+from dynamix.errors import ConfigError, UsageError
+from tests.ranks import run_ranks
+
+STEPS, WORDS = 200, 300
+
+
+class Net(nn.Module):
+    """An embedding with mostly zero gradients under eight layers without any zeros: ten buckets at 3 KB each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(WORDS, 16)
+        self.layers = nn.Sequential(*(nn.Linear(16, 16) for _ in range(16)))
+
+    def forward(self, words: Tensor) -> Tensor:
+        out: Tensor = self.table(words).mean(1)
+        for layer in self.layers:
+            out = out + torch.tanh(layer(out))
+        return out
+
+
+def _batch(rank: int, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randint(0, WORDS, (4, 3), generator=generator)
+
+
+def _train(rank: int, mode: str, steps: int) -> dict[str, Any]:
+    torch.manual_seed(0)
+    net = Net()
+    model = DDP(net, bucket_cap_mb=0.003)
+    state = CompressionState(mode, model=net, min_bytes=0)  # type: ignore[arg-type]
+    model.register_comm_hook(state, compression_hook)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    losses = []
+    for step in range(steps):
+        words = _batch(rank, step)
+        loss = F.mse_loss(model(words), (words.float().mean(1, keepdim=True) / WORDS).expand(-1, 16))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    weights = torch.cat([p.detach().flatten() for p in net.parameters()])
+    return {"losses": losses, "weights": weights, "buckets": len(state.ways), "statistics": state.statistics.as_dict()}
+
+
+def _both(rank: int, mode: str) -> list[dict[str, Any]]:
+    return [_train(rank, way, STEPS) for way in ("fixed", mode)]
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize(("workers", "mode"), [(2, "lhc"), (3, "lhc-one-phase"), (4, "compaction")])
+def test_training_equals_dense_in_the_same_fixed_point_bit_for_bit(workers: int, mode: str) -> None:
+    for fixed, compressed in run_ranks(_both, workers, mode, timeout_s=110):
+        assert compressed["buckets"] >= 8
+        assert compressed["losses"] == fixed["losses"]
+        assert torch.equal(compressed["weights"], fixed["weights"])
+        counted = compressed["statistics"]
+        failed = sum(counted["dense_after"].values())
+        assert counted["buckets"][mode] > 0.97 * STEPS * compressed["buckets"]
+        assert failed == 0 or mode == "lhc-one-phase"
+        assert fixed["losses"][-1] < 0.5 * fixed["losses"][0]
+
+
+def _auto(rank: int) -> dict[str, Any]:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.EmbeddingBag(20_000, 64), nn.Linear(64, 2))
+    model = DDP(net)
+    state = CompressionState(model=net)
+    model.register_comm_hook(state, compression_hook)
+    for step in range(30):
+        words = torch.randint(0, 20_000, (8, 4), generator=torch.Generator().manual_seed(step * 7 + rank))
+        model(words).square().sum().backward()
+        gradient = net[0].weight.grad
+        net.zero_grad()
+    return {"ways": state.ways, "statistics": state.statistics.as_dict(), "rows": int(gradient.any(1).sum())}
+
+
+@pytest.mark.multiproc
+def test_auto_measures_a_sparse_bucket_and_all_ranks_pick_alike() -> None:
+    results = run_ranks(_auto, 2)
+    assert results[0]["ways"] == results[1]["ways"]
+    counted = results[0]["statistics"]
+    assert counted == results[1]["statistics"]
+    assert counted["buckets"]["compaction"] >= 1, "2 MB with 0.2 % of its rows set is worth a try at once"
+    assert not counted["dense_after"]
+    assert 32 < results[0]["rows"] <= 64
+
+
+def _inside_the_controller(rank: int, mode: str) -> dict[str, Any]:
+    torch.manual_seed(0)
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    controller = dynamix.Controller("static", batch_size=4, interval=5)
+    data = TensorDataset(torch.cat([_batch(0, step) for step in range(24)]))
+    loader = DataLoader(data, batch_sampler=controller.batch_sampler(data))
+    state = CompressionState(mode, model=net) if mode != "plain" else None  # type: ignore[arg-type]
+    hook = compression_hook if state else allreduce_hook
+    model = controller.wrap(DDP(net, bucket_cap_mb=0.003), optimizer, hook=hook, hook_state=state)
+    for step, (words,) in enumerate(loader):
+        loss = model(words).square().mean()
+        if step == 7 and rank == 1:
+            loss = loss * float("inf")
+        loss.backward()
+        finite = all(bool(torch.isfinite(p.grad).all()) for p in net.parameters() if p.grad is not None)
+        if finite:
+            optimizer.step()
+        assert finite == (step != 7), "every rank sees the infinity, as a GradScaler must"
+        optimizer.zero_grad()
+        controller.step(loss=loss)
+    controller.close()
+    weights = torch.cat([p.detach().flatten() for p in net.parameters()])
+    return {"weights": weights, "statistics": state.statistics.as_dict() if state else {}}
+
+
+@pytest.mark.multiproc
+def test_inner_hook_of_the_controller() -> None:
+    plain = run_ranks(_inside_the_controller, 2, "plain")
+    for mode in ("compaction", "lhc"):
+        results = run_ranks(_inside_the_controller, 2, mode)
+        assert torch.equal(results[0]["weights"], results[1]["weights"])
+        assert (results[0]["weights"] - plain[0]["weights"]).abs().max() < 1e-6
+        assert results[0]["statistics"]["buckets"][mode] > 30
+
+
+def _differ(rank: int) -> str:
+    try:
+        CompressionState("compaction" if rank else "lhc")
+    except ConfigError as error:
+        return str(error)
+    return "went through"
+
+
+@pytest.mark.multiproc
+def test_ranks_with_different_modes_are_refused() -> None:
+    assert all("the same on every rank" in message for message in run_ranks(_differ, 2))
+
+
+def test_refused_without_a_process_group_and_for_unknown_modes() -> None:
+    with pytest.raises(UsageError, match="init_process_group"):
+        CompressionState()
+    with pytest.raises(ConfigError, match="mode='zip'"):
+        CompressionState("zip")  # type: ignore[arg-type]

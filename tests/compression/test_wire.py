@@ -1,0 +1,111 @@
+"""One suite for every wire: threads, gloo with its own OR, gloo with the OR that NCCL needs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dynamix.compression import GroupWire, LocalWire
+from dynamix.compression.wire import find_or_method, or_by_bor
+from tests.compression.local import in_threads
+from tests.ranks import run_ranks
+
+WORKERS = 3
+
+
+def _use(rank: int, wire: Any) -> dict[str, Tensor]:
+    found = {}
+    values = torch.tensor([rank, 200 - rank], dtype=torch.uint8)
+    wire.maximum(values)
+    found["maximum"] = values
+    for n in (0, 1, 13, 64, 1001):
+        bits = (torch.arange(n) * 37 + rank * 11).to(torch.uint8)
+        wire.union(bits)
+        found[f"union{n}"] = bits
+    bits, beside = torch.tensor([1 << rank], dtype=torch.uint8), torch.tensor([2**31 - 1, rank], dtype=torch.int32)
+    wire.union(bits, beside=beside)
+    found["union"], found["beside"] = bits, beside
+    total = torch.tensor([2**30 + rank, -(2**31)], dtype=torch.int32)
+    wire.total(total)
+    found["total"] = total
+    mean = torch.tensor([float(rank), float("inf")])
+    wire.mean(mean)
+    found["mean"] = mean
+    return found
+
+
+def _on_gloo(rank: int) -> list[dict[str, Tensor]]:
+    group = dist.group.WORLD
+    assert group is not None
+    assert find_or_method(group, torch.device("cpu")) == "bor"
+    return [_use(rank, GroupWire(group, method)) for method in ("bor", "gather")]
+
+
+def _check(found: dict[str, Tensor]) -> None:
+    assert found["maximum"].tolist() == [2, 200]
+    for n in (0, 1, 13, 64, 1001):
+        want = torch.zeros(n, dtype=torch.uint8)
+        for rank in range(WORKERS):
+            want |= (torch.arange(n) * 37 + rank * 11).to(torch.uint8)
+        assert torch.equal(found[f"union{n}"], want)
+    assert found["union"].tolist() == [7]
+    wrap = lambda v: (v + 2**31) % 2**32 - 2**31  # noqa: E731
+    assert found["beside"].tolist() == [wrap(3 * (2**31 - 1)), 3]
+    assert found["total"].tolist() == [wrap(3 * 2**30 + 3), wrap(-3 * 2**31)]
+    assert found["mean"].tolist() == [1.0, float("inf")]
+
+
+def test_threads() -> None:
+    for found in in_threads(LocalWire.make(WORKERS), _use):
+        _check(found)
+
+
+@pytest.mark.multiproc
+def test_gloo() -> None:
+    for both in run_ranks(_on_gloo, WORKERS):
+        for found in both:
+            _check(found)
+
+
+def _sums_in_silence(rank: int) -> list[str]:
+    group, real = dist.group.WORLD, dist.all_reduce
+    assert group is not None
+    methods = []
+    for kind in ("sums", "raises"):
+
+        def wrong(tensor: Tensor, op: Any = dist.ReduceOp.SUM, kind: str = kind, **more: Any) -> Any:
+            if op == dist.ReduceOp.BOR:
+                if kind == "raises":
+                    raise RuntimeError("Cannot use ReduceOp.BOR with NCCL")
+                op = dist.ReduceOp.SUM
+            return real(tensor, op=op, **more)
+
+        dist.all_reduce = wrong
+        try:
+            methods.append(find_or_method(group, torch.device("cpu")))
+            if kind == "sums":
+                or_by_bor(torch.ones(8, dtype=torch.uint8), group)
+        finally:
+            dist.all_reduce = real
+    return methods
+
+
+@pytest.mark.multiproc
+def test_an_operator_that_sums_or_raises_is_found_at_the_start() -> None:
+    assert run_ranks(_sums_in_silence, 2) == [["gather", "gather"]] * 2
+
+
+def test_ranks_that_bring_different_sizes_end_with_an_error() -> None:
+    def differ(rank: int, wire: LocalWire) -> str:
+        try:
+            wire.total(torch.zeros(rank + 1, dtype=torch.int32))
+        except RuntimeError as error:
+            return type(error).__name__
+        return "went through"
+
+    found = in_threads(LocalWire.make(2, timeout_s=5), differ)
+    assert sorted(found) == ["BrokenBarrierError", "RuntimeError"]
