@@ -50,6 +50,9 @@ def test_a_suite_goes_on_where_it_stopped_and_refuses_another_suites_folder(tmp_
     folder = RunFolder("test", tmp_path / "run", resume=True)
     result = run_suite(SMALL, folder, tell=lambda what, done: again.append(what))
     assert again == ["pai-steady-2"]
+    assert result["pairs"] == ["affine-slowdowns-4", "pai-steady-2"]
+    assert len(result["policies"]["dbs"]["time_to_target_s"]) == 2
+    assert result["ratios"]["lagged/static"]["median"] < 1
     assert result == json.loads((tmp_path / "run" / "result.json").read_text())
     assert "| pai-steady-2 |" in (tmp_path / "run" / "table.md").read_text()
     assert "<svg" in (tmp_path / "run" / "report.html").read_text()
@@ -76,7 +79,8 @@ def _scenario(static: list[float], dbs: list[float], dynamix: list[float]) -> di
     times = {"static": static, "dbs": dbs, "dynamix": dynamix}
     means = {name: np.mean([2 * 100.0 if x is None else x for x in t]) for name, t in times.items()}
     return {
-        "policies": {name: {"time_to_target_s": t} for name, t in times.items()}, "a_a": None,
+        "policies": {name: {"time_to_target_s": t} for name, t in times.items()}, "a_a": None, "target": 0.9,
+        "seeds": list(range(len(static))),
         "ratios": {f"{name}/static": {"median": means[name] / means["static"]} for name in times},
     }  # fmt: skip
 
@@ -88,7 +92,9 @@ def test_scenarios_weigh_the_same_and_a_share_above_one_is_reported(tmp_path) ->
     assert found["cuts"]["a"]["attainable_cut"] == pytest.approx(0.2)
     assert found["cuts"]["a"]["fraction_of_cut"]["dynamix"] == pytest.approx(2.0)
     assert found["cuts"]["b"]["fraction_of_cut"] == {}
-    assert "| a | 20 % (dbs)" in markdown({**found, "scenarios": results})
+    assert found["policies"]["dynamix"]["time_to_target_s"] == [60.0, 60.0, 49.0]
+    assert (found["pairs"], found["target"], found["a_a"]) == ([["a", 0], ["a", 1], ["b", 0]], 0.9, None)
+    assert "| a | static | 20 % (dbs)" in markdown({**found, "scenarios": results})
     about = {
         "command": "bench tta",
         "commit": None,
@@ -98,6 +104,21 @@ def test_scenarios_weigh_the_same_and_a_share_above_one_is_reported(tmp_path) ->
     }
     write_live_report(tmp_path / "report.html", {**found, **about, "scenarios": results})
     assert "<svg" in (tmp_path / "report.html").read_text()
+
+
+def test_the_best_static_size_is_the_bar_and_the_a_a_pairs_are_judged_together() -> None:
+    one = _scenario([100.0, 100.0], [80.0, 80.0], [60.0, 60.0])
+    one["policies"] |= {
+        "static:64": {"time_to_target_s": [75.0, 75.0]},
+        "static-again": {"time_to_target_s": [102.0, 104.0]},
+    }  # type: ignore[operator]
+    found = combine({"a": one})
+    cut = found["cuts"]["a"]
+    assert (cut["best_static"], cut["attainable_cut"]) == ("static:64", pytest.approx(1 - 80 / 75, abs=1e-4))
+    assert cut["over_best_static"]["dynamix"] == pytest.approx(0.8)
+    assert found["ratios"]["dynamix/best_static"]["median"] == pytest.approx(0.8)
+    assert found["a_a"]["each"] == [1.02, 1.04]
+    assert found["a_a"]["within"]
 
 
 def test_runs_that_never_arrive_count_as_twice_statics_time() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -65,12 +67,30 @@ def test_an_unknown_family_names_the_known() -> None:
 
 
 def test_a_trace_slows_the_worker_it_names() -> None:
-    clusters = sample_family("affine-quiet", 2, 2, 0)
+    clusters = dataclasses.replace(sample_family("affine-quiet", 2, 2, 0), jitter_s=None)
     env = ClusterEnv(clusters, seed=0, trace=Trace(np.array([0.0]), np.array([[1.0, 5.0]])))
     plain = ClusterEnv(clusters, seed=0)
     np.testing.assert_allclose(env.advance()[0], plain.advance()[0] * [1.0, 5.0])
     with pytest.raises(ConfigError, match="workers"):
         ClusterEnv(sample_family("affine-quiet", 2, 3, 0), seed=0, trace=Trace(np.array([0.0]), np.ones((1, 2))))
+
+
+def test_some_jitter_is_in_seconds_and_some_is_everybodys() -> None:
+    quiet = dataclasses.replace(
+        sample_family("affine-quiet", 6, 8, 0), jitter_sd=np.zeros((6, 8)), jitter_s=None, together_sd=None
+    )
+    env = ClusterEnv(quiet, seed=0)
+    undisturbed = env.advance()[0]
+    slices = ClusterEnv(dataclasses.replace(quiet, jitter_s=0.01 * undisturbed), seed=0)
+    seconds = np.array([slices.advance()[0] for _ in range(400)])
+    np.testing.assert_allclose(seconds.std(0), 0.01 * undisturbed, rtol=0.2)
+    slices.apply(slices.batch // 2)
+    half = np.array([slices.advance()[0] for _ in range(400)])
+    np.testing.assert_allclose(half.std(0), 0.01 * undisturbed, rtol=0.2)  # the same seconds of a shorter step
+    waves = ClusterEnv(dataclasses.replace(quiet, together_sd=np.full(6, 0.1)), seed=0)
+    log = np.log(np.array([waves.advance()[0] for _ in range(400)]))
+    assert np.ptp(log - log[:, :, :1], axis=0).max() < 1e-9
+    assert 0.05 < log.std(0).mean() < 0.15
 
 
 def test_changing_sizes_costs_the_first_step_and_keeping_them_nothing() -> None:
@@ -141,7 +161,7 @@ def test_knowing_the_future_helps_under_change() -> None:
 
 
 def test_hedging_wins_where_everybody_would_be_critical() -> None:
-    clusters = sample_family("co-location", 8, 64, 1)
+    clusters = sample_family("co-location", 16, 64, 1)
     rates = {}
     for kind in (LaggedReference, HedgedReference):
         env = ClusterEnv(clusters, seed=1)

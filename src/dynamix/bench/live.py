@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from dynamix.bench.demo import Settings, run_demo
 from dynamix.bench.display import Display
-from dynamix.bench.runs import AGAIN, CENSOR_FACTOR
+from dynamix.bench.runs import A_A_LIMIT, AGAIN, CENSOR_FACTOR
 from dynamix.bench.statistics import censored, geometric_mean, paired_ratio
 from dynamix.bench.suite_report import write_live_report
 from dynamix.emulator import load_scenario
@@ -92,27 +93,70 @@ def _conclude(facts: dict[str, Any], results: dict[str, dict[str, Any]], folder:
 
 
 def combine(results: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Ratios to static over all scenarios (each weighs the same), and each scenario's attainable cut with the shares of it.
+    """All scenarios together: the lists of `policies` run over `pairs`, ratios weigh every scenario alike.
 
-    The attainable cut is 1 - t_ref/t_static with t_ref the best of the reference and the rules there; a share above 1 is
-    reported as it is.
+    `best_static` of a scenario is the fastest of the static sizes that ran there, chosen in hindsight, in its favour. The
+    attainable cut is 1 - t_ref/t_best_static with t_ref the best of the reference and the rules; a policy's share of it
+    above 1 is reported as it is.
     """
     times = {scenario: _times(result) for scenario, result in results.items()}
+    cuts = {scenario: _cut(mine) for scenario, mine in times.items()}
+
+    def ratio(name: str, base: Callable[[str], str]) -> dict[str, float | None]:
+        above = {scenario: mine[name] for scenario, mine in times.items()}
+        return paired_ratio(above, {scenario: mine[base(scenario)] for scenario, mine in times.items()}).to_dict()
+
     names = [name for name in next(iter(times.values())) if name != "static"]
-    static = {scenario: mine["static"] for scenario, mine in times.items()}
-    ratios = {}
+    ratios = {f"{name}/static": ratio(name, lambda _: "static") for name in names}
     for name in names:
-        mine = {scenario: times[scenario][name] for scenario in times}
-        ratios[f"{name}/static"] = paired_ratio(mine, static).to_dict()
-    cuts = {}
-    for scenario, mine in times.items():
-        over = {name: geometric_mean([a / b for a, b in zip(mine[name], mine["static"], strict=True)]) for name in mine}
-        rules = [name for name in over if name not in ("static", AGAIN, "dynamix")] or ["static"]
-        best = min(rules, key=lambda name: over[name])
-        cut = 1 - over[best]
-        shares = {name: round((1 - value) / cut, 3) for name, value in over.items() if cut > 0.02 and name != "static"}
-        cuts[scenario] = {"attainable_cut": round(cut, 4), "attained_by": best, "fraction_of_cut": shares}
-    return {"ratios": ratios, "cuts": cuts}
+        if not _is_static(name):
+            ratios[f"{name}/best_static"] = ratio(name, lambda scenario: str(cuts[scenario]["best_static"]))
+    targets = {result["target"] for result in results.values()}
+    return {
+        "pairs": [[scenario, seed] for scenario, result in results.items() for seed in result["seeds"]],
+        "target": targets.pop() if len(targets) == 1 else None,
+        "policies": _joined(results), "ratios": ratios, "a_a": _a_a(times), "cuts": cuts,
+    }  # fmt: skip
+
+
+def _is_static(name: str) -> bool:
+    return name in ("static", AGAIN) or name.startswith("static:")
+
+
+def _cut(times: dict[str, list[float]]) -> dict[str, Any]:
+    """The attainable cut of one scenario, and every policy's part of it."""
+    best_static = min((n for n in times if _is_static(n) and n != AGAIN), key=lambda n: geometric_mean(times[n]))
+    base = times[best_static]
+    over = {name: geometric_mean([a / b for a, b in zip(mine, base, strict=True)]) for name, mine in times.items()}
+    rules = [name for name in over if not _is_static(name) and name != "dynamix"] or [best_static]
+    by = min(rules, key=lambda name: over[name])
+    cut = 1 - over[by]
+    shares = {n: round((1 - value) / cut, 3) for n, value in over.items() if cut > 0.02 and not _is_static(n)}
+    return {
+        "best_static": best_static, "attainable_cut": round(cut, 4), "attained_by": by, "fraction_of_cut": shares,
+        "over_best_static": {name: round(value, 4) for name, value in over.items()},
+    }  # fmt: skip
+
+
+def _a_a(times: dict[str, dict[str, list[float]]]) -> dict[str, Any] | None:
+    """Static against itself over all scenarios: the machine's own part in every other ratio."""
+    if not all(AGAIN in mine for mine in times.values()):
+        return None
+    again, static = ({scenario: mine[name] for scenario, mine in times.items()} for name in (AGAIN, "static"))
+    ratio = paired_ratio(again, static)
+    each = [a / b for scenario in times for a, b in zip(again[scenario], static[scenario], strict=True)]
+    within = bool(abs(ratio.median - 1) <= A_A_LIMIT)
+    return {**ratio.to_dict(), "each": [round(v, 4) for v in each], "limit": A_A_LIMIT, "within": within}
+
+
+def _joined(results: dict[str, dict[str, Any]]) -> dict[str, dict[str, list[Any]]]:
+    """What every scenario has per seed, one after another; other details stay with their scenario."""
+    keys = ("time_to_target_s", "final_accuracy", "samples_per_s", "wait_fraction")
+    names = next(iter(results.values()))["policies"]
+    return {
+        name: {key: [v for part in results.values() for v in part["policies"][name].get(key, [])] for key in keys}
+        for name in names
+    }
 
 
 def _times(result: dict[str, Any]) -> dict[str, list[float]]:
@@ -128,17 +172,13 @@ def _times(result: dict[str, Any]) -> dict[str, list[float]]:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """Rows are scenarios; a cell is time over static's, geometric mean of the pairs."""
-    names = [name.removesuffix("/static") for name in result["ratios"]]
-    lines = ["| scenario | attainable cut (by) | A/A | " + " | ".join(n for n in names if n != AGAIN) + " |"]
-    lines.append("|---" * (3 + len([n for n in names if n != AGAIN])) + "|")
+    """Rows are scenarios; a cell is time over the best static's there, geometric mean of the pairs."""
+    names = [name for name in next(iter(result["cuts"].values()))["over_best_static"] if name != AGAIN]
+    lines = ["| scenario | best static | attainable cut (by) | A/A | " + " | ".join(names) + " |"]
+    lines.append("|---" * (4 + len(names)) + "|")
     for scenario, part in result["scenarios"].items():
         cut, a_a = result["cuts"][scenario], part["a_a"]
-        cells = [f"{part['ratios'][f'{n}/static']['median']:.3f}" for n in names if n != AGAIN]
         own = "–" if a_a is None else f"{a_a['median']:.3f}"
-        lines.append(
-            f"| {scenario} | {100 * cut['attainable_cut']:.0f} % ({cut['attained_by']}) | {own} | "
-            + " | ".join(cells)
-            + " |"
-        )
+        head = f"{scenario} | {cut['best_static']} | {100 * cut['attainable_cut']:.0f} % ({cut['attained_by']}) | {own}"
+        lines.append(f"| {head} | " + " | ".join(f"{cut['over_best_static'][n]:.3f}" for n in names) + " |")
     return "\n".join(lines) + "\n"

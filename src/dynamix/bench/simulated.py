@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from dynamix.bench.statistics import paired_ratio
 from dynamix.bench.suite_report import write_simulated_report
 from dynamix.errors import ConfigError
 from dynamix.policies import make_policy
@@ -129,11 +130,21 @@ def run_suite(suite: Suite, folder: RunFolder, *, tell: Tell = lambda what, done
             path.parent.mkdir(exist_ok=True)
             path.write_text(json.dumps(run_cell(suite, family, workers), allow_nan=False), encoding="utf-8")
         cells[name] = json.loads(path.read_text(encoding="utf-8"))
-    result = {**facts, "commit": commit(), "machine": machine(), "cells": cells}
+    result = {**facts, "commit": commit(), "machine": machine(), **_joined(cells), "cells": cells}
     folder.write_result(result)
     (folder.path / "table.md").write_text(markdown(cells), encoding="utf-8")
     write_simulated_report(folder.path / "report.html", result)
     return result
+
+
+def _joined(cells: dict[str, Any]) -> dict[str, Any]:
+    """All cells together, each weighing the same: `policies` has lists over `pairs`, the names of the cells."""
+    keys = ("time_to_target_s", "time_over_static", "lagged_over_time", "worst_decile")
+    names = next(iter(cells.values()))["policies"]
+    lists = {name: {key: [cell["policies"][name][key] for cell in cells.values()] for key in keys} for name in names}
+    over = {name: paired_ratio(part["time_over_static"], [1.0] * len(cells)) for name, part in lists.items()}
+    ratios = {f"{name}/static": ratio.to_dict() for name, ratio in over.items() if name != "static"}
+    return {"pairs": list(cells), "target": None, "policies": lists, "ratios": ratios}
 
 
 def run_cell(suite: Suite, family: str, workers: int) -> dict[str, Any]:
@@ -209,6 +220,7 @@ def _scores(times: dict[str, Floats], references: list[str], factor: float) -> d
         "clusters": len(static),
         "policies": {
             name: {
+                "time_to_target_s": round(float(np.exp(np.log(t).mean())), 3),
                 "time_over_static": round(mean[name], 4),
                 "lagged_over_time": round(float(np.exp(np.log(times["lagged"] / t).mean())), 4),
                 "worst_decile": round(float(np.quantile(times["lagged"] / t, 0.1)), 4),

@@ -42,37 +42,27 @@ def write_simulated_report(path: Path, result: dict[str, Any]) -> None:
 
 
 def write_live_report(path: Path, result: dict[str, Any]) -> None:
-    """Scenarios of `bench tta`: each policy's time over static's; every scenario's own report is linked."""
-    names = [name.removesuffix("/static") for name in result["ratios"]]
-    scenarios = list(result["scenarios"])
+    """Scenarios of `bench tta`: each policy's time over the best static's; every scenario's own report is linked."""
+    cuts: dict[str, Any] = result["cuts"]
+    names = list(next(iter(cuts.values()))["over_best_static"])
     drawing, (axes,) = new_figure(1)
     width = 0.8 / len(names)
     for i, name in enumerate(names):
-        found = [result["scenarios"][s]["ratios"].get(f"{name}/static", {}) for s in scenarios]
-        heights = [ratio.get("median", float("nan")) for ratio in found]
-        axes.bar([x + i * width for x in range(len(scenarios))], heights, width, label=name, color=_look(i)["color"])
+        heights = [cut["over_best_static"].get(name, float("nan")) for cut in cuts.values()]
+        axes.bar([x + i * width for x in range(len(cuts))], heights, width, label=name, color=_look(i)["color"])
     axes.axhline(1.0, color="#222", lw=0.8, ls=":")
-    axes.set(xticks=[x + 0.4 - width / 2 for x in range(len(scenarios))], ylabel="time to target / static's")
-    axes.set_xticklabels(scenarios)
-    axes.legend(frameon=False, fontsize=8)
+    axes.set(xticks=[x + 0.4 - width / 2 for x in range(len(cuts))], ylabel="time to target / best static's")
+    axes.set_xticklabels(list(cuts))
+    axes.legend(frameon=False, fontsize=8, ncols=2, loc="center left", bbox_to_anchor=(1, 0.5))
     rows = [
-        [
-            scenario,
-            f"{100 * result['cuts'][scenario]['attainable_cut']:.0f} % ({result['cuts'][scenario]['attained_by']})",
-        ]
-        + [f"{part['ratios'][f'{name}/static']['median']:.3f}" for name in names]
-        for scenario, part in result["scenarios"].items()
+        [scenario, cut["best_static"], f"{100 * cut['attainable_cut']:.0f} % ({cut['attained_by']})"]
+        + [f"{cut['over_best_static'][name]:.3f}" for name in names]
+        for scenario, cut in cuts.items()
     ]
-    links = " ".join(f'<a href="{html.escape(s)}/report.html">{html.escape(s)}</a>' for s in scenarios)
-    said = "Emulated clusters on one machine. A cell is time to the target over static's, geometric mean of the pairs."
-    _write(
-        path,
-        result,
-        said,
-        ["scenario", "attainable cut (by)", *names],
-        rows,
-        svg(drawing) + f"<p>Each by itself: {links}</p>",
-    )
+    links = " ".join(f'<a href="{html.escape(s)}/report.html">{html.escape(s)}</a>' for s in cuts)
+    said = "Emulated clusters on one machine. A cell is time to the target over the best static's there, geometric mean of the pairs."
+    head = ["scenario", "best static", "attainable cut (by)", *names]
+    _write(path, result, said, head, rows, svg(drawing) + f"<p>Each by itself: {links}</p>")
 
 
 def _look(i: int) -> dict[str, Any]:

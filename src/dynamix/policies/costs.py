@@ -14,6 +14,9 @@ PRIOR = 2.0
 # Beyond a memory cliff time grows faster than the batch.
 POWERS: Floats = np.array([1.5, 2.0])
 
+# Beforehand what looks like a jump is one nine times in ten, and taken in full; less as soon as jumps have not lasted.
+LASTING = 0.9
+
 
 class WorkerCosts:
     """Each worker's alpha and beta while its speed jumps about: a bank of Kalman filters, one per candidate offset.
@@ -24,25 +27,34 @@ class WorkerCosts:
     jump, taken at once; what a window's standard deviation exceeds the usual jitter by then says how far the jump goes
     on beyond the window's mean.
 
+    A stall looks like a jump until the next window: both levels are kept for that long, the one in between is believed
+    as far as jumps have lasted so far, and the next window decides.
+
     drift   standard deviation a window of the level
     spacing standard deviation of the level per log change of size: the candidates are coarse, costs not quite affine
+    follow  how much of a surprise that all workers share is believed; the rest of it is taken for a wave that passes
     forget  factor a window on past prediction errors
     pooled  how much of the other workers' evidence on their offsets counts for each
     """
 
     def __init__(
         self, *, drift: float = 0.01, spacing: float = 0.05, gate: float = 3.0, torn: float = 8.0,
-        forget: float = 0.98, pooled: float = 1.0,
+        forget: float = 0.98, pooled: float = 1.0, follow: float = 0.3,
     ) -> None:  # fmt: skip
+        self.follow = follow
         self.drift, self.spacing, self.gate, self.torn = drift, spacing, gate, torn
         self.forget, self.pooled = forget, pooled
         self.level: Floats = UNKNOWN  # (..., W, G), NaN before a worker was seen
         self.loss: Floats = UNKNOWN  # (..., W, G), half the sum of squared normalised prediction errors
         self.variance: Floats = UNKNOWN  # (..., W) of the level
         self.size: Floats = UNKNOWN  # (..., W) log samples when last seen
-        self.jitter: Floats = UNKNOWN  # (..., W) relative variance of one step's seconds
+        self.before: Floats = UNKNOWN  # (..., W, G) level before a jump that the next window must confirm, else NaN
+        self.after: Floats = UNKNOWN  # (..., W, G) and the level that the jump means
+        self.lasted: Floats = UNKNOWN  # (..., 2) jumps that were confirmed, and that were not
+        self.jitter: Floats = UNKNOWN  # (..., W) s, variance of one step's seconds over their mean
         self.error: Floats = UNKNOWN  # (...) variance of a window's mean that `jitter` does not explain
-        self.count: Floats = UNKNOWN  # (...) windows that `error` was learned from
+        self.apart: Floats = UNKNOWN  # (...) the same without what all workers have in common
+        self.count: Floats = UNKNOWN  # (...) windows that both were learned from
 
     def update(self, window: Window) -> None:
         """Take in a window."""
@@ -53,34 +65,68 @@ class WorkerCosts:
         seconds = np.where(seen, busy, 1.0)
         steps = np.where(window.steps >= 1, window.steps, 1.0)[..., None]
         own = np.square(np.where(window.compute_std >= 0, window.compute_std, np.nan) / seconds)
-        jitter = self._typical(own)
-        measured = jitter / steps + self.error[..., None]
+        jitter = self._typical(own * seconds, seconds)
         offset = np.log(self._samples(window, np.maximum(window.batch_size, 1)))
+        self._settle(np.log(seconds)[..., None] - offset, seen, jitter / steps + self.apart[..., None])
         surprise = np.log(seconds)[..., None] - offset - self.level
         fresh = seen & np.isnan(self.level[..., 0])
         size = np.log(np.maximum(window.batch_size, 1))
         changed = np.where(np.isnan(self.size), 0.0, size - self.size)
         self.size = np.where(seen, size, self.size)
         prior = self.variance + self.drift**2 + (self.spacing * changed) ** 2
-        total = prior + measured
         torn = (own > self.torn * jitter) & (steps > 1)
         # Evidence is bounded, so a jump, which no candidate foresees, tells nothing; a wrong offset is no jump.
-        told = np.minimum(0.5 * np.square(surprise) / total[..., None], 0.5 * self.gate**2)
+        told = np.square(surprise) / (prior + jitter / steps + self.error[..., None])[..., None]
         whole = seen & ~fresh & ~torn
+        told = np.minimum(0.5 * told, 0.5 * self.gate**2)
         self.loss = np.where(whole[..., None], self.forget * self.loss + told, self.loss)
         mean = (self.weights() * np.where(np.isnan(surprise), 0.0, surprise)).sum(-1)
-        jump = seen & ~fresh & (torn | (mean**2 > self.gate**2 * total))
+        common = _in_common(np.where(seen & ~fresh, mean, np.nan))
+        measured = jitter / steps + self.apart[..., None]
+        total = prior + measured
+        jump = seen & ~fresh & (torn | ((mean - common) ** 2 > self.gate**2 * total))
         beyond = np.where(jump, _beyond(seconds, mean, own, jitter, steps), 0.0)
-        gain = np.where(fresh | jump, 1.0, prior / total)
-        moved = np.where(seen, gain, 0.0)[..., None] * (surprise + beyond[..., None])
+        self.before = np.where(jump[..., None], self.level + self.follow * common[..., None], self.before)
+        self.after = np.where(jump[..., None], self.level + surprise + beyond[..., None], self.after)
+        gain = np.where(jump, np.minimum(self._lasting() / LASTING, 1.0), np.where(fresh, 1.0, prior / total))[
+            ..., None
+        ]
+        moved = self.follow * common[..., None] + gain * (
+            surprise + beyond[..., None] - self.follow * common[..., None]
+        )
+        moved = np.where(seen[..., None], moved, 0.0)
         self.level = np.where(
             fresh[..., None], np.log(seconds)[..., None] - offset, self.level + np.where(np.isnan(moved), 0.0, moved)
         )
         uncertain = np.where(jump, measured + (0.3 * beyond) ** 2, np.where(fresh, measured, prior * measured / total))
         self.variance = np.where(seen, uncertain, prior)
-        own = np.where(jump | ~seen | np.isnan(own), self.jitter, np.minimum(own, self.torn * jitter))
+        own = np.where(jump | ~seen | np.isnan(own), self.jitter, np.minimum(own, self.torn * jitter) * seconds)
         self.jitter = np.where(np.isnan(self.jitter), own, self.jitter + 0.15 * (own - self.jitter))
-        self._learn_error(np.where(whole, np.abs(mean), np.nan), prior + jitter / steps)
+        explained = prior + jitter / steps
+        self.count = self.count + (whole.any(-1))
+        self.error = self._learned(self.error, np.where(whole, np.abs(mean), np.nan), explained)
+        self.apart = self._learned(self.apart, np.where(whole, np.abs(mean - common), np.nan), explained)
+
+    def _settle(self, seen_level: Floats, seen: np.ndarray, measured: Floats) -> None:
+        """Decide by this window (level (..., W, G) if it is true of every candidate) whether the last jumps were jumps."""
+        asked = seen & np.isfinite(self.before[..., 0])
+        weights = self.weights()
+        stayed, went = (
+            np.square((weights * np.where(np.isnan(level), 0.0, seen_level - level)).sum(-1))
+            for level in (self.after, self.before)
+        )
+        odds = np.log(self._lasting()) - np.log1p(-self._lasting())
+        lasts = stayed - went < 2.0 * (measured + self.variance) * odds
+        settled = np.where(lasts[..., None], self.after, self.before)
+        self.level = np.where(asked[..., None], settled, self.level)
+        self.before = np.where(asked[..., None], np.nan, self.before)
+        told = np.stack([(asked & lasts).sum(-1), (asked & ~lasts).sum(-1)], -1)
+        self.lasted = 0.95 * self.lasted + told
+
+    def _lasting(self) -> Floats:
+        """The chance, (..., 1), that what looks like a jump is one."""
+        yes, no = self.lasted[..., :1], self.lasted[..., 1:]
+        return np.asarray((yes + 10.0 * LASTING) / (yes + no + 10.0))
 
     def weights(self) -> Floats:
         """How much each candidate offset is believed, (..., W, G), summing to 1."""
@@ -104,6 +150,16 @@ class WorkerCosts:
         known_alpha, known_beta = mean_of_known(alpha)[..., None], mean_of_known(beta)[..., None]
         return np.where(np.isnan(alpha), known_alpha, alpha), np.where(np.isnan(beta), known_beta, beta)
 
+    def seconds(self, window: Window, batch: Floats) -> Floats:
+        """Expected busy seconds (..., W) of `batch` (..., W) samples in the situation last seen; 0 where there are none.
+
+        Workers never measured get the others' mean; NaN where nobody was.
+        """
+        logs = self.level + np.log(self._samples(window, np.maximum(batch, 1.0)))
+        seconds = np.exp((self.weights() * logs).sum(-1))
+        seconds = np.where(np.isnan(seconds), mean_of_known(seconds)[..., None], seconds)
+        return np.where(batch > 0, seconds, 0.0)
+
     def _samples(self, window: Window, batch: Floats | np.ndarray) -> Floats:
         """What seconds are proportional to by each candidate, (..., W, G): b + offset, or a power of b."""
         unit = base_total(window)[..., None, None] / window.workers
@@ -117,32 +173,44 @@ class WorkerCosts:
         of_powers = np.broadcast_to(POWERS, (*batch.shape, len(POWERS)))
         return np.concatenate([of_offsets, of_powers], -1)
 
-    def _typical(self, own: Floats) -> Floats:
-        """Relative variance of a step, (..., W): own history and the cluster's, else this window's, else (5 %)^2."""
+    def _typical(self, own: Floats, seconds: Floats) -> Floats:
+        """Relative variance of a step, (..., W): own history and the cluster's, else this window's, else (5 %)^2.
+
+        Variances are taken to grow with the mean: some part of a jitter is of the step, some is of the machine.
+        """
         known = np.where(np.isnan(self.jitter), own, self.jitter)
         cluster = _median_of_known(known)[..., None]
-        cluster = np.where(np.isnan(cluster), 0.05**2, cluster)
-        return np.maximum(0.5 * np.where(np.isnan(known), cluster, known) + 0.5 * cluster, 1e-6)
+        cluster = np.where(np.isnan(cluster), 0.05**2 * seconds, cluster)
+        return np.maximum((0.5 * np.where(np.isnan(known), cluster, known) + 0.5 * cluster) / seconds, 1e-6)
 
-    def _learn_error(self, surprise: Floats, explained: Floats) -> None:
-        """Follow what the cluster's median surprise says beyond jitter; one jump does not move it, all at once not far."""
+    def _learned(self, error: Floats, surprise: Floats, explained: Floats) -> Floats:
+        """`error` after this window: what the median surprise says beyond jitter; one jump does not move it, all together not far."""
         usual = 1.4826 * _median_of_known(surprise)
         told = np.isfinite(usual)
         explained = np.where(told, _median_of_known(explained), 0.0)
-        most = 4.0 * np.maximum(explained + self.error, 0.03**2)
+        most = 4.0 * np.maximum(explained + error, 0.03**2)
         beyond = np.clip(np.where(told, usual, 0.0) ** 2 - explained, 0.0, most)
-        self.count = self.count + told
         gain = np.where(told, np.maximum(1.0 / np.maximum(self.count, 1.0), 0.1), 0.0)
-        self.error = self.error + gain * (beyond - self.error)
+        return np.asarray(error + gain * (beyond - error))
 
     def _start(self, shape: tuple[int, ...]) -> None:
         prior = np.concatenate([np.log(1.0 + OFFSETS / PRIOR), np.full(len(POWERS), 2.0)])
         self.level = np.full((*shape, len(prior)), np.nan)
         self.loss = prior + np.zeros(self.level.shape)
         self.variance, self.jitter, self.size = np.zeros(shape), np.full(shape, np.nan), np.full(shape, np.nan)
-        self.error, self.count = np.zeros(shape[:-1]), np.zeros(shape[:-1])
+        self.before, self.after = np.full((2, *self.level.shape), np.nan)
+        self.lasted = np.zeros((*shape[:-1], 2))
+        self.error, self.apart, self.count = np.zeros((3, *shape[:-1]))
 
-    FIELDS = ("level", "loss", "variance", "size", "jitter", "error", "count")
+    FIELDS = ("level", "loss", "variance", "size", "before", "after", "lasted", "jitter", "error", "apart", "count")
+
+
+def _in_common(surprise: Floats) -> Floats:
+    """(..., 1) what the workers' surprises have in common: it says nothing about anyone's share.
+
+    Their median, with "no change" as one more voice: two workers that disagree have nothing in common.
+    """
+    return _median_of_known(np.concatenate([surprise, np.zeros((*surprise.shape[:-1], 1))], -1))[..., None]
 
 
 def _beyond(seconds: Floats, surprise: Floats, own: Floats, jitter: Floats, steps: Floats) -> Floats:

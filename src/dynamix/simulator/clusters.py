@@ -21,7 +21,9 @@ class Clusters:
       alpha, beta            s, s/sample
       curve, cliff_at, cliff_slope   where it is not affine; see `Costs`
       memory_cap             most samples that fit
-      jitter_sd, stall (C,)  of every step; jitter_memory (C,) its AR(1) coefficient from step to step
+      jitter_sd, stall (C,)  of every step, relative; jitter_memory (C,) its AR(1) coefficient from step to step
+      jitter_s               sd in s of every step, whatever its batch: time slices, interrupts, the run queue
+      together_sd (C,)       relative sd of what slows all workers alike, AR(1) from step to step
     Disturbances
       slow_off_s, slow_on_s, slow_weakest, slow_strongest (C, W), slow_even (C,), slow_group (C, W)   see `Slowdowns`
       neighbour_period_s, neighbour_factor (C,)   a moving neighbour
@@ -68,6 +70,8 @@ class Clusters:
     cliff_slope: Floats | None = None
     memory_cap: Ints | None = None
     jitter_memory: Floats | None = None
+    jitter_s: Floats | None = None
+    together_sd: Floats | None = None
     slow_weakest: Floats | None = None
     slow_even: np.ndarray | None = None
     slow_group: Ints | None = None

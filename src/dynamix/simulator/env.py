@@ -15,6 +15,11 @@ from dynamix.simulator.streams import Stream
 from dynamix.window import Floats, Ints, Window
 
 
+# What slows all workers alike (power, a shared host) comes and goes over some ten steps: the emulator's windows of five
+# steps are correlated by half.
+TOGETHER_MEMORY = 0.9
+
+
 class ClusterEnv:
     """`reset()` gives the first `Window` (equal shares); `step(sizes)` takes an allocation (C, W), gives the next.
 
@@ -60,6 +65,8 @@ class ClusterEnv:
         self.costs = clusters.costs
         count = clusters.shape[0]
         self._jitter = Stream(seed, "jitter", clusters.shape)
+        self._slices = Stream(seed, "slices", clusters.shape)
+        self._together = Stream(seed, "together", (count,))
         self._cpu = Stream(seed, "cpu", clusters.shape)
         self._measured = Stream(seed, "measured", clusters.shape)
         self._training = Stream(seed, "training", clusters.shape)
@@ -89,7 +96,7 @@ class ClusterEnv:
         self.neighbour = MovingNeighbour(self.seed, workers, c.neighbour_period_s, c.neighbour_factor)
         self.clock_s, self.progress = np.zeros(count), np.zeros(count)
         self.steps = self.windows = 0
-        self._noise_error, self._drift = np.zeros(count), np.zeros(c.shape)
+        self._noise_error, self._drift, self._wave = np.zeros(count), np.zeros(c.shape), np.zeros(count)
         self._changed: np.ndarray | None = None
         self._octaves = np.zeros(count)
         self.batch: Ints = np.broadcast_to((c.base_batch // workers)[:, None], c.shape).copy()
@@ -170,6 +177,13 @@ class ClusterEnv:
         """One optimizer step; compute (C, W) and the whole step (C,), s."""
         c = self.clusters
         busy = self.costs.seconds(self.batch.astype(np.float64)) * self.slowdown() * self._jitters()
+        if c.together_sd is not None:
+            fresh = near_normal(self._together.bits(np.uint64(self.steps)))
+            self._wave = TOGETHER_MEMORY * self._wave + np.sqrt(1 - TOGETHER_MEMORY**2) * fresh
+            busy = busy * np.exp(c.together_sd * self._wave)[:, None]
+        if c.jitter_s is not None:
+            slices = c.jitter_s * near_normal(self._slices.bits(np.uint64(self.steps)))
+            busy = np.maximum(busy + np.where(self.batch > 0, slices, 0.0), 0.3 * busy)
         whole = step_time(busy.max(-1), self.exchange(), c.overlap)
         if self._changed is not None and c.change_cost_s is not None:
             whole, self._changed = whole + np.where(self._changed, c.change_cost_s, 0.0), None

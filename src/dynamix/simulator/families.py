@@ -53,6 +53,8 @@ def _plain(models: tuple[str, ...], count: int, workers: int, rng: np.random.Gen
     return _with_noise(gpus, rng, Clusters(
         alpha=alpha, beta=beta, curve=curve if (curve >= 0).any() else None, memory_cap=cap,
         jitter_sd=np.broadcast_to(np.exp(rng.uniform(np.log(0.01), np.log(0.06), (count, 1))), shape),
+        jitter_s=computing[:, None] * np.exp(rng.uniform(np.log(0.002), np.log(0.1), (count, 1))) * np.ones(shape),
+        together_sd=np.exp(rng.uniform(np.log(0.003), np.log(0.12), count)),
         stall=np.zeros(count),
         slow_off_s=never, slow_on_s=np.ones(shape), slow_strongest=np.ones(shape),
         neighbour_period_s=np.full(count, 60.0), neighbour_factor=np.ones(count),
