@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from dynamix.errors import PolicyFileError
 from dynamix.policies.base import make_policy
-from dynamix.policies.learned import LearnedPolicy, ResidualNet
-from dynamix.policies.proportional import LBBSP
+from dynamix.policies.goodput import Goodput
+from dynamix.policies.learned import TRUST, LearnedPolicy, ResidualNet
 from dynamix.window import PER_CLUSTER, PER_WORKER, Bounds, Window, features
 
 
@@ -49,12 +49,12 @@ def test_features_and_decisions_follow_a_permutation_of_the_workers() -> None:
         window = _window(7, seed)
         swapped = _some(window, order)
         np.testing.assert_allclose(features(window)[order], features(swapped), rtol=1e-5, atol=1e-6)
-        seen, swapped_seen = one.observe(window), other.observe(swapped)
-        np.testing.assert_allclose(seen[order], swapped_seen, rtol=1e-5, atol=1e-5)
+        seen, swapped_seen = one.observe(window, Bounds.of(7)), other.observe(swapped, Bounds.of(7))
+        np.testing.assert_allclose(seen[order], swapped_seen, rtol=1e-4, atol=1e-4)
         delta, growth = one.act(seen, window.batch_size > 0)
         delta_swapped, growth_swapped = other.act(swapped_seen, swapped.batch_size > 0)
-        np.testing.assert_allclose(delta[order], delta_swapped, atol=1e-4)
-        np.testing.assert_allclose(growth, growth_swapped, atol=1e-4)
+        np.testing.assert_allclose(delta[order], delta_swapped, atol=1e-3)
+        np.testing.assert_allclose(growth, growth_swapped, atol=1e-3)
 
 
 def test_a_live_window_and_a_row_of_a_simulated_one_are_the_same_to_features_and_policy() -> None:
@@ -69,17 +69,26 @@ def test_a_live_window_and_a_row_of_a_simulated_one_are_the_same_to_features_and
             np.testing.assert_array_equal(live[c].decide(window, Bounds.of(4)), answer[c])
 
 
-def test_untrained_it_answers_as_lb_bsp() -> None:
-    policy, rule = LearnedPolicy(), LBBSP()
+def test_untrained_it_answers_as_the_goodput_rule() -> None:
+    policy, rule = LearnedPolicy(), Goodput()
     for seed in range(5):
         window = _window(6, seed)
         np.testing.assert_array_equal(policy.decide(window, Bounds.of(6)), rule.decide(window, Bounds.of(6)))
 
 
+def test_no_size_goes_further_beyond_the_one_in_force_and_the_rules_than_trusted() -> None:
+    policy, rule, bounds = LearnedPolicy(_random_net(1)), Goodput(), Bounds.of(6, 1, 4096)
+    for seed in range(5):
+        window = _window(6, seed)
+        answer, own = policy.decide(window, bounds), rule.wish(window, bounds)
+        assert (answer <= np.maximum(own, window.batch_size) * np.exp(TRUST) + 1).all()
+        assert (answer >= np.minimum(own, window.batch_size) * np.exp(-TRUST) - 1).all()
+
+
 _VALUES = st.sampled_from([np.nan, np.nan, 0.0, 1e-9, 0.1, 1.0, 1e9, np.inf, -1.0])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(data=st.data(), workers=st.integers(1, 6), quantum=st.sampled_from([1, 8]))
 def test_any_pattern_of_missing_and_absurd_values_gives_sizes_inside_the_bounds(
     data: st.DataObject, workers: int, quantum: int
@@ -99,27 +108,16 @@ def test_any_pattern_of_missing_and_absurd_values_gives_sizes_inside_the_bounds(
         assert bounds.total_low <= answer.sum() <= bounds.total_high
 
 
-def test_without_timing_the_allocation_stays() -> None:
+def test_before_any_timing_the_allocation_stays() -> None:
     policy = LearnedPolicy(_random_net())
-    policy.decide(_window(3, 0), Bounds.of(3))
     assert policy.decide(Window.of([10, 20, 30], noise=5.0, signal=1.0), Bounds.of(3)).tolist() == [10, 20, 30]
-
-
-def test_the_global_batch_stays_within_its_range_of_the_base_batch() -> None:
-    net = ResidualNet()
-    with torch.no_grad():
-        net.shared[-1].bias.fill_(50.0)
-    policy, sizes = LearnedPolicy(net), np.array([32, 32])
-    for _ in range(20):
-        sizes = policy.decide(Window.of(sizes, compute=0.1, base_batch=64), Bounds.of(2, 1, 10_000))
-    assert sizes.sum() == 8 * 64
 
 
 def test_one_worker_adapts_only_the_global_batch() -> None:
     policy = LearnedPolicy(_random_net())
-    seen = policy.observe(window := _window(1, 0))
-    delta, _ = policy.act(seen, window.batch_size > 0)
     bounds = Bounds.of(1)
+    seen = policy.observe(window := _window(1, 0), bounds)
+    delta, _ = policy.act(seen, window.batch_size > 0)
     np.testing.assert_array_equal(
         policy.allocate(window, bounds, delta, np.array(0.3)), policy.allocate(window, bounds, delta + 1, np.array(0.3))
     )

@@ -53,6 +53,7 @@ class Rollout:
     values: Tensor  # (T + 1, N)
     rewards: Tensor  # (T, N)
     done: Tensor  # (T, N) bool
+    credit: Tensor | None = None  # (T, N, W) advantage of each worker's own action; None: the team's
 
     @classmethod
     def of(cls, acts: list[tuple[Tensor, Tensor, Act]], last: Tensor, rewards: Tensor, done: Tensor) -> Rollout:
@@ -177,6 +178,8 @@ class PPO:
         returns = advantage + r.values[:-1]
         names = ("observed", "mask", "local", "shared", "log_local", "log_shared")
         flat = {name: getattr(r, name).flatten(0, 1) for name in names}
+        if r.credit is not None:
+            flat["credit"] = r.credit.flatten(0, 1)
         return {**flat, "advantage": advantage.flatten(), "returns": returns.flatten()}
 
     def _minibatches(self, rows: int) -> list[Tensor]:
@@ -188,7 +191,10 @@ class PPO:
         log_local, log_shared, value, drift = self._evaluate(batch["observed"], mask, batch["local"], batch["shared"])
         advantage = batch["advantage"]
         advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
-        gain = (self._clipped(log_local - batch["log_local"], advantage[:, None]) * mask).sum(-1)
+        own = advantage[:, None]
+        if "credit" in batch:
+            own = batch["credit"] / (batch["credit"][mask].std() + 1e-8)  # zero where an action changed nothing
+        gain = (self._clipped(log_local - batch["log_local"], own) * mask).sum(-1)
         if batch["shared"].shape[-1]:
             gain = gain + self._clipped(log_shared - batch["log_shared"], advantage)
         policy = -gain.mean()

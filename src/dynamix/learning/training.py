@@ -1,4 +1,8 @@
-"""Learning the `dynamix` policy in the simulator: clone the lagged reference (DAgger), then PPO on regret."""
+"""Learning the `dynamix` policy in the simulator: a short cloning, then regret in hindsight, then PPO.
+
+The checkpoint kept is the best on validation clusters, whichever stage it comes from. Stopped and resumed, a training
+ends in the same weights.
+"""
 
 from __future__ import annotations
 
@@ -11,93 +15,95 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from dynamix.learning.evaluation import evaluate
-from dynamix.learning.ppo import PPO, Act, PPOConfig, Rollout
-from dynamix.policies.learned import DELTA_LIMIT, GROWTH_LIMIT, TRUST, LearnedPolicy, ResidualNet, read_description
-from dynamix.policies.proportional import fill_unknown
-from dynamix.simulator import ClusterEnv, LaggedReference, sample_clusters
-from dynamix.window import Floats, Ints, Window, project
+from dynamix.errors import ConfigError
+from dynamix.learning.cloning import demonstrate
+from dynamix.learning.curriculum import training_clusters
+from dynamix.learning.curves import Curves
+from dynamix.learning.evaluation import evaluate_families, validation_score
+from dynamix.learning.hindsight import Decisions, RecordingEnv
+from dynamix.learning.ppo import PPO, PPOConfig
+from dynamix.learning.regret import rollout
+from dynamix.policies.learned import TRUST, LearnedPolicy, ResidualNet, read_description
 
 Progress = Callable[[str, float], None]
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingConfig:
-    """The recipe. Seeds of training clusters are derived from `seed`; validation and test seeds never meet them."""
+    """The recipe. Seeds of training clusters are derived from `seed`; validation and test seeds never meet them.
 
-    workers: tuple[int, ...] = (2, 4, 8, 16, 32)
-    rows: int = 256  # clusters * W per environment
+    A round is one rollout per entry of `workers` and `epochs` passes over it. The first third of the rounds becomes
+    harder step by step, and its first sixth stays at W <= `easy_workers`.
+    """
+
+    workers: tuple[int, ...] = (2, 4, 8, 32, 128, 256)
+    easy_workers: int = 32
+    rows: int = 768  # clusters * W per environment; at least six clusters
     intervals: tuple[int, ...] = (5, 5, 10)
     delays: tuple[int, ...] = (1, 1, 4)
-    clone_rounds: int = 10
-    clone_windows: int = 40
-    clone_epochs: int = 2
-    clone_keep: int = 4  # rounds of data kept
-    clone_rate: float = 2e-3
-    ppo_updates: int = 40
+    clone_rounds: int = 2
+    regret_rounds: int = 40
+    windows: int = 32  # of a rollout
+    epochs: int = 3
+    rate: float = 1.5e-3  # of learning, falling to a twentieth
+    batch: int = 2048  # workers a gradient step
+    restraint: float = 0.01  # weight of the squared distance from the rule's answer, in log sizes
+    ppo_updates: int = 6
     ppo_windows: int = 24
-    ppo_rate: float = 2e-4
+    ppo_rate: float = 1e-4
     gamma: float = 0.5  # a decision's effect is over within a few windows
     anchor_weight: float = 0.002
-    validate_every: int = 5
-    validation_clusters: int = 32  # for each W
-    validation_windows: int = 60
+    validate_every: int = 4
+    validation_rows: int = 512
+    validation_windows: int = 50
     hidden: int = 64
 
 
-VALIDATION_SEEDS, TEST_SEEDS = (900_001,), (990_001, 990_002)
+VALIDATION_SEED, TEST_SEEDS = 900_001, (990_001,)
 
 
-def train(config: TrainingConfig | None = None, seed: int = 0, *, progress: Progress | None = None) -> LearnedPolicy:
+def train(
+    config: TrainingConfig | None = None,
+    seed: int = 0,
+    *,
+    progress: Progress | None = None,
+    checkpoint: str | Path | None = None,
+    curves: str | Path | None = None,
+) -> LearnedPolicy:
     """A policy from nothing: minutes on 2 cores; the same config and seed give the same weights.
 
-    `progress(what, fraction done)` is called now and then. The checkpoint kept is the best on validation clusters.
+    progress     called now and then as `progress(what, fraction done)`
+    checkpoint   file written after every round; a training found there goes on where it stopped
+    curves       folder for TensorBoard curves; without the package `tensorboard` nothing is written
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the order of sums, hence the weights, must not depend on the machine's cores
     try:
-        return _train(config or TrainingConfig(), seed, progress or (lambda what, fraction: None))
+        training = Training(config or TrainingConfig(), seed)
+        training.run(
+            progress or (lambda what, fraction: None), Path(checkpoint) if checkpoint else None, Curves(curves)
+        )
     finally:
         torch.set_num_threads(threads)
-
-
-def _train(c: TrainingConfig, seed: int, tell: Progress) -> LearnedPolicy:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        net = ResidualNet(hidden=c.hidden)
-    _clone(net, c, seed, tell)
-    best, best_score = copy.deepcopy(net), _score(net, c)
-    tell(f"cloned: {best_score:.4f}", 0.5)
-    scores = [round(best_score, 4)]
-    if c.ppo_updates:
-        ppo_config = PPOConfig(
-            c.ppo_rate, c.gamma, 0.9, 0.1, epochs=3, minibatch=256, anchor_weight=c.anchor_weight, max_gradient_norm=1.0
-        )
-        with torch.no_grad():
-            net.log_std_local.fill_(-3.2)
-            net.log_std_shared.fill_(-3.2)
-        ppo = PPO(net, ppo_config, seed=seed)
-        ppo.anchor = copy.deepcopy(net)
-        for i in range(c.ppo_updates):
-            ppo.update([_rollout(ppo, c, w, seed * 100_000 + 50_000 + 100 * i + w) for w in c.workers])
-            if (i + 1) % c.validate_every == 0:
-                scores.append(round(score := _score(net, c), 4))
-                if score > best_score:
-                    best, best_score = copy.deepcopy(net), score
-                tell(f"PPO {i + 1}: {score:.4f}", 0.5 + 0.5 * (i + 1) / c.ppo_updates)
-    return LearnedPolicy(
-        best, about={"training": dataclasses.asdict(c), "seed": seed, "validation": scores, "trust": TRUST}
-    )
+    return training.result()
 
 
 def train_and_save(
-    path: str | Path, config: TrainingConfig | None = None, seed: int = 0, *, progress: Progress | None = None
+    path: str | Path,
+    config: TrainingConfig | None = None,
+    seed: int = 0,
+    *,
+    progress: Progress | None = None,
+    checkpoint: str | Path | None = None,
+    curves: str | Path | None = None,
 ) -> dict[str, Any]:
     """Train, evaluate on the test seeds (never used before), write the policy file; returns its description."""
-    policy = train(config, seed, progress=progress)
-    figures = evaluate({"dynamix": lambda _: LearnedPolicy(policy.net, about=policy.about)}, TEST_SEEDS)
-    policy.about["evaluation"] = {"seeds": list(TEST_SEEDS), "time_of_lagged_reference_over_time": figures}
+    policy = train(config, seed, progress=progress, checkpoint=checkpoint, curves=curves)
+    made = {"dynamix": lambda _: LearnedPolicy(policy.net, about=policy.about)}
+    figures = evaluate_families(made, TEST_SEEDS, workers=(8,), rows=192, windows=60, progress=progress)
+    policy.about["evaluation"] = {"seeds": list(TEST_SEEDS), "lagged_over_time": figures["summary"]}
     policy.save(path)
     return show(path)
 
@@ -108,127 +114,164 @@ def show(path: str | Path) -> dict[str, Any]:
     return read_description(path)
 
 
-def _score(net: ResidualNet, config: TrainingConfig) -> float:
-    """On validation clusters: mean over W of the geometric mean and the worst decile."""
-    clusters, windows = config.validation_clusters, config.validation_windows
-    figures = evaluate({"it": lambda _: LearnedPolicy(net)}, VALIDATION_SEEDS, clusters=clusters, windows=windows)
-    return float(np.mean([0.5 * (f["it"]["geometric_mean"] + f["it"]["worst_decile"]) for f in figures.values()]))
+class Training:
+    """All that a training has at the end of a round; `state_dict` holds everything the next one depends on."""
 
+    def __init__(self, config: TrainingConfig, seed: int) -> None:
+        self.config, self.seed = config, seed
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.net = ResidualNet(hidden=config.hidden)
+        self.optimizer = torch.optim.Adam(self.net.parameters(), lr=config.rate)
+        self.generator = torch.Generator().manual_seed(seed)
+        self.best, self.best_score = copy.deepcopy(self.net), -np.inf
+        self.scores: list[list[float]] = []  # round, score
+        self.round = 0
+        self.ppo: PPO | None = None
 
-def _env(config: TrainingConfig, workers: int, seed: int) -> ClusterEnv:
-    pick = np.random.default_rng(seed)
-    clusters = sample_clusters(max(config.rows // workers, 4), workers, seed)
-    interval, delay = int(pick.choice(config.intervals)), int(pick.choice(config.delays))
-    return ClusterEnv(clusters, seed=seed, interval=interval, delay=delay)
+    @property
+    def rounds(self) -> int:
+        """Of all stages."""
+        c = self.config
+        return c.clone_rounds + c.regret_rounds + c.ppo_updates
 
+    def run(self, tell: Progress, checkpoint: Path | None, curves: Curves) -> None:
+        """The remaining rounds."""
+        if checkpoint is not None and checkpoint.exists():
+            self.load_state_dict(torch.load(checkpoint, weights_only=True))
+        while self.round < self.rounds:
+            stage, loss = self._learn()
+            self.round += 1
+            curves.add(f"loss/{stage}", loss, self.round)
+            said = f"{stage} {self.round}: {loss:.4f}"
+            if self.round % self.config.validate_every == 0 or self.round == self.rounds:
+                score = self._validate()
+                curves.add("validation", score, self.round)
+                said += f", validation {score:.4f}"
+            tell(said, self.round / self.rounds)
+            if checkpoint is not None:
+                torch.save(self.state_dict(), checkpoint)
+        curves.close()
 
-def _perturbed(sizes: Ints, env: ClusterEnv, rng: np.random.Generator, sd: float) -> Ints:
-    """Some clusters thrown off their allocation, so that coming back is learned too."""
-    thrown = rng.random((len(sizes), 1)) < 0.5
-    factor = np.exp(sd * rng.normal(size=sizes.shape) + 2 * sd * rng.normal(size=(len(sizes), 1)))
-    return project(np.maximum(sizes * np.where(thrown, factor, 1.0), 1.0), env.bounds)
+    def result(self) -> LearnedPolicy:
+        """The best checkpoint as a policy."""
+        about = {
+            "training": dataclasses.asdict(self.config), "seed": self.seed, "validation": self.scores, "trust": TRUST,
+        }  # fmt: skip
+        return LearnedPolicy(self.best, about=about)
 
+    def _learn(self) -> tuple[str, float]:
+        c, i = self.config, self.round
+        if i >= c.clone_rounds + c.regret_rounds:
+            return "ppo", self._improve()
+        hardness = min(1.0, 0.4 + 1.8 * i / (c.clone_rounds + c.regret_rounds))
+        easy = 6 * i < c.clone_rounds + c.regret_rounds
+        stage = "clone" if i < c.clone_rounds else "regret"
+        parts = []
+        for w in c.workers:
+            if not easy or w <= c.easy_workers:
+                env = self._env(w, hardness)
+                guided = 0.5**i if stage == "clone" else None
+                parts.append(demonstrate(self.net, env, windows=c.windows, seed=self._seed(w), guided=guided))
+        for group in self.optimizer.param_groups:
+            group["lr"] = c.rate * (1 - 0.95 * i / (c.clone_rounds + c.regret_rounds))
+        return stage, float(np.mean([self._pass(parts, stage) for _ in range(c.epochs)]))
 
-# ---------------------------------------------------------------- cloning
+    def _seed(self, workers: int) -> int:
+        return self.seed * 1_000_000 + 1_000 * self.round + workers
 
+    def _env(self, workers: int, hardness: float = 1.0) -> RecordingEnv:
+        c, seed = self.config, self._seed(workers)
+        pick = np.random.default_rng([seed, 2])
+        clusters = training_clusters(max(c.rows // workers, 6), workers, seed, hardness=hardness)
+        interval, delay = int(pick.choice(c.intervals)), int(pick.choice(c.delays))
+        return RecordingEnv(clusters, seed=seed, interval=interval, delay=delay)
 
-def _label(policy: LearnedPolicy, window: Window, target: Floats) -> tuple[Floats, Floats]:
-    """The action (delta, g) that would give the teacher's real sizes `target`."""
-    delta = np.log(target) - np.log(fill_unknown(policy.memory.speed))
-    delta = delta - delta.mean(-1, keepdims=True)
-    growth = np.log(target.sum(-1) / window.global_batch)
-    return np.clip(delta, -DELTA_LIMIT, DELTA_LIMIT), np.clip(growth, -GROWTH_LIMIT, GROWTH_LIMIT)
+    def _pass(self, parts: list[Decisions], stage: str) -> float:
+        """One pass over the round's decisions; the mean loss."""
+        work = []
+        for part in parts:
+            rows = max(self.config.batch // part.wish.shape[1], 8)
+            work += [(part, some) for some in torch.randperm(len(part), generator=self.generator).split(rows)]
+        losses = []
+        for i in torch.randperm(len(work), generator=self.generator).tolist():
+            part, rows_at = work[i]
+            loss = self._loss(part.take(rows_at), stage)
+            self.optimizer.zero_grad(set_to_none=True)
+            loss.backward()  # type: ignore[no-untyped-call]
+            torch.nn.utils.clip_grad_norm_(self.net.parameters(), 1.0)
+            self.optimizer.step()
+            losses.append(float(loss.detach()))
+        return float(np.mean(losses))
 
+    def _loss(self, some: Decisions, stage: str) -> Tensor:
+        local, shared, _ = self.net(some.observed, some.mask)
+        delta, growth = local.squeeze(-1), shared.squeeze(-1)
+        sizes = some.sizes(delta, growth)
+        strayed = (sizes / some.wish).log().square().mean()
+        if stage == "clone":
+            # Huber: a slowdown that nobody could have seen must not outweigh all that can be learned.
+            missed = sizes.log() - some.target.clamp(some.low, some.high).log()
+            return torch.nn.functional.huber_loss(missed, torch.zeros_like(missed), delta=0.3)
+        with torch.no_grad():
+            rule = some.log_goodput(some.wish.clamp(some.low, some.high))
+        # Actions beyond the limits have no gradient back, so they are drawn back softly.
+        outside = (delta.abs() - 1.2).clamp(min=0).square().mean() + (growth.abs() - 0.8).clamp(min=0).square().mean()
+        return (rule - some.log_goodput(sizes)).mean() + self.config.restraint * strayed + outside
 
-def _demonstrate(
-    net: ResidualNet, config: TrainingConfig, workers: int, seed: int, guided: float
-) -> dict[str, torch.Tensor]:
-    """One DAgger rollout: clusters follow the teacher with probability `guided`, else the student; all are labelled."""
-    env, rng = _env(config, workers, seed), np.random.default_rng([seed, 1])
-    teacher, student, window = LaggedReference(env), LearnedPolicy(net), env.reset()
-    follow = rng.random((env.clusters.shape[0], 1)) < guided
-    seen: list[tuple[Any, Any, Any]] = []
-    window = env.step(_perturbed(window.batch_size, env, rng, 0.3))
-    for t in range(config.clone_windows):
-        observed, target = student.observe(window), teacher.target()
-        seen.append((observed, *_label(student, window, target)))
-        sizes = student.allocate(window, env.bounds, *student.act(observed, window.batch_size > 0))
-        sizes = np.where(follow, project(target, env.bounds), sizes)
-        if t % 12 == 11:
-            sizes = _perturbed(sizes, env, rng, 0.15)
-        window = env.step(sizes)
-    observed, delta, growth = (np.concatenate(part).astype(np.float32) for part in zip(*seen, strict=True))
-    return {name: torch.from_numpy(a) for name, a in (("observed", observed), ("delta", delta), ("growth", growth))}
+    def _improve(self) -> float:
+        """One update of PPO; the mean regret of its rollouts."""
+        c = self.config
+        if self.ppo is None:
+            self._start_ppo()
+        assert self.ppo is not None
+        played = [rollout(self.ppo, self._env(w), self._env(w), windows=c.ppo_windows) for w in c.workers]
+        self.ppo.update(played)
+        return -float(np.mean([float(r.rewards.mean()) for r in played]))
 
+    def _start_ppo(self) -> None:
+        c = self.config
+        self.net.load_state_dict(self.best.state_dict())
+        with torch.no_grad():
+            self.net.log_std_local.fill_(-3.2)
+            self.net.log_std_shared.fill_(-3.2)
+        config = PPOConfig(
+            c.ppo_rate, c.gamma, 0.9, 0.1, epochs=3, minibatch=256, anchor_weight=c.anchor_weight, max_gradient_norm=1.0
+        )
+        self.ppo = PPO(self.net, config, seed=self.seed)
+        self.ppo.anchor = copy.deepcopy(self.net)
 
-def _clone(net: ResidualNet, config: TrainingConfig, seed: int, tell: Progress) -> None:
-    """DAgger (Ross et al. 2011) from the lagged reference: mean squared error in log sizes."""
-    optimizer = torch.optim.Adam(net.parameters(), lr=config.clone_rate)
-    generator = torch.Generator().manual_seed(seed)
-    data: list[dict[str, torch.Tensor]] = []
-    for i in range(config.clone_rounds):
-        for group in optimizer.param_groups:
-            group["lr"] = config.clone_rate * (1 - 0.95 * i / config.clone_rounds)
-        guided = 0.5**i
-        data += [_demonstrate(net, config, w, seed * 100_000 + 100 * i + w, guided) for w in config.workers]
-        data = data[-config.clone_keep * len(config.workers) :]
-        losses = [_fit(net, optimizer, data, generator) for _ in range(config.clone_epochs)]
-        tell(f"clone {i + 1}: loss {losses[-1]:.5f}", 0.5 * (i + 1) / config.clone_rounds)
+    def _validate(self) -> float:
+        c = self.config
+        score = validation_score(
+            lambda _: LearnedPolicy(self.net), VALIDATION_SEED, rows=c.validation_rows, windows=c.validation_windows
+        )
+        self.scores.append([self.round, round(score, 4)])
+        if score > self.best_score:
+            self.best, self.best_score = copy.deepcopy(self.net), score
+        return score
 
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "config": str(self.config), "seed": self.seed, "round": self.round, "scores": self.scores,
+            "net": self.net.state_dict(), "optimizer": self.optimizer.state_dict(),
+            "generator": self.generator.get_state(), "best": self.best.state_dict(), "best_score": self.best_score,
+            "ppo": None if self.ppo is None else self.ppo.state_dict(),
+            "anchor": None if self.ppo is None or self.ppo.anchor is None else self.ppo.anchor.state_dict(),
+        }  # fmt: skip
 
-def _fit(net: ResidualNet, optimizer: Any, data: list[dict[str, torch.Tensor]], generator: torch.Generator) -> float:
-    work = []
-    for part in data:
-        rows = max(1024 // part["delta"].shape[-1], 16)
-        order = torch.randperm(len(part["growth"]), generator=generator)
-        work += [(part, chunk) for chunk in order.split(rows)]
-    total = 0.0
-    for i in torch.randperm(len(work), generator=generator).tolist():
-        part, rows_at = work[i]
-        observed, delta, growth = part["observed"][rows_at], part["delta"][rows_at], part["growth"][rows_at]
-        local, shared, _ = net(observed, torch.ones(delta.shape, dtype=torch.bool))
-        local = local.squeeze(-1)
-        error = local - local.mean(-1, keepdim=True) - delta
-        # Huber: a slowdown that nobody could have seen must not outweigh all that can be learned. An equal error in g
-        # costs less time than in delta, where the slowest worker sets the pace.
-        loss = torch.nn.functional.huber_loss(error, torch.zeros_like(error), delta=0.3)
-        loss = loss + 0.3 * torch.nn.functional.huber_loss(shared.squeeze(-1), growth, delta=0.3)
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
-        optimizer.step()
-        total += float(loss.detach())
-    return total / len(work)
-
-
-# ---------------------------------------------------------------- PPO
-
-
-def _rollout(ppo: PPO, config: TrainingConfig, workers: int, seed: int) -> Rollout:
-    """Decisions and their regret: log goodput of the window less the lagged reference's in the same world."""
-    env, other = _env(config, workers, seed), _env(config, workers, seed)
-    assert isinstance(ppo.net, ResidualNet)
-    policy, teacher = LearnedPolicy(ppo.net), LaggedReference(other)
-    window, reference = env.reset(), other.reset()
-    acts: list[tuple[torch.Tensor, torch.Tensor, Act]] = []
-    rewards = []
-    for _ in range(config.ppo_windows):
-        observed, mask = torch.from_numpy(policy.observe(window)), torch.from_numpy(window.batch_size > 0)
-        act = ppo.act(observed, mask)
-        delta, growth = act.local.squeeze(-1).double().numpy(), act.shared.squeeze(-1).double().numpy()
-        acts.append((observed, mask, act))
-        before = _marks(env), _marks(other)
-        window = env.step(policy.allocate(window, env.bounds, delta, growth))
-        reference = other.step(teacher.decide(reference, other.bounds))
-        rewards.append(_log_goodput(env, before[0]) - _log_goodput(other, before[1]))
-    last = ppo.value(torch.from_numpy(policy.observe(window)), torch.from_numpy(window.batch_size > 0))
-    reward = torch.from_numpy(np.clip(np.array(rewards), -2, 2)).float() * 5
-    return Rollout.of(acts, last, reward, torch.zeros(reward.shape, dtype=torch.bool))
-
-
-def _marks(env: ClusterEnv) -> tuple[Floats, Floats]:
-    return env.clock_s, env.progress
-
-
-def _log_goodput(env: ClusterEnv, before: tuple[Floats, Floats]) -> Floats:
-    return np.asarray(np.log((env.progress - before[1]) / (env.clock_s - before[0])))
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Raises `ConfigError` when the checkpoint is of another recipe or seed."""
+        if (state["config"], state["seed"]) != (str(self.config), self.seed):
+            raise ConfigError("checkpoint", "of another recipe or seed", "the one begun there", "name another file")
+        self.round, self.scores, self.best_score = state["round"], state["scores"], state["best_score"]
+        self.best.load_state_dict(state["best"])
+        self.net.load_state_dict(state["net"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.generator.set_state(state["generator"])
+        if state["ppo"] is not None:
+            self._start_ppo()
+            assert self.ppo is not None
+            assert self.ppo.anchor is not None
+            self.ppo.load_state_dict(state["ppo"])
+            self.ppo.anchor.load_state_dict(state["anchor"])

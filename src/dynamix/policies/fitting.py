@@ -22,13 +22,13 @@ UNKNOWN: Floats = np.empty((0, 0))
 
 def busy_seconds(window: Window) -> Floats:
     """Seconds (..., W) of computing and loading per optimizer step; NaN where unknown or idle."""
-    busy = window.compute + np.nan_to_num(window.data)
+    busy = window.compute + _finite(window.data)
     return np.where((window.batch_size > 0) & (busy > 0) & np.isfinite(busy), busy, np.nan)
 
 
 def slowest_seconds(window: Window) -> Floats:
     """Mean over steps of the slowest worker's seconds, (...): any worker's computing and waiting together say it."""
-    arrived = window.compute + np.nan_to_num(window.wait)
+    arrived = window.compute + _finite(window.wait)
     seen = np.where(np.isnan(window.wait), np.nan, arrived)
     return np.fmax(mean_of_known(seen), _max_of_known(window.compute))
 
@@ -49,6 +49,10 @@ def mean_of_known(x: Floats) -> Floats:
     known = np.isfinite(x)
     count = known.sum(-1)
     return np.where(count > 0, np.where(known, x, 0.0).sum(-1) / np.maximum(count, 1), np.nan)
+
+
+def _finite(x: Floats) -> Floats:
+    return np.where(np.isfinite(x), x, 0.0)
 
 
 def _max_of_known(x: Floats) -> Floats:

@@ -12,6 +12,7 @@ import numpy as np
 
 from dynamix.policies.costs import WorkerCosts
 from dynamix.policies.fitting import (
+    UNKNOWN,
     Exchange,
     LeastSquares,
     NoiseByBatch,
@@ -188,8 +189,14 @@ class Goodput:
     def __init__(self, *, spread_weight: float = 0.3) -> None:
         self.costs, self.exchange = WorkerCosts(), Exchange()
         self.noise, self.spread = NoiseByBatch(), Smoothed(spread_weight)
+        self.alpha, self.beta, self.stretch = UNKNOWN, UNKNOWN, UNKNOWN
 
     def decide(self, window: Window, bounds: Bounds) -> Ints:
+        return project(self.wish(window, bounds), bounds, current=window.batch_size)
+
+    def wish(self, window: Window, bounds: Bounds) -> Floats:
+        """The answer as real sizes (..., W), not projected. What it was searched with stays in `alpha` and `beta`
+        (..., W) and `stretch` (...), how much later than the slowest mean the slowest worker is."""
         slowest = slowest_seconds(window)
         self.costs.update(window)
         self.exchange.update(slowest, exposed_seconds(window))
@@ -208,9 +215,11 @@ class Goodput:
             return np.asarray(np.log(np.maximum(total, 1e-9)) - step - self.noise.log_waste(total, base))
 
         best = best_split(alpha, beta, bounds, log_goodput)
-        best = np.where(np.isnan(self.noise.level)[..., None], split(now, alpha, beta, bounds), best)
-        best = np.where(measured[..., None], best, window.batch_size)
-        return project(best, bounds, current=window.batch_size)
+        unknown = np.isnan(self.noise.level)[..., None]
+        if unknown.any():
+            best = np.where(unknown, split(now, alpha, beta, bounds), best)
+        self.alpha, self.beta, self.stretch = alpha, beta, spread
+        return np.where(measured[..., None], best, window.batch_size)
 
     _PARTS = ("costs", "exchange", "noise", "spread")
 

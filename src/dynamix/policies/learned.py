@@ -1,8 +1,8 @@
-"""The learned DYNAMIX policy: a small network's residual around LB-BSP's shares and the current global batch.
+"""The learned DYNAMIX policy: a small network's residual around what the goodput rule answers.
 
-b = project(B * exp(g) * softmax(log speed_i + delta_i)): one zero-mean delta per worker and one g per cluster.
-Untrained (delta = g = 0) it *is* LB-BSP; trained, it corrects where that rule is late or wrong. The network reads
-`features(window)` and a few quantities remembered between windows (`residual.Memory`).
+b = project(B_rule * exp(g) * softmax(log share_rule_i + delta_i)): one delta per worker, of which only differences
+count, and one g per cluster. Untrained (delta = g = 0) it *is* the rule; trained, it corrects where the rule's model of
+the job is wrong. The network reads each worker's part of `features(window)` and what `residual.Memory` remembers.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from dynamix.errors import PolicyFileError
-from dynamix.policies.proportional import fill_unknown
 from dynamix.policies.residual import OWN_FEATURES, Memory
-from dynamix.window import FEATURE_SCHEMA, FEATURES, Bounds, Floats, Ints, Window, features, project
+from dynamix.window import FEATURE_SCHEMA, LOCAL_FEATURES, Bounds, Floats, Ints, Window, features, project
 
-POLICY_SCHEMA = 1
-# A decision may move a share by e^+-1.5 and the global batch by e^+-0.5; the global batch stays within 8x of B0.
-DELTA_LIMIT, GROWTH_LIMIT, GLOBAL_RANGE = 1.5, 0.5, 8.0
-# What a trained policy keeps to in service. Where fixed costs dominate (8 samples on a throttled host) an unlimited one
-# overshot and swung between two allocations; in simulation the limit costs 0.1 % (docs/design/learning.md).
+POLICY_SCHEMA = 2
+INPUTS = (*LOCAL_FEATURES, *OWN_FEATURES)
+# The residual moves a size by e^+-1.5 and the global batch by e^+-1 at most.
+DELTA_LIMIT, GROWTH_LIMIT = 1.5, 1.0
+# A decision leaves each size between the one in force and the rule's, or at most e^0.3 beyond either: the residual may
+# hold the rule back entirely, but what it adds of its own comes in steps that the next windows can judge.
 TRUST = 0.3
 LARGEST_HIDDEN = 4096  # a network beyond this was never trained; a broken number could ask for all memory
 PRETRAINED = Path(__file__).parent / "pretrained" / "dynamix.safetensors"
@@ -38,7 +38,7 @@ class ResidualNet(nn.Module):
     The heads end in zeros, so an untrained network answers exactly 0. All of it is permutation-equivariant.
     """
 
-    def __init__(self, inputs: int = len(FEATURES) + len(OWN_FEATURES), hidden: int = 64) -> None:
+    def __init__(self, inputs: int = len(INPUTS), hidden: int = 64) -> None:
         super().__init__()
         self.inputs, self.hidden = inputs, hidden
         self.encode = nn.Sequential(nn.Linear(inputs, hidden), nn.Tanh(), nn.Linear(hidden, hidden), nn.Tanh())
@@ -70,27 +70,29 @@ class ResidualNet(nn.Module):
 class LearnedPolicy:
     """The share/global residual policy; deterministic at inference (the mean action).
 
+    >>> from dynamix.policies.goodput import Goodput
     >>> from dynamix.window import Bounds, Window
-    >>> LearnedPolicy().decide(Window.of([32, 32], compute=[1.0, 3.0]), Bounds.of(2)).tolist()   # untrained: LB-BSP
-    [48, 16]
+    >>> window = Window.of([32, 32], compute=[0.1, 0.3])
+    >>> LearnedPolicy().decide(window, Bounds.of(2)).tolist()                       # untrained: the goodput rule
+    [47, 17]
+    >>> Goodput().decide(window, Bounds.of(2)).tolist()
+    [47, 17]
     """
 
     def __init__(self, net: ResidualNet | None = None, *, about: dict[str, Any] | None = None) -> None:
         self.net = (net or ResidualNet()).eval()
         self.about = about or {}
-        self.trust = float(self.about.get("trust", DELTA_LIMIT))
+        self.trust = float(self.about.get("trust", TRUST))
         self.memory = Memory()
 
     def decide(self, window: Window, bounds: Bounds) -> Ints:
-        observed = self.observe(window)
-        delta, growth = self.act(observed, window.batch_size > 0)
-        delta = np.clip(delta - delta.mean(-1, keepdims=True), -self.trust, self.trust)
-        return self.allocate(window, bounds, delta, growth)
+        observed = self.observe(window, bounds)
+        return self.allocate(window, bounds, *self.act(observed, window.batch_size > 0))
 
-    def observe(self, window: Window) -> NDArray[np.float32]:
-        """Update the memory and return what the network sees, (..., W, F)."""
-        own = self.memory.update(window)
-        return np.concatenate([features(window), own], axis=-1)
+    def observe(self, window: Window, bounds: Bounds) -> NDArray[np.float32]:
+        """Ask the rule, update the memory and return what the network sees, (..., W, F)."""
+        own = self.memory.update(window, bounds)
+        return np.concatenate([features(window)[..., : len(LOCAL_FEATURES)], own], axis=-1)
 
     def act(self, observed: NDArray[np.float32], active: NDArray[np.bool_]) -> tuple[Floats, Floats]:
         """The mean action: delta (..., W) and g (...)."""
@@ -102,22 +104,23 @@ class LearnedPolicy:
         return delta, shared.squeeze(-1).double().numpy().reshape(lead)
 
     def allocate(self, window: Window, bounds: Bounds, delta: Floats, growth: Floats) -> Ints:
-        """The allocation of an action. Clusters without any timing in this window keep what they have."""
-        active = window.batch_size > 0
-        mean = np.where(active, delta, 0.0).sum(-1, keepdims=True) / np.maximum(active.sum(-1, keepdims=True), 1)
-        delta = np.clip(np.nan_to_num(delta - mean), -DELTA_LIMIT, DELTA_LIMIT)
+        """The allocation of an action, around the rule's answer to the window observed last."""
+        wish, active = self.memory.wish, window.batch_size > 0
+        delta = np.where(active, np.nan_to_num(delta), 0.0)
+        delta = delta - delta.sum(-1, keepdims=True) / np.maximum(active.sum(-1, keepdims=True), 1)
+        delta = np.clip(np.where(active, delta, 0.0), -DELTA_LIMIT, DELTA_LIMIT)
         growth = np.clip(np.nan_to_num(growth), -GROWTH_LIMIT, GROWTH_LIMIT)
-        measured = np.asarray((np.isfinite(window.compute) & active).any(-1))
-        speed = fill_unknown(self.memory.speed)
-        wish = speed / speed.max(-1, keepdims=True) * np.exp(delta)
-        wish = np.where(measured[..., None], wish, np.maximum(window.batch_size, 1e-9))
-        now = window.batch_size.sum(-1).astype(np.float64)
-        # Limits never push: a job that already is outside them (resumed, tuned by hand) may stay where it is.
-        base = window.base_batch / window.micro_batches
-        base = np.where(np.isfinite(base) & (base > 0), base, now)
-        lowest, highest = np.minimum(base / GLOBAL_RANGE, now), np.maximum(base * GLOBAL_RANGE, now)
-        total = np.where(measured, np.clip(now * np.exp(growth), lowest, highest), now)
-        return project(wish, bounds, total=total, current=window.batch_size)
+        moved = wish * np.exp(delta)
+        whole = wish.sum(-1) / np.maximum(moved.sum(-1), 1e-9) * np.exp(growth)
+        low, high = self.trusted(window)
+        sizes = np.where(self.memory.measured[..., None], np.clip(moved * whole[..., None], low, high), wish)
+        return project(sizes, bounds, current=window.batch_size)
+
+    def trusted(self, window: Window) -> tuple[Floats, Floats]:
+        """Least and greatest sizes (..., W) that this decision may give; they contain the rule's."""
+        wish = self.memory.wish
+        now = np.where(window.batch_size > 0, window.batch_size, wish)
+        return np.minimum(now, wish) * np.exp(-self.trust), np.maximum(now, wish) * np.exp(self.trust)
 
     def state_dict(self) -> dict[str, Any]:
         return self.memory.state_dict()
@@ -134,7 +137,7 @@ class LearnedPolicy:
             **self.about,
             "schema": POLICY_SCHEMA,
             "feature_schema": FEATURE_SCHEMA,
-            "features": [*FEATURES, *OWN_FEATURES],
+            "features": list(INPUTS),
             "architecture": {"inputs": self.net.inputs, "hidden": self.net.hidden},
             "sha256": hashlib.sha256(data).hexdigest(),
         }
@@ -186,7 +189,7 @@ def read_description(path: str | Path) -> dict[str, Any]:
     for key, wanted in (("schema", POLICY_SCHEMA), ("feature_schema", FEATURE_SCHEMA)):
         if about.get(key) != wanted:
             raise PolicyFileError(key, about.get(key), f"{wanted} in {sidecar}", retrain)
-    if about.get("features") != [*FEATURES, *OWN_FEATURES]:
+    if about.get("features") != list(INPUTS):
         raise PolicyFileError("features", "another list", f"the features of this version in {sidecar}", retrain)
     _check_numbers(about, sidecar)
     return about
@@ -194,13 +197,13 @@ def read_description(path: str | Path) -> dict[str, Any]:
 
 def _check_numbers(about: dict[str, Any], sidecar: Path) -> None:
     """What is used unseen must be possible: a network of this size, a trust region within the action's limits."""
-    shape, own = about.get("architecture"), len(FEATURES) + len(OWN_FEATURES)
+    shape, own = about.get("architecture"), len(INPUTS)
     sizes = (shape.get("inputs"), shape.get("hidden")) if isinstance(shape, dict) else (None, None)
     for name, value, low, high in (("inputs", sizes[0], own, own), ("hidden", sizes[1], 1, LARGEST_HIDDEN)):
         if type(value) is not int or not low <= value <= high:
             allowed = f"{low} to {high} in {sidecar}" if low < high else f"{low} in {sidecar}"
             raise PolicyFileError(f"architecture.{name}", value, allowed, "copy both files again")
-    trust = about.get("trust", DELTA_LIMIT)
+    trust = about.get("trust", TRUST)
     if isinstance(trust, bool) or not isinstance(trust, (int, float)) or not 0 < trust <= DELTA_LIMIT:
         fix = f"{TRUST} is what training writes"
         raise PolicyFileError("trust", trust, f"a number above 0, at most {DELTA_LIMIT}, in {sidecar}", fix)

@@ -1,4 +1,4 @@
-"""What the learned policy remembers between windows: smoothed speeds, surprises, and how time grows with batch."""
+"""What the learned policy knows besides the window: the goodput rule it corrects, and how that rule did of late."""
 
 from __future__ import annotations
 
@@ -7,124 +7,215 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dynamix.policies.proportional import SpeedFilter
-from dynamix.window import Floats, Window
+from dynamix.policies.elasticity import LocalElasticity
+from dynamix.policies.fitting import (
+    RATES,
+    UNKNOWN,
+    base_total,
+    busy_seconds,
+    exposed_seconds,
+    restored,
+    saved,
+    slowest_seconds,
+)
+from dynamix.policies.goodput import Goodput
+from dynamix.window import Bounds, Floats, Window
 
 OWN_FEATURES = (
-    "surprise",       # newest log speed - smoothed log speed before this window
-    "residue",        # newest log speed - smoothed log speed after this window
-    "last_surprise",  # the previous window's
-    "from_slow",      # smoothed log speed - its slow average: is this worker below its usual speed?
-    "from_rule",      # log share - log share that LB-BSP would give
-    "elasticity",     # d log(time) / d log(batch), fitted online over the cluster, global
-    "pull",           # log(best global batch / current), affine model with that elasticity, global
-    "peak_surprise",  # largest |surprise| of the cluster, global
+    # the rule's answer and its model of this worker
+    "move",             # log(rule's size / size in force)
+    "rule_share",       # log(rule's size / mean of the rule's sizes)
+    "rule_elasticity",  # of its line at the size in force
+    "rule_to_cap",      # log(rule's size / largest allowed)
+    "to_cap",           # log(size in force / largest allowed)
+    "at_cap",           # share of recent windows at the largest size
+    "coarse",           # 1 / size in force: what rounding does
+    "uncertainty",      # log sd of the rule's level of this worker
+    "jitter",           # log sd of one step's seconds
+    # how its predictions came true
+    "surprise",         # log(measured / predicted seconds)
+    "last_surprise",    # the same, a window earlier
+    "older_surprise",   # and two windows earlier
+    "residue",          # log(measured / fitted seconds): what the rule took for noise
+    "from_slow",        # fitted log seconds at the base share less their slow average
+    "from_best",        # the same less their slowly forgotten minimum: is this worker slowed down?
+    "age",              # windows since its last jump, log
+    "hazard",           # share of recent windows with a jump
+    "last_share",       # share of recent windows in which it was the slowest
+    # how its time really grows
+    "change",           # log(size in force / size of the window before)
+    "swing",            # how far recent changes undid each other
+    "warned",           # log seconds the rule's answer costs beyond its line, by elasticities learned size by size
+    "steep_below", "steep_above",   # learned elasticity beyond the line's, just below and above the size in force
+    "known_below", "known_above",   # how much of that is known
+    # global
+    "rule_growth",      # log(rule's global batch / the one in force)
+    "growth",           # log(global batch / that of the window before)
+    "step_surprise",    # log(measured / predicted seconds of a step)
+    "spread",           # log(slowest worker's mean / slowest mean worker)
+    "noise_ratio",      # smoothed log(noise scale / global batch)
+    "noise_rate",       # how the noise scale is believed to grow with the batch
+    "measuring_error",  # log sd of times beyond jitter
+    "windows",          # seen so far, log
+    "steps",            # of a window, log
 )  # fmt: skip
-# Before any change of batch was seen: 80 % of a worker's time grows with its batch. The prior weighs as much as this
-# sum of squared log batch changes (noise of a window's mean time is of order 0.05).
-PRIOR_ELASTICITY, PRIOR_WEIGHT, FORGET = 0.8, 0.3, 0.98
+JUMP = 0.2  # log seconds: a surprise beyond this counts as a jump of speed
 
 
 class Memory:
-    """Per-worker and per-cluster memory for windows of shape (..., W)."""
+    """Asks the rule and follows its fortunes, for windows of shape (..., W).
+
+    After `update`, `wish` holds the rule's real sizes.
+    """
 
     def __init__(self) -> None:
-        self.filter = SpeedFilter()
-        self.slow: Floats | None = None
-        self.last_surprise: Floats | None = None
-        self.last_log_batch: Floats | None = None
-        self.last_log_time: Floats | None = None
-        self.moments: Floats | None = None  # (2, ...): sums of squares and of products
+        self.rule, self.curve = Goodput(), LocalElasticity()
+        self.wish: Floats = UNKNOWN  # (..., W)
+        self.per_worker: Floats = UNKNOWN  # (len(_WORKER), ..., W), each by name below
+        self.total: Floats = UNKNOWN  # (...) log global batch of the window before
+        self.windows = 0
 
-    @property
-    def speed(self) -> Floats:
-        """Smoothed samples per second (..., W); NaN where never measured."""
-        assert self.filter.log_speed is not None
-        return np.asarray(np.exp(self.filter.log_speed))
-
-    def update(self, window: Window) -> NDArray[np.float32]:
+    def update(self, window: Window, bounds: Bounds) -> NDArray[np.float32]:
         """Take in a window; the own features (..., W, len(OWN_FEATURES)), finite, in [-3, 3]."""
         shape = window.batch_size.shape
-        if self.filter.log_speed is not None and self.filter.log_speed.shape != shape:
+        if self.per_worker.shape[1:] != shape:
             self.__init__()  # type: ignore[misc]  # another cluster: nothing remembered holds
-        before = self.filter.log_speed
+        first = self.windows == 0
+        if first:
+            self.per_worker = np.zeros((len(_WORKER), *shape))
+            self.total = np.full(shape[:-1], np.nan)
+        past = dict(zip(_WORKER, self.per_worker, strict=True))
+        batch, busy = window.batch_size.astype(np.float64), busy_seconds(window)
+        unit = base_total(window)[..., None] / window.workers
+        surprise, step_surprise = (0.0 * batch, 0.0 * batch[..., 0]) if first else self._surprises(window, batch, busy)
+        self.wish = self.rule.wish(window, bounds)
+        alpha, beta = self.rule.alpha, self.rule.beta
+        self.curve.update(unit, batch, busy)
+        own = self._of_rule(window, bounds, unit)
+        own |= self._of_curve(unit, batch)
+        own |= self._of_time(past, np.log(np.maximum(alpha + beta * unit, 1e-12)), surprise, first)
         with np.errstate(divide="ignore", invalid="ignore"):
-            log_batch = np.log(window.batch_size.astype(np.float64))
-            log_per_sample = np.log(window.seconds_per_sample)
-        log_batch = np.where(np.isfinite(log_batch), log_batch, np.nan)
-        seen = np.where(np.isfinite(log_per_sample), -log_per_sample, np.nan)
-        log_time = log_batch - seen
-        self.filter.update(window)
-        smooth = self.filter.log_speed
-        assert smooth is not None
-        surprise = np.zeros(shape) if before is None else _known(seen - before)
-        known = smooth if self.slow is None else np.where(np.isnan(self.slow), smooth, self.slow)
-        self.slow = known + 0.05 * _known(smooth - known)
-        last = np.zeros(shape) if self.last_surprise is None else self.last_surprise
-        elasticity = self._fit(log_batch, log_time)
-        pull = self._pull(window, elasticity)
-        own = np.empty((*shape, len(OWN_FEATURES)))
-        own[..., 0] = surprise
-        own[..., 1] = seen - smooth
-        own[..., 2] = last
-        own[..., 3] = smooth - self.slow
-        own[..., 4] = _centred(log_batch) - _centred(smooth)
-        own[..., 5] = elasticity[..., None] - PRIOR_ELASTICITY
-        own[..., 6] = pull[..., None]
-        own[..., 7] = np.abs(surprise).max(-1, keepdims=True)
-        self.last_surprise, self.last_log_batch, self.last_log_time = surprise, log_batch, log_time
-        return np.clip(_known(own), -3.0, 3.0).astype(np.float32)
+            own["residue"] = np.log(busy / (alpha + beta * batch))
+        own["last_share"] = _follow(past["last_share"], busy == _peak(busy), 0.15)
+        own["at_cap"] = _follow(past["at_cap"], batch >= bounds.high, 0.2)
+        log_batch = np.log(np.maximum(batch, 0.5))
+        own["change"] = 0.0 * batch if first else log_batch - past["log_batch"]
+        undone = np.where(own["change"] * past["change"] < 0, np.minimum(abs(own["change"]), abs(past["change"])), 0.0)
+        own["swing"] = _follow(past["swing"], undone, 0.3)
+        total = np.log(np.maximum(batch.sum(-1), 1.0))
+        own["growth"] = _wide(total - self.total)
+        own["step_surprise"] = _wide(step_surprise)
+        self.windows += 1
+        own["windows"] = np.asarray(np.log(self.windows) / 2 - 1)
+        self.total = total
+        kept = {**own, "log_batch": log_batch, "older_surprise": past["last_surprise"], "last_surprise": surprise}
+        own["older_surprise"], own["last_surprise"] = past["older_surprise"], past["last_surprise"]
+        self.per_worker = np.stack([_known(kept[name]) for name in _WORKER])
+        return self._stacked(own, shape)
 
-    def _fit(self, log_batch: Floats, log_time: Floats) -> Floats:
-        """d log t / d log b over the cluster, from changes between windows; disturbed workers left out."""
-        if self.moments is None or self.last_log_batch is None or self.last_log_time is None:
-            self.moments = np.zeros((2, *log_batch.shape[:-1]))
-        else:
-            with np.errstate(invalid="ignore"):
-                x, y = log_batch - self.last_log_batch, log_time - self.last_log_time
-                usable = np.isfinite(x) & np.isfinite(y) & (np.abs(y - PRIOR_ELASTICITY * x) < 0.25)
-            x, y = np.where(usable, x, 0.0), np.where(usable, y, 0.0)
-            self.moments = FORGET * self.moments + np.stack([(x * x).sum(-1), (x * y).sum(-1)])
-        squares, products = self.moments
-        fitted = (products + PRIOR_ELASTICITY * PRIOR_WEIGHT) / (squares + PRIOR_WEIGHT)
-        return np.asarray(np.clip(fitted, 0.2, 1.0))
+    @property
+    def measured(self) -> NDArray[np.bool_]:
+        """Clusters (...) of which any worker was ever timed."""
+        return np.asarray(np.isfinite(self.rule.costs.level[..., 0]).any(-1))
+
+    def _surprises(self, window: Window, batch: Floats, busy: Floats) -> tuple[Floats, Floats]:
+        """Measured against predicted log seconds, of workers (..., W) and of steps (...), by the rule as it was."""
+        rule = self.rule
+        expected = rule.alpha + rule.beta * batch
+        with np.errstate(divide="ignore", invalid="ignore"):
+            surprise = np.log(busy / expected)
+            slowest = np.maximum((rule.stretch[..., None] * expected).max(-1), 1e-12)
+            whole = slowest_seconds(window) + _known(exposed_seconds(window))
+            step = np.log(whole) - rule.exchange.log_step(slowest[..., None])[..., 0]
+        return _known(surprise), _known(step)
+
+    def _of_rule(self, window: Window, bounds: Bounds, unit: Floats) -> dict[str, Floats]:
+        rule, batch = self.rule, np.maximum(window.batch_size, 0.5)
+        wish, high = np.maximum(self.wish, 0.5), np.maximum(bounds.high, 1.0)
+        total, now = wish.sum(-1), batch.sum(-1)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return {
+                "move": np.log(wish / batch),
+                "rule_share": np.log(wish / wish.mean(-1, keepdims=True)),
+                "rule_elasticity": rule.beta * batch / (rule.alpha + rule.beta * batch) - 0.8,
+                "rule_to_cap": np.log(wish / high) / 2,
+                "to_cap": np.log(batch / high) / 2,
+                "coarse": 4.0 / (4.0 + batch),
+                "uncertainty": 0.5 * np.log(rule.costs.variance + 1e-6) + 4.0,
+                "jitter": 0.5 * np.log(rule.costs.jitter + 1e-6) + 3.0,
+                "rule_growth": _wide(np.log(total / now)),
+                "spread": 5 * _wide(np.log(rule.stretch)),
+                "noise_ratio": _wide(rule.noise.level - np.log(now)) / 2,
+                "noise_rate": 2 * _wide((rule.noise.weights() * RATES).sum(-1)),
+                "measuring_error": _wide(0.5 * np.log(rule.costs.error + 1e-6)) + 4.0,
+                "steps": _wide(np.log(window.steps) - 1.6) + 0.0 * unit,
+            }
+
+    def _of_curve(self, unit: Floats, batch: Floats) -> dict[str, Floats]:
+        curve = self.curve
+        excess = curve.excess(unit, self.rule.alpha, self.rule.beta)
+        steep, known = curve.around(excess, unit, batch), curve.around(curve.known(), unit, batch)
+        return {
+            "warned": curve.beyond(excess, unit, batch, self.wish),
+            "steep_below": steep[0], "steep_above": steep[1], "known_below": known[0], "known_above": known[1],
+        }  # fmt: skip
 
     @staticmethod
-    def _pull(window: Window, elasticity: Floats) -> Floats:
-        """log(B* / B) where B* maximises goodput: with step time a + c*B and noise scale phi, B* = sqrt(phi * a / c).
+    def _of_time(past: dict[str, Floats], level: Floats, surprise: Floats, first: bool) -> dict[str, Floats]:
+        """`level` is the fitted log seconds at the base share."""
+        slow = level if first else past["slow"] + 0.05 * (level - past["slow"])
+        best = level if first else past["best"] + np.where(level < past["best"], 0.5, 0.01) * (level - past["best"])
+        jump = np.abs(surprise) > JUMP
+        age = np.where(jump, 0.0, past["windows_since"] + 1)
+        return {
+            "surprise": surprise, "from_slow": level - slow, "from_best": level - best, "slow": slow, "best": best,
+            "windows_since": age, "age": np.log1p(age) / 2 - 1, "jumps": _follow(past["jumps"], jump, 0.03),
+            "hazard": 5 * _follow(past["jumps"], jump, 0.03),
+        }  # fmt: skip
 
-        From d/dB log[B / (a + c B) / (phi + B)] = 0 (Pollux's goodput, PAPERS section 5).
-        """
-        slowest = np.where(np.isfinite(window.compute), window.compute, 0.0).max(-1)
-        known = np.isfinite(window.communication)  # where known the same for all workers
-        transfer = np.where(known, window.communication, 0.0).sum(-1) / np.maximum(known.sum(-1), 1)
-        fixed, growing = transfer + (1 - elasticity) * slowest, elasticity * slowest
-        with np.errstate(divide="ignore", invalid="ignore"):
-            best = 0.5 * np.log(window.noise_scale / window.global_batch * fixed / growing)
-        return np.asarray(np.where(np.isnan(best), 0.0, np.clip(best, -3.0, 3.0)))
-
-    _FIELDS = ("slow", "last_surprise", "last_log_batch", "last_log_time", "moments")
+    @staticmethod
+    def _stacked(own: dict[str, Floats], shape: tuple[int, ...]) -> NDArray[np.float32]:
+        stacked = np.empty((*shape, len(OWN_FEATURES)))
+        for i, name in enumerate(OWN_FEATURES):
+            stacked[..., i] = own[name]
+        return np.clip(_known(stacked), -3.0, 3.0).astype(np.float32)
 
     def state_dict(self) -> dict[str, Any]:
-        saved: dict[str, Any] = {name: _plain(getattr(self, name)) for name in self._FIELDS}
-        return {"filter": self.filter.state_dict(), **saved}
+        arrays = {name: getattr(self, name).tolist() for name in ("wish", "per_worker", "total")}
+        now = {name: getattr(self.rule, name).tolist() for name in ("alpha", "beta", "stretch")}
+        rule, curve = self.rule.state_dict(), saved(self.curve)
+        return {**arrays, "windows": self.windows, "rule": rule, "now": now, "curve": curve}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.filter.load_state_dict(state["filter"])
-        for name in self._FIELDS:
-            saved = state[name]
-            setattr(self, name, None if saved is None else np.asarray(saved, dtype=np.float64))
+        self.rule.load_state_dict(state["rule"])
+        restored(self.curve, state["curve"])
+        for target, values in (
+            (self, {n: state[n] for n in ("wish", "per_worker", "total")}),
+            (self.rule, state["now"]),
+        ):
+            for name, value in values.items():
+                setattr(target, name, np.asarray(value, dtype=np.float64))
+        self.windows = int(state["windows"])
 
 
-def _plain(values: Floats | None) -> Any:
-    return None if values is None else values.tolist()
+# What `Memory.per_worker` keeps.
+_WORKER = (
+    "last_surprise", "older_surprise", "slow", "best", "windows_since", "jumps", "last_share", "at_cap",
+    "log_batch", "change", "swing",
+)  # fmt: skip
+
+
+def _follow(average: Floats, value: np.ndarray, weight: float) -> Floats:
+    return np.asarray(average + weight * (value - average))
+
+
+def _wide(x: Floats) -> Floats:
+    return x[..., None]
+
+
+def _peak(x: Floats) -> Floats:
+    return np.where(np.isfinite(x), x, -np.inf).max(-1, keepdims=True)
 
 
 def _known(x: Floats) -> Floats:
     return np.where(np.isfinite(x), x, 0.0)
-
-
-def _centred(x: Floats) -> Floats:
-    known = np.isfinite(x)
-    mean = np.where(known, x, 0.0).sum(-1, keepdims=True) / np.maximum(known.sum(-1, keepdims=True), 1)
-    return np.where(known, x - mean, np.nan)
