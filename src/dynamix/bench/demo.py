@@ -289,7 +289,7 @@ class Launch:
             path.write_text(json.dumps(config))
             self._scorer = Scorer(self.workload, data.test, self._scored)
             try:
-                self.hosts.launch([sys.executable, "-m", "dynamix.bench.demo_worker", str(path)])
+                self._start_ranks(path)
                 self._link = self._accept(listener)
                 while self._handle(self._next_message()):
                     self.display.update(self.runs)
@@ -300,6 +300,10 @@ class Launch:
                 listener.close()
                 if self._link is not None:
                     self._link.close()
+
+    def _start_ranks(self, config: Path) -> None:
+        """Ranks of another kind that speak the same messages start here too (`dynamix.bench.peers`)."""
+        self.hosts.launch([sys.executable, "-m", "dynamix.bench.demo_worker", str(config)])
 
     def _config(self, scratch: Path) -> dict[str, Any]:
         settings = self.settings

@@ -1,0 +1,201 @@
+"""`dynamix bench ...`: the commands that measure. What they measure with is imported when they run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+import typer
+
+from dynamix.console import Json, Mechanism, Out, Policies, Resume, guarded, print_json, progress
+
+bench = typer.Typer(help="Measure dynamix itself.", no_args_is_help=True)
+
+
+@bench.command("overhead")
+@guarded
+def bench_overhead(
+    steps: Annotated[int, typer.Option(min=1, help="Steps of the demo's job to time.")] = 200,
+    out: Out = None,
+    as_json: Json = False,
+) -> None:
+    """The controller's share of a step at W=4 on the demo, and the time of a decision for W=1024."""
+    from dynamix.bench.overhead import overhead_settings, run_overhead
+    from dynamix.telemetry.run_folder import RunFolder
+
+    overhead_settings(steps).check()
+    with RunFolder("overhead", out) as folder:
+        result = run_overhead(folder, steps=steps)
+    if as_json:
+        print_json(result)
+        return
+    typer.echo(f"step(): {100 * result['step_fraction']:.2f} % of a step at W=4 (goal: 1 %)")
+    typer.echo(f"decision for W=1024: {result['decision_ms_1024_workers']['median']:.2f} ms median (goal: 5 ms)")
+
+
+@bench.command("simspeed")
+@guarded
+def bench_simspeed(as_json: Json = False) -> None:
+    """Worker-steps per second of the simulator, without learning."""
+    from dynamix.bench.simspeed import GOAL_STEPS_PER_S, simulator_speeds
+
+    with progress("simulating") as tell:
+        result = simulator_speeds()
+        tell("simulating", 1.0)
+    if as_json:
+        print_json({"schema": 1, "command": "bench simspeed", "cluster": "simulator", "sizes": result})
+        return
+    for size in result:
+        what = f"{size['clusters']:.0f} clusters of {size['workers']:,.0f} workers"
+        typer.echo(f"{what}: {size['worker_steps_per_s']:,.0f} worker-steps/s (goal at W=32: {GOAL_STEPS_PER_S:,})")
+
+
+@bench.command("tta")
+@guarded
+def bench_tta(
+    cluster: Annotated[str, typer.Option(help="emulator (real training) or simulator.")] = "emulator",
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Under 10 minutes: fewer scenarios or families, one seed.")
+    ] = False,
+    seeds: Annotated[int, typer.Option(min=1, help="Pairs per scenario (emulator).")] = 5,
+    seed: Annotated[int, typer.Option(help="First seed (emulator).")] = 0,
+    scenarios: Annotated[
+        str | None, typer.Option(help="Scenarios or families, comma-separated [default: all].")
+    ] = None,
+    policies: Policies = None,
+    resume: Resume = False,
+    out: Out = None,
+    as_json: Json = False,
+) -> None:
+    """Time to accuracy of every policy: on emulated hosts, or in the simulator on all held-out families."""
+    from dynamix.bench.live import QUICK_SCENARIOS, SCENARIOS, Plan, run_tta
+    from dynamix.bench.simulated import tta_suite
+    from dynamix.errors import ConfigError
+    from dynamix.telemetry.run_folder import RunFolder
+
+    names = policies.split(",") if policies else None
+    places = scenarios.split(",") if scenarios else None
+    if cluster == "simulator":
+        _simulated(tta_suite(quick=quick, policies=names, families=places), "tta", out, resume, as_json)
+        return
+    if cluster != "emulator":
+        raise ConfigError("cluster", cluster, "emulator, simulator", "choose one of them")
+    plan = Plan(
+        scenarios=tuple(places or (QUICK_SCENARIOS if quick else SCENARIOS)), seeds=1 if quick else seeds, seed=seed,
+        policies=tuple(names or (["static", "dynamix"] if quick else ["reference", "static", "dbs", "lb_bsp", "dynamix"])),
+        quick=quick,
+    )  # fmt: skip
+    plan.settings()
+    with RunFolder("tta", out, resume=resume) as folder:
+        result, arrived = run_tta(plan, folder)
+    if as_json:
+        print_json(result)
+    if not arrived:
+        typer.echo("error: not every run reached the target", err=True)
+        raise typer.Exit(1)
+
+
+@bench.command("scaling")
+@guarded
+def bench_scaling(
+    quick: Annotated[bool, typer.Option("--quick", help="To 128 workers instead of 1,024.")] = False,
+    policies: Policies = None,
+    resume: Resume = False,
+    out: Out = None,
+    as_json: Json = False,
+) -> None:
+    """From 2 to 1,024 simulated workers under frequent slowdowns."""
+    from dynamix.bench.simulated import scaling_suite
+
+    _simulated(
+        scaling_suite(quick=quick, policies=policies.split(",") if policies else None), "scaling", out, resume, as_json
+    )
+
+
+def _simulated(suite: Any, name: str, out: Path | None, resume: bool, as_json: bool) -> None:
+    from dynamix.bench.simulated import markdown, run_suite
+    from dynamix.telemetry.run_folder import RunFolder
+
+    suite.check()
+    with progress(name) as tell, RunFolder(name, out, resume=resume) as folder:
+        result = run_suite(suite, folder, tell=tell)
+    print_json(result) if as_json else typer.echo(markdown(result["cells"]))
+
+
+@bench.command("fidelity")
+@guarded
+def bench_fidelity(
+    against: Annotated[Path | None, typer.Option(help="Folder of a finished `bench tta`, to compare with.")] = None,
+    calibrate_on: Annotated[str, typer.Option(help="Its scenario that costs are taken from.")] = "steady-uneven",
+    as_json: Json = False,
+) -> None:
+    """Errors of the simulator: on measurements its fits have not seen, and against the emulator."""
+    from dynamix.bench.fidelity import lines, run_fidelity
+
+    result = run_fidelity(against, calibrate_on=calibrate_on)
+    print_json(result) if as_json else typer.echo("\n".join(lines(result)))
+
+
+@bench.command("workloads")
+@guarded
+def bench_workloads(
+    quick: Annotated[bool, typer.Option("--quick", help="One workload of each kind, 8 s each.")] = False,
+    only: Annotated[
+        str | None, typer.Option(help="Workloads, comma-separated [default: all that need no files].")
+    ] = None,
+    seconds: Annotated[
+        float | None, typer.Option(help="Processor time of training each [default: 60, quick 8].")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of data, weights and sample order.")] = 0,
+    resume: Resume = False,
+    out: Out = None,
+    as_json: Json = False,
+) -> None:
+    """Steps per second, noise scale and reachable score of each workload on one core of this machine."""
+    from dynamix.bench.workloads import Plan, markdown, run_workloads
+    from dynamix.telemetry.run_folder import RunFolder
+
+    plan = Plan.of(quick=quick, names=only.split(",") if only else None, budget_s=seconds, seed=seed)
+    with progress("workloads") as tell, RunFolder("workloads", out, resume=resume) as folder:
+        result = run_workloads(plan, folder, tell=tell)
+    print_json(result) if as_json else typer.echo(markdown(result["workloads"]))
+
+
+@bench.command("peers")
+@guarded
+def bench_peers(
+    scenario: Annotated[str, typer.Option(help="Shipped scenario or YAML file.")] = "steady-uneven",
+    quick: Annotated[bool, typer.Option("--quick", help="Smoke run: 16 steps each, no meaningful times.")] = False,
+    seeds: Annotated[int, typer.Option(min=1, help="Number of paired seeds.")] = 1,
+    seed: Annotated[int, typer.Option(help="First seed of model and data.")] = 0,
+    peers: Annotated[
+        str | None, typer.Option(help="Comma-separated, such as ddp,adaptdl-256,hivemind-local [default: all].")
+    ] = None,
+    policies: Annotated[str, typer.Option(help="Of dynamix, beside them; static among them.")] = "static,dynamix",
+    venvs: Annotated[
+        Path | None, typer.Option(help="Folder of the peers' environments, made if missing [default: in the cache].")
+    ] = None,
+    again: Annotated[bool, typer.Option(help="Static once more at the end of each seed: the A/A pair.")] = True,
+    mechanism: Mechanism = "auto",
+    resume: Resume = False,
+    out: Out = None,
+    as_json: Json = False,
+) -> None:
+    """Plain DDP, AdaptDL and Hivemind, each in its own environment, beside dynamix on the same emulated hosts."""
+    from dynamix.bench.peers.kinds import PEERS, Peer
+    from dynamix.bench.peers.report import markdown
+    from dynamix.bench.peers.suite import Plan, run_peers
+    from dynamix.telemetry.run_folder import RunFolder
+
+    names = tuple(dict.fromkeys(Peer.of(name).name for name in peers.split(","))) if peers else PEERS
+    plan = Plan(
+        scenario=scenario, seeds=seeds, seed=seed, policies=tuple(policies.split(",")), peers=names, venvs=venvs,
+        quick=quick, again=again, mechanism=cast(Any, mechanism),
+    )  # fmt: skip
+    plan.check()
+    with RunFolder("peers", out, resume=resume) as folder:
+        result, arrived = run_peers(plan, folder)
+    print_json(result) if as_json else typer.echo(markdown(result))
+    if not arrived:
+        typer.echo("error: a peer failed, or a policy of dynamix did not reach its end", err=True)
+        raise typer.Exit(1)

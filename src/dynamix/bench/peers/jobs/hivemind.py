@@ -1,0 +1,137 @@
+"""Hivemind: every rank at its own speed; a global step once all together have gathered the target batch.
+
+Two ways of its own: gradients averaged by samples (its default, equivalent to synchronous training), or local updates
+(each rank steps by itself, parameters are averaged every so many samples).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from .job import START_TIMEOUT_S, Run, Task, as_is
+
+START_ATTEMPTS = 5
+
+
+def main(path: str) -> None:
+    task = Task(path)
+    hivemind = importlib.import_module("hivemind")
+    # Its daemon's sockets would stay in /tmp when their process is killed.
+    importlib.import_module("hivemind.p2p.p2p_daemon").P2P._UNIX_SOCKET_PREFIX = f"/unix{task.config['snapshots']}/"
+    dht = join(hivemind, task)
+    net = task.model()
+    optimizer = make_optimizer(hivemind, task, dht, net)
+    task.warm_up()
+    run = Run(task, net, in_step=False)
+    batches = forever(task)
+    run.begin()
+    optimizer.tracker.performance_ema.reset_timer()  # what came before the clock is no measure of this rank's speed
+    for inputs, targets in batches:
+        before = optimizer.local_epoch
+        loss = F.cross_entropy(net(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        stepped = bool(task.settings["local_updates"]) or optimizer.local_epoch != before
+        if not run.goes_on(run.board.add(len(targets)), loss.item(), parts(task, run), stepped=stepped):
+            break
+    run.finish()
+
+
+def make_optimizer(hivemind: Any, task: Task, dht: Any, net: nn.Module) -> Any:
+    """Settings and their reasons: docs/design/peers.md."""
+    settings = task.settings
+    averager = {"target_group_size": task.world_size, "request_timeout": settings["request_timeout_s"]}
+    # Its documentation says that averager_opts reach both averagers; version 1.1.12 hands them to that of the state only.
+    gradients = (
+        None
+        if settings["local_updates"]
+        else functools.partial(importlib.import_module("hivemind.optim.grad_averager").GradientAverager, **averager)
+    )
+    return hivemind.Optimizer(
+        dht=dht,
+        run_id=f"{task.name}-{task.seed}",
+        batch_size_per_step=settings["batch_size_per_step"],
+        target_batch_size=settings["target_batch_size"],
+        params=list(net.parameters()),
+        optimizer=task.optimizer,
+        use_local_updates=settings["local_updates"],
+        matchmaking_time=settings["matchmaking_s"],
+        averaging_timeout=settings["averaging_timeout_s"],
+        average_state_every=settings["average_state_every"],
+        averager_opts=averager,
+        grad_averager_factory=gradients,
+        tracker_opts={
+            "min_refresh_period": settings["refresh_s"], "default_refresh_period": settings["refresh_s"],
+            "max_refresh_period": 1.0,
+        },
+        verbose=task.rank == 0,
+    )  # fmt: skip
+
+
+def join(hivemind: Any, task: Task) -> Any:
+    """The distributed hash table on the emulated hosts' addresses; rank 0 is who the others ask first."""
+    meeting = Path(task.config["meeting"])
+    common = {
+        "host_maddrs": [f"/ip4/{own_address()}/tcp/0"], "start": True,
+        "auto_nat": False, "nat_port_map": False, "use_relay": False,
+    }  # fmt: skip
+    if task.rank == 0:
+        dht = hivemind.DHT(**common)
+        unfinished = meeting.with_suffix(".unfinished")
+        unfinished.write_text("\n".join(str(address) for address in dht.get_visible_maddrs()))
+        unfinished.replace(meeting)
+        return dht
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while not meeting.exists():
+        if time.monotonic() > deadline:
+            sys.exit("rank 0 gave no address")
+        time.sleep(0.05)
+    peers = meeting.read_text().split()
+    for _ in range(START_ATTEMPTS - 1):
+        # A machine that is busy with starting four ranks may not answer within Hivemind's 3 s.
+        with contextlib.suppress(RuntimeError):
+            return hivemind.DHT(initial_peers=peers, **common)
+    return hivemind.DHT(initial_peers=peers, **common)
+
+
+def own_address() -> str:
+    """This host's address towards rank 0; nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((os.environ["MASTER_ADDR"], 9))
+        return str(probe.getsockname()[0])
+
+
+def forever(task: Task) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each rank shuffles the whole set by itself, as Hivemind's examples do: it has no sampler."""
+    generator = torch.Generator().manual_seed(1000 * task.seed + task.rank)
+    loader = DataLoader(
+        task.data, batch_size=task.settings["batch_size_per_step"], shuffle=True, drop_last=True, collate_fn=as_is,
+        generator=generator,
+    )  # fmt: skip
+    while True:
+        yield from loader
+
+
+def parts(task: Task, run: Run) -> list[int]:
+    """What each rank has contributed so far, as parts of one global batch."""
+    counts = [int(count) for count in run.board.samples]
+    return [round(task.total * count / max(1, sum(counts))) for count in counts]
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
