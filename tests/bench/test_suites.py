@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from dynamix.bench.against import LiveCosts, predict, same_ranking
+from dynamix.bench.against import ScenarioEnv, predict, same_ranking, simulated_hosts
+from dynamix.bench.changecost import change_cost
 from dynamix.bench.fidelity import lines, run_fidelity
 from dynamix.bench.live import combine, markdown
+from dynamix.bench.live_costs import LiveCosts, fit_costs
 from dynamix.bench.reference import reference_total
 from dynamix.bench.simulated import Suite, run_cell, run_suite, scaling_suite, tta_suite
 from dynamix.bench.suite_report import write_live_report
@@ -19,6 +21,7 @@ from dynamix.cli import app
 from dynamix.emulator import load_scenario
 from dynamix.errors import ConfigError
 from dynamix.telemetry.run_folder import RunFolder
+from dynamix.window import Window
 
 SMALL = Suite(
     "test", (("affine-slowdowns", 4), ("pai-steady", 2)), ("dbs", "lb_bsp"), seeds=(1,), clusters=6, windows=25
@@ -128,13 +131,57 @@ def test_runs_that_never_arrive_count_as_twice_statics_time() -> None:
         combine({"a": _scenario([None], [1.0], [1.0])})  # type: ignore[list-item]
 
 
-COSTS = LiveCosts(0.004, 0.0002, 0.1, 0.03, 0.01, tuple(np.log(np.linspace(60, 300, 9))), 200_000.0, 150_000.0)
+COSTS = LiveCosts(
+    alpha=0.004, beta=0.0002, small_share=0.1, exchange_s=0.002, exchange_per_speed=0.004, jitter_s=0.005, jitter_sd=0.05,
+    together_sd=0.05, knots=tuple(np.log(np.linspace(60, 300, 9))), samples=200_000.0, needed=150_000.0,
+)  # fmt: skip
 
 
 def test_both_balanced_policies_are_predicted_ahead_of_static() -> None:
     scenario = load_scenario("demo")
     times = {name: predict(scenario, name, 3, COSTS)["time_to_target_s"] for name in ("static", "lb_bsp", "reference")}
     assert max(times["reference"], times["lb_bsp"]) < times["static"]
+
+
+def test_costs_are_found_again_from_windows_of_static_runs(tmp_path) -> None:
+    scenario = load_scenario("steady-uneven")
+    lines_of: list[str] = []
+    for name, size in (("static", 128), ("static:64", 64)):
+        cores = np.array([host.cpu for host in scenario.hosts])
+        env = ScenarioEnv(scenario, 1000, COSTS, simulated_hosts(COSTS, cores, np.array([512])))
+        window = env.reset()
+        for _ in range(40):
+            window = env.step(np.full((1, 4), size))
+            one = Window.from_dict({k: v[0] for k, v in window.to_dict().items()})
+            event = {
+                "schema": 1,
+                "policy": name,
+                "seed": 0,
+                "time_s": float(env.clock_s[0]),
+                "samples_seen": 512 * env.steps,
+            }
+            lines_of.append(json.dumps({**event, "window": one.to_dict()}))
+    (tmp_path / "steady-uneven").mkdir()
+    (tmp_path / "steady-uneven" / "events.jsonl").write_text("\n".join(lines_of) + "\n")
+    static = {"time_to_target_s": [100.0], "samples_per_s": [1500.0]}
+    result = {"policies": {"static": static}, "seeds": [0]}
+    found = fit_costs(tmp_path, {"steady-uneven": result})
+    assert found.seconds(np.array([100.0]), np.array([0.3])) == pytest.approx(
+        COSTS.seconds(np.array([100.0]), np.array([0.3])), rel=0.05
+    )
+    assert found.small_share == pytest.approx(COSTS.small_share, abs=0.05)
+    assert found.exchange_s + found.exchange_per_speed / 0.17 == pytest.approx(0.002 + 0.004 / 0.17, rel=0.1)
+    assert found.needed == 150_000
+    one_size = [line for line in lines_of if '"static"' in line]
+    (tmp_path / "steady-uneven" / "events.jsonl").write_text("\n".join(one_size) + "\n")
+    with pytest.raises(ConfigError, match="two different"):
+        fit_costs(tmp_path, {"steady-uneven": result})
+
+
+def test_a_size_never_met_before_costs_once() -> None:
+    cost = change_cost("mnist1d", sizes=range(40, 48))
+    assert cost["first"] > 1.1 * cost["later"]
+    assert cost["again"] < cost["first"]
 
 
 def test_rankings_ignore_ties_only() -> None:

@@ -126,7 +126,7 @@ def _simulated(suite: Any, name: str, out: Path | None, resume: bool, as_json: b
 @guarded
 def bench_fidelity(
     against: Annotated[Path | None, typer.Option(help="Folder of a finished `bench tta`, to compare with.")] = None,
-    calibrate_on: Annotated[str, typer.Option(help="Its scenario that costs are taken from.")] = "steady-uneven",
+    calibrate_on: Annotated[str, typer.Option(help="Its scenarios whose static runs tell the costs.")] = "all",
     as_json: Json = False,
 ) -> None:
     """Errors of the simulator: on measurements its fits have not seen, and against the emulator."""

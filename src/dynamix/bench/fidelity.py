@@ -13,10 +13,11 @@ from dynamix.telemetry.run_folder import commit
 GOAL = 0.10
 
 
-def run_fidelity(against: Path | None = None, *, calibrate_on: str = "steady-uneven") -> dict[str, Any]:
+def run_fidelity(against: Path | None = None, *, calibrate_on: str = "all") -> dict[str, Any]:
     """Errors of step times on points that their fit has not seen, and residuals of the noise-scale fits.
 
-    against   folder of a finished `bench tta`, to compare the simulator with; costs from its scenario `calibrate_on`
+    against   folder of a finished `bench tta`, to compare the simulator with; costs from the static runs of its scenarios
+              `calibrate_on` (names, comma-separated, or "all")
     """
     known = calibration()
     affine = [fit.r2 for fits in known.affine_models().values() for fit in fits]
@@ -54,7 +55,7 @@ def lines(result: dict[str, Any]) -> list[str]:
 
 
 def _against(found: dict[str, Any]) -> list[str]:
-    said = [f"simulator against emulator, costs from {found['calibrated_on']}:"]
+    said = [f"simulator against emulator, costs from static runs of {found['calibrated_on']}:"]
     for name, part in found["scenarios"].items():
         cells = [f"{policy} {100 * p['step_error']:.0f} %" for policy, p in part["policies"].items()]
         said.append(
