@@ -69,7 +69,7 @@ class BucketExchange:
             statistics.dense_after[doubt.reason] += 1
             if doubt.reason != "nonfinite":  # what was learned from unions may differ between ranks
                 self._depth = self._unions = 0
-                self._prediction.forget()
+                self._prediction.forget(next_seed=doubt.reason == "peel")
             taken = "dense"
             wire.mean(flat)
         statistics.buckets[taken] += 1
@@ -84,10 +84,20 @@ class BucketExchange:
         values = working(flat)
         expected = self._prediction.expected() if way == "lhc-one-phase" else None
         codes, words = scan(values, self.layout)
-        mine = digest(VERSION, self.settings, self.index, step, way, self.layout, flat.dtype, self._depth, expected)
+        mine = digest(
+            VERSION,
+            self.settings,
+            self.index,
+            step,
+            way,
+            self.layout,
+            flat.dtype,
+            self._depth,
+            expected,
+            self._prediction.attempt,
+        )
         codes = agree(codes, mine, wire)
         key = int.from_bytes(digest("checksum", self.settings.seed, self.index, step)[:4], "little")
-        seed = (self.settings.seed, self.index, step)
         ratio, lanes = self.settings.ratio, self.settings.lanes
 
         if expected is not None:
@@ -99,7 +109,7 @@ class BucketExchange:
                 scales,
                 wire,
                 expected=expected,
-                seed=seed,
+                seed=(self.settings.seed, self.index, self._prediction.attempt),
                 key=key,
                 ratio=ratio,
                 lanes=lanes,
@@ -109,7 +119,16 @@ class BucketExchange:
             union = self._union(words, codes, way, wire)
             if way in ("lhc", "lhc-one-phase"):
                 parts, doubt = two_phase(
-                    values, self.layout, union, codes, scales, wire, seed=seed, key=key, ratio=ratio, lanes=lanes
+                    values,
+                    self.layout,
+                    union,
+                    codes,
+                    scales,
+                    wire,
+                    seed=(self.settings.seed, self.index, step),
+                    key=key,
+                    ratio=ratio,
+                    lanes=lanes,
                 )
             else:
                 parts, doubt = compact(values, self.layout, union, codes, scales, wire, key=key)

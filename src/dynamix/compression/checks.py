@@ -6,6 +6,7 @@ might see alone is put to a vote. A bucket in doubt is reduced densely from its 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections import Counter
 from collections.abc import Sequence
@@ -82,15 +83,19 @@ def confirm_union(union: Tensor, mine_included: bool, wire: Wire) -> None:
 
     What follows is as long as the union is large, so a rank with another one would hang the rest.
     """
-    weights = torch.arange(union.numel(), device=union.device) * 0x1E3779B97F4A7C15 | 1
-    value = int((union.long() * weights).sum())
-    mine = digest(value)
+    mine = digest(int((union.long() * _weights(union.numel(), union.device)).sum()))
     marks = [*mine, *(255 - b for b in mine), 0 if mine_included else 1]
     header = torch.tensor(marks, dtype=torch.uint8, device=union.device)
     wire.maximum(header)
     if bool(header[-1]):
         raise Doubt("superset")
     _require_same(header[:-1], "union")
+
+
+@functools.lru_cache(maxsize=64)
+def _weights(words: int, device: torch.device) -> Tensor:
+    """int64 (words,), odd and all different, for a sum that no two bitmaps are likely to share."""
+    return torch.arange(words, device=device) * 0x1E3779B97F4A7C15 | 1
 
 
 def _require_same(marks: Tensor, reason: str) -> None:
@@ -118,7 +123,7 @@ def mix(values: Tensor) -> Tensor:
 
 
 def checksum(totals: Tensor, items: Tensor, width: int, key: int) -> tuple[int, int]:
-    """Two sums modulo 2^32 over int32 (k * width,): plain, and weighted by a hash of item and column.
+    """Two sums modulo 2^32 over int32 (k * width,): plain, and weighted by odd numbers that differ by item and column.
 
     Both are linear, so the sum over ranks of their checksums is the checksum of their sum.
     """
@@ -126,8 +131,8 @@ def checksum(totals: Tensor, items: Tensor, width: int, key: int) -> tuple[int, 
     if fast is not None:
         plain, weighted = fast.checksum(totals, items, width, key)
         return int(plain), int(weighted)
-    columns = torch.arange(width, device=items.device) * 0x9E3779B1
-    weights = ((mix((items ^ key) & _MASK).unsqueeze(1) + columns) & _MASK) | 1
+    columns = torch.arange(width, device=items.device) * 0x85EBCA6B
+    weights = (((items * 0x9E3779B1 + key).unsqueeze(1) + columns) & _MASK) | 1
     wide = totals.view(-1, width).long()
     return int(wide.sum()) & _MASK, int((wide * weights).sum()) & _MASK
 

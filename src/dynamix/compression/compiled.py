@@ -19,6 +19,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 Array = NDArray[Any]
 
 _MASK = 0xFFFFFFFF
+_PIECE = 1 << 17  # elements; a multiple of a block's
 _MAGNITUDE = np.int32(0x7FFFFFFF)
 _BIT = np.zeros(32, np.int64)  # de Bruijn: which bit is set in a word with one bit
 for _i in range(32):
@@ -59,16 +60,30 @@ def _nonzero_rows(bits: Array, width: int, marks: Array) -> None:
 def scan(values: Tensor, width: int, shift: int, codes: Tensor, words: Tensor) -> None:
     """Exponent codes and bitmap of one segment of float32 `values`."""
     bits = values.view(torch.int32).numpy()
-    _codes(bits, width << shift, codes.numpy())
-    if width == 1:
-        marks = values.numpy() != 0
-    else:
-        marks = np.empty(bits.size // width, np.bool_)
-        _nonzero_rows(bits, width, marks)
-    packed = np.packbits(marks, bitorder="little")
     out = words.numpy().view(np.uint8)
+    if width == 1:
+        _scan_elements(values.numpy(), bits, 1 << shift, codes.numpy(), out)
+        return
+    _codes(bits, width << shift, codes.numpy())
+    marks = np.empty(bits.size // width, np.bool_)
+    _nonzero_rows(bits, width, marks)
+    packed = np.packbits(marks, bitorder="little")
     out[: packed.size] = packed
     out[packed.size :] = 0
+
+
+def _scan_elements(values: Array, bits: Array, block: int, codes: Array, out: Array) -> None:
+    """In pieces that stay in the cache; for the bitmap numpy's own loops are the fastest."""
+    marks = np.empty(min(_PIECE, values.size), np.bool_)
+    at = 0
+    for start in range(0, values.size, _PIECE):
+        part = slice(start, start + _PIECE)
+        _codes(bits[part], block, codes[start // block : (start + _PIECE) // block])
+        count = min(_PIECE, values.size - start)
+        packed = np.packbits(np.not_equal(values[part], 0, out=marks[:count]), bitorder="little")
+        out[at : at + packed.size] = packed
+        at += packed.size
+    out[at:] = 0
 
 
 # ---------------------------------------------------------------- index.positions
@@ -162,11 +177,11 @@ def _mix(h: int) -> int:
 def _checksum(totals: Array, items: Array, width: int, key: int) -> Any:
     plain, weighted = np.int64(0), np.int64(0)
     for i in range(items.size):
-        weight = _mix((items[i] ^ key) & _MASK)
+        weight = items[i] * 0x9E3779B1 + key
         for c in range(width):
             value = np.int64(totals[i * width + c])
             plain += value
-            weighted += value * ((weight + c * 0x9E3779B1) & _MASK | 1)
+            weighted += value * ((weight + c * 0x85EBCA6B) & _MASK | 1)
     return plain & _MASK, weighted & _MASK
 
 
@@ -214,50 +229,30 @@ def insert_(table: Tensor, slots: Tensor, signs: Tensor, values: Tensor, width: 
 
 
 @_jit
-def _peel(slots: Array, counters: Array, order: Array, source: Array, ends: Array) -> int:
-    """`counters`: (n, 2), how many items are left in each and the xor of their indices."""
+def _peel(slots: Array, degree: Array, order: Array, source: Array, ends: Array) -> int:
+    """`order` and `source` have room for one item too many, as does the list of those left: no branch to mispredict."""
     k = slots.shape[0]
     for i in range(k):
         for j in range(3):
-            counters[slots[i, j], 0] += 1
-            counters[slots[i, j], 1] ^= i
-    freed, taken = np.empty(counters.shape[0], np.int32), np.zeros(k, np.bool_)
-    left = 0
-    for s in range(counters.shape[0]):
-        if counters[s, 0] == 1:
-            freed[left] = s
-            left += 1
-    done, rounds = 0, 0
+            degree[slots[i, j]] += np.int32(1)
+    alive = np.arange(k + 1).astype(np.int32)
+    left, done, rounds = k, 0, 0
     while left and rounds < ends.size:
-        found = done
-        for f in range(left):
-            if counters[freed[f], 0] != 1:
-                continue
-            i = counters[freed[f], 1]
-            if taken[i]:
-                continue
-            taken[i] = True
-            order[found] = i
-            if counters[slots[i, 0], 0] == 1:
-                source[found] = 0
-            elif counters[slots[i, 1], 0] == 1:
-                source[found] = 1
-            else:
-                source[found] = 2
-            found += 1
+        found, kept = done, 0
+        for a in range(left):
+            i = alive[a]
+            first, second = degree[slots[i, 0]] == 1, degree[slots[i, 1]] == 1
+            free = int(first | second | (degree[slots[i, 2]] == 1))
+            order[found], source[found], alive[kept] = i, (1 - first) * (2 - second), i
+            found += free
+            kept += 1 - free
         if found == done:
             break
-        left = 0
         for f in range(done, found):
             i = order[f]
             for j in range(3):
-                s = slots[i, j]
-                counters[s, 0] -= 1
-                counters[s, 1] ^= i
-                if counters[s, 0] == 1:
-                    freed[left] = s
-                    left += 1
-        done = found
+                degree[slots[i, j]] -= np.int32(1)
+        done, left = found, kept
         ends[rounds] = done
         rounds += 1
     return rounds
@@ -265,9 +260,9 @@ def _peel(slots: Array, counters: Array, order: Array, source: Array, ends: Arra
 
 def peel(slots: Tensor, counters: int, max_rounds: int) -> tuple[Tensor, Tensor, list[int]]:
     k = slots.shape[0]
-    order, source = np.empty(k, np.int64), np.empty(k, np.int64)
+    order, source = np.empty(k + 1, np.int32), np.empty(k + 1, np.int8)
     ends = np.empty(max_rounds, np.int64)
-    rounds = int(_peel(slots.numpy(), np.zeros((counters, 2), np.int32), order, source, ends))
+    rounds = int(_peel(slots.numpy(), np.zeros(counters, np.int32), order, source, ends))
     boundaries = [int(e) for e in ends[:rounds]]
     done = boundaries[-1] if boundaries else 0
     return torch.from_numpy(order[:done]), torch.from_numpy(source[:done]), boundaries

@@ -26,6 +26,8 @@ def pack(marks: Tensor) -> Tensor:
     >>> pack(torch.tensor([True, False, False, True])).tolist()
     [9, 0, 0, 0]
     """
+    if not marks.numel():
+        return torch.empty(0, dtype=torch.uint8, device=marks.device)
     padding = -marks.numel() % 32
     if marks.device.type != "cpu":
         return _pack(torch.nn.functional.pad(marks, (0, padding)) if padding else marks)

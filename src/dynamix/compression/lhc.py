@@ -153,6 +153,7 @@ class Prediction:
 
     def __init__(self) -> None:
         self._smooth: list[float] | None = None
+        self.attempt = 0
 
     def observe(self, items: list[int]) -> None:
         """A union larger than expected counts in full at once; shrinking is followed slowly."""
@@ -169,8 +170,10 @@ class Prediction:
             return None
         return [size_class(MARGIN * k + SPARE) for k in self._smooth]
 
-    def forget(self) -> None:
-        self._smooth = None
+    def forget(self, *, next_seed: bool) -> None:
+        """After a doubt: two-phase once more. A seed that decoded is kept, as unions resemble each other; one that did
+        not is left, or twin items would fail at every step."""
+        self._smooth, self.attempt = None, self.attempt + 1 if next_seed else 0
 
 
 def size_class(items: float) -> int:

@@ -1,7 +1,7 @@
 """Peeling: decode a sketch whose items are known, exactly or not at all.
 
 A counter that only one remaining item has touched is that item's value; subtract it from the item's other counters, and
-repeat. All such items are taken at once, round by round, which is how a GPU does it. Which items come out
+repeat. All such items are taken at once, round by round, so that the order is the same everywhere. Which items come out
 depends on where they hash to, not on their values: it is known before a sketch is sent.
 """
 
@@ -21,8 +21,8 @@ MAX_ROUNDS = 200  # 12-13 are usual; a set that needs more is as good as stuck
 class Peeling:
     """The order in which items come out of a sketch.
 
-    order   int64 (p,), indices into the items, round after round, in any order within one
-    source  int64 (p,), which of an item's three counters held it alone
+    order   int32 (p,), indices into the items, round after round, ascending within each
+    source  int8 (p,), which of an item's three counters held it alone
     ends    length of `order` after each round
     """
 
@@ -62,7 +62,7 @@ def _peel(where: Tensor, counters: int) -> Peeling:
         degree.index_add_(0, at[taken].view(-1), degree.new_full((taken.numel() * 3,), -1))
         alive, done = alive[~free], done + taken.numel()
         ends.append(done)
-    return Peeling(torch.cat(orders), torch.cat(sources), ends, at.shape[0])
+    return Peeling(torch.cat(orders).int(), torch.cat(sources).to(torch.int8), ends, at.shape[0])
 
 
 def extract(table: Tensor, where: Tensor, signs: Tensor, peeling: Peeling, width: int) -> Tensor:
@@ -77,7 +77,7 @@ def extract(table: Tensor, where: Tensor, signs: Tensor, peeling: Peeling, width
         return out
     rows, values, start = table.view(-1, width), out.view(-1, width), 0
     for end in peeling.ends:
-        items, j = peeling.order[start:end], peeling.source[start:end].unsqueeze(1)
+        items, j = peeling.order[start:end], peeling.source[start:end].long().unsqueeze(1)
         at, sign = where[items], signs[items]
         found = rows[at.gather(1, j).squeeze(1)] * sign.gather(1, j)
         values[items] = found
