@@ -79,7 +79,8 @@ def _slowed(c: Clusters, rng: np.random.Generator, hardness: Floats) -> Clusters
     weakest = rng.uniform(1.05, 1.4, (count, 1)) * np.ones(c.shape)
     rack = np.where(_hit(rng, 0.25, count), rng.integers(2, 9, (count, 1)), 1)
     group = np.broadcast_to(np.arange(workers), c.shape) // rack
-    off, on, at_work = (np.take_along_axis(field, group, 1) for field in (off, on, at_work))
+    off, on = (np.take_along_axis(field, group, 1) for field in (off, on))
+    at_work = np.take_along_axis(at_work, group, 1)
     return replace(
         c, slow_off_s=np.where(at_work, off, NEVER), slow_on_s=on, slow_weakest=weakest,
         slow_strongest=weakest * _log_uniform(rng, 1.2, 4.5, (count, 1)), slow_group=group, slow_even=None,

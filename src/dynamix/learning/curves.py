@@ -18,7 +18,7 @@ class Curves:
         if folder is not None and importlib.util.find_spec("tensorboard") is not None:
             from torch.utils.tensorboard import SummaryWriter
 
-            self.writer = SummaryWriter(str(folder))  # type: ignore[no-untyped-call]
+            self.writer = SummaryWriter(str(folder))
 
     def add(self, name: str, value: float, at: int) -> None:
         """One point."""

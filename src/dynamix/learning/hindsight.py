@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dynamix.policies.learned import LearnedPolicy
+from dynamix.policies.learned import LEAST_GROWTH, MOST_GROWTH, LearnedPolicy
 from dynamix.simulator import ClusterEnv
 from dynamix.simulator.compute import near_normal
 from dynamix.window import Floats, Ints, Window
@@ -50,9 +50,10 @@ class RecordingEnv(ClusterEnv):
 
 @dataclass(frozen=True, slots=True)
 class Decisions:
-    """N decisions of one W and what came after them. All tensors float32.
+    """N decisions of one W and what came after them. All tensors float32, but mask and guided bool.
 
     observed, mask      (N, W, F) what the policy saw; (N, W) active workers
+    guided              (N,) whether a noise scale is known, without which the global batch stays
     wish, low, high     (N, W) the rule's sizes, and what trust and bounds allow
     alpha, beta, cliff_at, cliff_slope   (N, W) true costs (`simulator.compute.Costs`)
     factors, extras, exchanges  (N, W, k), (N, W, k), (N, k) `RecordingEnv`
@@ -62,6 +63,7 @@ class Decisions:
 
     observed: Tensor
     mask: Tensor
+    guided: Tensor
     wish: Tensor
     low: Tensor
     high: Tensor
@@ -89,8 +91,11 @@ class Decisions:
         """Real sizes (N, W) of an action (N, W), (N,), as `LearnedPolicy.allocate` forms them before rounding."""
         log_wish = self.wish.log()
         moved = log_wish + delta - delta.mean(-1, keepdim=True)
+        growth = torch.where(self.guided, growth.clamp(LEAST_GROWTH, MOST_GROWTH), torch.zeros_like(growth))
         whole = log_wish.logsumexp(-1) - moved.logsumexp(-1) + growth
-        return (moved + whole.unsqueeze(-1)).exp().clamp(self.low, self.high)
+        sizes = (moved + whole.unsqueeze(-1)).exp().clamp(self.low, self.high)
+        kept = self.wish.sum(-1, keepdim=True) / sizes.sum(-1, keepdim=True)
+        return torch.where(self.guided.unsqueeze(-1), sizes, sizes * kept)
 
     def log_goodput(self, sizes: Tensor) -> Tensor:
         """Log progress a second (N,) of the window that came, up to a constant, had `sizes` (N, W) been in force."""
@@ -145,7 +150,7 @@ class Recorder:
         low, high = policy.trusted(window)
         phi = env.true_noise_scale()
         self.rows.append({
-            "observed": observed, "mask": window.batch_size > 0, "wish": np.maximum(policy.memory.wish, 0.5),
+            "observed": observed, "mask": window.batch_size > 0, "guided": policy.memory.guided, "wish": np.maximum(policy.memory.wish, 0.5),
             "low": np.clip(low, bounds.low, bounds.high), "high": np.clip(high, bounds.low, bounds.high),
             "noise": phi, "target": np.full(observed.shape[:-1], np.nan) if target is None else target,
         })  # fmt: skip
@@ -166,6 +171,6 @@ class Recorder:
         stacked = {name: np.concatenate([row[name] for row in self.rows]) for name in self.rows[0]}
         stacked |= {name: np.concatenate([value] * times) for name, value in fixed.items()}
         return Decisions(**{
-            name: torch.from_numpy(np.ascontiguousarray(value, dtype=bool if name == "mask" else np.float32))
+            name: torch.from_numpy(np.ascontiguousarray(value, dtype=bool if name in ("mask", "guided") else np.float32))
             for name, value in stacked.items()
         })  # fmt: skip

@@ -6,10 +6,14 @@ ends in the same weights.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
-from collections.abc import Callable
+import multiprocessing
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,12 +47,12 @@ class TrainingConfig:
     rows: int = 768  # clusters * W per environment; at least six clusters
     intervals: tuple[int, ...] = (5, 5, 10)
     delays: tuple[int, ...] = (1, 1, 4)
-    clone_rounds: int = 2
+    clone_rounds: int = 1
     regret_rounds: int = 40
     windows: int = 32  # of a rollout
     epochs: int = 3
     rate: float = 1.5e-3  # of learning, falling to a twentieth
-    batch: int = 2048  # workers a gradient step
+    batch: int = 1024  # workers a gradient step
     restraint: float = 0.01  # weight of the squared distance from the rule's answer, in log sizes
     ppo_updates: int = 6
     ppo_windows: int = 24
@@ -56,6 +60,7 @@ class TrainingConfig:
     gamma: float = 0.5  # a decision's effect is over within a few windows
     anchor_weight: float = 0.002
     validate_every: int = 4
+    validation_workers: tuple[int, ...] = (2, 8, 32, 128)
     validation_rows: int = 512
     validation_windows: int = 50
     hidden: int = 64
@@ -71,20 +76,22 @@ def train(
     progress: Progress | None = None,
     checkpoint: str | Path | None = None,
     curves: str | Path | None = None,
+    processes: int = 1,
 ) -> LearnedPolicy:
     """A policy from nothing: minutes on 2 cores; the same config and seed give the same weights.
 
     progress     called now and then as `progress(what, fraction done)`
     checkpoint   file written after every round; a training found there goes on where it stopped
     curves       folder for TensorBoard curves; without the package `tensorboard` nothing is written
+    processes    that play rollouts; their number changes the time taken, not the weights
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the order of sums, hence the weights, must not depend on the machine's cores
     try:
         training = Training(config or TrainingConfig(), seed)
-        training.run(
-            progress or (lambda what, fraction: None), Path(checkpoint) if checkpoint else None, Curves(curves)
-        )
+        tell, kept = progress or (lambda what, fraction: None), Path(checkpoint) if checkpoint else None
+        with _pool(processes) as training.pool:
+            training.run(tell, kept, Curves(curves))
     finally:
         torch.set_num_threads(threads)
     return training.result()
@@ -98,9 +105,10 @@ def train_and_save(
     progress: Progress | None = None,
     checkpoint: str | Path | None = None,
     curves: str | Path | None = None,
+    processes: int = 2,
 ) -> dict[str, Any]:
     """Train, evaluate on the test seeds (never used before), write the policy file; returns its description."""
-    policy = train(config, seed, progress=progress, checkpoint=checkpoint, curves=curves)
+    policy = train(config, seed, progress=progress, checkpoint=checkpoint, curves=curves, processes=processes)
     made = {"dynamix": lambda _: LearnedPolicy(policy.net, about=policy.about)}
     figures = evaluate_families(made, TEST_SEEDS, workers=(8,), rows=192, windows=60, progress=progress)
     policy.about["evaluation"] = {"seeds": list(TEST_SEEDS), "lagged_over_time": figures["summary"]}
@@ -122,6 +130,7 @@ class Training:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.net = ResidualNet(hidden=config.hidden)
+        self.pool: Any = _Here()
         self.optimizer = torch.optim.Adam(self.net.parameters(), lr=config.rate)
         self.generator = torch.Generator().manual_seed(seed)
         self.best, self.best_score = copy.deepcopy(self.net), -np.inf
@@ -167,12 +176,12 @@ class Training:
         hardness = min(1.0, 0.4 + 1.8 * i / (c.clone_rounds + c.regret_rounds))
         easy = 6 * i < c.clone_rounds + c.regret_rounds
         stage = "clone" if i < c.clone_rounds else "regret"
-        parts = []
-        for w in c.workers:
-            if not easy or w <= c.easy_workers:
-                env = self._env(w, hardness)
-                guided = 0.5**i if stage == "clone" else None
-                parts.append(demonstrate(self.net, env, windows=c.windows, seed=self._seed(w), guided=guided))
+        guided = 0.5**i if stage == "clone" else None
+        work = [(c, self._seed(w), w, hardness, guided) for w in c.workers if not easy or w <= c.easy_workers]
+        weights = {name: value.numpy() for name, value in self.net.state_dict().items()}
+        # The largest take longest, so they start first; the order of the parts stays.
+        played = list(self.pool.map(partial(_play, weights), reversed(work)))[::-1]
+        parts = [Decisions(**{name: torch.from_numpy(value) for name, value in one.items()}) for one in played]
         for group in self.optimizer.param_groups:
             group["lr"] = c.rate * (1 - 0.95 * i / (c.clone_rounds + c.regret_rounds))
         return stage, float(np.mean([self._pass(parts, stage) for _ in range(c.epochs)]))
@@ -180,12 +189,8 @@ class Training:
     def _seed(self, workers: int) -> int:
         return self.seed * 1_000_000 + 1_000 * self.round + workers
 
-    def _env(self, workers: int, hardness: float = 1.0) -> RecordingEnv:
-        c, seed = self.config, self._seed(workers)
-        pick = np.random.default_rng([seed, 2])
-        clusters = training_clusters(max(c.rows // workers, 6), workers, seed, hardness=hardness)
-        interval, delay = int(pick.choice(c.intervals)), int(pick.choice(c.delays))
-        return RecordingEnv(clusters, seed=seed, interval=interval, delay=delay)
+    def _env(self, workers: int) -> RecordingEnv:
+        return _environment(self.config, self._seed(workers), workers, 1.0)
 
     def _pass(self, parts: list[Decisions], stage: str) -> float:
         """One pass over the round's decisions; the mean loss."""
@@ -198,7 +203,7 @@ class Training:
             part, rows_at = work[i]
             loss = self._loss(part.take(rows_at), stage)
             self.optimizer.zero_grad(set_to_none=True)
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             torch.nn.utils.clip_grad_norm_(self.net.parameters(), 1.0)
             self.optimizer.step()
             losses.append(float(loss.detach()))
@@ -212,12 +217,15 @@ class Training:
         if stage == "clone":
             # Huber: a slowdown that nobody could have seen must not outweigh all that can be learned.
             missed = sizes.log() - some.target.clamp(some.low, some.high).log()
-            return torch.nn.functional.huber_loss(missed, torch.zeros_like(missed), delta=0.3)
+            cloned: Tensor = torch.nn.functional.huber_loss(missed, torch.zeros_like(missed), delta=0.3)
+            return cloned
         with torch.no_grad():
             rule = some.log_goodput(some.wish.clamp(some.low, some.high))
         # Actions beyond the limits have no gradient back, so they are drawn back softly.
-        outside = (delta.abs() - 1.2).clamp(min=0).square().mean() + (growth.abs() - 0.8).clamp(min=0).square().mean()
-        return (rule - some.log_goodput(sizes)).mean() + self.config.restraint * strayed + outside
+        outside = (delta.abs() - 1.2).clamp(min=0).square().mean()
+        outside = outside + (growth - 0.35).clamp(min=0).square().mean() + (-1.3 - growth).clamp(min=0).square().mean()
+        loss: Tensor = (rule - some.log_goodput(sizes)).mean() + self.config.restraint * strayed + outside
+        return loss
 
     def _improve(self) -> float:
         """One update of PPO; the mean regret of its rollouts."""
@@ -244,7 +252,11 @@ class Training:
     def _validate(self) -> float:
         c = self.config
         score = validation_score(
-            lambda _: LearnedPolicy(self.net), VALIDATION_SEED, rows=c.validation_rows, windows=c.validation_windows
+            lambda _: LearnedPolicy(self.net),
+            VALIDATION_SEED,
+            rows=c.validation_rows,
+            windows=c.validation_windows,
+            workers=c.validation_workers,
         )
         self.scores.append([self.round, round(score, 4)])
         if score > self.best_score:
@@ -275,3 +287,42 @@ class Training:
             assert self.ppo.anchor is not None
             self.ppo.load_state_dict(state["ppo"])
             self.ppo.anchor.load_state_dict(state["anchor"])
+
+
+# ---------------------------------------------------------------- rollouts, here or in other processes
+
+
+class _Here:
+    """The part of an executor that training uses, without other processes."""
+
+    def map(self, function: Callable[..., Any], work: Iterable[Any]) -> Iterable[Any]:
+        return map(function, work)
+
+
+@contextlib.contextmanager
+def _pool(processes: int) -> Iterator[Any]:
+    if processes <= 1:
+        yield _Here()
+        return
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, mp_context=spawn, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        yield pool
+
+
+def _environment(c: TrainingConfig, seed: int, workers: int, hardness: float) -> RecordingEnv:
+    pick = np.random.default_rng([seed, 2])
+    clusters = training_clusters(max(c.rows // workers, 6), workers, seed, hardness=hardness)
+    interval, delay = int(pick.choice(c.intervals)), int(pick.choice(c.delays))
+    return RecordingEnv(clusters, seed=seed, interval=interval, delay=delay)
+
+
+def _play(
+    weights: dict[str, np.ndarray], job: tuple[TrainingConfig, int, int, float, float | None]
+) -> dict[str, np.ndarray]:
+    """One rollout as plain arrays, wherever it runs."""
+    config, seed, workers, hardness, guided = job
+    net = ResidualNet(hidden=config.hidden)
+    net.load_state_dict({name: torch.from_numpy(value.copy()) for name, value in weights.items()})
+    env = _environment(config, seed, workers, hardness)
+    played = demonstrate(net, env, windows=config.windows, seed=seed, guided=guided)
+    return {f.name: getattr(played, f.name).numpy() for f in dataclasses.fields(played)}

@@ -23,8 +23,9 @@ from dynamix.window import FEATURE_SCHEMA, LOCAL_FEATURES, Bounds, Floats, Ints,
 
 POLICY_SCHEMA = 2
 INPUTS = (*LOCAL_FEATURES, *OWN_FEATURES)
-# The residual moves a size by e^+-1.5 and the global batch by e^+-1 at most.
-DELTA_LIMIT, GROWTH_LIMIT = 1.5, 1.0
+# The residual moves a size by e^+-1.5 at most, and the global batch from e^-1.5 to e^0.4 times the rule's: a batch that
+# is too small costs little and heals, one that is too large was how early versions ran away.
+DELTA_LIMIT, LEAST_GROWTH, MOST_GROWTH = 1.5, -1.5, 0.4
 # A decision leaves each size between the one in force and the rule's, or at most e^0.3 beyond either: the residual may
 # hold the rule back entirely, but what it adds of its own comes in steps that the next windows can judge.
 TRUST = 0.3
@@ -109,12 +110,13 @@ class LearnedPolicy:
         delta = np.where(active, np.nan_to_num(delta), 0.0)
         delta = delta - delta.sum(-1, keepdims=True) / np.maximum(active.sum(-1, keepdims=True), 1)
         delta = np.clip(np.where(active, delta, 0.0), -DELTA_LIMIT, DELTA_LIMIT)
-        growth = np.clip(np.nan_to_num(growth), -GROWTH_LIMIT, GROWTH_LIMIT)
+        growth = np.where(self.memory.guided, np.clip(np.nan_to_num(growth), LEAST_GROWTH, MOST_GROWTH), 0.0)
         moved = wish * np.exp(delta)
         whole = wish.sum(-1) / np.maximum(moved.sum(-1), 1e-9) * np.exp(growth)
         low, high = self.trusted(window)
         sizes = np.where(self.memory.measured[..., None], np.clip(moved * whole[..., None], low, high), wish)
-        return project(sizes, bounds, current=window.batch_size)
+        total = np.where(self.memory.guided, sizes.sum(-1), wish.sum(-1))
+        return project(sizes, bounds, total=total, current=window.batch_size)
 
     def trusted(self, window: Window) -> tuple[Floats, Floats]:
         """Least and greatest sizes (..., W) that this decision may give; they contain the rule's."""

@@ -118,6 +118,11 @@ class Memory:
         """Clusters (...) of which any worker was ever timed."""
         return np.asarray(np.isfinite(self.rule.costs.level[..., 0]).any(-1))
 
+    @property
+    def guided(self) -> NDArray[np.bool_]:
+        """Clusters (...) with a noise scale; without one nothing says which global batch is better."""
+        return np.asarray(np.isfinite(self.rule.noise.level))
+
     def _surprises(self, window: Window, batch: Floats, busy: Floats) -> tuple[Floats, Floats]:
         """Measured against predicted log seconds, of workers (..., W) and of steps (...), by the rule as it was."""
         rule = self.rule
@@ -210,11 +215,11 @@ def _follow(average: Floats, value: np.ndarray, weight: float) -> Floats:
 
 
 def _wide(x: Floats) -> Floats:
-    return x[..., None]
+    return np.asarray(x[..., None])
 
 
 def _peak(x: Floats) -> Floats:
-    return np.where(np.isfinite(x), x, -np.inf).max(-1, keepdims=True)
+    return np.asarray(np.where(np.isfinite(x), x, -np.inf).max(-1, keepdims=True))
 
 
 def _known(x: Floats) -> Floats:
