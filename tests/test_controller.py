@@ -27,7 +27,7 @@ def _data(n: int = 240) -> TensorDataset:
 @pytest.mark.parametrize(
     ("arguments", "names"),
     [
-        ({"policy": "nonsense"}, ["policy='nonsense'", "dbs, dynamix, goodput, lb_bsp"]),
+        ({"policy": "nonsense"}, ["policy='nonsense'", "dbs, dynamix, dynamix-paper, goodput, lb_bsp"]),
         ({"batch_size": 0}, ["batch_size=0", "1 or more"]),
         ({"batch_size": 2.5}, ["batch_size=2.5"]),
         ({"min_batch_size": 64, "max_batch_size": 32}, ["max_batch_size=32", "at least min_batch_size=64"]),
@@ -261,8 +261,8 @@ def test_contiguous_partition_recuts_regions_each_epoch_by_share() -> None:
 def test_public_names() -> None:
     assert sorted(dynamix.__all__) == dynamix.__all__ or set(dynamix.__all__) <= set(dir(dynamix))
     assert set(dynamix.__all__) == {
-        *("Bounds", "ConfigError", "Controller", "DynamixError", "EmulationError", "Policy", "PolicyFileError"),
-        *("ScenarioError", "StateError", "UsageError", "Window", "WorkerLostError", "__version__", "features"),
+        *("Bounds", "ConfigError", "Controller", "DynamixError", "EmulationError", "MemoryLimitError"),
+        *("Policy", "PolicyFileError", "ScenarioError", "StateError", "UsageError", "Window", "WorkerLostError", "__version__", "features"),
         *("policy_names", "project", "weighted", "weighted_average"),
     }
     assert issubclass(ConfigError, DynamixError)

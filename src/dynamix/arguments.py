@@ -14,6 +14,9 @@ import torch.distributed as dist
 from dynamix.errors import ConfigError, UsageError
 from dynamix.gradients import new_gloo_group
 from dynamix.policies import Policy, make_policy
+from dynamix.policies.deviations import LiveConfig
+from dynamix.policies.guard import Guard
+from dynamix.policies.online import learning
 from dynamix.window import Bounds, Ints
 
 
@@ -40,12 +43,20 @@ def per_rank(name: str, value: int | Sequence[int], workers: int) -> int | list[
     return whole
 
 
-def policy_of(policy: str | Policy) -> Policy:
-    """The policy that a name, a file or an object stands for."""
+def policy_of(policy: str | Policy, *, learn: bool | LiveConfig = False) -> Policy:
+    """The policy that a name, a file or an object stands for, made to learn on the job if `learn` says so."""
     made = make_policy(policy) if isinstance(policy, str) else policy
     if not isinstance(made, Policy):
         raise ConfigError("policy", policy, "an object with decide, state_dict, load_state_dict", "see dynamix.Policy")
-    return made
+    return learning(made, learn)
+
+
+def watched(policy: Policy, guard: bool | None) -> Policy:
+    """`policy` under a `Guard` if `guard` says so; None: if it is a learned one."""
+    if guard not in (None, True, False):
+        raise ConfigError("guard", guard, "True, False, None", "leave it out: learned policies are then watched")
+    wanted = getattr(policy, "net", None) is not None if guard is None else guard
+    return Guard(policy) if wanted and not isinstance(policy, Guard) else policy
 
 
 def starting_sizes(batch_size: int, bounds: Bounds) -> Ints:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
+import weakref
 from collections.abc import Callable, Iterable, Sequence, Sized
 from typing import Any, Literal, TypeVar
 
@@ -17,19 +18,23 @@ from torch.utils.data import default_collate
 
 from dynamix import random_state
 from dynamix.agreement import Channel, Kind
-from dynamix.arguments import check_counts, open_control_group, per_rank, policy_of, starting_sizes
+from dynamix.arguments import check_counts, open_control_group, per_rank, policy_of, starting_sizes, watched
 from dynamix.data import Allocations, BatchSampler, StepPlan, Stream
 from dynamix.decision import Closing, Decider, recorded
 from dynamix.errors import StateError, UsageError
 from dynamix.gradients import ConsecutiveNoise, Share
+from dynamix.memory import ExitNote, Memory, within
 from dynamix.observation import Recorder
 from dynamix.policies import Policy
 from dynamix.policies.base import boundary
+from dynamix.policies.deviations import LiveConfig
+from dynamix.policies.guard import Guard, unguarded
+from dynamix.policies.online import LearningPolicy
 from dynamix.progress import Progress, Waiting, resume_allocations
 from dynamix.scaling import LearningRate, SampleSchedule, rule
 from dynamix.telemetry.events import EventLog
 from dynamix.weighting import Attached, LossWeight, attach
-from dynamix.window import Bounds, Ints
+from dynamix.window import Bounds, Ints, project
 
 Model = TypeVar("Model", bound=nn.Module)
 Source = TypeVar("Source", BatchSampler, Stream)
@@ -65,6 +70,10 @@ class Controller:
     process_group     the data-parallel group; None: the default group
     events            file that rank 0 appends one JSON line per window to
     replay            events file of an earlier run whose allocations are applied instead of deciding
+    learn             True: a policy with a network goes on learning on this job (docs/design/live-learning.md); or a
+                      `LiveConfig`
+    guard             watch the policy: where it does worse than the goodput rule, that takes over for a while (see `Guard`).
+                      None: learned policies are watched, others are not
 
     Raises `ConfigError` for impossible values, `UsageError` when ranks pass different arguments.
     """
@@ -86,6 +95,8 @@ class Controller:
         process_group: dist.ProcessGroup | None = None,
         events: str | os.PathLike[str] | None = None,
         replay: str | os.PathLike[str] | None = None,
+        learn: bool | LiveConfig = False,
+        guard: bool | None = None,
     ) -> None:
         check_counts(batch_size=batch_size, interval=interval, accumulate=accumulate, quantum=quantum)
         together = dist.is_available() and dist.is_initialized()
@@ -101,7 +112,8 @@ class Controller:
             quantum=quantum,
             max_change=max_change,
         )
-        self.policy = policy_of(policy)
+        self.policy = policy_of(policy, learn=learn)
+        self._asked = watched(self.policy, guard)
         start = starting_sizes(batch_size, self.bounds)
         self.interval, self.accumulate, self.lr_rule = interval, accumulate, lr_rule
         self.base_batch = int(start.sum()) * accumulate
@@ -113,10 +125,10 @@ class Controller:
         control = None
         if self.group is not None:
             name = policy if isinstance(policy, str) else type(policy).__name__
-            same = [name, self.base_batch, interval, accumulate, lr_rule, quantum, sorted(replayed or {})]
+            same = [name, self.base_batch, interval, accumulate, lr_rule, quantum, sorted(replayed or {}), learn, guard]
             control = open_control_group(self.group, [*same, self.bounds.low.tolist(), self.bounds.high.tolist()])
         decider = self._decider = Decider(
-            self.policy,
+            self._asked,
             self.bounds,
             base_batch=self.base_batch,
             accumulate=accumulate,
@@ -129,6 +141,7 @@ class Controller:
         self._recorder = Recorder(torch.device("cpu"))
         self._loss_weight = LossWeight(self.group, accumulate)
         self._attached: Attached | None = None
+        self._memory: Memory | None = None
         self._learning_rate: LearningRate | None = None
         self._pairs: ConsecutiveNoise | None = None
         self._schedules: list[SampleSchedule] = []
@@ -234,6 +247,9 @@ class Controller:
             batchnorm=batchnorm,
         )
         self._loss_weight.bind(model, required=weighting == "loss")
+        self._memory = Memory(self._attached, optimizer, self._loss_weight, group=self.group)
+        note = weakref.WeakMethod(self._samples_now)
+        self._exit_note = ExitNote(self.rank, lambda: ask() if (ask := note()) is not None else None)
         self._learning_rate = LearningRate(optimizer, self.lr_rule)
         if self.world_size == 1:
             self._pairs = ConsecutiveNoise()
@@ -254,7 +270,48 @@ class Controller:
         self._schedules.append(schedule)
         return schedule
 
+    def find_limits(self, step_fn: Callable[[Any], Any], example: Any, *, margin: float = 0.1) -> list[int]:
+        """Find the largest micro-batch that fits each rank's memory; from then on no batch is larger. Before training.
+
+        Collective. `step_fn(batch)` must run the forward and backward passes of a step, without the optimizer's, on a
+        batch of any size in the structure of `example`: some samples, repeated as needed. It runs on no rank together with
+        another and leaves no trace. CUDA's and the CPU allocator's errors are caught; where a control group or a full
+        machine would kill, what larger batches take is foreseen from smaller ones.
+
+        margin   part of the largest that is left free, for what training does besides
+
+        Returns the caps (W,), which are in `bounds` now; ranks that can hold less begin with less, the others take over.
+        Raises `ConfigError` on every rank when the smallest batch does not fit one, and what `step_fn` raises.
+        """
+        memory = self._need_memory()
+        if self._source is not None and self._source.issued:
+            raise UsageError("find_limits() comes before training: call it before the first batch is asked for")
+        caps = memory.find(step_fn, example, self.bounds, margin=margin)
+        self.bounds = self._decider.bounds = within(self.bounds, caps)
+        step = 0
+        if self._source is not None:
+            self._source.high, step = self.bounds.high, self._source.consumed
+        now = self._allocations.at(step)
+        if (now > caps).any():
+            self._allocations.reset(step, project(now, self.bounds, total=now.sum()))
+        return [int(cap) for cap in caps]
+
     # ------------------------------------------------------------ in the loop
+
+    def backward(self, loss_fn: Callable[[Any], Tensor], batch: Any) -> Tensor:
+        """`loss_fn(batch).backward()`, in smaller pieces where memory runs out; returns the loss, detached.
+
+        Collective, once per micro-batch, in place of the loop's own forward and backward passes; not under `no_sync`.
+        `loss_fn` takes a part of `batch` in the same structure and returns its mean loss over samples. A rank that runs out
+        halves its pieces and tries again; when all ranks have their gradient it crosses them once, through the hook.
+
+        The gradient is that of the whole batch, but for layers that mix samples (batch normalisation sees pieces) and for
+        random ones (dropout draws anew). Not for token counts, SyncBatchNorm and FSDP. Raises what `loss_fn` raises (other
+        ranks: `DynamixError`), and `MemoryLimitError` where nothing can be tried again.
+        """
+        memory, plan = self._need_memory(), self._need_source().plan()
+        weight = self.weight(torch.ones((), dtype=torch.float64)).item() if self._loss_weight.required else 1.0
+        return memory.backward(loss_fn, batch, weight=weight, last=plan.micro == self.accumulate - 1)
 
     def weight(self, loss: Tensor, *, count: float | Tensor | None = None) -> Tensor:
         """The loss times n_i*W/N, to call `.backward()` on: weighting on the loss side.
@@ -338,7 +395,7 @@ class Controller:
             "rank": self.rank,
             "allocations": self._allocations.state_dict(),
             "source": None if self._source is None else self._source.state_dict(),
-            "policy": self.policy.state_dict(),
+            "policy": self._asked.state_dict(),
             "noise_scale": self._decider.noise_scale.state_dict(),
             **self._progress.state_dict(),
             "base_batch": self.base_batch,
@@ -366,10 +423,14 @@ class Controller:
         parts = {"source": state["source"], "hook": state["hook"]}
         parts |= {f"schedule {i}": saved for i, saved in enumerate(state["schedules"])}
         if state["world_size"] == self.world_size:
-            self.policy.load_state_dict(state["policy"])
+            self._asked.load_state_dict(
+                state["policy"] if isinstance(self._asked, Guard) else unguarded(state["policy"])
+            )
             self._recorder.load_state_dict(state["recorder"])
             parts["recorder"] = state["recorder"] if self._attached is None else None
             parts["rng"] = state["rng"] if state["rank"] == self.rank else None
+        elif isinstance(self.policy, LearningPolicy):
+            self.policy.carry_over(unguarded(state["policy"]))
         self._waiting = Waiting(parts)
         self._waiting.give("source", self._source)
         self._waiting.give("hook", self._attached)
@@ -500,6 +561,16 @@ class Controller:
         """Iterators draw seeds when they are made; the saved random state goes back once that has happened."""
         if (saved := self._waiting.take("rng")) is not None:
             random_state.restore(saved)
+
+    def _need_memory(self) -> Memory:
+        if self._memory is None:
+            raise UsageError("call controller.wrap(model, optimizer) before find_limits() and backward()")
+        return self._memory
+
+    def _samples_now(self) -> int | None:
+        """What this rank is working on, for the note on an out-of-memory error."""
+        source = self._source
+        return int(source.plan().counts[self.rank]) if source is not None and source.issued > source.consumed else None
 
     def _need_source(self) -> BatchSampler | Stream:
         if self._source is None:

@@ -15,6 +15,9 @@ from dynamix.errors import ConfigError
 from dynamix.gradients import NoiseScale
 from dynamix.observation import assemble
 from dynamix.policies import Policy
+from dynamix.policies.base import part_of
+from dynamix.policies.guard import Guard
+from dynamix.policies.online import LearningPolicy
 from dynamix.telemetry.events import EventLog, read_events
 from dynamix.window import Bounds, Floats, Ints, Window, project
 
@@ -114,7 +117,18 @@ class Decider:
                 signal=message.signal,
                 samples_seen=closing.samples,
                 time_s=self._clock() - self._started,
+                **self._reports(),
             )
+        learner = part_of(self.policy, LearningPolicy)
+        if learner is not None:
+            learner.improve()  # the answer is out: no step waits for this
+
+    def _reports(self) -> dict[str, Any]:
+        """What parts of the policy have to say of this window, by event key."""
+        parts = {"learning": part_of(self.policy, LearningPolicy), "guard": part_of(self.policy, Guard)}
+        return (
+            {} if self.replay is not None else {key: part.report() for key, part in parts.items() if part is not None}
+        )
 
     def _assemble(self, rows: Floats, closing: Closing) -> Window:
         return assemble(

@@ -47,3 +47,7 @@ class WorkerLostError(DynamixError, RuntimeError):
 
 class EmulationError(DynamixError, RuntimeError):
     """This machine does not offer, or refused, what an emulation needs."""
+
+
+class MemoryLimitError(DynamixError, RuntimeError):
+    """A batch does not fit a worker's memory. Names the rank and what to set."""

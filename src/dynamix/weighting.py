@@ -191,14 +191,14 @@ class LossWeight:
         self.group, self.accumulate = group, accumulate
         self.workers = 1 if group is None else dist.get_world_size(group)
         self.applied: float | Tensor | None = None
-        self._required = self._paused = False
+        self.required = self._paused = False
         self._model: nn.Module | None = None
         self._counts_group: dist.ProcessGroup | None = None
         self._reference: Tensor | None = None
         self._counted: list[tuple[Tensor, Any]] = []
 
     def bind(self, model: nn.Module, *, required: bool) -> None:
-        self._model, self._required = model, required
+        self._model, self.required = model, required
 
     def sum_async(self, values: Tensor) -> Any:
         """Start summing `values` in place over workers; returns a handle with `wait()`. A collective call."""
@@ -262,7 +262,7 @@ class LossWeight:
 
     def take(self) -> float | Tensor | None:
         """At the end of a micro-step: the weight that was applied, None if none was. Raises if one was required."""
-        if self._required and self.applied is None:
+        if self.required and self.applied is None:
             raise UsageError(
                 "wrap(weighting='loss') was chosen, but this batch's loss was not weighted: call "
                 "controller.weight(loss).backward() instead of loss.backward()"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 from dynamix.errors import ConfigError
 from dynamix.window import Bounds, Ints, Window
@@ -36,6 +36,7 @@ _REGISTER = {
     "cannikin": "dynamix.policies.goodput:Cannikin",
     "goodput": "dynamix.policies.goodput:Goodput",
     "dynamix": "dynamix.policies.learned:pretrained",
+    "dynamix-paper": "dynamix.policies.additive:pretrained",
 }
 
 
@@ -45,21 +46,27 @@ def policy_names() -> list[str]:
 
 
 def make_policy(name: str, **options: Any) -> Policy:
-    """A fresh policy by name, or the learned policy in a file (`path/to/policy.safetensors`).
+    """A fresh policy by name, or the learned policy of either form in a file (`path/to/policy.safetensors`).
 
-    `static:256` is 256 samples for every worker, whatever the base batch.
+    `static:256` is 256 samples for every worker, whatever the base batch; `guarded:NAME` is that policy, watched (`Guard`).
 
     Raises `ConfigError` for an unknown name and `PolicyFileError` for a file that cannot be trusted.
 
     >>> make_policy("nonsense")
     Traceback (most recent call last):
         ...
-    dynamix.errors.ConfigError: policy='nonsense' is not possible: allowed is cannikin, dbs, dynamix, goodput, lb_bsp, noise_scale, pollux, static, static:SIZE, or a .safetensors file; check the spelling
+    dynamix.errors.ConfigError: policy='nonsense' is not possible: allowed is cannikin, dbs, dynamix, dynamix-paper, goodput, lb_bsp, noise_scale, pollux, static, static:SIZE, or a .safetensors file; check the spelling
     """
+    if name.startswith("guarded:"):
+        from dynamix.policies.guard import Guard
+
+        return Guard(make_policy(name.removeprefix("guarded:"), **options))
     if name.endswith(".safetensors"):
+        from dynamix.policies.additive import KIND, AdditivePolicy
+        from dynamix.policies.files import kind_of
         from dynamix.policies.learned import LearnedPolicy
 
-        return LearnedPolicy.load(name, **options)
+        return (AdditivePolicy if kind_of(name) == KIND else LearnedPolicy).load(name, **options)
     if name.startswith("static:") and name[7:].isdecimal():
         name, options = "static", {"batch_size": int(name[7:]), **options}
     if name not in _REGISTER:
@@ -73,3 +80,13 @@ def make_policy(name: str, **options: Any) -> Policy:
 def boundary(policy: Policy) -> Literal["window", "epoch"]:
     """How often `policy` wants to be asked."""
     return "epoch" if getattr(policy, "boundary", "window") == "epoch" else "window"
+
+
+_Part = TypeVar("_Part")
+
+
+def part_of(policy: object, kind: type[_Part]) -> _Part | None:
+    """The policy itself, or what it wraps (attribute `policy`), if that is a `kind`; None if nothing is."""
+    while policy is not None and not isinstance(policy, kind):
+        policy = getattr(policy, "policy", None)
+    return policy

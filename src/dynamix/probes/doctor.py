@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from dynamix.probes.base import probe_types
+from dynamix.probes.base import Probe, probe_types
 from dynamix.probes.bpf import BpfProbe
 
 
@@ -18,4 +18,5 @@ def probe_report() -> list[tuple[str, bool, str]]:
         clock = f"CUDA events on {torch.cuda.get_device_name()}"
     else:
         clock = "CPU clock"
-    return [("timing", True, clock), *((kind.name, *kind.detect()) for kind in (*probe_types(), BpfProbe))]
+    kinds: list[type[Probe]] = [*probe_types(), BpfProbe]
+    return [("timing", True, clock), *((kind.name, *kind.detect()) for kind in kinds)]

@@ -1,0 +1,206 @@
+"""`controller.find_limits`: caps that every rank agrees on, and under which a job of unlike memories lives."""
+
+from __future__ import annotations
+
+import copy
+import os
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, TensorDataset
+
+import dynamix
+from dynamix.probes.host import Cgroups
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.multiproc
+MIB = 2**20
+
+
+def _data(samples: int = 400) -> TensorDataset:
+    return TensorDataset(torch.randn(samples, 6), torch.randn(samples, 1))
+
+
+def _counted(rank: int, most: tuple[int, ...], arguments: dict[str, Any]) -> dict[str, Any]:
+    """A rank has memory for `most[rank]` samples."""
+    torch.manual_seed(0)
+    data = _data()
+    net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 1))
+    before = copy.deepcopy(net.state_dict())
+    optimizer = torch.optim.Adam(net.parameters())
+    controller = dynamix.Controller("static", batch_size=16, **arguments)
+    sampler = controller.batch_sampler(data)
+    model = controller.wrap(DDP(net), optimizer)
+    example = torch.randn(3, 6), torch.randn(3, 1)
+    state, tried = torch.get_rng_state(), []
+
+    def step_fn(batch: tuple[Tensor, Tensor]) -> None:
+        tried.append(len(batch[0]))
+        if len(batch[0]) > most[rank]:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        F.mse_loss(model(batch[0]), batch[1]).backward()
+
+    caps = controller.find_limits(step_fn, example)
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+    assert all(p.grad is None for p in net.parameters())
+    sizes, seen = controller.batch_sizes.tolist(), 0
+    for x, y in DataLoader(data, batch_sampler=sampler):
+        assert len(x) <= caps[rank]
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        controller.step(loss=loss)
+        seen += len(x)
+    controller.close()
+    return {"caps": caps, "sizes": sizes, "samples": controller.samples_seen, "tried": max(tried)}
+
+
+def test_only_one_rank_lacks_memory_and_the_others_take_over() -> None:
+    results = run_ranks(_counted, 3, (10**6, 11, 10**6), {})
+    assert all(result["caps"] == results[0]["caps"] for result in results)
+    assert results[0]["caps"][0] == results[0]["caps"][2] == 128, "what the bounds allowed"
+    assert 8 <= results[0]["caps"][1] <= 11
+    assert sum(results[0]["sizes"]) == 48, "the global batch is kept"
+    assert results[0]["sizes"][1] <= 11
+    assert all(result["samples"] == 400 for result in results)
+
+
+def test_where_the_smallest_batch_does_not_fit_every_rank_says_so() -> None:
+    outcomes = run_ranks(_counted, 2, (10**6, 7), {"min_batch_size": 8}, expect_failure=True, timeout_s=25)
+    for outcome in outcomes:
+        assert "min_batch_size=8 is not possible" in outcome
+        assert "rank 1" in outcome
+
+
+def _bug(rank: int) -> None:
+    net = nn.Linear(6, 1)
+    controller = dynamix.Controller("static", batch_size=16)
+    controller.batch_sampler(_data())
+    controller.wrap(DDP(net), torch.optim.SGD(net.parameters(), 0.1))
+
+    def step_fn(batch: Tensor) -> None:
+        if rank == 1 and len(batch) > 8:
+            raise KeyError("a bug")
+
+    controller.find_limits(step_fn, torch.zeros(2, 6))
+
+
+def test_another_error_of_the_step_ends_every_rank_with_the_reason() -> None:
+    outcomes = run_ranks(_bug, 2, expect_failure=True, timeout_s=25)
+    assert "KeyError: 'a bug'" in outcomes[1]
+    assert "find_limits: step_fn failed on rank 1" in outcomes[0]
+
+
+WIDE = 16384  # activations of about 200 KiB a sample
+
+
+def _wide(rank: int, group: str | None, address_space: int | None) -> dict[str, Any]:
+    """Finds limits, trains at them, then takes a batch beyond them through `backward`, with little memory on rank 1."""
+    torch.manual_seed(0)
+    if rank == 1 and group is not None:
+        Path(group, "cgroup.procs").write_text(str(os.getpid()))
+    data = TensorDataset(torch.randn(2400, 32), torch.randn(2400, 1))
+    net = nn.Sequential(nn.Linear(32, WIDE), nn.Tanh(), nn.Linear(WIDE, 1))
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-5)
+    controller = dynamix.Controller("static", batch_size=400, max_batch_size=1600, guard=False)
+    sampler = controller.batch_sampler(data, shuffle=False)
+    model = controller.wrap(DDP(net), optimizer)
+    talk = controller._memory._group() if controller._memory else None  # threads need address space too
+    assert talk is not None
+    if rank == 1 and address_space is not None:
+        held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (held + address_space, resource.RLIM_INFINITY))
+
+    def loss_fn(batch: Any) -> Tensor:
+        return F.mse_loss(model(batch[0]), batch[1])
+
+    batches = iter(DataLoader(data, batch_sampler=sampler))
+    # Before anything was measured: the batch of 400 is too large for rank 1, and goes in pieces.
+    whole = copy.deepcopy(net)
+    first = next(batches)
+    controller.backward(loss_fn, first)
+    errors = []
+    if rank == 0:
+        x, y = (t[:800] for t in data.tensors)
+        for part in range(0, 800, 100):
+            (F.mse_loss(whole(x[part : part + 100]), y[part : part + 100]) / 8).backward()
+        errors = [
+            float((p.grad - q.grad).norm() / q.grad.norm())
+            for p, q in zip(net.parameters(), whole.parameters(), strict=True)
+        ]
+    optimizer.step()
+    optimizer.zero_grad()
+    controller.step()
+    pieces = controller._memory._retrying if controller._memory else None
+    if address_space is not None:
+        return {"errors": errors, "caps": None, "largest": pieces.largest if pieces else None}
+    other = dynamix.Controller("static", batch_size=100, max_batch_size=1600)
+    other_sampler = other.batch_sampler(data)
+    second = copy.deepcopy(net)
+    wrapped = other.wrap(DDP(second), torch.optim.SGD(second.parameters(), lr=1e-5, momentum=0.9))
+    caps = other.find_limits(lambda b: F.mse_loss(wrapped(b[0]), b[1]).backward(), (first[0][:4], first[1][:4]))
+    other._allocations.schedule(0, caps)  # and it is true: two steps with as much as that
+    for step, (x, y) in enumerate(DataLoader(data, batch_sampler=other_sampler)):
+        F.mse_loss(wrapped(x), y).backward()
+        other.step()
+        if step == 1:
+            break
+    controller.close()
+    other.close()
+    return {"errors": errors, "caps": caps, "largest": pieces.largest if pieces else None}
+
+
+def test_an_address_space_limit_on_one_rank_only() -> None:
+    """`ulimit -v`: the allocator itself raises."""
+    results = run_ranks(_wide, 2, None, 140 * MIB, timeout_s=110)
+    assert max(results[0]["errors"]) < 1e-4
+    assert results[1]["largest"] is not None, "the first try was to fail"
+    assert results[0]["largest"] is None
+
+
+@pytest.fixture
+def small_group() -> Iterator[Path]:
+    """A control group of 140 MiB, version 1 or 2; none of it is left."""
+    folder, why = _memory_root()
+    if folder is None:
+        if os.environ.get("CI") == "true" or os.environ.get("DYNAMIX_REQUIRE_EMULATOR") == "1":
+            pytest.fail(f"privileged tests are required here, but: {why}")
+        pytest.skip(why)
+    group = folder / f"dynamix-test-{os.getpid()}"
+    group.mkdir()
+    try:
+        name = "memory.limit_in_bytes" if (group / "memory.limit_in_bytes").exists() else "memory.max"
+        (group / name).write_text(str(140 * MIB))
+        yield group
+    finally:
+        group.rmdir()
+
+
+def _memory_root() -> tuple[Path | None, str]:
+    folders = Cgroups.find().memory
+    if os.geteuid() != 0 or not folders:
+        return None, "control groups of memory need root and a mounted memory controller"
+    for folder in folders[::-1]:
+        if (folder / "memory.limit_in_bytes").exists():
+            return folder, ""
+        if (folder / "cgroup.subtree_control").exists() and "memory" in (folder / "cgroup.subtree_control").read_text():
+            return folder, ""
+    return None, "no control group here passes the memory controller on"
+
+
+@pytest.mark.emulator
+def test_a_control_group_that_would_kill_one_rank_only(small_group: Path) -> None:
+    results = run_ranks(_wide, 2, str(small_group), None, timeout_s=110)
+    assert max(results[0]["errors"]) < 1e-4
+    assert results[0]["caps"] == results[1]["caps"]
+    assert results[0]["caps"][0] == 1600, "rank 0 has memory for all that the bounds allow"
+    assert 50 < results[0]["caps"][1] < 1000
