@@ -52,6 +52,7 @@ def test_what_fixed_point_cannot_hold_is_marked() -> None:
 
 
 @given(st.lists(st.booleans(), max_size=400))
+@settings(deadline=None)
 def test_pack_and_unpack(bits: list[bool]) -> None:
     marks = torch.tensor(bits, dtype=torch.bool)
     packed = index.pack(marks)

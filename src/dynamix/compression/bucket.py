@@ -62,19 +62,17 @@ class BucketExchange:
             raise ConfigError("way", way, ", ".join(WAYS), "pick one")
         if flat.numel() != self.layout.elements:
             raise ConfigError("flat", flat.numel(), f"{self.layout.elements} elements", "give the layout's own bucket")
-        before = wire.payload_bytes
+        before, reason = wire.payload_bytes, None
         try:
             taken = self._reduce(flat, way, wire, step)
         except Doubt as doubt:
-            statistics.dense_after[doubt.reason] += 1
-            if doubt.reason != "nonfinite":  # what was learned from unions may differ between ranks
+            taken, reason = "dense", doubt.reason
+            if reason != "nonfinite":  # what was learned from unions may differ between ranks
                 self._depth = self._unions = 0
-                self._prediction.forget(next_seed=doubt.reason == "peel")
-            taken = "dense"
+                self._prediction.forget(next_seed=reason == "peel")
             wire.mean(flat)
-        statistics.buckets[taken] += 1
-        statistics.dense_bytes += flat.nbytes
-        statistics.payload_bytes += wire.payload_bytes - before
+        sent = wire.payload_bytes - before
+        statistics.count(taken, dense_bytes=flat.nbytes, payload_bytes=sent, doubt=reason)
 
     def _reduce(self, flat: Tensor, way: Way, wire: Wire, step: int) -> Way:
         if way == "dense":
@@ -114,7 +112,7 @@ class BucketExchange:
                 ratio=ratio,
                 lanes=lanes,
             )
-            vote(doubt, wire)
+            vote(doubt, wire, flat.device)
         else:
             union = self._union(words, codes, way, wire)
             if way in ("lhc", "lhc-one-phase"):
@@ -132,7 +130,7 @@ class BucketExchange:
                 )
             else:
                 parts, doubt = compact(values, self.layout, union, codes, scales, wire, key=key)
-            vote(doubt, wire)
+            vote(doubt, wire, flat.device)
         self._learn(union, codes, parts, way)
         self._write(flat, parts, codes, scales)
         return way

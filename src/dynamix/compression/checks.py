@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import threading
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -47,6 +48,16 @@ class Statistics:
     dense_after: Counter[str] = field(default_factory=Counter)
     dense_bytes: int = 0  # what the same buckets would have handed over uncompressed
     payload_bytes: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
+
+    def count(self, way: str, *, dense_bytes: int, payload_bytes: int, doubt: str | None = None) -> None:
+        """One bucket; from any thread."""
+        with self._lock:
+            self.buckets[way] += 1
+            if doubt is not None:
+                self.dense_after[doubt] += 1
+            self.dense_bytes += dense_bytes
+            self.payload_bytes += payload_bytes
 
     def as_dict(self) -> dict[str, Any]:
         """Plain numbers, for logs and JSON."""
@@ -104,9 +115,9 @@ def _require_same(marks: Tensor, reason: str) -> None:
         raise Doubt(reason)
 
 
-def vote(reason: str, wire: Wire) -> None:
+def vote(reason: str, wire: Wire, device: torch.device) -> None:
     """`Doubt` on every rank if any rank has a reason other than "none"."""
-    worst = torch.tensor([REASONS.index(reason)], dtype=torch.uint8)
+    worst = torch.tensor([REASONS.index(reason)], dtype=torch.uint8, device=device)
     wire.maximum(worst)
     if bool(worst[0]):
         raise Doubt(REASONS[int(worst[0])])

@@ -101,9 +101,7 @@ class CompressionState:
         way, timed = line.next()
         if way == "dense" and not timed:
             line.advance(None)
-            self.statistics.buckets["dense"] += 1
-            self.statistics.dense_bytes += flat.nbytes
-            self.statistics.payload_bytes += flat.nbytes
+            self.statistics.count("dense", dense_bytes=flat.nbytes, payload_bytes=flat.nbytes)
             return default_hooks.allreduce_hook(dense, bucket)
         if flat.is_cuda:
             self._exchange(line, flat, chain)
