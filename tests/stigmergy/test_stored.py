@@ -1,0 +1,110 @@
+"""Traces in a real TCPStore: processes see each other's, and training goes on when the store hangs or dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+
+import numpy as np
+import pytest
+from torch.distributed import HashStore, TCPStore
+
+from dynamix.stigmergy.field import Decay
+from dynamix.stigmergy.stored import StoreField
+
+_SERVER = """
+import sys, time
+from torch.distributed import TCPStore
+store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+time.sleep(110)
+"""
+
+
+@pytest.fixture
+def server() -> Iterator[tuple[int, int]]:
+    """Process id and port of a store in a process of its own."""
+    process = subprocess.Popen([sys.executable, "-c", _SERVER], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        yield process.pid, int(process.stdout.readline())
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def connect(port: int) -> TCPStore:
+    return TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=30))
+
+
+@pytest.mark.multiproc
+def test_a_store_that_hangs_or_dies_never_stops_training(server: tuple[int, int]) -> None:
+    pid, port = server
+    mine, other = (StoreField(connect(port), 2, Decay(start=0.0), patience_s=20) for _ in range(2))
+    mine.deposit([0], step=1)
+    assert mine.read([0], step=1)[0] == pytest.approx(0.1, rel=1e-4)
+    other.deposit([0], 2.0, step=1)
+    assert other.read([0], step=1)[0] == pytest.approx(0.3, rel=1e-4)
+
+    os.kill(pid, signal.SIGSTOP)
+    mine.patience_s, started = 0.2, time.perf_counter()
+    for step in range(2, 60):
+        mine.deposit([1], step=step)
+        assert np.isnan(mine.read([0, 1], step=step)).all()
+    assert time.perf_counter() - started < 10  # one wait, not one per step
+
+    os.kill(pid, signal.SIGCONT)
+    mine.patience_s, deadline = 20, time.monotonic() + 30
+    while np.isnan(seen := mine.read([0, 1], step=60)).any() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    np.testing.assert_allclose(seen[0], 0.3 * 0.95**59, rtol=1e-3)
+    assert seen[1] > 1
+
+    os.kill(pid, signal.SIGKILL)
+    started = time.perf_counter()
+    while mine.alive and time.perf_counter() - started < 30:
+        mine.deposit([0], step=61)
+        mine.read([0], step=61)
+    assert not mine.alive
+    assert mine.reason is not None
+    assert np.isnan(mine.read([0], step=62)).all()
+    mine.close()
+    other.close()
+    assert not mine._thread.is_alive()
+
+
+def test_concurrent_deposits_of_many_workers_all_count() -> None:
+    store = HashStore()
+    fields = [StoreField(store, 1, Decay(alpha=0.05, beta=1.0, start=0.0), patience_s=30) for _ in range(4)]
+
+    def work(field: StoreField) -> None:
+        for step in range(1, 51):
+            field.deposit([0], step=step)
+        field.read([0], step=50)  # after its own deposits
+
+    threads = [threading.Thread(target=work, args=(field,)) for field in fields]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert fields[0].read([0], step=50)[0] == pytest.approx(4 * (1 - 0.95**50) / 0.05, rel=1e-4)
+    for field in fields:
+        field.close()
+
+
+def test_old_counters_are_removed_and_unknown_deposits_left_out() -> None:
+    store = HashStore()
+    field = StoreField(store, 1, Decay(alpha=0.5, start=0.0), patience_s=30)
+    for step in range(1, 200):
+        field.deposit([0], [float("nan") if step % 2 else 1e9], step=step)
+    assert field.read([0], step=199)[0] == pytest.approx(64 * 0.1 * 2 / 3, rel=1e-3)
+    assert store.num_keys() <= 6
+    field.close()
+    assert np.isnan(field.read([0], step=200)).all()
