@@ -74,7 +74,7 @@ def _train(rank: int, policy: Any, folder: str, resume: bool, updates: int = 2, 
     return {
         "plans": plans,
         "loaded": loaded,
-        "learned": state["policy"]["guarded"]["learned"],
+        "learned": state["policy"]["learned"],
         "waited_s": controller._channel.waited_s,
     }
 
