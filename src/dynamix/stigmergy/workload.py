@@ -1,0 +1,79 @@
+"""Who did how much: what an excavation achieved, and how unequally the work was shared."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from dynamix.errors import ConfigError
+
+Floats = NDArray[np.float64]
+
+
+def gini(work: ArrayLike) -> Floats:
+    """Inequality of work (..., N): sum_ij |x_i - x_j| / (2 N^2 mean x), 0 (equal) to 1 - 1/N (one does all).
+
+    NaN where nobody did anything. Raises `ConfigError` for negative work.
+
+    >>> float(gini([1.0, 1.0, 1.0])), float(gini([0.0, 0.0, 0.0, 4.0]))
+    (0.0, 0.75)
+    """
+    x = _work(work)
+    apart = np.abs(x[..., :, None] - x[..., None, :]).sum((-1, -2))
+    total = 2 * x.shape[-1] * x.sum(-1)
+    return np.divide(apart, total, out=np.full(np.shape(total), np.nan), where=total > 0)
+
+
+def lorenz(work: ArrayLike) -> Floats:
+    """The Lorenz curve of work (..., N): share of all work done by the k least busy, k = 0 to N; shape (..., N + 1).
+
+    >>> lorenz([3.0, 1.0]).tolist()
+    [0.0, 0.25, 1.0]
+    """
+    x = np.sort(_work(work), axis=-1)
+    summed = np.concatenate([np.zeros((*x.shape[:-1], 1)), x.cumsum(-1)], axis=-1)
+    total = np.broadcast_to(summed[..., -1:], summed.shape)
+    return np.divide(summed, total, out=np.full(summed.shape, np.nan), where=total > 0)
+
+
+def _work(work: ArrayLike) -> Floats:
+    x = np.asarray(work, dtype=np.float64)
+    if x.ndim < 1 or x.shape[-1] < 1 or not (x >= 0).all():
+        raise ConfigError("work", x.tolist(), "one or more numbers, 0 or more", "pass what each agent did")
+    return x
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What N agents did in each of B worlds: arrays (B, N), over `steps` steps.
+
+    delivered    pellets brought to the nest
+    collisions   moves refused because of another agent
+    bumps        moves refused by a wall
+    reward       summed, undiscounted
+    """
+
+    steps: int
+    delivered: NDArray[np.int64]
+    collisions: NDArray[np.int64]
+    bumps: NDArray[np.int64]
+    reward: Floats
+
+    def summary(self) -> dict[str, Any]:
+        """Means over worlds: per agent reward, all agents' pellets and collisions per 1,000 steps, Gini, Lorenz curve.
+
+        Worlds in which nobody delivered anything have no Gini; it is None if there is no other.
+        """
+        per_1000 = 1000.0 / max(self.steps, 1)
+        busy = self.delivered[self.delivered.sum(-1) > 0]
+        return {
+            "reward": float(self.reward.mean()),
+            "pellets_per_1000": float(self.delivered.sum(-1).mean() * per_1000),
+            "collisions_per_1000": float(self.collisions.sum(-1).mean() * per_1000),
+            "bumps_per_1000": float(self.bumps.sum(-1).mean() * per_1000),
+            "gini": float(gini(busy).mean()) if len(busy) else None,
+            "lorenz": lorenz(busy).mean(0).tolist() if len(busy) else None,
+        }
