@@ -27,7 +27,7 @@ class LocalElasticity:
     >>> for b, t in ((100.0, 1.0), (140.0, 1.4), (200.0, 2.8)): curve.update(unit, np.array([b]), np.array([t]))
     >>> excess = curve.excess(unit, np.array([0.0]), np.array([0.01]))   # the line: proportional
     >>> curve.beyond(excess, unit, np.array([140.0]), np.array([200.0])).round(1).tolist()
-    [0.3]
+    [0.2]
     """
 
     FIELDS = ("moments", "log_batch", "log_time")

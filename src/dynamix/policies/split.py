@@ -37,9 +37,10 @@ def finish_for(total: Floats, alpha: Floats, beta: Floats, low: Floats, high: Fl
     """
     least = (alpha + beta * low).min(-1)
     most = (alpha + beta * high).max(-1)
-    smallest, largest = total <= low.sum(-1), total >= high.sum(-1)
-    if np.all(smallest | largest):  # the ends of `best_split`, as a rule
-        return np.where(smallest, least, most)
+    lowest = total <= np.broadcast_to(low, alpha.shape).sum(-1)
+    highest = total >= np.broadcast_to(high, alpha.shape).sum(-1)
+    if np.all(lowest | highest):  # as for the ends of `best_split`: what bisection would come to
+        return np.asarray(np.where(lowest, least + (most - least) * 0.5**_BISECTIONS, most))
     for _ in range(_BISECTIONS):
         middle = (least + most) / 2
         enough = finishing_at(middle, alpha, beta, low, high).sum(-1) >= total
