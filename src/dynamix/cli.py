@@ -205,9 +205,11 @@ def policy_show(
 ) -> None:
     """How a policy file was made and how it scored."""
     from dynamix.learning.training import show
+    from dynamix.policies.additive import KIND, AdditivePolicy
+    from dynamix.policies.files import kind_of
     from dynamix.policies.learned import PRETRAINED
 
-    about = show(file or PRETRAINED)
+    about = AdditivePolicy.load(file).about if file and kind_of(file) == KIND else show(file or PRETRAINED)
     if as_json:
         print_json(about)
         return
