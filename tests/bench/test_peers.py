@@ -19,7 +19,7 @@ from torch.nn.utils import parameters_to_vector
 from typer.testing import CliRunner
 
 from dynamix.bench.display import Display
-from dynamix.bench.peers import environments
+from dynamix.bench.peers import environments, suite
 from dynamix.bench.peers.environments import Environment, prepare, requirements
 from dynamix.bench.peers.jobs import job
 from dynamix.bench.peers.kinds import PEERS, Peer
@@ -92,8 +92,9 @@ def test_jobs_are_read_by_an_interpreter_that_has_no_dynamix() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_ddp_trains_beside_static_an_absent_peer_and_a_failing_one_are_named_and_nothing_is_run_twice(
-    two_hosts, tmp_path
+    two_hosts, tmp_path, monkeypatch
 ) -> None:
+    monkeypatch.setattr(suite, "commit", lambda: "one")  # a commit during the test is none of its business
     found: dict[str, Environment | str] = {
         "ddp": OURS,
         "adaptdl": "pip cannot install it: no network",
@@ -103,7 +104,7 @@ def test_ddp_trains_beside_static_an_absent_peer_and_a_failing_one_are_named_and
         scenario=two_hosts,
         quick=True,
         mechanism="duty-cycle",
-        policies=("static",),
+        policies=("static", "dynamix-128"),
         peers=("ddp", "adaptdl", "hivemind"),
     )
     result, arrived = run_peers(plan, RunFolder("peers", tmp_path / "run"), found=found)
@@ -112,6 +113,7 @@ def test_ddp_trains_beside_static_an_absent_peer_and_a_failing_one_are_named_and
     ddp, static = result["policies"]["ddp"], result["policies"]["static"]
     assert ddp["steps"] == static["steps"] == [16]
     assert ddp["batch_sizes"] == [[256, 256]]
+    assert result["policies"]["dynamix-128"]["samples"][0] < static["samples"][0], "begins with 64 for each of two"
     assert len(ddp["curve"][0]) > 1
     assert all(0 <= score <= 1 for _, _, score in ddp["curve"][0])
     assert result["absent"] == {"adaptdl": "pip cannot install it: no network"}
@@ -122,7 +124,7 @@ def test_ddp_trains_beside_static_an_absent_peer_and_a_failing_one_are_named_and
     assert "<svg" in (tmp_path / "run" / "report.html").read_text()
     folder = RunFolder("peers", tmp_path / "run", resume=True)
     again, _ = run_peers(replace(plan, peers=("ddp",)), folder, found=found)
-    assert again["policies"] == {name: result["policies"][name] for name in ("static", "ddp")}
+    assert again["policies"] == {name: result["policies"][name] for name in ("static", "dynamix-128", "ddp")}
 
 
 @pytest.mark.emulator
@@ -155,7 +157,7 @@ def test_all_ranks_of_a_job_end_at_the_same_step_whenever_the_stop_comes(tmp_pat
 
 
 def test_static_comes_first_and_last_and_everybody_else_in_turn() -> None:
-    plan = Plan(seeds=4, peers=("ddp", "adaptdl", "hivemind"))
+    plan = Plan(seeds=4, policies=("static", "dynamix"), peers=("ddp", "adaptdl", "hivemind"))
     orders = [plan.order(seed, plan.peers) for seed in range(4)]
     assert all(order[0] == "static" and order[-1] == AGAIN for order in orders)
     assert {order[1] for order in orders} == {"dynamix", "ddp", "adaptdl", "hivemind"}
@@ -194,6 +196,7 @@ def test_requirements_are_pinned_and_pip_that_cannot_install_is_a_reason(tmp_pat
         ["--peers", "ddp-7"],
         ["--scenario", "nonsense"],
         ["--policies", "dynamix"],
+        ["--policies", "static,dynamix-7"],
         ["--seed", "9001"],
     ],
 )

@@ -171,7 +171,9 @@ def bench_peers(
     peers: Annotated[
         str | None, typer.Option(help="Comma-separated, such as ddp,adaptdl-256,hivemind-local [default: all].")
     ] = None,
-    policies: Annotated[str, typer.Option(help="Of dynamix, beside them; static among them.")] = "static,dynamix",
+    policies: Annotated[
+        str | None, typer.Option(help="Of dynamix, beside them; static among them [default: static, three of dynamix].")
+    ] = None,
     venvs: Annotated[
         Path | None, typer.Option(help="Folder of the peers' environments, made if missing [default: in the cache].")
     ] = None,
@@ -184,12 +186,13 @@ def bench_peers(
     """Plain DDP, AdaptDL and Hivemind, each in its own environment, beside dynamix on the same emulated hosts."""
     from dynamix.bench.peers.kinds import PEERS, Peer
     from dynamix.bench.peers.report import markdown
-    from dynamix.bench.peers.suite import Plan, run_peers
+    from dynamix.bench.peers.suite import POLICIES, Plan, run_peers
     from dynamix.telemetry.run_folder import RunFolder
 
     names = tuple(dict.fromkeys(Peer.of(name).name for name in peers.split(","))) if peers else PEERS
     plan = Plan(
-        scenario=scenario, seeds=seeds, seed=seed, policies=tuple(policies.split(",")), peers=names, venvs=venvs,
+        scenario=scenario, seeds=seeds, seed=seed, policies=tuple(policies.split(",")) if policies else POLICIES,
+        peers=names, venvs=venvs,
         quick=quick, again=again, mechanism=cast(Any, mechanism),
     )  # fmt: skip
     plan.check()

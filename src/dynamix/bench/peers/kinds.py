@@ -9,12 +9,24 @@ from dynamix.errors import ConfigError
 
 KINDS = ("ddp", "adaptdl", "hivemind", "hivemind-local")
 BASE_BATCH = 512  # what the workload's learning rate is for
-PEERS = ("ddp", "ddp-256", "adaptdl", "adaptdl-256", "hivemind", "hivemind-256", "hivemind-local")
+PEERS = (
+    "ddp", "ddp-256", "ddp-128", "adaptdl", "adaptdl-256", "adaptdl-128", "hivemind", "hivemind-256", "hivemind-local"
+)  # fmt: skip
 SHARE_BOUNDS = (8, 512)
 # Of its default (averaged gradients): small parts, so that a slow rank's last one does not hold the others up.
 PART = 32
 # Of local updates: parameters are averaged whenever all ranks together have used so many samples.
-AVERAGE_EVERY = 16 * BASE_BATCH
+AVERAGE_EVERY = 32 * BASE_BATCH
+
+
+def split_name(name: str) -> tuple[str, int]:
+    """What runs, and the global batch it begins with; of dynamix's own policies too.
+
+    >>> split_name("dynamix-128"), split_name("hivemind-local")
+    (('dynamix', 128), ('hivemind-local', 512))
+    """
+    kind, _, number = name.rpartition("-")
+    return (kind, int(number)) if kind and number.isdecimal() else (name, BASE_BATCH)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +43,7 @@ class Peer:
     @classmethod
     def of(cls, name: str) -> Peer:
         """Raises `ConfigError` for a name that is none."""
-        kind, _, number = name.rpartition("-")
-        if not (kind and number.isdecimal()):
-            kind, number = name, str(BASE_BATCH)
-        total = int(number)
+        kind, total = split_name(name)
         if kind not in KINDS or not 4 * SHARE_BOUNDS[0] <= total <= 4 * SHARE_BOUNDS[1]:
             allowed = f"{', '.join(KINDS)}, each also with a global batch of 32 to 2048, as in ddp-256"
             raise ConfigError("peer", name, allowed, "correct the name")
@@ -61,7 +70,7 @@ class Peer:
                 "target_batch_size": AVERAGE_EVERY * self.total // BASE_BATCH if local else self.total,
                 "matchmaking_s": 1.0,
                 "request_timeout_s": 0.5,
-                "averaging_timeout_s": 10.0,
+                "averaging_timeout_s": 5.0,
                 "average_state_every": 1 if local else 10,
                 "refresh_s": 0.1,
             }

@@ -12,7 +12,7 @@ from torch.nn.utils import parameters_to_vector
 from dynamix.bench.demo import Launch, Settings
 from dynamix.bench.display import Display
 from dynamix.bench.link import Message
-from dynamix.bench.peers.kinds import Peer
+from dynamix.bench.peers.kinds import Peer, split_name
 from dynamix.bench.runs import Run
 from dynamix.emulator import Emulation
 from dynamix.errors import WorkerLostError
@@ -24,6 +24,17 @@ START_S = 240.0  # four ranks with all their helpers import torch
 SILENCE_S = 90.0  # after that; longer than any peer's own timeout
 DEATH_S = 20.0
 MAX_STEPS = 100_000  # none takes so many before it is censored
+
+
+class OwnLaunch(Launch):
+    """A run of one of dynamix's own policies, also with another global batch to begin with, as in `dynamix-128`."""
+
+    def _config(self, scratch: Path) -> dict[str, Any]:
+        config = super()._config(scratch)
+        (name,) = config["runs"]
+        policy, total = split_name(name)
+        files = {name: policy} if policy != name else {}
+        return {**config, "batch_size": total // self.hosts.scenario.workers, "policy_files": files}
 
 
 class PeerLaunch(Launch):

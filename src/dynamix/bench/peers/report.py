@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dynamix.bench.display import number
-from dynamix.bench.peers.kinds import Peer
+from dynamix.bench.peers.kinds import split_name
 from dynamix.bench.report import COLOURS, STYLE, new_figure, svg
 from dynamix.bench.runs import CENSOR_FACTOR, Run
 from dynamix.bench.statistics import censored, paired_ratio
@@ -31,17 +31,17 @@ def ratios_between(policies: Mapping[str, Mapping[str, Any]], names: Sequence[st
     }
 
 
-def best_of(ratios: Mapping[str, Any], peers: Sequence[str]) -> dict[str, str]:
-    """Environment -> which of its variants took least; those of equal time (both censored) in the order they were named.
+def best_of(ratios: Mapping[str, Any], names: Sequence[str]) -> dict[str, str]:
+    """Library -> which of its variants took least; those of equal time (both censored) in the order they were named.
 
     >>> best_of({"ddp/static": {"median": 1.0}, "ddp-256/static": {"median": 0.9}}, ["ddp", "ddp-256"])
     {'ddp': 'ddp-256'}
     """
     found: dict[str, str] = {}
-    for name in peers:
+    for name in names:
         if f"{name}/static" not in ratios:
             continue
-        of = Peer.of(name).environment
+        of = split_name(name)[0].partition("-")[0]
         if of not in found or ratios[f"{name}/static"]["median"] < ratios[f"{found[of]}/static"]["median"]:
             found[of] = name
     return found

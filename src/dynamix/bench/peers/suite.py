@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from dynamix.bench.demo import Launch, Settings, disturbance_seed
+from dynamix.bench.demo import Settings, disturbance_seed
 from dynamix.bench.display import Display, end_table
 from dynamix.bench.peers import environments
 from dynamix.bench.peers.environments import Environment
-from dynamix.bench.peers.kinds import PEERS, Peer
-from dynamix.bench.peers.launch import PeerLaunch
+from dynamix.bench.peers.kinds import BASE_BATCH, PEERS, SHARE_BOUNDS, Peer, split_name
+from dynamix.bench.peers.launch import OwnLaunch, PeerLaunch
 from dynamix.bench.peers.report import best_of, markdown, ratios_between, write_peers_report
 from dynamix.bench.runs import AGAIN, Run, load_runs, save_runs, summarise
 from dynamix.bench.statistics import balanced_order
@@ -25,14 +25,14 @@ from dynamix.telemetry.events import SCHEMA
 from dynamix.telemetry.run_folder import RunFolder, commit, machine
 from dynamix.workloads import make_workload
 
-POLICIES = ("static", "dynamix")
+POLICIES = ("static", "dynamix", "dynamix-256", "dynamix-128")
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What one call runs.
 
-    policies   dynamix's own, static among them: its time bounds everybody's
+    policies   dynamix's own, static among them: its time bounds everybody's; with a number, from that global batch
     peers      names as `Peer.of` reads and `Peer.name` writes them
     venvs      folder of the peers' environments; None: in the user's cache
     again      static once more at the end of each seed (the A/A pair)
@@ -50,8 +50,9 @@ class Plan:
 
     def settings(self) -> Settings:
         """What the demo would run: its own policies, all seeds."""
+        policies = tuple(dict.fromkeys(split_name(name)[0] for name in self.policies))
         return Settings(
-            scenario=self.scenario, seeds=self.seeds, seed=self.seed, quick=self.quick, policies=self.policies,
+            scenario=self.scenario, seeds=self.seeds, seed=self.seed, quick=self.quick, policies=policies,
             mechanism=self.mechanism, command="bench peers",
         )  # fmt: skip
 
@@ -64,6 +65,11 @@ class Plan:
         if "static" not in self.policies:
             raise ConfigError("policies", list(self.policies), "static among them", "add static: all ratios are to it")
         self.settings().check()
+        least, most = (load_scenario(self.scenario).workers * bound for bound in SHARE_BOUNDS)
+        for name in self.policies:
+            if not least <= split_name(name)[1] <= most or name.endswith(f"-{BASE_BATCH}"):
+                allowed = f"a global batch of {least} to {most}, and none for {BASE_BATCH}"
+                raise ConfigError("policies", name, allowed, "correct the number")
         for name in self.peers:
             if Peer.of(name).name != name:
                 raise ConfigError("peer", name, Peer.of(name).name, "leave the usual global batch away")
@@ -151,7 +157,7 @@ def _run_one(call: _Call, name: str, seed: int) -> Run:
         call.facts["mechanisms"] = hosts.mechanisms
         call.folder.write_run(**call.facts)
         if name not in plan.peers:
-            Launch(settings, seed, workload, hosts, call.folder, call.display, runs).run()
+            OwnLaunch(settings, seed, workload, hosts, call.folder, call.display, runs).run()
             return runs[len(call.runs)]
         peer = Peer.of(name)
         python = _present(call.found, peer).python
@@ -217,7 +223,7 @@ def _conclude(call: _Call, runs: Sequence[Run], *, interrupted: bool = False) ->
     summary = summarise(runs)
     summary["ratios"] |= ratios_between(summary["policies"], [n for n in call.plan.policies if n != "static"])
     result = {**call.facts, "commit": commit(), "machine": machine(), "failures": call.failures, **summary}
-    result["best"] = best_of(summary["ratios"], list(call.facts["peers"]))
+    result["best"] = best_of(summary["ratios"], [n for n in summary["policies"] if n != AGAIN])
     if interrupted:
         result["interrupted"] = True
     call.folder.write_result(result)
