@@ -72,6 +72,7 @@ class Decider:
         self.noise_scale = NoiseScale()
         self.closing = Closing(0, bounds.low, 0, 0, 0.0, 0, 0)
         self._decided: tuple[Closing, Window] | None = None
+        self._asked = -1  # index of the last window that the policy was asked about
         self._clock, self._started = clock, clock()
 
     def decide(self, rows: Floats, closing: Closing | None = None) -> Message:
@@ -81,6 +82,7 @@ class Decider:
         self._decided = closing, window
         if self.replay is not None:
             return self._replayed(self.replay.get(closing.window_index))
+        self._asked = closing.window_index
         wish = np.asarray(self.policy.decide(window, self.bounds))
         if wish.shape != closing.sizes.shape:
             fix = "return one size per worker"
@@ -125,10 +127,10 @@ class Decider:
 
     def _reports(self) -> dict[str, Any]:
         """What parts of the policy have to say of this window, by event key."""
-        parts = {"learning": part_of(self.policy, LearningPolicy), "guard": part_of(self.policy, Guard)}
-        return (
-            {} if self.replay is not None else {key: part.report() for key, part in parts.items() if part is not None}
-        )
+        learner, guard = part_of(self.policy, LearningPolicy), part_of(self.policy, Guard)
+        reports = {} if learner is None else {"learning": learner.report()}
+        asked = self._decided is not None and self._decided[0].window_index == self._asked
+        return reports if guard is None or not asked else reports | {"guard": guard.report()}
 
     def _assemble(self, rows: Floats, closing: Closing) -> Window:
         return assemble(

@@ -140,7 +140,7 @@ def _all_cases(rank: int) -> list[tuple[float, int, int, int]]:
     return [worst_error(rank, case) for case in CASES]
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, 3])
 def test_the_gradient_is_the_union_batchs_and_crosses_the_hook_once_a_step(world: int) -> None:
     results = run_ranks(_all_cases, world)
     for ranks in zip(*results, strict=True):

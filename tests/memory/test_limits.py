@@ -169,7 +169,7 @@ def test_an_address_space_limit_on_one_rank_only() -> None:
 
 @pytest.fixture
 def small_group() -> Iterator[Path]:
-    """A control group of 140 MiB, version 1 or 2; none of it is left."""
+    """A control group of 220 MiB, version 1 or 2; none of it is left."""
     folder, why = _memory_root()
     if folder is None:
         if os.environ.get("CI") == "true" or os.environ.get("DYNAMIX_REQUIRE_EMULATOR") == "1":
@@ -179,7 +179,7 @@ def small_group() -> Iterator[Path]:
     group.mkdir()
     try:
         name = "memory.limit_in_bytes" if (group / "memory.limit_in_bytes").exists() else "memory.max"
-        (group / name).write_text(str(140 * MIB))
+        (group / name).write_text(str(220 * MIB))
         yield group
     finally:
         group.rmdir()

@@ -118,7 +118,7 @@ def test_the_shipped_policy_pays_less_than_half_a_per_cent_for_being_watched() -
     for family in ("affine-slowdowns", "poor-probes"):
         times = times_to_progress(
             {"alone": lambda _: make_policy("dynamix"), "watched": lambda _: make_policy("guarded:dynamix")},
-            sample_family(family, 8, 8, seed=6), seed=6, windows=80, interval=5, delay=1,
+            sample_family(family, 8, 6, seed=6), seed=6, windows=60, interval=5, delay=1,
         )  # fmt: skip
         costs.append(np.log(times["watched"] / times["alone"]).mean())
     assert np.mean(costs) < 0.005
@@ -128,7 +128,7 @@ def test_the_policy_is_tried_again_later_and_less_often_each_time() -> None:
     env = ClusterEnv(sample_clusters(1, 4, 3), seed=3)
     guard, window, tries = Guard(Skewed()), env.reset(), []
     guard.policy.skew = 0.5  # type: ignore[attr-defined]
-    for t in range(120):
+    for t in range(90):
         window = env.step(guard.decide(window, env.bounds))
         tries += [t] if guard.report()["by"] == ["policy"] else []
     pauses = [gap for gap in np.diff(tries) if gap > 5]
@@ -185,8 +185,8 @@ def test_a_checkpoint_of_the_policy_alone_starts_a_new_guard() -> None:
 
 
 def test_without_any_times_the_policy_is_left_alone() -> None:
-    guard, bounds = Guard(Skewed()), Bounds.of(2, 1, 100)
-    for _ in range(60):
+    guard, bounds = Guard(Skewed(), verify=4), Bounds.of(2, 1, 100)
+    for _ in range(20):
         guard.decide(Window.of([32, 32]), bounds)
         assert guard.report()["by"] == "policy"
 

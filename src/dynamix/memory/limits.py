@@ -91,6 +91,7 @@ class LimitSearch:
         low = min(max(int(bounds.low[self.rank]), -(-2 // q) * q), high)
         search = Search(low, high, quantum=q)
         self.gauge.share(self.group, self.rank)
+        release()  # what the C library holds from before would look taken
         with self._apart(loss_weight):
             self._run(search, step_fn, example)
         largest = search.fits

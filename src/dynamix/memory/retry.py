@@ -90,7 +90,7 @@ class RetryingBackward:
         try:
             samples = length(batch)
             size = self.gauge.most(min(samples, self.largest or samples))
-            with self.gauge.measure(size):
+            with self.gauge.measure(size) if self.gauge.limited else contextlib.nullcontext():
                 for start in range(0, samples, size):
                     stop = min(start + size, samples)
                     loss = loss_fn(batch if size >= samples else piece(batch, start, stop))
