@@ -51,7 +51,7 @@ def test_where_nothing_beats_dense_the_loss_stays_within_three_percent(compactio
 
 def test_the_faster_way_is_picked_and_kept() -> None:
     ways, ratio = _run(_fixed(1.0, 0.2, 0.5), 500, 0.05)
-    assert set(ways[100:]) == {"compaction"} or ways[100:].count("compaction") > 390
+    assert ways[100:].count("compaction") > 380
     assert ratio < 0.3
     ways, ratio = _run(_fixed(1.0, 0.5, 0.2), 500, 0.05)
     assert ways[-1] == "lhc"

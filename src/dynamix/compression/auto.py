@@ -14,7 +14,7 @@ from dynamix.compression.bucket import Way
 from dynamix.errors import ConfigError
 
 CANDIDATES: tuple[Way, ...] = ("compaction", "lhc")
-AGREE_EVERY = 32  # steps between agreements; one small collective each
+AGREE_EVERY = 32  # steps between agreements; one small collective each, and one dense step
 MEASURE_EVERY = 16  # a settled dense bucket is timed at one step in this many
 REFRESH = 16  # agreements after which the ways not taken count as unknown again
 GAIN = 0.95  # a way must take less than this share of dense's time to be picked
@@ -50,6 +50,8 @@ class Chooser:
         """The way for this step, and whether it must be timed."""
         if self._plan:
             return self._plan[0], True
+        if self.way != "dense" and self._steps == 0:
+            return "dense", True  # so that both are known under the same load
         return self.way, self.way != "dense" or self.due or self._steps % MEASURE_EVERY == 0
 
     @property
@@ -130,6 +132,8 @@ class Chooser:
         self._drifts = self._drifts + 1 if far else 0
         self._quiet += 1
         self.cost_s[self.way] = now
+        if self.way != "dense":
+            self.cost_s["dense"] = (self.cost_s["dense"] + fresh["dense"]) / 2  # one step is a noisy measurement
         losing = self.way != "dense" and now > self.cost_s["dense"]
         if self._drifts >= 2 or losing:
             self._unknown = set(self.candidates) - {self.way}

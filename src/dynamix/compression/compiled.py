@@ -176,6 +176,12 @@ def _mix(h: int) -> int:
 @_jit
 def _checksum(totals: Array, items: Array, width: int, key: int) -> Any:
     plain, weighted = np.int64(0), np.int64(0)
+    if width == 1:
+        for i in range(items.size):
+            value = np.int64(totals[i])
+            plain += value
+            weighted += value * ((items[i] * 0x9E3779B1 + key) & _MASK | 1)
+        return plain & _MASK, weighted & _MASK
     for i in range(items.size):
         weight = items[i] * 0x9E3779B1 + key
         for c in range(width):
@@ -214,6 +220,11 @@ def slots(items: Tensor, keys: Tensor, groups: int, lane_bits: int) -> tuple[Ten
 
 @_jit
 def _insert(table: Array, slots: Array, signs: Array, values: Array, width: int) -> None:
+    if width == 1:
+        for i in range(slots.shape[0]):
+            for j in range(3):
+                table[slots[i, j]] += np.int32(signs[i, j] * values[i])
+        return
     for i in range(slots.shape[0]):
         for j in range(3):
             at, sign = np.int64(slots[i, j]) * width, np.int64(signs[i, j])
@@ -270,6 +281,14 @@ def peel(slots: Tensor, counters: int, max_rounds: int) -> tuple[Tensor, Tensor,
 
 @_jit
 def _extract(table: Array, slots: Array, signs: Array, order: Array, source: Array, width: int, out: Array) -> None:
+    if width == 1:
+        for f in range(order.size):
+            i = order[f]
+            value = np.int32(signs[i, source[f]] * table[slots[i, source[f]]])
+            out[i] = value
+            for j in range(3):
+                table[slots[i, j]] -= np.int32(signs[i, j] * value)
+        return
     for f in range(order.size):
         i = order[f]
         j = source[f]

@@ -63,9 +63,14 @@ def is_superset(union: Tensor, words: Tensor) -> bool:
 def union_of(words: Tensor, codes: Tensor, layout: Layout, wire: Wire, depth: int) -> Tensor:
     """The OR of all ranks' `words`, int32 (words,). `codes` are the agreed exponents, `depth` the levels above the bits."""
     live = live_words(codes, layout)
-    union = torch.zeros_like(words)
-    bits = words.index_select(0, live).view(torch.uint8)
-    return clip_(union.index_copy_(0, live, _ladder(bits, wire, depth).view(torch.int32)), layout)
+    bits = words.clone() if live is None else words.index_select(0, live)
+    union = _ladder(bits.view(torch.uint8), wire, depth).view(torch.int32)
+    return clip_(union if live is None else spread(union, live, words), layout)
+
+
+def spread(part: Tensor, live: Tensor, words: Tensor) -> Tensor:
+    """The words `part` at the places `live`, zeros elsewhere; as long as `words`."""
+    return torch.zeros_like(words).index_copy_(0, live, part)
 
 
 def clip_(union: Tensor, layout: Layout) -> Tensor:
@@ -79,8 +84,10 @@ def clip_(union: Tensor, layout: Layout) -> Tensor:
     return union
 
 
-def live_words(codes: Tensor, layout: Layout) -> Tensor:
-    """int64: the words of blocks that are not zero on every rank."""
+def live_words(codes: Tensor, layout: Layout) -> Tensor | None:
+    """int64: the words of blocks that are not zero on every rank; None for all."""
+    if bool((codes != 0).all()):
+        return None
     found = []
     for s in layout.segments:
         blocks = codes[s.block_slice].nonzero()
@@ -101,7 +108,8 @@ def _ladder(bits: Tensor, wire: Wire, depth: int) -> Tensor:
 
 def best_depth(union: Tensor, codes: Tensor, layout: Layout) -> int:
     """The number of levels that would have sent this union in the fewest bytes: the next step's choice."""
-    bits = union.index_select(0, live_words(codes, layout)).view(torch.uint8)
+    live = live_words(codes, layout)
+    bits = (union if live is None else union.index_select(0, live)).view(torch.uint8)
     above = pack(bits)
     marked, marked_above = int(torch.count_nonzero(bits)), int(torch.count_nonzero(above))
     flat, one = bits.numel(), above.numel() + marked

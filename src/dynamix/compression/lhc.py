@@ -15,7 +15,7 @@ from torch import Tensor
 from dynamix.compression.checks import CHECKSUM_WORDS, Doubt, Part, checksums
 from dynamix.compression.compaction import gather
 from dynamix.compression.fixed_point import Scales
-from dynamix.compression.index import clip_, is_superset, live_words, positions
+from dynamix.compression.index import clip_, is_superset, live_words, positions, spread
 from dynamix.compression.layout import Layout
 from dynamix.compression.peeling import Peeling, extract, peel
 from dynamix.compression.sketch import Hashing, insert_, slots
@@ -113,9 +113,9 @@ def one_phase(
     sketches.payload[-CHECKSUM_WORDS:] = checksums(own, key, device)
 
     live = live_words(codes, layout)
-    bits = words.index_select(0, live).view(torch.uint8)
-    wire.union(bits, beside=sketches.payload)
-    union = torch.zeros_like(words).index_copy_(0, live, bits.view(torch.int32))
+    sent = words.clone() if live is None else words.index_select(0, live)
+    wire.union(sent.view(torch.uint8), beside=sketches.payload)
+    union = sent if live is None else spread(sent, live, words)
     clip_(union, layout)
     if not is_superset(union, words):
         return [], "superset", union
