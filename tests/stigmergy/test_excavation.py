@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynamix.errors import ConfigError
-from dynamix.stigmergy.burrow import Shape
+from dynamix.stigmergy.burrow import GROUNDS, Burrow, Shape
 from dynamix.stigmergy.excavation import Excavation, ExcavationConfig, RewardWeights
 from dynamix.stigmergy.workload import gini, lorenz
 
@@ -62,6 +62,19 @@ def test_one_of_two_gets_a_cell_and_each_now_and_then() -> None:
         assert env.collisions.sum() == 1
         winners.add(tuple(columns(env)))
     assert len(winners) == 2
+
+
+def test_on_every_ground_a_step_that_is_paid_as_closer_leads_to_the_goal() -> None:
+    for shape in (*GROUNDS.values(), Shape(5, 2, 3, 1, 3, 2)):
+        burrow = Burrow(shape, margin=2)
+        free = np.flatnonzero(~burrow.rock)
+        for steps, goal in ((burrow.to_face, burrow.face), (burrow.to_nest, burrow.nest)):
+            assert (steps[free] == 0).tolist() == goal[free].tolist()
+            around = free[:, None] + np.array([-burrow.width, burrow.width, -1, 1])
+            nearest = np.where(burrow.rock[around], 10**6, steps[around]).min(-1)
+            away = steps[free] > 0
+            assert (nearest[away] == steps[free][away] - 1).all()
+    assert {Burrow(shape).farthest for shape in GROUNDS.values()} == {11, 12}
 
 
 @given(st.integers(1, 8), st.integers(1, 3), st.integers(0, 10**6), st.sampled_from([None, 3]))
@@ -145,6 +158,7 @@ def test_impossible_tasks_are_refused() -> None:
     for wrong, name in (
         (lambda: Shape(tunnel_width=9), "tunnel_width"),
         (lambda: Shape(tunnel_length=0), "tunnel_length"),
+        (lambda: Shape(chamber_rows=1, chamber_columns=1), "chamber"),
         (lambda: ExcavationConfig(speeds=(0.0,)), "speeds"),
         (lambda: ExcavationConfig(pellets=0), "pellets"),
         (lambda: ExcavationConfig(horizon=0), "horizon"),

@@ -17,12 +17,16 @@ class Shape:
     """Sizes in cells, ours (the paper's are not known to us): the nest is a rectangle, the tunnel leaves its middle.
 
     tunnel_width   1: nobody can pass anybody; 2: just
+    chamber_rows, chamber_columns
+                   of a room at the end of the tunnel; 0 and 0: there is none. The face is the last column
     """
 
     nest_rows: int = 6
     nest_columns: int = 2
     tunnel_length: int = 8
     tunnel_width: int = 2
+    chamber_rows: int = 0
+    chamber_columns: int = 0
 
     def __post_init__(self) -> None:
         for name in ("nest_rows", "nest_columns", "tunnel_length", "tunnel_width"):
@@ -31,6 +35,19 @@ class Shape:
         if self.tunnel_width > self.nest_rows:
             fix = "make the tunnel narrower or the nest wider"
             raise ConfigError("tunnel_width", self.tunnel_width, f"1 to nest_rows={self.nest_rows}", fix)
+        chamber = (self.chamber_rows, self.chamber_columns)
+        if chamber != (0, 0) and not (
+            self.tunnel_width <= self.chamber_rows <= self.nest_rows and 1 <= self.chamber_columns <= 1000
+        ):
+            allowed = f"(0, 0), or ({self.tunnel_width} to {self.nest_rows}, 1 to 1000)"
+            raise ConfigError("chamber_rows, chamber_columns", chamber, allowed, "check the shape")
+
+
+# Two grounds on which methods are compared, as far to go on each. In the second, who meets somebody has to back out.
+GROUNDS = {
+    "two-lane": Shape(),
+    "single-file": Shape(tunnel_length=6, tunnel_width=1, chamber_rows=3, chamber_columns=2),
+}
 
 
 class Burrow:
@@ -48,19 +65,23 @@ class Burrow:
     """
 
     def __init__(self, shape: Shape, *, margin: int = 1) -> None:
-        rows, columns = shape.nest_rows, shape.nest_columns + shape.tunnel_length
-        self.shape, self.margin = shape, margin
+        rows, tunnel_end = shape.nest_rows, shape.nest_columns + shape.tunnel_length
+        columns = tunnel_end + shape.chamber_columns
+        self.shape, self.margin, self.columns = shape, margin, columns
         self.height, self.width = rows + 2 * margin, columns + 2 * margin
-        top = (rows - shape.tunnel_width) // 2
         row, column = (a - margin for a in np.divmod(np.arange(self.height * self.width), self.width))
+        aside, down = _aside(row, rows, shape.tunnel_width)
         inside = (row >= 0) & (row < rows) & (column >= 0) & (column < columns)
-        aside = np.maximum(np.maximum(top - row, row - (top + shape.tunnel_width - 1)), 0)  # rows from the tunnel's
         self.nest = inside & (column < shape.nest_columns)
-        self.rock = ~(self.nest | (inside & (aside == 0)))
+        chamber = inside & (column >= tunnel_end) & (_aside(row, rows, shape.chamber_rows)[0] == 0)
+        tunnel = inside & (column < tunnel_end) & (aside == 0)
+        self.rock = ~(self.nest | tunnel | chamber)
         self.face = ~self.rock & (column == columns - 1)
-        self.to_nest = np.maximum(column - (shape.nest_columns - 1), 0)  # steps, rock not looked at
-        self.to_face = columns - 1 - column + aside
-        self.row, self.column, self.aside = row, column, np.where(row < top, 1, -1) * (aside > 0)
+        self.row, self.column = row, column
+        # Steps to the goals and their direction in rows, as if there were nobody else.
+        self.to_face = columns - 1 - column + aside * self.nest
+        self.to_nest = np.maximum(column - (shape.nest_columns - 1), 0) + aside * chamber
+        self.rows_to_face, self.rows_to_nest = down * self.nest, down * chamber
         self.farthest = int(self.to_face[~self.rock].max())
 
     @property
@@ -77,3 +98,10 @@ class Burrow:
         """The ground as lines of # (rock) and . (free)."""
         grid = np.where(self.rock, "#", ".").reshape(self.height, self.width)
         return "\n".join("".join(line) for line in grid)
+
+
+def _aside(row: Ints, rows: int, wide: int) -> tuple[Ints, Ints]:
+    """Steps from the `wide` middle rows of `rows`, and whether down (1), up (-1), or none lead there."""
+    top = (rows - wide) // 2
+    steps = np.maximum(np.maximum(top - row, row - (top + wide - 1)), 0)
+    return steps, np.where(row < top, 1, -1) * (steps > 0)

@@ -72,7 +72,7 @@ class ExcavationConfig:
     @property
     def features(self) -> int:
         """Length of an observation."""
-        return self.traces.stop
+        return int(self.traces.stop)
 
     @property
     def traces(self) -> slice:
@@ -173,9 +173,9 @@ class Excavation:
         own = (
             self.carrying,
             b.row[place] / c.shape.nest_rows,
-            b.column[place] / (c.shape.nest_columns + c.shape.tunnel_length),
+            b.column[place] / b.columns,
             away / b.farthest,
-            np.where(self.carrying, 0, b.aside[place]),
+            np.where(self.carrying, b.rows_to_nest[place], b.rows_to_face[place]),
             np.where(self.carrying, -1, 1) * (away > 0),
         )
         laden, empty = (np.zeros((self.worlds, b.cells), dtype=bool) for _ in range(2))

@@ -58,7 +58,7 @@ def image(env: Excavation, world: int = 0, *, scale: int = 16) -> Image:
         row, column = (scale * int(v) for v in divmod(int(place), burrow.width))
         square = large[row + inset : row + scale - inset, column + inset : column + scale - inset]
         square[:] = _COLOURS["laden" if carrying else "empty"]
-    return large.astype(np.uint8)
+    return np.asarray(large, dtype=np.uint8)
 
 
 def save_png(env: Excavation, path: str | Path, world: int = 0, *, scale: int = 16) -> None:

@@ -24,7 +24,7 @@ def gini(work: ArrayLike) -> Floats:
     x = _work(work)
     apart = np.abs(x[..., :, None] - x[..., None, :]).sum((-1, -2))
     total = 2 * x.shape[-1] * x.sum(-1)
-    return np.divide(apart, total, out=np.full(np.shape(total), np.nan), where=total > 0)
+    return np.asarray(np.divide(apart, total, out=np.full(np.shape(total), np.nan), where=total > 0))
 
 
 def lorenz(work: ArrayLike) -> Floats:
@@ -36,7 +36,7 @@ def lorenz(work: ArrayLike) -> Floats:
     x = np.sort(_work(work), axis=-1)
     summed = np.concatenate([np.zeros((*x.shape[:-1], 1)), x.cumsum(-1)], axis=-1)
     total = np.broadcast_to(summed[..., -1:], summed.shape)
-    return np.divide(summed, total, out=np.full(summed.shape, np.nan), where=total > 0)
+    return np.asarray(np.divide(summed, total, out=np.full(summed.shape, np.nan), where=total > 0))
 
 
 def _work(work: ArrayLike) -> Floats:

@@ -1,0 +1,96 @@
+"""The learners: they learn, go on exactly from where they were stopped, and MADQN sees no traces."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dynamix.errors import ConfigError
+from dynamix.stigmergy.burrow import Shape
+from dynamix.stigmergy.excavation import ExcavationConfig
+from dynamix.stigmergy.learner import DQN, DQNConfig, Training, evaluate, without_traces
+from dynamix.stigmergy.lessons import Stage
+from dynamix.stigmergy.mappo import MAPPOConfig, MAPPOTraining
+
+SHORT = ExcavationConfig(Shape(2, 2, 3, 2), horizon=100)
+TINY = DQNConfig(hidden=16, batch=32, capacity=500, warm_up=64, target_every=10)
+STAGES = (Stage(1, 40, 1.0), Stage(2, 40, 0.3))
+
+
+def q_learning(seed: int) -> Any:
+    return Training(SHORT, TINY, stages=STAGES, worlds=4, seed=seed)
+
+
+def mappo(seed: int) -> Any:
+    return MAPPOTraining(SHORT, MAPPOConfig(hidden=16, rollout=20, rows=64), stages=STAGES, worlds=4, seed=seed)
+
+
+def weights(training: Any) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in training.learner.net.parameters()])
+
+
+@pytest.mark.parametrize(("make", "stop"), [(q_learning, 30), (q_learning, 40), (mappo, 40)])
+def test_stopped_and_resumed_it_ends_in_the_same_weights(make: Any, stop: int) -> None:
+    whole, first, then = make(3), make(3), make(99)
+    whole.run()
+    first.run(stop)
+    kept = io.BytesIO()
+    torch.save(first.state_dict(), kept)
+    kept.seek(0)
+    then.load_state_dict(torch.load(kept, weights_only=False))
+    then.lessons.seed = 3  # a resumed job has its configuration
+    then.run()
+    assert torch.equal(weights(whole), weights(then))
+    assert not torch.equal(weights(whole), weights(first))
+
+
+def test_one_agent_learns_to_fetch_pellets() -> None:
+    training = Training(
+        SHORT, DQNConfig(hidden=32, batch=128, warm_up=500), stages=(Stage(1, 500, 1.0),), worlds=8, seed=0
+    )
+    training.run()
+    rng = np.random.default_rng(0)
+    learned = evaluate(lambda seen: training.learner.act(seen, epsilon=0.02), SHORT, agents=1, seed=1)
+    random = evaluate(lambda seen: rng.integers(5, size=seen.shape[:-1]), SHORT, agents=1, seed=1)
+    assert learned.delivered.mean() > 10  # 16 at best
+    assert random.delivered.mean() < 4
+
+
+def test_without_traces_nothing_depends_on_them_and_with_them_it_does() -> None:
+    task, rng = ExcavationConfig(), np.random.default_rng(0)
+    seen = rng.random((500, task.features), dtype=np.float32)
+    other = seen.copy()
+    other[:, task.traces] = rng.random(other[:, task.traces].shape)
+    for config, same in ((without_traces(), True), (DQNConfig(), False)):
+        learner = DQN(task.features, task.traces, config, seed=0)
+        assert (learner.act(seen) == learner.act(other)).all() == same
+        learner.remember(seen, np.zeros(500, np.int64), np.zeros(500), other, np.ones(500, bool))
+        assert bool((learner.memory["then"][:, task.traces] == 0).all()) == same
+
+
+def test_memory_keeps_the_newest_and_the_target_follows_late() -> None:
+    learner = DQN(2, slice(1, 2), DQNConfig(hidden=4, batch=4, warm_up=8, capacity=10, target_every=3), seed=0)
+    assert np.isnan(learner.learn())
+    for i in range(6):
+        seen = np.full((4, 2), i, np.float32)
+        learner.remember(seen, np.zeros(4, np.int64), np.full(4, 10.0 * i), seen, np.ones(4, bool))
+    assert sorted(learner.memory["reward"].tolist()) == [3.0] * 2 + [4.0] * 4 + [5.0] * 4
+    for update in range(1, 4):
+        assert np.isfinite(learner.learn())
+        same = all(
+            torch.equal(a, b) for a, b in zip(learner.net.parameters(), learner.target.parameters(), strict=True)
+        )
+        assert same == (update == 3)
+
+
+def test_impossible_settings_are_refused() -> None:
+    with pytest.raises(ConfigError, match="warm_up"):
+        DQNConfig(batch=100, warm_up=10)
+    with pytest.raises(ConfigError, match="stages"):
+        Training(SHORT, stages=())
+    with pytest.raises(ConfigError, match="stages"):
+        MAPPOTraining(SHORT, stages=(Stage(1, 150, 1.0),))
