@@ -157,6 +157,8 @@ def policy_train(
         "policy.safetensors"
     ),
     seed: Annotated[int, typer.Option(min=0, help="Same seed, same weights.")] = 0,
+    checkpoint: Annotated[Path | None, typer.Option(help="Kept here; a stopped training goes on from it.")] = None,
+    curves: Annotated[Path | None, typer.Option(help="Folder for TensorBoard.")] = None,
     as_json: Json = False,
 ) -> None:
     """Learn a policy in the simulator: minutes on 2 cores."""
@@ -164,7 +166,7 @@ def policy_train(
 
     _check_writable(out)
     with progress("training") as tell:
-        about = train_and_save(out, seed=seed, progress=tell)
+        about = train_and_save(out, seed=seed, progress=tell, checkpoint=checkpoint, curves=curves)
     print_json(about) if as_json else typer.echo(f"wrote {out}; dynamix policy show {out}")
 
 

@@ -424,4 +424,4 @@ class Launch:
 
 def _absolute(source: str | None) -> str | None:
     """A file's path made independent of the working directory; a shipped name stays."""
-    return str(Path(source).resolve()) if source is not None and Path(source).exists() else source
+    return str(Path(source).resolve()) if source is not None and Path(source).is_file() else source

@@ -14,7 +14,6 @@ from dynamix.simulator.statistics import Generalisation, along, efficiency, nois
 from dynamix.simulator.streams import Stream
 from dynamix.window import Floats, Ints, Window
 
-
 # What slows all workers alike (power, a shared host) comes and goes over some ten steps: the emulator's windows of five
 # steps are correlated by half.
 TOGETHER_MEMORY = 0.9
