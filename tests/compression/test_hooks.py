@@ -86,6 +86,7 @@ def _train(rank: int, mode: str) -> dict[str, Any]:
 
 
 @pytest.mark.multiproc
+@pytest.mark.slow
 @pytest.mark.timeout(240)  # thousands of small collectives: minutes only where other jobs hold the cores
 @pytest.mark.parametrize(("workers", "mode"), [(2, "lhc"), (3, "compaction"), (4, "lhc-one-phase")])
 def test_every_bucket_of_training_equals_dense_fixed_point_bit_for_bit(workers: int, mode: str) -> None:
