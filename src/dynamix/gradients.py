@@ -95,7 +95,8 @@ class GradientHook:
     """The one communication hook DDP allows: weights, wraps the user's hook, measures norms and times.
 
     share     says how the current step is weighted
-    inner     the user's hook and its state; torch's all-reduce when None
+    inner     the user's hook and its state; torch's all-reduce when None. A true attribute `lossless` of the hook says that
+              its result is the mean itself and that it copes with infinities on its own
     meter     receives timing marks and squared norms ("local_sq", "global_sq", per bucket)
     """
 
@@ -110,7 +111,8 @@ class GradientHook:
         self.group, self.share, self.meter = group, share, meter
         self.inner, self.inner_state = inner, inner_state
         self.chained = inner is not None and inner not in _SINGLE_COLLECTIVE
-        self.lossy = inner is not None and inner is not default_hooks.allreduce_hook
+        # A hook that says so gives the true mean and agrees on finiteness by itself.
+        self.lossless = inner is None or inner is default_hooks.allreduce_hook or getattr(inner, "lossless", False)
         self.needs_groups = self.chained and dist.get_backend(group) == "gloo"
         self.bucket_groups: list[dist.ProcessGroup] = []
         self.buckets_seen = 0
@@ -137,10 +139,10 @@ class GradientHook:
             wipe_nonfinite_(buffer)
         self.buckets_seen = max(self.buckets_seen, bucket.index() + 1)
         if bucket.index() == 0:
-            self._measuring = not self.lossy or (share.kept and self.steps >= 2 and self._since_dense >= DENSE_EVERY)
+            self._measuring = self.lossless or (share.kept and self.steps >= 2 and self._since_dense >= DENSE_EVERY)
         measure = self._measuring
         self.meter.gradients_ready()
-        future = self._reduce(bucket, dense=self.lossy and measure)
+        future = self._reduce(bucket, dense=measure and not self.lossless)
 
         def done(reduced: Future[Tensor]) -> Tensor:
             value = reduced.value()
@@ -209,11 +211,12 @@ class GradientHook:
         if self.needs_groups and bucket.index() >= len(self.bucket_groups):
             return default_hooks.allreduce_hook(self.group, bucket)  # before the rebuild: layout not known yet
         group = self.bucket_groups[bucket.index()] if self.needs_groups else self.group
-        finite = torch.isfinite(buffer).all().to(torch.float32)
-        dist.all_reduce(finite, op=dist.ReduceOp.MIN, group=group)
-        if not bool(finite.item()):
-            # One infinite step would stay in the hook's error memory for ever; let GradScaler see it instead.
-            return default_hooks.allreduce_hook(group, bucket)
+        if not self.lossless:
+            finite = torch.isfinite(buffer).all().to(torch.float32)
+            dist.all_reduce(finite, op=dist.ReduceOp.MIN, group=group)
+            if not bool(finite.item()):
+                # One infinite step would stay in the hook's error memory for ever; let GradScaler see it instead.
+                return default_hooks.allreduce_hook(group, bucket)
         return self._inner_on(group, bucket)
 
     def _inner_on(self, group: dist.ProcessGroup, bucket: Bucket) -> Future[Tensor]:

@@ -210,6 +210,7 @@ def compression_hook(state: CompressionState, bucket: Bucket) -> Future[Tensor]:
     return state.reduce(bucket)
 
 
+compression_hook.lossless = True  # type: ignore[attr-defined]
 compression_hook.__annotations__.clear()  # DDP checks them, and takes strings for wrong types
 
 
