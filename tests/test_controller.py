@@ -262,7 +262,17 @@ def test_public_names() -> None:
     assert sorted(dynamix.__all__) == dynamix.__all__ or set(dynamix.__all__) <= set(dir(dynamix))
     assert set(dynamix.__all__) == {
         *("Bounds", "ConfigError", "Controller", "DynamixError", "EmulationError", "MemoryLimitError"),
-        *("Policy", "PolicyFileError", "ScenarioError", "StateError", "UsageError", "Window", "WorkerLostError", "__version__", "features"),
+        *(
+            "Policy",
+            "PolicyFileError",
+            "ScenarioError",
+            "StateError",
+            "UsageError",
+            "Window",
+            "WorkerLostError",
+            "__version__",
+            "features",
+        ),
         *("policy_names", "project", "weighted", "weighted_average"),
     }
     assert issubclass(ConfigError, DynamixError)
