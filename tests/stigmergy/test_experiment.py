@@ -13,7 +13,7 @@ from dynamix.errors import ConfigError, StateError
 from dynamix.stigmergy.aggregate import interquartile_mean, stratified
 from dynamix.stigmergy.burrow import Shape
 from dynamix.stigmergy.excavation import ExcavationConfig
-from dynamix.stigmergy.experiment import METHODS, ExperimentConfig, run, table
+from dynamix.stigmergy.experiment import METHODS, ExperimentConfig, main, run, table
 from dynamix.stigmergy.learner import DQNConfig
 from dynamix.stigmergy.lessons import Stage
 from dynamix.stigmergy.mappo import MAPPOConfig
@@ -77,3 +77,15 @@ def test_outliers_do_not_move_the_interquartile_mean_and_the_interval_holds_it()
     assert np.isnan(stratified([1.0]).low)
     with pytest.raises(ConfigError, match="scores"):
         interquartile_mean([])
+
+
+def test_the_command_prints_the_table_and_writes_the_ground_it_ran_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main([str(tmp_path), "--seeds", "2", "--methods", "random", "--ground", "single-file", "--horizon", "5"])
+    printed = capsys.readouterr().out
+    assert "random seed 1" in printed
+    assert "pellets_per_1000" in printed
+    task = json.loads((tmp_path / "result.json").read_text())["config"]["task"]
+    assert task["shape"]["tunnel_width"] == 1
+    assert task["horizon"] == 5

@@ -206,22 +206,24 @@ def _finished(path: Path | None, config: ExperimentConfig) -> list[dict[str, Any
     return runs
 
 
-def _arguments() -> argparse.Namespace:
+def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="S-MADRL, MADQN and MAPPO on the excavation task.")
     parser.add_argument("out", type=Path, help="folder for runs.jsonl and result.json; finished runs there are kept")
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
     parser.add_argument("--processes", type=int, default=1, help="runs at a time, one thread each")
     parser.add_argument("--scale", type=float, default=1.0, help="of the number of steps of every stage")
+    parser.add_argument("--ground", default="two-lane", choices=GROUNDS)
+    parser.add_argument("--horizon", type=int, default=1000, help="steps of an episode")
     parser.add_argument(
         "--slow", type=float, default=1.0, help="speed of every second agent, 1 is as fast as the others"
     )
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
-def main() -> None:
-    """The command line."""
-    given = _arguments()
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line; None: that of this process."""
+    given = _parsed(arguments)
     whole = MAPPOConfig().rollout
     stages = tuple(
         dataclasses.replace(s, steps=max(1, round(s.steps * given.scale / whole)) * whole) for s in CURRICULUM
@@ -230,7 +232,7 @@ def main() -> None:
         methods=tuple(given.methods),
         seeds=tuple(range(given.seeds)),
         stages=stages,
-        task=ExcavationConfig(GROUNDS[given.ground], speeds=(1.0, given.slow)),
+        task=ExcavationConfig(GROUNDS[given.ground], horizon=given.horizon, speeds=(1.0, given.slow)),
     )
     print(table(run(config, given.out, processes=given.processes, tell=functools.partial(print, flush=True))))
 

@@ -22,7 +22,7 @@ class Stage:
     epsilon: float
 
 
-CURRICULUM = (Stage(1, 2000, 1.0), Stage(2, 2000, 0.3), Stage(4, 3000, 0.3), Stage(8, 6000, 0.3))
+CURRICULUM = (Stage(1, 3000, 1.0), Stage(2, 2000, 0.3), Stage(4, 3000, 0.3), Stage(8, 6000, 0.3))
 
 
 class Lessons:
