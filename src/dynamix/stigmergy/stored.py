@@ -132,7 +132,7 @@ class StoreField:
             if isinstance(work, _Reading):
                 work.done.set()  # nobody will answer it, so the next read may try again
             return False
-        return True
+        return self.alive  # if it failed meanwhile, nobody answers
 
     def _serve(self) -> None:
         while (work := self._queue.get()) is not None and self.alive:
@@ -147,9 +147,16 @@ class StoreField:
                     self._sweep(work)
             except Exception as error:  # whatever a store's client raises, training goes on without it
                 self.reason = self.reason or f"{type(error).__name__}: {error}"
+                self._release(work)
+                return
+
+    def _release(self, work: _Reading | dict[str, int] | None) -> None:
+        """Let go of everybody who waits for an answer that will not come."""
+        with contextlib.suppress(queue.Empty):
+            while True:
                 if isinstance(work, _Reading):
                     work.done.set()
-                return
+                work = self._queue.get_nowait()
 
     def _sweep(self, adds: dict[str, int]) -> None:
         """Remove the counters of epochs that nobody reads any more, one epoch behind the slowest plausible reader."""
