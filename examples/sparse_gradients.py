@@ -1,0 +1,60 @@
+"""Embeddings, most of whose gradient is zero: exchanged without loss as an index and the values that are not.
+
+torchrun --nproc-per-node 2 examples/sparse_gradients.py
+
+Prints how many buckets went which way, and how many bytes that took in place of a dense all-reduce. Memory caps are found
+before training, and a batch that does not fit after all goes on in pieces.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, TensorDataset
+
+import dynamix
+from dynamix.compression import CompressionState, compression_hook
+
+
+class Recommender(nn.Module):
+    """Rating from a user's and an item's vector."""
+
+    def __init__(self, users: int = 4000, items: int = 2000, width: int = 16) -> None:
+        super().__init__()
+        self.users, self.items = nn.Embedding(users, width), nn.Embedding(items, width)
+
+    def forward(self, pairs: Tensor) -> Tensor:
+        return (self.users(pairs[:, 0]) * self.items(pairs[:, 1])).sum(-1)
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    pairs = torch.stack([torch.randint(4000, (8192,)), torch.randint(2000, (8192,))], 1)
+    dataset = TensorDataset(pairs, torch.randn(8192))
+    net = Recommender()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+
+    controller = dynamix.Controller(policy="dynamix", batch_size=64, max_batch_size=256, interval=5)
+    sampler = controller.batch_sampler(dataset, seed=0)
+    loader = DataLoader(dataset, batch_sampler=sampler)
+    state = CompressionState(mode="compaction", model=net)  # "auto" measures and picks
+    model = controller.wrap(DDP(net), optimizer, hook=compression_hook, hook_state=state)
+    for inputs, target in loader:
+        loss = controller.backward(lambda batch: F.mse_loss(model(batch[0]), batch[1]), (inputs, target))
+        optimizer.step()
+        optimizer.zero_grad()
+        controller.step(loss=loss)
+    if dist.get_rank() == 0:
+        counted = state.statistics.as_dict()
+        print(f"loss {loss.item():.3f}; {counted}", flush=True)
+    controller.close()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
