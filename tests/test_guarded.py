@@ -53,7 +53,8 @@ def test_a_policy_that_breaks_does_not_end_a_watched_job(tmp_path: Path) -> None
     events = read_events(tmp_path / "events.jsonl")
     reports = [event["guard"] for event in events]
     assert {"by", "reason", "rule_advantage", "lost", "rest_windows", "falls", "error"} <= set(reports[0])
-    assert [report["reason"] for report in reports[:3]] == ["trusted", "trusted", "fault"]
+    assert {report["reason"] for report in reports[:2]} <= {"trusted", "check"}  # which of them depends on real times
+    assert reports[2]["reason"] == "fault"
     assert "on purpose" in reports[-1]["error"]
     with pytest.raises(ZeroDivisionError, match="on purpose"):
         _train(Broken([[16], [12]]), None)

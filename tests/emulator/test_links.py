@@ -203,7 +203,7 @@ def test_background_traffic_takes_its_part_of_the_link_and_stops(tmp_path: Path)
     assert mbit_s(down, 1.0, 3.9) == pytest.approx(8, rel=0.3)
     gone = start + 6 - up[0][0]
     assert mbit_s(up, 0.2, gone - 0.1) == pytest.approx(8, rel=0.3)
-    assert mbit_s(up, gone + 0.3, 3.9) == pytest.approx(20, rel=0.2)
+    assert mbit_s(up, gone + 1.0, 3.9) == pytest.approx(20, rel=0.2)  # TCP takes a while to fill what became free
 
 
 @needs_root

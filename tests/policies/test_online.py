@@ -163,7 +163,7 @@ def test_limits_that_users_rely_on_cannot_be_raised(wrong: dict[str, Any]) -> No
 def test_policies_without_a_network_are_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="dynamix-paper"):
         policy_of("lb_bsp", learn=True)
-    assert isinstance(policy_of("dynamix-paper", learn=True, guard=False), LearningPolicy)
-    assert isinstance(policy_of("dynamix-paper", guard=False), AdditivePolicy)
+    assert isinstance(policy_of("dynamix-paper", learn=True), LearningPolicy)
+    assert isinstance(policy_of("dynamix-paper"), AdditivePolicy)
     with pytest.raises(ConfigError, match="LiveConfig"):
         policy_of("dynamix-paper", learn="yes")  # type: ignore[arg-type]
