@@ -202,3 +202,57 @@ def bench_peers(
     if not arrived:
         typer.echo("error: a peer failed, or a policy of dynamix did not reach its end", err=True)
         raise typer.Exit(1)
+
+
+@bench.command("compression")
+@guarded
+def bench_compression(
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Two workloads, four hosts, 100 Mbit/s, 50 steps of the identity check.")
+    ] = False,
+    workloads: Annotated[
+        str | None, typer.Option(help="Comma-separated: ratings, lstm, transformer, vgg19 [default: all].")
+    ] = None,
+    rates: Annotated[str | None, typer.Option(help="Link rates, Mbit/s, comma-separated [default: 100,1000].")] = None,
+    workers: Annotated[str | None, typer.Option(help="Hosts, comma-separated [default: 4,8].")] = None,
+    ways: Annotated[str | None, typer.Option(help="Comma-separated, dense,dense-again among them [default: all].")] = None,
+    rounds: Annotated[int | None, typer.Option(help="Turns of each way in a cell [default: 4, quick 3].")] = None,
+    steps: Annotated[int | None, typer.Option(help="Timed steps a turn [default: 6, quick 4].")] = None,
+    identity_steps: Annotated[
+        int | None, typer.Option(help="Of the check against dense in fixed point; 0: none [default: 500, quick 50].")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of weights, data and the order of turns.")] = 0,
+    resume: Resume = False,
+    out: Out = None,
+    as_json: Json = False,
+) -> None:
+    """Gradient exchanges side by side on emulated hosts with shaped links: time, bytes, and whether training is the same."""
+    from dynamix.bench.compression import Plan, run_compression
+    from dynamix.bench.compression_report import markdown
+    from dynamix.telemetry.run_folder import RunFolder
+
+    plan = Plan.of(
+        quick=quick, jobs=_names(workloads), rates_mbit_s=_numbers("rates", rates),
+        workers=_numbers("workers", workers), ways=_names(ways), rounds=rounds, steps=steps,
+        identity_steps=identity_steps, seed=seed,
+    )  # fmt: skip
+    plan.check()
+    with progress("compression") as tell, RunFolder("compression", out, resume=resume) as folder:
+        result = run_compression(plan, folder, tell=tell)
+    print_json(result) if as_json else typer.echo(markdown(result))
+    if result["target"]["identity"]["reached"] is False:
+        typer.echo("error: a lossless way did not train as dense in fixed point does", err=True)
+        raise typer.Exit(1)
+
+
+def _names(text: str | None) -> tuple[str, ...] | None:
+    return None if text is None else tuple(text.split(","))
+
+
+def _numbers(name: str, text: str | None) -> tuple[int, ...] | None:
+    from dynamix.errors import ConfigError
+
+    try:
+        return None if text is None else tuple(int(part) for part in text.split(","))
+    except ValueError as error:
+        raise ConfigError(name, text, "whole numbers, separated by commas", "correct the argument") from error

@@ -69,6 +69,7 @@ class Emulation:
         self.name = keeper.instance_name(next(_counts))
         self._mechanism = mechanism
         self._ranks: list[subprocess.Popen[bytes]] = []
+        self._beside: list[subprocess.Popen[bytes]] = []  # on the switch
         self._cleanup = contextlib.ExitStack()
         self._lock = threading.RLock()
         self._stop_clock = threading.Event()
@@ -191,8 +192,26 @@ class Emulation:
             environment = {**os.environ, **self._environment(rank, port), **(env or {}), keeper.MARK: self.name}
             stem = f"{name}.rank{rank}" if name else f"rank{rank}"
             with (self.run_dir / f"{stem}.out").open("wb") as out, (self.run_dir / f"{stem}.err").open("wb") as err:
-                self._ranks.append(self._start(rank, f"host{rank}", command, environment, cwd, out, err))
+                process = self._start(self._network.fd(rank), f"host{rank}", command, environment, cwd, out, err)
+                self._ranks.append(process)
         return list(self._ranks)
+
+    def launch_on_switch(self, command: Sequence[str], *, name: str = "switch") -> subprocess.Popen[bytes]:
+        """Starts `command` between the hosts, at `switch_address`: what computes in the network. No quota, no link of its own.
+
+        It ends with the emulation at the latest. Output goes to `<run_dir>/<name>.out` and `.err`.
+        """
+        fd, _ = self._network.switch()
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", keeper.MARK: self.name}
+        with (self.run_dir / f"{name}.out").open("wb") as out, (self.run_dir / f"{name}.err").open("wb") as err:
+            process = self._start(fd, "switch", command, environment, None, out, err)
+        self._beside.append(process)
+        return process
+
+    @property
+    def switch_address(self) -> str:
+        """Where hosts reach what `launch_on_switch` started."""
+        return self._network.switch()[1]
 
     def poll(self) -> list[int | None]:
         """Exit code of every rank, None for one that runs; negative is a signal's number, as in subprocess.
@@ -249,11 +268,10 @@ class Emulation:
         }  # fmt: skip
 
     def _start(
-        self, host: int, group: str, command: Sequence[str], environment: Mapping[str, str],
+        self, fd: int, group: str, command: Sequence[str], environment: Mapping[str, str],
         cwd: str | Path | None, out: Any, err: Any,
     ) -> subprocess.Popen[bytes]:  # fmt: skip
         go_read, go_write = os.pipe()
-        fd = self._network.fd(host)
         try:
             process = subprocess.Popen(
                 [sys.executable, "-I", "-S", enter.__file__, str(go_read), str(fd), *command],
@@ -270,7 +288,8 @@ class Emulation:
 
     def _start_noise(self, host: int, group: str, command: Sequence[str]) -> subprocess.Popen[bytes]:
         environment = {"PATH": os.environ.get("PATH", ""), keeper.MARK: self.name}
-        return self._start(host, group, command, environment, "/", subprocess.DEVNULL, subprocess.DEVNULL)
+        fd, nowhere = self._network.fd(host), subprocess.DEVNULL
+        return self._start(fd, group, command, environment, "/", nowhere, nowhere)
 
     def _apply(self) -> None:
         """Sets every limit to what the schedule says now."""
@@ -351,7 +370,7 @@ class Emulation:
         self._cleanup.callback(goodbye)
 
     def _kill_all(self) -> None:
-        for process in self._ranks:
+        for process in (*self._ranks, *self._beside):
             signal_group(process, signal.SIGKILL)
             process.wait()
 

@@ -30,12 +30,16 @@ _T = TypeVar("_T")
 
 
 class Network(Protocol):
-    """Where ranks live: `fd` of the namespace a rank enters (-1: none), its address and interface; states of links."""
+    """Where ranks live: `fd` of the namespace a rank enters (-1: none), its address and interface; states of links.
+
+    `switch` is the place between the hosts: namespace and address, behind no link of its own.
+    """
 
     mechanism: str
     link: str
 
     def fd(self, host: int) -> int: ...
+    def switch(self) -> tuple[int, str]: ...
     def address(self, host: int) -> str: ...
     def interface(self, host: int) -> str: ...
     def set_links(self, states: Sequence[Link]) -> None: ...
@@ -49,6 +53,9 @@ class Loopback:
 
     def fd(self, host: int) -> int:
         return -1
+
+    def switch(self) -> tuple[int, str]:
+        return -1, "127.0.0.1"
 
     def address(self, host: int) -> str:
         return "127.0.0.1"
@@ -102,6 +109,11 @@ class Namespaces:
     def fd(self, host: int) -> int:
         return self._fds[host]
 
+    def switch(self) -> tuple[int, str]:
+        """The switch gets an address when somebody asks: without one nothing of it answers to the hosts."""
+        inside(self._switch, self._give_address)
+        return self._switch, _SWITCH_ADDRESS
+
     def address(self, host: int) -> str:
         return f"198.18.0.{host + 1}"
 
@@ -143,6 +155,11 @@ class Namespaces:
                 ip.link("set", index=port, master=bridge, state="up")
                 self._ports.append(port)
                 self._prepare(ip, port)
+
+    def _give_address(self) -> None:
+        with netlink() as ip:
+            bridge = ip.link_lookup(ifname="bridge")[0]
+            ip.addr("replace", index=bridge, address=_SWITCH_ADDRESS, prefixlen=_PREFIX_LENGTH)
 
     def _configure(self, host: int) -> int:
         """In a host's namespace: its address. Returns its card's index."""
