@@ -17,9 +17,10 @@ from torch.optim import Optimizer
 from torch.utils.data import default_collate
 
 from dynamix import random_state
-from dynamix.agreement import Channel, Kind
+from dynamix.agreement import Kind
 from dynamix.arguments import check_counts, open_control_group, per_rank, policy_of, starting_sizes, watched
 from dynamix.data import Allocations, BatchSampler, StepPlan, Stream
+from dynamix.decentral import PeerChannel, open_channel
 from dynamix.decision import Closing, Decider, recorded
 from dynamix.errors import StateError, UsageError
 from dynamix.gradients import ConsecutiveNoise, Share
@@ -136,7 +137,7 @@ class Controller:
             replay=replayed,
             events=EventLog(events) if events is not None and self.rank == 0 else None,
         )
-        self._channel = Channel(control, self.world_size, decider)
+        self._channel = open_channel(control, self.world_size, decider, lr_rule=lr_rule)
         self._progress = Progress()
         self._recorder = Recorder(torch.device("cpu"))
         self._loss_weight = LossWeight(self.group, accumulate)
@@ -476,6 +477,8 @@ class Controller:
         )
         mine = float(sizes[self.rank])
         row = self._recorder.row(issued=issued, count=mine * self.accumulate, weight=mine / float(sizes.sum()))
+        if isinstance(self._channel, PeerChannel) and self._memory is not None:
+            self._channel.fits = self._memory.fits
         self._channel.send(row, closing)
 
     def _settle(self) -> None:

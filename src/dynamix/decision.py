@@ -105,6 +105,11 @@ class Decider:
         self._decided = closing, self._assemble(rows, closing)
         self.write_event(message)
 
+    def witness(self, window: Window, closing: Closing, message: Message) -> None:
+        """Write down what the ranks decided without this one's help; `window` is what this one saw."""
+        self._decided = closing, window
+        self.write_event(message)
+
     def write_event(self, message: Message) -> None:
         """One line of events.jsonl, after the message went out."""
         if self.events is not None and self._decided is not None:

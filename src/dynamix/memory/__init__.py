@@ -54,6 +54,11 @@ class Memory:
             self.gauge.share(group, self.rank)
         return self._retrying.run(loss_fn, batch, weight=weight, last=last)
 
+    @property
+    def fits(self) -> int | None:
+        """Most samples that `backward` still tries at once, after memory ran out; None while it never did."""
+        return None if self._retrying is None else self._retrying.largest
+
     def _group(self) -> dist.ProcessGroup | None:
         if self._talk is None and self.group is not None:
             self._talk = open_control_group(self.group, ["memory"])

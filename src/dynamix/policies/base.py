@@ -37,6 +37,7 @@ _REGISTER = {
     "goodput": "dynamix.policies.goodput:Goodput",
     "dynamix": "dynamix.policies.learned:pretrained",
     "dynamix-paper": "dynamix.policies.additive:pretrained",
+    "stigmergic": "dynamix.policies.stigmergic:pretrained",
 }
 
 
@@ -55,18 +56,20 @@ def make_policy(name: str, **options: Any) -> Policy:
     >>> make_policy("nonsense")
     Traceback (most recent call last):
         ...
-    dynamix.errors.ConfigError: policy='nonsense' is not possible: allowed is cannikin, dbs, dynamix, dynamix-paper, goodput, lb_bsp, noise_scale, pollux, static, static:SIZE, or a .safetensors file; check the spelling
+    dynamix.errors.ConfigError: policy='nonsense' is not possible: allowed is cannikin, dbs, dynamix, dynamix-paper, goodput, lb_bsp, noise_scale, pollux, static, stigmergic, static:SIZE, or a .safetensors file; check the spelling
     """
     if name.startswith("guarded:"):
         from dynamix.policies.guard import Guard
 
         return Guard(make_policy(name.removeprefix("guarded:"), **options))
     if name.endswith(".safetensors"):
-        from dynamix.policies.additive import KIND, AdditivePolicy
+        from dynamix.policies import additive, stigmergic
         from dynamix.policies.files import kind_of
         from dynamix.policies.learned import LearnedPolicy
 
-        return (AdditivePolicy if kind_of(name) == KIND else LearnedPolicy).load(name, **options)
+        kinds: dict[str, Any] = {additive.KIND: additive.AdditivePolicy, stigmergic.KIND: stigmergic.StigmergicPolicy}
+        loaded: Policy = kinds.get(kind_of(name) or "", LearnedPolicy).load(name, **options)
+        return loaded
     if name.startswith("static:") and name[7:].isdecimal():
         name, options = "static", {"batch_size": int(name[7:]), **options}
     if name not in _REGISTER:

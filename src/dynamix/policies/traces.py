@@ -1,0 +1,91 @@
+"""What a worker knows by itself after a window, and what it leaves of that in the shared field.
+
+Eight traces (`TRACES`). All but `present` and `oom` are read as means: over the worker's own load where a worker's part in the
+step matters, over `present` else. So nobody needs to know who left what, and who leaves no more is forgotten.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from dynamix.policies.fitting import base_total, busy_seconds
+from dynamix.window import Floats, Window
+
+# present  1 for every worker and window
+# load     own size over the even share of the base batch
+# late     log seconds from the start of a step to the own last gradient, times load: late/load is the common pace
+# wait     the share of a step spent blocked behind that gradient
+# noise    what a larger global batch is worth: the noise's share of the squared gradient, less the share of the step that grows
+# grow, shrink   by which part the own size was just changed beyond what all changed alike, times load
+# oom      1 when memory ran out
+TRACES = ("present", "load", "late", "wait", "noise", "grow", "shrink", "oom")
+PRESENT, LOAD, LATE, WAIT, NOISE, GROW, SHRINK, OOM = range(len(TRACES))
+
+
+@dataclass(frozen=True, slots=True)
+class Own:
+    """One worker's window, or many workers' side by side: arrays of one shape, (..., W). NaN where not measured.
+
+    size      samples per micro-batch in force
+    load      the same over the even share of the base batch
+    busy      s of computing and loading per optimizer step
+    blocked   s per step from the own last gradient to the end of the exchange: waiting and transfer, which one worker cannot
+              tell apart
+    jitter    standard deviation of a step's `busy`, relative
+    steps     in the window
+    noise     own part of the noise's share of |g|^2: its mean over workers is tr(Sigma) / (B |g|^2)
+    fits      most samples that memory is known to hold; infinite if it never ran out
+    workers   W
+    """
+
+    size: Floats
+    load: Floats
+    busy: Floats
+    blocked: Floats
+    jitter: Floats
+    steps: Floats
+    noise: Floats
+    fits: Floats
+    workers: int
+
+    @classmethod
+    def of(cls, window: Window) -> Own:
+        """All workers of `window`, each as it would know itself.
+
+        Where gradient norms were not measured (the simulator has none) each worker's part of the noise is what the window's
+        noise scale says.
+        """
+        size = window.batch_size.astype(np.float64)
+        unit = base_total(window)[..., None] / window.workers
+        with np.errstate(divide="ignore", invalid="ignore"):
+            jitter = window.compute_std / window.compute
+            weight = size / window.batch_size.sum(-1, keepdims=True)
+        noise = noise_part(weight, window.gradient_norm_sq, window.global_norm_sq[..., None], window.workers)
+        scale, total = window.noise_scale[..., None], window.global_batch[..., None]
+        with np.errstate(invalid="ignore"):
+            told = np.where(np.isposinf(scale), 1.0, scale / (scale + total))
+        return cls(
+            size=size, load=size / unit, busy=busy_seconds(window), blocked=window.wait + window.communication,
+            jitter=jitter, steps=np.broadcast_to(window.steps[..., None], size.shape),
+            noise=np.where(np.isnan(noise), told, noise), fits=np.full(size.shape, np.inf), workers=window.workers,
+        )  # fmt: skip
+
+
+def noise_part(weight: Floats, local_sq: Floats, global_sq: Floats, workers: int) -> Floats:
+    """One worker's part of the noise's share of |g|^2, from what it knows: W/(W-1) w_i (|g_i|^2 / |g|^2 - 1).
+
+    The mean over workers is the pooled estimate of `gradients.NoiseScale` over B |g|^2. NaN for a single worker.
+
+    >>> from dynamix.gradients import NoiseScale
+    >>> local, weight = np.array([5.0, 3.0]), np.array([1 / 3, 2 / 3])
+    >>> S, _ = NoiseScale.estimate(local, 2.0, np.array([2.0, 4.0]))
+    >>> bool(abs(noise_part(weight, local, np.array(2.0), 2).mean() - S / (6 * 2.0)) < 1e-12)
+    True
+    """
+    if workers < 2:
+        return np.full(np.shape(weight), np.nan)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        part = workers / (workers - 1) * weight * (local_sq / global_sq - 1.0)
+    return np.where(np.isfinite(part), part, np.nan)

@@ -1,0 +1,175 @@
+"""The stigmergic rule: equal workers stay equal, unlike ones finish together, nobody leaves its bounds."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dynamix.errors import PolicyFileError
+from dynamix.policies.base import make_policy
+from dynamix.policies.stigmergic import RANGES, Parameters, StigmergicPolicy, pretrained
+from dynamix.policies.traces import OOM, PRESENT, TRACES, Own
+from dynamix.stigmergy.field import MemoryField
+from dynamix.window import Bounds, Window
+
+RULES = {"by hand": StigmergicPolicy, "learned": pretrained}
+
+
+class Affine:
+    """A steady cluster: seconds are alpha + beta b, an exchange on top; the noise scale is `phi` samples."""
+
+    def __init__(self, beta: Any, *, alpha: float = 0.01, exchange_s: float = 0.02, phi: float | None = None) -> None:
+        self.beta, self.alpha, self.exchange_s, self.phi = np.asarray(beta), alpha, exchange_s, phi
+        self.base = 64 * self.beta.shape[-1]
+
+    def seconds(self, sizes: Any) -> Any:
+        return self.alpha + self.beta * sizes
+
+    def window(self, sizes: Any) -> Window:
+        busy = self.seconds(sizes)
+        noise = {} if self.phi is None else {"noise": self.phi, "signal": 1.0}
+        return Window.of(
+            sizes, compute=busy, compute_std=0.01 * busy, wait=busy.max(-1, keepdims=True) - busy,
+            communication=self.exchange_s, steps=5, base_batch=self.base, **noise,
+        )  # fmt: skip
+
+    def run(self, policy: StigmergicPolicy, bounds: Bounds, windows: int) -> Any:
+        sizes = np.full(self.beta.shape, 64)
+        for _ in range(windows):
+            sizes = policy.decide(self.window(sizes), bounds)
+        return sizes
+
+
+@pytest.mark.parametrize("make", RULES.values(), ids=RULES)
+def test_equal_workers_stay_equal(make: Any) -> None:
+    world = Affine(np.full(6, 1e-3), phi=2000.0)
+    sizes = np.full(6, 64)
+    policy = make()
+    for _ in range(20):
+        sizes = policy.decide(world.window(sizes), Bounds.of(6, 1, 512))
+        assert len(set(sizes.tolist())) == 1
+
+
+@pytest.mark.parametrize("make", RULES.values(), ids=RULES)
+@pytest.mark.parametrize("workers", [2, 3, 8, 200])
+def test_unlike_workers_finish_together_within_fifteen_windows(make: Any, workers: int) -> None:
+    world = Affine(1e-3 * np.linspace(1.0, 3.0, workers), phi=30.0 * workers)
+    sizes = world.run(make(), Bounds.of(workers, 1, 512), 15)
+    busy = world.seconds(sizes)
+    assert busy.max() / busy.mean() < 1.06
+    assert world.seconds(np.full(workers, 64)).max() / world.seconds(np.full(workers, 64)).mean() > 1.3
+
+
+def test_the_order_of_workers_does_not_matter() -> None:
+    rng = np.random.default_rng(3)
+    order = rng.permutation(9)
+    beta = 1e-3 * np.exp(rng.normal(size=9))
+    plain, shuffled = StigmergicPolicy(), StigmergicPolicy()
+    a = b = np.full(9, 64)
+    for _ in range(8):
+        a = plain.decide(Affine(beta, phi=900.0).window(a), Bounds.of(9, 1, 512))
+        b = shuffled.decide(Affine(beta[order], phi=900.0).window(b), Bounds.of(9, 1, 512))
+        assert a[order].tolist() == b.tolist()
+
+
+@pytest.mark.parametrize("make", RULES.values(), ids=RULES)
+def test_the_global_batch_follows_the_noise_scale_and_stays_near_the_base_without_one(make: Any) -> None:
+    beta, bounds = 1e-3 * np.linspace(1.0, 2.0, 8), Bounds.of(8, 1, 512)
+    little, much, unknown = (
+        Affine(beta, exchange_s=0.05, phi=phi).run(make(), bounds, 40).sum() for phi in (30.0, 20_000.0, None)
+    )
+    assert 2 * little < much
+    assert much > 1.5 * 512
+    assert 0.75 * 512 < unknown < 1.35 * 512
+
+
+def test_sizes_stay_inside_bounds_grid_rate_and_range_whatever_is_measured() -> None:
+    rng = np.random.default_rng(0)
+    bounds = Bounds.of(5, 16, [64, 128, 256, 512, 512], total_low=160, total_high=640, quantum=8, max_change=1.5)
+    policy, sizes = StigmergicPolicy(), np.full((4, 5), 64)
+    for _ in range(40):
+        compute = np.where(rng.random((4, 5)) < 0.2, np.nan, np.exp(rng.normal(size=(4, 5))))
+        window = Window.of(
+            sizes, compute=compute, compute_std=0.3 * compute, wait=np.exp(rng.normal(size=(4, 5))), communication=0.1,
+            noise=rng.choice([np.nan, 10.0, 1e6], 4), signal=rng.choice([1.0, -1.0], 4), steps=5, base_batch=320,
+        )  # fmt: skip
+        before, sizes = sizes, policy.decide(window, bounds)
+        assert ((sizes >= bounds.low) & (sizes <= bounds.high)).all()
+        assert (sizes % 8 == 0).all()
+        assert ((sizes.sum(-1) >= 160) & (sizes.sum(-1) <= 640)).all()
+        assert (sizes <= np.maximum(before * 1.5, before + 8)).all()
+
+
+def test_who_runs_out_of_memory_shrinks_alone_and_the_crowd_does_not_grow() -> None:
+    world, bounds = Affine(np.full(4, 1e-3), exchange_s=0.1, phi=5000.0), Bounds.of(4, 1, 512)
+    window = world.window(np.full(4, 64))
+    sizes = {}
+    for name, fits in (("ample", np.inf), ("short", 40.0)):
+        policy, field = StigmergicPolicy(), MemoryField(len(TRACES), StigmergicPolicy().decay)
+        own = dataclasses.replace(Own.of(window), fits=np.array([np.inf, fits, np.inf, np.inf]))
+        sense, left = policy.observe(own)
+        assert left[..., OOM].tolist() == [0, fits < 64, 0, 0]
+        field.deposit(np.arange(len(TRACES)), left.sum(0), step=0)
+        sizes[name] = policy.choose(own, sense, field.read(np.arange(len(TRACES)), step=0)[None], bounds)
+    assert (sizes["ample"] > 64).all()
+    assert sizes["short"][1] == 40
+    assert (sizes["short"][[0, 2, 3]] >= 64).all()
+    assert (sizes["short"] < sizes["ample"]).all()
+
+
+def test_without_traces_every_size_stays() -> None:
+    policy, window = StigmergicPolicy(), Affine([1e-3, 5e-3]).window(np.array([30, 90]))
+    own = Own.of(window)
+    sense, _ = policy.observe(own)
+    assert policy.choose(own, sense, np.full((1, len(TRACES)), np.nan), Bounds.of(2)).tolist() == [30, 90]
+
+
+def test_a_restored_policy_goes_on_as_if_nothing_had_happened() -> None:
+    world, bounds = Affine(1e-3 * np.linspace(1, 4, 5), phi=800.0), Bounds.of(5, 1, 512)
+    policy = StigmergicPolicy()
+    sizes = world.run(policy, bounds, 3)
+    again = StigmergicPolicy()
+    again.load_state_dict(json.loads(json.dumps(policy.state_dict())))
+    for _ in range(3):
+        expected = policy.decide(world.window(sizes), bounds)
+        assert again.decide(world.window(sizes), bounds).tolist() == expected.tolist()
+        sizes = expected
+
+
+def test_unmeasured_windows_count_as_the_last_one_did() -> None:
+    world, bounds = Affine(1e-3 * np.linspace(1, 4, 4), phi=200.0), Bounds.of(4, 1, 512)
+    policy = StigmergicPolicy()
+    sizes = world.run(policy, bounds, 10)
+    window = world.window(sizes)
+    hidden = dataclasses.replace(
+        window, compute=np.full(4, np.nan), compute_std=np.full(4, np.nan), wait=np.full(4, np.nan)
+    )
+    after = policy.decide(hidden, bounds)
+    np.testing.assert_allclose(after, sizes, rtol=0.05, atol=1)
+
+
+def test_nobody_else_is_seen_without_shared_traces() -> None:
+    world, bounds = Affine(1e-3 * np.linspace(1, 4, 4), phi=200.0), Bounds.of(4, 1, 512)
+    alone = StigmergicPolicy(shared=False)
+    alone.decide(world.window(np.full(4, 64)), bounds)
+    assert alone.field is not None
+    assert alone.field.everywhere(step=0)[:, PRESENT].tolist() == [1.0] * 4
+
+
+def test_a_file_keeps_the_numbers_and_refuses_impossible_ones(tmp_path: Path) -> None:
+    path = tmp_path / "rule.safetensors"
+    StigmergicPolicy(Parameters(push=2.5), about={"seed": 7}).save(path)
+    loaded = make_policy(str(path))
+    assert isinstance(loaded, StigmergicPolicy)
+    assert loaded.parameters == Parameters(push=2.5)
+    assert loaded.about["seed"] == 7
+    StigmergicPolicy(Parameters(push=99.0)).save(path)
+    with pytest.raises(PolicyFileError, match="push"):
+        make_policy(str(path))
+    assert set(RANGES) == {field.name for field in dataclasses.fields(Parameters)}
+    assert isinstance(make_policy("stigmergic"), StigmergicPolicy)
