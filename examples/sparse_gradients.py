@@ -2,11 +2,14 @@
 
 torchrun --nproc-per-node 2 examples/sparse_gradients.py
 
-Prints how many buckets went which way, and how many bytes that took in place of a dense all-reduce. Memory caps are found
+Prints how many buckets went which way, and how many bytes that took in place of a dense all-reduce. With --aggregator
+HOST:PORT an aggregator in the network forms the sums (start one with `dynamix aggregator`; it prints its address). Memory caps are found
 before training, and a batch that does not fit after all goes on in pieces.
 """
 
 from __future__ import annotations
+
+import argparse
 
 import torch
 import torch.distributed as dist
@@ -31,6 +34,9 @@ class Recommender(nn.Module):
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--aggregator", metavar="HOST:PORT")
+    options = parser.parse_args()
     torch.manual_seed(0)
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -42,7 +48,7 @@ def main() -> None:
     controller = dynamix.Controller(policy="dynamix", batch_size=64, max_batch_size=256, interval=5)
     sampler = controller.batch_sampler(dataset, seed=0)
     loader = DataLoader(dataset, batch_sampler=sampler)
-    state = CompressionState(mode="compaction", model=net)  # "auto" measures and picks
+    state = CompressionState(mode="compaction", model=net, aggregator=options.aggregator)  # "auto" measures and picks
     model = controller.wrap(DDP(net), optimizer, hook=compression_hook, hook_state=state)
     for inputs, target in loader:
         loss = controller.backward(lambda batch: F.mse_loss(model(batch[0]), batch[1]), (inputs, target))

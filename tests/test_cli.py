@@ -55,6 +55,8 @@ def test_version_is_printed_by_the_installed_command():
         (["policy", "show", "missing.safetensors"], ["missing.safetensors"]),
         (["policy", "train", "--out", "nowhere/p.safetensors"], ["nowhere/p.safetensors"]),
         (["policy", "train", "--out", "/proc/p.safetensors"], ["/proc/p.safetensors", "can be written"]),
+        (["aggregator", "--host", "0.0.0.0"], ["host='0.0.0.0'", "token file"]),
+        (["aggregator", "--jobs", "0"], ["jobs=0"]),
         (["policy", "train", "--out", "policy.pt"], ["policy.pt", ".safetensors"]),
         (["demo", "--mechanism", "magic"], ["mechanism='magic'", "duty-cycle"]),
         (["emulate", "demo", "--mechanism", "magic", "--", "true"], ["mechanism='magic'", "duty-cycle"]),
@@ -204,3 +206,29 @@ def test_a_policy_file_that_cannot_be_trusted_is_one_line_and_exit_code_2(comman
     assert HARMS[kind] in result.stderr
     assert str(tmp_path / "p.") in result.stderr, "which of the two files is meant"
     assert list((tmp_path / "work").iterdir()) == []
+
+
+def test_a_policy_is_scored_on_the_calibrated_families_beside_rules_and_references():
+    arguments = ["policy", "evaluate", "dynamix", "--families", "pai-steady", "--workers", "2", "--rows", "8", "--windows", "4"]
+    found = json.loads(call(*arguments, "--json").stdout)
+    assert {"static", "lb_bsp", "cannikin", "goodput", "hedged", "dynamix"} == found["cells"]["pai-steady-2"].keys()
+    assert "gap closed" in call(*arguments, "--no-hedged").stdout
+    assert "world='nonsense'" in call("policy", "evaluate", "--families", "nonsense").stderr
+    assert "workers='two'" in call("policy", "evaluate", "--workers", "two").stderr
+
+
+def test_the_time_of_a_decision_is_told_without_an_emulator():
+    found = json.loads(call("bench", "overhead", "--decision-only", "--workers", "4", "--policies", "goodput", "--json").stdout)
+    assert 0 < found["decision_ms"]["goodput"]["cpu"] <= found["decision_ms"]["goodput"]["cpu_p99"]
+    assert found["goal"] == {"decision_cpu_ms": 5.0}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--cluster", "moon"], ["--cluster", "virtual", "--workers", "12"], ["--seeds", "2"], ["--cluster", "virtual", "--policies", "nonsense"]],
+)
+def test_scaling_refuses_what_it_cannot_run_and_leaves_no_folder(arguments, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = call("bench", "scaling", *arguments)
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+    assert list(tmp_path.iterdir()) == []

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from dynamix.compression.aggregator import AggregatorServer
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 pytestmark = pytest.mark.multiproc
@@ -25,5 +28,12 @@ def test_example_runs(name: str) -> None:
         str(EXAMPLES / name),
     ]
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment, check=False)
+    with contextlib.ExitStack() as stack:
+        if name == "sparse_gradients.py":
+            aggregator = stack.enter_context(AggregatorServer())
+            command += ["--aggregator", aggregator.address]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
+    if name == "sparse_gradients.py":
+        assert "'compaction': " in done.stdout
+        assert "lost" not in done.stdout

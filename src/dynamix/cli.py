@@ -222,6 +222,25 @@ def policy_show(
 
 @app.command()
 @guarded
+def aggregator(
+    host: Annotated[str, typer.Option(help="Address to listen on; others than loopback need a token.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 0,
+    token_file: Annotated[Path | None, typer.Option(help="Holds what workers must know.")] = None,
+    jobs: Annotated[int, typer.Option(help="At once.")] = 16,
+    memory_mb: Annotated[int, typer.Option(help="For what all jobs have under way.")] = 1024,
+    timeout: Annotated[float, typer.Option(help="Longest wait for a worker within a round, seconds.")] = 600,
+    as_json: Json = False,
+) -> None:
+    """Add gradients in the network, for many jobs, until interrupted: CompressionState(aggregator="host:port")."""
+    from dynamix.compression.aggregation import Limits
+    from dynamix.compression.aggregator import serve
+
+    limits = Limits(jobs=jobs, memory_bytes=memory_mb << 20, timeout_s=timeout)
+    serve(host, port, token_file=token_file, limits=limits, as_json=as_json)
+
+
+@app.command()
+@guarded
 def doctor(as_json: Json = False) -> None:
     """What this machine offers, and how to enable what is missing."""
     from dynamix.bench.doctor import examine

@@ -1,4 +1,4 @@
-"""One suite for every wire: threads, gloo with its own OR, gloo with the OR that NCCL needs."""
+"""One suite for every wire: threads, gloo with its own OR, gloo with the OR that NCCL needs, an aggregator."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dynamix.compression import GroupWire, LocalWire
+from dynamix.compression import Aggregator, AggregatorWire, GroupWire, LocalWire
+from dynamix.compression.aggregator import AggregatorServer
+from dynamix.compression.link import Link
 from dynamix.compression.wire import find_or_method, or_by_bor
 from tests.compression.local import in_threads
 from tests.ranks import run_ranks
@@ -62,6 +64,14 @@ def _check(found: dict[str, Tensor]) -> None:
 def test_threads() -> None:
     for found in in_threads(LocalWire.make(WORKERS), _use):
         _check(found)
+
+
+def test_aggregator() -> None:
+    with AggregatorServer() as server:
+        where, spare = Aggregator(server.address), LocalWire.make(WORKERS)
+        links = [Link.connect(where, session="s", workers=WORKERS, rank=rank) for rank in range(WORKERS)]
+        for found in in_threads([AggregatorWire(*both) for both in zip(links, spare, strict=True)], _use):
+            _check(found)
 
 
 @pytest.mark.multiproc

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from dynamix.compression.checks import Doubt, Part, Statistics, agree, confirm_union, digest, vote
+from dynamix.compression.checks import Doubt, Part, Statistics, agree, confirm_union, digest, settle
 from dynamix.compression.compaction import compact, everything
 from dynamix.compression.fixed_point import Scales, scan, working, write_mean_
 from dynamix.compression.index import best_depth, is_superset, union_of
@@ -51,20 +51,26 @@ class BucketExchange:
         self._depth, self._unions, self._prediction = 0, 0, Prediction()
         self._scales: Scales | None = None
 
-    def reduce_(self, flat: Tensor, way: Way, wire: Wire, *, step: int, statistics: Statistics) -> None:
+    def reduce_(self, flat: Tensor, way: Way, wire: Wire, *, step: int, statistics: Statistics) -> str | None:
         """Replace `flat`, a float tensor (elements,), by its mean over the wire's ranks.
 
         dense          as DDP does it, in floating point
         fixed          densely in fixed point: the reference the next three equal bit for bit
         compaction, lhc (two-phase), lhc-one-phase
+
+        Returns why it went dense after all, one of `checks.REASONS` and the same on every rank; None if it did not.
         """
         if way not in WAYS:
             raise ConfigError("way", way, ", ".join(WAYS), "pick one")
         if flat.numel() != self.layout.elements:
             raise ConfigError("flat", flat.numel(), f"{self.layout.elements} elements", "give the layout's own bucket")
-        before, reason = wire.payload_bytes, None
+        before, taken = wire.payload_bytes, way
+        reason: str | None = None
         try:
-            taken = self._reduce(flat, way, wire, step)
+            if way == "dense":
+                wire.mean(flat)
+            else:
+                self._reduce(flat, way, wire, step)
         except Doubt as doubt:
             taken, reason = "dense", doubt.reason
             if reason != "nonfinite":  # what was learned from unions may differ between ranks
@@ -73,12 +79,19 @@ class BucketExchange:
             wire.mean(flat)
         sent = wire.payload_bytes - before
         statistics.count(taken, dense_bytes=flat.nbytes, payload_bytes=sent, doubt=reason)
+        return reason
 
-    def _reduce(self, flat: Tensor, way: Way, wire: Wire, step: int) -> Way:
-        if way == "dense":
-            wire.mean(flat)
-            return way
+    def _reduce(self, flat: Tensor, way: Way, wire: Wire, step: int) -> None:
         scales = self._scales_for(wire.workers, flat.device)
+        union, codes, parts = settle(lambda: self._exchange(flat, way, wire, step, scales), wire, flat.device)
+        self._learn(union, codes, parts, way)
+        for segment, part in zip(self.layout.segments, parts, strict=True):
+            write_mean_(flat, segment, part.items, codes, scales, part.values)
+
+    def _exchange(
+        self, flat: Tensor, way: Way, wire: Wire, step: int, scales: Scales
+    ) -> tuple[tuple[Tensor, Tensor, list[Part]], str]:
+        """The union, the exponents and the sums, and the check that failed ("none"). Leaves `flat` alone."""
         values = working(flat)
         expected = self._prediction.expected() if way == "lhc-one-phase" else None
         codes, words = scan(values, self.layout)
@@ -112,28 +125,24 @@ class BucketExchange:
                 ratio=ratio,
                 lanes=lanes,
             )
-            vote(doubt, wire, flat.device)
+            return (union, codes, parts), doubt
+        union = self._union(words, codes, way, wire)
+        if way in ("lhc", "lhc-one-phase"):
+            parts, doubt = two_phase(
+                values,
+                self.layout,
+                union,
+                codes,
+                scales,
+                wire,
+                seed=(self.settings.seed, self.index, step),
+                key=key,
+                ratio=ratio,
+                lanes=lanes,
+            )
         else:
-            union = self._union(words, codes, way, wire)
-            if way in ("lhc", "lhc-one-phase"):
-                parts, doubt = two_phase(
-                    values,
-                    self.layout,
-                    union,
-                    codes,
-                    scales,
-                    wire,
-                    seed=(self.settings.seed, self.index, step),
-                    key=key,
-                    ratio=ratio,
-                    lanes=lanes,
-                )
-            else:
-                parts, doubt = compact(values, self.layout, union, codes, scales, wire, key=key)
-            vote(doubt, wire, flat.device)
-        self._learn(union, codes, parts, way)
-        self._write(flat, parts, codes, scales)
-        return way
+            parts, doubt = compact(values, self.layout, union, codes, scales, wire, key=key)
+        return (union, codes, parts), doubt
 
     def _union(self, words: Tensor, codes: Tensor, way: Way, wire: Wire) -> Tensor:
         if way == "fixed":
@@ -148,10 +157,6 @@ class BucketExchange:
                 self._depth = best_depth(union, codes, self.layout)
             self._unions += 1
             self._prediction.observe([part.items.numel() for part in parts])
-
-    def _write(self, flat: Tensor, parts: list[Part], codes: Tensor, scales: Scales) -> None:
-        for segment, part in zip(self.layout.segments, parts, strict=True):
-            write_mean_(flat, segment, part.items, codes, scales, part.values)
 
     def _scales_for(self, workers: int, device: torch.device) -> Scales:
         if self._scales is None or self._scales.workers != workers or self._scales.up.device != device:

@@ -10,22 +10,23 @@ import functools
 import hashlib
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from dynamix.compression.fixed_point import BEYOND
 from dynamix.compression.kernels import compiled_for
-from dynamix.compression.wire import Wire
+from dynamix.compression.wire import Wire, WireLost
 
 # In order of precedence when ranks see different ones.
-REASONS = ("none", "peel", "residual", "checksum", "superset", "union", "mixed", "nonfinite")
+REASONS = ("none", "peel", "residual", "checksum", "superset", "union", "mixed", "nonfinite", "lost")
 CHECKSUM_WORDS = 3
 _DIGEST = 8
 _MASK = 0xFFFFFFFF
+_Found = TypeVar("_Found")
 
 
 class Doubt(Exception):
@@ -41,7 +42,7 @@ class Statistics:
     """What the exchange did: buckets by way taken, buckets that went dense by reason, bytes handed to collectives.
 
     dense_after counts "nonfinite" (NaN or infinity, as a GradScaler expects), "mixed" (ranks disagree about seed, step
-    or settings), "union", "superset", "peel", "residual" and "checksum".
+    or settings), "union", "superset", "peel", "residual", "checksum" and "lost" (the aggregator, at that bucket).
     """
 
     buckets: Counter[str] = field(default_factory=Counter)
@@ -121,6 +122,28 @@ def vote(reason: str, wire: Wire, device: torch.device) -> None:
     wire.maximum(worst)
     if bool(worst[0]):
         raise Doubt(REASONS[int(worst[0])])
+
+
+def settle(work: Callable[[], tuple[_Found, str]], wire: Wire, device: torch.device) -> _Found:
+    """Do `work`, which returns what it found and the check that failed ("none"), and agree over ranks how it went.
+
+    Raises `Doubt` on every rank alike. Where the wire can be lost, ranks may have stopped at different points, also at
+    doubts that all would have seen; so all of them vote, on what stands behind the wire.
+    """
+    found: _Found | None = None
+    try:
+        found, reason = work()
+    except Doubt as doubt:
+        if wire.reserve is None:
+            raise
+        reason = doubt.reason
+    except WireLost:
+        if wire.reserve is None:
+            raise
+        reason = "lost"
+    vote(reason, wire.reserve or wire, device)
+    assert found is not None
+    return found
 
 
 def mix(values: Tensor) -> Tensor:

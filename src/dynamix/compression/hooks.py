@@ -22,12 +22,14 @@ from torch._C._distributed_c10d import GradBucket as Bucket
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.futures import Future
 
+from dynamix.compression.aggregated import AggregatorWire, join, report_loss
 from dynamix.compression.auto import Chooser
 from dynamix.compression.bucket import BucketExchange, Settings, Way, warm_up
 from dynamix.compression.checks import Statistics, digest
 from dynamix.compression.fixed_point import DTYPES
 from dynamix.compression.layout import Layout
-from dynamix.compression.wire import GroupWire, OrMethod, find_or_method
+from dynamix.compression.link import Aggregator, Link
+from dynamix.compression.wire import GroupWire, OrMethod, Wire, find_or_method
 from dynamix.errors import ConfigError, StateError, UsageError
 
 Mode = Literal["auto", "dense", "fixed", "compaction", "lhc", "lhc-one-phase"]
@@ -45,9 +47,12 @@ class CompressionState:
     lanes, ratio, seed   see `dynamix.compression.Settings`
     min_bytes      smaller buckets stay dense under "auto"
     timeout        of the process groups made here (gloo only); torch's default when None
+    aggregator     where sums are formed in the network, "host:port" or an `Aggregator`; without one the process group forms
+                   them. When it is lost, the bucket at hand and all that follow are reduced densely
 
     `statistics` counts what happened, `ways` says which way each bucket takes now. Raises `ConfigError` for unknown
-    modes and for arguments that differ between ranks, `UsageError` without a process group.
+    modes, for arguments that differ between ranks and for an aggregator that does not let all ranks in, `UsageError`
+    without a process group.
     """
 
     def __init__(
@@ -61,9 +66,12 @@ class CompressionState:
         ratio: float | None = None,
         min_bytes: int = MIN_BYTES,
         timeout: timedelta | None = None,
+        aggregator: str | Aggregator | None = None,
     ) -> None:
         if mode not in get_args(Mode):
             raise ConfigError("mode", mode, ", ".join(get_args(Mode)), "pick one")
+        if aggregator is not None and mode == "dense":
+            raise ConfigError("mode", mode, "every mode but dense with an aggregator", "it sums fixed point only")
         if not dist.is_available() or not dist.is_initialized():
             raise UsageError(
                 "CompressionState needs a process group: call torch.distributed.init_process_group() first"
@@ -75,21 +83,26 @@ class CompressionState:
         self._lines: dict[int, _Line] = {}
         self._steps: dict[int, int] = {}  # of buckets loaded from a checkpoint
         self._wires: dict[str, GroupWire] = {}
+        self._link: Link | None = None
+        self._lost = False  # agreed by vote, and read and written where buckets are exchanged only
         self._thread: ThreadPoolExecutor | None = None
         self._home = self.process_group
         gloo = dist.get_backend(self._home) == "gloo"
         device = torch.device("cpu") if gloo else torch.device("cuda", torch.cuda.current_device())
-        self._require_same_arguments(device)
+        self._require_same_arguments(device, aggregator is not None)
         if gloo and mode != "dense":
             warm_up()
         self._or_method: OrMethod = find_or_method(self._home, device)
         self._chain = _new_gloo_group(self._home, timeout) if gloo else self._home
         self._dense = _new_gloo_group(self._home, timeout) if gloo else self._home
+        if aggregator is not None:
+            where = Aggregator(aggregator) if isinstance(aggregator, str) else aggregator
+            self._link = join(where, self._home, device)
 
     @property
     def ways(self) -> dict[int, str]:
         """The way each bucket takes at present, by bucket index."""
-        return {i: line.chooser.way if line.chooser else line.way for i, line in sorted(self._lines.items())}
+        return {i: line.way_now for i, line in sorted(self._lines.items())}
 
     def reduce(self, bucket: Bucket) -> Future[Tensor]:
         """The mean of one bucket over ranks; what DDP calls through `compression_hook`."""
@@ -124,14 +137,22 @@ class CompressionState:
 
     @torch.no_grad()
     def _exchange(self, line: _Line, flat: Tensor, group: dist.ProcessGroup) -> None:
+        wire = self._wire_of(group)
+        if self._lost:  # since this bucket was handed over
+            line.retired = True
+            line.exchange.reduce_(flat, "dense", wire, step=line.step, statistics=self.statistics)
+            line.advance(None)
+            return
         way, timed = line.next()
         due = line.chooser is not None and line.chooser.due
         density = float(torch.count_nonzero(flat)) / flat.numel() if due else 0.0
         start = _now(flat) if timed else 0.0
-        wire = self._wire_of(group)
-        line.exchange.reduce_(flat, way, wire, step=line.step, statistics=self.statistics)
+        doubt = line.exchange.reduce_(flat, way, wire, step=line.step, statistics=self.statistics)
+        if doubt == "lost" and self._link is not None:
+            report_loss(self._link)
+            self._link, self._lost, line.retired = None, True, True
         line.advance(_now(flat) - start if timed else None)
-        if due and line.chooser is not None:
+        if due and line.chooser is not None and not self._lost:
             report = torch.tensor(line.chooser.report(density), dtype=torch.float64, device=flat.device)
             dist.all_reduce(report, op=dist.ReduceOp.MIN, group=group)
             line.chooser.agree(report.tolist())
@@ -165,22 +186,30 @@ class CompressionState:
             line = self._lines[index] = _Line(shapes, exchange, way, Chooser() if auto else None, step)
         return line
 
-    def _wire_of(self, group: dist.ProcessGroup) -> GroupWire:
-        return self._wires.setdefault(group.group_name, GroupWire(group, self._or_method))
+    def _wire_of(self, group: dist.ProcessGroup) -> Wire:
+        wire = self._wires.setdefault(group.group_name, GroupWire(group, self._or_method))
+        return wire if self._link is None else AggregatorWire(self._link, wire)
 
-    def _require_same_arguments(self, device: torch.device) -> None:
-        mine = digest(self.mode, self.min_bytes)
+    def _require_same_arguments(self, device: torch.device, aggregated: bool) -> None:
+        mine = digest(self.mode, self.min_bytes, aggregated)
         marks = torch.tensor([*mine, *(255 - b for b in mine)], dtype=torch.uint8, device=device)
         dist.all_reduce(marks, op=dist.ReduceOp.MAX, group=self._home)
         high, low = marks.cpu().view(2, -1).int()
         if bool((high != 255 - low).any()):
             raise ConfigError(
-                "mode, min_bytes", (self.mode, self.min_bytes), "the same on every rank", "pass the same arguments"
+                "mode, min_bytes, aggregator",
+                (self.mode, self.min_bytes, aggregated),
+                "the same on every rank",
+                "pass the same arguments",
             )
 
 
 class _Line:
-    """One bucket: its layout's key, its exchange, its way or chooser, and its step."""
+    """One bucket: its layout's key, its exchange, its way or chooser, and its step.
+
+    `retired` once it has been reduced without the lost aggregator: DDP waits for every bucket of a step, so from the next
+    step on all ranks see it alike.
+    """
 
     def __init__(
         self,
@@ -191,13 +220,22 @@ class _Line:
         step: int,
     ) -> None:
         self.shapes, self.exchange, self.way, self.chooser, self.step = shapes, exchange, way, chooser, step
+        self.retired = False
+
+    @property
+    def way_now(self) -> Way:
+        if self.retired:
+            return "dense"
+        return self.chooser.way if self.chooser else self.way
 
     def next(self) -> tuple[Way, bool]:
+        if self.retired:
+            return "dense", False
         return self.chooser.next() if self.chooser else (self.way, False)
 
     def advance(self, seconds: float | None) -> None:
         self.step += 1
-        if self.chooser:
+        if self.chooser and not self.retired:
             self.chooser.record(seconds)
 
 

@@ -88,8 +88,15 @@ def measure(way: Way, case: Case, *, rounds: int = 40) -> Figures:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m dynamix.compression.speed", description=__doc__)
     parser.add_argument("--elements", type=int, default=1 << 20, help="float32 elements of the bucket")
+    parser.add_argument(
+        "--aggregator", action="store_true", help="time rounds through an aggregator and over gloo instead"
+    )
+    parser.add_argument("--workers", type=int, default=4, help="ranks, with --aggregator")
     parser.add_argument("--json", action="store_true", help="one JSON object per line")
     options = parser.parse_args(arguments)
+    if options.aggregator:
+        _print_rounds(options)
+        return
     torch.set_num_threads(1)
     warm_up()
     n = options.elements
@@ -106,6 +113,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     f"{way:14} density {case.density:5.0%} width {case.width:3} lanes {case.lanes:4}: "
                     f"{found.gigabytes_s:6.2f} GB/s, {found.over_bound:5.2f} x bound, {found.of_dense:6.1%} of dense"
                 )
+
+
+def _print_rounds(options: argparse.Namespace) -> None:
+    from dynamix.compression.network_speed import measure_rounds
+
+    for found in measure_rounds(options.workers, options.elements):
+        if options.json:
+            print(json.dumps(asdict(found)))
+        else:
+            print(
+                f"{found.what:20} {found.bytes:9,} bytes, {found.workers} workers: gloo {found.gloo_ms:7.2f} ms, "
+                f"aggregator {found.aggregator_ms:7.2f} ms, ratio {found.ratio:5.2f}"
+            )
 
 
 if __name__ == "__main__":

@@ -13,14 +13,29 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dynamix.errors import DynamixError
+
 OrMethod = Literal["bor", "gather"]
 
 
+class WireLost(DynamixError):
+    """A wire with a `reserve` cannot go on. Ranks may learn it at different points of a round, or some not at all."""
+
+
 class Wire(Protocol):
-    """In-place collectives over `workers` ranks; every rank makes the same calls in the same order."""
+    """In-place collectives over `workers` ranks; every rank makes the same calls in the same order.
+
+    `reserve` stands behind a wire that can be lost, and carries the vote on each bucket; None where a loss ends the job.
+    """
 
     workers: int
-    payload_bytes: int  # handed over by this rank so far
+
+    @property
+    def payload_bytes(self) -> int:
+        """Handed over by this rank so far."""
+
+    @property
+    def reserve(self) -> Wire | None: ...
 
     def maximum(self, values: Tensor) -> None:
         """uint8."""
@@ -37,6 +52,8 @@ class Wire(Protocol):
 
 class GroupWire:
     """A torch process group. `or_method` comes from `find_or_method`."""
+
+    reserve: Wire | None = None
 
     def __init__(self, group: dist.ProcessGroup, or_method: OrMethod) -> None:
         self.group, self.or_method = group, or_method
@@ -109,6 +126,8 @@ def find_or_method(group: dist.ProcessGroup, device: torch.device) -> OrMethod:
 
 class LocalWire:
     """W ranks as threads of one process: the shipped fake, and what benchmarks use for one rank."""
+
+    reserve: Wire | None = None
 
     def __init__(self, shared: _Meeting, rank: int) -> None:
         self._shared, self.rank = shared, rank
