@@ -353,13 +353,18 @@ def features(window: Window) -> NDArray[np.float32]:
     permutation-equivariant over workers, with mean and max over workers appended to each worker's own. What was not
     measured is 0 with its group's `missing_` flag at 1.
     """
-    with np.errstate(divide="ignore", invalid="ignore"):
-        local = _local_features(window)
-    missing = ~np.isfinite(local)
-    local = np.clip(np.where(missing, 0.0, local), -5.0, 5.0).astype(np.float32)
+    local = local_features(window)
     mean = np.broadcast_to(local.mean(-2, keepdims=True), local.shape)
     peak = np.broadcast_to(local.max(-2, keepdims=True), local.shape)
     return np.concatenate([local, mean, peak], axis=-1)
+
+
+def local_features(window: Window) -> NDArray[np.float32]:
+    """Each worker's own part of `features`, (..., W, F) with names `LOCAL_FEATURES`, for networks that pool by themselves."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        local = _local_features(window)
+    missing = ~np.isfinite(local)
+    return np.clip(np.where(missing, 0.0, local), -5.0, 5.0).astype(np.float32)
 
 
 def _local_features(w: Window) -> Floats:

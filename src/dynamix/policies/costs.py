@@ -55,6 +55,9 @@ class WorkerCosts:
         self.error: Floats = UNKNOWN  # (...) variance of a window's mean that `jitter` does not explain
         self.apart: Floats = UNKNOWN  # (...) the same without what all workers have in common
         self.count: Floats = UNKNOWN  # (...) windows that both were learned from
+        # Kept because it is asked again: the weights that follow from `loss`, and the last window with its `_samples` and their log.
+        self._weighed: tuple[Floats, Floats] = (np.empty(0), UNKNOWN)
+        self._latest: tuple[Window | None, Floats, Floats] = (None, UNKNOWN, UNKNOWN)
 
     def update(self, window: Window) -> None:
         """Take in a window."""
@@ -66,61 +69,85 @@ class WorkerCosts:
         steps = np.where(window.steps >= 1, window.steps, 1.0)[..., None]
         own = np.square(np.where(window.compute_std >= 0, window.compute_std, np.nan) / seconds)
         jitter = self._typical(own * seconds, seconds)
-        offset = np.log(self._samples(window, np.maximum(window.batch_size, 1)))
-        self._settle(np.log(seconds)[..., None] - offset, seen, jitter / steps + self.apart[..., None])
-        surprise = np.log(seconds)[..., None] - offset - self.level
+        samples = self._samples(window, np.maximum(window.batch_size, 1))
+        offset = np.log(samples)
+        self._latest = window, samples, offset
+        seen_level = np.log(seconds)[..., None] - offset
+        self._settle(seen_level, seen, jitter / steps + self.apart[..., None])
+        surprise = seen_level - self.level
         fresh = seen & np.isnan(self.level[..., 0])
         size = np.log(np.maximum(window.batch_size, 1))
         changed = np.where(np.isnan(self.size), 0.0, size - self.size)
         self.size = np.where(seen, size, self.size)
         prior = self.variance + self.drift**2 + (self.spacing * changed) ** 2
         torn = (own > self.torn * jitter) & (steps > 1)
-        # Evidence is bounded, so a jump, which no candidate foresees, tells nothing; a wrong offset is no jump.
-        told = np.square(surprise) / (prior + jitter / steps + self.error[..., None])[..., None]
         whole = seen & ~fresh & ~torn
-        told = np.minimum(0.5 * told, 0.5 * self.gate**2)
-        self.loss = np.where(whole[..., None], self.forget * self.loss + told, self.loss)
+        self._weigh(surprise, whole, prior + jitter / steps + self.error[..., None])
         mean = (self.weights() * np.where(np.isnan(surprise), 0.0, surprise)).sum(-1)
         common = _in_common(np.where(seen & ~fresh, mean, np.nan))
         measured = jitter / steps + self.apart[..., None]
         total = prior + measured
         jump = seen & ~fresh & (torn | ((mean - common) ** 2 > self.gate**2 * total))
         beyond = np.where(jump, _beyond(seconds, mean, own, jitter, steps), 0.0)
-        self.before = np.where(jump[..., None], self.level + self.follow * common[..., None], self.before)
-        self.after = np.where(jump[..., None], self.level + surprise + beyond[..., None], self.after)
-        gain = np.where(jump, np.minimum(self._lasting() / LASTING, 1.0), np.where(fresh, 1.0, prior / total))[
-            ..., None
-        ]
-        moved = self.follow * common[..., None] + gain * (
-            surprise + beyond[..., None] - self.follow * common[..., None]
-        )
-        moved = np.where(seen[..., None], moved, 0.0)
-        self.level = np.where(
-            fresh[..., None], np.log(seconds)[..., None] - offset, self.level + np.where(np.isnan(moved), 0.0, moved)
-        )
+        gain = np.where(jump, np.minimum(self._lasting() / LASTING, 1.0), np.where(fresh, 1.0, prior / total))
+        self._move(surprise, beyond, self.follow * common, gain, jump=jump, seen=seen)
+        if fresh.any():
+            self.level = np.where(fresh[..., None], seen_level, self.level)
         uncertain = np.where(jump, measured + (0.3 * beyond) ** 2, np.where(fresh, measured, prior * measured / total))
         self.variance = np.where(seen, uncertain, prior)
         own = np.where(jump | ~seen | np.isnan(own), self.jitter, np.minimum(own, self.torn * jitter) * seconds)
         self.jitter = np.where(np.isnan(self.jitter), own, self.jitter + 0.15 * (own - self.jitter))
-        explained = prior + jitter / steps
         self.count = self.count + (whole.any(-1))
+        explained = _median_of_known(prior + jitter / steps)
         self.error = self._learned(self.error, np.where(whole, np.abs(mean), np.nan), explained)
         self.apart = self._learned(self.apart, np.where(whole, np.abs(mean - common), np.nan), explained)
+
+    # Arrays of W x G are what a decision for many workers costs: below they are changed in place, and only the rows that
+    # need it are touched.
+
+    def _weigh(self, surprise: Floats, whole: np.ndarray, expected: Floats) -> None:
+        """Add a window's surprises (..., W, G), of variance `expected` (..., W), to the evidence of workers `whole`."""
+        # Evidence is bounded, so a jump, which no candidate foresees, tells nothing; a wrong offset is no jump.
+        told = np.square(surprise)
+        told /= expected[..., None]
+        told *= 0.5
+        np.minimum(told, 0.5 * self.gate**2, out=told)
+        told += self.forget * self.loss
+        self.loss = np.where(whole[..., None], told, self.loss)
+
+    def _move(
+        self, surprise: Floats, beyond: Floats, shift: Floats, gain: Floats, *, jump: np.ndarray, seen: np.ndarray
+    ) -> None:
+        """Move levels by `gain` (..., W) of the surprises; `shift` (..., 1) of them all workers share."""
+        shift = shift[..., None]
+        moved = surprise + beyond[..., None]
+        if jump.any():
+            level = self.level[jump]
+            self.before[jump] = level + np.broadcast_to(shift[..., 0], jump.shape)[jump][:, None]
+            self.after[jump] = level + surprise[jump] + beyond[jump][:, None]
+        moved -= shift
+        moved *= gain[..., None]
+        moved += shift
+        np.copyto(moved, 0.0, where=np.isnan(moved))
+        np.copyto(moved, 0.0, where=~seen[..., None])
+        moved += self.level
+        self.level = moved
 
     def _settle(self, seen_level: Floats, seen: np.ndarray, measured: Floats) -> None:
         """Decide by this window (level (..., W, G) if it is true of every candidate) whether the last jumps were jumps."""
         asked = seen & np.isfinite(self.before[..., 0])
-        weights = self.weights()
-        stayed, went = (
-            np.square((weights * np.where(np.isnan(level), 0.0, seen_level - level)).sum(-1))
-            for level in (self.after, self.before)
-        )
-        odds = np.log(self._lasting()) - np.log1p(-self._lasting())
-        lasts = stayed - went < 2.0 * (measured + self.variance) * odds
-        settled = np.where(lasts[..., None], self.after, self.before)
-        self.level = np.where(asked[..., None], settled, self.level)
-        self.before = np.where(asked[..., None], np.nan, self.before)
-        told = np.stack([(asked & lasts).sum(-1), (asked & ~lasts).sum(-1)], -1)
+        lasts = np.zeros(asked.shape, dtype=bool)
+        if asked.any():
+            weights, now = self.weights()[asked], seen_level[asked]
+            stayed, went = (
+                np.square((weights * np.where(np.isnan(level), 0.0, now - level)).sum(-1))
+                for level in (self.after[asked], self.before[asked])
+            )
+            odds = np.broadcast_to(np.log(self._lasting()) - np.log1p(-self._lasting()), asked.shape)[asked]
+            lasts[asked] = stayed - went < 2.0 * (measured + self.variance)[asked] * odds
+            self.level[asked] = np.where(lasts[asked][:, None], self.after[asked], self.before[asked])
+            self.before[asked] = np.nan
+        told = np.stack([lasts.sum(-1), (asked & ~lasts).sum(-1)], -1)
         self.lasted = 0.95 * self.lasted + told
 
     def _lasting(self) -> Floats:
@@ -130,9 +157,13 @@ class WorkerCosts:
 
     def weights(self) -> Floats:
         """How much each candidate offset is believed, (..., W, G), summing to 1."""
-        evidence = self.loss + self.pooled * self.loss.mean(-2, keepdims=True)
-        likely = np.exp(evidence.min(-1, keepdims=True) - evidence)
-        return np.asarray(likely / likely.sum(-1, keepdims=True))
+        if self._weighed[0] is not self.loss:  # asked three times a window
+            likely = self.pooled * self.loss.mean(-2, keepdims=True) + self.loss
+            np.subtract(likely.min(-1, keepdims=True), likely, out=likely)
+            np.exp(likely, out=likely)
+            likely /= likely.sum(-1, keepdims=True)
+            self._weighed = self.loss, likely
+        return self._weighed[1]
 
     def at(self, window: Window) -> tuple[Floats, Floats]:
         """alpha (s) and beta (s/sample), (..., W), of the line that touches the costs at the sizes in force.
@@ -141,9 +172,12 @@ class WorkerCosts:
         """
         idle = window.batch_size <= 0
         batch = np.where(idle, base_total(window)[..., None] / window.workers, window.batch_size)
-        samples = self._samples(window, batch)
+        latest, samples, logs = self._latest
+        if latest is not window or idle.any():
+            samples = self._samples(window, batch)
+            logs = np.log(samples)
         weights = self.weights()
-        seconds = np.exp((weights * (self.level + np.log(samples))).sum(-1))
+        seconds = np.exp((weights * (self.level + logs)).sum(-1))
         # Where time grows faster than the batch the line ends at no fixed cost: a negative one would promise free samples.
         growing = np.minimum((weights * self._elasticity(batch, samples)).sum(-1), 1.0)
         alpha, beta = seconds * (1 - growing), seconds * growing / batch
@@ -184,10 +218,11 @@ class WorkerCosts:
         return np.maximum((0.5 * np.where(np.isnan(known), cluster, known) + 0.5 * cluster) / seconds, 1e-6)
 
     def _learned(self, error: Floats, surprise: Floats, explained: Floats) -> Floats:
-        """`error` after this window: what the median surprise says beyond jitter; one jump does not move it, all together not far."""
+        """`error` after this window: what the median surprise says beyond `explained`, the median of what jitter explains (...);
+        one jump does not move it, all together not far."""
         usual = 1.4826 * _median_of_known(surprise)
         told = np.isfinite(usual)
-        explained = np.where(told, _median_of_known(explained), 0.0)
+        explained = np.where(told, explained, 0.0)
         most = 4.0 * np.maximum(explained + error, 0.03**2)
         beyond = np.clip(np.where(told, usual, 0.0) ** 2 - explained, 0.0, most)
         gain = np.where(told, np.maximum(1.0 / np.maximum(self.count, 1.0), 0.1), 0.0)
@@ -230,4 +265,7 @@ def _beyond(seconds: Floats, surprise: Floats, own: Floats, jitter: Floats, step
 def _median_of_known(x: Floats) -> Floats:
     """Lower median over the last axis of what is finite; NaN where nothing is."""
     last = np.maximum(np.isfinite(x).sum(-1, keepdims=True) - 1, 0)
-    return np.asarray(np.take_along_axis(np.sort(x, axis=-1), last // 2, -1)[..., 0])
+    ordered = np.sort(x, axis=-1)
+    if x.ndim == 1:  # `take_along_axis` costs as much as the sort
+        return np.asarray(ordered[last[0] // 2])
+    return np.asarray(np.take_along_axis(ordered, last // 2, -1)[..., 0])

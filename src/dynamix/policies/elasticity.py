@@ -51,25 +51,21 @@ class LocalElasticity:
             # Much more than any cliff could explain is a jump of speed.
             told = seen & (np.abs(x) > 0.02) & (np.abs(y) < 0.3 + 3.0 * np.abs(x))
         if told.any():
-            x, y = np.where(told, x, 1.0), np.where(told, y, 0.0)
-            low, high = (np.where(told, end(log_batch, self.log_batch), 0.0) for end in (np.minimum, np.maximum))
-            reach = np.minimum(high[..., None], CENTRES + HALF) - np.maximum(low[..., None], CENTRES - HALF)
-            part = np.where(told[..., None], np.maximum(reach, 0.0) / np.abs(x)[..., None], 0.0)
-            new = np.stack([part * np.square(x)[..., None], part * (x * y)[..., None]])
-            self.moments = np.where(told, self.forget, 1.0)[..., None] * self.moments + new
+            x, y, sizes = x[told][:, None], y[told][:, None], (log_batch[told], self.log_batch[told])
+            low, high = np.minimum(*sizes)[:, None], np.maximum(*sizes)[:, None]
+            reach = np.minimum(high, CENTRES + HALF) - np.maximum(low, CENTRES - HALF)
+            part = np.maximum(reach, 0.0) / np.abs(x)
+            self.moments[:, told] = self.forget * self.moments[:, told] + np.stack([part * np.square(x), part * (x * y)])
         self.log_batch = np.where(seen, log_batch, self.log_batch)
         self.log_time = np.where(seen, log_time, self.log_time)
 
     def excess(self, unit: Floats, alpha: Floats, beta: Floats) -> Floats:
         """What was learned beyond the elasticity of the line alpha + beta b, (..., W, K); 0 where nothing was."""
         samples = beta[..., None] * unit[..., None] * np.exp(CENTRES)
-        line = samples / np.maximum(alpha[..., None] + samples, 1e-30)
+        samples /= np.maximum(alpha[..., None] + samples, 1e-30)
         squares, products = self.moments
-        return np.asarray((products - line * squares) / (squares + self.prior))
-
-    def known(self) -> Floats:
-        """How much is known around each centre, (..., W, K), 0 to 1."""
-        return np.asarray(self.moments[0] / (self.moments[0] + self.prior))
+        samples *= squares
+        return np.asarray((products - samples) / (squares + self.prior))
 
     @staticmethod
     def beyond(excess: Floats, unit: Floats, start: Floats, end: Floats) -> Floats:
@@ -79,9 +75,10 @@ class LocalElasticity:
         reach = np.maximum(np.minimum(high, CENTRES + HALF) - np.maximum(low, CENTRES - HALF), 0.0)
         return np.asarray(np.sign(b - a) * (excess * reach).sum(-1))
 
-    @staticmethod
-    def around(values: Floats, unit: Floats, batch: Floats) -> tuple[Floats, Floats]:
-        """`values` (..., W, K) just below and just above the sizes `batch`, (..., W) each."""
+    def around(self, excess: Floats, unit: Floats, batch: Floats) -> tuple[Floats, Floats]:
+        """`excess` just below and just above the sizes `batch`, and how much of it is known (0 to 1), both (..., W, 2)."""
         at = np.log(np.maximum(batch, 1e-2) / unit) / (2 * HALF) + len(CENTRES) // 2
         low = np.clip(np.floor(at).astype(np.int64), 0, len(CENTRES) - 2)[..., None]
-        return np.take_along_axis(values, low, -1)[..., 0], np.take_along_axis(values, low + 1, -1)[..., 0]
+        pair = np.concatenate([low, low + 1], -1)
+        squares = np.take_along_axis(self.moments[0], pair, -1)
+        return np.take_along_axis(excess, pair, -1), np.asarray(squares / (squares + self.prior))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from dynamix.errors import PolicyFileError
+from dynamix.errors import ConfigError, PolicyFileError
+from dynamix.policies.additive import STATE_FAMILIES
 from dynamix.policies.residual import OWN_FEATURES, Memory
-from dynamix.window import FEATURE_SCHEMA, LOCAL_FEATURES, Bounds, Floats, Ints, Window, features, project
+from dynamix.window import FEATURE_SCHEMA, LOCAL_FEATURES, Bounds, Floats, Ints, Window, local_features, project
 
 POLICY_SCHEMA = 2
 INPUTS = (*LOCAL_FEATURES, *OWN_FEATURES)
@@ -33,15 +35,31 @@ LARGEST_HIDDEN = 4096  # a network beyond this was never trained; a broken numbe
 PRETRAINED = Path(__file__).parent / "pretrained" / "dynamix.safetensors"
 
 
+# What ablations leave out of what the network sees (the rule under it still sees all).
+FEATURE_GROUPS: dict[str, tuple[str, ...]] = {
+    "network": STATE_FAMILIES["network"],
+    "system": STATE_FAMILIES["system"],
+    "statistics": (*STATE_FAMILIES["statistics"], "noise_ratio", "noise_rate"),
+    "history": (
+        *("surprise", "last_surprise", "older_surprise", "residue", "from_slow", "from_best", "age", "hazard"),
+        *("last_share", "change", "swing", "step_surprise", "growth"),
+    ),
+    "elasticity": ("warned", "steep_below", "steep_above", "known_below", "known_above"),
+}
+
+
 class ResidualNet(nn.Module):
     """Per-worker encoder, mean and max pooling, one head per worker (delta), one per cluster (g), one central critic.
 
     The heads end in zeros, so an untrained network answers exactly 0. All of it is permutation-equivariant.
+
+    without   `FEATURE_GROUPS` that it must do without (ablations), until `fold` makes that a matter of its weights
     """
 
-    def __init__(self, inputs: int = len(INPUTS), hidden: int = 64) -> None:
+    def __init__(self, inputs: int = len(INPUTS), hidden: int = 64, *, without: Sequence[str] = ()) -> None:
         super().__init__()
         self.inputs, self.hidden = inputs, hidden
+        self.kept = None if not without else torch.from_numpy(kept_inputs(without))
         self.encode = nn.Sequential(nn.Linear(inputs, hidden), nn.Tanh(), nn.Linear(hidden, hidden), nn.Tanh())
         self.own = nn.Linear(hidden, hidden)
         self.context = nn.Linear(2 * hidden, hidden, bias=False)  # once a cluster, not once a worker
@@ -58,14 +76,43 @@ class ResidualNet(nn.Module):
 
     def forward(self, observed: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Observations (N, W, F) and active workers (N, W) to means (N, W, 1), (N, 1) and values (N,)."""
-        hidden = self.encode(observed)
-        weight = mask.unsqueeze(-1).to(hidden.dtype)
-        mean = (hidden * weight).sum(1) / weight.sum(1).clamp(min=1)
-        peak = (hidden * weight - 2 * (1 - weight)).amax(1)
+        local, shared, pooled = self.action(observed, mask)
+        return local, shared, self.critic(pooled).squeeze(-1)
+
+    def action(self, observed: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The same means without a value, and what the heads of a cluster see (N, 2 * hidden)."""
+        hidden = self.encode(observed if self.kept is None else observed * self.kept)
+        if bool(mask.all()):
+            mean, peak = hidden.sum(1) / hidden.shape[1], hidden.amax(1)
+        else:
+            weight = mask.unsqueeze(-1).to(hidden.dtype)
+            mean = (hidden * weight).sum(1) / weight.sum(1).clamp(min=1)
+            peak = (hidden * weight - 2 * (1 - weight)).amax(1)
         pooled = torch.cat([mean, peak], -1)
         local = self.local(self.own(hidden) + self.context(pooled).unsqueeze(1))
-        shared = self.shared(pooled)
-        return local, shared, self.critic(pooled).squeeze(-1)
+        return local, self.shared(pooled), pooled
+
+    @torch.no_grad()
+    def fold(self) -> None:
+        """Put what it does without into the weights: the file is then an ordinary one."""
+        first = self.encode[0]
+        assert isinstance(first, nn.Linear)
+        if self.kept is not None:
+            first.weight.mul_(self.kept)
+            self.kept = None
+
+
+def kept_inputs(without: Sequence[str]) -> NDArray[np.float32]:
+    """1 for inputs (F,) that remain, 0 for those of the groups named. Raises `ConfigError` for unknown groups.
+
+    >>> int((kept_inputs(["elasticity"]) == 0).sum())
+    5
+    """
+    unknown = sorted(set(without) - set(FEATURE_GROUPS))
+    if unknown:
+        raise ConfigError("without", unknown[0], ", ".join(FEATURE_GROUPS), "name groups of features")
+    left_out = {name for group in without for name in FEATURE_GROUPS[group]}
+    return np.array([name not in left_out for name in INPUTS], dtype=np.float32)
 
 
 class LearnedPolicy:
@@ -93,14 +140,14 @@ class LearnedPolicy:
     def observe(self, window: Window, bounds: Bounds) -> NDArray[np.float32]:
         """Ask the rule, update the memory and return what the network sees, (..., W, F)."""
         own = self.memory.update(window, bounds)
-        return np.concatenate([features(window)[..., : len(LOCAL_FEATURES)], own], axis=-1)
+        return np.concatenate([local_features(window), own], axis=-1)
 
     def act(self, observed: NDArray[np.float32], active: NDArray[np.bool_]) -> tuple[Floats, Floats]:
         """The mean action: delta (..., W) and g (...)."""
         lead, (workers, inputs) = observed.shape[:-2], observed.shape[-2:]
         with torch.inference_mode():
             flat = torch.from_numpy(np.ascontiguousarray(observed).reshape(-1, workers, inputs))
-            local, shared, _ = self.net(flat, torch.from_numpy(np.ascontiguousarray(active).reshape(-1, workers)))
+            local, shared, _ = self.net.action(flat, torch.from_numpy(np.ascontiguousarray(active).reshape(-1, workers)))
         delta = local.squeeze(-1).double().numpy().reshape(*lead, workers)
         return delta, shared.squeeze(-1).double().numpy().reshape(lead)
 

@@ -159,10 +159,11 @@ class Memory:
     def _of_curve(self, unit: Floats, batch: Floats) -> dict[str, Floats]:
         curve = self.curve
         excess = curve.excess(unit, self.rule.alpha, self.rule.beta)
-        steep, known = curve.around(excess, unit, batch), curve.around(curve.known(), unit, batch)
+        steep, known = curve.around(excess, unit, batch)
         return {
             "warned": curve.beyond(excess, unit, batch, self.wish),
-            "steep_below": steep[0], "steep_above": steep[1], "known_below": known[0], "known_above": known[1],
+            "steep_below": steep[..., 0], "steep_above": steep[..., 1],
+            "known_below": known[..., 0], "known_above": known[..., 1],
         }  # fmt: skip
 
     @staticmethod
@@ -180,10 +181,12 @@ class Memory:
 
     @staticmethod
     def _stacked(own: dict[str, Floats], shape: tuple[int, ...]) -> NDArray[np.float32]:
-        stacked = np.empty((*shape, len(OWN_FEATURES)))
-        for i, name in enumerate(OWN_FEATURES):
-            stacked[..., i] = own[name]
-        return np.clip(_known(stacked), -3.0, 3.0).astype(np.float32)
+        stacked = np.empty((len(OWN_FEATURES), *shape))  # a feature at a time, which is faster than a worker at a time
+        for row, name in zip(stacked, OWN_FEATURES, strict=True):
+            row[...] = own[name]
+        np.copyto(stacked, 0.0, where=~np.isfinite(stacked))
+        np.clip(stacked, -3.0, 3.0, out=stacked)
+        return np.ascontiguousarray(np.moveaxis(stacked, 0, -1), dtype=np.float32)
 
     def state_dict(self) -> dict[str, Any]:
         arrays = {name: getattr(self, name).tolist() for name in ("wish", "per_worker", "total")}

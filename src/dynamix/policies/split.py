@@ -16,7 +16,8 @@ from dynamix.window import Bounds, Floats
 
 # (finishing times (..., K), global batches (..., K)) -> log goodput (..., K), up to a constant
 Objective = Callable[[Floats, Floats], Floats]
-_POINTS, _ROUNDS, _BISECTIONS = 17, 3, 40
+_POINTS, _ROUNDS = 17, 3
+_NEXT_TO = 2.0**-40  # of the whole range
 
 
 def finishing_at(finish_s: Floats, alpha: Floats, beta: Floats, low: Floats, high: Floats) -> Floats:
@@ -25,27 +26,40 @@ def finishing_at(finish_s: Floats, alpha: Floats, beta: Floats, low: Floats, hig
     >>> finishing_at(np.array(0.5), np.array([0.1, 0.1]), np.array([1e-3, 4e-3]), np.array(1.0), np.array(350.0))
     array([350., 100.])
     """
-    return np.asarray(np.clip((finish_s[..., None] - alpha) / beta, low, high))
+    return np.asarray(np.minimum(np.maximum((finish_s[..., None] - alpha) / beta, low), high))
 
 
 def finish_for(total: Floats, alpha: Floats, beta: Floats, low: Floats, high: Floats) -> Floats:
-    """The time (...) at which workers finish together a global batch of `total` (...), by bisection.
+    """The time (...) at which workers finish together a global batch of `total` (...).
+
+    Never quite the time of the smallest possible batch, which may be 0 s.
 
     >>> a, b = np.array([0.1, 0.2]), np.array([1e-3, 2e-3])
     >>> round(float(finish_for(np.array(300.0), a, b, np.array(1.0), np.array(1e6))), 6)   # 233.3 and 66.7
     0.333333
     """
-    least = (alpha + beta * low).min(-1)
-    most = (alpha + beta * high).max(-1)
-    lowest = total <= np.broadcast_to(low, alpha.shape).sum(-1)
-    highest = total >= np.broadcast_to(high, alpha.shape).sum(-1)
-    if np.all(lowest | highest):  # as for the ends of `best_split`: what bisection would come to
-        return np.asarray(np.where(lowest, least + (most - least) * 0.5**_BISECTIONS, most))
-    for _ in range(_BISECTIONS):
-        middle = (least + most) / 2
-        enough = finishing_at(middle, alpha, beta, low, high).sum(-1) >= total
-        least, most = np.where(enough, least, middle), np.where(enough, middle, most)
-    return np.asarray(most)
+    first, last = alpha + beta * low, alpha + beta * high
+    most = last.max(-1)
+    least = first.min(-1)
+    least = least + (most - least) * _NEXT_TO
+    smallest = np.broadcast_to(low, first.shape).sum(-1)
+    lowest, highest = total <= smallest, total >= np.broadcast_to(high, first.shape).sum(-1)
+    if np.all(lowest | highest):
+        return np.asarray(np.where(lowest, least, most))
+    # The global batch grows with the time in straight pieces: a worker begins to grow at `first` and is full at `last`.
+    growing = np.broadcast_to(1 / beta, first.shape)
+    times, slopes = np.concatenate([first, last], -1), np.concatenate([growing, -growing], -1)
+    order = times.argsort(-1)
+    times, slopes = np.take_along_axis(times, order, -1), np.take_along_axis(slopes, order, -1)
+    rate = slopes.cumsum(-1)
+    grown = (rate[..., :-1] * np.diff(times, axis=-1)).cumsum(-1)
+    wanted = np.asarray(total - smallest)[..., None]
+    piece = np.minimum((grown < wanted).sum(-1, keepdims=True), grown.shape[-1] - 1)
+    end, reached, pace = (np.take_along_axis(x, piece + i, -1) for x, i in ((times, 1), (grown, 0), (rate, 0)))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        inside = end - np.maximum(reached - wanted, 0.0) / pace
+    at = np.clip(np.where(np.isfinite(inside), inside, end)[..., 0], least, most)
+    return np.asarray(np.where(lowest, least, np.where(highest, most, at)))
 
 
 def split(total: Floats, alpha: Floats, beta: Floats, bounds: Bounds) -> Floats:
@@ -76,12 +90,22 @@ def best_split(alpha: Floats, beta: Floats, bounds: Bounds, objective: Objective
     for _ in range(_ROUNDS):
         grid = start[..., None] + (stop - start)[..., None] * np.linspace(0.0, 1.0, _POINTS)
         finish = np.exp(grid)
-        sizes = np.clip((finish[..., None, :] - alpha[..., None]) / beta[..., None], low[..., None], high[..., None])
-        best = np.asarray(objective(finish, sizes.sum(-2)).argmax(-1))[..., None]
+        best = np.asarray(objective(finish, _totals(finish, alpha, beta, low, high)).argmax(-1))[..., None]
         around = [np.take_along_axis(grid, np.clip(best + i, 0, _POINTS - 1), -1)[..., 0] for i in (-1, 1)]
         start, stop = around
     chosen = np.take_along_axis(grid, best, -1)[..., 0]
     return finishing_at(np.exp(chosen), alpha, beta, low, high)
+
+
+def _totals(finish: Floats, alpha: Floats, beta: Floats, low: Floats, high: Floats) -> Floats:
+    """Global batches (..., K) of workers that finish together at `finish` (..., K)."""
+    if alpha.shape[-1] < finish.shape[-1]:  # the longer axis goes last, or NumPy's loops are short
+        sizes = finish[..., None, :] - alpha[..., None]
+        sizes /= beta[..., None]
+        return np.asarray(np.minimum(np.maximum(sizes, low[..., None]), high[..., None]).sum(-2))
+    sizes = finish[..., None] - alpha[..., None, :]
+    sizes /= beta[..., None, :]
+    return np.asarray(np.minimum(np.maximum(sizes, low[..., None, :]), high[..., None, :]).sum(-1))
 
 
 def at_least(bounds: Bounds, total: Floats) -> Bounds:
