@@ -82,7 +82,7 @@ dist.destroy_process_group()
 @pytest.mark.usefixtures("privileged")
 def test_sixteen_hosts_train_together_under_limits_and_disturbances(tmp_path: Path) -> None:
     scenario = {
-        "hosts": [{"cpu": 0.08, "rate_mbit_s": 20, "loss": 0.001}] * 16,
+        "hosts": [{"cpu": 0.12, "rate_mbit_s": 20, "loss": 0.001}] * 16,
         "disturbances": [{"kind": "load", "factor": 0.5, "probability": 0.3, "every_s": 1}],
         "schedule": [{"at_s": 1, "host": 3, "rate_mbit_s": 5}],
     }

@@ -8,6 +8,7 @@ scenarios' files.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,8 @@ NEW_SIZE_S = 0.008  # core-s, `python -m dynamix.bench.changecost`: 24.8 ms for 
 
 
 class ScenarioEnv(ClusterEnv):
-    """One simulated cluster on a scenario's hosts: the slowest link decides the bytes, the slowest host the rest of an exchange.
+    """One simulated cluster on a scenario's hosts: the slowest link decides the bytes of an exchange; the rest of it is work
+    that every host does on its own share of a core once it has computed, so it counts as far as that host ends last.
 
     Loss and latency are not modelled.
     """
@@ -50,22 +52,19 @@ class ScenarioEnv(ClusterEnv):
         return super().reset()
 
     def advance(self) -> tuple[Floats, Floats]:
-        """One step; a worker's first at a size never met before prepares kernels, on its own share of a core."""
-        fresh = [i for i, size in enumerate(self.batch[0].tolist()) if (i, size) not in self._met]
-        self._met |= {(i, int(self.batch[0, i])) for i in fresh}
-        if not fresh:
-            return super().advance()
-        speeds = host_speeds(self._scenario, float(self.clock_s[0]), self._seed)
+        """One step; a worker's first at a size never met before prepares kernels, on its own share of a core too."""
+        fresh = np.array([(i, size) not in self._met for i, size in enumerate(self.batch[0].tolist())])
+        self._met |= set(enumerate(self.batch[0].tolist()))
+        speeds = np.array(host_speeds(self._scenario, float(self.clock_s[0]), self._seed))
         busy, whole = super().advance()
-        late = max(float(busy[0, i]) + NEW_SIZE_S / speeds[i] for i in fresh) - float(busy.max())
-        self.clock_s = self.clock_s + max(late, 0.0)
-        return busy, whole + max(late, 0.0)
+        own = (self._live.exchange_per_speed + NEW_SIZE_S * fresh) / speeds
+        late = float((busy[0] + own).max() - busy[0].max())
+        self.clock_s = self.clock_s + late
+        return busy, whole + late
 
     def exchange(self) -> Floats:
-        now = float(self.clock_s[0])
-        slowest = min(host_speeds(self._scenario, now, self._seed))
-        bytes_s = self._moved / slowest_link(self._scenario, now, self._seed)
-        return np.array([self._live.exchange_s + self._live.exchange_per_speed / slowest + bytes_s])
+        bytes_s = self._moved / slowest_link(self._scenario, float(self.clock_s[0]), self._seed)
+        return np.array([self._live.exchange_s + bytes_s])
 
 
 def predict(scenario: Scenario, policy: str, seed: int, costs: LiveCosts) -> dict[str, float]:
@@ -128,15 +127,30 @@ def compare(folder: Path, *, calibrate_on: str = "all") -> dict[str, Any]:
     if unknown:
         raise ConfigError("calibrate_on", unknown[0], f"all, {', '.join(scenarios)}", "name the run's scenarios")
     costs = fit_costs(folder, {name: scenarios[name] for name in names})
-    out = {name: _compare_one(load_scenario(name), part, costs) for name, part in scenarios.items()}
+    tie = indistinct((result.get("a_a") or {}).get("each", []), pairs=len(result["seeds"]))
+    out = {name: _compare_one(load_scenario(name), part, costs, tie) for name, part in scenarios.items()}
     return {
-        "calibrated_on": calibrate_on, "costs": asdict(costs), "scenarios": out,
+        "calibrated_on": calibrate_on, "costs": asdict(costs), "tie": tie, "scenarios": out,
         "same_ranking": sum(part["same_ranking"] for part in out.values()),
         "worst_step_error": max(p["step_error"] for part in out.values() for p in part["policies"].values()),
     }  # fmt: skip
 
 
-def _compare_one(scenario: Scenario, part: dict[str, Any], costs: LiveCosts) -> dict[str, Any]:
+def indistinct(each: Sequence[float], *, pairs: int) -> float:
+    """How far apart (relative) two policies' times over `pairs` pairs may be by the machine alone, 95 %.
+
+    each   static against itself, one ratio per pair of all scenarios: their spread is that of any ratio of two runs
+
+    >>> round(indistinct([1.1, 1 / 1.1, 1.1, 1 / 1.1], pairs=4), 2)
+    0.1
+    """
+    if not each:
+        return 0.05
+    spread = float(np.sqrt(np.mean(np.square(np.log(each)))))
+    return float(max(np.expm1(1.96 * spread / np.sqrt(pairs)), 0.02))
+
+
+def _compare_one(scenario: Scenario, part: dict[str, Any], costs: LiveCosts, tie: float) -> dict[str, Any]:
     policies: dict[str, dict[str, float]] = {}
     for name, runs in part["policies"].items():
         if name == AGAIN or None in runs["time_to_target_s"]:
@@ -150,7 +164,6 @@ def _compare_one(scenario: Scenario, part: dict[str, Any], costs: LiveCosts) -> 
             "time_to_target_s": float(np.mean(runs["time_to_target_s"])),
             "predicted_time_to_target_s": mean["time_to_target_s"],
         }  # fmt: skip
-    tie = max(abs((part["a_a"] or {"median": 1.05})["median"] - 1), 0.02)
     return {"policies": policies, "same_ranking": same_ranking(policies, tie)}
 
 

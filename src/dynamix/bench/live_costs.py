@@ -2,7 +2,7 @@
 
 Only runs of static sizes are read: the machine is measured with what never adapts, and every adaptive policy is then
 predicted. A host of `speed` cores computes b samples in (alpha + beta b) / speed^(1 + small_share) s: short slices lose
-their caches. The exchange is processors' work too, so the slowest host stretches it.
+their caches. The exchange is processors' work too: whoever arrives last shows its own part of it.
 """
 
 from __future__ import annotations
