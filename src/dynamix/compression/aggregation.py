@@ -31,6 +31,7 @@ from dynamix.compression.protocol import (
     Bytes,
     Head,
     ProtocolError,
+    chunk_of,
     pack,
     unpack,
     verify,
@@ -42,7 +43,7 @@ from dynamix.errors import ConfigError
 class Limits:
     """What an aggregator gives at most. A job that asks for more is refused, or ended where it asks in a round.
 
-    chunk_bytes     of a message; a multiple of 4
+    chunk_bytes     of a message at most; a multiple of 4
     window          chunks a worker may be ahead
     memory_bytes    of all jobs' chunks together; a job may need `job_bytes`
     round_bytes     of one buffer
@@ -51,8 +52,8 @@ class Limits:
 
     jobs: int = 16
     workers: int = 256
-    chunk_bytes: int = 1 << 18
-    window: int = 16
+    chunk_bytes: int = 1 << 19
+    window: int = 8
     memory_bytes: int = 1 << 30
     round_bytes: int = 1 << 32
     timeout_s: float = 600.0
@@ -199,8 +200,8 @@ class Job:
             )
         due = worker.due
         if due is None:
-            due = Head(DATA, head.op, 0, worker.rounds, head.total, 0)
-        due = due._replace(length=min(self.limits.chunk_bytes, due.total - due.chunk * self.limits.chunk_bytes))
+            due = Head(DATA, head.op, 0, worker.rounds, 0, head.total)
+        due = due._replace(length=min(chunk_of(due.total, self.limits.chunk_bytes), due.total - due.start))
         if head != due or not head.length or (head.op == ADD and head.total % 4):
             raise Failure("order", f"rank {worker.rank} sent {head} where {due} was due")
         place = worker.given - self._done
@@ -214,8 +215,8 @@ class Job:
     def _contribute(self, worker: _Worker) -> None:
         block, head, place = worker.block, worker.block.head, worker.given - self._done
         verify(block.view[: HEADER.size], block.payload)
-        last = (head.chunk + 1) * self.limits.chunk_bytes >= head.total
-        worker.due = None if last else head._replace(chunk=head.chunk + 1)
+        last = head.start + head.length == head.total
+        worker.due = None if last else head._replace(start=head.start + head.length)
         worker.rounds += last
         worker.given, worker.filled = worker.given + 1, 0
         self.payload_bytes += head.length
@@ -238,7 +239,7 @@ class Job:
         head = block.head
         block.view[: HEADER.size] = pack(head._replace(kind=RESULT), block.payload)
         block.left = len(self._workers)
-        self.rounds += (head.chunk + 1) * self.limits.chunk_bytes >= head.total
+        self.rounds += head.start + head.length == head.total
         self._done += 1
         self._opened_s = time.monotonic()
         for worker in self._workers:
@@ -282,7 +283,7 @@ class Job:
     def _tell_all(self, reason: str) -> None:
         """Best effort: whoever does not get it sees the connection close."""
         text = np.frombuffer(reason.encode()[:MAX_REASON_BYTES], np.uint8)
-        message = pack(Head(FAILED, 0, 0, 0, text.size, text.size), text) + text.tobytes()
+        message = pack(Head(FAILED, 0, text.size, 0, 0, text.size), text) + text.tobytes()
         for worker in self._workers:
             with contextlib.suppress(OSError):
                 if worker.sent:  # a message that has begun must end before another

@@ -108,8 +108,7 @@ class Link:
         plan = []
         for op, buffer in parts:
             for head in chunks(op, self._rounds, buffer.size, self.chunk_bytes):
-                start = head.chunk * self.chunk_bytes
-                plan.append((head, buffer[start : start + head.length]))
+                plan.append((head, buffer[head.start : head.start + head.length]))
             self._rounds += buffer.size > 0
         try:
             _Stream(self._sock, self._poll, plan).run(self.timeout_s * GRACE + 1)

@@ -1,7 +1,8 @@
 """How long rounds take through an aggregator and over gloo, on the same ranks: `python -m dynamix.compression.speed --aggregator`.
 
-All processes share this machine's loopback and cores, so figures are ratios within one run: of each round the time of
-the slowest rank, of those the median. Contenders alternate round by round.
+All processes share this machine's loopback and cores. Times are those of the slowest rank of each round, of those the
+median; contenders alternate round by round. Processor time, that of all ranks and of the aggregator, depends less on
+what else runs.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -27,7 +29,7 @@ from dynamix.compression.wire import GroupWire, Wire
 
 @dataclass(frozen=True)
 class RoundTimes:
-    """Medians over rounds, in milliseconds; `ratio` is the median of their quotients, aggregator / gloo."""
+    """Milliseconds a round: medians, and the mean processor time. `ratio` is the median of quotients, aggregator / gloo."""
 
     what: str
     bytes: int
@@ -35,9 +37,11 @@ class RoundTimes:
     gloo_ms: float
     aggregator_ms: float
     ratio: float
+    gloo_cpu_ms: float
+    aggregator_cpu_ms: float
 
 
-def measure_rounds(workers: int, elements: int, *, rounds: int = 100) -> list[RoundTimes]:
+def measure_rounds(workers: int, elements: int, *, rounds: int = 60) -> list[RoundTimes]:
     """Sum, union and maximum as a bucket of `elements` float32 needs them; starts `workers` + 1 processes."""
     context = mp.get_context("spawn")
     command = [sys.executable, "-m", "dynamix.compression.aggregator"]
@@ -49,7 +53,7 @@ def measure_rounds(workers: int, elements: int, *, rounds: int = 100) -> list[Ro
         with tempfile.TemporaryDirectory() as folder:
             there, here = context.Pipe()
             for rank in range(workers):
-                arguments = (rank, workers, folder, address, elements, rounds, here if rank == 0 else None)
+                arguments = (rank, workers, folder, address, server.pid, elements, rounds, here if rank == 0 else None)
                 ranks.append(context.Process(target=_rank, args=arguments))
                 ranks[-1].start()
             here.close()
@@ -65,7 +69,7 @@ def measure_rounds(workers: int, elements: int, *, rounds: int = 100) -> list[Ro
         server.wait()
 
 
-def _rank(rank: int, workers: int, folder: str, address: str, elements: int, rounds: int, out: Any) -> None:
+def _rank(rank: int, workers: int, folder: str, address: str, pid: int, elements: int, rounds: int, out: Any) -> None:
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group(
@@ -88,10 +92,12 @@ def _rank(rank: int, workers: int, folder: str, address: str, elements: int, rou
         ("maximum of exponents", header, lambda wire, v: wire.maximum(v)),
         ("OR of as many bytes", header, lambda wire, v: wire.union(v)),
     ):
-        times = _times(values, call, wires, rounds)
+        before = _cpu_s(pid)
+        times, cpu = _times(values, call, wires, rounds)
+        cpu[1] += (_cpu_s(pid) - before) / rounds
         medians = (1000 * times.median(1).values).tolist()
         ratio = float((times[1] / times[0]).median())
-        found.append(RoundTimes(what, values.nbytes, workers, medians[0], medians[1], ratio))
+        found.append(RoundTimes(what, values.nbytes, workers, medians[0], medians[1], ratio, *(1000 * cpu).tolist()))
     if out is not None:
         out.send(found)
     dist.barrier()
@@ -100,14 +106,22 @@ def _rank(rank: int, workers: int, folder: str, address: str, elements: int, rou
 
 def _times(
     values: torch.Tensor, call: Callable[[Wire, torch.Tensor], None], wires: tuple[Wire, ...], rounds: int
-) -> torch.Tensor:
-    """Seconds of the slowest rank, float64 (wires, rounds)."""
-    times = torch.zeros(len(wires), rounds + 3, dtype=torch.float64)
-    for step in range(rounds + 3):  # the first warm up
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Seconds of the slowest rank, float64 (wires, rounds), and processor seconds a round of all ranks, (wires,)."""
+    times = torch.zeros(len(wires), rounds, dtype=torch.float64)
+    cpu = torch.zeros(len(wires), dtype=torch.float64)
+    for step in range(rounds):
         for place, wire in enumerate(wires):
             dist.barrier()
-            start = time.perf_counter()
+            start, cpu_start = time.perf_counter(), time.process_time()
             call(wire, values)
             times[place, step] = time.perf_counter() - start
+            cpu[place] += (time.process_time() - cpu_start) / rounds
     dist.all_reduce(times, op=dist.ReduceOp.MAX)
-    return times[:, 3:]
+    dist.all_reduce(cpu)
+    return times, cpu
+
+
+def _cpu_s(pid: int) -> float:
+    spent = psutil.Process(pid).cpu_times()
+    return float(spent.user + spent.system)

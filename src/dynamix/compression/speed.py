@@ -123,8 +123,9 @@ def _print_rounds(options: argparse.Namespace) -> None:
             print(json.dumps(asdict(found)))
         else:
             print(
-                f"{found.what:20} {found.bytes:9,} bytes, {found.workers} workers: gloo {found.gloo_ms:7.2f} ms, "
-                f"aggregator {found.aggregator_ms:7.2f} ms, ratio {found.ratio:5.2f}"
+                f"{found.what:20} {found.bytes:9,} bytes, {found.workers} workers: gloo {found.gloo_ms:6.2f} ms "
+                f"({found.gloo_cpu_ms:5.2f} of processors), aggregator {found.aggregator_ms:6.2f} "
+                f"({found.aggregator_cpu_ms:5.2f}), ratio {found.ratio:4.2f}"
             )
 
 
