@@ -209,7 +209,19 @@ def test_a_policy_file_that_cannot_be_trusted_is_one_line_and_exit_code_2(comman
 
 
 def test_a_policy_is_scored_on_the_calibrated_families_beside_rules_and_references():
-    arguments = ["policy", "evaluate", "dynamix", "--families", "pai-steady", "--workers", "2", "--rows", "8", "--windows", "4"]
+    arguments = [
+        "policy",
+        "evaluate",
+        "dynamix",
+        "--families",
+        "pai-steady",
+        "--workers",
+        "2",
+        "--rows",
+        "8",
+        "--windows",
+        "4",
+    ]
     found = json.loads(call(*arguments, "--json").stdout)
     assert {"static", "lb_bsp", "cannikin", "goodput", "hedged", "dynamix"} == found["cells"]["pai-steady-2"].keys()
     assert "gap closed" in call(*arguments, "--no-hedged").stdout
@@ -218,14 +230,21 @@ def test_a_policy_is_scored_on_the_calibrated_families_beside_rules_and_referenc
 
 
 def test_the_time_of_a_decision_is_told_without_an_emulator():
-    found = json.loads(call("bench", "overhead", "--decision-only", "--workers", "4", "--policies", "goodput", "--json").stdout)
+    found = json.loads(
+        call("bench", "overhead", "--decision-only", "--workers", "4", "--policies", "goodput", "--json").stdout
+    )
     assert 0 < found["decision_ms"]["goodput"]["cpu"] <= found["decision_ms"]["goodput"]["cpu_p99"]
     assert found["goal"] == {"decision_cpu_ms": 5.0}
 
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--cluster", "moon"], ["--cluster", "virtual", "--workers", "12"], ["--seeds", "2"], ["--cluster", "virtual", "--policies", "nonsense"]],
+    [
+        ["--cluster", "moon"],
+        ["--cluster", "virtual", "--workers", "12"],
+        ["--seeds", "2"],
+        ["--cluster", "virtual", "--policies", "nonsense"],
+    ],
 )
 def test_scaling_refuses_what_it_cannot_run_and_leaves_no_folder(arguments, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -159,14 +159,30 @@ def policy_train(
     seed: Annotated[int, typer.Option(min=0, help="Same seed, same weights.")] = 0,
     checkpoint: Annotated[Path | None, typer.Option(help="Kept here; a stopped training goes on from it.")] = None,
     curves: Annotated[Path | None, typer.Option(help="Folder for TensorBoard.")] = None,
+    kind: Annotated[
+        str, typer.Option("--policy", help="dynamix, or stigmergic: the rule of workers without an arbiter.")
+    ] = "dynamix",
     as_json: Json = False,
 ) -> None:
     """Learn a policy in the simulator: minutes on 2 cores."""
-    from dynamix.learning.training import train_and_save
+    from dynamix.errors import ConfigError
+    from dynamix.learning import stigmergic_training, training
+
+    if kind not in ("dynamix", "stigmergic"):
+        raise ConfigError(
+            "policy", kind, "dynamix, stigmergic", "the paper's form: python -m dynamix.learning.paper_training"
+        )
+    if kind == "stigmergic" and (checkpoint or curves):
+        raise ConfigError(
+            "checkpoint, curves", (checkpoint, curves), "dynamix only", "leave them out: it takes minutes"
+        )
 
     _check_writable(out)
     with progress("training") as tell:
-        about = train_and_save(out, seed=seed, progress=tell, checkpoint=checkpoint, curves=curves)
+        if kind == "stigmergic":
+            about = stigmergic_training.train_and_save(out, seed=seed, progress=tell)
+        else:
+            about = training.train_and_save(out, seed=seed, progress=tell, checkpoint=checkpoint, curves=curves)
     print_json(about) if as_json else typer.echo(f"wrote {out}; dynamix policy show {out}")
 
 
@@ -175,28 +191,28 @@ def policy_train(
 def policy_evaluate(
     file: Annotated[str, typer.Argument(help="Policy file, or a policy's name.")] = "dynamix",
     seed: Annotated[int, typer.Option(min=0, help="Of the clusters; the training seeds lie elsewhere.")] = 990_001,
+    families: Annotated[
+        str | None, typer.Option(help="Families or worlds, comma-separated [default: all held-out families].")
+    ] = None,
+    workers: Annotated[str, typer.Option(help="Numbers of workers, comma-separated.")] = "2,8,32",
+    rows: Annotated[int, typer.Option(min=1, help="Clusters times workers of a family.")] = 256,
+    windows: Annotated[int, typer.Option(min=1, help="Decisions of a run.")] = 50,
+    hedged: Annotated[bool, typer.Option(help="With the hedged reference, which takes most of the time.")] = True,
     as_json: Json = False,
 ) -> None:
-    """Score a policy on simulated clusters against the lagged reference, static and LB-BSP."""
-    from dynamix.learning.evaluation import evaluate
+    """Score a policy on the calibrated families, beside static, LB-BSP, Cannikin, the goodput rule and the references."""
+    from dynamix.learning.evaluation import chosen_cells, evaluate_families, markdown
     from dynamix.policies import make_policy
 
     make_policy(file)  # a wrong name or file is said before any work
+    names, counts = chosen_cells(families, workers)
     with progress("evaluating") as tell:
-        by_workers = evaluate({file: lambda _: make_policy(file)}, [seed], progress=tell)
-    if as_json:
-        print_json(
-            {"schema": 1, "command": "policy evaluate", "seed": seed, "cluster": "simulator", "by_workers": by_workers}
-        )
-        return
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("workers", "policy", "reference time / time", "worst decile", title="simulated; 1 is the reference")
-    for workers, scores in by_workers.items():
-        for name, score in scores.items():
-            table.add_row(workers, name, f"{score['geometric_mean']:.3f}", f"{score['worst_decile']:.3f}")
-    Console().print(table)
+        found = evaluate_families(
+            {file: lambda _: make_policy(file)}, [seed],
+            families=names, workers=counts, rows=rows, windows=windows, hedged=hedged, progress=tell,
+        )  # fmt: skip
+    about = {"schema": 1, "command": "policy evaluate", "seed": seed, "cluster": "simulator"}
+    print_json({**about, **found}) if as_json else typer.echo(markdown(found))
 
 
 @policy.command("show")
@@ -207,11 +223,13 @@ def policy_show(
 ) -> None:
     """How a policy file was made and how it scored."""
     from dynamix.learning.training import show
-    from dynamix.policies.additive import KIND, AdditivePolicy
+    from dynamix.policies import additive, stigmergic
     from dynamix.policies.files import kind_of
     from dynamix.policies.learned import PRETRAINED
 
-    about = AdditivePolicy.load(file).about if file and kind_of(file) == KIND else show(file or PRETRAINED)
+    kinds: dict[str, Any] = {additive.KIND: additive.AdditivePolicy, stigmergic.KIND: stigmergic.StigmergicPolicy}
+    other = kinds.get(kind_of(file) or "") if file else None
+    about = other.load(file).about if other else show(file or PRETRAINED)
     if as_json:
         print_json(about)
         return

@@ -363,11 +363,13 @@ def local_features(window: Window) -> NDArray[np.float32]:
     """Each worker's own part of `features`, (..., W, F) with names `LOCAL_FEATURES`, for networks that pool by themselves."""
     with np.errstate(divide="ignore", invalid="ignore"):
         local = _local_features(window)
-    missing = ~np.isfinite(local)
-    return np.clip(np.where(missing, 0.0, local), -5.0, 5.0).astype(np.float32)
+    np.copyto(local, 0.0, where=~np.isfinite(local))
+    np.minimum(np.maximum(local, -5.0, out=local), 5.0, out=local)
+    return np.ascontiguousarray(np.moveaxis(local, 0, -1), dtype=np.float32)
 
 
 def _local_features(w: Window) -> Floats:
+    """(F, ..., W): a feature at a time, which is faster than a worker at a time."""
     active = w.batch_size > 0
     step_time = w.step_time
 
@@ -409,7 +411,10 @@ def _local_features(w: Window) -> Floats:
         "missing_host": absent(w.cpu, w.memory),
         "missing_device": absent(w.device),
     }
-    return np.stack([columns[name] for name in LOCAL_FEATURES], axis=-1)
+    stacked = np.empty((len(LOCAL_FEATURES), *w.batch_size.shape))
+    for row, name in zip(stacked, LOCAL_FEATURES, strict=True):
+        row[...] = columns[name]
+    return stacked
 
 
 def _masked_mean(x: Floats) -> Floats:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dynamix.errors import ConfigError
-from dynamix.learning.evaluation import evaluate, evaluate_families, validation_score
+from dynamix.learning.evaluation import evaluate_families, validation_score
 from dynamix.learning.training import Training, TrainingConfig, show, train
 from dynamix.policies.goodput import Goodput
 from dynamix.policies.learned import PRETRAINED, LearnedPolicy, pretrained
@@ -92,14 +92,6 @@ def test_figures_of_families_are_paired_and_complete() -> None:
     assert {"static", "lb_bsp", "cannikin", "goodput", "hedged", "again"} == scores.keys()
     assert scores["hedged"]["gap_closed"] == 1.0
     assert result["summary"]["again"]["ahead_of_goodput"] == []
-
-
-def test_evaluation_is_paired_and_knows_lb_bsp() -> None:
-    figures = evaluate(
-        {"untrained": lambda _: LearnedPolicy(), "rule": lambda _: Goodput()}, [7], workers=(4,), clusters=6, windows=8
-    )
-    assert figures["4"]["untrained"] == figures["4"]["rule"]
-    assert figures["4"]["static"]["geometric_mean"] < figures["4"]["lb_bsp"]["geometric_mean"] < 1
 
 
 def test_a_trained_policy_saves_its_configuration(tmp_path: Path) -> None:

@@ -16,21 +16,29 @@ bench = typer.Typer(help="Measure dynamix itself.", no_args_is_help=True)
 @guarded
 def bench_overhead(
     steps: Annotated[int, typer.Option(min=1, help="Steps of the demo's job to time.")] = 200,
+    decision_only: Annotated[
+        bool, typer.Option("--decision-only", help="Only the decision; nothing is emulated.")
+    ] = False,
+    policies: Annotated[str, typer.Option(help="Whose decisions to time, comma-separated.")] = "dynamix,goodput",
+    workers: Annotated[int, typer.Option(min=1, help="Workers decided for.")] = 1024,
     out: Out = None,
     as_json: Json = False,
 ) -> None:
-    """The controller's share of a step at W=4 on the demo, and the time of a decision for W=1024."""
-    from dynamix.bench.overhead import overhead_settings, run_overhead
+    """The controller's share of a step at W=4 on the demo, and the processor time of a decision for W=1024."""
+    from dynamix.bench.overhead import lines, only_decisions, overhead_settings, run_overhead
+    from dynamix.policies import make_policy
     from dynamix.telemetry.run_folder import RunFolder
 
-    overhead_settings(steps).check()
-    with RunFolder("overhead", out) as folder:
-        result = run_overhead(folder, steps=steps)
-    if as_json:
-        print_json(result)
-        return
-    typer.echo(f"step(): {100 * result['step_fraction']:.2f} % of a step at W=4 (goal: 1 %)")
-    typer.echo(f"decision for W=1024: {result['decision_ms_1024_workers']['median']:.2f} ms median (goal: 5 ms)")
+    names = policies.split(",")
+    for name in names:
+        make_policy(name)
+    if decision_only:
+        result = only_decisions(names, workers=workers)
+    else:
+        overhead_settings(steps).check()
+        with RunFolder("overhead", out) as folder:
+            result = run_overhead(folder, steps=steps, policies=names, workers=workers)
+    print_json(result) if as_json else typer.echo("\n".join(lines(result)))
 
 
 @bench.command("simspeed")
@@ -98,18 +106,47 @@ def bench_tta(
 @bench.command("scaling")
 @guarded
 def bench_scaling(
-    quick: Annotated[bool, typer.Option("--quick", help="To 128 workers instead of 1,024.")] = False,
+    cluster: Annotated[
+        str, typer.Option(help="simulator (2 to 1,024 workers), or virtual (real training at 8, 16 and 32).")
+    ] = "simulator",
+    quick: Annotated[bool, typer.Option("--quick", help="To 128 workers; virtual: a small net at 8.")] = False,
+    workers: Annotated[str | None, typer.Option(help="Of virtual's 8,16,32, comma-separated [default: all].")] = None,
+    seeds: Annotated[int | None, typer.Option(min=1, help="Pairs of virtual [default: 2].")] = None,
     policies: Policies = None,
     resume: Resume = False,
     out: Out = None,
     as_json: Json = False,
 ) -> None:
-    """From 2 to 1,024 simulated workers under frequent slowdowns."""
+    """Many workers: simulated ones under frequent slowdowns, or the DYNAMIX paper's tables on the virtual clock."""
     from dynamix.bench.simulated import scaling_suite
+    from dynamix.errors import ConfigError
 
-    _simulated(
-        scaling_suite(quick=quick, policies=policies.split(",") if policies else None), "scaling", out, resume, as_json
-    )
+    names = policies.split(",") if policies else None
+    if cluster == "virtual":
+        _virtual(quick, names, workers, seeds, out, resume, as_json)
+        return
+    if cluster != "simulator" or workers or seeds:
+        given = cluster if cluster != "simulator" else f"simulator with workers {workers}, seeds {seeds}"
+        raise ConfigError("cluster", given, "simulator, or virtual with --workers and --seeds", "choose one of them")
+    _simulated(scaling_suite(quick=quick, policies=names), "scaling", out, resume, as_json)
+
+
+def _virtual(
+    quick: bool, policies: list[str] | None, workers: str | None, seeds: int | None,
+    out: Path | None, resume: bool, as_json: bool,
+) -> None:  # fmt: skip
+    from dynamix.bench.scaling import Plan, run_scaling
+    from dynamix.errors import ConfigError
+    from dynamix.telemetry.run_folder import RunFolder
+
+    counts = workers.split(",") if workers else []
+    if not all(count.isdecimal() for count in counts):
+        raise ConfigError("workers", workers, "8, 16 and 32, comma-separated", "say 8,16")
+    plan = Plan.of(quick=quick, policies=policies, workers=[int(count) for count in counts] or None, seeds=seeds)
+    plan.check()
+    with progress("scaling") as tell, RunFolder("scaling", out, resume=resume) as folder:
+        result = run_scaling(plan, folder, tell=tell)
+    print_json(result) if as_json else typer.echo(result["table"])
 
 
 def _simulated(suite: Any, name: str, out: Path | None, resume: bool, as_json: bool) -> None:
@@ -256,3 +293,34 @@ def _numbers(name: str, text: str | None) -> tuple[int, ...] | None:
         return None if text is None else tuple(int(part) for part in text.split(","))
     except ValueError as error:
         raise ConfigError(name, text, "whole numbers, separated by commas", "correct the argument") from error
+
+
+@bench.command("stigmergy")
+@guarded
+def bench_stigmergy(
+    quick: Annotated[bool, typer.Option("--quick", help="About two minutes: to 32 workers, one seed.")] = False,
+    scenarios: Annotated[str | None, typer.Option(help="Comma-separated [default: all].")] = None,
+    workers: Annotated[str | None, typer.Option(help="Comma-separated [default: 4,8,32,1024; quick 4,8,32].")] = None,
+    resume: Resume = False,
+    out: Out = None,
+    as_json: Json = False,
+) -> None:
+    """Workers that decide for themselves against central policies, with failures and ablations, in the simulator."""
+    from dataclasses import replace
+
+    from dynamix.bench.stigmergy import Plan, run_suite
+    from dynamix.bench.stigmergy_report import markdown
+    from dynamix.errors import ConfigError
+    from dynamix.telemetry.run_folder import RunFolder
+
+    plan = Plan.of(quick=quick)
+    if scenarios:
+        plan = replace(plan, scenarios=tuple(scenarios.split(",")))
+    if workers:
+        if not all(w.isdecimal() for w in workers.split(",")):
+            raise ConfigError("workers", workers, "whole numbers, comma-separated", "4,8,32, say")
+        plan = replace(plan, workers=tuple(int(w) for w in workers.split(",")))
+    plan.check()
+    with progress("stigmergy") as tell, RunFolder("stigmergy", out, resume=resume) as folder:
+        result = run_suite(plan, folder, tell=tell)
+    print_json(result) if as_json else typer.echo(markdown(result))

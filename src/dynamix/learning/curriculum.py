@@ -35,10 +35,25 @@ def training_clusters(count: int, workers: int, seed: int, *, hardness: float = 
     clusters = (
         sample_family("affine-quiet", count, workers, under) if calibrated else sample_clusters(count, workers, under)
     )
-    rate = hardness * np.where(_hit(rng, 0.4, count), 0.1, 1.0)
-    for mechanism in (_small, _slowed, _neighbour, _jitter, _bent, _links, _measured):
+    rate = _rate(rng, hardness, count)
+    return _interior(disturbed(_small(clusters, rng, rate), rng, rate), rng)
+
+
+def with_costs(clusters: Clusters, rng: np.random.Generator, *, hardness: float = 1.0) -> Clusters:
+    """Clusters whose costs are given, disturbed like training clusters, their noise scale such that optima are interior."""
+    return _interior(disturbed(clusters, rng, _rate(rng, hardness, clusters.shape[0])), rng)
+
+
+def disturbed(clusters: Clusters, rng: np.random.Generator, rate: Floats) -> Clusters:
+    """Clusters with every mechanism but small batches at work, as often as `rate` (C, 1) says."""
+    for mechanism in (_slowed, _neighbour, _jitter, _bent, _links, _measured):
         clusters = mechanism(clusters, rng, rate)
-    return _interior(clusters, rng)
+    return clusters
+
+
+def _rate(rng: np.random.Generator, hardness: float, count: int) -> Floats:
+    """How often mechanisms are at work, (C, 1): in two clusters of five hardly at all."""
+    return hardness * np.where(_hit(rng, 0.4, count), 0.1, 1.0)
 
 
 def _log_uniform(rng: np.random.Generator, low: float, high: Floats | float, shape: tuple[int, ...]) -> Floats:

@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from dynamix.learning.curriculum import training_clusters
+from dynamix.errors import ConfigError
+from dynamix.learning.worlds import MIXED, check_world, lr_rule_of, sample_world
 from dynamix.policies.base import Policy, make_policy
 from dynamix.policies.goodput import Cannikin, Goodput
 from dynamix.policies.proportional import LBBSP
@@ -25,8 +26,6 @@ from dynamix.simulator import (
     Clusters,
     HedgedReference,
     LaggedReference,
-    sample_clusters,
-    sample_family,
 )
 from dynamix.window import Floats
 
@@ -36,9 +35,18 @@ BASELINES: dict[str, Factory] = {"static": lambda _: Static(), "lb_bsp": lambda 
 RULES: dict[str, Factory] = {"cannikin": lambda _: Cannikin(), "goodput": lambda _: Goodput()}
 
 
-def follow(make: Factory, clusters: Clusters, *, seed: int, windows: int, interval: int = 5, delay: int = 1) -> Floats:
+def follow(
+    make: Factory,
+    clusters: Clusters,
+    *,
+    seed: int,
+    windows: int,
+    interval: int = 5,
+    delay: int = 1,
+    lr_rule: str = "adascale",
+) -> Floats:
     """Seconds and progress (windows + 1, 2, C) of a policy from equal shares on."""
-    env = ClusterEnv(clusters, seed=seed, interval=interval, delay=delay)
+    env = ClusterEnv(clusters, seed=seed, interval=interval, delay=delay, lr_rule=lr_rule)
     policy, window = make(env), env.reset()
     path = [(env.clock_s, env.progress)]
     for _ in range(windows):
@@ -64,37 +72,6 @@ def times_to_progress(
     return times_to_common_progress({name: run(make) for name, make in factories.items()})
 
 
-def evaluate(
-    policies: Mapping[str, Factory],
-    seeds: Sequence[int],
-    *,
-    workers: Sequence[int] = (2, 4, 8, 32),
-    clusters: int = 64,
-    windows: int = 100,
-    interval: int = 5,
-    delay: int = 1,
-    progress: Tell | None = None,
-) -> dict[str, Any]:
-    """Time of the lagged reference / time of the policy on `sample_clusters`, by W: mean and worst decile over clusters.
-
-    `policies` maps names to factories of a fresh policy for an environment; static and LB-BSP are always added. 1 is
-    the reference; above 1 is faster than it. `progress(what, fraction done)` is called after each seed.
-    """
-    factories: dict[str, Factory] = {"reference": LaggedReference, **BASELINES, **policies}
-    result: dict[str, Any] = {}
-    for i, w in enumerate(workers):
-        ratios: dict[str, list[Floats]] = {name: [] for name in factories}
-        for j, seed in enumerate(seeds):
-            world = sample_clusters(clusters, w, seed)
-            times = times_to_progress(factories, world, seed=seed, windows=windows, interval=interval, delay=delay)
-            for name, taken in times.items():
-                ratios[name].append(times["reference"] / taken)
-            if progress is not None:
-                progress(f"W={w}", (i * len(seeds) + j + 1) / (len(workers) * len(seeds)))
-        result[str(w)] = {name: _summary(np.concatenate(r)) for name, r in ratios.items() if name != "reference"}
-    return result
-
-
 def evaluate_families(
     policies: Mapping[str, Factory],
     seeds: Sequence[int],
@@ -106,12 +83,12 @@ def evaluate_families(
     hedged: bool = True,
     progress: Tell | None = None,
 ) -> dict[str, Any]:
-    """Policies on the calibrated families: `cells` by "family-W", and `summary` over them.
+    """Policies on the calibrated families, or on other worlds (`worlds.py`): `cells` by "family-W", `summary` over them.
 
     rows     clusters * W a seed, at least 4 and at most 64 clusters
     hedged   False leaves out the hedged reference, which takes most of the time at large W, and with it `gap_closed`
 
-    Static, LB-BSP, Cannikin, the goodput rule and the hedged reference are always added. A cell holds, for every policy, time of
+    Static, LB-BSP, Cannikin and the goodput rule are always added. A cell holds, for every policy, time of
     `lagged` / its time (`geometric_mean`, `worst_decile`), paired ratios to Cannikin's and the goodput rule's times
     with their 95 % intervals (above 1: faster), and `gap_closed` = (G - G_lbbsp) / (G_hedged - G_lbbsp), G being
     1 / geometric mean time; None where hedged is less than 1 % ahead.
@@ -124,8 +101,8 @@ def evaluate_families(
     for i, (family, w) in enumerate(names):
         gathered: dict[str, list[Floats]] = {name: [] for name in factories}
         for seed in seeds:
-            world = sample_family(family, min(max(rows // w, 4), 64), w, seed)
-            paths = {name: follow(make, world, seed=seed, windows=windows) for name, make in factories.items()}
+            world, rule = sample_world(family, min(max(rows // w, 4), 64), w, seed), lr_rule_of(family)
+            paths = {n: follow(make, world, seed=seed, windows=windows, lr_rule=rule) for n, make in factories.items()}
             for name, taken in times_to_common_progress(paths).items():
                 gathered[name].append(np.log(taken))
         cells[f"{family}-{w}"] = _cell({name: np.concatenate(logs) for name, logs in gathered.items()})
@@ -135,23 +112,30 @@ def evaluate_families(
 
 
 def validation_score(
-    make: Factory, seed: int, *, rows: int, windows: int, workers: tuple[int, ...] = (2, 8, 32, 128)
+    make: Factory,
+    seed: int,
+    *,
+    rows: int,
+    windows: int,
+    workers: tuple[int, ...] = (2, 8, 32, 128),
+    world: str = MIXED,
 ) -> float:
     """On clusters like those of training: mean over W of mean and worst decile of the goodput rule's time / its own."""
     scores = []
     for w in workers:
-        world, rule = _validation(w, seed, rows, windows)
-        times = times_to_common_progress({"rule": rule, "it": follow(make, world, seed=seed, windows=windows)})
+        clusters, rule = _validation(world, w, seed, rows, windows)
+        mine = follow(make, clusters, seed=seed, windows=windows, lr_rule=lr_rule_of(world))
+        times = times_to_common_progress({"rule": rule, "it": mine})
         ratio = times["rule"] / times["it"]
         scores.append(0.5 * (float(np.exp(np.log(ratio).mean())) + float(np.quantile(ratio, 0.1))))
     return float(np.mean(scores))
 
 
 @functools.lru_cache(maxsize=8)
-def _validation(workers: int, seed: int, rows: int, windows: int) -> tuple[Clusters, Floats]:
+def _validation(world: str, workers: int, seed: int, rows: int, windows: int) -> tuple[Clusters, Floats]:
     """Validation clusters of one W and the goodput rule's path on them."""
-    world = training_clusters(min(max(rows // workers, 8), 64), workers, seed)
-    return world, follow(lambda _: Goodput(), world, seed=seed, windows=windows)
+    clusters = sample_world(world, min(max(rows // workers, 8), 64), workers, seed)
+    return clusters, follow(lambda _: Goodput(), clusters, seed=seed, windows=windows, lr_rule=lr_rule_of(world))
 
 
 def _cell(logs: Mapping[str, Floats]) -> dict[str, Any]:
@@ -159,9 +143,9 @@ def _cell(logs: Mapping[str, Floats]) -> dict[str, Any]:
     gap = mean.get("hedged", 0.0) - mean["lb_bsp"]
     return {
         name: {
-            **_summary(np.exp(logs["lagged"] - taken)),
-            "over_goodput": _paired(logs["goodput"] - taken),
-            "over_cannikin": _paired(logs["cannikin"] - taken),
+            **summary(np.exp(logs["lagged"] - taken)),
+            "over_goodput": paired(logs["goodput"] - taken),
+            "over_cannikin": paired(logs["cannikin"] - taken),
             "gap_closed": round((mean[name] - mean["lb_bsp"]) / gap, 3) if gap > 0.01 * mean["lb_bsp"] else None,
         }
         for name, taken in logs.items()
@@ -169,7 +153,8 @@ def _cell(logs: Mapping[str, Floats]) -> dict[str, Any]:
     }
 
 
-def _summary(ratio: Floats) -> dict[str, float]:
+def summary(ratio: Floats) -> dict[str, float]:
+    """Geometric mean and worst decile of ratios (C,)."""
     return {
         "geometric_mean": round(float(np.exp(np.log(ratio).mean())), 4),
         "worst_decile": round(float(np.quantile(ratio, 0.1)), 4),
@@ -177,7 +162,7 @@ def _summary(ratio: Floats) -> dict[str, float]:
     }
 
 
-def _paired(log_ratio: Floats) -> list[float]:
+def paired(log_ratio: Floats) -> list[float]:
     """Geometric mean and 95 % interval (normal, over pairs)."""
     half = 1.96 * float(log_ratio.std(ddof=1)) / np.sqrt(len(log_ratio)) if len(log_ratio) > 1 else 0.0
     middle = float(log_ratio.mean())
@@ -195,6 +180,22 @@ def _over_cells(cells: Mapping[str, Any], name: str) -> dict[str, Any]:
         "ahead_of_goodput": [cell for cell, all_scores in cells.items() if all_scores[name]["over_goodput"][1] > 1],
         "behind_goodput": [cell for cell, all_scores in cells.items() if all_scores[name]["over_goodput"][2] < 1],
     }
+
+
+def chosen_cells(families: str | None, workers: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """Comma-separated lists as a user writes them. Raises `ConfigError` for what does not exist.
+
+    >>> chosen_cells("pai-steady", "2,8")
+    (('pai-steady',), (2, 8))
+    """
+    names = tuple(families.split(",")) if families else (*CONFORMING, *BREAKING)
+    for name in names:
+        check_world(name)
+    counts = workers.split(",")
+    for count in counts:
+        if not count.isdecimal() or int(count) < 1:
+            raise ConfigError("workers", workers, "numbers of 1 or more, comma-separated", "say 2,8,32")
+    return names, tuple(map(int, counts))
 
 
 def markdown(result: Mapping[str, Any]) -> str:

@@ -27,6 +27,11 @@ class RecordingEnv(ClusterEnv):
     `exchanges` (C, k) in seconds.
     """
 
+    @property
+    def critical_share(self) -> float:
+        """The critical batch as a share of the noise scale that is measured."""
+        return self._critical
+
     def step(self, sizes: Ints) -> Window:
         self._trail: list[tuple[Floats, Floats, Floats]] = []
         window = super().step(sizes)
@@ -148,7 +153,7 @@ class Recorder:
         """Note the state in which a decision is taken, after `policy.observe`."""
         env, bounds = self.env, self.env.bounds
         low, high = policy.trusted(window)
-        phi = env.true_noise_scale()
+        phi = env.critical_share * env.true_noise_scale()
         self.rows.append({
             "observed": observed, "mask": window.batch_size > 0, "guided": policy.memory.guided, "wish": np.maximum(policy.memory.wish, 0.5),
             "low": np.clip(low, bounds.low, bounds.high), "high": np.clip(high, bounds.low, bounds.high),

@@ -22,9 +22,10 @@ from dynamix.errors import ConfigError
 from dynamix.learning.clipped import Clipped, ClippedConfig
 from dynamix.learning.rewards import Reward, SimulatedPaper, SimulatedRegret
 from dynamix.learning.simplified import Episode, Simplified, SimplifiedConfig, play, sample
+from dynamix.learning.worlds import lr_rule_of, sample_world
 from dynamix.policies.additive import Actions, AdditiveNet, AdditivePolicy
 from dynamix.policies.base import Policy
-from dynamix.simulator import FAMILIES, ClusterEnv, LaggedReference, sample_family
+from dynamix.simulator import FAMILIES, ClusterEnv, LaggedReference
 from dynamix.window import Floats, Ints, Window, project
 
 Progress = Callable[[str, float], None]
@@ -38,6 +39,7 @@ class PaperTraining:
     learner   "ppo" (clipped.py) or "simplified" (simplified.py)
     reward    "regret", or the paper's "sgd" and "adam" (rewards.py)
     without   families of the state left out (ablations)
+    families  and worlds (`worlds.py`) that episodes come from
     rows      clusters times W of an episode
     clone_rounds   rounds of imitation before learning by reward; 0: none, as in the paper
     """
@@ -136,8 +138,9 @@ def _env(c: PaperTraining, workers: int, key: Sequence[int]) -> ClusterEnv:
     """Clusters of one family, drawn from `key`; the same key gives the same world."""
     pick = np.random.default_rng(key)
     family, seed = str(pick.choice(c.families)), int(pick.integers(1, 900_000))
-    clusters = sample_family(family, max(c.rows // workers, 4), workers, seed)
-    return ClusterEnv(clusters, seed=seed, interval=int(pick.choice(c.intervals)), delay=int(pick.choice(c.delays)))
+    clusters = sample_world(family, max(c.rows // workers, 4), workers, seed)
+    interval, delay = int(pick.choice(c.intervals)), int(pick.choice(c.delays))
+    return ClusterEnv(clusters, seed=seed, interval=interval, delay=delay, lr_rule=lr_rule_of(family))
 
 
 def _perturbed(sizes: Ints, env: ClusterEnv, rng: np.random.Generator, sd: float) -> Ints:
@@ -253,7 +256,8 @@ class _Validation:
         return float(np.exp(np.mean(logs)))
 
     def _log_goodput(self, cell: tuple[str, int], make: Callable[[ClusterEnv], Policy]) -> Floats:
-        env = ClusterEnv(sample_family(cell[0], self.clusters, cell[1], self.seed), seed=self.seed)
+        clusters = sample_world(cell[0], self.clusters, cell[1], self.seed)
+        env = ClusterEnv(clusters, seed=self.seed, lr_rule=lr_rule_of(cell[0]))
         policy, window = make(env), env.reset()
         for _ in range(self.windows):
             window = env.step(policy.decide(window, env.bounds))

@@ -23,12 +23,12 @@ from torch import Tensor
 
 from dynamix.errors import ConfigError
 from dynamix.learning.cloning import demonstrate
-from dynamix.learning.curriculum import training_clusters
 from dynamix.learning.curves import Curves
 from dynamix.learning.evaluation import evaluate_families, validation_score
 from dynamix.learning.hindsight import Decisions, RecordingEnv
 from dynamix.learning.ppo import PPO, PPOConfig
 from dynamix.learning.regret import rollout
+from dynamix.learning.worlds import MIXED, lr_rule_of, sample_world
 from dynamix.policies.learned import TRUST, LearnedPolicy, ResidualNet, read_description
 
 Progress = Callable[[str, float], None]
@@ -40,6 +40,9 @@ class TrainingConfig:
 
     A round is one rollout per entry of `workers` and `epochs` passes over it. The first third of the rounds becomes
     harder step by step, and its first sixth stays at W <= `easy_workers`.
+
+    world     whose clusters to learn on (`worlds.py`)
+    without   groups of features left out (`FEATURE_GROUPS`): ablations
     """
 
     workers: tuple[int, ...] = (2, 4, 8, 32, 128, 256)
@@ -64,6 +67,8 @@ class TrainingConfig:
     validation_rows: int = 512
     validation_windows: int = 50
     hidden: int = 64
+    world: str = MIXED
+    without: tuple[str, ...] = ()
 
 
 VALIDATION_SEED, TEST_SEEDS = 900_001, (990_001,)
@@ -129,7 +134,7 @@ class Training:
         self.config, self.seed = config, seed
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            self.net = ResidualNet(hidden=config.hidden)
+            self.net = ResidualNet(hidden=config.hidden, without=config.without)
         self.pool: Any = _Here()
         self.optimizer = torch.optim.Adam(self.net.parameters(), lr=config.rate)
         self.generator = torch.Generator().manual_seed(seed)
@@ -167,7 +172,9 @@ class Training:
         about = {
             "training": dataclasses.asdict(self.config), "seed": self.seed, "validation": self.scores, "trust": TRUST,
         }  # fmt: skip
-        return LearnedPolicy(self.best, about=about)
+        best = copy.deepcopy(self.best)
+        best.fold()
+        return LearnedPolicy(best, about=about)
 
     def _learn(self) -> tuple[str, float]:
         c, i = self.config, self.round
@@ -257,6 +264,7 @@ class Training:
             rows=c.validation_rows,
             windows=c.validation_windows,
             workers=c.validation_workers,
+            world=c.world,
         )
         self.scores.append([self.round, round(score, 4)])
         if score > self.best_score:
@@ -311,9 +319,9 @@ def _pool(processes: int) -> Iterator[Any]:
 
 def _environment(c: TrainingConfig, seed: int, workers: int, hardness: float) -> RecordingEnv:
     pick = np.random.default_rng([seed, 2])
-    clusters = training_clusters(max(c.rows // workers, 6), workers, seed, hardness=hardness)
+    clusters = sample_world(c.world, max(c.rows // workers, 6), workers, seed, hardness=hardness)
     interval, delay = int(pick.choice(c.intervals)), int(pick.choice(c.delays))
-    return RecordingEnv(clusters, seed=seed, interval=interval, delay=delay)
+    return RecordingEnv(clusters, seed=seed, interval=interval, delay=delay, lr_rule=lr_rule_of(c.world))
 
 
 def _play(
@@ -321,7 +329,7 @@ def _play(
 ) -> dict[str, np.ndarray]:
     """One rollout as plain arrays, wherever it runs."""
     config, seed, workers, hardness, guided = job
-    net = ResidualNet(hidden=config.hidden)
+    net = ResidualNet(hidden=config.hidden, without=config.without)
     net.load_state_dict({name: torch.from_numpy(value.copy()) for name, value in weights.items()})
     env = _environment(config, seed, workers, hardness)
     played = demonstrate(net, env, windows=config.windows, seed=seed, guided=guided)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from dynamix.policies.fitting import UNKNOWN, base_total, busy_seconds, mean_of_known
+from dynamix.policies.fitting import UNKNOWN, base_total, busy_seconds, laid_out, mean_of_known
 from dynamix.window import Floats, Window
 
 # Candidate fixed costs of a worker as multiples of the time that the samples of its base batch take. Beforehand they are
@@ -65,6 +65,8 @@ class WorkerCosts:
         seen = np.isfinite(busy)
         if self.level.shape[:-1] != busy.shape:
             self._start(busy.shape)
+        for name in ("level", "loss", "before", "after"):
+            setattr(self, name, laid_out(getattr(self, name)))
         seconds = np.where(seen, busy, 1.0)
         steps = np.where(window.steps >= 1, window.steps, 1.0)[..., None]
         own = np.square(np.where(window.compute_std >= 0, window.compute_std, np.nan) / seconds)
@@ -179,7 +181,9 @@ class WorkerCosts:
         weights = self.weights()
         seconds = np.exp((weights * (self.level + logs)).sum(-1))
         # Where time grows faster than the batch the line ends at no fixed cost: a negative one would promise free samples.
-        growing = np.minimum((weights * self._elasticity(batch, samples)).sum(-1), 1.0)
+        plain = len(OFFSETS)
+        elasticity = (weights[..., :plain] * (batch[..., None] / samples[..., :plain])).sum(-1)
+        growing = np.minimum(elasticity + (weights[..., plain:] * POWERS).sum(-1), 1.0)
         alpha, beta = seconds * (1 - growing), seconds * growing / batch
         known_alpha, known_beta = mean_of_known(alpha)[..., None], mean_of_known(beta)[..., None]
         return np.where(np.isnan(alpha), known_alpha, alpha), np.where(np.isnan(beta), known_beta, beta)
@@ -197,15 +201,9 @@ class WorkerCosts:
     def _samples(self, window: Window, batch: Floats | np.ndarray) -> Floats:
         """What seconds are proportional to by each candidate, (..., W, G): b + offset, or a power of b."""
         unit = base_total(window)[..., None, None] / window.workers
-        size = np.asarray(batch, np.float64)[..., None]
-        return np.concatenate([OFFSETS * unit + size, unit * (size / unit) ** POWERS], -1)
-
-    @staticmethod
-    def _elasticity(batch: Floats, samples: Floats) -> Floats:
-        """d log seconds / d log b of each candidate, (..., W, G)."""
-        of_offsets = batch[..., None] / samples[..., : len(OFFSETS)]
-        of_powers = np.broadcast_to(POWERS, (*batch.shape, len(POWERS)))
-        return np.concatenate([of_offsets, of_powers], -1)
+        size = np.asarray(batch, np.float64)[..., None, :]
+        by_candidate = np.concatenate([OFFSETS[:, None] * unit + size, unit * (size / unit) ** POWERS[:, None]], -2)
+        return laid_out(by_candidate.swapaxes(-1, -2))
 
     def _typical(self, own: Floats, seconds: Floats) -> Floats:
         """Relative variance of a step, (..., W): own history and the cluster's, else this window's, else (5 %)^2.
@@ -256,9 +254,11 @@ def _beyond(seconds: Floats, surprise: Floats, own: Floats, jitter: Floats, step
     """
     before = seconds * np.exp(-surprise)
     risen = seconds - before
-    variance = np.nan_to_num(np.maximum(own - jitter, 0.0)) * seconds**2 * (steps - 1) / steps
+    more = np.maximum(own - jitter, 0.0)
+    variance = np.where(np.isnan(more), 0.0, more) * seconds**2 * (steps - 1) / steps
     missed = variance / np.where(risen == 0, 1.0, risen)
-    missed = np.clip(missed, -(steps - 1) * np.abs(risen), (steps - 1) * np.abs(risen))
+    most = (steps - 1) * np.abs(risen)
+    missed = np.minimum(np.maximum(missed, -most), most)
     return np.asarray(np.log(np.maximum(seconds + missed, 0.25 * seconds) / seconds))
 
 

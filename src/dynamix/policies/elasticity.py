@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from dynamix.policies.fitting import UNKNOWN
+from dynamix.policies.fitting import UNKNOWN, laid_out
 from dynamix.window import Floats
 
 # Ranges of size, as log(b / base share): half octaves from an eighth to eight times.
@@ -46,6 +46,7 @@ class LocalElasticity:
         if self.log_batch.shape != batch.shape:
             self.log_batch = self.log_time = np.full(batch.shape, np.nan)
             self.moments = np.zeros((2, *batch.shape, len(CENTRES)))
+        self.moments = laid_out(self.moments)
         x, y = log_batch - self.log_batch, log_time - self.log_time
         with np.errstate(invalid="ignore"):
             # Much more than any cliff could explain is a jump of speed.
@@ -55,13 +56,15 @@ class LocalElasticity:
             low, high = np.minimum(*sizes)[:, None], np.maximum(*sizes)[:, None]
             reach = np.minimum(high, CENTRES + HALF) - np.maximum(low, CENTRES - HALF)
             part = np.maximum(reach, 0.0) / np.abs(x)
-            self.moments[:, told] = self.forget * self.moments[:, told] + np.stack([part * np.square(x), part * (x * y)])
+            self.moments[:, told] = self.forget * self.moments[:, told] + np.stack(
+                [part * np.square(x), part * (x * y)]
+            )
         self.log_batch = np.where(seen, log_batch, self.log_batch)
         self.log_time = np.where(seen, log_time, self.log_time)
 
     def excess(self, unit: Floats, alpha: Floats, beta: Floats) -> Floats:
         """What was learned beyond the elasticity of the line alpha + beta b, (..., W, K); 0 where nothing was."""
-        samples = beta[..., None] * unit[..., None] * np.exp(CENTRES)
+        samples = laid_out((beta * unit)[..., None, :] * np.exp(CENTRES)[:, None]).swapaxes(-1, -2)
         samples /= np.maximum(alpha[..., None] + samples, 1e-30)
         squares, products = self.moments
         samples *= squares
@@ -71,14 +74,17 @@ class LocalElasticity:
     def beyond(excess: Floats, unit: Floats, start: Floats, end: Floats) -> Floats:
         """Log seconds (..., W) that going from sizes `start` to `end` costs beyond what the line says."""
         a, b = np.log(np.maximum(start, 1e-2) / unit), np.log(np.maximum(end, 1e-2) / unit)
-        low, high = np.minimum(a, b)[..., None], np.maximum(a, b)[..., None]
-        reach = np.maximum(np.minimum(high, CENTRES + HALF) - np.maximum(low, CENTRES - HALF), 0.0)
-        return np.asarray(np.sign(b - a) * (excess * reach).sum(-1))
+        low, high, at = np.minimum(a, b)[..., None, :], np.maximum(a, b)[..., None, :], CENTRES[:, None]
+        reach = np.minimum(high, at + HALF)
+        reach -= np.maximum(low, at - HALF)
+        np.maximum(reach, 0.0, out=reach)
+        reach *= excess.swapaxes(-1, -2)
+        return np.asarray(np.sign(b - a) * reach.sum(-2))
 
     def around(self, excess: Floats, unit: Floats, batch: Floats) -> tuple[Floats, Floats]:
         """`excess` just below and just above the sizes `batch`, and how much of it is known (0 to 1), both (..., W, 2)."""
         at = np.log(np.maximum(batch, 1e-2) / unit) / (2 * HALF) + len(CENTRES) // 2
-        low = np.clip(np.floor(at).astype(np.int64), 0, len(CENTRES) - 2)[..., None]
+        low = np.minimum(np.maximum(np.floor(at).astype(np.int64), 0), len(CENTRES) - 2)[..., None]
         pair = np.concatenate([low, low + 1], -1)
         squares = np.take_along_axis(self.moments[0], pair, -1)
         return np.take_along_axis(excess, pair, -1), np.asarray(squares / (squares + self.prior))

@@ -51,6 +51,17 @@ def mean_of_known(x: Floats) -> Floats:
     return np.where(count > 0, np.where(known, x, 0.0).sum(-1) / np.maximum(count, 1), np.nan)
 
 
+def laid_out(x: Floats) -> Floats:
+    """The same array (..., W, G) with its longer axis innermost in memory: NumPy's loops are then long.
+
+    >>> laid_out(np.zeros((9, 2))).strides
+    (8, 72)
+    """
+    if x.shape[-2] < x.shape[-1]:
+        return np.ascontiguousarray(x)
+    return np.ascontiguousarray(x.swapaxes(-1, -2)).swapaxes(-1, -2)
+
+
 def _finite(x: Floats) -> Floats:
     return np.where(np.isfinite(x), x, 0.0)
 
@@ -115,6 +126,7 @@ class Exchange:
         self.level: Floats = UNKNOWN  # (..., G) log seconds
         self.loss: Floats = UNKNOWN  # (..., G)
         self.count: Floats = UNKNOWN  # (...)
+        self._weighed: tuple[Floats, Floats] = (np.empty(0), UNKNOWN)  # `loss`, and the weights that follow from it
 
     def update(self, slowest: Floats, exposed: Floats) -> None:
         """Take in the slowest worker's seconds and what the exchange added to them, (...)."""
@@ -145,12 +157,18 @@ class Exchange:
     def log_step(self, computing: Floats) -> Floats:
         """Expected log seconds of a step (..., K) whose slowest worker computes for `computing` (..., K)."""
         level = np.where(np.isnan(self.level), -np.inf, self.level)[..., None, :]
-        likely = np.exp(self.loss.min(-1, keepdims=True) - self.loss)
-        weights = (likely / likely.sum(-1, keepdims=True))[..., None, :]
+        weights = self.weights()[..., None, :]
         slow = np.log(np.maximum(computing, 1e-12))[..., None]
         with np.errstate(invalid="ignore"):
             whole = np.logaddexp(OVERLAPS * slow, OVERLAPS * level) / OVERLAPS
         return np.asarray((weights * whole).sum(-1))
+
+    def weights(self) -> Floats:
+        """How much each of `OVERLAPS` is believed, (..., G)."""
+        if self._weighed[0] is not self.loss:
+            likely = np.exp(self.loss.min(-1, keepdims=True) - self.loss)
+            self._weighed = self.loss, likely / likely.sum(-1, keepdims=True)
+        return self._weighed[1]
 
     FIELDS = ("level", "loss", "count")
 
@@ -200,6 +218,7 @@ class NoiseByBatch:
         self.last_batch: Floats = UNKNOWN
         self.squares: Floats = UNKNOWN  # (..., R) sums of squared errors of predicted changes
         self.count: Floats = UNKNOWN  # (...)
+        self._weighed: tuple[Floats, Floats, Floats] = (np.empty(0), np.empty(0), UNKNOWN)  # squares, count, weights
 
     def update(self, phi: Floats, ratio: Floats) -> None:
         """Take in a measured noise scale and B / B0, (...); NaN leaves everything alone."""
@@ -220,9 +239,11 @@ class NoiseByBatch:
 
     def weights(self) -> Floats:
         """How much each of `RATES` is believed, (..., R): the marginal likelihood of a normal with unknown variance."""
-        loss = (1.0 + self.count[..., None] / 2) * np.log(self.error**2 + self.squares / 2)
-        likely = np.exp(loss.min(-1, keepdims=True) - loss)
-        return np.asarray(likely / likely.sum(-1, keepdims=True))
+        if self._weighed[0] is not self.squares or self._weighed[1] is not self.count:
+            loss = (1.0 + self.count[..., None] / 2) * np.log(self.error**2 + self.squares / 2)
+            likely = np.exp(loss.min(-1, keepdims=True) - loss)
+            self._weighed = self.squares, self.count, likely / likely.sum(-1, keepdims=True)
+        return self._weighed[2]
 
     def log_waste(self, total: Floats, base: Floats) -> Floats:
         """Expected log(1 + B / phi(B)) of global batches (..., K): what they cost in samples; NaN where phi is unknown."""

@@ -147,21 +147,25 @@ class LearnedPolicy:
         lead, (workers, inputs) = observed.shape[:-2], observed.shape[-2:]
         with torch.inference_mode():
             flat = torch.from_numpy(np.ascontiguousarray(observed).reshape(-1, workers, inputs))
-            local, shared, _ = self.net.action(flat, torch.from_numpy(np.ascontiguousarray(active).reshape(-1, workers)))
+            local, shared, _ = self.net.action(
+                flat, torch.from_numpy(np.ascontiguousarray(active).reshape(-1, workers))
+            )
         delta = local.squeeze(-1).double().numpy().reshape(*lead, workers)
         return delta, shared.squeeze(-1).double().numpy().reshape(lead)
 
     def allocate(self, window: Window, bounds: Bounds, delta: Floats, growth: Floats) -> Ints:
         """The allocation of an action, around the rule's answer to the window observed last."""
         wish, active = self.memory.wish, window.batch_size > 0
-        delta = np.where(active, np.nan_to_num(delta), 0.0)
+        delta = np.where(active & np.isfinite(delta), delta, 0.0)
         delta = delta - delta.sum(-1, keepdims=True) / np.maximum(active.sum(-1, keepdims=True), 1)
-        delta = np.clip(np.where(active, delta, 0.0), -DELTA_LIMIT, DELTA_LIMIT)
+        delta = np.minimum(np.maximum(np.where(active, delta, 0.0), -DELTA_LIMIT), DELTA_LIMIT)
         growth = np.where(self.memory.guided, np.clip(np.nan_to_num(growth), LEAST_GROWTH, MOST_GROWTH), 0.0)
         moved = wish * np.exp(delta)
         whole = wish.sum(-1) / np.maximum(moved.sum(-1), 1e-9) * np.exp(growth)
         low, high = self.trusted(window)
-        sizes = np.where(self.memory.measured[..., None], np.clip(moved * whole[..., None], low, high), wish)
+        sizes = np.where(
+            self.memory.measured[..., None], np.minimum(np.maximum(moved * whole[..., None], low), high), wish
+        )
         total = np.where(self.memory.guided, sizes.sum(-1), wish.sum(-1))
         return project(sizes, bounds, total=total, current=window.batch_size)
 

@@ -185,7 +185,7 @@ class Memory:
         for row, name in zip(stacked, OWN_FEATURES, strict=True):
             row[...] = own[name]
         np.copyto(stacked, 0.0, where=~np.isfinite(stacked))
-        np.clip(stacked, -3.0, 3.0, out=stacked)
+        np.minimum(np.maximum(stacked, -3.0, out=stacked), 3.0, out=stacked)
         return np.ascontiguousarray(np.moveaxis(stacked, 0, -1), dtype=np.float32)
 
     def state_dict(self) -> dict[str, Any]:

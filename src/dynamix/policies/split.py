@@ -42,8 +42,8 @@ def finish_for(total: Floats, alpha: Floats, beta: Floats, low: Floats, high: Fl
     most = last.max(-1)
     least = first.min(-1)
     least = least + (most - least) * _NEXT_TO
-    smallest = np.broadcast_to(low, first.shape).sum(-1)
-    lowest, highest = total <= smallest, total >= np.broadcast_to(high, first.shape).sum(-1)
+    smallest, largest = _whole(low, first), _whole(high, first)
+    lowest, highest = total <= smallest, total >= largest
     if np.all(lowest | highest):
         return np.asarray(np.where(lowest, least, most))
     # The global batch grows with the time in straight pieces: a worker begins to grow at `first` and is full at `last`.
@@ -60,6 +60,12 @@ def finish_for(total: Floats, alpha: Floats, beta: Floats, low: Floats, high: Fl
         inside = end - np.maximum(reached - wanted, 0.0) / pace
     at = np.clip(np.where(np.isfinite(inside), inside, end)[..., 0], least, most)
     return np.asarray(np.where(lowest, least, np.where(highest, most, at)))
+
+
+def _whole(sizes: Floats, like: Floats) -> Floats:
+    """Sum over workers of sizes that may be one for all."""
+    alike = sizes.shape[-1:] != like.shape[-1:]
+    return np.asarray((np.broadcast_to(sizes, like.shape) if alike else sizes).sum(-1))
 
 
 def split(total: Floats, alpha: Floats, beta: Floats, bounds: Bounds) -> Floats:
@@ -91,8 +97,8 @@ def best_split(alpha: Floats, beta: Floats, bounds: Bounds, objective: Objective
         grid = start[..., None] + (stop - start)[..., None] * np.linspace(0.0, 1.0, _POINTS)
         finish = np.exp(grid)
         best = np.asarray(objective(finish, _totals(finish, alpha, beta, low, high)).argmax(-1))[..., None]
-        around = [np.take_along_axis(grid, np.clip(best + i, 0, _POINTS - 1), -1)[..., 0] for i in (-1, 1)]
-        start, stop = around
+        beside = np.maximum(best - 1, 0), np.minimum(best + 1, _POINTS - 1)
+        start, stop = (np.take_along_axis(grid, at, -1)[..., 0] for at in beside)
     chosen = np.take_along_axis(grid, best, -1)[..., 0]
     return finishing_at(np.exp(chosen), alpha, beta, low, high)
 
