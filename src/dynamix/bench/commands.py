@@ -301,6 +301,7 @@ def bench_stigmergy(
     quick: Annotated[bool, typer.Option("--quick", help="About two minutes: to 32 workers, one seed.")] = False,
     scenarios: Annotated[str | None, typer.Option(help="Comma-separated [default: all].")] = None,
     workers: Annotated[str | None, typer.Option(help="Comma-separated [default: 4,8,32,1024; quick 4,8,32].")] = None,
+    processes: Annotated[int, typer.Option(min=1, help="That play cells.")] = 1,
     resume: Resume = False,
     out: Out = None,
     as_json: Json = False,
@@ -322,5 +323,5 @@ def bench_stigmergy(
         plan = replace(plan, workers=tuple(int(w) for w in workers.split(",")))
     plan.check()
     with progress("stigmergy") as tell, RunFolder("stigmergy", out, resume=resume) as folder:
-        result = run_suite(plan, folder, tell=tell)
+        result = run_suite(plan, folder, processes=processes, tell=tell)
     print_json(result) if as_json else typer.echo(markdown(result))

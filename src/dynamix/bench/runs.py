@@ -66,7 +66,9 @@ class Run:
 
     @property
     def wait_fraction(self) -> float:
-        """Share of all workers' step time that was spent waiting for slower workers."""
+        """Share of all workers' step time that was spent waiting for slower workers; NaN where nobody knows all of them."""
+        if not any(np.isfinite(Window.from_dict(event["window"]).wait).any() for event in self.events):
+            return float("nan")
         parts = self.where_time_went()
         total = sum(sum(values) for values in parts.values())
         return sum(parts["wait"]) / total if total else float("nan")

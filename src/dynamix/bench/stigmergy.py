@@ -8,7 +8,9 @@ the traces and their decay are worth; and what a decision costs. Cells are saved
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import multiprocessing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -28,7 +30,7 @@ from dynamix.telemetry.run_folder import RunFolder, commit, machine
 from dynamix.window import Floats
 
 Tell = Callable[[str, float], None]
-TEST_SEEDS = tuple(range(730_001, 730_004))
+TEST_SEEDS = (730_001, 730_002)
 FADES = {"no-decay": 0.0, "fast-decay": 0.98}
 FAILING = ("dynamix", "stigmergic")
 
@@ -38,7 +40,7 @@ class Plan:
     """What one call runs: every scenario at every W, and the failures, recovery and ablations at some of them.
 
     seeds, clusters   a pair is a cluster; at least 30 of them in every cell of a full call
-    windows           decisions per run; at W of `large` or more half of them
+    windows           decisions per run; at W of `large` or more a third of them
     """
 
     command: str = "bench stigmergy"
@@ -46,12 +48,15 @@ class Plan:
     workers: tuple[int, ...] = (4, 8, 32, 1024)
     failing_workers: tuple[int, ...] = (8, 32)
     seeds: tuple[int, ...] = TEST_SEEDS
-    clusters: int = 12
-    rows: int = 12_288  # clusters times W of a seed, at most
-    windows: int = 90
+    clusters: int = 16
+    rows: int = 16_384  # clusters times W of a seed, at most
+    windows: int = 72
     large: int = 512
     interval: int = 5
     delay: int = 1
+    ablated: tuple[str, ...] = ("drifting", "slowdowns")
+    recovery: tuple[int, int] = (20, 40)  # windows before a slowdown, and after it
+    resamples: int = 4000  # of the bootstrap
     cost_workers: tuple[int, ...] = (10, 100, 1000, 10_000)
 
     @classmethod
@@ -76,23 +81,27 @@ class Plan:
         if min(self.workers, default=0) < 2:
             raise ConfigError("workers", self.workers, "2 or more each", "one worker has nobody to leave traces for")
 
-    def cells(self) -> dict[str, Callable[[], dict[str, Any]]]:
-        """Name -> what to run for it."""
-        each: dict[str, Callable[[], dict[str, Any]]] = {}
-        for w in self.workers:
-            for scenario in self.scenarios:
-                each[f"{scenario}-{w}"] = lambda s=scenario, w=w: run_scenario(self, s, w)  # type: ignore[misc]
+    def cells(self) -> list[str]:
+        """Names of what is run: KIND-W, or ablations-SCENARIO-W."""
+        each = [f"{scenario}-{w}" for w in self.workers for scenario in self.scenarios]
         for w in self.failing_workers:
-            each[f"failures-{w}"] = lambda w=w: run_failures(self, w)  # type: ignore[misc]
-            each[f"vanished-{w}"] = lambda w=w: run_vanished(self, w)  # type: ignore[misc]
-            each[f"recovery-{w}"] = lambda w=w: run_recovery(self, w)  # type: ignore[misc]
-            for scenario in ("drifting", "slowdowns"):
-                each[f"ablations-{scenario}-{w}"] = lambda s=scenario, w=w: run_ablations(self, s, w)  # type: ignore[misc]
+            each += [f"failures-{w}", f"vanished-{w}", f"recovery-{w}", *[f"ablations-{s}-{w}" for s in self.ablated]]
         return each
 
     def sizes(self, workers: int) -> tuple[int, int]:
         """Clusters a seed and windows at W workers."""
-        return max(1, min(self.clusters, self.rows // workers)), self.windows // (2 if workers >= self.large else 1)
+        return max(1, min(self.clusters, self.rows // workers)), self.windows // (3 if workers >= self.large else 1)
+
+
+def run_cell(plan: Plan, name: str) -> dict[str, Any]:
+    """One of `Plan.cells()`, by name."""
+    kind, _, w = name.rpartition("-")
+    runs = {"failures": run_failures, "vanished": run_vanished, "recovery": run_recovery}
+    if kind in runs:
+        return runs[kind](plan, int(w))
+    if kind.startswith("ablations-"):
+        return run_ablations(plan, kind.removeprefix("ablations-"), int(w))
+    return run_scenario(plan, kind, int(w))
 
 
 def _named(name: str) -> Factory:
@@ -100,10 +109,10 @@ def _named(name: str) -> Factory:
 
 
 def rivals() -> dict[str, Factory]:
-    """Who meets in every scenario. `static` is what ratios are to; `local` knows nothing of others; `lagged` the true costs."""
+    """Who meets in every scenario. `static` is what ratios are to; `local` knows nothing of others."""
     return {
         "static": _named("static"), "dbs": _named("dbs"), "lb_bsp": _named("lb_bsp"), "local": lambda _: OwnPace(),
-        "goodput": _named("goodput"), "dynamix": _named("dynamix"), "stigmergic": _named("stigmergic"), "lagged": LaggedReference,
+        "dynamix": _named("dynamix"), "stigmergic": _named("stigmergic"),
     }  # fmt: skip
 
 
@@ -139,12 +148,15 @@ def compare(
         }
         for name, values in times_to_common_progress(paths).items():
             taken[name].append(values)
-    return _scored({name: np.concatenate(values) for name, values in taken.items()}, extra)
+    return _scored({name: np.concatenate(values) for name, values in taken.items()}, plan, extra)
 
 
-def _scored(times: Mapping[str, Floats], extra: Sequence[tuple[str, str]] = ()) -> dict[str, Any]:
+def _scored(times: Mapping[str, Floats], plan: Plan, extra: Sequence[tuple[str, str]] = ()) -> dict[str, Any]:
     wanted = [(name, "static") for name in times if name != "static"] + list(extra)
-    ratios = {f"{a}/{b}": paired_ratio(times[a].tolist(), times[b].tolist()).to_dict() for a, b in wanted}
+    ratios = {
+        f"{a}/{b}": paired_ratio(times[a].tolist(), times[b].tolist(), resamples=plan.resamples).to_dict()
+        for a, b in wanted
+    }
     policies = {
         name: {
             "time_to_target_s": round(float(np.exp(np.log(t).mean())), 3),
@@ -188,7 +200,7 @@ def run_failures(plan: Plan, workers: int) -> dict[str, Any]:
                 )
         for name, values in times_to_common_progress(paths).items():
             taken.setdefault(name, []).append(values)
-    cell = _scored({name: np.concatenate(values) for name, values in taken.items()})
+    cell = _scored({name: np.concatenate(values) for name, values in taken.items()}, plan)
     over = {name: cell["ratios"][f"{name}/static"]["median"] for name in taken if name != "static"}
     left = {name: round((1 - over[f"{name}-dead"]) / (1 - over[name]), 3) for name in FAILING if over[name] < 0.99}
     return {**cell, "gain_left": left}
@@ -201,11 +213,11 @@ def run_vanished(plan: Plan, workers: int) -> dict[str, Any]:
     return compare(plan, {n: _named(n) for n in names}, lambda seed: vanishing(clusters, workers, windows, seed))
 
 
-def run_recovery(plan: Plan, workers: int, *, before: int = 20, after: int = 40) -> dict[str, Any]:
+def run_recovery(plan: Plan, workers: int) -> dict[str, Any]:
     """Windows after a lasting slowdown of one worker (2.5 times) until two in a row make 95 % of the lagged reference's progress
     per second; `after` where that never came."""
-    clusters, _ = plan.sizes(workers)
-    factories = {name: make for name, make in rivals().items() if name != "dbs"}
+    (clusters, _), (before, after) = plan.sizes(workers), plan.recovery
+    factories = {name: make for name, make in rivals().items() if name != "dbs"} | {"lagged": LaggedReference}
     windows: dict[str, list[Floats]] = {name: [] for name in factories if name != "lagged"}
     for seed in plan.seeds:
         world = sample_family("affine-quiet", clusters, workers, seed)
@@ -243,8 +255,13 @@ def _rates(make: Factory, world: Any, plan: Plan, seed: int, before: int, window
     return np.array(path)
 
 
-def run_suite(plan: Plan, folder: RunFolder, *, tell: Tell = lambda what, done: None) -> dict[str, Any]:
-    """Run what `folder` does not hold yet; writes run.json, a file per cell, result.json and table.md."""
+def run_suite(
+    plan: Plan, folder: RunFolder, *, processes: int = 1, tell: Tell = lambda what, done: None
+) -> dict[str, Any]:
+    """Run what `folder` does not hold yet; writes run.json, a file per cell, result.json and table.md.
+
+    processes   that play cells; their number changes the time taken, not the figures (but for costs of decisions)
+    """
     from dynamix.bench.stigmergy_report import markdown
 
     plan.check()
@@ -256,22 +273,22 @@ def run_suite(plan: Plan, folder: RunFolder, *, tell: Tell = lambda what, done: 
     if before and before.get("plan") != facts["plan"]:
         raise ConfigError("plan", plan.command, f"the one begun in {folder.path}", "resume with the same arguments")
     folder.write_run(**facts)
-    runs, cells = plan.cells(), {}
-    for i, (name, run) in enumerate(runs.items()):
-        path = folder.path / "cells" / f"{name}.json"
-        if not path.exists():
-            tell(name, i / (len(runs) + 1))
-            path.parent.mkdir(exist_ok=True)
-            path.write_text(json.dumps(run(), allow_nan=False), encoding="utf-8")
-        cells[name] = json.loads(path.read_text(encoding="utf-8"))
-    tell("cost of a decision", len(runs) / (len(runs) + 1))
+    names = plan.cells()
+    paths = {name: folder.path / "cells" / f"{name}.json" for name in names}
+    missing = [name for name in names if not paths[name].exists()]
+    (folder.path / "cells").mkdir(exist_ok=True)
+    for i, (name, cell) in enumerate(_played(plan, missing, processes)):
+        paths[name].write_text(json.dumps(cell, allow_nan=False), encoding="utf-8")
+        tell(name, (len(names) - len(missing) + i + 1) / (len(names) + 1))
+    cells = {name: json.loads(path.read_text(encoding="utf-8")) for name, path in paths.items()}
+    tell("cost of a decision", len(names) / (len(names) + 1))
     costs = decision_costs(plan.cost_workers)
     scenarios = {name: cell for name, cell in cells.items() if name.rpartition("-")[0] in FAMILIES}
     result = {
         **facts,
         "commit": commit(),
         "machine": machine(),
-        **_joined(scenarios),
+        **_joined(scenarios, plan),
         "cells": cells,
         "decision_us": costs,
     }
@@ -280,12 +297,24 @@ def run_suite(plan: Plan, folder: RunFolder, *, tell: Tell = lambda what, done: 
     return result
 
 
-def _joined(cells: dict[str, Any]) -> dict[str, Any]:
+def _played(plan: Plan, names: Sequence[str], processes: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Cells as they end."""
+    if processes < 2:
+        for name in names:
+            yield name, run_cell(plan, name)
+        return
+    with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
+        running = {pool.submit(run_cell, plan, name): name for name in names}
+        for future in as_completed(running):
+            yield running[future], future.result()
+
+
+def _joined(cells: dict[str, Any], plan: Plan) -> dict[str, Any]:
     """The scenarios together, each weighing the same: `policies` has lists over `pairs_of`, ratios are bootstrapped over cells too."""
     names = next(iter(cells.values()))["policies"]
     times = {name: {cell: part["policies"][name]["times_s"] for cell, part in cells.items()} for name in names}
     ratios = {
-        f"{name}/{base}": paired_ratio(times[name], times[base]).to_dict()
+        f"{name}/{base}": paired_ratio(times[name], times[base], resamples=plan.resamples).to_dict()
         for name, base in [(name, "static") for name in names if name != "static"]
         + [("stigmergic", "dbs"), ("stigmergic", "dynamix")]
     }
