@@ -24,10 +24,11 @@ from torch.utils.data import DataLoader, Dataset
 
 import dynamix
 from dynamix import decentral
-from dynamix.decentral import PeerChannel, own_window
+from dynamix.decentral import PeerChannel, open_channel, own_window
 from dynamix.decision import Closing, Decider
 from dynamix.errors import ConfigError
 from dynamix.observation import ROW
+from dynamix.policies.guard import Guard
 from dynamix.policies.stigmergic import StigmergicPolicy
 from dynamix.policies.traces import TRACES
 from dynamix.stigmergy.field import MemoryField
@@ -142,15 +143,12 @@ def test_a_dead_store_means_that_sizes_stay_and_training_goes_on(server: tuple[i
     assert max(r["waited_s"] for r in results) < 10
 
 
-def _guarded(rank: int) -> str:
-    with pytest.raises(ConfigError) as caught:
-        dynamix.Controller("stigmergic", batch_size=8, guard=True)
-    return str(caught.value)
-
-
-@pytest.mark.multiproc
-def test_what_needs_somebody_who_knows_all_is_refused() -> None:
-    assert all("guard=True" in message for message in run_ranks(_guarded, 2))
+def test_a_guard_which_needs_all_workers_times_is_refused() -> None:
+    guarded = Guard(StigmergicPolicy())
+    decider = Decider(guarded, Bounds.of(2), base_batch=2, accumulate=1, slack=1, replay=None, events=None)
+    group: Any = object()  # never used
+    with pytest.raises(ConfigError, match="guard=True"):
+        open_channel(group, 2, decider, lr_rule="none")
 
 
 def _fails_on_rank_1(rank: int) -> dict[str, Any]:
