@@ -17,12 +17,11 @@ from dynamix.bench.compression import Cell, Plan, run_compression
 from dynamix.bench.compression_jobs import JOBS, make_job
 from dynamix.bench.compression_report import label, markdown, write_compression_report
 from dynamix.bench.compression_summary import join, judge, summarise
-from dynamix.bench.compression_worker import bound_bytes, traffic
-from dynamix.bench.exchanges import BLOCK, LOSSY, OURS, WAYS, make_exchange
+from dynamix.bench.compression_worker import bound_bytes
+from dynamix.bench.exchanges import LOSSY, OURS, WAYS
 from dynamix.cli import app
 from dynamix.errors import ConfigError
 from dynamix.telemetry.run_folder import RunFolder
-from tests.ranks import run_ranks
 
 SOME = ("dense", "dense-again", "fp16", "compaction", "lhc", "auto")
 TINY = {"users": 300, "items": 100, "factors": 8, "samples": 8}
@@ -156,36 +155,6 @@ def test_bad_arguments_end_with_one_clear_line_and_no_folder(arguments: list[str
     assert done.exit_code == 2
     assert len(done.output.strip().splitlines()) == 1
     assert list(tmp_path.iterdir()) == []
-
-
-def _blocks(rank: int) -> dict[str, Any]:
-    class Bucket:
-        def __init__(self, flat: torch.Tensor) -> None:
-            self._flat = flat
-
-        def buffer(self) -> torch.Tensor:
-            return self._flat
-
-    net = torch.nn.Linear(2, 2)
-    hook = make_exchange("blocks", net).hook
-    found = {}
-    for n in (1, BLOCK, 5 * BLOCK + 7):
-        flat = torch.zeros(n)
-        flat[(3 * BLOCK * rank) % n] = 2.0 + rank
-        found[n] = hook(None, Bucket(flat)).wait()  # type: ignore[arg-type]
-    assert traffic() is None, "loopback's counters are everybody's"
-    return found
-
-
-@pytest.mark.multiproc
-def test_nonzero_blocks_give_the_mean() -> None:
-    one, other = run_ranks(_blocks, 2)
-    for n, mean in one.items():
-        want = torch.zeros(n)
-        want[0] += 1.0
-        want[(3 * BLOCK) % n] += 1.5
-        assert torch.equal(mean, want)
-        assert torch.equal(mean, other[n])
 
 
 @pytest.mark.multiproc
