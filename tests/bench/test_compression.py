@@ -140,7 +140,15 @@ def test_sizes_of_the_issue_and_what_cannot_be_run() -> None:
     assert len(cells) == len(JOBS) * 2 * 2 + len(JOBS)
     assert {c.rate_mbit_s for c in Plan.of(quick=True).cells()} == {100, None}
     assert Plan.of(quick=True, workers=(8,), jobs=None).workers == (8,)
-    for change in ({"jobs": ("x",)}, {"ways": ("dense",)}, {"workers": (1,)}, {"rates_mbit_s": (0,)}, {"steps": 0}):
+    assert [c.name for c in Plan.of(quick=True, rates_mbit_s=()).cells()] == ["ratings-identity", "vgg19-identity"]
+    for change in (
+        {"jobs": ("x",)},
+        {"ways": ("dense",)},
+        {"workers": (1,)},
+        {"rates_mbit_s": (0,)},
+        {"steps": 0},
+        {"rates_mbit_s": (), "identity_steps": 0},
+    ):
         with pytest.raises(ConfigError):
             dataclasses.replace(Plan(), **change).check()
     assert Cell("lstm", 1000, 8).scenario().hosts[0].rate_mbit_s == 1000.0

@@ -252,12 +252,15 @@ def bench_compression(
     ] = None,
     rates: Annotated[str | None, typer.Option(help="Link rates, Mbit/s, comma-separated [default: 100,1000].")] = None,
     workers: Annotated[str | None, typer.Option(help="Hosts, comma-separated [default: 4,8].")] = None,
-    ways: Annotated[str | None, typer.Option(help="Comma-separated, dense,dense-again among them [default: all].")] = None,
+    ways: Annotated[
+        str | None, typer.Option(help="Comma-separated, dense,dense-again among them [default: all].")
+    ] = None,
     rounds: Annotated[int | None, typer.Option(help="Turns of each way in a cell [default: 4, quick 3].")] = None,
     steps: Annotated[int | None, typer.Option(help="Timed steps a turn [default: 6, quick 4].")] = None,
     identity_steps: Annotated[
         int | None, typer.Option(help="Of the check against dense in fixed point; 0: none [default: 500, quick 50].")
     ] = None,
+    identity_only: Annotated[bool, typer.Option("--identity-only", help="Only that check: no links, no root.")] = False,
     seed: Annotated[int, typer.Option(help="Of weights, data and the order of turns.")] = 0,
     resume: Resume = False,
     out: Out = None,
@@ -269,7 +272,7 @@ def bench_compression(
     from dynamix.telemetry.run_folder import RunFolder
 
     plan = Plan.of(
-        quick=quick, jobs=_names(workloads), rates_mbit_s=_numbers("rates", rates),
+        quick=quick, jobs=_names(workloads), rates_mbit_s=() if identity_only else _numbers("rates", rates),
         workers=_numbers("workers", workers), ways=_names(ways), rounds=rounds, steps=steps,
         identity_steps=identity_steps, seed=seed,
     )  # fmt: skip

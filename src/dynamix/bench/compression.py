@@ -93,6 +93,8 @@ class Plan:
             for value in values:
                 if not low <= value <= high:
                     raise ConfigError(name, value, f"{low} to {high}", "check the argument")
+        if not self.cells():
+            raise ConfigError("identity_steps", 0, "1 or more without timed cells", "leave out --identity-only")
 
     def cells(self) -> list[Cell]:
         """The sparsest job on the slowest link first, so that a call that is stopped has it."""
