@@ -83,10 +83,10 @@ class Plan:
 
     def cells(self) -> list[str]:
         """Names of what is run: KIND-W, or ablations-SCENARIO-W."""
-        each = [f"{scenario}-{w}" for w in self.workers for scenario in self.scenarios]
+        each = [f"{scenario}-{w}" for w in self.workers if w < self.large for scenario in self.scenarios]
         for w in self.failing_workers:
             each += [f"failures-{w}", f"vanished-{w}", f"recovery-{w}", *[f"ablations-{s}-{w}" for s in self.ablated]]
-        return each
+        return each + [f"{scenario}-{w}" for w in self.workers if w >= self.large for scenario in self.scenarios]
 
     def sizes(self, workers: int) -> tuple[int, int]:
         """Clusters a seed and windows at W workers."""
@@ -305,8 +305,12 @@ def _played(plan: Plan, names: Sequence[str], processes: int) -> Iterator[tuple[
         return
     with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
         running = {pool.submit(run_cell, plan, name): name for name in names}
-        for future in as_completed(running):
-            yield running[future], future.result()
+        try:
+            for future in as_completed(running):
+                yield running[future], future.result()
+        except BaseException:  # an interrupt, too: what has not begun is not begun any more
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
 
 
 def _joined(cells: dict[str, Any], plan: Plan) -> dict[str, Any]:
