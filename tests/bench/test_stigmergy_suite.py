@@ -34,6 +34,9 @@ def test_the_suite_goes_on_where_it_stopped_and_reports_every_part(tmp_path: Pat
 
     with pytest.raises(KeyboardInterrupt):
         run_suite(SMALL, RunFolder("test", tmp_path / "run"), tell=stop)
+    partly = json.loads((tmp_path / "run" / "result.json").read_text())
+    assert partly["interrupted"]
+    assert list(partly["cells"]) == ran
     again: list[str] = []
     result = run_suite(
         SMALL, RunFolder("test", tmp_path / "run", resume=True), tell=lambda what, done: again.append(what)

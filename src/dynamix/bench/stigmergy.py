@@ -12,6 +12,7 @@ import multiprocessing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -261,9 +262,9 @@ def run_suite(
     """Run what `folder` does not hold yet; writes run.json, a file per cell, result.json and table.md.
 
     processes   that play cells; their number changes the time taken, not the figures (but for costs of decisions)
-    """
-    from dynamix.bench.stigmergy_report import markdown
 
+    Interrupted, it summarises what has ended before `KeyboardInterrupt` goes on.
+    """
     plan.check()
     facts: dict[str, Any] = {
         "schema": SCHEMA, "command": plan.command, "cluster": "simulator", "mechanisms": {}, "scenario_sha256": None,
@@ -277,21 +278,28 @@ def run_suite(
     paths = {name: folder.path / "cells" / f"{name}.json" for name in names}
     missing = [name for name in names if not paths[name].exists()]
     (folder.path / "cells").mkdir(exist_ok=True)
-    for i, (name, cell) in enumerate(_played(plan, missing, processes)):
-        paths[name].write_text(json.dumps(cell, allow_nan=False), encoding="utf-8")
-        tell(name, (len(names) - len(missing) + i + 1) / (len(names) + 1))
-    cells = {name: json.loads(path.read_text(encoding="utf-8")) for name, path in paths.items()}
+    try:
+        for i, (name, cell) in enumerate(_played(plan, missing, processes)):
+            paths[name].write_text(json.dumps(cell, allow_nan=False), encoding="utf-8")
+            tell(name, (len(names) - len(missing) + i + 1) / (len(names) + 1))
+    except KeyboardInterrupt:
+        if paths[names[0]].exists():
+            _conclude(facts | {"interrupted": True}, plan, folder, paths)
+        raise
     tell("cost of a decision", len(names) / (len(names) + 1))
-    costs = decision_costs(plan.cost_workers)
+    return _conclude(facts, plan, folder, paths)
+
+
+def _conclude(facts: dict[str, Any], plan: Plan, folder: RunFolder, paths: Mapping[str, Path]) -> dict[str, Any]:
+    """Write result.json and table.md from the cells that are there."""
+    from dynamix.bench.stigmergy_report import markdown
+
+    cells = {name: json.loads(path.read_text(encoding="utf-8")) for name, path in paths.items() if path.exists()}
     scenarios = {name: cell for name, cell in cells.items() if name.rpartition("-")[0] in FAMILIES}
     result = {
-        **facts,
-        "commit": commit(),
-        "machine": machine(),
-        **_joined(scenarios, plan),
-        "cells": cells,
-        "decision_us": costs,
-    }
+        **facts, "commit": commit(), "machine": machine(), **_joined(scenarios, plan), "cells": cells,
+        "decision_us": decision_costs(plan.cost_workers),
+    }  # fmt: skip
     folder.write_result(result)
     (folder.path / "table.md").write_text(markdown(result), encoding="utf-8")
     return result
