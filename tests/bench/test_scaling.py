@@ -19,7 +19,7 @@ from dynamix.telemetry.run_folder import RunFolder
 
 COSTS = NetCosts(0.01, 0.0005, 250_000)
 TINY = Plan(
-    "test", (("vgg11-sgd", 8),), ("reference", "dynamix-paper"), seeds=(0,), sweep=(8, 16), samples=1200, train=1000,
+    "test", (("vgg11-sgd", 8),), ("reference", "dynamix-paper"), seeds=(0,), sweep=(8, 16), samples=600, train=1000,
     test=100, scored=100, width=8,
 )  # fmt: skip
 
@@ -61,7 +61,7 @@ def test_a_tiny_suite_trains_concludes_and_goes_on_without_repeating(tmp_path: A
     assert again["raw"] == result["raw"]
     assert kept == {path: path.stat().st_mtime_ns for path in (tmp_path / "run" / "runs").iterdir()}
     with pytest.raises(ConfigError, match="resume with the same"):
-        run_scaling(dataclasses.replace(TINY, samples=1500), folder)
+        run_scaling(dataclasses.replace(TINY, samples=900), folder)
 
 
 def _run(step_s: float, scores: list[float], batches: list[float]) -> dict[str, Any]:

@@ -85,12 +85,15 @@ class WorkerCosts:
         torn = (own > self.torn * jitter) & (steps > 1)
         whole = seen & ~fresh & ~torn
         self._weigh(surprise, whole, prior + jitter / steps + self.error[..., None])
-        mean = (self.weights() * np.where(np.isnan(surprise), 0.0, surprise)).sum(-1)
+        mean = (self.weights() * _known(surprise)).sum(-1)
         common = _in_common(np.where(seen & ~fresh, mean, np.nan))
         measured = jitter / steps + self.apart[..., None]
         total = prior + measured
         jump = seen & ~fresh & (torn | ((mean - common) ** 2 > self.gate**2 * total))
-        beyond = np.where(jump, _beyond(seconds, mean, own, jitter, steps), 0.0)
+        beyond = np.zeros(busy.shape)
+        if jump.any():
+            lasted = np.broadcast_to(steps, busy.shape)
+            beyond[jump] = _beyond(*(x[jump] for x in (seconds, mean, own, jitter, lasted)))
         gain = np.where(jump, np.minimum(self._lasting() / LASTING, 1.0), np.where(fresh, 1.0, prior / total))
         self._move(surprise, beyond, self.follow * common, gain, jump=jump, seen=seen)
         if fresh.any():
@@ -111,27 +114,29 @@ class WorkerCosts:
         """Add a window's surprises (..., W, G), of variance `expected` (..., W), to the evidence of workers `whole`."""
         # Evidence is bounded, so a jump, which no candidate foresees, tells nothing; a wrong offset is no jump.
         told = np.square(surprise)
-        told /= expected[..., None]
-        told *= 0.5
+        told /= (2.0 * expected)[..., None]
         np.minimum(told, 0.5 * self.gate**2, out=told)
         told += self.forget * self.loss
-        self.loss = np.where(whole[..., None], told, self.loss)
+        if not whole.all():
+            told[~whole] = self.loss[~whole]
+        self.loss = told
 
     def _move(
         self, surprise: Floats, beyond: Floats, shift: Floats, gain: Floats, *, jump: np.ndarray, seen: np.ndarray
     ) -> None:
-        """Move levels by `gain` (..., W) of the surprises; `shift` (..., 1) of them all workers share."""
-        shift = shift[..., None]
-        moved = surprise + beyond[..., None]
+        """Move levels by `gain` (..., W) of the surprises, which it uses up; `shift` (..., 1) of them all workers share."""
+        moved, shift = surprise, shift[..., None]
         if jump.any():
-            level = self.level[jump]
+            level, leap = self.level[jump], beyond[jump][:, None]
             self.before[jump] = level + np.broadcast_to(shift[..., 0], jump.shape)[jump][:, None]
-            self.after[jump] = level + surprise[jump] + beyond[jump][:, None]
+            self.after[jump] = level + moved[jump] + leap
+            moved[jump] += leap
         moved -= shift
         moved *= gain[..., None]
         moved += shift
-        np.copyto(moved, 0.0, where=np.isnan(moved))
-        np.copyto(moved, 0.0, where=~seen[..., None])
+        moved = _known(moved)
+        if not seen.all():
+            moved[~seen] = 0.0
         moved += self.level
         self.level = moved
 
@@ -202,7 +207,10 @@ class WorkerCosts:
         """What seconds are proportional to by each candidate, (..., W, G): b + offset, or a power of b."""
         unit = base_total(window)[..., None, None] / window.workers
         size = np.asarray(batch, np.float64)[..., None, :]
-        by_candidate = np.concatenate([OFFSETS[:, None] * unit + size, unit * (size / unit) ** POWERS[:, None]], -2)
+        plain, workers = len(OFFSETS), size.shape[-1]
+        by_candidate = np.empty((*size.shape[:-2], plain + len(POWERS), workers))
+        np.add(OFFSETS[:, None] * unit, size, out=by_candidate[..., :plain, :])
+        np.multiply(unit, (size / unit) ** POWERS[:, None], out=by_candidate[..., plain:, :])
         return laid_out(by_candidate.swapaxes(-1, -2))
 
     def _typical(self, own: Floats, seconds: Floats) -> Floats:
@@ -236,6 +244,12 @@ class WorkerCosts:
         self.error, self.apart, self.count = np.zeros((3, *shape[:-1]))
 
     FIELDS = ("level", "loss", "variance", "size", "before", "after", "lasted", "jitter", "error", "apart", "count")
+
+
+def _known(x: Floats) -> Floats:
+    """(..., W, G) with 0 for workers of whom nothing is known: then their whole row is NaN."""
+    unknown = np.isnan(x[..., 0])
+    return np.where(unknown[..., None], 0.0, x) if unknown.any() else x
 
 
 def _in_common(surprise: Floats) -> Floats:

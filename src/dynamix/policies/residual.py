@@ -110,7 +110,10 @@ class Memory:
         self.total = total
         kept = {**own, "log_batch": log_batch, "older_surprise": past["last_surprise"], "last_surprise": surprise}
         own["older_surprise"], own["last_surprise"] = past["older_surprise"], past["last_surprise"]
-        self.per_worker = np.stack([_known(kept[name]) for name in _WORKER])
+        remembered = np.empty((len(_WORKER), *shape))
+        for row, name in zip(remembered, _WORKER, strict=True):
+            row[...] = kept[name]
+        self.per_worker = _known(remembered)
         return self._stacked(own, shape)
 
     @property
@@ -172,11 +175,11 @@ class Memory:
         slow = level if first else past["slow"] + 0.05 * (level - past["slow"])
         best = level if first else past["best"] + np.where(level < past["best"], 0.5, 0.01) * (level - past["best"])
         jump = np.abs(surprise) > JUMP
-        age = np.where(jump, 0.0, past["windows_since"] + 1)
+        age, jumps = np.where(jump, 0.0, past["windows_since"] + 1), _follow(past["jumps"], jump, 0.03)
         return {
             "surprise": surprise, "from_slow": level - slow, "from_best": level - best, "slow": slow, "best": best,
-            "windows_since": age, "age": np.log1p(age) / 2 - 1, "jumps": _follow(past["jumps"], jump, 0.03),
-            "hazard": 5 * _follow(past["jumps"], jump, 0.03),
+            "windows_since": age, "age": np.log1p(age) / 2 - 1, "jumps": jumps,
+            "hazard": 5 * jumps,
         }  # fmt: skip
 
     @staticmethod

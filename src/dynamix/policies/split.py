@@ -108,10 +108,12 @@ def _totals(finish: Floats, alpha: Floats, beta: Floats, low: Floats, high: Floa
     if alpha.shape[-1] < finish.shape[-1]:  # the longer axis goes last, or NumPy's loops are short
         sizes = finish[..., None, :] - alpha[..., None]
         sizes /= beta[..., None]
-        return np.asarray(np.minimum(np.maximum(sizes, low[..., None]), high[..., None]).sum(-2))
+        np.maximum(sizes, low[..., None], out=sizes)
+        return np.asarray(np.minimum(sizes, high[..., None], out=sizes).sum(-2))
     sizes = finish[..., None] - alpha[..., None, :]
     sizes /= beta[..., None, :]
-    return np.asarray(np.minimum(np.maximum(sizes, low[..., None, :]), high[..., None, :]).sum(-1))
+    np.maximum(sizes, low[..., None, :], out=sizes)
+    return np.asarray(np.minimum(sizes, high[..., None, :], out=sizes).sum(-1))
 
 
 def at_least(bounds: Bounds, total: Floats) -> Bounds:
