@@ -18,7 +18,7 @@ from dynamix.bench.compression_jobs import JOBS, make_job
 from dynamix.bench.compression_report import label, markdown, write_compression_report
 from dynamix.bench.compression_summary import join, judge, summarise
 from dynamix.bench.compression_worker import bound_bytes
-from dynamix.bench.exchanges import LOSSY, OURS, WAYS
+from dynamix.bench.exchanges import LOSSY, OURS
 from dynamix.cli import app
 from dynamix.errors import ConfigError
 from dynamix.telemetry.run_folder import RunFolder
@@ -167,39 +167,31 @@ def test_bad_arguments_end_with_one_clear_line_and_no_folder(arguments: list[str
 
 @pytest.mark.multiproc
 @pytest.mark.slow
-def test_a_whole_call_and_its_resumption_over_loopback(tmp_path, monkeypatch) -> None:
-    """Links cannot be shaped without root, so the timed cell runs unshaped here."""
+@pytest.mark.timeout(300)  # five processes that import torch: seconds, minutes only where other jobs hold the cores
+def test_a_whole_call_and_its_resumption(tmp_path, monkeypatch) -> None:
+    """Links cannot be shaped without root, so they are not here. Twelve steps by each way, in the order of one round."""
     unshaped = Cell.scenario
     monkeypatch.setattr(Cell, "scenario", lambda self: unshaped(dataclasses.replace(self, rate_mbit_s=None)))
+    ways = ("dense", "dense-again", "topk", "blocks", "compaction", "lhc", "auto", "aggregator-lhc")
     plan = Plan(
-        jobs=("ratings",),
-        rates_mbit_s=(100,),
-        workers=(2,),
-        rounds=1,
-        steps=2,
-        identity_steps=8,
-        ways=(*SOME, "topk", "blocks", "aggregator-lhc"),
-        options=TINY,
-        warm_up=False,
-    )
+        jobs=("ratings",), rates_mbit_s=(100,), workers=(2,), rounds=1, steps=12, identity_steps=0, ways=ways,
+        options=TINY, warm_up=False,
+    )  # fmt: skip
     result = run_compression(plan, RunFolder("compression", tmp_path / "run"))
     assert result == json.loads((tmp_path / "run" / "result.json").read_text())
-    assert set(result["cells"]) == {"ratings-2x100", "ratings-identity"}
-    ways = result["cells"]["ratings-2x100"]["ways"]
-    assert set(ways) == {*SOME, "topk", "blocks", "aggregator-lhc"} <= set(WAYS)
-    for name, way in ways.items():
-        assert len(way["loss"]) == 2
+    found = result["cells"]["ratings-2x100"]["ways"]
+    assert set(found) == set(ways)
+    for name, way in found.items():
+        assert len(way["loss"]) == 12
         assert way["exchange_median_s"] > 0
         if name not in LOSSY:
-            assert way["loss"] == pytest.approx(ways["dense"]["loss"], rel=1e-5), name
-    assert ways["compaction"]["loss"] == ways["lhc"]["loss"]
-    assert ways["compaction"]["payload_over_bound"] > 1
-    identity = result["cells"]["ratings-identity"]["identity"]
-    assert set(identity) == {"compaction", "lhc", "lhc-one-phase"}
-    for name, part in identity.items():
-        assert part["steps"] == 8
-        assert part["identical"] or (name == "lhc-one-phase" and part["statistics"]["dense_after"])
-    assert identity["compaction"]["last_loss"] < 20
+            assert way["loss"] == pytest.approx(found["dense"]["loss"], rel=1e-4), name
+    assert found["compaction"]["loss"] == found["lhc"]["loss"], "bit by bit"
+    assert (
+        found["lhc"]["loss"] == found["aggregator-lhc"]["loss"] or found["aggregator-lhc"]["statistics"]["dense_after"]
+    )
+    assert found["compaction"]["payload_over_bound"] > 1
+    assert found["aggregator-lhc"]["statistics"]["buckets"]["lhc-one-phase"] >= 8
     monkeypatch.setattr(compression, "_run_cell", lambda *_: pytest.fail("every cell was finished"))
     again = run_compression(plan, RunFolder("compression", tmp_path / "run", resume=True))
     assert again["cells"] == result["cells"]

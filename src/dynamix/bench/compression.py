@@ -12,7 +12,7 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -161,10 +161,9 @@ def run_compression(plan: Plan, folder: RunFolder, *, tell: Tell = lambda *_: No
             "out", str(folder.path), "a folder of this command with the same options", "resume with the same"
         )
     folder.write_run(**facts)
-    found: dict[str, Any] = {}
     try:
         for i, cell in enumerate(cells):
-            path = folder.path / "cells" / f"{cell.name}.json"
+            path = _saved(folder, cell)
             if not path.exists():
                 part = _part_of(tell, cell.name, i, len(cells))
                 row = {**_run_cell(cell, plan, folder.path / "ranks" / cell.name, part), "commit": commit()}
@@ -172,12 +171,16 @@ def run_compression(plan: Plan, folder: RunFolder, *, tell: Tell = lambda *_: No
                 unfinished = path.with_suffix(".unfinished")
                 unfinished.write_text(json.dumps(row, allow_nan=False), encoding="utf-8")
                 unfinished.replace(path)
-            found[cell.name] = json.loads(path.read_text(encoding="utf-8"))
     except KeyboardInterrupt:
-        if found:
-            _conclude({**facts, "interrupted": True}, found, folder)
+        finished = [cell for cell in cells if _saved(folder, cell).exists()]
+        if finished:
+            _conclude({**facts, "interrupted": True}, finished, folder)
         raise
-    return _conclude(facts, found, folder)
+    return _conclude(facts, cells, folder)
+
+
+def _saved(folder: RunFolder, cell: Cell) -> Path:
+    return folder.path / "cells" / f"{cell.name}.json"
 
 
 def _may_go_on(then: dict[str, Any], now: dict[str, Any]) -> bool:
@@ -249,8 +252,9 @@ def _follow(hosts: Emulation, folder: Path, tell: Callable[[float], None], began
         raise WorkerLostError(f"rank {first} ended with {codes[first]}: {said} (all of it in {errors})")
 
 
-def _conclude(facts: dict[str, Any], cells: dict[str, Any], folder: RunFolder) -> dict[str, Any]:
+def _conclude(facts: dict[str, Any], finished: Sequence[Cell], folder: RunFolder) -> dict[str, Any]:
     """Write result.json, table.md and report.html."""
+    cells = {cell.name: json.loads(_saved(folder, cell).read_text(encoding="utf-8")) for cell in finished}
     result = {
         **facts, "commit": commit(), "machine": machine(), "mechanisms": next(iter(cells.values()))["mechanisms"],
         "target": judge(cells), **join(cells), "cells": cells,
