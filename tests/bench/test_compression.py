@@ -16,7 +16,7 @@ from dynamix.bench import compression
 from dynamix.bench.compression import Cell, Plan, run_compression
 from dynamix.bench.compression_jobs import JOBS, make_job
 from dynamix.bench.compression_report import label, markdown, write_compression_report
-from dynamix.bench.compression_summary import join, judge, summarise
+from dynamix.bench.compression_summary import join, judge, summarise, unexplained
 from dynamix.bench.compression_worker import bound_bytes
 from dynamix.bench.exchanges import LOSSY, OURS
 from dynamix.cli import app
@@ -110,6 +110,9 @@ def test_losses_that_differ_in_one_bit_are_not_identical() -> None:
     assert not found["identical"]
     assert found["largest_difference"] > 0
     assert judge({"x": {"identity": {"lhc": found}}})["identity"]["reached"] is False
+    assert unexplained({"x": {"identity": {"lhc": found}}}) == ["x: lhc"]
+    found["statistics"]["dense_after"] = {"peel": 1}  # a dense step rounds otherwise
+    assert unexplained({"x": {"identity": {"lhc": found}}, "y": {}}) == []
 
 
 def test_bound_counts_rows_of_embeddings_or_elements() -> None:

@@ -167,6 +167,16 @@ def judge(cells: Mapping[str, Any]) -> dict[str, Any]:
     return goals
 
 
+def unexplained(cells: Mapping[str, Any]) -> list[str]:
+    """Ways whose losses differ from those of `fixed` though no bucket of theirs went dense, in floating point."""
+    return [
+        f"{name}: {way}"
+        for name, cell in cells.items()
+        for way, part in cell.get("identity", {}).items()
+        if not part["identical"] and not part["statistics"]["dense_after"]
+    ]
+
+
 def _goal(name: str, found: Mapping[str, Any], *, most: bool = False) -> dict[str, Any]:
     """`found` by cell: a number, or a mapping with "value"."""
     values = [v["value"] if isinstance(v, Mapping) else v for v in found.values()]
