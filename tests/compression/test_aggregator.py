@@ -225,6 +225,19 @@ def test_a_bad_message_ends_the_round_for_all_of_the_job(sent: bytes, kind: str,
     eventually(lambda: server.statistics()["failed"] == {kind: 1})
 
 
+def test_messages_that_arrive_side_by_side_and_differ_are_not_combined(server: AggregatorServer) -> None:
+    links = join(server, 2)
+    messages = [FIRST, _message(OR, 0, 0, 8192, bytes(4096))]
+    eventually(lambda: len(server._running) == 1)
+    job = next(iter(server._running.values()))
+    for link, message in zip(links, messages, strict=True):
+        link._sock.sendall(message[:100])
+    eventually(lambda: all(worker.filled == 100 for worker in job._workers))
+    for link, message in zip(links, messages, strict=True):
+        link._sock.sendall(message[100:])
+    eventually(lambda: server.statistics()["failed"] == {"mixed": 1})
+
+
 def test_a_worker_that_stalls_ends_the_round_and_is_named(server: AggregatorServer) -> None:
     for session, half in (("early", b""), ("within", FIRST[:2000])):
         good, bad = join(server, 2, session, timeout_s=0.2)

@@ -190,7 +190,7 @@ class Job:
                 return
 
     def _expected(self, worker: _Worker, head: Head) -> Head:
-        """`head` itself, if it is what this worker must send next and what the others sent in its place."""
+        """`head` itself, if it is what this worker must send next."""
         if head.kind != DATA or head.op not in (ADD, OR):
             raise Failure("damaged", f"rank {worker.rank} sent a message of an unknown kind")
         if head.total > self.limits.round_bytes:
@@ -204,17 +204,18 @@ class Job:
         due = due._replace(length=min(chunk_of(due.total, self.limits.chunk_bytes), due.total - due.start))
         if head != due or not head.length or (head.op == ADD and head.total % 4):
             raise Failure("order", f"rank {worker.rank} sent {head} where {due} was due")
-        place = worker.given - self._done
-        if place < len(self._open) and self._open[place].head != head:
-            raise Failure("mixed", f"rank {worker.rank} brought {head}, others {self._open[place].head}")
-        missing = [other.rank for other in self._workers if other.gone]
-        if missing:
-            raise Failure("left", f"rank {missing[0]} has left")
         return head
 
     def _contribute(self, worker: _Worker) -> None:
         block, head, place = worker.block, worker.block.head, worker.given - self._done
         verify(block.view[: HEADER.size], block.payload)
+        if (
+            place < len(self._open) and self._open[place].head != head
+        ):  # known only now: headers may arrive side by side
+            raise Failure("mixed", f"rank {worker.rank} brought {head}, others {self._open[place].head}")
+        missing = [other.rank for other in self._workers if other.gone]
+        if missing:
+            raise Failure("left", f"rank {missing[0]} has left")
         last = head.start + head.length == head.total
         worker.due = None if last else head._replace(start=head.start + head.length)
         worker.rounds += last
