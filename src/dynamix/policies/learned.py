@@ -76,11 +76,6 @@ class ResidualNet(nn.Module):
 
     def forward(self, observed: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Observations (N, W, F) and active workers (N, W) to means (N, W, 1), (N, 1) and values (N,)."""
-        local, shared, pooled = self.action(observed, mask)
-        return local, shared, self.critic(pooled).squeeze(-1)
-
-    def action(self, observed: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The same means without a value, and what the heads of a cluster see (N, 2 * hidden)."""
         hidden = self.encode(observed if self.kept is None else observed * self.kept)
         if bool(mask.all()):
             mean, peak = hidden.sum(1) / hidden.shape[1], hidden.amax(1)
@@ -90,7 +85,7 @@ class ResidualNet(nn.Module):
             peak = (hidden * weight - 2 * (1 - weight)).amax(1)
         pooled = torch.cat([mean, peak], -1)
         local = self.local(self.own(hidden) + self.context(pooled).unsqueeze(1))
-        return local, self.shared(pooled), pooled
+        return local, self.shared(pooled), self.critic(pooled).squeeze(-1)
 
     @torch.no_grad()
     def fold(self) -> None:
@@ -147,9 +142,7 @@ class LearnedPolicy:
         lead, (workers, inputs) = observed.shape[:-2], observed.shape[-2:]
         with torch.inference_mode():
             flat = torch.from_numpy(np.ascontiguousarray(observed).reshape(-1, workers, inputs))
-            local, shared, _ = self.net.action(
-                flat, torch.from_numpy(np.ascontiguousarray(active).reshape(-1, workers))
-            )
+            local, shared, _ = self.net(flat, torch.from_numpy(np.ascontiguousarray(active).reshape(-1, workers)))
         delta = local.squeeze(-1).double().numpy().reshape(*lead, workers)
         return delta, shared.squeeze(-1).double().numpy().reshape(lead)
 
