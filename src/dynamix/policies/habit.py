@@ -1,4 +1,4 @@
-"""What one worker of a stigmergic job remembers of itself: a dozen numbers, whatever the number of workers."""
+"""What one worker of a stigmergic job remembers of itself: seven numbers, whatever the number of workers."""
 
 from __future__ import annotations
 
