@@ -167,11 +167,11 @@ def test_a_rule_that_fails_on_one_rank_ends_all_with_its_error() -> None:
 
 @pytest.mark.multiproc
 def test_a_checkpoint_goes_on_with_every_sample_once(tmp_path: Path) -> None:
-    _run(3, tmp_path, policy="stigmergic", save_at=9, stop_at=9)
-    first = [eval((tmp_path / f"seen{rank}").read_text()) for rank in range(3)]
-    after = _run(3, tmp_path, policy="stigmergic", resume=True)
+    _run(2, tmp_path, policy="stigmergic", save_at=9, stop_at=9)
+    first = [eval((tmp_path / f"seen{rank}").read_text()) for rank in range(2)]
+    after = _run(2, tmp_path, policy="stigmergic", resume=True)
     _assert_every_sample_once(first + [r["seen"] for r in after], 2)
-    assert np.array_equal(after[0]["sizes"], after[2]["sizes"])
+    assert np.array_equal(after[0]["sizes"], after[1]["sizes"])
 
 
 def _row(window: Window, worker: int, steps: int) -> Any:
