@@ -212,7 +212,8 @@ def _scores(times: dict[str, Floats], references: list[str], factor: float) -> d
     over = {name: np.log(t / static) for name, t in times.items()}
     mean = {name: float(np.exp(log.mean())) for name, log in over.items()}
     best = min(
-        (name for name in mean if name not in ("dynamix", "dynamix-paper", "stigmergic", "static")), key=lambda name: mean[name]
+        (name for name in mean if name not in ("dynamix", "dynamix-paper", "stigmergic", "static")),
+        key=lambda name: mean[name],
     )
     cut = 1 - mean[best]
     return {
