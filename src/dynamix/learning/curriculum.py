@@ -36,7 +36,7 @@ def training_clusters(count: int, workers: int, seed: int, *, hardness: float = 
         sample_family("affine-quiet", count, workers, under) if calibrated else sample_clusters(count, workers, under)
     )
     rate = _rate(rng, hardness, count)
-    return _interior(disturbed(_small(clusters, rng, rate), rng, rate), rng)
+    return _interior(disturbed(_cheap(_small(clusters, rng, rate), rng), rng, rate), rng)
 
 
 def with_costs(clusters: Clusters, rng: np.random.Generator, *, hardness: float = 1.0) -> Clusters:
@@ -80,6 +80,19 @@ def _small(c: Clusters, rng: np.random.Generator, hardness: Floats) -> Clusters:
     return replace(
         c, base_batch=(new[:, 0] * workers).astype(np.int64), alpha=fixed * whole, beta=(1 - fixed) * whole / new,
         memory_cap=np.maximum(cap, new).astype(np.int64), noise_unit=c.noise_unit * (new / old)[:, 0],
+    )  # fmt: skip
+
+
+def _cheap(c: Clusters, rng: np.random.Generator) -> Clusters:
+    """In a third of the clusters little but computing samples costs anything: fixed costs and exchange of some percent."""
+    count = c.shape[0]
+    cheap, share = _hit(rng, 1 / 3, count), (c.base_batch / c.shape[1])[:, None]
+    whole = c.alpha + c.beta * share
+    fixed = _log_uniform(rng, 0.02, 0.3, (count, 1)) * np.exp(0.1 * rng.normal(size=c.shape))
+    exchange = whole.max(-1) * _log_uniform(rng, 0.02, 0.3, (count,))
+    return replace(
+        c, alpha=np.where(cheap, fixed * whole, c.alpha), beta=np.where(cheap, (1 - fixed) * whole / share, c.beta),
+        exchange_s=np.where(cheap[:, 0], exchange, c.exchange_s),
     )  # fmt: skip
 
 
@@ -170,9 +183,34 @@ def _measured(c: Clusters, rng: np.random.Generator, hardness: Floats) -> Cluste
 
 
 def _interior(c: Clusters, rng: np.random.Generator) -> Clusters:
-    """The noise scale's level such that the best B at the start is 0.35 to 3 times B0, were all costs affine."""
-    base = c.base_batch.astype(np.float64)
+    """The noise scale's level such that the best B at the start is 0.35 to 3 times B0, were all costs affine; in two
+    clusters of seven 0.1 to 0.35: a user's batch size is often too large."""
+    count, base = c.shape[0], c.base_batch.astype(np.float64)
     growing, fixed = base / (1 / c.beta).sum(-1), c.exchange_s + c.alpha.mean(-1)
-    best = _log_uniform(rng, 0.35, 3.0, (c.shape[0],))
-    rho = c.noise_rho if c.noise_rho is not None else rng.uniform(0, 0.6, c.shape[0])
-    return replace(c, noise_start=np.clip(best**2 * base * growing / fixed, 0.1 * base, 50 * base), noise_rho=rho)
+    usual, small = _log_uniform(rng, 0.35, 3.0, (count,)), _log_uniform(rng, 0.1, 0.35, (count,))
+    best = np.where(rng.random(count) < 2 / 7, small, usual)
+    rho = c.noise_rho if c.noise_rho is not None else rng.uniform(0, 0.6, count)
+    start = np.clip(best**2 * base * growing / fixed, 0.02 * base, 50 * base)
+    return _short(replace(c, noise_start=start, noise_rho=rho), rng)
+
+
+def _short(c: Clusters, rng: np.random.Generator) -> Clusters:
+    """Short trainings: the noise scale of a third of the clusters changes much within a rollout, often falling first.
+
+    A new network's gradients are large and disagree; within some steps they agree, and later they disagree more and more.
+    """
+    if c.noise_knots is None:
+        unit = c.noise_unit * np.where(rng.random(c.shape[0]) < 1 / 3, 0.3, 1.0)
+        return replace(c, noise_unit=unit)
+    count, points = c.noise_knots.shape
+    short = rng.random(count) < 1 / 3
+    at = np.linspace(0.0, 1.0, points)
+    lowest, fall = rng.uniform(0.02, 0.25, (count, 1)), rng.uniform(0.0, 2.0, (count, 1))
+    rise = rng.uniform(0.0, 2.5, (count, 1))
+    falling = fall * np.clip(1 - at / lowest, 0.0, 1.0)
+    rising = rise * np.clip((at - lowest) / (1 - lowest), 0.0, 1.0)
+    unit = c.base_batch * _log_uniform(rng, 80, 800, (count,))
+    return replace(
+        c, noise_knots=np.where(short[:, None], falling + rising, c.noise_knots),
+        noise_from=np.where(short, rng.choice([0.0, 0.3], count), c.noise_from), noise_unit=np.where(short, unit, c.noise_unit),
+    )  # fmt: skip

@@ -29,7 +29,7 @@ from dynamix.learning.hindsight import Decisions, RecordingEnv
 from dynamix.learning.ppo import PPO, PPOConfig
 from dynamix.learning.regret import rollout
 from dynamix.learning.worlds import MIXED, lr_rule_of, sample_world
-from dynamix.policies.learned import TRUST, LearnedPolicy, ResidualNet, read_description
+from dynamix.policies.learned import LEAST_GROWTH, MOST_GROWTH, TRUST, LearnedPolicy, ResidualNet, read_description
 
 Progress = Callable[[str, float], None]
 
@@ -230,7 +230,8 @@ class Training:
             rule = some.log_goodput(some.wish.clamp(some.low, some.high))
         # Actions beyond the limits have no gradient back, so they are drawn back softly.
         outside = (delta.abs() - 1.2).clamp(min=0).square().mean()
-        outside = outside + (growth - 0.35).clamp(min=0).square().mean() + (-1.3 - growth).clamp(min=0).square().mean()
+        outside = outside + (growth - MOST_GROWTH).clamp(min=0).square().mean()
+        outside = outside + (LEAST_GROWTH + 0.2 - growth).clamp(min=0).square().mean()
         loss: Tensor = (rule - some.log_goodput(sizes)).mean() + self.config.restraint * strayed + outside
         return loss
 

@@ -25,9 +25,10 @@ from dynamix.window import FEATURE_SCHEMA, LOCAL_FEATURES, Bounds, Floats, Ints,
 
 POLICY_SCHEMA = 2
 INPUTS = (*LOCAL_FEATURES, *OWN_FEATURES)
-# The residual moves a size by e^+-1.5 at most, and the global batch from e^-1.5 to e^0.4 times the rule's: a batch that
-# is too small costs little and heals, one that is too large was how early versions ran away.
-DELTA_LIMIT, LEAST_GROWTH, MOST_GROWTH = 1.5, -1.5, 0.4
+# The residual moves a size by e^+-1.5 at most, and the global batch from e^-1.5 times the rule's to the rule's: a batch
+# that is too small costs little and heals, one that is too large was how early versions ran away, and it hides from
+# the rule what smaller ones would cost.
+DELTA_LIMIT, LEAST_GROWTH, MOST_GROWTH = 1.5, -1.5, 0.0
 # A decision leaves each size between the one in force and the rule's, or at most e^0.3 beyond either: the residual may
 # hold the rule back entirely, but what it adds of its own comes in steps that the next windows can judge.
 TRUST = 0.3
