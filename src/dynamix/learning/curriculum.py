@@ -199,11 +199,11 @@ def _short(c: Clusters, rng: np.random.Generator) -> Clusters:
 
     A new network's gradients are large and disagree; within some steps they agree, and later they disagree more and more.
     """
-    if c.noise_knots is None:
+    if c.noise_knots is None or c.noise_from is None:
         unit = c.noise_unit * np.where(rng.random(c.shape[0]) < 1 / 3, 0.3, 1.0)
         return replace(c, noise_unit=unit)
     count, points = c.noise_knots.shape
-    short = rng.random(count) < 1 / 3
+    short = _hit(rng, 1 / 3, count)[:, 0]
     at = np.linspace(0.0, 1.0, points)
     lowest, fall = rng.uniform(0.02, 0.25, (count, 1)), rng.uniform(0.0, 2.0, (count, 1))
     rise = rng.uniform(0.0, 2.5, (count, 1))
@@ -212,5 +212,5 @@ def _short(c: Clusters, rng: np.random.Generator) -> Clusters:
     unit = c.base_batch * _log_uniform(rng, 80, 800, (count,))
     return replace(
         c, noise_knots=np.where(short[:, None], falling + rising, c.noise_knots),
-        noise_from=np.where(short, rng.choice([0.0, 0.3], count), c.noise_from), noise_unit=np.where(short, unit, c.noise_unit),
+        noise_from=np.where(short, 0.3 * rng.integers(0, 2, count), c.noise_from), noise_unit=np.where(short, unit, c.noise_unit),
     )  # fmt: skip
