@@ -16,7 +16,7 @@ from dynamix.simulator import Clusters
 
 def _world(workers: int = 4) -> Clusters:
     clusters = training_clusters(12, workers, 5)
-    return dataclasses.replace(clusters, change_cost_s=None)
+    return dataclasses.replace(clusters, change_cost_s=None, noise_unit=30 * clusters.noise_unit)
 
 
 def _decisions(windows: int = 4) -> Decisions:
