@@ -98,18 +98,18 @@ class Interrupts(Display):
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_an_interrupted_call_keeps_its_finished_seeds_and_goes_on_without_repeating_them(privileged, tmp_path):
-    settings = Settings(quick=True, steps=6, batch_size=32, seeds=2, policies=("static",))
+    settings = Settings(quick=True, seeds=2, policies=("static",))
     folder = RunFolder("demo", tmp_path / "run")
     with pytest.raises(KeyboardInterrupt):
         run_demo(settings, folder, display=Interrupts(target=1.0))
     partly = json.loads((tmp_path / "run" / "result.json").read_text())
     assert partly["interrupted"] is True
-    assert partly["policies"]["static"]["steps"] == [6]
+    assert partly["policies"]["static"]["steps"] == [16]
     with pytest.raises(ConfigError, match="settings"):
         run_demo(replace(settings, interval=3), RunFolder("demo", tmp_path / "run", resume=True))
     result, reached = run_demo(settings, RunFolder("demo", tmp_path / "run", resume=True))
     assert reached
-    assert result["policies"]["static"]["steps"] == [6, 6]
+    assert result["policies"]["static"]["steps"] == [16, 16]
     assert result["policies"]["static"]["time_s"][0] == partly["policies"]["static"]["time_s"][0]
     assert result["policies"]["static"]["seconds_per_step"][0] == partly["policies"]["static"]["seconds_per_step"][0]
     assert result["a_a"]["pairs"] == 2
