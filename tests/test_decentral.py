@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -98,28 +95,6 @@ def test_all_ranks_apply_the_same_sizes_at_the_same_step_and_use_every_sample_on
         assert again[0]["plans"] == again[1]["plans"] == results[0]["plans"]
 
 
-_SERVER = """
-import time
-from torch.distributed import TCPStore
-store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-print(store.port, flush=True)
-time.sleep(110)
-"""
-
-
-@pytest.fixture
-def server() -> Iterator[tuple[int, int]]:
-    """Process id and port of a store in a process of its own."""
-    process = subprocess.Popen([sys.executable, "-c", _SERVER], stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        yield process.pid, int(process.stdout.readline())
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
-
-
 def _store_dies(rank: int, pid: int, port: int, how: int) -> dict[str, Any]:
     store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=30))
     decentral.job_store = lambda: store
@@ -134,8 +109,8 @@ def _store_dies(rank: int, pid: int, port: int, how: int) -> dict[str, Any]:
 
 @pytest.mark.multiproc
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["dead", "hung"])
-def test_a_dead_store_means_that_sizes_stay_and_training_goes_on(server: tuple[int, int], how: int) -> None:
-    results = run_ranks(_store_dies, 2, *server, how)
+def test_a_dead_store_means_that_sizes_stay_and_training_goes_on(store_server: tuple[int, int], how: int) -> None:
+    results = run_ranks(_store_dies, 2, *store_server, how)
     assert all(r["plans"] == results[0]["plans"] for r in results)
     assert Counter(i for r in results for i in r["seen"]) == Counter(range(SAMPLES))
     later = [counts for index, counts in results[0]["plans"] if index >= 18][:-1]  # but for the tail

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Iterator
 from datetime import timedelta
 
 import numpy as np
@@ -18,35 +15,14 @@ from torch.distributed import HashStore, TCPStore
 from dynamix.stigmergy.field import Decay
 from dynamix.stigmergy.stored import StoreField
 
-_SERVER = """
-import sys, time
-from torch.distributed import TCPStore
-store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-print(store.port, flush=True)
-time.sleep(110)
-"""
-
-
-@pytest.fixture
-def server() -> Iterator[tuple[int, int]]:
-    """Process id and port of a store in a process of its own."""
-    process = subprocess.Popen([sys.executable, "-c", _SERVER], stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        yield process.pid, int(process.stdout.readline())
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
-
 
 def connect(port: int) -> TCPStore:
     return TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=30))
 
 
 @pytest.mark.multiproc
-def test_a_store_that_hangs_or_dies_never_stops_training(server: tuple[int, int]) -> None:
-    pid, port = server
+def test_a_store_that_hangs_or_dies_never_stops_training(store_server: tuple[int, int]) -> None:
+    pid, port = store_server
     mine, other = (StoreField(connect(port), 2, Decay(start=0.0), patience_s=20) for _ in range(2))
     mine.deposit([0], step=1)
     assert mine.read([0], step=1)[0] == pytest.approx(0.1, rel=1e-4)
