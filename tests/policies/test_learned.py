@@ -85,6 +85,16 @@ def test_no_size_goes_further_beyond_the_one_in_force_and_the_rules_than_trusted
         assert (answer >= np.minimum(own, window.batch_size) * np.exp(-TRUST) - 1).all()
 
 
+def test_the_global_batch_is_held_below_the_rules_or_left_but_never_pushed_beyond_it() -> None:
+    for seed in range(5):
+        window, bounds = _window(6, seed), Bounds.of(6, 1, 4096)
+        policy, none = LearnedPolicy(), np.zeros(6)
+        policy.observe(window, bounds)
+        held, left, pushed = (policy.allocate(window, bounds, none, np.array(g)) for g in (-1.0, 0.0, 1.0))
+        np.testing.assert_array_equal(pushed, left)
+        assert held.sum() < left.sum()
+
+
 _VALUES = st.sampled_from([np.nan, np.nan, 0.0, 1e-9, 0.1, 1.0, 1e9, np.inf, -1.0])
 
 
@@ -119,7 +129,8 @@ def test_one_worker_adapts_only_the_global_batch() -> None:
     seen = policy.observe(window := _window(1, 0), bounds)
     delta, _ = policy.act(seen, window.batch_size > 0)
     np.testing.assert_array_equal(
-        policy.allocate(window, bounds, delta, np.array(0.3)), policy.allocate(window, bounds, delta + 1, np.array(0.3))
+        policy.allocate(window, bounds, delta, np.array(-0.3)),
+        policy.allocate(window, bounds, delta + 1, np.array(-0.3)),
     )
 
 
