@@ -66,10 +66,10 @@ def _train(rank: int, options: dict[str, Any], *, at: Any = None) -> dict[str, A
         if at is not None:
             at(controller, len(plans))
     controller.close()
-    assert isinstance(controller._channel, PeerChannel) or "replay" in options
+    assert isinstance(controller._coordinator.channel, PeerChannel) or "replay" in options
     return {
         "seen": seen, "plans": plans, "sizes": controller.batch_sizes.tolist(), "weights": net.weight.detach().clone(),
-        "waited_s": controller._channel.waited_s,
+        "waited_s": controller._coordinator.channel.waited_s,
     }  # fmt: skip
 
 

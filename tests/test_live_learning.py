@@ -75,7 +75,7 @@ def _train(rank: int, policy: Any, folder: str, resume: bool, updates: int = 2, 
         "plans": plans,
         "loaded": loaded,
         "learned": state["policy"]["learned"],
-        "waited_s": controller._channel.waited_s,
+        "waited_s": controller._coordinator.channel.waited_s,
     }
 
 

@@ -236,7 +236,7 @@ def _scaler(rank: int, hook: str | None) -> dict[str, Any]:
         "scales": scales,
         "skipped": skipped,
         "finite": finite,
-        "noise": controller._progress.shared[-1][1],
+        "noise": controller._coordinator.progress.shared[-1][1],
         "loss": float(loss.detach()),
     }
 

@@ -17,29 +17,23 @@ from torch.optim import Optimizer
 from torch.utils.data import default_collate
 
 from dynamix import random_state
-from dynamix.agreement import Kind
 from dynamix.arguments import check_counts, open_control_group, per_rank, policy_of, starting_sizes, watched
-from dynamix.data import Allocations, BatchSampler, StepPlan, Stream
-from dynamix.decentral import PeerChannel, open_channel
-from dynamix.decision import Closing, Decider, recorded
-from dynamix.errors import StateError, UsageError
-from dynamix.gradients import ConsecutiveNoise, Share
+from dynamix.coordinator import Coordinator
+from dynamix.data import BatchSampler, Stream
+from dynamix.decentral import open_channel
+from dynamix.decision import Decider, recorded
+from dynamix.errors import UsageError
 from dynamix.memory import ExitNote, Memory, within
 from dynamix.observation import Recorder
 from dynamix.policies import Policy
 from dynamix.policies.base import boundary
 from dynamix.policies.deviations import LiveConfig
-from dynamix.policies.guard import Guard, unguarded
-from dynamix.policies.online import LearningPolicy
-from dynamix.progress import Progress, Waiting, resume_allocations
-from dynamix.scaling import LearningRate, SampleSchedule, rule
+from dynamix.scaling import SampleSchedule, rule
 from dynamix.telemetry.events import EventLog
-from dynamix.weighting import Attached, LossWeight, attach
+from dynamix.weighting import LossWeight, attach
 from dynamix.window import Bounds, Ints, project
 
 Model = TypeVar("Model", bound=nn.Module)
-Source = TypeVar("Source", BatchSampler, Stream)
-STATE_SCHEMA = 1
 
 
 class Controller:
@@ -99,12 +93,13 @@ class Controller:
         learn: bool | LiveConfig = False,
         guard: bool | None = None,
     ) -> None:
+        rule(lr_rule)  # raises for one that does not exist
         check_counts(batch_size=batch_size, interval=interval, accumulate=accumulate, quantum=quantum)
         together = dist.is_available() and dist.is_initialized()
         self.group = (process_group or dist.group.WORLD) if together else None
         self.rank = dist.get_rank(self.group) if self.group else 0
         self.world_size = dist.get_world_size(self.group) if self.group else 1
-        self.bounds = Bounds.of(
+        bounds = Bounds.of(
             self.world_size,
             per_rank("min_batch_size", 1 if min_batch_size is None else min_batch_size, self.world_size),
             per_rank("max_batch_size", 8 * batch_size if max_batch_size is None else max_batch_size, self.world_size),
@@ -114,40 +109,45 @@ class Controller:
             max_change=max_change,
         )
         self.policy = policy_of(policy, learn=learn)
-        self._asked = watched(self.policy, guard)
-        start = starting_sizes(batch_size, self.bounds)
+        start = starting_sizes(batch_size, bounds)
         self.interval, self.accumulate, self.lr_rule = interval, accumulate, lr_rule
-        self.base_batch = int(start.sum()) * accumulate
-        self._rule = rule(lr_rule)
-        self._per_epoch = boundary(self.policy) == "epoch"
-        self._allocations = Allocations(start)
-        self._source: BatchSampler | Stream | None = None
+        base_batch = int(start.sum()) * accumulate
         replayed = None if replay is None else recorded(replay)
         control = None
         if self.group is not None:
             name = policy if isinstance(policy, str) else type(policy).__name__
-            same = [name, self.base_batch, interval, accumulate, lr_rule, quantum, sorted(replayed or {}), learn, guard]
-            control = open_control_group(self.group, [*same, self.bounds.low.tolist(), self.bounds.high.tolist()])
-        decider = self._decider = Decider(
-            self._asked,
-            self.bounds,
-            base_batch=self.base_batch,
+            same = [name, base_batch, interval, accumulate, lr_rule, quantum, sorted(replayed or {}), learn, guard]
+            control = open_control_group(self.group, [*same, bounds.low.tolist(), bounds.high.tolist()])
+        decider = Decider(
+            watched(self.policy, guard),
+            bounds,
+            base_batch=base_batch,
             accumulate=accumulate,
-            slack=0 if self._per_epoch else accumulate,
+            slack=0 if boundary(self.policy) == "epoch" else accumulate,
             replay=replayed,
             events=EventLog(events) if events is not None and self.rank == 0 else None,
         )
-        self._channel = open_channel(control, self.world_size, decider, lr_rule=lr_rule)
-        self._progress = Progress()
-        self._recorder = Recorder(torch.device("cpu"))
         self._loss_weight = LossWeight(self.group, accumulate)
-        self._attached: Attached | None = None
-        self._memory: Memory | None = None
-        self._learning_rate: LearningRate | None = None
-        self._pairs: ConsecutiveNoise | None = None
-        self._schedules: list[SampleSchedule] = []
-        self._waiting = Waiting()
+        self._coordinator = Coordinator(
+            decider,
+            open_channel(control, self.world_size, decider, lr_rule=lr_rule),
+            start,
+            rank=self.rank,
+            interval=interval,
+            lr_rule=lr_rule,
+            loss_weight=self._loss_weight,
+        )
         self.overhead_s = 0.0
+
+    @property
+    def bounds(self) -> Bounds:
+        """What batch sizes are kept within: as given, and narrowed by the data set's size and `find_limits`."""
+        return self._coordinator.decider.bounds
+
+    @property
+    def base_batch(self) -> int:
+        """Samples per optimizer step of all workers at the start of the job: what learning-rate rules compare with."""
+        return self._coordinator.decider.base_batch
 
     # ------------------------------------------------------------ setting up
 
@@ -167,12 +167,13 @@ class Controller:
         Give the loader a `generator=` of its own if resumed runs must repeat random numbers exactly. Raises
         `ConfigError` when the data set is smaller than one global step.
         """
-        if partition == "contiguous" and not self._per_epoch:
-            self._per_epoch, self._decider.slack = True, 0  # regions are cut once per epoch, so decisions are too
+        coordinator = self._coordinator
+        if partition == "contiguous":
+            coordinator.per_epoch, coordinator.decider.slack = True, 0  # regions are cut once per epoch: so it decides
         self._bound_by(len(dataset))
         sampler = BatchSampler(
             len(dataset),
-            self._allocations,
+            coordinator.allocations,
             rank=self.rank,
             world_size=self.world_size,
             seed=seed,
@@ -181,9 +182,9 @@ class Controller:
             partition=partition,
             low=self.bounds.low,
             high=self.bounds.high,
-            before_issue=self._before_issue,
+            before_issue=coordinator.before_issue,
         )
-        return self._adopt(sampler)
+        return coordinator.adopt(sampler)
 
     def stream(
         self,
@@ -198,7 +199,7 @@ class Controller:
         """
         stream = Stream(
             iterable,
-            self._allocations,
+            self._coordinator.allocations,
             rank=self.rank,
             world_size=self.world_size,
             sharded=sharded,
@@ -206,10 +207,10 @@ class Controller:
             accumulate=self.accumulate,
             low=self.bounds.low,
             high=self.bounds.high,
-            before_issue=self._before_issue,
+            before_issue=self._coordinator.before_issue,
             agree=self._loss_weight.sum_async if self.group else None,
         )
-        return self._adopt(stream)
+        return self._coordinator.adopt(stream)
 
     def wrap(
         self,
@@ -232,15 +233,15 @@ class Controller:
 
         Raises `UsageError` naming the reason when the model needs the loss side or already has a hook.
         """
-        if self._attached is not None:
+        coordinator = self._coordinator
+        if coordinator.attached is not None:
             raise UsageError("wrap() was already called; make one Controller per model")
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        self._recorder = Recorder(device)
-        self._attached = attach(
+        attached = attach(
             model,
             self.group,
-            share=self._share,
-            recorder=self._recorder,
+            share=coordinator.share,
+            recorder=Recorder(device),
             hook=hook,
             hook_state=hook_state,
             scaler=scaler,
@@ -248,17 +249,10 @@ class Controller:
             batchnorm=batchnorm,
         )
         self._loss_weight.bind(model, required=weighting == "loss")
-        self._memory = Memory(self._attached, optimizer, self._loss_weight, group=self.group)
-        note = weakref.WeakMethod(self._samples_now)
+        memory = Memory(attached, optimizer, self._loss_weight, group=self.group)
+        note = weakref.WeakMethod(coordinator.samples_now)
         self._exit_note = ExitNote(self.rank, lambda: ask() if (ask := note()) is not None else None)
-        self._learning_rate = LearningRate(optimizer, self.lr_rule)
-        if self.world_size == 1:
-            self._pairs = ConsecutiveNoise()
-            optimizer.register_step_pre_hook(self._observe_pair)
-        # Not traced: torch.compile(wrap(DDP(...))) would fail in what it does.
-        model.register_forward_pre_hook(torch.compiler.disable(self._before_forward))
-        self._waiting.give("hook", self._attached)
-        self._waiting.give("recorder", self._recorder)
+        coordinator.connect(model, optimizer, attached, memory)
         return model
 
     def scheduler(self, scheduler: Any, *, nominal_batch_size: int | None = None) -> SampleSchedule:
@@ -267,9 +261,7 @@ class Controller:
         nominal_batch_size   global samples per scheduler step (None: the global batch at the start)
         """
         schedule = SampleSchedule(scheduler, nominal_batch_size=nominal_batch_size or self.base_batch)
-        self._waiting.give(f"schedule {len(self._schedules)}", schedule)
-        self._schedules.append(schedule)
-        return schedule
+        return self._coordinator.add_schedule(schedule)
 
     def find_limits(self, step_fn: Callable[[Any], Any], example: Any, *, margin: float = 0.1) -> list[int]:
         """Find the largest micro-batch that fits each rank's memory; from then on no batch is larger. Before training.
@@ -284,17 +276,18 @@ class Controller:
         Returns the caps (W,), which are in `bounds` now; ranks that can hold less begin with less, the others take over.
         Raises `ConfigError` on every rank when the smallest batch does not fit one, and what `step_fn` raises.
         """
-        memory = self._need_memory()
-        if self._source is not None and self._source.issued:
+        coordinator, source = self._coordinator, self._coordinator.source
+        memory = coordinator.need_memory()
+        if source is not None and source.issued:
             raise UsageError("find_limits() comes before training: call it before the first batch is asked for")
         caps = memory.find(step_fn, example, self.bounds, margin=margin)
-        self.bounds = self._decider.bounds = within(self.bounds, caps)
+        coordinator.decider.bounds = within(self.bounds, caps)
         step = 0
-        if self._source is not None:
-            self._source.high, step = self.bounds.high, self._source.consumed
-        now = self._allocations.at(step)
+        if source is not None:
+            source.high, step = self.bounds.high, source.consumed
+        now = coordinator.allocations.at(step)
         if (now > caps).any():
-            self._allocations.reset(step, project(now, self.bounds, total=now.sum()))
+            coordinator.allocations.reset(step, project(now, self.bounds, total=now.sum()))
         return [int(cap) for cap in caps]
 
     # ------------------------------------------------------------ in the loop
@@ -310,7 +303,7 @@ class Controller:
         random ones (dropout draws anew). Not for token counts, SyncBatchNorm and FSDP. Raises what `loss_fn` raises (other
         ranks: `DynamixError`), and `MemoryLimitError` where nothing can be tried again.
         """
-        memory, plan = self._need_memory(), self._need_source().plan()
+        memory, plan = self._coordinator.need_memory(), self._coordinator.need_source().plan()
         weight = self.weight(torch.ones((), dtype=torch.float64)).item() if self._loss_weight.required else 1.0
         return memory.backward(loss_fn, batch, weight=weight, last=plan.micro == self.accumulate - 1)
 
@@ -320,7 +313,7 @@ class Controller:
         count   divisor of this mean loss if it is not the number of samples (tokens; the sum of class weights). It is
                 summed over workers by one small asynchronous all-reduce.
         """
-        return self._loss_weight.apply(loss, self._need_source().plan(), self.rank, count)
+        return self._loss_weight.apply(loss, self._coordinator.need_source().plan(), self.rank, count)
 
     def step(
         self,
@@ -337,7 +330,8 @@ class Controller:
         Never synchronises a device. Raises `WorkerLostError` when another rank is gone.
         """
         began = time.perf_counter()
-        source = self._need_source()
+        coordinator = self._coordinator
+        source = coordinator.need_source()
         plan = source.plan()
         mine = int(plan.counts[self.rank])
         if count is not None and mine and count != mine:
@@ -345,30 +339,28 @@ class Controller:
                 f"count={count}, but this rank was given {mine} samples: gradients would be weighted wrongly. Use "
                 "controller.weight(loss, count=...).backward() when batches can shrink after sampling"
             )
-        if self.world_size > 1 and self._attached is None:
+        if self.world_size > 1 and coordinator.attached is None:
             raise UsageError("call controller.wrap(model, optimizer) before training, or gradients stay unweighted")
         applied = self._loss_weight.take()
         source.consume()
         if mine:
-            self._recorder.observe(loss, logits, target)
+            coordinator.recorder.observe(loss, logits, target)
         if plan.micro < self.accumulate - 1:
-            self._recorder.micro_done()
-            if self._attached is not None:
-                self._attached.micro_done(plan, self.rank, applied)
+            coordinator.micro_done(plan, applied)
         else:
-            self._step_done(source, plan)
+            coordinator.step_done(plan)
         self.overhead_s += time.perf_counter() - began
 
     @property
     def batch_sizes(self) -> Ints:
         """Samples per micro-batch of every worker in the coming step, int64 (W,)."""
-        step = self._source.consumed if self._source is not None else 0
-        return self._allocations.at(step).copy()
+        source = self._coordinator.source
+        return self._coordinator.allocations.at(0 if source is None else source.consumed).copy()
 
     @property
     def samples_seen(self) -> int:
         """Samples trained on so far, by all workers."""
-        return self._progress.samples
+        return self._coordinator.progress.samples
 
     def warm_up(self, forward_backward: Callable[[], Any]) -> None:
         """Two discarded forward and backward passes, so that a resumed run sums gradients in the saved run's order.
@@ -377,10 +369,11 @@ class Controller:
         Collective. `forward_backward()` must run the model and `.backward()` on any batch. Buffers, gradients and random
         state are put back.
         """
-        if self._attached is None:
+        attached = self._coordinator.attached
+        if attached is None:
             raise UsageError("call controller.wrap(model, optimizer) before warm_up()")
         saved = random_state.capture()
-        with self._attached.discarded(), self._loss_weight.paused():
+        with attached.discarded(), self._loss_weight.paused():
             for _ in range(2):
                 forward_backward()
         random_state.restore(saved)
@@ -389,23 +382,7 @@ class Controller:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything to go on from here: call it between optimizer steps. Includes the sampler and this rank's RNG."""
-        self._settle()
-        return {
-            "schema": STATE_SCHEMA,
-            "world_size": self.world_size,
-            "rank": self.rank,
-            "allocations": self._allocations.state_dict(),
-            "source": None if self._source is None else self._source.state_dict(),
-            "policy": self._asked.state_dict(),
-            "noise_scale": self._decider.noise_scale.state_dict(),
-            **self._progress.state_dict(),
-            "base_batch": self.base_batch,
-            "accumulate": self.accumulate,
-            "recorder": self._recorder.state_dict(),
-            "schedules": [schedule.state_dict() for schedule in self._schedules],
-            "hook": None if self._attached is None else self._attached.state_dict(),
-            "rng": random_state.capture(),
-        }
+        return self._coordinator.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a state saved by this or another world size, before or after `batch_sampler` and `wrap`.
@@ -413,171 +390,24 @@ class Controller:
         At another world size the global batch is kept and split evenly; no sample is lost or repeated. Random state is
         restored where rank and world size are the same, once the loader's iterator exists.
         """
-        if state.get("schema") != STATE_SCHEMA:
-            raise StateError(f"controller state has schema {state.get('schema')!r}, this version reads {STATE_SCHEMA}")
-        self._progress.load_state_dict(state)
-        self.base_batch = self._decider.base_batch = state["base_batch"]
-        self._decider.noise_scale.load_state_dict(state["noise_scale"])
-        anew = resume_allocations(self._allocations, state, self.bounds, self.accumulate)
-        if anew is not None:
-            self._progress.opens = anew
-        parts = {"source": state["source"], "hook": state["hook"]}
-        parts |= {f"schedule {i}": saved for i, saved in enumerate(state["schedules"])}
-        if state["world_size"] == self.world_size:
-            self._asked.load_state_dict(
-                state["policy"] if isinstance(self._asked, Guard) else unguarded(state["policy"])
-            )
-            self._recorder.load_state_dict(state["recorder"])
-            parts["recorder"] = state["recorder"] if self._attached is None else None
-            parts["rng"] = state["rng"] if state["rank"] == self.rank else None
-        elif isinstance(self.policy, LearningPolicy):
-            self.policy.carry_over(unguarded(state["policy"]))
-        self._waiting = Waiting(parts)
-        self._waiting.give("source", self._source)
-        self._waiting.give("hook", self._attached)
-        for i, schedule in enumerate(self._schedules):
-            self._waiting.give(f"schedule {i}", schedule)
+        self._coordinator.load_state_dict(state)
 
     def close(self) -> None:
         """Finish a pending decision and close the events file. Optional; safe to call twice."""
+        coordinator = self._coordinator
         try:
-            self._settle()
+            coordinator.settle()
         finally:
-            self._channel.drain()
+            coordinator.channel.drain()
             time.sleep(0.005)  # lets backend threads drop our callbacks: they need the GIL a group's destructor holds
-            if self._decider.events is not None:
-                self._decider.events.close()
-
-    # ------------------------------------------------------------ the agreement
-
-    def _step_done(self, source: BatchSampler | Stream, plan: StepPlan) -> None:
-        """An optimizer step is over: take what was decided, and close the window if it is full."""
-        progress, step_samples = self._progress, int(plan.group.sum())
-        progress.steps += 1
-        progress.samples += step_samples
-        if self._attached is not None:
-            self._attached.step_done()
-        first = plan.index + 1 - self.accumulate
-        self._recorder.step_done(
-            keep=plan.regular and first >= progress.opens,
-            first_of_epoch=plan.start == int(plan.group[: plan.micro].sum()),
-        )
-        for schedule in self._schedules:
-            schedule.advance(step_samples)
-        self._settle()
-        full = plan.last if self._per_epoch else self._recorder.steps >= self.interval
-        if full and self._recorder.steps:
-            self._close_window(plan, source.issued)
-
-    def _close_window(self, plan: StepPlan, issued: int) -> None:
-        sizes, progress = self._allocations.at(plan.index), self._progress
-        age = (plan.index + 1 - self._allocations.since(plan.index)) / self.accumulate
-        closing = self._decider.closing = Closing(
-            progress.window, sizes, plan.index + 1, issued, age, step=progress.steps, samples=progress.samples
-        )
-        mine = float(sizes[self.rank])
-        row = self._recorder.row(issued=issued, count=mine * self.accumulate, weight=mine / float(sizes.sum()))
-        if isinstance(self._channel, PeerChannel) and self._memory is not None:
-            self._channel.fits = self._memory.fits
-        self._channel.send(row, closing)
-
-    def _settle(self) -> None:
-        """Take the pending message, if there is one: the agreed wait."""
-        if not self._channel.pending:
-            return
-        message = self._channel.receive()
-        self._progress.told(self._decider.closing.consumed + self.accumulate, message.noise, message.signal)
-        if message.kind is Kind.NEW:
-            if self._source is not None and message.from_step < self._source.issued:
-                raise StateError(
-                    f"the replayed allocation starts at step {message.from_step}, but {self._source.issued} batches are "
-                    "already issued: replay with the same loader settings (num_workers, prefetch_factor) or fewer"
-                )
-            self._allocations.schedule(message.from_step, message.sizes)
-            self._progress.opens = message.from_step
-            self._recorder.reset()
-        if self._source is not None:
-            self._allocations.forget(self._source.consumed)
-
-    def _before_issue(self, step: int) -> None:
-        """The sampler is about to plan micro-step `step`: a pending message may concern it."""
-        if self._channel.pending and step >= self._decider.closing.issued + self._decider.slack:
-            self._settle()
+            if coordinator.decider.events is not None:
+                coordinator.decider.events.close()
 
     # ------------------------------------------------------------ helpers
 
-    def _share(self) -> Share:
-        """How the gradient now being reduced is weighted."""
-        plan = self._need_source().plan()
-        total = float(plan.group.sum()) / self.accumulate
-        # Agreed values only: what is pending here may be settled on another rank, and all must reduce alike.
-        open_from = max(self._progress.opens, self._decider.closing.consumed + self.accumulate)
-        kept = plan.regular and plan.index - plan.micro >= open_from
-        return Share(float(plan.counts[self.rank]), total, kept, self._loss_weight.applied)
-
-    def _before_forward(self, module: nn.Module, args: Any) -> None:
-        source = self._source
-        if not (module.training and torch.is_grad_enabled()) or source is None or source.issued == source.consumed:
-            self._recorder.timer.interrupted()
-            return
-        if self._recorder.muted:
-            return
-        if self._attached is not None:
-            self._attached.before_forward()
-        self._recorder.timer.forward_started()
-        if self._learning_rate is not None:
-            plan = self._need_source().plan()
-            noise, signal = self._progress.noise_at(plan.index)
-            self._learning_rate.factor = self._rule(
-                float(plan.group.sum()) / self.base_batch, noise, signal, base_batch=self.base_batch
-            )
-
-    def _observe_pair(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._pairs is None or self._attached is None or self._source is None:
-            return
-        plan = self._source.plan()
-        self._recorder.gradients_ready()
-        self._recorder.reduced()
-        self._attached.before_optimizer(plan, self.rank, self._loss_weight.applied)
-        gradients = [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
-        pair = self._pairs.observe([g for g in gradients if not g.is_sparse], float(plan.group.sum()))
-        if pair is not None:
-            self._recorder.add("pair_noise", pair[0])
-            self._recorder.add("pair_signal", pair[1])
-
     def _bound_by(self, samples: int) -> None:
         """No global step may outgrow the data set: every step would be a tail, and no window would ever close."""
-        quantum = self.bounds.quantum
-        most = max(samples // self.accumulate // quantum * quantum, int(np.max(self.bounds.total_low)))
-        total_high = np.minimum(self.bounds.total_high, most)
-        self.bounds = self._decider.bounds = dataclasses.replace(self.bounds, total_high=total_high)
-
-    def _adopt(self, source: Source) -> Source:
-        if self._source is not None:
-            raise UsageError("this controller already has a batch sampler or stream; make one Controller per loop")
-        source.on_first_issue = self._restore_rng
-        self._waiting.give("source", source)
-        self._source = source
-        return source
-
-    def _restore_rng(self) -> None:
-        """Iterators draw seeds when they are made; the saved random state goes back once that has happened."""
-        if (saved := self._waiting.take("rng")) is not None:
-            random_state.restore(saved)
-
-    def _need_memory(self) -> Memory:
-        if self._memory is None:
-            raise UsageError("call controller.wrap(model, optimizer) before find_limits() and backward()")
-        return self._memory
-
-    def _samples_now(self) -> int | None:
-        """What this rank is working on, for the note on an out-of-memory error."""
-        source = self._source
-        return int(source.plan().counts[self.rank]) if source is not None and source.issued > source.consumed else None
-
-    def _need_source(self) -> BatchSampler | Stream:
-        if self._source is None:
-            raise UsageError(
-                "make a sampler or a stream first: controller.batch_sampler(dataset) or controller.stream(...)"
-            )
-        return self._source
+        bounds = self.bounds
+        most = max(samples // self.accumulate // bounds.quantum * bounds.quantum, int(np.max(bounds.total_low)))
+        total_high = np.minimum(bounds.total_high, most)
+        self._coordinator.decider.bounds = dataclasses.replace(bounds, total_high=total_high)

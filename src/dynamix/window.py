@@ -244,13 +244,13 @@ def project(
     [40, 60]
     """
     wish = np.asarray(target, dtype=np.float64)
-    if not np.isfinite(wish).all() or (wish < 0).any():
+    if not ((wish >= 0) & (wish < np.inf)).all():
         bad = wish[~np.isfinite(wish) | (wish < 0)].flat[0]
         raise ConfigError(
             "batch size from the policy", float(bad), "finite and not negative", "check the policy's outputs"
         )
     q = bounds.quantum
-    low, high = bounds.low // q, bounds.high // q
+    low, high = (bounds.low, bounds.high) if q == 1 else (bounds.low // q, bounds.high // q)
     if current is not None and np.isfinite(bounds.max_change):
         now = np.asarray(current, dtype=np.float64) / q
         # At least one grid step either way, or a small size could never move again.
@@ -258,27 +258,32 @@ def project(
         high = np.minimum(high, np.maximum(np.floor(now * bounds.max_change), now + 1).astype(np.int64))
         low, high = np.minimum(low, bounds.high // q), np.maximum(high, bounds.low // q)
     shape = np.broadcast_shapes(wish.shape, low.shape, high.shape)
-    wish = np.broadcast_to(wish, shape).reshape(-1, shape[-1]) / q
-    low = np.broadcast_to(low, shape).reshape(wish.shape)
-    high = np.broadcast_to(high, shape).reshape(wish.shape)
-    asked = (
-        wish.sum(-1) if total is None else np.broadcast_to(np.asarray(total, np.float64), shape[:-1]).reshape(-1) / q
-    )
-    least = np.maximum(low.sum(-1), np.broadcast_to(bounds.total_low // q, shape[:-1]).reshape(-1))
-    most = np.minimum(high.sum(-1), np.broadcast_to(bounds.total_high // q, shape[:-1]).reshape(-1))
+    wish, low, high = (_spread(x, shape).reshape(-1, shape[-1]) for x in (wish / q, low, high))
+    lead, lowest, highest = shape[:-1], low.sum(-1), high.sum(-1)
+    asked = wish.sum(-1) if total is None else _spread(np.asarray(total, np.float64) / q, lead).reshape(-1)
+    least = np.maximum(lowest, _spread(bounds.total_low // q, lead).reshape(-1))
+    most = np.minimum(highest, _spread(bounds.total_high // q, lead).reshape(-1))
     # A rate limit can leave the global range out of reach this time; then come as near to it as it allows.
-    units = np.clip(np.rint(asked), np.minimum(least, high.sum(-1)), np.maximum(most, low.sum(-1))).astype(np.int64)
+    units = np.minimum(np.maximum(np.rint(asked), np.minimum(least, highest)), np.maximum(most, lowest))
+    units = units.astype(np.int64)
     sizes: Ints = _largest_remainder(_water_fill(wish, low, high, units), low, high, units).reshape(shape) * q
     return sizes
+
+
+def _spread(x: NDArray[Any], shape: tuple[int, ...]) -> NDArray[Any]:
+    """`np.broadcast_to`, which costs more than all arithmetic on a few workers, where it is needed."""
+    return x if x.shape == shape else np.broadcast_to(x, shape)
 
 
 def _water_fill(wish: Floats, low: Ints, high: Ints, units: Ints) -> Floats:
     """Real sizes (n, W) proportional to `wish`, inside [low, high], with sum `units`."""
     peak = wish.max(-1, keepdims=True)
     # A worker wished nothing still takes what everybody else's caps refuse, hence never exactly zero.
-    weight = np.maximum(np.divide(wish, peak, out=np.ones_like(wish), where=peak > 0), 1e-9)
+    weight: Floats = np.maximum(np.divide(wish, peak, out=np.ones_like(wish), where=peak > 0), 1e-9)
+    sizes: Floats = weight * (units / weight.sum(-1))[:, None]
+    if ((sizes <= high) & (sizes >= low)).all():
+        return sizes
     fixed = np.zeros(wish.shape, dtype=bool)
-    sizes = np.zeros_like(weight)
     for _ in range(wish.shape[-1] + 1):
         left = units - np.where(fixed, sizes, 0.0).sum(-1)
         share = np.where(fixed, 0.0, weight)
@@ -298,7 +303,7 @@ def _water_fill(wish: Floats, low: Ints, high: Ints, units: Ints) -> Floats:
 
 def _largest_remainder(sizes: Floats, low: Ints, high: Ints, units: Ints) -> Ints:
     """Integers (n, W) in [low, high] with sum `units`, each within one of `sizes`; ties to the lower rank."""
-    whole = np.clip(np.floor(sizes + 1e-9).astype(np.int64), low, high)
+    whole = np.minimum(np.maximum(np.floor(sizes + 1e-9).astype(np.int64), low), high)
     for _ in range(4):
         missing = units - whole.sum(-1)
         if not missing.any():
@@ -370,24 +375,25 @@ def local_features(window: Window) -> NDArray[np.float32]:
 
 def _local_features(w: Window) -> Floats:
     """(F, ..., W): a feature at a time, which is faster than a worker at a time."""
-    active = w.batch_size > 0
-    step_time = w.step_time
-
-    def over_mean(x: Floats) -> Floats:
-        return np.asarray(np.log(x / _masked_mean(x)))
+    step_time, noise_scale, global_batch = w.step_time, w.noise_scale, w.global_batch
+    positive = np.stack([w.batch_size, w.compute, w.seconds_per_sample, w.bytes_per_s, w.rtt_s])
+    share, compute, seconds_per_sample, bytes_per_s, rtt = np.log(positive / _masked_mean(positive))
 
     def spread(x: Floats) -> Floats:
-        return np.broadcast_to(x[..., None], w.batch_size.shape)
+        return x[..., None]  # the same for all workers
 
-    def absent(*fields: Floats) -> Floats:
-        return np.asarray(np.logical_and.reduce([np.isnan(f) for f in fields]), dtype=np.float64)
+    def absent(field: Floats, *others: Floats) -> NDArray[np.bool_]:
+        missing = np.isnan(field)
+        for other in others:
+            missing = missing & np.isnan(other)
+        return missing
 
-    slowest = np.nanmax(np.where(np.isnan(w.compute), -np.inf, w.compute), axis=-1, keepdims=True)
+    slowest = np.where(np.isnan(w.compute), -np.inf, w.compute).max(-1, keepdims=True)
     columns = {
-        "log_share": np.where(active, over_mean(w.batch_size.astype(np.float64)), -5.0),
-        "log_compute": over_mean(w.compute),
+        "log_share": np.where(w.batch_size > 0, share, -5.0),
+        "log_compute": compute,
         "slack": np.log(w.compute / slowest),
-        "log_seconds_per_sample": over_mean(w.seconds_per_sample),
+        "log_seconds_per_sample": seconds_per_sample,
         "compute_cv": w.compute_std / w.compute,
         "wait_fraction": w.wait / step_time,
         "communication_fraction": w.communication / step_time,
@@ -395,18 +401,18 @@ def _local_features(w: Window) -> Floats:
         "loss_change": w.loss_change,
         "accuracy_change": w.accuracy_change,
         "log_norm_ratio": 0.5 * np.log(w.gradient_norm_sq / w.global_norm_sq[..., None]),
-        "log_bytes": over_mean(w.bytes_per_s),
+        "log_bytes": bytes_per_s,
         "retransmits": np.log1p(w.retransmits_per_s),
-        "log_rtt": over_mean(w.rtt_s),
+        "log_rtt": rtt,
         "cpu": w.cpu,
         "memory": w.memory,
         "device": w.device,
-        "log_noise_ratio": spread(np.clip(np.log(w.noise_scale / w.global_batch), -5.0, 5.0)),
-        "log_growth": spread(np.log(w.global_batch / w.base_batch)),
-        "log_workers": np.full(w.batch_size.shape, np.log(w.workers) / 2),
+        "log_noise_ratio": spread(np.minimum(np.maximum(np.log(noise_scale / global_batch), -5.0), 5.0)),
+        "log_growth": spread(np.log(global_batch / w.base_batch)),
+        "log_workers": np.log(w.workers) / 2,
         "missing_timing": absent(w.compute),
         "missing_training": absent(w.loss_change, w.accuracy_change),
-        "missing_noise": spread(np.isnan(w.noise_scale).astype(np.float64)),
+        "missing_noise": spread(np.isnan(noise_scale)),
         "missing_network": absent(w.bytes_per_s, w.rtt_s),
         "missing_host": absent(w.cpu, w.memory),
         "missing_device": absent(w.device),

@@ -38,7 +38,7 @@ def _rank(rank: int) -> dict[str, Any]:
             "iteration_s": [exchange + 0.02] * 3, "exchange_s": [exchange + (0 if rank else 0.01)] * 3, "loss": [1.0, 0.5, 0.4],
             "sent": 3000 if ours else 30_000, "received": 3000, "payload": 1500 if ours else None, "bound": 400.0, "nonzero": 0.05,
         }  # fmt: skip
-        counted = {"buckets": {name: 6}, "dense_after": {}, "dense_bytes": 1, "payload_bytes": 1}
+        counted = {"buckets": {name: 6}, "dense_after": {}, "undecoded": 0, "dense_bytes": 1, "payload_bytes": 1}
         ways[name] = {
             "turns": [copy.deepcopy(turn), copy.deepcopy(turn)], "statistics": counted if ours else None, "chosen": {"0": "dense"},
         }  # fmt: skip
@@ -111,7 +111,7 @@ def test_losses_that_differ_in_one_bit_are_not_identical() -> None:
     assert found["largest_difference"] > 0
     assert judge({"x": {"identity": {"lhc": found}}})["identity"]["reached"] is False
     assert unexplained({"x": {"identity": {"lhc": found}}}) == ["x: lhc"]
-    found["statistics"]["dense_after"] = {"peel": 1}  # a dense step rounds otherwise
+    found["statistics"]["dense_after"] = {"checksum": 1}  # a dense step rounds otherwise
     assert unexplained({"x": {"identity": {"lhc": found}}, "y": {}}) == []
 
 

@@ -1,4 +1,4 @@
-"""Whatever goes wrong, every rank ends with the dense mean, alike and counted; never with a wrong gradient."""
+"""Whatever goes wrong, every rank ends with the same mean, and counts it alike; never with a wrong gradient."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dynamix.compression import Layout, LocalWire, Settings
-from tests.compression.local import exchange
+from tests.compression.local import exchange, reference
 
 LAYOUT = Layout.of([(6000, 1), (64, 16)])
 WORKERS = 3
@@ -56,14 +56,24 @@ def test_a_rank_at_another_step(way: str) -> None:
     _assert_dense(results, inputs)
 
 
-def test_forced_peel_failure() -> None:
+def test_a_sketch_that_does_not_decode_goes_by_compaction_bit_for_bit() -> None:
     inputs = _inputs()
     results, statistics = exchange(inputs, "lhc", LAYOUT, settings=lambda rank: Settings(ratio=0.8))
-    assert all(s.dense_after == {"peel": 1} for s in statistics)
+    assert all((s.undecoded, s.buckets, dict(s.dense_after)) == (1, {"compaction": 1}, {}) for s in statistics)
+    assert all(torch.equal(result, reference(inputs, LAYOUT)) for result in results)
+
+
+def test_compaction_after_an_undecoded_sketch_is_checked_too() -> None:
+    wires: list[LocalWire] = LocalWire.make(WORKERS, timeout_s=20)
+    wires[1] = Damaged(wires[1], "total", _flip)
+    inputs = _inputs()
+    results, statistics = exchange(inputs, "lhc", LAYOUT, wires=wires, settings=lambda rank: Settings(ratio=0.8))
+    assert all((s.undecoded, s.buckets) == (1, {"dense": 1}) for s in statistics)
+    assert all(sum(s.dense_after.values()) == 1 for s in statistics)
     _assert_dense(results, inputs)
 
 
-def test_a_union_larger_than_predicted_goes_dense_once() -> None:
+def test_a_union_larger_than_predicted_goes_by_compaction_once() -> None:
     from dynamix.compression import BucketExchange, Statistics
     from tests.compression.local import in_threads
 
@@ -77,8 +87,8 @@ def test_a_union_larger_than_predicted_goes_dense_once() -> None:
         return statistics
 
     for statistics in in_threads(LocalWire.make(WORKERS, timeout_s=20), grow):
-        assert statistics.dense_after == {"peel": 1}
-        assert statistics.buckets == {"lhc-one-phase": 4, "dense": 1}
+        assert (statistics.undecoded, dict(statistics.dense_after)) == (1, {})
+        assert statistics.buckets == {"lhc-one-phase": 4, "compaction": 1}
 
 
 class Damaged(LocalWire):
@@ -154,8 +164,6 @@ def test_everybody_receives_the_same_wrong_thing(method: str, damage: Callable[[
         if statistics[0].dense_after:
             _assert_dense(results, inputs)
         else:  # a bit too many in the union costs bytes, not correctness
-            from tests.compression.local import reference
-
             assert torch.equal(results[0], reference(inputs, LAYOUT))
 
 

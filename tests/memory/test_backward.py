@@ -238,7 +238,7 @@ def _times(rank: int) -> Any:
     net = Deep()
     controller = dynamix.Controller("static", batch_size=8, interval=3)
     rows: list[Any] = []
-    assemble, decider = controller._decider.decide, controller._decider
+    assemble, decider = controller._coordinator.decider.decide, controller._coordinator.decider
     decider.decide = lambda r, about=None: (rows.append(r.copy()), assemble(r, about))[1]  # type: ignore[method-assign]
     sampler = controller.batch_sampler(data)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)

@@ -114,7 +114,9 @@ def _wide(rank: int, group: str | None, address_space: int | None) -> dict[str, 
     controller = dynamix.Controller("static", batch_size=400, max_batch_size=1600, guard=False)
     sampler = controller.batch_sampler(data, shuffle=False)
     model = controller.wrap(DDP(net), optimizer)
-    talk = controller._memory._group() if controller._memory else None  # threads need address space too
+    talk = (
+        controller._coordinator.memory._group() if controller._coordinator.memory else None
+    )  # threads need address space too
     assert talk is not None
     if rank == 1 and address_space is not None:
         held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
@@ -140,7 +142,7 @@ def _wide(rank: int, group: str | None, address_space: int | None) -> dict[str, 
     optimizer.step()
     optimizer.zero_grad()
     controller.step()
-    pieces = controller._memory._retrying if controller._memory else None
+    pieces = controller._coordinator.memory._retrying if controller._coordinator.memory else None
     if address_space is not None:
         return {"errors": errors, "caps": None, "largest": pieces.largest if pieces else None}
     other = dynamix.Controller("static", batch_size=100, max_batch_size=1600)
@@ -148,7 +150,7 @@ def _wide(rank: int, group: str | None, address_space: int | None) -> dict[str, 
     second = copy.deepcopy(net)
     wrapped = other.wrap(DDP(second), torch.optim.SGD(second.parameters(), lr=1e-5, momentum=0.9))
     caps = other.find_limits(lambda b: F.mse_loss(wrapped(b[0]), b[1]).backward(), (first[0][:4], first[1][:4]))
-    other._allocations.schedule(0, caps)  # and it is true: two steps with as much as that
+    other._coordinator.allocations.schedule(0, caps)  # and it is true: two steps with as much as that
     for step, (x, y) in enumerate(DataLoader(data, batch_sampler=other_sampler)):
         F.mse_loss(wrapped(x), y).backward()
         other.step()

@@ -71,6 +71,8 @@ def _counts(cell: Mapping[str, Any]) -> list[str]:
         counted = way["statistics"]
         if counted and counted["dense_after"]:
             lines.append(f"{name}: dense instead, by reason: {counted['dense_after']}")
+        if counted and counted["undecoded"]:
+            lines.append(f"{name}: {counted['undecoded']} sketches did not decode; those buckets went by compaction")
         if name == "auto" and counted:
             lines.append(f"auto: buckets by way {counted['buckets']}, settled on {', '.join(way['chosen'].values())}")
     return lines

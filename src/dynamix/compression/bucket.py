@@ -58,6 +58,8 @@ class BucketExchange:
         fixed          densely in fixed point: the reference the next three equal bit for bit
         compaction, lhc (two-phase), lhc-one-phase
 
+        A sketch that did not decode is no doubt about the sums: its bucket goes by compaction instead, equal bit for bit.
+
         Returns why it went dense after all, one of `checks.REASONS` and the same on every rank; None if it did not.
         """
         if way not in WAYS:
@@ -69,17 +71,34 @@ class BucketExchange:
         try:
             if way == "dense":
                 wire.mean(flat)
-            else:
-                self._reduce(flat, way, wire, step)
+            elif not self._decoded(flat, way, wire, step):
+                taken = "compaction"
+                statistics.count_undecoded()
+                self._reduce(flat, taken, wire, step)
         except Doubt as doubt:
             taken, reason = "dense", doubt.reason
-            if reason != "nonfinite":  # what was learned from unions may differ between ranks
-                self._depth = self._unions = 0
-                self._prediction.forget(next_seed=reason == "peel")
+            if reason != "nonfinite":
+                self._forget()
             wire.mean(flat)
         sent = wire.payload_bytes - before
         statistics.count(taken, dense_bytes=flat.nbytes, payload_bytes=sent, doubt=reason)
         return reason
+
+    def _decoded(self, flat: Tensor, way: Way, wire: Wire, step: int) -> bool:
+        """Exchanged; or False, on every rank alike and with `flat` untouched, where the sketch holds too many items."""
+        try:
+            self._reduce(flat, way, wire, step)
+        except Doubt as doubt:
+            if doubt.reason != "peel":
+                raise
+            self._forget(next_seed=True)
+            return False
+        return True
+
+    def _forget(self, *, next_seed: bool = False) -> None:
+        """What was learned from unions may differ between ranks."""
+        self._depth = self._unions = 0
+        self._prediction.forget(next_seed=next_seed)
 
     def _reduce(self, flat: Tensor, way: Way, wire: Wire, step: int) -> None:
         scales = self._scales_for(wire.workers, flat.device)

@@ -145,9 +145,10 @@ class _Recorded(BucketExchange):
 
 @dataclass
 class Outcome:
-    """Of one case: exchanges decoded, exchanges that went dense by reason, and what was wrong with any."""
+    """Of one case: exchanges decoded, sketches that did not and went by compaction, dense ones by reason, what was wrong."""
 
     decoded: int = 0
+    undecoded: int = 0
     dense: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
 
@@ -173,7 +174,8 @@ def run_case(case: Case, pool: ThreadPoolExecutor) -> Outcome:
                 future.result()
         _judge(outcome, f"step {step}", inputs, results, ranks)
     outcome.dense.update(statistics[0].dense_after)
-    if any(other.dense_after != statistics[0].dense_after for other in statistics):
+    outcome.undecoded = statistics[0].undecoded
+    if any(other.buckets != statistics[0].buckets or other.dense_after != outcome.dense for other in statistics):
         outcome.wrong.append("ranks counted different doubts")
     return outcome
 
@@ -218,6 +220,7 @@ def run_cases(count: int, *, seed: int = 0, tell: bool = False) -> dict[str, Any
             case = Case.draw(number)
             found = run_case(case, pool)
             total.decoded += found.decoded
+            total.undecoded += found.undecoded
             total.dense.update({f"{case.way}: {reason}": times for reason, times in found.dense.items()})
             if found.wrong:
                 failures.append({"case": {**asdict(case), "dtype": str(case.dtype)}, "wrong": found.wrong})
@@ -227,6 +230,7 @@ def run_cases(count: int, *, seed: int = 0, tell: bool = False) -> dict[str, Any
                 print(f"{number - seed + 1} cases, {len(failures)} failed", file=sys.stderr, flush=True)
     return {
         "cases": count, "seed": seed, "failed": len(failures), "exchanges": count * STEPS, "decoded": total.decoded,
+        "undecoded": total.undecoded,
         "dense_after": dict(sorted(total.dense.items())), "drawn": {name: dict(sorted(c.items())) for name, c in by.items()},
         "failures": failures[:20], "seconds": round(time.monotonic() - began, 1),
     }  # fmt: skip
@@ -247,6 +251,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(
             f"{found['exchanges']} exchanges: {found['decoded']} decoded and equal to the integer reference unless named below"
         )
+        print(f"by compaction, as the sketch did not decode: {found['undecoded']}")
         print(f"dense instead, by way and reason: {found['dense_after'] or 'none'}")
         print(f"drawn: {found['drawn']}")
         for failure in found["failures"]:

@@ -30,7 +30,7 @@ _Found = TypeVar("_Found")
 
 
 class Doubt(Exception):
-    """This bucket goes dense. Raised on every rank alike, never shown to users. `reason` is one of REASONS."""
+    """This bucket goes dense ("peel": by compaction). Raised on every rank alike, never shown to users. One of REASONS."""
 
     def __init__(self, reason: str) -> None:
         self.reason = reason
@@ -42,11 +42,13 @@ class Statistics:
     """What the exchange did: buckets by way taken, buckets that went dense by reason, bytes handed to collectives.
 
     dense_after counts "nonfinite" (NaN or infinity, as a GradScaler expects), "mixed" (ranks disagree about seed, step
-    or settings), "union", "superset", "peel", "residual", "checksum" and "lost" (the aggregator, at that bucket).
+    or settings), "union", "superset", "residual", "checksum" and "lost" (the aggregator, at that bucket). `undecoded`
+    counts sketches that held more items than would come out; their buckets went by compaction, and are counted there.
     """
 
     buckets: Counter[str] = field(default_factory=Counter)
     dense_after: Counter[str] = field(default_factory=Counter)
+    undecoded: int = 0
     dense_bytes: int = 0  # what the same buckets would have handed over uncompressed
     payload_bytes: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
@@ -60,11 +62,17 @@ class Statistics:
             self.dense_bytes += dense_bytes
             self.payload_bytes += payload_bytes
 
+    def count_undecoded(self) -> None:
+        """One sketch that did not decode; from any thread."""
+        with self._lock:
+            self.undecoded += 1
+
     def as_dict(self) -> dict[str, Any]:
         """Plain numbers, for logs and JSON."""
         return {
             "buckets": dict(self.buckets),
             "dense_after": dict(self.dense_after),
+            "undecoded": self.undecoded,
             "dense_bytes": self.dense_bytes,
             "payload_bytes": self.payload_bytes,
         }

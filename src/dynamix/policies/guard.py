@@ -1,6 +1,6 @@
 """A watch over any policy: where it does worse than the goodput rule would, or fails, the rule takes over for a while.
 
-The rule runs in the policy's shadow, on the same windows. How much better its answer would have been is predicted from
+The rule runs in the policy's shadow, on the same windows; a policy that corrects a rule shares that one. How much better its answer would have been is predicted from
 its fitted costs, and the prediction is checked against what the job really achieved each time the allocation passes from
 one of the two to the other. A one-sided cumulative sum (Page, Biometrika 1954) of what the policy lost decides.
 """
@@ -14,9 +14,10 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from dynamix.errors import ConfigError
-from dynamix.policies.base import Policy, boundary
+from dynamix.policies.base import Policy, boundary, part_of
 from dynamix.policies.fitting import UNKNOWN, base_total, exposed_seconds, restored, saved, slowest_seconds
 from dynamix.policies.goodput import Goodput
+from dynamix.policies.learned import LearnedPolicy
 from dynamix.window import Bounds, Floats, Ints, Window, project
 
 Flags = NDArray[np.bool_]
@@ -69,7 +70,7 @@ class Guard:
             given = (margin, patience, veto, verify, rest, longest)
             allowed = "0 <= margin < veto, patience above 0, verify 2 or more, 1 <= rest <= longest"
             raise ConfigError("margin, patience, veto, verify, rest, longest", given, allowed, "leave them out")
-        self.policy, self.rule = policy, Goodput()
+        self.policy, self._rule = policy, Goodput()
         self.margin, self.patience, self.veto = margin, patience, veto
         self.verify, self.shortest, self.longest = verify, rest, longest
         self.error: str | None = None  # what the policy's last fault was
@@ -100,19 +101,26 @@ class Guard:
         """How often the policy wants to be asked."""
         return boundary(self.policy)
 
+    @property
+    def rule(self) -> Goodput:
+        """The one the policy is built around, or one of the guard's own."""
+        around = part_of(self.policy, LearnedPolicy)
+        return self._rule if around is None else around.memory.rule
+
     def decide(self, window: Window, bounds: Bounds) -> Ints:
-        rules = self._rules_answer(window, bounds)
         wish, faulty = self._ask(window, bounds)
+        rules = self._rules_answer(window, bounds)
         if self.answer.shape != wish.shape:
             self._start(wish.shape)
-        self._learn(window)
-        of_rule, of_wish = (log_goodput(self.rule, window, sizes) for sizes in (rules, wish))
+        candidates = np.stack([rules, wish, window.batch_size, self.rules, self.wishes])
+        of_rule, of_wish, of_present, of_last_rule, of_last_wish = log_goodput(self.rule, window, candidates)
+        self._learn(window, of_last_rule - of_last_wish)
         # Where the policy proved better than predicted, it may also look worse.
         advantage = np.where(np.isnan(of_rule - of_wish), 0.0, of_rule - of_wish) + np.minimum(self.correction, 0.0)
         differ = np.asarray((rules != wish).any(-1))
         by_rule = self._choose(faulty, np.asarray(advantage > self.veto), differ & np.isfinite(self.value))
         answer = np.where(by_rule[..., None], rules, wish)
-        self.expected = np.where(by_rule, of_rule, of_wish) - log_goodput(self.rule, window, window.batch_size)
+        self.expected = np.where(by_rule, of_rule, of_wish) - of_present
         self.by_rule = by_rule.astype(np.float64)
         self.answer, self.rules = answer.astype(np.float64), rules.astype(np.float64)
         self.wishes = np.where(faulty[..., None], rules, wish).astype(np.float64)
@@ -157,7 +165,9 @@ class Guard:
     # ------------------------------------------------------------ the two answers
 
     def _rules_answer(self, window: Window, bounds: Bounds) -> Ints:
-        sizes = self.rule.decide(window, bounds)
+        around = part_of(self.policy, LearnedPolicy)
+        asked = around is not None and around.memory.asked is window  # unless it failed before it got there
+        sizes = around.memory.wish if around is not None and asked else self.rule.wish(window, bounds)
         # Without a noise scale the rule keeps any global batch, also one that a policy brought it to.
         unknown = np.isnan(self.rule.noise.level)
         total = np.where(unknown, base_total(window), sizes.sum(-1))
@@ -184,8 +194,8 @@ class Guard:
 
     # ------------------------------------------------------------ what a window told
 
-    def _learn(self, window: Window) -> None:
-        """Take in the window that closed: was it as predicted, and would the rule have done better?"""
+    def _learn(self, window: Window, advantage: Floats) -> None:
+        """Take in the window that closed: was it as predicted, and would the rule have done better? By so much, (...)."""
         value = achieved(self.rule, window)
         in_force = np.asarray((window.batch_size == self.answer).all(-1))
         beyond = value - self.value - self.expected
@@ -194,7 +204,6 @@ class Guard:
         self.surprise = np.where(known, _FORGET * self.surprise + beyond, self.surprise)
         self.squares = np.where(known, _FORGET * self.squares + beyond**2, self.squares)
         self.comparisons = np.where(known, _FORGET * self.comparisons + 1.0, self.comparisons)
-        advantage = log_goodput(self.rule, window, self.rules) - log_goodput(self.rule, window, self.wishes)
         told = in_force & np.isfinite(advantage)
         advantage = np.where(told, advantage, 0.0)
         self.lead = np.where(told, self.lead + _FOLLOW * (advantage - self.lead), self.lead)
@@ -260,7 +269,7 @@ def unguarded(state: dict[str, Any]) -> dict[str, Any]:
 def log_goodput(rule: Goodput, window: Window, sizes: ArrayLike) -> Floats:
     """Log goodput (...) that `rule`'s fitted model expects of `sizes` (..., W), up to a constant of the cluster.
 
-    The situation is that of `window`, the last which the rule was asked about; NaN where no time was ever measured.
+    Several at once with one more leading dimension. The situation is that of `window`, the last which the rule was asked about; NaN where no time was ever measured.
     """
     sizes = np.asarray(sizes, dtype=np.float64)
     busiest = rule.costs.seconds(window, np.maximum(sizes, 0.0)).max(-1)

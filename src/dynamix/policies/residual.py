@@ -65,7 +65,7 @@ JUMP = 0.2  # log seconds: a surprise beyond this counts as a jump of speed
 class Memory:
     """Asks the rule and follows its fortunes, for windows of shape (..., W).
 
-    After `update`, `wish` holds the rule's real sizes.
+    After `update`, `wish` holds the rule's real sizes, and `asked` the window they answer.
     """
 
     def __init__(self) -> None:
@@ -74,6 +74,7 @@ class Memory:
         self.per_worker: Floats = UNKNOWN  # (len(_WORKER), ..., W), each by name below
         self.total: Floats = UNKNOWN  # (...) log global batch of the window before
         self.windows = 0
+        self.asked: Window | None = None
 
     def update(self, window: Window, bounds: Bounds) -> NDArray[np.float32]:
         """Take in a window; the own features (..., W, len(OWN_FEATURES)), finite, in [-3, 3]."""
@@ -88,7 +89,7 @@ class Memory:
         batch, busy = window.batch_size.astype(np.float64), busy_seconds(window)
         unit = base_total(window)[..., None] / window.workers
         surprise, step_surprise = (0.0 * batch, 0.0 * batch[..., 0]) if first else self._surprises(window, batch, busy)
-        self.wish = self.rule.wish(window, bounds)
+        self.wish, self.asked = self.rule.wish(window, bounds), window
         alpha, beta = self.rule.alpha, self.rule.beta
         self.curve.update(unit, batch, busy)
         own = self._of_rule(window, bounds, unit)
