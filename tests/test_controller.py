@@ -276,3 +276,32 @@ def test_public_names() -> None:
         *("policy_names", "project", "weighted", "weighted_average"),
     }
     assert issubclass(ConfigError, DynamixError)
+
+
+def _after_a_decision(policy: Any) -> dict[str, Any]:
+    net = nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    controller = dynamix.Controller(policy, batch_size=8, interval=2)
+    sampler = controller.batch_sampler(_data())
+    controller.wrap(net, optimizer)
+    for x, y in DataLoader(_data(), batch_sampler=sampler):
+        F.cross_entropy(net(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        controller.step()
+    return controller.state_dict()
+
+
+@pytest.mark.parametrize("workers_before", [1, 2])
+def test_a_state_is_loaded_before_anything_else_is_made(workers_before: int) -> None:
+    state = _after_a_decision(Script([[12], *[[10]] * 50]))
+    assert state["allocations"]["steps"][0] > 0
+    if workers_before == 2:
+        state["world_size"] = 2
+        state["allocations"]["sizes"] = [[*sizes, *sizes] for sizes in state["allocations"]["sizes"]]
+    net = nn.Linear(6, 3)
+    controller = dynamix.Controller(Script([]), batch_size=8, interval=2)
+    controller.load_state_dict(state)
+    assert controller.batch_sizes.tolist() == [10 * workers_before]
+    controller.wrap(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    assert len(next(iter(controller.batch_sampler(_data())))) == 10 * workers_before

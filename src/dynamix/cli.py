@@ -60,7 +60,8 @@ def demo(
     as_json: Json = False,
 ) -> None:
     """Train a real model on an emulated uneven cluster under one policy after the other; table and report.html."""
-    from dynamix.bench.demo import POLICIES, Settings, run_demo
+    from dynamix.bench.demo import run_demo
+    from dynamix.bench.launch import POLICIES, Settings
     from dynamix.telemetry.run_folder import RunFolder
 
     policies = POLICIES if reference or quick or seeds > 1 else tuple(name for name in POLICIES if name != "reference")

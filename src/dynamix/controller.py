@@ -282,9 +282,9 @@ class Controller:
             raise UsageError("find_limits() comes before training: call it before the first batch is asked for")
         caps = memory.find(step_fn, example, self.bounds, margin=margin)
         coordinator.decider.bounds = within(self.bounds, caps)
-        step = 0
         if source is not None:
-            source.high, step = self.bounds.high, source.consumed
+            source.high = self.bounds.high
+        step = coordinator.next_step
         now = coordinator.allocations.at(step)
         if (now > caps).any():
             coordinator.allocations.reset(step, project(now, self.bounds, total=now.sum()))
@@ -354,8 +354,7 @@ class Controller:
     @property
     def batch_sizes(self) -> Ints:
         """Samples per micro-batch of every worker in the coming step, int64 (W,)."""
-        source = self._coordinator.source
-        return self._coordinator.allocations.at(0 if source is None else source.consumed).copy()
+        return self._coordinator.allocations.at(self._coordinator.next_step).copy()
 
     @property
     def samples_seen(self) -> int:

@@ -85,7 +85,7 @@ class Coordinator:
         """Observe this model and optimizer, weight its gradients' shares, and let the learning rate follow the batch."""
         self.attached, self.memory, self.recorder = attached, memory, attached.recorder
         self._learning_rate = LearningRate(optimizer, self.lr_rule)
-        if len(self.allocations.at(0)) == 1:
+        if self.allocations.workers == 1:
             self._pairs = ConsecutiveNoise()
             optimizer.register_step_pre_hook(self._observe_pair)
         # Not traced: torch.compile(wrap(DDP(...))) would fail in what it does.
@@ -183,6 +183,11 @@ class Coordinator:
         open_from = max(self.progress.opens, self.decider.closing.consumed + self.accumulate)
         kept = plan.regular and plan.index - plan.micro >= open_from
         return Share(float(plan.counts[self.rank]), total, kept, self.loss_weight.applied)
+
+    @property
+    def next_step(self) -> int:
+        """The coming micro-step; of a loaded checkpoint without its sampler yet, the first its ledger still knows."""
+        return self.allocations.begin if self.source is None else self.source.consumed
 
     def samples_now(self) -> int | None:
         """What this rank is working on, for the note on an out-of-memory error."""

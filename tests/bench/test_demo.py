@@ -1,6 +1,7 @@
 """The demo through real namespaces, control groups and gloo processes. Needs root; in CI a skip is a failure."""
 
 import hashlib
+import itertools
 import json
 import os
 import signal
@@ -11,10 +12,12 @@ from dataclasses import replace
 import psutil
 import pytest
 
-from dynamix.bench.demo import AGAIN, POLICIES, Settings, _facts, run_demo
+from dynamix.bench.demo import _facts, run_demo
 from dynamix.bench.display import Display
+from dynamix.bench.launch import POLICIES, Settings
 from dynamix.bench.overhead import overhead_settings
 from dynamix.bench.reference import Reference
+from dynamix.bench.runs import AGAIN
 from dynamix.emulator import host_speeds, load_scenario, probe_mechanisms
 from dynamix.errors import ConfigError, WorkerLostError
 from dynamix.policies.learned import PRETRAINED
@@ -115,6 +118,32 @@ def test_an_interrupted_call_keeps_its_finished_seeds_and_goes_on_without_repeat
     assert result["a_a"]["pairs"] == 2
     events = read_events(tmp_path / "run" / "events.jsonl")
     assert len(events) == len({(e["policy"], e["seed"], e["window_index"]) for e in events})
+
+
+@pytest.mark.emulator
+@pytest.mark.multiproc
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_run_whose_processor_was_stolen_is_made_again(privileged, tmp_path, monkeypatch):
+    calls = itertools.count()
+
+    def times():  # called when ranks are launched, when a run starts and when it ends
+        at = next(calls)
+        return 50.0 * min(at, 2), 100.0 * at
+
+    monkeypatch.setattr("dynamix.bench.launch.processor_times", times)
+    settings = Settings(steps=16, again=True, policies=("static",))
+    result, reached = run_demo(settings, RunFolder("demo", tmp_path / "run"))
+    assert reached
+    first, second = settings.order(0)
+    assert result["policies"][first]["attempts"] == [2]
+    assert result["policies"][second]["attempts"] == [1]
+    assert result["policies"][first]["stolen_fraction"] == [0.0]
+    events = read_events(tmp_path / "run" / "events.jsonl")
+    assert len(events) == len({(e["policy"], e["seed"], e["window_index"]) for e in events})
+    assert {e["policy"] for e in events if e.get("attempt") == 1} == {first}
+    again, _ = run_demo(settings, RunFolder("demo", tmp_path / "run", resume=True))
+    assert again["policies"] == result["policies"]
 
 
 def test_only_the_folder_of_an_earlier_run_can_be_resumed(tmp_path):

@@ -108,4 +108,4 @@ def test_an_error_while_scoring_reaches_the_caller(tmp_path):
 def test_a_damaged_file_of_finished_runs_is_named(tmp_path):
     (tmp_path / "3.json").write_text('{"facts": {')
     with pytest.raises(StateError, match=r"3\.json is damaged"):
-        load_runs(tmp_path / "3.json", [], {})
+        load_runs(tmp_path / "3.json", {})

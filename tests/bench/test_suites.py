@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from dynamix.bench.against import ScenarioEnv, predict, same_ranking, simulated_hosts
+from dynamix.bench.against import ScenarioEnv, forecast, predict, same_ranking, simulated_hosts
 from dynamix.bench.changecost import change_cost
 from dynamix.bench.fidelity import lines, run_fidelity
 from dynamix.bench.live import combine, markdown
@@ -178,6 +178,24 @@ def test_costs_are_found_again_from_windows_of_static_runs(tmp_path) -> None:
         fit_costs(tmp_path, {"steady-uneven": result})
 
 
+def test_policies_that_a_run_did_not_have_are_predicted_from_it(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("dynamix.bench.against.fit_costs", lambda folder, results: COSTS)
+    part = {"policies": {"static": {"time_to_target_s": [90.0], "time_s": [100.0], "steps": [400]}}, "seeds": [0]}
+    (tmp_path / "result.json").write_text(json.dumps({"scenarios": {"even": part, "demo": part}, "seeds": [0]}))
+    found = forecast(tmp_path, ["static", "reference", "goodput"], seeds=2)
+    assert found["ratio"]["static"] == 1.0
+    assert found["scenarios"]["demo"]["reference"]["ratio"] < 0.8
+    assert found["scenarios"]["even"]["reference"]["ratio"] == pytest.approx(1.0, abs=0.02)
+    assert found["scenarios"]["demo"]["goodput"]["error"] >= 0
+    with pytest.raises(ConfigError, match="nonsense"):
+        forecast(tmp_path, ["nonsense"])
+    done = CliRunner().invoke(
+        app, ["bench", "fidelity", "--against", str(tmp_path), "--predict", "static,dbs", "--seeds", "1"]
+    )
+    assert done.exit_code == 0, done.output
+    assert "all: static 1.000, dbs 0." in done.output
+
+
 def test_a_size_never_met_before_costs_once() -> None:
     cost = change_cost("mnist1d", sizes=range(40, 48))
     assert cost["first"] > 1.1 * cost["later"]
@@ -208,6 +226,7 @@ def test_a_reference_may_hold_another_global_batch() -> None:
         ["bench", "tta", "--policies", "dbs"],
         ["bench", "scaling", "--policies", "nonsense"],
         ["bench", "fidelity", "--against", "/nonexistent"],
+        ["bench", "fidelity", "--predict", "dbs"],
     ],
 )
 def test_bad_arguments_end_with_one_clear_line_and_no_folder(arguments: list[str], tmp_path, monkeypatch) -> None:

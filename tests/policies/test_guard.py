@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -12,9 +13,13 @@ import pytest
 from dynamix.errors import ConfigError
 from dynamix.learning.evaluation import times_to_progress
 from dynamix.policies import make_policy
+from dynamix.policies.base import part_of
 from dynamix.policies.goodput import Goodput
 from dynamix.policies.guard import Guard
+from dynamix.policies.learned import LearnedPolicy
+from dynamix.policies.online import learning
 from dynamix.policies.proportional import LBBSP, fill_unknown, speeds
+from dynamix.policies.residual import Memory
 from dynamix.simulator import ClusterEnv, sample_clusters, sample_family
 from dynamix.window import Bounds, Ints, Window, project
 
@@ -176,6 +181,30 @@ def test_a_saved_guard_goes_on_as_if_nothing_had_happened() -> None:
     for window in seen[17:]:
         np.testing.assert_array_equal(resumed.decide(window, bounds), guard.decide(window, bounds))
     assert resumed.report() == guard.report()
+
+
+@pytest.mark.parametrize("learns", [False, True])
+def test_a_learned_policys_own_rule_is_the_guards_and_sees_every_window_once(learns: bool) -> None:
+    seen, bounds = _windows(30)
+    policy = learning(make_policy("dynamix"), learns)
+    guard, rule = Guard(policy), Goodput()
+    memory: Memory = part_of(policy, LearnedPolicy).memory  # type: ignore[union-attr]
+    for i, window in enumerate(seen):
+        if i in (0, 12, 13):  # it fails before its rule is asked
+            with (
+                pytest.warns(RuntimeWarning) if guard.error is None else nullcontext(),
+                pytest.MonkeyPatch.context() as patch,
+            ):
+                patch.setattr(memory, "update", None)
+                guard.decide(window, bounds)
+        else:
+            guard.decide(window, bounds)
+        rule.decide(window, bounds)
+    assert guard.rule is memory.rule
+    assert json.dumps(guard.rule.state_dict()) == json.dumps(rule.state_dict())
+    resumed = Guard(learning(make_policy("dynamix"), learns))
+    resumed.load_state_dict(json.loads(json.dumps(guard.state_dict())))
+    assert json.dumps(resumed.rule.state_dict()) == json.dumps(rule.state_dict())
 
 
 def test_a_checkpoint_of_the_policy_alone_starts_a_new_guard() -> None:

@@ -1,6 +1,6 @@
 """The simulator against the emulator: the same scenarios and policies predicted, from costs of static runs alone.
 
-`dynamix bench fidelity --against RUN` reads a finished `bench tta` folder. Costs of computing and of the exchange, jitter
+`dynamix bench fidelity --against RUN` reads a finished `bench tta` folder; `--predict` asks about policies that it did not run. Costs of computing and of the exchange, jitter
 and the noise scale are fitted to the windows of static runs (`live_costs`); every other policy is predicted from the
 scenarios' files.
 """
@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from dynamix.bench.demo import Settings, disturbance_seed
+from dynamix.arguments import watched
+from dynamix.bench.launch import Settings, disturbance_seed
 from dynamix.bench.live_costs import LiveCosts, fit_costs, moved_mbit, slowest_link
 from dynamix.bench.reference import Reference, reference_total
 from dynamix.bench.runs import AGAIN
@@ -68,7 +69,7 @@ class ScenarioEnv(ClusterEnv):
 
 
 def predict(scenario: Scenario, policy: str, seed: int, costs: LiveCosts) -> dict[str, float]:
-    """Step time and time to the target of one run, s."""
+    """Step time and time to the target of one run, s; a run that would take longer than `LONGEST_S` ends there."""
     settings = Settings()
     workers, cores = scenario.workers, np.array([host.cpu for host in scenario.hosts])
     ticks = np.arange(0.0, LONGEST_S, TICK_S)
@@ -109,7 +110,7 @@ def simulated_hosts(costs: LiveCosts, cores: Floats, base: np.ndarray[Any, Any])
 def _policy(name: str, scenario: Scenario, seed: int, env: ClusterEnv) -> Policy:
     if name.startswith("reference"):
         return Reference(scenario, seed=seed, clock=lambda: float(env.clock_s[0]), total=reference_total(name))
-    return make_policy(name)
+    return watched(make_policy(name), None)
 
 
 def compare(folder: Path, *, calibrate_on: str = "all") -> dict[str, Any]:
@@ -117,8 +118,57 @@ def compare(folder: Path, *, calibrate_on: str = "all") -> dict[str, Any]:
 
     calibrate_on   scenarios, comma-separated, whose static runs costs are fitted to; "all"
     """
+    result, costs = _fitted(folder, calibrate_on)
+    tie = indistinct((result.get("a_a") or {}).get("each", []), pairs=len(result["seeds"]))
+    out = {name: _compare_one(load_scenario(name), part, costs, tie) for name, part in result["scenarios"].items()}
+    return {
+        "calibrated_on": calibrate_on, "costs": asdict(costs), "tie": tie, "scenarios": out,
+        "same_ranking": sum(part["same_ranking"] for part in out.values()),
+        "worst_step_error": max(p["step_error"] for part in out.values() for p in part["policies"].values()),
+    }  # fmt: skip
+
+
+def forecast(
+    folder: Path, policies: Sequence[str], *, seeds: int = 6, seed: int = 1000, calibrate_on: str = "all"
+) -> dict[str, Any]:
+    """Times to the target (s) that any policies would take on the scenarios of a `bench tta` folder, with its costs.
+
+    For disturbances `seed`, `seed + 1`, ...; `ratio` is the geometric mean of times over those of the first policy. `late`
+    counts runs that had not arrived after `LONGEST_S`, and are taken as so long.
+    """
+    if seeds < 1:
+        raise ConfigError("seeds", seeds, "1 or more", "check the argument")
+    for name in policies:
+        reference_total(name) if name.startswith("reference") else make_policy(name)  # raises for an unknown one
+    result, costs = _fitted(folder, calibrate_on)
+    out: dict[str, dict[str, Any]] = {}
+    for name in result["scenarios"]:
+        scenario = load_scenario(name)
+        times = {
+            policy: np.array(
+                [predict(scenario, policy, s, costs)["time_to_target_s"] for s in range(seed, seed + seeds)]
+            )
+            for policy in policies
+        }
+        logs = {policy: np.log(t / times[policies[0]]) for policy, t in times.items()}
+        out[name] = {
+            policy: {
+                "time_to_target_s": float(times[policy].mean()), "ratio": float(np.exp(log.mean())),
+                "error": float(log.std(ddof=1) / np.sqrt(seeds)) if seeds > 1 else None,
+                "late": int((times[policy] >= LONGEST_S).sum()),
+            }
+            for policy, log in logs.items()
+        }  # fmt: skip
+    over_all = {
+        policy: float(np.exp(np.mean([np.log(part[policy]["ratio"]) for part in out.values()]))) for policy in policies
+    }
+    return {"calibrated_on": calibrate_on, "seeds": [seed, seed + seeds - 1], "scenarios": out, "ratio": over_all}
+
+
+def _fitted(folder: Path, calibrate_on: str) -> tuple[dict[str, Any], LiveCosts]:
+    """result.json of a finished run, and the costs that the static runs of its scenarios `calibrate_on` tell."""
     try:
-        result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+        result: dict[str, Any] = json.loads((folder / "result.json").read_text(encoding="utf-8"))
         scenarios = result["scenarios"]
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError("against", str(folder), "the folder of a finished `dynamix bench tta`", str(error)) from error
@@ -126,14 +176,7 @@ def compare(folder: Path, *, calibrate_on: str = "all") -> dict[str, Any]:
     unknown = [name for name in names if name not in scenarios]
     if unknown:
         raise ConfigError("calibrate_on", unknown[0], f"all, {', '.join(scenarios)}", "name the run's scenarios")
-    costs = fit_costs(folder, {name: scenarios[name] for name in names})
-    tie = indistinct((result.get("a_a") or {}).get("each", []), pairs=len(result["seeds"]))
-    out = {name: _compare_one(load_scenario(name), part, costs, tie) for name, part in scenarios.items()}
-    return {
-        "calibrated_on": calibrate_on, "costs": asdict(costs), "tie": tie, "scenarios": out,
-        "same_ranking": sum(part["same_ranking"] for part in out.values()),
-        "worst_step_error": max(p["step_error"] for part in out.values() for p in part["policies"].values()),
-    }  # fmt: skip
+    return result, fit_costs(folder, {name: scenarios[name] for name in names})
 
 
 def indistinct(each: Sequence[float], *, pairs: int) -> float:

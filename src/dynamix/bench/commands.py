@@ -164,12 +164,18 @@ def _simulated(suite: Any, name: str, out: Path | None, resume: bool, as_json: b
 def bench_fidelity(
     against: Annotated[Path | None, typer.Option(help="Folder of a finished `bench tta`, to compare with.")] = None,
     calibrate_on: Annotated[str, typer.Option(help="Its scenarios whose static runs tell the costs.")] = "all",
+    predict: Annotated[
+        str | None, typer.Option(help="Policies to predict with those costs, comma-separated; ratios are to the first.")
+    ] = None,
+    seeds: Annotated[int, typer.Option(help="Disturbances to predict them for.", min=1)] = 6,
     as_json: Json = False,
 ) -> None:
     """Errors of the simulator: on measurements its fits have not seen, and against the emulator."""
     from dynamix.bench.fidelity import lines, run_fidelity
 
-    result = run_fidelity(against, calibrate_on=calibrate_on)
+    result = run_fidelity(
+        against, calibrate_on=calibrate_on, predict=predict.split(",") if predict else (), seeds=seeds
+    )
     print_json(result) if as_json else typer.echo("\n".join(lines(result)))
 
 

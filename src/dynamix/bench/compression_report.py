@@ -65,13 +65,13 @@ def _said(cell: Mapping[str, Any]) -> str:
 
 
 def _counts(cell: Mapping[str, Any]) -> list[str]:
-    """What our ways did: buckets that went dense with the reason, and what auto settled on."""
+    """What our ways did: buckets that went another way, with the reason, and what auto settled on."""
     lines = []
     for name, way in cell["ways"].items():
         counted = way["statistics"]
         if counted and counted["dense_after"]:
             lines.append(f"{name}: dense instead, by reason: {counted['dense_after']}")
-        if counted and counted["undecoded"]:
+        if counted and counted.get("undecoded"):  # cells of earlier versions have none
             lines.append(f"{name}: {counted['undecoded']} sketches did not decode; those buckets went by compaction")
         if name == "auto" and counted:
             lines.append(f"auto: buckets by way {counted['buckets']}, settled on {', '.join(way['chosen'].values())}")

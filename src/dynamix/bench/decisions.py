@@ -1,4 +1,4 @@
-"""Processor time of one decision for many workers: features, memory, rule, network, projection, on one thread."""
+"""Processor time of one decision: features, memory, rule, network, guard, projection, on one thread."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from dynamix.arguments import watched
 from dynamix.policies import make_policy
 from dynamix.simulator import ClusterEnv, sample_family
 from dynamix.window import Bounds, Window
@@ -19,14 +20,15 @@ GOAL_MS = 5.0
 
 
 def decision_times(policy: str, *, workers: int = WORKERS, decisions: int = DECISIONS) -> dict[str, float]:
-    """Milliseconds of a decision of `policy` on a simulated cluster with slowdowns, as a live job would ask it.
+    """Milliseconds of a decision of `policy` on a simulated cluster with slowdowns, as a live job would ask it: learned
+    policies are watched by a guard there.
 
     cpu, cpu_p99      of the deciding thread: median, 99th percentile
     median, least     by the clock, which other processes lengthen
 
     Raises `ConfigError` for unknown policies.
     """
-    chosen = make_policy(policy)
+    chosen = watched(make_policy(policy), None)
     env = ClusterEnv(sample_family(FAMILY, 1, workers, SEED), seed=SEED)
     bounds, window = _bounds_of_one(env.bounds), env.reset()
     took, busy = np.zeros((2, decisions + FIRST))

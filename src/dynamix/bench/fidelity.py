@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dynamix.bench.against import compare
+from dynamix.bench.against import compare, forecast
+from dynamix.errors import ConfigError
 from dynamix.simulator import calibration
 from dynamix.telemetry.events import SCHEMA
 from dynamix.telemetry.run_folder import commit
@@ -13,12 +15,17 @@ from dynamix.telemetry.run_folder import commit
 GOAL = 0.10
 
 
-def run_fidelity(against: Path | None = None, *, calibrate_on: str = "all") -> dict[str, Any]:
+def run_fidelity(
+    against: Path | None = None, *, calibrate_on: str = "all", predict: Sequence[str] = (), seeds: int = 6
+) -> dict[str, Any]:
     """Errors of step times on points that their fit has not seen, and residuals of the noise-scale fits.
 
     against   folder of a finished `bench tta`, to compare the simulator with; costs from the static runs of its scenarios
               `calibrate_on` (names, comma-separated, or "all")
+    predict   policies to predict with those costs, over `seeds` disturbances that the run did not have
     """
+    if predict and against is None:
+        raise ConfigError("predict", ",".join(predict), "nothing without against", "name the folder of a `bench tta`")
     known = calibration()
     affine = [fit.r2 for fits in known.affine_models().values() for fit in fits]
     return {
@@ -30,6 +37,7 @@ def run_fidelity(against: Path | None = None, *, calibrate_on: str = "all") -> d
         },
         "sources": known.sources,
         "against_emulator": None if against is None else compare(against, calibrate_on=calibrate_on),
+        "forecast": forecast(against, predict, seeds=seeds, calibrate_on=calibrate_on) if against and predict else None,
     }  # fmt: skip
 
 
@@ -51,7 +59,8 @@ def lines(result: dict[str, Any]) -> list[str]:
         f"noise scale of {name}: phi ~ B^{part['rho']:.2f}, residual of log phi {part['residual_of_log']:.2f}"
         for name, part in result["noise_scale"].items()
     ]
-    return said + (_against(result["against_emulator"]) if result["against_emulator"] else [])
+    said += _against(result["against_emulator"]) if result["against_emulator"] else []
+    return said + (_forecast(result["forecast"]) if result["forecast"] else [])
 
 
 def _against(found: dict[str, Any]) -> list[str]:
@@ -64,3 +73,14 @@ def _against(found: dict[str, Any]) -> list[str]:
     worst, same = 100 * found["worst_step_error"], found["same_ranking"]
     said.append(f"  worst {worst:.0f} % (goal 15 %), same ranking in {same} of {len(found['scenarios'])} (goal 5 of 6)")
     return said
+
+
+def _forecast(found: dict[str, Any]) -> list[str]:
+    first, last = found["seeds"]
+    policies = list(found["ratio"])
+    said = [f"predicted with those costs, disturbances {first}-{last}: seconds to the target, and over {policies[0]}:"]
+    for name, part in found["scenarios"].items():
+        late = {policy: f", {p['late']} never arrived" if p["late"] else "" for policy, p in part.items()}
+        cells = [f"{policy} {p['time_to_target_s']:.1f} ({p['ratio']:.3f}{late[policy]})" for policy, p in part.items()]
+        said.append(f"  {name}: {', '.join(cells)}")
+    return [*said, "  all: " + ", ".join(f"{policy} {ratio:.3f}" for policy, ratio in found["ratio"].items())]

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dynamix.bench.demo import Settings, run_demo
+from dynamix.bench.demo import run_demo
 from dynamix.bench.display import Display
+from dynamix.bench.launch import Settings
 from dynamix.bench.runs import A_A_LIMIT, AGAIN, CENSOR_FACTOR
 from dynamix.bench.statistics import censored, geometric_mean, paired_ratio
 from dynamix.bench.suite_report import write_live_report

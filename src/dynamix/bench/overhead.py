@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from dynamix.bench.decisions import GOAL_MS, WORKERS, decision_times
-from dynamix.bench.demo import Settings, run_demo
+from dynamix.bench.demo import run_demo
+from dynamix.bench.launch import Settings
 from dynamix.telemetry.events import SCHEMA
 from dynamix.telemetry.run_folder import RunFolder, commit, machine
 

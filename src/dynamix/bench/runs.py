@@ -39,6 +39,11 @@ class Run:
     overhead_s: float = 0.0
     stolen: float = float("nan")  # share of the machine's processor time that its hypervisor gave to others
     finished: bool = False
+    attempt: int = 0  # earlier ones were disturbed and thrown away
+
+    def owns(self, event: dict[str, Any]) -> bool:
+        """Whether a line of events.jsonl is of this run."""
+        return (event["policy"], event["seed"], event.get("attempt", 0)) == (self.policy, self.seed, self.attempt)
 
     @property
     def time_to_target_s(self) -> float | None:
@@ -110,8 +115,8 @@ def save_runs(path: Path, runs: Sequence[Run], facts: dict[str, Any]) -> None:
     unfinished.replace(path)
 
 
-def load_runs(path: Path, events: Sequence[dict[str, Any]], facts: dict[str, Any]) -> list[Run]:
-    """The inverse of `save_runs`. Raises `ConfigError` if they were measured under other `facts`, `StateError` if the file is damaged."""
+def load_runs(path: Path, facts: dict[str, Any]) -> list[Run]:
+    """The inverse of `save_runs`, without events. Raises `ConfigError` if they were measured under other `facts`, `StateError` if the file is damaged."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -124,8 +129,7 @@ def load_runs(path: Path, events: Sequence[dict[str, Any]], facts: dict[str, Any
     for entry in content["runs"]:
         snapshots = [Snapshot(**{**snapshot, "path": Path(snapshot["path"])}) for snapshot in entry.pop("snapshots")]
         entry |= {name: float("nan") for name in ("loss", "stolen") if entry.get(name) is None}
-        mine = [e for e in events if e["policy"] == entry["policy"] and e["seed"] == entry["seed"]]
-        runs.append(Run(**entry, snapshots=snapshots, events=mine))
+        runs.append(Run(**entry, snapshots=snapshots))
     return runs
 
 
@@ -150,6 +154,7 @@ def _policy_part(runs: Sequence[Run]) -> dict[str, Any]:
         "median_global_batch": [_rounded(r.median_global_batch) for r in runs],
         "overhead_s": [_rounded(r.overhead_s) for r in runs],
         "stolen_fraction": [_rounded(r.stolen) for r in runs],
+        "attempts": [r.attempt + 1 for r in runs],
         "seconds_per_step": [
             {name: [_rounded(v) for v in values] for name, values in r.where_time_went().items()} for r in runs
         ],

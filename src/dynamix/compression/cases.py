@@ -175,7 +175,7 @@ def run_case(case: Case, pool: ThreadPoolExecutor) -> Outcome:
         _judge(outcome, f"step {step}", inputs, results, ranks)
     outcome.dense.update(statistics[0].dense_after)
     outcome.undecoded = statistics[0].undecoded
-    if any(other.buckets != statistics[0].buckets or other.dense_after != outcome.dense for other in statistics):
+    if any(other.as_dict() != statistics[0].as_dict() for other in statistics):
         outcome.wrong.append("ranks counted different doubts")
     return outcome
 

@@ -1,7 +1,8 @@
 """What must hold before a decoded bucket is applied, and the count of what did not.
 
 Every check ends the same way on every rank: what all ranks can see alike is judged on agreed numbers, and what one rank
-might see alone is put to a vote. A bucket in doubt is reduced densely from its untouched values.
+might see alone is put to a vote. A bucket in doubt is reduced densely from its untouched values; one whose sketch held too
+many items goes by compaction.
 """
 
 from __future__ import annotations

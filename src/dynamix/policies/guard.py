@@ -14,10 +14,12 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from dynamix.errors import ConfigError
-from dynamix.policies.base import Policy, boundary, part_of
+from dynamix.policies.base import Policy, boundary
 from dynamix.policies.fitting import UNKNOWN, base_total, exposed_seconds, restored, saved, slowest_seconds
 from dynamix.policies.goodput import Goodput
 from dynamix.policies.learned import LearnedPolicy
+from dynamix.policies.online import LearningPolicy
+from dynamix.policies.residual import Memory
 from dynamix.window import Bounds, Floats, Ints, Window, project
 
 Flags = NDArray[np.bool_]
@@ -104,8 +106,13 @@ class Guard:
     @property
     def rule(self) -> Goodput:
         """The one the policy is built around, or one of the guard's own."""
-        around = part_of(self.policy, LearnedPolicy)
-        return self._rule if around is None else around.memory.rule
+        around = self._around()
+        return self._rule if around is None else around.rule
+
+    def _around(self) -> Memory | None:
+        """The memory of a learned policy, alone or going on learning, which holds its rule; another policy's is unknown."""
+        policy = self.policy.policy if isinstance(self.policy, LearningPolicy) else self.policy
+        return policy.memory if isinstance(policy, LearnedPolicy) else None
 
     def decide(self, window: Window, bounds: Bounds) -> Ints:
         wish, faulty = self._ask(window, bounds)
@@ -159,15 +166,18 @@ class Guard:
             self.policy.load_state_dict(state)
             return
         self.policy.load_state_dict(state["guarded"])
-        self.rule.load_state_dict(state["rule"])
+        if self._around() is None:  # else it came with the policy
+            self._rule.load_state_dict(state["rule"])
         restored(self, state["guard"])
 
     # ------------------------------------------------------------ the two answers
 
     def _rules_answer(self, window: Window, bounds: Bounds) -> Ints:
-        around = part_of(self.policy, LearnedPolicy)
-        asked = around is not None and around.memory.asked is window  # unless it failed before it got there
-        sizes = around.memory.wish if around is not None and asked else self.rule.wish(window, bounds)
+        around = self._around()
+        if around is not None and around.asked is window:  # unless the policy failed before it got there
+            sizes = around.wish
+        else:
+            sizes = self.rule.wish(window, bounds)
         # Without a noise scale the rule keeps any global batch, also one that a policy brought it to.
         unknown = np.isnan(self.rule.noise.level)
         total = np.where(unknown, base_total(window), sizes.sum(-1))
@@ -195,7 +205,10 @@ class Guard:
     # ------------------------------------------------------------ what a window told
 
     def _learn(self, window: Window, advantage: Floats) -> None:
-        """Take in the window that closed: was it as predicted, and would the rule have done better? By so much, (...)."""
+        """Take in the window that closed: was it as predicted, and would the rule's answer have been better?
+
+        advantage   log goodput (...) of the rule's last answer over the policy's
+        """
         value = achieved(self.rule, window)
         in_force = np.asarray((window.batch_size == self.answer).all(-1))
         beyond = value - self.value - self.expected

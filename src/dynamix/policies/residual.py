@@ -79,7 +79,7 @@ class Memory:
     def update(self, window: Window, bounds: Bounds) -> NDArray[np.float32]:
         """Take in a window; the own features (..., W, len(OWN_FEATURES)), finite, in [-3, 3]."""
         shape = window.batch_size.shape
-        if self.per_worker.shape[1:] != shape:
+        if self.windows and self.per_worker.shape[1:] != shape:
             self.__init__()  # type: ignore[misc]  # another cluster: nothing remembered holds
         first = self.windows == 0
         if first:

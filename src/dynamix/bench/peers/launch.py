@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from torch.nn.utils import parameters_to_vector
 
-from dynamix.bench.demo import Launch, Settings
 from dynamix.bench.display import Display
+from dynamix.bench.launch import Launch, Settings
 from dynamix.bench.link import Message
 from dynamix.bench.peers.kinds import Peer, split_name
 from dynamix.bench.runs import Run

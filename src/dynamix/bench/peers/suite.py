@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from dynamix.bench.demo import Settings, disturbance_seed
 from dynamix.bench.display import Display, end_table
+from dynamix.bench.launch import Settings, disturbance_seed
 from dynamix.bench.peers import environments
 from dynamix.bench.peers.environments import Environment
 from dynamix.bench.peers.kinds import BASE_BATCH, PEERS, SHARE_BOUNDS, Peer, split_name
@@ -131,7 +131,8 @@ def run_peers(
                 for name in call.facts["order"][str(seed)]:
                     path = _saved(folder, f"{seed}-{name}")
                     if path.exists():
-                        call.runs += load_runs(path, events, _must_agree(call, name))
+                        call.runs += load_runs(path, _must_agree(call, name))
+                        call.runs[-1].events = [event for event in events if call.runs[-1].owns(event)]
                     else:
                         call.runs.append(_run_one(call, name, seed))
                         if call.runs[-1].finished:
