@@ -132,6 +132,8 @@ def test_a_run_whose_processor_was_stolen_is_made_again(privileged, tmp_path, mo
         return 50.0 * min(at, 2), 100.0 * at
 
     monkeypatch.setattr("dynamix.bench.launch.processor_times", times)
+    for name, samples in (("train_samples", 2400), ("test_samples", 400)):
+        monkeypatch.setattr(Settings, name, lambda self, samples=samples: samples)
     settings = Settings(steps=16, again=True, policies=("static",))
     result, reached = run_demo(settings, RunFolder("demo", tmp_path / "run"))
     assert reached

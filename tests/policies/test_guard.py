@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -203,7 +204,7 @@ def test_a_learned_policys_own_rule_is_the_guards_and_sees_every_window_once(lea
     assert guard.rule is memory.rule
     assert json.dumps(guard.rule.state_dict()) == json.dumps(rule.state_dict())
     resumed = Guard(learning(make_policy("dynamix"), learns))
-    resumed.load_state_dict(json.loads(json.dumps(guard.state_dict())))
+    resumed.load_state_dict(copy.deepcopy(guard.state_dict()))
     assert json.dumps(resumed.rule.state_dict()) == json.dumps(rule.state_dict())
 
 
