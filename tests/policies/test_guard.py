@@ -14,13 +14,10 @@ import pytest
 from dynamix.errors import ConfigError
 from dynamix.learning.evaluation import times_to_progress
 from dynamix.policies import make_policy
-from dynamix.policies.base import part_of
 from dynamix.policies.goodput import Goodput
 from dynamix.policies.guard import Guard
-from dynamix.policies.learned import LearnedPolicy
 from dynamix.policies.online import learning
 from dynamix.policies.proportional import LBBSP, fill_unknown, speeds
-from dynamix.policies.residual import Memory
 from dynamix.simulator import ClusterEnv, sample_clusters, sample_family
 from dynamix.window import Bounds, Ints, Window, project
 
@@ -189,7 +186,8 @@ def test_a_learned_policys_own_rule_is_the_guards_and_sees_every_window_once(lea
     seen, bounds = _windows(30)
     policy = learning(make_policy("dynamix"), learns)
     guard, rule = Guard(policy), Goodput()
-    memory: Memory = part_of(policy, LearnedPolicy).memory  # type: ignore[union-attr]
+    memory = guard._around()
+    assert memory is not None
     for i, window in enumerate(seen):
         if i in (0, 12, 13):  # it fails before its rule is asked
             with (

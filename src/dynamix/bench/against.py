@@ -1,7 +1,7 @@
 """The simulator against the emulator: the same scenarios and policies predicted, from costs of static runs alone.
 
-`dynamix bench fidelity --against RUN` reads a finished `bench tta` folder; `--predict` asks about policies that it did not run. Costs of computing and of the exchange, jitter
-and the noise scale are fitted to the windows of static runs (`live_costs`); every other policy is predicted from the
+`dynamix bench fidelity --against RUN` reads a finished `bench tta` folder; `--predict` asks about policies that it did
+not run. Costs of computing and of the exchange, jitter and the noise scale are fitted to the windows of static runs (`live_costs`); every other policy is predicted from the
 scenarios' files.
 """
 

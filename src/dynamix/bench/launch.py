@@ -29,7 +29,7 @@ from dynamix.workloads import Workload
 from dynamix.workloads.mnist1d import TUNING_SEEDS
 
 POLICIES = ("reference", "static", "dbs", "dynamix")
-# A run that static's time cannot bound yet ends here. Static on `paper-like` needs some 400 s.
+# A run that static's time cannot bound yet ends here. Static on `paper-like` takes more than 240 s.
 PATIENCE_S = 600.0
 START_TIMEOUT_S = 120.0
 

@@ -1,7 +1,7 @@
 """A watch over any policy: where it does worse than the goodput rule would, or fails, the rule takes over for a while.
 
-The rule runs in the policy's shadow, on the same windows; a policy that corrects a rule shares that one. How much better its answer would have been is predicted from
-its fitted costs, and the prediction is checked against what the job really achieved each time the allocation passes from
+The rule runs in the policy's shadow, on the same windows; a policy that corrects a rule shares that one. How much better
+its answer would have been is predicted from its fitted costs, and the prediction is checked against what the job really achieved each time the allocation passes from
 one of the two to the other. A one-sided cumulative sum (Page, Biometrika 1954) of what the policy lost decides.
 """
 
@@ -282,7 +282,8 @@ def unguarded(state: dict[str, Any]) -> dict[str, Any]:
 def log_goodput(rule: Goodput, window: Window, sizes: ArrayLike) -> Floats:
     """Log goodput (...) that `rule`'s fitted model expects of `sizes` (..., W), up to a constant of the cluster.
 
-    Several at once with one more leading dimension. The situation is that of `window`, the last which the rule was asked about; NaN where no time was ever measured.
+    Several at once with one more leading dimension. The situation is that of `window`, the last which the rule was asked
+    about; NaN where no time was ever measured.
     """
     sizes = np.asarray(sizes, dtype=np.float64)
     busiest = rule.costs.seconds(window, np.maximum(sizes, 0.0)).max(-1)
