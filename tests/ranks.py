@@ -16,7 +16,11 @@ import torch
 import torch.distributed as dist
 
 _CONTEXT = mp.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "dynamix.controller", "tests.ranks"])
+# What every rank would import for itself, a second or two each: the optimizers alone import torch._dynamo.
+_CONTEXT.set_forkserver_preload(
+    ["pytest", "numpy.random", "torch.distributed", "torch._dynamo", "torch.nn.parallel", "torch.utils.data",
+     "dynamix.controller", "dynamix.policies.learned", "tests.ranks"]
+)  # fmt: skip
 
 
 class RankFailed(AssertionError):
@@ -74,6 +78,7 @@ def _outcome(path: Path, job: Any) -> Any:
 
 def _rank(function: Callable[..., Any], rank: int, world_size: int, folder: str, timeout_s: float, args: Any) -> None:
     torch.set_num_threads(1)
+    mp.set_start_method("fork", force=True)  # for loaders' workers, as in a user's script: not a server for each rank
     out = Path(folder) / f"out{rank}"
     try:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"

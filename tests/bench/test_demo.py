@@ -36,6 +36,12 @@ def privileged():
         pytest.skip(missing)
 
 
+@pytest.fixture
+def little_data(monkeypatch):
+    for name, samples in (("train_samples", 1200), ("test_samples", 200)):
+        monkeypatch.setattr(Settings, name, lambda self, samples=samples: samples)
+
+
 def ranks_of(pid):
     children = psutil.Process(pid).children(recursive=True)
     return [c for c in children if "dynamix.bench.demo_worker" in " ".join(c.cmdline())]
@@ -100,19 +106,21 @@ class Interrupts(Display):
 @pytest.mark.multiproc
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_an_interrupted_call_keeps_its_finished_seeds_and_goes_on_without_repeating_them(privileged, tmp_path):
-    settings = Settings(quick=True, seeds=2, policies=("static",))
+def test_an_interrupted_call_keeps_its_finished_seeds_and_goes_on_without_repeating_them(
+    privileged, tmp_path, little_data
+):
+    settings = Settings(quick=True, seeds=2, steps=8, policies=("static",))
     folder = RunFolder("demo", tmp_path / "run")
     with pytest.raises(KeyboardInterrupt):
         run_demo(settings, folder, display=Interrupts(target=1.0))
     partly = json.loads((tmp_path / "run" / "result.json").read_text())
     assert partly["interrupted"] is True
-    assert partly["policies"]["static"]["steps"] == [16]
+    assert partly["policies"]["static"]["steps"] == [8]
     with pytest.raises(ConfigError, match="settings"):
         run_demo(replace(settings, interval=3), RunFolder("demo", tmp_path / "run", resume=True))
     result, reached = run_demo(settings, RunFolder("demo", tmp_path / "run", resume=True))
     assert reached
-    assert result["policies"]["static"]["steps"] == [16, 16]
+    assert result["policies"]["static"]["steps"] == [8, 8]
     assert result["policies"]["static"]["time_s"][0] == partly["policies"]["static"]["time_s"][0]
     assert result["policies"]["static"]["seconds_per_step"][0] == partly["policies"]["static"]["seconds_per_step"][0]
     assert result["a_a"]["pairs"] == 2
@@ -124,7 +132,7 @@ def test_an_interrupted_call_keeps_its_finished_seeds_and_goes_on_without_repeat
 @pytest.mark.multiproc
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_run_whose_processor_was_stolen_is_made_again(privileged, tmp_path, monkeypatch):
+def test_a_run_whose_processor_was_stolen_is_made_again(privileged, tmp_path, monkeypatch, little_data):
     calls = itertools.count()
 
     def times():  # called when ranks are launched, when a run starts and when it ends
@@ -132,9 +140,7 @@ def test_a_run_whose_processor_was_stolen_is_made_again(privileged, tmp_path, mo
         return 50.0 * min(at, 2), 100.0 * at
 
     monkeypatch.setattr("dynamix.bench.launch.processor_times", times)
-    for name, samples in (("train_samples", 2400), ("test_samples", 400)):
-        monkeypatch.setattr(Settings, name, lambda self, samples=samples: samples)
-    settings = Settings(steps=16, again=True, policies=("static",))
+    settings = Settings(steps=8, again=True, policies=("static",))
     result, reached = run_demo(settings, RunFolder("demo", tmp_path / "run"))
     assert reached
     first, second = settings.order(0)

@@ -16,12 +16,14 @@ from dynamix.bench.live import combine, markdown
 from dynamix.bench.live_costs import LiveCosts, fit_costs
 from dynamix.bench.reference import reference_total
 from dynamix.bench.simulated import Suite, run_cell, run_suite, scaling_suite, tta_suite
+from dynamix.bench.stepcount import steps_to_target
 from dynamix.bench.suite_report import write_live_report
 from dynamix.cli import app
 from dynamix.emulator import load_scenario
 from dynamix.errors import ConfigError
 from dynamix.telemetry.run_folder import RunFolder
 from dynamix.window import Window
+from dynamix.workloads import make_workload
 
 SMALL = Suite(
     "test", (("affine-slowdowns", 4), ("pai-steady", 2)), ("dbs", "lb_bsp"), seeds=(1,), clusters=6, windows=25
@@ -134,6 +136,7 @@ def test_runs_that_never_arrive_count_as_twice_statics_time() -> None:
 COSTS = LiveCosts(
     alpha=0.004, beta=0.0002, small_share=0.1, exchange_s=0.002, exchange_per_speed=0.004, jitter_s=0.005, jitter_sd=0.05,
     together_sd=0.05, knots=tuple(np.log(np.linspace(60, 300, 9))), samples=200_000.0, needed=150_000.0,
+    rho=0.3, noise_error=0.05,
 )  # fmt: skip
 
 
@@ -158,7 +161,7 @@ def test_costs_are_found_again_from_windows_of_static_runs(tmp_path) -> None:
                 "policy": name,
                 "seed": 0,
                 "time_s": float(env.clock_s[0]),
-                "samples_seen": 512 * env.steps,
+                "samples_seen": 4 * size * env.steps,
             }
             lines_of.append(json.dumps({**event, "window": one.to_dict()}))
     (tmp_path / "steady-uneven").mkdir()
@@ -172,6 +175,7 @@ def test_costs_are_found_again_from_windows_of_static_runs(tmp_path) -> None:
     assert found.small_share == pytest.approx(COSTS.small_share, abs=0.05)
     assert found.exchange_s + found.exchange_per_speed / 0.17 == pytest.approx(0.002 + 0.004 / 0.17, rel=0.1)
     assert found.needed == 150_000
+    assert found.rho == pytest.approx(COSTS.rho, abs=0.1)
     one_size = [line for line in lines_of if '"static"' in line]
     (tmp_path / "steady-uneven" / "events.jsonl").write_text("\n".join(one_size) + "\n")
     with pytest.raises(ConfigError, match="two different"):
@@ -200,6 +204,15 @@ def test_a_size_never_met_before_costs_once() -> None:
     cost = change_cost("mnist1d", sizes=range(40, 48))
     assert cost["first"] > 1.1 * cost["later"]
     assert cost["again"] < cost["first"]
+
+
+@pytest.mark.parametrize("rule", ["none", "adascale"])
+def test_progress_is_counted_in_steps_of_the_base_batch(rule) -> None:
+    workload = make_workload("digits")
+    count = steps_to_target(workload, workload.base_batch, 9001, most=12, rule=rule)
+    assert count.steps is None
+    assert count.progress == pytest.approx(12)
+    assert steps_to_target(workload, 16, 9001, most=12, rule=rule).progress < 10
 
 
 def test_rankings_ignore_ties_only() -> None:

@@ -73,7 +73,7 @@ def test_what_a_policy_learned_without_does_not_move_it(tmp_path: Path) -> None:
     policy = make(None)  # type: ignore[arg-type]
     assert isinstance(policy, LearnedPolicy)
     first = policy.net.encode[0].weight
-    assert (first == 0).all(0).sum() == 5 + 8  # five of elasticity; of statistics six in the window and two of its own
+    assert (first == 0).all(0).sum() == 5 + 7  # five of elasticity; of statistics six in the window and one of its own
     with pytest.raises(ConfigError, match="elasticity"):
         ResidualNet(without=["luck"])
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from dynamix.arguments import watched
 from dynamix.bench.launch import Settings, disturbance_seed
-from dynamix.bench.live_costs import LiveCosts, fit_costs, moved_mbit, slowest_link
+from dynamix.bench.live_costs import UNIT_BATCH, LiveCosts, fit_costs, moved_mbit, slowest_link
 from dynamix.bench.reference import Reference, reference_total
 from dynamix.bench.runs import AGAIN
 from dynamix.emulator import Scenario, host_speeds, load_scenario
@@ -31,6 +31,8 @@ from dynamix.workloads import make_workload
 EPOCH_SAMPLES = 24_000
 TICK_S = 0.1
 LONGEST_S = 1200.0
+# Core-s of a decision, which rank 0 pays in its share: `dynamix bench overhead --decision-only --workers 4`.
+DECISION_S = {"goodput": 0.0019, "dynamix": 0.0076}
 NEW_SIZE_S = 0.008  # core-s, `python -m dynamix.bench.changecost`: 24.8 ms for the first step at a size, 16.7 when it comes again
 
 
@@ -41,7 +43,11 @@ class ScenarioEnv(ClusterEnv):
     Loss and latency are not modelled.
     """
 
-    def __init__(self, scenario: Scenario, disturbed_by: int, costs: LiveCosts, clusters: Clusters, **how: Any) -> None:
+    def __init__(
+        self, scenario: Scenario, disturbed_by: int, costs: LiveCosts, clusters: Clusters, *, decision_s: float = 0.0,
+        **how: Any,
+    ) -> None:  # fmt: skip
+        self._decision_s = decision_s
         self._scenario, self._seed, self._live = scenario, disturbed_by, costs
         self._moved = moved_mbit(scenario.workers)
         super().__init__(clusters, seed=disturbed_by, **how)
@@ -58,7 +64,10 @@ class ScenarioEnv(ClusterEnv):
         self._met |= set(enumerate(self.batch[0].tolist()))
         speeds = np.array(host_speeds(self._scenario, float(self.clock_s[0]), self._seed))
         busy, whole = super().advance()
-        own = (self._live.exchange_per_speed + NEW_SIZE_S * fresh) / speeds
+        own = self._live.exchange_per_speed + NEW_SIZE_S * fresh
+        if self.steps and self.steps % self.interval == 0:
+            own[0] += self._decision_s
+        own = own / speeds
         late = float((busy[0] + own).max() - busy[0].max())
         self.clock_s = self.clock_s + late
         return busy, whole + late
@@ -81,13 +90,21 @@ def predict(scenario: Scenario, policy: str, seed: int, costs: LiveCosts) -> dic
     per_epoch = not policy.startswith("reference") and boundary(make_policy(policy)) == "epoch"
     interval, delay = (int(EPOCH_SAMPLES // base[0]), 0) if per_epoch else (settings.interval, 1)
     env = ScenarioEnv(
-        scenario, seeded, costs, simulated_hosts(costs, cores, base), interval=interval, delay=delay, trace=trace
+        scenario,
+        seeded,
+        costs,
+        simulated_hosts(costs, cores, base),
+        interval=interval,
+        delay=delay,
+        trace=trace,
+        decision_s=DECISION_S.get(policy, 0.0),
     )
     chosen = _policy(policy, scenario, seeded, env)
     window = env.reset()
-    while env.progress[0] < costs.needed and env.clock_s[0] < LONGEST_S:
+    needed = costs.needed * costs.units(float(base[0]))
+    while env.progress[0] < needed and env.clock_s[0] < LONGEST_S:
         window = env.step(chosen.decide(window, env.bounds))
-    share = costs.needed / float(env.progress[0])
+    share = needed / float(env.progress[0])
     return {"step_s": float(env.clock_s[0]) / env.steps, "time_to_target_s": float(env.clock_s[0]) * min(share, 1.0)}
 
 
@@ -96,12 +113,14 @@ def simulated_hosts(costs: LiveCosts, cores: Floats, base: np.ndarray[Any, Any])
     shape, one = (1, len(cores)), np.ones(1)
     never, unit = np.full(shape, 1e12), np.ones(shape)
     scale = cores[None] ** (1 + costs.small_share)
+    ratio = float(base[0]) / UNIT_BATCH
     return Clusters(
         alpha=costs.alpha / scale, beta=costs.beta / scale, jitter_sd=costs.jitter_sd * unit,
         jitter_s=costs.jitter_s * unit, together_sd=costs.together_sd * one,
         slow_off_s=never, slow_on_s=unit, slow_strongest=unit, exchange_s=costs.exchange_s * one, overlap=one,
-        stall=0 * one, neighbour_period_s=60 * one, neighbour_factor=one, noise_start=np.exp(costs.knots[0]) * one,
-        noise_unit=costs.samples * one, noise_growth=0 * one, noise_error=0.2 * one, base_batch=base,
+        stall=0 * one, neighbour_period_s=60 * one, neighbour_factor=one, noise_start=np.exp(costs.knots[0]) * ratio**costs.rho * one, noise_rho=costs.rho * one,
+        noise_unit=costs.samples * costs.units(float(base[0])) * one, noise_growth=0 * one,
+        noise_error=costs.noise_error * one, base_batch=base,
         missing_noise=np.zeros(1, bool), missing_training=np.zeros(1, bool), missing_host=np.zeros(1, bool),
         noise_knots=np.array([costs.knots]), noise_from=0 * one,
     )  # fmt: skip

@@ -7,8 +7,7 @@ their caches. The exchange is processors' work too: whoever arrives last shows i
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,13 +24,16 @@ from dynamix.window import Floats, Window
 from dynamix.workloads import make_workload
 
 KNOTS = 9
+UNIT_BATCH = 512  # progress is counted in samples of this global batch, the base batch of four hosts
+RATES = np.linspace(0.0, 0.8, 17)  # candidates for the growth of log phi with log B
 
 
 @dataclass(frozen=True, slots=True)
 class LiveCosts:
     """alpha (core-s), beta (core-s per sample) and small_share of computing; exchange_s and exchange_per_speed of the
     exchange at rest, with its bytes on the slowest link on top; jitter_s (s), jitter_sd and together_sd (relative) of
-    every step; log noise scale at equal parts of `samples`; progress, in base-batch samples, `needed` for the target."""
+    every step; log noise scale at equal parts of `samples` of progress, at the unit batch, its growth `rho` with log B and
+    the sd `noise_error` of what is measured of it; progress `needed` for the target, in samples at the unit batch."""
 
     alpha: float
     beta: float
@@ -44,10 +46,16 @@ class LiveCosts:
     knots: tuple[float, ...]
     samples: float
     needed: float
+    rho: float = 0.0
+    noise_error: float = 0.2
 
     def seconds(self, batch: Floats, speed: Floats) -> Floats:
         """Computing of `batch` samples on hosts of `speed` cores, s."""
         return np.asarray((self.alpha + self.beta * batch) / speed ** (1 + self.small_share))
+
+    def units(self, base: float) -> float:
+        """Progress at global batch `base`, in its own samples, over the same in samples at the unit batch."""
+        return _units(self.knots, self.rho, base)
 
 
 def is_static(name: str) -> bool:
@@ -84,20 +92,52 @@ def fit_costs(folder: Path, results: Mapping[str, dict[str, Any]]) -> LiveCosts:
     slices, relative = _spread(spread, busy)
     exchange, slowest = (np.concatenate([part[i] for part in parts]) for i in (5, 6))
     at_rest, per_speed = _line(1 / slowest, exchange)
-    knots, samples = _noise_knots([pair for part in parts for pair in part[7]])
+    runs = [run for part in parts for run in part[7]]
+    rho, knots, samples = _noise(runs)
+    steps = np.concatenate([np.diff(run.log_phi) for run in runs])
+    error = 1.4826 * float(np.nanmedian(np.abs(steps))) / np.sqrt(2)
+    needed = _needed(results, knots, rho)
     return LiveCosts(
-        alpha, beta, small, at_rest, per_speed, slices, relative, together, knots, samples, _needed(results.values())
+        alpha, beta, small, at_rest, per_speed, slices, relative, together, knots, samples, needed, rho, error
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What a static run's windows tell of its training: samples, global batch and log phi (NaN if unknown) of each."""
+
+    samples: Floats
+    batch: Floats
+    log_phi: Floats
+
+    @classmethod
+    def of(cls, windows: list[tuple[float, float, float]]) -> Run:
+        seen, batch, phi = np.array(windows).T
+        known = np.isfinite(phi) & (phi > 0)
+        log_phi = np.where(known, np.log(np.where(known, phi, 1.0)), np.nan)
+        return cls(np.diff(seen, prepend=0.0), batch, log_phi)
+
+    def own(self, rho: float) -> Floats:
+        """log phi at the unit batch."""
+        return np.asarray(self.log_phi + rho * np.log(UNIT_BATCH / self.batch))
+
+    def progress(self) -> Floats:
+        """After each window, in samples at the unit batch, as AdaScale counts it."""
+        phi = np.exp(self.log_phi)
+        gain = (phi + UNIT_BATCH) / (phi + self.batch)
+        return np.asarray((self.samples * np.where(np.isnan(gain), 1.0, gain)).cumsum())
 
 
 def _read(folder: Path, scenario: Scenario, result: dict[str, Any]) -> tuple[Any, ...]:
     """Rows of hosts whose speed did not change in a window (batch, busy s, speed, variance, window), and rows of windows
-    (exchange s, slowest speed), with the noise scales of all windows."""
-    hosts, windows, noise = [], [], []
+    (exchange s, slowest speed); and the `Run`s."""
+    hosts, windows = [], []
+    noise: dict[tuple[str, int], list[tuple[float, float, float]]] = {}
     moved = moved_mbit(scenario.workers)
     for index, event in enumerate(e for e in read_events(folder / "events.jsonl") if is_static(e["policy"])):
         window, seed = Window.from_dict(event["window"]), disturbance_seed(Settings(), event["seed"])
-        noise.append((float(event["samples_seen"]), float(window.noise_scale)))
+        run = noise.setdefault((event["policy"], event["seed"]), [])
+        run.append((float(event["samples_seen"]), float(window.batch_size.sum()), float(window.noise_scale)))
         began, ended = event["time_s"] - float(window.steps) * float(np.nanmax(window.step_time)), event["time_s"]
         before, after = (host_speeds(scenario, max(t, 0.0), seed) for t in (began, ended))
         links = slowest_link(scenario, max(began, 0.0), seed), slowest_link(scenario, ended, seed)
@@ -110,7 +150,7 @@ def _read(folder: Path, scenario: Scenario, result: dict[str, Any]) -> tuple[Any
     rows = np.array(hosts).T.reshape(5, -1)
     rows[4] += 1e6 * hash_of(scenario.name)  # windows of different scenarios are different
     exchanges = np.array(windows).T.reshape(2, -1)
-    return (*rows, *exchanges, noise)
+    return (*rows, *exchanges, [Run.of(run) for run in noise.values()])
 
 
 def hash_of(name: str) -> int:
@@ -166,18 +206,32 @@ def _line(x: Floats, y: Floats) -> tuple[float, float]:
     return float(fixed), float(slope)
 
 
-def _noise_knots(noise: Iterable[tuple[float, float]]) -> tuple[tuple[float, ...], float]:
-    samples, phi = np.array([pair for pair in noise if np.isfinite(pair[1]) and pair[1] > 0]).T
-    edges = np.linspace(0, samples.max(), KNOTS + 1)
-    middles = [np.median(phi[(samples >= a) & (samples <= b)]) for a, b in itertools.pairwise(edges)]
-    return tuple(float(v) for v in np.log(middles)), float(samples.max())
+def _noise(runs: Sequence[Run]) -> tuple[float, tuple[float, ...], float]:
+    """rho, log phi at equal parts of the progress at the unit batch, and the whole progress: the rho with which runs at
+    different batches agree best on phi at equal progress."""
+    found = []
+    for rho in RATES:
+        x = np.concatenate([run.progress() for run in runs])
+        y = np.concatenate([run.own(rho) for run in runs])
+        x, y = x[np.isfinite(y)], y[np.isfinite(y)]
+        part = np.minimum((x / x.max() * KNOTS).astype(int), KNOTS - 1)
+        met = np.unique(part)
+        knots = np.interp(np.arange(KNOTS), met, [np.median(y[part == k]) for k in met])
+        found.append((float(np.abs(y - knots[part]).mean()), float(rho), tuple(map(float, knots)), float(x.max())))
+    return min(found)[1:]
 
 
-def _needed(results: Iterable[dict[str, Any]]) -> float:
-    """Static's samples at the target; at the base batch a sample is one unit of progress."""
+def _units(knots: Sequence[float], rho: float, base: float) -> float:
+    phi = np.exp(np.asarray(knots)) * (base / UNIT_BATCH) ** rho
+    return float(np.mean((phi + base) / (phi + UNIT_BATCH)))
+
+
+def _needed(results: Mapping[str, dict[str, Any]], knots: Sequence[float], rho: float) -> float:
+    """Progress at the target at the unit batch, the mean over static's scenarios and seeds."""
+    bases = {name: float(Settings().batch_size * load_scenario(name).workers) for name in results}
     reached = [
-        rate * seconds
-        for result in results
+        rate * seconds / _units(knots, rho, bases[name])
+        for name, result in results.items()
         for rate, seconds in zip(
             result["policies"]["static"]["samples_per_s"],
             result["policies"]["static"]["time_to_target_s"],

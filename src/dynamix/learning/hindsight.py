@@ -126,7 +126,8 @@ class Decisions:
             exchange = self.exchanges.unsqueeze(1).clamp(min=1e-9)
         step = torch.logaddexp(overlap * slowest.log(), overlap * exchange.log()) / overlap
         phi = self.noise[more] * (total / self.base[more]) ** self.rate[more]
-        return total.log() - torch.log1p(total / phi) - step.exp().mean(-1).log()
+        gain = (phi + self.base[more]) / (phi + total)
+        return total.log() + gain.log() - step.exp().mean(-1).log()
 
     def credit(self, delta: Tensor, growth: Tensor, usual: Tensor) -> Tensor:
         """Counterfactual credit (N, W): log goodput less that with worker i alone acting as `usual` (N, W) would."""

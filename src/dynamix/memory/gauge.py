@@ -28,7 +28,9 @@ _TEXTS = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: no
           "CUDA out of memory", "CUDA error: out of memory", "ALLOC_FAILED", "Cannot allocate memory")  # fmt: skip
 # What stays free: other processes of the group grow too, and page tables are not counted to any batch.
 RESERVE, LEAST_RESERVE_BYTES = 0.05, 16 * 2**20
-_CAUTION = 1.1  # on growth that was foreseen: what is allocated in pieces does not grow quite linearly
+# On growth, foreseen or measured: the same batch takes up to a third more another time, as the C library's heap has holes
+# or not (it serves blocks of up to 32 MiB once some were freed). `tests/memory` was killed at 1.1.
+_CAUTION = 1.4
 
 
 class NoRoomError(MemoryError):

@@ -304,5 +304,5 @@ def _less_waste(rule: Goodput, window: Window, total: Floats, log_step: Floats) 
     found it to be about where more samples stop paying."""
     base = base_total(window)
     waste = rule.noise.log_waste(np.asarray(total)[..., None], base)[..., 0]
-    waste = np.where(np.isnan(waste), np.log1p(np.maximum(total, 0.0) / base), waste)
+    waste = np.where(np.isnan(waste), np.log((base + np.maximum(total, 0.0)) / (2 * base)), waste)
     return np.asarray(np.log(np.maximum(total, 1e-9)) - log_step - waste)

@@ -40,7 +40,7 @@ PRETRAINED = Path(__file__).parent / "pretrained" / "dynamix.safetensors"
 FEATURE_GROUPS: dict[str, tuple[str, ...]] = {
     "network": STATE_FAMILIES["network"],
     "system": STATE_FAMILIES["system"],
-    "statistics": (*STATE_FAMILIES["statistics"], "noise_ratio", "noise_rate"),
+    "statistics": (*STATE_FAMILIES["statistics"], "noise_ratio"),
     "history": (
         *("surprise", "last_surprise", "older_surprise", "residue", "from_slow", "from_best", "age", "hazard"),
         *("last_share", "change", "swing", "step_surprise", "growth"),

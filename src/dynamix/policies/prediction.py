@@ -58,7 +58,7 @@ class Prediction:
         return np.where(np.isnan(finish), np.nan, step)
 
     def log_waste(self, total: Floats) -> Floats:
-        """Expected log(1 + B / phi(B)) of global batches (..., K), samples per micro-batch; NaN without a noise scale."""
+        """Expected log (phi + B) / (phi + B0) of global batches (..., K), samples per micro-batch; NaN without a noise scale."""
         assert self._window is not None
         return self.noise.log_waste(total, base_total(self._window))
 

@@ -9,7 +9,6 @@ from numpy.typing import NDArray
 
 from dynamix.policies.elasticity import LocalElasticity
 from dynamix.policies.fitting import (
-    RATES,
     UNKNOWN,
     base_total,
     busy_seconds,
@@ -54,7 +53,6 @@ OWN_FEATURES = (
     "step_surprise",    # log(measured / predicted seconds of a step)
     "spread",           # log(slowest worker's mean / slowest mean worker)
     "noise_ratio",      # smoothed log(noise scale / global batch)
-    "noise_rate",       # how the noise scale is believed to grow with the batch
     "measuring_error",  # log sd of times beyond jitter
     "windows",          # seen so far, log
     "steps",            # of a window, log
@@ -155,7 +153,6 @@ class Memory:
                 "rule_growth": _wide(np.log(total / now)),
                 "spread": 5 * _wide(np.log(rule.stretch)),
                 "noise_ratio": _wide(rule.noise.level - np.log(now)) / 2,
-                "noise_rate": 2 * _wide((rule.noise.weights() * RATES).sum(-1)),
                 "measuring_error": _wide(0.5 * np.log(rule.costs.error + 1e-6)) + 4.0,
                 "steps": _wide(np.log(window.steps) - 1.6) + 0.0 * unit,
             }

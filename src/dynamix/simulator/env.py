@@ -157,14 +157,10 @@ class ClusterEnv:
         return np.asarray(phi[more] * (batch / c.base_batch[more]) ** c.noise_rho[more])
 
     def gain(self, batch: Floats) -> Floats:
-        """Progress per sample now (C,) or (C, K) at global batch `batch`, relative to the base batch's own phi."""
+        """Progress per sample now (C,) or (C, K) at global batch `batch`, AdaScale's gain at the phi of that batch."""
         more = (slice(None), *[None] * (batch.ndim - 1))
-        base, own = self.clusters.base_batch[more].astype(np.float64), self._critical * self.true_noise_scale()[more]
-        if self.clusters.noise_rho is None:
-            return efficiency(own, batch, base)
-        # phi moves with B: what B samples teach is measured against what the base batch would teach at its own phi.
-        phi = own * (batch / base) ** self.clusters.noise_rho[more]
-        return np.asarray((1.0 + base / own) / (1.0 + batch / phi))
+        base = self.clusters.base_batch[more].astype(np.float64)
+        return efficiency(self._critical * self.true_noise_scale(batch), batch, base)
 
     def accuracy(self, model: Generalisation) -> Floats:
         """Test accuracy (C,) now, by a model of it; progress counts from the start of the whole training."""
