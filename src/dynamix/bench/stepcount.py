@@ -81,7 +81,7 @@ def _backward(workload: Workload, model: nn.Module, inputs: torch.Tensor, target
     return squares
 
 
-def main(name: str = "mnist1d", rule: str = "none", most: int = 3000) -> None:
+def main(name: str = "mnist1d", rule: str = "none", *, most: int = 3000) -> None:
     """Print the table, and the fit or the spread of progress, as JSON."""
     torch.set_num_threads(1)
     workload = make_workload(name)
