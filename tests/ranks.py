@@ -12,6 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -78,7 +79,8 @@ def _outcome(path: Path, job: Any) -> Any:
 
 def _rank(function: Callable[..., Any], rank: int, world_size: int, folder: str, timeout_s: float, args: Any) -> None:
     torch.set_num_threads(1)
-    mp.set_start_method("fork", force=True)  # for loaders' workers, as in a user's script: not a server for each rank
+    mp.set_start_method("fork", force=True)  # for loaders' workers, the default of Linux: not a server for each rank
+    np.random.seed()  # preloaded, all ranks would begin alike
     out = Path(folder) / f"out{rank}"
     try:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"

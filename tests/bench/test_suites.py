@@ -176,6 +176,7 @@ def test_costs_are_found_again_from_windows_of_static_runs(tmp_path) -> None:
     assert found.exchange_s + found.exchange_per_speed / 0.17 == pytest.approx(0.002 + 0.004 / 0.17, rel=0.1)
     assert found.needed == 150_000
     assert found.rho == pytest.approx(COSTS.rho, abs=0.1)
+    assert found.noise_error == pytest.approx(COSTS.noise_error, rel=0.3)
     one_size = [line for line in lines_of if '"static"' in line]
     (tmp_path / "steady-uneven" / "events.jsonl").write_text("\n".join(one_size) + "\n")
     with pytest.raises(ConfigError, match="two different"):

@@ -230,3 +230,30 @@ def test_another_world_size_starts_over(name: str) -> None:
         sizes = np.full(workers, 64)
         sizes = policy.decide(_world(sizes, 0.02, 1e-3, exchange=0.1, phi=900.0), Bounds.of(workers, 1, 400))
         assert sizes.shape == (workers,)
+
+
+def test_sizes_stay_where_a_change_promises_next_to_nothing() -> None:
+    policy, sizes, bounds = Goodput(), np.array([64, 64, 64]), Bounds.of(3, 8, 512)
+    changes = []
+    for step in range(30):
+        seconds = np.array([0.02, 0.02, 0.02]) + np.array([1e-3, 2e-3, 4e-3]) * sizes
+        seconds = seconds * (1 + 0.01 * np.sin(step + np.arange(3)))
+        window = Window.of(
+            sizes, compute=seconds, compute_std=1e-3, wait=seconds.max() - seconds, communication=0.03, steps=5,
+            base_batch=192, noise=200.0 * (1 + 0.05 * np.sin(step)), signal=1.0,
+        )  # fmt: skip
+        answer = policy.decide(window, bounds)
+        changes.append(bool((answer != sizes).any()))
+        sizes = answer
+    assert any(changes[:5])
+    assert sum(changes[10:]) <= 3, "a noise of one per cent is no reason"
+
+
+def test_sizes_that_are_not_allowed_any_more_do_not_stay() -> None:
+    policy, sizes = Goodput(), np.array([50, 50])
+    window = Window.of(sizes, compute=[0.1, 0.1], compute_std=1e-3, steps=5, base_batch=100)
+    for bounds in (Bounds.of(2, 8, 48), Bounds.of(2, 8, 512, total_low=120), Bounds.of(2, 8, 512, quantum=8)):
+        answer = policy.decide(window, bounds)
+        assert (answer <= bounds.high).all()
+        assert bounds.total_low <= answer.sum() <= bounds.total_high
+        assert (answer % bounds.quantum == 0).all()

@@ -23,31 +23,34 @@ from dynamix.bench.runs import AGAIN
 from dynamix.emulator import Scenario, host_speeds, load_scenario
 from dynamix.errors import ConfigError
 from dynamix.policies import Policy, make_policy
-from dynamix.policies.base import boundary
+from dynamix.policies.additive import AdditivePolicy
+from dynamix.policies.base import boundary, part_of
+from dynamix.policies.goodput import Goodput
+from dynamix.policies.learned import LearnedPolicy
 from dynamix.simulator import ClusterEnv, Clusters, Trace
-from dynamix.window import Bounds, Floats, Window
+from dynamix.window import Bounds, Floats, Ints, Window
 from dynamix.workloads import make_workload
 
 EPOCH_SAMPLES = 24_000
 TICK_S = 0.1
 LONGEST_S = 1200.0
-# Core-s of a decision, which rank 0 pays in its share: `dynamix bench overhead --decision-only --workers 4`.
-DECISION_S = {"goodput": 0.0019, "dynamix": 0.0076}
+# Core-s of a decision, which rank 0 pays in its share: `dynamix bench overhead --decision-only --workers 4` of `goodput`
+# and `dynamix`. The policies without a model of the job decide in less than half a millisecond.
+RULE_S, LEARNED_S = 0.0019, 0.0076
 NEW_SIZE_S = 0.008  # core-s, `python -m dynamix.bench.changecost`: 24.8 ms for the first step at a size, 16.7 when it comes again
 
 
 class ScenarioEnv(ClusterEnv):
     """One simulated cluster on a scenario's hosts: the slowest link decides the bytes of an exchange; the rest of it is work
-    that every host does on its own share of a core once it has computed, so it counts as far as that host ends last.
+    that every host does on its own share of a core once it has computed, so it counts as far as that host ends last; and
+    so do decisions, of `decision_s` core-s each, on the first, in the step that no window measures.
 
     Loss and latency are not modelled.
     """
 
-    def __init__(
-        self, scenario: Scenario, disturbed_by: int, costs: LiveCosts, clusters: Clusters, *, decision_s: float = 0.0,
-        **how: Any,
-    ) -> None:  # fmt: skip
-        self._decision_s = decision_s
+    def __init__(self, scenario: Scenario, disturbed_by: int, costs: LiveCosts, clusters: Clusters, **how: Any) -> None:
+        self.decision_s = 0.0
+        self._decided = False
         self._scenario, self._seed, self._live = scenario, disturbed_by, costs
         self._moved = moved_mbit(scenario.workers)
         super().__init__(clusters, seed=disturbed_by, **how)
@@ -58,6 +61,10 @@ class ScenarioEnv(ClusterEnv):
         self._met: set[tuple[int, int]] = set()
         return super().reset()
 
+    def step(self, sizes: Ints) -> Window:
+        self._decided = True
+        return super().step(sizes)
+
     def advance(self) -> tuple[Floats, Floats]:
         """One step; a worker's first at a size never met before prepares kernels, on its own share of a core too."""
         fresh = np.array([(i, size) not in self._met for i, size in enumerate(self.batch[0].tolist())])
@@ -65,8 +72,9 @@ class ScenarioEnv(ClusterEnv):
         speeds = np.array(host_speeds(self._scenario, float(self.clock_s[0]), self._seed))
         busy, whole = super().advance()
         own = self._live.exchange_per_speed + NEW_SIZE_S * fresh
-        if self.steps and self.steps % self.interval == 0:
-            own[0] += self._decision_s
+        if self._decided:
+            own[0] += self.decision_s
+            self._decided = False
         own = own / speeds
         late = float((busy[0] + own).max() - busy[0].max())
         self.clock_s = self.clock_s + late
@@ -97,9 +105,10 @@ def predict(scenario: Scenario, policy: str, seed: int, costs: LiveCosts) -> dic
         interval=interval,
         delay=delay,
         trace=trace,
-        decision_s=DECISION_S.get(policy, 0.0),
     )
     chosen = _policy(policy, scenario, seeded, env)
+    learned = part_of(chosen, LearnedPolicy) or part_of(chosen, AdditivePolicy)
+    env.decision_s = LEARNED_S if learned else RULE_S if part_of(chosen, Goodput) else 0.0
     window = env.reset()
     needed = costs.needed * costs.units(float(base[0]))
     while env.progress[0] < needed and env.clock_s[0] < LONGEST_S:

@@ -18,7 +18,7 @@ from dynamix.bench.launch import Settings, disturbance_seed
 from dynamix.bench.runs import AGAIN
 from dynamix.emulator import Scenario, host_links, host_speeds, load_scenario
 from dynamix.errors import ConfigError
-from dynamix.simulator.env import TOGETHER_MEMORY
+from dynamix.simulator.env import NOISE_MEMORY, TOGETHER_MEMORY
 from dynamix.telemetry.events import read_events
 from dynamix.window import Floats, Window
 from dynamix.workloads import make_workload
@@ -94,8 +94,7 @@ def fit_costs(folder: Path, results: Mapping[str, dict[str, Any]]) -> LiveCosts:
     at_rest, per_speed = _line(1 / slowest, exchange)
     runs = [run for part in parts for run in part[7]]
     rho, knots, samples = _noise(runs)
-    steps = np.concatenate([np.diff(run.log_phi) for run in runs])
-    error = 1.4826 * float(np.nanmedian(np.abs(steps))) / np.sqrt(2)
+    error = _noise_error(runs)
     needed = _needed(results, knots, rho)
     return LiveCosts(
         alpha, beta, small, at_rest, per_speed, slices, relative, together, knots, samples, needed, rho, error
@@ -209,6 +208,10 @@ def _line(x: Floats, y: Floats) -> tuple[float, float]:
 def _noise(runs: Sequence[Run]) -> tuple[float, tuple[float, ...], float]:
     """rho, log phi at equal parts of the progress at the unit batch, and the whole progress: the rho with which runs at
     different batches agree best on phi at equal progress."""
+    if not any(np.isfinite(run.log_phi).any() for run in runs):
+        raise ConfigError(
+            "noise scale", "never measured", "windows with a noise scale", "take a run of two ranks or more"
+        )
     found = []
     for rho in RATES:
         x = np.concatenate([run.progress() for run in runs])
@@ -219,6 +222,17 @@ def _noise(runs: Sequence[Run]) -> tuple[float, tuple[float, ...], float]:
         knots = np.interp(np.arange(KNOTS), met, [np.median(y[part == k]) for k in met])
         found.append((float(np.abs(y - knots[part]).mean()), float(rho), tuple(map(float, knots)), float(x.max())))
     return min(found)[1:]
+
+
+def _noise_error(runs: Sequence[Run]) -> float:
+    """sd of log phi's errors, from its changes between windows of a run beyond what they usually are there."""
+    changes = np.concatenate([_less_median(np.diff(run.log_phi)) for run in runs])
+    return float(1.4826 * np.nanmedian(np.abs(changes)) / np.sqrt(2 * (1 - NOISE_MEMORY)))
+
+
+def _less_median(x: Floats) -> Floats:
+    known = x[np.isfinite(x)]
+    return np.asarray(known - np.median(known)) if len(known) else known
 
 
 def _units(knots: Sequence[float], rho: float, base: float) -> float:

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from dynamix.errors import ConfigError
 from dynamix.gradients import NoiseScale
 from dynamix.scaling import LearningRate
 from dynamix.workloads import Workload, make_workload, score
@@ -63,8 +64,8 @@ def steps_to_target(workload: Workload, batch: int, seed: int, *, most: int, rul
 
 
 def _count(steps: int | None, phi: np.ndarray[Any, Any], batch: int, base: int) -> Count:
-    gain = (phi + base) / (phi + batch) * batch / base
-    return Count(steps, float(np.nanmedian(phi)), float(np.nanmean(gain) * len(phi)))
+    gain = np.where(np.isnan(phi), 1.0, (phi + base) / (phi + batch)) * batch / base  # no signal: phi is infinite
+    return Count(steps, float(np.nanmedian(phi)), float(gain.sum()))
 
 
 def _backward(workload: Workload, model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> list[float]:
@@ -84,6 +85,8 @@ def _backward(workload: Workload, model: nn.Module, inputs: torch.Tensor, target
 def main(name: str = "mnist1d", rule: str = "none", *, most: int = 3000) -> None:
     """Print the table, and the fit or the spread of progress, as JSON."""
     torch.set_num_threads(1)
+    if name not in BATCHES:
+        raise ConfigError("workload", name, ", ".join(BATCHES), "take one whose target is fixed in this module")
     workload = make_workload(name)
     table: list[dict[str, Any]] = []
     for batch in BATCHES[name]:

@@ -109,6 +109,7 @@ class LimitSearch:
         return found
 
     def _run(self, search: Search, step_fn: Callable[[Any], Any], example: Any) -> None:
+        first = True  # a process's first pass takes memory once that no later one does, so it is not counted
         while True:
             state, error = (_DONE if search.done else _SEARCHING), None
             states = all_of(state, self.group, self.rank)
@@ -121,8 +122,9 @@ class LimitSearch:
                 fitted, error = self._try(step_fn, example, search.size, headroom)
             failed = all_of(_FAILED if error is not None else 0, self.group, self.rank)
             raise_for(failed == _FAILED, error, "find_limits: step_fn failed")
-            if search.size:
+            if search.size and not first:
                 search.tell(fitted=fitted)
+            first = False
             release()
 
     def _try(

@@ -201,8 +201,8 @@ class Smoothed:
 class NoiseByBatch:
     """The noise scale as it was measured lately, log phi = level + `RHO` log(B / batch): what larger batches measure is larger.
 
-    Whichever rho of 0 to 0.6 is assumed, the best batch teaches within 0.2 % as fast, while one learned from a job mistakes
-    phi's course through training for it (docs/design/baselines.md).
+    Whichever rho of 0 to 0.35 is assumed, the rule does within 0.2 % as well, while one learned from a job mistakes phi's
+    course through training for it (docs/design/baselines.md).
 
     weight   of a new window: measured phi is smooth already, and falls by half within ten windows of a job's start
     """

@@ -30,6 +30,8 @@ from dynamix.policies.proportional import fill_unknown, speeds
 from dynamix.policies.split import at_least, best_split, split
 from dynamix.window import Bounds, Floats, Ints, Window, project
 
+LEAST_GAIN = 0.005  # in log goodput, for which `Goodput` changes sizes at all
+
 
 class NoiseScale:
     """Equal shares of a global batch that follows the smoothed gradient noise scale, at most `step` times a decision.
@@ -174,7 +176,7 @@ class Goodput:
     """Our strongest rule without learning: Cannikin's choice on estimates that follow a cluster that changes.
 
     Costs come from `WorkerCosts` (offsets that stay, levels that jump), the exchange and its overlap from `Exchange`, the
-    noise scale and its growth with the batch from `NoiseByBatch`; sizes are those of highest expected goodput with equal
+    noise scale from `NoiseByBatch`; sizes are those of highest expected goodput with equal
     finishing times. That the slowest of many jittering workers is later than the slowest mean is measured too. Without
     a noise scale the global batch stays and only shares move.
 
@@ -192,7 +194,25 @@ class Goodput:
         self.alpha, self.beta, self.stretch = UNKNOWN, UNKNOWN, UNKNOWN
 
     def decide(self, window: Window, bounds: Bounds) -> Ints:
-        return project(self.wish(window, bounds), bounds, current=window.batch_size)
+        return self.kept(window, bounds, project(self.wish(window, bounds), bounds, current=window.batch_size))
+
+    def kept(self, window: Window, bounds: Bounds, sizes: Ints) -> Ints:
+        """`sizes`, or those in force where `sizes` promise less than `LEAST_GAIN` more by the last `wish`'s model: a size
+        that is new to a worker has its price, in kernels that are chosen or compiled for it."""
+        now = window.batch_size
+        gain = self._promise(window, sizes) - self._promise(window, now)
+        total = now.sum(-1)
+        allowed = ((now >= bounds.low) & (now <= bounds.high) & (now % bounds.quantum == 0)).all(-1)
+        allowed &= (total >= bounds.total_low) & (total <= bounds.total_high)
+        return np.asarray(np.where((allowed & (gain < LEAST_GAIN))[..., None], now, sizes))
+
+    def _promise(self, window: Window, sizes: Ints) -> Floats:
+        """Expected log goodput (...) of `sizes` (..., W), up to a constant; an unknown noise scale has no part in it."""
+        finish = self.stretch * np.where(sizes > 0, self.alpha + self.beta * sizes, 0.0).max(-1)
+        total = sizes.sum(-1, keepdims=True).astype(np.float64)
+        waste = np.nan_to_num(self.noise.log_waste(total, base_total(window)))
+        value = np.log(np.maximum(total, 1e-9)) - self.exchange.log_step(finish[..., None]) - waste
+        return np.asarray(value[..., 0])
 
     def wish(self, window: Window, bounds: Bounds) -> Floats:
         """The answer as real sizes (..., W), not projected. What it was searched with stays in `alpha` and `beta`

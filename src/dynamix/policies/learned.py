@@ -131,7 +131,8 @@ class LearnedPolicy:
 
     def decide(self, window: Window, bounds: Bounds) -> Ints:
         observed = self.observe(window, bounds)
-        return self.allocate(window, bounds, *self.act(observed, window.batch_size > 0))
+        sizes = self.allocate(window, bounds, *self.act(observed, window.batch_size > 0))
+        return self.memory.rule.kept(window, bounds, sizes)
 
     def observe(self, window: Window, bounds: Bounds) -> NDArray[np.float32]:
         """Ask the rule, update the memory and return what the network sees, (..., W, F)."""

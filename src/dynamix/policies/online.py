@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dynamix.errors import ConfigError
+from dynamix.errors import ConfigError, StateError
 from dynamix.policies.base import Policy, boundary
 from dynamix.policies.deviations import LiveConfig, Pending, Trial, deviated, log_ratio, means
 from dynamix.policies.outcome import SlowAverage, log_goodput, step_seconds
@@ -296,6 +296,7 @@ class LearningPolicy:
             if "learned" not in state:
                 self.policy.load_state_dict(state)
                 return
+            self._check(state["learned"])
             self.policy.load_state_dict(state["policy"])
             self._load_learned(state["learned"])
             if state["prediction"] is not None:
@@ -326,7 +327,16 @@ class LearningPolicy:
             **{name: getattr(self, name) for name in _COUNTED},
         }
 
+    def _check(self, saved: dict[str, Any]) -> None:
+        shapes, given = ({k: v.shape for k, v in net.items()} for net in (self.net.state_dict(), saved["net"]))
+        if shapes != given:
+            raise StateError(
+                "the learned weights in this checkpoint are of another network, as by a version with other features: go on "
+                "with learn=False, or begin learning anew without the checkpoint's policy state"
+            )
+
     def _load_learned(self, saved: dict[str, Any]) -> None:
+        self._check(saved)
         self.net.load_state_dict(saved["net"])
         self.anchor.load_state_dict(saved["anchor"])
         self.optimizer.load_state_dict(saved["optimizer"])

@@ -17,6 +17,9 @@ from dynamix.window import Floats, Ints, Window
 # What slows all workers alike (power, a shared host) comes and goes over some ten steps: the emulator's windows of five
 # steps are correlated by half.
 TOGETHER_MEMORY = 0.9
+NOISE_MEMORY = (
+    0.9  # of the error of log phi from window to window: the estimate is smoothed over windows, so its error is too
+)
 
 
 class ClusterEnv:
@@ -236,8 +239,8 @@ class ClusterEnv:
 
     def _training_statistics(self) -> dict[str, Floats]:
         c, counter = self.clusters, np.uint64(self.windows)
-        # The estimate is smoothed over windows, so its error is too (AR(1)).
-        self._noise_error = 0.9 * self._noise_error + np.sqrt(1 - 0.81) * c.noise_error * self._noise.normal(counter)
+        fresh = c.noise_error * self._noise.normal(counter)
+        self._noise_error = NOISE_MEMORY * self._noise_error + np.sqrt(1 - NOISE_MEMORY**2) * fresh
         unknown = c.missing_noise | (self.windows < 2)
         phi = self.true_noise_scale(self.batch.sum(-1).astype(np.float64))
         noise = np.where(unknown, np.nan, phi * np.exp(self._noise_error))
