@@ -16,6 +16,7 @@ from dynamix.bench.live import combine, markdown
 from dynamix.bench.live_costs import LiveCosts, fit_costs
 from dynamix.bench.reference import reference_total
 from dynamix.bench.simulated import Suite, run_cell, run_suite, scaling_suite, tta_suite
+from dynamix.bench.stepcount import main as count_steps
 from dynamix.bench.stepcount import steps_to_target
 from dynamix.bench.suite_report import write_live_report
 from dynamix.cli import app
@@ -214,6 +215,11 @@ def test_progress_is_counted_in_steps_of_the_base_batch(rule) -> None:
     assert count.steps is None
     assert count.progress == pytest.approx(12)
     assert steps_to_target(workload, 16, 9001, most=12, rule=rule).progress < 10
+
+
+def test_steps_are_counted_only_where_a_target_is_fixed() -> None:
+    with pytest.raises(ConfigError, match="mnist1d, digits"):
+        count_steps("ratings")
 
 
 def test_rankings_ignore_ties_only() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dynamix.arguments import policy_of
-from dynamix.errors import ConfigError
+from dynamix.errors import ConfigError, StateError
 from dynamix.policies.additive import AdditivePolicy
 from dynamix.policies.base import Policy, make_policy
 from dynamix.policies.deviations import LiveConfig
@@ -127,6 +127,18 @@ def test_what_was_learned_goes_to_a_job_with_another_number_of_workers() -> None
     other.carry_over(policy.state_dict())
     assert torch.equal(_weights(policy), _weights(other))
     Job(other, workers=8).run(12)
+
+
+def test_weights_of_another_network_are_refused_and_nothing_is_taken_from_their_checkpoint() -> None:
+    job, saved = Job(LearningPolicy(make_policy("dynamix"))).run(3), Job(LearningPolicy(make_policy("dynamix"))).run(2)
+    state = saved.policy.state_dict()
+    name = next(iter(state["learned"]["net"]))
+    state["learned"]["net"][name] = torch.zeros(1, 2)
+    before = repr(job.policy.state_dict()["policy"])
+    for load in (job.policy.load_state_dict, job.policy.carry_over):  # type: ignore[attr-defined]
+        with pytest.raises(StateError, match="another network"):
+            load(state)
+    assert repr(job.policy.state_dict()["policy"]) == before
 
 
 def test_saving_from_another_thread_sees_a_whole_state() -> None:
