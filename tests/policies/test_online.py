@@ -130,15 +130,15 @@ def test_what_was_learned_goes_to_a_job_with_another_number_of_workers() -> None
 
 
 def test_weights_of_another_network_are_refused_and_nothing_is_taken_from_their_checkpoint() -> None:
-    job, saved = Job(LearningPolicy(make_policy("dynamix"))).run(3), Job(LearningPolicy(make_policy("dynamix"))).run(2)
-    state = saved.policy.state_dict()
-    name = next(iter(state["learned"]["net"]))
-    state["learned"]["net"][name] = torch.zeros(1, 2)
-    before = repr(job.policy.state_dict()["policy"])
-    for load in (job.policy.load_state_dict, job.policy.carry_over):  # type: ignore[attr-defined]
+    policy, other = LearningPolicy(make_policy("dynamix")), LearningPolicy(make_policy("dynamix"))
+    Job(policy).run(3)
+    Job(other).run(2)
+    state, before = other.state_dict(), repr(policy.state_dict()["policy"])
+    state["learned"]["net"][next(iter(state["learned"]["net"]))] = torch.zeros(1, 2)
+    for load in (policy.load_state_dict, policy.carry_over):
         with pytest.raises(StateError, match="another network"):
             load(state)
-    assert repr(job.policy.state_dict()["policy"]) == before
+    assert repr(policy.state_dict()["policy"]) == before
 
 
 def test_saving_from_another_thread_sees_a_whole_state() -> None:

@@ -98,13 +98,7 @@ def predict(scenario: Scenario, policy: str, seed: int, costs: LiveCosts) -> dic
     per_epoch = not policy.startswith("reference") and boundary(make_policy(policy)) == "epoch"
     interval, delay = (int(EPOCH_SAMPLES // base[0]), 0) if per_epoch else (settings.interval, 1)
     env = ScenarioEnv(
-        scenario,
-        seeded,
-        costs,
-        simulated_hosts(costs, cores, base),
-        interval=interval,
-        delay=delay,
-        trace=trace,
+        scenario, seeded, costs, simulated_hosts(costs, cores, base), interval=interval, delay=delay, trace=trace
     )
     chosen = _policy(policy, scenario, seeded, env)
     learned = part_of(chosen, LearnedPolicy) or part_of(chosen, AdditivePolicy)
@@ -127,7 +121,8 @@ def simulated_hosts(costs: LiveCosts, cores: Floats, base: np.ndarray[Any, Any])
         alpha=costs.alpha / scale, beta=costs.beta / scale, jitter_sd=costs.jitter_sd * unit,
         jitter_s=costs.jitter_s * unit, together_sd=costs.together_sd * one,
         slow_off_s=never, slow_on_s=unit, slow_strongest=unit, exchange_s=costs.exchange_s * one, overlap=one,
-        stall=0 * one, neighbour_period_s=60 * one, neighbour_factor=one, noise_start=np.exp(costs.knots[0]) * ratio**costs.rho * one, noise_rho=costs.rho * one,
+        stall=0 * one, neighbour_period_s=60 * one, neighbour_factor=one,
+        noise_start=np.exp(costs.knots[0]) * ratio**costs.rho * one, noise_rho=costs.rho * one,
         noise_unit=costs.samples * costs.units(float(base[0])) * one, noise_growth=0 * one,
         noise_error=costs.noise_error * one, base_batch=base,
         missing_noise=np.zeros(1, bool), missing_training=np.zeros(1, bool), missing_host=np.zeros(1, bool),

@@ -14,9 +14,7 @@ from dynamix.window import Floats, Window
 
 # Candidate overlap exponents of the step time; Pollux bounds its gamma by 1 and 10.
 OVERLAPS: Floats = np.array([1.0, 1.25, 1.6, 2.0, 2.8, 4.0, 6.0, 10.0])
-RHO = (
-    0.2  # growth of log phi with log B: 0.2 on emulated hosts (`bench fidelity --against`); public figures 0.35 and 0.7
-)
+RHO = 0.2  # of log phi with log B: 0.2 on emulated hosts (`bench fidelity --against`); public figures 0.35 and 0.7
 
 # What nothing is known about yet.
 UNKNOWN: Floats = np.empty((0, 0))

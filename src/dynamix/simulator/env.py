@@ -17,9 +17,7 @@ from dynamix.window import Floats, Ints, Window
 # What slows all workers alike (power, a shared host) comes and goes over some ten steps: the emulator's windows of five
 # steps are correlated by half.
 TOGETHER_MEMORY = 0.9
-NOISE_MEMORY = (
-    0.9  # of the error of log phi from window to window: the estimate is smoothed over windows, so its error is too
-)
+NOISE_MEMORY = 0.9  # of the error of log phi from window to window: the estimate is smoothed, so its error is too
 
 
 class ClusterEnv:
