@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -234,10 +235,8 @@ def _contiguous(rank: int) -> dict[str, Any]:
         for batch in sampler:
             mine += batch if sampler.plan().counts[rank] else []
             F.cross_entropy(model(x[batch]), y[batch]).backward()
-            torch.mm(torch.ones(200, 200), torch.ones(200, 200))
             if rank == 1:
-                for _ in range(8):
-                    model.module(x.repeat(20, 1))  # twice the work for the same batch
+                time.sleep(0.01)  # far slower, whatever else the machine does
             optimizer.step()
             optimizer.zero_grad()
             controller.step()
@@ -255,7 +254,7 @@ def test_contiguous_partition_recuts_regions_each_epoch_by_share() -> None:
         assert high + 1 == low2
         assert (count, count2) == (high + 1, 240 - low2)
     assert first["regions"][0][2] == 120
-    assert first["regions"][-1][2] > 130, "the slow worker's region never shrank"
+    assert max(count for _, _, count in first["regions"]) > 130, "the slow worker's region never shrank"
 
 
 def test_public_names() -> None:

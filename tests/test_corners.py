@@ -76,7 +76,8 @@ def test_patience_is_for_the_policy_not_for_the_slowest_rank(tmp_path: Path) -> 
     events = str(tmp_path / "events.jsonl")
     sizes = run_ranks(_slow_to_arrive, 2, events)
     assert sizes[0] == sizes[1] != [20, 20]
-    assert not [e for e in read_events(events) if e["decision"] == "late"]
+    # One may be a pause of the machine; if the slow rank used up the policy's patience, all would be late.
+    assert len([e for e in read_events(events) if e["decision"] == "late"]) <= 1
 
 
 def _evaluates(rank: int) -> bool:

@@ -87,8 +87,8 @@ def test_a_job_learns_while_it_trains_and_goes_on_after_a_restart(tmp_path: Path
     learned = first[0]["learned"]
     assert learned["updates"] > 0
     assert any(not torch.equal(learned["net"][name], learned["anchor"][name]) for name in learned["net"])
-    # The last window's trial is paid for and its time not counted yet, so one window more, on average twice as long.
-    assert 0 < sum(learned["spent_s"]) <= 0.01 * (1 + 2 / first[0]["windows"]) * sum(learned["elapsed_s"])
+    # 1 %, and of a last window, of which the trial is paid for and the time not counted yet.
+    assert 0 < sum(learned["spent_s"]) <= 0.02 * sum(learned["elapsed_s"])
     lines = read_events(tmp_path / "events.jsonl")
     assert lines[-1]["learning"]["updates"] >= learned["updates"] - 1
 

@@ -26,6 +26,8 @@ from dynamix.window import Floats, Ints
 
 # How long rank 0 holds a training step back for a policy that is not done one step after it was asked.
 PATIENCE_S = 0.05
+# The same where an earlier run's answer is only looked up: answering late would make it another run.
+REPLAY_PATIENCE_S = 30.0
 # How long the end of a job waits for a policy that is still busy, so that no line of the events file is lost.
 DRAIN_S = 5.0
 
@@ -83,8 +85,10 @@ class Judge(Protocol):
 class Channel:
     """One decision at a time over a gloo group of its own (None: a single worker, decided in place)."""
 
-    def __init__(self, group: dist.ProcessGroup | None, workers: int, judge: Judge) -> None:
-        self.group, self.workers, self.judge = group, workers, judge
+    def __init__(
+        self, group: dist.ProcessGroup | None, workers: int, judge: Judge, *, patience_s: float = PATIENCE_S
+    ) -> None:
+        self.group, self.workers, self.judge, self.patience_s = group, workers, judge, patience_s
         self.rank = 0 if group is None else dist.get_rank(group)
         self.root = 0 if group is None else dist.get_global_rank(group, 0)
         self.waited_s = 0.0
@@ -223,7 +227,7 @@ class _Round:
 
     def finish(self) -> None:
         self.gather.wait()  # patience is for the policy, not for the slowest rank
-        if not self.published.wait(PATIENCE_S):
+        if not self.published.wait(self.channel.patience_s):
             self._publish(self.channel.judge.keep(Kind.LATE))
         if self.error is not None:
             raise self.error

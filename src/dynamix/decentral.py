@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dynamix.agreement import DRAIN_S, PATIENCE_S, Channel, Kind, Message
+from dynamix.agreement import DRAIN_S, PATIENCE_S, REPLAY_PATIENCE_S, Channel, Kind, Message
 from dynamix.decision import Closing, Decider
 from dynamix.errors import ConfigError, DynamixError, WorkerLostError
 from dynamix.observation import ROW
@@ -43,7 +43,7 @@ def open_channel(
     cannot be had without somebody who knows all.
     """
     if group is None or workers < 2 or decider.replay is not None or part_of(decider.policy, StigmergicPolicy) is None:
-        return Channel(group, workers, decider)
+        return Channel(group, workers, decider, patience_s=PATIENCE_S if decider.replay is None else REPLAY_PATIENCE_S)
     if not isinstance(decider.policy, StigmergicPolicy):
         fix = "leave guard out: a guard sees all workers' times"
         raise ConfigError("guard", True, "False or None with the stigmergic policy", fix)

@@ -240,7 +240,7 @@ def test_messages_that_arrive_side_by_side_and_differ_are_not_combined(server: A
 
 def test_a_worker_that_stalls_ends_the_round_and_is_named(server: AggregatorServer) -> None:
     for session, half in (("early", b""), ("within", FIRST[:2000])):
-        good, bad = join(server, 2, session, timeout_s=0.2)
+        good, bad = join(server, 2, session, timeout_s=1.0)
         bad._sock.send(half)
         with pytest.raises(WireLost, match="rank 1 sent nothing"):
             good.reduce_((ADD, np.ones(8192, np.uint8)))

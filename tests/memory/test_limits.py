@@ -75,7 +75,9 @@ def test_only_one_rank_lacks_memory_and_the_others_take_over() -> None:
 
 
 def test_where_the_smallest_batch_does_not_fit_every_rank_says_so() -> None:
-    outcomes = run_ranks(_counted, 2, (10**6, 7), {"min_batch_size": 8}, expect_failure=True, timeout_s=25)
+    outcomes = run_ranks(
+        _counted, 2, (10**6, 7), {"min_batch_size": 8}, expect_failure=True, timeout_s=50, group_timeout_s=60
+    )
     for outcome in outcomes:
         assert "min_batch_size=8 is not possible" in outcome
         assert "rank 1" in outcome
@@ -95,7 +97,7 @@ def _bug(rank: int) -> None:
 
 
 def test_another_error_of_the_step_ends_every_rank_with_the_reason() -> None:
-    outcomes = run_ranks(_bug, 2, expect_failure=True, timeout_s=25)
+    outcomes = run_ranks(_bug, 2, expect_failure=True, timeout_s=50, group_timeout_s=60)
     assert "KeyError: 'a bug'" in outcomes[1]
     assert "find_limits: step_fn failed on rank 1" in outcomes[0]
 

@@ -7,6 +7,7 @@ import multiprocessing
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from dynamix.probes.host import Cgroups, HostProbe, allowed_cores
@@ -60,15 +61,17 @@ class TestHostProbe:
 
     def test_loader_workers_count(self) -> None:
         probe = HostProbe()
-        worker = multiprocessing.get_context("fork").Process(target=burn, args=(2.0,), daemon=True)
+        worker = multiprocessing.get_context("fork").Process(target=burn, args=(60.0,), daemon=True)
+        started = time.perf_counter()
         worker.start()
         try:
-            time.sleep(0.6)
-            used = probe.sample()["cpu"]
+            while sum(psutil.Process(worker.pid).cpu_times()[:2]) < 0.2:
+                time.sleep(0.02)
+            used_s = probe.sample()["cpu"] * (time.perf_counter() - started) * allowed_cores(Cgroups.find())
         finally:
             worker.kill()
             worker.join()
-        assert used > 0.1
+        assert used_s > 0.15
         assert 0.0 <= probe.sample()["cpu"] <= 1.0  # one that ended does not count backwards
 
 
