@@ -98,11 +98,11 @@ class Window:
         filled: dict[str, Any] = {"batch_size": sizes}
         for name in PER_WORKER:
             value = np.asarray(known.get(name, np.nan), dtype=np.float64)
-            filled[name] = np.broadcast_to(value, sizes.shape)
+            filled[name] = _spread(value, sizes.shape)
         defaults: dict[str, Any] = {"micro_batches": 1.0, "base_batch": sizes.sum(-1)}
         for name in PER_CLUSTER:
             value = np.asarray(known.get(name, defaults.get(name, np.nan)), dtype=np.float64)
-            filled[name] = np.broadcast_to(value, sizes.shape[:-1])
+            filled[name] = _spread(value, sizes.shape[:-1])
         return cls(**filled)
 
     @property
@@ -126,14 +126,14 @@ class Window:
     def step_time(self) -> Floats:
         """Seconds per optimizer step as each worker saw it, shape (..., W); parts not measured count as zero."""
         parts = np.stack([self.compute, self.wait, self.communication, self.data])
-        total = np.nansum(parts, axis=0)
+        total = np.where(np.isnan(parts), 0.0, parts).sum(0)
         return np.where(np.isnan(self.compute), np.nan, total)
 
     @property
     def seconds_per_sample(self) -> Floats:
         """Busy seconds (compute and data) per sample, shape (..., W); NaN for idle or unmeasured workers."""
         samples = self.batch_size * self.micro_batches[..., None]
-        busy = self.compute + np.nan_to_num(self.data)
+        busy = self.compute + np.where(np.isnan(self.data), 0.0, self.data)
         with np.errstate(divide="ignore", invalid="ignore"):
             return np.where(samples > 0, busy / samples, np.nan)
 

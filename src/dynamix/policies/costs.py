@@ -75,7 +75,9 @@ class WorkerCosts:
         offset = np.log(samples)
         self._latest = window, samples, offset
         seen_level = np.log(seconds)[..., None] - offset
-        self._settle(seen_level, seen, jitter / steps + self.apart[..., None])
+        usual = jitter / steps
+        measured = usual + self.apart[..., None]
+        self._settle(seen_level, seen, measured)
         surprise = seen_level - self.level
         fresh = seen & np.isnan(self.level[..., 0])
         size = np.log(np.maximum(window.batch_size, 1))
@@ -83,29 +85,30 @@ class WorkerCosts:
         self.size = np.where(seen, size, self.size)
         prior = self.variance + self.drift**2 + (self.spacing * changed) ** 2
         torn = (own > self.torn * jitter) & (steps > 1)
-        whole = seen & ~fresh & ~torn
-        self._weigh(surprise, whole, prior + jitter / steps + self.error[..., None])
+        followed, foreseen = seen & ~fresh, prior + usual
+        whole = followed & ~torn
+        self._weigh(surprise, whole, foreseen + self.error[..., None])
         mean = (self.weights() * _known(surprise)).sum(-1)
-        common = _in_common(np.where(seen & ~fresh, mean, np.nan))
-        measured = jitter / steps + self.apart[..., None]
+        common = _in_common(np.where(followed, mean, np.nan))
         total = prior + measured
-        jump = seen & ~fresh & (torn | ((mean - common) ** 2 > self.gate**2 * total))
-        beyond = np.zeros(busy.shape)
+        jump = followed & (torn | ((mean - common) ** 2 > self.gate**2 * total))
+        beyond, gain = np.zeros(busy.shape), np.where(fresh, 1.0, prior / total)
+        uncertain = np.where(fresh, measured, prior * measured / total)
         if jump.any():
             lasted = np.broadcast_to(steps, busy.shape)
             beyond[jump] = _beyond(*(x[jump] for x in (seconds, mean, own, jitter, lasted)))
-        gain = np.where(jump, np.minimum(self._lasting() / LASTING, 1.0), np.where(fresh, 1.0, prior / total))
+            gain = np.where(jump, np.minimum(self._lasting() / LASTING, 1.0), gain)
+            uncertain = np.where(jump, measured + (0.3 * beyond) ** 2, uncertain)
         self._move(surprise, beyond, self.follow * common, gain, jump=jump, seen=seen)
         if fresh.any():
             self.level = np.where(fresh[..., None], seen_level, self.level)
-        uncertain = np.where(jump, measured + (0.3 * beyond) ** 2, np.where(fresh, measured, prior * measured / total))
         self.variance = np.where(seen, uncertain, prior)
         own = np.where(jump | ~seen | np.isnan(own), self.jitter, np.minimum(own, self.torn * jitter) * seconds)
         self.jitter = np.where(np.isnan(self.jitter), own, self.jitter + 0.15 * (own - self.jitter))
         self.count = self.count + (whole.any(-1))
-        explained = _median_of_known(prior + jitter / steps)
-        self.error = self._learned(self.error, np.where(whole, np.abs(mean), np.nan), explained)
-        self.apart = self._learned(self.apart, np.where(whole, np.abs(mean - common), np.nan), explained)
+        found = np.where(whole, np.abs(np.stack([mean, mean - common])), np.nan)
+        learned = self._learned(np.stack([self.error, self.apart]), found, _median_of_known(foreseen))
+        self.error, self.apart = learned[0, ...], learned[1, ...]
 
     # Arrays of W x G are what a decision for many workers costs: below they are changed in place, and only the rows that
     # need it are touched.
@@ -143,17 +146,19 @@ class WorkerCosts:
     def _settle(self, seen_level: Floats, seen: np.ndarray, measured: Floats) -> None:
         """Decide by this window (level (..., W, G) if it is true of every candidate) whether the last jumps were jumps."""
         asked = seen & np.isfinite(self.before[..., 0])
+        if not asked.any():
+            self.lasted = 0.95 * self.lasted
+            return
         lasts = np.zeros(asked.shape, dtype=bool)
-        if asked.any():
-            weights, now = self.weights()[asked], seen_level[asked]
-            stayed, went = (
-                np.square((weights * np.where(np.isnan(level), 0.0, now - level)).sum(-1))
-                for level in (self.after[asked], self.before[asked])
-            )
-            odds = np.broadcast_to(np.log(self._lasting()) - np.log1p(-self._lasting()), asked.shape)[asked]
-            lasts[asked] = stayed - went < 2.0 * (measured + self.variance)[asked] * odds
-            self.level[asked] = np.where(lasts[asked][:, None], self.after[asked], self.before[asked])
-            self.before[asked] = np.nan
+        weights, now = self.weights()[asked], seen_level[asked]
+        stayed, went = (
+            np.square((weights * np.where(np.isnan(level), 0.0, now - level)).sum(-1))
+            for level in (self.after[asked], self.before[asked])
+        )
+        odds = np.broadcast_to(np.log(self._lasting()) - np.log1p(-self._lasting()), asked.shape)[asked]
+        lasts[asked] = stayed - went < 2.0 * (measured + self.variance)[asked] * odds
+        self.level[asked] = np.where(lasts[asked][:, None], self.after[asked], self.before[asked])
+        self.before[asked] = np.nan
         told = np.stack([lasts.sum(-1), (asked & ~lasts).sum(-1)], -1)
         self.lasted = 0.95 * self.lasted + told
 
@@ -190,6 +195,8 @@ class WorkerCosts:
         elasticity = (weights[..., :plain] * (batch[..., None] / samples[..., :plain])).sum(-1)
         growing = np.minimum(elasticity + (weights[..., plain:] * POWERS).sum(-1), 1.0)
         alpha, beta = seconds * (1 - growing), seconds * growing / batch
+        if np.isfinite(beta).all():
+            return alpha, beta
         known_alpha, known_beta = mean_of_known(alpha)[..., None], mean_of_known(beta)[..., None]
         return np.where(np.isnan(alpha), known_alpha, alpha), np.where(np.isnan(beta), known_beta, beta)
 
@@ -224,13 +231,13 @@ class WorkerCosts:
         return np.maximum((0.5 * np.where(np.isnan(known), cluster, known) + 0.5 * cluster) / seconds, 1e-6)
 
     def _learned(self, error: Floats, surprise: Floats, explained: Floats) -> Floats:
-        """`error` after this window: what the median surprise says beyond `explained`, the median of what jitter explains (...);
-        one jump does not move it, all together not far."""
+        """`error` (2, ...) after this window: what the median surprise (2, ..., W) says beyond `explained`, the median of what
+        jitter explains (...); one jump does not move it, all together not far."""
         usual = 1.4826 * _median_of_known(surprise)
         told = np.isfinite(usual)
         explained = np.where(told, explained, 0.0)
         most = 4.0 * np.maximum(explained + error, 0.03**2)
-        beyond = np.clip(np.where(told, usual, 0.0) ** 2 - explained, 0.0, most)
+        beyond = np.minimum(np.maximum(np.where(told, usual, 0.0) ** 2 - explained, 0.0), most)
         gain = np.where(told, np.maximum(1.0 / np.maximum(self.count, 1.0), 0.1), 0.0)
         return np.asarray(error + gain * (beyond - error))
 

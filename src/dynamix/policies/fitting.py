@@ -6,6 +6,8 @@ All of it is vectorised over leading dimensions, forgets, takes NaN for "not mea
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -20,12 +22,29 @@ RHO = 0.2  # of log phi with log B: 0.2 on emulated hosts (`bench fidelity --aga
 UNKNOWN: Floats = np.empty((0, 0))
 
 
+def asked_once(measure: Callable[[Window], Floats]) -> Callable[[Window], Floats]:
+    """`measure`, which several parts of a rule ask of the same window: the newest answer is kept, and is not to be changed."""
+    latest: tuple[Window | None, Floats] = (None, UNKNOWN)
+
+    @functools.wraps(measure)
+    def answer(window: Window) -> Floats:
+        nonlocal latest
+        kept = latest  # one look: another thread may ask about another window
+        if kept[0] is not window:
+            latest = kept = window, measure(window)
+        return kept[1]
+
+    return answer
+
+
+@asked_once
 def busy_seconds(window: Window) -> Floats:
     """Seconds (..., W) of computing and loading per optimizer step; NaN where unknown or idle."""
     busy = window.compute + _finite(window.data)
     return np.where((window.batch_size > 0) & (busy > 0) & np.isfinite(busy), busy, np.nan)
 
 
+@asked_once
 def slowest_seconds(window: Window) -> Floats:
     """Mean over steps of the slowest worker's seconds, (...): any worker's computing and waiting together say it."""
     arrived = window.compute + _finite(window.wait)
@@ -33,11 +52,13 @@ def slowest_seconds(window: Window) -> Floats:
     return np.fmax(mean_of_known(seen), _max_of_known(window.compute))
 
 
+@asked_once
 def exposed_seconds(window: Window) -> Floats:
     """Seconds (...) of a step that the exchange adds to the slowest worker's computing; NaN where unknown."""
     return mean_of_known(np.where(window.communication >= 0, window.communication, np.nan))
 
 
+@asked_once
 def base_total(window: Window) -> Floats:
     """The base batch (...) in samples per micro-batch, summed over workers; the present total where unknown."""
     base = window.base_batch / window.micro_batches
@@ -47,6 +68,8 @@ def base_total(window: Window) -> Floats:
 def mean_of_known(x: Floats) -> Floats:
     """Mean over the last axis of what is finite; NaN where nothing is."""
     known = np.isfinite(x)
+    if known.all():
+        return np.asarray(x.sum(-1) / x.shape[-1])
     count = known.sum(-1)
     return np.where(count > 0, np.where(known, x, 0.0).sum(-1) / np.maximum(count, 1), np.nan)
 
@@ -126,7 +149,8 @@ class Exchange:
         self.level: Floats = UNKNOWN  # (..., G) log seconds
         self.loss: Floats = UNKNOWN  # (..., G)
         self.count: Floats = UNKNOWN  # (...)
-        self._weighed: tuple[Floats, Floats] = (np.empty(0), UNKNOWN)  # `loss`, and the weights that follow from it
+        # `loss`, and what follows from it and the level: the weights, and the log of the exchange's seconds to its power.
+        self._believed: tuple[Floats, Floats, Floats] = (np.empty(0), UNKNOWN, UNKNOWN)
 
     def update(self, slowest: Floats, exposed: Floats) -> None:
         """Take in the slowest worker's seconds and what the exchange added to them, (...)."""
@@ -142,33 +166,30 @@ class Exchange:
             expected = np.logaddexp(OVERLAPS * slow, OVERLAPS * self.level) / OVERLAPS
         surprise = slow + np.log(ratio) - expected
         fresh = np.isnan(self.level[..., 0])
-        usual = seen & ~fresh
+        first, usual = seen & fresh, seen & ~fresh
         jump = usual & (np.abs(np.where(np.isnan(surprise), 0.0, surprise)).min(-1) > self.jump)
-        # Where little is exposed a large exponent needs an exchange of just the right length: d log e / d log exposed.
-        prior = -np.log((ratio - 1.0) * ratio ** (OVERLAPS - 1.0) / (ratio**OVERLAPS - 1.0))
-        self.loss = np.where((seen & fresh)[..., None], self.loss + prior, self.loss)
+        if first.any():
+            # Where little is exposed a large exponent needs an exchange of just the right length: d log e / d log exposed.
+            prior = -np.log((ratio - 1.0) * ratio ** (OVERLAPS - 1.0) / (ratio**OVERLAPS - 1.0))
+            self.loss = np.where(first[..., None], self.loss + prior, self.loss)
         told = np.minimum(0.5 * np.square(surprise / self.error), 4.5)
         self.loss = np.where(usual, self.forget, 1.0)[..., None] * self.loss + np.where(usual[..., None], told, 0.0)
         self.count = np.where(jump, 1.0, self.count + seen)
         gain = np.where(jump, 1.0, np.maximum(1.0 / np.maximum(self.count, 1.0), self.weight))
         moved = self.level + gain[..., None] * (implied - self.level)
-        self.level = np.where((seen & fresh)[..., None], implied, np.where(usual[..., None], moved, self.level))
+        self.level = np.where(first[..., None], implied, np.where(usual[..., None], moved, self.level))
 
     def log_step(self, computing: Floats) -> Floats:
         """Expected log seconds of a step (..., K) whose slowest worker computes for `computing` (..., K)."""
-        level = np.where(np.isnan(self.level), -np.inf, self.level)[..., None, :]
-        weights = self.weights()[..., None, :]
+        if self._believed[0] is not self.loss:
+            likely = np.exp(self.loss.min(-1, keepdims=True) - self.loss)
+            level = np.where(np.isnan(self.level), -np.inf, self.level)
+            self._believed = self.loss, likely / likely.sum(-1, keepdims=True), OVERLAPS * level
+        _, weights, powers = self._believed
         slow = np.log(np.maximum(computing, 1e-12))[..., None]
         with np.errstate(invalid="ignore"):
-            whole = np.logaddexp(OVERLAPS * slow, OVERLAPS * level) / OVERLAPS
-        return np.asarray((weights * whole).sum(-1))
-
-    def weights(self) -> Floats:
-        """How much each of `OVERLAPS` is believed, (..., G)."""
-        if self._weighed[0] is not self.loss:
-            likely = np.exp(self.loss.min(-1, keepdims=True) - self.loss)
-            self._weighed = self.loss, likely / likely.sum(-1, keepdims=True)
-        return self._weighed[1]
+            whole = np.logaddexp(OVERLAPS * slow, powers[..., None, :]) / OVERLAPS
+        return np.asarray((weights[..., None, :] * whole).sum(-1))
 
     FIELDS = ("level", "loss", "count")
 

@@ -200,17 +200,18 @@ class Goodput:
         """`sizes`, or those in force where `sizes` promise less than `LEAST_GAIN` more by the last `wish`'s model: a size
         that is new to a worker has its price, in kernels that are chosen or compiled for it."""
         now = window.batch_size
-        gain = self._promise(window, sizes) - self._promise(window, now)
+        promised, present = self._promise(window, np.stack([sizes, now]))
         total = now.sum(-1)
         allowed = ((now >= bounds.low) & (now <= bounds.high) & (now % bounds.quantum == 0)).all(-1)
         allowed &= (total >= bounds.total_low) & (total <= bounds.total_high)
-        return np.asarray(np.where((allowed & (gain < LEAST_GAIN))[..., None], now, sizes))
+        return np.asarray(np.where((allowed & (promised - present < LEAST_GAIN))[..., None], now, sizes))
 
     def _promise(self, window: Window, sizes: Ints) -> Floats:
         """Expected log goodput (...) of `sizes` (..., W), up to a constant; an unknown noise scale has no part in it."""
         finish = self.stretch * np.where(sizes > 0, self.alpha + self.beta * sizes, 0.0).max(-1)
         total = sizes.sum(-1, keepdims=True).astype(np.float64)
-        waste = np.nan_to_num(self.noise.log_waste(total, base_total(window)))
+        waste = self.noise.log_waste(total, base_total(window))
+        waste = np.where(np.isnan(waste), 0.0, waste)
         value = np.log(np.maximum(total, 1e-9)) - self.exchange.log_step(finish[..., None]) - waste
         return np.asarray(value[..., 0])
 
@@ -224,11 +225,14 @@ class Goodput:
         self.noise.update(noise_scale(window), now / base)
         busiest = np.where(np.isnan(window.compute), 0.0, window.compute).max(-1)
         with np.errstate(divide="ignore", invalid="ignore"):
-            spread = self.spread.update(np.where(busiest > 0, np.clip(slowest / busiest, 1.0, 2.0), np.nan))
+            spread = self.spread.update(
+                np.where(busiest > 0, np.minimum(np.maximum(slowest / busiest, 1.0), 2.0), np.nan)
+            )
         spread = np.where(np.isnan(spread), 1.0, spread)
         alpha, beta = self.costs.at(window)
         measured = np.asarray(np.isfinite(beta).all(-1))
-        alpha, beta = _for_all(alpha, beta)
+        if not measured.all():
+            alpha, beta = _for_all(alpha, beta)
 
         def log_goodput(finish_s: Floats, total: Floats) -> Floats:
             step = self.exchange.log_step(spread[..., None] * finish_s)

@@ -121,11 +121,11 @@ class Guard:
             self._start(wish.shape)
         candidates = np.stack([rules, wish, window.batch_size, self.rules, self.wishes])
         of_rule, of_wish, of_present, of_last_rule, of_last_wish = log_goodput(self.rule, window, candidates)
-        self._learn(window, of_last_rule - of_last_wish)
+        correction, gain = self._learn(window, of_last_rule - of_last_wish), of_rule - of_wish
         # Where the policy proved better than predicted, it may also look worse.
-        advantage = np.where(np.isnan(of_rule - of_wish), 0.0, of_rule - of_wish) + np.minimum(self.correction, 0.0)
-        differ = np.asarray((rules != wish).any(-1))
-        by_rule = self._choose(faulty, np.asarray(advantage > self.veto), differ & np.isfinite(self.value))
+        advantage = np.where(np.isnan(gain), 0.0, gain) + np.minimum(correction, 0.0)
+        refused, differ = np.asarray(advantage > self.veto), np.asarray((rules != wish).any(-1))
+        by_rule = self._choose(faulty, refused, differ & np.isfinite(self.value), correction)
         answer = np.where(by_rule[..., None], rules, wish)
         self.expected = np.where(by_rule, of_rule, of_wish) - of_present
         self.by_rule = by_rule.astype(np.float64)
@@ -204,8 +204,9 @@ class Guard:
 
     # ------------------------------------------------------------ what a window told
 
-    def _learn(self, window: Window, advantage: Floats) -> None:
-        """Take in the window that closed: was it as predicted, and would the rule's answer have been better?
+    def _learn(self, window: Window, advantage: Floats) -> Floats:
+        """Take in the window that closed: was it as predicted, and would the rule's answer have been better? Returns
+        `correction` after it.
 
         advantage   log goodput (...) of the rule's last answer over the policy's
         """
@@ -220,17 +221,19 @@ class Guard:
         told = in_force & np.isfinite(advantage)
         advantage = np.where(told, advantage, 0.0)
         self.lead = np.where(told, self.lead + _FOLLOW * (advantage - self.lead), self.lead)
-        more = np.maximum(0.0, self.lost + advantage + self.correction - self.margin)
+        correction = self.correction
+        more = np.maximum(0.0, self.lost + advantage + correction - self.margin)
         self.lost = np.where(told & (self.by_rule == 0), more, self.lost)
         self.value = np.where(in_force, value, np.nan)
+        return correction
 
     # ------------------------------------------------------------ whose the next window is
 
-    def _choose(self, faulty: Flags, refused: Flags, comparable: Flags) -> Flags:
+    def _choose(self, faulty: Flags, refused: Flags, comparable: Flags, correction: Floats) -> Flags:
         """Where (...) the next window is the rule's; moves every counter on by a window."""
         trying, idle = self.rest == 0, self.check == 0
         verdict = trying & (self.verifying > 0) & idle
-        agreed = verdict & (self.lead + self.correction > self.margin)
+        agreed = verdict & (self.lead + correction > self.margin)
         alarm = trying & idle & ~verdict & (self.lost > self.patience)
         fall = trying & (faulty | agreed | (alarm & (self.comparisons >= _ENOUGH)))
         ask = alarm & ~fall
@@ -294,7 +297,8 @@ def log_goodput(rule: Goodput, window: Window, sizes: ArrayLike) -> Floats:
 
 def achieved(rule: Goodput, window: Window) -> Floats:
     """Log goodput (...) of a window as it was measured, on the scale of `log_goodput`; NaN where times are missing."""
-    step = slowest_seconds(window) + np.nan_to_num(exposed_seconds(window))
+    exposed = exposed_seconds(window)
+    step = slowest_seconds(window) + np.where(np.isnan(exposed), 0.0, exposed)
     with np.errstate(divide="ignore", invalid="ignore"):
         return _less_waste(rule, window, window.batch_size.sum(-1).astype(np.float64), np.log(step))
 

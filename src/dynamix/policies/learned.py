@@ -154,7 +154,9 @@ class LearnedPolicy:
         delta = np.where(active & np.isfinite(delta), delta, 0.0)
         delta = delta - delta.sum(-1, keepdims=True) / np.maximum(active.sum(-1, keepdims=True), 1)
         delta = np.minimum(np.maximum(np.where(active, delta, 0.0), -DELTA_LIMIT), DELTA_LIMIT)
-        growth = np.where(self.memory.guided, np.clip(np.nan_to_num(growth), LEAST_GROWTH, MOST_GROWTH), 0.0)
+        growth = np.where(
+            self.memory.guided, np.clip(np.where(np.isnan(growth), 0.0, growth), LEAST_GROWTH, MOST_GROWTH), 0.0
+        )
         moved = wish * np.exp(delta)
         whole = wish.sum(-1) / np.maximum(moved.sum(-1), 1e-9) * np.exp(growth)
         low, high = self.trusted(window)

@@ -17,6 +17,7 @@ from dynamix.window import Bounds, Floats
 # (finishing times (..., K), global batches (..., K)) -> log goodput (..., K), up to a constant
 Objective = Callable[[Floats, Floats], Floats]
 _POINTS, _ROUNDS = 17, 3
+_GRID, _BESIDE = np.linspace(0.0, 1.0, _POINTS), np.array([-1, 1])
 _NEXT_TO = 2.0**-40  # of the whole range
 
 
@@ -94,11 +95,11 @@ def best_split(alpha: Floats, beta: Floats, bounds: Bounds, objective: Objective
     start = np.log(np.clip(floor, ends[0], ends[1]))
     stop = np.maximum(np.log(ends[1]), start)
     for _ in range(_ROUNDS):
-        grid = start[..., None] + (stop - start)[..., None] * np.linspace(0.0, 1.0, _POINTS)
+        grid = start[..., None] + (stop - start)[..., None] * _GRID
         finish = np.exp(grid)
         best = np.asarray(objective(finish, _totals(finish, alpha, beta, low, high)).argmax(-1))[..., None]
-        beside = np.maximum(best - 1, 0), np.minimum(best + 1, _POINTS - 1)
-        start, stop = (np.take_along_axis(grid, at, -1)[..., 0] for at in beside)
+        beside = np.take_along_axis(grid, np.minimum(np.maximum(best + _BESIDE, 0), _POINTS - 1), -1)
+        start, stop = beside[..., 0], beside[..., 1]
     chosen = np.take_along_axis(grid, best, -1)[..., 0]
     return finishing_at(np.exp(chosen), alpha, beta, low, high)
 
