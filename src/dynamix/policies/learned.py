@@ -88,6 +88,23 @@ class ResidualNet(nn.Module):
         local = self.local(self.own(hidden) + self.context(pooled).unsqueeze(1))
         return local, self.shared(pooled), self.critic(pooled).squeeze(-1)
 
+    def answer(self, observed: NDArray[np.float32], active: NDArray[np.bool_]) -> tuple[Floats, Floats]:
+        """`forward` of one cluster, (W, F) and (W,), without its value: in NumPy, because at this size torch's calls take five
+        times as long as their arithmetic. Up to float rounding the same."""
+
+        def linear(layer: Any, x: NDArray[np.float32]) -> NDArray[np.float32]:
+            y = x @ layer.weight.detach().numpy().T
+            return np.asarray(y if layer.bias is None else y + layer.bias.detach().numpy())
+
+        seen = observed if self.kept is None else observed * self.kept.numpy()
+        hidden = np.tanh(linear(self.encode[2], np.tanh(linear(self.encode[0], seen))))
+        here = active[:, None]
+        mean = (hidden * here).sum(0) / max(int(active.sum()), 1)
+        pooled = np.concatenate([mean, np.where(here, hidden, np.float32(-2.0)).max(0)])
+        local = linear(self.local[1], np.tanh(linear(self.own, hidden) + linear(self.context, pooled)))
+        shared = linear(self.shared[2], np.tanh(linear(self.shared[0], pooled)))
+        return local[:, 0].astype(np.float64), shared[0].astype(np.float64)
+
     @torch.no_grad()
     def fold(self) -> None:
         """Put what it does without into the weights: the file is then an ordinary one."""
@@ -142,6 +159,8 @@ class LearnedPolicy:
     def act(self, observed: NDArray[np.float32], active: NDArray[np.bool_]) -> tuple[Floats, Floats]:
         """The mean action: delta (..., W) and g (...)."""
         lead, (workers, inputs) = observed.shape[:-2], observed.shape[-2:]
+        if not lead and not self.net._forward_hooks:  # nobody learns from what the network was shown
+            return self.net.answer(observed, active)
         with torch.inference_mode():
             flat = torch.from_numpy(np.ascontiguousarray(observed).reshape(-1, workers, inputs))
             local, shared, _ = self.net(flat, torch.from_numpy(np.ascontiguousarray(active).reshape(-1, workers)))
