@@ -66,7 +66,7 @@ def test_only_own_connections_count_and_a_dead_tracer_leaves_it_to_tcp_info(
         subprocess.run(["sleep", "0.2"], check=True)
         sample = probe.sample()
         again, sent = again + sample["retransmits_per_s"], sent + sample["bytes_per_s"]
-    assert again > 0
+    assert 0 < again / 3 < 300  # 3 every 20 ms and what a shell takes besides
     assert sent == pytest.approx(again * 1000 / 3, rel=0.3)  # 3 beside 1,000 bytes, never 100 more
     ended.kill()
     ended.wait(5)

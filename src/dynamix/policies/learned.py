@@ -32,6 +32,7 @@ DELTA_LIMIT, LEAST_GROWTH, MOST_GROWTH = 1.5, -1.5, 0.0
 # A decision leaves each size between the one in force and the rule's, or at most e^0.3 beyond either: the residual may
 # hold the rule back entirely, but what it adds of its own comes in steps that the next windows can judge.
 TRUST = 0.3
+FEW_WORKERS = 64  # up to which torch's calls take longer than their arithmetic
 LARGEST_HIDDEN = 4096  # a network beyond this was never trained; a broken number could ask for all memory
 PRETRAINED = Path(__file__).parent / "pretrained" / "dynamix.safetensors"
 
@@ -89,20 +90,21 @@ class ResidualNet(nn.Module):
         return local, self.shared(pooled), self.critic(pooled).squeeze(-1)
 
     def answer(self, observed: NDArray[np.float32], active: NDArray[np.bool_]) -> tuple[Floats, Floats]:
-        """`forward` of one cluster, (W, F) and (W,), without its value: in NumPy, because at this size torch's calls take five
-        times as long as their arithmetic. Up to float rounding the same."""
+        """`forward` of one cluster, (W, F) and (W,), without its value: in NumPy, whose calls cost less than torch's where
+        there are few workers. Up to float rounding the same."""
 
         def linear(layer: Any, x: NDArray[np.float32]) -> NDArray[np.float32]:
             y = x @ layer.weight.detach().numpy().T
             return np.asarray(y if layer.bias is None else y + layer.bias.detach().numpy())
 
-        seen = observed if self.kept is None else observed * self.kept.numpy()
-        hidden = np.tanh(linear(self.encode[2], np.tanh(linear(self.encode[0], seen))))
-        here = active[:, None]
-        mean = (hidden * here).sum(0) / max(int(active.sum()), 1)
-        pooled = np.concatenate([mean, np.where(here, hidden, np.float32(-2.0)).max(0)])
-        local = linear(self.local[1], np.tanh(linear(self.own, hidden) + linear(self.context, pooled)))
-        shared = linear(self.shared[2], np.tanh(linear(self.shared[0], pooled)))
+        with np.errstate(over="ignore", invalid="ignore"):  # absurd weights give absurd answers, which are cut later
+            seen = observed if self.kept is None else observed * self.kept.numpy()
+            hidden = np.tanh(linear(self.encode[2], np.tanh(linear(self.encode[0], seen))))
+            here = active[:, None]
+            mean = (hidden * here).sum(0) / max(int(active.sum()), 1)
+            pooled = np.concatenate([mean, np.where(here, hidden, np.float32(-2.0)).max(0)])
+            local = linear(self.local[1], np.tanh(linear(self.own, hidden) + linear(self.context, pooled)))
+            shared = linear(self.shared[2], np.tanh(linear(self.shared[0], pooled)))
         return local[:, 0].astype(np.float64), shared[0].astype(np.float64)
 
     @torch.no_grad()
@@ -159,7 +161,7 @@ class LearnedPolicy:
     def act(self, observed: NDArray[np.float32], active: NDArray[np.bool_]) -> tuple[Floats, Floats]:
         """The mean action: delta (..., W) and g (...)."""
         lead, (workers, inputs) = observed.shape[:-2], observed.shape[-2:]
-        if not lead and not self.net._forward_hooks:  # nobody learns from what the network was shown
+        if not lead and workers <= FEW_WORKERS and not self.net._forward_hooks:  # a hook learns from what it was shown
             return self.net.answer(observed, active)
         with torch.inference_mode():
             flat = torch.from_numpy(np.ascontiguousarray(observed).reshape(-1, workers, inputs))
