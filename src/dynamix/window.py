@@ -98,11 +98,11 @@ class Window:
         filled: dict[str, Any] = {"batch_size": sizes}
         for name in PER_WORKER:
             value = np.asarray(known.get(name, np.nan), dtype=np.float64)
-            filled[name] = _spread(value, sizes.shape)
+            filled[name] = np.broadcast_to(value, sizes.shape)
         defaults: dict[str, Any] = {"micro_batches": 1.0, "base_batch": sizes.sum(-1)}
         for name in PER_CLUSTER:
             value = np.asarray(known.get(name, defaults.get(name, np.nan)), dtype=np.float64)
-            filled[name] = _spread(value, sizes.shape[:-1])
+            filled[name] = np.broadcast_to(value, sizes.shape[:-1])
         return cls(**filled)
 
     @property

@@ -23,7 +23,8 @@ UNKNOWN: Floats = np.empty((0, 0))
 
 
 def asked_once(measure: Callable[[Window], Floats]) -> Callable[[Window], Floats]:
-    """`measure`, which several parts of a rule ask of the same window: the newest answer is kept, and is not to be changed."""
+    """`measure`, which several parts of a rule ask of the same window: the newest answer is kept. Neither a window nor what was
+    measured of it may be changed in place."""
     latest: tuple[Window | None, Floats] = (None, UNKNOWN)
 
     @functools.wraps(measure)
