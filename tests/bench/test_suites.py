@@ -4,26 +4,34 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import multiprocessing
+import os
+import signal
+import time
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from dynamix.bench.against import ScenarioEnv, forecast, predict, same_ranking, simulated_hosts
+from dynamix.bench.against import compare, forecast, same_ranking, silent
 from dynamix.bench.changecost import change_cost
 from dynamix.bench.fidelity import lines, run_fidelity
+from dynamix.bench.launch import Launch, Settings
 from dynamix.bench.live import combine, markdown
 from dynamix.bench.live_costs import LiveCosts, fit_costs
+from dynamix.bench.predicted import Job, Predicted, predict, predict_all, train
+from dynamix.bench.processes import in_processes
 from dynamix.bench.reference import reference_total
+from dynamix.bench.scenario_env import ScenarioEnv, scenario_world, simulated_hosts
 from dynamix.bench.simulated import Suite, run_cell, run_suite, scaling_suite, tta_suite
 from dynamix.bench.stepcount import main as count_steps
 from dynamix.bench.stepcount import steps_to_target
 from dynamix.bench.suite_report import write_live_report
 from dynamix.cli import app
 from dynamix.emulator import load_scenario
-from dynamix.errors import ConfigError
+from dynamix.errors import ConfigError, WorkerLostError
 from dynamix.telemetry.run_folder import RunFolder
-from dynamix.window import Window
+from dynamix.window import Bounds, Window
 from dynamix.workloads import make_workload
 
 SMALL = Suite(
@@ -142,9 +150,107 @@ COSTS = LiveCosts(
 
 
 def test_both_balanced_policies_are_predicted_ahead_of_static() -> None:
-    scenario = load_scenario("demo")
-    times = {name: predict(scenario, name, 3, COSTS)["time_to_target_s"] for name in ("static", "lb_bsp", "reference")}
+    times = {name: predict(Job("demo", name, 3), COSTS).time_to_target_s for name in ("static", "lb_bsp", "reference")}
     assert max(times["reference"], times["lb_bsp"]) < times["static"]
+
+
+QUICK = Settings(quick=True)
+
+
+def test_a_trained_prediction_repeats_itself_and_balance_shortens_its_steps() -> None:
+    jobs = [Job("steady-uneven", name, 3) for name in ("static", "reference", "static")]
+    jobs.append(Job("steady-uneven", "dynamix", 3))
+    told: list[float] = []
+    found = predict_all(jobs, COSTS, trained=True, tell=lambda what, done: told.append(done), settings=QUICK)
+    assert list(found) == list(dict.fromkeys(jobs))
+    assert told == sorted(told)
+    assert told[-1] == 1.0
+    static, reference, dynamix = found.values()
+    again = predict_all(jobs[:1], COSTS, trained=True, tell=silent, settings=QUICK)
+    assert again == {jobs[0]: static}
+    assert reference.step_s < 0.9 * static.step_s
+    assert all(3 <= p.steps <= 16 for p in (static, reference, dynamix))
+
+
+def test_a_trained_prediction_is_configured_as_a_live_run(monkeypatch, tmp_path) -> None:
+    made: dict[str, object] = {}
+
+    class Stop(Exception):
+        pass
+
+    def cluster(*args: object, **given: object) -> None:
+        made.update(given, data=args[3])
+        raise Stop
+
+    monkeypatch.setattr("dynamix.bench.predicted.VirtualCluster", cluster)
+    with pytest.raises(Stop):
+        train(Job("even", "static", 3), COSTS, QUICK)
+    workload = make_workload("mnist1d")
+    live = Launch(QUICK, 3, workload, None, None, None, [])._config(tmp_path)  # type: ignore[arg-type]
+    for name in ("batch_size", "interval", "lr_rule", "seed"):
+        assert made[name] == live[name], name
+    bounds = made["bounds"]
+    assert isinstance(bounds, Bounds)
+    assert (bounds.low.tolist(), bounds.high.tolist()) == ([workload.min_batch] * 4, [workload.max_batch] * 4)
+    world = made["clusters"]
+    assert isinstance(world, ScenarioEnv)
+    assert world.clock_s.tolist() == [0.0]
+    assert len(made["data"]) == live["train_samples"]  # type: ignore[arg-type]
+
+
+def test_a_piece_that_fails_or_is_killed_ends_the_others() -> None:
+    began = time.monotonic()
+    with pytest.raises(ConfigError, match="nonsense"):
+        predict_all(
+            [Job("even", "nonsense", 3), Job("even", "static", 3)],
+            COSTS,
+            trained=True,
+            tell=silent,
+            settings=Settings(),
+        )
+    with pytest.raises(WorkerLostError, match="killed"):
+        list(in_processes(_killed, {"a": (True,), "b": (False,)}, 2))
+    assert time.monotonic() - began < 60
+    assert not multiprocessing.active_children()
+
+
+def _killed(now: bool) -> None:
+    if now:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(100)
+
+
+def test_deciding_takes_time_of_the_first_host_in_the_step_after_it() -> None:
+    env, _ = scenario_world(load_scenario("steady-uneven"), "dynamix", 3, COSTS, interval=1, delay=1)
+    free, _ = scenario_world(load_scenario("steady-uneven"), "static", 3, COSTS, interval=1, delay=1)
+    assert free.decision_s == 0 < env.decision_s
+    env.decision_s = 1.0
+    for world in (env, free):
+        world.decided()
+    assert float(env.advance()[1][0]) > float(free.advance()[1][0]) + 1.0
+    assert env.advance()[1][0] < free.advance()[1][0] + 0.5
+
+
+def test_a_run_is_compared_by_the_training_itself_when_asked(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("dynamix.bench.against.fit_costs", lambda folder, results: COSTS)
+    asked: list[Job] = []
+
+    def predicted(jobs: list[Job], costs: LiveCosts, *, trained: bool, tell: object) -> dict[Job, Predicted]:
+        assert trained
+        asked.extend(jobs)
+        return {job: Predicted(0.25 if job.policy == "static" else 0.20, 90.0, 400) for job in jobs}
+
+    monkeypatch.setattr("dynamix.bench.against.predict_all", predicted)
+    run = {"time_to_target_s": [90.0], "time_s": [100.0], "steps": [400]}
+    never = {**run, "time_to_target_s": [None]}
+    part = {"policies": {"static": run, "static-again": run, "dbs": run, "lb_bsp": never}, "seeds": [7]}
+    (tmp_path / "result.json").write_text(json.dumps({"scenarios": {"even": part}, "seeds": [7]}))
+    found = compare(tmp_path, trained=True, tell=silent)
+    assert asked == [Job("even", "static", 7), Job("even", "dbs", 7)]
+    assert found["scenarios"]["even"]["policies"]["dbs"]["step_error"] == pytest.approx(0.2)
+    assert found["worst_step_error"] == pytest.approx(0.2)
+    done = CliRunner().invoke(app, ["bench", "fidelity", "--against", str(tmp_path), "--trained"])
+    assert "static +0 % +0 % +0 %, dbs -20 % +0 % +0 %; ranking same" in done.output
 
 
 def test_costs_are_found_again_from_windows_of_static_runs(tmp_path) -> None:
@@ -247,6 +353,7 @@ def test_a_reference_may_hold_another_global_batch() -> None:
         ["bench", "scaling", "--policies", "nonsense"],
         ["bench", "fidelity", "--against", "/nonexistent"],
         ["bench", "fidelity", "--predict", "dbs"],
+        ["bench", "fidelity", "--trained"],
     ],
 )
 def test_bad_arguments_end_with_one_clear_line_and_no_folder(arguments: list[str], tmp_path, monkeypatch) -> None:
@@ -259,6 +366,6 @@ def test_bad_arguments_end_with_one_clear_line_and_no_folder(arguments: list[str
 
 
 def test_a_slow_link_is_predicted_to_cost_time_and_a_free_one_none() -> None:
-    slow, free = (predict(load_scenario(name), "static", 3, COSTS)["step_s"] for name in ("slow-link", "even"))
+    slow, free = (predict(Job(name, "static", 3), COSTS).step_s for name in ("slow-link", "even"))
     # A ring of four sends 1.5 times the 448,552 bytes of gradients over 40 Mbit/s.
     assert slow - free == pytest.approx(1.5 * 448_552 * 8e-6 / 40, rel=0.02)

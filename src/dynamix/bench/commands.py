@@ -165,17 +165,25 @@ def bench_fidelity(
     against: Annotated[Path | None, typer.Option(help="Folder of a finished `bench tta`, to compare with.")] = None,
     calibrate_on: Annotated[str, typer.Option(help="Its scenarios whose static runs tell the costs.")] = "all",
     predict: Annotated[
-        str | None, typer.Option(help="Policies to predict with those costs, comma-separated; ratios are to the first.")
+        str | None,
+        typer.Option(
+            help="Policies to predict with those costs instead of its runs, comma-separated; ratios are to the first."
+        ),
     ] = None,
     seeds: Annotated[int, typer.Option(help="Disturbances to predict them for.", min=1)] = 6,
+    trained: Annotated[
+        bool, typer.Option("--trained", help="Predict by the training itself, some 50 s of a core per run.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Errors of the simulator: on measurements its fits have not seen, and against the emulator."""
     from dynamix.bench.fidelity import lines, run_fidelity
 
-    result = run_fidelity(
-        against, calibrate_on=calibrate_on, predict=predict.split(",") if predict else (), seeds=seeds
-    )
+    with progress("fidelity") as tell:
+        result = run_fidelity(
+            against, calibrate_on=calibrate_on, predict=predict.split(",") if predict else (), seeds=seeds,
+            trained=trained, tell=tell,
+        )  # fmt: skip
     print_json(result) if as_json else typer.echo("\n".join(lines(result)))
 
 

@@ -115,6 +115,9 @@ class Settings:
     def test_samples(self) -> int:
         return 400 if self.quick else 4_000
 
+    def snapshot_samples(self) -> int:
+        return 1000 if self.quick else 4000
+
     def max_steps(self) -> int:
         return self.steps or (16 if self.quick else 4000)
 
@@ -201,7 +204,7 @@ class Launch:
             "batch_size": settings.batch_size,
             "interval": settings.interval,
             "lr_rule": settings.lr_rule,
-            "snapshot_samples": 1000 if settings.quick else 4000,
+            "snapshot_samples": settings.snapshot_samples(),
             "warm_up_steps": 3 if settings.quick else 20,
             "max_steps": settings.max_steps(),
             "timeout_s": 60,

@@ -8,15 +8,14 @@ the traces and their decay are worth; and what a decision costs. Cells are saved
 from __future__ import annotations
 
 import json
-import multiprocessing
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from dynamix.bench.processes import in_processes
 from dynamix.bench.statistics import paired_ratio
 from dynamix.bench.stigmergy_cost import decision_costs
 from dynamix.bench.stigmergy_worlds import FAMILIES, Factory, OwnPace, Phase, SlowedEnv, phases_of, play, vanishing
@@ -311,14 +310,7 @@ def _played(plan: Plan, names: Sequence[str], processes: int) -> Iterator[tuple[
         for name in names:
             yield name, run_cell(plan, name)
         return
-    with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
-        running = {pool.submit(run_cell, plan, name): name for name in names}
-        try:
-            for future in as_completed(running):
-                yield running[future], future.result()
-        except BaseException:  # an interrupt, too: what has not begun is not begun any more
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+    yield from in_processes(run_cell, {name: (plan, name) for name in names}, processes)
 
 
 def _joined(cells: dict[str, Any], plan: Plan) -> dict[str, Any]:

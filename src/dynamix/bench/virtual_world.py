@@ -6,13 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from dynamix.bench.against import ScenarioEnv, simulated_hosts
 from dynamix.bench.live_costs import LiveCosts
-from dynamix.emulator import Scenario, host_speeds, load_scenario
-from dynamix.emulator.schedule import next_change_s
+from dynamix.bench.scenario_env import ScenarioEnv, simulated_hosts, slowdowns
+from dynamix.emulator import Scenario, load_scenario
 from dynamix.errors import ConfigError
 from dynamix.learning.nets import NetCosts
-from dynamix.simulator import Trace
 
 # What a step costs beside its samples and bytes: of the order that `bench fidelity --against` finds on emulated hosts.
 SMALL_SHARE, EXCHANGE_S, EXCHANGE_PER_SPEED = 0.1, 0.002, 0.004
@@ -56,16 +54,6 @@ class NetEnv(ScenarioEnv):
         super().__init__(scenario, seed, costs, clusters, interval=1, delay=1, trace=trace)
         self._moved = 2 * (workers - 1) / workers * net.gradient_bytes * 8e-6  # Mbit over each link, a ring
         self.reset()
-
-
-def slowdowns(scenario: Scenario, seed: int, longest_s: float, *, exponent: float) -> Trace:
-    """Factors on computing at every change of the hosts' shares of a core until `longest_s`."""
-    times: list[float] = [0.0]
-    while (following := next_change_s(scenario, times[-1])) is not None and following < longest_s:
-        times.append(following)
-    cores = np.array([host.cpu for host in scenario.hosts])
-    now = np.array([host_speeds(scenario, t, seed) for t in times])
-    return Trace(np.array(times), (cores / now) ** exponent)
 
 
 def described() -> dict[str, Any]:

@@ -106,10 +106,14 @@ class ClusterEnv:
         """Apply `sizes` (C, W) after the delay and return the window measured under it."""
         if sizes.shape != self.batch.shape:
             raise ConfigError("allocation shape", sizes.shape, str(self.batch.shape), "one size per cluster and worker")
+        self.decided()
         for _ in range(self.delay):
             self.advance()
         self.apply(sizes)
         return self._measure()
+
+    def decided(self) -> None:
+        """A policy has been asked. Free here; a world where it takes time charges it to the next step."""
 
     def apply(self, sizes: Ints) -> None:
         """Put `sizes` (C, W) in force; where they differ, the next `advance` pays what a change costs."""

@@ -41,8 +41,8 @@ class VirtualCluster:
 
     Each worker's share is one backward pass, so the applied gradient is the weighted all-reduce's and every |g_i|^2 is
     known. Sample order, windows, the moment at which a decision applies, learning-rate rules and events.jsonl come from the
-    same code as in a live job, and the same allocations give the same losses within float error. Evaluation, data loading
-    and deciding take no time of this clock. With dropout, masks come from one stream instead of one per rank, so losses
+    same code as in a live job, and the same allocations give the same losses within float error. Evaluation and data
+    loading take no time of this clock, deciding none unless the world says so (`ClusterEnv.decided`). With dropout, masks come from one stream instead of one per rank, so losses
     are a run's of the same kind, not the same numbers as a live run's.
 
     model, optimizer   as for one process (no DDP)
@@ -262,6 +262,7 @@ class VirtualCluster:
         )
         self._pending = self._decider.decide(self._workers.rows(sizes, issued=issued))
         self._decider.write_event(self._pending)
+        self.world.decided()
 
     def _settle(self) -> None:
         message, self._pending = self._pending, None

@@ -17,6 +17,8 @@ from dynamix.simulator.union_gradient import ShareSeen
 from dynamix.window import Floats, Ints
 
 _NO_DEVICE = torch.device("meta")  # a recorder there looks at no host
+_HOST = [ROW.index("cpu"), ROW.index("memory")]
+MEMORY = 0.5  # share of a host's memory in use, as `ClusterEnv` has it
 _COMPUTE = [ROW.index("compute"), ROW.index("compute_std")]
 
 
@@ -53,6 +55,10 @@ class VirtualWorkers:
         for recorder in self.recorders:
             recorder.timer = StepTimer(_NO_DEVICE, clock=self.time)
         self._applied: Ints | None = None
+        self._clear()
+
+    def _clear(self) -> None:
+        self._busy_s, self._whole_s = np.zeros(self.count), 0.0
 
     def spend(self, plan: StepPlan) -> tuple[Floats, float]:
         """Advance the world by one step on `plan.counts`: seconds each worker computes (W,), and of the whole step."""
@@ -79,6 +85,8 @@ class VirtualWorkers:
     ) -> None:
         """One optimizer step in every worker's recorder; the clock stands at its end afterwards."""
         begin = self.time.now_s
+        if keep:
+            self._busy_s, self._whole_s = self._busy_s + busy_s, self._whole_s + whole_s
         for recorder, own_s, share in zip(self.recorders, busy_s.tolist(), seen, strict=True):
             self.time.now_s = begin
             recorder.timer.forward_started()
@@ -102,11 +110,15 @@ class VirtualWorkers:
                 for recorder, size in zip(self.recorders, sizes.tolist(), strict=True)
             ]
         )
+        if not self.world.clusters.missing_host[0]:
+            rows[:, _HOST] = np.column_stack([self._busy_s / max(self._whole_s, 1e-9), np.full(self.count, MEMORY)])
+        self._clear()
         rows[np.ix_(sizes == 0, _COMPUTE)] = np.nan  # an idle worker's speed is not known, rather than infinite
         return rows
 
     def reset(self) -> None:
         """Forget the open window."""
+        self._clear()
         for recorder in self.recorders:
             recorder.reset()
 
