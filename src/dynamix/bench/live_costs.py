@@ -1,7 +1,7 @@
 """What a step costs on this machine's emulated hosts, from the windows of a finished `bench tta`.
 
-Only runs of static sizes are read: the machine is measured with what never adapts, and every adaptive policy is then
-predicted. A host of `speed` cores computes b samples in (alpha + beta b) / speed^(1 + small_share) s: short slices lose
+Only runs that hold the global batch are read (static sizes, and rules that move shares alone: three static sizes tell
+too little of what small ones cost); whoever chooses the batch is then predicted. A host of `speed` cores computes b samples in (alpha + beta b) / speed^(1 + small_share) s: short slices lose
 their caches. The exchange is processors' work too: whoever arrives last shows its own part of it.
 """
 
@@ -58,11 +58,6 @@ class LiveCosts:
         return _units(self.knots, self.rho, base)
 
 
-def is_static(name: str) -> bool:
-    """Runs that never adapt."""
-    return name in ("static", AGAIN) or name.startswith("static:")
-
-
 def moved_mbit(workers: int) -> float:
     """What a ring all-reduce of the demo's gradients sends over each link, Mbit."""
     model = make_workload(Settings().workload).make_model(0)
@@ -80,7 +75,8 @@ def slowest_link(scenario: Scenario, time_s: float, seed: int) -> float:
 
 
 def fit_costs(folder: Path, results: Mapping[str, dict[str, Any]]) -> LiveCosts:
-    """From the static runs of these scenarios of a `bench tta` folder. Raises `ConfigError` if they tell too little."""
+    """From the runs that hold the global batch in these scenarios of a `bench tta` folder. Raises `ConfigError` if they
+    tell too little."""
     parts = [_read(folder / name, load_scenario(name), result) for name, result in results.items()]
     batch, busy, speed, spread, group = (np.concatenate([part[i] for part in parts]) for i in range(5))
     if len(np.unique(batch)) < 2:
@@ -103,7 +99,7 @@ def fit_costs(folder: Path, results: Mapping[str, dict[str, Any]]) -> LiveCosts:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What a static run's windows tell of its training: samples, global batch and log phi (NaN if unknown) of each."""
+    """What a run's windows tell of its training: samples, global batch and log phi (NaN if unknown) of each."""
 
     samples: Floats
     batch: Floats
@@ -133,7 +129,7 @@ def _read(folder: Path, scenario: Scenario, result: dict[str, Any]) -> tuple[Any
     hosts, windows = [], []
     noise: dict[tuple[str, int], list[tuple[float, float, float]]] = {}
     moved = moved_mbit(scenario.workers)
-    for index, event in enumerate(e for e in read_events(folder / "events.jsonl") if is_static(e["policy"])):
+    for index, event in enumerate(_holding(list(read_events(folder / "events.jsonl")))):
         window, seed = Window.from_dict(event["window"]), disturbance_seed(Settings(), event["seed"])
         run = noise.setdefault((event["policy"], event["seed"]), [])
         run.append((float(event["samples_seen"]), float(window.batch_size.sum()), float(window.noise_scale)))
@@ -152,22 +148,36 @@ def _read(folder: Path, scenario: Scenario, result: dict[str, Any]) -> tuple[Any
     return (*rows, *exchanges, [Run.of(run) for run in noise.values()])
 
 
+def _holding(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Events of runs whose global batch, once chosen, stays within a sample per worker."""
+    batches: dict[tuple[str, int], list[int]] = {}
+    for event in events:
+        batches.setdefault((event["policy"], event["seed"]), []).append(sum(event["window"]["batch_size"]))
+    held = {run for run, totals in batches.items() if max(totals[1:], default=0) - min(totals[1:], default=0) <= 8}
+    return [event for event in events if (event["policy"], event["seed"]) in held]
+
+
 def hash_of(name: str) -> int:
     """A small number that tells names apart, the same in every process."""
     return sum(name.encode()) % 997
 
 
 def _computing(batch: Floats, busy: Floats, speed: Floats) -> tuple[float, float, float]:
-    """alpha, beta and the exponent's excess, in turn: the line for a given exponent, the exponent for a given line."""
+    """alpha, beta and the exponent's excess, in turn: the line for a given exponent, the exponent for a given line. Every
+    cell of half an octave of sizes by half an octave of speeds weighs the same, however many windows fell there."""
+    place = np.floor(2 * np.log2(np.column_stack([batch, speed])))
+    _, cell = np.unique(place, axis=0, return_inverse=True)
+    weight = np.sqrt(1.0 / np.bincount(cell.ravel())[cell.ravel()])  # of a residual, before it is squared
     small, logs = 0.0, np.log(speed)
+    spread = weight * (logs - np.average(logs, weights=weight**2))
     alpha, beta = 0.0, 1.0
-    for _ in range(30):
-        scaled = busy * speed ** (1 + small)
+    for _ in range(40):
+        scaled = busy * speed ** (1 + small) / weight
         design = np.column_stack([np.ones_like(batch), batch]) / scaled[:, None]
-        alpha, beta = (float(v) for v in np.linalg.lstsq(design, np.ones_like(batch), rcond=None)[0])
+        alpha, beta = (float(v) for v in np.linalg.lstsq(design, weight, rcond=None)[0])
         alpha = max(alpha, 1e-6)
-        left = np.log(busy * speed / (alpha + beta * batch))
-        small = -float(np.sum((logs - logs.mean()) * left) / max(float(np.sum((logs - logs.mean()) ** 2)), 1e-9))
+        left = weight * np.log(busy * speed / (alpha + beta * batch))
+        small = -float((spread * left).sum() / max(float((spread**2).sum()), 1e-9))
     return alpha, beta, small
 
 
