@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from dynamix.bench.launch import Settings, disturbance_seed
-from dynamix.bench.runs import AGAIN
 from dynamix.emulator import Scenario, host_links, host_speeds, load_scenario
 from dynamix.errors import ConfigError
 from dynamix.simulator.env import NOISE_MEMORY, TOGETHER_MEMORY
