@@ -1,8 +1,8 @@
 """What a step costs on this machine's emulated hosts, from the windows of a finished `bench tta`.
 
 Only runs that hold the global batch are read (static sizes, and rules that move shares alone: three static sizes tell
-too little of what small ones cost); whoever chooses the batch is then predicted. A host of `speed` cores computes b samples in (alpha + beta b) / speed^(1 + small_share) s: short slices lose
-their caches. The exchange is processors' work too: whoever arrives last shows its own part of it.
+too little of what small ones cost); whoever chooses the batch is then predicted. A host of `speed` cores computes b samples in (alpha + beta b) bend(b) / speed^(1 + small_share) s: short slices lose
+their caches, and so do large batches. The exchange is processors' work too: whoever arrives last shows its own part of it.
 """
 
 from __future__ import annotations
@@ -23,13 +23,15 @@ from dynamix.window import Floats, Window
 from dynamix.workloads import make_workload
 
 KNOTS = 9
+SIZES = 2.0 ** np.arange(3, 10)  # of `LiveCosts.bend`
+FEW = 1.0  # weight of "no bend" at a size, beside 1 for every cell that was met there
 UNIT_BATCH = 512  # progress is counted in samples of this global batch, the base batch of four hosts
 RATES = np.linspace(0.0, 0.8, 17)  # candidates for the growth of log phi with log B
 
 
 @dataclass(frozen=True, slots=True)
 class LiveCosts:
-    """alpha (core-s), beta (core-s per sample) and small_share of computing; exchange_s and exchange_per_speed of the
+    """alpha (core-s), beta (core-s per sample), small_share and bend (log factors at `SIZES`) of computing; exchange_s and exchange_per_speed of the
     exchange at rest, with its bytes on the slowest link on top; jitter_s (s), jitter_sd and together_sd (relative) of
     every step; log noise scale at equal parts of `samples` of progress, at the unit batch, its growth `rho` with log B and
     the sd `noise_error` of what is measured of it; progress `needed` for the target, in samples at the unit batch."""
@@ -47,10 +49,15 @@ class LiveCosts:
     needed: float
     rho: float = 0.0
     noise_error: float = 0.2
+    bend: tuple[float, ...] = (0.0,) * len(SIZES)
 
     def seconds(self, batch: Floats, speed: Floats) -> Floats:
         """Computing of `batch` samples on hosts of `speed` cores, s."""
-        return np.asarray((self.alpha + self.beta * batch) / speed ** (1 + self.small_share))
+        return np.asarray((self.alpha + self.beta * batch) * self.bent(batch) / speed ** (1 + self.small_share))
+
+    def bent(self, batch: Floats) -> Floats:
+        """Factors on the line by batch size, of its shape."""
+        return np.asarray(np.exp(np.interp(np.log(np.maximum(batch, 1.0)), np.log(SIZES), self.bend)))
 
     def units(self, base: float) -> float:
         """Progress at global batch `base`, in its own samples, over the same in samples at the unit batch."""
@@ -81,8 +88,8 @@ def fit_costs(folder: Path, results: Mapping[str, dict[str, Any]]) -> LiveCosts:
     if len(np.unique(batch)) < 2:
         fix = "run `dynamix bench tta` with static and static:64 among its policies"
         raise ConfigError("static sizes", sorted(set(batch.tolist())), "two different ones at least", fix)
-    alpha, beta, small = _computing(batch, busy, speed)
-    left = np.log(busy * speed ** (1 + small) / (alpha + beta * batch))
+    alpha, beta, small, bend = _computing(batch, busy, speed)
+    left = np.log(busy * speed ** (1 + small) / (alpha + beta * batch)) - _hats(batch) @ bend
     together = _common(left, group)
     slices, relative = _spread(spread, busy)
     exchange, slowest = (np.concatenate([part[i] for part in parts]) for i in (5, 6))
@@ -92,7 +99,20 @@ def fit_costs(folder: Path, results: Mapping[str, dict[str, Any]]) -> LiveCosts:
     error = _noise_error(runs)
     needed = _needed(results, knots, rho)
     return LiveCosts(
-        alpha, beta, small, at_rest, per_speed, slices, relative, together, knots, samples, needed, rho, error
+        alpha,
+        beta,
+        small,
+        at_rest,
+        per_speed,
+        slices,
+        relative,
+        together,
+        knots,
+        samples,
+        needed,
+        rho,
+        error,
+        tuple(bend.tolist()),
     )
 
 
@@ -161,9 +181,10 @@ def hash_of(name: str) -> int:
     return sum(name.encode()) % 997
 
 
-def _computing(batch: Floats, busy: Floats, speed: Floats) -> tuple[float, float, float]:
+def _computing(batch: Floats, busy: Floats, speed: Floats) -> tuple[float, float, float, Floats]:
     """alpha, beta and the exponent's excess, in turn: the line for a given exponent, the exponent for a given line. Every
-    cell of half an octave of sizes by half an octave of speeds weighs the same, however many windows fell there."""
+    cell of half an octave of sizes by half an octave of speeds weighs the same, however many windows fell there. What is left by
+    size bends the line."""
     place = np.floor(2 * np.log2(np.column_stack([batch, speed])))
     _, cell = np.unique(place, axis=0, return_inverse=True)
     weight = np.sqrt(1.0 / np.bincount(cell.ravel())[cell.ravel()])  # of a residual, before it is squared
@@ -177,7 +198,16 @@ def _computing(batch: Floats, busy: Floats, speed: Floats) -> tuple[float, float
         alpha = max(alpha, 1e-6)
         left = weight * np.log(busy * speed / (alpha + beta * batch))
         small = -float((spread * left).sum() / max(float((spread**2).sum()), 1e-9))
-    return alpha, beta, small
+    left = weight * np.log(busy * speed ** (1 + small) / (alpha + beta * batch))
+    design = np.vstack([_hats(batch) * weight[:, None], FEW * np.eye(len(SIZES))])
+    bend = np.linalg.lstsq(design, np.concatenate([left, np.zeros(len(SIZES))]), rcond=None)[0]
+    return alpha, beta, small, np.asarray(bend)
+
+
+def _hats(batch: Floats) -> Floats:
+    """Shares (n, len(SIZES)) of the two nearest of `SIZES`, linear in the logarithm."""
+    one = np.eye(len(SIZES))
+    return np.column_stack([np.interp(np.log(batch), np.log(SIZES), row) for row in one])
 
 
 def _common(left: Floats, group: Floats) -> float:

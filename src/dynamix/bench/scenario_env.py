@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from dynamix.policies.base import part_of
 from dynamix.policies.goodput import Goodput
 from dynamix.policies.learned import LearnedPolicy
 from dynamix.simulator import ClusterEnv, Clusters, Trace
+from dynamix.simulator.compute import Costs
 from dynamix.window import Bounds, Floats, Window
 from dynamix.workloads import make_workload
 
@@ -26,6 +28,17 @@ LONGEST_S = 1200.0
 # and `dynamix`. The policies without a model of the job decide in less than half a millisecond.
 RULE_S, LEARNED_S = 0.0027, 0.0058
 NEW_SIZE_S = 0.008  # core-s, `python -m dynamix.bench.changecost`: 24.8 ms for the first step at a size, 16.7 when it comes again
+
+
+@dataclass(frozen=True)
+class HostCosts(Costs):
+    """Computing of emulated hosts: the line, bent by size as `live` says."""
+
+    live: LiveCosts | None = None
+
+    def seconds(self, batch: Floats) -> Floats:
+        assert self.live is not None
+        return np.asarray(super().seconds(batch) * self.live.bent(batch))
 
 
 class ScenarioEnv(ClusterEnv):
@@ -42,6 +55,7 @@ class ScenarioEnv(ClusterEnv):
         self._scenario, self._seed, self._live = scenario, disturbed_by, costs
         self._moved = moved_mbit(scenario.workers)
         super().__init__(clusters, seed=disturbed_by, **how)
+        self.costs = HostCosts(clusters.alpha, clusters.beta, live=costs)
         workload = make_workload(Settings().workload)
         self.bounds = Bounds.of(clusters.shape[1], np.full(clusters.shape, workload.min_batch), workload.max_batch)
 
