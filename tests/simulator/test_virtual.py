@@ -174,9 +174,11 @@ def test_time_is_the_simulators_own_for_the_same_allocations(tmp_path: Path) -> 
     assert 0 < run.wait_fraction < 1
 
 
-def test_windows_attribute_computing_waiting_and_transfer_as_a_live_job_does(tmp_path: Path) -> None:
+@pytest.mark.parametrize("hidden", [False, True])
+def test_windows_attribute_computing_waiting_and_transfer_as_a_live_job_does(tmp_path: Path, hidden: bool) -> None:
     events = tmp_path / "events.jsonl"
-    run = _virtual(_net(), policy="static", interval=5, dataset=_data(4000), events=events).run(10)
+    clusters = dataclasses.replace(sample_clusters(1, 4, seed=3), missing_host=np.array([hidden]))
+    run = _virtual(_net(), policy="static", interval=5, dataset=_data(4000), events=events, clusters=clusters).run(10)
     for k, event in enumerate(read_events(events)):
         window, part = event["window"], slice(5 * k, 5 * k + 5)
         busy, slowest = run.compute_s[part], run.compute_s[part].max(1, keepdims=True)
@@ -185,7 +187,10 @@ def test_windows_attribute_computing_waiting_and_transfer_as_a_live_job_does(tmp
         np.testing.assert_allclose(window["wait"], (slowest - busy).mean(0), atol=1e-12)
         np.testing.assert_allclose(window["communication"], (run.step_s[part] - slowest[:, 0]).mean(), rtol=1e-6)
         assert window["data"] == [0.0] * 4
-        assert window["cpu"] == [None] * 4
+        if hidden:
+            assert window["cpu"] == window["memory"] == [None] * 4
+        else:
+            np.testing.assert_allclose(window["cpu"], busy.sum(0) / run.step_s[part].sum())
 
 
 @pytest.mark.parametrize("delay", [0, 1, 4])

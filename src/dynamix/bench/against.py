@@ -1,8 +1,8 @@
-"""The simulator against the emulator: the same scenarios and policies predicted, from costs of static runs alone.
+"""The simulator against the emulator: the same scenarios and policies predicted, from costs of its runs that hold the global batch.
 
 `dynamix bench fidelity --against RUN` reads a finished `bench tta` folder; `--predict` asks about policies that it did
-not run. Costs of computing and of the exchange, jitter and the noise scale are fitted to the windows of static runs
-(`live_costs`); every other policy is predicted from the scenarios' files (`predicted`).
+not run. Costs of computing and of the exchange, jitter and the noise scale are fitted to the windows of runs
+that hold the global batch (`live_costs`); whoever chooses it is predicted from the scenarios' files (`predicted`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def silent(what: str, done: float) -> None:
 def compare(folder: Path, *, calibrate_on: str = "all", trained: bool = False, tell: Tell = silent) -> dict[str, Any]:
     """Measured and predicted step times and times to the target of every scenario of a `bench tta` folder.
 
-    calibrate_on   scenarios, comma-separated, whose static runs costs are fitted to; "all"
+    calibrate_on   scenarios, comma-separated, whose runs costs are fitted to; "all"
     trained        predict by the training itself (`predicted.train`), not by a model of it
     """
     result, costs = _fitted(folder, calibrate_on)
@@ -107,7 +107,7 @@ def forecast(
 
 
 def _fitted(folder: Path, calibrate_on: str) -> tuple[dict[str, Any], LiveCosts]:
-    """result.json of a finished run, and the costs that the static runs of its scenarios `calibrate_on` tell."""
+    """result.json of a finished run, and the costs that its scenarios `calibrate_on` tell."""
     try:
         result: dict[str, Any] = json.loads((folder / "result.json").read_text(encoding="utf-8"))
         scenarios = result["scenarios"]

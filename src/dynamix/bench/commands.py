@@ -163,7 +163,7 @@ def _simulated(suite: Any, name: str, out: Path | None, resume: bool, as_json: b
 @guarded
 def bench_fidelity(
     against: Annotated[Path | None, typer.Option(help="Folder of a finished `bench tta`, to compare with.")] = None,
-    calibrate_on: Annotated[str, typer.Option(help="Its scenarios whose static runs tell the costs.")] = "all",
+    calibrate_on: Annotated[str, typer.Option(help="Its scenarios whose runs tell the costs.")] = "all",
     predict: Annotated[
         str | None,
         typer.Option(

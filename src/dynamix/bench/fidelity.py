@@ -27,8 +27,7 @@ def run_fidelity(
 ) -> dict[str, Any]:
     """Errors of step times on points that their fit has not seen, and residuals of the noise-scale fits.
 
-    against   folder of a finished `bench tta`, to compare the simulator with; costs from the static runs of its scenarios
-              `calibrate_on` (names, comma-separated, or "all")
+    against   folder of a finished `bench tta`, to compare the simulator with; costs from its scenarios `calibrate_on` (names, comma-separated, or "all")
     predict   policies to predict with those costs, over `seeds` disturbances that the run did not have, instead of its runs
     trained   by the training itself, with only its seconds simulated: some 50 s of a core for every run
     """
@@ -76,7 +75,7 @@ def lines(result: dict[str, Any]) -> list[str]:
 
 def _against(found: dict[str, Any]) -> list[str]:
     by = "the training itself" if found["trained"] else "a model of the training"
-    said = [f"simulator ({by}) against emulator, costs from static runs of {found['calibrated_on']};"]
+    said = [f"simulator ({by}) against emulator, costs from runs of a fixed global batch, {found['calibrated_on']};"]
     said.append("error of a step's seconds, of seconds to the target, and of steps:")
     for name, part in found["scenarios"].items():
         cells = [

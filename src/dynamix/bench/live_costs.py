@@ -2,7 +2,7 @@
 
 Only runs that hold the global batch are read (static sizes, and rules that move shares alone: three static sizes tell
 too little of what small ones cost); whoever chooses the batch is then predicted. A host of `speed` cores computes b samples in (alpha + beta b) bend(b) / speed^(1 + small_share) s: short slices lose
-their caches, and so do large batches. The exchange is processors' work too: whoever arrives last shows its own part of it.
+their caches, and the line bends where sizes outgrow one. The exchange is processors' work too: whoever arrives last shows its own part of it.
 """
 
 from __future__ import annotations
@@ -85,16 +85,17 @@ def fit_costs(folder: Path, results: Mapping[str, dict[str, Any]]) -> LiveCosts:
     tell too little."""
     parts = [_read(folder / name, load_scenario(name), result) for name, result in results.items()]
     batch, busy, speed, spread, group = (np.concatenate([part[i] for part in parts]) for i in range(5))
-    if len(np.unique(batch)) < 2:
+    runs = [run for part in parts for run in part[7]]
+    totals = sorted({round(float(np.median(run.batch))) for run in runs})
+    if len(totals) < 2 or len(batch) == 0:
         fix = "run `dynamix bench tta` with static and static:64 among its policies"
-        raise ConfigError("static sizes", sorted(set(batch.tolist())), "two different ones at least", fix)
+        raise ConfigError("global batches held", totals, "two different ones at least", fix)
     alpha, beta, small, bend = _computing(batch, busy, speed)
     left = np.log(busy * speed ** (1 + small) / (alpha + beta * batch)) - _hats(batch) @ bend
     together = _common(left, group)
     slices, relative = _spread(spread, busy)
     exchange, slowest = (np.concatenate([part[i] for part in parts]) for i in (5, 6))
     at_rest, per_speed = _line(1 / slowest, exchange)
-    runs = [run for part in parts for run in part[7]]
     rho, knots, samples = _noise(runs)
     error = _noise_error(runs)
     needed = _needed(results, knots, rho)
@@ -146,12 +147,14 @@ def _read(folder: Path, scenario: Scenario, result: dict[str, Any]) -> tuple[Any
     """Rows of hosts whose speed did not change in a window (batch, busy s, speed, variance, window), and rows of windows
     (exchange s, slowest speed); and the `Run`s."""
     hosts, windows = [], []
-    noise: dict[tuple[str, int], list[tuple[float, float, float]]] = {}
+    noise: dict[tuple[str, int, int], list[tuple[float, float, float]]] = {}
     moved = moved_mbit(scenario.workers)
-    for index, event in enumerate(_holding(list(read_events(folder / "events.jsonl")))):
+    for index, event in enumerate(_holding(list(read_events(folder / "events.jsonl")), scenario.workers)):
         window, seed = Window.from_dict(event["window"]), disturbance_seed(Settings(), event["seed"])
-        run = noise.setdefault((event["policy"], event["seed"]), [])
+        run = noise.setdefault(_run(event), [])
         run.append((float(event["samples_seen"]), float(window.batch_size.sum()), float(window.noise_scale)))
+        if int(window.steps) > Settings().interval:
+            continue  # an epoch: hosts may have changed in it, and changed back
         began, ended = event["time_s"] - float(window.steps) * float(np.nanmax(window.step_time)), event["time_s"]
         before, after = (host_speeds(scenario, max(t, 0.0), seed) for t in (began, ended))
         links = slowest_link(scenario, max(began, 0.0), seed), slowest_link(scenario, ended, seed)
@@ -167,13 +170,17 @@ def _read(folder: Path, scenario: Scenario, result: dict[str, Any]) -> tuple[Any
     return (*rows, *exchanges, [Run.of(run) for run in noise.values()])
 
 
-def _holding(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Events of runs whose global batch, once chosen, stays within a sample per worker."""
-    batches: dict[tuple[str, int], list[int]] = {}
+def _run(event: dict[str, Any]) -> tuple[str, int, int]:
+    return event["policy"], event["seed"], event.get("attempt", 0)
+
+
+def _holding(events: list[dict[str, Any]], workers: int) -> list[dict[str, Any]]:
+    """Events of the runs whose global batch, once chosen, stays within a sample per worker."""
+    batches: dict[tuple[str, int, int], list[int]] = {}
     for event in events:
-        batches.setdefault((event["policy"], event["seed"]), []).append(sum(event["window"]["batch_size"]))
-    held = {run for run, totals in batches.items() if max(totals[1:], default=0) - min(totals[1:], default=0) <= 8}
-    return [event for event in events if (event["policy"], event["seed"]) in held]
+        batches.setdefault(_run(event), []).append(sum(event["window"]["batch_size"]))
+    held = {run for run, b in batches.items() if len(b) > 2 and max(b[1:]) - min(b[1:]) <= workers}
+    return [event for event in events if _run(event) in held]
 
 
 def hash_of(name: str) -> int:
@@ -199,9 +206,11 @@ def _computing(batch: Floats, busy: Floats, speed: Floats) -> tuple[float, float
         left = weight * np.log(busy * speed / (alpha + beta * batch))
         small = -float((spread * left).sum() / max(float((spread**2).sum()), 1e-9))
     left = weight * np.log(busy * speed ** (1 + small) / (alpha + beta * batch))
-    design = np.vstack([_hats(batch) * weight[:, None], FEW * np.eye(len(SIZES))])
+    hats, sizes = _hats(batch) * weight[:, None], np.log(SIZES)
+    design = np.vstack([hats, FEW * np.eye(len(SIZES))])
     bend = np.linalg.lstsq(design, np.concatenate([left, np.zeros(len(SIZES))]), rcond=None)[0]
-    return alpha, beta, small, np.asarray(bend)
+    met = hats.sum(0) > 0
+    return alpha, beta, small, np.interp(sizes, sizes[met], bend[met])  # beyond what was met, as at its end
 
 
 def _hats(batch: Floats) -> Floats:

@@ -41,7 +41,7 @@ class Predicted:
 
 
 def predict(job: Job, costs: LiveCosts) -> Predicted:
-    """On a model: progress by AdaScale's count, the noise scale as the static runs had it, a fixed progress to the target."""
+    """On a model: progress by AdaScale's count, the noise scale as runs of a fixed global batch had it, a fixed progress to the target."""
     settings, scenario = Settings(), load_scenario(job.scenario)
     base = settings.batch_size * scenario.workers
     per_epoch = not job.policy.startswith("reference") and boundary(make_policy(job.policy)) == "epoch"

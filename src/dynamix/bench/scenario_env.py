@@ -36,6 +36,10 @@ class HostCosts(Costs):
 
     live: LiveCosts | None = None
 
+    @property
+    def affine(self) -> bool:
+        return False
+
     def seconds(self, batch: Floats) -> Floats:
         assert self.live is not None
         return np.asarray(super().seconds(batch) * self.live.bent(batch))
@@ -44,7 +48,7 @@ class HostCosts(Costs):
 class ScenarioEnv(ClusterEnv):
     """One simulated cluster on a scenario's hosts: the slowest link decides the bytes of an exchange; the rest of it is work
     that every host does on its own share of a core once it has computed, so it counts as far as that host ends last; and
-    so do decisions, of `decision_s` core-s each, on the first, in the step that no window measures.
+    so do decisions, of `decision_s` core-s each, on the first, in the step after a window.
 
     Loss and latency are not modelled.
     """
