@@ -18,7 +18,7 @@ from dynamix.bench.changecost import change_cost
 from dynamix.bench.fidelity import lines, run_fidelity
 from dynamix.bench.launch import Launch, Settings
 from dynamix.bench.live import combine, markdown
-from dynamix.bench.live_costs import LiveCosts, fit_costs
+from dynamix.bench.live_costs import SIZES, LiveCosts, _computing, _holding, fit_costs
 from dynamix.bench.predicted import Job, Predicted, predict, predict_all, train
 from dynamix.bench.processes import in_processes
 from dynamix.bench.reference import reference_total
@@ -253,9 +253,38 @@ def test_a_run_is_compared_by_the_training_itself_when_asked(tmp_path, monkeypat
     assert "static +0 % +0 % +0 %, dbs -20 % +0 % +0 %; ranking same" in done.output
 
 
+def test_pieces_end_with_whoever_asked_for_them() -> None:
+    pieces = in_processes(time.sleep, {"short": (0.0,), "long": (1e3,)}, 2)
+    assert next(pieces) == ("short", None)
+    pieces.close()  # type: ignore[attr-defined]
+    assert not multiprocessing.active_children()
+
+
+def test_computing_bends_where_sizes_cost_other_than_a_line_and_nowhere_else() -> None:
+    speed, batch = np.meshgrid([0.1, 0.2, 0.4], [16.0, 32.0, 64.0, 128.0, 256.0])
+    bend = np.where(batch == 64, 0.9, 1.0)
+    line = (0.004 + 0.0002 * batch) / speed**1.2
+    _, _, small, left = _computing(batch.ravel(), (line * bend).ravel(), speed.ravel())
+    assert np.exp(left)[SIZES == 64] == pytest.approx(0.93, abs=0.04)  # "no bend" has its say too
+    assert np.abs(left[SIZES != 64]).max() < 0.05
+    assert small == pytest.approx(0.2, abs=0.02)
+    straight = _computing(batch.ravel(), line.ravel(), speed.ravel())
+    assert straight[:3] == pytest.approx((0.004, 0.0002, 0.2), rel=1e-3)
+    assert straight[3] == pytest.approx(np.zeros(len(SIZES)), abs=1e-3)
+
+
+def test_costs_are_not_read_off_runs_that_choose_the_batch_or_windows_of_an_epoch() -> None:
+    def of(policy: str, totals: list[int]) -> list[dict[str, object]]:
+        return [{"policy": policy, "seed": 0, "window": {"batch_size": [t - 8, 8]}} for t in totals]
+
+    kept = of("static", [512] * 4) + of("reference:256", [512, 256, 257, 255])
+    assert _holding(kept + of("goodput", [512, 256, 200, 190]) + of("short", [512, 512]), 2) == kept
+
+
 def test_costs_are_found_again_from_windows_of_static_runs(tmp_path) -> None:
     scenario = load_scenario("steady-uneven")
     lines_of: list[str] = []
+    epoch: list[str] = []
     for name, size in (("static", 128), ("static:64", 64)):
         cores = np.array([host.cpu for host in scenario.hosts])
         env = ScenarioEnv(scenario, 1000, COSTS, simulated_hosts(COSTS, cores, np.array([512])))
@@ -271,8 +300,10 @@ def test_costs_are_found_again_from_windows_of_static_runs(tmp_path) -> None:
                 "samples_seen": 4 * size * env.steps,
             }
             lines_of.append(json.dumps({**event, "window": one.to_dict()}))
+            absurd = {**one.to_dict(), "compute": [9.0] * 4, "steps": 46}
+            epoch.append(json.dumps({**event, "policy": "dbs", "window": absurd}))
     (tmp_path / "steady-uneven").mkdir()
-    (tmp_path / "steady-uneven" / "events.jsonl").write_text("\n".join(lines_of) + "\n")
+    (tmp_path / "steady-uneven" / "events.jsonl").write_text("\n".join(lines_of + epoch[:40]) + "\n")
     static = {"time_to_target_s": [100.0], "samples_per_s": [1500.0]}
     result = {"policies": {"static": static}, "seeds": [0]}
     found = fit_costs(tmp_path, {"steady-uneven": result})

@@ -45,11 +45,10 @@ def _step_s(workload: Workload, model: torch.nn.Module, optimizer: Any, data: An
 
 
 def main(names: list[str]) -> None:
-    """Print a row a net; `mnist1d` is the net of the demo and of `bench tta`."""
+    """Print a row a net."""
     torch.set_num_threads(1)
     for name in names or list(NETS):
-        workload = make_workload(name if name == "mnist1d" else f"mnist1d-{name}")
-        print(json.dumps({name: net_costs(workload)}), flush=True)
+        print(json.dumps({name: net_costs(make_workload(f"mnist1d-{name}"))}), flush=True)
 
 
 if __name__ == "__main__":
