@@ -157,6 +157,8 @@ def test_groups_end_an_epoch_within_bounds(sizes, accumulate, left, room) -> Non
         assert (group[group > 0] >= np.minimum(2, np.broadcast_to(size, group.shape)[group > 0])).all()
     for group in groups[:-1]:
         assert (group == group[0]).all()
+    if left >= accumulate * size.sum():
+        assert min(group.sum() for group in groups) >= accumulate * min(size.sum() / 2, size.sum() - 2)
 
 
 def test_caps_that_leave_no_clean_split_still_take_every_sample() -> None:
@@ -173,9 +175,12 @@ def test_caps_that_leave_no_clean_split_still_take_every_sample() -> None:
 @pytest.mark.parametrize(
     ("left", "sizes", "accumulate", "high", "group"),
     [
-        (20, [8, 8], 1, 99, [[8, 8]]),
+        (24, [8, 8], 1, 99, [[8, 8]]),  # leaves half a step
+        (23, [8, 8], 1, 99, [[6, 6]]),  # would leave 7: halved
+        (36, [16, 8, 8], 1, 99, [[9, 5, 4]]),
+        (45, [8, 8], 2, 99, [[6, 6], [6, 6]]),  # leaves 21
         (17, [8, 8], 1, 99, [[9, 8]]),  # one left over: it joins
-        (17, [8, 8], 1, 8, [[8, 7]]),  # nobody has room: give up one, so that 2 remain
+        (17, [8, 8], 1, 8, [[5, 4]]),  # nobody has room: halved too
         (5, [8, 8], 1, 99, [[3, 2]]),
         (3, [8, 8, 8], 1, 99, [[3, 0, 0]]),
         (7, [4, 8, 8], 1, 99, [[2, 3, 2]]),

@@ -42,7 +42,7 @@ PART_OF_PLATEAU = 0.98
 LONGEST_S = 6_000.0
 # Times `Plan.samples` that end a run which does not arrive. Static's own time is not known yet when it runs; the others get
 # twice that time, in which large batches go through many samples.
-MOST_OF_STATIC, MOST = 1.5, 10.0
+MOST_OF_STATIC, MOST = 2.0, 10.0
 PARTS = 30  # of a run's samples: snapshots, and points of its trajectory
 Tell = Callable[[str, float], None]
 
@@ -90,14 +90,14 @@ class Plan:
     command: str
     cells: tuple[tuple[str, int], ...]
     policies: tuple[str, ...] = POLICIES
-    seeds: tuple[int, ...] = (0, 1)
-    sweep: tuple[int, ...] = (8, 16, 32, 64)
+    seeds: tuple[int, ...] = (0, 1, 2)
+    sweep: tuple[int, ...] = (8, 16, 32, 64, 128)
     batch_size: int = 16
     interval: int = 5
-    samples: int = 30_000
+    samples: int = 90_000
     train: int = 24_000
     test: int = 4_000
-    scored: int = 1_000
+    scored: int = 2_000
     width: int | None = 8
     tuning_seed: int = TUNING_SEEDS[0]
 
@@ -117,7 +117,7 @@ class Plan:
         if quick:
             return cls(command, (("vgg11-sgd", 8),), names, tuple(range(seeds or 1)), (16, 32), samples=12_000, train=4_000,
                        test=1_000, scored=500, width=8)  # fmt: skip
-        return cls(command, cells, names, tuple(range(seeds or 2)))
+        return cls(command, cells, names, tuple(range(seeds or 3)))
 
     def check(self) -> None:
         """Raises `ConfigError` before anything runs."""

@@ -21,16 +21,20 @@ def next_group(left: int, sizes: Ints, *, accumulate: int, low: Ints, high: Ints
     sizes   (W,) allocation in force, sum >= 1; ranks with 0 stay at 0
     low, high   (W,) bounds per micro-step; a tail may fall below `low`, nothing exceeds max(high, sizes)
 
-    A tail goes to as many ranks as can have 2 samples per micro-step (those with the largest sizes, ties to the lower
-    rank). A remainder under 2 A joins the step before it where a rank has room; else that step gives up a few
-    samples, so that 2 A remain. Where bounds make both impossible (a cap below A + 1, say), the samples left over
-    fill the last micro-step of several ranks, and a rank may get 1 sample.
+    A tail below half a step halves what is left with the step before it, in the proportions of `sizes`: a step of a few
+    samples, at which batch norm and the gradient are mostly noise, would undo many others. A remainder under 2 A
+    joins the step before it where a rank has room. What is less than a step goes to as many ranks as can have 2
+    samples per micro-step (those with the largest sizes, ties to the lower rank). Where bounds make all this
+    impossible (a cap below A + 1, say), the samples left over fill the last micro-step of several ranks, and a rank
+    may get 1 sample.
 
     >>> none, cap = np.array([1, 1, 1]), np.array([64, 64, 64])
     >>> next_group(100, np.array([16, 8, 8]), accumulate=1, low=none, high=cap).tolist()
     [[16, 8, 8]]
     >>> next_group(33, np.array([16, 8, 8]), accumulate=1, low=none, high=cap).tolist()   # 1 left over: it joins
     [[17, 8, 8]]
+    >>> next_group(36, np.array([16, 8, 8]), accumulate=1, low=none, high=cap).tolist()   # 4 would be: 18 and 18
+    [[9, 5, 4]]
     >>> next_group(5, np.array([16, 8, 8]), accumulate=1, low=none, high=cap).tolist()    # a tail
     [[3, 2, 0]]
     """
@@ -39,16 +43,22 @@ def next_group(left: int, sizes: Ints, *, accumulate: int, low: Ints, high: Ints
     return _last_groups(left, sizes, accumulate, low, np.maximum(high, sizes))
 
 
-def is_regular(left: int, total: int, accumulate: int) -> bool:
-    """Whether an ordinary optimizer step of `total` samples per micro-step leaves nothing, or enough for another."""
+def enough(total: int, accumulate: int) -> int:
+    """Samples of which an ordinary optimizer step of `total` per micro-step leaves enough for another: half as many."""
     whole = accumulate * total
-    return left == whole or left >= whole + 2 * accumulate
+    return whole + max(2 * accumulate, -(-whole // 2))
+
+
+def is_regular(left: int, total: int, accumulate: int) -> bool:
+    """Whether an ordinary optimizer step leaves nothing, or enough for another."""
+    return left == accumulate * total or left >= enough(total, accumulate)
 
 
 def regular_groups(left: int, total: int, accumulate: int) -> int:
     """How many ordinary optimizer steps come next before `next_group` has to think."""
-    groups = max((left - 2 * accumulate) // (accumulate * total), 0)
-    return groups + (left - groups * accumulate * total == accumulate * total)
+    whole = accumulate * total
+    groups = max((left - enough(total, accumulate)) // whole + 1, 0)
+    return groups + (left - groups * whole == whole)
 
 
 def whole_epoch(left: int, sizes: Ints, *, accumulate: int, low: Ints, high: Ints) -> tuple[int, Ints]:
@@ -67,8 +77,13 @@ def whole_epoch(left: int, sizes: Ints, *, accumulate: int, low: Ints, high: Int
 def _last_groups(left: int, sizes: Ints, accumulate: int, low: Ints, high: Ints) -> Ints:
     each, extra = divmod(left, accumulate)
     total = int(sizes.sum())
+    counts: tuple[Ints, int] | None = None
     if left > accumulate * total:
-        counts = _join(each - total, extra, sizes, high)
+        if each - total < 2:
+            counts = _join(each - total, extra, sizes, high)
+        half = -(-left // (2 * accumulate))
+        if counts is None and left - accumulate * half >= 2 * accumulate:
+            counts, extra = _split(half, 0, sizes, low, high), 0
     else:
         counts = _split(each, extra, sizes, low, high)
     if counts is None and each > 2 and high[sizes > 0].max() >= 2 + extra:

@@ -27,7 +27,7 @@ class StepPlan:
     counts    (W,) samples per rank really used; 0: this rank gets a flagged placeholder batch
     group     (A, W) counts of all micro-steps of this optimizer step
     micro     0..A-1 within the optimizer step
-    regular   counts equal the allocation in force (False for tails)
+    regular   counts equal the allocation in force (False at the end of an epoch that they do not divide)
     last      last micro-step of the epoch
     """
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from dynamix.data.allocations import Allocations
-from dynamix.data.cutting import next_group
+from dynamix.data.cutting import enough, next_group
 from dynamix.data.order import Cursor, Group, SampleOrder, StepPlan, require_equal
 from dynamix.data.source import Source
 from dynamix.errors import ConfigError, StateError, UsageError
@@ -157,8 +157,7 @@ class Stream(SampleOrder):
         sizes = self.allocations.at(now.index)
         if self.sharded:
             return self._plan_sharded(now, sizes)
-        want = self.accumulate * (int(sizes.sum()) + 2)
-        left = self._source.available(now.position, want)
+        left = self._source.available(now.position, enough(int(sizes.sum()), self.accumulate))
         if left == 0:
             return None
         counts = next_group(left, sizes, accumulate=self.accumulate, low=self.low, high=self.high)
@@ -194,7 +193,7 @@ class Stream(SampleOrder):
             sizes = np.where(held > 0, np.minimum(np.maximum(self.low, 2), self.high), sizes)
         ahead = np.maximum((held - 2 * steps) // steps, 0)
         counts = np.tile(np.minimum(sizes, ahead), (steps, 1))
-        for i in np.flatnonzero(dry & (ahead < sizes) & (held > 0)):
+        for i in np.flatnonzero(dry & (held > 0) & (sizes > 0)):
             own = slice(i, i + 1)
             counts[:, own] = next_group(
                 int(held[i]), sizes[own], accumulate=steps, low=self.low[own], high=self.high[own]
@@ -206,7 +205,7 @@ class Stream(SampleOrder):
         size = int(self.allocations.at(index)[self.rank])
         reach = max(2 * size, int(self.low[self.rank]), 2)
         ceiling = max(int(self.high[self.rank]), size)
-        held = self._source.available(position, self.accumulate * (min(reach, ceiling) + 2))
+        held = self._source.available(position, enough(min(reach, ceiling), self.accumulate))
         vector = torch.zeros(self.world_size, dtype=torch.int64)
         vector[self.rank] = 2 * held + self._source.dry
         self._offer = vector, None if self.agree is None else self.agree(vector)
