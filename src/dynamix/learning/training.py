@@ -57,6 +57,7 @@ class TrainingConfig:
     rate: float = 1.5e-3  # of learning, falling to a twentieth
     batch: int = 1024  # workers a gradient step
     restraint: float = 0.01  # weight of the squared distance from the rule's answer, in log sizes
+    growth_price: float = 0.05  # log goodput that an e-fold of the global batch away from the rule's must be worth
     ppo_updates: int = 6
     ppo_windows: int = 24
     ppo_rate: float = 1e-4
@@ -233,7 +234,7 @@ class Training:
         outside = outside + (growth - MOST_GROWTH).clamp(min=0).square().mean()
         outside = outside + (LEAST_GROWTH + 0.2 - growth).clamp(min=0).square().mean()
         loss: Tensor = (rule - some.log_goodput(sizes)).mean() + self.config.restraint * strayed + outside
-        return loss
+        return loss + self.config.growth_price * (sizes.sum(-1) / some.wish.sum(-1)).log().abs().mean()
 
     def _improve(self) -> float:
         """One update of PPO; the mean regret of its rollouts."""
