@@ -157,8 +157,8 @@ def test_groups_end_an_epoch_within_bounds(sizes, accumulate, left, room) -> Non
         assert (group[group > 0] >= np.minimum(2, np.broadcast_to(size, group.shape)[group > 0])).all()
     for group in groups[:-1]:
         assert (group == group[0]).all()
-    if left >= accumulate * size.sum():
-        assert min(group.sum() for group in groups) >= accumulate * min(size.sum() / 2, size.sum() - 2)
+    if left >= accumulate * size.sum() >= 4 * accumulate:
+        assert min(group.sum() for group in groups) >= accumulate * (size.sum() // 2 - 1)
 
 
 def test_caps_that_leave_no_clean_split_still_take_every_sample() -> None:
@@ -179,6 +179,8 @@ def test_caps_that_leave_no_clean_split_still_take_every_sample() -> None:
         (23, [8, 8], 1, 99, [[6, 6]]),  # would leave 7: halved
         (36, [16, 8, 8], 1, 99, [[9, 5, 4]]),
         (45, [8, 8], 2, 99, [[6, 6], [6, 6]]),  # leaves 21
+        (17, [8], 2, 8, [[5], [5]]),
+        (23, [4], 4, 4, [[4], [4], [4], [4]]),  # halves would end in a single sample
         (17, [8, 8], 1, 99, [[9, 8]]),  # one left over: it joins
         (17, [8, 8], 1, 8, [[5, 4]]),  # nobody has room: halved too
         (5, [8, 8], 1, 99, [[3, 2]]),
@@ -193,6 +195,16 @@ def test_examples_of_tails(left, sizes, accumulate, high, group) -> None:
     size = np.array(sizes)
     bounds = {"low": np.ones_like(size), "high": np.full_like(size, high)}
     assert next_group(left, size, accumulate=accumulate, **bounds).tolist() == group
+
+
+def test_an_epoch_of_hardly_more_than_a_step_has_a_step_of_the_usual_sizes() -> None:
+    sampler = BatchSampler(100, Allocations([40, 40]), rank=0, world_size=2)
+    assert [len(batch) for batch in sampler] == [40, 10]
+    sampler = BatchSampler(100, Allocations([40, 40]), rank=0, world_size=2)
+    assert len(sampler) == 2
+    for _ in sampler:
+        break
+    assert sampler.plan().regular
 
 
 # ---------------------------------------------------------------- exactly once

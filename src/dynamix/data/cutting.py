@@ -14,15 +14,17 @@ from dynamix.window import Bounds, Ints, project
 NO_LIMIT = 2**40  # samples; stands for "no upper bound" where a number is needed
 
 
-def next_group(left: int, sizes: Ints, *, accumulate: int, low: Ints, high: Ints) -> Ints:
+def next_group(left: int, sizes: Ints, *, accumulate: int, low: Ints, high: Ints, first: bool = False) -> Ints:
     """Counts (A, W) of the next optimizer step when `left` >= 1 samples of the epoch remain; their sum is at most `left`.
 
     left    samples left, all ranks together
     sizes   (W,) allocation in force, sum >= 1; ranks with 0 stay at 0
     low, high   (W,) bounds per micro-step; a tail may fall below `low`, nothing exceeds max(high, sizes)
+    first       step of its epoch
 
     A tail below half a step halves what is left with the step before it, in the proportions of `sizes`: a step of a few
-    samples, at which batch norm and the gradient are mostly noise, would undo many others. A remainder under 2 A
+    samples, at which batch norm and the gradient are mostly noise, would undo many others. (Not with the first step of
+    an epoch: where it is the only one of the usual sizes, windows are made of it.) A remainder under 2 A
     joins the step before it where a rank has room. What is less than a step goes to as many ranks as can have 2
     samples per micro-step (those with the largest sizes, ties to the lower rank). Where bounds make all this
     impossible (a cap below A + 1, say), the samples left over fill the last micro-step of several ranks, and a rank
@@ -38,7 +40,7 @@ def next_group(left: int, sizes: Ints, *, accumulate: int, low: Ints, high: Ints
     >>> next_group(5, np.array([16, 8, 8]), accumulate=1, low=none, high=cap).tolist()    # a tail
     [[3, 2, 0]]
     """
-    if is_regular(left, int(sizes.sum()), accumulate):
+    if is_regular(left, int(sizes.sum()), accumulate, first=first):
         return np.broadcast_to(sizes, (accumulate, sizes.size))
     return _last_groups(left, sizes, accumulate, low, np.maximum(high, sizes))
 
@@ -49,21 +51,26 @@ def enough(total: int, accumulate: int) -> int:
     return whole + max(2 * accumulate, -(-whole // 2))
 
 
-def is_regular(left: int, total: int, accumulate: int) -> bool:
+def is_regular(left: int, total: int, accumulate: int, *, first: bool = False) -> bool:
     """Whether an ordinary optimizer step leaves nothing, or enough for another."""
-    return left == accumulate * total or left >= enough(total, accumulate)
+    needed = accumulate * (total + 2) if first else enough(total, accumulate)
+    return left == accumulate * total or left >= needed
 
 
-def regular_groups(left: int, total: int, accumulate: int) -> int:
+def regular_groups(left: int, total: int, accumulate: int, *, first: bool = False) -> int:
     """How many ordinary optimizer steps come next before `next_group` has to think."""
     whole = accumulate * total
     groups = max((left - enough(total, accumulate)) // whole + 1, 0)
+    if not groups and is_regular(left, total, accumulate, first=first):
+        return 1
     return groups + (left - groups * whole == whole)
 
 
-def whole_epoch(left: int, sizes: Ints, *, accumulate: int, low: Ints, high: Ints) -> tuple[int, Ints]:
+def whole_epoch(
+    left: int, sizes: Ints, *, accumulate: int, low: Ints, high: Ints, first: bool = False
+) -> tuple[int, Ints]:
     """(optimizer steps, samples per rank (W,)) until nothing of `left` remains, under one allocation."""
-    groups = regular_groups(left, int(sizes.sum()), accumulate)
+    groups = regular_groups(left, int(sizes.sum()), accumulate, first=first)
     totals = groups * accumulate * sizes
     left -= int(totals.sum())
     while left:
@@ -81,9 +88,8 @@ def _last_groups(left: int, sizes: Ints, accumulate: int, low: Ints, high: Ints)
     if left > accumulate * total:
         if each - total < 2:
             counts = _join(each - total, extra, sizes, high)
-        half = -(-left // (2 * accumulate))
-        if counts is None and left - accumulate * half >= 2 * accumulate:
-            counts, extra = _split(half, 0, sizes, low, high), 0
+        if counts is None and (half := _half(left, sizes, accumulate, low, high)) is not None:
+            counts, extra = half, 0
     else:
         counts = _split(each, extra, sizes, low, high)
     if counts is None and each > 2 and high[sizes > 0].max() >= 2 + extra:
@@ -95,6 +101,17 @@ def _last_groups(left: int, sizes: Ints, accumulate: int, low: Ints, high: Ints)
     group = np.tile(per_step, (accumulate, 1))
     group[-1, receiver] += extra
     return group
+
+
+def _half(left: int, sizes: Ints, accumulate: int, low: Ints, high: Ints) -> tuple[Ints, int] | None:
+    """Half of what is left, such that the other half can be cut as well; None where bounds allow neither rounding."""
+    for each in (-(-left // (2 * accumulate)), left // (2 * accumulate)):
+        rest = left - accumulate * each
+        if rest >= 2 * accumulate and _split(*divmod(rest, accumulate), sizes, low, high) is not None:
+            counts = _split(each, 0, sizes, low, high)
+            if counts is not None:
+                return counts
+    return None
 
 
 def _join(more: int, extra: int, sizes: Ints, high: Ints) -> tuple[Ints, int] | None:

@@ -100,13 +100,12 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
         An estimate: policies change the allocation, and with it the number of steps.
         """
         now = self._behind
-        left = self.dataset_size - (0 if now.finished else now.position)
-        rest = 0
+        position, rest = 0 if now.finished else now.position, 0
         if now.group is not None:
             rest = self.accumulate - now.micro
-            left -= int(now.group.counts[now.micro :].sum())
+            position += int(now.group.counts[now.micro :].sum())
         sizes = self._regions.sizes if self._regions and not now.finished else self.allocations.at(now.index)
-        groups = whole_epoch(left, sizes, accumulate=self.accumulate, low=self.low, high=self.high)[0]
+        groups, _ = self._whole_epoch(position, sizes)
         return rest + groups * self.accumulate
 
     def shares(self) -> list[list[int]]:
@@ -172,11 +171,17 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
         sizes = self.allocations.at(now.index)
         if self.partition == "contiguous":
             if self._regions is None:
-                _, lengths = whole_epoch(left, sizes, accumulate=self.accumulate, low=self.low, high=self.high)
+                _, lengths = self._whole_epoch(now.position, sizes)
                 self._regions = Regions(sizes, lengths, now.position)
             sizes = self._regions.sizes
-        counts = next_group(left, sizes, accumulate=self.accumulate, low=self.low, high=self.high)
+        counts = next_group(
+            left, sizes, accumulate=self.accumulate, low=self.low, high=self.high, first=now.position == 0
+        )
         return Group(counts, sizes, final=int(counts.sum()) == left)
+
+    def _whole_epoch(self, position: int, sizes: Ints) -> tuple[int, Ints]:
+        left = self.dataset_size - position
+        return whole_epoch(left, sizes, accumulate=self.accumulate, low=self.low, high=self.high, first=position == 0)
 
     def _epoch_order(self) -> Ints:
         """The indices of this epoch in order; after cuts at other world sizes, only those left then."""

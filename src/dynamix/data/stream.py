@@ -36,8 +36,8 @@ class Stream(SampleOrder):
 
     sharded=False   Every rank iterates the same global stream, in the same order. Step t takes its next B_t samples and
         this rank keeps its slice. Guarantee: each sample exactly once over all ranks, in an order that does not depend
-        on the split; resumes at any world size. Price: each rank reads everything, and holds one optimizer step of all
-        ranks in memory.
+        on the split; resumes at any world size. Price: each rank reads everything, and holds one and a half
+        optimizer steps of all ranks in memory.
     sharded=True    Each rank iterates a stream of its own (a shard). Guarantee: each sample of each stream exactly once;
         the order across ranks depends on the allocations; resumes at the same world size only. What each rank can
         give is agreed one optimizer step ahead by an asynchronous sum, so iterating is a collective. A rank that
@@ -160,7 +160,9 @@ class Stream(SampleOrder):
         left = self._source.available(now.position, enough(int(sizes.sum()), self.accumulate))
         if left == 0:
             return None
-        counts = next_group(left, sizes, accumulate=self.accumulate, low=self.low, high=self.high)
+        counts = next_group(
+            left, sizes, accumulate=self.accumulate, low=self.low, high=self.high, first=now.position == 0
+        )
         return Group(counts, sizes, final=self._source.dry and int(counts.sum()) == left)
 
     # ------------------------------------------------------------ sharded
@@ -178,14 +180,14 @@ class Stream(SampleOrder):
             )  # fmt: skip
         if dry.all() and not held.any():
             return None
-        counts = self._own_groups(held, dry, sizes)
+        counts = self._own_groups(held, dry, sizes, now.taken == 0)
         taken = counts.sum(0)
         final = bool(dry.all() and (held == taken).all())
         if not final:
             self._post(self._own(now) + int(taken[self.rank]), now.index)
         return Group(counts, sizes, final)
 
-    def _own_groups(self, held: Ints, dry: NDArray[np.bool_], sizes: Ints) -> Ints:
+    def _own_groups(self, held: Ints, dry: NDArray[np.bool_], sizes: Ints, first: NDArray[np.bool_]) -> Ints:
         """Counts (A, W) where each rank serves itself: the rules of `next_group`, rank by rank."""
         steps = self.accumulate
         if not (sizes[held > 0] > 0).any():
@@ -196,7 +198,7 @@ class Stream(SampleOrder):
         for i in np.flatnonzero(dry & (held > 0) & (sizes > 0)):
             own = slice(i, i + 1)
             counts[:, own] = next_group(
-                int(held[i]), sizes[own], accumulate=steps, low=self.low[own], high=self.high[own]
+                int(held[i]), sizes[own], accumulate=steps, low=self.low[own], high=self.high[own], first=bool(first[i])
             )
         return counts
 

@@ -227,14 +227,15 @@ class Training:
             missed = sizes.log() - some.target.clamp(some.low, some.high).log()
             cloned: Tensor = torch.nn.functional.huber_loss(missed, torch.zeros_like(missed), delta=0.3)
             return cloned
+        asked = some.wish.clamp(some.low, some.high)
         with torch.no_grad():
-            rule = some.log_goodput(some.wish.clamp(some.low, some.high))
+            rule = some.log_goodput(asked)
         # Actions beyond the limits have no gradient back, so they are drawn back softly.
         outside = (delta.abs() - 1.2).clamp(min=0).square().mean()
         outside = outside + (growth - MOST_GROWTH).clamp(min=0).square().mean()
         outside = outside + (LEAST_GROWTH + 0.2 - growth).clamp(min=0).square().mean()
         loss: Tensor = (rule - some.log_goodput(sizes)).mean() + self.config.restraint * strayed + outside
-        return loss + self.config.growth_price * (sizes.sum(-1) / some.wish.sum(-1)).log().abs().mean()
+        return loss + self.config.growth_price * (sizes.sum(-1) / asked.sum(-1)).log().abs().mean()
 
     def _improve(self) -> float:
         """One update of PPO; the mean regret of its rollouts."""

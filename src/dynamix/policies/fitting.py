@@ -252,6 +252,21 @@ class NoiseByBatch:
             return np.asarray(np.logaddexp(log_phi, log_total) - np.logaddexp(log_phi, log_base))
 
 
+class Largest:
+    """The largest global batch that training has met, at least the base batch."""
+
+    FIELDS = ("total",)
+
+    def __init__(self) -> None:
+        self.total: Floats = UNKNOWN  # (...) samples
+
+    def update(self, total: Floats, base: Floats) -> Floats:
+        """Take in the one in force, (...); returns the largest."""
+        before = self.total if self.total.shape == np.shape(total) else -np.inf
+        self.total = np.maximum(np.maximum(total, base), before)
+        return self.total
+
+
 def _moved(average: Floats, to: Floats, weight: Floats) -> Floats:
     return np.where(weight == 1.0, to, np.where(weight > 0, average + weight * (to - average), average))
 

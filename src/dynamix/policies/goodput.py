@@ -14,6 +14,7 @@ from dynamix.policies.costs import WorkerCosts
 from dynamix.policies.fitting import (
     UNKNOWN,
     Exchange,
+    Largest,
     LeastSquares,
     NoiseByBatch,
     Smoothed,
@@ -27,9 +28,12 @@ from dynamix.policies.fitting import (
     slowest_seconds,
 )
 from dynamix.policies.proportional import fill_unknown, speeds
-from dynamix.policies.split import at_least, best_split, split
+from dynamix.policies.split import at_least, at_most, best_split, split
 from dynamix.window import Bounds, Floats, Ints, Window, project
 
+# Log of the global batch over the largest that training has met, per optimizer step: the learning rate grows with the batch,
+# and a net that is thrown into a rate it never met learns less than AdaScale counts (docs/design/baselines.md).
+GROWTH = 0.02
 LEAST_GAIN = 0.005  # in log goodput, for which `Goodput` changes sizes at all
 
 
@@ -177,7 +181,7 @@ class Goodput:
 
     Costs come from `WorkerCosts` (offsets that stay, levels that jump), the exchange and its overlap from `Exchange`, the
     noise scale from `NoiseByBatch`; sizes are those of highest expected goodput with equal
-    finishing times. That the slowest of many jittering workers is later than the slowest mean is measured too. Without
+    finishing times, and it grows beyond what training has met only by `GROWTH` a step. That the slowest of many jittering workers is later than the slowest mean is measured too. Without
     a noise scale the global batch stays and only shares move.
 
     >>> policy, sizes = Goodput(), np.array([64, 64])
@@ -191,6 +195,7 @@ class Goodput:
     def __init__(self, *, spread_weight: float = 0.3) -> None:
         self.costs, self.exchange = WorkerCosts(), Exchange()
         self.noise, self.spread = NoiseByBatch(), Smoothed(spread_weight)
+        self.largest = Largest()
         self.alpha, self.beta, self.stretch = UNKNOWN, UNKNOWN, UNKNOWN
 
     def decide(self, window: Window, bounds: Bounds) -> Ints:
@@ -238,14 +243,15 @@ class Goodput:
             step = self.exchange.log_step(spread[..., None] * finish_s)
             return np.asarray(np.log(np.maximum(total, 1e-9)) - step - self.noise.log_waste(total, base))
 
-        best = best_split(alpha, beta, bounds, log_goodput)
+        reach = self.largest.update(now, base) * np.exp(np.minimum(GROWTH * window.steps, 5.0))
+        best = best_split(alpha, beta, at_most(bounds, reach), log_goodput)
         unknown = np.isnan(self.noise.level)[..., None]
         if unknown.any():
             best = np.where(unknown, split(now, alpha, beta, bounds), best)
         self.alpha, self.beta, self.stretch = alpha, beta, spread
         return np.where(measured[..., None], best, window.batch_size)
 
-    _PARTS = ("costs", "exchange", "noise", "spread")
+    _PARTS = ("costs", "exchange", "noise", "spread", "largest")
 
     def state_dict(self) -> dict[str, Any]:
         return {name: saved(getattr(self, name)) for name in self._PARTS}

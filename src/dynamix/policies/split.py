@@ -121,3 +121,9 @@ def at_least(bounds: Bounds, total: Floats) -> Bounds:
     """`bounds` whose global batch is also `total` (...) or more, where they allow as much."""
     floor = np.minimum(np.ceil(total / bounds.quantum) * bounds.quantum, bounds.total_high)
     return dataclasses.replace(bounds, total_low=np.maximum(bounds.total_low, floor).astype(np.int64))
+
+
+def at_most(bounds: Bounds, total: Floats) -> Bounds:
+    """`bounds` whose global batch is also `total` (...), rounded up, or less, where they allow as little."""
+    ceiling = np.maximum(np.ceil(total / bounds.quantum) * bounds.quantum, bounds.total_low)
+    return dataclasses.replace(bounds, total_high=np.minimum(bounds.total_high, ceiling).astype(np.int64))
