@@ -116,7 +116,7 @@ def test_goodput_finds_the_best_of_all_allocations_of_a_small_cluster(overlap: f
 def test_a_slower_worker_gets_less_and_a_dearer_exchange_makes_batches_larger() -> None:
     def settled(beta: list[float], exchange: float) -> np.ndarray:
         policy, sizes = Goodput(), np.array([64, 64])
-        for _ in range(6):
+        for _ in range(30):
             sizes = policy.decide(_world(sizes, 0.01, beta, exchange=exchange, phi=1000.0), Bounds.of(2))
         return sizes
 
@@ -124,6 +124,19 @@ def test_a_slower_worker_gets_less_and_a_dearer_exchange_makes_batches_larger() 
     assert abs(int(even[0]) - int(even[1])) <= 1
     assert uneven[0] > 2 * uneven[1]
     assert dear.sum() > 1.5 * even.sum()
+
+
+def test_the_global_batch_grows_slowly_where_training_has_not_been_and_at_once_where_it_has() -> None:
+    policy, sizes, seen = Goodput(), np.array([64, 64]), [128]
+    for phi in [1e4] * 12 + [10.0] * 20 + [1e4] * 12:
+        sizes = policy.decide(_world(sizes, 0.1, 1e-3, exchange=0.5, phi=phi), Bounds.of(2))
+        seen.append(int(sizes.sum()))
+    growth = np.diff(np.log(seen[:13]))
+    assert (growth > 0.07).all(), "less than two per cent a step, in windows of five steps"
+    assert (growth < 0.12).all()
+    assert min(seen[13:33]) < seen[12] / 2
+    back = next(i for i, total in enumerate(seen[33:]) if total >= 0.9 * seen[12])
+    assert back <= 6, "the noise scale is smoothed over a few windows"
 
 
 @st.composite

@@ -34,6 +34,7 @@ from dynamix.window import Bounds, Floats, Ints, Window, project
 # Log of the global batch over the largest that training has met, per optimizer step: the learning rate grows with the batch,
 # and a net that is thrown into a rate it never met learns less than AdaScale counts (docs/design/baselines.md).
 GROWTH = 0.02
+USUAL_STEPS = 10.0  # of a window that does not say
 LEAST_GAIN = 0.005  # in log goodput, for which `Goodput` changes sizes at all
 
 
@@ -243,7 +244,8 @@ class Goodput:
             step = self.exchange.log_step(spread[..., None] * finish_s)
             return np.asarray(np.log(np.maximum(total, 1e-9)) - step - self.noise.log_waste(total, base))
 
-        reach = self.largest.update(now, base) * np.exp(np.minimum(GROWTH * window.steps, 5.0))
+        steps = np.where(np.isnan(window.steps), USUAL_STEPS, np.minimum(window.steps, 500.0))
+        reach = self.largest.update(now, base) * np.exp(GROWTH * steps)
         best = best_split(alpha, beta, at_most(bounds, reach), log_goodput)
         unknown = np.isnan(self.noise.level)[..., None]
         if unknown.any():
