@@ -207,6 +207,21 @@ def test_an_epoch_of_hardly_more_than_a_step_has_a_step_of_the_usual_sizes() -> 
     assert sampler.plan().regular
 
 
+def test_regions_cut_by_other_rules_are_refused_before_anything_is_loaded() -> None:
+    def made() -> BatchSampler:
+        return BatchSampler(47, Allocations([16, 3, 1]), rank=0, world_size=3, partition="contiguous")
+
+    sampler = made()
+    next(iter(sampler))
+    sampler.consume()
+    state = sampler.state_dict()
+    del state["regions"]["rules"]
+    fresh = made()
+    with pytest.raises(StateError, match="rules of version 1"):
+        fresh.load_state_dict(state)
+    assert fresh.consumed == 0
+
+
 # ---------------------------------------------------------------- exactly once
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any
 
@@ -137,6 +138,29 @@ def test_the_global_batch_grows_slowly_where_training_has_not_been_and_at_once_w
     assert min(seen[13:33]) < seen[12] / 2
     back = next(i for i, total in enumerate(seen[33:]) if total >= 0.9 * seen[12])
     assert back <= 6, "the noise scale is smoothed over a few windows"
+
+
+@pytest.mark.parametrize("steps", [1, 5, 50])
+def test_slow_growth_ends_where_free_growth_would(steps: int) -> None:
+    def settled(windows: int, **limit: float) -> int:
+        policy, sizes = Goodput(), np.array([64, 64])
+        for _ in range(windows):
+            window = _world(sizes, 0.05, 1e-3, exchange=0.05, phi=1000.0)
+            sizes = policy.decide(dataclasses.replace(window, steps=np.asarray(limit["steps"])), Bounds.of(2))
+        return int(sizes.sum())
+
+    free = settled(10, steps=500.0)
+    assert abs(settled(300 // steps + 10, steps=float(steps)) / free - 1) < 0.06
+
+
+def test_a_state_of_before_growth_was_limited_can_be_loaded() -> None:
+    policy, window = Goodput(), _world(np.array([64, 64]), 0.1, 1e-3, exchange=0.5, phi=1e4)
+    policy.decide(window, Bounds.of(2))
+    state = policy.state_dict()
+    del state["largest"]
+    again = Goodput()
+    again.load_state_dict(state)
+    assert again.decide(window, Bounds.of(2)).sum() > 128
 
 
 @st.composite

@@ -11,6 +11,7 @@ import numpy as np
 
 from dynamix.window import Bounds, Ints, project
 
+RULES = 2  # version: regions that were cut by others end elsewhere
 NO_LIMIT = 2**40  # samples; stands for "no upper bound" where a number is needed
 
 

@@ -12,9 +12,9 @@ from numpy.typing import ArrayLike
 from torch.utils.data import Sampler
 
 from dynamix.data.allocations import Allocations
-from dynamix.data.cutting import next_group, whole_epoch
+from dynamix.data.cutting import RULES, next_group, whole_epoch
 from dynamix.data.order import Cursor, Group, SampleOrder, require_equal
-from dynamix.errors import ConfigError, UsageError
+from dynamix.errors import ConfigError, StateError, UsageError
 from dynamix.window import Ints
 
 Partition = Literal["stream", "contiguous"]
@@ -129,6 +129,7 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
             "cuts": [dict(cut) for cut in self._cuts],
             "regions": {
                 "sizes": regions.sizes.tolist(), "lengths": regions.lengths.tolist(), "begin": regions.begin,
+                "rules": RULES,
             } if regions is not None and begun else None,
         }  # fmt: skip
 
@@ -137,9 +138,14 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
         require_equal(
             state, dataset_size=self.dataset_size, seed=self.seed, shuffle=self.shuffle, partition=self.partition
         )
+        saved = state["regions"]
+        if saved is not None and saved.get("rules") != RULES:
+            raise StateError(
+                f"the regions of this epoch were cut by rules of version {saved.get('rules', 1)}, this one has {RULES}: "
+                "samples would be lost; finish the epoch with the version that saved it"
+            )
         self._load_position(state)
-        self._cuts = [dict(cut) for cut in state["cuts"]]
-        self._regions, saved = None, state["regions"]
+        self._cuts, self._regions = [dict(cut) for cut in state["cuts"]], None
         if saved is not None and len(saved["lengths"]) == self.world_size:
             self._regions = Regions(np.asarray(saved["sizes"]), np.asarray(saved["lengths"]), int(saved["begin"]))
         elif saved is not None:

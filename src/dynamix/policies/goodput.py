@@ -196,7 +196,7 @@ class Goodput:
     def __init__(self, *, spread_weight: float = 0.3) -> None:
         self.costs, self.exchange = WorkerCosts(), Exchange()
         self.noise, self.spread = NoiseByBatch(), Smoothed(spread_weight)
-        self.largest = Largest()
+        self.largest, self.growing = Largest(), np.asarray(False)
         self.alpha, self.beta, self.stretch = UNKNOWN, UNKNOWN, UNKNOWN
 
     def decide(self, window: Window, bounds: Bounds) -> Ints:
@@ -204,13 +204,15 @@ class Goodput:
 
     def kept(self, window: Window, bounds: Bounds, sizes: Ints) -> Ints:
         """`sizes`, or those in force where `sizes` promise less than `LEAST_GAIN` more by the last `wish`'s model: a size
-        that is new to a worker has its price, in kernels that are chosen or compiled for it."""
+        that is new to a worker has its price, in kernels that are chosen or compiled for it. On a slow way up, where each
+        step promises little, none is refused."""
         now = window.batch_size
         promised, present = self._promise(window, np.stack([sizes, now]))
         total = now.sum(-1)
         allowed = ((now >= bounds.low) & (now <= bounds.high) & (now % bounds.quantum == 0)).all(-1)
         allowed &= (total >= bounds.total_low) & (total <= bounds.total_high)
-        return np.asarray(np.where((allowed & (promised - present < LEAST_GAIN))[..., None], now, sizes))
+        little = allowed & ~self.growing & (promised - present < LEAST_GAIN)
+        return np.asarray(np.where(little[..., None], now, sizes))
 
     def _promise(self, window: Window, sizes: Ints) -> Floats:
         """Expected log goodput (...) of `sizes` (..., W), up to a constant; an unknown noise scale has no part in it."""
@@ -250,6 +252,7 @@ class Goodput:
         unknown = np.isnan(self.noise.level)[..., None]
         if unknown.any():
             best = np.where(unknown, split(now, alpha, beta, bounds), best)
+        self.growing = (best.sum(-1) >= 0.99 * reach) & (reach < bounds.total_high)  # it would go further if it might
         self.alpha, self.beta, self.stretch = alpha, beta, spread
         return np.where(measured[..., None], best, window.batch_size)
 
@@ -260,7 +263,8 @@ class Goodput:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name in self._PARTS:
-            restored(getattr(self, name), state[name])
+            if name in state or name != "largest":  # states of before it was kept
+                restored(getattr(self, name), state[name])
 
 
 def _size_of_slowest(window: Window) -> Floats:
