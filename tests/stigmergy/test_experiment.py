@@ -43,6 +43,7 @@ def test_it_compares_all_methods_and_goes_on_where_it_stopped(tmp_path: Path) ->
     assert again == result
     saved = json.loads((tmp_path / "result.json").read_text())
     assert saved["methods"].keys() == set(METHODS)
+    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
     for part in result["methods"].values():
         assert part["seeds"] == [0, 1]
         for agents in ("1", "3"):

@@ -2,7 +2,7 @@
 
 Every (method, seed) is one training by the same curriculum over the same number of steps of the worlds; its final weights are
 evaluated with 1 to 8 agents. Settings are the classes' defaults for all. A finished (method, seed) is a line of OUT/runs.jsonl, and a call that finds
-such lines runs only what is missing.
+such lines runs only what is missing. Where matplotlib is installed, OUT/figure.png shows the result.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import argparse
 import dataclasses
 import functools
 import hashlib
+import importlib.util
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -115,6 +116,8 @@ def run(
     summary = summarise(config, runs)
     if out is not None:
         (Path(out) / "result.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+        if importlib.util.find_spec("matplotlib") is not None:
+            draw(summary, Path(out) / "figure.png")
     return summary
 
 
@@ -150,6 +153,30 @@ def table(summary: dict[str, Any]) -> str:
             cells = summary["methods"][name]["agents"][str(agents)]
             lines.append(f"{agents:>6}  {name:<9}" + "".join(f"{_cell(cells[m]):>30}" for m in MEASURES))
     return "\n".join(lines)
+
+
+def draw(summary: dict[str, Any], path: Path) -> None:
+    """Pellets by number of agents (interquartile mean and its interval), and who did the work with the most agents."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    pellets, work = figure.subplots(1, 2)
+    agents = summary["config"]["agents"]
+    for name, method in summary["methods"].items():
+        cells = [method["agents"][str(n)]["pellets_per_1000"] for n in agents]
+        known = [(n, c) for n, c in zip(agents, cells, strict=True) if c["iqm"] is not None]
+        x, mean = [n for n, _ in known], np.array([c["iqm"] for _, c in known])
+        ends = np.array([[c["iqm"] if c[end] is None else c[end] for _, c in known] for end in ("low", "high")])
+        pellets.errorbar(x, mean, np.abs(ends - mean), label=name, marker="o", capsize=3)
+        lorenz = method["agents"][str(max(agents))]["lorenz"]
+        if lorenz is not None:  # nobody delivered anything
+            work.plot(np.linspace(0, 1, len(lorenz)), lorenz, label=name)
+    work.plot([0, 1], [0, 1], color="0.7", linestyle=":", label="equal work")
+    pellets.set(xlabel="agents", ylabel="pellets per 1,000 steps, all agents", xticks=agents)
+    work.set(xlabel="share of agents, least working first", ylabel="share of pellets", title=f"{max(agents)} agents")
+    pellets.legend(frameon=False)
+    work.legend(frameon=False)
+    figure.savefig(path, dpi=110)
 
 
 def _cell(estimate: dict[str, float | None]) -> str:
