@@ -38,7 +38,7 @@ def privileged():
 
 @pytest.fixture
 def little_data(monkeypatch):
-    for name, samples in (("train_samples", 1200), ("test_samples", 200)):
+    for name, samples in (("train_samples", 2400), ("test_samples", 200)):
         monkeypatch.setattr(Settings, name, lambda self, samples=samples: samples)
 
 
