@@ -169,7 +169,7 @@ def draw(summary: dict[str, Any], path: Path) -> None:
         ends = np.array([[c["iqm"] if c[end] is None else c[end] for _, c in known] for end in ("low", "high")])
         pellets.errorbar(x, mean, np.abs(ends - mean), label=name, marker="o", capsize=3)
         lorenz = method["agents"][str(max(agents))]["lorenz"]
-        if lorenz is not None:  # nobody delivered anything
+        if lorenz is not None:  # None: nobody delivered anything
             work.plot(np.linspace(0, 1, len(lorenz)), lorenz, label=name)
     work.plot([0, 1], [0, 1], color="0.7", linestyle=":", label="equal work")
     pellets.set(xlabel="agents", ylabel="pellets per 1,000 steps, all agents", xticks=agents)
