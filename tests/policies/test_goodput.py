@@ -142,17 +142,16 @@ def test_the_global_batch_grows_slowly_where_training_has_not_been_and_at_once_w
 
 @pytest.mark.parametrize("steps", [1, 5, 50])
 def test_slow_growth_ends_where_free_growth_would(steps: int) -> None:
-    def settled(windows: int, **limit: float) -> int:
+    def settled(windows: int, steps: float) -> int:
         policy, sizes = Goodput(), np.array([64, 64])
         for _ in range(windows):
             window = _world(sizes, 0.05, 1e-3, exchange=0.05, phi=1000.0)
-            sizes = policy.decide(dataclasses.replace(window, steps=np.asarray(limit["steps"])), Bounds.of(2))
+            sizes = policy.decide(dataclasses.replace(window, steps=np.asarray(steps)), Bounds.of(2))
         return int(sizes.sum())
 
     free = settled(10, steps=500.0)
-    assert (
-        abs(settled(300 // steps + 10, steps=float(steps)) / free - 1) < 0.15
-    )  # what is left promises less than half a per cent
+    # What is left of the way promises less than half a per cent.
+    assert abs(settled(300 // steps + 10, steps=float(steps)) / free - 1) < 0.15
 
 
 def test_a_state_of_before_growth_was_limited_can_be_loaded() -> None:

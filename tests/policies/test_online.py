@@ -60,13 +60,16 @@ def test_it_learns_and_counts_what_that_may_cost(name: str) -> None:
 def test_trying_costs_less_than_one_percent_of_goodput(name: str) -> None:
     """The same worlds with and without trying; the gradient steps are left out, so only trying makes the difference."""
     tried = Job(
-        LearningPolicy(make_policy(name), LiveConfig(learning_rate=1e-12)), clusters=24, family="affine-slowdowns"
+        LearningPolicy(make_policy(name), LiveConfig(learning_rate=1e-12)), clusters=48, family="affine-slowdowns"
     )
-    plain = Job(make_policy(name), clusters=24, family="affine-slowdowns")
+    plain = Job(make_policy(name), clusters=48, family="affine-slowdowns")
     speeds = [np.log(job.run(60).env.progress / job.env.clock_s) for job in (tried, plain)]
     assert tried.policy.report()["tried"] > 50  # type: ignore[attr-defined]
     gain = speeds[0] - speeds[1]
-    assert gain.mean() + 2 * gain.std() / np.sqrt(len(gain)) > -0.01  # not certainly more
+    # The budget is of the fitted model. `dynamix` keeps it in truth too; what the paper's form, which has none, really
+    # lost was 2.1 +- 0.9 % of these clusters' speed, so of it only that it is not far beyond is asked.
+    least = gain.mean() if name == "dynamix" else gain.mean() + 2 * gain.std() / np.sqrt(len(gain))
+    assert least > -0.01
 
 
 def test_deviations_are_small_and_stop_when_the_budget_is_spent() -> None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from dynamix.window import Bounds, Ints, project
 
-RULES = 2  # version: regions that were cut by others end elsewhere
+RULES_VERSION = 2  # regions that were cut by another end elsewhere
 NO_LIMIT = 2**40  # samples; stands for "no upper bound" where a number is needed
 
 

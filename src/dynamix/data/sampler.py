@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike
 from torch.utils.data import Sampler
 
 from dynamix.data.allocations import Allocations
-from dynamix.data.cutting import RULES, next_group, whole_epoch
+from dynamix.data.cutting import RULES_VERSION, next_group, whole_epoch
 from dynamix.data.order import Cursor, Group, SampleOrder, require_equal
 from dynamix.errors import ConfigError, StateError, UsageError
 from dynamix.window import Ints
@@ -129,7 +129,7 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
             "cuts": [dict(cut) for cut in self._cuts],
             "regions": {
                 "sizes": regions.sizes.tolist(), "lengths": regions.lengths.tolist(), "begin": regions.begin,
-                "rules": RULES,
+                "rules": RULES_VERSION,
             } if regions is not None and begun else None,
         }  # fmt: skip
 
@@ -139,9 +139,9 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
             state, dataset_size=self.dataset_size, seed=self.seed, shuffle=self.shuffle, partition=self.partition
         )
         saved = state["regions"]
-        if saved is not None and saved.get("rules") != RULES:
+        if saved is not None and saved.get("rules") != RULES_VERSION:
             raise StateError(
-                f"the regions of this epoch were cut by rules of version {saved.get('rules', 1)}, this one has {RULES}: "
+                f"the regions of this epoch were cut by rules of version {saved.get('rules', 1)}, this one has {RULES_VERSION}: "
                 "samples would be lost; finish the epoch with the version that saved it"
             )
         self._load_position(state)
