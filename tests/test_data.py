@@ -158,7 +158,8 @@ def test_groups_end_an_epoch_within_bounds(sizes, accumulate, left, room) -> Non
     for group in groups[:-1]:
         assert (group == group[0]).all()
     if left >= accumulate * size.sum() >= 4 * accumulate:
-        assert min(group.sum() for group in groups) >= accumulate * (size.sum() // 2 - 1)
+        parts = 2 if room >= accumulate - 1 else 4  # a tail whose remainder has no room is halved too
+        assert min(group.sum() for group in groups) >= accumulate * (size.sum() // parts - 1)
 
 
 def test_caps_that_leave_no_clean_split_still_take_every_sample() -> None:
@@ -180,6 +181,7 @@ def test_caps_that_leave_no_clean_split_still_take_every_sample() -> None:
         (36, [16, 8, 8], 1, 99, [[9, 5, 4]]),
         (45, [8, 8], 2, 99, [[6, 6], [6, 6]]),  # leaves 21
         (17, [8], 2, 8, [[5], [5]]),
+        (99, [9, 11], 5, 11, [[4, 6]] * 5),  # a step less one: [9, 10] and 4 more have no room
         (23, [4], 4, 4, [[4], [4], [4], [4]]),  # halves would end in a single sample
         (17, [8, 8], 1, 99, [[9, 8]]),  # one left over: it joins
         (17, [8, 8], 1, 8, [[5, 4]]),  # nobody has room: halved too

@@ -26,7 +26,7 @@ def next_group(left: int, sizes: Ints, *, accumulate: int, low: Ints, high: Ints
     A tail below half a step halves what is left with the step before it, in the proportions of `sizes`: a step of a few
     samples, at which batch norm and the gradient are mostly noise, would undo many others. (Not with the first step of
     an epoch: where it is the only one of the usual sizes, windows are made of it.) A remainder under 2 A
-    joins the step before it where a rank has room. What is less than a step goes to as many ranks as can have 2
+    joins the step before it where a rank has room. A tail with a remainder for which no rank has room is halved. What is less than a step goes to as many ranks as can have 2
     samples per micro-step (those with the largest sizes, ties to the lower rank). Where bounds make all this
     impossible (a cap below A + 1, say), the samples left over fill the last micro-step of several ranks, and a rank
     may get 1 sample.
@@ -89,10 +89,10 @@ def _last_groups(left: int, sizes: Ints, accumulate: int, low: Ints, high: Ints)
     if left > accumulate * total:
         if each - total < 2:
             counts = _join(each - total, extra, sizes, high)
-        if counts is None and (half := _half(left, sizes, accumulate, low, high)) is not None:
-            counts, extra = half, 0
     else:
         counts = _split(each, extra, sizes, low, high)
+    if counts is None and (half := _half(left, sizes, accumulate, low, high)) is not None:
+        counts, extra = half, 0
     if counts is None and each > 2 and high[sizes > 0].max() >= 2 + extra:
         counts = _split(min(total, each - 2), 0, sizes, low, high)
         extra = 0 if counts is not None else extra
