@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from dynamix.emulator import traffic
-from dynamix.emulator.limits import LEAST_CORES, Limiter, start_helper
+from dynamix.emulator.limits import LEAST_CORES, Limiter, start_helper, stop_helper
 from dynamix.emulator.scenario import Load, Scenario
 from dynamix.errors import EmulationError
 
@@ -85,10 +85,7 @@ class Traffic:
 
     def close(self) -> None:
         """Ends it."""
-        if self._process.stdin is not None:
-            with contextlib.suppress(OSError):
-                self._process.stdin.close()
-        self._process.wait()
+        stop_helper(self._process)
 
 
 def noisy_hosts(scenario: Scenario) -> list[int]:

@@ -21,10 +21,10 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Literal, NoReturn
 
-from dynamix.emulator import control, enter, keeper
+from dynamix.emulator import awake, control, enter, keeper
 from dynamix.emulator.background import Noise, signal_group
 from dynamix.emulator.hosts import Loopback, Namespaces, Network
-from dynamix.emulator.limits import Cgroup, DutyCycle, Limiter, find_cgroup, start_helper
+from dynamix.emulator.limits import Cgroup, DutyCycle, Limiter, find_cgroup, start_helper, stop_helper
 from dynamix.emulator.loading import load_scenario
 from dynamix.emulator.mechanisms import check_kernel
 from dynamix.emulator.scenario import Scenario, check_machine
@@ -93,6 +93,7 @@ class Emulation:
             self._keep(roots)
             self._limiter = self._make_limiter(found)
             self._cleanup.callback(self._limiter.close)
+            self._cleanup.callback(stop_helper, start_helper(awake.__file__))
             self._network = self._make_network()
             self._cleanup.callback(self._network.close)
             self._cleanup.callback(self._kill_all)

@@ -132,10 +132,7 @@ class DutyCycle:
             self._say(pid, cores)
 
     def close(self) -> None:
-        if self._process.stdin is not None:
-            with contextlib.suppress(OSError):
-                self._process.stdin.close()
-        self._process.wait()
+        stop_helper(self._process)
 
     def _say(self, pid: int, cores: float | None) -> None:
         if self._process.stdin is None or self._process.poll() is not None:
@@ -154,6 +151,14 @@ def start_helper(script: str, *arguments: str, pass_fds: Sequence[int] = ()) -> 
         stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         env=environment, start_new_session=True, cwd="/", pass_fds=pass_fds,
     )  # fmt: skip
+
+
+def stop_helper(process: subprocess.Popen[bytes]) -> None:
+    """Closes its standard input and waits for its end."""
+    if process.stdin is not None:
+        with contextlib.suppress(OSError):
+            process.stdin.close()
+    process.wait()
 
 
 def find_cgroup(mount: Path = CGROUP_ROOT, membership: str | None = None) -> tuple[Path, int] | str:
