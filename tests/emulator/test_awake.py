@@ -7,86 +7,148 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from dynamix.emulator import awake
+from dynamix.emulator import Emulation, awake, cluster
 from dynamix.emulator.limits import start_helper, stop_helper
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(100)
 OWNER = """
-import sys, time
+import os, time
 from dynamix.emulator import awake
 from dynamix.emulator.limits import start_helper
-print(start_helper(awake.__file__).pid, flush=True)
-time.sleep(50)
+print(start_helper(awake.__file__, str(os.getpid())).pid, flush=True)
+time.sleep(90)
 """
+PROCESSORS = sorted(os.sched_getaffinity(0))
 
 
-def _children(pid: int) -> list[int]:
-    try:
-        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except OSError:
-        return []
-
-
-def _wait_for_children(pid: int) -> list[int]:
-    processors = len(os.sched_getaffinity(0))
-    deadline = time.monotonic() + 20
-    while len(found := _children(pid)) < processors or any(os.sched_getscheduler(c) != os.SCHED_IDLE for c in found):
-        assert time.monotonic() < deadline, found
-        time.sleep(0.02)
+def _turning(pid: int) -> list[int]:
+    """Its children of the lowest class."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and _fields(int(entry.name))[1] == str(pid):
+                found += [int(entry.name)] * (os.sched_getscheduler(int(entry.name)) == os.SCHED_IDLE)
+        except (OSError, IndexError):
+            continue  # ended meanwhile
     return found
 
 
-def _gone(pids: list[int]) -> bool:
-    deadline = time.monotonic() + 20
-    while any(Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pids):
-        if time.monotonic() > deadline:
-            return False
+def _fields(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
+def _wait(condition) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
         time.sleep(0.02)
-    return True
+
+
+def _gone(pid: int) -> bool:
+    try:
+        return _fields(pid)[0] in "ZX"
+    except (OSError, IndexError):
+        return True
+
+
+@contextmanager
+def _awake() -> Iterator[list[int]]:
+    helper = start_helper(awake.__file__, str(os.getpid()))
+    try:
+        _wait(lambda: len(_turning(helper.pid)) == len(PROCESSORS))
+        yield _turning(helper.pid)
+    finally:
+        stop_helper(helper, b"g")
 
 
 def test_one_idle_process_turns_on_every_processor_until_it_is_stopped() -> None:
-    helper = start_helper(awake.__file__)
-    turning = _wait_for_children(helper.pid)
-    assert sorted(next(iter(os.sched_getaffinity(pid))) for pid in turning) == sorted(os.sched_getaffinity(0))
-    assert all(len(os.sched_getaffinity(pid)) == 1 for pid in turning)
-    stop_helper(helper)
-    assert _gone(turning)
+    with _awake() as turning:
+        assert sorted(tuple(os.sched_getaffinity(pid)) for pid in turning) == [(cpu,) for cpu in PROCESSORS]
+    _wait(lambda: all(map(_gone, turning)))
+
+
+def test_a_child_of_the_owner_that_holds_the_pipe_does_not_delay_the_stop() -> None:
+    with _awake():
+        child = os.fork()
+        if not child:
+            time.sleep(90)
+            os._exit(0)
+        began = time.monotonic()
+    took = time.monotonic() - began
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert took < 45
 
 
 @pytest.mark.parametrize("dies", ["owner", "helper"])
 def test_nothing_turns_on_when_somebody_above_is_killed(dies) -> None:
     owner = subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True)
     assert owner.stdout is not None
-    helper = int(owner.stdout.readline())
-    turning = _wait_for_children(helper)
-    os.kill(owner.pid if dies == "owner" else helper, signal.SIGKILL)
-    assert _gone(turning)
-    owner.kill()
-    owner.wait()
-    owner.stdout.close()
+    try:
+        with owner.stdout as out:
+            helper = int(out.readline())
+        _wait(lambda: len(_turning(helper)) == len(PROCESSORS))
+        turning = _turning(helper)
+        os.kill(owner.pid if dies == "owner" else helper, signal.SIGKILL)
+        _wait(lambda: all(map(_gone, turning)))
+    finally:
+        owner.kill()
+        owner.wait()
 
 
 def test_who_works_loses_little_to_it() -> None:
-    """Processor time of one busy process per processor, beside the idle ones; other load takes from both."""
-    helper = start_helper(awake.__file__)
-    turning = _wait_for_children(helper.pid)
-    before = [_ticks(pid) for pid in turning]
-    spin = "import time\nend = time.monotonic() + 3\nwhile time.monotonic() < end: pass"
-    busy = [subprocess.Popen([sys.executable, "-c", spin]) for _ in turning]
-    began = time.monotonic()
-    for process in busy:
-        process.wait()
-    took = (time.monotonic() - began) * os.sysconf("SC_CLK_TCK")
-    idle = [_ticks(pid) - then for pid, then in zip(turning, before, strict=True)]
-    stop_helper(helper)
-    assert sum(idle) < 0.1 * took * len(turning)
+    """Processor time beside one busy process on every processor; other load takes from both."""
+    with _awake() as turning:
+        busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in PROCESSORS]
+        for process, processor in zip(busy, PROCESSORS, strict=True):
+            os.sched_setaffinity(process.pid, {processor})
+        time.sleep(1.0)
+        before, began = sum(map(_ticks, turning)), time.monotonic()
+        time.sleep(3.0)
+        idle, took = sum(map(_ticks, turning)) - before, time.monotonic() - began
+        for process in busy:
+            process.kill()
+            process.wait()
+    assert idle < 0.1 * took * len(PROCESSORS) * os.sysconf("SC_CLK_TCK")
+
+
+@pytest.mark.parametrize(("asked", "virtual", "quota", "turns"), [
+    (True, True, float("inf"), True),
+    (False, True, float("inf"), False),
+    (True, False, float("inf"), False),
+    (True, True, 1.5, False),
+])  # fmt: skip
+def test_an_emulation_keeps_awake_where_asked_and_where_it_helps(
+    monkeypatch, tmp_path, asked, virtual, quota, turns
+) -> None:
+    started = []
+
+    def start(script, *arguments):
+        started.append(script)
+        return start_helper(script, *arguments)
+
+    monkeypatch.setattr(awake, "is_virtual", lambda: virtual)
+    monkeypatch.setattr(cluster.Cgroups, "cpu_cores", lambda self: quota)
+    monkeypatch.setattr(cluster, "start_helper", start)
+    with Emulation({"hosts": [{"cpu": 0.5}]}, run_dir=tmp_path, mechanism="duty-cycle", keep_awake=asked):
+        assert (awake.__file__ in started) == turns
+
+
+def test_what_a_virtual_machine_is(tmp_path) -> None:
+    path = tmp_path / "cpuinfo"
+    path.write_text("flags : fpu hypervisor lahf_lm")
+    assert awake.is_virtual(path)
+    path.write_text("flags : fpu lahf_lm")
+    assert not awake.is_virtual(path)
+    assert not awake.is_virtual(tmp_path / "absent")
 
 
 def _ticks(pid: int) -> int:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    fields = _fields(pid)
     return int(fields[11]) + int(fields[12])

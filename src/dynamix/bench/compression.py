@@ -22,6 +22,7 @@ from dynamix.bench.compression_report import markdown, write_compression_report
 from dynamix.bench.compression_summary import join, judge, summarise
 from dynamix.bench.exchanges import AGAIN, AGGREGATED, WAYS
 from dynamix.emulator import Emulation, Scenario, load_scenario
+from dynamix.emulator.cluster import Mechanism
 from dynamix.errors import ConfigError, EmulationError, WorkerLostError
 from dynamix.telemetry.events import SCHEMA
 from dynamix.telemetry.run_folder import RunFolder, commit, machine
@@ -200,9 +201,8 @@ def _run_cell(cell: Cell, plan: Plan, folder: Path, tell: Callable[[float], None
     load = os.getloadavg()[0]
     identity = cell.rate_mbit_s is None
     began = time.monotonic()
-    with Emulation(
-        cell.scenario(), seed=plan.seed, run_dir=folder, mechanism="duty-cycle" if identity else "auto"
-    ) as hosts:
+    mechanism: Mechanism = "duty-cycle" if identity else "auto"
+    with Emulation(cell.scenario(), seed=plan.seed, run_dir=folder, mechanism=mechanism, keep_awake=True) as hosts:
         if set(config["ways"]) & set(AGGREGATED):
             config["aggregator"] = _start_aggregator(hosts, folder)
         path = folder / "config.json"

@@ -47,7 +47,7 @@ def run_demo(settings: Settings, folder: RunFolder, *, display: Display | None =
     def launch(seed: int, names: Sequence[str], attempt: int, runs: list[Run]) -> None:
         ranks = folder.path / "ranks" / (f"{seed}-{attempt}" if attempt else str(seed))
         of_seed = disturbance_seed(settings, seed)
-        with Emulation(scenario, seed=of_seed, run_dir=ranks, mechanism=settings.mechanism) as hosts:
+        with Emulation(scenario, seed=of_seed, run_dir=ranks, mechanism=settings.mechanism, keep_awake=True) as hosts:
             facts["mechanisms"] = hosts.mechanisms
             folder.write_run(**facts)
             Launch(settings, seed, workload, hosts, folder, display, runs, names=names, attempt=attempt).run()

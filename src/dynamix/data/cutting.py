@@ -11,7 +11,7 @@ import numpy as np
 
 from dynamix.window import Bounds, Ints, project
 
-RULES_VERSION = 2  # regions that were cut by another end elsewhere
+RULES_VERSION = 3  # regions that were cut by another end elsewhere
 NO_LIMIT = 2**40  # samples; stands for "no upper bound" where a number is needed
 
 
@@ -26,7 +26,8 @@ def next_group(left: int, sizes: Ints, *, accumulate: int, low: Ints, high: Ints
     A tail below half a step halves what is left with the step before it, in the proportions of `sizes`: a step of a few
     samples, at which batch norm and the gradient are mostly noise, would undo many others. (Not with the first step of
     an epoch: where it is the only one of the usual sizes, windows are made of it.) A remainder under 2 A
-    joins the step before it where a rank has room. A tail with a remainder for which no rank has room is halved. What is less than a step goes to as many ranks as can have 2
+    joins the step before it where a rank has room. Where no rank has room for what A does not divide, a
+    tail is halved, if both halves can be cut. What is less than a step goes to as many ranks as can have 2
     samples per micro-step (those with the largest sizes, ties to the lower rank). Where bounds make all this
     impossible (a cap below A + 1, say), the samples left over fill the last micro-step of several ranks, and a rank
     may get 1 sample.

@@ -2,10 +2,11 @@
 
 Hosts with a part of a core leave the machine idle between their slices. A virtual machine gives an idle processor
 back, and gets it again slower: with cold caches, a low clock, sometimes late, and all of that changes by the minute.
-(docs/design/emulator.md has what it did to repeated runs.) So one process per processor turns for nothing, of the
-class that runs only when nobody else wants to.
+(docs/design/emulator.md has what it did.) So one process per processor turns for nothing, of the class that runs only
+when nobody else wants to.
 
-Standard library only, run by path as a process of its own. Ends at end of file, or with its owner.
+Standard library only, run by path as a process of its own. Its argument is its owner's pid; it ends with it, at a byte
+or at end of file.
 """
 
 from __future__ import annotations
@@ -14,41 +15,58 @@ import contextlib
 import os
 import select
 import signal
+import sys
+import time
 from pathlib import Path
 
 
-def keep_awake(processor: int) -> None:
-    """Turns on `processor` until the parent is gone; at once if this kernel has no such class."""
-    parent = os.getppid()
+def is_virtual(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether this machine is one of several on the real one. Elsewhere turning heats, and may slow a sibling core."""
+    try:
+        return " hypervisor" in cpuinfo.read_text()
+    except OSError:
+        return False
+
+
+def turn(processor: int, helper: int) -> None:
+    """Keeps `processor` busy while `helper` is the parent. Raises `OSError` where this class or processor is refused."""
     os.sched_setaffinity(0, {processor})
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-    while os.getppid() == parent:
+    while os.getppid() == helper:
         for _ in range(100_000):
             pass
 
 
-def main() -> None:
+def main(owner: int) -> None:
     """One such child for every processor that this process may use."""
-    if not hasattr(os, "SCHED_IDLE"):
-        return
-    # Where a session is scheduled as one (autogroup), its weight counts, not its processes' class.
-    with contextlib.suppress(OSError):
-        Path("/proc/self/autogroup").write_text("19")
-    children = []
+    helper, children = os.getpid(), []
+    _weigh_least()
     for processor in sorted(os.sched_getaffinity(0)):
         child = os.fork()
         if not child:
             with contextlib.suppress(OSError):
-                keep_awake(processor)
+                turn(processor, helper)
             os._exit(0)
         children.append(child)
-    owner = os.getppid()
     while os.getppid() == owner and not select.select([0], [], [], 1.0)[0]:
-        pass  # a forked child of the owner may hold the pipe open for ever
+        pass  # a child that the owner forked may hold the pipe open for ever
     for child in children:
         os.kill(child, signal.SIGKILL)
+    for child in children:
         os.waitpid(child, 0)
 
 
+def _weigh_least() -> None:
+    """Where a session is scheduled as one (autogroup), its weight counts, not the class of its processes."""
+    for _ in range(20):
+        try:
+            Path("/proc/self/autogroup").write_text("19")
+            return
+        except BlockingIOError:  # one change in 0.1 s, of all users together
+            time.sleep(0.15)
+        except OSError:
+            return
+
+
 if __name__ == "__main__":
-    main()
+    main(int(sys.argv[1]))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import os
 import signal
 import socket
@@ -30,10 +31,14 @@ from dynamix.emulator.mechanisms import check_kernel
 from dynamix.emulator.scenario import Scenario, check_machine
 from dynamix.emulator.schedule import Link, host_links, host_speeds, next_change_s, noise_cores
 from dynamix.errors import ConfigError, EmulationError, UsageError
+from dynamix.probes.host import Cgroups
 
 Mechanism = Literal["auto", "privileged", "duty-cycle"]
 _counts = itertools.count()
 _POLL_S = 0.02
+# glibc gives large blocks back to the kernel, or does not, by what a process did before; taken again they cost a page
+# fault per 4 KiB. Measured policies would differ by their place in the order (docs/design/emulator.md).
+_HEAP = {"MALLOC_MMAP_THRESHOLD_": str(2**25), "MALLOC_TRIM_THRESHOLD_": str(2**30), "MALLOC_TOP_PAD_": str(2**26)}
 
 
 class Emulation:
@@ -44,6 +49,8 @@ class Emulation:
     run_dir     where ranks' output goes; made if missing
     mechanism   "auto": namespaces and control groups where permitted, else the unprivileged way for what is not;
                 "privileged": those or an error; "duty-cycle": loopback and signals, also as root
+    keep_awake  on virtual machines without a quota, work of the lowest kind keeps the processors from resting: for
+                measurements, as hosts that find them cold are slower, differently by the minute
 
     Links are as the scenario says from the start, CPU limits begin with `throttle`, and what changes begins with
     `start_clock`. `mechanisms` says what is in force.
@@ -59,6 +66,7 @@ class Emulation:
         seed: int = 0,
         run_dir: str | Path,
         mechanism: Mechanism = "auto",
+        keep_awake: bool = False,
     ) -> None:
         if mechanism not in ("auto", "privileged", "duty-cycle"):
             raise ConfigError("mechanism", mechanism, "auto, privileged, duty-cycle", "use auto")
@@ -67,7 +75,7 @@ class Emulation:
         if mechanism != "duty-cycle":
             check_kernel(self.scenario)
         self.name = keeper.instance_name(next(_counts))
-        self._mechanism = mechanism
+        self._mechanism, self._keep_awake = mechanism, keep_awake
         self._ranks: list[subprocess.Popen[bytes]] = []
         self._beside: list[subprocess.Popen[bytes]] = []  # on the switch
         self._cleanup = contextlib.ExitStack()
@@ -93,7 +101,8 @@ class Emulation:
             self._keep(roots)
             self._limiter = self._make_limiter(found)
             self._cleanup.callback(self._limiter.close)
-            self._cleanup.callback(stop_helper, start_helper(awake.__file__))
+            if self._keep_awake and awake.is_virtual() and math.isinf(Cgroups.find().cpu_cores()):
+                self._cleanup.callback(stop_helper, start_helper(awake.__file__, str(os.getpid())), b"g")
             self._network = self._make_network()
             self._cleanup.callback(self._network.close)
             self._cleanup.callback(self._kill_all)
@@ -264,7 +273,7 @@ class Emulation:
             "WORLD_SIZE": workers, "LOCAL_WORLD_SIZE": "1", "GROUP_WORLD_SIZE": workers, "ROLE_WORLD_SIZE": workers,
             "MASTER_ADDR": self._network.address(0), "MASTER_PORT": str(port),
             "GLOO_SOCKET_IFNAME": self._network.interface(rank), "TP_SOCKET_IFNAME": self._network.interface(rank),
-            "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1",
+            "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", **_HEAP,
             control.VARIABLE: self._control_path,
         }  # fmt: skip
 

@@ -153,10 +153,11 @@ def start_helper(script: str, *arguments: str, pass_fds: Sequence[int] = ()) -> 
     )  # fmt: skip
 
 
-def stop_helper(process: subprocess.Popen[bytes]) -> None:
-    """Closes its standard input and waits for its end."""
+def stop_helper(process: subprocess.Popen[bytes], goodbye: bytes = b"") -> None:
+    """Closes its standard input, after a last word, and waits for its end."""
     if process.stdin is not None:
         with contextlib.suppress(OSError):
+            process.stdin.write(goodbye)
             process.stdin.close()
     process.wait()
 

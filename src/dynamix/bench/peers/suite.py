@@ -154,7 +154,7 @@ def _run_one(call: _Call, name: str, seed: int) -> Run:
     plan, settings = call.plan, call.plan.launch(name, seed)
     workload, runs = make_workload(settings.workload), list(call.runs)
     ranks, of_seed = call.folder.path / "ranks" / str(seed) / name, disturbance_seed(settings, seed)
-    with Emulation(plan.scenario, seed=of_seed, run_dir=ranks, mechanism=plan.mechanism) as hosts:
+    with Emulation(plan.scenario, seed=of_seed, run_dir=ranks, mechanism=plan.mechanism, keep_awake=True) as hosts:
         call.facts["mechanisms"] = hosts.mechanisms
         call.folder.write_run(**call.facts)
         if name not in plan.peers:
