@@ -1,8 +1,8 @@
 """Keeps the machine's processors awake with work of the lowest kind, so that emulated hosts find them warm.
 
 Hosts with a part of a core leave the machine idle between their slices. A virtual machine gives an idle processor
-back, and gets it again slower: with cold caches, a low clock, sometimes late, and all of that changes by the minute.
-(docs/design/emulator.md has what it did.) So one process per processor turns for nothing, of the class that runs only
+back, and may get it again slower, with cold caches, a low clock or late, which changes by the minute
+(docs/design/emulator.md has what was measured). So one process per processor turns for nothing, of the class that runs only
 when nobody else wants to.
 
 Standard library only, run by path as a process of its own. Its argument is its owner's pid; it ends with it, at a byte

@@ -50,7 +50,7 @@ class Emulation:
     mechanism   "auto": namespaces and control groups where permitted, else the unprivileged way for what is not;
                 "privileged": those or an error; "duty-cycle": loopback and signals, also as root
     keep_awake  on virtual machines without a quota, work of the lowest kind keeps the processors from resting: for
-                measurements, as hosts that find them cold are slower, differently by the minute
+                measurements, as hosts that find them cold may be slower, differently by the minute
 
     Links are as the scenario says from the start, CPU limits begin with `throttle`, and what changes begins with
     `start_clock`. `mechanisms` says what is in force.
