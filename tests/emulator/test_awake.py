@@ -1,4 +1,4 @@
-"""The lowest work there is keeps processors awake, and ends with its owner."""
+"""Equal conditions for measurements: processors that are kept awake, by work that ends with its owner, and heaps that are kept."""
 
 from __future__ import annotations
 
@@ -138,6 +138,18 @@ def test_an_emulation_keeps_awake_where_asked_and_where_it_helps(
     monkeypatch.setattr(cluster, "start_helper", start)
     with Emulation({"hosts": [{"cpu": 0.5}]}, run_dir=tmp_path, mechanism="duty-cycle", keep_awake=asked):
         assert (awake.__file__ in started) == turns
+
+
+def test_ranks_keep_their_heap_unless_told_otherwise(tmp_path) -> None:
+    names = ["MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_"]
+    program = f"import os; print(*(os.environ[name] for name in {names}))"
+    with Emulation({"hosts": [{"cpu": 0.5}]}, run_dir=tmp_path, mechanism="duty-cycle") as hosts:
+        hosts.launch([sys.executable, "-c", program])
+        assert hosts.wait(60) == [0]
+        hosts.launch([sys.executable, "-c", program], env={"MALLOC_TOP_PAD_": "0"}, name="mine")
+        assert hosts.wait(60) == [0]
+    assert (tmp_path / "rank0.out").read_text().split() == [str(2**25), str(2**30), str(2**26)]
+    assert (tmp_path / "mine.rank0.out").read_text().split() == [str(2**25), str(2**30), "0"]
 
 
 def test_what_a_virtual_machine_is(tmp_path) -> None:
