@@ -18,6 +18,7 @@ from dynamix.window import Window
 
 AGAIN = "static-again"  # the A/A partner: static once more
 CENSOR_FACTOR = 2.0
+LEARNED = ("dynamix", "dynamix-paper", "stigmergic")  # what is judged: none of them says what is attainable
 A_A_LIMIT = 0.05  # a call whose A/A pairs differ by more says something about the machine, not about policies
 
 
