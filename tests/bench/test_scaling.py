@@ -44,6 +44,16 @@ def test_a_step_costs_the_slowest_hosts_computing_and_the_gradients_bytes() -> N
     assert bytes_s * 0.95 < slow - quick < bytes_s * 50 / 30 * 1.2
 
 
+def test_a_plan_takes_some_cases_and_longer_runs() -> None:
+    plan = Plan.of(quick=False, cases=["vgg16-sgd"], workers=[8, 16], samples=270_000, seeds=4)
+    assert plan.cells == (("vgg16-sgd", 8), ("vgg16-sgd", 16))
+    assert (plan.samples, plan.every(), plan.seeds) == (270_000, 9_000, (0, 1, 2, 3))
+    assert Plan.of(quick=False).samples < 270_000
+    for quick, case in ((False, "vgg12-sgd"), (True, "vgg16-sgd")):
+        with pytest.raises(ConfigError, match="cases"):
+            Plan.of(quick=quick, cases=[case])
+
+
 @pytest.mark.slow
 def test_a_tiny_suite_trains_concludes_and_goes_on_without_repeating(tmp_path: Any) -> None:
     ran: list[str] = []

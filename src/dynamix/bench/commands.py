@@ -111,7 +111,11 @@ def bench_scaling(
     ] = "simulator",
     quick: Annotated[bool, typer.Option("--quick", help="To 128 workers; virtual: a small net at 8.")] = False,
     workers: Annotated[str | None, typer.Option(help="Of virtual's 8,16,32, comma-separated [default: all].")] = None,
-    seeds: Annotated[int | None, typer.Option(min=1, help="Pairs of virtual [default: 2].")] = None,
+    seeds: Annotated[int | None, typer.Option(min=1, help="Pairs of virtual [default: 3].")] = None,
+    cases: Annotated[
+        str | None, typer.Option(help="Of virtual's vgg16-sgd,vgg11-sgd,vgg11-adam [default: all].")
+    ] = None,
+    samples: Annotated[int | None, typer.Option(min=600, help="Of a run of virtual; longer runs converge.")] = None,
     policies: Policies = None,
     resume: Resume = False,
     out: Out = None,
@@ -123,17 +127,17 @@ def bench_scaling(
 
     names = policies.split(",") if policies else None
     if cluster == "virtual":
-        _virtual(quick, names, workers, seeds, out, resume, as_json)
+        _virtual(quick, names, workers, seeds, cases, samples, out, resume, as_json)
         return
-    if cluster != "simulator" or workers or seeds:
-        given = cluster if cluster != "simulator" else f"simulator with workers {workers}, seeds {seeds}"
-        raise ConfigError("cluster", given, "simulator, or virtual with --workers and --seeds", "choose one of them")
+    if cluster != "simulator" or workers or seeds or cases or samples:
+        given = cluster if cluster != "simulator" else f"simulator with {workers=}, {seeds=}, {cases=}, {samples=}"
+        raise ConfigError("cluster", given, "simulator, or virtual with these options", "choose one of them")
     _simulated(scaling_suite(quick=quick, policies=names), "scaling", out, resume, as_json)
 
 
 def _virtual(
-    quick: bool, policies: list[str] | None, workers: str | None, seeds: int | None,
-    out: Path | None, resume: bool, as_json: bool,
+    quick: bool, policies: list[str] | None, workers: str | None, seeds: int | None, cases: str | None,
+    samples: int | None, out: Path | None, resume: bool, as_json: bool,
 ) -> None:  # fmt: skip
     from dynamix.bench.scaling import Plan, run_scaling
     from dynamix.errors import ConfigError
@@ -142,7 +146,10 @@ def _virtual(
     counts = workers.split(",") if workers else []
     if not all(count.isdecimal() for count in counts):
         raise ConfigError("workers", workers, "8, 16 and 32, comma-separated", "say 8,16")
-    plan = Plan.of(quick=quick, policies=policies, workers=[int(count) for count in counts] or None, seeds=seeds)
+    plan = Plan.of(
+        quick=quick, policies=policies, workers=[int(count) for count in counts] or None, seeds=seeds,
+        cases=cases.split(",") if cases else None, samples=samples,
+    )  # fmt: skip
     plan.check()
     with progress("scaling") as tell, RunFolder("scaling", out, resume=resume) as folder:
         result = run_scaling(plan, folder, tell=tell)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -109,15 +109,24 @@ class Plan:
         policies: Sequence[str] | None = None,
         workers: Sequence[int] | None = None,
         seeds: int | None = None,
+        cases: Sequence[str] | None = None,
+        samples: int | None = None,
     ) -> Plan:
         """The suite; `quick`: VGG-11 only, at 8 workers, little data, one seed, no figures worth keeping."""
-        cells = tuple((c.name, w) for c in CASES for w in c.workers if not workers or w in workers)
+        allowed = ("vgg11-sgd",) if quick else tuple(c.name for c in CASES)
+        unknown = [name for name in cases or () if name not in allowed]
+        if unknown:
+            raise ConfigError("cases", unknown, ", ".join(allowed), "check the spelling")
+        chosen = [c for c in CASES if not cases or c.name in cases]
+        cells = tuple((c.name, w) for c in chosen for w in c.workers if not workers or w in workers)
         names = tuple(policies or POLICIES)
         command = "bench scaling --cluster virtual" + (" --quick" if quick else "")
         if quick:
-            return cls(command, (("vgg11-sgd", 8),), names, tuple(range(seeds or 1)), (16, 32), samples=12_000, train=4_000,
+            plan = cls(command, (("vgg11-sgd", 8),), names, tuple(range(seeds or 1)), (16, 32), samples=12_000, train=4_000,
                        test=1_000, scored=500, width=8)  # fmt: skip
-        return cls(command, cells, names, tuple(range(seeds or 3)))
+        else:
+            plan = cls(command, cells, names, tuple(range(seeds or 3)))
+        return plan if samples is None else replace(plan, samples=samples)
 
     def check(self) -> None:
         """Raises `ConfigError` before anything runs."""
