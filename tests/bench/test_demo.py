@@ -159,7 +159,7 @@ def test_only_the_folder_of_an_earlier_run_can_be_resumed(tmp_path):
         RunFolder("demo", tmp_path / "nothing", resume=True)
 
 
-def test_several_seeds_add_the_a_a_partner_and_rotate_the_order():
+def test_several_seeds_add_the_a_a_partner_and_put_everybody_first_once():
     assert AGAIN not in Settings().order(0)
     settings = Settings(seeds=5)
     orders = [settings.order(seed) for seed in range(5)]

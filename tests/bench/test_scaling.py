@@ -8,10 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 from dynamix.bench.scaling import Plan, run_scaling
 from dynamix.bench.scaling_report import conclude, large_medium_small
 from dynamix.bench.virtual_world import NetEnv, at_workers
+from dynamix.cli import app
 from dynamix.emulator import host_speeds
 from dynamix.errors import ConfigError
 from dynamix.learning.nets import NetCosts
@@ -49,9 +51,35 @@ def test_a_plan_takes_some_cases_and_longer_runs() -> None:
     assert plan.cells == (("vgg16-sgd", 8), ("vgg16-sgd", 16))
     assert (plan.samples, plan.every(), plan.seeds) == (270_000, 9_000, (0, 1, 2, 3))
     assert Plan.of(quick=False).samples < 270_000
+    assert Plan.of(quick=True, samples=24_000).samples == 24_000
     for quick, case in ((False, "vgg12-sgd"), (True, "vgg16-sgd")):
         with pytest.raises(ConfigError, match="cases"):
             Plan.of(quick=quick, cases=[case])
+    with pytest.raises(ConfigError, match="samples"):
+        dataclasses.replace(plan, samples=3).check()
+
+
+@pytest.mark.parametrize("given", [["--cases", "vgg16-sgd"], ["--samples", "9000"]])
+def test_the_command_says_what_only_the_virtual_clock_has(given: list[str]) -> None:
+    result = CliRunner().invoke(app, ["bench", "scaling", *given])
+    assert result.exit_code == 2
+    assert "virtual with these options" in " ".join(result.output.split())
+
+
+def test_the_command_hands_cases_and_samples_to_the_plan(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    plans: list[Plan] = []
+
+    def run(plan: Plan, folder: RunFolder, **_: Any) -> dict[str, Any]:
+        plans.append(plan)
+        return {"table": ""}
+
+    monkeypatch.setattr("dynamix.bench.scaling.run_scaling", run)
+    options = ["--workers", "8", "--cases", "vgg16-sgd,vgg11-sgd", "--samples", "9000", "--seeds", "2"]
+    result = CliRunner().invoke(
+        app, ["bench", "scaling", "--cluster", "virtual", *options, "--out", str(tmp_path / "x")]
+    )
+    assert result.exit_code == 0, result.output
+    assert plans == [Plan.of(quick=False, workers=[8], cases=["vgg16-sgd", "vgg11-sgd"], samples=9_000, seeds=2)]
 
 
 @pytest.mark.slow

@@ -1,4 +1,6 @@
 import math
+from collections import Counter
+from itertools import pairwise, permutations
 
 import numpy as np
 import pytest
@@ -89,3 +91,12 @@ def test_every_policy_takes_every_place_equally_often(block, n):
     orders = [balanced_order(names, block * n + i) for i in range(n)]
     for place in range(n):
         assert sorted(order[place] for order in orders) == names
+
+
+@given(st.integers(0, 50), st.integers(2, 8))
+def test_every_policy_runs_after_every_other_one_equally_often(block, n):
+    names = [str(i) for i in range(n)]
+    seeds = range(block * 2 * n, (block * 2 + 1 + n % 2) * n)
+    orders = [balanced_order(names, seed) for seed in seeds]
+    after = Counter(pair for order in orders for pair in pairwise(order))
+    assert after == dict.fromkeys(permutations(names, 2), 1 + n % 2)

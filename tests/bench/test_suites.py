@@ -90,12 +90,8 @@ def test_fidelity_prints_held_out_errors_within_their_goal() -> None:
 
 
 def _scenario(static: list[float], dbs: list[float], dynamix: list[float]) -> dict[str, object]:
-    times = {
-        "static": static,
-        "dbs": dbs,
-        "dynamix": dynamix,
-        "stigmergic": dynamix,
-    }  # what learned never says what is attainable
+    learned = dict.fromkeys(("dynamix", "dynamix-paper", "stigmergic", "guarded:learning:dynamix"), dynamix)
+    times = {"static": static, "dbs": dbs, **learned}  # what learned never says what is attainable
     means = {name: np.mean([2 * 100.0 if x is None else x for x in t]) for name, t in times.items()}
     return {
         "policies": {name: {"time_to_target_s": t} for name, t in times.items()}, "a_a": None, "target": 0.9,

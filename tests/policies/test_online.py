@@ -15,6 +15,7 @@ from dynamix.errors import ConfigError, StateError
 from dynamix.policies.additive import AdditivePolicy
 from dynamix.policies.base import Policy, make_policy
 from dynamix.policies.deviations import LiveConfig
+from dynamix.policies.guard import Guard
 from dynamix.policies.online import LearningPolicy
 from dynamix.simulator import ClusterEnv, sample_family
 from dynamix.window import Ints
@@ -183,3 +184,22 @@ def test_policies_without_a_network_are_refused_by_name() -> None:
     assert isinstance(policy_of("dynamix-paper"), AdditivePolicy)
     with pytest.raises(ConfigError, match="LiveConfig"):
         policy_of("dynamix-paper", learn="yes")  # type: ignore[arg-type]
+
+
+def test_a_name_says_that_a_policy_goes_on_learning() -> None:
+    policy = make_policy("learning:dynamix")
+    assert isinstance(policy, LearningPolicy)
+    assert policy.report()["updates"] == 0
+    with pytest.raises(ConfigError, match="nothing to learn"):
+        make_policy("learning:lb_bsp")
+    with pytest.raises(ConfigError, match="check the spelling"):
+        make_policy("learning:dynamics")
+    assert isinstance(make_policy("guarded:learning:dynamix"), Guard)
+    with pytest.raises(ConfigError, match="guarded:learning:dynamix"):
+        make_policy("learning:guarded:dynamix")
+
+
+def test_a_config_is_never_ignored_by_a_policy_that_learns_already() -> None:
+    assert policy_of("learning:dynamix", learn=True).report()["updates"] == 0  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match="already learns by"):
+        policy_of("learning:dynamix", learn=LiveConfig(share_sd=0.01))

@@ -10,7 +10,7 @@ from typing import Any
 from dynamix.bench.demo import run_demo
 from dynamix.bench.display import Display
 from dynamix.bench.launch import Settings
-from dynamix.bench.runs import A_A_LIMIT, AGAIN, CENSOR_FACTOR, LEARNED
+from dynamix.bench.runs import A_A_LIMIT, AGAIN, CENSOR_FACTOR, is_learned
 from dynamix.bench.statistics import censored, geometric_mean, paired_ratio
 from dynamix.bench.suite_report import write_live_report
 from dynamix.emulator import load_scenario
@@ -129,7 +129,7 @@ def _cut(times: dict[str, list[float]]) -> dict[str, Any]:
     best_static = min((n for n in times if _is_static(n) and n != AGAIN), key=lambda n: geometric_mean(times[n]))
     base = times[best_static]
     over = {name: geometric_mean([a / b for a, b in zip(mine, base, strict=True)]) for name, mine in times.items()}
-    rules = [name for name in over if not _is_static(name) and name not in LEARNED] or [best_static]
+    rules = [name for name in over if not _is_static(name) and not is_learned(name)] or [best_static]
     by = min(rules, key=lambda name: over[name])
     cut = 1 - over[by]
     shares = {n: round((1 - value) / cut, 3) for n, value in over.items() if cut > 0.02 and not _is_static(n)}

@@ -18,8 +18,18 @@ from dynamix.window import Window
 
 AGAIN = "static-again"  # the A/A partner: static once more
 CENSOR_FACTOR = 2.0
-LEARNED = ("dynamix", "dynamix-paper", "stigmergic")  # what is judged: none of them says what is attainable
+LEARNED = ("dynamix", "dynamix-paper", "stigmergic")
 A_A_LIMIT = 0.05  # a call whose A/A pairs differ by more says something about the machine, not about policies
+
+
+def is_learned(policy: str) -> bool:
+    """Whether a name stands for what is judged, which never says what is attainable: `LEARNED`, watched or learning or not, or a file.
+
+    >>> is_learned("guarded:dynamix"), is_learned("runs/mine.safetensors"), is_learned("goodput")
+    (True, True, False)
+    """
+    bare = policy.removeprefix("guarded:").removeprefix("learning:")
+    return bare in LEARNED or bare.endswith(".safetensors")
 
 
 @dataclass

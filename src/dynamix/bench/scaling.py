@@ -133,6 +133,8 @@ class Plan:
         if not self.cells:
             allowed = ", ".join(f"{c.name} at {', '.join(map(str, c.workers))}" for c in CASES)
             raise ConfigError("workers", "none of the suite's", allowed, "choose among them")
+        if self.samples < PARTS:
+            raise ConfigError("samples", self.samples, f"{PARTS} or more", "90,000 is the suite's")
         for _, workers in self.cells:
             at_workers(SCENARIO, workers)
         for name in self.policies:

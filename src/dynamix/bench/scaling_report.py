@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from dynamix.bench.runs import CENSOR_FACTOR, LEARNED
+from dynamix.bench.runs import CENSOR_FACTOR, is_learned
 from dynamix.bench.statistics import censored, paired_ratio, time_to_target
 
 OURS = ("dynamix", "dynamix-paper")
@@ -54,7 +54,7 @@ def _cell(cell: Mapping[str, Any]) -> dict[str, Any]:
         name: _policy(name, [mine[i] for i in kept], [runs["static"][i] for i in kept], base, cell)
         for name, mine in runs.items()
     }
-    rules = [name for name in policies if name not in ("static", *LEARNED)] or ["static"]
+    rules = [name for name in policies if name != "static" and not is_learned(name)] or ["static"]
     by = min(rules, key=lambda name: policies[name]["over_static"]["median"])
     cut = 1 - policies[by]["over_static"]["median"]
     for name, part in policies.items():

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from dynamix.bench.runs import LEARNED
+from dynamix.bench.runs import is_learned
 from dynamix.bench.statistics import paired_ratio
 from dynamix.bench.suite_report import write_simulated_report
 from dynamix.errors import ConfigError
@@ -213,7 +213,7 @@ def _scores(times: dict[str, Floats], references: list[str], factor: float) -> d
     over = {name: np.log(t / static) for name, t in times.items()}
     mean = {name: float(np.exp(log.mean())) for name, log in over.items()}
     best = min(
-        (name for name in mean if name not in (*LEARNED, "static")),
+        (name for name in mean if name != "static" and not is_learned(name)),
         key=lambda name: mean[name],
     )
     cut = 1 - mean[best]

@@ -120,11 +120,22 @@ def _log_ratios(above: Sequence[float], below: Sequence[float]) -> Floats:
 
 
 def balanced_order(names: Sequence[str], seed: int) -> list[str]:
-    """An order of `names` for this seed: consecutive seeds rotate one shuffle, so each name takes each place in turn.
+    """An order of `names` for this seed, a row of a Williams design: in n consecutive seeds each name takes each place once.
+
+    In n seeds from a multiple of n on, n even, each name also comes right after each other one once; odd n need 2 n seeds from
+    a multiple of 2 n on, for twice, and n of them give each name two others to follow.
+
+    A run may find its machine as the run before left it, so who comes after whom is balanced too.
 
     >>> sorted(balanced_order(["a", "b", "c"], s)[0] for s in range(3))
     ['a', 'b', 'c']
     """
     n = len(names)
-    shuffled = np.random.default_rng(seed // n).permutation(n) if n else np.array([], dtype=int)
-    return [names[shuffled[(i + seed) % n]] for i in range(n)]
+    if not n:
+        return []
+    block, row = divmod(seed, n)
+    odd = n % 2 == 1
+    shuffled = np.random.default_rng(block // 2 if odd else block).permutation(n)
+    zigzag = [(i + 1) // 2 if i % 2 else (n - i // 2) % n for i in range(n)]
+    places = [(place + row) % n for place in zigzag]
+    return [names[shuffled[place]] for place in (reversed(places) if odd and block % 2 else places)]

@@ -49,7 +49,8 @@ def policy_names() -> list[str]:
 def make_policy(name: str, **options: Any) -> Policy:
     """A fresh policy by name, or the learned policy of either form in a file (`path/to/policy.safetensors`).
 
-    `static:256` is 256 samples for every worker, whatever the base batch; `guarded:NAME` is that policy, watched (`Guard`).
+    `static:256` is 256 samples for every worker, whatever the base batch; `guarded:NAME` is that policy, watched (`Guard`);
+    `learning:NAME` goes on learning on its one job (`LearningPolicy`).
 
     Raises `ConfigError` for an unknown name and `PolicyFileError` for a file that cannot be trusted.
 
@@ -62,6 +63,14 @@ def make_policy(name: str, **options: Any) -> Policy:
         from dynamix.policies.guard import Guard
 
         return Guard(make_policy(name.removeprefix("guarded:"), **options))
+    if name.startswith("learning:"):
+        from dynamix.policies.online import learning
+
+        inner = name.removeprefix("learning:")
+        if inner.startswith("guarded:"):
+            bare = inner.removeprefix("guarded:")
+            raise ConfigError("policy", name, f"guarded:learning:{bare}", "a guard watches from outside what learns")
+        return learning(make_policy(inner, **options), True)
     if name.endswith(".safetensors"):
         from dynamix.policies import additive, stigmergic
         from dynamix.policies.files import kind_of

@@ -351,10 +351,14 @@ _COUNTED = ("tried", "updates", "divergence", "learned_at_s", "learning_s", "lon
 
 def learning(policy: Policy, learn: bool | LiveConfig) -> Policy:
     """`policy`, made to learn if `learn` says so."""
-    if learn is False or isinstance(policy, LearningPolicy):
-        return policy
-    if learn is not True and not isinstance(learn, LiveConfig):
+    if not isinstance(learn, bool | LiveConfig):
         raise ConfigError("learn", learn, "True, False or a LiveConfig", "see dynamix.policies.deviations.LiveConfig")
+    if isinstance(policy, LearningPolicy):
+        if isinstance(learn, LiveConfig) and learn != policy.config:
+            raise ConfigError("learn", learn, "what the policy already learns by", "give the policy without learning:")
+        return policy
+    if learn is False:
+        return policy
     return LearningPolicy(policy, None if learn is True else learn)
 
 
