@@ -23,6 +23,7 @@ from dynamix.telemetry.events import read_events
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.multiproc
+LEARN = LiveConfig(every_s=0.001, warm_up=2)
 
 
 class Slow(LearningPolicy):
@@ -42,9 +43,8 @@ def _train(rank: int, policy: Any, folder: str, resume: bool, updates: int = 2, 
         torch.randn(24_000, 16, generator=generator), torch.randint(0, 3, (24_000,), generator=generator)
     )
     events, path = Path(folder) / "events.jsonl", Path(folder) / f"rank{rank}.pt"
-    learn = LiveConfig(every_s=0.001, warm_up=2)
     options: dict[str, Any] = {"interval": 2, "max_global_batch": 80, "events": events, "guard": False}
-    controller = dynamix.Controller(policy, 32, learn=learn, **options)
+    controller = dynamix.Controller(policy, 32, learn=LEARN, **options)
     sampler = controller.batch_sampler(data)
     loader = DataLoader(data, batch_sampler=sampler)
     net = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 3))
@@ -101,7 +101,7 @@ def test_a_job_learns_while_it_trains_and_goes_on_after_a_restart(tmp_path: Path
 
 
 def _train_slowly(rank: int, folder: str) -> dict[str, Any]:
-    return _train(rank, Slow(make_policy("dynamix-paper")), folder, False, most=40)
+    return _train(rank, Slow(make_policy("dynamix-paper"), LEARN), folder, False, most=40)
 
 
 def test_no_step_waits_for_learning(tmp_path: Path) -> None:

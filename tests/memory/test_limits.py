@@ -113,7 +113,9 @@ def _wide(rank: int, group: str | None, address_space: int | None) -> dict[str, 
     data = TensorDataset(torch.randn(2400, 32), torch.randn(2400, 1))
     net = nn.Sequential(nn.Linear(32, WIDE), nn.Tanh(), nn.Linear(WIDE, 1))
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-5)
-    controller = dynamix.Controller("static", batch_size=400, max_batch_size=1600, guard=False)
+    # A limit on address space counts what threads reserve and not what the allocator has left: only a batch far beyond it must fail.
+    size = 400 if address_space is None else 1000
+    controller = dynamix.Controller("static", batch_size=size, max_batch_size=1600, guard=False)
     sampler = controller.batch_sampler(data, shuffle=False)
     model = controller.wrap(DDP(net), optimizer)
     talk = (
@@ -128,15 +130,16 @@ def _wide(rank: int, group: str | None, address_space: int | None) -> dict[str, 
         return F.mse_loss(model(batch[0]), batch[1])
 
     batches = iter(DataLoader(data, batch_sampler=sampler))
-    # Before anything was measured: the batch of 400 is too large for rank 1, and goes in pieces.
+    # Before anything was measured: a whole batch is too large for rank 1, and goes in pieces.
     whole = copy.deepcopy(net)
     first = next(batches)
     controller.backward(loss_fn, first)
     errors = []
     if rank == 0:
-        x, y = (t[:800] for t in data.tensors)
-        for part in range(0, 800, 100):
-            (F.mse_loss(whole(x[part : part + 100]), y[part : part + 100]) / 8).backward()
+        parts = 2 * size // 100
+        for part in range(parts):
+            x, y = (t[100 * part : 100 * (part + 1)] for t in data.tensors)
+            (F.mse_loss(whole(x), y) / parts).backward()
         errors = [
             float((p.grad - q.grad).norm() / q.grad.norm())
             for p, q in zip(net.parameters(), whole.parameters(), strict=True)
