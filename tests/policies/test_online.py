@@ -200,6 +200,7 @@ def test_a_name_says_that_a_policy_goes_on_learning() -> None:
 
 
 def test_a_config_is_never_ignored_by_a_policy_that_learns_already() -> None:
-    assert policy_of("learning:dynamix", learn=True).report()["updates"] == 0  # type: ignore[attr-defined]
+    assert isinstance(policy_of("learning:dynamix", learn=True), LearningPolicy)
+    assert isinstance(policy_of("learning:dynamix", learn=LiveConfig()), LearningPolicy)
     with pytest.raises(ConfigError, match="already learns by"):
         policy_of("learning:dynamix", learn=LiveConfig(share_sd=0.01))
