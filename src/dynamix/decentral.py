@@ -144,7 +144,7 @@ class PeerChannel:
     def leave_move(self, closing: Closing, size: int) -> None:
         """Traces of the change from the size in force to `size`."""
         before = closing.sizes[self.rank : self.rank + 1].astype(np.float64)
-        load = before * _load_of_one(closing, self.decider)
+        load = before / _unit(closing, self.decider)
         self._leave(self.policy.moved(before, load, np.array([size])), closing.window_index)
 
     def _leave(self, traces: Floats, step: int) -> None:
@@ -268,7 +268,7 @@ def own_window(row: Floats, closing: Closing, *, rank: int, decider: Decider, fi
     with np.errstate(divide="ignore", invalid="ignore"):
         jitter = one(known["compute_std"]) / one(known["compute"])
     return Own(
-        size=size, load=size * _load_of_one(closing, decider), busy=one(busy if busy > 0 and size[0] > 0 else np.nan),
+        size=size, unit=one(_unit(closing, decider)), busy=one(busy if busy > 0 and size[0] > 0 else np.nan),
         blocked=one(float(seen.mean()) if len(seen) else np.nan), jitter=jitter, steps=one(len(comm)),
         noise=one(own_noise(known, workers)), fits=one(np.inf if fits is None else fits), workers=workers,
     )  # fmt: skip
@@ -290,9 +290,9 @@ def noise_of(parts: Floats, global_sq: Floats, total: float) -> tuple[float, flo
     return noise, float(global_sq.mean()) - noise / total
 
 
-def _load_of_one(closing: Closing, decider: Decider) -> float:
-    """The load of one sample per micro-batch: one over the even share of the base batch."""
-    return len(closing.sizes) * decider.accumulate / decider.base_batch
+def _unit(closing: Closing, decider: Decider) -> float:
+    """The even share of the base batch, samples per micro-batch."""
+    return decider.base_batch / (len(closing.sizes) * decider.accumulate)
 
 
 def job_store() -> Any:

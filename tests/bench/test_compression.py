@@ -18,7 +18,7 @@ from dynamix.bench.compression_jobs import JOBS, make_job
 from dynamix.bench.compression_report import label, markdown, write_compression_report
 from dynamix.bench.compression_summary import join, judge, summarise, unexplained
 from dynamix.bench.compression_worker import bound_bytes
-from dynamix.bench.exchanges import LOSSY, OURS
+from dynamix.bench.exchanges import LOSSY, OURS, WAYS
 from dynamix.cli import app
 from dynamix.errors import ConfigError
 from dynamix.telemetry.run_folder import RunFolder
@@ -81,6 +81,17 @@ def test_goals_are_judged_where_they_are_set() -> None:
     assert goals["lhc_bytes"]["reached"]
     assert goals["identity"]["reached"] is None
     assert judge({})["aggregation"]["reached"] is None
+
+
+def test_auto_behind_top_k_is_judged_against_dense_behind_top_k() -> None:
+    cells = {"ratings": _cell(), "vgg19": _cell("vgg19", 1000)}
+    cells["vgg19"]["ratios"]["auto/dense"] = {"median": 1.5}
+    cells["vgg19"]["ratios"]["topk-dense/dense"] = {"median": 1.45}
+    found = judge(cells)["auto_time"]
+    assert found["found"]["vgg19"] == pytest.approx(1.5 / 1.45)
+    assert found["found"]["ratings"] == pytest.approx(cells["ratings"]["ratios"]["auto/dense"]["median"])
+    assert Cell("vgg19", 100, 4).ways(Plan()) == WAYS
+    assert set(WAYS) - set(Cell("ratings", 100, 4).ways(Plan())) == {"topk-dense"}
 
 
 def test_all_cells_together_have_pairs_ratios_and_the_a_a_pair(tmp_path) -> None:

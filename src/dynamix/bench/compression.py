@@ -17,10 +17,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dynamix.bench.compression_jobs import JOBS, SPARSEST
+from dynamix.bench.compression_jobs import AFTER_TOPK, JOBS, SPARSEST
 from dynamix.bench.compression_report import markdown, write_compression_report
 from dynamix.bench.compression_summary import join, judge, summarise
-from dynamix.bench.exchanges import AGAIN, AGGREGATED, WAYS
+from dynamix.bench.exchanges import AFTER, AGAIN, AGGREGATED, WAYS
 from dynamix.emulator import Emulation, Scenario, load_scenario
 from dynamix.emulator.cluster import Mechanism
 from dynamix.errors import ConfigError, EmulationError, WorkerLostError
@@ -131,12 +131,16 @@ class Cell:
             host["rate_mbit_s"] = float(self.rate_mbit_s)
         return load_scenario({"name": self.name, "hosts": [host] * self.workers})
 
+    def ways(self, plan: Plan) -> tuple[str, ...]:
+        """Those of the plan that make sense for this job."""
+        return tuple(way for way in plan.ways if way != AFTER or self.job in AFTER_TOPK)
+
     def config(self, plan: Plan, folder: Path) -> dict[str, Any]:
         """What its ranks are told."""
         identity = self.rate_mbit_s is None
         return {
             "job": self.job, "options": plan.options, "seed": plan.seed, "out": str(folder), "timeout_s": TIMEOUT_S,
-            "ways": IDENTITY_WAYS if identity else plan.ways,
+            "ways": IDENTITY_WAYS if identity else self.ways(plan),
             "rounds": 1 if identity else plan.rounds,
             "steps": plan.identity_steps if identity else plan.steps,
             "warm_up": plan.warm_up and not identity,

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from dynamix.bench.compression_jobs import SPARSEST
-from dynamix.bench.exchanges import AGAIN, AGGREGATED, OURS
+from dynamix.bench.exchanges import AFTER, AGAIN, AGGREGATED, OURS
 from dynamix.bench.runs import A_A_LIMIT
 from dynamix.bench.statistics import paired_ratio
 
@@ -125,7 +125,7 @@ def join(cells: Mapping[str, Any]) -> dict[str, Any]:
     measured = timed(cells)
     if not measured:
         return {"pairs": [], "policies": {}, "ratios": {}, "a_a": None}
-    names = list(next(iter(measured.values()))["ways"])
+    names = [n for n in next(iter(measured.values()))["ways"] if all(n in cell["ways"] for cell in measured.values())]
     pairs = [[c, r] for c, cell in measured.items() for r in range(len(cell["ways"]["dense"]["iteration_s"]))]
     policies = {
         name: {
@@ -201,4 +201,10 @@ def _over_bound(cells: Mapping[str, Any], way: str) -> dict[str, float]:
 
 
 def _of_auto(cells: Mapping[str, Any]) -> dict[str, float]:
-    return {name: cell["ratios"]["auto/dense"]["median"] for name, cell in cells.items() if "auto" in cell["ways"]}
+    """Time over dense's; where top-k goes before it, over that of dense with top-k before it: `auto` cannot undo that."""
+    found = {}
+    for name, cell in cells.items():
+        if "auto" in cell["ways"]:
+            before = cell["ratios"].get(f"{AFTER}/dense", {"median": 1.0})["median"]
+            found[name] = cell["ratios"]["auto/dense"]["median"] / before
+    return found

@@ -38,10 +38,11 @@ from dynamix.errors import ConfigError
 Hook = Callable[[Any, Bucket], "Future[Tensor]"]
 
 AGAIN = "dense-again"  # dense once more: what differs between the two is the machine
-BASELINES = ("dense", AGAIN, "fp16", "powersgd", "topk", "blocks")
+AFTER = "topk-dense"  # what top-k leaves, sent densely: how long selecting takes. Only where top-k goes before the lossless ways
+BASELINES = ("dense", AGAIN, AFTER, "fp16", "powersgd", "topk", "blocks")
 AGGREGATED = {"aggregator-compaction": "compaction", "aggregator-lhc": "lhc-one-phase"}  # what they send through it
 OURS = ("compaction", "lhc", "lhc-one-phase", "auto", *AGGREGATED)
-LOSSY = ("fp16", "powersgd", "topk")
+LOSSY = (AFTER, "fp16", "powersgd", "topk")
 WAYS = (*BASELINES, *OURS)
 BLOCK = 256  # elements, OmniReduce's usual block
 TOPK = 0.01
@@ -93,7 +94,9 @@ def make_exchange(
         return Exchange(name, powerSGD_hook.powerSGD_hook, powersgd)
     if name == "topk":
         return Exchange(name, lossy_topk_hook, LossyState(net, keep=keep or TOPK))
-    if name == "blocks":
+    if name == AFTER:
+        plain = Exchange(name, default_hooks.allreduce_hook, None)
+    elif name == "blocks":
         plain = Exchange(name, nonzero_blocks_hook, None)
     elif name in (*OURS, "fixed"):
         by_row = keep is None

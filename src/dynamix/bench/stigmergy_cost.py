@@ -77,7 +77,7 @@ def _first(own: Own) -> Own:
         return values[:1].copy()
 
     return Own(
-        of(own.size), of(own.load), of(own.busy), of(own.blocked), of(own.jitter), of(own.steps), of(own.noise), of(own.fits),
+        of(own.size), of(own.unit), of(own.busy), of(own.blocked), of(own.jitter), of(own.steps), of(own.noise), of(own.fits),
         own.workers,
     )  # fmt: skip
 

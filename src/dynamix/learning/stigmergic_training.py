@@ -40,18 +40,18 @@ class SearchConfig:
     """
 
     stages: tuple[tuple[int, ...], ...] = ((1, 2), (2, 4, 8), (4, 8, 16, 32), (2, 8, 32))
-    generations: tuple[int, ...] = (2, 5, 7, 6)
-    tried: int = 14
-    kept: int = 4
-    worlds: int = 2
-    spread: float = 0.7
+    generations: tuple[int, ...] = (3, 6, 8, 8)
+    tried: int = 20
+    kept: int = 5
+    worlds: int = 6
+    spread: float = 0.6
     least: float = 0.15
-    rows: int = 128  # clusters times W of a world; at least six clusters
+    rows: int = 256  # clusters times W of a world; at least six clusters
     windows: int = 26
     intervals: tuple[int, ...] = (5, 5, 10)
     delays: tuple[int, ...] = (1, 1, 4)
     validation_workers: tuple[int, ...] = (2, 8, 32)
-    validation_clusters: int = 20
+    validation_clusters: int = 80
     shared: bool = True
     fade: float | None = None
 

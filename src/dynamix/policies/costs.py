@@ -55,6 +55,9 @@ class WorkerCosts:
         self.error: Floats = UNKNOWN  # (...) variance of a window's mean that `jitter` does not explain
         self.apart: Floats = UNKNOWN  # (...) the same without what all workers have in common
         self.count: Floats = UNKNOWN  # (...) windows that both were learned from
+        self.lean: Floats = np.zeros(
+            1
+        )  # (..., 1 or W, G) what speaks against candidates beside the evidence, as `loss`
         # Kept because it is asked again: the weights that follow from `loss`, and the last window with its `_samples` and their log.
         self._weighed: tuple[Floats, Floats] = (np.empty(0), UNKNOWN)
         self._latest: tuple[Window | None, Floats, Floats] = (None, UNKNOWN, UNKNOWN)
@@ -170,12 +173,18 @@ class WorkerCosts:
     def weights(self) -> Floats:
         """How much each candidate offset is believed, (..., W, G), summing to 1."""
         if self._weighed[0] is not self.loss:  # asked three times a window
-            likely = self.pooled * self.loss.mean(-2, keepdims=True) + self.loss
+            likely = self.pooled * self.loss.mean(-2, keepdims=True) + self.loss + self.lean
             np.subtract(likely.min(-1, keepdims=True), likely, out=likely)
             np.exp(likely, out=likely)
             likely /= likely.sum(-1, keepdims=True)
             self._weighed = self.loss, likely
         return self._weighed[1]
+
+    def lean_to(self, offset: Floats, firmly: float) -> None:
+        """From the next window on, believe offsets near `offset` (..., 1 or W), in base batches, the more `firmly` the more."""
+        near = np.log1p(offset)[..., None]
+        beyond = np.broadcast_to(np.square(near), (*near.shape[:-1], len(POWERS)))  # a power has no offset
+        self.lean = firmly * np.concatenate([np.square(np.log1p(OFFSETS) - near), beyond], -1)
 
     def at(self, window: Window) -> tuple[Floats, Floats]:
         """alpha (s) and beta (s/sample), (..., W), of the line that touches the costs at the sizes in force.
@@ -262,8 +271,10 @@ def _known(x: Floats) -> Floats:
 def _in_common(surprise: Floats) -> Floats:
     """(..., 1) what the workers' surprises have in common: it says nothing about anyone's share.
 
-    Their median, with "no change" as one more voice: two workers that disagree have nothing in common.
+    Their median, with "no change" as one more voice: two workers that disagree have nothing in common, nor has one alone.
     """
+    if surprise.shape[-1] < 2:
+        return np.zeros(surprise.shape)
     return _median_of_known(np.concatenate([surprise, np.zeros((*surprise.shape[:-1], 1))], -1))[..., None]
 
 

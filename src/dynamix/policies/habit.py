@@ -1,16 +1,17 @@
-"""What one worker of a stigmergic job remembers of itself: seven numbers, whatever the number of workers."""
+"""What one worker of a stigmergic job remembers of itself: its costs, its last step, its wish. As much for any number of workers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from dynamix.policies.fitting import UNKNOWN
+from dynamix.policies.costs import WorkerCosts
+from dynamix.policies.fitting import UNKNOWN, restored, saved
 from dynamix.policies.traces import Own
-from dynamix.window import Floats
+from dynamix.window import Floats, Ints, Window
 
-FORGET = 0.95  # factor on older changes of size, at each new one
 STEADIEST = 0.01  # nobody's jitter is taken to be less
 
 
@@ -18,73 +19,83 @@ STEADIEST = 0.01  # nobody's jitter is taken to be less
 class Sense:
     """A window as its worker takes it, (..., W); NaN before a worker was ever measured.
 
-    busy         log seconds of a step up to the own last gradient
-    share        part of the step that this is
-    jitter       relative standard deviation of a step
-    elasticity   d log busy / d log size
+    share    part of a step before the own last gradient
+    jitter   relative standard deviation of a step
+    speed    loads computed in the time of a step, once fixed costs are paid
+    offset   loads that would be computed in the time of the fixed costs
     """
 
-    busy: Floats
     share: Floats
     jitter: Floats
-    elasticity: Floats
+    speed: Floats
+    offset: Floats
 
 
 class Habit:
-    """The last window, the wish before rounding, and how the own time has grown with the own size.
+    """The own costs as `WorkerCosts` learns them of a worker that knows no other, the last step, the wish before rounding.
 
-    The elasticity is learned from changes of size alone, so a slowdown that stays does no harm; until sizes have changed it
-    is what the rule believes beforehand.
+    pinned   whether the last wish lay beyond what the own bounds or memory allow; `least` is the smallest size they do
     """
 
-    FIELDS = ("wish", "size", "busy", "share", "jitter", "squares", "products")
+    FIELDS = ("wish", "step", "share", "jitter")
 
     def __init__(self) -> None:
+        self.costs = WorkerCosts(pooled=0.0)
         self.wish: Floats = UNKNOWN  # (..., W) samples, real
-        self.size: Floats = UNKNOWN  # log samples in the last measured window
-        self.busy: Floats = UNKNOWN  # log seconds then
+        self.step: Floats = UNKNOWN  # s
         self.share: Floats = UNKNOWN
         self.jitter: Floats = UNKNOWN
-        self.squares: Floats = UNKNOWN  # of log changes of size
-        self.products: Floats = UNKNOWN  # with log changes of seconds
+        self.pinned: np.ndarray = np.empty((0, 0), dtype=bool)
+        self.least: Floats | Ints = UNKNOWN
 
-    def observe(self, own: Own, *, belief: float, trust: float) -> Sense:
-        """Take in a window. One without times counts as the last one did, at the size in force now.
-
-        belief, trust   the elasticity believed beforehand, and how firmly (in squared log changes of size)
-        """
-        if self.busy.shape != own.size.shape:
+    def observe(self, own: Own) -> Sense:
+        """Take in a window. One without times counts as the last one did."""
+        if self.step.shape != own.size.shape:
             self._start(own)
+        # Each worker is a cluster of its own to the filters.
+        alone = Window.of(
+            own.size[..., None].astype(np.int64), compute=own.busy[..., None], compute_std=(own.jitter * own.busy)[..., None],
+            steps=own.steps, base_batch=own.unit,
+        )  # fmt: skip
+        self.costs.update(alone)
+        alpha, beta = (x[..., 0] for x in self.costs.at(alone))
+        step = own.busy + own.blocked
         with np.errstate(divide="ignore", invalid="ignore"):
-            size, busy = np.log(own.size), np.log(own.busy)
-            share = own.busy / (own.busy + own.blocked)
-        seen = np.isfinite(size) & np.isfinite(busy)
-        moved, slower = size - self.size, busy - self.busy
-        with np.errstate(invalid="ignore"):
-            # Much more than its size explains is a jump of speed.
-            told = seen & (np.abs(moved) > 0.02) & (np.abs(slower) < 0.3 + 3.0 * np.abs(moved))
-        moved, slower = np.where(told, moved, 0.0), np.where(told, slower, 0.0)
-        forget = np.where(told, FORGET, 1.0)
-        self.squares = forget * self.squares + moved * moved
-        self.products = forget * self.products + moved * slower
-        elasticity = np.clip((self.products + trust * belief) / (self.squares + trust), 0.1, 1.5)
-        self.share = np.where(np.isfinite(share), share, self.share)
-        jitter = np.where(own.jitter >= 0, own.jitter, np.nan)
-        smooth = np.where(np.isnan(self.jitter), jitter, self.jitter + 0.3 * (jitter - self.jitter))
-        self.jitter = np.where(np.isfinite(smooth), smooth, self.jitter)
-        guess = self.busy + elasticity * np.where(np.isfinite(size), size - self.size, 0.0)
-        taken = np.where(seen, busy, guess)
-        self.size, self.busy = np.where(seen, size, self.size), np.where(seen, busy, self.busy)
-        known = np.where(np.isfinite(self.jitter), self.jitter, 0.0)
-        return Sense(taken, self.share, np.maximum(known, STEADIEST), elasticity)
+            self._take("step", step, 1.0)
+            self._take("share", own.busy / step, 1.0)
+            self._take("jitter", np.where(own.jitter >= 0, own.jitter, np.nan), 0.3)
+            speed, offset = self.step / (beta * own.unit), alpha / (beta * own.unit)
+        jitter = np.maximum(np.nan_to_num(self.jitter), STEADIEST)
+        return Sense(self.share, jitter, speed, offset)
 
     def intended(self, size: Floats, quantum: int) -> Floats:
         """The wish behind `size`, or `size` itself where something else than rounding lies between."""
         near = np.abs(self.wish - size) <= quantum
         return np.where(near, self.wish, size)
 
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            **saved(self),
+            "pinned": self.pinned.tolist(),
+            "least": np.asarray(self.least, dtype=np.float64).tolist(),
+            "costs": saved(self.costs),
+            "lean": self.costs.lean.tolist(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        restored(self, state)
+        restored(self.costs, state["costs"])
+        self.least = np.asarray(state["least"], dtype=np.float64)
+        self.costs.lean = np.asarray(state["lean"])
+        self.pinned = np.asarray(state["pinned"], dtype=bool).reshape(self.wish.shape)
+
+    def _take(self, name: str, value: Floats, weight: float) -> None:
+        """Move a remembered figure by `weight` towards a new one, where that is known."""
+        old = getattr(self, name)
+        moved = np.where(np.isnan(old), value, old + weight * (value - old))
+        setattr(self, name, np.where(np.isfinite(moved), moved, old))
+
     def _start(self, own: Own) -> None:
-        shape = own.size.shape
         self.wish = own.size.copy()
-        self.size, self.busy, self.share, self.jitter = np.full((4, *shape), np.nan)
-        self.squares, self.products = np.zeros((2, *shape))
+        self.step, self.share, self.jitter = np.full((3, *own.size.shape), np.nan)
+        self.pinned, self.least = np.zeros(own.size.shape, dtype=bool), np.zeros(own.size.shape)

@@ -3,9 +3,10 @@
 The idea is S-MADRL's (arXiv 2510.03592): no messages, decaying traces, one rule for all. The rule, its traces and its
 parameters are ours; the parameters are learned in simulation (`dynamix.learning.stigmergic_training`).
 
-A worker moves its log size by two amounts. Its own: towards the common pace, fully where its deviation is far beyond its own
-jitter, hardly where it is not. And one that all make alike: up while a larger global batch is worth more than it costs, and
-against the price of load. The sum of the own moves is zero to first order, because the pace is the mean over load.
+Every worker learns its own costs, alpha + beta b, and leaves what the crowd needs of them: the loads it computes in the time of a
+step, and those its fixed costs would take. The means of both tell every worker when all could finish together, at the crowd's
+present load and at any other, so each finds its own size alone, and the best load of the crowd: the one of highest goodput,
+by the noise and the exposed exchange that traces tell. Nobody knows anybody's times or costs.
 """
 
 from __future__ import annotations
@@ -19,18 +20,36 @@ import numpy as np
 import torch
 
 from dynamix.errors import PolicyFileError
+from dynamix.policies.crowd import Crowd
 from dynamix.policies.files import read_policy, write_policy
-from dynamix.policies.fitting import restored, saved
+from dynamix.policies.fitting import mean_of_known
 from dynamix.policies.habit import Habit, Sense
-from dynamix.policies.traces import GROW, LATE, LOAD, NOISE, OOM, PRESENT, SHRINK, TRACES, WAIT, Own
+from dynamix.policies.traces import (
+    FLOOR,
+    GROW,
+    HEAVY,
+    HELD,
+    LATE,
+    LOAD,
+    NOISE,
+    OFFSET,
+    OOM,
+    PRESENT,
+    SHRINK,
+    SPEED,
+    TRACES,
+    WAIT,
+    Own,
+)
 from dynamix.stigmergy.field import Decay, MemoryField
 from dynamix.window import Bounds, Floats, Ints, Window, project
 
 KIND = "stigmergic"
 PRETRAINED = Path(__file__).parent / "pretrained" / "stigmergic.safetensors"
 LEAP = 1.5  # largest log change of a size in one decision
-UNIT_S = 0.1  # what log seconds are counted from: a store holds deposits of +-64
-HEAVIEST = 12.0  # largest load that a worker weighs with, for the same reason
+LARGEST = 60.0  # of what a worker leaves: a store holds deposits of +-64
+KEENNESS = 40  # power of the share of a step that tells the last to finish from the others
+SLIGHTEST = 1e-3  # smallest load that a worker aims at; what it gets is its own lower bound
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,45 +59,39 @@ class Parameters:
     fade       alpha of the field, per window
     calm, sure, gate   part of a deviation that is made up for: `calm` within the own jitter, `sure` far beyond, half way at `gate`
                standard errors
-    hedge      a worker counts as later by so many standard deviations of its step
+    hedge      a worker counts as slower by so many standard deviations of its step
     damp       how much less is made up for while the crowd both grows and shrinks
-    ease       share of blocked time at which half as much is made up for: where nobody waits there is nothing to win
-    push       common move per worth of a larger global batch (log goodput per log batch)
+    push       part of the way to the crowd's best load that is gone in one decision
     reach      largest common move
-    price      pull towards the base batch, per log of the load
-    settle     how much of the load that the crowd took on or let go by moving towards the pace is taken back
-    belief, trust   elasticity of the own time before sizes have changed, and how firmly it is believed
-    overlap    exponent on the part of a step that computing takes: more where the exchange hides behind it
-    crowding   how much later than the mean the slowest of many is, in standard deviations per sqrt(log W)
-    rise       exponent with which the noise scale is believed to grow with the batch
+    price      what a log of the load costs in log goodput, squared and halved: a pull towards the base batch
+    heed       weight of a window's noise in what is believed of it
+    still      smaller log changes of a size are not made
+    crowding   how much later than its mean the last of many is, in standard deviations per sqrt(log W)
+    kin        how firmly the own fixed costs are believed to be like the crowd's
     alarm      how strongly an out-of-memory trace holds back the common move upwards
     """
 
-    fade: float = 0.5
+    fade: float = 0.8
     calm: float = 0.3
-    sure: float = 0.95
-    gate: float = 3.0
-    hedge: float = 0.3
+    sure: float = 0.9
+    gate: float = 6.0
+    hedge: float = 0.6
     damp: float = 0.5
-    ease: float = 0.01
     push: float = 1.0
-    reach: float = 0.3
+    reach: float = 0.6
     price: float = 0.03
-    settle: float = 1.0
-    belief: float = 0.65
-    trust: float = 0.02
-    overlap: float = 2.0
-    crowding: float = 0.7
-    rise: float = 0.4
+    heed: float = 0.4
+    still: float = 0.01
+    kin: float = 10.0
+    crowding: float = 1.0
     alarm: float = 4.0
 
 
 # What training may choose from.
 RANGES: dict[str, tuple[float, float]] = {
-    "fade": (0.05, 0.95), "calm": (0.02, 1.0), "sure": (0.4, 1.3), "gate": (0.5, 8.0), "hedge": (0.0, 2.0),
-    "damp": (0.0, 10.0), "ease": (0.0, 0.3), "push": (0.1, 4.0), "reach": (0.05, 0.8), "price": (0.002, 0.3),
-    "settle": (0.0, 4.0), "belief": (0.3, 1.1), "trust": (0.002, 1.0), "overlap": (0.5, 4.0), "crowding": (0.0, 2.5),
-    "rise": (0.0, 0.9), "alarm": (0.5, 10.0),
+    "fade": (0.3, 0.98), "calm": (0.02, 1.0), "sure": (0.4, 1.2), "gate": (0.3, 16.0), "hedge": (0.0, 2.0),
+    "damp": (0.0, 10.0), "push": (0.0, 1.2), "reach": (0.05, 0.8), "price": (0.002, 0.3), "heed": (0.1, 1.0),
+    "still": (0.0, 0.06), "kin": (0.0, 30.0), "crowding": (0.0, 2.5), "alarm": (0.5, 10.0),
 }  # fmt: skip
 
 
@@ -115,76 +128,95 @@ class StigmergicPolicy:
         self.decay = decay or Decay(alpha=self.parameters.fade, beta=1.0, start=0.0)
         self.shared, self.about = shared, about or {}
         self.habit, self.windows = Habit(), 0
+        self.crowd = Crowd(self.parameters.heed)
         self.field: MemoryField | None = None
         self.common: Floats = np.zeros(1)  # log move that all made alike in the last decision
 
     # ------------------------------------------------------------ one worker, or many side by side
 
     def observe(self, own: Own) -> tuple[Sense, Floats]:
-        """Take in a window: what the workers make of it, and what they leave in the field, (..., W, 8)."""
+        """Take in a window: what the workers make of it, and what they leave in the field, (..., W, 13)."""
         p = self.parameters
-        sense = self.habit.observe(own, belief=p.belief, trust=p.trust)
-        late = sense.busy - np.log(UNIT_S) + np.log1p(p.hedge * sense.jitter)
-        slowest = np.minimum(sense.share * (1.0 + p.crowding * sense.jitter * np.sqrt(np.log(own.workers))), 1.0)
-        known = np.isfinite(late)
-        load = np.where(known, np.minimum(own.load, HEAVIEST), 0.0)
+        sense = self.habit.observe(own)
+        known, load = np.isfinite(sense.speed), np.minimum(own.load, LARGEST)
+        # Who was never measured counts as one that just finishes in time.
+        speed = np.where(known, np.minimum(sense.speed / (1.0 + p.hedge * sense.jitter), LARGEST), load)
+        offset = np.where(known, np.minimum(sense.offset, LARGEST), 0.0)
         left = np.zeros((*own.size.shape, len(TRACES)))
         left[..., PRESENT] = 1.0
         left[..., LOAD] = load
-        left[..., LATE] = load * np.where(known, late, 0.0)
-        left[..., WAIT] = load * np.nan_to_num(1.0 - sense.share, nan=1.0)  # not known: as if there were much to win
-        teaches = own.noise + p.rise * (1.0 - own.noise)
-        left[..., NOISE] = np.nan_to_num(teaches - sense.elasticity * slowest**p.overlap)
+        left[..., SPEED] = np.where(self.habit.pinned, 0.0, speed)
+        left[..., OFFSET] = offset
+        left[..., HELD] = np.where(self.habit.pinned, load + offset, 0.0)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            # The last of many is later than any of them on average.
+            last = np.minimum(sense.share * (1.0 + p.crowding * sense.jitter * np.sqrt(np.log(own.workers))), 1.0)
+            known_last = self.crowd.last.ndim == last.ndim and self.crowd.last.shape[:-1] == last.shape[:-1]
+            before = self.crowd.last if known_last else last
+            quickest = np.minimum((self.habit.least / own.unit + offset) / speed, 1.25)
+            late, heavy = (np.minimum((x / before) ** KEENNESS, LARGEST) for x in (last, quickest))
+        left[..., LATE] = np.nan_to_num(late)
+        left[..., WAIT] = left[..., LATE] * np.nan_to_num(1.0 - last)
+        left[..., HEAVY] = np.nan_to_num(heavy)
+        left[..., FLOOR] = left[..., HEAVY] * np.nan_to_num(quickest)
+        left[..., NOISE] = np.clip(np.nan_to_num(own.noise), -4.0, 4.0)
         left[..., OOM] = own.size > own.fits  # until the own size fits
-        return Sense(late, sense.share, sense.jitter, sense.elasticity), left
+        return Sense(sense.share, sense.jitter, speed, offset), left
 
     def choose(self, own: Own, sense: Sense, smelt: Floats, bounds: Bounds) -> Ints:
-        """The workers' new sizes (..., W) from what they smell, (..., 1 or W, 8). Unknown traces: the size stays.
+        """The workers' new sizes (..., W) from what they smell, (..., 1 or W, 13). Unknown traces: the size stays.
 
         `bounds` are these workers' own; their sum is not looked at.
         """
-        common, alone = self._moves(own, sense, smelt)
-        self.common, move = np.nan_to_num(common), np.clip(common + alone, -LEAP, LEAP)
         q = bounds.quantum
+        intended = self.habit.intended(own.size, q)
+        common, move, aim = self._moves(own, sense, smelt, intended / own.unit)
+        self.common, move = np.nan_to_num(common), np.clip(move, -LEAP, LEAP)
         low, high = np.maximum(bounds.low, np.minimum(q, bounds.high)), bounds.high
+        high = np.maximum(np.minimum(high, np.floor(own.fits / q) * q), low)
+        self.habit.pinned, self.habit.least = (aim * own.unit > high) | (aim * own.unit < low), low
+        wish = np.where(np.isfinite(move), intended * np.exp(np.nan_to_num(move)), own.size)
         if np.isfinite(bounds.max_change):
             low = np.maximum(low, np.minimum(np.ceil(own.size / bounds.max_change / q) * q, own.size - q))
-            high = np.minimum(high, np.maximum(np.floor(own.size * bounds.max_change / q) * q, own.size + q))
-        high = np.maximum(np.minimum(high, np.floor(own.fits / q) * q), low)
-        wish = np.where(np.isfinite(move), self.habit.intended(own.size, q) * np.exp(np.nan_to_num(move)), own.size)
+            high = np.maximum(
+                np.minimum(high, np.maximum(np.floor(own.size * bounds.max_change / q) * q, own.size + q)), low
+            )
         self.habit.wish = np.clip(wish, low, high)
         sizes = np.clip(np.rint(self.habit.wish / q) * q, low, high)
+        slight = (np.abs(np.nan_to_num(move)) < self.parameters.still) & (own.size >= low) & (own.size <= high)
+        sizes = np.where(slight & (own.size % q == 0), own.size, sizes)
         sizes = np.where(np.isfinite(move), sizes, np.clip(own.size, low, high))
         return np.asarray(np.where(own.size > 0, sizes, bounds.low), dtype=np.int64)
 
     def moved(self, before: Floats, load: Floats, sizes: Ints) -> Floats:
-        """What workers of this `load` leave in the field about their way from size `before` to `sizes`, (..., W, 8).
+        """What workers of this `load` leave in the field about their way from size `before` to `sizes`, (..., W, 13).
 
         Only what they did beyond the move that all made alike: moves towards the pace cancel to first order, and this is what is
         left of their sum.
         """
         left = np.zeros((*before.shape, len(TRACES)))
         change = np.maximum(sizes, 1) / np.maximum(before, 1) * np.exp(-self.common) - 1.0
-        step = np.minimum(load, HEAVIEST) * change
+        step = np.minimum(load, LARGEST) * change
         left[..., GROW], left[..., SHRINK] = np.maximum(step, 0.0), np.maximum(-step, 0.0)
         return left
 
-    def _moves(self, own: Own, sense: Sense, smelt: Floats) -> tuple[Floats, Floats | float]:
-        """Log changes (..., W or 1): the one that all make alike, NaN where the traces are not known, and each one's own."""
+    def _moves(self, own: Own, sense: Sense, smelt: Floats, load: Floats) -> tuple[Floats, Floats, Floats]:
+        """The log change that all make alike, (..., 1 or W), each one's whole log change from `load` and the load it aims at, (..., W);
+        NaN where the traces are not known."""
         p = self.parameters
-        with np.errstate(divide="ignore", invalid="ignore"):
-            means = smelt / smelt[..., LOAD, None]
-            worth, crowd = smelt[..., NOISE] / smelt[..., PRESENT], np.log(smelt[..., LOAD] / smelt[..., PRESENT])
-            common = p.push * worth - p.price * crowd - p.settle * (means[..., GROW] - means[..., SHRINK])
-            common = np.clip(common, -p.reach, p.reach)
-            common = np.where(common > 0, common * np.exp(-p.alarm * smelt[..., OOM]), common)
-            churn, waiting = np.minimum(means[..., GROW], means[..., SHRINK]), np.maximum(means[..., WAIT], 0.0)
-            deviation = means[..., LATE] - sense.busy
+        smell = self.crowd.read(smelt, float(self.decay.kept(1)))
+        self.habit.costs.lean_to(np.maximum(np.nan_to_num(smell.fixed), 0.0)[..., None], p.kin)
+        step = self.habit.step if smell.load.shape == own.size.shape else mean_of_known(self.habit.step)[..., None]
+        best, free = self.crowd.best_move(smell, seconds=step, steps=own.steps[..., :1], reach=p.reach, price=p.price)
+        common = np.minimum(p.push * best, free)
+        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+            common = np.where(common > 0, common * np.exp(-p.alarm * smell.oom), common)
+            now, then = smell.finish(smell.load), smell.finish(smell.load * np.exp(common))
+            even, aim = (np.maximum(sense.speed * at - sense.offset, SLIGHTEST) for at in (now, then))
+            deviation = np.log(even / load)
             doubt = np.square(deviation) / (np.square(sense.jitter) / np.fmax(own.steps, 1.0))
-            gain = p.calm + (p.sure - p.calm) * doubt / (doubt + p.gate**2)
-            gain = gain / (1.0 + p.damp * churn) * (waiting / (waiting + p.ease + 1e-9))
-            alone = np.nan_to_num(gain * deviation, posinf=0.0, neginf=0.0) if own.workers > 1 else 0.0
-        return common, alone
+            gain = (p.calm + (p.sure - p.calm) * doubt / (doubt + p.gate**2)) / (1.0 + p.damp * smell.churn)
+            return common, gain * deviation + np.log(aim / even), aim
 
     # ------------------------------------------------------------ all workers in one process
 
@@ -216,10 +248,14 @@ class StigmergicPolicy:
     def state_dict(self) -> dict[str, Any]:
         field = None if self.field is None else {k: v.tolist() for k, v in self.field.state_dict().items()}
         worlds = None if self.field is None else list(self.field.worlds)
-        return {"habit": saved(self.habit), "windows": self.windows, "field": field, "worlds": worlds}
+        return {
+            "habit": self.habit.state_dict(), "crowd": self.crowd.state_dict(), "windows": self.windows, "field": field,
+            "worlds": worlds,
+        }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        restored(self.habit, state["habit"])
+        self.habit.load_state_dict(state["habit"])
+        self.crowd.load_state_dict(state["crowd"])
         self.windows, self.field = int(state["windows"]), None
         if state["field"] is not None:
             self.field = MemoryField(len(TRACES), self.decay, worlds=tuple(state["worlds"]))

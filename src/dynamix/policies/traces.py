@@ -1,7 +1,7 @@
 """What a worker knows by itself after a window, and what it leaves of that in the shared field.
 
-Eight traces (`TRACES`). All but `present` and `oom` are read as means: over the worker's own load where a worker's part in the
-step matters, over `present` else. So nobody needs to know who left what, and who leaves no more is forgotten.
+Thirteen traces (`TRACES`), read as means over `present`, or over `late` where only the last to finish know something. So nobody needs
+to know who left what, and who leaves no more is forgotten. Loads are counted in even shares of the base batch, times in steps.
 """
 
 from __future__ import annotations
@@ -15,13 +15,33 @@ from dynamix.window import Floats, Window
 
 # present  1 for every worker and window
 # load     own size over the even share of the base batch
-# late     log seconds from the start of a step to the own last gradient, times load: late/load is the common pace
-# wait     the share of a step spent blocked behind that gradient
-# noise    what a larger global batch is worth: the noise's share of the squared gradient, less the share of the step that grows
+# speed    loads that the worker computes in the time of a step, once its fixed costs are paid; 0 where its size is at a bound
+# offset   loads that it would compute in the time of its fixed costs
+# held     load and offset of a worker whose size is at a bound: it has no part in what the others share out
+# late     near 1 for who finishes last, near 0 for who waits: the share of the step before the own last gradient, over the last one's
+#          as it was smelt before, to a high power
+# wait     the share of the step spent blocked behind that gradient, times late: what the exchange adds
+# heavy    near 1 for who would fill the step with its smallest size: the part of the step that takes, to a high power
+# floor    the same part, times heavy
+# noise    own part of the noise's share of |g|^2
 # grow, shrink   by which part the own size was just changed beyond what all changed alike, times load
 # oom      1 when memory ran out
-TRACES = ("present", "load", "late", "wait", "noise", "grow", "shrink", "oom")
-PRESENT, LOAD, LATE, WAIT, NOISE, GROW, SHRINK, OOM = range(len(TRACES))
+TRACES = (
+    "present",
+    "load",
+    "speed",
+    "offset",
+    "held",
+    "late",
+    "wait",
+    "heavy",
+    "floor",
+    "noise",
+    "grow",
+    "shrink",
+    "oom",
+)
+PRESENT, LOAD, SPEED, OFFSET, HELD, LATE, WAIT, HEAVY, FLOOR, NOISE, GROW, SHRINK, OOM = range(len(TRACES))
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +49,7 @@ class Own:
     """One worker's window, or many workers' side by side: arrays of one shape, (..., W). NaN where not measured.
 
     size      samples per micro-batch in force
-    load      the same over the even share of the base batch
+    unit      the even share of the base batch, samples per micro-batch
     busy      s of computing and loading per optimizer step
     blocked   s per step from the own last gradient to the end of the exchange: waiting and transfer, which one worker cannot
               tell apart
@@ -41,7 +61,7 @@ class Own:
     """
 
     size: Floats
-    load: Floats
+    unit: Floats
     busy: Floats
     blocked: Floats
     jitter: Floats
@@ -49,6 +69,11 @@ class Own:
     noise: Floats
     fits: Floats
     workers: int
+
+    @property
+    def load(self) -> Floats:
+        """`size` over the even share of the base batch."""
+        return self.size / self.unit
 
     @classmethod
     def of(cls, window: Window) -> Own:
@@ -58,7 +83,7 @@ class Own:
         noise scale says.
         """
         size = window.batch_size.astype(np.float64)
-        unit = base_total(window)[..., None] / window.workers
+        unit = np.broadcast_to(base_total(window)[..., None] / window.workers, size.shape)
         with np.errstate(divide="ignore", invalid="ignore"):
             jitter = window.compute_std / window.compute
             weight = size / window.batch_size.sum(-1, keepdims=True)
@@ -67,7 +92,7 @@ class Own:
         with np.errstate(invalid="ignore"):
             told = np.where(np.isposinf(scale), 1.0, scale / (scale + total))
         return cls(
-            size=size, load=size / unit, busy=busy_seconds(window), blocked=window.wait + window.communication,
+            size=size, unit=unit, busy=busy_seconds(window), blocked=window.wait + window.communication,
             jitter=jitter, steps=np.broadcast_to(window.steps[..., None], size.shape),
             noise=np.where(np.isnan(noise), told, noise), fits=np.full(size.shape, np.inf), workers=window.workers,
         )  # fmt: skip
