@@ -59,6 +59,7 @@ class Parameters:
     fade       alpha of the field, per window
     calm, sure, gate   part of a deviation that is made up for: `calm` within the own jitter, `sure` far beyond, half way at `gate`
                standard errors
+    eager      part of that for a deviation that asks for more: who is late makes all wait, who could do more makes nobody
     hedge      a worker counts as slower by so many standard deviations of its step
     damp       how much less is made up for while the crowd both grows and shrinks
     push       part of the way to the crowd's best load that is gone in one decision
@@ -73,9 +74,10 @@ class Parameters:
 
     fade: float = 0.8
     calm: float = 0.3
-    sure: float = 0.9
-    gate: float = 6.0
-    hedge: float = 0.6
+    sure: float = 1.0
+    eager: float = 0.5
+    gate: float = 3.0
+    hedge: float = 0.8
     damp: float = 0.5
     push: float = 1.0
     reach: float = 0.6
@@ -89,7 +91,7 @@ class Parameters:
 
 # What training may choose from.
 RANGES: dict[str, tuple[float, float]] = {
-    "fade": (0.3, 0.98), "calm": (0.02, 1.0), "sure": (0.4, 1.2), "gate": (0.3, 16.0), "hedge": (0.0, 2.0),
+    "fade": (0.3, 0.98), "calm": (0.02, 1.0), "sure": (0.4, 1.2), "eager": (0.1, 1.2), "gate": (0.3, 16.0), "hedge": (0.0, 2.0),
     "damp": (0.0, 10.0), "push": (0.0, 1.2), "reach": (0.05, 0.8), "price": (0.002, 0.3), "heed": (0.1, 1.0),
     "still": (0.0, 0.06), "kin": (0.0, 30.0), "crowding": (0.0, 2.5), "alarm": (0.5, 10.0),
 }  # fmt: skip
@@ -216,6 +218,7 @@ class StigmergicPolicy:
             deviation = np.log(even / load)
             doubt = np.square(deviation) / (np.square(sense.jitter) / np.fmax(own.steps, 1.0))
             gain = (p.calm + (p.sure - p.calm) * doubt / (doubt + p.gate**2)) / (1.0 + p.damp * smell.churn)
+            gain = np.where(deviation > 0, p.eager * gain, gain)
             return common, gain * deviation + np.log(aim / even), aim
 
     # ------------------------------------------------------------ all workers in one process
