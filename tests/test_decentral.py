@@ -128,7 +128,7 @@ def test_a_guard_which_needs_all_workers_times_is_refused() -> None:
 
 def _fails_on_rank_1(rank: int) -> dict[str, Any]:
     if rank == 1:
-        StigmergicPolicy.choose = lambda *_: 1 / 0  # type: ignore[assignment, method-assign]
+        StigmergicPolicy.choose = lambda *_, **__: 1 / 0  # type: ignore[assignment, method-assign]
     return _train(rank, {})
 
 
@@ -166,7 +166,7 @@ def test_ranks_that_decide_alone_come_to_what_the_simulator_does() -> None:
     together, ranks = StigmergicPolicy(), [StigmergicPolicy() for _ in range(workers)]
     field, cells = MemoryField(len(TRACES), together.decay), np.arange(len(TRACES))
     decider = Decider(together, bounds, base_batch=32 * workers, accumulate=1, slack=1, replay=None, events=None)
-    sizes = np.full(workers, 32)
+    sizes, before = np.full(workers, 32), np.zeros((1, len(TRACES)))
     for index in range(8):
         compute = sizes * np.exp(0.2 * rng.normal(size=workers)) * np.linspace(1e-3, 4e-3, workers)
         window = Window.of(
@@ -179,9 +179,10 @@ def test_ranks_that_decide_alone_come_to_what_the_simulator_does() -> None:
         for _, left in taken:
             field.deposit(cells, left[0], step=index)
         smelt = field.read(cells, step=index)[None]
+        new, before = smelt - together.decay.kept(1) * before, smelt
         alone = [Bounds.of(1, 1, 256) for _ in ranks]
         chosen = np.array([
-            rank.choose(own, sense, smelt, bound)[0]
+            rank.choose(own, sense, smelt, new, bound)[0]
             for rank, own, (sense, _), bound in zip(ranks, owns, taken, alone, strict=True)
         ])  # fmt: skip
         for i, own in enumerate(owns):

@@ -12,6 +12,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -29,8 +30,10 @@ from dynamix.policies.traces import PRESENT, TRACES, Own, noise_part
 from dynamix.stigmergy.stored import StoreField
 from dynamix.window import Bounds, Floats, Window
 
-LOOK_S = 0.02  # longest time that a rank looks again for traces of this window that are not there yet
-LOOK_AGAIN_S = 0.001
+NOISE_DECAY = 0.8  # weight of the past windows in a rank's own part of the noise, as in `gradients.NoiseScale`
+LOOK_S = 0.04  # longest time that a rank looks again for traces of this window that are not there yet
+LOOK_BACK_S = 0.25  # and after the choice, so that the next one has whole traces to fall back on
+LOOK_AGAIN_S = 0.002
 _FAILED = -1  # sent in place of a size
 
 
@@ -81,7 +84,8 @@ class PeerChannel:
         self.waited_s = 0.0
         self.failed: DynamixError | None = None
         self.fits: int | None = None
-        self._before = (0, 0.0)  # window and amount of `present` when it was last read
+        self._whole = _Whole(-1, np.zeros(len(TRACES)), np.zeros(len(TRACES)))
+        self._noise, self._signal = 0.0, 0.0
         self._round: _Round | None = None
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         threading.Thread(target=self._work, name="dynamix-choose", daemon=True).start()
@@ -132,14 +136,30 @@ class PeerChannel:
 
     def choose(self, row: Floats, closing: Closing) -> int:
         """This rank's new size; the one it has where the field does not answer. Leaves its traces."""
-        own = own_window(row, closing, rank=self.rank, decider=self.decider, fits=self.fits)
+        own = self._steadied(
+            own_window(row, closing, rank=self.rank, decider=self.decider, fits=self.fits), row, closing
+        )
         bounds, mine = self.decider.bounds, slice(self.rank, self.rank + 1)
         alone = Bounds(
             bounds.low[mine], bounds.high[mine], bounds.total_low, bounds.total_high, bounds.quantum, bounds.max_change
         )
         sense, left = self.policy.observe(own)
         self._leave(left, closing.window_index)
-        return int(self.policy.choose(own, sense, self._smell(closing.window_index)[None], alone)[0])
+        smelt, new, old = self._smell(closing.window_index)
+        return int(self.policy.choose(own, sense, smelt[None], new[None], alone, old=old)[0])
+
+    def _steadied(self, own: Own, row: Floats, closing: Closing) -> Own:
+        """With the noise's share averaged over windows, numerator and denominator apart, as `NoiseScale` does it: one window's is
+        mostly chance. Noise per sample is what stays while the global batch moves."""
+        signal, total = dict(zip(ROW, row, strict=False))["global_norm_sq"], float(closing.sizes.sum())
+        noise = float(own.noise[0]) * signal * total
+        if np.isfinite(noise):
+            weight = 1.0 if self._signal == 0.0 else 1.0 - NOISE_DECAY
+            self._noise += weight * (noise - self._noise)
+            self._signal += weight * (signal - self._signal)
+        if self._signal <= 0.0:
+            return own
+        return replace(own, noise=np.array([self._noise / total / self._signal]))
 
     def leave_move(self, closing: Closing, size: int) -> None:
         """Traces of the change from the size in force to `size`."""
@@ -147,23 +167,45 @@ class PeerChannel:
         load = before / _unit(closing, self.decider)
         self._leave(self.policy.moved(before, load, np.array([size])), closing.window_index)
 
+    def look_back(self, closing: Closing) -> None:
+        """See the traces of this window whole, if somebody's came too late for the choice: they serve the next one."""
+        self._look(closing.window_index, LOOK_BACK_S)
+
     def _leave(self, traces: Floats, step: int) -> None:
         cells = np.flatnonzero(traces[0])
         self.field.deposit(cells, traces[0][cells], step=step)
 
-    def _smell(self, step: int) -> Floats:
-        """The traces (8,) as soon as everybody's of this window are there, or as they are after a while; NaN if unknown."""
-        deadline = time.perf_counter() + LOOK_S
-        before = self._before[1] * float(self.policy.decay.kept(max(step - self._before[0], 0)))
-        while time.perf_counter() < deadline:
-            present = float(self.field.read(np.array([PRESENT]), step=step)[0])
-            if not present < before + self.workers - 0.5:  # or NaN: nobody answers
-                break
+    def _smell(self, step: int) -> tuple[Floats, Floats, bool]:
+        """The traces (13,), what of them is new in their window, and whether that is the window before.
+
+        Those of window `step` if everybody's are there within `LOOK_S`; else those of the one before, if they were seen whole; else
+        unknown.
+        """
+        before = self._whole
+        if self._look(step, LOOK_S):
+            return self._whole.traces, self._whole.new, False
+        if before.step == step - 1:
+            return before.traces, before.new, True
+        unknown = np.full(len(TRACES), np.nan)
+        return unknown, unknown, False
+
+    def _look(self, step: int, patience_s: float) -> bool:
+        """Whether everybody's traces of window `step` are there, now or within `patience_s`. Keeps them."""
+        before, deadline = self._whole, time.perf_counter() + patience_s
+        missed = range(max(step - before.step, 1))  # windows: usually this one only
+        kept, whole = (
+            float(self.policy.decay.kept(len(missed))),
+            self.workers * float(self.policy.decay.kept(missed).sum()),
+        )
+        while before.step < step:
+            traces = self.field.read(np.arange(len(TRACES)), step=step)
+            new = traces - kept * before.traces
+            if new[PRESENT] > whole - 0.5:
+                self._whole = _Whole(step, traces, new)
+            if not new[PRESENT] <= whole - 0.5 or time.perf_counter() >= deadline or not self._jobs.empty():
+                break  # whole, or nobody answers, or too late
             time.sleep(LOOK_AGAIN_S)
-        traces = self.field.read(np.arange(len(TRACES)), step=step)
-        if np.isfinite(traces[PRESENT]):
-            self._before = step, float(traces[PRESENT])
-        return traces
+        return self._whole.step == step
 
     def _message(self, closing: Closing, told: Floats) -> Message:
         """The same on every rank, being made of the same numbers."""
@@ -200,6 +242,15 @@ class PeerChannel:
             del job  # or an idle thread would hold a process group's work
 
 
+@dataclass(frozen=True, slots=True)
+class _Whole:
+    """The traces of the newest window of which everybody's were seen, and which of them were left in it; step -1: none yet."""
+
+    step: int
+    traces: Floats
+    new: Floats
+
+
 class _Round:
     """One rank's side of one decision."""
 
@@ -228,6 +279,7 @@ class _Round:
             return
         if chosen and size != _FAILED:
             channel.leave_move(closing, size)
+            channel.look_back(closing)
 
     def _post(self, size: int) -> bool:
         """Send `size`, unless something was sent for this window before; whether it was sent."""
@@ -269,7 +321,7 @@ def own_window(row: Floats, closing: Closing, *, rank: int, decider: Decider, fi
         jitter = one(known["compute_std"]) / one(known["compute"])
     return Own(
         size=size, unit=one(_unit(closing, decider)), busy=one(busy if busy > 0 and size[0] > 0 else np.nan),
-        blocked=one(float(seen.mean()) if len(seen) else np.nan), jitter=jitter, steps=one(len(comm)),
+        blocked=one(float(seen.mean()) if len(seen) else np.nan), least=one(float(seen.min()) if len(seen) else np.nan), jitter=jitter, steps=one(len(comm)),
         noise=one(own_noise(known, workers)), fits=one(np.inf if fits is None else fits), workers=workers,
     )  # fmt: skip
 

@@ -32,7 +32,8 @@ positive = st.floats(0.05, 3.0)
 @given(st.lists(st.tuples(positive, st.floats(0.0, 0.3), positive), min_size=1, max_size=12), st.floats(0.5, 4.0))
 def test_sizes_for_the_common_finish_add_up_to_the_load_and_end_together(workers: Any, wanted: float) -> None:
     load, alpha, beta = (np.array(x) for x in zip(*workers, strict=True))
-    smell = Crowd(0.4).read(traces(load, alpha, beta), kept=0.2)
+    left = traces(load, alpha, beta)
+    smell = Crowd(0.4).read(left, left)
     at = smell.finish(np.array([wanted]))
     sizes = STEP_S / beta * at - alpha / beta  # what each worker makes of it, knowing only itself
     np.testing.assert_allclose(sizes.mean(), wanted, rtol=1e-9)
@@ -43,26 +44,30 @@ def test_who_is_at_a_bound_has_no_part_in_what_the_others_share() -> None:
     load, alpha, beta = np.array([1.0, 1.0, 0.2]), np.array([0.1, 0.1, 0.0]), np.array([0.4, 0.2, 0.01])
     held = np.array([0, 0, 1.0]) * (load + alpha / beta)
     speed = STEP_S / beta * np.array([1, 1, 0])
-    smell = Crowd(0.4).read(traces(load, alpha, beta, held=held, speed=speed), kept=0.2)
+    left = traces(load, alpha, beta, held=held, speed=speed)
+    smell = Crowd(0.4).read(left, left)
     at = smell.finish(np.array([1.0]))
     free = (STEP_S / beta * at - alpha / beta)[:2]
     np.testing.assert_allclose(free.sum() + 0.2, 3.0)
-    everybody = Crowd(0.4).read(traces(load, alpha, beta, held=load + alpha / beta, speed=0.0), kept=0.2)
+    left = traces(load, alpha, beta, held=load + alpha / beta, speed=0.0)
+    everybody = Crowd(0.4).read(left, left)
     np.testing.assert_allclose(everybody.finish(2 * everybody.load), 2 * everybody.last)
 
 
 def test_of_sizes_and_of_who_is_last_only_the_newest_window_counts() -> None:
-    crowd, kept = Crowd(0.4), 0.5
     first = traces([1.0, 1.0], [0.0, 0.0], [1.0, 1.0], heavy=60.0, floor=60.0)
-    crowd.read(first, kept)
-    smell = crowd.read(kept * first + traces([2.0, 4.0], [0.0, 0.0], [0.5, 0.5], heavy=1e-6, floor=0.5e-6), kept)
+    new = traces([2.0, 4.0], [0.0, 0.0], [0.5, 0.5], heavy=1e-6, floor=0.5e-6)
+    smell = Crowd(0.4).read(0.5 * first + new, new)
     np.testing.assert_allclose([smell.load, smell.speed, smell.floor], [[3.0], [1.0], [0.5]], rtol=1e-6)
 
 
 def test_unknown_traces_say_nothing() -> None:
     crowd = Crowd(0.4)
-    smell = crowd.read(np.full((1, len(TRACES)), np.nan), kept=0.5)
-    best, _ = crowd.best_move(smell, seconds=np.array([0.1]), steps=np.array([5.0]), reach=0.5, price=0.05)
+    unknown = np.full((1, len(TRACES)), np.nan)
+    smell = crowd.read(unknown, unknown)
+    best, _ = crowd.best_move(
+        smell, load=smell.load, seconds=np.array([0.1]), steps=np.array([5.0]), reach=0.5, price=0.05
+    )
     assert np.isnan(best).all()
 
 
@@ -75,10 +80,8 @@ def _move(crowd: Crowd, load: float, noise: float, *, windows: int = 12, floor: 
         values = {PRESENT: 1.0, LOAD: load, SPEED: step / 0.1, OFFSET: 0.2, LATE: 1.0, WAIT: 0.1 / step, NOISE: noise}
         for trace, value in {**values, HEAVY: float(floor > 0), FLOOR: floor}.items():
             left[:, trace] = value
-        smell = crowd.read(left, kept=0.0)
-        best = float(
-            crowd.best_move(smell, seconds=np.array([step]), steps=np.array([5.0]), reach=0.6, price=0.01)[0][0]
-        )
+        smell, seconds, steps = crowd.read(left, left), np.array([step]), np.array([5.0])
+        best = float(crowd.best_move(smell, load=smell.load, seconds=seconds, steps=steps, reach=0.6, price=0.01)[0][0])
     return best
 
 

@@ -165,7 +165,8 @@ def test_who_runs_out_of_memory_shrinks_alone_and_the_crowd_does_not_grow() -> N
         sense, left = policy.observe(own)
         assert left[..., OOM].tolist() == [0, fits < 64, 0, 0]
         field.deposit(np.arange(len(TRACES)), left.sum(0), step=0)
-        sizes[name] = policy.choose(own, sense, field.read(np.arange(len(TRACES)), step=0)[None], bounds)
+        smelt = field.read(np.arange(len(TRACES)), step=0)[None]
+        sizes[name] = policy.choose(own, sense, smelt, smelt, bounds)
     assert (sizes["ample"] > 64).all()
     assert sizes["short"][1] == 40
     assert (sizes["short"][[0, 2, 3]] >= 64).all()
@@ -176,7 +177,8 @@ def test_without_traces_every_size_stays() -> None:
     policy, window = StigmergicPolicy(), Affine([1e-3, 5e-3]).window(np.array([30, 90]))
     own = Own.of(window)
     sense, _ = policy.observe(own)
-    assert policy.choose(own, sense, np.full((1, len(TRACES)), np.nan), Bounds.of(2)).tolist() == [30, 90]
+    unknown = np.full((1, len(TRACES)), np.nan)
+    assert policy.choose(own, sense, unknown, unknown, Bounds.of(2)).tolist() == [30, 90]
 
 
 def test_a_restored_policy_goes_on_as_if_nothing_had_happened() -> None:

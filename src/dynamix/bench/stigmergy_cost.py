@@ -68,7 +68,8 @@ def _one_rank(workers: int, window: Window, bounds: Bounds, repeats: int) -> flo
 def _decide(policy: StigmergicPolicy, mine: Own, field: MemoryField, cells: Ints, alone: Bounds, step: int) -> None:
     sense, left = policy.observe(mine)
     field.deposit(cells, left[0], step=step)
-    chosen = policy.choose(mine, sense, field.read(cells, step=step)[None], alone)
+    smelt = field.read(cells, step=step)[None]
+    chosen = policy.choose(mine, sense, smelt, smelt, alone)
     field.deposit(cells, policy.moved(mine.size, mine.load, chosen)[0], step=step)
 
 
@@ -77,7 +78,7 @@ def _first(own: Own) -> Own:
         return values[:1].copy()
 
     return Own(
-        of(own.size), of(own.unit), of(own.busy), of(own.blocked), of(own.jitter), of(own.steps), of(own.noise), of(own.fits),
+        of(own.size), of(own.unit), of(own.busy), of(own.blocked), of(own.least), of(own.jitter), of(own.steps), of(own.noise), of(own.fits),
         own.workers,
     )  # fmt: skip
 

@@ -13,6 +13,8 @@ import numpy as np
 from dynamix.policies.fitting import UNKNOWN, Exchange, Largest, NoiseByBatch, restored, saved
 from dynamix.policies.goodput import GROWTH
 from dynamix.policies.traces import (
+    AIM,
+    AIMING,
     FLOOR,
     GROW,
     HEAVY,
@@ -29,6 +31,7 @@ from dynamix.policies.traces import (
 )
 from dynamix.window import Floats
 
+LEAST = 0.01  # in log goodput, for which the crowd changes its load at all: the best load is flat, and what is known of it is not exact
 CANDIDATES: Floats = np.linspace(-1.0, 1.0, 33)  # of the common move, over its reach
 
 
@@ -45,6 +48,7 @@ class Smell:
     floor    time of the worker whose smallest size takes longest; 0 where that is far below `last`
     noise    the noise's share of |g|^2; NaN where nobody knew any
     churn    load that some let go while others took as much
+    aim      log of the load that the crowd wants, as all found it a window before; NaN where nobody did
     oom      how many ran out of memory lately
     """
 
@@ -56,6 +60,7 @@ class Smell:
     floor: Floats
     noise: Floats
     churn: Floats
+    aim: Floats
     oom: Floats
 
     def finish(self, load: Floats) -> Floats:
@@ -71,64 +76,72 @@ class Smell:
 
 
 class Crowd:
-    """A worker's memory of the crowd: the noise, the exchange, the largest load, and the traces when it last read them.
+    """A worker's memory of the crowd: the noise, the exchange, the largest load, and who was last.
 
     heed   weight of a window's noise in what is believed of it
     """
 
     def __init__(self, heed: float) -> None:
-        self.noise, self.largest, self.exchange = NoiseByBatch(heed), Largest(), Exchange(weight=0.3, error=0.4)
+        self.noise, self.largest, self.exchange = NoiseByBatch(heed), Largest(), Exchange(weight=0.15, error=0.4)
         self.last: Floats = UNKNOWN  # as in `Smell`
-        self.traces: Floats = UNKNOWN
 
-    def read(self, traces: Floats, kept: float) -> Smell:
-        """Take in the traces (..., 1 or W, 13); `kept` is what decay leaves of the ones read before."""
-        before = self.traces if self.traces.shape == traces.shape else np.zeros(traces.shape)
+    def read(self, traces: Floats, new: Floats) -> Smell:
+        """Take in the traces of a window, (..., 1 or W, 13), and which part of them was left in it."""
         with np.errstate(divide="ignore", invalid="ignore"):
-            means, new = traces / traces[..., PRESENT, None], traces - kept * before
+            means = traces / traces[..., PRESENT, None]
             # Sizes change from window to window, and a high power would not be forgotten for long: of these only what is new counts.
             load, speed, offset, held = (new[..., trace] / new[..., PRESENT] for trace in (LOAD, SPEED, OFFSET, HELD))
-            last = 1.0 - new[..., WAIT] / new[..., LATE]
-            floor = np.clip(np.nan_to_num(new[..., FLOOR] / new[..., HEAVY]), 0.0, 1.25)
-        self.traces, self.last = np.nan_to_num(traces), np.where(np.isfinite(last), last, 1.0)
+            last = np.clip(1.0 - new[..., WAIT] / new[..., LATE], 0.02, 1.0)
+            aim = np.where(new[..., AIMING] > 0.01, new[..., AIM] / new[..., AIMING], np.nan)
+            floor = np.where(new[..., HEAVY] > 0.001, np.clip(new[..., FLOOR] / new[..., HEAVY], 0.0, 1.25), 0.0)
+        self.last = np.where(np.isfinite(last), last, 1.0)
         noise = np.where(means[..., NOISE] == 0.0, np.nan, np.clip(means[..., NOISE], 0.01, 0.99))
         return Smell(
             load=load, speed=np.where(speed > 1e-3, speed, 0.0), offset=offset - held, fixed=means[..., OFFSET],
             last=np.where(np.isnan(load), np.nan, self.last), floor=floor, noise=noise,
-            churn=np.minimum(means[..., GROW], means[..., SHRINK]), oom=traces[..., OOM],
+            churn=np.minimum(means[..., GROW], means[..., SHRINK]), aim=aim, oom=traces[..., OOM],
         )  # fmt: skip
 
     def best_move(
-        self, smell: Smell, *, seconds: Floats, steps: Floats, reach: float, price: float
+        self, smell: Smell, *, load: Floats, seconds: Floats, steps: Floats, reach: float, price: float
     ) -> tuple[Floats, Floats]:
-        """Log change (..., 1 or W) of the crowd's load, within `reach`, to the one of highest goodput, and the largest that may be made:
-        beyond what training has met growth is as slow as `goodput.GROWTH`.
+        """Log change (..., 1 or W) of the crowd's `load`, within `reach`, to the one of highest goodput, and the largest that may be
+        made: beyond what training has met growth is as slow as `goodput.GROWTH`.
 
-        seconds   of a step (..., 1 or W)
+        load      mean load in force now (..., 1 or W), which the traces may not tell yet
+        seconds   of the traces' step (..., 1 or W)
         steps     in a window
         price     what the square of log load costs in log goodput, twice. Without a noise scale only the price counts
         """
         one = np.ones(smell.load.shape)
         with np.errstate(divide="ignore", invalid="ignore"):
             self.noise.update(smell.load * smell.noise / (1.0 - smell.noise), smell.load)
-            self.exchange.update(smell.last * seconds, (1.0 - smell.last) * seconds)
-            free = np.log(self.largest.update(smell.load, one)) + GROWTH * np.fmin(steps, 500.0) - np.log(smell.load)
-            log_load = np.log(smell.load)[..., None] + CANDIDATES * reach
-            load = np.exp(log_load)
-            finish = np.maximum(smell.finish(load), smell.floor[..., None] + 1e-6)
+            last = np.minimum(smell.last, 0.98)  # an exchange of nothing at all is a slip of the clock
+            self.exchange.update(last * seconds, (1.0 - last) * seconds)
+            free = (
+                np.log(self.largest.update(np.where(np.isnan(load), 1.0, load), one))
+                + GROWTH * np.fmin(steps, 500.0)
+                - np.log(load)
+            )
+            log_load = np.log(load)[..., None] + CANDIDATES * reach
+            finish = np.maximum(smell.finish(np.exp(log_load)), smell.floor[..., None] + 1e-6)
             step = self.exchange.log_step(seconds[..., None] * finish)
-            teaches = log_load - step - self.noise.log_waste(load, one)
+            teaches = log_load - step - self.noise.log_waste(np.exp(log_load), one)
         value = np.where(np.isnan(teaches), 0.0, teaches) - 0.5 * price * np.square(log_load)
-        best = reach * CANDIDATES[np.where(np.isnan(value), -np.inf, value).argmax(-1)]
+        value = np.where(np.isnan(value), -np.inf, value)
+        at = value.argmax(-1)
+        with np.errstate(invalid="ignore"):
+            gained = np.take_along_axis(value, at[..., None], -1)[..., 0] - value[..., len(CANDIDATES) // 2]
+        best = np.where(gained > LEAST, reach * CANDIDATES[at], 0.0)
         return np.where(np.isnan(smell.load), np.nan, best), np.maximum(free, 0.0)
 
     _PARTS = ("noise", "largest", "exchange")
 
     def state_dict(self) -> dict[str, Any]:
         parts = {name: saved(getattr(self, name)) for name in self._PARTS}
-        return {**parts, "last": self.last.tolist(), "traces": self.traces.tolist()}
+        return {**parts, "last": self.last.tolist()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name in self._PARTS:
             restored(getattr(self, name), state[name])
-        self.last, self.traces = np.asarray(state["last"]), np.asarray(state["traces"])
+        self.last = np.asarray(state["last"])

@@ -19,15 +19,15 @@ STEADIEST = 0.01  # nobody's jitter is taken to be less
 class Sense:
     """A window as its worker takes it, (..., W); NaN before a worker was ever measured.
 
-    share    part of a step before the own last gradient
+    share    part of a step before the own last gradient, in the step in which that was largest
     jitter   relative standard deviation of a step
-    speed    loads computed in the time of a step, once fixed costs are paid
+    pace_s   seconds a load, once fixed costs are paid
     offset   loads that would be computed in the time of the fixed costs
     """
 
     share: Floats
     jitter: Floats
-    speed: Floats
+    pace_s: Floats
     offset: Floats
 
 
@@ -37,12 +37,13 @@ class Habit:
     pinned   whether the last wish lay beyond what the own bounds or memory allow; `least` is the smallest size they do
     """
 
-    FIELDS = ("wish", "step", "share", "jitter")
+    FIELDS = ("wish", "step", "before", "share", "jitter")
 
     def __init__(self) -> None:
         self.costs = WorkerCosts(pooled=0.0)
         self.wish: Floats = UNKNOWN  # (..., W) samples, real
         self.step: Floats = UNKNOWN  # s
+        self.before: Floats = UNKNOWN  # s, of a step of the window before
         self.share: Floats = UNKNOWN
         self.jitter: Floats = UNKNOWN
         self.pinned: np.ndarray = np.empty((0, 0), dtype=bool)
@@ -59,14 +60,14 @@ class Habit:
         )  # fmt: skip
         self.costs.update(alone)
         alpha, beta = (x[..., 0] for x in self.costs.at(alone))
-        step = own.busy + own.blocked
+        step, self.before = own.busy + own.blocked, self.step
         with np.errstate(divide="ignore", invalid="ignore"):
             self._take("step", step, 1.0)
-            self._take("share", own.busy / step, 1.0)
+            self._take("share", np.clip(1.0 - own.least / step, 0.0, 1.0), 1.0)
             self._take("jitter", np.where(own.jitter >= 0, own.jitter, np.nan), 0.3)
-            speed, offset = self.step / (beta * own.unit), alpha / (beta * own.unit)
+            pace_s, offset = beta * own.unit, alpha / (beta * own.unit)
         jitter = np.maximum(np.nan_to_num(self.jitter), STEADIEST)
-        return Sense(self.share, jitter, speed, offset)
+        return Sense(self.share, jitter, pace_s, offset)
 
     def intended(self, size: Floats, quantum: int) -> Floats:
         """The wish behind `size`, or `size` itself where something else than rounding lies between."""
@@ -97,5 +98,5 @@ class Habit:
 
     def _start(self, own: Own) -> None:
         self.wish = own.size.copy()
-        self.step, self.share, self.jitter = np.full((3, *own.size.shape), np.nan)
+        self.step, self.before, self.share, self.jitter = np.full((4, *own.size.shape), np.nan)
         self.pinned, self.least = np.zeros(own.size.shape, dtype=bool), np.zeros(own.size.shape)

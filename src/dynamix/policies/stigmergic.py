@@ -20,11 +20,13 @@ import numpy as np
 import torch
 
 from dynamix.errors import PolicyFileError
-from dynamix.policies.crowd import Crowd
+from dynamix.policies.crowd import Crowd, Smell
 from dynamix.policies.files import read_policy, write_policy
-from dynamix.policies.fitting import mean_of_known
+from dynamix.policies.fitting import UNKNOWN, mean_of_known
 from dynamix.policies.habit import Habit, Sense
 from dynamix.policies.traces import (
+    AIM,
+    AIMING,
     FLOOR,
     GROW,
     HEAVY,
@@ -48,6 +50,7 @@ KIND = "stigmergic"
 PRETRAINED = Path(__file__).parent / "pretrained" / "stigmergic.safetensors"
 LEAP = 1.5  # largest log change of a size in one decision
 LARGEST = 60.0  # of what a worker leaves: a store holds deposits of +-64
+HEAVINESS = 12  # the same for the one whose smallest size takes longest
 KEENNESS = 40  # power of the share of a step that tells the last to finish from the others
 SLIGHTEST = 1e-3  # smallest load that a worker aims at; what it gets is its own lower bound
 
@@ -67,7 +70,6 @@ class Parameters:
     price      what a log of the load costs in log goodput, squared and halved: a pull towards the base batch
     heed       weight of a window's noise in what is believed of it
     still      smaller log changes of a size are not made
-    crowding   how much later than its mean the last of many is, in standard deviations per sqrt(log W)
     kin        how firmly the own fixed costs are believed to be like the crowd's
     alarm      how strongly an out-of-memory trace holds back the common move upwards
     """
@@ -85,7 +87,6 @@ class Parameters:
     heed: float = 0.4
     still: float = 0.01
     kin: float = 10.0
-    crowding: float = 1.0
     alarm: float = 4.0
 
 
@@ -93,7 +94,7 @@ class Parameters:
 RANGES: dict[str, tuple[float, float]] = {
     "fade": (0.3, 0.98), "calm": (0.02, 1.0), "sure": (0.4, 1.2), "eager": (0.1, 1.2), "gate": (0.3, 16.0), "hedge": (0.0, 2.0),
     "damp": (0.0, 10.0), "push": (0.0, 1.2), "reach": (0.05, 0.8), "price": (0.002, 0.3), "heed": (0.1, 1.0),
-    "still": (0.0, 0.06), "kin": (0.0, 30.0), "crowding": (0.0, 2.5), "alarm": (0.5, 10.0),
+    "still": (0.0, 0.06), "kin": (0.0, 30.0), "alarm": (0.5, 10.0),
 }  # fmt: skip
 
 
@@ -132,17 +133,22 @@ class StigmergicPolicy:
         self.habit, self.windows = Habit(), 0
         self.crowd = Crowd(self.parameters.heed)
         self.field: MemoryField | None = None
+        self._smelt: Floats = UNKNOWN  # the field after the last window, where this policy keeps it itself
+        self.target: Floats = np.full(1, np.nan)  # log of the crowd's load that was found best in the last decision
         self.common: Floats = np.zeros(1)  # log move that all made alike in the last decision
 
     # ------------------------------------------------------------ one worker, or many side by side
 
     def observe(self, own: Own) -> tuple[Sense, Floats]:
-        """Take in a window: what the workers make of it, and what they leave in the field, (..., W, 13)."""
+        """Take in a window: what the workers make of it, and what they leave in the field, (..., W, 15)."""
         p = self.parameters
         sense = self.habit.observe(own)
-        known, load = np.isfinite(sense.speed), np.minimum(own.load, LARGEST)
+        pace_s, load = sense.pace_s * (1.0 + p.hedge * sense.jitter), np.minimum(own.load, LARGEST)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            speed = self.habit.step / pace_s
         # Who was never measured counts as one that just finishes in time.
-        speed = np.where(known, np.minimum(sense.speed / (1.0 + p.hedge * sense.jitter), LARGEST), load)
+        known = np.isfinite(speed)
+        speed = np.where(known, np.minimum(speed, LARGEST), load)
         offset = np.where(known, np.minimum(sense.offset, LARGEST), 0.0)
         left = np.zeros((*own.size.shape, len(TRACES)))
         left[..., PRESENT] = 1.0
@@ -151,28 +157,33 @@ class StigmergicPolicy:
         left[..., OFFSET] = offset
         left[..., HELD] = np.where(self.habit.pinned, load + offset, 0.0)
         with np.errstate(divide="ignore", invalid="ignore"):
-            # The last of many is later than any of them on average.
-            last = np.minimum(sense.share * (1.0 + p.crowding * sense.jitter * np.sqrt(np.log(own.workers))), 1.0)
+            last = sense.share
             known_last = self.crowd.last.ndim == last.ndim and self.crowd.last.shape[:-1] == last.shape[:-1]
             before = self.crowd.last if known_last else last
-            quickest = np.minimum((self.habit.least / own.unit + offset) / speed, 1.25)
-            late, heavy = (np.minimum((x / before) ** KEENNESS, LARGEST) for x in (last, quickest))
+            quickest = (self.habit.least / own.unit + sense.offset) * sense.pace_s / self.habit.step
+            quickest = np.minimum(np.where(known, quickest, 0.0), 1.25)
+            late = np.minimum((last / before) ** KEENNESS, LARGEST)
+            heavy = np.minimum((quickest / before) ** HEAVINESS, LARGEST)
         left[..., LATE] = np.nan_to_num(late)
         left[..., WAIT] = left[..., LATE] * np.nan_to_num(1.0 - last)
         left[..., HEAVY] = np.nan_to_num(heavy)
         left[..., FLOOR] = left[..., HEAVY] * np.nan_to_num(quickest)
         left[..., NOISE] = np.clip(np.nan_to_num(own.noise), -4.0, 4.0)
         left[..., OOM] = own.size > own.fits  # until the own size fits
-        return Sense(sense.share, sense.jitter, speed, offset), left
+        return Sense(sense.share, sense.jitter, pace_s, offset), left
 
-    def choose(self, own: Own, sense: Sense, smelt: Floats, bounds: Bounds) -> Ints:
-        """The workers' new sizes (..., W) from what they smell, (..., 1 or W, 13). Unknown traces: the size stays.
+    def choose(self, own: Own, sense: Sense, smelt: Floats, new: Floats, bounds: Bounds, *, old: bool = False) -> Ints:
+        """The workers' new sizes (..., W) from what they smell, and which part of it was left in the last window, (..., 1 or W, 15).
+        Unknown traces: the size stays.
+
+        old   the traces are those of the window before; somebody has not left the last one's yet
 
         `bounds` are these workers' own; their sum is not looked at.
         """
         q = bounds.quantum
         intended = self.habit.intended(own.size, q)
-        common, move, aim = self._moves(own, sense, smelt, intended / own.unit)
+        smell = self.crowd.read(smelt, new)
+        common, move, aim = self._moves(own, sense, smell, intended / own.unit, old=old)
         self.common, move = np.nan_to_num(common), np.clip(move, -LEAP, LEAP)
         low, high = np.maximum(bounds.low, np.minimum(q, bounds.high)), bounds.high
         high = np.maximum(np.minimum(high, np.floor(own.fits / q) * q), low)
@@ -191,7 +202,7 @@ class StigmergicPolicy:
         return np.asarray(np.where(own.size > 0, sizes, bounds.low), dtype=np.int64)
 
     def moved(self, before: Floats, load: Floats, sizes: Ints) -> Floats:
-        """What workers of this `load` leave in the field about their way from size `before` to `sizes`, (..., W, 13).
+        """What workers of this `load` leave in the field about their way from size `before` to `sizes`, (..., W, 15).
 
         Only what they did beyond the move that all made alike: moves towards the pace cancel to first order, and this is what is
         left of their sum.
@@ -200,21 +211,31 @@ class StigmergicPolicy:
         change = np.maximum(sizes, 1) / np.maximum(before, 1) * np.exp(-self.common) - 1.0
         step = np.minimum(load, LARGEST) * change
         left[..., GROW], left[..., SHRINK] = np.maximum(step, 0.0), np.maximum(-step, 0.0)
+        left[..., AIM], left[..., AIMING] = np.nan_to_num(self.target), np.isfinite(self.target)
         return left
 
-    def _moves(self, own: Own, sense: Sense, smelt: Floats, load: Floats) -> tuple[Floats, Floats, Floats]:
+    def _moves(self, own: Own, sense: Sense, smell: Smell, load: Floats, *, old: bool) -> tuple[Floats, Floats, Floats]:
         """The log change that all make alike, (..., 1 or W), each one's whole log change from `load` and the load it aims at, (..., W);
         NaN where the traces are not known."""
         p = self.parameters
-        smell = self.crowd.read(smelt, float(self.decay.kept(1)))
         self.habit.costs.lean_to(np.maximum(np.nan_to_num(smell.fixed), 0.0)[..., None], p.kin)
-        step = self.habit.step if smell.load.shape == own.size.shape else mean_of_known(self.habit.step)[..., None]
-        best, free = self.crowd.best_move(smell, seconds=step, steps=own.steps[..., :1], reach=p.reach, price=p.price)
-        common = np.minimum(p.push * best, free)
+        # Times are in steps of the traces' window; since an old one all have made a move.
+        step = self.habit.before if old else self.habit.step
+        step = step if smell.load.shape == own.size.shape else mean_of_known(step)[..., None]
+        present = smell.load * np.exp(self.common) if old else smell.load
+        best, free = self.crowd.best_move(
+            smell, load=present, seconds=step, steps=own.steps[..., :1], reach=p.reach, price=p.price
+        )
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-            common = np.where(common > 0, common * np.exp(-p.alarm * smell.oom), common)
-            now, then = smell.finish(smell.load), smell.finish(smell.load * np.exp(common))
-            even, aim = (np.maximum(sense.speed * at - sense.offset, SLIGHTEST) for at in (now, then))
+            found = np.minimum(p.push * best, free)
+            found = np.where(found > 0, found * np.exp(-p.alarm * smell.oom), found)
+            # What all found differed from what this worker did a window before: a slip of its own, which it takes back.
+            slip = np.nan_to_num(self.target - smell.aim) if self.target.shape == found.shape else 0.0
+            self.target = np.log(present) + found
+            common = np.clip(found - slip, -p.reach, np.maximum(free, 0.0))
+            common = np.where(np.isnan(present), np.nan, common)
+            now, then = (step * smell.finish(x) for x in (present, present * np.exp(common)))
+            even, aim = (np.maximum(at / sense.pace_s - sense.offset, SLIGHTEST) for at in (now, then))
             deviation = np.log(even / load)
             doubt = np.square(deviation) / (np.square(sense.jitter) / np.fmax(own.steps, 1.0))
             gain = (p.calm + (p.sure - p.calm) * doubt / (doubt + p.gate**2)) / (1.0 + p.damp * smell.churn)
@@ -235,7 +256,11 @@ class StigmergicPolicy:
 
         leave(left)
         smelt = field.read(np.broadcast_to(cells, (*field.worlds, len(TRACES))), step=step)
-        sizes = self.choose(own, sense, smelt[..., None, :] if self.shared else smelt, bounds)
+        before = self._smelt if self._smelt.shape == smelt.shape else np.zeros(smelt.shape)
+        new, self._smelt = smelt - float(self.decay.kept(1)) * before, smelt
+        if self.shared:
+            smelt, new = smelt[..., None, :], new[..., None, :]
+        sizes = self.choose(own, sense, smelt, new, bounds)
         sizes = in_range(sizes, bounds, current=window.batch_size)
         leave(self.moved(own.size, own.load, sizes))
         return sizes
@@ -253,12 +278,13 @@ class StigmergicPolicy:
         worlds = None if self.field is None else list(self.field.worlds)
         return {
             "habit": self.habit.state_dict(), "crowd": self.crowd.state_dict(), "windows": self.windows, "field": field,
-            "worlds": worlds,
+            "worlds": worlds, "smelt": self._smelt.tolist(), "common": self.common.tolist(), "target": self.target.tolist(),
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.habit.load_state_dict(state["habit"])
         self.crowd.load_state_dict(state["crowd"])
+        self._smelt, self.common, self.target = (np.asarray(state[name]) for name in ("smelt", "common", "target"))
         self.windows, self.field = int(state["windows"]), None
         if state["field"] is not None:
             self.field = MemoryField(len(TRACES), self.decay, worlds=tuple(state["worlds"]))

@@ -1,6 +1,6 @@
 """What a worker knows by itself after a window, and what it leaves of that in the shared field.
 
-Thirteen traces (`TRACES`), read as means over `present`, or over `late` where only the last to finish know something. So nobody needs
+Fifteen traces (`TRACES`), read as means over `present`, or over `late`, `heavy` and `aiming` where only some know something. So nobody needs
 to know who left what, and who leaves no more is forgotten. Loads are counted in even shares of the base batch, times in steps.
 """
 
@@ -18,13 +18,15 @@ from dynamix.window import Floats, Window
 # speed    loads that the worker computes in the time of a step, once its fixed costs are paid; 0 where its size is at a bound
 # offset   loads that it would compute in the time of its fixed costs
 # held     load and offset of a worker whose size is at a bound: it has no part in what the others share out
-# late     near 1 for who finishes last, near 0 for who waits: the share of the step before the own last gradient, over the last one's
-#          as it was smelt before, to a high power
-# wait     the share of the step spent blocked behind that gradient, times late: what the exchange adds
+# late     near 1 for who was last in some step, near 0 for who waits: the share of a step that was not spent blocked, at most, over the
+#          last one's as it was smelt before, to a high power
+# wait     the share of a step spent blocked, at least, times late: what the exchange adds
 # heavy    near 1 for who would fill the step with its smallest size: the part of the step that takes, to a high power
 # floor    the same part, times heavy
 # noise    own part of the noise's share of |g|^2
 # grow, shrink   by which part the own size was just changed beyond what all changed alike, times load
+# aim      log of the crowd's load that teaches most a second, as this worker finds it
+# aiming   1 for every worker that found one
 # oom      1 when memory ran out
 TRACES = (
     "present",
@@ -39,9 +41,14 @@ TRACES = (
     "noise",
     "grow",
     "shrink",
+    "aim",
+    "aiming",
     "oom",
 )
-PRESENT, LOAD, SPEED, OFFSET, HELD, LATE, WAIT, HEAVY, FLOOR, NOISE, GROW, SHRINK, OOM = range(len(TRACES))
+PRESENT, LOAD, SPEED, OFFSET, HELD, LATE, WAIT, HEAVY, FLOOR, NOISE, GROW, SHRINK, AIM, AIMING, OOM = range(len(TRACES))
+
+
+LEAST_OF_FEW = 1.2  # standard deviations that the least of some five steps lies below their mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +60,7 @@ class Own:
     busy      s of computing and loading per optimizer step
     blocked   s per step from the own last gradient to the end of the exchange: waiting and transfer, which one worker cannot
               tell apart
+    least     the smallest of that over the window's steps: in the step in which this worker was last of all it is the transfer alone
     jitter    standard deviation of a step's `busy`, relative
     steps     in the window
     noise     own part of the noise's share of |g|^2: its mean over workers is tr(Sigma) / (B |g|^2)
@@ -64,6 +72,7 @@ class Own:
     unit: Floats
     busy: Floats
     blocked: Floats
+    least: Floats
     jitter: Floats
     steps: Floats
     noise: Floats
@@ -86,6 +95,9 @@ class Own:
         unit = np.broadcast_to(base_total(window)[..., None] / window.workers, size.shape)
         with np.errstate(divide="ignore", invalid="ignore"):
             jitter = window.compute_std / window.compute
+            # A window has no single steps: as if waiting varied as the own computing does.
+            wait = np.maximum(window.wait - LEAST_OF_FEW * np.nan_to_num(window.compute_std), 0.0)
+            least = wait + window.communication
             weight = size / window.batch_size.sum(-1, keepdims=True)
         noise = noise_part(weight, window.gradient_norm_sq, window.global_norm_sq[..., None], window.workers)
         scale, total = window.noise_scale[..., None], window.global_batch[..., None]
@@ -93,7 +105,7 @@ class Own:
             told = np.where(np.isposinf(scale), 1.0, scale / (scale + total))
         return cls(
             size=size, unit=unit, busy=busy_seconds(window), blocked=window.wait + window.communication,
-            jitter=jitter, steps=np.broadcast_to(window.steps[..., None], size.shape),
+            least=least, jitter=jitter, steps=np.broadcast_to(window.steps[..., None], size.shape),
             noise=np.where(np.isnan(noise), told, noise), fits=np.full(size.shape, np.inf), workers=window.workers,
         )  # fmt: skip
 

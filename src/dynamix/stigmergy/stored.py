@@ -74,6 +74,7 @@ class StoreField:
         self._period = max(1, int(GROWTH_BITS * math.log(2) / rate)) if rate else _FOREVER
         self._swept: int | None = None
         self._store = _own_connection(store)
+        self._many = bool(getattr(self._store, "has_extended_api", lambda: False)())
         self._queue: queue.Queue[_Reading | dict[str, int] | None] = queue.Queue(backlog)
         self._late: _Reading | None = None
         self._thread = threading.Thread(target=self._serve, name="dynamix-traces", daemon=True)
@@ -138,8 +139,7 @@ class StoreField:
         while (work := self._queue.get()) is not None and self.alive:
             try:
                 if isinstance(work, _Reading):
-                    # Adding nothing reads a counter without waiting for a key that nobody has made yet.
-                    work.sums = [self._store.add(key, 0) for key in work.keys]
+                    work.sums = self._sums(work.keys)
                     work.done.set()
                 else:
                     for key, count in work.items():
@@ -149,6 +149,12 @@ class StoreField:
                 self.reason = self.reason or f"{type(error).__name__}: {error}"
                 self._release(work)
                 return
+
+    def _sums(self, keys: list[str]) -> list[int]:
+        """The counters. Asking for one that nobody has made yet would wait for it; adding nothing makes it."""
+        if self._many and self._store.check(keys):
+            return [int(value) for value in self._store.multi_get(keys)]
+        return [self._store.add(key, 0) for key in keys]
 
     def _release(self, work: _Reading | dict[str, int] | None) -> None:
         """Let go of everybody who waits for an answer that will not come."""
