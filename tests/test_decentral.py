@@ -27,7 +27,7 @@ from dynamix.errors import ConfigError
 from dynamix.observation import ROW
 from dynamix.policies.guard import Guard
 from dynamix.policies.stigmergic import StigmergicPolicy
-from dynamix.policies.traces import TRACES
+from dynamix.policies.traces import LEAST_OF_FEW, PRESENT, TRACES
 from dynamix.stigmergy.field import MemoryField
 from dynamix.telemetry.events import read_events
 from dynamix.window import Bounds, Window
@@ -95,6 +95,31 @@ def test_all_ranks_apply_the_same_sizes_at_the_same_step_and_use_every_sample_on
         assert again[0]["plans"] == again[1]["plans"] == results[0]["plans"]
 
 
+def _slow_to_leave_traces(rank: int) -> dict[str, Any]:
+    told, choose, observe = [], StigmergicPolicy.choose, StigmergicPolicy.observe
+
+    def watched(self: Any, own: Any, sense: Any, smelt: Any, new: Any, bounds: Any, *, old: bool = False) -> Any:
+        told.append((float(new[0, PRESENT]), old))
+        return choose(self, own, sense, smelt, new, bounds, old=old)
+
+    def slowly(self: Any, own: Any) -> Any:
+        time.sleep(0.012 if rank == 1 else 0.0)
+        return observe(self, own)
+
+    StigmergicPolicy.choose, StigmergicPolicy.observe = watched, slowly  # type: ignore[method-assign]
+    return {**_train(rank, {}), "told": told}
+
+
+@pytest.mark.multiproc
+def test_a_rank_that_is_slow_to_leave_its_traces_is_waited_for_or_the_window_before_counts() -> None:
+    results = run_ranks(_slow_to_leave_traces, 2)
+    assert Counter(i for r in results for i in r["seen"]) == Counter(range(SAMPLES))
+    assert results[0]["plans"] == results[1]["plans"]
+    told = [present for present, _ in results[0]["told"] if np.isfinite(present)]
+    assert len(told) > 3
+    assert min(told) > 1.5  # never half of them
+
+
 def _store_dies(rank: int, pid: int, port: int, how: int) -> dict[str, Any]:
     store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=30))
     decentral.job_store = lambda: store
@@ -157,7 +182,10 @@ def _row(window: Window, worker: int, steps: int) -> Any:
     fields = ("compute", "compute_std", "data", "gradient_norm_sq")
     known |= {name: float(getattr(window, name)[worker]) for name in fields}
     comm = float(window.wait[worker] + window.communication[worker])
-    return np.array([known.get(name, np.nan) for name in ROW] + [comm] * steps)
+    waited = max(float(window.wait[worker]) - LEAST_OF_FEW * known["compute_std"], 0.0)
+    least = waited + float(window.communication[worker])  # in one step; the mean stays
+    rest = (steps * comm - least) / (steps - 1)
+    return np.array([known.get(name, np.nan) for name in ROW] + [least] + [rest] * (steps - 1))
 
 
 def test_ranks_that_decide_alone_come_to_what_the_simulator_does() -> None:

@@ -178,13 +178,13 @@ class PeerChannel:
     def _smell(self, step: int) -> tuple[Floats, Floats, bool]:
         """The traces (13,), what of them is new in their window, and whether that is the window before.
 
-        Those of window `step` if everybody's are there within `LOOK_S`; else those of the one before, if they were seen whole; else
-        unknown.
+        Those of window `step` if everybody's are there within `LOOK_S`, and before this rank has made most of the next step, at whose
+        end the choice is due; else those of the one before, if they were seen whole; else unknown.
         """
-        before = self._whole
-        if self._look(step, LOOK_S):
+        before, own_step_s = self._whole, float(self.policy.habit.step[0])
+        if self._look(step, min(LOOK_S, 0.7 * own_step_s) if np.isfinite(own_step_s) else LOOK_S):
             return self._whole.traces, self._whole.new, False
-        if before.step == step - 1:
+        if before.step == step - 1 >= 0:
             return before.traces, before.new, True
         unknown = np.full(len(TRACES), np.nan)
         return unknown, unknown, False

@@ -56,7 +56,7 @@ def test_who_is_at_a_bound_has_no_part_in_what_the_others_share() -> None:
 
 def test_of_sizes_and_of_who_is_last_only_the_newest_window_counts() -> None:
     first = traces([1.0, 1.0], [0.0, 0.0], [1.0, 1.0], heavy=60.0, floor=60.0)
-    new = traces([2.0, 4.0], [0.0, 0.0], [0.5, 0.5], heavy=1e-6, floor=0.5e-6)
+    new = traces([2.0, 4.0], [0.0, 0.0], [0.5, 0.5], heavy=0.5, floor=0.25)
     smell = Crowd(0.4).read(0.5 * first + new, new)
     np.testing.assert_allclose([smell.load, smell.speed, smell.floor], [[3.0], [1.0], [0.5]], rtol=1e-6)
 
@@ -71,7 +71,9 @@ def test_unknown_traces_say_nothing() -> None:
     assert np.isnan(best).all()
 
 
-def _move(crowd: Crowd, load: float, noise: float, *, windows: int = 12, floor: float = 0.0) -> float:
+def _move(
+    crowd: Crowd, load: float, noise: float, *, windows: int = 12, floor: float = 0.0, price: float = 0.01
+) -> float:
     """Where the crowd goes at a mean load: costs 0.02 + 0.1 load seconds, an exchange of 0.1 s."""
     busy, best = 0.02 + 0.1 * load, np.nan
     for _ in range(windows):
@@ -81,7 +83,9 @@ def _move(crowd: Crowd, load: float, noise: float, *, windows: int = 12, floor: 
         for trace, value in {**values, HEAVY: float(floor > 0), FLOOR: floor}.items():
             left[:, trace] = value
         smell, seconds, steps = crowd.read(left, left), np.array([step]), np.array([5.0])
-        best = float(crowd.best_move(smell, load=smell.load, seconds=seconds, steps=steps, reach=0.6, price=0.01)[0][0])
+        best = float(
+            crowd.best_move(smell, load=smell.load, seconds=seconds, steps=steps, reach=0.6, price=price)[0][0]
+        )
     return best
 
 
@@ -89,7 +93,8 @@ def test_much_noise_asks_for_more_load_and_little_for_less_and_none_known_for_th
     assert _move(Crowd(0.4), 1.0, 0.95) > 0.3
     assert _move(Crowd(0.4), 1.0, 0.05) < -0.3
     assert abs(_move(Crowd(0.4), 1.0, 0.0)) < 1e-9
-    assert _move(Crowd(0.4), 1.5, 0.0) < 0
+    assert _move(Crowd(0.4), 1.5, 0.0, price=0.3) < 0
+    assert _move(Crowd(0.4), 1.5, 0.0) == 0  # not worth a change
 
 
 def test_where_the_slowest_cannot_finish_earlier_more_load_costs_nothing() -> None:
@@ -105,5 +110,5 @@ def test_a_restored_crowd_goes_on_as_if_nothing_had_happened() -> None:
 
 def test_a_smell_speaks_of_several_loads_at_once() -> None:
     one = np.ones(1)
-    smell = Smell(one, 2 * one, 0.5 * one, one, one, 0 * one, one, 0 * one, 0 * one)
+    smell = Smell(one, 2 * one, 0.5 * one, one, one, 0 * one, one, 0 * one, 0 * one, 0 * one)
     assert smell.finish(np.array([[1.0, 2.0, 3.5]])).tolist() == [[0.75, 1.25, 2.0]]

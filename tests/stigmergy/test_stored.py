@@ -57,6 +57,24 @@ def test_a_store_that_hangs_or_dies_never_stops_training(store_server: tuple[int
     assert not mine._thread.is_alive()
 
 
+def test_counters_that_exist_are_read_in_one_request() -> None:
+    class Counted(HashStore):
+        adds = 0
+
+        def add(self, key: str, amount: int) -> int:
+            self.adds += 1
+            return int(super().add(key, amount))
+
+    store = Counted()
+    field = StoreField(store, 3, Decay(alpha=0.5, start=0.0, beta=1.0), patience_s=20)
+    assert field.read([0, 1, 2], step=0).tolist() == [0, 0, 0]  # makes them
+    field.deposit([0, 2], [1.0, 3.0], step=0)
+    before = store.adds
+    assert field.read([0, 1, 2], step=0).tolist() == [1, 0, 3]
+    assert store.adds - before <= 2  # the two deposits
+    field.close()
+
+
 def test_concurrent_deposits_of_many_workers_all_count() -> None:
     store = HashStore()
     fields = [StoreField(store, 1, Decay(alpha=0.05, beta=1.0, start=0.0), patience_s=30) for _ in range(4)]

@@ -128,7 +128,7 @@ def variants() -> dict[str, Factory]:
         "no-traces": lambda _: StigmergicPolicy(learned, shared=False),
         **{name: faded(alpha) for name, alpha in FADES.items()},
         "no-noise": lambda _: StigmergicPolicy(replace(learned, push=0.0)),
-        "no-grow-shrink": lambda _: StigmergicPolicy(replace(learned, settle=0.0, damp=0.0)),
+        "no-grow-shrink": lambda _: StigmergicPolicy(replace(learned, damp=0.0)),
         "by-hand": lambda _: StigmergicPolicy(Parameters()),
     }  # fmt: skip
 
