@@ -176,7 +176,7 @@ class PeerChannel:
         self.field.deposit(cells, traces[0][cells], step=step)
 
     def _smell(self, step: int) -> tuple[Floats, Floats, bool]:
-        """The traces (13,), what of them is new in their window, and whether that is the window before.
+        """The traces (15,), what of them is new in their window, and whether that is the window before.
 
         Those of window `step` if everybody's are there within `LOOK_S`, and before this rank has made most of the next step, at whose
         end the choice is due; else those of the one before, if they were seen whole; else unknown.

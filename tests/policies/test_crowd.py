@@ -93,8 +93,7 @@ def test_much_noise_asks_for_more_load_and_little_for_less_and_none_known_for_th
     assert _move(Crowd(0.4), 1.0, 0.95) > 0.3
     assert _move(Crowd(0.4), 1.0, 0.05) < -0.3
     assert abs(_move(Crowd(0.4), 1.0, 0.0)) < 1e-9
-    assert _move(Crowd(0.4), 1.5, 0.0, price=0.3) < 0
-    assert _move(Crowd(0.4), 1.5, 0.0) == 0  # not worth a change
+    assert _move(Crowd(0.4), 1.5, 0.0) < 0
 
 
 def test_where_the_slowest_cannot_finish_earlier_more_load_costs_nothing() -> None:

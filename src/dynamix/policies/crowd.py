@@ -86,7 +86,7 @@ class Crowd:
         self.last: Floats = UNKNOWN  # as in `Smell`
 
     def read(self, traces: Floats, new: Floats) -> Smell:
-        """Take in the traces of a window, (..., 1 or W, 13), and which part of them was left in it."""
+        """Take in the traces of a window, (..., 1 or W, 15), and which part of them was left in it."""
         with np.errstate(divide="ignore", invalid="ignore"):
             means = traces / traces[..., PRESENT, None]
             # Sizes change from window to window, and a high power would not be forgotten for long: of these only what is new counts.
@@ -132,7 +132,8 @@ class Crowd:
         at = value.argmax(-1)
         with np.errstate(invalid="ignore"):
             gained = np.take_along_axis(value, at[..., None], -1)[..., 0] - value[..., len(CANDIDATES) // 2]
-        best = np.where(gained > LEAST, reach * CANDIDATES[at], 0.0)
+        least = np.where(np.isnan(teaches).all(-1), 0.0, LEAST)  # back to the base batch where nothing else is known
+        best = np.where(gained > least, reach * CANDIDATES[at], 0.0)
         return np.where(np.isnan(smell.load), np.nan, best), np.maximum(free, 0.0)
 
     _PARTS = ("noise", "largest", "exchange")

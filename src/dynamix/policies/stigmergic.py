@@ -111,10 +111,11 @@ class StigmergicPolicy:
     >>> policy, sizes = StigmergicPolicy(), np.array([64, 64])
     >>> for _ in range(12):
     ...     seconds = np.array([0.1, 0.0]) + np.array([1e-3, 4e-3]) * sizes
-    ...     window = Window.of(sizes, compute=seconds, compute_std=1e-4, wait=seconds.max() - seconds, communication=0.0, steps=5)
+    ...     wait = seconds.max() - seconds
+    ...     window = Window.of(sizes, compute=seconds, compute_std=1e-4, wait=wait, communication=0.0, steps=5, base_batch=128)
     ...     sizes = policy.decide(window, Bounds.of(2))
     >>> seconds.round(2).tolist()                                             # 0.16 and 0.26 at the start
-    [0.19, 0.19]
+    [0.18, 0.18]
     """
 
     boundary: Literal["window", "epoch"] = "window"
