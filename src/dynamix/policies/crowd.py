@@ -32,6 +32,7 @@ from dynamix.policies.traces import (
 from dynamix.window import Floats
 
 LEAST = 0.01  # in log goodput, for which the crowd changes its load at all: the best load is flat, and what is known of it is not exact
+UNTIL_KNOWN = 8  # decisions after which a noise scale that is not known is not to be expected
 CANDIDATES: Floats = np.linspace(-1.0, 1.0, 33)  # of the common move, over its reach
 
 
@@ -84,6 +85,7 @@ class Crowd:
     def __init__(self, heed: float) -> None:
         self.noise, self.largest, self.exchange = NoiseByBatch(heed), Largest(), Exchange(weight=0.15, error=0.4)
         self.last: Floats = UNKNOWN  # as in `Smell`
+        self.searches = 0
 
     def read(self, traces: Floats, new: Floats) -> Smell:
         """Take in the traces of a window, (..., 1 or W, 15), and which part of them was left in it."""
@@ -132,7 +134,9 @@ class Crowd:
         at = value.argmax(-1)
         with np.errstate(invalid="ignore"):
             gained = np.take_along_axis(value, at[..., None], -1)[..., 0] - value[..., len(CANDIDATES) // 2]
-        least = np.where(np.isnan(teaches).all(-1), 0.0, LEAST)  # back to the base batch where nothing else is known
+        self.searches += 1
+        never = np.isnan(self.noise.level) & (self.searches > UNTIL_KNOWN)
+        least = np.where(never, 0.0, LEAST)  # back to the base batch where nothing else is known
         best = np.where(gained > least, reach * CANDIDATES[at], 0.0)
         return np.where(np.isnan(smell.load), np.nan, best), np.maximum(free, 0.0)
 
@@ -140,9 +144,9 @@ class Crowd:
 
     def state_dict(self) -> dict[str, Any]:
         parts = {name: saved(getattr(self, name)) for name in self._PARTS}
-        return {**parts, "last": self.last.tolist()}
+        return {**parts, "last": self.last.tolist(), "searches": self.searches}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name in self._PARTS:
             restored(getattr(self, name), state[name])
-        self.last = np.asarray(state["last"])
+        self.last, self.searches = np.asarray(state["last"]), int(state["searches"])

@@ -115,7 +115,7 @@ class StigmergicPolicy:
     ...     window = Window.of(sizes, compute=seconds, compute_std=1e-4, wait=wait, communication=0.0, steps=5, base_batch=128)
     ...     sizes = policy.decide(window, Bounds.of(2))
     >>> seconds.round(2).tolist()                                             # 0.16 and 0.26 at the start
-    [0.18, 0.18]
+    [0.18, 0.19]
     """
 
     boundary: Literal["window", "epoch"] = "window"
@@ -169,7 +169,8 @@ class StigmergicPolicy:
         left[..., WAIT] = left[..., LATE] * np.nan_to_num(1.0 - last)
         left[..., HEAVY] = np.nan_to_num(heavy)
         left[..., FLOOR] = left[..., HEAVY] * np.nan_to_num(quickest)
-        left[..., NOISE] = np.clip(np.nan_to_num(own.noise), -4.0, 4.0)
+        seen = np.where(own.noise == 0.0, 1e-3, np.clip(own.noise, -4.0, 4.0))  # nothing left means nothing known
+        left[..., NOISE] = np.nan_to_num(seen)
         left[..., OOM] = own.size > own.fits  # until the own size fits
         return Sense(sense.share, sense.jitter, pace_s, offset), left
 
