@@ -85,6 +85,7 @@ class PeerChannel:
         self.failed: DynamixError | None = None
         self.fits: int | None = None
         self._whole = _Whole(-1, np.zeros(len(TRACES)), np.zeros(len(TRACES)))
+        self._first = -1  # window in which this channel first left traces
         self._noise, self._signal = 0.0, 0.0
         self._round: _Round | None = None
         self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -144,6 +145,8 @@ class PeerChannel:
             bounds.low[mine], bounds.high[mine], bounds.total_low, bounds.total_high, bounds.quantum, bounds.max_change
         )
         sense, left = self.policy.observe(own)
+        if closing.window_index <= self._whole.step or self._first < 0:  # begun, or gone back to an earlier state
+            self._whole, self._first = _Whole(-1, np.zeros(len(TRACES)), np.zeros(len(TRACES))), closing.window_index
         self._leave(left, closing.window_index)
         smelt, new, old = self._smell(closing.window_index)
         return int(self.policy.choose(own, sense, smelt[None], new[None], alone, old=old)[0])
@@ -173,10 +176,11 @@ class PeerChannel:
 
     def _leave(self, traces: Floats, step: int) -> None:
         cells = np.flatnonzero(traces[0])
+        cells = np.append(cells[cells != PRESENT], cells[cells == PRESENT])  # last: who sees it sees the others
         self.field.deposit(cells, traces[0][cells], step=step)
 
     def _smell(self, step: int) -> tuple[Floats, Floats, bool]:
-        """The traces (15,), what of them is new in their window, and whether that is the window before.
+        """The traces (16,), what of them is new in their window, and whether that is the window before.
 
         Those of window `step` if everybody's are there within `LOOK_S`, and before this rank has made most of the next step, at whose
         end the choice is due; else those of the one before, if they were seen whole; else unknown.
@@ -192,7 +196,7 @@ class PeerChannel:
     def _look(self, step: int, patience_s: float) -> bool:
         """Whether everybody's traces of window `step` are there, now or within `patience_s`. Keeps them."""
         before, deadline = self._whole, time.perf_counter() + patience_s
-        missed = range(max(step - before.step, 1))  # windows: usually this one only
+        missed = range(max(step - max(before.step, self._first - 1), 1))  # windows: usually this one only
         kept, whole = (
             float(self.policy.decay.kept(len(missed))),
             self.workers * float(self.policy.decay.kept(missed).sum()),
@@ -278,8 +282,11 @@ class _Round:
             self.posted.set()
             return
         if chosen and size != _FAILED:
-            channel.leave_move(closing, size)
-            channel.look_back(closing)
+            try:
+                channel.leave_move(closing, size)
+                channel.look_back(closing)
+            except Exception as error:
+                channel.failed = DynamixError(f"leaving or reading traces failed: {error!r}")
 
     def _post(self, size: int) -> bool:
         """Send `size`, unless something was sent for this window before; whether it was sent."""

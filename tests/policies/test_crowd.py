@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamix.policies.crowd import Crowd, Smell
-from dynamix.policies.traces import FLOOR, HEAVY, LATE, LOAD, NOISE, OFFSET, PRESENT, SPEED, TRACES, WAIT
+from dynamix.policies.traces import FLOOR, HEARD, HEAVY, LATE, LOAD, NOISE, OFFSET, PRESENT, SPEED, TRACES, WAIT
 
 STEP_S = 0.5
 
 
 def traces(load: Any, alpha: Any, beta: Any, **more: Any) -> Any:
-    """The sum of what workers leave whose seconds are alpha + beta load, in steps of half a second, (1, 13)."""
+    """The sum of what workers leave whose seconds are alpha + beta load, in steps of half a second, (1, 16)."""
     load, alpha, beta = (np.asarray(x, dtype=np.float64) for x in (load, alpha, beta))
     left = np.zeros((len(load), len(TRACES)))
     left[:, PRESENT], left[:, LOAD] = 1.0, load
@@ -80,7 +80,16 @@ def _move(
     for _ in range(windows):
         left = np.zeros((1, len(TRACES)))
         step = busy + 0.1
-        values = {PRESENT: 1.0, LOAD: load, SPEED: step / 0.1, OFFSET: 0.2, LATE: 1.0, WAIT: 0.1 / step, NOISE: noise}
+        values = {
+            PRESENT: 1.0,
+            LOAD: load,
+            SPEED: step / 0.1,
+            OFFSET: 0.2,
+            LATE: 1.0,
+            WAIT: 0.1 / step,
+            NOISE: noise,
+            HEARD: float(noise > 0),
+        }
         for trace, value in {**values, HEAVY: float(floor > 0), FLOOR: floor}.items():
             left[:, trace] = value
         smell, seconds, steps = crowd.read(left, left), np.array([step]), np.array([5.0])

@@ -24,6 +24,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket as Bucket
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -106,9 +107,21 @@ class ErrorFeedback:
         k = max(1, math.ceil(self.keep * n - 1e-9))
         if k >= n:
             return torch.arange(n, device=values.device)
-        if magnitude.device.type == "cpu":  # a sixth of `torch.topk`'s time; NaN counts as the largest for both
-            return torch.from_numpy(np.argpartition(magnitude.numpy(), n - k)[n - k :])
+        if magnitude.device.type == "cpu":
+            return torch.from_numpy(_largest_of(magnitude.numpy(), k))
         return torch.topk(magnitude, k, sorted=False).indices
+
+
+def _largest_of(magnitude: NDArray[Any], k: int) -> NDArray[np.int64]:
+    """Where the k largest of (n,) are, in any order; NaN counts as the largest. A third to a sixth of `torch.topk`'s time, but
+    equal values make a partition slow: where most are zero only the others are looked at."""
+    n = len(magnitude)
+    if 2 * np.count_nonzero(magnitude) > n:
+        return np.argpartition(magnitude, n - k)[n - k :]
+    found = np.flatnonzero(magnitude)
+    if len(found) > k:
+        return np.asarray(found[np.argpartition(magnitude[found], len(found) - k)[len(found) - k :]])
+    return np.concatenate([found, np.flatnonzero(magnitude == 0)[: k - len(found)]])
 
 
 class LossyState:

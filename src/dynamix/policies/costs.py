@@ -184,7 +184,9 @@ class WorkerCosts:
         """From the next window on, believe offsets near `offset` (..., 1 or W), in base batches, the more `firmly` the more."""
         near = np.log1p(offset)[..., None]
         beyond = np.broadcast_to(np.square(near), (*near.shape[:-1], len(POWERS)))  # a power has no offset
-        self.lean = firmly * np.concatenate([np.square(np.log1p(OFFSETS) - near), beyond], -1)
+        lean = firmly * np.concatenate([np.square(np.log1p(OFFSETS) - near), beyond], -1)
+        known = self.lean if self.lean.shape == lean.shape else np.zeros(lean.shape)
+        self.lean = np.where(np.isnan(lean), known, lean)  # of an unknown offset nothing new
 
     def at(self, window: Window) -> tuple[Floats, Floats]:
         """alpha (s) and beta (s/sample), (..., W), of the line that touches the costs at the sizes in force.
@@ -252,7 +254,7 @@ class WorkerCosts:
 
     def _start(self, shape: tuple[int, ...]) -> None:
         prior = np.concatenate([np.log(1.0 + OFFSETS / PRIOR), np.full(len(POWERS), 2.0)])
-        self.level = np.full((*shape, len(prior)), np.nan)
+        self.level, self.lean = np.full((*shape, len(prior)), np.nan), np.zeros(1)
         self.loss = prior + np.zeros(self.level.shape)
         self.variance, self.jitter, self.size = np.zeros(shape), np.full(shape, np.nan), np.full(shape, np.nan)
         self.before, self.after = np.full((2, *self.level.shape), np.nan)

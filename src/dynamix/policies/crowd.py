@@ -17,6 +17,7 @@ from dynamix.policies.traces import (
     AIMING,
     FLOOR,
     GROW,
+    HEARD,
     HEAVY,
     HELD,
     LATE,
@@ -73,7 +74,10 @@ class Smell:
         if load.ndim > speed.ndim:
             present, offset, speed, last = (x[..., None] for x in (present, offset, speed, last))
         with np.errstate(divide="ignore", invalid="ignore"):
-            return np.where(speed == 0.0, last * load / present, (load + offset) / speed)
+            part, now = load / present, (present + offset) / speed
+            # With less load those at an upper bound come off it, so time falls by no more than the load does.
+            line = np.where(part < 1.0, np.maximum((load + offset) / speed, now * part), (load + offset) / speed)
+            return np.where(speed == 0.0, last * part, line)
 
 
 class Crowd:
@@ -88,24 +92,34 @@ class Crowd:
         self.searches = 0
 
     def read(self, traces: Floats, new: Floats) -> Smell:
-        """Take in the traces of a window, (..., 1 or W, 15), and which part of them was left in it."""
+        """Take in the traces of a window, (..., 1 or W, 16), and which part of them was left in it."""
         with np.errstate(divide="ignore", invalid="ignore"):
             means = traces / traces[..., PRESENT, None]
             # Sizes change from window to window, and a high power would not be forgotten for long: of these only what is new counts.
             load, speed, offset, held = (new[..., trace] / new[..., PRESENT] for trace in (LOAD, SPEED, OFFSET, HELD))
             last = np.clip(1.0 - new[..., WAIT] / new[..., LATE], 0.02, 1.0)
+            # The noise of several windows, as faded: one window's is mostly chance.
+            noise = np.where(traces[..., HEARD] > 0.01, traces[..., NOISE] / traces[..., HEARD], np.nan)
             aim = np.where(new[..., AIMING] > 0.01, new[..., AIM] / new[..., AIMING], np.nan)
             floor = np.where(new[..., HEAVY] > 0.001, np.clip(new[..., FLOOR] / new[..., HEAVY], 0.0, 1.25), 0.0)
-        self.last = np.where(np.isfinite(last), last, 1.0)
-        noise = np.where(means[..., NOISE] == 0.0, np.nan, np.clip(means[..., NOISE], 0.01, 0.99))
+        known = self.last if self.last.shape == last.shape else np.ones(last.shape)
+        self.last = np.where(np.isfinite(last), last, known)
         return Smell(
             load=load, speed=np.where(speed > 1e-3, speed, 0.0), offset=offset - held, fixed=means[..., OFFSET],
-            last=np.where(np.isnan(load), np.nan, self.last), floor=floor, noise=noise,
+            last=np.where(np.isnan(load), np.nan, self.last), floor=floor, noise=np.clip(noise, 0.01, 0.99),
             churn=np.minimum(means[..., GROW], means[..., SHRINK]), aim=aim, oom=traces[..., OOM],
         )  # fmt: skip
 
     def best_move(
-        self, smell: Smell, *, load: Floats, seconds: Floats, steps: Floats, reach: float, price: float
+        self,
+        smell: Smell,
+        *,
+        load: Floats,
+        seconds: Floats,
+        steps: Floats,
+        reach: float,
+        price: float,
+        seen: bool = False,
     ) -> tuple[Floats, Floats]:
         """Log change (..., 1 or W) of the crowd's `load`, within `reach`, to the one of highest goodput, and the largest that may be
         made: beyond what training has met growth is as slow as `goodput.GROWTH`.
@@ -113,18 +127,18 @@ class Crowd:
         load      mean load in force now (..., 1 or W), which the traces may not tell yet
         seconds   of the traces' step (..., 1 or W)
         steps     in a window
+        seen      these traces were searched before: nothing is learned from them again
         price     what the square of log load costs in log goodput, twice. Without a noise scale only the price counts
         """
         one = np.ones(smell.load.shape)
+        seen = seen and self.largest.total.shape == one.shape
         with np.errstate(divide="ignore", invalid="ignore"):
-            self.noise.update(smell.load * smell.noise / (1.0 - smell.noise), smell.load)
-            last = np.minimum(smell.last, 0.98)  # an exchange of nothing at all is a slip of the clock
-            self.exchange.update(last * seconds, (1.0 - last) * seconds)
-            free = (
-                np.log(self.largest.update(np.where(np.isnan(load), 1.0, load), one))
-                + GROWTH * np.fmin(steps, 500.0)
-                - np.log(load)
-            )
+            if not seen:
+                self.noise.update(smell.load * smell.noise / (1.0 - smell.noise), smell.load)
+                last = np.minimum(smell.last, 0.98)  # an exchange of nothing at all is a slip of the clock
+                self.exchange.update(last * seconds, (1.0 - last) * seconds)
+                self.largest.update(np.where(np.isnan(load), 1.0, load), one)
+            free = np.log(self.largest.total) + GROWTH * np.fmin(steps, 500.0) - np.log(load)
             log_load = np.log(load)[..., None] + CANDIDATES * reach
             finish = np.maximum(smell.finish(np.exp(log_load)), smell.floor[..., None] + 1e-6)
             step = self.exchange.log_step(seconds[..., None] * finish)
@@ -149,4 +163,5 @@ class Crowd:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name in self._PARTS:
             restored(getattr(self, name), state[name])
-        self.last, self.searches = np.asarray(state["last"]), int(state["searches"])
+        last = np.asarray(state["last"])
+        self.last, self.searches = last if last.size else UNKNOWN, int(state["searches"])

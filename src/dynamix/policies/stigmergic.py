@@ -29,6 +29,7 @@ from dynamix.policies.traces import (
     AIMING,
     FLOOR,
     GROW,
+    HEARD,
     HEAVY,
     HELD,
     LATE,
@@ -49,6 +50,7 @@ from dynamix.window import Bounds, Floats, Ints, Window, project
 KIND = "stigmergic"
 PRETRAINED = Path(__file__).parent / "pretrained" / "stigmergic.safetensors"
 LEAP = 1.5  # largest log change of a size in one decision
+FAINTEST = 2e-3  # of what a store can hold of a high power
 LARGEST = 60.0  # of what a worker leaves: a store holds deposits of +-64
 HEAVINESS = 12  # the same for the one whose smallest size takes longest
 KEENNESS = 40  # power of the share of a step that tells the last to finish from the others
@@ -141,7 +143,7 @@ class StigmergicPolicy:
     # ------------------------------------------------------------ one worker, or many side by side
 
     def observe(self, own: Own) -> tuple[Sense, Floats]:
-        """Take in a window: what the workers make of it, and what they leave in the field, (..., W, 15)."""
+        """Take in a window: what the workers make of it, and what they leave in the field, (..., W, 16)."""
         p = self.parameters
         sense = self.habit.observe(own)
         pace_s, load = sense.pace_s * (1.0 + p.hedge * sense.jitter), np.minimum(own.load, LARGEST)
@@ -156,26 +158,26 @@ class StigmergicPolicy:
         left[..., LOAD] = load
         left[..., SPEED] = np.where(self.habit.pinned, 0.0, speed)
         left[..., OFFSET] = offset
-        left[..., HELD] = np.where(self.habit.pinned, load + offset, 0.0)
+        left[..., HELD] = np.where(self.habit.pinned, np.minimum(load + offset, LARGEST), 0.0)
         with np.errstate(divide="ignore", invalid="ignore"):
             last = sense.share
-            known_last = self.crowd.last.ndim == last.ndim and self.crowd.last.shape[:-1] == last.shape[:-1]
+            known_last = self.crowd.last.shape in (last.shape, (*last.shape[:-1], 1))
             before = self.crowd.last if known_last else last
             quickest = (self.habit.least / own.unit + sense.offset) * sense.pace_s / self.habit.step
-            quickest = np.minimum(np.where(known, quickest, 0.0), 1.25)
+            quickest = np.clip(np.where(known, quickest, 0.0), 0.0, 1.25)
             late = np.minimum((last / before) ** KEENNESS, LARGEST)
-            heavy = np.minimum((quickest / before) ** HEAVINESS, LARGEST)
-        left[..., LATE] = np.nan_to_num(late)
+            heavy = np.minimum((quickest / before) ** HEAVINESS, 0.8 * LARGEST)
+        left[..., LATE] = np.where(np.isnan(late), 0.0, np.maximum(late, FAINTEST))
         left[..., WAIT] = left[..., LATE] * np.nan_to_num(1.0 - last)
         left[..., HEAVY] = np.nan_to_num(heavy)
         left[..., FLOOR] = left[..., HEAVY] * np.nan_to_num(quickest)
-        seen = np.where(own.noise == 0.0, 1e-3, np.clip(own.noise, -4.0, 4.0))  # nothing left means nothing known
-        left[..., NOISE] = np.nan_to_num(seen)
+        left[..., NOISE] = np.nan_to_num(np.clip(own.noise, -4.0, 4.0))
+        left[..., HEARD] = np.isfinite(own.noise)
         left[..., OOM] = own.size > own.fits  # until the own size fits
         return Sense(sense.share, sense.jitter, pace_s, offset), left
 
     def choose(self, own: Own, sense: Sense, smelt: Floats, new: Floats, bounds: Bounds, *, old: bool = False) -> Ints:
-        """The workers' new sizes (..., W) from what they smell, and which part of it was left in the last window, (..., 1 or W, 15).
+        """The workers' new sizes (..., W) from what they smell, and which part of it was left in the last window, (..., 1 or W, 16).
         Unknown traces: the size stays.
 
         old   the traces are those of the window before; somebody has not left the last one's yet
@@ -204,7 +206,7 @@ class StigmergicPolicy:
         return np.asarray(np.where(own.size > 0, sizes, bounds.low), dtype=np.int64)
 
     def moved(self, before: Floats, load: Floats, sizes: Ints) -> Floats:
-        """What workers of this `load` leave in the field about their way from size `before` to `sizes`, (..., W, 15).
+        """What workers of this `load` leave in the field about their way from size `before` to `sizes`, (..., W, 16).
 
         Only what they did beyond the move that all made alike: moves towards the pace cancel to first order, and this is what is
         left of their sum.
@@ -220,19 +222,19 @@ class StigmergicPolicy:
         """The log change that all make alike, (..., 1 or W), each one's whole log change from `load` and the load it aims at, (..., W);
         NaN where the traces are not known."""
         p = self.parameters
-        self.habit.costs.lean_to(np.maximum(np.nan_to_num(smell.fixed), 0.0)[..., None], p.kin)
+        self.habit.costs.lean_to(np.maximum(smell.fixed, 0.0)[..., None], p.kin)
         # Times are in steps of the traces' window; since an old one all have made a move.
         step = self.habit.before if old else self.habit.step
         step = step if smell.load.shape == own.size.shape else mean_of_known(step)[..., None]
         present = smell.load * np.exp(self.common) if old else smell.load
         best, free = self.crowd.best_move(
-            smell, load=present, seconds=step, steps=own.steps[..., :1], reach=p.reach, price=p.price
+            smell, load=present, seconds=step, steps=own.steps[..., :1], reach=p.reach, price=p.price, seen=old
         )
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             found = np.minimum(p.push * best, free)
             found = np.where(found > 0, found * np.exp(-p.alarm * smell.oom), found)
             # What all found differed from what this worker did a window before: a slip of its own, which it takes back.
-            slip = np.nan_to_num(self.target - smell.aim) if self.target.shape == found.shape else 0.0
+            slip = 0.0 if old or self.target.shape != found.shape else np.nan_to_num(self.target - smell.aim)
             self.target = np.log(present) + found
             common = np.clip(found - slip, -p.reach, np.maximum(free, 0.0))
             common = np.where(np.isnan(present), np.nan, common)

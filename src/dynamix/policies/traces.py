@@ -1,6 +1,6 @@
 """What a worker knows by itself after a window, and what it leaves of that in the shared field.
 
-Fifteen traces (`TRACES`), read as means over `present`, or over `late`, `heavy` and `aiming` where only some know something. So nobody needs
+Sixteen traces (`TRACES`), read as means over `present`, or over `late`, `heavy`, `heard` and `aiming` where only some know something. So nobody needs
 to know who left what, and who leaves no more is forgotten. Loads are counted in even shares of the base batch, times in steps.
 """
 
@@ -24,6 +24,7 @@ from dynamix.window import Floats, Window
 # heavy    near 1 for who would fill the step with its smallest size: the part of the step that takes, to a high power
 # floor    the same part, times heavy
 # noise    own part of the noise's share of |g|^2
+# heard    1 for every worker that knows its own part
 # grow, shrink   by which part the own size was just changed beyond what all changed alike, times load
 # aim      log of the crowd's load that teaches most a second, as this worker finds it
 # aiming   1 for every worker that found one
@@ -39,13 +40,16 @@ TRACES = (
     "heavy",
     "floor",
     "noise",
+    "heard",
     "grow",
     "shrink",
     "aim",
     "aiming",
     "oom",
 )
-PRESENT, LOAD, SPEED, OFFSET, HELD, LATE, WAIT, HEAVY, FLOOR, NOISE, GROW, SHRINK, AIM, AIMING, OOM = range(len(TRACES))
+PRESENT, LOAD, SPEED, OFFSET, HELD, LATE, WAIT, HEAVY, FLOOR, NOISE, HEARD, GROW, SHRINK, AIM, AIMING, OOM = range(
+    len(TRACES)
+)
 
 
 LEAST_OF_FEW = 1.2  # standard deviations that the least of some five steps lies below their mean
