@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed import TCPStore
+from torch.distributed import HashStore, TCPStore
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, Dataset
 
@@ -28,7 +28,8 @@ from dynamix.observation import ROW
 from dynamix.policies.guard import Guard
 from dynamix.policies.stigmergic import StigmergicPolicy
 from dynamix.policies.traces import LEAST_OF_FEW, PRESENT, TRACES
-from dynamix.stigmergy.field import MemoryField
+from dynamix.stigmergy.field import Decay, MemoryField
+from dynamix.stigmergy.stored import StoreField
 from dynamix.telemetry.events import read_events
 from dynamix.window import Bounds, Window
 from tests.ranks import Ok, run_ranks
@@ -93,6 +94,29 @@ def test_all_ranks_apply_the_same_sizes_at_the_same_step_and_use_every_sample_on
     if workers == 2:
         again = run_ranks(_train, workers, {"replay": events})
         assert again[0]["plans"] == again[1]["plans"] == results[0]["plans"]
+
+
+class _SlowStore(HashStore):
+    """Every addition takes a while, as over a network."""
+
+    def add(self, key: str, amount: int) -> int:
+        time.sleep(2e-4)
+        return int(super().add(key, amount))
+
+
+def test_who_sees_that_a_worker_left_its_traces_sees_all_of_them() -> None:
+    channel = object.__new__(PeerChannel)
+    channel.field = field = StoreField(_SlowStore(), len(TRACES), Decay(alpha=0.5, beta=1.0, start=0.0), patience_s=5)
+    reader = StoreField(field._store, len(TRACES), field.decay, patience_s=5)
+    traces = np.ones((1, len(TRACES)))
+    for step in range(12):
+        channel._leave(traces, step)
+        seen = np.zeros(len(TRACES))
+        while seen[PRESENT] < float(field.decay.kept(np.arange(step + 1)).sum()) - 0.5:
+            seen = reader.read(np.arange(len(TRACES)), step=step)
+        np.testing.assert_allclose(seen, seen[PRESENT], rtol=1e-3)
+    field.close()
+    reader.close()
 
 
 def _slow_to_leave_traces(rank: int) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import dynamix
 from dynamix.compression import CompressionState
-from dynamix.compression.lossy import ErrorFeedback, LossyState, lossy_hook, lossy_topk_hook
+from dynamix.compression.lossy import ErrorFeedback, LossyState, _largest_of, lossy_hook, lossy_topk_hook
 from dynamix.errors import ConfigError, StateError, UsageError
 from tests.ranks import run_ranks
 
@@ -281,3 +282,16 @@ class Bucket:
 def test_another_models_bucket_is_refused() -> None:
     with pytest.raises(UsageError, match="another model"):
         LossyState(Sums(), keep=0.1).sparsify_(Bucket(torch.zeros(4)))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("zeros", [0.0, 0.4, 0.9, 0.995, 1.0])
+@pytest.mark.parametrize("k", [1, 10, 400])
+def test_the_largest_are_found_among_any_number_of_zeros(zeros: float, k: int) -> None:
+    rng = np.random.default_rng(k)
+    values = np.where(rng.random(1000) < zeros, 0.0, np.abs(rng.normal(size=1000))).astype(np.float32)
+    values[rng.integers(1000)] = np.nan
+    found = _largest_of(values, k)
+    assert len(set(found.tolist())) == k
+    assert np.isnan(values[found]).any()
+    want = torch.topk(torch.from_numpy(values), k).values.sort().values
+    torch.testing.assert_close(torch.from_numpy(values[found]).sort().values, want, equal_nan=True)

@@ -114,6 +114,16 @@ def test_who_is_at_its_bound_leaves_the_rest_to_the_others() -> None:
     assert sizes[0] > 1.1 * 64
 
 
+@pytest.mark.parametrize("make", RULES.values(), ids=RULES)
+def test_sizes_at_their_bounds_do_not_make_the_global_batch_jump(make: Any) -> None:
+    world = Affine(1e-3 * np.array([0.3, 0.3, 0.3, 3.0]), alpha=0.002, exchange_s=0.005, phi=4000.0)
+    policy, bounds, sizes, totals = make(), Bounds.of(4, 1, np.array([80, 80, 80, 4096])), np.full(4, 64), []
+    for _ in range(60):
+        sizes = policy.decide(world.window(sizes), bounds)
+        totals.append(int(sizes.sum()))
+    assert max(totals[-20:]) < 1.25 * min(totals[-20:])
+
+
 def test_nobody_waits_for_less_than_the_fixed_costs_of_the_slowest() -> None:
     class OneHeavy(Affine):
         def seconds(self, sizes: Any) -> Any:
@@ -181,10 +191,11 @@ def test_without_traces_every_size_stays() -> None:
     assert policy.choose(own, sense, unknown, unknown, Bounds.of(2)).tolist() == [30, 90]
 
 
-def test_a_restored_policy_goes_on_as_if_nothing_had_happened() -> None:
+@pytest.mark.parametrize("windows", [0, 3])
+def test_a_restored_policy_goes_on_as_if_nothing_had_happened(windows: int) -> None:
     world, bounds = Affine(1e-3 * np.linspace(1, 4, 5), phi=800.0), Bounds.of(5, 1, 512)
     policy = StigmergicPolicy()
-    sizes = world.run(policy, bounds, 3)
+    sizes = world.run(policy, bounds, windows)
     again = StigmergicPolicy()
     again.load_state_dict(json.loads(json.dumps(policy.state_dict())))
     for _ in range(3):
@@ -203,6 +214,24 @@ def test_unmeasured_windows_count_as_the_last_one_did() -> None:
     )
     after = policy.decide(hidden, bounds)
     np.testing.assert_allclose(after, sizes, rtol=0.05, atol=1)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_job_of_another_size_starts_anew(shared: bool) -> None:
+    policy = StigmergicPolicy(shared=shared)
+    for workers in (4, 2, 1):
+        world = Affine(1e-3 * np.linspace(1, 4, workers), phi=200.0)
+        assert world.run(policy, Bounds.of(workers, 1, 512), 3).shape == (workers,)
+
+
+def test_one_lost_reading_is_not_a_crowd_without_fixed_costs() -> None:
+    world, policy = Affine(1e-3 * np.linspace(1, 4, 3), alpha=0.1, phi=200.0), StigmergicPolicy()
+    sizes = world.run(policy, Bounds.of(3, 1, 512), 6)
+    before, own = policy.habit.costs.lean.copy(), Own.of(world.window(sizes))
+    sense, _ = policy.observe(own)
+    unknown = np.full((1, len(TRACES)), np.nan)
+    assert policy.choose(own, sense, unknown, unknown, Bounds.of(3, 1, 512)).tolist() == sizes.tolist()
+    np.testing.assert_array_equal(policy.habit.costs.lean, before)
 
 
 def test_nobody_else_is_seen_without_shared_traces() -> None:

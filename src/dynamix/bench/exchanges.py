@@ -5,6 +5,7 @@ Ours are in `dynamix.compression`; here are the others, as they are usually done
 dense      torch's all-reduce of float32
 fp16       torch's `fp16_compress_hook` (lossy)
 powersgd   torch's PowerSGD of rank 4 with error feedback and warm start (lossy; Vogels et al., arXiv 1905.13727)
+topk-dense what top-k with error feedback leaves, in torch's all-reduce (lossy): only what selecting takes
 topk       the largest 1 % of each rank, gathered as index and value (lossy; `dynamix.compression.lossy`)
 blocks     blocks of 256 elements that are not zero, after OmniReduce (Fei et al., SIGCOMM 2021)
 
