@@ -153,7 +153,8 @@ class PeerChannel:
 
     def _steadied(self, own: Own, row: Floats, closing: Closing) -> Own:
         """With the noise's share averaged over windows, numerator and denominator apart, as `NoiseScale` does it: one window's is
-        mostly chance. Noise per sample is what stays while the global batch moves."""
+        mostly chance. Noise per sample is what stays while the global batch moves. (`NoiseScale` itself ends at 0, which the whole
+        noise cannot go below; one rank's part can.)"""
         signal, total = dict(zip(ROW, row, strict=False))["global_norm_sq"], float(closing.sizes.sum())
         noise = float(own.noise[0]) * signal * total
         if np.isfinite(noise):
@@ -197,10 +198,8 @@ class PeerChannel:
         """Whether everybody's traces of window `step` are there, now or within `patience_s`. Keeps them."""
         before, deadline = self._whole, time.perf_counter() + patience_s
         missed = range(max(step - max(before.step, self._first - 1), 1))  # windows: usually this one only
-        kept, whole = (
-            float(self.policy.decay.kept(len(missed))),
-            self.workers * float(self.policy.decay.kept(missed).sum()),
-        )
+        kept = float(self.policy.decay.kept(len(missed)))
+        whole = self.workers * float(self.policy.decay.kept(missed).sum())
         while before.step < step:
             traces = self.field.read(np.arange(len(TRACES)), step=step)
             new = traces - kept * before.traces

@@ -55,9 +55,8 @@ class WorkerCosts:
         self.error: Floats = UNKNOWN  # (...) variance of a window's mean that `jitter` does not explain
         self.apart: Floats = UNKNOWN  # (...) the same without what all workers have in common
         self.count: Floats = UNKNOWN  # (...) windows that both were learned from
-        self.lean: Floats = np.zeros(
-            1
-        )  # (..., 1 or W, G) what speaks against candidates beside the evidence, as `loss`
+        # What speaks against candidates beside the evidence, as `loss`, (..., 1 or W, G).
+        self.lean: Floats = np.zeros(1)
         # Kept because it is asked again: the weights that follow from `loss`, and the last window with its `_samples` and their log.
         self._weighed: tuple[Floats, Floats] = (np.empty(0), UNKNOWN)
         self._latest: tuple[Window | None, Floats, Floats] = (None, UNKNOWN, UNKNOWN)

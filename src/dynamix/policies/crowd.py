@@ -1,6 +1,6 @@
 """What a worker makes of the traces that all have left: when they could all finish together, and which load teaches most a second.
 
-All that is read here is the same for every worker that reads the same field, so all come to the same answer.
+All who read the same field come to the same answer, but for what they remember; how far they differ the field tells too (`aim`).
 """
 
 from __future__ import annotations

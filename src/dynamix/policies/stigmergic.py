@@ -52,8 +52,8 @@ PRETRAINED = Path(__file__).parent / "pretrained" / "stigmergic.safetensors"
 LEAP = 1.5  # largest log change of a size in one decision
 FAINTEST = 2e-3  # of what a store can hold of a high power
 LARGEST = 60.0  # of what a worker leaves: a store holds deposits of +-64
-HEAVINESS = 12  # the same for the one whose smallest size takes longest
 KEENNESS = 40  # power of the share of a step that tells the last to finish from the others
+HEAVINESS = 12  # the same for the one whose smallest size takes longest
 SLIGHTEST = 1e-3  # smallest load that a worker aims at; what it gets is its own lower bound
 
 
