@@ -13,18 +13,20 @@ from dynamix.errors import ConfigError, StateError
 from dynamix.stigmergy.aggregate import interquartile_mean, stratified
 from dynamix.stigmergy.burrow import Shape
 from dynamix.stigmergy.excavation import ExcavationConfig
-from dynamix.stigmergy.experiment import METHODS, ExperimentConfig, main, run, table
+from dynamix.stigmergy.experiment import ExperimentConfig, main, run, table
 from dynamix.stigmergy.learner import DQNConfig
 from dynamix.stigmergy.lessons import Stage
 from dynamix.stigmergy.mappo import MAPPOConfig
 
+METHODS = ("s-madrl", "madqn", "mappo", "random")
 QUICK = ExperimentConfig(
+    methods=METHODS,
     agents=(1, 3),
     seeds=(0,),
     task=ExcavationConfig(Shape(2, 2, 2, 2), horizon=40),
     dqn=DQNConfig(hidden=8, batch=16, warm_up=32, capacity=200),
     mappo=MAPPOConfig(hidden=8, rollout=20),
-    stages=(Stage(1, 20, 1.0), Stage(2, 20, 0.3)),
+    stages=(Stage((1,), 20, 1.0), Stage((1, 2), 20, 0.3)),
     worlds=4,
     evaluation_worlds=4,
 )
@@ -57,7 +59,7 @@ def test_it_compares_all_methods_and_goes_on_where_it_stopped(tmp_path: Path) ->
     with pytest.raises(StateError, match="damaged"):
         run(QUICK, tmp_path)
     with pytest.raises(ConfigError, match="methods"):
-        dataclasses.replace(QUICK, methods=("maddpg",))
+        dataclasses.replace(QUICK, methods=("qmix",))
 
 
 def test_a_seed_gives_the_same_result_again() -> None:

@@ -18,7 +18,7 @@ from dynamix.stigmergy.mappo import MAPPOConfig, MAPPOTraining
 
 SHORT = ExcavationConfig(Shape(2, 2, 3, 2), horizon=100)
 TINY = DQNConfig(hidden=16, batch=32, capacity=500, warm_up=64, target_every=10)
-STAGES = (Stage(1, 40, 1.0), Stage(2, 40, 0.3))
+STAGES = (Stage((1,), 40, 1.0), Stage((1, 2), 40, 0.3))
 
 
 def q_learning(seed: int) -> Any:
@@ -50,11 +50,11 @@ def test_stopped_and_resumed_it_ends_in_the_same_weights(make: Any, stop: int) -
 
 def test_one_agent_learns_to_fetch_pellets() -> None:
     training = Training(
-        SHORT, DQNConfig(hidden=32, batch=128, warm_up=500), stages=(Stage(1, 500, 1.0),), worlds=8, seed=0
+        SHORT, DQNConfig(hidden=32, batch=128, warm_up=500), stages=(Stage((1,), 1000, 1.0),), worlds=8, seed=0
     )
     training.run()
     rng = np.random.default_rng(0)
-    learned = evaluate(lambda seen: training.learner.act(seen, epsilon=0.02), SHORT, agents=1, seed=1)
+    learned = evaluate(training.learner.act, SHORT, agents=1, seed=1)
     random = evaluate(lambda seen: rng.integers(5, size=seen.shape[:-1]), SHORT, agents=1, seed=1)
     assert learned.delivered.mean() > 10  # 16 at best
     assert random.delivered.mean() < 4
@@ -66,10 +66,29 @@ def test_without_traces_nothing_depends_on_them_and_with_them_it_does() -> None:
     other = seen.copy()
     other[:, task.traces] = rng.random(other[:, task.traces].shape)
     for config, same in ((without_traces(), True), (DQNConfig(), False)):
-        learner = DQN(task.features, task.traces, config, seed=0)
-        assert (learner.act(seen) == learner.act(other)).all() == same
+        first, learner = (DQN(task.features, task.traces, config, seed=0) for _ in range(2))
+        assert (first.act(seen) == learner.act(other)).all() == same
         learner.remember(seen, np.zeros(500, np.int64), np.zeros(500), other, np.ones(500, bool))
         assert bool((learner.memory["then"][:, task.traces] == 0).all()) == same
+
+
+def test_it_learns_the_worth_that_munchausen_dqn_has_on_a_task_of_one_state() -> None:
+    """Fixed point of one state, five actions with rewards r: q = r + m max(t log p, -1) + g t logsumexp(q / t)."""
+    rewards = np.array([0.0, 0.1, 0.2, 0.3, 0.4])
+    config = DQNConfig(hidden=16, batch=64, capacity=500, warm_up=500, target_every=20, gamma=0.5, reward_scale=1.0)
+    learner = DQN(2, slice(1, 2), config, seed=0)
+    seen, action = np.ones((500, 2), np.float32), np.arange(500) % 5
+    learner.remember(seen, action, rewards[action], seen, np.ones(500, bool))
+    for _ in range(1500):
+        learner.learn()
+    worth, heat = np.zeros(5), config.temperature
+    for _ in range(200):
+        soft = heat * np.log(np.exp(worth / heat).sum())
+        worth = rewards + config.munchausen * np.maximum(worth - soft, -1.0) + config.gamma * soft
+    with torch.no_grad():
+        np.testing.assert_allclose(learner.net(torch.ones(2)).numpy(), worth, atol=0.02)
+    drawn = np.bincount(learner.act(np.ones((4000, 2), np.float32)), minlength=5) / 4000
+    np.testing.assert_allclose(drawn, np.exp((worth - soft) / heat), atol=0.04)
 
 
 def test_memory_keeps_the_newest_and_the_target_follows_late() -> None:
@@ -90,7 +109,10 @@ def test_memory_keeps_the_newest_and_the_target_follows_late() -> None:
 def test_impossible_settings_are_refused() -> None:
     with pytest.raises(ConfigError, match="warm_up"):
         DQNConfig(batch=100, warm_up=10)
+    for settings in ({"temperature": 0.0}, {"temperature": float("nan")}, {"munchausen": 1.0}):
+        with pytest.raises(ConfigError, match="temperature"):
+            DQNConfig(**settings)
     with pytest.raises(ConfigError, match="stages"):
         Training(SHORT, stages=())
     with pytest.raises(ConfigError, match="stages"):
-        MAPPOTraining(SHORT, stages=(Stage(1, 150, 1.0),))
+        MAPPOTraining(SHORT, stages=(Stage((1,), 150, 1.0),))

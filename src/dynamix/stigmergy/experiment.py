@@ -2,7 +2,8 @@
 
 Every (method, seed) is one training by the same curriculum over the same number of steps of the worlds; its final weights are
 evaluated with 1 to 8 agents. Settings are the classes' defaults for all. A finished (method, seed) is a line of OUT/runs.jsonl, and a call that finds
-such lines runs only what is missing. Where matplotlib is installed, OUT/figure.png shows the result.
+such lines runs only what is missing. Where matplotlib is installed, OUT/figure.png shows the result; MADDPG is there where
+AgileRL is (`maddpg.py`).
 """
 
 from __future__ import annotations
@@ -30,24 +31,31 @@ from dynamix.stigmergy.burrow import GROUNDS
 from dynamix.stigmergy.excavation import ACTIONS, ExcavationConfig, Seen
 from dynamix.stigmergy.learner import Actions, DQNConfig, Training, evaluate, without_traces
 from dynamix.stigmergy.lessons import CURRICULUM, Stage
+from dynamix.stigmergy.maddpg import MADDPGConfig, MADDPGTraining
 from dynamix.stigmergy.mappo import MAPPOConfig, MAPPOTraining
 
-METHODS = ("s-madrl", "madqn", "mappo", "random")
+METHODS = ("s-madrl", "madqn", "mappo", "maddpg", "random")
 MEASURES = ("reward", "pellets_per_1000", "collisions_per_1000", "gini")
-EVALUATION_EPSILON = 0.02  # of the Q-learners: equal agents that act by one rule can block each other for ever
 EVALUATION_SEED = 770_000
+
+
+def available() -> tuple[str, ...]:
+    """All methods, without MADDPG where AgileRL is not installed."""
+    found = importlib.util.find_spec("agilerl") is not None
+    return tuple(name for name in METHODS if found or name != "maddpg")
 
 
 @dataclass(frozen=True, slots=True)
 class ExperimentConfig:
     """What is compared. `evaluation_worlds` episodes of one horizon for every number of `agents`, method and seed."""
 
-    methods: tuple[str, ...] = METHODS
+    methods: tuple[str, ...] = field(default_factory=available)
     agents: tuple[int, ...] = (1, 2, 4, 6, 8)
     seeds: tuple[int, ...] = tuple(range(10))
     task: ExcavationConfig = field(default_factory=ExcavationConfig)
     dqn: DQNConfig = field(default_factory=DQNConfig)
     mappo: MAPPOConfig = field(default_factory=MAPPOConfig)
+    maddpg: MADDPGConfig = field(default_factory=MADDPGConfig)
     stages: tuple[Stage, ...] = CURRICULUM
     worlds: int = 16
     evaluation_worlds: int = 16
@@ -202,14 +210,19 @@ def _trained(config: ExperimentConfig, method: str, seed: int) -> Callable[[Seen
     if method == "random":
         rng = np.random.default_rng(seed)
         return lambda seen: rng.integers(len(ACTIONS), size=seen.shape[:-1])
+    how: dict[str, Any] = {"stages": config.stages, "worlds": config.worlds, "seed": seed}
     if method == "mappo":
-        baseline = MAPPOTraining(config.task, config.mappo, stages=config.stages, worlds=config.worlds, seed=seed)
-        baseline.run()
-        return baseline.act
+        mappo = MAPPOTraining(config.task, config.mappo, **how)
+        mappo.run()
+        return mappo.act
+    if method == "maddpg":
+        maddpg = MADDPGTraining(config.task, config.maddpg, **how)
+        maddpg.run()
+        return maddpg.act
     dqn = config.dqn if method == "s-madrl" else without_traces(config.dqn)
-    training = Training(config.task, dqn, stages=config.stages, worlds=config.worlds, seed=seed)
+    training = Training(config.task, dqn, **how)
     training.run()
-    return functools.partial(training.learner.act, epsilon=EVALUATION_EPSILON)
+    return training.learner.act
 
 
 def _results(config: ExperimentConfig, missing: Sequence[tuple[str, int]], processes: int) -> Any:
@@ -234,10 +247,10 @@ def _finished(path: Path | None, config: ExperimentConfig) -> list[dict[str, Any
 
 
 def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="S-MADRL, MADQN and MAPPO on the excavation task.")
+    parser = argparse.ArgumentParser(description="S-MADRL, MADQN, MAPPO and MADDPG on the excavation task.")
     parser.add_argument("out", type=Path, help="folder for runs.jsonl and result.json; finished runs there are kept")
     parser.add_argument("--seeds", type=int, default=10)
-    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
+    parser.add_argument("--methods", nargs="+", default=list(available()), choices=METHODS)
     parser.add_argument("--processes", type=int, default=1, help="runs at a time, one thread each")
     parser.add_argument("--scale", type=float, default=1.0, help="of the number of steps of every stage")
     parser.add_argument("--ground", default="two-lane", choices=GROUNDS)

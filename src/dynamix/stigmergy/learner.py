@@ -1,8 +1,9 @@
 """Independent deep Q-learning with shared weights, in one file: what S-MADRL's agents learn with. Torch only.
 
 Every agent acts on its own observation and learns from its own reward; all use, and fill, the same network and memory
-(double DQN, van Hasselt et al. 2016; target network and replay, Mnih et al. 2015). `DQNConfig(traces=False)` is MADQN, the
-baseline: the same class, network, and settings, with the traces in its observation masked.
+(target network and replay, Mnih et al. 2015; Munchausen DQN, Vieillard et al. 2020). They draw their actions from the
+soft-max of what they are worth, because equal agents who all take the best one block each other for ever.
+`DQNConfig(traces=False)` is MADQN, the baseline: the same class, network, and settings, with the traces in its observation masked.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import nn
 
 from dynamix.errors import ConfigError
 from dynamix.stigmergy.excavation import ACTIONS, Excavation, ExcavationConfig, Seen
@@ -36,7 +37,9 @@ class DQNConfig:
     capacity       transitions remembered; learning begins with `warm_up` of them
     target_every   gradient steps between two copies of the network to the target
     reward_scale   on what the network learns from, so that its outputs are of order 1
-    epsilon_last   chance of a random action that is left after the first half of a stage
+    temperature    of the soft-max, and weight of the entropy in what is learned; in scaled reward
+    munchausen     share of the taken action's log-probability, times the temperature and cut at -1, that is added to the reward
+    epsilon_last   chance of any action, while learning, that is left after the first half of a stage
     """
 
     traces: bool = True
@@ -48,12 +51,17 @@ class DQNConfig:
     warm_up: int = 2_000
     target_every: int = 200
     reward_scale: float = 0.1
+    temperature: float = 0.06
+    munchausen: float = 0.9
     epsilon_last: float = 0.05
     max_gradient_norm: float = 10.0
 
     def __post_init__(self) -> None:
         if not self.batch <= self.warm_up <= self.capacity:
             raise ConfigError("warm_up", self.warm_up, "batch to capacity", "check the configuration")
+        if not (0 < self.temperature < float("inf") and 0 <= self.munchausen < 1):
+            allowed = "above 0, and 0 to less than 1"
+            raise ConfigError("temperature, munchausen", (self.temperature, self.munchausen), allowed, "check them")
 
 
 def perceptron(inputs: int, hidden: int, outputs: int, generator: torch.Generator) -> nn.Sequential:
@@ -92,11 +100,11 @@ class DQN:
 
     @torch.no_grad()
     def act(self, seen: Seen, *, epsilon: float = 0.0) -> Actions:
-        """Actions (...) for observations (..., F): the best by the network, or with chance `epsilon` any."""
-        best: Tensor = self.net(torch.from_numpy(seen) * self.mask).argmax(-1)
-        anything = torch.randint(len(ACTIONS), best.shape, generator=self.generator)
-        explores = torch.rand(best.shape, generator=self.generator) < epsilon
-        return np.asarray(torch.where(explores, anything, best).numpy())
+        """Actions (...) for observations (..., F), drawn from the soft-max, or with chance `epsilon` from all alike."""
+        worth = self.net(torch.from_numpy(seen) * self.mask)
+        chance = (worth / self.config.temperature).softmax(-1) * (1 - epsilon) + epsilon / len(ACTIONS)
+        drawn = torch.multinomial(chance.flatten(0, -2), 1, generator=self.generator)
+        return np.asarray(drawn.view(chance.shape[:-1]).numpy())
 
     def remember(self, seen: Seen, action: Actions, reward: NDArray[Any], then: Seen, goes_on: NDArray[Any]) -> None:
         """Keep transitions: (..., F), (...), (...), (..., F), (...); the oldest give way."""
@@ -114,15 +122,17 @@ class DQN:
         self.remembered += len(rows)
 
     def learn(self) -> float:
-        """One gradient step of double DQN on remembered transitions; the loss, NaN while there are too few."""
+        """One gradient step of Munchausen DQN on remembered transitions; the loss, NaN while there are too few."""
         c = self.config
         if self.remembered < c.warm_up:
             return float("nan")
         rows = torch.randint(min(self.remembered, c.capacity), (c.batch,), generator=self.generator)
         seen, action, reward, then, goes_on = (self.memory[name][rows] for name in self.memory)
         with torch.no_grad():
-            chosen = self.net(then).argmax(-1, keepdim=True)
-            aim = reward + c.gamma * goes_on * self.target(then).gather(-1, chosen).squeeze(-1)
+            following, heat = self.target(then), c.temperature
+            soft = heat * (following / heat).logsumexp(-1)  # what is expected, and the temperature times the entropy
+            taken = (self.target(seen) / heat).log_softmax(-1).gather(-1, action.unsqueeze(-1)).squeeze(-1)
+            aim = reward + c.munchausen * (heat * taken).clamp(min=-1.0) + c.gamma * goes_on * soft
         value = self.net(seen).gather(-1, action.unsqueeze(-1)).squeeze(-1)
         loss = nn.functional.smooth_l1_loss(value, aim)
         self.optimizer.zero_grad(set_to_none=True)
@@ -181,10 +191,11 @@ class Training:
             epsilon = max(last, lessons.stage.epsilon + (last - lessons.stage.epsilon) * 2 * lessons.part)
             action = self.learner.act(seen, epsilon=epsilon)
             then, reward, goes_on = lessons.step(action)
-            self.learner.remember(seen, action, reward, then, goes_on)
+            who = lessons.present
+            self.learner.remember(seen[who], action[who], reward[who], then[who], goes_on[who])
             self.learner.learn()
             if progress is not None and lessons.done % 500 == 0:
-                progress(f"{lessons.stage.agents} agents", lessons.done / lessons.steps)
+                progress(f"{max(lessons.stage.agents)} agents", lessons.done / lessons.steps)
 
     def state_dict(self) -> dict[str, Any]:
         return {"learner": self.learner.state_dict(), "lessons": self.lessons.state_dict()}

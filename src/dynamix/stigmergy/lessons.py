@@ -15,29 +15,45 @@ from dynamix.stigmergy.field import Floats
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """`steps` of the worlds with so many agents; `epsilon`, for learners that have one, falls from here over its first half."""
+    """`steps` of the worlds, in each part of which there are so many agents: (1, 4) is one in half of them and four in
+    the others. `epsilon`, for learners that have one, falls from here over the stage's first half.
+    """
 
-    agents: int
+    agents: tuple[int, ...]
     steps: int
     epsilon: float
 
 
-CURRICULUM = (Stage(1, 3000, 1.0), Stage(2, 2000, 0.3), Stage(4, 3000, 0.3), Stage(8, 6000, 0.3))
+CURRICULUM = (
+    Stage((1,), 3000, 1.0),
+    Stage((1, 2), 2000, 0.3),
+    Stage((1, 2, 4), 3000, 0.3),
+    Stage((1, 2, 4, 8), 6000, 0.3),
+)
 
 
 class Lessons:
-    """B worlds that go through the stages: act on `observe()`, then `step`. Episodes begin anew by themselves."""
+    """B worlds that go through the stages: act on `observe()`, then `step`. Episodes begin anew by themselves.
+
+    Arrays have room for the largest number of agents of a stage; `present` (B, N) says who there is.
+    """
 
     def __init__(
         self, task: ExcavationConfig | None = None, *, stages: tuple[Stage, ...] = CURRICULUM, worlds: int, seed: int
     ) -> None:
         if not stages or any(stage.steps < 1 for stage in stages):
             raise ConfigError("stages", stages, "one or more stages of one or more steps", "pass a curriculum")
+        parts = max(len(stage.agents) for stage in stages)
+        if not all(stage.agents for stage in stages) or parts > worlds:
+            fix = "check the curriculum, or give more worlds"
+            raise ConfigError("stages", stages, f"1 to {worlds} numbers of agents in each, as there are worlds", fix)
         self.task, self.stages, self.worlds, self.seed = task or ExcavationConfig(), stages, worlds, seed
         self.done, self.steps = 0, sum(stage.steps for stage in stages)
         self._index = self._within = 0
-        self.env = self._worlds()
-        self.seen = self.env.observe()
+        self.parts: list[tuple[slice, Excavation]] = []
+        self.present: Flags = np.zeros((worlds, 0), dtype=bool)
+        self.seen: Seen = np.zeros((worlds, 0, self.task.features), dtype=np.float32)
+        self._begin()
 
     @property
     def stage(self) -> Stage:
@@ -49,11 +65,10 @@ class Lessons:
         return self._within / self.stage.steps
 
     def observe(self) -> Seen:
-        """What the agents see, (B, N, F); N grows with the first call after the end of a stage."""
+        """What the agents see, (B, N, F), zeros for who is absent; N grows with the first call after the end of a stage."""
         if self._within == self.stage.steps and self._index + 1 < len(self.stages):
             self._index, self._within = self._index + 1, 0
-            self.env = self._worlds()
-            self.seen = self.env.observe()
+            self._begin()
         return self.seen
 
     def step(self, action: ArrayLike) -> tuple[Seen, Floats, Flags]:
@@ -61,20 +76,38 @@ class Lessons:
 
         An episode that is over because of its horizon alone did not end for the agents: there was.
         """
-        then, reward, finished = self.env.step(action)
-        self.seen = self.env.reset() if self.env.over or finished.all() else then
+        chosen = np.asarray(action)
+        then, self.seen = np.zeros_like(self.seen), np.zeros_like(self.seen)
+        reward, goes_on = np.zeros(self.present.shape), np.ones(self.present.shape, dtype=bool)
+        for rows, env in self.parts:
+            place = (rows, slice(env.agents))
+            then[place], reward[place], finished = env.step(chosen[place])
+            goes_on[place] = ~finished[:, None]
+            self.seen[place] = env.reset() if env.over or finished.all() else then[place]
         self._within, self.done = self._within + 1, self.done + 1
-        return then, reward, np.repeat(~finished[:, None], reward.shape[1], axis=1)
+        return then, reward, goes_on
 
     def state_dict(self) -> dict[str, Any]:
-        return {"env": self.env.state_dict(), "place": (self._index, self._within, self.done)}
+        return {"envs": [env.state_dict() for _, env in self.parts], "place": (self._index, self._within, self.done)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._index, self._within, self.done = state["place"]
-        self.env = self._worlds()
-        self.env.load_state_dict(state["env"])
-        self.seen = self.env.observe()
+        self._begin()
+        for (rows, env), saved in zip(self.parts, state["envs"], strict=True):
+            env.load_state_dict(saved)
+            self.seen[rows, : env.agents] = env.observe()
 
-    def _worlds(self) -> Excavation:
-        seed = int(np.random.SeedSequence([self.seed, self._index]).generate_state(1)[0])
-        return Excavation(self.task, agents=self.stage.agents, worlds=self.worlds, seed=seed)
+    def _begin(self) -> None:
+        """The worlds of this stage, split among its numbers of agents as evenly as they go."""
+        agents = self.stage.agents
+        seeds = np.random.SeedSequence([self.seed, self._index]).generate_state(len(agents))
+        ends = np.linspace(0, self.worlds, len(agents) + 1).round().astype(int)
+        self.parts = [
+            (slice(a, b), Excavation(self.task, agents=n, worlds=int(b - a), seed=int(seed)))
+            for a, b, n, seed in zip(ends, ends[1:], agents, seeds, strict=False)
+        ]
+        self.present = np.zeros((self.worlds, max(agents)), dtype=bool)
+        self.seen = np.zeros((*self.present.shape, self.task.features), dtype=np.float32)
+        for rows, env in self.parts:
+            self.present[rows, : env.agents] = True
+            self.seen[rows, : env.agents] = env.observe()

@@ -51,8 +51,8 @@ class ActorCritic(nn.Module):
                 list(head.parameters())[-2].mul_(0.01)  # at first any action, worth nothing
 
     def forward(self, observed: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        hidden = torch.relu(self.encode(observed))
-        pooled = torch.cat([hidden.mean(1), hidden.amax(1)], -1)
+        hidden = torch.relu(self.encode(observed)) * mask[..., None]
+        pooled = torch.cat([hidden.sum(1) / mask.sum(1, keepdim=True), hidden.amax(1)], -1)
         return self.actor(observed), self.critic(pooled).squeeze(-1)
 
 
@@ -95,12 +95,13 @@ class MAPPOTraining:
         while lessons.done < until:
             self.learner.update([self._play()])
             if progress is not None:
-                progress(f"{lessons.stage.agents} agents", lessons.done / lessons.steps)
+                progress(f"{max(lessons.stage.agents)} agents", lessons.done / lessons.steps)
 
     def act(self, seen: Seen) -> Actions:
         """Actions drawn from the policy: it was learned as a random one."""
         observed = torch.from_numpy(seen) * self.mask
-        return np.asarray(self.learner.choose(observed, _everybody(observed)).numpy())
+        everybody = torch.ones(observed.shape[:-1], dtype=torch.bool)
+        return np.asarray(self.learner.choose(observed, everybody).numpy())
 
     def state_dict(self) -> dict[str, Any]:
         return {"learner": self.learner.state_dict(), "lessons": self.lessons.state_dict()}
@@ -111,6 +112,8 @@ class MAPPOTraining:
 
     def _play(self) -> Episode:
         """A rollout. The horizon is looked past: its last step is bootstrapped with what the fresh episode is worth."""
+        self.lessons.observe()  # a stage may begin
+        present = torch.from_numpy(self.lessons.present)
         seen, chosen, rewards = [], [], []
         for _ in range(self.config.rollout):
             now = self.lessons.observe()
@@ -118,18 +121,18 @@ class MAPPOTraining:
             _, reward, _ = self.lessons.step(action)
             seen.append(torch.from_numpy(now) * self.mask)
             chosen.append(torch.from_numpy(action))
-            rewards.append(torch.from_numpy(reward.mean(-1) * self.config.reward_scale).float())
-        observed, paid, final = torch.stack(seen), torch.stack(rewards), torch.from_numpy(self.lessons.seen) * self.mask
+            rewards.append(torch.from_numpy(reward).sum(-1) / present.sum(-1) * self.config.reward_scale)
+        observed, paid, final = (
+            torch.stack(seen),
+            torch.stack(rewards).float(),
+            torch.from_numpy(self.lessons.seen) * self.mask,
+        )
         return Episode(
             observed=observed,
-            mask=_everybody(observed),
+            mask=present.expand(observed.shape[:-1]),
             chosen=torch.stack(chosen),
             reward=paid,
             seconds=torch.ones_like(paid),
             final_observed=final,
-            final_mask=_everybody(final),
+            final_mask=present,
         )
-
-
-def _everybody(observed: Tensor) -> Tensor:
-    return torch.ones(observed.shape[:-1], dtype=torch.bool)

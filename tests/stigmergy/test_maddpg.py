@@ -1,0 +1,43 @@
+"""MADDPG by AgileRL: it learns the same lessons where it is installed, and says what is missing where it is not."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import numpy as np
+import pytest
+
+from dynamix.errors import ConfigError
+from dynamix.stigmergy.burrow import Shape
+from dynamix.stigmergy.excavation import ExcavationConfig
+from dynamix.stigmergy.experiment import METHODS, available
+from dynamix.stigmergy.learner import evaluate
+from dynamix.stigmergy.lessons import Stage
+from dynamix.stigmergy.maddpg import MADDPGConfig, MADDPGTraining
+
+SHORT = ExcavationConfig(Shape(2, 2, 3, 2), horizon=100)
+INSTALLED = importlib.util.find_spec("agilerl") is not None
+
+
+@pytest.mark.skipif(INSTALLED, reason="AgileRL is installed")
+def test_without_agilerl_it_says_what_to_install_and_is_left_out() -> None:
+    with pytest.raises(ConfigError, match=r"dynamix-train\[maddpg\]"):
+        MADDPGTraining(SHORT)
+    assert available() == tuple(name for name in METHODS if name != "maddpg")
+
+
+@pytest.mark.skipif(not INSTALLED, reason='AgileRL is not installed: pip install "dynamix-train[maddpg]"')
+def test_it_learns_to_fetch_pellets_and_to_work_with_any_number() -> None:
+    config = MADDPGConfig(hidden=32, batch=128, warm_up=500, capacity=5_000, learn_every=2)
+    stages = (Stage((1,), 600, 1.0), Stage((1, 2), 50, 0.3))
+    training = MADDPGTraining(SHORT, config, stages=stages, worlds=8, seed=0)
+    training.run()
+    assert training.remembered == 650 * 8
+    assert (training.memory["seen"][:4_000, 1] == 0).all(), "who was absent is zeros"
+    assert evaluate(training.act, SHORT, agents=1, seed=1).reward.mean() > 0
+    work = evaluate(training.act, SHORT, agents=4, seed=1)
+    assert np.isfinite(work.reward).all()
+    again = MADDPGTraining(SHORT, config, stages=stages, worlds=8, seed=0)
+    again.run()
+    assert (evaluate(again.act, SHORT, agents=1, seed=1).steps) == work.steps
+    assert available() == METHODS
