@@ -16,6 +16,7 @@ from dynamix.stigmergy.excavation import ExcavationConfig
 from dynamix.stigmergy.experiment import ExperimentConfig, main, run, table
 from dynamix.stigmergy.learner import DQNConfig
 from dynamix.stigmergy.lessons import Stage
+from dynamix.stigmergy.maddpg import MADDPGConfig
 from dynamix.stigmergy.mappo import MAPPOConfig
 
 METHODS = ("s-madrl", "madqn", "mappo", "random")
@@ -53,8 +54,11 @@ def test_it_compares_all_methods_and_goes_on_where_it_stopped(tmp_path: Path) ->
     assert result["steps_of_worlds"] == 40 * 4
     assert len(table(result).splitlines()) == 1 + 2 * len(METHODS)
 
-    with pytest.raises(StateError, match="another configuration"):
-        run(dataclasses.replace(QUICK, worlds=5), tmp_path)
+    for other in ({"worlds": 5}, {"mappo": MAPPOConfig(hidden=9, rollout=20)}):
+        with pytest.raises(StateError, match="another configuration"):
+            run(dataclasses.replace(QUICK, **other), tmp_path)
+    run(dataclasses.replace(QUICK, maddpg=MADDPGConfig(hidden=9)), tmp_path, tell=told.append)
+    assert len(told) == 2 * len(METHODS), "settings of a method that did not run change nothing"
     (tmp_path / "runs.jsonl").write_text("{")
     with pytest.raises(StateError, match="damaged"):
         run(QUICK, tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 from typing import Any
 
@@ -91,6 +92,23 @@ def test_it_learns_the_worth_that_munchausen_dqn_has_on_a_task_of_one_state() ->
     np.testing.assert_allclose(drawn, np.exp((worth - soft) / heat), atol=0.04)
 
 
+def test_the_reward_is_shared_within_a_world_and_the_rate_falls_to_nothing() -> None:
+    rewards = {}
+    for shared in (0.0, 0.5, 1.0):
+        config = dataclasses.replace(TINY, shared=shared, cooling=0.5, reward_scale=1.0, warm_up=500, capacity=500)
+        training = Training(SHORT, config, stages=(Stage((1, 2), 40, 1.0),), worlds=2, seed=0)
+        training.run(20)
+        assert training.learner.optimizer.param_groups[0]["lr"] == pytest.approx(1e-3)
+        training.run()
+        assert training.learner.optimizer.param_groups[0]["lr"] == 0.0
+        rewards[shared] = training.learner.memory["reward"][:120].view(40, 3).numpy()
+    own, half, team = rewards.values()
+    np.testing.assert_allclose(team[:, 0], own[:, 0], err_msg="alone")
+    np.testing.assert_allclose(team[:, 1:], np.repeat(own[:, 1:].mean(1, keepdims=True), 2, 1), rtol=1e-5)
+    np.testing.assert_allclose(half, (own + team) / 2, rtol=1e-5, atol=1e-6)
+    assert (own[:, 1] != own[:, 2]).any()
+
+
 def test_memory_keeps_the_newest_and_the_target_follows_late() -> None:
     learner = DQN(2, slice(1, 2), DQNConfig(hidden=4, batch=4, warm_up=8, capacity=10, target_every=3), seed=0)
     assert np.isnan(learner.learn())
@@ -112,6 +130,13 @@ def test_impossible_settings_are_refused() -> None:
     for settings in ({"temperature": 0.0}, {"temperature": float("nan")}, {"munchausen": 1.0}):
         with pytest.raises(ConfigError, match="temperature"):
             DQNConfig(**settings)
+    for config, settings in (
+        (DQNConfig, {"shared": 1.1}),
+        (DQNConfig, {"cooling": -1.0}),
+        (MAPPOConfig, {"cooling": 2.0}),
+    ):
+        with pytest.raises(ConfigError, match="cooling"):
+            config(**settings)
     with pytest.raises(ConfigError, match="stages"):
         Training(SHORT, stages=())
     with pytest.raises(ConfigError, match="stages"):

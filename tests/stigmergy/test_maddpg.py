@@ -26,18 +26,19 @@ def test_without_agilerl_it_says_what_to_install_and_is_left_out() -> None:
     assert available() == tuple(name for name in METHODS if name != "maddpg")
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # AgileRL's own
 @pytest.mark.skipif(not INSTALLED, reason='AgileRL is not installed: pip install "dynamix-train[maddpg]"')
 def test_it_learns_to_fetch_pellets_and_to_work_with_any_number() -> None:
-    config = MADDPGConfig(hidden=32, batch=128, warm_up=500, capacity=5_000, learn_every=2)
+    config = MADDPGConfig(hidden=32, batch=128, warm_up=500, capacity=6_000, learn_every=2)
     stages = (Stage((1,), 600, 1.0), Stage((1, 2), 50, 0.3))
     training = MADDPGTraining(SHORT, config, stages=stages, worlds=8, seed=0)
     training.run()
     assert training.remembered == 650 * 8
     assert (training.memory["seen"][:4_000, 1] == 0).all(), "who was absent is zeros"
-    assert evaluate(training.act, SHORT, agents=1, seed=1).reward.mean() > 0
-    work = evaluate(training.act, SHORT, agents=4, seed=1)
-    assert np.isfinite(work.reward).all()
+    work = evaluate(training.act, SHORT, agents=1, seed=1)
+    assert work.reward.mean() > 0
+    assert np.isfinite(evaluate(training.act, SHORT, agents=4, seed=1).reward).all()
     again = MADDPGTraining(SHORT, config, stages=stages, worlds=8, seed=0)
     again.run()
-    assert (evaluate(again.act, SHORT, agents=1, seed=1).steps) == work.steps
+    assert (evaluate(again.act, SHORT, agents=1, seed=1).reward == work.reward).all()
     assert available() == METHODS

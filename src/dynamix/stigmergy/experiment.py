@@ -35,6 +35,7 @@ from dynamix.stigmergy.maddpg import MADDPGConfig, MADDPGTraining
 from dynamix.stigmergy.mappo import MAPPOConfig, MAPPOTraining
 
 METHODS = ("s-madrl", "madqn", "mappo", "maddpg", "random")
+_SETTINGS = {"s-madrl": "dqn", "madqn": "dqn", "mappo": "mappo", "maddpg": "maddpg"}  # where a method's are
 MEASURES = ("reward", "pellets_per_1000", "collisions_per_1000", "gini")
 EVALUATION_SEED = 770_000
 
@@ -67,9 +68,10 @@ class ExperimentConfig:
         if not (self.methods and self.agents and self.seeds):
             raise ConfigError("methods, agents, seeds", "none", "one or more of each", "check the configuration")
 
-    def fingerprint(self) -> str:
-        """Of everything that a finished run depends on; methods and seeds may be added later."""
-        facts = {k: v for k, v in dataclasses.asdict(self).items() if k not in ("methods", "seeds")}
+    def fingerprint(self, method: str) -> str:
+        """Of everything that a finished run of `method` depends on; methods and seeds may be added later."""
+        others = {"dqn", "mappo", "maddpg"} - {_SETTINGS.get(method)}
+        facts = {k: v for k, v in dataclasses.asdict(self).items() if k not in {"methods", "seeds"} | others}
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -88,7 +90,7 @@ def run_one(config: ExperimentConfig, method: str, seed: int) -> dict[str, Any]:
     return {
         "method": method,
         "seed": seed,
-        "fingerprint": config.fingerprint(),
+        "fingerprint": config.fingerprint(method),
         "agents": results,
         "training_s": round(trained_s, 1),
         "total_s": round(time.perf_counter() - started, 1),
@@ -148,7 +150,8 @@ def summarise(config: ExperimentConfig, runs: Sequence[dict[str, Any]]) -> dict[
             "seconds": [r["total_s"] for r in mine],
         }
     steps = sum(stage.steps for stage in config.stages) * config.worlds
-    facts = {"steps_of_worlds": steps, "fingerprint": config.fingerprint(), "config": dataclasses.asdict(config)}
+    prints = {name: config.fingerprint(name) for name in methods}
+    facts = {"steps_of_worlds": steps, "fingerprints": prints, "config": dataclasses.asdict(config)}
     return {"schema": 1, "command": "bench stigmergy", "cluster": "excavation task", **facts, "methods": methods}
 
 
@@ -241,7 +244,7 @@ def _finished(path: Path | None, config: ExperimentConfig) -> list[dict[str, Any
         runs = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     except ValueError as error:
         raise StateError(f"{path} is damaged ({error}): remove its last line, that run is done again") from error
-    if any(r["fingerprint"] != config.fingerprint() for r in runs):
+    if any(r["fingerprint"] != config.fingerprint(r["method"]) for r in runs):
         raise StateError(f"{path} holds runs of another configuration: choose another folder, or the same settings")
     return runs
 

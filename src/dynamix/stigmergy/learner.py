@@ -40,20 +40,24 @@ class DQNConfig:
     temperature    of the soft-max, and weight of the entropy in what is learned; in scaled reward
     munchausen     share of the taken action's log-probability, times the temperature and cut at -1, that is added to the reward
     epsilon_last   chance of any action, while learning, that is left after the first half of a stage
+    shared         share of the reward that is the mean of all agents of the world: to step aside pays others first
+    cooling        last part of the training in which the learning rate falls to 0
     """
 
     traces: bool = True
     hidden: int = 64
     learning_rate: float = 1e-3
-    gamma: float = 0.97
+    gamma: float = 0.9
     batch: int = 256
-    capacity: int = 60_000
+    capacity: int = 200_000
     warm_up: int = 2_000
     target_every: int = 200
     reward_scale: float = 0.1
     temperature: float = 0.06
     munchausen: float = 0.9
     epsilon_last: float = 0.05
+    shared: float = 0.5
+    cooling: float = 0.5
     max_gradient_norm: float = 10.0
 
     def __post_init__(self) -> None:
@@ -62,6 +66,8 @@ class DQNConfig:
         if not (0 < self.temperature < float("inf") and 0 <= self.munchausen < 1):
             allowed = "above 0, and 0 to less than 1"
             raise ConfigError("temperature, munchausen", (self.temperature, self.munchausen), allowed, "check them")
+        if not (0 <= self.shared <= 1 and 0 <= self.cooling <= 1):
+            raise ConfigError("shared, cooling", (self.shared, self.cooling), "0 to 1 each", "check them")
 
 
 def perceptron(inputs: int, hidden: int, outputs: int, generator: torch.Generator) -> nn.Sequential:
@@ -184,14 +190,17 @@ class Training:
 
     def run(self, steps: int | None = None, *, progress: Callable[[str, float], None] | None = None) -> None:
         """Go on for so many steps of the worlds, or to the end; `progress` hears the stage and the part done."""
-        lessons = self.lessons
+        lessons, c = self.lessons, self.learner.config
         until = lessons.steps if steps is None else min(lessons.done + steps, lessons.steps)
         while lessons.done < until:
-            seen, last = lessons.observe(), self.learner.config.epsilon_last
+            seen, last = lessons.observe(), c.epsilon_last
             epsilon = max(last, lessons.stage.epsilon + (last - lessons.stage.epsilon) * 2 * lessons.part)
             action = self.learner.act(seen, epsilon=epsilon)
             then, reward, goes_on = lessons.step(action)
             who = lessons.present
+            team = reward.sum(-1, keepdims=True) / who.sum(-1, keepdims=True)
+            reward = (1 - c.shared) * reward + c.shared * team
+            self.learner.optimizer.param_groups[0]["lr"] = c.learning_rate * lessons.cooled(c.cooling)
             self.learner.remember(seen[who], action[who], reward[who], then[who], goes_on[who])
             self.learner.learn()
             if progress is not None and lessons.done % 500 == 0:

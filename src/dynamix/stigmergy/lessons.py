@@ -64,6 +64,10 @@ class Lessons:
         """The part of this stage that is done."""
         return self._within / self.stage.steps
 
+    def cooled(self, cooling: float) -> float:
+        """Factor on a learning rate that falls to 0 in the last `cooling` (0 to 1) of all stages."""
+        return min(1.0, (1 - self.done / self.steps) / cooling) if cooling else 1.0
+
     def observe(self) -> Seen:
         """What the agents see, (B, N, F), zeros for who is absent; N grows with the first call after the end of a stage."""
         if self._within == self.stage.steps and self._index + 1 < len(self.stages):

@@ -29,13 +29,18 @@ class MAPPOConfig:
     traces: bool = False
     hidden: int = 64
     learning_rate: float = 1e-3
-    gamma: float = 0.97
+    gamma: float = 0.9
     gae_lambda: float = 0.95
     rollout: int = 100
     epochs: int = 4
     rows: int = 1024
-    entropy_weight: float = 0.01
+    entropy_weight: float = 0.2
     reward_scale: float = 0.1
+    cooling: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.cooling <= 1:
+            raise ConfigError("cooling", self.cooling, "0 to 1", "0 keeps the learning rate")
 
 
 class ActorCritic(nn.Module):
@@ -93,6 +98,8 @@ class MAPPOTraining:
         lessons = self.lessons
         until = lessons.steps if steps is None else min(lessons.done + steps, lessons.steps)
         while lessons.done < until:
+            rate = self.config.learning_rate * lessons.cooled(self.config.cooling)
+            self.learner.optimizer.param_groups[0]["lr"] = rate
             self.learner.update([self._play()])
             if progress is not None:
                 progress(f"{max(lessons.stage.agents)} agents", lessons.done / lessons.steps)
