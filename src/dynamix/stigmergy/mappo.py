@@ -32,7 +32,7 @@ class MAPPOConfig:
     gamma: float = 0.9
     gae_lambda: float = 0.95
     rollout: int = 100
-    epochs: int = 4
+    epochs: int = 8
     rows: int = 1024
     entropy_weight: float = 0.2
     reward_scale: float = 0.1
