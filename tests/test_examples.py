@@ -16,7 +16,10 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 pytestmark = pytest.mark.multiproc
 
 
-@pytest.mark.parametrize("name", sorted(p.name for p in EXAMPLES.glob("*.py")))
+ALONE = "excavation.py"  # no job of several ranks
+
+
+@pytest.mark.parametrize("name", sorted(p.name for p in EXAMPLES.glob("*.py") if p.name != ALONE))
 def test_example_runs(name: str) -> None:
     command = [
         sys.executable,
@@ -37,3 +40,12 @@ def test_example_runs(name: str) -> None:
     if name == "sparse_gradients.py":
         assert "'compaction': " in done.stdout
         assert "lost" not in done.stdout
+
+
+def test_the_example_of_agents_that_learn_writes_its_film(tmp_path: Path) -> None:
+    film = tmp_path / "film.gif"
+    command = [sys.executable, str(EXAMPLES / ALONE), "--scale", "0.01", "--steps", "20", "--gif", str(film)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "step 20: " in done.stdout
+    assert film.read_bytes().startswith(b"GIF8")
