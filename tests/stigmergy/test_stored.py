@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,6 +21,18 @@ def connect(port: int) -> TCPStore:
     return TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=30))
 
 
+def stop(pid: int) -> None:
+    """Stop a process, and wait until all of its threads have: the signal alone may find one still answering."""
+    os.kill(pid, signal.SIGSTOP)
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        states = [stat.read_text().rpartition(")")[2].split()[0] for stat in Path(f"/proc/{pid}/task").glob("*/stat")]
+        if set(states) == {"T"}:
+            return
+        time.sleep(0.005)
+    raise AssertionError(f"{pid} did not stop")
+
+
 @pytest.mark.multiproc
 def test_a_store_that_hangs_or_dies_never_stops_training(store_server: tuple[int, int]) -> None:
     pid, port = store_server
@@ -29,7 +42,7 @@ def test_a_store_that_hangs_or_dies_never_stops_training(store_server: tuple[int
     other.deposit([0], 2.0, step=1)
     assert other.read([0], step=1)[0] == pytest.approx(0.3, rel=1e-4)
 
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
     mine.patience_s, started = 0.2, time.perf_counter()
     for step in range(2, 60):
         mine.deposit([1], step=step)
