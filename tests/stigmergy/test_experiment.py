@@ -58,10 +58,13 @@ def test_it_compares_all_methods_and_goes_on_where_it_stopped(tmp_path: Path) ->
         with pytest.raises(StateError, match="another configuration"):
             run(dataclasses.replace(QUICK, **other), tmp_path)
     run(dataclasses.replace(QUICK, maddpg=MADDPGConfig(hidden=9)), tmp_path, tell=told.append)
+    other = {"mappo": MAPPOConfig(hidden=9, rollout=20), "methods": ("s-madrl",)}
+    run(dataclasses.replace(QUICK, **other), tmp_path, tell=told.append)
     assert len(told) == 2 * len(METHODS), "settings of a method that did not run change nothing"
-    (tmp_path / "runs.jsonl").write_text("{")
-    with pytest.raises(StateError, match="damaged"):
-        run(QUICK, tmp_path)
+    for damaged in ("{", "{}", "3"):
+        (tmp_path / "runs.jsonl").write_text(damaged)
+        with pytest.raises(StateError, match="damaged"):
+            run(QUICK, tmp_path)
     with pytest.raises(ConfigError, match="methods"):
         dataclasses.replace(QUICK, methods=("qmix",))
 
@@ -90,6 +93,8 @@ def test_the_command_prints_the_table_and_writes_the_ground_it_ran_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     main([str(tmp_path), "--seeds", "2", "--methods", "random", "--ground", "single-file", "--horizon", "5"])
+    with pytest.raises(ConfigError, match="scale"):
+        main([str(tmp_path), "--scale", "nan"])
     printed = capsys.readouterr().out
     assert "random seed 1" in printed
     assert "pellets_per_1000" in printed

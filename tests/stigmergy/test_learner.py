@@ -34,6 +34,18 @@ def weights(training: Any) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in training.learner.net.parameters()])
 
 
+@pytest.mark.parametrize(("make", "stop"), [(q_learning, 50), (mappo, 40)])
+def test_a_state_kept_in_memory_is_not_changed_by_what_goes_on(make: Any, stop: int) -> None:
+    whole, *others = (make(3) for _ in range(3))
+    whole.run(stop)
+    kept = whole.state_dict()
+    whole.run()
+    for then in others:
+        then.load_state_dict(kept)
+        then.run()
+        assert torch.equal(weights(whole), weights(then))
+
+
 @pytest.mark.parametrize(("make", "stop"), [(q_learning, 30), (q_learning, 40), (mappo, 40)])
 def test_stopped_and_resumed_it_ends_in_the_same_weights(make: Any, stop: int) -> None:
     whole, first, then = make(3), make(3), make(99)
@@ -130,6 +142,11 @@ def test_impossible_settings_are_refused() -> None:
     for settings in ({"temperature": 0.0}, {"temperature": float("nan")}, {"munchausen": 1.0}):
         with pytest.raises(ConfigError, match="temperature"):
             DQNConfig(**settings)
+    for settings in ({"gamma": 2.0}, {"learning_rate": float("nan")}, {"target_every": 0}, {"batch": 0, "warm_up": 0}):
+        with pytest.raises(ConfigError, match="gamma"):
+            DQNConfig(**settings)
+    with pytest.raises(ConfigError, match="rollout"):
+        MAPPOConfig(rollout=0)
     for config, settings in (
         (DQNConfig, {"shared": 1.1}),
         (DQNConfig, {"cooling": -1.0}),

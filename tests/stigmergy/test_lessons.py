@@ -58,8 +58,21 @@ def test_the_absent_change_nothing_in_mappos_critic_and_its_reward_is_of_who_is_
     np.testing.assert_allclose(played.reward.sum(0), paid[:, 0] * training.config.reward_scale, rtol=1e-5)
 
 
-@pytest.mark.parametrize("stages", [(), (Stage((1,), 0, 1.0),), (Stage((), 5, 1.0),), (Stage((1, 2, 4), 5, 1.0),)])
-def test_impossible_curricula_are_refused(stages: tuple[Stage, ...]) -> None:
+@pytest.mark.parametrize(
+    "stages",
+    [
+        (),
+        (Stage((1,), 0, 1.0),),
+        (Stage((), 5, 1.0),),
+        (Stage((1, 2, 4), 5, 1.0),),
+        (Stage(1, 5, 1.0),),  # type: ignore[arg-type]
+        (Stage((1,), 5, 1.0), Stage((50,), 5, 1.0)),
+        (Stage((1,), 5, 1.5),),
+    ],
+)
+def test_impossible_curricula_are_refused_before_the_first_step(stages: tuple[Stage, ...]) -> None:
     with pytest.raises(ConfigError, match="stages"):
         Lessons(SHORT, stages=stages, worlds=2, seed=0)
+    with pytest.raises(ConfigError, match="worlds"):
+        Lessons(SHORT, worlds=0, seed=0)
     assert {n for stage in CURRICULUM for n in stage.agents} == {1, 2, 4, 8}

@@ -10,7 +10,7 @@ import pytest
 from dynamix.errors import ConfigError
 from dynamix.stigmergy.burrow import Shape
 from dynamix.stigmergy.excavation import ExcavationConfig
-from dynamix.stigmergy.experiment import METHODS, available
+from dynamix.stigmergy.experiment import METHODS, ExperimentConfig, available, run
 from dynamix.stigmergy.learner import evaluate
 from dynamix.stigmergy.lessons import Stage
 from dynamix.stigmergy.maddpg import MADDPGConfig, MADDPGTraining
@@ -22,7 +22,9 @@ INSTALLED = importlib.util.find_spec("agilerl") is not None
 @pytest.mark.skipif(INSTALLED, reason="AgileRL is installed")
 def test_without_agilerl_it_says_what_to_install_and_is_left_out() -> None:
     with pytest.raises(ConfigError, match=r"dynamix-train\[maddpg\]"):
-        MADDPGTraining(SHORT)
+        MADDPGTraining()
+    with pytest.raises(ConfigError, match="maddpg"):
+        run(ExperimentConfig(methods=("s-madrl", "maddpg")), tell=pytest.fail)
     assert available() == tuple(name for name in METHODS if name != "maddpg")
 
 
@@ -42,3 +44,10 @@ def test_it_learns_to_fetch_pellets_and_to_work_with_any_number() -> None:
     again.run()
     assert (evaluate(again.act, SHORT, agents=1, seed=1).reward == work.reward).all()
     assert available() == METHODS
+
+
+def test_impossible_settings_are_refused() -> None:
+    with pytest.raises(ConfigError, match="learn_every"):
+        MADDPGConfig(learn_every=0)
+    with pytest.raises(ConfigError, match="warm_up"):
+        MADDPGConfig(capacity=0)

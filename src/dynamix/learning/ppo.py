@@ -7,6 +7,7 @@ more agent. An ordinary single-agent task is W = 1 without a shared action.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -144,13 +145,13 @@ class PPO:
     def state_dict(self) -> dict[str, Any]:
         return {
             "net": {name: value.clone() for name, value in self.net.state_dict().items()},
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": copy.deepcopy(self.optimizer.state_dict()),
             "generator": self.generator.get_state(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.net.load_state_dict(state["net"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
         self.generator.set_state(state["generator"])
 
     def _stds(self) -> tuple[Tensor, Tensor]:

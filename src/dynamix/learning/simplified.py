@@ -13,6 +13,7 @@ here: `play` runs a policy in C simulated clusters at once, `Simplified.update` 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -87,13 +88,13 @@ class Simplified:
     def state_dict(self) -> dict[str, Any]:
         return {
             "net": {name: value.clone() for name, value in self.net.state_dict().items()},
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": copy.deepcopy(self.optimizer.state_dict()),
             "generator": self.generator.get_state(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.net.load_state_dict(state["net"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
         self.generator.set_state(state["generator"])
 
 

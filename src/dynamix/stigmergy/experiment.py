@@ -31,7 +31,7 @@ from dynamix.stigmergy.burrow import GROUNDS
 from dynamix.stigmergy.excavation import ACTIONS, ExcavationConfig, Seen
 from dynamix.stigmergy.learner import Actions, DQNConfig, Training, evaluate, without_traces
 from dynamix.stigmergy.lessons import CURRICULUM, Stage
-from dynamix.stigmergy.maddpg import MADDPGConfig, MADDPGTraining
+from dynamix.stigmergy.maddpg import MADDPGConfig, MADDPGTraining, not_installed
 from dynamix.stigmergy.mappo import MAPPOConfig, MAPPOTraining
 
 METHODS = ("s-madrl", "madqn", "mappo", "maddpg", "random")
@@ -111,6 +111,8 @@ def run(
     """
     config = config or ExperimentConfig()
     path = None if out is None else Path(out) / "runs.jsonl"
+    if "maddpg" in config.methods and "maddpg" not in available():
+        raise not_installed()
     runs = _finished(path, config)
     done = {(r["method"], r["seed"]) for r in runs}
     missing = [(m, s) for s in config.seeds for m in config.methods if (m, s) not in done]
@@ -152,7 +154,7 @@ def summarise(config: ExperimentConfig, runs: Sequence[dict[str, Any]]) -> dict[
     steps = sum(stage.steps for stage in config.stages) * config.worlds
     prints = {name: config.fingerprint(name) for name in methods}
     facts = {"steps_of_worlds": steps, "fingerprints": prints, "config": dataclasses.asdict(config)}
-    return {"schema": 1, "command": "bench stigmergy", "cluster": "excavation task", **facts, "methods": methods}
+    return {"schema": 2, "command": "bench stigmergy", "cluster": "excavation task", **facts, "methods": methods}
 
 
 def table(summary: dict[str, Any]) -> str:
@@ -242,10 +244,13 @@ def _finished(path: Path | None, config: ExperimentConfig) -> list[dict[str, Any
         return []
     try:
         runs = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    except ValueError as error:
+        stale = {r["method"] for r in runs if r["fingerprint"] != config.fingerprint(r["method"])} & {*config.methods}
+    except (ValueError, KeyError, TypeError) as error:
         raise StateError(f"{path} is damaged ({error}): remove its last line, that run is done again") from error
-    if any(r["fingerprint"] != config.fingerprint(r["method"]) for r in runs):
-        raise StateError(f"{path} holds runs of another configuration: choose another folder, or the same settings")
+    if stale:
+        names = ", ".join(sorted(stale))
+        fix = f"remove the lines of {names}, or choose another folder"
+        raise StateError(f"{path} holds runs of another configuration ({names}): {fix}")
     return runs
 
 
@@ -267,6 +272,8 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line; None: that of this process."""
     given = _parsed(arguments)
+    if not 0 < given.scale < float("inf"):
+        raise ConfigError("scale", given.scale, "above 0, finite", "1 is the whole curriculum")
     whole = MAPPOConfig().rollout
     stages = tuple(
         dataclasses.replace(s, steps=max(1, round(s.steps * given.scale / whole)) * whole) for s in CURRICULUM

@@ -8,6 +8,7 @@ soft-max of what they are worth, because equal agents who all take the best one 
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
 from collections.abc import Callable
@@ -65,9 +66,17 @@ class DQNConfig:
             raise ConfigError("warm_up", self.warm_up, "batch to capacity", "check the configuration")
         if not (0 < self.temperature < float("inf") and 0 <= self.munchausen < 1):
             allowed = "above 0, and 0 to less than 1"
-            raise ConfigError("temperature, munchausen", (self.temperature, self.munchausen), allowed, "check them")
+            fix = "0.03 to 0.1, and 0 for soft Q-learning"
+            raise ConfigError("temperature, munchausen", (self.temperature, self.munchausen), allowed, fix)
         if not (0 <= self.shared <= 1 and 0 <= self.cooling <= 1):
-            raise ConfigError("shared, cooling", (self.shared, self.cooling), "0 to 1 each", "check them")
+            fix = "0 for the own reward alone, 0 to keep the learning rate"
+            raise ConfigError("shared, cooling", (self.shared, self.cooling), "0 to 1 each", fix)
+        if not (
+            0 <= self.gamma < 1 and 0 < self.learning_rate < float("inf") and self.batch > 0 and self.target_every > 0
+        ):
+            given = (self.gamma, self.learning_rate, self.batch, self.target_every)
+            allowed = "0 to less than 1, above 0, 1 or more, 1 or more"
+            raise ConfigError("gamma, learning_rate, batch, target_every", given, allowed, "check the configuration")
 
 
 def perceptron(inputs: int, hidden: int, outputs: int, generator: torch.Generator) -> nn.Sequential:
@@ -154,7 +163,7 @@ class DQN:
         return {
             "net": {name: value.clone() for name, value in self.net.state_dict().items()},
             "target": {name: value.clone() for name, value in self.target.state_dict().items()},
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": copy.deepcopy(self.optimizer.state_dict()),
             "memory": {name: value[: self.remembered].clone() for name, value in self.memory.items()},
             "counts": (self.remembered, self.updates),
             "generator": self.generator.get_state(),
@@ -163,7 +172,7 @@ class DQN:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.net.load_state_dict(state["net"])
         self.target.load_state_dict(state["target"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
         for name, values in state["memory"].items():
             self.memory[name][: len(values)] = values
         self.remembered, self.updates = state["counts"]

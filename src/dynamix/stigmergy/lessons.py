@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from dynamix.errors import ConfigError
+from dynamix.stigmergy.burrow import Burrow
 from dynamix.stigmergy.excavation import Excavation, ExcavationConfig, Flags, Seen
 from dynamix.stigmergy.field import Floats
 
@@ -41,13 +42,22 @@ class Lessons:
     def __init__(
         self, task: ExcavationConfig | None = None, *, stages: tuple[Stage, ...] = CURRICULUM, worlds: int, seed: int
     ) -> None:
+        task = task or ExcavationConfig()
+        room = int(Burrow(task.shape, margin=max(task.sight, task.smell)).nest.sum())
+        if worlds < 1:
+            raise ConfigError("worlds", worlds, "1 or more", "check the arguments")
         if not stages or any(stage.steps < 1 for stage in stages):
             raise ConfigError("stages", stages, "one or more stages of one or more steps", "pass a curriculum")
-        parts = max(len(stage.agents) for stage in stages)
-        if not all(stage.agents for stage in stages) or parts > worlds:
-            fix = "check the curriculum, or give more worlds"
-            raise ConfigError("stages", stages, f"1 to {worlds} numbers of agents in each, as there are worlds", fix)
-        self.task, self.stages, self.worlds, self.seed = task or ExcavationConfig(), stages, worlds, seed
+        for stage in stages:
+            if not (isinstance(stage.agents, tuple) and 1 <= len(stage.agents) <= worlds):
+                fix = "write (1,) for one agent; give more worlds, or fewer numbers"
+                raise ConfigError(
+                    "stages", stage, f"a tuple of 1 to {worlds} numbers of agents, as there are worlds", fix
+                )
+            if not (all(1 <= n <= room for n in stage.agents) and 0 <= stage.epsilon <= 1):
+                allowed = f"1 to {room} agents, the cells of the nest, and an epsilon of 0 to 1"
+                raise ConfigError("stages", stage, allowed, "enlarge the nest, or check the curriculum")
+        self.task, self.stages, self.worlds, self.seed = task, stages, worlds, seed
         self.done, self.steps = 0, sum(stage.steps for stage in stages)
         self._index = self._within = 0
         self.parts: list[tuple[slice, Excavation]] = []
@@ -70,7 +80,7 @@ class Lessons:
 
     def observe(self) -> Seen:
         """What the agents see, (B, N, F), zeros for who is absent; N grows with the first call after the end of a stage."""
-        if self._within == self.stage.steps and self._index + 1 < len(self.stages):
+        if self._within >= self.stage.steps and self._index + 1 < len(self.stages):
             self._index, self._within = self._index + 1, 0
             self._begin()
         return self.seen

@@ -40,12 +40,20 @@ class MADDPGConfig:
     warm_up: int = 2_000
     reward_scale: float = 0.1
 
+    def __post_init__(self) -> None:
+        if not (0 <= self.gamma < 1 and min(self.hidden, self.batch, self.learn_every) >= 1):
+            given = (self.gamma, self.hidden, self.batch, self.learn_every)
+            allowed = "0 to less than 1, and 1 or more each"
+            raise ConfigError("gamma, hidden, batch, learn_every", given, allowed, "check the configuration")
+        if not self.batch <= self.warm_up <= self.capacity:
+            raise ConfigError("warm_up", self.warm_up, "batch to capacity", "check the configuration")
+
 
 class MADDPGTraining:
     """The same curriculum and number of steps of the worlds as `learner.Training`.
 
-    The critic has room for the largest number of agents; who is absent in a stage is zeros to it, and learns with
-    the others from the same reward. Raises `ConfigError` if AgileRL is not installed.
+    The critic has room for the largest number of agents. Who is absent in a stage is seen as zeros, but learns with the
+    others from the same reward, and has actions where AgileRL asks its actors for the next ones. Raises `ConfigError` if AgileRL is not installed.
     """
 
     def __init__(
@@ -127,12 +135,17 @@ class MADDPGTraining:
         )
 
 
+def not_installed() -> ConfigError:
+    """The error where AgileRL is missing."""
+    return ConfigError("method", "maddpg", "an installed agilerl", 'pip install "dynamix-train[maddpg]"')
+
+
 def _agilerl(names: list[str], features: int, config: MADDPGConfig) -> Any:
     try:
         from agilerl.algorithms.maddpg import MADDPG
         from gymnasium import spaces
     except ImportError as error:
-        raise ConfigError("method", "maddpg", "an installed agilerl", 'pip install "dynamix-train[maddpg]"') from error
+        raise not_installed() from error
     return MADDPG(
         [spaces.Box(-10.0, 10.0, (features,), np.float32) for _ in names],
         [spaces.Discrete(len(ACTIONS)) for _ in names],

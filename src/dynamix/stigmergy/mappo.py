@@ -41,6 +41,10 @@ class MAPPOConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.cooling <= 1:
             raise ConfigError("cooling", self.cooling, "0 to 1", "0 keeps the learning rate")
+        if self.rollout < 1 or self.epochs < 1:
+            raise ConfigError(
+                "rollout, epochs", (self.rollout, self.epochs), "1 or more each", "check the configuration"
+            )
 
 
 class ActorCritic(nn.Module):
