@@ -1,6 +1,6 @@
 """Independent deep Q-learning with shared weights, in one file: what S-MADRL's agents learn with. Torch only.
 
-Every agent acts on its own observation and learns from its own reward; all use, and fill, the same network and memory
+Every agent acts on its own observation and learns from its own reward and the mean of its world; all use, and fill, the same network and memory
 (target network and replay, Mnih et al. 2015; Munchausen DQN, Vieillard et al. 2020). They draw their actions from the
 soft-max of what they are worth, because equal agents who all take the best one block each other for ever.
 `DQNConfig(traces=False)` is MADQN, the baseline: the same class, network, and settings, with the traces in its observation masked.
