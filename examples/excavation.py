@@ -8,11 +8,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 
-from dynamix.stigmergy.burrow import GROUNDS
-from dynamix.stigmergy.excavation import Excavation, ExcavationConfig
-from dynamix.stigmergy.learner import Training
-from dynamix.stigmergy.lessons import CURRICULUM
-from dynamix.stigmergy.render import image, save_gif, text
+from dynamix_lab.experiments.excavation.ground import GROUNDS
+from dynamix_lab.experiments.excavation.learner import Training
+from dynamix_lab.experiments.excavation.lessons import CURRICULUM
+from dynamix_lab.experiments.excavation.render import image, save_gif, text
+from dynamix_lab.experiments.excavation.world import Excavation, ExcavationConfig
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader
 
 import dynamix
-from dynamix.workloads import as_is, make_workload, score
+from dynamix_lab.tasks import as_is, make_workload, score
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from dynamix.simulator import sample_clusters
-from dynamix.simulator.virtual import VirtualCluster
+from dynamix.virtual.cluster import VirtualCluster
 
 WORKERS, TARGET = 8, 0.95
 

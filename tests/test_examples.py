@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dynamix.compression.aggregator import AggregatorServer
+from dynamix.compression.aggregator.server import AggregatorServer
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 pytestmark = pytest.mark.multiproc

@@ -10,7 +10,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dynamix.controller import Controller
     from dynamix.errors import (
         ConfigError,
         DynamixError,
@@ -22,9 +21,13 @@ if TYPE_CHECKING:
         UsageError,
         WorkerLostError,
     )
-    from dynamix.gradients import weighted, weighted_average
+    from dynamix.features import features
     from dynamix.policies import Policy, policy_names
-    from dynamix.window import Bounds, Window, features, project
+    from dynamix.projection import project
+    from dynamix.runtime.averaging import weighted_average
+    from dynamix.runtime.controller import Controller
+    from dynamix.runtime.gradients import weighted
+    from dynamix.window import Bounds, Window
 
 __version__ = "0.1.0"
 
@@ -51,11 +54,14 @@ __all__ = [
 ]
 
 _ROOMS = {
-    "dynamix.controller": ("Controller",),
+    "dynamix.runtime.controller": ("Controller",),
     "dynamix.errors": tuple(name for name in __all__ if name.endswith("Error")),
-    "dynamix.gradients": ("weighted", "weighted_average"),
+    "dynamix.runtime.gradients": ("weighted",),
+    "dynamix.runtime.averaging": ("weighted_average",),
     "dynamix.policies": ("Policy", "policy_names"),
-    "dynamix.window": ("Bounds", "Window", "features", "project"),
+    "dynamix.window": ("Bounds", "Window"),
+    "dynamix.features": ("features",),
+    "dynamix.projection": ("project",),
 }
 
 

@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable
 
 from dynamix.compression import Aggregator, AggregatorWire, LocalWire
-from dynamix.compression.aggregation import Limits
-from dynamix.compression.aggregator import AggregatorServer
-from dynamix.compression.link import Link
+from dynamix.compression.aggregator.client import Link
+from dynamix.compression.aggregator.job import Limits
+from dynamix.compression.aggregator.server import AggregatorServer
 
 SMALL = Limits(chunk_bytes=4096, window=4)
 TOKEN = "a token of enough length"

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from dynamix.compression.aggregator import AggregatorServer
+from dynamix.compression.aggregator.server import AggregatorServer
 from tests.compression.aggregators import SMALL
 
 

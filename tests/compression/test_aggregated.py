@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from dynamix.compression import Aggregator, AggregatorWire, CompressionState, Layout, compression_hook
-from dynamix.compression.aggregator import AggregatorServer
-from dynamix.compression.maximum import ONE_ROUND, maximum_by_or
+from dynamix.compression.aggregator.maximum import ONE_ROUND, maximum_by_or
+from dynamix.compression.aggregator.server import AggregatorServer
 from dynamix.compression.wire import WireLost
 from dynamix.errors import ConfigError
 from tests.compression.aggregators import TOKEN, join_wires
@@ -224,7 +224,7 @@ def test_training_goes_on_densely_when_the_aggregator_is_killed(tmp_path: Any) -
     """Once as the command that users start, once as a process of our own. Before that, all ranks are let in or none."""
     file = tmp_path / "token"
     file.write_text(TOKEN + "\n")
-    command = [sys.executable, "-m", "dynamix.compression.aggregator", "--token-file", str(file)]
+    command = [sys.executable, "-m", "dynamix.compression.aggregator.server", "--token-file", str(file)]
     there, here = _CONTEXT.Pipe()
     own = _CONTEXT.Process(target=_serve, args=(here,))
     server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from dynamix.compression import Aggregator
-from dynamix.compression.aggregation import Limits
-from dynamix.compression.aggregator import AggregatorServer
-from dynamix.compression.link import Link
-from dynamix.compression.protocol import ADD, DATA, HEADER, OR, Head, answer, greet, hear, pack
+from dynamix.compression.aggregator.client import Link
+from dynamix.compression.aggregator.job import Limits
+from dynamix.compression.aggregator.protocol import ADD, DATA, HEADER, OR, Head, answer, greet, hear, pack
+from dynamix.compression.aggregator.server import AggregatorServer
 from dynamix.compression.wire import WireLost
 from dynamix.errors import ConfigError
 from tests.compression.aggregators import SMALL, TOKEN, eventually, join

@@ -111,7 +111,7 @@ def test_pure_torch_gives_the_same_bits(way: str, monkeypatch: pytest.MonkeyPatc
 
 
 def test_bytes_stay_near_the_bound() -> None:
-    from dynamix.compression.speed import Case, measure
+    from dynamix_lab.suites.compression.codec_speed import Case, measure
 
     case = Case(1 << 18, 0.05)
     assert measure("compaction", case, rounds=1).over_bound < 1.2

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dynamix.compression import Aggregator, AggregatorWire, GroupWire, LocalWire
-from dynamix.compression.aggregator import AggregatorServer
-from dynamix.compression.link import Link
+from dynamix.compression.aggregator.client import Link
+from dynamix.compression.aggregator.server import AggregatorServer
 from dynamix.compression.wire import find_or_method, or_by_bor
 from tests.compression.local import in_threads
 from tests.ranks import run_ranks

@@ -139,7 +139,7 @@ def test_probing_says_what_is_missing_and_leaves_nothing() -> None:
 def test_the_command_prints_the_schema() -> None:
     from typer.testing import CliRunner
 
-    from dynamix.cli import app
+    from dynamix.cli.app import app
 
     printed = CliRunner().invoke(app, ["emulate", "--schema"])
     assert printed.exit_code == 0

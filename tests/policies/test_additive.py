@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynamix.errors import ConfigError, PolicyFileError
-from dynamix.policies.additive import (
+from dynamix.features import FEATURES
+from dynamix.policies.learned.additive import (
     OWN_FEATURES,
     STATE_FAMILIES,
     Actions,
@@ -21,8 +22,8 @@ from dynamix.policies.additive import (
     AdditivePolicy,
     kept_features,
 )
-from dynamix.policies.base import make_policy
-from dynamix.window import FEATURES, PER_WORKER, Bounds, Window
+from dynamix.policies.protocol import make_policy
+from dynamix.window import PER_WORKER, Bounds, Window
 
 
 def _random(seed: int = 0, **options: Any) -> AdditivePolicy:

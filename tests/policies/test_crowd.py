@@ -9,8 +9,20 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamix.policies.crowd import Crowd, Smell
-from dynamix.policies.traces import FLOOR, HEARD, HEAVY, LATE, LOAD, NOISE, OFFSET, PRESENT, SPEED, TRACES, WAIT
+from dynamix.policies.stigmergic.crowd import Crowd, Smell
+from dynamix.policies.stigmergic.traces import (
+    FLOOR,
+    HEARD,
+    HEAVY,
+    LATE,
+    LOAD,
+    NOISE,
+    OFFSET,
+    PRESENT,
+    SPEED,
+    TRACES,
+    WAIT,
+)
 
 STEP_S = 0.5
 

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynamix.errors import ConfigError
-from dynamix.policies.base import make_policy, policy_names
 from dynamix.policies.goodput import Cannikin, Goodput, NoiseScale, Pollux
+from dynamix.policies.protocol import make_policy, policy_names
 from dynamix.window import PER_WORKER, Bounds, Window
 
 NAMES = ("noise_scale", "pollux", "cannikin", "goodput", "static:48")

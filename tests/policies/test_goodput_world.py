@@ -12,11 +12,12 @@ import dataclasses
 import numpy as np
 import pytest
 
-from dynamix.learning.evaluation import times_to_progress
 from dynamix.policies.goodput import Cannikin, Goodput
 from dynamix.policies.proportional import LBBSP
+from dynamix.projection import project
 from dynamix.simulator import Clusters, LaggedReference, sample_clusters
-from dynamix.window import Bounds, Ints, Window, project
+from dynamix.training.evaluation import times_to_progress
+from dynamix.window import Bounds, Ints, Window
 
 
 class OneWindowLate(LaggedReference):

@@ -12,14 +12,15 @@ import numpy as np
 import pytest
 
 from dynamix.errors import ConfigError
-from dynamix.learning.evaluation import times_to_progress
 from dynamix.policies import make_policy
 from dynamix.policies.goodput import Goodput
 from dynamix.policies.guard import Guard
-from dynamix.policies.online import learning
+from dynamix.policies.learned.online import learning
 from dynamix.policies.proportional import LBBSP, fill_unknown, speeds
+from dynamix.projection import project
 from dynamix.simulator import ClusterEnv, sample_clusters, sample_family
-from dynamix.window import Bounds, Ints, Window, project
+from dynamix.training.evaluation import times_to_progress
+from dynamix.window import Bounds, Ints, Window
 
 WINDOWS = 60
 

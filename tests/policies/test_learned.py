@@ -12,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynamix.errors import PolicyFileError
-from dynamix.policies.base import make_policy
+from dynamix.features import features
 from dynamix.policies.goodput import Goodput
-from dynamix.policies.learned import TRUST, LearnedPolicy, ResidualNet
-from dynamix.window import PER_CLUSTER, PER_WORKER, Bounds, Window, features
+from dynamix.policies.learned.policy import TRUST, LearnedPolicy, ResidualNet
+from dynamix.policies.protocol import make_policy
+from dynamix.window import PER_CLUSTER, PER_WORKER, Bounds, Window
 
 
 def _random_net(seed: int = 0) -> ResidualNet:

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from dynamix.arguments import policy_of
 from dynamix.errors import ConfigError, StateError
-from dynamix.policies.additive import AdditivePolicy
-from dynamix.policies.base import Policy, make_policy
-from dynamix.policies.deviations import LiveConfig
 from dynamix.policies.guard import Guard
-from dynamix.policies.online import LearningPolicy
+from dynamix.policies.learned.additive import AdditivePolicy
+from dynamix.policies.learned.deviations import LiveConfig
+from dynamix.policies.learned.online import LearningPolicy
+from dynamix.policies.protocol import Policy, make_policy
+from dynamix.runtime.arguments import policy_of
 from dynamix.simulator import ClusterEnv, sample_family
 from dynamix.window import Ints
 

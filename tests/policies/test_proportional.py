@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from dynamix.policies.proportional import DBS, LBBSP
-from dynamix.window import Bounds, Window, project
+from dynamix.projection import project
+from dynamix.window import Bounds, Window
 
 
 def test_dbs_golden_case_of_the_papers_appendix() -> None:

@@ -6,8 +6,8 @@ import json
 
 import numpy as np
 
-from dynamix.policies.elasticity import LocalElasticity
-from dynamix.policies.residual import OWN_FEATURES, Memory
+from dynamix.model.elasticity import LocalElasticity
+from dynamix.policies.learned.residual import OWN_FEATURES, Memory
 from dynamix.window import Bounds, Floats, Ints, Window
 
 BOUNDS = Bounds.of(2, 1, 800)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from dynamix.policies.goodput import Goodput
-from dynamix.policies.learned import LearnedPolicy, ResidualNet
+from dynamix.policies.learned.policy import LearnedPolicy, ResidualNet
 from dynamix.window import Bounds, Window
 
 RECORDED = Path(__file__).with_name("recorded_decisions.json")

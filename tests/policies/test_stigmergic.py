@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from dynamix.errors import PolicyFileError
-from dynamix.policies.base import make_policy
 from dynamix.policies.goodput import GROWTH
-from dynamix.policies.stigmergic import RANGES, Parameters, StigmergicPolicy, pretrained
-from dynamix.policies.traces import OOM, PRESENT, TRACES, Own
-from dynamix.stigmergy.field import MemoryField
+from dynamix.policies.protocol import make_policy
+from dynamix.policies.stigmergic.field import MemoryField
+from dynamix.policies.stigmergic.policy import RANGES, Parameters, StigmergicPolicy, pretrained
+from dynamix.policies.stigmergic.traces import OOM, PRESENT, TRACES, Own
 from dynamix.window import Bounds, Window
 
 RULES = {"by hand": StigmergicPolicy, "learned": pretrained}

@@ -9,7 +9,7 @@ from dynamix.errors import ConfigError
 from dynamix.simulator import Trace, calibration
 from dynamix.simulator.compute import Costs
 from dynamix.simulator.disturbances import Slowdowns
-from dynamix.simulator.fitting import _held_out
+from dynamix_lab.experiments.calibration_fit import _held_out
 
 
 def test_affine_models_are_good_fits_and_alpha_is_not_shared_between_gpus() -> None:

@@ -7,7 +7,6 @@ import dataclasses
 import numpy as np
 import pytest
 
-from dynamix.bench.simulated import StaticAt, Suite, times_to_progress
 from dynamix.errors import ConfigError
 from dynamix.simulator import (
     BREAKING,
@@ -25,6 +24,7 @@ from dynamix.simulator import (
     sample_family,
 )  # fmt: skip
 from dynamix.window import Bounds, Ints, Window
+from dynamix_lab.suites.simulated import StaticAt, Suite, times_to_progress
 
 SUITE = Suite("test", (), (), windows=40)
 

@@ -5,17 +5,17 @@
 
 Lossless means: the integer sum that is decoded equals the integer sum of the inputs, which were quantised once to 25 to
 30 bits below their block's largest magnitude. What cannot be verified is reduced densely and counted. With `aggregator="host:port"` the
-sums are formed by a process in the network (`python -m dynamix.compression.aggregator`).
+sums are formed by a process in the network (`python -m dynamix.compression.aggregator.server`).
 """
 
 from __future__ import annotations
 
-from dynamix.compression.aggregated import AggregatorWire
+from dynamix.compression.aggregator.client import Aggregator
+from dynamix.compression.aggregator.wire import AggregatorWire
 from dynamix.compression.bucket import BucketExchange, Settings
 from dynamix.compression.checks import Statistics
 from dynamix.compression.hooks import CompressionState, compression_hook
 from dynamix.compression.layout import Layout
-from dynamix.compression.link import Aggregator
 from dynamix.compression.wire import GroupWire, LocalWire, Wire
 
 __all__ = [

@@ -22,13 +22,13 @@ from torch._C._distributed_c10d import GradBucket as Bucket
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.futures import Future
 
-from dynamix.compression.aggregated import AggregatorWire, join, report_loss
+from dynamix.compression.aggregator.client import Aggregator, Link
+from dynamix.compression.aggregator.wire import AggregatorWire, join, report_loss
 from dynamix.compression.auto import Chooser
 from dynamix.compression.bucket import BucketExchange, Settings, Way, warm_up
 from dynamix.compression.checks import Statistics, digest
 from dynamix.compression.fixed_point import DTYPES
 from dynamix.compression.layout import Layout
-from dynamix.compression.link import Aggregator, Link
 from dynamix.compression.wire import GroupWire, OrMethod, Wire, find_or_method
 from dynamix.errors import ConfigError, StateError, UsageError
 

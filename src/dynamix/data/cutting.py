@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from dynamix.window import Bounds, Ints, project
+from dynamix.projection import project
+from dynamix.window import Bounds, Ints
 
 RULES_VERSION = 3  # regions that were cut by another end elsewhere
 NO_LIMIT = 2**40  # samples; stands for "no upper bound" where a number is needed

@@ -16,7 +16,7 @@ from dynamix.emulator.loading import load_scenario
 from dynamix.emulator.mechanisms import check_kernel
 from dynamix.emulator.scenario import Scenario, check_machine
 from dynamix.errors import ConfigError
-from dynamix.telemetry.run_folder import RunFolder
+from dynamix.events.run_folder import RunFolder
 
 LATEST_START_S = 120.0
 _TAIL_LINES = 15

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from dynamix.policies.costs import WorkerCosts
-from dynamix.policies.fitting import (
+from dynamix.model.costs import WorkerCosts
+from dynamix.model.fitting import (
     UNKNOWN,
     Exchange,
     Largest,
@@ -27,9 +27,10 @@ from dynamix.policies.fitting import (
     saved,
     slowest_seconds,
 )
+from dynamix.model.split import at_least, at_most, best_split, split
 from dynamix.policies.proportional import fill_unknown, speeds
-from dynamix.policies.split import at_least, at_most, best_split, split
-from dynamix.window import Bounds, Floats, Ints, Window, project
+from dynamix.projection import project
+from dynamix.window import Bounds, Floats, Ints, Window
 
 # Log of the global batch over the largest that training has met, per optimizer step: the learning rate grows with the batch,
 # and a net that is thrown into a rate it never met learns less than AdaScale counts (docs/design/baselines.md).

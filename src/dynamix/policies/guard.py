@@ -14,13 +14,14 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from dynamix.errors import ConfigError
-from dynamix.policies.base import Policy, boundary
-from dynamix.policies.fitting import UNKNOWN, base_total, exposed_seconds, restored, saved, slowest_seconds
+from dynamix.model.fitting import UNKNOWN, base_total, exposed_seconds, restored, saved, slowest_seconds
 from dynamix.policies.goodput import Goodput
-from dynamix.policies.learned import LearnedPolicy
-from dynamix.policies.online import LearningPolicy
-from dynamix.policies.residual import Memory
-from dynamix.window import Bounds, Floats, Ints, Window, project
+from dynamix.policies.learned.online import LearningPolicy
+from dynamix.policies.learned.policy import LearnedPolicy
+from dynamix.policies.learned.residual import Memory
+from dynamix.policies.protocol import Policy, boundary
+from dynamix.projection import project
+from dynamix.window import Bounds, Floats, Ints, Window
 
 Flags = NDArray[np.bool_]
 REASONS = ("trusted", "check", "worse", "refused", "fault")

@@ -6,7 +6,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from dynamix.window import Bounds, Floats, Ints, Window, project
+from dynamix.projection import project
+from dynamix.window import Bounds, Floats, Ints, Window
 
 
 def speeds(window: Window) -> Floats:

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from dynamix.errors import ConfigError
-from dynamix.window import Bounds, Ints, Window, project
+from dynamix.projection import project
+from dynamix.window import Bounds, Ints, Window
 
 
 class Static:

@@ -18,10 +18,12 @@ from numpy.typing import NDArray
 from pettingzoo import ParallelEnv
 
 from dynamix.errors import ConfigError
+from dynamix.features import FEATURES, features
+from dynamix.projection import project
 from dynamix.simulator.env import ClusterEnv
 from dynamix.simulator.families import sample_family
 from dynamix.simulator.network import step_time
-from dynamix.window import FEATURES, Floats, Ints, Window, features, project
+from dynamix.window import Floats, Ints, Window
 
 Observation = NDArray[np.float32]
 Action = NDArray[np.float32]

@@ -12,11 +12,12 @@ from typing import Any
 
 import numpy as np
 
+from dynamix.projection import project
 from dynamix.simulator.compute import Costs
 from dynamix.simulator.disturbances import Slowdowns
 from dynamix.simulator.env import ClusterEnv
 from dynamix.simulator.network import step_time
-from dynamix.window import Bounds, Floats, Ints, Window, project
+from dynamix.window import Bounds, Floats, Ints, Window
 
 _GRID = np.exp(np.linspace(np.log(0.15), np.log(8.0), 48))
 

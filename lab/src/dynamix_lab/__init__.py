@@ -1,0 +1,1 @@
+"""The laboratory of dynamix: suites, experiments, peers, tasks, and how their results become tables."""

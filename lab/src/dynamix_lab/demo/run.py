@@ -1,0 +1,190 @@
+"""`dynamix demo`: one real training job on an emulated uneven cluster, under one policy after the other."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dynamix.emulator import Emulation, Scenario, host_speeds, load_scenario
+from dynamix.events.records import SCHEMA
+from dynamix.events.run_folder import RunFolder, commit, machine
+from dynamix.policies.learned.policy import PRETRAINED
+from dynamix_lab.demo.display import Display, end_table, policy_lines, ratio_lines
+from dynamix_lab.demo.report import write_report
+from dynamix_lab.harness.launch import POLICIES, Launch, Settings, disturbance_seed
+from dynamix_lab.harness.runs import AGAIN, Run, load_runs, save_runs, summarise
+from dynamix_lab.tasks import make_workload
+
+# A run during which the hypervisor took more than this part of the machine's processor time from us is no measurement; where
+# policies are compared it is made again, so often at most.
+MOST_STOLEN, REPEATS = 0.03, 2
+
+
+def run_demo(settings: Settings, folder: RunFolder, *, display: Display | None = None) -> tuple[dict[str, Any], bool]:
+    """Run all policies for all seeds; returns result.json and whether every run reached its end.
+
+    Writes run.json, events.jsonl, result.json and report.html to `folder`. Seeds that `folder` has finished already
+    are not run again. When interrupted, what is finished is summarised before `KeyboardInterrupt` goes on. Raises
+    `DynamixError`s of bad settings, of the emulator, or of a lost worker; nothing is left running.
+    """
+    settings.check()
+    scenario, workload = load_scenario(settings.scenario), make_workload(settings.workload)
+    target = settings.target(workload)
+    display = display or Display(target=target)
+    torch.set_num_threads(1)
+    seeds = range(settings.seed, settings.seed + settings.seeds)
+    facts = _facts(settings, scenario, target)
+    finished = _finished(settings, folder, facts)
+    for seed in finished:
+        display.say(f"seed {seed}: finished earlier, in {folder.path}")
+    runs = [run for of_seed in finished.values() for run in of_seed]
+    facts["mechanisms"] = folder.read_run().get("mechanisms", {})
+
+    def launch(seed: int, names: Sequence[str], attempt: int, runs: list[Run]) -> None:
+        ranks = folder.path / "ranks" / (f"{seed}-{attempt}" if attempt else str(seed))
+        of_seed = disturbance_seed(settings, seed)
+        with Emulation(scenario, seed=of_seed, run_dir=ranks, mechanism=settings.mechanism, keep_awake=True) as hosts:
+            facts["mechanisms"] = hosts.mechanisms
+            folder.write_run(**facts)
+            Launch(settings, seed, workload, hosts, folder, display, runs, names=names, attempt=attempt).run()
+
+    try:
+        with display.live():
+            for seed in seeds:
+                if seed not in finished:
+                    launch(seed, settings.order(seed), 0, runs)
+                    _save(folder, seed, runs, facts)
+                while settings.compares and (disturbed := _disturbed(runs, seed)):
+                    for run in disturbed:
+                        display.say(
+                            f"seed {seed}, {run.policy}: {100 * run.stolen:.0f} % of the processor stolen, again"
+                        )
+                    names = [run.policy for run in disturbed]
+                    again = [run for run in runs if run.seed != seed or run.policy not in names]
+                    launch(seed, names, disturbed[0].attempt + 1, again)
+                    runs = again  # not before: an interrupted attempt replaces nothing
+                    _save(folder, seed, runs, facts)
+    except KeyboardInterrupt:
+        whole = [run for run in runs if _saved(folder, run.seed).exists()]
+        if whole:
+            _conclude(settings, scenario, whole, {**facts, "interrupted": True}, folder, display)
+            display.say(f"interrupted: go on with --resume --out {folder.path}")
+        raise
+    result = _conclude(settings, scenario, runs, facts, folder, display)
+    fixed = settings.steps is not None or settings.quick
+    return result, all(run.finished and (fixed or run.time_to_target_s is not None) for run in runs)
+
+
+def _conclude(
+    settings: Settings,
+    scenario: Scenario,
+    runs: list[Run],
+    facts: dict[str, Any],
+    folder: RunFolder,
+    display: Display,
+) -> dict[str, Any]:
+    """Write result.json and report.html of `runs`, and say what they hold."""
+    shown = (*POLICIES, AGAIN)
+    runs.sort(key=lambda run: (run.seed, shown.index(run.policy) if run.policy in shown else len(shown)))
+    result = {**facts, "commit": commit(), "machine": machine(), **summarise(runs)}
+    if "dynamix" in result["policies"]:
+        result["policies"]["dynamix"]["policy"] = facts["settings"]["policy"]
+    folder.write_result(result)
+    write_report(folder.path / "report.html", runs, result, moves=lambda run: moves(scenario, run, settings))
+    _say_end(display, runs, result, folder)
+    return result
+
+
+def _saved(folder: RunFolder, seed: int) -> Path:
+    return folder.path / "finished" / f"{seed}.json"
+
+
+def _must_agree(facts: dict[str, Any]) -> dict[str, Any]:
+    """What runs of one call must have in common; more seeds may be added to those that are there."""
+    names = ("schema", "scenario_sha256", "workload", "target", "settings")
+    return {"commit": commit(), "machine": machine(), **{name: facts[name] for name in names}}
+
+
+def _finished(settings: Settings, folder: RunFolder, facts: dict[str, Any]) -> dict[int, list[Run]]:
+    """Seed -> runs that an earlier call left in `folder`; events of other runs are dropped."""
+    seeds = [s for s in range(settings.seed, settings.seed + settings.seeds) if _saved(folder, s).exists()]
+    found = {seed: load_runs(_saved(folder, seed), _must_agree(facts)) for seed in seeds}
+    events = folder.keep_events(_events_of([run for runs in found.values() for run in runs]))
+    for run in (run for runs in found.values() for run in runs):
+        run.events = [event for event in events if run.owns(event)]
+    return found
+
+
+def _disturbed(runs: Sequence[Run], seed: int) -> list[Run]:
+    """Those that are worth another attempt; all of them had equally many."""
+    mine = [run for run in runs if run.seed == seed and run.stolen > MOST_STOLEN and run.attempt < REPEATS]
+    return [run for run in mine if run.attempt == min(other.attempt for other in mine)]
+
+
+def _save(folder: RunFolder, seed: int, runs: Sequence[Run], facts: dict[str, Any]) -> None:
+    """The runs of one seed; events of attempts that they replace go."""
+    mine = [run for run in runs if run.seed == seed]
+    save_runs(_saved(folder, seed), mine, _must_agree(facts))
+    if any(run.attempt for run in mine):
+        folder.keep_events(_events_of(runs))
+
+
+def _events_of(runs: Sequence[Run]) -> Callable[[dict[str, Any]], bool]:
+    return lambda event: any(run.owns(event) for run in runs)
+
+
+def _facts(settings: Settings, scenario: Scenario, target: float) -> dict[str, Any]:
+    seeds = range(settings.seed, settings.seed + settings.seeds)
+    return {
+        "schema": SCHEMA,
+        "command": settings.command
+        + (" --quick" if settings.quick else "")
+        + (f" --steps {settings.steps}" if settings.steps else ""),
+        "cluster": "emulator",
+        "scenario": scenario.name,
+        "scenario_sha256": scenario.sha256,
+        "workload": settings.workload,
+        "target": target,
+        "seeds": list(seeds),
+        "order": {str(seed): settings.order(seed) for seed in seeds},
+        "settings": {
+            "batch_size": settings.batch_size,
+            "interval": settings.interval,
+            "lr_rule": settings.lr_rule,
+            "policies": sorted(settings.order(settings.seed)),
+            "mechanism": settings.mechanism,
+            "policy": _policy_file(settings.policy) if "dynamix" in settings.policies else None,
+        },
+    }
+
+
+def _policy_file(policy: str | None) -> dict[str, str]:
+    """Which policy really ran as "dynamix": the shipped file, another file (with its hash), or the one of a name."""
+    path = PRETRAINED if policy in (None, "dynamix") else Path(str(policy))
+    named = {"name": "shipped" if path == PRETRAINED else str(policy)}
+    return {**named, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()} if path.is_file() else named
+
+
+def _say_end(display: Display, runs: Sequence[Run], result: dict[str, Any], folder: RunFolder) -> None:
+    for line in [*policy_lines(result), *ratio_lines(result["ratios"])]:
+        display.say(line)
+    display.console.print(end_table(runs, target=result["target"]))
+    a_a = result["a_a"]
+    if a_a is not None and not a_a["within"]:
+        off = f"{100 * (a_a['median'] - 1):+.1f} %, more than {100 * a_a['limit']:.0f} %"
+        display.say(f"A/A: static against itself is off by {off}: repeat the call whole, on a machine left alone")
+    display.say(f"report: {folder.path / 'report.html'}")
+
+
+def moves(scenario: Scenario, run: Run, settings: Settings) -> list[tuple[float, int]]:
+    """(time_s, host) of every time a host became slower while `run` went on."""
+    found, before = [], host_speeds(scenario, 0.0, disturbance_seed(settings, run.seed))
+    for tick in range(1, int(run.time_s * 10) + 1):
+        now = host_speeds(scenario, tick / 10, disturbance_seed(settings, run.seed))
+        found += [(tick / 10, host) for host in range(len(now)) if now[host] < before[host] - 1e-9]
+        before = now
+    return found

@@ -1,0 +1,74 @@
+"""Scores snapshots while training goes on, off its clock: in a thread of the parent, on CPU the hosts do not get."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.nn.utils import vector_to_parameters
+
+from dynamix_lab.tasks import Arrays, Workload, score
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Weights as they were `time_s` after the run's clock started; scored once `score` is a number."""
+
+    run: str
+    time_s: float
+    step: int
+    samples: int
+    path: Path
+    score: float = float("nan")
+
+
+class Scorer:
+    """Scores snapshots in the order they come and hands each to `scored`, from its own thread.
+
+    An error of that thread is raised again by `wait`.
+    """
+
+    def __init__(self, workload: Workload, test: Arrays, scored: Callable[[Snapshot], None]) -> None:
+        self.workload, self.test, self.scored = workload, test, scored
+        self._model = workload.make_model(0)
+        self._queue: queue.Queue[Snapshot | None] = queue.Queue()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="dynamix-score", daemon=True)
+        self._thread.start()
+
+    def add(self, snapshot: Snapshot) -> None:
+        """Queue one snapshot; its file is removed once scored."""
+        self._queue.put(snapshot)
+
+    def wait(self) -> None:
+        """Until everything added is scored."""
+        self._queue.join()
+        if self._error is not None:
+            raise self._error
+
+    def close(self) -> None:
+        """End the thread."""
+        self._queue.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (snapshot := self._queue.get()) is not None:
+            try:
+                if self._error is None:
+                    self.scored(self._scored(snapshot))
+            except Exception as error:
+                self._error = error
+            finally:
+                snapshot.path.unlink(missing_ok=True)
+                self._queue.task_done()
+
+    def _scored(self, snapshot: Snapshot) -> Snapshot:
+        weights = torch.from_numpy(np.fromfile(snapshot.path, dtype=np.float32))
+        vector_to_parameters(weights, self._model.parameters())
+        value = score(self.workload, self._model, self.test)
+        return Snapshot(snapshot.run, snapshot.time_s, snapshot.step, snapshot.samples, snapshot.path, value)

@@ -1,0 +1,291 @@
+"""S-MADRL against its baselines on the excavation task: `python -m dynamix_lab.experiments.excavation.experiment OUT --seeds 10`.
+
+Every (method, seed) is one training by the same curriculum over the same number of steps of the worlds; its final weights are
+evaluated with 1 to 8 agents. Settings are the classes' defaults for all. A finished (method, seed) is a line of OUT/runs.jsonl, and a call that finds
+such lines runs only what is missing. Where matplotlib is installed, OUT/figure.png shows the result; MADDPG is there where
+AgileRL is (`maddpg.py`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import hashlib
+import importlib.util
+import json
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from dynamix.errors import ConfigError, StateError
+from dynamix_lab.experiments.excavation.aggregate import stratified
+from dynamix_lab.experiments.excavation.ground import GROUNDS
+from dynamix_lab.experiments.excavation.learner import Actions, DQNConfig, Training, evaluate, without_traces
+from dynamix_lab.experiments.excavation.lessons import CURRICULUM, Stage
+from dynamix_lab.experiments.excavation.maddpg import MADDPGConfig, MADDPGTraining, not_installed
+from dynamix_lab.experiments.excavation.mappo import MAPPOConfig, MAPPOTraining
+from dynamix_lab.experiments.excavation.world import ACTIONS, ExcavationConfig, Seen
+
+METHODS = ("s-madrl", "madqn", "mappo", "maddpg", "random")
+_SETTINGS = {"s-madrl": "dqn", "madqn": "dqn", "mappo": "mappo", "maddpg": "maddpg"}  # where a method's are
+MEASURES = ("reward", "pellets_per_1000", "collisions_per_1000", "gini")
+EVALUATION_SEED = 770_000
+
+
+def available() -> tuple[str, ...]:
+    """All methods, without MADDPG where AgileRL is not installed."""
+    found = importlib.util.find_spec("agilerl") is not None
+    return tuple(name for name in METHODS if found or name != "maddpg")
+
+
+@dataclass(frozen=True, slots=True)
+class ExperimentConfig:
+    """What is compared. `evaluation_worlds` episodes of one horizon for every number of `agents`, method and seed."""
+
+    methods: tuple[str, ...] = field(default_factory=available)
+    agents: tuple[int, ...] = (1, 2, 4, 6, 8)
+    seeds: tuple[int, ...] = tuple(range(10))
+    task: ExcavationConfig = field(default_factory=ExcavationConfig)
+    dqn: DQNConfig = field(default_factory=DQNConfig)
+    mappo: MAPPOConfig = field(default_factory=MAPPOConfig)
+    maddpg: MADDPGConfig = field(default_factory=MADDPGConfig)
+    stages: tuple[Stage, ...] = CURRICULUM
+    worlds: int = 16
+    evaluation_worlds: int = 16
+
+    def __post_init__(self) -> None:
+        for name in self.methods:
+            if name not in METHODS:
+                raise ConfigError("methods", name, ", ".join(METHODS), "check the spelling")
+        if not (self.methods and self.agents and self.seeds):
+            raise ConfigError("methods, agents, seeds", "none", "one or more of each", "check the configuration")
+
+    def fingerprint(self, method: str) -> str:
+        """Of everything that a finished run of `method` depends on; methods and seeds may be added later."""
+        others = {"dqn", "mappo", "maddpg"} - {_SETTINGS.get(method)}
+        facts = {k: v for k, v in dataclasses.asdict(self).items() if k not in {"methods", "seeds"} | others}
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def run_one(config: ExperimentConfig, method: str, seed: int) -> dict[str, Any]:
+    """Train one method with one seed and evaluate it: results by number of agents, and the seconds it took."""
+    torch.set_num_threads(1)
+    started, processor = time.perf_counter(), time.process_time()
+    act = _trained(config, method, seed)
+    trained_s = time.perf_counter() - started
+    results = {}
+    for agents in config.agents:
+        work = evaluate(
+            act, config.task, agents=agents, worlds=config.evaluation_worlds, seed=EVALUATION_SEED + seed
+        ).summary()
+        results[str(agents)] = work
+    return {
+        "method": method,
+        "seed": seed,
+        "fingerprint": config.fingerprint(method),
+        "agents": results,
+        "training_s": round(trained_s, 1),
+        "total_s": round(time.perf_counter() - started, 1),
+        "processor_s": round(time.process_time() - processor, 1),
+    }
+
+
+def run(
+    config: ExperimentConfig | None = None,
+    out: str | Path | None = None,
+    *,
+    processes: int = 1,
+    tell: Callable[[str], None] = print,
+) -> dict[str, Any]:
+    """Run what is missing in `out`, tell how long each run took, and return (and write result.json) the summary.
+
+    Raises `StateError` if `out` holds runs of another configuration or a damaged line.
+    """
+    config = config or ExperimentConfig()
+    path = None if out is None else Path(out) / "runs.jsonl"
+    if "maddpg" in config.methods and "maddpg" not in available():
+        raise not_installed()
+    runs = _finished(path, config)
+    done = {(r["method"], r["seed"]) for r in runs}
+    missing = [(m, s) for s in config.seeds for m in config.methods if (m, s) not in done]
+    for result in _results(config, missing, processes):
+        runs.append(result)
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(result) + "\n")
+        tell(
+            f"{result['method']} seed {result['seed']}: {result['total_s']} s ({result['processor_s']} s of processor)"
+        )
+    summary = summarise(config, runs)
+    if out is not None:
+        (Path(out) / "result.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+        if importlib.util.find_spec("matplotlib") is not None:
+            draw(summary, Path(out) / "figure.png")
+    return summary
+
+
+def summarise(config: ExperimentConfig, runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Interquartile means over seeds by method and number of agents, and Lorenz curves; "all": over all numbers of agents.
+
+    In "all", pellets are per agent, because more agents fetch more and would outweigh the others.
+    """
+    methods: dict[str, Any] = {}
+    for name in config.methods:
+        mine = sorted((r for r in runs if r["method"] == name and r["seed"] in config.seeds), key=lambda r: r["seed"])
+        if not mine:
+            continue
+        by_agents = {str(n): _measures([r["agents"][str(n)] for r in mine]) for n in config.agents}
+        per_agent = [[r["agents"][str(n)]["pellets_per_1000"] / n for n in config.agents] for r in mine]
+        methods[name] = {
+            "seeds": [r["seed"] for r in mine],
+            "agents": by_agents,
+            "all": {"pellets_per_1000_and_agent": stratified(per_agent).to_dict()},
+            "seconds": [r["total_s"] for r in mine],
+        }
+    steps = sum(stage.steps for stage in config.stages) * config.worlds
+    prints = {name: config.fingerprint(name) for name in methods}
+    facts = {"steps_of_worlds": steps, "fingerprints": prints, "config": dataclasses.asdict(config)}
+    return {"schema": 2, "command": "bench stigmergy", "cluster": "excavation task", **facts, "methods": methods}
+
+
+def table(summary: dict[str, Any]) -> str:
+    """The summary as lines of text: interquartile mean [95 % interval] over seeds."""
+    lines = [f"{'agents':>6}  {'method':<9}" + "".join(f"{name:>30}" for name in MEASURES)]
+    names = list(summary["methods"])
+    for agents in summary["config"]["agents"]:
+        for name in names:
+            cells = summary["methods"][name]["agents"][str(agents)]
+            lines.append(f"{agents:>6}  {name:<9}" + "".join(f"{_cell(cells[m]):>30}" for m in MEASURES))
+    return "\n".join(lines)
+
+
+def draw(summary: dict[str, Any], path: Path) -> None:
+    """Pellets by number of agents (interquartile mean and its interval), and who did the work with the most agents."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    pellets, work = figure.subplots(1, 2)
+    agents = summary["config"]["agents"]
+    for name, method in summary["methods"].items():
+        cells = [method["agents"][str(n)]["pellets_per_1000"] for n in agents]
+        known = [(n, c) for n, c in zip(agents, cells, strict=True) if c["iqm"] is not None]
+        x, mean = [n for n, _ in known], np.array([c["iqm"] for _, c in known])
+        ends = np.array([[c["iqm"] if c[end] is None else c[end] for _, c in known] for end in ("low", "high")])
+        pellets.errorbar(x, mean, np.abs(ends - mean), label=name, marker="o", capsize=3)
+        lorenz = method["agents"][str(max(agents))]["lorenz"]
+        if lorenz is not None:  # None: nobody delivered anything
+            work.plot(np.linspace(0, 1, len(lorenz)), lorenz, label=name)
+    work.plot([0, 1], [0, 1], color="0.7", linestyle=":", label="equal work")
+    pellets.set(xlabel="agents", ylabel="pellets per 1,000 steps, all agents", xticks=agents)
+    work.set(xlabel="share of agents, least working first", ylabel="share of pellets", title=f"{max(agents)} agents")
+    pellets.legend(frameon=False)
+    work.legend(frameon=False)
+    figure.savefig(path, dpi=110)
+
+
+def _cell(estimate: dict[str, float | None]) -> str:
+    if estimate["iqm"] is None:
+        return "-"
+    interval = "" if estimate["low"] is None else f" [{estimate['low']:.2f}, {estimate['high']:.2f}]"
+    return f"{estimate['iqm']:.2f}{interval}"
+
+
+def _measures(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for name in MEASURES:
+        known = [r[name] for r in results if r[name] is not None]
+        out[name] = {**(stratified(known).to_dict() if known else _NOTHING), "seeds": [r[name] for r in results]}
+    curves = [r["lorenz"] for r in results if r["lorenz"] is not None]
+    return {**out, "lorenz": np.mean(curves, axis=0).tolist() if curves else None}
+
+
+_NOTHING = {"iqm": None, "low": None, "high": None}
+
+
+def _trained(config: ExperimentConfig, method: str, seed: int) -> Callable[[Seen], Actions]:
+    if method == "random":
+        rng = np.random.default_rng(seed)
+        return lambda seen: rng.integers(len(ACTIONS), size=seen.shape[:-1])
+    how: dict[str, Any] = {"stages": config.stages, "worlds": config.worlds, "seed": seed}
+    if method == "mappo":
+        mappo = MAPPOTraining(config.task, config.mappo, **how)
+        mappo.run()
+        return mappo.act
+    if method == "maddpg":
+        maddpg = MADDPGTraining(config.task, config.maddpg, **how)
+        maddpg.run()
+        return maddpg.act
+    dqn = config.dqn if method == "s-madrl" else without_traces(config.dqn)
+    training = Training(config.task, dqn, **how)
+    training.run()
+    return training.learner.act
+
+
+def _results(config: ExperimentConfig, missing: Sequence[tuple[str, int]], processes: int) -> Any:
+    if processes == 1:
+        yield from (run_one(config, method, seed) for method, seed in missing)
+        return
+    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+        for future in as_completed([pool.submit(run_one, config, method, seed) for method, seed in missing]):
+            yield future.result()
+
+
+def _finished(path: Path | None, config: ExperimentConfig) -> list[dict[str, Any]]:
+    if path is None or not path.exists():
+        return []
+    try:
+        runs = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        stale = {r["method"] for r in runs if r["fingerprint"] != config.fingerprint(r["method"])} & {*config.methods}
+    except (ValueError, KeyError, TypeError) as error:
+        raise StateError(f"{path} is damaged ({error}): remove its last line, that run is done again") from error
+    if stale:
+        names = ", ".join(sorted(stale))
+        fix = f"remove the lines of {names}, or choose another folder"
+        raise StateError(f"{path} holds runs of another configuration ({names}): {fix}")
+    return runs
+
+
+def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="S-MADRL, MADQN, MAPPO and MADDPG on the excavation task.")
+    parser.add_argument("out", type=Path, help="folder for runs.jsonl and result.json; finished runs there are kept")
+    parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--methods", nargs="+", default=list(available()), choices=METHODS)
+    parser.add_argument("--processes", type=int, default=1, help="runs at a time, one thread each")
+    parser.add_argument("--scale", type=float, default=1.0, help="of the number of steps of every stage")
+    parser.add_argument("--ground", default="two-lane", choices=GROUNDS)
+    parser.add_argument("--horizon", type=int, default=1000, help="steps of an episode")
+    parser.add_argument(
+        "--slow", type=float, default=1.0, help="speed of every second agent, 1 is as fast as the others"
+    )
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line; None: that of this process."""
+    given = _parsed(arguments)
+    if not 0 < given.scale < float("inf"):
+        raise ConfigError("scale", given.scale, "above 0, finite", "1 is the whole curriculum")
+    whole = MAPPOConfig().rollout
+    stages = tuple(
+        dataclasses.replace(s, steps=max(1, round(s.steps * given.scale / whole)) * whole) for s in CURRICULUM
+    )
+    config = ExperimentConfig(
+        methods=tuple(given.methods),
+        seeds=tuple(range(given.seeds)),
+        stages=stages,
+        task=ExcavationConfig(GROUNDS[given.ground], horizon=given.horizon, speeds=(1.0, given.slow)),
+    )
+    print(table(run(config, given.out, processes=given.processes, tell=functools.partial(print, flush=True))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""Simulation-learned, fine-tuned and live-learned, compared on simulated jobs: `python -m dynamix_lab.experiments.live`.
+
+Every job is one cluster with a learner of its own, as on a real job. During `windows` it learns while it serves, which has a
+price; afterwards what it learned serves, frozen, in the same cluster under other disturbances. Both are paired with the
+shipped policy in the same world.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from dynamix.errors import ConfigError
+from dynamix.policies import Policy, make_policy
+from dynamix.policies.learned.additive import AdditivePolicy
+from dynamix.policies.learned.deviations import LiveConfig
+from dynamix.policies.learned.online import LearningPolicy, net_of
+from dynamix.policies.learned.policy import LearnedPolicy
+from dynamix.simulator import ClusterEnv, Clusters, sample_family
+
+UNTRAINED: dict[str, Callable[[], Policy]] = {"dynamix": LearnedPolicy, "dynamix-paper": AdditivePolicy}
+# From nothing there is no shipped policy to stay near; other settings as in fine-tuning.
+FROM_NOTHING = LiveConfig(kl_limit=1e3, learning_rate=1e-3)
+JOBS_SEED = 940_001
+
+
+@dataclass(frozen=True, slots=True)
+class LiveComparison:
+    """What to compare on: `jobs` clusters of each family at each W; windows to learn in, windows to judge in."""
+
+    policy: str = "dynamix-paper"
+    families: tuple[str, ...] = ("pai-steady", "affine-slowdowns", "memory-cliff", "ar1-jitter")
+    workers: tuple[int, ...] = (4,)
+    jobs: int = 4
+    windows: int = 300
+    judged: int = 100
+    seed: int = JOBS_SEED
+
+    def __post_init__(self) -> None:
+        if self.policy not in UNTRAINED:
+            raise ConfigError("policy", self.policy, ", ".join(UNTRAINED), "rules have nothing to learn")
+
+
+def compare(config: LiveComparison) -> dict[str, Any]:
+    """For "fine-tuned" and "live-learned": log goodput over the shipped policy's, while learning and afterwards."""
+    makers: dict[str, Callable[[], LearningPolicy]] = {
+        "fine-tuned": lambda: LearningPolicy(make_policy(config.policy)),
+        "live-learned": lambda: LearningPolicy(UNTRAINED[config.policy](), FROM_NOTHING),
+    }
+    found: dict[str, dict[str, list[float]]] = {name: {} for name in makers}
+    for family in config.families:
+        for workers in config.workers:
+            clusters = sample_family(family, config.jobs, workers, config.seed)
+            for job in range(config.jobs):
+                _one_job(config, clusters.take([job]), config.seed + job, makers, found)
+    return {
+        "schema": 1, "command": "learning.live", "cluster": "simulator", "policy": config.policy,
+        "families": list(config.families), "workers": list(config.workers), "seed": config.seed,
+        "jobs": config.jobs * len(config.families) * len(config.workers), "windows": config.windows,
+        "against_shipped": {name: {key: _summary(values) for key, values in parts.items()} for name, parts in found.items()},
+    }  # fmt: skip
+
+
+def _one_job(
+    config: LiveComparison,
+    cluster: Clusters,
+    seed: int,
+    makers: dict[str, Callable[[], LearningPolicy]],
+    found: dict[str, dict[str, list[float]]],
+) -> None:
+    during = serve(make_policy(config.policy), cluster, seed, config.windows)
+    after = serve(make_policy(config.policy), cluster, seed + 50_000, config.judged)
+    for name, make in makers.items():
+        learner = make()
+        figures = {"while_learning": serve(learner, cluster, seed, config.windows) - during}
+        frozen = make_policy(config.policy)
+        net_of(frozen).load_state_dict(learner.net.state_dict())
+        figures["afterwards"] = serve(frozen, cluster, seed + 50_000, config.judged) - after
+        report = learner.report()
+        figures |= {key: report[key] for key in ("expected_loss", "divergence", "tried", "updates", "longest_s")}
+        figures["ms_per_window"] = 1e3 * report["learning_s"] / report["windows"]
+        for key, value in figures.items():
+            found[name].setdefault(key, []).append(float(value))
+
+
+def serve(policy: Policy, cluster: Clusters, seed: int, windows: int) -> float:
+    """Log of the average goodput of one simulated job under a policy, which learns between decisions if it can."""
+    env = ClusterEnv(cluster, seed=seed)
+    window = env.reset()
+    for _ in range(windows):
+        window = env.step(policy.decide(window, env.bounds))
+        if isinstance(policy, LearningPolicy):
+            policy.improve()
+    return float(np.log(env.progress / env.clock_s).mean())
+
+
+def _summary(values: Sequence[float]) -> dict[str, float]:
+    """Mean and a 95 % bootstrap interval over jobs."""
+    draws = np.random.default_rng(0).choice(np.asarray(values), (2000, len(values))).mean(-1)
+    low, high = np.quantile(draws, [0.025, 0.975])
+    return {"mean": round(float(np.mean(values)), 5), "low": round(float(low), 5), "high": round(float(high), 5)}
+
+
+def main() -> None:
+    """Compare from the command line and print JSON."""
+    parser = argparse.ArgumentParser(description="What learning on the job costs and brings, in simulation.")
+    parser.add_argument("--policy", choices=sorted(UNTRAINED), default="dynamix-paper")
+    parser.add_argument("--jobs", type=int, default=LiveComparison().jobs, help="of each family and W")
+    parser.add_argument("--windows", type=int, default=LiveComparison().windows)
+    parser.add_argument("--workers", default="4", help="comma-separated")
+    given = parser.parse_args()
+    workers = tuple(int(w) for w in given.workers.split(","))
+    config = LiveComparison(given.policy, jobs=given.jobs, windows=given.windows, workers=workers)
+    print(json.dumps(compare(config), indent=1))
+
+
+if __name__ == "__main__":
+    main()

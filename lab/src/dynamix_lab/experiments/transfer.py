@@ -1,0 +1,168 @@
+"""Policies learned on one job and used on another, against policies learned on the target: `python -m dynamix_lab.experiments.transfer`.
+
+Every policy has the same short budget and seed, so that what differs is where it learned. Scores are on test clusters of the
+target that no training met; all policies meet the same ones. The shipped policy and the goodput rule stand beside them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dynamix.errors import ConfigError
+from dynamix.policies.goodput import Goodput
+from dynamix.policies.protocol import make_policy
+from dynamix.simulator import LaggedReference
+from dynamix.training.evaluation import Factory, Tell, follow, paired, summary, times_to_common_progress
+from dynamix.training.worlds import lr_rule_of, sample_world
+from dynamix.window import Floats
+from dynamix_lab.experiments.short import FORMS, QUICK, Budget, Form, learn
+
+TEST_SEED = 995_001
+USUAL, LARGE = (2, 8, 32), (1024,)
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Learn on `source` at `learned_at` workers, use on `target` at `used_at`, where another policy learned at `target_at`."""
+
+    source: str
+    target: str
+    learned_at: tuple[int, ...] = USUAL
+    target_at: tuple[int, ...] = USUAL
+    used_at: tuple[int, ...] = (8, 32)
+
+
+PAIRS: dict[str, Pair] = {
+    "depth: VGG-16 to 19": Pair("vgg16", "vgg19"),
+    "depth: ResNet-34 to 50": Pair("resnet34", "resnet50"),
+    "GPUs: old to new": Pair("vgg16-old", "vgg16-new"),
+    "GPUs: new to old": Pair("vgg16-new", "vgg16-old"),
+    "optimizer: SGD to Adam": Pair("vgg16", "vgg16-adam"),
+    "optimizer: Adam to SGD": Pair("vgg16-adam", "vgg16"),
+    "workers: to 256, used at 1,024": Pair("vgg16", "vgg16", (8, 32, 256), LARGE, LARGE),
+}
+
+
+def transfer(
+    pair: Pair,
+    form: Form,
+    folder: Path,
+    *,
+    budget: Budget | None = None,
+    seed: int = 0,
+    clusters: int = 32,
+    windows: int = 40,
+) -> dict[str, Any]:
+    """Scores of one pair: by policy, time of `lagged` / its time; and `regret`, the source policy's time over the target's.
+
+    folder   of trained policies; what is there is not trained again
+    """
+    made: dict[str, Factory] = {
+        "source": _learned(pair.source, pair.learned_at, form, folder, budget, seed),
+        "target": _learned(pair.target, pair.target_at, form, folder, budget, seed),
+        "shipped": lambda _: make_policy(form),
+        "goodput": lambda _: Goodput(),
+        "lagged": LaggedReference,
+    }
+    logs: dict[str, list[Floats]] = {name: [] for name in made}
+    for workers in pair.used_at:
+        world = sample_world(pair.target, min(clusters, max(8192 // workers, 4)), workers, TEST_SEED)
+        rule = lr_rule_of(pair.target)
+        paths = {
+            name: follow(make, world, seed=TEST_SEED, windows=windows, lr_rule=rule) for name, make in made.items()
+        }
+        for name, taken in times_to_common_progress(paths).items():
+            logs[name].append(np.log(taken))
+    joined = {name: np.concatenate(parts) for name, parts in logs.items()}
+    return {
+        **dataclasses.asdict(pair),
+        "form": form,
+        "scores": {name: summary(np.exp(joined["lagged"] - log)) for name, log in joined.items() if name != "lagged"},
+        "regret": paired(joined["source"] - joined["target"]),
+        "shipped_over_target": paired(joined["shipped"] - joined["target"]),
+    }
+
+
+def _learned(
+    world: str, workers: tuple[int, ...], form: Form, folder: Path, budget: Budget | None, seed: int
+) -> Factory:
+    name = f"{form}-{world}-{'-'.join(map(str, workers))}-seed{seed}.safetensors"
+    return learn(form, folder / name, world=world, workers=workers, budget=budget, seed=seed)
+
+
+def run_transfer(
+    folder: Path, *, pairs: Mapping[str, Pair] = PAIRS, forms: Sequence[Form] = FORMS, budget: Budget | None = None,
+    seed: int = 0, tell: Tell = lambda what, done: None, **how: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """All pairs for all forms; a pair that `folder` has a result of is not run again."""
+    folder.mkdir(parents=True, exist_ok=True)
+    work = [(form, name) for form in forms for name in pairs]
+    found: dict[str, Any] = {}
+    about = {"budget": dataclasses.asdict(budget or Budget()), "seed": seed, **how}
+    for i, (form, name) in enumerate(work):
+        path = folder / f"{form}-{''.join(c if c.isalnum() else '-' for c in name)}.json"
+        if not path.exists():
+            tell(f"{form}, {name}", i / len(work))
+            one = transfer(pairs[name], form, folder, budget=budget, seed=seed, **how)
+            path.write_text(json.dumps({"about": about, **one}, indent=1), encoding="utf-8")
+        saved = json.loads(path.read_text(encoding="utf-8"))
+        if saved.pop("about") != json.loads(json.dumps(about)):
+            raise ConfigError("folder", str(folder), "one of the same budget, seed and clusters", "name another folder")
+        found.setdefault(form, {})[name] = saved
+    return {
+        "schema": 1,
+        "command": "learning.transfer",
+        "cluster": "simulator",
+        **about,
+        "test_seed": TEST_SEED,
+        "forms": found,
+    }
+
+
+def markdown(result: Mapping[str, Any]) -> str:
+    """A row per pair and form: mean / worst decile against `lagged`, and the source policy's time over the target's."""
+    names = ("source", "target", "shipped", "goodput")
+    head = ["form", "learned where", *[f"{name} policy" if name != "goodput" else name for name in names]]
+    head += ["source's time / target's", "shipped's / target's"]
+    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    for form, pairs in result["forms"].items():
+        for name, part in pairs.items():
+            scores = [
+                f"{part['scores'][n]['geometric_mean']:.3f} / {part['scores'][n]['worst_decile']:.3f}" for n in names
+            ]
+            ratios = ["{:.3f} ({:.3f}-{:.3f})".format(*part[key]) for key in ("regret", "shipped_over_target")]
+            lines.append("| " + " | ".join([form, name, *scores, *ratios]) + " |")
+    return "\n".join([*lines, "", f"Budget of a training: {Budget(**result['budget']).said}; seed {result['seed']}."])
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Train what is missing in a folder, compare, print the table or JSON."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("out", type=Path, help="folder of trained policies and results; goes on with what it holds")
+    parser.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS))
+    parser.add_argument("--pairs", nargs="+", help=f"a part of their names is enough, of: {', '.join(PAIRS)}")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--quick", action="store_true", help="a smoke run: trainings that learn nothing")
+    parser.add_argument("--json", action="store_true")
+    given = parser.parse_args(arguments)
+    wanted = {n: p for n, p in PAIRS.items() if not given.pairs or any(part in n for part in given.pairs)}
+    if not wanted:
+        raise ConfigError("pairs", given.pairs, ", ".join(PAIRS), "give a part of a name")
+    how = {"clusters": 4, "windows": 6} if given.quick else {"clusters": 32, "windows": 40}
+    result = run_transfer(
+        given.out, pairs=wanted, forms=given.forms, budget=QUICK if given.quick else None, seed=given.seed,
+        tell=lambda what, done: print(f"{done:4.0%} {what}", flush=True) if not given.json else None, **how,
+    )  # fmt: skip
+    print(json.dumps(result, indent=1) if given.json else markdown(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""What is attainable: shares decided with the scenario file in hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from dynamix.emulator import Scenario, host_speeds, load_scenario
+from dynamix.errors import ConfigError
+from dynamix.projection import project
+from dynamix.window import Bounds, Ints, Window
+
+
+class Reference:
+    """Exact shares by the scenario's true host speeds over the coming window, at a constant global batch.
+
+    Clairvoyant about the disturbance, but it drives the same controller as every policy: it starts from equal batches
+    and its answer takes force with the same delay. It is a reference, not a bound: it knows CPU shares, not the fixed
+    costs of a step.
+
+    scenario  the emulator's scenario, or its name or path
+    seed      of the disturbance
+    clock     seconds since the disturbance started
+    total     global batch to hold; None: the one in force
+    """
+
+    def __init__(
+        self, scenario: str | Scenario, *, seed: int, clock: Callable[[], float], total: int | None = None
+    ) -> None:
+        loaded = load_scenario(scenario)
+        self._speeds: Callable[[float], list[float]] = lambda time_s: host_speeds(loaded, time_s, seed)
+        self._clock, self._total = clock, total
+
+    def decide(self, window: Window, bounds: Bounds) -> Ints:
+        now = self._clock()
+        step_s = float(np.nanmax(window.step_time))
+        ahead = now + step_s * (1 + np.arange(1 + int(np.max(window.steps))))
+        # A worker's time for a share is the sum over moments of 1/speed.
+        speed = 1.0 / np.mean(1.0 / np.array([self._speeds(t) for t in ahead]), axis=0)
+        total = window.batch_size.sum(-1) if self._total is None else self._total
+        return project(speed, bounds, total=total, current=window.batch_size)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+def reference_total(name: str) -> int | None:
+    """The global batch in "reference:256"; None for "reference". Raises `ConfigError` for anything else behind the colon.
+
+    >>> reference_total("reference:256"), reference_total("reference")
+    (256, None)
+    """
+    _, colon, number = name.partition(":")
+    if not colon:
+        return None
+    if not number.isdecimal() or int(number) < 1:
+        raise ConfigError("policy", name, "reference, or reference:TOTAL with a global batch", "say reference:256")
+    return int(number)

@@ -1,0 +1,198 @@
+"""One training run of the demo as the parent saw it, and many of them as result.json."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dynamix.errors import ConfigError, StateError
+from dynamix.window import Window
+from dynamix_lab.demo.scoring import Snapshot
+from dynamix_lab.statistics import censored, paired_ratio, time_to_target
+
+AGAIN = "static-again"  # the A/A partner: static once more
+CENSOR_FACTOR = 2.0
+LEARNED = ("dynamix", "dynamix-paper", "stigmergic")
+A_A_LIMIT = 0.05  # a call whose A/A pairs differ by more says something about the machine, not about policies
+
+
+def is_learned(policy: str) -> bool:
+    """Whether a name stands for what is judged, which never says what is attainable: `LEARNED`, watched or learning or not, or a file.
+
+    >>> is_learned("guarded:dynamix"), is_learned("runs/mine.safetensors"), is_learned("goodput")
+    (True, True, False)
+    """
+    bare = policy.removeprefix("guarded:").removeprefix("learning:")
+    return bare in LEARNED or bare.endswith(".safetensors")
+
+
+@dataclass
+class Run:
+    """What became of one policy with one seed. Filled while it goes on; `finished` once its last step is done."""
+
+    policy: str
+    seed: int
+    target: float
+    snapshots: list[Snapshot] = field(default_factory=list)
+    events: list[dict[str, Any]] = field(default_factory=list)
+    time_s: float = 0.0
+    step: int = 0
+    samples: int = 0
+    loss: float = float("nan")
+    batch_sizes: list[int] = field(default_factory=list)
+    step_ends_s: list[float] = field(default_factory=list)
+    overhead_s: float = 0.0
+    stolen: float = float("nan")  # share of the machine's processor time that its hypervisor gave to others
+    finished: bool = False
+    attempt: int = 0  # earlier ones were disturbed and thrown away
+
+    def owns(self, event: dict[str, Any]) -> bool:
+        """Whether a line of events.jsonl is of this run."""
+        return (event["policy"], event["seed"], event.get("attempt", 0)) == (self.policy, self.seed, self.attempt)
+
+    @property
+    def time_to_target_s(self) -> float | None:
+        """Seconds from the barrier to the target, or None if it was not reached (yet)."""
+        return time_to_target([s.time_s for s in self.snapshots], [s.score for s in self.snapshots], self.target)
+
+    @property
+    def accuracy(self) -> float:
+        """Of the newest scored snapshot."""
+        return self.snapshots[-1].score if self.snapshots else float("nan")
+
+    @property
+    def samples_per_s(self) -> float:
+        return self.samples / self.time_s if self.time_s else float("nan")
+
+    def where_time_went(self) -> dict[str, list[float]]:
+        """Mean seconds per step of each worker: compute, wait, communication, data; over all windows, by steps."""
+        windows = [Window.from_dict(event["window"]) for event in self.events]
+        parts = {}
+        weights = np.array([w.steps for w in windows])
+        for name in ("compute", "wait", "communication", "data"):
+            values = np.array([np.broadcast_to(np.nan_to_num(getattr(w, name)), w.batch_size.shape) for w in windows])
+            parts[name] = (values * weights[:, None]).sum(0) / weights.sum() if windows else np.zeros(0)
+        return {name: [float(v) for v in value] for name, value in parts.items()}
+
+    @property
+    def wait_fraction(self) -> float:
+        """Share of all workers' step time that was spent waiting for slower workers; NaN where nobody knows all of them."""
+        if not any(np.isfinite(Window.from_dict(event["window"]).wait).any() for event in self.events):
+            return float("nan")
+        parts = self.where_time_went()
+        total = sum(sum(values) for values in parts.values())
+        return sum(parts["wait"]) / total if total else float("nan")
+
+    @property
+    def median_global_batch(self) -> float:
+        """Over the run's windows, samples."""
+        return float(np.median([sum(e["window"]["batch_size"]) for e in self.events])) if self.events else float("nan")
+
+    def event_time_s(self, event: dict[str, Any]) -> float:
+        """When the window of `event` closed, on the run's clock (events carry rank 0's own)."""
+        step = int(event["window"]["step"])
+        return self.step_ends_s[min(step, len(self.step_ends_s)) - 1] if self.step_ends_s else float("nan")
+
+
+def summarise(runs: Sequence[Run]) -> dict[str, Any]:
+    """The `policies` and `ratios` part of result.json: lists by seed, ratios over pairs with the same seed."""
+    names = list(dict.fromkeys(run.policy for run in runs))
+    by_policy = {name: sorted((r for r in runs if r.policy == name), key=lambda r: r.seed) for name in names}
+    return {
+        "seeds": sorted({run.seed for run in runs}),
+        "policies": {name: _policy_part(mine) for name, mine in by_policy.items()},
+        "ratios": _ratios(by_policy),
+        "a_a": _a_a(by_policy),
+    }
+
+
+def save_runs(path: Path, runs: Sequence[Run], facts: dict[str, Any]) -> None:
+    """Keep finished runs, without their events, which events.jsonl has; `facts` say what they may be resumed with."""
+    kept = [
+        {f.name: getattr(run, f.name) for f in fields(Run) if f.name not in ("events", "snapshots")} for run in runs
+    ]
+    for entry, run in zip(kept, runs, strict=True):
+        entry |= {name: None if math.isnan(getattr(run, name)) else getattr(run, name) for name in ("loss", "stolen")}
+        entry["snapshots"] = [{**asdict(snapshot), "path": ""} for snapshot in run.snapshots]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(".unfinished")
+    unfinished.write_text(json.dumps({"facts": facts, "runs": kept}), encoding="utf-8")
+    unfinished.replace(path)
+
+
+def load_runs(path: Path, facts: dict[str, Any]) -> list[Run]:
+    """The inverse of `save_runs`, without events. Raises `ConfigError` if they were measured under other `facts`, `StateError` if the file is damaged."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise StateError(f"{path} is damaged ({error}): remove it, and its seed is run again") from error
+    for name, now in facts.items():
+        if content["facts"].get(name) != now:
+            was = content["facts"].get(name)
+            raise ConfigError(name, now, f"{was}, as in {path}", "resume with what it began with, or start anew")
+    runs = []
+    for entry in content["runs"]:
+        snapshots = [Snapshot(**{**snapshot, "path": Path(snapshot["path"])}) for snapshot in entry.pop("snapshots")]
+        entry |= {name: float("nan") for name in ("loss", "stolen") if entry.get(name) is None}
+        runs.append(Run(**entry, snapshots=snapshots))
+    return runs
+
+
+def _a_a(by_policy: dict[str, list[Run]]) -> dict[str, Any] | None:
+    """Static against itself: its ratio, and whether the call may be believed; None without such pairs."""
+    ratio = _ratios(by_policy).get(f"{AGAIN}/static")
+    if ratio is None:
+        return None
+    return {**ratio, "limit": A_A_LIMIT, "within": bool(abs(ratio["median"] - 1) <= A_A_LIMIT)}
+
+
+def _policy_part(runs: Sequence[Run]) -> dict[str, Any]:
+    return {
+        "time_to_target_s": [_rounded(r.time_to_target_s) for r in runs],
+        "final_accuracy": [_rounded(r.accuracy) for r in runs],
+        "samples_per_s": [_rounded(r.samples_per_s) for r in runs],
+        "wait_fraction": [_rounded(r.wait_fraction) for r in runs],
+        "time_s": [_rounded(r.time_s) for r in runs],
+        "steps": [r.step for r in runs],
+        "samples": [r.samples for r in runs],
+        "batch_sizes": [r.batch_sizes for r in runs],
+        "median_global_batch": [_rounded(r.median_global_batch) for r in runs],
+        "overhead_s": [_rounded(r.overhead_s) for r in runs],
+        "stolen_fraction": [_rounded(r.stolen) for r in runs],
+        "attempts": [r.attempt + 1 for r in runs],
+        "seconds_per_step": [
+            {name: [_rounded(v) for v in values] for name, values in r.where_time_went().items()} for r in runs
+        ],
+        "curve": [[[_rounded(s.time_s), s.samples, _rounded(s.score)] for s in r.snapshots] for r in runs],
+    }
+
+
+def _ratios(by_policy: dict[str, list[Run]]) -> dict[str, Any]:
+    """Every policy over static, and dynamix over reference and DBS; empty where a denominator never arrived."""
+    out: dict[str, Any] = {}
+    static = {r.seed: r.time_to_target_s for r in by_policy.get("static", [])}
+    wanted = [(name, "static") for name in by_policy if name != "static"]
+    wanted += [("dynamix", other) for other in ("reference", "dbs") if other in by_policy and "dynamix" in by_policy]
+    for name, base in wanted:
+        pairs = []
+        for run in by_policy[name]:
+            bound = static.get(run.seed)
+            partner = next((r for r in by_policy.get(base, []) if r.seed == run.seed), None)
+            if bound is None or partner is None:
+                continue
+            limit = CENSOR_FACTOR * bound
+            pairs.append(tuple(censored([run.time_to_target_s, partner.time_to_target_s], [limit, limit])))
+        if pairs:
+            above, below = zip(*pairs, strict=True)
+            out[f"{name}/{base}"] = {**paired_ratio(above, below).to_dict(), "pairs": len(pairs)}
+    return out
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None or not np.isfinite(value) else round(float(value), 5)

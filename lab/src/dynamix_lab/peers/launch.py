@@ -1,0 +1,112 @@
+"""One run of a peer: ranks in its own interpreter, everything else as in the demo."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch.nn.utils import parameters_to_vector
+
+from dynamix.emulator import Emulation
+from dynamix.errors import WorkerLostError
+from dynamix.events.run_folder import RunFolder
+from dynamix_lab.demo.display import Display
+from dynamix_lab.harness.launch import Launch, Settings
+from dynamix_lab.harness.link import Message
+from dynamix_lab.harness.runs import Run
+from dynamix_lab.peers.kinds import Peer, split_name
+from dynamix_lab.tasks import Workload
+
+JOBS = Path(__file__).parent / "jobs"
+START_S = 240.0  # four ranks with all their helpers import torch
+SILENCE_S = 90.0  # after that; longer than any peer's own timeout
+DEATH_S = 20.0
+MAX_STEPS = 100_000  # none takes so many before it is censored
+
+
+class OwnLaunch(Launch):
+    """A run of one of dynamix's own policies, also with another global batch to begin with, as in `dynamix-128`."""
+
+    def _config(self, scratch: Path) -> dict[str, Any]:
+        config = super()._config(scratch)
+        (name,) = config["runs"]
+        policy, total = split_name(name)
+        files = {name: policy} if policy != name else {}
+        return {**config, "batch_size": total // self.hosts.scenario.workers, "policy_files": files}
+
+
+class PeerLaunch(Launch):
+    """One start of a peer's ranks. They speak the demo's messages (`jobs/job.py`), so clock, snapshots, scoring, target and
+    censoring are those of the runs of dynamix beside it.
+
+    Raises `WorkerLostError` when a rank fails, or nothing is heard of rank 0 for 90 s.
+    """
+
+    def __init__(
+        self,
+        peer: Peer,
+        python: Path,
+        settings: Settings,
+        seed: int,
+        workload: Workload,
+        hosts: Emulation,
+        folder: RunFolder,
+        display: Display,
+        runs: list[Run],
+    ) -> None:
+        super().__init__(settings, seed, workload, hosts, folder, display, runs)
+        self.peer, self.python = peer, python
+        self._heard_s, self._patience_s = time.monotonic(), START_S
+
+    def _start_ranks(self, config: Path) -> None:
+        command = [str(self.python), "-P", "-m", f"{JOBS.name}.{self.peer.kind.partition('-')[0]}", str(config)]
+        self.hosts.launch(command, env={"PYTHONPATH": str(JOBS.parent)})
+        self._heard_s = time.monotonic()
+
+    def _config(self, scratch: Path) -> dict[str, Any]:
+        settings, workers = self.settings, self.hosts.scenario.workers
+        data = self.workload.make_data(self.seed, train=settings.train_samples(), test=settings.test_samples()).train
+        model = self.workload.make_model(self.seed)
+        weights = parameters_to_vector(model.parameters()).detach().numpy()
+        np.savez(scratch / "task.npz", inputs=data.inputs.numpy(), targets=data.targets.numpy(), weights=weights)
+        (scratch / "board").write_bytes(bytes(8 * (1 + 2 * workers)))
+        group = self.workload.make_optimizer(model.parameters()).param_groups[0]
+        common = super()._config(scratch)
+        kept = ("socket", "snapshots", "seed", "snapshot_samples", "warm_up_steps")
+        return {
+            **{name: common[name] for name in kept},
+            "name": self.peer.name,
+            "global_batch": self.peer.total,
+            "settings": self.peer.settings(workers),
+            "learning_rate": group["lr"],
+            "momentum": group["momentum"],
+            "max_steps": settings.max_steps() if settings.quick or settings.steps else MAX_STEPS,
+            "data": str(scratch / "task.npz"),
+            "board": str(scratch / "board"),
+            "meeting": str(scratch / "meeting"),
+            "events": str(scratch / "none.jsonl"),
+            "sizes": str(self.hosts.run_dir / "sizes.json"),
+        }
+
+    def _next_message(self) -> Message | None:
+        try:
+            return super()._next_message()
+        except WorkerLostError:
+            # The line ends with a rank's first exception, its exit code comes seconds later on a busy machine.
+            deadline = time.monotonic() + DEATH_S
+            while time.monotonic() < deadline and not any(self.hosts.poll()):
+                time.sleep(0.1)
+            self._check()
+            raise
+
+    def _handle(self, message: Message | None) -> bool:
+        now = time.monotonic()
+        if message is not None:
+            self._heard_s, self._patience_s = now, SILENCE_S
+        elif now - self._heard_s > self._patience_s:
+            raise WorkerLostError(
+                f"{self.peer.name} said nothing for {self._patience_s:.0f} s; see {self.hosts.run_dir}"
+            )
+        return super()._handle(message)

@@ -1,0 +1,1 @@
+"""`dynamix bench compression`: gradient exchanges side by side."""

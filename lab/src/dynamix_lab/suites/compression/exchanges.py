@@ -1,0 +1,142 @@
+"""The ways to exchange gradients that `dynamix bench compression` compares, as DDP communication hooks by name.
+
+Ours are in `dynamix.compression`; here are the others, as they are usually done, and nothing here is offered to users:
+
+dense      torch's all-reduce of float32
+fp16       torch's `fp16_compress_hook` (lossy)
+powersgd   torch's PowerSGD of rank 4 with error feedback and warm start (lossy; Vogels et al., arXiv 1905.13727)
+topk-dense what top-k with error feedback leaves, in torch's all-reduce (lossy): only what selecting takes
+topk       the largest 1 % of each rank, gathered as index and value (lossy; `dynamix.compression.lossy`)
+blocks     blocks of 256 elements that are not zero, after OmniReduce (Fei et al., SIGCOMM 2021)
+
+OmniReduce streams the nonzero blocks of each worker to aggregators, which add the blocks of one position and send the sum
+to all: what crosses a link is a worker's own nonzero blocks up and the union's down. `blocks` is its idea on an all-reduce, where
+there is no aggregator: one bit a block is ORed over ranks, then the blocks of the union are all-reduced in float32. On a ring a
+host sends and receives 2 (W-1)/W of the union instead of its own part up and the union down. No streaming: a bucket's
+blocks go at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket as Bucket
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.futures import Future
+
+from dynamix.compression import CompressionState, Statistics, compression_hook
+from dynamix.compression.index import pack, unpack
+from dynamix.compression.lossy import LossyState, lossy_hook, lossy_topk_hook
+from dynamix.compression.wire import or_by_bor
+from dynamix.errors import ConfigError
+
+Hook = Callable[[Any, Bucket], "Future[Tensor]"]
+
+AGAIN = "dense-again"  # dense once more: what differs between the two is the machine
+AFTER = "topk-dense"  # what top-k leaves, sent densely: how long selecting takes. Only where top-k goes before the lossless ways
+BASELINES = ("dense", AGAIN, AFTER, "fp16", "powersgd", "topk", "blocks")
+AGGREGATED = {"aggregator-compaction": "compaction", "aggregator-lhc": "lhc-one-phase"}  # what they send through it
+OURS = ("compaction", "lhc", "lhc-one-phase", "auto", *AGGREGATED)
+LOSSY = (AFTER, "fp16", "powersgd", "topk")
+WAYS = (*BASELINES, *OURS)
+BLOCK = 256  # elements, OmniReduce's usual block
+TOPK = 0.01
+RANK = 4
+POWERSGD_START = 2  # torch wants at least two dense steps before error feedback
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One way: a hook, what it holds, and what it counted, where it counts.
+
+    by_row   whether its index has one bit a row of an embedding, else one an element
+    """
+
+    name: str
+    hook: Hook
+    state: Any
+    by_row: bool = False
+    statistics: Statistics | None = None
+
+    def ways(self) -> dict[int, str]:
+        """Which way each bucket takes now, where that is chosen."""
+        inner = self.state.hook_state if isinstance(self.state, LossyState) else self.state
+        return inner.ways if isinstance(inner, CompressionState) else {}
+
+
+def make_exchange(
+    name: str,
+    net: nn.Module,
+    *,
+    keep: float | None = None,
+    timeout: timedelta | None = None,
+    aggregator: Mapping[str, Any] | None = None,
+) -> Exchange:
+    """The way called `name` for gradients of `net`. A collective call, as many ways make process groups.
+
+    keep         sparsify with error feedback first: what the lossless ways then exchange is the largest elements of each rank.
+                 Ways that are dense or lossy by themselves do not
+    aggregator   address and token of one, for the ways through it
+    """
+    if name in ("dense", AGAIN):
+        return Exchange(name, default_hooks.allreduce_hook, None)
+    if name == "fp16":
+        return Exchange(name, default_hooks.fp16_compress_hook, None)
+    if name == "powersgd":
+        powersgd = powerSGD_hook.PowerSGDState(
+            process_group=None, matrix_approximation_rank=RANK, start_powerSGD_iter=POWERSGD_START
+        )
+        return Exchange(name, powerSGD_hook.powerSGD_hook, powersgd)
+    if name == "topk":
+        return Exchange(name, lossy_topk_hook, LossyState(net, keep=keep or TOPK))
+    if name == AFTER:
+        plain = Exchange(name, default_hooks.allreduce_hook, None)
+    elif name == "blocks":
+        plain = Exchange(name, nonzero_blocks_hook, None)
+    elif name in (*OURS, "fixed"):
+        by_row = keep is None
+        more: dict[str, Any] = {}
+        if name in AGGREGATED:
+            if aggregator is None:
+                raise ConfigError("way", name, "with an aggregator", "run it in `dynamix bench compression`")
+            from dynamix.compression.aggregator.client import Aggregator
+
+            more["aggregator"] = Aggregator(**aggregator, job=name)
+        mode: Any = AGGREGATED.get(name, name)
+        state = CompressionState(mode, model=net if by_row else None, timeout=timeout, **more)
+        plain = Exchange(name, compression_hook, state, by_row, state.statistics)
+    else:
+        raise ConfigError("way", name, ", ".join((*WAYS, "fixed")), "check the spelling")
+    if keep is None:
+        return plain
+    lossy = LossyState(net, keep=keep, hook=plain.hook, hook_state=plain.state)
+    return Exchange(name, lossy_hook, lossy, plain.by_row, plain.statistics)
+
+
+def nonzero_blocks_hook(state: dist.ProcessGroup | None, bucket: Bucket) -> Future[Tensor]:
+    """All-reduce the blocks that are not zero on any rank. Two collectives in a row, waited for in the hook."""
+    group = state if state is not None else dist.group.WORLD
+    assert group is not None
+    flat = bucket.buffer()
+    n = flat.numel()
+    blocks = torch.nn.functional.pad(flat, (0, -n % BLOCK)).view(-1, BLOCK)
+    bits = pack((blocks != 0).any(1))
+    or_by_bor(bits, group)
+    union = unpack(bits)[: blocks.shape[0]].nonzero().squeeze(1)
+    payload = blocks[union].div_(group.size())
+    if union.numel():
+        dist.all_reduce(payload, group=group)
+    blocks.zero_()
+    blocks[union] = payload
+    done: Future[Tensor] = Future()
+    done.set_result(flat.copy_(blocks.view(-1)[:n]))
+    return done
+
+
+nonzero_blocks_hook.__annotations__.clear()  # DDP checks them, and takes strings for wrong types

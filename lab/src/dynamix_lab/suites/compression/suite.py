@@ -1,0 +1,277 @@
+"""`dynamix bench compression`: gradient exchanges side by side on emulated hosts with shaped links, resumable by cell.
+
+A cell is a job, a link rate and a number of hosts. In it all ways take turns within one launch, in random balanced order, dense
+twice (the A/A pair), so that ratios compare what ran under the same load. Hosts have no CPU quota: they share the machine's
+cores. An identity cell trains by `fixed` and by every lossless way over loopback, and compares losses bit by bit.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dynamix.emulator import Emulation, Scenario, load_scenario
+from dynamix.emulator.cluster import Mechanism
+from dynamix.errors import ConfigError, EmulationError, WorkerLostError
+from dynamix.events.records import SCHEMA
+from dynamix.events.run_folder import RunFolder, commit, machine
+from dynamix_lab.suites.compression.exchanges import AFTER, AGAIN, AGGREGATED, WAYS
+from dynamix_lab.suites.compression.jobs import AFTER_TOPK, JOBS, SPARSEST
+from dynamix_lab.suites.compression.report import markdown, write_compression_report
+from dynamix_lab.suites.compression.summary import join, judge, summarise
+
+RATES_MBIT_S = (100, 1000)
+WORKERS = (4, 8)
+QUICK_JOBS = ("ratings", "vgg19")
+IDENTITY_STEPS = 500
+IDENTITY_WORKERS = 2
+IDENTITY_WAYS = ("fixed", "compaction", "lhc", "lhc-one-phase")
+CORES_USED = 0.9  # of the machine's, that hosts may be said to have; no quota is ever put in force
+TIMEOUT_S = 120  # of the process group
+GRACE_S = 20.0
+START_S = 60.0  # for the aggregator to listen
+LONGEST_S = 3600.0
+
+Tell = Callable[[str, float], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What one call runs.
+
+    jobs, rates_mbit_s, workers   every combination is a cell
+    rounds, steps     turns a way, timed steps a turn
+    identity_steps    of the check that lossless ways train as `fixed` does; 0 leaves it out
+    ways              those of `exchanges.WAYS`, dense twice among them
+    options           of the job `ratings`, for tests
+    warm_up           untimed steps before each turn; without them for tests
+    """
+
+    jobs: tuple[str, ...] = JOBS
+    rates_mbit_s: tuple[int, ...] = RATES_MBIT_S
+    workers: tuple[int, ...] = WORKERS
+    rounds: int = 4
+    steps: int = 6
+    seed: int = 0
+    identity_steps: int = IDENTITY_STEPS
+    ways: tuple[str, ...] = WAYS
+    options: dict[str, Any] = field(default_factory=dict)
+    warm_up: bool = True
+
+    @classmethod
+    def of(cls, *, quick: bool = False, **chosen: Any) -> Plan:
+        """The issue's matrix; `quick`: two jobs, four hosts, the slower link. What is None in `chosen` stays as it is."""
+        usual: dict[str, Any] = (
+            {"jobs": QUICK_JOBS, "rates_mbit_s": (100,), "workers": (4,), "rounds": 3, "steps": 4, "identity_steps": 50}
+            if quick
+            else {}
+        )
+        return cls(**{**usual, **{name: value for name, value in chosen.items() if value is not None}})
+
+    def check(self) -> None:
+        """Raises `ConfigError` for what cannot be run, before anything is started."""
+        for name, given, known in (("workloads", self.jobs, JOBS), ("ways", self.ways, WAYS)):
+            for one in given:
+                if one not in known:
+                    raise ConfigError(name, one, ", ".join(known), "check the spelling")
+        if not {"dense", AGAIN} <= set(self.ways):
+            raise ConfigError("ways", list(self.ways), f"dense and {AGAIN} among them", "all ratios are to dense")
+        for name, values, low, high in (
+            ("workers", self.workers, 2, 16),
+            ("rates", self.rates_mbit_s, 1, 10_000),
+            ("rounds", (self.rounds,), 1, 1000),
+            ("steps", (self.steps,), 1, 10_000),
+            ("identity_steps", (self.identity_steps,), 0, 100_000),
+            ("seed", (self.seed,), 0, 2**31 - 1),
+        ):
+            for value in values:
+                if not low <= value <= high:
+                    raise ConfigError(name, value, f"{low} to {high}", "check the argument")
+        if not self.cells():
+            raise ConfigError("identity_steps", 0, "1 or more without timed cells", "leave out --identity-only")
+
+    def cells(self) -> list[Cell]:
+        """The sparsest job on the slowest link first, so that a call that is stopped has it."""
+        jobs = sorted(self.jobs, key=lambda job: (job != SPARSEST, JOBS.index(job)))
+        checks = [Cell(job, None, IDENTITY_WORKERS) for job in jobs if self.identity_steps]
+        return [
+            *(Cell(job, rate, w) for rate in sorted(self.rates_mbit_s) for job in jobs for w in sorted(self.workers)),
+            *checks,
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One launch. Without a rate: the identity check, over loopback.
+
+    >>> Cell("ratings", 100, 4).name, Cell("ratings", None, 2).name
+    ('ratings-4x100', 'ratings-identity')
+    """
+
+    job: str
+    rate_mbit_s: int | None
+    workers: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.job}-identity" if self.rate_mbit_s is None else f"{self.job}-{self.workers}x{self.rate_mbit_s}"
+
+    def scenario(self) -> Scenario:
+        """Equal hosts, each behind its own link to one switch."""
+        cores = len(os.sched_getaffinity(0))
+        host: dict[str, float] = {"cpu": round(CORES_USED * cores / self.workers, 3)}
+        if self.rate_mbit_s is not None:
+            host["rate_mbit_s"] = float(self.rate_mbit_s)
+        return load_scenario({"name": self.name, "hosts": [host] * self.workers})
+
+    def ways(self, plan: Plan) -> tuple[str, ...]:
+        """Those of the plan that make sense for this job."""
+        return tuple(way for way in plan.ways if way != AFTER or self.job in AFTER_TOPK)
+
+    def config(self, plan: Plan, folder: Path) -> dict[str, Any]:
+        """What its ranks are told."""
+        identity = self.rate_mbit_s is None
+        return {
+            "job": self.job, "options": plan.options, "seed": plan.seed, "out": str(folder), "timeout_s": TIMEOUT_S,
+            "ways": IDENTITY_WAYS if identity else self.ways(plan),
+            "rounds": 1 if identity else plan.rounds,
+            "steps": plan.identity_steps if identity else plan.steps,
+            "warm_up": plan.warm_up and not identity,
+        }  # fmt: skip
+
+
+def run_compression(plan: Plan, folder: RunFolder, *, tell: Tell = lambda *_: None) -> dict[str, Any]:
+    """Run every cell that `folder` has not finished; returns result.json, and writes it, table.md and report.html.
+
+    When interrupted, what is finished is summarised before `KeyboardInterrupt` goes on. Raises `ConfigError` for a folder of
+    another plan, `EmulationError` without root, `WorkerLostError` when a rank fails; nothing is left running.
+    """
+    plan.check()
+    cells = plan.cells()
+    facts: dict[str, Any] = {
+        "schema": SCHEMA, "command": "bench compression", "cluster": "emulator", "seeds": [plan.seed],
+        "plan": json.loads(json.dumps({**asdict(plan), "commit": commit()})),
+        "scenario_sha256": {cell.name: cell.scenario().sha256 for cell in cells},
+    }  # fmt: skip
+    before = folder.read_run()
+    if before and not _may_go_on(before.get("plan", {}), facts["plan"]):
+        raise ConfigError(
+            "out", str(folder.path), "a folder of this command with the same options", "resume with the same"
+        )
+    folder.write_run(**facts)
+    try:
+        for i, cell in enumerate(cells):
+            path = _saved(folder, cell)
+            if not path.exists():
+                part = _part_of(tell, cell.name, i, len(cells))
+                row = {**_run_cell(cell, plan, folder.path / "ranks" / cell.name, part), "commit": commit()}
+                path.parent.mkdir(exist_ok=True)
+                unfinished = path.with_suffix(".unfinished")
+                unfinished.write_text(json.dumps(row, allow_nan=False), encoding="utf-8")
+                unfinished.replace(path)
+    except KeyboardInterrupt:
+        finished = [cell for cell in cells if _saved(folder, cell).exists()]
+        if finished:
+            _conclude({**facts, "interrupted": True}, finished, folder)
+        raise
+    return _conclude(facts, cells, folder)
+
+
+def _saved(folder: RunFolder, cell: Cell) -> Path:
+    return folder.path / "cells" / f"{cell.name}.json"
+
+
+def _may_go_on(then: dict[str, Any], now: dict[str, Any]) -> bool:
+    """More jobs, rates and hosts may be added to a folder, but how a cell is measured must not change."""
+    grown = {"jobs", "rates_mbit_s", "workers", "commit"}
+    return {k: v for k, v in then.items() if k not in grown} == {k: v for k, v in now.items() if k not in grown}
+
+
+def _part_of(tell: Tell, name: str, index: int, parts: int) -> Callable[[float], None]:
+    return lambda done: tell(name, (index + done) / parts)
+
+
+def _run_cell(cell: Cell, plan: Plan, folder: Path, tell: Callable[[float], None]) -> dict[str, Any]:
+    """Launch the cell's ranks and follow them to their end; what `summarise` makes of it."""
+    config = cell.config(plan, folder)
+    turns = config["rounds"] * len(config["ways"])
+    load = os.getloadavg()[0]
+    identity = cell.rate_mbit_s is None
+    began = time.monotonic()
+    mechanism: Mechanism = "duty-cycle" if identity else "auto"
+    with Emulation(cell.scenario(), seed=plan.seed, run_dir=folder, mechanism=mechanism, keep_awake=True) as hosts:
+        if set(config["ways"]) & set(AGGREGATED):
+            config["aggregator"] = _start_aggregator(hosts, folder)
+        path = folder / "config.json"
+        path.write_text(json.dumps(config))
+        hosts.launch([sys.executable, "-m", "dynamix_lab.suites.compression.worker", str(path)])
+        _follow(hosts, folder, lambda done: tell(done / turns), began)
+        mechanisms = hosts.mechanisms
+    ranks = [json.loads((folder / f"measured{rank}.json").read_text()) for rank in range(cell.workers)]
+    return {
+        "job": cell.job, "rate_mbit_s": cell.rate_mbit_s, "workers": cell.workers, "mechanisms": mechanisms,
+        "load_average": [round(load, 2), round(os.getloadavg()[0], 2)], "wall_s": round(time.monotonic() - began, 1),
+        **summarise(ranks, identity=identity),
+    }  # fmt: skip
+
+
+def _start_aggregator(hosts: Emulation, folder: Path) -> dict[str, str]:
+    """An aggregator inside the emulated switch; its address and token. Every way through it is a job of its own there."""
+    token = folder / "token"
+    token.touch(mode=0o600)
+    token.write_text(secrets.token_hex(16))
+    command = [
+        sys.executable,
+        "-m",
+        "dynamix.compression.aggregator.server",
+        "--host",
+        hosts.switch_address,
+        "--port",
+        "0",
+    ]
+    process = hosts.launch_on_switch([*command, "--token-file", str(token)], name="aggregator")
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline and process.poll() is None:
+        said = (folder / "aggregator.out").read_text(errors="replace")
+        if said.startswith("listening on ") and "\n" in said:
+            return {"address": said.split()[2], "token": token.read_text()}
+        time.sleep(0.1)
+    errors = (folder / "aggregator.err").read_text(errors="replace").splitlines()
+    raise EmulationError(f"the aggregator did not start: {errors[-1] if errors else 'it wrote nothing'}; see {folder}")
+
+
+def _follow(hosts: Emulation, folder: Path, tell: Callable[[float], None], began: float) -> None:
+    """Raises `WorkerLostError` with the end of what it wrote when a rank fails, or when all take too long."""
+    while None in (codes := hosts.poll()) and not any(codes):
+        if time.monotonic() - began > LONGEST_S:
+            hosts.terminate()
+            raise WorkerLostError(f"the ranks of {folder.name} took longer than {LONGEST_S:.0f} s; see {folder}")
+        tell((folder / "rank0.out").read_text(errors="replace").count("\n"))
+        time.sleep(0.3)
+    first = next((rank for rank, code in enumerate(codes) if code), None)  # the others end because of it
+    hosts.wait(GRACE_S, grace_s=GRACE_S)
+    if first is not None:
+        errors = folder / f"rank{first}.err"
+        lines = [line for line in errors.read_text(errors="replace").splitlines() if line.strip()]
+        said = lines[-1] if lines else "it wrote nothing"
+        raise WorkerLostError(f"rank {first} ended with {codes[first]}: {said} (all of it in {errors})")
+
+
+def _conclude(facts: dict[str, Any], finished: Sequence[Cell], folder: RunFolder) -> dict[str, Any]:
+    """Write result.json, table.md and report.html."""
+    cells = {cell.name: json.loads(_saved(folder, cell).read_text(encoding="utf-8")) for cell in finished}
+    result = {
+        **facts, "commit": commit(), "machine": machine(), "mechanisms": next(iter(cells.values()))["mechanisms"],
+        "target": judge(cells), **join(cells), "cells": cells,
+    }  # fmt: skip
+    folder.write_result(result)
+    (folder.path / "table.md").write_text(markdown(result), encoding="utf-8")
+    write_compression_report(folder.path / "report.html", result)
+    return result

@@ -1,0 +1,210 @@
+"""What `dynamix bench compression` makes of its measurements: medians, ratios to dense and to the bound, goals. Pure functions.
+
+A rank's exchange lasts from the gradient being ready on it to the mean being there, so it contains waiting for slower ranks;
+the minimum over ranks is that of the last to arrive, which waits for nobody.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from dynamix_lab.harness.runs import A_A_LIMIT
+from dynamix_lab.statistics import paired_ratio
+from dynamix_lab.suites.compression.exchanges import AFTER, AGAIN, AGGREGATED, OURS
+from dynamix_lab.suites.compression.jobs import SPARSEST
+
+GOALS = {
+    "aggregation": 10.0,  # times dense's throughput: best of ours, sparsest job, slowest link
+    "iteration": 3.74,  # times dense's speed there (the paper's largest)
+    "compaction_bytes": 1.2,  # times the bound, at most, wherever most is zero
+    "lhc_bytes": 1.6,
+    "auto_time": 1.03,  # times dense's, at most, in every cell
+}
+RESAMPLES = 500  # of a handful of rounds
+SPARSE = 0.2  # a gradient with fewer nonzero elements than this is what compression is for
+
+
+def summarise(ranks: Sequence[Mapping[str, Any]], *, identity: bool = False) -> dict[str, Any]:
+    """One cell from what its ranks measured; `identity`: whether every way's losses are those of `fixed`."""
+    names = list(ranks[0]["ways"])
+    if identity:
+        return {"identity": {name: _identity(ranks, name) for name in names if name != "fixed"}}
+    dense_bytes = ranks[0]["dense_bytes"]
+    ways = {
+        name: _way([rank["ways"][name] for rank in ranks], dense_bytes, aggregated=name in AGGREGATED) for name in names
+    }
+    return {
+        "dense_bytes": dense_bytes,
+        "ways": ways,
+        "ratios": {f"{name}/dense": _ratio(ways, name, "iteration_s") for name in names if name != "dense"},
+        "exchange_ratios": {f"{name}/dense": _ratio(ways, name, "exchange_s") for name in names if name != "dense"},
+    }
+
+
+def _identity(ranks: Sequence[Mapping[str, Any]], name: str) -> dict[str, Any]:
+    pairs = [
+        (a, b)
+        for rank in ranks
+        for a, b in zip(_losses(rank["ways"][name]), _losses(rank["ways"]["fixed"]), strict=True)
+    ]
+    return {
+        "steps": len(pairs) // len(ranks),
+        "ranks": len(ranks),
+        "identical": all(a == b or (math.isnan(a) and math.isnan(b)) for a, b in pairs),
+        "largest_difference": max([abs(a - b) for a, b in pairs if math.isfinite(a - b)], default=0.0),
+        "last_loss": _finite(_losses(ranks[0]["ways"][name])[-1]),
+        "statistics": ranks[0]["ways"][name]["statistics"],
+    }
+
+
+def _losses(way: Mapping[str, Any]) -> list[float]:
+    return [loss for turn in way["turns"] for loss in turn["loss"]]
+
+
+def _way(ranks: Sequence[Mapping[str, Any]], dense_bytes: int, *, aggregated: bool) -> dict[str, Any]:
+    """One way in one cell. Lists run over rounds; other numbers are over all timed steps."""
+    rounds = range(len(ranks[0]["turns"]))
+    iterations = [np.array(ranks[0]["turns"][r]["iteration_s"]) for r in rounds]
+    exchanges = [np.min([rank["turns"][r]["exchange_s"] for rank in ranks], axis=0) for r in rounds]
+    steps = sum(len(times) for times in iterations)
+    all_iterations, all_exchanges = np.concatenate(iterations), np.concatenate(exchanges)
+    sent = _sum(turn["sent"] for rank in ranks for turn in rank["turns"])
+    received = _sum(turn["received"] for rank in ranks for turn in rank["turns"])
+    payload = _sum(turn["payload"] for turn in ranks[0]["turns"])
+    bound = float(np.mean([turn["bound"] for turn in ranks[0]["turns"]]))
+    per_host = None if sent is None else sent / steps / len(ranks)
+    times_sent = 1.0 if aggregated else 2 * (len(ranks) - 1) / len(ranks)  # how often a host sends a payload
+    return {
+        "iteration_s": [round(float(np.median(times)), 6) for times in iterations],
+        "exchange_s": [round(float(np.median(times)), 6) for times in exchanges],
+        "iteration_median_s": float(np.median(all_iterations)),
+        "iteration_p10_s": float(np.quantile(all_iterations, 0.1)),
+        "iteration_p90_s": float(np.quantile(all_iterations, 0.9)),
+        "iteration_mean_s": float(all_iterations.mean()),
+        "exchange_median_s": float(np.median(all_exchanges)),
+        "aggregation_bytes_per_s": dense_bytes / float(np.median(all_exchanges)),
+        "sent_bytes_per_step": per_host,
+        "received_bytes_per_step": None if received is None else received / steps / len(ranks),
+        "payload_bytes_per_step": None if payload is None else payload / steps,
+        "bound_bytes": bound,
+        "nonzero": float(np.mean([turn["nonzero"] for turn in ranks[0]["turns"]])),
+        "payload_over_bound": None if payload is None else payload / steps / bound,
+        "sent_over_bound": None if per_host is None else per_host / (times_sent * bound),
+        "timed_steps": steps,
+        "loss": [_finite(loss) for loss in _losses(ranks[0])],
+        "statistics": ranks[0]["statistics"],
+        "chosen": ranks[0]["chosen"],
+    }
+
+
+def _sum(values: Iterable[float | None]) -> float | None:
+    known = list(values)
+    return None if any(v is None for v in known) else float(sum(v for v in known if v is not None))
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _ratio(ways: Mapping[str, Any], name: str, what: str) -> dict[str, float | None]:
+    """Time of `name` over dense's: geometric mean over rounds, each pair from one round."""
+    return paired_ratio(ways[name][what], ways["dense"][what], resamples=RESAMPLES).to_dict()
+
+
+def timed(cells: Mapping[str, Any]) -> dict[str, Any]:
+    """The cells with times."""
+    return {name: cell for name, cell in cells.items() if "ways" in cell}
+
+
+def join(cells: Mapping[str, Any]) -> dict[str, Any]:
+    """All timed cells together: `policies` has a list by pair for each way; in `ratios` every cell weighs the same."""
+    measured = timed(cells)
+    if not measured:
+        return {"pairs": [], "policies": {}, "ratios": {}, "a_a": None}
+    names = [n for n in next(iter(measured.values()))["ways"] if all(n in cell["ways"] for cell in measured.values())]
+    pairs = [[c, r] for c, cell in measured.items() for r in range(len(cell["ways"]["dense"]["iteration_s"]))]
+    policies = {
+        name: {
+            key: [value for cell in measured.values() for value in cell["ways"][name][key]]
+            for key in ("iteration_s", "exchange_s")
+        }
+        for name in names
+    }
+    each = {n: {c: cell["ways"][n]["iteration_s"] for c, cell in measured.items()} for n in names}
+    ratios = {
+        f"{n}/dense": paired_ratio(each[n], each["dense"], resamples=RESAMPLES).to_dict() for n in names if n != "dense"
+    }
+    own = ratios.get(f"{AGAIN}/dense")
+    a_a = None
+    if own is not None and own["median"] is not None:
+        a_a = {**own, "limit": A_A_LIMIT, "within": bool(abs(own["median"] - 1) <= A_A_LIMIT)}
+    return {"pairs": pairs, "policies": policies, "ratios": ratios, "a_a": a_a}
+
+
+def judge(cells: Mapping[str, Any]) -> dict[str, Any]:
+    """Each goal with what was found, by cell, and whether it was reached in all of them; null where no cell says."""
+    measured = timed(cells)
+    sparsest = {name: cell for name, cell in measured.items() if cell["job"] == SPARSEST}
+    slowest = min((cell["rate_mbit_s"] for cell in sparsest.values()), default=None)
+    there = {name: cell for name, cell in sparsest.items() if cell["rate_mbit_s"] == slowest}
+    goals = {
+        "aggregation": _goal("aggregation", {n: _best(cell, "exchange_ratios") for n, cell in there.items()}),
+        "iteration": _goal("iteration", {n: _best(cell, "ratios") for n, cell in there.items()}),
+        "compaction_bytes": _goal("compaction_bytes", _over_bound(measured, "compaction"), most=True),
+        "lhc_bytes": _goal("lhc_bytes", _over_bound(measured, "lhc"), most=True),
+        "auto_time": _goal("auto_time", _of_auto(measured), most=True),
+    }
+    checks = {name: cell["identity"] for name, cell in cells.items() if "identity" in cell}
+    goals["identity"] = {
+        "goal": "losses of every lossless way are those of dense in the same fixed point, bit for bit",
+        "found": {f"{name}: {way}": part["identical"] for name, ways in checks.items() for way, part in ways.items()},
+        "reached": all(part["identical"] for ways in checks.values() for part in ways.values()) if checks else None,
+    }
+    return goals
+
+
+def unexplained(cells: Mapping[str, Any]) -> list[str]:
+    """Ways whose losses differ from those of `fixed` though no bucket of theirs went dense, in floating point."""
+    return [
+        f"{name}: {way}"
+        for name, cell in cells.items()
+        for way, part in cell.get("identity", {}).items()
+        if not part["identical"] and not part["statistics"]["dense_after"]
+    ]
+
+
+def _goal(name: str, found: Mapping[str, Any], *, most: bool = False) -> dict[str, Any]:
+    """`found` by cell: a number, or a mapping with "value"."""
+    values = [v["value"] if isinstance(v, Mapping) else v for v in found.values()]
+    goal = GOALS[name]
+    reached = all(v <= goal if most else v >= goal for v in values) if values else None
+    return {"goal": goal, "at": "most" if most else "least", "found": dict(found), "reached": reached}
+
+
+def _best(cell: Mapping[str, Any], ratios: str) -> dict[str, Any]:
+    """How many times dense's speed the best of ours has."""
+    mine = [name for name in cell["ways"] if name in OURS]
+    best = min(mine, key=lambda name: cell[ratios][f"{name}/dense"]["median"])
+    return {"way": best, "value": 1 / cell[ratios][f"{best}/dense"]["median"]}
+
+
+def _over_bound(cells: Mapping[str, Any], way: str) -> dict[str, float]:
+    return {
+        name: cell["ways"][way]["payload_over_bound"]
+        for name, cell in cells.items()
+        if way in cell["ways"] and cell["ways"][way]["nonzero"] <= SPARSE
+    }
+
+
+def _of_auto(cells: Mapping[str, Any]) -> dict[str, float]:
+    """Time over dense's; where top-k goes before it, over that of dense with top-k before it: `auto` cannot undo that."""
+    found = {}
+    for name, cell in cells.items():
+        if "auto" in cell["ways"]:
+            before = cell["ratios"].get(f"{AFTER}/dense", {"median": 1.0})["median"]
+            found[name] = cell["ratios"]["auto/dense"]["median"] / before
+    return found

@@ -1,0 +1,224 @@
+"""One rank of `dynamix bench compression`: trains one model by each way in turn, and measures. `python -m ... CONFIG.json`.
+
+All ways share the process, the model and DDP, whose one hook passes on to the way whose turn it is; each has its own
+weights, optimizer and memory, and sees the same batches at the same of its steps. One bucket holds the whole gradient: the
+time of an exchange is then one number, and torch's PowerSGD, which chains collectives, does not get mixed up on gloo.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.optim import Optimizer
+
+from dynamix_lab.statistics import balanced_order
+from dynamix_lab.suites.compression.exchanges import Exchange, make_exchange
+from dynamix_lab.suites.compression.jobs import make_job
+
+ONE_BUCKET_MB = 4096
+LAYOUT_STEPS = 2  # DDP lays its buckets out anew after the first
+FIRST_STEPS = 3  # untimed at a way's first turn: PowerSGD's dense ones, one-phase's first union
+AUTO_STEPS = 16  # auto's: it measures before it settles
+
+
+@dataclass
+class Entrant:
+    """One way, with the weights and optimizer of its own training."""
+
+    exchange: Exchange
+    weights: list[Tensor]
+    optimizer: Optimizer
+    step: int = 0
+    turns: list[dict[str, Any]] = field(default_factory=list)
+
+
+class Rank:
+    """This rank's part of one cell."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.config, self.seed = config, int(config["seed"])
+        self.rank, self.workers = dist.get_rank(), dist.get_world_size()
+        self.job = make_job(config["job"], self.seed, **config["options"])
+        self.net = self.job.make_model(self.seed)
+        self.parameters = list(self.net.parameters())
+        # Every rank makes the same weights from the seed: nothing to send over a slow link.
+        self.model = DDP(self.net, bucket_cap_mb=ONE_BUCKET_MB, init_sync=False)
+        self._exchange_s = 0.0
+        self.current = self._entrant(make_exchange("dense", self.net))
+        self._register()
+        for _ in range(LAYOUT_STEPS):
+            self._step(self.current)
+        with torch.no_grad():
+            for p, fresh in zip(self.parameters, self.job.make_model(self.seed).parameters(), strict=True):
+                p.copy_(fresh)
+        timeout = timedelta(seconds=config["timeout_s"])
+        self.entrants = {
+            name: self._entrant(
+                make_exchange(name, self.net, keep=self.job.keep, timeout=timeout, aggregator=config.get("aggregator"))
+            )
+            for name in config["ways"]
+        }
+
+    def run(self) -> dict[str, Any]:
+        """All turns of all ways; what this rank saw."""
+        names, rounds = list(self.entrants), int(self.config["rounds"])
+        for number in range(rounds):
+            for name in balanced_order(names, self.seed * len(names) + number):
+                self._turn(self.entrants[name])
+                if self.rank == 0:
+                    print(f"{number} {name}", flush=True)  # the parent counts the lines
+        return {
+            "dense_bytes": sum(p.nbytes for p in self.parameters),
+            "ways": {
+                name: {
+                    "turns": e.turns,
+                    "statistics": None if e.exchange.statistics is None else e.exchange.statistics.as_dict(),
+                    "chosen": e.exchange.ways(),
+                }
+                for name, e in self.entrants.items()
+            },
+        }
+
+    def _entrant(self, exchange: Exchange) -> Entrant:
+        weights = [p.detach().clone() for p in self.parameters]
+        return Entrant(exchange, weights, self.job.make_optimizer(self.parameters))
+
+    def _register(self) -> None:
+        def hook(state: Any, bucket: Any) -> Future[Tensor]:
+            began = time.perf_counter()
+            exchange = self.current.exchange
+
+            def done(reduced: Future[Any]) -> Tensor:
+                value: Tensor = reduced.value()
+                self._exchange_s += time.perf_counter() - began
+                return value
+
+            passed_on: Future[Tensor] = exchange.hook(exchange.state, bucket).then(done)
+            return passed_on
+
+        hook.__annotations__.clear()
+        self.model.register_comm_hook(None, hook)
+
+    def _turn(self, entrant: Entrant) -> None:
+        with torch.no_grad():
+            for p, own in zip(self.parameters, entrant.weights, strict=True):
+                p.copy_(own)
+        self.current = entrant
+        losses = [self._step(entrant)["loss"] for _ in range(self._untimed(entrant))]
+        statistics = entrant.exchange.statistics
+        dist.barrier()
+        before, paid = traffic(), statistics.payload_bytes if statistics else 0
+        timed = [self._step(entrant) for _ in range(self.config["steps"])]
+        dist.barrier()
+        after = traffic()
+        bound, nonzero = bound_bytes(self.net, by_row=entrant.exchange.by_row)
+        entrant.turns.append(
+            {
+                "iteration_s": [step["iteration_s"] for step in timed],
+                "exchange_s": [step["exchange_s"] for step in timed],
+                "loss": losses + [step["loss"] for step in timed],
+                "sent": None if before is None or after is None else after[1] - before[1],
+                "received": None if before is None or after is None else after[0] - before[0],
+                "payload": statistics.payload_bytes - paid if statistics else None,
+                "bound": bound,
+                "nonzero": nonzero,
+            }
+        )
+        entrant.weights = [p.detach().clone() for p in self.parameters]
+
+    def _untimed(self, entrant: Entrant) -> int:
+        if not self.config["warm_up"]:
+            return 0
+        if entrant.turns:
+            return 1
+        return AUTO_STEPS if entrant.exchange.name == "auto" else FIRST_STEPS
+
+    def _step(self, entrant: Entrant) -> dict[str, float]:
+        inputs, targets = self.job.batch(entrant.step * self.workers + self.rank)
+        entrant.step += 1
+        self._exchange_s = 0.0
+        began = time.perf_counter()
+        entrant.optimizer.zero_grad()
+        loss = self.job.loss(self.model(inputs), targets)
+        loss.backward()
+        entrant.optimizer.step()
+        took = time.perf_counter() - began
+        return {"iteration_s": took, "exchange_s": self._exchange_s, "loss": float(loss.detach())}
+
+
+def traffic() -> tuple[int, int] | None:
+    """Bytes (received, sent) so far by the interface that gloo uses; None on loopback, which others use too.
+
+    /proc/net follows the process into its network namespace, /sys does not.
+    """
+    name = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+    if name == "lo":
+        return None
+    for line in Path("/proc/self/net/dev").read_text().splitlines():
+        interface, _, counters = line.partition(":")
+        if interface.strip() == name:
+            fields = counters.split()
+            return int(fields[0]), int(fields[8])
+    return None
+
+
+def bound_bytes(net: nn.Module, *, by_row: bool) -> tuple[float, float]:
+    """What no lossless exchange of the gradients that `net` holds now can beat: index entropy plus four bytes a value.
+
+    by_row   an embedding's row is one item, else every element is one. Returns bytes, and the share of elements in items that
+    are not zero.
+    """
+    sent = elements = total = 0.0
+    for items, live, width in _segments(net, by_row):
+        p = live / items
+        entropy = -sum(q * math.log2(q) for q in (p, 1 - p) if q > 0)
+        total += (items * entropy + 32 * live * width) / 8
+        sent, elements = sent + live * width, elements + items * width
+    return total, sent / elements
+
+
+def _segments(net: nn.Module, by_row: bool) -> Iterator[tuple[int, int, int]]:
+    """(items, items that are not zero, elements an item): each embedding by itself, everything else together."""
+    tables = {id(m.weight) for m in net.modules() if isinstance(m, nn.Embedding)} if by_row else set()
+    items = live = 0
+    for p in net.parameters():
+        if p.grad is None:
+            continue
+        if id(p) in tables:
+            yield p.shape[0], int(p.grad.any(1).sum()), p.shape[1]
+        else:
+            items, live = items + p.numel(), live + int(torch.count_nonzero(p.grad))
+    if items:
+        yield items, live, 1
+
+
+def main(path: str) -> None:
+    """One cell, on this rank."""
+    config = json.loads(Path(path).read_text())
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=config["timeout_s"]))
+    try:
+        found = Rank(config).run()
+        out = Path(config["out"]) / f"measured{dist.get_rank()}.json"
+        out.write_text(json.dumps(found))
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,1 @@
+"""`dynamix bench fidelity`: the simulator against measurements and against the emulator."""

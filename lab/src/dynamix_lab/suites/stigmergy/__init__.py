@@ -1,0 +1,1 @@
+"""`dynamix bench stigmergy`: workers that decide for themselves against central policies."""

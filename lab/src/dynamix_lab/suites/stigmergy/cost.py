@@ -1,0 +1,100 @@
+"""Microseconds of a stigmergic decision by number of workers, beside what a central policy takes for all of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from dynamix.policies.protocol import make_policy
+from dynamix.policies.stigmergic.field import MemoryField
+from dynamix.policies.stigmergic.policy import StigmergicPolicy, in_range, pretrained
+from dynamix.policies.stigmergic.traces import TRACES, Own
+from dynamix.window import Bounds, Floats, Ints, Window
+
+
+def decision_costs(workers: Sequence[int], *, repeats: int = 60) -> list[dict[str, Any]]:
+    """Per W, medians on one thread, in microseconds.
+
+    one_rank        what a rank of a job does by itself: make its traces, leave and read them in a field in memory, choose
+    taking_in       what a rank does with the W sizes that arrive: sum and check. Exactly-once needs them, so this grows with W
+    per_worker      a simulated decision of all W, over W
+    central         the `dynamix` policy's decision for all W, in one place
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return [{"workers": w, **_costs(w, repeats)} for w in workers]
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _costs(workers: int, repeats: int) -> dict[str, float]:
+    rng = np.random.default_rng(0)
+    bounds, sizes = Bounds.of(workers), np.full(workers, 128)
+    fewer = max(repeats * 100 // max(workers, 100), 5)
+    window = _window(rng, sizes)
+    everyone, central = pretrained(), make_policy("dynamix")
+    return {
+        "one_rank": _one_rank(workers, window, bounds, repeats),
+        "taking_in": _median_us(lambda: in_range(sizes, bounds, current=sizes), repeats),
+        "per_worker": _median_us(lambda: everyone.decide(window, bounds), fewer) / workers,
+        "central": _median_us(lambda: central.decide(window, bounds), fewer),
+    }
+
+
+def _one_rank(workers: int, window: Window, bounds: Bounds, repeats: int) -> float:
+    """One rank's decision in a field where all the others have left their traces."""
+    policy, others = pretrained(), pretrained()
+    field, cells = MemoryField(len(TRACES), policy.decay), np.arange(len(TRACES))
+    everybody = Own.of(window)
+    field.deposit(cells, others.observe(everybody)[1].sum(-2), step=0)
+    mine = _first(everybody)
+    alone = Bounds(
+        bounds.low[:1], bounds.high[:1], bounds.total_low, bounds.total_high, bounds.quantum, bounds.max_change
+    )
+    step = [0]
+
+    def decide() -> None:
+        step[0] += 1
+        _decide(policy, mine, field, cells, alone, step[0])
+
+    return _median_us(decide, repeats)
+
+
+def _decide(policy: StigmergicPolicy, mine: Own, field: MemoryField, cells: Ints, alone: Bounds, step: int) -> None:
+    sense, left = policy.observe(mine)
+    field.deposit(cells, left[0], step=step)
+    smelt = field.read(cells, step=step)[None]
+    chosen = policy.choose(mine, sense, smelt, smelt, alone)
+    field.deposit(cells, policy.moved(mine.size, mine.load, chosen)[0], step=step)
+
+
+def _first(own: Own) -> Own:
+    def of(values: Floats) -> Floats:
+        return values[:1].copy()
+
+    return Own(
+        of(own.size), of(own.unit), of(own.busy), of(own.blocked), of(own.least), of(own.jitter), of(own.steps), of(own.noise), of(own.fits),
+        own.workers,
+    )  # fmt: skip
+
+
+def _window(rng: np.random.Generator, sizes: Ints) -> Window:
+    compute = 0.1 * np.exp(0.3 * rng.normal(size=len(sizes)))
+    return Window.of(
+        sizes, compute=compute, compute_std=0.05 * compute, wait=compute.max() - compute, communication=0.03,
+        noise=5e4, signal=1.0, steps=5, cpu=0.5,
+    )  # fmt: skip
+
+
+def _median_us(run: Callable[[], object], repeats: int) -> float:
+    taken = []
+    for _ in range(repeats + 3):
+        started = time.perf_counter()
+        run()
+        taken.append(time.perf_counter() - started)
+    return round(float(np.median(taken[3:])) * 1e6, 2)

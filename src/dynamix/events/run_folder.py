@@ -1,0 +1,154 @@
+"""The folder every run writes: run.json, events.jsonl, result.json, report.html (docs/run-folder.md)."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from dynamix.errors import ConfigError
+from dynamix.events.records import SCHEMA, EventLog, read_events
+
+_PACKAGES = ("dynamix-train", "torch", "numpy", "mnist1d", "pyroute2")
+
+
+class RunFolder:
+    """One run's folder. Made when constructed; raises `ConfigError` if it exists and is not empty.
+
+    path     None: `runs/<command>-<UTC time>` under the working directory
+    resume   go on in the folder of an earlier run, which must exist
+    """
+
+    def __init__(self, command: str, path: str | os.PathLike[str] | None = None, *, resume: bool = False) -> None:
+        self._made: list[Path] = []  # what making it made, innermost first
+        if resume:
+            if path is None or not (Path(path) / "run.json").is_file():
+                raise ConfigError("out", path and str(path), "the folder of the run to go on with", "name it by --out")
+            self.path = Path(path)
+            return
+        stamp = datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M%S")
+        self.path = Path(path) if path is not None else Path("runs") / f"{command}-{stamp}"
+        if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
+            raise ConfigError("out", str(self.path), "a new or empty folder", "choose another, or remove this one")
+        self._made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            fix = f"choose a folder that can be written ({error.strerror})"
+            raise ConfigError("out", str(self.path), "a folder that can be made", fix) from error
+
+    def __enter__(self) -> RunFolder:
+        """As a context manager: what failed before anything was written leaves no folder behind."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        if kind is None or any(not found.is_dir() for found in self.path.rglob("*")):
+            return
+        with contextlib.suppress(OSError):
+            for folder in [*sorted(self.path.rglob("*"), reverse=True), *self._made]:
+                folder.rmdir()
+
+    def write_run(self, **fields: Any) -> None:
+        """run.json: what runs, with which versions, on which machine; `fields` are added."""
+        known: dict[str, Any] = {
+            "schema": SCHEMA,
+            "commit": commit(),
+            "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "argv": sys.argv,
+            "versions": versions(),
+            "machine": machine(),
+        }
+        self._write("run.json", {**known, **fields})
+
+    def read_run(self) -> dict[str, Any]:
+        """run.json as an earlier call wrote it; empty before that."""
+        path = self.path / "run.json"
+        return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
+
+    def write_result(self, result: dict[str, Any]) -> None:
+        """result.json: exactly what --json prints."""
+        self._write("result.json", result)
+
+    def adopt_events(self, path: Path, **labels: Any) -> list[dict[str, Any]]:
+        """Move another file's events to the end of events.jsonl, each with `labels` added; returns them."""
+        events = [{**event, **labels} for event in read_events(path)] if path.exists() else []
+        _append(self.path / "events.jsonl", events)
+        path.unlink(missing_ok=True)
+        return events
+
+    def keep_events(self, keep: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
+        """Drop the lines of events.jsonl that `keep` does not want; returns the others."""
+        path = self.path / "events.jsonl"
+        if not path.is_file():
+            return []
+        events = [event for event in read_events(path) if keep(event)]
+        unfinished = path.with_suffix(".unfinished")
+        unfinished.write_bytes(b"")
+        _append(unfinished, events)
+        unfinished.replace(path)
+        return events
+
+    def _write(self, name: str, content: dict[str, Any]) -> None:
+        target = self.path / name
+        unfinished = target.with_suffix(".unfinished")
+        unfinished.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        unfinished.replace(target)
+
+
+def _append(path: Path, events: list[dict[str, Any]]) -> None:
+    with EventLog(path) as log:
+        for event in events:
+            log.write(**{key: value for key, value in event.items() if key != "schema"})
+
+
+def versions() -> dict[str, str]:
+    """Python and the packages that decide a result; missing ones are left out."""
+    found = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def machine() -> dict[str, Any]:
+    """What a timing was measured on."""
+    model = platform.processor() or platform.machine()
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), model)
+    except OSError:
+        pass
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {"cpu": model, "cores": cores, "system": f"{platform.system()} {platform.release()}"}
+
+
+def processor_times() -> tuple[float, float]:
+    """(stolen by the hypervisor, all) processor time of the machine so far, in ticks; zeros where nothing says so."""
+    try:
+        ticks = [float(t) for t in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+    except (OSError, ValueError, IndexError):
+        return 0.0, 0.0
+    return (ticks[7] if len(ticks) > 7 else 0.0), sum(ticks)
+
+
+def commit() -> str | None:
+    """The git commit of the source tree this package runs from ("-dirty" if changed); None for an installed one."""
+    root = Path(__file__).resolve().parents[3]
+    if not (root / ".git").exists():
+        return None
+    try:
+        asked = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+        done = subprocess.run(asked, capture_output=True, text=True, check=True, timeout=10)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() or None

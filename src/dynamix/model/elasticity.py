@@ -1,0 +1,90 @@
+"""How a worker's time really grows with its batch, size by size, whatever line was fitted.
+
+Only changes between consecutive windows count, so a slowdown that stays tells nothing and does no harm; a change of
+size that crosses a memory cliff does tell, and is remembered at the sizes it crossed.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dynamix.model.fitting import UNKNOWN, laid_out
+from dynamix.window import Floats
+
+# Ranges of size, as log(b / base share): half octaves from an eighth to eight times.
+HALF = 0.25 * np.log(2.0)
+CENTRES: Floats = 2 * HALF * np.arange(-6, 7)
+
+
+class LocalElasticity:
+    """d log seconds / d log b around each of `CENTRES`, (..., W, K), by least squares over changes, with forgetting.
+
+    forget   factor on older changes of a worker, at each of its changes
+    prior    weight of the line's own elasticity, in squared log batch changes: a window's mean errs by some 4 %, and
+             elasticities differ from a line's by some 0.5
+
+    >>> curve, unit = LocalElasticity(), np.array([100.0])
+    >>> for b, t in ((100.0, 1.0), (140.0, 1.4), (200.0, 2.8)): curve.update(unit, np.array([b]), np.array([t]))
+    >>> excess = curve.excess(unit, np.array([0.0]), np.array([0.01]))   # the line: proportional
+    >>> curve.beyond(excess, unit, np.array([140.0]), np.array([200.0])).round(1).tolist()
+    [0.2]
+    """
+
+    FIELDS = ("moments", "log_batch", "log_time")
+
+    def __init__(self, *, forget: float = 0.95, prior: float = 0.02) -> None:
+        self.forget, self.prior = forget, prior
+        self.moments: Floats = UNKNOWN  # (2, ..., W, K): sums of squares and of products
+        self.log_batch: Floats = UNKNOWN  # (..., W) of the last measured window, relative to the base share
+        self.log_time: Floats = UNKNOWN
+
+    def update(self, unit: Floats, batch: Floats, busy: Floats) -> None:
+        """Take in sizes and busy seconds (..., W), NaN where not measured; `unit` (..., 1) is the base share."""
+        with np.errstate(divide="ignore", invalid="ignore"):
+            log_batch, log_time = np.log(batch / unit), np.log(busy)
+        seen = np.isfinite(log_batch) & np.isfinite(log_time)
+        if self.log_batch.shape != batch.shape:
+            self.log_batch = self.log_time = np.full(batch.shape, np.nan)
+            self.moments = np.zeros((2, *batch.shape, len(CENTRES)))
+        self.moments = laid_out(self.moments)
+        x, y = log_batch - self.log_batch, log_time - self.log_time
+        with np.errstate(invalid="ignore"):
+            # Much more than any cliff could explain is a jump of speed.
+            told = seen & (np.abs(x) > 0.02) & (np.abs(y) < 0.3 + 3.0 * np.abs(x))
+        if told.any():
+            x, y, sizes = x[told][:, None], y[told][:, None], (log_batch[told], self.log_batch[told])
+            low, high = np.minimum(*sizes)[:, None], np.maximum(*sizes)[:, None]
+            reach = np.minimum(high, CENTRES + HALF) - np.maximum(low, CENTRES - HALF)
+            part = np.maximum(reach, 0.0) / np.abs(x)
+            self.moments[:, told] = self.forget * self.moments[:, told] + np.stack(
+                [part * np.square(x), part * (x * y)]
+            )
+        self.log_batch = np.where(seen, log_batch, self.log_batch)
+        self.log_time = np.where(seen, log_time, self.log_time)
+
+    def excess(self, unit: Floats, alpha: Floats, beta: Floats) -> Floats:
+        """What was learned beyond the elasticity of the line alpha + beta b, (..., W, K); 0 where nothing was."""
+        samples = laid_out((beta * unit)[..., None, :] * np.exp(CENTRES)[:, None]).swapaxes(-1, -2)
+        samples /= np.maximum(alpha[..., None] + samples, 1e-30)
+        squares, products = self.moments
+        samples *= squares
+        return np.asarray((products - samples) / (squares + self.prior))
+
+    @staticmethod
+    def beyond(excess: Floats, unit: Floats, start: Floats, end: Floats) -> Floats:
+        """Log seconds (..., W) that going from sizes `start` to `end` costs beyond what the line says."""
+        a, b = np.log(np.maximum(start, 1e-2) / unit), np.log(np.maximum(end, 1e-2) / unit)
+        low, high, at = np.minimum(a, b)[..., None, :], np.maximum(a, b)[..., None, :], CENTRES[:, None]
+        reach = np.minimum(high, at + HALF)
+        reach -= np.maximum(low, at - HALF)
+        np.maximum(reach, 0.0, out=reach)
+        reach *= excess.swapaxes(-1, -2)
+        return np.asarray(np.sign(b - a) * reach.sum(-2))
+
+    def around(self, excess: Floats, unit: Floats, batch: Floats) -> tuple[Floats, Floats]:
+        """`excess` just below and just above the sizes `batch`, and how much of it is known (0 to 1), both (..., W, 2)."""
+        at = np.log(np.maximum(batch, 1e-2) / unit) / (2 * HALF) + len(CENTRES) // 2
+        low = np.minimum(np.maximum(np.floor(at).astype(np.int64), 0), len(CENTRES) - 2)[..., None]
+        pair = np.concatenate([low, low + 1], -1)
+        squares = np.take_along_axis(self.moments[0], pair, -1)
+        return np.take_along_axis(excess, pair, -1), np.asarray(squares / (squares + self.prior))

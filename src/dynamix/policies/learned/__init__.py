@@ -1,0 +1,1 @@
+"""Policies with a network: a residual around the goodput rule, and the paper's additive form."""

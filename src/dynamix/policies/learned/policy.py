@@ -1,0 +1,291 @@
+"""The learned DYNAMIX policy: a small network's residual around what the goodput rule answers.
+
+b = project(B_rule * exp(g) * softmax(log share_rule_i + delta_i)): one delta per worker, of which only differences
+count, and one g per cluster. Untrained (delta = g = 0) it *is* the rule; trained, it corrects where the rule's model of
+the job is wrong. The network reads each worker's part of `features(window)` and what `residual.Memory` remembers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from dynamix.errors import ConfigError, PolicyFileError
+from dynamix.features import FEATURE_SCHEMA, LOCAL_FEATURES, local_features
+from dynamix.policies.learned.additive import STATE_FAMILIES
+from dynamix.policies.learned.residual import OWN_FEATURES, Memory
+from dynamix.projection import project
+from dynamix.window import Bounds, Floats, Ints, Window
+
+POLICY_SCHEMA = 2
+INPUTS = (*LOCAL_FEATURES, *OWN_FEATURES)
+# The residual moves a size by e^+-1.5 at most, and the global batch from e^-1.5 times the rule's to the rule's: a batch
+# that is too small costs little and heals, one that is too large was how early versions ran away, and it hides from
+# the rule what smaller ones would cost.
+DELTA_LIMIT, LEAST_GROWTH, MOST_GROWTH = 1.5, -1.5, 0.0
+# A decision leaves each size between the one in force and the rule's, or at most e^0.3 beyond either: the residual may
+# hold the rule back entirely, but what it adds of its own comes in steps that the next windows can judge.
+TRUST = 0.3
+FEW_WORKERS = 64  # up to which torch's calls take longer than their arithmetic
+LARGEST_HIDDEN = 4096  # a network beyond this was never trained; a broken number could ask for all memory
+PRETRAINED = Path(__file__).parents[1] / "pretrained" / "dynamix.safetensors"
+
+
+# What ablations leave out of what the network sees (the rule under it still sees all).
+FEATURE_GROUPS: dict[str, tuple[str, ...]] = {
+    "network": STATE_FAMILIES["network"],
+    "system": STATE_FAMILIES["system"],
+    "statistics": (*STATE_FAMILIES["statistics"], "noise_ratio"),
+    "history": (
+        *("surprise", "last_surprise", "older_surprise", "residue", "from_slow", "from_best", "age", "hazard"),
+        *("last_share", "change", "swing", "step_surprise", "growth"),
+    ),
+    "elasticity": ("warned", "steep_below", "steep_above", "known_below", "known_above"),
+}
+
+
+class ResidualNet(nn.Module):
+    """Per-worker encoder, mean and max pooling, one head per worker (delta), one per cluster (g), one central critic.
+
+    The heads end in zeros, so an untrained network answers exactly 0. All of it is permutation-equivariant.
+
+    without   `FEATURE_GROUPS` that it must do without (ablations), until `fold` makes that a matter of its weights
+    """
+
+    def __init__(self, inputs: int = len(INPUTS), hidden: int = 64, *, without: Sequence[str] = ()) -> None:
+        super().__init__()
+        self.inputs, self.hidden = inputs, hidden
+        self.kept = None if not without else torch.from_numpy(kept_inputs(without))
+        self.encode = nn.Sequential(nn.Linear(inputs, hidden), nn.Tanh(), nn.Linear(hidden, hidden), nn.Tanh())
+        self.own = nn.Linear(hidden, hidden)
+        self.context = nn.Linear(2 * hidden, hidden, bias=False)  # once a cluster, not once a worker
+        self.local = nn.Sequential(nn.Tanh(), nn.Linear(hidden, 1))
+        self.shared = nn.Sequential(nn.Linear(2 * hidden, hidden), nn.Tanh(), nn.Linear(hidden, 1))
+        self.critic = nn.Sequential(nn.Linear(2 * hidden, hidden), nn.Tanh(), nn.Linear(hidden, 1))
+        self.log_std_local = nn.Parameter(torch.full((1,), -2.5))
+        self.log_std_shared = nn.Parameter(torch.full((1,), -2.5))
+        for head in (self.local, self.shared, self.critic):
+            last = head[-1]
+            assert isinstance(last, nn.Linear)
+            nn.init.zeros_(last.weight)
+            nn.init.zeros_(last.bias)
+
+    def forward(self, observed: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Observations (N, W, F) and active workers (N, W) to means (N, W, 1), (N, 1) and values (N,)."""
+        hidden = self.encode(observed if self.kept is None else observed * self.kept)
+        if bool(mask.all()):
+            mean, peak = hidden.sum(1) / hidden.shape[1], hidden.amax(1)
+        else:
+            weight = mask.unsqueeze(-1).to(hidden.dtype)
+            mean = (hidden * weight).sum(1) / weight.sum(1).clamp(min=1)
+            peak = (hidden * weight - 2 * (1 - weight)).amax(1)
+        pooled = torch.cat([mean, peak], -1)
+        local = self.local(self.own(hidden) + self.context(pooled).unsqueeze(1))
+        return local, self.shared(pooled), self.critic(pooled).squeeze(-1)
+
+    def answer(self, observed: NDArray[np.float32], active: NDArray[np.bool_]) -> tuple[Floats, Floats]:
+        """`forward` of one cluster, (W, F) and (W,), without its value: in NumPy, whose calls cost less than torch's where
+        there are few workers. Up to float rounding the same."""
+
+        def linear(layer: Any, x: NDArray[np.float32]) -> NDArray[np.float32]:
+            y = x @ layer.weight.detach().numpy().T
+            return np.asarray(y if layer.bias is None else y + layer.bias.detach().numpy())
+
+        with np.errstate(over="ignore", invalid="ignore"):  # absurd weights give absurd answers, which are cut later
+            seen = observed if self.kept is None else observed * self.kept.numpy()
+            hidden = np.tanh(linear(self.encode[2], np.tanh(linear(self.encode[0], seen))))
+            here = active[:, None]
+            mean = (hidden * here).sum(0) / max(int(active.sum()), 1)
+            pooled = np.concatenate([mean, np.where(here, hidden, np.float32(-2.0)).max(0)])
+            local = linear(self.local[1], np.tanh(linear(self.own, hidden) + linear(self.context, pooled)))
+            shared = linear(self.shared[2], np.tanh(linear(self.shared[0], pooled)))
+        return local[:, 0].astype(np.float64), shared[0].astype(np.float64)
+
+    @torch.no_grad()
+    def fold(self) -> None:
+        """Put what it does without into the weights: the file is then an ordinary one."""
+        first = self.encode[0]
+        assert isinstance(first, nn.Linear)
+        if self.kept is not None:
+            first.weight.mul_(self.kept)
+            self.kept = None
+
+
+def kept_inputs(without: Sequence[str]) -> NDArray[np.float32]:
+    """1 for inputs (F,) that remain, 0 for those of the groups named. Raises `ConfigError` for unknown groups.
+
+    >>> int((kept_inputs(["elasticity"]) == 0).sum())
+    5
+    """
+    unknown = sorted(set(without) - set(FEATURE_GROUPS))
+    if unknown:
+        raise ConfigError("without", unknown[0], ", ".join(FEATURE_GROUPS), "name groups of features")
+    left_out = {name for group in without for name in FEATURE_GROUPS[group]}
+    return np.array([name not in left_out for name in INPUTS], dtype=np.float32)
+
+
+class LearnedPolicy:
+    """The share/global residual policy; deterministic at inference (the mean action).
+
+    >>> from dynamix.policies.goodput import Goodput
+    >>> from dynamix.window import Bounds, Window
+    >>> window = Window.of([32, 32], compute=[0.1, 0.3])
+    >>> LearnedPolicy().decide(window, Bounds.of(2)).tolist()                       # untrained: the goodput rule
+    [52, 12]
+    >>> Goodput().decide(window, Bounds.of(2)).tolist()
+    [52, 12]
+    """
+
+    def __init__(self, net: ResidualNet | None = None, *, about: dict[str, Any] | None = None) -> None:
+        self.net = (net or ResidualNet()).eval()
+        self.about = about or {}
+        self.trust = float(self.about.get("trust", TRUST))
+        self.memory = Memory()
+
+    def decide(self, window: Window, bounds: Bounds) -> Ints:
+        observed = self.observe(window, bounds)
+        sizes = self.allocate(window, bounds, *self.act(observed, window.batch_size > 0))
+        return self.memory.rule.kept(window, bounds, sizes)
+
+    def observe(self, window: Window, bounds: Bounds) -> NDArray[np.float32]:
+        """Ask the rule, update the memory and return what the network sees, (..., W, F)."""
+        own = self.memory.update(window, bounds)
+        return np.concatenate([local_features(window), own], axis=-1)
+
+    def act(self, observed: NDArray[np.float32], active: NDArray[np.bool_]) -> tuple[Floats, Floats]:
+        """The mean action: delta (..., W) and g (...)."""
+        lead, (workers, inputs) = observed.shape[:-2], observed.shape[-2:]
+        if not lead and workers <= FEW_WORKERS and not self.net._forward_hooks:  # a hook learns from what it was shown
+            return self.net.answer(observed, active)
+        with torch.inference_mode():
+            flat = torch.from_numpy(np.ascontiguousarray(observed).reshape(-1, workers, inputs))
+            local, shared, _ = self.net(flat, torch.from_numpy(np.ascontiguousarray(active).reshape(-1, workers)))
+        delta = local.squeeze(-1).double().numpy().reshape(*lead, workers)
+        return delta, shared.squeeze(-1).double().numpy().reshape(lead)
+
+    def allocate(self, window: Window, bounds: Bounds, delta: Floats, growth: Floats) -> Ints:
+        """The allocation of an action, around the rule's answer to the window observed last."""
+        wish, active = self.memory.wish, window.batch_size > 0
+        delta = np.where(active & np.isfinite(delta), delta, 0.0)
+        delta = delta - delta.sum(-1, keepdims=True) / np.maximum(active.sum(-1, keepdims=True), 1)
+        delta = np.minimum(np.maximum(np.where(active, delta, 0.0), -DELTA_LIMIT), DELTA_LIMIT)
+        growth = np.where(
+            self.memory.guided, np.clip(np.where(np.isnan(growth), 0.0, growth), LEAST_GROWTH, MOST_GROWTH), 0.0
+        )
+        moved = wish * np.exp(delta)
+        whole = wish.sum(-1) / np.maximum(moved.sum(-1), 1e-9) * np.exp(growth)
+        low, high = self.trusted(window)
+        sizes = np.where(
+            self.memory.measured[..., None], np.minimum(np.maximum(moved * whole[..., None], low), high), wish
+        )
+        total = np.where(self.memory.guided, sizes.sum(-1), wish.sum(-1))
+        return project(sizes, bounds, total=total, current=window.batch_size)
+
+    def trusted(self, window: Window) -> tuple[Floats, Floats]:
+        """Least and greatest sizes (..., W) that this decision may give; they contain the rule's."""
+        wish = self.memory.wish
+        now = np.where(window.batch_size > 0, window.batch_size, wish)
+        return np.minimum(now, wish) * np.exp(-self.trust), np.maximum(now, wish) * np.exp(self.trust)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.memory.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.memory.load_state_dict(state)
+
+    def save(self, path: str | Path) -> None:
+        """Write `path` (safetensors) and its description beside it (`.json`); never pickle."""
+        from safetensors.torch import save
+
+        data = save({name: value.contiguous() for name, value in self.net.state_dict().items()})
+        described = {
+            **self.about,
+            "schema": POLICY_SCHEMA,
+            "feature_schema": FEATURE_SCHEMA,
+            "features": list(INPUTS),
+            "architecture": {"inputs": self.net.inputs, "hidden": self.net.hidden},
+            "sha256": hashlib.sha256(data).hexdigest(),
+        }
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_bytes(data)
+        Path(path).with_suffix(".json").write_text(json.dumps(described, indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> LearnedPolicy:
+        """The policy in a file written by `save`. Raises `PolicyFileError` if it cannot be trusted."""
+        from safetensors import SafetensorError
+        from safetensors.torch import load
+
+        about = read_description(path)
+        retrain = "copy both files again, or train one with `dynamix policy train`"
+        try:
+            data = Path(path).read_bytes()
+        except OSError as error:
+            raise PolicyFileError("policy", str(path), "a file that can be read", str(error.strerror)) from error
+        if hashlib.sha256(data).hexdigest() != about.get("sha256"):
+            raise PolicyFileError("policy", str(path), "a file whose sha256 is the one in its .json", retrain)
+        try:
+            net = ResidualNet(about["architecture"]["inputs"], about["architecture"]["hidden"])
+            net.load_state_dict(load(data))
+        except (SafetensorError, RuntimeError, KeyError, TypeError, ValueError) as error:
+            raise PolicyFileError("policy", str(path), "weights of the architecture in its .json", retrain) from error
+        if not all(bool(torch.isfinite(value).all()) for value in net.state_dict().values()):
+            raise PolicyFileError("policy", str(path), "finite weights", retrain)
+        return cls(net, about=about)
+
+
+def read_description(path: str | Path) -> dict[str, Any]:
+    """The JSON beside a policy file, checked: it exists, is JSON, and has this version's schemas and features."""
+    file, sidecar = Path(path), Path(path).with_suffix(".json")
+    for needed in (file, sidecar):
+        if not needed.is_file():
+            fix = "check the path; a policy is two files, NAME.safetensors and NAME.json"
+            raise PolicyFileError("policy", str(needed), "an existing file", fix)
+    again = "copy both files again"
+    try:
+        about = json.loads(sidecar.read_text(encoding="utf-8"), parse_constant=_no_number)
+    except OSError as error:
+        raise PolicyFileError("policy", str(sidecar), "a file that can be read", str(error.strerror)) from error
+    except (ValueError, RecursionError) as error:  # ValueError: JSON's and Unicode's errors, and ours
+        raise PolicyFileError("policy", str(sidecar), "JSON", again) from error
+    if not isinstance(about, dict):
+        raise PolicyFileError("policy", str(sidecar), "a JSON object", again)
+    retrain = "train one for this version with `dynamix policy train`"
+    for key, wanted in (("schema", POLICY_SCHEMA), ("feature_schema", FEATURE_SCHEMA)):
+        if about.get(key) != wanted:
+            raise PolicyFileError(key, about.get(key), f"{wanted} in {sidecar}", retrain)
+    if about.get("features") != list(INPUTS):
+        raise PolicyFileError("features", "another list", f"the features of this version in {sidecar}", retrain)
+    _check_numbers(about, sidecar)
+    return about
+
+
+def _check_numbers(about: dict[str, Any], sidecar: Path) -> None:
+    """What is used unseen must be possible: a network of this size, a trust region within the action's limits."""
+    shape, own = about.get("architecture"), len(INPUTS)
+    sizes = (shape.get("inputs"), shape.get("hidden")) if isinstance(shape, dict) else (None, None)
+    for name, value, low, high in (("inputs", sizes[0], own, own), ("hidden", sizes[1], 1, LARGEST_HIDDEN)):
+        if type(value) is not int or not low <= value <= high:
+            allowed = f"{low} to {high} in {sidecar}" if low < high else f"{low} in {sidecar}"
+            raise PolicyFileError(f"architecture.{name}", value, allowed, "copy both files again")
+    trust = about.get("trust", TRUST)
+    if isinstance(trust, bool) or not isinstance(trust, (int, float)) or not 0 < trust <= DELTA_LIMIT:
+        fix = f"{TRUST} is what training writes"
+        raise PolicyFileError("trust", trust, f"a number above 0, at most {DELTA_LIMIT}, in {sidecar}", fix)
+
+
+def _no_number(text: str) -> float:
+    raise ValueError(f"{text} is not JSON")
+
+
+def pretrained(**options: Any) -> LearnedPolicy:
+    """The policy that ships with dynamix; `path=` names another file."""
+    return LearnedPolicy.load(options.pop("path", PRETRAINED), **options)

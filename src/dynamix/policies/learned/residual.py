@@ -1,0 +1,230 @@
+"""What the learned policy knows besides the window: the goodput rule it corrects, and how that rule did of late."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dynamix.model.elasticity import LocalElasticity
+from dynamix.model.fitting import (
+    UNKNOWN,
+    base_total,
+    busy_seconds,
+    exposed_seconds,
+    restored,
+    saved,
+    slowest_seconds,
+)
+from dynamix.policies.goodput import Goodput
+from dynamix.window import Bounds, Floats, Window
+
+OWN_FEATURES = (
+    # the rule's answer and its model of this worker
+    "move",             # log(rule's size / size in force)
+    "rule_share",       # log(rule's size / mean of the rule's sizes)
+    "rule_elasticity",  # of its line at the size in force
+    "rule_to_cap",      # log(rule's size / largest allowed)
+    "to_cap",           # log(size in force / largest allowed)
+    "at_cap",           # share of recent windows at the largest size
+    "coarse",           # 1 / size in force: what rounding does
+    "uncertainty",      # log sd of the rule's level of this worker
+    "jitter",           # log sd of one step's seconds
+    # how its predictions came true
+    "surprise",         # log(measured / predicted seconds)
+    "last_surprise",    # the same, a window earlier
+    "older_surprise",   # and two windows earlier
+    "residue",          # log(measured / fitted seconds): what the rule took for noise
+    "from_slow",        # fitted log seconds at the base share less their slow average
+    "from_best",        # the same less their slowly forgotten minimum: is this worker slowed down?
+    "age",              # windows since its last jump, log
+    "hazard",           # share of recent windows with a jump
+    "last_share",       # share of recent windows in which it was the slowest
+    # how its time really grows
+    "change",           # log(size in force / size of the window before)
+    "swing",            # how far recent changes undid each other
+    "warned",           # log seconds the rule's answer costs beyond its line, by elasticities learned size by size
+    "steep_below", "steep_above",   # learned elasticity beyond the line's, just below and above the size in force
+    "known_below", "known_above",   # how much of that is known
+    # global
+    "rule_growth",      # log(rule's global batch / the one in force)
+    "growth",           # log(global batch / that of the window before)
+    "step_surprise",    # log(measured / predicted seconds of a step)
+    "spread",           # log(slowest worker's mean / slowest mean worker)
+    "noise_ratio",      # smoothed log(noise scale / global batch)
+    "measuring_error",  # log sd of times beyond jitter
+    "windows",          # seen so far, log
+    "steps",            # of a window, log
+)  # fmt: skip
+JUMP = 0.2  # log seconds: a surprise beyond this counts as a jump of speed
+
+
+class Memory:
+    """Asks the rule and follows its fortunes, for windows of shape (..., W).
+
+    After `update`, `wish` holds the rule's real sizes, and `asked` the window they answer.
+    """
+
+    def __init__(self) -> None:
+        self.rule, self.curve = Goodput(), LocalElasticity()
+        self.wish: Floats = UNKNOWN  # (..., W)
+        self.per_worker: Floats = UNKNOWN  # (len(_WORKER), ..., W), each by name below
+        self.total: Floats = UNKNOWN  # (...) log global batch of the window before
+        self.windows = 0
+        self.asked: Window | None = None
+
+    def update(self, window: Window, bounds: Bounds) -> NDArray[np.float32]:
+        """Take in a window; the own features (..., W, len(OWN_FEATURES)), finite, in [-3, 3]."""
+        shape = window.batch_size.shape
+        if self.windows and self.per_worker.shape[1:] != shape:
+            self.__init__()  # type: ignore[misc]  # another cluster: nothing remembered holds
+        first = self.windows == 0
+        if first:
+            self.per_worker = np.zeros((len(_WORKER), *shape))
+            self.total = np.full(shape[:-1], np.nan)
+        past = dict(zip(_WORKER, self.per_worker, strict=True))
+        batch, busy = window.batch_size.astype(np.float64), busy_seconds(window)
+        unit = base_total(window)[..., None] / window.workers
+        surprise, step_surprise = (0.0 * batch, 0.0 * batch[..., 0]) if first else self._surprises(window, batch, busy)
+        self.wish, self.asked = self.rule.wish(window, bounds), window
+        alpha, beta = self.rule.alpha, self.rule.beta
+        self.curve.update(unit, batch, busy)
+        own = self._of_rule(window, bounds, unit)
+        own |= self._of_curve(unit, batch)
+        own |= self._of_time(past, np.log(np.maximum(alpha + beta * unit, 1e-12)), surprise, first)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            own["residue"] = np.log(busy / (alpha + beta * batch))
+        own["last_share"] = _follow(past["last_share"], busy == _peak(busy), 0.15)
+        own["at_cap"] = _follow(past["at_cap"], batch >= bounds.high, 0.2)
+        log_batch = np.log(np.maximum(batch, 0.5))
+        own["change"] = 0.0 * batch if first else log_batch - past["log_batch"]
+        undone = np.where(own["change"] * past["change"] < 0, np.minimum(abs(own["change"]), abs(past["change"])), 0.0)
+        own["swing"] = _follow(past["swing"], undone, 0.3)
+        total = np.log(np.maximum(batch.sum(-1), 1.0))
+        own["growth"] = _wide(total - self.total)
+        own["step_surprise"] = _wide(step_surprise)
+        self.windows += 1
+        own["windows"] = np.asarray(np.log(self.windows) / 2 - 1)
+        self.total = total
+        kept = {**own, "log_batch": log_batch, "older_surprise": past["last_surprise"], "last_surprise": surprise}
+        own["older_surprise"], own["last_surprise"] = past["older_surprise"], past["last_surprise"]
+        remembered = np.empty((len(_WORKER), *shape))
+        for row, name in zip(remembered, _WORKER, strict=True):
+            row[...] = kept[name]
+        self.per_worker = _known(remembered)
+        return self._stacked(own, shape)
+
+    @property
+    def measured(self) -> NDArray[np.bool_]:
+        """Clusters (...) of which any worker was ever timed."""
+        return np.asarray(np.isfinite(self.rule.costs.level[..., 0]).any(-1))
+
+    @property
+    def guided(self) -> NDArray[np.bool_]:
+        """Clusters (...) with a noise scale; without one nothing says which global batch is better."""
+        return np.asarray(np.isfinite(self.rule.noise.level))
+
+    def _surprises(self, window: Window, batch: Floats, busy: Floats) -> tuple[Floats, Floats]:
+        """Measured against predicted log seconds, of workers (..., W) and of steps (...), by the rule as it was."""
+        rule = self.rule
+        expected = rule.alpha + rule.beta * batch
+        with np.errstate(divide="ignore", invalid="ignore"):
+            surprise = np.log(busy / expected)
+            slowest = np.maximum((rule.stretch[..., None] * expected).max(-1), 1e-12)
+            whole = slowest_seconds(window) + _known(exposed_seconds(window))
+            step = np.log(whole) - rule.exchange.log_step(slowest[..., None])[..., 0]
+        return _known(surprise), _known(step)
+
+    def _of_rule(self, window: Window, bounds: Bounds, unit: Floats) -> dict[str, Floats]:
+        rule, batch = self.rule, np.maximum(window.batch_size, 0.5)
+        wish, high = np.maximum(self.wish, 0.5), np.maximum(bounds.high, 1.0)
+        total, now = wish.sum(-1), batch.sum(-1)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return {
+                "move": np.log(wish / batch),
+                "rule_share": np.log(wish / wish.mean(-1, keepdims=True)),
+                "rule_elasticity": rule.beta * batch / (rule.alpha + rule.beta * batch) - 0.8,
+                "rule_to_cap": np.log(wish / high) / 2,
+                "to_cap": np.log(batch / high) / 2,
+                "coarse": 4.0 / (4.0 + batch),
+                "uncertainty": 0.5 * np.log(rule.costs.variance + 1e-6) + 4.0,
+                "jitter": 0.5 * np.log(rule.costs.jitter + 1e-6) + 3.0,
+                "rule_growth": _wide(np.log(total / now)),
+                "spread": 5 * _wide(np.log(rule.stretch)),
+                "noise_ratio": _wide(rule.noise.level - np.log(now)) / 2,
+                "measuring_error": _wide(0.5 * np.log(rule.costs.error + 1e-6)) + 4.0,
+                "steps": _wide(np.log(window.steps) - 1.6) + 0.0 * unit,
+            }
+
+    def _of_curve(self, unit: Floats, batch: Floats) -> dict[str, Floats]:
+        curve = self.curve
+        excess = curve.excess(unit, self.rule.alpha, self.rule.beta)
+        steep, known = curve.around(excess, unit, batch)
+        return {
+            "warned": curve.beyond(excess, unit, batch, self.wish),
+            "steep_below": steep[..., 0], "steep_above": steep[..., 1],
+            "known_below": known[..., 0], "known_above": known[..., 1],
+        }  # fmt: skip
+
+    @staticmethod
+    def _of_time(past: dict[str, Floats], level: Floats, surprise: Floats, first: bool) -> dict[str, Floats]:
+        """`level` is the fitted log seconds at the base share."""
+        slow = level if first else past["slow"] + 0.05 * (level - past["slow"])
+        best = level if first else past["best"] + np.where(level < past["best"], 0.5, 0.01) * (level - past["best"])
+        jump = np.abs(surprise) > JUMP
+        age, jumps = np.where(jump, 0.0, past["windows_since"] + 1), _follow(past["jumps"], jump, 0.03)
+        return {
+            "surprise": surprise, "from_slow": level - slow, "from_best": level - best, "slow": slow, "best": best,
+            "windows_since": age, "age": np.log1p(age) / 2 - 1, "jumps": jumps,
+            "hazard": 5 * jumps,
+        }  # fmt: skip
+
+    @staticmethod
+    def _stacked(own: dict[str, Floats], shape: tuple[int, ...]) -> NDArray[np.float32]:
+        stacked = np.empty((len(OWN_FEATURES), *shape))  # a feature at a time, which is faster than a worker at a time
+        for row, name in zip(stacked, OWN_FEATURES, strict=True):
+            row[...] = own[name]
+        np.copyto(stacked, 0.0, where=~np.isfinite(stacked))
+        np.minimum(np.maximum(stacked, -3.0, out=stacked), 3.0, out=stacked)
+        return np.ascontiguousarray(np.moveaxis(stacked, 0, -1), dtype=np.float32)
+
+    def state_dict(self) -> dict[str, Any]:
+        arrays = {name: getattr(self, name).tolist() for name in ("wish", "per_worker", "total")}
+        now = {name: getattr(self.rule, name).tolist() for name in ("alpha", "beta", "stretch")}
+        rule, curve = self.rule.state_dict(), saved(self.curve)
+        return {**arrays, "windows": self.windows, "rule": rule, "now": now, "curve": curve}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.rule.load_state_dict(state["rule"])
+        restored(self.curve, state["curve"])
+        for target, values in (
+            (self, {n: state[n] for n in ("wish", "per_worker", "total")}),
+            (self.rule, state["now"]),
+        ):
+            for name, value in values.items():
+                setattr(target, name, np.asarray(value, dtype=np.float64))
+        self.windows = int(state["windows"])
+
+
+# What `Memory.per_worker` keeps.
+_WORKER = (
+    "last_surprise", "older_surprise", "slow", "best", "windows_since", "jumps", "last_share", "at_cap",
+    "log_batch", "change", "swing",
+)  # fmt: skip
+
+
+def _follow(average: Floats, value: np.ndarray, weight: float) -> Floats:
+    return np.asarray(average + weight * (value - average))
+
+
+def _wide(x: Floats) -> Floats:
+    return np.asarray(x[..., None])
+
+
+def _peak(x: Floats) -> Floats:
+    return np.asarray(np.where(np.isfinite(x), x, -np.inf).max(-1, keepdims=True))
+
+
+def _known(x: Floats) -> Floats:
+    return np.where(np.isfinite(x), x, 0.0)

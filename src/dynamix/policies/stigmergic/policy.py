@@ -1,0 +1,336 @@
+"""Every worker sets its own batch size from its own metrics and the traces that all leave in one field. No arbiter.
+
+The idea is S-MADRL's (arXiv 2510.03592): no messages, decaying traces, one rule for all. The rule, its traces and its
+parameters are ours; the parameters are learned in simulation (`dynamix.training.stigmergic`).
+
+Every worker learns its own costs, alpha + beta b, and leaves what the crowd needs of them: the loads it computes in the time of a
+step, and those its fixed costs would take. The means of both tell every worker when all could finish together, at the crowd's
+present load and at any other, so each finds its own size alone, and the best load of the crowd: the one of highest goodput,
+by the noise and the exposed exchange that traces tell. Nobody knows anybody's times or costs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from dynamix.errors import PolicyFileError
+from dynamix.model.fitting import UNKNOWN, mean_of_known
+from dynamix.policies.files import read_policy, write_policy
+from dynamix.policies.stigmergic.crowd import Crowd, Smell
+from dynamix.policies.stigmergic.field import Decay, MemoryField
+from dynamix.policies.stigmergic.traces import (
+    AIM,
+    AIMING,
+    FLOOR,
+    GROW,
+    HEARD,
+    HEAVY,
+    HELD,
+    LATE,
+    LOAD,
+    NOISE,
+    OFFSET,
+    OOM,
+    PRESENT,
+    SHRINK,
+    SPEED,
+    TRACES,
+    WAIT,
+    Own,
+)
+from dynamix.policies.stigmergic.worker import Habit, Sense
+from dynamix.projection import project
+from dynamix.window import Bounds, Floats, Ints, Window
+
+KIND = "stigmergic"
+PRETRAINED = Path(__file__).parents[1] / "pretrained" / "stigmergic.safetensors"
+LEAP = 1.5  # largest log change of a size in one decision
+FAINTEST = 2e-3  # of what a store can hold of a high power
+LARGEST = 60.0  # of what a worker leaves: a store holds deposits of +-64
+KEENNESS = 40  # power of the share of a step that tells the last to finish from the others
+HEAVINESS = 12  # the same for the one whose smallest size takes longest
+SLIGHTEST = 1e-3  # smallest load that a worker aims at; what it gets is its own lower bound
+
+
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    """The rule's numbers. The defaults were set by hand; the shipped ones are learned.
+
+    fade       alpha of the field, per window
+    calm, sure, gate   part of a deviation that is made up for: `calm` within the own jitter, `sure` far beyond, half way at `gate`
+               standard errors
+    eager      part of that for a deviation that asks for more: who is late makes all wait, who could do more makes nobody
+    hedge      a worker counts as slower by so many standard deviations of its step
+    damp       how much less is made up for while the crowd both grows and shrinks
+    push       part of the way to the crowd's best load that is gone in one decision
+    reach      largest common move
+    price      what a log of the load costs in log goodput, squared and halved: a pull towards the base batch
+    heed       weight of a window's noise in what is believed of it
+    still      smaller log changes of a size are not made
+    kin        how firmly the own fixed costs are believed to be like the crowd's
+    alarm      how strongly an out-of-memory trace holds back the common move upwards
+    """
+
+    fade: float = 0.8
+    calm: float = 0.3
+    sure: float = 1.0
+    eager: float = 0.5
+    gate: float = 3.0
+    hedge: float = 0.8
+    damp: float = 0.5
+    push: float = 1.0
+    reach: float = 0.6
+    price: float = 0.03
+    heed: float = 0.4
+    still: float = 0.01
+    kin: float = 10.0
+    alarm: float = 4.0
+
+
+# What training may choose from.
+RANGES: dict[str, tuple[float, float]] = {
+    "fade": (0.3, 0.98), "calm": (0.02, 1.0), "sure": (0.4, 1.2), "eager": (0.1, 1.2), "gate": (0.3, 16.0), "hedge": (0.0, 2.0),
+    "damp": (0.0, 10.0), "push": (0.0, 1.2), "reach": (0.05, 0.8), "price": (0.002, 0.3), "heed": (0.1, 1.0),
+    "still": (0.0, 0.06), "kin": (0.0, 30.0), "alarm": (0.5, 10.0),
+}  # fmt: skip
+
+
+class StigmergicPolicy:
+    """The rule. In a job of several ranks each holds one and decides for itself (`dynamix.runtime.decentral`).
+
+    `decide` plays all W workers of a cluster, or of C clusters, in one process: for simulators and jobs of one rank. What it does
+    per worker does not depend on W.
+
+    parameters   None: those set by hand; `pretrained()` has the learned ones
+    decay        of the field; None: parameters.fade per window, from nothing
+    shared       False: every worker has a field of its own, so nobody sees another's traces (an ablation)
+
+    >>> policy, sizes = StigmergicPolicy(), np.array([64, 64])
+    >>> for _ in range(12):
+    ...     seconds = np.array([0.1, 0.0]) + np.array([1e-3, 4e-3]) * sizes
+    ...     wait = seconds.max() - seconds
+    ...     window = Window.of(sizes, compute=seconds, compute_std=1e-4, wait=wait, communication=0.0, steps=5, base_batch=128)
+    ...     sizes = policy.decide(window, Bounds.of(2))
+    >>> seconds.round(2).tolist()                                             # 0.16 and 0.26 at the start
+    [0.18, 0.19]
+    """
+
+    boundary: Literal["window", "epoch"] = "window"
+
+    def __init__(
+        self,
+        parameters: Parameters | None = None,
+        *,
+        decay: Decay | None = None,
+        shared: bool = True,
+        about: dict[str, Any] | None = None,
+    ) -> None:
+        self.parameters = parameters or Parameters()
+        self.decay = decay or Decay(alpha=self.parameters.fade, beta=1.0, start=0.0)
+        self.shared, self.about = shared, about or {}
+        self.habit, self.windows = Habit(), 0
+        self.crowd = Crowd(self.parameters.heed)
+        self.field: MemoryField | None = None
+        self._smelt: Floats = UNKNOWN  # the field after the last window, where this policy keeps it itself
+        self.target: Floats = np.full(1, np.nan)  # log of the crowd's load that was found best in the last decision
+        self.common: Floats = np.zeros(1)  # log move that all made alike in the last decision
+
+    # ------------------------------------------------------------ one worker, or many side by side
+
+    def observe(self, own: Own) -> tuple[Sense, Floats]:
+        """Take in a window: what the workers make of it, and what they leave in the field, (..., W, 16)."""
+        p = self.parameters
+        sense = self.habit.observe(own)
+        pace_s, load = sense.pace_s * (1.0 + p.hedge * sense.jitter), np.minimum(own.load, LARGEST)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            speed = self.habit.step / pace_s
+        # Who was never measured counts as one that just finishes in time.
+        known = np.isfinite(speed)
+        speed = np.where(known, np.minimum(speed, LARGEST), load)
+        offset = np.where(known, np.minimum(sense.offset, LARGEST), 0.0)
+        left = np.zeros((*own.size.shape, len(TRACES)))
+        left[..., PRESENT] = 1.0
+        left[..., LOAD] = load
+        left[..., SPEED] = np.where(self.habit.pinned, 0.0, speed)
+        left[..., OFFSET] = offset
+        left[..., HELD] = np.where(self.habit.pinned, np.minimum(load + offset, LARGEST), 0.0)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            last = sense.share
+            known_last = self.crowd.last.shape in (last.shape, (*last.shape[:-1], 1))
+            before = self.crowd.last if known_last else last
+            quickest = (self.habit.least / own.unit + sense.offset) * sense.pace_s / self.habit.step
+            quickest = np.clip(np.where(known, quickest, 0.0), 0.0, 1.25)
+            late = np.minimum((last / before) ** KEENNESS, LARGEST)
+            heavy = np.minimum((quickest / before) ** HEAVINESS, 0.8 * LARGEST)
+        left[..., LATE] = np.where(np.isnan(late), 0.0, np.maximum(late, FAINTEST))
+        left[..., WAIT] = left[..., LATE] * np.nan_to_num(1.0 - last)
+        left[..., HEAVY] = np.nan_to_num(heavy)
+        left[..., FLOOR] = left[..., HEAVY] * np.nan_to_num(quickest)
+        left[..., NOISE] = np.nan_to_num(np.clip(own.noise, -4.0, 4.0))
+        left[..., HEARD] = np.isfinite(own.noise)
+        left[..., OOM] = own.size > own.fits  # until the own size fits
+        return Sense(sense.share, sense.jitter, pace_s, offset), left
+
+    def choose(self, own: Own, sense: Sense, smelt: Floats, new: Floats, bounds: Bounds, *, old: bool = False) -> Ints:
+        """The workers' new sizes (..., W) from what they smell, and which part of it was left in the last window, (..., 1 or W, 16).
+        Unknown traces: the size stays.
+
+        old   the traces are those of the window before; somebody has not left the last one's yet
+
+        `bounds` are these workers' own; their sum is not looked at.
+        """
+        q = bounds.quantum
+        intended = self.habit.intended(own.size, q)
+        smell = self.crowd.read(smelt, new)
+        common, move, aim = self._moves(own, sense, smell, intended / own.unit, old=old)
+        self.common, move = np.nan_to_num(common), np.clip(move, -LEAP, LEAP)
+        low, high = np.maximum(bounds.low, np.minimum(q, bounds.high)), bounds.high
+        high = np.maximum(np.minimum(high, np.floor(own.fits / q) * q), low)
+        self.habit.pinned, self.habit.least = (aim * own.unit > high) | (aim * own.unit < low), low
+        wish = np.where(np.isfinite(move), intended * np.exp(np.nan_to_num(move)), own.size)
+        if np.isfinite(bounds.max_change):
+            low = np.maximum(low, np.minimum(np.ceil(own.size / bounds.max_change / q) * q, own.size - q))
+            high = np.maximum(
+                np.minimum(high, np.maximum(np.floor(own.size * bounds.max_change / q) * q, own.size + q)), low
+            )
+        self.habit.wish = np.clip(wish, low, high)
+        sizes = np.clip(np.rint(self.habit.wish / q) * q, low, high)
+        slight = (np.abs(np.nan_to_num(move)) < self.parameters.still) & (own.size >= low) & (own.size <= high)
+        sizes = np.where(slight & (own.size % q == 0), own.size, sizes)
+        sizes = np.where(np.isfinite(move), sizes, np.clip(own.size, low, high))
+        return np.asarray(np.where(own.size > 0, sizes, bounds.low), dtype=np.int64)
+
+    def moved(self, before: Floats, load: Floats, sizes: Ints) -> Floats:
+        """What workers of this `load` leave in the field about their way from size `before` to `sizes`, (..., W, 16).
+
+        Only what they did beyond the move that all made alike: moves towards the pace cancel to first order, and this is what is
+        left of their sum.
+        """
+        left = np.zeros((*before.shape, len(TRACES)))
+        change = np.maximum(sizes, 1) / np.maximum(before, 1) * np.exp(-self.common) - 1.0
+        step = np.minimum(load, LARGEST) * change
+        left[..., GROW], left[..., SHRINK] = np.maximum(step, 0.0), np.maximum(-step, 0.0)
+        left[..., AIM], left[..., AIMING] = np.nan_to_num(self.target), np.isfinite(self.target)
+        return left
+
+    def _moves(self, own: Own, sense: Sense, smell: Smell, load: Floats, *, old: bool) -> tuple[Floats, Floats, Floats]:
+        """The log change that all make alike, (..., 1 or W), each one's whole log change from `load` and the load it aims at, (..., W);
+        NaN where the traces are not known."""
+        p = self.parameters
+        self.habit.costs.lean_to(np.maximum(smell.fixed, 0.0)[..., None], p.kin)
+        # Times are in steps of the traces' window; since an old one all have made a move.
+        step = self.habit.before if old else self.habit.step
+        step = step if smell.load.shape == own.size.shape else mean_of_known(step)[..., None]
+        present = smell.load * np.exp(self.common) if old else smell.load
+        best, free = self.crowd.best_move(
+            smell, load=present, seconds=step, steps=own.steps[..., :1], reach=p.reach, price=p.price, seen=old
+        )
+        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+            found = np.minimum(p.push * best, free)
+            found = np.where(found > 0, found * np.exp(-p.alarm * smell.oom), found)
+            # What all found differed from what this worker did a window before: a slip of its own, which it takes back.
+            slip = 0.0 if old or self.target.shape != found.shape else np.nan_to_num(self.target - smell.aim)
+            self.target = np.log(present) + found
+            common = np.clip(found - slip, -p.reach, np.maximum(free, 0.0))
+            common = np.where(np.isnan(present), np.nan, common)
+            now, then = (step * smell.finish(x) for x in (present, present * np.exp(common)))
+            even, aim = (np.maximum(at / sense.pace_s - sense.offset, SLIGHTEST) for at in (now, then))
+            deviation = np.log(even / load)
+            doubt = np.square(deviation) / (np.square(sense.jitter) / np.fmax(own.steps, 1.0))
+            gain = (p.calm + (p.sure - p.calm) * doubt / (doubt + p.gate**2)) / (1.0 + p.damp * smell.churn)
+            gain = np.where(deviation > 0, p.eager * gain, gain)
+            return common, gain * deviation + np.log(aim / even), aim
+
+    # ------------------------------------------------------------ all workers in one process
+
+    def decide(self, window: Window, bounds: Bounds) -> Ints:
+        own, step = Own.of(window), self.windows
+        self.windows += 1
+        field, cells = self._field_of(own.size.shape), np.arange(len(TRACES))
+        sense, left = self.observe(own)
+
+        def leave(traces: Floats) -> None:
+            amounts = traces.sum(-2) if self.shared else traces
+            field.deposit(np.broadcast_to(cells, amounts.shape), amounts, step=step)
+
+        leave(left)
+        smelt = field.read(np.broadcast_to(cells, (*field.worlds, len(TRACES))), step=step)
+        before = self._smelt if self._smelt.shape == smelt.shape else np.zeros(smelt.shape)
+        new, self._smelt = smelt - float(self.decay.kept(1)) * before, smelt
+        if self.shared:
+            smelt, new = smelt[..., None, :], new[..., None, :]
+        sizes = self.choose(own, sense, smelt, new, bounds)
+        sizes = in_range(sizes, bounds, current=window.batch_size)
+        leave(self.moved(own.size, own.load, sizes))
+        return sizes
+
+    def _field_of(self, shape: tuple[int, ...]) -> MemoryField:
+        worlds = shape[:-1] if self.shared else shape
+        if self.field is None or self.field.worlds != worlds:
+            self.field = MemoryField(len(TRACES), self.decay, worlds=worlds)
+        return self.field
+
+    # ------------------------------------------------------------ state and files
+
+    def state_dict(self) -> dict[str, Any]:
+        field = None if self.field is None else {k: v.tolist() for k, v in self.field.state_dict().items()}
+        worlds = None if self.field is None else list(self.field.worlds)
+        return {
+            "habit": self.habit.state_dict(), "crowd": self.crowd.state_dict(), "windows": self.windows, "field": field,
+            "worlds": worlds, "smelt": self._smelt.tolist(), "common": self.common.tolist(), "target": self.target.tolist(),
+        }  # fmt: skip
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.habit.load_state_dict(state["habit"])
+        self.crowd.load_state_dict(state["crowd"])
+        self._smelt, self.common, self.target = (np.asarray(state[name]) for name in ("smelt", "common", "target"))
+        self.windows, self.field = int(state["windows"]), None
+        if state["field"] is not None:
+            self.field = MemoryField(len(TRACES), self.decay, worlds=tuple(state["worlds"]))
+            self.field.load_state_dict(
+                {"value": np.asarray(state["field"]["value"]), "stamp": np.asarray(state["field"]["stamp"])}
+            )
+
+    def save(self, path: str | Path) -> None:
+        """Write `path` (safetensors) and its description beside it (`.json`)."""
+        named = dataclasses.asdict(self.parameters)
+        weights = {"parameters": torch.tensor(list(named.values()), dtype=torch.float64)}
+        write_policy(path, KIND, weights, {**self.about, "parameters": named})
+
+    @classmethod
+    def load(cls, path: str | Path, **options: Any) -> StigmergicPolicy:
+        """The policy in a file written by `save`. Raises `PolicyFileError` if it cannot be trusted."""
+        about, weights = read_policy(path, KIND)
+        names = [f.name for f in dataclasses.fields(Parameters)]
+        values = weights.get("parameters")
+        if values is None or values.shape != (len(names),) or list(about.get("parameters", ())) != names:
+            retrain = "train one for this version: dynamix policy train --policy stigmergic"
+            raise PolicyFileError("parameters", str(path), f"a number for each of {', '.join(names)}", retrain)
+        for name, value in zip(names, values.tolist(), strict=True):
+            low, high = RANGES[name]
+            if not low <= value <= high:
+                raise PolicyFileError(name, value, f"{low} to {high} in {path}", "copy both files again")
+        return cls(Parameters(**dict(zip(names, values.tolist(), strict=True))), about=about, **options)
+
+
+def in_range(sizes: Ints, bounds: Bounds, *, current: Ints) -> Ints:
+    """`sizes`, every worker's own choice, if their sums are allowed too; else the nearest that are.
+
+    >>> in_range(np.array([40, 40]), Bounds.of(2, 1, 64, total_high=64), current=np.array([32, 32])).tolist()
+    [32, 32]
+    """
+    total = sizes.sum(-1)
+    if bool(((total >= bounds.total_low) & (total <= bounds.total_high)).all()):
+        return sizes
+    return project(sizes, bounds, current=current)
+
+
+def pretrained(**options: Any) -> StigmergicPolicy:
+    """The policy that ships as `stigmergic`; `path=` names another file."""
+    return StigmergicPolicy.load(options.pop("path", PRETRAINED), **options)

@@ -1,0 +1,102 @@
+"""What one worker of a stigmergic job remembers of itself: its costs, its last step, its wish. As much for any number of workers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from dynamix.model.costs import WorkerCosts
+from dynamix.model.fitting import UNKNOWN, restored, saved
+from dynamix.policies.stigmergic.traces import Own
+from dynamix.window import Floats, Ints, Window
+
+STEADIEST = 0.01  # nobody's jitter is taken to be less
+
+
+@dataclass(frozen=True, slots=True)
+class Sense:
+    """A window as its worker takes it, (..., W); NaN before a worker was ever measured.
+
+    share    part of a step before the own last gradient, in the step in which that was largest
+    jitter   relative standard deviation of a step
+    pace_s   seconds a load, once fixed costs are paid
+    offset   loads that would be computed in the time of the fixed costs
+    """
+
+    share: Floats
+    jitter: Floats
+    pace_s: Floats
+    offset: Floats
+
+
+class Habit:
+    """The own costs as `WorkerCosts` learns them of a worker that knows no other, the last step, the wish before rounding.
+
+    pinned   whether the last wish lay beyond what the own bounds or memory allow; `least` is the smallest size they do
+    """
+
+    FIELDS = ("wish", "step", "before", "share", "jitter")
+
+    def __init__(self) -> None:
+        self.costs = WorkerCosts(pooled=0.0)
+        self.wish: Floats = UNKNOWN  # (..., W) samples, real
+        self.step: Floats = UNKNOWN  # s
+        self.before: Floats = UNKNOWN  # s, of a step of the window before
+        self.share: Floats = UNKNOWN
+        self.jitter: Floats = UNKNOWN
+        self.pinned: np.ndarray = np.empty((0, 0), dtype=bool)
+        self.least: Floats | Ints = UNKNOWN
+
+    def observe(self, own: Own) -> Sense:
+        """Take in a window. One without times counts as the last one did."""
+        if self.step.shape != own.size.shape:
+            self._start(own)
+        # Each worker is a cluster of its own to the filters.
+        alone = Window.of(
+            own.size[..., None].astype(np.int64), compute=own.busy[..., None], compute_std=(own.jitter * own.busy)[..., None],
+            steps=own.steps, base_batch=own.unit,
+        )  # fmt: skip
+        self.costs.update(alone)
+        alpha, beta = (x[..., 0] for x in self.costs.at(alone))
+        step, self.before = own.busy + own.blocked, self.step
+        with np.errstate(divide="ignore", invalid="ignore"):
+            self._take("step", step, 1.0)
+            self._take("share", np.clip(1.0 - own.least / step, 0.0, 1.0), 1.0)
+            self._take("jitter", np.where(own.jitter >= 0, own.jitter, np.nan), 0.3)
+            pace_s, offset = beta * own.unit, alpha / (beta * own.unit)
+        jitter = np.maximum(np.nan_to_num(self.jitter), STEADIEST)
+        return Sense(self.share, jitter, pace_s, offset)
+
+    def intended(self, size: Floats, quantum: int) -> Floats:
+        """The wish behind `size`, or `size` itself where something else than rounding lies between."""
+        near = np.abs(self.wish - size) <= quantum
+        return np.where(near, self.wish, size)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            **saved(self),
+            "pinned": self.pinned.tolist(),
+            "least": np.asarray(self.least, dtype=np.float64).tolist(),
+            "costs": saved(self.costs),
+            "lean": self.costs.lean.tolist(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        restored(self, state)
+        restored(self.costs, state["costs"])
+        self.least = np.asarray(state["least"], dtype=np.float64)
+        self.costs.lean = np.asarray(state["lean"])
+        self.pinned = np.asarray(state["pinned"], dtype=bool).reshape(self.wish.shape)
+
+    def _take(self, name: str, value: Floats, weight: float) -> None:
+        """Move a remembered figure by `weight` towards a new one, where that is known."""
+        old = getattr(self, name)
+        moved = np.where(np.isnan(old), value, old + weight * (value - old))
+        setattr(self, name, np.where(np.isfinite(moved), moved, old))
+
+    def _start(self, own: Own) -> None:
+        self.wish = own.size.copy()
+        self.step, self.before, self.share, self.jitter = np.full((4, *own.size.shape), np.nan)
+        self.pinned, self.least = np.zeros(own.size.shape, dtype=bool), np.zeros(own.size.shape)

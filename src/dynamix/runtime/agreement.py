@@ -1,0 +1,235 @@
+"""How ranks agree: gather one row each, decide in one place, broadcast one message, apply at one step.
+
+At the step that closes a window every rank posts an asynchronous gather. On rank 0 a thread waits for it, asks the
+policy and broadcasts exactly one message: a new allocation, or "keep" when the policy was late. Every rank waits for
+it at its next step, or before its sampler could issue a batch that the message may concern; rank 0's thread needs
+nobody's training step to go on, so no such wait can be circular.
+"""
+
+from __future__ import annotations
+
+import enum
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dynamix.errors import DynamixError, WorkerLostError
+from dynamix.window import Floats, Ints
+
+# How long rank 0 holds a training step back for a policy that is not done one step after it was asked.
+PATIENCE_S = 0.05
+# The same where an earlier run's answer is only looked up: answering late would make it another run.
+REPLAY_PATIENCE_S = 30.0
+# How long the end of a job waits for a policy that is still busy, so that no line of the events file is lost.
+DRAIN_S = 5.0
+
+
+class Kind(enum.IntEnum):
+    """What a message says. LATE and FAILED keep the allocation; FAILED ends the job on every rank."""
+
+    KEEP = 0
+    NEW = 1
+    LATE = 2
+    FAILED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """The one message of a window, the same on every rank."""
+
+    kind: Kind
+    from_step: int  # micro-step at which `sizes` come into force (NEW)
+    noise: float
+    signal: float
+    sizes: Ints
+
+    def pack(self) -> Tensor:
+        head = [float(self.kind), float(self.from_step), self.noise, self.signal]
+        return torch.tensor(np.concatenate([head, self.sizes.astype(np.float64)]), dtype=torch.float64)
+
+    @classmethod
+    def unpack(cls, packed: Tensor) -> Message:
+        values = packed.numpy()
+        return cls(
+            Kind(int(values[0])), int(values[1]), float(values[2]), float(values[3]), values[4:].astype(np.int64)
+        )
+
+
+class Judge(Protocol):
+    """Who decides, on rank 0: `dynamix.runtime.decision.Decider`. All but `keep` run in a thread of their own.
+
+    decide(rows, about)         the gathered rows (W, n), and what rank 0 sent `about` them, to the message
+    keep(kind)                  the message to send when that is late or failed
+    write_event(message)        once the message of `decide` is out
+    skip(rows, about, message)  in place of both, for a window that was answered "late" because the policy was still
+                                busy with an earlier one
+    """
+
+    def decide(self, rows: Floats, about: Any, /) -> Message: ...
+
+    def keep(self, kind: Kind, /) -> Message: ...
+
+    def write_event(self, message: Message, /) -> None: ...
+
+    def skip(self, rows: Floats, about: Any, message: Message, /) -> None: ...
+
+
+class Channel:
+    """One decision at a time over a gloo group of its own (None: a single worker, decided in place)."""
+
+    def __init__(
+        self, group: dist.ProcessGroup | None, workers: int, judge: Judge, *, patience_s: float = PATIENCE_S
+    ) -> None:
+        self.group, self.workers, self.judge, self.patience_s = group, workers, judge, patience_s
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.root = 0 if group is None else dist.get_global_rank(group, 0)
+        self.waited_s = 0.0
+        self.failed: DynamixError | None = None
+        self._rounds: queue.SimpleQueue[_Round] = queue.SimpleQueue()
+        if group is not None and self.rank == 0:
+            threading.Thread(target=self._decide_all, name="dynamix-decide", daemon=True).start()
+        self._pending: Tensor | None = None
+        self._receive: dist.Work | None = None
+        self._round: _Round | None = None
+        self._latest: threading.Event | None = None
+
+    @property
+    def pending(self) -> bool:
+        """Whether a window was sent and its message not yet taken."""
+        return self._pending is not None
+
+    def send(self, row: Floats, about: Any = None) -> None:
+        """Post this rank's row. Rows have the same length on every rank. Returns at once."""
+        if self.group is None:
+            message = self.judge.decide(row[None], about)
+            self._pending = message.pack()
+            self.judge.write_event(message)
+            return
+        packed = torch.from_numpy(np.ascontiguousarray(row, dtype=np.float64))
+        self._pending = torch.zeros(4 + self.workers, dtype=torch.float64)
+        if self.rank == 0:
+            rows = [torch.zeros_like(packed) for _ in range(self.workers)]
+            gather = dist.gather(packed, rows, dst=self.root, group=self.group, async_op=True)
+            self._round = _Round(self, gather, rows, about, self._pending)
+            self._latest = self._round.ended
+            self._rounds.put(self._round)
+        else:
+            self._sending = dist.gather(packed, dst=self.root, group=self.group, async_op=True), packed
+            self._receive = dist.broadcast(self._pending, src=self.root, group=self.group, async_op=True)
+
+    def _decide_all(self) -> None:
+        while True:
+            current = self._rounds.get()
+            try:
+                current.run()
+            finally:
+                current.ended.set()
+            del current  # or an idle thread would hold a process group's work
+
+    def receive(self) -> Message:
+        """Wait for the message (normally it is there) and take it. Raises `WorkerLostError` or the policy's error."""
+        assert self._pending is not None
+        started = time.perf_counter()
+        try:
+            if self._round is not None:
+                self._round.finish()
+            elif self._receive is not None:
+                self._receive.wait()
+        except RuntimeError as error:
+            if isinstance(error, DynamixError):
+                raise
+            raise _lost(error) from error
+        finally:
+            packed, self._pending, self._receive, self._round = self._pending, None, None, None
+            self.waited_s += time.perf_counter() - started
+        message = Message.unpack(packed)
+        if message.kind is Kind.FAILED:
+            raise DynamixError("the policy failed on rank 0; its own error is in that rank's output")
+        return message
+
+    def drain(self, timeout_s: float = DRAIN_S) -> bool:
+        """Wait until rank 0's thread has nothing left to do; False if it is busy even after `timeout_s`."""
+        latest, self._latest = self._latest, None
+        return latest is None or latest.wait(timeout_s)
+
+
+def _lost(error: Exception) -> WorkerLostError:
+    return WorkerLostError(
+        "the ranks could not agree on the next allocation: a rank died or did not answer within the process "
+        f"group's timeout ({error})"
+    )
+
+
+class _Round:
+    """Rank 0's side of one decision."""
+
+    def __init__(self, channel: Channel, gather: dist.Work, rows: list[Tensor], about: Any, out: Tensor) -> None:
+        self.channel, self.gather, self.rows, self.about, self.out = channel, gather, rows, about, out
+        self.lock = threading.Lock()
+        self.published, self.ended = threading.Event(), threading.Event()
+        self.error: BaseException | None = None
+        self.work: dist.Work | None = None
+
+    def run(self) -> None:
+        """In the deciding thread: one round after the other, so that a late policy is never asked twice at once."""
+        try:
+            self.gather.wait()
+        except RuntimeError as error:
+            self.error = _lost(error)
+            self.published.set()
+            return
+        if self.published.is_set():
+            # The policy was still busy with an earlier window, and this one has been answered "late".
+            self._write_down(lambda: self.channel.judge.skip(self._gathered(), self.about, Message.unpack(self.out)))
+            return
+        try:
+            if self.channel.failed is not None:
+                raise self.channel.failed
+            message = self.channel.judge.decide(self._gathered(), self.about)
+        except Exception as error:  # whatever the policy raised is raised again, in the training thread
+            self.error = error if isinstance(error, DynamixError) else DynamixError(f"the policy failed: {error!r}")
+            if self.error is not error:
+                self.error.__cause__ = error
+            # Raised here, or at the next window if this one has been answered "late" already.
+            self.channel.failed = self.error
+            message = self.channel.judge.keep(Kind.FAILED)
+        try:
+            sent = self._publish(message)
+        except (RuntimeError, ValueError) as error:  # ValueError: the job destroyed its process groups meanwhile
+            self.error = self.error or _lost(error)
+            return
+        self._write_down(lambda: self.channel.judge.write_event(sent))
+
+    def _write_down(self, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except Exception as error:  # a full disk, say: the thread must live, the job must know
+            self.channel.failed = DynamixError(f"events of the last window could not be written: {error!r}")
+
+    def _gathered(self) -> Floats:
+        return torch.stack(self.rows).numpy()
+
+    def _publish(self, message: Message) -> Message:
+        with self.lock:
+            if self.work is None:
+                self.out.copy_(message.pack())
+                self.work = dist.broadcast(self.out, src=self.channel.root, group=self.channel.group, async_op=True)
+                self.published.set()
+            return Message.unpack(self.out)
+
+    def finish(self) -> None:
+        self.gather.wait()  # patience is for the policy, not for the slowest rank
+        if not self.published.wait(self.channel.patience_s):
+            self._publish(self.channel.judge.keep(Kind.LATE))
+        if self.error is not None:
+            raise self.error
+        assert self.work is not None
+        self.work.wait()

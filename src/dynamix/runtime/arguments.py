@@ -1,0 +1,97 @@
+"""What `Controller(...)` accepts, and how the ranks make sure that all were given the same."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from dynamix.errors import ConfigError, UsageError
+from dynamix.policies import Policy, make_policy
+from dynamix.policies.guard import Guard
+from dynamix.policies.learned.deviations import LiveConfig
+from dynamix.policies.learned.online import learning
+from dynamix.runtime.gradients import new_gloo_group
+from dynamix.window import Bounds, Ints
+
+
+def check_counts(**values: object) -> None:
+    """Raises `ConfigError` naming the first that is not a whole number of 1 or more."""
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(name, value, "a whole number, 1 or more", "check the argument")
+
+
+def per_rank(name: str, value: int | Sequence[int], workers: int) -> int | list[int]:
+    """One number for all ranks, or a list of one per rank; raises `ConfigError` for anything else.
+
+    >>> per_rank("max_batch_size", [64, 32], 2)
+    [64, 32]
+    """
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    sizes = np.asarray(value)
+    if sizes.shape not in ((), (workers,)) or sizes.dtype.kind not in "iu":
+        allowed = f"one whole number or a list of {workers}, one per rank"
+        raise ConfigError(name, value, allowed, "match the world size")
+    whole: int | list[int] = sizes.tolist()
+    return whole
+
+
+def policy_of(policy: str | Policy, *, learn: bool | LiveConfig = False) -> Policy:
+    """The policy that a name, a file or an object stands for, made to learn on the job if `learn` says so."""
+    made = make_policy(policy) if isinstance(policy, str) else policy
+    if not isinstance(made, Policy):
+        raise ConfigError("policy", policy, "an object with decide, state_dict, load_state_dict", "see dynamix.Policy")
+    return learning(made, learn)
+
+
+def watched(policy: Policy, guard: bool | None) -> Policy:
+    """`policy` under a `Guard` if `guard` says so; None: if it is a learned one."""
+    if guard not in (None, True, False):
+        raise ConfigError("guard", guard, "True, False, None", "leave it out: learned policies are then watched")
+    wanted = getattr(policy, "net", None) is not None if guard is None else guard
+    return Guard(policy) if wanted and not isinstance(policy, Guard) else policy
+
+
+def starting_sizes(batch_size: int, bounds: Bounds) -> Ints:
+    """`batch_size` for every worker, int64 (W,); raises `ConfigError` naming the first rank whose bounds forbid it."""
+    start = np.full(bounds.low.shape, batch_size, dtype=np.int64)
+    fits = (start >= bounds.low) & (start <= bounds.high) & (start % bounds.quantum == 0)
+    if not fits.all():
+        rank = int(np.argmin(fits))
+        steps = f" in steps of {bounds.quantum}" if bounds.quantum > 1 else ""
+        allowed = f"{int(bounds.low[rank])} to {int(bounds.high[rank])}{steps} on rank {rank}"
+        raise ConfigError("batch_size", batch_size, allowed, "change batch_size or the bounds")
+    return start
+
+
+def open_control_group(group: dist.ProcessGroup, given: Sequence[Any]) -> dist.ProcessGroup:
+    """A gloo group over the ranks of `group`, with its timeout, for decisions alone. A collective call.
+
+    Raises `UsageError` on every rank when `given` (plain values) differs between ranks.
+    """
+    control = new_gloo_group(dist.get_process_group_ranks(group), _timeout_of(group))
+    digest = hashlib.sha256(json.dumps(given, default=str).encode()).digest()[:8]
+    mine = torch.tensor([int.from_bytes(digest, "big") >> 1])
+    every = [torch.zeros_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(every, mine, group=control)
+    differing = [rank for rank, value in enumerate(every) if not torch.equal(value, every[0])]
+    if differing:
+        raise UsageError(f"Controller(...) got other arguments on rank {differing[0]} than on rank 0; pass the same")
+    return control
+
+
+def _timeout_of(group: dist.ProcessGroup) -> Any:
+    """The timeout the user gave the data-parallel group, for the control group to share."""
+    for device in ("cpu", "cuda"):
+        try:
+            return group._get_backend(torch.device(device)).options._timeout
+        except (RuntimeError, AttributeError):
+            continue
+    return None

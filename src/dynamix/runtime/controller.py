@@ -1,0 +1,413 @@
+"""`Controller`: what a training loop holds."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+import weakref
+from collections.abc import Callable, Iterable, Sequence, Sized
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import default_collate
+
+from dynamix.data import BatchSampler, Stream
+from dynamix.errors import UsageError
+from dynamix.events.records import EventLog
+from dynamix.policies import Policy
+from dynamix.policies.learned.deviations import LiveConfig
+from dynamix.policies.protocol import boundary
+from dynamix.projection import project
+from dynamix.runtime import random_state
+from dynamix.runtime.arguments import check_counts, open_control_group, per_rank, policy_of, starting_sizes, watched
+from dynamix.runtime.coordinator import Coordinator
+from dynamix.runtime.decentral import open_channel
+from dynamix.runtime.decision import Decider, recorded
+from dynamix.runtime.memory import ExitNote, Memory, within
+from dynamix.runtime.observation import Recorder
+from dynamix.runtime.scaling import SampleSchedule, rule
+from dynamix.runtime.weighting import LossWeight, attach
+from dynamix.window import Bounds, Ints
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+class Controller:
+    """Gives every worker its own batch size while a job trains.
+
+    A collective call: every rank of `process_group` constructs it with the same arguments (checked). Without an
+    initialised process group it serves one process and adapts the batch size alone.
+
+        controller = dynamix.Controller(policy="dynamix", batch_size=128)
+        sampler = controller.batch_sampler(dataset, seed=0)
+        loader = DataLoader(dataset, batch_sampler=sampler, num_workers=2)
+        model = controller.wrap(DDP(net), optimizer)
+        for epoch in range(10):
+            sampler.set_epoch(epoch)
+            for x, y in loader:
+                logits = model(x); loss = F.cross_entropy(logits, y)
+                loss.backward(); optimizer.step(); optimizer.zero_grad()
+                controller.step(loss=loss, logits=logits, target=y)
+
+    policy            a name (`dynamix.policies.policy_names()`), a `.safetensors` policy file, or any `Policy`
+    batch_size        samples per worker and micro-batch at the start
+    min_batch_size, max_batch_size   one number, or one per rank; None: 1 and 8 * batch_size
+    min_global_batch, max_global_batch   of the sum over workers; None: what the workers' bounds allow
+    interval          optimizer steps per window (policies that decide per epoch ignore it)
+    quantum           batch sizes are multiples of this (torch.compile and cudnn then see few shapes)
+    max_change        a batch size changes by at most this factor per decision
+    accumulate        micro-batches per optimizer step; call `step()` after each of them
+    lr_rule           how the learning rate follows the global batch: none, linear, sqrt, adascale
+    process_group     the data-parallel group; None: the default group
+    events            file that rank 0 appends one JSON line per window to
+    replay            events file of an earlier run whose allocations are applied instead of deciding
+    learn             True: a policy with a network goes on learning on this job (docs/design/live-learning.md); or a
+                      `LiveConfig`
+    guard             watch the policy: where it does worse than the goodput rule, that takes over for a while (see `Guard`).
+                      None: learned policies are watched, others are not
+
+    Raises `ConfigError` for impossible values, `UsageError` when ranks pass different arguments.
+    """
+
+    def __init__(
+        self,
+        policy: str | Policy = "dynamix",
+        batch_size: int = 128,
+        *,
+        min_batch_size: int | Sequence[int] | None = None,
+        max_batch_size: int | Sequence[int] | None = None,
+        min_global_batch: int | None = None,
+        max_global_batch: int | None = None,
+        interval: int = 10,
+        quantum: int = 1,
+        max_change: float = float("inf"),
+        accumulate: int = 1,
+        lr_rule: str = "none",
+        process_group: dist.ProcessGroup | None = None,
+        events: str | os.PathLike[str] | None = None,
+        replay: str | os.PathLike[str] | None = None,
+        learn: bool | LiveConfig = False,
+        guard: bool | None = None,
+    ) -> None:
+        rule(lr_rule)  # raises for one that does not exist
+        check_counts(batch_size=batch_size, interval=interval, accumulate=accumulate, quantum=quantum)
+        together = dist.is_available() and dist.is_initialized()
+        self.group = (process_group or dist.group.WORLD) if together else None
+        self.rank = dist.get_rank(self.group) if self.group else 0
+        self.world_size = dist.get_world_size(self.group) if self.group else 1
+        bounds = Bounds.of(
+            self.world_size,
+            per_rank("min_batch_size", 1 if min_batch_size is None else min_batch_size, self.world_size),
+            per_rank("max_batch_size", 8 * batch_size if max_batch_size is None else max_batch_size, self.world_size),
+            total_low=min_global_batch,
+            total_high=max_global_batch,
+            quantum=quantum,
+            max_change=max_change,
+        )
+        self.policy = policy_of(policy, learn=learn)
+        start = starting_sizes(batch_size, bounds)
+        self.interval, self.accumulate, self.lr_rule = interval, accumulate, lr_rule
+        base_batch = int(start.sum()) * accumulate
+        replayed = None if replay is None else recorded(replay)
+        control = None
+        if self.group is not None:
+            name = policy if isinstance(policy, str) else type(policy).__name__
+            same = [name, base_batch, interval, accumulate, lr_rule, quantum, sorted(replayed or {}), learn, guard]
+            control = open_control_group(self.group, [*same, bounds.low.tolist(), bounds.high.tolist()])
+        decider = Decider(
+            watched(self.policy, guard),
+            bounds,
+            base_batch=base_batch,
+            accumulate=accumulate,
+            slack=0 if boundary(self.policy) == "epoch" else accumulate,
+            replay=replayed,
+            events=EventLog(events) if events is not None and self.rank == 0 else None,
+        )
+        self._loss_weight = LossWeight(self.group, accumulate)
+        self._coordinator = Coordinator(
+            decider,
+            open_channel(control, self.world_size, decider, lr_rule=lr_rule),
+            start,
+            rank=self.rank,
+            interval=interval,
+            lr_rule=lr_rule,
+            loss_weight=self._loss_weight,
+        )
+        self.overhead_s = 0.0
+
+    @property
+    def bounds(self) -> Bounds:
+        """What batch sizes are kept within: as given, and narrowed by the data set's size and `find_limits`."""
+        return self._coordinator.decider.bounds
+
+    @property
+    def base_batch(self) -> int:
+        """Samples per optimizer step of all workers at the start of the job: what learning-rate rules compare with."""
+        return self._coordinator.decider.base_batch
+
+    # ------------------------------------------------------------ setting up
+
+    def batch_sampler(
+        self,
+        dataset: Sized,
+        *,
+        seed: int = 0,
+        shuffle: bool = True,
+        partition: Literal["stream", "contiguous"] = "stream",
+    ) -> BatchSampler:
+        """A sampler for `DataLoader(dataset, batch_sampler=...)`: unequal shares, every sample once per epoch.
+
+        partition   "stream": all ranks read one shared order. "contiguous": each rank reads a region of its own, cut by
+                    share at every epoch (DBS's data partition, local disks); any policy then decides once per epoch.
+
+        Give the loader a `generator=` of its own if resumed runs must repeat random numbers exactly. Raises
+        `ConfigError` when the data set is smaller than one global step.
+        """
+        coordinator = self._coordinator
+        if partition == "contiguous":
+            coordinator.per_epoch, coordinator.decider.slack = True, 0  # regions are cut once per epoch: so it decides
+        self._bound_by(len(dataset))
+        sampler = BatchSampler(
+            len(dataset),
+            coordinator.allocations,
+            rank=self.rank,
+            world_size=self.world_size,
+            seed=seed,
+            shuffle=shuffle,
+            accumulate=self.accumulate,
+            partition=partition,
+            low=self.bounds.low,
+            high=self.bounds.high,
+            before_issue=coordinator.before_issue,
+        )
+        return coordinator.adopt(sampler)
+
+    def stream(
+        self,
+        iterable: Iterable[Any],
+        *,
+        sharded: bool = False,
+        collate_fn: Callable[[list[Any]], Any] = default_collate,
+    ) -> Stream:
+        """Batches cut from an iterable data set in the main process; see `dynamix.data.Stream` for the guarantees.
+
+        sharded   False: every rank iterates the same global stream. True: each rank iterates its own.
+        """
+        stream = Stream(
+            iterable,
+            self._coordinator.allocations,
+            rank=self.rank,
+            world_size=self.world_size,
+            sharded=sharded,
+            collate_fn=collate_fn,
+            accumulate=self.accumulate,
+            low=self.bounds.low,
+            high=self.bounds.high,
+            before_issue=self._coordinator.before_issue,
+            agree=self._loss_weight.sum_async if self.group else None,
+        )
+        return self._coordinator.adopt(stream)
+
+    def wrap(
+        self,
+        model: Model,
+        optimizer: Optimizer,
+        *,
+        hook: Callable[[Any, Any], Any] | None = None,
+        hook_state: Any = None,
+        scaler: torch.amp.GradScaler | None = None,
+        weighting: Literal["hook", "loss"] = "hook",
+        batchnorm: Literal["rank0", "weighted"] = "rank0",
+    ) -> Model:
+        """Connect a model and its optimizer; returns the same model. Call it once, after DDP or `fully_shard`.
+
+        hook, hook_state   DDP communication hook to run after weighting (fp16, bf16, PowerSGD, your own)
+        scaler             AMP's GradScaler, so that norms are measured without the loss scale
+        weighting          "hook": gradients are weighted in DDP's hook, the loop stays as it is. "loss": the loop calls
+                           `controller.weight(loss).backward()`; required for SyncBatchNorm and FSDP
+        batchnorm          DDP's buffers before each forward: "rank0" broadcasts, "weighted" averages by samples
+
+        Raises `UsageError` naming the reason when the model needs the loss side or already has a hook.
+        """
+        coordinator = self._coordinator
+        if coordinator.attached is not None:
+            raise UsageError("wrap() was already called; make one Controller per model")
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        attached = attach(
+            model,
+            self.group,
+            share=coordinator.share,
+            recorder=Recorder(device),
+            hook=hook,
+            hook_state=hook_state,
+            scaler=scaler,
+            weighting=weighting,
+            batchnorm=batchnorm,
+        )
+        self._loss_weight.bind(model, required=weighting == "loss")
+        memory = Memory(attached, optimizer, self._loss_weight, group=self.group)
+        note = weakref.WeakMethod(coordinator.samples_now)
+        self._exit_note = ExitNote(self.rank, lambda: ask() if (ask := note()) is not None else None)
+        coordinator.connect(model, optimizer, attached, memory)
+        return model
+
+    def scheduler(self, scheduler: Any, *, nominal_batch_size: int | None = None) -> SampleSchedule:
+        """Drive a torch learning-rate scheduler by samples: one `scheduler.step()` per nominal_batch_size of them.
+
+        nominal_batch_size   global samples per scheduler step (None: the global batch at the start)
+        """
+        schedule = SampleSchedule(scheduler, nominal_batch_size=nominal_batch_size or self.base_batch)
+        return self._coordinator.add_schedule(schedule)
+
+    def find_limits(self, step_fn: Callable[[Any], Any], example: Any, *, margin: float = 0.1) -> list[int]:
+        """Find the largest micro-batch that fits each rank's memory; from then on no batch is larger. Before training.
+
+        Collective. `step_fn(batch)` must run the forward and backward passes of a step, without the optimizer's, on a
+        batch of any size in the structure of `example`: some samples, repeated as needed. It runs on no rank together with
+        another and leaves no trace. CUDA's and the CPU allocator's errors are caught; where a control group or a full
+        machine would kill, what larger batches take is foreseen from smaller ones.
+
+        margin   part of the largest that is left free, for what training does besides
+
+        Returns the caps (W,), which are in `bounds` now; ranks that can hold less begin with less, the others take over.
+        Raises `ConfigError` on every rank when the smallest batch does not fit one, and what `step_fn` raises.
+        """
+        coordinator, source = self._coordinator, self._coordinator.source
+        memory = coordinator.need_memory()
+        if source is not None and source.issued:
+            raise UsageError("find_limits() comes before training: call it before the first batch is asked for")
+        caps = memory.find(step_fn, example, self.bounds, margin=margin)
+        coordinator.decider.bounds = within(self.bounds, caps)
+        if source is not None:
+            source.high = self.bounds.high
+        step = coordinator.next_step
+        now = coordinator.allocations.at(step)
+        if (now > caps).any():
+            coordinator.allocations.reset(step, project(now, self.bounds, total=now.sum()))
+        return [int(cap) for cap in caps]
+
+    # ------------------------------------------------------------ in the loop
+
+    def backward(self, loss_fn: Callable[[Any], Tensor], batch: Any) -> Tensor:
+        """`loss_fn(batch).backward()`, in smaller pieces where memory runs out; returns the loss, detached.
+
+        Collective, once per micro-batch, in place of the loop's own forward and backward passes; not under `no_sync`.
+        `loss_fn` takes a part of `batch` in the same structure and returns its mean loss over samples. A rank that runs out
+        halves its pieces and tries again; when all ranks have their gradient it crosses them once, through the hook.
+
+        The gradient is that of the whole batch, but for layers that mix samples (batch normalisation sees pieces) and for
+        random ones (dropout draws anew). Not for token counts, SyncBatchNorm and FSDP. Raises what `loss_fn` raises (other
+        ranks: `DynamixError`), and `MemoryLimitError` where nothing can be tried again.
+        """
+        memory, plan = self._coordinator.need_memory(), self._coordinator.need_source().plan()
+        weight = self.weight(torch.ones((), dtype=torch.float64)).item() if self._loss_weight.required else 1.0
+        return memory.backward(loss_fn, batch, weight=weight, last=plan.micro == self.accumulate - 1)
+
+    def weight(self, loss: Tensor, *, count: float | Tensor | None = None) -> Tensor:
+        """The loss times n_i*W/N, to call `.backward()` on: weighting on the loss side.
+
+        count   divisor of this mean loss if it is not the number of samples (tokens; the sum of class weights). It is
+                summed over workers by one small asynchronous all-reduce.
+        """
+        return self._loss_weight.apply(loss, self._coordinator.need_source().plan(), self.rank, count)
+
+    def step(
+        self,
+        *,
+        loss: Tensor | None = None,
+        logits: Tensor | None = None,
+        target: Tensor | None = None,
+        count: int | None = None,
+    ) -> None:
+        """Once per micro-batch, after the optimizer's step (if any): observe; every k steps decide.
+
+        loss, logits, target   of this micro-batch, as observations; may be None. The loss unweighted.
+        count                  samples really in this micro-batch, if your collate can drop some: checked
+        Never synchronises a device. Raises `WorkerLostError` when another rank is gone.
+        """
+        began = time.perf_counter()
+        coordinator = self._coordinator
+        source = coordinator.need_source()
+        plan = source.plan()
+        mine = int(plan.counts[self.rank])
+        if count is not None and mine and count != mine:
+            raise UsageError(
+                f"count={count}, but this rank was given {mine} samples: gradients would be weighted wrongly. Use "
+                "controller.weight(loss, count=...).backward() when batches can shrink after sampling"
+            )
+        if self.world_size > 1 and coordinator.attached is None:
+            raise UsageError("call controller.wrap(model, optimizer) before training, or gradients stay unweighted")
+        applied = self._loss_weight.take()
+        source.consume()
+        if mine:
+            coordinator.recorder.observe(loss, logits, target)
+        if plan.micro < self.accumulate - 1:
+            coordinator.micro_done(plan, applied)
+        else:
+            coordinator.step_done(plan)
+        self.overhead_s += time.perf_counter() - began
+
+    @property
+    def batch_sizes(self) -> Ints:
+        """Samples per micro-batch of every worker in the coming step, int64 (W,)."""
+        return self._coordinator.allocations.at(self._coordinator.next_step).copy()
+
+    @property
+    def samples_seen(self) -> int:
+        """Samples trained on so far, by all workers."""
+        return self._coordinator.progress.samples
+
+    def warm_up(self, forward_backward: Callable[[], Any]) -> None:
+        """Two discarded forward and backward passes, so that a resumed run sums gradients in the saved run's order.
+
+        DDP rebuilds its buckets after the first step; without this a restarted job at W > 2 differs in the last bits.
+        Collective. `forward_backward()` must run the model and `.backward()` on any batch. Buffers, gradients and random
+        state are put back.
+        """
+        attached = self._coordinator.attached
+        if attached is None:
+            raise UsageError("call controller.wrap(model, optimizer) before warm_up()")
+        saved = random_state.capture()
+        with attached.discarded(), self._loss_weight.paused():
+            for _ in range(2):
+                forward_backward()
+        random_state.restore(saved)
+
+    # ------------------------------------------------------------ state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything to go on from here: call it between optimizer steps. Includes the sampler and this rank's RNG."""
+        return self._coordinator.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a state saved by this or another world size, before or after `batch_sampler` and `wrap`.
+
+        At another world size the global batch is kept and split evenly; no sample is lost or repeated. Random state is
+        restored where rank and world size are the same, once the loader's iterator exists.
+        """
+        self._coordinator.load_state_dict(state)
+
+    def close(self) -> None:
+        """Finish a pending decision and close the events file. Optional; safe to call twice."""
+        coordinator = self._coordinator
+        try:
+            coordinator.settle()
+        finally:
+            coordinator.channel.drain()
+            time.sleep(0.005)  # lets backend threads drop our callbacks: they need the GIL a group's destructor holds
+            if coordinator.decider.events is not None:
+                coordinator.decider.events.close()
+
+    # ------------------------------------------------------------ helpers
+
+    def _bound_by(self, samples: int) -> None:
+        """No global step may outgrow the data set: every step would be a tail, and no window would ever close."""
+        bounds = self.bounds
+        most = max(samples // self.accumulate // bounds.quantum * bounds.quantum, int(np.max(bounds.total_low)))
+        total_high = np.minimum(bounds.total_high, most)
+        self._coordinator.decider.bounds = dataclasses.replace(bounds, total_high=total_high)

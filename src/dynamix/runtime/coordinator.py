@@ -1,0 +1,279 @@
+"""What a rank does behind its `Controller`: measure, close windows, put in force what was decided, keep what a checkpoint needs."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from dynamix.data import Allocations, BatchSampler, StepPlan, Stream
+from dynamix.errors import StateError, UsageError
+from dynamix.policies.guard import Guard, unguarded
+from dynamix.policies.learned.online import LearningPolicy
+from dynamix.policies.protocol import boundary, part_of
+from dynamix.runtime import random_state
+from dynamix.runtime.agreement import Channel, Kind
+from dynamix.runtime.decentral import PeerChannel
+from dynamix.runtime.decision import Closing, Decider
+from dynamix.runtime.gradients import Share
+from dynamix.runtime.memory import Memory
+from dynamix.runtime.noise import ConsecutiveNoise
+from dynamix.runtime.observation import Recorder
+from dynamix.runtime.progress import Progress, Waiting, resume_allocations
+from dynamix.runtime.scaling import LearningRate, SampleSchedule, rule
+from dynamix.runtime.weighting import Attached, LossWeight
+from dynamix.window import Ints
+
+Source = TypeVar("Source", BatchSampler, Stream)
+STATE_SCHEMA = 1
+
+
+class Coordinator:
+    """One rank's part of a job whose batch sizes change; every rank has one, and all take the same steps.
+
+    The sampler, the connected model and the schedules are given to it once they exist; a checkpoint loaded before that
+    waits for them.
+
+    decider   bounds, base batch and micro-batches per step stand there; on rank 0 it decides
+    start     samples per micro-batch of every worker at the start, int64 (W,)
+    interval  optimizer steps per window
+    """
+
+    def __init__(
+        self,
+        decider: Decider,
+        channel: Channel | PeerChannel,
+        start: Ints,
+        *,
+        rank: int,
+        interval: int,
+        lr_rule: str,
+        loss_weight: LossWeight,
+    ) -> None:
+        self.decider, self.channel, self.rank, self.interval = decider, channel, rank, interval
+        self.lr_rule, self._rule, self.loss_weight = lr_rule, rule(lr_rule), loss_weight
+        self.per_epoch = boundary(decider.policy) == "epoch"
+        self.allocations = Allocations(start)
+        self.progress = Progress()
+        self.recorder = Recorder(torch.device("cpu"))
+        self.source: BatchSampler | Stream | None = None
+        self.attached: Attached | None = None
+        self.memory: Memory | None = None
+        self._learning_rate: LearningRate | None = None
+        self._pairs: ConsecutiveNoise | None = None
+        self._schedules: list[SampleSchedule] = []
+        self._waiting = Waiting()
+
+    @property
+    def accumulate(self) -> int:
+        """Micro-batches per optimizer step."""
+        return self.decider.accumulate
+
+    # ------------------------------------------------------------ what it is given
+
+    def adopt(self, source: Source) -> Source:
+        """Count by this source from now on; raises `UsageError` for a second one."""
+        if self.source is not None:
+            raise UsageError("this controller already has a batch sampler or stream; make one Controller per loop")
+        source.on_first_issue = self._restore_rng
+        self._waiting.give("source", source)
+        self.source = source
+        return source
+
+    def connect(self, model: nn.Module, optimizer: Optimizer, attached: Attached, memory: Memory) -> None:
+        """Observe this model and optimizer, weight its gradients' shares, and let the learning rate follow the batch."""
+        self.attached, self.memory, self.recorder = attached, memory, attached.recorder
+        self._learning_rate = LearningRate(optimizer, self.lr_rule)
+        if self.allocations.workers == 1:
+            self._pairs = ConsecutiveNoise()
+            optimizer.register_step_pre_hook(self._observe_pair)
+        # Not traced: torch.compile(wrap(DDP(...))) would fail in what it does.
+        model.register_forward_pre_hook(torch.compiler.disable(self._before_forward))
+        self._waiting.give("hook", attached)
+        self._waiting.give("recorder", self.recorder)
+
+    def add_schedule(self, schedule: SampleSchedule) -> SampleSchedule:
+        """Advance it with every optimizer step."""
+        self._waiting.give(f"schedule {len(self._schedules)}", schedule)
+        self._schedules.append(schedule)
+        return schedule
+
+    def need_source(self) -> BatchSampler | Stream:
+        """The source; `UsageError` if there is none yet."""
+        if self.source is None:
+            raise UsageError(
+                "make a sampler or a stream first: controller.batch_sampler(dataset) or controller.stream(...)"
+            )
+        return self.source
+
+    def need_memory(self) -> Memory:
+        """What the connected model's memory is watched by; `UsageError` before `wrap`."""
+        if self.memory is None:
+            raise UsageError("call controller.wrap(model, optimizer) before find_limits() and backward()")
+        return self.memory
+
+    # ------------------------------------------------------------ step by step
+
+    def micro_done(self, plan: StepPlan, applied: float | torch.Tensor | None) -> None:
+        """A micro-batch is over that is not the last of its optimizer step."""
+        self.recorder.micro_done()
+        if self.attached is not None:
+            self.attached.micro_done(plan, self.rank, applied)
+
+    def step_done(self, plan: StepPlan) -> None:
+        """An optimizer step is over: take what was decided, and close the window if it is full."""
+        progress, step_samples = self.progress, int(plan.group.sum())
+        progress.steps += 1
+        progress.samples += step_samples
+        if self.attached is not None:
+            self.attached.step_done()
+        first = plan.index + 1 - self.accumulate
+        self.recorder.step_done(
+            keep=plan.regular and first >= progress.opens,
+            first_of_epoch=plan.start == int(plan.group[: plan.micro].sum()),
+        )
+        for schedule in self._schedules:
+            schedule.advance(step_samples)
+        self.settle()
+        full = plan.last if self.per_epoch else self.recorder.steps >= self.interval
+        if full and self.recorder.steps:
+            self._close_window(plan, self.need_source().issued)
+
+    def _close_window(self, plan: StepPlan, issued: int) -> None:
+        sizes, progress = self.allocations.at(plan.index), self.progress
+        age = (plan.index + 1 - self.allocations.since(plan.index)) / self.accumulate
+        closing = self.decider.closing = Closing(
+            progress.window, sizes, plan.index + 1, issued, age, step=progress.steps, samples=progress.samples
+        )
+        mine = float(sizes[self.rank])
+        row = self.recorder.row(issued=issued, count=mine * self.accumulate, weight=mine / float(sizes.sum()))
+        if isinstance(self.channel, PeerChannel) and self.memory is not None:
+            self.channel.fits = self.memory.fits
+        self.channel.send(row, closing)
+
+    def settle(self) -> None:
+        """Take the pending message, if there is one: the agreed wait."""
+        if not self.channel.pending:
+            return
+        message = self.channel.receive()
+        self.progress.told(self.decider.closing.consumed + self.accumulate, message.noise, message.signal)
+        if message.kind is Kind.NEW:
+            if self.source is not None and message.from_step < self.source.issued:
+                raise StateError(
+                    f"the replayed allocation starts at step {message.from_step}, but {self.source.issued} batches are "
+                    "already issued: replay with the same loader settings (num_workers, prefetch_factor) or fewer"
+                )
+            self.allocations.schedule(message.from_step, message.sizes)
+            self.progress.opens = message.from_step
+            self.recorder.reset()
+        if self.source is not None:
+            self.allocations.forget(self.source.consumed)
+
+    def before_issue(self, step: int) -> None:
+        """The sampler is about to plan micro-step `step`: a pending message may concern it."""
+        if self.channel.pending and step >= self.decider.closing.issued + self.decider.slack:
+            self.settle()
+
+    def share(self) -> Share:
+        """How the gradient now being reduced is weighted."""
+        plan = self.need_source().plan()
+        total = float(plan.group.sum()) / self.accumulate
+        # Agreed values only: what is pending here may be settled on another rank, and all must reduce alike.
+        open_from = max(self.progress.opens, self.decider.closing.consumed + self.accumulate)
+        kept = plan.regular and plan.index - plan.micro >= open_from
+        return Share(float(plan.counts[self.rank]), total, kept, self.loss_weight.applied)
+
+    @property
+    def next_step(self) -> int:
+        """The coming micro-step; of a loaded checkpoint without its sampler yet, the first its ledger still knows."""
+        return self.allocations.begin if self.source is None else self.source.consumed
+
+    def samples_now(self) -> int | None:
+        """What this rank is working on, for the note on an out-of-memory error."""
+        source = self.source
+        return int(source.plan().counts[self.rank]) if source is not None and source.issued > source.consumed else None
+
+    def _before_forward(self, module: nn.Module, args: Any) -> None:
+        source = self.source
+        if not (module.training and torch.is_grad_enabled()) or source is None or source.issued == source.consumed:
+            self.recorder.timer.interrupted()
+            return
+        if self.recorder.muted:
+            return
+        if self.attached is not None:
+            self.attached.before_forward()
+        self.recorder.timer.forward_started()
+        if self._learning_rate is not None:
+            plan, base = source.plan(), self.decider.base_batch
+            noise, signal = self.progress.noise_at(plan.index)
+            self._learning_rate.factor = self._rule(float(plan.group.sum()) / base, noise, signal, base_batch=base)
+
+    def _observe_pair(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._pairs is None or self.attached is None or self.source is None:
+            return
+        plan = self.source.plan()
+        self.recorder.gradients_ready()
+        self.recorder.reduced()
+        self.attached.before_optimizer(plan, self.rank, self.loss_weight.applied)
+        gradients = [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
+        pair = self._pairs.observe([g for g in gradients if not g.is_sparse], float(plan.group.sum()))
+        if pair is not None:
+            self.recorder.add("pair_noise", pair[0])
+            self.recorder.add("pair_signal", pair[1])
+
+    # ------------------------------------------------------------ state
+
+    def state_dict(self) -> dict[str, Any]:
+        """`Controller.state_dict`."""
+        self.settle()
+        return {
+            "schema": STATE_SCHEMA,
+            "world_size": self.allocations.workers,
+            "rank": self.rank,
+            "allocations": self.allocations.state_dict(),
+            "source": None if self.source is None else self.source.state_dict(),
+            "policy": self.decider.policy.state_dict(),
+            "noise_scale": self.decider.noise_scale.state_dict(),
+            **self.progress.state_dict(),
+            "base_batch": self.decider.base_batch,
+            "accumulate": self.accumulate,
+            "recorder": self.recorder.state_dict(),
+            "schedules": [schedule.state_dict() for schedule in self._schedules],
+            "hook": None if self.attached is None else self.attached.state_dict(),
+            "rng": random_state.capture(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """`Controller.load_state_dict`."""
+        if state.get("schema") != STATE_SCHEMA:
+            raise StateError(f"controller state has schema {state.get('schema')!r}, this version reads {STATE_SCHEMA}")
+        decider = self.decider
+        self.progress.load_state_dict(state)
+        decider.base_batch = state["base_batch"]
+        decider.noise_scale.load_state_dict(state["noise_scale"])
+        anew = resume_allocations(self.allocations, state, decider.bounds, self.accumulate)
+        if anew is not None:
+            self.progress.opens = anew
+        parts = {"source": state["source"], "hook": state["hook"]}
+        parts |= {f"schedule {i}": saved for i, saved in enumerate(state["schedules"])}
+        saved_policy = state["policy"]
+        if state["world_size"] == self.allocations.workers:
+            guarded = isinstance(decider.policy, Guard)
+            decider.policy.load_state_dict(saved_policy if guarded else unguarded(saved_policy))
+            self.recorder.load_state_dict(state["recorder"])
+            parts["recorder"] = state["recorder"] if self.attached is None else None
+            parts["rng"] = state["rng"] if state["rank"] == self.rank else None
+        elif (learner := part_of(decider.policy, LearningPolicy)) is not None:
+            learner.carry_over(unguarded(saved_policy))
+        self._waiting = Waiting(parts)
+        self._waiting.give("source", self.source)
+        self._waiting.give("hook", self.attached)
+        for i, schedule in enumerate(self._schedules):
+            self._waiting.give(f"schedule {i}", schedule)
+
+    def _restore_rng(self) -> None:
+        """Iterators draw seeds when they are made; the saved random state goes back once that has happened."""
+        if (saved := self._waiting.take("rng")) is not None:
+            random_state.restore(saved)

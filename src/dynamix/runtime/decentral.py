@@ -1,0 +1,360 @@
+"""How the ranks of a stigmergic job agree: each chooses its own size, and only the chosen sizes travel.
+
+At the step that closes a window every rank leaves its traces in the job's store, reads the field and chooses, all in a thread of
+its own. Then one asynchronous all-gather carries two whole numbers per rank: the chosen size, and the first step that its
+sampler has not issued yet (exactly-once needs everybody's size from one agreed step on). It is taken one step later. No
+observation travels, and no rank decides for another; a rank whose thread is late sends the size it has.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dynamix.errors import ConfigError, DynamixError, WorkerLostError
+from dynamix.policies.protocol import part_of
+from dynamix.policies.stigmergic.policy import StigmergicPolicy, in_range
+from dynamix.policies.stigmergic.traces import PRESENT, TRACES, Own, noise_part
+from dynamix.runtime.agreement import DRAIN_S, PATIENCE_S, REPLAY_PATIENCE_S, Channel, Kind, Message
+from dynamix.runtime.decision import Closing, Decider
+from dynamix.runtime.observation import ROW
+from dynamix.runtime.trace_store import StoreField
+from dynamix.window import Bounds, Floats, Window
+
+NOISE_DECAY = 0.8  # weight of the past windows in a rank's own part of the noise, as in `gradients.NoiseScale`
+LOOK_S = 0.04  # longest time that a rank looks again for traces of this window that are not there yet
+LOOK_BACK_S = 0.25  # and after the choice, so that the next one has whole traces to fall back on
+LOOK_AGAIN_S = 0.002
+_FAILED = -1  # sent in place of a size
+
+
+def open_channel(
+    group: dist.ProcessGroup | None, workers: int, decider: Decider, *, lr_rule: str
+) -> Channel | PeerChannel:
+    """The way in which the ranks of `group` agree: a `PeerChannel` if every rank is to decide for itself.
+
+    A recorded run that is replayed has decided already; a single rank has nobody to agree with. Raises `ConfigError` for what
+    cannot be had without somebody who knows all.
+    """
+    if group is None or workers < 2 or decider.replay is not None or part_of(decider.policy, StigmergicPolicy) is None:
+        return Channel(group, workers, decider, patience_s=PATIENCE_S if decider.replay is None else REPLAY_PATIENCE_S)
+    if not isinstance(decider.policy, StigmergicPolicy):
+        fix = "leave guard out: a guard sees all workers' times"
+        raise ConfigError("guard", True, "False or None with the stigmergic policy", fix)
+    return PeerChannel(group, decider, decider.policy, share_noise=lr_rule == "adascale")
+
+
+class PeerChannel:
+    """`Channel` for ranks that each decide for themselves: the same methods, one exchange at a time over a gloo group of its own.
+
+    store   where the traces live; None: the job's own
+    share_noise   send this rank's part of the noise too, so that the learning rate can follow one noise scale everywhere. The rule
+                  never sees it
+    fits    set by the owner: the most samples that this rank's memory is known to hold; None while it never ran out
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        decider: Decider,
+        policy: StigmergicPolicy,
+        *,
+        share_noise: bool = False,
+        store: Any = None,
+    ) -> None:
+        self.group, self.decider, self.policy = group, decider, policy
+        self.share_noise = share_noise
+        self.rank, self.workers = dist.get_rank(group), dist.get_world_size(group)
+        self.field = StoreField(
+            job_store() if store is None else store,
+            len(TRACES),
+            policy.decay,
+            prefix=f"dynamix/traces/{group.group_name}",
+            patience_s=PATIENCE_S,
+        )
+        self.waited_s = 0.0
+        self.failed: DynamixError | None = None
+        self.fits: int | None = None
+        self._whole = _Whole(-1, np.zeros(len(TRACES)), np.zeros(len(TRACES)))
+        self._first = -1  # window in which this channel first left traces
+        self._noise, self._signal = 0.0, 0.0
+        self._round: _Round | None = None
+        self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        threading.Thread(target=self._work, name="dynamix-choose", daemon=True).start()
+
+    @property
+    def pending(self) -> bool:
+        """Whether a size was sent and the others' not yet taken."""
+        return self._round is not None
+
+    def send(self, row: Floats, about: Closing) -> None:
+        """Choose by this rank's `row` (of `observation.ROW`), and send the choice. Returns at once."""
+        self._round = _Round(self, row, about)
+        self._jobs.put(self._round.run)
+
+    def receive(self) -> Message:
+        """Wait for all sizes (normally they are there) and take them. Raises `WorkerLostError` or the rule's error."""
+        assert self._round is not None
+        started = time.perf_counter()
+        current, self._round = self._round, None
+        try:
+            told = current.finish()
+        except (RuntimeError, ValueError) as error:
+            if isinstance(error, DynamixError):
+                raise
+            raise WorkerLostError(
+                "the ranks could not exchange their batch sizes: a rank died or did not answer within the process "
+                f"group's timeout ({error})"
+            ) from error
+        finally:
+            self.waited_s += time.perf_counter() - started
+        if self.failed is not None:
+            raise self.failed
+        failed = np.flatnonzero(told[:, 0] == _FAILED)
+        if len(failed):
+            raise DynamixError(f"choosing a size failed on rank {failed[0]}; its own error is in that rank's output")
+        message = self._message(current.closing, told)
+        if self.decider.events is not None:
+            self._jobs.put(lambda: self._write_event(current, message))
+        return message
+
+    def drain(self, timeout_s: float = DRAIN_S) -> bool:
+        """Wait until this rank's thread has nothing left to do, and leave the store; False if it is busy even then."""
+        done = threading.Event()
+        self._jobs.put(done.set)
+        ended = done.wait(timeout_s)
+        self.field.close()
+        return ended
+
+    def choose(self, row: Floats, closing: Closing) -> int:
+        """This rank's new size; the one it has where the field does not answer. Leaves its traces."""
+        own = self._steadied(
+            own_window(row, closing, rank=self.rank, decider=self.decider, fits=self.fits), row, closing
+        )
+        bounds, mine = self.decider.bounds, slice(self.rank, self.rank + 1)
+        alone = Bounds(
+            bounds.low[mine], bounds.high[mine], bounds.total_low, bounds.total_high, bounds.quantum, bounds.max_change
+        )
+        sense, left = self.policy.observe(own)
+        if closing.window_index <= self._whole.step or self._first < 0:  # begun, or gone back to an earlier state
+            self._whole, self._first = _Whole(-1, np.zeros(len(TRACES)), np.zeros(len(TRACES))), closing.window_index
+        self._leave(left, closing.window_index)
+        smelt, new, old = self._smell(closing.window_index)
+        return int(self.policy.choose(own, sense, smelt[None], new[None], alone, old=old)[0])
+
+    def _steadied(self, own: Own, row: Floats, closing: Closing) -> Own:
+        """With the noise's share averaged over windows, numerator and denominator apart, as `NoiseScale` does it: one window's is
+        mostly chance. Noise per sample is what stays while the global batch moves. (`NoiseScale` itself ends at 0, which the whole
+        noise cannot go below; one rank's part can.)"""
+        signal, total = dict(zip(ROW, row, strict=False))["global_norm_sq"], float(closing.sizes.sum())
+        noise = float(own.noise[0]) * signal * total
+        if np.isfinite(noise):
+            weight = 1.0 if self._signal == 0.0 else 1.0 - NOISE_DECAY
+            self._noise += weight * (noise - self._noise)
+            self._signal += weight * (signal - self._signal)
+        if self._signal <= 0.0:
+            return own
+        return replace(own, noise=np.array([self._noise / total / self._signal]))
+
+    def leave_move(self, closing: Closing, size: int) -> None:
+        """Traces of the change from the size in force to `size`."""
+        before = closing.sizes[self.rank : self.rank + 1].astype(np.float64)
+        load = before / _unit(closing, self.decider)
+        self._leave(self.policy.moved(before, load, np.array([size])), closing.window_index)
+
+    def look_back(self, closing: Closing) -> None:
+        """See the traces of this window whole, if somebody's came too late for the choice: they serve the next one."""
+        self._look(closing.window_index, LOOK_BACK_S)
+
+    def _leave(self, traces: Floats, step: int) -> None:
+        cells = np.flatnonzero(traces[0])
+        cells = np.append(cells[cells != PRESENT], cells[cells == PRESENT])  # last: who sees it sees the others
+        self.field.deposit(cells, traces[0][cells], step=step)
+
+    def _smell(self, step: int) -> tuple[Floats, Floats, bool]:
+        """The traces (16,), what of them is new in their window, and whether that is the window before.
+
+        Those of window `step` if everybody's are there within `LOOK_S`, and before this rank has made most of the next step, at whose
+        end the choice is due; else those of the one before, if they were seen whole; else unknown.
+        """
+        before, own_step_s = self._whole, float(self.policy.habit.step[0])
+        if self._look(step, min(LOOK_S, 0.7 * own_step_s) if np.isfinite(own_step_s) else LOOK_S):
+            return self._whole.traces, self._whole.new, False
+        if before.step == step - 1 >= 0:
+            return before.traces, before.new, True
+        unknown = np.full(len(TRACES), np.nan)
+        return unknown, unknown, False
+
+    def _look(self, step: int, patience_s: float) -> bool:
+        """Whether everybody's traces of window `step` are there, now or within `patience_s`. Keeps them."""
+        before, deadline = self._whole, time.perf_counter() + patience_s
+        missed = range(max(step - max(before.step, self._first - 1), 1))  # windows: usually this one only
+        kept = float(self.policy.decay.kept(len(missed)))
+        whole = self.workers * float(self.policy.decay.kept(missed).sum())
+        while before.step < step:
+            traces = self.field.read(np.arange(len(TRACES)), step=step)
+            new = traces - kept * before.traces
+            if new[PRESENT] > whole - 0.5:
+                self._whole = _Whole(step, traces, new)
+            if not new[PRESENT] <= whole - 0.5 or time.perf_counter() >= deadline or not self._jobs.empty():
+                break  # whole, or nobody answers, or too late
+            time.sleep(LOOK_AGAIN_S)
+        return self._whole.step == step
+
+    def _message(self, closing: Closing, told: Floats) -> Message:
+        """The same on every rank, being made of the same numbers."""
+        decider = self.decider
+        if self.share_noise:
+            total = float(closing.sizes.sum()) * decider.accumulate
+            decider.noise_scale.update(*noise_of(told[:, 2], told[:, 3], total))
+        answer = in_range(told[:, 0].astype(np.int64), decider.bounds, current=closing.sizes)
+        if np.array_equal(answer, closing.sizes):
+            return decider.keep(Kind.KEEP)
+        first = -(-(int(told[:, 1].max()) + decider.slack) // decider.accumulate) * decider.accumulate
+        return Message(Kind.NEW, first, decider.noise_scale.noise, decider.noise_scale.signal, answer)
+
+    def _write_event(self, current: _Round, message: Message) -> None:
+        known = dict(zip(ROW, current.row, strict=False))
+        seen: dict[str, Floats] = {}
+        for name in ("compute", "compute_std", "data", "loss", "accuracy", "cpu", "memory", "device"):
+            seen[name] = np.full(self.workers, np.nan)
+            seen[name][self.rank] = known[name]
+        closing = current.closing
+        window = Window.of(
+            closing.sizes, **seen, steps=len(current.row) - len(ROW), age=closing.age, step=closing.step,
+            micro_batches=self.decider.accumulate, base_batch=self.decider.base_batch,
+        )  # fmt: skip
+        self.decider.witness(window, closing, message)
+
+    def _work(self) -> None:
+        while True:
+            job = self._jobs.get()
+            try:
+                job()
+            except Exception as error:  # a full disk, say: the thread must live, the job must know
+                self.failed = DynamixError(f"events of the last window could not be written: {error!r}")
+            del job  # or an idle thread would hold a process group's work
+
+
+@dataclass(frozen=True, slots=True)
+class _Whole:
+    """The traces of the newest window of which everybody's were seen, and which of them were left in it; step -1: none yet."""
+
+    step: int
+    traces: Floats
+    new: Floats
+
+
+class _Round:
+    """One rank's side of one decision."""
+
+    def __init__(self, channel: PeerChannel, row: Floats, closing: Closing) -> None:
+        self.channel, self.row, self.closing = channel, row, closing
+        self.lock, self.posted = threading.Lock(), threading.Event()
+        self.every = [torch.zeros(4 if channel.share_noise else 2, dtype=torch.float64) for _ in range(channel.workers)]
+        self.work: dist.Work | None = None
+        self.mine: Tensor | None = None
+        self.error: Exception | None = None
+
+    def run(self) -> None:
+        """In the rank's own thread."""
+        channel, closing = self.channel, self.closing
+        try:
+            size = channel.choose(self.row, closing)
+        except Exception as error:  # raised again in the training thread, here and by what it sends on the others
+            self.error = DynamixError(f"choosing a batch size failed: {error!r}")
+            self.error.__cause__ = error
+            size = _FAILED
+        try:
+            chosen = self._post(size)
+        except (RuntimeError, ValueError) as error:  # ValueError: the job destroyed its process groups meanwhile
+            self.error = self.error or error
+            self.posted.set()
+            return
+        if chosen and size != _FAILED:
+            try:
+                channel.leave_move(closing, size)
+                channel.look_back(closing)
+            except Exception as error:
+                channel.failed = DynamixError(f"leaving or reading traces failed: {error!r}")
+
+    def _post(self, size: int) -> bool:
+        """Send `size`, unless something was sent for this window before; whether it was sent."""
+        with self.lock:
+            if self.work is not None:
+                return False
+            told = [float(size), float(self.closing.issued)]
+            if self.channel.share_noise:
+                known = dict(zip(ROW, self.row, strict=False))
+                told += [own_noise(known, self.channel.workers), known["global_norm_sq"]]
+            self.mine = torch.tensor(told, dtype=torch.float64)
+            self.work = dist.all_gather(self.every, self.mine, group=self.channel.group, async_op=True)
+            self.posted.set()
+            return True
+
+    def finish(self) -> Floats:
+        """What all ranks sent, (W, 2 or 4): size, first micro-step not issued, part of the noise, |g|^2."""
+        if not self.posted.wait(PATIENCE_S):
+            self._post(int(self.closing.sizes[self.channel.rank]))
+        if self.work is not None:
+            self.work.wait()
+        if self.error is not None:
+            raise self.error
+        return torch.stack(self.every).numpy()
+
+
+def own_window(row: Floats, closing: Closing, *, rank: int, decider: Decider, fits: int | None = None) -> Own:
+    """What a rank knows by itself of the window it just closed, as arrays of shape (1,)."""
+    known = dict(zip(ROW, row, strict=False))
+    comm = row[len(ROW) :]
+    seen = comm[np.isfinite(comm)]
+    size, workers = closing.sizes[rank : rank + 1].astype(np.float64), len(closing.sizes)
+    busy = known["compute"] + (known["data"] if np.isfinite(known["data"]) else 0.0)
+
+    def one(value: float) -> Floats:
+        return np.array([value], dtype=np.float64)
+
+    with np.errstate(divide="ignore", invalid="ignore"):
+        jitter = one(known["compute_std"]) / one(known["compute"])
+    return Own(
+        size=size, unit=one(_unit(closing, decider)), busy=one(busy if busy > 0 and size[0] > 0 else np.nan),
+        blocked=one(float(seen.mean()) if len(seen) else np.nan), least=one(float(seen.min()) if len(seen) else np.nan), jitter=jitter, steps=one(len(comm)),
+        noise=one(own_noise(known, workers)), fits=one(np.inf if fits is None else fits), workers=workers,
+    )  # fmt: skip
+
+
+def own_noise(known: Mapping[str, float], workers: int) -> float:
+    """A rank's part of the noise's share of |g|^2, from the fields of its row."""
+    weight, local_sq, global_sq = (np.asarray(known[name]) for name in ("weight", "gradient_norm_sq", "global_norm_sq"))
+    return float(noise_part(weight, local_sq, global_sq, workers))
+
+
+def noise_of(parts: Floats, global_sq: Floats, total: float) -> tuple[float, float]:
+    """(tr(Sigma), |G|^2) from all ranks' parts (W,) of the noise at a global batch of `total`; NaN if one is missing.
+
+    >>> noise_of(np.array([0.25, 0.75]), np.array([2.0, 2.0]), 10.0)
+    (10.0, 1.0)
+    """
+    noise = float(parts.mean() * global_sq.mean()) * total
+    return noise, float(global_sq.mean()) - noise / total
+
+
+def _unit(closing: Closing, decider: Decider) -> float:
+    """The even share of the base batch, samples per micro-batch."""
+    return decider.base_batch / (len(closing.sizes) * decider.accumulate)
+
+
+def job_store() -> Any:
+    """The key-value store through which the ranks of this job met."""
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d._get_default_store()

@@ -1,0 +1,270 @@
+"""Gradients of unequal batches: weighting in DDP's communication hook.
+
+The gradient of the union batch is g = sum_i (n_i / N) g_i, with g_i the gradient of worker i's mean loss over n_i
+samples. DDP averages over W workers, so each worker's gradient is multiplied by n_i * W / N before it is reduced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket as Bucket
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.futures import Future
+
+from dynamix.errors import ConfigError, UsageError
+
+Hook = Callable[[Any, Bucket], "Future[Tensor]"]
+
+# One collective each and no memory: non-finite values pass through them to every rank, as in plain DDP.
+_SINGLE_COLLECTIVE = (
+    default_hooks.allreduce_hook,
+    default_hooks.fp16_compress_hook,
+    default_hooks.bf16_compress_hook,
+)
+# A lossy hook hides the true |g|: one step in this many is reduced densely to measure the noise scale.
+DENSE_EVERY = 50
+
+
+def scale_(values: Tensor, count: float, total: float, workers: int) -> Tensor:
+    """Multiply `values` in place by count * workers / total; a count of 0 zeroes them (0 * NaN would stay NaN)."""
+    if count == 0:
+        return values.zero_()
+    return values.mul_(count * workers / total)
+
+
+def wipe_nonfinite_(values: Tensor) -> Tensor:
+    """NaN and infinity in `values` become 0, in place; a sparse tensor becomes 0 altogether."""
+    return values.zero_() if values.is_sparse else torch.nan_to_num_(values, nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def weighted(inner_hook: Hook, *, count: Callable[[], tuple[float, float]]) -> Hook:
+    """A DDP communication hook that weights unequal batches before `inner_hook`: for users with their own loop.
+
+    `count()` returns (n_i, N) of the optimizer step being reduced: this worker's divisor of the mean loss, and its sum
+    over workers. Register with `model.register_comm_hook(state, dynamix.weighted(hook, count=...))`, `state` being
+    `inner_hook`'s. `inner_hook` must average over workers, as torch's hooks do. Raises `ConfigError` from backward
+    for counts that cannot be. On gloo with several buckets, hooks with more than one collective (PowerSGD) need
+    `Controller.wrap(hook=...)`, which gives each bucket a process group.
+    """
+
+    def hook(state: Any, bucket: Bucket) -> Future[Tensor]:
+        n, total = count()
+        if not (0 <= n <= total and total > 0):
+            raise ConfigError("count", (n, total), "0 <= n_i <= N, N > 0", "return this step's (n_i, N)")
+        scale_(bucket.buffer(), n, total, _group_of(state).size())
+        return inner_hook(state, bucket)
+
+    hook.__annotations__.clear()  # DDP checks them, and takes strings for wrong types
+    return hook
+
+
+def _group_of(state: Any) -> dist.ProcessGroup:
+    group = getattr(state, "process_group", state)
+    return group if isinstance(group, dist.ProcessGroup) else cast(dist.ProcessGroup, dist.group.WORLD)
+
+
+class Meter(Protocol):
+    """What the hook reports to: the controller's recorder."""
+
+    def gradients_ready(self) -> None: ...
+
+    def reduced(self) -> None: ...
+
+    def add(self, name: str, value: Tensor, *, part: int = 0) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """How this rank's gradient of the current optimizer step enters the mean."""
+
+    count: float  # n_i of the micro-step being reduced; 0 for a placeholder batch
+    total: float  # N; count * W / total is the weight
+    kept: bool = True  # whether the open window will keep this step's measurements
+    applied: float | Tensor | None = None  # the weight already in the loss, None when the hook must apply it
+
+
+class GradientHook:
+    """The one communication hook DDP allows: weights, wraps the user's hook, measures norms and times.
+
+    share     says how the current step is weighted
+    inner     the user's hook and its state; torch's all-reduce when None. A true attribute `lossless` of the hook says that
+              its result is the mean itself and that it copes with infinities on its own
+    meter     receives timing marks and squared norms ("local_sq", "global_sq", per bucket)
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        share: Callable[[], Share],
+        meter: Meter,
+        inner: Hook | None,
+        inner_state: Any,
+    ) -> None:
+        self.group, self.share, self.meter = group, share, meter
+        self.inner, self.inner_state = inner, inner_state
+        self.chained = inner is not None and inner not in _SINGLE_COLLECTIVE
+        # A hook that says so gives the true mean and agrees on finiteness by itself.
+        self.lossless = inner is None or inner is default_hooks.allreduce_hook or getattr(inner, "lossless", False)
+        self.needs_groups = self.chained and dist.get_backend(group) == "gloo"
+        self.bucket_groups: list[dist.ProcessGroup] = []
+        self.buckets_seen = 0
+        self.steps = 0
+        self.loss_scale: Callable[[], Tensor | None] = lambda: None
+        self.muted = False  # discarded warm-up passes: plain all-reduce, nothing measured
+        self._measuring, self._since_dense = False, DENSE_EVERY
+
+    def __call__(self, state: Any, bucket: Bucket) -> Future[Tensor]:
+        if self.muted:
+            self.buckets_seen = max(self.buckets_seen, bucket.index() + 1)
+            buffer = bucket.buffer()
+            return self._reduce_sparse(buffer) if buffer.is_sparse else default_hooks.allreduce_hook(self.group, bucket)
+        share, buffer, part = self.share(), bucket.buffer(), bucket.index()
+        if share.count != 0:
+            self.meter.add(
+                "local_sq", self._norm_sq(buffer, 1.0 if share.applied is None else share.applied), part=part
+            )
+        if share.applied is None:
+            scale_(buffer, share.count, share.total, self.group.size())
+        elif share.count == 0:
+            # A loss times 0 left zeros, and 0 * NaN where the placeholder's gradient was not finite. Zeroing all would
+            # take away what was already reduced, in a loop that synchronises every micro-batch.
+            wipe_nonfinite_(buffer)
+        self.buckets_seen = max(self.buckets_seen, bucket.index() + 1)
+        if bucket.index() == 0:
+            self._measuring = self.lossless or (share.kept and self.steps >= 2 and self._since_dense >= DENSE_EVERY)
+        measure = self._measuring
+        self.meter.gradients_ready()
+        future = self._reduce(bucket, dense=measure and not self.lossless)
+
+        def done(reduced: Future[Tensor]) -> Tensor:
+            value = reduced.value()
+            value = value[0] if isinstance(value, (list, tuple)) else value
+            self.meter.reduced()
+            if measure:
+                self.meter.add("global_sq", self._norm_sq(value, 1.0), part=part)
+            return value
+
+        return cast("Future[Tensor]", future.then(done))
+
+    def register(self, model: nn.parallel.DistributedDataParallel) -> None:
+        """Register with DDP, which refuses a second hook and has no getter to ask whether there is one."""
+
+        def entry(state: Any, bucket: Bucket) -> Future[Tensor]:
+            return self(state, bucket)
+
+        entry.__annotations__.clear()
+        try:
+            model.register_comm_hook(None, entry)
+        except RuntimeError as error:
+            raise UsageError(
+                "the model already has a communication hook, and DDP allows one: remove your register_comm_hook(state, hook) "
+                "line and pass it as controller.wrap(model, optimizer, hook=hook, hook_state=state)"
+            ) from error
+
+    def step_done(self) -> None:
+        """After an optimizer step: the bucket layout is known by now, so give chained hooks their groups."""
+        self.steps += 1
+        self._since_dense = 0 if self._measuring else self._since_dense + 1
+        if self.steps >= 2:
+            self.make_groups()
+
+    def make_groups(self) -> None:
+        """One process group per bucket for hooks that chain collectives on gloo. A collective call."""
+        if self.needs_groups and len(self.bucket_groups) < self.buckets_seen:
+            ranks = dist.get_process_group_ranks(self.group)
+            missing = self.buckets_seen - len(self.bucket_groups)
+            self.bucket_groups += [new_gloo_group(ranks) for _ in range(missing)]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The user's hook state (error memories and the like) and the step count."""
+        state = self.inner_state
+        saved = state.state_dict() if hasattr(state, "state_dict") else _plain_state(state)
+        return {"steps": self.steps, "since_dense": self._since_dense, "inner": saved}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.steps, self._since_dense = state["steps"], state["since_dense"]
+        if state["inner"] is None or self.inner_state is None:
+            return
+        if hasattr(self.inner_state, "load_state_dict"):
+            self.inner_state.load_state_dict(state["inner"])
+        else:
+            for name, value in state["inner"].items():
+                setattr(self.inner_state, name, value)
+
+    def _reduce(self, bucket: Bucket, *, dense: bool) -> Future[Tensor]:
+        buffer = bucket.buffer()
+        if buffer.is_sparse:
+            return self._reduce_sparse(buffer)
+        if self.inner is None or dense:
+            return default_hooks.allreduce_hook(self.group, bucket)
+        if not self.chained:
+            state = self.inner_state if self.inner_state is not None else self.group
+            return self.inner(state, bucket)
+        if self.needs_groups and bucket.index() >= len(self.bucket_groups):
+            return default_hooks.allreduce_hook(self.group, bucket)  # before the rebuild: layout not known yet
+        group = self.bucket_groups[bucket.index()] if self.needs_groups else self.group
+        if not self.lossless:
+            finite = torch.isfinite(buffer).all().to(torch.float32)
+            dist.all_reduce(finite, op=dist.ReduceOp.MIN, group=group)
+            if not bool(finite.item()):
+                # One infinite step would stay in the hook's error memory for ever; let GradScaler see it instead.
+                return default_hooks.allreduce_hook(group, bucket)
+        return self._inner_on(group, bucket)
+
+    def _inner_on(self, group: dist.ProcessGroup, bucket: Bucket) -> Future[Tensor]:
+        assert self.inner is not None
+        state = self.inner_state
+        if not hasattr(state, "process_group"):
+            return self.inner(group if state is None or isinstance(state, dist.ProcessGroup) else state, bucket)
+        users = state.process_group
+        state.process_group = group  # hooks read it once, at their start
+        try:
+            return self.inner(state, bucket)
+        finally:
+            state.process_group = users
+
+    def _reduce_sparse(self, buffer: Tensor) -> Future[Tensor]:
+        """Sum a sparse bucket: natively on gloo, densely elsewhere (compressing hooks cannot take it)."""
+        workers = self.group.size()
+        native = dist.get_backend(self.group) == "gloo"
+        payload = (buffer if native else buffer.to_dense()).div_(workers)
+        work = dist.all_reduce(payload, group=self.group, async_op=True)
+        assert work is not None
+
+        def finish(reduced: Future[Any]) -> Tensor:
+            value = cast(Tensor, reduced.value()[0])
+            return value if native else value.to_sparse(buffer.sparse_dim())
+
+        return cast("Future[Tensor]", work.get_future().then(finish))
+
+    def _norm_sq(self, values: Tensor, weight: float | Tensor) -> Tensor:
+        if values.is_sparse:
+            values = values.coalesce().values()
+        wide = torch.promote_types(values.dtype, torch.float32)
+        norm = torch.linalg.vector_norm(values, dtype=wide) / weight
+        scale = self.loss_scale()
+        return torch.square(norm if scale is None else norm / scale.to(norm.device))
+
+
+def _plain_state(state: Any) -> dict[str, Any] | None:
+    """The attributes of a hook state that has no `state_dict` (PowerSGDState), without its process group."""
+    if state is None or isinstance(state, dist.ProcessGroup):
+        return None
+    slots = getattr(type(state), "__slots__", None)
+    names = slots if slots is not None else vars(state)
+    return {name: getattr(state, name) for name in names if name != "process_group" and hasattr(state, name)}
+
+
+def new_gloo_group(ranks: list[int], timeout: Any = None) -> dist.ProcessGroup:
+    """A gloo group over `ranks`; a collective of those ranks alone."""
+    subset = len(ranks) != dist.get_world_size()
+    options: dict[str, Any] = {"use_local_synchronization": True} if subset else {}
+    if timeout is not None:
+        options["timeout"] = timeout
+    return cast(dist.ProcessGroup, dist.new_group(ranks, backend="gloo", **options))

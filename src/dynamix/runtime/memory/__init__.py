@@ -1,0 +1,78 @@
+"""How large a batch fits: every rank's limit, found before training, and a backward pass that goes on in pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
+
+from dynamix.errors import ConfigError, UsageError
+from dynamix.runtime.arguments import open_control_group
+from dynamix.runtime.memory.exit_advice import ExitNote
+from dynamix.runtime.memory.gauge import Gauge, is_out_of_memory
+from dynamix.runtime.memory.limits import LimitSearch, within
+from dynamix.runtime.memory.retry import RetryingBackward
+from dynamix.runtime.weighting import Attached, LossWeight
+from dynamix.window import Bounds, Ints
+
+__all__ = ["ExitNote", "Memory", "is_out_of_memory", "within"]
+
+
+class Memory:
+    """What a controller does about memory, for one connected model. Its methods are collective.
+
+    They talk on a process group of their own, made at first use: the control group carries decisions meanwhile.
+    """
+
+    def __init__(
+        self, attached: Attached, optimizer: Optimizer, loss_weight: LossWeight, *, group: dist.ProcessGroup | None
+    ) -> None:
+        self.attached, self.optimizer, self.loss_weight, self.group = attached, optimizer, loss_weight, group
+        self.gauge = Gauge(attached.recorder.device)
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self._retrying: RetryingBackward | None = None
+        self._talk: dist.ProcessGroup | None = None
+
+    def find(self, step_fn: Callable[[Any], Any], example: Any, bounds: Bounds, *, margin: float) -> Ints:
+        """`Controller.find_limits`: caps (W,)."""
+        if not 0 <= margin < 1:
+            raise ConfigError("margin", margin, "0 to below 1", "use 0.1")
+        self._forbid_crossing("find_limits")
+        search = LimitSearch(self.attached, self.optimizer, group=self._group(), rank=self.rank, gauge=self.gauge)
+        return search.find(step_fn, example, bounds, margin=margin, loss_weight=self.loss_weight)
+
+    def backward(self, loss_fn: Callable[[Any], Tensor], batch: Any, *, weight: float, last: bool) -> Tensor:
+        """`Controller.backward`: the mean loss, detached."""
+        if self._retrying is None:
+            self._forbid_crossing("backward")
+            group = self._group()
+            self._retrying = RetryingBackward(self.attached, group=group, rank=self.rank, gauge=self.gauge)
+            self.gauge.share(group, self.rank)
+        return self._retrying.run(loss_fn, batch, weight=weight, last=last)
+
+    @property
+    def fits(self) -> int | None:
+        """Most samples that `backward` still tries at once, after memory ran out; None while it never did."""
+        return None if self._retrying is None else self._retrying.largest
+
+    def _group(self) -> dist.ProcessGroup | None:
+        if self._talk is None and self.group is not None:
+            self._talk = open_control_group(self.group, ["memory"])
+        return self._talk
+
+    def _forbid_crossing(self, what: str) -> None:
+        if self.group is None or self.group.size() == 1:
+            return
+        for module in self.attached.model.modules():
+            if (
+                isinstance(module, (nn.SyncBatchNorm, FSDPModule))
+                or type(module).__name__ == "FullyShardedDataParallel"
+            ):
+                raise UsageError(
+                    f"controller.{what}() runs passes of one rank alone, and {type(module).__name__} exchanges in its "
+                    "forward pass: pass Controller(max_batch_size=[...]), one number per rank, instead"
+                )

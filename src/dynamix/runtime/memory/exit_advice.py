@@ -1,0 +1,65 @@
+"""What an out-of-memory in the user's own loop says before the process ends.
+
+There nothing is tried again: other ranks may be waiting in a collective already. The error keeps its type and text and
+gets a note with the batch it happened at and the argument that prevents it; the other ranks end when this one is gone.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable
+from types import TracebackType
+
+from dynamix.runtime.memory.gauge import is_out_of_memory
+
+
+def advice(rank: int, samples: int) -> str:
+    """How to prevent it on a rank that ran out with `samples` samples."""
+    return (
+        f"pass Controller(max_batch_size=[...]), one number per rank, with less than {samples} for rank {rank}, or let "
+        "controller.find_limits(step_fn, example) measure what fits before training"
+    )
+
+
+class ExitNote:
+    """As long as it lives, an out-of-memory error that nobody catches is printed with advice.
+
+    samples   what this rank was given in the step under way; None between steps
+
+    Uses `sys.excepthook`, on top of whatever is there; launchers that catch errors themselves print them without it.
+    """
+
+    def __init__(self, rank: int, samples: Callable[[], int | None]) -> None:
+        self.rank, self.samples = rank, samples
+        _live.add(self)
+        _install()
+
+    def text(self) -> str | None:
+        """The note for an error of this moment."""
+        samples = self.samples()
+        if not samples:
+            return None
+        return (
+            f"dynamix: rank {self.rank} ran out of memory in a step of {samples} samples, and other ranks may be waiting "
+            f"for it, so the step is not tried again. {advice(self.rank, samples)}; controller.backward(loss_fn, batch) "
+            "goes on in smaller pieces instead"
+        )
+
+
+_live: weakref.WeakSet[ExitNote] = weakref.WeakSet()
+_before: list[Callable[[type[BaseException], BaseException, TracebackType | None], object]] = []
+
+
+def _install() -> None:
+    if not _before:
+        _before.append(sys.excepthook)
+        sys.excepthook = _print
+
+
+def _print(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if is_out_of_memory(error):
+        for note in list(_live):
+            if (text := note.text()) is not None:
+                error.add_note(text)
+    _before[0](kind, error, trace)

@@ -1,0 +1,196 @@
+"""How much memory a batch takes and how much there is, where running out of it raises no error.
+
+A CUDA allocator that has no more raises, and so does the CPU's under `ulimit -v`. A control group or a full machine
+kills the process instead: there what a batch takes must be foreseen from smaller ones.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import hashlib
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from dynamix.probes.host import Cgroups
+from dynamix.runtime.memory.agree import all_of
+
+_TEXTS = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory",
+          "CUDA out of memory", "CUDA error: out of memory", "ALLOC_FAILED", "Cannot allocate memory")  # fmt: skip
+# What stays free: other processes of the group grow too, and page tables are not counted to any batch.
+RESERVE, LEAST_RESERVE_BYTES = 0.05, 16 * 2**20
+# On growth, foreseen or measured: the same batch takes up to a third more another time, as the C library's heap has holes
+# or not (it serves blocks of up to 32 MiB once some were freed). `tests/memory` was killed at 1.1.
+_CAUTION = 1.4
+
+
+class NoRoomError(MemoryError):
+    """Going on would bring this process over a limit that kills it."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out: CUDA's, the CPU allocator's, or the interpreter's.
+
+    >>> is_out_of_memory(RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried ..."))
+    True
+    >>> is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    False
+    """
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, (RuntimeError, OSError)) and any(text in str(error) for text in _TEXTS)
+
+
+def release() -> None:
+    """Give back what is free: to the device, and to the system what the C library still holds."""
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+class Gauge:
+    """Memory that batches of different sizes took, and how large a batch there is room for.
+
+    watched   whether running over the limit kills: on a CPU, under a control group or a machine that is finite
+    sharers   processes of this job that share the limit: each counts on its part of what is left
+
+    Growth is the process's peak of resident memory less what it held before, by the kernel's own account.
+    """
+
+    def __init__(self, device: torch.device, *, cgroups: Cgroups | None = None) -> None:
+        self._cgroups = Cgroups.find() if cgroups is None else cgroups
+        self.watched = device.type == "cpu" and Path("/proc/self/statm").exists()
+        self.sharers = 1
+        self.points: list[tuple[int, float]] = []  # (samples, bytes of growth), newest last
+
+    @property
+    def limited(self) -> bool:
+        """Whether a control group's limit holds, so that it pays to look every step."""
+        return self.watched and math.isfinite(self._cgroups.memory_limit_bytes())
+
+    def identity(self) -> int:
+        """The same number for processes under the same limit, another for others (positive, below 2^62)."""
+        try:
+            machine = Path("/proc/sys/kernel/random/boot_id").read_text()
+        except OSError:
+            machine = str(os.uname().nodename)
+        limits = [folder.stat() for folder in self._cgroups.memory if _is_limit(folder)]
+        name = f"{machine.strip()} {[(s.st_dev, s.st_ino) for s in limits[:1]]}"
+        return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 2
+
+    def share(self, group: dist.ProcessGroup | None, rank: int) -> None:
+        """Count the ranks under this rank's limit. A collective call."""
+        mine = self.identity()
+        self.sharers = int((all_of(mine, group, rank) == mine).sum())
+
+    def headroom_bytes(self) -> float:
+        """Bytes until the control group or the machine is full, whichever is first, less the reserve."""
+        if not self.watched:
+            return math.inf
+        used, limit = self._cgroups.memory_bytes()
+        machine = psutil.virtual_memory()
+        rooms = [machine.available - _reserve(float(machine.total))]
+        if math.isfinite(limit):
+            rooms.append(limit - used - _reserve(limit))
+        return float(min(rooms))
+
+    def growth_bytes(self, size: int) -> float:
+        """What a batch of `size` is expected to take beyond what is held now; NaN before any was seen."""
+        if not self.points:
+            return math.nan
+        last, taken = self.points[-1]
+        # Two like sizes tell a slope badly; from one alone growth in proportion is the safe guess upwards.
+        others = [p for p in self.points if not 2 / 3 < p[0] / last < 3 / 2]
+        before, less = others[-1] if others else (0, 0.0)
+        slope = min(max((taken - less) / (last - before), 0.25 * taken / last), taken / last)
+        return _CAUTION * max(taken + slope * (size - last), 0.0)
+
+    def allows(self, size: int, headroom_bytes: float | None = None) -> bool:
+        """Whether a batch of `size` is expected to fit; True before anything was seen."""
+        if not self.watched or not self.points:
+            return True
+        room = self.headroom_bytes() if headroom_bytes is None else headroom_bytes
+        return self.growth_bytes(size) <= room / self.sharers
+
+    def most(self, size: int) -> int:
+        """The largest piece, at most `size`, that fits; at least one sample. A first look takes an eighth."""
+        if not self.limited:
+            return size
+        if not self.points:
+            return max(1, size // 8)
+        room = self.headroom_bytes()
+        while size > 1 and not self.allows(size, room):
+            size = max(1, size * 3 // 4)
+        return size
+
+    @contextmanager
+    def measure(self, size: int) -> Iterator[None]:
+        """What is done inside with a batch of `size` is remembered, if it ends well."""
+        if not self.watched:
+            yield
+            return
+        before = _resident_bytes()
+        _reset_peak()
+        yield
+        self.points.append((size, max(_peak_bytes() - before, 0.0)))
+        del self.points[:-8]
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Inside, no module begins its forward pass beyond the limit: `NoRoomError` instead of being killed.
+
+        Two file reads for every module, so it is for looking for limits, not for training.
+        """
+        if not self.watched:
+            yield
+            return
+
+        def look(module: Any, args: Any) -> None:
+            if self.headroom_bytes() <= 0:
+                raise NoRoomError("the control group's or the machine's memory is nearly full")
+
+        handle = register_module_forward_pre_hook(look)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+
+def _is_limit(folder: Path) -> bool:
+    return math.isfinite(Cgroups(memory=(folder,)).memory_limit_bytes())
+
+
+def _reserve(limit_bytes: float) -> float:
+    return max(RESERVE * limit_bytes, LEAST_RESERVE_BYTES)
+
+
+def _resident_bytes() -> float:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return float(pages * os.sysconf("SC_PAGE_SIZE"))
+
+
+def _reset_peak() -> None:
+    # Where it is forbidden the peak is that of the process's life: more than it was, so the safe way round.
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return
+
+
+def _peak_bytes() -> float:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return float(line.split()[1]) * 1024
+    return _resident_bytes()

@@ -1,0 +1,191 @@
+"""The largest micro-batch that fits each rank's memory, found before training: doubling, then halving the gap."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, Optimizer
+
+from dynamix.errors import ConfigError, UsageError
+from dynamix.runtime import random_state
+from dynamix.runtime.memory.agree import all_of, raise_for
+from dynamix.runtime.memory.batches import resized
+from dynamix.runtime.memory.gauge import Gauge, is_out_of_memory, release
+from dynamix.runtime.weighting import Attached, LossWeight
+from dynamix.window import Bounds, Ints
+
+_DONE, _SEARCHING, _FAILED = 0, 1, 2
+
+
+class Search:
+    """Which size to try next between `low` and `high`, and what is known to fit.
+
+    >>> search = Search(8, 1000, quantum=1)
+    >>> tried = []
+    >>> while not search.done:
+    ...     tried.append(search.size)
+    ...     search.tell(fitted=search.size <= 100)
+    >>> tried, search.fits
+    ([8, 16, 32, 64, 128, 96, 112, 104, 100, 102], 100)
+    """
+
+    def __init__(self, low: int, high: int, *, quantum: int) -> None:
+        self.low, self.high, self.quantum = low, high, quantum
+        self.fits, self.fails = 0, high + quantum
+        self.size = low
+
+    @property
+    def done(self) -> bool:
+        """Whether the largest that fits is known, to 1/32 of it; `size` is then that one. 0: not even `low` does."""
+        if self.fits:
+            return self.fails - self.fits <= max(self.quantum, self.fits // 32)
+        return self.fails <= self.low
+
+    def tell(self, *, fitted: bool) -> None:
+        """Whether `size` fitted. Of a size that did before: memory is shared with somebody who takes more now."""
+        if fitted:
+            self.fits = max(self.fits, self.size)
+        else:
+            self.fails, self.fits = self.size, 0 if self.size <= self.fits else self.fits
+        if self.done:
+            self.size = self.fits
+        elif not self.fits:
+            self.size = max(self.low, self._grid(self.fails * 3 // 4))
+        elif self.fails > self.high:
+            self.size = min(2 * self.fits, self.high)
+        else:
+            self.size = max(self._grid((self.fits + self.fails) // 2), self.fits + self.quantum)
+
+    def _grid(self, size: int) -> int:
+        return size // self.quantum * self.quantum
+
+
+class LimitSearch:
+    """Tries micro-batches on every rank at once, until each knows its largest. A collective object.
+
+    Ranks try in step and those that are done try their largest again, so that ranks which share a device or a control
+    group find what fits beside the others. Nothing of it stays: gradients, buffers and random state are put back.
+    """
+
+    def __init__(
+        self, attached: Attached, optimizer: Optimizer, *, group: dist.ProcessGroup | None, rank: int, gauge: Gauge
+    ) -> None:
+        self.attached, self.optimizer, self.group, self.rank, self.gauge = attached, optimizer, group, rank, gauge
+
+    def find(
+        self, step_fn: Callable[[Any], Any], example: Any, bounds: Bounds, *, margin: float, loss_weight: LossWeight
+    ) -> Ints:
+        """Caps (W,) within `bounds`: the largest that ran, less `margin`; `bounds.high` where everything did.
+
+        Raises `ConfigError` on every rank when the smallest allowed batch does not fit somewhere.
+        """
+        q = bounds.quantum
+        high = int(bounds.high[self.rank])
+        # A batch of one has no variance for batch normalisation, and no step of an epoch has less than two.
+        low = min(max(int(bounds.low[self.rank]), -(-2 // q) * q), high)
+        search = Search(low, high, quantum=q)
+        self.gauge.share(self.group, self.rank)
+        release()  # what the C library holds from before would look taken
+        with self._apart(loss_weight):
+            self._run(search, step_fn, example)
+        largest = search.fits
+        if 0 < largest < high:
+            # The gap to the size that failed is part of the margin already.
+            largest = max(int(largest * (1 - margin)) // q * q, low)
+        found = all_of(largest, self.group, self.rank)
+        if (found == 0).any():
+            at = int(np.argmin(found))
+            raise ConfigError(
+                "min_batch_size", int(max(bounds.low[at], 1)),
+                f"what fits the memory of rank {at}, where not even {max(int(bounds.low[at]), 2)} samples do",
+                "lower min_batch_size, or use a smaller model, activation checkpointing, or a worker with more memory",
+            )  # fmt: skip
+        return found
+
+    def _run(self, search: Search, step_fn: Callable[[Any], Any], example: Any) -> None:
+        first = True  # a process's first pass takes memory once that no later one does, so it is not counted
+        while True:
+            state, error = (_DONE if search.done else _SEARCHING), None
+            states = all_of(state, self.group, self.rank)
+            if not (states == _SEARCHING).any():
+                return
+            headroom = self.gauge.headroom_bytes()
+            all_of(0, self.group, self.rank)  # nobody grows while another still looks how much is left
+            fitted = False
+            if search.size:
+                fitted, error = self._try(step_fn, example, search.size, headroom)
+            failed = all_of(_FAILED if error is not None else 0, self.group, self.rank)
+            raise_for(failed == _FAILED, error, "find_limits: step_fn failed")
+            if search.size and not first:
+                search.tell(fitted=fitted)
+            first = False
+            release()
+
+    def _try(
+        self, step_fn: Callable[[Any], Any], example: Any, size: int, headroom: float
+    ) -> tuple[bool, Exception | None]:
+        """Whether `size` fits; and what else went wrong."""
+        if not self.gauge.allows(size, headroom):
+            return False, None
+        try:
+            with self.gauge.measure(size), self.gauge.watch():
+                step_fn(resized(example, size))
+        except Exception as error:
+            return False, None if is_out_of_memory(error) else error
+        finally:
+            for parameter in self.attached.model.parameters():
+                parameter.grad = None
+        return self.gauge.allows(size, headroom), None  # once it went well; it is to go well every time
+
+    @contextmanager
+    def _apart(self, loss_weight: LossWeight) -> Iterator[None]:
+        """No pass inside reaches another rank or leaves a trace; what the optimizer will make is set aside."""
+        model, saved = self.attached.model, random_state.capture()
+        with ExitStack() as stack:
+            stack.enter_context(self.attached.discarded())
+            stack.enter_context(loss_weight.paused())
+            if isinstance(model, DistributedDataParallel):
+                if model.static_graph and not (self.attached.hook and self.attached.hook.buckets_seen):
+                    raise UsageError(
+                        "DDP(static_graph=True) needs a first backward that synchronises: call "
+                        "controller.warm_up(forward_backward) before find_limits"
+                    )
+                stack.callback(setattr, model, "require_forward_param_sync", model.require_forward_param_sync)
+                model.require_forward_param_sync = False  # buffers are broadcast in forward passes
+                stack.enter_context(model.no_sync())
+            copies: list[Tensor] = [
+                p.detach().clone() for _ in range(_states_to_come(self.optimizer)) for p in model.parameters()
+            ]
+            stack.callback(copies.clear)
+            yield
+        random_state.restore(saved)
+        release()
+
+
+def _states_to_come(optimizer: Optimizer) -> int:
+    """Values per parameter that the optimizer will keep and has not made yet: 2 like Adam, unless known better."""
+    if optimizer.state:
+        return 0
+    if isinstance(optimizer, SGD):
+        return int(any(group["momentum"] for group in optimizer.param_groups))
+    return 2
+
+
+def within(bounds: Bounds, caps: Ints) -> Bounds:
+    """`bounds` with no worker above its cap. Raises `ConfigError` when the global batch cannot be reached any more."""
+    high = np.minimum(bounds.high, caps)
+    if int(bounds.total_low) > int(high.sum()):
+        raise ConfigError(
+            "min_global_batch", int(bounds.total_low), f"at most {int(high.sum())}, which is what fits: {caps.tolist()}",
+            "lower min_global_batch, or accumulate more micro-batches",
+        )  # fmt: skip
+    return Bounds.of(
+        len(caps), bounds.low, high, total_low=int(bounds.total_low), total_high=int(bounds.total_high),
+        quantum=bounds.quantum, max_change=bounds.max_change,
+    )  # fmt: skip

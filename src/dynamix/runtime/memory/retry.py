@@ -1,0 +1,225 @@
+"""A backward pass that goes on in smaller pieces where memory runs out, and crosses ranks exactly once.
+
+DDP starts reducing while backward still runs, so nothing can be tried again once it has begun. Here all pieces run under
+`no_sync`, the ranks agree that every one has its gradient, and a backward pass of nothing then sends it through the hook.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from dynamix.errors import MemoryLimitError
+from dynamix.runtime.gradients import GradientHook
+from dynamix.runtime.memory.agree import all_of, raise_for
+from dynamix.runtime.memory.batches import length, piece
+from dynamix.runtime.memory.exit_advice import advice
+from dynamix.runtime.memory.gauge import Gauge, is_out_of_memory, release
+from dynamix.runtime.weighting import Attached
+from dynamix.window import Ints
+
+Loss = Callable[[Any], Tensor]
+Gradients = list[Tensor | None]
+_OK, _AGAIN, _FAILED, _FULL = range(4)
+
+
+class RetryingBackward:
+    """`Controller.backward`'s work; one per controller. A collective object.
+
+    largest   samples of a piece that may fit this rank, after some did not; None: none was too large
+    """
+
+    def __init__(self, attached: Attached, *, group: dist.ProcessGroup | None, rank: int, gauge: Gauge) -> None:
+        self.attached, self.group, self.rank, self.gauge = attached, group, rank, gauge
+        self.largest: int | None = None
+        self._error: Exception | None = None
+
+    def run(self, loss_fn: Loss, batch: Any, *, weight: float, last: bool) -> Tensor:
+        """The mean loss of `batch`, detached, its gradient times `weight` added to `.grad`; reduced if `last`.
+
+        Raises what `loss_fn` raised, `DynamixError` when it raised on another rank, and `MemoryLimitError` on all ranks
+        when not even one sample fits.
+        """
+        ddp = self.attached.model if isinstance(self.attached.model, DistributedDataParallel) else None
+        flush = ddp is not None and last and ddp.require_backward_grad_sync
+        parameters = [p for p in self.attached.model.parameters() if p.requires_grad]
+        earlier: Gradients = [p.grad for p in parameters]  # of other micro-batches: a failed piece must not spoil them
+        if ddp is not None:
+            _exchange_before(ddp)
+        with ddp.no_sync() if ddp is not None else contextlib.nullcontext():
+            states, loss = self._pieces(loss_fn, batch, weight, parameters)
+        self._raise(states, parameters, earlier)
+        for parameter, before in zip(parameters, earlier, strict=True):
+            if before is not None:
+                parameter.grad = before if parameter.grad is None else _sum(before, parameter.grad)
+        if flush and ddp is not None:
+            self._flush(ddp, parameters, length(batch))
+        assert loss is not None
+        return loss
+
+    def _pieces(
+        self, loss_fn: Loss, batch: Any, weight: float, parameters: list[nn.Parameter]
+    ) -> tuple[Ints, Tensor | None]:
+        """Until every rank has its gradient in `.grad`, or one cannot: how each ended (W,), and this rank's loss."""
+        buffers = [b.detach().clone() for b in self.attached.model.buffers()]
+        loss: Tensor | None = None
+        _clear(parameters)
+        while True:
+            state = _OK
+            if loss is None:
+                state, loss = self._attempt(loss_fn, batch, weight)
+                self._ready()
+            states = self._agree(state)
+            if (states >= _FAILED).any() or not (states == _AGAIN).any():
+                return states, loss
+            if state == _AGAIN:
+                _clear(parameters)
+                _put_back(self.attached.model, buffers)
+                release()
+
+    def _attempt(self, loss_fn: Loss, batch: Any, weight: float) -> tuple[int, Tensor | None]:
+        """One pass over all of `batch`, in pieces; gradients add up in `.grad`."""
+        total: Tensor | None = None
+        size = 1
+        try:
+            samples = length(batch)
+            size = self.gauge.most(min(samples, self.largest or samples))
+            with self.gauge.measure(size) if self.gauge.limited else contextlib.nullcontext():
+                for start in range(0, samples, size):
+                    stop = min(start + size, samples)
+                    loss = loss_fn(batch if size >= samples else piece(batch, start, stop))
+                    part = (stop - start) / samples
+                    (loss * (part * weight)).backward()
+                    seen = loss.detach() * part
+                    total = seen if total is None else total + seen
+                    del loss
+        except Exception as error:
+            if is_out_of_memory(error):
+                self.largest = -(-size // 2)
+                if size > 1:
+                    return _AGAIN, None
+                self._error = _too_large(self.rank)
+                self._error.__cause__ = error.with_traceback(None)
+                return _FULL, None
+            self._error = error
+            return _FAILED, None
+        return _OK, total
+
+    def _ready(self) -> None:
+        """The gradient is there: waiting for slower ranks is no computing, and the hook's own mark would come too late."""
+        if self.group is not None:
+            self.attached.recorder.gradients_ready()
+
+    def _agree(self, state: int) -> Ints:
+        states = all_of(state, self.group, self.rank)
+        if self.group is not None:
+            self.attached.recorder.reduced()
+        return states
+
+    def _raise(self, states: Ints, parameters: list[nn.Parameter], earlier: Gradients) -> None:
+        """If any rank cannot go on: its own error there, one that names it elsewhere."""
+        error, self._error = self._error, None
+        if not (states >= _FAILED).any():
+            return
+        for parameter, before in zip(parameters, earlier, strict=True):
+            parameter.grad = before
+        if error is None and (states == _FULL).any():
+            error = _too_large(int((states == _FULL).argmax()))
+        raise_for(states == _FAILED, error, "loss_fn failed")
+
+    def _flush(self, ddp: DistributedDataParallel, parameters: list[nn.Parameter], samples: int) -> None:
+        """Through DDP and its hook with what is in `.grad`."""
+        used = [p for p in parameters if p.grad is not None] if ddp.find_unused_parameters else parameters
+        try:
+            with torch.enable_grad(), _not_timing(self.attached.hook):
+                ddp._pre_forward()
+                nothing = ddp._post_forward(_Nothing.apply(*used))  # type: ignore[no-untyped-call]
+                nothing.backward()
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise MemoryLimitError(
+                    f"rank {self.rank} ran out of memory while its gradient was being reduced, where nothing can be tried "
+                    f"again: {advice(self.rank, samples)}"
+                ) from error
+            raise
+
+
+class _Nothing(torch.autograd.Function):
+    """A zero that depends on every parameter and whose gradient is an exact zero of no size."""
+
+    @staticmethod
+    def forward(ctx: Any, *parameters: Tensor) -> Tensor:
+        ctx.parameters = parameters
+        return parameters[0].new_zeros(()) if parameters else torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return tuple(_zero_like(parameter) for parameter in ctx.parameters)
+
+
+def _zero_like(parameter: Tensor) -> Tensor:
+    if parameter.grad is not None and parameter.grad.is_sparse:
+        return torch.zeros_like(parameter.grad)
+    return parameter.new_zeros(()).expand_as(parameter)
+
+
+def _exchange_before(ddp: DistributedDataParallel) -> None:
+    """What DDP exchanges when a forward pass begins, now: later a rank may fail before it gets there."""
+    if ddp.reducer._rebuild_buckets():
+        ddp._has_rebuilt_buckets = True
+    if ddp._check_sync_bufs_pre_fwd():
+        ddp._sync_buffers()
+    ddp.require_forward_param_sync = False
+
+
+@contextlib.contextmanager
+def _not_timing(hook: GradientHook | None) -> Iterator[None]:
+    """Inside, the hook does not mark the end of computing."""
+    if hook is None:
+        yield
+        return
+    meter = hook.meter
+    hook.meter = _Ready(meter)
+    try:
+        yield
+    finally:
+        hook.meter = meter
+
+
+class _Ready:
+    """A meter to which gradients are ready already."""
+
+    def __init__(self, meter: Any) -> None:
+        self.reduced, self.add = meter.reduced, meter.add
+
+    def gradients_ready(self) -> None:
+        """Marked before."""
+
+
+def _too_large(rank: int) -> MemoryLimitError:
+    return MemoryLimitError(
+        f"rank {rank} ran out of memory even with one sample at a time: use a smaller model, activation checkpointing, or "
+        "a worker with more memory"
+    )
+
+
+def _clear(parameters: list[nn.Parameter]) -> None:
+    for parameter in parameters:
+        parameter.grad = None
+
+
+@torch.no_grad()
+def _put_back(model: nn.Module, buffers: list[Tensor]) -> None:
+    for buffer, kept in zip(model.buffers(), buffers, strict=True):
+        buffer.copy_(kept)
+
+
+def _sum(before: Tensor, added: Tensor) -> Tensor:
+    with torch.no_grad():
+        return before + added if before.is_sparse or added.is_sparse else before.add_(added)

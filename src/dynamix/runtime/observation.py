@@ -1,0 +1,279 @@
+"""What one rank records of its steps, how it becomes a row, and how W rows become a `Window`."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dynamix.probes import probes_here
+from dynamix.probes.timing import StepTimer, StepTimes, attribute_wait
+from dynamix.runtime.noise import NoiseScale
+from dynamix.window import PER_WORKER, Floats, Window
+
+# argmax over a large vocabulary costs more than it tells: 91 ms for 2048 x 32000 logits on a CPU
+ACCURACY_ROWS = 256
+# Host and network change slower than short windows follow each other, and a sample costs most of what a window costs.
+PROBE_EVERY_S = 2.0
+# Times of finished steps are read together: code that is warm costs a quarter of code that runs once a step.
+READ_EVERY = 16
+_DERIVED = ("wait", "communication")  # known only when all rows are together
+ROW = (
+    *("issued", "count", "weight", "measured_in", "global_norm_sq", "pair_noise", "pair_signal"),
+    *(name for name in PER_WORKER if name not in _DERIVED),
+)
+_SUMMED = {"local_sq": "gradient_norm_sq", "global_sq": "global_norm_sq"}
+_PLAIN = ("loss", "accuracy", "pair_noise", "pair_signal")
+
+
+Value = Tensor | float  # a float once it has cost nothing to read
+
+
+class Recorder:
+    """One rank's measurements of the window now open. Never synchronises a device.
+
+    On CUDA, sums stay on the device and travel to the host asynchronously; a row uses the newest that has arrived,
+    which may be a window old. `limit` bounds the steps kept (an epoch can be long).
+    """
+
+    def __init__(self, device: torch.device, *, limit: int = 4096) -> None:
+        self.device, self.limit = device, limit
+        self.timer = StepTimer(device)
+        self.probes = [] if device.type == "meta" else probes_here(device)
+        self.steps = 0
+        self._times: list[StepTimes] = []
+        self._late: dict[int, bool] = {}  # steps of this window not read yet -> first of its epoch
+        self.sees_communication = True  # False: waits hide in `compute`, which is then not known
+        self._step_index = 0
+        self._open: list[tuple[str, int, Value]] = []
+        self._lock = threading.Lock()
+        self._kept: dict[str, list[Value]] = {}
+        self._arriving: _Transfer | None = None
+        self._arrived: dict[str, list[float]] = {}
+        self._arrived_of: dict[str, float] = {}  # the window those belong to: its number, and this rank's count in it
+        self._windows = 0
+        self._sampled: dict[str, float] = {}
+        self._sampled_at = -PROBE_EVERY_S
+        self._before: dict[str, tuple[float, float]] = {}
+        self.muted = False
+
+    # -- marks from the hook (autograd's thread and the backend's)
+
+    def gradients_ready(self) -> None:
+        if not self.muted:
+            self.timer.gradients_ready()
+
+    def reduced(self) -> None:
+        if not self.muted:
+            self.timer.reduced()
+
+    def add(self, name: str, value: Value, *, part: int = 0) -> None:
+        """One 0-dim value of this optimizer step; squares add up over parts (buckets), others average."""
+        if not self.muted:
+            with self._lock:
+                # Plain floats where reading costs nothing: torch's own arithmetic on scalars is 20 times slower.
+                if isinstance(value, Tensor):
+                    value = value.detach() if value.is_cuda else value.item()
+                self._open.append((name, part, value))
+
+    # -- from Controller.step
+
+    def observe(self, loss: Tensor | None, logits: Tensor | None, target: Tensor | None) -> None:
+        """Statistics of one micro-batch, left on its device."""
+        with torch.no_grad():
+            if loss is not None:
+                self.add("loss", loss)
+            if logits is not None and target is not None and logits.dim() == target.dim() + 1 and len(target):
+                self.add("accuracy", _accuracy(logits[:ACCURACY_ROWS].detach(), target[:ACCURACY_ROWS]))
+
+    def micro_done(self) -> None:
+        self.timer.micro_done()
+
+    def step_done(self, *, keep: bool, first_of_epoch: bool) -> None:
+        """Close one optimizer step. `keep` False: it belongs to no window (a tail, or the allocation is switching)."""
+        self.timer.step_done()
+        index, self._step_index = self._step_index, self._step_index + 1
+        with self._lock:
+            measured, self._open = self._open, []
+        if keep:
+            self.steps += 1
+            self._late[index] = first_of_epoch
+        if index % READ_EVERY == 0:
+            self._read_times()
+        if not keep:
+            return
+        grouped: dict[str, list[Value]] = {}
+        # By part, not by arrival: reductions end in any order, and a sum must not depend on it.
+        for name, _, value in sorted(measured, key=lambda entry: entry[1]):
+            grouped.setdefault(name, []).append(value)
+        for name, parts in grouped.items():
+            total = sum(parts[1:], parts[0])
+            series = self._kept.setdefault(name, [])
+            series.append(total if name in _SUMMED else total / len(parts))
+            del series[: -self.limit]
+
+    def _read_times(self) -> None:
+        for times in self.timer.take():
+            if times.step in self._late:
+                self._times.append(self._measured(times, self._late.pop(times.step)))
+        del self._times[: -self.limit]
+
+    def row(self, *, issued: int, count: float, weight: float) -> Floats:
+        """Close the window: this rank's row, length len(ROW) + steps kept, the tail being comm seconds step by step."""
+        self._read_times()
+        self._windows += 1
+        of_window = {"count": count, "weight": weight, "measured_in": float(self._windows)}
+        stats, measured = self._collect(of_window)
+        known: dict[str, float] = {"issued": issued, **of_window, **measured}
+        known["compute"], known["compute_std"] = _mean_std([t.compute for t in self._times])
+        known["data"] = _mean_std([t.data for t in self._times])[0]
+        for series, field in _SUMMED.items():
+            known[field] = _mean_std(stats.get(series, ()))[0]
+        for name in _PLAIN:
+            known[name], std = _mean_std(stats.get(name, ()))
+            if name in ("loss", "accuracy"):
+                known[f"{name}_std"] = std
+                known[f"{name}_change"] = self._change(name, known[name], known[f"{name}_std"])
+        now = time.monotonic()
+        if now - self._sampled_at >= PROBE_EVERY_S:
+            self._sampled_at = now
+            for probe in self.probes:
+                self._sampled.update(probe.sample())
+        known.update(self._sampled)
+        steps = min(self.steps, self.limit)
+        comm = [t.comm for t in self._times][-steps:] if steps else []
+        comm += [float("nan")] * (steps - len(comm))
+        self.reset()
+        return np.array([known.get(name, float("nan")) for name in ROW] + comm)
+
+    def reset(self) -> None:
+        """Forget the open window."""
+        self.steps = 0
+        self._times, self._kept = [], {}
+        self._late.clear()
+
+    def _collect(self, of_window: dict[str, float]) -> tuple[Mapping[str, Sequence[float]], dict[str, float]]:
+        """The newest statistics on the host, and which window they are of."""
+        if self.device.type != "cuda":
+            return cast("dict[str, list[float]]", self._kept), of_window
+        if self._arriving is not None and self._arriving.ready():
+            self._arrived, self._arrived_of = self._arriving.values(), self._arriving.of_window
+            self._arriving = None
+        if self._arriving is None and self._kept:
+            self._arriving = _Transfer(self._kept, self.device, of_window)
+        return self._arrived, self._arrived_of
+
+    def _measured(self, times: StepTimes, first_of_epoch: bool) -> StepTimes:
+        """Without what was not measured: starting a loader's iterator is not waiting for data."""
+        data = float("nan") if first_of_epoch else times.data
+        compute = times.compute if self.sees_communication else float("nan")
+        return StepTimes(step=times.step, compute=compute, comm=times.comm, data=data, total=times.total)
+
+    def _change(self, name: str, mean: float, std: float) -> float:
+        before, self._before[name] = self._before.get(name), (mean, std)
+        if before is None:
+            return float("nan")
+        pooled = np.sqrt((std**2 + before[1] ** 2) / 2)
+        return float((mean - before[0]) / pooled) if pooled > 0 else float("nan")
+
+    def state_dict(self) -> dict[str, Any]:
+        """The statistics of the open window and of the last one; times are not worth saving."""
+        return {
+            "steps": self.steps,
+            "series": {name: [float(value) for value in series] for name, series in self._kept.items()},
+            "before": {name: list(pair) for name, pair in self._before.items()},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.reset()
+        self.steps = state["steps"]
+        on_device = self.device.type == "cuda"
+        self._kept = {
+            name: [torch.tensor(v, device=self.device) if on_device else v for v in series]
+            for name, series in state["series"].items()
+        }
+        self._before = {name: (pair[0], pair[1]) for name, pair in state["before"].items()}
+
+
+class _Transfer:
+    """A device-to-host copy that nobody waits for."""
+
+    def __init__(self, series: dict[str, list[Value]], device: torch.device, of_window: dict[str, float]) -> None:
+        self.of_window = of_window
+        self.lengths = {name: len(values) for name, values in series.items()}
+        values = [v for values in series.values() for v in values]
+        flat = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=device) for v in values])
+        self.host = torch.empty(flat.shape, dtype=torch.float64, pin_memory=True)
+        self.host.copy_(flat, non_blocking=True)
+        self.event = torch.cuda.Event()
+        self.event.record()
+
+    def ready(self) -> bool:
+        return bool(self.event.query())
+
+    def values(self) -> dict[str, list[float]]:
+        parts = torch.split(self.host, list(self.lengths.values()))
+        return {name: part.tolist() for name, part in zip(self.lengths, parts, strict=True)}
+
+
+def assemble(rows: Floats, *, noise_scale: NoiseScale, sizes: Any, **cluster: float) -> Window:
+    """The `Window` of W rows, shape (W, len(ROW) + steps); updates `noise_scale` with this window's estimate."""
+    columns = {name: rows[:, i] for i, name in enumerate(ROW)}
+    wait, transfer = attribute_wait(rows[:, len(ROW) :].T)
+    global_sq = _mean(columns["global_norm_sq"])
+    if rows.shape[0] > 1:
+        # The weight is this rank's part of the mean gradient, n_i/N, whichever side applied it.
+        # On CUDA ranks may hold statistics of different windows; those do not go together.
+        together = columns["measured_in"] == columns["measured_in"][0]
+        usable = (columns["count"] > 0) & together.all()
+        local = np.where(usable, columns["gradient_norm_sq"], np.nan)
+        noise, signal = NoiseScale.estimate(local, global_sq, columns["count"], columns["weight"])
+    else:
+        noise, signal = float(columns["pair_noise"][0]), float(columns["pair_signal"][0])
+    noise_scale.update(noise, signal)
+    known = {name: columns[name] for name in ROW if name in PER_WORKER and name != "batch_size"}
+    return Window.of(
+        sizes,
+        **known,
+        wait=wait,
+        communication=transfer,
+        steps=rows.shape[1] - len(ROW),
+        global_norm_sq=global_sq,
+        noise=noise_scale.noise,
+        signal=noise_scale.signal,
+        **cluster,
+    )
+
+
+def _mean(values: Floats) -> float:
+    known = values[np.isfinite(values)]
+    return float(known.mean()) if known.size else float("nan")
+
+
+def _mean_std(values: Sequence[float]) -> tuple[float, float]:
+    """Mean and sample deviation of what is finite. A window is a few steps: plain Python is ten times faster there."""
+    known = [v for v in values if math.isfinite(v)]
+    if not known:
+        return float("nan"), float("nan")
+    mean = math.fsum(known) / len(known)
+    if len(known) < 2:
+        return mean, float("nan")
+    return mean, math.sqrt(math.fsum((v - mean) * (v - mean) for v in known) / (len(known) - 1))
+
+
+def _accuracy(logits: Tensor, target: Tensor) -> Value:
+    """Share of largest logits that are the target's; without torch's cost per call where NumPy can look at them."""
+    classes = 1 if logits.dim() > 2 else -1
+    plain = type(logits) is type(target) is Tensor and logits.device.type == target.device.type == "cpu"
+    if plain and logits.dtype in (torch.float32, torch.float64):
+        right = logits.numpy().argmax(classes) == target.numpy()
+        return float(np.count_nonzero(right) / right.size)
+    found = logits.argmax(classes) == target
+    share: Tensor = torch.count_nonzero(found) / found.numel()
+    return share

@@ -1,0 +1,92 @@
+"""Where a job stands, in numbers that every rank agrees on, and with which allocation a resumed one goes on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from dynamix.data import Allocations
+from dynamix.projection import project
+from dynamix.window import Bounds
+
+_UNKNOWN = float("nan")
+
+
+@dataclass
+class Progress:
+    """Counters of a job, and what its ranks were told about the noise scale.
+
+    window    windows that were answered
+    steps     optimizer steps
+    opens     micro-step from which measurements belong to the window now open
+    samples   trained on by all workers
+    shared    (micro-step, noise, signal): ranks may learn of these at other moments, so they count from an agreed step
+    """
+
+    window: int = 0
+    steps: int = 0
+    opens: int = 0
+    samples: int = 0
+    shared: list[tuple[int, float, float]] = field(default_factory=lambda: [(0, _UNKNOWN, _UNKNOWN)])
+
+    def told(self, from_step: int, noise: float, signal: float) -> None:
+        """A window was answered; its noise scale counts from micro-step `from_step` on."""
+        self.window += 1
+        self.shared = [self.shared[-1], (from_step, noise, signal)]
+
+    def noise_at(self, step: int) -> tuple[float, float]:
+        """(noise, signal) that every rank uses in micro-step `step`."""
+        return next((entry[1:] for entry in reversed(self.shared) if entry[0] <= step), (_UNKNOWN, _UNKNOWN))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "counters": [self.window, self.steps, self.opens, self.samples],
+            "shared": [list(entry) for entry in self.shared],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.window, self.steps, self.opens, self.samples = state["counters"]
+        self.shared = [(int(step), noise, signal) for step, noise, signal in state["shared"]]
+
+
+def resume_allocations(ledger: Allocations, saved: dict[str, Any], bounds: Bounds, accumulate: int) -> int | None:
+    """Fill `ledger` from a controller's checkpoint: the saved one, within the bounds of today.
+
+    At another world size the global batch is kept and split evenly. Returns the micro-step from which a ledger begun
+    anew holds, None when the saved one goes on.
+    """
+    consumed = 0 if saved["source"] is None else int(saved["source"]["consumed"])
+    if saved["world_size"] == ledger.workers:
+        ledger.load_state_dict(saved["allocations"])
+        newest = ledger.at(2**62)  # pending or in force
+        sizes = project(newest, bounds)
+        if np.array_equal(newest, sizes):
+            return None
+    else:
+        before = Allocations.from_state(saved["allocations"])
+        total = int(before.at(consumed).sum()) * saved["accumulate"] // accumulate
+        sizes = project(np.ones(ledger.workers), bounds, total=total)
+    ledger.reset(consumed, sizes)
+    return consumed
+
+
+class Waiting:
+    """Parts of a loaded checkpoint, each until the object it belongs to has been made.
+
+    >>> Waiting({"rng": 1, "hook": None}).take("hook") is None
+    True
+    """
+
+    def __init__(self, parts: dict[str, Any] | None = None) -> None:
+        self._parts = parts or {}
+
+    def take(self, name: str) -> Any:
+        """The part, once; None if there is none."""
+        return self._parts.pop(name, None)
+
+    def give(self, name: str, owner: Any) -> None:
+        """Load the part into its `owner`, if both exist."""
+        if owner is not None and (part := self.take(name)) is not None:
+            owner.load_state_dict(part)

@@ -1,0 +1,287 @@
+"""How a model is connected: weighting in DDP's hook or in the loss, and what each kind of model needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+from dynamix.data import StepPlan
+from dynamix.errors import ConfigError, UsageError
+from dynamix.runtime.averaging import average_buffers_hook
+from dynamix.runtime.gradients import GradientHook, Share, new_gloo_group, wipe_nonfinite_
+from dynamix.runtime.observation import Recorder
+
+
+class Attached:
+    """A connected model: what the controller does to it besides weighting its gradients."""
+
+    def __init__(self, model: nn.Module, recorder: Recorder, hook: GradientHook | None) -> None:
+        self.model, self.recorder, self.hook = model, recorder, hook
+        self.last_weight: float | None = None
+
+    def step_done(self) -> None:
+        if self.hook is not None:
+            self.hook.step_done()
+
+    def before_forward(self) -> None:
+        """A forward pass of training begins. Raises `UsageError` where DDP would fail in its backward without a reason."""
+        ddp, hook = self.model, self.hook
+        if hook is None or hook.buckets_seen or not isinstance(ddp, DistributedDataParallel):
+            return
+        if ddp.static_graph and not ddp.require_backward_grad_sync:
+            raise UsageError(
+                "DDP(static_graph=True) needs a first backward that synchronises: leave no_sync() out in the first "
+                "optimizer step, or call controller.warm_up(forward_backward) before it"
+            )
+
+    @torch.no_grad()
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply what has accumulated in `.grad`; 0 zeroes it, whatever it holds."""
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor) if factor else parameter.grad.zero_()
+
+    def micro_done(self, plan: StepPlan, rank: int, applied: float | Tensor | None) -> None:
+        """After a micro-batch that is not the last of its optimizer step: make ready what has accumulated.
+
+        The hook sees only the sum over micro-batches, so where an epoch's tail makes them unequal they are brought to
+        the last one's weight. `applied` is the weight that was in the loss, if it was weighted there.
+        """
+        now, following = (float(plan.group[i, rank]) for i in (plan.micro, plan.micro + 1))
+        if applied is not None:
+            if now == 0 and self.hook is not None:
+                self._forget_placeholder()
+        elif following and now != following:
+            self.scale_gradients(now / following)
+
+    def before_optimizer(self, plan: StepPlan, rank: int, applied: float | Tensor | None) -> None:
+        """Without a hook, what the hook's weight does for unequal micro-batches (after clipping, if there is any)."""
+        mine = plan.group[:, rank].astype(np.float64)
+        if self.hook is None and applied is None and (mine != mine[0]).any():
+            self.scale_gradients(float(mine[-1] / mine.mean()))
+
+    @torch.no_grad()
+    def _forget_placeholder(self) -> None:
+        """A loss times 0 has a zero gradient, but where the placeholder's own was not finite 0 * NaN has remained."""
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                wipe_nonfinite_(parameter.grad)
+
+    @contextmanager
+    def discarded(self) -> Iterator[None]:
+        """Passes inside leave no trace: buffers and gradients are put back, nothing is measured."""
+        buffers = [b.detach().clone() for b in self.model.buffers()]
+        gradients = [None if p.grad is None else p.grad.detach().clone() for p in self.model.parameters()]
+        self.recorder.muted = True
+        if self.hook is not None:
+            self.hook.muted = True
+        try:
+            yield
+        finally:
+            self.recorder.muted = False
+            with torch.no_grad():
+                for buffer, kept in zip(self.model.buffers(), buffers, strict=True):
+                    buffer.copy_(kept)
+                for parameter, gradient in zip(self.model.parameters(), gradients, strict=True):
+                    parameter.grad = gradient
+            if self.hook is not None:
+                self.hook.muted = False
+                self.hook.make_groups()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self.hook is None else self.hook.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self.hook is not None and state:
+            self.hook.load_state_dict(state)
+
+
+def attach(
+    model: nn.Module,
+    group: dist.ProcessGroup | None,
+    *,
+    share: Callable[[], Share],
+    recorder: Recorder,
+    hook: Callable[[Any, Any], Any] | None,
+    hook_state: Any,
+    scaler: Any,
+    weighting: Literal["hook", "loss"],
+    batchnorm: Literal["rank0", "weighted"],
+) -> Attached:
+    """Connect `model`; the arguments are `Controller.wrap`'s. Raises `UsageError` naming what the model needs."""
+    for name, value, allowed in (
+        ("weighting", weighting, ("hook", "loss")),
+        ("batchnorm", batchnorm, ("rank0", "weighted")),
+    ):
+        if value not in allowed:
+            raise ConfigError(name, value, " or ".join(allowed), "check the spelling")
+    if isinstance(getattr(model, "_orig_mod", None), DistributedDataParallel):
+        raise UsageError(
+            "the model is torch.compile(DDP(...)), which hides DDP's hook: wrap first, "
+            "torch.compile(controller.wrap(DDP(net), optimizer)), or compile inside, DDP(torch.compile(net))"
+        )
+    if weighting == "hook" and group is not None and dist.get_world_size(group) > 1:
+        reason = _needs_loss_side(model)
+        if reason is not None:
+            raise UsageError(
+                f"{reason}: pass wrap(..., weighting='loss') and call controller.weight(loss).backward() in the loop"
+            )
+    if not isinstance(model, DistributedDataParallel) or group is None:
+        if hook is not None:
+            raise UsageError("wrap(hook=...) needs a DistributedDataParallel model, which is what runs the hook")
+        recorder.sees_communication = group is None or dist.get_world_size(group) == 1
+        return Attached(model, recorder, None)
+    entry = GradientHook(group, share, recorder, hook, hook_state)
+    entry.register(model)
+    if scaler is not None:
+        entry.loss_scale = lambda: getattr(scaler, "_scale", None)  # get_scale() would synchronise the device
+    attached = Attached(model, recorder, entry)
+    if batchnorm == "weighted":
+        _average_buffers(model, attached, share, group)
+    return attached
+
+
+def _average_buffers(
+    model: DistributedDataParallel, attached: Attached, share: Callable[[], Share], group: dist.ProcessGroup
+) -> None:
+    from torch.nn.parallel.distributed import _BufferCommHookLocation
+
+    def weight_then() -> float:
+        """n_i/N of the step that produced the buffers: the one before the forward that is starting."""
+        return 1.0 / dist.get_world_size(group) if attached.last_weight is None else attached.last_weight
+
+    average = average_buffers_hook(weight_then, group)
+
+    def hook(state: Any, buffers: dict[str, Tensor]) -> None:
+        average(state, buffers)
+        if not model.training or attached.recorder.muted:
+            return  # evaluation and discarded passes have no share of their own
+        now = share()
+        attached.last_weight = now.count / (now.total or 1.0)
+
+    model._register_buffer_comm_hook(None, hook, _BufferCommHookLocation.PRE_FORWARD)
+
+
+def _needs_loss_side(model: nn.Module) -> str | None:
+    if isinstance(model, FSDPModule) or type(model).__name__ == "FullyShardedDataParallel":
+        return "FSDP reduces gradients without a communication hook of DDP's"
+    if any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
+        return "SyncBatchNorm's backward mixes gradients of all ranks before any communication hook sees them"
+    if not isinstance(model, DistributedDataParallel):
+        return f"{type(model).__name__} is not a DistributedDataParallel model, so it has no communication hook"
+    return None
+
+
+class LossWeight:
+    """The loss side: loss * n_i * W / N, with N from the sample plan or, for given counts, from an all-reduce.
+
+    With counts, N is not known when backward starts. The loss carries n_i * W / N_ref, N_ref being the last step's N;
+    when backward has ended, before the user's unscale or clipping, gradients are multiplied by N_ref / N.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, accumulate: int) -> None:
+        self.group, self.accumulate = group, accumulate
+        self.workers = 1 if group is None else dist.get_world_size(group)
+        self.applied: float | Tensor | None = None
+        self.required = self._paused = False
+        self._model: nn.Module | None = None
+        self._counts_group: dist.ProcessGroup | None = None
+        self._reference: Tensor | None = None
+        self._counted: list[tuple[Tensor, Any]] = []
+
+    def bind(self, model: nn.Module, *, required: bool) -> None:
+        self._model, self.required = model, required
+
+    def sum_async(self, values: Tensor) -> Any:
+        """Start summing `values` in place over workers; returns a handle with `wait()`. A collective call."""
+        if self.group is None:
+            return _Done()
+        if values.device.type == "cpu" and self._counts_group is None:
+            self._counts_group = new_gloo_group(dist.get_process_group_ranks(self.group))
+        group = self._counts_group if values.device.type == "cpu" else self.group
+        return dist.all_reduce(values, group=group, async_op=True)
+
+    def apply(self, loss: Tensor, plan: StepPlan, rank: int, count: float | Tensor | None) -> Tensor:
+        """The weighted loss of this micro-batch; see `Controller.weight`."""
+        if self._paused:
+            return loss
+        if self.applied is not None:
+            raise UsageError("weight() was called twice for one batch: call controller.step() after each batch")
+        mine = float(plan.counts[rank])
+        if count is None:
+            self.applied = mine * self.workers * self.accumulate / float(plan.group.sum())
+            return loss * self.applied
+        if not isinstance(count, Tensor) and not count >= 0:
+            raise ConfigError("count", count, "0 or more", "pass the divisor of this mean loss")
+        given = torch.as_tensor(count, dtype=torch.float64)  # on the device it came on, also on an idle rank
+        return self._apply_counted(loss, plan, given if mine else torch.zeros_like(given), bool(mine))
+
+    def _apply_counted(self, loss: Tensor, plan: StepPlan, count: Tensor, active: bool) -> Tensor:
+        if plan.micro == 0:  # an accumulation that was broken off leaves counts behind
+            for _, unfinished in self._counted:
+                unfinished.wait()
+            self._counted = []
+        total = count.detach().clone()
+        handle = self.sum_async(total)
+        self._counted.append((total, handle))
+        if self._reference is None or (plan.micro == 0 and self._reference.device != total.device):
+            handle.wait()
+            self._reference = total.clone()
+        weight = count * self.workers / self._reference
+        self.applied = weight if active else 0.0
+        if plan.micro == self.accumulate - 1:
+            reference, counted, self._counted = self._reference, self._counted, []
+
+            def at_end() -> None:
+                # Queued once more, so that it runs after DDP's and FSDP's own callbacks have finished the gradients.
+                Variable._execution_engine.queue_callback(lambda: self._correct(reference, counted))
+
+            loss.register_hook(lambda gradient: Variable._execution_engine.queue_callback(at_end))
+        return loss * weight.to(loss.dtype).to(loss.device)
+
+    def _correct(self, reference: Tensor, counted: list[tuple[Tensor, Any]]) -> None:
+        for _, handle in counted:
+            handle.wait()
+        total = torch.stack([value for value, _ in counted]).mean()
+        self._reference = total
+        if self._model is None:
+            return
+        factor = reference / total
+        with torch.no_grad():
+            for parameter in self._model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(factor.to(parameter.grad.dtype).to(parameter.device))
+
+    def take(self) -> float | Tensor | None:
+        """At the end of a micro-step: the weight that was applied, None if none was. Raises if one was required."""
+        if self.required and self.applied is None:
+            raise UsageError(
+                "wrap(weighting='loss') was chosen, but this batch's loss was not weighted: call "
+                "controller.weight(loss).backward() instead of loss.backward()"
+            )
+        applied, self.applied = self.applied, None
+        return applied
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
+
+
+class _Done:
+    """The handle of a sum over one worker."""
+
+    def wait(self) -> None:
+        return None

@@ -1,0 +1,309 @@
+"""Training of `dynamix-paper`, the paper's own form, in the calibrated simulator: `python -m dynamix.training.dynamix_paper OUT`.
+
+Episodes come from all families and several W, rewards from `rewards.py`, the update from `clipped.py` (PPO) or
+`simplified.py`. Optionally a warm start: imitation of the lagged reference by the nearest action (DAgger). The checkpoint
+kept is the best on validation clusters, which training never meets.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from dynamix.errors import ConfigError
+from dynamix.policies.learned.additive import Actions, AdditiveNet, AdditivePolicy
+from dynamix.policies.protocol import Policy
+from dynamix.projection import project
+from dynamix.simulator import FAMILIES, ClusterEnv, LaggedReference
+from dynamix.training.clipped import Clipped, ClippedConfig
+from dynamix.training.rewards import Reward, SimulatedPaper, SimulatedRegret
+from dynamix.training.simplified import Episode, Simplified, SimplifiedConfig, play, sample
+from dynamix.training.worlds import lr_rule_of, sample_world
+from dynamix.window import Floats, Ints, Window
+
+Progress = Callable[[str, float], None]
+VALIDATION_SEED, TEST_SEED = 920_001, 930_001
+
+
+@dataclass(frozen=True, slots=True)
+class PaperTraining:
+    """The recipe. Seeds of training clusters are derived from `seed`; validation and test seeds never meet them.
+
+    learner   "ppo" (clipped.py) or "simplified" (simplified.py)
+    reward    "regret", or the paper's "sgd" and "adam" (rewards.py)
+    without   families of the state left out (ablations)
+    families  and worlds (`worlds.py`) that episodes come from
+    rows      clusters times W of an episode
+    clone_rounds   rounds of imitation before learning by reward; 0: none, as in the paper
+    """
+
+    learner: Literal["ppo", "simplified"] = "ppo"
+    reward: Literal["regret", "sgd", "adam"] = "regret"
+    without: tuple[str, ...] = ()
+    actions: Actions = dataclasses.field(default_factory=Actions)
+    hidden: int = 64
+    families: tuple[str, ...] = tuple(FAMILIES)
+    workers: tuple[int, ...] = (2, 4, 8, 16, 32)
+    intervals: tuple[int, ...] = (5, 5, 10)
+    delays: tuple[int, ...] = (1, 1, 4)
+    rows: int = 256
+    windows: int = 32
+    updates: int = 60
+    clone_rounds: int = 24
+    clone_windows: int = 24
+    clone_epochs: int = 2
+    clone_keep: int = 6  # rounds of data kept
+    clone_rate: float = 2e-3
+    validate_every: int = 10
+    validation_workers: tuple[int, ...] = (4, 16)
+    validation_clusters: int = 8  # of each family, at one of the W in turn
+    validation_windows: int = 40
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("learner", ("ppo", "simplified")), ("reward", ("regret", "sgd", "adam"))):
+            if getattr(self, name) not in allowed:
+                raise ConfigError(name, getattr(self, name), ", ".join(allowed), "choose one of them")
+
+
+def train(config: PaperTraining | None = None, seed: int = 0, *, progress: Progress | None = None) -> AdditivePolicy:
+    """A policy from nothing; the same config and seed give the same weights. `progress(what, fraction done)`."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the order of sums, hence the weights, must not depend on the machine's cores
+    try:
+        return _train(config or PaperTraining(), seed, progress or (lambda what, fraction: None))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _train(c: PaperTraining, seed: int, tell: Progress) -> AdditivePolicy:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        net = AdditiveNet(c.actions, hidden=c.hidden)
+    seen = _Seen(net.inputs)
+    judge = _Validation(c)
+    scores = [score := judge(AdditivePolicy(net, without=c.without))]
+    best = copy.deepcopy(net)
+    tell(f"untrained: {score:.4f}", 0.0)
+    learning_from = 0.25 if c.clone_rounds else 0.0
+    if c.clone_rounds:
+        _clone(net, c, seed, seen, lambda what, done: tell(what, done * learning_from))
+    learner = make_learner(net, c, seed)
+    for i in range(c.updates + 1):
+        if (i and (i % c.validate_every == 0 or i == c.updates)) or (i == 0 and c.clone_rounds):
+            scores.append(score := judge(AdditivePolicy(net, without=c.without)))
+            if score > max(scores[:-1]):
+                best = copy.deepcopy(net)
+            tell(f"update {i}: {score:.4f}", learning_from + (1 - learning_from) * i / max(c.updates, 1))
+        if i < c.updates:
+            episodes = [_episode(learner, net, c, w, [seed, 2, i, w]) for w in c.workers]
+            for episode in episodes:
+                seen.add(episode.observed)
+            learner.update(episodes)
+    best.fold(*seen.constant())
+    about = {"training": json.loads(json.dumps(dataclasses.asdict(c))), "seed": seed}
+    return AdditivePolicy(best, without=c.without, about={**about, "validation": [round(s, 4) for s in scores]})
+
+
+def make_learner(net: AdditiveNet, config: PaperTraining, seed: int) -> Simplified:
+    """The learner a recipe names."""
+    if config.learner == "simplified":
+        return Simplified(net, SimplifiedConfig(), seed=seed)
+    return Clipped(net, ClippedConfig(), seed=seed)
+
+
+def train_and_save(
+    path: str, config: PaperTraining | None = None, seed: int = 0, *, progress: Progress | None = None
+) -> dict[str, Any]:
+    """Train, score on test clusters (never used before), write the policy file; returns its description."""
+    policy = train(config, seed, progress=progress)
+    scores = {
+        str(w): round(_Validation(config or PaperTraining(), (w,), 2 * 8, TEST_SEED)(policy), 4) for w in (2, 8, 32)
+    }
+    policy.about["evaluation"] = {"seed": TEST_SEED, "goodput_over_lagged_reference_by_workers": scores}
+    policy.save(path)
+    return AdditivePolicy.load(path).about
+
+
+# ---------------------------------------------------------------- episodes
+
+
+def _env(c: PaperTraining, workers: int, key: Sequence[int]) -> ClusterEnv:
+    """Clusters of one family, drawn from `key`; the same key gives the same world."""
+    pick = np.random.default_rng(key)
+    family, seed = str(pick.choice(c.families)), int(pick.integers(1, 900_000))
+    clusters = sample_world(family, max(c.rows // workers, 4), workers, seed)
+    interval, delay = int(pick.choice(c.intervals)), int(pick.choice(c.delays))
+    return ClusterEnv(clusters, seed=seed, interval=interval, delay=delay, lr_rule=lr_rule_of(family))
+
+
+def _perturbed(sizes: Ints, env: ClusterEnv, rng: np.random.Generator, sd: float) -> Ints:
+    """Half of the clusters thrown off their allocation, so that coming back is learned too."""
+    thrown = rng.random((len(sizes), 1)) < 0.5
+    factor = np.exp(sd * rng.normal(size=sizes.shape) + sd * rng.normal(size=(len(sizes), 1)))
+    return project(np.maximum(sizes * np.where(thrown, factor, 1.0), 1.0), env.bounds)
+
+
+def _episode(learner: Simplified, net: AdditiveNet, c: PaperTraining, workers: int, key: Sequence[int]) -> Episode:
+    env = _env(c, workers, key)
+    reward: Reward = (
+        SimulatedRegret(env, _env(c, workers, key)) if c.reward == "regret" else SimulatedPaper(env, c.reward)
+    )
+    window = env.step(_perturbed(env.reset().batch_size, env, np.random.default_rng([*key, 1]), 0.5))
+    reward.update(window)
+    return play(env, AdditivePolicy(net, without=c.without), learner.choose, reward, window, c.windows)
+
+
+# ---------------------------------------------------------------- imitation
+
+
+def _clone(net: AdditiveNet, c: PaperTraining, seed: int, seen: _Seen, tell: Progress) -> None:
+    """DAgger (Ross et al. 2011): label every state met with the action that comes nearest the lagged reference's size."""
+    optimizer = torch.optim.Adam(net.parameters(), lr=c.clone_rate)
+    generator = torch.Generator().manual_seed(seed)
+    data: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for i in range(c.clone_rounds):
+        for group in optimizer.param_groups:
+            group["lr"] = c.clone_rate * (1 - 0.9 * i / c.clone_rounds)
+        data += [_demonstrate(net, c, w, [seed, 3, i, w], 0.5**i, generator) for w in c.workers]
+        data = data[-c.clone_keep * len(c.workers) :]
+        for observed, _ in data[-len(c.workers) :]:
+            seen.add(observed)
+        loss = 0.0
+        for _ in range(c.clone_epochs):
+            loss = _fit(net, optimizer, data, generator)
+        tell(f"clone {i + 1}: loss {loss:.4f}", (i + 1) / c.clone_rounds)
+
+
+@torch.no_grad()
+def _demonstrate(
+    net: AdditiveNet, c: PaperTraining, workers: int, key: Sequence[int], guided: float, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """States and labels of one roll-out; clusters follow the labels with probability `guided`, else the student."""
+    env, rng = _env(c, workers, key), np.random.default_rng([*key, 1])
+    teacher, student = LaggedReference(env), AdditivePolicy(net, without=c.without)
+    follow = rng.random((env.clusters.shape[0], 1)) < guided
+    window = env.step(_perturbed(env.reset().batch_size, env, rng, 0.5))
+    rows = []
+    for _ in range(c.clone_windows):
+        observed, label = student.observe(window), nearest_action(c.actions, window, teacher.target())
+        rows.append((torch.from_numpy(observed), torch.from_numpy(label)))
+        logits, _ = net(rows[-1][0], torch.from_numpy(window.batch_size > 0))
+        mine = sample(logits, generator).numpy()
+        window = env.step(student.allocate(window, env.bounds, np.where(follow, label, mine)))
+    observed_all, labels = (torch.cat(part) for part in zip(*rows, strict=True))
+    return observed_all, labels
+
+
+def nearest_action(actions: Actions, window: Window, target: Floats) -> Ints:
+    """Index (..., W) of the action whose size comes nearest `target` (..., W), in proportion."""
+    options = [actions.sizes(window, np.full(target.shape, a)) for a in range(len(actions.steps))]
+    distance = np.abs(np.log(np.maximum(np.stack(options, -1), 0.5)) - np.log(np.maximum(target, 0.5))[..., None])
+    # Of equals (at a clamp) the smallest step.
+    distance = distance + 1e-6 * np.abs(np.asarray(actions.steps)) / max(map(abs, actions.steps))
+    return np.asarray(distance.argmin(-1), dtype=np.int64)
+
+
+def _fit(
+    net: AdditiveNet,
+    optimizer: torch.optim.Optimizer,
+    data: list[tuple[torch.Tensor, torch.Tensor]],
+    generator: torch.Generator,
+) -> float:
+    work = []
+    for observed, labels in data:
+        order = torch.randperm(len(labels), generator=generator)
+        work += [(observed, labels, rows) for rows in order.split(max(1024 // labels.shape[-1], 16))]
+    total = 0.0
+    for i in torch.randperm(len(work), generator=generator).tolist():
+        observed, labels, rows = work[i]
+        logits, _ = net(observed[rows], torch.ones(labels[rows].shape, dtype=torch.bool))
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[rows].flatten())
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        optimizer.step()
+        total += float(loss.detach())
+    return total / len(work)
+
+
+# ---------------------------------------------------------------- judging
+
+
+class _Validation:
+    """Mean over families and W of log(average goodput / the lagged reference's), as a factor; 1 is the reference."""
+
+    def __init__(
+        self, c: PaperTraining, workers: tuple[int, ...] | None = None, clusters: int | None = None,
+        seed: int = VALIDATION_SEED,
+    ) -> None:  # fmt: skip
+        at = workers or c.validation_workers
+        self.cells = [(family, at[i % len(at)]) for i, family in enumerate(c.families)]
+        self.clusters, self.windows, self.seed = clusters or c.validation_clusters, c.validation_windows, seed
+        self._reference = [self._log_goodput(cell, LaggedReference) for cell in self.cells]
+
+    def __call__(self, policy: AdditivePolicy) -> float:
+        logs = []
+        for cell, reference in zip(self.cells, self._reference, strict=True):
+            mine = self._log_goodput(cell, lambda _: AdditivePolicy(policy.net, without=policy.without))
+            logs.append(float((mine - reference).mean()))
+        return float(np.exp(np.mean(logs)))
+
+    def _log_goodput(self, cell: tuple[str, int], make: Callable[[ClusterEnv], Policy]) -> Floats:
+        clusters = sample_world(cell[0], self.clusters, cell[1], self.seed)
+        env = ClusterEnv(clusters, seed=self.seed, lr_rule=lr_rule_of(cell[0]))
+        policy, window = make(env), env.reset()
+        for _ in range(self.windows):
+            window = env.step(policy.decide(window, env.bounds))
+        return np.asarray(np.log(env.progress / env.clock_s))
+
+
+class _Seen:
+    """Which inputs ever varied, and the value of those that did not."""
+
+    def __init__(self, inputs: int) -> None:
+        self.least, self.most = torch.full((inputs,), torch.inf), torch.full((inputs,), -torch.inf)
+
+    def add(self, observed: torch.Tensor) -> None:
+        flat = observed.flatten(0, -2)
+        self.least = torch.minimum(self.least, flat.amin(0))
+        self.most = torch.maximum(self.most, flat.amax(0))
+
+    def constant(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Mask (F,) of inputs that never varied, and their values (0 where nothing was ever seen)."""
+        return self.most <= self.least, torch.nan_to_num(self.least, posinf=0.0)
+
+
+def main() -> None:
+    """Train from the command line; prints progress and the file's description."""
+    parser = argparse.ArgumentParser(description="Train the policy in the paper's own form.")
+    parser.add_argument("out", help="file to write, .safetensors; a .json beside it says how it was made")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--learner", choices=("ppo", "simplified"), default="ppo")
+    parser.add_argument("--reward", choices=("regret", "sgd", "adam"), default="regret")
+    parser.add_argument("--without", default="", help="families of the state to leave out, comma-separated")
+    parser.add_argument("--updates", type=int, default=PaperTraining().updates)
+    parser.add_argument("--clone-rounds", type=int, default=PaperTraining().clone_rounds)
+    given = parser.parse_args()
+    config = PaperTraining(
+        learner=given.learner,
+        reward=given.reward,
+        without=tuple(filter(None, given.without.split(","))),
+        updates=given.updates,
+        clone_rounds=given.clone_rounds,
+    )
+    about = train_and_save(
+        given.out, config, given.seed, progress=lambda what, done: print(f"{done:4.0%} {what}", flush=True)
+    )
+    print(json.dumps({"validation": about["validation"], "evaluation": about["evaluation"]}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

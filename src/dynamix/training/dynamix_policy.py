@@ -1,0 +1,346 @@
+"""Learning the `dynamix` policy in the simulator: a short cloning, then regret in hindsight, then PPO.
+
+The checkpoint kept is the best on validation clusters, whichever stage it comes from. Stopped and resumed, a training
+ends in the same weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import multiprocessing
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dynamix.errors import ConfigError
+from dynamix.policies.learned.policy import (
+    LEAST_GROWTH,
+    MOST_GROWTH,
+    TRUST,
+    LearnedPolicy,
+    ResidualNet,
+    read_description,
+)
+from dynamix.training.cloning import demonstrate
+from dynamix.training.evaluation import evaluate_families, validation_score
+from dynamix.training.hindsight import Decisions, RecordingEnv
+from dynamix.training.ppo import PPO, PPOConfig
+from dynamix.training.regret import rollout
+from dynamix.training.tensorboard import Curves
+from dynamix.training.worlds import MIXED, lr_rule_of, sample_world
+
+Progress = Callable[[str, float], None]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingConfig:
+    """The recipe. Seeds of training clusters are derived from `seed`; validation and test seeds never meet them.
+
+    A round is one rollout per entry of `workers` and `epochs` passes over it. The first third of the rounds becomes
+    harder step by step, and its first sixth stays at W <= `easy_workers`.
+
+    world     whose clusters to learn on (`worlds.py`)
+    without   groups of features left out (`FEATURE_GROUPS`): ablations
+    """
+
+    workers: tuple[int, ...] = (2, 4, 8, 32, 128, 256)
+    easy_workers: int = 32
+    rows: int = 768  # clusters * W per environment; at least six clusters
+    intervals: tuple[int, ...] = (5, 5, 10)
+    delays: tuple[int, ...] = (1, 1, 4)
+    clone_rounds: int = 1
+    regret_rounds: int = 40
+    windows: int = 32  # of a rollout
+    epochs: int = 3
+    rate: float = 1.5e-3  # of learning, falling to a twentieth
+    batch: int = 1024  # workers a gradient step
+    restraint: float = 0.01  # weight of the squared distance from the rule's answer, in log sizes
+    growth_price: float = 0.05  # log goodput that an e-fold of the global batch away from the rule's must be worth
+    ppo_updates: int = 6
+    ppo_windows: int = 24
+    ppo_rate: float = 1e-4
+    gamma: float = 0.5  # a decision's effect is over within a few windows
+    anchor_weight: float = 0.002
+    validate_every: int = 4
+    validation_workers: tuple[int, ...] = (2, 8, 32, 128)
+    validation_rows: int = 512
+    validation_windows: int = 50
+    hidden: int = 64
+    world: str = MIXED
+    without: tuple[str, ...] = ()
+
+
+VALIDATION_SEED, TEST_SEEDS = 900_001, (990_001,)
+
+
+def train(
+    config: TrainingConfig | None = None,
+    seed: int = 0,
+    *,
+    progress: Progress | None = None,
+    checkpoint: str | Path | None = None,
+    curves: str | Path | None = None,
+    processes: int = 1,
+) -> LearnedPolicy:
+    """A policy from nothing: minutes on 2 cores; the same config and seed give the same weights.
+
+    progress     called now and then as `progress(what, fraction done)`
+    checkpoint   file written after every round; a training found there goes on where it stopped
+    curves       folder for TensorBoard curves; without the package `tensorboard` nothing is written
+    processes    that play rollouts; their number changes the time taken, not the weights
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the order of sums, hence the weights, must not depend on the machine's cores
+    try:
+        training = Training(config or TrainingConfig(), seed)
+        tell, kept = progress or (lambda what, fraction: None), Path(checkpoint) if checkpoint else None
+        with _pool(processes) as training.pool:
+            training.run(tell, kept, Curves(curves))
+    finally:
+        torch.set_num_threads(threads)
+    return training.result()
+
+
+def train_and_save(
+    path: str | Path,
+    config: TrainingConfig | None = None,
+    seed: int = 0,
+    *,
+    progress: Progress | None = None,
+    checkpoint: str | Path | None = None,
+    curves: str | Path | None = None,
+    processes: int = 2,
+) -> dict[str, Any]:
+    """Train, evaluate on the test seeds (never used before), write the policy file; returns its description."""
+    policy = train(config, seed, progress=progress, checkpoint=checkpoint, curves=curves, processes=processes)
+    made = {"dynamix": lambda _: LearnedPolicy(policy.net, about=policy.about)}
+    figures = evaluate_families(made, TEST_SEEDS, workers=(8,), rows=192, windows=60, progress=progress)
+    policy.about["evaluation"] = {"seeds": list(TEST_SEEDS), "lagged_over_time": figures["summary"]}
+    policy.save(path)
+    return show(path)
+
+
+def show(path: str | Path) -> dict[str, Any]:
+    """What a policy file says about itself. Raises `PolicyFileError` when it is not a valid policy."""
+    LearnedPolicy.load(path)
+    return read_description(path)
+
+
+class Training:
+    """All that a training has at the end of a round; `state_dict` holds everything the next one depends on."""
+
+    def __init__(self, config: TrainingConfig, seed: int) -> None:
+        self.config, self.seed = config, seed
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.net = ResidualNet(hidden=config.hidden, without=config.without)
+        self.pool: Any = _Here()
+        self.optimizer = torch.optim.Adam(self.net.parameters(), lr=config.rate)
+        self.generator = torch.Generator().manual_seed(seed)
+        self.best, self.best_score = copy.deepcopy(self.net), -np.inf
+        self.scores: list[list[float]] = []  # round, score
+        self.round = 0
+        self.ppo: PPO | None = None
+
+    @property
+    def rounds(self) -> int:
+        """Of all stages."""
+        c = self.config
+        return c.clone_rounds + c.regret_rounds + c.ppo_updates
+
+    def run(self, tell: Progress, checkpoint: Path | None, curves: Curves) -> None:
+        """The remaining rounds."""
+        if checkpoint is not None and checkpoint.exists():
+            self.load_state_dict(torch.load(checkpoint, weights_only=True))
+        while self.round < self.rounds:
+            stage, loss = self._learn()
+            self.round += 1
+            curves.add(f"loss/{stage}", loss, self.round)
+            said = f"{stage} {self.round}: {loss:.4f}"
+            if self.round % self.config.validate_every == 0 or self.round == self.rounds:
+                score = self._validate()
+                curves.add("validation", score, self.round)
+                said += f", validation {score:.4f}"
+            tell(said, self.round / self.rounds)
+            if checkpoint is not None:
+                torch.save(self.state_dict(), checkpoint)
+        curves.close()
+
+    def result(self) -> LearnedPolicy:
+        """The best checkpoint as a policy."""
+        about = {
+            "training": dataclasses.asdict(self.config), "seed": self.seed, "validation": self.scores, "trust": TRUST,
+        }  # fmt: skip
+        best = copy.deepcopy(self.best)
+        best.fold()
+        return LearnedPolicy(best, about=about)
+
+    def _learn(self) -> tuple[str, float]:
+        c, i = self.config, self.round
+        if i >= c.clone_rounds + c.regret_rounds:
+            return "ppo", self._improve()
+        hardness = min(1.0, 0.4 + 1.8 * i / (c.clone_rounds + c.regret_rounds))
+        easy = 6 * i < c.clone_rounds + c.regret_rounds
+        stage = "clone" if i < c.clone_rounds else "regret"
+        guided = 0.5**i if stage == "clone" else None
+        work = [(c, self._seed(w), w, hardness, guided) for w in c.workers if not easy or w <= c.easy_workers]
+        weights = {name: value.numpy() for name, value in self.net.state_dict().items()}
+        # The largest take longest, so they start first; the order of the parts stays.
+        played = list(self.pool.map(partial(_play, weights), reversed(work)))[::-1]
+        parts = [Decisions(**{name: torch.from_numpy(value) for name, value in one.items()}) for one in played]
+        for group in self.optimizer.param_groups:
+            group["lr"] = c.rate * (1 - 0.95 * i / (c.clone_rounds + c.regret_rounds))
+        return stage, float(np.mean([self._pass(parts, stage) for _ in range(c.epochs)]))
+
+    def _seed(self, workers: int) -> int:
+        return self.seed * 1_000_000 + 1_000 * self.round + workers
+
+    def _env(self, workers: int) -> RecordingEnv:
+        return _environment(self.config, self._seed(workers), workers, 1.0)
+
+    def _pass(self, parts: list[Decisions], stage: str) -> float:
+        """One pass over the round's decisions; the mean loss."""
+        work = []
+        for part in parts:
+            rows = max(self.config.batch // part.wish.shape[1], 8)
+            work += [(part, some) for some in torch.randperm(len(part), generator=self.generator).split(rows)]
+        losses = []
+        for i in torch.randperm(len(work), generator=self.generator).tolist():
+            part, rows_at = work[i]
+            loss = self._loss(part.take(rows_at), stage)
+            self.optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(self.net.parameters(), 1.0)
+            self.optimizer.step()
+            losses.append(float(loss.detach()))
+        return float(np.mean(losses))
+
+    def _loss(self, some: Decisions, stage: str) -> Tensor:
+        local, shared, _ = self.net(some.observed, some.mask)
+        delta, growth = local.squeeze(-1), shared.squeeze(-1)
+        sizes = some.sizes(delta, growth)
+        strayed = (sizes / some.wish).log().square().mean()
+        if stage == "clone":
+            # Huber: a slowdown that nobody could have seen must not outweigh all that can be learned.
+            missed = sizes.log() - some.target.clamp(some.low, some.high).log()
+            cloned: Tensor = torch.nn.functional.huber_loss(missed, torch.zeros_like(missed), delta=0.3)
+            return cloned
+        asked = some.wish.clamp(some.low, some.high)
+        with torch.no_grad():
+            rule = some.log_goodput(asked)
+        # Actions beyond the limits have no gradient back, so they are drawn back softly.
+        outside = (delta.abs() - 1.2).clamp(min=0).square().mean()
+        outside = outside + (growth - MOST_GROWTH).clamp(min=0).square().mean()
+        outside = outside + (LEAST_GROWTH + 0.2 - growth).clamp(min=0).square().mean()
+        loss: Tensor = (rule - some.log_goodput(sizes)).mean() + self.config.restraint * strayed + outside
+        return loss + self.config.growth_price * (sizes.sum(-1) / asked.sum(-1)).log().abs().mean()
+
+    def _improve(self) -> float:
+        """One update of PPO; the mean regret of its rollouts."""
+        c = self.config
+        if self.ppo is None:
+            self._start_ppo()
+        assert self.ppo is not None
+        played = [rollout(self.ppo, self._env(w), self._env(w), windows=c.ppo_windows) for w in c.workers]
+        self.ppo.update(played)
+        return -float(np.mean([float(r.rewards.mean()) for r in played]))
+
+    def _start_ppo(self) -> None:
+        c = self.config
+        self.net.load_state_dict(self.best.state_dict())
+        with torch.no_grad():
+            self.net.log_std_local.fill_(-3.2)
+            self.net.log_std_shared.fill_(-3.2)
+        config = PPOConfig(
+            c.ppo_rate, c.gamma, 0.9, 0.1, epochs=3, minibatch=256, anchor_weight=c.anchor_weight, max_gradient_norm=1.0
+        )
+        self.ppo = PPO(self.net, config, seed=self.seed)
+        self.ppo.anchor = copy.deepcopy(self.net)
+
+    def _validate(self) -> float:
+        c = self.config
+        score = validation_score(
+            lambda _: LearnedPolicy(self.net),
+            VALIDATION_SEED,
+            rows=c.validation_rows,
+            windows=c.validation_windows,
+            workers=c.validation_workers,
+            world=c.world,
+        )
+        self.scores.append([self.round, round(score, 4)])
+        if score > self.best_score:
+            self.best, self.best_score = copy.deepcopy(self.net), score
+        return score
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "config": str(self.config), "seed": self.seed, "round": self.round, "scores": self.scores,
+            "net": self.net.state_dict(), "optimizer": self.optimizer.state_dict(),
+            "generator": self.generator.get_state(), "best": self.best.state_dict(), "best_score": self.best_score,
+            "ppo": None if self.ppo is None else self.ppo.state_dict(),
+            "anchor": None if self.ppo is None or self.ppo.anchor is None else self.ppo.anchor.state_dict(),
+        }  # fmt: skip
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Raises `ConfigError` when the checkpoint is of another recipe or seed."""
+        if (state["config"], state["seed"]) != (str(self.config), self.seed):
+            raise ConfigError("checkpoint", "of another recipe or seed", "the one begun there", "name another file")
+        self.round, self.scores, self.best_score = state["round"], state["scores"], state["best_score"]
+        self.best.load_state_dict(state["best"])
+        self.net.load_state_dict(state["net"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.generator.set_state(state["generator"])
+        if state["ppo"] is not None:
+            self._start_ppo()
+            assert self.ppo is not None
+            assert self.ppo.anchor is not None
+            self.ppo.load_state_dict(state["ppo"])
+            self.ppo.anchor.load_state_dict(state["anchor"])
+
+
+# ---------------------------------------------------------------- rollouts, here or in other processes
+
+
+class _Here:
+    """The part of an executor that training uses, without other processes."""
+
+    def map(self, function: Callable[..., Any], work: Iterable[Any]) -> Iterable[Any]:
+        return map(function, work)
+
+
+@contextlib.contextmanager
+def _pool(processes: int) -> Iterator[Any]:
+    if processes <= 1:
+        yield _Here()
+        return
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, mp_context=spawn, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        yield pool
+
+
+def _environment(c: TrainingConfig, seed: int, workers: int, hardness: float) -> RecordingEnv:
+    pick = np.random.default_rng([seed, 2])
+    clusters = sample_world(c.world, max(c.rows // workers, 6), workers, seed, hardness=hardness)
+    interval, delay = int(pick.choice(c.intervals)), int(pick.choice(c.delays))
+    return RecordingEnv(clusters, seed=seed, interval=interval, delay=delay, lr_rule=lr_rule_of(c.world))
+
+
+def _play(
+    weights: dict[str, np.ndarray], job: tuple[TrainingConfig, int, int, float, float | None]
+) -> dict[str, np.ndarray]:
+    """One rollout as plain arrays, wherever it runs."""
+    config, seed, workers, hardness, guided = job
+    net = ResidualNet(hidden=config.hidden, without=config.without)
+    net.load_state_dict({name: torch.from_numpy(value.copy()) for name, value in weights.items()})
+    env = _environment(config, seed, workers, hardness)
+    played = demonstrate(net, env, windows=config.windows, seed=seed, guided=guided)
+    return {f.name: getattr(played, f.name).numpy() for f in dataclasses.fields(played)}

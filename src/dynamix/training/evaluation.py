@@ -1,0 +1,246 @@
+"""Paired comparison of policies on simulated clusters: how much longer each takes for the same progress.
+
+`python -m dynamix.training.evaluation dynamix` prints the table of the calibrated families; `--help` says more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from dynamix.errors import ConfigError
+from dynamix.policies.goodput import Cannikin, Goodput
+from dynamix.policies.proportional import LBBSP
+from dynamix.policies.protocol import Policy, make_policy
+from dynamix.policies.static import Static
+from dynamix.simulator import (
+    BREAKING,
+    CONFORMING,
+    ClusterEnv,
+    Clusters,
+    HedgedReference,
+    LaggedReference,
+)
+from dynamix.training.worlds import MIXED, check_world, lr_rule_of, sample_world
+from dynamix.window import Floats
+
+Factory = Callable[[ClusterEnv], Policy]
+Tell = Callable[[str, float], None]
+BASELINES: dict[str, Factory] = {"static": lambda _: Static(), "lb_bsp": lambda _: LBBSP()}
+RULES: dict[str, Factory] = {"cannikin": lambda _: Cannikin(), "goodput": lambda _: Goodput()}
+
+
+def follow(
+    make: Factory,
+    clusters: Clusters,
+    *,
+    seed: int,
+    windows: int,
+    interval: int = 5,
+    delay: int = 1,
+    lr_rule: str = "adascale",
+) -> Floats:
+    """Seconds and progress (windows + 1, 2, C) of a policy from equal shares on."""
+    env = ClusterEnv(clusters, seed=seed, interval=interval, delay=delay, lr_rule=lr_rule)
+    policy, window = make(env), env.reset()
+    path = [(env.clock_s, env.progress)]
+    for _ in range(windows):
+        window = env.step(policy.decide(window, env.bounds))
+        path.append((env.clock_s, env.progress))
+    return np.array(path)
+
+
+def times_to_common_progress(paths: Mapping[str, Floats]) -> dict[str, Floats]:
+    """Seconds (C,) each policy needs for the progress that all of them reach."""
+    target = np.min([path[-1, 1] for path in paths.values()], axis=0)
+    return {
+        name: np.array([np.interp(target[c], path[:, 1, c], path[:, 0, c]) for c in range(len(target))])
+        for name, path in paths.items()
+    }
+
+
+def times_to_progress(
+    factories: Mapping[str, Factory], clusters: Clusters, *, seed: int, windows: int, interval: int, delay: int
+) -> dict[str, Floats]:
+    """Seconds (C,) each policy needs for the progress that all of them reach within `windows` decisions."""
+    run = functools.partial(follow, clusters=clusters, seed=seed, windows=windows, interval=interval, delay=delay)
+    return times_to_common_progress({name: run(make) for name, make in factories.items()})
+
+
+def evaluate_families(
+    policies: Mapping[str, Factory],
+    seeds: Sequence[int],
+    *,
+    families: Sequence[str] = (*CONFORMING, *BREAKING),
+    workers: Sequence[int] = (2, 8, 32, 256),
+    rows: int = 1024,
+    windows: int = 80,
+    hedged: bool = True,
+    progress: Tell | None = None,
+) -> dict[str, Any]:
+    """Policies on the calibrated families, or on other worlds (`worlds.py`): `cells` by "family-W", `summary` over them.
+
+    rows     clusters * W a seed, at least 4 and at most 64 clusters
+    hedged   False leaves out the hedged reference, which takes most of the time at large W, and with it `gap_closed`
+
+    Static, LB-BSP, Cannikin and the goodput rule are always added. A cell holds, for every policy, time of
+    `lagged` / its time (`geometric_mean`, `worst_decile`), paired ratios to Cannikin's and the goodput rule's times
+    with their 95 % intervals (above 1: faster), and `gap_closed` = (G - G_lbbsp) / (G_hedged - G_lbbsp), G being
+    1 / geometric mean time; None where hedged is less than 1 % ahead.
+    """
+    factories: dict[str, Factory] = {"lagged": LaggedReference, **BASELINES, **RULES, **policies}
+    if hedged:
+        factories["hedged"] = HedgedReference
+    cells: dict[str, Any] = {}
+    names = [(family, w) for w in workers for family in families]
+    for i, (family, w) in enumerate(names):
+        gathered: dict[str, list[Floats]] = {name: [] for name in factories}
+        for seed in seeds:
+            world, rule = sample_world(family, min(max(rows // w, 4), 64), w, seed), lr_rule_of(family)
+            paths = {n: follow(make, world, seed=seed, windows=windows, lr_rule=rule) for n, make in factories.items()}
+            for name, taken in times_to_common_progress(paths).items():
+                gathered[name].append(np.log(taken))
+        cells[f"{family}-{w}"] = _cell({name: np.concatenate(logs) for name, logs in gathered.items()})
+        if progress is not None:
+            progress(f"{family}, W={w}", (i + 1) / len(names))
+    return {"cells": cells, "summary": {name: _over_cells(cells, name) for name in factories if name != "lagged"}}
+
+
+def validation_score(
+    make: Factory,
+    seed: int,
+    *,
+    rows: int,
+    windows: int,
+    workers: tuple[int, ...] = (2, 8, 32, 128),
+    world: str = MIXED,
+) -> float:
+    """On clusters like those of training: mean over W of mean and worst decile of the goodput rule's time / its own."""
+    scores = []
+    for w in workers:
+        clusters, rule = _validation(world, w, seed, rows, windows)
+        mine = follow(make, clusters, seed=seed, windows=windows, lr_rule=lr_rule_of(world))
+        times = times_to_common_progress({"rule": rule, "it": mine})
+        ratio = times["rule"] / times["it"]
+        scores.append(0.5 * (float(np.exp(np.log(ratio).mean())) + float(np.quantile(ratio, 0.1))))
+    return float(np.mean(scores))
+
+
+@functools.lru_cache(maxsize=8)
+def _validation(world: str, workers: int, seed: int, rows: int, windows: int) -> tuple[Clusters, Floats]:
+    """Validation clusters of one W and the goodput rule's path on them."""
+    clusters = sample_world(world, min(max(rows // workers, 8), 64), workers, seed)
+    return clusters, follow(lambda _: Goodput(), clusters, seed=seed, windows=windows, lr_rule=lr_rule_of(world))
+
+
+def _cell(logs: Mapping[str, Floats]) -> dict[str, Any]:
+    mean = {name: float(np.exp(-taken.mean())) for name, taken in logs.items()}
+    gap = mean.get("hedged", 0.0) - mean["lb_bsp"]
+    return {
+        name: {
+            **summary(np.exp(logs["lagged"] - taken)),
+            "over_goodput": paired(logs["goodput"] - taken),
+            "over_cannikin": paired(logs["cannikin"] - taken),
+            "gap_closed": round((mean[name] - mean["lb_bsp"]) / gap, 3) if gap > 0.01 * mean["lb_bsp"] else None,
+        }
+        for name, taken in logs.items()
+        if name != "lagged"
+    }
+
+
+def summary(ratio: Floats) -> dict[str, float]:
+    """Geometric mean and worst decile of ratios (C,)."""
+    return {
+        "geometric_mean": round(float(np.exp(np.log(ratio).mean())), 4),
+        "worst_decile": round(float(np.quantile(ratio, 0.1)), 4),
+        "clusters": float(len(ratio)),
+    }
+
+
+def paired(log_ratio: Floats) -> list[float]:
+    """Geometric mean and 95 % interval (normal, over pairs)."""
+    half = 1.96 * float(log_ratio.std(ddof=1)) / np.sqrt(len(log_ratio)) if len(log_ratio) > 1 else 0.0
+    middle = float(log_ratio.mean())
+    return [round(float(np.exp(x)), 4) for x in (middle, middle - half, middle + half)]
+
+
+def _over_cells(cells: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Medians over cells; cells in which the policy is ahead of or behind the goodput rule with the interval beside 1."""
+    scores = [cell[name] for cell in cells.values()]
+    gaps = [score["gap_closed"] for score in scores if score["gap_closed"] is not None]
+    return {
+        "geometric_mean": round(float(np.median([score["geometric_mean"] for score in scores])), 4),
+        "worst_decile": round(float(np.median([score["worst_decile"] for score in scores])), 4),
+        "gap_closed": round(float(np.median(gaps)), 3) if gaps else None,
+        "ahead_of_goodput": [cell for cell, all_scores in cells.items() if all_scores[name]["over_goodput"][1] > 1],
+        "behind_goodput": [cell for cell, all_scores in cells.items() if all_scores[name]["over_goodput"][2] < 1],
+    }
+
+
+def chosen_cells(families: str | None, workers: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """Comma-separated lists as a user writes them. Raises `ConfigError` for what does not exist.
+
+    >>> chosen_cells("pai-steady", "2,8")
+    (('pai-steady',), (2, 8))
+    """
+    names = tuple(families.split(",")) if families else (*CONFORMING, *BREAKING)
+    for name in names:
+        check_world(name)
+    counts = workers.split(",")
+    for count in counts:
+        if not count.isdecimal() or int(count) < 1:
+            raise ConfigError("workers", workers, "numbers of 1 or more, comma-separated", "say 2,8,32")
+    return names, tuple(map(int, counts))
+
+
+def markdown(result: Mapping[str, Any]) -> str:
+    """A row per cell: mean / worst decile against `lagged` and, where not a baseline, gap closed and ratio to goodput."""
+    names = list(next(iter(result["cells"].values())))
+    extra = [name for name in names if name not in ("hedged", *BASELINES, "cannikin", "goodput")]
+    head = ["cell", *names, *[f"{name}: gap closed" for name in extra], *[f"{name} over goodput" for name in extra]]
+    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    for cell, scores in result["cells"].items():
+        row = [f"{scores[name]['geometric_mean']:.3f} / {scores[name]['worst_decile']:.3f}" for name in names]
+        row += ["-" if scores[name]["gap_closed"] is None else f"{scores[name]['gap_closed']:.2f}" for name in extra]
+        row += ["{:.3f} ({:.3f}-{:.3f})".format(*scores[name]["over_goodput"]) for name in extra]
+        lines.append("| " + " | ".join([cell, *row]) + " |")
+    for name in extra:
+        total = result["summary"][name]
+        lines.append(
+            f"\n{name}: medians over cells {total['geometric_mean']:.3f} / {total['worst_decile']:.3f}, gap closed {total['gap_closed']}; "
+            f"ahead of goodput in {len(total['ahead_of_goodput'])}, behind in {len(total['behind_goodput'])} of {len(result['cells'])}"
+        )
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the table, or everything as JSON."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("policies", nargs="*", default=["dynamix"], help="names or policy files")
+    parser.add_argument("--families", nargs="+", default=[*CONFORMING, *BREAKING])
+    parser.add_argument("--workers", nargs="+", type=int, default=[2, 8, 32, 256])
+    parser.add_argument("--rows", type=int, default=1024, help="clusters * W a seed")
+    parser.add_argument("--windows", type=int, default=80)
+    parser.add_argument("--seeds", nargs="+", type=int, default=[990_001])
+    parser.add_argument("--no-hedged", action="store_true", help="leave out the hedged reference (quicker)")
+    parser.add_argument("--json", action="store_true")
+    given = parser.parse_args(arguments)
+    made: dict[str, Factory] = {name: functools.partial(_made, name) for name in given.policies}
+    result = evaluate_families(
+        made, given.seeds, families=given.families, workers=given.workers, rows=given.rows, windows=given.windows,
+        hedged=not given.no_hedged,
+    )  # fmt: skip
+    print(json.dumps(result, indent=1) if given.json else markdown(result))
+
+
+def _made(name: str, env: ClusterEnv) -> Policy:
+    return make_policy(name)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,164 @@
+"""What a learner is paid for: the paper's forms for SGD and Adam-like optimisers, and regret (our default).
+
+A reward is an object with `update(window) -> (...)`, called once per window in order; NaN where it cannot be told, and
+learners leave such windows out. The live ones use only what a job measures; the simulated ones know the world.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from dynamix.errors import ConfigError
+from dynamix.model.outcome import SlowAverage, log_goodput, step_seconds
+from dynamix.simulator import ClusterEnv, Generalisation, LaggedReference
+from dynamix.window import Floats, Window
+
+LARGEST_SIGMA = 10.0  # an unmeasurable signal makes sigma_norm infinite; a reward must not be
+
+
+class Reward(Protocol):
+    """The reward (...) of the window that just ended."""
+
+    def update(self, window: Window, /) -> Floats: ...
+
+
+@dataclass(frozen=True, slots=True)
+class RewardWeights:
+    """Weights of the paper's terms; the sources give none, so all are ours.
+
+    accuracy      a gain of one accuracy point in a window is worth one reference iteration time at 100
+    time          of -T_iter / T_ref
+    retransmits   of -(retransmits per second, mean over workers)
+    sigma         of -sigma_norm (Adam only)
+    """
+
+    accuracy: float = 100.0
+    time: float = 1.0
+    retransmits: float = 0.01
+    sigma: float = 0.1
+
+
+class PaperReward:
+    """DYNAMIX (arXiv 2510.08522): generalisation, speed and gradient stability; forms by third-party account, weights ours.
+
+    SGD:  r = w_acc dA - w_time T_iter/T_ref - w_retx retx;  Adam: the same - w_sigma sigma_norm.
+    dA is the change of batch accuracy since the last window (of test accuracy where `update` is given it), T_ref the first
+    window's iteration time, sigma_norm = sqrt(tr Sigma / B)/|G| of the applied gradient: divided by sqrt(B), unlike the
+    state's, because an action cannot change tr Sigma. What is not measured counts nothing, except the iteration time.
+
+    >>> reward = PaperReward("sgd", RewardWeights(accuracy=10.0))
+    >>> float(reward.update(Window.of([8, 8], compute=1.0, accuracy=0.5)))
+    -1.0
+    >>> round(float(reward.update(Window.of([8, 8], compute=0.5, accuracy=0.6))), 6)
+    0.5
+    """
+
+    def __init__(self, optimizer: Literal["sgd", "adam"] = "sgd", weights: RewardWeights | None = None) -> None:
+        if optimizer not in ("sgd", "adam"):
+            raise ConfigError("optimizer", optimizer, "sgd, adam", "Adam-like optimisers (Adam, AdamW, LAMB) are adam")
+        self.optimizer, self.weights = optimizer, weights or RewardWeights()
+        self.reference_s: Floats | None = None
+        self.accuracy: Floats | None = None
+
+    def update(self, window: Window, /, *, accuracy: Floats | None = None) -> Floats:
+        w, seconds = self.weights, step_seconds(window)
+        reached = _mean_of_known(window.accuracy) if accuracy is None else accuracy
+        if self.reference_s is None or self.reference_s.shape != seconds.shape or self.accuracy is None:
+            self.reference_s, self.accuracy = seconds, reached
+        self.reference_s = np.where(np.isnan(self.reference_s), seconds, self.reference_s)
+        gained = np.nan_to_num(reached - self.accuracy)
+        self.accuracy = np.where(np.isnan(reached), self.accuracy, reached)
+        lost = np.nan_to_num(_mean_of_known(window.retransmits_per_s))
+        reward = w.accuracy * gained - w.time * seconds / self.reference_s - w.retransmits * lost
+        if self.optimizer == "adam":
+            reward = reward - w.sigma * np.nan_to_num(sigma_norm(window))
+        return np.asarray(reward)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            name: None if (v := getattr(self, name)) is None else v.tolist() for name in ("reference_s", "accuracy")
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name in ("reference_s", "accuracy"):
+            setattr(self, name, None if state[name] is None else np.asarray(state[name], np.float64))
+
+
+class RegretReward:
+    """log(goodput / the job's own slow average of it): the default of a live job.
+
+    slow   weight of the newest window in the average
+
+    >>> reward = RegretReward()
+    >>> windows = [Window.of([8, 8], compute=s, noise=1e3, signal=1.0) for s in (1.0, 0.5)]
+    >>> [round(float(reward.update(w)), 4) for w in windows]                       # twice as fast: log 2
+    [0.0, 0.6931]
+    """
+
+    def __init__(self, *, slow: float = 0.05) -> None:
+        self.average = SlowAverage(slow)
+
+    def update(self, window: Window, /) -> Floats:
+        achieved = log_goodput(window)
+        before = self.average.value
+        self.average.update(achieved)
+        if before is None or before.shape != achieved.shape:
+            before = achieved
+        return np.asarray(achieved - np.where(np.isnan(before), achieved, before))
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.average.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.average.load_state_dict(state)
+
+
+class SimulatedRegret:
+    """log(goodput / the lagged reference's) in the same world: needs a second environment, paired with the first."""
+
+    def __init__(self, env: ClusterEnv, paired: ClusterEnv) -> None:
+        self.env, self.paired = env, paired
+        self._teacher, self._window = LaggedReference(paired), paired.reset()
+        self._before = _totals(env), _totals(paired)
+
+    def update(self, window: Window, /) -> Floats:
+        self._window = self.paired.step(self._teacher.decide(self._window, self.paired.bounds))
+        now = _totals(self.env), _totals(self.paired)
+        mine, theirs = (
+            np.log((b[1] - a[1]) / np.maximum(b[0] - a[0], 1e-12)) for a, b in zip(self._before, now, strict=True)
+        )
+        self._before = now
+        return np.asarray(mine - theirs)
+
+
+class SimulatedPaper:
+    """The paper's reward with the test accuracy that the simulator's model of generalisation gives."""
+
+    def __init__(
+        self, env: ClusterEnv, optimizer: Literal["sgd", "adam"] = "sgd", weights: RewardWeights | None = None
+    ) -> None:
+        self.env, self.model, self.reward = env, Generalisation(), PaperReward(optimizer, weights)
+        self.reward.accuracy = env.accuracy(self.model)
+        self.reward.reference_s = np.full(self.reward.accuracy.shape, np.nan)
+
+    def update(self, window: Window, /) -> Floats:
+        return self.reward.update(window, accuracy=self.env.accuracy(self.model))
+
+
+def sigma_norm(window: Window) -> Floats:
+    """sqrt(tr Sigma / B) / |G|, (...): standard deviation of the applied gradient over its norm; NaN where unknown."""
+    scale = window.noise_scale / np.maximum(window.global_batch, 1.0)
+    return np.asarray(np.minimum(np.sqrt(scale), LARGEST_SIGMA))
+
+
+def _totals(env: ClusterEnv) -> tuple[Floats, Floats]:
+    return env.clock_s, env.progress
+
+
+def _mean_of_known(x: Floats) -> Floats:
+    known = np.isfinite(x)
+    count = known.sum(-1)
+    return np.where(count > 0, np.where(known, x, 0.0).sum(-1) / np.maximum(count, 1), np.nan)

@@ -1,0 +1,195 @@
+"""Learning the numbers of the stigmergic rule: the cross-entropy method, on clusters that grow from 1 to 32 workers.
+
+A candidate is one set of numbers for all workers. It is judged by the time that a job of such workers takes for the progress that
+the lagged reference makes meanwhile; all candidates of a generation meet the same clusters. A dozen and a half numbers need no gradient
+(Rubinstein 1999; de Boer et al. 2005). `dynamix policy train --policy stigmergic` runs it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dynamix.policies.stigmergic.field import Decay
+from dynamix.policies.stigmergic.policy import RANGES, Parameters, StigmergicPolicy
+from dynamix.simulator import ClusterEnv, Clusters, LaggedReference
+from dynamix.training.curriculum import training_clusters
+from dynamix.training.evaluation import Factory, times_to_common_progress
+from dynamix.window import Floats
+
+Progress = Callable[[str, float], None]
+VALIDATION_SEED = 905_001
+
+
+@dataclass(frozen=True, slots=True)
+class SearchConfig:
+    """The recipe. Seeds of training clusters are derived from `seed`; validation and bench seeds never meet them.
+
+    stages       numbers of workers, stage after stage; a generation draws `worlds` of its stage and plays a world of each
+    generations  of each stage
+    tried, kept  candidates of a generation, and how many of them the next is drawn around
+    spread       standard deviation at the start, in logits of a number's range; `least` it never falls below
+    shared       False: nobody sees another's traces (the ablation, learned for itself)
+    fade         a fixed decay instead of a learned one (the ablations "none" and "very fast"); None: learned
+    """
+
+    stages: tuple[tuple[int, ...], ...] = ((1, 2), (2, 4, 8), (4, 8, 16, 32), (2, 8, 32))
+    generations: tuple[int, ...] = (3, 6, 8, 8)
+    tried: int = 20
+    kept: int = 5
+    worlds: int = 6
+    spread: float = 0.6
+    least: float = 0.15
+    rows: int = 256  # clusters times W of a world; at least six clusters
+    windows: int = 26
+    intervals: tuple[int, ...] = (5, 5, 10)
+    delays: tuple[int, ...] = (1, 1, 4)
+    validation_workers: tuple[int, ...] = (2, 8, 32)
+    validation_clusters: int = 80
+    shared: bool = True
+    fade: float | None = None
+
+
+def train(config: SearchConfig | None = None, seed: int = 0, *, progress: Progress | None = None) -> StigmergicPolicy:
+    """The best on validation clusters of the rule set by hand and the mean of every stage; same seed, same numbers."""
+    c, tell = config or SearchConfig(), progress or (lambda what, done: None)
+    rng = np.random.default_rng([seed, 31])
+    mean = to_logits(Parameters())
+    spread = np.full(len(mean), c.spread)
+    best, score = Parameters(), _validate(c, Parameters())
+    scores = [round(score, 4)]
+    total, done = sum(c.generations), 0
+    tell(f"by hand: {score:.4f}", 0.0)
+    for stage, workers in enumerate(c.stages):
+        spread = np.maximum(spread, 0.5 * c.spread)  # a new stage may ask for something else
+        for _ in range(c.generations[stage]):
+            worlds = [_World.of(c, int(w), int(rng.integers(2**31)), rng) for w in rng.choice(workers, c.worlds)]
+            drawn = mean + spread * rng.normal(size=(c.tried, len(mean)))
+            drawn[0] = mean
+            values = np.array([np.mean([_judge(c, from_logits(z), world) for world in worlds]) for z in drawn])
+            elite = drawn[np.argsort(-values)[: c.kept]]
+            mean = 0.3 * mean + 0.7 * elite.mean(0)
+            spread = np.maximum(0.5 * spread + 0.5 * elite.std(0), c.least)
+            done += 1
+            tell(f"{workers} workers, best of {c.tried}: {values.max():.4f}", done / total)
+        candidate = from_logits(mean)
+        scores.append(round(value := _validate(c, candidate), 4))
+        if value > score:
+            best, score = candidate, value
+    about = {"training": json.loads(json.dumps(dataclasses.asdict(c))), "seed": seed, "validation": scores}
+    return StigmergicPolicy(best, about=about)
+
+
+def to_logits(parameters: Parameters) -> Floats:
+    """Where each number lies in its range, as a logit, (n,)."""
+    ranges = np.array(list(RANGES.values()))
+    part = (np.array(list(dataclasses.asdict(parameters).values())) - ranges[:, 0]) / (ranges[:, 1] - ranges[:, 0])
+    part = np.clip(part, 0.02, 0.98)
+    return np.asarray(np.log(part / (1 - part)))
+
+
+def from_logits(logits: Floats) -> Parameters:
+    """The inverse of `to_logits`.
+
+    >>> round(from_logits(to_logits(Parameters())).push, 6)
+    1.0
+    """
+    parts = 1 / (1 + np.exp(-logits))
+    return Parameters(
+        **{n: low + (high - low) * float(p) for (n, (low, high)), p in zip(RANGES.items(), parts, strict=True)}
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _World:
+    """Clusters with the path of the lagged reference on them, which every candidate is measured by."""
+
+    clusters: Clusters
+    seed: int
+    interval: int
+    delay: int
+    windows: int
+    rule: Floats
+
+    @classmethod
+    def of(cls, c: SearchConfig, workers: int, seed: int, rng: np.random.Generator) -> _World:
+        interval, delay = int(rng.choice(c.intervals)), int(rng.choice(c.delays))
+        clusters = training_clusters(min(max(c.rows // workers, 6), 32), workers, seed)
+        return cls.on(clusters, seed, c.windows, interval, delay)
+
+    @classmethod
+    def on(cls, clusters: Clusters, seed: int, windows: int, interval: int = 5, delay: int = 1) -> _World:
+        world = cls(clusters, seed, interval, delay, windows, np.empty(0))
+        return replace(world, rule=world.follow(LaggedReference))
+
+    def follow(self, make: Factory) -> Floats:
+        """Seconds and progress (windows + 1, 2, C) of a policy from equal shares on."""
+        env = ClusterEnv(self.clusters, seed=self.seed, interval=self.interval, delay=self.delay)
+        policy, window = make(env), env.reset()
+        path = [(env.clock_s, env.progress)]
+        for _ in range(self.windows):
+            window = env.step(policy.decide(window, env.bounds))
+            path.append((env.clock_s, env.progress))
+        return np.array(path)
+
+    def speed(self, make: Factory) -> Floats:
+        """Log of the reference's time over the policy's, (C,): above 0 is faster."""
+        times = times_to_common_progress({"rule": self.rule, "own": self.follow(make)})
+        return np.asarray(np.log(times["rule"] / times["own"]))
+
+
+def made_of(c: SearchConfig, parameters: Parameters) -> Factory:
+    """Fresh policies of these numbers, with what the recipe fixes."""
+    decay = None if c.fade is None else Decay(alpha=c.fade, beta=1.0, start=0.0)
+    return lambda _: StigmergicPolicy(parameters, decay=decay, shared=c.shared)
+
+
+def _judge(c: SearchConfig, parameters: Parameters, world: _World) -> float:
+    """Mean over clusters; the slowest tenth counts once more, so that no cluster is given up."""
+    speed = world.speed(made_of(c, parameters))
+    return float(speed.mean() + 0.25 * np.quantile(speed, 0.1))
+
+
+def _validate(c: SearchConfig, parameters: Parameters) -> float:
+    """Reference's time / own time on clusters that no training meets: geometric mean over W and clusters."""
+    logs = []
+    for w in c.validation_workers:
+        clusters = training_clusters(max(c.validation_clusters * 8 // max(w, 8), 6), w, VALIDATION_SEED)
+        logs.append(_World.on(clusters, VALIDATION_SEED, c.windows).speed(made_of(c, parameters)).mean())
+    return float(np.exp(np.mean(logs)))
+
+
+def train_and_save(
+    out: str | Path, *, seed: int = 0, config: SearchConfig | None = None, progress: Progress | None = None
+) -> dict[str, Any]:
+    """Write the learned rule to `out` (and a .json beside it); returns the description."""
+    policy = train(config, seed, progress=progress)
+    policy.save(out)
+    return {**policy.about, "parameters": dataclasses.asdict(policy.parameters)}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The ablations learn by `python -m dynamix.training.stigmergic OUT --alone` or `--fade 0`."""
+    import argparse
+
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("out")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--alone", action="store_true", help="nobody sees another's traces")
+    parser.add_argument("--fade", type=float, help="a fixed decay: 0 none, 0.98 very fast")
+    given = parser.parse_args(arguments)
+    config = SearchConfig(shared=not given.alone, fade=given.fade)
+    about = train_and_save(
+        given.out, seed=given.seed, config=config, progress=lambda what, done: print(f"{done:4.0%} {what}", flush=True)
+    )
+    print(json.dumps(about["validation"]))
+
+
+if __name__ == "__main__":
+    main()

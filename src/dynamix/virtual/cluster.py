@@ -1,0 +1,362 @@
+"""The virtual clock: real training in one process, on the time of simulated workers."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import random
+from collections.abc import Callable, Iterator, Sized
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.utils.data import default_collate
+
+from dynamix.data import Allocations, BatchSampler, StepPlan
+from dynamix.errors import ConfigError, StateError
+from dynamix.events.records import EventLog
+from dynamix.policies import Policy
+from dynamix.policies.protocol import boundary
+from dynamix.runtime import random_state
+from dynamix.runtime.agreement import Kind, Message
+from dynamix.runtime.arguments import check_counts, policy_of, starting_sizes
+from dynamix.runtime.decision import Closing, Decider, recorded
+from dynamix.runtime.noise import ConsecutiveNoise
+from dynamix.runtime.progress import Progress
+from dynamix.runtime.scaling import LearningRate, SampleSchedule, rule
+from dynamix.simulator.clusters import Clusters
+from dynamix.simulator.env import ClusterEnv
+from dynamix.virtual.run import Snapshot, Step, VirtualRun
+from dynamix.virtual.union_gradient import Indices, UnionGradient
+from dynamix.virtual.workers import VirtualWorkers, one_world
+from dynamix.window import Bounds, Ints
+
+
+class VirtualCluster:
+    """Real model, data, gradients and accuracy in this process; time from one simulated cluster of W workers.
+
+    Each worker's share is one backward pass, so the applied gradient is the weighted all-reduce's and every |g_i|^2 is
+    known. Sample order, windows, the moment at which a decision applies, learning-rate rules and events.jsonl come from the
+    same code as in a live job, and the same allocations give the same losses within float error. Evaluation and data
+    loading take no time of this clock, deciding none unless the world says so (`ClusterEnv.decided`). With dropout, masks come from one stream instead of one per rank, so losses
+    are a run's of the same kind, not the same numbers as a live run's.
+
+    model, optimizer   as for one process (no DDP)
+    loss               loss(model(inputs), target): mean over the batch
+    dataset            items (inputs, target); indexable, with a length
+    clusters           one simulated cluster (`Clusters` with C=1), or its `ClusterEnv`, which also says the decision's delay
+                       and goes on from where it stands
+    policy             a name, a policy file, or any `Policy`
+    batch_size         samples per worker at the start
+    bounds             (W,) of the batch sizes; None: 1 to 8 * batch_size, or what the simulated memory holds
+    interval           optimizer steps per window (policies that decide per epoch ignore it)
+    lr_rule            how the learning rate follows the global batch: none, linear, sqrt, adascale
+    seed               of the sample order, of all random numbers of training, and of a world made from `Clusters`
+    micro_batch        most samples that pass through the model at once; with BatchNorm shares are never cut
+    collate_fn         as DataLoader's
+    events             file that gets one JSON line per window; `time_s` is the virtual clock's
+    replay             events file of an earlier run, live or virtual, whose allocations are applied; policy and interval
+                       must be that run's, so that windows close at the same steps
+
+    Raises `ConfigError` for impossible values.
+
+    >>> from dynamix.simulator import sample_clusters
+    >>> data = torch.utils.data.TensorDataset(torch.randn(640, 3), torch.zeros(640, 1))
+    >>> net = nn.Linear(3, 1)
+    >>> cluster = VirtualCluster(
+    ...     net, torch.optim.SGD(net.parameters(), lr=0.1), nn.functional.mse_loss, data,
+    ...     clusters=sample_clusters(1, 8, seed=0), policy="lb_bsp", batch_size=4, interval=5)
+    >>> run = cluster.run(steps=40)
+    >>> run.counts.sum(1).tolist() == [32] * 40, bool(run.loss[-1] < run.loss[0]), cluster.samples_seen
+    (True, True, 1280)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        loss: Callable[[Any, Any], Tensor],
+        dataset: Any,
+        *,
+        clusters: Clusters | ClusterEnv,
+        policy: str | Policy = "dynamix",
+        batch_size: int = 128,
+        bounds: Bounds | None = None,
+        interval: int = 10,
+        lr_rule: str = "none",
+        seed: int = 0,
+        micro_batch: int = 1024,
+        collate_fn: Callable[[list[Any]], Any] = default_collate,
+        events: str | os.PathLike[str] | None = None,
+        replay: str | os.PathLike[str] | None = None,
+    ) -> None:
+        check_counts(batch_size=batch_size, interval=interval, micro_batch=micro_batch)
+        _check_model(model, optimizer)
+        if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+            fix = "read an iterable data set into a list first"
+            raise ConfigError("dataset", type(dataset).__name__, "one with a length and indices", fix)
+        self.policy = policy_of(policy)
+        self.world = one_world(clusters, seed)
+        self._workers = VirtualWorkers(self.world)
+        workers = self._workers.count
+        self.model, self.optimizer, self.interval = model, optimizer, interval
+        self.bounds = _bounds(bounds, self.world.clusters, batch_size, dataset)
+        start = starting_sizes(batch_size, self.bounds)
+        self.base_batch = int(start.sum())
+        self._allocations = Allocations(start)
+        self._sampler = BatchSampler(
+            len(dataset), self._allocations, rank=0, world_size=workers, seed=seed,
+            low=self.bounds.low, high=self.bounds.high, before_issue=self._before_issue,
+        )  # fmt: skip
+        self._gradient = UnionGradient(model, loss, _loader(dataset, collate_fn), micro_batch=micro_batch)
+        self._rule, self._learning_rate = rule(lr_rule), LearningRate(optimizer, lr_rule)
+        self._schedules: list[SampleSchedule] = []
+        self._pairs = ConsecutiveNoise() if workers == 1 else None
+        self._per_epoch = boundary(self.policy) == "epoch"
+        self._decider = Decider(
+            self.policy,
+            self.bounds,
+            base_batch=self.base_batch,
+            accumulate=1,
+            slack=0 if self._per_epoch else min(self.world.delay, 1),
+            replay=None if replay is None else recorded(replay),
+            events=None if events is None else EventLog(events),
+            clock=self._workers.time.mark,
+        )
+        self._pending: Message | None = None
+        self._progress = Progress()
+        self._rng = _seeded(seed)
+
+    # ------------------------------------------------------------ in use
+
+    @property
+    def time_s(self) -> float:
+        """The virtual clock, seconds since this cluster was made."""
+        return self._workers.time.now_s
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps done."""
+        return self._progress.steps
+
+    @property
+    def samples_seen(self) -> int:
+        """Samples trained on so far, by all workers."""
+        return self._progress.samples
+
+    @property
+    def batch_sizes(self) -> Ints:
+        """Samples of every worker in the coming step, int64 (W,)."""
+        return self._allocations.at(self._sampler.consumed).copy()
+
+    def scheduler(self, scheduler: Any, *, nominal_batch_size: int | None = None) -> SampleSchedule:
+        """Drive a torch learning-rate scheduler by samples, as `Controller.scheduler` does."""
+        schedule = SampleSchedule(scheduler, nominal_batch_size=nominal_batch_size or self.base_batch)
+        self._schedules.append(schedule)
+        return schedule
+
+    def run(
+        self,
+        steps: int | None = None,
+        *,
+        snapshot_samples: int | None = None,
+        score: Callable[[nn.Module], float] | None = None,
+        until: Callable[[Snapshot], bool] | None = None,
+    ) -> VirtualRun:
+        """Train on, until `steps` more optimizer steps are done or `until` is true of a snapshot.
+
+        snapshot_samples   a snapshot whenever this many more samples are trained on
+        score              of the model at a snapshot, in eval mode and without gradients; off the clock
+        Raises `ConfigError` when nothing would end the run, `DynamixError` where a live run would.
+        """
+        if steps is None and until is None:
+            raise ConfigError("steps", None, "1 or more", "say how many steps, or give until=")
+        if until is not None and snapshot_samples is None:
+            raise ConfigError("snapshot_samples", None, "1 or more where until= is given", "until looks at snapshots")
+        given = {"steps": steps, "snapshot_samples": snapshot_samples}
+        check_counts(**{name: value for name, value in given.items() if value is not None})
+        every = snapshot_samples or 0
+        due = (self.samples_seen // every + 1) * every if every else 0
+        done: list[Step] = []
+        snapshots: list[Snapshot] = []
+        for step in self._all_epochs():
+            done.append(step)
+            if every and self.samples_seen >= due:
+                due = (self.samples_seen // every + 1) * every
+                snapshots.append(self._snapshot(score))
+                if until is not None and until(snapshots[-1]):
+                    break
+            if len(done) == steps:
+                break
+        return VirtualRun.of(done, snapshots)
+
+    def close(self) -> None:
+        """Close the events file and take the hooks off the optimizer; leaving a `with` block does. Safe to call twice."""
+        self._settle()
+        if self._decider.events is not None:
+            self._decider.events.close()
+        self._learning_rate.remove()
+
+    def __enter__(self) -> VirtualCluster:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    # ------------------------------------------------------------ one step
+
+    def _all_epochs(self) -> Iterator[Step]:
+        """One optimizer step a turn, epoch after epoch, for ever."""
+        while True:
+            for placeholder in self._sampler:
+                yield self._step(placeholder)
+
+    def _step(self, placeholder: Indices) -> Step:
+        plan = self._sampler.plan()
+        progress, total = self._progress, float(plan.counts.sum())
+        noise, signal = progress.noise_at(plan.index)
+        self._learning_rate.factor = self._rule(total / self.base_batch, noise, signal, base_batch=self.base_batch)
+        with self._own_random():
+            seen = self._gradient(self._sampler.shares(), placeholder=placeholder)
+            global_sq = self._gradient.norm_sq()
+            self._observe_pair(total)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        busy_s, whole_s = self._workers.spend(plan)
+        keep = plan.regular and plan.index >= progress.opens
+        self._workers.record(busy_s, whole_s, seen, global_sq, keep=keep, first_of_epoch=plan.start == 0)
+        self._sampler.consume()
+        progress.steps += 1
+        progress.samples += int(total)
+        for schedule in self._schedules:
+            schedule.advance(int(total))
+        self._settle()
+        measured = self._workers.recorders[0].steps
+        if measured and (plan.last if self._per_epoch else measured >= self.interval):
+            self._close_window(plan)
+        loss = sum(s.loss * n for s, n in zip(seen, plan.counts.tolist(), strict=True) if s is not None) / total
+        return Step(self.time_s, whole_s, busy_s, plan.counts, loss)
+
+    def _observe_pair(self, batch: float) -> None:
+        if self._pairs is None:
+            return
+        gradients = [p.grad for p in self._gradient.parameters if p.grad is not None]
+        pair = self._pairs.observe([g for g in gradients if not g.is_sparse], batch)
+        if pair is not None:
+            for name, value in zip(("pair_noise", "pair_signal"), pair, strict=True):
+                self._workers.recorders[0].add(name, float(value))
+
+    # ------------------------------------------------------------ the decision, as `Controller` agrees on it
+
+    def _close_window(self, plan: StepPlan) -> None:
+        sizes, consumed = self._allocations.at(plan.index), plan.index + 1
+        # A delay above one step is what a loader's workers prefetch: steps issued under the old allocation.
+        issued = consumed if self._per_epoch else consumed + max(self.world.delay - 1, 0)
+        age = float(consumed - self._allocations.since(plan.index))
+        self._decider.closing = Closing(
+            self._progress.window, sizes, consumed, issued, age, step=self.steps, samples=self.samples_seen
+        )
+        self._pending = self._decider.decide(self._workers.rows(sizes, issued=issued))
+        self._decider.write_event(self._pending)
+        self.world.decided()
+
+    def _settle(self) -> None:
+        message, self._pending = self._pending, None
+        if message is None:
+            return
+        self._progress.told(self._decider.closing.consumed + 1, message.noise, message.signal)
+        if message.kind is Kind.NEW:
+            if message.from_step < self._sampler.issued:
+                raise StateError(
+                    f"the replayed allocation starts at step {message.from_step}, but step {self._sampler.issued} is "
+                    "next: replay with the policy and interval of the recorded run"
+                )
+            self._allocations.schedule(message.from_step, message.sizes)
+            self._progress.opens = message.from_step
+            self._workers.reset()
+        self._allocations.forget(self._sampler.consumed)
+
+    def _before_issue(self, step: int) -> None:
+        if self._pending is not None and step >= self._decider.closing.issued + self._decider.slack:
+            self._settle()
+
+    # ------------------------------------------------------------ helpers
+
+    def _snapshot(self, score: Callable[[nn.Module], float] | None) -> Snapshot:
+        value = float("nan")
+        if score is not None:
+            modes = {module: module.training for module in self.model.modules()}
+            self.model.eval()
+            try:
+                with torch.no_grad():
+                    value = float(score(self.model))
+            finally:
+                for module, training in modes.items():
+                    module.training = training
+        return Snapshot(self.steps, self.samples_seen, self.time_s, value)
+
+    @contextmanager
+    def _own_random(self) -> Iterator[None]:
+        """Training draws from its own generators, so that scoring or a second cluster changes nothing."""
+        outside = random_state.capture()
+        random_state.restore(self._rng)
+        try:
+            yield
+        finally:
+            self._rng = random_state.capture()
+            random_state.restore(outside)
+
+
+def _check_model(model: nn.Module, optimizer: Optimizer) -> None:
+    if isinstance(model, DistributedDataParallel):
+        raise ConfigError(
+            "model", "DistributedDataParallel", "the bare module", "pass model.module: there are no ranks"
+        )
+    if any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
+        fix = "use BatchNorm; statistics of the union batch are not modelled"
+        raise ConfigError("model", "a model with SyncBatchNorm", "a model whose shares are independent", fix)
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if not held & {id(p) for p in model.parameters()}:
+        fix = "make it from model.parameters()"
+        raise ConfigError("optimizer", type(optimizer).__name__, "one that holds the model's parameters", fix)
+
+
+def _bounds(bounds: Bounds | None, clusters: Clusters, batch_size: int, dataset: Sized) -> Bounds:
+    """The given or default bounds; no global step may outgrow the data set, as in `Controller`."""
+    workers, cap = clusters.shape[1], clusters.memory_cap
+    if bounds is None:
+        bounds = Bounds.of(workers, 1, 8 * batch_size if cap is None else np.minimum(8 * batch_size, cap[0]))
+    if bounds.low.shape != (workers,):
+        fix = "make them with Bounds.of(workers, ...)"
+        raise ConfigError("shape of bounds", bounds.low.shape, f"({workers},), one per worker", fix)
+    most = max(len(dataset) // bounds.quantum * bounds.quantum, int(np.max(bounds.total_low)))
+    return dataclasses.replace(bounds, total_high=np.minimum(bounds.total_high, most))
+
+
+def _loader(dataset: Any, collate_fn: Callable[[list[Any]], Any]) -> Callable[[Indices], tuple[Any, Any]]:
+    """Indices to a collated batch, as DataLoader fetches it."""
+
+    def load(indices: Indices) -> tuple[Any, Any]:
+        whole = getattr(dataset, "__getitems__", None)
+        batch = collate_fn(whole(indices) if whole is not None else [dataset[i] for i in indices])
+        if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+            fix = "wrap the data set, or give a collate_fn that returns such a pair"
+            raise ConfigError("batch", type(batch).__name__, "a pair (inputs, target)", fix)
+        return batch[0], batch[1]
+
+    return load
+
+
+def _seeded(seed: int) -> dict[str, Any]:
+    """Random state as after seeding everything; the global state is left alone."""
+    outside = random_state.capture()
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    state = random_state.capture()
+    random_state.restore(outside)
+    return state

@@ -1,0 +1,152 @@
+"""The gradient of the union batch, share by share in one process, with what each worker would have seen of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from dynamix.errors import ConfigError
+from dynamix.runtime.observation import ACCURACY_ROWS
+
+Indices = Sequence[int]
+Load = Callable[[Indices], tuple[Any, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class ShareSeen:
+    """What one worker sees of its share: mean loss, |g_i|^2 of its mean gradient, the first rows of its outputs.
+
+    `logits` and `target` hold at most `ACCURACY_ROWS` rows, on the CPU; None where the model's outputs or the targets
+    are no tensors.
+    """
+
+    loss: float
+    norm_sq: float
+    logits: Tensor | None
+    target: Tensor | None
+
+
+class UnionGradient:
+    """Leaves sum_i (n_i/N) g_i in the parameters' `.grad`, as the weighted all-reduce of a live job does.
+
+    One backward pass per share gives every worker's own gradient g_i, hence |g_i|^2; all shares together cost the
+    samples of the union batch, and one more copy of the gradients in memory. Buffers (BatchNorm statistics) follow DDP:
+    every worker starts from those that worker 0 had after the step before.
+
+    load          indices -> (inputs, targets), already collated
+    micro_batch   most samples that pass through the model at once: larger shares are cut. With BatchNorm a share is never
+                  cut, because its statistics are of the whole share
+    """
+
+    def __init__(self, model: nn.Module, loss: Callable[[Any, Any], Tensor], load: Load, *, micro_batch: int) -> None:
+        self.model, self.loss, self.load, self.micro_batch = model, loss, load, micro_batch
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        if not self.parameters:
+            raise ConfigError("model", type(model).__name__, "a model with parameters to train", "set requires_grad")
+        self.device = self.parameters[0].device
+        self.whole = any(isinstance(module, _BatchNorm) for module in model.modules())
+
+    def __call__(self, shares: Sequence[Indices], *, placeholder: Indices = ()) -> list[ShareSeen | None]:
+        """What each worker saw, None for shares of zero; `.grad` then holds the union batch's mean gradient.
+
+        placeholder   what worker 0 loads when its share is zero: a forward pass of it updates the buffers, as live
+        """
+        total = sum(len(share) for share in shares)
+        union: list[Tensor | None] = [None] * len(self.parameters)
+        before = kept = self._copy_of_buffers()
+        seen: list[ShareSeen | None] = []
+        for rank, share in enumerate(shares):
+            if rank:
+                self._put_back(before)
+            seen.append(self._one(share) if share else None)
+            if share:
+                self._add_to(union, len(share) / total)
+            elif rank == 0 and before and placeholder:
+                with torch.no_grad():
+                    self.model(self._on_device(placeholder)[0])
+            if rank == 0:
+                kept = self._copy_of_buffers()
+        self._put_back(kept)
+        for parameter, gradient in zip(self.parameters, union, strict=True):
+            parameter.grad = gradient
+        return seen
+
+    def norm_sq(self) -> float:
+        """|g|^2 of what is in `.grad` now, summed in double precision."""
+        return squared_norm([p.grad for p in self.parameters if p.grad is not None])
+
+    def _one(self, share: Indices) -> ShareSeen:
+        for parameter in self.parameters:
+            parameter.grad = None
+        size = len(share) if self.whole else self.micro_batch
+        loss, rows, logits, target = 0.0, 0, list[Tensor](), list[Tensor]()
+        for at in range(0, len(share), size):
+            chunk = share[at : at + size]
+            inputs, targets = self._on_device(chunk)
+            outputs = self.model(inputs)
+            value = self.loss(outputs, targets)
+            if value.dim() != 0:
+                fix = "average over the batch (reduction='mean')"
+                raise ConfigError("shape of the loss", tuple(value.shape), "(), one mean", fix)
+            part = len(chunk) / len(share)
+            (value * part).backward()
+            loss += float(value.item()) * part
+            alike = not logits or logits[0].shape[1:] == getattr(outputs, "shape", ())[1:]
+            if isinstance(outputs, Tensor) and isinstance(targets, Tensor) and rows < ACCURACY_ROWS and alike:
+                logits.append(outputs.detach()[: ACCURACY_ROWS - rows].cpu())
+                target.append(targets[: ACCURACY_ROWS - rows].cpu())
+                rows += len(logits[-1])
+        return ShareSeen(
+            loss, self.norm_sq(), torch.cat(logits) if logits else None, torch.cat(target) if target else None
+        )
+
+    def _add_to(self, union: list[Tensor | None], weight: float) -> None:
+        """Take the gradients of one share; in place, so that no third copy is ever needed."""
+        for at, parameter in enumerate(self.parameters):
+            gradient, parameter.grad = parameter.grad, None
+            if gradient is not None:
+                gradient.mul_(weight)
+                so_far = union[at]
+                union[at] = gradient if so_far is None else so_far.add_(gradient)
+
+    def _on_device(self, indices: Indices) -> tuple[Any, Any]:
+        inputs, targets = self.load(indices)
+        return _moved(inputs, self.device), _moved(targets, self.device)
+
+    def _copy_of_buffers(self) -> list[Tensor]:
+        return [buffer.detach().clone() for buffer in self.model.buffers()]
+
+    @torch.no_grad()
+    def _put_back(self, saved: list[Tensor]) -> None:
+        for buffer, value in zip(self.model.buffers(), saved, strict=True):
+            buffer.copy_(value)
+
+
+def squared_norm(gradients: Sequence[Tensor]) -> float:
+    """Sum of squares over all tensors, each norm in single precision or better; sparse ones count coalesced.
+
+    >>> squared_norm([torch.tensor([3.0]), torch.tensor([[4.0, 0.0]])])
+    25.0
+    """
+    norms = []
+    for gradient in gradients:
+        values = gradient.detach().coalesce().values() if gradient.is_sparse else gradient.detach()
+        norms.append(torch.linalg.vector_norm(values, dtype=torch.promote_types(values.dtype, torch.float32)))
+    return float(torch.stack(norms).double().square().sum().item()) if norms else 0.0
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_moved(item, device) for item in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(_moved(item, device) for item in value)
+    if isinstance(value, dict):
+        return {key: _moved(item, device) for key, item in value.items()}
+    return value

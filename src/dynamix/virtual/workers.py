@@ -1,0 +1,131 @@
+"""Workers of the virtual clock: a live job's recorders, on times that a simulated cluster gives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from dynamix.data import StepPlan
+from dynamix.errors import ConfigError
+from dynamix.probes.timing import StepTimer
+from dynamix.runtime.observation import ROW, Recorder
+from dynamix.simulator.clusters import Clusters
+from dynamix.simulator.env import ClusterEnv
+from dynamix.virtual.union_gradient import ShareSeen
+from dynamix.window import Floats, Ints
+
+_NO_DEVICE = torch.device("meta")  # a recorder there looks at no host
+_HOST = [ROW.index("cpu"), ROW.index("memory")]
+MEMORY = 0.5  # share of a host's memory in use, as `ClusterEnv` has it
+_COMPUTE = [ROW.index("compute"), ROW.index("compute_std")]
+
+
+class VirtualTime:
+    """The `Clock` (`probes.timing`) of simulated workers: it reads what it is set to, in seconds."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def mark(self) -> float:
+        return self.now_s
+
+    def passed(self, mark: float) -> bool:
+        return True
+
+    def seconds(self, start: float, end: float) -> float:
+        return end - start
+
+    def recycle(self, mark: float) -> None:
+        pass
+
+
+class VirtualWorkers:
+    """W recorders whose marks are set by the simulated step: forward at its start, gradients ready after the worker's own
+    computing, reduction at its end. Waits and transfer then follow by the same code as in a live job.
+
+    world   one simulated cluster; it goes on from where it stands
+    """
+
+    def __init__(self, world: ClusterEnv) -> None:
+        self.world, self.time = world, VirtualTime()
+        self.count = world.clusters.shape[1]
+        self.recorders = [Recorder(_NO_DEVICE) for _ in range(self.count)]
+        for recorder in self.recorders:
+            recorder.timer = StepTimer(_NO_DEVICE, clock=self.time)
+        self._applied: Ints | None = None
+        self._clear()
+
+    def _clear(self) -> None:
+        self._busy_s, self._whole_s = np.zeros(self.count), 0.0
+
+    def spend(self, plan: StepPlan) -> tuple[Floats, float]:
+        """Advance the world by one step on `plan.counts`: seconds each worker computes (W,), and of the whole step."""
+        counts = np.array(plan.counts[None], dtype=np.int64)
+        changed = self._applied is not None and not np.array_equal(counts, self._applied)
+        if plan.regular and changed:
+            self.world.apply(counts)
+        else:
+            self.world.batch = counts  # the tail of an epoch is no new allocation
+        if plan.regular:
+            self._applied = counts
+        busy, whole = self.world.advance()
+        return busy[0], float(whole[0])
+
+    def record(
+        self,
+        busy_s: Floats,
+        whole_s: float,
+        seen: Sequence[ShareSeen | None],
+        global_sq: float,
+        *,
+        keep: bool,
+        first_of_epoch: bool,
+    ) -> None:
+        """One optimizer step in every worker's recorder; the clock stands at its end afterwards."""
+        begin = self.time.now_s
+        if keep:
+            self._busy_s, self._whole_s = self._busy_s + busy_s, self._whole_s + whole_s
+        for recorder, own_s, share in zip(self.recorders, busy_s.tolist(), seen, strict=True):
+            self.time.now_s = begin
+            recorder.timer.forward_started()
+            self.time.now_s = begin + own_s
+            recorder.gradients_ready()
+            self.time.now_s = begin + whole_s
+            recorder.reduced()
+            if share is not None:
+                recorder.add("loss", share.loss)
+                recorder.add("local_sq", share.norm_sq)
+                recorder.observe(None, share.logits, share.target)
+            recorder.add("global_sq", global_sq)
+            recorder.step_done(keep=keep, first_of_epoch=first_of_epoch)
+
+    def rows(self, sizes: Ints, *, issued: int) -> Floats:
+        """Close the window: the rows (W, n) that `observation.assemble` takes."""
+        total = float(sizes.sum())
+        rows = np.stack(
+            [
+                recorder.row(issued=issued, count=float(size), weight=float(size) / total)
+                for recorder, size in zip(self.recorders, sizes.tolist(), strict=True)
+            ]
+        )
+        if not self.world.clusters.missing_host[0]:
+            rows[:, _HOST] = np.column_stack([self._busy_s / max(self._whole_s, 1e-9), np.full(self.count, MEMORY)])
+        self._clear()
+        rows[np.ix_(sizes == 0, _COMPUTE)] = np.nan  # an idle worker's speed is not known, rather than infinite
+        return rows
+
+    def reset(self) -> None:
+        """Forget the open window."""
+        self._clear()
+        for recorder in self.recorders:
+            recorder.reset()
+
+
+def one_world(clusters: Clusters | ClusterEnv, seed: int) -> ClusterEnv:
+    """The environment whose clock to use. Raises `ConfigError` unless it is of one cluster."""
+    shape = clusters.shape if isinstance(clusters, Clusters) else clusters.clusters.shape
+    if shape[0] != 1:
+        raise ConfigError("clusters", f"{shape[0]} clusters", "1 cluster", "choose one with clusters.take([i])")
+    return ClusterEnv(clusters, seed=seed, interval=1) if isinstance(clusters, Clusters) else clusters

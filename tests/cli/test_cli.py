@@ -1,0 +1,253 @@
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from dynamix.cli.app import app
+from dynamix.errors import PolicyFileError
+from dynamix.policies.learned.policy import PRETRAINED, LearnedPolicy
+
+runner = CliRunner()
+
+
+def call(*arguments):
+    return runner.invoke(app, list(arguments))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["demo"],
+        ["emulate"],
+        ["bench"],
+        ["bench", "overhead"],
+        ["bench", "simspeed"],
+        ["policy", "train"],
+        ["doctor"],
+    ],
+)
+def test_every_command_explains_itself(arguments):
+    assert call(*arguments, "--help").exit_code == 0
+
+
+def test_version_is_printed_by_the_installed_command():
+    done = subprocess.run(
+        [sys.executable, "-m", "dynamix.cli.app", "--version"], check=False, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout[:10]) == (0, "dynamix 0.")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["demo", "--seeds", "0"], ["seeds=0", "1 or more"]),
+        (["demo", "--steps", "0"], ["steps=0", "1 or more"]),
+        (["demo", "--seed", "9001"], ["seed=9001", "another"]),
+        (["demo", "--seed", "-1"], ["seed=-1", "0 to 2147483647"]),
+        (["demo", "--scenario", "nowhere"], ["scenario='nowhere'", "demo"]),
+        (["demo", "--policy", "missing.safetensors"], ["missing.safetensors", "existing file"]),
+        (["emulate", "demo"], ["command", "after --"]),
+        (["policy", "evaluate", "nonsense"], ["policy='nonsense'", "static"]),
+        (["policy", "show", "missing.safetensors"], ["missing.safetensors"]),
+        (["policy", "train", "--out", "nowhere/p.safetensors"], ["nowhere/p.safetensors"]),
+        (["policy", "train", "--out", "/proc/p.safetensors"], ["/proc/p.safetensors", "can be written"]),
+        (["aggregator", "--host", "0.0.0.0"], ["host='0.0.0.0'", "token file"]),
+        (["aggregator", "--jobs", "0"], ["jobs=0"]),
+        (["policy", "train", "--out", "policy.pt"], ["policy.pt", ".safetensors"]),
+        (["demo", "--mechanism", "magic"], ["mechanism='magic'", "duty-cycle"]),
+        (["emulate", "demo", "--mechanism", "magic", "--", "true"], ["mechanism='magic'", "duty-cycle"]),
+        (["emulate", "nowhere", "--", "true"], ["nowhere"]),
+        (["bench", "overhead", "--out", "/proc/run"], ["/proc/run", "folder that can be made"]),
+    ],
+)
+def test_bad_input_is_one_line_on_stderr_exit_code_2_and_nothing_left(arguments, named, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = call(*arguments)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1
+    for text in named:
+        assert text in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_folder_is_never_written_into(tmp_path):
+    (tmp_path / "mine.txt").write_text("keep")
+    result = call("demo", "--quick", "--out", str(tmp_path))
+    assert result.exit_code == 2
+    assert "new or empty" in result.stderr
+    assert [p.name for p in tmp_path.iterdir()] == ["mine.txt"]
+
+
+@pytest.mark.parametrize("scenario", ["hosts: [{cpu: 0}]", "hosts: [{cpu: 0.5}]\nspeed: 3"])
+def test_a_bad_scenario_is_explained(scenario, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bad.yaml").write_text(scenario)
+    result = call("demo", "--scenario", "bad.yaml")
+    assert result.exit_code == 2
+    assert result.stderr.count("\n") == 1
+    assert [p.name for p in tmp_path.iterdir()] == ["bad.yaml"]
+
+
+def test_doctor_says_what_is_there_as_json():
+    found = json.loads(call("doctor", "--json").stdout)
+    assert {e["name"] for e in found["areas"]["probes"]} >= {"timing", "host", "network"}
+    assert all(e["detail"] for entries in found["areas"].values() for e in entries)
+    assert call("doctor").exit_code == 0
+
+
+def test_the_shipped_policy_can_be_inspected():
+    assert json.loads(call("policy", "show", "--json").stdout)["schema"] == 2
+
+
+COMMANDS = (["demo", "--quick"], ["bench", "overhead"], ["emulate", "demo", "--", "true"])
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
+def test_a_machine_that_is_too_small_leaves_no_folder(command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
+    result = call(*command)
+    assert result.exit_code == 2
+    assert result.stderr.count("\n") == 1
+    assert "core" in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["demo", "--quick", "--scenario", "../rated.yaml"], ["emulate", "../rated.yaml", "--", "true"]],
+    ids=lambda command: command[0],
+)
+def test_what_the_machine_refuses_leaves_no_folder(command, tmp_path, monkeypatch):
+    (tmp_path / "rated.yaml").write_text("hosts: [{cpu: 0.5, rate_mbit_s: 10}, {cpu: 0.5}]")
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    result = call(*command[:1], "--mechanism", "duty-cycle", *command[1:])  # loopback has no link rates
+    assert result.exit_code == 2
+    assert result.stderr.splitlines()[-1].startswith("error: ")
+    assert "rate_mbit_s" in result.stderr
+    assert list((tmp_path / "work").iterdir()) == []
+
+
+def test_an_empty_folder_that_was_there_before_stays(tmp_path, monkeypatch):
+    (tmp_path / "rated.yaml").write_text("hosts: [{cpu: 0.5, rate_mbit_s: 10}, {cpu: 0.5}]")
+    (tmp_path / "mine").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert call("emulate", "rated.yaml", "--mechanism", "duty-cycle", "--out", "mine", "--", "true").exit_code == 2
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["mine", "rated.yaml"]
+
+
+HARMS = {
+    "flipped byte": "sha256",
+    "cut": "sha256",
+    "not json": "allowed is JSON",
+    "nan": "allowed is JSON",
+    "schema": "schema=99",
+    "features": "features",
+    "no json": "existing file",
+    "no weights": "existing file",
+    "trust word": "trust='high'",
+    "trust too large": "trust=99",
+    "trust zero": "trust=0",
+    "hidden": "architecture.hidden=1000000000",
+    "other network": "weights of the architecture",
+}
+
+
+def harm(file, kind):
+    """Save the shipped policy as `file` with one thing wrong."""
+    policy = LearnedPolicy.load(PRETRAINED)
+    policy.save(file)
+    sidecar, data = file.with_suffix(".json"), file.read_bytes()
+    about = json.loads(sidecar.read_text())
+    changed = {
+        "schema": {"schema": 99},
+        "features": {"features": ["luck"]},
+        "nan": {"seed": float("nan")},
+        "trust word": {"trust": "high"},
+        "trust too large": {"trust": 99},
+        "trust zero": {"trust": 0},
+        "hidden": {"architecture": {**about["architecture"], "hidden": 10**9}},
+        "other network": {"architecture": {**about["architecture"], "hidden": 32}},
+    }
+    if kind in changed:
+        sidecar.write_text(json.dumps({**about, **changed[kind]}))
+    elif kind == "flipped byte":
+        file.write_bytes(data[:-3] + bytes([data[-3] ^ 0xFF]) + data[-2:])
+    elif kind == "cut":
+        file.write_bytes(data[:100])
+    elif kind == "not json":
+        sidecar.write_text("{")
+    elif kind == "no json":
+        sidecar.unlink()
+    elif kind == "no weights":
+        file.unlink()
+
+
+@pytest.mark.parametrize("kind", HARMS)
+@pytest.mark.parametrize("command", ["policy show", "policy evaluate", "demo --quick --policy"])
+def test_a_policy_file_that_cannot_be_trusted_is_one_line_and_exit_code_2(command, kind, tmp_path, monkeypatch):
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    harm(tmp_path / "p.safetensors", kind)
+    result = call(*command.split(), str(tmp_path / "p.safetensors"))
+    assert result.exit_code == 2
+    with pytest.raises(PolicyFileError):
+        LearnedPolicy.load(tmp_path / "p.safetensors")
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1
+    assert HARMS[kind] in result.stderr
+    assert str(tmp_path / "p.") in result.stderr, "which of the two files is meant"
+    assert list((tmp_path / "work").iterdir()) == []
+
+
+def test_a_policy_is_scored_on_the_calibrated_families_beside_rules_and_references():
+    arguments = [
+        "policy",
+        "evaluate",
+        "dynamix",
+        "--families",
+        "pai-steady",
+        "--workers",
+        "2",
+        "--rows",
+        "8",
+        "--windows",
+        "4",
+    ]
+    found = json.loads(call(*arguments, "--json").stdout)
+    assert {"static", "lb_bsp", "cannikin", "goodput", "hedged", "dynamix"} == found["cells"]["pai-steady-2"].keys()
+    assert "gap closed" in call(*arguments, "--no-hedged").stdout
+    assert "world='nonsense'" in call("policy", "evaluate", "--families", "nonsense").stderr
+    assert "workers='two'" in call("policy", "evaluate", "--workers", "two").stderr
+
+
+def test_the_time_of_a_decision_is_told_without_an_emulator():
+    found = json.loads(
+        call("bench", "overhead", "--decision-only", "--workers", "4", "--policies", "goodput", "--json").stdout
+    )
+    assert 0 < found["decision_ms"]["goodput"]["cpu"] <= found["decision_ms"]["goodput"]["cpu_p99"]
+    assert found["goal"] == {"decision_cpu_ms": 5.0}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--cluster", "moon"],
+        ["--cluster", "virtual", "--workers", "12"],
+        ["--seeds", "2"],
+        ["--cluster", "virtual", "--policies", "nonsense"],
+    ],
+)
+def test_scaling_refuses_what_it_cannot_run_and_leaves_no_folder(arguments, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = call("bench", "scaling", *arguments)
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+    assert list(tmp_path.iterdir()) == []

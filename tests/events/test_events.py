@@ -1,0 +1,44 @@
+import json
+
+import numpy as np
+import pytest
+
+from dynamix.errors import StateError
+from dynamix.events.records import EventLog, read_events
+from dynamix.window import Window
+
+
+def test_what_was_written_is_read_back_window_included(tmp_path):
+    window = Window.of([3, 5], compute=[0.1, np.nan])
+    with EventLog(tmp_path / "new" / "events.jsonl") as log:
+        log.write(window=window.to_dict(), allocation=[4, 4], decision="new")
+        log.write(loss=float("nan"), decision="keep")
+        first, second = read_events(log.path)  # every line is on disk before the next
+    assert first["schema"] == 1
+    assert Window.from_dict(first["window"]).batch_size.tolist() == [3, 5]
+    assert second["loss"] is None
+
+
+def test_a_killed_run_loses_only_the_line_it_was_writing_and_can_be_continued(tmp_path):
+    path = tmp_path / "events.jsonl"
+    with EventLog(path) as log:
+        log.write(step=1)
+        log.write(step=2)
+    path.write_bytes(path.read_bytes()[:-5])
+    assert [e["step"] for e in read_events(path)] == [1]
+    with EventLog(path) as log:
+        log.write(step=3)
+    assert [e["step"] for e in read_events(path)] == [1, 3]
+
+
+@pytest.mark.parametrize("line", ["{broken", "[1]", json.dumps({"schema": 9})])
+def test_a_broken_or_foreign_line_in_the_middle_is_an_error_that_names_it(tmp_path, line):
+    path = tmp_path / "events.jsonl"
+    path.write_text(f'{{"schema": 1}}\n{line}\n{{"schema": 1}}\n')
+    with pytest.raises(StateError, match=r"events\.jsonl:2"):
+        read_events(path)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(StateError, match="nowhere"):
+        read_events(tmp_path / "nowhere.jsonl")

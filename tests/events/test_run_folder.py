@@ -1,0 +1,36 @@
+import json
+
+import pytest
+
+from dynamix.errors import ConfigError
+from dynamix.events.records import EventLog, read_events
+from dynamix.events.run_folder import RunFolder
+
+
+def test_a_folder_says_what_ran_with_which_versions_on_what(tmp_path):
+    folder = RunFolder("demo", tmp_path / "run")
+    folder.write_run(seeds=[1])
+    written = json.loads((folder.path / "run.json").read_text())
+    assert written["seeds"] == [1]
+    assert written["versions"]["torch"]
+    assert written["machine"]["cores"] >= 1
+    assert {"schema", "commit", "started", "argv"} <= set(written)
+
+
+def test_a_folder_with_something_in_it_is_refused(tmp_path):
+    (tmp_path / "x").write_text("")
+    with pytest.raises(ConfigError, match="new or empty"):
+        RunFolder("demo", tmp_path)
+    with pytest.raises(ConfigError, match="new or empty"):
+        RunFolder("demo", tmp_path / "x")
+
+
+def test_events_of_several_runs_are_gathered_and_labelled(tmp_path):
+    folder = RunFolder("demo", tmp_path / "run")
+    for name in ("static", "dbs"):
+        with EventLog(tmp_path / name) as log:
+            log.write(step=1)
+        folder.adopt_events(tmp_path / name, policy=name, seed=0)
+        assert not (tmp_path / name).exists()
+    assert folder.adopt_events(tmp_path / "missing", policy="x") == []
+    assert [e["policy"] for e in read_events(folder.path / "events.jsonl")] == ["static", "dbs"]

@@ -1,0 +1,213 @@
+"""`dynamix bench compression`: what it makes of measurements, its goals, and one whole call over loopback."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import math
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from dynamix.cli.app import app
+from dynamix.errors import ConfigError
+from dynamix.events.run_folder import RunFolder
+from dynamix_lab.suites.compression import suite as compression
+from dynamix_lab.suites.compression.exchanges import LOSSY, OURS, WAYS
+from dynamix_lab.suites.compression.jobs import JOBS, make_job
+from dynamix_lab.suites.compression.report import label, markdown, write_compression_report
+from dynamix_lab.suites.compression.suite import Cell, Plan, run_compression
+from dynamix_lab.suites.compression.summary import join, judge, summarise, unexplained
+from dynamix_lab.suites.compression.worker import bound_bytes
+
+SOME = ("dense", "dense-again", "fp16", "compaction", "lhc", "auto")
+TINY = {"users": 300, "items": 100, "factors": 8, "samples": 8}
+
+
+def _rank(rank: int) -> dict[str, Any]:
+    """Dense takes 100 ms of exchange, compaction 5, the others 50; rank 1 arrives 10 ms late, so rank 0 waits for it."""
+    times = {"dense": 0.1, "dense-again": 0.1, "compaction": 0.005}
+    ways = {}
+    for name in SOME:
+        exchange = times.get(name, 0.05)
+        ours = name in OURS
+        turn = {
+            "iteration_s": [exchange + 0.02] * 3, "exchange_s": [exchange + (0 if rank else 0.01)] * 3, "loss": [1.0, 0.5, 0.4],
+            "sent": 3000 if ours else 30_000, "received": 3000, "payload": 1500 if ours else None, "bound": 400.0, "nonzero": 0.05,
+        }  # fmt: skip
+        counted = {"buckets": {name: 6}, "dense_after": {}, "undecoded": 0, "dense_bytes": 1, "payload_bytes": 1}
+        ways[name] = {
+            "turns": [copy.deepcopy(turn), copy.deepcopy(turn)], "statistics": counted if ours else None, "chosen": {"0": "dense"},
+        }  # fmt: skip
+    return {"dense_bytes": 10_000_000, "ways": ways}
+
+
+def _cell(job: str = "ratings", rate: int | None = 100) -> dict[str, Any]:
+    about = {
+        "job": job,
+        "rate_mbit_s": rate,
+        "workers": 2,
+        "load_average": [0.1, 0.2],
+        "mechanisms": {},
+        "commit": None,
+    }
+    return {**about, **summarise([_rank(0), _rank(1)])}
+
+
+def test_a_cell_compares_exchanges_of_the_last_to_arrive() -> None:
+    cell = _cell()
+    found = cell["ways"]["compaction"]
+    assert found["exchange_s"] == [0.005, 0.005]
+    assert found["aggregation_bytes_per_s"] == pytest.approx(10_000_000 / 0.005)
+    assert found["sent_bytes_per_step"] == 1000
+    assert found["payload_over_bound"] == pytest.approx(500 / 400)
+    assert found["sent_over_bound"] == pytest.approx(1000 / 400)  # on a ring of two each sends the payload once
+    assert cell["ratios"]["compaction/dense"]["median"] == pytest.approx(0.025 / 0.12)
+    assert found["timed_steps"] == 6
+
+
+def test_goals_are_judged_where_they_are_set() -> None:
+    cells = {"slow": _cell(rate=100), "fast": _cell(rate=1000), "other": _cell("lstm", 100)}
+    cells["other"]["ways"]["compaction"]["nonzero"] = 0.9  # nothing to compress: bytes are not judged there
+    goals = judge(cells)
+    assert goals["aggregation"]["found"] == {"slow": {"way": "compaction", "value": pytest.approx(20.0)}}
+    assert goals["aggregation"]["reached"]
+    assert goals["iteration"]["found"]["slow"]["value"] == pytest.approx(0.12 / 0.025)
+    assert goals["compaction_bytes"]["found"] == {"slow": pytest.approx(1.25), "fast": pytest.approx(1.25)}
+    assert goals["compaction_bytes"]["reached"] is False
+    assert goals["lhc_bytes"]["reached"]
+    assert goals["identity"]["reached"] is None
+    assert judge({})["aggregation"]["reached"] is None
+
+
+def test_auto_behind_top_k_is_judged_against_dense_behind_top_k() -> None:
+    cells = {"ratings": _cell(), "vgg19": _cell("vgg19", 1000)}
+    cells["vgg19"]["ratios"]["auto/dense"] = {"median": 1.5}
+    cells["vgg19"]["ratios"]["topk-dense/dense"] = {"median": 1.45}
+    found = judge(cells)["auto_time"]
+    assert found["found"]["vgg19"] == pytest.approx(1.5 / 1.45)
+    assert found["found"]["ratings"] == pytest.approx(cells["ratings"]["ratios"]["auto/dense"]["median"])
+    assert Cell("vgg19", 100, 4).ways(Plan()) == WAYS
+    assert set(WAYS) - set(Cell("ratings", 100, 4).ways(Plan())) == {"topk-dense"}
+
+
+def test_all_cells_together_have_pairs_ratios_and_the_a_a_pair(tmp_path) -> None:
+    cells = {"a": _cell(), "b": _cell("vgg19", 1000)}
+    result = {
+        "command": "bench compression", "plan": {}, "commit": None, "cluster": "emulator", "mechanisms": {}, "seeds": [0],
+        "machine": {"cores": 2, "cpu": ""}, "scenario_sha256": {}, "target": judge(cells), **join(cells), "cells": cells,
+    }  # fmt: skip
+    assert result["pairs"] == [["a", 0], ["a", 1], ["b", 0], ["b", 1]]
+    assert len(result["policies"]["lhc"]["iteration_s"]) == 4
+    assert result["a_a"]["median"] == pytest.approx(1.0)
+    assert result["ratios"]["fp16/dense"]["median"] < 1
+    table = markdown(result)
+    assert "| compaction (after top-k) |" in table
+    assert "| fp16 (lossy) |" in table
+    write_compression_report(tmp_path / "report.html", result)
+    assert "<svg" in (tmp_path / "report.html").read_text()
+    assert join({}) == {"pairs": [], "policies": {}, "ratios": {}, "a_a": None}
+
+
+def test_losses_that_differ_in_one_bit_are_not_identical() -> None:
+    ranks = [{"ways": {name: _rank(0)["ways"]["lhc"] for name in ("fixed", "lhc")}} for _ in range(2)]
+    ranks = copy.deepcopy(ranks)
+    assert summarise(ranks, identity=True)["identity"]["lhc"]["identical"]
+    ranks[1]["ways"]["lhc"]["turns"][0]["loss"][1] = math.nextafter(0.5, 1)
+    found = summarise(ranks, identity=True)["identity"]["lhc"]
+    assert not found["identical"]
+    assert found["largest_difference"] > 0
+    assert judge({"x": {"identity": {"lhc": found}}})["identity"]["reached"] is False
+    assert unexplained({"x": {"identity": {"lhc": found}}}) == ["x: lhc"]
+    found["statistics"]["dense_after"] = {"checksum": 1}  # a dense step rounds otherwise
+    assert unexplained({"x": {"identity": {"lhc": found}}, "y": {}}) == []
+
+
+def test_bound_counts_rows_of_embeddings_or_elements() -> None:
+    net = torch.nn.Sequential(torch.nn.Embedding(64, 8), torch.nn.Linear(8, 1, bias=False))
+    net(torch.tensor([3, 3, 9, 11])).sum().backward()
+    rows, share = bound_bytes(net, by_row=True)
+    p = 3 / 64
+    entropy = -p * math.log2(p) - (1 - p) * math.log2(1 - p)
+    assert rows == pytest.approx((64 * entropy + 32 * 3 * 8) / 8 + 8 * 4)
+    assert share == pytest.approx((24 + 8) / (512 + 8))
+    assert bound_bytes(net, by_row=False)[0] > rows
+
+
+def test_jobs_give_every_rank_and_step_a_batch_of_its_own() -> None:
+    job = make_job("ratings", 3, **TINY)
+    same, other = job.batch(5), job.batch(6)
+    assert torch.equal(same[0], job.batch(5)[0])
+    assert not torch.equal(same[0], other[0])
+    assert same[0].shape == (8, 2)
+    job.loss(job.make_model(3)(same[0]), same[1]).backward()
+    with pytest.raises(ConfigError, match="workload"):
+        make_job("netflix", 0)
+
+
+def test_sizes_of_the_issue_and_what_cannot_be_run() -> None:
+    cells = Plan().cells()
+    assert [c.name for c in cells[:2]] == ["ratings-4x100", "ratings-8x100"]
+    assert len(cells) == len(JOBS) * 2 * 2 + len(JOBS)
+    assert {c.rate_mbit_s for c in Plan.of(quick=True).cells()} == {100, None}
+    assert Plan.of(quick=True, workers=(8,), jobs=None).workers == (8,)
+    assert [c.name for c in Plan.of(quick=True, rates_mbit_s=()).cells()] == ["ratings-identity", "vgg19-identity"]
+    for change in (
+        {"jobs": ("x",)},
+        {"ways": ("dense",)},
+        {"workers": (1,)},
+        {"rates_mbit_s": (0,)},
+        {"steps": 0},
+        {"rates_mbit_s": (), "identity_steps": 0},
+    ):
+        with pytest.raises(ConfigError):
+            dataclasses.replace(Plan(), **change).check()
+    assert Cell("lstm", 1000, 8).scenario().hosts[0].rate_mbit_s == 1000.0
+    assert label("auto", "vgg19") == "auto (after top-k)"
+    assert label("topk", "vgg19") == "topk (lossy)"
+
+
+@pytest.mark.parametrize("arguments", [["--workloads", "netflix"], ["--workers", "two"], ["--rates", "0"]])
+def test_bad_arguments_end_with_one_clear_line_and_no_folder(arguments: list[str], tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, ["bench", "compression", *arguments])
+    assert done.exit_code == 2
+    assert len(done.output.strip().splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.multiproc
+@pytest.mark.slow
+@pytest.mark.timeout(300)  # five processes that import torch: seconds, minutes only where other jobs hold the cores
+def test_a_whole_call_and_its_resumption(tmp_path, monkeypatch) -> None:
+    """Links cannot be shaped without root, so they are not here. Twelve steps by each way, in the order of one round."""
+    unshaped = Cell.scenario
+    monkeypatch.setattr(Cell, "scenario", lambda self: unshaped(dataclasses.replace(self, rate_mbit_s=None)))
+    ways = ("dense", "dense-again", "topk", "blocks", "compaction", "lhc", "auto", "aggregator-lhc")
+    plan = Plan(
+        jobs=("ratings",), rates_mbit_s=(100,), workers=(2,), rounds=1, steps=12, identity_steps=0, ways=ways,
+        options=TINY, warm_up=False,
+    )  # fmt: skip
+    result = run_compression(plan, RunFolder("compression", tmp_path / "run"))
+    assert result == json.loads((tmp_path / "run" / "result.json").read_text())
+    found = result["cells"]["ratings-2x100"]["ways"]
+    assert set(found) == set(ways)
+    for name, way in found.items():
+        assert len(way["loss"]) == 12
+        assert way["exchange_median_s"] > 0
+        if name not in LOSSY:
+            assert way["loss"] == pytest.approx(found["dense"]["loss"], rel=1e-4), name
+    assert found["compaction"]["loss"] == found["lhc"]["loss"], "bit by bit"
+    assert (
+        found["lhc"]["loss"] == found["aggregator-lhc"]["loss"] or found["aggregator-lhc"]["statistics"]["dense_after"]
+    )
+    assert found["compaction"]["payload_over_bound"] > 1
+    assert found["aggregator-lhc"]["statistics"]["buckets"]["lhc-one-phase"] >= 8
+    monkeypatch.setattr(compression, "_run_cell", lambda *_: pytest.fail("every cell was finished"))
+    again = run_compression(plan, RunFolder("compression", tmp_path / "run", resume=True))
+    assert again["cells"] == result["cells"]
+    with pytest.raises(ConfigError, match="resume with the same"):
+        run_compression(dataclasses.replace(plan, steps=3), RunFolder("compression", tmp_path / "run", resume=True))

@@ -1,0 +1,215 @@
+"""Live peers: the task they get is the workload's, plain DDP really runs on emulated hosts, absent ones are reported.
+
+AdaptDL and Hivemind are run only where DYNAMIX_PEERS names a folder with their environments.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from torch.nn.utils import parameters_to_vector
+from typer.testing import CliRunner
+
+from dynamix.cli.app import app
+from dynamix.emulator import load_scenario
+from dynamix.errors import ConfigError
+from dynamix.events.run_folder import RunFolder
+from dynamix_lab.demo.display import Display
+from dynamix_lab.harness.runs import AGAIN
+from dynamix_lab.peers import environments, suite
+from dynamix_lab.peers.environments import Environment, prepare, requirements
+from dynamix_lab.peers.jobs import job
+from dynamix_lab.peers.kinds import PEERS, Peer
+from dynamix_lab.peers.launch import JOBS, PeerLaunch
+from dynamix_lab.peers.report import best_of, ratios_between
+from dynamix_lab.peers.suite import Plan, run_peers
+from dynamix_lab.tasks import make_workload
+
+OURS = Environment(Path(sys.executable), {"torch": torch.__version__})
+GIVEN = os.environ.get("DYNAMIX_PEERS")
+
+
+@pytest.fixture
+def two_hosts(tmp_path: Path) -> str:
+    path = tmp_path / "two.yaml"
+    path.write_text(yaml.safe_dump({"name": "two", "hosts": [{"cpu": 0.5}, {"cpu": 0.3}]}))
+    return str(path)
+
+
+class Stands:
+    """As much of an emulation as a launch's settings need."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.scenario, self.run_dir = load_scenario("even"), run_dir
+
+
+def test_a_peer_trains_the_workloads_model_from_its_weights_on_its_data(tmp_path, monkeypatch) -> None:
+    workload = make_workload("mnist1d")
+    settings = Plan(quick=True).launch("ddp-256", 0)
+    launch = PeerLaunch(
+        Peer.of("ddp-256"), OURS.python, settings, 0, workload, Stands(tmp_path), RunFolder("x", tmp_path / "run"),
+        Display(target=1.0), [],
+    )  # type: ignore[arg-type]  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(launch._config(tmp_path)))
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    task = job.Task(str(tmp_path / "config.json"))
+    model, theirs = workload.make_model(0), task.model()
+    assert repr(theirs) == repr(model)
+    assert torch.equal(parameters_to_vector(theirs.parameters()), parameters_to_vector(model.parameters()))
+    data = workload.make_data(0, train=settings.train_samples(), test=settings.test_samples()).train
+    assert torch.equal(task.data.inputs, data.inputs)
+    assert torch.equal(task.data.targets, data.targets)
+    assert task.share == 64
+    ours, other = workload.make_optimizer(model.parameters()), task.optimizer(theirs.parameters())
+    assert {k: v for k, v in other.param_groups[0].items() if k != "params"} == {
+        k: v for k, v in ours.param_groups[0].items() if k != "params"
+    }
+
+
+def test_jobs_are_read_by_an_interpreter_that_has_no_dynamix() -> None:
+    script = (
+        "import importlib.abc, sys\n"
+        "class No(importlib.abc.MetaPathFinder):\n"
+        "    def find_spec(self, name, path, target=None):\n"
+        "        assert not name.startswith('dynamix'), name\n"
+        "sys.meta_path.insert(0, No())\n"
+        "import jobs.ddp, jobs.adaptdl, jobs.hivemind\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(JOBS.parent)}
+    subprocess.run([sys.executable, "-P", "-c", script], check=True, timeout=60, env=environment)
+
+
+@pytest.mark.multiproc
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_ddp_trains_beside_static_an_absent_peer_and_a_failing_one_are_named_and_nothing_is_run_twice(
+    two_hosts, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setattr(suite, "commit", lambda: "one")  # a commit during the test is none of its business
+    found: dict[str, Environment | str] = {
+        "ddp": OURS,
+        "adaptdl": "pip cannot install it: no network",
+        "hivemind": OURS,
+    }
+    plan = Plan(
+        scenario=two_hosts,
+        quick=True,
+        mechanism="duty-cycle",
+        policies=("static", "dynamix-128"),
+        peers=("ddp", "adaptdl", "hivemind"),
+    )
+    result, arrived = run_peers(plan, RunFolder("peers", tmp_path / "run"), found=found)
+    assert not arrived
+    assert result == json.loads((tmp_path / "run" / "result.json").read_text())
+    ddp, static = result["policies"]["ddp"], result["policies"]["static"]
+    assert ddp["steps"] == static["steps"] == [16]
+    assert ddp["batch_sizes"] == [[256, 256]]
+    assert result["policies"]["dynamix-128"]["samples"][0] < static["samples"][0], "begins with 64 for each of two"
+    assert len(ddp["curve"][0]) > 1
+    assert all(0 <= score <= 1 for _, _, score in ddp["curve"][0])
+    assert result["absent"] == {"adaptdl": "pip cannot install it: no network"}
+    assert [f["peer"] for f in result["failures"]] == ["hivemind"], "it is not installed beside dynamix"
+    assert "No module named 'hivemind'" in result["failures"][0]["reason"]
+    assert result["ratios"]["hivemind/static"]["median"] > 1, "counts as censored, is not dropped"
+    assert "| adaptdl | absent |" in (tmp_path / "run" / "table.md").read_text()
+    assert "<svg" in (tmp_path / "run" / "report.html").read_text()
+    folder = RunFolder("peers", tmp_path / "run", resume=True)
+    again, _ = run_peers(replace(plan, peers=("ddp",)), folder, found=found)
+    assert again["policies"] == {name: result["policies"][name] for name in ("static", "dynamix-128", "ddp")}
+
+
+@pytest.mark.emulator
+@pytest.mark.multiproc
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.skipif(not GIVEN, reason="DYNAMIX_PEERS names no folder with environments of AdaptDL and Hivemind")
+def test_adaptdl_and_hivemind_run_on_emulated_hosts_and_leave_nothing(tmp_path) -> None:
+    folder = Path(str(GIVEN))
+    found = {name: prepare(name, folder, tell=print) for name in ("adaptdl", "hivemind")}
+    plan = Plan(quick=True, policies=("static",), peers=("adaptdl", "hivemind", "hivemind-local"))
+    before = set(Path("/tmp").glob("hivemind-*"))
+    result, arrived = run_peers(plan, RunFolder("peers", tmp_path / "run"), found=found)
+    assert arrived, result["failures"]
+    assert result["policies"]["adaptdl"]["batch_sizes"] == [[128] * 4]
+    for name in ("adaptdl", "hivemind", "hivemind-local"):
+        assert result["policies"][name]["steps"][0] >= 16
+        assert result["policies"][name]["final_accuracy"][0] > 0
+    assert set(Path("/tmp").glob("hivemind-*")) == before
+
+
+def test_all_ranks_of_a_job_end_at_the_same_step_whenever_the_stop_comes(tmp_path) -> None:
+    board_file = tmp_path / "board"
+    board_file.write_bytes(bytes(8 * (1 + 2 * 2)))
+    boards = [job.Board(str(board_file), rank, 2) for rank in range(2)]
+    boards[0].stop_at = 7
+    assert boards[1].stop_at == 7
+    assert boards[0].add(100) == 100
+    assert boards[1].add(50) == 150
+
+
+def test_static_comes_first_and_last_and_everybody_else_in_turn() -> None:
+    plan = Plan(seeds=4, policies=("static", "dynamix"), peers=("ddp", "adaptdl", "hivemind"))
+    orders = [plan.order(seed, plan.peers) for seed in range(4)]
+    assert all(order[0] == "static" and order[-1] == AGAIN for order in orders)
+    assert {order[1] for order in orders} == {"dynamix", "ddp", "adaptdl", "hivemind"}
+
+
+def test_ratios_count_who_did_not_arrive_as_twice_statics_time() -> None:
+    policies = {
+        "static": {"time_to_target_s": [100.0, None]},
+        "dynamix": {"time_to_target_s": [50.0, 60.0]},
+        "hivemind": {"time_to_target_s": [None, 70.0]},
+    }
+    found = ratios_between(policies, ["dynamix"])
+    assert set(found) == {"dynamix/hivemind"}
+    assert found["dynamix/hivemind"]["median"] == pytest.approx(50 / 200)
+    assert best_of({}, PEERS) == {}
+
+
+def test_requirements_are_pinned_and_pip_that_cannot_install_is_a_reason(tmp_path) -> None:
+    for name in environments.IMPORTS:
+        assert "torch" in requirements(name)
+    python = tmp_path / "hivemind" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text("#!/bin/sh\necho ERROR: No matching distribution found for hivemind >&2; echo more; exit 1\n")
+    python.chmod(0o755)
+    said: list[str] = []
+    why = prepare("hivemind", tmp_path, tell=said.append)
+    assert isinstance(why, str)
+    assert why.startswith("pip cannot install it: ERROR: No matching distribution found for hivemind")
+    assert "making its environment" in said[0]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--peers", "horovod"],
+        ["--peers", "ddp-7"],
+        ["--scenario", "nonsense"],
+        ["--policies", "dynamix"],
+        ["--policies", "static,dynamix-7"],
+        ["--seed", "9001"],
+    ],
+)
+def test_bad_arguments_end_with_one_clear_line_and_no_folder(arguments: list[str], tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, ["bench", "peers", *arguments])
+    assert done.exit_code == 2
+    assert done.output.strip().startswith("error: ")
+    assert len(done.output.strip().splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_peers_names_are_those_that_are_written() -> None:
+    assert [Peer.of(name).name for name in PEERS] == list(PEERS)
+    with pytest.raises(ConfigError, match="ddp-256"):
+        Peer.of("bagua")

@@ -1,0 +1,65 @@
+"""The randomised cases themselves: they cover what they claim, pass, and notice an exchange that is wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from dynamix.compression import bucket
+from dynamix.compression.layout import Layout
+from dynamix.errors import ConfigError
+from dynamix_lab.suites.compression import cases
+from dynamix_lab.suites.compression.cases import KINDS, WAYS_TRIED, WORKERS, Case, integer_sums, run_cases
+
+
+def test_a_hundred_cases_and_more_decode_to_the_integer_reference() -> None:
+    found = run_cases(150)
+    assert found["failures"] == []
+    assert found["decoded"] + sum(found["dense_after"].values()) == found["exchanges"] == 300
+    assert found["decoded"] > 285
+
+
+def test_ten_thousand_would_draw_everything() -> None:
+    drawn = [Case.draw(seed) for seed in range(600)]
+    assert {case.kind for case in drawn} == set(KINDS)
+    assert {case.workers for case in drawn} == set(WORKERS)
+    assert {case.way for case in drawn} == set(WAYS_TRIED)
+    assert {case.dtype for case in drawn} == {torch.float32, torch.float64, torch.float16, torch.bfloat16}
+    assert any(case.elements % 512 for case in drawn)
+    assert any(case.rows for case in drawn)
+
+
+def test_a_wrong_mean_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = bucket.write_mean_
+
+    def wrong(values: torch.Tensor, *rest: Any) -> None:
+        right(values, *rest)
+        values[0] += 1
+
+    monkeypatch.setattr(bucket, "write_mean_", wrong)
+    assert run_cases(5)["failed"] == 5
+
+
+def test_a_wrong_integer_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that the mean would hide."""
+    right = cases.integer_sums
+
+    def other(*given: Any) -> Any:
+        sums, quantum = right(*given)
+        return sums + 1, quantum * 0
+
+    monkeypatch.setattr(cases, "integer_sums", other)
+    found = run_cases(5)
+    assert found["failed"] == 5
+    assert any("integers" in line for line in found["failures"][0]["wrong"])
+
+
+def test_the_reference_is_the_definition() -> None:
+    layout = Layout.of([(3, 1)])
+    sums, quantum = integer_sums([torch.tensor([1.0, -0.25, 0.0]), torch.tensor([-1.0, 0.5, 0.0])], layout)
+    assert sums.tolist() == [0, 2**26, 0]
+    assert quantum.tolist() == [2.0**-28] * 3
+    with pytest.raises(ConfigError, match="count=0"):
+        run_cases(0)

@@ -1,0 +1,160 @@
+"""The learners: they learn, go on exactly from where they were stopped, and MADQN sees no traces."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dynamix.errors import ConfigError
+from dynamix_lab.experiments.excavation.ground import Shape
+from dynamix_lab.experiments.excavation.learner import DQN, DQNConfig, Training, evaluate, without_traces
+from dynamix_lab.experiments.excavation.lessons import Stage
+from dynamix_lab.experiments.excavation.mappo import MAPPOConfig, MAPPOTraining
+from dynamix_lab.experiments.excavation.world import ExcavationConfig
+
+SHORT = ExcavationConfig(Shape(2, 2, 3, 2), horizon=100)
+TINY = DQNConfig(hidden=16, batch=32, capacity=500, warm_up=64, target_every=10)
+STAGES = (Stage((1,), 40, 1.0), Stage((1, 2), 40, 0.3))
+
+
+def q_learning(seed: int) -> Any:
+    return Training(SHORT, TINY, stages=STAGES, worlds=4, seed=seed)
+
+
+def mappo(seed: int) -> Any:
+    return MAPPOTraining(SHORT, MAPPOConfig(hidden=16, rollout=20, rows=64), stages=STAGES, worlds=4, seed=seed)
+
+
+def weights(training: Any) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in training.learner.net.parameters()])
+
+
+@pytest.mark.parametrize(("make", "stop"), [(q_learning, 50), (mappo, 40)])
+def test_a_state_kept_in_memory_is_not_changed_by_what_goes_on(make: Any, stop: int) -> None:
+    whole, *others = (make(3) for _ in range(3))
+    whole.run(stop)
+    kept = whole.state_dict()
+    whole.run()
+    for then in others:
+        then.load_state_dict(kept)
+        then.run()
+        assert torch.equal(weights(whole), weights(then))
+
+
+@pytest.mark.parametrize(("make", "stop"), [(q_learning, 30), (q_learning, 40), (mappo, 40)])
+def test_stopped_and_resumed_it_ends_in_the_same_weights(make: Any, stop: int) -> None:
+    whole, first, then = make(3), make(3), make(99)
+    whole.run()
+    first.run(stop)
+    kept = io.BytesIO()
+    torch.save(first.state_dict(), kept)
+    kept.seek(0)
+    then.load_state_dict(torch.load(kept, weights_only=False))
+    then.lessons.seed = 3  # a resumed job has its configuration
+    then.run()
+    assert torch.equal(weights(whole), weights(then))
+    assert not torch.equal(weights(whole), weights(first))
+
+
+def test_one_agent_learns_to_fetch_pellets() -> None:
+    training = Training(
+        SHORT, DQNConfig(hidden=32, batch=128, warm_up=500), stages=(Stage((1,), 1000, 1.0),), worlds=8, seed=0
+    )
+    training.run()
+    rng = np.random.default_rng(0)
+    learned = evaluate(training.learner.act, SHORT, agents=1, seed=1)
+    random = evaluate(lambda seen: rng.integers(5, size=seen.shape[:-1]), SHORT, agents=1, seed=1)
+    assert learned.delivered.mean() > 10  # 16 at best
+    assert random.delivered.mean() < 4
+
+
+def test_without_traces_nothing_depends_on_them_and_with_them_it_does() -> None:
+    task, rng = ExcavationConfig(), np.random.default_rng(0)
+    seen = rng.random((500, task.features), dtype=np.float32)
+    other = seen.copy()
+    other[:, task.traces] = rng.random(other[:, task.traces].shape)
+    for config, same in ((without_traces(), True), (DQNConfig(), False)):
+        first, learner = (DQN(task.features, task.traces, config, seed=0) for _ in range(2))
+        assert (first.act(seen) == learner.act(other)).all() == same
+        learner.remember(seen, np.zeros(500, np.int64), np.zeros(500), other, np.ones(500, bool))
+        assert bool((learner.memory["then"][:, task.traces] == 0).all()) == same
+
+
+def test_it_learns_the_worth_that_munchausen_dqn_has_on_a_task_of_one_state() -> None:
+    """Fixed point of one state, five actions with rewards r: q = r + m max(t log p, -1) + g t logsumexp(q / t)."""
+    rewards = np.array([0.0, 0.1, 0.2, 0.3, 0.4])
+    config = DQNConfig(hidden=16, batch=64, capacity=500, warm_up=500, target_every=20, gamma=0.5, reward_scale=1.0)
+    learner = DQN(2, slice(1, 2), config, seed=0)
+    seen, action = np.ones((500, 2), np.float32), np.arange(500) % 5
+    learner.remember(seen, action, rewards[action], seen, np.ones(500, bool))
+    for _ in range(1500):
+        learner.learn()
+    worth, heat = np.zeros(5), config.temperature
+    for _ in range(200):
+        soft = heat * np.log(np.exp(worth / heat).sum())
+        worth = rewards + config.munchausen * np.maximum(worth - soft, -1.0) + config.gamma * soft
+    with torch.no_grad():
+        np.testing.assert_allclose(learner.net(torch.ones(2)).numpy(), worth, atol=0.02)
+    drawn = np.bincount(learner.act(np.ones((4000, 2), np.float32)), minlength=5) / 4000
+    np.testing.assert_allclose(drawn, np.exp((worth - soft) / heat), atol=0.04)
+
+
+def test_the_reward_is_shared_within_a_world_and_the_rate_falls_to_nothing() -> None:
+    rewards = {}
+    for shared in (0.0, 0.5, 1.0):
+        config = dataclasses.replace(TINY, shared=shared, cooling=0.5, reward_scale=1.0, warm_up=500, capacity=500)
+        training = Training(SHORT, config, stages=(Stage((1, 2), 40, 1.0),), worlds=2, seed=0)
+        training.run(20)
+        assert training.learner.optimizer.param_groups[0]["lr"] == pytest.approx(1e-3)
+        training.run()
+        assert training.learner.optimizer.param_groups[0]["lr"] == 0.0
+        rewards[shared] = training.learner.memory["reward"][:120].view(40, 3).numpy()
+    own, half, team = rewards.values()
+    np.testing.assert_allclose(team[:, 0], own[:, 0], err_msg="alone")
+    np.testing.assert_allclose(team[:, 1:], np.repeat(own[:, 1:].mean(1, keepdims=True), 2, 1), rtol=1e-5)
+    np.testing.assert_allclose(half, (own + team) / 2, rtol=1e-5, atol=1e-6)
+    assert (own[:, 1] != own[:, 2]).any()
+
+
+def test_memory_keeps_the_newest_and_the_target_follows_late() -> None:
+    learner = DQN(2, slice(1, 2), DQNConfig(hidden=4, batch=4, warm_up=8, capacity=10, target_every=3), seed=0)
+    assert np.isnan(learner.learn())
+    for i in range(6):
+        seen = np.full((4, 2), i, np.float32)
+        learner.remember(seen, np.zeros(4, np.int64), np.full(4, 10.0 * i), seen, np.ones(4, bool))
+    assert sorted(learner.memory["reward"].tolist()) == [3.0] * 2 + [4.0] * 4 + [5.0] * 4
+    for update in range(1, 4):
+        assert np.isfinite(learner.learn())
+        same = all(
+            torch.equal(a, b) for a, b in zip(learner.net.parameters(), learner.target.parameters(), strict=True)
+        )
+        assert same == (update == 3)
+
+
+def test_impossible_settings_are_refused() -> None:
+    with pytest.raises(ConfigError, match="warm_up"):
+        DQNConfig(batch=100, warm_up=10)
+    for settings in ({"temperature": 0.0}, {"temperature": float("nan")}, {"munchausen": 1.0}):
+        with pytest.raises(ConfigError, match="temperature"):
+            DQNConfig(**settings)
+    for settings in ({"gamma": 2.0}, {"learning_rate": float("nan")}, {"target_every": 0}, {"batch": 0, "warm_up": 0}):
+        with pytest.raises(ConfigError, match="gamma"):
+            DQNConfig(**settings)
+    with pytest.raises(ConfigError, match="rollout"):
+        MAPPOConfig(rollout=0)
+    for config, settings in (
+        (DQNConfig, {"shared": 1.1}),
+        (DQNConfig, {"cooling": -1.0}),
+        (MAPPOConfig, {"cooling": 2.0}),
+    ):
+        with pytest.raises(ConfigError, match="cooling"):
+            config(**settings)
+    with pytest.raises(ConfigError, match="stages"):
+        Training(SHORT, stages=())
+    with pytest.raises(ConfigError, match="stages"):
+        MAPPOTraining(SHORT, stages=(Stage((1,), 150, 1.0),))

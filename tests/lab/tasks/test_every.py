@@ -1,0 +1,123 @@
+"""What holds for every workload that needs no files."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.utils import parameters_to_vector
+
+from dynamix.errors import ConfigError
+from dynamix_lab.tasks import Data, Workload, make_workload, score, workload_names
+
+# samples, steps, batch and the score to be passed. Knowing nothing gives 0.1 of the classes and 0 of the ratings' variance; always
+# saying "space" gives 0.28 of the bytes.
+LEARNS: dict[str, tuple[int, int, int, float]] = {
+    "mnist1d": (1000, 60, 64, 0.2),
+    "mnist1d-vgg11": (1000, 90, 64, 0.2),
+    "digits": (600, 60, 64, 0.8),
+    "digits-mlp": (600, 100, 64, 0.8),
+    "pysource": (600, 60, 24, 0.3),
+    "pysource-lstm": (600, 40, 24, 0.33),
+    "ratings": (40_000, 200, 512, 0.2),
+    "ratings-dense": (40_000, 200, 512, 0.2),
+}
+
+
+def small(workload: Workload, samples: int = 200) -> Data:
+    return workload.make_data(3, train=samples, test=200)
+
+
+def train(workload: Workload, data: Data, *, steps: int, batch: int) -> Any:
+    model = workload.make_model(0)
+    optimizer = workload.make_optimizer(model.parameters())
+    order = torch.Generator().manual_seed(0)
+    for _ in range(steps):
+        rows = torch.randint(len(data.train), (batch,), generator=order).tolist()
+        inputs, targets = data.train.__getitems__(rows)
+        workload.loss(model(inputs), targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+@pytest.mark.parametrize("name", workload_names(bundled=True))
+def test_one_seed_gives_one_model_and_one_set_of_data_and_leaves_random_numbers_alone(name: str) -> None:
+    workload = make_workload(name)
+    assert workload.name == name
+    assert workload.description
+    assert 1 <= workload.min_batch <= workload.base_batch
+    before = torch.random.get_rng_state()
+    first, again, other = (parameters_to_vector(workload.make_model(s).parameters()) for s in (1, 1, 2))
+    data, same = small(workload), small(make_workload(name))
+    assert torch.equal(before, torch.random.get_rng_state())
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    assert torch.equal(data.train.inputs, same.train.inputs)
+    assert torch.equal(data.test.targets, same.test.targets)
+    assert not torch.equal(data.train.inputs, workload.make_data(4, train=200, test=200).train.inputs)
+
+
+@pytest.mark.parametrize("name", workload_names(bundled=True))
+def test_a_batch_passes_and_its_loss_is_a_mean_over_its_divisor(name: str) -> None:
+    """Means of two parts, weighted by their divisors, are the mean of both: so unequal shares can be put together."""
+    workload = make_workload(name)
+    data = small(workload)
+    assert (len(data.train), len(data.test)) == (200, 200)
+    model = workload.make_model(0)
+    inputs, targets = data.train.__getitems__(range(24))
+    with torch.no_grad():
+        whole = workload.loss(model(inputs), targets)
+        parts = [
+            (workload.divisor(y), workload.loss(model(x), y))
+            for x, y in zip(inputs.split(18), targets.split(18), strict=True)
+        ]
+    assert workload.divisor(targets) == sum(n for n, _ in parts)
+    union = sum(n * float(loss) for n, loss in parts) / workload.divisor(targets)
+    assert union == pytest.approx(float(whole), rel=1e-4)
+    assert 0 <= score(workload, model, data.test) <= 1
+
+
+@pytest.mark.parametrize("name", LEARNS)
+def test_a_few_steps_teach_something(name: str) -> None:
+    workload, (samples, steps, batch, passed) = make_workload(name), LEARNS[name]
+    data = small(workload, samples)
+    assert score(workload, workload.make_model(0), data.test) < passed
+    assert score(workload, train(workload, data, steps=steps, batch=batch), data.test) > passed
+
+
+@pytest.mark.parametrize("name", ["mnist1d-vgg16", "mnist1d-vgg19", "mnist1d-resnet34", "mnist1d-resnet50"])
+def test_deeper_nets_lower_their_loss(name: str) -> None:
+    workload = make_workload(name)
+    data = small(workload)
+    inputs, targets = data.train.inputs, data.train.targets
+    before = workload.loss(workload.make_model(0)(inputs), targets).item()
+    model = train(workload, data, steps=15, batch=64)
+    assert workload.loss(model(inputs), targets).item() < before
+
+
+@pytest.mark.parametrize("name", ["digits", "pysource", "ratings"])
+def test_more_samples_than_there_are_is_said(name: str) -> None:
+    with pytest.raises(ConfigError, match="at most"):
+        make_workload(name).make_data(0, train=50_000_000, test=10)
+    with pytest.raises(ConfigError, match="1 or more"):
+        make_workload(name).make_data(0, train=0, test=10)
+
+
+def test_unknown_names_and_options_list_what_there_is() -> None:
+    with pytest.raises(ConfigError) as unknown:
+        make_workload("mnist2d")
+    assert all(name in str(unknown.value) for name in workload_names())
+    with pytest.raises(ConfigError, match=r"widht.*width, norm"):
+        make_workload("mnist1d-vgg11", widht=8)
+    with pytest.raises(ConfigError, match="none"):
+        make_workload("digits", folder="x")
+    with pytest.raises(ConfigError, match="dataset missing"):
+        make_workload("huggingface")
+
+
+def test_a_workload_without_a_target_says_so() -> None:
+    assert make_workload("mnist1d").fixed_target() == 0.947
+    with pytest.raises(ConfigError, match="digits"):
+        make_workload("digits").fixed_target()

@@ -1,0 +1,92 @@
+"""Optimal splits against brute force over all small integer allocations."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dynamix.model.split import at_least, best_split, split
+from dynamix.projection import project
+from dynamix.window import Bounds
+
+CASES = st.tuples(
+    st.lists(st.floats(0.0, 0.2), min_size=3, max_size=3),
+    st.lists(st.floats(1e-3, 2e-2), min_size=3, max_size=3),
+    st.integers(6, 30),
+)
+
+
+def _slowest(sizes: np.ndarray, alpha: np.ndarray, beta: np.ndarray) -> np.ndarray:
+    return np.asarray((alpha + beta * sizes).max(-1))
+
+
+def test_an_optimum_at_whole_numbers_is_what_brute_force_finds() -> None:
+    alpha, beta, high = np.array([0.1, 0.0, 0.06]), np.array([0.01, 0.02, 0.03]), 20
+    everything = np.array(list(itertools.product(range(1, high + 1), repeat=3)))
+    for finish in (0.2, 0.24, 0.3):  # b = (T - alpha) / beta are whole numbers
+        sizes = np.rint((finish - alpha) / beta).astype(int)
+        total = int(sizes.sum())
+        same = everything[everything.sum(-1) == total]
+        best = same[_slowest(same, alpha, beta).argmin()]
+        ours = project(split(np.array(float(total)), alpha, beta, Bounds.of(3, 1, high)), Bounds.of(3, 1, high))
+        if (sizes <= high).all():
+            assert ours.tolist() == sizes.tolist()
+        assert _slowest(ours, alpha, beta) <= _slowest(best, alpha, beta) + 1e-9
+
+
+@settings(max_examples=60, deadline=None)
+@given(CASES)
+def test_a_split_of_a_given_total_is_within_one_sample_of_brute_force(
+    case: tuple[list[float], list[float], int],
+) -> None:
+    alpha, beta, total = np.array(case[0]), np.array(case[1]), case[2]
+    bounds = Bounds.of(3, 1, 12)
+    everything = np.array(list(itertools.product(range(1, 13), repeat=3)))
+    same = everything[everything.sum(-1) == total]
+    ours = project(split(np.array(float(total)), alpha, beta, bounds), bounds, total=total)
+    assert ours.sum() == total
+    assert _slowest(ours, alpha, beta) <= _slowest(same, alpha, beta).min() + beta.max()
+
+
+@settings(max_examples=60, deadline=None)
+@given(CASES, st.floats(0.01, 0.3), st.floats(5.0, 200.0))
+def test_the_goodput_of_the_best_split_is_brute_forces(
+    case: tuple[list[float], list[float], int], exchange: float, phi: float
+) -> None:
+    alpha, beta, bounds = np.array(case[0]), np.array(case[1]), Bounds.of(3, 1, 40)
+
+    def log_goodput(finish: np.ndarray, total: np.ndarray) -> np.ndarray:
+        return np.asarray(np.log(total) - np.log(finish + exchange) - np.log(total + phi))
+
+    everything = np.array(list(itertools.product(range(1, 41), repeat=3)), dtype=float)
+    values = log_goodput(_slowest(everything, alpha, beta), everything.sum(-1))
+    ours = best_split(alpha, beta, bounds, log_goodput)
+    assert ((ours >= 1) & (ours <= 40)).all()
+    # Real sizes may be better than whole ones, and are never worse than the search's resolution.
+    assert log_goodput(_slowest(ours, alpha, beta), ours.sum(-1)) >= values.max() - 1e-3
+
+
+def test_the_range_of_the_global_batch_is_kept() -> None:
+    alpha, beta = np.zeros(2), np.array([1e-3, 3e-3])
+    bounds = Bounds.of(2, 1, 1000, total_low=100, total_high=400)
+    more = best_split(alpha, beta, bounds, lambda finish, total: total)
+    less = best_split(alpha, beta, bounds, lambda finish, total: -total)
+    np.testing.assert_allclose([more.sum(), less.sum()], [400, 100], rtol=1e-6)
+    np.testing.assert_allclose(more, [300, 100], rtol=1e-6)
+    assert best_split(alpha, beta, at_least(bounds, np.array(250.0)), lambda finish, total: -total).sum() >= 249.999
+
+
+def test_leading_dimensions_are_independent_clusters() -> None:
+    rng = np.random.default_rng(0)
+    alpha, beta = rng.uniform(0, 0.1, (2, 3, 4)), rng.uniform(1e-3, 1e-2, (2, 3, 4))
+    bounds = Bounds.of(4, 1, 200)
+
+    def log_goodput(finish: np.ndarray, total: np.ndarray) -> np.ndarray:
+        return np.asarray(np.log(total) - np.log(finish + 0.05) - np.log(total + 300.0))
+
+    together = best_split(alpha, beta, bounds, log_goodput)
+    for i, j in np.ndindex(2, 3):
+        np.testing.assert_allclose(together[i, j], best_split(alpha[i, j], beta[i, j], bounds, log_goodput))

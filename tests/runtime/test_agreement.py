@@ -1,0 +1,171 @@
+"""Every rank applies the same allocation at the same step; lateness and failure are judged in one place."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, TensorDataset
+
+import dynamix
+from dynamix.errors import DynamixError
+from dynamix.events.records import read_events
+from dynamix.runtime.agreement import PATIENCE_S
+from dynamix.runtime.decision import Decider
+from tests.ranks import Ok, run_ranks
+
+pytestmark = pytest.mark.multiproc
+
+
+class Restless:
+    """Answers at random, after a random delay."""
+
+    def __init__(self, delay_s: float, fail_at: int | None = None) -> None:
+        self.random, self.delay_s, self.fail_at, self.asked = np.random.default_rng(0), delay_s, fail_at, 0
+
+    def decide(self, window: dynamix.Window, bounds: dynamix.Bounds) -> Any:
+        self.asked += 1
+        if self.asked == self.fail_at:
+            raise ZeroDivisionError("a bug in the policy")
+        time.sleep(self.delay_s * self.random.random())
+        return self.random.integers(2, 12, size=window.workers)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+def _train(rank: int, policy: Any, num_workers: int, epochs: int = 3, interval: int = 2) -> dict[str, Any]:
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(400, 4), torch.randint(0, 3, (400,)))
+    controller = dynamix.Controller(policy, batch_size=4, max_batch_size=16, interval=interval)
+    sampler = controller.batch_sampler(data)
+    loader = DataLoader(data, batch_sampler=sampler, num_workers=num_workers, persistent_workers=num_workers > 0)
+    net = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    model = controller.wrap(DDP(net), optimizer)
+    plans, sizes_ok = [], True
+    jitter = np.random.default_rng(rank)
+    for epoch in range(epochs):
+        sampler.set_epoch(epoch)
+        for x, y in loader:
+            plan = sampler.plan()
+            plans.append((plan.index, plan.start, tuple(int(c) for c in plan.counts)))
+            sizes_ok &= len(x) == max(plan.counts[rank], 2 if plan.counts[rank] == 0 else 0)
+            logits = model(x)
+            loss = F.cross_entropy(logits, y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            time.sleep(0.004 * jitter.random())
+            controller.step(loss=loss, logits=logits, target=y)
+    controller.close()
+    return {"plans": plans, "sizes_ok": sizes_ok, "waited_s": controller._coordinator.channel.waited_s}
+
+
+@pytest.mark.parametrize(("workers", "num_workers"), [(4, 0), (3, 2), (2, 2)])
+def test_same_step_same_allocation(workers: int, num_workers: int) -> None:
+    results = run_ranks(_train, workers, Restless(0.02), num_workers, timeout_s=100)
+    assert all(r["plans"] == results[0]["plans"] for r in results)
+    assert all(r["sizes_ok"] for r in results)
+    assert len({counts for _, _, counts in results[0]["plans"]}) > 8, "allocations hardly ever changed"
+
+
+def test_a_late_policy_keeps_the_allocation_and_training_goes_on() -> None:
+    results = run_ranks(_train, 2, Restless(2.0), 0, 1, timeout_s=60)
+    assert all(r["plans"] == results[0]["plans"] for r in results)
+    assert max(r["waited_s"] for r in results) < 12  # some 20 decisions of 1 s on average were asked for
+
+
+def test_a_failing_policy_ends_every_rank_with_its_error() -> None:
+    outcomes = run_ranks(_train, 3, Restless(0.0, fail_at=3), 0, timeout_s=60, expect_failure=True)
+    assert not any(isinstance(o, Ok) for o in outcomes)
+    assert "a bug in the policy" in outcomes[0]
+    assert all("the policy failed on rank 0" in o for o in outcomes[1:])
+
+
+def _different_arguments(rank: int) -> str:
+    try:
+        dynamix.Controller("static", batch_size=4 + rank)
+    except DynamixError as error:
+        return str(error)
+    return "accepted"
+
+
+def test_different_arguments_are_refused_on_every_rank() -> None:
+    for message in run_ranks(_different_arguments, 2):
+        assert "other arguments on rank 1" in message
+
+
+class Sluggish(Restless):
+    """Is busy for many windows with every fourth of those it sees; its answers change the global batch."""
+
+    def decide(self, window: dynamix.Window, bounds: dynamix.Bounds) -> Any:
+        self.asked += 1
+        if self.asked % 4 == 1:
+            time.sleep(0.4)
+        return self.random.integers(2, 12, size=window.workers)
+
+
+def _follow_noise(rank: int, policy: Any, events: str | None, replay: str | None) -> torch.Tensor:
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(400, 4), torch.randint(0, 3, (400,)))
+    controller = dynamix.Controller(
+        policy, batch_size=4, max_batch_size=16, interval=2, lr_rule="adascale", events=events, replay=replay
+    )
+    sampler = controller.batch_sampler(data)
+    net = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    model = controller.wrap(DDP(net), optimizer)
+    for epoch in range(4):
+        sampler.set_epoch(epoch)
+        for x, y in DataLoader(data, batch_sampler=sampler):
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            time.sleep(0.005)
+            controller.step(loss=loss)
+    controller.close()
+    return net.weight.detach().clone()
+
+
+def _repeat_on_a_busy_machine(rank: int, events: str, replay: str) -> torch.Tensor:
+    """What was recorded is now and then looked up later than a policy may answer."""
+    look_up, asked = Decider._replayed, itertools.count()
+
+    def late(self: Decider, recorded: Any) -> Any:
+        if next(asked) % 8 == 3:
+            time.sleep(3 * PATIENCE_S)
+        return look_up(self, recorded)
+
+    Decider._replayed = late  # type: ignore[method-assign]
+    return _follow_noise(rank, "static", events, replay)
+
+
+def test_windows_that_a_busy_policy_never_saw_are_written_down_and_replay_to_the_last_bit(tmp_path: Path) -> None:
+    live, again = str(tmp_path / "live.jsonl"), str(tmp_path / "again.jsonl")
+    weights = run_ranks(_follow_noise, 3, Sluggish(0.0), live, None)[0]
+    events = read_events(live)
+    assert [e["window_index"] for e in events] == list(range(len(events)))
+    decisions = [e["decision"] for e in events]
+    assert decisions.count("late") > decisions[::4].count("late"), "no window was skipped, so this shows nothing"
+    assert decisions.count("new") > 1
+    for event in events:
+        assert event["window"]["steps"] == 2
+        if event["decision"] == "late":
+            assert event["allocation"] == event["window"]["batch_size"]
+    repeated = run_ranks(_repeat_on_a_busy_machine, 3, again, live)[0]
+    assert torch.equal(weights, repeated)
+    told = [(e["noise"], e["signal"], e["allocation"]) for e in events]
+    assert [(e["noise"], e["signal"], e["allocation"]) for e in read_events(again)] == told

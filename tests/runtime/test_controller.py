@@ -1,0 +1,306 @@
+"""What a training loop relies on besides weighting: bounds, errors, streams, schedules, single process, buffers."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import dynamix
+from dynamix.errors import ConfigError, DynamixError, PolicyFileError, UsageError
+from dynamix.events.records import read_events
+from tests.ranks import run_ranks
+from tests.union import Script
+
+
+def _data(n: int = 240) -> TensorDataset:
+    generator = torch.Generator().manual_seed(0)
+    return TensorDataset(torch.randn(n, 6, generator=generator), torch.randint(0, 3, (n,), generator=generator))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [
+        ({"policy": "nonsense"}, ["policy='nonsense'", "dbs, dynamix, dynamix-paper, goodput, lb_bsp"]),
+        ({"batch_size": 0}, ["batch_size=0", "1 or more"]),
+        ({"batch_size": 2.5}, ["batch_size=2.5"]),
+        ({"min_batch_size": 64, "max_batch_size": 32}, ["max_batch_size=32", "at least min_batch_size=64"]),
+        ({"batch_size": 128, "max_batch_size": 64}, ["batch_size=128", "1 to 64"]),
+        ({"batch_size": 100, "quantum": 32}, ["batch_size=100", "steps of 32"]),
+        ({"max_batch_size": [8, 8]}, ["max_batch_size=[8, 8]", "a list of 1"]),
+        ({"interval": 0}, ["interval=0"]),
+        ({"lr_rule": "cubic"}, ["lr_rule", "adascale", "cubic"]),
+        ({"policy": object()}, ["decide, state_dict, load_state_dict"]),
+    ],
+)
+def test_bad_arguments_name_value_range_and_fix(arguments: dict[str, Any], names: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        dynamix.Controller(**{"policy": "static", **arguments})
+    for name in names:
+        assert name in str(caught.value)
+
+
+def test_corrupted_policy_file(tmp_path: Path) -> None:
+    path = tmp_path / "broken.safetensors"
+    path.write_bytes(b"not a policy")
+    with pytest.raises(PolicyFileError):
+        dynamix.Controller(str(path))
+
+
+def test_batch_above_the_data_set() -> None:
+    controller = dynamix.Controller("static", batch_size=300)
+    with pytest.raises(ConfigError, match="240"):
+        controller.batch_sampler(_data())
+
+
+def test_calls_out_of_order_say_what_to_do() -> None:
+    controller = dynamix.Controller("static", batch_size=8)
+    with pytest.raises(UsageError, match="batch_sampler"):
+        controller.step()
+    controller.batch_sampler(_data())
+    with pytest.raises(UsageError, match="one Controller per loop"):
+        controller.batch_sampler(_data())
+
+
+def _loop(controller: dynamix.Controller, source: Any, model: nn.Module, optimizer: Any, epochs: int = 1) -> list[int]:
+    seen = []
+    for _ in range(epochs):
+        for x, y in source:
+            logits = model(x)
+            loss = F.cross_entropy(logits, y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            controller.step(loss=loss, logits=logits, target=y)
+            seen.append(len(x))
+    controller.close()
+    return seen
+
+
+def test_single_process_adapts_the_batch_and_leaves_the_learning_rate(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    net = nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    events = tmp_path / "events.jsonl"
+    controller = dynamix.Controller(Script([[32], [16], [64]]), batch_size=8, interval=4, lr_rule="sqrt", events=events)
+    sampler = controller.batch_sampler(_data())
+    seen = _loop(controller, DataLoader(_data(), batch_sampler=sampler), controller.wrap(net, optimizer), optimizer, 3)
+    assert set(seen) >= {8, 16, 32, 64}
+    assert sum(seen) == 3 * 240 == controller.samples_seen
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    windows = [dynamix.Window.from_dict(event["window"]) for event in read_events(events)]
+    assert all(w.compute[0] > 0 and w.steps == 4 for w in windows)
+    assert any(w.noise > 0 for w in windows), "one worker measures the noise scale from consecutive gradients"
+
+
+def test_default_policy_runs_in_a_single_process() -> None:
+    net = nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    controller = dynamix.Controller(batch_size=8, interval=2)
+    sampler = controller.batch_sampler(_data())
+    seen = _loop(controller, DataLoader(_data(), batch_sampler=sampler), controller.wrap(net, optimizer), optimizer, 2)
+    assert sum(seen) == 480
+
+
+def test_schedule_by_samples_never_runs_past_its_end() -> None:
+    net = nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    controller = dynamix.Controller(Script([[32], [8]]), batch_size=8, interval=2)
+    sampler = controller.batch_sampler(_data())
+    model = controller.wrap(net, optimizer)
+    one_cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=20)
+    schedule = controller.scheduler(one_cycle, nominal_batch_size=24)
+    _loop(controller, DataLoader(_data(), batch_sampler=sampler), model, optimizer, 3)
+    assert schedule.samples == 720
+    assert one_cycle.last_epoch == 19
+
+
+class Count(IterableDataset[Any]):
+    def __init__(self, start: int, stop: int) -> None:
+        self.range = range(start, stop)
+
+    def __iter__(self) -> Any:
+        return ((torch.full((6,), float(i)), torch.tensor(i % 3)) for i in self.range)
+
+
+def _stream(rank: int, sharded: bool) -> dict[str, Any]:
+    spans = [(0, 50), (50, 81), (81, 200)]
+    data = Count(*spans[rank]) if sharded else Count(0, 200)
+    torch.manual_seed(0)
+    net = nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-6)
+    controller = dynamix.Controller(Script([[2, 9, 4], [5, 3, 3]]), batch_size=4, max_batch_size=16, interval=2)
+    stream = controller.stream(data, sharded=sharded)
+    model = controller.wrap(DDP(net), optimizer)
+    seen, steps = [], 0
+    for x, y in stream:
+        mine = int(stream.plan().counts[rank])
+        seen += x[:mine, 0].int().tolist() if mine else []
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        controller.step()
+        steps += 1
+    controller.close()
+    return {"seen": seen, "steps": steps, "weights": net.weight.detach().clone()}
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize("sharded", [False, True])
+def test_streams_deal_every_sample_once_in_equal_steps(sharded: bool) -> None:
+    results = run_ranks(_stream, 3, sharded)
+    assert sorted(i for r in results for i in r["seen"]) == list(range(200))
+    assert len({r["steps"] for r in results}) == 1
+    assert all(torch.equal(r["weights"], results[0]["weights"]) for r in results)
+
+
+def _batch_norm(rank: int, mode: str) -> list[float]:
+    """How far the buffers that a forward starts from are from the union batch's mean, step by step."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.BatchNorm1d(6, momentum=1.0, affine=False), nn.Linear(6, 3))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    controller = dynamix.Controller(Script([[2, 14]]), batch_size=8, interval=2)
+    sampler = controller.batch_sampler(_data())
+    model = controller.wrap(DDP(net), optimizer, batchnorm=mode)
+    before, errors = [], []
+    net[0].register_forward_pre_hook(lambda module, args: before.append(module.running_mean.clone()))
+    union = None
+    order = torch.randperm(240, generator=torch.Generator().manual_seed(0))
+    for x, y in DataLoader(_data(), batch_sampler=sampler):
+        plan = sampler.plan()
+        F.cross_entropy(model(x), y).backward()
+        if union is not None:  # momentum 1: each rank's running mean was its own last batch's
+            errors.append(float((before[-1] - union).abs().max()))
+        union = _data().tensors[0][order[plan.start : plan.start + int(plan.counts.sum())]].mean(0)
+        optimizer.step()
+        optimizer.zero_grad()
+        controller.step()
+    controller.close()
+    return errors
+
+
+@pytest.mark.multiproc
+def test_weighted_batch_norm_buffers_are_the_union_batchs() -> None:
+    for errors in run_ranks(_batch_norm, 2, "weighted"):
+        assert max(errors) < 1e-6
+    for errors in run_ranks(_batch_norm, 2, "rank0"):
+        assert max(errors) > 0.1, "rank 0's own statistics should differ, or this test shows nothing"
+
+
+def _averaging(rank: int) -> float:
+    """Model averaging every H steps: no DDP, so no gradient crosses ranks."""
+    torch.manual_seed(0)
+    net = nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    x, y = _data().tensors
+    since = 0
+    for step in range(12):
+        n = [3, 9][rank]
+        start = (step * 12 + 3 * rank) % 200
+        F.cross_entropy(net(x[start : start + n]), y[start : start + n]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        since += n
+        if step % 4 == 3:
+            dynamix.weighted_average(net, since)
+            since = 0
+    return float(net.weight.detach().sum())
+
+
+@pytest.mark.multiproc
+def test_model_averaging_leaves_every_rank_with_the_same_model() -> None:
+    first, second = run_ranks(_averaging, 2)
+    assert first == second
+
+
+def _contiguous(rank: int) -> dict[str, Any]:
+    torch.manual_seed(0)
+    net = nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    controller = dynamix.Controller("dbs", batch_size=8, max_batch_size=32)
+    sampler = controller.batch_sampler(range(240), shuffle=False, partition="contiguous")
+    x, y = _data().tensors
+    model = controller.wrap(DDP(net), optimizer)
+    regions = []
+    for epoch in range(4):
+        sampler.set_epoch(epoch)
+        mine: list[int] = []
+        for batch in sampler:
+            mine += batch if sampler.plan().counts[rank] else []
+            F.cross_entropy(model(x[batch]), y[batch]).backward()
+            if rank == 1:
+                time.sleep(0.01)  # far slower, whatever else the machine does
+            optimizer.step()
+            optimizer.zero_grad()
+            controller.step()
+        regions.append((min(mine), max(mine), len(mine)))
+    controller.close()
+    return {"regions": regions, "sizes": controller.batch_sizes.tolist()}
+
+
+@pytest.mark.multiproc
+def test_contiguous_partition_recuts_regions_each_epoch_by_share() -> None:
+    first, second = run_ranks(_contiguous, 2)
+    assert first["sizes"] == second["sizes"]
+    for (low, high, count), (low2, high2, count2) in zip(first["regions"], second["regions"], strict=True):
+        assert (low, high2) == (0, 239)
+        assert high + 1 == low2
+        assert (count, count2) == (high + 1, 240 - low2)
+    assert first["regions"][0][2] == 120
+    assert max(count for _, _, count in first["regions"]) > 150, "the slow worker's region never shrank"
+
+
+def test_public_names() -> None:
+    assert sorted(dynamix.__all__) == dynamix.__all__ or set(dynamix.__all__) <= set(dir(dynamix))
+    assert set(dynamix.__all__) == {
+        *("Bounds", "ConfigError", "Controller", "DynamixError", "EmulationError", "MemoryLimitError"),
+        *(
+            "Policy",
+            "PolicyFileError",
+            "ScenarioError",
+            "StateError",
+            "UsageError",
+            "Window",
+            "WorkerLostError",
+            "__version__",
+            "features",
+        ),
+        *("policy_names", "project", "weighted", "weighted_average"),
+    }
+    assert issubclass(ConfigError, DynamixError)
+
+
+def _after_a_decision(policy: Any) -> dict[str, Any]:
+    net = nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    controller = dynamix.Controller(policy, batch_size=8, interval=2)
+    sampler = controller.batch_sampler(_data())
+    controller.wrap(net, optimizer)
+    for x, y in DataLoader(_data(), batch_sampler=sampler):
+        F.cross_entropy(net(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        controller.step()
+    return controller.state_dict()
+
+
+@pytest.mark.parametrize("workers_before", [1, 2])
+def test_a_state_is_loaded_before_anything_else_is_made(workers_before: int) -> None:
+    state = _after_a_decision(Script([[12], *[[10]] * 50]))
+    assert state["allocations"]["steps"][0] > 0
+    if workers_before == 2:
+        state["world_size"] = 2
+        state["allocations"]["sizes"] = [[*sizes, *sizes] for sizes in state["allocations"]["sizes"]]
+    net = nn.Linear(6, 3)
+    controller = dynamix.Controller(Script([]), batch_size=8, interval=2)
+    controller.load_state_dict(state)
+    assert controller.batch_sizes.tolist() == [10 * workers_before]
+    controller.wrap(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    assert len(next(iter(controller.batch_sampler(_data())))) == 10 * workers_before

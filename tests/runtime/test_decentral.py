@@ -1,0 +1,243 @@
+"""Ranks that each decide for themselves: same sizes at the same step everywhere, every sample once, no store needed to go on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections import Counter
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import HashStore, TCPStore
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, Dataset
+
+import dynamix
+from dynamix.errors import ConfigError
+from dynamix.events.records import read_events
+from dynamix.policies.guard import Guard
+from dynamix.policies.stigmergic.field import Decay, MemoryField
+from dynamix.policies.stigmergic.policy import StigmergicPolicy
+from dynamix.policies.stigmergic.traces import LEAST_OF_FEW, PRESENT, TRACES
+from dynamix.runtime import decentral
+from dynamix.runtime.decentral import PeerChannel, open_channel, own_window
+from dynamix.runtime.decision import Closing, Decider
+from dynamix.runtime.observation import ROW
+from dynamix.runtime.trace_store import StoreField
+from dynamix.window import Bounds, Window
+from tests.ranks import Ok, run_ranks
+from tests.runtime.test_resume import _assert_every_sample_once, _run
+
+SAMPLES = 1200
+
+
+class Indexed(Dataset[tuple[int, Tensor, Tensor]]):
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, i: int) -> tuple[int, Tensor, Tensor]:
+        return i, torch.full((4,), float(i % 7)), torch.tensor(i % 3)
+
+
+def _train(rank: int, options: dict[str, Any], *, at: Any = None) -> dict[str, Any]:
+    """One epoch; rank r's samples take r + 1 times as long as rank 0's."""
+    torch.manual_seed(0)
+    controller = dynamix.Controller("stigmergic", batch_size=8, max_batch_size=16, interval=2, **options)
+    sampler = controller.batch_sampler(Indexed(), seed=3)
+    net = nn.Linear(4, 3)
+    model = controller.wrap(DDP(net), optimizer := torch.optim.SGD(net.parameters(), lr=0.1))
+    seen, plans = [], []
+    for index, x, y in DataLoader(Indexed(), batch_sampler=sampler):
+        plan = sampler.plan()
+        plans.append((plan.index, tuple(int(c) for c in plan.counts)))
+        seen += index.tolist() if plan.counts[rank] else []
+        loss = F.cross_entropy(model(x), y)
+        time.sleep(0.0005 * (rank + 1) * len(x))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        controller.step(loss=loss)
+        if at is not None:
+            at(controller, len(plans))
+    controller.close()
+    assert isinstance(controller._coordinator.channel, PeerChannel) or "replay" in options
+    return {
+        "seen": seen, "plans": plans, "sizes": controller.batch_sizes.tolist(), "weights": net.weight.detach().clone(),
+        "waited_s": controller._coordinator.channel.waited_s,
+    }  # fmt: skip
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize("workers", [2, 3])
+def test_all_ranks_apply_the_same_sizes_at_the_same_step_and_use_every_sample_once(
+    workers: int, tmp_path: Path
+) -> None:
+    events = str(tmp_path / "events.jsonl")
+    rule = "adascale" if workers == 3 else "none"
+    results = run_ranks(_train, workers, {"events": events, "lr_rule": rule})
+    assert all(r["plans"] == results[0]["plans"] for r in results)
+    assert Counter(i for r in results for i in r["seen"]) == Counter(range(SAMPLES))
+    assert len({counts for _, counts in results[0]["plans"]}) > 2, "sizes hardly ever changed"
+    assert all(torch.equal(r["weights"], results[0]["weights"]) for r in results)  # one learning rate everywhere
+    lines = read_events(events)
+    assert [line["window_index"] for line in lines] == list(range(len(lines)))
+    assert (lines[-1]["noise"] is not None) == (rule == "adascale")
+    assert lines[-1]["window"]["compute"][0] > 0
+    assert lines[-1]["window"]["compute"][1] is None  # rank 0 writes what it saw itself
+    if workers == 2:
+        again = run_ranks(_train, workers, {"replay": events})
+        assert again[0]["plans"] == again[1]["plans"] == results[0]["plans"]
+
+
+class _SlowStore(HashStore):
+    """Every addition takes a while, as over a network."""
+
+    def add(self, key: str, amount: int) -> int:
+        time.sleep(2e-4)
+        return int(super().add(key, amount))
+
+
+def test_who_sees_that_a_worker_left_its_traces_sees_all_of_them() -> None:
+    channel = object.__new__(PeerChannel)
+    channel.field = field = StoreField(_SlowStore(), len(TRACES), Decay(alpha=0.5, beta=1.0, start=0.0), patience_s=5)
+    reader = StoreField(field._store, len(TRACES), field.decay, patience_s=5)
+    traces = np.ones((1, len(TRACES)))
+    for step in range(12):
+        channel._leave(traces, step)
+        seen = np.zeros(len(TRACES))
+        while seen[PRESENT] < float(field.decay.kept(np.arange(step + 1)).sum()) - 0.5:
+            seen = reader.read(np.arange(len(TRACES)), step=step)
+        np.testing.assert_allclose(seen, seen[PRESENT], rtol=1e-3)
+    field.close()
+    reader.close()
+
+
+def _slow_to_leave_traces(rank: int) -> dict[str, Any]:
+    told, choose, observe = [], StigmergicPolicy.choose, StigmergicPolicy.observe
+
+    def watched(self: Any, own: Any, sense: Any, smelt: Any, new: Any, bounds: Any, *, old: bool = False) -> Any:
+        told.append((float(new[0, PRESENT]), old))
+        return choose(self, own, sense, smelt, new, bounds, old=old)
+
+    def slowly(self: Any, own: Any) -> Any:
+        time.sleep(0.012 if rank == 1 else 0.0)
+        return observe(self, own)
+
+    StigmergicPolicy.choose, StigmergicPolicy.observe = watched, slowly  # type: ignore[method-assign]
+    return {**_train(rank, {}), "told": told}
+
+
+@pytest.mark.multiproc
+def test_a_rank_that_is_slow_to_leave_its_traces_is_waited_for_or_the_window_before_counts() -> None:
+    results = run_ranks(_slow_to_leave_traces, 2)
+    assert Counter(i for r in results for i in r["seen"]) == Counter(range(SAMPLES))
+    assert results[0]["plans"] == results[1]["plans"]
+    told = [present for present, _ in results[0]["told"] if np.isfinite(present)]
+    assert len(told) > 3
+    assert min(told) > 1.5  # never half of them
+
+
+def _store_dies(rank: int, pid: int, port: int, how: int) -> dict[str, Any]:
+    store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=30))
+    decentral.job_store = lambda: store
+    killed_at = 10
+
+    def at(controller: dynamix.Controller, steps: int) -> None:
+        if rank == 0 and steps == killed_at:
+            os.kill(pid, how)
+
+    return _train(rank, {}, at=at)
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["dead", "hung"])
+def test_a_dead_store_means_that_sizes_stay_and_training_goes_on(store_server: tuple[int, int], how: int) -> None:
+    results = run_ranks(_store_dies, 2, *store_server, how)
+    assert all(r["plans"] == results[0]["plans"] for r in results)
+    assert Counter(i for r in results for i in r["seen"]) == Counter(range(SAMPLES))
+    later = [counts for index, counts in results[0]["plans"] if index >= 18][:-2]  # but for the end of the epoch
+    assert len(set(later)) == 1, "sizes changed without a store"
+    assert max(r["waited_s"] for r in results) < 10
+
+
+def test_a_guard_which_needs_all_workers_times_is_refused() -> None:
+    guarded = Guard(StigmergicPolicy())
+    decider = Decider(guarded, Bounds.of(2), base_batch=2, accumulate=1, slack=1, replay=None, events=None)
+    group: Any = object()  # never used
+    with pytest.raises(ConfigError, match="guard=True"):
+        open_channel(group, 2, decider, lr_rule="none")
+
+
+def _fails_on_rank_1(rank: int) -> dict[str, Any]:
+    if rank == 1:
+        StigmergicPolicy.choose = lambda *_, **__: 1 / 0  # type: ignore[assignment, method-assign]
+    return _train(rank, {})
+
+
+@pytest.mark.multiproc
+def test_a_rule_that_fails_on_one_rank_ends_all_with_its_error() -> None:
+    outcomes = run_ranks(_fails_on_rank_1, 2, expect_failure=True)
+    assert not any(isinstance(o, Ok) for o in outcomes)
+    assert "failed on rank 1" in outcomes[0]
+    assert "ZeroDivisionError" in outcomes[1]
+
+
+@pytest.mark.multiproc
+def test_a_checkpoint_goes_on_with_every_sample_once(tmp_path: Path) -> None:
+    _run(2, tmp_path, policy="stigmergic", save_at=9, stop_at=9)
+    first = [eval((tmp_path / f"seen{rank}").read_text()) for rank in range(2)]
+    after = _run(2, tmp_path, policy="stigmergic", resume=True)
+    _assert_every_sample_once(first + [r["seen"] for r in after], 2)
+    assert np.array_equal(after[0]["sizes"], after[1]["sizes"])
+
+
+def _row(window: Window, worker: int, steps: int) -> Any:
+    """What a rank's recorder would have written of this window."""
+    weight = float(window.batch_size[worker] / window.batch_size.sum())
+    known = {"issued": 0.0, "count": float(window.batch_size[worker]), "weight": weight, "measured_in": 1.0}
+    known |= {"global_norm_sq": float(window.global_norm_sq)}
+    fields = ("compute", "compute_std", "data", "gradient_norm_sq")
+    known |= {name: float(getattr(window, name)[worker]) for name in fields}
+    comm = float(window.wait[worker] + window.communication[worker])
+    waited = max(float(window.wait[worker]) - LEAST_OF_FEW * known["compute_std"], 0.0)
+    least = waited + float(window.communication[worker])  # in one step; the mean stays
+    rest = (steps * comm - least) / (steps - 1)
+    return np.array([known.get(name, np.nan) for name in ROW] + [least] + [rest] * (steps - 1))
+
+
+def test_ranks_that_decide_alone_come_to_what_the_simulator_does() -> None:
+    workers, steps, bounds = 5, 4, Bounds.of(5, 1, 256)
+    rng = np.random.default_rng(2)
+    together, ranks = StigmergicPolicy(), [StigmergicPolicy() for _ in range(workers)]
+    field, cells = MemoryField(len(TRACES), together.decay), np.arange(len(TRACES))
+    decider = Decider(together, bounds, base_batch=32 * workers, accumulate=1, slack=1, replay=None, events=None)
+    sizes, before = np.full(workers, 32), np.zeros((1, len(TRACES)))
+    for index in range(8):
+        compute = sizes * np.exp(0.2 * rng.normal(size=workers)) * np.linspace(1e-3, 4e-3, workers)
+        window = Window.of(
+            sizes, compute=compute, compute_std=0.1 * compute, data=0.001, wait=compute.max() - compute, communication=0.01,
+            gradient_norm_sq=2.0 + 300.0 / sizes, global_norm_sq=2.0 + 300.0 / sizes.sum(), steps=steps, base_batch=32 * workers,
+        )  # fmt: skip
+        closing = Closing(index, sizes, 0, 0, 1.0, 0, 0)
+        owns = [own_window(_row(window, i, steps), closing, rank=i, decider=decider) for i in range(workers)]
+        taken = [rank.observe(own) for rank, own in zip(ranks, owns, strict=True)]
+        for _, left in taken:
+            field.deposit(cells, left[0], step=index)
+        smelt = field.read(cells, step=index)[None]
+        new, before = smelt - together.decay.kept(1) * before, smelt
+        alone = [Bounds.of(1, 1, 256) for _ in ranks]
+        chosen = np.array([
+            rank.choose(own, sense, smelt, new, bound)[0]
+            for rank, own, (sense, _), bound in zip(ranks, owns, taken, alone, strict=True)
+        ])  # fmt: skip
+        for i, own in enumerate(owns):
+            field.deposit(cells, ranks[i].moved(own.size, own.load, chosen[i : i + 1])[0], step=index)
+        assert together.decide(window, bounds).tolist() == chosen.tolist()
+        sizes = chosen

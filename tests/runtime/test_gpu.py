@@ -1,0 +1,150 @@
+"""The same controller on a GPU: NCCL, CUDA events, the real SyncBatchNorm, and no synchronisation in `step()`."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, TensorDataset
+
+import dynamix
+from tests.ranks import run_ranks
+from tests.union import Script, larger
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine"),
+]
+N = 512
+
+
+def _data(width: int = 32) -> TensorDataset:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(N, width, generator=generator)
+    return TensorDataset(x, (x.sum(1) > 0).long())
+
+
+def test_nccl_step_never_synchronises_and_times_are_measured(tmp_path: Any) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29533")
+    dist.init_process_group("nccl", rank=0, world_size=1, device_id=torch.device("cuda", 0))
+    try:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(32, 2048), nn.ReLU(), nn.Linear(2048, 2048), nn.ReLU(), nn.Linear(2048, 2)).cuda()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+        scaler = torch.amp.GradScaler("cuda", init_scale=1024.0)
+        events = tmp_path / "events.jsonl"
+        policy = Script([[64], [16], [48]])
+        controller = dynamix.Controller(policy, batch_size=32, interval=4, lr_rule="adascale", events=events)
+        sampler = controller.batch_sampler(_data())
+        loader = DataLoader(_data(), batch_sampler=sampler, num_workers=1, pin_memory=True)
+        model = controller.wrap(DDP(net), optimizer, scaler=scaler)
+        for epoch in range(6):
+            sampler.set_epoch(epoch)
+            for host_x, host_y in loader:
+                x, y = host_x.cuda(non_blocking=True), host_y.cuda(non_blocking=True)
+                with torch.autocast("cuda", dtype=torch.float16):
+                    logits = model(x)
+                    loss = F.cross_entropy(logits, y)
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+                torch.cuda.set_sync_debug_mode("error")
+                try:
+                    controller.step(loss=loss, logits=logits, target=y)
+                finally:
+                    torch.cuda.set_sync_debug_mode("default")
+        controller.close()
+        from dynamix.events.records import read_events
+
+        windows = [dynamix.Window.from_dict(event["window"]) for event in read_events(events)]
+        assert len(windows) > 5
+        last = windows[-1]
+        assert 0 < last.compute[0] < 1
+        assert 0 <= last.communication[0] < last.compute[0]
+        assert 0 <= last.accuracy[0] <= 1
+        assert last.noise > 0, "norms must carry no loss scale and have arrived without a synchronisation"
+        assert 0 < last.device[0] <= 1 or torch.isnan(torch.tensor(last.device[0]))
+    finally:
+        dist.destroy_process_group()
+
+
+def _union_on_gpu(rank: int, hook_name: str | None) -> float:
+    from tests.union import hook_of
+
+    torch.manual_seed(0)
+    data = _data()
+    net = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 2)).cuda()
+    controller = dynamix.Controller(Script([[2, 14], [9, 5]]), batch_size=8, max_batch_size=64, interval=3)
+    sampler = controller.batch_sampler(data)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    hook, state = hook_of(hook_name)
+    model = controller.wrap(DDP(net, bucket_cap_mb=1e-3), optimizer, hook=hook, hook_state=state)
+    worst = 0.0
+    order = torch.randperm(N, generator=torch.Generator().manual_seed(0))
+    for x, y in DataLoader(data, batch_sampler=sampler):
+        plan = sampler.plan()
+        loss = F.cross_entropy(model(x.cuda()), y.cuda())
+        loss.backward()
+        index = order[plan.start : plan.start + int(plan.counts.sum())]
+        ux, uy = (t[index].cuda() for t in data.tensors)
+        want = torch.autograd.grad(F.cross_entropy(net(ux), uy), list(net.parameters()))
+        for parameter, true in zip(net.parameters(), want, strict=True):
+            worst = larger(worst, float((parameter.grad - true).norm() / true.norm()))
+        optimizer.step()
+        optimizer.zero_grad()
+        controller.step(loss=loss)
+    controller.close()
+    return worst
+
+
+@pytest.mark.parametrize(("hook", "tolerance"), [(None, 1e-5), ("fp16_compress", 1e-2)])
+def test_two_ranks_on_one_gpu_equal_the_one_big_batch(hook: str | None, tolerance: float) -> None:
+    assert max(run_ranks(_union_on_gpu, 2, hook, timeout_s=100)) < tolerance
+
+
+def _sync_batch_norm(rank: int) -> float:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(32, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 2)).cuda().double()
+    torch.manual_seed(0)
+    whole = nn.Sequential(nn.Linear(32, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 2)).cuda().double()
+    net = nn.SyncBatchNorm.convert_sync_batchnorm(net)
+    data = _data()
+    controller = dynamix.Controller(Script([[2, 14], [9, 5]]), batch_size=8, max_batch_size=64, interval=3)
+    sampler = controller.batch_sampler(data)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    other = torch.optim.SGD(whole.parameters(), lr=0.05)
+    model = controller.wrap(DDP(net), optimizer, weighting="loss")
+    worst = 0.0
+    order = torch.randperm(N, generator=torch.Generator().manual_seed(0))
+    for x, y in DataLoader(data, batch_sampler=sampler):
+        plan = sampler.plan()
+        loss = F.cross_entropy(model(x.cuda().double()), y.cuda())
+        controller.weight(loss).backward()
+        index = order[plan.start : plan.start + int(plan.counts.sum())]
+        ux, uy = (t[index].cuda() for t in data.tensors)
+        other.zero_grad()
+        F.cross_entropy(whole(ux.double()), uy).backward()
+        for got, want in zip(net.parameters(), whole.parameters(), strict=True):
+            worst = larger(worst, float((_grad(got) - _grad(want)).abs().max()))
+        for stepping in (optimizer, other):
+            stepping.step()
+        optimizer.zero_grad()
+        controller.step(loss=loss)
+    controller.close()
+    return worst
+
+
+def _grad(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
+def test_real_sync_batch_norm_on_the_loss_side() -> None:
+    assert max(run_ranks(_sync_batch_norm, 2, timeout_s=100)) < 1e-8

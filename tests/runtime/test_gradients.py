@@ -1,0 +1,171 @@
+"""Noise scale, model averaging, DBS's convergence claim, the public `weighted` hook."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import dynamix
+from dynamix.errors import ConfigError, UsageError
+from dynamix.runtime.noise import ConsecutiveNoise, NoiseScale
+from tests.ranks import run_ranks
+
+DIMENSION, SIGNAL = 400, 0.3  # |G|^2 and tr(Sigma) of the quadratic's gradient noise are known
+TRACE = 2.0 * DIMENSION
+
+
+def _measurements(sizes: np.ndarray, repeats: int, seed: int) -> np.ndarray:
+    """(repeats, 2): estimates (S, G2) from Gaussian gradients with known mean and covariance."""
+    random = np.random.default_rng(seed)
+    mean = np.full(DIMENSION, np.sqrt(SIGNAL / DIMENSION))
+    found = []
+    for _ in range(repeats):
+        g = mean + random.standard_normal((len(sizes), DIMENSION)) * np.sqrt(2.0 / sizes)[:, None]
+        whole = (sizes[:, None] * g).sum(0) / sizes.sum()
+        found.append(NoiseScale.estimate((g**2).sum(1), float((whole**2).sum()), sizes.astype(float)))
+    return np.array(found)
+
+
+@pytest.mark.parametrize("sizes", [[8, 8], [3, 40], [5, 9, 1, 30], [64] * 8])
+def test_noise_scale_is_unbiased_for_any_split(sizes: list[int]) -> None:
+    found = _measurements(np.array(sizes), 3000, seed=1)
+    error = found.std(0) / np.sqrt(len(found))
+    assert np.all(np.abs(found.mean(0) - [TRACE, SIGNAL]) < 4 * error)
+
+
+def _cannikin(sizes: np.ndarray, local_sq: np.ndarray, global_sq: float) -> tuple[float, float]:
+    """Inverse-covariance weighting of per-worker estimates (arXiv 2402.05302)."""
+    b, total = sizes.astype(float), float(sizes.sum())
+    g2 = (total * global_sq - b * local_sq) / (total - b)
+    s = (local_sq - global_sq) / (1 / b - 1 / total)
+    i, j = np.meshgrid(b, b, indexing="ij")
+    a_g = (total**2 - i**2 - j**2) / (total * (total - i) * (total - j))
+    np.fill_diagonal(a_g, (total + 2 * b) / (total**2 - total * b))
+    a_s = i * j * (total - i - j) / ((total - i) * (total - j))
+    np.fill_diagonal(a_s, total * b / (total - b))
+    weights = [np.linalg.pinv(a) @ np.ones(len(b)) for a in (a_s, a_g)]
+    return float(weights[0] @ s / weights[0].sum()), float(weights[1] @ g2 / weights[1].sum())
+
+
+def test_pooled_estimate_varies_no_more_than_cannikins() -> None:
+    sizes, random = np.array([4, 9, 30, 64]), np.random.default_rng(5)
+    pooled, other = [], []
+    for _ in range(2000):
+        g = 0.05 + random.standard_normal((4, DIMENSION)) * np.sqrt(2.0 / sizes)[:, None]
+        local, whole = (g**2).sum(1), float((((sizes[:, None] * g).sum(0) / sizes.sum()) ** 2).sum())
+        pooled.append(NoiseScale.estimate(local, whole, sizes.astype(float)))
+        other.append(_cannikin(sizes, local, whole))
+    assert np.all(np.std(pooled, axis=0) < 1.02 * np.std(other, axis=0))
+
+
+@given(st.lists(st.integers(0, 64), min_size=1, max_size=6))
+@settings(max_examples=50, deadline=None)
+def test_noise_scale_needs_two_active_workers(sizes: list[int]) -> None:
+    noise, signal = NoiseScale.estimate(np.ones(len(sizes)), 0.5, np.array(sizes, dtype=float))
+    active = sum(1 for size in sizes if size)
+    assert np.isnan(noise) == (active < 2)
+    assert np.isnan(signal) == (active < 2)
+
+
+def test_single_worker_noise_from_consecutive_gradients() -> None:
+    random, pairs, found = np.random.default_rng(2), ConsecutiveNoise(), []
+    mean = np.full(DIMENSION, np.sqrt(SIGNAL / DIMENSION))
+    for _ in range(3000):
+        g = torch.from_numpy(mean + random.standard_normal(DIMENSION) * np.sqrt(2.0 / 16))
+        pair = pairs.observe([g], 16.0)
+        if pair is not None:
+            found.append([float(v) for v in pair])
+    error = np.std(found, axis=0) / np.sqrt(len(found))
+    assert len(found) == 1500
+    assert np.all(np.abs(np.mean(found, axis=0) - [TRACE, SIGNAL]) < 4 * error)
+
+
+def _quadratic(rank: int, shares: str) -> list[float]:
+    """Weighted SGD on a strongly convex quadratic, curvature 1 to 10, with bounded shares chosen against it."""
+    generator = torch.Generator().manual_seed(rank)
+    curvature = torch.linspace(1, 10, 20)
+    net = nn.Linear(20, 1, bias=False)
+    nn.init.constant_(net.weight, 3.0)
+    n = [16, 16, 16, 16]
+    model = DDP(net)
+    model.register_comm_hook(None, dynamix.weighted(allreduce_hook, count=lambda: (n[rank], sum(n))))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.02)
+    distances = []
+    for step in range(300):
+        if shares == "adversarial":  # the largest share to another worker every step, bounds 2 to 58
+            n[:] = [2, 2, 2, 2]
+            n[(step * 7) % 4] = 58
+        noise = torch.randn(n[rank], 20, generator=generator)
+        loss = (0.5 * curvature * net.weight**2).sum() + (noise.mean(0) * net.weight).sum()
+        value = model(torch.zeros(1, 20)).sum() * 0 + loss
+        value.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        distances.append(float(net.weight.detach().square().sum()))
+    dist.barrier()
+    return distances
+
+
+@pytest.mark.multiproc
+def test_dbs_converges_at_the_rate_of_synchronous_sgd() -> None:
+    equal = run_ranks(_quadratic, 4, "equal")[0]
+    adversarial = run_ranks(_quadratic, 4, "adversarial")[0]
+    rate = [np.log(d[0] / d[40]) for d in (equal, adversarial)]
+    assert rate[1] > 0.95 * rate[0]
+    assert np.mean(adversarial[200:]) < 1.3 * np.mean(equal[200:])
+
+
+def _average(rank: int) -> dict[str, Any]:
+    torch.manual_seed(0)
+    x = torch.randn(60, 4)
+    net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3, affine=False))
+    whole = nn.Linear(4, 3)
+    whole.load_state_dict(net[0].state_dict())
+    counts = [40, 0, 20]
+    mine = x[sum(counts[:rank]) : sum(counts[: rank + 1])]
+    with torch.no_grad():
+        net[1].running_mean.fill_(float(rank))
+    if counts[rank]:
+        net[0](mine).square().mean().backward()
+        with torch.no_grad():
+            net[0].weight -= 0.1 * net[0].weight.grad
+    else:
+        with torch.no_grad():
+            net[0].weight.fill_(float("nan"))  # whatever an idle worker holds must not matter
+    dynamix.weighted_average(net, counts[rank])
+    whole(x).square().mean().backward()
+    want = whole.weight.detach() - 0.1 * whole.weight.grad
+    return {"error": float((net[0].weight - want).abs().max()), "mean": float(net[1].running_mean[0])}
+
+
+@pytest.mark.multiproc
+def test_weighted_average_every_step_equals_the_weighted_gradient() -> None:
+    for result in run_ranks(_average, 3):
+        assert result["error"] < 1e-6
+        assert result["mean"] == pytest.approx((0 * 40 + 2 * 20) / 60)
+
+
+def _refused(rank: int) -> list[str]:
+    messages = []
+    for count, error in ((-1, ConfigError), (0, UsageError)):
+        try:
+            dynamix.weighted_average(nn.Linear(2, 2), count)
+        except error as caught:
+            messages.append(str(caught))
+    return messages
+
+
+@pytest.mark.multiproc
+def test_weighted_average_refuses_negative_and_empty() -> None:
+    for messages in run_ranks(_refused, 2):
+        assert "count=-1" in messages[0]
+        assert "no worker has trained on a sample" in messages[1]

@@ -1,0 +1,75 @@
+"""The guard in a live job: on by default for learned policies, in the events, in checkpoints."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import dynamix
+from dynamix.errors import ConfigError
+from dynamix.events.records import read_events
+from dynamix.policies.guard import Guard
+from tests.union import Script
+
+
+class Broken(Script):
+    """Answers twice, then raises."""
+
+    def decide(self, window: Any, bounds: Any) -> Any:
+        if self.asked >= 2:
+            raise ZeroDivisionError("on purpose")
+        return super().decide(window, bounds)
+
+
+def _train(policy: Any, events: Path | None, *, epochs: int = 3, **options: Any) -> dynamix.Controller:
+    data = TensorDataset(torch.randn(240, 6), torch.randint(0, 3, (240,)))
+    net = nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    controller = dynamix.Controller(policy, batch_size=8, interval=4, events=events, **options)
+    loader = DataLoader(data, batch_sampler=controller.batch_sampler(data))
+    controller.wrap(net, optimizer)
+    for _ in range(epochs):
+        for x, y in loader:
+            F.cross_entropy(net(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            controller.step()
+    controller.close()
+    return controller
+
+
+@pytest.mark.filterwarnings("ignore:the policy failed:RuntimeWarning")
+def test_a_policy_that_breaks_does_not_end_a_watched_job(tmp_path: Path) -> None:
+    controller = _train(Broken([[16], [12]]), tmp_path / "events.jsonl", guard=True)
+    assert controller.samples_seen == 720
+    events = read_events(tmp_path / "events.jsonl")
+    reports = [event["guard"] for event in events]
+    assert {"by", "reason", "rule_advantage", "lost", "rest_windows", "falls", "error"} <= set(reports[0])
+    assert "fault" not in {report["reason"] for report in reports[:2]}  # which else depends on real times
+    assert reports[2]["reason"] == "fault"
+    assert "on purpose" in reports[-1]["error"]
+    with pytest.raises(ZeroDivisionError, match="on purpose"):
+        _train(Broken([[16], [12]]), None)
+
+
+def test_learned_policies_are_watched_unless_it_is_turned_off(tmp_path: Path) -> None:
+    paths = [tmp_path / f"{i}.jsonl" for i in range(3)]
+    watched = _train("dynamix", paths[0], epochs=1)
+    _train("dynamix", paths[1], epochs=1, guard=False)
+    _train("lb_bsp", paths[2], epochs=1)
+    assert ["guard" in read_events(path)[0] for path in paths] == [True, False, False]
+    state = json.loads(json.dumps(watched.state_dict()["policy"]))
+    guard = Guard(Script([[8]]))
+    guard.policy = watched.policy
+    guard.load_state_dict(state)
+    assert np.array_equal(guard.answer, watched._coordinator.decider.policy.answer)  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match="guard='yes'"):
+        dynamix.Controller("dynamix", guard="yes")  # type: ignore[arg-type]

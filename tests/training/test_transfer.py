@@ -1,0 +1,108 @@
+"""Worlds, short trainings under one budget, transfer between worlds and ablations: small versions of the real commands."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from dynamix.errors import ConfigError
+from dynamix.policies.learned.policy import LearnedPolicy, ResidualNet
+from dynamix.simulator import ClusterEnv
+from dynamix.training.worlds import WORLDS, lr_rule_of, sample_world
+from dynamix.window import Bounds, Window
+from dynamix_lab.experiments.ablations import ablate, variants
+from dynamix_lab.experiments.ablations import markdown as ablation_table
+from dynamix_lab.experiments.short import QUICK, learn
+from dynamix_lab.experiments.transfer import PAIRS, Pair, markdown, run_transfer
+
+
+def test_worlds_differ_by_what_their_names_say() -> None:
+    deep, plain = sample_world("resnet50", 64, 4, 0), sample_world("resnet34", 64, 4, 0)
+    old, new = sample_world("vgg16-old", 64, 4, 0), sample_world("vgg16-new", 64, 4, 0)
+    assert np.median(deep.beta) > 1.2 * np.median(plain.beta)
+    assert np.median(new.beta) < 0.8 * np.median(old.beta)
+    assert (lr_rule_of("vgg16-adam"), lr_rule_of("vgg16"), lr_rule_of("pai-steady")) == ("none", "adascale", "adascale")
+    same, again = sample_world("vgg16", 3, 4, 5), sample_world("vgg16", 3, 4, 5)
+    np.testing.assert_array_equal(same.alpha, again.alpha)
+    with pytest.raises(ConfigError, match="vgg19"):
+        sample_world("vgg99", 1, 2, 0)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_every_world_can_be_lived_in(world: str) -> None:
+    env = ClusterEnv(sample_world(world, 2, 3, 1), seed=1, lr_rule=lr_rule_of(world))
+    window = env.reset()
+    for _ in range(3):
+        window = env.step(window.batch_size)
+    assert np.isfinite(env.progress).all()
+    assert (env.progress > 0).all()
+
+
+def test_every_pair_names_worlds_and_the_targets_workers_are_trained_for_it() -> None:
+    for pair in PAIRS.values():
+        assert {pair.source, pair.target} <= WORLDS.keys()
+    assert max(PAIRS["workers: to 256, used at 1,024"].learned_at) == 256
+
+
+def test_transfer_compares_source_and_target_on_the_targets_clusters_and_goes_on(tmp_path: Path) -> None:
+    pairs = {"depth": Pair("vgg16", "vgg19", (2,), (2,), (2,))}
+    result = run_transfer(tmp_path, pairs=pairs, budget=QUICK, clusters=3, windows=4)
+    for form in ("dynamix", "dynamix-paper"):
+        part = result["forms"][form]["depth"]
+        assert set(part["scores"]) == {"source", "target", "shipped", "goodput"}
+        assert part["regret"][1] <= part["regret"][0] <= part["regret"][2]
+        assert form in markdown(result)
+    written = {p.name: p.stat().st_mtime_ns for p in tmp_path.iterdir()}
+    assert run_transfer(tmp_path, pairs=pairs, budget=QUICK, clusters=3, windows=4) == result
+    assert written == {p.name: p.stat().st_mtime_ns for p in tmp_path.iterdir()}
+    with pytest.raises(ConfigError, match="another folder"):
+        run_transfer(tmp_path, pairs=pairs, budget=QUICK, clusters=3, windows=5)
+    with pytest.raises(ConfigError, match="this recipe"):
+        learn(
+            "dynamix", next(tmp_path.glob("dynamix-vgg16*.safetensors")), world="resnet34", workers=(2,), budget=QUICK
+        )
+
+
+def test_what_a_policy_learned_without_does_not_move_it(tmp_path: Path) -> None:
+    make = learn(
+        "dynamix", tmp_path / "p.safetensors", workers=(2,), without=("elasticity", "statistics"), budget=QUICK
+    )
+    policy = make(None)  # type: ignore[arg-type]
+    assert isinstance(policy, LearnedPolicy)
+    first = policy.net.encode[0].weight
+    assert (first == 0).all(0).sum() == 5 + 7  # five of elasticity; of statistics six in the window and one of its own
+    with pytest.raises(ConfigError, match="elasticity"):
+        ResidualNet(without=["luck"])
+
+
+def test_masked_and_folded_networks_answer_the_same() -> None:
+    torch.manual_seed(0)
+    net = ResidualNet(without=["history"])
+    with torch.no_grad():
+        for weight in net.parameters():
+            weight.copy_(0.3 * torch.randn_like(weight))
+    seen, mask = torch.randn(2, 3, net.inputs), torch.tensor([[True, True, True], [True, False, True]])
+    masked = net(seen, mask)
+    net.fold()
+    for a, b in zip(masked, net(seen, mask), strict=True):
+        torch.testing.assert_close(a, b)
+    window = Window.of([32, 32], compute=[0.1, 0.3])
+    assert LearnedPolicy(net).decide(window, Bounds.of(2)).shape == (2,)
+
+
+def test_ablations_train_every_variant_with_one_budget(tmp_path: Path) -> None:
+    how = {"budget": QUICK, "clusters": 2, "windows": 3, "families": ("pai-steady",), "workers": (2,)}
+    found = {"dynamix-paper": ablate("dynamix-paper", tmp_path, **how)}  # type: ignore[arg-type]
+    assert list(found["dynamix-paper"]) == list(variants("dynamix-paper"))
+    assert found["dynamix-paper"]["all"]["over_all"] == [1.0, 1.0, 1.0]
+    table = ablation_table({"forms": found, "budget": _plain(QUICK), "seeds": [0]})
+    assert table.count("no statistics") == 1
+
+
+def _plain(budget: object) -> dict[str, object]:
+    import dataclasses
+
+    return dataclasses.asdict(budget)  # type: ignore[call-overload, no-any-return]
