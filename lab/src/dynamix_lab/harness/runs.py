@@ -13,7 +13,7 @@ import numpy as np
 
 from dynamix.errors import ConfigError, StateError
 from dynamix.window import Window
-from dynamix_lab.demo.scoring import Snapshot
+from dynamix_lab.demo.scoring import WeightSnapshot
 from dynamix_lab.statistics import censored, paired_ratio, time_to_target
 
 AGAIN = "static-again"  # the A/A partner: static once more
@@ -39,7 +39,7 @@ class Run:
     policy: str
     seed: int
     target: float
-    snapshots: list[Snapshot] = field(default_factory=list)
+    snapshots: list[WeightSnapshot] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)
     time_s: float = 0.0
     step: int = 0
@@ -138,7 +138,9 @@ def load_runs(path: Path, facts: dict[str, Any]) -> list[Run]:
             raise ConfigError(name, now, f"{was}, as in {path}", "resume with what it began with, or start anew")
     runs = []
     for entry in content["runs"]:
-        snapshots = [Snapshot(**{**snapshot, "path": Path(snapshot["path"])}) for snapshot in entry.pop("snapshots")]
+        snapshots = [
+            WeightSnapshot(**{**snapshot, "path": Path(snapshot["path"])}) for snapshot in entry.pop("snapshots")
+        ]
         entry |= {name: float("nan") for name in ("loss", "stolen") if entry.get(name) is None}
         runs.append(Run(**entry, snapshots=snapshots))
     return runs
