@@ -20,8 +20,8 @@ from dynamix.errors import ConfigError, WorkerLostError
 from dynamix.events.run_folder import RunFolder, processor_times
 from dynamix.policies import make_policy
 from dynamix_lab.demo.display import Display
-from dynamix_lab.demo.scoring import ScoredSnapshot, Scorer
-from dynamix_lab.harness.link import Listener, Message, MessageLink
+from dynamix_lab.demo.scoring import Scorer, WeightSnapshot
+from dynamix_lab.harness.channel import JobChannel, Listener, Message
 from dynamix_lab.harness.reference import reference_total
 from dynamix_lab.harness.runs import AGAIN, CENSOR_FACTOR, PolicyRun
 from dynamix_lab.statistics import balanced_order
@@ -154,7 +154,7 @@ class Launch:
         self.names, self.attempt = list(names or settings.order(seed)), attempt
         self.folder, self.display, self.runs = folder, display, runs
         self.target = settings.target(workload)
-        self._link: MessageLink | None = None
+        self._link: JobChannel | None = None
         self._scorer: Scorer | None = None
         self._stopping, self._processor_began = False, processor_times()
         self._until_target = settings.steps is None and not settings.quick
@@ -210,7 +210,7 @@ class Launch:
             "timeout_s": 60,
         }
 
-    def _accept(self, listener: Listener) -> MessageLink:
+    def _accept(self, listener: Listener) -> JobChannel:
         deadline = time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < deadline:
             link = listener.accept(0.2)
@@ -255,7 +255,7 @@ class Launch:
                 self._stop()
         elif kind == "snapshot":
             assert self._scorer is not None
-            self._scorer.add(ScoredSnapshot(self.runs[-1].policy, **{**message, "path": Path(message["path"])}))
+            self._scorer.add(WeightSnapshot(self.runs[-1].policy, **{**message, "path": Path(message["path"])}))
         elif kind == "finished":
             self._finish(message)
         return bool(kind != "done")
@@ -285,7 +285,7 @@ class Launch:
         self.display.say(f"seed {self.seed}, {run.policy}: {result}; {run.step} steps in {run.time_s:.1f} s")
         self._link.send("go")
 
-    def _scored(self, snapshot: ScoredSnapshot) -> None:
+    def _scored(self, snapshot: WeightSnapshot) -> None:
         """Called by the scorer's thread."""
         run = self.runs[-1]
         run.snapshots.append(snapshot)

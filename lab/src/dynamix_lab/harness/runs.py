@@ -13,7 +13,7 @@ import numpy as np
 
 from dynamix.errors import ConfigError, StateError
 from dynamix.window import Window
-from dynamix_lab.demo.scoring import ScoredSnapshot
+from dynamix_lab.demo.scoring import WeightSnapshot
 from dynamix_lab.statistics import censored, paired_ratio, time_to_target
 
 AGAIN = "static-again"  # the A/A partner: static once more
@@ -39,7 +39,7 @@ class PolicyRun:
     policy: str
     seed: int
     target: float
-    snapshots: list[ScoredSnapshot] = field(default_factory=list)
+    snapshots: list[WeightSnapshot] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)
     time_s: float = 0.0
     step: int = 0
@@ -140,7 +140,7 @@ def load_runs(path: Path, facts: dict[str, Any]) -> list[PolicyRun]:
     runs = []
     for entry in content["runs"]:
         snapshots = [
-            ScoredSnapshot(**{**snapshot, "path": Path(snapshot["path"])}) for snapshot in entry.pop("snapshots")
+            WeightSnapshot(**{**snapshot, "path": Path(snapshot["path"])}) for snapshot in entry.pop("snapshots")
         ]
         entry |= {name: float("nan") for name in ("loss", "stolen") if entry.get(name) is None}
         runs.append(PolicyRun(**entry, snapshots=snapshots))

@@ -13,8 +13,8 @@ from dynamix.emulator import Emulation
 from dynamix.errors import WorkerLostError
 from dynamix.events.run_folder import RunFolder
 from dynamix_lab.demo.display import Display
+from dynamix_lab.harness.channel import Message
 from dynamix_lab.harness.launch import Launch, LaunchSettings
-from dynamix_lab.harness.link import Message
 from dynamix_lab.harness.runs import PolicyRun
 from dynamix_lab.peers.kinds import Peer, split_name
 from dynamix_lab.tasks import Workload
