@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dynamix.compression.bucket import BucketExchange, Settings, Way, warm_up
+from dynamix.compression.bucket import BucketExchange, ExchangeSettings, Way, warm_up
 from dynamix.compression.checks import Part, Statistics
 from dynamix.compression.layout import Layout
 from dynamix.compression.wire import LocalWire
@@ -155,7 +155,7 @@ def run_case(case: ExchangeCase, pool: ThreadPoolExecutor) -> Outcome:
     """Exchange the case's steps between its ranks, threads of `pool`, and compare."""
     layout, outcome = case.layout, Outcome()
     wires = LocalWire.make(case.workers, timeout_s=60)
-    ranks = [_Recorded(layout, settings=Settings(seed=case.seed, lanes=case.lanes)) for _ in wires]
+    ranks = [_Recorded(layout, settings=ExchangeSettings(seed=case.seed, lanes=case.lanes)) for _ in wires]
     statistics = [Statistics() for _ in wires]
     for step in range(STEPS):
         inputs = case.gradients(step)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dynamix.compression.bucket import BucketExchange, Settings, Way, warm_up
+from dynamix.compression.bucket import BucketExchange, ExchangeSettings, Way, warm_up
 from dynamix.compression.checks import Statistics
 from dynamix.compression.layout import Layout
 from dynamix.compression.wire import LocalWire
@@ -71,7 +71,7 @@ def gradients(case: CodecCase, seed: int = 0) -> Tensor:
 def measure(way: Way, case: CodecCase, *, rounds: int = 40) -> CodecFigures:
     """Encode and decode one bucket `rounds` times."""
     layout = Layout.of([(case.elements // case.width, case.width)])
-    exchange = BucketExchange(layout, settings=Settings(lanes=case.lanes))
+    exchange = BucketExchange(layout, settings=ExchangeSettings(lanes=case.lanes))
     wire, statistics, flat = LocalWire.make(1)[0], Statistics(), gradients(case)
     times, sent = [], 0
     for step in range(rounds + 2):  # two to learn the index's depth and the union's size

@@ -44,7 +44,7 @@ class RoundTimes:
 def measure_rounds(workers: int, elements: int, *, rounds: int = 60) -> list[RoundTimes]:
     """Sum, union and maximum as a bucket of `elements` float32 needs them; starts `workers` + 1 processes."""
     context = mp.get_context("spawn")
-    command = [sys.executable, "-m", "dynamix.compression.aggregator.server"]
+    command = [sys.executable, "-m", "dynamix.cli.app", "aggregator"]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     ranks: list[Any] = []
     try:

@@ -234,16 +234,9 @@ def _start_aggregator(hosts: Emulation, folder: Path) -> dict[str, str]:
     token = folder / "token"
     token.touch(mode=0o600)
     token.write_text(secrets.token_hex(16))
-    command = [
-        sys.executable,
-        "-m",
-        "dynamix.compression.aggregator.server",
-        "--host",
-        hosts.switch_address,
-        "--port",
-        "0",
-    ]
-    process = hosts.launch_on_switch([*command, "--token-file", str(token)], name="aggregator")
+    command = [sys.executable, "-m", "dynamix.cli.app", "aggregator"]
+    options = ["--host", hosts.switch_address, "--port", "0", "--token-file", str(token)]
+    process = hosts.launch_on_switch([*command, *options], name="aggregator")
     deadline = time.monotonic() + START_S
     while time.monotonic() < deadline and process.poll() is None:
         said = (folder / "aggregator.out").read_text(errors="replace")

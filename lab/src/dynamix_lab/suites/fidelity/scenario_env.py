@@ -15,7 +15,7 @@ from dynamix.policies.learned.additive import AdditivePolicy
 from dynamix.policies.learned.policy import LearnedPolicy
 from dynamix.policies.protocol import part_of
 from dynamix.runtime.arguments import watched
-from dynamix.simulator import ClusterEnv, Clusters, Trace
+from dynamix.simulator import ClusterEnv, Clusters, SlowdownTrace
 from dynamix.simulator.compute import Costs
 from dynamix.window import Bounds, Floats, Window
 from dynamix_lab.harness.launch import LaunchSettings, disturbance_seed
@@ -125,14 +125,14 @@ def scenario_world(
     return env, chosen
 
 
-def slowdowns(scenario: Scenario, seed: int, longest_s: float, *, exponent: float) -> Trace:
+def slowdowns(scenario: Scenario, seed: int, longest_s: float, *, exponent: float) -> SlowdownTrace:
     """Factors on computing at every change of the hosts' shares of a core until `longest_s`."""
     times: list[float] = [0.0]
     while (following := next_change_s(scenario, times[-1])) is not None and following < longest_s:
         times.append(following)
     cores = np.array([host.cpu for host in scenario.hosts])
     now = np.array([host_speeds(scenario, t, seed) for t in times])
-    return Trace(np.array(times), (cores / now) ** exponent)
+    return SlowdownTrace(np.array(times), (cores / now) ** exponent)
 
 
 def _policy(name: str, scenario: Scenario, seed: int, env: ClusterEnv) -> Policy:
