@@ -58,6 +58,20 @@ def bench_simspeed(as_json: Json = False) -> None:
         typer.echo(f"{what}: {size['worker_steps_per_s']:,.0f} worker-steps/s (goal at W=32: {GOAL_STEPS_PER_S:,})")
 
 
+@bench.command("import")
+@guarded
+def bench_import(
+    runs: Annotated[int, typer.Option(min=1, help="Fresh interpreters to time.")] = 7,
+    as_json: Json = False,
+) -> None:
+    """What importing the controller costs beyond importing torch."""
+    from dynamix_lab.suites.import_cost import import_cost, lines
+
+    with progress("importing") as tell:
+        result = import_cost(runs, tell=tell)
+    print_json({"schema": 1, "command": "bench import", **result}) if as_json else typer.echo("\n".join(lines(result)))
+
+
 @bench.command("tta")
 @guarded
 def bench_tta(
