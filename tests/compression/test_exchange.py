@@ -111,12 +111,12 @@ def test_pure_torch_gives_the_same_bits(way: str, monkeypatch: pytest.MonkeyPatc
 
 
 def test_bytes_stay_near_the_bound() -> None:
-    from dynamix_lab.suites.compression.codec_speed import Case, measure
+    from dynamix_lab.suites.compression.codec_speed import CodecCase, measure
 
-    case = Case(1 << 18, 0.05)
+    case = CodecCase(1 << 18, 0.05)
     assert measure("compaction", case, rounds=1).over_bound < 1.2
     assert measure("lhc", case, rounds=1).over_bound < 1.6
-    rows = Case(1 << 18, 0.05, width=16)
+    rows = CodecCase(1 << 18, 0.05, width=16)
     assert measure("compaction", rows, rounds=1).over_bound < 1.2
 
 

@@ -8,12 +8,12 @@ from dynamix.window import Window
 from dynamix_lab.demo.display import Display, end_table, ratio_lines
 from dynamix_lab.demo.report import write_report
 from dynamix_lab.demo.scoring import Scorer, WeightSnapshot
-from dynamix_lab.harness.runs import Run, load_runs, summarise
+from dynamix_lab.harness.runs import PolicyRun, load_runs, summarise
 from dynamix_lab.tasks import make_workload
 
 
 def run(policy, seed, pace_s, *, reaches=True):
-    made = Run(policy, seed, target=0.9)
+    made = PolicyRun(policy, seed, target=0.9)
     for i in range(1, 6):
         score = 0.2 * i if reaches else 0.1
         made.snapshots.append(WeightSnapshot(policy, pace_s * i, i, 100 * i, Path("x"), score))
@@ -72,7 +72,7 @@ def test_the_report_is_one_file_that_needs_no_network_and_escapes_its_text(tmp_p
 
 
 def test_a_run_cut_before_its_first_window_can_still_be_shown(tmp_path):
-    bare = Run("static", 0, target=0.9)
+    bare = PolicyRun("static", 0, target=0.9)
     bare.batch_sizes = [128, 128]
     write_report(tmp_path / "report.html", [bare], result_of([bare]))
     assert end_table([bare], target=0.9).row_count == 1

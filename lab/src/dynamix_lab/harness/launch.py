@@ -23,7 +23,7 @@ from dynamix_lab.demo.display import Display
 from dynamix_lab.demo.scoring import Scorer, WeightSnapshot
 from dynamix_lab.harness.channel import JobChannel, Listener, Message
 from dynamix_lab.harness.reference import reference_total
-from dynamix_lab.harness.runs import AGAIN, CENSOR_FACTOR, Run
+from dynamix_lab.harness.runs import AGAIN, CENSOR_FACTOR, PolicyRun
 from dynamix_lab.statistics import balanced_order
 from dynamix_lab.tasks import Workload
 from dynamix_lab.tasks.mnist1d import TUNING_SEEDS
@@ -35,7 +35,7 @@ START_TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class LaunchSettings:
     """What one call of the demo does.
 
     scenario  shipped name or file of the emulator's scenario
@@ -46,7 +46,7 @@ class Settings:
     policy    file of a learned policy, or a name, to use for "dynamix" instead of the shipped one
     again     run static twice (the A/A pair) for a single seed too; several seeds always do
     mechanism   of the emulation: "auto", "privileged" or "duty-cycle" (no root)
-    command   how results name what was called
+    command   the command line, for the result
     """
 
     scenario: str = "demo"
@@ -63,7 +63,7 @@ class Settings:
     lr_rule: str = "adascale"
     disturbance_seed: int = field(default=1000)
     mechanism: Mechanism = "auto"
-    command: str = "demo"
+    command: str = "dynamix demo"
 
     def check(self) -> None:
         """Raises `ConfigError` for values that cannot be run, before anything is started."""
@@ -125,7 +125,7 @@ class Settings:
         return 0.15 if self.quick else workload.fixed_target()
 
 
-def disturbance_seed(settings: Settings, seed: int) -> int:
+def disturbance_seed(settings: LaunchSettings, seed: int) -> int:
     """Apart from the seed of model and data; all runs of one pair share both."""
     return settings.disturbance_seed + seed
 
@@ -139,13 +139,13 @@ class Launch:
 
     def __init__(
         self,
-        settings: Settings,
+        settings: LaunchSettings,
         seed: int,
         workload: Workload,
         hosts: Emulation,
         folder: RunFolder,
         display: Display,
-        runs: list[Run],
+        runs: list[PolicyRun],
         *,
         names: Sequence[str] | None = None,
         attempt: int = 0,
@@ -262,7 +262,7 @@ class Launch:
 
     def _start(self, name: str) -> None:
         assert self._link is not None
-        self.runs.append(Run(name, self.seed, self.target, attempt=self.attempt))
+        self.runs.append(PolicyRun(name, self.seed, self.target, attempt=self.attempt))
         self._stopping, self._processor_began = False, processor_times()
         self.hosts.start_clock()
         self._link.send("go")

@@ -33,7 +33,7 @@ def is_learned(policy: str) -> bool:
 
 
 @dataclass
-class Run:
+class PolicyRun:
     """What became of one policy with one seed. Filled while it goes on; `finished` once its last step is done."""
 
     policy: str
@@ -100,7 +100,7 @@ class Run:
         return self.step_ends_s[min(step, len(self.step_ends_s)) - 1] if self.step_ends_s else float("nan")
 
 
-def summarise(runs: Sequence[Run]) -> dict[str, Any]:
+def summarise(runs: Sequence[PolicyRun]) -> dict[str, Any]:
     """The `policies` and `ratios` part of result.json: lists by seed, ratios over pairs with the same seed."""
     names = list(dict.fromkeys(run.policy for run in runs))
     by_policy = {name: sorted((r for r in runs if r.policy == name), key=lambda r: r.seed) for name in names}
@@ -112,10 +112,11 @@ def summarise(runs: Sequence[Run]) -> dict[str, Any]:
     }
 
 
-def save_runs(path: Path, runs: Sequence[Run], facts: dict[str, Any]) -> None:
+def save_runs(path: Path, runs: Sequence[PolicyRun], facts: dict[str, Any]) -> None:
     """Keep finished runs, without their events, which events.jsonl has; `facts` say what they may be resumed with."""
     kept = [
-        {f.name: getattr(run, f.name) for f in fields(Run) if f.name not in ("events", "snapshots")} for run in runs
+        {f.name: getattr(run, f.name) for f in fields(PolicyRun) if f.name not in ("events", "snapshots")}
+        for run in runs
     ]
     for entry, run in zip(kept, runs, strict=True):
         entry |= {name: None if math.isnan(getattr(run, name)) else getattr(run, name) for name in ("loss", "stolen")}
@@ -126,7 +127,7 @@ def save_runs(path: Path, runs: Sequence[Run], facts: dict[str, Any]) -> None:
     unfinished.replace(path)
 
 
-def load_runs(path: Path, facts: dict[str, Any]) -> list[Run]:
+def load_runs(path: Path, facts: dict[str, Any]) -> list[PolicyRun]:
     """The inverse of `save_runs`, without events. Raises `ConfigError` if they were measured under other `facts`, `StateError` if the file is damaged."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -142,11 +143,11 @@ def load_runs(path: Path, facts: dict[str, Any]) -> list[Run]:
             WeightSnapshot(**{**snapshot, "path": Path(snapshot["path"])}) for snapshot in entry.pop("snapshots")
         ]
         entry |= {name: float("nan") for name in ("loss", "stolen") if entry.get(name) is None}
-        runs.append(Run(**entry, snapshots=snapshots))
+        runs.append(PolicyRun(**entry, snapshots=snapshots))
     return runs
 
 
-def _a_a(by_policy: dict[str, list[Run]]) -> dict[str, Any] | None:
+def _a_a(by_policy: dict[str, list[PolicyRun]]) -> dict[str, Any] | None:
     """Static against itself: its ratio, and whether the call may be believed; None without such pairs."""
     ratio = _ratios(by_policy).get(f"{AGAIN}/static")
     if ratio is None:
@@ -154,7 +155,7 @@ def _a_a(by_policy: dict[str, list[Run]]) -> dict[str, Any] | None:
     return {**ratio, "limit": A_A_LIMIT, "within": bool(abs(ratio["median"] - 1) <= A_A_LIMIT)}
 
 
-def _policy_part(runs: Sequence[Run]) -> dict[str, Any]:
+def _policy_part(runs: Sequence[PolicyRun]) -> dict[str, Any]:
     return {
         "time_to_target_s": [_rounded(r.time_to_target_s) for r in runs],
         "final_accuracy": [_rounded(r.accuracy) for r in runs],
@@ -175,7 +176,7 @@ def _policy_part(runs: Sequence[Run]) -> dict[str, Any]:
     }
 
 
-def _ratios(by_policy: dict[str, list[Run]]) -> dict[str, Any]:
+def _ratios(by_policy: dict[str, list[PolicyRun]]) -> dict[str, Any]:
     """Every policy over static, and dynamix over reference and DBS; empty where a denominator never arrived."""
     out: dict[str, Any] = {}
     static = {r.seed: r.time_to_target_s for r in by_policy.get("static", [])}
