@@ -16,7 +16,8 @@ import numpy as np
 from dynamix.errors import ConfigError
 from dynamix.policies.goodput import Cannikin, Goodput
 from dynamix.policies.proportional import LBBSP
-from dynamix.policies.protocol import Policy, make_policy
+from dynamix.policies.protocol import Policy
+from dynamix.policies.registry import make_policy
 from dynamix.policies.static import Static
 from dynamix.simulator import (
     BREAKING,
