@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 
 from dynamix.policies import Policy, make_policy
 from dynamix.runtime.controller import Controller
-from dynamix_lab.harness.link import Link
+from dynamix_lab.harness.channel import JobChannel
 from dynamix_lab.harness.reference import references
 from dynamix_lab.harness.runs import file_name
 from dynamix_lab.tasks import Arrays, Workload, as_is, make_workload
@@ -40,7 +40,9 @@ class Watch:
     taken at the next: nobody ever waits for it.
     """
 
-    def __init__(self, link: Link | None, model: nn.Module, config: dict[str, Any], name: str, clock: Clock) -> None:
+    def __init__(
+        self, link: JobChannel | None, model: nn.Module, config: dict[str, Any], name: str, clock: Clock
+    ) -> None:
         self.link, self.model, self.name, self.clock = link, model, name, clock
         self.every, self.limit = config["snapshot_samples"], config["max_steps"]
         self.folder = Path(config["snapshots"])
@@ -87,14 +89,14 @@ class Watch:
             self._work.wait()
 
 
-def ask(link: Link, kind: str, **fields: Any) -> None:
+def ask(link: JobChannel, kind: str, **fields: Any) -> None:
     """Send and wait for the answer "go"; a stop that came too late for its run is thrown away."""
     link.send(kind, **fields)
     while (answer := link.receive()) is None or answer["kind"] != "go":
         pass
 
 
-def stop_asked(link: Link) -> bool:
+def stop_asked(link: JobChannel) -> bool:
     """Whether the parent wants this run to end."""
     message = link.receive(timeout_s=0)
     return message is not None and message["kind"] == "stop"
@@ -111,7 +113,7 @@ def warm_up(workload: Workload, data: Arrays, config: dict[str, Any]) -> None:
         optimizer.zero_grad()
 
 
-def train(config: dict[str, Any], name: str, workload: Workload, data: Arrays, link: Link | None) -> None:
+def train(config: dict[str, Any], name: str, workload: Workload, data: Arrays, link: JobChannel | None) -> None:
     """One run: the user's loop of the README, under one policy."""
     warm_up(workload, data, config)
     began = time.perf_counter()
@@ -178,7 +180,7 @@ def main(path: str) -> None:
     torch.set_num_threads(1)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     timeout = datetime.timedelta(seconds=config["timeout_s"])
-    link = Link.connect(config["socket"]) if rank == 0 else None
+    link = JobChannel.connect(config["socket"]) if rank == 0 else None
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = TCPStore(host, port, world_size, is_master=rank == 0, timeout=timeout)
     workload = make_workload(config["workload"])

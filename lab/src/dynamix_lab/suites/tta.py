@@ -13,7 +13,7 @@ from dynamix.events.records import SCHEMA
 from dynamix.events.run_folder import RunFolder, commit, machine
 from dynamix_lab.demo.display import Display
 from dynamix_lab.demo.run import run_demo
-from dynamix_lab.harness.launch import Settings
+from dynamix_lab.harness.launch import LaunchSettings
 from dynamix_lab.harness.runs import A_A_LIMIT, AGAIN, CENSOR_FACTOR, is_learned, is_static
 from dynamix_lab.report.suite_page import write_live_report
 from dynamix_lab.statistics import censored, geometric_mean, paired_ratio
@@ -23,7 +23,7 @@ QUICK_SCENARIOS = ("steady-uneven", "moving-neighbour")
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class TtaPlan:
     """What one call runs; `quick` is only the label of the command."""
 
     scenarios: tuple[str, ...]
@@ -32,12 +32,12 @@ class Plan:
     policies: tuple[str, ...]
     quick: bool = False
 
-    def settings(self) -> dict[str, Settings]:
+    def settings(self) -> dict[str, LaunchSettings]:
         """One demo per scenario. Raises `ConfigError` before anything is started."""
         if "static" not in self.policies:
             raise ConfigError("policies", list(self.policies), "static among them", "add static: all ratios are to it")
         each = {
-            name: Settings(
+            name: LaunchSettings(
                 scenario=name, seeds=self.seeds, seed=self.seed, policies=self.policies, again=not self.quick
             )
             for name in self.scenarios
@@ -47,7 +47,7 @@ class Plan:
         return each
 
 
-def run_tta(plan: Plan, folder: RunFolder, *, display: Display | None = None) -> tuple[dict[str, Any], bool]:
+def run_tta(plan: TtaPlan, folder: RunFolder, *, display: Display | None = None) -> tuple[dict[str, Any], bool]:
     """Run every scenario in a folder of its own under `folder`; returns result.json and whether every run arrived.
 
     Every scenario gets its first seed before any gets its second, so a call that is interrupted leaves all of them with
@@ -78,7 +78,7 @@ def run_tta(plan: Plan, folder: RunFolder, *, display: Display | None = None) ->
     return _conclude(facts, results, folder), arrived
 
 
-def _run_scenario(settings: Settings, path: Path, display: Display | None) -> tuple[dict[str, Any], bool]:
+def _run_scenario(settings: LaunchSettings, path: Path, display: Display | None) -> tuple[dict[str, Any], bool]:
     return run_demo(settings, RunFolder("demo", path, resume=(path / "run.json").is_file()), display=display)
 
 
