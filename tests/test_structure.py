@@ -20,9 +20,7 @@ PACKAGES = (ROOT / "src/dynamix", ROOT / "lab/src/dynamix_lab")
 CODE = sorted(file for folder in ("src", "lab", "tests", "examples") for file in (ROOT / folder).rglob("*.py"))
 LONGEST_LINE, MOST_SKIPS = 120, 20
 # Limits where they stand; each falls to 0 (names, lines) and to MOST_SKIPS as the rooms are put in order.
-SHARED_NAMES = set(
-    ["ActorCritic", "Memory", "NoiseScale", "Recorder", "RewardWeights", "Table", "Training", "Workload"]
-)
+SHARED_NAMES = {"ActorCritic", "Memory", "NoiseScale", "Recorder", "RewardWeights", "Table", "Training", "Workload"}
 LONG_LINES_LEFT, SKIPS_LEFT = 500, 200
 
 
