@@ -14,8 +14,8 @@ from dynamix.events.records import SCHEMA
 from dynamix.events.run_folder import RunFolder, commit, machine
 from dynamix.policies.learned.policy import PRETRAINED
 from dynamix.policies.registry import parse_name
-from dynamix_lab.demo.display import Display, end_table, policy_lines, ratio_lines
 from dynamix_lab.demo.report import write_report
+from dynamix_lab.harness.display import Display, end_table, policy_lines, ratio_lines
 from dynamix_lab.harness.host import host
 from dynamix_lab.harness.launch import POLICIES, Launch, LaunchSettings, disturbance_seed
 from dynamix_lab.harness.runs import AGAIN, PolicyRun, load_runs, save_runs, summarise

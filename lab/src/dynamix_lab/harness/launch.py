@@ -20,11 +20,11 @@ from dynamix.errors import ConfigError, WorkerLostError
 from dynamix.events.run_folder import RunFolder, processor_times
 from dynamix.policies import make_policy
 from dynamix.policies.registry import parse_name
-from dynamix_lab.demo.display import Display
-from dynamix_lab.demo.scoring import Scorer, WeightSnapshot
 from dynamix_lab.harness.channel import JobChannel, Listener, Message
+from dynamix_lab.harness.display import Display
 from dynamix_lab.harness.reference import references
 from dynamix_lab.harness.runs import AGAIN, CENSOR_FACTOR, PolicyRun
+from dynamix_lab.harness.scoring import Scorer, WeightSnapshot
 from dynamix_lab.statistics import balanced_order
 from dynamix_lab.tasks import Workload
 from dynamix_lab.tasks.mnist1d import TUNING_SEEDS
@@ -184,7 +184,7 @@ class Launch:
 
     def _start_ranks(self, config: Path) -> None:
         """Ranks of another kind that speak the same messages start here too (`dynamix_lab.peers`)."""
-        self.hosts.launch([sys.executable, "-m", "dynamix_lab.demo.worker", str(config)])
+        self.hosts.launch([sys.executable, "-m", "dynamix_lab.harness.worker", str(config)])
 
     def _config(self, scratch: Path) -> dict[str, Any]:
         settings = self.settings

@@ -15,7 +15,7 @@ import numpy as np
 from dynamix.errors import ConfigError, StateError
 from dynamix.policies.registry import PolicyName, parse_name
 from dynamix.window import Window
-from dynamix_lab.demo.scoring import WeightSnapshot
+from dynamix_lab.harness.scoring import WeightSnapshot
 from dynamix_lab.statistics import censored, paired_ratio, time_to_target
 
 AGAIN = "static-again"  # the A/A partner: static once more

@@ -11,8 +11,8 @@ from dynamix.emulator import load_scenario
 from dynamix.errors import ConfigError
 from dynamix.events.records import SCHEMA
 from dynamix.events.run_folder import RunFolder, commit, machine
-from dynamix_lab.demo.display import Display
 from dynamix_lab.demo.run import run_demo
+from dynamix_lab.harness.display import Display
 from dynamix_lab.harness.launch import LaunchSettings
 from dynamix_lab.harness.runs import A_A_LIMIT, AGAIN, CENSOR_FACTOR, is_learned, is_static
 from dynamix_lab.report.suite_page import write_live_report

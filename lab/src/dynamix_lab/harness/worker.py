@@ -1,6 +1,6 @@
 """One rank of `dynamix demo`: trains the same model once per policy, in turn, in one launch.
 
-Started as `python -m dynamix_lab.demo.worker CONFIG.json` with torchrun's environment variables. Rank 0 talks to the
+Started as `python -m dynamix_lab.harness.worker CONFIG.json` with torchrun's environment variables. Rank 0 talks to the
 parent through a Unix socket (a path, so it crosses network namespaces).
 """
 
