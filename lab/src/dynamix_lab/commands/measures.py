@@ -73,7 +73,9 @@ def bench_import(
 
     with progress("importing") as tell:
         result = import_cost(runs, tell=tell)
-    print_json({**about(context, "one process, one thread"), **result}) if as_json else typer.echo("\n".join(lines(result)))
+    print_json({**about(context, "one process, one thread"), **result}) if as_json else typer.echo(
+        "\n".join(lines(result))
+    )
 
 
 @bench.command("changecost")
