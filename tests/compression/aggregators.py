@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from dynamix.compression import Aggregator, AggregatorWire, LocalWire
-from dynamix.compression.aggregator.client import Link
+from dynamix.compression.aggregator.client import AggregatorClient
 from dynamix.compression.aggregator.job import Limits
 from dynamix.compression.aggregator.server import AggregatorServer
 
@@ -14,16 +14,16 @@ SMALL = Limits(chunk_bytes=4096, window=4)
 TOKEN = "a token of enough length"
 
 
-def join(server: AggregatorServer, workers: int, session: str = "s", timeout_s: float = 20.0) -> list[Link]:
+def join(server: AggregatorServer, workers: int, session: str = "s", timeout_s: float = 20.0) -> list[AggregatorClient]:
     where = Aggregator(server.address, timeout_s=timeout_s)
-    return [Link.connect(where, session=session, workers=workers, rank=rank) for rank in range(workers)]
+    return [AggregatorClient.connect(where, session=session, workers=workers, rank=rank) for rank in range(workers)]
 
 
 def join_wires(
     server: AggregatorServer, workers: int, session: str = "s", timeout_s: float = 20.0
 ) -> list[AggregatorWire]:
     connected = join(server, workers, session, timeout_s)
-    return [AggregatorWire(link, spare) for link, spare in zip(connected, LocalWire.make(workers), strict=True)]
+    return [AggregatorWire(client, spare) for client, spare in zip(connected, LocalWire.make(workers), strict=True)]
 
 
 def eventually(truth: Callable[[], bool]) -> None:

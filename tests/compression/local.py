@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dynamix.compression import BucketExchange, Layout, LocalWire, Settings, Statistics
+from dynamix.compression import BucketExchange, ExchangeSettings, Layout, LocalWire, Statistics
 
 
 def in_threads(wires: Sequence[Any], function: Callable[[int, Any], Any]) -> list[Any]:
@@ -28,13 +28,13 @@ def exchange(
     *,
     steps: int = 1,
     wires: Sequence[Any] | None = None,
-    settings: Callable[[int], Settings] | None = None,
+    settings: Callable[[int], ExchangeSettings] | None = None,
     step_of: Callable[[int], int] | None = None,
 ) -> tuple[list[Tensor], list[Statistics]]:
     """The same inputs through `way` for some steps; each rank's last result and its statistics."""
 
     def rank_of(rank: int, wire: Any) -> tuple[Tensor, Statistics]:
-        one = BucketExchange(layout, settings=settings(rank) if settings else Settings())
+        one = BucketExchange(layout, settings=settings(rank) if settings else ExchangeSettings())
         statistics, flat = Statistics(), inputs[rank]
         for step in range(steps):
             flat = inputs[rank].clone()

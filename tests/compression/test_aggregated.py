@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from dynamix.compression import Aggregator, AggregatorWire, CompressionState, Layout, compression_hook
-from dynamix.compression.aggregator.maximum import ONE_ROUND, maximum_by_or
 from dynamix.compression.aggregator.server import AggregatorServer
+from dynamix.compression.aggregator.wire import ONE_ROUND, maximum_by_or
 from dynamix.compression.wire import WireLost
 from dynamix.errors import ConfigError
 from tests.compression.aggregators import TOKEN, join_wires
@@ -83,23 +83,23 @@ def test_a_gradient_that_is_not_finite_goes_dense_and_the_next_one_does_not(serv
 
 
 class Breaking(AggregatorWire):
-    """Loses its link before or after one of its rounds."""
+    """Loses its client before or after one of its rounds."""
 
     def __init__(self, wire: AggregatorWire, at: int, *, after: bool) -> None:
-        super().__init__(wire.link, wire.reserve)
-        self.rounds, reduce_ = 0, wire.link.reduce_
+        super().__init__(wire.client, wire.reserve)
+        self.rounds, reduce_ = 0, wire.client.reduce_
 
         def breaking(*parts: Any) -> None:
             self.rounds += 1
             if after:
                 reduce_(*parts)
             if self.rounds == at:
-                wire.link.close("cut by the test")
+                wire.client.close("cut by the test")
                 raise WireLost("cut by the test")
             if not after:
                 reduce_(*parts)
 
-        wire.link.reduce_ = breaking  # type: ignore[method-assign]
+        wire.client.reduce_ = breaking  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("way", ["compaction", "lhc", "lhc-one-phase"])
@@ -164,9 +164,9 @@ def _train_while_it_dies(rank: int, address: str, pid: int, mode: str, at: int) 
         CompressionState("dense"),
         CompressionState(mode, model=net, aggregator=Aggregator(address, TOKEN, timeout_s=20)),  # type: ignore[arg-type]
     ]
-    link, rounds, equal = states[2]._link, 0, []
-    assert link is not None
-    reduce_ = link.reduce_
+    client, rounds, equal = states[2]._client, 0, []
+    assert client is not None
+    reduce_ = client.reduce_
 
     def killing(*parts: Any) -> None:
         nonlocal rounds
@@ -175,7 +175,7 @@ def _train_while_it_dies(rank: int, address: str, pid: int, mode: str, at: int) 
             os.kill(pid, signal.SIGKILL)
         reduce_(*parts)
 
-    link.reduce_ = killing  # type: ignore[method-assign]
+    client.reduce_ = killing  # type: ignore[method-assign]
 
     def hook(state: Any, bucket: Any) -> Any:
         fixed, dense = (s.reduce(Copied(bucket)) for s in states[:2])  # type: ignore[arg-type]
@@ -224,7 +224,7 @@ def test_training_goes_on_densely_when_the_aggregator_is_killed(tmp_path: Any) -
     """Once as the command that users start, once as a process of our own. Before that, all ranks are let in or none."""
     file = tmp_path / "token"
     file.write_text(TOKEN + "\n")
-    command = [sys.executable, "-m", "dynamix.compression.aggregator.server", "--token-file", str(file)]
+    command = [sys.executable, "-m", "dynamix.cli.app", "aggregator", "--token-file", str(file)]
     there, here = _CONTEXT.Pipe()
     own = _CONTEXT.Process(target=_serve, args=(here,))
     server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)

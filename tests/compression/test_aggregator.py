@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from dynamix.compression import Aggregator
-from dynamix.compression.aggregator.client import Link
+from dynamix.compression.aggregator.client import AggregatorClient
 from dynamix.compression.aggregator.job import Limits
 from dynamix.compression.aggregator.protocol import ADD, DATA, HEADER, OR, Head, answer, greet, hear, pack
 from dynamix.compression.aggregator.server import AggregatorServer
@@ -28,13 +28,13 @@ def test_rounds_of_any_size_equal_the_integers(workers: int, server: AggregatorS
     sums = [generator.integers(-(2**31), 2**31, (workers, n)).astype(np.int32) for n in sizes]
     bits = [generator.integers(0, 256, (workers, n)).astype(np.uint8) for n in sizes]
 
-    def work(rank: int, link: Link) -> None:
+    def work(rank: int, client: AggregatorClient) -> None:
         for one, other in zip(sums, bits, strict=True):
             total, union = one[rank].copy(), other[rank].copy()
-            link.reduce_((OR, union), (ADD, total.view(np.uint8)), (OR, union[:0]))
+            client.reduce_((OR, union), (ADD, total.view(np.uint8)), (OR, union[:0]))
             assert np.array_equal(total, one.astype(np.int64).sum(0).astype(np.int32))
             assert np.array_equal(union, np.bitwise_or.reduce(other))
-        link.close()
+        client.close()
 
     in_threads(join(server, workers), work)
     eventually(lambda: server.statistics()["jobs"]["done"] == 1)
@@ -46,10 +46,10 @@ def test_a_worker_far_ahead_is_held_back_and_loses_nothing(server: AggregatorSer
     n = 1_000_000
     arrays = [np.full(n, rank + 1, np.int32) for rank in range(2)]
 
-    def work(rank: int, link: Link) -> None:
+    def work(rank: int, client: AggregatorClient) -> None:
         if rank:
             time.sleep(0.2)
-        link.reduce_((ADD, arrays[rank].view(np.uint8)))
+        client.reduce_((ADD, arrays[rank].view(np.uint8)))
 
     in_threads(join(server, 2), work)
     assert all((array == 3).all() for array in arrays)
@@ -60,17 +60,17 @@ def test_a_worker_far_ahead_is_held_back_and_loses_nothing(server: AggregatorSer
 
 
 def test_jobs_side_by_side_do_not_meet_and_one_that_fails_harms_no_other(server: AggregatorServer) -> None:
-    links = {name: join(server, workers, name) for name, workers in (("a", 2), ("b", 3), ("c", 2))}
-    links["c"][0]._sock.send(b"nonsense" * 5)
+    clients = {name: join(server, workers, name) for name, workers in (("a", 2), ("b", 3), ("c", 2))}
+    clients["c"][0]._sock.send(b"nonsense" * 5)
 
     def job(name: str) -> list[int]:
-        def work(rank: int, link: Link) -> int:
+        def work(rank: int, client: AggregatorClient) -> int:
             for step in range(20):
-                values = np.full(3000, 100 * len(links[name]) + rank + step, np.int32)
-                link.reduce_((ADD, values.view(np.uint8)))
+                values = np.full(3000, 100 * len(clients[name]) + rank + step, np.int32)
+                client.reduce_((ADD, values.view(np.uint8)))
             return int(values[-1])
 
-        return in_threads(links[name], work)
+        return in_threads(clients[name], work)
 
     found: dict[str, list[int]] = {}
     threads = [threading.Thread(target=lambda n=name: found.update({n: job(n)})) for name in ("a", "b")]
@@ -80,7 +80,7 @@ def test_jobs_side_by_side_do_not_meet_and_one_that_fails_harms_no_other(server:
         thread.join()
     assert found == {"a": [439, 439], "b": [960, 960, 960]}
     with pytest.raises(WireLost, match="does not begin like one"):
-        links["c"][1].reduce_((OR, np.zeros(1, np.uint8)))
+        clients["c"][1].reduce_((OR, np.zeros(1, np.uint8)))
     eventually(lambda: server.statistics()["failed"] == {"damaged": 1})
 
 
@@ -88,9 +88,9 @@ def test_only_who_knows_the_token_is_let_in() -> None:
     with AggregatorServer(token=TOKEN) as server:
         for token in ("", "a token of wrong content"):
             with pytest.raises(WireLost, match="wrong token"):
-                Link.connect(Aggregator(server.address, token), session="s", workers=1, rank=0)
-        link = Link.connect(Aggregator(server.address, TOKEN), session="s", workers=1, rank=0)
-        link.reduce_((OR, np.ones(1, np.uint8)))
+                AggregatorClient.connect(Aggregator(server.address, token), session="s", workers=1, rank=0)
+        client = AggregatorClient.connect(Aggregator(server.address, TOKEN), session="s", workers=1, rank=0)
+        client.reduce_((OR, np.ones(1, np.uint8)))
         assert server.statistics()["refused"] == {"token": 2}
         assert TOKEN not in repr(Aggregator(server.address, TOKEN))
 
@@ -128,11 +128,11 @@ def test_who_does_not_fit_is_refused_and_the_job_goes_on(
     workers: int, rank: int, kind: str, said: str, server: AggregatorServer
 ) -> None:
     where = Aggregator(server.address)
-    first = Link.connect(where, session="s", workers=2, rank=0)
+    first = AggregatorClient.connect(where, session="s", workers=2, rank=0)
     with pytest.raises(WireLost, match=said):
-        Link.connect(where, session="s", workers=workers, rank=rank)
-    second = Link.connect(where, session="s", workers=2, rank=1)
-    in_threads([first, second], lambda rank, link: link.reduce_((OR, np.ones(9, np.uint8))))
+        AggregatorClient.connect(where, session="s", workers=workers, rank=rank)
+    second = AggregatorClient.connect(where, session="s", workers=2, rank=1)
+    in_threads([first, second], lambda rank, client: client.reduce_((OR, np.ones(9, np.uint8))))
     assert server.statistics()["refused"] == {kind: 1}
 
 
@@ -147,14 +147,14 @@ def test_who_does_not_fit_is_refused_and_the_job_goes_on(
 def test_a_job_beyond_the_limits_is_refused_and_the_others_go_on(limits: Limits, said: str) -> None:
     with AggregatorServer(limits=limits) as server:
         where = Aggregator(server.address)
-        link = Link.connect(where, session="s", workers=1, rank=0)
+        client = AggregatorClient.connect(where, session="s", workers=1, rank=0)
         with pytest.raises(WireLost, match=said):
-            Link.connect(where, session="t", workers=3, rank=0)
-        link.reduce_((OR, np.ones(9, np.uint8)))
-        link.close()
+            AggregatorClient.connect(where, session="t", workers=3, rank=0)
+        client.reduce_((OR, np.ones(9, np.uint8)))
+        client.close()
         eventually(lambda: server.statistics()["jobs"]["running"] == 0)
         if limits.jobs == 1:
-            Link.connect(where, session="t", workers=1, rank=0).reduce_((OR, np.ones(9, np.uint8)))
+            AggregatorClient.connect(where, session="t", workers=1, rank=0).reduce_((OR, np.ones(9, np.uint8)))
 
 
 def test_a_session_that_ended_is_over(server: AggregatorServer) -> None:
@@ -166,7 +166,7 @@ def test_a_session_that_ended_is_over(server: AggregatorServer) -> None:
 
 def test_a_job_whose_worker_leaves_before_all_have_come_makes_room() -> None:
     with AggregatorServer(limits=Limits(jobs=1)) as server:
-        Link.connect(Aggregator(server.address), session="s", workers=2, rank=0).close()
+        AggregatorClient.connect(Aggregator(server.address), session="s", workers=2, rank=0).close()
         eventually(lambda: server.statistics()["failed"] == {"left": 1})
         join(server, 1, "t")[0].reduce_((OR, np.ones(9, np.uint8)))
 
@@ -208,7 +208,7 @@ def test_a_bad_message_ends_the_round_for_all_of_the_job(sent: bytes, kind: str,
     good, bad = join(server, 2)
     values = np.ones(2048, np.int32)
 
-    def work(rank: int, link: Link) -> None:
+    def work(rank: int, client: AggregatorClient) -> None:
         if rank:
             eventually(lambda: server.statistics()["payload_bytes"] == 8192)
             bad._sock.setblocking(True)
@@ -226,15 +226,15 @@ def test_a_bad_message_ends_the_round_for_all_of_the_job(sent: bytes, kind: str,
 
 
 def test_messages_that_arrive_side_by_side_and_differ_are_not_combined(server: AggregatorServer) -> None:
-    links = join(server, 2)
+    clients = join(server, 2)
     messages = [FIRST, _message(OR, 0, 0, 8192, bytes(4096))]
     eventually(lambda: len(server._running) == 1)
     job = next(iter(server._running.values()))
-    for link, message in zip(links, messages, strict=True):
-        link._sock.sendall(message[:100])
+    for client, message in zip(clients, messages, strict=True):
+        client._sock.sendall(message[:100])
     eventually(lambda: all(worker.filled == 100 for worker in job._workers))
-    for link, message in zip(links, messages, strict=True):
-        link._sock.sendall(message[100:])
+    for client, message in zip(clients, messages, strict=True):
+        client._sock.sendall(message[100:])
     eventually(lambda: server.statistics()["failed"] == {"mixed": 1})
 
 
@@ -248,9 +248,9 @@ def test_a_worker_that_stalls_ends_the_round_and_is_named(server: AggregatorServ
 
 
 def test_time_between_rounds_counts_for_nothing(server: AggregatorServer) -> None:
-    link = join(server, 1, timeout_s=0.1)[0]
+    client = join(server, 1, timeout_s=0.1)[0]
     for _ in range(3):
-        link.reduce_((OR, np.ones(9, np.uint8)))
+        client.reduce_((OR, np.ones(9, np.uint8)))
         time.sleep(0.3)
     assert not server.statistics()["failed"]
 
@@ -262,8 +262,8 @@ def _against(peer: Callable[[socket.socket], None], *, token: str = "") -> None:
         thread.start()
         try:
             where = Aggregator(f"127.0.0.1:{listener.getsockname()[1]}", token, timeout_s=0.2)
-            link = Link.connect(where, session="s", workers=1, rank=0)
-            link.reduce_((ADD, np.arange(16, dtype=np.int32).view(np.uint8)))
+            client = AggregatorClient.connect(where, session="s", workers=1, rank=0)
+            client.reduce_((ADD, np.arange(16, dtype=np.int32).view(np.uint8)))
         finally:
             thread.join()
 

@@ -90,11 +90,11 @@ def test_other_dtypes(dtype: torch.dtype, way: str) -> None:
 @pytest.mark.parametrize("lanes", [1, 64, 1024])
 @pytest.mark.parametrize("kind", ["random", "lanes", "clustered"])
 def test_lhc_decodes_structured_gradients_at_any_block_size(lanes: int, kind: str) -> None:
-    from dynamix.compression import Settings
+    from dynamix.compression import ExchangeSettings
 
     layout = Layout.of([(1 << 18, 1)])
     inputs = _inputs(kind, 2, layout.elements, 3)
-    results, statistics = exchange(inputs, "lhc", layout, settings=lambda rank: Settings(lanes=lanes))
+    results, statistics = exchange(inputs, "lhc", layout, settings=lambda rank: ExchangeSettings(lanes=lanes))
     assert statistics[0].buckets == {"lhc": 1}
     assert torch.equal(results[0], reference(inputs, layout))
 
@@ -111,12 +111,12 @@ def test_pure_torch_gives_the_same_bits(way: str, monkeypatch: pytest.MonkeyPatc
 
 
 def test_bytes_stay_near_the_bound() -> None:
-    from dynamix_lab.suites.compression.codec_speed import Case, measure
+    from dynamix_lab.suites.compression.codec_speed import CodecCase, measure
 
-    case = Case(1 << 18, 0.05)
+    case = CodecCase(1 << 18, 0.05)
     assert measure("compaction", case, rounds=1).over_bound < 1.2
     assert measure("lhc", case, rounds=1).over_bound < 1.6
-    rows = Case(1 << 18, 0.05, width=16)
+    rows = CodecCase(1 << 18, 0.05, width=16)
     assert measure("compaction", rows, rounds=1).over_bound < 1.2
 
 

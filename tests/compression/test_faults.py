@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dynamix.compression import Layout, LocalWire, Settings
+from dynamix.compression import ExchangeSettings, Layout, LocalWire
 from tests.compression.local import exchange, reference
 
 LAYOUT = Layout.of([(6000, 1), (64, 16)])
@@ -43,7 +43,7 @@ def test_a_gradient_that_is_not_finite_reaches_all_ranks(way: str, bad: float) -
 @pytest.mark.parametrize("way", ENCODED)
 def test_mixed_seeds(way: str) -> None:
     inputs = _inputs()
-    results, statistics = exchange(inputs, way, LAYOUT, settings=lambda rank: Settings(seed=int(rank == 2)))
+    results, statistics = exchange(inputs, way, LAYOUT, settings=lambda rank: ExchangeSettings(seed=int(rank == 2)))
     assert all(s.dense_after == {"mixed": 1} for s in statistics)
     _assert_dense(results, inputs)
 
@@ -58,7 +58,7 @@ def test_a_rank_at_another_step(way: str) -> None:
 
 def test_a_sketch_that_does_not_decode_goes_by_compaction_bit_for_bit() -> None:
     inputs = _inputs()
-    results, statistics = exchange(inputs, "lhc", LAYOUT, settings=lambda rank: Settings(ratio=0.8))
+    results, statistics = exchange(inputs, "lhc", LAYOUT, settings=lambda rank: ExchangeSettings(ratio=0.8))
     assert all((s.undecoded, s.buckets, dict(s.dense_after)) == (1, {"compaction": 1}, {}) for s in statistics)
     assert all(torch.equal(result, reference(inputs, LAYOUT)) for result in results)
 
@@ -67,7 +67,9 @@ def test_compaction_after_an_undecoded_sketch_is_checked_too() -> None:
     wires: list[LocalWire] = LocalWire.make(WORKERS, timeout_s=20)
     wires[1] = Damaged(wires[1], "total", _flip)
     inputs = _inputs()
-    results, statistics = exchange(inputs, "lhc", LAYOUT, wires=wires, settings=lambda rank: Settings(ratio=0.8))
+    results, statistics = exchange(
+        inputs, "lhc", LAYOUT, wires=wires, settings=lambda rank: ExchangeSettings(ratio=0.8)
+    )
     assert all((s.undecoded, s.buckets) == (1, {"dense": 1}) for s in statistics)
     assert all(sum(s.dense_after.values()) == 1 for s in statistics)
     _assert_dense(results, inputs)

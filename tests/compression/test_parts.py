@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from dynamix.compression import Layout, LocalWire, compiled, fixed_point, index, kernels
 from dynamix.compression.checks import checksum
 from dynamix.compression.fixed_point import Scales, codes_of, quantise, scan
-from dynamix.compression.lhc import Prediction
+from dynamix.compression.lhc import UnionForecast
 from dynamix.compression.peeling import _peel, extract, peel
 from dynamix.compression.sketch import Hashing, insert_, slots
 from dynamix.errors import ConfigError
@@ -145,7 +145,7 @@ def test_too_few_counters_never_decode() -> None:
 
 
 def test_prediction_follows_growth_at_once_and_shrinking_slowly() -> None:
-    prediction = Prediction()
+    prediction = UnionForecast()
     prediction.observe([1000])
     prediction.observe([4000])
     grown = prediction.expected()

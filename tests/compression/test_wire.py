@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dynamix.compression import Aggregator, AggregatorWire, GroupWire, LocalWire
-from dynamix.compression.aggregator.client import Link
+from dynamix.compression.aggregator.client import AggregatorClient
 from dynamix.compression.aggregator.server import AggregatorServer
 from dynamix.compression.wire import find_or_method, or_by_bor
 from tests.compression.local import in_threads
@@ -69,8 +69,8 @@ def test_threads() -> None:
 def test_aggregator() -> None:
     with AggregatorServer() as server:
         where, spare = Aggregator(server.address), LocalWire.make(WORKERS)
-        links = [Link.connect(where, session="s", workers=WORKERS, rank=rank) for rank in range(WORKERS)]
-        for found in in_threads([AggregatorWire(*both) for both in zip(links, spare, strict=True)], _use):
+        clients = [AggregatorClient.connect(where, session="s", workers=WORKERS, rank=rank) for rank in range(WORKERS)]
+        for found in in_threads([AggregatorWire(*both) for both in zip(clients, spare, strict=True)], _use):
             _check(found)
 
 

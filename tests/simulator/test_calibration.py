@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dynamix.errors import ConfigError
-from dynamix.simulator import Trace, calibration
+from dynamix.simulator import SlowdownTrace, calibration
 from dynamix.simulator.compute import Costs
 from dynamix.simulator.disturbances import Slowdowns
 from dynamix_lab.experiments.calibration_fit import _held_out
@@ -96,7 +96,7 @@ TRACE = "time_s,0,1\n0,1,1\n10,2,1\n20,1,1.5\n"
 
 def test_a_trace_is_replayed_by_wall_clock_and_its_last_row_holds(tmp_path) -> None:
     (tmp_path / "t.csv").write_text(TRACE)
-    trace = Trace.load(tmp_path / "t.csv")
+    trace = SlowdownTrace.load(tmp_path / "t.csv")
     assert trace.at(np.array([0.0, 9.9, 10.0, 25.0, 1e6])).tolist() == [[1, 1], [1, 1], [2, 1], [1, 1.5], [1, 1.5]]
 
 
@@ -117,6 +117,6 @@ def test_a_bad_trace_is_refused_with_the_line_that_is_wrong(tmp_path, text: str,
     path = tmp_path / "t.csv"
     path.write_text(text)
     with pytest.raises(ConfigError, match=says):
-        Trace.load(path)
+        SlowdownTrace.load(path)
     with pytest.raises(ConfigError, match="can be read"):
-        Trace.load(tmp_path / "none.csv")
+        SlowdownTrace.load(tmp_path / "none.csv")

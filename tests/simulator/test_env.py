@@ -14,7 +14,7 @@ from dynamix.simulator.compute import Costs
 from dynamix.simulator.disturbances import MovingNeighbour, Slowdowns
 from dynamix.simulator.network import ring_all_reduce, step_time
 from dynamix.simulator.statistics import efficiency
-from dynamix.simulator.streams import Stream
+from dynamix.simulator.streams import RandomStream
 
 
 def test_two_policies_meet_the_same_disturbances_at_the_same_wall_clock() -> None:
@@ -102,12 +102,12 @@ def test_the_moving_neighbour_slows_exactly_one_worker_and_moves() -> None:
 
 
 def test_streams_depend_on_key_and_counter_only() -> None:
-    stream = Stream(0, "x", (1000,))
+    stream = RandomStream(0, "x", (1000,))
     first = stream.uniform(np.uint64(3))
     stream.uniform(np.uint64(4))
     np.testing.assert_array_equal(first, stream.uniform(np.uint64(3)))
     assert abs(first.mean() - 0.5) < 0.05
-    assert abs(np.corrcoef(first, Stream(0, "y", (1000,)).uniform(np.uint64(3)))[0, 1]) < 0.1
+    assert abs(np.corrcoef(first, RandomStream(0, "y", (1000,)).uniform(np.uint64(3)))[0, 1]) < 0.1
     normal = np.concatenate([stream.normal(np.uint64(i)) for i in range(20)])
     assert abs(normal.mean()) < 0.03
     assert abs(normal.std() - 1) < 0.03

@@ -18,15 +18,15 @@ from dynamix.simulator import (
     HedgedReference,
     LaggedReference,
     PlannedReference,
-    Trace,
+    SlowdownTrace,
     interior_share,
     sample_clusters,
     sample_family,
 )  # fmt: skip
 from dynamix.window import Bounds, Ints, Window
-from dynamix_lab.suites.simulated import StaticAt, Suite, times_to_progress
+from dynamix_lab.suites.simulated import SimulatedPlan, StaticAt, times_to_progress
 
-SUITE = Suite("test", (), (), windows=40)
+SUITE = SimulatedPlan("test", (), (), windows=40)
 
 
 def test_half_of_the_held_out_families_break_an_assumption() -> None:
@@ -68,11 +68,13 @@ def test_an_unknown_family_names_the_known() -> None:
 
 def test_a_trace_slows_the_worker_it_names() -> None:
     clusters = dataclasses.replace(sample_family("affine-quiet", 2, 2, 0), jitter_s=None)
-    env = ClusterEnv(clusters, seed=0, trace=Trace(np.array([0.0]), np.array([[1.0, 5.0]])))
+    env = ClusterEnv(clusters, seed=0, trace=SlowdownTrace(np.array([0.0]), np.array([[1.0, 5.0]])))
     plain = ClusterEnv(clusters, seed=0)
     np.testing.assert_allclose(env.advance()[0], plain.advance()[0] * [1.0, 5.0])
     with pytest.raises(ConfigError, match="workers"):
-        ClusterEnv(sample_family("affine-quiet", 2, 3, 0), seed=0, trace=Trace(np.array([0.0]), np.ones((1, 2))))
+        ClusterEnv(
+            sample_family("affine-quiet", 2, 3, 0), seed=0, trace=SlowdownTrace(np.array([0.0]), np.ones((1, 2)))
+        )
 
 
 def test_some_jitter_is_in_seconds_and_some_is_everybodys() -> None:

@@ -4,15 +4,15 @@
     model.register_comm_hook(state, dynamix.compression.compression_hook)
 
 Lossless means: the integer sum that is decoded equals the integer sum of the inputs, which were quantised once to 25 to
-30 bits below their block's largest magnitude. What cannot be verified is reduced densely and counted. With `aggregator="host:port"` the
-sums are formed by a process in the network (`python -m dynamix.compression.aggregator.server`).
+30 bits below their block's largest magnitude. What cannot be verified is reduced densely and counted. With
+`aggregator="host:port"` a process in the network forms the sums (`dynamix aggregator`).
 """
 
 from __future__ import annotations
 
 from dynamix.compression.aggregator.client import Aggregator
 from dynamix.compression.aggregator.wire import AggregatorWire
-from dynamix.compression.bucket import BucketExchange, Settings
+from dynamix.compression.bucket import BucketExchange, ExchangeSettings
 from dynamix.compression.checks import Statistics
 from dynamix.compression.hooks import CompressionState, compression_hook
 from dynamix.compression.layout import Layout
@@ -23,10 +23,10 @@ __all__ = [
     "AggregatorWire",
     "BucketExchange",
     "CompressionState",
+    "ExchangeSettings",
     "GroupWire",
     "Layout",
     "LocalWire",
-    "Settings",
     "Statistics",
     "Wire",
     "compression_hook",

@@ -13,7 +13,7 @@ from dynamix.compression.compaction import compact, everything
 from dynamix.compression.fixed_point import Scales, scan, working, write_mean_
 from dynamix.compression.index import best_depth, is_superset, union_of
 from dynamix.compression.layout import Layout
-from dynamix.compression.lhc import Prediction, one_phase, two_phase
+from dynamix.compression.lhc import UnionForecast, one_phase, two_phase
 from dynamix.compression.wire import LocalWire, Wire
 from dynamix.errors import ConfigError
 
@@ -24,7 +24,7 @@ RELEARN = 8  # unions after which the depth of the index is chosen anew
 
 
 @dataclass(frozen=True)
-class Settings:
+class ExchangeSettings:
     """What all ranks must hold alike.
 
     seed      of the hash functions
@@ -46,9 +46,9 @@ class Settings:
 class BucketExchange:
     """Codec and memory of one bucket on one rank. Ranks call `reduce_` in step, with the same way."""
 
-    def __init__(self, layout: Layout, *, index: int = 0, settings: Settings | None = None) -> None:
-        self.layout, self.index, self.settings = layout, index, settings or Settings()
-        self._depth, self._unions, self._prediction = 0, 0, Prediction()
+    def __init__(self, layout: Layout, *, index: int = 0, settings: ExchangeSettings | None = None) -> None:
+        self.layout, self.index, self.settings = layout, index, settings or ExchangeSettings()
+        self._depth, self._unions, self._prediction = 0, 0, UnionForecast()
         self._scales: Scales | None = None
 
     def reduce_(self, flat: Tensor, way: Way, wire: Wire, *, step: int, statistics: Statistics) -> str | None:

@@ -22,10 +22,10 @@ from torch._C._distributed_c10d import GradBucket as Bucket
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.futures import Future
 
-from dynamix.compression.aggregator.client import Aggregator, Link
+from dynamix.compression.aggregator.client import Aggregator, AggregatorClient
 from dynamix.compression.aggregator.wire import AggregatorWire, join, report_loss
 from dynamix.compression.auto import Chooser
-from dynamix.compression.bucket import BucketExchange, Settings, Way, warm_up
+from dynamix.compression.bucket import BucketExchange, ExchangeSettings, Way, warm_up
 from dynamix.compression.checks import Statistics, digest
 from dynamix.compression.fixed_point import DTYPES
 from dynamix.compression.layout import Layout
@@ -44,7 +44,7 @@ class CompressionState:
                    bit; "dense" is a plain all-reduce
     model          its embeddings are indexed by row; without it every element has a bit of its own
     process_group  that of DDP; the default group when None
-    lanes, ratio, seed   see `dynamix.compression.Settings`
+    lanes, ratio, seed   see `dynamix.compression.ExchangeSettings`
     min_bytes      smaller buckets stay dense under "auto"
     timeout        of the process groups made here (gloo only); torch's default when None
     aggregator     where sums are formed in the network, "host:port" or an `Aggregator`; without one the process group forms
@@ -77,13 +77,13 @@ class CompressionState:
                 "CompressionState needs a process group: call torch.distributed.init_process_group() first"
             )
         self.mode, self.min_bytes, self.statistics = mode, min_bytes, Statistics()
-        self.settings = Settings(seed=seed, lanes=lanes, ratio=ratio)
+        self.settings = ExchangeSettings(seed=seed, lanes=lanes, ratio=ratio)
         self.process_group = process_group or cast(dist.ProcessGroup, dist.group.WORLD)
         self._embeddings = _embeddings(model)
         self._lines: dict[int, _Line] = {}
         self._steps: dict[int, int] = {}  # of buckets loaded from a checkpoint
         self._wires: dict[str, GroupWire] = {}
-        self._link: Link | None = None
+        self._client: AggregatorClient | None = None
         self._lost = False  # agreed by vote, and read and written where buckets are exchanged only
         self._thread: ThreadPoolExecutor | None = None
         self._home = self.process_group
@@ -97,7 +97,7 @@ class CompressionState:
         self._dense = _new_gloo_group(self._home, timeout) if gloo else self._home
         if aggregator is not None:
             where = Aggregator(aggregator) if isinstance(aggregator, str) else aggregator
-            self._link = join(where, self._home, device)
+            self._client = join(where, self._home, device)
 
     @property
     def ways(self) -> dict[int, str]:
@@ -148,9 +148,9 @@ class CompressionState:
         density = float(torch.count_nonzero(flat)) / flat.numel() if due else 0.0
         start = _now(flat) if timed else 0.0
         doubt = line.exchange.reduce_(flat, way, wire, step=line.step, statistics=self.statistics)
-        if doubt == "lost" and self._link is not None:
-            report_loss(self._link)
-            self._link, self._lost, line.retired = None, True, True
+        if doubt == "lost" and self._client is not None:
+            report_loss(self._client)
+            self._client, self._lost, line.retired = None, True, True
         line.advance(_now(flat) - start if timed else None)
         if due and line.chooser is not None and not self._lost:
             report = torch.tensor(line.chooser.report(density), dtype=torch.float64, device=flat.device)
@@ -188,7 +188,7 @@ class CompressionState:
 
     def _wire_of(self, group: dist.ProcessGroup) -> Wire:
         wire = self._wires.setdefault(group.group_name, GroupWire(group, self._or_method))
-        return wire if self._link is None else AggregatorWire(self._link, wire)
+        return wire if self._client is None else AggregatorWire(self._client, wire)
 
     def _require_same_arguments(self, device: torch.device, aggregated: bool) -> None:
         mine = digest(self.mode, self.min_bytes, aggregated)

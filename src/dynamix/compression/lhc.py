@@ -138,12 +138,12 @@ def _verdict(sketches: Sketches, decoded: list[Part], key: int, ranks: int) -> s
     return "none" if torch.equal(sketches.payload[-CHECKSUM_WORDS:], want) else "checksum"
 
 
-class Prediction:
+class UnionForecast:
     """How many items the next union will have, by segment: smoothed, with a margin, in size classes.
 
     Fed with unions that all ranks know, so all ranks predict alike.
 
-    >>> prediction = Prediction()
+    >>> prediction = UnionForecast()
     >>> prediction.expected() is None
     True
     >>> prediction.observe([1000])

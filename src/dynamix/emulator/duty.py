@@ -27,7 +27,7 @@ _LOOK_AGAIN_S = 0.25
 
 
 @dataclass
-class Group:
+class ThrottledGroup:
     """The processes of one process group, and its bucket."""
 
     pid: int
@@ -67,7 +67,7 @@ def _cpu_time_s(pid: int) -> float | None:
         return None
 
 
-def look_for_members(groups: dict[int, Group]) -> None:
+def look_for_members(groups: dict[int, ThrottledGroup]) -> None:
     """Finds the processes that joined a group since the last look (workers of a data loader)."""
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
@@ -79,12 +79,12 @@ def look_for_members(groups: dict[int, Group]) -> None:
                 group.used_s.setdefault(pid, _cpu_time_s(pid) or 0.0)
 
 
-def obey(line: str, groups: dict[int, Group]) -> None:
+def obey(line: str, groups: dict[int, ThrottledGroup]) -> None:
     """Carries out one line of the owner."""
     first, second = line.split()
     pid, cores = int(first), float(second)
     if cores > 0:
-        groups.setdefault(pid, Group(pid, cores)).cores = cores
+        groups.setdefault(pid, ThrottledGroup(pid, cores)).cores = cores
     elif pid in groups:
         group = groups.pop(pid)
         if group.stopped:
@@ -97,7 +97,7 @@ def main(owner: int) -> None:
         signal.signal(number, signal.SIG_IGN)
     with contextlib.suppress(OSError):
         os.nice(-10)
-    groups: dict[int, Group] = {}
+    groups: dict[int, ThrottledGroup] = {}
     pending, looked, last = b"", 0.0, time.monotonic()
     while True:
         if os.getppid() != owner:  # a child that the owner forked may hold the pipe open for ever

@@ -2,7 +2,7 @@
 
 from dynamix.simulator.calibration import calibration
 from dynamix.simulator.clusters import Clusters, bounds_of, sample_clusters
-from dynamix.simulator.disturbances import Trace
+from dynamix.simulator.disturbances import SlowdownTrace
 from dynamix.simulator.env import ClusterEnv
 from dynamix.simulator.families import BREAKING, CONFORMING, FAMILIES, interior_share, sample_family
 from dynamix.simulator.reference import (
@@ -27,7 +27,7 @@ __all__ = [
     "HedgedReference",
     "LaggedReference",
     "PlannedReference",
-    "Trace",
+    "SlowdownTrace",
     "best_allocation",
     "bounds_of",
     "calibration",

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from dynamix.simulator.calibration import OCTAVE_PARTS, calibration
-from dynamix.simulator.streams import Stream
+from dynamix.simulator.streams import RandomStream
 from dynamix.window import Floats, Ints
 
 _SIZES = 96  # grid points of the inverse of a curve that is not affine
 
 
-def jitter(stream: Stream, counter: np.uint64, sd: Floats, stall: Floats) -> Floats:
+def jitter(stream: RandomStream, counter: np.uint64, sd: Floats, stall: Floats) -> Floats:
     """Factors (C, W) with mean about 1: near-normal of `sd`, and in one step of eight a stall of +`stall`.
 
     The stall is the second mode that CPU quotas give: a step that meets the end of its period waits out the rest.

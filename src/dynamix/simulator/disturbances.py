@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from dynamix.errors import ConfigError
-from dynamix.simulator.streams import Stream
+from dynamix.simulator.streams import RandomStream
 from dynamix.window import Floats, Ints
 
 LEAST = 1.15  # factor of the weakest episode, unless said otherwise
@@ -41,8 +41,8 @@ class Slowdowns:
         self.mean_off_s, self.mean_on_s, self.strongest = mean_off_s, mean_on_s, strongest
         self.weakest = np.broadcast_to(np.asarray(weakest, np.float64), shape)
         self.even = None if even is None else np.broadcast_to(even[:, None], shape)
-        self._length = Stream(seed, f"{purpose}-length", shape, group=group)
-        self._factor = Stream(seed, f"{purpose}-factor", shape, group=group)
+        self._length = RandomStream(seed, f"{purpose}-length", shape, group=group)
+        self._factor = RandomStream(seed, f"{purpose}-factor", shape, group=group)
         self.episode = np.zeros(shape, dtype=np.uint64)
         self.until_s = -mean_off_s * np.log(self._length.uniform(np.uint64(0)))
         self.factor = np.ones(shape)
@@ -72,8 +72,8 @@ class MovingNeighbour:
     def __init__(self, seed: int, workers: int, period_s: Floats, factor: Floats) -> None:
         """`period_s` and `factor` (C,); factor 1: no neighbour."""
         self.workers, self.period_s, self.factor = workers, period_s, factor
-        self._victim = Stream(seed, "neighbour", period_s.shape)
-        self._phase = Stream(seed, "neighbour-phase", period_s.shape).uniform(np.uint64(0))
+        self._victim = RandomStream(seed, "neighbour", period_s.shape)
+        self._phase = RandomStream(seed, "neighbour-phase", period_s.shape).uniform(np.uint64(0))
 
     def at(self, clock_s: Floats) -> Floats:
         """Factors (C, W) at wall clock (C,)."""
@@ -83,7 +83,7 @@ class MovingNeighbour:
         return np.where(hit, self.factor[:, None], 1.0)
 
 
-class Trace:
+class SlowdownTrace:
     """A recorded slowdown per worker, replayed by wall clock; the last row holds on.
 
     times_s   (T,) increasing, from 0
@@ -94,7 +94,7 @@ class Trace:
         self.times_s, self.factors = times_s, factors
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Trace:
+    def load(cls, path: str | os.PathLike[str]) -> SlowdownTrace:
         """From CSV: a head `time_s,0,1,...` and a row per change. Raises `ConfigError` naming the line that is wrong."""
         fix = "see docs/design/simulator.md for the form"
         try:

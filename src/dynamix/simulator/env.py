@@ -8,10 +8,10 @@ from dynamix.errors import ConfigError
 from dynamix.simulator.calibration import calibration
 from dynamix.simulator.clusters import Clusters, bounds_of
 from dynamix.simulator.compute import jitter, near_normal
-from dynamix.simulator.disturbances import LEAST, MovingNeighbour, Slowdowns, Trace
+from dynamix.simulator.disturbances import LEAST, MovingNeighbour, Slowdowns, SlowdownTrace
 from dynamix.simulator.network import exchange_time, step_time
 from dynamix.simulator.statistics import Generalisation, along, efficiency, noise_scale
-from dynamix.simulator.streams import Stream
+from dynamix.simulator.streams import RandomStream
 from dynamix.window import Floats, Ints, Window
 
 # What slows all workers alike (power, a shared host) comes and goes over some ten steps: the emulator's windows of five
@@ -47,7 +47,7 @@ class ClusterEnv:
         seed: int,
         interval: int = 5,
         delay: int = 1,
-        trace: Trace | None = None,
+        trace: SlowdownTrace | None = None,
         lr_rule: str = "adascale",
     ) -> None:
         if interval < 1 or delay < 0:
@@ -64,13 +64,13 @@ class ClusterEnv:
         self.bounds = bounds_of(clusters)
         self.costs = clusters.costs
         count = clusters.shape[0]
-        self._jitter = Stream(seed, "jitter", clusters.shape)
-        self._slices = Stream(seed, "slices", clusters.shape)
-        self._together = Stream(seed, "together", (count,))
-        self._cpu = Stream(seed, "cpu", clusters.shape)
-        self._measured = Stream(seed, "measured", clusters.shape)
-        self._training = Stream(seed, "training", clusters.shape)
-        self._noise, self._wander = Stream(seed, "noise", (count,)), Stream(seed, "wander", (count,))
+        self._jitter = RandomStream(seed, "jitter", clusters.shape)
+        self._slices = RandomStream(seed, "slices", clusters.shape)
+        self._together = RandomStream(seed, "together", (count,))
+        self._cpu = RandomStream(seed, "cpu", clusters.shape)
+        self._measured = RandomStream(seed, "measured", clusters.shape)
+        self._training = RandomStream(seed, "training", clusters.shape)
+        self._noise, self._wander = RandomStream(seed, "noise", (count,)), RandomStream(seed, "wander", (count,))
         # Learning rate constant: the measured critical batch instead of the gradient's own.
         self._critical = 1.0 if lr_rule == "adascale" else calibration().step_count_ratio
         self.reset()

@@ -21,10 +21,10 @@ def _mix(z: Bits) -> Bits:
     return z ^ (z >> np.uint64(31))
 
 
-class Stream:
+class RandomStream:
     """One family of draws for an array of entities (clusters, or cluster x worker), keyed by seed and purpose.
 
-    >>> a, b = Stream(1, "jitter", (2, 3)), Stream(1, "jitter", (2, 3))
+    >>> a, b = RandomStream(1, "jitter", (2, 3)), RandomStream(1, "jitter", (2, 3))
     >>> bool((a.uniform(np.uint64(7)) == b.uniform(np.uint64(7))).all())
     True
     """

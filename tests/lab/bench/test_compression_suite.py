@@ -19,7 +19,7 @@ from dynamix_lab.suites.compression import suite as compression
 from dynamix_lab.suites.compression.exchanges import LOSSY, OURS, WAYS
 from dynamix_lab.suites.compression.jobs import JOBS, make_job
 from dynamix_lab.suites.compression.report import label, markdown, write_compression_report
-from dynamix_lab.suites.compression.suite import Cell, Plan, run_compression
+from dynamix_lab.suites.compression.suite import CompressionCell, CompressionPlan, run_compression
 from dynamix_lab.suites.compression.summary import join, judge, summarise, unexplained
 from dynamix_lab.suites.compression.worker import bound_bytes
 
@@ -90,8 +90,8 @@ def test_auto_behind_top_k_is_judged_against_dense_behind_top_k() -> None:
     found = judge(cells)["auto_time"]
     assert found["found"]["vgg19"] == pytest.approx(1.5 / 1.45)
     assert found["found"]["ratings"] == pytest.approx(cells["ratings"]["ratios"]["auto/dense"]["median"])
-    assert Cell("vgg19", 100, 4).ways(Plan()) == WAYS
-    assert set(WAYS) - set(Cell("ratings", 100, 4).ways(Plan())) == {"topk-dense"}
+    assert CompressionCell("vgg19", 100, 4).ways(CompressionPlan()) == WAYS
+    assert set(WAYS) - set(CompressionCell("ratings", 100, 4).ways(CompressionPlan())) == {"topk-dense"}
 
 
 def test_all_cells_together_have_pairs_ratios_and_the_a_a_pair(tmp_path) -> None:
@@ -149,12 +149,15 @@ def test_jobs_give_every_rank_and_step_a_batch_of_its_own() -> None:
 
 
 def test_sizes_of_the_issue_and_what_cannot_be_run() -> None:
-    cells = Plan().cells()
+    cells = CompressionPlan().cells()
     assert [c.name for c in cells[:2]] == ["ratings-4x100", "ratings-8x100"]
     assert len(cells) == len(JOBS) * 2 * 2 + len(JOBS)
-    assert {c.rate_mbit_s for c in Plan.of(quick=True).cells()} == {100, None}
-    assert Plan.of(quick=True, workers=(8,), jobs=None).workers == (8,)
-    assert [c.name for c in Plan.of(quick=True, rates_mbit_s=()).cells()] == ["ratings-identity", "vgg19-identity"]
+    assert {c.rate_mbit_s for c in CompressionPlan.of(quick=True).cells()} == {100, None}
+    assert CompressionPlan.of(quick=True, workers=(8,), jobs=None).workers == (8,)
+    assert [c.name for c in CompressionPlan.of(quick=True, rates_mbit_s=()).cells()] == [
+        "ratings-identity",
+        "vgg19-identity",
+    ]
     for change in (
         {"jobs": ("x",)},
         {"ways": ("dense",)},
@@ -164,8 +167,8 @@ def test_sizes_of_the_issue_and_what_cannot_be_run() -> None:
         {"rates_mbit_s": (), "identity_steps": 0},
     ):
         with pytest.raises(ConfigError):
-            dataclasses.replace(Plan(), **change).check()
-    assert Cell("lstm", 1000, 8).scenario().hosts[0].rate_mbit_s == 1000.0
+            dataclasses.replace(CompressionPlan(), **change).check()
+    assert CompressionCell("lstm", 1000, 8).scenario().hosts[0].rate_mbit_s == 1000.0
     assert label("auto", "vgg19") == "auto (after top-k)"
     assert label("topk", "vgg19") == "topk (lossy)"
 
@@ -184,10 +187,10 @@ def test_bad_arguments_end_with_one_clear_line_and_no_folder(arguments: list[str
 @pytest.mark.timeout(300)  # five processes that import torch: seconds, minutes only where other jobs hold the cores
 def test_a_whole_call_and_its_resumption(tmp_path, monkeypatch) -> None:
     """Links cannot be shaped without root, so they are not here. Twelve steps by each way, in the order of one round."""
-    unshaped = Cell.scenario
-    monkeypatch.setattr(Cell, "scenario", lambda self: unshaped(dataclasses.replace(self, rate_mbit_s=None)))
+    unshaped = CompressionCell.scenario
+    monkeypatch.setattr(CompressionCell, "scenario", lambda self: unshaped(dataclasses.replace(self, rate_mbit_s=None)))
     ways = ("dense", "dense-again", "topk", "blocks", "compaction", "lhc", "auto", "aggregator-lhc")
-    plan = Plan(
+    plan = CompressionPlan(
         jobs=("ratings",), rates_mbit_s=(100,), workers=(2,), rounds=1, steps=12, identity_steps=0, ways=ways,
         options=TINY, warm_up=False,
     )  # fmt: skip

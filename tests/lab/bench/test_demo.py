@@ -18,12 +18,11 @@ from dynamix.events.records import read_events
 from dynamix.events.run_folder import RunFolder
 from dynamix.policies.learned.policy import PRETRAINED
 from dynamix.window import Bounds, Window
-from dynamix_lab.demo.display import Display
 from dynamix_lab.demo.run import _facts, run_demo
-from dynamix_lab.harness.launch import POLICIES, Settings
+from dynamix_lab.harness.display import Display
+from dynamix_lab.harness.launch import POLICIES, LaunchSettings
 from dynamix_lab.harness.reference import Reference
 from dynamix_lab.harness.runs import AGAIN
-from dynamix_lab.suites.overhead import overhead_settings
 
 
 @pytest.fixture(scope="module")
@@ -39,12 +38,12 @@ def privileged():
 @pytest.fixture
 def little_data(monkeypatch):
     for name, samples in (("train_samples", 2400), ("test_samples", 200)):
-        monkeypatch.setattr(Settings, name, lambda self, samples=samples: samples)
+        monkeypatch.setattr(LaunchSettings, name, lambda self, samples=samples: samples)
 
 
 def ranks_of(pid):
     children = psutil.Process(pid).children(recursive=True)
-    return [c for c in children if "dynamix_lab.demo.worker" in " ".join(c.cmdline())]
+    return [c for c in children if "dynamix_lab.harness.worker" in " ".join(c.cmdline())]
 
 
 @pytest.mark.emulator
@@ -68,7 +67,7 @@ def test_the_demo_runs_every_policy_to_its_end_and_leaves_a_complete_folder(priv
     assert result["scenario_sha256"] == load_scenario("demo").sha256
     events = read_events(tmp_path / "run" / "events.jsonl")
     assert {e["policy"] for e in events} == set(POLICIES)
-    assert json.loads((tmp_path / "run" / "run.json").read_text())["command"] == "demo --quick"
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["command"] == "dynamix demo --quick"
     assert "<svg" in (tmp_path / "run" / "report.html").read_text()
 
 
@@ -88,7 +87,7 @@ class KillsARank(Display):
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_rank_that_dies_ends_the_demo_with_an_error_that_names_it(privileged, tmp_path):
-    settings = Settings(quick=True, steps=100_000, policies=("static",))
+    settings = LaunchSettings(quick=True, steps=100_000, policies=("static",))
     with pytest.raises(WorkerLostError, match="rank"):
         run_demo(settings, RunFolder("demo", tmp_path / "run"), display=KillsARank(target=1.0))
     assert ranks_of(os.getpid()) == []
@@ -109,7 +108,7 @@ class Interrupts(Display):
 def test_an_interrupted_call_keeps_its_finished_seeds_and_goes_on_without_repeating_them(
     privileged, tmp_path, little_data
 ):
-    settings = Settings(quick=True, seeds=2, steps=8, policies=("static",))
+    settings = LaunchSettings(quick=True, seeds=2, steps=8, policies=("static",))
     folder = RunFolder("demo", tmp_path / "run")
     with pytest.raises(KeyboardInterrupt):
         run_demo(settings, folder, display=Interrupts(target=1.0))
@@ -140,7 +139,7 @@ def test_a_run_whose_processor_was_stolen_is_made_again(privileged, tmp_path, mo
         return 50.0 * min(at, 2), 100.0 * at
 
     monkeypatch.setattr("dynamix_lab.harness.launch.processor_times", times)
-    settings = Settings(steps=8, again=True, policies=("static",))
+    settings = LaunchSettings(steps=8, again=True, policies=("static",))
     result, reached = run_demo(settings, RunFolder("demo", tmp_path / "run"))
     assert reached
     first, second = settings.order(0)
@@ -160,8 +159,8 @@ def test_only_the_folder_of_an_earlier_run_can_be_resumed(tmp_path):
 
 
 def test_several_seeds_add_the_a_a_partner_and_put_everybody_first_once():
-    assert AGAIN not in Settings().order(0)
-    settings = Settings(seeds=5)
+    assert AGAIN not in LaunchSettings().order(0)
+    settings = LaunchSettings(seeds=5)
     orders = [settings.order(seed) for seed in range(5)]
     assert {order[0] for order in orders} == {*POLICIES, AGAIN}
 
@@ -200,15 +199,12 @@ def test_without_root_the_demo_runs_by_duty_cycle_and_says_so_and_which_policy_r
     assert str(copy) in (tmp_path / "run" / "report.html").read_text()
 
 
-def test_the_overhead_benchmark_names_its_own_command():
-    assert _facts(overhead_settings(5), load_scenario("demo"), 0.9)["command"] == "bench overhead --steps 5"
-    assert _facts(Settings(quick=True, steps=5), load_scenario("demo"), 0.15)["command"] == "demo --quick --steps 5"
-
-
 def test_results_name_the_policy_that_really_runs_as_dynamix(tmp_path):
     other = tmp_path / "other.safetensors"
     other.write_bytes(b"other")
-    facts = [_facts(Settings(policy=p), load_scenario("demo"), 0.9) for p in (None, "dynamix", "lb_bsp", str(other))]
+    facts = [
+        _facts(LaunchSettings(policy=p), load_scenario("demo"), 0.9) for p in (None, "dynamix", "lb_bsp", str(other))
+    ]
     shipped, named, rule, file = (f["settings"]["policy"] for f in facts)
     assert shipped == named
     assert shipped["name"] == "shipped"

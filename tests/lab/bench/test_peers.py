@@ -22,7 +22,7 @@ from dynamix.cli.app import app
 from dynamix.emulator import load_scenario
 from dynamix.errors import ConfigError
 from dynamix.events.run_folder import RunFolder
-from dynamix_lab.demo.display import Display
+from dynamix_lab.harness.display import Display
 from dynamix_lab.harness.runs import AGAIN
 from dynamix_lab.peers import environments, suite
 from dynamix_lab.peers.environments import Environment, prepare, requirements
@@ -30,7 +30,7 @@ from dynamix_lab.peers.jobs import job
 from dynamix_lab.peers.kinds import PEERS, Peer
 from dynamix_lab.peers.launch import JOBS, PeerLaunch
 from dynamix_lab.peers.report import best_of, ratios_between
-from dynamix_lab.peers.suite import Plan, run_peers
+from dynamix_lab.peers.suite import PeersPlan, run_peers
 from dynamix_lab.tasks import make_workload
 
 OURS = Environment(Path(sys.executable), {"torch": torch.__version__})
@@ -53,7 +53,7 @@ class Stands:
 
 def test_a_peer_trains_the_workloads_model_from_its_weights_on_its_data(tmp_path, monkeypatch) -> None:
     workload = make_workload("mnist1d")
-    settings = Plan(quick=True).launch("ddp-256", 0)
+    settings = PeersPlan(quick=True).launch("ddp-256", 0)
     launch = PeerLaunch(
         Peer.of("ddp-256"), OURS.python, settings, 0, workload, Stands(tmp_path), RunFolder("x", tmp_path / "run"),
         Display(target=1.0), [],
@@ -100,7 +100,7 @@ def test_ddp_trains_beside_static_an_absent_peer_and_a_failing_one_are_named_and
         "adaptdl": "pip cannot install it: no network",
         "hivemind": OURS,
     }
-    plan = Plan(
+    plan = PeersPlan(
         scenario=two_hosts,
         quick=True,
         mechanism="duty-cycle",
@@ -135,7 +135,7 @@ def test_ddp_trains_beside_static_an_absent_peer_and_a_failing_one_are_named_and
 def test_adaptdl_and_hivemind_run_on_emulated_hosts_and_leave_nothing(tmp_path) -> None:
     folder = Path(str(GIVEN))
     found = {name: prepare(name, folder, tell=print) for name in ("adaptdl", "hivemind")}
-    plan = Plan(quick=True, policies=("static",), peers=("adaptdl", "hivemind", "hivemind-local"))
+    plan = PeersPlan(quick=True, policies=("static",), peers=("adaptdl", "hivemind", "hivemind-local"))
     before = set(Path("/tmp").glob("hivemind-*"))
     result, arrived = run_peers(plan, RunFolder("peers", tmp_path / "run"), found=found)
     assert arrived, result["failures"]
@@ -157,7 +157,7 @@ def test_all_ranks_of_a_job_end_at_the_same_step_whenever_the_stop_comes(tmp_pat
 
 
 def test_static_comes_first_and_last_and_everybody_else_in_turn() -> None:
-    plan = Plan(seeds=4, policies=("static", "dynamix"), peers=("ddp", "adaptdl", "hivemind"))
+    plan = PeersPlan(seeds=4, policies=("static", "dynamix"), peers=("ddp", "adaptdl", "hivemind"))
     orders = [plan.order(seed, plan.peers) for seed in range(4)]
     assert all(order[0] == "static" and order[-1] == AGAIN for order in orders)
     assert {order[1] for order in orders} == {"dynamix", "ddp", "adaptdl", "hivemind"}

@@ -5,18 +5,18 @@ import pytest
 
 from dynamix.errors import StateError
 from dynamix.window import Window
-from dynamix_lab.demo.display import Display, end_table, ratio_lines
 from dynamix_lab.demo.report import write_report
-from dynamix_lab.demo.scoring import Scorer, Snapshot
-from dynamix_lab.harness.runs import Run, load_runs, summarise
+from dynamix_lab.harness.display import Display, end_table, ratio_lines
+from dynamix_lab.harness.runs import PolicyRun, load_runs, summarise
+from dynamix_lab.harness.scoring import Scorer, WeightSnapshot
 from dynamix_lab.tasks import make_workload
 
 
 def run(policy, seed, pace_s, *, reaches=True):
-    made = Run(policy, seed, target=0.9)
+    made = PolicyRun(policy, seed, target=0.9)
     for i in range(1, 6):
         score = 0.2 * i if reaches else 0.1
-        made.snapshots.append(Snapshot(policy, pace_s * i, i, 100 * i, Path("x"), score))
+        made.snapshots.append(WeightSnapshot(policy, pace_s * i, i, 100 * i, Path("x"), score))
     made.step_ends_s = [pace_s * i for i in range(1, 6)]
     window = Window.of([64, 64], compute=[1.0, 2.0], wait=[1.0, 0.0], communication=0.5, data=0.0, steps=5, step=5)
     made.events = [
@@ -25,7 +25,7 @@ def run(policy, seed, pace_s, *, reaches=True):
     ]
     made.time_s, made.step, made.samples, made.finished = pace_s * 5, 5, 500, True
     made.batch_sizes = [96, 32]
-    made.snapshots.append(Snapshot(policy, pace_s * 6, 6, 600, Path("x"), 0.95 if reaches else 0.1))
+    made.snapshots.append(WeightSnapshot(policy, pace_s * 6, 6, 600, Path("x"), 0.95 if reaches else 0.1))
     return made
 
 
@@ -72,7 +72,7 @@ def test_the_report_is_one_file_that_needs_no_network_and_escapes_its_text(tmp_p
 
 
 def test_a_run_cut_before_its_first_window_can_still_be_shown(tmp_path):
-    bare = Run("static", 0, target=0.9)
+    bare = PolicyRun("static", 0, target=0.9)
     bare.batch_sizes = [128, 128]
     write_report(tmp_path / "report.html", [bare], result_of([bare]))
     assert end_table([bare], target=0.9).row_count == 1
@@ -88,7 +88,7 @@ def test_snapshots_are_scored_in_order_and_their_files_removed(tmp_path):
         path = tmp_path / str(step)
         flat = [p.detach().reshape(-1) for p in workload.make_model(step).parameters()]
         path.write_bytes(b"".join(f.numpy().tobytes() for f in flat))
-        scorer.add(Snapshot("static", 1.0, step, 10, path))
+        scorer.add(WeightSnapshot("static", 1.0, step, 10, path))
     scorer.wait()
     scorer.close()
     assert [s.step for s in seen] == [1, 2]
@@ -99,7 +99,7 @@ def test_snapshots_are_scored_in_order_and_their_files_removed(tmp_path):
 def test_an_error_while_scoring_reaches_the_caller(tmp_path):
     workload = make_workload("mnist1d")
     scorer = Scorer(workload, workload.make_data(0, train=80, test=20).test, lambda _: None)
-    scorer.add(Snapshot("static", 1.0, 1, 10, tmp_path / "missing"))
+    scorer.add(WeightSnapshot("static", 1.0, 1, 10, tmp_path / "missing"))
     with pytest.raises(FileNotFoundError):
         scorer.wait()
     scorer.close()

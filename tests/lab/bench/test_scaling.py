@@ -16,11 +16,11 @@ from dynamix.errors import ConfigError
 from dynamix.events.run_folder import RunFolder
 from dynamix.training.nets import NetCosts
 from dynamix_lab.suites.scaling.report import conclude, large_medium_small
-from dynamix_lab.suites.scaling.suite import Plan, run_scaling
+from dynamix_lab.suites.scaling.suite import ScalingPlan, run_scaling
 from dynamix_lab.suites.scaling.virtual_world import NetEnv, at_workers
 
 COSTS = NetCosts(0.01, 0.0005, 250_000)
-TINY = Plan(
+TINY = ScalingPlan(
     "test", (("vgg11-sgd", 8),), ("reference", "dynamix-paper"), seeds=(0,), sweep=(8, 16), samples=600, train=1000,
     test=100, scored=100, width=8,
 )  # fmt: skip
@@ -47,14 +47,14 @@ def test_a_step_costs_the_slowest_hosts_computing_and_the_gradients_bytes() -> N
 
 
 def test_a_plan_takes_some_cases_and_longer_runs() -> None:
-    plan = Plan.of(quick=False, cases=["vgg16-sgd"], workers=[8, 16], samples=270_000, seeds=4)
+    plan = ScalingPlan.of(quick=False, cases=["vgg16-sgd"], workers=[8, 16], samples=270_000, seeds=4)
     assert plan.cells == (("vgg16-sgd", 8), ("vgg16-sgd", 16))
     assert (plan.samples, plan.every(), plan.seeds) == (270_000, 9_000, (0, 1, 2, 3))
-    assert Plan.of(quick=False).samples < 270_000
-    assert Plan.of(quick=True, samples=24_000).samples == 24_000
+    assert ScalingPlan.of(quick=False).samples < 270_000
+    assert ScalingPlan.of(quick=True, samples=24_000).samples == 24_000
     for quick, case in ((False, "vgg12-sgd"), (True, "vgg16-sgd")):
         with pytest.raises(ConfigError, match="cases"):
-            Plan.of(quick=quick, cases=[case])
+            ScalingPlan.of(quick=quick, cases=[case])
     with pytest.raises(ConfigError, match="samples"):
         dataclasses.replace(plan, samples=3).check()
 
@@ -67,9 +67,9 @@ def test_the_command_says_what_only_the_virtual_clock_has(given: list[str]) -> N
 
 
 def test_the_command_hands_cases_and_samples_to_the_plan(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    plans: list[Plan] = []
+    plans: list[ScalingPlan] = []
 
-    def run(plan: Plan, folder: RunFolder, **_: Any) -> dict[str, Any]:
+    def run(plan: ScalingPlan, folder: RunFolder, **_: Any) -> dict[str, Any]:
         plans.append(plan)
         return {"table": ""}
 
@@ -79,7 +79,7 @@ def test_the_command_hands_cases_and_samples_to_the_plan(monkeypatch: pytest.Mon
         app, ["bench", "scaling", "--cluster", "virtual", *options, "--out", str(tmp_path / "x")]
     )
     assert result.exit_code == 0, result.output
-    assert plans == [Plan.of(quick=False, workers=[8], cases=["vgg16-sgd", "vgg11-sgd"], samples=9_000, seeds=2)]
+    assert plans == [ScalingPlan.of(quick=False, workers=[8], cases=["vgg16-sgd", "vgg11-sgd"], samples=9_000, seeds=2)]
 
 
 @pytest.mark.slow

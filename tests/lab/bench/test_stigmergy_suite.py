@@ -11,14 +11,14 @@ import pytest
 
 from dynamix.errors import ConfigError
 from dynamix.events.run_folder import RunFolder
-from dynamix.policies.protocol import make_policy
+from dynamix.policies.registry import make_policy
 from dynamix.simulator import sample_family
 from dynamix.window import Bounds, Window
 from dynamix_lab.suites.stigmergy.cost import decision_costs
-from dynamix_lab.suites.stigmergy.suite import Plan, run_suite
+from dynamix_lab.suites.stigmergy.suite import StigmergyPlan, run_suite
 from dynamix_lab.suites.stigmergy.worlds import Dying, SlowedEnv, alike, without_a_quarter
 
-SMALL = Plan(
+SMALL = StigmergyPlan(
     "test", scenarios=("steady", "elastic"), workers=(4,), failing_workers=(4,), seeds=(1,), clusters=3, windows=9,
     ablated=("steady",), recovery=(3, 4), resamples=50, cost_workers=(4,),
 )  # fmt: skip

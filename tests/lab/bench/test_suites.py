@@ -17,24 +17,24 @@ from dynamix.cli.app import app
 from dynamix.emulator import load_scenario
 from dynamix.errors import ConfigError, WorkerLostError
 from dynamix.events.run_folder import RunFolder
+from dynamix.policies import make_policy
 from dynamix.window import Bounds, Window
-from dynamix_lab.harness.launch import Launch, Settings
+from dynamix_lab.harness.launch import Launch, LaunchSettings
 from dynamix_lab.harness.processes import in_processes
-from dynamix_lab.harness.reference import reference_total
+from dynamix_lab.harness.reference import references
 from dynamix_lab.report.suite_page import write_live_report
 from dynamix_lab.suites.changecost import change_cost
 from dynamix_lab.suites.fidelity.against import compare, forecast, same_ranking, silent
 from dynamix_lab.suites.fidelity.live_costs import SIZES, LiveCosts, _computing, _holding, fit_costs
-from dynamix_lab.suites.fidelity.predicted import Job, Predicted, predict, predict_all, train
+from dynamix_lab.suites.fidelity.predicted import Predicted, PredictedRun, predict, predict_all, train
 from dynamix_lab.suites.fidelity.scenario_env import ScenarioEnv, scenario_world, simulated_hosts
 from dynamix_lab.suites.fidelity.suite import lines, run_fidelity
-from dynamix_lab.suites.simulated import Suite, run_cell, run_suite, scaling_suite, tta_suite
-from dynamix_lab.suites.stepcount import main as count_steps
-from dynamix_lab.suites.stepcount import steps_to_target
+from dynamix_lab.suites.simulated import SimulatedPlan, run_cell, run_suite, scaling_suite, tta_suite
+from dynamix_lab.suites.stepcount import count_steps, steps_to_target
 from dynamix_lab.suites.tta import combine, markdown
 from dynamix_lab.tasks import make_workload
 
-SMALL = Suite(
+SMALL = SimulatedPlan(
     "test", (("affine-slowdowns", 4), ("pai-steady", 2)), ("dbs", "lb_bsp"), seeds=(1,), clusters=6, windows=25
 )
 
@@ -151,16 +151,19 @@ COSTS = LiveCosts(
 
 
 def test_both_balanced_policies_are_predicted_ahead_of_static() -> None:
-    times = {name: predict(Job("demo", name, 3), COSTS).time_to_target_s for name in ("static", "lb_bsp", "reference")}
+    times = {
+        name: predict(PredictedRun("demo", name, 3), COSTS).time_to_target_s
+        for name in ("static", "lb_bsp", "reference")
+    }
     assert max(times["reference"], times["lb_bsp"]) < times["static"]
 
 
-QUICK = Settings(quick=True)
+QUICK = LaunchSettings(quick=True)
 
 
 def test_a_trained_prediction_repeats_itself_and_balance_shortens_its_steps() -> None:
-    jobs = [Job("steady-uneven", name, 3) for name in ("static", "reference", "static")]
-    jobs.append(Job("steady-uneven", "dynamix", 3))
+    jobs = [PredictedRun("steady-uneven", name, 3) for name in ("static", "reference", "static")]
+    jobs.append(PredictedRun("steady-uneven", "dynamix", 3))
     told: list[float] = []
     found = predict_all(jobs, COSTS, trained=True, tell=lambda what, done: told.append(done), settings=QUICK)
     assert list(found) == list(dict.fromkeys(jobs))
@@ -185,7 +188,7 @@ def test_a_trained_prediction_is_configured_as_a_live_run(monkeypatch, tmp_path)
 
     monkeypatch.setattr("dynamix_lab.suites.fidelity.predicted.VirtualCluster", cluster)
     with pytest.raises(Stop):
-        train(Job("even", "static", 3), COSTS, QUICK)
+        train(PredictedRun("even", "static", 3), COSTS, QUICK)
     workload = make_workload("mnist1d")
     live = Launch(QUICK, 3, workload, None, None, None, [])._config(tmp_path)  # type: ignore[arg-type]
     for name in ("batch_size", "interval", "lr_rule", "seed"):
@@ -202,11 +205,11 @@ def test_a_trained_prediction_is_configured_as_a_live_run(monkeypatch, tmp_path)
 def test_a_piece_that_fails_or_is_killed_ends_the_others() -> None:
     with pytest.raises(ConfigError, match="nonsense"):
         predict_all(
-            [Job("even", "nonsense", 3), Job("even", "static", 3)],
+            [PredictedRun("even", "nonsense", 3), PredictedRun("even", "static", 3)],
             COSTS,
             trained=True,
             tell=silent,
-            settings=Settings(),
+            settings=LaunchSettings(),
         )
     # The other piece would take longer than a test may.
     with pytest.raises(WorkerLostError, match="killed"):
@@ -234,9 +237,11 @@ def test_deciding_takes_time_of_the_first_host_in_the_step_after_it() -> None:
 
 def test_a_run_is_compared_by_the_training_itself_when_asked(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("dynamix_lab.suites.fidelity.against.fit_costs", lambda folder, results: COSTS)
-    asked: list[Job] = []
+    asked: list[PredictedRun] = []
 
-    def predicted(jobs: list[Job], costs: LiveCosts, *, trained: bool, tell: object) -> dict[Job, Predicted]:
+    def predicted(
+        jobs: list[PredictedRun], costs: LiveCosts, *, trained: bool, tell: object
+    ) -> dict[PredictedRun, Predicted]:
         assert trained
         asked.extend(jobs)
         return {job: Predicted(0.25 if job.policy == "static" else 0.20, 90.0, 400) for job in jobs}
@@ -247,7 +252,7 @@ def test_a_run_is_compared_by_the_training_itself_when_asked(tmp_path, monkeypat
     part = {"policies": {"static": run, "static-again": run, "dbs": run, "lb_bsp": never}, "seeds": [7]}
     (tmp_path / "result.json").write_text(json.dumps({"scenarios": {"even": part}, "seeds": [7]}))
     found = compare(tmp_path, trained=True, tell=silent)
-    assert asked == [Job("even", "static", 7), Job("even", "dbs", 7)]
+    assert asked == [PredictedRun("even", "static", 7), PredictedRun("even", "dbs", 7)]
     assert found["scenarios"]["even"]["policies"]["dbs"]["step_error"] == pytest.approx(0.2)
     assert found["worst_step_error"] == pytest.approx(0.2)
     done = CliRunner().invoke(app, ["bench", "fidelity", "--against", str(tmp_path), "--trained"])
@@ -370,9 +375,12 @@ def test_rankings_ignore_ties_only() -> None:
 
 
 def test_a_reference_may_hold_another_global_batch() -> None:
-    assert reference_total("reference:256") == 256
-    with pytest.raises(ConfigError, match="reference:TOTAL"):
-        reference_total("reference:much")
+    window = Window.of([128] * 4, compute=0.2, steps=5)
+    held = make_policy("reference:256", others=references("demo")).decide(window, Bounds.of(4))
+    kept = make_policy("reference", others=references("demo")).decide(window, Bounds.of(4))
+    assert (held.sum(), kept.sum()) == (256, 512)
+    with pytest.raises(ConfigError, match="reference:NUMBER"):
+        make_policy("reference:much", others=references("demo"))
 
 
 @pytest.mark.parametrize(
@@ -398,6 +406,6 @@ def test_bad_arguments_end_with_one_clear_line_and_no_folder(arguments: list[str
 
 
 def test_a_slow_link_is_predicted_to_cost_time_and_a_free_one_none() -> None:
-    slow, free = (predict(Job(name, "static", 3), COSTS).step_s for name in ("slow-link", "even"))
+    slow, free = (predict(PredictedRun(name, "static", 3), COSTS).step_s for name in ("slow-link", "even"))
     # A ring of four sends 1.5 times the 448,552 bytes of gradients over 40 Mbit/s.
     assert slow - free == pytest.approx(1.5 * 448_552 * 8e-6 / 40, rel=0.02)

@@ -11,7 +11,7 @@ from dynamix.compression import bucket
 from dynamix.compression.layout import Layout
 from dynamix.errors import ConfigError
 from dynamix_lab.suites.compression import cases
-from dynamix_lab.suites.compression.cases import KINDS, WAYS_TRIED, WORKERS, Case, integer_sums, run_cases
+from dynamix_lab.suites.compression.cases import KINDS, WAYS_TRIED, WORKERS, ExchangeCase, integer_sums, run_cases
 
 
 def test_a_hundred_cases_and_more_decode_to_the_integer_reference() -> None:
@@ -22,7 +22,7 @@ def test_a_hundred_cases_and_more_decode_to_the_integer_reference() -> None:
 
 
 def test_ten_thousand_would_draw_everything() -> None:
-    drawn = [Case.draw(seed) for seed in range(600)]
+    drawn = [ExchangeCase.draw(seed) for seed in range(600)]
     assert {case.kind for case in drawn} == set(KINDS)
     assert {case.workers for case in drawn} == set(WORKERS)
     assert {case.way for case in drawn} == set(WAYS_TRIED)

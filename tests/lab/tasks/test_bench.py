@@ -10,12 +10,12 @@ from torch import nn
 
 from dynamix.errors import ConfigError
 from dynamix.events.run_folder import RunFolder
-from dynamix_lab.suites.tasks import Plan, markdown, measure, noise_and_signal, run_workloads
+from dynamix_lab.suites.tasks import WorkloadsPlan, markdown, measure, noise_and_signal, run_workloads
 from dynamix_lab.tasks import Arrays, Data, Workload, make_workload
 
 
 def test_a_run_measures_and_writes_its_table(tmp_path: Path) -> None:
-    plan = Plan(("digits", "ratings"), budget_s=0.5, seed=1)
+    plan = WorkloadsPlan(("digits", "ratings"), budget_s=0.5, seed=1)
     said: list[str] = []
     result = run_workloads(plan, RunFolder("workloads", tmp_path / "run"), tell=lambda text, done: said.append(text))
     row = result["workloads"]["digits"]
@@ -36,15 +36,17 @@ def test_a_run_measures_and_writes_its_table(tmp_path: Path) -> None:
     assert again["workloads"] == result["workloads"]
     assert not said, "what is finished is not measured again"
     with pytest.raises(ConfigError, match="same seed"):
-        run_workloads(Plan(("digits",), budget_s=0.5, seed=2), RunFolder("workloads", tmp_path / "run", resume=True))
+        run_workloads(
+            WorkloadsPlan(("digits",), budget_s=0.5, seed=2), RunFolder("workloads", tmp_path / "run", resume=True)
+        )
 
 
 def test_impossible_plans_are_refused_before_anything_runs() -> None:
     with pytest.raises(ConfigError, match="more than 0"):
-        Plan(("digits",), budget_s=0)
+        WorkloadsPlan(("digits",), budget_s=0)
     with pytest.raises(ConfigError, match="mnist1d"):
-        Plan.of(names=["nothing"])
-    assert set(Plan.of(quick=True).names) < set(Plan.of().names)
+        WorkloadsPlan.of(names=["nothing"])
+    assert set(WorkloadsPlan.of(quick=True).names) < set(WorkloadsPlan.of().names)
 
 
 def quadratic(count=None) -> Workload:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dynamix_lab.demo.display import number, policy_lines, ratio_lines
-from dynamix_lab.harness.runs import Run
+from dynamix_lab.harness.display import number, policy_lines, ratio_lines
+from dynamix_lab.harness.runs import PolicyRun
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,10 +29,10 @@ pre { background: #f6f6f6; padding: 1em; overflow-x: auto; }
 
 def write_report(
     path: Path,
-    runs: Sequence[Run],
+    runs: Sequence[PolicyRun],
     result: dict[str, Any],
     *,
-    moves: Callable[[Run], Sequence[tuple[float, int]]] | None = None,
+    moves: Callable[[PolicyRun], Sequence[tuple[float, int]]] | None = None,
 ) -> None:
     """Write the page. `moves(run)` gives (time_s, host) of every move of the neighbour while the run went on."""
     first_seed = [run for run in runs if run.seed == runs[0].seed]
@@ -67,7 +67,7 @@ def _details(result: dict[str, Any]) -> str:
     return "\n".join(f"{key}: {result.get(key)}" for key in keys)
 
 
-def _table(runs: Sequence[Run], target: float) -> str:
+def _table(runs: Sequence[PolicyRun], target: float) -> str:
     head = ("policy", "seed", f"time to {target:.3f} (s)", "final accuracy", "samples/s", "waiting (%)", "sizes at end")
     rows = [
         (
@@ -85,7 +85,7 @@ def _table(runs: Sequence[Run], target: float) -> str:
     return "<table><tr>" + "".join(f"<th>{html.escape(cell)}</th>" for cell in head) + f"</tr>{body}</table>"
 
 
-def _plot_accuracy(runs: Sequence[Run], target: float) -> Figure:
+def _plot_accuracy(runs: Sequence[PolicyRun], target: float) -> Figure:
     figure, (axes,) = new_figure(1)
     names = list(dict.fromkeys(run.policy for run in runs))
     for run in runs:
@@ -99,7 +99,7 @@ def _plot_accuracy(runs: Sequence[Run], target: float) -> Figure:
     return figure
 
 
-def _plot_sizes(runs: Sequence[Run], moves: Callable[[Run], Sequence[tuple[float, int]]] | None) -> Figure:
+def _plot_sizes(runs: Sequence[PolicyRun], moves: Callable[[PolicyRun], Sequence[tuple[float, int]]] | None) -> Figure:
     figure, panels = new_figure(len(runs))
     for axes, run in zip(panels, runs, strict=True):
         times, sizes = _sizes_over_time(run)
@@ -115,7 +115,7 @@ def _plot_sizes(runs: Sequence[Run], moves: Callable[[Run], Sequence[tuple[float
     return figure
 
 
-def _sizes_over_time(run: Run) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+def _sizes_over_time(run: PolicyRun) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     """When each allocation came into force, and the sizes (n, W), from the events to the run's end."""
     changes = [(e["from_step"], e["allocation"]) for e in run.events if e["decision"] == "new"]
     first = run.events[0]["window"]["batch_size"] if run.events else run.batch_sizes
@@ -125,7 +125,7 @@ def _sizes_over_time(run: Run) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, An
     return np.array(times), np.array([*sizes, sizes[-1]])
 
 
-def _plot_time(runs: Sequence[Run]) -> Figure:
+def _plot_time(runs: Sequence[PolicyRun]) -> Figure:
     figure, panels = new_figure(1, columns=len(runs))
     for axes, run in zip(panels, runs, strict=True):
         base = np.zeros(len(run.batch_sizes))

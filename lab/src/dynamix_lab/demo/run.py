@@ -13,10 +13,12 @@ from dynamix.emulator import Emulation, Scenario, host_speeds, load_scenario
 from dynamix.events.records import SCHEMA
 from dynamix.events.run_folder import RunFolder, commit, machine
 from dynamix.policies.learned.policy import PRETRAINED
-from dynamix_lab.demo.display import Display, end_table, policy_lines, ratio_lines
+from dynamix.policies.registry import parse_name
 from dynamix_lab.demo.report import write_report
-from dynamix_lab.harness.launch import POLICIES, Launch, Settings, disturbance_seed
-from dynamix_lab.harness.runs import AGAIN, Run, load_runs, save_runs, summarise
+from dynamix_lab.harness.display import Display, end_table, policy_lines, ratio_lines
+from dynamix_lab.harness.host import host
+from dynamix_lab.harness.launch import POLICIES, Launch, LaunchSettings, disturbance_seed
+from dynamix_lab.harness.runs import AGAIN, PolicyRun, load_runs, save_runs, summarise
 from dynamix_lab.tasks import make_workload
 
 # A run during which the hypervisor took more than this part of the machine's processor time from us is no measurement; where
@@ -24,7 +26,9 @@ from dynamix_lab.tasks import make_workload
 MOST_STOLEN, REPEATS = 0.03, 2
 
 
-def run_demo(settings: Settings, folder: RunFolder, *, display: Display | None = None) -> tuple[dict[str, Any], bool]:
+def run_demo(
+    settings: LaunchSettings, folder: RunFolder, *, display: Display | None = None
+) -> tuple[dict[str, Any], bool]:
     """Run all policies for all seeds; returns result.json and whether every run reached its end.
 
     Writes run.json, events.jsonl, result.json and report.html to `folder`. Seeds that `folder` has finished already
@@ -38,18 +42,19 @@ def run_demo(settings: Settings, folder: RunFolder, *, display: Display | None =
     torch.set_num_threads(1)
     seeds = range(settings.seed, settings.seed + settings.seeds)
     facts = _facts(settings, scenario, target)
+    started_on = host()
     finished = _finished(settings, folder, facts)
     for seed in finished:
         display.say(f"seed {seed}: finished earlier, in {folder.path}")
     runs = [run for of_seed in finished.values() for run in of_seed]
     facts["mechanisms"] = folder.read_run().get("mechanisms", {})
 
-    def launch(seed: int, names: Sequence[str], attempt: int, runs: list[Run]) -> None:
+    def launch(seed: int, names: Sequence[str], attempt: int, runs: list[PolicyRun]) -> None:
         ranks = folder.path / "ranks" / (f"{seed}-{attempt}" if attempt else str(seed))
         of_seed = disturbance_seed(settings, seed)
         with Emulation(scenario, seed=of_seed, run_dir=ranks, mechanism=settings.mechanism, keep_awake=True) as hosts:
             facts["mechanisms"] = hosts.mechanisms
-            folder.write_run(**facts)
+            folder.write_run(**facts, host=started_on)
             Launch(settings, seed, workload, hosts, folder, display, runs, names=names, attempt=attempt).run()
 
     try:
@@ -80,9 +85,9 @@ def run_demo(settings: Settings, folder: RunFolder, *, display: Display | None =
 
 
 def _conclude(
-    settings: Settings,
+    settings: LaunchSettings,
     scenario: Scenario,
-    runs: list[Run],
+    runs: list[PolicyRun],
     facts: dict[str, Any],
     folder: RunFolder,
     display: Display,
@@ -109,7 +114,7 @@ def _must_agree(facts: dict[str, Any]) -> dict[str, Any]:
     return {"commit": commit(), "machine": machine(), **{name: facts[name] for name in names}}
 
 
-def _finished(settings: Settings, folder: RunFolder, facts: dict[str, Any]) -> dict[int, list[Run]]:
+def _finished(settings: LaunchSettings, folder: RunFolder, facts: dict[str, Any]) -> dict[int, list[PolicyRun]]:
     """Seed -> runs that an earlier call left in `folder`; events of other runs are dropped."""
     seeds = [s for s in range(settings.seed, settings.seed + settings.seeds) if _saved(folder, s).exists()]
     found = {seed: load_runs(_saved(folder, seed), _must_agree(facts)) for seed in seeds}
@@ -119,13 +124,13 @@ def _finished(settings: Settings, folder: RunFolder, facts: dict[str, Any]) -> d
     return found
 
 
-def _disturbed(runs: Sequence[Run], seed: int) -> list[Run]:
+def _disturbed(runs: Sequence[PolicyRun], seed: int) -> list[PolicyRun]:
     """Those that are worth another attempt; all of them had equally many."""
     mine = [run for run in runs if run.seed == seed and run.stolen > MOST_STOLEN and run.attempt < REPEATS]
     return [run for run in mine if run.attempt == min(other.attempt for other in mine)]
 
 
-def _save(folder: RunFolder, seed: int, runs: Sequence[Run], facts: dict[str, Any]) -> None:
+def _save(folder: RunFolder, seed: int, runs: Sequence[PolicyRun], facts: dict[str, Any]) -> None:
     """The runs of one seed; events of attempts that they replace go."""
     mine = [run for run in runs if run.seed == seed]
     save_runs(_saved(folder, seed), mine, _must_agree(facts))
@@ -133,17 +138,15 @@ def _save(folder: RunFolder, seed: int, runs: Sequence[Run], facts: dict[str, An
         folder.keep_events(_events_of(runs))
 
 
-def _events_of(runs: Sequence[Run]) -> Callable[[dict[str, Any]], bool]:
+def _events_of(runs: Sequence[PolicyRun]) -> Callable[[dict[str, Any]], bool]:
     return lambda event: any(run.owns(event) for run in runs)
 
 
-def _facts(settings: Settings, scenario: Scenario, target: float) -> dict[str, Any]:
+def _facts(settings: LaunchSettings, scenario: Scenario, target: float) -> dict[str, Any]:
     seeds = range(settings.seed, settings.seed + settings.seeds)
     return {
         "schema": SCHEMA,
-        "command": settings.command
-        + (" --quick" if settings.quick else "")
-        + (f" --steps {settings.steps}" if settings.steps else ""),
+        "command": settings.command,
         "cluster": "emulator",
         "scenario": scenario.name,
         "scenario_sha256": scenario.sha256,
@@ -164,12 +167,13 @@ def _facts(settings: Settings, scenario: Scenario, target: float) -> dict[str, A
 
 def _policy_file(policy: str | None) -> dict[str, str]:
     """Which policy really ran as "dynamix": the shipped file, another file (with its hash), or the one of a name."""
-    path = PRETRAINED if policy in (None, "dynamix") else Path(str(policy))
+    chosen = parse_name(policy or "dynamix")
+    path = PRETRAINED if str(chosen) == "dynamix" else Path(chosen.base)
     named = {"name": "shipped" if path == PRETRAINED else str(policy)}
     return {**named, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()} if path.is_file() else named
 
 
-def _say_end(display: Display, runs: Sequence[Run], result: dict[str, Any], folder: RunFolder) -> None:
+def _say_end(display: Display, runs: Sequence[PolicyRun], result: dict[str, Any], folder: RunFolder) -> None:
     for line in [*policy_lines(result), *ratio_lines(result["ratios"])]:
         display.say(line)
     display.console.print(end_table(runs, target=result["target"]))
@@ -180,7 +184,7 @@ def _say_end(display: Display, runs: Sequence[Run], result: dict[str, Any], fold
     display.say(f"report: {folder.path / 'report.html'}")
 
 
-def moves(scenario: Scenario, run: Run, settings: Settings) -> list[tuple[float, int]]:
+def moves(scenario: Scenario, run: PolicyRun, settings: LaunchSettings) -> list[tuple[float, int]]:
     """(time_s, host) of every time a host became slower while `run` went on."""
     found, before = [], host_speeds(scenario, 0.0, disturbance_seed(settings, run.seed))
     for tick in range(1, int(run.time_s * 10) + 1):

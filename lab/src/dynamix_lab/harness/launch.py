@@ -19,11 +19,12 @@ from dynamix.emulator.scenario import check_machine
 from dynamix.errors import ConfigError, WorkerLostError
 from dynamix.events.run_folder import RunFolder, processor_times
 from dynamix.policies import make_policy
-from dynamix_lab.demo.display import Display
-from dynamix_lab.demo.scoring import Scorer, Snapshot
-from dynamix_lab.harness.link import Link, Listener, Message
-from dynamix_lab.harness.reference import reference_total
-from dynamix_lab.harness.runs import AGAIN, CENSOR_FACTOR, Run
+from dynamix.policies.registry import parse_name
+from dynamix_lab.harness.channel import JobChannel, Listener, Message
+from dynamix_lab.harness.display import Display
+from dynamix_lab.harness.reference import references
+from dynamix_lab.harness.runs import AGAIN, CENSOR_FACTOR, PolicyRun
+from dynamix_lab.harness.scoring import Scorer, WeightSnapshot
 from dynamix_lab.statistics import balanced_order
 from dynamix_lab.tasks import Workload
 from dynamix_lab.tasks.mnist1d import TUNING_SEEDS
@@ -35,7 +36,7 @@ START_TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class LaunchSettings:
     """What one call of the demo does.
 
     scenario  shipped name or file of the emulator's scenario
@@ -43,10 +44,10 @@ class Settings:
     steps     end every run after so many steps instead of at the target
     quick     a smoke run: little data, few steps, a target anybody reaches
     policies  to compare; "reference" is decided with the scenario file in hand
-    policy    file of a learned policy, or a name, to use for "dynamix" instead of the shipped one
+    policy    any name or file of a policy, to use for "dynamix" instead of the shipped one
     again     run static twice (the A/A pair) for a single seed too; several seeds always do
     mechanism   of the emulation: "auto", "privileged" or "duty-cycle" (no root)
-    command   how results name what was called
+    command   the command line, for the result
     """
 
     scenario: str = "demo"
@@ -63,7 +64,7 @@ class Settings:
     lr_rule: str = "adascale"
     disturbance_seed: int = field(default=1000)
     mechanism: Mechanism = "auto"
-    command: str = "demo"
+    command: str = "dynamix demo"
 
     def check(self) -> None:
         """Raises `ConfigError` for values that cannot be run, before anything is started."""
@@ -81,10 +82,8 @@ class Settings:
             if importlib.util.find_spec(package) is None:
                 raise ConfigError(package, "not installed", "installed", 'pip install "dynamix-train[demo]"')
         for name in self.policies:
-            if name.startswith("reference"):
-                reference_total(name)
-            else:
-                make_policy(self.policy if name == "dynamix" and self.policy else name)
+            chosen = self.policy if name == "dynamix" and self.policy else name
+            make_policy(chosen, others=references(self.scenario))
 
     @property
     def paired(self) -> bool:
@@ -125,7 +124,7 @@ class Settings:
         return 0.15 if self.quick else workload.fixed_target()
 
 
-def disturbance_seed(settings: Settings, seed: int) -> int:
+def disturbance_seed(settings: LaunchSettings, seed: int) -> int:
     """Apart from the seed of model and data; all runs of one pair share both."""
     return settings.disturbance_seed + seed
 
@@ -139,13 +138,13 @@ class Launch:
 
     def __init__(
         self,
-        settings: Settings,
+        settings: LaunchSettings,
         seed: int,
         workload: Workload,
         hosts: Emulation,
         folder: RunFolder,
         display: Display,
-        runs: list[Run],
+        runs: list[PolicyRun],
         *,
         names: Sequence[str] | None = None,
         attempt: int = 0,
@@ -154,7 +153,7 @@ class Launch:
         self.names, self.attempt = list(names or settings.order(seed)), attempt
         self.folder, self.display, self.runs = folder, display, runs
         self.target = settings.target(workload)
-        self._link: Link | None = None
+        self._link: JobChannel | None = None
         self._scorer: Scorer | None = None
         self._stopping, self._processor_began = False, processor_times()
         self._until_target = settings.steps is None and not settings.quick
@@ -185,7 +184,7 @@ class Launch:
 
     def _start_ranks(self, config: Path) -> None:
         """Ranks of another kind that speak the same messages start here too (`dynamix_lab.peers`)."""
-        self.hosts.launch([sys.executable, "-m", "dynamix_lab.demo.worker", str(config)])
+        self.hosts.launch([sys.executable, "-m", "dynamix_lab.harness.worker", str(config)])
 
     def _config(self, scratch: Path) -> dict[str, Any]:
         settings = self.settings
@@ -200,7 +199,7 @@ class Launch:
             "disturbance_seed": disturbance_seed(settings, self.seed),
             "scenario": _absolute(settings.scenario),
             "runs": self.names,
-            "policy_files": {"dynamix": _absolute(settings.policy)} if settings.policy else {},
+            "policy_files": {"dynamix": str(parse_name(settings.policy).absolute())} if settings.policy else {},
             "batch_size": settings.batch_size,
             "interval": settings.interval,
             "lr_rule": settings.lr_rule,
@@ -210,7 +209,7 @@ class Launch:
             "timeout_s": 60,
         }
 
-    def _accept(self, listener: Listener) -> Link:
+    def _accept(self, listener: Listener) -> JobChannel:
         deadline = time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < deadline:
             link = listener.accept(0.2)
@@ -255,14 +254,14 @@ class Launch:
                 self._stop()
         elif kind == "snapshot":
             assert self._scorer is not None
-            self._scorer.add(Snapshot(self.runs[-1].policy, **{**message, "path": Path(message["path"])}))
+            self._scorer.add(WeightSnapshot(self.runs[-1].policy, **{**message, "path": Path(message["path"])}))
         elif kind == "finished":
             self._finish(message)
         return bool(kind != "done")
 
     def _start(self, name: str) -> None:
         assert self._link is not None
-        self.runs.append(Run(name, self.seed, self.target, attempt=self.attempt))
+        self.runs.append(PolicyRun(name, self.seed, self.target, attempt=self.attempt))
         self._stopping, self._processor_began = False, processor_times()
         self.hosts.start_clock()
         self._link.send("go")
@@ -285,7 +284,7 @@ class Launch:
         self.display.say(f"seed {self.seed}, {run.policy}: {result}; {run.step} steps in {run.time_s:.1f} s")
         self._link.send("go")
 
-    def _scored(self, snapshot: Snapshot) -> None:
+    def _scored(self, snapshot: WeightSnapshot) -> None:
         """Called by the scorer's thread."""
         run = self.runs[-1]
         run.snapshots.append(snapshot)

@@ -8,12 +8,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import numpy as np
 
 from dynamix.errors import ConfigError, StateError
+from dynamix.policies.registry import PolicyName, parse_name
 from dynamix.window import Window
-from dynamix_lab.demo.scoring import Snapshot
+from dynamix_lab.harness.scoring import WeightSnapshot
 from dynamix_lab.statistics import censored, paired_ratio, time_to_target
 
 AGAIN = "static-again"  # the A/A partner: static once more
@@ -23,23 +25,51 @@ A_A_LIMIT = 0.05  # a call whose A/A pairs differ by more says something about t
 
 
 def is_learned(policy: str) -> bool:
-    """Whether a name stands for what is judged, which never says what is attainable: `LEARNED`, watched or learning or not, or a file.
+    """Whether a name stands for what is judged, which never says what is attainable: `LEARNED`, watched or learning or not, a file,
+    or a class of the user's own.
 
     >>> is_learned("guarded:dynamix"), is_learned("runs/mine.safetensors"), is_learned("goodput")
     (True, True, False)
     """
-    bare = policy.removeprefix("guarded:").removeprefix("learning:")
-    return bare in LEARNED or bare.endswith(".safetensors")
+    name = _parsed(policy)
+    return name is not None and (name.base in LEARNED or name.kind in ("file", "class"))
+
+
+def is_static(policy: str) -> bool:
+    """Whether a name stands for batch sizes that never change.
+
+    >>> is_static("static:64"), is_static("static-again"), is_static("goodput")
+    (True, True, False)
+    """
+    name = _parsed(policy)
+    return policy == AGAIN or (name is not None and name.base == "static")
+
+
+def _parsed(policy: str) -> PolicyName | None:
+    """None for names that a suite made up itself."""
+    try:
+        return parse_name(policy)
+    except ConfigError:
+        return None
+
+
+def file_name(policy: str) -> str:
+    """`policy` as a part of a file's name.
+
+    >>> file_name("static:64"), file_name("rules/mine.py:Mine")
+    ('static-64', 'rules%2Fmine.py-Mine')
+    """
+    return quote(policy, safe="").replace("%3A", "-")
 
 
 @dataclass
-class Run:
+class PolicyRun:
     """What became of one policy with one seed. Filled while it goes on; `finished` once its last step is done."""
 
     policy: str
     seed: int
     target: float
-    snapshots: list[Snapshot] = field(default_factory=list)
+    snapshots: list[WeightSnapshot] = field(default_factory=list)
     events: list[dict[str, Any]] = field(default_factory=list)
     time_s: float = 0.0
     step: int = 0
@@ -100,7 +130,7 @@ class Run:
         return self.step_ends_s[min(step, len(self.step_ends_s)) - 1] if self.step_ends_s else float("nan")
 
 
-def summarise(runs: Sequence[Run]) -> dict[str, Any]:
+def summarise(runs: Sequence[PolicyRun]) -> dict[str, Any]:
     """The `policies` and `ratios` part of result.json: lists by seed, ratios over pairs with the same seed."""
     names = list(dict.fromkeys(run.policy for run in runs))
     by_policy = {name: sorted((r for r in runs if r.policy == name), key=lambda r: r.seed) for name in names}
@@ -112,10 +142,11 @@ def summarise(runs: Sequence[Run]) -> dict[str, Any]:
     }
 
 
-def save_runs(path: Path, runs: Sequence[Run], facts: dict[str, Any]) -> None:
+def save_runs(path: Path, runs: Sequence[PolicyRun], facts: dict[str, Any]) -> None:
     """Keep finished runs, without their events, which events.jsonl has; `facts` say what they may be resumed with."""
     kept = [
-        {f.name: getattr(run, f.name) for f in fields(Run) if f.name not in ("events", "snapshots")} for run in runs
+        {f.name: getattr(run, f.name) for f in fields(PolicyRun) if f.name not in ("events", "snapshots")}
+        for run in runs
     ]
     for entry, run in zip(kept, runs, strict=True):
         entry |= {name: None if math.isnan(getattr(run, name)) else getattr(run, name) for name in ("loss", "stolen")}
@@ -126,7 +157,7 @@ def save_runs(path: Path, runs: Sequence[Run], facts: dict[str, Any]) -> None:
     unfinished.replace(path)
 
 
-def load_runs(path: Path, facts: dict[str, Any]) -> list[Run]:
+def load_runs(path: Path, facts: dict[str, Any]) -> list[PolicyRun]:
     """The inverse of `save_runs`, without events. Raises `ConfigError` if they were measured under other `facts`, `StateError` if the file is damaged."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -138,13 +169,15 @@ def load_runs(path: Path, facts: dict[str, Any]) -> list[Run]:
             raise ConfigError(name, now, f"{was}, as in {path}", "resume with what it began with, or start anew")
     runs = []
     for entry in content["runs"]:
-        snapshots = [Snapshot(**{**snapshot, "path": Path(snapshot["path"])}) for snapshot in entry.pop("snapshots")]
+        snapshots = [
+            WeightSnapshot(**{**snapshot, "path": Path(snapshot["path"])}) for snapshot in entry.pop("snapshots")
+        ]
         entry |= {name: float("nan") for name in ("loss", "stolen") if entry.get(name) is None}
-        runs.append(Run(**entry, snapshots=snapshots))
+        runs.append(PolicyRun(**entry, snapshots=snapshots))
     return runs
 
 
-def _a_a(by_policy: dict[str, list[Run]]) -> dict[str, Any] | None:
+def _a_a(by_policy: dict[str, list[PolicyRun]]) -> dict[str, Any] | None:
     """Static against itself: its ratio, and whether the call may be believed; None without such pairs."""
     ratio = _ratios(by_policy).get(f"{AGAIN}/static")
     if ratio is None:
@@ -152,7 +185,7 @@ def _a_a(by_policy: dict[str, list[Run]]) -> dict[str, Any] | None:
     return {**ratio, "limit": A_A_LIMIT, "within": bool(abs(ratio["median"] - 1) <= A_A_LIMIT)}
 
 
-def _policy_part(runs: Sequence[Run]) -> dict[str, Any]:
+def _policy_part(runs: Sequence[PolicyRun]) -> dict[str, Any]:
     return {
         "time_to_target_s": [_rounded(r.time_to_target_s) for r in runs],
         "final_accuracy": [_rounded(r.accuracy) for r in runs],
@@ -173,7 +206,7 @@ def _policy_part(runs: Sequence[Run]) -> dict[str, Any]:
     }
 
 
-def _ratios(by_policy: dict[str, list[Run]]) -> dict[str, Any]:
+def _ratios(by_policy: dict[str, list[PolicyRun]]) -> dict[str, Any]:
     """Every policy over static, and dynamix over reference and DBS; empty where a denominator never arrived."""
     out: dict[str, Any] = {}
     static = {r.seed: r.time_to_target_s for r in by_policy.get("static", [])}

@@ -12,10 +12,10 @@ from torch.nn.utils import parameters_to_vector
 from dynamix.emulator import Emulation
 from dynamix.errors import WorkerLostError
 from dynamix.events.run_folder import RunFolder
-from dynamix_lab.demo.display import Display
-from dynamix_lab.harness.launch import Launch, Settings
-from dynamix_lab.harness.link import Message
-from dynamix_lab.harness.runs import Run
+from dynamix_lab.harness.channel import Message
+from dynamix_lab.harness.display import Display
+from dynamix_lab.harness.launch import Launch, LaunchSettings
+from dynamix_lab.harness.runs import PolicyRun
 from dynamix_lab.peers.kinds import Peer, split_name
 from dynamix_lab.tasks import Workload
 
@@ -48,13 +48,13 @@ class PeerLaunch(Launch):
         self,
         peer: Peer,
         python: Path,
-        settings: Settings,
+        settings: LaunchSettings,
         seed: int,
         workload: Workload,
         hosts: Emulation,
         folder: RunFolder,
         display: Display,
-        runs: list[Run],
+        runs: list[PolicyRun],
     ) -> None:
         super().__init__(settings, seed, workload, hosts, folder, display, runs)
         self.peer, self.python = peer, python

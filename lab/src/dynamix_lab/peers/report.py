@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dynamix_lab.demo.display import number
 from dynamix_lab.demo.report import COLOURS, STYLE, new_figure, svg
-from dynamix_lab.harness.runs import CENSOR_FACTOR, Run
+from dynamix_lab.harness.display import number
+from dynamix_lab.harness.runs import CENSOR_FACTOR, PolicyRun
 from dynamix_lab.peers.kinds import split_name
 from dynamix_lab.statistics import censored, paired_ratio
 
@@ -78,7 +78,7 @@ def markdown(result: Mapping[str, Any]) -> str:
     return "".join("| " + " | ".join(cell.replace("|", "/") for cell in line) + " |\n" for line in lines)
 
 
-def write_peers_report(path: Path, runs: Sequence[Run], result: Mapping[str, Any]) -> None:
+def write_peers_report(path: Path, runs: Sequence[PolicyRun], result: Mapping[str, Any]) -> None:
     """report.html: the table, accuracy against time, versions and settings of each peer."""
     drawing, (axes,) = new_figure(1)
     names = list(result["policies"])

@@ -14,9 +14,9 @@ from dynamix.emulator.cluster import Mechanism
 from dynamix.errors import ConfigError, WorkerLostError
 from dynamix.events.records import SCHEMA
 from dynamix.events.run_folder import RunFolder, commit, machine
-from dynamix_lab.demo.display import Display, end_table
-from dynamix_lab.harness.launch import Settings, disturbance_seed
-from dynamix_lab.harness.runs import AGAIN, Run, load_runs, save_runs, summarise
+from dynamix_lab.harness.display import Display, end_table
+from dynamix_lab.harness.launch import LaunchSettings, disturbance_seed
+from dynamix_lab.harness.runs import AGAIN, PolicyRun, load_runs, save_runs, summarise
 from dynamix_lab.peers import environments
 from dynamix_lab.peers.environments import Environment
 from dynamix_lab.peers.kinds import BASE_BATCH, PEERS, SHARE_BOUNDS, Peer, split_name
@@ -29,7 +29,7 @@ POLICIES = ("static", "dynamix", "dynamix-256", "dynamix-128")
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class PeersPlan:
     """What one call runs.
 
     policies   dynamix's own, static among them: its time bounds everybody's; with a number, from that global batch
@@ -48,15 +48,15 @@ class Plan:
     again: bool = True
     mechanism: Mechanism = "auto"
 
-    def settings(self) -> Settings:
+    def settings(self) -> LaunchSettings:
         """What the demo would run: its own policies, all seeds."""
         policies = tuple(dict.fromkeys(split_name(name)[0] for name in self.policies))
-        return Settings(
+        return LaunchSettings(
             scenario=self.scenario, seeds=self.seeds, seed=self.seed, quick=self.quick, policies=policies,
             mechanism=self.mechanism, command="bench peers",
         )  # fmt: skip
 
-    def launch(self, name: str, seed: int) -> Settings:
+    def launch(self, name: str, seed: int) -> LaunchSettings:
         """One run by itself."""
         return replace(self.settings(), policies=(name,), seeds=1, seed=seed)
 
@@ -84,17 +84,17 @@ class Plan:
 class _Call:
     """One call under way: what the runs share."""
 
-    plan: Plan
+    plan: PeersPlan
     folder: RunFolder
     display: Display
     found: dict[str, Environment | str]
     facts: dict[str, Any]
-    runs: list[Run] = field(default_factory=list)
+    runs: list[PolicyRun] = field(default_factory=list)
     failures: list[dict[str, Any]] = field(default_factory=list)
 
 
 def run_peers(
-    plan: Plan,
+    plan: PeersPlan,
     folder: RunFolder,
     *,
     display: Display | None = None,
@@ -149,7 +149,7 @@ def run_peers(
     return result, arrived and not call.failures
 
 
-def _run_one(call: _Call, name: str, seed: int) -> Run:
+def _run_one(call: _Call, name: str, seed: int) -> PolicyRun:
     """One run in an emulation of its own, so that nothing of one is left when the next begins."""
     plan, settings = call.plan, call.plan.launch(name, seed)
     workload, runs = make_workload(settings.workload), list(call.runs)
@@ -167,7 +167,7 @@ def _run_one(call: _Call, name: str, seed: int) -> Run:
         except WorkerLostError as error:
             call.display.say(f"seed {seed}, {name} failed: {error}")
             call.failures.append({"peer": name, "seed": seed, "reason": str(error)})
-    return runs[len(call.runs)] if len(runs) > len(call.runs) else Run(name, seed, settings.target(workload))
+    return runs[len(call.runs)] if len(runs) > len(call.runs) else PolicyRun(name, seed, settings.target(workload))
 
 
 def _facts(call: _Call, target: float) -> dict[str, Any]:
@@ -219,7 +219,7 @@ def _must_agree(call: _Call, name: str) -> dict[str, Any]:
     return {"commit": commit(), "machine": machine(), **about, **{key: call.facts[key] for key in names}}
 
 
-def _conclude(call: _Call, runs: Sequence[Run], *, interrupted: bool = False) -> dict[str, Any]:
+def _conclude(call: _Call, runs: Sequence[PolicyRun], *, interrupted: bool = False) -> dict[str, Any]:
     """Write result.json, table.md and report.html of `runs`, and say what they hold."""
     summary = summarise(runs)
     summary["ratios"] |= ratios_between(summary["policies"], [n for n in call.plan.policies if n != "static"])

@@ -1,4 +1,4 @@
-"""What the first steps at a batch size never met before cost: `python -m dynamix_lab.suites.changecost [WORKLOAD]`.
+"""What the first steps at a batch size never met before cost: `dynamix bench changecost [WORKLOAD]`.
 
 The processor library prepares its kernels for every new shape and keeps them, so a size costs once. CPU time of this
 process, so what else the machine does hardly matters; one thread, whole optimizer steps, sizes in random order.
@@ -7,7 +7,6 @@ process, so what else the machine does hardly matters; one thread, whole optimiz
 from __future__ import annotations
 
 import statistics
-import sys
 import time
 
 import numpy as np
@@ -42,8 +41,3 @@ def change_cost(name: str, *, sizes: range = range(24, 73), seed: int = 0) -> di
     later = [t for of_round in rounds for times in of_round for t in times[1:]]
     named = {"first": first, "again": again, "later": later}
     return {name: statistics.median(times) for name, times in named.items()}
-
-
-if __name__ == "__main__":
-    for what, seconds in change_cost(sys.argv[1] if len(sys.argv) > 1 else "mnist1d").items():
-        print(f"{what}: {1e3 * seconds:.1f} ms")

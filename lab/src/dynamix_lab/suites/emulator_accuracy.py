@@ -1,6 +1,6 @@
-"""How even a fixed piece of work runs under the emulator's limits: python -m dynamix_lab.suites.emulator_accuracy
+"""How even a fixed piece of work runs under the emulator's limits: `dynamix bench emulator-accuracy`.
 
-Prints the tables of docs/design/emulator.md. A job is 50 ms of CPU time (hashing, which releases the interpreter's
+A job is 50 ms of CPU time (hashing, which releases the interpreter's
 lock), done by one thread or split evenly over two. Its stretch is wall time * share / CPU time: 1 is ideal.
 Then, without limits, the CPU time of a fixed product of matrices: again and again, after pauses as hosts with a part of a
 core have them, and after such pauses on processors that are kept awake.
@@ -13,6 +13,7 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ import numpy as np
 from dynamix.emulator import awake, limits
 from dynamix.emulator.cluster import Emulation, Mechanism
 from dynamix.emulator.limits import start_helper, stop_helper
+from dynamix_lab.harness.suite import Tell, untold
+from dynamix_lab.report import Table
 
 JOB_S = 0.050
 JOBS = 50
@@ -71,11 +74,10 @@ def measure(share: float, *, threads: int, period_s: float, mechanism: Mechanism
     # A job's CPU time itself varies with what the neighbouring core does; the limit answers for what it adds.
     stretch = walls * share / cpus
     low, middle, high = np.percentile(stretch, [5, 50, 95])
-    return {
-        "cpu": in_force, "share": share, "threads": threads, "period_ms": 1e3 * period_s,
-        "given": cpus.sum() / walls.sum(), "low": low, "median": middle, "high": high,
-        "cv": stretch.std() / stretch.mean(),
-    }  # fmt: skip
+    spread = {"low": float(low), "median": float(middle), "high": float(high)}
+    given, cv = float(cpus.sum() / walls.sum()), float(stretch.std() / stretch.mean())
+    about = {"cpu": in_force, "share": share, "threads": threads, "period_ms": 1e3 * period_s}
+    return {**about, "given": given, **spread, "cv": cv}
 
 
 def after_pauses(pause_s: float) -> list[float]:
@@ -94,29 +96,52 @@ def after_pauses(pause_s: float) -> list[float]:
     return medians
 
 
-def main() -> None:
-    """Every mechanism, period and number of threads, one after the other; then pauses."""
+def measure_all(*, tell: Tell = untold) -> dict[str, Any]:
+    """`limits`: every mechanism, period and number of threads (`measure`). `pauses`: `after_pauses` without and with them."""
     cases: list[tuple[Mechanism, float]] = [("auto", 0.010), ("auto", 0.100), ("duty-cycle", 0.010)]
-    print("| cpu | share | threads | period, ms | given | 5 % | median | 95 % | std/mean |")
-    print("|---|---|---|---|---|---|---|---|---|")
-    for share in SHARES:
-        for threads in (1, 2):
-            for mechanism, period_s in cases:
-                r = measure(share, threads=threads, period_s=period_s, mechanism=mechanism)
-                numbers = " | ".join(f"{r[key]:.3f}" for key in ("given", "low", "median", "high", "cv"))
-                print(f"| {r['cpu']} | {share} | {threads} | {r['period_ms']:.0f} | {numbers} |", flush=True)
-    print(
-        f"\n| pauses of {1e3 * PAUSE_S:.0f} ms | processors | lowest, ms | median | highest of {BINS} x {BIN_S:.0f} s |"
-    )
-    print("|---|---|---|---|---|")
-    for pause_s, kept in ((0.0, False), (PAUSE_S, False), (PAUSE_S, True)):
+    each = [(share, threads, *case) for share in SHARES for threads in (1, 2) for case in cases]
+    rows = []
+    for i, (share, threads, mechanism, period_s) in enumerate(each):
+        tell(f"{mechanism}, {share} of a core, {threads} threads", i / (len(each) + 3))
+        rows.append(measure(share, threads=threads, period_s=period_s, mechanism=mechanism))
+    pauses = []
+    for i, (pause_s, kept) in enumerate(((0.0, False), (PAUSE_S, False), (PAUSE_S, True))):
+        tell("pauses", (len(each) + i) / (len(each) + 3))
         helper = start_helper(awake.__file__, str(os.getpid())) if kept else None
-        found = after_pauses(pause_s)
-        if helper is not None:
-            stop_helper(helper, b"g")
-        numbers = " | ".join(f"{value:.3f}" for value in (min(found), float(np.median(found)), max(found)))
-        print(f"| {'yes' if pause_s else 'no'} | {'kept awake' if kept else 'as they are'} | {numbers} |", flush=True)
+        try:
+            pauses.append({"pause_s": pause_s, "kept_awake": kept, "cpu_ms": after_pauses(pause_s)})
+        finally:
+            if helper is not None:
+                stop_helper(helper, b"g")
+    return {"limits": rows, "pauses": pauses}
 
 
-if __name__ == "__main__":
-    main()
+def table(result: Mapping[str, Any]) -> str:
+    """Two Markdown tables: the limits, and the pauses."""
+    keys = ("given", "low", "median", "high", "cv")
+    limited = Table(
+        ["cpu", "share", "threads", "period, ms", "given", "5 %", "median", "95 %", "std/mean"],
+        [
+            [r["cpu"], str(r["share"]), str(r["threads"]), f"{r['period_ms']:.0f}", *[f"{r[key]:.3f}" for key in keys]]
+            for r in result["limits"]
+        ],
+    )
+    paused = Table(
+        [
+            f"pauses of {1e3 * PAUSE_S:.0f} ms",
+            "processors",
+            "lowest, ms",
+            "median",
+            f"highest of {BINS} x {BIN_S:.0f} s",
+        ],
+        [
+            [
+                "yes" if part["pause_s"] else "no",
+                "kept awake" if part["kept_awake"] else "as they are",
+                *[f"{value:.3f}" for value in (min(ms), float(np.median(ms)), max(ms))],
+            ]
+            for part in result["pauses"]
+            for ms in [part["cpu_ms"]]
+        ],
+    )
+    return f"{limited.markdown()}\n{paused.markdown()}"

@@ -1,20 +1,21 @@
-"""Processor seconds of a training step by batch size for the small deep nets: `python -m dynamix_lab.suites.netcosts [NET ...]`.
+"""Processor seconds of a training step by batch size for the small deep nets: `dynamix bench netcosts`.
 
-Prints the rows of `dynamix.training.nets`: alpha + beta b by least squares of relative errors, on one thread. Processor time
+Gives the rows of `dynamix.training.nets`: alpha + beta b by least squares of relative errors, on one thread. Processor time
 of this thread, so a busy machine matters little; its caches still do.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from dynamix.errors import ConfigError
 from dynamix.training.nets import NETS
+from dynamix_lab.harness.suite import Tell, untold
 from dynamix_lab.tasks import Workload, make_workload
 
 SIZES, REPEATS = (8, 16, 32, 64, 128), 7
@@ -32,7 +33,8 @@ def net_costs(workload: Workload, *, sizes: tuple[int, ...] = SIZES, repeats: in
     alpha, beta = np.linalg.lstsq(design, np.ones(len(sizes)), rcond=None)[0]
     worst = float(np.abs(design @ [alpha, beta] - 1).max())
     parameters = sum(p.numel() for p in model.parameters())
-    return {"alpha_s": round(float(alpha), 5), "beta_s": round(float(beta), 7), "parameters": parameters, "worst_error": round(worst, 3)}  # fmt: skip
+    costs = {"alpha_s": round(float(alpha), 5), "beta_s": round(float(beta), 7)}
+    return {**costs, "parameters": parameters, "worst_error": round(worst, 3)}
 
 
 def _step_s(workload: Workload, model: torch.nn.Module, optimizer: Any, data: Any, size: int) -> float:
@@ -44,12 +46,15 @@ def _step_s(workload: Workload, model: torch.nn.Module, optimizer: Any, data: An
     return time.thread_time() - began
 
 
-def main(names: list[str]) -> None:
-    """Print a row a net."""
+def all_net_costs(names: Sequence[str] | None = None, *, tell: Tell = untold) -> dict[str, dict[str, float]]:
+    """`net_costs` by name, of all `dynamix.training.nets.NETS` or those named. Raises `ConfigError` for an unknown net."""
+    chosen = list(names or NETS)
+    for name in chosen:
+        if name not in NETS:
+            raise ConfigError("nets", name, ", ".join(NETS), "check the spelling")
     torch.set_num_threads(1)
-    for name in names or list(NETS):
-        print(json.dumps({name: net_costs(make_workload(f"mnist1d-{name}"))}), flush=True)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
+    found = {}
+    for i, name in enumerate(chosen):
+        tell(name, i / len(chosen))
+        found[name] = net_costs(make_workload(f"mnist1d-{name}"))
+    return found

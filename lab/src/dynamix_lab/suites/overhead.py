@@ -5,28 +5,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from dynamix.events.records import SCHEMA
-from dynamix.events.run_folder import RunFolder, commit, machine
+from dynamix.events.run_folder import RunFolder
 from dynamix_lab.demo.run import run_demo
-from dynamix_lab.harness.launch import Settings
+from dynamix_lab.harness.launch import LaunchSettings
 from dynamix_lab.suites.decision_time import GOAL_MS, WORKERS, decision_times
 
 GOAL_FRACTION = 0.01
 
 
-def overhead_settings(steps: int) -> Settings:
-    """The demo's job that is timed, for `Settings.check` before a folder is made."""
-    return Settings(steps=steps, policies=("dynamix",), command="bench overhead")
+def overhead_settings(steps: int = 200, *, command: str = "dynamix bench overhead") -> LaunchSettings:
+    """The demo's job that is timed, `steps` steps of it."""
+    return LaunchSettings(steps=steps, policies=("dynamix",), command=command)
 
 
 def run_overhead(
-    folder: RunFolder, *, steps: int = 200, policies: Sequence[str] = ("dynamix",), workers: int = WORKERS
+    settings: LaunchSettings, folder: RunFolder, *, policies: Sequence[str] = ("dynamix",), workers: int = WORKERS
 ) -> dict[str, Any]:
-    """Run the demo's job under the learned policy for `steps` steps; time decisions of `policies` beside it.
+    """Run the demo's job under the learned policy as `settings` say; time decisions of `policies` beside it.
 
     `step_fraction` is rank 0's time inside `Controller.step` over its time in the run; rank 0 also decides.
     """
-    settings = overhead_settings(steps)
     demo, _ = run_demo(settings, folder)
     mine = demo["policies"]["dynamix"]
     result = {
@@ -48,12 +46,6 @@ def decisions(policies: Sequence[str], *, workers: int = WORKERS) -> dict[str, A
     """`decision_ms` by policy, with the number of workers and the goal for the processor time."""
     found = {name: decision_times(name, workers=workers) for name in policies}
     return {"workers": workers, "decision_ms": found, "goal": {"decision_cpu_ms": GOAL_MS}}
-
-
-def only_decisions(policies: Sequence[str], *, workers: int = WORKERS) -> dict[str, Any]:
-    """The same as a result of its own: nothing is emulated."""
-    about = {"schema": SCHEMA, "command": "bench overhead --decision-only", "commit": commit(), "machine": machine()}
-    return {**about, "cluster": "simulator", **decisions(policies, workers=workers)}
 
 
 def lines(result: dict[str, Any]) -> list[str]:

@@ -21,7 +21,8 @@ from dynamix.errors import ConfigError
 from dynamix.events.records import SCHEMA
 from dynamix.events.run_folder import RunFolder, commit, machine
 from dynamix.policies import make_policy
-from dynamix.policies.protocol import Policy, boundary, policy_names
+from dynamix.policies.protocol import Policy, boundary
+from dynamix.policies.registry import policy_names
 from dynamix.projection import project
 from dynamix.simulator import (
     BREAKING,
@@ -46,7 +47,7 @@ EPOCH_WINDOWS = 20  # windows in an epoch, for policies that decide per epoch
 
 
 @dataclass(frozen=True, slots=True)
-class Suite:
+class SimulatedPlan:
     """What one call runs.
 
     cells        (family, W)
@@ -78,22 +79,24 @@ class Suite:
             raise ConfigError("matplotlib", "not installed", "installed", 'pip install "dynamix-train[report]"')
 
 
-def tta_suite(*, quick: bool, policies: Sequence[str] | None = None, families: Iterable[str] | None = None) -> Suite:
+def tta_suite(
+    *, quick: bool, policies: Sequence[str] | None = None, families: Iterable[str] | None = None
+) -> SimulatedPlan:
     """All held-out families at W = 8 and 32 (quick: 8)."""
     chosen = tuple(families or (*CONFORMING, *BREAKING))
     workers = (8,) if quick else (8, 32)
     cells = tuple((family, w) for family in chosen for w in workers)
     names = tuple(policies or policy_names())
-    return Suite("bench tta --cluster simulator" + (" --quick" if quick else ""), cells, names,
+    return SimulatedPlan("bench tta --cluster simulator" + (" --quick" if quick else ""), cells, names,
                  seeds=TEST_SEEDS[:1] if quick else TEST_SEEDS, clusters=16 if quick else 48,
                  windows=60 if quick else 100)  # fmt: skip
 
 
-def scaling_suite(*, quick: bool, policies: Sequence[str] | None = None) -> Suite:
+def scaling_suite(*, quick: bool, policies: Sequence[str] | None = None) -> SimulatedPlan:
     """Frequent slowdowns from 2 to 1,024 workers (quick: to 128)."""
     workers = (2, 8, 32, 128) if quick else (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
     names = tuple(policies or policy_names())
-    return Suite("bench scaling" + (" --quick" if quick else ""), tuple(("affine-slowdowns", w) for w in workers), names,
+    return SimulatedPlan("bench scaling" + (" --quick" if quick else ""), tuple(("affine-slowdowns", w) for w in workers), names,
                  seeds=TEST_SEEDS[:1] if quick else TEST_SEEDS[:2], clusters=16, windows=60)  # fmt: skip
 
 
@@ -114,7 +117,7 @@ class StaticAt:
         pass
 
 
-def run_suite(suite: Suite, folder: RunFolder, *, tell: Tell = lambda what, done: None) -> dict[str, Any]:
+def run_suite(suite: SimulatedPlan, folder: RunFolder, *, tell: Tell = lambda what, done: None) -> dict[str, Any]:
     """Run what `folder` does not hold yet; writes run.json, a file per cell, result.json, table.md, report.html."""
     suite.check()
     facts: dict[str, Any] = {"schema": SCHEMA, "command": suite.command, "cluster": "simulator", "mechanisms": {},
@@ -149,7 +152,7 @@ def _joined(cells: dict[str, Any]) -> dict[str, Any]:
     return {"pairs": list(cells), "target": None, "policies": lists, "ratios": ratios}
 
 
-def run_cell(suite: Suite, family: str, workers: int) -> dict[str, Any]:
+def run_cell(suite: SimulatedPlan, family: str, workers: int) -> dict[str, Any]:
     """One family at one W: times relative to the lagged reference, and the share of the attainable cut."""
     clusters = max(1, min(suite.clusters, 4096 // workers))
     factor = _best_static(suite, family, workers, clusters)
@@ -173,7 +176,7 @@ def _by_name(name: str) -> Factory:
     return lambda _: make_policy(name)
 
 
-def _best_static(suite: Suite, family: str, workers: int, clusters: int) -> float:
+def _best_static(suite: SimulatedPlan, family: str, workers: int, clusters: int) -> float:
     factories: dict[str, Factory] = {str(f): (lambda _, f=f: StaticAt(f)) for f in SWEEP}  # type: ignore[misc]
     logs = np.zeros(len(SWEEP))
     for seed in TUNING_SEEDS:
@@ -183,7 +186,7 @@ def _best_static(suite: Suite, family: str, workers: int, clusters: int) -> floa
 
 
 def times_to_progress(
-    factories: Mapping[str, Factory], clusters: Clusters, suite: Suite, seed: int
+    factories: Mapping[str, Factory], clusters: Clusters, suite: SimulatedPlan, seed: int
 ) -> tuple[dict[str, Floats], float]:
     """Seconds (C,) each needs for the progress all reach, and the share of interior sizes of "lagged" over its run."""
     paths, inside = {}, math.nan

@@ -1,4 +1,4 @@
-"""How many steps a real task needs at which batch: `python -m dynamix_lab.suites.stepcount [mnist1d|digits] [none|adascale]`.
+"""How many steps a real task needs at which batch: `dynamix bench stepcount`.
 
 Trains to a target at several global batches. With rule `none` every batch has the learning rate of the base batch: fits
 steps = s (1 + critical / B) (McCandlish et al. 2018) and prints the critical batch over the noise scale measured in the
@@ -10,7 +10,7 @@ and of the rules holds as far as that is the same at every batch.
 from __future__ import annotations
 
 import json
-import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch import nn
 from dynamix.errors import ConfigError
 from dynamix.runtime.noise import NoiseScale
 from dynamix.runtime.scaling import LearningRate
+from dynamix_lab.harness.suite import Tell, untold
 from dynamix_lab.tasks import Workload, make_workload, score
 
 BATCHES = {"mnist1d": (64, 128, 256, 512), "digits": (16, 32, 64, 128, 256)}
@@ -83,21 +84,29 @@ def _backward(workload: Workload, model: nn.Module, inputs: torch.Tensor, target
     return squares
 
 
-def main(name: str = "mnist1d", rule: str = "none", *, most: int = 3000) -> None:
-    """Print the table, and the fit or the spread of progress, as JSON."""
-    torch.set_num_threads(1)
+def count_steps(name: str = "mnist1d", rule: str = "none", *, most: int = 3000, tell: Tell = untold) -> dict[str, Any]:
+    """`table` with a row a batch, and the fit or the spread of progress (`fit`).
+
+    Raises `ConfigError` for a workload whose target is not fixed here, and for an unknown rule.
+    """
     if name not in BATCHES:
         raise ConfigError("workload", name, ", ".join(BATCHES), "take one whose target is fixed in this module")
+    torch.set_num_threads(1)
     workload = make_workload(name)
     table: list[dict[str, Any]] = []
-    for batch in BATCHES[name]:
+    for i, batch in enumerate(BATCHES[name]):
+        tell(f"global batch {batch}", i / len(BATCHES[name]))
         runs = [steps_to_target(workload, batch, seed, most=most, rule=rule) for seed in SEEDS]
-        table.append({
-            "batch": batch, "steps": [r.steps for r in runs], "noise_scale": [round(r.noise_scale, 1) for r in runs],
-            "progress": [round(r.progress) for r in runs],
-        })  # fmt: skip
-        print(json.dumps(table[-1]), file=sys.stderr, flush=True)
-    print(json.dumps({"workload": name, "rule": rule, "table": table, **fit(table)}, indent=1))
+        noise, progress = [round(r.noise_scale, 1) for r in runs], [round(r.progress) for r in runs]
+        table.append({"batch": batch, "steps": [r.steps for r in runs], "noise_scale": noise, "progress": progress})
+    return {"workload": name, "rule": rule, "seeds": list(SEEDS), "table": table, **fit(table)}
+
+
+def lines(result: Mapping[str, Any]) -> list[str]:
+    """For people: a row a batch, then what was fitted."""
+    keys = ("least_steps", "critical_batch", "noise_scale", "ratio", "progress_spread")
+    rows = [json.dumps(row) for row in result["table"]]
+    return [*rows, ", ".join(f"{key} {result[key]:.4g}" for key in keys if key in result)]
 
 
 def fit(table: list[dict[str, Any]]) -> dict[str, float]:
@@ -121,7 +130,3 @@ def fit(table: list[dict[str, Any]]) -> dict[str, float]:
     found = {"least_steps": least, "critical_batch": slope / least, "noise_scale": np.median(phi)}
     found |= {"progress_spread": max(means) / min(means)} if means else {}
     return {name: float(value) for name, value in found.items()} | {"ratio": float(slope / least / np.median(phi))}
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:3])

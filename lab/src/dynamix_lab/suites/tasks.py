@@ -34,7 +34,7 @@ Tell = Callable[[str, float], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class WorkloadsPlan:
     """names: workloads to measure; budget_s: processor seconds of training each; seed: of data, weights and sample order."""
 
     names: Sequence[str] = ()
@@ -52,13 +52,13 @@ class Plan:
     @classmethod
     def of(
         cls, *, quick: bool = False, names: Sequence[str] | None = None, budget_s: float | None = None, seed: int = 0
-    ) -> Plan:
+    ) -> WorkloadsPlan:
         """All workloads that need no files, 60 s each; `quick`: one of each kind, 8 s each."""
         chosen = names or (QUICK if quick else workload_names(bundled=True))
         return cls(tuple(chosen), (8.0 if quick else 60.0) if budget_s is None else budget_s, seed)
 
 
-def run_workloads(plan: Plan, folder: RunFolder, *, tell: Tell = lambda *_: None) -> dict[str, Any]:
+def run_workloads(plan: WorkloadsPlan, folder: RunFolder, *, tell: Tell = lambda *_: None) -> dict[str, Any]:
     """Measure each; returns result.json, and writes it with run.json and table.md to `folder`.
 
     Workloads that `folder` has finished already are not measured again; raises `ConfigError` if those were of another plan.
@@ -90,7 +90,7 @@ def run_workloads(plan: Plan, folder: RunFolder, *, tell: Tell = lambda *_: None
     return result
 
 
-def _measured(name: str, plan: Plan, tell: Tell) -> dict[str, Any]:
+def _measured(name: str, plan: WorkloadsPlan, tell: Tell) -> dict[str, Any]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

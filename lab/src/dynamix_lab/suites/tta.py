@@ -11,10 +11,10 @@ from dynamix.emulator import load_scenario
 from dynamix.errors import ConfigError
 from dynamix.events.records import SCHEMA
 from dynamix.events.run_folder import RunFolder, commit, machine
-from dynamix_lab.demo.display import Display
 from dynamix_lab.demo.run import run_demo
-from dynamix_lab.harness.launch import Settings
-from dynamix_lab.harness.runs import A_A_LIMIT, AGAIN, CENSOR_FACTOR, is_learned
+from dynamix_lab.harness.display import Display
+from dynamix_lab.harness.launch import LaunchSettings
+from dynamix_lab.harness.runs import A_A_LIMIT, AGAIN, CENSOR_FACTOR, is_learned, is_static
 from dynamix_lab.report.suite_page import write_live_report
 from dynamix_lab.statistics import censored, geometric_mean, paired_ratio
 
@@ -23,7 +23,7 @@ QUICK_SCENARIOS = ("steady-uneven", "moving-neighbour")
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class TtaPlan:
     """What one call runs; `quick` is only the label of the command."""
 
     scenarios: tuple[str, ...]
@@ -32,12 +32,12 @@ class Plan:
     policies: tuple[str, ...]
     quick: bool = False
 
-    def settings(self) -> dict[str, Settings]:
+    def settings(self) -> dict[str, LaunchSettings]:
         """One demo per scenario. Raises `ConfigError` before anything is started."""
         if "static" not in self.policies:
             raise ConfigError("policies", list(self.policies), "static among them", "add static: all ratios are to it")
         each = {
-            name: Settings(
+            name: LaunchSettings(
                 scenario=name, seeds=self.seeds, seed=self.seed, policies=self.policies, again=not self.quick
             )
             for name in self.scenarios
@@ -47,7 +47,7 @@ class Plan:
         return each
 
 
-def run_tta(plan: Plan, folder: RunFolder, *, display: Display | None = None) -> tuple[dict[str, Any], bool]:
+def run_tta(plan: TtaPlan, folder: RunFolder, *, display: Display | None = None) -> tuple[dict[str, Any], bool]:
     """Run every scenario in a folder of its own under `folder`; returns result.json and whether every run arrived.
 
     Every scenario gets its first seed before any gets its second, so a call that is interrupted leaves all of them with
@@ -78,7 +78,7 @@ def run_tta(plan: Plan, folder: RunFolder, *, display: Display | None = None) ->
     return _conclude(facts, results, folder), arrived
 
 
-def _run_scenario(settings: Settings, path: Path, display: Display | None) -> tuple[dict[str, Any], bool]:
+def _run_scenario(settings: LaunchSettings, path: Path, display: Display | None) -> tuple[dict[str, Any], bool]:
     return run_demo(settings, RunFolder("demo", path, resume=(path / "run.json").is_file()), display=display)
 
 
@@ -110,7 +110,7 @@ def combine(results: dict[str, dict[str, Any]]) -> dict[str, Any]:
     names = [name for name in next(iter(times.values())) if name != "static"]
     ratios = {f"{name}/static": ratio(name, lambda _: "static") for name in names}
     for name in names:
-        if not _is_static(name):
+        if not is_static(name):
             ratios[f"{name}/best_static"] = ratio(name, lambda scenario: str(cuts[scenario]["best_static"]))
     targets = {result["target"] for result in results.values()}
     return {
@@ -120,19 +120,15 @@ def combine(results: dict[str, dict[str, Any]]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _is_static(name: str) -> bool:
-    return name in ("static", AGAIN) or name.startswith("static:")
-
-
 def _cut(times: dict[str, list[float]]) -> dict[str, Any]:
     """The attainable cut of one scenario, and every policy's part of it."""
-    best_static = min((n for n in times if _is_static(n) and n != AGAIN), key=lambda n: geometric_mean(times[n]))
+    best_static = min((n for n in times if is_static(n) and n != AGAIN), key=lambda n: geometric_mean(times[n]))
     base = times[best_static]
     over = {name: geometric_mean([a / b for a, b in zip(mine, base, strict=True)]) for name, mine in times.items()}
-    rules = [name for name in over if not _is_static(name) and not is_learned(name)] or [best_static]
+    rules = [name for name in over if not is_static(name) and not is_learned(name)] or [best_static]
     by = min(rules, key=lambda name: over[name])
     cut = 1 - over[by]
-    shares = {n: round((1 - value) / cut, 3) for n, value in over.items() if cut > 0.02 and not _is_static(n)}
+    shares = {n: round((1 - value) / cut, 3) for n, value in over.items() if cut > 0.02 and not is_static(n)}
     return {
         "best_static": best_static, "attainable_cut": round(cut, 4), "attained_by": by, "fraction_of_cut": shares,
         "over_best_static": {name: round(value, 4) for name, value in over.items()},

@@ -2,7 +2,7 @@
 
 Results are written over the buffer they were sent from: a chunk comes back only after all of it has left. Whatever goes
 wrong - a broken or silent connection, a message that is damaged or not the one due, a job ended by the aggregator -
-closes the link for good and raises `WireLost`; the buffers of that call are then worthless.
+closes the connection for good and raises `WireLost`; the buffers of that call are then worthless.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Aggregator:
             raise ConfigError("job", self.job, "names of 1 to 64 characters", "leave it out")
 
 
-class Link:
+class AggregatorClient:
     """One rank's connection. Used by one thread at a time; all ranks make the same calls in the same order.
 
     `reason` says why it was lost, and is empty while it lives.
@@ -80,7 +80,7 @@ class Link:
         self._closer = weakref.finalize(self, sock.close)
 
     @classmethod
-    def connect(cls, where: Aggregator, *, session: str, workers: int, rank: int) -> Link:
+    def connect(cls, where: Aggregator, *, session: str, workers: int, rank: int) -> AggregatorClient:
         """Join a job. Raises `WireLost` where nobody answers and where the aggregator refuses."""
         host, port = parse_address(where.address)
         deadline = time.monotonic() + CONNECT_S

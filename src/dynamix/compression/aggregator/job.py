@@ -111,7 +111,7 @@ class _Worker:
         self.gone = False
 
 
-class Job:
+class AggregatedJob:
     """Combines the rounds of `workers`, connected sockets by rank, until they leave or something fails.
 
     `run` returns None when all left between rounds, else the failure. `workers`, `rounds`, `payload_bytes` and `peak_bytes` (the

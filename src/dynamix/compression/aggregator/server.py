@@ -1,4 +1,4 @@
-"""A process in the network that adds and ORs gradients for many jobs: `python -m dynamix.compression.aggregator.server`.
+"""A process in the network that adds and ORs gradients for many jobs: `dynamix aggregator`.
 
     dynamix aggregator --host 10.0.0.7 --port 5123 --token-file token          # where the network's lines meet
     CompressionState("lhc-one-phase", aggregator=Aggregator("10.0.0.7:5123", token=...))      # in every rank
@@ -10,24 +10,21 @@ but the table of who may join.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import ipaddress
 import json
 import logging
 import secrets
 import socket
-import sys
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dynamix.compression.aggregator.job import Failure, Job, Limits
+from dynamix.compression.aggregator.job import AggregatedJob, Failure, Limits
 from dynamix.compression.aggregator.protocol import NONCE_BYTES, Introduction, ProtocolError, answer, greet, hear
-from dynamix.errors import ConfigError, DynamixError
+from dynamix.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 HANDSHAKE_S = 10.0
@@ -74,7 +71,7 @@ class AggregatorServer:
         self._listener.settimeout(_SWEEP_S)
         self._lock = threading.Lock()
         self._gathering: dict[tuple[str, str], _Gathering] = {}
-        self._running: dict[tuple[str, str], Job] = {}
+        self._running: dict[tuple[str, str], AggregatedJob] = {}
         self._ended: deque[tuple[str, str]] = deque(maxlen=_REMEMBERED)
         self._counts: Counter[str] = Counter()
         self._failed: Counter[str] = Counter()
@@ -190,7 +187,7 @@ class AggregatorServer:
             gathering.sockets[who.rank] = sock
             if len(gathering.sockets) == gathering.workers:
                 del self._gathering[key]
-                self._running[key] = Job(gathering.sockets, self.limits, gathering.timeout_s)
+                self._running[key] = AggregatedJob(gathering.sockets, self.limits, gathering.timeout_s)
                 threading.Thread(target=self._run, args=(key,), name=f"dynamix-job-{who.job}", daemon=True).start()
         return None
 
@@ -298,27 +295,3 @@ def serve(host: str, port: int, *, token_file: Path | None, limits: Limits, as_j
     finally:
         server.close()
         print(json.dumps(server.statistics()), flush=True)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m dynamix.compression.aggregator.server", description=__doc__)
-    defaults = Limits()
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; others than loopback need a token")
-    parser.add_argument("--port", type=int, default=0, help="0 takes a free one")
-    parser.add_argument("--token-file", type=Path, help="holds what workers must know")
-    parser.add_argument("--jobs", type=int, default=defaults.jobs, help="at once")
-    parser.add_argument("--memory-mb", type=int, default=defaults.memory_bytes >> 20, help="for chunks of all jobs")
-    parser.add_argument("--timeout", type=float, default=defaults.timeout_s, help="longest wait for a worker, seconds")
-    parser.add_argument("--json", action="store_true", help="print the address as JSON too")
-    options = parser.parse_args(arguments)
-    try:
-        limits = Limits(jobs=options.jobs, memory_bytes=options.memory_mb << 20, timeout_s=options.timeout)
-        serve(options.host, options.port, token_file=options.token_file, limits=limits, as_json=options.json)
-    except DynamixError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -8,25 +8,28 @@ from __future__ import annotations
 
 import logging
 import secrets
+from collections.abc import Callable
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
-from dynamix.compression.aggregator.client import Aggregator, Link
-from dynamix.compression.aggregator.maximum import maximum_by_or
+from dynamix.compression.aggregator.client import Aggregator, AggregatorClient
 from dynamix.compression.aggregator.protocol import ADD, OR, Bytes
 from dynamix.compression.wire import Wire, WireLost
 from dynamix.errors import ConfigError
 
+ONE_ROUND = 512  # values up to which a second round trip would cost more than the bytes: 16 KiB
 _log = logging.getLogger(__name__)
 
 
 class AggregatorWire:
-    """Maximum, union and total over `link`, mean over `reserve`. Raises `WireLost`, perhaps on some ranks only."""
+    """Maximum, union and total over `client`, mean over `reserve`. Raises `WireLost`, perhaps on some ranks only."""
 
-    def __init__(self, link: Link, reserve: Wire) -> None:
-        self.link, self.reserve = link, reserve
+    def __init__(self, client: AggregatorClient, reserve: Wire) -> None:
+        self.client, self.reserve = client, reserve
         self.workers, self.payload_bytes = reserve.workers, 0
 
     def maximum(self, values: Tensor) -> None:
@@ -51,11 +54,11 @@ class AggregatorWire:
 
     def _or(self, bits: Bytes) -> None:
         self.payload_bytes += bits.nbytes
-        self.link.reduce_((OR, bits))
+        self.client.reduce_((OR, bits))
 
     def _reduce(self, parts: list[tuple[int, Tensor]]) -> None:
         self.payload_bytes += sum(host.nbytes for _, host in parts)
-        self.link.reduce_(*((op, host.view(torch.uint8).numpy()) for op, host in parts))
+        self.client.reduce_(*((op, host.view(torch.uint8).numpy()) for op, host in parts))
 
 
 def _on_host(values: Tensor) -> Tensor:
@@ -67,28 +70,57 @@ def _bring_back(values: Tensor, host: Tensor) -> None:
         values.copy_(host)
 
 
-def join(where: Aggregator, group: dist.ProcessGroup, device: torch.device) -> Link:
+def join(where: Aggregator, group: dist.ProcessGroup, device: torch.device) -> AggregatorClient:
     """Connect all ranks of `group`, or none: a collective call. Raises `ConfigError` on every rank alike."""
     session = torch.frombuffer(bytearray(secrets.token_bytes(16)), dtype=torch.uint8).to(device)
     dist.broadcast(session, dist.get_global_rank(group, 0), group=group)
-    link: Link | None = None
+    client: AggregatorClient | None = None
     why = "another rank was not let in"
     try:
         name = bytes(session.tolist()).hex()
-        link = Link.connect(where, session=name, workers=group.size(), rank=group.rank())
+        client = AggregatorClient.connect(where, session=name, workers=group.size(), rank=group.rank())
     except WireLost as error:
         why = str(error)
-    everyone = torch.tensor([link is not None], dtype=torch.uint8, device=device)
+    everyone = torch.tensor([client is not None], dtype=torch.uint8, device=device)
     dist.all_reduce(everyone, op=dist.ReduceOp.MIN, group=group)
-    if link is None or not bool(everyone[0]):
-        if link is not None:
-            link.close()
+    if client is None or not bool(everyone[0]):
+        if client is not None:
+            client.close()
         raise ConfigError("aggregator", where.address, "one that runs and lets every rank in", why)
-    return link
+    return client
 
 
-def report_loss(link: Link) -> None:
+def report_loss(client: AggregatorClient) -> None:
     """One line in the log of each rank, and an end of the connection."""
-    reason = link.reason or "another rank lost it"
-    link.close(reason)
+    reason = client.reason or "another rank lost it"
+    client.close(reason)
     _log.warning("the aggregator is lost (%s): from this step on gradients are reduced densely", reason)
+
+
+def maximum_by_or(values: Bytes, union: Callable[[Bytes], None]) -> Bytes:
+    """The maximum over ranks of uint8 (n,). `union` ORs its argument in place over ranks.
+
+    An aggregator cannot take a maximum, so each value becomes one set bit, and the highest bit of the union wins. One
+    round over a byte's 256 places costs 32 bytes a value. Longer buffers go in two rounds of 16 places, first the upper
+    four bits and then the lower four of those ranks that hold the highest: 4 bytes a value in all.
+
+    >>> maximum_by_or(np.array([0, 7, 255], dtype=np.uint8), lambda bits: None).tolist()
+    [0, 7, 255]
+    """
+    if values.size <= ONE_ROUND:
+        places = np.zeros((values.size, 32), np.uint8)
+        places[np.arange(values.size), values >> 3] = np.left_shift(1, values & 7)
+        union(places.reshape(-1))
+        bits = np.unpackbits(places, axis=1, bitorder="little")
+        return np.asarray(255 - np.argmax(bits[:, ::-1], axis=1), np.uint8)
+    high = np.right_shift(values, 4, dtype=np.uint8)
+    top = _highest(high, np.ones(values.size, np.bool_), union)
+    low = _highest(np.bitwise_and(values, 15, dtype=np.uint8), high == top, union)
+    return np.asarray(top * 16 + low, np.uint8)
+
+
+def _highest(nibbles: Bytes, taking_part: NDArray[np.bool_], union: Callable[[Bytes], None]) -> Bytes:
+    places = np.where(taking_part, np.left_shift(np.uint16(1), nibbles, dtype=np.uint16), np.uint16(0))
+    union(places.view(np.uint8))
+    highest = np.frexp(places.astype(np.float32))[1] - 1
+    return np.asarray(np.maximum(highest, 0), np.uint8)

@@ -1,4 +1,4 @@
-"""Randomised cases, each decoded sum against exact integers: `python -m dynamix_lab.suites.compression.cases --count 10000`.
+"""Randomised cases, each decoded sum against exact integers: `dynamix bench compression-cases --count 10000`.
 
 A case draws ranks, layout, type, way, settings and a kind of gradients, and exchanges two steps of them between threads. Every
 rank's decoded integers must be those that plain NumPy sums from the quantised inputs, everywhere, and its mean must be
@@ -7,13 +7,10 @@ theirs. What a rank reduced densely instead is counted by reason and must be the
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
-import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -23,11 +20,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dynamix.compression.bucket import BucketExchange, Settings, Way, warm_up
+from dynamix.compression.bucket import BucketExchange, ExchangeSettings, Way, warm_up
 from dynamix.compression.checks import Part, Statistics
 from dynamix.compression.layout import Layout
 from dynamix.compression.wire import LocalWire
 from dynamix.errors import ConfigError
+from dynamix_lab.harness.suite import Tell, untold
 
 WORKERS = (1, 2, 3, 16, 17, 32)
 CHANCES = (0.2, 0.3, 0.3, 0.08, 0.06, 0.06)  # threads cost time: many ranks are drawn less often
@@ -39,7 +37,7 @@ LARGEST = 8192  # elements outside rows
 
 
 @dataclass(frozen=True)
-class Case:
+class ExchangeCase:
     """Everything that is drawn; `seed` alone tells the rest. `rows` of `width` elements lie between single elements."""
 
     seed: int
@@ -54,7 +52,7 @@ class Case:
     lanes: int
 
     @classmethod
-    def draw(cls, seed: int) -> Case:
+    def draw(cls, seed: int) -> ExchangeCase:
         rng = np.random.default_rng([seed, 1])
         return cls(
             seed=seed,
@@ -153,11 +151,11 @@ class Outcome:
     wrong: list[str] = field(default_factory=list)
 
 
-def run_case(case: Case, pool: ThreadPoolExecutor) -> Outcome:
+def run_case(case: ExchangeCase, pool: ThreadPoolExecutor) -> Outcome:
     """Exchange the case's steps between its ranks, threads of `pool`, and compare."""
     layout, outcome = case.layout, Outcome()
     wires = LocalWire.make(case.workers, timeout_s=60)
-    ranks = [_Recorded(layout, settings=Settings(seed=case.seed, lanes=case.lanes)) for _ in wires]
+    ranks = [_Recorded(layout, settings=ExchangeSettings(seed=case.seed, lanes=case.lanes)) for _ in wires]
     statistics = [Statistics() for _ in wires]
     for step in range(STEPS):
         inputs = case.gradients(step)
@@ -206,7 +204,7 @@ def _judge(
         outcome.wrong.append(f"{when}: the mean differs from the reference")
 
 
-def run_cases(count: int, *, seed: int = 0, tell: bool = False) -> dict[str, Any]:
+def run_cases(count: int, *, seed: int = 0, tell: Tell = untold) -> dict[str, Any]:
     """Cases `seed`, `seed + 1`, ...; how many, what failed, and what went dense. Raises `ConfigError` for a count below 1."""
     if count < 1:
         raise ConfigError("count", count, "1 or more", "check the argument")
@@ -217,7 +215,7 @@ def run_cases(count: int, *, seed: int = 0, tell: bool = False) -> dict[str, Any
     failures = []
     with ThreadPoolExecutor(max(WORKERS), thread_name_prefix="rank") as pool:
         for number in range(seed, seed + count):
-            case = Case.draw(number)
+            case = ExchangeCase.draw(number)
             found = run_case(case, pool)
             total.decoded += found.decoded
             total.undecoded += found.undecoded
@@ -226,8 +224,7 @@ def run_cases(count: int, *, seed: int = 0, tell: bool = False) -> dict[str, Any
                 failures.append({"case": {**asdict(case), "dtype": str(case.dtype)}, "wrong": found.wrong})
             for name, counter in by.items():
                 counter[str(getattr(case, name)).removeprefix("torch.")] += 1
-            if tell and (number - seed + 1) % 1000 == 0:
-                print(f"{number - seed + 1} cases, {len(failures)} failed", file=sys.stderr, flush=True)
+            tell(f"{number - seed + 1} cases, {len(failures)} failed", (number - seed + 1) / count)
     return {
         "cases": count, "seed": seed, "failed": len(failures), "exchanges": count * STEPS, "decoded": total.decoded,
         "undecoded": total.undecoded,
@@ -236,28 +233,13 @@ def run_cases(count: int, *, seed: int = 0, tell: bool = False) -> dict[str, Any
     }  # fmt: skip
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Print what `run_cases` found; 1 if a case failed."""
-    parser = argparse.ArgumentParser(prog="python -m dynamix_lab.suites.compression.cases", description=__doc__)
-    parser.add_argument("--count", type=int, default=10_000, help="cases [default: 10000]")
-    parser.add_argument("--seed", type=int, default=0, help="of the first case")
-    parser.add_argument("--json", action="store_true", help="one JSON object")
-    options = parser.parse_args(arguments)
-    found = run_cases(options.count, seed=options.seed, tell=True)
-    if options.json:
-        print(json.dumps(found))
-    else:
-        print(f"{found['cases']} cases from seed {found['seed']}, {found['failed']} failed, in {found['seconds']} s")
-        print(
-            f"{found['exchanges']} exchanges: {found['decoded']} decoded and equal to the integer reference unless named below"
-        )
-        print(f"by compaction, as the sketch did not decode: {found['undecoded']}")
-        print(f"dense instead, by way and reason: {found['dense_after'] or 'none'}")
-        print(f"drawn: {found['drawn']}")
-        for failure in found["failures"]:
-            print(f"FAILED {failure}")
-    return 1 if found["failed"] else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def lines(found: Mapping[str, Any]) -> list[str]:
+    """For people."""
+    return [
+        f"{found['cases']} cases from seed {found['seed']}, {found['failed']} failed, in {found['seconds']} s",
+        f"{found['exchanges']} exchanges: {found['decoded']} decoded and equal to the integer reference unless named below",
+        f"by compaction, as the sketch did not decode: {found['undecoded']}",
+        f"dense instead, by way and reason: {found['dense_after'] or 'none'}",
+        f"drawn: {found['drawn']}",
+        *[f"FAILED {failure}" for failure in found["failures"]],
+    ]

@@ -52,7 +52,7 @@ POWERSGD_START = 2  # torch wants at least two dense steps before error feedback
 
 
 @dataclass(frozen=True)
-class Exchange:
+class GradientExchange:
     """One way: a hook, what it holds, and what it counted, where it counts.
 
     by_row   whether its index has one bit a row of an embedding, else one an element
@@ -77,7 +77,7 @@ def make_exchange(
     keep: float | None = None,
     timeout: timedelta | None = None,
     aggregator: Mapping[str, Any] | None = None,
-) -> Exchange:
+) -> GradientExchange:
     """The way called `name` for gradients of `net`. A collective call, as many ways make process groups.
 
     keep         sparsify with error feedback first: what the lossless ways then exchange is the largest elements of each rank.
@@ -85,20 +85,20 @@ def make_exchange(
     aggregator   address and token of one, for the ways through it
     """
     if name in ("dense", AGAIN):
-        return Exchange(name, default_hooks.allreduce_hook, None)
+        return GradientExchange(name, default_hooks.allreduce_hook, None)
     if name == "fp16":
-        return Exchange(name, default_hooks.fp16_compress_hook, None)
+        return GradientExchange(name, default_hooks.fp16_compress_hook, None)
     if name == "powersgd":
         powersgd = powerSGD_hook.PowerSGDState(
             process_group=None, matrix_approximation_rank=RANK, start_powerSGD_iter=POWERSGD_START
         )
-        return Exchange(name, powerSGD_hook.powerSGD_hook, powersgd)
+        return GradientExchange(name, powerSGD_hook.powerSGD_hook, powersgd)
     if name == "topk":
-        return Exchange(name, lossy_topk_hook, LossyState(net, keep=keep or TOPK))
+        return GradientExchange(name, lossy_topk_hook, LossyState(net, keep=keep or TOPK))
     if name == AFTER:
-        plain = Exchange(name, default_hooks.allreduce_hook, None)
+        plain = GradientExchange(name, default_hooks.allreduce_hook, None)
     elif name == "blocks":
-        plain = Exchange(name, nonzero_blocks_hook, None)
+        plain = GradientExchange(name, nonzero_blocks_hook, None)
     elif name in (*OURS, "fixed"):
         by_row = keep is None
         more: dict[str, Any] = {}
@@ -110,13 +110,13 @@ def make_exchange(
             more["aggregator"] = Aggregator(**aggregator, job=name)
         mode: Any = AGGREGATED.get(name, name)
         state = CompressionState(mode, model=net if by_row else None, timeout=timeout, **more)
-        plain = Exchange(name, compression_hook, state, by_row, state.statistics)
+        plain = GradientExchange(name, compression_hook, state, by_row, state.statistics)
     else:
         raise ConfigError("way", name, ", ".join((*WAYS, "fixed")), "check the spelling")
     if keep is None:
         return plain
     lossy = LossyState(net, keep=keep, hook=plain.hook, hook_state=plain.state)
-    return Exchange(name, lossy_hook, lossy, plain.by_row, plain.statistics)
+    return GradientExchange(name, lossy_hook, lossy, plain.by_row, plain.statistics)
 
 
 def nonzero_blocks_hook(state: dist.ProcessGroup | None, bucket: Bucket) -> Future[Tensor]:

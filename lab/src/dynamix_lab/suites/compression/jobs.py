@@ -37,7 +37,7 @@ _SAMPLES = 1990
 
 
 @dataclass(frozen=True)
-class Job:
+class CompressionTask:
     """make_model(seed), make_optimizer(parameters), loss(outputs, targets), and batch(number), the same for the same number.
 
     keep   share of the gradient that top-k with error feedback leaves for the lossless ways; None: they get all of it
@@ -51,7 +51,7 @@ class Job:
     keep: float | None = None
 
 
-def make_job(name: str, seed: int, **options: Any) -> Job:
+def make_job(name: str, seed: int, **options: Any) -> CompressionTask:
     """One of `JOBS`; `options` (users, items, factors, samples) make `ratings` smaller, for tests."""
     if name == "ratings":
         return _ratings(seed, **options)
@@ -64,10 +64,14 @@ def make_job(name: str, seed: int, **options: Any) -> Job:
     def batch(number: int) -> tuple[Tensor, Tensor]:
         return data.__getitems__(np.random.default_rng([seed, number]).integers(0, len(data), samples).tolist())
 
-    return Job(name, workload.make_model, workload.make_optimizer, workload.loss, batch, AFTER_TOPK.get(name))
+    return CompressionTask(
+        name, workload.make_model, workload.make_optimizer, workload.loss, batch, AFTER_TOPK.get(name)
+    )
 
 
-def _ratings(seed: int, *, users: int = USERS, items: int = ITEMS, factors: int = FACTORS, samples: int = 128) -> Job:
+def _ratings(
+    seed: int, *, users: int = USERS, items: int = ITEMS, factors: int = FACTORS, samples: int = 128
+) -> CompressionTask:
     """The bundled workload's formula for a rating, drawn as it is needed instead of from a table of all pairs."""
     rng = np.random.default_rng(seed)
     chance_user, chance_item = _cumulative(rng, users), _cumulative(rng, items)
@@ -86,7 +90,7 @@ def _ratings(seed: int, *, users: int = USERS, items: int = ITEMS, factors: int 
         rating = MEAN + bias_user[user] + bias_item[item] + taste
         return torch.from_numpy(np.stack([user, item], 1)), torch.from_numpy(rating.astype(np.float32))
 
-    return Job("ratings", make_model, adagrad, F.mse_loss, batch)
+    return CompressionTask("ratings", make_model, adagrad, F.mse_loss, batch)
 
 
 def _cumulative(rng: np.random.Generator, n: int) -> np.ndarray[Any, np.dtype[np.float64]]:

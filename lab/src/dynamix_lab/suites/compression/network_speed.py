@@ -1,4 +1,4 @@
-"""How long rounds take through an aggregator and over gloo, on the same ranks: `python -m dynamix_lab.suites.compression.codec_speed --aggregator`.
+"""How long rounds take through an aggregator and over gloo, on the same ranks: `dynamix bench network-speed`.
 
 All processes share this machine's loopback and cores. Times are those of the slowest rank of each round, of those the
 median; contenders alternate round by round. Processor time, that of all ranks and of the aggregator, depends less on
@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -44,7 +44,7 @@ class RoundTimes:
 def measure_rounds(workers: int, elements: int, *, rounds: int = 60) -> list[RoundTimes]:
     """Sum, union and maximum as a bucket of `elements` float32 needs them; starts `workers` + 1 processes."""
     context = mp.get_context("spawn")
-    command = [sys.executable, "-m", "dynamix.compression.aggregator.server"]
+    command = [sys.executable, "-m", "dynamix.cli.app", "aggregator"]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     ranks: list[Any] = []
     try:
@@ -67,6 +67,16 @@ def measure_rounds(workers: int, elements: int, *, rounds: int = 60) -> list[Rou
                 rank.kill()
         server.kill()
         server.wait()
+
+
+def lines(rounds: Sequence[RoundTimes]) -> list[str]:
+    """For people."""
+    return [
+        f"{found.what:20} {found.bytes:9,} bytes, {found.workers} workers: gloo {found.gloo_ms:6.2f} ms "
+        f"({found.gloo_cpu_ms:5.2f} of processors), aggregator {found.aggregator_ms:6.2f} "
+        f"({found.aggregator_cpu_ms:5.2f}), ratio {found.ratio:4.2f}"
+        for found in rounds
+    ]
 
 
 def _rank(rank: int, workers: int, folder: str, address: str, pid: int, elements: int, rounds: int, out: Any) -> None:

@@ -43,7 +43,7 @@ Tell = Callable[[str, float], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class CompressionPlan:
     """What one call runs.
 
     jobs, rates_mbit_s, workers   every combination is a cell
@@ -66,7 +66,7 @@ class Plan:
     warm_up: bool = True
 
     @classmethod
-    def of(cls, *, quick: bool = False, **chosen: Any) -> Plan:
+    def of(cls, *, quick: bool = False, **chosen: Any) -> CompressionPlan:
         """The issue's matrix; `quick`: two jobs, four hosts, the slower link. What is None in `chosen` stays as it is."""
         usual: dict[str, Any] = (
             {"jobs": QUICK_JOBS, "rates_mbit_s": (100,), "workers": (4,), "rounds": 3, "steps": 4, "identity_steps": 50}
@@ -97,21 +97,26 @@ class Plan:
         if not self.cells():
             raise ConfigError("identity_steps", 0, "1 or more without timed cells", "leave out --identity-only")
 
-    def cells(self) -> list[Cell]:
+    def cells(self) -> list[CompressionCell]:
         """The sparsest job on the slowest link first, so that a call that is stopped has it."""
         jobs = sorted(self.jobs, key=lambda job: (job != SPARSEST, JOBS.index(job)))
-        checks = [Cell(job, None, IDENTITY_WORKERS) for job in jobs if self.identity_steps]
+        checks = [CompressionCell(job, None, IDENTITY_WORKERS) for job in jobs if self.identity_steps]
         return [
-            *(Cell(job, rate, w) for rate in sorted(self.rates_mbit_s) for job in jobs for w in sorted(self.workers)),
+            *(
+                CompressionCell(job, rate, w)
+                for rate in sorted(self.rates_mbit_s)
+                for job in jobs
+                for w in sorted(self.workers)
+            ),
             *checks,
         ]
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class CompressionCell:
     """One launch. Without a rate: the identity check, over loopback.
 
-    >>> Cell("ratings", 100, 4).name, Cell("ratings", None, 2).name
+    >>> CompressionCell("ratings", 100, 4).name, CompressionCell("ratings", None, 2).name
     ('ratings-4x100', 'ratings-identity')
     """
 
@@ -131,11 +136,11 @@ class Cell:
             host["rate_mbit_s"] = float(self.rate_mbit_s)
         return load_scenario({"name": self.name, "hosts": [host] * self.workers})
 
-    def ways(self, plan: Plan) -> tuple[str, ...]:
+    def ways(self, plan: CompressionPlan) -> tuple[str, ...]:
         """Those of the plan that make sense for this job."""
         return tuple(way for way in plan.ways if way != AFTER or self.job in AFTER_TOPK)
 
-    def config(self, plan: Plan, folder: Path) -> dict[str, Any]:
+    def config(self, plan: CompressionPlan, folder: Path) -> dict[str, Any]:
         """What its ranks are told."""
         identity = self.rate_mbit_s is None
         return {
@@ -147,7 +152,7 @@ class Cell:
         }  # fmt: skip
 
 
-def run_compression(plan: Plan, folder: RunFolder, *, tell: Tell = lambda *_: None) -> dict[str, Any]:
+def run_compression(plan: CompressionPlan, folder: RunFolder, *, tell: Tell = lambda *_: None) -> dict[str, Any]:
     """Run every cell that `folder` has not finished; returns result.json, and writes it, table.md and report.html.
 
     When interrupted, what is finished is summarised before `KeyboardInterrupt` goes on. Raises `ConfigError` for a folder of
@@ -184,7 +189,7 @@ def run_compression(plan: Plan, folder: RunFolder, *, tell: Tell = lambda *_: No
     return _conclude(facts, cells, folder)
 
 
-def _saved(folder: RunFolder, cell: Cell) -> Path:
+def _saved(folder: RunFolder, cell: CompressionCell) -> Path:
     return folder.path / "cells" / f"{cell.name}.json"
 
 
@@ -198,7 +203,9 @@ def _part_of(tell: Tell, name: str, index: int, parts: int) -> Callable[[float],
     return lambda done: tell(name, (index + done) / parts)
 
 
-def _run_cell(cell: Cell, plan: Plan, folder: Path, tell: Callable[[float], None]) -> dict[str, Any]:
+def _run_cell(
+    cell: CompressionCell, plan: CompressionPlan, folder: Path, tell: Callable[[float], None]
+) -> dict[str, Any]:
     """Launch the cell's ranks and follow them to their end; what `summarise` makes of it."""
     config = cell.config(plan, folder)
     turns = config["rounds"] * len(config["ways"])
@@ -227,16 +234,9 @@ def _start_aggregator(hosts: Emulation, folder: Path) -> dict[str, str]:
     token = folder / "token"
     token.touch(mode=0o600)
     token.write_text(secrets.token_hex(16))
-    command = [
-        sys.executable,
-        "-m",
-        "dynamix.compression.aggregator.server",
-        "--host",
-        hosts.switch_address,
-        "--port",
-        "0",
-    ]
-    process = hosts.launch_on_switch([*command, "--token-file", str(token)], name="aggregator")
+    command = [sys.executable, "-m", "dynamix.cli.app", "aggregator"]
+    options = ["--host", hosts.switch_address, "--port", "0", "--token-file", str(token)]
+    process = hosts.launch_on_switch([*command, *options], name="aggregator")
     deadline = time.monotonic() + START_S
     while time.monotonic() < deadline and process.poll() is None:
         said = (folder / "aggregator.out").read_text(errors="replace")
@@ -264,7 +264,7 @@ def _follow(hosts: Emulation, folder: Path, tell: Callable[[float], None], began
         raise WorkerLostError(f"rank {first} ended with {codes[first]}: {said} (all of it in {errors})")
 
 
-def _conclude(facts: dict[str, Any], finished: Sequence[Cell], folder: RunFolder) -> dict[str, Any]:
+def _conclude(facts: dict[str, Any], finished: Sequence[CompressionCell], folder: RunFolder) -> dict[str, Any]:
     """Write result.json, table.md and report.html."""
     cells = {cell.name: json.loads(_saved(folder, cell).read_text(encoding="utf-8")) for cell in finished}
     result = {

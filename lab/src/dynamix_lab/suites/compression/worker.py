@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import Optimizer
 
 from dynamix_lab.statistics import balanced_order
-from dynamix_lab.suites.compression.exchanges import Exchange, make_exchange
+from dynamix_lab.suites.compression.exchanges import GradientExchange, make_exchange
 from dynamix_lab.suites.compression.jobs import make_job
 
 ONE_BUCKET_MB = 4096
@@ -39,7 +39,7 @@ AUTO_STEPS = 16  # auto's: it measures before it settles
 class Entrant:
     """One way, with the weights and optimizer of its own training."""
 
-    exchange: Exchange
+    exchange: GradientExchange
     weights: list[Tensor]
     optimizer: Optimizer
     step: int = 0
@@ -93,7 +93,7 @@ class Rank:
             },
         }
 
-    def _entrant(self, exchange: Exchange) -> Entrant:
+    def _entrant(self, exchange: GradientExchange) -> Entrant:
         weights = [p.detach().clone() for p in self.parameters]
         return Entrant(exchange, weights, self.job.make_optimizer(self.parameters))
 

@@ -17,10 +17,11 @@ import numpy as np
 
 from dynamix.errors import ConfigError
 from dynamix.policies import make_policy
-from dynamix_lab.harness.reference import reference_total
+from dynamix_lab.harness.launch import LaunchSettings
+from dynamix_lab.harness.reference import references
 from dynamix_lab.harness.runs import AGAIN
 from dynamix_lab.suites.fidelity.live_costs import LiveCosts, fit_costs
-from dynamix_lab.suites.fidelity.predicted import Job, Predicted, predict_all
+from dynamix_lab.suites.fidelity.predicted import Predicted, PredictedRun, predict_all
 from dynamix_lab.suites.fidelity.scenario_env import LONGEST_S
 
 Tell = Callable[[str, float], None]
@@ -43,7 +44,7 @@ def compare(folder: Path, *, calibrate_on: str = "all", trained: bool = False, t
         for name, part in result["scenarios"].items()
     }  # fmt: skip
     jobs = [
-        Job(name, policy, seed)
+        PredictedRun(name, policy, seed)
         for name, policies in arrived.items()
         for policy in policies
         for seed in result["scenarios"][name]["seeds"]
@@ -79,15 +80,16 @@ def forecast(
     if seeds < 1:
         raise ConfigError("seeds", seeds, "1 or more", "check the argument")
     for name in policies:
-        reference_total(name) if name.startswith("reference") else make_policy(name)  # raises for an unknown one
+        make_policy(name, others=references(LaunchSettings().scenario))  # raises for an unknown one
     result, costs = _fitted(folder, calibrate_on)
     every = range(seed, seed + seeds)
-    jobs = [Job(name, policy, s) for name in result["scenarios"] for policy in policies for s in every]
+    jobs = [PredictedRun(name, policy, s) for name in result["scenarios"] for policy in policies for s in every]
     predicted = predict_all(jobs, costs, trained=trained, tell=tell)
     out: dict[str, dict[str, Any]] = {}
     for name in result["scenarios"]:
         times = {
-            policy: np.array([predicted[Job(name, policy, s)].time_to_target_s for s in every]) for policy in policies
+            policy: np.array([predicted[PredictedRun(name, policy, s)].time_to_target_s for s in every])
+            for policy in policies
         }
         logs = {policy: np.log(t / times[policies[0]]) for policy, t in times.items()}
         out[name] = {
@@ -95,7 +97,7 @@ def forecast(
                 "time_to_target_s": float(times[policy].mean()), "ratio": float(np.exp(log.mean())),
                 "error": float(log.std(ddof=1) / np.sqrt(seeds)) if seeds > 1 else None,
                 "late": int((times[policy] >= LONGEST_S).sum()),
-                "steps": float(np.mean([predicted[Job(name, policy, s)].steps for s in every])),
+                "steps": float(np.mean([predicted[PredictedRun(name, policy, s)].steps for s in every])),
             }
             for policy, log in logs.items()
         }  # fmt: skip
@@ -135,7 +137,7 @@ def indistinct(each: Sequence[float], *, pairs: int) -> float:
 
 
 def _compare_one(
-    part: dict[str, Any], arrived: Sequence[str], predicted: Mapping[Job, Predicted], tie: float
+    part: dict[str, Any], arrived: Sequence[str], predicted: Mapping[PredictedRun, Predicted], tie: float
 ) -> dict[str, Any]:
     policies: dict[str, dict[str, float]] = {}
     for name in arrived:

@@ -19,7 +19,7 @@ from dynamix.errors import ConfigError
 from dynamix.events.records import read_events
 from dynamix.simulator.env import NOISE_MEMORY, TOGETHER_MEMORY
 from dynamix.window import Floats, Window
-from dynamix_lab.harness.launch import Settings, disturbance_seed
+from dynamix_lab.harness.launch import LaunchSettings, disturbance_seed
 from dynamix_lab.tasks import make_workload
 
 KNOTS = 9
@@ -66,7 +66,7 @@ class LiveCosts:
 
 def moved_mbit(workers: int) -> float:
     """What a ring all-reduce of the demo's gradients sends over each link, Mbit."""
-    model = make_workload(Settings().workload).make_model(0)
+    model = make_workload(LaunchSettings().workload).make_model(0)
     size = sum(p.numel() * p.element_size() for p in model.parameters())
     return 2 * (workers - 1) / workers * size * 8e-6
 
@@ -118,7 +118,7 @@ def fit_costs(folder: Path, results: Mapping[str, dict[str, Any]]) -> LiveCosts:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RunNoise:
     """What a run's windows tell of its training: samples, global batch and log phi (NaN if unknown) of each."""
 
     samples: Floats
@@ -126,7 +126,7 @@ class Run:
     log_phi: Floats
 
     @classmethod
-    def of(cls, windows: list[tuple[float, float, float]]) -> Run:
+    def of(cls, windows: list[tuple[float, float, float]]) -> RunNoise:
         seen, batch, phi = np.array(windows).T
         known = np.isfinite(phi) & (phi > 0)
         log_phi = np.where(known, np.log(np.where(known, phi, 1.0)), np.nan)
@@ -145,15 +145,15 @@ class Run:
 
 def _read(folder: Path, scenario: Scenario, result: dict[str, Any]) -> tuple[Any, ...]:
     """Rows of hosts whose speed did not change in a window (batch, busy s, speed, variance, window), and rows of windows
-    (exchange s, slowest speed); and the `Run`s."""
+    (exchange s, slowest speed); and the `RunNoise`s."""
     hosts, windows = [], []
     noise: dict[tuple[str, int, int], list[tuple[float, float, float]]] = {}
     moved = moved_mbit(scenario.workers)
     for index, event in enumerate(_holding(list(read_events(folder / "events.jsonl")), scenario.workers)):
-        window, seed = Window.from_dict(event["window"]), disturbance_seed(Settings(), event["seed"])
+        window, seed = Window.from_dict(event["window"]), disturbance_seed(LaunchSettings(), event["seed"])
         run = noise.setdefault(_run(event), [])
         run.append((float(event["samples_seen"]), float(window.batch_size.sum()), float(window.noise_scale)))
-        if int(window.steps) > Settings().interval:
+        if int(window.steps) > LaunchSettings().interval:
             continue  # an epoch: hosts may have changed in it, and changed back
         began, ended = event["time_s"] - float(window.steps) * float(np.nanmax(window.step_time)), event["time_s"]
         before, after = (host_speeds(scenario, max(t, 0.0), seed) for t in (began, ended))
@@ -167,7 +167,7 @@ def _read(folder: Path, scenario: Scenario, result: dict[str, Any]) -> tuple[Any
     rows = np.array(hosts).T.reshape(5, -1)
     rows[4] += 1e6 * hash_of(scenario.name)  # windows of different scenarios are different
     exchanges = np.array(windows).T.reshape(2, -1)
-    return (*rows, *exchanges, [Run.of(run) for run in noise.values()])
+    return (*rows, *exchanges, [RunNoise.of(run) for run in noise.values()])
 
 
 def _run(event: dict[str, Any]) -> tuple[str, int, int]:
@@ -227,7 +227,7 @@ def _common(left: Floats, group: Floats) -> float:
         if len(mine) > 1:
             products += float(mine.sum() ** 2 - (mine**2).sum())
             count += len(mine) * (len(mine) - 1)
-    steps = Settings().interval
+    steps = LaunchSettings().interval
     lags = np.abs(np.subtract.outer(np.arange(steps), np.arange(steps)))
     shrunk = float((TOGETHER_MEMORY**lags).mean())  # variance of a window's mean over a step's
     return float(np.sqrt(max(products / max(count, 1), 0.0) / shrunk))
@@ -253,7 +253,7 @@ def _line(x: Floats, y: Floats) -> tuple[float, float]:
     return float(fixed), float(slope)
 
 
-def _noise(runs: Sequence[Run]) -> tuple[float, tuple[float, ...], float]:
+def _noise(runs: Sequence[RunNoise]) -> tuple[float, tuple[float, ...], float]:
     """rho, log phi at equal parts of the progress at the unit batch, and the whole progress: the rho with which runs at
     different batches agree best on phi at equal progress."""
     if not any(np.isfinite(run.log_phi).any() for run in runs):
@@ -272,7 +272,7 @@ def _noise(runs: Sequence[Run]) -> tuple[float, tuple[float, ...], float]:
     return min(found)[1:]
 
 
-def _noise_error(runs: Sequence[Run]) -> float:
+def _noise_error(runs: Sequence[RunNoise]) -> float:
     """sd of log phi's errors, from its changes between windows of a run beyond what they usually are there."""
     changes = np.concatenate([_less_median(np.diff(run.log_phi)) for run in runs])
     return float(1.4826 * np.nanmedian(np.abs(changes)) / np.sqrt(2 * (1 - NOISE_MEMORY)))
@@ -290,7 +290,7 @@ def _units(knots: Sequence[float], rho: float, base: float) -> float:
 
 def _needed(results: Mapping[str, dict[str, Any]], knots: Sequence[float], rho: float) -> float:
     """Progress at the target at the unit batch, the mean over static's scenarios and seeds."""
-    bases = {name: float(Settings().batch_size * load_scenario(name).workers) for name in results}
+    bases = {name: float(LaunchSettings().batch_size * load_scenario(name).workers) for name in results}
     reached = [
         rate * seconds / _units(knots, rho, bases[name])
         for name, result in results.items()

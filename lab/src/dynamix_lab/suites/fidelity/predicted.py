@@ -14,8 +14,9 @@ from dynamix.policies.protocol import boundary
 from dynamix.virtual.cluster import VirtualCluster
 from dynamix.virtual.run import Snapshot
 from dynamix.window import Bounds
-from dynamix_lab.harness.launch import Settings
+from dynamix_lab.harness.launch import LaunchSettings
 from dynamix_lab.harness.processes import in_processes
+from dynamix_lab.harness.reference import references
 from dynamix_lab.statistics import time_to_target
 from dynamix_lab.suites.fidelity.live_costs import LiveCosts
 from dynamix_lab.suites.fidelity.scenario_env import LONGEST_S, scenario_world
@@ -23,7 +24,7 @@ from dynamix_lab.tasks import Data, as_is, make_workload, score
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class PredictedRun:
     """A run to predict: of `policy` on a scenario, with the data, weights and disturbances of `seed`."""
 
     scenario: str
@@ -40,11 +41,11 @@ class Predicted:
     steps: int
 
 
-def predict(job: Job, costs: LiveCosts) -> Predicted:
+def predict(job: PredictedRun, costs: LiveCosts) -> Predicted:
     """On a model: progress by AdaScale's count, the noise scale as runs of a fixed global batch had it, a fixed progress to the target."""
-    settings, scenario = Settings(), load_scenario(job.scenario)
+    settings, scenario = LaunchSettings(), load_scenario(job.scenario)
     base = settings.batch_size * scenario.workers
-    per_epoch = not job.policy.startswith("reference") and boundary(make_policy(job.policy)) == "epoch"
+    per_epoch = boundary(make_policy(job.policy, others=references(scenario))) == "epoch"
     interval, delay = (settings.train_samples() // base, 0) if per_epoch else (settings.interval, 1)
     env, policy = scenario_world(scenario, job.policy, job.seed, costs, interval=interval, delay=delay)
     window = env.reset()
@@ -55,11 +56,11 @@ def predict(job: Job, costs: LiveCosts) -> Predicted:
     return Predicted(seconds / env.steps, seconds * min(share, 1.0), env.steps)
 
 
-def train(job: Job, costs: LiveCosts, settings: Settings | None = None) -> Predicted:
+def train(job: PredictedRun, costs: LiveCosts, settings: LaunchSettings | None = None) -> Predicted:
     """By the training of that seed on the virtual clock, some 50 s of a core: losses, noise scale and accuracy are a live
     run's with the same allocations, within float error, and only seconds are simulated. Answers that a live run had too
     late are not."""
-    settings, scenario = settings or Settings(), load_scenario(job.scenario)
+    settings, scenario = settings or LaunchSettings(), load_scenario(job.scenario)
     workload = make_workload(settings.workload)
     data = _data(job.seed, settings)
     env, policy = scenario_world(scenario, job.policy, job.seed, costs, interval=1, delay=1)
@@ -90,13 +91,13 @@ def _reached(seen: Sequence[Snapshot], target: float) -> float | None:
 
 
 def predict_all(
-    jobs: Sequence[Job],
+    jobs: Sequence[PredictedRun],
     costs: LiveCosts,
     *,
     trained: bool,
     tell: Callable[[str, float], None],
-    settings: Settings | None = None,
-) -> dict[Job, Predicted]:
+    settings: LaunchSettings | None = None,
+) -> dict[PredictedRun, Predicted]:
     """Every job's prediction; trainings run beside each other, one to a core.
 
     tell      called with what was done, and which part of the whole
@@ -105,8 +106,8 @@ def predict_all(
     if not trained:
         return {job: predict(job, costs) for job in jobs}
     for seed in sorted({job.seed for job in jobs}):
-        _data(seed, settings or Settings())  # made once, here; the processes read it from the cache
-    done: dict[Job, Predicted] = {}
+        _data(seed, settings or LaunchSettings())  # made once, here; the processes read it from the cache
+    done: dict[PredictedRun, Predicted] = {}
     cores = len(os.sched_getaffinity(0))
     wanted = {job: (job, costs, settings) for job in jobs}
     for job, found in in_processes(train, wanted, cores):
@@ -115,6 +116,6 @@ def predict_all(
     return {job: done[job] for job in wanted}
 
 
-def _data(seed: int, settings: Settings) -> Data:
+def _data(seed: int, settings: LaunchSettings) -> Data:
     workload = make_workload(settings.workload)
     return workload.make_data(seed, train=settings.train_samples(), test=settings.test_samples())

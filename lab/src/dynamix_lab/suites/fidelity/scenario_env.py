@@ -15,11 +15,11 @@ from dynamix.policies.learned.additive import AdditivePolicy
 from dynamix.policies.learned.policy import LearnedPolicy
 from dynamix.policies.protocol import part_of
 from dynamix.runtime.arguments import watched
-from dynamix.simulator import ClusterEnv, Clusters, Trace
+from dynamix.simulator import ClusterEnv, Clusters, SlowdownTrace
 from dynamix.simulator.compute import Costs
 from dynamix.window import Bounds, Floats, Window
-from dynamix_lab.harness.launch import Settings, disturbance_seed
-from dynamix_lab.harness.reference import Reference, reference_total
+from dynamix_lab.harness.launch import LaunchSettings, disturbance_seed
+from dynamix_lab.harness.reference import references
 from dynamix_lab.suites.fidelity.live_costs import UNIT_BATCH, LiveCosts, moved_mbit, slowest_link
 from dynamix_lab.tasks import make_workload
 
@@ -60,7 +60,7 @@ class ScenarioEnv(ClusterEnv):
         self._moved = moved_mbit(scenario.workers)
         super().__init__(clusters, seed=disturbed_by, **how)
         self.costs = HostCosts(clusters.alpha, clusters.beta, live=costs)
-        workload = make_workload(Settings().workload)
+        workload = make_workload(LaunchSettings().workload)
         self.bounds = Bounds.of(clusters.shape[1], np.full(clusters.shape, workload.min_batch), workload.max_batch)
 
     def reset(self) -> Window:
@@ -114,9 +114,9 @@ def scenario_world(
     scenario: Scenario, policy: str, seed: int, costs: LiveCosts, *, interval: int, delay: int
 ) -> tuple[ScenarioEnv, Policy]:
     """The world that a run of `bench tta` with this seed meets, and its policy, whose decisions take time there."""
-    seeded = disturbance_seed(Settings(), seed)
+    seeded = disturbance_seed(LaunchSettings(), seed)
     cores = np.array([host.cpu for host in scenario.hosts])
-    hosts = simulated_hosts(costs, cores, np.array([Settings().batch_size * scenario.workers]))
+    hosts = simulated_hosts(costs, cores, np.array([LaunchSettings().batch_size * scenario.workers]))
     trace = slowdowns(scenario, seeded, LONGEST_S, exponent=1 + costs.small_share)
     env = ScenarioEnv(scenario, seeded, costs, hosts, interval=interval, delay=delay, trace=trace)
     chosen = _policy(policy, scenario, seeded, env)
@@ -125,17 +125,16 @@ def scenario_world(
     return env, chosen
 
 
-def slowdowns(scenario: Scenario, seed: int, longest_s: float, *, exponent: float) -> Trace:
+def slowdowns(scenario: Scenario, seed: int, longest_s: float, *, exponent: float) -> SlowdownTrace:
     """Factors on computing at every change of the hosts' shares of a core until `longest_s`."""
     times: list[float] = [0.0]
     while (following := next_change_s(scenario, times[-1])) is not None and following < longest_s:
         times.append(following)
     cores = np.array([host.cpu for host in scenario.hosts])
     now = np.array([host_speeds(scenario, t, seed) for t in times])
-    return Trace(np.array(times), (cores / now) ** exponent)
+    return SlowdownTrace(np.array(times), (cores / now) ** exponent)
 
 
 def _policy(name: str, scenario: Scenario, seed: int, env: ClusterEnv) -> Policy:
-    if name.startswith("reference"):
-        return Reference(scenario, seed=seed, clock=lambda: float(env.clock_s[0]), total=reference_total(name))
-    return watched(make_policy(name), None)
+    others = references(scenario, seed=seed, clock=lambda: float(env.clock_s[0]))
+    return watched(make_policy(name, others=others), None)

@@ -22,13 +22,13 @@ from torch.optim import SGD, Optimizer
 from dynamix.errors import ConfigError
 from dynamix.events.records import SCHEMA
 from dynamix.events.run_folder import RunFolder, commit, machine
-from dynamix.policies import Policy, make_policy
+from dynamix.policies import make_policy
 from dynamix.training.nets import net_costs
 from dynamix.virtual.cluster import VirtualCluster
 from dynamix.virtual.run import Snapshot, VirtualRun
 from dynamix.window import Bounds
-from dynamix_lab.harness.reference import Reference
-from dynamix_lab.harness.runs import CENSOR_FACTOR
+from dynamix_lab.harness.reference import references
+from dynamix_lab.harness.runs import CENSOR_FACTOR, file_name
 from dynamix_lab.statistics import time_to_target
 from dynamix_lab.suites.scaling.report import conclude
 from dynamix_lab.suites.scaling.virtual_world import NetEnv, at_workers, described
@@ -40,7 +40,7 @@ SCENARIO = "paper-like"
 POLICIES = ("reference", "lb_bsp", "goodput", "dynamix", "dynamix-paper")
 PART_OF_PLATEAU = 0.98
 LONGEST_S = 6_000.0
-# Times `Plan.samples` that end a run which does not arrive. Static's own time is not known yet when it runs; the others get
+# Times `ScalingPlan.samples` that end a run which does not arrive. Static's own time is not known yet when it runs; the others get
 # twice that time, in which large batches go through many samples.
 MOST_OF_STATIC, MOST = 2.0, 10.0
 PARTS = 30  # of a run's samples: snapshots, and points of its trajectory
@@ -48,7 +48,7 @@ Tell = Callable[[str, float], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class NetCase:
     """One net with one optimizer; `paper`: what the DYNAMIX paper reports, by number of nodes (None: it does not say)."""
 
     name: str
@@ -69,14 +69,14 @@ class Case:
 
 
 CASES = (
-    Case("vgg16-sgd", "vgg16", "sgd", (8, 16, 32), "adascale"),
-    Case("vgg11-sgd", "vgg11", "sgd", (8,), "adascale"),
-    Case("vgg11-adam", "vgg11", "adamw", (8,), "sqrt"),
+    NetCase("vgg16-sgd", "vgg16", "sgd", (8, 16, 32), "adascale"),
+    NetCase("vgg11-sgd", "vgg11", "sgd", (8,), "adascale"),
+    NetCase("vgg11-adam", "vgg11", "adamw", (8,), "sqrt"),
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ScalingPlan:
     """What one call runs.
 
     cells       (case, W)
@@ -111,7 +111,7 @@ class Plan:
         seeds: int | None = None,
         cases: Sequence[str] | None = None,
         samples: int | None = None,
-    ) -> Plan:
+    ) -> ScalingPlan:
         """The suite; `quick`: VGG-11 only, at 8 workers, little data, one seed, no figures worth keeping."""
         allowed = ("vgg11-sgd",) if quick else tuple(c.name for c in CASES)
         unknown = [name for name in cases or () if name not in allowed]
@@ -138,8 +138,7 @@ class Plan:
         for _, workers in self.cells:
             at_workers(SCENARIO, workers)
         for name in self.policies:
-            if name not in ("reference", "static"):
-                make_policy(name)
+            make_policy(name, others=references(SCENARIO))
 
     def every(self) -> int:
         """Samples between snapshots."""
@@ -147,7 +146,7 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class ScalingRun:
     """One run: a policy ("static:16", "reference:256", or a policy's name) on a cell with a seed."""
 
     cell: tuple[str, int]
@@ -157,10 +156,10 @@ class Job:
     @property
     def path(self) -> Path:
         """Where it is saved, in the folder of the suite."""
-        return Path("runs") / f"{self.cell[0]}-{self.cell[1]}-{self.policy.replace(':', '-')}-seed{self.seed}.json"
+        return Path("runs") / f"{self.cell[0]}-{self.cell[1]}-{file_name(self.policy)}-seed{self.seed}.json"
 
 
-def run_scaling(plan: Plan, folder: RunFolder, *, tell: Tell = lambda what, done: None) -> dict[str, Any]:
+def run_scaling(plan: ScalingPlan, folder: RunFolder, *, tell: Tell = lambda what, done: None) -> dict[str, Any]:
     """Run what `folder` does not hold yet; writes run.json, a file per run, result.json and table.md."""
     plan.check()
     torch.set_num_threads(1)
@@ -178,7 +177,7 @@ def run_scaling(plan: Plan, folder: RunFolder, *, tell: Tell = lambda what, done
     done = 0
     runs = len(plan.cells) * (len(plan.sweep) + len(plan.seeds) * (1 + len(plan.policies)))
 
-    def make(job: Job, target: float | None, bound_s: float | None) -> dict[str, Any]:
+    def make(job: ScalingRun, target: float | None, bound_s: float | None) -> dict[str, Any]:
         nonlocal done
         tell(f"{job.cell[0]} W={job.cell[1]} {job.policy} seed {job.seed}", done / runs)
         done += 1
@@ -202,22 +201,22 @@ def _saved(path: Path, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def _run_cell(
-    plan: Plan, cell: tuple[str, int], make: Callable[[Job, float | None, float | None], dict[str, Any]]
+    plan: ScalingPlan, cell: tuple[str, int], make: Callable[[ScalingRun, float | None, float | None], dict[str, Any]]
 ) -> dict[str, Any]:
     """Sweep, then all policies seed by seed, static first: its time bounds the others'."""
-    sweep = {size: make(Job(cell, f"static:{size}", plan.tuning_seed), None, None) for size in plan.sweep}
+    sweep = {size: make(ScalingRun(cell, f"static:{size}", plan.tuning_seed), None, None) for size in plan.sweep}
     target, best = chosen_static(sweep)
     total = best * cell[1]
     names = [name for name in plan.policies if name != "static"]
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in ("static", *names)}
     for seed in plan.seeds:
-        static = make(Job(cell, f"static:{best}", seed), target, None)
+        static = make(ScalingRun(cell, f"static:{best}", seed), target, None)
         reached = reached_at(static, target)
         runs["static"].append(static)
         for name in names:
             policy = f"reference:{total}" if name == "reference" else name
             bound = None if reached is None else CENSOR_FACTOR * reached
-            runs[name].append(make(Job(cell, policy, seed), target, bound))
+            runs[name].append(make(ScalingRun(cell, policy, seed), target, bound))
     swept = {str(size): reached_at(run, target) for size, run in sweep.items()}
     return {"target": target, "best_static": best, "sweep_s": swept, "seeds": list(plan.seeds), "runs": runs,
             "samples": plan.samples, "sweep_cpu_s": sum(run["cpu_s"] for run in sweep.values())}  # fmt: skip
@@ -241,7 +240,7 @@ def reached_at(run: dict[str, Any], target: float) -> float | None:
 # ---------------------------------------------------------------- one run
 
 
-def one_run(plan: Plan, job: Job, target: float | None, bound_s: float | None) -> dict[str, Any]:
+def one_run(plan: ScalingPlan, job: ScalingRun, target: float | None, bound_s: float | None) -> dict[str, Any]:
     """Train on the virtual clock: to `plan.samples`, and beyond only until the target or `bound_s`, at most `MOST` times."""
     case = next(c for c in CASES if c.name == job.cell[0])
     workload, workers = case.workload(plan.width), job.cell[1]
@@ -249,10 +248,8 @@ def one_run(plan: Plan, job: Job, target: float | None, bound_s: float | None) -
     bounds = Bounds.of(workers, workload.min_batch, 8 * plan.batch_size)
     scenario, disturbed_by = at_workers(SCENARIO, workers), 1000 + job.seed
     world = NetEnv(scenario, net_costs(case.net), seed=disturbed_by, batch_size=plan.batch_size, longest_s=LONGEST_S)
-    policy: str | Policy = job.policy
-    if job.policy.startswith("reference:"):
-        total = int(job.policy.partition(":")[2])
-        policy = Reference(scenario, seed=disturbed_by, clock=lambda: float(world.clock_s[0]), total=total)
+    others = references(scenario, seed=disturbed_by, clock=lambda: float(world.clock_s[0]))
+    policy = make_policy(job.policy, others=others)
     began = time.process_time()
     with VirtualCluster(
         net, case.make_optimizer(net.parameters()), workload.loss, data.train, clusters=world, policy=policy,
@@ -267,7 +264,7 @@ def one_run(plan: Plan, job: Job, target: float | None, bound_s: float | None) -
     return {**told(run, plan), "policy": job.policy, "seed": job.seed, "cpu_s": round(time.process_time() - began, 1)}
 
 
-def _end(plan: Plan, target: float | None, bound_s: float | None) -> Callable[[Snapshot], bool]:
+def _end(plan: ScalingPlan, target: float | None, bound_s: float | None) -> Callable[[Snapshot], bool]:
     """Enough samples, and the time that static took to the target; then the target or its bound."""
     above = 0
 
@@ -284,7 +281,7 @@ def _end(plan: Plan, target: float | None, bound_s: float | None) -> Callable[[S
     return ended
 
 
-def told(run: VirtualRun, plan: Plan) -> dict[str, Any]:
+def told(run: VirtualRun, plan: ScalingPlan) -> dict[str, Any]:
     """What is kept of a run: its snapshots, and the mean global batch in equal parts of the samples that all runs train on."""
     batch = run.counts.sum(1)
     before = np.cumsum(batch) - batch

@@ -18,7 +18,8 @@ import numpy as np
 from dynamix.errors import ConfigError
 from dynamix.events.records import SCHEMA
 from dynamix.events.run_folder import RunFolder, commit, machine
-from dynamix.policies.protocol import Policy, make_policy
+from dynamix.policies.protocol import Policy
+from dynamix.policies.registry import make_policy
 from dynamix.policies.stigmergic.field import Decay
 from dynamix.policies.stigmergic.policy import Parameters, StigmergicPolicy, pretrained
 from dynamix.simulator import LaggedReference, sample_family
@@ -36,7 +37,7 @@ FAILING = ("dynamix", "stigmergic")
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class StigmergyPlan:
     """What one call runs: every scenario at every W, and the failures, recovery and ablations at some of them.
 
     seeds, clusters   a pair is a cluster; at least 30 of them in every cell of a full call
@@ -60,7 +61,7 @@ class Plan:
     cost_workers: tuple[int, ...] = (10, 100, 1000, 10_000)
 
     @classmethod
-    def of(cls, *, quick: bool) -> Plan:
+    def of(cls, *, quick: bool) -> StigmergyPlan:
         """All of it (some twenty minutes on one core), or a look in about two."""
         if not quick:
             return cls()
@@ -93,8 +94,8 @@ class Plan:
         return max(1, min(self.clusters, self.rows // workers)), self.windows // (3 if workers >= self.large else 1)
 
 
-def run_cell(plan: Plan, name: str) -> dict[str, Any]:
-    """One of `Plan.cells()`, by name."""
+def run_cell(plan: StigmergyPlan, name: str) -> dict[str, Any]:
+    """One of `StigmergyPlan.cells()`, by name."""
     kind, _, w = name.rpartition("-")
     runs = {"failures": run_failures, "vanished": run_vanished, "recovery": run_recovery}
     if kind in runs:
@@ -134,7 +135,7 @@ def variants() -> dict[str, Factory]:
 
 
 def compare(
-    plan: Plan,
+    plan: StigmergyPlan,
     factories: Mapping[str, Factory],
     worlds: Callable[[int], list[Phase]],
     extra: Sequence[tuple[str, str]] = (),
@@ -151,7 +152,7 @@ def compare(
     return _scored({name: np.concatenate(values) for name, values in taken.items()}, plan, extra)
 
 
-def _scored(times: Mapping[str, Floats], plan: Plan, extra: Sequence[tuple[str, str]] = ()) -> dict[str, Any]:
+def _scored(times: Mapping[str, Floats], plan: StigmergyPlan, extra: Sequence[tuple[str, str]] = ()) -> dict[str, Any]:
     wanted = [(name, "static") for name in times if name != "static"] + list(extra)
     ratios = {
         f"{a}/{b}": paired_ratio(times[a].tolist(), times[b].tolist(), resamples=plan.resamples).to_dict()
@@ -167,14 +168,14 @@ def _scored(times: Mapping[str, Floats], plan: Plan, extra: Sequence[tuple[str, 
     return {"pairs": len(times["static"]), "policies": policies, "ratios": ratios}
 
 
-def run_scenario(plan: Plan, scenario: str, workers: int) -> dict[str, Any]:
+def run_scenario(plan: StigmergyPlan, scenario: str, workers: int) -> dict[str, Any]:
     """One scenario at one W."""
     clusters, windows = plan.sizes(workers)
     extra = [("stigmergic", base) for base in ("dbs", "lb_bsp", "dynamix")]
     return compare(plan, rivals(), lambda seed: phases_of(scenario, clusters, workers, windows, seed), extra)
 
 
-def run_ablations(plan: Plan, scenario: str, workers: int) -> dict[str, Any]:
+def run_ablations(plan: StigmergyPlan, scenario: str, workers: int) -> dict[str, Any]:
     """What traces and their decay are worth."""
     clusters, windows = plan.sizes(workers)
     factories = variants()
@@ -182,7 +183,7 @@ def run_ablations(plan: Plan, scenario: str, workers: int) -> dict[str, Any]:
     return compare(plan, factories, lambda seed: phases_of(scenario, clusters, workers, windows, seed), extra)
 
 
-def run_failures(plan: Plan, workers: int) -> dict[str, Any]:
+def run_failures(plan: StigmergyPlan, workers: int) -> dict[str, Any]:
     """From half way on nobody decides: the arbiter of a central policy, or the store of the stigmergic one, is dead.
 
     `gain_left` is what remains of a policy's own gain, (1 - t_dead / t_static) / (1 - t_whole / t_static). A central policy that
@@ -206,14 +207,14 @@ def run_failures(plan: Plan, workers: int) -> dict[str, Any]:
     return {**cell, "gain_left": left}
 
 
-def run_vanished(plan: Plan, workers: int) -> dict[str, Any]:
+def run_vanished(plan: StigmergyPlan, workers: int) -> dict[str, Any]:
     """Half way a quarter of the workers are gone, and the job starts again on the others from even shares."""
     clusters, windows = plan.sizes(workers)
     names = ("static", "dbs", "lb_bsp", "dynamix", "stigmergic")
     return compare(plan, {n: _named(n) for n in names}, lambda seed: vanishing(clusters, workers, windows, seed))
 
 
-def run_recovery(plan: Plan, workers: int) -> dict[str, Any]:
+def run_recovery(plan: StigmergyPlan, workers: int) -> dict[str, Any]:
     """Windows after a lasting slowdown of one worker (2.5 times) until two in a row make 95 % of the lagged reference's progress
     per second; `after` where that never came."""
     (clusters, _), (before, after) = plan.sizes(workers), plan.recovery
@@ -242,7 +243,7 @@ def run_recovery(plan: Plan, workers: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _rates(make: Factory, world: Any, plan: Plan, seed: int, before: int, windows: int) -> Floats:
+def _rates(make: Factory, world: Any, plan: StigmergyPlan, seed: int, before: int, windows: int) -> Floats:
     """Progress per second of every window, (windows, C)."""
     env = SlowedEnv(world, seed=seed, interval=plan.interval, delay=plan.delay)
     env.from_window = before
@@ -256,7 +257,7 @@ def _rates(make: Factory, world: Any, plan: Plan, seed: int, before: int, window
 
 
 def run_suite(
-    plan: Plan, folder: RunFolder, *, processes: int = 1, tell: Tell = lambda what, done: None
+    plan: StigmergyPlan, folder: RunFolder, *, processes: int = 1, tell: Tell = lambda what, done: None
 ) -> dict[str, Any]:
     """Run what `folder` does not hold yet; writes run.json, a file per cell, result.json and table.md.
 
@@ -289,7 +290,9 @@ def run_suite(
     return _conclude(facts, plan, folder, paths)
 
 
-def _conclude(facts: dict[str, Any], plan: Plan, folder: RunFolder, paths: Mapping[str, Path]) -> dict[str, Any]:
+def _conclude(
+    facts: dict[str, Any], plan: StigmergyPlan, folder: RunFolder, paths: Mapping[str, Path]
+) -> dict[str, Any]:
     """Write result.json and table.md from the cells that are there."""
     from dynamix_lab.suites.stigmergy.report import markdown
 
@@ -304,7 +307,7 @@ def _conclude(facts: dict[str, Any], plan: Plan, folder: RunFolder, paths: Mappi
     return result
 
 
-def _played(plan: Plan, names: Sequence[str], processes: int) -> Iterator[tuple[str, dict[str, Any]]]:
+def _played(plan: StigmergyPlan, names: Sequence[str], processes: int) -> Iterator[tuple[str, dict[str, Any]]]:
     """Cells as they end."""
     if processes < 2:
         for name in names:
@@ -313,7 +316,7 @@ def _played(plan: Plan, names: Sequence[str], processes: int) -> Iterator[tuple[
     yield from in_processes(run_cell, {name: (plan, name) for name in names}, processes)
 
 
-def _joined(cells: dict[str, Any], plan: Plan) -> dict[str, Any]:
+def _joined(cells: dict[str, Any], plan: StigmergyPlan) -> dict[str, Any]:
     """The scenarios together, each weighing the same: `policies` has lists over `pairs_of`, ratios are bootstrapped over cells too."""
     names = next(iter(cells.values()))["policies"]
     times = {name: {cell: part["policies"][name]["times_s"] for cell, part in cells.items()} for name in names}

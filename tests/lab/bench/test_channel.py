@@ -3,13 +3,13 @@ import threading
 import pytest
 
 from dynamix.errors import WorkerLostError
-from dynamix_lab.harness.link import Link, Listener
+from dynamix_lab.harness.channel import JobChannel, Listener
 
 
 @pytest.fixture
 def ends(tmp_path):
     listener = Listener(tmp_path / "link")
-    near = Link.connect(tmp_path / "link")
+    near = JobChannel.connect(tmp_path / "link")
     far = listener.accept(5.0)
     assert far is not None
     yield near, far

@@ -15,7 +15,7 @@ from dynamix.errors import WorkerLostError
 Message = dict[str, Any]
 
 
-class Link:
+class JobChannel:
     """One end of the line. `send` may be called from any thread, `receive` from one."""
 
     def __init__(self, connection: socket.socket) -> None:
@@ -24,7 +24,7 @@ class Link:
         self._lock = threading.Lock()
 
     @classmethod
-    def connect(cls, path: str | Path) -> Link:
+    def connect(cls, path: str | Path) -> JobChannel:
         """The worker's end."""
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         connection.connect(str(path))
@@ -66,11 +66,11 @@ class Listener:
         self._socket.bind(str(path))
         self._socket.listen(1)
 
-    def accept(self, timeout_s: float) -> Link | None:
+    def accept(self, timeout_s: float) -> JobChannel | None:
         """The link to whoever calls, or None after `timeout_s`."""
         if not select.select([self._socket], [], [], timeout_s)[0]:
             return None
-        return Link(self._socket.accept()[0])
+        return JobChannel(self._socket.accept()[0])
 
     def close(self) -> None:
         self._socket.close()

@@ -16,7 +16,7 @@ from dynamix_lab.tasks import Arrays, Workload, score
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class WeightSnapshot:
     """Weights as they were `time_s` after the run's clock started; scored once `score` is a number."""
 
     run: str
@@ -33,15 +33,15 @@ class Scorer:
     An error of that thread is raised again by `wait`.
     """
 
-    def __init__(self, workload: Workload, test: Arrays, scored: Callable[[Snapshot], None]) -> None:
+    def __init__(self, workload: Workload, test: Arrays, scored: Callable[[WeightSnapshot], None]) -> None:
         self.workload, self.test, self.scored = workload, test, scored
         self._model = workload.make_model(0)
-        self._queue: queue.Queue[Snapshot | None] = queue.Queue()
+        self._queue: queue.Queue[WeightSnapshot | None] = queue.Queue()
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="dynamix-score", daemon=True)
         self._thread.start()
 
-    def add(self, snapshot: Snapshot) -> None:
+    def add(self, snapshot: WeightSnapshot) -> None:
         """Queue one snapshot; its file is removed once scored."""
         self._queue.put(snapshot)
 
@@ -67,8 +67,8 @@ class Scorer:
                 snapshot.path.unlink(missing_ok=True)
                 self._queue.task_done()
 
-    def _scored(self, snapshot: Snapshot) -> Snapshot:
+    def _scored(self, snapshot: WeightSnapshot) -> WeightSnapshot:
         weights = torch.from_numpy(np.fromfile(snapshot.path, dtype=np.float32))
         vector_to_parameters(weights, self._model.parameters())
         value = score(self.workload, self._model, self.test)
-        return Snapshot(snapshot.run, snapshot.time_s, snapshot.step, snapshot.samples, snapshot.path, value)
+        return WeightSnapshot(snapshot.run, snapshot.time_s, snapshot.step, snapshot.samples, snapshot.path, value)

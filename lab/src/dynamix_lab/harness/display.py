@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from dynamix_lab.harness.runs import Run
+from dynamix_lab.harness.runs import PolicyRun
 
 
 class Display:
@@ -35,13 +35,13 @@ class Display:
         """One line, above the live table."""
         self.console.print(text, highlight=False)
 
-    def update(self, runs: Sequence[Run]) -> None:
+    def update(self, runs: Sequence[PolicyRun]) -> None:
         """Show how far `runs` are; the last of them is going on."""
         if self._live is not None:
             self._live.update(_progress(runs, self.target))
 
 
-def _progress(runs: Sequence[Run], target: float) -> Table:
+def _progress(runs: Sequence[PolicyRun], target: float) -> Table:
     table = Table("policy", "seed", "time", "step", "accuracy", "", "loss", "batch size of each worker")
     for run in runs:
         best = 0.0 if math.isnan(run.accuracy) else run.accuracy
@@ -58,7 +58,7 @@ def number(value: float | None, digits: int) -> str:
     return "–" if value is None or not math.isfinite(value) else f"{value:.{digits}f}"
 
 
-def end_table(runs: Sequence[Run], *, target: float) -> Table:
+def end_table(runs: Sequence[PolicyRun], *, target: float) -> Table:
     """One line a run: the issue of everything."""
     table = Table(
         "policy", "seed", f"time to {target:.3f}", "final accuracy", "samples/s", "waiting", "batch sizes at the end"

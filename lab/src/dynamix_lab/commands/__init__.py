@@ -1,0 +1,10 @@
+"""Commands of the laboratory: `dynamix bench ...` and `dynamix demo`, found by entry point.
+
+Each module adds its commands to `bench` when it is imported. What a command measures with is imported when it runs.
+"""
+
+from dynamix_lab.commands import compression, measures, peers, suites
+from dynamix_lab.commands.demo import demo
+from dynamix_lab.commands.group import bench
+
+__all__ = ["bench", "compression", "demo", "measures", "peers", "suites"]

@@ -1,0 +1,107 @@
+"""Exchanges of gradients: `dynamix bench compression`, `compression-cases`, `codec-speed`, `network-speed`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from dynamix.cli.console import Json, Out, Resume, guarded, print_json, progress
+from dynamix_lab.commands.group import about, bench, names_of, numbers_of
+
+
+@bench.command("compression")
+@guarded
+def bench_compression(
+    context: typer.Context,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Two workloads, four hosts, 100 Mbit/s, 50 steps of the identity check.")
+    ] = False,
+    workloads: Annotated[
+        str | None, typer.Option(help="Comma-separated: ratings, lstm, transformer, vgg19 [default: all].")
+    ] = None,
+    rates: Annotated[str | None, typer.Option(help="Link rates, Mbit/s, comma-separated [default: 100,1000].")] = None,
+    workers: Annotated[str | None, typer.Option(help="Hosts, comma-separated [default: 4,8].")] = None,
+    ways: Annotated[
+        str | None, typer.Option(help="Comma-separated, dense,dense-again among them [default: all].")
+    ] = None,
+    rounds: Annotated[int | None, typer.Option(help="Turns of each way in a cell [default: 4, quick 3].")] = None,
+    steps: Annotated[int | None, typer.Option(help="Timed steps a turn [default: 6, quick 4].")] = None,
+    identity_steps: Annotated[
+        int | None, typer.Option(help="Of the check against dense in fixed point; 0: none [default: 500, quick 50].")
+    ] = None,
+    identity_only: Annotated[bool, typer.Option("--identity-only", help="Only that check: no links, no root.")] = False,
+    seed: Annotated[int, typer.Option(help="Of weights, data and the order of turns.")] = 0,
+    resume: Resume = False,
+    out: Out = None,
+    as_json: Json = False,
+) -> None:
+    """Gradient exchanges side by side on emulated hosts with shaped links: time, bytes, and whether training is the same."""
+    from dynamix.events.run_folder import RunFolder
+    from dynamix_lab.suites.compression.report import markdown
+    from dynamix_lab.suites.compression.suite import CompressionPlan, run_compression
+    from dynamix_lab.suites.compression.summary import unexplained
+
+    plan = CompressionPlan.of(
+        quick=quick, jobs=names_of(workloads), rates_mbit_s=() if identity_only else numbers_of("rates", rates),
+        workers=numbers_of("workers", workers), ways=names_of(ways), rounds=rounds, steps=steps,
+        identity_steps=identity_steps, seed=seed,
+    )  # fmt: skip
+    plan.check()
+    with progress("compression") as tell, RunFolder("compression", out, resume=resume) as folder:
+        result = run_compression(plan, folder, tell=tell)
+    print_json(result) if as_json else typer.echo(markdown(result))
+    if unexplained(result["cells"]):
+        typer.echo("error: a lossless way that never went dense did not train as dense in fixed point does", err=True)
+        raise typer.Exit(1)
+
+
+@bench.command("compression-cases")
+@guarded
+def bench_compression_cases(
+    context: typer.Context,
+    count: Annotated[int, typer.Option(min=1, help="Cases.")] = 10_000,
+    seed: Annotated[int, typer.Option(min=0, help="Of the first case.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Randomised exchanges, each decoded sum against exact integers; exit code 1 if one differs."""
+    from dynamix_lab.suites.compression.cases import lines, run_cases
+
+    with progress("cases") as tell:
+        result = {**about(context, "threads"), **run_cases(count, seed=seed, tell=tell)}
+    print_json(result) if as_json else typer.echo("\n".join(lines(result)))
+    if result["failed"]:
+        raise typer.Exit(1)
+
+
+@bench.command("codec-speed")
+@guarded
+def bench_codec_speed(
+    context: typer.Context,
+    elements: Annotated[int, typer.Option(min=1024, help="float32 elements of the bucket.")] = 1 << 20,
+    as_json: Json = False,
+) -> None:
+    """How fast one core encodes and decodes a bucket, and how near the bytes come to the bound."""
+    from dynamix_lab.suites.compression.codec_speed import codec_speeds, lines
+
+    with progress("codec") as tell:
+        result = {**about(context, "one process, one thread"), "figures": codec_speeds(elements, tell=tell)}
+    print_json(result) if as_json else typer.echo("\n".join(lines(result["figures"])))
+
+
+@bench.command("network-speed")
+@guarded
+def bench_network_speed(
+    context: typer.Context,
+    elements: Annotated[int, typer.Option(min=1024, help="float32 elements of the bucket.")] = 1 << 20,
+    workers: Annotated[int, typer.Option(min=2, help="Ranks.")] = 4,
+    as_json: Json = False,
+) -> None:
+    """Rounds through an aggregator beside rounds over gloo, on the same ranks of this machine."""
+    from dataclasses import asdict
+
+    from dynamix_lab.suites.compression.network_speed import lines, measure_rounds
+
+    rounds = measure_rounds(workers, elements)
+    result = {**about(context, "processes of one machine, loopback"), "rounds": [asdict(found) for found in rounds]}
+    print_json(result) if as_json else typer.echo("\n".join(lines(rounds)))

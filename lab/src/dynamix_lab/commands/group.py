@@ -1,0 +1,68 @@
+"""What the commands under `dynamix bench` share: the group, the command line as results name it, lists as options."""
+
+from __future__ import annotations
+
+import shlex
+from typing import Any
+
+import typer
+
+from dynamix.errors import ConfigError
+
+bench = typer.Typer(help="Measure dynamix itself.", no_args_is_help=True)
+
+# Where a result goes and how it is printed does not change it; a result's command leaves these out.
+_NOT_OF_THE_RESULT = {"out", "as_json", "resume"}
+
+
+def command_line(context: typer.Context) -> str:
+    """The command that is running, with every option that was given: `command` of its result.
+
+    --out, --resume and --json are left out.
+    """
+    # The name of the root depends on who starts it (a script, a test), so it is always called by its own.
+    words = ["dynamix", *context.command_path.split()[1:]]
+    for parameter in context.command.params:
+        name = parameter.name or ""
+        source = context.get_parameter_source(name)
+        if name not in _NOT_OF_THE_RESULT and source is not None and source.name == "COMMANDLINE":
+            words += _words(parameter, context.params[name])
+    return " ".join(words)
+
+
+def _words(parameter: Any, value: Any) -> list[str]:
+    if parameter.param_type_name == "argument":
+        return [shlex.quote(str(one)) for one in (value if isinstance(value, (list, tuple)) else [value])]
+    if isinstance(value, bool):
+        return [(parameter.opts if value else parameter.secondary_opts)[0]]
+    return [parameter.opts[0], shlex.quote(str(value))]
+
+
+def names_of(text: str | None) -> tuple[str, ...] | None:
+    """A comma-separated list; None stays None.
+
+    >>> names_of("static,dbs")
+    ('static', 'dbs')
+    """
+    return None if text is None else tuple(text.split(","))
+
+
+def numbers_of(name: str, text: str | None) -> tuple[int, ...] | None:
+    """A comma-separated list of whole numbers. Raises `ConfigError` naming the option `name` for anything else.
+
+    >>> numbers_of("workers", "8,32")
+    (8, 32)
+    """
+    try:
+        return None if text is None else tuple(int(part) for part in text.split(","))
+    except ValueError as error:
+        raise ConfigError(name, text, "whole numbers, separated by commas", "correct the argument") from error
+
+
+def about(context: typer.Context, cluster: str) -> dict[str, Any]:
+    """The head of a result without a run folder: schema, command, commit, machine, versions, and `cluster` as given."""
+    from dynamix.events.records import SCHEMA
+    from dynamix.events.run_folder import commit, machine, versions
+
+    known = {"schema": SCHEMA, "command": command_line(context), "commit": commit(), "machine": machine()}
+    return {**known, "versions": versions(), "cluster": cluster}

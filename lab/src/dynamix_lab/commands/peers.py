@@ -1,0 +1,55 @@
+"""`dynamix bench peers`: other libraries beside dynamix."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+import typer
+
+from dynamix.cli.console import Json, Mechanism, Out, Resume, guarded, print_json
+from dynamix_lab.commands.group import bench
+
+
+@bench.command("peers")
+@guarded
+def bench_peers(
+    context: typer.Context,
+    scenario: Annotated[str, typer.Option(help="Shipped scenario or YAML file.")] = "steady-uneven",
+    quick: Annotated[bool, typer.Option("--quick", help="Smoke run: 16 steps each, no meaningful times.")] = False,
+    seeds: Annotated[int, typer.Option(min=1, help="Number of paired seeds.")] = 1,
+    seed: Annotated[int, typer.Option(help="First seed of model and data.")] = 0,
+    peers: Annotated[
+        str | None, typer.Option(help="Comma-separated, such as ddp,adaptdl-256,hivemind-local [default: all].")
+    ] = None,
+    policies: Annotated[
+        str | None, typer.Option(help="Of dynamix, beside them; static among them [default: static, three of dynamix].")
+    ] = None,
+    venvs: Annotated[
+        Path | None, typer.Option(help="Folder of the peers' environments, made if missing [default: in the cache].")
+    ] = None,
+    again: Annotated[bool, typer.Option(help="Static once more at the end of each seed: the A/A pair.")] = True,
+    mechanism: Mechanism = "auto",
+    resume: Resume = False,
+    out: Out = None,
+    as_json: Json = False,
+) -> None:
+    """Plain DDP, AdaptDL and Hivemind, each in its own environment, beside dynamix on the same emulated hosts."""
+    from dynamix.events.run_folder import RunFolder
+    from dynamix_lab.peers.kinds import PEERS, Peer
+    from dynamix_lab.peers.report import markdown
+    from dynamix_lab.peers.suite import POLICIES, PeersPlan, run_peers
+
+    names = tuple(dict.fromkeys(Peer.of(name).name for name in peers.split(","))) if peers else PEERS
+    plan = PeersPlan(
+        scenario=scenario, seeds=seeds, seed=seed, policies=tuple(policies.split(",")) if policies else POLICIES,
+        peers=names, venvs=venvs,
+        quick=quick, again=again, mechanism=cast(Any, mechanism),
+    )  # fmt: skip
+    plan.check()
+    with RunFolder("peers", out, resume=resume) as folder:
+        result, arrived = run_peers(plan, folder)
+    print_json(result) if as_json else typer.echo(markdown(result))
+    if not arrived:
+        typer.echo("error: a peer failed, or a policy of dynamix did not reach its end", err=True)
+        raise typer.Exit(1)

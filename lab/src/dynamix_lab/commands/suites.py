@@ -1,0 +1,208 @@
+"""The suites that compare policies: `dynamix bench tta`, `scaling`, `stigmergy`, `workloads`, `fidelity`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from dynamix.cli.console import Json, Out, Policies, Resume, guarded, print_json, progress
+from dynamix_lab.commands.group import bench, names_of
+
+
+@bench.command("tta")
+@guarded
+def bench_tta(
+    context: typer.Context,
+    cluster: Annotated[str, typer.Option(help="emulator (real training) or simulator.")] = "emulator",
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Under 10 minutes: fewer scenarios or families, one seed.")
+    ] = False,
+    seeds: Annotated[int, typer.Option(min=1, help="Pairs per scenario (emulator).")] = 5,
+    seed: Annotated[int, typer.Option(help="First seed (emulator).")] = 0,
+    scenarios: Annotated[
+        str | None, typer.Option(help="Scenarios or families, comma-separated [default: all].")
+    ] = None,
+    policies: Policies = None,
+    resume: Resume = False,
+    out: Out = None,
+    as_json: Json = False,
+) -> None:
+    """Time to accuracy of every policy: on emulated hosts, or in the simulator on all held-out families."""
+    from dynamix.errors import ConfigError
+    from dynamix.events.run_folder import RunFolder
+    from dynamix_lab.suites.simulated import tta_suite
+    from dynamix_lab.suites.tta import QUICK_SCENARIOS, SCENARIOS, TtaPlan, run_tta
+
+    names, places = names_of(policies), names_of(scenarios)
+    if cluster == "simulator":
+        _simulated(tta_suite(quick=quick, policies=names, families=places), "tta", out, resume, as_json)
+        return
+    if cluster != "emulator":
+        raise ConfigError("cluster", cluster, "emulator, simulator", "choose one of them")
+    plan = TtaPlan(
+        scenarios=tuple(places or (QUICK_SCENARIOS if quick else SCENARIOS)), seeds=1 if quick else seeds, seed=seed,
+        policies=tuple(names or (["static", "dynamix"] if quick else ["reference", "static", "dbs", "lb_bsp", "dynamix"])),
+        quick=quick,
+    )  # fmt: skip
+    plan.settings()
+    with RunFolder("tta", out, resume=resume) as folder:
+        result, arrived = run_tta(plan, folder)
+    if as_json:
+        print_json(result)
+    if not arrived:
+        typer.echo("error: not every run reached the target", err=True)
+        raise typer.Exit(1)
+
+
+@bench.command("scaling")
+@guarded
+def bench_scaling(
+    context: typer.Context,
+    cluster: Annotated[
+        str, typer.Option(help="simulator (2 to 1,024 workers), or virtual (real training at 8, 16 and 32).")
+    ] = "simulator",
+    quick: Annotated[bool, typer.Option("--quick", help="To 128 workers; virtual: a small net at 8.")] = False,
+    workers: Annotated[str | None, typer.Option(help="Of virtual's 8,16,32, comma-separated [default: all].")] = None,
+    seeds: Annotated[int | None, typer.Option(min=1, help="Pairs of virtual [default: 3].")] = None,
+    cases: Annotated[
+        str | None, typer.Option(help="Of virtual's vgg16-sgd,vgg11-sgd,vgg11-adam [default: all].")
+    ] = None,
+    samples: Annotated[int | None, typer.Option(min=600, help="Of a run of virtual; longer runs converge.")] = None,
+    policies: Policies = None,
+    resume: Resume = False,
+    out: Out = None,
+    as_json: Json = False,
+) -> None:
+    """Many workers: simulated ones under frequent slowdowns, or the DYNAMIX paper's tables on the virtual clock."""
+    from dynamix.errors import ConfigError
+    from dynamix_lab.suites.simulated import scaling_suite
+
+    names = policies.split(",") if policies else None
+    if cluster == "virtual":
+        _virtual(quick, names, workers, seeds, cases, samples, out, resume, as_json)
+        return
+    if cluster != "simulator" or workers or seeds or cases or samples:
+        given = cluster if cluster != "simulator" else f"simulator with {workers=}, {seeds=}, {cases=}, {samples=}"
+        raise ConfigError("cluster", given, "simulator, or virtual with these options", "choose one of them")
+    _simulated(scaling_suite(quick=quick, policies=names), "scaling", out, resume, as_json)
+
+
+def _virtual(
+    quick: bool, policies: list[str] | None, workers: str | None, seeds: int | None, cases: str | None,
+    samples: int | None, out: Path | None, resume: bool, as_json: bool,
+) -> None:  # fmt: skip
+    from dynamix.errors import ConfigError
+    from dynamix.events.run_folder import RunFolder
+    from dynamix_lab.suites.scaling.suite import ScalingPlan, run_scaling
+
+    counts = workers.split(",") if workers else []
+    if not all(count.isdecimal() for count in counts):
+        raise ConfigError("workers", workers, "8, 16 and 32, comma-separated", "say 8,16")
+    plan = ScalingPlan.of(
+        quick=quick, policies=policies, workers=[int(count) for count in counts] or None, seeds=seeds,
+        cases=cases.split(",") if cases else None, samples=samples,
+    )  # fmt: skip
+    plan.check()
+    with progress("scaling") as tell, RunFolder("scaling", out, resume=resume) as folder:
+        result = run_scaling(plan, folder, tell=tell)
+    print_json(result) if as_json else typer.echo(result["table"])
+
+
+def _simulated(suite: Any, name: str, out: Path | None, resume: bool, as_json: bool) -> None:
+    from dynamix.events.run_folder import RunFolder
+    from dynamix_lab.suites.simulated import markdown, run_suite
+
+    suite.check()
+    with progress(name) as tell, RunFolder(name, out, resume=resume) as folder:
+        result = run_suite(suite, folder, tell=tell)
+    print_json(result) if as_json else typer.echo(markdown(result["cells"]))
+
+
+@bench.command("fidelity")
+@guarded
+def bench_fidelity(
+    context: typer.Context,
+    against: Annotated[Path | None, typer.Option(help="Folder of a finished `bench tta`, to compare with.")] = None,
+    calibrate_on: Annotated[str, typer.Option(help="Its scenarios whose runs tell the costs.")] = "all",
+    predict: Annotated[
+        str | None,
+        typer.Option(
+            help="Policies to predict with those costs instead of its runs, comma-separated; ratios are to the first."
+        ),
+    ] = None,
+    seeds: Annotated[int, typer.Option(help="Disturbances to predict them for.", min=1)] = 6,
+    trained: Annotated[
+        bool, typer.Option("--trained", help="Predict by the training itself, some 50 s of a core per run.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Errors of the simulator: on measurements its fits have not seen, and against the emulator."""
+    from dynamix_lab.suites.fidelity.suite import lines, run_fidelity
+
+    with progress("fidelity") as tell:
+        result = run_fidelity(
+            against, calibrate_on=calibrate_on, predict=predict.split(",") if predict else (), seeds=seeds,
+            trained=trained, tell=tell,
+        )  # fmt: skip
+    print_json(result) if as_json else typer.echo("\n".join(lines(result)))
+
+
+@bench.command("workloads")
+@guarded
+def bench_workloads(
+    context: typer.Context,
+    quick: Annotated[bool, typer.Option("--quick", help="One workload of each kind, 8 s each.")] = False,
+    only: Annotated[
+        str | None, typer.Option(help="Workloads, comma-separated [default: all that need no files].")
+    ] = None,
+    seconds: Annotated[
+        float | None, typer.Option(help="Processor time of training each [default: 60, quick 8].")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of data, weights and sample order.")] = 0,
+    resume: Resume = False,
+    out: Out = None,
+    as_json: Json = False,
+) -> None:
+    """Steps per second, noise scale and reachable score of each workload on one core of this machine."""
+    from dynamix.events.run_folder import RunFolder
+    from dynamix_lab.suites.tasks import WorkloadsPlan, markdown, run_workloads
+
+    plan = WorkloadsPlan.of(quick=quick, names=only.split(",") if only else None, budget_s=seconds, seed=seed)
+    with progress("workloads") as tell, RunFolder("workloads", out, resume=resume) as folder:
+        result = run_workloads(plan, folder, tell=tell)
+    print_json(result) if as_json else typer.echo(markdown(result["workloads"]))
+
+
+@bench.command("stigmergy")
+@guarded
+def bench_stigmergy(
+    context: typer.Context,
+    quick: Annotated[bool, typer.Option("--quick", help="About two minutes: to 32 workers, one seed.")] = False,
+    scenarios: Annotated[str | None, typer.Option(help="Comma-separated [default: all].")] = None,
+    workers: Annotated[str | None, typer.Option(help="Comma-separated [default: 4,8,32,1024; quick 4,8,32].")] = None,
+    processes: Annotated[int, typer.Option(min=1, help="That play cells.")] = 1,
+    resume: Resume = False,
+    out: Out = None,
+    as_json: Json = False,
+) -> None:
+    """Workers that decide for themselves against central policies, with failures and ablations, in the simulator."""
+    from dataclasses import replace
+
+    from dynamix.errors import ConfigError
+    from dynamix.events.run_folder import RunFolder
+    from dynamix_lab.suites.stigmergy.report import markdown
+    from dynamix_lab.suites.stigmergy.suite import StigmergyPlan, run_suite
+
+    plan = StigmergyPlan.of(quick=quick)
+    if scenarios:
+        plan = replace(plan, scenarios=tuple(scenarios.split(",")))
+    if workers:
+        if not all(w.isdecimal() for w in workers.split(",")):
+            raise ConfigError("workers", workers, "whole numbers, comma-separated", "4,8,32, say")
+        plan = replace(plan, workers=tuple(int(w) for w in workers.split(",")))
+    plan.check()
+    with progress("stigmergy") as tell, RunFolder("stigmergy", out, resume=resume) as folder:
+        result = run_suite(plan, folder, processes=processes, tell=tell)
+    print_json(result) if as_json else typer.echo(markdown(result))

@@ -1,0 +1,70 @@
+"""Tables of results, as Markdown and as HTML from the same rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dynamix_lab.report.templates import rendered
+
+
+@dataclass(frozen=True)
+class Table:
+    """Text in rows and columns. A number has the digits that its writer gave it.
+
+    head   names of the columns
+    rows   as many cells each
+
+    >>> print(Table(["policy", "time"], [["static", "1.00"], ["dbs", "0.81"]]).markdown(), end="")
+    | policy | time |
+    |---|---|
+    | static | 1.00 |
+    | dbs | 0.81 |
+    """
+
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+    def markdown(self) -> str:
+        """As Markdown, ending with a line break. A bar in a cell is escaped."""
+        return rendered("table.md", table=self)
+
+    def html(self) -> str:
+        """As an HTML table."""
+        return rendered("table.html", table=self)
+
+
+def document(*parts: Table | str) -> str:
+    """Markdown of tables and paragraphs, with an empty line between them."""
+    return "\n".join(part.markdown() if isinstance(part, Table) else f"{part.rstrip()}\n" for part in parts)
+
+
+def number(value: float | None, digits: int) -> str:
+    """A number with so many digits after the point; an en dash where there is none.
+
+    >>> number(0.5, 2), number(None, 2), number(float("nan"), 2)
+    ('0.50', '–', '–')
+    """
+    return "–" if value is None or value - value != 0 else f"{value:.{digits}f}"
+
+
+def percent(value: float | None) -> str:
+    """A share as a whole percentage.
+
+    >>> percent(0.256), percent(None)
+    ('26 %', '–')
+    """
+    return "–" if value is None or value - value != 0 else f"{100 * value:.0f} %"
+
+
+def with_interval(ratio: Mapping[str, Any], digits: int = 3) -> str:
+    """A ratio as `paired_ratio` gives it, with its interval where there is one.
+
+    >>> with_interval({"median": 0.8, "low": 0.75, "high": 0.85}), with_interval({"median": 0.8, "low": None, "high": None})
+    ('0.800 (0.750-0.850)', '0.800')
+    """
+    said = number(ratio.get("median"), digits)
+    if ratio.get("low") is None or ratio.get("high") is None:
+        return said
+    return f"{said} ({ratio['low']:.{digits}f}-{ratio['high']:.{digits}f})"

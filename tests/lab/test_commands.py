@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from dynamix.cli.app import app
+
+
+def test_a_result_names_the_command_that_made_it_with_every_option() -> None:
+    given = ["bench", "overhead", "--json", "--policies", "goodput", "--decision-only", "--workers", "4"]
+    done = CliRunner().invoke(app, given)
+    assert done.exit_code == 0, done.output
+    said = json.loads(done.stdout)["command"].split()
+    assert said[:3] == ["dynamix", "bench", "overhead"]
+    assert {"--decision-only", "--policies", "goodput", "--workers", "4"} == set(said[3:])
+    assert CliRunner().invoke(app, said[1:]).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "changecost",
+        "codec-speed",
+        "compression",
+        "compression-cases",
+        "emulator-accuracy",
+        "fidelity",
+        "netcosts",
+        "network-speed",
+        "overhead",
+        "peers",
+        "scaling",
+        "simspeed",
+        "stepcount",
+        "stigmergy",
+        "tta",
+        "workloads",
+    ],
+)
+def test_every_measurement_is_a_command(name: str) -> None:
+    done = CliRunner().invoke(app, ["bench", name, "--help"])
+    assert done.exit_code == 0
+    assert "--json" in done.output
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["stepcount", "ratings"], ["netcosts", "--nets", "nonsense"], ["changecost", "nonsense"]],
+)
+def test_an_unknown_workload_is_refused_with_one_line(arguments: list[str]) -> None:
+    done = CliRunner().invoke(app, ["bench", *arguments])
+    assert done.exit_code == 2
+    assert done.output.strip().startswith("error: ")
+
+
+def test_cases_are_counted_and_judged() -> None:
+    done = CliRunner().invoke(app, ["bench", "compression-cases", "--count", "3", "--json"])
+    found = json.loads(done.stdout)
+    assert (done.exit_code, found["cases"], found["failed"]) == (0, 3, 0)
