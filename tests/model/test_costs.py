@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,8 @@ from tests.model.trajectories import windows
 
 
 def _window(sizes: np.ndarray, seconds: np.ndarray, std: float = 1e-5, **more: object) -> Window:
-    return Window.of(sizes, compute=seconds, compute_std=std, steps=5, base_batch=100 * sizes.shape[-1], **more)  # type: ignore[arg-type]
+    known: dict[str, Any] = {"steps": 5, "base_batch": 100 * sizes.shape[-1], **more}
+    return Window.of(sizes, compute=seconds, compute_std=std, **known)
 
 
 def test_offsets_of_the_bank_are_recovered_and_its_line_touches_the_costs() -> None:

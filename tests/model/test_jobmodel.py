@@ -1,4 +1,4 @@
-"""The job model: it never changes, treats every cluster as if it were alone, and finds the allocation that it says is best."""
+"""The job model: it never changes, treats each cluster as if alone, and finds the allocation that it says is best."""
 
 from __future__ import annotations
 
@@ -327,26 +327,40 @@ def test_no_random_allocation_within_bounds_is_better_than_the_best(
     low, high = rng.integers(0, 20, len(beta)), rng.integers(40, 400, len(beta))
     top = max(int(rng.integers(30, 300) * len(beta)), int(low.sum()), 1)
     bounds = Bounds.of(len(beta), low, high, total_high=min(top, int(high.sum())))
+    now = float(model.sizes.sum())
     best = model.best(bounds, reach)
-    limit = min(
-        float(bounds.total_high), max(math.ceil(float(model.largest.total) * math.exp(reach)), int(bounds.total_low))
-    )
+    limit = min(float(bounds.total_high), max(now * math.exp(reach), float(bounds.total_low)))
+    floor = max(float(bounds.total_low), min(now * math.exp(-reach), float(bounds.total_high)))
     assert ((best >= low - 1e-9) & (best <= high + 1e-9)).all()
-    assert best.sum() <= limit + 1e-6
+    assert floor - 1e-6 <= best.sum() <= limit + 1e-6
     tried = np.clip(
         best * np.exp(0.7 * rng.normal(size=(400, len(beta)))) + rng.normal(size=(400, len(beta))), low, high
     )
-    tried = tried[(tried.sum(-1) <= limit) & (tried.sum(-1) >= bounds.total_low)]
+    tried = tried[(tried.sum(-1) <= math.floor(limit)) & (tried.sum(-1) >= math.ceil(floor))]
     if len(tried) and best.sum() >= 1.0:
         assert model.log_goodput(tried).max() <= model.log_goodput(best) + 2e-3
 
 
-def test_the_batch_grows_no_further_beyond_the_largest_so_far_than_it_may_reach() -> None:
-    model = known([0.1, 0.1], [1e-3, 1e-3], exchange=0.5, phi=1e5, scales=(1.0,))
+@pytest.mark.parametrize(("phi", "sign"), [(1e5, 1.0), (1.0, -1.0)])
+def test_the_global_batch_changes_by_no_more_than_it_may_reach(phi: float, sign: float) -> None:
+    model = known([0.001, 0.001], [1e-3, 1e-3], exchange=0.5 if sign > 0 else 1e-6, phi=phi, scales=(1.0,))
     bounds = Bounds.of(2, 1, 4000)
-    totals = [float(model.best(bounds, reach).sum()) for reach in (0.0, 0.1, 1.0)]
-    np.testing.assert_allclose(totals, [128.0, 142.0, 348.0], rtol=1e-6)  # rounded up to whole samples
-    assert float(model.best(bounds).sum()) > 2000
+    for reach in (0.0, 0.1, 1.0):
+        change = math.log(model.best(bounds, reach).sum() / 128)
+        assert abs(change) <= reach + 1e-9
+        assert change == pytest.approx(sign * reach, abs=0.02)
+    assert sign * math.log(float(model.best(bounds).sum()) / 128) > 2.0
+    floor = Bounds.of(2, 1, 4000, total_low=200)
+    assert float(model.best(floor, 0.1).sum()) == pytest.approx(200.0)  # bounds that allow no less win
+    clusters = known([0.001] * 2, [1e-3] * 2, exchange=0.5, phi=1e5).update(
+        affine(np.full((2, 2), 64), 0.001, 1e-3, exchange=0.5, phi=np.full(2, 1e5), base_batch=np.full(2, 128.0))
+    )
+    each = clusters.best(Bounds.of(2, 1, 4000), np.array([0.1, np.inf])).sum(-1)
+    assert each[0] <= 128 * math.exp(0.1) < each[1]
+    with pytest.raises(ConfigError, match="reach"):
+        model.best(bounds, -0.1)
+    with pytest.raises(ConfigError, match="reach"):
+        model.best(bounds, np.nan)
 
 
 def test_without_a_noise_scale_the_global_batch_stays_and_the_shares_move() -> None:
@@ -358,8 +372,16 @@ def test_a_question_asked_again_has_the_same_answer_and_another_one_its_own() ->
     model, bounds, tight = fitted("four"), Bounds.of(4, 1, 300), Bounds.of(4, 1, 40)
     first = model.best(bounds, 0.3)
     assert model.best(bounds, np.asarray(0.3)) is first
-    assert not np.array_equal(model.best(bounds, -2.0), first)
-    assert model.best(tight, -2.0).max() <= 40
+    assert not np.array_equal(model.best(bounds, 0.01), first)
+    assert model.best(tight, 0.01).max() <= 40
+    narrow, low = (
+        dataclasses.replace(bounds, total_high=np.asarray(120)),
+        dataclasses.replace(bounds, low=np.full(4, 90)),
+    )
+    assert model.best(bounds) is model.best(dataclasses.replace(bounds, total_low=bounds.total_low.copy()))
+    assert model.best(narrow).sum() == pytest.approx(120.0)
+    assert model.best(low).min() >= 90
+    assert model.best(dataclasses.replace(bounds, high=np.full(4, 31))).max() <= 31
     np.testing.assert_array_equal(model.best(bounds, 0.3), first)
     with pytest.raises(ValueError, match="read-only"):
         first[0] = 1.0
