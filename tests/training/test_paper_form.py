@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dynamix.errors import ConfigError
 from dynamix.policies.learned.additive import Actions, AdditiveNet, AdditivePolicy, pretrained
-from dynamix.policies.protocol import make_policy
+from dynamix.policies.registry import make_policy
 from dynamix.policies.static import Static
 from dynamix.simulator import ClusterEnv, sample_family
 from dynamix.training.distributions import categorical

@@ -9,7 +9,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from dynamix.cli.app import app
-from dynamix.policies.protocol import make_policy
+from dynamix.policies.registry import make_policy
 from dynamix.training import dynamix_policy
 from dynamix.training.shipped import RECIPES
 

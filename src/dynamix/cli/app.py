@@ -74,6 +74,7 @@ def emulate(
 ) -> None:
     """Run any training script on emulated hosts, one rank each: dynamix emulate demo -- python train.py."""
     from dynamix.emulator.run import emulate as run_emulated
+    from dynamix.emulator.run import summary
     from dynamix.errors import ConfigError
 
     if not context.args:
@@ -87,8 +88,7 @@ def emulate(
         timeout_s=timeout,
         mechanism=cast(Any, mechanism),
     )
-    if as_json:
-        print_json(result)
+    print_json(result) if as_json else typer.echo(summary(result))
     raise typer.Exit(int(result["exit_code"]))
 
 

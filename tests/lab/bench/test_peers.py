@@ -22,7 +22,7 @@ from dynamix.cli.app import app
 from dynamix.emulator import load_scenario
 from dynamix.errors import ConfigError
 from dynamix.events.run_folder import RunFolder
-from dynamix_lab.demo.display import Display
+from dynamix_lab.harness.display import Display
 from dynamix_lab.harness.runs import AGAIN
 from dynamix_lab.peers import environments, suite
 from dynamix_lab.peers.environments import Environment, prepare, requirements

@@ -11,7 +11,7 @@ import pytest
 
 from dynamix.errors import ConfigError
 from dynamix.events.run_folder import RunFolder
-from dynamix.policies.protocol import make_policy
+from dynamix.policies.registry import make_policy
 from dynamix.simulator import sample_family
 from dynamix.window import Bounds, Window
 from dynamix_lab.suites.stigmergy.cost import decision_costs

@@ -17,10 +17,11 @@ from dynamix.cli.app import app
 from dynamix.emulator import load_scenario
 from dynamix.errors import ConfigError, WorkerLostError
 from dynamix.events.run_folder import RunFolder
+from dynamix.policies import make_policy
 from dynamix.window import Bounds, Window
 from dynamix_lab.harness.launch import Launch, LaunchSettings
 from dynamix_lab.harness.processes import in_processes
-from dynamix_lab.harness.reference import reference_total
+from dynamix_lab.harness.reference import references
 from dynamix_lab.report.suite_page import write_live_report
 from dynamix_lab.suites.changecost import change_cost
 from dynamix_lab.suites.fidelity.against import compare, forecast, same_ranking, silent
@@ -374,9 +375,12 @@ def test_rankings_ignore_ties_only() -> None:
 
 
 def test_a_reference_may_hold_another_global_batch() -> None:
-    assert reference_total("reference:256") == 256
-    with pytest.raises(ConfigError, match="reference:TOTAL"):
-        reference_total("reference:much")
+    window = Window.of([128] * 4, compute=0.2, steps=5)
+    held = make_policy("reference:256", others=references("demo")).decide(window, Bounds.of(4))
+    kept = make_policy("reference", others=references("demo")).decide(window, Bounds.of(4))
+    assert (held.sum(), kept.sum()) == (256, 512)
+    with pytest.raises(ConfigError, match="reference:NUMBER"):
+        make_policy("reference:much", others=references("demo"))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dynamix_lab.demo.display import number, policy_lines, ratio_lines
+from dynamix_lab.harness.display import number, policy_lines, ratio_lines
 from dynamix_lab.harness.runs import PolicyRun
 
 if TYPE_CHECKING:

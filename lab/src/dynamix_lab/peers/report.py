@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dynamix_lab.demo.display import number
 from dynamix_lab.demo.report import COLOURS, STYLE, new_figure, svg
+from dynamix_lab.harness.display import number
 from dynamix_lab.harness.runs import CENSOR_FACTOR, PolicyRun
 from dynamix_lab.peers.kinds import split_name
 from dynamix_lab.statistics import censored, paired_ratio

@@ -14,7 +14,7 @@ from dynamix.emulator.cluster import Mechanism
 from dynamix.errors import ConfigError, WorkerLostError
 from dynamix.events.records import SCHEMA
 from dynamix.events.run_folder import RunFolder, commit, machine
-from dynamix_lab.demo.display import Display, end_table
+from dynamix_lab.harness.display import Display, end_table
 from dynamix_lab.harness.launch import LaunchSettings, disturbance_seed
 from dynamix_lab.harness.runs import AGAIN, PolicyRun, load_runs, save_runs, summarise
 from dynamix_lab.peers import environments

@@ -21,7 +21,8 @@ from dynamix.errors import ConfigError
 from dynamix.events.records import SCHEMA
 from dynamix.events.run_folder import RunFolder, commit, machine
 from dynamix.policies import make_policy
-from dynamix.policies.protocol import Policy, boundary, policy_names
+from dynamix.policies.protocol import Policy, boundary
+from dynamix.policies.registry import policy_names
 from dynamix.projection import project
 from dynamix.simulator import (
     BREAKING,

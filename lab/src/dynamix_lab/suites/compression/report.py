@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dynamix_lab.demo.display import number
 from dynamix_lab.demo.report import COLOURS, STYLE, new_figure, svg
+from dynamix_lab.harness.display import number
 from dynamix_lab.suites.compression.exchanges import BASELINES, LOSSY
 from dynamix_lab.suites.compression.jobs import AFTER_TOPK
 from dynamix_lab.suites.compression.summary import timed

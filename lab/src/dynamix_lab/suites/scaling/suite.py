@@ -22,13 +22,13 @@ from torch.optim import SGD, Optimizer
 from dynamix.errors import ConfigError
 from dynamix.events.records import SCHEMA
 from dynamix.events.run_folder import RunFolder, commit, machine
-from dynamix.policies import Policy, make_policy
+from dynamix.policies import make_policy
 from dynamix.training.nets import net_costs
 from dynamix.virtual.cluster import VirtualCluster
 from dynamix.virtual.run import Snapshot, VirtualRun
 from dynamix.window import Bounds
-from dynamix_lab.harness.reference import Reference
-from dynamix_lab.harness.runs import CENSOR_FACTOR
+from dynamix_lab.harness.reference import references
+from dynamix_lab.harness.runs import CENSOR_FACTOR, file_name
 from dynamix_lab.statistics import time_to_target
 from dynamix_lab.suites.scaling.report import conclude
 from dynamix_lab.suites.scaling.virtual_world import NetEnv, at_workers, described
@@ -138,8 +138,7 @@ class ScalingPlan:
         for _, workers in self.cells:
             at_workers(SCENARIO, workers)
         for name in self.policies:
-            if name not in ("reference", "static"):
-                make_policy(name)
+            make_policy(name, others=references(SCENARIO))
 
     def every(self) -> int:
         """Samples between snapshots."""
@@ -157,7 +156,7 @@ class ScalingRun:
     @property
     def path(self) -> Path:
         """Where it is saved, in the folder of the suite."""
-        return Path("runs") / f"{self.cell[0]}-{self.cell[1]}-{self.policy.replace(':', '-')}-seed{self.seed}.json"
+        return Path("runs") / f"{self.cell[0]}-{self.cell[1]}-{file_name(self.policy)}-seed{self.seed}.json"
 
 
 def run_scaling(plan: ScalingPlan, folder: RunFolder, *, tell: Tell = lambda what, done: None) -> dict[str, Any]:
@@ -249,10 +248,8 @@ def one_run(plan: ScalingPlan, job: ScalingRun, target: float | None, bound_s: f
     bounds = Bounds.of(workers, workload.min_batch, 8 * plan.batch_size)
     scenario, disturbed_by = at_workers(SCENARIO, workers), 1000 + job.seed
     world = NetEnv(scenario, net_costs(case.net), seed=disturbed_by, batch_size=plan.batch_size, longest_s=LONGEST_S)
-    policy: str | Policy = job.policy
-    if job.policy.startswith("reference:"):
-        total = int(job.policy.partition(":")[2])
-        policy = Reference(scenario, seed=disturbed_by, clock=lambda: float(world.clock_s[0]), total=total)
+    others = references(scenario, seed=disturbed_by, clock=lambda: float(world.clock_s[0]))
+    policy = make_policy(job.policy, others=others)
     began = time.process_time()
     with VirtualCluster(
         net, case.make_optimizer(net.parameters()), workload.loss, data.train, clusters=world, policy=policy,

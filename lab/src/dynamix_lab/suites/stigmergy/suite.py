@@ -18,7 +18,8 @@ import numpy as np
 from dynamix.errors import ConfigError
 from dynamix.events.records import SCHEMA
 from dynamix.events.run_folder import RunFolder, commit, machine
-from dynamix.policies.protocol import Policy, make_policy
+from dynamix.policies.protocol import Policy
+from dynamix.policies.registry import make_policy
 from dynamix.policies.stigmergic.field import Decay
 from dynamix.policies.stigmergic.policy import Parameters, StigmergicPolicy, pretrained
 from dynamix.simulator import LaggedReference, sample_family
