@@ -1,4 +1,4 @@
-"""Training reproduces itself, goes on where it stopped, improves on the rule, and its files say how they were made."""
+"""ResidualTraining reproduces itself, goes on where it stopped, improves on the rule, and its files say how they were made."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dynamix.errors import ConfigError
 from dynamix.policies.files import describe_policy
 from dynamix.policies.goodput import Goodput
 from dynamix.policies.learned.policy import PRETRAINED, LearnedPolicy, pretrained
-from dynamix.training.dynamix_policy import Training, TrainingConfig, train
+from dynamix.training.dynamix_policy import ResidualTraining, TrainingConfig, train
 from dynamix.training.evaluation import evaluate_families, validation_score
 
 TINY = TrainingConfig(
@@ -55,13 +55,13 @@ def test_a_stopped_training_goes_on_to_the_same_weights(tmp_path: Path) -> None:
             raise Stop
 
     file = tmp_path / "training.pt"
-    whole = Training(TINY, 3)
-    whole.run(lambda what, fraction: None, None, _no_curves())
-    first = Training(dataclasses.replace(TINY), 3)
+    whole = ResidualTraining(TINY, 3)
+    whole.run(lambda what, fraction: None, None, _nowhere())
+    first = ResidualTraining(dataclasses.replace(TINY), 3)
     with pytest.raises(Stop):
-        first.run(stop_in_ppo, file, _no_curves())
-    second = Training(TINY, 3)
-    second.run(lambda what, fraction: None, file, _no_curves())
+        first.run(stop_in_ppo, file, _nowhere())
+    second = ResidualTraining(TINY, 3)
+    second.run(lambda what, fraction: None, file, _nowhere())
     for a, b in zip(whole.net.parameters(), second.net.parameters(), strict=True):
         assert torch.equal(a, b)
     assert whole.scores == second.scores
@@ -69,10 +69,10 @@ def test_a_stopped_training_goes_on_to_the_same_weights(tmp_path: Path) -> None:
         train(TINY, 4, checkpoint=file)
 
 
-def _no_curves() -> object:
-    from dynamix.training.tensorboard import Curves
+def _nowhere() -> object:
+    from dynamix.training.tensorboard import TensorBoard
 
-    return Curves(None)
+    return TensorBoard(None)
 
 
 def test_untrained_it_scores_as_the_rule() -> None:

@@ -21,7 +21,7 @@ from dynamix.errors import PolicyFileError
 from dynamix.features import FEATURE_SCHEMA
 from dynamix.policies.protocol import Policy
 
-FILE_SCHEMA = 3  # 1 and 2: earlier formats, one for each kind
+FILE_SCHEMA = 3
 LARGEST_HIDDEN = 4096  # a network beyond this was never trained; a broken number could ask for all memory
 # kind -> "module:class" with a class method `load`, and the name under which `dynamix policy train` makes one
 _KINDS = {
@@ -132,11 +132,25 @@ def _description(path: str | Path) -> dict[str, Any]:
         raise PolicyFileError("policy", str(sidecar), "JSON", _AGAIN) from error
     if not isinstance(about, dict):
         raise PolicyFileError("policy", str(sidecar), "a JSON object", _AGAIN)
+    about = _of_this_schema(about)
     if about.get("schema") != FILE_SCHEMA:
         fix = "train one for this version with `dynamix policy train`"
         raise PolicyFileError("schema", about.get("schema"), f"{FILE_SCHEMA} in {sidecar}", fix)
     if about.get("kind") not in _KINDS:
         raise PolicyFileError("kind", about.get("kind"), f"{', '.join(_KINDS)} in {sidecar}", _AGAIN)
+    return about
+
+
+def _of_this_schema(about: dict[str, Any]) -> dict[str, Any]:
+    """A description that version 0.1 wrote, as this one writes it: schema 2 was the residual's, 1 the others'."""
+    if about.get("schema") == 2 and "kind" not in about:
+        return {**about, "kind": "residual", "schema": FILE_SCHEMA}
+    if about.get("schema") == 1 and about.get("kind") == "additive":
+        rest = {name: value for name, value in about.items() if name != "hidden"}
+        shape = {"inputs": len(about.get("features", ())), "hidden": about.get("hidden")}
+        return {**rest, "architecture": shape, "schema": FILE_SCHEMA}
+    if about.get("schema") == 1 and about.get("kind") == "stigmergic":
+        return {**about, "schema": FILE_SCHEMA}
     return about
 
 
