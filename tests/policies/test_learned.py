@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynamix.features import features
-from dynamix.policies.goodput import Goodput
+from dynamix.policies.goodput import Goodput, wish
 from dynamix.policies.learned.policy import TRUST, LearnedPolicy, ResidualNet
 from dynamix.policies.registry import make_policy
 from dynamix.window import PER_CLUSTER, PER_WORKER, Bounds, Window
@@ -94,7 +94,7 @@ def test_no_size_goes_further_beyond_the_one_in_force_and_the_rules_than_trusted
     policy, rule, bounds = LearnedPolicy(_random_net(1)), Goodput(), Bounds.of(6, 1, 4096)
     for seed in range(5):
         window = _window(6, seed)
-        answer, own = policy.decide(window, bounds), rule.wish(window, bounds)
+        answer, own = policy.decide(window, bounds), wish(rule.fit_model(window), window, bounds)
         assert (answer <= np.maximum(own, window.batch_size) * np.exp(TRUST) + 1).all()
         assert (answer >= np.minimum(own, window.batch_size) * np.exp(-TRUST) - 1).all()
 

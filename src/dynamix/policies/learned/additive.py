@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from dynamix.errors import ConfigError, PolicyFileError
 from dynamix.features import FEATURES, features
-from dynamix.model.fitting import base_total
+from dynamix.model.measured import base_total
 from dynamix.policies.files import fill_network, read_policy, retrain, write_policy
 from dynamix.projection import project
 from dynamix.window import Bounds, Floats, Ints, Window

@@ -2,7 +2,7 @@
 
 b = project(B_rule * exp(g) * softmax(log share_rule_i + delta_i)): one delta per worker, of which only differences
 count, and one g per cluster. Untrained (delta = g = 0) it *is* the rule; trained, it corrects where the rule's model of
-the job is wrong. The network reads each worker's part of `features(window)` and what `residual.Memory` remembers.
+the job is wrong. The network reads each worker's part of `features(window)` and what `ResidualMemory` remembers.
 """
 
 from __future__ import annotations
@@ -18,9 +18,12 @@ from torch import Tensor, nn
 
 from dynamix.errors import ConfigError, PolicyFileError
 from dynamix.features import LOCAL_FEATURES, local_features
+from dynamix.model import JobModel
 from dynamix.policies.files import fill_network, read_policy, write_policy
+from dynamix.policies.fitted import FittedModel
+from dynamix.policies.goodput import worth_changing
 from dynamix.policies.learned.additive import STATE_FAMILIES
-from dynamix.policies.learned.residual import OWN_FEATURES, Memory
+from dynamix.policies.learned.residual import OWN_FEATURES, ResidualMemory
 from dynamix.projection import project
 from dynamix.window import Bounds, Floats, Ints, Window
 
@@ -146,16 +149,24 @@ class LearnedPolicy:
         self.net = (net or ResidualNet()).eval()
         self.about = about or {}
         self.trust = float(self.about.get("trust", TRUST))
-        self.memory = Memory()
+        self.memory, self.fitted = ResidualMemory(), FittedModel()
+
+    def fit_model(self, window: Window) -> JobModel:
+        """Take in `window` ahead of `decide`; the job model after it. With another number of workers all begins anew."""
+        if self.memory.is_of_others(window):
+            self.memory = ResidualMemory()
+            self.fitted.forget()
+        return self.fitted.take_in(window)
 
     def decide(self, window: Window, bounds: Bounds) -> Ints:
         observed = self.observe(window, bounds)
         sizes = self.allocate(window, bounds, *self.act(observed, window.batch_size > 0))
-        return self.memory.rule.kept(window, bounds, sizes)
+        return worth_changing(self.fitted.now, window, bounds, sizes)
 
     def observe(self, window: Window, bounds: Bounds) -> NDArray[np.float32]:
-        """Ask the rule, update the memory and return what the network sees, (..., W, F)."""
-        own = self.memory.update(window, bounds)
+        """Take in the window, update the memory and return what the network sees, (..., W, F)."""
+        model = self.fitted.to_decide(window, self.fit_model)
+        own = self.memory.update(window, bounds, model, self.fitted.before)
         return np.concatenate([local_features(window), own], axis=-1)
 
     def act(self, observed: NDArray[np.float32], active: NDArray[np.bool_]) -> tuple[Floats, Floats]:
@@ -176,15 +187,15 @@ class LearnedPolicy:
         delta = delta - delta.sum(-1, keepdims=True) / np.maximum(active.sum(-1, keepdims=True), 1)
         delta = np.minimum(np.maximum(np.where(active, delta, 0.0), -DELTA_LIMIT), DELTA_LIMIT)
         growth = np.where(
-            self.memory.guided, np.clip(np.where(np.isnan(growth), 0.0, growth), LEAST_GROWTH, MOST_GROWTH), 0.0
+            self.fitted.now.guided, np.clip(np.where(np.isnan(growth), 0.0, growth), LEAST_GROWTH, MOST_GROWTH), 0.0
         )
         moved = wish * np.exp(delta)
         whole = wish.sum(-1) / np.maximum(moved.sum(-1), 1e-9) * np.exp(growth)
         low, high = self.trusted(window)
         sizes = np.where(
-            self.memory.measured[..., None], np.minimum(np.maximum(moved * whole[..., None], low), high), wish
+            self.fitted.now.measured[..., None], np.minimum(np.maximum(moved * whole[..., None], low), high), wish
         )
-        total = np.where(self.memory.guided, sizes.sum(-1), wish.sum(-1))
+        total = np.where(self.fitted.now.guided, sizes.sum(-1), wish.sum(-1))
         return project(sizes, bounds, total=total, current=window.batch_size)
 
     def trusted(self, window: Window) -> tuple[Floats, Floats]:
@@ -194,10 +205,11 @@ class LearnedPolicy:
         return np.minimum(now, wish) * np.exp(-self.trust), np.maximum(now, wish) * np.exp(self.trust)
 
     def state_dict(self) -> dict[str, Any]:
-        return self.memory.state_dict()
+        return {"memory": self.memory.state_dict(), "model": self.fitted.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.memory.load_state_dict(state)
+        self.memory.load_state_dict(state["memory"])
+        self.fitted.load_state_dict(state["model"])
 
     def save(self, path: str | Path) -> None:
         """Write `path` (safetensors) and its description beside it (`.json`); never pickle."""

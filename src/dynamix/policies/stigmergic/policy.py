@@ -20,7 +20,8 @@ import numpy as np
 import torch
 
 from dynamix.errors import PolicyFileError
-from dynamix.model.fitting import UNKNOWN, mean_of_known
+from dynamix.model.measured import mean_of_known
+from dynamix.model.state import UNKNOWN
 from dynamix.policies.files import read_policy, retrain, write_policy
 from dynamix.policies.stigmergic.crowd import Crowd, Smell
 from dynamix.policies.stigmergic.field import Decay, MemoryField
@@ -223,7 +224,7 @@ class StigmergicPolicy:
         """The log change that all make alike, (..., 1 or W), each one's whole log change from `load` and the load it aims at, (..., W);
         NaN where the traces are not known."""
         p = self.parameters
-        self.habit.costs.lean_to(np.maximum(smell.fixed, 0.0)[..., None], p.kin)
+        self.habit.costs = self.habit.costs.lean_to(np.maximum(smell.fixed, 0.0)[..., None], p.kin)
         # Times are in steps of the traces' window; since an old one all have made a move.
         step = self.habit.before if old else self.habit.step
         step = step if smell.load.shape == own.size.shape else mean_of_known(step)[..., None]
