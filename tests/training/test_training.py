@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from dynamix.errors import ConfigError
+from dynamix.policies.files import describe_policy
 from dynamix.policies.goodput import Goodput
 from dynamix.policies.learned.policy import PRETRAINED, LearnedPolicy, pretrained
-from dynamix.training.dynamix_policy import ResidualTraining, TrainingConfig, show, train
+from dynamix.training.dynamix_policy import ResidualTraining, TrainingConfig, train
 from dynamix.training.evaluation import evaluate_families, validation_score
 
 TINY = TrainingConfig(
@@ -79,7 +80,7 @@ def test_untrained_it_scores_as_the_rule() -> None:
 
 
 def test_the_shipped_policy_describes_itself_and_is_ahead_of_the_rule_on_clusters_it_never_saw() -> None:
-    assert {"training", "seed", "validation", "evaluation"} <= show(PRETRAINED).keys()
+    assert {"training", "seed", "validation", "evaluation"} <= describe_policy(PRETRAINED).keys()
     score = validation_score(lambda _: pretrained(), 123_456, rows=96, windows=30, workers=(8,))
     assert score > 1.0
 
@@ -98,7 +99,7 @@ def test_a_trained_policy_saves_its_configuration(tmp_path: Path) -> None:
     policy = train(dataclasses.replace(TINY, clone_rounds=0, ppo_updates=0), 0)
     policy.save(tmp_path / "p.safetensors")
     assert json.loads((tmp_path / "p.json").read_text())["training"]["clone_rounds"] == 0
-    assert show(tmp_path / "p.safetensors")["seed"] == 0
+    assert describe_policy(tmp_path / "p.safetensors")["seed"] == 0
 
 
 @pytest.mark.parametrize("workers", [2, 8])

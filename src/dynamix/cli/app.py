@@ -171,15 +171,10 @@ def policy_show(
     as_json: Json = False,
 ) -> None:
     """How a policy file was made and how it scored."""
-    from dynamix.policies.files import kind_of
-    from dynamix.policies.learned import additive
+    from dynamix.policies.files import describe_policy
     from dynamix.policies.learned.policy import PRETRAINED
-    from dynamix.policies.stigmergic import policy as stigmergic
-    from dynamix.training.dynamix_policy import show
 
-    kinds: dict[str, Any] = {additive.KIND: additive.AdditivePolicy, stigmergic.KIND: stigmergic.StigmergicPolicy}
-    other = kinds.get(kind_of(file) or "") if file else None
-    about = other.load(file).about if other else show(file or PRETRAINED)
+    about = describe_policy(file or PRETRAINED)
     if as_json:
         print_json(about)
         return

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from dynamix.errors import ConfigError
+from dynamix.policies.files import describe_policy
 from dynamix.policies.learned.additive import Actions, AdditiveNet, AdditivePolicy
 from dynamix.policies.protocol import Policy
 from dynamix.projection import project
@@ -143,7 +144,7 @@ def train_and_save(
     }
     policy.about["evaluation"] = {"seed": TEST_SEED, "goodput_over_lagged_reference_by_workers": scores}
     policy.save(path)
-    return AdditivePolicy.load(path).about
+    return describe_policy(path)
 
 
 # ---------------------------------------------------------------- episodes

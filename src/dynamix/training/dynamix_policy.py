@@ -22,13 +22,13 @@ import torch
 from torch import Tensor
 
 from dynamix.errors import ConfigError
+from dynamix.policies.files import describe_policy
 from dynamix.policies.learned.policy import (
     LEAST_GROWTH,
     MOST_GROWTH,
     TRUST,
     LearnedPolicy,
     ResidualNet,
-    read_description,
 )
 from dynamix.training.cloning import demonstrate
 from dynamix.training.distributions import gaussian
@@ -128,13 +128,7 @@ def train_and_save(
     figures = evaluate_families(made, TEST_SEEDS, **TEST_SIZE, progress=progress)
     policy.about["evaluation"] = {"seeds": list(TEST_SEEDS), "lagged_over_time": figures["summary"]}
     policy.save(path)
-    return show(path)
-
-
-def show(path: str | Path) -> dict[str, Any]:
-    """What a policy file says about itself. Raises `PolicyFileError` when it is not a valid policy."""
-    LearnedPolicy.load(path)
-    return read_description(path)
+    return describe_policy(path)
 
 
 class ResidualTraining:

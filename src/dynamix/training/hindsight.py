@@ -156,7 +156,7 @@ class DecisionRecorder:
         low, high = policy.trusted(window)
         phi = env.critical_share * env.true_noise_scale()
         self.rows.append({
-            "observed": observed, "mask": window.batch_size > 0, "guided": policy.memory.guided, "wish": np.maximum(policy.memory.wish, 0.5),
+            "observed": observed, "mask": window.batch_size > 0, "guided": policy.fitted.now.guided, "wish": np.maximum(policy.memory.wish, 0.5),
             "low": np.clip(low, bounds.low, bounds.high), "high": np.clip(high, bounds.low, bounds.high),
             "noise": phi, "target": np.full(observed.shape[:-1], np.nan) if target is None else target,
         })  # fmt: skip
