@@ -141,7 +141,7 @@ class Decisions:
         return self._log_goodput(total, busy.amax(1)).unsqueeze(1) - without
 
 
-class Recorder:
+class DecisionRecorder:
     """Collects `Decisions` along a rollout of one environment."""
 
     def __init__(self, env: RecordingEnv) -> None:

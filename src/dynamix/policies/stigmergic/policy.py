@@ -22,7 +22,7 @@ import torch
 from dynamix.errors import PolicyFileError
 from dynamix.model.measured import mean_of_known
 from dynamix.model.state import UNKNOWN
-from dynamix.policies.files import read_policy, write_policy
+from dynamix.policies.files import read_policy, retrain, write_policy
 from dynamix.policies.stigmergic.crowd import Crowd, Smell
 from dynamix.policies.stigmergic.field import Decay, MemoryField
 from dynamix.policies.stigmergic.traces import (
@@ -311,8 +311,8 @@ class StigmergicPolicy:
         names = [f.name for f in dataclasses.fields(Parameters)]
         values = weights.get("parameters")
         if values is None or values.shape != (len(names),) or list(about.get("parameters", ())) != names:
-            retrain = "train one for this version: dynamix policy train --policy stigmergic"
-            raise PolicyFileError("parameters", str(path), f"a number for each of {', '.join(names)}", retrain)
+            allowed = f"a number for each of {', '.join(names)}"
+            raise PolicyFileError("parameters", str(path), allowed, retrain(KIND))
         for name, value in zip(names, values.tolist(), strict=True):
             low, high = RANGES[name]
             if not low <= value <= high:
