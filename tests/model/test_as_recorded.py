@@ -19,7 +19,7 @@ from dynamix.model.measured import base_total, busy_seconds
 from dynamix.window import Bounds
 from tests.model.trajectories import CASES, windows
 
-RECORDED = Path(__file__).with_name("golden.json")
+RECORDED = Path(__file__).with_name("recorded.json")
 
 
 def _of_model(model: JobModel, case: str, t: int) -> dict[str, Any]:
