@@ -1,7 +1,7 @@
 """What the model fitted and answered when this was recorded, window by window: its figures stay what they are.
 
-After a change that is meant to fit otherwise, record it anew: `python -m tests.model.test_golden >
-tests/model/golden.json`.
+After a change that is meant to fit otherwise, record it anew:
+`python -m tests.model.test_as_recorded > tests/model/recorded.json`.
 """
 
 from __future__ import annotations
