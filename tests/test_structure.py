@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import ast
+import json
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 import dynamix
 
 SOURCE = Path(dynamix.__file__).parent
+ROOT = Path(__file__).parents[1]
+PACKAGES = (ROOT / "src/dynamix", ROOT / "lab/src/dynamix_lab")
+CODE = sorted(file for folder in ("src", "lab", "tests", "examples") for file in (ROOT / folder).rglob("*.py"))
+LONGEST_LINE, MOST_SKIPS = 120, 20
+# Limits where they stand; each falls to 0 (names, lines) and to MOST_SKIPS as the rooms are put in order.
+SHARED_NAMES = {"ActorCritic", "Memory", "NoiseScale", "Recorder", "RewardWeights", "Table", "Training", "Workload"}
+LONG_LINES_LEFT, SKIPS_LEFT = 500, 200
 
 
 def test_policies_never_touch_torch_distributed() -> None:
@@ -24,9 +36,59 @@ def test_policies_never_touch_torch_distributed() -> None:
 def test_import_has_no_side_effects_and_leaves_heavy_packages_alone() -> None:
     script = (
         "import os, sys, random; before = dict(os.environ); state = random.getstate()\n"
-        "import dynamix\n"
+        "import dynamix, dynamix.compression\n"
         "assert dict(os.environ) == before and random.getstate() == state\n"
-        "heavy = {'matplotlib', 'pyroute2', 'gymnasium', 'mnist1d', 'typer', 'fastapi'} & set(sys.modules)\n"
+        "heavy = {'matplotlib', 'pyroute2', 'gymnasium', 'mnist1d', 'typer', 'fastapi', 'numba'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+def drawn(package: Path) -> dict[str, Any]:
+    """Rooms, arrows and circles as `scripts/imports` finds them."""
+    command = [sys.executable, str(ROOT / "scripts/imports"), str(package), "--json", "--files"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, timeout=60, check=False)
+    return dict(json.loads(done.stdout))
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.name)
+def test_no_circle_of_imports(package: Path) -> None:
+    found = drawn(package)
+    assert found["circles"] == []
+
+
+def test_the_house_has_few_rooms_and_few_arrows() -> None:
+    found = drawn(PACKAGES[0])
+    assert len(found["rooms"]) <= 20, found["rooms"]
+    assert len(found["arrows"]) <= 75, len(found["arrows"])
+
+
+def test_the_script_finds_a_circle_behind_a_lazy_import(tmp_path: Path) -> None:
+    package = tmp_path / "house"
+    (package / "upper").mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package / "upper/__init__.py").write_text("from ..lower import value\n")
+    (package / "lower.py").write_text("def value():\n    from house.upper import other\n")
+    found = drawn(package)
+    assert found["rooms"] == ["__init__", "lower", "upper"]
+    assert found["arrows"] == [["lower", "upper"], ["upper", "lower"]]
+    assert found["circles"] == [["lower", "upper"]]
+
+
+def test_no_two_public_classes_share_a_name() -> None:
+    places: dict[str, list[str]] = defaultdict(list)
+    for package in PACKAGES:
+        for file in package.rglob("*.py"):
+            for node in ast.walk(ast.parse(file.read_text())):
+                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                    places[node.name].append(f"{file.relative_to(ROOT)}:{node.lineno}")
+    shared = {name: found for name, found in places.items() if len(found) > 1}
+    assert set(shared) <= SHARED_NAMES, shared
+
+
+def test_lines_are_short_and_formatted() -> None:
+    lines = [(file, i, line) for file in CODE for i, line in enumerate(file.read_text().splitlines(), 1)]
+    long = [f"{file.relative_to(ROOT)}:{i}" for file, i, line in lines if len(line) > LONGEST_LINE]
+    skips = [f"{file.relative_to(ROOT)}:{i}" for file, i, line in lines if "# fmt" + ": skip" in line]
+    assert len(long) <= LONG_LINES_LEFT, long
+    assert len(skips) <= SKIPS_LEFT, skips

@@ -1,7 +1,8 @@
 """dynamix: adaptive per-worker batch sizes for synchronous data-parallel PyTorch training.
 
-The public names are those in `__all__`; everything else may change between versions. They are imported on first use, so
-that the command line and the emulator's small helper processes need not load torch.
+The public names are those in `__all__`, and the submodules below are reached as `dynamix.compression` and so on;
+everything else may change between versions. Both are imported on first use, so that the command line and the
+emulator's small helper processes need not load torch.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dynamix.compression import CompressionState
     from dynamix.errors import (
         ConfigError,
         DynamixError,
@@ -22,7 +24,9 @@ if TYPE_CHECKING:
         WorkerLostError,
     )
     from dynamix.features import features
-    from dynamix.policies import Policy, policy_names
+    from dynamix.policies import Policy, make_policy, policy_names
+    from dynamix.policies.guard import Guard
+    from dynamix.policies.learned.deviations import LiveConfig
     from dynamix.projection import project
     from dynamix.runtime.averaging import weighted_average
     from dynamix.runtime.controller import Controller
@@ -33,10 +37,13 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Bounds",
+    "CompressionState",
     "ConfigError",
     "Controller",
     "DynamixError",
     "EmulationError",
+    "Guard",
+    "LiveConfig",
     "MemoryLimitError",
     "Policy",
     "PolicyFileError",
@@ -47,30 +54,56 @@ __all__ = [
     "WorkerLostError",
     "__version__",
     "features",
+    "make_policy",
     "policy_names",
     "project",
     "weighted",
     "weighted_average",
 ]
 
-_ROOMS = {
-    "dynamix.runtime.controller": ("Controller",),
-    "dynamix.errors": tuple(name for name in __all__ if name.endswith("Error")),
-    "dynamix.runtime.gradients": ("weighted",),
-    "dynamix.runtime.averaging": ("weighted_average",),
-    "dynamix.policies": ("Policy", "policy_names"),
-    "dynamix.window": ("Bounds", "Window"),
-    "dynamix.features": ("features",),
-    "dynamix.projection": ("project",),
+_HOME = {
+    "Bounds": "dynamix.window",
+    "CompressionState": "dynamix.compression",
+    "Controller": "dynamix.runtime.controller",
+    "Guard": "dynamix.policies.guard",
+    "LiveConfig": "dynamix.policies.learned.deviations",
+    "Policy": "dynamix.policies",
+    "Window": "dynamix.window",
+    "make_policy": "dynamix.policies",
+    "policy_names": "dynamix.policies",
+    "project": "dynamix.projection",
+    "weighted": "dynamix.runtime.gradients",
+    "weighted_average": "dynamix.runtime.averaging",
+    **{name: "dynamix.errors" for name in __all__ if name.endswith("Error")},
 }
+# `features` is a module that can be called like the function it is named after.
+_SUBMODULES = (
+    "cli",
+    "compression",
+    "data",
+    "emulator",
+    "errors",
+    "events",
+    "features",
+    "model",
+    "policies",
+    "probes",
+    "projection",
+    "runtime",
+    "simulator",
+    "training",
+    "virtual",
+    "window",
+)
 
 
 def __getattr__(name: str) -> Any:
-    for room, names in _ROOMS.items():
-        if name in names:
-            return getattr(importlib.import_module(room), name)
+    if name in _SUBMODULES:
+        return importlib.import_module(f"dynamix.{name}")
+    if name in _HOME:
+        return getattr(importlib.import_module(_HOME[name]), name)
     raise AttributeError(f"module 'dynamix' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted({*__all__, *_SUBMODULES})

@@ -22,7 +22,7 @@ from dynamix.policies.learned.additive import (
     AdditivePolicy,
     kept_features,
 )
-from dynamix.policies.protocol import make_policy
+from dynamix.policies.registry import make_policy
 from dynamix.window import PER_WORKER, Bounds, Window
 
 

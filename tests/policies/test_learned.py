@@ -15,7 +15,7 @@ from dynamix.errors import PolicyFileError
 from dynamix.features import features
 from dynamix.policies.goodput import Goodput
 from dynamix.policies.learned.policy import TRUST, LearnedPolicy, ResidualNet
-from dynamix.policies.protocol import make_policy
+from dynamix.policies.registry import make_policy
 from dynamix.window import PER_CLUSTER, PER_WORKER, Bounds, Window
 
 

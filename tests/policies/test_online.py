@@ -15,7 +15,8 @@ from dynamix.policies.guard import Guard
 from dynamix.policies.learned.additive import AdditivePolicy
 from dynamix.policies.learned.deviations import LiveConfig
 from dynamix.policies.learned.online import LearningPolicy
-from dynamix.policies.protocol import Policy, make_policy
+from dynamix.policies.protocol import Policy
+from dynamix.policies.registry import make_policy
 from dynamix.runtime.arguments import policy_of
 from dynamix.simulator import ClusterEnv, sample_family
 from dynamix.window import Ints

@@ -12,7 +12,7 @@ import pytest
 
 from dynamix.errors import PolicyFileError
 from dynamix.policies.goodput import GROWTH
-from dynamix.policies.protocol import make_policy
+from dynamix.policies.registry import make_policy
 from dynamix.policies.stigmergic.field import MemoryField
 from dynamix.policies.stigmergic.policy import RANGES, Parameters, StigmergicPolicy, pretrained
 from dynamix.policies.stigmergic.traces import OOM, PRESENT, TRACES, Own

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import dynamix
-from dynamix.errors import ConfigError, DynamixError, PolicyFileError, UsageError
+from dynamix.errors import ConfigError, PolicyFileError, UsageError
 from dynamix.events.records import read_events
 from tests.ranks import run_ranks
 from tests.union import Script
@@ -255,26 +255,6 @@ def test_contiguous_partition_recuts_regions_each_epoch_by_share() -> None:
         assert (count, count2) == (high + 1, 240 - low2)
     assert first["regions"][0][2] == 120
     assert max(count for _, _, count in first["regions"]) > 150, "the slow worker's region never shrank"
-
-
-def test_public_names() -> None:
-    assert sorted(dynamix.__all__) == dynamix.__all__ or set(dynamix.__all__) <= set(dir(dynamix))
-    assert set(dynamix.__all__) == {
-        *("Bounds", "ConfigError", "Controller", "DynamixError", "EmulationError", "MemoryLimitError"),
-        *(
-            "Policy",
-            "PolicyFileError",
-            "ScenarioError",
-            "StateError",
-            "UsageError",
-            "Window",
-            "WorkerLostError",
-            "__version__",
-            "features",
-        ),
-        *("policy_names", "project", "weighted", "weighted_average"),
-    }
-    assert issubclass(ConfigError, DynamixError)
 
 
 def _after_a_decision(policy: Any) -> dict[str, Any]:

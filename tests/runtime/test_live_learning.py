@@ -19,7 +19,7 @@ import dynamix
 from dynamix.events.records import read_events
 from dynamix.policies.learned.deviations import LiveConfig
 from dynamix.policies.learned.online import LearningPolicy
-from dynamix.policies.protocol import make_policy
+from dynamix.policies.registry import make_policy
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.multiproc

@@ -13,15 +13,15 @@ from torch import Tensor
 
 from dynamix.errors import ConfigError
 from dynamix.policies.learned.additive import Actions, AdditiveNet, AdditivePolicy, pretrained
-from dynamix.policies.protocol import make_policy
+from dynamix.policies.registry import make_policy
 from dynamix.policies.static import Static
 from dynamix.simulator import ClusterEnv, sample_family
 from dynamix.training.clipped import Clipped, ClippedConfig
-from dynamix.training.dynamix_paper import PaperTraining, nearest_action, train, train_and_save
+from dynamix.training.dynamix_paper import PaperTrainingConfig, nearest_action, train, train_and_save
 from dynamix.training.simplified import Episode, Simplified, SimplifiedConfig, reward_to_go
 from dynamix.window import Window
 
-TINY = PaperTraining(
+TINY = PaperTrainingConfig(
     families=("pai-steady", "affine-slowdowns"), workers=(2, 4), rows=16, windows=6, updates=2, clone_rounds=1,
     clone_windows=4, validate_every=1, validation_workers=(4,), validation_clusters=2, validation_windows=4, hidden=16,
 )  # fmt: skip
@@ -113,7 +113,7 @@ def test_a_trained_file_says_how_it_was_made_and_ignores_what_the_simulator_neve
 def test_unknown_learners_and_rewards_are_refused() -> None:
     for wrong in ({"learner": "dqn"}, {"reward": "fun"}):
         with pytest.raises(ConfigError):
-            PaperTraining(**wrong)  # type: ignore[arg-type]
+            PaperTrainingConfig(**wrong)  # type: ignore[arg-type]
 
 
 def test_the_shipped_policy_beats_static_on_clusters_it_never_saw() -> None:

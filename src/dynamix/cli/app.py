@@ -117,31 +117,21 @@ def policy_train(
     seed: Annotated[int, typer.Option(min=0, help="Same seed, same weights.")] = 0,
     checkpoint: Annotated[Path | None, typer.Option(help="Kept here; a stopped training goes on from it.")] = None,
     curves: Annotated[Path | None, typer.Option(help="Folder for TensorBoard.")] = None,
-    kind: Annotated[
-        str, typer.Option("--policy", help="dynamix, or stigmergic: the rule of workers without an arbiter.")
-    ] = "dynamix",
+    name: Annotated[str, typer.Option("--policy", help="dynamix, dynamix-paper or stigmergic.")] = "dynamix",
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="NAME=VALUE of the recipe, as often as wanted: --set workers=2,8.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Learn a policy in the simulator: minutes on 2 cores."""
-    from dynamix.errors import ConfigError
-    from dynamix.training import dynamix_policy as training
-    from dynamix.training import stigmergic as stigmergic_training
+    from dynamix.training.shipped import recipe_of, train_shipped
 
-    if kind not in ("dynamix", "stigmergic"):
-        raise ConfigError(
-            "policy", kind, "dynamix, stigmergic", "the paper's form: python -m dynamix.training.dynamix_paper"
-        )
-    if kind == "stigmergic" and (checkpoint or curves):
-        raise ConfigError(
-            "checkpoint, curves", (checkpoint, curves), "dynamix only", "leave them out: it takes minutes"
-        )
-
+    recipe_of(name, settings or ())  # a wrong name or setting is said first
     _check_writable(out)
     with progress("training") as tell:
-        if kind == "stigmergic":
-            about = stigmergic_training.train_and_save(out, seed=seed, progress=tell)
-        else:
-            about = training.train_and_save(out, seed=seed, progress=tell, checkpoint=checkpoint, curves=curves)
+        about = train_shipped(
+            name, out, seed=seed, settings=settings or (), progress=tell, checkpoint=checkpoint, curves=curves
+        )
     print_json(about) if as_json else typer.echo(f"wrote {out}; dynamix policy show {out}")
 
 

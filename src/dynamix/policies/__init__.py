@@ -1,5 +1,6 @@
 """Policies: from one window to the next allocation. Each lives in a module named by its field term."""
 
-from dynamix.policies.protocol import Policy, make_policy, policy_names
+from dynamix.policies.protocol import Policy
+from dynamix.policies.registry import make_policy, policy_names
 
 __all__ = ["Policy", "make_policy", "policy_names"]

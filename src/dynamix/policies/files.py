@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dynamix.errors import PolicyFileError
+from dynamix.policies.protocol import Policy
 
 FILE_SCHEMA = 1
 _AGAIN = "copy both files again"
@@ -52,6 +54,21 @@ def read_policy(path: str | Path, kind: str) -> tuple[dict[str, Any], dict[str, 
     if not all(bool(torch.isfinite(value).all()) for value in weights.values()):
         raise PolicyFileError("policy", str(file), "finite weights", _AGAIN)
     return about, weights
+
+
+# kind -> "module:class" with a class method `load`
+_KINDS = {
+    "residual": "dynamix.policies.learned.policy:LearnedPolicy",
+    "additive": "dynamix.policies.learned.additive:AdditivePolicy",
+    "stigmergic": "dynamix.policies.stigmergic.policy:StigmergicPolicy",
+}
+
+
+def load_policy(path: str | Path, **options: Any) -> Policy:
+    """The policy in a file of any kind. Raises `PolicyFileError` if it cannot be trusted."""
+    module, _, name = _KINDS[kind_of(path) or "residual"].partition(":")
+    loaded: Policy = getattr(importlib.import_module(module), name).load(path, **options)
+    return loaded
 
 
 def kind_of(path: str | Path) -> str | None:

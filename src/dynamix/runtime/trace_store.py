@@ -26,6 +26,7 @@ from dynamix.policies.stigmergic.field import Decay, Floats, checked
 RESOLUTION = 2.0**16  # parts of a visit
 GROWTH_BITS = 12  # older epochs have faded to 2^-12 and are left out
 LARGEST = 64.0  # visits in one deposit: 2^(6+16+12) leaves room for 2^29 of them in an epoch of int64
+CLOSE_S = 2.0  # for the store to answer what is under way when a field is closed
 _FOREVER = 1 << 40
 
 
@@ -114,11 +115,14 @@ class StoreField:
         return np.asarray(weights @ sums + self.decay.start * self.decay.kept(step)).reshape(index.shape)
 
     def close(self) -> None:
-        """Stop talking to the store; waits `patience_s` for what is under way."""
+        """Stop talking to the store; waits `CLOSE_S` for what is under way.
+
+        A thread that is inside the store's client when the interpreter ends takes the whole process down.
+        """
         self.reason = self.reason or "closed"
         with contextlib.suppress(queue.Full):
             self._queue.put_nowait(None)
-        self._thread.join(self.patience_s)
+        self._thread.join(max(self.patience_s, CLOSE_S))
 
     def _key(self, cell: int, epoch: int) -> str:
         return f"{self.prefix}/{cell}/{epoch}"

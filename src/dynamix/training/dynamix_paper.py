@@ -1,4 +1,4 @@
-"""Training of `dynamix-paper`, the paper's own form, in the calibrated simulator: `python -m dynamix.training.dynamix_paper OUT`.
+"""Training of `dynamix-paper`, the paper's own form, in the calibrated simulator.
 
 Episodes come from all families and several W, rewards from `rewards.py`, the update from `clipped.py` (PPO) or
 `simplified.py`. Optionally a warm start: imitation of the lagged reference by the nearest action (DAgger). The checkpoint
@@ -7,12 +7,12 @@ kept is the best on validation clusters, which training never meets.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import dataclasses
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -34,7 +34,7 @@ VALIDATION_SEED, TEST_SEED = 920_001, 930_001
 
 
 @dataclass(frozen=True, slots=True)
-class PaperTraining:
+class PaperTrainingConfig:
     """The recipe. Seeds of training clusters are derived from `seed`; validation and test seeds never meet them.
 
     learner   "ppo" (clipped.py) or "simplified" (simplified.py)
@@ -73,17 +73,19 @@ class PaperTraining:
                 raise ConfigError(name, getattr(self, name), ", ".join(allowed), "choose one of them")
 
 
-def train(config: PaperTraining | None = None, seed: int = 0, *, progress: Progress | None = None) -> AdditivePolicy:
+def train(
+    config: PaperTrainingConfig | None = None, seed: int = 0, *, progress: Progress | None = None
+) -> AdditivePolicy:
     """A policy from nothing; the same config and seed give the same weights. `progress(what, fraction done)`."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the order of sums, hence the weights, must not depend on the machine's cores
     try:
-        return _train(config or PaperTraining(), seed, progress or (lambda what, fraction: None))
+        return _train(config or PaperTrainingConfig(), seed, progress or (lambda what, fraction: None))
     finally:
         torch.set_num_threads(threads)
 
 
-def _train(c: PaperTraining, seed: int, tell: Progress) -> AdditivePolicy:
+def _train(c: PaperTrainingConfig, seed: int, tell: Progress) -> AdditivePolicy:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         net = AdditiveNet(c.actions, hidden=c.hidden)
@@ -112,7 +114,7 @@ def _train(c: PaperTraining, seed: int, tell: Progress) -> AdditivePolicy:
     return AdditivePolicy(best, without=c.without, about={**about, "validation": [round(s, 4) for s in scores]})
 
 
-def make_learner(net: AdditiveNet, config: PaperTraining, seed: int) -> Simplified:
+def make_learner(net: AdditiveNet, config: PaperTrainingConfig, seed: int) -> Simplified:
     """The learner a recipe names."""
     if config.learner == "simplified":
         return Simplified(net, SimplifiedConfig(), seed=seed)
@@ -120,12 +122,13 @@ def make_learner(net: AdditiveNet, config: PaperTraining, seed: int) -> Simplifi
 
 
 def train_and_save(
-    path: str, config: PaperTraining | None = None, seed: int = 0, *, progress: Progress | None = None
+    path: str | Path, config: PaperTrainingConfig | None = None, seed: int = 0, *, progress: Progress | None = None
 ) -> dict[str, Any]:
     """Train, score on test clusters (never used before), write the policy file; returns its description."""
     policy = train(config, seed, progress=progress)
     scores = {
-        str(w): round(_Validation(config or PaperTraining(), (w,), 2 * 8, TEST_SEED)(policy), 4) for w in (2, 8, 32)
+        str(w): round(_Validation(config or PaperTrainingConfig(), (w,), 2 * 8, TEST_SEED)(policy), 4)
+        for w in (2, 8, 32)
     }
     policy.about["evaluation"] = {"seed": TEST_SEED, "goodput_over_lagged_reference_by_workers": scores}
     policy.save(path)
@@ -135,7 +138,7 @@ def train_and_save(
 # ---------------------------------------------------------------- episodes
 
 
-def _env(c: PaperTraining, workers: int, key: Sequence[int]) -> ClusterEnv:
+def _env(c: PaperTrainingConfig, workers: int, key: Sequence[int]) -> ClusterEnv:
     """Clusters of one family, drawn from `key`; the same key gives the same world."""
     pick = np.random.default_rng(key)
     family, seed = str(pick.choice(c.families)), int(pick.integers(1, 900_000))
@@ -151,7 +154,9 @@ def _perturbed(sizes: Ints, env: ClusterEnv, rng: np.random.Generator, sd: float
     return project(np.maximum(sizes * np.where(thrown, factor, 1.0), 1.0), env.bounds)
 
 
-def _episode(learner: Simplified, net: AdditiveNet, c: PaperTraining, workers: int, key: Sequence[int]) -> Episode:
+def _episode(
+    learner: Simplified, net: AdditiveNet, c: PaperTrainingConfig, workers: int, key: Sequence[int]
+) -> Episode:
     env = _env(c, workers, key)
     reward: Reward = (
         SimulatedRegret(env, _env(c, workers, key)) if c.reward == "regret" else SimulatedPaper(env, c.reward)
@@ -164,7 +169,7 @@ def _episode(learner: Simplified, net: AdditiveNet, c: PaperTraining, workers: i
 # ---------------------------------------------------------------- imitation
 
 
-def _clone(net: AdditiveNet, c: PaperTraining, seed: int, seen: _Seen, tell: Progress) -> None:
+def _clone(net: AdditiveNet, c: PaperTrainingConfig, seed: int, seen: _Seen, tell: Progress) -> None:
     """DAgger (Ross et al. 2011): label every state met with the action that comes nearest the lagged reference's size."""
     optimizer = torch.optim.Adam(net.parameters(), lr=c.clone_rate)
     generator = torch.Generator().manual_seed(seed)
@@ -184,7 +189,12 @@ def _clone(net: AdditiveNet, c: PaperTraining, seed: int, seen: _Seen, tell: Pro
 
 @torch.no_grad()
 def _demonstrate(
-    net: AdditiveNet, c: PaperTraining, workers: int, key: Sequence[int], guided: float, generator: torch.Generator
+    net: AdditiveNet,
+    c: PaperTrainingConfig,
+    workers: int,
+    key: Sequence[int],
+    guided: float,
+    generator: torch.Generator,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """States and labels of one roll-out; clusters follow the labels with probability `guided`, else the student."""
     env, rng = _env(c, workers, key), np.random.default_rng([*key, 1])
@@ -241,7 +251,7 @@ class _Validation:
     """Mean over families and W of log(average goodput / the lagged reference's), as a factor; 1 is the reference."""
 
     def __init__(
-        self, c: PaperTraining, workers: tuple[int, ...] | None = None, clusters: int | None = None,
+        self, c: PaperTrainingConfig, workers: tuple[int, ...] | None = None, clusters: int | None = None,
         seed: int = VALIDATION_SEED,
     ) -> None:  # fmt: skip
         at = workers or c.validation_workers
@@ -279,31 +289,3 @@ class _Seen:
     def constant(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Mask (F,) of inputs that never varied, and their values (0 where nothing was ever seen)."""
         return self.most <= self.least, torch.nan_to_num(self.least, posinf=0.0)
-
-
-def main() -> None:
-    """Train from the command line; prints progress and the file's description."""
-    parser = argparse.ArgumentParser(description="Train the policy in the paper's own form.")
-    parser.add_argument("out", help="file to write, .safetensors; a .json beside it says how it was made")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--learner", choices=("ppo", "simplified"), default="ppo")
-    parser.add_argument("--reward", choices=("regret", "sgd", "adam"), default="regret")
-    parser.add_argument("--without", default="", help="families of the state to leave out, comma-separated")
-    parser.add_argument("--updates", type=int, default=PaperTraining().updates)
-    parser.add_argument("--clone-rounds", type=int, default=PaperTraining().clone_rounds)
-    given = parser.parse_args()
-    config = PaperTraining(
-        learner=given.learner,
-        reward=given.reward,
-        without=tuple(filter(None, given.without.split(","))),
-        updates=given.updates,
-        clone_rounds=given.clone_rounds,
-    )
-    about = train_and_save(
-        given.out, config, given.seed, progress=lambda what, done: print(f"{done:4.0%} {what}", flush=True)
-    )
-    print(json.dumps({"validation": about["validation"], "evaluation": about["evaluation"]}, indent=1))
-
-
-if __name__ == "__main__":
-    main()

@@ -80,6 +80,7 @@ class TrainingConfig:
 
 
 VALIDATION_SEED, TEST_SEEDS = 900_001, (990_001,)
+TEST_SIZE: dict[str, Any] = {"workers": (8,), "rows": 192, "windows": 60}  # of `evaluate_families`
 
 
 def train(
@@ -123,7 +124,7 @@ def train_and_save(
     """Train, evaluate on the test seeds (never used before), write the policy file; returns its description."""
     policy = train(config, seed, progress=progress, checkpoint=checkpoint, curves=curves, processes=processes)
     made = {"dynamix": lambda _: LearnedPolicy(policy.net, about=policy.about)}
-    figures = evaluate_families(made, TEST_SEEDS, workers=(8,), rows=192, windows=60, progress=progress)
+    figures = evaluate_families(made, TEST_SEEDS, **TEST_SIZE, progress=progress)
     policy.about["evaluation"] = {"seeds": list(TEST_SEEDS), "lagged_over_time": figures["summary"]}
     policy.save(path)
     return show(path)

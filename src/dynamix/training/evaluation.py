@@ -1,13 +1,11 @@
 """Paired comparison of policies on simulated clusters: how much longer each takes for the same progress.
 
-`python -m dynamix.training.evaluation dynamix` prints the table of the calibrated families; `--help` says more.
+`dynamix policy evaluate` prints the table.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
-import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +14,7 @@ import numpy as np
 from dynamix.errors import ConfigError
 from dynamix.policies.goodput import Cannikin, Goodput
 from dynamix.policies.proportional import LBBSP
-from dynamix.policies.protocol import Policy, make_policy
+from dynamix.policies.protocol import Policy
 from dynamix.policies.static import Static
 from dynamix.simulator import (
     BREAKING,
@@ -216,31 +214,3 @@ def markdown(result: Mapping[str, Any]) -> str:
             f"ahead of goodput in {len(total['ahead_of_goodput'])}, behind in {len(total['behind_goodput'])} of {len(result['cells'])}"
         )
     return "\n".join(lines)
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the table, or everything as JSON."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("policies", nargs="*", default=["dynamix"], help="names or policy files")
-    parser.add_argument("--families", nargs="+", default=[*CONFORMING, *BREAKING])
-    parser.add_argument("--workers", nargs="+", type=int, default=[2, 8, 32, 256])
-    parser.add_argument("--rows", type=int, default=1024, help="clusters * W a seed")
-    parser.add_argument("--windows", type=int, default=80)
-    parser.add_argument("--seeds", nargs="+", type=int, default=[990_001])
-    parser.add_argument("--no-hedged", action="store_true", help="leave out the hedged reference (quicker)")
-    parser.add_argument("--json", action="store_true")
-    given = parser.parse_args(arguments)
-    made: dict[str, Factory] = {name: functools.partial(_made, name) for name in given.policies}
-    result = evaluate_families(
-        made, given.seeds, families=given.families, workers=given.workers, rows=given.rows, windows=given.windows,
-        hedged=not given.no_hedged,
-    )  # fmt: skip
-    print(json.dumps(result, indent=1) if given.json else markdown(result))
-
-
-def _made(name: str, env: ClusterEnv) -> Policy:
-    return make_policy(name)
-
-
-if __name__ == "__main__":
-    main()

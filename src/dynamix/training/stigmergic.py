@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -166,30 +166,9 @@ def _validate(c: SearchConfig, parameters: Parameters) -> float:
 
 
 def train_and_save(
-    out: str | Path, *, seed: int = 0, config: SearchConfig | None = None, progress: Progress | None = None
+    path: str | Path, config: SearchConfig | None = None, seed: int = 0, *, progress: Progress | None = None
 ) -> dict[str, Any]:
-    """Write the learned rule to `out` (and a .json beside it); returns the description."""
+    """Write the learned rule to `path` (and a .json beside it); returns the description."""
     policy = train(config, seed, progress=progress)
-    policy.save(out)
+    policy.save(path)
     return {**policy.about, "parameters": dataclasses.asdict(policy.parameters)}
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """The ablations learn by `python -m dynamix.training.stigmergic OUT --alone` or `--fade 0`."""
-    import argparse
-
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("out")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--alone", action="store_true", help="nobody sees another's traces")
-    parser.add_argument("--fade", type=float, help="a fixed decay: 0 none, 0.98 very fast")
-    given = parser.parse_args(arguments)
-    config = SearchConfig(shared=not given.alone, fade=given.fade)
-    about = train_and_save(
-        given.out, seed=given.seed, config=config, progress=lambda what, done: print(f"{done:4.0%} {what}", flush=True)
-    )
-    print(json.dumps(about["validation"]))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,7 @@
-"""Measurements of single things: `dynamix bench overhead`, `simspeed`, `changecost`, `netcosts`, `stepcount`, `emulator-accuracy`."""
+"""Measurements of single things.
+
+`dynamix bench overhead`, `simspeed`, `import`, `changecost`, `netcosts`, `stepcount`, `emulator-accuracy`.
+"""
 
 from __future__ import annotations
 
@@ -56,6 +59,23 @@ def bench_simspeed(context: typer.Context, as_json: Json = False) -> None:
     for size in sizes:
         what = f"{size['clusters']:.0f} clusters of {size['workers']:,.0f} workers"
         typer.echo(f"{what}: {size['worker_steps_per_s']:,.0f} worker-steps/s (goal at W=32: {GOAL_STEPS_PER_S:,})")
+
+
+@bench.command("import")
+@guarded
+def bench_import(
+    context: typer.Context,
+    runs: Annotated[int, typer.Option(min=1, help="Fresh interpreters to time.")] = 7,
+    as_json: Json = False,
+) -> None:
+    """What importing the controller costs beyond importing torch."""
+    from dynamix_lab.suites.import_cost import import_cost, lines
+
+    with progress("importing") as tell:
+        result = import_cost(runs, tell=tell)
+    print_json({**about(context, "one process, one thread"), **result}) if as_json else typer.echo(
+        "\n".join(lines(result))
+    )
 
 
 @bench.command("changecost")

@@ -13,8 +13,9 @@ from dynamix.emulator import Emulation, Scenario, host_speeds, load_scenario
 from dynamix.events.records import SCHEMA
 from dynamix.events.run_folder import RunFolder, commit, machine
 from dynamix.policies.learned.policy import PRETRAINED
-from dynamix_lab.demo.display import Display, end_table, policy_lines, ratio_lines
+from dynamix.policies.registry import parse_name
 from dynamix_lab.demo.report import write_report
+from dynamix_lab.harness.display import Display, end_table, policy_lines, ratio_lines
 from dynamix_lab.harness.host import host
 from dynamix_lab.harness.launch import POLICIES, Launch, LaunchSettings, disturbance_seed
 from dynamix_lab.harness.runs import AGAIN, PolicyRun, load_runs, save_runs, summarise
@@ -166,7 +167,8 @@ def _facts(settings: LaunchSettings, scenario: Scenario, target: float) -> dict[
 
 def _policy_file(policy: str | None) -> dict[str, str]:
     """Which policy really ran as "dynamix": the shipped file, another file (with its hash), or the one of a name."""
-    path = PRETRAINED if policy in (None, "dynamix") else Path(str(policy))
+    chosen = parse_name(policy or "dynamix")
+    path = PRETRAINED if str(chosen) == "dynamix" else Path(chosen.base)
     named = {"name": "shipped" if path == PRETRAINED else str(policy)}
     return {**named, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()} if path.is_file() else named
 

@@ -13,7 +13,7 @@ from dynamix.errors import ConfigError
 from dynamix.policies.learned.additive import AdditivePolicy
 from dynamix.policies.learned.policy import LearnedPolicy
 from dynamix.simulator import FAMILIES
-from dynamix.training.dynamix_paper import PaperTraining
+from dynamix.training.dynamix_paper import PaperTrainingConfig
 from dynamix.training.dynamix_paper import train as train_paper
 from dynamix.training.dynamix_policy import TrainingConfig
 from dynamix.training.dynamix_policy import train as train_residual
@@ -93,11 +93,11 @@ def learn(
 
 def _config(
     form: Form, b: Budget, world: str, workers: tuple[int, ...], without: tuple[str, ...]
-) -> PaperTraining | TrainingConfig:
+) -> PaperTrainingConfig | TrainingConfig:
     """A recipe that fits the budget."""
     if form == "dynamix-paper":
         validation = tuple(w for w in (4, 16) if w <= max(workers)) or workers[:1]
-        return PaperTraining(
+        return PaperTrainingConfig(
             families=b.families if world == MIXED else (world,) * len(validation), workers=workers, without=without,
             rows=b.rows, windows=b.windows, updates=b.updates, clone_rounds=b.clone_rounds, clone_windows=b.windows,
             validate_every=5, validation_workers=validation, validation_windows=b.validation_windows,

@@ -18,7 +18,7 @@ import numpy as np
 
 from dynamix.errors import ConfigError
 from dynamix.policies.goodput import Goodput
-from dynamix.policies.protocol import make_policy
+from dynamix.policies.registry import make_policy
 from dynamix.simulator import LaggedReference
 from dynamix.training.evaluation import Factory, Tell, follow, paired, summary, times_to_common_progress
 from dynamix.training.worlds import lr_rule_of, sample_world

@@ -19,11 +19,12 @@ from dynamix.emulator.scenario import check_machine
 from dynamix.errors import ConfigError, WorkerLostError
 from dynamix.events.run_folder import RunFolder, processor_times
 from dynamix.policies import make_policy
-from dynamix_lab.demo.display import Display
-from dynamix_lab.demo.scoring import Scorer, WeightSnapshot
+from dynamix.policies.registry import parse_name
 from dynamix_lab.harness.channel import JobChannel, Listener, Message
-from dynamix_lab.harness.reference import reference_total
+from dynamix_lab.harness.display import Display
+from dynamix_lab.harness.reference import references
 from dynamix_lab.harness.runs import AGAIN, CENSOR_FACTOR, PolicyRun
+from dynamix_lab.harness.scoring import Scorer, WeightSnapshot
 from dynamix_lab.statistics import balanced_order
 from dynamix_lab.tasks import Workload
 from dynamix_lab.tasks.mnist1d import TUNING_SEEDS
@@ -43,7 +44,7 @@ class LaunchSettings:
     steps     end every run after so many steps instead of at the target
     quick     a smoke run: little data, few steps, a target anybody reaches
     policies  to compare; "reference" is decided with the scenario file in hand
-    policy    file of a learned policy, or a name, to use for "dynamix" instead of the shipped one
+    policy    any name or file of a policy, to use for "dynamix" instead of the shipped one
     again     run static twice (the A/A pair) for a single seed too; several seeds always do
     mechanism   of the emulation: "auto", "privileged" or "duty-cycle" (no root)
     command   the command line, for the result
@@ -81,10 +82,8 @@ class LaunchSettings:
             if importlib.util.find_spec(package) is None:
                 raise ConfigError(package, "not installed", "installed", 'pip install "dynamix-train[demo]"')
         for name in self.policies:
-            if name.startswith("reference"):
-                reference_total(name)
-            else:
-                make_policy(self.policy if name == "dynamix" and self.policy else name)
+            chosen = self.policy if name == "dynamix" and self.policy else name
+            make_policy(chosen, others=references(self.scenario))
 
     @property
     def paired(self) -> bool:
@@ -185,7 +184,7 @@ class Launch:
 
     def _start_ranks(self, config: Path) -> None:
         """Ranks of another kind that speak the same messages start here too (`dynamix_lab.peers`)."""
-        self.hosts.launch([sys.executable, "-m", "dynamix_lab.demo.worker", str(config)])
+        self.hosts.launch([sys.executable, "-m", "dynamix_lab.harness.worker", str(config)])
 
     def _config(self, scratch: Path) -> dict[str, Any]:
         settings = self.settings
@@ -200,7 +199,7 @@ class Launch:
             "disturbance_seed": disturbance_seed(settings, self.seed),
             "scenario": _absolute(settings.scenario),
             "runs": self.names,
-            "policy_files": {"dynamix": _absolute(settings.policy)} if settings.policy else {},
+            "policy_files": {"dynamix": str(parse_name(settings.policy).absolute())} if settings.policy else {},
             "batch_size": settings.batch_size,
             "interval": settings.interval,
             "lr_rule": settings.lr_rule,

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from dynamix.emulator import Scenario, host_speeds, load_scenario
-from dynamix.errors import ConfigError
+from dynamix.policies.registry import OtherFactory
 from dynamix.projection import project
 from dynamix.window import Bounds, Ints, Window
 
@@ -49,15 +49,14 @@ class Reference:
         pass
 
 
-def reference_total(name: str) -> int | None:
-    """The global batch in "reference:256"; None for "reference". Raises `ConfigError` for anything else behind the colon.
+def references(
+    scenario: str | Scenario, *, seed: int = 0, clock: Callable[[], float] = lambda: 0.0
+) -> dict[str, OtherFactory]:
+    """The names that only a scenario can explain, for `make_policy(name, others=...)`: reference, and reference:TOTAL
+    with a global batch. The defaults serve to check a name.
 
-    >>> reference_total("reference:256"), reference_total("reference")
-    (256, None)
+    >>> from dynamix.policies import make_policy
+    >>> type(make_policy("reference:256", others=references("demo"))).__name__
+    'Reference'
     """
-    _, colon, number = name.partition(":")
-    if not colon:
-        return None
-    if not number.isdecimal() or int(number) < 1:
-        raise ConfigError("policy", name, "reference, or reference:TOTAL with a global batch", "say reference:256")
-    return int(number)
+    return {"reference": lambda total: Reference(scenario, seed=seed, clock=clock, total=total)}

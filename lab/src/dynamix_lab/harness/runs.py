@@ -8,12 +8,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import numpy as np
 
 from dynamix.errors import ConfigError, StateError
+from dynamix.policies.registry import PolicyName, parse_name
 from dynamix.window import Window
-from dynamix_lab.demo.scoring import WeightSnapshot
+from dynamix_lab.harness.scoring import WeightSnapshot
 from dynamix_lab.statistics import censored, paired_ratio, time_to_target
 
 AGAIN = "static-again"  # the A/A partner: static once more
@@ -23,13 +25,41 @@ A_A_LIMIT = 0.05  # a call whose A/A pairs differ by more says something about t
 
 
 def is_learned(policy: str) -> bool:
-    """Whether a name stands for what is judged, which never says what is attainable: `LEARNED`, watched or learning or not, or a file.
+    """Whether a name stands for what is judged, which never says what is attainable: `LEARNED`, watched or learning or not, a file,
+    or a class of the user's own.
 
     >>> is_learned("guarded:dynamix"), is_learned("runs/mine.safetensors"), is_learned("goodput")
     (True, True, False)
     """
-    bare = policy.removeprefix("guarded:").removeprefix("learning:")
-    return bare in LEARNED or bare.endswith(".safetensors")
+    name = _parsed(policy)
+    return name is not None and (name.base in LEARNED or name.kind in ("file", "class"))
+
+
+def is_static(policy: str) -> bool:
+    """Whether a name stands for batch sizes that never change.
+
+    >>> is_static("static:64"), is_static("static-again"), is_static("goodput")
+    (True, True, False)
+    """
+    name = _parsed(policy)
+    return policy == AGAIN or (name is not None and name.base == "static")
+
+
+def _parsed(policy: str) -> PolicyName | None:
+    """None for names that a suite made up itself."""
+    try:
+        return parse_name(policy)
+    except ConfigError:
+        return None
+
+
+def file_name(policy: str) -> str:
+    """`policy` as a part of a file's name.
+
+    >>> file_name("static:64"), file_name("rules/mine.py:Mine")
+    ('static-64', 'rules%2Fmine.py-Mine')
+    """
+    return quote(policy, safe="").replace("%3A", "-")
 
 
 @dataclass

@@ -107,7 +107,7 @@ class Suite(ABC):
         """What else must be as it was when a folder is resumed: the commit, say, where times are compared."""
         return {}
 
-    def begin(self, found: Mapping[str, Any]) -> None:
+    def begin(self, found: Mapping[str, Any]) -> None:  # noqa: B027 - few suites have something to do here
         """Called once before the first cell runs, with what the folder holds already."""
 
     def whole(self, found: Mapping[str, Any]) -> Mapping[str, Any]:

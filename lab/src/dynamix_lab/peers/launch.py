@@ -12,8 +12,8 @@ from torch.nn.utils import parameters_to_vector
 from dynamix.emulator import Emulation
 from dynamix.errors import WorkerLostError
 from dynamix.events.run_folder import RunFolder
-from dynamix_lab.demo.display import Display
 from dynamix_lab.harness.channel import Message
+from dynamix_lab.harness.display import Display
 from dynamix_lab.harness.launch import Launch, LaunchSettings
 from dynamix_lab.harness.runs import PolicyRun
 from dynamix_lab.peers.kinds import Peer, split_name

@@ -16,7 +16,8 @@ import numpy as np
 
 from dynamix.errors import ConfigError
 from dynamix.policies import make_policy
-from dynamix.policies.protocol import Policy, boundary, policy_names
+from dynamix.policies.protocol import Policy, boundary
+from dynamix.policies.registry import policy_names
 from dynamix.projection import project
 from dynamix.simulator import (
     BREAKING,

@@ -107,9 +107,7 @@ class _Seen:
     wall_s: float = 0.0
 
 
-def measure(
-    workload: Workload, data: Data, *, budget_s: float, seed: int, tell: Tell = untold
-) -> dict[str, Any]:
+def measure(workload: Workload, data: Data, *, budget_s: float, seed: int, tell: Tell = untold) -> dict[str, Any]:
     """One workload's row: parameters, batch, steps/s, samples/s, noise scale early and late, and what it reached."""
     model = workload.make_model(seed)
     optimizer = workload.make_optimizer(model.parameters())

@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 from dynamix.emulator import load_scenario
 from dynamix.errors import ConfigError
 from dynamix.events.run_folder import RunFolder, commit, machine
-from dynamix_lab.demo.display import Display
 from dynamix_lab.demo.run import run_demo
+from dynamix_lab.harness.display import Display
 from dynamix_lab.harness.launch import LaunchSettings
-from dynamix_lab.harness.runs import A_A_LIMIT, AGAIN, CENSOR_FACTOR, is_learned
+from dynamix_lab.harness.runs import A_A_LIMIT, AGAIN, CENSOR_FACTOR, is_learned, is_static
 from dynamix_lab.harness.suite import Cell, Context, Suite
 from dynamix_lab.report import (
     Page,
@@ -48,7 +48,7 @@ class TtaPlan:
         if "static" not in self.policies:
             raise ConfigError("policies", list(self.policies), "static among them", "add static: all ratios are to it")
         again = not self.quick
-        each = {
+        return {
             name: LaunchSettings(
                 scenario=name,
                 seeds=self.seeds,
@@ -60,7 +60,6 @@ class TtaPlan:
             )
             for name in self.scenarios
         }
-        return each
 
     def check(self) -> None:
         """Raises `ConfigError` before anything is started."""
@@ -106,7 +105,8 @@ class TtaSuite(Suite):
         return {"result": result, "arrived": arrived}
 
     def whole(self, found: Mapping[str, Any]) -> Mapping[str, Any]:
-        plan, kept = self.plan, {}
+        plan = self.plan
+        kept: dict[str, Any] = {}
         for count in range(1, plan.seeds + 1):
             keys = [_key(plan, name, count) for name in plan.scenarios]
             if not all(key in found for key in keys):
@@ -159,7 +159,7 @@ def combine(results: dict[str, dict[str, Any]]) -> dict[str, Any]:
     names = [name for name in next(iter(times.values())) if name != "static"]
     ratios = {f"{name}/static": ratio(name, lambda _: "static") for name in names}
     for name in names:
-        if not _is_static(name):
+        if not is_static(name):
             ratios[f"{name}/best_static"] = ratio(name, lambda scenario: str(cuts[scenario]["best_static"]))
     targets = {result["target"] for result in results.values()}
     return {
@@ -169,19 +169,15 @@ def combine(results: dict[str, dict[str, Any]]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _is_static(name: str) -> bool:
-    return name in ("static", AGAIN) or name.startswith("static:")
-
-
 def _cut(times: dict[str, list[float]]) -> dict[str, Any]:
     """The attainable cut of one scenario, and every policy's part of it."""
-    best_static = min((n for n in times if _is_static(n) and n != AGAIN), key=lambda n: geometric_mean(times[n]))
+    best_static = min((n for n in times if is_static(n) and n != AGAIN), key=lambda n: geometric_mean(times[n]))
     base = times[best_static]
     over = {name: geometric_mean([a / b for a, b in zip(mine, base, strict=True)]) for name, mine in times.items()}
-    rules = [name for name in over if not _is_static(name) and not is_learned(name)] or [best_static]
+    rules = [name for name in over if not is_static(name) and not is_learned(name)] or [best_static]
     by = min(rules, key=lambda name: over[name])
     cut = 1 - over[by]
-    shares = {n: round((1 - value) / cut, 3) for n, value in over.items() if cut > 0.02 and not _is_static(n)}
+    shares = {n: round((1 - value) / cut, 3) for n, value in over.items() if cut > 0.02 and not is_static(n)}
     return {
         "best_static": best_static, "attainable_cut": round(cut, 4), "attained_by": by, "fraction_of_cut": shares,
         "over_best_static": {name: round(value, 4) for name, value in over.items()},

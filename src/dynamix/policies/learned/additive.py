@@ -267,7 +267,7 @@ class AdditivePolicy:
     def load(cls, path: str | Path) -> AdditivePolicy:
         """The policy in a file written by `save`. Raises `PolicyFileError` if it cannot be trusted."""
         about, weights = read_policy(path, KIND)
-        retrain = "train one for this version with `python -m dynamix.training.dynamix_paper`"
+        retrain = "train one for this version with `dynamix policy train --policy dynamix-paper`"
         if about.get("feature_schema") != FEATURE_SCHEMA or about.get("features") != [*FEATURES, *OWN_FEATURES]:
             raise PolicyFileError("features", "another list", f"this version's, beside {path}", retrain)
         hidden = about.get("hidden")

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from dynamix.errors import ConfigError, UsageError
@@ -16,7 +15,7 @@ from dynamix.runtime.memory.exit_advice import ExitNote
 from dynamix.runtime.memory.gauge import Gauge, is_out_of_memory
 from dynamix.runtime.memory.limits import LimitSearch, within
 from dynamix.runtime.memory.retry import RetryingBackward
-from dynamix.runtime.weighting import Attached, LossWeight
+from dynamix.runtime.weighting import Attached, LossWeight, is_sharded
 from dynamix.window import Bounds, Ints
 
 __all__ = ["ExitNote", "Memory", "is_out_of_memory", "within"]
@@ -68,10 +67,7 @@ class Memory:
         if self.group is None or self.group.size() == 1:
             return
         for module in self.attached.model.modules():
-            if (
-                isinstance(module, (nn.SyncBatchNorm, FSDPModule))
-                or type(module).__name__ == "FullyShardedDataParallel"
-            ):
+            if isinstance(module, nn.SyncBatchNorm) or is_sharded(module):
                 raise UsageError(
                     f"controller.{what}() runs passes of one rank alone, and {type(module).__name__} exchanges in its "
                     "forward pass: pass Controller(max_batch_size=[...]), one number per rank, instead"

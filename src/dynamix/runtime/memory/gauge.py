@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -99,6 +98,8 @@ class Gauge:
         """Bytes until the control group or the machine is full, whichever is first, less the reserve."""
         if not self.watched:
             return math.inf
+        import psutil  # on first use: it is slow to import
+
         used, limit = self._cgroups.memory_bytes()
         machine = psutil.virtual_memory()
         rooms = [machine.available - _reserve(float(machine.total))]

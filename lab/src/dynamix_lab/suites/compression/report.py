@@ -133,7 +133,11 @@ def sections(result: Mapping[str, Any]) -> list[Section]:
     """The goals, a table a cell, and the check of losses; without plots."""
     a_a = result["a_a"]
     within = "" if a_a is None else "within" if a_a["within"] else "NOT within"
-    said = [] if a_a is None else [f"Dense against itself over all cells: {a_a['median']:.3f}, {within} {100 * a_a['limit']:.0f} %."]
+    said = (
+        []
+        if a_a is None
+        else [f"Dense against itself over all cells: {a_a['median']:.3f}, {within} {100 * a_a['limit']:.0f} %."]
+    )
     made = [Section("Goals", (), goals(result), notes=said)]
     for name, cell in timed(result["cells"]).items():
         made.append(Section(name, [_said(cell)], _table(cell), notes=_counts(cell)))
@@ -158,7 +162,9 @@ def page(result: Mapping[str, Any]) -> str:
         plots = [
             Section(
                 "Time of an iteration over dense's",
-                figure=_bars(cells, lambda cell, name: float(cell["ratios"][f"{name}/dense"]["median"]), "time / dense's"),
+                figure=_bars(
+                    cells, lambda cell, name: float(cell["ratios"][f"{name}/dense"]["median"]), "time / dense's"
+                ),
                 caption="Below 1 is faster; logarithmic.",
             ),
             Section(

@@ -18,7 +18,8 @@ from scipy import stats
 
 from dynamix.errors import ConfigError
 from dynamix.policies import make_policy
-from dynamix_lab.harness.reference import reference_total
+from dynamix_lab.harness.launch import LaunchSettings
+from dynamix_lab.harness.reference import references
 from dynamix_lab.harness.runs import AGAIN
 from dynamix_lab.suites.fidelity.live_costs import LiveCosts, fit_costs
 from dynamix_lab.suites.fidelity.predicted import Predicted, PredictedRun, predict_all
@@ -80,7 +81,7 @@ def forecast(
     if seeds < 1:
         raise ConfigError("seeds", seeds, "1 or more", "check the argument")
     for name in policies:
-        reference_total(name) if name.startswith("reference") else make_policy(name)  # raises for an unknown one
+        make_policy(name, others=references(LaunchSettings().scenario))  # raises for an unknown one
     result, costs = _fitted(folder, calibrate_on)
     every = range(seed, seed + seeds)
     jobs = [PredictedRun(name, policy, s) for name in result["scenarios"] for policy in policies for s in every]

@@ -16,6 +16,7 @@ from dynamix.virtual.run import Snapshot
 from dynamix.window import Bounds
 from dynamix_lab.harness.launch import LaunchSettings
 from dynamix_lab.harness.processes import in_processes
+from dynamix_lab.harness.reference import references
 from dynamix_lab.statistics import time_to_target
 from dynamix_lab.suites.fidelity.live_costs import LiveCosts
 from dynamix_lab.suites.fidelity.scenario_env import LONGEST_S, scenario_world
@@ -44,7 +45,7 @@ def predict(job: PredictedRun, costs: LiveCosts) -> Predicted:
     """On a model: progress by AdaScale's count, the noise scale as runs of a fixed global batch had it, a fixed progress to the target."""
     settings, scenario = LaunchSettings(), load_scenario(job.scenario)
     base = settings.batch_size * scenario.workers
-    per_epoch = not job.policy.startswith("reference") and boundary(make_policy(job.policy)) == "epoch"
+    per_epoch = boundary(make_policy(job.policy, others=references(scenario))) == "epoch"
     interval, delay = (settings.train_samples() // base, 0) if per_epoch else (settings.interval, 1)
     env, policy = scenario_world(scenario, job.policy, job.seed, costs, interval=interval, delay=delay)
     window = env.reset()

@@ -19,7 +19,7 @@ from dynamix.simulator import ClusterEnv, Clusters, SlowdownTrace
 from dynamix.simulator.compute import Costs
 from dynamix.window import Bounds, Floats, Window
 from dynamix_lab.harness.launch import LaunchSettings, disturbance_seed
-from dynamix_lab.harness.reference import Reference, reference_total
+from dynamix_lab.harness.reference import references
 from dynamix_lab.suites.fidelity.live_costs import UNIT_BATCH, LiveCosts, moved_mbit, slowest_link
 from dynamix_lab.tasks import make_workload
 
@@ -136,6 +136,5 @@ def slowdowns(scenario: Scenario, seed: int, longest_s: float, *, exponent: floa
 
 
 def _policy(name: str, scenario: Scenario, seed: int, env: ClusterEnv) -> Policy:
-    if name.startswith("reference"):
-        return Reference(scenario, seed=seed, clock=lambda: float(env.clock_s[0]), total=reference_total(name))
-    return watched(make_policy(name), None)
+    others = references(scenario, seed=seed, clock=lambda: float(env.clock_s[0]))
+    return watched(make_policy(name, others=others), None)

@@ -18,13 +18,13 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 
 from dynamix.errors import ConfigError
-from dynamix.policies import Policy, make_policy
+from dynamix.policies import make_policy
 from dynamix.training.nets import net_costs
 from dynamix.virtual.cluster import VirtualCluster
 from dynamix.virtual.run import Snapshot, VirtualRun
 from dynamix.window import Bounds
-from dynamix_lab.harness.reference import Reference
-from dynamix_lab.harness.runs import CENSOR_FACTOR
+from dynamix_lab.harness.reference import references
+from dynamix_lab.harness.runs import CENSOR_FACTOR, file_name
 from dynamix_lab.harness.suite import Cell, Context, Suite
 from dynamix_lab.statistics import time_to_target
 from dynamix_lab.suites.scaling.report import conclude, markdown, page
@@ -132,8 +132,7 @@ class ScalingPlan:
         for _, workers in self.cells:
             at_workers(SCENARIO, workers)
         for name in self.policies:
-            if name not in ("reference", "static"):
-                make_policy(name)
+            make_policy(name, others=references(SCENARIO))
 
     def every(self) -> int:
         """Samples between snapshots."""
@@ -151,7 +150,7 @@ class ScalingRun:
     @property
     def key(self) -> str:
         """Names its file."""
-        return f"{self.cell[0]}-{self.cell[1]}-{self.policy.replace(':', '-')}-seed{self.seed}"
+        return f"{self.cell[0]}-{self.cell[1]}-{file_name(self.policy)}-seed{self.seed}"
 
 
 @dataclass(frozen=True)
@@ -268,10 +267,8 @@ def one_run(plan: ScalingPlan, planned: ScalingRun, target: float | None, bound_
     bounds = Bounds.of(workers, workload.min_batch, 8 * plan.batch_size)
     scenario, disturbed_by = at_workers(SCENARIO, workers), 1000 + planned.seed
     world = NetEnv(scenario, net_costs(case.net), seed=disturbed_by, batch_size=plan.batch_size, longest_s=LONGEST_S)
-    policy: str | Policy = planned.policy
-    if planned.policy.startswith("reference:"):
-        total = int(planned.policy.partition(":")[2])
-        policy = Reference(scenario, seed=disturbed_by, clock=lambda: float(world.clock_s[0]), total=total)
+    others = references(scenario, seed=disturbed_by, clock=lambda: float(world.clock_s[0]))
+    policy = make_policy(planned.policy, others=others)
     began = time.process_time()
     with VirtualCluster(
         net,
@@ -293,7 +290,12 @@ def one_run(plan: ScalingPlan, planned: ScalingRun, target: float | None, bound_
             score=lambda model: score(workload, model, test),
             until=_end(plan, target, bound_s),
         )
-    return {**told(run, plan), "policy": planned.policy, "seed": planned.seed, "cpu_s": round(time.process_time() - began, 1)}
+    return {
+        **told(run, plan),
+        "policy": planned.policy,
+        "seed": planned.seed,
+        "cpu_s": round(time.process_time() - began, 1),
+    }
 
 
 def _end(plan: ScalingPlan, target: float | None, bound_s: float | None) -> Callable[[Snapshot], bool]:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dynamix.policies.protocol import make_policy
+from dynamix.policies.registry import make_policy
 from dynamix.policies.stigmergic.field import MemoryField
 from dynamix.policies.stigmergic.policy import StigmergicPolicy, in_range, pretrained
 from dynamix.policies.stigmergic.traces import TRACES, Own

@@ -14,7 +14,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from dynamix.errors import ConfigError
-from dynamix.policies.protocol import Policy, make_policy
+from dynamix.policies.protocol import Policy
+from dynamix.policies.registry import make_policy
 from dynamix.policies.stigmergic.field import Decay
 from dynamix.policies.stigmergic.policy import Parameters, StigmergicPolicy, pretrained
 from dynamix.simulator import LaggedReference, sample_family
@@ -260,7 +261,7 @@ class StigmergySuite(Suite):
     grows: ClassVar[frozenset[str]] = frozenset({"scenarios", "workers"})
 
     def facts(self) -> dict[str, Any]:
-        about = {"cluster": "simulator", "mechanisms": {}, "scenario_sha256": None, "target": None}
+        about: dict[str, Any] = {"cluster": "simulator", "mechanisms": {}, "scenario_sha256": None, "target": None}
         return {**about, "seeds": list(self.plan.seeds)}
 
     def cells(self) -> list[Cell]:

@@ -5,10 +5,10 @@ import pytest
 
 from dynamix.errors import StateError
 from dynamix.window import Window
-from dynamix_lab.demo.display import Display, end_table, ratio_lines
 from dynamix_lab.demo.report import write_report
-from dynamix_lab.demo.scoring import Scorer, WeightSnapshot
+from dynamix_lab.harness.display import Display, end_table, ratio_lines
 from dynamix_lab.harness.runs import PolicyRun, load_runs, summarise
+from dynamix_lab.harness.scoring import Scorer, WeightSnapshot
 from dynamix_lab.tasks import make_workload
 
 

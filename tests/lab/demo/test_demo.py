@@ -18,8 +18,8 @@ from dynamix.events.records import read_events
 from dynamix.events.run_folder import RunFolder
 from dynamix.policies.learned.policy import PRETRAINED
 from dynamix.window import Bounds, Window
-from dynamix_lab.demo.display import Display
 from dynamix_lab.demo.run import _facts, run_demo
+from dynamix_lab.harness.display import Display
 from dynamix_lab.harness.launch import POLICIES, LaunchSettings
 from dynamix_lab.harness.reference import Reference
 from dynamix_lab.harness.runs import AGAIN
@@ -43,7 +43,7 @@ def little_data(monkeypatch):
 
 def ranks_of(pid):
     children = psutil.Process(pid).children(recursive=True)
-    return [c for c in children if "dynamix_lab.demo.worker" in " ".join(c.cmdline())]
+    return [c for c in children if "dynamix_lab.harness.worker" in " ".join(c.cmdline())]
 
 
 @pytest.mark.emulator

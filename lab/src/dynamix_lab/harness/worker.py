@@ -1,6 +1,6 @@
 """One rank of `dynamix demo`: trains the same model once per policy, in turn, in one launch.
 
-Started as `python -m dynamix_lab.demo.worker CONFIG.json` with torchrun's environment variables. Rank 0 talks to the
+Started as `python -m dynamix_lab.harness.worker CONFIG.json` with torchrun's environment variables. Rank 0 talks to the
 parent through a Unix socket (a path, so it crosses network namespaces).
 """
 
@@ -23,10 +23,11 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader
 
-from dynamix.policies import Policy
+from dynamix.policies import Policy, make_policy
 from dynamix.runtime.controller import Controller
 from dynamix_lab.harness.channel import JobChannel
-from dynamix_lab.harness.reference import Reference, reference_total
+from dynamix_lab.harness.reference import references
+from dynamix_lab.harness.runs import file_name
 from dynamix_lab.tasks import Arrays, Workload, as_is, make_workload
 
 Clock = Callable[[], float]
@@ -67,7 +68,7 @@ class Watch:
     def _snapshot(self, samples: int) -> None:
         if self.link is None:
             return
-        path = self.folder / f"{self.name}-{len(self.ends)}.f32"
+        path = self.folder / f"{file_name(self.name)}-{len(self.ends)}.f32"
         with torch.no_grad():
             torch.cat([p.reshape(-1) for p in self.model.parameters()]).numpy().tofile(path)
         self.link.send("snapshot", time_s=self.ends[-1], step=len(self.ends), samples=samples, path=str(path))
@@ -129,7 +130,7 @@ def train(config: dict[str, Any], name: str, workload: Workload, data: Arrays, l
         max_batch_size=workload.max_batch,
         interval=config["interval"],
         lr_rule=config["lr_rule"],
-        events=config["events"].format(run=name),
+        events=config["events"].format(run=file_name(name)),
     )
     sampler = controller.batch_sampler(data, seed=config["seed"])
     loader = DataLoader(data, batch_sampler=sampler, collate_fn=as_is, generator=torch.Generator())
@@ -161,18 +162,16 @@ def train(config: dict[str, Any], name: str, workload: Workload, data: Arrays, l
     if link is not None:
         ask(
             link, "finished", run=name, time_s=end_s, samples=samples, batch_sizes=sizes, step_ends_s=watch.ends,
-            overhead_s=controller.overhead_s, events=config["events"].format(run=name),
+            overhead_s=controller.overhead_s, events=config["events"].format(run=file_name(name)),
         )  # fmt: skip
     dist.barrier()
 
 
-def make_demo_policy(config: dict[str, Any], name: str, clock: Clock) -> Policy | str:
+def make_demo_policy(config: dict[str, Any], name: str, clock: Clock) -> Policy:
     """The policy of a run; a name with a suffix ("static-again", the A/A partner) is the same policy once more."""
-    if name.startswith("reference"):
-        total = reference_total(name)
-        return Reference(config["scenario"], seed=config["disturbance_seed"], clock=clock, total=total)
     plain = name.removesuffix("-again")
-    return str(config["policy_files"].get(plain, plain))
+    others = references(config["scenario"], seed=config["disturbance_seed"], clock=clock)
+    return make_policy(config["policy_files"].get(plain, plain), others=others)
 
 
 def main(path: str) -> None:

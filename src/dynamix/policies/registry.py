@@ -1,0 +1,240 @@
+"""Names of policies: the one place that takes a name apart and makes the policy it stands for.
+
+NAME                      one of `policy_names()`
+static:SIZE               SIZE samples for every worker, whatever the job starts with
+guarded:NAME              that policy under a `Guard`
+learning:NAME             that policy, which goes on learning on its one job; guarded:learning:NAME is both
+FILE.safetensors          a policy file, of whatever kind
+MODULE:CLASS, FILE.py:CLASS   your own: what the call of CLASS without arguments gives
+
+A caller adds names that need its own facts: `make_policy("reference:256", others={"reference": ...})`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib
+import importlib.util
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal
+
+from dynamix.errors import ConfigError
+from dynamix.policies.protocol import Policy
+
+# Makes the policy of a name that only the caller knows, from what stands behind its colon: a number, or None.
+OtherFactory = Callable[[int | None], Policy]
+
+# name -> "module:factory"; imported on first use, so that `import dynamix` stays light.
+_BUILT_IN = {
+    "static": "dynamix.policies.static:Static",
+    "dbs": "dynamix.policies.proportional:DBS",
+    "lb_bsp": "dynamix.policies.proportional:LBBSP",
+    "noise_scale": "dynamix.policies.goodput:NoiseScale",
+    "pollux": "dynamix.policies.goodput:Pollux",
+    "cannikin": "dynamix.policies.goodput:Cannikin",
+    "goodput": "dynamix.policies.goodput:Goodput",
+    "dynamix": "dynamix.policies.learned.policy:pretrained",
+    "dynamix-paper": "dynamix.policies.learned.additive:pretrained",
+    "stigmergic": "dynamix.policies.stigmergic.policy:pretrained",
+}
+_WRAPPERS = {
+    "guarded": "dynamix.policies.guard:Guard",
+    "learning": "dynamix.policies.learned.online:LearningPolicy",
+}  # outermost first: a guard watches from outside what learns
+_CLASS = re.compile(r"(?P<place>[A-Za-z_][\w.]*|.*\.py):(?P<attribute>[A-Za-z_]\w*)")
+
+Kind = Literal["built-in", "file", "class", "other"]
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyName:
+    """A policy's name, taken apart.
+
+    kind      "built-in" (base: one of `policy_names()`), "file" (base: the path), "class" (base: module or .py file),
+              "other" (base: a name that the caller added)
+    wrappers  "guarded", "learning", outermost first
+    number    behind the colon of `static:SIZE` or of a name that the caller added
+    attribute of a module or .py file
+    """
+
+    kind: Kind
+    base: str
+    wrappers: tuple[str, ...] = ()
+    number: int | None = None
+    attribute: str | None = None
+
+    def __str__(self) -> str:
+        behind = self.attribute if self.number is None else self.number
+        return ":".join([*self.wrappers, self.base, *([] if behind is None else [str(behind)])])
+
+    def absolute(self) -> PolicyName:
+        """The same policy, named so that a process in another working directory finds it too."""
+        of_file = self.kind == "file" or (self.kind == "class" and self.base.endswith(".py"))
+        return replace(self, base=str(Path(self.base).resolve())) if of_file else self
+
+
+def policy_names() -> list[str]:
+    """The plain names that `make_policy` and `Controller(policy=...)` accept; `allowed_names` says what else they do."""
+    return sorted(_BUILT_IN)
+
+
+def allowed_names(others: Mapping[str, OtherFactory] | None = None) -> str:
+    """What may be written for a policy, for messages and help texts."""
+    added = [form for name in others or () for form in (name, f"{name}:NUMBER")]
+    forms = [
+        "static:SIZE",
+        *added,
+        "guarded:NAME",
+        "learning:NAME",
+        "FILE.safetensors",
+        "MODULE:CLASS",
+        "FILE.py:CLASS",
+    ]
+    return ", ".join([*policy_names(), *forms])
+
+
+def parse_name(name: str, *, others: Mapping[str, OtherFactory] | None = None) -> PolicyName:
+    """Take `name` apart. Raises `ConfigError` for what is no name of a policy; looks at no file and imports nothing.
+
+    >>> parse_name("guarded:learning:dynamix").wrappers, parse_name("static:256").number
+    (('guarded', 'learning'), 256)
+    """
+    wrappers, rest = _unwrapped(name)
+    head, colon, behind = rest.partition(":")
+    known = head in _BUILT_IN or head in (others or {})
+    own = None if known else _CLASS.fullmatch(rest)
+    if rest.endswith(".safetensors"):
+        return PolicyName("file", rest, wrappers)
+    if own is not None:
+        return PolicyName("class", own["place"], wrappers, attribute=own["attribute"])
+    kind: Kind = "built-in" if head in _BUILT_IN else "other"
+    if known and not colon:
+        return PolicyName(kind, head, wrappers)
+    if (head == "static" or kind == "other") and known and behind.isdecimal() and int(behind) > 0:
+        return PolicyName(kind, head, wrappers, number=int(behind))
+    raise ConfigError("policy", name, allowed_names(others), "check the spelling")
+
+
+def make_policy(name: str, *, others: Mapping[str, OtherFactory] | None = None, **options: Any) -> Policy:
+    """A fresh policy by name; this module's docstring lists what a name may be.
+
+    others   factories of names that only the caller knows; they get the number behind the colon, or None
+    options  of the constructor, for the plain names and for files
+
+    Raises `ConfigError` for an unknown name and `PolicyFileError` for a file that cannot be trusted.
+
+    >>> make_policy("nonsense")
+    Traceback (most recent call last):
+        ...
+    dynamix.errors.ConfigError: policy='nonsense' is not possible: allowed is cannikin, dbs, dynamix, dynamix-paper, goodput, lb_bsp, noise_scale, pollux, static, stigmergic, static:SIZE, guarded:NAME, learning:NAME, FILE.safetensors, MODULE:CLASS, FILE.py:CLASS; check the spelling
+    """
+    parsed = parse_name(name, others=others)
+    policy = _base_policy(parsed, others or {}, options)
+    for wrapper in reversed(parsed.wrappers):
+        policy = _named(_WRAPPERS[wrapper])(policy)
+    return policy
+
+
+def _unwrapped(name: str) -> tuple[tuple[str, ...], str]:
+    """The wrappers in front, outermost first, and what they wrap."""
+    wrappers: list[str] = []
+    head, colon, rest = name.partition(":")
+    inner = name
+    while colon and head in _WRAPPERS:
+        wrappers.append(head)
+        inner = rest
+        head, colon, rest = inner.partition(":")
+    in_order = [wrapper for wrapper in _WRAPPERS if wrapper in wrappers]
+    if wrappers != in_order:
+        wanted = ":".join([*in_order, inner])
+        raise ConfigError("policy", name, wanted, "a guard watches from outside what learns, and each comes once")
+    return tuple(wrappers), inner
+
+
+def _base_policy(name: PolicyName, others: Mapping[str, OtherFactory], options: dict[str, Any]) -> Policy:
+    if name.kind == "file":
+        from dynamix.policies.files import load_policy  # brings torch
+
+        return load_policy(name.base, **options)
+    if name.kind == "other":
+        return others[name.base](name.number)
+    if name.kind == "class":
+        return _own_policy(name)
+    if name.number is not None:
+        options = {"batch_size": name.number, **options}
+    made: Policy = _named(_BUILT_IN[name.base])(**options)
+    return made
+
+
+def _named(place: str) -> Callable[..., Policy]:
+    module, _, attribute = place.partition(":")
+    factory: Callable[..., Policy] = getattr(importlib.import_module(module), attribute)
+    return factory
+
+
+# ---------------------------------------------------------------- a researcher's own
+
+
+def _own_policy(name: PolicyName) -> Policy:
+    """What the call of a user's class gives. Errors of the user's own code are left as they are."""
+    module = _module_of_file(name) if name.base.endswith(".py") else _module(name)
+    factory = getattr(module, str(name.attribute), None)
+    if not callable(factory):
+        found = [n for n, value in vars(module).items() if isinstance(value, type) and hasattr(value, "decide")]
+        allowed = f"a class of {name.base}: {', '.join(found) or 'none there has a method decide'}"
+        raise ConfigError("policy", str(name), allowed, "check the name behind the colon")
+    made = factory()
+    if not isinstance(made, Policy):
+        needed = "a class whose objects have decide, state_dict and load_state_dict"
+        raise ConfigError("policy", str(name), needed, "see dynamix.Policy")
+    return made
+
+
+def _module(name: PolicyName) -> ModuleType:
+    try:
+        with _working_directory_importable():
+            return importlib.import_module(name.base)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name.base}.".startswith(f"{error.name}."):
+            raise  # the module is there, and imports another that is not
+        allowed = f"a module that can be imported here, or {allowed_names()}"
+        fix = "check the spelling; modules are looked for where Python does and in the working directory"
+        raise ConfigError("policy", str(name), allowed, fix) from error
+
+
+@contextlib.contextmanager
+def _working_directory_importable() -> Iterator[None]:
+    """An installed command does not look there, unlike `python -m`; last, so that nothing installed is hidden."""
+    before = list(sys.path)
+    sys.path.append(os.getcwd())
+    try:
+        yield
+    finally:
+        sys.path[:] = before
+
+
+def _module_of_file(name: PolicyName) -> ModuleType:
+    path = Path(name.base).resolve()
+    if not path.is_file():
+        raise ConfigError("policy", str(name), "an existing .py file", "check the path")
+    known_as = f"_dynamix_policy_{hashlib.sha256(str(path).encode()).hexdigest()[:16]}"
+    if known_as in sys.modules:
+        return sys.modules[known_as]
+    spec = importlib.util.spec_from_file_location(known_as, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[known_as] = module  # dataclasses and pickle look a class's module up there
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[known_as]
+        raise
+    return module

@@ -1,0 +1,82 @@
+"""Trains the policies that dynamix ships, by name: what `dynamix policy train` calls."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import typing
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from dynamix.errors import ConfigError
+from dynamix.training import dynamix_paper, dynamix_policy, stigmergic
+
+Recipe = dynamix_policy.TrainingConfig | dynamix_paper.PaperTrainingConfig | stigmergic.SearchConfig
+RECIPES: dict[str, type[Recipe]] = {
+    "dynamix": dynamix_policy.TrainingConfig,
+    "dynamix-paper": dynamix_paper.PaperTrainingConfig,
+    "stigmergic": stigmergic.SearchConfig,
+}
+
+
+def train_shipped(
+    name: str,
+    out: str | Path,
+    *,
+    seed: int = 0,
+    settings: Sequence[str] = (),
+    progress: Callable[[str, float], None] | None = None,
+    checkpoint: str | Path | None = None,
+    curves: str | Path | None = None,
+) -> dict[str, Any]:
+    """Train the policy `name` (`RECIPES`), write it to `out` with a .json beside it, and return its description.
+
+    The same seed and settings give the same weights. `settings` are "NAME=VALUE" of the recipe. `progress` is called as
+    `progress(what, fraction done)`. Only `dynamix` takes `checkpoint` (a file; a stopped training goes on from it) and
+    `curves` (a folder for TensorBoard). Raises `ConfigError`.
+    """
+    recipe: Any = recipe_of(name, settings)
+    if name == "dynamix":
+        return dynamix_policy.train_and_save(out, recipe, seed, progress=progress, checkpoint=checkpoint, curves=curves)
+    for option, value in (("checkpoint", checkpoint), ("curves", curves)):
+        if value is not None:
+            allowed = "None for every policy but dynamix"
+            raise ConfigError(option, str(value), allowed, f"leave it out; {name} is trained within minutes")
+    if name == "dynamix-paper":
+        return dynamix_paper.train_and_save(out, recipe, seed, progress=progress)
+    return stigmergic.train_and_save(out, recipe, seed, progress=progress)
+
+
+def recipe_of(name: str, settings: Sequence[str] = ()) -> Recipe:
+    """The recipe of a shipped policy, changed by "NAME=VALUE"; lists are comma-separated. Raises `ConfigError`.
+
+    >>> recipe_of("dynamix-paper", ["learner=simplified", "workers=2,4"]).workers
+    (2, 4)
+    """
+    if name not in RECIPES:
+        raise ConfigError("policy", name, ", ".join(RECIPES), "rules such as goodput have nothing to learn")
+    hints = typing.get_type_hints(RECIPES[name])
+    changed = {}
+    for setting in settings:
+        field, given, text = setting.partition("=")
+        if not given or field not in hints:
+            raise ConfigError("set", setting, f"NAME=VALUE with one of {', '.join(hints)}", "check the spelling")
+        changed[field] = _parsed(setting, text, hints[field])
+    recipe: Recipe = dataclasses.replace(RECIPES[name](), **changed)
+    return recipe
+
+
+def _parsed(setting: str, text: str, kind: Any) -> Any:
+    """The value of a setting as its type, or `ConfigError`."""
+    from pydantic import TypeAdapter, ValidationError
+
+    several = typing.get_origin(kind) is tuple
+    try:
+        value = json.loads(text) if several and text.startswith("[") else text
+        if several and isinstance(value, str):
+            value = value.split(",") if value else []
+        return TypeAdapter(kind).validate_python(value)
+    except (ValidationError, json.JSONDecodeError) as error:
+        said = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
+        raise ConfigError("set", setting, str(kind), said) from error

@@ -1,0 +1,72 @@
+"""A researcher's own class runs wherever a command takes a policy's name."""
+
+import hashlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from dynamix.cli.app import app
+
+TRAIN = Path(__file__).parents[2] / "examples" / "train.py"
+OWN = """
+from dynamix.policies.proportional import LBBSP
+
+class Own(LBBSP):
+    pass
+"""
+
+
+@pytest.fixture(autouse=True)
+def own(tmp_path, monkeypatch):
+    (tmp_path / "own_rule.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "own_rule", raising=False)
+
+
+def result_of(*arguments):
+    done = CliRunner().invoke(app, [*arguments, "--json"])
+    assert done.exit_code == 0, done.output
+    return json.loads(done.stdout)
+
+
+def test_policy_evaluate_scores_it_as_the_rule_that_it_is():
+    small = ["--families", "pai-steady", "--workers", "2", "--rows", "8", "--windows", "6", "--no-hedged"]
+    cell = result_of("policy", "evaluate", "own_rule:Own", *small)["cells"]["pai-steady-2"]
+    assert cell["own_rule:Own"]["geometric_mean"] == cell["lb_bsp"]["geometric_mean"]
+
+
+@pytest.mark.parametrize(
+    "suite",
+    [
+        ["tta", "--cluster", "simulator", "--scenarios", "pai-steady"],
+        pytest.param(["scaling", "--cluster", "simulator"], marks=pytest.mark.slow),
+    ],
+)
+def test_simulated_suites_run_it_from_a_file_beside_the_rule(suite):
+    result = result_of("bench", *suite, "--quick", "--policies", "lb_bsp,own_rule.py:Own", "--out", "run")
+    for cell in result["cells"].values():
+        assert cell["policies"]["own_rule.py:Own"]["time_to_target_s"] == cell["policies"]["lb_bsp"]["time_to_target_s"]
+        assert cell["attained_by"] != "own_rule.py:Own", "what is judged never says what is attainable"
+
+
+@pytest.mark.multiproc
+@pytest.mark.slow
+def test_the_demo_runs_it_as_its_learned_policy():
+    options = ["--quick", "--steps", "4", "--mechanism", "duty-cycle", "--out", "run"]
+    result = result_of("demo", *options, "--policy", "guarded:own_rule.py:Own")
+    ran = result["policies"]["dynamix"]["policy"]
+    assert ran == {"name": "guarded:own_rule.py:Own", "sha256": hashlib.sha256(OWN.encode()).hexdigest()}
+    assert result["policies"]["dynamix"]["steps"] == [4]
+
+
+@pytest.mark.emulator
+@pytest.mark.slow
+def test_a_script_on_emulated_hosts_names_it():
+    command = [sys.executable, "-m", "dynamix.cli.app", "emulate", "even", "--out", "run", "--"]
+    script = [sys.executable, str(TRAIN), "--policy", "own_rule:Own", "--epochs", "1"]
+    done = subprocess.run([*command, *script], capture_output=True, text=True, check=False, timeout=200)
+    assert done.returncode == 0, done.stderr

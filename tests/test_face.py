@@ -1,0 +1,107 @@
+"""What a user reaches after `import dynamix`, and what need not be installed for it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+
+import dynamix
+from dynamix import features
+from dynamix.window import Window
+
+SUBMODULES = (
+    *("compression", "data", "emulator", "errors", "events", "model", "policies", "probes", "runtime", "simulator"),
+    *("training", "virtual", "window"),
+)
+# What only the command line, the emulator, learning, compression and the laboratory need.
+MISSING = (
+    *("typer", "rich", "pydantic", "pydantic_core", "click", "pyroute2", "yaml", "gymnasium", "pettingzoo", "numba"),
+    *("scipy", "sklearn", "pandas", "matplotlib", "jinja2", "pytest", "dynamix_lab"),
+)
+TRAIN = """
+import torch, dynamix
+net = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+controller = dynamix.Controller("dynamix", batch_size=8, interval=1)
+data = torch.utils.data.TensorDataset(torch.randn(64, 4), torch.zeros(64, dtype=torch.long))
+sampler = controller.batch_sampler(data)
+model = controller.wrap(torch.nn.parallel.DistributedDataParallel(net) if controller.group else net, optimizer)
+for step, (x, y) in enumerate(torch.utils.data.DataLoader(data, batch_sampler=sampler)):
+    loss = torch.nn.functional.cross_entropy(model(x), y)
+    loss.backward(); optimizer.step(); optimizer.zero_grad()
+    controller.step(loss=loss)
+    if step == 1:
+        break
+controller.close()
+assert controller.samples_seen >= 16
+"""
+GROUP = """
+import torch.distributed as dist
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+"""
+
+
+def _python(script: str) -> str:
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def _without(names: tuple[str, ...]) -> str:
+    return f"import sys; sys.modules.update(dict.fromkeys({names!r}))\n"
+
+
+def test_importing_the_package_imports_nothing_else() -> None:
+    script = "import sys, dynamix; print([m for m in sys.modules if m in ('torch', 'numpy') or m[:8] == 'dynamix.'])"
+    assert _python(script).strip() == "[]"
+
+
+def test_everything_public_is_reached_and_listed() -> None:
+    script = (
+        "import dynamix\n"
+        f"for name in {SUBMODULES!r}: assert getattr(dynamix, name).__name__ == 'dynamix.' + name\n"
+        "for name in dynamix.__all__: assert getattr(dynamix, name) is not None, name\n"
+        f"assert set(dir(dynamix)) >= {{*dynamix.__all__, *{SUBMODULES!r}}}\n"
+    )
+    _python(script)
+
+
+def test_the_public_names_are_these() -> None:
+    """Taking one away breaks users: it needs a line in CHANGELOG."""
+    assert set(dynamix.__all__) == {
+        *("Bounds", "CompressionState", "ConfigError", "Controller", "DynamixError", "EmulationError", "Guard"),
+        *("LiveConfig", "MemoryLimitError", "Policy", "PolicyFileError", "ScenarioError", "StateError", "UsageError"),
+        *("Window", "WorkerLostError", "__version__", "features", "make_policy", "policy_names", "project"),
+        *("weighted", "weighted_average"),
+    }
+
+
+def test_features_is_a_module_and_a_function() -> None:
+    window = Window.of([16, 48], compute=[0.1, 0.2])
+    assert np.array_equal(dynamix.features(window), features.features(window))
+
+
+def test_training_needs_no_package_of_an_extra() -> None:
+    _python(_without(MISSING) + TRAIN)
+    _python(_without(MISSING) + GROUP + TRAIN + "dist.destroy_process_group()")
+
+
+def test_what_a_training_job_uses_imports_without_the_extras() -> None:
+    rooms = ("compression", "data", "events", "policies", "probes", "simulator", "training", "virtual")
+    script = _without(MISSING) + f"import dynamix\nfor name in {rooms!r}: getattr(dynamix, name)\n"
+    names = "import dynamix.virtual.cluster, dynamix.runtime.memory\nfor n in dynamix.__all__: getattr(dynamix, n)"
+    _python(script + names)
+
+
+def test_the_command_says_what_to_install() -> None:
+    script = _without(MISSING) + "sys.argv = ['dynamix', 'doctor']\nfrom dynamix.cli import main\nmain()"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert "pip install 'dynamix-train[cli]'" in done.stderr
+
+
+def test_the_controller_leaves_slow_imports_until_they_are_used() -> None:
+    script = "import sys, dynamix; dynamix.Controller; print({'torch.distributed.fsdp', 'psutil', 'sympy'} & set(sys.modules))"
+    assert _python(script).strip() == "set()"
