@@ -1,8 +1,8 @@
 """Simulation-learned, fine-tuned and live-learned, compared on simulated jobs (`dynamix bench live-learning`).
 
-Every job is one cluster with a learner of its own, as on a real job. During `windows` it learns while it serves, which has a
-price; afterwards what it learned serves, frozen, in the same cluster under other disturbances. Both are paired with the
-shipped policy in the same world.
+Every job is one cluster with a learner of its own, as on a real job. During `windows` it learns while it serves, which
+has a price; afterwards what it learned serves, frozen, in the same cluster under other disturbances. Both are paired
+with the shipped policy in the same world.
 """
 
 from __future__ import annotations
