@@ -20,7 +20,7 @@ from dynamix.policies.learned.additive import AdditivePolicy
 from dynamix.policies.learned.deviations import LiveConfig
 from dynamix.policies.learned.online import LearningPolicy, net_of
 from dynamix.policies.learned.policy import LearnedPolicy
-from dynamix.simulator import ClusterEnv, Clusters, sample_family
+from dynamix.simulator import ClusterEnv, Clusters, rollout, sample_family
 from dynamix.training.evaluation import Tell
 
 UNTRAINED: dict[str, Callable[[], Policy]] = {"dynamix": LearnedPolicy, "dynamix-paper": AdditivePolicy}
@@ -106,9 +106,7 @@ def _one_job(
 def serve(policy: Policy, cluster: Clusters, seed: int, windows: int) -> float:
     """Log of the average goodput of one simulated job under a policy, which learns between decisions if it can."""
     env = ClusterEnv(cluster, seed=seed)
-    window = env.reset()
-    for _ in range(windows):
-        window = env.step(policy.decide(window, env.bounds))
+    for _ in itertools.islice(rollout(policy, env, windows), 1, None):
         if isinstance(policy, LearningPolicy):
             policy.improve()
     return float(np.log(env.progress / env.clock_s).mean())
