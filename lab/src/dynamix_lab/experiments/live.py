@@ -21,6 +21,7 @@ from dynamix.policies.learned.additive import AdditivePolicy
 from dynamix.policies.learned.deviations import LiveConfig
 from dynamix.policies.learned.online import LearningPolicy, net_of
 from dynamix.policies.learned.policy import LearnedPolicy
+from dynamix.policies.wrappers import after_answer
 from dynamix.simulator import ClusterEnv, Clusters, sample_family
 
 UNTRAINED: dict[str, Callable[[], Policy]] = {"dynamix": LearnedPolicy, "dynamix-paper": AdditivePolicy}
@@ -81,7 +82,7 @@ def _one_job(
         frozen = make_policy(config.policy)
         net_of(frozen).load_state_dict(learner.net.state_dict())
         figures["afterwards"] = serve(frozen, cluster, seed + 50_000, config.judged) - after
-        report = learner.report()
+        report = learner.report()["learning"]
         figures |= {key: report[key] for key in ("expected_loss", "divergence", "tried", "updates", "longest_s")}
         figures["ms_per_window"] = 1e3 * report["learning_s"] / report["windows"]
         for key, value in figures.items():
@@ -94,8 +95,7 @@ def serve(policy: Policy, cluster: Clusters, seed: int, windows: int) -> float:
     window = env.reset()
     for _ in range(windows):
         window = env.step(policy.decide(window, env.bounds))
-        if isinstance(policy, LearningPolicy):
-            policy.improve()
+        after_answer(policy)
     return float(np.log(env.progress / env.clock_s).mean())
 
 
