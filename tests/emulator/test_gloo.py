@@ -87,8 +87,8 @@ def test_sixteen_hosts_train_together_under_limits_and_disturbances(tmp_path: Pa
         "schedule": [{"at_s": 1, "host": 3, "rate_mbit_s": 5}],
     }
     result = emulate(scenario, [sys.executable, "-c", SIXTEEN], out=tmp_path / "run", echo=None, mechanism="privileged")
-    outputs = [(tmp_path / "run" / f"rank{rank}.out").read_text().split() for rank in range(16)]
-    assert result["exit_codes"] == [0] * 16, (tmp_path / "run" / "rank0.err").read_text()[-2000:]
+    outputs = [(tmp_path / "run/ranks/0" / f"rank{rank}.out").read_text().split() for rank in range(16)]
+    assert result["exit_codes"] == [0] * 16, (tmp_path / "run/ranks/0/rank0.err").read_text()[-2000:]
     assert len({tuple(output) for output in outputs}) == 1  # the same steps and the same weights everywhere
     assert int(outputs[0][0]) >= 10
     assert result["mechanisms"]["link"] == "tbf+bpf"

@@ -3,16 +3,20 @@ from __future__ import annotations
 import io
 import json
 import socket
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dynamix.emulator import emulate, probe_mechanisms, scenario_schema
 from dynamix.emulator.control import request
-from dynamix.emulator.run import is_connected
+from dynamix.emulator.run import is_connected, summary
 from dynamix.errors import ConfigError, EmulationError, ScenarioError
+from dynamix.events.records import event_log, read_events
 from tests.emulator.conftest import PYTHON
 
+EXAMPLE = Path(__file__).parents[2] / "examples/train.py"
 TWO = {"hosts": [{"cpu": 0.3}, {"cpu": 0.3}]}
 ASK = """
 import os, socket
@@ -31,9 +35,9 @@ def test_a_run_is_recorded_and_the_worst_rank_decides(
         request.getfixturevalue("privileged")
     program = "import os, sys; print('hello from', os.environ['RANK']); sys.exit(4 * int(os.environ['RANK']))"
     shown = io.StringIO()
-    result = emulate(
-        TWO, [*PYTHON, program], seed=5, out=tmp_path / "run", throttle_after_s=0, mechanism=mechanism, echo=shown  # type: ignore[arg-type]
-    )  # fmt: skip
+    command = [*PYTHON, program]
+    options: dict[str, Any] = {"seed": 5, "throttle_after_s": 0, "mechanism": mechanism}
+    result = emulate(TWO, command, out=tmp_path / "run", echo=shown, **options)
     assert (result["exit_code"], result["exit_codes"]) == (4, [0, 4])
     assert json.loads((tmp_path / "run/result.json").read_text()) == result
     described = json.loads((tmp_path / "run/run.json").read_text())
@@ -44,6 +48,50 @@ def test_a_run_is_recorded_and_the_worst_rank_decides(
     assert "torch" in described["versions"]
     assert "hello from 0" in shown.getvalue()
     assert "rank 1 ended with 4" in shown.getvalue()
+    held = {str(file.relative_to(tmp_path / "run")) for file in (tmp_path / "run").rglob("*") if file.is_file()}
+    ranks = {f"ranks/5/rank{rank}.{kind}" for rank in range(2) for kind in ("out", "err")}
+    assert held == {"run.json", "result.json", *ranks}
+
+
+@pytest.mark.emulator
+@pytest.mark.multiproc
+@pytest.mark.usefixtures("privileged")
+def test_the_folder_of_a_script_with_a_controller_holds_its_events(tmp_path: Path) -> None:
+    """The last line that a person sees names what the folder holds, and the script need not name an events file."""
+    from typer.testing import CliRunner
+
+    from dynamix.cli.app import app
+
+    (tmp_path / "two.yaml").write_text("hosts: [{cpu: 0.3}, {cpu: 0.3}]\n")
+    out = tmp_path / "run"
+    command = [sys.executable, str(EXAMPLE), "--policy", "static", "--epochs", "1"]
+    done = CliRunner().invoke(app, ["emulate", str(tmp_path / "two.yaml"), "--out", str(out), "--", *command])
+    assert done.exit_code == 0, done.output
+    result = json.loads((out / "result.json").read_text())
+    said = done.stdout.splitlines()[-1]
+    assert said.startswith(f"2 ranks ended with 0 after {result['wall_s']:.1f} s, limits from ")
+    events = read_events(out / "events.jsonl")
+    assert len(events) > 5
+    assert f"{out} holds run.json, result.json, events.jsonl ({len(events)} windows), ranks/0/" in said
+    assert "epoch 0: loss" in (out / "ranks/0/rank0.out").read_text()
+
+
+def test_a_script_that_names_its_events_file_keeps_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DYNAMIX_EVENTS", str(tmp_path / "given.jsonl"))
+    for named, file in ((tmp_path / "chosen.jsonl", "chosen.jsonl"), (None, "given.jsonl")):
+        log = event_log(named)
+        assert log is not None
+        assert log.path == tmp_path / file
+    monkeypatch.delenv("DYNAMIX_EVENTS")
+    assert event_log(None) is None
+
+
+def test_the_last_line_of_an_emulation_says_what_became_of_it(tmp_path: Path) -> None:
+    result = {"exit_codes": [0, 4], "wall_s": 2.04, "limited_after_s": None, "folder": str(tmp_path), "seeds": [5]}
+    assert summary(result) == (
+        f"ranks ended with 0, 4 after 2.0 s, without limits; {tmp_path} holds run.json, result.json, "
+        "ranks/5/ (output of every rank)"
+    )
 
 
 def test_a_job_starts_its_own_limits(tmp_path: Path) -> None:
@@ -51,13 +99,13 @@ def test_a_job_starts_its_own_limits(tmp_path: Path) -> None:
     result = emulate(TWO, [*PYTHON, program], out=tmp_path / "run", mechanism="duty-cycle", echo=None)
     assert result["exit_code"] == 0
     assert result["limited_after_s"] < 10
-    assert (tmp_path / "run/rank0.out").read_text() == "ok\n"
+    assert (tmp_path / "run/ranks/0/rank0.out").read_text() == "ok\n"
 
 
 def test_the_control_socket_refuses_what_it_does_not_know(tmp_path: Path) -> None:
     program = ASK.replace("COMMAND", "self-destruct")
     emulate(TWO, [*PYTHON, program], out=tmp_path / "run", mechanism="duty-cycle", echo=None, throttle_after_s=60)
-    assert (tmp_path / "run/rank0.out").read_text() == "unknown command 'self-destruct'\n"
+    assert (tmp_path / "run/ranks/0/rank0.out").read_text() == "unknown command 'self-destruct'\n"
 
 
 def test_control_outside_an_emulation_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,7 +121,7 @@ def test_control_outside_an_emulation_does_nothing(monkeypatch: pytest.MonkeyPat
 def test_a_program_that_does_not_exist(tmp_path: Path) -> None:
     result = emulate(TWO, ["no-such-program"], out=tmp_path / "run", mechanism="duty-cycle", echo=None)
     assert result["exit_code"] == 127
-    assert "no-such-program" in (tmp_path / "run/rank0.err").read_text()
+    assert "no-such-program" in (tmp_path / "run/ranks/0/rank0.err").read_text()
 
 
 def test_a_timeout_ends_the_job(tmp_path: Path) -> None:

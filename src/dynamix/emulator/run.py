@@ -8,14 +8,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO, TextIO
 
 from dynamix.emulator.cluster import Emulation, Mechanism
 from dynamix.emulator.loading import load_scenario
 from dynamix.emulator.mechanisms import check_kernel
 from dynamix.emulator.scenario import Scenario, check_machine
 from dynamix.errors import ConfigError
+from dynamix.events.records import EVENTS_VARIABLE, SCHEMA, read_events
 from dynamix.events.run_folder import RunFolder
 
 LATEST_START_S = 120.0
@@ -34,7 +36,10 @@ def emulate(
     mechanism: Mechanism = "auto",
     echo: TextIO | None = sys.stderr,
 ) -> dict[str, Any]:
-    """Runs `command` once per host with torchrun's environment, to its end; returns what result.json holds.
+    """Run `command` once per host with torchrun's environment, to its end; returns what result.json holds.
+
+    The run folder then holds run.json, result.json, the ranks' output under ranks/SEED/ and, where the job makes a
+    `Controller`, events.jsonl.
 
     throttle_after_s   seconds after which limits and disturbances begin. None: when the job asks for it
                        (`dynamix.emulator.control`), or as soon as every rank holds a connection to another, that is
@@ -55,27 +60,64 @@ def emulate(
     check_machine(loaded, len(os.sched_getaffinity(0)))
     if mechanism != "duty-cycle":
         check_kernel(loaded)
-    with (
-        RunFolder("emulate", out) as folder,
-        Emulation(loaded, seed=seed, run_dir=folder.path, mechanism=mechanism) as cluster,
-    ):
-        facts = {
-            "schema": 1, "command": "emulate", "job": list(command), "cluster": "emulator",
-            "mechanisms": cluster.mechanisms, "scenario": loaded.name, "scenario_sha256": loaded.sha256,
-            "hosts": loaded.model_dump(mode="json")["hosts"], "seeds": [seed],
-        }  # fmt: skip
-        folder.write_run(**facts)
-        began = time.monotonic()
-        limited_after_s = _run(cluster, command, throttle_after_s, timeout_s, grace_s, folder.path, echo)
-        codes = [code if code is not None else 1 for code in cluster.poll()]
-        result = {
-            **facts, "exit_code": worst(codes), "exit_codes": codes, "folder": str(folder.path),
-            "wall_s": round(time.monotonic() - began, 3), "limited_after_s": limited_after_s,
-        }  # fmt: skip
+    with RunFolder("emulate", out) as folder:
+        ranks = folder.path / "ranks" / str(seed)
+        with Emulation(loaded, seed=seed, run_dir=ranks, mechanism=mechanism) as cluster:
+            facts = _facts(loaded, cluster, command, seed)
+            folder.write_run(**facts)
+            events = (folder.path / "events.jsonl").resolve()
+            job = _Job(cluster, command, {EVENTS_VARIABLE: str(events)}, throttle_after_s, timeout_s, grace_s)
+            began = time.monotonic()
+            limited_after_s = job.run(_Echo(ranks, echo))
+            codes = [code if code is not None else 1 for code in cluster.poll()]
+            wall_s = round(time.monotonic() - began, 3)
+    result = {
+        **facts,
+        "exit_code": worst(codes),
+        "exit_codes": codes,
+        "folder": str(folder.path),
+        "wall_s": wall_s,
+        "limited_after_s": limited_after_s,
+    }
     folder.write_result(result)
     if echo is not None:
-        _show_failures(codes, folder.path, echo)
+        _show_failures(codes, ranks, echo)
     return result
+
+
+def summary(result: Mapping[str, Any]) -> str:
+    """One line about an emulation that has ended: exit codes, seconds, and what its folder holds."""
+    folder, codes = Path(result["folder"]), result["exit_codes"]
+    ended = (
+        f"{len(codes)} ranks ended with {codes[0]}" if len(set(codes)) == 1 else f"ranks ended with {_listed(codes)}"
+    )
+    limits = result["limited_after_s"]
+    limited = "without limits" if limits is None else f"limits from {limits:.1f} s on"
+    holds = ["run.json", "result.json"]
+    events = folder / "events.jsonl"
+    if events.exists():
+        holds.append(f"events.jsonl ({len(read_events(events))} windows)")
+    holds.append(f"ranks/{result['seeds'][0]}/ (output of every rank)")
+    return f"{ended} after {result['wall_s']:.1f} s, {limited}; {folder} holds {', '.join(holds)}"
+
+
+def _listed(codes: Sequence[int]) -> str:
+    return ", ".join(map(str, codes))
+
+
+def _facts(scenario: Scenario, cluster: Emulation, command: Sequence[str], seed: int) -> dict[str, Any]:
+    """What run.json says and result.json repeats."""
+    return {
+        "schema": SCHEMA,
+        "command": "emulate",
+        "job": list(command),
+        "cluster": "emulator",
+        "mechanisms": cluster.mechanisms,
+        "scenario": scenario.name,
+        "scenario_sha256": scenario.sha256,
+        "hosts": scenario.model_dump(mode="json")["hosts"],
+        "seeds": [seed],
+    }
 
 
 def worst(codes: Sequence[int]) -> int:
@@ -87,38 +129,49 @@ def worst(codes: Sequence[int]) -> int:
     return max((128 - code if code < 0 else code for code in codes), default=0)
 
 
-def _run(
-    cluster: Emulation, command: Sequence[str], throttle_after_s: float | None, timeout_s: float | None,
-    grace_s: float, folder: Path, echo: TextIO | None,
-) -> float | None:  # fmt: skip
-    """To the end of the job; returns after how many seconds limits began, None if it ended before."""
-    if throttle_after_s == 0:
-        cluster.start_clock()
-    began = time.monotonic()
-    limited_after_s = 0.0 if throttle_after_s == 0 else None
-    deadline = None if timeout_s is None else began + timeout_s
-    with contextlib.ExitStack() as stack:
-        try:
-            ranks = cluster.launch(command)
-            follow = _Echo(folder, echo)
-            stack.callback(follow.close)
-            while None in (codes := cluster.poll()) and not any(codes):
-                now = time.monotonic()
-                if deadline is not None and now > deadline:
-                    cluster.terminate()
-                    break
-                if limited_after_s is None:
-                    if not cluster.throttled and _is_due(now - began, throttle_after_s, ranks, cluster):
-                        cluster.start_clock()
-                    limited_after_s = round(now - began, 3) if cluster.throttled else None
-                follow.more()
-                time.sleep(0.1)
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            cluster.wait(left, grace_s=grace_s)
-        except KeyboardInterrupt:
-            cluster.terminate(patience_s=2.0)
-            raise
-    return limited_after_s
+@dataclass(frozen=True)
+class _Job:
+    """What `emulate` runs, and when its limits begin and its patience ends."""
+
+    cluster: Emulation
+    command: Sequence[str]
+    env: Mapping[str, str]
+    throttle_after_s: float | None
+    timeout_s: float | None
+    grace_s: float
+
+    def run(self, follow: _Echo) -> float | None:
+        """To the end of the job; returns after how many seconds limits began, None if it ended before."""
+        limited_after_s = 0.0 if self.throttle_after_s == 0 else None
+        if limited_after_s is not None:
+            self.cluster.start_clock()
+        began = time.monotonic()
+        deadline = None if self.timeout_s is None else began + self.timeout_s
+        with contextlib.closing(follow):
+            try:
+                ranks = self.cluster.launch(self.command, env=self.env)
+                follow.open()
+                while None in (codes := self.cluster.poll()) and not any(codes):
+                    now = time.monotonic()
+                    if deadline is not None and now > deadline:
+                        self.cluster.terminate()
+                        break
+                    if limited_after_s is None:
+                        limited_after_s = self._limited(now - began, ranks)
+                    follow.more()
+                    time.sleep(0.1)
+                left = None if deadline is None else max(0.0, deadline - time.monotonic())
+                self.cluster.wait(left, grace_s=self.grace_s)
+            except KeyboardInterrupt:
+                self.cluster.terminate(patience_s=2.0)
+                raise
+        return limited_after_s
+
+    def _limited(self, elapsed_s: float, ranks: Sequence[subprocess.Popen[bytes]]) -> float | None:
+        """Start limits where they are due; returns `elapsed_s` once they hold."""
+        if not self.cluster.throttled and _is_due(elapsed_s, self.throttle_after_s, ranks, self.cluster):
+            self.cluster.start_clock()
+        return round(elapsed_s, 3) if self.cluster.throttled else None
 
 
 def _is_due(
@@ -156,8 +209,13 @@ class _Echo:
     """Copies what rank 0 writes, as it comes."""
 
     def __init__(self, folder: Path, to: TextIO | None) -> None:
-        self._to = to
-        self._files = [(folder / name).open("rb") for name in ("rank0.out", "rank0.err")] if to is not None else []
+        self._folder, self._to = folder, to
+        self._files: list[BinaryIO] = []
+
+    def open(self) -> None:
+        """Begin to follow, once the files are there."""
+        if self._to is not None:
+            self._files = [(self._folder / name).open("rb") for name in ("rank0.out", "rank0.err")]
 
     def more(self) -> None:
         for file in self._files:

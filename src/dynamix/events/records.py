@@ -11,6 +11,7 @@ from typing import IO, Any
 from dynamix.errors import StateError
 
 SCHEMA = 1
+EVENTS_VARIABLE = "DYNAMIX_EVENTS"  # names the events file of a job that names none; `dynamix emulate` sets it
 
 
 class EventLog:
@@ -44,6 +45,12 @@ class EventLog:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def event_log(path: str | os.PathLike[str] | None) -> EventLog | None:
+    """Where a job's events go: `path`, else the file that DYNAMIX_EVENTS names, else nowhere."""
+    chosen = path if path is not None else os.environ.get(EVENTS_VARIABLE)
+    return EventLog(chosen) if chosen else None
 
 
 def read_events(path: str | os.PathLike[str]) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ from torch.utils.data import default_collate
 
 from dynamix.data import BatchSampler, Stream
 from dynamix.errors import UsageError
-from dynamix.events.records import EventLog
+from dynamix.events.records import event_log
 from dynamix.policies import Policy
 from dynamix.policies.learned.deviations import LiveConfig
 from dynamix.policies.protocol import boundary
@@ -67,7 +67,8 @@ class Controller:
     accumulate        micro-batches per optimizer step; call `step()` after each of them
     lr_rule           how the learning rate follows the global batch: none, linear, sqrt, adascale
     process_group     the data-parallel group; None: the default group
-    events            file that rank 0 appends one JSON line per window to
+    events            file that rank 0 appends one JSON line per window to; by default the one that the environment
+                      variable DYNAMIX_EVENTS names (`dynamix emulate` sets it), if any
     replay            events file of an earlier run whose allocations are applied instead of deciding
     learn             True: a policy with a network goes on learning on this job (docs/design/live-learning.md); or a
                       `LiveConfig`
@@ -128,7 +129,7 @@ class Controller:
         served = watched(self.policy, guard)
         slack = 0 if boundary(self.policy) == "epoch" else accumulate
         job = JobFacts(bounds, base_batch, accumulate=accumulate, slack=slack, fixed=global_batch == "fixed")
-        self._events = EventLog(events) if events is not None and self.rank == 0 else None
+        self._events = event_log(events) if self.rank == 0 else None
         decider = Decider(served, job, replay=replayed, events=self._events) if self.rank == 0 else None
         channel = open_channel(
             control, self.world_size, job, served, decider, replays=replayed is not None, lr_rule=lr_rule
