@@ -6,6 +6,7 @@ import copy
 import json
 from collections.abc import Callable
 from contextlib import nullcontext
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from dynamix.policies.guard import Guard
 from dynamix.policies.learned.online import learning
 from dynamix.policies.proportional import LBBSP, fill_unknown, speeds
 from dynamix.projection import project
-from dynamix.simulator import ClusterEnv, sample_clusters, sample_family
+from dynamix.simulator import ClusterEnv, rollout, sample_clusters, sample_family
 from dynamix.training.evaluation import times_to_progress
 from dynamix.window import Bounds, Ints, Window
 
@@ -101,9 +102,8 @@ def guarded(make: Callable[[], Adversary]) -> Guard:
 def test_within_a_few_windows_it_is_at_the_rule_and_all_that_is_lost_is_bounded(make: type[Adversary]) -> None:
     clusters, guard = sample_family("affine-slowdowns", 4, 8, seed=5), guarded(make)
     env = ClusterEnv(clusters, seed=5)
-    window, first = env.reset(), np.full(4, -1)
-    for t in range(HARMLESS_AFTER[make] + 2):
-        window = env.step(guard.decide(window, env.bounds))
+    first = np.full(4, -1)
+    for t, _ in enumerate(islice(rollout(guard, env, HARMLESS_AFTER[make] + 2), 1, None)):
         resting = np.isin(guard.report()["guard"]["reason"], ("worse", "refused", "fault"))
         first = np.where((first < 0) & resting, t, first)
     assert (first >= 0).all(), "some cluster is not at the rule"
@@ -131,10 +131,9 @@ def test_the_shipped_policy_pays_less_than_half_a_per_cent_for_being_watched() -
 
 def test_the_policy_is_tried_again_later_and_less_often_each_time() -> None:
     env = ClusterEnv(sample_clusters(1, 4, 3), seed=3)
-    guard, window, tries = Guard(Skewed()), env.reset(), []
+    guard, tries = Guard(Skewed()), []
     guard.policy.skew = 0.5  # type: ignore[attr-defined]
-    for t in range(90):
-        window = env.step(guard.decide(window, env.bounds))
+    for t, _ in enumerate(islice(rollout(guard, env, 90), 1, None)):
         tries += [t] if guard.report()["guard"]["by"] == ["policy"] else []
     pauses = [gap for gap in np.diff(tries) if gap > 5]
     assert len(pauses) >= 3
@@ -146,11 +145,7 @@ def test_the_policy_is_tried_again_later_and_less_often_each_time() -> None:
 def _windows(count: int) -> tuple[list[Window], Bounds]:
     """Windows of three clusters under the answers of a guarded adversary."""
     env = ClusterEnv(sample_clusters(3, 4, 8), seed=8)
-    guard, window, seen = Guard(Oscillates()), env.reset(), []
-    for _ in range(count):
-        seen.append(window)
-        window = env.step(guard.decide(window, env.bounds))
-    return seen, env.bounds
+    return list(rollout(Guard(Oscillates()), env, count - 1)), env.bounds
 
 
 def _row(window: Window, bounds: Bounds, c: int) -> tuple[Window, Bounds]:

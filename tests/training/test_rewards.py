@@ -9,7 +9,7 @@ import pytest
 
 from dynamix.errors import ConfigError
 from dynamix.policies.static import Static
-from dynamix.simulator import ClusterEnv, LaggedReference, sample_family
+from dynamix.simulator import ClusterEnv, LaggedReference, rollout, sample_family
 from dynamix.training.rewards import (
     PaperReward,
     RegretReward,
@@ -77,11 +77,10 @@ def _env() -> ClusterEnv:
 def test_simulated_regret_is_zero_for_the_reference_itself_and_negative_for_static() -> None:
     for make, zero in ((LaggedReference, True), (lambda _: Static(), False)):
         env = _env()
-        reward, policy, window = SimulatedRegret(env, _env()), make(env), env.reset()
-        paid = []
-        for _ in range(6):
-            window = env.step(policy.decide(window, env.bounds))
-            paid.append(reward.update(window))
+        reward = SimulatedRegret(env, _env())
+        followed = rollout(make(env), env, 6)
+        next(followed)  # the first window, before any decision
+        paid = [reward.update(window) for window in followed]
         assert (np.array(paid) == 0).all() if zero else np.mean(paid) < -0.02
 
 

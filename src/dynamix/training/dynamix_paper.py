@@ -23,7 +23,7 @@ from dynamix.policies.files import describe_policy
 from dynamix.policies.learned.additive import Actions, AdditiveNet, AdditivePolicy
 from dynamix.policies.protocol import Policy
 from dynamix.projection import project
-from dynamix.simulator import FAMILIES, ClusterEnv, LaggedReference
+from dynamix.simulator import FAMILIES, ClusterEnv, LaggedReference, rollout_path
 from dynamix.training.distributions import Categorical, categorical
 from dynamix.training.episodes import Episode, play
 from dynamix.training.ppo import PPO, PPOConfig
@@ -281,10 +281,8 @@ class _Validation:
     def _log_goodput(self, cell: tuple[str, int], make: Callable[[ClusterEnv], Policy]) -> Floats:
         clusters = sample_world(cell[0], self.clusters, cell[1], self.seed)
         env = ClusterEnv(clusters, seed=self.seed, lr_rule=lr_rule_of(cell[0]))
-        policy, window = make(env), env.reset()
-        for _ in range(self.windows):
-            window = env.step(policy.decide(window, env.bounds))
-        return np.asarray(np.log(env.progress / env.clock_s))
+        seconds, progress = rollout_path(make(env), env, self.windows)[-1]
+        return np.asarray(np.log(progress / seconds))
 
 
 class _Seen:

@@ -24,6 +24,7 @@ from dynamix.simulator import (
     Clusters,
     HedgedReference,
     LaggedReference,
+    rollout_path,
 )
 from dynamix.training.worlds import MIXED, check_world, lr_rule_of, sample_world
 from dynamix.window import Floats
@@ -46,12 +47,7 @@ def follow(
 ) -> Floats:
     """Seconds and progress (windows + 1, 2, C) of a policy from equal shares on."""
     env = ClusterEnv(clusters, seed=seed, interval=interval, delay=delay, lr_rule=lr_rule)
-    policy, window = make(env), env.reset()
-    path = [(env.clock_s, env.progress)]
-    for _ in range(windows):
-        window = env.step(policy.decide(window, env.bounds))
-        path.append((env.clock_s, env.progress))
-    return np.array(path)
+    return rollout_path(make(env), env, windows)
 
 
 def times_to_common_progress(paths: Mapping[str, Floats]) -> dict[str, Floats]:

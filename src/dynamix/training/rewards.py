@@ -16,7 +16,7 @@ from dynamix.model import measured_log_goodput
 from dynamix.model.measured import step_seconds
 from dynamix.model.running import SlowAverage
 from dynamix.model.state import restored, saved
-from dynamix.simulator import ClusterEnv, Generalisation, LaggedReference
+from dynamix.simulator import ClusterEnv, Generalisation, LaggedReference, rollout
 from dynamix.window import Floats, Window
 
 LARGEST_SIGMA = 10.0  # an unmeasurable signal makes sigma_norm infinite; a reward must not be
@@ -124,11 +124,12 @@ class SimulatedRegret:
 
     def __init__(self, env: ClusterEnv, paired: ClusterEnv) -> None:
         self.env, self.paired = env, paired
-        self._teacher, self._window = LaggedReference(paired), paired.reset()
+        self._twin = rollout(LaggedReference(paired), paired)
+        next(self._twin)  # its first window, before any decision
         self._before = _totals(env), _totals(paired)
 
     def update(self, window: Window, /) -> Floats:
-        self._window = self.paired.step(self._teacher.decide(self._window, self.paired.bounds))
+        next(self._twin)
         now = _totals(self.env), _totals(self.paired)
         mine, theirs = (
             np.log((b[1] - a[1]) / np.maximum(b[0] - a[0], 1e-12)) for a, b in zip(self._before, now, strict=True)

@@ -19,7 +19,7 @@ import numpy as np
 from dynamix.policies.files import describe_policy
 from dynamix.policies.stigmergic.field import Decay
 from dynamix.policies.stigmergic.policy import RANGES, Parameters, StigmergicPolicy
-from dynamix.simulator import ClusterEnv, Clusters, LaggedReference
+from dynamix.simulator import ClusterEnv, Clusters, LaggedReference, rollout_path
 from dynamix.training.curriculum import training_clusters
 from dynamix.training.evaluation import Factory, times_to_common_progress
 from dynamix.window import Floats
@@ -132,12 +132,7 @@ class _World:
     def follow(self, make: Factory) -> Floats:
         """Seconds and progress (windows + 1, 2, C) of a policy from equal shares on."""
         env = ClusterEnv(self.clusters, seed=self.seed, interval=self.interval, delay=self.delay)
-        policy, window = make(env), env.reset()
-        path = [(env.clock_s, env.progress)]
-        for _ in range(self.windows):
-            window = env.step(policy.decide(window, env.bounds))
-            path.append((env.clock_s, env.progress))
-        return np.array(path)
+        return rollout_path(make(env), env, self.windows)
 
     def speed(self, make: Factory) -> Floats:
         """Log of the reference's time over the policy's, (C,): above 0 is faster."""
