@@ -50,7 +50,7 @@ class Goodput:
         return {"model": self.fitted.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.fitted.load_state_dict(state["model"])
+        self.fitted.load_state_dict(state)
 
 
 def wish(model: JobModel, window: Window, bounds: Bounds) -> Floats:
