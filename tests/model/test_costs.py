@@ -194,3 +194,16 @@ def test_of_an_idle_worker_the_line_is_that_at_an_even_share() -> None:
     after = costs.update(_window(np.array([100, 0]), np.array([0.2, np.nan])))
     np.testing.assert_allclose(after.alpha + 100 * after.beta, 0.2, rtol=0.01)
     np.testing.assert_array_equal(after.size[1], costs.size[1])
+
+
+def test_without_any_deviation_measured_a_step_is_taken_to_vary_by_five_percent() -> None:
+    costs = WorkerCosts().update(_window(np.array([100, 100]), np.array([0.1, 0.4]), std=np.nan))
+    np.testing.assert_allclose(costs.variance, 0.05**2 / 5)
+    np.testing.assert_allclose(WorkerCosts().update(Window.of([100], compute=[0.1])).variance, 0.05**2)
+
+
+def test_clusters_lean_each_for_itself() -> None:
+    costs = WorkerCosts().update(Window.of(np.full((2, 1, 2), 100), compute=np.full((2, 1, 2), 0.1)))
+    together = costs.lean_to(np.array([[[0.5]], [[2.0]]]), 10.0)
+    for c, offset in enumerate((0.5, 2.0)):
+        np.testing.assert_array_equal(together.lean[c, 0], costs.lean_to(np.array([offset]), 10.0).lean)
