@@ -9,7 +9,7 @@ import argparse
 import dataclasses
 
 from dynamix_lab.experiments.excavation.ground import GROUNDS
-from dynamix_lab.experiments.excavation.learner import Training
+from dynamix_lab.experiments.excavation.learner import DQNTraining
 from dynamix_lab.experiments.excavation.lessons import CURRICULUM
 from dynamix_lab.experiments.excavation.render import image, save_gif, text
 from dynamix_lab.experiments.excavation.world import Excavation, ExcavationConfig
@@ -25,7 +25,7 @@ def main() -> None:
 
     task = ExcavationConfig(GROUNDS["single-file"])
     stages = tuple(dataclasses.replace(s, steps=max(1, round(s.steps * given.scale))) for s in CURRICULUM)
-    training = Training(task, stages=stages, seed=0)
+    training = DQNTraining(task, stages=stages, seed=0)
     training.run(progress=lambda stage, part: print(f"{stage}: {part:.0%}", flush=True))
 
     env = Excavation(task, agents=given.agents, seed=1)

@@ -102,7 +102,7 @@ def test_doctor_says_what_is_there_as_json():
 
 
 def test_the_shipped_policy_can_be_inspected():
-    assert json.loads(call("policy", "show", "--json").stdout)["schema"] == 2
+    assert json.loads(call("policy", "show", "--json").stdout)["schema"] == 3
 
 
 COMMANDS = (["demo", "--quick"], ["bench", "overhead"], ["emulate", "demo", "--", "true"])

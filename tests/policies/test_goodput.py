@@ -11,7 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynamix.policies.goodput import Cannikin, Goodput, NoiseScale, Pollux
+from dynamix.policies.cannikin import Cannikin
+from dynamix.policies.goodput import Goodput
+from dynamix.policies.noise_scale import NoiseScalePolicy
+from dynamix.policies.pollux import Pollux
 from dynamix.policies.registry import make_policy
 from dynamix.window import PER_WORKER, Bounds, Window
 
@@ -41,12 +44,12 @@ def test_a_static_size_can_be_named() -> None:
 
 
 def test_noise_scale_follows_the_noise_scale_with_equal_shares_and_a_limited_step() -> None:
-    policy, sizes, bounds = NoiseScale(weight=1.0), np.array([48, 16]), Bounds.of(2)
+    policy, sizes, bounds = NoiseScalePolicy(weight=1.0), np.array([48, 16]), Bounds.of(2)
     for phi, expected in ((96.0, [48, 48]), (1000.0, [96, 96]), (1000.0, [192, 192]), (np.nan, [384, 384])):
         sizes = policy.decide(Window.of(sizes, noise=phi, signal=1.0), bounds)
         assert sizes.tolist() == expected
-    assert NoiseScale().decide(Window.of([10, 30]), bounds).tolist() == [20, 20]
-    assert NoiseScale().decide(Window.of([10, 10], noise=1.0, signal=0.0), bounds).tolist() == [20, 20]
+    assert NoiseScalePolicy().decide(Window.of([10, 30]), bounds).tolist() == [20, 20]
+    assert NoiseScalePolicy().decide(Window.of([10, 10], noise=1.0, signal=0.0), bounds).tolist() == [20, 20]
 
 
 @pytest.mark.parametrize("overlap", [1.0, 1.6, 4.0])
@@ -145,16 +148,6 @@ def test_slow_growth_ends_where_free_growth_would(steps: int) -> None:
     free = settled(10, steps=500.0)
     # What is left of the way promises less than half a per cent.
     assert abs(settled(300 // steps + 10, steps=float(steps)) / free - 1) < 0.15
-
-
-def test_a_state_of_before_growth_was_limited_can_be_loaded() -> None:
-    policy, window = Goodput(), _world(np.array([64, 64]), 0.1, 1e-3, exchange=0.5, phi=1e4)
-    policy.decide(window, Bounds.of(2))
-    state = policy.state_dict()
-    del state["largest"]
-    again = Goodput()
-    again.load_state_dict(state)
-    assert again.decide(window, Bounds.of(2)).sum() > 128
 
 
 @st.composite

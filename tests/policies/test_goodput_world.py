@@ -12,7 +12,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from dynamix.policies.goodput import Cannikin, Goodput
+from dynamix.policies.cannikin import Cannikin
+from dynamix.policies.goodput import Goodput
 from dynamix.policies.proportional import LBBSP
 from dynamix.projection import project
 from dynamix.simulator import Clusters, LaggedReference, sample_clusters

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from dynamix.errors import ConfigError
+from dynamix.model.costs import WorkerCosts
 from dynamix.policies import make_policy
 from dynamix.policies.goodput import Goodput
 from dynamix.policies.guard import Guard
@@ -182,29 +183,48 @@ def test_a_saved_guard_goes_on_as_if_nothing_had_happened() -> None:
     assert resumed.report() == guard.report()
 
 
+@pytest.mark.parametrize("name", ["dynamix", "learning:dynamix", "goodput", "lb_bsp", "learning:dynamix-paper"])
+def test_costs_are_fitted_once_a_window_for_the_guard_and_all_that_it_watches(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fitted: list[Window] = []
+    update = WorkerCosts.update
+
+    def counted(costs: WorkerCosts, window: Window) -> WorkerCosts:
+        fitted.append(window)
+        return update(costs, window)
+
+    monkeypatch.setattr(WorkerCosts, "update", counted)
+    seen, bounds = _windows(8)
+    fitted.clear()
+    guard = Guard(make_policy(name))
+    for window in seen:
+        guard.decide(window, bounds)
+    assert [id(window) for window in fitted] == [id(window) for window in seen]
+
+
 @pytest.mark.parametrize("learns", [False, True])
-def test_a_learned_policys_own_rule_is_the_guards_and_sees_every_window_once(learns: bool) -> None:
+def test_the_model_sees_every_window_once_also_where_the_policy_fails(learns: bool) -> None:
     seen, bounds = _windows(30)
     policy = learning(make_policy("dynamix"), learns)
     guard, rule = Guard(policy), Goodput()
-    memory = guard._around()
-    assert memory is not None
+    inner = getattr(policy, "policy", policy)
     for i, window in enumerate(seen):
-        if i in (0, 12, 13):  # it fails before its rule is asked
+        if i in (0, 12, 13):  # it fails before it looks at the window
             with (
                 pytest.warns(RuntimeWarning) if guard.error is None else nullcontext(),
                 pytest.MonkeyPatch.context() as patch,
             ):
-                patch.setattr(memory, "update", None)
+                patch.setattr(inner, "observe", None)
                 guard.decide(window, bounds)
         else:
             guard.decide(window, bounds)
         rule.decide(window, bounds)
-    assert guard.rule is memory.rule
-    assert json.dumps(guard.rule.state_dict()) == json.dumps(rule.state_dict())
+    assert guard.model is inner.fitted.now
+    assert json.dumps(guard.model.state_dict()) == json.dumps(rule.fitted.now.state_dict())
     resumed = Guard(learning(make_policy("dynamix"), learns))
     resumed.load_state_dict(copy.deepcopy(guard.state_dict()))
-    assert json.dumps(resumed.rule.state_dict()) == json.dumps(rule.state_dict())
+    assert json.dumps(resumed.fit_model(seen[-1]).state_dict()) == json.dumps(rule.fitted.now.state_dict())
 
 
 def test_a_checkpoint_of_the_policy_alone_starts_a_new_guard() -> None:

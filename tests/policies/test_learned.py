@@ -11,9 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynamix.errors import PolicyFileError
 from dynamix.features import features
-from dynamix.policies.goodput import Goodput
+from dynamix.policies.goodput import Goodput, wish
 from dynamix.policies.learned.policy import TRUST, LearnedPolicy, ResidualNet
 from dynamix.policies.registry import make_policy
 from dynamix.window import PER_CLUSTER, PER_WORKER, Bounds, Window
@@ -95,7 +94,7 @@ def test_no_size_goes_further_beyond_the_one_in_force_and_the_rules_than_trusted
     policy, rule, bounds = LearnedPolicy(_random_net(1)), Goodput(), Bounds.of(6, 1, 4096)
     for seed in range(5):
         window = _window(6, seed)
-        answer, own = policy.decide(window, bounds), rule.wish(window, bounds)
+        answer, own = policy.decide(window, bounds), wish(rule.fit_model(window), window, bounds)
         assert (answer <= np.maximum(own, window.batch_size) * np.exp(TRUST) + 1).all()
         assert (answer >= np.minimum(own, window.batch_size) * np.exp(-TRUST) - 1).all()
 
@@ -158,32 +157,3 @@ def test_saved_and_resumed_it_decides_the_same(tmp_path: Path) -> None:
     for seed in range(1, 4):
         window = _window(4, seed)
         np.testing.assert_array_equal(policy.decide(window, Bounds.of(4)), again.decide(window, Bounds.of(4)))
-
-
-@pytest.mark.parametrize("harm", ["flip", "cut", "json", "schema", "features", "no json", "missing", "not a number"])
-def test_a_file_that_cannot_be_trusted_is_refused_with_the_fix(tmp_path: Path, harm: str) -> None:
-    file = tmp_path / "p.safetensors"
-    policy = LearnedPolicy()
-    if harm == "not a number":
-        with torch.no_grad():
-            policy.net.log_std_local.fill_(float("nan"))
-    policy.save(file)
-    data, sidecar = bytearray(file.read_bytes()), file.with_suffix(".json")
-    about = json.loads(sidecar.read_text())
-    if harm == "flip":
-        data[-3] ^= 0xFF
-        file.write_bytes(data)
-    elif harm == "cut":
-        file.write_bytes(data[:100])
-    elif harm == "json":
-        sidecar.write_text("{")
-    elif harm == "schema":
-        sidecar.write_text(json.dumps({**about, "schema": 99}))
-    elif harm == "features":
-        sidecar.write_text(json.dumps({**about, "features": ["luck"]}))
-    elif harm == "no json":
-        sidecar.unlink()
-    elif harm == "missing":
-        file.unlink()
-    with pytest.raises(PolicyFileError, match="allowed is"):
-        LearnedPolicy.load(file)

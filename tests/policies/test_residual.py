@@ -6,8 +6,10 @@ import json
 
 import numpy as np
 
+from dynamix.features import LOCAL_FEATURES
 from dynamix.model.elasticity import LocalElasticity
-from dynamix.policies.learned.residual import OWN_FEATURES, Memory
+from dynamix.policies.learned.policy import LearnedPolicy
+from dynamix.policies.learned.residual import OWN_FEATURES
 from dynamix.window import Bounds, Floats, Ints, Window
 
 BOUNDS = Bounds.of(2, 1, 800)
@@ -18,19 +20,19 @@ def _seconds(sizes: Ints, cliff: float = 1e9, factor: float = 1.0) -> Floats:
     return np.asarray((0.01 + 1e-3 * sizes) * (1 + 2 * np.maximum(sizes / cliff - 1, 0)) * factor)
 
 
-def _see(memory: Memory, sizes: list[int], **how: float) -> dict[str, Floats]:
+def _see(policy: LearnedPolicy, sizes: list[int], **how: float) -> dict[str, Floats]:
     batch = np.array(sizes)
     window = Window.of(
         batch, compute=_seconds(batch, **how), compute_std=1e-4, communication=0.02, wait=0.0, steps=5,
         noise=1e5, signal=1.0, base_batch=200,
     )  # fmt: skip
-    seen = memory.update(window, BOUNDS)
+    seen = policy.observe(window, BOUNDS)[..., len(LOCAL_FEATURES) :]
     assert np.isfinite(seen).all()
     return {name: seen[..., i].astype(np.float64) for i, name in enumerate(OWN_FEATURES)}
 
 
 def test_a_cliff_that_was_crossed_is_remembered_below_it() -> None:
-    bent, straight = Memory(), Memory()
+    bent, straight = LearnedPolicy(), LearnedPolicy()
     for sizes in ([100, 100], [120, 120], [180, 180], [240, 240], [110, 110]):
         with_cliff = _see(bent, sizes, cliff=150.0)
         without = _see(straight, sizes)
@@ -39,11 +41,11 @@ def test_a_cliff_that_was_crossed_is_remembered_below_it() -> None:
 
 
 def test_a_jump_of_speed_shows_in_the_surprise_and_is_forgotten_with_age() -> None:
-    memory = Memory()
+    policy = LearnedPolicy()
     for _ in range(4):
-        calm = _see(memory, [100, 100])
-    hit = _see(memory, [100, 100], factor=2.0)
-    later = [_see(memory, [100, 100], factor=2.0) for _ in range(3)][-1]
+        calm = _see(policy, [100, 100])
+    hit = _see(policy, [100, 100], factor=2.0)
+    later = [_see(policy, [100, 100], factor=2.0) for _ in range(3)][-1]
     assert (abs(calm["surprise"]) < 0.02).all()
     np.testing.assert_allclose(hit["surprise"], np.log(2), atol=0.05)
     np.testing.assert_allclose(later["from_best"], np.log(2), atol=0.1)
@@ -56,14 +58,14 @@ def test_a_slowdown_that_stays_does_not_change_the_learned_growth() -> None:
     for factor in (1.0, 3.0):
         curve, unit = LocalElasticity(), np.array([100.0])
         for size in (100, 130, 170, 120):
-            curve.update(unit, np.array([float(size)]), _seconds(np.array([size])) * factor)
+            curve = curve.update(unit, np.array([float(size)]), _seconds(np.array([size])) * factor)
         learned.append(curve.excess(unit, np.array([0.01]), np.array([1e-3])))
     np.testing.assert_allclose(learned[0], learned[1])
     assert (abs(learned[0]) < 0.02).all()
 
 
 def test_saved_and_restored_it_goes_on_the_same() -> None:
-    one, other = Memory(), Memory()
+    one, other = LearnedPolicy(), LearnedPolicy()
     for sizes in ([100, 90], [120, 80], [110, 95]):
         _see(one, sizes)
     other.load_state_dict(json.loads(json.dumps(one.state_dict())))
@@ -73,6 +75,8 @@ def test_saved_and_restored_it_goes_on_the_same() -> None:
 
 
 def test_another_number_of_workers_starts_anew() -> None:
-    memory = Memory()
-    _see(memory, [100, 100])
-    assert memory.update(Window.of([50, 50, 50], compute=0.1), Bounds.of(3)).shape == (3, len(OWN_FEATURES))
+    policy = LearnedPolicy()
+    _see(policy, [100, 100])
+    policy.observe(Window.of([50, 50, 50], compute=0.1), Bounds.of(3))
+    assert policy.memory.windows == 1
+    assert policy.fitted.now.sizes.tolist() == [50, 50, 50]

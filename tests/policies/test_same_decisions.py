@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from dynamix.policies.goodput import Goodput
+from dynamix.policies.goodput import Goodput, wish
 from dynamix.policies.learned.policy import LearnedPolicy, ResidualNet
 from dynamix.window import Bounds, Window
 
@@ -72,7 +72,7 @@ def decided(case: str) -> dict[str, Any]:
     wishing, rule, learned, bounds = Goodput(), Goodput(), LearnedPolicy(_net()), _bounds(case)
     windows = _windows(case)
     return {
-        "wish": [wishing.wish(w, bounds).tolist() for w in windows],
+        "wish": [wish(wishing.fit_model(w), w, bounds).tolist() for w in windows],
         "goodput": [rule.decide(w, bounds).tolist() for w in windows],
         "residual": [learned.decide(w, bounds).tolist() for w in windows],
     }

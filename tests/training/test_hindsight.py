@@ -11,7 +11,7 @@ from dynamix.policies.learned.policy import LearnedPolicy, ResidualNet
 from dynamix.simulator import Clusters
 from dynamix.training.cloning import demonstrate
 from dynamix.training.curriculum import training_clusters
-from dynamix.training.hindsight import Decisions, Recorder, RecordingEnv
+from dynamix.training.hindsight import DecisionRecorder, Decisions, RecordingEnv
 
 
 def _world(workers: int = 4) -> Clusters:
@@ -25,7 +25,7 @@ def _decisions(windows: int = 4) -> Decisions:
 
 def test_hindsight_on_the_sizes_that_were_used_is_what_the_simulator_gave() -> None:
     env = RecordingEnv(_world(), seed=3, delay=0)
-    policy, recorder, window = LearnedPolicy(), Recorder(env), env.reset()
+    policy, recorder, window = LearnedPolicy(), DecisionRecorder(env), env.reset()
     given, sizes = [], []
     for _ in range(5):
         observed = policy.observe(window, env.bounds)

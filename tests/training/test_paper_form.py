@@ -16,9 +16,12 @@ from dynamix.policies.learned.additive import Actions, AdditiveNet, AdditivePoli
 from dynamix.policies.registry import make_policy
 from dynamix.policies.static import Static
 from dynamix.simulator import ClusterEnv, sample_family
-from dynamix.training.clipped import Clipped, ClippedConfig
-from dynamix.training.dynamix_paper import PaperTrainingConfig, nearest_action, train, train_and_save
-from dynamix.training.simplified import Episode, Simplified, SimplifiedConfig, reward_to_go
+from dynamix.training.distributions import categorical
+from dynamix.training.dynamix_paper import PER_SECOND, PaperTrainingConfig, nearest_action, train, train_and_save
+from dynamix.training.episodes import Episode
+from dynamix.training.learner import Learner
+from dynamix.training.ppo import PPO
+from dynamix.training.simplified import Simplified, SimplifiedConfig, reward_to_go
 from dynamix.window import Window
 
 TINY = PaperTrainingConfig(
@@ -27,11 +30,13 @@ TINY = PaperTrainingConfig(
 )  # fmt: skip
 LEARNERS = [
     lambda net, seed: Simplified(net, SimplifiedConfig(learning_rate=2e-2), seed=seed),
-    lambda net, seed: Clipped(net, ClippedConfig(learning_rate=5e-3, rows=256), seed=seed),
+    lambda net, seed: PPO(
+        net, categorical, dataclasses.replace(PER_SECOND, learning_rate=5e-3, worker_rows=256), seed=seed
+    ),
 ]
 
 
-def _episode(learner: Simplified, seed: int, *, hidden: float = float("nan")) -> Episode:
+def _episode(learner: Learner, seed: int, *, hidden: float = float("nan")) -> Episode:
     """Each worker sees, in one feature, which of two actions is right: +25 or -25."""
     generator = torch.Generator().manual_seed(seed)
     observed = torch.zeros(4, 16, 3, learner.net.inputs)

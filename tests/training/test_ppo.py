@@ -11,7 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dynamix.training.ppo import PPO, PPOConfig, Rollout
+from dynamix.training.distributions import Categorical, Gaussian, gaussian
+from dynamix.training.episodes import Episode
+from dynamix.training.ppo import PPO, PPOConfig
 
 STEPS, ENVS, HORIZON = 12_288, 8, 128
 
@@ -62,24 +64,31 @@ class Single(nn.Module):
 def _train(steps: int, seed: int) -> Single:
     torch.manual_seed(seed)
     net = Single()
-    ppo = PPO(net, PPOConfig(learning_rate=1e-3, minibatch=256), seed=seed)
+    ppo = PPO(net, gaussian, PPOConfig(learning_rate=1e-3, minibatch=256), seed=seed)
     envs = [Docking() for _ in range(ENVS)]
     seen = np.stack([env.reset(seed=seed * 100 + i)[0] for i, env in enumerate(envs)])
     mask = torch.ones(ENVS, 1, dtype=torch.bool)
     for _ in range(steps // (ENVS * HORIZON)):
-        acts, rewards, done = [], torch.zeros(HORIZON, ENVS), torch.zeros(HORIZON, ENVS, dtype=torch.bool)
+        rows, rewards, done = [], torch.zeros(HORIZON, ENVS), torch.zeros(HORIZON, ENVS, dtype=torch.bool)
         for t in range(HORIZON):
             observed = torch.from_numpy(seen)[:, None]
-            act = ppo.act(observed, mask)
-            acts.append((observed, mask, act))
-            rows = []
+            chosen, shared = ppo.act(observed, mask)
+            rows.append((observed, mask, chosen, shared))
+            after = []
             for i, env in enumerate(envs):
-                row, rewards[t, i], over, _, _ = env.step(act.local[i, 0].numpy())
+                row, rewards[t, i], over, _, _ = env.step(chosen[i, 0].numpy())
                 done[t, i] = over
-                rows.append(env.reset()[0] if over else row)
-            seen = np.stack(rows)
-        ppo.update([Rollout.of(acts, ppo.value(torch.from_numpy(seen)[:, None], mask), rewards, done)])
+                after.append(env.reset()[0] if over else row)
+            seen = np.stack(after)
+        ppo.update([_episode_of(rows, rewards, torch.from_numpy(seen)[:, None], mask, done)])
     return net
+
+
+def _episode_of(
+    rows: list[tuple[Tensor, ...]], rewards: Tensor, last: Tensor, last_mask: Tensor, done: Tensor | None = None
+) -> Episode:
+    observed, mask, chosen, shared = (torch.stack(part) for part in zip(*rows, strict=True))
+    return Episode(observed, mask, chosen, rewards, torch.ones_like(rewards), last, last_mask, shared, done)
 
 
 def _score(act: Any) -> float:
@@ -130,25 +139,24 @@ def _batch(seed: int, workers: int = 3) -> tuple[Tensor, Tensor]:
     return torch.randn(16, workers, 2, generator=generator), mask
 
 
-def _rollout(ppo: PPO, seed: int) -> Rollout:
-    acts = []
+def _episode(ppo: PPO, seed: int) -> Episode:
+    rows = []
     for t in range(4):
         observed, mask = _batch(seed + t)
-        acts.append((observed, mask, ppo.act(observed, mask)))
-    observed, mask = _batch(seed + 9)
-    rewards = torch.stack([-(a.local.squeeze(-1) * m).square().sum(-1) for _, m, a in acts])
-    return Rollout.of(acts, ppo.value(observed, mask), rewards, torch.zeros(4, 16, dtype=torch.bool))
+        rows.append((observed, mask, *ppo.act(observed, mask)))
+    rewards = torch.stack([-(chosen.squeeze(-1) * mask).square().sum(-1) for _, mask, chosen, _ in rows])
+    return _episode_of(rows, rewards, *_batch(seed + 9))
 
 
 def test_stop_and_resume_gives_identical_weights() -> None:
     torch.manual_seed(0)
-    whole = PPO(Single(), seed=1)
-    whole.update([_rollout(whole, 0)])
+    whole = PPO(Single(), gaussian, seed=1)
+    whole.update([_episode(whole, 0)])
     saved = copy.deepcopy(whole.state_dict())
-    whole.update([_rollout(whole, 100)])
-    resumed = PPO(Single(), seed=99)
+    whole.update([_episode(whole, 100)])
+    resumed = PPO(Single(), gaussian, seed=99)
     resumed.load_state_dict(saved)
-    resumed.update([_rollout(resumed, 100)])
+    resumed.update([_episode(resumed, 100)])
     for a, b in zip(whole.net.parameters(), resumed.net.parameters(), strict=True):
         assert torch.equal(a, b)
 
@@ -158,10 +166,62 @@ def test_what_an_inactive_worker_sees_and_does_changes_nothing() -> None:
     start = Single()
     results = []
     for junk in (0.0, 50.0):
-        ppo = PPO(copy.deepcopy(start), seed=1)
-        rollout = _rollout(ppo, 0)
-        rollout.observed[:, :, -1] = junk
-        rollout.local[:, :, -1] = junk
-        ppo.update([rollout])
+        ppo = PPO(copy.deepcopy(start), gaussian, seed=1)
+        episode = _episode(ppo, 0)
+        episode.observed[:, :, -1] = junk
+        episode.chosen[:, :, -1] = junk
+        ppo.update([episode])
         results.append(torch.cat([p.detach().flatten() for p in ppo.net.parameters()]))
     assert torch.equal(results[0], results[1])
+
+
+def test_an_advantage_is_the_discounted_surprise_of_what_follows_until_an_end_or_an_unknown_reward() -> None:
+    """Windows of 1, 2, 3 and 1 s: A_t = s_t + (0.5 ^ seconds) 0.8 A_t+1, s_t = r_t + (0.5 ^ seconds) v_t+1 - v_t."""
+    ppo = PPO(Single(), gaussian, PPOConfig(gamma=0.5, gae_lambda=0.8))
+    reward = torch.tensor([[1.0], [2.0], [float("nan")], [3.0]])
+    episode = _episode(ppo, 0)
+    episode.reward, episode.duration = reward, torch.tensor([[1.0], [2.0], [3.0], [1.0]])
+    values = torch.tensor([[1.0], [2.0], [4.0], [1.0], [8.0]])
+    last = 3.0 + 0.5 * 8.0 - 1.0
+    unknown = 0.0 + 0.125 * 0.8 * last
+    second = 2.0 + 0.25 * 4.0 - 2.0 + 0.25 * 0.8 * unknown
+    first = 1.0 + 0.5 * 2.0 - 1.0 + 0.5 * 0.8 * second
+    expected = torch.tensor([first, second, unknown, last])
+    torch.testing.assert_close(ppo.advantages(episode, values).flatten(), expected)
+    episode.done = torch.tensor([[False], [True], [False], [False]])
+    ended = torch.tensor([1.0 + 0.5 * 2.0 - 1.0 + 0.5 * 0.8 * (2.0 - 2.0), 0.0, unknown, last])
+    torch.testing.assert_close(ppo.advantages(episode, values).flatten(), ended)
+
+
+def test_both_kinds_of_actions_are_drawn_as_their_log_probabilities_say() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.tensor([0.0, 1.0, -1.0]).expand(40_000, 1, 3)
+    discrete = Categorical(logits)
+    chosen, shared = discrete.sample(generator)
+    frequencies = torch.bincount(chosen.flatten(), minlength=3) / 40_000
+    each = torch.arange(3).view(3, 1)
+    torch.testing.assert_close(
+        frequencies, Categorical(logits[:3]).log_prob(each)[0].exp().flatten(), atol=0.01, rtol=0.0
+    )
+    assert shared.shape == (40_000, 0)
+    mean, log_std = torch.full((40_000, 1, 2), 0.5), torch.tensor([0.0, -1.0])
+    real = Gaussian(mean, torch.zeros(40_000, 1), log_std, torch.tensor([-2.0]))
+    drawn = real.sample(generator)
+    torch.testing.assert_close(drawn[0].std((0, 1)), log_std.exp(), rtol=0.02, atol=0.0)
+    # The mean log-density of a normal action is -(1 + log 2 pi) / 2 - log sd.
+    per_worker, of_cluster = (float(log.mean()) for log in real.log_prob(*drawn))
+    normal = -(1 + np.log(2 * np.pi)) / 2
+    assert per_worker == pytest.approx(2 * normal + 1.0, abs=0.03)
+    assert of_cluster == pytest.approx(normal + 2.0, abs=0.03)
+
+
+def test_an_anchor_draws_either_kind_of_action_back_and_absent_workers_do_not_count() -> None:
+    mask = torch.tensor([[True, False]])
+    here, there = (Categorical(torch.tensor([[[0.0, x], [0.0, 9.0 * x]]])) for x in (0.0, 1.0))
+    odds = torch.tensor([0.0, 1.0]).softmax(0)
+    kullback_leibler = float((odds * (odds.log() - np.log(0.5))).sum())
+    assert float(here.distance(there, mask)) == pytest.approx(kullback_leibler, rel=1e-5)
+    assert float(here.distance(here, mask)) == 0.0
+    log_std = torch.tensor([np.log(0.5)]).float(), torch.tensor([0.0])
+    near, far = (Gaussian(torch.tensor([[[x], [9.0]]]), torch.tensor([[x]]), *log_std) for x in (0.0, 1.0))
+    assert float(near.distance(far, mask)) == pytest.approx(1 / 0.25 + 1.0)

@@ -1,4 +1,4 @@
-"""Training reproduces itself, goes on where it stopped, improves on the rule, and its files say how they were made."""
+"""ResidualTraining reproduces itself, goes on where it stopped, improves on the rule, and its files say how they were made."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from dynamix.errors import ConfigError
+from dynamix.policies.files import describe_policy
 from dynamix.policies.goodput import Goodput
 from dynamix.policies.learned.policy import PRETRAINED, LearnedPolicy, pretrained
-from dynamix.training.dynamix_policy import Training, TrainingConfig, show, train
+from dynamix.training.dynamix_policy import ResidualTraining, TrainingConfig, train
 from dynamix.training.evaluation import evaluate_families, validation_score
 
 TINY = TrainingConfig(
@@ -54,13 +55,13 @@ def test_a_stopped_training_goes_on_to_the_same_weights(tmp_path: Path) -> None:
             raise Stop
 
     file = tmp_path / "training.pt"
-    whole = Training(TINY, 3)
-    whole.run(lambda what, fraction: None, None, _no_curves())
-    first = Training(dataclasses.replace(TINY), 3)
+    whole = ResidualTraining(TINY, 3)
+    whole.run(lambda what, fraction: None, None, _nowhere())
+    first = ResidualTraining(dataclasses.replace(TINY), 3)
     with pytest.raises(Stop):
-        first.run(stop_in_ppo, file, _no_curves())
-    second = Training(TINY, 3)
-    second.run(lambda what, fraction: None, file, _no_curves())
+        first.run(stop_in_ppo, file, _nowhere())
+    second = ResidualTraining(TINY, 3)
+    second.run(lambda what, fraction: None, file, _nowhere())
     for a, b in zip(whole.net.parameters(), second.net.parameters(), strict=True):
         assert torch.equal(a, b)
     assert whole.scores == second.scores
@@ -68,10 +69,10 @@ def test_a_stopped_training_goes_on_to_the_same_weights(tmp_path: Path) -> None:
         train(TINY, 4, checkpoint=file)
 
 
-def _no_curves() -> object:
-    from dynamix.training.tensorboard import Curves
+def _nowhere() -> object:
+    from dynamix.training.tensorboard import TensorBoard
 
-    return Curves(None)
+    return TensorBoard(None)
 
 
 def test_untrained_it_scores_as_the_rule() -> None:
@@ -79,7 +80,7 @@ def test_untrained_it_scores_as_the_rule() -> None:
 
 
 def test_the_shipped_policy_describes_itself_and_is_ahead_of_the_rule_on_clusters_it_never_saw() -> None:
-    assert {"training", "seed", "validation", "evaluation"} <= show(PRETRAINED).keys()
+    assert {"training", "seed", "validation", "evaluation"} <= describe_policy(PRETRAINED).keys()
     score = validation_score(lambda _: pretrained(), 123_456, rows=96, windows=30, workers=(8,))
     assert score > 1.0
 
@@ -98,7 +99,7 @@ def test_a_trained_policy_saves_its_configuration(tmp_path: Path) -> None:
     policy = train(dataclasses.replace(TINY, clone_rounds=0, ppo_updates=0), 0)
     policy.save(tmp_path / "p.safetensors")
     assert json.loads((tmp_path / "p.json").read_text())["training"]["clone_rounds"] == 0
-    assert show(tmp_path / "p.safetensors")["seed"] == 0
+    assert describe_policy(tmp_path / "p.safetensors")["seed"] == 0
 
 
 @pytest.mark.parametrize("workers", [2, 8])

@@ -116,7 +116,7 @@ def policy_train(
     ),
     seed: Annotated[int, typer.Option(min=0, help="Same seed, same weights.")] = 0,
     checkpoint: Annotated[Path | None, typer.Option(help="Kept here; a stopped training goes on from it.")] = None,
-    curves: Annotated[Path | None, typer.Option(help="Folder for TensorBoard.")] = None,
+    tensorboard: Annotated[Path | None, typer.Option(help="Folder for TensorBoard.")] = None,
     name: Annotated[str, typer.Option("--policy", help="dynamix, dynamix-paper or stigmergic.")] = "dynamix",
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="NAME=VALUE of the recipe, as often as wanted: --set workers=2,8.")
@@ -130,7 +130,7 @@ def policy_train(
     _check_writable(out)
     with progress("training") as tell:
         about = train_shipped(
-            name, out, seed=seed, settings=settings or (), progress=tell, checkpoint=checkpoint, curves=curves
+            name, out, seed=seed, settings=settings or (), progress=tell, checkpoint=checkpoint, tensorboard=tensorboard
         )
     print_json(about) if as_json else typer.echo(f"wrote {out}; dynamix policy show {out}")
 
@@ -171,15 +171,10 @@ def policy_show(
     as_json: Json = False,
 ) -> None:
     """How a policy file was made and how it scored."""
-    from dynamix.policies.files import kind_of
-    from dynamix.policies.learned import additive
+    from dynamix.policies.files import describe_policy
     from dynamix.policies.learned.policy import PRETRAINED
-    from dynamix.policies.stigmergic import policy as stigmergic
-    from dynamix.training.dynamix_policy import show
 
-    kinds: dict[str, Any] = {additive.KIND: additive.AdditivePolicy, stigmergic.KIND: stigmergic.StigmergicPolicy}
-    other = kinds.get(kind_of(file) or "") if file else None
-    about = other.load(file).about if other else show(file or PRETRAINED)
+    about = describe_policy(file or PRETRAINED)
     if as_json:
         print_json(about)
         return

@@ -6,9 +6,13 @@ size that crosses a memory cliff does tell, and is remembered at the sizes it cr
 
 from __future__ import annotations
 
+import dataclasses
+from dataclasses import dataclass, field
+from typing import ClassVar
+
 import numpy as np
 
-from dynamix.model.fitting import UNKNOWN, laid_out
+from dynamix.model.state import laid_out, nothing
 from dynamix.window import Floats
 
 # Ranges of size, as log(b / base share): half octaves from an eighth to eight times.
@@ -16,51 +20,55 @@ HALF = 0.25 * np.log(2.0)
 CENTRES: Floats = 2 * HALF * np.arange(-6, 7)
 
 
+@dataclass(frozen=True, eq=False)
 class LocalElasticity:
     """d log seconds / d log b around each of `CENTRES`, (..., W, K), by least squares over changes, with forgetting.
 
     forget   factor on older changes of a worker, at each of its changes
     prior    weight of the line's own elasticity, in squared log batch changes: a window's mean errs by some 4 %, and
              elasticities differ from a line's by some 0.5
+    moments  (2, ..., W, K): sums of squares and of products
+    log_batch, log_time   (..., W) of the last measured window, the batch relative to the base share
 
     >>> curve, unit = LocalElasticity(), np.array([100.0])
-    >>> for b, t in ((100.0, 1.0), (140.0, 1.4), (200.0, 2.8)): curve.update(unit, np.array([b]), np.array([t]))
+    >>> for b, t in ((100.0, 1.0), (140.0, 1.4), (200.0, 2.8)): curve = curve.update(unit, np.array([b]), np.array([t]))
     >>> excess = curve.excess(unit, np.array([0.0]), np.array([0.01]))   # the line: proportional
     >>> curve.beyond(excess, unit, np.array([140.0]), np.array([200.0])).round(1).tolist()
     [0.2]
     """
 
-    FIELDS = ("moments", "log_batch", "log_time")
+    forget: float = 0.95
+    prior: float = 0.02
+    moments: Floats = field(default_factory=nothing)
+    log_batch: Floats = field(default_factory=nothing)
+    log_time: Floats = field(default_factory=nothing)
 
-    def __init__(self, *, forget: float = 0.95, prior: float = 0.02) -> None:
-        self.forget, self.prior = forget, prior
-        self.moments: Floats = UNKNOWN  # (2, ..., W, K): sums of squares and of products
-        self.log_batch: Floats = UNKNOWN  # (..., W) of the last measured window, relative to the base share
-        self.log_time: Floats = UNKNOWN
+    FIELDS: ClassVar[tuple[str, ...]] = ("moments", "log_batch", "log_time")
 
-    def update(self, unit: Floats, batch: Floats, busy: Floats) -> None:
+    def update(self, unit: Floats, batch: Floats, busy: Floats) -> LocalElasticity:
         """Take in sizes and busy seconds (..., W), NaN where not measured; `unit` (..., 1) is the base share."""
         with np.errstate(divide="ignore", invalid="ignore"):
             log_batch, log_time = np.log(batch / unit), np.log(busy)
         seen = np.isfinite(log_batch) & np.isfinite(log_time)
-        if self.log_batch.shape != batch.shape:
-            self.log_batch = self.log_time = np.full(batch.shape, np.nan)
-            self.moments = np.zeros((2, *batch.shape, len(CENTRES)))
-        self.moments = laid_out(self.moments)
-        x, y = log_batch - self.log_batch, log_time - self.log_time
+        last_batch, last_time, moments = self.log_batch, self.log_time, self.moments
+        if last_batch.shape != batch.shape:
+            last_batch = last_time = np.full(batch.shape, np.nan)
+            moments = np.zeros((2, *batch.shape, len(CENTRES)))
+        moments = laid_out(moments)
+        x, y = log_batch - last_batch, log_time - last_time
         with np.errstate(invalid="ignore"):
             # Much more than any cliff could explain is a jump of speed.
             told = seen & (np.abs(x) > 0.02) & (np.abs(y) < 0.3 + 3.0 * np.abs(x))
         if told.any():
-            x, y, sizes = x[told][:, None], y[told][:, None], (log_batch[told], self.log_batch[told])
+            x, y, sizes = x[told][:, None], y[told][:, None], (log_batch[told], last_batch[told])
             low, high = np.minimum(*sizes)[:, None], np.maximum(*sizes)[:, None]
-            reach = np.minimum(high, CENTRES + HALF) - np.maximum(low, CENTRES - HALF)
-            part = np.maximum(reach, 0.0) / np.abs(x)
-            self.moments[:, told] = self.forget * self.moments[:, told] + np.stack(
-                [part * np.square(x), part * (x * y)]
-            )
-        self.log_batch = np.where(seen, log_batch, self.log_batch)
-        self.log_time = np.where(seen, log_time, self.log_time)
+            part = np.maximum(np.minimum(high, CENTRES + HALF) - np.maximum(low, CENTRES - HALF), 0.0) / np.abs(x)
+            moments = moments.copy(order="K")
+            moments[:, told] = self.forget * moments[:, told] + np.stack([part * np.square(x), part * (x * y)])
+        return dataclasses.replace(
+            self, moments=moments, log_batch=np.where(seen, log_batch, last_batch),
+            log_time=np.where(seen, log_time, last_time),
+        )  # fmt: skip
 
     def excess(self, unit: Floats, alpha: Floats, beta: Floats) -> Floats:
         """What was learned beyond the elasticity of the line alpha + beta b, (..., W, K); 0 where nothing was."""

@@ -1,27 +1,82 @@
-"""Policy files of more than one kind: weights as safetensors, a description as JSON beside them; never pickle."""
+"""Policy files: weights as safetensors, a description as JSON beside them; never pickle. The one reader and writer.
+
+Every description holds `kind`, `schema`, `sha256` of the weights' file, and, for a policy with a network, the
+`feature_schema`, the names of its `features` and its `architecture` (`inputs`, `hidden`). The rest says how the policy
+was made (`training`, `seed`, `validation`, `evaluation`) and what its kind needs besides.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import importlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dynamix.errors import PolicyFileError
+from dynamix.features import FEATURE_SCHEMA
 from dynamix.policies.protocol import Policy
 
-FILE_SCHEMA = 1
+FILE_SCHEMA = 3
+LARGEST_HIDDEN = 4096  # a network beyond this was never trained; a broken number could ask for all memory
+# kind -> "module:class" with a class method `load`, and the name under which `dynamix policy train` makes one
+_KINDS = {
+    "residual": ("dynamix.policies.learned.policy:LearnedPolicy", "dynamix"),
+    "additive": ("dynamix.policies.learned.additive:AdditivePolicy", "dynamix-paper"),
+    "stigmergic": ("dynamix.policies.stigmergic.policy:StigmergicPolicy", "stigmergic"),
+}
 _AGAIN = "copy both files again"
 
 
-def write_policy(path: str | Path, kind: str, weights: dict[str, Tensor], about: dict[str, Any]) -> None:
-    """Write `path` (safetensors) and `path` with suffix .json, which names the kind, the schema and the weights' hash."""
+def load_policy(path: str | Path, **options: Any) -> Policy:
+    """The policy in a file of any kind; `options` go to its class. Raises `PolicyFileError` if it cannot be trusted."""
+    module, _, name = _KINDS[_description(path)["kind"]][0].partition(":")
+    loaded: Policy = getattr(importlib.import_module(module), name).load(path, **options)
+    return loaded
+
+
+def describe_policy(path: str | Path) -> dict[str, Any]:
+    """The description of a policy file that can be loaded. Raises `PolicyFileError` if it cannot."""
+    about: dict[str, Any] = getattr(load_policy(path), "about", {})
+    return about
+
+
+def trained_as(kind: str) -> str:
+    """The name for `dynamix policy train --policy` that makes files of this kind.
+
+    >>> trained_as("residual")
+    'dynamix'
+    """
+    return _KINDS[kind][1]
+
+
+def retrain(kind: str) -> str:
+    """What to do about a file of this kind that this version cannot use."""
+    return (
+        f"copy both files again, or train one for this version with `dynamix policy train --policy {trained_as(kind)}`"
+    )
+
+
+def write_policy(
+    path: str | Path, kind: str, weights: nn.Module | dict[str, Tensor], about: dict[str, Any],
+    *, features: Sequence[str] | None = None,
+) -> None:  # fmt: skip
+    """Write `path` (safetensors) and `path` with suffix .json.
+
+    weights    a network with attributes `inputs` and `hidden`, or tensors by name
+    features   names of what the network sees, in order
+    """
     from safetensors.torch import save
 
+    if isinstance(weights, nn.Module):
+        about = {**about, "architecture": {"inputs": weights.inputs, "hidden": weights.hidden}}
+        weights = weights.state_dict()
+    if features is not None:
+        about = {**about, "feature_schema": FEATURE_SCHEMA, "features": list(features)}
     data = save({name: value.contiguous() for name, value in weights.items()})
     described = {**about, "kind": kind, "schema": FILE_SCHEMA, "sha256": hashlib.sha256(data).hexdigest()}
     Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -29,56 +84,90 @@ def write_policy(path: str | Path, kind: str, weights: dict[str, Tensor], about:
     Path(path).with_suffix(".json").write_text(json.dumps(described, indent=1) + "\n", encoding="utf-8")
 
 
-def read_policy(path: str | Path, kind: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Description and weights of a file of this kind. Raises `PolicyFileError` if it cannot be trusted."""
+def read_policy(
+    path: str | Path, kind: str, *, features: Sequence[str] | None = None
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Description and weights of a file of this kind. Raises `PolicyFileError` if it cannot be trusted.
+
+    features   what the network must see: its description is then checked for them and for its architecture
+    """
     from safetensors import SafetensorError
     from safetensors.torch import load
 
     file, sidecar = Path(path), Path(path).with_suffix(".json")
-    data, text = _read(file), _read(sidecar)
-    try:
-        about = json.loads(text.decode("utf-8"), parse_constant=_no_number)
-    except (ValueError, RecursionError) as error:
-        raise PolicyFileError("policy", str(sidecar), "JSON", _AGAIN) from error
-    if not isinstance(about, dict) or about.get("kind") != kind:
-        raise PolicyFileError("policy", str(sidecar), f"the description of a policy of kind {kind!r}", _AGAIN)
-    if about.get("schema") != FILE_SCHEMA:
-        fix = "train one for this version"
-        raise PolicyFileError("schema", about.get("schema"), f"{FILE_SCHEMA} in {sidecar}", fix)
+    about, data = _description(path), _read(file)
+    if about["kind"] != kind:
+        raise PolicyFileError("kind", about["kind"], f"{kind} in {sidecar}", "name a policy of that kind")
+    if features is not None:
+        _check_network(about, features, sidecar)
     if hashlib.sha256(data).hexdigest() != about.get("sha256"):
-        raise PolicyFileError("policy", str(file), "a file whose sha256 is the one in its .json", _AGAIN)
+        raise PolicyFileError("policy", str(file), "a file whose sha256 is the one in its .json", retrain(kind))
     try:
         weights = load(data)
     except (SafetensorError, ValueError) as error:
         raise PolicyFileError("policy", str(file), "safetensors", _AGAIN) from error
     if not all(bool(torch.isfinite(value).all()) for value in weights.values()):
-        raise PolicyFileError("policy", str(file), "finite weights", _AGAIN)
+        raise PolicyFileError("policy", str(file), "finite weights", retrain(kind))
     return about, weights
 
 
-# kind -> "module:class" with a class method `load`
-_KINDS = {
-    "residual": "dynamix.policies.learned.policy:LearnedPolicy",
-    "additive": "dynamix.policies.learned.additive:AdditivePolicy",
-    "stigmergic": "dynamix.policies.stigmergic.policy:StigmergicPolicy",
-}
-
-
-def load_policy(path: str | Path, **options: Any) -> Policy:
-    """The policy in a file of any kind. Raises `PolicyFileError` if it cannot be trusted."""
-    module, _, name = _KINDS[kind_of(path) or "residual"].partition(":")
-    loaded: Policy = getattr(importlib.import_module(module), name).load(path, **options)
-    return loaded
-
-
-def kind_of(path: str | Path) -> str | None:
-    """What the description beside `path` calls its kind; None where there is none to read."""
+def fill_network(net: nn.Module, weights: dict[str, Tensor], path: str | Path, kind: str) -> None:
+    """Put the weights of a file into `net`. Raises `PolicyFileError` if they are of another network."""
     try:
-        about = json.loads(Path(path).with_suffix(".json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return None
-    kind = about.get("kind") if isinstance(about, dict) else None
-    return kind if isinstance(kind, str) else None
+        net.load_state_dict(weights)
+    except RuntimeError as error:
+        allowed = "weights of the architecture in its .json"
+        raise PolicyFileError("policy", str(path), allowed, retrain(kind)) from error
+
+
+def _description(path: str | Path) -> dict[str, Any]:
+    """The JSON beside a policy file, of this version and of a kind that it knows."""
+    sidecar = Path(path).with_suffix(".json")
+    if not Path(path).is_file():
+        _read(Path(path))  # says why
+    text = _read(sidecar)
+    try:
+        about = json.loads(text.decode("utf-8"), parse_constant=_no_number)
+    except (ValueError, RecursionError) as error:  # ValueError: JSON's and Unicode's errors, and ours
+        raise PolicyFileError("policy", str(sidecar), "JSON", _AGAIN) from error
+    if not isinstance(about, dict):
+        raise PolicyFileError("policy", str(sidecar), "a JSON object", _AGAIN)
+    about = _of_this_schema(about)
+    if about.get("schema") != FILE_SCHEMA:
+        fix = "train one for this version with `dynamix policy train`"
+        raise PolicyFileError("schema", about.get("schema"), f"{FILE_SCHEMA} in {sidecar}", fix)
+    if about.get("kind") not in _KINDS:
+        raise PolicyFileError("kind", about.get("kind"), f"{', '.join(_KINDS)} in {sidecar}", _AGAIN)
+    return about
+
+
+def _of_this_schema(about: dict[str, Any]) -> dict[str, Any]:
+    """A description that version 0.1 wrote, as this one writes it: schema 2 was the residual's, 1 the others'."""
+    if about.get("schema") == 2 and "kind" not in about:
+        return {**about, "kind": "residual", "schema": FILE_SCHEMA}
+    if about.get("schema") == 1 and about.get("kind") == "additive":
+        rest = {name: value for name, value in about.items() if name != "hidden"}
+        shape = {"inputs": len(about.get("features", ())), "hidden": about.get("hidden")}
+        return {**rest, "architecture": shape, "schema": FILE_SCHEMA}
+    if about.get("schema") == 1 and about.get("kind") == "stigmergic":
+        return {**about, "schema": FILE_SCHEMA}
+    return about
+
+
+def _check_network(about: dict[str, Any], features: Sequence[str], sidecar: Path) -> None:
+    """What is used unseen must be possible: this version's features, a network of a size that was ever trained."""
+    fix = retrain(about["kind"])
+    if about.get("feature_schema") != FEATURE_SCHEMA:
+        raise PolicyFileError("feature_schema", about.get("feature_schema"), f"{FEATURE_SCHEMA} in {sidecar}", fix)
+    if about.get("features") != list(features):
+        raise PolicyFileError("features", "another list", f"the features of this version in {sidecar}", fix)
+    shape = about.get("architecture")
+    given = shape if isinstance(shape, dict) else {}
+    for name, low, high in (("inputs", len(features), len(features)), ("hidden", 1, LARGEST_HIDDEN)):
+        value = given.get(name)
+        if type(value) is not int or not low <= value <= high:
+            allowed = f"{low} to {high} in {sidecar}" if low < high else f"{low} in {sidecar}"
+            raise PolicyFileError(f"architecture.{name}", value, allowed, _AGAIN)
 
 
 def _read(file: Path) -> bytes:

@@ -1,8 +1,9 @@
 """A watch over any policy: where it does worse than the goodput rule would, or fails, the rule takes over for a while.
 
-The rule runs in the policy's shadow, on the same windows; a policy that corrects a rule shares that one. How much better
-its answer would have been is predicted from its fitted costs, and the prediction is checked against what the job really achieved each time the allocation passes from
-one of the two to the other. A one-sided cumulative sum (Page, Biometrika 1954) of what the policy lost decides.
+The rule's answer and the policy's are compared by one job model, the policy's own if it decides by one. How much better
+the rule's would have been is predicted by it, and the prediction is checked against what the job really achieved each time
+the allocation passes from one of the two to the other. A one-sided cumulative sum (Page, Biometrika 1954) of what the
+policy lost decides.
 """
 
 from __future__ import annotations
@@ -11,14 +12,14 @@ import warnings
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from dynamix.errors import ConfigError
-from dynamix.model.fitting import UNKNOWN, base_total, exposed_seconds, restored, saved, slowest_seconds
-from dynamix.policies.goodput import Goodput
-from dynamix.policies.learned.online import LearningPolicy
-from dynamix.policies.learned.policy import LearnedPolicy
-from dynamix.policies.learned.residual import Memory
+from dynamix.model import JobModel
+from dynamix.model.measured import base_total
+from dynamix.model.state import UNKNOWN, array_of
+from dynamix.policies.fitted import FittedModel
+from dynamix.policies.goodput import wish
 from dynamix.policies.protocol import Policy, boundary
 from dynamix.projection import project
 from dynamix.window import Bounds, Floats, Ints, Window
@@ -73,7 +74,7 @@ class Guard:
             given = (margin, patience, veto, verify, rest, longest)
             allowed = "0 <= margin < veto, patience above 0, verify 2 or more, 1 <= rest <= longest"
             raise ConfigError("margin, patience, veto, verify, rest, longest", given, allowed, "leave them out")
-        self.policy, self._rule = policy, Goodput()
+        self.policy, self.fitted = policy, FittedModel()
         self.margin, self.patience, self.veto = margin, patience, veto
         self.verify, self.shortest, self.longest = verify, rest, longest
         self.error: str | None = None  # what the policy's last fault was
@@ -105,23 +106,23 @@ class Guard:
         return boundary(self.policy)
 
     @property
-    def rule(self) -> Goodput:
-        """The one the policy is built around, or one of the guard's own."""
-        around = self._around()
-        return self._rule if around is None else around.rule
+    def model(self) -> JobModel:
+        """The job model after the last window: the policy's own, if it decides by one."""
+        return self.fitted.now
 
-    def _around(self) -> Memory | None:
-        """The memory of a learned policy, alone or going on learning, which holds its rule; another policy's is unknown."""
-        policy = self.policy.policy if isinstance(self.policy, LearningPolicy) else self.policy
-        return policy.memory if isinstance(policy, LearnedPolicy) else None
+    def fit_model(self, window: Window) -> JobModel:
+        """Take in `window` ahead of `decide`; the job model after it."""
+        return self.fitted.take_in(window, self.policy)
 
     def decide(self, window: Window, bounds: Bounds) -> Ints:
+        model = self.fitted.to_decide(window, self.fit_model)
         wish, faulty = self._ask(window, bounds)
-        rules = self._rules_answer(window, bounds)
+        rules = _rules_answer(model, window, bounds)
         if self.answer.shape != wish.shape:
             self._start(wish.shape)
         candidates = np.stack([rules, wish, window.batch_size, self.rules, self.wishes])
-        of_rule, of_wish, of_present, of_last_rule, of_last_wish = log_goodput(self.rule, window, candidates)
+        values = model.log_goodput(candidates, costs="full", unknown="base")
+        of_rule, of_wish, of_present, of_last_rule, of_last_wish = values
         correction, gain = self._learn(window, of_last_rule - of_last_wish), of_rule - of_wish
         # Where the policy proved better than predicted, it may also look worse.
         advantage = np.where(np.isnan(gain), 0.0, gain) + np.minimum(correction, 0.0)
@@ -159,7 +160,8 @@ class Guard:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        return {"guarded": self.policy.state_dict(), "rule": self.rule.state_dict(), "guard": saved(self)}
+        own = {name: getattr(self, name).tolist() for name in self.FIELDS}
+        return {"guarded": self.policy.state_dict(), "model": self.fitted.state_dict(self.policy), "guard": own}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Also of a policy that was not guarded: the guard then starts anew."""
@@ -167,22 +169,11 @@ class Guard:
             self.policy.load_state_dict(state)
             return
         self.policy.load_state_dict(state["guarded"])
-        if self._around() is None:  # else it came with the policy
-            self._rule.load_state_dict(state["rule"])
-        restored(self, state["guard"])
+        self.fitted.load_state_dict(state["model"])
+        for name in self.FIELDS:
+            setattr(self, name, array_of(state["guard"][name]))
 
-    # ------------------------------------------------------------ the two answers
-
-    def _rules_answer(self, window: Window, bounds: Bounds) -> Ints:
-        around = self._around()
-        if around is not None and around.asked is window:  # unless the policy failed before it got there
-            sizes = around.wish
-        else:
-            sizes = self.rule.wish(window, bounds)
-        # Without a noise scale the rule keeps any global batch, also one that a policy brought it to.
-        unknown = np.isnan(self.rule.noise.level)
-        total = np.where(unknown, base_total(window), sizes.sum(-1))
-        return project(sizes, bounds, total=total, current=window.batch_size)
+    # ------------------------------------------------------------ the policy's answer
 
     def _ask(self, window: Window, bounds: Bounds) -> tuple[Ints, Flags]:
         """The policy's answer, projected, and where (...) it has none."""
@@ -211,7 +202,7 @@ class Guard:
 
         advantage   log goodput (...) of the rule's last answer over the policy's
         """
-        value = achieved(self.rule, window)
+        value = self.model.achieved(window)
         in_force = np.asarray((window.batch_size == self.answer).all(-1))
         beyond = value - self.value - self.expected
         known = in_force & np.isfinite(beyond) & (self.comparing > 0)
@@ -283,31 +274,8 @@ def unguarded(state: dict[str, Any]) -> dict[str, Any]:
     return own
 
 
-def log_goodput(rule: Goodput, window: Window, sizes: ArrayLike) -> Floats:
-    """Log goodput (...) that `rule`'s fitted model expects of `sizes` (..., W), up to a constant of the cluster.
-
-    Several at once with one more leading dimension. The situation is that of `window`, the last which the rule was asked
-    about; NaN where no time was ever measured.
-    """
-    sizes = np.asarray(sizes, dtype=np.float64)
-    busiest = rule.costs.seconds(window, np.maximum(sizes, 0.0)).max(-1)
-    spread = np.exp(rule.spread.log)
-    step = rule.exchange.log_step((np.where(np.isnan(spread), 1.0, spread) * busiest)[..., None])[..., 0]
-    return _less_waste(rule, window, sizes.sum(-1), np.where(np.isfinite(busiest), step, np.nan))
-
-
-def achieved(rule: Goodput, window: Window) -> Floats:
-    """Log goodput (...) of a window as it was measured, on the scale of `log_goodput`; NaN where times are missing."""
-    exposed = exposed_seconds(window)
-    step = slowest_seconds(window) + np.where(np.isnan(exposed), 0.0, exposed)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return _less_waste(rule, window, window.batch_size.sum(-1).astype(np.float64), np.log(step))
-
-
-def _less_waste(rule: Goodput, window: Window, total: Floats, log_step: Floats) -> Floats:
-    """Samples per second times progress per sample. An unknown noise scale counts as the base batch: whoever chose it
-    found it to be about where more samples stop paying."""
-    base = base_total(window)
-    waste = rule.noise.log_waste(np.asarray(total)[..., None], base)[..., 0]
-    waste = np.where(np.isnan(waste), np.log((base + np.maximum(total, 0.0)) / (2 * base)), waste)
-    return np.asarray(np.log(np.maximum(total, 1e-9)) - log_step - waste)
+def _rules_answer(model: JobModel, window: Window, bounds: Bounds) -> Ints:
+    sizes = wish(model, window, bounds)
+    # Without a noise scale the rule keeps any global batch, also one that a policy brought it to.
+    total = np.where(model.guided, sizes.sum(-1), base_total(window))
+    return project(sizes, bounds, total=total, current=window.batch_size)

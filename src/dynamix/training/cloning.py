@@ -8,7 +8,7 @@ import torch
 from dynamix.policies.learned.policy import LearnedPolicy, ResidualNet
 from dynamix.projection import project
 from dynamix.simulator import ClusterEnv, HedgedReference, LaggedReference
-from dynamix.training.hindsight import Decisions, Recorder, RecordingEnv
+from dynamix.training.hindsight import DecisionRecorder, Decisions, RecordingEnv
 from dynamix.window import Floats, Ints, Window
 
 
@@ -35,7 +35,7 @@ def demonstrate(net: ResidualNet, env: RecordingEnv, *, windows: int, seed: int,
     rng, student = np.random.default_rng([seed, 1]), LearnedPolicy(net)
     teacher = None if guided is None else Teacher(env)
     follow = rng.random((env.clusters.shape[0], 1)) < (guided or 0.0)
-    recorder, others = Recorder(env), []
+    recorder, others = DecisionRecorder(env), []
     window = env.step(perturbed(env.reset().batch_size, env, rng, 0.3))
     for t in range(windows):
         observed = student.observe(window, env.bounds)

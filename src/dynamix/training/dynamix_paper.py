@@ -1,6 +1,6 @@
 """Training of `dynamix-paper`, the paper's own form, in the calibrated simulator.
 
-Episodes come from all families and several W, rewards from `rewards.py`, the update from `clipped.py` (PPO) or
+Episodes come from all families and several W, rewards from `rewards.py`, the update from `ppo.py` or
 `simplified.py`. Optionally a warm start: imitation of the lagged reference by the nearest action (DAgger). The checkpoint
 kept is the best on validation clusters, which training never meets.
 """
@@ -19,25 +19,37 @@ import numpy as np
 import torch
 
 from dynamix.errors import ConfigError
+from dynamix.policies.files import describe_policy
 from dynamix.policies.learned.additive import Actions, AdditiveNet, AdditivePolicy
 from dynamix.policies.protocol import Policy
 from dynamix.projection import project
 from dynamix.simulator import FAMILIES, ClusterEnv, LaggedReference
-from dynamix.training.clipped import Clipped, ClippedConfig
+from dynamix.training.distributions import Categorical, categorical
+from dynamix.training.episodes import Episode, play
+from dynamix.training.ppo import PPO, PPOConfig
 from dynamix.training.rewards import Reward, SimulatedPaper, SimulatedRegret
-from dynamix.training.simplified import Episode, Simplified, SimplifiedConfig, play, sample
+from dynamix.training.simplified import Simplified, SimplifiedConfig
 from dynamix.training.worlds import lr_rule_of, sample_world
 from dynamix.window import Floats, Ints, Window
 
 Progress = Callable[[str, float], None]
 VALIDATION_SEED, TEST_SEED = 920_001, 930_001
+PER_SECOND = PPOConfig(
+    learning_rate=5e-4,
+    gamma=0.8,
+    gae_lambda=0.9,
+    epochs=3,
+    worker_rows=4096,
+    entropy_weight=0.002,
+    max_gradient_norm=1.0,
+)  # of the learner "ppo"; gamma is per second
 
 
 @dataclass(frozen=True, slots=True)
 class PaperTrainingConfig:
     """The recipe. Seeds of training clusters are derived from `seed`; validation and test seeds never meet them.
 
-    learner   "ppo" (clipped.py) or "simplified" (simplified.py)
+    learner   "ppo" (ppo.py) or "simplified" (simplified.py)
     reward    "regret", or the paper's "sgd" and "adam" (rewards.py)
     without   families of the state left out (ablations)
     families  and worlds (`worlds.py`) that episodes come from
@@ -114,11 +126,11 @@ def _train(c: PaperTrainingConfig, seed: int, tell: Progress) -> AdditivePolicy:
     return AdditivePolicy(best, without=c.without, about={**about, "validation": [round(s, 4) for s in scores]})
 
 
-def make_learner(net: AdditiveNet, config: PaperTrainingConfig, seed: int) -> Simplified:
+def make_learner(net: AdditiveNet, config: PaperTrainingConfig, seed: int) -> PPO | Simplified:
     """The learner a recipe names."""
     if config.learner == "simplified":
         return Simplified(net, SimplifiedConfig(), seed=seed)
-    return Clipped(net, ClippedConfig(), seed=seed)
+    return PPO(net, categorical, PER_SECOND, seed=seed)
 
 
 def train_and_save(
@@ -132,7 +144,7 @@ def train_and_save(
     }
     policy.about["evaluation"] = {"seed": TEST_SEED, "goodput_over_lagged_reference_by_workers": scores}
     policy.save(path)
-    return AdditivePolicy.load(path).about
+    return describe_policy(path)
 
 
 # ---------------------------------------------------------------- episodes
@@ -155,7 +167,7 @@ def _perturbed(sizes: Ints, env: ClusterEnv, rng: np.random.Generator, sd: float
 
 
 def _episode(
-    learner: Simplified, net: AdditiveNet, c: PaperTrainingConfig, workers: int, key: Sequence[int]
+    learner: PPO | Simplified, net: AdditiveNet, c: PaperTrainingConfig, workers: int, key: Sequence[int]
 ) -> Episode:
     env = _env(c, workers, key)
     reward: Reward = (
@@ -206,7 +218,7 @@ def _demonstrate(
         observed, label = student.observe(window), nearest_action(c.actions, window, teacher.target())
         rows.append((torch.from_numpy(observed), torch.from_numpy(label)))
         logits, _ = net(rows[-1][0], torch.from_numpy(window.batch_size > 0))
-        mine = sample(logits, generator).numpy()
+        mine = Categorical(logits).sample(generator)[0].numpy()
         window = env.step(student.allocate(window, env.bounds, np.where(follow, label, mine)))
     observed_all, labels = (torch.cat(part) for part in zip(*rows, strict=True))
     return observed_all, labels

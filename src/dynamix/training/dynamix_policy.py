@@ -22,20 +22,21 @@ import torch
 from torch import Tensor
 
 from dynamix.errors import ConfigError
+from dynamix.policies.files import describe_policy
 from dynamix.policies.learned.policy import (
     LEAST_GROWTH,
     MOST_GROWTH,
     TRUST,
     LearnedPolicy,
     ResidualNet,
-    read_description,
 )
 from dynamix.training.cloning import demonstrate
+from dynamix.training.distributions import gaussian
 from dynamix.training.evaluation import evaluate_families, validation_score
 from dynamix.training.hindsight import Decisions, RecordingEnv
 from dynamix.training.ppo import PPO, PPOConfig
-from dynamix.training.regret import rollout
-from dynamix.training.tensorboard import Curves
+from dynamix.training.regret import regret_episode
+from dynamix.training.tensorboard import TensorBoard
 from dynamix.training.worlds import MIXED, lr_rule_of, sample_world
 
 Progress = Callable[[str, float], None]
@@ -89,23 +90,23 @@ def train(
     *,
     progress: Progress | None = None,
     checkpoint: str | Path | None = None,
-    curves: str | Path | None = None,
+    tensorboard: str | Path | None = None,
     processes: int = 1,
 ) -> LearnedPolicy:
     """A policy from nothing: minutes on 2 cores; the same config and seed give the same weights.
 
     progress     called now and then as `progress(what, fraction done)`
     checkpoint   file written after every round; a training found there goes on where it stopped
-    curves       folder for TensorBoard curves; without the package `tensorboard` nothing is written
+    tensorboard  folder for its scalars; without the package `tensorboard` nothing is written
     processes    that play rollouts; their number changes the time taken, not the weights
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the order of sums, hence the weights, must not depend on the machine's cores
     try:
-        training = Training(config or TrainingConfig(), seed)
+        training = ResidualTraining(config or TrainingConfig(), seed)
         tell, kept = progress or (lambda what, fraction: None), Path(checkpoint) if checkpoint else None
         with _pool(processes) as training.pool:
-            training.run(tell, kept, Curves(curves))
+            training.run(tell, kept, TensorBoard(tensorboard))
     finally:
         torch.set_num_threads(threads)
     return training.result()
@@ -118,25 +119,19 @@ def train_and_save(
     *,
     progress: Progress | None = None,
     checkpoint: str | Path | None = None,
-    curves: str | Path | None = None,
+    tensorboard: str | Path | None = None,
     processes: int = 2,
 ) -> dict[str, Any]:
     """Train, evaluate on the test seeds (never used before), write the policy file; returns its description."""
-    policy = train(config, seed, progress=progress, checkpoint=checkpoint, curves=curves, processes=processes)
+    policy = train(config, seed, progress=progress, checkpoint=checkpoint, tensorboard=tensorboard, processes=processes)
     made = {"dynamix": lambda _: LearnedPolicy(policy.net, about=policy.about)}
     figures = evaluate_families(made, TEST_SEEDS, **TEST_SIZE, progress=progress)
     policy.about["evaluation"] = {"seeds": list(TEST_SEEDS), "lagged_over_time": figures["summary"]}
     policy.save(path)
-    return show(path)
+    return describe_policy(path)
 
 
-def show(path: str | Path) -> dict[str, Any]:
-    """What a policy file says about itself. Raises `PolicyFileError` when it is not a valid policy."""
-    LearnedPolicy.load(path)
-    return read_description(path)
-
-
-class Training:
+class ResidualTraining:
     """All that a training has at the end of a round; `state_dict` holds everything the next one depends on."""
 
     def __init__(self, config: TrainingConfig, seed: int) -> None:
@@ -158,23 +153,23 @@ class Training:
         c = self.config
         return c.clone_rounds + c.regret_rounds + c.ppo_updates
 
-    def run(self, tell: Progress, checkpoint: Path | None, curves: Curves) -> None:
+    def run(self, tell: Progress, checkpoint: Path | None, board: TensorBoard) -> None:
         """The remaining rounds."""
         if checkpoint is not None and checkpoint.exists():
             self.load_state_dict(torch.load(checkpoint, weights_only=True))
         while self.round < self.rounds:
             stage, loss = self._learn()
             self.round += 1
-            curves.add(f"loss/{stage}", loss, self.round)
+            board.add(f"loss/{stage}", loss, self.round)
             said = f"{stage} {self.round}: {loss:.4f}"
             if self.round % self.config.validate_every == 0 or self.round == self.rounds:
                 score = self._validate()
-                curves.add("validation", score, self.round)
+                board.add("validation", score, self.round)
                 said += f", validation {score:.4f}"
             tell(said, self.round / self.rounds)
             if checkpoint is not None:
                 torch.save(self.state_dict(), checkpoint)
-        curves.close()
+        board.close()
 
     def result(self) -> LearnedPolicy:
         """The best checkpoint as a policy."""
@@ -251,9 +246,9 @@ class Training:
         if self.ppo is None:
             self._start_ppo()
         assert self.ppo is not None
-        played = [rollout(self.ppo, self._env(w), self._env(w), windows=c.ppo_windows) for w in c.workers]
+        played = [regret_episode(self.ppo, self._env(w), self._env(w), windows=c.ppo_windows) for w in c.workers]
         self.ppo.update(played)
-        return -float(np.mean([float(r.rewards.mean()) for r in played]))
+        return -float(np.mean([float(episode.reward.mean()) for episode in played]))
 
     def _start_ppo(self) -> None:
         c = self.config
@@ -264,7 +259,7 @@ class Training:
         config = PPOConfig(
             c.ppo_rate, c.gamma, 0.9, 0.1, epochs=3, minibatch=256, anchor_weight=c.anchor_weight, max_gradient_norm=1.0
         )
-        self.ppo = PPO(self.net, config, seed=self.seed)
+        self.ppo = PPO(self.net, gaussian, config, seed=self.seed)
         self.ppo.anchor = copy.deepcopy(self.net)
 
     def _validate(self) -> float:

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from dynamix.errors import ConfigError
-from dynamix.policies.goodput import Cannikin, Goodput
+from dynamix.policies.cannikin import Cannikin
+from dynamix.policies.goodput import Goodput
 from dynamix.policies.proportional import LBBSP
 from dynamix.policies.protocol import Policy
 from dynamix.policies.static import Static

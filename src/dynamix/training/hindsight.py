@@ -141,7 +141,7 @@ class Decisions:
         return self._log_goodput(total, busy.amax(1)).unsqueeze(1) - without
 
 
-class Recorder:
+class DecisionRecorder:
     """Collects `Decisions` along a rollout of one environment."""
 
     def __init__(self, env: RecordingEnv) -> None:
@@ -156,7 +156,7 @@ class Recorder:
         low, high = policy.trusted(window)
         phi = env.critical_share * env.true_noise_scale()
         self.rows.append({
-            "observed": observed, "mask": window.batch_size > 0, "guided": policy.memory.guided, "wish": np.maximum(policy.memory.wish, 0.5),
+            "observed": observed, "mask": window.batch_size > 0, "guided": policy.fitted.now.guided, "wish": np.maximum(policy.memory.wish, 0.5),
             "low": np.clip(low, bounds.low, bounds.high), "high": np.clip(high, bounds.low, bounds.high),
             "noise": phi, "target": np.full(observed.shape[:-1], np.nan) if target is None else target,
         })  # fmt: skip

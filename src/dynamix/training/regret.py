@@ -1,20 +1,22 @@
-"""Rollouts for PPO: regret against the lagged reference in the same world, and each worker's own credit for it."""
+"""Episodes for PPO: regret against the lagged reference in the same world, and each worker's own credit for it."""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from dynamix.policies.learned.policy import LearnedPolicy, ResidualNet
 from dynamix.simulator import ClusterEnv, LaggedReference
-from dynamix.training.hindsight import Recorder, RecordingEnv
-from dynamix.training.ppo import PPO, Act, Rollout
+from dynamix.training.episodes import Episode
+from dynamix.training.hindsight import DecisionRecorder, RecordingEnv
+from dynamix.training.ppo import PPO
 from dynamix.window import Floats
 
 SCALE = 5.0  # of rewards: log goodputs differ by a few per cent
 
 
-def rollout(ppo: PPO, env: RecordingEnv, other: ClusterEnv, *, windows: int) -> Rollout:
+def regret_episode(ppo: PPO, env: RecordingEnv, other: ClusterEnv, *, windows: int) -> Episode:
     """Sampled decisions in `env`; reward: log goodput of the window less the lagged reference's in `other`, its twin.
 
     The advantage of worker i's own action is counterfactual: log goodput of the window that came less what it would
@@ -23,34 +25,47 @@ def rollout(ppo: PPO, env: RecordingEnv, other: ClusterEnv, *, windows: int) -> 
     assert isinstance(ppo.net, ResidualNet)
     policy, teacher = LearnedPolicy(ppo.net), LaggedReference(other)
     window, reference = env.reset(), other.reset()
-    recorder, rewards = Recorder(env), []
-    acts: list[tuple[torch.Tensor, torch.Tensor, Act]] = []
+    recorder, rewards = DecisionRecorder(env), []
+    rows: list[tuple[Tensor, ...]] = []
+    evaluated: list[tuple[Tensor, Tensor, Tensor]] = []
     for _ in range(windows):
         observed = policy.observe(window, env.bounds)
         seen, mask = torch.from_numpy(observed), torch.from_numpy(window.batch_size > 0)
-        act = ppo.act(seen, mask)
-        acts.append((seen, mask, act))
+        chosen, shared = ppo.act(seen, mask)
+        rows.append((seen, mask, chosen, shared))
+        evaluated.append(ppo.evaluate(seen, mask, chosen, shared))
         recorder.before(policy, window, observed, None)
         before = (env.clock_s, env.progress), (other.clock_s, other.progress)
-        delta, growth = act.local.squeeze(-1).double().numpy(), act.shared.squeeze(-1).double().numpy()
+        delta, growth = chosen.squeeze(-1).double().numpy(), shared.squeeze(-1).double().numpy()
         window = env.step(policy.allocate(window, env.bounds, delta, growth))
         recorder.after()
         reference = other.step(teacher.decide(reference, other.bounds))
         rewards.append(_log_goodput(env, before[0]) - _log_goodput(other, before[1]))
-    seen, mask = torch.from_numpy(policy.observe(window, env.bounds)), torch.from_numpy(window.batch_size > 0)
     reward = torch.from_numpy(np.clip(np.array(rewards), -2, 2)).float() * SCALE
-    played = Rollout.of(acts, ppo.value(seen, mask), reward, torch.zeros(reward.shape, dtype=torch.bool))
-    played.credit = _credit(ppo.net, recorder, played)
-    return played
+    all_seen, masks, all_chosen, all_shared = (torch.stack(part) for part in zip(*rows, strict=True))
+    log_chosen, log_shared, values = (torch.stack(part) for part in zip(*evaluated, strict=True))
+    seen, mask = torch.from_numpy(policy.observe(window, env.bounds)), torch.from_numpy(window.batch_size > 0)
+    return Episode(
+        observed=all_seen,
+        mask=masks,
+        chosen=all_chosen,
+        reward=reward,
+        duration=torch.ones_like(reward),
+        final_observed=seen,
+        final_mask=mask,
+        shared=all_shared,
+        credit=_credit(ppo.net, recorder, all_chosen, all_shared),
+        evaluated=(log_chosen, log_shared, torch.cat([values, ppo.value(seen, mask)[None]])),
+    )
 
 
 @torch.no_grad()
-def _credit(net: ResidualNet, recorder: Recorder, played: Rollout) -> torch.Tensor:
-    """(T, N, W)."""
+def _credit(net: ResidualNet, recorder: DecisionRecorder, chosen: Tensor, shared: Tensor) -> Tensor:
+    """(T, N, W) from actions (T, N, W, 1) and (T, N, 1)."""
     decisions = recorder.decisions()
     usual = net(decisions.observed, decisions.mask)[0].squeeze(-1)
-    credit = decisions.credit(played.local.flatten(0, 1).squeeze(-1), played.shared.flatten(0, 1).squeeze(-1), usual)
-    return credit.reshape(played.log_local.shape)
+    credit = decisions.credit(chosen.flatten(0, 1).squeeze(-1), shared.flatten(0, 1).squeeze(-1), usual)
+    return credit.reshape(chosen.shape[:-1])
 
 
 def _log_goodput(env: ClusterEnv, before: tuple[Floats, Floats]) -> Floats:

@@ -12,7 +12,10 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from dynamix.errors import ConfigError
-from dynamix.model.outcome import SlowAverage, log_goodput, step_seconds
+from dynamix.model import measured_log_goodput
+from dynamix.model.measured import step_seconds
+from dynamix.model.running import SlowAverage
+from dynamix.model.state import restored, saved
 from dynamix.simulator import ClusterEnv, Generalisation, LaggedReference
 from dynamix.window import Floats, Window
 
@@ -102,18 +105,18 @@ class RegretReward:
         self.average = SlowAverage(slow)
 
     def update(self, window: Window, /) -> Floats:
-        achieved = log_goodput(window)
+        achieved = measured_log_goodput(window)
         before = self.average.value
-        self.average.update(achieved)
-        if before is None or before.shape != achieved.shape:
+        self.average = self.average.update(achieved)
+        if before.shape != achieved.shape:
             before = achieved
         return np.asarray(achieved - np.where(np.isnan(before), achieved, before))
 
     def state_dict(self) -> dict[str, Any]:
-        return self.average.state_dict()
+        return saved(self.average)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.average.load_state_dict(state)
+        self.average = restored(self.average, state)
 
 
 class SimulatedRegret:

@@ -28,18 +28,20 @@ def train_shipped(
     settings: Sequence[str] = (),
     progress: Callable[[str, float], None] | None = None,
     checkpoint: str | Path | None = None,
-    curves: str | Path | None = None,
+    tensorboard: str | Path | None = None,
 ) -> dict[str, Any]:
     """Train the policy `name` (`RECIPES`), write it to `out` with a .json beside it, and return its description.
 
     The same seed and settings give the same weights. `settings` are "NAME=VALUE" of the recipe. `progress` is called as
     `progress(what, fraction done)`. Only `dynamix` takes `checkpoint` (a file; a stopped training goes on from it) and
-    `curves` (a folder for TensorBoard). Raises `ConfigError`.
+    `tensorboard` (a folder for TensorBoard). Raises `ConfigError`.
     """
     recipe: Any = recipe_of(name, settings)
     if name == "dynamix":
-        return dynamix_policy.train_and_save(out, recipe, seed, progress=progress, checkpoint=checkpoint, curves=curves)
-    for option, value in (("checkpoint", checkpoint), ("curves", curves)):
+        return dynamix_policy.train_and_save(
+            out, recipe, seed, progress=progress, checkpoint=checkpoint, tensorboard=tensorboard
+        )
+    for option, value in (("checkpoint", checkpoint), ("tensorboard", tensorboard)):
         if value is not None:
             allowed = "None for every policy but dynamix"
             raise ConfigError(option, str(value), allowed, f"leave it out; {name} is trained within minutes")

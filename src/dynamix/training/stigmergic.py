@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from dynamix.policies.files import describe_policy
 from dynamix.policies.stigmergic.field import Decay
 from dynamix.policies.stigmergic.policy import RANGES, Parameters, StigmergicPolicy
 from dynamix.simulator import ClusterEnv, Clusters, LaggedReference
@@ -171,4 +172,4 @@ def train_and_save(
     """Write the learned rule to `path` (and a .json beside it); returns the description."""
     policy = train(config, seed, progress=progress)
     policy.save(path)
-    return {**policy.about, "parameters": dataclasses.asdict(policy.parameters)}
+    return describe_policy(path)

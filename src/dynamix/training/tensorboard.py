@@ -1,4 +1,4 @@
-"""Curves of a training for TensorBoard, where it is installed."""
+"""Scalars of a training for TensorBoard, where it is installed."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 
-class Curves:
+class TensorBoard:
     """Scalars by round, written to `folder`; None, or no `tensorboard` package, writes nothing.
 
-    >>> Curves(None).add("loss", 0.5, 1)
+    >>> TensorBoard(None).add("loss", 0.5, 1)
     """
 
     def __init__(self, folder: str | Path | None) -> None:

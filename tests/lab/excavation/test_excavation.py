@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from dynamix.errors import ConfigError
 from dynamix_lab.experiments.excavation.ground import GROUNDS, Burrow, Shape
 from dynamix_lab.experiments.excavation.sharing import gini, lorenz
-from dynamix_lab.experiments.excavation.world import Excavation, ExcavationConfig, RewardWeights
+from dynamix_lab.experiments.excavation.world import EventRewards, Excavation, ExcavationConfig
 
 STAY, UP, DOWN, LEFT, RIGHT = range(5)
 LANE = ExcavationConfig(Shape(nest_rows=1, nest_columns=2, tunnel_length=3, tunnel_width=1))
@@ -169,7 +169,7 @@ def test_impossible_tasks_are_refused() -> None:
     ):
         with pytest.raises(ConfigError, match=name):
             wrong()
-    assert RewardWeights().delivery_weight * RewardWeights().delivery == 20
+    assert EventRewards().delivery_weight * EventRewards().delivery == 20
 
 
 def test_pettingzoo_accepts_it() -> None:

@@ -12,7 +12,7 @@ import torch
 
 from dynamix.errors import ConfigError
 from dynamix_lab.experiments.excavation.ground import Shape
-from dynamix_lab.experiments.excavation.learner import DQN, DQNConfig, Training, evaluate, without_traces
+from dynamix_lab.experiments.excavation.learner import DQN, DQNConfig, DQNTraining, evaluate, without_traces
 from dynamix_lab.experiments.excavation.lessons import Stage
 from dynamix_lab.experiments.excavation.mappo import MAPPOConfig, MAPPOTraining
 from dynamix_lab.experiments.excavation.world import ExcavationConfig
@@ -23,7 +23,7 @@ STAGES = (Stage((1,), 40, 1.0), Stage((1, 2), 40, 0.3))
 
 
 def q_learning(seed: int) -> Any:
-    return Training(SHORT, TINY, stages=STAGES, worlds=4, seed=seed)
+    return DQNTraining(SHORT, TINY, stages=STAGES, worlds=4, seed=seed)
 
 
 def mappo(seed: int) -> Any:
@@ -62,7 +62,7 @@ def test_stopped_and_resumed_it_ends_in_the_same_weights(make: Any, stop: int) -
 
 
 def test_one_agent_learns_to_fetch_pellets() -> None:
-    training = Training(
+    training = DQNTraining(
         SHORT, DQNConfig(hidden=32, batch=128, warm_up=500), stages=(Stage((1,), 1000, 1.0),), worlds=8, seed=0
     )
     training.run()
@@ -108,7 +108,7 @@ def test_the_reward_is_shared_within_a_world_and_the_rate_falls_to_nothing() -> 
     rewards = {}
     for shared in (0.0, 0.5, 1.0):
         config = dataclasses.replace(TINY, shared=shared, cooling=0.5, reward_scale=1.0, warm_up=500, capacity=500)
-        training = Training(SHORT, config, stages=(Stage((1, 2), 40, 1.0),), worlds=2, seed=0)
+        training = DQNTraining(SHORT, config, stages=(Stage((1, 2), 40, 1.0),), worlds=2, seed=0)
         training.run(20)
         assert training.learner.optimizer.param_groups[0]["lr"] == pytest.approx(1e-3)
         training.run()
@@ -155,6 +155,6 @@ def test_impossible_settings_are_refused() -> None:
         with pytest.raises(ConfigError, match="cooling"):
             config(**settings)
     with pytest.raises(ConfigError, match="stages"):
-        Training(SHORT, stages=())
+        DQNTraining(SHORT, stages=())
     with pytest.raises(ConfigError, match="stages"):
         MAPPOTraining(SHORT, stages=(Stage((1,), 150, 1.0),))

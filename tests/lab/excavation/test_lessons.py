@@ -8,9 +8,9 @@ import torch
 
 from dynamix.errors import ConfigError
 from dynamix_lab.experiments.excavation.ground import Shape
-from dynamix_lab.experiments.excavation.learner import DQNConfig, Training
+from dynamix_lab.experiments.excavation.learner import DQNConfig, DQNTraining
 from dynamix_lab.experiments.excavation.lessons import CURRICULUM, Lessons, Stage
-from dynamix_lab.experiments.excavation.mappo import ActorCritic, MAPPOConfig, MAPPOTraining
+from dynamix_lab.experiments.excavation.mappo import MAPPOConfig, MAPPOTraining, TeamCriticNet
 from dynamix_lab.experiments.excavation.world import ExcavationConfig
 
 SHORT = ExcavationConfig(Shape(2, 2, 3, 2), horizon=50)
@@ -36,14 +36,14 @@ def test_a_stage_shares_its_worlds_out_and_the_absent_are_zeros() -> None:
 
 def test_the_absent_are_not_remembered() -> None:
     stages = (Stage((1, 3), 40, 1.0),)
-    training = Training(SHORT, TINY, stages=stages, worlds=4, seed=0)
+    training = DQNTraining(SHORT, TINY, stages=stages, worlds=4, seed=0)
     training.run()
     assert training.learner.remembered == 40 * (2 * 1 + 2 * 3)
     assert (training.learner.memory["seen"][: training.learner.remembered] != 0).any(-1).all()
 
 
 def test_the_absent_change_nothing_in_mappos_critic_and_its_reward_is_of_who_is_there() -> None:
-    net, rng = ActorCritic(6, 8, torch.Generator().manual_seed(0)), torch.Generator().manual_seed(1)
+    net, rng = TeamCriticNet(6, 8, torch.Generator().manual_seed(0)), torch.Generator().manual_seed(1)
     observed, mask = torch.rand(5, 3, 6, generator=rng), torch.tensor([True, True, False]).expand(5, 3)
     other = observed.clone()
     other[:, 2] = 9.0

@@ -19,15 +19,14 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from dynamix.errors import ConfigError, PolicyFileError
-from dynamix.features import FEATURE_SCHEMA, FEATURES, features
-from dynamix.model.fitting import base_total
-from dynamix.policies.files import read_policy, write_policy
+from dynamix.features import FEATURES, features
+from dynamix.model.measured import base_total
+from dynamix.policies.files import fill_network, read_policy, retrain, write_policy
 from dynamix.projection import project
 from dynamix.window import Bounds, Floats, Ints, Window
 
 KIND = "additive"
 PRETRAINED = Path(__file__).parents[1] / "pretrained" / "dynamix-paper.safetensors"
-LARGEST_HIDDEN = 4096  # a network beyond this was never trained; a broken number could ask for all memory
 REFERENCE = 128.0  # the paper's batch size per worker, in which `Actions` is written
 
 OWN_FEATURES = (
@@ -37,6 +36,7 @@ OWN_FEATURES = (
     "last_iteration_time",  # the previous window's
     "log_sigma",            # log of sqrt(tr Sigma / B0) / |G|, global
 )  # fmt: skip
+INPUTS = (*FEATURES, *OWN_FEATURES)
 # The three families of the paper's state. Sizes and times belong to none: without them no policy could act, so an
 # ablation of them would say nothing.
 STATE_FAMILIES: dict[str, tuple[str, ...]] = {
@@ -255,31 +255,26 @@ class AdditivePolicy:
         """Write `path` (safetensors) and its description beside it (`.json`); never pickle."""
         described = {
             **self.about,
-            "feature_schema": FEATURE_SCHEMA,
-            "features": [*FEATURES, *OWN_FEATURES],
-            "hidden": self.net.hidden,
             "actions": dataclasses.asdict(self.net.actions),
             "without": list(self.without),
         }
-        write_policy(path, KIND, self.net.state_dict(), described)
+        write_policy(path, KIND, self.net, described, features=INPUTS)
 
     @classmethod
     def load(cls, path: str | Path) -> AdditivePolicy:
         """The policy in a file written by `save`. Raises `PolicyFileError` if it cannot be trusted."""
-        about, weights = read_policy(path, KIND)
-        retrain = "train one for this version with `dynamix policy train --policy dynamix-paper`"
-        if about.get("feature_schema") != FEATURE_SCHEMA or about.get("features") != [*FEATURES, *OWN_FEATURES]:
-            raise PolicyFileError("features", "another list", f"this version's, beside {path}", retrain)
-        hidden = about.get("hidden")
-        if type(hidden) is not int or not 1 <= hidden <= LARGEST_HIDDEN:
-            raise PolicyFileError("hidden", hidden, f"1 to {LARGEST_HIDDEN} beside {path}", retrain)
+        about, weights = read_policy(path, KIND, features=INPUTS)
         try:
             known = dict(about["actions"])
-            net = AdditiveNet(Actions(**{**known, "steps": tuple(known["steps"])}), hidden=hidden)
-            net.load_state_dict(weights)
-            return cls(net, without=about["without"], about=about)
-        except (RuntimeError, KeyError, TypeError, ValueError) as error:
-            raise PolicyFileError("policy", str(path), "weights and actions that fit together", retrain) from error
+            net = AdditiveNet(
+                Actions(**{**known, "steps": tuple(known["steps"])}), hidden=about["architecture"]["hidden"]
+            )
+            policy = cls(net, without=about["without"], about=about)
+        except (KeyError, TypeError, ValueError) as error:
+            allowed = "actions, and families of the state that it is without"
+            raise PolicyFileError("policy", str(path), f"{allowed}, in its .json", retrain(KIND)) from error
+        fill_network(net, weights, path, KIND)
+        return policy
 
 
 def kept_features(without: Sequence[str]) -> NDArray[np.float32]:

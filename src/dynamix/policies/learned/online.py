@@ -19,14 +19,18 @@ import torch
 from torch import Tensor, nn
 
 from dynamix.errors import ConfigError, StateError
-from dynamix.model.outcome import SlowAverage, log_goodput, step_seconds
-from dynamix.model.prediction import Prediction
+from dynamix.model import JobModel, log_goodput
+from dynamix.model.measured import step_seconds
+from dynamix.model.running import SlowAverage
+from dynamix.model.state import restored, saved
+from dynamix.policies.fitted import FittedModel
 from dynamix.policies.learned.deviations import LiveConfig, Pending, Trial, deviated, log_ratio, means
 from dynamix.policies.protocol import Policy, boundary
 from dynamix.projection import project
 from dynamix.window import Bounds, Floats, Ints, Window
 
 LEAST_WINDOWS = 4  # explored windows before the first gradient step
+SLIGHTEST = 1e-300  # samples
 
 
 class LearningPolicy:
@@ -47,7 +51,7 @@ class LearningPolicy:
         self.net.register_forward_hook(self._capture)
         self.optimizer = torch.optim.Adam(self.net.parameters(), lr=self.config.learning_rate, eps=1e-5)
         self.generator = torch.Generator().manual_seed(seed)
-        self.prediction, self.reference = Prediction(), SlowAverage()
+        self.fitted, self.reference = FittedModel(), SlowAverage()
         self.trials: list[Trial] = []
         self.windows = self.tried = self.updates = 0
         self.elapsed_s: Floats = np.zeros(0)  # (N,)
@@ -61,17 +65,23 @@ class LearningPolicy:
 
     # ------------------------------------------------------------ deciding
 
+    def fit_model(self, window: Window) -> JobModel:
+        """Take in `window` ahead of `decide`; the job model after it, the policy's own if it decides by one."""
+        with self._lock:
+            return self.fitted.take_in(window, self.policy)
+
     def decide(self, window: Window, bounds: Bounds) -> Ints:
         with self._lock:
             self.improve()  # if the last window's was never called for
-            self._take_in(window)
+            model = self.fitted.to_decide(window, self.fit_model)
+            self._judge(model, window)
             self._capturing, self._seen = True, None
             try:
                 answer: Ints = np.asarray(self.policy.decide(window, bounds))
             finally:
                 self._capturing = False
             self._owed = True
-            return self._deviate(window, bounds, answer)
+            return self._deviate(model, window, bounds, answer)
 
     def improve(self) -> None:
         """The learning that the last decision owes: at most one gradient step. Does nothing when called again."""
@@ -116,10 +126,9 @@ class LearningPolicy:
         if self._capturing:
             self._seen = given[0], given[1]
 
-    def _take_in(self, window: Window) -> None:
-        """Fit the model, count the time, judge the last trial."""
+    def _judge(self, model: JobModel, window: Window) -> None:
+        """Count the time, judge the last trial."""
         workers = window.workers
-        self.prediction.update(window)
         seconds = step_seconds(window).reshape(-1)
         other_job = bool(self.trials) and self.trials[-1].mask.shape[-1] != workers
         if self.elapsed_s.shape != seconds.shape or other_job:
@@ -128,9 +137,9 @@ class LearningPolicy:
         self.windows += 1
         steps = np.where(window.steps >= 1, window.steps, 1.0).reshape(-1)
         self.elapsed_s = self.elapsed_s + np.nan_to_num(seconds * steps)
-        before, achieved = self.reference.value, log_goodput(window)
-        self.reference.update(achieved)
-        if before is not None and before.shape == achieved.shape:
+        before, achieved = self.reference.value, model.achieved(window, noise="window")
+        self.reference = self.reference.update(achieved)
+        if before.shape == achieved.shape:
             self._regret = float(np.nan_to_num(achieved - before).mean())
         pending, self._pending = self._pending, None
         if pending is None:
@@ -138,24 +147,15 @@ class LearningPolicy:
         applied = (window.batch_size.reshape(-1, workers) == pending.sizes).all(-1)
         total = window.batch_size.sum(-1).astype(np.float64).reshape(-1)
         with np.errstate(divide="ignore", invalid="ignore"):
-            worth = self._log_value(total, np.log(seconds)) - self._log_value(pending.total, pending.log_step)
+            worth = _log_value(model, total, np.log(seconds)) - _log_value(model, pending.total, pending.log_step)
         known = applied & np.isfinite(worth)
         if known.any():
             pending.trial.worth = torch.from_numpy(np.where(known, worth, np.nan)).float()
             self.trials = [*self.trials, pending.trial][-self._memory(workers, len(seconds)) :]
 
-    def _log_value(self, total: Floats, log_step: Floats) -> Floats:
-        """log goodput (N,) of global batches (N,) whose steps take that long, at the noise scale known now.
-
-        Without a noise scale, log samples/s: then only shares are tried, and the global batch is no temptation.
-        """
-        lead = self.prediction.noise.level.shape
-        waste = self.prediction.log_waste(total.reshape(*lead, 1))[..., 0].reshape(-1)
-        return np.asarray(np.log(np.maximum(total, 1e-9)) - log_step - np.nan_to_num(waste))
-
     # ------------------------------------------------------------ trying
 
-    def _deviate(self, window: Window, bounds: Bounds, answer: Ints) -> Ints:
+    def _deviate(self, model: JobModel, window: Window, bounds: Bounds, answer: Ints) -> Ints:
         """The answer, or one a little beside it where that is affordable."""
         c, lead, workers = self.config, window.batch_size.shape[:-1], window.workers
         count = int(np.prod(lead))
@@ -164,11 +164,11 @@ class LearningPolicy:
         if self._seen is None or self.windows <= c.warm_up or answer.shape != window.batch_size.shape:
             return answer
         greedy = answer.reshape(-1, workers).astype(np.float64)
-        known_noise = np.isfinite(self.prediction.noise.level).reshape(-1)
+        known_noise = model.guided.reshape(-1)
         draws = noise.numpy() * (c.share_sd if of_share else c.global_sd)
         draws[:, c.draws : -1] = -draws[:, : c.draws]  # antithetic: their mean is zero
         wished = deviated(greedy[:, None], draws, of_share)
-        price, expected = self._price(lead, greedy, wished[:, :-1])
+        price, expected = _price(model, lead, greedy, wished[:, :-1])
         seconds = np.exp(expected) * np.where(window.steps >= 1, window.steps, 1.0).reshape(-1)
         allowed = self.spent_s + price * seconds <= c.max_loss * (self.elapsed_s + seconds)
         allowed &= np.isfinite(price) & (known_noise | of_share)
@@ -178,19 +178,6 @@ class LearningPolicy:
         tried = np.where(allowed.reshape(*lead, 1), tried, answer)
         self._remember(window, greedy, tried.reshape(-1, workers), expected, price * seconds, of_share)
         return tried
-
-    def _price(self, lead: tuple[int, ...], greedy: Floats, wished: Floats) -> tuple[Floats, Floats]:
-        """Expected loss (N,) in log goodput of sizes (N, K, W) against `greedy` (N, W), and log step time of that.
-
-        A deviation that the model calls a gain counts nothing rather than less than nothing.
-        """
-        every = np.concatenate([greedy[:, None], wished], 1)
-        shaped = every.reshape(*lead, *every.shape[1:])
-        step = self.prediction.log_step(shaped)
-        waste = np.nan_to_num(self.prediction.log_waste(shaped.sum(-1)))
-        value = (np.log(np.maximum(shaped.sum(-1), 1e-9)) - step - waste).reshape(len(greedy), -1)
-        price = np.maximum(value[:, :1] - value[:, 1:], 0.0).mean(-1)
-        return np.asarray(price), np.asarray(step.reshape(len(greedy), -1)[:, 0])
 
     def _remember(
         self, window: Window, greedy: Floats, tried: Ints, expected: Floats, price_s: Floats, of_share: bool
@@ -280,8 +267,8 @@ class LearningPolicy:
             return {
                 "policy": self.policy.state_dict(),
                 "learned": self._learned(),
-                "prediction": self.prediction.state_dict() if self.windows else None,
-                "reference": self.reference.state_dict(),
+                "model": self.fitted.state_dict(self.policy),
+                "reference": saved(self.reference),
                 "trials": [trial.state_dict() for trial in self.trials],
                 "pending": None if pending is None else {
                     "trial": pending.trial.state_dict(), "sizes": pending.sizes.tolist(),
@@ -300,14 +287,13 @@ class LearningPolicy:
             self._check(state["learned"])
             self.policy.load_state_dict(state["policy"])
             self._load_learned(state["learned"])
-            if state["prediction"] is not None:
-                self.prediction.load_state_dict(state["prediction"])
-            self.reference.load_state_dict(state["reference"])
-            self.trials = [Trial(**saved) for saved in state["trials"]]
-            saved = state["pending"]
-            self._pending = None if saved is None else Pending(
-                Trial(**saved["trial"]), np.asarray(saved["sizes"], np.int64),
-                np.asarray(saved["total"], np.float64), np.asarray(saved["log_step"], np.float64),
+            self.fitted.load_state_dict(state["model"])
+            self.reference = restored(self.reference, state["reference"])
+            self.trials = [Trial(**trial) for trial in state["trials"]]
+            pending = state["pending"]
+            self._pending = None if pending is None else Pending(
+                Trial(**pending["trial"]), np.asarray(pending["sizes"], np.int64),
+                np.asarray(pending["total"], np.float64), np.asarray(pending["log_step"], np.float64),
             )  # fmt: skip
             self._owed, self.windows = bool(state["owed"]), int(state["windows"])
 
@@ -348,6 +334,29 @@ class LearningPolicy:
 
 
 _COUNTED = ("tried", "updates", "divergence", "learned_at_s", "learning_s", "longest_s")
+
+
+def _log_value(model: JobModel, total: Floats, log_step: Floats) -> Floats:
+    """log goodput (N,) of global batches (N,) whose steps take that long, at the noise scale known now.
+
+    Without a noise scale, log samples/s: then only shares are tried, and the global batch is no temptation.
+    """
+    return log_goodput(total, log_step, model.log_waste(total.reshape(model.base.shape)).reshape(-1))
+
+
+def _price(model: JobModel, lead: tuple[int, ...], greedy: Floats, wished: Floats) -> tuple[Floats, Floats]:
+    """Expected loss (N,) in log goodput of sizes (N, K, W) against `greedy` (N, W), and log step time of that.
+
+    A deviation that the model calls a gain counts nothing rather than less than nothing.
+    """
+    every = np.concatenate([greedy[:, None], wished], 1)
+    each = np.moveaxis(every.reshape(*lead, *every.shape[1:]), -2, 0)  # (1 + K, ..., W)
+    # A worker that is given nothing still counts with its fixed cost here.
+    step = model.log_step(np.maximum(each, SLIGHTEST))
+    total = each.sum(-1)
+    value = np.moveaxis(log_goodput(total, step, model.log_waste(total)), 0, -1).reshape(len(greedy), -1)
+    price = np.maximum(value[:, :1] - value[:, 1:], 0.0).mean(-1)
+    return np.asarray(price), step[0].reshape(-1)
 
 
 def learning(policy: Policy, learn: bool | LiveConfig) -> Policy:

@@ -2,13 +2,11 @@
 
 b = project(B_rule * exp(g) * softmax(log share_rule_i + delta_i)): one delta per worker, of which only differences
 count, and one g per cluster. Untrained (delta = g = 0) it *is* the rule; trained, it corrects where the rule's model of
-the job is wrong. The network reads each worker's part of `features(window)` and what `residual.Memory` remembers.
+the job is wrong. The network reads each worker's part of `features(window)` and what `ResidualMemory` remembers.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,13 +17,17 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from dynamix.errors import ConfigError, PolicyFileError
-from dynamix.features import FEATURE_SCHEMA, LOCAL_FEATURES, local_features
+from dynamix.features import LOCAL_FEATURES, local_features
+from dynamix.model import JobModel
+from dynamix.policies.files import fill_network, read_policy, write_policy
+from dynamix.policies.fitted import FittedModel
+from dynamix.policies.goodput import worth_changing
 from dynamix.policies.learned.additive import STATE_FAMILIES
-from dynamix.policies.learned.residual import OWN_FEATURES, Memory
+from dynamix.policies.learned.residual import OWN_FEATURES, ResidualMemory
 from dynamix.projection import project
 from dynamix.window import Bounds, Floats, Ints, Window
 
-POLICY_SCHEMA = 2
+KIND = "residual"
 INPUTS = (*LOCAL_FEATURES, *OWN_FEATURES)
 # The residual moves a size by e^+-1.5 at most, and the global batch from e^-1.5 times the rule's to the rule's: a batch
 # that is too small costs little and heals, one that is too large was how early versions ran away, and it hides from
@@ -35,7 +37,6 @@ DELTA_LIMIT, LEAST_GROWTH, MOST_GROWTH = 1.5, -1.5, 0.0
 # hold the rule back entirely, but what it adds of its own comes in steps that the next windows can judge.
 TRUST = 0.3
 FEW_WORKERS = 64  # up to which torch's calls take longer than their arithmetic
-LARGEST_HIDDEN = 4096  # a network beyond this was never trained; a broken number could ask for all memory
 PRETRAINED = Path(__file__).parents[1] / "pretrained" / "dynamix.safetensors"
 
 
@@ -148,16 +149,24 @@ class LearnedPolicy:
         self.net = (net or ResidualNet()).eval()
         self.about = about or {}
         self.trust = float(self.about.get("trust", TRUST))
-        self.memory = Memory()
+        self.memory, self.fitted = ResidualMemory(), FittedModel()
+
+    def fit_model(self, window: Window) -> JobModel:
+        """Take in `window` ahead of `decide`; the job model after it. With another number of workers all begins anew."""
+        if self.memory.is_of_others(window):
+            self.memory = ResidualMemory()
+            self.fitted.forget()
+        return self.fitted.take_in(window)
 
     def decide(self, window: Window, bounds: Bounds) -> Ints:
         observed = self.observe(window, bounds)
         sizes = self.allocate(window, bounds, *self.act(observed, window.batch_size > 0))
-        return self.memory.rule.kept(window, bounds, sizes)
+        return worth_changing(self.fitted.now, window, bounds, sizes)
 
     def observe(self, window: Window, bounds: Bounds) -> NDArray[np.float32]:
-        """Ask the rule, update the memory and return what the network sees, (..., W, F)."""
-        own = self.memory.update(window, bounds)
+        """Take in the window, update the memory and return what the network sees, (..., W, F)."""
+        model = self.fitted.to_decide(window, self.fit_model)
+        own = self.memory.update(window, bounds, model, self.fitted.before)
         return np.concatenate([local_features(window), own], axis=-1)
 
     def act(self, observed: NDArray[np.float32], active: NDArray[np.bool_]) -> tuple[Floats, Floats]:
@@ -178,15 +187,15 @@ class LearnedPolicy:
         delta = delta - delta.sum(-1, keepdims=True) / np.maximum(active.sum(-1, keepdims=True), 1)
         delta = np.minimum(np.maximum(np.where(active, delta, 0.0), -DELTA_LIMIT), DELTA_LIMIT)
         growth = np.where(
-            self.memory.guided, np.clip(np.where(np.isnan(growth), 0.0, growth), LEAST_GROWTH, MOST_GROWTH), 0.0
+            self.fitted.now.guided, np.clip(np.where(np.isnan(growth), 0.0, growth), LEAST_GROWTH, MOST_GROWTH), 0.0
         )
         moved = wish * np.exp(delta)
         whole = wish.sum(-1) / np.maximum(moved.sum(-1), 1e-9) * np.exp(growth)
         low, high = self.trusted(window)
         sizes = np.where(
-            self.memory.measured[..., None], np.minimum(np.maximum(moved * whole[..., None], low), high), wish
+            self.fitted.now.measured[..., None], np.minimum(np.maximum(moved * whole[..., None], low), high), wish
         )
-        total = np.where(self.memory.guided, sizes.sum(-1), wish.sum(-1))
+        total = np.where(self.fitted.now.guided, sizes.sum(-1), wish.sum(-1))
         return project(sizes, bounds, total=total, current=window.batch_size)
 
     def trusted(self, window: Window) -> tuple[Floats, Floats]:
@@ -196,94 +205,27 @@ class LearnedPolicy:
         return np.minimum(now, wish) * np.exp(-self.trust), np.maximum(now, wish) * np.exp(self.trust)
 
     def state_dict(self) -> dict[str, Any]:
-        return self.memory.state_dict()
+        return {"memory": self.memory.state_dict(), "model": self.fitted.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.memory.load_state_dict(state)
+        self.memory.load_state_dict(state["memory"])
+        self.fitted.load_state_dict(state["model"])
 
     def save(self, path: str | Path) -> None:
         """Write `path` (safetensors) and its description beside it (`.json`); never pickle."""
-        from safetensors.torch import save
-
-        data = save({name: value.contiguous() for name, value in self.net.state_dict().items()})
-        described = {
-            **self.about,
-            "schema": POLICY_SCHEMA,
-            "feature_schema": FEATURE_SCHEMA,
-            "features": list(INPUTS),
-            "architecture": {"inputs": self.net.inputs, "hidden": self.net.hidden},
-            "sha256": hashlib.sha256(data).hexdigest(),
-        }
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_bytes(data)
-        Path(path).with_suffix(".json").write_text(json.dumps(described, indent=1) + "\n")
+        write_policy(path, KIND, self.net, self.about, features=INPUTS)
 
     @classmethod
     def load(cls, path: str | Path) -> LearnedPolicy:
         """The policy in a file written by `save`. Raises `PolicyFileError` if it cannot be trusted."""
-        from safetensors import SafetensorError
-        from safetensors.torch import load
-
-        about = read_description(path)
-        retrain = "copy both files again, or train one with `dynamix policy train`"
-        try:
-            data = Path(path).read_bytes()
-        except OSError as error:
-            raise PolicyFileError("policy", str(path), "a file that can be read", str(error.strerror)) from error
-        if hashlib.sha256(data).hexdigest() != about.get("sha256"):
-            raise PolicyFileError("policy", str(path), "a file whose sha256 is the one in its .json", retrain)
-        try:
-            net = ResidualNet(about["architecture"]["inputs"], about["architecture"]["hidden"])
-            net.load_state_dict(load(data))
-        except (SafetensorError, RuntimeError, KeyError, TypeError, ValueError) as error:
-            raise PolicyFileError("policy", str(path), "weights of the architecture in its .json", retrain) from error
-        if not all(bool(torch.isfinite(value).all()) for value in net.state_dict().values()):
-            raise PolicyFileError("policy", str(path), "finite weights", retrain)
+        about, weights = read_policy(path, KIND, features=INPUTS)
+        trust = about.get("trust", TRUST)
+        if isinstance(trust, bool) or not isinstance(trust, (int, float)) or not 0 < trust <= DELTA_LIMIT:
+            allowed = f"a number above 0, at most {DELTA_LIMIT}, beside {path}"
+            raise PolicyFileError("trust", trust, allowed, f"{TRUST} is what training writes")
+        net = ResidualNet(hidden=about["architecture"]["hidden"])
+        fill_network(net, weights, path, KIND)
         return cls(net, about=about)
-
-
-def read_description(path: str | Path) -> dict[str, Any]:
-    """The JSON beside a policy file, checked: it exists, is JSON, and has this version's schemas and features."""
-    file, sidecar = Path(path), Path(path).with_suffix(".json")
-    for needed in (file, sidecar):
-        if not needed.is_file():
-            fix = "check the path; a policy is two files, NAME.safetensors and NAME.json"
-            raise PolicyFileError("policy", str(needed), "an existing file", fix)
-    again = "copy both files again"
-    try:
-        about = json.loads(sidecar.read_text(encoding="utf-8"), parse_constant=_no_number)
-    except OSError as error:
-        raise PolicyFileError("policy", str(sidecar), "a file that can be read", str(error.strerror)) from error
-    except (ValueError, RecursionError) as error:  # ValueError: JSON's and Unicode's errors, and ours
-        raise PolicyFileError("policy", str(sidecar), "JSON", again) from error
-    if not isinstance(about, dict):
-        raise PolicyFileError("policy", str(sidecar), "a JSON object", again)
-    retrain = "train one for this version with `dynamix policy train`"
-    for key, wanted in (("schema", POLICY_SCHEMA), ("feature_schema", FEATURE_SCHEMA)):
-        if about.get(key) != wanted:
-            raise PolicyFileError(key, about.get(key), f"{wanted} in {sidecar}", retrain)
-    if about.get("features") != list(INPUTS):
-        raise PolicyFileError("features", "another list", f"the features of this version in {sidecar}", retrain)
-    _check_numbers(about, sidecar)
-    return about
-
-
-def _check_numbers(about: dict[str, Any], sidecar: Path) -> None:
-    """What is used unseen must be possible: a network of this size, a trust region within the action's limits."""
-    shape, own = about.get("architecture"), len(INPUTS)
-    sizes = (shape.get("inputs"), shape.get("hidden")) if isinstance(shape, dict) else (None, None)
-    for name, value, low, high in (("inputs", sizes[0], own, own), ("hidden", sizes[1], 1, LARGEST_HIDDEN)):
-        if type(value) is not int or not low <= value <= high:
-            allowed = f"{low} to {high} in {sidecar}" if low < high else f"{low} in {sidecar}"
-            raise PolicyFileError(f"architecture.{name}", value, allowed, "copy both files again")
-    trust = about.get("trust", TRUST)
-    if isinstance(trust, bool) or not isinstance(trust, (int, float)) or not 0 < trust <= DELTA_LIMIT:
-        fix = f"{TRUST} is what training writes"
-        raise PolicyFileError("trust", trust, f"a number above 0, at most {DELTA_LIMIT}, in {sidecar}", fix)
-
-
-def _no_number(text: str) -> float:
-    raise ValueError(f"{text} is not JSON")
 
 
 def pretrained(**options: Any) -> LearnedPolicy:

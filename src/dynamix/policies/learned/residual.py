@@ -7,17 +7,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from dynamix.model import JobModel
 from dynamix.model.elasticity import LocalElasticity
-from dynamix.model.fitting import (
-    UNKNOWN,
-    base_total,
-    busy_seconds,
-    exposed_seconds,
-    restored,
-    saved,
-    slowest_seconds,
-)
-from dynamix.policies.goodput import Goodput
+from dynamix.model.measured import base_total, busy_seconds, step_seconds
+from dynamix.model.state import UNKNOWN, restored, saved
+from dynamix.policies.goodput import wish
 from dynamix.window import Bounds, Floats, Window
 
 OWN_FEATURES = (
@@ -60,25 +54,29 @@ OWN_FEATURES = (
 JUMP = 0.2  # log seconds: a surprise beyond this counts as a jump of speed
 
 
-class Memory:
-    """Asks the rule and follows its fortunes, for windows of shape (..., W).
+class ResidualMemory:
+    """Follows how the goodput rule fares by its model, for windows of shape (..., W).
 
-    After `update`, `wish` holds the rule's real sizes, and `asked` the window they answer.
+    After `update`, `wish` holds the rule's real sizes.
     """
 
     def __init__(self) -> None:
-        self.rule, self.curve = Goodput(), LocalElasticity()
+        self.curve = LocalElasticity()
         self.wish: Floats = UNKNOWN  # (..., W)
         self.per_worker: Floats = UNKNOWN  # (len(_WORKER), ..., W), each by name below
         self.total: Floats = UNKNOWN  # (...) log global batch of the window before
         self.windows = 0
-        self.asked: Window | None = None
 
-    def update(self, window: Window, bounds: Bounds) -> NDArray[np.float32]:
-        """Take in a window; the own features (..., W, len(OWN_FEATURES)), finite, in [-3, 3]."""
+    def is_of_others(self, window: Window) -> bool:
+        """Whether nothing remembered holds for the workers of `window`: they are of another number."""
+        return self.windows > 0 and self.per_worker.shape[1:] != window.batch_size.shape
+
+    def update(self, window: Window, bounds: Bounds, model: JobModel, before: JobModel) -> NDArray[np.float32]:
+        """Take in a window; the own features (..., W, len(OWN_FEATURES)), finite, in [-3, 3].
+
+        model    after this window, and `before` it
+        """
         shape = window.batch_size.shape
-        if self.windows and self.per_worker.shape[1:] != shape:
-            self.__init__()  # type: ignore[misc]  # another cluster: nothing remembered holds
         first = self.windows == 0
         if first:
             self.per_worker = np.zeros((len(_WORKER), *shape))
@@ -86,12 +84,14 @@ class Memory:
         past = dict(zip(_WORKER, self.per_worker, strict=True))
         batch, busy = window.batch_size.astype(np.float64), busy_seconds(window)
         unit = base_total(window)[..., None] / window.workers
-        surprise, step_surprise = (0.0 * batch, 0.0 * batch[..., 0]) if first else self._surprises(window, batch, busy)
-        self.wish, self.asked = self.rule.wish(window, bounds), window
-        alpha, beta = self.rule.alpha, self.rule.beta
-        self.curve.update(unit, batch, busy)
-        own = self._of_rule(window, bounds, unit)
-        own |= self._of_curve(unit, batch)
+        surprise, step_surprise = (0.0 * batch, 0.0 * batch[..., 0])
+        if not first:
+            surprise, step_surprise = _surprises(before, window, batch, busy)
+        self.wish = wish(model, window, bounds)
+        alpha, beta = model.line
+        self.curve = self.curve.update(unit, batch, busy)
+        own = self._of_rule(model, window, bounds, unit)
+        own |= self._of_curve(model, unit, batch)
         own |= self._of_time(past, np.log(np.maximum(alpha + beta * unit, 1e-12)), surprise, first)
         with np.errstate(divide="ignore", invalid="ignore"):
             own["residue"] = np.log(busy / (alpha + beta * batch))
@@ -115,51 +115,30 @@ class Memory:
         self.per_worker = _known(remembered)
         return self._stacked(own, shape)
 
-    @property
-    def measured(self) -> NDArray[np.bool_]:
-        """Clusters (...) of which any worker was ever timed."""
-        return np.asarray(np.isfinite(self.rule.costs.level[..., 0]).any(-1))
-
-    @property
-    def guided(self) -> NDArray[np.bool_]:
-        """Clusters (...) with a noise scale; without one nothing says which global batch is better."""
-        return np.asarray(np.isfinite(self.rule.noise.level))
-
-    def _surprises(self, window: Window, batch: Floats, busy: Floats) -> tuple[Floats, Floats]:
-        """Measured against predicted log seconds, of workers (..., W) and of steps (...), by the rule as it was."""
-        rule = self.rule
-        expected = rule.alpha + rule.beta * batch
-        with np.errstate(divide="ignore", invalid="ignore"):
-            surprise = np.log(busy / expected)
-            slowest = np.maximum((rule.stretch[..., None] * expected).max(-1), 1e-12)
-            whole = slowest_seconds(window) + _known(exposed_seconds(window))
-            step = np.log(whole) - rule.exchange.log_step(slowest[..., None])[..., 0]
-        return _known(surprise), _known(step)
-
-    def _of_rule(self, window: Window, bounds: Bounds, unit: Floats) -> dict[str, Floats]:
-        rule, batch = self.rule, np.maximum(window.batch_size, 0.5)
+    def _of_rule(self, model: JobModel, window: Window, bounds: Bounds, unit: Floats) -> dict[str, Floats]:
+        batch, (alpha, beta) = np.maximum(window.batch_size, 0.5), model.line
         wish, high = np.maximum(self.wish, 0.5), np.maximum(bounds.high, 1.0)
         total, now = wish.sum(-1), batch.sum(-1)
         with np.errstate(divide="ignore", invalid="ignore"):
             return {
                 "move": np.log(wish / batch),
                 "rule_share": np.log(wish / wish.mean(-1, keepdims=True)),
-                "rule_elasticity": rule.beta * batch / (rule.alpha + rule.beta * batch) - 0.8,
+                "rule_elasticity": beta * batch / (alpha + beta * batch) - 0.8,
                 "rule_to_cap": np.log(wish / high) / 2,
                 "to_cap": np.log(batch / high) / 2,
                 "coarse": 4.0 / (4.0 + batch),
-                "uncertainty": 0.5 * np.log(rule.costs.variance + 1e-6) + 4.0,
-                "jitter": 0.5 * np.log(rule.costs.jitter + 1e-6) + 3.0,
+                "uncertainty": 0.5 * np.log(model.costs.variance + 1e-6) + 4.0,
+                "jitter": 0.5 * np.log(model.costs.jitter + 1e-6) + 3.0,
                 "rule_growth": _wide(np.log(total / now)),
-                "spread": 5 * _wide(np.log(rule.stretch)),
-                "noise_ratio": _wide(rule.noise.level - np.log(now)) / 2,
-                "measuring_error": _wide(0.5 * np.log(rule.costs.error + 1e-6)) + 4.0,
+                "spread": 5 * _wide(np.log(model.stretch)),
+                "noise_ratio": _wide(model.noise.level - np.log(now)) / 2,
+                "measuring_error": _wide(0.5 * np.log(model.costs.error + 1e-6)) + 4.0,
                 "steps": _wide(np.log(window.steps) - 1.6) + 0.0 * unit,
             }
 
-    def _of_curve(self, unit: Floats, batch: Floats) -> dict[str, Floats]:
+    def _of_curve(self, model: JobModel, unit: Floats, batch: Floats) -> dict[str, Floats]:
         curve = self.curve
-        excess = curve.excess(unit, self.rule.alpha, self.rule.beta)
+        excess = curve.excess(unit, *model.line)
         steep, known = curve.around(excess, unit, batch)
         return {
             "warned": curve.beyond(excess, unit, batch, self.wish),
@@ -190,28 +169,31 @@ class Memory:
         return np.ascontiguousarray(np.moveaxis(stacked, 0, -1), dtype=np.float32)
 
     def state_dict(self) -> dict[str, Any]:
-        arrays = {name: getattr(self, name).tolist() for name in ("wish", "per_worker", "total")}
-        now = {name: getattr(self.rule, name).tolist() for name in ("alpha", "beta", "stretch")}
-        rule, curve = self.rule.state_dict(), saved(self.curve)
-        return {**arrays, "windows": self.windows, "rule": rule, "now": now, "curve": curve}
+        arrays = {name: getattr(self, name).tolist() for name in ("per_worker", "total")}
+        return {**arrays, "windows": self.windows, "curve": saved(self.curve)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.rule.load_state_dict(state["rule"])
-        restored(self.curve, state["curve"])
-        for target, values in (
-            (self, {n: state[n] for n in ("wish", "per_worker", "total")}),
-            (self.rule, state["now"]),
-        ):
-            for name, value in values.items():
-                setattr(target, name, np.asarray(value, dtype=np.float64))
+        self.curve = restored(self.curve, state["curve"])
+        self.per_worker, self.total = (np.asarray(state[name], dtype=np.float64) for name in ("per_worker", "total"))
         self.windows = int(state["windows"])
 
 
-# What `Memory.per_worker` keeps.
+# What `ResidualMemory.per_worker` keeps.
 _WORKER = (
     "last_surprise", "older_surprise", "slow", "best", "windows_since", "jumps", "last_share", "at_cap",
     "log_batch", "change", "swing",
 )  # fmt: skip
+
+
+def _surprises(before: JobModel, window: Window, batch: Floats, busy: Floats) -> tuple[Floats, Floats]:
+    """Measured against predicted log seconds, of workers (..., W) and of steps (...), by the model of before the window."""
+    alpha, beta = before.line
+    expected = alpha + beta * batch
+    with np.errstate(divide="ignore", invalid="ignore"):
+        surprise = np.log(busy / expected)
+        slowest = np.maximum((before.stretch[..., None] * expected).max(-1), 1e-12)
+        step = np.log(step_seconds(window)) - before.exchange.log_step(slowest[..., None])[..., 0]
+    return _known(surprise), _known(step)
 
 
 def _follow(average: Floats, value: np.ndarray, weight: float) -> Floats:

@@ -10,7 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from dynamix.model.fitting import UNKNOWN, Exchange, Largest, NoiseByBatch, restored, saved
+from dynamix.model.exchange import Exchange
+from dynamix.model.noise import NoiseByBatch
+from dynamix.model.outcome import log_goodput
+from dynamix.model.running import Largest
+from dynamix.model.state import UNKNOWN, array_of, restored, saved
 from dynamix.policies.goodput import GROWTH
 from dynamix.policies.stigmergic.traces import (
     AIM,
@@ -134,15 +138,16 @@ class Crowd:
         seen = seen and self.largest.total.shape == one.shape
         with np.errstate(divide="ignore", invalid="ignore"):
             if not seen:
-                self.noise.update(smell.load * smell.noise / (1.0 - smell.noise), smell.load)
+                self.noise = self.noise.update(smell.load * smell.noise / (1.0 - smell.noise), smell.load)
                 last = np.minimum(smell.last, 0.98)  # an exchange of nothing at all is a slip of the clock
-                self.exchange.update(last * seconds, (1.0 - last) * seconds)
-                self.largest.update(np.where(np.isnan(load), 1.0, load), one)
+                self.exchange = self.exchange.update(last * seconds, (1.0 - last) * seconds)
+                self.largest = self.largest.update(np.where(np.isnan(load), 1.0, load), one)
             free = np.log(self.largest.total) + GROWTH * np.fmin(steps, 500.0) - np.log(load)
             log_load = np.log(load)[..., None] + CANDIDATES * reach
-            finish = np.maximum(smell.finish(np.exp(log_load)), smell.floor[..., None] + 1e-6)
+            loads = np.exp(log_load)
+            finish = np.maximum(smell.finish(loads), smell.floor[..., None] + 1e-6)
             step = self.exchange.log_step(seconds[..., None] * finish)
-            teaches = log_load - step - self.noise.log_waste(np.exp(log_load), one)
+            teaches = log_goodput(loads, step, self.noise.log_waste(loads, one))
         value = np.where(np.isnan(teaches), 0.0, teaches) - 0.5 * price * np.square(log_load)
         value = np.where(np.isnan(value), -np.inf, value)
         at = value.argmax(-1)
@@ -162,6 +167,5 @@ class Crowd:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name in self._PARTS:
-            restored(getattr(self, name), state[name])
-        last = np.asarray(state["last"])
-        self.last, self.searches = last if last.size else UNKNOWN, int(state["searches"])
+            setattr(self, name, restored(getattr(self, name), state[name]))
+        self.last, self.searches = array_of(state["last"]), int(state["searches"])

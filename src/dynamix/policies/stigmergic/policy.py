@@ -20,8 +20,9 @@ import numpy as np
 import torch
 
 from dynamix.errors import PolicyFileError
-from dynamix.model.fitting import UNKNOWN, mean_of_known
-from dynamix.policies.files import read_policy, write_policy
+from dynamix.model.measured import mean_of_known
+from dynamix.model.state import UNKNOWN
+from dynamix.policies.files import read_policy, retrain, write_policy
 from dynamix.policies.stigmergic.crowd import Crowd, Smell
 from dynamix.policies.stigmergic.field import Decay, MemoryField
 from dynamix.policies.stigmergic.traces import (
@@ -223,7 +224,7 @@ class StigmergicPolicy:
         """The log change that all make alike, (..., 1 or W), each one's whole log change from `load` and the load it aims at, (..., W);
         NaN where the traces are not known."""
         p = self.parameters
-        self.habit.costs.lean_to(np.maximum(smell.fixed, 0.0)[..., None], p.kin)
+        self.habit.costs = self.habit.costs.lean_to(np.maximum(smell.fixed, 0.0)[..., None], p.kin)
         # Times are in steps of the traces' window; since an old one all have made a move.
         step = self.habit.before if old else self.habit.step
         step = step if smell.load.shape == own.size.shape else mean_of_known(step)[..., None]
@@ -310,8 +311,8 @@ class StigmergicPolicy:
         names = [f.name for f in dataclasses.fields(Parameters)]
         values = weights.get("parameters")
         if values is None or values.shape != (len(names),) or list(about.get("parameters", ())) != names:
-            retrain = "train one for this version: dynamix policy train --policy stigmergic"
-            raise PolicyFileError("parameters", str(path), f"a number for each of {', '.join(names)}", retrain)
+            allowed = f"a number for each of {', '.join(names)}"
+            raise PolicyFileError("parameters", str(path), allowed, retrain(KIND))
         for name, value in zip(names, values.tolist(), strict=True):
             low, high = RANGES[name]
             if not low <= value <= high:

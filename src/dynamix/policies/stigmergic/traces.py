@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dynamix.model.fitting import base_total, busy_seconds
+from dynamix.model.measured import base_total, busy_seconds
 from dynamix.window import Floats, Window
 
 # present  1 for every worker and window

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from dynamix.model.costs import WorkerCosts
-from dynamix.model.fitting import UNKNOWN, restored, saved
+from dynamix.model.state import UNKNOWN, array_of, saved
 from dynamix.policies.stigmergic.traces import Own
 from dynamix.window import Floats, Ints, Window
 
@@ -58,8 +58,8 @@ class Habit:
             own.size[..., None].astype(np.int64), compute=own.busy[..., None], compute_std=(own.jitter * own.busy)[..., None],
             steps=own.steps, base_batch=own.unit,
         )  # fmt: skip
-        self.costs.update(alone)
-        alpha, beta = (x[..., 0] for x in self.costs.at(alone))
+        self.costs = self.costs.update(alone)
+        alpha, beta = self.costs.alpha[..., 0], self.costs.beta[..., 0]
         step, self.before = own.busy + own.blocked, self.step
         with np.errstate(divide="ignore", invalid="ignore"):
             self._take("step", step, 1.0)
@@ -76,7 +76,7 @@ class Habit:
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            **saved(self),
+            **{name: getattr(self, name).tolist() for name in self.FIELDS},
             "pinned": self.pinned.tolist(),
             "least": np.asarray(self.least, dtype=np.float64).tolist(),
             "costs": saved(self.costs),
@@ -84,10 +84,10 @@ class Habit:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        restored(self, state)
-        restored(self.costs, state["costs"])
+        for name in self.FIELDS:
+            setattr(self, name, array_of(state[name]))
+        self.costs = self.costs.restored(state["costs"], lean=np.asarray(state["lean"]))
         self.least = np.asarray(state["least"], dtype=np.float64)
-        self.costs.lean = np.asarray(state["lean"])
         self.pinned = np.asarray(state["pinned"], dtype=bool).reshape(self.wish.shape)
 
     def _take(self, name: str, value: Floats, weight: float) -> None:

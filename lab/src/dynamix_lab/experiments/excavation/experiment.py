@@ -28,7 +28,7 @@ import torch
 from dynamix.errors import ConfigError, StateError
 from dynamix_lab.experiments.excavation.aggregate import stratified
 from dynamix_lab.experiments.excavation.ground import GROUNDS
-from dynamix_lab.experiments.excavation.learner import Actions, DQNConfig, Training, evaluate, without_traces
+from dynamix_lab.experiments.excavation.learner import Actions, DQNConfig, DQNTraining, evaluate, without_traces
 from dynamix_lab.experiments.excavation.lessons import CURRICULUM, Stage
 from dynamix_lab.experiments.excavation.maddpg import MADDPGConfig, MADDPGTraining, not_installed
 from dynamix_lab.experiments.excavation.mappo import MAPPOConfig, MAPPOTraining
@@ -225,7 +225,7 @@ def _trained(config: ExperimentConfig, method: str, seed: int) -> Callable[[Seen
         maddpg.run()
         return maddpg.act
     dqn = config.dqn if method == "s-madrl" else without_traces(config.dqn)
-    training = Training(config.task, dqn, **how)
+    training = DQNTraining(config.task, dqn, **how)
     training.run()
     return training.learner.act
 

@@ -22,7 +22,7 @@ from torch import nn
 
 from dynamix.errors import ConfigError
 from dynamix_lab.experiments.excavation.lessons import CURRICULUM, Lessons, Stage
-from dynamix_lab.experiments.excavation.sharing import Workload
+from dynamix_lab.experiments.excavation.sharing import WorkShares
 from dynamix_lab.experiments.excavation.world import ACTIONS, Excavation, ExcavationConfig, Seen
 
 Actions = NDArray[np.int64]
@@ -179,7 +179,7 @@ class DQN:
         self.generator.set_state(state["generator"])
 
 
-class Training:
+class DQNTraining:
     """Learning by a curriculum in B worlds at once, one gradient step per step of the worlds.
 
     Stopped at any step and resumed from `state_dict`, it ends in the same weights.
@@ -225,7 +225,7 @@ class Training:
 
 def evaluate(
     act: Callable[[Seen], Actions], task: ExcavationConfig, *, agents: int, worlds: int = 16, seed: int = 0
-) -> Workload:
+) -> WorkShares:
     """Let `act` (observations (B, N, F) to actions (B, N)) work for one horizon in B worlds."""
     env = Excavation(task, agents=agents, worlds=worlds, seed=seed)
     seen = env.observe()

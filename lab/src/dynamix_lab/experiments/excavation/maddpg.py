@@ -1,6 +1,6 @@
 """MADDPG, a baseline (Lowe et al. 2017), by AgileRL: one actor for all agents, a central critic of what all see and do.
 
-AgileRL brings far more than dynamix does, so it is an extra that nothing else needs: `pip install "dynamix-train[maddpg]"`,
+AgileRL brings far more than the laboratory needs, so it is an extra: `pip install "dynamix-lab[maddpg]"`,
 best in an environment of its own. Networks, Gumbel-softmax and updates are its own; ours are the memory, because its
 keeps one object per step, and that the agents act by its actor directly. Rewards are the team's mean, no traces are seen, as with MAPPO.
 """
@@ -50,7 +50,7 @@ class MADDPGConfig:
 
 
 class MADDPGTraining:
-    """The same curriculum and number of steps of the worlds as `learner.Training`.
+    """The same curriculum and number of steps of the worlds as `learner.DQNTraining`.
 
     The critic has room for the largest number of agents. Who is absent in a stage is seen as zeros, but learns with the
     others from the same reward, and has actions where AgileRL asks its actors for the next ones. Raises `ConfigError` if AgileRL is not installed.
@@ -137,7 +137,7 @@ class MADDPGTraining:
 
 def not_installed() -> ConfigError:
     """The error where AgileRL is missing."""
-    return ConfigError("method", "maddpg", "an installed agilerl", 'pip install "dynamix-train[maddpg]"')
+    return ConfigError("method", "maddpg", "an installed agilerl", 'pip install "dynamix-lab[maddpg]"')
 
 
 def _agilerl(names: list[str], features: int, config: MADDPGConfig) -> Any:

@@ -1,7 +1,7 @@
 """MAPPO, a baseline (Yu et al. 2022): one actor for all agents, each on its own observation; a central critic while learning.
 
-The learner is dynamix's own discrete PPO (`dynamix.training.clipped`), the reward the team's mean. It does not see traces, as
-in the paper's comparison, unless asked.
+The learner is dynamix's own PPO, the reward the team's mean. It does not see traces, as in the paper's comparison,
+unless asked.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from dynamix.errors import ConfigError
-from dynamix.training.clipped import Clipped, ClippedConfig
-from dynamix.training.simplified import Episode
+from dynamix.training.distributions import categorical
+from dynamix.training.episodes import Episode
+from dynamix.training.ppo import PPO, PPOConfig
 from dynamix_lab.experiments.excavation.learner import Actions, perceptron
 from dynamix_lab.experiments.excavation.lessons import CURRICULUM, Lessons, Stage
 from dynamix_lab.experiments.excavation.world import ACTIONS, ExcavationConfig, Seen
@@ -47,7 +48,7 @@ class MAPPOConfig:
             )
 
 
-class ActorCritic(nn.Module):
+class TeamCriticNet(nn.Module):
     """Observations (N, W, F) to logits (N, W, A), each from its own agent's, and the team's value (N,) from all."""
 
     def __init__(self, features: int, hidden: int, generator: torch.Generator) -> None:
@@ -66,7 +67,7 @@ class ActorCritic(nn.Module):
 
 
 class MAPPOTraining:
-    """The same interface, curriculum and number of steps of the worlds as `learner.Training`; stages in whole rollouts."""
+    """The same interface, curriculum and number of steps of the worlds as `learner.DQNTraining`; stages in whole rollouts."""
 
     def __init__(
         self,
@@ -83,16 +84,17 @@ class MAPPOTraining:
             raise ConfigError("stages", stages, f"stages of a multiple of {c.rollout} steps", fix)
         self.lessons = Lessons(task, stages=stages, worlds=worlds, seed=seed)
         features = self.lessons.task.features
-        net = ActorCritic(features, c.hidden, torch.Generator().manual_seed(seed))
-        settings = ClippedConfig(
+        net = TeamCriticNet(features, c.hidden, torch.Generator().manual_seed(seed))
+        settings = PPOConfig(
             learning_rate=c.learning_rate,
-            discount_per_s=c.gamma,  # a step is a second here
+            gamma=c.gamma,
             gae_lambda=c.gae_lambda,
             epochs=c.epochs,
-            rows=c.rows,
+            worker_rows=c.rows,
             entropy_weight=c.entropy_weight,
+            max_gradient_norm=1.0,
         )
-        self.learner = Clipped(net, settings, seed=seed)
+        self.learner = PPO(net, categorical, settings, seed=seed)
         self.mask = torch.ones(features)
         if not c.traces:
             self.mask[self.lessons.task.traces] = 0.0
@@ -143,7 +145,7 @@ class MAPPOTraining:
             mask=present.expand(observed.shape[:-1]),
             chosen=torch.stack(chosen),
             reward=paid,
-            seconds=torch.ones_like(paid),
+            duration=torch.ones_like(paid),
             final_observed=final,
             final_mask=present,
         )

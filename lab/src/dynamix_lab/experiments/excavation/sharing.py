@@ -47,7 +47,7 @@ def _work(work: ArrayLike) -> Floats:
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
+class WorkShares:
     """What N agents did in each of B worlds: arrays (B, N), over `steps` steps.
 
     delivered    pellets brought to the nest

@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 from dynamix.errors import ConfigError
 from dynamix.policies.stigmergic.field import Decay, Floats, Ints, MemoryField
 from dynamix_lab.experiments.excavation.ground import Burrow, Shape
-from dynamix_lab.experiments.excavation.sharing import Workload
+from dynamix_lab.experiments.excavation.sharing import WorkShares
 
 Seen = NDArray[np.float32]
 Flags = NDArray[np.bool_]
@@ -26,7 +26,7 @@ _TRACE_CEILING = 4.0  # what is read is cut there and halved, so that 1 is a cel
 
 
 @dataclass(frozen=True, slots=True)
-class RewardWeights:
+class EventRewards:
     """Points and the weight of each of the four events; known at second hand only."""
 
     closer: float = 2.5  # a step towards the own goal: the face, or with a pellet the nest
@@ -53,7 +53,7 @@ class ExcavationConfig:
 
     shape: Shape = field(default_factory=Shape)
     decay: Decay = field(default_factory=Decay)
-    rewards: RewardWeights = field(default_factory=RewardWeights)
+    rewards: EventRewards = field(default_factory=EventRewards)
     sight: int = 1
     smell: int = 2
     horizon: int = 1000
@@ -188,9 +188,9 @@ class Excavation:
         parts = (np.stack(own, -1), b.rock[near], empty[world, near], laden[world, near], traces)
         return np.concatenate(parts, -1, dtype=np.float32)
 
-    def workload(self) -> Workload:
+    def workload(self) -> WorkShares:
         """What was done since the last reset."""
-        return Workload(
+        return WorkShares(
             self.clock, self.delivered.copy(), self.collisions.copy(), self.bumps.copy(), self.reward.copy()
         )
 

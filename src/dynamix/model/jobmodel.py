@@ -1,0 +1,257 @@
+"""What a job would do under any allocation, fitted online from its windows.
+
+`Goodput` answers with the allocation that this model finds best, the guard compares what it predicts with what was reached,
+live learning asks it what a deviation may cost, and the learned policy corrects its answer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from dynamix.errors import ConfigError, UsageError
+from dynamix.model.costs import WorkerCosts
+from dynamix.model.exchange import Exchange
+from dynamix.model.measured import base_total, exposed_seconds, noise_scale, slowest_seconds, step_seconds
+from dynamix.model.noise import NoiseByBatch
+from dynamix.model.outcome import log_goodput, measured_log_goodput
+from dynamix.model.running import Largest, Smoothed
+from dynamix.model.split import at_most, best_split, split
+from dynamix.model.state import merged, nothing, restored, saved
+from dynamix.window import Bounds, Floats, Window
+
+CostForm = Literal["tangent", "full"]
+UnknownNoise = Literal["none", "base"]
+NoiseSource = Literal["fitted", "window"]
+MOST_SPREAD = 2.0
+
+
+@dataclass(frozen=True, eq=False)
+class JobModel:
+    """Step time and progress of a job as functions of its sizes, for windows of shape (..., W).
+
+    Immutable: `update` returns the model after a window. Sizes are samples per micro-batch and worker, totals their sums.
+    What it says is of the situation in the last window.
+
+    costs     what each worker takes for a batch
+    exchange  how long gradients travel, and how far that hides behind computing
+    noise     the noise scale at any global batch
+    spread    how much later than the slowest worker's mean the slowest worker of a step is
+    largest   the largest global batch that training has met
+    base      (...) the base batch; sizes (..., W) and step (...) are those of the last window
+
+    >>> model, sizes = JobModel(), np.array([64, 64])
+    >>> for step in (5, 10):
+    ...     model = model.update(Window.of(sizes, compute=[0.1, 0.2], wait=0.0, communication=0.1, steps=5, step=step))
+    >>> even, better = model.step_s([[64, 64], [90, 38]])
+    >>> bool(better < even)
+    True
+    """
+
+    costs: WorkerCosts = field(default_factory=WorkerCosts)
+    exchange: Exchange = field(default_factory=Exchange)
+    noise: NoiseByBatch = field(default_factory=NoiseByBatch)
+    spread: Smoothed = field(default_factory=lambda: Smoothed(0.3))
+    largest: Largest = field(default_factory=Largest)
+    base: Floats = field(default_factory=nothing)
+    sizes: Floats = field(default_factory=nothing)
+    step: Floats = field(default_factory=nothing)
+    # The bounds and reach asked about last, and the answer: a guard asks what the policy under it has asked.
+    _asked: list[tuple[Bounds, Floats, Floats]] = field(default_factory=list, init=False, repr=False)
+
+    PARTS: ClassVar[tuple[str, ...]] = ("exchange", "noise", "spread", "largest")
+    FIELDS: ClassVar[tuple[str, ...]] = ("base", "sizes", "step")
+
+    # ------------------------------------------------------------ fitting
+
+    def update(self, window: Window) -> JobModel:
+        """The model after `window`.
+
+        A window whose `step` is not above the last one's is ignored, each cluster for itself; one that names no step never
+        is. With another number of workers costs begin anew, and what is known of the job as a whole stays.
+        """
+        newer = self._newer(window)
+        if not newer.any():
+            return self
+        slowest, base = slowest_seconds(window), base_total(window)
+        total = window.batch_size.sum(-1).astype(np.float64)
+        known_step = self.step if self.step.shape == window.step.shape else np.full(window.step.shape, np.nan)
+        after = JobModel(
+            costs=self.costs.update(window),
+            exchange=self.exchange.update(slowest, exposed_seconds(window)),
+            noise=self.noise.update(noise_scale(window), total / base),
+            spread=self.spread.update(_spread(window, slowest)),
+            largest=self.largest.update(total, base),
+            base=base,
+            sizes=window.batch_size.astype(np.float64),
+            step=np.where(np.isnan(window.step), known_step, window.step),
+        )
+        return after if newer.all() else self._merged(newer, after)
+
+    def _newer(self, window: Window) -> np.ndarray:
+        """Clusters (...) in which this window was not taken in before."""
+        if self.sizes.shape != window.batch_size.shape:
+            return np.ones(window.step.shape, dtype=bool)
+        return np.asarray(~(window.step <= self.step))
+
+    def _merged(self, newer: np.ndarray, after: JobModel) -> JobModel:
+        """`after` where (...) it is `newer`, this one elsewhere."""
+        parts: dict[str, Any] = {name: merged(newer, getattr(after, name), getattr(self, name)) for name in self.PARTS}
+        costs = self.costs.merged(newer, after.costs)
+        return merged(newer, dataclasses.replace(after, costs=costs, **parts), self)
+
+    # ------------------------------------------------------------ asking
+
+    def step_s(self, sizes: ArrayLike, *, costs: CostForm = "tangent", quantile: float | None = None) -> Floats:
+        """Expected seconds (...) of an optimizer step with `sizes` (..., W); NaN where nothing was measured.
+
+        Several allocations at once with more leading dimensions, (K, ..., W) to (K, ...).
+
+        costs      "tangent": the lines that touch the costs at the sizes in force; "full": the costs themselves
+        quantile   None: the mean. Nothing else is possible yet
+        """
+        return np.asarray(np.exp(self.log_step(sizes, costs=costs, quantile=quantile)))
+
+    def log_step(self, sizes: ArrayLike, *, costs: CostForm = "tangent", quantile: float | None = None) -> Floats:
+        """The log of `step_s`, as it is estimated: differences of it lose no digits."""
+        if quantile is not None:
+            raise ConfigError("quantile", quantile, "None", "leave it out: only mean step times are fitted so far")
+        _one_of("costs", costs, "tangent", "full")
+        self._require_a_window()
+        each = np.asarray(sizes, dtype=np.float64)
+        if costs == "full":
+            seconds = self.costs.seconds(np.maximum(each, 0.0), self.base / self.sizes.shape[-1])
+        else:
+            alpha, beta = self.line
+            seconds = np.where(each > 0, alpha + beta * each, 0.0)
+        slowest = seconds.max(-1)
+        step = self.exchange.log_step((self.stretch * slowest)[..., None])[..., 0]
+        return np.where(self.measured & np.isfinite(slowest), step, np.nan)
+
+    def log_waste(self, total: ArrayLike, *, unknown: UnknownNoise = "none") -> Floats:
+        """Expected log of how much less a sample teaches in global batches `total` (...) than in one of the base batch.
+
+        Several at once with more leading dimensions.
+
+        unknown   what an unknown noise scale counts as: "none": nothing, all samples teach alike; "base": the base batch,
+                  since whoever chose it found it to be about where more samples stop paying
+        """
+        self._require_a_window()
+        return self._waste(np.asarray(total, dtype=np.float64), self.base, unknown)
+
+    def log_goodput(self, sizes: ArrayLike, *, costs: CostForm = "tangent", unknown: UnknownNoise = "none") -> Floats:
+        """Expected log goodput (...) of `sizes` (..., W), up to a constant of the cluster, as `outcome.log_goodput` counts."""
+        total = np.asarray(sizes, dtype=np.float64).sum(-1)
+        return log_goodput(total, self.log_step(sizes, costs=costs), self.log_waste(total, unknown=unknown))
+
+    def achieved(self, window: Window, *, noise: NoiseSource = "fitted") -> Floats:
+        """Log goodput (...) of `window` as it was measured; NaN where times are missing.
+
+        noise   "fitted": by the fitted noise scale, the base batch where that is unknown, on the scale of `log_goodput`;
+                "window": by the window's own noise scale (`outcome.measured_log_goodput`)
+        """
+        _one_of("noise", noise, "fitted", "window")
+        if noise == "window":
+            return measured_log_goodput(window)
+        self._require_a_window()
+        total = window.batch_size.sum(-1).astype(np.float64)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            log_step = np.log(step_seconds(window))
+        return log_goodput(total, log_step, self._waste(total, base_total(window), "base"))
+
+    def best(self, bounds: Bounds, reach: ArrayLike = np.inf) -> Floats:
+        """Real sizes (..., W) within `bounds` of highest expected goodput, by the lines of `step_s`.
+
+        Without a noise scale the global batch stays and only shares move; where nothing was measured all sizes stay.
+
+        reach   (...) how far the log of the global batch may lie beyond the largest that training has met
+        """
+        self._require_a_window()
+        limit = np.asarray(reach, dtype=np.float64)
+        for known_bounds, known_limit, answer in self._asked:
+            if known_bounds is bounds and np.array_equal(known_limit, limit):
+                return answer
+        answer = self._best(bounds, limit)
+        answer.setflags(write=False)  # it may be given out again
+        self._asked[:] = [(bounds, limit, answer)]
+        return answer
+
+    def _best(self, bounds: Bounds, reach: Floats) -> Floats:
+        alpha, beta = self.line
+        stretch, base = self.stretch[..., None], self.base
+
+        def of(finish_s: Floats, total: Floats) -> Floats:
+            return log_goodput(total, self.exchange.log_step(stretch * finish_s), self.noise.log_waste(total, base))
+
+        best = best_split(alpha, beta, at_most(bounds, self.largest.total * np.exp(reach)), of)
+        if not self.guided.all():
+            even_time = split(self.sizes.sum(-1), alpha, beta, bounds)
+            best = np.where(self.guided[..., None], best, even_time)
+        return np.where(self.measured[..., None], best, self.sizes)
+
+    # ------------------------------------------------------------ what it knows
+
+    @cached_property
+    def line(self) -> tuple[Floats, Floats]:
+        """alpha (s) and beta (s/sample), (..., W), at the sizes in force; 0 and 1 where nobody was measured."""
+        alpha, beta = self.costs.alpha, self.costs.beta
+        return np.where(np.isnan(alpha), 0.0, alpha), np.where(np.isnan(beta), 1.0, beta)
+
+    @cached_property
+    def measured(self) -> np.ndarray:
+        """Clusters (...) of which any worker was ever timed."""
+        return np.asarray(np.isfinite(self.costs.beta).all(-1))
+
+    @cached_property
+    def guided(self) -> np.ndarray:
+        """Clusters (...) with a noise scale; without one nothing says which global batch is better."""
+        return np.asarray(np.isfinite(self.noise.level))
+
+    @cached_property
+    def stretch(self) -> Floats:
+        """How many times as long as the slowest mean (...) the slowest worker of a step takes; 1 where that is unknown."""
+        return np.where(np.isnan(self.spread.log), 1.0, self.spread.value)
+
+    def _waste(self, total: Floats, base: Floats, unknown: UnknownNoise) -> Floats:
+        _one_of("unknown", unknown, "none", "base")
+        waste = self.noise.log_waste(total[..., None], base)[..., 0]
+        instead = 0.0 if unknown == "none" else np.log((base + np.maximum(total, 0.0)) / (2 * base))
+        return np.where(np.isnan(waste), instead, waste)
+
+    def _require_a_window(self) -> None:
+        if not self.sizes.size:
+            raise UsageError("this JobModel has seen no window: ask what `update(window)` returns")
+
+    # ------------------------------------------------------------ state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything fitted, as plain lists."""
+        parts = {name: saved(getattr(self, name)) for name in ("costs", *self.PARTS)}
+        return {**saved(self), **parts}
+
+    def restored(self, state: dict[str, Any]) -> JobModel:
+        """These settings with what `state_dict` saved: it answers and goes on as the model that was saved."""
+        parts: dict[str, Any] = {name: restored(getattr(self, name), state[name]) for name in self.PARTS}
+        return restored(dataclasses.replace(self, costs=self.costs.restored(state["costs"]), **parts), state)
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> JobModel:
+        """The model of usual settings with what `state_dict` saved."""
+        return cls().restored(state)
+
+
+def _spread(window: Window, slowest: Floats) -> Floats:
+    """Seconds of the slowest worker over the slowest worker's mean (...), 1 to `MOST_SPREAD`; NaN where unknown."""
+    busiest = np.where(np.isnan(window.compute), 0.0, window.compute).max(-1)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where(busiest > 0, np.minimum(np.maximum(slowest / busiest, 1.0), MOST_SPREAD), np.nan)
+
+
+def _one_of(name: str, given: str, *allowed: str) -> None:
+    if given not in allowed:
+        raise ConfigError(name, given, ", ".join(allowed), "use one of these")

@@ -1,0 +1,86 @@
+"""Figures that run along with a job: a smoothed one, a slow average, the largest batch so far."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import numpy as np
+
+from dynamix.model.state import nothing
+from dynamix.window import Floats
+
+
+@dataclass(frozen=True, eq=False)
+class Smoothed:
+    """Exponentially smoothed log of a positive figure per cluster; NaN before it was first known.
+
+    weight   of the newest figure
+    log      (...) the smoothed log
+
+    >>> s = Smoothed(0.5)
+    >>> for x in (1.0, np.nan, 4.0): s = s.update(np.array(x))
+    >>> float(s.value)
+    2.0
+    """
+
+    weight: float
+    log: Floats = field(default_factory=nothing)
+
+    FIELDS: ClassVar[tuple[str, ...]] = ("log",)
+
+    def update(self, value: Floats) -> Smoothed:
+        """Take in a figure (...); NaN and what is not positive leave the average alone."""
+        with np.errstate(divide="ignore", invalid="ignore"):
+            seen = np.where(np.isfinite(value) & (value > 0), np.log(value), np.nan)
+        old = seen if self.log.shape != seen.shape else np.where(np.isnan(self.log), seen, self.log)
+        return dataclasses.replace(self, log=np.where(np.isnan(seen), old, old + self.weight * (seen - old)))
+
+    @property
+    def value(self) -> Floats:
+        """The smoothed figure (...)."""
+        return np.asarray(np.exp(self.log))
+
+
+@dataclass(frozen=True, eq=False)
+class SlowAverage:
+    """An exponential average (...) that ignores NaN: what a job's own past is worth as a reference.
+
+    >>> average = SlowAverage(0.5)
+    >>> for x in (2.0, np.nan, 4.0): average = average.update(np.array(x))
+    >>> float(average.value)
+    3.0
+    """
+
+    weight: float = 0.05
+    value: Floats = field(default_factory=nothing)
+
+    FIELDS: ClassVar[tuple[str, ...]] = ("value",)
+
+    def update(self, x: Floats) -> SlowAverage:
+        """Take in a figure (...)."""
+        value = self.value if self.value.shape == x.shape else np.asarray(x, np.float64)
+        started = np.where(np.isnan(value), x, value)
+        moved = np.asarray(started + self.weight * np.where(np.isnan(x), 0.0, x - started))
+        return dataclasses.replace(self, value=moved)
+
+
+@dataclass(frozen=True, eq=False)
+class Largest:
+    """The largest global batch (...) that training has met, at least the base batch.
+
+    >>> largest = Largest()
+    >>> for batch in (64.0, 256.0, 96.0): largest = largest.update(np.array(batch), np.array(128.0))
+    >>> float(largest.total)
+    256.0
+    """
+
+    total: Floats = field(default_factory=nothing)
+
+    FIELDS: ClassVar[tuple[str, ...]] = ("total",)
+
+    def update(self, total: Floats, base: Floats) -> Largest:
+        """Take in the global batch in force and the base batch, (...), in samples per micro-batch."""
+        before = self.total if self.total.shape == np.shape(total) else -np.inf
+        return Largest(np.maximum(np.maximum(total, base), before))

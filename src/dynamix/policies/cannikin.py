@@ -1,0 +1,78 @@
+"""Cannikin's rule: equal finishing times at the global batch of highest goodput."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from dynamix.model.least_squares import LeastSquares
+from dynamix.model.measured import base_total, busy_seconds, exposed_seconds, mean_of_known, noise_scale
+from dynamix.model.outcome import log_goodput
+from dynamix.model.split import at_least, best_split, split
+from dynamix.model.state import restored, saved
+from dynamix.policies.proportional import fill_unknown, speeds
+from dynamix.projection import project
+from dynamix.window import Bounds, Floats, Ints, Window
+
+
+class Cannikin:
+    """Per-worker costs fitted online, the split with equal finishing times, the global batch of highest goodput.
+
+    Cannikin (Nie et al., arXiv 2402.05302). The first window is measured as it comes (equal shares), the second with
+    shares by measured speed, because two different sizes tell alpha_i from beta_i; from then on optimal splits. Its
+    compute-bound case: a step is the slowest worker's computing plus the part of the exchange that nothing hides. A
+    worker whose size hardly moved counts as proportional. `forget` weighs older windows (ours: the paper's clusters
+    do not change). What is exact and what had to be chosen is in `docs/design/baselines.md`.
+
+    >>> policy, sizes = Cannikin(), np.array([64, 64])
+    >>> for _ in range(3):
+    ...     seconds = np.array([0.1, 0.0]) + np.array([1e-3, 4e-3]) * sizes
+    ...     sizes = policy.decide(Window.of(sizes, compute=seconds), Bounds.of(2))
+    >>> sizes.tolist()                                                # 0.1825 s and 0.184 s
+    [82, 46]
+    """
+
+    def __init__(self, *, forget: float = 0.7) -> None:
+        self.computing, self.windows = LeastSquares(forget), 0
+
+    def decide(self, window: Window, bounds: Bounds) -> Ints:
+        if self.computing.moments.shape[1:] != window.batch_size.shape:
+            self.windows = 0
+        self.windows += 1
+        self.computing = self.computing.update(window.batch_size.astype(np.float64), busy_seconds(window))
+        alpha, beta, told = self.computing.solve()
+        measured = np.asarray(np.isfinite(beta).any(-1))
+        # Like workers get like sizes, which tell nothing; then AdaptDL's prior, as in `Pollux`, gets another batch tried.
+        alike = ~told.any(-1, keepdims=True)
+        alpha, beta = np.where(alike, 0.5 * beta * window.batch_size, alpha), np.where(alike, 0.5 * beta, beta)
+        alpha, beta = _for_all(alpha, beta)
+        now = window.batch_size.sum(-1).astype(np.float64)
+        if self.windows == 1:
+            wish = np.where(measured[..., None], fill_unknown(speeds(window)), np.maximum(window.batch_size, 1e-9))
+            return project(wish, bounds, total=now, current=window.batch_size)
+        phi, exposed = noise_scale(window), np.nan_to_num(exposed_seconds(window))
+
+        def of(finish_s: Floats, total: Floats) -> Floats:
+            with np.errstate(divide="ignore"):
+                return log_goodput(total, np.log(finish_s + exposed[..., None]), np.log1p(total / phi[..., None]))
+
+        best = best_split(alpha, beta, at_least(bounds, base_total(window)), of)
+        best = np.where(np.isnan(phi)[..., None], split(now, alpha, beta, bounds), best)
+        best = np.where(measured[..., None], best, window.batch_size)
+        return project(best, bounds, current=window.batch_size)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"computing": saved(self.computing), "windows": self.windows}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.computing = restored(self.computing, state["computing"])
+        self.windows = int(state["windows"])
+
+
+def _for_all(alpha: Floats, beta: Floats) -> tuple[Floats, Floats]:
+    """Costs without NaN: the mean of the measured workers' for the others, 0 and 1 where nobody was measured."""
+    usual_alpha, usual_beta = mean_of_known(alpha)[..., None], mean_of_known(beta)[..., None]
+    beta = np.where(np.isnan(beta), np.where(np.isnan(usual_beta), 1.0, usual_beta), beta)
+    alpha = np.where(np.isnan(alpha), np.where(np.isnan(usual_alpha), 0.0, usual_alpha), alpha)
+    return alpha, beta

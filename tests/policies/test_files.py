@@ -1,0 +1,137 @@
+"""Policy files of every kind: written and read by one module, refused for one set of reasons."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from dynamix.errors import PolicyFileError
+from dynamix.policies.files import describe_policy, load_policy, trained_as
+from dynamix.policies.learned import additive
+from dynamix.policies.learned import policy as residual
+from dynamix.policies.stigmergic import policy as stigmergic
+from dynamix.window import Bounds, Window
+
+KINDS: dict[str, Any] = {"residual": residual, "additive": additive, "stigmergic": stigmergic}
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def file(kind: str, tmp_path: Path) -> Path:
+    """A copy of the shipped policy of this kind, as the writer writes it."""
+    KINDS[kind].pretrained().save(tmp_path / "p.safetensors")
+    return tmp_path / "p.safetensors"
+
+
+def test_what_is_written_again_is_the_shipped_file(kind: str, file: Path) -> None:
+    shipped = KINDS[kind].PRETRAINED
+    assert file.read_bytes() == shipped.read_bytes()
+    assert json.loads(file.with_suffix(".json").read_text()) == json.loads(shipped.with_suffix(".json").read_text())
+
+
+def test_a_file_is_loaded_as_its_kind_and_decides_the_same(kind: str, file: Path) -> None:
+    loaded, shipped = load_policy(file), KINDS[kind].pretrained()
+    assert type(loaded) is type(shipped)
+    window = Window.of([96, 32], compute=[0.2, 0.3], wait=0.0, communication=0.01, steps=5, base_batch=128)
+    for _ in range(3):
+        np.testing.assert_array_equal(loaded.decide(window, Bounds.of(2)), shipped.decide(window, Bounds.of(2)))
+
+
+def test_a_description_says_its_kind_and_which_command_makes_one(kind: str, file: Path) -> None:
+    about = describe_policy(file)
+    assert about["kind"] == kind
+    assert f"{trained_as(kind)}.safetensors" == KINDS[kind].PRETRAINED.name
+
+
+def test_files_of_version_0_1_load(kind: str, file: Path) -> None:
+    sidecar = file.with_suffix(".json")
+    now = json.loads(sidecar.read_text())
+    before = {**now, "schema": 2 if kind == "residual" else 1}
+    if kind == "residual":
+        del before["kind"]
+    if kind == "additive":
+        before["hidden"] = before.pop("architecture")["hidden"]
+    sidecar.write_text(json.dumps(before))
+    assert describe_policy(file) == now
+
+
+def rewrite(file: Path, **changed: Any) -> None:
+    sidecar = file.with_suffix(".json")
+    sidecar.write_text(json.dumps({**json.loads(sidecar.read_text()), **changed}))
+
+
+def rehash(file: Path, **weights: torch.Tensor) -> None:
+    """Other weights, with a description that vouches for them."""
+    import hashlib
+
+    save_file({**load_file(file), **weights}, file)
+    rewrite(file, sha256=hashlib.sha256(file.read_bytes()).hexdigest())
+
+
+def not_finite(file: Path) -> None:
+    name, value = next(iter(load_file(file).items()))
+    rehash(file, **{name: torch.full_like(value, float("nan"))})
+
+
+HARMS: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "flipped byte": (lambda file: file.write_bytes(file.read_bytes()[:-1] + b"\x7f"), "sha256"),
+    "cut": (lambda file: file.write_bytes(file.read_bytes()[:100]), "sha256"),
+    "not json": (lambda file: file.with_suffix(".json").write_text("{"), "allowed is JSON"),
+    "no object": (lambda file: file.with_suffix(".json").write_text("[]"), "a JSON object"),
+    "not utf-8": (lambda file: file.with_suffix(".json").write_bytes(b"\xff"), "allowed is JSON"),
+    "nan in json": (lambda file: file.with_suffix(".json").write_text('{"seed": NaN}'), "allowed is JSON"),
+    "another schema": (lambda file: rewrite(file, schema=99), "schema=99"),
+    "no kind": (lambda file: rewrite(file, kind=None), "kind=None"),
+    "unknown kind": (lambda file: rewrite(file, kind="other"), "residual, additive, stigmergic"),
+    "no description": (lambda file: file.with_suffix(".json").unlink(), "existing file"),
+    "no weights": (lambda file: file.unlink(), "existing file"),
+    "a folder": (lambda file: (file.unlink(), file.mkdir()), "a file that can be read"),
+    "not finite": (not_finite, "finite weights"),
+}
+
+
+@pytest.mark.parametrize("harm", HARMS)
+def test_a_file_that_cannot_be_trusted_is_refused_and_named(file: Path, harm: str) -> None:
+    damage, said = HARMS[harm]
+    damage(file)
+    with pytest.raises(PolicyFileError, match=said) as raised:
+        load_policy(file)
+    assert str(file.with_suffix("")) in str(raised.value)
+
+
+NETWORK_HARMS: dict[str, tuple[dict[str, Any], str]] = {
+    "another feature schema": ({"feature_schema": 99}, "feature_schema=99"),
+    "other features": ({"features": ["luck"]}, "features"),
+    "a huge network": ({"architecture": {"inputs": "same", "hidden": 10**9}}, "architecture.hidden=1000000000"),
+    "a network of another size": ({"architecture": {"inputs": "same", "hidden": 32}}, "weights of the architecture"),
+    "another input": ({"architecture": {"inputs": 3, "hidden": 64}}, "architecture.inputs=3"),
+    "no architecture": ({"architecture": None}, "architecture.inputs=None"),
+}
+
+
+@pytest.mark.parametrize("harm", NETWORK_HARMS)
+@pytest.mark.parametrize("kind", ["residual", "additive"], indirect=True)
+def test_a_network_that_does_not_fit_this_version_is_refused(file: Path, harm: str) -> None:
+    changed, said = NETWORK_HARMS[harm]
+    shape = changed.get("architecture")
+    if shape and shape["inputs"] == "same":
+        inputs = json.loads(file.with_suffix(".json").read_text())["architecture"]["inputs"]
+        changed = {"architecture": {**shape, "inputs": inputs}}
+    rewrite(file, **changed)
+    with pytest.raises(PolicyFileError, match=said):
+        load_policy(file)
+
+
+def test_a_class_refuses_a_file_of_another_kind(file: Path, kind: str) -> None:
+    other = additive.AdditivePolicy if kind != "additive" else residual.LearnedPolicy
+    with pytest.raises(PolicyFileError, match=f"kind='{kind}'"):
+        other.load(file)
