@@ -2,10 +2,13 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from dynamix.cli import doctor
 from dynamix.cli.app import app
 from dynamix.errors import PolicyFileError
 from dynamix.policies.learned.policy import PRETRAINED, LearnedPolicy
@@ -98,7 +101,18 @@ def test_doctor_says_what_is_there_as_json():
     found = json.loads(call("doctor", "--json").stdout)
     assert {e["name"] for e in found["areas"]["probes"]} >= {"timing", "host", "network"}
     assert all(e["detail"] for entries in found["areas"].values() for e in entries)
-    assert call("doctor").exit_code == 0
+
+
+def test_doctor_names_the_extra_to_install(monkeypatch):
+    """Brackets of an extra are printed, and the extras are those of pyproject.toml."""
+    monkeypatch.setenv("COLUMNS", "140")
+    monkeypatch.setattr("dynamix.cli.doctor.find_spec", lambda name: None)
+    shown = " ".join(call("doctor").stdout.split())
+    declared = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert set(doctor.EXTRAS) == set(declared["optional-dependencies"]) - {"dev"}
+    for extra in doctor.EXTRAS:
+        assert f'pip install "dynamix-train[{extra}]"' in shown
+    assert "pip install dynamix-lab" in shown
 
 
 def test_the_shipped_policy_can_be_inspected():

@@ -206,22 +206,10 @@ def aggregator(
 @guarded
 def doctor(as_json: Json = False) -> None:
     """What this machine offers, and how to enable what is missing."""
-    from dynamix.cli.doctor import examine
+    from dynamix.cli.doctor import examine, show
 
     found = examine()
-    if as_json:
-        print_json(found)
-        return
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("", "what", "detail", show_edge=False)
-    for area, entries in found["areas"].items():
-        table.add_section()
-        table.add_row("", f"[bold]{area}", "")
-        for entry in entries:
-            table.add_row("[green]✓" if entry["available"] else "[yellow]–", entry["name"], entry["detail"])
-    Console().print(table)
+    print_json(found) if as_json else show(found)
 
 
 _LABORATORY = {

@@ -10,10 +10,10 @@ from dynamix.events.records import SCHEMA
 from dynamix.events.run_folder import machine, versions
 from dynamix.probes.doctor import probe_report
 
-_EXTRAS = {
+EXTRAS = {  # of dynamix-train, and what each brings
+    "cli": ("typer", "rich", "pydantic"),
     "emulator": ("pyroute2", "yaml"),
-    "report": ("matplotlib",),
-    "workloads": ("mnist1d", "sklearn"),
+    "compression": ("numba",),
     "learn": ("gymnasium", "pettingzoo"),
     "gpu": ("pynvml",),
 }
@@ -35,6 +35,22 @@ def examine() -> dict[str, Any]:
     }
 
 
+def show(found: dict[str, Any]) -> None:
+    """Print what `examine` found as a table on stdout, word by word: brackets in it are text, not markup."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table("", "what", "detail", show_edge=False)
+    for area, entries in found["areas"].items():
+        table.add_section()
+        table.add_row("", Text(area, "bold"), "")
+        for entry in entries:
+            mark = Text("✓", "green") if entry["available"] else Text("–", "yellow")
+            table.add_row(mark, Text(entry["name"]), Text(entry["detail"]))
+    Console().print(table)
+
+
 def _entries(found: list[tuple[str, bool, str]]) -> list[dict[str, Any]]:
     return [{"name": name, "available": bool(there), "detail": detail} for name, there, detail in found]
 
@@ -52,11 +68,11 @@ def _backends() -> list[tuple[str, bool, str]]:
 
 
 def _extras() -> list[tuple[str, bool, str]]:
-    rows = []
-    for extra, modules in _EXTRAS.items():
-        missing = [name for name in modules if find_spec(name) is None]
-        detail = (
-            f'{", ".join(missing)} missing: pip install "dynamix-train[{extra}]"' if missing else ", ".join(modules)
-        )
-        rows.append((extra, not missing, detail))
-    return rows
+    rows = [_packages(extra, modules, f'"dynamix-train[{extra}]"') for extra, modules in EXTRAS.items()]
+    return [*rows, _packages("laboratory", ("dynamix_lab",), "dynamix-lab")]
+
+
+def _packages(name: str, modules: tuple[str, ...], distribution: str) -> tuple[str, bool, str]:
+    missing = [module for module in modules if find_spec(module) is None]
+    found = f"{', '.join(missing)} missing: pip install {distribution}" if missing else ", ".join(modules)
+    return name, not missing, found
