@@ -22,7 +22,7 @@ from dynamix.simulator import (
     interior_share,
     sample_clusters,
     sample_family,
-)  # fmt: skip
+)
 from dynamix.window import Bounds, Ints, Window
 from dynamix_lab.suites.simulated import SimulatedPlan, StaticAt, times_to_progress
 

@@ -149,7 +149,7 @@ def policy_evaluate(
     hedged: Annotated[bool, typer.Option(help="With the hedged reference, which takes most of the time.")] = True,
     as_json: Json = False,
 ) -> None:
-    """Score a policy on the calibrated families, beside static, LB-BSP, Cannikin, the goodput rule and the references."""
+    """Score a policy on the calibrated families, beside the other policies and the references."""
     from dynamix.policies import make_policy
     from dynamix.training.evaluation import chosen_cells, evaluate_families, markdown
 
@@ -157,9 +157,15 @@ def policy_evaluate(
     names, counts = chosen_cells(families, workers)
     with progress("evaluating") as tell:
         found = evaluate_families(
-            {file: lambda _: make_policy(file)}, [seed],
-            families=names, workers=counts, rows=rows, windows=windows, hedged=hedged, progress=tell,
-        )  # fmt: skip
+            {file: lambda _: make_policy(file)},
+            [seed],
+            families=names,
+            workers=counts,
+            rows=rows,
+            windows=windows,
+            hedged=hedged,
+            progress=tell,
+        )
     about = {"schema": 1, "command": "policy evaluate", "seed": seed, "cluster": "simulator"}
     print_json({**about, **found}) if as_json else typer.echo(markdown(found))
 
@@ -219,7 +225,7 @@ _LABORATORY = {
 
 
 def _add_commands_of_others() -> None:
-    """Commands that other distributions bring by entry point; the laboratory's say how to install it where it is missing."""
+    """Add the commands that other distributions bring by entry point. A missing laboratory is named by its commands."""
     found = {entry.name: entry for entry in entry_points(group="dynamix.commands")}
     for name, entry in sorted(found.items()):
         command = entry.load()

@@ -23,7 +23,7 @@ def write_report(
     target, seed = result["target"], runs[0].seed
     first_seed = [run for run in runs if run.seed == seed]
     dashed = (
-        " A dashed line marks a move of the noisy neighbour; the number beside it is the host that is slow from then on."
+        " A dashed line marks a move of the noisy neighbour; the number is the host that is slow from then on."
         if moves and any(moves(run) for run in first_seed)
         else ""
     )

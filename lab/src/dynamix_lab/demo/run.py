@@ -22,8 +22,8 @@ from dynamix_lab.harness.launch import POLICIES, Launch, LaunchSettings, disturb
 from dynamix_lab.harness.runs import AGAIN, PolicyRun, load_runs, save_runs, summarise
 from dynamix_lab.tasks import make_workload
 
-# A run during which the hypervisor took more than this part of the machine's processor time from us is no measurement; where
-# policies are compared it is made again, so often at most.
+# A run during which the hypervisor took more than this part of the machine's processor time from us is no measurement;
+# where policies are compared it is made again, so often at most.
 MOST_STOLEN, REPEATS = 0.03, 2
 
 
