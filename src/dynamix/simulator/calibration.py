@@ -1,7 +1,7 @@
 """Figures fitted to public measurements: what computing, noise scales and slowdowns of real clusters look like.
 
 `calibration.json` beside this module holds fitted coefficients with their source and error, never the measurements;
-`dynamix_lab.experiments.calibration_fit` makes it from the public files.
+`dynamix bench calibration` makes it from the public files.
 """
 
 from __future__ import annotations

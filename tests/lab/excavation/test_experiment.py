@@ -8,10 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from click.testing import Result
+from typer.testing import CliRunner
 
+from dynamix.cli.app import app
 from dynamix.errors import ConfigError, StateError
 from dynamix_lab.experiments.excavation.aggregate import interquartile_mean, stratified
-from dynamix_lab.experiments.excavation.experiment import ExperimentConfig, main, run, table
+from dynamix_lab.experiments.excavation.experiment import ExperimentConfig, run, table
 from dynamix_lab.experiments.excavation.ground import Shape
 from dynamix_lab.experiments.excavation.learner import DQNConfig
 from dynamix_lab.experiments.excavation.lessons import Stage
@@ -35,18 +38,20 @@ QUICK = ExperimentConfig(
 
 def test_it_compares_all_methods_and_goes_on_where_it_stopped(tmp_path: Path) -> None:
     told: list[str] = []
-    run(QUICK, tmp_path, tell=told.append)
+
+    def tell(what: str, done: float) -> None:
+        told.append(what)
+
+    run(QUICK, tmp_path, tell=tell)
     assert len(told) == len(METHODS)
     assert all("processor" in line for line in told)
     more = dataclasses.replace(QUICK, seeds=(0, 1))
-    result = run(more, tmp_path, tell=told.append)
+    result = run(more, tmp_path, tell=tell)
     assert len(told) == 2 * len(METHODS)
-    again = run(more, tmp_path, tell=told.append)
+    again = run(more, tmp_path, tell=tell)
     assert len(told) == 2 * len(METHODS)
     assert again == result
-    saved = json.loads((tmp_path / "result.json").read_text())
-    assert saved["methods"].keys() == set(METHODS)
-    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
+    assert result["methods"].keys() == set(METHODS)
     for part in result["methods"].values():
         assert part["seeds"] == [0, 1]
         for agents in ("1", "3"):
@@ -57,9 +62,9 @@ def test_it_compares_all_methods_and_goes_on_where_it_stopped(tmp_path: Path) ->
     for other in ({"worlds": 5}, {"mappo": MAPPOConfig(hidden=9, rollout=20)}):
         with pytest.raises(StateError, match="another configuration"):
             run(dataclasses.replace(QUICK, **other), tmp_path)
-    run(dataclasses.replace(QUICK, maddpg=MADDPGConfig(hidden=9)), tmp_path, tell=told.append)
+    run(dataclasses.replace(QUICK, maddpg=MADDPGConfig(hidden=9)), tmp_path, tell=tell)
     other = {"mappo": MAPPOConfig(hidden=9, rollout=20), "methods": ("s-madrl",)}
-    run(dataclasses.replace(QUICK, **other), tmp_path, tell=told.append)
+    run(dataclasses.replace(QUICK, **other), tmp_path, tell=tell)
     assert len(told) == 2 * len(METHODS), "settings of a method that did not run change nothing"
     for damaged in ("{", "{}", "3"):
         (tmp_path / "runs.jsonl").write_text(damaged)
@@ -70,9 +75,7 @@ def test_it_compares_all_methods_and_goes_on_where_it_stopped(tmp_path: Path) ->
 
 
 def test_a_seed_gives_the_same_result_again() -> None:
-    first, second = (
-        run(dataclasses.replace(QUICK, methods=("s-madrl",), agents=(2,)), tell=lambda _: None) for _ in range(2)
-    )
+    first, second = (run(dataclasses.replace(QUICK, methods=("s-madrl",), agents=(2,))) for _ in range(2))
     for result in (first, second):
         del result["methods"]["s-madrl"]["seconds"]
     assert first == second
@@ -89,15 +92,24 @@ def test_outliers_do_not_move_the_interquartile_mean_and_the_interval_holds_it()
         interquartile_mean([])
 
 
-def test_the_command_prints_the_table_and_writes_the_ground_it_ran_on(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    main([str(tmp_path), "--seeds", "2", "--methods", "random", "--ground", "single-file", "--horizon", "5"])
-    with pytest.raises(ConfigError, match="scale"):
-        main([str(tmp_path), "--scale", "nan"])
-    printed = capsys.readouterr().out
-    assert "random seed 1" in printed
-    assert "pellets_per_1000" in printed
-    task = json.loads((tmp_path / "result.json").read_text())["config"]["task"]
-    assert task["shape"]["tunnel_width"] == 1
-    assert task["horizon"] == 5
+def test_the_command_prints_the_table_and_writes_the_ground_it_ran_on(tmp_path: Path) -> None:
+    def bench(*options: str) -> Result:
+        return CliRunner().invoke(app, ["bench", "excavation", "--methods", "random", *options])
+
+    out = tmp_path / "run"
+    done = bench("--out", str(out), "--seeds", "2", "--ground", "single-file", "--horizon", "5")
+    assert done.exit_code == 0, done.output
+    assert "pellets_per_1000" in done.output
+    saved = json.loads((out / "result.json").read_text())
+    assert saved["command"] == ("dynamix bench excavation --methods random --seeds 2 --ground single-file --horizon 5")
+    assert saved["config"]["task"]["shape"]["tunnel_width"] == 1
+    assert saved["config"]["task"]["horizon"] == 5
+    assert saved["methods"]["random"]["seeds"] == [0, 1]
+    assert (out / "figure.png").read_bytes().startswith(b"\x89PNG")
+    for wrong, named in (
+        (["--scale", "nan"], "scale"),
+        (["--ground", "moon"], "single-file"),
+        (["--slow", "2"], "speeds"),
+    ):
+        refused = bench("--out", str(tmp_path / "other"), *wrong)
+        assert (refused.exit_code, named in refused.output) == (2, True), refused.output

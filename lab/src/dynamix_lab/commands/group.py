@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import shlex
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import typer
 
+from dynamix.cli.console import print_json, progress
 from dynamix.errors import ConfigError
+
+if TYPE_CHECKING:
+    from dynamix_lab.harness.suite import Suite
 
 bench = typer.Typer(help="Measure dynamix itself.", no_args_is_help=True)
 
@@ -57,6 +62,20 @@ def numbers_of(name: str, text: str | None) -> tuple[int, ...] | None:
         return None if text is None else tuple(int(part) for part in text.split(","))
     except ValueError as error:
         raise ConfigError(name, text, "whole numbers, separated by commas", "correct the argument") from error
+
+
+def conducted(
+    context: typer.Context, suite: Suite, *, out: Path | None, resume: bool, as_json: bool, processes: int = 1
+) -> dict[str, Any]:
+    """Run a suite in its folder with progress on stderr, print its table or its result, return its result."""
+    from dynamix.events.run_folder import RunFolder
+    from dynamix_lab.harness.suite import run_suite
+
+    suite.plan.check()
+    with progress(suite.name) as tell, RunFolder(suite.name, out, resume=resume) as folder:
+        result = run_suite(suite, folder, command=command_line(context), tell=tell, processes=processes)
+    print_json(result) if as_json else typer.echo(suite.table(result))
+    return result
 
 
 def about(context: typer.Context, cluster: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Makes `calibration.json` from the public measurements: `python -m dynamix_lab.experiments.calibration_fit FOLDER OUT.json`.
+"""Makes `calibration.json` from the public measurements: `dynamix bench calibration FOLDER OUT.json`.
 
 FOLDER holds the files named in `SOURCES` (not shipped). What is written are coefficients, their errors, and errors on
 points that the fit has not seen.
@@ -11,13 +11,13 @@ import csv
 import json
 import math
 import re
-import sys
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from dynamix.errors import ConfigError
 from dynamix.simulator.calibration import GRID, MIN_R2
 from dynamix.window import Floats
 
@@ -32,7 +32,7 @@ SOURCES = {
     "pai/job_*_norm.csv": "alibaba/clusterdata 7a6c496e, cluster-trace-gpu-v2020, CC-BY-4.0",
 }
 # Steps to the target against the batch at a constant learning rate, measured on mnist1d (docs/design/simulator.md).
-STEP_COUNT_RATIO = {"value": 0.43, "source": "python -m dynamix_lab.suites.stepcount, seeds 9001 and 9002"}
+STEP_COUNT_RATIO = {"value": 0.43, "source": "dynamix bench stepcount, seeds 9001 and 9002"}
 # Spread between workers of 100 PAI jobs: coefficient of variation of mini-batch times, median and 90th percentile.
 PAI_SPREAD = {"median": 0.087, "p90": 0.97}
 
@@ -251,12 +251,21 @@ def _episodes(slow: np.ndarray[Any, Any], slot_s: float) -> list[float]:
     return lengths
 
 
-def main(folder: str, out: str) -> None:
-    """Write `out`; print the errors."""
-    fitted = fit_all(Path(folder))
-    Path(out).write_text(json.dumps(fitted, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(fitted["held_out"], indent=1))
+def write_calibration(folder: Path, out: Path) -> dict[str, Any]:
+    """Write `out` and return its content. Raises `ConfigError` where a file is missing or `out` cannot be written."""
+    try:
+        fitted = fit_all(folder)
+        out.write_text(json.dumps(fitted, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        allowed = f"a folder with {', '.join(SOURCES)}, and a file that can be written"
+        raise ConfigError("sources, file", (str(folder), str(out)), allowed, str(error)) from error
+    return fitted
 
 
-if __name__ == "__main__":
-    main(*sys.argv[1:3])
+def lines(fitted: dict[str, Any]) -> list[str]:
+    """The errors on points that the fits have not seen, for a person."""
+    return [
+        f"{source}: {place} {part[place]['mean_absolute']:.1%} mean, {part[place]['p90']:.1%} p90, {part[place]['points']} points"
+        for source, part in fitted["held_out"].items()
+        for place in ("inside", "ends")
+    ]

@@ -1,4 +1,4 @@
-"""Simulation-learned, fine-tuned and live-learned, compared on simulated jobs: `python -m dynamix_lab.experiments.live`.
+"""Simulation-learned, fine-tuned and live-learned, compared on simulated jobs (`dynamix bench live-learning`).
 
 Every job is one cluster with a learner of its own, as on a real job. During `windows` it learns while it serves, which has a
 price; afterwards what it learned serves, frozen, in the same cluster under other disturbances. Both are paired with the
@@ -7,9 +7,8 @@ shipped policy in the same world.
 
 from __future__ import annotations
 
-import argparse
-import json
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +21,7 @@ from dynamix.policies.learned.deviations import LiveConfig
 from dynamix.policies.learned.online import LearningPolicy, net_of
 from dynamix.policies.learned.policy import LearnedPolicy
 from dynamix.simulator import ClusterEnv, Clusters, sample_family
+from dynamix.training.evaluation import Tell
 
 UNTRAINED: dict[str, Callable[[], Policy]] = {"dynamix": LearnedPolicy, "dynamix-paper": AdditivePolicy}
 # From nothing there is no shipped policy to stay near; other settings as in fine-tuning.
@@ -46,24 +46,39 @@ class LiveComparison:
             raise ConfigError("policy", self.policy, ", ".join(UNTRAINED), "rules have nothing to learn")
 
 
-def compare(config: LiveComparison) -> dict[str, Any]:
+def compare(config: LiveComparison, *, tell: Tell = lambda what, done: None) -> dict[str, Any]:
     """For "fine-tuned" and "live-learned": log goodput over the shipped policy's, while learning and afterwards."""
     makers: dict[str, Callable[[], LearningPolicy]] = {
         "fine-tuned": lambda: LearningPolicy(make_policy(config.policy)),
         "live-learned": lambda: LearningPolicy(UNTRAINED[config.policy](), FROM_NOTHING),
     }
     found: dict[str, dict[str, list[float]]] = {name: {} for name in makers}
-    for family in config.families:
-        for workers in config.workers:
-            clusters = sample_family(family, config.jobs, workers, config.seed)
-            for job in range(config.jobs):
-                _one_job(config, clusters.take([job]), config.seed + job, makers, found)
+    jobs = list(itertools.product(config.families, config.workers, range(config.jobs)))
+    for i, (family, workers, job) in enumerate(jobs):
+        tell(f"{family}, W={workers}, job {job + 1}", i / len(jobs))
+        cluster = sample_family(family, config.jobs, workers, config.seed).take([job])
+        _one_job(config, cluster, config.seed + job, makers, found)
     return {
-        "schema": 1, "command": "learning.live", "cluster": "simulator", "policy": config.policy,
-        "families": list(config.families), "workers": list(config.workers), "seed": config.seed,
-        "jobs": config.jobs * len(config.families) * len(config.workers), "windows": config.windows,
-        "against_shipped": {name: {key: _summary(values) for key, values in parts.items()} for name, parts in found.items()},
-    }  # fmt: skip
+        "policy": config.policy,
+        "families": list(config.families),
+        "workers": list(config.workers),
+        "seed": config.seed,
+        "jobs": len(jobs),
+        "windows": config.windows,
+        "against_shipped": {
+            name: {key: _summary(values) for key, values in parts.items()} for name, parts in found.items()
+        },
+    }
+
+
+def markdown(result: Mapping[str, Any]) -> str:
+    """A row per learner: mean and 95 % interval of log goodput over the shipped policy's, and what learning took."""
+    lines = ["| learner | while learning | afterwards | ms a window |", "|---" * 4 + "|"]
+    for name, figures in result["against_shipped"].items():
+        gains = ["{mean:+.4f} ({low:+.4f}, {high:+.4f})".format(**figures[k]) for k in ("while_learning", "afterwards")]
+        lines.append("| " + " | ".join([name, *gains, f"{figures['ms_per_window']['mean']:.2f}"]) + " |")
+    said = f"log goodput over that of the shipped {result['policy']}, mean and 95 % interval over {result['jobs']} jobs"
+    return "\n".join([*lines, "", f"{said}; {result['windows']} windows to learn in."])
 
 
 def _one_job(
@@ -104,20 +119,3 @@ def _summary(values: Sequence[float]) -> dict[str, float]:
     draws = np.random.default_rng(0).choice(np.asarray(values), (2000, len(values))).mean(-1)
     low, high = np.quantile(draws, [0.025, 0.975])
     return {"mean": round(float(np.mean(values)), 5), "low": round(float(low), 5), "high": round(float(high), 5)}
-
-
-def main() -> None:
-    """Compare from the command line and print JSON."""
-    parser = argparse.ArgumentParser(description="What learning on the job costs and brings, in simulation.")
-    parser.add_argument("--policy", choices=sorted(UNTRAINED), default="dynamix-paper")
-    parser.add_argument("--jobs", type=int, default=LiveComparison().jobs, help="of each family and W")
-    parser.add_argument("--windows", type=int, default=LiveComparison().windows)
-    parser.add_argument("--workers", default="4", help="comma-separated")
-    given = parser.parse_args()
-    workers = tuple(int(w) for w in given.workers.split(","))
-    config = LiveComparison(given.policy, jobs=given.jobs, windows=given.windows, workers=workers)
-    print(json.dumps(compare(config), indent=1))
-
-
-if __name__ == "__main__":
-    main()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -22,6 +22,14 @@ from dynamix.training.worlds import MIXED
 
 Form = Literal["dynamix", "dynamix-paper"]
 FORMS: tuple[Form, ...] = ("dynamix", "dynamix-paper")
+
+
+def forms_of(names: Sequence[str] | None) -> tuple[Form, ...]:
+    """Forms by name; None: all. Raises `ConfigError`."""
+    for name in names or ():
+        if name not in FORMS:
+            raise ConfigError("forms", name, ", ".join(FORMS), "choose one of them")
+    return FORMS if names is None else tuple(form for form in FORMS if form in names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +81,7 @@ def learn(
 
     Raises `ConfigError` if the file there was made with another recipe.
     """
-    if form not in FORMS:
-        raise ConfigError("form", form, ", ".join(FORMS), "choose one of them")
+    forms_of([form])
     config: Any = _config(form, budget or Budget(), world, workers, without)
     if not path.exists():
         policy = train_paper(config, seed) if form == "dynamix-paper" else train_residual(config, seed)

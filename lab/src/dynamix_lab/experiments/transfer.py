@@ -1,4 +1,4 @@
-"""Policies learned on one job and used on another, against policies learned on the target: `python -m dynamix_lab.experiments.transfer`.
+"""Policies learned on one job and used on another, against policies learned on the target (`dynamix bench transfer`).
 
 Every policy has the same short budget and seed, so that what differs is where it learned. Scores are on test clusters of the
 target that no training met; all policies meet the same ones. The shipped policy and the goodput rule stand beside them.
@@ -6,7 +6,6 @@ target that no training met; all policies meet the same ones. The shipped policy
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
@@ -23,7 +22,7 @@ from dynamix.simulator import LaggedReference
 from dynamix.training.evaluation import Factory, Tell, follow, paired, summary, times_to_common_progress
 from dynamix.training.worlds import lr_rule_of, sample_world
 from dynamix.window import Floats
-from dynamix_lab.experiments.short import FORMS, QUICK, Budget, Form, learn
+from dynamix_lab.experiments.short import FORMS, Budget, Form, learn
 
 TEST_SEED = 995_001
 USUAL, LARGE = (2, 8, 32), (1024,)
@@ -117,14 +116,15 @@ def run_transfer(
         if saved.pop("about") != json.loads(json.dumps(about)):
             raise ConfigError("folder", str(folder), "one of the same budget, seed and clusters", "name another folder")
         found.setdefault(form, {})[name] = saved
-    return {
-        "schema": 1,
-        "command": "learning.transfer",
-        "cluster": "simulator",
-        **about,
-        "test_seed": TEST_SEED,
-        "forms": found,
-    }
+    return {**about, "test_seed": TEST_SEED, "forms": found}
+
+
+def pairs_named(parts: Sequence[str] | None) -> dict[str, Pair]:
+    """The pairs whose names hold one of the parts; None: all. Raises `ConfigError` if there is none."""
+    wanted = {name: pair for name, pair in PAIRS.items() if parts is None or any(part in name for part in parts)}
+    if not wanted:
+        raise ConfigError("pairs", parts, ", ".join(PAIRS), "give a part of a name")
+    return wanted
 
 
 def markdown(result: Mapping[str, Any]) -> str:
@@ -141,28 +141,3 @@ def markdown(result: Mapping[str, Any]) -> str:
             ratios = ["{:.3f} ({:.3f}-{:.3f})".format(*part[key]) for key in ("regret", "shipped_over_target")]
             lines.append("| " + " | ".join([form, name, *scores, *ratios]) + " |")
     return "\n".join([*lines, "", f"Budget of a training: {Budget(**result['budget']).said}; seed {result['seed']}."])
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Train what is missing in a folder, compare, print the table or JSON."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("out", type=Path, help="folder of trained policies and results; goes on with what it holds")
-    parser.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS))
-    parser.add_argument("--pairs", nargs="+", help=f"a part of their names is enough, of: {', '.join(PAIRS)}")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--quick", action="store_true", help="a smoke run: trainings that learn nothing")
-    parser.add_argument("--json", action="store_true")
-    given = parser.parse_args(arguments)
-    wanted = {n: p for n, p in PAIRS.items() if not given.pairs or any(part in n for part in given.pairs)}
-    if not wanted:
-        raise ConfigError("pairs", given.pairs, ", ".join(PAIRS), "give a part of a name")
-    how = {"clusters": 4, "windows": 6} if given.quick else {"clusters": 32, "windows": 40}
-    result = run_transfer(
-        given.out, pairs=wanted, forms=given.forms, budget=QUICK if given.quick else None, seed=given.seed,
-        tell=lambda what, done: print(f"{done:4.0%} {what}", flush=True) if not given.json else None, **how,
-    )  # fmt: skip
-    print(json.dumps(result, indent=1) if given.json else markdown(result))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,16 +1,13 @@
-"""S-MADRL against its baselines on the excavation task: `python -m dynamix_lab.experiments.excavation.experiment OUT --seeds 10`.
+"""S-MADRL against its baselines on the excavation task (`dynamix bench excavation`).
 
 Every (method, seed) is one training by the same curriculum over the same number of steps of the worlds; its final weights are
-evaluated with 1 to 8 agents. Settings are the classes' defaults for all. A finished (method, seed) is a line of OUT/runs.jsonl, and a call that finds
-such lines runs only what is missing. Where matplotlib is installed, OUT/figure.png shows the result; MADDPG is there where
-AgileRL is (`maddpg.py`).
+evaluated with 1 to 8 agents. Settings are the classes' defaults for all. A finished (method, seed) is a line of
+OUT/runs.jsonl, and a call that finds such lines runs only what is missing. MADDPG is there where AgileRL is (`maddpg.py`).
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import functools
 import hashlib
 import importlib.util
 import json
@@ -68,6 +65,32 @@ class ExperimentConfig:
         if not (self.methods and self.agents and self.seeds):
             raise ConfigError("methods, agents, seeds", "none", "one or more of each", "check the configuration")
 
+    @classmethod
+    def of(
+        cls,
+        *,
+        methods: Sequence[str] | None = None,
+        seeds: int = 10,
+        ground: str = "two-lane",
+        slow: float = 1.0,
+        horizon: int = 1000,
+        scale: float = 1.0,
+    ) -> ExperimentConfig:
+        """From options; `scale` is of the number of steps of every stage, `slow` the speed of every second agent."""
+        if not 0 < scale < float("inf"):
+            raise ConfigError("scale", scale, "above 0, finite", "1 is the whole curriculum")
+        if ground not in GROUNDS:
+            raise ConfigError("ground", ground, ", ".join(GROUNDS), "check the spelling")
+        whole = MAPPOConfig().rollout
+        stages = (dataclasses.replace(s, steps=max(1, round(s.steps * scale / whole)) * whole) for s in CURRICULUM)
+        task = ExcavationConfig(GROUNDS[ground], horizon=horizon, speeds=(1.0, slow))
+        return cls(
+            methods=available() if methods is None else tuple(methods),
+            seeds=tuple(range(seeds)),
+            stages=tuple(stages),
+            task=task,
+        )
+
     def fingerprint(self, method: str) -> str:
         """Of everything that a finished run of `method` depends on; methods and seeds may be added later."""
         others = {"dqn", "mappo", "maddpg"} - {_SETTINGS.get(method)}
@@ -103,9 +126,9 @@ def run(
     out: str | Path | None = None,
     *,
     processes: int = 1,
-    tell: Callable[[str], None] = print,
+    tell: Callable[[str, float], None] = lambda what, done: None,
 ) -> dict[str, Any]:
-    """Run what is missing in `out`, tell how long each run took, and return (and write result.json) the summary.
+    """Run what is missing in `out`, tell how long each run took, and return the summary.
 
     Raises `StateError` if `out` holds runs of another configuration or a damaged line.
     """
@@ -122,15 +145,9 @@ def run(
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(result) + "\n")
-        tell(
-            f"{result['method']} seed {result['seed']}: {result['total_s']} s ({result['processor_s']} s of processor)"
-        )
-    summary = summarise(config, runs)
-    if out is not None:
-        (Path(out) / "result.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
-        if importlib.util.find_spec("matplotlib") is not None:
-            draw(summary, Path(out) / "figure.png")
-    return summary
+        took = f"{result['total_s']} s ({result['processor_s']} s of processor)"
+        tell(f"{result['method']} seed {result['seed']}: {took}", len(runs) / (len(done) + len(missing)))
+    return summarise(config, runs)
 
 
 def summarise(config: ExperimentConfig, runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -154,7 +171,7 @@ def summarise(config: ExperimentConfig, runs: Sequence[dict[str, Any]]) -> dict[
     steps = sum(stage.steps for stage in config.stages) * config.worlds
     prints = {name: config.fingerprint(name) for name in methods}
     facts = {"steps_of_worlds": steps, "fingerprints": prints, "config": dataclasses.asdict(config)}
-    return {"schema": 2, "command": "bench stigmergy", "cluster": "excavation task", **facts, "methods": methods}
+    return {**facts, "methods": methods}
 
 
 def table(summary: dict[str, Any]) -> str:
@@ -252,40 +269,3 @@ def _finished(path: Path | None, config: ExperimentConfig) -> list[dict[str, Any
         fix = f"remove the lines of {names}, or choose another folder"
         raise StateError(f"{path} holds runs of another configuration ({names}): {fix}")
     return runs
-
-
-def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="S-MADRL, MADQN, MAPPO and MADDPG on the excavation task.")
-    parser.add_argument("out", type=Path, help="folder for runs.jsonl and result.json; finished runs there are kept")
-    parser.add_argument("--seeds", type=int, default=10)
-    parser.add_argument("--methods", nargs="+", default=list(available()), choices=METHODS)
-    parser.add_argument("--processes", type=int, default=1, help="runs at a time, one thread each")
-    parser.add_argument("--scale", type=float, default=1.0, help="of the number of steps of every stage")
-    parser.add_argument("--ground", default="two-lane", choices=GROUNDS)
-    parser.add_argument("--horizon", type=int, default=1000, help="steps of an episode")
-    parser.add_argument(
-        "--slow", type=float, default=1.0, help="speed of every second agent, 1 is as fast as the others"
-    )
-    return parser.parse_args(arguments)
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line; None: that of this process."""
-    given = _parsed(arguments)
-    if not 0 < given.scale < float("inf"):
-        raise ConfigError("scale", given.scale, "above 0, finite", "1 is the whole curriculum")
-    whole = MAPPOConfig().rollout
-    stages = tuple(
-        dataclasses.replace(s, steps=max(1, round(s.steps * given.scale / whole)) * whole) for s in CURRICULUM
-    )
-    config = ExperimentConfig(
-        methods=tuple(given.methods),
-        seeds=tuple(range(given.seeds)),
-        stages=stages,
-        task=ExcavationConfig(GROUNDS[given.ground], horizon=given.horizon, speeds=(1.0, given.slow)),
-    )
-    print(table(run(config, given.out, processes=given.processes, tell=functools.partial(print, flush=True))))
-
-
-if __name__ == "__main__":
-    main()

@@ -13,7 +13,7 @@ from dynamix.policies.learned.policy import LearnedPolicy, ResidualNet
 from dynamix.simulator import ClusterEnv
 from dynamix.training.worlds import WORLDS, lr_rule_of, sample_world
 from dynamix.window import Bounds, Window
-from dynamix_lab.experiments.ablations import ablate, variants
+from dynamix_lab.experiments.ablations import AblationPlan, run_ablations, variants
 from dynamix_lab.experiments.ablations import markdown as ablation_table
 from dynamix_lab.experiments.short import QUICK, learn
 from dynamix_lab.experiments.transfer import PAIRS, Pair, markdown, run_transfer
@@ -94,15 +94,9 @@ def test_masked_and_folded_networks_answer_the_same() -> None:
 
 
 def test_ablations_train_every_variant_with_one_budget(tmp_path: Path) -> None:
-    how = {"budget": QUICK, "clusters": 2, "windows": 3, "families": ("pai-steady",), "workers": (2,)}
-    found = {"dynamix-paper": ablate("dynamix-paper", tmp_path, **how)}  # type: ignore[arg-type]
-    assert list(found["dynamix-paper"]) == list(variants("dynamix-paper"))
-    assert found["dynamix-paper"]["all"]["over_all"] == [1.0, 1.0, 1.0]
-    table = ablation_table({"forms": found, "budget": _plain(QUICK), "seeds": [0]})
-    assert table.count("no statistics") == 1
-
-
-def _plain(budget: object) -> dict[str, object]:
-    import dataclasses
-
-    return dataclasses.asdict(budget)  # type: ignore[call-overload, no-any-return]
+    plan = AblationPlan(("dynamix-paper",), QUICK, clusters=2, windows=3, families=("pai-steady",), workers=(2,))
+    result = run_ablations(plan, tmp_path)
+    found = result["forms"]["dynamix-paper"]
+    assert list(found) == list(variants("dynamix-paper"))
+    assert found["all"]["over_all"] == [1.0, 1.0, 1.0]
+    assert ablation_table(result).count("no statistics") == 1

@@ -1,0 +1,145 @@
+"""Experiments: `dynamix bench ablations`, `transfer`, `live-learning`, `excavation`, `calibration`.
+
+Those that train keep what is finished in their folder, and `--resume` goes on with the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from dynamix.cli.console import Json, Out, Resume, guarded, print_json, progress
+from dynamix_lab.commands.group import about, bench, command_line, names_of, numbers_of
+
+Forms = Annotated[str | None, typer.Option(help="Of dynamix,dynamix-paper, comma-separated [default: both].")]
+Quick = Annotated[bool, typer.Option("--quick", help="Smoke run: trainings that learn nothing.")]
+Work = Callable[[Path, Callable[[str, float], None]], dict[str, Any]]
+
+
+def _in_folder(
+    context: typer.Context, cluster: str, out: Path | None, resume: bool, work: Work
+) -> tuple[dict[str, Any], Path]:
+    """The result of `work(folder, tell)` with its head, written to the run folder; and that folder."""
+    from dynamix.events.run_folder import RunFolder
+
+    name = context.command.name or ""
+    with progress(name) as tell, RunFolder(name, out, resume=resume) as folder:
+        folder.write_run(command=command_line(context), cluster=cluster)
+        result = {**about(context, cluster), **work(folder.path, tell)}
+        folder.write_result(result)
+    return result, folder.path
+
+
+@bench.command("ablations")
+@guarded
+def bench_ablations(
+    context: typer.Context,
+    forms: Forms = None,
+    seeds: Annotated[str, typer.Option(help="Of trainings, comma-separated.")] = "0",
+    quick: Quick = False,
+    resume: Resume = False,
+    out: Out = None,
+    as_json: Json = False,
+) -> None:
+    """What groups of features are worth: policies learned without them, under one short budget."""
+    from dynamix_lab.experiments.ablations import AblationPlan, markdown, run_ablations
+
+    plan = AblationPlan.of(forms=names_of(forms), seeds=numbers_of("seeds", seeds), quick=quick)
+    result, _ = _in_folder(
+        context, "simulator", out, resume, lambda folder, tell: run_ablations(plan, folder, tell=tell)
+    )
+    print_json(result) if as_json else typer.echo(markdown(result))
+
+
+@bench.command("transfer")
+@guarded
+def bench_transfer(
+    context: typer.Context,
+    forms: Forms = None,
+    pairs: Annotated[
+        str | None, typer.Option(help="Parts of names of pairs, comma-separated: depth, GPUs, Adam [default: all].")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of the trainings.")] = 0,
+    quick: Quick = False,
+    resume: Resume = False,
+    out: Out = None,
+    as_json: Json = False,
+) -> None:
+    """Policies learned on one job and used on another, beside policies learned on the target."""
+    from dynamix_lab.experiments.short import QUICK, forms_of
+    from dynamix_lab.experiments.transfer import markdown, pairs_named, run_transfer
+
+    how: dict[str, Any] = {"pairs": pairs_named(names_of(pairs)), "forms": forms_of(names_of(forms)), "seed": seed}
+    how |= {"budget": QUICK, "clusters": 4, "windows": 6} if quick else {"clusters": 32, "windows": 40}
+    result, _ = _in_folder(
+        context, "simulator", out, resume, lambda folder, tell: run_transfer(folder, tell=tell, **how)
+    )
+    print_json(result) if as_json else typer.echo(markdown(result))
+
+
+@bench.command("live-learning")
+@guarded
+def bench_live_learning(
+    context: typer.Context,
+    policy: Annotated[str, typer.Option(help="dynamix or dynamix-paper.")] = "dynamix-paper",
+    jobs: Annotated[int, typer.Option(min=1, help="Of each family and number of workers.")] = 4,
+    windows: Annotated[int, typer.Option(min=1, help="To learn in.")] = 300,
+    workers: Annotated[str, typer.Option(help="Comma-separated.")] = "4",
+    as_json: Json = False,
+) -> None:
+    """The shipped policy against itself learning on the job, fine-tuned or from nothing, on simulated jobs."""
+    from dynamix_lab.experiments.live import LiveComparison, compare, markdown
+
+    counts = numbers_of("workers", workers) or ()
+    config = LiveComparison(policy, jobs=jobs, windows=windows, workers=counts)
+    with progress("live-learning") as tell:
+        result = {**about(context, "simulator"), **compare(config, tell=tell)}
+    print_json(result) if as_json else typer.echo(markdown(result))
+
+
+@bench.command("excavation")
+@guarded
+def bench_excavation(
+    context: typer.Context,
+    methods: Annotated[
+        str | None, typer.Option(help="Of s-madrl,madqn,mappo,maddpg,random, comma-separated [default: all installed].")
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Trainings of each method.")] = 10,
+    ground: Annotated[str, typer.Option(help="two-lane or single-file.")] = "two-lane",
+    slow: Annotated[float, typer.Option(help="Speed of every second agent; 1 is as fast as the others.")] = 1.0,
+    horizon: Annotated[int, typer.Option(min=1, help="Steps of an episode.")] = 1000,
+    scale: Annotated[float, typer.Option(help="Of the number of steps of every stage.")] = 1.0,
+    processes: Annotated[int, typer.Option(min=1, help="Trainings at a time, one thread each.")] = 1,
+    resume: Resume = False,
+    out: Out = None,
+    as_json: Json = False,
+) -> None:
+    """S-MADRL against MADQN, MAPPO and MADDPG: agents that fetch pellets through a narrow tunnel."""
+    from dynamix_lab.experiments.excavation.experiment import ExperimentConfig, draw, run, table
+
+    config = ExperimentConfig.of(
+        methods=names_of(methods), seeds=seeds, ground=ground, slow=slow, horizon=horizon, scale=scale
+    )
+    result, folder = _in_folder(
+        context, "excavation task", out, resume,
+        lambda folder, tell: run(config, folder, processes=processes, tell=tell),
+    )  # fmt: skip
+    draw(result, folder / "figure.png")
+    print_json(result) if as_json else typer.echo(f"{table(result)}\n\nwrote {folder}")
+
+
+@bench.command("calibration")
+@guarded
+def bench_calibration(
+    sources: Annotated[Path, typer.Argument(help="Folder of the public measurements, which are not shipped.")],
+    file: Annotated[Path, typer.Argument(help="To write, such as src/dynamix/simulator/calibration.json.")],
+    as_json: Json = False,
+) -> None:
+    """Fit the simulator's calibration to the public measurements, and print its errors on points it has not seen."""
+    from dynamix_lab.experiments.calibration_fit import lines, write_calibration
+
+    fitted = write_calibration(sources, file)
+    print_json(fitted["held_out"]) if as_json else typer.echo("\n".join(lines(fitted)))

@@ -1,0 +1,72 @@
+"""The experiments as commands: they run, name themselves in their results, go on in their folder, and refuse what is wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from dynamix.cli.app import app
+
+
+def bench(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["bench", *arguments])
+
+
+@pytest.mark.parametrize(
+    ("options", "row"),
+    [
+        (["ablations", "--forms", "dynamix-paper", "--quick"], "no statistics"),
+        (["transfer", "--forms", "dynamix-paper", "--pairs", "depth: VGG", "--quick"], "depth: VGG-16 to 19"),
+    ],
+)
+def test_a_learning_experiment_writes_a_run_folder_and_goes_on_there(
+    options: list[str], row: str, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    done = bench(*options, "--out", str(out))
+    assert done.exit_code == 0, done.output
+    assert row in done.output
+    result = json.loads((out / "result.json").read_text())
+    assert result["command"].startswith("dynamix bench " + options[0])
+    assert result["cluster"] == "simulator"
+    trained = {path.name: path.stat().st_mtime_ns for path in out.glob("*.safetensors")}
+    assert trained
+    again = bench(*options, "--out", str(out), "--resume", "--json")
+    assert json.loads(again.stdout)["forms"] == result["forms"]
+    assert {path.name: path.stat().st_mtime_ns for path in out.glob("*.safetensors")} == trained
+
+
+def test_live_learning_is_compared_with_the_shipped_policy() -> None:
+    options = ["live-learning", "--jobs", "1", "--windows", "2", "--workers", "2", "--json"]
+    done = bench(*options)
+    assert done.exit_code == 0, done.output
+    result = json.loads(done.stdout)
+    assert result["command"] == "dynamix bench live-learning --jobs 1 --windows 2 --workers 2"
+    assert set(result["against_shipped"]) == {"fine-tuned", "live-learned"}
+    for figures in result["against_shipped"].values():
+        assert figures["afterwards"]["low"] <= figures["afterwards"]["mean"] <= figures["afterwards"]["high"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["ablations", "--forms", "goodput"], ["forms='goodput'", "dynamix-paper"]),
+        (["ablations", "--seeds", "-1"], ["seeds", "0 or more"]),
+        (["transfer", "--pairs", "moon"], ["pairs", "depth"]),
+        (["live-learning", "--policy", "static"], ["policy='static'", "dynamix-paper"]),
+        (["excavation", "--methods", "qmix"], ["methods='qmix'", "mappo"]),
+        (["calibration", "nowhere", "out.json"], ["nowhere", "fits/affine_step_time.csv"]),
+    ],
+)
+def test_what_is_not_possible_is_said_before_any_work(
+    arguments: list[str], said: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = bench(*arguments)
+    assert done.exit_code == 2
+    assert all(part in done.output for part in said), done.output
+    assert not list(tmp_path.iterdir())
