@@ -165,13 +165,12 @@ def paired_ratio(
     if above.keys() != below.keys() or any(len(above[k]) != len(below[k]) for k in above):
         raise ConfigError("pairs", "unequal lengths", "the same scenarios and numbers of runs", "pair runs by seed")
     groups = [_log_ratios(above[name], below[name]) for name in sorted(above)]
-    how = {"confidence": confidence, "seed": seed}
     if len(groups) == 1:
-        found = mean_interval(groups[0], resamples=resamples, **how)
+        found = mean_interval(groups[0], resamples=resamples, confidence=confidence, seed=seed)
     elif sum(map(len, groups)) < FEW:
-        found = mean_interval(np.array([group.mean() for group in groups]), **how)
+        found = mean_interval(np.array([group.mean() for group in groups]), confidence=confidence, seed=seed)
     else:
-        found = _hierarchical(groups, resamples=resamples, **how)
+        found = _hierarchical(groups, resamples=resamples, confidence=confidence, seed=seed)
     return Interval(*(float(np.exp(x)) for x in (found.mean, found.low, found.high)))
 
 
