@@ -54,7 +54,7 @@ class NoiseCurve:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Everything fitted. `curves` (K, len(GRID)): measured seconds over the affine fit's, where a table is not affine."""
+    """Everything fitted. `curves` (K, len(GRID)): measured seconds over the affine fit's, for other tables."""
 
     affine: dict[tuple[str, str], Affine]
     noise: dict[str, NoiseCurve]

@@ -123,7 +123,7 @@ class AggregatorServer:
                 sock.close()
 
     def statistics(self) -> dict[str, Any]:
-        """Jobs now and so far, failures and refusals by kind, rounds and bytes received, the largest job's chunk bytes."""
+        """Jobs now and so far, failures and refusals by kind, rounds and bytes received, the largest job's bytes."""
         with self._lock:
             jobs = list(self._running.values())
             return {

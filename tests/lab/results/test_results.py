@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 
 from dynamix.cli.app import app
 from dynamix.errors import ConfigError
-from dynamix_lab.report.generated import NONE_YET, generated
-from dynamix_lab.report.results import load, record
-from dynamix_lab.report.views import markdown_of
+from dynamix_lab.results.generated import NONE_YET, generated
+from dynamix_lab.results.records import load, record
+from dynamix_lab.results.views import markdown_of
 
 ROOT = Path(__file__).parents[3]
 MACHINE = {"cpu": "Example 1000", "cores": 2, "system": "Linux 6"}

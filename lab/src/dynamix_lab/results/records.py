@@ -53,7 +53,7 @@ def check(result: Mapping[str, Any], *, changed: bool = False) -> None:
             raise ConfigError("result.json", f"without {name}", ", ".join(needed), "run the command again")
     command, commit = str(result["command"]), result["commit"]
     if result["schema"] != SCHEMA:
-        raise ConfigError("schema", result["schema"], SCHEMA, "run the command again")
+        raise ConfigError("schema", result["schema"], str(SCHEMA), "run the command again")
     if not command.startswith("dynamix ") or command == "dynamix ":
         raise ConfigError("command", command, "the whole command line, dynamix ...", "run it from the command line")
     if not commit or (str(commit).endswith("-dirty") and not changed):

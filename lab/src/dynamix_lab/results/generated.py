@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from dynamix.errors import ConfigError
-from dynamix_lab.report.results import load
-from dynamix_lab.report.views import markdown_of
+from dynamix_lab.results.records import load
+from dynamix_lab.results.views import markdown_of
 
 _BLOCK = re.compile(r"(<!-- table: (\S+)(?: (\S+))? -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 NONE_YET = "No result of this name is recorded yet.\n"
