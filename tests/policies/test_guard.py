@@ -6,6 +6,7 @@ import copy
 import json
 from collections.abc import Callable
 from contextlib import nullcontext
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from dynamix.policies.guard import Guard
 from dynamix.policies.learned.online import learning
 from dynamix.policies.proportional import LBBSP, fill_unknown, speeds
 from dynamix.projection import project
-from dynamix.simulator import ClusterEnv, sample_clusters, sample_family
+from dynamix.simulator import ClusterEnv, rollout, sample_clusters, sample_family
 from dynamix.training.evaluation import times_to_progress
 from dynamix.window import Bounds, Ints, Window
 
@@ -101,10 +102,9 @@ def guarded(make: Callable[[], Adversary]) -> Guard:
 def test_within_a_few_windows_it_is_at_the_rule_and_all_that_is_lost_is_bounded(make: type[Adversary]) -> None:
     clusters, guard = sample_family("affine-slowdowns", 4, 8, seed=5), guarded(make)
     env = ClusterEnv(clusters, seed=5)
-    window, first = env.reset(), np.full(4, -1)
-    for t in range(HARMLESS_AFTER[make] + 2):
-        window = env.step(guard.decide(window, env.bounds))
-        resting = np.isin(guard.report()["reason"], ("worse", "refused", "fault"))
+    first = np.full(4, -1)
+    for t, _ in enumerate(islice(rollout(guard, env, HARMLESS_AFTER[make] + 2), 1, None)):
+        resting = np.isin(guard.report()["guard"]["reason"], ("worse", "refused", "fault"))
         first = np.where((first < 0) & resting, t, first)
     assert (first >= 0).all(), "some cluster is not at the rule"
     assert first.max() <= HARMLESS_AFTER[make]
@@ -131,26 +131,21 @@ def test_the_shipped_policy_pays_less_than_half_a_per_cent_for_being_watched() -
 
 def test_the_policy_is_tried_again_later_and_less_often_each_time() -> None:
     env = ClusterEnv(sample_clusters(1, 4, 3), seed=3)
-    guard, window, tries = Guard(Skewed()), env.reset(), []
+    guard, tries = Guard(Skewed()), []
     guard.policy.skew = 0.5  # type: ignore[attr-defined]
-    for t in range(90):
-        window = env.step(guard.decide(window, env.bounds))
-        tries += [t] if guard.report()["by"] == ["policy"] else []
+    for t, _ in enumerate(islice(rollout(guard, env, 90), 1, None)):
+        tries += [t] if guard.report()["guard"]["by"] == ["policy"] else []
     pauses = [gap for gap in np.diff(tries) if gap > 5]
     assert len(pauses) >= 3
     assert pauses == sorted(pauses)
     assert pauses[2] >= 3 * pauses[0]
-    assert guard.report()["falls"][0] >= 3
+    assert guard.report()["guard"]["falls"][0] >= 3
 
 
 def _windows(count: int) -> tuple[list[Window], Bounds]:
     """Windows of three clusters under the answers of a guarded adversary."""
     env = ClusterEnv(sample_clusters(3, 4, 8), seed=8)
-    guard, window, seen = Guard(Oscillates()), env.reset(), []
-    for _ in range(count):
-        seen.append(window)
-        window = env.step(guard.decide(window, env.bounds))
-    return seen, env.bounds
+    return list(rollout(Guard(Oscillates()), env, count - 1)), env.bounds
 
 
 def _row(window: Window, bounds: Bounds, c: int) -> tuple[Window, Bounds]:
@@ -169,7 +164,7 @@ def test_many_clusters_at_once_are_decided_on_as_each_alone() -> None:
         answer = together.decide(window, bounds)
         for c, guard in enumerate(alone):
             np.testing.assert_array_equal(answer[c], guard.decide(*_row(window, bounds, c)))
-    assert together.report()["reason"] == [guard.report()["reason"] for guard in alone]
+    assert together.report()["guard"]["reason"] == [guard.report()["guard"]["reason"] for guard in alone]
 
 
 def test_a_saved_guard_goes_on_as_if_nothing_had_happened() -> None:
@@ -237,7 +232,7 @@ def test_without_any_times_the_policy_is_left_alone() -> None:
     guard, bounds = Guard(Skewed(), verify=4), Bounds.of(2, 1, 100)
     for _ in range(20):
         guard.decide(Window.of([32, 32]), bounds)
-        assert guard.report()["by"] == "policy"
+        assert guard.report()["guard"]["by"] == "policy"
 
 
 def test_a_fault_is_warned_of_once_and_reported() -> None:
@@ -247,7 +242,7 @@ def test_a_fault_is_warned_of_once_and_reported() -> None:
     for _ in range(20):
         answer = guard.decide(window, bounds)  # a second warning would be an error here
     assert answer[0] > answer[1], "the rule goes by speed"
-    assert guard.report()["error"] == "failed: ZeroDivisionError('on purpose')"
+    assert guard.report()["guard"]["error"] == "failed: ZeroDivisionError('on purpose')"
     assert json.dumps(guard.report())
 
 
@@ -258,7 +253,7 @@ def test_anything_that_is_no_allocation_is_a_fault(wrong: Any) -> None:
     policy.answer = lambda window, bounds: wrong  # type: ignore[method-assign]
     guard = Guard(policy)
     guard.decide(Window.of([32, 32], compute=[1.0, 3.0]), Bounds.of(2))
-    assert guard.report()["reason"] == "fault"
+    assert guard.report()["guard"]["reason"] == "fault"
 
 
 def test_by_name_and_with_impossible_settings() -> None:

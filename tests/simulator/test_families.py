@@ -20,6 +20,8 @@ from dynamix.simulator import (
     PlannedReference,
     SlowdownTrace,
     interior_share,
+    rollout,
+    rollout_path,
     sample_clusters,
     sample_family,
 )
@@ -40,9 +42,7 @@ def test_every_family_runs_is_finite_and_repeats(family: str, workers: int) -> N
     runs = []
     for _ in range(2):
         env = ClusterEnv(clusters, seed=1)
-        window = env.reset()
-        for _ in range(8):
-            window = env.step(LaggedReference(env).decide(window, env.bounds))
+        *_, window = rollout(LaggedReference(env), env, 8)
         assert np.isfinite(env.clock_s).all()
         assert (env.progress > 0).all()
         assert (window.batch_size <= env.bounds.high).all()
@@ -54,11 +54,9 @@ def test_every_family_runs_is_finite_and_repeats(family: str, workers: int) -> N
 @pytest.mark.parametrize("family", FAMILIES)
 def test_optima_are_mostly_interior(family: str) -> None:
     env = ClusterEnv(sample_family(family, 60, 8, 5), seed=0)
-    window, shares = env.reset(), []
-    for _ in range(15):
-        window = env.step(LaggedReference(env).decide(window, env.bounds))
-        shares.append(interior_share(window.batch_size, env.clusters).mean())
-    assert np.mean(shares) > 0.5
+    windows = rollout(LaggedReference(env), env, 15)
+    shares = [interior_share(window.batch_size, env.clusters).mean() for window in windows]
+    assert np.mean(shares[1:]) > 0.5
 
 
 def test_an_unknown_family_names_the_known() -> None:
@@ -125,11 +123,7 @@ def test_accuracy_grows_with_progress_and_large_batches_pay_the_named_penalty() 
     model, reached = Generalisation(free=1.0, per_octave=0.001), {}
     for factor in (1.0, 4.0):
         env = ClusterEnv(clusters, seed=0)
-        policy, window = StaticAt(factor), env.reset()
-        early = env.accuracy(model)
-        for _ in range(20):
-            window = env.step(policy.decide(window, env.bounds))
-        reached[factor] = env.accuracy(model)
+        early, *_, reached[factor] = [env.accuracy(model) for _ in rollout(StaticAt(factor), env, 20)]
         if factor == 1.0:
             assert (reached[factor] > early).all()
     without = Generalisation(free=1e9)
@@ -147,10 +141,8 @@ def test_ten_thousand_workers_run() -> None:
 
 
 def _rate(env: ClusterEnv, policy: LaggedReference, windows: int) -> float:
-    window = env.reset()
-    for _ in range(windows):
-        window = env.step(policy.decide(window, env.bounds))
-    return float(np.exp(np.log(env.progress / env.clock_s).mean()))
+    seconds, progress = rollout_path(policy, env, windows)[-1]
+    return float(np.exp(np.log(progress / seconds).mean()))
 
 
 def test_knowing_the_future_helps_under_change() -> None:

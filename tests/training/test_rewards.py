@@ -9,10 +9,9 @@ import pytest
 
 from dynamix.errors import ConfigError
 from dynamix.policies.static import Static
-from dynamix.simulator import ClusterEnv, LaggedReference, sample_family
+from dynamix.simulator import ClusterEnv, LaggedReference, rollout, sample_family
 from dynamix.training.rewards import (
     PaperReward,
-    RegretReward,
     RewardWeights,
     SimulatedPaper,
     SimulatedRegret,
@@ -56,20 +55,6 @@ def test_a_lost_signal_is_a_large_sigma_not_an_infinite_one() -> None:
     assert np.isnan(sigma_norm(Window.of([8])))
 
 
-def test_live_regret_is_zero_at_the_usual_pace_and_forgets() -> None:
-    reward = RegretReward(slow=0.2)
-    pace = [1.0] * 5 + [2.0] * 40
-    paid = [float(reward.update(Window.of([8, 8], compute=s, noise=1e3, signal=1.0))) for s in pace]
-    assert paid[4] == pytest.approx(0.0)
-    assert paid[5] == pytest.approx(-np.log(2))
-    assert abs(paid[-1]) < 1e-3
-    assert np.isnan(reward.update(Window.of([8, 8], compute=1.0)))  # no noise scale: goodput is not known
-    resumed = RegretReward(slow=0.2)
-    resumed.load_state_dict(reward.state_dict())
-    last = Window.of([8, 8], compute=1.0, noise=1e3, signal=1.0)
-    assert float(resumed.update(last)) == float(reward.update(last))
-
-
 def _env() -> ClusterEnv:
     return ClusterEnv(sample_family("pai-steady", 6, 4, seed=5), seed=5)
 
@@ -77,11 +62,10 @@ def _env() -> ClusterEnv:
 def test_simulated_regret_is_zero_for_the_reference_itself_and_negative_for_static() -> None:
     for make, zero in ((LaggedReference, True), (lambda _: Static(), False)):
         env = _env()
-        reward, policy, window = SimulatedRegret(env, _env()), make(env), env.reset()
-        paid = []
-        for _ in range(6):
-            window = env.step(policy.decide(window, env.bounds))
-            paid.append(reward.update(window))
+        reward = SimulatedRegret(env, _env())
+        followed = rollout(make(env), env, 6)
+        next(followed)  # the first window, before any decision
+        paid = [reward.update(window) for window in followed]
         assert (np.array(paid) == 0).all() if zero else np.mean(paid) < -0.02
 
 

@@ -1,4 +1,4 @@
-"""ResidualTraining reproduces itself, goes on where it stopped, improves on the rule, and its files say how they were made."""
+"""Training repeats itself, goes on where it stopped, improves on the rule; its files say how they were made."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from dynamix.errors import ConfigError
 from dynamix.policies.files import describe_policy
 from dynamix.policies.goodput import Goodput
 from dynamix.policies.learned.policy import PRETRAINED, LearnedPolicy, pretrained
+from dynamix.simulator import ClusterEnv, rollout, sample_family
 from dynamix.training.dynamix_policy import ResidualTraining, TrainingConfig, train
 from dynamix.training.evaluation import evaluate_families, validation_score
 
@@ -104,14 +105,8 @@ def test_a_trained_policy_saves_its_configuration(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("workers", [2, 8])
 def test_the_shipped_policy_settles_where_nothing_changes(workers: int) -> None:
-    from dynamix.simulator import ClusterEnv, sample_family
-
     env = ClusterEnv(sample_family("affine-quiet", 16, workers, 55), seed=5)
-    policy, window = pretrained(), env.reset()
-    path = []
-    for _ in range(40):
-        window = env.step(policy.decide(window, env.bounds))
-        path.append(np.log(window.batch_size))
-    swings = np.abs(np.diff(np.array(path[20:]), axis=0))
+    path = np.array([np.log(window.batch_size) for window in rollout(pretrained(), env, 40)])
+    swings = np.abs(np.diff(path[21:], axis=0))
     assert np.median(swings) < 0.03
     assert np.quantile(swings, 0.99) < 0.5

@@ -13,6 +13,7 @@ from dynamix.simulator.reference import (
     PlannedReference,
     best_allocation,
 )
+from dynamix.simulator.rollout import rollout, rollout_path
 from dynamix.simulator.statistics import Generalisation
 
 __all__ = [
@@ -32,6 +33,8 @@ __all__ = [
     "bounds_of",
     "calibration",
     "interior_share",
+    "rollout",
+    "rollout_path",
     "sample_clusters",
     "sample_family",
 ]

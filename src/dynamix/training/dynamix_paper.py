@@ -1,8 +1,8 @@
 """Training of `dynamix-paper`, the paper's own form, in the calibrated simulator.
 
 Episodes come from all families and several W, rewards from `rewards.py`, the update from `ppo.py` or
-`simplified.py`. Optionally a warm start: imitation of the lagged reference by the nearest action (DAgger). The checkpoint
-kept is the best on validation clusters, which training never meets.
+`simplified.py`. Optionally a warm start: imitation of the lagged reference by the nearest action (DAgger). The
+checkpoint kept is the best on validation clusters, which training never meets.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dynamix.policies.files import describe_policy
 from dynamix.policies.learned.additive import Actions, AdditiveNet, AdditivePolicy
 from dynamix.policies.protocol import Policy
 from dynamix.projection import project
-from dynamix.simulator import FAMILIES, ClusterEnv, LaggedReference
+from dynamix.simulator import FAMILIES, ClusterEnv, LaggedReference, rollout_path
 from dynamix.training.distributions import Categorical, categorical
 from dynamix.training.episodes import Episode, play
 from dynamix.training.ppo import PPO, PPOConfig
@@ -182,7 +182,7 @@ def _episode(
 
 
 def _clone(net: AdditiveNet, c: PaperTrainingConfig, seed: int, seen: _Seen, tell: Progress) -> None:
-    """DAgger (Ross et al. 2011): label every state met with the action that comes nearest the lagged reference's size."""
+    """DAgger (Ross et al. 2011): label every state met with the action nearest the lagged reference's size."""
     optimizer = torch.optim.Adam(net.parameters(), lr=c.clone_rate)
     generator = torch.Generator().manual_seed(seed)
     data: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -263,9 +263,12 @@ class _Validation:
     """Mean over families and W of log(average goodput / the lagged reference's), as a factor; 1 is the reference."""
 
     def __init__(
-        self, c: PaperTrainingConfig, workers: tuple[int, ...] | None = None, clusters: int | None = None,
+        self,
+        c: PaperTrainingConfig,
+        workers: tuple[int, ...] | None = None,
+        clusters: int | None = None,
         seed: int = VALIDATION_SEED,
-    ) -> None:  # fmt: skip
+    ) -> None:
         at = workers or c.validation_workers
         self.cells = [(family, at[i % len(at)]) for i, family in enumerate(c.families)]
         self.clusters, self.windows, self.seed = clusters or c.validation_clusters, c.validation_windows, seed
@@ -281,10 +284,8 @@ class _Validation:
     def _log_goodput(self, cell: tuple[str, int], make: Callable[[ClusterEnv], Policy]) -> Floats:
         clusters = sample_world(cell[0], self.clusters, cell[1], self.seed)
         env = ClusterEnv(clusters, seed=self.seed, lr_rule=lr_rule_of(cell[0]))
-        policy, window = make(env), env.reset()
-        for _ in range(self.windows):
-            window = env.step(policy.decide(window, env.bounds))
-        return np.asarray(np.log(env.progress / env.clock_s))
+        seconds, progress = rollout_path(make(env), env, self.windows)[-1]
+        return np.asarray(np.log(progress / seconds))
 
 
 class _Seen:

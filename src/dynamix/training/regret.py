@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dynamix.policies.learned.policy import LearnedPolicy, ResidualNet
-from dynamix.simulator import ClusterEnv, LaggedReference
+from dynamix.simulator import ClusterEnv, LaggedReference, rollout
 from dynamix.training.episodes import Episode
 from dynamix.training.hindsight import DecisionRecorder, RecordingEnv
 from dynamix.training.ppo import PPO
@@ -23,8 +23,9 @@ def regret_episode(ppo: PPO, env: RecordingEnv, other: ClusterEnv, *, windows: i
     have been with that worker alone at its mean action.
     """
     assert isinstance(ppo.net, ResidualNet)
-    policy, teacher = LearnedPolicy(ppo.net), LaggedReference(other)
-    window, reference = env.reset(), other.reset()
+    policy, window = LearnedPolicy(ppo.net), env.reset()
+    twin = rollout(LaggedReference(other), other)
+    next(twin)  # its first window, before any decision
     recorder, rewards = DecisionRecorder(env), []
     rows: list[tuple[Tensor, ...]] = []
     evaluated: list[tuple[Tensor, Tensor, Tensor]] = []
@@ -39,7 +40,7 @@ def regret_episode(ppo: PPO, env: RecordingEnv, other: ClusterEnv, *, windows: i
         delta, growth = chosen.squeeze(-1).double().numpy(), shared.squeeze(-1).double().numpy()
         window = env.step(policy.allocate(window, env.bounds, delta, growth))
         recorder.after()
-        reference = other.step(teacher.decide(reference, other.bounds))
+        next(twin)
         rewards.append(_log_goodput(env, before[0]) - _log_goodput(other, before[1]))
     reward = torch.from_numpy(np.clip(np.array(rewards), -2, 2)).float() * SCALE
     all_seen, masks, all_chosen, all_shared = (torch.stack(part) for part in zip(*rows, strict=True))

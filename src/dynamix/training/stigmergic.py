@@ -1,8 +1,9 @@
 """Learning the numbers of the stigmergic rule: the cross-entropy method, on clusters that grow from 1 to 32 workers.
 
-A candidate is one set of numbers for all workers. It is judged by the time that a job of such workers takes for the progress that
-the lagged reference makes meanwhile; all candidates of a generation meet the same clusters. A dozen and a half numbers need no gradient
-(Rubinstein 1999; de Boer et al. 2005). `dynamix policy train --policy stigmergic` runs it.
+A candidate is one set of numbers for all workers. It is judged by the time that a job of such workers takes for the
+progress that the lagged reference makes meanwhile; all candidates of a generation meet the same clusters. A dozen and a
+half numbers need no gradient (Rubinstein 1999; de Boer et al. 2005). `dynamix policy train --policy stigmergic` runs
+it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import numpy as np
 from dynamix.policies.files import describe_policy
 from dynamix.policies.stigmergic.field import Decay
 from dynamix.policies.stigmergic.policy import RANGES, Parameters, StigmergicPolicy
-from dynamix.simulator import ClusterEnv, Clusters, LaggedReference
+from dynamix.simulator import ClusterEnv, Clusters, LaggedReference, rollout_path
 from dynamix.training.curriculum import training_clusters
 from dynamix.training.evaluation import Factory, times_to_common_progress
 from dynamix.window import Floats
@@ -32,7 +33,8 @@ VALIDATION_SEED = 905_001
 class SearchConfig:
     """The recipe. Seeds of training clusters are derived from `seed`; validation and bench seeds never meet them.
 
-    stages       numbers of workers, stage after stage; a generation draws `worlds` of its stage and plays a world of each
+    stages       numbers of workers, stage after stage; a generation draws `worlds` of its stage and plays a world of
+                 each
     generations  of each stage
     tried, kept  candidates of a generation, and how many of them the next is drawn around
     spread       standard deviation at the start, in logits of a number's range; `least` it never falls below
@@ -132,12 +134,7 @@ class _World:
     def follow(self, make: Factory) -> Floats:
         """Seconds and progress (windows + 1, 2, C) of a policy from equal shares on."""
         env = ClusterEnv(self.clusters, seed=self.seed, interval=self.interval, delay=self.delay)
-        policy, window = make(env), env.reset()
-        path = [(env.clock_s, env.progress)]
-        for _ in range(self.windows):
-            window = env.step(policy.decide(window, env.bounds))
-            path.append((env.clock_s, env.progress))
-        return np.array(path)
+        return rollout_path(make(env), env, self.windows)
 
     def speed(self, make: Factory) -> Floats:
         """Log of the reference's time over the policy's, (C,): above 0 is faster."""

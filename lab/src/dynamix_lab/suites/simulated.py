@@ -27,6 +27,7 @@ from dynamix.simulator import (
     ClusterEnv,
     Clusters,
     interior_share,
+    rollout,
     sample_family,
 )
 from dynamix.window import Bounds, Floats, Ints, Window
@@ -192,26 +193,46 @@ def _best_static(plan: SimulatedPlan, family: str, workers: int, clusters: int) 
     return SWEEP[int(np.argmin(logs))]
 
 
+def world_of(
+    make: Factory, clusters: Clusters, *, seed: int, windows: int, interval: int, delay: int
+) -> tuple[Policy, ClusterEnv, int]:
+    """A policy, its environment, and in how many windows it decides there: one that decides per epoch gets windows that
+    long, and its answers wait for nothing."""
+    env = ClusterEnv(clusters, seed=seed, interval=interval, delay=delay)
+    policy = make(env)
+    if boundary(policy) != "epoch":
+        return policy, env, windows
+    env = ClusterEnv(clusters, seed=seed, interval=EPOCH_WINDOWS * interval, delay=0)
+    return policy, env, -(-windows // EPOCH_WINDOWS)
+
+
+class Projected:
+    """`policy` whose answers are held to the bounds, as a live job holds them."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+
+    def decide(self, window: Window, bounds: Bounds) -> Ints:
+        return project(self.policy.decide(window, bounds), bounds, current=window.batch_size)
+
+
 def times_to_progress(
     factories: Mapping[str, Factory], clusters: Clusters, plan: SimulatedPlan, seed: int
 ) -> tuple[dict[str, Floats], float]:
     """Seconds (C,) each needs for the progress all reach, and the share of interior sizes of "lagged" over its run."""
     paths, inside = {}, math.nan
     for name, make in factories.items():
-        env = ClusterEnv(clusters, seed=seed, interval=plan.interval, delay=plan.delay)
-        policy, windows = make(env), plan.windows
-        if boundary(policy) == "epoch":
-            env = ClusterEnv(clusters, seed=seed, interval=EPOCH_WINDOWS * plan.interval, delay=0)
-            windows = -(-windows // EPOCH_WINDOWS)
-        window = env.reset()
-        path, shares = [(env.clock_s, env.progress)], []
-        for _ in range(windows):
-            window = env.step(project(policy.decide(window, env.bounds), env.bounds, current=env.batch))
+        policy, env, windows = world_of(
+            make, clusters, seed=seed, windows=plan.windows, interval=plan.interval, delay=plan.delay
+        )
+        path: list[tuple[Floats, Floats]] = []
+        shares: list[float] = []
+        for window in rollout(Projected(policy), env, windows):
             path.append((env.clock_s, env.progress))
             if name == "lagged":
                 shares.append(interior_share(window.batch_size, clusters).mean())
         paths[name] = np.array(path)
-        inside = float(np.mean(shares)) if shares else inside
+        inside = float(np.mean(shares[1:])) if shares else inside
     target = np.min([path[-1, 1] for path in paths.values()], axis=0)
     return {
         name: np.array([np.interp(target[c], path[:, 1, c], path[:, 0, c]) for c in range(len(target))])

@@ -11,6 +11,7 @@ import numpy as np
 from dynamix.emulator import load_scenario
 from dynamix.policies import make_policy
 from dynamix.policies.protocol import boundary
+from dynamix.simulator import rollout
 from dynamix.virtual.cluster import VirtualCluster
 from dynamix.virtual.run import Snapshot
 from dynamix.window import Bounds
@@ -48,10 +49,10 @@ def predict(job: PredictedRun, costs: LiveCosts) -> Predicted:
     per_epoch = boundary(make_policy(job.policy, others=references(scenario))) == "epoch"
     interval, delay = (settings.train_samples() // base, 0) if per_epoch else (settings.interval, 1)
     env, policy = scenario_world(scenario, job.policy, job.seed, costs, interval=interval, delay=delay)
-    window = env.reset()
     needed = costs.needed * costs.units(float(base))
-    while env.progress[0] < needed and env.clock_s[0] < LONGEST_S:
-        window = env.step(policy.decide(window, env.bounds))
+    for _ in rollout(policy, env):
+        if env.progress[0] >= needed or env.clock_s[0] >= LONGEST_S:
+            break
     seconds, share = float(env.clock_s[0]), needed / float(env.progress[0])
     return Predicted(seconds / env.steps, seconds * min(share, 1.0), env.steps)
 

@@ -14,11 +14,10 @@ from typing import Any, ClassVar
 import numpy as np
 
 from dynamix.errors import ConfigError
-from dynamix.policies.protocol import Policy
 from dynamix.policies.registry import make_policy
 from dynamix.policies.stigmergic.field import Decay
 from dynamix.policies.stigmergic.policy import Parameters, StigmergicPolicy, pretrained
-from dynamix.simulator import LaggedReference, sample_family
+from dynamix.simulator import LaggedReference, rollout_path, sample_family
 from dynamix.training.evaluation import times_to_common_progress
 from dynamix.window import Floats
 from dynamix_lab.harness.suite import Cell, Context, Suite
@@ -243,13 +242,8 @@ def _rates(make: Factory, world: Any, plan: StigmergyPlan, seed: int, before: in
     """Progress per second of every window, (windows, C)."""
     env = SlowedEnv(world, seed=seed, interval=plan.interval, delay=plan.delay)
     env.from_window = before
-    policy: Policy = make(env)
-    window, path = env.reset(), []
-    for _ in range(windows):
-        start = env.clock_s, env.progress
-        window = env.step(policy.decide(window, env.bounds))
-        path.append((env.progress - start[1]) / (env.clock_s - start[0]))
-    return np.array(path)
+    path = np.diff(rollout_path(make(env), env, windows), axis=0)
+    return np.asarray(path[:, 1] / path[:, 0])
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ import numpy as np
 
 from dynamix.policies.protocol import Policy, boundary
 from dynamix.projection import project
-from dynamix.simulator import ClusterEnv, Clusters, sample_family
+from dynamix.simulator import ClusterEnv, Clusters, rollout_path, sample_family
 from dynamix.window import Bounds, Floats, Ints, Window
+from dynamix_lab.suites.simulated import EPOCH_WINDOWS, Projected, world_of
 
-EPOCH_WINDOWS = 20  # windows in an epoch, for policies that decide per epoch
 Factory = Callable[[ClusterEnv], Policy]
 
 # Scenario -> the family that its clusters are drawn from. All but `elastic` are one phase.
@@ -148,16 +148,10 @@ def play(
     """Seconds and progress (points, 2, C) of a policy over all phases; a fresh policy for every phase, as after a restart."""
     path, count = [np.zeros((2, phases[0].clusters.shape[0]))], [0]
     for i, phase in enumerate(phases):
-        probe = ClusterEnv(phase.clusters, seed=seed + 7 * i, interval=interval, delay=delay)
-        policy, env, windows = make(probe), probe, phase.windows
-        if boundary(policy) == "epoch":
-            env = ClusterEnv(phase.clusters, seed=seed + 7 * i, interval=EPOCH_WINDOWS * interval, delay=0)
-            windows = -(-windows // EPOCH_WINDOWS)
+        policy, env, windows = world_of(
+            make, phase.clusters, seed=seed + 7 * i, windows=phase.windows, interval=interval, delay=delay
+        )
         if dies_after is not None:
             policy = Dying(policy, dies_after, count)
-        window, start = env.reset(), path[-1]
-        path.append(start + np.stack([env.clock_s, env.progress]))
-        for _ in range(windows):
-            window = env.step(project(policy.decide(window, env.bounds), env.bounds, current=env.batch))
-            path.append(start + np.stack([env.clock_s, env.progress]))
+        path += [path[-1] + moved for moved in rollout_path(Projected(policy), env, windows)]
     return np.array(path)
