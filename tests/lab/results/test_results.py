@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from dynamix.cli.app import app
 from dynamix.errors import ConfigError
 from dynamix_lab.results.generated import NONE_YET, generated
-from dynamix_lab.results.records import load, record
+from dynamix_lab.results.record import load, record
 from dynamix_lab.results.views import markdown_of
 
 ROOT = Path(__file__).parents[3]

@@ -25,8 +25,11 @@ def command_line(context: typer.Context) -> str:
 
     --out, --resume and --json are left out.
     """
-    # The name of the root depends on who starts it (a script, a test), so it is always called by its own.
-    words = ["dynamix", *context.command_path.split()[1:]]
+    words: list[str] = []
+    above: Any = context
+    while above.parent is not None:
+        words, above = [str(above.info_name), *words], above.parent
+    words = ["dynamix", *words]  # the root is called by what starts it: a script, `python -m`, a test
     for parameter in context.command.params:
         name = parameter.name or ""
         source = context.get_parameter_source(name)

@@ -25,7 +25,7 @@ def bench_record(
     as_json: Json = False,
 ) -> None:
     """Keep the result of a run in results/: result.json, the command that made it, and the machine."""
-    from dynamix_lab.results.records import record
+    from dynamix_lab.results.record import record
 
     made = record(folder, name, results=root / "results", changed=changed)
     print_json({"recorded": str(made)}) if as_json else typer.echo(f"recorded {made}; next: dynamix bench tables")

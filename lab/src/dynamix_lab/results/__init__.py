@@ -1,1 +1,1 @@
-"""Committed results: the folder results/NAME, and the tables of the docs made from it."""
+"""Results that are kept in results/ of the repository, and the tables that docs show of them."""

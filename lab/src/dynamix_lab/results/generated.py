@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from dynamix.errors import ConfigError
-from dynamix_lab.results.records import load
+from dynamix_lab.results.record import load
 from dynamix_lab.results.views import markdown_of
 
 _BLOCK = re.compile(r"(<!-- table: (\S+)(?: (\S+))? -->\n)(.*?)(<!-- end -->)", re.DOTALL)

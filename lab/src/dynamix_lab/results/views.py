@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dynamix.errors import ConfigError
-from dynamix_lab.report.page import Section
-from dynamix_lab.report.tables import Table, document, number, percent, with_interval
+from dynamix_lab.report import Section, Table, number, percent, sections_markdown, with_interval
 
 
 def kind(result: Mapping[str, Any]) -> str:
@@ -37,16 +36,6 @@ def markdown_of(result: Mapping[str, Any], view: str = "") -> str:
         raise ConfigError("table", view, ", ".join(names), "name a part of this result")
     chosen = [section for section, name in zip(made, names, strict=True) if not view or name == view]
     return sections_markdown(chosen, level=0 if view else 3)
-
-
-def sections_markdown(sections: Sequence[Section], *, level: int = 2) -> str:
-    """Sections without their figures as Markdown, with headings of `level`; 0: without headings."""
-    parts: list[Table | str] = []
-    for section in sections:
-        parts += [f"{'#' * level} {section.heading}"] if level and section.heading else []
-        parts += [*section.text, *([section.table] if section.table else [])]
-        parts += ["\n".join(f"- {note}" for note in section.notes)] if section.notes else []
-    return document(*parts)
 
 
 def _anchor(heading: str) -> str:

@@ -10,11 +10,11 @@ from dynamix_lab.report import (
     Page,
     Section,
     Table,
-    document,
     legend_beside,
     measured,
     new_figure,
     number,
+    sections_markdown,
     with_interval,
 )
 from dynamix_lab.suites.compression.exchanges import BASELINES, LOSSY
@@ -147,11 +147,7 @@ def sections(result: Mapping[str, Any]) -> list[Section]:
 
 def markdown(result: Mapping[str, Any]) -> str:
     """table.md: the goals, then a table a cell."""
-    parts: list[Table | str] = []
-    for section in sections(result):
-        parts += [f"## {section.heading}", *section.text, *([section.table] if section.table else [])]
-        parts += ["\n".join(f"- {note}" for note in section.notes)] if section.notes else []
-    return document(*parts)
+    return sections_markdown(sections(result))
 
 
 def page(result: Mapping[str, Any]) -> str:

@@ -8,7 +8,17 @@ from typing import Any
 import numpy as np
 
 from dynamix_lab.harness.runs import CENSOR_FACTOR, is_learned
-from dynamix_lab.report import Page, Section, Table, document, measured, number, percent, provenance, with_interval
+from dynamix_lab.report import (
+    Page,
+    Section,
+    Table,
+    measured,
+    number,
+    percent,
+    provenance,
+    sections_markdown,
+    with_interval,
+)
 from dynamix_lab.statistics import censored, paired_difference, paired_ratio, time_to_target
 
 OURS = ("dynamix", "dynamix-paper")
@@ -120,10 +130,7 @@ def large_medium_small(batch: Sequence[float]) -> bool:
 
 def markdown(result: Mapping[str, Any]) -> str:
     """table.md: a table for time, one for accuracy, one for batches."""
-    parts: list[Table | str] = []
-    for section in sections(result):
-        parts += [f"## {section.heading}", *([section.table] if section.table else []), *section.notes]
-    return document(*parts)
+    return sections_markdown(sections(result))
 
 
 def page(result: Mapping[str, Any]) -> str:

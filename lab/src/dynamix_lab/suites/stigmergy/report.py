@@ -9,13 +9,13 @@ from dynamix_lab.report import (
     Page,
     Section,
     Table,
-    document,
     legend_beside,
     look,
     measured,
     new_figure,
     percent,
     provenance,
+    sections_markdown,
     with_interval,
 )
 
@@ -24,10 +24,7 @@ _KINDS = ("failures", "vanished", "recovery", "ablations")
 
 def markdown(result: Mapping[str, Any]) -> str:
     """Scenarios, failures, recovery, ablations and costs, a table each."""
-    parts: list[Table | str] = []
-    for section in sections(result):
-        parts += [f"## {section.heading}", *section.text, *([section.table] if section.table else []), *section.notes]
-    return document(*parts)
+    return sections_markdown(sections(result))
 
 
 def page(result: Mapping[str, Any]) -> str:
