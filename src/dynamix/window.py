@@ -25,11 +25,26 @@ PER_WORKER = (
     "bytes_per_s", "retransmits_per_s", "rtt_s", "cpu", "memory", "device",
 )  # fmt: skip
 PER_CLUSTER = ("steps", "age", "step", "micro_batches", "base_batch", "global_norm_sq", "noise", "signal")
+_WINDOW_ARRAYS = ("batch_size", *PER_WORKER, *PER_CLUSTER)
+_BOUNDS_ARRAYS = ("low", "high", "total_low", "total_high")
+
+
+def _protect(holder: object, names: tuple[str, ...]) -> None:
+    """Replace what can be written to by read-only views: a policy that writes into what it is shown must not get far.
+
+    Nothing is copied, and whoever made the arrays may still write into them.
+    """
+    for name in names:
+        array = getattr(holder, name)
+        if isinstance(array, np.ndarray) and array.flags.writeable:
+            view = array.view()
+            view.flags.writeable = False
+            object.__setattr__(holder, name, view)
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Means over k optimizer steps under one allocation. NaN means "not measured", never zero.
+    """Means over k optimizer steps under one allocation. NaN means "not measured", never zero. Arrays are read-only.
 
     Per worker, shape (..., W):
       batch_size          samples per micro-batch in force (int64)
@@ -83,6 +98,9 @@ class Window:
     global_norm_sq: Floats
     noise: Floats
     signal: Floats
+
+    def __post_init__(self) -> None:
+        _protect(self, _WINDOW_ARRAYS)
 
     @classmethod
     def of(cls, batch_size: ArrayLike, **known: ArrayLike) -> Window:
@@ -156,7 +174,7 @@ def _plain(values: NDArray[Any]) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What an allocation must satisfy. Sizes are samples per worker and micro-batch.
+    """What an allocation must satisfy. Sizes are samples per worker and micro-batch. Arrays are read-only.
 
     low, high     (..., W) int64, inclusive; `low` 0 lets a policy idle a worker
     total_low, total_high   (...) int64, of the sum over workers
@@ -170,6 +188,9 @@ class Bounds:
     total_high: Ints
     quantum: int = 1
     max_change: float = np.inf
+
+    def __post_init__(self) -> None:
+        _protect(self, _BOUNDS_ARRAYS)
 
     @classmethod
     def of(
@@ -200,7 +221,8 @@ class Bounds:
             raise ConfigError("min_batch_size", int(lows.min()), "0 or more", "use 1, or 0 to let a worker idle")
         lows = -(-lows // quantum) * quantum
         highs = highs // quantum * quantum
-        lows, highs = np.broadcast_arrays(lows, highs)
+        shape = np.broadcast_shapes(lows.shape, highs.shape)
+        lows, highs = np.broadcast_to(lows, shape), np.broadcast_to(highs, shape)
         if (lows > highs).any() or (highs < 1).any():
             at = tuple(np.argwhere((lows > highs) | (highs < 1))[0])
             raise ConfigError(

@@ -104,7 +104,7 @@ def test_within_a_few_windows_it_is_at_the_rule_and_all_that_is_lost_is_bounded(
     env = ClusterEnv(clusters, seed=5)
     first = np.full(4, -1)
     for t, _ in enumerate(islice(rollout(guard, env, HARMLESS_AFTER[make] + 2), 1, None)):
-        resting = np.isin(guard.report()["reason"], ("worse", "refused", "fault"))
+        resting = np.isin(guard.report()["guard"]["reason"], ("worse", "refused", "fault"))
         first = np.where((first < 0) & resting, t, first)
     assert (first >= 0).all(), "some cluster is not at the rule"
     assert first.max() <= HARMLESS_AFTER[make]
@@ -134,12 +134,12 @@ def test_the_policy_is_tried_again_later_and_less_often_each_time() -> None:
     guard, tries = Guard(Skewed()), []
     guard.policy.skew = 0.5  # type: ignore[attr-defined]
     for t, _ in enumerate(islice(rollout(guard, env, 90), 1, None)):
-        tries += [t] if guard.report()["by"] == ["policy"] else []
+        tries += [t] if guard.report()["guard"]["by"] == ["policy"] else []
     pauses = [gap for gap in np.diff(tries) if gap > 5]
     assert len(pauses) >= 3
     assert pauses == sorted(pauses)
     assert pauses[2] >= 3 * pauses[0]
-    assert guard.report()["falls"][0] >= 3
+    assert guard.report()["guard"]["falls"][0] >= 3
 
 
 def _windows(count: int) -> tuple[list[Window], Bounds]:
@@ -164,7 +164,7 @@ def test_many_clusters_at_once_are_decided_on_as_each_alone() -> None:
         answer = together.decide(window, bounds)
         for c, guard in enumerate(alone):
             np.testing.assert_array_equal(answer[c], guard.decide(*_row(window, bounds, c)))
-    assert together.report()["reason"] == [guard.report()["reason"] for guard in alone]
+    assert together.report()["guard"]["reason"] == [guard.report()["guard"]["reason"] for guard in alone]
 
 
 def test_a_saved_guard_goes_on_as_if_nothing_had_happened() -> None:
@@ -232,7 +232,7 @@ def test_without_any_times_the_policy_is_left_alone() -> None:
     guard, bounds = Guard(Skewed(), verify=4), Bounds.of(2, 1, 100)
     for _ in range(20):
         guard.decide(Window.of([32, 32]), bounds)
-        assert guard.report()["by"] == "policy"
+        assert guard.report()["guard"]["by"] == "policy"
 
 
 def test_a_fault_is_warned_of_once_and_reported() -> None:
@@ -242,7 +242,7 @@ def test_a_fault_is_warned_of_once_and_reported() -> None:
     for _ in range(20):
         answer = guard.decide(window, bounds)  # a second warning would be an error here
     assert answer[0] > answer[1], "the rule goes by speed"
-    assert guard.report()["error"] == "failed: ZeroDivisionError('on purpose')"
+    assert guard.report()["guard"]["error"] == "failed: ZeroDivisionError('on purpose')"
     assert json.dumps(guard.report())
 
 
@@ -253,7 +253,7 @@ def test_anything_that_is_no_allocation_is_a_fault(wrong: Any) -> None:
     policy.answer = lambda window, bounds: wrong  # type: ignore[method-assign]
     guard = Guard(policy)
     guard.decide(Window.of([32, 32], compute=[1.0, 3.0]), Bounds.of(2))
-    assert guard.report()["reason"] == "fault"
+    assert guard.report()["guard"]["reason"] == "fault"
 
 
 def test_by_name_and_with_impossible_settings() -> None:

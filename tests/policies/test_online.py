@@ -50,7 +50,7 @@ def test_it_learns_and_counts_what_that_may_cost(name: str) -> None:
     policy = LearningPolicy(make_policy(name))
     before = _weights(policy)
     Job(policy).run(40)
-    report = policy.report()
+    report = policy.report()["learning"]
     assert report["tried"] > 5
     assert report["updates"] > 5
     assert 0 < report["expected_loss"] <= 0.01
@@ -66,7 +66,7 @@ def test_trying_costs_less_than_one_percent_of_goodput(name: str) -> None:
     )
     plain = Job(make_policy(name), clusters=48, family="affine-slowdowns")
     speeds = [np.log(job.run(60).env.progress / job.env.clock_s) for job in (tried, plain)]
-    assert tried.policy.report()["tried"] > 50  # type: ignore[attr-defined]
+    assert tried.policy.report()["learning"]["tried"] > 50  # type: ignore[attr-defined]
     gain = speeds[0] - speeds[1]
     # The budget is of the fitted model. `dynamix` keeps it in truth too; what the paper's form, which has none, really
     # lost was 2.1 +- 0.9 % of these clusters' speed, so of it only that it is not far beyond is asked.
@@ -83,9 +83,9 @@ def test_deviations_are_small_and_stop_when_the_budget_is_spent() -> None:
         change = np.log(job.answers[-1] / expected)
         assert np.abs(change).max() < 0.5  # five standard deviations of the larger kind
     policy.spent_s = policy.spent_s + 1e9
-    tried = policy.report()["tried"]
+    tried = policy.report()["learning"]["tried"]
     job.run(20)
-    assert policy.report()["tried"] == tried
+    assert policy.report()["learning"]["tried"] == tried
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -94,7 +94,7 @@ def test_it_stays_near_the_policy_it_started_from(name: str) -> None:
     job = Job(policy)
     for _ in range(20):
         job.run(1)
-        assert policy.report()["divergence"] <= 0.05
+        assert policy.report()["learning"]["divergence"] <= 0.05
 
 
 @pytest.mark.parametrize(("name", "owed"), [("dynamix", True), ("dynamix-paper", True), ("dynamix-paper", False)])
@@ -114,7 +114,9 @@ def test_stopped_and_resumed_it_goes_on_exactly(name: str, owed: bool) -> None:
     after = [job.run(15) for job in (whole, resumed)]
     np.testing.assert_array_equal(after[0].answers[-15:], after[1].answers[-15:])
     assert torch.equal(_weights(after[0].policy), _weights(after[1].policy))  # type: ignore[arg-type]
-    assert after[0].policy.report()["expected_loss"] == after[1].policy.report()["expected_loss"]  # type: ignore[attr-defined]
+    assert (
+        after[0].policy.report()["learning"]["expected_loss"] == after[1].policy.report()["learning"]["expected_loss"]
+    )  # type: ignore[attr-defined]
 
 
 def test_a_job_begun_without_learning_can_take_it_up() -> None:
@@ -166,7 +168,7 @@ def test_a_window_that_was_not_answered_in_time_teaches_nothing() -> None:
     for _ in range(40):
         policy.decide(job.window, job.env.bounds)  # its answer never comes into force
         job.window = job.env.step(np.maximum(job.window.batch_size + np.random.default_rng(0).integers(1, 3, 4), 1))
-    assert policy.report()["updates"] == 0
+    assert policy.report()["learning"]["updates"] == 0
 
 
 @pytest.mark.parametrize(
@@ -190,7 +192,7 @@ def test_policies_without_a_network_are_refused_by_name() -> None:
 def test_a_name_says_that_a_policy_goes_on_learning() -> None:
     policy = make_policy("learning:dynamix")
     assert isinstance(policy, LearningPolicy)
-    assert policy.report()["updates"] == 0
+    assert policy.report()["learning"]["updates"] == 0
     with pytest.raises(ConfigError, match="nothing to learn"):
         make_policy("learning:lb_bsp")
     with pytest.raises(ConfigError, match="check the spelling"):

@@ -28,7 +28,8 @@ from dynamix.policies.stigmergic.policy import StigmergicPolicy
 from dynamix.policies.stigmergic.traces import LEAST_OF_FEW, PRESENT, TRACES
 from dynamix.runtime import decentral
 from dynamix.runtime.decentral import PeerChannel, open_channel, own_window
-from dynamix.runtime.decision import Closing, Decider
+from dynamix.runtime.decision import Decider
+from dynamix.runtime.job import Closing, JobFacts
 from dynamix.runtime.observation import ROW
 from dynamix.runtime.trace_store import StoreField
 from dynamix.window import Bounds, Window
@@ -169,10 +170,10 @@ def test_a_dead_store_means_that_sizes_stay_and_training_goes_on(store_server: t
 
 def test_a_guard_which_needs_all_workers_times_is_refused() -> None:
     guarded = Guard(StigmergicPolicy())
-    decider = Decider(guarded, Bounds.of(2), base_batch=2, accumulate=1, slack=1, replay=None, events=None)
+    job = JobFacts(Bounds.of(2), 2, slack=1)
     group: Any = object()  # never used
     with pytest.raises(ConfigError, match="guard=True"):
-        open_channel(group, 2, decider, lr_rule="none")
+        open_channel(group, 2, job, guarded, Decider(guarded, job), replays=False, lr_rule="none")
 
 
 def _fails_on_rank_1(rank: int) -> dict[str, Any]:
@@ -217,7 +218,7 @@ def test_ranks_that_decide_alone_come_to_what_the_simulator_does() -> None:
     rng = np.random.default_rng(2)
     together, ranks = StigmergicPolicy(), [StigmergicPolicy() for _ in range(workers)]
     field, cells = MemoryField(len(TRACES), together.decay), np.arange(len(TRACES))
-    decider = Decider(together, bounds, base_batch=32 * workers, accumulate=1, slack=1, replay=None, events=None)
+    job = JobFacts(bounds, 32 * workers, slack=1)
     sizes, before = np.full(workers, 32), np.zeros((1, len(TRACES)))
     for index in range(8):
         compute = sizes * np.exp(0.2 * rng.normal(size=workers)) * np.linspace(1e-3, 4e-3, workers)
@@ -226,7 +227,7 @@ def test_ranks_that_decide_alone_come_to_what_the_simulator_does() -> None:
             gradient_norm_sq=2.0 + 300.0 / sizes, global_norm_sq=2.0 + 300.0 / sizes.sum(), steps=steps, base_batch=32 * workers,
         )  # fmt: skip
         closing = Closing(index, sizes, 0, 0, 1.0, 0, 0)
-        owns = [own_window(_row(window, i, steps), closing, rank=i, decider=decider) for i in range(workers)]
+        owns = [own_window(_row(window, i, steps), closing, rank=i, job=job) for i in range(workers)]
         taken = [rank.observe(own) for rank, own in zip(ranks, owns, strict=True)]
         for _, left in taken:
             field.deposit(cells, left[0], step=index)

@@ -1,4 +1,4 @@
-"""Learning in the paper's form: both learners learn, resume exactly, reproduce from a seed; the shipped file earns its row."""
+"""Learning in the paper's form: both learners learn, resume exactly and repeat; the shipped file earns its row."""
 
 from __future__ import annotations
 
@@ -25,9 +25,19 @@ from dynamix.training.simplified import Simplified, SimplifiedConfig, reward_to_
 from dynamix.window import Window
 
 TINY = PaperTrainingConfig(
-    families=("pai-steady", "affine-slowdowns"), workers=(2, 4), rows=16, windows=6, updates=2, clone_rounds=1,
-    clone_windows=4, validate_every=1, validation_workers=(4,), validation_clusters=2, validation_windows=4, hidden=16,
-)  # fmt: skip
+    families=("pai-steady", "affine-slowdowns"),
+    workers=(2, 4),
+    rows=16,
+    windows=6,
+    updates=2,
+    clone_rounds=1,
+    clone_windows=4,
+    validate_every=1,
+    validation_workers=(4,),
+    validation_clusters=2,
+    validation_windows=4,
+    hidden=16,
+)
 LEARNERS = [
     lambda net, seed: Simplified(net, SimplifiedConfig(learning_rate=2e-2), seed=seed),
     lambda net, seed: PPO(
@@ -108,10 +118,12 @@ def test_a_trained_file_says_how_it_was_made_and_ignores_what_the_simulator_neve
     policy = AdditivePolicy.load(tmp_path / "p.safetensors")
     window = {"compute": [0.1, 0.3], "noise": 900.0, "signal": 1.0}
     seen = [
-        policy.net(torch.from_numpy(AdditivePolicy(policy.net).observe(Window.of([60, 60], **window, **more)))[None],
-                   torch.ones(1, 2, dtype=torch.bool))[0]
+        policy.net(
+            torch.from_numpy(AdditivePolicy(policy.net).observe(Window.of([60, 60], **window, **more)))[None],
+            torch.ones(1, 2, dtype=torch.bool),
+        )[0]
         for more in ({}, {"retransmits_per_s": 9.0, "rtt_s": [0.1, 0.2], "bytes_per_s": [1e6, 1e8]})
-    ]  # fmt: skip
+    ]
     torch.testing.assert_close(seen[0], seen[1])
 
 

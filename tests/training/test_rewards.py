@@ -12,7 +12,6 @@ from dynamix.policies.static import Static
 from dynamix.simulator import ClusterEnv, LaggedReference, rollout, sample_family
 from dynamix.training.rewards import (
     PaperReward,
-    RegretReward,
     RewardWeights,
     SimulatedPaper,
     SimulatedRegret,
@@ -54,20 +53,6 @@ def test_the_reference_time_is_the_jobs_first_and_what_is_unknown_counts_nothing
 def test_a_lost_signal_is_a_large_sigma_not_an_infinite_one() -> None:
     assert float(sigma_norm(Window.of([8], noise=1.0, signal=0.0))) == 10.0
     assert np.isnan(sigma_norm(Window.of([8])))
-
-
-def test_live_regret_is_zero_at_the_usual_pace_and_forgets() -> None:
-    reward = RegretReward(slow=0.2)
-    pace = [1.0] * 5 + [2.0] * 40
-    paid = [float(reward.update(Window.of([8, 8], compute=s, noise=1e3, signal=1.0))) for s in pace]
-    assert paid[4] == pytest.approx(0.0)
-    assert paid[5] == pytest.approx(-np.log(2))
-    assert abs(paid[-1]) < 1e-3
-    assert np.isnan(reward.update(Window.of([8, 8], compute=1.0)))  # no noise scale: goodput is not known
-    resumed = RegretReward(slow=0.2)
-    resumed.load_state_dict(reward.state_dict())
-    last = Window.of([8, 8], compute=1.0, noise=1e3, signal=1.0)
-    assert float(resumed.update(last)) == float(reward.update(last))
 
 
 def _env() -> ClusterEnv:

@@ -1,4 +1,4 @@
-"""`dynamix policy train` makes every shipped policy: the same seed gives the same file, and what is not possible is said."""
+"""`dynamix policy train` makes every shipped policy: one seed, one file; what is not possible is said."""
 
 from __future__ import annotations
 
@@ -16,18 +16,39 @@ from dynamix.training.shipped import RECIPES
 VALIDATION = {"validation_workers": "2", "validation_windows": "3"}
 TINY = {
     "dynamix": {
-        "workers": "2", "rows": "12", "windows": "3", "regret_rounds": "1", "clone_rounds": "0", "ppo_updates": "1",
-        "ppo_windows": "2", "validation_rows": "8", **VALIDATION,
+        "workers": "2",
+        "rows": "12",
+        "windows": "3",
+        "regret_rounds": "1",
+        "clone_rounds": "0",
+        "ppo_updates": "1",
+        "ppo_windows": "2",
+        "validation_rows": "8",
+        **VALIDATION,
     },
     "dynamix-paper": {
-        "families": "pai-steady", "workers": "2", "rows": "8", "windows": "3", "updates": "1", "clone_rounds": "0",
-        "hidden": "8", "validation_clusters": "2", **VALIDATION,
+        "families": "pai-steady",
+        "workers": "2",
+        "rows": "8",
+        "windows": "3",
+        "updates": "1",
+        "clone_rounds": "0",
+        "hidden": "8",
+        "validation_clusters": "2",
+        **VALIDATION,
     },
     "stigmergic": {
-        "stages": "[[2]]", "generations": "1", "tried": "2", "kept": "1", "worlds": "1", "rows": "8", "windows": "3",
-        "validation_workers": "2", "validation_clusters": "6",
+        "stages": "[[2]]",
+        "generations": "1",
+        "tried": "2",
+        "kept": "1",
+        "worlds": "1",
+        "rows": "8",
+        "windows": "3",
+        "validation_workers": "2",
+        "validation_clusters": "6",
     },
-}  # fmt: skip
+}
 
 
 def train(*arguments: str) -> Result:

@@ -1,4 +1,4 @@
-"""ResidualTraining reproduces itself, goes on where it stopped, improves on the rule, and its files say how they were made."""
+"""Training repeats itself, goes on where it stopped, improves on the rule; its files say how they were made."""
 
 from __future__ import annotations
 

@@ -21,6 +21,7 @@ from dynamix.model.state import UNKNOWN, array_of
 from dynamix.policies.fitted import FittedModel
 from dynamix.policies.goodput import wish
 from dynamix.policies.protocol import Policy, boundary
+from dynamix.policies.wrappers import after_answer, carry_over, peers_of, report_of
 from dynamix.projection import project
 from dynamix.window import Bounds, Floats, Ints, Window
 
@@ -57,9 +58,11 @@ class Guard:
     ...     def load_state_dict(self, state): pass
     >>> guard, bounds = Guard(Backwards()), Bounds.of(2)
     >>> sizes = guard.decide(Window.of([90, 10], compute=[0.09, 0.1], steps=5), bounds)
-    >>> int(sizes[0]) > 80, guard.report()["reason"]
+    >>> int(sizes[0]) > 80, guard.report()["guard"]["reason"]
     (True, 'refused')
     """
+
+    guarded = True  # a watch over a watch would see nothing new
 
     FIELDS = (
         "lost", "lead", "rest", "next_rest", "kept", "check", "verifying", "since", "every", "comparing", "comparisons",
@@ -147,8 +150,27 @@ class Guard:
         error = np.sqrt((self.squares + _PRIOR * _NOISE**2) / weight / np.maximum(self.comparisons, 1.0))
         return np.where(mean > 0, np.maximum(mean - error, 0.0), mean)
 
-    def report(self) -> dict[str, Any]:
-        """The last decision as plain values, lists for leading dimensions; docs/run-folder.md says what they mean."""
+    def report(self, *, asked: bool = True) -> dict[str, Any]:
+        """The policy's own report, and as `guard` the last decision as plain values, lists for leading dimensions.
+
+        asked   whether that decision was about the window reported on; docs/run-folder.md says what the values mean
+        """
+        about = report_of(self.policy, asked=asked)
+        return {**about, "guard": self._last_decision()} if asked else about
+
+    def after_answer(self) -> None:
+        after_answer(self.policy)
+
+    def carry_over(self, state: dict[str, Any]) -> None:
+        carry_over(self.policy, state)
+
+    def peers(self) -> Any:
+        """None. Raises `ConfigError` where the policy's workers would each decide for themselves."""
+        if peers_of(self.policy) is not None:
+            fix = "leave guard out: a guard sees all workers' times"
+            raise ConfigError("guard", True, "False or None with the stigmergic policy", fix)
+
+    def _last_decision(self) -> dict[str, Any]:
         return {
             "by": np.where(self.by_rule > 0, "rule", "policy").tolist(),
             "reason": np.asarray(REASONS)[self.reason.astype(np.int64)].tolist(),
@@ -266,12 +288,6 @@ class Guard:
         self.every = np.full(shape[:-1], float(self.verify))
         self.value = np.full(shape[:-1], np.nan)
         self.answer, self.rules, self.wishes = np.full((3, *shape), -1.0)
-
-
-def unguarded(state: dict[str, Any]) -> dict[str, Any]:
-    """The policy's own part of a checkpoint that a guard may have written."""
-    own: dict[str, Any] = state.get("guarded", state)
-    return own
 
 
 def _rules_answer(model: JobModel, window: Window, bounds: Bounds) -> Ints:

@@ -83,12 +83,15 @@ class Judge(Protocol):
 
 
 class Channel:
-    """One decision at a time over a gloo group of its own (None: a single worker, decided in place)."""
+    """One decision at a time over a gloo group of its own (None: a single worker, decided in place).
+
+    judge   who decides: on rank 0, None on the others
+    """
 
     def __init__(
-        self, group: dist.ProcessGroup | None, workers: int, judge: Judge, *, patience_s: float = PATIENCE_S
+        self, group: dist.ProcessGroup | None, workers: int, judge: Judge | None, *, patience_s: float = PATIENCE_S
     ) -> None:
-        self.group, self.workers, self.judge, self.patience_s = group, workers, judge, patience_s
+        self.group, self.workers, self._judge, self.patience_s = group, workers, judge, patience_s
         self.rank = 0 if group is None else dist.get_rank(group)
         self.root = 0 if group is None else dist.get_global_rank(group, 0)
         self.waited_s = 0.0
@@ -100,6 +103,12 @@ class Channel:
         self._receive: dist.Work | None = None
         self._round: _Round | None = None
         self._latest: threading.Event | None = None
+
+    @property
+    def judge(self) -> Judge:
+        """Who decides; on rank 0 only."""
+        assert self._judge is not None, f"rank {self.rank} does not decide"
+        return self._judge
 
     @property
     def pending(self) -> bool:

@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 from dynamix.errors import ConfigError, UsageError
 from dynamix.policies import Policy, make_policy
-from dynamix.policies.guard import Guard
 from dynamix.policies.learned.deviations import LiveConfig
 from dynamix.policies.learned.online import learning
 from dynamix.runtime.gradients import new_gloo_group
+from dynamix.runtime.job import fixed_at
 from dynamix.window import Bounds, Ints
 
 
@@ -56,7 +56,49 @@ def watched(policy: Policy, guard: bool | None) -> Policy:
     if guard not in (None, True, False):
         raise ConfigError("guard", guard, "True, False, None", "leave it out: learned policies are then watched")
     wanted = getattr(policy, "net", None) is not None if guard is None else guard
-    return Guard(policy) if wanted and not isinstance(policy, Guard) else policy
+    if not wanted or getattr(policy, "guarded", False):
+        return policy
+    from dynamix.policies.guard import Guard
+
+    return Guard(policy)
+
+
+def job_bounds(
+    workers: int,
+    batch_size: int,
+    *,
+    low: int | Sequence[int] | None,
+    high: int | Sequence[int] | None,
+    total_low: int | None,
+    total_high: int | None,
+    quantum: int,
+    max_change: float,
+    global_batch: str,
+) -> tuple[Bounds, Ints]:
+    """A job's bounds and its first allocation, from `Controller`'s arguments. Raises `ConfigError` for impossible ones.
+
+    >>> bounds, start = job_bounds(2, 32, low=None, high=48, total_low=None, total_high=None, quantum=1,
+    ...     max_change=2.0, global_batch="fixed")
+    >>> start.tolist(), bounds.high.tolist(), int(bounds.total_low), int(bounds.total_high)
+    ([32, 32], [48, 48], 64, 64)
+    """
+    if global_batch not in ("adaptive", "fixed"):
+        raise ConfigError("global_batch", global_batch, "'adaptive' or 'fixed'", "check the spelling")
+    for name, value in (("min_global_batch", total_low), ("max_global_batch", total_high)):
+        if global_batch == "fixed" and value is not None:
+            fix = f"leave {name} out, or use global_batch='adaptive'"
+            raise ConfigError(name, value, "None with global_batch='fixed', which is the starting total", fix)
+    bounds = Bounds.of(
+        workers,
+        per_rank("min_batch_size", 1 if low is None else low, workers),
+        per_rank("max_batch_size", 8 * batch_size if high is None else high, workers),
+        total_low=total_low,
+        total_high=total_high,
+        quantum=quantum,
+        max_change=max_change,
+    )
+    start = starting_sizes(batch_size, bounds)
+    return (fixed_at(bounds, int(start.sum())) if global_batch == "fixed" else bounds), start
 
 
 def starting_sizes(batch_size: int, bounds: Bounds) -> Ints:

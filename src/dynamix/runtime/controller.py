@@ -24,10 +24,11 @@ from dynamix.policies.learned.deviations import LiveConfig
 from dynamix.policies.protocol import boundary
 from dynamix.projection import project
 from dynamix.runtime import random_state
-from dynamix.runtime.arguments import check_counts, open_control_group, per_rank, policy_of, starting_sizes, watched
+from dynamix.runtime.arguments import check_counts, job_bounds, open_control_group, policy_of, watched
 from dynamix.runtime.coordinator import Coordinator
 from dynamix.runtime.decentral import open_channel
 from dynamix.runtime.decision import Decider, recorded
+from dynamix.runtime.job import JobFacts
 from dynamix.runtime.memory import ExitNote, Memory, within
 from dynamix.runtime.observation import Recorder
 from dynamix.runtime.scaling import SampleSchedule, rule
@@ -57,6 +58,8 @@ class Controller:
     policy            a name (`dynamix.policies.policy_names()`), a `.safetensors` policy file, or any `Policy`
     batch_size        samples per worker and micro-batch at the start
     min_batch_size, max_batch_size   one number, or one per rank; None: 1 and 8 * batch_size
+    global_batch      "adaptive": the sum over workers moves too, within the bounds. "fixed": it stays what it is at the
+                      start, so the learning rate, schedules and `len(loader)` stay true, and only the shares move
     min_global_batch, max_global_batch   of the sum over workers; None: what the workers' bounds allow
     interval          optimizer steps per window (policies that decide per epoch ignore it)
     quantum           batch sizes are multiples of this (torch.compile and cudnn then see few shapes)
@@ -80,6 +83,7 @@ class Controller:
         policy: str | Policy = "dynamix",
         batch_size: int = 128,
         *,
+        global_batch: Literal["adaptive", "fixed"] = "adaptive",
         min_batch_size: int | Sequence[int] | None = None,
         max_batch_size: int | Sequence[int] | None = None,
         min_global_batch: int | None = None,
@@ -101,17 +105,18 @@ class Controller:
         self.group = (process_group or dist.group.WORLD) if together else None
         self.rank = dist.get_rank(self.group) if self.group else 0
         self.world_size = dist.get_world_size(self.group) if self.group else 1
-        bounds = Bounds.of(
+        bounds, start = job_bounds(
             self.world_size,
-            per_rank("min_batch_size", 1 if min_batch_size is None else min_batch_size, self.world_size),
-            per_rank("max_batch_size", 8 * batch_size if max_batch_size is None else max_batch_size, self.world_size),
+            batch_size,
+            low=min_batch_size,
+            high=max_batch_size,
             total_low=min_global_batch,
             total_high=max_global_batch,
             quantum=quantum,
             max_change=max_change,
+            global_batch=global_batch,
         )
         self.policy = policy_of(policy, learn=learn)
-        start = starting_sizes(batch_size, bounds)
         self.interval, self.accumulate, self.lr_rule = interval, accumulate, lr_rule
         base_batch = int(start.sum()) * accumulate
         replayed = None if replay is None else recorded(replay)
@@ -119,20 +124,21 @@ class Controller:
         if self.group is not None:
             name = policy if isinstance(policy, str) else type(policy).__name__
             same = [name, base_batch, interval, accumulate, lr_rule, quantum, sorted(replayed or {}), learn, guard]
+            same += [global_batch, min_global_batch, max_global_batch]
             control = open_control_group(self.group, [*same, bounds.low.tolist(), bounds.high.tolist()])
-        decider = Decider(
-            watched(self.policy, guard),
-            bounds,
-            base_batch=base_batch,
-            accumulate=accumulate,
-            slack=0 if boundary(self.policy) == "epoch" else accumulate,
-            replay=replayed,
-            events=event_log(events) if self.rank == 0 else None,
+        served = watched(self.policy, guard)
+        slack = 0 if boundary(self.policy) == "epoch" else accumulate
+        job = JobFacts(bounds, base_batch, accumulate=accumulate, slack=slack, fixed=global_batch == "fixed")
+        self._events = event_log(events) if self.rank == 0 else None
+        decider = Decider(served, job, replay=replayed, events=self._events) if self.rank == 0 else None
+        channel = open_channel(
+            control, self.world_size, job, served, decider, replays=replayed is not None, lr_rule=lr_rule
         )
         self._loss_weight = LossWeight(self.group, accumulate)
         self._coordinator = Coordinator(
-            decider,
-            open_channel(control, self.world_size, decider, lr_rule=lr_rule),
+            job,
+            served,
+            channel,
             start,
             rank=self.rank,
             interval=interval,
@@ -144,12 +150,12 @@ class Controller:
     @property
     def bounds(self) -> Bounds:
         """What batch sizes are kept within: as given, and narrowed by the data set's size and `find_limits`."""
-        return self._coordinator.decider.bounds
+        return self._coordinator.job.bounds
 
     @property
     def base_batch(self) -> int:
         """Samples per optimizer step of all workers at the start of the job: what learning-rate rules compare with."""
-        return self._coordinator.decider.base_batch
+        return self._coordinator.job.base_batch
 
     # ------------------------------------------------------------ setting up
 
@@ -171,7 +177,7 @@ class Controller:
         """
         coordinator = self._coordinator
         if partition == "contiguous":
-            coordinator.per_epoch, coordinator.decider.slack = True, 0  # regions are cut once per epoch: so it decides
+            coordinator.per_epoch, coordinator.job.slack = True, 0  # regions are cut once per epoch: so it decides
         self._bound_by(len(dataset))
         sampler = BatchSampler(
             len(dataset),
@@ -283,7 +289,7 @@ class Controller:
         if source is not None and source.issued:
             raise UsageError("find_limits() comes before training: call it before the first batch is asked for")
         caps = memory.find(step_fn, example, self.bounds, margin=margin)
-        coordinator.decider.bounds = within(self.bounds, caps)
+        coordinator.job.bounds = within(self.bounds, caps)
         if source is not None:
             source.high = self.bounds.high
         step = coordinator.next_step
@@ -401,8 +407,8 @@ class Controller:
         finally:
             coordinator.channel.drain()
             time.sleep(0.005)  # lets backend threads drop our callbacks: they need the GIL a group's destructor holds
-            if coordinator.decider.events is not None:
-                coordinator.decider.events.close()
+            if self._events is not None:
+                self._events.close()
 
     # ------------------------------------------------------------ helpers
 
@@ -411,4 +417,4 @@ class Controller:
         bounds = self.bounds
         most = max(samples // self.accumulate // bounds.quantum * bounds.quantum, int(np.max(bounds.total_low)))
         total_high = np.minimum(bounds.total_high, most)
-        self._coordinator.decider.bounds = dataclasses.replace(bounds, total_high=total_high)
+        self._coordinator.job.bounds = dataclasses.replace(bounds, total_high=total_high)

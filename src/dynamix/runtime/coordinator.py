@@ -10,14 +10,14 @@ from torch.optim import Optimizer
 
 from dynamix.data import Allocations, BatchSampler, StepPlan, Stream
 from dynamix.errors import StateError, UsageError
-from dynamix.policies.guard import Guard, unguarded
-from dynamix.policies.learned.online import LearningPolicy
-from dynamix.policies.protocol import boundary, part_of
+from dynamix.policies import Policy
+from dynamix.policies.protocol import boundary
+from dynamix.policies.wrappers import carry_over, load_policy
 from dynamix.runtime import random_state
 from dynamix.runtime.agreement import Channel, Kind
 from dynamix.runtime.decentral import PeerChannel
-from dynamix.runtime.decision import Closing, Decider
 from dynamix.runtime.gradients import Share
+from dynamix.runtime.job import Closing, JobFacts
 from dynamix.runtime.memory import Memory
 from dynamix.runtime.noise import ConsecutiveNoise
 from dynamix.runtime.observation import Recorder
@@ -36,14 +36,16 @@ class Coordinator:
     The sampler, the connected model and the schedules are given to it once they exist; a checkpoint loaded before that
     waits for them.
 
-    decider   bounds, base batch and micro-batches per step stand there; on rank 0 it decides
+    job       bounds, base batch and micro-batches per step stand there
+    policy    every rank has one, for its checkpoint; which of them are asked is the channel's affair
     start     samples per micro-batch of every worker at the start, int64 (W,)
     interval  optimizer steps per window
     """
 
     def __init__(
         self,
-        decider: Decider,
+        job: JobFacts,
+        policy: Policy,
         channel: Channel | PeerChannel,
         start: Ints,
         *,
@@ -52,9 +54,9 @@ class Coordinator:
         lr_rule: str,
         loss_weight: LossWeight,
     ) -> None:
-        self.decider, self.channel, self.rank, self.interval = decider, channel, rank, interval
+        self.job, self.policy, self.channel, self.rank, self.interval = job, policy, channel, rank, interval
         self.lr_rule, self._rule, self.loss_weight = lr_rule, rule(lr_rule), loss_weight
-        self.per_epoch = boundary(decider.policy) == "epoch"
+        self.per_epoch = boundary(policy) == "epoch"
         self.allocations = Allocations(start)
         self.progress = Progress()
         self.recorder = Recorder(torch.device("cpu"))
@@ -69,7 +71,7 @@ class Coordinator:
     @property
     def accumulate(self) -> int:
         """Micro-batches per optimizer step."""
-        return self.decider.accumulate
+        return self.job.accumulate
 
     # ------------------------------------------------------------ what it is given
 
@@ -144,7 +146,7 @@ class Coordinator:
     def _close_window(self, plan: StepPlan, issued: int) -> None:
         sizes, progress = self.allocations.at(plan.index), self.progress
         age = (plan.index + 1 - self.allocations.since(plan.index)) / self.accumulate
-        closing = self.decider.closing = Closing(
+        closing = self.job.closing = Closing(
             progress.window, sizes, plan.index + 1, issued, age, step=progress.steps, samples=progress.samples
         )
         mine = float(sizes[self.rank])
@@ -158,7 +160,7 @@ class Coordinator:
         if not self.channel.pending:
             return
         message = self.channel.receive()
-        self.progress.told(self.decider.closing.consumed + self.accumulate, message.noise, message.signal)
+        self.progress.told(self.job.closing.consumed + self.accumulate, message.noise, message.signal)
         if message.kind is Kind.NEW:
             if self.source is not None and message.from_step < self.source.issued:
                 raise StateError(
@@ -173,7 +175,7 @@ class Coordinator:
 
     def before_issue(self, step: int) -> None:
         """The sampler is about to plan micro-step `step`: a pending message may concern it."""
-        if self.channel.pending and step >= self.decider.closing.issued + self.decider.slack:
+        if self.channel.pending and step >= self.job.closing.issued + self.job.slack:
             self.settle()
 
     def share(self) -> Share:
@@ -181,7 +183,7 @@ class Coordinator:
         plan = self.need_source().plan()
         total = float(plan.group.sum()) / self.accumulate
         # Agreed values only: what is pending here may be settled on another rank, and all must reduce alike.
-        open_from = max(self.progress.opens, self.decider.closing.consumed + self.accumulate)
+        open_from = max(self.progress.opens, self.job.closing.consumed + self.accumulate)
         kept = plan.regular and plan.index - plan.micro >= open_from
         return Share(float(plan.counts[self.rank]), total, kept, self.loss_weight.applied)
 
@@ -206,7 +208,7 @@ class Coordinator:
             self.attached.before_forward()
         self.recorder.timer.forward_started()
         if self._learning_rate is not None:
-            plan, base = source.plan(), self.decider.base_batch
+            plan, base = source.plan(), self.job.base_batch
             noise, signal = self.progress.noise_at(plan.index)
             self._learning_rate.factor = self._rule(float(plan.group.sum()) / base, noise, signal, base_batch=base)
 
@@ -234,10 +236,10 @@ class Coordinator:
             "rank": self.rank,
             "allocations": self.allocations.state_dict(),
             "source": None if self.source is None else self.source.state_dict(),
-            "policy": self.decider.policy.state_dict(),
-            "noise_scale": self.decider.noise_scale.state_dict(),
+            "policy": self.policy.state_dict(),
+            "noise_scale": self.job.noise_scale.state_dict(),
             **self.progress.state_dict(),
-            "base_batch": self.decider.base_batch,
+            "base_batch": self.job.base_batch,
             "accumulate": self.accumulate,
             "recorder": self.recorder.state_dict(),
             "schedules": [schedule.state_dict() for schedule in self._schedules],
@@ -249,24 +251,21 @@ class Coordinator:
         """`Controller.load_state_dict`."""
         if state.get("schema") != STATE_SCHEMA:
             raise StateError(f"controller state has schema {state.get('schema')!r}, this version reads {STATE_SCHEMA}")
-        decider = self.decider
         self.progress.load_state_dict(state)
-        decider.base_batch = state["base_batch"]
-        decider.noise_scale.load_state_dict(state["noise_scale"])
-        anew = resume_allocations(self.allocations, state, decider.bounds, self.accumulate)
+        self.job.resume(state["base_batch"])
+        self.job.noise_scale.load_state_dict(state["noise_scale"])
+        anew = resume_allocations(self.allocations, state, self.job.bounds, self.accumulate)
         if anew is not None:
             self.progress.opens = anew
         parts = {"source": state["source"], "hook": state["hook"]}
         parts |= {f"schedule {i}": saved for i, saved in enumerate(state["schedules"])}
-        saved_policy = state["policy"]
         if state["world_size"] == self.allocations.workers:
-            guarded = isinstance(decider.policy, Guard)
-            decider.policy.load_state_dict(saved_policy if guarded else unguarded(saved_policy))
+            load_policy(self.policy, state["policy"])
             self.recorder.load_state_dict(state["recorder"])
             parts["recorder"] = state["recorder"] if self.attached is None else None
             parts["rng"] = state["rng"] if state["rank"] == self.rank else None
-        elif (learner := part_of(decider.policy, LearningPolicy)) is not None:
-            learner.carry_over(unguarded(saved_policy))
+        else:
+            carry_over(self.policy, state["policy"])
         self._waiting = Waiting(parts)
         self._waiting.give("source", self.source)
         self._waiting.give("hook", self.attached)

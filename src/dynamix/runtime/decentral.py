@@ -20,12 +20,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dynamix.errors import ConfigError, DynamixError, WorkerLostError
-from dynamix.policies.protocol import part_of
+from dynamix.errors import DynamixError, WorkerLostError
+from dynamix.policies import Policy
 from dynamix.policies.stigmergic.policy import StigmergicPolicy, in_range
 from dynamix.policies.stigmergic.traces import PRESENT, TRACES, Own, noise_part
+from dynamix.policies.wrappers import peers_of
 from dynamix.runtime.agreement import DRAIN_S, PATIENCE_S, REPLAY_PATIENCE_S, Channel, Kind, Message
-from dynamix.runtime.decision import Closing, Decider
+from dynamix.runtime.decision import Decider
+from dynamix.runtime.job import Closing, JobFacts
 from dynamix.runtime.observation import ROW
 from dynamix.runtime.trace_store import StoreField
 from dynamix.window import Bounds, Floats, Window
@@ -38,19 +40,26 @@ _FAILED = -1  # sent in place of a size
 
 
 def open_channel(
-    group: dist.ProcessGroup | None, workers: int, decider: Decider, *, lr_rule: str
+    group: dist.ProcessGroup | None,
+    workers: int,
+    job: JobFacts,
+    policy: Policy,
+    decider: Decider | None,
+    *,
+    replays: bool,
+    lr_rule: str,
 ) -> Channel | PeerChannel:
     """The way in which the ranks of `group` agree: a `PeerChannel` if every rank is to decide for itself.
 
-    A recorded run that is replayed has decided already; a single rank has nobody to agree with. Raises `ConfigError` for what
-    cannot be had without somebody who knows all.
+    A recorded run that is replayed has decided already; a single rank has nobody to agree with. Raises `ConfigError`
+    for what cannot be had without somebody who knows all.
+
+    decider   who decides, or writes down what was decided: on rank 0, None on the others
     """
-    if group is None or workers < 2 or decider.replay is not None or part_of(decider.policy, StigmergicPolicy) is None:
-        return Channel(group, workers, decider, patience_s=PATIENCE_S if decider.replay is None else REPLAY_PATIENCE_S)
-    if not isinstance(decider.policy, StigmergicPolicy):
-        fix = "leave guard out: a guard sees all workers' times"
-        raise ConfigError("guard", True, "False or None with the stigmergic policy", fix)
-    return PeerChannel(group, decider, decider.policy, share_noise=lr_rule == "adascale")
+    rule = None if group is None or workers < 2 or replays else peers_of(policy)
+    if group is None or rule is None:
+        return Channel(group, workers, decider, patience_s=REPLAY_PATIENCE_S if replays else PATIENCE_S)
+    return PeerChannel(group, job, rule, decider, share_noise=lr_rule == "adascale")
 
 
 class PeerChannel:
@@ -65,13 +74,14 @@ class PeerChannel:
     def __init__(
         self,
         group: dist.ProcessGroup,
-        decider: Decider,
+        job: JobFacts,
         policy: StigmergicPolicy,
+        decider: Decider | None = None,
         *,
         share_noise: bool = False,
         store: Any = None,
     ) -> None:
-        self.group, self.decider, self.policy = group, decider, policy
+        self.group, self.job, self.policy, self.decider = group, job, policy, decider
         self.share_noise = share_noise
         self.rank, self.workers = dist.get_rank(group), dist.get_world_size(group)
         self.field = StoreField(
@@ -123,8 +133,9 @@ class PeerChannel:
         if len(failed):
             raise DynamixError(f"choosing a size failed on rank {failed[0]}; its own error is in that rank's output")
         message = self._message(current.closing, told)
-        if self.decider.events is not None:
-            self._jobs.put(lambda: self._write_event(current, message))
+        decider = self.decider
+        if decider is not None and decider.events is not None:
+            self._jobs.put(lambda: self._write_event(decider, current, message))
         return message
 
     def drain(self, timeout_s: float = DRAIN_S) -> bool:
@@ -137,10 +148,8 @@ class PeerChannel:
 
     def choose(self, row: Floats, closing: Closing) -> int:
         """This rank's new size; the one it has where the field does not answer. Leaves its traces."""
-        own = self._steadied(
-            own_window(row, closing, rank=self.rank, decider=self.decider, fits=self.fits), row, closing
-        )
-        bounds, mine = self.decider.bounds, slice(self.rank, self.rank + 1)
+        own = self._steadied(own_window(row, closing, rank=self.rank, job=self.job, fits=self.fits), row, closing)
+        bounds, mine = self.job.bounds, slice(self.rank, self.rank + 1)
         alone = Bounds(
             bounds.low[mine], bounds.high[mine], bounds.total_low, bounds.total_high, bounds.quantum, bounds.max_change
         )
@@ -168,7 +177,7 @@ class PeerChannel:
     def leave_move(self, closing: Closing, size: int) -> None:
         """Traces of the change from the size in force to `size`."""
         before = closing.sizes[self.rank : self.rank + 1].astype(np.float64)
-        load = before / _unit(closing, self.decider)
+        load = before / _unit(closing, self.job)
         self._leave(self.policy.moved(before, load, np.array([size])), closing.window_index)
 
     def look_back(self, closing: Closing) -> None:
@@ -212,17 +221,16 @@ class PeerChannel:
 
     def _message(self, closing: Closing, told: Floats) -> Message:
         """The same on every rank, being made of the same numbers."""
-        decider = self.decider
+        job = self.job
         if self.share_noise:
-            total = float(closing.sizes.sum()) * decider.accumulate
-            decider.noise_scale.update(*noise_of(told[:, 2], told[:, 3], total))
-        answer = in_range(told[:, 0].astype(np.int64), decider.bounds, current=closing.sizes)
+            total = float(closing.sizes.sum()) * job.accumulate
+            job.noise_scale.update(*noise_of(told[:, 2], told[:, 3], total))
+        answer = in_range(told[:, 0].astype(np.int64), job.bounds, current=closing.sizes)
         if np.array_equal(answer, closing.sizes):
-            return decider.keep(Kind.KEEP)
-        first = -(-(int(told[:, 1].max()) + decider.slack) // decider.accumulate) * decider.accumulate
-        return Message(Kind.NEW, first, decider.noise_scale.noise, decider.noise_scale.signal, answer)
+            return job.keep(Kind.KEEP)
+        return job.change(answer, int(told[:, 1].max()))
 
-    def _write_event(self, current: _Round, message: Message) -> None:
+    def _write_event(self, decider: Decider, current: _Round, message: Message) -> None:
         known = dict(zip(ROW, current.row, strict=False))
         seen: dict[str, Floats] = {}
         for name in ("compute", "compute_std", "data", "loss", "accuracy", "cpu", "memory", "device"):
@@ -231,9 +239,9 @@ class PeerChannel:
         closing = current.closing
         window = Window.of(
             closing.sizes, **seen, steps=len(current.row) - len(ROW), age=closing.age, step=closing.step,
-            micro_batches=self.decider.accumulate, base_batch=self.decider.base_batch,
+            micro_batches=self.job.accumulate, base_batch=self.job.base_batch,
         )  # fmt: skip
-        self.decider.witness(window, closing, message)
+        decider.witness(window, closing, message)
 
     def _work(self) -> None:
         while True:
@@ -312,7 +320,7 @@ class _Round:
         return torch.stack(self.every).numpy()
 
 
-def own_window(row: Floats, closing: Closing, *, rank: int, decider: Decider, fits: int | None = None) -> Own:
+def own_window(row: Floats, closing: Closing, *, rank: int, job: JobFacts, fits: int | None = None) -> Own:
     """What a rank knows by itself of the window it just closed, as arrays of shape (1,)."""
     known = dict(zip(ROW, row, strict=False))
     comm = row[len(ROW) :]
@@ -326,7 +334,7 @@ def own_window(row: Floats, closing: Closing, *, rank: int, decider: Decider, fi
     with np.errstate(divide="ignore", invalid="ignore"):
         jitter = one(known["compute_std"]) / one(known["compute"])
     return Own(
-        size=size, unit=one(_unit(closing, decider)), busy=one(busy if busy > 0 and size[0] > 0 else np.nan),
+        size=size, unit=one(_unit(closing, job)), busy=one(busy if busy > 0 and size[0] > 0 else np.nan),
         blocked=one(float(seen.mean()) if len(seen) else np.nan), least=one(float(seen.min()) if len(seen) else np.nan), jitter=jitter, steps=one(len(comm)),
         noise=one(own_noise(known, workers)), fits=one(np.inf if fits is None else fits), workers=workers,
     )  # fmt: skip
@@ -348,9 +356,9 @@ def noise_of(parts: Floats, global_sq: Floats, total: float) -> tuple[float, flo
     return noise, float(global_sq.mean()) - noise / total
 
 
-def _unit(closing: Closing, decider: Decider) -> float:
+def _unit(closing: Closing, job: JobFacts) -> float:
     """The even share of the base batch, samples per micro-batch."""
-    return decider.base_batch / (len(closing.sizes) * decider.accumulate)
+    return job.base_batch / (len(closing.sizes) * job.accumulate)
 
 
 def job_store() -> Any:

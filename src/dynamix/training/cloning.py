@@ -13,7 +13,7 @@ from dynamix.window import Floats, Ints, Window
 
 
 class Teacher:
-    """The clairvoyant references `lagged` and `hedged`; each cluster learns from the one that really does better there."""
+    """The clairvoyant references `lagged` and `hedged`; each cluster learns from the one that does better there."""
 
     def __init__(self, env: ClusterEnv) -> None:
         self.lagged, self.hedged = LaggedReference(env), HedgedReference(env, samples=8)

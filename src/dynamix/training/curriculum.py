@@ -40,7 +40,7 @@ def training_clusters(count: int, workers: int, seed: int, *, hardness: float = 
 
 
 def with_costs(clusters: Clusters, rng: np.random.Generator, *, hardness: float = 1.0) -> Clusters:
-    """Clusters whose costs are given, disturbed like training clusters, their noise scale such that optima are interior."""
+    """Clusters of given costs, disturbed like training clusters; their noise scale makes optima interior."""
     return _interior(disturbed(clusters, rng, _rate(rng, hardness, clusters.shape[0])), rng)
 
 
@@ -78,22 +78,28 @@ def _small(c: Clusters, rng: np.random.Generator, hardness: Floats) -> Clusters:
     fixed = np.where(_hit(rng, 0.3, count), rng.uniform(0.3, 0.85, (count, 1)), c.alpha / whole)
     fixed = np.clip(fixed * np.exp(0.1 * rng.normal(size=c.shape)), 0.0, 0.95)
     return replace(
-        c, base_batch=(new[:, 0] * workers).astype(np.int64), alpha=fixed * whole, beta=(1 - fixed) * whole / new,
-        memory_cap=np.maximum(cap, new).astype(np.int64), noise_unit=c.noise_unit * (new / old)[:, 0],
-    )  # fmt: skip
+        c,
+        base_batch=(new[:, 0] * workers).astype(np.int64),
+        alpha=fixed * whole,
+        beta=(1 - fixed) * whole / new,
+        memory_cap=np.maximum(cap, new).astype(np.int64),
+        noise_unit=c.noise_unit * (new / old)[:, 0],
+    )
 
 
 def _cheap(c: Clusters, rng: np.random.Generator) -> Clusters:
-    """In a third of the clusters little but computing samples costs anything: fixed costs and exchange of some percent."""
+    """In a third of the clusters computing samples is nearly all: fixed costs and exchange are some percent."""
     count = c.shape[0]
     cheap, share = _hit(rng, 1 / 3, count), (c.base_batch / c.shape[1])[:, None]
     whole = c.alpha + c.beta * share
     fixed = _log_uniform(rng, 0.02, 0.3, (count, 1)) * np.exp(0.1 * rng.normal(size=c.shape))
     exchange = whole.max(-1) * _log_uniform(rng, 0.02, 0.3, (count,))
     return replace(
-        c, alpha=np.where(cheap, fixed * whole, c.alpha), beta=np.where(cheap, (1 - fixed) * whole / share, c.beta),
+        c,
+        alpha=np.where(cheap, fixed * whole, c.alpha),
+        beta=np.where(cheap, (1 - fixed) * whole / share, c.beta),
         exchange_s=np.where(cheap[:, 0], exchange, c.exchange_s),
-    )  # fmt: skip
+    )
 
 
 def _slowed(c: Clusters, rng: np.random.Generator, hardness: Floats) -> Clusters:
@@ -110,9 +116,14 @@ def _slowed(c: Clusters, rng: np.random.Generator, hardness: Floats) -> Clusters
     off, on = (np.take_along_axis(field, group, 1) for field in (off, on))
     at_work = np.take_along_axis(at_work, group, 1)
     return replace(
-        c, slow_off_s=np.where(at_work, off, NEVER), slow_on_s=on, slow_weakest=weakest,
-        slow_strongest=weakest * _log_uniform(rng, 1.2, 4.5, (count, 1)), slow_group=group, slow_even=None,
-    )  # fmt: skip
+        c,
+        slow_off_s=np.where(at_work, off, NEVER),
+        slow_on_s=on,
+        slow_weakest=weakest,
+        slow_strongest=weakest * _log_uniform(rng, 1.2, 4.5, (count, 1)),
+        slow_group=group,
+        slow_even=None,
+    )
 
 
 def _neighbour(c: Clusters, rng: np.random.Generator, hardness: Floats) -> Clusters:
@@ -132,9 +143,13 @@ def _jitter(c: Clusters, rng: np.random.Generator, hardness: Floats) -> Clusters
     memory = rng.uniform(0.4, 0.99, count) if rng.random() < 0.35 * hardness.mean() else None
     stall = np.where(_hit(rng, 0.3 * hardness, count)[:, 0], rng.uniform(0.03, 0.35, count), 0.0)
     return replace(
-        c, jitter_sd=sd, jitter_memory=memory, stall=stall, together_sd=_log_uniform(rng, 0.002, 0.15, (count,)),
+        c,
+        jitter_sd=sd,
+        jitter_memory=memory,
+        stall=stall,
+        together_sd=_log_uniform(rng, 0.002, 0.15, (count,)),
         jitter_s=computing * _log_uniform(rng, 0.001, 0.03 + 0.12 * hardness, (count, 1)) * np.ones(c.shape),
-    )  # fmt: skip
+    )
 
 
 def _bent(c: Clusters, rng: np.random.Generator, hardness: Floats) -> Clusters:
@@ -160,10 +175,14 @@ def _links(c: Clusters, rng: np.random.Generator, hardness: Floats) -> Clusters:
     at_work = _hit(rng, 0.35 * hardness, count)
     share = rng.uniform(0.3, 1.0, count) if c.bytes_share is None else c.bytes_share
     return replace(
-        c, link=slowness / slowness.max(-1, keepdims=True), link_group=group, bytes_share=share,
-        link_off_s=np.where(at_work, off, NEVER), link_on_s=_log_uniform(rng, 4, 60, (count, 1)) * np.ones(c.shape),
+        c,
+        link=slowness / slowness.max(-1, keepdims=True),
+        link_group=group,
+        bytes_share=share,
+        link_off_s=np.where(at_work, off, NEVER),
+        link_on_s=_log_uniform(rng, 4, 60, (count, 1)) * np.ones(c.shape),
         link_strongest=_log_uniform(rng, 1.3, 7.0, (count, 1)) * np.ones(c.shape),
-    )  # fmt: skip
+    )
 
 
 def _measured(c: Clusters, rng: np.random.Generator, hardness: Floats) -> Clusters:
@@ -174,12 +193,15 @@ def _measured(c: Clusters, rng: np.random.Generator, hardness: Floats) -> Cluste
         return np.where(rng.random(count) < chance * hardness[:, 0], rng.uniform(low, high, count), otherwise)
 
     return replace(
-        c, time_error=some(0.3, 0.05, 0.3, rng.uniform(0, 0.05, count)), missing_times=some(0.3, 0.02, 0.4, np.zeros(count)),
+        c,
+        time_error=some(0.3, 0.05, 0.3, rng.uniform(0, 0.05, count)),
+        missing_times=some(0.3, 0.02, 0.4, np.zeros(count)),
         noise_error=some(0.25, 0.4, 1.1, rng.uniform(0.05, 0.4, count)),
         missing_noise=rng.random(count) < 0.05 + 0.07 * hardness[:, 0],
-        missing_training=rng.random(count) < 0.5, missing_host=rng.random(count) < 0.5,
+        missing_training=rng.random(count) < 0.5,
+        missing_host=rng.random(count) < 0.5,
         change_cost_s=rng.uniform(0.0, 0.05, count) * (c.alpha.mean(-1) + c.beta.mean(-1) * c.base_batch / c.shape[1]),
-    )  # fmt: skip
+    )
 
 
 def _interior(c: Clusters, rng: np.random.Generator) -> Clusters:
@@ -197,7 +219,8 @@ def _interior(c: Clusters, rng: np.random.Generator) -> Clusters:
 def _short(c: Clusters, rng: np.random.Generator) -> Clusters:
     """Short trainings: the noise scale of a third of the clusters changes much within a rollout, often falling first.
 
-    A new network's gradients are large and disagree; within some steps they agree, and later they disagree more and more.
+    A new network's gradients are large and disagree; within some steps they agree, and later they disagree more and
+    more.
     """
     if c.noise_knots is None or c.noise_from is None:
         unit = c.noise_unit * np.where(rng.random(c.shape[0]) < 1 / 3, 0.3, 1.0)
@@ -211,6 +234,8 @@ def _short(c: Clusters, rng: np.random.Generator) -> Clusters:
     rising = rise * np.clip((at - lowest) / (1 - lowest), 0.0, 1.0)
     unit = c.base_batch * _log_uniform(rng, 80, 800, (count,))
     return replace(
-        c, noise_knots=np.where(short[:, None], falling + rising, c.noise_knots),
-        noise_from=np.where(short, 0.3 * rng.integers(0, 2, count), c.noise_from), noise_unit=np.where(short, unit, c.noise_unit),
-    )  # fmt: skip
+        c,
+        noise_knots=np.where(short[:, None], falling + rising, c.noise_knots),
+        noise_from=np.where(short, 0.3 * rng.integers(0, 2, count), c.noise_from),
+        noise_unit=np.where(short, unit, c.noise_unit),
+    )

@@ -94,7 +94,7 @@ def categorical(net: nn.Module, observed: Tensor, mask: Tensor) -> tuple[Categor
 
 
 def gaussian(net: nn.Module, observed: Tensor, mask: Tensor) -> tuple[Gaussian, Tensor]:
-    """`Head` of networks that return means (N, W, L) and (N, G) and values (N,), and have `log_std_local`, `log_std_shared`."""
+    """`Head` of networks that return means (N, W, L), (N, G) and values (N,) and have `log_std_local`, `_shared`."""
     local, shared, value = net(observed, mask)
     log_std_local, log_std_shared = net.log_std_local, net.log_std_shared
     assert isinstance(log_std_local, Tensor)

@@ -1,8 +1,8 @@
 """Training of `dynamix-paper`, the paper's own form, in the calibrated simulator.
 
 Episodes come from all families and several W, rewards from `rewards.py`, the update from `ppo.py` or
-`simplified.py`. Optionally a warm start: imitation of the lagged reference by the nearest action (DAgger). The checkpoint
-kept is the best on validation clusters, which training never meets.
+`simplified.py`. Optionally a warm start: imitation of the lagged reference by the nearest action (DAgger). The
+checkpoint kept is the best on validation clusters, which training never meets.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ def _episode(
 
 
 def _clone(net: AdditiveNet, c: PaperTrainingConfig, seed: int, seen: _Seen, tell: Progress) -> None:
-    """DAgger (Ross et al. 2011): label every state met with the action that comes nearest the lagged reference's size."""
+    """DAgger (Ross et al. 2011): label every state met with the action nearest the lagged reference's size."""
     optimizer = torch.optim.Adam(net.parameters(), lr=c.clone_rate)
     generator = torch.Generator().manual_seed(seed)
     data: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -263,9 +263,12 @@ class _Validation:
     """Mean over families and W of log(average goodput / the lagged reference's), as a factor; 1 is the reference."""
 
     def __init__(
-        self, c: PaperTrainingConfig, workers: tuple[int, ...] | None = None, clusters: int | None = None,
+        self,
+        c: PaperTrainingConfig,
+        workers: tuple[int, ...] | None = None,
+        clusters: int | None = None,
         seed: int = VALIDATION_SEED,
-    ) -> None:  # fmt: skip
+    ) -> None:
         at = workers or c.validation_workers
         self.cells = [(family, at[i % len(at)]) for i, family in enumerate(c.families)]
         self.clusters, self.windows, self.seed = clusters or c.validation_clusters, c.validation_windows, seed

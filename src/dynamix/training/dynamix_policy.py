@@ -174,8 +174,11 @@ class ResidualTraining:
     def result(self) -> LearnedPolicy:
         """The best checkpoint as a policy."""
         about = {
-            "training": dataclasses.asdict(self.config), "seed": self.seed, "validation": self.scores, "trust": TRUST,
-        }  # fmt: skip
+            "training": dataclasses.asdict(self.config),
+            "seed": self.seed,
+            "validation": self.scores,
+            "trust": TRUST,
+        }
         best = copy.deepcopy(self.best)
         best.fold()
         return LearnedPolicy(best, about=about)
@@ -279,12 +282,18 @@ class ResidualTraining:
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "config": str(self.config), "seed": self.seed, "round": self.round, "scores": self.scores,
-            "net": self.net.state_dict(), "optimizer": self.optimizer.state_dict(),
-            "generator": self.generator.get_state(), "best": self.best.state_dict(), "best_score": self.best_score,
+            "config": str(self.config),
+            "seed": self.seed,
+            "round": self.round,
+            "scores": self.scores,
+            "net": self.net.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "generator": self.generator.get_state(),
+            "best": self.best.state_dict(),
+            "best_score": self.best_score,
             "ppo": None if self.ppo is None else self.ppo.state_dict(),
             "anchor": None if self.ppo is None or self.ppo.anchor is None else self.ppo.anchor.state_dict(),
-        }  # fmt: skip
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raises `ConfigError` when the checkpoint is of another recipe or seed."""

@@ -29,8 +29,8 @@ class Episode:
     shared          (T, N, G) the clusters' own actions; None: they have none
     done            (T, N) bool, whether the episode ended with that window; None: it never did
     credit          (T, N, W) advantage of each worker's own action; None: the team's
-    evaluated       log-probabilities (T, N, W) and (T, N) and values (T + 1, N) as they were when the actions were taken;
-                    None: the learner evaluates the episode when it begins to learn from it
+    evaluated       log-probabilities (T, N, W) and (T, N) and values (T + 1, N) as they were when the actions were
+                    taken; None: the learner evaluates the episode when it begins to learn from it
     """
 
     observed: Tensor

@@ -78,7 +78,7 @@ def evaluate_families(
     hedged: bool = True,
     progress: Tell | None = None,
 ) -> dict[str, Any]:
-    """Policies on the calibrated families, or on other worlds (`worlds.py`): `cells` by "family-W", `summary` over them.
+    """Policies on the calibrated families or other worlds (`worlds.py`): `cells` by "family-W", and `summary`.
 
     rows     clusters * W a seed, at least 4 and at most 64 clusters
     hedged   False leaves out the hedged reference, which takes most of the time at large W, and with it `gap_closed`
@@ -165,7 +165,7 @@ def paired(log_ratio: Floats) -> list[float]:
 
 
 def _over_cells(cells: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Medians over cells; cells in which the policy is ahead of or behind the goodput rule with the interval beside 1."""
+    """Medians over cells, and the cells where the policy is ahead of or behind the goodput rule (interval beside 1)."""
     scores = [cell[name] for cell in cells.values()]
     gaps = [score["gap_closed"] for score in scores if score["gap_closed"] is not None]
     return {
@@ -194,7 +194,7 @@ def chosen_cells(families: str | None, workers: str) -> tuple[tuple[str, ...], t
 
 
 def markdown(result: Mapping[str, Any]) -> str:
-    """A row per cell: mean / worst decile against `lagged` and, where not a baseline, gap closed and ratio to goodput."""
+    """A row per cell: mean / worst decile against `lagged`; of non-baselines also gap closed and ratio to goodput."""
     names = list(next(iter(result["cells"].values())))
     extra = [name for name in names if name not in ("hedged", *BASELINES, "cannikin", "goodput")]
     head = ["cell", *names, *[f"{name}: gap closed" for name in extra], *[f"{name} over goodput" for name in extra]]
@@ -206,8 +206,8 @@ def markdown(result: Mapping[str, Any]) -> str:
         lines.append("| " + " | ".join([cell, *row]) + " |")
     for name in extra:
         total = result["summary"][name]
-        lines.append(
-            f"\n{name}: medians over cells {total['geometric_mean']:.3f} / {total['worst_decile']:.3f}, gap closed {total['gap_closed']}; "
-            f"ahead of goodput in {len(total['ahead_of_goodput'])}, behind in {len(total['behind_goodput'])} of {len(result['cells'])}"
-        )
+        means = f"{total['geometric_mean']:.3f} / {total['worst_decile']:.3f}, gap closed {total['gap_closed']}"
+        ahead, behind = len(total["ahead_of_goodput"]), len(total["behind_goodput"])
+        counts = f"ahead of goodput in {ahead}, behind in {behind} of {len(result['cells'])}"
+        lines.append(f"\n{name}: medians over cells {means}; {counts}")
     return "\n".join(lines)

@@ -23,8 +23,8 @@ from dynamix.window import Floats, Ints, Window
 class RecordingEnv(ClusterEnv):
     """A `ClusterEnv` that keeps what disturbed the steps of its last window.
 
-    Of its k steps: `factors` (C, W, k) on the undisturbed seconds, `extras` (C, W, k) seconds on top whatever the batch,
-    `exchanges` (C, k) in seconds.
+    Of its k steps: `factors` (C, W, k) on the undisturbed seconds, `extras` (C, W, k) seconds on top whatever the
+    batch, `exchanges` (C, k) in seconds.
     """
 
     @property
@@ -155,11 +155,18 @@ class DecisionRecorder:
         env, bounds = self.env, self.env.bounds
         low, high = policy.trusted(window)
         phi = env.critical_share * env.true_noise_scale()
-        self.rows.append({
-            "observed": observed, "mask": window.batch_size > 0, "guided": policy.fitted.now.guided, "wish": np.maximum(policy.memory.wish, 0.5),
-            "low": np.clip(low, bounds.low, bounds.high), "high": np.clip(high, bounds.low, bounds.high),
-            "noise": phi, "target": np.full(observed.shape[:-1], np.nan) if target is None else target,
-        })  # fmt: skip
+        self.rows.append(
+            {
+                "observed": observed,
+                "mask": window.batch_size > 0,
+                "guided": policy.fitted.now.guided,
+                "wish": np.maximum(policy.memory.wish, 0.5),
+                "low": np.clip(low, bounds.low, bounds.high),
+                "high": np.clip(high, bounds.low, bounds.high),
+                "noise": phi,
+                "target": np.full(observed.shape[:-1], np.nan) if target is None else target,
+            }
+        )
 
     def after(self) -> None:
         """Note what the window after that decision met."""
@@ -169,14 +176,21 @@ class DecisionRecorder:
         """All of them, (T * C) rows in order of time."""
         c, times = self.env.clusters, len(self.rows)
         fixed: dict[str, Any] = {
-            "alpha": c.alpha, "beta": c.beta, "overlap": c.overlap, "base": c.base_batch,
+            "alpha": c.alpha,
+            "beta": c.beta,
+            "overlap": c.overlap,
+            "base": c.base_batch,
             "cliff_at": np.full(c.shape, 1e12) if c.cliff_at is None else c.cliff_at,
             "cliff_slope": np.zeros(c.shape) if c.cliff_slope is None else c.cliff_slope,
             "rate": np.zeros(c.shape[0]) if c.noise_rho is None else c.noise_rho,
-        }  # fmt: skip
+        }
         stacked = {name: np.concatenate([row[name] for row in self.rows]) for name in self.rows[0]}
         stacked |= {name: np.concatenate([value] * times) for name, value in fixed.items()}
-        return Decisions(**{
-            name: torch.from_numpy(np.ascontiguousarray(value, dtype=bool if name in ("mask", "guided") else np.float32))
-            for name, value in stacked.items()
-        })  # fmt: skip
+        return Decisions(
+            **{
+                name: torch.from_numpy(
+                    np.ascontiguousarray(value, dtype=bool if name in ("mask", "guided") else np.float32)
+                )
+                for name, value in stacked.items()
+            }
+        )

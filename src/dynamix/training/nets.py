@@ -1,7 +1,8 @@
-"""What one core of the machine at hand needs for the small nets of `dynamix_lab.tasks`: rows that simulated jobs of them
-start from.
+"""What one core of the machine at hand needs for the small nets of `dynamix_lab.tasks`: rows that simulated jobs of
+them start from.
 
-`python -m dynamix_lab.suites.netcosts` measures and prints them; the figures below are one such call (docs/results/2026-11-21-learned.md).
+`python -m dynamix_lab.suites.netcosts` measures and prints them; the figures below are one such call
+(docs/results/2026-11-21-learned.md).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Proximal policy optimisation for a team: any kind of action, variable W, masks, a central critic, exact resume. Torch only.
+"""Proximal policy optimisation for a team: any kind of action, variable W, masks, a central critic, exact resume.
 
 Clipped surrogate (Schulman et al. 2017) summed over workers: each worker's action has a ratio of its own and all share
 the team's advantage (GAE, Schulman et al. 2016). An action that a whole cluster shares counts as one more agent. An
@@ -92,7 +92,7 @@ class PPO(Learner):
 
     @torch.no_grad()
     def _flatten(self, episode: Episode) -> dict[str, Tensor]:
-        """Decisions (T * N, ...) whose reward is known, with advantages, returns and the log-probabilities of their actions."""
+        """Decisions (T * N, ...) of known reward, with advantages, returns and log-probabilities of the actions."""
         shared = episode.shared if episode.shared is not None else episode.reward.new_zeros(*episode.reward.shape, 0)
         flat = {"observed": episode.observed, "mask": episode.mask, "chosen": episode.chosen, "shared": shared}
         if episode.credit is not None:

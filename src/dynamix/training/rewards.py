@@ -1,7 +1,7 @@
 """What a learner is paid for: the paper's forms for SGD and Adam-like optimisers, and regret (our default).
 
 A reward is an object with `update(window) -> (...)`, called once per window in order; NaN where it cannot be told, and
-learners leave such windows out. The live ones use only what a job measures; the simulated ones know the world.
+learners leave such windows out. The paper's uses only what a job measures; the simulated ones know the world.
 """
 
 from __future__ import annotations
@@ -12,10 +12,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from dynamix.errors import ConfigError
-from dynamix.model import measured_log_goodput
 from dynamix.model.measured import step_seconds
-from dynamix.model.running import SlowAverage
-from dynamix.model.state import restored, saved
 from dynamix.simulator import ClusterEnv, Generalisation, LaggedReference, rollout
 from dynamix.window import Floats, Window
 
@@ -45,12 +42,13 @@ class RewardWeights:
 
 
 class PaperReward:
-    """DYNAMIX (arXiv 2510.08522): generalisation, speed and gradient stability; forms by third-party account, weights ours.
+    """DYNAMIX (arXiv 2510.08522): generalisation, speed, gradient stability; forms at second hand, weights ours.
 
     SGD:  r = w_acc dA - w_time T_iter/T_ref - w_retx retx;  Adam: the same - w_sigma sigma_norm.
-    dA is the change of batch accuracy since the last window (of test accuracy where `update` is given it), T_ref the first
-    window's iteration time, sigma_norm = sqrt(tr Sigma / B)/|G| of the applied gradient: divided by sqrt(B), unlike the
-    state's, because an action cannot change tr Sigma. What is not measured counts nothing, except the iteration time.
+    dA is the change of batch accuracy since the last window (of test accuracy where `update` is given it), T_ref the
+    first window's iteration time, sigma_norm = sqrt(tr Sigma / B)/|G| of the applied gradient: divided by sqrt(B),
+    unlike the state's, because an action cannot change tr Sigma. What is not measured counts nothing, except the
+    iteration time.
 
     >>> reward = PaperReward("sgd", RewardWeights(accuracy=10.0))
     >>> float(reward.update(Window.of([8, 8], compute=1.0, accuracy=0.5)))
@@ -88,35 +86,6 @@ class PaperReward:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name in ("reference_s", "accuracy"):
             setattr(self, name, None if state[name] is None else np.asarray(state[name], np.float64))
-
-
-class RegretReward:
-    """log(goodput / the job's own slow average of it): the default of a live job.
-
-    slow   weight of the newest window in the average
-
-    >>> reward = RegretReward()
-    >>> windows = [Window.of([8, 8], compute=s, noise=1e3, signal=1.0) for s in (1.0, 0.5)]
-    >>> [round(float(reward.update(w)), 4) for w in windows]                       # twice as fast: log 2
-    [0.0, 0.6931]
-    """
-
-    def __init__(self, *, slow: float = 0.05) -> None:
-        self.average = SlowAverage(slow)
-
-    def update(self, window: Window, /) -> Floats:
-        achieved = measured_log_goodput(window)
-        before = self.average.value
-        self.average = self.average.update(achieved)
-        if before.shape != achieved.shape:
-            before = achieved
-        return np.asarray(achieved - np.where(np.isnan(before), achieved, before))
-
-    def state_dict(self) -> dict[str, Any]:
-        return saved(self.average)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.average = restored(self.average, state)
 
 
 class SimulatedRegret:

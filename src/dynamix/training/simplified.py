@@ -1,10 +1,11 @@
 """The paper's simplified learner in one file: cumulative reward, no clip, no advantage.
 
 DYNAMIX (arXiv 2510.08522) describes PPO, but by third-party account its authors drop the clipped surrogate and the
-advantage and update from cumulative reward. That is REINFORCE (Williams 1992) with reward-to-go and a categorical policy
-per worker, learned in one place for all of them:
+advantage and update from cumulative reward. That is REINFORCE (Williams 1992) with reward-to-go and a categorical
+policy per worker, learned in one place for all of them:
 
-    grad J = E[ sum_t R_t  grad sum_i log pi(a_it | s_it, s_global,t) ],   R_t = r_t + d_t r_{t+1} + d_t d_{t+1} r_{t+2} + ...
+    grad J = E[ sum_t R_t  grad sum_i log pi(a_it | s_it, s_global,t) ],   R_t = r_t + d_t r_{t+1} + d_t d_{t+1} r_{t+2}
+    + ...
 
 with the team's reward r and the discount d_t = discount_per_s ^ (seconds of window t). `ppo.py` learns from the same
 episodes.
@@ -24,7 +25,7 @@ from dynamix.training.learner import Learner
 
 @dataclass(frozen=True, slots=True)
 class SimplifiedConfig:
-    """`discount_per_s` ours: the paper's gamma is per decision, but a decision lasts 0.2 s in one job and 20 s in another."""
+    """`discount_per_s` ours: the paper's is per decision, which lasts 0.2 s in one job and 20 s in another."""
 
     learning_rate: float = 1e-3
     discount_per_s: float = 0.8

@@ -1,8 +1,9 @@
 """Learning the numbers of the stigmergic rule: the cross-entropy method, on clusters that grow from 1 to 32 workers.
 
-A candidate is one set of numbers for all workers. It is judged by the time that a job of such workers takes for the progress that
-the lagged reference makes meanwhile; all candidates of a generation meet the same clusters. A dozen and a half numbers need no gradient
-(Rubinstein 1999; de Boer et al. 2005). `dynamix policy train --policy stigmergic` runs it.
+A candidate is one set of numbers for all workers. It is judged by the time that a job of such workers takes for the
+progress that the lagged reference makes meanwhile; all candidates of a generation meet the same clusters. A dozen and a
+half numbers need no gradient (Rubinstein 1999; de Boer et al. 2005). `dynamix policy train --policy stigmergic` runs
+it.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ VALIDATION_SEED = 905_001
 class SearchConfig:
     """The recipe. Seeds of training clusters are derived from `seed`; validation and bench seeds never meet them.
 
-    stages       numbers of workers, stage after stage; a generation draws `worlds` of its stage and plays a world of each
+    stages       numbers of workers, stage after stage; a generation draws `worlds` of its stage and plays a world of
+                 each
     generations  of each stage
     tried, kept  candidates of a generation, and how many of them the next is drawn around
     spread       standard deviation at the start, in logits of a number's range; `least` it never falls below

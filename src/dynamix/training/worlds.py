@@ -1,8 +1,8 @@
-"""Worlds to learn in and to be judged in by name: one net on one mix of GPUs with one kind of optimizer, or any of the others.
+"""Worlds to learn in and to be judged in, by name: a net on a mix of GPUs with a kind of optimizer, or the others.
 
-A net's row says what its fixed and its growing cost are beside the ResNet-34-like's (`nets.py`). The calibrated cifar10 rows,
-a ResNet's, say what GPUs are beside each other. Their product is the job; its exchange is longer by the bytes of its gradient.
-Disturbances are those of training clusters, and no seed is shared with the families.
+A net's row says what its fixed and its growing cost are beside the ResNet-34-like's (`nets.py`). The calibrated cifar10
+rows, a ResNet's, say what GPUs are beside each other. Their product is the job; its exchange is longer by the bytes of
+its gradient. Disturbances are those of training clusters, and no seed is shared with the families.
 """
 
 from __future__ import annotations
@@ -97,7 +97,12 @@ def _job(world: World, plain: Clusters, rng: np.random.Generator) -> Clusters:
     fraction = rng.uniform(0.05, 0.4, count)  # of the ResNet-34-like's step that its exchange would take
     exchange = usual * fraction / (1 - fraction) * mine.parameters / like.parameters
     return replace(
-        plain, alpha=alpha, beta=beta, curve=None, memory_cap=most.astype(np.int64),
-        base_batch=(share[:, 0] * workers).astype(np.int64), exchange_s=exchange if workers > 1 else np.zeros(count),
+        plain,
+        alpha=alpha,
+        beta=beta,
+        curve=None,
+        memory_cap=most.astype(np.int64),
+        base_batch=(share[:, 0] * workers).astype(np.int64),
+        exchange_s=exchange if workers > 1 else np.zeros(count),
         noise_unit=plain.noise_unit * share[:, 0] * workers / plain.base_batch,
-    )  # fmt: skip
+    )

@@ -24,7 +24,8 @@ from dynamix.policies.protocol import boundary
 from dynamix.runtime import random_state
 from dynamix.runtime.agreement import Kind, Message
 from dynamix.runtime.arguments import check_counts, policy_of, starting_sizes
-from dynamix.runtime.decision import Closing, Decider, recorded
+from dynamix.runtime.decision import Decider, recorded
+from dynamix.runtime.job import Closing, JobFacts
 from dynamix.runtime.noise import ConsecutiveNoise
 from dynamix.runtime.progress import Progress
 from dynamix.runtime.scaling import LearningRate, SampleSchedule, rule
@@ -106,7 +107,6 @@ class VirtualCluster:
         self.model, self.optimizer, self.interval = model, optimizer, interval
         self.bounds = _bounds(bounds, self.world.clusters, batch_size, dataset)
         start = starting_sizes(batch_size, self.bounds)
-        self.base_batch = int(start.sum())
         self._allocations = Allocations(start)
         self._sampler = BatchSampler(
             len(dataset), self._allocations, rank=0, world_size=workers, seed=seed,
@@ -117,12 +117,11 @@ class VirtualCluster:
         self._schedules: list[SampleSchedule] = []
         self._pairs = ConsecutiveNoise() if workers == 1 else None
         self._per_epoch = boundary(self.policy) == "epoch"
+        slack = 0 if self._per_epoch else min(self.world.delay, 1)
+        self._job = JobFacts(self.bounds, int(start.sum()), slack=slack)
         self._decider = Decider(
             self.policy,
-            self.bounds,
-            base_batch=self.base_batch,
-            accumulate=1,
-            slack=0 if self._per_epoch else min(self.world.delay, 1),
+            self._job,
             replay=None if replay is None else recorded(replay),
             events=None if events is None else EventLog(events),
             clock=self._workers.time.mark,
@@ -132,6 +131,11 @@ class VirtualCluster:
         self._rng = _seeded(seed)
 
     # ------------------------------------------------------------ in use
+
+    @property
+    def base_batch(self) -> int:
+        """Samples per optimizer step of all workers at the start."""
+        return self._job.base_batch
 
     @property
     def time_s(self) -> float:
@@ -257,7 +261,7 @@ class VirtualCluster:
         # A delay above one step is what a loader's workers prefetch: steps issued under the old allocation.
         issued = consumed if self._per_epoch else consumed + max(self.world.delay - 1, 0)
         age = float(consumed - self._allocations.since(plan.index))
-        self._decider.closing = Closing(
+        self._job.closing = Closing(
             self._progress.window, sizes, consumed, issued, age, step=self.steps, samples=self.samples_seen
         )
         self._pending = self._decider.decide(self._workers.rows(sizes, issued=issued))
@@ -268,7 +272,7 @@ class VirtualCluster:
         message, self._pending = self._pending, None
         if message is None:
             return
-        self._progress.told(self._decider.closing.consumed + 1, message.noise, message.signal)
+        self._progress.told(self._job.closing.consumed + 1, message.noise, message.signal)
         if message.kind is Kind.NEW:
             if message.from_step < self._sampler.issued:
                 raise StateError(
@@ -281,7 +285,7 @@ class VirtualCluster:
         self._allocations.forget(self._sampler.consumed)
 
     def _before_issue(self, step: int) -> None:
-        if self._pending is not None and step >= self._decider.closing.issued + self._decider.slack:
+        if self._pending is not None and step >= self._job.closing.issued + self._job.slack:
             self._settle()
 
     # ------------------------------------------------------------ helpers

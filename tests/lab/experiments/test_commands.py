@@ -1,4 +1,4 @@
-"""The experiments as commands: they run, name themselves in their results, go on in their folder, and refuse what is wrong."""
+"""The experiments as commands: they run, are named in their results, go on in their folder, refuse what is wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Worlds, short trainings under one budget, transfer between worlds and ablations: small versions of the real commands."""
+"""Short trainings under one budget, transfer between worlds, ablations: small versions of the commands."""
 
 from __future__ import annotations
 

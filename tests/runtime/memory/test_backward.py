@@ -238,8 +238,10 @@ def _times(rank: int) -> Any:
     net = Deep()
     controller = dynamix.Controller("static", batch_size=8, interval=3)
     rows: list[Any] = []
-    assemble, decider = controller._coordinator.decider.decide, controller._coordinator.decider
-    decider.decide = lambda r, about=None: (rows.append(r.copy()), assemble(r, about))[1]  # type: ignore[method-assign]
+    if rank == 0:
+        decider: Any = controller._coordinator.channel.judge  # type: ignore[union-attr]
+        decide = decider.decide
+        decider.decide = lambda r, about=None: (rows.append(r.copy()), decide(r, about))[1]
     sampler = controller.batch_sampler(data)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     model = controller.wrap(DDP(net), optimizer)

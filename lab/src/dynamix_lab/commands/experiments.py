@@ -124,9 +124,12 @@ def bench_excavation(
         methods=names_of(methods), seeds=seeds, ground=ground, slow=slow, horizon=horizon, scale=scale
     )
     result, folder = _in_folder(
-        context, "excavation task", out, resume,
+        context,
+        "excavation task",
+        out,
+        resume,
         lambda folder, tell: run(config, folder, processes=processes, tell=tell),
-    )  # fmt: skip
+    )
     draw(result, folder / "figure.png")
     print_json(result) if as_json else typer.echo(f"{table(result)}\n\nwrote {folder}")
 

@@ -1,7 +1,7 @@
 """What groups of features are worth: policies learned without them, under one short budget (`dynamix bench ablations`).
 
-`dynamix-paper` does without the families of the paper's state, `dynamix` also without what it remembers by itself (the rule
-under it still sees everything). Scores are on the calibrated families, with seeds that no training met.
+`dynamix-paper` does without the families of the paper's state, `dynamix` also without what it remembers by itself (the
+rule under it still sees everything). Scores are on the calibrated families, with seeds that no training met.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def run_ablations(plan: AblationPlan, folder: Path, *, tell: Tell = lambda what,
 
 
 def ablate(form: Form, folder: Path, plan: AblationPlan, *, tell: Tell = lambda what, done: None) -> dict[str, Any]:
-    """By variant: time of `lagged` / its time (mean, worst decile), and its time over that of the policy with everything.
+    """By variant: time of `lagged` / its time (mean, worst decile), and its time over that with everything.
 
     `folder` is of trained policies; what is there is not trained again.
     """

@@ -71,7 +71,7 @@ def _affine_row(row: dict[str, str]) -> dict[str, Any]:
 
 
 def _curves(folder: Path, affine: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Tables with R2 < 0.9 as factors on their affine fit, interpolated in log batch; flat outside what was measured."""
+    """Tables with R2 < 0.9 as factors on their affine fit, interpolated in log batch; flat outside what is measured."""
     tables: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
     for row in _rows(folder / "fits/nonaffine_step_time.csv"):
         seconds = float(row["relative_step_time"]) * float(row["smallest_batch_ms"]) / 1e3
@@ -106,11 +106,16 @@ def _noise(folder: Path) -> list[dict[str, Any]]:
         target = np.concatenate([np.log(phi), np.zeros(len(smooth))])
         solution, *_ = np.linalg.lstsq(np.concatenate([design, smooth]), target, rcond=None)
         residual = np.log(phi) - design @ solution
-        fitted.append({
-            "model": model, "base_batch": base, "knots": [round(float(v), 4) for v in solution[:-1]],
-            "rho": round(float(solution[-1]), 4), "residual": round(float(residual.std()), 4),
-            "samples": round(float(steps.max()) * base),
-        })  # fmt: skip
+        fitted.append(
+            {
+                "model": model,
+                "base_batch": base,
+                "knots": [round(float(v), 4) for v in solution[:-1]],
+                "rho": round(float(solution[-1]), 4),
+                "residual": round(float(residual.std()), 4),
+                "samples": round(float(steps.max()) * base),
+            }
+        )
     return fitted
 
 
@@ -219,12 +224,16 @@ def _processes(folder: Path) -> dict[str, dict[str, float]]:
         quiet = inside[~slow]
         lengths = _episodes(slow, float(np.median(np.diff(times))))
         found[name] = {
-            "workers": float(per_worker.shape[1]), "spread": round(float(level.std()), 4),
-            "jitter": round(float(quiet.std()), 4), "memory": round(memory, 3),
-            "slow_workers": float(slow.any(0).sum()), "slow_share": round(float(slow.mean()), 4),
+            "workers": float(per_worker.shape[1]),
+            "spread": round(float(level.std()), 4),
+            "jitter": round(float(quiet.std()), 4),
+            "memory": round(memory, 3),
+            "slow_workers": float(slow.any(0).sum()),
+            "slow_share": round(float(slow.mean()), 4),
             "slow_factor": round(float(np.exp(inside[slow].mean())), 3) if slow.any() else 1.0,
-            "slow_mean_s": round(float(np.mean(lengths)), 1) if lengths else 0.0, "duration_s": float(times[-1]),
-        }  # fmt: skip
+            "slow_mean_s": round(float(np.mean(lengths)), 1) if lengths else 0.0,
+            "duration_s": float(times[-1]),
+        }
     return found | {"spread-of-100-jobs": PAI_SPREAD}
 
 
@@ -265,7 +274,7 @@ def write_calibration(folder: Path, out: Path) -> dict[str, Any]:
 def lines(fitted: dict[str, Any]) -> list[str]:
     """The errors on points that the fits have not seen, for a person."""
     return [
-        f"{source}: {place} {part[place]['mean_absolute']:.1%} mean, {part[place]['p90']:.1%} p90, {part[place]['points']} points"
+        "{}: {} {mean_absolute:.1%} mean, {p90:.1%} p90, {points} points".format(source, place, **part[place])
         for source, part in fitted["held_out"].items()
         for place in ("inside", "ends")
     ]

@@ -1,8 +1,8 @@
 """Simulation-learned, fine-tuned and live-learned, compared on simulated jobs (`dynamix bench live-learning`).
 
-Every job is one cluster with a learner of its own, as on a real job. During `windows` it learns while it serves, which has a
-price; afterwards what it learned serves, frozen, in the same cluster under other disturbances. Both are paired with the
-shipped policy in the same world.
+Every job is one cluster with a learner of its own, as on a real job. During `windows` it learns while it serves, which
+has a price; afterwards what it learned serves, frozen, in the same cluster under other disturbances. Both are paired
+with the shipped policy in the same world.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from dynamix.policies.learned.additive import AdditivePolicy
 from dynamix.policies.learned.deviations import LiveConfig
 from dynamix.policies.learned.online import LearningPolicy, net_of
 from dynamix.policies.learned.policy import LearnedPolicy
+from dynamix.policies.wrappers import after_answer
 from dynamix.simulator import ClusterEnv, Clusters, rollout, sample_family
 from dynamix.training.evaluation import Tell
 
@@ -96,7 +97,7 @@ def _one_job(
         frozen = make_policy(config.policy)
         net_of(frozen).load_state_dict(learner.net.state_dict())
         figures["afterwards"] = serve(frozen, cluster, seed + 50_000, config.judged) - after
-        report = learner.report()
+        report = learner.report()["learning"]
         figures |= {key: report[key] for key in ("expected_loss", "divergence", "tried", "updates", "longest_s")}
         figures["ms_per_window"] = 1e3 * report["learning_s"] / report["windows"]
         for key, value in figures.items():
@@ -107,8 +108,7 @@ def serve(policy: Policy, cluster: Clusters, seed: int, windows: int) -> float:
     """Log of the average goodput of one simulated job under a policy, which learns between decisions if it can."""
     env = ClusterEnv(cluster, seed=seed)
     for _ in itertools.islice(rollout(policy, env, windows), 1, None):
-        if isinstance(policy, LearningPolicy):
-            policy.improve()
+        after_answer(policy)
     return float(np.log(env.progress / env.clock_s).mean())
 
 

@@ -62,9 +62,15 @@ class Budget:
 
 
 QUICK = Budget(
-    rounds=2, updates=1, clone_rounds=1, rows=16, windows=4, validation_rows=16, validation_windows=4,
+    rounds=2,
+    updates=1,
+    clone_rounds=1,
+    rows=16,
+    windows=4,
+    validation_rows=16,
+    validation_windows=4,
     families=("pai-steady",),
-)  # fmt: skip
+)
 
 
 def learn(
@@ -105,17 +111,34 @@ def _config(
     if form == "dynamix-paper":
         validation = tuple(w for w in (4, 16) if w <= max(workers)) or workers[:1]
         return PaperTrainingConfig(
-            families=b.families if world == MIXED else (world,) * len(validation), workers=workers, without=without,
-            rows=b.rows, windows=b.windows, updates=b.updates, clone_rounds=b.clone_rounds, clone_windows=b.windows,
-            validate_every=5, validation_workers=validation, validation_windows=b.validation_windows,
+            families=b.families if world == MIXED else (world,) * len(validation),
+            workers=workers,
+            without=without,
+            rows=b.rows,
+            windows=b.windows,
+            updates=b.updates,
+            clone_rounds=b.clone_rounds,
+            clone_windows=b.windows,
+            validate_every=5,
+            validation_workers=validation,
+            validation_windows=b.validation_windows,
             validation_clusters=max(b.validation_rows // 16, 2) if world != MIXED else 4,
-        )  # fmt: skip
+        )
     return TrainingConfig(
-        workers=workers, easy_workers=max(32, min(workers)), world=world, without=without, rows=b.rows,
-        clone_rounds=0, regret_rounds=b.rounds,
-        windows=b.windows, ppo_updates=0, validate_every=max(b.rounds // 4, 1), validation_rows=b.validation_rows,
-        validation_workers=tuple(w for w in (2, 8, 32) if w in workers) or workers, validation_windows=b.validation_windows,
-    )  # fmt: skip
+        workers=workers,
+        easy_workers=max(32, min(workers)),
+        world=world,
+        without=without,
+        rows=b.rows,
+        clone_rounds=0,
+        regret_rounds=b.rounds,
+        windows=b.windows,
+        ppo_updates=0,
+        validate_every=max(b.rounds // 4, 1),
+        validation_rows=b.validation_rows,
+        validation_workers=tuple(w for w in (2, 8, 32) if w in workers) or workers,
+        validation_windows=b.validation_windows,
+    )
 
 
 def _plain(recipe: dict[str, Any]) -> dict[str, Any]:

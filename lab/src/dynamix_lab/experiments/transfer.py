@@ -1,7 +1,8 @@
 """Policies learned on one job and used on another, against policies learned on the target (`dynamix bench transfer`).
 
-Every policy has the same short budget and seed, so that what differs is where it learned. Scores are on test clusters of the
-target that no training met; all policies meet the same ones. The shipped policy and the goodput rule stand beside them.
+Every policy has the same short budget and seed, so that what differs is where it learned. Scores are on test clusters
+of the target that no training met; all policies meet the same ones. The shipped policy and the goodput rule stand
+beside them.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ USUAL, LARGE = (2, 8, 32), (1024,)
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Learn on `source` at `learned_at` workers, use on `target` at `used_at`, where another policy learned at `target_at`."""
+    """Learn on `source` at `learned_at` workers, use on `target` at `used_at`; another learned there at `target_at`."""
 
     source: str
     target: str
@@ -60,7 +61,8 @@ def transfer(
     clusters: int = 32,
     windows: int = 40,
 ) -> dict[str, Any]:
-    """Scores of one pair: by policy, time of `lagged` / its time; and `regret`, the source policy's time over the target's.
+    """Scores of one pair: by policy, time of `lagged` / its time; and `regret`, the source policy's time over the
+    target's.
 
     folder   of trained policies; what is there is not trained again
     """
@@ -98,9 +100,15 @@ def _learned(
 
 
 def run_transfer(
-    folder: Path, *, pairs: Mapping[str, Pair] = PAIRS, forms: Sequence[Form] = FORMS, budget: Budget | None = None,
-    seed: int = 0, tell: Tell = lambda what, done: None, **how: Any,
-) -> dict[str, Any]:  # fmt: skip
+    folder: Path,
+    *,
+    pairs: Mapping[str, Pair] = PAIRS,
+    forms: Sequence[Form] = FORMS,
+    budget: Budget | None = None,
+    seed: int = 0,
+    tell: Tell = lambda what, done: None,
+    **how: Any,
+) -> dict[str, Any]:
     """All pairs for all forms; a pair that `folder` has a result of is not run again."""
     folder.mkdir(parents=True, exist_ok=True)
     work = [(form, name) for form in forms for name in pairs]

@@ -26,6 +26,7 @@ from dynamix.model.state import restored, saved
 from dynamix.policies.fitted import FittedModel
 from dynamix.policies.learned.deviations import LiveConfig, Pending, Trial, deviated, log_ratio, means
 from dynamix.policies.protocol import Policy, boundary
+from dynamix.policies.wrappers import after_answer, report_of
 from dynamix.projection import project
 from dynamix.window import Bounds, Floats, Ints, Window
 
@@ -99,8 +100,15 @@ class LearningPolicy:
             took_s = time.perf_counter() - began
             self.learning_s, self.longest_s = self.learning_s + took_s, max(self.longest_s, took_s)
 
-    def report(self) -> dict[str, Any]:
-        """For the events file: what learning tried, what it may have cost, and where the policy is."""
+    def after_answer(self) -> None:
+        self.improve()
+        after_answer(self.policy)
+
+    def report(self, *, asked: bool = True) -> dict[str, Any]:
+        """The policy's own report, and as `learning` what learning tried, what it may have cost, where the policy is."""
+        return {**report_of(self.policy, asked=asked), "learning": self._progress()}
+
+    def _progress(self) -> dict[str, Any]:
         elapsed = float(self.elapsed_s.sum())
         return {
             "windows": self.windows,

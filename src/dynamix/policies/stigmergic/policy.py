@@ -248,6 +248,10 @@ class StigmergicPolicy:
             gain = np.where(deviation > 0, p.eager * gain, gain)
             return common, gain * deviation + np.log(aim / even), aim
 
+    def peers(self) -> StigmergicPolicy:
+        """The rule of one worker, for a job in which each rank decides for itself."""
+        return self
+
     # ------------------------------------------------------------ all workers in one process
 
     def decide(self, window: Window, bounds: Bounds) -> Ints:

@@ -1,1 +1,1 @@
-"""Coordination by traces: a pheromone field, the excavation task of S-MADRL (arXiv 2510.03592), and a learner for it."""
+"""Coordination by traces: the excavation task of S-MADRL (arXiv 2510.03592), its learner and its baselines."""

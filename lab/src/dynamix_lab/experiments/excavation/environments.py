@@ -19,8 +19,8 @@ RENDER_MODES = ("ansi", "rgb_array")
 class ParallelExcavation(ParallelEnv[str, NDArray[np.float32], int]):
     """Agents "robot_0" and so on: observations (F,), actions 0 to 4 (`ACTIONS`), a reward of its own for each.
 
-    Truncated at the horizon, terminated when all pellets (if they can run out) are in the nest. `render_mode` "ansi" gives text, "rgb_array"
-    an image; the infos say how many pellets the agent has delivered.
+    Truncated at the horizon, terminated when all pellets (if they can run out) are in the nest. `render_mode` "ansi"
+    gives text, "rgb_array" an image; the infos say how many pellets the agent has delivered.
     """
 
     metadata = {"render_modes": list(RENDER_MODES), "name": "dynamix_excavation_v0"}  # noqa: RUF012

@@ -1,8 +1,9 @@
 """S-MADRL against its baselines on the excavation task (`dynamix bench excavation`).
 
-Every (method, seed) is one training by the same curriculum over the same number of steps of the worlds; its final weights are
-evaluated with 1 to 8 agents. Settings are the classes' defaults for all. A finished (method, seed) is a line of
-OUT/runs.jsonl, and a call that finds such lines runs only what is missing. MADDPG is there where AgileRL is (`maddpg.py`).
+Every (method, seed) is one training by the same curriculum over the same number of steps of the worlds; its final
+weights are evaluated with 1 to 8 agents. Settings are the classes' defaults for all. A finished (method, seed) is a
+line of OUT/runs.jsonl, and a call that finds such lines runs only what is missing. MADDPG is there where AgileRL is
+(`maddpg.py`).
 """
 
 from __future__ import annotations
@@ -151,7 +152,7 @@ def run(
 
 
 def summarise(config: ExperimentConfig, runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Interquartile means over seeds by method and number of agents, and Lorenz curves; "all": over all numbers of agents.
+    """Interquartile means over seeds by method and number of agents ("all": over all numbers), and Lorenz curves.
 
     In "all", pellets are per agent, because more agents fetch more and would outweigh the others.
     """

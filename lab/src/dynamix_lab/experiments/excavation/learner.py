@@ -1,9 +1,10 @@
 """Independent deep Q-learning with shared weights, in one file: what S-MADRL's agents learn with. Torch only.
 
-Every agent acts on its own observation and learns from its own reward and the mean of its world; all use, and fill, the same network and memory
-(target network and replay, Mnih et al. 2015; Munchausen DQN, Vieillard et al. 2020). They draw their actions from the
-soft-max of what they are worth, because equal agents who all take the best one block each other for ever.
-`DQNConfig(traces=False)` is MADQN, the baseline: the same class, network, and settings, with the traces in its observation masked.
+Every agent acts on its own observation and learns from its own reward and the mean of its world; all use, and fill, the
+same network and memory (target network and replay, Mnih et al. 2015; Munchausen DQN, Vieillard et al. 2020). They draw
+their actions from the soft-max of what they are worth, because equal agents who all take the best one block each other
+for ever. `DQNConfig(traces=False)` is MADQN, the baseline: the same class, network, and settings, with the traces in
+its observation masked.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ class DQNConfig:
     target_every   gradient steps between two copies of the network to the target
     reward_scale   on what the network learns from, so that its outputs are of order 1
     temperature    of the soft-max, and weight of the entropy in what is learned; in scaled reward
-    munchausen     share of the taken action's log-probability, times the temperature and cut at -1, that is added to the reward
+    munchausen     share of the taken action's log-probability, times the temperature and cut at -1, that is added to
+                   the reward
     epsilon_last   chance of any action, while learning, that is left after the first half of a stage
     shared         share of the reward that is the mean of all agents of the world: to step aside pays others first
     cooling        last part of the training in which the learning rate falls to 0

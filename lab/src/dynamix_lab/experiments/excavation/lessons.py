@@ -79,7 +79,7 @@ class Lessons:
         return min(1.0, (1 - self.done / self.steps) / cooling) if cooling else 1.0
 
     def observe(self) -> Seen:
-        """What the agents see, (B, N, F), zeros for who is absent; N grows with the first call after the end of a stage."""
+        """What the agents see, (B, N, F), zeros for the absent; N grows with the first call after a stage."""
         if self._within >= self.stage.steps and self._index + 1 < len(self.stages):
             self._index, self._within = self._index + 1, 0
             self._begin()

@@ -2,7 +2,8 @@
 
 AgileRL brings far more than the laboratory needs, so it is an extra: `pip install "dynamix-lab[maddpg]"`,
 best in an environment of its own. Networks, Gumbel-softmax and updates are its own; ours are the memory, because its
-keeps one object per step, and that the agents act by its actor directly. Rewards are the team's mean, no traces are seen, as with MAPPO.
+keeps one object per step, and that the agents act by its actor directly. Rewards are the team's mean, no traces are
+seen, as with MAPPO.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from dynamix_lab.experiments.excavation.world import ACTIONS, ExcavationConfig, 
 
 @dataclass(frozen=True, slots=True)
 class MADDPGConfig:
-    """Ours by trials: the critic's rate (AgileRL's 0.01 learned less). What `DQNConfig` has too is as there, the rest AgileRL's.
+    """Ours by trials: the critic's rate (AgileRL's 0.01 learned less). What `DQNConfig` has too is as there, the rest
+    AgileRL's.
 
     learn_every  steps of the worlds between two updates of every agent's critic and actor
     capacity     steps of a world remembered; learning begins with `warm_up` of them
@@ -53,7 +55,8 @@ class MADDPGTraining:
     """The same curriculum and number of steps of the worlds as `learner.DQNTraining`.
 
     The critic has room for the largest number of agents. Who is absent in a stage is seen as zeros, but learns with the
-    others from the same reward, and has actions where AgileRL asks its actors for the next ones. Raises `ConfigError` if AgileRL is not installed.
+    others from the same reward, and has actions where AgileRL asks its actors for the next ones. Raises `ConfigError`
+    if AgileRL is not installed.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""MAPPO, a baseline (Yu et al. 2022): one actor for all agents, each on its own observation; a central critic while learning.
+"""MAPPO, a baseline (Yu et al. 2022): one actor for all agents, each on its own observation, and a central critic.
 
 The learner is dynamix's own PPO, the reward the team's mean. It does not see traces, as in the paper's comparison,
 unless asked.
@@ -67,7 +67,7 @@ class TeamCriticNet(nn.Module):
 
 
 class MAPPOTraining:
-    """The same interface, curriculum and number of steps of the worlds as `learner.DQNTraining`; stages in whole rollouts."""
+    """Interface, curriculum and number of steps as in `learner.DQNTraining`; stages in whole rollouts."""
 
     def __init__(
         self,

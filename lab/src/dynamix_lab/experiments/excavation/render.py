@@ -41,7 +41,7 @@ def text(env: Excavation, world: int = 0) -> str:
 
 
 def image(env: Excavation, world: int = 0, *, scale: int = 16) -> Image:
-    """One world, (height, width, 3): traces in orange, agents blue, those with a pellet purple; `scale` pixels a cell."""
+    """One world, (height, width, 3): traces orange, agents blue, those with a pellet purple; `scale` pixels a cell."""
     burrow = env.burrow
     traces = env.field.everywhere(step=env.clock)[_checked(env, world)]
     ceiling = max(env.config.decay.beta / max(env.config.decay.alpha, 1e-9), 1e-9)

@@ -1,8 +1,9 @@
 """The excavation task of S-MADRL (arXiv 2510.03592), B worlds at once: fetch pellets through a narrow tunnel.
 
-Equal agents, one cell each. An agent at the face of the tunnel takes a pellet, in the nest it leaves it. All move at the same
-time: a cell goes to one of those who want it, drawn by lot; nobody enters a cell that its owner does not leave,
-and two cannot change places. An agent sees what is next to it and the traces around; nothing else tells it of the others.
+Equal agents, one cell each. An agent at the face of the tunnel takes a pellet, in the nest it leaves it. All move at
+the same time: a cell goes to one of those who want it, drawn by lot; nobody enters a cell that its owner does not
+leave, and two cannot change places. An agent sees what is next to it and the traces around; nothing else tells it of
+the others.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ class ExcavationConfig:
     smell    radius of the square in which it reads traces
     horizon  steps of an episode
     pellets  that there are; None: they never run out
-    speeds   chance that an agent's move is carried out, one per agent, repeated from the start if fewer: (1.0, 0.5) makes
-             every second one slow
+    speeds   chance that an agent's move is carried out, one per agent, repeated from the start if fewer: (1.0, 0.5)
+             makes every second one slow
     """
 
     shape: Shape = field(default_factory=Shape)

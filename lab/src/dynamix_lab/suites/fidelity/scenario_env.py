@@ -13,7 +13,6 @@ from dynamix.policies import Policy, make_policy
 from dynamix.policies.goodput import Goodput
 from dynamix.policies.learned.additive import AdditivePolicy
 from dynamix.policies.learned.policy import LearnedPolicy
-from dynamix.policies.protocol import part_of
 from dynamix.runtime.arguments import watched
 from dynamix.simulator import ClusterEnv, Clusters, SlowdownTrace
 from dynamix.simulator.compute import Costs
@@ -120,9 +119,14 @@ def scenario_world(
     trace = slowdowns(scenario, seeded, LONGEST_S, exponent=1 + costs.small_share)
     env = ScenarioEnv(scenario, seeded, costs, hosts, interval=interval, delay=delay, trace=trace)
     chosen = _policy(policy, scenario, seeded, env)
-    learned = part_of(chosen, LearnedPolicy) or part_of(chosen, AdditivePolicy)
-    env.decision_s = LEARNED_S if learned else RULE_S if part_of(chosen, Goodput) else 0.0
+    learned = _holds(chosen, LearnedPolicy, AdditivePolicy)
+    env.decision_s = LEARNED_S if learned else RULE_S if _holds(chosen, Goodput) else 0.0
     return env, chosen
+
+
+def _holds(policy: object, *kinds: type) -> bool:
+    """Whether the policy, or one that it wraps (attribute `policy`), is of these kinds."""
+    return policy is not None and (isinstance(policy, kinds) or _holds(getattr(policy, "policy", None), *kinds))
 
 
 def slowdowns(scenario: Scenario, seed: int, longest_s: float, *, exponent: float) -> SlowdownTrace:

@@ -1,0 +1,56 @@
+"""What a policy may offer besides `decide`: optional methods, which a policy that wraps another passes on to it.
+
+    report(*, asked)    -> dict   what the events file says of a window, by event key
+    after_answer()                work that may wait until the answer is out
+    carry_over(state)             take from the state of a job with another number of workers what does not depend on it
+    peers()             -> rule   the rule by which every worker decides for itself, where the policy is one
+
+Each function here calls the method if the policy has it. So whoever runs a policy need not know what it is made of.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dynamix.policies.protocol import Policy
+
+
+def report_of(policy: Policy, *, asked: bool = True) -> dict[str, Any]:
+    """Plain values for the events file, by event key; empty for a policy that has nothing to say.
+
+    asked   whether the policy decided on this window; if not, it was still busy with an earlier one
+    """
+    method = getattr(policy, "report", None)
+    return {} if method is None else dict(method(asked=asked))
+
+
+def after_answer(policy: Policy) -> None:
+    """Let the policy do what may wait until its answer is out."""
+    method = getattr(policy, "after_answer", None)
+    if method is not None:
+        method()
+
+
+def carry_over(policy: Policy, state: dict[str, Any]) -> None:
+    """Give the policy the state that it had in a job with another number of workers."""
+    method = getattr(policy, "carry_over", None)
+    if method is not None:
+        method(unguarded(state))
+
+
+def peers_of(policy: Policy) -> Any:
+    """The rule by which every worker decides for itself; None where one place decides for all."""
+    method = getattr(policy, "peers", None)
+    return None if method is None else method()
+
+
+def load_policy(policy: Policy, state: dict[str, Any]) -> None:
+    """`policy.load_state_dict(state)`, also where the state was saved under a guard and the policy has none."""
+    guards = "guarded" in state and "guarded" in policy.state_dict()
+    policy.load_state_dict(state if guards else unguarded(state))
+
+
+def unguarded(state: dict[str, Any]) -> dict[str, Any]:
+    """The policy's own part of a checkpoint that a guard may have written."""
+    own: dict[str, Any] = state.get("guarded", state)
+    return own

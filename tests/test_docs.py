@@ -1,0 +1,228 @@
+"""What the documents say exists: code compiles, whole scripts run, commands parse, links and names resolve."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dynamix
+
+ROOT = Path(__file__).parent.parent
+PAGES = [*ROOT.glob("*.md"), *sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("docs/design/*.md"))]
+GENERATED = {"results.md"}
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+INLINE = re.compile(r"`([^`\n]+)`")
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+NAME = re.compile(r"(?<![\w./-])dynamix(?:_lab)?(?:\.[A-Za-z_]\w*)+")
+
+on_every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+def now(page: Path) -> str:
+    """The page's text, less the cells and lines that name what an older version had."""
+    lines = page.read_text().split("\n")
+    if page.name == "CHANGELOG.md":
+        lines = [line.split("|")[2] if line.startswith("|") else line for line in lines]
+    return "\n".join(lines)
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return [text for found, text in BLOCK.findall(page.read_text()) if found == language]
+
+
+def code(page: Path) -> list[str]:
+    """Inline code and the lines of blocks that are no Python."""
+    lines = [line for language, text in BLOCK.findall(now(page)) if not language for line in text.split("\n")]
+    return lines + [" ".join(text.split()) for text in INLINE.findall(BLOCK.sub("", now(page)).replace("\n", " "))]
+
+
+@on_every_page
+def test_python_blocks_compile(page: Path) -> None:
+    for block in blocks(page, "python"):
+        ast.parse(block)
+
+
+def known(page: Path) -> dict[str, Any]:
+    """What the page's code may call: what its blocks import from dynamix, and a controller with its methods."""
+    names: dict[str, Any] = {"dynamix": dynamix, "controller": dynamix.Controller}
+    names |= {name: getattr(dynamix, name) for name in dynamix.__all__}
+    names |= dict(inspect.getmembers(dynamix.Controller, inspect.isfunction))
+    for block in blocks(page, "python"):
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("dynamix"):
+                names |= {alias.name: resolve(f"{node.module}.{alias.name}") for alias in node.names}
+    return names
+
+
+def called(node: ast.expr, names: dict[str, Any]) -> Any:
+    """The function or class that is called; None where the page does not say what it is."""
+    if isinstance(node, ast.Name):
+        return names.get(node.id)
+    owner = called(node.value, names) if isinstance(node, ast.Attribute) else None
+    return getattr(owner, node.attr, None) if isinstance(node, ast.Attribute) else None
+
+
+def check_calls(tree: ast.AST, names: dict[str, Any]) -> None:
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call) or (what := called(node.func, names)) is None:
+            continue
+        bound = inspect.signature(what)
+        own = [None] if next(iter(bound.parameters), "") == "self" else []
+        given = [a for a in node.args if not (isinstance(a, ast.Constant) and a.value is ...)]
+        bound.bind_partial(*own, *given, **{k.arg: None for k in node.keywords if k.arg})
+
+
+@on_every_page
+def test_calls_name_arguments_that_exist(page: Path) -> None:
+    names = known(page)
+    for block in blocks(page, "python"):
+        check_calls(ast.parse(block), names)
+    for text in INLINE.findall(BLOCK.sub("", now(page)).replace("\n", " ")):
+        try:
+            tree = ast.parse(text)
+        except SyntaxError:
+            continue
+        check_calls(tree, names)
+
+
+def scripts() -> list[str]:
+    return [block for block in blocks(ROOT / "docs" / "quickstart.md", "python") if "__main__" in block]
+
+
+def torchrun(script: Path, *arguments: str, ranks: int) -> str:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, str(script), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env=environment,
+        cwd=script.parent,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.multiproc
+def test_the_first_script_of_the_quickstart_keeps_the_global_batch(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(scripts()[0])
+    sizes = re.findall(r"epoch \d: .* batch sizes \[(\d+), (\d+)\]", torchrun(script, ranks=2))
+    assert [int(a) + int(b) for a, b in sizes] == [64] * 3
+
+
+@pytest.mark.multiproc
+def test_the_second_script_of_the_quickstart_resumes_in_mid_epoch_with_another_number_of_workers(
+    tmp_path: Path,
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(scripts()[1])
+    assert "begins after 0 samples, in epoch 0" in torchrun(script, "--epochs", "1", ranks=2)
+    assert "begins after 3200 samples, in epoch 0" in torchrun(script, "--epochs", "2", ranks=3)
+    # the second job used the rest of epoch 0 and all but the last, unsaved, samples of epoch 1
+    saved = int((tmp_path / "checkpoints" / "latest").read_text().removeprefix("samples-"))
+    assert 4096 < saved <= 2 * 4096
+
+
+def parse(command: Any, words: list[str]) -> None:
+    """Raises AssertionError for a command or an option that does not exist."""
+    while words and getattr(command, "commands", None):
+        assert words[0] in command.commands, f"no command {words[0]!r} in {sorted(command.commands)}"
+        command, words = command.commands[words[0]], words[1:]
+    allowed = {"--help"}.union(*({*p.opts, *p.secondary_opts} for p in command.params))
+    for word in words[: words.index("--")] if "--" in words else words:
+        assert not word.startswith("-") or word.split("=")[0].rstrip(",;:") in allowed, f"no option {word}"
+
+
+@on_every_page
+def test_commands_and_their_options_exist(page: Path) -> None:
+    typer = pytest.importorskip("typer")
+    from dynamix.cli.app import app
+
+    root = typer.main.get_command(app)
+    for line in code(page):
+        if line.startswith("dynamix "):
+            words = shlex.split(line, comments=True)[1:]
+            try:
+                parse(root, words)
+            except AssertionError as error:
+                raise AssertionError(f"{line}: {error}") from None
+
+
+def slug(heading: str) -> str:
+    return re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-")
+
+
+@on_every_page
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in LINK.findall(page.read_text()):
+        if target.startswith(("http:", "https:", "mailto:")):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), target
+        if anchor:
+            assert anchor in {slug(h) for h in re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE)}, target
+
+
+def resolve(dotted: str) -> Any:
+    parts = dotted.split(".")
+    found = importlib.import_module(parts[0])
+    for i, part in enumerate(parts[1:], 2):
+        try:
+            found = getattr(found, part)
+        except AttributeError:
+            found = importlib.import_module(".".join(parts[:i]))
+    return found
+
+
+@on_every_page
+def test_dotted_names_resolve(page: Path) -> None:
+    for dotted in sorted(set(NAME.findall(now(page)))):
+        try:
+            resolve(dotted)
+        except (ImportError, AttributeError) as error:
+            raise AssertionError(f"{dotted}: {error}") from None
+
+
+@on_every_page
+def test_files_that_are_named_exist(page: Path) -> None:
+    for text in code(page):
+        for path in re.findall(r"(?:^|\s)((?:examples|scripts|src|lab|docs|tests)/[\w./-]+)", text):
+            assert (ROOT / path).exists(), path
+
+
+@on_every_page
+def test_programs_are_commands(page: Path) -> None:
+    assert "python -m dynamix" not in now(page)
+
+
+@on_every_page
+def test_lines_are_at_most_120_wide(page: Path) -> None:
+    if page.name not in GENERATED:
+        wide = [i for i, line in enumerate(page.read_text().split("\n"), 1) if len(line) > 120]
+        assert not wide, wide
+
+
+def test_structure_names_classes_that_exist() -> None:
+    defined = {
+        node.name
+        for folder in ("src", "lab/src")
+        for file in (ROOT / folder).rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.ClassDef)
+    }
+    named = set(re.findall(r"`([A-Z][A-Za-z]+)`", (ROOT / "docs" / "structure.md").read_text()))
+    assert named <= defined, named - defined
