@@ -206,5 +206,5 @@ def _facts(rows: Sequence[tuple[str, str]]) -> Table:
     """Names and what they stand for, side by side."""
     grid = Table.grid(padding=(0, 2))
     for name, value in rows:
-        grid.add_row(Text(name, "dim"), Text(value))
+        grid.add_row(Text(name, "dim"), Text(value, overflow="fold"))
     return grid

@@ -77,7 +77,7 @@ class SimulatedPlan:
         for name in self.policies:
             make_policy(name)
         if importlib.util.find_spec("matplotlib") is None:
-            raise ConfigError("matplotlib", "not installed", "installed", 'pip install "dynamix-train[report]"')
+            raise ConfigError("matplotlib", "not installed", "installed", "pip install dynamix-lab")
 
 
 def tta_suite(
