@@ -10,8 +10,8 @@ from dynamix.events.records import SCHEMA
 from dynamix.events.run_folder import machine, versions
 from dynamix.probes.doctor import probe_report
 
-EXTRAS = {  # of dynamix-train, and what each brings
-    "cli": ("typer", "rich", "pydantic"),
+# extra of dynamix-train -> what it brings; without typer and rich this command does not run
+_EXTRAS = {
     "emulator": ("pyroute2", "yaml"),
     "compression": ("numba",),
     "learn": ("gymnasium", "pettingzoo"),
@@ -35,22 +35,6 @@ def examine() -> dict[str, Any]:
     }
 
 
-def show(found: dict[str, Any]) -> None:
-    """Print what `examine` found as a table on stdout, word by word: brackets in it are text, not markup."""
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table("", "what", "detail", show_edge=False)
-    for area, entries in found["areas"].items():
-        table.add_section()
-        table.add_row("", Text(area, "bold"), "")
-        for entry in entries:
-            mark = Text("✓", "green") if entry["available"] else Text("–", "yellow")
-            table.add_row(mark, Text(entry["name"]), Text(entry["detail"]))
-    Console().print(table)
-
-
 def _entries(found: list[tuple[str, bool, str]]) -> list[dict[str, Any]]:
     return [{"name": name, "available": bool(there), "detail": detail} for name, there, detail in found]
 
@@ -68,11 +52,12 @@ def _backends() -> list[tuple[str, bool, str]]:
 
 
 def _extras() -> list[tuple[str, bool, str]]:
-    rows = [_packages(extra, modules, f'"dynamix-train[{extra}]"') for extra, modules in EXTRAS.items()]
-    return [*rows, _packages("laboratory", ("dynamix_lab",), "dynamix-lab")]
-
-
-def _packages(name: str, modules: tuple[str, ...], distribution: str) -> tuple[str, bool, str]:
-    missing = [module for module in modules if find_spec(module) is None]
-    found = f"{', '.join(missing)} missing: pip install {distribution}" if missing else ", ".join(modules)
-    return name, not missing, found
+    rows = []
+    for extra, modules in _EXTRAS.items():
+        missing = [name for name in modules if find_spec(name) is None]
+        detail = (
+            f'{", ".join(missing)} missing: pip install "dynamix-train[{extra}]"' if missing else ", ".join(modules)
+        )
+        rows.append((extra, not missing, detail))
+    lab = find_spec("dynamix_lab") is not None
+    return [*rows, ("laboratory", lab, "demo, bench" if lab else "demo and bench missing: pip install dynamix-lab")]
