@@ -1,8 +1,7 @@
 """What one core of the machine at hand needs for the small nets of `dynamix_lab.tasks`: rows that simulated jobs of
 them start from.
 
-`dynamix bench netcosts` measures and prints them; the figures below are one such call
-(docs/results/2026-11-21-learned.md).
+`dynamix bench netcosts` measures and prints them; the figures below are one such call.
 """
 
 from __future__ import annotations
