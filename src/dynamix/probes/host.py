@@ -106,7 +106,7 @@ def allowed_cores(cgroups: Cgroups) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Cgroups:
-    """The control groups of this process as folders, own group first, for each controller; empty where there is none."""
+    """The control groups of this process as folders, own group first, for each controller; perhaps none."""
 
     cpu: tuple[Path, ...] = ()
     memory: tuple[Path, ...] = ()
