@@ -28,7 +28,7 @@ from dynamix.simulator import (
 from dynamix.window import Bounds, Ints, Window
 from dynamix_lab.suites.simulated import SimulatedPlan, StaticAt, times_to_progress
 
-SUITE = SimulatedPlan("test", (), (), windows=40)
+SUITE = SimulatedPlan((), (), windows=40)
 
 
 def test_half_of_the_held_out_families_break_an_assumption() -> None:

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from dynamix.cli.console import Json, Out, Resume, guarded, print_json, progress
-from dynamix_lab.commands.group import about, bench, names_of, numbers_of
+from dynamix_lab.commands.group import about, bench, conducted, names_of, numbers_of
 
 
 @bench.command("compression")
@@ -37,20 +37,21 @@ def bench_compression(
     as_json: Json = False,
 ) -> None:
     """Gradient exchanges side by side on emulated hosts with shaped links: time, bytes, and whether training is the same."""
-    from dynamix.events.run_folder import RunFolder
-    from dynamix_lab.suites.compression.report import markdown
-    from dynamix_lab.suites.compression.suite import CompressionPlan, run_compression
+    from dynamix_lab.suites.compression.suite import CompressionPlan, CompressionSuite
     from dynamix_lab.suites.compression.summary import unexplained
 
     plan = CompressionPlan.of(
-        quick=quick, jobs=names_of(workloads), rates_mbit_s=() if identity_only else numbers_of("rates", rates),
-        workers=numbers_of("workers", workers), ways=names_of(ways), rounds=rounds, steps=steps,
-        identity_steps=identity_steps, seed=seed,
-    )  # fmt: skip
-    plan.check()
-    with progress("compression") as tell, RunFolder("compression", out, resume=resume) as folder:
-        result = run_compression(plan, folder, tell=tell)
-    print_json(result) if as_json else typer.echo(markdown(result))
+        quick=quick,
+        jobs=names_of(workloads),
+        rates_mbit_s=() if identity_only else numbers_of("rates", rates),
+        workers=numbers_of("workers", workers),
+        ways=names_of(ways),
+        rounds=rounds,
+        steps=steps,
+        identity_steps=identity_steps,
+        seed=seed,
+    )
+    result = conducted(context, CompressionSuite(plan), out=out, resume=resume, as_json=as_json)
     if unexplained(result["cells"]):
         typer.echo("error: a lossless way that never went dense did not train as dense in fixed point does", err=True)
         raise typer.Exit(1)

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import shlex
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import typer
 
+from dynamix.cli.console import print_json, progress
 from dynamix.errors import ConfigError
+
+if TYPE_CHECKING:
+    from dynamix_lab.harness.suite import Suite
 
 bench = typer.Typer(help="Measure dynamix itself.", no_args_is_help=True)
 
@@ -20,8 +25,11 @@ def command_line(context: typer.Context) -> str:
 
     --out, --resume and --json are left out.
     """
-    # The name of the root depends on who starts it (a script, a test), so it is always called by its own.
-    words = ["dynamix", *context.command_path.split()[1:]]
+    words: list[str] = []
+    above: Any = context
+    while above.parent is not None:
+        words, above = [str(above.info_name), *words], above.parent
+    words = ["dynamix", *words]  # the root is called by what starts it: a script, `python -m`, a test
     for parameter in context.command.params:
         name = parameter.name or ""
         source = context.get_parameter_source(name)
@@ -57,6 +65,20 @@ def numbers_of(name: str, text: str | None) -> tuple[int, ...] | None:
         return None if text is None else tuple(int(part) for part in text.split(","))
     except ValueError as error:
         raise ConfigError(name, text, "whole numbers, separated by commas", "correct the argument") from error
+
+
+def conducted(
+    context: typer.Context, suite: Suite, *, out: Path | None, resume: bool, as_json: bool, processes: int = 1
+) -> dict[str, Any]:
+    """Run a suite in its folder with progress on stderr, print its table or its result, return its result."""
+    from dynamix.events.run_folder import RunFolder
+    from dynamix_lab.harness.suite import run_suite
+
+    suite.plan.check()
+    with progress(suite.name) as tell, RunFolder(suite.name, out, resume=resume) as folder:
+        result = run_suite(suite, folder, command=command_line(context), tell=tell, processes=processes)
+    print_json(result) if as_json else typer.echo(suite.table(result))
+    return result
 
 
 def about(context: typer.Context, cluster: str) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, cast
 import typer
 
 from dynamix.cli.console import Json, Mechanism, Out, Resume, guarded, print_json
-from dynamix_lab.commands.group import bench
+from dynamix_lab.commands.group import bench, command_line, names_of
 
 
 @bench.command("peers")
@@ -36,20 +36,31 @@ def bench_peers(
 ) -> None:
     """Plain DDP, AdaptDL and Hivemind, each in its own environment, beside dynamix on the same emulated hosts."""
     from dynamix.events.run_folder import RunFolder
+    from dynamix_lab.harness.display import Display
+    from dynamix_lab.harness.suite import run_suite
     from dynamix_lab.peers.kinds import PEERS, Peer
-    from dynamix_lab.peers.report import markdown
-    from dynamix_lab.peers.suite import POLICIES, PeersPlan, run_peers
+    from dynamix_lab.peers.suite import POLICIES, PeersPlan, PeersSuite, prepared
+    from dynamix_lab.tasks import make_workload
 
-    names = tuple(dict.fromkeys(Peer.of(name).name for name in peers.split(","))) if peers else PEERS
     plan = PeersPlan(
-        scenario=scenario, seeds=seeds, seed=seed, policies=tuple(policies.split(",")) if policies else POLICIES,
-        peers=names, venvs=venvs,
-        quick=quick, again=again, mechanism=cast(Any, mechanism),
-    )  # fmt: skip
+        scenario=scenario,
+        seeds=seeds,
+        seed=seed,
+        policies=names_of(policies) or POLICIES,
+        peers=tuple(dict.fromkeys(Peer.of(name).name for name in peers.split(","))) if peers else PEERS,
+        venvs=venvs,
+        quick=quick,
+        again=again,
+        mechanism=cast(Any, mechanism),
+    )
     plan.check()
-    with RunFolder("peers", out, resume=resume) as folder:
-        result, arrived = run_peers(plan, folder)
-    print_json(result) if as_json else typer.echo(markdown(result))
-    if not arrived:
+    settings = plan.settings()
+    display = Display(target=settings.target(make_workload(settings.workload)))
+    with RunFolder("peers", out, resume=resume) as folder:  # the runs show their own progress
+        suite = PeersSuite(plan, folder, display, prepared(plan, display.say))
+        result = run_suite(suite, folder, command=command_line(context))
+        display.say(f"report: {folder.path / 'report.html'}")
+    print_json(result) if as_json else typer.echo(suite.table(result))
+    if not result["arrived"]:
         typer.echo("error: a peer failed, or a policy of dynamix did not reach its end", err=True)
         raise typer.Exit(1)

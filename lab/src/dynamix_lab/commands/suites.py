@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from dynamix.cli.console import Json, Out, Policies, Resume, guarded, print_json, progress
-from dynamix_lab.commands.group import bench, names_of
+from dynamix_lab.commands.group import bench, command_line, conducted, names_of, numbers_of
+
+if TYPE_CHECKING:
+    from dynamix_lab.harness.suite import Suite
 
 
 @bench.command("tta")
@@ -32,26 +35,31 @@ def bench_tta(
     """Time to accuracy of every policy: on emulated hosts, or in the simulator on all held-out families."""
     from dynamix.errors import ConfigError
     from dynamix.events.run_folder import RunFolder
-    from dynamix_lab.suites.simulated import tta_suite
-    from dynamix_lab.suites.tta import QUICK_SCENARIOS, SCENARIOS, TtaPlan, run_tta
+    from dynamix_lab.harness.suite import run_suite
+    from dynamix_lab.suites.simulated import SimulatedSuite, tta_plan
+    from dynamix_lab.suites.tta import QUICK_SCENARIOS, SCENARIOS, TtaPlan, TtaSuite
 
     names, places = names_of(policies), names_of(scenarios)
     if cluster == "simulator":
-        _simulated(tta_suite(quick=quick, policies=names, families=places), "tta", out, resume, as_json)
+        suite = SimulatedSuite(tta_plan(quick=quick, policies=names, families=places))
+        conducted(context, suite, out=out, resume=resume, as_json=as_json)
         return
     if cluster != "emulator":
         raise ConfigError("cluster", cluster, "emulator, simulator", "choose one of them")
+    usual = ("static", "dynamix") if quick else ("reference", "static", "dbs", "lb_bsp", "dynamix")
     plan = TtaPlan(
-        scenarios=tuple(places or (QUICK_SCENARIOS if quick else SCENARIOS)), seeds=1 if quick else seeds, seed=seed,
-        policies=tuple(names or (["static", "dynamix"] if quick else ["reference", "static", "dbs", "lb_bsp", "dynamix"])),
+        scenarios=places or (QUICK_SCENARIOS if quick else SCENARIOS),
+        seeds=1 if quick else seeds,
+        seed=seed,
+        policies=names or usual,
         quick=quick,
-    )  # fmt: skip
-    plan.settings()
-    with RunFolder("tta", out, resume=resume) as folder:
-        result, arrived = run_tta(plan, folder)
+    )
+    plan.check()
+    with RunFolder("tta", out, resume=resume) as folder:  # the runs show their own progress
+        result = run_suite(TtaSuite(plan), folder, command=command_line(context))
     if as_json:
         print_json(result)
-    if not arrived:
+    if not result["arrived"]:
         typer.echo("error: not every run reached the target", err=True)
         raise typer.Exit(1)
 
@@ -77,47 +85,27 @@ def bench_scaling(
 ) -> None:
     """Many workers: simulated ones under frequent slowdowns, or the DYNAMIX paper's tables on the virtual clock."""
     from dynamix.errors import ConfigError
-    from dynamix_lab.suites.simulated import scaling_suite
+    from dynamix_lab.suites.scaling.suite import ScalingPlan, ScalingSuite
+    from dynamix_lab.suites.simulated import SimulatedSuite, scaling_plan
 
-    names = policies.split(",") if policies else None
+    suite: Suite
     if cluster == "virtual":
-        _virtual(quick, names, workers, seeds, cases, samples, out, resume, as_json)
+        plan = ScalingPlan.of(
+            quick=quick,
+            policies=names_of(policies),
+            workers=numbers_of("workers", workers),
+            seeds=seeds,
+            cases=names_of(cases),
+            samples=samples,
+        )
+        suite = ScalingSuite(plan)
+        conducted(context, suite, out=out, resume=resume, as_json=as_json)
         return
     if cluster != "simulator" or workers or seeds or cases or samples:
         given = cluster if cluster != "simulator" else f"simulator with {workers=}, {seeds=}, {cases=}, {samples=}"
         raise ConfigError("cluster", given, "simulator, or virtual with these options", "choose one of them")
-    _simulated(scaling_suite(quick=quick, policies=names), "scaling", out, resume, as_json)
-
-
-def _virtual(
-    quick: bool, policies: list[str] | None, workers: str | None, seeds: int | None, cases: str | None,
-    samples: int | None, out: Path | None, resume: bool, as_json: bool,
-) -> None:  # fmt: skip
-    from dynamix.errors import ConfigError
-    from dynamix.events.run_folder import RunFolder
-    from dynamix_lab.suites.scaling.suite import ScalingPlan, run_scaling
-
-    counts = workers.split(",") if workers else []
-    if not all(count.isdecimal() for count in counts):
-        raise ConfigError("workers", workers, "8, 16 and 32, comma-separated", "say 8,16")
-    plan = ScalingPlan.of(
-        quick=quick, policies=policies, workers=[int(count) for count in counts] or None, seeds=seeds,
-        cases=cases.split(",") if cases else None, samples=samples,
-    )  # fmt: skip
-    plan.check()
-    with progress("scaling") as tell, RunFolder("scaling", out, resume=resume) as folder:
-        result = run_scaling(plan, folder, tell=tell)
-    print_json(result) if as_json else typer.echo(result["table"])
-
-
-def _simulated(suite: Any, name: str, out: Path | None, resume: bool, as_json: bool) -> None:
-    from dynamix.events.run_folder import RunFolder
-    from dynamix_lab.suites.simulated import markdown, run_suite
-
-    suite.check()
-    with progress(name) as tell, RunFolder(name, out, resume=resume) as folder:
-        result = run_suite(suite, folder, tell=tell)
-    print_json(result) if as_json else typer.echo(markdown(result["cells"]))
+    suite = SimulatedSuite(scaling_plan(quick=quick, policies=names_of(policies)), name="scaling")
+    conducted(context, suite, out=out, resume=resume, as_json=as_json)
 
 
 @bench.command("fidelity")
@@ -166,13 +154,10 @@ def bench_workloads(
     as_json: Json = False,
 ) -> None:
     """Steps per second, noise scale and reachable score of each workload on one core of this machine."""
-    from dynamix.events.run_folder import RunFolder
-    from dynamix_lab.suites.tasks import WorkloadsPlan, markdown, run_workloads
+    from dynamix_lab.suites.tasks import WorkloadsPlan, WorkloadsSuite
 
-    plan = WorkloadsPlan.of(quick=quick, names=only.split(",") if only else None, budget_s=seconds, seed=seed)
-    with progress("workloads") as tell, RunFolder("workloads", out, resume=resume) as folder:
-        result = run_workloads(plan, folder, tell=tell)
-    print_json(result) if as_json else typer.echo(markdown(result["workloads"]))
+    plan = WorkloadsPlan.of(quick=quick, names=names_of(only), budget_s=seconds, seed=seed)
+    conducted(context, WorkloadsSuite(plan), out=out, resume=resume, as_json=as_json)
 
 
 @bench.command("stigmergy")
@@ -190,19 +175,11 @@ def bench_stigmergy(
     """Workers that decide for themselves against central policies, with failures and ablations, in the simulator."""
     from dataclasses import replace
 
-    from dynamix.errors import ConfigError
-    from dynamix.events.run_folder import RunFolder
-    from dynamix_lab.suites.stigmergy.report import markdown
-    from dynamix_lab.suites.stigmergy.suite import StigmergyPlan, run_suite
+    from dynamix_lab.suites.stigmergy.suite import StigmergyPlan, StigmergySuite
 
     plan = StigmergyPlan.of(quick=quick)
     if scenarios:
         plan = replace(plan, scenarios=tuple(scenarios.split(",")))
     if workers:
-        if not all(w.isdecimal() for w in workers.split(",")):
-            raise ConfigError("workers", workers, "whole numbers, comma-separated", "4,8,32, say")
-        plan = replace(plan, workers=tuple(int(w) for w in workers.split(",")))
-    plan.check()
-    with progress("stigmergy") as tell, RunFolder("stigmergy", out, resume=resume) as folder:
-        result = run_suite(plan, folder, processes=processes, tell=tell)
-    print_json(result) if as_json else typer.echo(markdown(result))
+        plan = replace(plan, workers=numbers_of("workers", workers) or ())
+    conducted(context, StigmergySuite(plan), out=out, resume=resume, as_json=as_json, processes=processes)

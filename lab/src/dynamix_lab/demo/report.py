@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dynamix_lab.harness.display import number, policy_lines, ratio_lines
+from dynamix_lab.harness.display import policy_lines, ratio_lines
 from dynamix_lab.harness.runs import PolicyRun
+from dynamix_lab.report import number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

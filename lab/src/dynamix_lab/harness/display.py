@@ -12,6 +12,7 @@ from rich.live import Live
 from rich.table import Table
 
 from dynamix_lab.harness.runs import PolicyRun
+from dynamix_lab.report.tables import number
 
 
 class Display:
@@ -51,11 +52,6 @@ def _progress(runs: Sequence[PolicyRun], target: float) -> Table:
         accuracy, loss = number(run.accuracy, 3), number(run.loss, 3)
         table.add_row(run.policy, str(run.seed), f"{run.time_s:.0f} s", str(run.step), accuracy, bar, loss, sizes)
     return table
-
-
-def number(value: float | None, digits: int) -> str:
-    """A number for a table; an en dash where there is none."""
-    return "–" if value is None or not math.isfinite(value) else f"{value:.{digits}f}"
 
 
 def end_table(runs: Sequence[PolicyRun], *, target: float) -> Table:

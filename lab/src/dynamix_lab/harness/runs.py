@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -86,6 +86,20 @@ class PolicyRun:
         """Whether a line of events.jsonl is of this run."""
         return (event["policy"], event["seed"], event.get("attempt", 0)) == (self.policy, self.seed, self.attempt)
 
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON, without its events, which events.jsonl has."""
+        kept = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("events", "snapshots")}
+        kept |= {name: None if math.isnan(kept[name]) else kept[name] for name in ("loss", "stolen")}
+        return {**kept, "snapshots": [{**asdict(snapshot), "path": ""} for snapshot in self.snapshots]}
+
+    @classmethod
+    def from_dict(cls, entry: Mapping[str, Any]) -> PolicyRun:
+        """The inverse of `to_dict`."""
+        known = {name: value for name, value in entry.items() if name != "snapshots"}
+        known |= {name: float("nan") for name in ("loss", "stolen") if known.get(name) is None}
+        snapshots = [WeightSnapshot(**{**snapshot, "path": Path(snapshot["path"])}) for snapshot in entry["snapshots"]]
+        return cls(**known, snapshots=snapshots)
+
     @property
     def time_to_target_s(self) -> float | None:
         """Seconds from the barrier to the target, or None if it was not reached (yet)."""
@@ -144,16 +158,9 @@ def summarise(runs: Sequence[PolicyRun]) -> dict[str, Any]:
 
 def save_runs(path: Path, runs: Sequence[PolicyRun], facts: dict[str, Any]) -> None:
     """Keep finished runs, without their events, which events.jsonl has; `facts` say what they may be resumed with."""
-    kept = [
-        {f.name: getattr(run, f.name) for f in fields(PolicyRun) if f.name not in ("events", "snapshots")}
-        for run in runs
-    ]
-    for entry, run in zip(kept, runs, strict=True):
-        entry |= {name: None if math.isnan(getattr(run, name)) else getattr(run, name) for name in ("loss", "stolen")}
-        entry["snapshots"] = [{**asdict(snapshot), "path": ""} for snapshot in run.snapshots]
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(".unfinished")
-    unfinished.write_text(json.dumps({"facts": facts, "runs": kept}), encoding="utf-8")
+    unfinished.write_text(json.dumps({"facts": facts, "runs": [run.to_dict() for run in runs]}), encoding="utf-8")
     unfinished.replace(path)
 
 
@@ -167,14 +174,7 @@ def load_runs(path: Path, facts: dict[str, Any]) -> list[PolicyRun]:
         if content["facts"].get(name) != now:
             was = content["facts"].get(name)
             raise ConfigError(name, now, f"{was}, as in {path}", "resume with what it began with, or start anew")
-    runs = []
-    for entry in content["runs"]:
-        snapshots = [
-            WeightSnapshot(**{**snapshot, "path": Path(snapshot["path"])}) for snapshot in entry.pop("snapshots")
-        ]
-        entry |= {name: float("nan") for name in ("loss", "stolen") if entry.get(name) is None}
-        runs.append(PolicyRun(**entry, snapshots=snapshots))
-    return runs
+    return [PolicyRun.from_dict(entry) for entry in content["runs"]]
 
 
 def _a_a(by_policy: dict[str, list[PolicyRun]]) -> dict[str, Any] | None:

@@ -57,12 +57,12 @@ class Cell:
 class Context:
     """What a cell may use while it runs.
 
-    folder   of the run; a cell puts what it leaves beside its result under names of its own
+    folder   of the run; what a cell leaves there beside its result has names of its own
     found    results of the cells that have ended, by key
     tell     progress of this cell
     """
 
-    folder: Path
+    folder: RunFolder
     found: Mapping[str, dict[str, Any]]
     tell: Tell
 
@@ -70,13 +70,14 @@ class Context:
 class Suite(ABC):
     """What the harness asks of a suite. Everything a cell gives is plain JSON.
 
+    name    of its command, and of the run folder
     plan    checked before anything runs; a folder is resumed with an equal one only
     grows   fields of the plan that a later call on the same folder may change, since they add or leave out whole cells
     """
 
-    name: ClassVar[str]
-    grows: ClassVar[frozenset[str]] = frozenset()
+    name: str
     plan: Any
+    grows: ClassVar[frozenset[str]] = frozenset()
 
     @abstractmethod
     def facts(self) -> dict[str, Any]:
@@ -105,6 +106,9 @@ class Suite(ABC):
     def bound_to(self) -> dict[str, Any]:
         """What else must be as it was when a folder is resumed: the commit, say, where times are compared."""
         return {}
+
+    def begin(self, found: Mapping[str, Any]) -> None:  # noqa: B027 - few suites have something to do here
+        """Called once before the first cell runs, with what the folder holds already."""
 
     def whole(self, found: Mapping[str, Any]) -> Mapping[str, Any]:
         """Those of the finished cells that can be concluded from, none if they are too few."""
@@ -140,6 +144,7 @@ def run_suite(
     folder.write_run(**facts, host=host(), bound_to=bound)
     cells = suite.cells()
     found = {cell.key: _read(_file(folder, cell)) for cell in cells if _file(folder, cell).exists()}
+    suite.begin(found)
     try:
         for cell, content in _played(suite, cells, found, folder, tell, processes):
             found[cell.key] = content
@@ -173,9 +178,10 @@ def _refuse_another(suite: Suite, folder: RunFolder, facts: Mapping[str, Any], b
             raise ConfigError(f"plan: {name}", now[name], allowed, "resume with the same arguments, or start anew")
     if before.get("plan_sha256") != facts["plan_sha256"]:
         raise ConfigError("out", str(folder.path), f"a folder of {suite.name} with the same plan", "start anew")
+    then = before.get("bound_to", {})
     for name, value in bound.items():
-        if before.get("bound_to", {}).get(name) != value:
-            allowed = f"{before.get('bound_to', {}).get(name)}, as {folder.path} was begun with"
+        if name in then and then[name] != value:
+            allowed = f"{then[name]}, as {folder.path} was begun with"
             raise ConfigError(name, value, allowed, "resume with what it began with, or start anew")
 
 
@@ -186,7 +192,7 @@ def _played(
     missing = [cell for cell in cells if cell.key not in found]
     if processes > 1:
         by_key = {cell.key: cell for cell in missing}
-        given = {cell.key: (suite, cell, folder.path) for cell in missing}
+        given = {cell.key: (suite, cell, folder) for cell in missing}
         for done, (key, content) in enumerate(in_processes(_alone, given, processes), 1):
             tell(key, (len(cells) - len(missing) + done) / len(cells))
             yield by_key[key], content
@@ -195,10 +201,10 @@ def _played(
         if cell.key in found:
             continue
         tell(cell.key, i / len(cells))
-        yield cell, suite.run(cell, Context(folder.path, found, part_of(tell, i, len(cells))))
+        yield cell, suite.run(cell, Context(folder, found, part_of(tell, i, len(cells))))
 
 
-def _alone(suite: Suite, cell: Cell, folder: Path) -> dict[str, Any]:
+def _alone(suite: Suite, cell: Cell, folder: RunFolder) -> dict[str, Any]:
     return suite.run(cell, Context(folder, {}, untold))
 
 

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from dynamix_lab.demo.report import COLOURS, STYLE, new_figure, svg
-from dynamix_lab.harness.display import number
-from dynamix_lab.harness.runs import CENSOR_FACTOR, PolicyRun
+from dynamix_lab.harness.runs import CENSOR_FACTOR
 from dynamix_lab.peers.kinds import split_name
+from dynamix_lab.report import (
+    Page,
+    Section,
+    Table,
+    legend_beside,
+    look,
+    measured,
+    new_figure,
+    number,
+    provenance,
+)
 from dynamix_lab.statistics import censored, paired_ratio
 
 
@@ -47,70 +54,47 @@ def best_of(ratios: Mapping[str, Any], names: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def _rows(result: Mapping[str, Any]) -> list[list[str]]:
+def table(result: Mapping[str, Any]) -> Table:
+    """One row each; a time that was not reached counts as twice static's."""
     rows = []
     for name, part in result["policies"].items():
         ratio = result["ratios"].get(f"{name}/static", {})
         spread = "" if ratio.get("low") is None else f" [{ratio['low']:.2f}, {ratio['high']:.2f}]"
-        reached = ", ".join("not reached" if t is None else f"{t:.0f}" for t in part["time_to_target_s"])
         accuracies = [a for a in part["final_accuracy"] if a is not None]
-        rows.append([
-            name + (" (best)" if name in result["best"].values() else ""),
-            "1" if name == "static" else number(ratio.get("median"), 2) + spread,
-            reached,
-            number(sum(accuracies) / len(accuracies) if accuracies else None, 3),
-            ", ".join(str(steps) for steps in part["steps"]),
-            "; ".join(" ".join(map(str, sizes)) for sizes in part["batch_sizes"]),
-        ])  # fmt: skip
-    for name, why in result["absent"].items():
-        rows.append([name, "absent", why, "", "", ""])
-    for failure in result["failures"]:
-        rows.append([failure["peer"], f"failed, seed {failure['seed']}", failure["reason"], "", "", ""])
-    return rows
+        rows.append(
+            [
+                name + (" (best)" if name in result["best"].values() else ""),
+                "1" if name == "static" else number(ratio.get("median"), 2) + spread,
+                ", ".join("not reached" if t is None else f"{t:.0f}" for t in part["time_to_target_s"]),
+                number(sum(accuracies) / len(accuracies) if accuracies else None, 3),
+                ", ".join(str(steps) for steps in part["steps"]),
+                "; ".join(" ".join(map(str, sizes)) for sizes in part["batch_sizes"]),
+            ]
+        )
+    rows += [[name, "absent", why, "", "", ""] for name, why in result["absent"].items()]
+    rows += [[f["peer"], f"failed, seed {f['seed']}", f["reason"], "", "", ""] for f in result["failures"]]
+    head = ["", "time / static's", "time to target (s)", "final accuracy", "steps", "batch sizes at the end"]
+    return Table(head, rows)
 
 
-_HEAD = ["", "time / static's", "time to target (s)", "final accuracy", "steps", "batch sizes at the end"]
-
-
-def markdown(result: Mapping[str, Any]) -> str:
-    """One line each; a time that was not reached counts as twice static's."""
-    lines = [_HEAD, ["---"] * len(_HEAD), *_rows(result)]
-    return "".join("| " + " | ".join(cell.replace("|", "/") for cell in line) + " |\n" for line in lines)
-
-
-def write_peers_report(path: Path, runs: Sequence[PolicyRun], result: Mapping[str, Any]) -> None:
+def page(result: Mapping[str, Any]) -> str:
     """report.html: the table, accuracy against time, versions and settings of each peer."""
-    drawing, (axes,) = new_figure(1)
-    names = list(result["policies"])
-    for run in runs:
-        place, first = names.index(run.policy), next(r for r in runs if r.policy == run.policy)
-        axes.plot(
-            [s.time_s for s in run.snapshots], [s.score for s in run.snapshots], color=COLOURS[place % len(COLOURS)],
-            ls="-" if place < len(COLOURS) else "--", lw=1.4, label=run.policy if run is first else None,
-        )  # fmt: skip
+    figure, (axes,) = new_figure()
+    for i, (name, part) in enumerate(result["policies"].items()):
+        for place, curve in enumerate(part["curve"]):
+            times, scores = [point[0] for point in curve], [point[2] for point in curve]
+            axes.plot(times, scores, label=None if place else name, **look(i))
     axes.axhline(result["target"], color="#222", lw=0.8, ls=":")
     axes.set(xlabel="seconds", ylabel="test accuracy", ylim=(0, 1))
-    axes.legend(frameon=False, fontsize=8)
-    cells = [[html.escape(cell) for cell in row] for row in _rows(result)]
-    table = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in cells)
-    head = "<tr>" + "".join(f"<th>{cell}</th>" for cell in _HEAD) + "</tr>"
-    keys = (
-        "command",
-        "commit",
-        "cluster",
-        "mechanisms",
-        "scenario",
-        "scenario_sha256",
-        "seeds",
-        "order",
-        "machine",
-        "peers",
+    legend_beside(axes)
+    said = (
+        f"Emulated hosts on one machine, target {result['target']:.3f}. A run that does not arrive counts as twice "
+        "static's time."
     )
-    details = html.escape("\n".join(f"{key}: {result.get(key)}" for key in keys))
-    page = (
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>dynamix bench peers</title><style>{STYLE}</style>'
-        f"<h1>Live peers on {html.escape(result['scenario'])}</h1><p>Emulated hosts on one machine, target "
-        f"{result['target']:.3f}. A run that does not arrive counts as twice static's time.</p>"
-        f"<table>{head}{table}</table>{svg(drawing)}<h2>How this was measured</h2><pre>{details}</pre></html>\n"
-    )
-    path.write_text(page, encoding="utf-8")
+    sections = [
+        Section(table=table(result)),
+        Section("Accuracy against time", figure=figure, caption="A line a run; dotted: the target."),
+    ]
+    details = {**measured(result), "peers": result["peers"]}
+    title = f"Live peers on {result['scenario']}"
+    return Page(title, sections, lead=[said, provenance(result)], details=details).html()

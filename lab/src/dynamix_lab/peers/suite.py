@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from dynamix.emulator import Emulation, load_scenario
 from dynamix.emulator.cluster import Mechanism
 from dynamix.errors import ConfigError, WorkerLostError
-from dynamix.events.records import SCHEMA
+from dynamix.events.records import read_events
 from dynamix.events.run_folder import RunFolder, commit, machine
-from dynamix_lab.harness.display import Display, end_table
+from dynamix_lab.harness.display import Display
 from dynamix_lab.harness.launch import LaunchSettings, disturbance_seed
-from dynamix_lab.harness.runs import AGAIN, PolicyRun, load_runs, save_runs, summarise
+from dynamix_lab.harness.runs import AGAIN, PolicyRun, file_name, summarise
+from dynamix_lab.harness.suite import Cell, Context, Suite
 from dynamix_lab.peers import environments
 from dynamix_lab.peers.environments import Environment
 from dynamix_lab.peers.kinds import BASE_BATCH, PEERS, SHARE_BOUNDS, Peer, split_name
 from dynamix_lab.peers.launch import OwnLaunch, PeerLaunch
-from dynamix_lab.peers.report import best_of, markdown, ratios_between, write_peers_report
+from dynamix_lab.peers.report import best_of, page, ratios_between, table
 from dynamix_lab.statistics import balanced_order
 from dynamix_lab.tasks import make_workload
 
@@ -52,9 +53,13 @@ class PeersPlan:
         """What the demo would run: its own policies, all seeds."""
         policies = tuple(dict.fromkeys(split_name(name)[0] for name in self.policies))
         return LaunchSettings(
-            scenario=self.scenario, seeds=self.seeds, seed=self.seed, quick=self.quick, policies=policies,
-            mechanism=self.mechanism, command="bench peers",
-        )  # fmt: skip
+            scenario=self.scenario,
+            seeds=self.seeds,
+            seed=self.seed,
+            quick=self.quick,
+            policies=policies,
+            mechanism=self.mechanism,
+        )
 
     def launch(self, name: str, seed: int) -> LaunchSettings:
         """One run by itself."""
@@ -80,156 +85,153 @@ class PeersPlan:
         return ["static", *balanced_order(others, seed), *([AGAIN] if self.again and not self.quick else [])]
 
 
-@dataclass
-class _Call:
-    """One call under way: what the runs share."""
+@dataclass(frozen=True)
+class PeersSuite(Suite):
+    """`dynamix bench peers`: a cell is one run, of a peer or of a policy of dynamix, with one seed.
+
+    display        what a person sees meanwhile
+    environments   by name, or why there is none; `prepared` makes them
+
+    A peer without an environment is reported as absent, one that fails in a run as failed and censored there; the rest
+    goes on.
+    """
 
     plan: PeersPlan
     folder: RunFolder
     display: Display
-    found: dict[str, Environment | str]
-    facts: dict[str, Any]
-    runs: list[PolicyRun] = field(default_factory=list)
-    failures: list[dict[str, Any]] = field(default_factory=list)
+    environments: Mapping[str, Environment | str]
+    name: str = "peers"
+    grows: ClassVar[frozenset[str]] = frozenset({"seeds", "policies", "peers", "venvs", "again"})
+
+    @property
+    def present(self) -> list[str]:
+        """Peers that can run."""
+        return [name for name in self.plan.peers if name not in self.absent]
+
+    @property
+    def absent(self) -> dict[str, str]:
+        """Peers that cannot, and why."""
+        found = {name: self.environments[Peer.of(name).environment] for name in self.plan.peers}
+        return {name: why for name, why in found.items() if isinstance(why, str)}
+
+    def facts(self) -> dict[str, Any]:
+        plan, scenario = self.plan, load_scenario(self.plan.scenario)
+        settings = plan.settings()
+        seeds = list(range(plan.seed, plan.seed + plan.seeds))
+        return {
+            "cluster": "emulator",
+            "scenario": scenario.name,
+            "scenario_sha256": scenario.sha256,
+            "workload": settings.workload,
+            "target": settings.target(make_workload(settings.workload)),
+            "seeds": seeds,
+            "order": {str(seed): plan.order(seed, self.present) for seed in seeds},
+            "settings": {"quick": plan.quick, "mechanism": plan.mechanism},
+            "peers": {name: self._about(Peer.of(name), scenario.workers) for name in self.present},
+            "absent": self.absent,
+        }
+
+    def bound_to(self) -> dict[str, Any]:
+        facts = self.facts()
+        same = {key: facts[key] for key in ("scenario_sha256", "workload", "target")}
+        peers = {f"peer {name}": about for name, about in facts["peers"].items()}
+        return {"commit": commit(), "machine": machine(), **same, **peers}
+
+    def cells(self) -> list[Cell]:
+        plan = self.plan
+        seeds = range(plan.seed, plan.seed + plan.seeds)
+        return [Cell(_key(seed, n), (seed, n)) for seed in seeds for n in plan.order(seed, self.present)]
+
+    def begin(self, found: Mapping[str, Any]) -> None:
+        """Events of runs that did not end are dropped."""
+        for name in dict.fromkeys(Peer.of(name).environment for name in self.absent):
+            self.display.say(f"{name} is absent: {self.environments[name]}")
+        self.folder.keep_events(lambda event: _key(event["seed"], event["policy"]) in found)
+
+    def run(self, cell: Cell, context: Context) -> dict[str, Any]:
+        """One run in an emulation of its own, so that nothing of one is left when the next begins."""
+        seed, name = cell.what
+        torch.set_num_threads(1)
+        plan, settings = self.plan, self.plan.launch(name, seed)
+        workload, failure = make_workload(settings.workload), None
+        runs = [PolicyRun.from_dict(cell["run"]) for cell in context.found.values()]
+        before = len(runs)
+        ranks, of_seed = self.folder.path / "ranks" / str(seed) / name, disturbance_seed(settings, seed)
+        with (
+            self.display.live(),
+            Emulation(plan.scenario, seed=of_seed, run_dir=ranks, mechanism=plan.mechanism, keep_awake=True) as hosts,
+        ):
+            shared = (settings, seed, workload, hosts, self.folder, self.display, runs)
+            if name not in plan.peers:
+                OwnLaunch(*shared).run()
+            else:
+                peer = Peer.of(name)
+                try:
+                    PeerLaunch(peer, self._environment(peer).python, *shared).run()
+                except WorkerLostError as error:
+                    self.display.say(f"seed {seed}, {name} failed: {error}")
+                    failure = {"peer": name, "seed": seed, "reason": str(error)}
+            mechanisms = hosts.mechanisms
+        ran = runs[before] if len(runs) > before else PolicyRun(name, seed, settings.target(workload))
+        return {"run": ran.to_dict(), "failure": failure, "mechanisms": mechanisms}
+
+    def keeps(self, found: Mapping[str, Any]) -> bool:
+        return bool(found["run"]["finished"])
+
+    def whole(self, found: Mapping[str, Any]) -> Mapping[str, Any]:
+        plan = self.plan
+        kept: dict[str, Any] = {}
+        for seed in range(plan.seed, plan.seed + plan.seeds):
+            keys = [_key(seed, name) for name in plan.order(seed, self.present)]
+            kept |= {key: found[key] for key in keys} if all(key in found for key in keys) else {}
+        return kept
+
+    def conclude(self, cells: Mapping[str, Any]) -> dict[str, Any]:
+        plan, runs = self.plan, self.runs(cells)
+        summary = summarise(runs)
+        summary["ratios"] |= ratios_between(summary["policies"], [n for n in plan.policies if n != "static"])
+        failures = [cell["failure"] for cell in cells.values() if cell["failure"]]
+        own = [run for run in runs if run.policy in (*plan.policies, AGAIN)]
+        arrived = all(run.finished and (plan.quick or run.time_to_target_s is not None) for run in own)
+        return {
+            "mechanisms": next(iter(cells.values()))["mechanisms"],
+            "failures": failures,
+            **summary,
+            "best": best_of(summary["ratios"], [n for n in summary["policies"] if n != AGAIN]),
+            "arrived": arrived and not failures,
+        }
+
+    def runs(self, cells: Mapping[str, Any]) -> list[PolicyRun]:
+        """The runs of these cells, with their events."""
+        runs = [PolicyRun.from_dict(cell["run"]) for cell in cells.values()]
+        path = self.folder.path / "events.jsonl"
+        events = read_events(path) if path.exists() else []
+        for run in runs:
+            run.events = [event for event in events if run.owns(event)]
+        return runs
+
+    def table(self, result: Mapping[str, Any]) -> str:
+        return table(result).markdown()
+
+    def page(self, result: Mapping[str, Any]) -> str:
+        return page(result)
+
+    def _about(self, peer: Peer, workers: int) -> dict[str, Any]:
+        versions = self._environment(peer).versions
+        return {"global_batch": peer.total, "settings": peer.settings(workers), "versions": versions}
+
+    def _environment(self, peer: Peer) -> Environment:
+        environment = self.environments[peer.environment]
+        assert isinstance(environment, Environment), "only who is present runs"
+        return environment
 
 
-def run_peers(
-    plan: PeersPlan,
-    folder: RunFolder,
-    *,
-    display: Display | None = None,
-    found: Mapping[str, Environment | str] | None = None,
-) -> tuple[dict[str, Any], bool]:
-    """Run every peer that is there and dynamix beside them; returns result.json and whether every run reached its end.
-
-    found   environments by name, or why there is none; None: prepare them
-
-    A peer without an environment is reported as absent, one that fails in a run as failed and censored there; the rest
-    goes on. What `folder` has finished already is not run again. When interrupted, whole seeds are summarised before
-    `KeyboardInterrupt` goes on.
-    """
-    plan.check()
-    workload = make_workload(plan.settings().workload)
-    target = plan.settings().target(workload)
-    display = display or Display(target=target)
-    torch.set_num_threads(1)
+def prepared(plan: PeersPlan, tell: Callable[[str], None]) -> dict[str, Environment | str]:
+    """The environments of the plan's peers by name, made if missing, or why there is none."""
+    place = plan.venvs or environments.default_folder()
     wanted = dict.fromkeys(Peer.of(name).environment for name in plan.peers)
-    if found is None:
-        place = plan.venvs or environments.default_folder()
-        found = {name: environments.prepare(name, place, tell=display.say) for name in wanted}
-    for name in wanted:
-        if isinstance(found[name], str):
-            display.say(f"{name} is absent: {found[name]}")
-    call = _Call(plan, folder, display, dict(found), {})
-    call.facts = _facts(call, target)
-    folder.write_run(**call.facts)
-    finished = {path.stem for path in _saved(folder, "*").parent.glob("*.json")}
-    events = folder.keep_events(lambda event: f"{event['seed']}-{event['policy']}" in finished)
-    try:
-        with display.live():
-            for seed in call.facts["seeds"]:
-                for name in call.facts["order"][str(seed)]:
-                    path = _saved(folder, f"{seed}-{name}")
-                    if path.exists():
-                        call.runs += load_runs(path, _must_agree(call, name))
-                        call.runs[-1].events = [event for event in events if call.runs[-1].owns(event)]
-                    else:
-                        call.runs.append(_run_one(call, name, seed))
-                        if call.runs[-1].finished:
-                            save_runs(path, call.runs[-1:], _must_agree(call, name))
-    except KeyboardInterrupt:
-        whole = [run for run in call.runs if _is_whole(call, run.seed)]
-        if whole:
-            _conclude(call, whole, interrupted=True)
-            display.say(f"interrupted: go on with --resume --out {folder.path}")
-        raise
-    result = _conclude(call, call.runs)
-    own = [run for run in call.runs if run.policy in (*plan.policies, AGAIN)]
-    arrived = all(run.finished and (plan.quick or run.time_to_target_s is not None) for run in own)
-    return result, arrived and not call.failures
+    return {name: environments.prepare(name, place, tell=tell) for name in wanted}
 
 
-def _run_one(call: _Call, name: str, seed: int) -> PolicyRun:
-    """One run in an emulation of its own, so that nothing of one is left when the next begins."""
-    plan, settings = call.plan, call.plan.launch(name, seed)
-    workload, runs = make_workload(settings.workload), list(call.runs)
-    ranks, of_seed = call.folder.path / "ranks" / str(seed) / name, disturbance_seed(settings, seed)
-    with Emulation(plan.scenario, seed=of_seed, run_dir=ranks, mechanism=plan.mechanism, keep_awake=True) as hosts:
-        call.facts["mechanisms"] = hosts.mechanisms
-        call.folder.write_run(**call.facts)
-        if name not in plan.peers:
-            OwnLaunch(settings, seed, workload, hosts, call.folder, call.display, runs).run()
-            return runs[len(call.runs)]
-        peer = Peer.of(name)
-        python = _present(call.found, peer).python
-        try:
-            PeerLaunch(peer, python, settings, seed, workload, hosts, call.folder, call.display, runs).run()
-        except WorkerLostError as error:
-            call.display.say(f"seed {seed}, {name} failed: {error}")
-            call.failures.append({"peer": name, "seed": seed, "reason": str(error)})
-    return runs[len(call.runs)] if len(runs) > len(call.runs) else PolicyRun(name, seed, settings.target(workload))
-
-
-def _facts(call: _Call, target: float) -> dict[str, Any]:
-    plan, scenario = call.plan, load_scenario(call.plan.scenario)
-    seeds = range(plan.seed, plan.seed + plan.seeds)
-    absent = {n: e for n in plan.peers if isinstance(e := call.found[Peer.of(n).environment], str)}
-    present = [n for n in plan.peers if n not in absent]
-    command = f"bench peers --scenario {plan.scenario} --seeds {plan.seeds} --seed {plan.seed}"
-    return {
-        "schema": SCHEMA,
-        "command": command + (" --quick" if plan.quick else ""),
-        "cluster": "emulator",
-        "scenario": scenario.name,
-        "scenario_sha256": scenario.sha256,
-        "workload": plan.settings().workload,
-        "target": target,
-        "seeds": list(seeds),
-        "order": {str(seed): plan.order(seed, present) for seed in seeds},
-        "settings": {"quick": plan.quick, "mechanism": plan.mechanism},
-        "peers": {n: _about(Peer.of(n), call.found, scenario.workers) for n in present},
-        "absent": absent,
-    }
-
-
-def _about(peer: Peer, found: Mapping[str, Environment | str], workers: int) -> dict[str, Any]:
-    environment = _present(found, peer)
-    return {"global_batch": peer.total, "settings": peer.settings(workers), "versions": environment.versions}
-
-
-def _present(found: Mapping[str, Environment | str], peer: Peer) -> Environment:
-    environment = found[peer.environment]
-    assert isinstance(environment, Environment), "only who is present is ordered"
-    return environment
-
-
-def _saved(folder: RunFolder, name: str) -> Path:
-    return folder.path / "finished" / f"{name}.json"
-
-
-def _is_whole(call: _Call, seed: int) -> bool:
-    order: list[str] = call.facts["order"][str(seed)]
-    return [run.policy for run in call.runs if run.seed == seed] == order
-
-
-def _must_agree(call: _Call, name: str) -> dict[str, Any]:
-    """What a run that is taken over from an earlier call must have in common with this one."""
-    names = ("schema", "scenario_sha256", "workload", "target", "settings")
-    about = {"peer": call.facts["peers"].get(name)}
-    return {"commit": commit(), "machine": machine(), **about, **{key: call.facts[key] for key in names}}
-
-
-def _conclude(call: _Call, runs: Sequence[PolicyRun], *, interrupted: bool = False) -> dict[str, Any]:
-    """Write result.json, table.md and report.html of `runs`, and say what they hold."""
-    summary = summarise(runs)
-    summary["ratios"] |= ratios_between(summary["policies"], [n for n in call.plan.policies if n != "static"])
-    result = {**call.facts, "commit": commit(), "machine": machine(), "failures": call.failures, **summary}
-    result["best"] = best_of(summary["ratios"], [n for n in summary["policies"] if n != AGAIN])
-    if interrupted:
-        result["interrupted"] = True
-    call.folder.write_result(result)
-    (call.folder.path / "table.md").write_text(markdown(result), encoding="utf-8")
-    write_peers_report(call.folder.path / "report.html", runs, result)
-    call.display.console.print(end_table(runs, target=result["target"]))
-    call.display.say(f"report: {call.folder.path / 'report.html'}")
-    return result
+def _key(seed: int, name: str) -> str:
+    return f"{seed}-{file_name(name)}"

@@ -15,11 +15,11 @@
     table.markdown()                                   # the same rows for table.md and docs
 
 `Table` holds text: `number`, `percent` and `with_interval` format what goes into it. `document` joins tables and
-paragraphs to Markdown. `COLOURS`, `look` and `legend_beside` keep plots alike. All text is escaped by the page.
+paragraphs to Markdown, `sections_markdown` writes sections without their figures. `COLOURS`, `look` and `legend_beside` keep plots alike. All text is escaped by the page.
 """
 
 from dynamix_lab.report.figures import COLOURS, legend_beside, look, new_figure, svg
-from dynamix_lab.report.page import Page, Section, measured, provenance
+from dynamix_lab.report.page import Page, Section, measured, provenance, sections_markdown
 from dynamix_lab.report.tables import Table, document, number, percent, with_interval
 
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
     "number",
     "percent",
     "provenance",
+    "sections_markdown",
     "svg",
     "with_interval",
 ]

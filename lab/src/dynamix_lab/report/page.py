@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from dynamix_lab.report.figures import svg
-from dynamix_lab.report.tables import Table
+from dynamix_lab.report.tables import Table, document
 from dynamix_lab.report.templates import rendered
 
 if TYPE_CHECKING:
@@ -66,6 +66,16 @@ class Page:
     def html(self) -> str:
         """The whole file."""
         return rendered("page.html", page=self)
+
+
+def sections_markdown(sections: Sequence[Section], *, level: int = 2) -> str:
+    """Sections without their figures as Markdown, with headings of `level`; 0: without headings."""
+    parts: list[Table | str] = []
+    for section in sections:
+        parts += [f"{'#' * level} {section.heading}"] if level and section.heading else []
+        parts += [*section.text, *([section.table] if section.table else [])]
+        parts += ["\n".join(f"- {note}" for note in section.notes)] if section.notes else []
+    return document(*parts)
 
 
 def measured(result: Mapping[str, Any]) -> dict[str, Any]:

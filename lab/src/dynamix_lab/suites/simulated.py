@@ -2,24 +2,19 @@
 and `dynamix bench scaling`.
 
 A cell is one family at one W. Its best static batch is chosen on tuning seeds; every policy, baseline and reference
-then meets the same test clusters, and a time is that for the progress which all of them reach. Cells are saved as they
-end, so a stopped suite goes on where it was.
+then meets the same test clusters, and a time is that for the progress which all of them reach.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from dynamix.errors import ConfigError
-from dynamix.events.records import SCHEMA
-from dynamix.events.run_folder import RunFolder, commit, machine
 from dynamix.policies import make_policy
 from dynamix.policies.protocol import Policy, boundary
 from dynamix.policies.registry import policy_names
@@ -34,14 +29,14 @@ from dynamix.simulator import (
     interior_share,
     rollout,
     sample_family,
-)  # fmt: skip
+)
 from dynamix.window import Bounds, Floats, Ints, Window
 from dynamix_lab.harness.runs import is_learned
-from dynamix_lab.report.suite_page import write_simulated_report
+from dynamix_lab.harness.suite import Cell, Context, Suite
+from dynamix_lab.report import Page, Section, Table, legend_beside, look, measured, new_figure, percent, provenance
 from dynamix_lab.statistics import paired_ratio
 
 Factory = Callable[[ClusterEnv], Policy]
-Tell = Callable[[str, float], None]
 SWEEP = (0.25, 0.5, 1.0, 2.0, 4.0)  # static batches tried, as factors on the base batch
 TUNING_SEEDS, TEST_SEEDS = (700_001, 700_002), tuple(range(710_001, 710_006))
 EPOCH_WINDOWS = 20  # windows in an epoch, for policies that decide per epoch
@@ -57,7 +52,6 @@ class SimulatedPlan:
     references   names of `REFERENCES`; "planned" costs W^2 simulations a decision
     """
 
-    command: str
     cells: tuple[tuple[str, int], ...]
     policies: tuple[str, ...]
     seeds: tuple[int, ...] = TEST_SEEDS
@@ -76,29 +70,33 @@ class SimulatedPlan:
                 )
         for name in self.policies:
             make_policy(name)
-        if importlib.util.find_spec("matplotlib") is None:
-            raise ConfigError("matplotlib", "not installed", "installed", 'pip install "dynamix-train[report]"')
 
 
-def tta_suite(
+def tta_plan(
     *, quick: bool, policies: Sequence[str] | None = None, families: Iterable[str] | None = None
 ) -> SimulatedPlan:
     """All held-out families at W = 8 and 32 (quick: 8)."""
     chosen = tuple(families or (*CONFORMING, *BREAKING))
     workers = (8,) if quick else (8, 32)
-    cells = tuple((family, w) for family in chosen for w in workers)
-    names = tuple(policies or policy_names())
-    return SimulatedPlan("bench tta --cluster simulator" + (" --quick" if quick else ""), cells, names,
-                 seeds=TEST_SEEDS[:1] if quick else TEST_SEEDS, clusters=16 if quick else 48,
-                 windows=60 if quick else 100)  # fmt: skip
+    return SimulatedPlan(
+        tuple((family, w) for family in chosen for w in workers),
+        tuple(policies or policy_names()),
+        seeds=TEST_SEEDS[:1] if quick else TEST_SEEDS,
+        clusters=16 if quick else 48,
+        windows=60 if quick else 100,
+    )
 
 
-def scaling_suite(*, quick: bool, policies: Sequence[str] | None = None) -> SimulatedPlan:
+def scaling_plan(*, quick: bool, policies: Sequence[str] | None = None) -> SimulatedPlan:
     """Frequent slowdowns from 2 to 1,024 workers (quick: to 128)."""
     workers = (2, 8, 32, 128) if quick else (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
-    names = tuple(policies or policy_names())
-    return SimulatedPlan("bench scaling" + (" --quick" if quick else ""), tuple(("affine-slowdowns", w) for w in workers), names,
-                 seeds=TEST_SEEDS[:1] if quick else TEST_SEEDS[:2], clusters=16, windows=60)  # fmt: skip
+    return SimulatedPlan(
+        tuple(("affine-slowdowns", w) for w in workers),
+        tuple(policies or policy_names()),
+        seeds=TEST_SEEDS[:1] if quick else TEST_SEEDS[:2],
+        clusters=16,
+        windows=60,
+    )
 
 
 class StaticAt:
@@ -118,32 +116,41 @@ class StaticAt:
         pass
 
 
-def run_suite(suite: SimulatedPlan, folder: RunFolder, *, tell: Tell = lambda what, done: None) -> dict[str, Any]:
-    """Run what `folder` does not hold yet; writes run.json, a file per cell, result.json, table.md, report.html."""
-    suite.check()
-    facts: dict[str, Any] = {"schema": SCHEMA, "command": suite.command, "cluster": "simulator", "mechanisms": {},
-             "seeds": list(suite.seeds), "suite": json.loads(json.dumps(asdict(suite)))}  # fmt: skip
-    before = folder.read_run()
-    if before and before.get("suite") != facts["suite"]:
-        raise ConfigError("suite", suite.command, f"the one begun in {folder.path}", "resume with the same arguments")
-    folder.write_run(**facts)
-    cells: dict[str, Any] = {}
-    for i, (family, workers) in enumerate(suite.cells):
-        name = f"{family}-{workers}"
-        path = folder.path / "cells" / f"{name}.json"
-        if not path.exists():
-            tell(name, i / len(suite.cells))
-            path.parent.mkdir(exist_ok=True)
-            path.write_text(json.dumps(run_cell(suite, family, workers), allow_nan=False), encoding="utf-8")
-        cells[name] = json.loads(path.read_text(encoding="utf-8"))
-    result = {**facts, "commit": commit(), "machine": machine(), **_joined(cells), "cells": cells}
-    folder.write_result(result)
-    (folder.path / "table.md").write_text(markdown(cells), encoding="utf-8")
-    write_simulated_report(folder.path / "report.html", result)
-    return result
+@dataclass(frozen=True)
+class SimulatedSuite(Suite):
+    """`dynamix bench tta --cluster simulator`, and as "scaling" `dynamix bench scaling`."""
+
+    plan: SimulatedPlan
+    name: str = "tta"
+
+    def facts(self) -> dict[str, Any]:
+        return {"cluster": "simulator", "mechanisms": {}, "scenario_sha256": None, "seeds": list(self.plan.seeds)}
+
+    def cells(self) -> list[Cell]:
+        return [Cell(f"{family}-{workers}", (family, workers)) for family, workers in self.plan.cells]
+
+    def run(self, cell: Cell, context: Context) -> dict[str, Any]:
+        family, workers = cell.what
+        return run_cell(self.plan, family, workers)
+
+    def conclude(self, cells: Mapping[str, Any]) -> dict[str, Any]:
+        return {**_joined(cells), "cells": dict(cells)}
+
+    def table(self, result: Mapping[str, Any]) -> str:
+        return table(result).markdown()
+
+    def page(self, result: Mapping[str, Any]) -> str:
+        over_workers = self.name == "scaling"
+        figure = _over_workers(result["cells"]) if over_workers else _over_cells(result["cells"])
+        said = (
+            "Simulated clusters. A cell is the lagged reference's time over the policy's for the same progress: "
+            "geometric mean / worst decile of the clusters. Above 1 is faster than the reference."
+        )
+        sections = [Section(table=table(result)), Section(figure=figure, caption="Geometric means of the same ratio.")]
+        return Page(result["command"], sections, lead=[said, provenance(result)], details=measured(result)).html()
 
 
-def _joined(cells: dict[str, Any]) -> dict[str, Any]:
+def _joined(cells: Mapping[str, Any]) -> dict[str, Any]:
     """All cells together, each weighing the same: `policies` has lists over `pairs`, the names of the cells."""
     keys = ("time_to_target_s", "time_over_static", "lagged_over_time", "worst_decile")
     names = next(iter(cells.values()))["policies"]
@@ -153,19 +160,19 @@ def _joined(cells: dict[str, Any]) -> dict[str, Any]:
     return {"pairs": list(cells), "target": None, "policies": lists, "ratios": ratios}
 
 
-def run_cell(suite: SimulatedPlan, family: str, workers: int) -> dict[str, Any]:
+def run_cell(plan: SimulatedPlan, family: str, workers: int) -> dict[str, Any]:
     """One family at one W: times relative to the lagged reference, and the share of the attainable cut."""
-    clusters = max(1, min(suite.clusters, 4096 // workers))
-    factor = _best_static(suite, family, workers, clusters)
+    clusters = max(1, min(plan.clusters, 4096 // workers))
+    factor = _best_static(plan, family, workers, clusters)
     factories: dict[str, Factory] = {"static": lambda _: StaticAt(factor)}
-    factories |= {name: _by_name(name) for name in suite.policies if name != "static"}
-    references = list(suite.references)
+    factories |= {name: _by_name(name) for name in plan.policies if name != "static"}
+    references = list(plan.references)
     factories |= {name: REFERENCES[name] for name in references}
     taken: dict[str, list[Floats]] = {name: [] for name in factories}
     interior: list[float] = []
-    for seed in suite.seeds:
+    for seed in plan.seeds:
         world = sample_family(family, clusters, workers, seed)
-        times, inside = times_to_progress(factories, world, suite, seed)
+        times, inside = times_to_progress(factories, world, plan, seed)
         interior.append(inside)
         for name, values in times.items():
             taken[name].append(values)
@@ -177,11 +184,11 @@ def _by_name(name: str) -> Factory:
     return lambda _: make_policy(name)
 
 
-def _best_static(suite: SimulatedPlan, family: str, workers: int, clusters: int) -> float:
+def _best_static(plan: SimulatedPlan, family: str, workers: int, clusters: int) -> float:
     factories: dict[str, Factory] = {str(f): (lambda _, f=f: StaticAt(f)) for f in SWEEP}  # type: ignore[misc]
     logs = np.zeros(len(SWEEP))
     for seed in TUNING_SEEDS:
-        times, _ = times_to_progress(factories, sample_family(family, clusters, workers, seed), suite, seed)
+        times, _ = times_to_progress(factories, sample_family(family, clusters, workers, seed), plan, seed)
         logs += [np.log(times[name]).mean() for name in factories]
     return SWEEP[int(np.argmin(logs))]
 
@@ -210,13 +217,13 @@ class Projected:
 
 
 def times_to_progress(
-    factories: Mapping[str, Factory], clusters: Clusters, suite: SimulatedPlan, seed: int
+    factories: Mapping[str, Factory], clusters: Clusters, plan: SimulatedPlan, seed: int
 ) -> tuple[dict[str, Floats], float]:
     """Seconds (C,) each needs for the progress all reach, and the share of interior sizes of "lagged" over its run."""
     paths, inside = {}, math.nan
     for name, make in factories.items():
         policy, env, windows = world_of(
-            make, clusters, seed=seed, windows=suite.windows, interval=suite.interval, delay=suite.delay
+            make, clusters, seed=seed, windows=plan.windows, interval=plan.interval, delay=plan.delay
         )
         path: list[tuple[Floats, Floats]] = []
         shares: list[float] = []
@@ -261,12 +268,44 @@ def _scores(times: dict[str, Floats], references: list[str], factor: float) -> d
     }
 
 
-def markdown(cells: dict[str, Any]) -> str:
+def table(result: Mapping[str, Any]) -> Table:
     """Rows are cells, columns policies: time of the lagged reference / time of the policy, mean / worst decile."""
-    names = list(next(iter(cells.values()))["policies"])
-    lines = ["| cell | attainable cut (by) | interior | " + " | ".join(names) + " |", "|---" * (3 + len(names)) + "|"]
-    for name, cell in cells.items():
-        scores = [f"{p['lagged_over_time']:.3f} / {p['worst_decile']:.3f}" for p in cell["policies"].values()]
-        head = f"{name} | {100 * cell['attainable_cut']:.0f} % ({cell['attained_by']}) | {100 * cell['interior_share']:.0f} %"
-        lines.append(f"| {head} | " + " | ".join(scores) + " |")
-    return "\n".join(lines) + "\n"
+    cells = result["cells"]
+    head = ["cell", "attainable cut (by)", "interior", *next(iter(cells.values()))["policies"]]
+    rows = [
+        [
+            name,
+            f"{percent(cell['attainable_cut'])} ({cell['attained_by']})",
+            percent(cell["interior_share"]),
+            *[f"{p['lagged_over_time']:.3f} / {p['worst_decile']:.3f}" for p in cell["policies"].values()],
+        ]
+        for name, cell in cells.items()
+    ]
+    return Table(head, rows)
+
+
+def _over_workers(cells: Mapping[str, Any]) -> Any:
+    """Every policy's ratio against the number of workers."""
+    figure, (axes,) = new_figure()
+    workers = [int(cell.rpartition("-")[2]) for cell in cells]
+    for i, name in enumerate(next(iter(cells.values()))["policies"]):
+        ratios = [cell["policies"][name]["lagged_over_time"] for cell in cells.values()]
+        axes.plot(workers, ratios, marker="o", ms=3, label=name, **look(i))
+    axes.set(xscale="log", xlabel="workers", ylabel="time of lagged / time")
+    legend_beside(axes, columns=2)
+    return figure
+
+
+def _over_cells(cells: Mapping[str, Any]) -> Any:
+    """Every policy's ratio in each cell."""
+    figure, (axes,) = new_figure(height=1.5 + 0.28 * len(cells))
+    for i, name in enumerate(next(iter(cells.values()))["policies"]):
+        ratios = [cell["policies"][name]["lagged_over_time"] for cell in cells.values()]
+        filled = None if i < 8 else "none"
+        axes.plot(ratios, range(len(cells)), "o", ms=5, label=name, color=look(i)["color"], mfc=filled)
+    axes.set(yticks=range(len(cells)), xlabel="time of lagged / time (1: as fast as the lagged reference)")
+    axes.set_yticklabels(list(cells))
+    axes.invert_yaxis()
+    axes.grid(axis="y", lw=0.4)
+    legend_beside(axes, columns=2)
+    return figure

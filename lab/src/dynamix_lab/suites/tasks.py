@@ -8,19 +8,20 @@ time would have helped.
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from dynamix.errors import ConfigError
-from dynamix.events.run_folder import RunFolder, commit, machine, versions
+from dynamix.events.run_folder import commit, versions
 from dynamix.runtime.noise import NoiseScale
+from dynamix_lab.harness.suite import Cell, Context, Suite, Tell, untold
+from dynamix_lab.report import Table, number
 from dynamix_lab.tasks import Arrays, Data, Workload, make_workload, score, workload_names
 
 QUICK = ("digits", "mnist1d", "pysource", "ratings")
@@ -29,8 +30,6 @@ EVALUATIONS = 16
 NOISE_MEASUREMENTS = 24
 WARM_UP_STEPS = 3
 RISING = 0.005  # a gain of the last quarter above this: the score was still rising
-
-Tell = Callable[[str, float], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +40,8 @@ class WorkloadsPlan:
     budget_s: float = 60.0
     seed: int = 0
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Raises `ConfigError` before anything runs."""
         if not self.budget_s > 0:
             raise ConfigError("seconds", self.budget_s, "more than 0", "check the argument")
         if not 0 <= self.seed < 2**31:
@@ -58,36 +58,30 @@ class WorkloadsPlan:
         return cls(tuple(chosen), (8.0 if quick else 60.0) if budget_s is None else budget_s, seed)
 
 
-def run_workloads(plan: WorkloadsPlan, folder: RunFolder, *, tell: Tell = lambda *_: None) -> dict[str, Any]:
-    """Measure each; returns result.json, and writes it with run.json and table.md to `folder`.
+@dataclass(frozen=True)
+class WorkloadsSuite(Suite):
+    """`dynamix bench workloads`: a cell a workload."""
 
-    Workloads that `folder` has finished already are not measured again; raises `ConfigError` if those were of another plan.
-    """
-    facts: dict[str, Any] = {
-        "command": "bench workloads",
-        "cluster": "one process, one thread",
-        "seeds": [plan.seed],
-        "budget_s": plan.budget_s,
-    }
-    before = folder.read_run()
-    if before and {name: before.get(name) for name in facts} != facts:
-        fix = "resume with the same seed and seconds"
-        raise ConfigError("out", str(folder.path), "a folder of this suite with the same plan", fix)
-    folder.write_run(**facts)
-    rows = folder.path / "workloads"
-    rows.mkdir(exist_ok=True)
-    measured = {}
-    for i, name in enumerate(plan.names):
-        row = rows / f"{name}.json"
-        if not row.exists():
-            part = _part_of(tell, i, len(plan.names))
-            row.write_text(json.dumps(_measured(name, plan, part), allow_nan=False), encoding="utf-8")
-        measured[name] = json.loads(row.read_text(encoding="utf-8"))
-    known = {"schema": 1, **facts, "commit": commit(), "machine": machine(), "versions": versions()}
-    result = {**known, "workloads": measured}
-    folder.write_result(result)
-    (folder.path / "table.md").write_text(markdown(measured), encoding="utf-8")
-    return result
+    plan: WorkloadsPlan
+    name: str = "workloads"
+    grows: ClassVar[frozenset[str]] = frozenset({"names"})
+
+    def facts(self) -> dict[str, Any]:
+        about = {"cluster": "one process, one thread", "versions": versions()}
+        return {**about, "seeds": [self.plan.seed], "budget_s": self.plan.budget_s}
+
+    def cells(self) -> list[Cell]:
+        return [Cell(name) for name in self.plan.names]
+
+    def run(self, cell: Cell, context: Context) -> dict[str, Any]:
+        # A resumed suite may hold rows of several commits.
+        return {**_measured(cell.key, self.plan, context.tell), "commit": commit()}
+
+    def conclude(self, cells: Mapping[str, Any]) -> dict[str, Any]:
+        return {"workloads": dict(cells)}
+
+    def table(self, result: Mapping[str, Any]) -> str:
+        return table(result).markdown()
 
 
 def _measured(name: str, plan: WorkloadsPlan, tell: Tell) -> dict[str, Any]:
@@ -97,14 +91,9 @@ def _measured(name: str, plan: WorkloadsPlan, tell: Tell) -> dict[str, Any]:
         tell(f"{name}: making data", 0.0)
         workload = make_workload(name)
         data = workload.make_data(plan.seed)
-        row = measure(workload, data, budget_s=plan.budget_s, seed=plan.seed, tell=tell)
-        return {**row, "commit": commit()}  # a resumed suite may hold rows of several
+        return measure(workload, data, budget_s=plan.budget_s, seed=plan.seed, tell=tell)
     finally:
         torch.set_num_threads(threads)
-
-
-def _part_of(tell: Tell, index: int, parts: int) -> Tell:
-    return lambda text, done: tell(text, (index + done) / parts)
 
 
 @dataclass(slots=True)
@@ -118,9 +107,7 @@ class _Seen:
     wall_s: float = 0.0
 
 
-def measure(
-    workload: Workload, data: Data, *, budget_s: float, seed: int, tell: Tell = lambda *_: None
-) -> dict[str, Any]:
+def measure(workload: Workload, data: Data, *, budget_s: float, seed: int, tell: Tell = untold) -> dict[str, Any]:
     """One workload's row: parameters, batch, steps/s, samples/s, noise scale early and late, and what it reached."""
     model = workload.make_model(seed)
     optimizer = workload.make_optimizer(model.parameters())
@@ -234,18 +221,26 @@ def _ratio(measured: list[tuple[float, float]]) -> float | None:
     return float(noise / signal) if signal > 0 and noise >= 0 else None
 
 
-def markdown(measured: dict[str, Any]) -> str:
-    """The table; a score marked + was still rising when time was up."""
-    head = "| workload | parameters | batch | steps/s | samples/s | noise scale, first to last third | score untrained | reached | of | in |"
-    lines = [head, "|---" * head.count(" | ") + "|---|"]
-    for name, row in measured.items():
-        scales = " to ".join(_scale(row[f"noise_scale_{when}"]) for when in ("early", "late"))
-        reached = f"{row['reached']:.3f}{'+' if row['still_rising'] else ''}"
-        lines.append(
-            f"| {name} | {row['parameters']:,} | {row['batch']} | {row['steps_per_s']:.1f} | {row['samples_per_s']:,.0f} | {scales} | "
-            f"{row['untrained']:.3f} | {reached} | {row['metric']} | {row['reached_after_steps']:,} steps, {row['reached_after_s']:.0f} s |"
-        )
-    return "\n".join(lines) + "\n"
+def table(result: Mapping[str, Any]) -> Table:
+    """A row a workload; a score marked + was still rising when time was up."""
+    head = ["workload", "parameters", "batch", "steps/s", "samples/s", "noise scale, first to last third"]
+    head += ["score untrained", "reached", "of", "in"]
+    rows = [
+        [
+            name,
+            f"{row['parameters']:,}",
+            str(row["batch"]),
+            number(row["steps_per_s"], 1),
+            f"{row['samples_per_s']:,.0f}",
+            " to ".join(_scale(row[f"noise_scale_{when}"]) for when in ("early", "late")),
+            number(row["untrained"], 3),
+            f"{row['reached']:.3f}{'+' if row['still_rising'] else ''}",
+            row["metric"],
+            f"{row['reached_after_steps']:,} steps, {row['reached_after_s']:.0f} s",
+        ]
+        for name, row in result["workloads"].items()
+    ]
+    return Table(head, rows)
 
 
 def _scale(value: float | None) -> str:

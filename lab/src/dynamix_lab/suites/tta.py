@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from dynamix.emulator import load_scenario
 from dynamix.errors import ConfigError
-from dynamix.events.records import SCHEMA
 from dynamix.events.run_folder import RunFolder, commit, machine
 from dynamix_lab.demo.run import run_demo
 from dynamix_lab.harness.display import Display
 from dynamix_lab.harness.launch import LaunchSettings
 from dynamix_lab.harness.runs import A_A_LIMIT, AGAIN, CENSOR_FACTOR, is_learned, is_static
-from dynamix_lab.report.suite_page import write_live_report
+from dynamix_lab.harness.suite import Cell, Context, Suite
+from dynamix_lab.report import (
+    Page,
+    Section,
+    Table,
+    legend_beside,
+    look,
+    measured,
+    new_figure,
+    number,
+    percent,
+    provenance,
+)
 from dynamix_lab.statistics import censored, geometric_mean, paired_ratio
 
 SCENARIOS = ("even", "steady-uneven", "moving-neighbour", "slow-link", "pai-replay", "paper-like")
@@ -33,64 +44,102 @@ class TtaPlan:
     quick: bool = False
 
     def settings(self) -> dict[str, LaunchSettings]:
-        """One demo per scenario. Raises `ConfigError` before anything is started."""
+        """One demo per scenario."""
         if "static" not in self.policies:
             raise ConfigError("policies", list(self.policies), "static among them", "add static: all ratios are to it")
-        each = {
+        again = not self.quick
+        return {
             name: LaunchSettings(
-                scenario=name, seeds=self.seeds, seed=self.seed, policies=self.policies, again=not self.quick
+                scenario=name,
+                seeds=self.seeds,
+                seed=self.seed,
+                policies=self.policies,
+                again=again,
+                command=f"dynamix bench tta --scenarios {name} --seeds {self.seeds} --seed {self.seed} "
+                f"--policies {','.join(self.policies)}",
             )
             for name in self.scenarios
         }
-        for settings in each.values():
+
+    def check(self) -> None:
+        """Raises `ConfigError` before anything is started."""
+        for settings in self.settings().values():
             settings.check()
-        return each
+        places = [place(name) for name in self.scenarios]
+        if len(set(places)) < len(places):
+            raise ConfigError("scenarios", list(self.scenarios), "names that differ", "rename a file")
 
 
-def run_tta(plan: TtaPlan, folder: RunFolder, *, display: Display | None = None) -> tuple[dict[str, Any], bool]:
-    """Run every scenario in a folder of its own under `folder`; returns result.json and whether every run arrived.
+@dataclass(frozen=True)
+class TtaSuite(Suite):
+    """`dynamix bench tta`: a cell is a scenario with one more seed.
 
     Every scenario gets its first seed before any gets its second, so a call that is interrupted leaves all of them with
-    equally many pairs, and summarises those before `KeyboardInterrupt` goes on. What a scenario's folder has finished
-    already is not run again.
+    equally many pairs. Each scenario is a demo with a folder of its own, which also resumes.
     """
-    each = plan.settings()
-    command = "bench tta" + (" --quick" if plan.quick else f" --seeds {plan.seeds}") + f" --seed {plan.seed}"
-    facts = {
-        "schema": SCHEMA, "command": command, "cluster": "emulator",
-        "seeds": list(range(plan.seed, plan.seed + plan.seeds)), "policies_run": list(plan.policies),
-        "scenario_sha256": {name: load_scenario(name).sha256 for name in plan.scenarios},
-    }  # fmt: skip
-    folder.write_run(**facts)
-    results: dict[str, dict[str, Any]] = {}
-    arrived = True
-    try:
-        for seeds in range(1, plan.seeds + 1):
-            found = {}
-            for name, settings in each.items():
-                found[name], reached = _run_scenario(replace(settings, seeds=seeds), folder.path / name, display)
-                arrived = arrived and reached
-            results = found
-    except KeyboardInterrupt:
-        if results:
-            _conclude(facts | {"interrupted": True}, results, folder)
-        raise
-    return _conclude(facts, results, folder), arrived
+
+    plan: TtaPlan
+    display: Display | None = None
+    name: str = "tta"
+    grows: ClassVar[frozenset[str]] = frozenset({"seeds"})
+
+    def facts(self) -> dict[str, Any]:
+        plan = self.plan
+        hashes = {name: load_scenario(name).sha256 for name in plan.scenarios}
+        seeds = list(range(plan.seed, plan.seed + plan.seeds))
+        return {"cluster": "emulator", "seeds": seeds, "policies_run": list(plan.policies), "scenario_sha256": hashes}
+
+    def bound_to(self) -> dict[str, Any]:
+        return {"commit": commit(), "machine": machine()}
+
+    def cells(self) -> list[Cell]:
+        places, seeds = self.plan.scenarios, range(1, self.plan.seeds + 1)
+        return [Cell(_key(self.plan, name, count), (name, count)) for count in seeds for name in places]
+
+    def run(self, cell: Cell, context: Context) -> dict[str, Any]:
+        name, count = cell.what
+        path = context.folder.path / place(name)
+        folder = RunFolder("demo", path, resume=(path / "run.json").is_file())
+        settings = replace(self.plan.settings()[name], seeds=count)
+        result, arrived = run_demo(settings, folder, display=self.display)
+        return {"result": result, "arrived": arrived}
+
+    def whole(self, found: Mapping[str, Any]) -> Mapping[str, Any]:
+        plan = self.plan
+        kept: dict[str, Any] = {}
+        for count in range(1, plan.seeds + 1):
+            keys = [_key(plan, name, count) for name in plan.scenarios]
+            if not all(key in found for key in keys):
+                break
+            kept |= {key: found[key] for key in keys}
+        return kept
+
+    def conclude(self, cells: Mapping[str, Any]) -> dict[str, Any]:
+        count = len(cells) // len(self.plan.scenarios)
+        results = {name: cells[_key(self.plan, name, count)]["result"] for name in self.plan.scenarios}
+        first = next(iter(results.values()))
+        same = {"mechanisms": first["mechanisms"], "seeds": first["seeds"]}
+        arrived = all(cell["arrived"] for cell in cells.values())
+        return {**same, **combine(results), "arrived": arrived, "scenarios": results}
+
+    def table(self, result: Mapping[str, Any]) -> str:
+        return table(result).markdown()
+
+    def page(self, result: Mapping[str, Any]) -> str:
+        return page(result)
 
 
-def _run_scenario(settings: LaunchSettings, path: Path, display: Display | None) -> tuple[dict[str, Any], bool]:
-    return run_demo(settings, RunFolder("demo", path, resume=(path / "run.json").is_file()), display=display)
+def _key(plan: TtaPlan, scenario: str, count: int) -> str:
+    return f"{place(scenario)}-{plan.seed + count - 1}"
 
 
-def _conclude(facts: dict[str, Any], results: dict[str, dict[str, Any]], folder: RunFolder) -> dict[str, Any]:
-    """Write result.json, table.md and report.html."""
-    result = {**facts, "commit": commit(), "machine": machine(), **combine(results), "scenarios": results}
-    result["mechanisms"] = next(iter(results.values()))["mechanisms"]
-    result["seeds"] = next(iter(results.values()))["seeds"]
-    folder.write_result(result)
-    (folder.path / "table.md").write_text(markdown(result), encoding="utf-8")
-    write_live_report(folder.path / "report.html", result)
-    return result
+def place(scenario: str) -> str:
+    """The folder of a scenario in the run's: its name, without the path of a file.
+
+    >>> place("slow-link"), place("mine/two-hosts.yaml")
+    ('slow-link', 'two-hosts')
+    """
+    return Path(scenario).stem
 
 
 def combine(results: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -168,14 +217,39 @@ def _times(result: dict[str, Any]) -> dict[str, list[float]]:
     return {name: censored([t[i] for i in kept], bound).tolist() for name, t in runs.items()}
 
 
-def markdown(result: dict[str, Any]) -> str:
+def table(result: Mapping[str, Any]) -> Table:
     """Rows are scenarios; a cell is time over the best static's there, geometric mean of the pairs."""
-    names = [name for name in next(iter(result["cuts"].values()))["over_best_static"] if name != AGAIN]
-    lines = ["| scenario | best static | attainable cut (by) | A/A | " + " | ".join(names) + " |"]
-    lines.append("|---" * (4 + len(names)) + "|")
+    cuts = result["cuts"]
+    names = [name for name in next(iter(cuts.values()))["over_best_static"] if name != AGAIN]
+    rows = []
     for scenario, part in result["scenarios"].items():
-        cut, a_a = result["cuts"][scenario], part["a_a"]
-        own = "–" if a_a is None else f"{a_a['median']:.3f}"
-        head = f"{scenario} | {cut['best_static']} | {100 * cut['attainable_cut']:.0f} % ({cut['attained_by']}) | {own}"
-        lines.append(f"| {head} | " + " | ".join(f"{cut['over_best_static'][n]:.3f}" for n in names) + " |")
-    return "\n".join(lines) + "\n"
+        cut, a_a = cuts[scenario], part["a_a"]
+        own = number(None if a_a is None else a_a["median"], 3)
+        head = [scenario, cut["best_static"], f"{percent(cut['attainable_cut'])} ({cut['attained_by']})", own]
+        rows.append([*head, *[number(cut["over_best_static"][name], 3) for name in names]])
+    return Table(["scenario", "best static", "attainable cut (by)", "A/A", *names], rows)
+
+
+def page(result: Mapping[str, Any]) -> str:
+    """report.html: the table, a plot, and links to every scenario's own page."""
+    cuts: Mapping[str, Any] = result["cuts"]
+    names = list(next(iter(cuts.values()))["over_best_static"])
+    figure, (axes,) = new_figure()
+    width = 0.8 / len(names)
+    for i, name in enumerate(names):
+        heights = [cut["over_best_static"].get(name, float("nan")) for cut in cuts.values()]
+        axes.bar([x + i * width for x in range(len(cuts))], heights, width, label=name, color=look(i)["color"])
+    axes.axhline(1.0, color="#222", lw=0.8, ls=":")
+    axes.set(xticks=[x + 0.4 - width / 2 for x in range(len(cuts))], ylabel="time to target / best static's")
+    axes.set_xticklabels(list(cuts))
+    legend_beside(axes, columns=2)
+    said = (
+        "Emulated clusters on one machine. A cell is time to the target over the best static's there, geometric mean of "
+        "the pairs: below 1 is faster. A/A is static over itself, the machine's own part."
+    )
+    sections = [
+        Section(table=table(result)),
+        Section(figure=figure, caption="The same figures."),
+        Section("Each scenario by itself", links={name: f"{place(name)}/report.html" for name in cuts}),
+    ]
+    return Page(result["command"], sections, lead=[said, provenance(result)], details=measured(result)).html()

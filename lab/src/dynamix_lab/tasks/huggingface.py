@@ -128,7 +128,7 @@ def _open(dataset: Any) -> Any:
     try:
         datasets: Any = importlib.import_module("datasets")
     except ImportError as error:
-        fix = 'pip install "dynamix-train[huggingface]"'
+        fix = 'pip install "dynamix-lab[huggingface]"'
         raise ConfigError("dataset", str(dataset), "a data set whose library is installed", fix) from error
     try:
         return datasets.load_from_disk(str(dataset)) if Path(dataset).is_dir() else datasets.load_dataset(str(dataset))

@@ -12,19 +12,19 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from dynamix.emulator import Emulation, Scenario, load_scenario
 from dynamix.emulator.cluster import Mechanism
 from dynamix.errors import ConfigError, EmulationError, WorkerLostError
-from dynamix.events.records import SCHEMA
-from dynamix.events.run_folder import RunFolder, commit, machine
+from dynamix.events.run_folder import commit
+from dynamix_lab.harness.suite import Cell, Context, Suite
 from dynamix_lab.suites.compression.exchanges import AFTER, AGAIN, AGGREGATED, WAYS
 from dynamix_lab.suites.compression.jobs import AFTER_TOPK, JOBS, SPARSEST
-from dynamix_lab.suites.compression.report import markdown, write_compression_report
+from dynamix_lab.suites.compression.report import markdown, page
 from dynamix_lab.suites.compression.summary import join, judge, summarise
 
 RATES_MBIT_S = (100, 1000)
@@ -38,8 +38,6 @@ TIMEOUT_S = 120  # of the process group
 GRACE_S = 20.0
 START_S = 60.0  # for the aggregator to listen
 LONGEST_S = 3600.0
-
-Tell = Callable[[str, float], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,55 +150,36 @@ class CompressionCell:
         }  # fmt: skip
 
 
-def run_compression(plan: CompressionPlan, folder: RunFolder, *, tell: Tell = lambda *_: None) -> dict[str, Any]:
-    """Run every cell that `folder` has not finished; returns result.json, and writes it, table.md and report.html.
+@dataclass(frozen=True)
+class CompressionSuite(Suite):
+    """`dynamix bench compression`. More jobs, rates and hosts may be added to a folder."""
 
-    When interrupted, what is finished is summarised before `KeyboardInterrupt` goes on. Raises `ConfigError` for a folder of
-    another plan, `EmulationError` without root, `WorkerLostError` when a rank fails; nothing is left running.
-    """
-    plan.check()
-    cells = plan.cells()
-    facts: dict[str, Any] = {
-        "schema": SCHEMA, "command": "bench compression", "cluster": "emulator", "seeds": [plan.seed],
-        "plan": json.loads(json.dumps({**asdict(plan), "commit": commit()})),
-        "scenario_sha256": {cell.name: cell.scenario().sha256 for cell in cells},
-    }  # fmt: skip
-    before = folder.read_run()
-    if before and not _may_go_on(before.get("plan", {}), facts["plan"]):
-        raise ConfigError(
-            "out", str(folder.path), "a folder of this command with the same options", "resume with the same"
-        )
-    folder.write_run(**facts)
-    try:
-        for i, cell in enumerate(cells):
-            path = _saved(folder, cell)
-            if not path.exists():
-                part = _part_of(tell, cell.name, i, len(cells))
-                row = {**_run_cell(cell, plan, folder.path / "ranks" / cell.name, part), "commit": commit()}
-                path.parent.mkdir(exist_ok=True)
-                unfinished = path.with_suffix(".unfinished")
-                unfinished.write_text(json.dumps(row, allow_nan=False), encoding="utf-8")
-                unfinished.replace(path)
-    except KeyboardInterrupt:
-        finished = [cell for cell in cells if _saved(folder, cell).exists()]
-        if finished:
-            _conclude({**facts, "interrupted": True}, finished, folder)
-        raise
-    return _conclude(facts, cells, folder)
+    plan: CompressionPlan
+    name: str = "compression"
+    grows: ClassVar[frozenset[str]] = frozenset({"jobs", "rates_mbit_s", "workers"})
 
+    def facts(self) -> dict[str, Any]:
+        hashes = {cell.name: cell.scenario().sha256 for cell in self.plan.cells()}
+        return {"cluster": "emulator", "seeds": [self.plan.seed], "scenario_sha256": hashes}
 
-def _saved(folder: RunFolder, cell: CompressionCell) -> Path:
-    return folder.path / "cells" / f"{cell.name}.json"
+    def cells(self) -> list[Cell]:
+        return [Cell(cell.name, (cell,)) for cell in self.plan.cells()]
 
+    def run(self, cell: Cell, context: Context) -> dict[str, Any]:
+        (one,) = cell.what
+        ranks = context.folder.path / "ranks" / one.name
+        found = _run_cell(one, self.plan, ranks, lambda done: context.tell(one.name, done))
+        return {**found, "commit": commit()}
 
-def _may_go_on(then: dict[str, Any], now: dict[str, Any]) -> bool:
-    """More jobs, rates and hosts may be added to a folder, but how a cell is measured must not change."""
-    grown = {"jobs", "rates_mbit_s", "workers", "commit"}
-    return {k: v for k, v in then.items() if k not in grown} == {k: v for k, v in now.items() if k not in grown}
+    def conclude(self, cells: Mapping[str, Any]) -> dict[str, Any]:
+        mechanisms = next(iter(cells.values()))["mechanisms"]
+        return {"mechanisms": mechanisms, "target": judge(cells), **join(cells), "cells": dict(cells)}
 
+    def table(self, result: Mapping[str, Any]) -> str:
+        return markdown(result)
 
-def _part_of(tell: Tell, name: str, index: int, parts: int) -> Callable[[float], None]:
-    return lambda done: tell(name, (index + done) / parts)
+    def page(self, result: Mapping[str, Any]) -> str:
+        return page(result)
 
 
 def _run_cell(
@@ -262,16 +241,3 @@ def _follow(hosts: Emulation, folder: Path, tell: Callable[[float], None], began
         lines = [line for line in errors.read_text(errors="replace").splitlines() if line.strip()]
         said = lines[-1] if lines else "it wrote nothing"
         raise WorkerLostError(f"rank {first} ended with {codes[first]}: {said} (all of it in {errors})")
-
-
-def _conclude(facts: dict[str, Any], finished: Sequence[CompressionCell], folder: RunFolder) -> dict[str, Any]:
-    """Write result.json, table.md and report.html."""
-    cells = {cell.name: json.loads(_saved(folder, cell).read_text(encoding="utf-8")) for cell in finished}
-    result = {
-        **facts, "commit": commit(), "machine": machine(), "mechanisms": next(iter(cells.values()))["mechanisms"],
-        "target": judge(cells), **join(cells), "cells": cells,
-    }  # fmt: skip
-    folder.write_result(result)
-    (folder.path / "table.md").write_text(markdown(result), encoding="utf-8")
-    write_compression_report(folder.path / "report.html", result)
-    return result

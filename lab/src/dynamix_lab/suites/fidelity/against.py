@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from scipy import stats
 
 from dynamix.errors import ConfigError
 from dynamix.policies import make_policy
@@ -123,17 +124,18 @@ def _fitted(folder: Path, calibrate_on: str) -> tuple[dict[str, Any], LiveCosts]
 
 
 def indistinct(each: Sequence[float], *, pairs: int) -> float:
-    """How far apart (relative) two policies' times over `pairs` pairs may be by the machine alone, 95 %.
+    """How far apart (relative) two policies' times over `pairs` pairs may be by the machine alone: the half width of a
+    95 % interval by Student's t.
 
     each   static against itself, one ratio per pair of all scenarios: their spread is that of any ratio of two runs
 
     >>> round(indistinct([1.1, 1 / 1.1, 1.1, 1 / 1.1], pairs=4), 2)
-    0.1
+    0.14
     """
     if not each:
         return 0.05
     spread = float(np.sqrt(np.mean(np.square(np.log(each)))))
-    return float(max(np.expm1(1.96 * spread / np.sqrt(pairs)), 0.02))
+    return float(max(np.expm1(stats.t.ppf(0.975, len(each)) * spread / np.sqrt(pairs)), 0.02))
 
 
 def _compare_one(

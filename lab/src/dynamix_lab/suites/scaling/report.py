@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from dynamix_lab.harness.runs import CENSOR_FACTOR, is_learned
-from dynamix_lab.statistics import censored, paired_ratio, time_to_target
+from dynamix_lab.report import (
+    Page,
+    Section,
+    Table,
+    measured,
+    number,
+    percent,
+    provenance,
+    sections_markdown,
+    with_interval,
+)
+from dynamix_lab.statistics import censored, paired_difference, paired_ratio, time_to_target
 
 OURS = ("dynamix", "dynamix-paper")
 GOAL_CUT, GOAL_FRACTION, GOAL_ACCURACY = 0.46, 0.95, -0.003
@@ -23,12 +33,10 @@ PAPER: dict[str, str] = {
     "vgg11-sgd-8": "190 min to 30 min at like accuracy (nodes not said)",
     "vgg11-adam-8": "80 min to 30 min, accuracy +6 points (nodes not said)",
 }
-# Student's t for a 95 % interval, by degrees of freedom.
-_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
 
 def conclude(cells: Mapping[str, Any]) -> dict[str, Any]:
-    """`cells` (conclusions by name), the claimed pattern over all runs, and the table as Markdown."""
+    """`cells` (conclusions by name), the claimed pattern over all runs, and `raw`: what they were concluded from."""
     found = {name: _cell(cell) for name, cell in cells.items()}
     patterns = {
         policy: [part["policies"][policy]["pattern"] for part in found.values() if policy in part["policies"]]
@@ -37,7 +45,7 @@ def conclude(cells: Mapping[str, Any]) -> dict[str, Any]:
     shown = {policy: sum(map(sum, parts)) for policy, parts in patterns.items() if parts}
     of = {policy: sum(map(len, parts)) for policy, parts in patterns.items() if parts}
     pattern = {policy: {"runs": of[policy], "large_medium_small": shown[policy]} for policy in shown}
-    return {"cells": found, "pattern": pattern, "raw": dict(cells), "table": markdown(found, pattern)}
+    return {"cells": found, "pattern": pattern, "raw": dict(cells)}
 
 
 def _cell(cell: Mapping[str, Any]) -> dict[str, Any]:
@@ -45,8 +53,8 @@ def _cell(cell: Mapping[str, Any]) -> dict[str, Any]:
     runs, target, seeds = cell["runs"], cell["target"], cell["seeds"]
     static = [time_to_target(r["time_s"], r["score"], target) for r in runs["static"]]
     kept = [i for i, t in enumerate(static) if t is not None]
-    head = {"target": target, "best_static": cell["best_static"], "sweep_s": cell["sweep_s"], "samples": cell["samples"],
-            "sweep_cpu_s": round(cell["sweep_cpu_s"], 1), "seeds": [seeds[i] for i in kept]}  # fmt: skip
+    head = {name: cell[name] for name in ("target", "best_static", "sweep_s", "samples")}
+    head |= {"sweep_cpu_s": round(cell["sweep_cpu_s"], 1), "seeds": [seeds[i] for i in kept]}
     if not kept:
         return {**head, "attainable_cut": None, "attained_by": None, "policies": {}}
     base = [float(t) for t in static if t is not None]
@@ -82,9 +90,9 @@ def _policy(
         "time_to_target_s": [None if t is None else round(t, 2) for t in times],
         "over_static": paired_ratio(censored(times, bound).tolist(), list(base_s)).to_dict(),
         "accuracy_at_equal_samples": [round(a, 4) for a in samples],
-        "gain_at_equal_samples": difference(samples, base_samples),
+        "gain_at_equal_samples": _points(samples, base_samples),
         "accuracy_at_equal_time": [round(a, 4) for a in at_time],
-        "gain_at_equal_time": difference(at_time, base_time),
+        "gain_at_equal_time": _points(at_time, base_time),
         "mean_batch_by_third": [[round(b, 1) for b in thirds(r["global_batch"])] for r in runs],
         "pattern": [large_medium_small(r["global_batch"]) for r in runs],
         "wait_fraction": [r["wait_fraction"] for r in runs],
@@ -93,24 +101,16 @@ def _policy(
     }
 
 
+def _points(mine: Sequence[float], others: Sequence[float]) -> dict[str, float | None]:
+    """`paired_difference` with four digits."""
+    found = paired_difference(mine, others).to_dict()
+    return {name: None if value is None else round(value, 4) for name, value in found.items()}
+
+
 def _accuracy(run: Mapping[str, Any], axis: str, at: float) -> float:
     """Mean of the last few scores up to a number of samples or seconds; a run that ended before counts as it ended."""
     known = [s for x, s in zip(run[axis], run["score"], strict=True) if x <= at * (1 + 1e-9)] or run["score"][:1]
     return float(np.mean(known[-SMOOTHED:]))
-
-
-def difference(mine: Sequence[float], others: Sequence[float]) -> dict[str, float | None]:
-    """Mean of paired differences with a 95 % interval by Student's t; None for a single pair.
-
-    >>> difference([0.92, 0.94], [0.91, 0.91])
-    {'mean': 0.02, 'low': -0.1071, 'high': 0.1471}
-    """
-    gaps = np.asarray(mine) - np.asarray(others)
-    mean, count = float(gaps.mean()), len(gaps)
-    if count < 2:
-        return {"mean": round(mean, 4), "low": None, "high": None}
-    half = _T[min(count - 2, len(_T) - 1)] * float(gaps.std(ddof=1)) / math.sqrt(count)
-    return {"mean": round(mean, 4), "low": round(mean - half, 4), "high": round(mean + half, 4)}
 
 
 def thirds(batch: Sequence[float]) -> list[float]:
@@ -128,59 +128,97 @@ def large_medium_small(batch: Sequence[float]) -> bool:
     return first > PATTERN_STEP * second and second > PATTERN_STEP * last
 
 
-def markdown(cells: Mapping[str, Any], pattern: Mapping[str, Any]) -> str:
-    """A table for time, one for accuracy, one for batches, each with the attainable cut or the paper's figure first."""
-    lines = [
-        "| cell | target | best static | attainable cut (by) | policy | time / best static's | cut | of the attainable | the paper |"
+def markdown(result: Mapping[str, Any]) -> str:
+    """table.md: a table for time, one for accuracy, one for batches."""
+    return sections_markdown(sections(result))
+
+
+def page(result: Mapping[str, Any]) -> str:
+    """report.html: the same tables."""
+    lead = ["Real training on the virtual clock: only seconds are simulated.", provenance(result)]
+    return Page(str(result["command"]), sections(result), lead=lead, details=measured(result)).html()
+
+
+def sections(result: Mapping[str, Any]) -> list[Section]:
+    """The tables: time with the attainable cut and the paper's figure, accuracy, and the batches of a run."""
+    cells, pattern = result["cells"], result["pattern"]
+    never = [
+        f"{cell}: best static never reached the target {part['target']:.3f}."
+        for cell, part in cells.items()
+        if not part["policies"]
     ]
-    lines.append("|---" * 9 + "|")
-    rows = [
+    shown = [
+        f"{name}: large, then medium, then small in {part['large_medium_small']} of {part['runs']} runs."
+        for name, part in pattern.items()
+    ]
+    return [
+        Section("Time to the target", table=_times(cells), notes=never),
+        Section("Accuracy", table=_accuracies(cells)),
+        Section("Global batch in the thirds of a run, seed by seed", table=_batches(cells), notes=shown),
+    ]
+
+
+def _rows(cells: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any], str, Mapping[str, Any]]]:
+    return [
         (cell, part, name, mine)
         for cell, part in cells.items()
         for name, mine in part["policies"].items()
         if name != "static"
     ]
-    for cell, part, name, mine in rows:
-        over = mine["over_static"]
-        spread = "" if over["low"] is None else f" ({over['low']:.3f}-{over['high']:.3f})"
-        fraction = "-" if mine["fraction_of_cut"] is None else f"{mine['fraction_of_cut']:.2f}"
-        lines.append(
-            f"| {cell} | {part['target']:.3f} | {part['best_static']} | {100 * part['attainable_cut']:.0f} % ({part['attained_by']}) | {name} | "
-            f"{over['median']:.3f}{spread} | {100 * mine['cut']:.0f} % | {fraction} | {PAPER.get(cell, '') if name in OURS else ''} |"
-        )
-    lines += [
-        f"\n{cell}: best static never reached the target {part['target']:.3f}"
-        for cell, part in cells.items()
-        if not part["policies"]
+
+
+def _times(cells: Mapping[str, Any]) -> Table:
+    head = ["cell", "target", "best static", "attainable cut (by)", "policy", "time / best static's", "cut"]
+    rows = [
+        [
+            cell,
+            f"{part['target']:.3f}",
+            str(part["best_static"]),
+            f"{percent(part['attainable_cut'])} ({part['attained_by']})",
+            name,
+            with_interval(mine["over_static"]),
+            percent(mine["cut"]),
+            number(mine["fraction_of_cut"], 2),
+            PAPER.get(cell, "") if name in OURS else "",
+        ]
+        for cell, part, name, mine in _rows(cells)
     ]
-    lines += [
-        "",
-        "| cell | policy | accuracy at equal samples | gain on best static | accuracy at static's time | gain on best static | waiting |",
+    return Table([*head, "of the attainable", "the paper"], rows)
+
+
+def _accuracies(cells: Mapping[str, Any]) -> Table:
+    head = ["cell", "policy", "accuracy at equal samples", "gain on best static, points", "accuracy at static's time"]
+    rows = [
+        [
+            cell,
+            name,
+            f"{np.mean(mine['accuracy_at_equal_samples']):.4f}",
+            _gain(mine["gain_at_equal_samples"]),
+            f"{np.mean(mine['accuracy_at_equal_time']):.4f}",
+            _gain(mine["gain_at_equal_time"]),
+            percent(float(np.mean(mine["wait_fraction"]))),
+        ]
+        for cell, _, name, mine in _rows(cells)
     ]
-    lines.append("|---" * 7 + "|")
-    for cell, _, name, mine in rows:
-        means = [f"{np.mean(mine[key]):.4f}" for key in ("accuracy_at_equal_samples", "accuracy_at_equal_time")]
-        gains = [_gain(mine[key]) for key in ("gain_at_equal_samples", "gain_at_equal_time")]
-        waiting = f"{100 * np.mean(mine['wait_fraction']):.0f} %"
-        lines.append(f"| {cell} | {name} | {means[0]} | {gains[0]} | {means[1]} | {gains[1]} | {waiting} |")
-    lines += [
-        "",
-        "| cell | policy | global batch in the thirds of a run, seed by seed | large, then medium, then small |",
-        "|---" * 4 + "|",
+    return Table([*head, "gain on best static, points", "waiting"], rows)
+
+
+def _batches(cells: Mapping[str, Any]) -> Table:
+    rows = [
+        [
+            cell,
+            name,
+            "; ".join(" ".join(f"{b:.0f}" for b in one) for one in mine["mean_batch_by_third"]),
+            f"{sum(mine['pattern'])} of {len(mine['pattern'])}",
+        ]
+        for cell, _, name, mine in _rows(cells)
     ]
-    for cell, _, name, mine in rows:
-        batches = "; ".join(" ".join(f"{b:.0f}" for b in one) for one in mine["mean_batch_by_third"])
-        lines.append(f"| {cell} | {name} | {batches} | {sum(mine['pattern'])} of {len(mine['pattern'])} |")
-    for name, part in pattern.items():
-        lines.append(f"\n{name}: large, then medium, then small in {part['large_medium_small']} of {part['runs']} runs")
-    return "\n".join(lines) + "\n"
+    return Table(["cell", "policy", "global batch", "large, then medium, then small"], rows)
 
 
 def _gain(gain: Mapping[str, float | None]) -> str:
     """In points."""
     said = f"{100 * (gain['mean'] or 0.0):+.1f}"
-    return (
-        said
-        if gain["low"] is None or gain["high"] is None
-        else f"{said} ({100 * gain['low']:+.1f} to {100 * gain['high']:+.1f})"
-    )
+    if gain["low"] is None or gain["high"] is None:
+        return said
+    return f"{said} ({100 * gain['low']:+.1f} to {100 * gain['high']:+.1f})"

@@ -2,17 +2,15 @@
 
 VGG-like-16 with SGD at 8, 16 and 32 workers and VGG-like-11 with SGD and with AdamW at 8, on the `paper-like` scenario. In each
 case the best static size and the target are found on a tuning seed; then static at that size, the policies and a reference
-with exact shares meet the same data, weights and disturbances, seed by seed. Every run is saved as it ends.
+with exact shares meet the same data, weights and disturbances, seed by seed. A cell of the suite is a run.
 """
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -20,21 +18,20 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 
 from dynamix.errors import ConfigError
-from dynamix.events.records import SCHEMA
-from dynamix.events.run_folder import RunFolder, commit, machine
 from dynamix.policies import make_policy
-from dynamix.training.nets import net_costs
 from dynamix.virtual.cluster import VirtualCluster
 from dynamix.virtual.run import Snapshot, VirtualRun
 from dynamix.window import Bounds
 from dynamix_lab.harness.reference import references
 from dynamix_lab.harness.runs import CENSOR_FACTOR, file_name
+from dynamix_lab.harness.suite import Cell, Context, Suite
 from dynamix_lab.statistics import time_to_target
-from dynamix_lab.suites.scaling.report import conclude
+from dynamix_lab.suites.scaling.report import conclude, markdown, page
 from dynamix_lab.suites.scaling.virtual_world import NetEnv, at_workers, described
 from dynamix_lab.tasks import Arrays, Workload, as_is, make_workload, score
 from dynamix_lab.tasks.convolution import adamw
 from dynamix_lab.tasks.mnist1d import TUNING_SEEDS
+from dynamix_lab.tasks.net_costs import net_costs
 
 SCENARIO = "paper-like"
 POLICIES = ("reference", "lb_bsp", "goodput", "dynamix", "dynamix-paper")
@@ -44,7 +41,6 @@ LONGEST_S = 6_000.0
 # twice that time, in which large batches go through many samples.
 MOST_OF_STATIC, MOST = 2.0, 10.0
 PARTS = 30  # of a run's samples: snapshots, and points of its trajectory
-Tell = Callable[[str, float], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +83,6 @@ class ScalingPlan:
     width       of the nets' first stage; None: theirs
     """
 
-    command: str
     cells: tuple[tuple[str, int], ...]
     policies: tuple[str, ...] = POLICIES
     seeds: tuple[int, ...] = (0, 1, 2)
@@ -120,12 +115,11 @@ class ScalingPlan:
         chosen = [c for c in CASES if not cases or c.name in cases]
         cells = tuple((c.name, w) for c in chosen for w in c.workers if not workers or w in workers)
         names = tuple(policies or POLICIES)
-        command = "bench scaling --cluster virtual" + (" --quick" if quick else "")
         if quick:
-            plan = cls(command, (("vgg11-sgd", 8),), names, tuple(range(seeds or 1)), (16, 32), samples=12_000, train=4_000,
-                       test=1_000, scored=500, width=8)  # fmt: skip
+            less = {"samples": 12_000, "train": 4_000, "test": 1_000, "scored": 500}
+            plan = cls((("vgg11-sgd", 8),), names, tuple(range(seeds or 1)), (16, 32), **less)
         else:
-            plan = cls(command, cells, names, tuple(range(seeds or 3)))
+            plan = cls(cells, names, tuple(range(seeds or 3)))
         return plan if samples is None else replace(plan, samples=samples)
 
     def check(self) -> None:
@@ -147,79 +141,104 @@ class ScalingPlan:
 
 @dataclass(frozen=True, slots=True)
 class ScalingRun:
-    """One run: a policy ("static:16", "reference:256", or a policy's name) on a cell with a seed."""
+    """One run: a policy ("static:16", "reference:256", or a policy's name) on a cell of the plan with a seed."""
 
     cell: tuple[str, int]
     policy: str
     seed: int
 
     @property
-    def path(self) -> Path:
-        """Where it is saved, in the folder of the suite."""
-        return Path("runs") / f"{self.cell[0]}-{self.cell[1]}-{file_name(self.policy)}-seed{self.seed}.json"
+    def key(self) -> str:
+        """Names its file."""
+        return f"{self.cell[0]}-{self.cell[1]}-{file_name(self.policy)}-seed{self.seed}"
 
 
-def run_scaling(plan: ScalingPlan, folder: RunFolder, *, tell: Tell = lambda what, done: None) -> dict[str, Any]:
-    """Run what `folder` does not hold yet; writes run.json, a file per run, result.json and table.md."""
-    plan.check()
-    torch.set_num_threads(1)
-    facts: dict[str, Any] = {
-        "schema": SCHEMA, "command": plan.command, "cluster": "virtual", "mechanisms": {}, "seeds": list(plan.seeds),
-        "plan": json.loads(json.dumps(asdict(plan))), "assumed_costs": described(),
-        "net_costs": {c.net: asdict(net_costs(c.net)) for c in CASES},
-        "scenario_sha256": {str(w): at_workers(SCENARIO, w).sha256 for _, w in plan.cells},
-    }  # fmt: skip
-    before = folder.read_run()
-    if before and any(before.get(key) != facts[key] for key in ("plan", "net_costs", "assumed_costs")):
-        raise ConfigError("plan", plan.command, f"the one begun in {folder.path}", "resume with the same arguments")
-    folder.write_run(**facts)
-    cells: dict[str, Any] = {}
-    done = 0
-    runs = len(plan.cells) * (len(plan.sweep) + len(plan.seeds) * (1 + len(plan.policies)))
+@dataclass(frozen=True)
+class ScalingSuite(Suite):
+    """`dynamix bench scaling --cluster virtual`.
 
-    def make(job: ScalingRun, target: float | None, bound_s: float | None) -> dict[str, Any]:
-        nonlocal done
-        tell(f"{job.cell[0]} W={job.cell[1]} {job.policy} seed {job.seed}", done / runs)
-        done += 1
-        return _saved(folder.path / job.path, lambda: one_run(plan, job, target, bound_s))
+    For each case and W the sweep of static sizes runs first, on the tuning seed. It gives the target and the best static
+    size, which the runs behind it need. Of those static is the first of each seed: its time bounds the others'.
+    """
 
-    for cell in plan.cells:
-        cells[f"{cell[0]}-{cell[1]}"] = _run_cell(plan, cell, make)
-        result = {**facts, "commit": commit(), "machine": machine(), **conclude(cells)}
-        folder.write_result(result)
-        (folder.path / "table.md").write_text(result["table"], encoding="utf-8")
-    return result
+    plan: ScalingPlan
+    name: str = "scaling"
+    grows: ClassVar[frozenset[str]] = frozenset({"cells"})
+
+    def facts(self) -> dict[str, Any]:
+        hashes = {str(w): at_workers(SCENARIO, w).sha256 for _, w in self.plan.cells}
+        about = {"cluster": "virtual", "mechanisms": {}, "scenario_sha256": hashes}
+        return {**about, "seeds": list(self.plan.seeds), **self.bound_to()}
+
+    def bound_to(self) -> dict[str, Any]:
+        costs = {case.net: asdict(net_costs(case.net)) for case in CASES}
+        return {"assumed_costs": described(), "net_costs": costs}
+
+    def cells(self) -> list[Cell]:
+        runs = [run for cell in self.plan.cells for run in (*_sweep(self.plan, cell), *_compared(self.plan, cell))]
+        return [Cell(run.key, (run,)) for run in runs]
+
+    def run(self, cell: Cell, context: Context) -> dict[str, Any]:
+        (run,) = cell.what
+        torch.set_num_threads(1)
+        if run.seed == self.plan.tuning_seed:
+            return one_run(self.plan, run, None, None)
+        target, best = chosen_static(_swept(self.plan, run.cell, context.found))
+        if run.policy == "static":
+            return one_run(self.plan, replace(run, policy=f"static:{best}"), target, None)
+        reached = reached_at(context.found[replace(run, policy="static").key], target)
+        if run.policy == "reference":
+            run = replace(run, policy=f"reference:{best * run.cell[1]}")
+        return one_run(self.plan, run, target, None if reached is None else CENSOR_FACTOR * reached)
+
+    def whole(self, found: Mapping[str, Any]) -> Mapping[str, Any]:
+        kept: dict[str, Any] = {}
+        for cell in self.plan.cells:
+            keys = [run.key for run in (*_sweep(self.plan, cell), *_compared(self.plan, cell))]
+            kept |= {key: found[key] for key in keys} if all(key in found for key in keys) else {}
+        return kept
+
+    def conclude(self, cells: Mapping[str, Any]) -> dict[str, Any]:
+        there = [cell for cell in self.plan.cells if _sweep(self.plan, cell)[0].key in cells]
+        return conclude({f"{case}-{w}": _gathered(self.plan, (case, w), cells) for case, w in there})
+
+    def table(self, result: Mapping[str, Any]) -> str:
+        return markdown(result)
+
+    def page(self, result: Mapping[str, Any]) -> str:
+        return page(result)
 
 
-def _saved(path: Path, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_suffix(".unfinished")
-        unfinished.write_text(json.dumps(run(), allow_nan=False), encoding="utf-8")
-        unfinished.replace(path)
-    return dict(json.loads(path.read_text(encoding="utf-8")))
+def _sweep(plan: ScalingPlan, cell: tuple[str, int]) -> list[ScalingRun]:
+    return [ScalingRun(cell, f"static:{size}", plan.tuning_seed) for size in plan.sweep]
 
 
-def _run_cell(
-    plan: ScalingPlan, cell: tuple[str, int], make: Callable[[ScalingRun, float | None, float | None], dict[str, Any]]
-) -> dict[str, Any]:
-    """Sweep, then all policies seed by seed, static first: its time bounds the others'."""
-    sweep = {size: make(ScalingRun(cell, f"static:{size}", plan.tuning_seed), None, None) for size in plan.sweep}
+def _compared(plan: ScalingPlan, cell: tuple[str, int]) -> list[ScalingRun]:
+    names = ["static", *(name for name in plan.policies if name != "static")]
+    return [ScalingRun(cell, name, seed) for seed in plan.seeds for name in names]
+
+
+def _swept(plan: ScalingPlan, cell: tuple[str, int], found: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
+    """Runs of the sweep by size."""
+    return {size: found[run.key] for size, run in zip(plan.sweep, _sweep(plan, cell), strict=True)}
+
+
+def _gathered(plan: ScalingPlan, cell: tuple[str, int], found: Mapping[str, Any]) -> dict[str, Any]:
+    """What `conclude` needs of one case at one W."""
+    sweep = _swept(plan, cell, found)
     target, best = chosen_static(sweep)
-    total = best * cell[1]
-    names = [name for name in plan.policies if name != "static"]
-    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in ("static", *names)}
-    for seed in plan.seeds:
-        static = make(ScalingRun(cell, f"static:{best}", seed), target, None)
-        reached = reached_at(static, target)
-        runs["static"].append(static)
-        for name in names:
-            policy = f"reference:{total}" if name == "reference" else name
-            bound = None if reached is None else CENSOR_FACTOR * reached
-            runs[name].append(make(ScalingRun(cell, policy, seed), target, bound))
-    swept = {str(size): reached_at(run, target) for size, run in sweep.items()}
-    return {"target": target, "best_static": best, "sweep_s": swept, "seeds": list(plan.seeds), "runs": runs,
-            "samples": plan.samples, "sweep_cpu_s": sum(run["cpu_s"] for run in sweep.values())}  # fmt: skip
+    runs: dict[str, list[dict[str, Any]]] = {}
+    for run in _compared(plan, cell):
+        runs.setdefault(run.policy, []).append(found[run.key])
+    return {
+        "target": target,
+        "best_static": best,
+        "sweep_s": {str(size): reached_at(run, target) for size, run in sweep.items()},
+        "seeds": list(plan.seeds),
+        "runs": runs,
+        "samples": plan.samples,
+        "sweep_cpu_s": sum(run["cpu_s"] for run in sweep.values()),
+    }
 
 
 def chosen_static(sweep: dict[int, dict[str, Any]]) -> tuple[float, int]:
@@ -240,28 +259,43 @@ def reached_at(run: dict[str, Any], target: float) -> float | None:
 # ---------------------------------------------------------------- one run
 
 
-def one_run(plan: ScalingPlan, job: ScalingRun, target: float | None, bound_s: float | None) -> dict[str, Any]:
+def one_run(plan: ScalingPlan, planned: ScalingRun, target: float | None, bound_s: float | None) -> dict[str, Any]:
     """Train on the virtual clock: to `plan.samples`, and beyond only until the target or `bound_s`, at most `MOST` times."""
-    case = next(c for c in CASES if c.name == job.cell[0])
-    workload, workers = case.workload(plan.width), job.cell[1]
-    data, net = workload.make_data(job.seed, train=plan.train, test=plan.test), workload.make_model(job.seed)
+    case = next(c for c in CASES if c.name == planned.cell[0])
+    workload, workers = case.workload(plan.width), planned.cell[1]
+    data, net = workload.make_data(planned.seed, train=plan.train, test=plan.test), workload.make_model(planned.seed)
     bounds = Bounds.of(workers, workload.min_batch, 8 * plan.batch_size)
-    scenario, disturbed_by = at_workers(SCENARIO, workers), 1000 + job.seed
+    scenario, disturbed_by = at_workers(SCENARIO, workers), 1000 + planned.seed
     world = NetEnv(scenario, net_costs(case.net), seed=disturbed_by, batch_size=plan.batch_size, longest_s=LONGEST_S)
     others = references(scenario, seed=disturbed_by, clock=lambda: float(world.clock_s[0]))
-    policy = make_policy(job.policy, others=others)
+    policy = make_policy(planned.policy, others=others)
     began = time.process_time()
     with VirtualCluster(
-        net, case.make_optimizer(net.parameters()), workload.loss, data.train, clusters=world, policy=policy,
-        batch_size=plan.batch_size, bounds=bounds, interval=plan.interval, lr_rule=case.lr_rule, seed=job.seed,
+        net,
+        case.make_optimizer(net.parameters()),
+        workload.loss,
+        data.train,
+        clusters=world,
+        policy=policy,
+        batch_size=plan.batch_size,
+        bounds=bounds,
+        interval=plan.interval,
+        lr_rule=case.lr_rule,
+        seed=planned.seed,
         collate_fn=as_is,
-    ) as cluster:  # fmt: skip
+    ) as cluster:
         test = Arrays(data.test.inputs[: plan.scored], data.test.targets[: plan.scored])
         run = cluster.run(
-            snapshot_samples=plan.every(), score=lambda model: score(workload, model, test),
+            snapshot_samples=plan.every(),
+            score=lambda model: score(workload, model, test),
             until=_end(plan, target, bound_s),
-        )  # fmt: skip
-    return {**told(run, plan), "policy": job.policy, "seed": job.seed, "cpu_s": round(time.process_time() - began, 1)}
+        )
+    return {
+        **told(run, plan),
+        "policy": planned.policy,
+        "seed": planned.seed,
+        "cpu_s": round(time.process_time() - began, 1),
+    }
 
 
 def _end(plan: ScalingPlan, target: float | None, bound_s: float | None) -> Callable[[Snapshot], bool]:
@@ -293,8 +327,10 @@ def told(run: VirtualRun, plan: ScalingPlan) -> dict[str, Any]:
         "score": [round(s.score, 5) for s in run.snapshots],
         "global_batch": list(_filled(means)),
         "last_sizes": run.counts[-2 if len(run.counts) > 1 else -1].tolist(),
-        "steps": len(batch), "step_s": round(float(run.step_s.mean()), 4), "wait_fraction": round(run.wait_fraction, 4),
-    }  # fmt: skip
+        "steps": len(batch),
+        "step_s": round(float(run.step_s.mean()), 4),
+        "wait_fraction": round(run.wait_fraction, 4),
+    }
 
 
 def _filled(means: list[float | None]) -> Iterator[float]:

@@ -1,80 +1,120 @@
-"""table.md of `dynamix bench stigmergy`."""
+"""table.md and report.html of `dynamix bench stigmergy`."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+from dynamix_lab.report import (
+    Page,
+    Section,
+    Table,
+    legend_beside,
+    look,
+    measured,
+    new_figure,
+    percent,
+    provenance,
+    sections_markdown,
+    with_interval,
+)
 
-def markdown(result: dict[str, Any]) -> str:
+_KINDS = ("failures", "vanished", "recovery", "ablations")
+
+
+def markdown(result: Mapping[str, Any]) -> str:
     """Scenarios, failures, recovery, ablations and costs, a table each."""
-    cells = result["cells"]
-    kinds = ("failures", "vanished", "recovery", "ablations")
-    scenarios = {name: cell for name, cell in cells.items() if name.partition("-")[0] not in kinds}
-    parts = [
-        "Time over static's for the same progress; in brackets the 95 % interval over pairs.\n",
-        _ratios(scenarios, "static"),
+    return sections_markdown(sections(result))
+
+
+def page(result: Mapping[str, Any]) -> str:
+    """The same with a plot of the scenarios."""
+    first, *others = sections(result)
+    drawn = Section("", figure=_plot(_scenarios(result["cells"])), caption="Time over static's; below 1 is faster.")
+    made = Page(str(result["command"]), [first, drawn, *others], lead=[provenance(result)], details=measured(result))
+    return made.html()
+
+
+def sections(result: Mapping[str, Any]) -> list[Section]:
+    """What the cells say, without plots."""
+    cells, scenarios = result["cells"], _scenarios(result["cells"])
+    pairs = "In brackets the 95 % interval over pairs."
+    made = [
+        Section("Time over static's for the same progress", [pairs], _ratios(scenarios, "static")),
+        Section("stigmergic's time over others'", [pairs], _against(scenarios)),
     ]
-    parts += ["stigmergic's time over others'.\n", _against(scenarios)]
-    failures = {name: cell for name, cell in cells.items() if name.startswith(("failures-", "vanished-"))}
-    if failures:
-        parts += [
-            "From half way on nobody decides (`-dead`), or a quarter of the workers are gone (`vanished`): time over static's.\n"
-        ]
-        parts += [_ratios({name: cell}, "static") for name, cell in failures.items()]
-        parts += [
-            f"{name}: part of its own gain that is left: {_named(cell['gain_left'])}\n"
-            for name, cell in failures.items()
-            if "gain_left" in cell
-        ]
+    made += _failures({name: cell for name, cell in cells.items() if name.startswith(("failures-", "vanished-"))})
     recovery = {name: cell for name, cell in cells.items() if name.startswith("recovery-")}
     if recovery:
-        parts += [
-            "Windows after a lasting slowdown of one worker until 95 % of the lagged reference's pace: mean (95 % interval), share that recovered.\n"
-        ]
-        parts += [_recovery(recovery)]
+        said = (
+            "Windows after a lasting slowdown of one worker until 95 % of the lagged reference's pace: "
+            "mean (95 % interval), share that recovered."
+        )
+        made.append(Section("Recovery", [said], _recovery(recovery)))
     ablations = {name: cell for name, cell in cells.items() if name.startswith("ablations-")}
     if ablations:
-        parts += ["Ablations: time over the whole rule's.\n", _ratios(ablations, "stigmergic")]
-    parts += ["Microseconds of a decision.\n", _costs(result["decision_us"])]
-    return "\n".join(parts)
+        made.append(Section("Ablations", ["Time over the whole rule's."], _ratios(ablations, "stigmergic")))
+    if result["decision_us"]:
+        made.append(Section("Microseconds of a decision", (), _costs(result["decision_us"])))
+    return made
 
 
-def _cell(ratio: dict[str, float | None]) -> str:
-    return f"{ratio['median']:.3f}" + ("" if ratio["low"] is None else f" ({ratio['low']:.3f}-{ratio['high']:.3f})")
+def _scenarios(cells: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: cell for name, cell in cells.items() if name.partition("-")[0] not in _KINDS}
 
 
-def _table(head: list[str], rows: list[list[str]]) -> str:
-    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
-    return "\n".join([*lines, *["| " + " | ".join(row) + " |" for row in rows]]) + "\n"
-
-
-def _ratios(cells: dict[str, Any], base: str) -> str:
+def _ratios(cells: Mapping[str, Any], base: str) -> Table:
     names = [key.removesuffix(f"/{base}") for key in next(iter(cells.values()))["ratios"] if key.endswith(f"/{base}")]
-    rows = [[name, *[_cell(cell["ratios"][f"{n}/{base}"]) for n in names]] for name, cell in cells.items()]
-    return _table(["cell", *names], rows)
+    rows = [[name, *[with_interval(cell["ratios"][f"{n}/{base}"]) for n in names]] for name, cell in cells.items()]
+    return Table(["cell", *names], rows)
 
 
-def _against(cells: dict[str, Any]) -> str:
+def _against(cells: Mapping[str, Any]) -> Table:
     bases = [key.partition("/")[2] for key in next(iter(cells.values()))["ratios"] if not key.endswith("/static")]
-    rows = [[name, *[_cell(cell["ratios"][f"stigmergic/{b}"]) for b in bases]] for name, cell in cells.items()]
-    return _table(["cell", *bases], rows)
+    rows = [
+        [name, *[with_interval(cell["ratios"][f"stigmergic/{base}"]) for base in bases]] for name, cell in cells.items()
+    ]
+    return Table(["cell", *bases], rows)
 
 
-def _recovery(cells: dict[str, Any]) -> str:
+def _failures(cells: Mapping[str, Any]) -> list[Section]:
+    said = (
+        "From half way on nobody decides (`-dead`), or a quarter of the workers are gone (`vanished`): "
+        "time over static's."
+    )
+    made = []
+    for name, cell in cells.items():
+        left = ", ".join(f"{policy} {percent(value)}" for policy, value in cell.get("gain_left", {}).items())
+        notes = [f"Part of its own gain that is left: {left}"] if left else []
+        made.append(Section(f"Failures: {name}", [said], _ratios({name: cell}, "static"), notes=notes))
+    return made
+
+
+def _recovery(cells: Mapping[str, Any]) -> Table:
     names = list(next(iter(cells.values()))["windows"])
 
-    def one(part: dict[str, Any]) -> str:
+    def one(part: Mapping[str, Any]) -> str:
         low, high = part["interval_of_mean"]
-        return f"{part['mean']:.1f} ({low:.1f}-{high:.1f}), {100 * part['recovered']:.0f} %"
+        return f"{part['mean']:.1f} ({low:.1f}-{high:.1f}), {percent(part['recovered'])}"
 
-    rows = [[name, *[one(cell["windows"][n]) for n in names]] for name, cell in cells.items()]
-    return _table(["cell", *names], rows)
+    return Table(["cell", *names], [[name, *[one(cell["windows"][n]) for n in names]] for name, cell in cells.items()])
 
 
-def _costs(costs: list[dict[str, Any]]) -> str:
+def _costs(costs: list[dict[str, Any]]) -> Table:
     kinds = [name for name in costs[0] if name != "workers"]
-    return _table(["workers", *kinds], [[f"{c['workers']:,}", *[f"{c[k]:.2f}" for k in kinds]] for c in costs])
+    return Table(["workers", *kinds], [[f"{c['workers']:,}", *[f"{c[k]:.2f}" for k in kinds]] for c in costs])
 
 
-def _named(values: dict[str, float]) -> str:
-    return ", ".join(f"{name} {100 * value:.0f} %" for name, value in values.items())
+def _plot(cells: Mapping[str, Any]) -> Any:
+    figure, (axes,) = new_figure(height=1.5 + 0.28 * len(cells))
+    names = [key.removesuffix("/static") for key in next(iter(cells.values()))["ratios"] if key.endswith("/static")]
+    for i, name in enumerate(names):
+        ratios = [cell["ratios"][f"{name}/static"]["median"] for cell in cells.values()]
+        axes.plot(ratios, range(len(cells)), "o", ms=5, color=look(i)["color"], label=name)
+    axes.axvline(1.0, color="#222", lw=0.8, ls=":")
+    axes.set(yticks=range(len(cells)), xlabel="time / static's")
+    axes.set_yticklabels(list(cells))
+    axes.invert_yaxis()
+    axes.grid(axis="y", lw=0.4)
+    legend_beside(axes)
+    return figure

@@ -2,37 +2,34 @@
 
 Scenario by scenario and by number of workers: time for the progress that all reach, paired by cluster. Then what is left when
 whoever decides, or the store, is dead from half way on; what a quarter of the workers gone does; how long a slowdown is felt; what
-the traces and their decay are worth; and what a decision costs. Cells are saved as they end.
+the traces and their decay are worth; and what a decision costs.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import numpy as np
 
 from dynamix.errors import ConfigError
-from dynamix.events.records import SCHEMA
-from dynamix.events.run_folder import RunFolder, commit, machine
 from dynamix.policies.registry import make_policy
 from dynamix.policies.stigmergic.field import Decay
 from dynamix.policies.stigmergic.policy import Parameters, StigmergicPolicy, pretrained
 from dynamix.simulator import LaggedReference, rollout_path, sample_family
 from dynamix.training.evaluation import times_to_common_progress
 from dynamix.window import Floats
-from dynamix_lab.harness.processes import in_processes
-from dynamix_lab.statistics import paired_ratio
+from dynamix_lab.harness.suite import Cell, Context, Suite
+from dynamix_lab.statistics import mean_interval, paired_ratio
 from dynamix_lab.suites.stigmergy.cost import decision_costs
+from dynamix_lab.suites.stigmergy.report import markdown, page
 from dynamix_lab.suites.stigmergy.worlds import FAMILIES, Factory, OwnPace, Phase, SlowedEnv, phases_of, play, vanishing
 
-Tell = Callable[[str, float], None]
 TEST_SEEDS = (730_001, 730_002)
 FADES = {"no-decay": 0.0, "fast-decay": 0.98}
 FAILING = ("dynamix", "stigmergic")
+COST = "decision-cost"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +40,6 @@ class StigmergyPlan:
     windows           decisions per run; at W of `large` or more a third of them
     """
 
-    command: str = "bench stigmergy"
     scenarios: tuple[str, ...] = tuple(FAMILIES)
     workers: tuple[int, ...] = (4, 8, 32, 1024)
     failing_workers: tuple[int, ...] = (8, 32)
@@ -65,7 +61,6 @@ class StigmergyPlan:
         if not quick:
             return cls()
         return cls(
-            "bench stigmergy --quick",
             workers=(4, 8, 32),
             failing_workers=(8,),
             seeds=TEST_SEEDS[:1],
@@ -227,19 +222,20 @@ def run_recovery(plan: StigmergyPlan, workers: int) -> dict[str, Any]:
             twice = good[:-1] & good[1:]
             mine.append(np.where(twice.any(0), twice.argmax(0), after).astype(np.float64))
     found = {name: np.concatenate(values) for name, values in windows.items()}
-    rng = np.random.default_rng(0)
     return {
         "pairs": len(found["static"]),
-        "windows": {
-            name: {
-                "median": float(np.median(values)), "mean": round(float(values.mean()), 2),
-                "interval_of_mean": [round(float(x), 2) for x in np.quantile(
-                    rng.choice(values, (2000, len(values))).mean(1), (0.025, 0.975))],
-                "recovered": round(float((values < after).mean()), 3),
-            }
-            for name, values in found.items()
-        },
-    }  # fmt: skip
+        "windows": {name: _recovered(values, after, plan.resamples) for name, values in found.items()},
+    }
+
+
+def _recovered(windows: Floats, after: int, resamples: int) -> dict[str, Any]:
+    known = mean_interval(windows, resamples=resamples)
+    return {
+        "median": float(np.median(windows)),
+        "mean": round(known.mean, 2),
+        "interval_of_mean": [round(known.low, 2), round(known.high, 2)],
+        "recovered": round(float((windows < after).mean()), 3),
+    }
 
 
 def _rates(make: Factory, world: Any, plan: StigmergyPlan, seed: int, before: int, windows: int) -> Floats:
@@ -250,67 +246,46 @@ def _rates(make: Factory, world: Any, plan: StigmergyPlan, seed: int, before: in
     return np.asarray(path[:, 1] / path[:, 0])
 
 
-def run_suite(
-    plan: StigmergyPlan, folder: RunFolder, *, processes: int = 1, tell: Tell = lambda what, done: None
-) -> dict[str, Any]:
-    """Run what `folder` does not hold yet; writes run.json, a file per cell, result.json and table.md.
+@dataclass(frozen=True)
+class StigmergySuite(Suite):
+    """`dynamix bench stigmergy`. Its last cell is the cost of a decision, which other processes would lengthen."""
 
-    processes   that play cells; their number changes the time taken, not the figures (but for costs of decisions)
+    plan: StigmergyPlan
+    name: str = "stigmergy"
+    grows: ClassVar[frozenset[str]] = frozenset({"scenarios", "workers"})
 
-    Interrupted, it summarises what has ended before `KeyboardInterrupt` goes on.
-    """
-    plan.check()
-    facts: dict[str, Any] = {
-        "schema": SCHEMA, "command": plan.command, "cluster": "simulator", "mechanisms": {}, "scenario_sha256": None,
-        "seeds": list(plan.seeds), "plan": json.loads(json.dumps(asdict(plan))), "target": None,
-    }  # fmt: skip
-    before = folder.read_run()
-    if before and before.get("plan") != facts["plan"]:
-        raise ConfigError("plan", plan.command, f"the one begun in {folder.path}", "resume with the same arguments")
-    folder.write_run(**facts)
-    names = plan.cells()
-    paths = {name: folder.path / "cells" / f"{name}.json" for name in names}
-    missing = [name for name in names if not paths[name].exists()]
-    (folder.path / "cells").mkdir(exist_ok=True)
-    try:
-        for i, (name, cell) in enumerate(_played(plan, missing, processes)):
-            paths[name].write_text(json.dumps(cell, allow_nan=False), encoding="utf-8")
-            tell(name, (len(names) - len(missing) + i + 1) / (len(names) + 1))
-    except KeyboardInterrupt:
-        if paths[names[0]].exists():
-            _conclude(facts | {"interrupted": True}, plan, folder, paths)
-        raise
-    tell("cost of a decision", len(names) / (len(names) + 1))
-    return _conclude(facts, plan, folder, paths)
+    def facts(self) -> dict[str, Any]:
+        about: dict[str, Any] = {"cluster": "simulator", "mechanisms": {}, "scenario_sha256": None, "target": None}
+        return {**about, "seeds": list(self.plan.seeds)}
 
+    def cells(self) -> list[Cell]:
+        return [*(Cell(name) for name in self.plan.cells()), Cell(COST)]
 
-def _conclude(
-    facts: dict[str, Any], plan: StigmergyPlan, folder: RunFolder, paths: Mapping[str, Path]
-) -> dict[str, Any]:
-    """Write result.json and table.md from the cells that are there."""
-    from dynamix_lab.suites.stigmergy.report import markdown
+    def run(self, cell: Cell, context: Context) -> dict[str, Any]:
+        if cell.key == COST:
+            return {"decision_us": decision_costs(self.plan.cost_workers)}
+        return run_cell(self.plan, cell.key)
 
-    cells = {name: json.loads(path.read_text(encoding="utf-8")) for name, path in paths.items() if path.exists()}
-    scenarios = {name: cell for name, cell in cells.items() if name.rpartition("-")[0] in FAMILIES}
-    result = {
-        **facts, "commit": commit(), "machine": machine(), **_joined(scenarios, plan), "cells": cells,
-        "decision_us": decision_costs(plan.cost_workers),
-    }  # fmt: skip
-    folder.write_result(result)
-    (folder.path / "table.md").write_text(markdown(result), encoding="utf-8")
-    return result
+    def whole(self, found: Mapping[str, Any]) -> Mapping[str, Any]:
+        return found if _scenarios(found) else {}
+
+    def conclude(self, cells: Mapping[str, Any]) -> dict[str, Any]:
+        costs = cells.get(COST, {"decision_us": []})
+        played = {name: cell for name, cell in cells.items() if name != COST}
+        return {**_joined(_scenarios(cells), self.plan), "cells": played, **costs}
+
+    def table(self, result: Mapping[str, Any]) -> str:
+        return markdown(result)
+
+    def page(self, result: Mapping[str, Any]) -> str:
+        return page(result)
 
 
-def _played(plan: StigmergyPlan, names: Sequence[str], processes: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Cells as they end."""
-    if processes < 2:
-        for name in names:
-            yield name, run_cell(plan, name)
-        return
-    yield from in_processes(run_cell, {name: (plan, name) for name in names}, processes)
+def _scenarios(cells: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: cell for name, cell in cells.items() if name.rpartition("-")[0] in FAMILIES}
 
 
-def _joined(cells: dict[str, Any], plan: StigmergyPlan) -> dict[str, Any]:
+def _joined(cells: Mapping[str, Any], plan: StigmergyPlan) -> dict[str, Any]:
     """The scenarios together, each weighing the same: `policies` has lists over `pairs_of`, ratios are bootstrapped over cells too."""
     names = next(iter(cells.values()))["policies"]
     times = {name: {cell: part["policies"][name]["times_s"] for cell, part in cells.items()} for name in names}

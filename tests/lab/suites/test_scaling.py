@@ -14,14 +14,15 @@ from dynamix.cli.app import app
 from dynamix.emulator import host_speeds
 from dynamix.errors import ConfigError
 from dynamix.events.run_folder import RunFolder
-from dynamix.training.nets import NetCosts
-from dynamix_lab.suites.scaling.report import conclude, large_medium_small
-from dynamix_lab.suites.scaling.suite import ScalingPlan, run_scaling
+from dynamix_lab.harness.suite import Suite, run_suite
+from dynamix_lab.suites.scaling.report import conclude, large_medium_small, markdown
+from dynamix_lab.suites.scaling.suite import ScalingPlan, ScalingSuite
 from dynamix_lab.suites.scaling.virtual_world import NetEnv, at_workers
+from dynamix_lab.tasks.net_costs import NetCosts
 
 COSTS = NetCosts(0.01, 0.0005, 250_000)
 TINY = ScalingPlan(
-    "test", (("vgg11-sgd", 8),), ("reference", "dynamix-paper"), seeds=(0,), sweep=(8, 16), samples=600, train=1000,
+    (("vgg11-sgd", 8),), ("reference", "dynamix-paper"), seeds=(0,), sweep=(8, 16), samples=600, train=1000,
     test=100, scored=100, width=8,
 )  # fmt: skip
 
@@ -69,16 +70,13 @@ def test_the_command_says_what_only_the_virtual_clock_has(given: list[str]) -> N
 def test_the_command_hands_cases_and_samples_to_the_plan(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     plans: list[ScalingPlan] = []
 
-    def run(plan: ScalingPlan, folder: RunFolder, **_: Any) -> dict[str, Any]:
-        plans.append(plan)
-        return {"table": ""}
+    def run(suite: Suite, folder: RunFolder, **_: Any) -> dict[str, Any]:
+        plans.append(suite.plan)
+        raise KeyboardInterrupt
 
-    monkeypatch.setattr("dynamix_lab.suites.scaling.suite.run_scaling", run)
+    monkeypatch.setattr("dynamix_lab.harness.suite.run_suite", run)
     options = ["--workers", "8", "--cases", "vgg16-sgd,vgg11-sgd", "--samples", "9000", "--seeds", "2"]
-    result = CliRunner().invoke(
-        app, ["bench", "scaling", "--cluster", "virtual", *options, "--out", str(tmp_path / "x")]
-    )
-    assert result.exit_code == 0, result.output
+    CliRunner().invoke(app, ["bench", "scaling", "--cluster", "virtual", *options, "--out", str(tmp_path / "x")])
     assert plans == [ScalingPlan.of(quick=False, workers=[8], cases=["vgg16-sgd", "vgg11-sgd"], samples=9_000, seeds=2)]
 
 
@@ -86,7 +84,7 @@ def test_the_command_hands_cases_and_samples_to_the_plan(monkeypatch: pytest.Mon
 def test_a_tiny_suite_trains_concludes_and_goes_on_without_repeating(tmp_path: Any) -> None:
     ran: list[str] = []
     folder = RunFolder("scaling", tmp_path / "run")
-    result = run_scaling(TINY, folder, tell=lambda what, done: ran.append(what))
+    result = run_suite(ScalingSuite(TINY), folder, tell=lambda what, done: ran.append(what))
     assert len(ran) == 2 + 3
     cell = result["raw"]["vgg11-sgd-8"]
     run = cell["runs"]["dynamix-paper"][0]
@@ -94,12 +92,12 @@ def test_a_tiny_suite_trains_concludes_and_goes_on_without_repeating(tmp_path: A
     assert run["time_s"] == sorted(run["time_s"])
     assert len(run["global_batch"]) == 30
     assert result == json.loads((tmp_path / "run" / "result.json").read_text())
-    kept = {path: path.stat().st_mtime_ns for path in (tmp_path / "run" / "runs").iterdir()}
-    again = run_scaling(TINY, RunFolder("scaling", tmp_path / "run", resume=True))
+    kept = {path: path.stat().st_mtime_ns for path in (tmp_path / "run" / "cells").iterdir()}
+    again = run_suite(ScalingSuite(TINY), RunFolder("scaling", tmp_path / "run", resume=True))
     assert again["raw"] == result["raw"]
-    assert kept == {path: path.stat().st_mtime_ns for path in (tmp_path / "run" / "runs").iterdir()}
-    with pytest.raises(ConfigError, match="resume with the same"):
-        run_scaling(dataclasses.replace(TINY, samples=900), folder)
+    assert kept == {path: path.stat().st_mtime_ns for path in (tmp_path / "run" / "cells").iterdir()}
+    with pytest.raises(ConfigError, match="plan: "):
+        run_suite(ScalingSuite(dataclasses.replace(TINY, samples=900)), folder)
 
 
 def _run(step_s: float, scores: list[float], batches: list[float]) -> dict[str, Any]:
@@ -137,7 +135,7 @@ def test_conclusions_are_paired_censored_and_beside_the_paper() -> None:
     assert paper["goal_reached"] is False
     assert found["pattern"]["dynamix"] == {"runs": 2, "large_medium_small": 2}
     assert found["pattern"]["dynamix-paper"] == {"runs": 2, "large_medium_small": 1}
-    assert "853 s to 652 s" in found["table"]
+    assert "853 s to 652 s" in markdown(found)
     assert not large_medium_small(even)
 
 
@@ -154,4 +152,4 @@ def test_a_static_that_never_arrives_leaves_the_cell_without_ratios() -> None:
     }
     found = conclude({"vgg16-sgd-8": cell})
     assert found["cells"]["vgg16-sgd-8"]["policies"] == {}
-    assert "never reached" in found["table"]
+    assert "never reached" in markdown(found)

@@ -10,42 +10,46 @@ from torch import nn
 
 from dynamix.errors import ConfigError
 from dynamix.events.run_folder import RunFolder
-from dynamix_lab.suites.tasks import WorkloadsPlan, markdown, measure, noise_and_signal, run_workloads
+from dynamix_lab.harness.suite import run_suite
+from dynamix_lab.suites.tasks import WorkloadsPlan, WorkloadsSuite, measure, noise_and_signal, table
 from dynamix_lab.tasks import Arrays, Data, Workload, make_workload
 
 
 def test_a_run_measures_and_writes_its_table(tmp_path: Path) -> None:
     plan = WorkloadsPlan(("digits", "ratings"), budget_s=0.5, seed=1)
     said: list[str] = []
-    result = run_workloads(plan, RunFolder("workloads", tmp_path / "run"), tell=lambda text, done: said.append(text))
+    result = run_suite(
+        WorkloadsSuite(plan), RunFolder("workloads", tmp_path / "run"), tell=lambda text, done: said.append(text)
+    )
     row = result["workloads"]["digits"]
     assert row["reached"] > row["untrained"]
     assert row["steps_per_s"] > 0
     assert row["trained_s"] >= 0.5
     assert row["parameters"] == sum(p.numel() for p in make_workload("digits").make_model(0).parameters())
     assert json.loads((tmp_path / "run" / "result.json").read_text()) == json.loads(json.dumps(result))
-    table = (tmp_path / "run" / "table.md").read_text()
-    assert table == markdown(result["workloads"])
-    assert len({line.count("|") for line in table.strip().splitlines()}) == 1
+    written = (tmp_path / "run" / "table.md").read_text()
+    assert written == table(result).markdown()
+    assert len({line.count("|") for line in written.strip().splitlines()}) == 1
     assert any("digits" in text for text in said)
 
     said.clear()
-    again = run_workloads(
-        plan, RunFolder("workloads", tmp_path / "run", resume=True), tell=lambda text, done: said.append(text)
+    again = run_suite(
+        WorkloadsSuite(plan),
+        RunFolder("workloads", tmp_path / "run", resume=True),
+        tell=lambda text, done: said.append(text),
     )
     assert again["workloads"] == result["workloads"]
     assert not said, "what is finished is not measured again"
-    with pytest.raises(ConfigError, match="same seed"):
-        run_workloads(
-            WorkloadsPlan(("digits",), budget_s=0.5, seed=2), RunFolder("workloads", tmp_path / "run", resume=True)
-        )
+    other = WorkloadsSuite(WorkloadsPlan(("digits",), budget_s=0.5, seed=2))
+    with pytest.raises(ConfigError, match="plan: seed=2"):
+        run_suite(other, RunFolder("workloads", tmp_path / "run", resume=True))
 
 
 def test_impossible_plans_are_refused_before_anything_runs() -> None:
     with pytest.raises(ConfigError, match="more than 0"):
-        WorkloadsPlan(("digits",), budget_s=0)
+        WorkloadsPlan(("digits",), budget_s=0).check()
     with pytest.raises(ConfigError, match="mnist1d"):
-        WorkloadsPlan.of(names=["nothing"])
+        WorkloadsPlan.of(names=["nothing"]).check()
     assert set(WorkloadsPlan.of(quick=True).names) < set(WorkloadsPlan.of().names)
 
 
@@ -88,4 +92,4 @@ def test_a_score_still_rising_is_marked() -> None:
     data = Arrays(torch.randn(64, 3), torch.zeros(64))
     row = measure(rising, Data(data, data), budget_s=0.2, seed=0)
     assert row["still_rising"]
-    assert "+ |" in markdown({"quadratic": row})
+    assert "+ |" in table({"workloads": {"quadratic": row}}).markdown()

@@ -24,13 +24,14 @@ from dynamix.errors import ConfigError
 from dynamix.events.run_folder import RunFolder
 from dynamix_lab.harness.display import Display
 from dynamix_lab.harness.runs import AGAIN
+from dynamix_lab.harness.suite import run_suite
 from dynamix_lab.peers import environments, suite
 from dynamix_lab.peers.environments import Environment, prepare, requirements
 from dynamix_lab.peers.jobs import job
 from dynamix_lab.peers.kinds import PEERS, Peer
 from dynamix_lab.peers.launch import JOBS, PeerLaunch
 from dynamix_lab.peers.report import best_of, ratios_between
-from dynamix_lab.peers.suite import PeersPlan, run_peers
+from dynamix_lab.peers.suite import PeersPlan, PeersSuite
 from dynamix_lab.tasks import make_workload
 
 OURS = Environment(Path(sys.executable), {"torch": torch.__version__})
@@ -107,8 +108,9 @@ def test_ddp_trains_beside_static_an_absent_peer_and_a_failing_one_are_named_and
         policies=("static", "dynamix-128"),
         peers=("ddp", "adaptdl", "hivemind"),
     )
-    result, arrived = run_peers(plan, RunFolder("peers", tmp_path / "run"), found=found)
-    assert not arrived
+    folder = RunFolder("peers", tmp_path / "run")
+    result = run_suite(PeersSuite(plan, folder, Display(target=0.15), found), folder)
+    assert not result["arrived"]
     assert result == json.loads((tmp_path / "run" / "result.json").read_text())
     ddp, static = result["policies"]["ddp"], result["policies"]["static"]
     assert ddp["steps"] == static["steps"] == [16]
@@ -123,7 +125,7 @@ def test_ddp_trains_beside_static_an_absent_peer_and_a_failing_one_are_named_and
     assert "| adaptdl | absent |" in (tmp_path / "run" / "table.md").read_text()
     assert "<svg" in (tmp_path / "run" / "report.html").read_text()
     folder = RunFolder("peers", tmp_path / "run", resume=True)
-    again, _ = run_peers(replace(plan, peers=("ddp",)), folder, found=found)
+    again = run_suite(PeersSuite(replace(plan, peers=("ddp",)), folder, Display(target=0.15), found), folder)
     assert again["policies"] == {name: result["policies"][name] for name in ("static", "dynamix-128", "ddp")}
 
 
@@ -137,8 +139,9 @@ def test_adaptdl_and_hivemind_run_on_emulated_hosts_and_leave_nothing(tmp_path) 
     found = {name: prepare(name, folder, tell=print) for name in ("adaptdl", "hivemind")}
     plan = PeersPlan(quick=True, policies=("static",), peers=("adaptdl", "hivemind", "hivemind-local"))
     before = set(Path("/tmp").glob("hivemind-*"))
-    result, arrived = run_peers(plan, RunFolder("peers", tmp_path / "run"), found=found)
-    assert arrived, result["failures"]
+    run = RunFolder("peers", tmp_path / "run")
+    result = run_suite(PeersSuite(plan, run, Display(target=0.15), found), run)
+    assert result["arrived"], result["failures"]
     assert result["policies"]["adaptdl"]["batch_sizes"] == [[128] * 4]
     for name in ("adaptdl", "hivemind", "hivemind-local"):
         assert result["policies"][name]["steps"][0] >= 16

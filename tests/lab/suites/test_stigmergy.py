@@ -14,12 +14,13 @@ from dynamix.events.run_folder import RunFolder
 from dynamix.policies.registry import make_policy
 from dynamix.simulator import sample_family
 from dynamix.window import Bounds, Window
+from dynamix_lab.harness.suite import run_suite
 from dynamix_lab.suites.stigmergy.cost import decision_costs
-from dynamix_lab.suites.stigmergy.suite import StigmergyPlan, run_suite
+from dynamix_lab.suites.stigmergy.suite import StigmergyPlan, StigmergySuite
 from dynamix_lab.suites.stigmergy.worlds import Dying, SlowedEnv, alike, without_a_quarter
 
 SMALL = StigmergyPlan(
-    "test", scenarios=("steady", "elastic"), workers=(4,), failing_workers=(4,), seeds=(1,), clusters=3, windows=9,
+    scenarios=("steady", "elastic"), workers=(4,), failing_workers=(4,), seeds=(1,), clusters=3, windows=9,
     ablated=("steady",), recovery=(3, 4), resamples=50, cost_workers=(4,),
 )  # fmt: skip
 
@@ -33,16 +34,18 @@ def test_the_suite_goes_on_where_it_stopped_and_reports_every_part(tmp_path: Pat
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run_suite(SMALL, RunFolder("test", tmp_path / "run"), tell=stop)
+        run_suite(StigmergySuite(SMALL), RunFolder("test", tmp_path / "run"), tell=stop)
     partly = json.loads((tmp_path / "run" / "result.json").read_text())
     assert partly["interrupted"]
-    assert list(partly["cells"]) == ran
+    assert list(partly["cells"]) == ran[:2]
     again: list[str] = []
     result = run_suite(
-        SMALL, RunFolder("test", tmp_path / "run", resume=True), tell=lambda what, done: again.append(what)
+        StigmergySuite(SMALL),
+        RunFolder("test", tmp_path / "run", resume=True),
+        tell=lambda what, done: again.append(what),
     )
     assert ran == ["steady-4", "elastic-4", "failures-4"]
-    assert not set(ran) & set(again)
+    assert not set(ran[:2]) & set(again)
     assert result == json.loads((tmp_path / "run" / "result.json").read_text())
     assert result["pairs"] == ["steady-4", "elastic-4"]
     assert set(result["ratios"]) >= {"stigmergic/static", "stigmergic/dbs", "stigmergic/dynamix"}
@@ -50,8 +53,9 @@ def test_the_suite_goes_on_where_it_stopped_and_reports_every_part(tmp_path: Pat
     assert set(result["cells"]["recovery-4"]["windows"]) >= {"static", "stigmergic", "dynamix"}
     table = (tmp_path / "run" / "table.md").read_text()
     assert all(word in table for word in ("no-traces", "fast-decay", "stigmergic-dead", "one_rank", "vanished-4"))
-    with pytest.raises(ConfigError, match="resume with the same"):
-        run_suite(dataclasses.replace(SMALL, windows=30), RunFolder("test", tmp_path / "run", resume=True))
+    other = StigmergySuite(dataclasses.replace(SMALL, windows=30))
+    with pytest.raises(ConfigError, match="plan: "):
+        run_suite(other, RunFolder("test", tmp_path / "run", resume=True))
 
 
 def test_who_is_dead_changes_nothing_any_more() -> None:

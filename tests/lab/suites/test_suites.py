@@ -22,20 +22,20 @@ from dynamix.window import Bounds, Window
 from dynamix_lab.harness.launch import Launch, LaunchSettings
 from dynamix_lab.harness.processes import in_processes
 from dynamix_lab.harness.reference import references
-from dynamix_lab.report.suite_page import write_live_report
+from dynamix_lab.harness.suite import run_suite
 from dynamix_lab.suites.changecost import change_cost
 from dynamix_lab.suites.fidelity.against import compare, forecast, same_ranking, silent
 from dynamix_lab.suites.fidelity.live_costs import SIZES, LiveCosts, _computing, _holding, fit_costs
 from dynamix_lab.suites.fidelity.predicted import Predicted, PredictedRun, predict, predict_all, train
 from dynamix_lab.suites.fidelity.scenario_env import ScenarioEnv, scenario_world, simulated_hosts
 from dynamix_lab.suites.fidelity.suite import lines, run_fidelity
-from dynamix_lab.suites.simulated import SimulatedPlan, run_cell, run_suite, scaling_suite, tta_suite
+from dynamix_lab.suites.simulated import SimulatedPlan, SimulatedSuite, run_cell, scaling_plan, tta_plan
 from dynamix_lab.suites.stepcount import count_steps, steps_to_target
-from dynamix_lab.suites.tta import combine, markdown
+from dynamix_lab.suites.tta import combine, page, table
 from dynamix_lab.tasks import make_workload
 
 SMALL = SimulatedPlan(
-    "test", (("affine-slowdowns", 4), ("pai-steady", 2)), ("dbs", "lb_bsp"), seeds=(1,), clusters=6, windows=25
+    (("affine-slowdowns", 4), ("pai-steady", 2)), ("dbs", "lb_bsp"), seeds=(1,), clusters=6, windows=25
 )
 
 
@@ -59,10 +59,10 @@ def test_a_suite_goes_on_where_it_stopped_and_refuses_another_suites_folder(tmp_
 
     folder = RunFolder("test", tmp_path / "run")
     with pytest.raises(KeyboardInterrupt):
-        run_suite(SMALL, folder, tell=stop)
+        run_suite(SimulatedSuite(SMALL), folder, tell=stop)
     again: list[str] = []
     folder = RunFolder("test", tmp_path / "run", resume=True)
-    result = run_suite(SMALL, folder, tell=lambda what, done: again.append(what))
+    result = run_suite(SimulatedSuite(SMALL), folder, tell=lambda what, done: again.append(what))
     assert again == ["pai-steady-2"]
     assert result["pairs"] == ["affine-slowdowns-4", "pai-steady-2"]
     assert len(result["policies"]["dbs"]["time_to_target_s"]) == 2
@@ -70,13 +70,13 @@ def test_a_suite_goes_on_where_it_stopped_and_refuses_another_suites_folder(tmp_
     assert result == json.loads((tmp_path / "run" / "result.json").read_text())
     assert "| pai-steady-2 |" in (tmp_path / "run" / "table.md").read_text()
     assert "<svg" in (tmp_path / "run" / "report.html").read_text()
-    with pytest.raises(ConfigError, match="resume with the same"):
-        run_suite(dataclasses.replace(SMALL, windows=30), folder)
+    with pytest.raises(ConfigError, match="plan: windows=30"):
+        run_suite(SimulatedSuite(dataclasses.replace(SMALL, windows=30)), folder)
 
 
 def test_suites_name_what_they_run_and_refuse_unknown_names() -> None:
-    assert {w for _, w in tta_suite(quick=True).cells} == {8}
-    assert max(w for _, w in scaling_suite(quick=False).cells) == 1024
+    assert {w for _, w in tta_plan(quick=True).cells} == {8}
+    assert max(w for _, w in scaling_plan(quick=False).cells) == 1024
     with pytest.raises(ConfigError, match="family"):
         dataclasses.replace(SMALL, cells=(("nonsense", 4),)).check()
     with pytest.raises(ConfigError, match="policy"):
@@ -100,7 +100,7 @@ def _scenario(static: list[float], dbs: list[float], dynamix: list[float]) -> di
     }  # fmt: skip
 
 
-def test_scenarios_weigh_the_same_and_a_share_above_one_is_reported(tmp_path) -> None:
+def test_scenarios_weigh_the_same_and_a_share_above_one_is_reported() -> None:
     results = {"a": _scenario([100.0, 100.0], [80.0, 80.0], [60.0, 60.0]), "b": _scenario([50.0], [50.0], [49.0])}
     found = combine(results)
     assert found["ratios"]["dynamix/static"]["median"] == pytest.approx((0.6 * 0.98) ** 0.5)
@@ -109,7 +109,7 @@ def test_scenarios_weigh_the_same_and_a_share_above_one_is_reported(tmp_path) ->
     assert found["cuts"]["b"]["fraction_of_cut"] == {}
     assert found["policies"]["dynamix"]["time_to_target_s"] == [60.0, 60.0, 49.0]
     assert (found["pairs"], found["target"], found["a_a"]) == ([["a", 0], ["a", 1], ["b", 0]], 0.9, None)
-    assert "| a | static | 20 % (dbs)" in markdown({**found, "scenarios": results})
+    assert "| a | static | 20 % (dbs)" in table({**found, "scenarios": results}).markdown()
     about = {
         "command": "bench tta",
         "commit": None,
@@ -117,8 +117,9 @@ def test_scenarios_weigh_the_same_and_a_share_above_one_is_reported(tmp_path) ->
         "cluster": "emulator",
         "machine": {"cores": 2, "cpu": ""},
     }
-    write_live_report(tmp_path / "report.html", {**found, **about, "scenarios": results})
-    assert "<svg" in (tmp_path / "report.html").read_text()
+    shown = page({**found, **about, "scenarios": results})
+    assert "<svg" in shown
+    assert 'href="a/report.html"' in shown
 
 
 def test_the_best_static_size_is_the_bar_and_the_a_a_pairs_are_judged_together() -> None:

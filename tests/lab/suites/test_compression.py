@@ -15,11 +15,12 @@ from typer.testing import CliRunner
 from dynamix.cli.app import app
 from dynamix.errors import ConfigError
 from dynamix.events.run_folder import RunFolder
+from dynamix_lab.harness.suite import run_suite
 from dynamix_lab.suites.compression import suite as compression
 from dynamix_lab.suites.compression.exchanges import LOSSY, OURS, WAYS
 from dynamix_lab.suites.compression.jobs import JOBS, make_job
-from dynamix_lab.suites.compression.report import label, markdown, write_compression_report
-from dynamix_lab.suites.compression.suite import CompressionCell, CompressionPlan, run_compression
+from dynamix_lab.suites.compression.report import label, markdown, page
+from dynamix_lab.suites.compression.suite import CompressionCell, CompressionPlan, CompressionSuite
 from dynamix_lab.suites.compression.summary import join, judge, summarise, unexplained
 from dynamix_lab.suites.compression.worker import bound_bytes
 
@@ -94,7 +95,7 @@ def test_auto_behind_top_k_is_judged_against_dense_behind_top_k() -> None:
     assert set(WAYS) - set(CompressionCell("ratings", 100, 4).ways(CompressionPlan())) == {"topk-dense"}
 
 
-def test_all_cells_together_have_pairs_ratios_and_the_a_a_pair(tmp_path) -> None:
+def test_all_cells_together_have_pairs_ratios_and_the_a_a_pair() -> None:
     cells = {"a": _cell(), "b": _cell("vgg19", 1000)}
     result = {
         "command": "bench compression", "plan": {}, "commit": None, "cluster": "emulator", "mechanisms": {}, "seeds": [0],
@@ -107,8 +108,7 @@ def test_all_cells_together_have_pairs_ratios_and_the_a_a_pair(tmp_path) -> None
     table = markdown(result)
     assert "| compaction (after top-k) |" in table
     assert "| fp16 (lossy) |" in table
-    write_compression_report(tmp_path / "report.html", result)
-    assert "<svg" in (tmp_path / "report.html").read_text()
+    assert page(result).count("<svg") == 2
     assert join({}) == {"pairs": [], "policies": {}, "ratios": {}, "a_a": None}
 
 
@@ -194,7 +194,7 @@ def test_a_whole_call_and_its_resumption(tmp_path, monkeypatch) -> None:
         jobs=("ratings",), rates_mbit_s=(100,), workers=(2,), rounds=1, steps=12, identity_steps=0, ways=ways,
         options=TINY, warm_up=False,
     )  # fmt: skip
-    result = run_compression(plan, RunFolder("compression", tmp_path / "run"))
+    result = run_suite(CompressionSuite(plan), RunFolder("compression", tmp_path / "run"))
     assert result == json.loads((tmp_path / "run" / "result.json").read_text())
     found = result["cells"]["ratings-2x100"]["ways"]
     assert set(found) == set(ways)
@@ -210,7 +210,8 @@ def test_a_whole_call_and_its_resumption(tmp_path, monkeypatch) -> None:
     assert found["compaction"]["payload_over_bound"] > 1
     assert found["aggregator-lhc"]["statistics"]["buckets"]["lhc-one-phase"] >= 8
     monkeypatch.setattr(compression, "_run_cell", lambda *_: pytest.fail("every cell was finished"))
-    again = run_compression(plan, RunFolder("compression", tmp_path / "run", resume=True))
+    again = run_suite(CompressionSuite(plan), RunFolder("compression", tmp_path / "run", resume=True))
     assert again["cells"] == result["cells"]
-    with pytest.raises(ConfigError, match="resume with the same"):
-        run_compression(dataclasses.replace(plan, steps=3), RunFolder("compression", tmp_path / "run", resume=True))
+    other = CompressionSuite(dataclasses.replace(plan, steps=3))
+    with pytest.raises(ConfigError, match="plan: steps=3"):
+        run_suite(other, RunFolder("compression", tmp_path / "run", resume=True))

@@ -1,0 +1,92 @@
+"""The tables of every kind of result, made from result.json alone: what docs show of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from dynamix.errors import ConfigError
+from dynamix_lab.report import Section, Table, number, percent, sections_markdown, with_interval
+
+
+def kind(result: Mapping[str, Any]) -> str:
+    """Which command made a result: demo, or the name after `bench`; with the cluster where two share a name.
+
+    >>> kind({"command": "dynamix bench tta --quick", "cluster": "simulator"}), kind({"command": "dynamix demo"})
+    ('tta simulator', 'demo')
+    """
+    words = str(result["command"]).split()
+    name = words[2] if words[1:2] == ["bench"] and len(words) > 2 else words[1]
+    return f"{name} {result['cluster']}" if name in ("tta", "scaling") else name
+
+
+def markdown_of(result: Mapping[str, Any], view: str = "") -> str:
+    """The table of a result as Markdown, or one of its parts by heading.
+
+    Raises `ConfigError` for a kind of result that has no table, and for an unknown part.
+    """
+    makers = _makers()
+    if kind(result) not in makers:
+        raise ConfigError("result", kind(result), ", ".join(makers), "only these have tables")
+    made = makers[kind(result)](result)
+    if isinstance(made, Table):
+        return made.markdown()
+    names = [_anchor(section.heading) for section in made]
+    if view and view not in names:
+        raise ConfigError("table", view, ", ".join(names), "name a part of this result")
+    chosen = [section for section, name in zip(made, names, strict=True) if not view or name == view]
+    return sections_markdown(chosen, level=0 if view else 3)
+
+
+def _anchor(heading: str) -> str:
+    """
+    >>> _anchor("Losses, bit by bit")
+    'losses-bit-by-bit'
+    """
+    return "-".join("".join(c if c.isalnum() else " " for c in heading.lower()).split())
+
+
+def _makers() -> dict[str, Callable[[Mapping[str, Any]], Table | list[Section]]]:
+    from dynamix_lab.peers import report as peers
+    from dynamix_lab.suites import simulated, tasks, tta
+    from dynamix_lab.suites.compression import report as compression
+    from dynamix_lab.suites.scaling import report as scaling
+    from dynamix_lab.suites.stigmergy import report as stigmergy
+
+    return {
+        "demo": demo_table,
+        "tta emulator": tta.table,
+        "tta simulator": simulated.table,
+        "scaling simulator": simulated.table,
+        "scaling virtual": scaling.sections,
+        "stigmergy": stigmergy.sections,
+        "workloads": tasks.table,
+        "compression": compression.sections,
+        "peers": peers.table,
+    }
+
+
+def demo_table(result: Mapping[str, Any]) -> Table:
+    """A row a policy, over all seeds; times by seed."""
+    rows = []
+    for name, part in result["policies"].items():
+        ratio = result["ratios"].get(f"{name}/static")
+        reached = ["not reached" if t is None else f"{t:.1f}" for t in part["time_to_target_s"]]
+        rows.append(
+            [
+                name,
+                ", ".join(reached),
+                "1" if name == "static" else with_interval(ratio, 2) if ratio else "–",
+                number(_mean(part["final_accuracy"]), 3),
+                number(_mean(part["samples_per_s"]), 0),
+                percent(_mean(part["wait_fraction"])),
+                "; ".join(" ".join(map(str, sizes)) for sizes in part["batch_sizes"]),
+            ]
+        )
+    head = ["policy", f"time to {result['target']:.3f}, s", "over static's", "final accuracy", "samples/s", "waiting"]
+    return Table([*head, "batch sizes at the end"], rows)
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None

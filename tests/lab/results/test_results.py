@@ -1,0 +1,132 @@
+"""Results are kept with their command and machine, and the tables of the docs are generated from them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from dynamix.cli.app import app
+from dynamix.errors import ConfigError
+from dynamix_lab.results.generated import NONE_YET, generated
+from dynamix_lab.results.record import load, record
+from dynamix_lab.results.views import markdown_of
+
+ROOT = Path(__file__).parents[3]
+MACHINE = {"cpu": "Example 1000", "cores": 2, "system": "Linux 6"}
+HOST = {"cpu": "Example 1000", "cores": 2, "memory_bytes": 8, "kernel": "Linux 6", "load_average": [0.1, 0.2, 0.3]}
+PART = {
+    "time_to_target_s": [20.0, 22.0],
+    "final_accuracy": [0.9, 0.92],
+    "samples_per_s": [100.0, 120.0],
+    "wait_fraction": [0.5, 0.3],
+    "batch_sizes": [[64, 64], [96, 32]],
+}
+
+
+def _result(**other: Any) -> dict[str, Any]:
+    about = {"schema": 1, "command": "dynamix demo --seeds 2", "commit": "abc123", "cluster": "emulator"}
+    compared = {"static": PART, "dbs": {**PART, "time_to_target_s": [10.0, None]}}
+    ratios = {"dbs/static": {"median": 0.5, "low": 0.4, "high": 0.6}}
+    rest = {"seeds": [0, 1], "target": 0.9, "mechanisms": {}, "scenario_sha256": "x", "machine": MACHINE}
+    return {**about, **rest, "policies": compared, "ratios": ratios, **other}
+
+
+def _run(folder: Path, result: dict[str, Any]) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "result.json").write_text(json.dumps(result))
+    (folder / "run.json").write_text(json.dumps({"started": "2026-11-23T10:00:00+00:00", "host": HOST}))
+    return folder
+
+
+def test_a_result_is_kept_with_its_command_and_its_machine(tmp_path: Path) -> None:
+    made = record(_run(tmp_path / "run", _result()), "demo", results=tmp_path / "results")
+    assert made == tmp_path / "results" / "demo-2026-11-23"
+    assert json.loads((made / "result.json").read_text()) == _result()
+    assert (made / "command").read_text() == "dynamix demo --seeds 2\n"
+    machine = json.loads((made / "machine.json").read_text())
+    assert machine == {**HOST, "commit": "abc123", "dirty": False}
+    with pytest.raises(ConfigError, match="demo-2026-11-23"):
+        record(tmp_path / "run", "demo", results=tmp_path / "results")
+
+
+@pytest.mark.parametrize(
+    ("other", "what"),
+    [
+        ({"command": "bench tta"}, "command"),
+        ({"commit": None}, "commit"),
+        ({"commit": "abc123-dirty"}, "--changed"),
+        ({"interrupted": True}, "--resume"),
+        ({"schema": 99}, "schema"),
+        ({"settings": {"policy": "/root/mine.safetensors"}}, r"result\.settings\.policy"),
+    ],
+)
+def test_what_nobody_could_make_again_is_not_kept(tmp_path: Path, other: dict[str, Any], what: str) -> None:
+    with pytest.raises(ConfigError, match=what):
+        record(_run(tmp_path / "run", _result(**other)), "demo", results=tmp_path / "results")
+    assert not (tmp_path / "results").exists()
+
+
+def test_a_changed_source_tree_is_said(tmp_path: Path) -> None:
+    folder = _run(tmp_path / "run", _result(commit="abc123-dirty"))
+    made = record(folder, "demo", results=tmp_path / "results", changed=True)
+    assert json.loads((made / "machine.json").read_text())["dirty"] is True
+
+
+def test_a_result_without_its_keys_and_a_folder_without_a_result_are_refused(tmp_path: Path) -> None:
+    less = {name: value for name, value in _result().items() if name != "ratios"}
+    with pytest.raises(ConfigError, match="without ratios"):
+        record(_run(tmp_path / "run", less), "demo", results=tmp_path / "results")
+    with pytest.raises(ConfigError, match=r"result\.json"):
+        record(tmp_path, "demo", results=tmp_path / "results")
+    with pytest.raises(ConfigError, match="lower case"):
+        record(tmp_path / "run", "../demo", results=tmp_path / "results")
+
+
+def test_a_page_shows_the_newest_result_of_a_name(tmp_path: Path) -> None:
+    for date, seeds in (("2026-11-21", [7]), ("2026-11-23", [8])):
+        (tmp_path / "results" / f"demo-{date}").mkdir(parents=True)
+        (tmp_path / "results" / f"demo-{date}" / "result.json").write_text(json.dumps(_result(seeds=seeds)))
+    (tmp_path / "results" / "demo-live-2026-12-24").mkdir()
+    found = load("results/demo-*", tmp_path)
+    assert found is not None
+    assert found["seeds"] == [8]
+    page = "# A\n<!-- table: results/demo-* -->\nold\n<!-- end -->\n<!-- table: results/other-* -->\n<!-- end -->\n"
+    made = generated(page, tmp_path)
+    assert "| dbs | 10.0, not reached | 0.50 (0.40-0.60) | 0.910 | 110 | 40 % | 64 64; 96 32 |" in made
+    assert "`dynamix demo --seeds 2`, commit abc123, seeds 8; emulator, 2 cores (Example 1000)." in made
+    assert NONE_YET in made
+    assert generated(made, tmp_path) == made
+    assert "\nold\n" not in made
+
+
+def test_a_comment_without_end_and_an_unknown_result_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="without its end"):
+        generated("<!-- table: results/demo-* -->\n", tmp_path)
+    with pytest.raises(ConfigError, match=r"demo-2026-11-23"):
+        generated("<!-- table: results/demo-2026-11-23 -->\n<!-- end -->\n", tmp_path)
+    with pytest.raises(ConfigError, match="only these have tables"):
+        markdown_of({"command": "dynamix bench simspeed", "cluster": "simulator"})
+
+
+def test_check_says_which_page_differs_and_changes_nothing(tmp_path: Path) -> None:
+    record(_run(tmp_path / "run", _result()), "demo", results=tmp_path / "results")
+    page = tmp_path / "README.md"
+    page.write_text("<!-- table: results/demo-2026-11-23 -->\n<!-- end -->\n")
+    before = page.read_text()
+    arguments = ["bench", "tables", "--root", str(tmp_path)]
+    done = CliRunner().invoke(app, [*arguments, "--check"])
+    assert done.exit_code == 1
+    assert "README.md" in done.output
+    assert page.read_text() == before
+    assert CliRunner().invoke(app, arguments).exit_code == 0
+    assert CliRunner().invoke(app, [*arguments, "--check"]).exit_code == 0
+
+
+@pytest.mark.skipif(not (ROOT / "README.md").exists(), reason="the pages are those of the repository")
+def test_the_tables_of_this_repository_are_those_of_its_results() -> None:
+    done = CliRunner().invoke(app, ["bench", "tables", "--check", "--root", str(ROOT)])
+    assert done.exit_code == 0, done.output
