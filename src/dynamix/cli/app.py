@@ -140,7 +140,7 @@ _LABORATORY = {
 
 
 def _add_commands_of_others() -> None:
-    """Commands that other distributions bring by entry point; the laboratory's say how to install it where it is missing."""
+    """Add the commands that other distributions bring by entry point. A missing laboratory is named by its commands."""
     found = {entry.name: entry for entry in entry_points(group="dynamix.commands")}
     for name, entry in sorted(found.items()):
         command = entry.load()

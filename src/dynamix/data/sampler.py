@@ -46,8 +46,7 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
     allocations    the ledger all ranks share; read once per optimizer step
     accumulate     A micro-steps per optimizer step; an allocation holds for all of them
     partition      "stream", or "contiguous": each rank reads its own region of the epoch's order, cut anew
-                   by share every epoch (DBS, arXiv 2007.11831, section 3); allocations then apply at epoch boundaries
-                   only
+                   by share every epoch (DBS, arXiv 2007.11831, section 3); allocations then apply at epoch ends only
     low, high      bounds per micro-step, a number or (W,); None: no upper bound on what the end of an epoch adds
     before_issue   called with the micro-step index before each optimizer step is planned; may block and may schedule
 
@@ -130,22 +129,25 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
 
     def state_dict(self) -> dict[str, Any]:
         """Where consumption stands, plain numbers and lists; the same on all ranks, at the last optimizer step."""
-        regions = self._regions
-        begun = regions is not None and self._saved.position > regions.begin
         return self._position_state() | {
             "dataset_size": self.dataset_size,
             "seed": self.seed,
             "shuffle": self.shuffle,
             "partition": self.partition,
             "cuts": [dict(cut) for cut in self._cuts],
-            "regions": {
-                "sizes": regions.sizes.tolist(),
-                "lengths": regions.lengths.tolist(),
-                "begin": regions.begin,
-                "rules": RULES_VERSION,
-            }
-            if regions is not None and begun
-            else None,
+            "regions": self._regions_state(),
+        }
+
+    def _regions_state(self) -> dict[str, Any] | None:
+        """The regions that this epoch has begun to read; None where a load may cut them anew."""
+        regions = self._regions
+        if regions is None or self._saved.position <= regions.begin:
+            return None
+        return {
+            "sizes": regions.sizes.tolist(),
+            "lengths": regions.lengths.tolist(),
+            "begin": regions.begin,
+            "rules": RULES_VERSION,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

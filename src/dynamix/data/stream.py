@@ -210,7 +210,7 @@ class Stream(SampleOrder):
         return counts
 
     def _post(self, position: int, index: int) -> None:
-        """Offer what this rank can give to the next optimizer step, of unknown size: up to twice as much."""
+        """Offer what this rank can give to the next step. Its size is unknown yet: up to twice this one's."""
         size = int(self.allocations.at(index)[self.rank])
         reach = max(2 * size, int(self.low[self.rank]), 2)
         ceiling = max(int(self.high[self.rank]), size)

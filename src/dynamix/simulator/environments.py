@@ -155,7 +155,7 @@ class VectorClusterEnv(VectorEnv[Observation, Action, NDArray[Any]]):
 
 
 class ParallelClusterEnv(ParallelEnv[str, Observation, Action]):
-    """One cluster with an agent per worker, "worker_0" and so on: observations (F,), actions (1,), one shared reward."""
+    """One cluster, an agent per worker ("worker_0", ...): observations (F,), actions (1,), one shared reward."""
 
     metadata = {"render_modes": [], "name": "dynamix_cluster_v0"}  # noqa: RUF012
 

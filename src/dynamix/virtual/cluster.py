@@ -206,7 +206,7 @@ class VirtualCluster:
         return VirtualRun.of(done, snapshots)
 
     def close(self) -> None:
-        """Close the events file and take the hooks off the optimizer, as leaving a `with` block does."""
+        """Close the events file and take the hooks off the optimizer, as the end of `with` does. Safe to repeat."""
         self._settle()
         if self._decider.events is not None:
             self._decider.events.close()
