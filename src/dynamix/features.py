@@ -56,7 +56,7 @@ def features(window: Window) -> NDArray[np.float32]:
 
 
 def local_features(window: Window) -> NDArray[np.float32]:
-    """Each worker's own part of `features`, (..., W, F), named by `LOCAL_FEATURES`, for networks that pool."""
+    """Each worker's own part of `features`, (..., W, F) with names `LOCAL_FEATURES`, for networks that pool."""
     with np.errstate(divide="ignore", invalid="ignore"):
         local = _local_features(window)
     np.copyto(local, 0.0, where=~np.isfinite(local))
