@@ -105,7 +105,7 @@ def _generate(seed: int, train: int, test: int) -> dict[str, NDArray[Any]]:
     try:
         from mnist1d.data import get_dataset_args, make_dataset
     except ImportError as error:
-        fix = 'pip install "dynamix-train[workloads]"'
+        fix = "pip install dynamix-lab"
         raise ConfigError("workload", "mnist1d", "a workload whose packages are installed", fix) from error
     arguments = get_dataset_args()  # type: ignore[no-untyped-call]
     arguments.num_samples = train + test
