@@ -165,8 +165,11 @@ def combine(results: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return {
         "pairs": [[scenario, seed] for scenario, result in results.items() for seed in result["seeds"]],
         "target": targets.pop() if len(targets) == 1 else None,
-        "policies": _joined(results), "ratios": ratios, "a_a": _a_a(times), "cuts": cuts,
-    }  # fmt: skip
+        "policies": _joined(results),
+        "ratios": ratios,
+        "a_a": _a_a(times),
+        "cuts": cuts,
+    }
 
 
 def _cut(times: dict[str, list[float]]) -> dict[str, Any]:
@@ -179,9 +182,12 @@ def _cut(times: dict[str, list[float]]) -> dict[str, Any]:
     cut = 1 - over[by]
     shares = {n: round((1 - value) / cut, 3) for n, value in over.items() if cut > 0.02 and not is_static(n)}
     return {
-        "best_static": best_static, "attainable_cut": round(cut, 4), "attained_by": by, "fraction_of_cut": shares,
+        "best_static": best_static,
+        "attainable_cut": round(cut, 4),
+        "attained_by": by,
+        "fraction_of_cut": shares,
         "over_best_static": {name: round(value, 4) for name, value in over.items()},
-    }  # fmt: skip
+    }
 
 
 def _a_a(times: dict[str, dict[str, list[float]]]) -> dict[str, Any] | None:

@@ -43,14 +43,24 @@ class _Format:
 
 FORMATS = {
     "cifar10": _Format(
-        "cifar-10-batches-py", tuple(f"data_batch_{i}" for i in range(1, 6)), ("test_batch",), b"labels", 10,
-        (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616),
+        "cifar-10-batches-py",
+        tuple(f"data_batch_{i}" for i in range(1, 6)),
+        ("test_batch",),
+        b"labels",
+        10,
+        (0.4914, 0.4822, 0.4465),
+        (0.2470, 0.2435, 0.2616),
     ),
     "cifar100": _Format(
-        "cifar-100-python", ("train",), ("test",), b"fine_labels", 100,
-        (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762),
+        "cifar-100-python",
+        ("train",),
+        ("test",),
+        b"fine_labels",
+        100,
+        (0.5071, 0.4865, 0.4409),
+        (0.2673, 0.2564, 0.2762),
     ),
-}  # fmt: skip
+}
 _NETS: dict[str, Any] = {"vgg16": (vgg, 16), "resnet34": (resnet, 34)}
 NETS = tuple(_NETS)
 

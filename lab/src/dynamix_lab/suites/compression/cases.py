@@ -226,11 +226,17 @@ def run_cases(count: int, *, seed: int = 0, tell: Tell = untold) -> dict[str, An
                 counter[str(getattr(case, name)).removeprefix("torch.")] += 1
             tell(f"{number - seed + 1} cases, {len(failures)} failed", (number - seed + 1) / count)
     return {
-        "cases": count, "seed": seed, "failed": len(failures), "exchanges": count * STEPS, "decoded": total.decoded,
+        "cases": count,
+        "seed": seed,
+        "failed": len(failures),
+        "exchanges": count * STEPS,
+        "decoded": total.decoded,
         "undecoded": total.undecoded,
-        "dense_after": dict(sorted(total.dense.items())), "drawn": {name: dict(sorted(c.items())) for name, c in by.items()},
-        "failures": failures[:20], "seconds": round(time.monotonic() - began, 1),
-    }  # fmt: skip
+        "dense_after": dict(sorted(total.dense.items())),
+        "drawn": {name: dict(sorted(c.items())) for name, c in by.items()},
+        "failures": failures[:20],
+        "seconds": round(time.monotonic() - began, 1),
+    }
 
 
 def lines(found: Mapping[str, Any]) -> list[str]:

@@ -142,12 +142,16 @@ class CompressionCell:
         """What its ranks are told."""
         identity = self.rate_mbit_s is None
         return {
-            "job": self.job, "options": plan.options, "seed": plan.seed, "out": str(folder), "timeout_s": TIMEOUT_S,
+            "job": self.job,
+            "options": plan.options,
+            "seed": plan.seed,
+            "out": str(folder),
+            "timeout_s": TIMEOUT_S,
             "ways": IDENTITY_WAYS if identity else self.ways(plan),
             "rounds": 1 if identity else plan.rounds,
             "steps": plan.identity_steps if identity else plan.steps,
             "warm_up": plan.warm_up and not identity,
-        }  # fmt: skip
+        }
 
 
 @dataclass(frozen=True)
@@ -202,10 +206,14 @@ def _run_cell(
         mechanisms = hosts.mechanisms
     ranks = [json.loads((folder / f"measured{rank}.json").read_text()) for rank in range(cell.workers)]
     return {
-        "job": cell.job, "rate_mbit_s": cell.rate_mbit_s, "workers": cell.workers, "mechanisms": mechanisms,
-        "load_average": [round(load, 2), round(os.getloadavg()[0], 2)], "wall_s": round(time.monotonic() - began, 1),
+        "job": cell.job,
+        "rate_mbit_s": cell.rate_mbit_s,
+        "workers": cell.workers,
+        "mechanisms": mechanisms,
+        "load_average": [round(load, 2), round(os.getloadavg()[0], 2)],
+        "wall_s": round(time.monotonic() - began, 1),
         **summarise(ranks, identity=identity),
-    }  # fmt: skip
+    }
 
 
 def _start_aggregator(hosts: Emulation, folder: Path) -> dict[str, str]:

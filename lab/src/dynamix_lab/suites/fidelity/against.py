@@ -41,9 +41,13 @@ def compare(folder: Path, *, calibrate_on: str = "all", trained: bool = False, t
     result, costs = _fitted(folder, calibrate_on)
     tie = indistinct((result.get("a_a") or {}).get("each", []), pairs=len(result["seeds"]))
     arrived = {
-        name: [policy for policy, runs in part["policies"].items() if policy != AGAIN and None not in runs["time_to_target_s"]]
+        name: [
+            policy
+            for policy, runs in part["policies"].items()
+            if policy != AGAIN and None not in runs["time_to_target_s"]
+        ]
         for name, part in result["scenarios"].items()
-    }  # fmt: skip
+    }
     jobs = [
         PredictedRun(name, policy, seed)
         for name, policies in arrived.items()
@@ -56,10 +60,14 @@ def compare(folder: Path, *, calibrate_on: str = "all", trained: bool = False, t
         for name, part in result["scenarios"].items()
     }
     return {
-        "calibrated_on": calibrate_on, "trained": trained, "costs": asdict(costs), "tie": tie, "scenarios": out,
+        "calibrated_on": calibrate_on,
+        "trained": trained,
+        "costs": asdict(costs),
+        "tie": tie,
+        "scenarios": out,
         "same_ranking": sum(part["same_ranking"] for part in out.values()),
         "worst_step_error": max(p["step_error"] for part in out.values() for p in part["policies"].values()),
-    }  # fmt: skip
+    }
 
 
 def forecast(
@@ -95,18 +103,24 @@ def forecast(
         logs = {policy: np.log(t / times[policies[0]]) for policy, t in times.items()}
         out[name] = {
             policy: {
-                "time_to_target_s": float(times[policy].mean()), "ratio": float(np.exp(log.mean())),
+                "time_to_target_s": float(times[policy].mean()),
+                "ratio": float(np.exp(log.mean())),
                 "error": float(log.std(ddof=1) / np.sqrt(seeds)) if seeds > 1 else None,
                 "late": int((times[policy] >= LONGEST_S).sum()),
                 "steps": float(np.mean([predicted[PredictedRun(name, policy, s)].steps for s in every])),
             }
             for policy, log in logs.items()
-        }  # fmt: skip
+        }
     over_all = {
         policy: float(np.exp(np.mean([np.log(part[policy]["ratio"]) for part in out.values()]))) for policy in policies
     }
-    return {"calibrated_on": calibrate_on, "trained": trained, "seeds": [seed, seed + seeds - 1], "scenarios": out,
-            "ratio": over_all}  # fmt: skip
+    return {
+        "calibrated_on": calibrate_on,
+        "trained": trained,
+        "seeds": [seed, seed + seeds - 1],
+        "scenarios": out,
+        "ratio": over_all,
+    }
 
 
 def _fitted(folder: Path, calibrate_on: str) -> tuple[dict[str, Any], LiveCosts]:
@@ -147,11 +161,14 @@ def _compare_one(
         step = float(np.mean([t / n for t, n in zip(runs["time_s"], runs["steps"], strict=True)]))
         predicted_step = float(np.mean([p.step_s for p in mine]))
         policies[name] = {
-            "step_s": step, "predicted_step_s": predicted_step, "step_error": abs(predicted_step / step - 1),
+            "step_s": step,
+            "predicted_step_s": predicted_step,
+            "step_error": abs(predicted_step / step - 1),
             "time_to_target_s": float(np.mean(runs["time_to_target_s"])),
             "predicted_time_to_target_s": float(np.mean([p.time_to_target_s for p in mine])),
-            "steps": float(np.mean(runs["steps"])), "predicted_steps": float(np.mean([p.steps for p in mine])),
-        }  # fmt: skip
+            "steps": float(np.mean(runs["steps"])),
+            "predicted_steps": float(np.mean([p.steps for p in mine])),
+        }
     return {"policies": policies, "same_ranking": same_ranking(policies, tie)}
 
 

@@ -76,14 +76,25 @@ def train(job: PredictedRun, costs: LiveCosts, settings: LaunchSettings | None =
         return _reached(seen[:-2], target) is not None or now.time_s > LONGEST_S
 
     with VirtualCluster(
-        model, workload.make_optimizer(model.parameters()), workload.loss, data.train, clusters=env, policy=policy,
-        batch_size=settings.batch_size, bounds=bounds, interval=settings.interval, lr_rule=settings.lr_rule,
-        seed=job.seed, collate_fn=as_is,
-    ) as cluster:  # fmt: skip
+        model,
+        workload.make_optimizer(model.parameters()),
+        workload.loss,
+        data.train,
+        clusters=env,
+        policy=policy,
+        batch_size=settings.batch_size,
+        bounds=bounds,
+        interval=settings.interval,
+        lr_rule=settings.lr_rule,
+        seed=job.seed,
+        collate_fn=as_is,
+    ) as cluster:
         run = cluster.run(
-            settings.max_steps(), snapshot_samples=settings.snapshot_samples(),
-            score=lambda net: score(workload, net, data.test), until=ended,
-        )  # fmt: skip
+            settings.max_steps(),
+            snapshot_samples=settings.snapshot_samples(),
+            score=lambda net: score(workload, net, data.test),
+            until=ended,
+        )
     return Predicted(float(run.step_s.mean()), _reached(seen, target) or LONGEST_S, len(run.step_s))
 
 

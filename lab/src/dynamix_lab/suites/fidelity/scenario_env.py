@@ -97,16 +97,31 @@ def simulated_hosts(costs: LiveCosts, cores: Floats, base: np.ndarray[Any, Any])
     scale = cores[None] ** (1 + costs.small_share)
     ratio = float(base[0]) / UNIT_BATCH
     return Clusters(
-        alpha=costs.alpha / scale, beta=costs.beta / scale, jitter_sd=costs.jitter_sd * unit,
-        jitter_s=costs.jitter_s * unit, together_sd=costs.together_sd * one,
-        slow_off_s=never, slow_on_s=unit, slow_strongest=unit, exchange_s=costs.exchange_s * one, overlap=one,
-        stall=0 * one, neighbour_period_s=60 * one, neighbour_factor=one,
-        noise_start=np.exp(costs.knots[0]) * ratio**costs.rho * one, noise_rho=costs.rho * one,
-        noise_unit=costs.samples * costs.units(float(base[0])) * one, noise_growth=0 * one,
-        noise_error=costs.noise_error * one, base_batch=base,
-        missing_noise=np.zeros(1, bool), missing_training=np.zeros(1, bool), missing_host=np.zeros(1, bool),
-        noise_knots=np.array([costs.knots]), noise_from=0 * one,
-    )  # fmt: skip
+        alpha=costs.alpha / scale,
+        beta=costs.beta / scale,
+        jitter_sd=costs.jitter_sd * unit,
+        jitter_s=costs.jitter_s * unit,
+        together_sd=costs.together_sd * one,
+        slow_off_s=never,
+        slow_on_s=unit,
+        slow_strongest=unit,
+        exchange_s=costs.exchange_s * one,
+        overlap=one,
+        stall=0 * one,
+        neighbour_period_s=60 * one,
+        neighbour_factor=one,
+        noise_start=np.exp(costs.knots[0]) * ratio**costs.rho * one,
+        noise_rho=costs.rho * one,
+        noise_unit=costs.samples * costs.units(float(base[0])) * one,
+        noise_growth=0 * one,
+        noise_error=costs.noise_error * one,
+        base_batch=base,
+        missing_noise=np.zeros(1, bool),
+        missing_training=np.zeros(1, bool),
+        missing_host=np.zeros(1, bool),
+        noise_knots=np.array([costs.knots]),
+        noise_from=0 * one,
+    )
 
 
 def scenario_world(

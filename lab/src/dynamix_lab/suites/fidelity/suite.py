@@ -39,8 +39,12 @@ def run_fidelity(
     how: dict[str, Any] = {"calibrate_on": calibrate_on, "trained": trained, "tell": tell}
     affine = [fit.r2 for fits in known.affine_models().values() for fit in fits]
     return {
-        "schema": SCHEMA, "command": "bench fidelity", "commit": commit(), "cluster": "simulator",
-        "held_out_step_time": known.held_out, "goal": {"mean_absolute": GOAL},
+        "schema": SCHEMA,
+        "command": "bench fidelity",
+        "commit": commit(),
+        "cluster": "simulator",
+        "held_out_step_time": known.held_out,
+        "goal": {"mean_absolute": GOAL},
         "affine": {"pairs": len(affine), "least_r2": min(affine), "not_affine": len(known.curve_names)},
         "noise_scale": {
             name: {"rho": curve.rho, "residual_of_log": curve.residual} for name, curve in known.noise.items()
@@ -48,7 +52,7 @@ def run_fidelity(
         "sources": known.sources,
         "against_emulator": compare(against, **how) if against and not predict else None,
         "forecast": forecast(against, predict, seeds=seeds, **how) if against and predict else None,
-    }  # fmt: skip
+    }
 
 
 def lines(result: dict[str, Any]) -> list[str]:
@@ -58,9 +62,10 @@ def lines(result: dict[str, Any]) -> list[str]:
         f"{100 * e[where]['median']:.1f} %, p90 {100 * e[where]['p90']:.1f} %, {e[where]['points']} points" + goal
         for name, e in result["held_out_step_time"].items()
         for where, what, goal in (
-            ("inside", "between measured sizes", f" (goal {100 * GOAL:.0f} %)"), ("ends", "beyond them", ""),
+            ("inside", "between measured sizes", f" (goal {100 * GOAL:.0f} %)"),
+            ("ends", "beyond them", ""),
         )
-    ]  # fmt: skip
+    ]
     affine = result["affine"]
     said.append(
         f"affine: {affine['pairs']} (model, GPU) pairs, R2 from {affine['least_r2']:.3f}; {affine['not_affine']} are not"

@@ -78,17 +78,32 @@ def _first(own: Own) -> Own:
         return values[:1].copy()
 
     return Own(
-        of(own.size), of(own.unit), of(own.busy), of(own.blocked), of(own.least), of(own.jitter), of(own.steps), of(own.noise), of(own.fits),
+        of(own.size),
+        of(own.unit),
+        of(own.busy),
+        of(own.blocked),
+        of(own.least),
+        of(own.jitter),
+        of(own.steps),
+        of(own.noise),
+        of(own.fits),
         own.workers,
-    )  # fmt: skip
+    )
 
 
 def _window(rng: np.random.Generator, sizes: Ints) -> Window:
     compute = 0.1 * np.exp(0.3 * rng.normal(size=len(sizes)))
     return Window.of(
-        sizes, compute=compute, compute_std=0.05 * compute, wait=compute.max() - compute, communication=0.03,
-        noise=5e4, signal=1.0, steps=5, cpu=0.5,
-    )  # fmt: skip
+        sizes,
+        compute=compute,
+        compute_std=0.05 * compute,
+        wait=compute.max() - compute,
+        communication=0.03,
+        noise=5e4,
+        signal=1.0,
+        steps=5,
+        cpu=0.5,
+    )
 
 
 def _median_us(run: Callable[[], object], repeats: int) -> float:

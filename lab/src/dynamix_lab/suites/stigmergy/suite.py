@@ -106,9 +106,13 @@ def _named(name: str) -> Factory:
 def rivals() -> dict[str, Factory]:
     """Who meets in every scenario. `static` is what ratios are to; `local` knows nothing of others."""
     return {
-        "static": _named("static"), "dbs": _named("dbs"), "lb_bsp": _named("lb_bsp"), "local": lambda _: OwnPace(),
-        "dynamix": _named("dynamix"), "stigmergic": _named("stigmergic"),
-    }  # fmt: skip
+        "static": _named("static"),
+        "dbs": _named("dbs"),
+        "lb_bsp": _named("lb_bsp"),
+        "local": lambda _: OwnPace(),
+        "dynamix": _named("dynamix"),
+        "stigmergic": _named("stigmergic"),
+    }
 
 
 def variants() -> dict[str, Factory]:
@@ -119,13 +123,14 @@ def variants() -> dict[str, Factory]:
         return lambda _: StigmergicPolicy(learned, decay=Decay(alpha=alpha, beta=1.0, start=0.0))
 
     return {
-        "static": _named("static"), "stigmergic": _named("stigmergic"),
+        "static": _named("static"),
+        "stigmergic": _named("stigmergic"),
         "no-traces": lambda _: StigmergicPolicy(learned, shared=False),
         **{name: faded(alpha) for name, alpha in FADES.items()},
         "no-noise": lambda _: StigmergicPolicy(replace(learned, push=0.0)),
         "no-grow-shrink": lambda _: StigmergicPolicy(replace(learned, damp=0.0)),
         "by-hand": lambda _: StigmergicPolicy(Parameters()),
-    }  # fmt: skip
+    }
 
 
 def compare(
