@@ -29,7 +29,9 @@ TINY = {"users": 300, "items": 100, "factors": 8, "samples": 8}
 
 
 def _rank(rank: int) -> dict[str, Any]:
-    """Dense takes 100 ms of exchange, compaction 5, the others 50; rank 1 arrives 10 ms late, so rank 0 waits for it."""
+    """Dense takes 100 ms of exchange, compaction 5, the others 50; rank 1 arrives 10 ms late, so rank 0 waits for
+    it.
+    """
     times = {"dense": 0.1, "dense-again": 0.1, "compaction": 0.005}
     ways = {}
     for name in SOME:
@@ -203,7 +205,9 @@ def test_bad_arguments_end_with_one_clear_line_and_no_folder(arguments: list[str
 @pytest.mark.slow
 @pytest.mark.timeout(300)  # five processes that import torch: seconds, minutes only where other jobs hold the cores
 def test_a_whole_call_and_its_resumption(tmp_path, monkeypatch) -> None:
-    """Links cannot be shaped without root, so they are not here. Twelve steps by each way, in the order of one round."""
+    """Links cannot be shaped without root, so they are not here. Twelve steps by each way, in the order of one
+    round.
+    """
     unshaped = CompressionCell.scenario
     monkeypatch.setattr(CompressionCell, "scenario", lambda self: unshaped(dataclasses.replace(self, rate_mbit_s=None)))
     ways = ("dense", "dense-again", "topk", "blocks", "compaction", "lhc", "auto", "aggregator-lhc")

@@ -79,7 +79,9 @@ def sections_markdown(sections: Sequence[Section], *, level: int = 2) -> str:
 
 
 def measured(result: Mapping[str, Any]) -> dict[str, Any]:
-    """The `details` of a page about `result`: command, commit, cluster, seeds, machine and what else decides a figure."""
+    """The `details` of a page about `result`: command, commit, cluster, seeds, machine and what else decides a
+    figure.
+    """
     return {name: result[name] for name in DETAILS if result.get(name) is not None}
 
 

@@ -1,8 +1,9 @@
 """CIFAR-10 and CIFAR-100 (Krizhevsky 2009) from a folder, in the authors' "python version": pickled batches.
 
-Nothing is downloaded. Unpack cifar-10-python.tar.gz or cifar-100-python.tar.gz of www.cs.toronto.edu/~kriz/cifar.html and
-name the folder, here or in DYNAMIX_DATA. Images stay uint8; the model makes floats of them. There is no augmentation: it would
-draw random numbers per rank, and two runs with the same samples would no longer see the same inputs.
+Nothing is downloaded. Unpack cifar-10-python.tar.gz or cifar-100-python.tar.gz of www.cs.toronto.edu/~kriz/cifar.html
+and name the folder, here or in DYNAMIX_DATA. Images stay uint8; the model makes floats of them. There is no
+augmentation: it would draw random numbers per rank, and two runs with the same samples would no longer see the same
+inputs.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """`dynamix bench compression`: gradient exchanges side by side on emulated hosts with shaped links, resumable by cell.
 
-A cell is a job, a link rate and a number of hosts. In it all ways take turns within one launch, in random balanced order, dense
-twice (the A/A pair), so that ratios compare what ran under the same load. Hosts have no CPU quota: they share the machine's
-cores. An identity cell trains by `fixed` and by every lossless way over loopback, and compares losses bit by bit.
+A cell is a job, a link rate and a number of hosts. In it all ways take turns within one launch, in random balanced
+order, dense twice (the A/A pair), so that ratios compare what ran under the same load. Hosts have no CPU quota: they
+share the machine's cores. An identity cell trains by `fixed` and by every lossless way over loopback, and compares
+losses bit by bit.
 """
 
 from __future__ import annotations
@@ -65,7 +66,9 @@ class CompressionPlan:
 
     @classmethod
     def of(cls, *, quick: bool = False, **chosen: Any) -> CompressionPlan:
-        """The issue's matrix; `quick`: two jobs, four hosts, the slower link. What is None in `chosen` stays as it is."""
+        """The issue's matrix; `quick`: two jobs, four hosts, the slower link. What is None in `chosen` stays as it
+        is.
+        """
         usual: dict[str, Any] = (
             {"jobs": QUICK_JOBS, "rates_mbit_s": (100,), "workers": (4,), "rounds": 3, "steps": 4, "identity_steps": 50}
             if quick
@@ -217,7 +220,9 @@ def _run_cell(
 
 
 def _start_aggregator(hosts: Emulation, folder: Path) -> dict[str, str]:
-    """An aggregator inside the emulated switch; its address and token. Every way through it is a job of its own there."""
+    """An aggregator inside the emulated switch; its address and token. Every way through it is a job of its own
+    there.
+    """
     token = folder / "token"
     token.touch(mode=0o600)
     token.write_text(secrets.token_hex(16))

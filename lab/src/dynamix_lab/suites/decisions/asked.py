@@ -41,7 +41,9 @@ class Erratic:
 
 
 def make(name: str, clock: list[int]) -> Any:
-    """A policy by name; beside dynamix's own: quick: and keen: (guards and learners of other settings), failing:, erratic:."""
+    """A policy by name; beside dynamix's own: quick: and keen: (guards and learners of other settings), failing:,
+    erratic:.
+    """
     head, _, rest = name.partition(":")
     if head == "erratic":
         return Erratic(rest, clock)
@@ -75,7 +77,9 @@ def _failing(policy: Any, clock: list[int]) -> Any:
 
 
 def reloaded(policy: Any, name: str, clock: list[int]) -> Any:
-    """A fresh policy with the state of `policy`, which went through JSON, or through torch's format where it holds tensors."""
+    """A fresh policy with the state of `policy`, which went through JSON, or through torch's format where it holds
+    tensors.
+    """
     state, fresh = policy.state_dict(), make(name, clock)
     try:
         fresh.load_state_dict(json.loads(json.dumps(state)))

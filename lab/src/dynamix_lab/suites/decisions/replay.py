@@ -1,9 +1,9 @@
 """Record what every policy decides, and ask it again: `python -m dynamix_lab.suites.decisions.replay record FILE.npz`.
 
-The module runs under any revision of dynamix, so it imports nothing of it but through `revision.found`; the suite starts it
-in a process of its own with the revision's source first on the path. A decision that differs in a replay changes no later
-window, since those follow from the recorded answers. FILE holds the plan as JSON, the recorded sizes and whose answer each
-guard gave.
+The module runs under any revision of dynamix, so it imports nothing of it but through `revision.found`; the suite
+starts it in a process of its own with the revision's source first on the path. A decision that differs in a replay
+changes no later window, since those follow from the recorded answers. FILE holds the plan as JSON, the recorded sizes
+and whose answer each guard gave.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`dynamix bench decisions --against REV`: whether every policy still decides what it decided under REV.
 
-The corpus is recorded in a git worktree of REV and replayed from the source tree at hand, on the same machine, each in a
-process of its own. The file of recorded decisions stays in the run folder.
+The corpus is recorded in a git worktree of REV and replayed from the source tree at hand, on the same machine, each in
+a process of its own. The file of recorded decisions stays in the run folder.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The simulator against the emulator: the same scenarios and policies predicted, from costs of its runs that hold the global batch.
+"""The simulator against the emulator: the same scenarios and policies predicted, from costs of its runs that hold the
+global batch.
 
 `dynamix bench fidelity --against RUN` reads a finished `bench tta` folder; `--predict` asks about policies that it did
 not run. Costs of computing and of the exchange, jitter and the noise scale are fitted to the windows of runs
@@ -82,9 +83,9 @@ def forecast(
 ) -> dict[str, Any]:
     """Times to the target (s) that any policies would take on the scenarios of a `bench tta` folder, with its costs.
 
-    For seeds (of disturbances, and of data and weights where `trained`) `seed`, `seed + 1`, ...; `ratio` is the geometric
-    mean of times over those of the first policy. `late` counts runs that had not arrived after `LONGEST_S`, and are taken
-    as so long.
+    For seeds (of disturbances, and of data and weights where `trained`) `seed`, `seed + 1`, ...; `ratio` is the
+    geometric mean of times over those of the first policy. `late` counts runs that had not arrived after `LONGEST_S`,
+    and are taken as so long.
     """
     if seeds < 1:
         raise ConfigError("seeds", seeds, "1 or more", "check the argument")
@@ -173,7 +174,9 @@ def _compare_one(
 
 
 def same_ranking(policies: dict[str, dict[str, float]], tie: float) -> bool:
-    """Whether every two policies whose measured times differ by more than `tie` (relative) are predicted in that order."""
+    """Whether every two policies whose measured times differ by more than `tie` (relative) are predicted in that
+    order.
+    """
     names = list(policies)
     for i, a in enumerate(names):
         for b in names[i + 1 :]:

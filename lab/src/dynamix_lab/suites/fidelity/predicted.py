@@ -1,4 +1,6 @@
-"""Runs of `bench tta` predicted: on a model of the training, or by the training itself with only its seconds simulated."""
+"""Runs of `bench tta` predicted: on a model of the training, or by the training itself with only its seconds
+simulated.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ class Predicted:
 
 
 def predict(job: PredictedRun, costs: LiveCosts) -> Predicted:
-    """On a model: progress by AdaScale's count, the noise scale as runs of a fixed global batch had it, a fixed progress to the target."""
+    """On a model: progress by AdaScale's count, the noise scale as runs of a fixed global batch had it, a fixed
+    progress to the target.
+    """
     settings, scenario = LaunchSettings(), load_scenario(job.scenario)
     base = settings.batch_size * scenario.workers
     per_epoch = boundary(make_policy(job.policy, others=references(scenario))) == "epoch"
@@ -58,9 +62,9 @@ def predict(job: PredictedRun, costs: LiveCosts) -> Predicted:
 
 
 def train(job: PredictedRun, costs: LiveCosts, settings: LaunchSettings | None = None) -> Predicted:
-    """By the training of that seed on the virtual clock, some 50 s of a core: losses, noise scale and accuracy are a live
-    run's with the same allocations, within float error, and only seconds are simulated. Answers that a live run had too
-    late are not."""
+    """By the training of that seed on the virtual clock, some 50 s of a core: losses, noise scale and accuracy are a
+    live run's with the same allocations, within float error, and only seconds are simulated. Answers that a live run
+    had too late are not."""
     settings, scenario = settings or LaunchSettings(), load_scenario(job.scenario)
     workload = make_workload(settings.workload)
     data = _data(job.seed, settings)

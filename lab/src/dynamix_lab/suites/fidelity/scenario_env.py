@@ -1,4 +1,6 @@
-"""A scenario's emulated hosts as a simulated cluster: their shares of a core, links and disturbances, with fitted costs."""
+"""A scenario's emulated hosts as a simulated cluster: their shares of a core, links and disturbances, with fitted
+costs.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +25,11 @@ from dynamix_lab.suites.fidelity.live_costs import UNIT_BATCH, LiveCosts, moved_
 from dynamix_lab.tasks import make_workload
 
 LONGEST_S = 1200.0
-# Core-s of a decision, which rank 0 pays in its share: `dynamix bench overhead --decision-only --workers 4` of `goodput`
-# and `dynamix`. The policies without a model of the job decide in less than half a millisecond.
+# Core-s of a decision, which rank 0 pays in its share: `dynamix bench overhead --decision-only --workers 4` of
+# `goodput` and `dynamix`. The policies without a model of the job decide in less than half a millisecond.
 RULE_S, LEARNED_S = 0.0027, 0.0058
-NEW_SIZE_S = 0.008  # core-s, `python -m dynamix_lab.suites.changecost`: 24.8 ms for the first step at a size, 16.7 when it comes again
+# core-s, `python -m dynamix_lab.suites.changecost`: 24.8 ms for the first step at a size, 16.7 when it comes again
+NEW_SIZE_S = 0.008
 
 
 @dataclass(frozen=True)
@@ -45,9 +48,9 @@ class HostCosts(Costs):
 
 
 class ScenarioEnv(ClusterEnv):
-    """One simulated cluster on a scenario's hosts: the slowest link decides the bytes of an exchange; the rest of it is work
-    that every host does on its own share of a core once it has computed, so it counts as far as that host ends last; and
-    so do decisions, of `decision_s` core-s each, on the first, in the step after a window.
+    """One simulated cluster on a scenario's hosts: the slowest link decides the bytes of an exchange; the rest of it is
+    work that every host does on its own share of a core once it has computed, so it counts as far as that host ends
+    last; and so do decisions, of `decision_s` core-s each, on the first, in the step after a window.
 
     Loss and latency are not modelled.
     """
@@ -70,7 +73,9 @@ class ScenarioEnv(ClusterEnv):
         self._decided = True
 
     def advance(self) -> tuple[Floats, Floats]:
-        """One step; a worker's first at a size never met before prepares kernels while it computes, on its own share of a core."""
+        """One step; a worker's first at a size never met before prepares kernels while it computes, on its own share of
+        a core.
+        """
         batch = self.batch[0].tolist()
         fresh = np.array([size > 0 and (i, size) not in self._met for i, size in enumerate(batch)])
         self._met |= set(enumerate(batch))

@@ -27,8 +27,10 @@ def run_fidelity(
 ) -> dict[str, Any]:
     """Errors of step times on points that their fit has not seen, and residuals of the noise-scale fits.
 
-    against   folder of a finished `bench tta`, to compare the simulator with; costs from its scenarios `calibrate_on` (names, comma-separated, or "all")
-    predict   policies to predict with those costs, over `seeds` disturbances that the run did not have, instead of its runs
+    against   folder of a finished `bench tta`, to compare the simulator with; costs from its scenarios `calibrate_on`
+              (names, comma-separated, or "all")
+    predict   policies to predict with those costs, over `seeds` disturbances that the run did not have, instead of its
+              runs
     trained   by the training itself, with only its seconds simulated: some 50 s of a core for every run
     """
     if predict and against is None:
@@ -58,8 +60,9 @@ def run_fidelity(
 def lines(result: dict[str, Any]) -> list[str]:
     """For people."""
     said = [
-        f"step time held out, {name} ({e['jobs']} jobs): {100 * e[where]['mean_absolute']:.1f} % mean absolute {what}, median "
-        f"{100 * e[where]['median']:.1f} %, p90 {100 * e[where]['p90']:.1f} %, {e[where]['points']} points" + goal
+        f"step time held out, {name} ({e['jobs']} jobs): {100 * e[where]['mean_absolute']:.1f} % mean absolute {what}, "
+        f"median {100 * e[where]['median']:.1f} %, p90 {100 * e[where]['p90']:.1f} %, {e[where]['points']} points"
+        + goal
         for name, e in result["held_out_step_time"].items()
         for where, what, goal in (
             ("inside", "between measured sizes", f" (goal {100 * GOAL:.0f} %)"),
@@ -68,7 +71,8 @@ def lines(result: dict[str, Any]) -> list[str]:
     ]
     affine = result["affine"]
     said.append(
-        f"affine: {affine['pairs']} (model, GPU) pairs, R2 from {affine['least_r2']:.3f}; {affine['not_affine']} are not"
+        f"affine: {affine['pairs']} (model, GPU) pairs, R2 from {affine['least_r2']:.3f}; "
+        f"{affine['not_affine']} are not"
     )
     said += [
         f"noise scale of {name}: phi ~ B^{part['rho']:.2f}, residual of log phi {part['residual_of_log']:.2f}"

@@ -19,8 +19,10 @@ from dynamix.window import Bounds, Floats, Ints, Window
 def decision_costs(workers: Sequence[int], *, repeats: int = 60) -> list[dict[str, Any]]:
     """Per W, medians on one thread, in microseconds.
 
-    one_rank        what a rank of a job does by itself: make its traces, leave and read them in a field in memory, choose
-    taking_in       what a rank does with the W sizes that arrive: sum and check. Exactly-once needs them, so this grows with W
+    one_rank        what a rank of a job does by itself: make its traces, leave and read them in a field in memory,
+                    choose
+    taking_in       what a rank does with the W sizes that arrive: sum and check. Exactly-once needs them, so this grows
+                    with W
     per_worker      a simulated decision of all W, over W
     central         the `dynamix` policy's decision for all W, in one place
     """
