@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import tempfile
 from pathlib import Path
 from typing import Annotated
@@ -46,14 +47,20 @@ def policy_train(
     as_json: Json = False,
 ) -> None:
     """Learn a policy in the simulator: minutes on 2 cores."""
+    from dynamix import __version__
+    from dynamix.events.run_folder import commit
+    from dynamix.policies.files import add_facts
     from dynamix.training.shipped import recipe_of, train_shipped
 
     recipe_of(name, settings or ())  # a wrong name or setting is said first
     _check_writable(out)
     with progress("training") as tell:
-        about = train_shipped(
+        train_shipped(
             name, out, seed=seed, settings=settings or (), progress=tell, checkpoint=checkpoint, tensorboard=tensorboard
         )
+    changed = "".join(f" --set {shlex.quote(setting)}" for setting in settings or ())
+    command = f"dynamix policy train --policy {name} --seed {seed}{changed}"
+    about = add_facts(out, command=command, commit=commit(), version=__version__)
     print_json(about) if as_json else typer.echo(f"wrote {out}; dynamix policy show {out}")
 
 

@@ -139,7 +139,7 @@ def _of_file(about: Mapping[str, Any]) -> list[tuple[str, str]]:
     """How a file was made."""
     shape, training = about.get("architecture"), about.get("training", {})
     facts = [("file", about["file"]), ("sha256", str(about["sha256"])[:16] + "..."), ("made by", _command(about))]
-    facts += [("commit", str(about.get("commit", "not recorded in this file")))]
+    facts += [("commit", str(about.get("commit") or f"unknown, version {about.get('version', '0.1')}"))]
     if "workers" in training:
         facts += [("learned at", f"{_listed(training['workers'])} simulated workers")]
     if shape:
@@ -150,7 +150,9 @@ def _of_file(about: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _command(about: Mapping[str, Any]) -> str:
-    """The command that makes such a file: seed, and what differs from the recipe's defaults."""
+    """The command that made the file; where it does not say, one that does: seed, and what differs from the recipe."""
+    if "command" in about:
+        return str(about["command"])
     from dynamix.training.shipped import recipe_of
 
     name, training = trained_as(about["kind"]), about.get("training", {})
