@@ -3,8 +3,8 @@
 torchrun --nproc-per-node 2 examples/sparse_gradients.py
 
 Prints how many buckets went which way, and how many bytes that took in place of a dense all-reduce. With --aggregator
-HOST:PORT an aggregator in the network forms the sums (start one with `dynamix aggregator`; it prints its address). Memory caps are found
-before training, and a batch that does not fit after all goes on in pieces.
+HOST:PORT an aggregator in the network forms the sums (start one with `dynamix aggregator`; it prints its address).
+Memory caps are found before training, and a batch that does not fit after all goes on in pieces.
 """
 
 from __future__ import annotations

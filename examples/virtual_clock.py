@@ -31,9 +31,15 @@ def main() -> None:
         net = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 2))
         optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
         cluster = VirtualCluster(
-            net, optimizer, F.cross_entropy, train,
-            clusters=sample_clusters(1, WORKERS, seed=1), policy=policy, batch_size=16, interval=5,
-        )  # fmt: skip
+            net,
+            optimizer,
+            F.cross_entropy,
+            train,
+            clusters=sample_clusters(1, WORKERS, seed=1),
+            policy=policy,
+            batch_size=16,
+            interval=5,
+        )
         run = cluster.run(
             steps=600, snapshot_samples=2048, score=accuracy, until=lambda snapshot: snapshot.score >= TARGET
         )

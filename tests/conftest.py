@@ -9,7 +9,8 @@ import pytest
 import torch
 from hypothesis import settings
 
-# The same examples for the same code, so a failure is the change's. DYNAMIX_SEARCH=1 draws new ones: run it now and then.
+# The same examples for the same code, so a failure is the change's. DYNAMIX_SEARCH=1 draws new ones: run it now and
+# then.
 settings.register_profile("suite", deadline=None, derandomize=os.environ.get("DYNAMIX_SEARCH", "") in ("", "0"))
 settings.load_profile("suite")
 

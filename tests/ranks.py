@@ -18,10 +18,8 @@ import torch.distributed as dist
 
 _CONTEXT = mp.get_context("forkserver")
 # What every rank would import for itself, a second or two each: the optimizers alone import torch._dynamo.
-_CONTEXT.set_forkserver_preload(
-    ["pytest", "numpy.random", "torch.distributed", "torch._dynamo", "torch.nn.parallel", "torch.utils.data",
-     "dynamix.runtime.controller", "dynamix.policies.learned.policy", "tests.ranks"]
-)  # fmt: skip
+_PRELOADED = "pytest numpy.random torch.distributed torch._dynamo torch.nn.parallel torch.utils.data tests.ranks"
+_CONTEXT.set_forkserver_preload([*_PRELOADED.split(), "dynamix.runtime.controller", "dynamix.policies.learned.policy"])
 
 
 class RankFailed(AssertionError):

@@ -19,9 +19,8 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = (ROOT / "src/dynamix", ROOT / "lab/src/dynamix_lab")
 CODE = sorted(file for folder in ("src", "lab", "tests", "examples") for file in (ROOT / folder).rglob("*.py"))
 LONGEST_LINE, MOST_SKIPS = 120, 20
-# Limits where they stand; each falls to 0 (names, lines) and to MOST_SKIPS as the rooms are put in order.
-SHARED_NAMES = {"ActorCritic", "Memory", "NoiseScale", "Recorder", "RewardWeights", "Table", "Training", "Workload"}
-LONG_LINES_LEFT, SKIPS_LEFT = 500, 200
+# Limits where they stand; they fall to 0 and to MOST_SKIPS as the rooms are put in order.
+LONG_LINES_LEFT, SKIPS_LEFT = 360, 120
 
 
 def test_policies_never_touch_torch_distributed() -> None:
@@ -55,6 +54,7 @@ def drawn(package: Path) -> dict[str, Any]:
 def test_no_circle_of_imports(package: Path) -> None:
     found = drawn(package)
     assert found["circles"] == []
+    assert found["file_circles"] == []
 
 
 def test_the_house_has_few_rooms_and_few_arrows() -> None:
@@ -83,7 +83,7 @@ def test_no_two_public_classes_share_a_name() -> None:
                 if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                     places[node.name].append(f"{file.relative_to(ROOT)}:{node.lineno}")
     shared = {name: found for name, found in places.items() if len(found) > 1}
-    assert set(shared) <= SHARED_NAMES, shared
+    assert not shared, shared
 
 
 def test_lines_are_short_and_formatted() -> None:

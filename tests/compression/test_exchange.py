@@ -1,4 +1,5 @@
-"""What is decoded equals the exact integer sum of the quantised inputs, whatever the way, the ranks and the gradients."""
+"""What is decoded equals the exact integer sum of the quantised inputs, whatever the way, the ranks and the
+gradients."""
 
 from __future__ import annotations
 

@@ -23,10 +23,12 @@ SIZE = 60
 
 
 @given(
-    steps=st.integers(1, 12), n=st.integers(1, 200), seed=st.integers(0, 1 << 20),
+    steps=st.integers(1, 12),
+    n=st.integers(1, 200),
+    seed=st.integers(0, 1 << 20),
     how=st.sampled_from([{"keep": 0.01}, {"keep": 0.3}, {"keep": 1.0}, {"threshold": 3.0}, {"threshold": 1e9}]),
     dtype=st.sampled_from([torch.float32, torch.float64, torch.float16, torch.bfloat16]),
-)  # fmt: skip
+)
 @settings(max_examples=100, deadline=None)
 def test_sent_and_held_are_all_that_ever_came(
     steps: int, n: int, seed: int, how: dict[str, float], dtype: torch.dtype

@@ -1,4 +1,5 @@
-"""Equal conditions for measurements: processors that are kept awake, by work that ends with its owner, and heaps that are kept."""
+"""Equal conditions for measurements: processors that are kept awake, by work that ends with its owner, and heaps that
+are kept."""
 
 from __future__ import annotations
 
@@ -118,12 +119,15 @@ def test_who_works_loses_little_to_it() -> None:
     assert idle < 0.1 * took * len(PROCESSORS) * os.sysconf("SC_CLK_TCK")
 
 
-@pytest.mark.parametrize(("asked", "virtual", "quota", "turns"), [
-    (True, True, float("inf"), True),
-    (False, True, float("inf"), False),
-    (True, False, float("inf"), False),
-    (True, True, 1.5, False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("asked", "virtual", "quota", "turns"),
+    [
+        (True, True, float("inf"), True),
+        (False, True, float("inf"), False),
+        (True, False, float("inf"), False),
+        (True, True, 1.5, False),
+    ],
+)
 def test_an_emulation_keeps_awake_where_asked_and_where_it_helps(
     monkeypatch, tmp_path, asked, virtual, quota, turns
 ) -> None:

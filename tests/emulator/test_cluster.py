@@ -195,7 +195,11 @@ def test_when_a_rank_fails_the_others_get_their_grace_and_no_more(tmp_path: Path
 
 
 def test_children_of_ranks_end_with_them(tmp_path: Path, mechanism: str) -> None:
-    program = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True); print('on', flush=True)"
+    program = """
+import subprocess, sys
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+print("on", flush=True)
+"""
     with Emulation(TWO, run_dir=tmp_path, mechanism=mechanism) as cluster:  # type: ignore[arg-type]
         cluster.launch([*PYTHON, program])
         assert cluster.wait(30) == [0, 0]
@@ -226,8 +230,10 @@ def owner(folder: Path, mechanism: str) -> Iterator[tuple[subprocess.Popen[str],
     """Another process with a running emulation, and that one's name."""
     process = subprocess.Popen(
         [sys.executable, "-c", OWNER, mechanism, str(folder), dynamix.__path__[0]],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     try:
         assert process.stdout is not None
         name = process.stdout.readline().strip()

@@ -1,4 +1,5 @@
-"""What links do to real packets: rates each way, loss, background traffic, and changes while packets are on their way."""
+"""What links do to real packets: rates each way, loss, background traffic, and changes while packets are on their
+way."""
 
 from __future__ import annotations
 
@@ -133,8 +134,8 @@ def mbit_s(rows: list[list[float]], begin: float = 0.3, end: float = 1e9) -> flo
 
 
 def held(got: float, rate: float) -> bool:
-    """Not more than the rate of a link, and less only as far as a machine that pauses for longer than its bucket lasts, 4
-    to 16 ms, wastes it."""
+    """Not more than the rate of a link, and less only as far as a machine that pauses for longer than its bucket lasts,
+    4 to 16 ms, wastes it."""
     return 0.6 * rate < got < 1.15 * rate
 
 
@@ -215,8 +216,8 @@ def test_background_traffic_takes_its_part_of_the_link_and_stops(tmp_path: Path)
 
 @needs_root
 def test_latency_is_there_or_refused_with_what_is_possible(tmp_path: Path) -> None:
-    scenario = {"hosts": hosts({"latency_ms": 10, "rate_mbit_s": 20}, {"latency_ms": 5}),
-                "schedule": [{"at_s": 600, "host": 0, "latency_ms": 20}]}  # fmt: skip
+    late = {"at_s": 600, "host": 0, "latency_ms": 20}
+    scenario = {"hosts": hosts({"latency_ms": 10, "rate_mbit_s": 20}, {"latency_ms": 5}), "schedule": [late]}
     if not probe_mechanisms()["latency"][0]:
         with pytest.raises(ScenarioError, match=r"hosts\[0\].latency_ms=10.0 .* cpu, rate, loss; .*netem"):
             Emulation(scenario, run_dir=tmp_path / "never")

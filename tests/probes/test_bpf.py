@@ -99,7 +99,8 @@ else:
     sample = probe.sample()
     again = struct.unpack_from("I", link.getsockopt(socket.IPPROTO_TCP, 11, 256), 100)[0]
     link.close(); probe.close()
-    print(json.dumps({"bpf": sample["retransmits_per_s"] * took, "tcp_info": again, "bytes": sample.get("bytes_per_s", 0) * took}))
+    counted = {"bpf": sample["retransmits_per_s"] * took, "bytes": sample.get("bytes_per_s", 0) * took}
+    print(json.dumps({**counted, "tcp_info": again}))
 """
 
 JOB = """
@@ -109,7 +110,8 @@ from dynamix.emulator import Emulation
 from dynamix.errors import EmulationError
 folder, program = Path(sys.argv[1]), sys.argv[2]
 try:
-    with Emulation({"hosts": [{"cpu": 0.5}, {"cpu": 0.5, "loss": 0.05}]}, run_dir=folder, mechanism="privileged") as cluster:
+    lossy = {"hosts": [{"cpu": 0.5}, {"cpu": 0.5, "loss": 0.05}]}
+    with Emulation(lossy, run_dir=folder, mechanism="privileged") as cluster:
         cluster.launch([sys.executable, "-c", program])
         assert cluster.wait(70) == [0, 0], [(folder / f"rank{r}.err").read_text() for r in range(2)]
 except EmulationError as error:

@@ -97,7 +97,8 @@ class TestCgroups:
         here = proc(
             tmp_path,
             "4:memory:/job\n2:cpu,cpuacct:/job\n0::/",
-            f"32 31 0:29 / {cpu} rw - cgroup cgroup rw,cpu,cpuacct\n35 31 0:32 / {memory} rw - cgroup cgroup rw,memory\n"
+            f"32 31 0:29 / {cpu} rw - cgroup cgroup rw,cpu,cpuacct\n"
+            f"35 31 0:32 / {memory} rw - cgroup cgroup rw,memory\n"
             f"41 31 0:38 / {tmp_path} rw - cgroup2 cgroup2 rw",
         )
         groups = Cgroups.find(here)

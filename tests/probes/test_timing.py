@@ -54,7 +54,8 @@ def timer(clock: ManualClock) -> StepTimer:
 
 
 def play(timer: StepTimer, clock: ManualClock, script: str, at: float = 0.0) -> None:
-    """Calls by letter, one second apart: F forward, G gradients, R reduced, I interrupted, M micro, S step; '.' waits."""
+    """Calls by letter, one second apart: F forward, G gradients, R reduced, I interrupted, M micro, S step; '.'
+    waits."""
     calls = {
         "F": timer.forward_started,
         "G": timer.gradients_ready,

@@ -284,3 +284,18 @@ def test_a_state_is_loaded_before_anything_else_is_made(workers_before: int) -> 
     assert controller.batch_sizes.tolist() == [10 * workers_before]
     controller.wrap(net, torch.optim.SGD(net.parameters(), lr=0.1))
     assert len(next(iter(controller.batch_sampler(_data())))) == 10 * workers_before
+
+
+@pytest.mark.parametrize("policy", ["goodput", "dynamix", "stigmergic"])
+def test_a_state_whose_policy_kept_other_things_is_refused_whole_and_can_go_on_without_them(policy: str) -> None:
+    state = _after_a_decision(policy)
+    own = state["policy"]
+    state["policy"] = {"guarded": {"memory": {}}, "guard": {}} if policy == "dynamix" else {"memory": {}}
+    controller = dynamix.Controller(policy, batch_size=8, interval=2)
+    with pytest.raises(dynamix.StateError, match="does not fit"):
+        controller.load_state_dict(state)
+    assert controller.samples_seen == 0
+    state["policy"] = controller.state_dict()["policy"]
+    controller.load_state_dict(state)
+    assert controller.samples_seen > 0
+    assert own.keys() == state["policy"].keys()

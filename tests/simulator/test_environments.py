@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import warnings
 
 import numpy as np
@@ -17,6 +19,27 @@ def test_gymnasium_accepts_the_environment() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         check_env(GymClusterEnv(workers=3, windows=5), skip_render_check=True)
+
+
+REGISTERED = """
+import sys, warnings
+warnings.simplefilter("error")
+import dynamix, gymnasium
+assert "dynamix/Cluster-v0" not in gymnasium.registry, "importing dynamix registers nothing"
+one = gymnasium.make("dynamix.simulator.environments:dynamix/Cluster-v0", family="pai-steady", workers=3, windows=2)
+many = gymnasium.make_vec("dynamix/Cluster-v0", num_envs=5, family="pai-steady", workers=3, windows=2)
+seen, _ = one.reset(seed=1)
+assert one.observation_space.contains(seen)
+*_, truncated, _ = (one.step(one.action_space.sample()), one.step(one.action_space.sample()))[1]
+assert truncated
+seen, _ = many.reset(seed=1)
+assert seen.shape == (5, 3, seen.shape[-1]) and type(many.unwrapped).__name__ == "VectorClusterEnv"
+"""
+
+
+def test_a_fresh_process_makes_the_registered_environment_and_its_vector_form() -> None:
+    done = subprocess.run([sys.executable, "-c", REGISTERED], capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
 
 
 def test_pettingzoo_accepts_the_environment() -> None:

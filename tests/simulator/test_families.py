@@ -24,7 +24,7 @@ from dynamix.simulator import (
     rollout_path,
     sample_clusters,
     sample_family,
-)  # fmt: skip
+)
 from dynamix.window import Bounds, Ints, Window
 from dynamix_lab.suites.simulated import SimulatedPlan, StaticAt, times_to_progress
 

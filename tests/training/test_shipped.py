@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,8 @@ def test_one_seed_gives_one_file_that_runs_as_a_policy(
         written.append(file.read_bytes())
     assert written[0] == written[1]
     assert make_policy(str(file)).decide is not None
+    page = " ".join(CliRunner().invoke(app, ["policy", "show", str(file)]).stdout.split())
+    assert f"dynamix policy train --policy {name} --seed 3 {shlex.join(settings[:4])}" in page
 
 
 @pytest.mark.parametrize(

@@ -61,9 +61,14 @@ def _sgd(net: nn.Module) -> torch.optim.Optimizer:
 
 def _virtual(net: nn.Module, workers: int = 4, **options: Any) -> VirtualCluster:
     options = {
-        "dataset": _data(), "clusters": sample_clusters(1, workers, seed=3), "batch_size": 8, "interval": INTERVAL,
-        "seed": 4, "policy": "lb_bsp", **options,
-    }  # fmt: skip
+        "dataset": _data(),
+        "clusters": sample_clusters(1, workers, seed=3),
+        "batch_size": 8,
+        "interval": INTERVAL,
+        "seed": 4,
+        "policy": "lb_bsp",
+        **options,
+    }
     made = VirtualCluster(net, _sgd(net), F.cross_entropy, options.pop("dataset"), **options)
     _OPEN.append(made)
     return made
@@ -85,9 +90,14 @@ def _live(rank: int, events: str, options: dict[str, Any]) -> dict[str, Any]:
     net = _net(*_layers(options))
     optimizer = _sgd(net)
     controller = dynamix.Controller(
-        options["policy"], batch_size=8, min_batch_size=options["low"], max_batch_size=40, interval=INTERVAL,
-        lr_rule="adascale", events=events,
-    )  # fmt: skip
+        options["policy"],
+        batch_size=8,
+        min_batch_size=options["low"],
+        max_batch_size=40,
+        interval=INTERVAL,
+        lr_rule="adascale",
+        events=events,
+    )
     sampler = controller.batch_sampler(_data(), seed=4)
     loader = DataLoader(_data(), batch_sampler=sampler)
     model = controller.wrap(DDP(net, bucket_cap_mb=1e-4), optimizer)
@@ -380,9 +390,15 @@ def test_a_workload_plugs_in_as_it_is() -> None:
     data = workload.make_data(0, train=200, test=100)
     net = workload.make_model(0)
     cluster = VirtualCluster(
-        net, workload.make_optimizer(net.parameters()), workload.loss, data.train, collate_fn=as_is, batch_size=8,
-        clusters=sample_clusters(1, 4, seed=0), bounds=Bounds.of(4, workload.min_batch, workload.max_batch),
-    )  # fmt: skip
+        net,
+        workload.make_optimizer(net.parameters()),
+        workload.loss,
+        data.train,
+        collate_fn=as_is,
+        batch_size=8,
+        clusters=sample_clusters(1, 4, seed=0),
+        bounds=Bounds.of(4, workload.min_batch, workload.max_batch),
+    )
     run = cluster.run(15, snapshot_samples=200, score=lambda model: score(workload, model, data.test))
     assert 0 <= run.snapshots[0].score <= 1
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Callable
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -11,7 +9,8 @@ from typing import Annotated, Any, cast
 
 import typer
 
-from dynamix.cli.console import Json, Mechanism, Out, guarded, print_json, progress
+from dynamix.cli.console import Json, Mechanism, Out, guarded, print_json
+from dynamix.cli.policy import policy
 from dynamix.errors import UsageError
 
 app = typer.Typer(
@@ -21,7 +20,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-policy = typer.Typer(help="Learn, score and inspect policies.", no_args_is_help=True)
 app.add_typer(policy, name="policy")
 
 
@@ -92,97 +90,6 @@ def emulate(
     raise typer.Exit(int(result["exit_code"]))
 
 
-def _check_writable(out: Path) -> None:
-    """Raises `ConfigError` now rather than after minutes of work."""
-    from dynamix.errors import ConfigError
-
-    allowed = "a .safetensors file in an existing folder that can be written"
-    if out.suffix != ".safetensors" or not out.parent.is_dir():
-        raise ConfigError("out", str(out), allowed, "choose another file")
-    for file in (out, out.with_suffix(".json")):
-        if file.exists() and not (file.is_file() and os.access(file, os.W_OK)):
-            raise ConfigError("out", str(file), allowed, "it is there already and cannot be replaced")
-    try:
-        tempfile.TemporaryFile(dir=out.parent).close()
-    except OSError as error:
-        raise ConfigError("out", str(out), allowed, f"choose another file ({error.strerror})") from error
-
-
-@policy.command("train")
-@guarded
-def policy_train(
-    out: Annotated[Path, typer.Option(help="File to write; a .json beside it says how it was made.")] = Path(
-        "policy.safetensors"
-    ),
-    seed: Annotated[int, typer.Option(min=0, help="Same seed, same weights.")] = 0,
-    checkpoint: Annotated[Path | None, typer.Option(help="Kept here; a stopped training goes on from it.")] = None,
-    tensorboard: Annotated[Path | None, typer.Option(help="Folder for TensorBoard.")] = None,
-    name: Annotated[str, typer.Option("--policy", help="dynamix, dynamix-paper or stigmergic.")] = "dynamix",
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", help="NAME=VALUE of the recipe, as often as wanted: --set workers=2,8.")
-    ] = None,
-    as_json: Json = False,
-) -> None:
-    """Learn a policy in the simulator: minutes on 2 cores."""
-    from dynamix.training.shipped import recipe_of, train_shipped
-
-    recipe_of(name, settings or ())  # a wrong name or setting is said first
-    _check_writable(out)
-    with progress("training") as tell:
-        about = train_shipped(
-            name, out, seed=seed, settings=settings or (), progress=tell, checkpoint=checkpoint, tensorboard=tensorboard
-        )
-    print_json(about) if as_json else typer.echo(f"wrote {out}; dynamix policy show {out}")
-
-
-@policy.command("evaluate")
-@guarded
-def policy_evaluate(
-    file: Annotated[str, typer.Argument(help="Policy file, or a policy's name.")] = "dynamix",
-    seed: Annotated[int, typer.Option(min=0, help="Of the clusters; the training seeds lie elsewhere.")] = 990_001,
-    families: Annotated[
-        str | None, typer.Option(help="Families or worlds, comma-separated [default: all held-out families].")
-    ] = None,
-    workers: Annotated[str, typer.Option(help="Numbers of workers, comma-separated.")] = "2,8,32",
-    rows: Annotated[int, typer.Option(min=1, help="Clusters times workers of a family.")] = 256,
-    windows: Annotated[int, typer.Option(min=1, help="Decisions of a run.")] = 50,
-    hedged: Annotated[bool, typer.Option(help="With the hedged reference, which takes most of the time.")] = True,
-    as_json: Json = False,
-) -> None:
-    """Score a policy on the calibrated families, beside static, LB-BSP, Cannikin, the goodput rule and the references."""
-    from dynamix.policies import make_policy
-    from dynamix.training.evaluation import chosen_cells, evaluate_families, markdown
-
-    make_policy(file)  # a wrong name or file is said before any work
-    names, counts = chosen_cells(families, workers)
-    with progress("evaluating") as tell:
-        found = evaluate_families(
-            {file: lambda _: make_policy(file)}, [seed],
-            families=names, workers=counts, rows=rows, windows=windows, hedged=hedged, progress=tell,
-        )  # fmt: skip
-    about = {"schema": 1, "command": "policy evaluate", "seed": seed, "cluster": "simulator"}
-    print_json({**about, **found}) if as_json else typer.echo(markdown(found))
-
-
-@policy.command("show")
-@guarded
-def policy_show(
-    file: Annotated[Path | None, typer.Argument(help="Policy file [default: the shipped one].")] = None,
-    as_json: Json = False,
-) -> None:
-    """How a policy file was made and how it scored."""
-    from dynamix.policies.files import describe_policy
-    from dynamix.policies.learned.policy import PRETRAINED
-
-    about = describe_policy(file or PRETRAINED)
-    if as_json:
-        print_json(about)
-        return
-    import rich
-
-    rich.print_json(data=about)
-
-
 @app.command()
 @guarded
 def aggregator(
@@ -214,13 +121,15 @@ def doctor(as_json: Json = False) -> None:
         return
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     table = Table("", "what", "detail", show_edge=False)
     for area, entries in found["areas"].items():
         table.add_section()
-        table.add_row("", f"[bold]{area}", "")
+        table.add_row("", Text(area, "bold"), "")
         for entry in entries:
-            table.add_row("[green]✓" if entry["available"] else "[yellow]–", entry["name"], entry["detail"])
+            mark = Text("✓", "green") if entry["available"] else Text("–", "yellow")
+            table.add_row(mark, Text(entry["name"]), Text(entry["detail"]))  # no markup: "[emulator]" is an extra
     Console().print(table)
 
 
@@ -231,7 +140,7 @@ _LABORATORY = {
 
 
 def _add_commands_of_others() -> None:
-    """Commands that other distributions bring by entry point; the laboratory's say how to install it where it is missing."""
+    """Add the commands that other distributions bring by entry point. A missing laboratory is named by its commands."""
     found = {entry.name: entry for entry in entry_points(group="dynamix.commands")}
     for name, entry in sorted(found.items()):
         command = entry.load()

@@ -10,10 +10,10 @@ from dynamix.events.records import SCHEMA
 from dynamix.events.run_folder import machine, versions
 from dynamix.probes.doctor import probe_report
 
+# extra of dynamix-train -> what it brings; without typer and rich this command does not run
 _EXTRAS = {
     "emulator": ("pyroute2", "yaml"),
-    "report": ("matplotlib",),
-    "workloads": ("mnist1d", "sklearn"),
+    "compression": ("numba",),
     "learn": ("gymnasium", "pettingzoo"),
     "gpu": ("pynvml",),
 }
@@ -59,4 +59,5 @@ def _extras() -> list[tuple[str, bool, str]]:
             f'{", ".join(missing)} missing: pip install "dynamix-train[{extra}]"' if missing else ", ".join(modules)
         )
         rows.append((extra, not missing, detail))
-    return rows
+    lab = find_spec("dynamix_lab") is not None
+    return [*rows, ("laboratory", lab, "demo, bench" if lab else "demo and bench missing: pip install dynamix-lab")]

@@ -1,4 +1,4 @@
-"""Lossless homomorphic gradient compression: gradients that are mostly zero cross ranks as index and values, or as sketches.
+"""Lossless homomorphic gradient compression: sparse gradients cross ranks as index and values, or as sketches.
 
     state = dynamix.compression.CompressionState("auto", model=net)
     model.register_comm_hook(state, dynamix.compression.compression_hook)

@@ -58,7 +58,7 @@ class BucketExchange:
         fixed          densely in fixed point: the reference the next three equal bit for bit
         compaction, lhc (two-phase), lhc-one-phase
 
-        A sketch that did not decode is no doubt about the sums: its bucket goes by compaction instead, equal bit for bit.
+        A sketch that did not decode is no doubt about the sums: its bucket goes by compaction, equal bit for bit.
 
         Returns why it went dense after all, one of `checks.REASONS` and the same on every rank; None if it did not.
         """

@@ -1,8 +1,8 @@
 """What must hold before a decoded bucket is applied, and the count of what did not.
 
 Every check ends the same way on every rank: what all ranks can see alike is judged on agreed numbers, and what one rank
-might see alone is put to a vote. A bucket in doubt is reduced densely from its untouched values; one whose sketch held too
-many items goes by compaction.
+might see alone is put to a vote. A bucket in doubt is reduced densely from its untouched values; one whose sketch held
+too many items goes by compaction.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _Found = TypeVar("_Found")
 
 
 class Doubt(Exception):
-    """This bucket goes dense ("peel": by compaction). Raised on every rank alike, never shown to users. One of REASONS."""
+    """This bucket goes dense ("peel": by compaction), for one of REASONS. Every rank raises it; users never see it."""
 
     def __init__(self, reason: str) -> None:
         self.reason = reason

@@ -39,16 +39,16 @@ MIN_BYTES = 1 << 16  # below this latency decides, and "auto" leaves buckets alo
 class CompressionState:
     """What `compression_hook` holds. Constructing it is a collective call, with the same arguments on every rank.
 
-    mode           "auto" measures per bucket and picks; "compaction" (index, then values), "lhc" (sketch, two-phase) and
-                   "lhc-one-phase" always take that way; "fixed" is dense in the same fixed point, equal to them bit for
-                   bit; "dense" is a plain all-reduce
+    mode           "auto" measures per bucket and picks; "compaction" (index, then values), "lhc" (sketch, two-phase)
+                   and "lhc-one-phase" always take that way; "fixed" is dense in the same fixed point, equal to them bit
+                   for bit; "dense" is a plain all-reduce
     model          its embeddings are indexed by row; without it every element has a bit of its own
     process_group  that of DDP; the default group when None
     lanes, ratio, seed   see `dynamix.compression.ExchangeSettings`
     min_bytes      smaller buckets stay dense under "auto"
     timeout        of the process groups made here (gloo only); torch's default when None
-    aggregator     where sums are formed in the network, "host:port" or an `Aggregator`; without one the process group forms
-                   them. When it is lost, the bucket at hand and all that follow are reduced densely
+    aggregator     where sums are formed in the network, "host:port" or an `Aggregator`; without one the process group
+                   forms them. When it is lost, the bucket at hand and all that follow are reduced densely
 
     `statistics` counts what happened, `ways` says which way each bucket takes now. Raises `ConfigError` for unknown
     modes, for arguments that differ between ranks and for an aggregator that does not let all ranks in, `UsageError`
@@ -207,8 +207,8 @@ class CompressionState:
 class _Line:
     """One bucket: its layout's key, its exchange, its way or chooser, and its step.
 
-    `retired` once it has been reduced without the lost aggregator: DDP waits for every bucket of a step, so from the next
-    step on all ranks see it alike.
+    `retired` once it has been reduced without the lost aggregator: DDP waits for every bucket of a step, so from the
+    next step on all ranks see it alike.
     """
 
     def __init__(

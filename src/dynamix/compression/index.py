@@ -61,7 +61,7 @@ def is_superset(union: Tensor, words: Tensor) -> bool:
 
 
 def union_of(words: Tensor, codes: Tensor, layout: Layout, wire: Wire, depth: int) -> Tensor:
-    """The OR of all ranks' `words`, int32 (words,). `codes` are the agreed exponents, `depth` the levels above the bits."""
+    """The OR of all ranks' `words`, int32 (words,). `codes`: agreed exponents; `depth`: levels above the bits."""
     live = live_words(codes, layout)
     bits = words.clone() if live is None else words.index_select(0, live)
     union = _ladder(bits.view(torch.uint8), wire, depth).view(torch.int32)

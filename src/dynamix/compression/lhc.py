@@ -1,7 +1,8 @@
 """Lossless homomorphic compression (arXiv 2402.07529): sketches that are added, an index that is ORed.
 
 Two-phase: the union is known first, its structure is peeled, and only a sketch that will decode is sent. One-phase: the
-sketch's size is predicted from earlier unions, and sketch and index travel together; what does not decode goes by compaction.
+sketch's size is predicted from earlier unions, and sketch and index travel together; what does not decode goes by
+compaction.
 """
 
 from __future__ import annotations
@@ -171,8 +172,8 @@ class UnionForecast:
         return [size_class(MARGIN * k + SPARE) for k in self._smooth]
 
     def forget(self, *, next_seed: bool) -> None:
-        """After a doubt: two-phase, unless another union is observed first. A seed that decoded is kept, as unions resemble each other; one that did
-        not is left, or twin items would fail at every step."""
+        """After a doubt: two-phase, unless another union is observed first. A seed that decoded is kept, as unions
+        resemble each other; one that did not is left, or twin items would fail at every step."""
         self._smooth, self.attempt = None, self.attempt + 1 if next_seed else 0
 
 

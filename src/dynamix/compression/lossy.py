@@ -3,16 +3,16 @@
     state = LossyState(net, keep=0.01, hook_state=CompressionState("compaction"))
     model.register_comm_hook(state, lossy_hook)            # or Controller.wrap(..., hook=lossy_hook, hook_state=state)
 
-Unlike everything else in `dynamix.compression` this changes training: a step applies the mean over ranks of what each of
-them sent, not of their gradients. Error feedback (Seide et al. 2014; Stich et al., arXiv 1809.07599; Karimireddy et al.,
-arXiv 1901.09847) carries what was left to the next step, so that nothing is lost for good:
+Unlike everything else in `dynamix.compression` this changes training: a step applies the mean over ranks of what each
+of them sent, not of their gradients. Error feedback (Seide et al. 2014; Stich et al., arXiv 1809.07599; Karimireddy et
+al., arXiv 1901.09847) carries what was left to the next step, so that nothing is lost for good:
 
     sum over steps of what was applied + mean over ranks of what they still hold = sum over steps of the mean gradient
 
 up to the rounding of each step's additions.
 
-Top-k as in Stich et al., a fixed threshold as in Dutta et al. (arXiv 2108.00951). What is sent is mostly zeros, which the
-lossless stage behind (`compression_hook`) exchanges as index and values without a further loss.
+Top-k as in Stich et al., a fixed threshold as in Dutta et al. (arXiv 2108.00951). What is sent is mostly zeros, which
+the lossless stage behind (`compression_hook`) exchanges as index and values without a further loss.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class ErrorFeedback:
 
     keep         share of a parameter's elements to send, those of largest magnitude; at least one of them
     threshold    instead: every element of at least this magnitude
-    loss_scale   returns the factor that gradients carry now (`scaler.get_scale`). What is held is kept without it, so that a
-                 changed scale does not change it; exact where scales are powers of two, as a GradScaler's are
+    loss_scale   returns the factor that gradients carry now (`scaler.get_scale`). What is held is kept without it, so
+                 that a changed scale does not change it; exact where scales are powers of two, as a GradScaler's are
 
     >>> feedback, gradient = ErrorFeedback(keep=0.25), torch.tensor([1.0, -4.0, 2.0, 3.0])
     >>> items, held = feedback.take_(gradient, "weight")
@@ -72,8 +72,8 @@ class ErrorFeedback:
         """Leave in `part`, the gradient (n,) of parameter `name`, only what is sent; the rest becomes zero.
 
         Returns the positions that are sent, int64 (k,), and what will be held, (n,) in float32 or float64: gradient and
-        memory minus what is sent, rounding of half types included. Counts nothing yet: that is `commit`. NaN and infinity
-        are among what is sent. Raises `StateError` when the memory is of another shape.
+        memory minus what is sent, rounding of half types included. Counts nothing yet: that is `commit`. NaN and
+        infinity are among what is sent. Raises `StateError` when the memory is of another shape.
         """
         scale = 1.0 if self.loss_scale is None else float(self.loss_scale())
         held = part.detach().to(torch.float64 if part.dtype == torch.float64 else torch.float32, copy=True)
@@ -113,8 +113,8 @@ class ErrorFeedback:
 
 
 def _largest_of(magnitude: NDArray[Any], k: int) -> NDArray[np.int64]:
-    """Where the k largest of (n,) are, in any order; NaN counts as the largest. A third to a sixth of `torch.topk`'s time, but
-    equal values make a partition slow: where most are zero only the others are looked at."""
+    """Where the k largest of (n,) are, in any order; NaN counts as the largest. A third to a sixth of `torch.topk`'s
+    time, but equal values make a partition slow: where most are zero only the others are looked at."""
     n = len(magnitude)
     if 2 * np.count_nonzero(magnitude) > n:
         return np.argpartition(magnitude, n - k)[n - k :]
@@ -129,20 +129,21 @@ class LossyState:
 
     model        whose parameters these are; their names are the keys of what is saved
     keep, threshold, loss_scale   as in `ErrorFeedback`; pass `loss_scale=scaler.get_scale` with a GradScaler
-    hook, hook_state   for `lossy_hook`: who averages the sparse bucket. `compression_hook` with a `CompressionState` made
-                 without `model=`, as single elements are what is left; any other hook that averages over ranks will do
+    hook, hook_state   for `lossy_hook`: who averages the sparse bucket. `compression_hook` with a `CompressionState`
+                 made without `model=`, as single elements are what is left; any other hook that averages over ranks
+                 will do
 
-    Held in float32 (float64 for such parameters): one more copy of the model on each rank. Selection is by parameter, so
-    neither DDP's buckets nor their rebuilding change what is sent.
+    Held in float32 (float64 for such parameters): one more copy of the model on each rank. Selection is by parameter,
+    so neither DDP's buckets nor their rebuilding change what is sent.
 
     *Unequal batches*: gradients reach this hook weighted by n_i W/N, and are held weighted, so the sum in the module's
     docstring is that of the weighted means. A rank without a share goes on sending what it holds. *Accumulation*: under
-    `no_sync` nothing is called; the sum of the micro-batches is one gradient. *Not finite*: if the mean of a bucket is not
-    finite, on any rank and so on all, every rank keeps what it held before; a GradScaler sees the infinity and skips the
-    step. What the step's other buckets had sent is then skipped with it, as their gradients would have been.
+    `no_sync` nothing is called; the sum of the micro-batches is one gradient. *Not finite*: if the mean of a bucket is
+    not finite, on any rank and so on all, every rank keeps what it held before; a GradScaler sees the infinity and
+    skips the step. What the step's other buckets had sent is then skipped with it, as their gradients would have been.
 
-    `state_dict()` is this rank's own and differs between ranks: save and load it on each. It includes `hook_state`'s where that
-    has one. Loaded at another world size, what removed ranks held is lost.
+    `state_dict()` is this rank's own and differs between ranks: save and load it on each. It includes `hook_state`'s
+    where that has one. Loaded at another world size, what removed ranks held is lost.
     """
 
     def __init__(
@@ -226,10 +227,10 @@ def lossy_hook(state: LossyState, bucket: Bucket) -> Future[Tensor]:
 
 
 def lossy_topk_hook(state: LossyState, bucket: Bucket) -> Future[Tensor]:
-    """A DDP communication hook, LOSSY: every rank gathers everybody's largest elements as index and value, and adds them.
+    """A DDP communication hook, LOSSY: every rank gathers and adds the largest elements of all, as index and value.
 
-    One collective, of W k (4 + element size) bytes; the usual way to send top-k, here to compare with. Needs `keep`: all
-    ranks must send equally many. `state.hook` is not used.
+    One collective, of W k (4 + element size) bytes; the usual way to send top-k, here to compare with. Needs `keep`:
+    all ranks must send equally many. `state.hook` is not used.
     """
     flat, group = bucket.buffer(), state.process_group
     if state.feedback.keep is None:

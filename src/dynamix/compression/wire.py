@@ -25,7 +25,7 @@ class WireLost(DynamixError):
 class Wire(Protocol):
     """In-place collectives over `workers` ranks; every rank makes the same calls in the same order.
 
-    `reserve` stands behind a wire that can be lost, and carries the vote on each bucket; None where a loss ends the job.
+    `reserve` stands behind a wire that can be lost, and carries the vote on each bucket. None: a loss ends the job.
     """
 
     workers: int
@@ -91,7 +91,7 @@ def or_by_bor(bits: Tensor, group: dist.ProcessGroup) -> None:
 
 
 def or_by_gather(bits: Tensor, group: dist.ProcessGroup) -> None:
-    """Bitwise OR where the back end has none (NCCL): each rank ORs one chunk of all ranks, then all gather the chunks."""
+    """Bitwise OR for back ends without it (NCCL): each rank ORs one chunk of all ranks, then all gather the chunks."""
     workers = group.size()
     chunk = -(-bits.numel() // (8 * workers)) * 8
     mine = torch.nn.functional.pad(bits, (0, chunk * workers - bits.numel()))

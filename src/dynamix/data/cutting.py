@@ -17,7 +17,7 @@ NO_LIMIT = 2**40  # samples; stands for "no upper bound" where a number is neede
 
 
 def next_group(left: int, sizes: Ints, *, accumulate: int, low: Ints, high: Ints, first: bool = False) -> Ints:
-    """Counts (A, W) of the next optimizer step when `left` >= 1 samples of the epoch remain; their sum is at most `left`.
+    """Counts (A, W) of the next optimizer step, at most `left` in all: what remains of the epoch, 1 or more.
 
     left    samples left, all ranks together
     sizes   (W,) allocation in force, sum >= 1; ranks with 0 stay at 0
@@ -159,7 +159,7 @@ def _split(each: int, extra: int, sizes: Ints, low: Ints, high: Ints, least: int
 
 
 def _squeeze(each: int, extra: int, sizes: Ints, accumulate: int, low: Ints, high: Ints) -> Ints:
-    """What the bounds allow when no clean split exists; takes at least one sample, leaves the rest for another group."""
+    """What the bounds allow when no clean split exists: at least one sample, the rest for another group."""
     each = min(each, int(sizes.sum()))
     base = _split(each, 0, sizes, low, high) or _split(each, 0, sizes, low, high, least=1)
     counts = np.zeros_like(sizes) if base is None else base[0]

@@ -227,9 +227,12 @@ class SampleOrder(ABC):
         samples are dealt again after a resume."""
         now = self._saved
         return {
-            "epoch": now.epoch, "position": now.position, "consumed": now.index, "finished": now.finished,
+            "epoch": now.epoch,
+            "position": now.position,
+            "consumed": now.index,
+            "finished": now.finished,
             "taken": now.taken.tolist(),
-        }  # fmt: skip
+        }
 
     def _load_position(self, state: dict[str, Any]) -> None:
         """`taken` is kept at the same world size; at another the caller has folded it into something else."""

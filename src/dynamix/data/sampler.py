@@ -46,7 +46,7 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
     allocations    the ledger all ranks share; read once per optimizer step
     accumulate     A micro-steps per optimizer step; an allocation holds for all of them
     partition      "stream", or "contiguous": each rank reads its own region of the epoch's order, cut anew
-                   by share every epoch (DBS, arXiv 2007.11831, section 3); allocations then apply at epoch boundaries only
+                   by share every epoch (DBS, arXiv 2007.11831, section 3); allocations then apply at epoch ends only
     low, high      bounds per micro-step, a number or (W,); None: no upper bound on what the end of an epoch adds
     before_issue   called with the micro-step index before each optimizer step is planned; may block and may schedule
 
@@ -75,17 +75,24 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
         before_issue: Callable[[int], None] | None = None,
     ) -> None:
         super().__init__(
-            allocations, rank=rank, world_size=world_size, accumulate=accumulate, low=low, high=high,
+            allocations,
+            rank=rank,
+            world_size=world_size,
+            accumulate=accumulate,
+            low=low,
+            high=high,
             before_issue=before_issue,
-        )  # fmt: skip
+        )
         if partition not in ("stream", "contiguous"):
             raise ConfigError("partition", partition, "'stream' or 'contiguous'", "check the spelling")
         needed = accumulate * int(allocations.at(allocations.begin).sum())
         if needed > dataset_size:
             raise ConfigError(
-                "samples per optimizer step", needed, f"1 to {dataset_size}, the size of the data set",
+                "samples per optimizer step",
+                needed,
+                f"1 to {dataset_size}, the size of the data set",
                 "lower batch_size or accumulate, or use a larger data set",
-            )  # fmt: skip
+            )
         self.dataset_size, self.seed, self.shuffle, self.partition = dataset_size, seed, shuffle, partition
         self._cuts: list[dict[str, list[int]]] = []  # cuts of this epoch made at earlier world sizes
         self._regions: Regions | None = None
@@ -122,16 +129,26 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
 
     def state_dict(self) -> dict[str, Any]:
         """Where consumption stands, plain numbers and lists; the same on all ranks, at the last optimizer step."""
-        regions = self._regions
-        begun = regions is not None and self._saved.position > regions.begin
         return self._position_state() | {
-            "dataset_size": self.dataset_size, "seed": self.seed, "shuffle": self.shuffle, "partition": self.partition,
+            "dataset_size": self.dataset_size,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "partition": self.partition,
             "cuts": [dict(cut) for cut in self._cuts],
-            "regions": {
-                "sizes": regions.sizes.tolist(), "lengths": regions.lengths.tolist(), "begin": regions.begin,
-                "rules": RULES_VERSION,
-            } if regions is not None and begun else None,
-        }  # fmt: skip
+            "regions": self._regions_state(),
+        }
+
+    def _regions_state(self) -> dict[str, Any] | None:
+        """The regions that this epoch has begun to read; None where a load may cut them anew."""
+        regions = self._regions
+        if regions is None or self._saved.position <= regions.begin:
+            return None
+        return {
+            "sizes": regions.sizes.tolist(),
+            "lengths": regions.lengths.tolist(),
+            "begin": regions.begin,
+            "rules": RULES_VERSION,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on after the saved step, also at another world size. Raises `StateError` if the order would differ."""
@@ -141,8 +158,8 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
         saved = state["regions"]
         if saved is not None and saved.get("rules") != RULES_VERSION:
             raise StateError(
-                f"the regions of this epoch were cut by rules of version {saved.get('rules', 1)}, this one has {RULES_VERSION}: "
-                "samples would be lost; finish the epoch with the version that saved it"
+                f"the regions of this epoch were cut by rules of version {saved.get('rules', 1)}, this one has "
+                f"{RULES_VERSION}: samples would be lost; finish the epoch with the version that saved it"
             )
         self._load_position(state)
         self._cuts, self._regions = [dict(cut) for cut in state["cuts"]], None

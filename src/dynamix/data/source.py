@@ -48,8 +48,8 @@ class Source:
             want = min(position - self._first, 1024)
             if self.available(self._first, want) < want:
                 raise StateError(
-                    f"the iterable ended after {self._first + len(self._kept)} samples, but the checkpoint is at sample "
-                    f"{position}: it must give the same samples in the same order when read again"
+                    f"the iterable ended after {self._first + len(self._kept)} samples, but the checkpoint is at "
+                    f"sample {position}: it must give the same samples in the same order when read again"
                 )
             self.drop(self._first + want)
 

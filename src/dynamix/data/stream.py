@@ -38,8 +38,8 @@ class Stream(SampleOrder):
         this rank keeps its slice. Guarantee: each sample exactly once over all ranks, in an order that does not depend
         on the split; resumes at any world size. Price: each rank reads everything, and holds one and a half
         optimizer steps of all ranks in memory.
-    sharded=True    Each rank iterates a stream of its own (a shard). Guarantee: each sample of each stream exactly once;
-        the order across ranks depends on the allocations; resumes at the same world size only. What each rank can
+    sharded=True    Each rank iterates a stream of its own (a shard). Guarantee: each sample of each stream exactly
+        once; the order across ranks depends on the allocations; resumes at the same world size only. What each rank can
         give is agreed one optimizer step ahead by an asynchronous sum, so iterating is a collective. A rank that
         ran dry gets placeholders (its last samples) until all are dry. A rank whose size more than doubles at once
         gives what it has read ahead for one step, and the leftover of a tail stays with its rank.
@@ -74,9 +74,14 @@ class Stream(SampleOrder):
         agree: Callable[[Tensor], Handle] | None = None,
     ) -> None:
         super().__init__(
-            allocations, rank=rank, world_size=world_size, accumulate=accumulate, low=low, high=high,
+            allocations,
+            rank=rank,
+            world_size=world_size,
+            accumulate=accumulate,
+            low=low,
+            high=high,
             before_issue=before_issue,
-        )  # fmt: skip
+        )
         if not hasattr(iterable, "__iter__"):
             raise ConfigError("iterable", iterable, "anything with __iter__", "pass an IterableDataset or a list")
         if sharded and agree is None and world_size > 1:
@@ -175,9 +180,11 @@ class Stream(SampleOrder):
         empty = dry & (held + now.taken == 0)
         if empty.any() and not empty.all():
             raise ConfigError(
-                "samples in the stream", 0, "2 or more on every rank",
+                "samples in the stream",
+                0,
+                "2 or more on every rank",
                 f"give rank {int(np.argmax(empty))} a part of the data: without a sample it cannot join in",
-            )  # fmt: skip
+            )
         if dry.all() and not held.any():
             return None
         counts = self._own_groups(held, dry, sizes, now.taken == 0)
@@ -203,7 +210,7 @@ class Stream(SampleOrder):
         return counts
 
     def _post(self, position: int, index: int) -> None:
-        """Offer what this rank can give to the next optimizer step, whose size is not known yet: up to twice as much."""
+        """Offer what this rank can give to the next step. Its size is unknown yet: up to twice this one's."""
         size = int(self.allocations.at(index)[self.rank])
         reach = max(2 * size, int(self.low[self.rank]), 2)
         ceiling = max(int(self.high[self.rank]), size)

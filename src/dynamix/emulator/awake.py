@@ -2,8 +2,8 @@
 
 Hosts with a part of a core leave the machine idle between their slices. A virtual machine gives an idle processor
 back, and may get it again slower, with cold caches, a low clock or late, which changes by the minute
-(docs/design/emulator.md has what was measured). So one process per processor turns for nothing, of the class that runs only
-when nobody else wants to.
+(docs/design/emulator.md says more). So one process per processor turns for nothing, of the class that runs
+only when nobody else wants to.
 
 Standard library only, run by path as a process of its own. Its argument is its owner's pid; it ends with it, at a byte
 or at end of file.
@@ -29,7 +29,7 @@ def is_virtual(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
 
 
 def turn(processor: int, helper: int) -> None:
-    """Keeps `processor` busy while `helper` is the parent. Raises `OSError` where this class or processor is refused."""
+    """Keep `processor` busy while `helper` is the parent. Raises `OSError` if the class or processor is refused."""
     os.sched_setaffinity(0, {processor})
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     while os.getppid() == helper:

@@ -44,7 +44,7 @@ class Noise:
         """Stops what has nothing to do. First this, then `set`: a host never uses more than its cores."""
         for host in sorted(self._busy):
             if not cores[host]:
-                # A duty cycle continues what it stopped itself, also after our signal; then almost nothing is left to it.
+                # A duty cycle continues what it stopped, also after our signal; so it gets almost nothing.
                 self._limiter.limit(self._group(host), LEAST_CORES)
                 signal_group(self.processes[host], signal.SIGSTOP)
                 self._busy.discard(host)

@@ -207,7 +207,7 @@ class Emulation:
         return list(self._ranks)
 
     def launch_on_switch(self, command: Sequence[str], *, name: str = "switch") -> subprocess.Popen[bytes]:
-        """Starts `command` between the hosts, at `switch_address`: what computes in the network. No quota, no link of its own.
+        """Start `command` between the hosts, at `switch_address`, to compute in the network: no quota, no own link.
 
         It ends with the emulation at the latest. Output goes to `<run_dir>/<name>.out` and `.err`.
         """
@@ -267,27 +267,41 @@ class Emulation:
     # ------------------------------------------------------------ parts
 
     def _environment(self, rank: int, port: int) -> dict[str, str]:
-        workers = str(self.scenario.workers)
+        """What torchrun would set, and what keeps a rank on one thread and in this emulation."""
+        interface = self._network.interface(rank)
         return {
-            "RANK": str(rank), "LOCAL_RANK": "0", "GROUP_RANK": str(rank), "ROLE_RANK": str(rank),
-            "WORLD_SIZE": workers, "LOCAL_WORLD_SIZE": "1", "GROUP_WORLD_SIZE": workers, "ROLE_WORLD_SIZE": workers,
-            "MASTER_ADDR": self._network.address(0), "MASTER_PORT": str(port),
-            "GLOO_SOCKET_IFNAME": self._network.interface(rank), "TP_SOCKET_IFNAME": self._network.interface(rank),
-            "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", **_HEAP,
+            **dict.fromkeys(("RANK", "GROUP_RANK", "ROLE_RANK"), str(rank)),
+            **dict.fromkeys(("WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"), str(self.scenario.workers)),
+            **{"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
+            **{"MASTER_ADDR": self._network.address(0), "MASTER_PORT": str(port)},
+            **dict.fromkeys(("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"), interface),
+            **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
+            **_HEAP,
             control.VARIABLE: self._control_path,
-        }  # fmt: skip
+        }
 
     def _start(
-        self, fd: int, group: str, command: Sequence[str], environment: Mapping[str, str],
-        cwd: str | Path | None, out: Any, err: Any,
-    ) -> subprocess.Popen[bytes]:  # fmt: skip
+        self,
+        fd: int,
+        group: str,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        cwd: str | Path | None,
+        out: Any,
+        err: Any,
+    ) -> subprocess.Popen[bytes]:
         go_read, go_write = os.pipe()
         try:
             process = subprocess.Popen(
                 [sys.executable, "-I", "-S", enter.__file__, str(go_read), str(fd), *command],
-                stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=dict(environment), cwd=cwd,
-                start_new_session=True, pass_fds=[f for f in (go_read, fd) if f >= 0],
-            )  # fmt: skip
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                env=dict(environment),
+                cwd=cwd,
+                start_new_session=True,
+                pass_fds=[f for f in (go_read, fd) if f >= 0],
+            )
             with self._lock:
                 self._limiter.attach(group, process.pid)
             os.write(go_write, b"g")

@@ -1,7 +1,7 @@
 """CPU limits per host: control groups where permitted, a duty cycle of signals elsewhere.
 
 A `Limiter` holds named groups of processes, each with a number of cores or no limit. The three ways behave alike up
-to accuracy, which docs/design/emulator.md gives.
+to accuracy; `dynamix bench emulator-accuracy` prints it.
 """
 
 from __future__ import annotations
@@ -148,9 +148,14 @@ def start_helper(script: str, *arguments: str, pass_fds: Sequence[int] = ()) -> 
     environment = {k: v for k, v in os.environ.items() if k != MARK}
     return subprocess.Popen(
         [sys.executable, "-I", "-S", script, *arguments],
-        stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        env=environment, start_new_session=True, cwd="/", pass_fds=pass_fds,
-    )  # fmt: skip
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=environment,
+        start_new_session=True,
+        cwd="/",
+        pass_fds=pass_fds,
+    )
 
 
 def stop_helper(process: subprocess.Popen[bytes], goodbye: bytes = b"") -> None:
@@ -199,5 +204,7 @@ def _find_v2(mount: Path, path: str) -> tuple[Path, int] | str:
             return candidate, 2
         if candidate == mount:
             break
-    return ("no control group above this process passes the cpu controller on and may be written: run as root, "
-            "or start it with: systemd-run --scope -p Delegate=yes")  # fmt: skip
+    return (
+        "no control group above this process passes the cpu controller on and may be written: run as root, "
+        "or start it with: systemd-run --scope -p Delegate=yes"
+    )

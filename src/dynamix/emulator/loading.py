@@ -101,8 +101,8 @@ def _read(source: str | Path) -> Any:
         text = path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise ScenarioError("scenario", str(source), f"{_names()}, or a readable YAML file",
-                            f"check the name ({reason})") from None  # fmt: skip
+        allowed = f"{_names()}, or a readable YAML file"
+        raise ScenarioError("scenario", str(source), allowed, f"check the name ({reason})") from None
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
@@ -127,10 +127,16 @@ def _short(value: Any) -> Any:
 _KINDS: dict[str, type[BaseModel]] = {"neighbour": Neighbour, "load": Load}
 _PARTS: dict[str, type[BaseModel]] = {"hosts": Host, "schedule": Change, "trace": Trace}
 _BOUNDS = {
-    "ge": "{} or more", "le": "{} or less", "gt": "more than {}", "lt": "less than {}",
-    "min_length": "{} or more entries", "max_length": "{} or fewer entries",
-    "expected": "{}", "pattern": "what matches {}", "expected_tags": "{}",
-}  # fmt: skip
+    "ge": "{} or more",
+    "le": "{} or less",
+    "gt": "more than {}",
+    "lt": "less than {}",
+    "min_length": "{} or more entries",
+    "max_length": "{} or fewer entries",
+    "expected": "{}",
+    "pattern": "what matches {}",
+    "expected_tags": "{}",
+}
 
 
 def _explain(error: ValidationError) -> NoReturn:
@@ -147,8 +153,8 @@ def _explain(error: ValidationError) -> NoReturn:
     if kind == "extra_forbidden":
         tag = next((part for part in first["loc"] if part in _KINDS), None)
         model = _KINDS[str(tag)] if tag else _PARTS.get(str(parts[0]), Scenario) if len(parts) > 1 else Scenario
-        raise ScenarioError(f"unknown key {place}", _short(value), "the keys " + ", ".join(model.model_fields),
-                            "correct or remove the key") from None  # fmt: skip
+        allowed = "the keys " + ", ".join(model.model_fields)
+        raise ScenarioError(f"unknown key {place}", _short(value), allowed, "correct or remove the key") from None
     if kind in ("missing", "union_tag_not_found"):
         raise ScenarioError(place, None, "a value", "the key is missing: add it to the scenario") from None
     allowed = " and ".join(text.format(limits[k]) for k, text in _BOUNDS.items() if k in limits)

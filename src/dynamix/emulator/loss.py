@@ -73,10 +73,9 @@ def _loaded(loss: float) -> Iterator[int]:
         )
     code = program(loss)
     instructions, licence = ctypes.create_string_buffer(code), ctypes.create_string_buffer(b"Apache-2.0")
-    attributes = ctypes.create_string_buffer(
-        struct.pack("=IIQQ", _PROG_TYPE_SCHED_CLS, len(code) // 8, ctypes.addressof(instructions), ctypes.addressof(licence)),
-        128,
-    )  # fmt: skip
+    addresses = ctypes.addressof(instructions), ctypes.addressof(licence)
+    packed = struct.pack("=IIQQ", _PROG_TYPE_SCHED_CLS, len(code) // 8, *addresses)
+    attributes = ctypes.create_string_buffer(packed, 128)
     library = ctypes.CDLL(None, use_errno=True)
     fd = library.syscall(number, _BPF_PROG_LOAD, attributes, len(attributes))
     if fd < 0:

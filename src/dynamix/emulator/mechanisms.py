@@ -55,8 +55,8 @@ def check_kernel(scenario: Scenario) -> None:
     for need in ("rate", "loss", "latency"):
         if need in needs and not found[need][0]:
             name, _, value = needs[need].partition("=")
-            raise ScenarioError(name, float(value), f"nothing here but {possible}",
-                                f"remove it from the scenario; {found[need][1]}")  # fmt: skip
+            fix = f"remove it from the scenario; {found[need][1]}"
+            raise ScenarioError(name, float(value), f"nothing here but {possible}", fix)
 
 
 def _tried(probe: Callable[[], str], offers: str) -> tuple[bool, str]:
@@ -111,9 +111,10 @@ def _add_loss(ip: Any, index: int) -> None:
 
 
 _ENABLE = {
-    "tbf": "enable it with: modprobe sch_tbf", "netem": "enable it with: modprobe sch_netem",
+    "tbf": "enable it with: modprobe sch_tbf",
+    "netem": "enable it with: modprobe sch_netem",
     "packet loss by BPF": "it needs CONFIG_BPF_SYSCALL, NET_SCH_INGRESS and NET_CLS_BPF",
-}  # fmt: skip
+}
 
 
 def _probe_link(add: Callable[[Any, int], None], kind: str) -> str:

@@ -149,8 +149,8 @@ class Trace(_Model):
     def _check(self) -> Trace:
         check_rows(self.times_s, self.factors)
         if self.repeat_s is not None and self.repeat_s <= self.times_s[-1]:
-            raise ScenarioError("trace.repeat_s", self.repeat_s, f"more than {self.times_s[-1]:g}, its last time",
-                                "repeat later, or shorten the trace")  # fmt: skip
+            allowed = f"more than {self.times_s[-1]:g}, its last time"
+            raise ScenarioError("trace.repeat_s", self.repeat_s, allowed, "repeat later, or shorten the trace")
         return self
 
 
@@ -199,7 +199,7 @@ class Scenario(_Model):
 
     @property
     def sha256(self) -> str:
-        """Hash of what is emulated: name, description and a trace's file name do not count, nor a file's order of keys."""
+        """Hash of what is emulated. Names, the description, a trace's file name and the order of keys do not count."""
         canonical = json.dumps(_hashed(self), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()
 
@@ -218,21 +218,21 @@ class Scenario(_Model):
         for d, load in self._loads():
             self._check_hosts(f"disturbances[{d}].hosts", load.on_hosts(self.workers))
             if load.end_s is not None and load.end_s <= load.start_s:
-                raise ScenarioError(f"disturbances[{d}].end_s", load.end_s, f"more than start_s, {load.start_s:g}",
-                                    "end it later")  # fmt: skip
+                allowed = f"more than start_s, {load.start_s:g}"
+                raise ScenarioError(f"disturbances[{d}].end_s", load.end_s, allowed, "end it later")
             if load.factor == 1 and not load.traffic_mbit_s:
-                raise ScenarioError(f"disturbances[{d}].factor", load.factor, "less than 1, or with traffic_mbit_s",
-                                    "say what the load is")  # fmt: skip
+                allowed = "less than 1, or with traffic_mbit_s"
+                raise ScenarioError(f"disturbances[{d}].factor", load.factor, allowed, "say what the load is")
         before = 0.0
         for i, change in enumerate(self.schedule):
             self._check_hosts(f"schedule[{i}].host", () if change.host is None else (change.host,))
             if change.at_s < before:
-                raise ScenarioError(f"schedule[{i}].at_s", change.at_s, f"{before:g} or more, as the change before",
-                                    "sort the schedule by time")  # fmt: skip
+                allowed = f"{before:g} or more, as the change before"
+                raise ScenarioError(f"schedule[{i}].at_s", change.at_s, allowed, "sort the schedule by time")
             before = change.at_s
         if self.trace is not None and len(self.trace.factors[0]) != self.workers:
-            raise ScenarioError("trace", f"{len(self.trace.factors[0])} factors a row",
-                                f"{self.workers}, one per host", "give every host a column")  # fmt: skip
+            found = f"{len(self.trace.factors[0])} factors a row"
+            raise ScenarioError("trace", found, f"{self.workers}, one per host", "give every host a column")
         self._check_links()
         return self
 
@@ -249,12 +249,12 @@ class Scenario(_Model):
             for i, host in enumerate(hosts):
                 rates = [rate for rate in (host.up_mbit_s, host.down_mbit_s) if rate is not None]
                 if self.trace is not None and self.trace.scales == "rate" and len(rates) < 2:
-                    raise ScenarioError(f"hosts[{i}].rate_mbit_s", None, "a rate in each direction, which the trace scales",
-                                        "set rate_mbit_s for every host")  # fmt: skip
+                    allowed = "a rate in each direction, which the trace scales"
+                    raise ScenarioError(f"hosts[{i}].rate_mbit_s", None, allowed, "set rate_mbit_s for every host")
                 if rates and traffic[i] > MOST_TRAFFIC * min(rates) * least[i]:
-                    raise ScenarioError(f"traffic_mbit_s on hosts[{i}]", traffic[i],
-                                        f"at most {MOST_TRAFFIC * min(rates) * least[i]:g}, {MOST_TRAFFIC} of its slowest rate",
-                                        "lower the traffic or raise the rate")  # fmt: skip
+                    allowed = f"at most {MOST_TRAFFIC * min(rates) * least[i]:g}, {MOST_TRAFFIC} of its slowest rate"
+                    fix = "lower the traffic or raise the rate"
+                    raise ScenarioError(f"traffic_mbit_s on hosts[{i}]", traffic[i], allowed, fix)
 
     def _check_hosts(self, name: str, hosts: tuple[int, ...]) -> None:
         if any(host >= self.workers for host in hosts):
@@ -270,13 +270,12 @@ def check_machine(scenario: Scenario, cores: float) -> None:
     wanted += [(f"schedule[{i}].cpu", change.cpu) for i, change in enumerate(scenario.schedule) if change.cpu]
     for name, cpu in wanted:
         if cpu > cores:
-            raise ScenarioError(name, cpu, f"at most {cores:g}, the cores of this machine",
-                                "lower it, or use a larger machine")  # fmt: skip
+            allowed = f"at most {cores:g}, the cores of this machine"
+            raise ScenarioError(name, cpu, allowed, "lower it, or use a larger machine")
     if scenario.total_cores > cores + 1e-9:
-        raise ScenarioError(
-            "sum of hosts' cpu", round(scenario.total_cores, 4), f"at most {cores:g}, the cores of this machine",
-            f"multiply every cpu by {0.9 * cores / scenario.total_cores:.2f}, or use fewer hosts",
-        )  # fmt: skip
+        allowed = f"at most {cores:g}, the cores of this machine"
+        fix = f"multiply every cpu by {0.9 * cores / scenario.total_cores:.2f}, or use fewer hosts"
+        raise ScenarioError("sum of hosts' cpu", round(scenario.total_cores, 4), allowed, fix)
 
 
 def _hashed(value: Any) -> Any:

@@ -32,9 +32,9 @@ def parse_trace(text: str, name: str) -> Rows:
 
     >>> parse_trace("time_s,a,b\\n0,1,0.5\\n2,1,1\\n", "mine.csv")
     ((0.0, 2.0), ((1.0, 0.5), (1.0, 1.0)))
-    >>> parse_trace("time_s,a,b\\n0,1,0.5\\n2,1,\\n", "mine.csv")
+    >>> parse_trace("time_s,a,b\\n0,1,0.5\\n2,1,\\n", "mine.csv")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    dynamix.errors.ScenarioError: mine.csv line 3, b='' is not possible: allowed is 0.05 to 1; fill the gap, values are never guessed
+    dynamix.errors.ScenarioError: mine.csv line 3, b='' is not possible: allowed is 0.05 to 1; fill the gap, ...
     """
     lines = [(n, line.strip()) for n, line in enumerate(text.rstrip().splitlines(), 1)]
     lines = [(n, line) for n, line in lines if not line.startswith("#")]
@@ -42,8 +42,8 @@ def parse_trace(text: str, name: str) -> Rows:
         raise ScenarioError(name, "", "a line time_s,host0,... and a line per change", "write the trace")
     head = [cell.strip() for cell in next(csv.reader([lines[0][1]]))]
     if len(head) < 2 or head[0] != "time_s":
-        raise ScenarioError(f"{name} line {lines[0][0]}", lines[0][1], "time_s and a name per host",
-                            "begin the file with time_s,host0,host1,...")  # fmt: skip
+        place, fix = f"{name} line {lines[0][0]}", "begin the file with time_s,host0,host1,..."
+        raise ScenarioError(place, lines[0][1], "time_s and a name per host", fix)
     rows = [_numbers(line, head, f"{name} line {n}") for n, line in lines[1:]]
     times, factors = tuple(row[0] for row in rows), tuple(tuple(row[1:]) for row in rows)
     check_rows(times, factors, lambda i: f"{name} line {lines[1 + i][0]}" if i < len(rows) else name, head[1:])
@@ -66,7 +66,7 @@ def check_rows(
     place: Callable[[int], str] = lambda i: f"trace row {i}",
     names: Sequence[str] | None = None,
 ) -> None:
-    """Raises `ScenarioError`, saying where by `place(row)`, unless times begin at 0 and rise and factors are 0.05 to 1."""
+    """Raise `ScenarioError` naming `place(row)` unless times begin at 0 and rise and factors are 0.05 to 1."""
     if not 1 <= len(times) <= MAX_ROWS or len(times) != len(factors):
         counts = f"{len(times)} times, {len(factors)} rows of factors"
         raise ScenarioError(place(len(times)), counts, f"as many of both, 1 to {MAX_ROWS}", "complete the trace")
@@ -85,8 +85,8 @@ def check_rows(
         for host, factor in enumerate(row):
             if not LEAST_FACTOR <= factor <= 1:
                 column = names[host] if names else f"factor {host}"
-                raise ScenarioError(f"{place(i)}, {column}", factor, f"{LEAST_FACTOR} to 1",
-                                    "divide by the full speed, which is 1")  # fmt: skip
+                fix = "divide by the full speed, which is 1"
+                raise ScenarioError(f"{place(i)}, {column}", factor, f"{LEAST_FACTOR} to 1", fix)
 
 
 def _numbers(line: str, head: Sequence[str], place: str) -> list[float]:

@@ -4,8 +4,8 @@ One process for all hosts: a socket stays in the network namespace in which it w
 Nobody reads what arrives; the kernel drops it once it has crossed the link. What a full link refuses is not sent
 again: this traffic does not give way, as a video or a flood does not.
 
-Standard library only, run by path. Arguments: OWNER_PID SWITCH_FD SWITCH_ADDRESS, then FD ADDRESS of every host. Reads lines
-`HOST MBIT_S` (0 stops) and ends at end of file or with its owner.
+Standard library only, run by path. Arguments: OWNER_PID SWITCH_FD SWITCH_ADDRESS, then FD ADDRESS of every host. Reads
+lines `HOST MBIT_S` (0 stops) and ends at end of file or with its owner.
 """
 
 from __future__ import annotations

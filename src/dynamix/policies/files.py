@@ -45,6 +45,13 @@ def describe_policy(path: str | Path) -> dict[str, Any]:
     return about
 
 
+def add_facts(path: str | Path, **facts: Any) -> dict[str, Any]:
+    """Add to the description of a policy file who made it: command, commit, version. Returns the description."""
+    described = {**describe_policy(path), **facts}
+    Path(path).with_suffix(".json").write_text(json.dumps(described, indent=1) + "\n", encoding="utf-8")
+    return described
+
+
 def trained_as(kind: str) -> str:
     """The name for `dynamix policy train --policy` that makes files of this kind.
 

@@ -4,14 +4,17 @@
     after_answer()                work that may wait until the answer is out
     carry_over(state)             take from the state of a job with another number of workers what does not depend on it
     peers()             -> rule   the rule by which every worker decides for itself, where the policy is one
+    fit_model(window)   -> model  the policy's `JobModel` with a window taken in ahead of `decide` (`policies.fitted`)
 
-Each function here calls the method if the policy has it. So whoever runs a policy need not know what it is made of.
+Each function here, and `FittedModel` for the last, calls the method if the policy has it. So whoever runs a policy need
+not know what it is made of.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from dynamix.errors import StateError
 from dynamix.policies.protocol import Policy
 
 
@@ -45,9 +48,19 @@ def peers_of(policy: Policy) -> Any:
 
 
 def load_policy(policy: Policy, state: dict[str, Any]) -> None:
-    """`policy.load_state_dict(state)`, also where the state was saved under a guard and the policy has none."""
+    """`policy.load_state_dict(state)`, also where the state was saved under a guard and the policy has none.
+
+    Raises `StateError` where the state is not of this policy, or of a version that kept other things.
+    """
     guards = "guarded" in state and "guarded" in policy.state_dict()
-    policy.load_state_dict(state if guards else unguarded(state))
+    try:
+        policy.load_state_dict(state if guards else unguarded(state))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise StateError(
+            f"the saved state of the policy does not fit this version's {type(policy).__name__} ({error!r}): resume with "
+            "the policy and the version that saved it, or let it begin anew and keep the rest: "
+            "state['policy'] = controller.state_dict()['policy']"
+        ) from error
 
 
 def unguarded(state: dict[str, Any]) -> dict[str, Any]:

@@ -127,8 +127,11 @@ class BpfProbe:
             # A closed pipe ends it when this process is killed: it prints five times a second, whatever happens.
             tracer = subprocess.Popen(
                 ["bpftrace", "-f", "json", "-e", " ".join(program)],
-                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True,
-            )  # fmt: skip
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
         except OSError:
             return None
         threading.Thread(target=self._read, args=(tracer,), name="dynamix-bpf", daemon=True).start()

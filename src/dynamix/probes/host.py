@@ -106,7 +106,7 @@ def allowed_cores(cgroups: Cgroups) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Cgroups:
-    """The control groups of this process as folders, own group first, for each controller; empty where there is none."""
+    """This process's control groups for each controller, as folders, its own first; empty where there is none."""
 
     cpu: tuple[Path, ...] = ()
     memory: tuple[Path, ...] = ()

@@ -242,10 +242,11 @@ def attribute_wait(comm: ArrayLike) -> tuple[Floats, Floats]:
     comm   (k, W) seconds, `StepTimes.comm` of k steps on W workers; NaN where not measured
 
     A reduction ends for everybody at about the same time, so the last worker to arrive sees the transfer alone:
-    transfer(t) = min_j comm_j(t) and wait_i(t) = comm_i(t) - transfer(t). Returns their means over the steps, `wait` (W,)
-    and `transfer` (W,), the latter the same for all workers. Means over a window would not do: when the straggler changes
-    from step to step every worker waits, although no worker is slow on average. With several workers a step that only
-    one of them measured says nothing and is left out. NaN where no step is left. Raises `ConfigError` unless `comm` is 2-D.
+    transfer(t) = min_j comm_j(t) and wait_i(t) = comm_i(t) - transfer(t). Returns their means over the steps, `wait`
+    (W,) and `transfer` (W,), the latter the same for all workers. Means over a window would not do: when the straggler
+    changes from step to step every worker waits, although no worker is slow on average. With several workers a step
+    that only one of them measured says nothing and is left out. NaN where no step is left. Raises `ConfigError` unless
+    `comm` is 2-D.
 
     >>> wait, transfer = attribute_wait([[0.010, 0.030], [0.030, 0.010]])     # the straggler changes
     >>> wait.round(3).tolist(), transfer.round(3).tolist()

@@ -1,4 +1,4 @@
-"""What a rank does behind its `Controller`: measure, close windows, put in force what was decided, keep what a checkpoint needs."""
+"""What a rank does behind its `Controller`: measure, close windows, put decisions in force, save and resume."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Coordinator:
         return source
 
     def connect(self, model: nn.Module, optimizer: Optimizer, attached: Attached, memory: Memory) -> None:
-        """Observe this model and optimizer, weight its gradients' shares, and let the learning rate follow the batch."""
+        """Observe this model and optimizer, weight its gradients, and let the learning rate follow the batch."""
         self.attached, self.memory, self.recorder = attached, memory, attached.recorder
         self._learning_rate = LearningRate(optimizer, self.lr_rule)
         if self.allocations.workers == 1:
@@ -251,6 +251,10 @@ class Coordinator:
         """`Controller.load_state_dict`."""
         if state.get("schema") != STATE_SCHEMA:
             raise StateError(f"controller state has schema {state.get('schema')!r}, this version reads {STATE_SCHEMA}")
+        same = state["world_size"] == self.allocations.workers
+        load_policy(self.policy, state["policy"]) if same else carry_over(
+            self.policy, state["policy"]
+        )  # first: may raise
         self.progress.load_state_dict(state)
         self.job.resume(state["base_batch"])
         self.job.noise_scale.load_state_dict(state["noise_scale"])
@@ -259,13 +263,10 @@ class Coordinator:
             self.progress.opens = anew
         parts = {"source": state["source"], "hook": state["hook"]}
         parts |= {f"schedule {i}": saved for i, saved in enumerate(state["schedules"])}
-        if state["world_size"] == self.allocations.workers:
-            load_policy(self.policy, state["policy"])
+        if same:
             self.recorder.load_state_dict(state["recorder"])
             parts["recorder"] = state["recorder"] if self.attached is None else None
             parts["rng"] = state["rng"] if state["rank"] == self.rank else None
-        else:
-            carry_over(self.policy, state["policy"])
         self._waiting = Waiting(parts)
         self._waiting.give("source", self.source)
         self._waiting.give("hook", self.attached)

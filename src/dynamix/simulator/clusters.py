@@ -36,7 +36,7 @@ class Clusters:
       base_batch             global samples at the start
       noise_start            noise scale at the start, samples, of the base batch
       noise_unit, noise_growth   `statistics.noise_scale`; or, with noise_knots (C, K) of log phi relative to the start,
-                             noise_unit is the samples of the whole training and noise_from the fraction done at the start
+                             noise_unit is the samples of the whole training and noise_from the fraction done before
       noise_rho              phi grows with (B/B0)^rho
       noise_wander           sd of slow unpredictable changes of log phi
     Measuring, (C,)

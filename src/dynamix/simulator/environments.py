@@ -3,6 +3,14 @@
 All three see `features` of a window and answer with the logarithm of a factor on each worker's batch size, in units of
 `ACTION_SCALE`; the projection makes sizes of it. The reward is the logarithm of the window's goodput over that of
 training at rest with the base batch, shared by all workers. Needs gymnasium (and pettingzoo): extra `learn`.
+
+Importing this module registers `dynamix/Cluster-v0` with Gymnasium, for one cluster and as a vector. Gymnasium from 1.0
+on looks for no plugins, so a program imports the module, or names it:
+
+>>> env = gymnasium.make("dynamix.simulator.environments:dynamix/Cluster-v0", workers=3)
+>>> clusters = gymnasium.make_vec("dynamix/Cluster-v0", num_envs=16, workers=3)
+>>> env.action_space.shape, clusters.action_space.shape
+((3,), (16, 3))
 """
 
 from __future__ import annotations
@@ -147,7 +155,7 @@ class VectorClusterEnv(VectorEnv[Observation, Action, NDArray[Any]]):
 
 
 class ParallelClusterEnv(ParallelEnv[str, Observation, Action]):
-    """One cluster with an agent per worker, "worker_0" and so on: observations (F,), actions (1,), one shared reward."""
+    """One cluster, an agent per worker ("worker_0", ...): observations (F,), actions (1,), one shared reward."""
 
     metadata = {"render_modes": [], "name": "dynamix_cluster_v0"}  # noqa: RUF012
 
@@ -199,3 +207,15 @@ class ParallelClusterEnv(ParallelEnv[str, Observation, Action]):
             dict.fromkeys(agents, over),
             infos,
         )
+
+
+def vector_environment(num_envs: int = 1, **settings: Any) -> VectorClusterEnv:
+    """`VectorClusterEnv` of `num_envs` clusters, as `gymnasium.make_vec` asks for it."""
+    return VectorClusterEnv(clusters=num_envs, **settings)
+
+
+gymnasium.register(
+    "dynamix/Cluster-v0",
+    entry_point=f"{__name__}:{GymClusterEnv.__name__}",
+    vector_entry_point=f"{__name__}:{vector_environment.__name__}",
+)

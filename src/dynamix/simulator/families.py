@@ -37,7 +37,7 @@ def sample_family(name: str, count: int, workers: int, seed: int) -> Clusters:
 
 
 def _plain(models: tuple[str, ...], count: int, workers: int, rng: np.random.Generator) -> Clusters:
-    """The plain cluster; its noise scale is chosen so that most optima are interior (see `docs/design/simulator.md`)."""
+    """The plain cluster. Its noise scale makes most optima interior (see `docs/design/simulator.md`)."""
     shape = (count, workers)
     gpus, per_worker = _draw_gpus(models, shape, rng)
     alpha, beta = (np.array([[getattr(fit, name) for fit in row] for row in gpus]) for name in ("alpha_s", "beta_s"))
@@ -50,23 +50,38 @@ def _plain(models: tuple[str, ...], count: int, workers: int, rng: np.random.Gen
     never = np.full(shape, NEVER)
     spread = np.exp(rng.normal(0, 1, shape) * _pai_spread(count, rng)[:, None])
     alpha, beta = alpha * spread, beta * spread
-    return _with_noise(gpus, rng, Clusters(
-        alpha=alpha, beta=beta, curve=curve if (curve >= 0).any() else None, memory_cap=cap,
-        jitter_sd=np.broadcast_to(np.exp(rng.uniform(np.log(0.01), np.log(0.06), (count, 1))), shape),
-        jitter_s=computing[:, None] * np.exp(rng.uniform(np.log(0.002), np.log(0.1), (count, 1))) * np.ones(shape),
-        together_sd=np.exp(rng.uniform(np.log(0.003), np.log(0.12), count)),
-        stall=np.zeros(count),
-        slow_off_s=never, slow_on_s=np.ones(shape), slow_strongest=np.ones(shape),
-        neighbour_period_s=np.full(count, 60.0), neighbour_factor=np.ones(count),
-        exchange_s=exchange, overlap=rng.uniform(1, 4, count),
-        bytes_share=rng.uniform(0.5, 1.0, count),
-        change_cost_s=rng.uniform(0.0, 0.05, count) * computing,
-        base_batch=base.astype(np.int64),
-        noise_start=np.ones(count), noise_unit=np.ones(count), noise_growth=np.zeros(count),
-        noise_error=rng.uniform(0.05, 0.4, count), time_error=rng.uniform(0.0, 0.05, count),
-        missing_noise=rng.random(count) < 0.05, missing_training=rng.random(count) < 0.3,
-        missing_host=rng.random(count) < 0.3,
-    ))  # fmt: skip
+    return _with_noise(
+        gpus,
+        rng,
+        Clusters(
+            alpha=alpha,
+            beta=beta,
+            curve=curve if (curve >= 0).any() else None,
+            memory_cap=cap,
+            jitter_sd=np.broadcast_to(np.exp(rng.uniform(np.log(0.01), np.log(0.06), (count, 1))), shape),
+            jitter_s=computing[:, None] * np.exp(rng.uniform(np.log(0.002), np.log(0.1), (count, 1))) * np.ones(shape),
+            together_sd=np.exp(rng.uniform(np.log(0.003), np.log(0.12), count)),
+            stall=np.zeros(count),
+            slow_off_s=never,
+            slow_on_s=np.ones(shape),
+            slow_strongest=np.ones(shape),
+            neighbour_period_s=np.full(count, 60.0),
+            neighbour_factor=np.ones(count),
+            exchange_s=exchange,
+            overlap=rng.uniform(1, 4, count),
+            bytes_share=rng.uniform(0.5, 1.0, count),
+            change_cost_s=rng.uniform(0.0, 0.05, count) * computing,
+            base_batch=base.astype(np.int64),
+            noise_start=np.ones(count),
+            noise_unit=np.ones(count),
+            noise_growth=np.zeros(count),
+            noise_error=rng.uniform(0.05, 0.4, count),
+            time_error=rng.uniform(0.0, 0.05, count),
+            missing_noise=rng.random(count) < 0.05,
+            missing_training=rng.random(count) < 0.3,
+            missing_host=rng.random(count) < 0.3,
+        ),
+    )
 
 
 def _draw_gpus(
@@ -88,7 +103,7 @@ def _draw_gpus(
 
 
 def _with_noise(gpus: list[list[Affine]], rng: np.random.Generator, clusters: Clusters) -> Clusters:
-    """Noise-scale curves of the clusters' models; their level such that the best B at the start is 0.5 to 2 times B0."""
+    """Noise-scale curves of the clusters' models, at a level where the best B at the start is 0.5 to 2 times B0."""
     count, known = clusters.shape[0], calibration().noise
     curves = [known.get(row[0].model, known["cifar10"]) for row in gpus]
     base = clusters.base_batch.astype(np.float64)
@@ -121,7 +136,8 @@ def _slowdowns(c: Clusters, rng: np.random.Generator) -> Clusters:
     count, workers = c.shape
     off = rng.choice([90.0, 25.0], (count, 1)) * np.exp(rng.normal(0, 0.4, c.shape)) * np.sqrt(workers / 4)
     strongest = np.broadcast_to(np.exp(rng.uniform(np.log(1.3), np.log(4), (count, 1))), c.shape)
-    return replace(c, slow_off_s=off, slow_on_s=np.exp(rng.uniform(np.log(4), np.log(40), c.shape)), slow_strongest=strongest)  # fmt: skip
+    on = np.exp(rng.uniform(np.log(4), np.log(40), c.shape))
+    return replace(c, slow_off_s=off, slow_on_s=on, slow_strongest=strongest)
 
 
 def _pai_steady(c: Clusters, rng: np.random.Generator) -> Clusters:
@@ -147,19 +163,25 @@ def _stragglers(c: Clusters, rng: np.random.Generator, name: str, share: float) 
     hit[np.arange(len(hit)), rng.integers(0, c.shape[1], len(hit))] = True
     strongest = max(1.0 + 2.5 * (job["slow_factor"] - 1.0), 1.3)
     return replace(
-        c, slow_off_s=np.where(hit, rng.uniform(30, 200, c.shape), NEVER),
-        slow_on_s=np.full(c.shape, max(job["slow_mean_s"], 30.0)), slow_strongest=np.full(c.shape, strongest),
+        c,
+        slow_off_s=np.where(hit, rng.uniform(30, 200, c.shape), NEVER),
+        slow_on_s=np.full(c.shape, max(job["slow_mean_s"], 30.0)),
+        slow_strongest=np.full(c.shape, strongest),
         jitter_sd=np.full(c.shape, job["jitter"]),
-    )  # fmt: skip
+    )
 
 
 def _dbs(c: Clusters, rng: np.random.Generator) -> Clusters:
     """DBS's own test: chance 0.1 an epoch of 5-10 s extra per epoch for 4-20 epochs; an epoch takes 15-60 s here."""
     epoch_s = rng.uniform(15, 60, (c.shape[0], 1)) * np.ones(c.shape)
     return replace(
-        c, slow_off_s=epoch_s / 0.1, slow_on_s=12 * epoch_s, slow_even=np.ones(c.shape[0], bool),
-        slow_weakest=1 + 5 / epoch_s, slow_strongest=1 + 10 / epoch_s,
-    )  # fmt: skip
+        c,
+        slow_off_s=epoch_s / 0.1,
+        slow_on_s=12 * epoch_s,
+        slow_even=np.ones(c.shape[0], bool),
+        slow_weakest=1 + 5 / epoch_s,
+        slow_strongest=1 + 10 / epoch_s,
+    )
 
 
 def _links(c: Clusters, rng: np.random.Generator) -> Clusters:
@@ -168,9 +190,12 @@ def _links(c: Clusters, rng: np.random.Generator) -> Clusters:
     slowness /= slowness.max(-1, keepdims=True)
     off = rng.uniform(40, 200, c.shape) * max(c.shape[1] / 4, 1)
     return replace(
-        c, link=slowness, link_off_s=off, link_on_s=rng.uniform(5, 40, c.shape),
+        c,
+        link=slowness,
+        link_off_s=off,
+        link_on_s=rng.uniform(5, 40, c.shape),
         link_strongest=np.full(c.shape, 4.0),
-    )  # fmt: skip
+    )
 
 
 def _neighbour(c: Clusters, rng: np.random.Generator) -> Clusters:
@@ -196,9 +221,12 @@ def _colocation(c: Clusters, rng: np.random.Generator) -> Clusters:
     quantiles = np.stack([calibration().colocation[gpu] for gpu in gpus])[pick]
     low, high = quantiles[..., 5], np.minimum(quantiles[..., 17], 6.0)  # the middle of what pairs do to each other
     return replace(
-        c, slow_off_s=np.exp(rng.uniform(np.log(30), np.log(200), c.shape)),
-        slow_on_s=np.exp(rng.uniform(np.log(20), np.log(200), c.shape)), slow_weakest=low, slow_strongest=high,
-    )  # fmt: skip
+        c,
+        slow_off_s=np.exp(rng.uniform(np.log(30), np.log(200), c.shape)),
+        slow_on_s=np.exp(rng.uniform(np.log(20), np.log(200), c.shape)),
+        slow_weakest=low,
+        slow_strongest=high,
+    )
 
 
 def _correlated(c: Clusters, rng: np.random.Generator) -> Clusters:
@@ -222,18 +250,25 @@ def _contention(c: Clusters, rng: np.random.Generator) -> Clusters:
     whole = np.zeros(c.shape, dtype=np.int64)
     alike = np.ones(c.shape)
     return replace(
-        c, link=alike, link_group=whole, link_off_s=rng.uniform(15, 60, (c.shape[0], 1)) * alike,
-        link_on_s=rng.uniform(5, 40, (c.shape[0], 1)) * alike, link_strongest=strongest,
-    )  # fmt: skip
+        c,
+        link=alike,
+        link_group=whole,
+        link_off_s=rng.uniform(15, 60, (c.shape[0], 1)) * alike,
+        link_on_s=rng.uniform(5, 40, (c.shape[0], 1)) * alike,
+        link_strongest=strongest,
+    )
 
 
 def _poor_probes(c: Clusters, rng: np.random.Generator) -> Clusters:
     """Times with 5-25 % error, up to a third of them missing, and a noise scale that is wild or unknown."""
     count = c.shape[0]
     return replace(
-        _slowdowns(c, rng), time_error=rng.uniform(0.05, 0.25, count), missing_times=rng.uniform(0.05, 0.33, count),
-        noise_error=rng.uniform(0.3, 1.0, count), missing_noise=rng.random(count) < 0.3,
-    )  # fmt: skip
+        _slowdowns(c, rng),
+        time_error=rng.uniform(0.05, 0.25, count),
+        missing_times=rng.uniform(0.05, 0.33, count),
+        noise_error=rng.uniform(0.3, 1.0, count),
+        missing_noise=rng.random(count) < 0.3,
+    )
 
 
 def _as_it_is(c: Clusters, rng: np.random.Generator) -> Clusters:
@@ -241,13 +276,23 @@ def _as_it_is(c: Clusters, rng: np.random.Generator) -> Clusters:
 
 
 CONFORMING: dict[str, Change] = {
-    "affine-quiet": _as_it_is, "affine-slowdowns": _slowdowns, "pai-steady": _pai_steady,
-    "pai-straggler": _pai_straggler, "pai-stragglers": _pai_stragglers, "dbs-process": _dbs, "moving-neighbour": _neighbour,
-}  # fmt: skip
+    "affine-quiet": _as_it_is,
+    "affine-slowdowns": _slowdowns,
+    "pai-steady": _pai_steady,
+    "pai-straggler": _pai_straggler,
+    "pai-stragglers": _pai_stragglers,
+    "dbs-process": _dbs,
+    "moving-neighbour": _neighbour,
+}
 BREAKING: dict[str, Change] = {
-    "non-affine": _slowdowns, "memory-cliff": _cliff, "co-location": _colocation, "correlated": _correlated,
-    "ar1-jitter": _drifting, "link-contention": _contention, "poor-probes": _poor_probes,
-}  # fmt: skip
+    "non-affine": _slowdowns,
+    "memory-cliff": _cliff,
+    "co-location": _colocation,
+    "correlated": _correlated,
+    "ar1-jitter": _drifting,
+    "link-contention": _contention,
+    "poor-probes": _poor_probes,
+}
 FAMILIES: dict[str, Change] = {**CONFORMING, **BREAKING, "unequal-links": _links}
 
 

@@ -26,13 +26,13 @@ from dynamix.projection import project
 from dynamix.simulator import FAMILIES, ClusterEnv, LaggedReference, rollout_path
 from dynamix.training.distributions import Categorical, categorical
 from dynamix.training.episodes import Episode, play
+from dynamix.training.evaluation import Tell
 from dynamix.training.ppo import PPO, PPOConfig
 from dynamix.training.rewards import Reward, SimulatedPaper, SimulatedRegret
 from dynamix.training.simplified import Simplified, SimplifiedConfig
 from dynamix.training.worlds import lr_rule_of, sample_world
 from dynamix.window import Floats, Ints, Window
 
-Progress = Callable[[str, float], None]
 VALIDATION_SEED, TEST_SEED = 920_001, 930_001
 PER_SECOND = PPOConfig(
     learning_rate=5e-4,
@@ -85,9 +85,7 @@ class PaperTrainingConfig:
                 raise ConfigError(name, getattr(self, name), ", ".join(allowed), "choose one of them")
 
 
-def train(
-    config: PaperTrainingConfig | None = None, seed: int = 0, *, progress: Progress | None = None
-) -> AdditivePolicy:
+def train(config: PaperTrainingConfig | None = None, seed: int = 0, *, progress: Tell | None = None) -> AdditivePolicy:
     """A policy from nothing; the same config and seed give the same weights. `progress(what, fraction done)`."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the order of sums, hence the weights, must not depend on the machine's cores
@@ -97,7 +95,7 @@ def train(
         torch.set_num_threads(threads)
 
 
-def _train(c: PaperTrainingConfig, seed: int, tell: Progress) -> AdditivePolicy:
+def _train(c: PaperTrainingConfig, seed: int, tell: Tell) -> AdditivePolicy:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         net = AdditiveNet(c.actions, hidden=c.hidden)
@@ -134,7 +132,7 @@ def make_learner(net: AdditiveNet, config: PaperTrainingConfig, seed: int) -> PP
 
 
 def train_and_save(
-    path: str | Path, config: PaperTrainingConfig | None = None, seed: int = 0, *, progress: Progress | None = None
+    path: str | Path, config: PaperTrainingConfig | None = None, seed: int = 0, *, progress: Tell | None = None
 ) -> dict[str, Any]:
     """Train, score on test clusters (never used before), write the policy file; returns its description."""
     policy = train(config, seed, progress=progress)
@@ -181,7 +179,7 @@ def _episode(
 # ---------------------------------------------------------------- imitation
 
 
-def _clone(net: AdditiveNet, c: PaperTrainingConfig, seed: int, seen: _Seen, tell: Progress) -> None:
+def _clone(net: AdditiveNet, c: PaperTrainingConfig, seed: int, seen: _Seen, tell: Tell) -> None:
     """DAgger (Ross et al. 2011): label every state met with the action nearest the lagged reference's size."""
     optimizer = torch.optim.Adam(net.parameters(), lr=c.clone_rate)
     generator = torch.Generator().manual_seed(seed)

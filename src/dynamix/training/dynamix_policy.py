@@ -32,14 +32,12 @@ from dynamix.policies.learned.policy import (
 )
 from dynamix.training.cloning import demonstrate
 from dynamix.training.distributions import gaussian
-from dynamix.training.evaluation import evaluate_families, validation_score
+from dynamix.training.evaluation import Tell, evaluate_families, validation_score
 from dynamix.training.hindsight import Decisions, RecordingEnv
 from dynamix.training.ppo import PPO, PPOConfig
 from dynamix.training.regret import regret_episode
 from dynamix.training.tensorboard import TensorBoard
 from dynamix.training.worlds import MIXED, lr_rule_of, sample_world
-
-Progress = Callable[[str, float], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +86,7 @@ def train(
     config: TrainingConfig | None = None,
     seed: int = 0,
     *,
-    progress: Progress | None = None,
+    progress: Tell | None = None,
     checkpoint: str | Path | None = None,
     tensorboard: str | Path | None = None,
     processes: int = 1,
@@ -117,7 +115,7 @@ def train_and_save(
     config: TrainingConfig | None = None,
     seed: int = 0,
     *,
-    progress: Progress | None = None,
+    progress: Tell | None = None,
     checkpoint: str | Path | None = None,
     tensorboard: str | Path | None = None,
     processes: int = 2,
@@ -153,7 +151,7 @@ class ResidualTraining:
         c = self.config
         return c.clone_rounds + c.regret_rounds + c.ppo_updates
 
-    def run(self, tell: Progress, checkpoint: Path | None, board: TensorBoard) -> None:
+    def run(self, tell: Tell, checkpoint: Path | None, board: TensorBoard) -> None:
         """The remaining rounds."""
         if checkpoint is not None and checkpoint.exists():
             self.load_state_dict(torch.load(checkpoint, weights_only=True))

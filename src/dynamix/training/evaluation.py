@@ -191,23 +191,3 @@ def chosen_cells(families: str | None, workers: str) -> tuple[tuple[str, ...], t
         if not count.isdecimal() or int(count) < 1:
             raise ConfigError("workers", workers, "numbers of 1 or more, comma-separated", "say 2,8,32")
     return names, tuple(map(int, counts))
-
-
-def markdown(result: Mapping[str, Any]) -> str:
-    """A row per cell: mean / worst decile against `lagged`; of non-baselines also gap closed and ratio to goodput."""
-    names = list(next(iter(result["cells"].values())))
-    extra = [name for name in names if name not in ("hedged", *BASELINES, "cannikin", "goodput")]
-    head = ["cell", *names, *[f"{name}: gap closed" for name in extra], *[f"{name} over goodput" for name in extra]]
-    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
-    for cell, scores in result["cells"].items():
-        row = [f"{scores[name]['geometric_mean']:.3f} / {scores[name]['worst_decile']:.3f}" for name in names]
-        row += ["-" if scores[name]["gap_closed"] is None else f"{scores[name]['gap_closed']:.2f}" for name in extra]
-        row += ["{:.3f} ({:.3f}-{:.3f})".format(*scores[name]["over_goodput"]) for name in extra]
-        lines.append("| " + " | ".join([cell, *row]) + " |")
-    for name in extra:
-        total = result["summary"][name]
-        means = f"{total['geometric_mean']:.3f} / {total['worst_decile']:.3f}, gap closed {total['gap_closed']}"
-        ahead, behind = len(total["ahead_of_goodput"]), len(total["behind_goodput"])
-        counts = f"ahead of goodput in {ahead}, behind in {behind} of {len(result['cells'])}"
-        lines.append(f"\n{name}: medians over cells {means}; {counts}")
-    return "\n".join(lines)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from dynamix.errors import ConfigError
 from dynamix.training import dynamix_paper, dynamix_policy, stigmergic
+from dynamix.training.evaluation import Tell
 
 Recipe = dynamix_policy.TrainingConfig | dynamix_paper.PaperTrainingConfig | stigmergic.SearchConfig
 RECIPES: dict[str, type[Recipe]] = {
@@ -26,7 +27,7 @@ def train_shipped(
     *,
     seed: int = 0,
     settings: Sequence[str] = (),
-    progress: Callable[[str, float], None] | None = None,
+    progress: Tell | None = None,
     checkpoint: str | Path | None = None,
     tensorboard: str | Path | None = None,
 ) -> dict[str, Any]:

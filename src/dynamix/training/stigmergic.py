@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,10 +21,9 @@ from dynamix.policies.stigmergic.field import Decay
 from dynamix.policies.stigmergic.policy import RANGES, Parameters, StigmergicPolicy
 from dynamix.simulator import ClusterEnv, Clusters, LaggedReference, rollout_path
 from dynamix.training.curriculum import training_clusters
-from dynamix.training.evaluation import Factory, times_to_common_progress
+from dynamix.training.evaluation import Factory, Tell, times_to_common_progress
 from dynamix.window import Floats
 
-Progress = Callable[[str, float], None]
 VALIDATION_SEED = 905_001
 
 
@@ -59,7 +57,7 @@ class SearchConfig:
     fade: float | None = None
 
 
-def train(config: SearchConfig | None = None, seed: int = 0, *, progress: Progress | None = None) -> StigmergicPolicy:
+def train(config: SearchConfig | None = None, seed: int = 0, *, progress: Tell | None = None) -> StigmergicPolicy:
     """The best on validation clusters of the rule set by hand and the mean of every stage; same seed, same numbers."""
     c, tell = config or SearchConfig(), progress or (lambda what, done: None)
     rng = np.random.default_rng([seed, 31])
@@ -164,7 +162,7 @@ def _validate(c: SearchConfig, parameters: Parameters) -> float:
 
 
 def train_and_save(
-    path: str | Path, config: SearchConfig | None = None, seed: int = 0, *, progress: Progress | None = None
+    path: str | Path, config: SearchConfig | None = None, seed: int = 0, *, progress: Tell | None = None
 ) -> dict[str, Any]:
     """Write the learned rule to `path` (and a .json beside it); returns the description."""
     policy = train(config, seed, progress=progress)

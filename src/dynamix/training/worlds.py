@@ -1,56 +1,33 @@
-"""Worlds to learn in and to be judged in, by name: a net on a mix of GPUs with a kind of optimizer, or the others.
-
-A net's row says what its fixed and its growing cost are beside the ResNet-34-like's (`nets.py`). The calibrated cifar10
-rows, a ResNet's, say what GPUs are beside each other. Their product is the job; its exchange is longer by the bytes of
-its gradient. Disturbances are those of training clusters, and no seed is shared with the families.
-"""
+"""Clusters to learn on and to be judged on, by name: training clusters, a family of the simulator, or one's own world."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-
-import numpy as np
+import importlib
+from typing import Protocol
 
 from dynamix.errors import ConfigError
-from dynamix.simulator import FAMILIES, Clusters, calibration, sample_clusters, sample_family
-from dynamix.training.curriculum import training_clusters, with_costs
-from dynamix.training.nets import net_costs
+from dynamix.simulator import FAMILIES, Clusters, sample_clusters, sample_family
+from dynamix.training.curriculum import training_clusters
 
 MIXED = "mixed"  # the clusters that `dynamix` learned on
 SAMPLED = "sampled"  # the older `sample_clusters`, the world that the goodput rule assumes
-_LIKE, _MODEL = "resnet34", "cifar10"
-_SEEDS = 6_000_000
-_OLD, _NEW = ("T4", "RTX2080Ti", "RTX6000"), ("V100", "A100")
 
 
-@dataclass(frozen=True, slots=True)
-class World:
-    """What jobs of a world have in common.
+class World(Protocol):
+    """A world of one's own, named "MODULE:NAME": `WORLDS[NAME]` of that module."""
 
-    net         row of `NETS`
-    gpus        types that a cluster may mix
-    optimizer   "sgd": what a sample teaches follows the noise scale that is measured. "adam": the critical batch is the
-                share of it that was measured where no rule moves the learning rate (`ClusterEnv(lr_rule="none")`): an
-                Adam-like optimizer divides gradients by their size, so that their own noise scale is not its own. Ours
-    """
+    @property
+    def lr_rule(self) -> str:
+        """How progress follows the noise scale: `ClusterEnv`'s argument."""
 
-    net: str
-    gpus: tuple[str, ...] = (*_OLD, *_NEW)
-    optimizer: str = "sgd"
-
-
-WORLDS: dict[str, World] = {
-    **{net: World(net) for net in ("vgg16", "vgg19", "resnet34", "resnet50")},
-    "vgg16-old": World("vgg16", gpus=_OLD),
-    "vgg16-new": World("vgg16", gpus=_NEW),
-    "vgg16-adam": World("vgg16", optimizer="adam"),
-}
+    def sample(self, count: int, workers: int, seed: int, *, hardness: float = 1.0) -> Clusters:
+        """`count` clusters of `workers`; `hardness` in [0, 1] is how often they are disturbed."""
 
 
 def sample_world(name: str, count: int, workers: int, seed: int, *, hardness: float = 1.0) -> Clusters:
-    """`count` clusters of `workers` of a world by name, or of a family of the simulator. Raises `ConfigError`.
+    """`count` clusters of `workers` of a world by name. Raises `ConfigError`.
 
-    >>> sample_world("vgg16-new", 3, 4, seed=0).shape
+    >>> sample_world("pai-steady", 3, 4, seed=0).shape
     (3, 4)
     """
     if name == MIXED:
@@ -59,50 +36,25 @@ def sample_world(name: str, count: int, workers: int, seed: int, *, hardness: fl
         return sample_clusters(count, workers, seed)
     if name in FAMILIES:
         return sample_family(name, count, workers, seed)
-    check_world(name)
-    rng = np.random.default_rng([seed, workers, *name.encode()])
-    under = _SEEDS + int(rng.integers(2**30))
-    return with_costs(
-        _job(WORLDS[name], sample_family("affine-quiet", count, workers, under), rng), rng, hardness=hardness
-    )
+    return _own(name).sample(count, workers, seed, hardness=hardness)
 
 
 def check_world(name: str) -> None:
-    """Raises `ConfigError` for what is neither a world nor a family."""
-    known = (*FAMILIES, MIXED, SAMPLED, *WORLDS)
-    if name not in known:
-        raise ConfigError("world", name, ", ".join(known), "check the spelling")
+    """Raises `ConfigError` for what is not a world."""
+    if name not in (*FAMILIES, MIXED, SAMPLED):
+        _own(name)
 
 
 def lr_rule_of(name: str) -> str:
     """How progress follows the noise scale in a world: `ClusterEnv`'s argument."""
-    return "none" if name in WORLDS and WORLDS[name].optimizer == "adam" else "adascale"
+    return _own(name).lr_rule if ":" in name else "adascale"
 
 
-def _job(world: World, plain: Clusters, rng: np.random.Generator) -> Clusters:
-    """The plain clusters with a job's costs, sizes and exchange."""
-    count, workers = plain.shape
-    mine, like = net_costs(world.net), net_costs(_LIKE)
-    rows = [calibration().of(_MODEL, gpu) for gpu in world.gpus]
-    # One to three types a cluster, drawn anew for each.
-    kinds = np.stack([rng.choice(rng.permutation(len(rows))[: rng.integers(1, 4)], workers) for _ in range(count)])
-    alpha, beta, most = (
-        np.array([getattr(row, name) for row in rows])[kinds] for name in ("alpha_s", "beta_s", "batch_max")
-    )
-    share = np.round(np.exp(rng.uniform(np.log(32), np.log(256), (count, 1))))
-    spread = np.exp(0.05 * rng.normal(size=plain.shape))
-    alpha = alpha * spread * mine.alpha_s / like.alpha_s
-    usual = (beta * spread * share).mean(-1) + (alpha * like.alpha_s / mine.alpha_s).mean(-1)
-    beta = beta * spread * mine.beta_s / like.beta_s
-    fraction = rng.uniform(0.05, 0.4, count)  # of the ResNet-34-like's step that its exchange would take
-    exchange = usual * fraction / (1 - fraction) * mine.parameters / like.parameters
-    return replace(
-        plain,
-        alpha=alpha,
-        beta=beta,
-        curve=None,
-        memory_cap=most.astype(np.int64),
-        base_batch=(share[:, 0] * workers).astype(np.int64),
-        exchange_s=exchange if workers > 1 else np.zeros(count),
-        noise_unit=plain.noise_unit * share[:, 0] * workers / plain.base_batch,
-    )
+def _own(name: str) -> World:
+    module, _, key = name.partition(":")
+    allowed = f"{', '.join((*FAMILIES, MIXED, SAMPLED))}, or MODULE:NAME"
+    try:
+        world: World = importlib.import_module(module).WORLDS[key]
+    except (ImportError, AttributeError, KeyError, ValueError) as error:
+        raise ConfigError("world", name, allowed, "check the spelling") from error
+    return world

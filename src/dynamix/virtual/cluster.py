@@ -41,16 +41,17 @@ class VirtualCluster:
     """Real model, data, gradients and accuracy in this process; time from one simulated cluster of W workers.
 
     Each worker's share is one backward pass, so the applied gradient is the weighted all-reduce's and every |g_i|^2 is
-    known. Sample order, windows, the moment at which a decision applies, learning-rate rules and events.jsonl come from the
-    same code as in a live job, and the same allocations give the same losses within float error. Evaluation and data
-    loading take no time of this clock, deciding none unless the world says so (`ClusterEnv.decided`). With dropout, masks come from one stream instead of one per rank, so losses
-    are a run's of the same kind, not the same numbers as a live run's.
+    known. Sample order, windows, the moment at which a decision applies, learning-rate rules and events.jsonl come from
+    the same code as in a live job, and the same allocations give the same losses within float error. Evaluation and
+    data loading take no time of this clock, deciding none unless the world says so (`ClusterEnv.decided`). With
+    dropout, masks come from one stream instead of one per rank, so losses are a run's of the same kind, not the same
+    numbers as a live run's.
 
     model, optimizer   as for one process (no DDP)
     loss               loss(model(inputs), target): mean over the batch
     dataset            items (inputs, target); indexable, with a length
-    clusters           one simulated cluster (`Clusters` with C=1), or its `ClusterEnv`, which also says the decision's delay
-                       and goes on from where it stands
+    clusters           one simulated cluster (`Clusters` with C=1), or its `ClusterEnv`, which also says the decision's
+                       delay and goes on from where it stands
     policy             a name, a policy file, or any `Policy`
     batch_size         samples per worker at the start
     bounds             (W,) of the batch sizes; None: 1 to 8 * batch_size, or what the simulated memory holds
@@ -60,8 +61,8 @@ class VirtualCluster:
     micro_batch        most samples that pass through the model at once; with BatchNorm shares are never cut
     collate_fn         as DataLoader's
     events             file that gets one JSON line per window; `time_s` is the virtual clock's
-    replay             events file of an earlier run, live or virtual, whose allocations are applied; policy and interval
-                       must be that run's, so that windows close at the same steps
+    replay             events file of an earlier run, live or virtual, whose allocations are applied; policy and
+                       interval must be that run's, so that windows close at the same steps
 
     Raises `ConfigError` for impossible values.
 
@@ -109,9 +110,15 @@ class VirtualCluster:
         start = starting_sizes(batch_size, self.bounds)
         self._allocations = Allocations(start)
         self._sampler = BatchSampler(
-            len(dataset), self._allocations, rank=0, world_size=workers, seed=seed,
-            low=self.bounds.low, high=self.bounds.high, before_issue=self._before_issue,
-        )  # fmt: skip
+            len(dataset),
+            self._allocations,
+            rank=0,
+            world_size=workers,
+            seed=seed,
+            low=self.bounds.low,
+            high=self.bounds.high,
+            before_issue=self._before_issue,
+        )
         self._gradient = UnionGradient(model, loss, _loader(dataset, collate_fn), micro_batch=micro_batch)
         self._rule, self._learning_rate = rule(lr_rule), LearningRate(optimizer, lr_rule)
         self._schedules: list[SampleSchedule] = []
@@ -199,7 +206,7 @@ class VirtualCluster:
         return VirtualRun.of(done, snapshots)
 
     def close(self) -> None:
-        """Close the events file and take the hooks off the optimizer; leaving a `with` block does. Safe to call twice."""
+        """Close the events file and take the hooks off the optimizer, as the end of `with` does. Safe to repeat."""
         self._settle()
         if self._decider.events is not None:
             self._decider.events.close()

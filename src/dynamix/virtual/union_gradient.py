@@ -39,8 +39,8 @@ class UnionGradient:
     every worker starts from those that worker 0 had after the step before.
 
     load          indices -> (inputs, targets), already collated
-    micro_batch   most samples that pass through the model at once: larger shares are cut. With BatchNorm a share is never
-                  cut, because its statistics are of the whole share
+    micro_batch   most samples that pass through the model at once: larger shares are cut. With BatchNorm a share is
+                  never cut, because its statistics are of the whole share
     """
 
     def __init__(self, model: nn.Module, loss: Callable[[Any, Any], Tensor], load: Load, *, micro_batch: int) -> None:

@@ -42,8 +42,8 @@ class VirtualTime:
 
 
 class VirtualWorkers:
-    """W recorders whose marks are set by the simulated step: forward at its start, gradients ready after the worker's own
-    computing, reduction at its end. Waits and transfer then follow by the same code as in a live job.
+    """W recorders whose marks are set by the simulated step: forward at its start, gradients ready after the worker's
+    own computing, reduction at its end. Waits and transfer then follow by the same code as in a live job.
 
     world   one simulated cluster; it goes on from where it stands
     """

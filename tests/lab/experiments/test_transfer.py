@@ -10,30 +10,37 @@ import torch
 
 from dynamix.errors import ConfigError
 from dynamix.policies.learned.policy import LearnedPolicy, ResidualNet
-from dynamix.simulator import ClusterEnv
-from dynamix.training.worlds import WORLDS, lr_rule_of, sample_world
+from dynamix.simulator import ClusterEnv, Clusters
+from dynamix.training.worlds import lr_rule_of, sample_world
 from dynamix.window import Bounds, Window
 from dynamix_lab.experiments.ablations import AblationPlan, run_ablations, variants
 from dynamix_lab.experiments.ablations import markdown as ablation_table
 from dynamix_lab.experiments.short import QUICK, learn
 from dynamix_lab.experiments.transfer import PAIRS, Pair, markdown, run_transfer
+from dynamix_lab.experiments.worlds import WORLDS, place_of
+
+
+def _clusters(name: str, count: int, workers: int, seed: int) -> Clusters:
+    return sample_world(place_of(name), count, workers, seed)
 
 
 def test_worlds_differ_by_what_their_names_say() -> None:
-    deep, plain = sample_world("resnet50", 64, 4, 0), sample_world("resnet34", 64, 4, 0)
-    old, new = sample_world("vgg16-old", 64, 4, 0), sample_world("vgg16-new", 64, 4, 0)
+    deep, plain = _clusters("resnet50", 64, 4, 0), _clusters("resnet34", 64, 4, 0)
+    old, new = _clusters("vgg16-old", 64, 4, 0), _clusters("vgg16-new", 64, 4, 0)
     assert np.median(deep.beta) > 1.2 * np.median(plain.beta)
     assert np.median(new.beta) < 0.8 * np.median(old.beta)
-    assert (lr_rule_of("vgg16-adam"), lr_rule_of("vgg16"), lr_rule_of("pai-steady")) == ("none", "adascale", "adascale")
-    same, again = sample_world("vgg16", 3, 4, 5), sample_world("vgg16", 3, 4, 5)
+    rules = [lr_rule_of(name) for name in (place_of("vgg16-adam"), place_of("vgg16"), "pai-steady")]
+    assert rules == ["none", "adascale", "adascale"]
+    same, again = _clusters("vgg16", 3, 4, 5), _clusters("vgg16", 3, 4, 5)
     np.testing.assert_array_equal(same.alpha, again.alpha)
-    with pytest.raises(ConfigError, match="vgg19"):
-        sample_world("vgg99", 1, 2, 0)
+    for wrong in ("vgg16", place_of("vgg99"), "nowhere:vgg16", "json:vgg16", ":", ""):
+        with pytest.raises(ConfigError, match="MODULE:NAME"):
+            sample_world(wrong, 1, 2, 0)
 
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_every_world_can_be_lived_in(world: str) -> None:
-    env = ClusterEnv(sample_world(world, 2, 3, 1), seed=1, lr_rule=lr_rule_of(world))
+    env = ClusterEnv(_clusters(world, 2, 3, 1), seed=1, lr_rule=lr_rule_of(place_of(world)))
     window = env.reset()
     for _ in range(3):
         window = env.step(window.batch_size)
@@ -62,7 +69,11 @@ def test_transfer_compares_source_and_target_on_the_targets_clusters_and_goes_on
         run_transfer(tmp_path, pairs=pairs, budget=QUICK, clusters=3, windows=5)
     with pytest.raises(ConfigError, match="this recipe"):
         learn(
-            "dynamix", next(tmp_path.glob("dynamix-vgg16*.safetensors")), world="resnet34", workers=(2,), budget=QUICK
+            "dynamix",
+            next(tmp_path.glob("dynamix-vgg16*.safetensors")),
+            world=place_of("resnet34"),
+            workers=(2,),
+            budget=QUICK,
         )
 
 

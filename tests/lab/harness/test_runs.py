@@ -5,8 +5,10 @@ import pytest
 
 from dynamix.errors import StateError
 from dynamix.window import Window
+from dynamix_lab.demo.plots import plot_accuracy, plot_sizes, plot_time
 from dynamix_lab.demo.report import write_report
-from dynamix_lab.harness.display import Display, end_table, ratio_lines
+from dynamix_lab.demo.table import HEAD, legend, ratio_lines, result_table
+from dynamix_lab.harness.display import Display
 from dynamix_lab.harness.runs import PolicyRun, load_runs, summarise
 from dynamix_lab.harness.scoring import Scorer, WeightSnapshot
 from dynamix_lab.tasks import make_workload
@@ -71,11 +73,37 @@ def test_the_report_is_one_file_that_needs_no_network_and_escapes_its_text(tmp_p
         assert needs_network not in page
 
 
+def test_the_axes_hold_all_sizes_of_all_runs():
+    small, large = run("static", 0, 1.0), run("dynamix", 0, 0.5)
+    large.events.append({**large.events[0], "allocation": [270, 30]})
+    for runs in ([small, large], [large, small]):
+        panels = plot_sizes(runs).axes
+        assert all(axes.get_ylim()[0] == 0 and axes.get_ylim()[1] > 270 for axes in panels)
+
+
+@pytest.mark.parametrize("count", [1, 4, 5])
+def test_no_legend_covers_a_plot(count):
+    runs = [run(f"policy{i}", 0, 1.0 + i) for i in range(count)]
+    for figure in (plot_accuracy(runs, 0.9), plot_sizes(runs), plot_time(runs)):
+        figure.draw_without_rendering()
+        legends = [axes.get_legend().get_window_extent() for axes in figure.axes if axes.get_legend()]
+        assert len(legends) == 1
+        assert not any(legends[0].overlaps(axes.get_window_extent()) for axes in figure.axes if axes.axison)
+        assert figure.bbox.x1 >= legends[0].x1
+
+
+def test_every_column_of_the_table_is_explained_under_it():
+    lines = legend([run("static", 0, 1.0)], 0.9)
+    for column in HEAD[2:]:
+        assert any(line.startswith(f"{column}: ") for line in lines), column
+    assert any(line.startswith("static: ") for line in lines)
+
+
 def test_a_run_cut_before_its_first_window_can_still_be_shown(tmp_path):
     bare = PolicyRun("static", 0, target=0.9)
     bare.batch_sizes = [128, 128]
     write_report(tmp_path / "report.html", [bare], result_of([bare]))
-    assert end_table([bare], target=0.9).row_count == 1
+    assert len(result_table([bare]).rows) == 1
     Display(target=0.9).update([bare])
 
 

@@ -14,11 +14,11 @@ from dynamix.cli.app import app
 from dynamix.emulator import host_speeds
 from dynamix.errors import ConfigError
 from dynamix.events.run_folder import RunFolder
-from dynamix.training.nets import NetCosts
 from dynamix_lab.harness.suite import Suite, run_suite
 from dynamix_lab.suites.scaling.report import conclude, large_medium_small, markdown
 from dynamix_lab.suites.scaling.suite import ScalingPlan, ScalingSuite
 from dynamix_lab.suites.scaling.virtual_world import NetEnv, at_workers
+from dynamix_lab.tasks.net_costs import NetCosts
 
 COSTS = NetCosts(0.01, 0.0005, 250_000)
 TINY = ScalingPlan(

@@ -116,7 +116,7 @@ def test_wrong_columns_sizes_and_objects_are_said() -> None:
 
 def test_a_name_without_the_library_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ConfigError, match=r"dynamix-train\[huggingface\]"):
+    with pytest.raises(ConfigError, match=r"dynamix-lab\[huggingface\]"):
         workload("imdb", make_model=linear)
 
 

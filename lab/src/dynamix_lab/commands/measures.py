@@ -101,9 +101,7 @@ def bench_netcosts(
     nets: Annotated[str | None, typer.Option(help="Comma-separated [default: all].")] = None,
     as_json: Json = False,
 ) -> None:
-    """Processor seconds of a training step by batch size for the small deep nets: the rows of
-    `dynamix.training.nets`.
-    """
+    """Processor seconds of a training step by batch size for the small deep nets: the rows of `tasks/net_costs.py`."""
     import json
 
     from dynamix_lab.suites.netcosts import all_net_costs

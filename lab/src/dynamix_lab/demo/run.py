@@ -15,14 +15,15 @@ from dynamix.events.run_folder import RunFolder, commit, machine
 from dynamix.policies.learned.policy import PRETRAINED
 from dynamix.policies.registry import parse_name
 from dynamix_lab.demo.report import write_report
-from dynamix_lab.harness.display import Display, end_table, policy_lines, ratio_lines
+from dynamix_lab.demo.table import caveats, legend, ratio_lines, result_table
+from dynamix_lab.harness.display import Display
 from dynamix_lab.harness.host import host
 from dynamix_lab.harness.launch import POLICIES, Launch, LaunchSettings, disturbance_seed
 from dynamix_lab.harness.runs import AGAIN, PolicyRun, load_runs, save_runs, summarise
 from dynamix_lab.tasks import make_workload
 
-# A run during which the hypervisor took more than this part of the machine's processor time from us is no measurement; where
-# policies are compared it is made again, so often at most.
+# A run during which the hypervisor took more than this part of the machine's processor time from us is no measurement;
+# where policies are compared it is made again, so often at most.
 MOST_STOLEN, REPEATS = 0.03, 2
 
 
@@ -152,6 +153,7 @@ def _facts(settings: LaunchSettings, scenario: Scenario, target: float) -> dict[
         "scenario_sha256": scenario.sha256,
         "workload": settings.workload,
         "target": target,
+        "quick": settings.quick,
         "seeds": list(seeds),
         "order": {str(seed): settings.order(seed) for seed in seeds},
         "settings": {
@@ -174,9 +176,9 @@ def _policy_file(policy: str | None) -> dict[str, str]:
 
 
 def _say_end(display: Display, runs: Sequence[PolicyRun], result: dict[str, Any], folder: RunFolder) -> None:
-    for line in [*policy_lines(result), *ratio_lines(result["ratios"])]:
+    display.show(result_table(runs), legend(runs, result["target"]))
+    for line in [*caveats(result), *ratio_lines(result["ratios"])]:
         display.say(line)
-    display.console.print(end_table(runs, target=result["target"]))
     a_a = result["a_a"]
     if a_a is not None and not a_a["within"]:
         off = f"{100 * (a_a['median'] - 1):+.1f} %, more than {100 * a_a['limit']:.0f} %"

@@ -23,6 +23,7 @@ from dynamix.policies.learned.policy import LearnedPolicy
 from dynamix.policies.wrappers import after_answer
 from dynamix.simulator import ClusterEnv, Clusters, rollout, sample_family
 from dynamix.training.evaluation import Tell
+from dynamix_lab.statistics import mean_interval
 
 UNTRAINED: dict[str, Callable[[], Policy]] = {"dynamix": LearnedPolicy, "dynamix-paper": AdditivePolicy}
 # From nothing there is no shipped policy to stay near; other settings as in fine-tuning.
@@ -112,8 +113,7 @@ def serve(policy: Policy, cluster: Clusters, seed: int, windows: int) -> float:
     return float(np.log(env.progress / env.clock_s).mean())
 
 
-def _summary(values: Sequence[float]) -> dict[str, float]:
-    """Mean and a 95 % bootstrap interval over jobs."""
-    draws = np.random.default_rng(0).choice(np.asarray(values), (2000, len(values))).mean(-1)
-    low, high = np.quantile(draws, [0.025, 0.975])
-    return {"mean": round(float(np.mean(values)), 5), "low": round(float(low), 5), "high": round(float(high), 5)}
+def _summary(values: Sequence[float]) -> dict[str, float | None]:
+    """Mean over jobs and its 95 % interval."""
+    found = mean_interval(values).to_dict()
+    return {name: None if value is None else round(value, 5) for name, value in found.items()}

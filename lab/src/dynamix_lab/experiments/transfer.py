@@ -21,9 +21,9 @@ from dynamix.policies.goodput import Goodput
 from dynamix.policies.registry import make_policy
 from dynamix.simulator import LaggedReference
 from dynamix.training.evaluation import Factory, Tell, follow, paired, summary, times_to_common_progress
-from dynamix.training.worlds import lr_rule_of, sample_world
 from dynamix.window import Floats
 from dynamix_lab.experiments.short import FORMS, Budget, Form, learn
+from dynamix_lab.experiments.worlds import WORLDS, place_of
 
 TEST_SEED = 995_001
 USUAL, LARGE = (2, 8, 32), (1024,)
@@ -75,10 +75,11 @@ def transfer(
     }
     logs: dict[str, list[Floats]] = {name: [] for name in made}
     for workers in pair.used_at:
-        world = sample_world(pair.target, min(clusters, max(8192 // workers, 4)), workers, TEST_SEED)
-        rule = lr_rule_of(pair.target)
+        target = WORLDS[pair.target]
+        world = target.sample(min(clusters, max(8192 // workers, 4)), workers, TEST_SEED)
         paths = {
-            name: follow(make, world, seed=TEST_SEED, windows=windows, lr_rule=rule) for name, make in made.items()
+            name: follow(make, world, seed=TEST_SEED, windows=windows, lr_rule=target.lr_rule)
+            for name, make in made.items()
         }
         for name, taken in times_to_common_progress(paths).items():
             logs[name].append(np.log(taken))
@@ -96,7 +97,7 @@ def _learned(
     world: str, workers: tuple[int, ...], form: Form, folder: Path, budget: Budget | None, seed: int
 ) -> Factory:
     name = f"{form}-{world}-{'-'.join(map(str, workers))}-seed{seed}.safetensors"
-    return learn(form, folder / name, world=world, workers=workers, budget=budget, seed=seed)
+    return learn(form, folder / name, world=place_of(world), workers=workers, budget=budget, seed=seed)
 
 
 def run_transfer(

@@ -1,17 +1,18 @@
-"""What a person sees while runs go on, and the table at the end. Everything goes to stderr."""
+"""What a person sees while runs go on. Everything goes to stderr."""
 
 from __future__ import annotations
 
 import contextlib
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
 from dynamix_lab.harness.runs import PolicyRun
+from dynamix_lab.report.tables import Table as ResultTable
 from dynamix_lab.report.tables import number
 
 
@@ -34,7 +35,16 @@ class Display:
 
     def say(self, text: str) -> None:
         """One line, above the live table."""
-        self.console.print(text, highlight=False)
+        self.console.print(text, highlight=False, markup=False)
+
+    def show(self, table: ResultTable, legend: Sequence[str]) -> None:
+        """A table, and under it what its columns mean."""
+        shown = Table(*table.head, show_edge=False)
+        for row in table.rows:
+            shown.add_row(*map(Text, row))
+        self.console.print(shown)
+        for line in legend:
+            self.console.print(f"  {line}", style="dim", highlight=False, markup=False)
 
     def update(self, runs: Sequence[PolicyRun]) -> None:
         """Show how far `runs` are; the last of them is going on."""
@@ -52,51 +62,3 @@ def _progress(runs: Sequence[PolicyRun], target: float) -> Table:
         accuracy, loss = number(run.accuracy, 3), number(run.loss, 3)
         table.add_row(run.policy, str(run.seed), f"{run.time_s:.0f} s", str(run.step), accuracy, bar, loss, sizes)
     return table
-
-
-def end_table(runs: Sequence[PolicyRun], *, target: float) -> Table:
-    """One line a run: the issue of everything."""
-    table = Table(
-        "policy", "seed", f"time to {target:.3f}", "final accuracy", "samples/s", "waiting", "batch sizes at the end"
-    )
-    for run in runs:
-        reached = run.time_to_target_s
-        table.add_row(
-            run.policy,
-            str(run.seed),
-            "not reached" if reached is None else f"{reached:.1f} s",
-            number(run.accuracy, 3),
-            number(run.samples_per_s, 0),
-            number(100 * run.wait_fraction, 0) + " %",
-            " ".join(str(b) for b in run.batch_sizes),
-        )
-    return table
-
-
-def ratio_lines(ratios: dict[str, dict[str, Any]]) -> list[str]:
-    """Sentences about the ratios, what is attainable first."""
-    lines = []
-    reference = ratios.get("reference/static")
-    if reference:
-        cut = 100 * (1 - reference["median"])
-        lines.append(f"attainable here (exact shares, batch 512): {cut:.0f} % less time than static")
-    for name, ratio in ratios.items():
-        if name == "reference/static":
-            continue
-        above, _, below = name.partition("/")
-        spread = "" if ratio["low"] is None else f"  [{ratio['low']:.2f}, {ratio['high']:.2f}]"
-        lines.append(f"{above}: {ratio['median']:.2f} x the time of {below}{spread}")
-    return lines
-
-
-def policy_lines(result: dict[str, Any]) -> list[str]:
-    """Says so if "dynamix" was not the shipped policy in this call; nothing otherwise.
-
-    >>> policy_lines({"settings": {"policy": {"name": "mine.safetensors", "sha256": "0123456789abcdef"}}})
-    ['"dynamix" was mine.safetensors in this call (sha256 0123456789ab)']
-    """
-    ran = result.get("settings", {}).get("policy")
-    if not ran or ran["name"] == "shipped":
-        return []
-    which = f" (sha256 {ran['sha256'][:12]})" if "sha256" in ran else ""
-    return [f'"dynamix" was {ran["name"]} in this call{which}']

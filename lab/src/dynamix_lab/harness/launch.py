@@ -82,7 +82,7 @@ class LaunchSettings:
         check_machine(load_scenario(self.scenario), len(os.sched_getaffinity(0)))
         for package in ("matplotlib", self.workload):
             if importlib.util.find_spec(package) is None:
-                raise ConfigError(package, "not installed", "installed", 'pip install "dynamix-train[demo]"')
+                raise ConfigError(package, "not installed", "installed", "pip install dynamix-lab")
         for name in self.policies:
             chosen = self.policy if name == "dynamix" and self.policy else name
             make_policy(chosen, others=references(self.scenario))

@@ -16,8 +16,8 @@ def new_figure(rows: int = 1, *, columns: int = 1, height: float | None = None) 
     """An empty figure and its axes, row by row. `height` in inches; by default one that suits the rows."""
     from matplotlib.figure import Figure
 
-    high = height if height is not None else 4.0 if rows == 1 else 2.2 * rows
-    figure = Figure(figsize=(10, high), layout="constrained")
+    high = height if height is not None else 3.4 if rows == 1 else 1.9 * rows
+    figure = Figure(figsize=(8, high), layout="constrained")
     grid = figure.subplots(rows, columns, sharex=columns == 1, sharey=True, squeeze=False)
     for axes in grid.flat:
         axes.spines[["top", "right"]].set_visible(False)
@@ -29,9 +29,10 @@ def look(i: int) -> dict[str, Any]:
     return {"color": COLOURS[i % len(COLOURS)], "ls": "-" if i < len(COLOURS) else "--", "lw": 1.2}
 
 
-def legend_beside(axes: Axes, *, columns: int = 1) -> None:
-    """A legend to the right of the axes, where it covers nothing."""
-    axes.legend(frameon=False, fontsize=8, ncols=columns, loc="center left", bbox_to_anchor=(1, 0.5))
+def legend_beside(axes: Axes, *, columns: int = 1, like: Axes | None = None) -> None:
+    """A legend to the right of the axes, where it covers nothing. It names what `like` shows, by default the axes."""
+    shown = (like or axes).get_legend_handles_labels()
+    axes.legend(*shown, frameon=False, fontsize=9, ncols=columns, loc="center left", bbox_to_anchor=(1, 0.5))
 
 
 def svg(figure: Figure) -> str:

@@ -59,7 +59,7 @@ def make_data(seed: int, *, train: int = TRAIN_SAMPLES, test: int = TEST_SAMPLES
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
-        fix = 'pip install "dynamix-train[workloads]"'
+        fix = "pip install dynamix-lab"
         raise ConfigError("workload", "digits", "a workload whose packages are installed", fix) from error
     pixels, digits = load_digits(return_X_y=True)
     order = np.random.default_rng(seed).permutation(SAMPLES)[: train + test]

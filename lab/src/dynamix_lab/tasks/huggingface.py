@@ -24,7 +24,7 @@ Encode = Callable[[Sequence[Any]], Tensor]
 
 
 @runtime_checkable
-class Table(Protocol):
+class DatasetTable(Protocol):
     """What is used of `datasets.Dataset`."""
 
     column_names: list[str]
@@ -33,7 +33,7 @@ class Table(Protocol):
 
     def __getitem__(self, column: str) -> Iterable[Any]: ...
 
-    def select(self, indices: Any) -> Table: ...
+    def select(self, indices: Any) -> DatasetTable: ...
 
 
 def workload(
@@ -129,7 +129,7 @@ def _open(dataset: Any) -> Any:
     try:
         datasets: Any = importlib.import_module("datasets")
     except ImportError as error:
-        fix = 'pip install "dynamix-train[huggingface]"'
+        fix = 'pip install "dynamix-lab[huggingface]"'
         raise ConfigError("dataset", str(dataset), "a data set whose library is installed", fix) from error
     try:
         return datasets.load_from_disk(str(dataset)) if Path(dataset).is_dir() else datasets.load_dataset(str(dataset))
@@ -141,7 +141,7 @@ def _open(dataset: Any) -> Any:
 
 def _split(
     opened: Any, train_split: str, test_split: str | None, seed: int, train: int | None, test: int | None
-) -> tuple[Table, Table]:
+) -> tuple[DatasetTable, DatasetTable]:
     if isinstance(opened, dict):
         if train_split not in opened:
             raise ConfigError("train_split", train_split, ", ".join(map(str, opened)), "name a split that is there")
@@ -149,7 +149,7 @@ def _split(
     else:
         whole, held_out = opened, None
     for table in (whole, held_out):
-        if table is not None and not isinstance(table, Table):
+        if table is not None and not isinstance(table, DatasetTable):
             allowed = "a data set with column_names, len(), select(indices) and [column]"
             raise ConfigError(
                 "dataset", type(table).__name__, allowed, "iterable data sets: take(n) into a Dataset first"
@@ -164,18 +164,18 @@ def _split(
     return _take(whole, order[tested:], train, "train"), _take(whole, order[:tested], tested, "test")
 
 
-def _take(table: Table, order: Any, wanted: int | None, name: str) -> Table:
+def _take(table: DatasetTable, order: Any, wanted: int | None, name: str) -> DatasetTable:
     if wanted is not None and not 0 < wanted <= len(order):
         raise ConfigError(name, wanted, f"1 to {len(order):,}", "ask for fewer samples")
     return table.select(order[:wanted].tolist())
 
 
-def _check_columns(table: Table, wanted: Iterable[str]) -> None:
+def _check_columns(table: DatasetTable, wanted: Iterable[str]) -> None:
     for column in wanted:
         if column not in table.column_names:
             fix = "name them: workload(dataset, inputs=..., targets=...)"
             raise ConfigError("column", column, ", ".join(table.column_names), fix)
 
 
-def _encoded(table: Table, column: str, encode: Encode | None) -> Tensor:
+def _encoded(table: DatasetTable, column: str, encode: Encode | None) -> Tensor:
     return (encode or stack)(list(table[column]))

@@ -35,7 +35,7 @@ WIDTH = 128
 LENGTH = 40
 
 # 98 % of the plateau (0.966) of static training at a global batch of 512 on these seeds, which are never used again;
-# static needs about 340 steps. Evidence and reasons: docs/design/demo.md.
+# how it was chosen: docs/design/demo.md.
 TARGET_ACCURACY = 0.947
 TUNING_SEEDS = (9001, 9002)
 
@@ -105,7 +105,7 @@ def _generate(seed: int, train: int, test: int) -> dict[str, NDArray[Any]]:
     try:
         from mnist1d.data import get_dataset_args, make_dataset
     except ImportError as error:
-        fix = 'pip install "dynamix-train[workloads]"'
+        fix = "pip install dynamix-lab"
         raise ConfigError("workload", "mnist1d", "a workload whose packages are installed", fix) from error
     arguments = get_dataset_args()  # type: ignore[no-untyped-call]
     arguments.num_samples = train + test

@@ -114,8 +114,8 @@ class _Worker:
 class AggregatedJob:
     """Combines the rounds of `workers`, connected sockets by rank, until they leave or something fails.
 
-    `run` returns None when all left between rounds, else the failure. `workers`, `rounds`, `payload_bytes` and `peak_bytes` (the
-    most that its chunks took) can be read at any time.
+    `run` returns None when all left between rounds, else the failure. `workers`, `rounds`, `payload_bytes` and
+    `peak_bytes` (the most that its chunks took) can be read at any time.
     """
 
     def __init__(self, workers: Mapping[int, socket.socket], limits: Limits, timeout_s: float) -> None:

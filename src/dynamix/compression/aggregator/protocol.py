@@ -5,7 +5,7 @@
     aggregator   proof, JSON: chunk_bytes, timeout_s; or why it is refused
 
 A proof is an HMAC-SHA256 under the token of what was said and of the other side's nonce, so the token never travels and
-no recorded handshake can be used again. What follows is neither encrypted nor signed: checksums find damage, not malice.
+no recorded handshake can be used again. The rest is neither encrypted nor signed. Checksums find damage, not malice.
 
 A round is one buffer of all workers. It travels in chunks, each under a header that says where it
 belongs and ends in a checksum over header and chunk. Numbers are little-endian, values as the machine holds them.
@@ -50,7 +50,7 @@ class ProtocolError(Exception):
 
 
 class Head(NamedTuple):
-    """A message's header: bytes `start` to `start + length` of a buffer of `total`, the `round`-th of its connection."""
+    """A message's header: `length` bytes from `start` of a buffer of `total`, in round `round` of its connection."""
 
     kind: int
     op: int

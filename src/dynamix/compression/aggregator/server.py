@@ -3,9 +3,9 @@
     dynamix aggregator --host 10.0.0.7 --port 5123 --token-file token          # where the network's lines meet
     CompressionState("lhc-one-phase", aggregator=Aggregator("10.0.0.7:5123", token=...))      # in every rank
 
-It stands in for a switch or a server that computes in the network (SwitchML, ATP; arXiv 2402.07529 section 4): all it can
-do is `combine_`. A thread accepts and introduces workers, one more thread per job moves its chunks; jobs share nothing
-but the table of who may join.
+It stands in for a switch or a server that computes in the network (SwitchML, ATP; arXiv 2402.07529 section 4): all it
+can do is `combine_`. A thread accepts and introduces workers, one more thread per job moves its chunks; jobs share
+nothing but the table of who may join.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class AggregatorServer:
                 sock.close()
 
     def statistics(self) -> dict[str, Any]:
-        """Jobs now and so far, failures and refusals by kind, rounds and bytes received, the most chunk bytes of one job."""
+        """Jobs now and so far, failures and refusals by kind, rounds and bytes received, the largest job's bytes."""
         with self._lock:
             jobs = list(self._running.values())
             return {
@@ -211,7 +211,8 @@ class AggregatorServer:
         sizes = [job.workers for job in self._running.values()] + [job.workers for job in self._gathering.values()]
         taken = sum(limits.job_bytes(workers) for workers in sizes)
         if taken + limits.job_bytes(who.workers) > limits.memory_bytes:
-            text = f"{who.workers} workers need {limits.job_bytes(who.workers)} bytes, {limits.memory_bytes - taken} are left"
+            needed, left = limits.job_bytes(who.workers), limits.memory_bytes - taken
+            text = f"{who.workers} workers need {needed} bytes, {left} are left"
             return ProtocolError("limit", f"{text}: start it with a higher --memory-mb")
         return None
 

@@ -1,7 +1,8 @@
 """A wire whose sums and unions are formed by an aggregator in the network, with a process group behind it.
 
-The process group carries what an aggregator cannot do (means in floating point), and the last word on each bucket: ranks
-may see the aggregator die at different points of a round, so only the group can say whether all of them have the sum.
+The process group carries what an aggregator cannot do (means in floating point), and the last word on each bucket:
+ranks may see the aggregator die at different points of a round, so only the group can say whether all of them have the
+sum.
 """
 
 from __future__ import annotations

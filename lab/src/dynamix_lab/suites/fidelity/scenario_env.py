@@ -28,8 +28,7 @@ LONGEST_S = 1200.0
 # Core-s of a decision, which rank 0 pays in its share: `dynamix bench overhead --decision-only --workers 4` of
 # `goodput` and `dynamix`. The policies without a model of the job decide in less than half a millisecond.
 RULE_S, LEARNED_S = 0.0027, 0.0058
-# core-s, `python -m dynamix_lab.suites.changecost`: 24.8 ms for the first step at a size, 16.7 when it comes again
-NEW_SIZE_S = 0.008
+NEW_SIZE_S = 0.008  # core-s, `dynamix bench changecost`: 24.8 ms for the first step at a size, 16.7 when it comes again
 
 
 @dataclass(frozen=True)

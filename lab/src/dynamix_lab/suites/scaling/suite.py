@@ -20,7 +20,6 @@ from torch.optim import SGD, Optimizer
 
 from dynamix.errors import ConfigError
 from dynamix.policies import make_policy
-from dynamix.training.nets import net_costs
 from dynamix.virtual.cluster import VirtualCluster
 from dynamix.virtual.run import Snapshot, VirtualRun
 from dynamix.window import Bounds
@@ -33,6 +32,7 @@ from dynamix_lab.suites.scaling.virtual_world import NetEnv, at_workers, describ
 from dynamix_lab.tasks import Arrays, Workload, as_is, make_workload, score
 from dynamix_lab.tasks.convolution import adamw
 from dynamix_lab.tasks.mnist1d import TUNING_SEEDS
+from dynamix_lab.tasks.net_costs import net_costs
 
 SCENARIO = "paper-like"
 POLICIES = ("reference", "lb_bsp", "goodput", "dynamix", "dynamix-paper")

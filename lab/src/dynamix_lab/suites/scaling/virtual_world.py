@@ -8,9 +8,9 @@ import numpy as np
 
 from dynamix.emulator import Scenario, load_scenario
 from dynamix.errors import ConfigError
-from dynamix.training.nets import NetCosts
 from dynamix_lab.suites.fidelity.live_costs import LiveCosts
 from dynamix_lab.suites.fidelity.scenario_env import ScenarioEnv, simulated_hosts, slowdowns
+from dynamix_lab.tasks.net_costs import NetCosts
 
 # What a step costs beside its samples and bytes: of the order that `bench fidelity --against` finds on emulated hosts.
 SMALL_SHARE, EXCHANGE_S, EXCHANGE_PER_SPEED = 0.1, 0.002, 0.004

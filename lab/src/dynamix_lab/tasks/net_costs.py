@@ -1,8 +1,7 @@
 """What one core of the machine at hand needs for the small nets of `dynamix_lab.tasks`: rows that simulated jobs of
 them start from.
 
-`python -m dynamix_lab.suites.netcosts` measures and prints them; the figures below are one such call
-(docs/results/2026-11-21-learned.md).
+`dynamix bench netcosts` measures and prints them; the figures below are one such call.
 """
 
 from __future__ import annotations
@@ -42,5 +41,5 @@ def net_costs(name: str) -> NetCosts:
     342906
     """
     if name not in NETS:
-        raise ConfigError("net", name, ", ".join(NETS), "measure it with `python -m dynamix_lab.suites.netcosts`")
+        raise ConfigError("net", name, ", ".join(NETS), "measure it with `dynamix bench netcosts`")
     return NETS[name]

@@ -1,0 +1,84 @@
+"""What the demo says in words and numbers: the table at the end, what its columns mean, and the ratios."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dynamix_lab.harness.runs import AGAIN, PolicyRun
+from dynamix_lab.report import Table, number, percent
+
+HEAD = ("policy", "seed", "to target", "accuracy", "samples/s", "waiting", "batch sizes at the end")
+_POLICIES = {
+    "reference": "reference: shares computed from the scenario file, which no policy may read; global batch fixed",
+    "static": "static: every worker keeps the batch size it began with",
+    AGAIN: f"{AGAIN}: static a second time; how far the two differ is the noise of this measurement",
+    "dbs": "dbs: shares in proportion to measured speed, global batch fixed",
+    "dynamix": "dynamix: shares and global batch chosen by the learned policy",
+}
+
+
+def result_table(runs: Sequence[PolicyRun]) -> Table:
+    """A row for each run: the issue of everything."""
+    return Table(HEAD, [_row(run) for run in runs])
+
+
+def _row(run: PolicyRun) -> list[str]:
+    reached = run.time_to_target_s
+    return [
+        run.policy,
+        str(run.seed),
+        "not reached" if reached is None else f"{reached:.1f} s",
+        number(run.accuracy, 3),
+        number(run.samples_per_s, 0),
+        percent(run.wait_fraction),
+        " ".join(map(str, run.batch_sizes)),
+    ]
+
+
+def legend(runs: Sequence[PolicyRun], target: float) -> list[str]:
+    """What the columns of `result_table` mean, and what the policies in it are."""
+    columns = [
+        f"to target: seconds of training until the accuracy on held-out data was {target:.3f}",
+        "accuracy: on held-out data, when the run ended",
+        "samples/s: of all workers together, over the whole run",
+        "waiting: share of all workers' step time in which they waited for a slower worker",
+        "batch sizes at the end: samples a step of worker 0, worker 1, ...",
+    ]
+    return columns + [_POLICIES[name] for name in dict.fromkeys(run.policy for run in runs) if name in _POLICIES]
+
+
+def ratio_lines(ratios: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Sentences about the ratios of times to the target; what is attainable comes first."""
+    lines = []
+    reference = ratios.get("reference/static")
+    if reference:
+        cut = 100 * (1 - reference["median"])
+        lines.append(f"attainable here (exact shares, batch 512): {cut:.0f} % less time than static")
+    for name, ratio in ratios.items():
+        if name == "reference/static":
+            continue
+        above, _, below = name.partition("/")
+        spread = "" if ratio["low"] is None else f"  [{ratio['low']:.2f}, {ratio['high']:.2f}]"
+        lines.append(f"{above}: {ratio['median']:.2f} x the time of {below}{spread}")
+    if lines:
+        lines.append("below 1 x is faster; brackets hold a 95 % interval, which one pair of runs cannot give")
+    return lines
+
+
+def caveats(result: Mapping[str, Any]) -> list[str]:
+    """What a reader must know before the numbers: another policy than the shipped one, or a run that measures nothing.
+
+    >>> caveats({"settings": {"policy": {"name": "mine.safetensors", "sha256": "0123456789abcdef"}}})
+    ['"dynamix" was mine.safetensors in this call (sha256 0123456789ab)']
+    >>> caveats({"quick": True})
+    ['this was a smoke run of a few steps: its times and ratios mean nothing']
+    """
+    lines = []
+    if result.get("quick"):
+        lines.append("this was a smoke run of a few steps: its times and ratios mean nothing")
+    ran = result.get("settings", {}).get("policy")
+    if ran and ran["name"] != "shipped":
+        which = f" (sha256 {ran['sha256'][:12]})" if "sha256" in ran else ""
+        lines.append(f'"dynamix" was {ran["name"]} in this call{which}')
+    return lines

@@ -1,0 +1,113 @@
+"""`dynamix policy ...`: learn, score and inspect policies. What they work with is imported when they run."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dynamix.cli.console import Json, guarded, print_json, progress
+
+policy = typer.Typer(help="Learn, score and inspect policies.", no_args_is_help=True)
+
+
+def _check_writable(out: Path) -> None:
+    """Raises `ConfigError` now rather than after minutes of work."""
+    from dynamix.errors import ConfigError
+
+    allowed = "a .safetensors file in an existing folder that can be written"
+    if out.suffix != ".safetensors" or not out.parent.is_dir():
+        raise ConfigError("out", str(out), allowed, "choose another file")
+    for file in (out, out.with_suffix(".json")):
+        if file.exists() and not (file.is_file() and os.access(file, os.W_OK)):
+            raise ConfigError("out", str(file), allowed, "it is there already and cannot be replaced")
+    try:
+        tempfile.TemporaryFile(dir=out.parent).close()
+    except OSError as error:
+        raise ConfigError("out", str(out), allowed, f"choose another file ({error.strerror})") from error
+
+
+@policy.command("train")
+@guarded
+def policy_train(
+    out: Annotated[Path, typer.Option(help="File to write; a .json beside it says how it was made.")] = Path(
+        "policy.safetensors"
+    ),
+    seed: Annotated[int, typer.Option(min=0, help="Same seed, same weights.")] = 0,
+    checkpoint: Annotated[Path | None, typer.Option(help="Kept here; a stopped training goes on from it.")] = None,
+    tensorboard: Annotated[Path | None, typer.Option(help="Folder for TensorBoard.")] = None,
+    name: Annotated[str, typer.Option("--policy", help="dynamix, dynamix-paper or stigmergic.")] = "dynamix",
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="NAME=VALUE of the recipe, as often as wanted: --set workers=2,8.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Learn a policy in the simulator: minutes on 2 cores."""
+    from dynamix import __version__
+    from dynamix.events.run_folder import commit
+    from dynamix.policies.files import add_facts
+    from dynamix.training.shipped import recipe_of, train_shipped
+
+    recipe_of(name, settings or ())  # a wrong name or setting is said first
+    _check_writable(out)
+    with progress("training") as tell:
+        train_shipped(
+            name, out, seed=seed, settings=settings or (), progress=tell, checkpoint=checkpoint, tensorboard=tensorboard
+        )
+    changed = "".join(f" --set {shlex.quote(setting)}" for setting in settings or ())
+    command = f"dynamix policy train --policy {name} --seed {seed}{changed}"
+    about = add_facts(out, command=command, commit=commit(), version=__version__)
+    print_json(about) if as_json else typer.echo(f"wrote {out}; dynamix policy show {out}")
+
+
+@policy.command("evaluate")
+@guarded
+def policy_evaluate(
+    name: Annotated[str, typer.Argument(help="A policy's name or file, or your own MODULE:CLASS.")] = "dynamix",
+    seed: Annotated[int, typer.Option(min=0, help="Of the clusters; the training seeds lie elsewhere.")] = 990_001,
+    families: Annotated[
+        str | None, typer.Option(help="Families or worlds, comma-separated [default: all held-out families].")
+    ] = None,
+    workers: Annotated[str, typer.Option(help="Numbers of workers, comma-separated.")] = "2,8,32",
+    rows: Annotated[int, typer.Option(min=1, help="Clusters times workers of a family.")] = 256,
+    windows: Annotated[int, typer.Option(min=1, help="Decisions of a run.")] = 50,
+    hedged: Annotated[bool, typer.Option(help="With the hedged reference, which takes most of the time.")] = True,
+    as_json: Json = False,
+) -> None:
+    """Score a policy on the calibrated families, beside static, rules and references that know the true costs."""
+    from dynamix.cli.policy_pages import print_evaluation
+    from dynamix.policies import make_policy
+    from dynamix.training.evaluation import chosen_cells, evaluate_families
+
+    make_policy(name)  # a wrong name or file is said before any work
+    names, counts = chosen_cells(families, workers)
+    with progress("evaluating") as tell:
+        found = evaluate_families(
+            {name: lambda _: make_policy(name)},
+            [seed],
+            families=names,
+            workers=counts,
+            rows=rows,
+            windows=windows,
+            hedged=hedged,
+            progress=tell,
+        )
+    about = {"schema": 1, "command": "policy evaluate", "seed": seed, "cluster": "simulator"}
+    print_json({**about, **found}) if as_json else print_evaluation(name, seed, found)
+
+
+@policy.command("show")
+@guarded
+def policy_show(
+    name: Annotated[str, typer.Argument(help="A policy's name or file, or your own MODULE:CLASS.")] = "dynamix",
+    as_json: Json = False,
+) -> None:
+    """What a policy is, how it was made and how it scored; --json prints all that is known."""
+    from dynamix.cli.policy_pages import about_policy, print_about
+
+    about = about_policy(name)
+    print_json(about) if as_json else print_about(name, about)

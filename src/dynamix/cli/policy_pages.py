@@ -1,0 +1,212 @@
+"""What `dynamix policy show` and `dynamix policy evaluate` print for people: readable in a terminal of 80 columns."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from dynamix.policies.files import describe_policy, trained_as
+from dynamix.policies.registry import PolicyName, make_policy, parse_name
+
+_KINDS = {
+    "residual": "A learned policy: a small network corrects the sizes that the goodput rule answers.",
+    "additive": "A learned policy in the form of the DYNAMIX paper (arXiv 2510.08522): each worker's size changes by "
+    "one of a few additive steps.",
+    "stigmergic": "A rule with learned parameters: every worker sets its own size from its own metrics and the traces "
+    "that all leave in one field. Nobody decides for the others.",
+}
+_WRAPPERS = {
+    "guarded": "Guarded: where it does worse than the goodput rule, or fails, that rule takes over for a while.",
+    "learning": "Learning: it goes on learning on its one job, within bounds on what that may cost.",
+}
+_BESIDE = {
+    "static": "equal sizes that never change",
+    "lb_bsp": "sizes moved step by step until all workers finish together, at a constant global batch",
+    "cannikin": "sizes and global batch of highest goodput, from fitted linear costs",
+    "goodput": "our rule: the sizes of highest goodput that its model of the job predicts",
+    "hedged": "a reference that knows the true costs and the chances of what comes next; no job can know them",
+}
+_SCORE = (
+    "Every score is a ratio of times: how long the lagged reference takes for the same progress of training, over how "
+    "long the policy takes. 1.00 is as fast as that reference, higher is faster. The lagged reference knows the true "
+    "costs at the close of each window, but not the future."
+)
+_OVER_CELLS = (
+    ("mean", "geometric mean of the score over clusters"),
+    ("worst tenth", "one cluster in ten scores lower than this"),
+    ("gap closed", "how much of the way from lb_bsp (0) to the hedged reference (1) it goes, where they differ by 1 %"),
+    (
+        "faster, slower",
+        "cells in which it beats the goodput rule, or loses to it, beyond the 95 % interval of paired runs",
+    ),
+)
+
+
+def about_policy(name: str) -> dict[str, Any]:
+    """All that is known of a policy by name: a file's whole description, or what its class says.
+
+    Raises `ConfigError` for an unknown name and `PolicyFileError` for a file that cannot be trusted.
+    """
+    parsed = parse_name(name)
+    file = _file_of(parsed)
+    if file is not None:
+        return {**describe_policy(file), "file": str(file)}
+    policy = make_policy(str(dataclasses.replace(parsed, wrappers=())))
+    said = inspect.getdoc(type(policy)) or ""
+    return {"kind": "rule", "class": f"{type(policy).__module__}.{type(policy).__qualname__}", "description": said}
+
+
+def print_about(name: str, about: Mapping[str, Any]) -> None:
+    """The page of `dynamix policy show`."""
+    console = Console(highlight=False)
+    learned = about["kind"] != "rule"
+    said = _KINDS[about["kind"]] if learned else _first_paragraph(about["description"])
+    console.print(Text(name, "bold"))
+    for line in (said, *(_WRAPPERS[wrapper] for wrapper in parse_name(name).wrappers)):
+        console.print(Text(line))
+    console.print()
+    console.print(_facts(_of_file(about) if learned else [("class", about["class"]), ("learned", "nothing; a rule")]))
+    console.print()
+    if learned:
+        _print_scores(console, name, about.get("evaluation"))
+        console.print(Text(f"Everything in its file: dynamix policy show {name} --json"))
+    console.print(Text(f"Score it now: dynamix policy evaluate {name}"))
+
+
+def print_evaluation(name: str, seed: int, found: Mapping[str, Any]) -> None:
+    """The page of `dynamix policy evaluate`: scores by cell, their medians, and what the columns mean."""
+    console = Console(highlight=False)
+    beside = [other for other in next(iter(found["cells"].values())) if other != name]
+    names = [*beside, name]
+    table = Table("cell", *[_column(_label(other)) for other in names], box=SIMPLE_HEAD, pad_edge=False)
+    for cell, scores in found["cells"].items():
+        marks = [_mark(scores[other]["over_goodput"]) if other == name else "" for other in names]
+        row = [f"{scores[n]['geometric_mean']:.3f}{mark}" for n, mark in zip(names, marks, strict=True)]
+        table.add_row(Text(cell), *row)
+    console.print(Text(f"{name} on simulated clusters, seed {seed}", "bold"))
+    console.print(Text(f"{_SCORE} A cell is a family of clusters and its number of workers."))
+    console.print(table)
+    legend = [(other, _BESIDE[other]) for other in beside if other in _BESIDE]
+    marks_mean = "the policy; + faster than the goodput rule, - slower (95 % interval of paired runs)"
+    console.print(_facts([*legend, (_label(name), marks_mean)]))
+    console.print(Text("\nOver all cells: medians, and how often it beats the goodput rule", "bold"))
+    _print_medians(console, found["summary"], len(found["cells"]))
+
+
+def _print_scores(console: Console, name: str, evaluation: Mapping[str, Any] | None) -> None:
+    """Scores on test clusters that the file holds."""
+    if evaluation is None:
+        console.print(Text("Its file holds no scores on test clusters.\n"))
+        return
+    seeds = evaluation.get("seeds") or [evaluation.get("seed")]
+    console.print(Text(f"Scores on test clusters (seed {', '.join(map(str, seeds))}, never used in training)", "bold"))
+    if "lagged_over_time" in evaluation:
+        console.print(Text(_SCORE))
+        _print_medians(console, evaluation["lagged_over_time"], None)
+        return
+    by_workers = evaluation.get("goodput_over_lagged_reference_by_workers", {})
+    table = Table("workers", _column("goodput over the lagged reference's"), box=SIMPLE_HEAD, pad_edge=False)
+    for workers, score in by_workers.items():
+        table.add_row(str(workers), f"{score:.3f}")
+    console.print(table)
+    console.print(Text("1 is what a reference reaches that knows the true costs at the close of each window.\n"))
+
+
+def _print_medians(console: Console, summary: Mapping[str, Any], cells: int | None) -> None:
+    table = Table("policy", *[_column(title) for title, _ in _OVER_CELLS], box=SIMPLE_HEAD, pad_edge=False)
+    for name, score in summary.items():
+        gap = "-" if score["gap_closed"] is None else f"{score['gap_closed']:.2f}"
+        faster, slower = len(score["ahead_of_goodput"]), len(score["behind_goodput"])
+        against = "" if name == "goodput" else f"{faster}, {slower}"
+        row = [f"{score['geometric_mean']:.3f}", f"{score['worst_decile']:.3f}", gap, against]
+        table.add_row(Text(_label(name)), *row)
+    console.print(table)
+    last = _OVER_CELLS[-1][1] + (f"; of {cells}" if cells else "")
+    console.print(_facts([*_OVER_CELLS[:-1], (_OVER_CELLS[-1][0], last)]))
+    console.print()
+
+
+def _of_file(about: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """How a file was made."""
+    shape, training = about.get("architecture"), about.get("training", {})
+    facts = [("file", about["file"]), ("sha256", str(about["sha256"])[:16] + "..."), ("made by", _command(about))]
+    facts += [("commit", str(about.get("commit") or f"unknown, version {about.get('version', '0.1')}"))]
+    if "workers" in training:
+        facts += [("learned at", f"{_listed(training['workers'])} simulated workers")]
+    if shape:
+        facts += [("network", f"{shape['inputs']} features of each worker, {shape['hidden']} units a layer")]
+    if "parameters" in about:
+        facts += [("parameters", _listed([f"{name} {value:.3g}" for name, value in about["parameters"].items()]))]
+    return facts
+
+
+def _command(about: Mapping[str, Any]) -> str:
+    """The command that made the file; where it does not say, one that does: seed, and what differs from the recipe."""
+    if "command" in about:
+        return str(about["command"])
+    from dynamix.training.shipped import recipe_of
+
+    name, training = trained_as(about["kind"]), about.get("training", {})
+    usual = json.loads(json.dumps(dataclasses.asdict(recipe_of(name))))
+    other = {key: value for key, value in training.items() if key in usual and usual[key] != value}
+    changed = "".join(f" --set {key}={_setting(value)}" for key, value in other.items())
+    return f"dynamix policy train --policy {name} --seed {about.get('seed', 'not recorded')}{changed}"
+
+
+def _setting(value: object) -> str:
+    if isinstance(value, list) and not any(isinstance(part, list | dict) for part in value):
+        return ",".join(map(str, value))
+    return value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
+
+
+def _file_of(name: PolicyName) -> Path | None:
+    """The file that a name stands for, shipped or given; None for rules and classes."""
+    if name.kind == "file":
+        return Path(name.base)
+    shipped = Path(inspect.getfile(parse_name)).parent / "pretrained" / f"{name.base}.safetensors"
+    return shipped if name.kind == "built-in" and shipped.is_file() else None
+
+
+def _first_paragraph(text: str) -> str:
+    return " ".join(text.split("\n\n", maxsplit=1)[0].split()) or "A class of your own; its docstring says nothing."
+
+
+def _label(name: str) -> str:
+    """A name short enough for a column."""
+    parsed = parse_name(name) if ":" in name or name.endswith(".safetensors") else None
+    if parsed is None or parsed.kind not in ("file", "class"):
+        return name
+    return parsed.attribute or Path(parsed.base).stem
+
+
+def _mark(over_goodput: Sequence[float]) -> str:
+    """+ or - where the 95 % interval of the paired ratio to the goodput rule lies beside 1."""
+    _, low, high = over_goodput
+    return " +" if low > 1 else " -" if high < 1 else "  "
+
+
+def _listed(values: Sequence[object]) -> str:
+    return ", ".join(map(str, values))
+
+
+def _column(title: str) -> Any:
+    from rich.table import Column
+
+    return Column(Text(title), justify="right")
+
+
+def _facts(rows: Sequence[tuple[str, str]]) -> Table:
+    """Names and what they stand for, side by side."""
+    grid = Table.grid(padding=(0, 2))
+    for name, value in rows:
+        grid.add_row(Text(name, "dim"), Text(value, overflow="fold"))
+    return grid

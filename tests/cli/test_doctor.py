@@ -1,0 +1,28 @@
+"""`dynamix doctor`: what the machine offers, and how to enable what is missing."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from dynamix.cli import doctor
+from dynamix.cli.app import app
+
+
+def call(*arguments):
+    return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "100"})
+
+
+def test_doctor_says_what_is_there_as_json():
+    found = json.loads(call("doctor", "--json").stdout)
+    assert {e["name"] for e in found["areas"]["probes"]} >= {"timing", "host", "network"}
+    assert all(e["detail"] for entries in found["areas"].values() for e in entries)
+    assert call("doctor").exit_code == 0
+
+
+def test_the_page_prints_how_to_install_an_extra_as_it_must_be_typed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(doctor, "find_spec", lambda name: None)
+    page = call("doctor").stdout
+    for extra in ("emulator", "compression", "learn", "gpu"):
+        assert f'pip install "dynamix-train[{extra}]"' in page
+    assert "pip install dynamix-lab" in page

@@ -1,0 +1,137 @@
+"""`dynamix policy ...`: pages that a person reads, JSON that a program reads, files that are refused."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from dynamix.cli.app import app
+from dynamix.errors import PolicyFileError
+from dynamix.policies import policy_names
+from dynamix.policies.learned.policy import PRETRAINED, LearnedPolicy
+
+runner = CliRunner()
+
+
+def call(*arguments, columns=80):
+    return runner.invoke(app, list(arguments), env={"COLUMNS": str(columns)})
+
+
+@pytest.mark.parametrize("columns", [80, 100])
+@pytest.mark.parametrize("name", [*policy_names(), "static:64", "guarded:learning:dynamix", str(PRETRAINED)])
+def test_every_kind_of_name_is_shown_on_less_than_a_screen_and_fits(name, columns):
+    result = call("policy", "show", name, columns=columns)
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.rstrip().splitlines()
+    assert len(lines) <= 40
+    assert max(map(len, lines)) <= columns
+    assert f"dynamix policy evaluate {name}" in " ".join(result.stdout.split()) or len(name) > 40
+
+
+def test_a_learned_policy_says_what_it_is_and_how_it_was_made_and_explains_its_scores():
+    page = " ".join(call("policy", "show").stdout.split())
+    for text in ("learned policy", "dynamix policy train --policy dynamix --seed 0", "commit", "lagged reference"):
+        assert text in page
+    for column in ("mean", "worst tenth", "gap closed", "faster, slower"):
+        assert page.count(column) >= 2, "in the table's head and in the legend"
+
+
+def test_the_command_that_makes_a_file_names_what_differs_from_the_recipe(tmp_path):
+    policy = LearnedPolicy.load(PRETRAINED)
+    changed = {**policy.about, "seed": 3, "training": {**policy.about["training"], "workers": [2, 4], "rate": 0.001}}
+    LearnedPolicy(policy.net, about=changed).save(tmp_path / "p.safetensors")
+    page = " ".join(call("policy", "show", str(tmp_path / "p.safetensors")).stdout.split())
+    assert "dynamix policy train --policy dynamix --seed 3 --set workers=2,4 --set rate=0.001" in page
+
+
+def test_json_keeps_everything_that_a_file_says():
+    shown = json.loads(call("policy", "show", "dynamix", "--json").stdout)
+    file = json.loads(PRETRAINED.with_suffix(".json").read_text())
+    assert {**file, "file": str(PRETRAINED)} == shown
+    assert json.loads(call("policy", "show", "goodput", "--json").stdout)["kind"] == "rule"
+
+
+HARMS = {
+    "flipped byte": "sha256",
+    "cut": "sha256",
+    "not json": "allowed is JSON",
+    "nan": "allowed is JSON",
+    "schema": "schema=99",
+    "features": "features",
+    "no json": "existing file",
+    "no weights": "existing file",
+    "trust word": "trust='high'",
+    "trust too large": "trust=99",
+    "trust zero": "trust=0",
+    "hidden": "architecture.hidden=1000000000",
+    "other network": "weights of the architecture",
+}
+
+
+def harm(file, kind):
+    """Save the shipped policy as `file` with one thing wrong."""
+    policy = LearnedPolicy.load(PRETRAINED)
+    policy.save(file)
+    sidecar, data = file.with_suffix(".json"), file.read_bytes()
+    about = json.loads(sidecar.read_text())
+    changed = {
+        "schema": {"schema": 99},
+        "features": {"features": ["luck"]},
+        "nan": {"seed": float("nan")},
+        "trust word": {"trust": "high"},
+        "trust too large": {"trust": 99},
+        "trust zero": {"trust": 0},
+        "hidden": {"architecture": {**about["architecture"], "hidden": 10**9}},
+        "other network": {"architecture": {**about["architecture"], "hidden": 32}},
+    }
+    if kind in changed:
+        sidecar.write_text(json.dumps({**about, **changed[kind]}))
+    elif kind == "flipped byte":
+        file.write_bytes(data[:-3] + bytes([data[-3] ^ 0xFF]) + data[-2:])
+    elif kind == "cut":
+        file.write_bytes(data[:100])
+    elif kind == "not json":
+        sidecar.write_text("{")
+    elif kind == "no json":
+        sidecar.unlink()
+    elif kind == "no weights":
+        file.unlink()
+
+
+@pytest.mark.parametrize("kind", HARMS)
+@pytest.mark.parametrize("command", ["policy show", "policy evaluate", "demo --quick --policy"])
+def test_a_policy_file_that_cannot_be_trusted_is_one_line_and_exit_code_2(command, kind, tmp_path, monkeypatch):
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    harm(tmp_path / "p.safetensors", kind)
+    result = call(*command.split(), str(tmp_path / "p.safetensors"))
+    assert result.exit_code == 2
+    with pytest.raises(PolicyFileError):
+        LearnedPolicy.load(tmp_path / "p.safetensors")
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1
+    assert HARMS[kind] in result.stderr
+    assert str(tmp_path / "p.") in result.stderr, "which of the two files is meant"
+    assert list((tmp_path / "work").iterdir()) == []
+
+
+SMALL = ["--families", "pai-steady", "--workers", "2", "--rows", "8", "--windows", "4"]
+
+
+def test_a_policy_is_scored_on_the_calibrated_families_beside_rules_and_references():
+    found = json.loads(call("policy", "evaluate", "dynamix", *SMALL, "--json").stdout)
+    assert {"static", "lb_bsp", "cannikin", "goodput", "hedged", "dynamix"} == found["cells"]["pai-steady-2"].keys()
+    assert "world='nonsense'" in call("policy", "evaluate", "--families", "nonsense").stderr
+    assert "workers='two'" in call("policy", "evaluate", "--workers", "two").stderr
+
+
+@pytest.mark.parametrize("name", ["guarded:dynamix", "lb_bsp"])
+def test_the_scores_are_a_table_that_fits_and_a_legend_explains_every_column(name):
+    lines = call("policy", "evaluate", name, *SMALL, "--no-hedged").stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    head = next(line for line in lines if line.strip().startswith("cell")).split()
+    assert head[-1] == name
+    for column in head[1:]:
+        assert any(line.startswith(f"{column} ") for line in lines), f"{column} is explained"
+    assert any(line.strip().startswith("pai-steady-2") for line in lines)
