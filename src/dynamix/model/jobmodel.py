@@ -1,7 +1,7 @@
 """What a job would do under any allocation, fitted online from its windows.
 
-`Goodput` answers with the allocation that this model finds best, the guard compares what it predicts with what was reached,
-live learning asks it what a deviation may cost, and the learned policy corrects its answer.
+`Goodput` answers with the allocation that this model finds best, the guard compares what it predicts with what was
+reached, live learning asks it what a deviation may cost, and the learned policy corrects its answer.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ MOST_SPREAD = 2.0
 class JobModel:
     """Step time and progress of a job as functions of its sizes, for windows of shape (..., W).
 
-    Immutable: `update` returns the model after a window. Sizes are samples per micro-batch and worker, totals their sums.
-    What it says is of the situation in the last window.
+    Immutable: `update` returns the model after a window. Sizes are samples per micro-batch and worker, totals their
+    sums. What it says is of the situation in the last window.
 
     costs     what each worker takes for a batch
     exchange  how long gradients travel, and how far that hides behind computing
@@ -72,8 +72,8 @@ class JobModel:
     def update(self, window: Window) -> JobModel:
         """The model after `window`.
 
-        A window whose `step` is not above the last one's is ignored, each cluster for itself; one that names no step never
-        is. With another number of workers costs begin anew, and what is known of the job as a whole stays.
+        A window whose `step` is not above the last one's is ignored, each cluster for itself; one that names no step
+        never is. With another number of workers costs begin anew, and what is known of the job as a whole stays.
         """
         newer = self._newer(window)
         if not newer.any():
@@ -138,22 +138,24 @@ class JobModel:
 
         Several at once with more leading dimensions.
 
-        unknown   what an unknown noise scale counts as: "none": nothing, all samples teach alike; "base": the base batch,
-                  since whoever chose it found it to be about where more samples stop paying
+        unknown   what an unknown noise scale counts as: "none": nothing, all samples teach alike; "base": the base
+                  batch, since whoever chose it found it to be about where more samples stop paying
         """
         self._require_a_window()
         return self._waste(np.asarray(total, dtype=np.float64), self.base, unknown)
 
     def log_goodput(self, sizes: ArrayLike, *, costs: CostForm = "tangent", unknown: UnknownNoise = "none") -> Floats:
-        """Expected log goodput (...) of `sizes` (..., W), up to a constant of the cluster, as `outcome.log_goodput` counts."""
+        """Expected log goodput (...) of `sizes` (..., W), up to a constant of the cluster, as `outcome.log_goodput`
+        counts.
+        """
         total = np.asarray(sizes, dtype=np.float64).sum(-1)
         return log_goodput(total, self.log_step(sizes, costs=costs), self.log_waste(total, unknown=unknown))
 
     def achieved(self, window: Window, *, noise: NoiseSource = "fitted") -> Floats:
         """Log goodput (...) of `window` as it was measured; NaN where times are missing.
 
-        noise   "fitted": by the fitted noise scale, the base batch where that is unknown, on the scale of `log_goodput`;
-                "window": by the window's own noise scale (`outcome.measured_log_goodput`)
+        noise   "fitted": by the fitted noise scale, the base batch where that is unknown, on the scale of
+                `log_goodput`; "window": by the window's own noise scale (`outcome.measured_log_goodput`)
         """
         _one_of("noise", noise, "fitted", "window")
         if noise == "window":
@@ -214,7 +216,7 @@ class JobModel:
 
     @cached_property
     def stretch(self) -> Floats:
-        """How many times as long as the slowest mean (...) the slowest worker of a step takes; 1 where that is unknown."""
+        """By which factor (...) the slowest worker of a step exceeds the slowest mean; 1 where that is unknown."""
         return np.where(np.isnan(self.spread.log), 1.0, self.spread.value)
 
     def _waste(self, total: Floats, base: Floats, unknown: UnknownNoise) -> Floats:

@@ -12,9 +12,9 @@ from dynamix.window import Window
 class FittedModel:
     """A policy's `JobModel`, or that of the policy it wraps, whoever asks for it first.
 
-    A policy that decides by a job model has the optional method `fit_model(window) -> JobModel`: it takes a window in ahead
-    of `decide`, which then does not take in the same `Window` object again. So a wrapper fits the model, asks the policy
-    and judges its answer by one and the same fit, also where the policy fails.
+    A policy that decides by a job model has the optional method `fit_model(window) -> JobModel`: it takes a window in
+    ahead of `decide`, which then does not take in the same `Window` object again. So a wrapper fits the model, asks the
+    policy and judges its answer by one and the same fit, also where the policy fails.
 
     now      after the last window; `before` the one before
     """

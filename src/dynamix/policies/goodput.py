@@ -60,8 +60,8 @@ def wish(model: JobModel, window: Window, bounds: Bounds) -> Floats:
 def worth_changing(model: JobModel, window: Window, bounds: Bounds, sizes: Ints) -> Ints:
     """`sizes`, or those in force where `sizes` promise less than `LEAST_GAIN` more.
 
-    A size that is new to a worker has its price, in kernels that are chosen or compiled for it. On a slow way up, where each
-    step promises little, none is refused.
+    A size that is new to a worker has its price, in kernels that are chosen or compiled for it. On a slow way up, where
+    each step promises little, none is refused.
     """
     now = window.batch_size
     promised, present = model.log_goodput(np.stack([sizes, now]))
