@@ -87,8 +87,7 @@ class WorkerCosts:
       loss     (..., W, G) half the sum of squared normalised prediction errors
       size     (..., W) log samples when last seen
       before   (..., W, G) level before a jump that the next window must confirm, else NaN; `after` the level that it
-               means
-      lasted   (..., 2) jumps that were confirmed, and that were not
+      means lasted   (..., 2) jumps that were confirmed, and that were not
       jitter   (..., W) s, variance of one step's seconds over their mean
       error    (...) variance of a window's mean that `jitter` does not explain; `apart` the same without what all
                workers have in common; `count` windows that both were learned from
@@ -147,9 +146,7 @@ class WorkerCosts:
         return dataclasses.replace(merged(newer, new, self), weights=weights)
 
     def lean_to(self, offset: Floats, firmly: float) -> WorkerCosts:
-        """From the next window on, believe offsets near `offset` (..., 1 or W), in base batches, the more `firmly` the
-        more.
-        """
+        """From the next window on, believe offsets near `offset` (..., 1 or W), in base batches, so `firmly`."""
         near = np.log1p(offset)[..., None]
         beyond = np.broadcast_to(np.square(near), (*near.shape[:-1], len(POWERS)))  # a power has no offset
         lean = firmly * np.concatenate([np.square(np.log1p(OFFSETS) - near), beyond], -1)
@@ -157,7 +154,7 @@ class WorkerCosts:
         return dataclasses.replace(self, lean=np.where(np.isnan(lean), known, lean))  # of an unknown offset nothing new
 
     def seconds(self, batch: Floats, even: Floats) -> Floats:
-        """Expected busy seconds (..., W) of `batch` (..., W) samples in the situation last seen; 0 for 0 samples.
+        """Expected busy seconds (..., W) of `batch` (..., W) samples in the situation last seen; 0 without any.
 
         even   (...) samples of an even share of the base batch (`even_share`)
 
@@ -175,20 +172,10 @@ class WorkerCosts:
         unknown = np.full((*shape, len(prior)), np.nan)
         none, unseen, clusters = np.zeros(shape), np.full(shape, np.nan), np.zeros(shape[:-1])
         return dataclasses.replace(
-            self,
-            level=unknown,
-            before=unknown,
-            after=unknown,
-            loss=prior + np.zeros(unknown.shape),
-            variance=none,
-            jitter=unseen,
-            size=unseen,
-            lasted=np.zeros((*shape[:-1], 2)),
-            error=clusters,
-            apart=clusters,
-            count=clusters,
-            lean=NO_LEAN,
-        )
+            self, level=unknown, before=unknown, after=unknown, loss=prior + np.zeros(unknown.shape), variance=none,
+            jitter=unseen, size=unseen, lasted=np.zeros((*shape[:-1], 2)), error=clusters, apart=clusters,
+            count=clusters, lean=NO_LEAN,
+        )  # fmt: skip
 
     def _after(self, window: Window, now: Reading) -> WorkerCosts:
         """The state after a window of the same shape."""
@@ -229,28 +216,17 @@ class WorkerCosts:
         error, apart = self._learned(found, median_of_known(foreseen), count)
         alpha, beta = _line(window, now, level, weights)
         return dataclasses.replace(
-            self,
-            level=level,
-            loss=loss,
-            weights=weights,
-            before=before,
-            after=after,
-            lasted=settled.lasted,
-            variance=np.where(now.seen, uncertain, prior),
-            size=np.where(now.seen, now.size, self.size),
-            count=count,
+            self, level=level, loss=loss, weights=weights, before=before, after=after, lasted=settled.lasted,
+            variance=np.where(now.seen, uncertain, prior), size=np.where(now.seen, now.size, self.size), count=count,
             jitter=np.where(np.isnan(self.jitter), own, self.jitter + 0.15 * (own - self.jitter)),
-            error=error,
-            apart=apart,
-            alpha=alpha,
-            beta=beta,
-        )
+            error=error, apart=apart, alpha=alpha, beta=beta,
+        )  # fmt: skip
 
     # Arrays of W x G are what a decision for many workers costs: below, fresh ones are changed in place, and of old
     # ones only what some worker needs is copied.
 
     def _settled(self, now: Reading, measured: Floats) -> _Settled:
-        """Decide by this window whether the last jumps were jumps; its seconds vary by `measured` (..., W)."""
+        """Decide by this window, of variance `measured` (..., W), whether the last jumps were jumps."""
         level, before = laid_out(self.level), laid_out(self.before)
         asked = now.seen & np.isfinite(before[..., 0])
         if not asked.any():
@@ -271,7 +247,7 @@ class WorkerCosts:
         return _Settled(level, before, 0.95 * self.lasted + told)
 
     def _weighed(self, surprise: Floats, whole: np.ndarray, expected: Floats) -> Floats:
-        """The evidence (..., W, G) with the surprises of workers `whole`, of variance `expected` (..., W)."""
+        """The evidence (..., W, G) with the surprises, of variance `expected` (..., W), of the workers `whole`."""
         # Evidence is bounded, so a jump, which no candidate foresees, tells nothing; a wrong offset is no jump.
         loss = laid_out(self.loss)
         told = np.square(surprise)
@@ -301,8 +277,10 @@ class WorkerCosts:
         return np.maximum((0.5 * np.where(np.isnan(known), cluster, known) + 0.5 * cluster) / seconds, 1e-6)
 
     def _learned(self, surprise: Floats, explained: Floats, count: Floats) -> tuple[Floats, Floats]:
-        """`error` and `apart` after this window: what the median surprise (2, ..., W) says beyond `explained`, the
-        median of what jitter explains (...); one jump does not move it, all together not far."""
+        """`error` and `apart` after this window; one jump does not move them, all together not far.
+
+        They are what the median surprise (2, ..., W) says beyond `explained`, the median of what jitter explains (...).
+        """
         error = np.stack([self.error, self.apart])
         usual = 1.4826 * median_of_known(surprise)
         told = np.isfinite(usual)
@@ -354,9 +332,7 @@ def _line(window: Window, now: Reading, level: Floats, weights: Floats) -> tuple
 def _moved(
     level: Floats, surprise: Floats, beyond: Floats, shift: Floats, gain: Floats, *, jump: np.ndarray, seen: np.ndarray
 ) -> Floats:
-    """Levels after moving by `gain` (..., W) of the surprises, which it uses up; `shift` (..., 1) of them all workers
-    share.
-    """
+    """Levels after moving by `gain` (..., W) of the surprises, which it uses up; all workers share `shift` (..., 1)."""
     moved, shift = surprise, shift[..., None]
     if jump.any():
         moved[jump] += beyond[jump][:, None]

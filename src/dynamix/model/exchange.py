@@ -90,8 +90,7 @@ class Exchange:
 
 
 def _prior(ratio: Floats) -> Floats:
-    """What speaks against each exponent (..., G) after one window, in which a step took `ratio` (..., 1) of computing
-    alone.
+    """What speaks against each exponent (..., G) after one window, whose step took `ratio` (..., 1) of computing.
 
     Where little is exposed a large exponent needs an exchange of just the right length: d log e / d log exposed.
     """

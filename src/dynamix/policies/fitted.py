@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from dynamix.errors import StateError
 from dynamix.model import JobModel
 from dynamix.window import Window
 
@@ -46,7 +47,10 @@ class FittedModel:
         held = hasattr(policy, "fit_model") or not self.now.sizes.size
         return None if held else self.now.state_dict()
 
-    def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """The inverse of `state_dict`."""
+    def load_state_dict(self, policy_state: dict[str, Any]) -> None:
+        """The inverse of `state_dict`, which the policy keeps as `model` in its own state."""
+        if "model" not in policy_state:
+            raise StateError("a policy's state without a job model, as version 0.1 saved it: begin without that state")
+        state = policy_state["model"]
         self.now = self.before = JobModel() if state is None else JobModel.from_state(state)
         self._ahead = None

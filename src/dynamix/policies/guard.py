@@ -199,7 +199,7 @@ class Guard:
             self.policy.load_state_dict(state)
             return
         self.policy.load_state_dict(state["guarded"])
-        self.fitted.load_state_dict(state["model"])
+        self.fitted.load_state_dict(state)
         for name in self.FIELDS:
             setattr(self, name, array_of(state["guard"][name]))
 

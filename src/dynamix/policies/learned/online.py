@@ -304,7 +304,7 @@ class LearningPolicy:
             self._check(state["learned"])
             self.policy.load_state_dict(state["policy"])
             self._load_learned(state["learned"])
-            self.fitted.load_state_dict(state["model"])
+            self.fitted.load_state_dict(state)
             self.reference = restored(self.reference, state["reference"])
             self.trials = [Trial(**trial) for trial in state["trials"]]
             pending = state["pending"]

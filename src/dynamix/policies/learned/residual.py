@@ -16,43 +16,41 @@ from dynamix.window import Bounds, Floats, Window
 
 OWN_FEATURES = (
     # the rule's answer and its model of this worker
-    "move",  # log(rule's size / size in force)
-    "rule_share",  # log(rule's size / mean of the rule's sizes)
+    "move",             # log(rule's size / size in force)
+    "rule_share",       # log(rule's size / mean of the rule's sizes)
     "rule_elasticity",  # of its line at the size in force
-    "rule_to_cap",  # log(rule's size / largest allowed)
-    "to_cap",  # log(size in force / largest allowed)
-    "at_cap",  # share of recent windows at the largest size
-    "coarse",  # 1 / size in force: what rounding does
-    "uncertainty",  # log sd of the rule's level of this worker
-    "jitter",  # log sd of one step's seconds
+    "rule_to_cap",      # log(rule's size / largest allowed)
+    "to_cap",           # log(size in force / largest allowed)
+    "at_cap",           # share of recent windows at the largest size
+    "coarse",           # 1 / size in force: what rounding does
+    "uncertainty",      # log sd of the rule's level of this worker
+    "jitter",           # log sd of one step's seconds
     # how its predictions came true
-    "surprise",  # log(measured / predicted seconds)
-    "last_surprise",  # the same, a window earlier
-    "older_surprise",  # and two windows earlier
-    "residue",  # log(measured / fitted seconds): what the rule took for noise
-    "from_slow",  # fitted log seconds at the base share less their slow average
-    "from_best",  # the same less their slowly forgotten minimum: is this worker slowed down?
-    "age",  # windows since its last jump, log
-    "hazard",  # share of recent windows with a jump
-    "last_share",  # share of recent windows in which it was the slowest
+    "surprise",         # log(measured / predicted seconds)
+    "last_surprise",    # the same, a window earlier
+    "older_surprise",   # and two windows earlier
+    "residue",          # log(measured / fitted seconds): what the rule took for noise
+    "from_slow",        # fitted log seconds at the base share less their slow average
+    "from_best",        # the same less their slowly forgotten minimum: is this worker slowed down?
+    "age",              # windows since its last jump, log
+    "hazard",           # share of recent windows with a jump
+    "last_share",       # share of recent windows in which it was the slowest
     # how its time really grows
-    "change",  # log(size in force / size of the window before)
-    "swing",  # how far recent changes undid each other
-    "warned",  # log seconds the rule's answer costs beyond its line, by elasticities learned size by size
-    "steep_below",
-    "steep_above",  # learned elasticity beyond the line's, just below and above the size in force
-    "known_below",
-    "known_above",  # how much of that is known
+    "change",           # log(size in force / size of the window before)
+    "swing",            # how far recent changes undid each other
+    "warned",           # log seconds the rule's answer costs beyond its line, by elasticities learned size by size
+    "steep_below", "steep_above",   # learned elasticity beyond the line's, just below and above the size in force
+    "known_below", "known_above",   # how much of that is known
     # global
-    "rule_growth",  # log(rule's global batch / the one in force)
-    "growth",  # log(global batch / that of the window before)
-    "step_surprise",  # log(measured / predicted seconds of a step)
-    "spread",  # log(slowest worker's mean / slowest mean worker)
-    "noise_ratio",  # smoothed log(noise scale / global batch)
+    "rule_growth",      # log(rule's global batch / the one in force)
+    "growth",           # log(global batch / that of the window before)
+    "step_surprise",    # log(measured / predicted seconds of a step)
+    "spread",           # log(slowest worker's mean / slowest mean worker)
+    "noise_ratio",      # smoothed log(noise scale / global batch)
     "measuring_error",  # log sd of times beyond jitter
-    "windows",  # seen so far, log
-    "steps",  # of a window, log
-)
+    "windows",          # seen so far, log
+    "steps",            # of a window, log
+)  # fmt: skip
 JUMP = 0.2  # log seconds: a surprise beyond this counts as a jump of speed
 
 
@@ -144,11 +142,9 @@ class ResidualMemory:
         steep, known = curve.around(excess, unit, batch)
         return {
             "warned": curve.beyond(excess, unit, batch, self.wish),
-            "steep_below": steep[..., 0],
-            "steep_above": steep[..., 1],
-            "known_below": known[..., 0],
-            "known_above": known[..., 1],
-        }
+            "steep_below": steep[..., 0], "steep_above": steep[..., 1],
+            "known_below": known[..., 0], "known_above": known[..., 1],
+        }  # fmt: skip
 
     @staticmethod
     def _of_time(past: dict[str, Floats], level: Floats, surprise: Floats, first: bool) -> dict[str, Floats]:
@@ -158,16 +154,10 @@ class ResidualMemory:
         jump = np.abs(surprise) > JUMP
         age, jumps = np.where(jump, 0.0, past["windows_since"] + 1), _follow(past["jumps"], jump, 0.03)
         return {
-            "surprise": surprise,
-            "from_slow": level - slow,
-            "from_best": level - best,
-            "slow": slow,
-            "best": best,
-            "windows_since": age,
-            "age": np.log1p(age) / 2 - 1,
-            "jumps": jumps,
+            "surprise": surprise, "from_slow": level - slow, "from_best": level - best, "slow": slow, "best": best,
+            "windows_since": age, "age": np.log1p(age) / 2 - 1, "jumps": jumps,
             "hazard": 5 * jumps,
-        }
+        }  # fmt: skip
 
     @staticmethod
     def _stacked(own: dict[str, Floats], shape: tuple[int, ...]) -> NDArray[np.float32]:
@@ -196,9 +186,7 @@ _WORKER = (
 
 
 def _surprises(before: JobModel, window: Window, batch: Floats, busy: Floats) -> tuple[Floats, Floats]:
-    """Measured against predicted log seconds, of workers (..., W) and of steps (...), by the model of before the
-    window.
-    """
+    """Measured against predicted log seconds, of workers (..., W) and steps (...), by the model before the window."""
     alpha, beta = before.line
     expected = alpha + beta * batch
     with np.errstate(divide="ignore", invalid="ignore"):
