@@ -103,5 +103,5 @@ def test_the_command_says_what_to_install() -> None:
 
 
 def test_the_controller_leaves_slow_imports_until_they_are_used() -> None:
-    script = "import sys, dynamix; dynamix.Controller; print({'torch.distributed.fsdp', 'psutil', 'sympy'} & set(sys.modules))"
-    assert _python(script).strip() == "set()"
+    slow = {"torch.distributed.fsdp", "psutil", "sympy"}
+    assert _python(f"import sys, dynamix; dynamix.Controller; print({slow} & set(sys.modules))").strip() == "set()"

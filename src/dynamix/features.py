@@ -11,33 +11,33 @@ from numpy.typing import NDArray
 from dynamix.window import Floats, Window
 
 LOCAL_FEATURES = (
-    "log_share",            # log(b_i / mean b)
-    "log_compute",          # log(compute_i / mean compute)
-    "slack",                # log(compute_i / max compute), 0 for the slowest
+    "log_share",  # log(b_i / mean b)
+    "log_compute",  # log(compute_i / mean compute)
+    "slack",  # log(compute_i / max compute), 0 for the slowest
     "log_seconds_per_sample",
-    "compute_cv",           # compute_std / compute
-    "wait_fraction",        # of the step
+    "compute_cv",  # compute_std / compute
+    "wait_fraction",  # of the step
     "communication_fraction",
     "data_fraction",
     "loss_change",
     "accuracy_change",
-    "log_norm_ratio",       # log(|g_i|^2 / |g|^2)
+    "log_norm_ratio",  # log(|g_i|^2 / |g|^2)
     "log_bytes",
     "retransmits",
     "log_rtt",
     "cpu",
     "memory",
     "device",
-    "log_noise_ratio",      # log(noise scale / global batch), global
-    "log_growth",           # log(global batch / base batch), global
-    "log_workers",          # global
+    "log_noise_ratio",  # log(noise scale / global batch), global
+    "log_growth",  # log(global batch / base batch), global
+    "log_workers",  # global
     "missing_timing",
     "missing_training",
     "missing_noise",
     "missing_network",
     "missing_host",
     "missing_device",
-)  # fmt: skip
+)
 FEATURES = tuple(f"{pool}{name}" for pool in ("", "mean_", "max_") for name in LOCAL_FEATURES)
 FEATURE_SCHEMA = 1
 
@@ -56,7 +56,7 @@ def features(window: Window) -> NDArray[np.float32]:
 
 
 def local_features(window: Window) -> NDArray[np.float32]:
-    """Each worker's own part of `features`, (..., W, F) with names `LOCAL_FEATURES`, for networks that pool by themselves."""
+    """Each worker's own part of `features`, (..., W, F) with names `LOCAL_FEATURES`, for networks that pool."""
     with np.errstate(divide="ignore", invalid="ignore"):
         local = _local_features(window)
     np.copyto(local, 0.0, where=~np.isfinite(local))

@@ -225,10 +225,9 @@ class Bounds:
         lows, highs = np.broadcast_to(lows, shape), np.broadcast_to(highs, shape)
         if (lows > highs).any() or (highs < 1).any():
             at = tuple(np.argwhere((lows > highs) | (highs < 1))[0])
-            raise ConfigError(
-                "max_batch_size", int(highs[at]), f"at least min_batch_size={max(1, int(lows[at]))} on the grid of {quantum}",
-                "lower min_batch_size or quantum, or raise max_batch_size",
-            )  # fmt: skip
+            allowed = f"at least min_batch_size={max(1, int(lows[at]))} on the grid of {quantum}"
+            fix = "lower min_batch_size or quantum, or raise max_batch_size"
+            raise ConfigError("max_batch_size", int(highs[at]), allowed, fix)
         smallest, largest = lows.sum(-1), highs.sum(-1)
         floor = smallest if total_low is None else np.maximum(np.asarray(total_low, dtype=np.int64), smallest)
         ceiling = largest if total_high is None else np.minimum(np.asarray(total_high, dtype=np.int64), largest)

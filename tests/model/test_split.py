@@ -56,15 +56,15 @@ def test_a_split_of_a_given_total_is_within_one_sample_of_brute_force(
 def test_the_goodput_of_the_best_split_is_brute_forces(
     case: tuple[list[float], list[float], int], exchange: float, phi: float
 ) -> None:
-    alpha, beta, bounds = np.array(case[0]), np.array(case[1]), Bounds.of(3, 1, 40)
+    alpha, beta, bounds = np.array(case[0]), np.array(case[1]), Bounds.of(3, 1, 25)
 
     def log_goodput(finish: np.ndarray, total: np.ndarray) -> np.ndarray:
         return np.asarray(np.log(total) - np.log(finish + exchange) - np.log(total + phi))
 
-    everything = np.array(list(itertools.product(range(1, 41), repeat=3)), dtype=float)
+    everything = np.array(list(itertools.product(range(1, 26), repeat=3)), dtype=float)
     values = log_goodput(_slowest(everything, alpha, beta), everything.sum(-1))
     ours = best_split(alpha, beta, bounds, log_goodput)
-    assert ((ours >= 1) & (ours <= 40)).all()
+    assert ((ours >= 1) & (ours <= 25)).all()
     # Real sizes may be better than whole ones, and are never worse than the search's resolution.
     assert log_goodput(_slowest(ours, alpha, beta), ours.sum(-1)) >= values.max() - 1e-3
 

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dynamix.errors import StateError
 from dynamix.policies.cannikin import Cannikin
 from dynamix.policies.goodput import Goodput
 from dynamix.policies.noise_scale import NoiseScalePolicy
@@ -281,3 +282,9 @@ def test_sizes_that_are_not_allowed_any_more_do_not_stay() -> None:
         assert (answer <= bounds.high).all()
         assert bounds.total_low <= answer.sum() <= bounds.total_high
         assert (answer % bounds.quantum == 0).all()
+
+
+@pytest.mark.parametrize("name", ["goodput", "dynamix"])
+def test_a_state_of_another_version_is_refused_in_words(name: str) -> None:
+    with pytest.raises(StateError, match="begin without"):
+        make_policy(name).load_state_dict({"costs": {}, "noise": {}})

@@ -1,8 +1,8 @@
 """The goodput rule in the world it assumes: affine costs, little jitter, slowdowns; times against the references there.
 
 Two references know the true costs, the exchange and the noise scale. `LaggedReference` knows the slowdowns of the very
-moment a window closes, also of the step that no window has measured yet; "one window late" knows the true means over the
-window that closed, all that a policy could be told.
+moment a window closes, also of the step that no window has measured yet; "one window late" knows the true means over
+the window that closed, all that a policy could be told.
 """
 
 from __future__ import annotations
@@ -32,13 +32,22 @@ class OneWindowLate(LaggedReference):
 def affine_world(count: int, workers: int, seed: int, *, slowdowns: bool) -> Clusters:
     """`sample_clusters` without stalls, with 1 % jitter and nearly exact figures; with its slowdowns or without any."""
     clusters = sample_clusters(count, workers, seed)
-    still = {} if slowdowns else {
-        "slow_off_s": np.full(clusters.shape, 1e12), "neighbour_factor": np.ones(count),
-    }  # fmt: skip
+    still = (
+        {}
+        if slowdowns
+        else {
+            "slow_off_s": np.full(clusters.shape, 1e12),
+            "neighbour_factor": np.ones(count),
+        }
+    )
     return dataclasses.replace(
-        clusters, jitter_sd=np.full(clusters.shape, 0.01), stall=np.zeros(count), noise_error=np.full(count, 0.02),
-        missing_noise=np.zeros(count, dtype=bool), **still,
-    )  # fmt: skip
+        clusters,
+        jitter_sd=np.full(clusters.shape, 0.01),
+        stall=np.zeros(count),
+        noise_error=np.full(count, 0.02),
+        missing_noise=np.zeros(count, dtype=bool),
+        **still,
+    )
 
 
 def _ratio(times: dict[str, np.ndarray], reference: str, policy: str) -> float:
@@ -48,9 +57,18 @@ def _ratio(times: dict[str, np.ndarray], reference: str, policy: str) -> float:
 @pytest.mark.parametrize(("workers", "count"), [(2, 32), (8, 32), (32, 12)])
 def test_with_slowdowns_it_is_as_fast_as_knowing_the_last_window_exactly(workers: int, count: int) -> None:
     times = times_to_progress(
-        {"late": OneWindowLate, "goodput": lambda _: Goodput(), "cannikin": lambda _: Cannikin(), "lb_bsp": lambda _: LBBSP()},
-        affine_world(count, workers, 6001, slowdowns=True), seed=6001, windows=80, interval=5, delay=1,
-    )  # fmt: skip
+        {
+            "late": OneWindowLate,
+            "goodput": lambda _: Goodput(),
+            "cannikin": lambda _: Cannikin(),
+            "lb_bsp": lambda _: LBBSP(),
+        },
+        affine_world(count, workers, 6001, slowdowns=True),
+        seed=6001,
+        windows=80,
+        interval=5,
+        delay=1,
+    )
     assert _ratio(times, "late", "goodput") > 0.995
     assert _ratio(times, "cannikin", "goodput") > 1.05
     assert _ratio(times, "lb_bsp", "goodput") > 1.05
@@ -59,6 +77,10 @@ def test_with_slowdowns_it_is_as_fast_as_knowing_the_last_window_exactly(workers
 def test_without_slowdowns_it_comes_within_one_per_cent_of_the_lagged_reference_counting_what_it_has_to_learn() -> None:
     times = times_to_progress(
         {"lagged": LaggedReference, "goodput": lambda _: Goodput()},
-        affine_world(32, 8, 6002, slowdowns=False), seed=6002, windows=100, interval=5, delay=1,
-    )  # fmt: skip
+        affine_world(32, 8, 6002, slowdowns=False),
+        seed=6002,
+        windows=100,
+        interval=5,
+        delay=1,
+    )
     assert _ratio(times, "lagged", "goodput") > 0.99

@@ -1,7 +1,8 @@
 """Decisions stay what they were when the code that makes them gets faster.
 
-`recorded_decisions.json` was written by the code before it was made faster for 1,024 workers. After a change that is meant to
-decide otherwise, write it anew: `python tests/policies/test_same_decisions.py > tests/policies/recorded_decisions.json`.
+`recorded_decisions.json` was written by the code before it was made faster for 1,024 workers. After a change that is
+meant to decide otherwise, write it anew: `python tests/policies/test_same_decisions.py >
+tests/policies/recorded_decisions.json`.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ def _bounds(case: str) -> Bounds:
 
 
 def _windows(case: str) -> list[Window]:
-    """Affine workers that slow down and recover, with jitter, lost times and a noise scale that grows with the batch."""
+    """Affine workers that slow down and recover, with jitter, lost times and a noise scale that grows with the
+    batch.
+    """
     shape, _, noisy = CASES[case]
     rng = np.random.default_rng([17, *shape])
     alpha, beta = rng.uniform(0, 0.05, shape), rng.uniform(5e-4, 4e-3, shape)
@@ -48,12 +51,24 @@ def _windows(case: str) -> list[Window]:
         lost = rng.random(shape) < 0.05
         total = sizes.sum(-1)
         slowest = busy.max(-1, keepdims=True)
-        windows.append(Window.of(
-            sizes, compute=np.where(lost, np.nan, busy), compute_std=0.05 * busy * rng.uniform(0.5, 4, shape),
-            wait=slowest - busy, communication=0.05, data=0.001, steps=5.0, base_batch=64.0 * shape[-1],
-            noise=(3000.0 * (total / 200) ** 0.4 * np.exp(0.1 * rng.normal(size=shape[:-1]))) if noisy and i else np.nan,
-            signal=1.0, loss_change=rng.normal(size=shape), cpu=0.5,
-        ))  # fmt: skip
+        windows.append(
+            Window.of(
+                sizes,
+                compute=np.where(lost, np.nan, busy),
+                compute_std=0.05 * busy * rng.uniform(0.5, 4, shape),
+                wait=slowest - busy,
+                communication=0.05,
+                data=0.001,
+                steps=5.0,
+                base_batch=64.0 * shape[-1],
+                noise=(3000.0 * (total / 200) ** 0.4 * np.exp(0.1 * rng.normal(size=shape[:-1])))
+                if noisy and i
+                else np.nan,
+                signal=1.0,
+                loss_change=rng.normal(size=shape),
+                cpu=0.5,
+            )
+        )
         sizes = np.clip(np.rint(sizes * np.exp(0.3 * rng.normal(size=shape))), 2, 200).astype(np.int64)
     return windows
 

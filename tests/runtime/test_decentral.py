@@ -1,4 +1,4 @@
-"""Ranks that each decide for themselves: same sizes at the same step everywhere, every sample once, no store needed to go on."""
+"""Ranks that each decide for themselves: same sizes at the same step, every sample once, also without the store."""
 
 from __future__ import annotations
 
@@ -70,9 +70,12 @@ def _train(rank: int, options: dict[str, Any], *, at: Any = None) -> dict[str, A
     controller.close()
     assert isinstance(controller._coordinator.channel, PeerChannel) or "replay" in options
     return {
-        "seen": seen, "plans": plans, "sizes": controller.batch_sizes.tolist(), "weights": net.weight.detach().clone(),
+        "seen": seen,
+        "plans": plans,
+        "sizes": controller.batch_sizes.tolist(),
+        "weights": net.weight.detach().clone(),
         "waited_s": controller._coordinator.channel.waited_s,
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.multiproc
@@ -223,9 +226,17 @@ def test_ranks_that_decide_alone_come_to_what_the_simulator_does() -> None:
     for index in range(8):
         compute = sizes * np.exp(0.2 * rng.normal(size=workers)) * np.linspace(1e-3, 4e-3, workers)
         window = Window.of(
-            sizes, compute=compute, compute_std=0.1 * compute, data=0.001, wait=compute.max() - compute, communication=0.01,
-            gradient_norm_sq=2.0 + 300.0 / sizes, global_norm_sq=2.0 + 300.0 / sizes.sum(), steps=steps, base_batch=32 * workers,
-        )  # fmt: skip
+            sizes,
+            compute=compute,
+            compute_std=0.1 * compute,
+            data=0.001,
+            wait=compute.max() - compute,
+            communication=0.01,
+            gradient_norm_sq=2.0 + 300.0 / sizes,
+            global_norm_sq=2.0 + 300.0 / sizes.sum(),
+            steps=steps,
+            base_batch=32 * workers,
+        )
         closing = Closing(index, sizes, 0, 0, 1.0, 0, 0)
         owns = [own_window(_row(window, i, steps), closing, rank=i, job=job) for i in range(workers)]
         taken = [rank.observe(own) for rank, own in zip(ranks, owns, strict=True)]
@@ -234,10 +245,12 @@ def test_ranks_that_decide_alone_come_to_what_the_simulator_does() -> None:
         smelt = field.read(cells, step=index)[None]
         new, before = smelt - together.decay.kept(1) * before, smelt
         alone = [Bounds.of(1, 1, 256) for _ in ranks]
-        chosen = np.array([
-            rank.choose(own, sense, smelt, new, bound)[0]
-            for rank, own, (sense, _), bound in zip(ranks, owns, taken, alone, strict=True)
-        ])  # fmt: skip
+        chosen = np.array(
+            [
+                rank.choose(own, sense, smelt, new, bound)[0]
+                for rank, own, (sense, _), bound in zip(ranks, owns, taken, alone, strict=True)
+            ]
+        )
         for i, own in enumerate(owns):
             field.deposit(cells, ranks[i].moved(own.size, own.load, chosen[i : i + 1])[0], step=index)
         assert together.decide(window, bounds).tolist() == chosen.tolist()

@@ -1,4 +1,4 @@
-"""A killed job goes on at the same sample, also at another world size; weights repeat to the last bit where they can."""
+"""A killed job goes on at the same sample, also at another world size; weights repeat to the last bit."""
 
 from __future__ import annotations
 

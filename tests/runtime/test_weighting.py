@@ -57,7 +57,8 @@ def test_zero_shares_contribute_exactly_nothing(weighting: str, accumulate: int)
 
 @pytest.mark.parametrize("weighting", ["hook", "loss"])
 def test_a_tail_whose_first_micro_batches_are_nobodys(weighting: str) -> None:
-    # 56 samples in groups of 9, and caps of 2: one sample is over, and the micro-batches before it are placeholders (NaN).
+    # 56 samples in groups of 9, and caps of 2: one sample is over, and the micro-batches before it are placeholders
+    # (NaN).
     case = Case([[2, 1]], batch_size=2, max_batch_size=2, accumulate=3, samples=56, weighting=weighting)
     assert max(run_ranks(worst_error, 2, case)) < 1e-12
 

@@ -12,8 +12,8 @@ from dynamix.model.measured import base_total, busy_seconds, mean_of_known, medi
 from dynamix.model.state import laid_out, merged, nothing, restored
 from dynamix.window import Floats, Ints, Window
 
-# Candidate fixed costs of a worker as multiples of the time that the samples of its base batch take. Beforehand they are
-# believed as 1 / (1 + offset / PRIOR): small ones are commoner, also among the calibrated GPUs.
+# Candidate fixed costs of a worker as multiples of the time that the samples of its base batch take. Beforehand they
+# are believed as 1 / (1 + offset / PRIOR): small ones are commoner, also among the calibrated GPUs.
 OFFSETS: Floats = np.array([0.0, 0.05, 0.1, 0.2, 0.35, 0.6, 1.0, 1.7, 3.0, 5.0, 8.0, 16.0])
 PRIOR = 2.0
 # Beyond a memory cliff time grows faster than the batch.
@@ -66,10 +66,10 @@ class WorkerCosts:
     """Each worker's alpha and beta while its speed jumps about: a bank of Kalman filters, one per candidate offset.
 
     A slowdown multiplies alpha and beta alike, so log seconds = log(a + b) + level, where the offset a = alpha/beta
-    (samples) is fixed and only the level moves. For every a of `OFFSETS` times the base batch, and for growth with a power
-    of b, a filter follows the level; how well its predictions came true weighs the candidates. A deviation of more than
-    `gate` standard deviations is a jump, taken at once; what a window's standard deviation exceeds the usual jitter by then
-    says how far the jump goes on beyond the window's mean.
+    (samples) is fixed and only the level moves. For every a of `OFFSETS` times the base batch, and for growth with a
+    power of b, a filter follows the level; how well its predictions came true weighs the candidates. A deviation of
+    more than `gate` standard deviations is a jump, taken at once; what a window's standard deviation exceeds the usual
+    jitter by then says how far the jump goes on beyond the window's mean.
 
     A stall looks like a jump until the next window: both levels are kept for that long, the one in between is believed
     as far as jumps have lasted so far, and the next window decides.
@@ -86,13 +86,13 @@ class WorkerCosts:
       level    (..., W, G), NaN before a worker was seen; `variance` (..., W) of it
       loss     (..., W, G) half the sum of squared normalised prediction errors
       size     (..., W) log samples when last seen
-      before   (..., W, G) level before a jump that the next window must confirm, else NaN; `after` the level that it means
-      lasted   (..., 2) jumps that were confirmed, and that were not
+      before   (..., W, G) level before a jump that the next window must confirm, else NaN; `after` the level that it
+      means lasted   (..., 2) jumps that were confirmed, and that were not
       jitter   (..., W) s, variance of one step's seconds over their mean
-      error    (...) variance of a window's mean that `jitter` does not explain; `apart` the same without what all workers
-               have in common; `count` windows that both were learned from
-      alpha    (..., W) s, and `beta` s/sample: the line that touches the costs at the sizes of the last window. A worker
-               never measured has the others' mean; NaN where nobody was
+      error    (...) variance of a window's mean that `jitter` does not explain; `apart` the same without what all
+               workers have in common; `count` windows that both were learned from
+      alpha    (..., W) s, and `beta` s/sample: the line that touches the costs at the sizes of the last window. A
+               worker never measured has the others' mean; NaN where nobody was
     Beside it:
       lean     what speaks against candidates beside the evidence, as `loss`, (..., 1 or W, G)
       weights  (..., W, G) how much each candidate was believed at the last window, summing to 1
@@ -146,7 +146,7 @@ class WorkerCosts:
         return dataclasses.replace(merged(newer, new, self), weights=weights)
 
     def lean_to(self, offset: Floats, firmly: float) -> WorkerCosts:
-        """From the next window on, believe offsets near `offset` (..., 1 or W), in base batches, the more `firmly` the more."""
+        """From the next window on, believe offsets near `offset` (..., 1 or W), in base batches, so `firmly`."""
         near = np.log1p(offset)[..., None]
         beyond = np.broadcast_to(np.square(near), (*near.shape[:-1], len(POWERS)))  # a power has no offset
         lean = firmly * np.concatenate([np.square(np.log1p(OFFSETS) - near), beyond], -1)
@@ -154,12 +154,12 @@ class WorkerCosts:
         return dataclasses.replace(self, lean=np.where(np.isnan(lean), known, lean))  # of an unknown offset nothing new
 
     def seconds(self, batch: Floats, even: Floats) -> Floats:
-        """Expected busy seconds (..., W) of `batch` (..., W) samples in the situation last seen; 0 where there are none.
+        """Expected busy seconds (..., W) of `batch` (..., W) samples in the situation last seen; 0 without any.
 
         even   (...) samples of an even share of the base batch (`even_share`)
 
-        Several allocations at once with one more leading dimension. Workers never measured get the others' mean; NaN where
-        nobody was.
+        Several allocations at once with one more leading dimension. Workers never measured get the others' mean; NaN
+        where nobody was.
         """
         logs = self.level + np.log(_samples(even, np.maximum(batch, 1.0)))
         seconds = np.exp((self.weights * logs).sum(-1))
@@ -173,8 +173,8 @@ class WorkerCosts:
         none, unseen, clusters = np.zeros(shape), np.full(shape, np.nan), np.zeros(shape[:-1])
         return dataclasses.replace(
             self, level=unknown, before=unknown, after=unknown, loss=prior + np.zeros(unknown.shape), variance=none,
-            jitter=unseen, size=unseen, lasted=np.zeros((*shape[:-1], 2)), error=clusters, apart=clusters, count=clusters,
-            lean=NO_LEAN,
+            jitter=unseen, size=unseen, lasted=np.zeros((*shape[:-1], 2)), error=clusters, apart=clusters,
+            count=clusters, lean=NO_LEAN,
         )  # fmt: skip
 
     def _after(self, window: Window, now: Reading) -> WorkerCosts:
@@ -222,11 +222,11 @@ class WorkerCosts:
             error=error, apart=apart, alpha=alpha, beta=beta,
         )  # fmt: skip
 
-    # Arrays of W x G are what a decision for many workers costs: below, fresh ones are changed in place, and of old ones
-    # only what some worker needs is copied.
+    # Arrays of W x G are what a decision for many workers costs: below, fresh ones are changed in place, and of old
+    # ones only what some worker needs is copied.
 
     def _settled(self, now: Reading, measured: Floats) -> _Settled:
-        """Decide by this window whether the last jumps were jumps; `measured` (..., W) is the variance of its seconds."""
+        """Decide by this window, of variance `measured` (..., W), whether the last jumps were jumps."""
         level, before = laid_out(self.level), laid_out(self.before)
         asked = now.seen & np.isfinite(before[..., 0])
         if not asked.any():
@@ -247,7 +247,7 @@ class WorkerCosts:
         return _Settled(level, before, 0.95 * self.lasted + told)
 
     def _weighed(self, surprise: Floats, whole: np.ndarray, expected: Floats) -> Floats:
-        """The evidence (..., W, G) with a window's surprises, of variance `expected` (..., W), of the workers `whole`."""
+        """The evidence (..., W, G) with the surprises, of variance `expected` (..., W), of the workers `whole`."""
         # Evidence is bounded, so a jump, which no candidate foresees, tells nothing; a wrong offset is no jump.
         loss = laid_out(self.loss)
         told = np.square(surprise)
@@ -277,8 +277,10 @@ class WorkerCosts:
         return np.maximum((0.5 * np.where(np.isnan(known), cluster, known) + 0.5 * cluster) / seconds, 1e-6)
 
     def _learned(self, surprise: Floats, explained: Floats, count: Floats) -> tuple[Floats, Floats]:
-        """`error` and `apart` after this window: what the median surprise (2, ..., W) says beyond `explained`, the median of
-        what jitter explains (...); one jump does not move it, all together not far."""
+        """`error` and `apart` after this window; one jump does not move them, all together not far.
+
+        They are what the median surprise (2, ..., W) says beyond `explained`, the median of what jitter explains (...).
+        """
         error = np.stack([self.error, self.apart])
         usual = 1.4826 * median_of_known(surprise)
         told = np.isfinite(usual)
@@ -330,7 +332,7 @@ def _line(window: Window, now: Reading, level: Floats, weights: Floats) -> tuple
 def _moved(
     level: Floats, surprise: Floats, beyond: Floats, shift: Floats, gain: Floats, *, jump: np.ndarray, seen: np.ndarray
 ) -> Floats:
-    """Levels after moving by `gain` (..., W) of the surprises, which it uses up; `shift` (..., 1) of them all workers share."""
+    """Levels after moving by `gain` (..., W) of the surprises, which it uses up; all workers share `shift` (..., 1)."""
     moved, shift = surprise, shift[..., None]
     if jump.any():
         moved[jump] += beyond[jump][:, None]
@@ -370,7 +372,8 @@ def _known(x: Floats) -> Floats:
 def _in_common(surprise: Floats) -> Floats:
     """(..., 1) what the workers' surprises have in common: it says nothing about anyone's share.
 
-    Their median, with "no change" as one more voice: two workers that disagree have nothing in common, nor has one alone.
+    Their median, with "no change" as one more voice: two workers that disagree have nothing in common, nor has one
+    alone.
     """
     if surprise.shape[-1] < 2:
         return np.zeros(surprise.shape)

@@ -90,7 +90,7 @@ class LocalElasticity:
         return np.asarray(np.sign(b - a) * reach.sum(-2))
 
     def around(self, excess: Floats, unit: Floats, batch: Floats) -> tuple[Floats, Floats]:
-        """`excess` just below and just above the sizes `batch`, and how much of it is known (0 to 1), both (..., W, 2)."""
+        """`excess` just below and above the sizes `batch`, and how much of it is known (0 to 1), both (..., W, 2)."""
         at = np.log(np.maximum(batch, 1e-2) / unit) / (2 * HALF) + len(CENTRES) // 2
         low = np.minimum(np.maximum(np.floor(at).astype(np.int64), 0), len(CENTRES) - 2)[..., None]
         pair = np.concatenate([low, low + 1], -1)

@@ -20,9 +20,9 @@ OVERLAPS: Floats = np.array([1.0, 1.25, 1.6, 2.0, 2.8, 4.0, 6.0, 10.0])
 class Exchange:
     """Seconds of the exchange and how far it hides behind computing: step = (computing^g + exchange^g)^(1/g).
 
-    That is Pollux's form (arXiv 2008.12260, section 3.2). For every overlap exponent g of `OVERLAPS` the exchange's seconds
-    follow from each window; the exponent whose past seconds predict the next step best is believed most. A deviation of
-    more than `jump` is taken at once.
+    That is Pollux's form (arXiv 2008.12260, section 3.2). For every overlap exponent g of `OVERLAPS` the exchange's
+    seconds follow from each window; the exponent whose past seconds predict the next step best is believed most. A
+    deviation of more than `jump` is taken at once.
 
     weight   least weight of a new window (the first n weigh 1/n)
     forget   factor a window on past prediction errors
@@ -90,7 +90,7 @@ class Exchange:
 
 
 def _prior(ratio: Floats) -> Floats:
-    """What speaks against each exponent (..., G) after one window, in which a step took `ratio` (..., 1) of computing alone.
+    """What speaks against each exponent (..., G) after one window, whose step took `ratio` (..., 1) of computing.
 
     Where little is exposed a large exponent needs an exchange of just the right length: d log e / d log exposed.
     """

@@ -1,7 +1,7 @@
 """What a job would do under any allocation, fitted online from its windows.
 
-`Goodput` answers with the allocation that this model finds best, the guard compares what it predicts with what was reached,
-live learning asks it what a deviation may cost, and the learned policy corrects its answer.
+`Goodput` answers with the allocation that this model finds best, the guard compares what it predicts with what was
+reached, live learning asks it what a deviation may cost, and the learned policy corrects its answer.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dynamix.model.measured import base_total, exposed_seconds, noise_scale, slo
 from dynamix.model.noise import NoiseByBatch
 from dynamix.model.outcome import log_goodput, measured_log_goodput
 from dynamix.model.running import Largest, Smoothed
-from dynamix.model.split import at_most, best_split, split
+from dynamix.model.split import best_split, split, within
 from dynamix.model.state import merged, nothing, restored, saved
 from dynamix.window import Bounds, Floats, Window
 
@@ -35,8 +35,8 @@ MOST_SPREAD = 2.0
 class JobModel:
     """Step time and progress of a job as functions of its sizes, for windows of shape (..., W).
 
-    Immutable: `update` returns the model after a window. Sizes are samples per micro-batch and worker, totals their sums.
-    What it says is of the situation in the last window.
+    Immutable: `update` returns the model after a window. Sizes are samples per micro-batch and worker, totals their
+    sums. What it says is of the situation in the last window.
 
     costs     what each worker takes for a batch
     exchange  how long gradients travel, and how far that hides behind computing
@@ -61,8 +61,8 @@ class JobModel:
     base: Floats = field(default_factory=nothing)
     sizes: Floats = field(default_factory=nothing)
     step: Floats = field(default_factory=nothing)
-    # The bounds and reach asked about last, and the answer: a guard asks what the policy under it has asked.
-    _asked: list[tuple[Bounds, Floats, Floats]] = field(default_factory=list, init=False, repr=False)
+    # The bounds asked about last, and the answer: a guard asks what the policy under it has asked.
+    _asked: list[tuple[Bounds, Floats]] = field(default_factory=list, init=False, repr=False)
 
     PARTS: ClassVar[tuple[str, ...]] = ("exchange", "noise", "spread", "largest")
     FIELDS: ClassVar[tuple[str, ...]] = ("base", "sizes", "step")
@@ -72,8 +72,8 @@ class JobModel:
     def update(self, window: Window) -> JobModel:
         """The model after `window`.
 
-        A window whose `step` is not above the last one's is ignored, each cluster for itself; one that names no step never
-        is. With another number of workers costs begin anew, and what is known of the job as a whole stays.
+        A window whose `step` is not above the last one's is ignored, each cluster for itself; one that names no step
+        never is. With another number of workers costs begin anew, and what is known of the job as a whole stays.
         """
         newer = self._newer(window)
         if not newer.any():
@@ -138,22 +138,22 @@ class JobModel:
 
         Several at once with more leading dimensions.
 
-        unknown   what an unknown noise scale counts as: "none": nothing, all samples teach alike; "base": the base batch,
-                  since whoever chose it found it to be about where more samples stop paying
+        unknown   what an unknown noise scale counts as: "none": nothing, all samples teach alike; "base": the base
+                  batch, since whoever chose it found it to be about where more samples stop paying
         """
         self._require_a_window()
         return self._waste(np.asarray(total, dtype=np.float64), self.base, unknown)
 
     def log_goodput(self, sizes: ArrayLike, *, costs: CostForm = "tangent", unknown: UnknownNoise = "none") -> Floats:
-        """Expected log goodput (...) of `sizes` (..., W), up to a constant of the cluster, as `outcome.log_goodput` counts."""
+        """Expected log goodput (...) of `sizes` (..., W), up to a constant of the cluster."""
         total = np.asarray(sizes, dtype=np.float64).sum(-1)
         return log_goodput(total, self.log_step(sizes, costs=costs), self.log_waste(total, unknown=unknown))
 
     def achieved(self, window: Window, *, noise: NoiseSource = "fitted") -> Floats:
         """Log goodput (...) of `window` as it was measured; NaN where times are missing.
 
-        noise   "fitted": by the fitted noise scale, the base batch where that is unknown, on the scale of `log_goodput`;
-                "window": by the window's own noise scale (`outcome.measured_log_goodput`)
+        noise   "fitted": by the fitted noise scale, the base batch where that is unknown, on the scale of
+                `log_goodput`; "window": by the window's own noise scale (`outcome.measured_log_goodput`)
         """
         _one_of("noise", noise, "fitted", "window")
         if noise == "window":
@@ -169,26 +169,30 @@ class JobModel:
 
         Without a noise scale the global batch stays and only shares move; where nothing was measured all sizes stay.
 
-        reach   (...) how far the log of the global batch may lie beyond the largest that training has met
+        reach   (...) largest |log change| of the global batch in one decision, 0 or more; bounds that allow less win
         """
         self._require_a_window()
         limit = np.asarray(reach, dtype=np.float64)
-        for known_bounds, known_limit, answer in self._asked:
-            if known_bounds is bounds and np.array_equal(known_limit, limit):
+        if not (limit >= 0).all():
+            raise ConfigError("reach", reach, "0 or more", "leave it out for no limit")
+        if not np.isposinf(limit).all():
+            bounds = within(bounds, self.sizes.sum(-1), limit)
+        for asked, answer in self._asked:
+            if _alike(asked, bounds):
                 return answer
-        answer = self._best(bounds, limit)
+        answer = self._best(bounds)
         answer.setflags(write=False)  # it may be given out again
-        self._asked[:] = [(bounds, limit, answer)]
+        self._asked[:] = [(bounds, answer)]
         return answer
 
-    def _best(self, bounds: Bounds, reach: Floats) -> Floats:
+    def _best(self, bounds: Bounds) -> Floats:
         alpha, beta = self.line
         stretch, base = self.stretch[..., None], self.base
 
         def of(finish_s: Floats, total: Floats) -> Floats:
             return log_goodput(total, self.exchange.log_step(stretch * finish_s), self.noise.log_waste(total, base))
 
-        best = best_split(alpha, beta, at_most(bounds, self.largest.total * np.exp(reach)), of)
+        best = best_split(alpha, beta, bounds, of)
         if not self.guided.all():
             even_time = split(self.sizes.sum(-1), alpha, beta, bounds)
             best = np.where(self.guided[..., None], best, even_time)
@@ -214,7 +218,7 @@ class JobModel:
 
     @cached_property
     def stretch(self) -> Floats:
-        """How many times as long as the slowest mean (...) the slowest worker of a step takes; 1 where that is unknown."""
+        """The slowest worker of a step over the slowest mean (...), in seconds; 1 where that is unknown."""
         return np.where(np.isnan(self.spread.log), 1.0, self.spread.value)
 
     def _waste(self, total: Floats, base: Floats, unknown: UnknownNoise) -> Floats:
@@ -250,6 +254,14 @@ def _spread(window: Window, slowest: Floats) -> Floats:
     busiest = np.where(np.isnan(window.compute), 0.0, window.compute).max(-1)
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.where(busiest > 0, np.minimum(np.maximum(slowest / busiest, 1.0), MOST_SPREAD), np.nan)
+
+
+def _alike(one: Bounds, other: Bounds) -> bool:
+    """Whether the same allocations satisfy both, seen at once: of the same arrays, or totals of the same values."""
+    if one is other:
+        return True
+    same = one.low is other.low and one.high is other.high and one.quantum == other.quantum
+    return same and all(np.array_equal(getattr(one, n), getattr(other, n)) for n in ("total_low", "total_high"))
 
 
 def _one_of(name: str, given: str, *allowed: str) -> None:

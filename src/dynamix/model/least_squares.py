@@ -43,7 +43,7 @@ class LeastSquares:
         return dataclasses.replace(self, moments=new)
 
     def solve(self) -> tuple[Floats, Floats, np.ndarray]:
-        """alpha (s) and beta (s/sample), neither negative, and whether batches differed enough to tell them apart, (...).
+        """alpha (s) and beta (s/sample), neither negative, and whether batches told them apart, (...).
 
         NaN where nothing was seen; alpha is 0 where the two could not be told apart.
         """

@@ -66,7 +66,7 @@ def base_total(window: Window) -> Floats:
 
 
 def noise_scale(window: Window) -> Floats:
-    """The noise scale (...) in samples per micro-batch, within 1,000 times the base batch either way; NaN where unknown."""
+    """The noise scale (...) in samples per micro-batch, within 1,000 times the base batch; NaN where unknown."""
     base = base_total(window)
     return np.asarray(np.clip(window.noise_scale / window.micro_batches, base / 1e3, base * 1e3))
 

@@ -16,10 +16,12 @@ RHO = 0.2  # of log phi with log B: 0.2 on emulated hosts (`bench fidelity --aga
 
 @dataclass(frozen=True, eq=False)
 class NoiseByBatch:
-    """The noise scale as it was measured lately, log phi = level + `RHO` log(B / batch): larger batches measure a larger one.
+    """The noise scale as it was measured lately, log phi = level + `RHO` log(B / batch).
 
-    Whichever rho of 0 to 0.35 is assumed, the goodput rule does within 0.2 % as well, while one learned from a job mistakes
-    phi's course through training for it (docs/design/baselines.md).
+    Larger batches measure a larger one.
+
+    Whichever rho of 0 to 0.35 is assumed, the goodput rule does within 0.2 % as well, while one learned from a job
+    mistakes phi's course through training for it (docs/design/baselines.md).
 
     weight   of a new window: measured phi is smooth already, and falls by half within ten windows of a job's start
     level    (...) average log phi, in samples per micro-batch
@@ -27,7 +29,7 @@ class NoiseByBatch:
 
     >>> noise = NoiseByBatch().update(np.array(300.0), np.array(1.0))              # measured at the base batch
     >>> waste = noise.log_waste(np.array([100.0, 400.0]), np.array(100.0))
-    >>> np.exp(waste).round(2).tolist()                         # 1, and less than (300 + 400) / (300 + 100), as phi has grown
+    >>> np.exp(waste).round(2).tolist()                     # 1, and less than (300 + 400) / (300 + 100), as phi grows
     [1.0, 1.61]
     """
 

@@ -83,4 +83,4 @@ class Largest:
     def update(self, total: Floats, base: Floats) -> Largest:
         """Take in the global batch in force and the base batch, (...), in samples per micro-batch."""
         before = self.total if self.total.shape == np.shape(total) else -np.inf
-        return Largest(np.maximum(np.maximum(total, base), before))
+        return Largest(np.asarray(np.maximum(np.maximum(total, base), before)))

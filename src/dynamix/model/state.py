@@ -1,8 +1,8 @@
 """Fitted state: frozen dataclasses of arrays, saved as plain lists.
 
-Every part of a model is one. Its `update` returns the next state and leaves the old one as it is; `FIELDS` names the arrays that
-are saved. The arrays begin with the leading dimensions (...) of the windows, take NaN for "not measured", and are never
-written to after the update that made them.
+Every part of a model is one. Its `update` returns the next state and leaves the old one as it is; `FIELDS` names the
+arrays that are saved. The arrays begin with the leading dimensions (...) of the windows, take NaN for "not measured",
+and are never written to after the update that made them.
 """
 
 from __future__ import annotations

@@ -43,7 +43,8 @@ class Cannikin:
         self.computing = self.computing.update(window.batch_size.astype(np.float64), busy_seconds(window))
         alpha, beta, told = self.computing.solve()
         measured = np.asarray(np.isfinite(beta).any(-1))
-        # Like workers get like sizes, which tell nothing; then AdaptDL's prior, as in `Pollux`, gets another batch tried.
+        # Like workers get like sizes, which tell nothing; then AdaptDL's prior, as in `Pollux`, gets another batch
+        # tried.
         alike = ~told.any(-1, keepdims=True)
         alpha, beta = np.where(alike, 0.5 * beta * window.batch_size, alpha), np.where(alike, 0.5 * beta, beta)
         alpha, beta = _for_all(alpha, beta)

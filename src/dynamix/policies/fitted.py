@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from dynamix.errors import StateError
 from dynamix.model import JobModel
 from dynamix.window import Window
 
@@ -12,9 +13,9 @@ from dynamix.window import Window
 class FittedModel:
     """A policy's `JobModel`, or that of the policy it wraps, whoever asks for it first.
 
-    A policy that decides by a job model has the optional method `fit_model(window) -> JobModel`: it takes a window in ahead
-    of `decide`, which then does not take in the same `Window` object again. So a wrapper fits the model, asks the policy
-    and judges its answer by one and the same fit, also where the policy fails.
+    A policy that decides by a job model has the optional method `fit_model(window) -> JobModel`: it takes a window in
+    ahead of `decide`, which then does not take in the same `Window` object again. So a wrapper fits the model, asks the
+    policy and judges its answer by one and the same fit, also where the policy fails.
 
     now      after the last window; `before` the one before
     """
@@ -46,7 +47,10 @@ class FittedModel:
         held = hasattr(policy, "fit_model") or not self.now.sizes.size
         return None if held else self.now.state_dict()
 
-    def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """The inverse of `state_dict`."""
+    def load_state_dict(self, policy_state: dict[str, Any]) -> None:
+        """The inverse of `state_dict`, which the policy keeps as `model` in its own state."""
+        if "model" not in policy_state:
+            raise StateError("a policy's state without a job model, as version 0.1 saved it: begin without that state")
+        state = policy_state["model"]
         self.now = self.before = JobModel() if state is None else JobModel.from_state(state)
         self._ahead = None

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from dynamix.model import JobModel
+from dynamix.model.split import at_most
 from dynamix.policies.fitted import FittedModel
 from dynamix.projection import project
 from dynamix.window import Bounds, Floats, Ints, Window
@@ -49,30 +50,32 @@ class Goodput:
         return {"model": self.fitted.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.fitted.load_state_dict(state["model"])
+        self.fitted.load_state_dict(state)
 
 
 def wish(model: JobModel, window: Window, bounds: Bounds) -> Floats:
     """The rule's answer to the window that `model` has taken in, as real sizes (..., W), not projected."""
-    return model.best(bounds, _reach(window))
+    return model.best(at_most(bounds, _ceiling(model, window)))
 
 
 def worth_changing(model: JobModel, window: Window, bounds: Bounds, sizes: Ints) -> Ints:
     """`sizes`, or those in force where `sizes` promise less than `LEAST_GAIN` more.
 
-    A size that is new to a worker has its price, in kernels that are chosen or compiled for it. On a slow way up, where each
-    step promises little, none is refused.
+    A size that is new to a worker has its price, in kernels that are chosen or compiled for it. On a slow way up, where
+    each step promises little, none is refused.
     """
     now = window.batch_size
     promised, present = model.log_goodput(np.stack([sizes, now]))
-    total, reach = now.sum(-1), model.largest.total * np.exp(_reach(window))
-    growing = (wish(model, window, bounds).sum(-1) >= 0.99 * reach) & (reach < bounds.total_high)
+    total, ceiling = now.sum(-1), _ceiling(model, window)
+    # It would go further if it might.
+    growing = (wish(model, window, bounds).sum(-1) >= 0.99 * ceiling) & (ceiling < bounds.total_high)
     allowed = ((now >= bounds.low) & (now <= bounds.high) & (now % bounds.quantum == 0)).all(-1)
     allowed &= (total >= bounds.total_low) & (total <= bounds.total_high)
     little = allowed & ~growing & (promised - present < LEAST_GAIN)
     return np.asarray(np.where(little[..., None], now, sizes))
 
 
-def _reach(window: Window) -> Floats:
-    """How far (...) the log of the global batch may go beyond the largest so far in one decision."""
-    return np.asarray(GROWTH * np.where(np.isnan(window.steps), USUAL_STEPS, np.minimum(window.steps, MOST_STEPS)))
+def _ceiling(model: JobModel, window: Window) -> Floats:
+    """The largest global batch (...) to which the rule grows in this decision."""
+    steps = np.where(np.isnan(window.steps), USUAL_STEPS, np.minimum(window.steps, MOST_STEPS))
+    return np.asarray(model.largest.total * np.exp(GROWTH * steps))

@@ -1,9 +1,9 @@
 """A watch over any policy: where it does worse than the goodput rule would, or fails, the rule takes over for a while.
 
 The rule's answer and the policy's are compared by one job model, the policy's own if it decides by one. How much better
-the rule's would have been is predicted by it, and the prediction is checked against what the job really achieved each time
-the allocation passes from one of the two to the other. A one-sided cumulative sum (Page, Biometrika 1954) of what the
-policy lost decides.
+the rule's would have been is predicted by it, and the prediction is checked against what the job really achieved each
+time the allocation passes from one of the two to the other. A one-sided cumulative sum (Page, Biometrika 1954) of what
+the policy lost decides.
 """
 
 from __future__ import annotations
@@ -39,18 +39,19 @@ class Guard:
     """`policy`, as long as it is no worse than the goodput rule.
 
     The next window is the rule's where the fitted model calls the policy's answer `veto` worse than the rule's (in log
-    goodput: 0.7 is half), where that is no batch size, and where the policy raises. Otherwise the rule's advantage is added
-    up over the policy's windows, less `margin` each; beyond `patience` an A/B comparison (rule, policy, rule, policy) is
-    made, unless earlier ones suffice, and if it agrees the rule takes over for `rest` windows: twice as long each time, up
-    to `longest`, forgiven by a stay that is longer still. After `verify` windows, and then ever less often while all
-    is well, one window is the rule's in any case, to learn what the model cannot see.
+    goodput: 0.7 is half), where that is no batch size, and where the policy raises. Otherwise the rule's advantage is
+    added up over the policy's windows, less `margin` each; beyond `patience` an A/B comparison (rule, policy, rule,
+    policy) is made, unless earlier ones suffice, and if it agrees the rule takes over for `rest` windows: twice as long
+    each time, up to `longest`, forgiven by a stay that is longer still. After `verify` windows, and then ever less
+    often while all is well, one window is the rule's in any case, to learn what the model cannot see.
 
     margin    log goodput a window that the policy may be worse for ever
     patience  log goodput, summed, that it may lose before the rule takes over
 
-    So it loses at most about `patience` and three windows of `veto` at first, a window or two at every later try, of which
-    there are log2 of the number of windows, and `margin` beyond. Works on windows of any leading shape, each cluster for
-    itself; a policy that raises fails for all of them. A policy that may do anything else than answer is not held.
+    So it loses at most about `patience` and three windows of `veto` at first, a window or two at every later try, of
+    which there are log2 of the number of windows, and `margin` beyond. Works on windows of any leading shape, each
+    cluster for itself; a policy that raises fails for all of them. A policy that may do anything else than answer is
+    not held.
 
     >>> class Backwards:
     ...     def decide(self, window, bounds): return window.batch_size[..., ::-1]
@@ -191,7 +192,7 @@ class Guard:
             self.policy.load_state_dict(state)
             return
         self.policy.load_state_dict(state["guarded"])
-        self.fitted.load_state_dict(state["model"])
+        self.fitted.load_state_dict(state)
         for name in self.FIELDS:
             setattr(self, name, array_of(state["guard"][name]))
 

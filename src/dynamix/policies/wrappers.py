@@ -4,8 +4,10 @@
     after_answer()                work that may wait until the answer is out
     carry_over(state)             take from the state of a job with another number of workers what does not depend on it
     peers()             -> rule   the rule by which every worker decides for itself, where the policy is one
+    fit_model(window)   -> model  the policy's `JobModel` with a window taken in ahead of `decide` (`policies.fitted`)
 
-Each function here calls the method if the policy has it. So whoever runs a policy need not know what it is made of.
+Each function here, and `FittedModel` for the last, calls the method if the policy has it. So whoever runs a policy need
+not know what it is made of.
 """
 
 from __future__ import annotations

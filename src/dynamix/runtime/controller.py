@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence, Sized
 from typing import Any, Literal, TypeVar
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -73,8 +71,8 @@ class Controller:
     replay            events file of an earlier run whose allocations are applied instead of deciding
     learn             True: a policy with a network goes on learning on this job (docs/design/live-learning.md); or a
                       `LiveConfig`
-    guard             watch the policy: where it does worse than the goodput rule, that takes over for a while (see `Guard`).
-                      None: learned policies are watched, others are not
+    guard             watch the policy: where it does worse than the goodput rule, that takes over for a while (see
+                      `Guard`). None: learned policies are watched, others are not
 
     Raises `ConfigError` for impossible values, `UsageError` when ranks pass different arguments.
     """
@@ -179,7 +177,7 @@ class Controller:
         coordinator = self._coordinator
         if partition == "contiguous":
             coordinator.per_epoch, coordinator.job.slack = True, 0  # regions are cut once per epoch: so it decides
-        self._bound_by(len(dataset))
+        coordinator.job.limit_to(len(dataset))
         sampler = BatchSampler(
             len(dataset),
             coordinator.allocations,
@@ -276,14 +274,14 @@ class Controller:
         """Find the largest micro-batch that fits each rank's memory; from then on no batch is larger. Before training.
 
         Collective. `step_fn(batch)` must run the forward and backward passes of a step, without the optimizer's, on a
-        batch of any size in the structure of `example`: some samples, repeated as needed. It runs on no rank together with
-        another and leaves no trace. CUDA's and the CPU allocator's errors are caught; where a control group or a full
-        machine would kill, what larger batches take is foreseen from smaller ones.
+        batch of any size in the structure of `example`: some samples, repeated as needed. It runs on no rank together
+        with another and leaves no trace. CUDA's and the CPU allocator's errors are caught; where a control group or a
+        full machine would kill, what larger batches take is foreseen from smaller ones.
 
         margin   part of the largest that is left free, for what training does besides
 
-        Returns the caps (W,), which are in `bounds` now; ranks that can hold less begin with less, the others take over.
-        Raises `ConfigError` on every rank when the smallest batch does not fit one, and what `step_fn` raises.
+        Returns the caps (W,), which are in `bounds` now; ranks that can hold less begin with less, the others take
+        over. Raises `ConfigError` on every rank when the smallest batch does not fit one, and what `step_fn` raises.
         """
         coordinator, source = self._coordinator, self._coordinator.source
         memory = coordinator.need_memory()
@@ -305,12 +303,13 @@ class Controller:
         """`loss_fn(batch).backward()`, in smaller pieces where memory runs out; returns the loss, detached.
 
         Collective, once per micro-batch, in place of the loop's own forward and backward passes; not under `no_sync`.
-        `loss_fn` takes a part of `batch` in the same structure and returns its mean loss over samples. A rank that runs out
-        halves its pieces and tries again; when all ranks have their gradient it crosses them once, through the hook.
+        `loss_fn` takes a part of `batch` in the same structure and returns its mean loss over samples. A rank that runs
+        out halves its pieces and tries again; when all ranks have their gradient it crosses them once, through the
+        hook.
 
-        The gradient is that of the whole batch, but for layers that mix samples (batch normalisation sees pieces) and for
-        random ones (dropout draws anew). Not for token counts, SyncBatchNorm and FSDP. Raises what `loss_fn` raises (other
-        ranks: `DynamixError`), and `MemoryLimitError` where nothing can be tried again.
+        The gradient is that of the whole batch, but for layers that mix samples (batch normalisation sees pieces) and
+        for random ones (dropout draws anew). Not for token counts, SyncBatchNorm and FSDP. Raises what `loss_fn` raises
+        (other ranks: `DynamixError`), and `MemoryLimitError` where nothing can be tried again.
         """
         memory, plan = self._coordinator.need_memory(), self._coordinator.need_source().plan()
         weight = self.weight(torch.ones((), dtype=torch.float64)).item() if self._loss_weight.required else 1.0
@@ -374,8 +373,8 @@ class Controller:
         """Two discarded forward and backward passes, so that a resumed run sums gradients in the saved run's order.
 
         DDP rebuilds its buckets after the first step; without this a restarted job at W > 2 differs in the last bits.
-        Collective. `forward_backward()` must run the model and `.backward()` on any batch. Buffers, gradients and random
-        state are put back.
+        Collective. `forward_backward()` must run the model and `.backward()` on any batch. Buffers, gradients and
+        random state are put back.
         """
         attached = self._coordinator.attached
         if attached is None:
@@ -410,12 +409,3 @@ class Controller:
             time.sleep(0.005)  # lets backend threads drop our callbacks: they need the GIL a group's destructor holds
             if self._events is not None:
                 self._events.close()
-
-    # ------------------------------------------------------------ helpers
-
-    def _bound_by(self, samples: int) -> None:
-        """No global step may outgrow the data set: every step would be a tail, and no window would ever close."""
-        bounds = self.bounds
-        most = max(samples // self.accumulate // bounds.quantum * bounds.quantum, int(np.max(bounds.total_low)))
-        total_high = np.minimum(bounds.total_high, most)
-        self._coordinator.job.bounds = dataclasses.replace(bounds, total_high=total_high)

@@ -1,4 +1,4 @@
-"""What a rank does behind its `Controller`: measure, close windows, put in force what was decided, keep what a checkpoint needs."""
+"""What a rank does behind its `Controller`: measure, close windows, put decisions in force, save and resume."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Coordinator:
         return source
 
     def connect(self, model: nn.Module, optimizer: Optimizer, attached: Attached, memory: Memory) -> None:
-        """Observe this model and optimizer, weight its gradients' shares, and let the learning rate follow the batch."""
+        """Observe this model and optimizer, weight its gradients, and let the learning rate follow the batch."""
         self.attached, self.memory, self.recorder = attached, memory, attached.recorder
         self._learning_rate = LearningRate(optimizer, self.lr_rule)
         if self.allocations.workers == 1:

@@ -1,9 +1,9 @@
 """How the ranks of a stigmergic job agree: each chooses its own size, and only the chosen sizes travel.
 
-At the step that closes a window every rank leaves its traces in the job's store, reads the field and chooses, all in a thread of
-its own. Then one asynchronous all-gather carries two whole numbers per rank: the chosen size, and the first step that its
-sampler has not issued yet (exactly-once needs everybody's size from one agreed step on). It is taken one step later. No
-observation travels, and no rank decides for another; a rank whose thread is late sends the size it has.
+At the step that closes a window every rank leaves its traces in the job's store, reads the field and chooses, all in a
+thread of its own. Then one asynchronous all-gather carries two whole numbers per rank: the chosen size, and the first
+step that its sampler has not issued yet (exactly-once needs everybody's size from one agreed step on). It is taken one
+step later. No observation travels, and no rank decides for another; a rank whose thread is late sends the size it has.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ def open_channel(
 
 
 class PeerChannel:
-    """`Channel` for ranks that each decide for themselves: the same methods, one exchange at a time over a gloo group of its own.
+    """`Channel` for ranks that each decide for themselves: one exchange at a time over a gloo group of its own.
 
     store   where the traces live; None: the job's own
-    share_noise   send this rank's part of the noise too, so that the learning rate can follow one noise scale everywhere. The rule
-                  never sees it
+    share_noise   send this rank's part of the noise too, so that the learning rate can follow one noise scale
+                  everywhere. The rule never sees it
     fits    set by the owner: the most samples that this rank's memory is known to hold; None while it never ran out
     """
 
@@ -161,9 +161,11 @@ class PeerChannel:
         return int(self.policy.choose(own, sense, smelt[None], new[None], alone, old=old)[0])
 
     def _steadied(self, own: Own, row: Floats, closing: Closing) -> Own:
-        """With the noise's share averaged over windows, numerator and denominator apart, as `NoiseScale` does it: one window's is
-        mostly chance. Noise per sample is what stays while the global batch moves. (`NoiseScale` itself ends at 0, which the whole
-        noise cannot go below; one rank's part can.)"""
+        """With the noise's share averaged over windows, numerator and denominator apart, as `NoiseScale` does it.
+
+        One window's share is mostly chance. Noise per sample is what stays while the global batch moves. (`NoiseScale`
+        itself ends at 0, which the whole noise cannot go below; one rank's part can.)
+        """
         signal, total = dict(zip(ROW, row, strict=False))["global_norm_sq"], float(closing.sizes.sum())
         noise = float(own.noise[0]) * signal * total
         if np.isfinite(noise):
@@ -192,8 +194,8 @@ class PeerChannel:
     def _smell(self, step: int) -> tuple[Floats, Floats, bool]:
         """The traces (16,), what of them is new in their window, and whether that is the window before.
 
-        Those of window `step` if everybody's are there within `LOOK_S`, and before this rank has made most of the next step, at whose
-        end the choice is due; else those of the one before, if they were seen whole; else unknown.
+        Those of window `step` if everybody's are there within `LOOK_S`, and before this rank has made most of the next
+        step, at whose end the choice is due; else those of the one before, if they were seen whole; else unknown.
         """
         before, own_step_s = self._whole, float(self.policy.habit.step[0])
         if self._look(step, min(LOOK_S, 0.7 * own_step_s) if np.isfinite(own_step_s) else LOOK_S):
@@ -238,9 +240,14 @@ class PeerChannel:
             seen[name][self.rank] = known[name]
         closing = current.closing
         window = Window.of(
-            closing.sizes, **seen, steps=len(current.row) - len(ROW), age=closing.age, step=closing.step,
-            micro_batches=self.job.accumulate, base_batch=self.job.base_batch,
-        )  # fmt: skip
+            closing.sizes,
+            **seen,
+            steps=len(current.row) - len(ROW),
+            age=closing.age,
+            step=closing.step,
+            micro_batches=self.job.accumulate,
+            base_batch=self.job.base_batch,
+        )
         decider.witness(window, closing, message)
 
     def _work(self) -> None:
@@ -255,7 +262,7 @@ class PeerChannel:
 
 @dataclass(frozen=True, slots=True)
 class _Whole:
-    """The traces of the newest window of which everybody's were seen, and which of them were left in it; step -1: none yet."""
+    """The newest traces that were seen whole, and which of them were left in that window; step -1: none yet."""
 
     step: int
     traces: Floats
@@ -334,10 +341,17 @@ def own_window(row: Floats, closing: Closing, *, rank: int, job: JobFacts, fits:
     with np.errstate(divide="ignore", invalid="ignore"):
         jitter = one(known["compute_std"]) / one(known["compute"])
     return Own(
-        size=size, unit=one(_unit(closing, job)), busy=one(busy if busy > 0 and size[0] > 0 else np.nan),
-        blocked=one(float(seen.mean()) if len(seen) else np.nan), least=one(float(seen.min()) if len(seen) else np.nan), jitter=jitter, steps=one(len(comm)),
-        noise=one(own_noise(known, workers)), fits=one(np.inf if fits is None else fits), workers=workers,
-    )  # fmt: skip
+        size=size,
+        unit=one(_unit(closing, job)),
+        busy=one(busy if busy > 0 and size[0] > 0 else np.nan),
+        blocked=one(float(seen.mean()) if len(seen) else np.nan),
+        least=one(float(seen.min()) if len(seen) else np.nan),
+        jitter=jitter,
+        steps=one(len(comm)),
+        noise=one(own_noise(known, workers)),
+        fits=one(np.inf if fits is None else fits),
+        workers=workers,
+    )
 
 
 def own_noise(known: Mapping[str, float], workers: int) -> float:

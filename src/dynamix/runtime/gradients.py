@@ -93,8 +93,8 @@ class GradientHook:
     """The one communication hook DDP allows: weights, wraps the user's hook, measures norms and times.
 
     share     says how the current step is weighted
-    inner     the user's hook and its state; torch's all-reduce when None. A true attribute `lossless` of the hook says that
-              its result is the mean itself and that it copes with infinities on its own
+    inner     the user's hook and its state; torch's all-reduce when None. A true attribute `lossless` of the hook says
+              that its result is the mean itself and that it copes with infinities on its own
     meter     receives timing marks and squared norms ("local_sq", "global_sq", per bucket)
     """
 
@@ -163,8 +163,9 @@ class GradientHook:
             model.register_comm_hook(None, entry)
         except RuntimeError as error:
             raise UsageError(
-                "the model already has a communication hook, and DDP allows one: remove your register_comm_hook(state, hook) "
-                "line and pass it as controller.wrap(model, optimizer, hook=hook, hook_state=state)"
+                "the model already has a communication hook, and DDP allows one: remove your "
+                "register_comm_hook(state, hook) line and pass it as "
+                "controller.wrap(model, optimizer, hook=hook, hook_state=state)"
             ) from error
 
     def step_done(self) -> None:

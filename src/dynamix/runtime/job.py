@@ -50,6 +50,12 @@ class JobFacts:
     def __post_init__(self) -> None:
         self.closing = Closing(0, self.bounds.low, 0, 0, 0.0, 0, 0)
 
+    def limit_to(self, samples: int) -> None:
+        """No global step may outgrow a data set: every step would be a tail, and no window would ever close."""
+        bounds = self.bounds
+        most = max(samples // self.accumulate // bounds.quantum * bounds.quantum, int(np.max(bounds.total_low)))
+        self.bounds = dataclasses.replace(bounds, total_high=np.minimum(bounds.total_high, most))
+
     def keep(self, kind: Kind) -> Message:
         """The message that changes nothing."""
         return self.message(kind, self.closing.consumed, self.closing.sizes)

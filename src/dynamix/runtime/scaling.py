@@ -53,8 +53,8 @@ def adascale(scale: float, noise: float, signal: float, *, base_batch: float) ->
 
     S = tr(Sigma) / B0 is the variance of the mean gradient of a base batch, G2 = |G|^2. The gain is linear in the batch
     where noise dominates and 1 where it does not matter; it equals s times the statistical efficiency of B against B0.
-    Estimates below zero count as zero. With nothing known it is the least it could be, min(1, s): a batch no larger than
-    the user's never gets a larger rate than the linear rule's, a larger batch none that the data did not justify.
+    Estimates below zero count as zero. With nothing known it is the least it could be, min(1, s): a batch no larger
+    than the user's never gets a larger rate than the linear rule's, a larger batch none that the data did not justify.
 
     >>> adascale(4.0, noise=6400.0, signal=100.0, base_batch=64)            # S = G2: half of the noise limit and more
     1.6
@@ -91,8 +91,8 @@ class LearningRate:
     """Multiplies an optimizer's learning rates by `factor`, during its steps only.
 
     The rates are changed by a step pre-hook and put back by the first post-hook, so a schedule stepped in a later hook
-    sees the user's rates. A closure runs under the user's rates too. torch runs no post-hook when a step raises, so `step`
-    is also wrapped on this one object, and whatever happens the rates are put back before the exception is seen.
+    sees the user's rates. A closure runs under the user's rates too. torch runs no post-hook when a step raises, so
+    `step` is also wrapped on this one object, and whatever happens the rates are put back before the exception is seen.
     `state_dict()` shows the user's rates at any time. Tensor rates are changed in place: captured graphs keep working.
 
     `optimizer` keeps working with GradScaler and schedulers, made before or after. Raises `ConfigError` for an unknown
@@ -232,8 +232,8 @@ class LearningRate:
 class SampleSchedule:
     """Drives a torch learning-rate scheduler by samples: one `scheduler.step()` per `nominal_batch_size` of them.
 
-    A schedule written for steps of a fixed global batch then keeps its meaning when the batch varies. Progress is carried
-    over exactly, and a schedule with an end (OneCycleLR) stays at its last rate instead of raising. Restore the
+    A schedule written for steps of a fixed global batch then keeps its meaning when the batch varies. Progress is
+    carried over exactly, and a schedule with an end (OneCycleLR) stays at its last rate instead of raising. Restore the
     optimizer's own state beside it: like in torch, the current rates are saved there.
 
     Raises `ConfigError` for a nominal batch below 1, negative samples, and a scheduler that needs a metric.
@@ -250,9 +250,11 @@ class SampleSchedule:
     def __init__(self, scheduler: LRScheduler, *, nominal_batch_size: int) -> None:
         if isinstance(scheduler, ReduceLROnPlateau):
             raise ConfigError(
-                "scheduler", type(scheduler).__name__, "a scheduler whose step() takes no metric",
+                "scheduler",
+                type(scheduler).__name__,
+                "a scheduler whose step() takes no metric",
                 "call its step(metric) yourself after each evaluation",
-            )  # fmt: skip
+            )
         if nominal_batch_size < 1:
             raise ConfigError(
                 "nominal_batch_size",

@@ -2,8 +2,9 @@
 
 The store can only add whole numbers, so that concurrent deposits can never be lost. Decay is therefore put into the
 deposit: one at step t counts (1 - alpha)^-(t - t0), and a reader at step s multiplies the sum by (1 - alpha)^(s - t0)
-(forward decay, Cormode et al. 2009). t0 is the first step of the epoch, a stretch of steps in which that factor stays below 2^12;
-the key names cell and epoch, so the stamp needs no update of its own, and a reader needs the two newest epochs only.
+(forward decay, Cormode et al. 2009). t0 is the first step of the epoch, a stretch of steps in which that factor stays
+below 2^12; the key names cell and epoch, so the stamp needs no update of its own, and a reader needs the two newest
+epochs only.
 
 A store can die or hang, and training must not. Only a daemon thread talks to it; `read` waits for it a moment at most.
 """
@@ -44,8 +45,8 @@ class StoreField:
                  has caught up; a lost connection is never taken up again
     backlog      deposits and reads that may wait for the store; further deposits are dropped and counted in `dropped`
 
-    Deposits that are not finite are left out, larger ones than +-64 visits cut. Every rank needs the same `cells`, `decay` and
-    `prefix`. Call `close` when done.
+    Deposits that are not finite are left out, larger ones than +-64 visits cut. Every rank needs the same `cells`,
+    `decay` and `prefix`. Call `close` when done.
 
     >>> from torch.distributed import HashStore
     >>> traces = StoreField(HashStore(), 2, Decay(alpha=0.5, beta=1.0, start=0.0), patience_s=10)

@@ -32,7 +32,7 @@ class Attached:
             self.hook.step_done()
 
     def before_forward(self) -> None:
-        """A forward pass of training begins. Raises `UsageError` where DDP would fail in its backward without a reason."""
+        """A forward pass of training begins. Raises `UsageError` where DDP would fail later without a reason."""
         ddp, hook = self.model, self.hook
         if hook is None or hook.buckets_seen or not isinstance(ddp, DistributedDataParallel):
             return

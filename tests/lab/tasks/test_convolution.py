@@ -18,8 +18,8 @@ def test_a_net_has_the_weight_layers_of_its_name(net: str, depth: int) -> None:
 
 @pytest.mark.parametrize(("name", "parameters"), [("cifar10-vgg16", 15_249_354), ("cifar10-resnet34", 21_282_122)])
 def test_full_width_nets_have_their_known_size(name: str, parameters: int) -> None:
-    """VGG-16: 14,710,464 of convolutions, 8,448 of norms, 530,442 of three layers of 512. ResNet-34 as torchvision's, its
-    first convolution 3 wide and its last layer for ten classes."""
+    """VGG-16: 14,710,464 of convolutions, 8,448 of norms, 530,442 of three layers of 512. ResNet-34 as torchvision's,
+    its first convolution 3 wide and its last layer for ten classes."""
     model = make_workload(name).make_model(0)
     assert sum(p.numel() for p in model.parameters()) == parameters
 

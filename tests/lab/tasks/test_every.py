@@ -11,8 +11,8 @@ from torch.nn.utils import parameters_to_vector
 from dynamix.errors import ConfigError
 from dynamix_lab.tasks import Data, Workload, make_workload, score, workload_names
 
-# samples, steps, batch and the score to be passed. Knowing nothing gives 0.1 of the classes and 0 of the ratings' variance; always
-# saying "space" gives 0.28 of the bytes.
+# samples, steps, batch and the score to be passed. Knowing nothing gives 0.1 of the classes and 0 of the ratings'
+# variance; always saying "space" gives 0.28 of the bytes.
 LEARNS: dict[str, tuple[int, int, int, float]] = {
     "mnist1d": (1000, 60, 64, 0.2),
     "mnist1d-vgg11": (1000, 90, 64, 0.2),

@@ -113,7 +113,8 @@ def _wide(rank: int, group: str | None, address_space: int | None) -> dict[str, 
     data = TensorDataset(torch.randn(2400, 32), torch.randn(2400, 1))
     net = nn.Sequential(nn.Linear(32, WIDE), nn.Tanh(), nn.Linear(WIDE, 1))
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-5)
-    # A limit on address space counts what threads reserve and not what the allocator has left: only a batch far beyond it must fail.
+    # A limit on address space counts what threads reserve and not what the allocator has left: only a batch far beyond
+    # it must fail.
     size = 400 if address_space is None else 1000
     controller = dynamix.Controller("static", batch_size=size, max_batch_size=1600, guard=False)
     sampler = controller.batch_sampler(data, shuffle=False)

@@ -2,7 +2,8 @@
 
 One network with shared weights, pi(a_i | s_i, s_global): it sees a worker's own state and the pooled state of all, and
 chooses among {-100, -25, 0, +25, +100} samples, clamped to [32, 1024]. No model of the system and no rule to correct,
-unlike `learned.py`. Where the sources are silent or second-hand the choice is a value of `Actions` (docs/design/paper-form.md).
+unlike `learned.py`. Where the sources are silent or second-hand the choice is a value of `Actions`
+(docs/design/paper-form.md).
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ class Actions:
 
     steps      samples added to a worker's batch size
     low, high  sizes are clamped to this range; a worker that is outside already may stay where it is
-    scale      "base": all of it is for a job of 128 samples a worker and scales with the user's own batch size (8 samples
-               a worker: a step of 25 means 1.6 samples). "samples": literally
+    scale      "base": all of it is for a job of 128 samples a worker and scales with the user's own batch size (8
+               samples a worker: a step of 25 means 1.6 samples). "samples": literally
     """
 
     steps: tuple[float, ...] = (-100.0, -25.0, 0.0, 25.0, 100.0)

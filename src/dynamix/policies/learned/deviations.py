@@ -24,8 +24,8 @@ class LiveConfig:
                    nothing is tried until time has gone by
     kl_limit       nats, mean per worker, that the policy may move from the one loaded
     memory, rows   newest deviations learned from; at most so many, and so many workers times windows, a gradient step
-    every_s        seconds of training between gradient steps at least: a step costs some milliseconds of rank 0, beside its
-                   training step. Counted in the windows' own time, so that a resumed job does the same
+    every_s        seconds of training between gradient steps at least: a step costs some milliseconds of rank 0, beside
+                   its training step. Counted in the windows' own time, so that a resumed job does the same
     warm_up        windows before the first deviation: the model that prices them must be fitted
     draws          deviations whose mean price is the expected loss of one
     """

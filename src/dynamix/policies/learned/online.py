@@ -37,11 +37,11 @@ SLIGHTEST = 1e-300  # samples
 class LearningPolicy:
     """`policy`, which goes on learning: what `Controller(policy, learn=True)` makes of it.
 
-    `policy.net` must be a torch module called by `policy.decide` as `net(observed, mask)` that returns (delta (N, W, 1),
-    growth (N, 1), value), the action in log share and log global batch; or a net with methods `mean_action` and `divergence`
-    (see `AdditiveNet`). Raises `ConfigError` for policies without one. `decide` answers; `improve`, called after the answer
-    is out, makes at most one gradient step. One thread may decide while another saves. Windows may have any leading
-    shape; all clusters of one object learn one policy together.
+    `policy.net` must be a torch module called by `policy.decide` as `net(observed, mask)` that returns (delta (N, W,
+    1), growth (N, 1), value), the action in log share and log global batch; or a net with methods `mean_action` and
+    `divergence` (see `AdditiveNet`). Raises `ConfigError` for policies without one. `decide` answers; `improve`, called
+    after the answer is out, makes at most one gradient step. One thread may decide while another saves. Windows may
+    have any leading shape; all clusters of one object learn one policy together.
     """
 
     def __init__(self, policy: Policy, config: LiveConfig | None = None, *, seed: int = 0) -> None:
@@ -295,7 +295,7 @@ class LearningPolicy:
             self._check(state["learned"])
             self.policy.load_state_dict(state["policy"])
             self._load_learned(state["learned"])
-            self.fitted.load_state_dict(state["model"])
+            self.fitted.load_state_dict(state)
             self.reference = restored(self.reference, state["reference"])
             self.trials = [Trial(**trial) for trial in state["trials"]]
             pending = state["pending"]

@@ -208,8 +208,8 @@ class LearnedPolicy:
         return {"memory": self.memory.state_dict(), "model": self.fitted.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.fitted.load_state_dict(state)
         self.memory.load_state_dict(state["memory"])
-        self.fitted.load_state_dict(state["model"])
 
     def save(self, path: str | Path) -> None:
         """Write `path` (safetensors) and its description beside it (`.json`); never pickle."""

@@ -186,7 +186,7 @@ _WORKER = (
 
 
 def _surprises(before: JobModel, window: Window, batch: Floats, busy: Floats) -> tuple[Floats, Floats]:
-    """Measured against predicted log seconds, of workers (..., W) and of steps (...), by the model of before the window."""
+    """Measured against predicted log seconds, of workers (..., W) and steps (...), by the model before the window."""
     alpha, beta = before.line
     expected = alpha + beta * batch
     with np.errstate(divide="ignore", invalid="ignore"):

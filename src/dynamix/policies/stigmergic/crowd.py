@@ -1,6 +1,8 @@
-"""What a worker makes of the traces that all have left: when they could all finish together, and which load teaches most a second.
+"""What a worker makes of the traces that all have left: when they could all finish together, and which load teaches
+most a second.
 
-All who read the same field come to the same answer, but for what they remember; how far they differ the field tells too (`aim`).
+All who read the same field come to the same answer, but for what they remember; how far they differ the field tells too
+(`aim`).
 """
 
 from __future__ import annotations
@@ -36,19 +38,21 @@ from dynamix.policies.stigmergic.traces import (
 )
 from dynamix.window import Floats
 
-LEAST = 0.01  # in log goodput, for which the crowd changes its load at all: the best load is flat, and what is known of it is not exact
+# In log goodput: for less the crowd does not change its load. The best load is flat, and not known exactly.
+LEAST = 0.01
 UNTIL_KNOWN = 8  # decisions after which a noise scale that is not known is not to be expected
 CANDIDATES: Floats = np.linspace(-1.0, 1.0, 33)  # of the common move, over its reach
 
 
 @dataclass(frozen=True, slots=True)
 class Smell:
-    """The traces as figures of the crowd, (..., 1 or W); NaN where they are not known. Loads are counted in even shares of the base
-    batch, times in the last window's steps.
+    """The traces as figures of the crowd, (..., 1 or W); NaN where they are not known. Loads are counted in even shares
+    of the base batch, times in the last window's steps.
 
     load     mean load
     speed    mean of loads computed in the time of a step, by those whose sizes are not at a bound
-    offset   mean of the loads that they would compute in the time of their fixed costs, less the load of those at a bound
+    offset   mean of the loads that they would compute in the time of their fixed costs, less the load of those at a
+             bound
     fixed    mean of the loads that anybody would compute in the time of its fixed costs
     last     part of the step before the last gradient of all
     floor    time of the worker whose smallest size takes longest; 0 where that is far below `last`
@@ -70,7 +74,8 @@ class Smell:
     oom: Floats
 
     def finish(self, load: Floats) -> Floats:
-        """When all could finish together at mean loads (..., K), in steps; `load` may have one dimension more than the figures.
+        """When all could finish together at mean loads (..., K), in steps; `load` may have one dimension more than the
+        figures.
 
         Where every size is at a bound, the last one's time at the present load, in proportion.
         """
@@ -99,7 +104,8 @@ class Crowd:
         """Take in the traces of a window, (..., 1 or W, 16), and which part of them was left in it."""
         with np.errstate(divide="ignore", invalid="ignore"):
             means = traces / traces[..., PRESENT, None]
-            # Sizes change from window to window, and a high power would not be forgotten for long: of these only what is new counts.
+            # Sizes change from window to window, and a high power would not be forgotten for long: of these only what
+            # is new counts.
             load, speed, offset, held = (new[..., trace] / new[..., PRESENT] for trace in (LOAD, SPEED, OFFSET, HELD))
             last = np.clip(1.0 - new[..., WAIT] / new[..., LATE], 0.02, 1.0)
             # The noise of several windows, as faded: one window's is mostly chance.
@@ -109,10 +115,17 @@ class Crowd:
         known = self.last if self.last.shape == last.shape else np.ones(last.shape)
         self.last = np.where(np.isfinite(last), last, known)
         return Smell(
-            load=load, speed=np.where(speed > 1e-3, speed, 0.0), offset=offset - held, fixed=means[..., OFFSET],
-            last=np.where(np.isnan(load), np.nan, self.last), floor=floor, noise=np.clip(noise, 0.01, 0.99),
-            churn=np.minimum(means[..., GROW], means[..., SHRINK]), aim=aim, oom=traces[..., OOM],
-        )  # fmt: skip
+            load=load,
+            speed=np.where(speed > 1e-3, speed, 0.0),
+            offset=offset - held,
+            fixed=means[..., OFFSET],
+            last=np.where(np.isnan(load), np.nan, self.last),
+            floor=floor,
+            noise=np.clip(noise, 0.01, 0.99),
+            churn=np.minimum(means[..., GROW], means[..., SHRINK]),
+            aim=aim,
+            oom=traces[..., OOM],
+        )
 
     def best_move(
         self,
@@ -125,8 +138,8 @@ class Crowd:
         price: float,
         seen: bool = False,
     ) -> tuple[Floats, Floats]:
-        """Log change (..., 1 or W) of the crowd's `load`, within `reach`, to the one of highest goodput, and the largest that may be
-        made: beyond what training has met growth is as slow as `goodput.GROWTH`.
+        """Log change (..., 1 or W) of the crowd's `load`, within `reach`, to the one of highest goodput, and the
+        largest that may be made: beyond what training has met growth is as slow as `goodput.GROWTH`.
 
         load      mean load in force now (..., 1 or W), which the traces may not tell yet
         seconds   of the traces' step (..., 1 or W)

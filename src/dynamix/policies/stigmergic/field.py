@@ -1,8 +1,8 @@
 """Decaying traces in a shared field: what agents leave for each other instead of messages.
 
-S-MADRL (arXiv 2510.03592): a visited cell becomes rho <- (1 - alpha) rho + beta, every other one (1 - alpha) rho. Decay is
-lazy: a cell holds its value and the step at which that was true, so a step costs as much as there are visits, not cells.
-Deposits of one step add up, and the order in which deposits arrive does not matter, even if some arrive late.
+S-MADRL (arXiv 2510.03592): a visited cell becomes rho <- (1 - alpha) rho + beta, every other one (1 - alpha) rho. Decay
+is lazy: a cell holds its value and the step at which that was true, so a step costs as much as there are visits, not
+cells. Deposits of one step add up, and the order in which deposits arrive does not matter, even if some arrive late.
 
 `MemoryField` is for grids and simulators, `dynamix.runtime.trace_store.StoreField` for processes of a training job.
 """

@@ -3,10 +3,11 @@
 The idea is S-MADRL's (arXiv 2510.03592): no messages, decaying traces, one rule for all. The rule, its traces and its
 parameters are ours; the parameters are learned in simulation (`dynamix.training.stigmergic`).
 
-Every worker learns its own costs, alpha + beta b, and leaves what the crowd needs of them: the loads it computes in the time of a
-step, and those its fixed costs would take. The means of both tell every worker when all could finish together, at the crowd's
-present load and at any other, so each finds its own size alone, and the best load of the crowd: the one of highest goodput,
-by the noise and the exposed exchange that traces tell. Nobody knows anybody's times or costs.
+Every worker learns its own costs, alpha + beta b, and leaves what the crowd needs of them: the loads it computes in the
+time of a step, and those its fixed costs would take. The means of both tell every worker when all could finish
+together, at the crowd's present load and at any other, so each finds its own size alone, and the best load of the
+crowd: the one of highest goodput, by the noise and the exposed exchange that traces tell. Nobody knows anybody's times
+or costs.
 """
 
 from __future__ import annotations
@@ -64,9 +65,10 @@ class Parameters:
     """The rule's numbers. The defaults were set by hand; the shipped ones are learned.
 
     fade       alpha of the field, per window
-    calm, sure, gate   part of a deviation that is made up for: `calm` within the own jitter, `sure` far beyond, half way at `gate`
-               standard errors
-    eager      part of that for a deviation that asks for more: who is late makes all wait, who could do more makes nobody
+    calm, sure, gate   part of a deviation that is made up for: `calm` within the own jitter, `sure` far beyond, half
+               way at `gate` standard errors
+    eager      part of that for a deviation that asks for more: who is late makes all wait, who could do more makes
+               nobody
     hedge      a worker counts as slower by so many standard deviations of its step
     damp       how much less is made up for while the crowd both grows and shrinks
     push       part of the way to the crowd's best load that is gone in one decision
@@ -96,17 +98,17 @@ class Parameters:
 
 # What training may choose from.
 RANGES: dict[str, tuple[float, float]] = {
-    "fade": (0.3, 0.98), "calm": (0.02, 1.0), "sure": (0.4, 1.2), "eager": (0.1, 1.2), "gate": (0.3, 16.0), "hedge": (0.0, 2.0),
-    "damp": (0.0, 10.0), "push": (0.0, 1.2), "reach": (0.05, 0.8), "price": (0.002, 0.3), "heed": (0.1, 1.0),
-    "still": (0.0, 0.06), "kin": (0.0, 30.0), "alarm": (0.5, 10.0),
+    "fade": (0.3, 0.98), "calm": (0.02, 1.0), "sure": (0.4, 1.2), "eager": (0.1, 1.2), "gate": (0.3, 16.0),
+    "hedge": (0.0, 2.0), "damp": (0.0, 10.0), "push": (0.0, 1.2), "reach": (0.05, 0.8), "price": (0.002, 0.3),
+    "heed": (0.1, 1.0), "still": (0.0, 0.06), "kin": (0.0, 30.0), "alarm": (0.5, 10.0),
 }  # fmt: skip
 
 
 class StigmergicPolicy:
     """The rule. In a job of several ranks each holds one and decides for itself (`dynamix.runtime.decentral`).
 
-    `decide` plays all W workers of a cluster, or of C clusters, in one process: for simulators and jobs of one rank. What it does
-    per worker does not depend on W.
+    `decide` plays all W workers of a cluster, or of C clusters, in one process: for simulators and jobs of one rank.
+    What it does per worker does not depend on W.
 
     parameters   None: those set by hand; `pretrained()` has the learned ones
     decay        of the field; None: parameters.fade per window, from nothing
@@ -116,7 +118,8 @@ class StigmergicPolicy:
     >>> for _ in range(12):
     ...     seconds = np.array([0.1, 0.0]) + np.array([1e-3, 4e-3]) * sizes
     ...     wait = seconds.max() - seconds
-    ...     window = Window.of(sizes, compute=seconds, compute_std=1e-4, wait=wait, communication=0.0, steps=5, base_batch=128)
+    ...     known = {"compute": seconds, "compute_std": 1e-4, "wait": wait, "communication": 0.0}
+    ...     window = Window.of(sizes, steps=5, base_batch=128, **known)
     ...     sizes = policy.decide(window, Bounds.of(2))
     >>> seconds.round(2).tolist()                                             # 0.16 and 0.26 at the start
     [0.18, 0.19]
@@ -179,8 +182,8 @@ class StigmergicPolicy:
         return Sense(sense.share, sense.jitter, pace_s, offset), left
 
     def choose(self, own: Own, sense: Sense, smelt: Floats, new: Floats, bounds: Bounds, *, old: bool = False) -> Ints:
-        """The workers' new sizes (..., W) from what they smell, and which part of it was left in the last window, (..., 1 or W, 16).
-        Unknown traces: the size stays.
+        """The workers' new sizes (..., W) from what they smell, and which part of it was left in the last window, (...,
+        1 or W, 16). Unknown traces: the size stays.
 
         old   the traces are those of the window before; somebody has not left the last one's yet
 
@@ -210,8 +213,8 @@ class StigmergicPolicy:
     def moved(self, before: Floats, load: Floats, sizes: Ints) -> Floats:
         """What workers of this `load` leave in the field about their way from size `before` to `sizes`, (..., W, 16).
 
-        Only what they did beyond the move that all made alike: moves towards the pace cancel to first order, and this is what is
-        left of their sum.
+        Only what they did beyond the move that all made alike: moves towards the pace cancel to first order, and this
+        is what is left of their sum.
         """
         left = np.zeros((*before.shape, len(TRACES)))
         change = np.maximum(sizes, 1) / np.maximum(before, 1) * np.exp(-self.common) - 1.0
@@ -221,8 +224,8 @@ class StigmergicPolicy:
         return left
 
     def _moves(self, own: Own, sense: Sense, smell: Smell, load: Floats, *, old: bool) -> tuple[Floats, Floats, Floats]:
-        """The log change that all make alike, (..., 1 or W), each one's whole log change from `load` and the load it aims at, (..., W);
-        NaN where the traces are not known."""
+        """The log change that all make alike, (..., 1 or W), each one's whole log change from `load` and the load it
+        aims at, (..., W); NaN where the traces are not known."""
         p = self.parameters
         self.habit.costs = self.habit.costs.lean_to(np.maximum(smell.fixed, 0.0)[..., None], p.kin)
         # Times are in steps of the traces' window; since an old one all have made a move.
@@ -287,9 +290,15 @@ class StigmergicPolicy:
         field = None if self.field is None else {k: v.tolist() for k, v in self.field.state_dict().items()}
         worlds = None if self.field is None else list(self.field.worlds)
         return {
-            "habit": self.habit.state_dict(), "crowd": self.crowd.state_dict(), "windows": self.windows, "field": field,
-            "worlds": worlds, "smelt": self._smelt.tolist(), "common": self.common.tolist(), "target": self.target.tolist(),
-        }  # fmt: skip
+            "habit": self.habit.state_dict(),
+            "crowd": self.crowd.state_dict(),
+            "windows": self.windows,
+            "field": field,
+            "worlds": worlds,
+            "smelt": self._smelt.tolist(),
+            "common": self.common.tolist(),
+            "target": self.target.tolist(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.habit.load_state_dict(state["habit"])

@@ -1,7 +1,8 @@
 """What a worker knows by itself after a window, and what it leaves of that in the shared field.
 
-Sixteen traces (`TRACES`), read as means over `present`, or over `late`, `heavy`, `heard` and `aiming` where only some know something. So nobody needs
-to know who left what, and who leaves no more is forgotten. Loads are counted in even shares of the base batch, times in steps.
+Sixteen traces (`TRACES`), read as means over `present`, or over `late`, `heavy`, `heard` and `aiming` where only some
+know something. So nobody needs to know who left what, and who leaves no more is forgotten. Loads are counted in even
+shares of the base batch, times in steps.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from dynamix.window import Floats, Window
 
 # present  1 for every worker and window
 # load     own size over the even share of the base batch
-# speed    loads that the worker computes in the time of a step, once its fixed costs are paid; 0 where its size is at a bound
+# speed    loads that the worker computes in the time of a step, once its fixed costs are paid; 0 at a bound of its size
 # offset   loads that it would compute in the time of its fixed costs
 # held     load and offset of a worker whose size is at a bound: it has no part in what the others share out
-# late     near 1 for who was last in some step, near 0 for who waits: the share of a step that was not spent blocked, at most, over the
-#          last one's as it was smelt before, to a high power
+# late     near 1 for who was last in some step, near 0 for who waits: the share of a step that was not spent blocked,
+#          at most, over the last one's as it was smelt before, to a high power
 # wait     the share of a step spent blocked, at least, times late: what the exchange adds
 # heavy    near 1 for who would fill the step with its smallest size: the part of the step that takes, to a high power
 # floor    the same part, times heavy
@@ -62,9 +63,10 @@ class Own:
     size      samples per micro-batch in force
     unit      the even share of the base batch, samples per micro-batch
     busy      s of computing and loading per optimizer step
-    blocked   s per step from the own last gradient to the end of the exchange: waiting and transfer, which one worker cannot
-              tell apart
-    least     the smallest of that over the window's steps: in the step in which this worker was last of all it is the transfer alone
+    blocked   s per step from the own last gradient to the end of the exchange: waiting and transfer, which one worker
+              cannot tell apart
+    least     the smallest of that over the window's steps: in the step in which this worker was last of all it is the
+              transfer alone
     jitter    standard deviation of a step's `busy`, relative
     steps     in the window
     noise     own part of the noise's share of |g|^2: its mean over workers is tr(Sigma) / (B |g|^2)
@@ -92,8 +94,8 @@ class Own:
     def of(cls, window: Window) -> Own:
         """All workers of `window`, each as it would know itself.
 
-        Where gradient norms were not measured (the simulator has none) each worker's part of the noise is what the window's
-        noise scale says.
+        Where gradient norms were not measured (the simulator has none) each worker's part of the noise is what the
+        window's noise scale says.
         """
         size = window.batch_size.astype(np.float64)
         unit = np.broadcast_to(base_total(window)[..., None] / window.workers, size.shape)
@@ -108,10 +110,17 @@ class Own:
         with np.errstate(invalid="ignore"):
             told = np.where(np.isposinf(scale), 1.0, scale / (scale + total))
         return cls(
-            size=size, unit=unit, busy=busy_seconds(window), blocked=window.wait + window.communication,
-            least=least, jitter=jitter, steps=np.broadcast_to(window.steps[..., None], size.shape),
-            noise=np.where(np.isnan(noise), told, noise), fits=np.full(size.shape, np.inf), workers=window.workers,
-        )  # fmt: skip
+            size=size,
+            unit=unit,
+            busy=busy_seconds(window),
+            blocked=window.wait + window.communication,
+            least=least,
+            jitter=jitter,
+            steps=np.broadcast_to(window.steps[..., None], size.shape),
+            noise=np.where(np.isnan(noise), told, noise),
+            fits=np.full(size.shape, np.inf),
+            workers=window.workers,
+        )
 
 
 def noise_part(weight: Floats, local_sq: Floats, global_sq: Floats, workers: int) -> Floats:

@@ -1,4 +1,4 @@
-"""What one worker of a stigmergic job remembers of itself: its costs, its last step, its wish. As much for any number of workers."""
+"""What one worker of a stigmergic job remembers of itself: its costs, its last step, its wish."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ class Sense:
 
 
 class Habit:
-    """The own costs as `WorkerCosts` learns them of a worker that knows no other, the last step, the wish before rounding.
+    """The own costs as `WorkerCosts` learns them of a worker that knows no other, the last step, the wish before
+    rounding.
 
     pinned   whether the last wish lay beyond what the own bounds or memory allow; `least` is the smallest size they do
     """
@@ -55,9 +56,12 @@ class Habit:
             self._start(own)
         # Each worker is a cluster of its own to the filters.
         alone = Window.of(
-            own.size[..., None].astype(np.int64), compute=own.busy[..., None], compute_std=(own.jitter * own.busy)[..., None],
-            steps=own.steps, base_batch=own.unit,
-        )  # fmt: skip
+            own.size[..., None].astype(np.int64),
+            compute=own.busy[..., None],
+            compute_std=(own.jitter * own.busy)[..., None],
+            steps=own.steps,
+            base_batch=own.unit,
+        )
         self.costs = self.costs.update(alone)
         alpha, beta = self.costs.alpha[..., 0], self.costs.beta[..., 0]
         step, self.before = own.busy + own.blocked, self.step

@@ -41,9 +41,9 @@ class ExitNote:
         if not samples:
             return None
         return (
-            f"dynamix: rank {self.rank} ran out of memory in a step of {samples} samples, and other ranks may be waiting "
-            f"for it, so the step is not tried again. {advice(self.rank, samples)}; controller.backward(loss_fn, batch) "
-            "goes on in smaller pieces instead"
+            f"dynamix: rank {self.rank} ran out of memory in a step of {samples} samples, and other ranks may be "
+            f"waiting for it, so the step is not tried again. {advice(self.rank, samples)}; "
+            "controller.backward(loss_fn, batch) goes on in smaller pieces instead"
         )
 
 

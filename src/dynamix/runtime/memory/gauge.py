@@ -23,12 +23,18 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from dynamix.probes.host import Cgroups
 from dynamix.runtime.memory.agree import all_of
 
-_TEXTS = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory",
-          "CUDA out of memory", "CUDA error: out of memory", "ALLOC_FAILED", "Cannot allocate memory")  # fmt: skip
+_TEXTS = (
+    "DefaultCPUAllocator: can't allocate memory",
+    "DefaultCPUAllocator: not enough memory",
+    "CUDA out of memory",
+    "CUDA error: out of memory",
+    "ALLOC_FAILED",
+    "Cannot allocate memory",
+)
 # What stays free: other processes of the group grow too, and page tables are not counted to any batch.
 RESERVE, LEAST_RESERVE_BYTES = 0.05, 16 * 2**20
-# On growth, foreseen or measured: the same batch takes up to a third more another time, as the C library's heap has holes
-# or not (it serves blocks of up to 32 MiB once some were freed). `tests/memory` was killed at 1.1.
+# On growth, foreseen or measured: the same batch takes up to a third more another time, as the C library's heap has
+# holes or not (it serves blocks of up to 32 MiB once some were freed). `tests/memory` was killed at 1.1.
 _CAUTION = 1.4
 
 

@@ -102,10 +102,11 @@ class LimitSearch:
         if (found == 0).any():
             at = int(np.argmin(found))
             raise ConfigError(
-                "min_batch_size", int(max(bounds.low[at], 1)),
+                "min_batch_size",
+                int(max(bounds.low[at], 1)),
                 f"what fits the memory of rank {at}, where not even {max(int(bounds.low[at]), 2)} samples do",
                 "lower min_batch_size, or use a smaller model, activation checkpointing, or a worker with more memory",
-            )  # fmt: skip
+            )
         return found
 
     def _run(self, search: Search, step_fn: Callable[[Any], Any], example: Any) -> None:
@@ -182,10 +183,17 @@ def within(bounds: Bounds, caps: Ints) -> Bounds:
     high = np.minimum(bounds.high, caps)
     if int(bounds.total_low) > int(high.sum()):
         raise ConfigError(
-            "min_global_batch", int(bounds.total_low), f"at most {int(high.sum())}, which is what fits: {caps.tolist()}",
+            "min_global_batch",
+            int(bounds.total_low),
+            f"at most {int(high.sum())}, which is what fits: {caps.tolist()}",
             "lower min_global_batch, or accumulate more micro-batches",
-        )  # fmt: skip
+        )
     return Bounds.of(
-        len(caps), bounds.low, high, total_low=int(bounds.total_low), total_high=int(bounds.total_high),
-        quantum=bounds.quantum, max_change=bounds.max_change,
-    )  # fmt: skip
+        len(caps),
+        bounds.low,
+        high,
+        total_low=int(bounds.total_low),
+        total_high=int(bounds.total_high),
+        quantum=bounds.quantum,
+        max_change=bounds.max_change,
+    )

@@ -1,7 +1,8 @@
 """A backward pass that goes on in smaller pieces where memory runs out, and crosses ranks exactly once.
 
-DDP starts reducing while backward still runs, so nothing can be tried again once it has begun. Here all pieces run under
-`no_sync`, the ranks agree that every one has its gradient, and a backward pass of nothing then sends it through the hook.
+DDP starts reducing while backward still runs, so nothing can be tried again once it has begun. Here all pieces run
+under `no_sync`, the ranks agree that every one has its gradient, and a backward pass of nothing then sends it through
+the hook.
 """
 
 from __future__ import annotations
@@ -112,7 +113,7 @@ class RetryingBackward:
         return _OK, total
 
     def _ready(self) -> None:
-        """The gradient is there: waiting for slower ranks is no computing, and the hook's own mark would come too late."""
+        """The gradient is there. Waiting for slower ranks is no computing; the hook's own mark comes too late."""
         if self.group is not None:
             self.attached.recorder.gradients_ready()
 
@@ -144,8 +145,8 @@ class RetryingBackward:
         except Exception as error:
             if is_out_of_memory(error):
                 raise MemoryLimitError(
-                    f"rank {self.rank} ran out of memory while its gradient was being reduced, where nothing can be tried "
-                    f"again: {advice(self.rank, samples)}"
+                    f"rank {self.rank} ran out of memory while its gradient was being reduced, where nothing can be "
+                    f"tried again: {advice(self.rank, samples)}"
                 ) from error
             raise
 
@@ -204,8 +205,8 @@ class _Ready:
 
 def _too_large(rank: int) -> MemoryLimitError:
     return MemoryLimitError(
-        f"rank {rank} ran out of memory even with one sample at a time: use a smaller model, activation checkpointing, or "
-        "a worker with more memory"
+        f"rank {rank} ran out of memory even with one sample at a time: use a smaller model, activation checkpointing, "
+        "or a worker with more memory"
     )
 
 

@@ -1,0 +1,92 @@
+"""A policy's optional methods are called where it has them, also through what wraps it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import dynamix
+from dynamix.errors import ConfigError
+from dynamix.events.records import read_events
+from dynamix.policies import make_policy
+from dynamix.policies.guard import Guard
+from dynamix.policies.stigmergic.policy import StigmergicPolicy
+from dynamix.policies.wrappers import after_answer, carry_over, load_policy, peers_of, report_of
+from dynamix.window import Bounds, Ints, Window
+
+
+class Notes:
+    """A researcher's own policy that keeps what it has and says so."""
+
+    def __init__(self) -> None:
+        self.answered, self.carried, self.loaded = 0, {}, {}  # type: ignore[var-annotated]
+
+    def decide(self, window: Window, bounds: Bounds) -> Ints:
+        return window.batch_size
+
+    def report(self, *, asked: bool) -> dict[str, Any]:
+        return {"notes": {"asked": asked, "answered": self.answered}}
+
+    def after_answer(self) -> None:
+        self.answered += 1
+
+    def carry_over(self, state: dict[str, Any]) -> None:
+        self.carried = state
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"answered": self.answered}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.loaded = state
+
+
+@pytest.mark.parametrize("guard", [False, True])
+def test_events_carry_its_report_and_it_works_on_after_the_answer(tmp_path: Path, guard: bool) -> None:
+    data = TensorDataset(torch.randn(64, 4), torch.randn(64, 1))
+    net, policy, path = nn.Linear(4, 1), Notes(), tmp_path / "events.jsonl"
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    controller = dynamix.Controller(policy, batch_size=8, interval=2, events=path, guard=guard)
+    sampler = controller.batch_sampler(data)
+    controller.wrap(net, optimizer)
+    for x, y in DataLoader(data, batch_sampler=sampler):
+        nn.functional.mse_loss(net(x), y).backward()
+        optimizer.step()
+        controller.step()
+    controller.close()
+    events = read_events(path)
+    assert [event["notes"] for event in events] == [{"asked": True, "answered": i} for i in range(len(events))]
+    assert all(("guard" in event) == guard for event in events)
+    assert policy.answered == len(events) >= 3
+
+
+def test_a_guard_passes_on_what_it_is_told_and_keeps_its_own_state_to_itself() -> None:
+    policy = Notes()
+    guard = Guard(policy)
+    saved = guard.state_dict()
+    after_answer(guard)
+    carry_over(guard, saved)
+    assert (policy.answered, policy.carried) == (1, {"answered": 0})
+    assert report_of(guard, asked=False) == {"notes": {"asked": False, "answered": 1}}, "no verdict on that window"
+    load_policy(policy, saved)
+    assert policy.loaded == {"answered": 0}
+
+
+def test_policies_without_these_methods_have_nothing_to_say() -> None:
+    plain = make_policy("lb_bsp")
+    after_answer(plain)
+    carry_over(plain, {})
+    assert report_of(plain) == {}
+    assert peers_of(plain) is None
+    assert peers_of(Guard(plain)) is None
+
+
+def test_workers_that_decide_for_themselves_cannot_be_watched() -> None:
+    rule = StigmergicPolicy()
+    assert peers_of(rule) is rule
+    with pytest.raises(ConfigError, match="leave guard out"):
+        peers_of(Guard(rule))
