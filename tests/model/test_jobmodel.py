@@ -399,3 +399,10 @@ def test_a_slowest_worker_who_changes_from_step_to_step_makes_all_later() -> Non
     late = JobModel().update(Window.of([64, 64], compute=seconds, wait=0.5, communication=0.05, steps=5))
     assert float(late.stretch) == pytest.approx(2.0)
     assert float(JobModel().update(Window.of([64, 64])).stretch) == 1.0
+
+
+def test_a_change_of_workers_begins_the_count_of_steps_anew() -> None:
+    model = JobModel().update(Window.of([8, 8], compute=[0.1, 0.2], step=500))
+    unnamed = model.update(Window.of([8, 8, 8], compute=[0.1, 0.2, 0.3]))
+    later = unnamed.update(Window.of([8, 8, 16], compute=[0.1, 0.2, 0.6], step=10))
+    assert later.sizes.tolist() == [8, 8, 16]
