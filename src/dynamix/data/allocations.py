@@ -113,7 +113,7 @@ def _checked(sizes: ArrayLike) -> Ints:
         raise ConfigError("sizes", given.tolist(), "whole numbers of shape (W,)", "pass one batch size per rank")
     if (array < 0).any() or not array.any():
         raise ConfigError(
-            "sizes", array.tolist(), "0 or more, at least one above 0", "use dynamix.window.project for valid sizes"
+            "sizes", array.tolist(), "0 or more, at least one above 0", "use dynamix.project for valid sizes"
         )
     array.flags.writeable = False
     return array

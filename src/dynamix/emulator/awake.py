@@ -2,7 +2,7 @@
 
 Hosts with a part of a core leave the machine idle between their slices. A virtual machine gives an idle processor
 back, and may get it again slower, with cold caches, a low clock or late, which changes by the minute
-(docs/design/emulator.md has what was measured). So one process per processor turns for nothing, of the class that runs
+(docs/design/emulator.md says more). So one process per processor turns for nothing, of the class that runs
 only when nobody else wants to.
 
 Standard library only, run by path as a process of its own. Its argument is its owner's pid; it ends with it, at a byte

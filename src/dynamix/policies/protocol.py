@@ -12,7 +12,7 @@ class Policy(Protocol):
     """Anything with these three methods serves as a policy.
 
     `decide(window, bounds)` maps a window of shape (..., W) to batch sizes, int64 (..., W), that satisfy `bounds`
-    (use `dynamix.window.project`). It may keep state between calls; `state_dict` and `load_state_dict` save it.
+    (use `dynamix.project`). It may keep state between calls; `state_dict` and `load_state_dict` save it.
     An optional attribute `boundary`, "window" (default) or "epoch", says how often it wants to be asked.
     Optional methods, as of policies that wrap another, are named in `dynamix.policies.wrappers`. Windows and bounds are
     read-only.

@@ -93,8 +93,8 @@ class ResidualNet(nn.Module):
         return local, self.shared(pooled), self.critic(pooled).squeeze(-1)
 
     def answer(self, observed: NDArray[np.float32], active: NDArray[np.bool_]) -> tuple[Floats, Floats]:
-        """`forward` of one cluster, (W, F) and (W,), without its value: in NumPy, whose calls cost less than torch's where
-        there are few workers. Up to float rounding the same."""
+        """`forward` of one cluster, (W, F) and (W,), without its value: in NumPy, whose calls cost less than torch's
+        where there are few workers. Up to float rounding the same."""
 
         def linear(layer: Any, x: NDArray[np.float32]) -> NDArray[np.float32]:
             y = x @ layer.weight.detach().numpy().T
@@ -152,7 +152,9 @@ class LearnedPolicy:
         self.memory, self.fitted = ResidualMemory(), FittedModel()
 
     def fit_model(self, window: Window) -> JobModel:
-        """Take in `window` ahead of `decide`; the job model after it. With another number of workers all begins anew."""
+        """Take in `window` ahead of `decide`; the job model after it. With another number of workers all begins
+        anew.
+        """
         if self.memory.is_of_others(window):
             self.memory = ResidualMemory()
             self.fitted.forget()
