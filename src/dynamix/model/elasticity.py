@@ -69,9 +69,9 @@ class LocalElasticity:
         )  # fmt: skip
 
     def _learned(self, moments: Floats, told: np.ndarray, x: Floats, y: Floats, low: Floats, high: Floats) -> Floats:
-        """Moments after changes x of log batch, from `low` to `high` or back, and y of log time, where (..., W) `told`."""
+        """Moments after changes x of log batch, between `low` and `high`, and y of log time, where (..., W) `told`."""
         x, y, at = np.where(told, x, 1.0), np.where(told, y, 0.0), CENTRES[:, None]
-        # (..., K, W), the longer axis last: of each range, the part of a change that lies in it; nothing where not told.
+        # (..., K, W), the longer axis last: the part of a change that lies in each range; nothing where not told.
         part = np.minimum(np.where(told, high, -np.inf)[..., None, :], at + HALF)
         part -= np.maximum(np.where(told, low, np.inf)[..., None, :], at - HALF)
         np.maximum(part, 0.0, out=part)
