@@ -70,10 +70,7 @@ class _Worlds:
 
 
 def _spaces(workers: int) -> tuple[Any, Any]:
-    return (
-        spaces.Box(-LIMIT, LIMIT, (workers, _WIDTH), np.float32),
-        spaces.Box(-1.0, 1.0, (workers,), np.float32),
-    )
+    return (spaces.Box(-LIMIT, LIMIT, (workers, _WIDTH), np.float32), spaces.Box(-1.0, 1.0, (workers,), np.float32))
 
 
 class GymClusterEnv(gymnasium.Env[Observation, Action]):

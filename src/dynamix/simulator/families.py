@@ -190,11 +190,7 @@ def _links(c: Clusters, rng: np.random.Generator) -> Clusters:
     slowness /= slowness.max(-1, keepdims=True)
     off = rng.uniform(40, 200, c.shape) * max(c.shape[1] / 4, 1)
     return replace(
-        c,
-        link=slowness,
-        link_off_s=off,
-        link_on_s=rng.uniform(5, 40, c.shape),
-        link_strongest=np.full(c.shape, 4.0),
+        c, link=slowness, link_off_s=off, link_on_s=rng.uniform(5, 40, c.shape), link_strongest=np.full(c.shape, 4.0)
     )
 
 

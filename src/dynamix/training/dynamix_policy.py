@@ -23,13 +23,7 @@ from torch import Tensor
 
 from dynamix.errors import ConfigError
 from dynamix.policies.files import describe_policy
-from dynamix.policies.learned.policy import (
-    LEAST_GROWTH,
-    MOST_GROWTH,
-    TRUST,
-    LearnedPolicy,
-    ResidualNet,
-)
+from dynamix.policies.learned.policy import LEAST_GROWTH, MOST_GROWTH, TRUST, LearnedPolicy, ResidualNet
 from dynamix.training.cloning import demonstrate
 from dynamix.training.distributions import gaussian
 from dynamix.training.evaluation import Tell, evaluate_families, validation_score
