@@ -101,8 +101,9 @@ class Clusters:
 
     def take(self, rows: Any) -> Clusters:
         """Some of the clusters."""
-        values: dict[str, Any] = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return Clusters(**{name: None if value is None else value[rows] for name, value in values.items()})
+        names = [field.name for field in dataclasses.fields(self)]
+        chosen: Any = {n: None if (value := getattr(self, n)) is None else value[rows] for n in names}
+        return Clusters(**chosen)
 
 
 def bounds_of(clusters: Clusters) -> Bounds:

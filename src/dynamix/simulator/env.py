@@ -66,8 +66,8 @@ class ClusterEnv:
         self._together, self._noise, self._wander = (
             RandomStream(seed, purpose, clusters.shape[:1]) for purpose in ("together", "noise", "wander")
         )
-        # Learning rate constant: the measured critical batch instead of the gradient's own.
-        self._critical = 1.0 if lr_rule == "adascale" else calibration().step_count_ratio
+        # Of the measured noise scale. Learning rate constant: the measured critical batch, not the gradient's own.
+        self.critical_share = 1.0 if lr_rule == "adascale" else calibration().step_count_ratio
         self.reset()
 
     def reset(self) -> Window:
@@ -152,7 +152,7 @@ class ClusterEnv:
         """Progress per sample now (C,) or (C, K) at global batch `batch`, AdaScale's gain at the phi of that batch."""
         more = (slice(None), *[None] * (batch.ndim - 1))
         base = self.clusters.base_batch[more].astype(np.float64)
-        return efficiency(self._critical * self.true_noise_scale(batch), batch, base)
+        return efficiency(self.critical_share * self.true_noise_scale(batch), batch, base)
 
     def accuracy(self, model: Generalisation) -> Floats:
         """Test accuracy (C,) now, by a model of it; progress counts from the start of the whole training."""

@@ -173,7 +173,6 @@ def chosen_cells(families: str | None, workers: str) -> tuple[tuple[str, ...], t
     for name in names:
         check_world(name)
     counts = workers.split(",")
-    for count in counts:
-        if not count.isdecimal() or int(count) < 1:
-            raise ConfigError("workers", workers, "numbers of 1 or more, comma-separated", "say 2,8,32")
+    if not all(count.isdecimal() and int(count) >= 1 for count in counts):
+        raise ConfigError("workers", workers, "numbers of 1 or more, comma-separated", "say 2,8,32")
     return names, tuple(map(int, counts))

@@ -1,4 +1,4 @@
-"""Clusters to learn on and to be judged on, by name: training clusters, a family of the simulator, or one's own world."""
+"""Clusters to learn on and to be judged on, by name: training clusters, a simulator's family, or one's own world."""
 
 from __future__ import annotations
 
