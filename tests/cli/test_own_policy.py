@@ -39,6 +39,14 @@ def test_policy_evaluate_scores_it_as_the_rule_that_it_is():
     assert cell["own_rule:Own"]["geometric_mean"] == cell["lb_bsp"]["geometric_mean"]
 
 
+def test_the_example_is_scored_and_shown_by_the_name_that_was_given():
+    name = f"{TRAIN.parent / 'own_policy.py'}:FollowNoise"
+    small = ["--families", "pai-steady", "--workers", "3", "--rows", "12", "--windows", "4", "--no-hedged"]
+    assert name in result_of("policy", "evaluate", name, *small)["summary"]
+    about = result_of("policy", "show", name)
+    assert (about["class"], about["description"][:12]) == (name, "Every worker")
+
+
 @pytest.mark.parametrize(
     "suite",
     [

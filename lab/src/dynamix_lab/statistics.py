@@ -1,4 +1,5 @@
-"""How runs are compared: time to target with censoring, ratios and differences of pairs, their intervals. Pure functions.
+"""How runs are compared: time to target with censoring, ratios and differences of pairs, their intervals. Pure
+functions.
 
 Every interval is at 95 % unless asked otherwise. It is Student's t below `FEW` values and a percentile bootstrap from
 there on (`scipy.stats`): few values tell too little about their own tails to be drawn from again.
@@ -22,7 +23,9 @@ RESAMPLES = 4000
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A ratio with its interval. `median` is the geometric mean of the pairs; `low` and `high` are NaN for a single pair."""
+    """A ratio with its interval. `median` is the geometric mean of the pairs; `low` and `high` are NaN for a single
+    pair.
+    """
 
     median: float
     low: float
@@ -193,10 +196,11 @@ def _log_ratios(above: Sequence[float], below: Sequence[float]) -> Floats:
 
 
 def balanced_order(names: Sequence[str], seed: int) -> list[str]:
-    """An order of `names` for this seed, a row of a Williams design: in n consecutive seeds each name takes each place once.
+    """An order of `names` for this seed, a row of a Williams design: in n consecutive seeds each name takes each place
+    once.
 
-    In n seeds from a multiple of n on, n even, each name also comes right after each other one once; odd n need 2 n seeds from
-    a multiple of 2 n on, for twice, and n of them give each name two others to follow.
+    In n seeds from a multiple of n on, n even, each name also comes right after each other one once; odd n need 2 n
+    seeds from a multiple of 2 n on, for twice, and n of them give each name two others to follow.
 
     A run may find its machine as the run before left it, so who comes after whom is balanced too.
 

@@ -60,9 +60,10 @@ def about_policy(name: str) -> dict[str, Any]:
     file = _file_of(parsed)
     if file is not None:
         return {**describe_policy(file), "file": str(file)}
-    policy = make_policy(str(dataclasses.replace(parsed, wrappers=())))
-    said = inspect.getdoc(type(policy)) or ""
-    return {"kind": "rule", "class": f"{type(policy).__module__}.{type(policy).__qualname__}", "description": said}
+    bare = str(dataclasses.replace(parsed, wrappers=()))
+    made = type(make_policy(bare))
+    place = bare if parsed.kind == "class" else f"{made.__module__}.{made.__qualname__}"
+    return {"kind": "rule", "class": place, "description": inspect.getdoc(made) or ""}
 
 
 def print_about(name: str, about: Mapping[str, Any]) -> None:

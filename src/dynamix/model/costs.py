@@ -59,6 +59,7 @@ class _Settled(NamedTuple):
     level: Floats
     before: Floats
     lasted: Floats
+    fresh: bool  # whether both arrays are new: then they may be written to
 
 
 @dataclass(frozen=True, eq=False)
@@ -204,7 +205,11 @@ class WorkerCosts:
             beyond[jump] = _beyond(*(x[jump] for x in (now.seconds, mean, now.own, jitter, lasted)))
             gain = np.where(jump, np.minimum(_lasting(settled.lasted) / LASTING, 1.0), gain)
             uncertain = np.where(jump, measured + (0.3 * beyond) ** 2, uncertain)
-            before, after = _suspected(settled.level, surprise, beyond, self.follow * common, jump, before, after)
+            before = before if settled.fresh else before.copy(order="K")
+            after = after.copy(order="K")
+            stood = settled.level[jump]
+            before[jump] = stood + np.broadcast_to(self.follow * common, jump.shape)[jump][:, None]
+            after[jump] = stood + surprise[jump] + beyond[jump][:, None]
         level = _moved(settled.level, surprise, beyond, self.follow * common, gain, jump=jump, seen=now.seen)
         if fresh.any():
             level = np.where(fresh[..., None], now.level, level)
@@ -230,7 +235,7 @@ class WorkerCosts:
         level, before = laid_out(self.level), laid_out(self.before)
         asked = now.seen & np.isfinite(before[..., 0])
         if not asked.any():
-            return _Settled(level, before, 0.95 * self.lasted)
+            return _Settled(level, before, 0.95 * self.lasted, False)
         weights, seen_level = self.weights[asked], now.level[asked]
         stayed, went = (
             np.square((weights * np.where(np.isnan(kept), 0.0, seen_level - kept)).sum(-1))
@@ -244,7 +249,7 @@ class WorkerCosts:
         level[asked] = np.where(lasts[asked][:, None], self.after[asked], before[asked])
         before[asked] = np.nan
         told = np.stack([lasts.sum(-1), (asked & ~lasts).sum(-1)], -1)
-        return _Settled(level, before, 0.95 * self.lasted + told)
+        return _Settled(level, before, 0.95 * self.lasted + told, True)
 
     def _weighed(self, surprise: Floats, whole: np.ndarray, expected: Floats) -> Floats:
         """The evidence (..., W, G) with the surprises, of variance `expected` (..., W), of the workers `whole`."""
@@ -344,17 +349,6 @@ def _moved(
         moved[~seen] = 0.0
     moved += level
     return moved
-
-
-def _suspected(
-    level: Floats, surprise: Floats, beyond: Floats, shift: Floats, jump: np.ndarray, before: Floats, after: Floats
-) -> tuple[Floats, Floats]:
-    """The levels before and after the jumps (..., W) that this window seems to hold, for the next one to decide."""
-    stood = level[jump]
-    before, after = before.copy(order="K"), after.copy(order="K")
-    before[jump] = stood + np.broadcast_to(shift, jump.shape)[jump][:, None]
-    after[jump] = stood + surprise[jump] + beyond[jump][:, None]
-    return before, after
 
 
 def _lasting(lasted: Floats) -> Floats:

@@ -69,9 +69,13 @@ def retrain(kind: str) -> str:
 
 
 def write_policy(
-    path: str | Path, kind: str, weights: nn.Module | dict[str, Tensor], about: dict[str, Any],
-    *, features: Sequence[str] | None = None,
-) -> None:  # fmt: skip
+    path: str | Path,
+    kind: str,
+    weights: nn.Module | dict[str, Tensor],
+    about: dict[str, Any],
+    *,
+    features: Sequence[str] | None = None,
+) -> None:
     """Write `path` (safetensors) and `path` with suffix .json.
 
     weights    a network with attributes `inputs` and `hidden`, or tensors by name

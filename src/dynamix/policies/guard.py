@@ -71,9 +71,16 @@ class Guard:
     )  # fmt: skip
 
     def __init__(
-        self, policy: Policy, *, margin: float = 0.02, patience: float = 0.5, veto: float = 0.7, verify: int = 50,
-        rest: int = 10, longest: int = 400,
-    ) -> None:  # fmt: skip
+        self,
+        policy: Policy,
+        *,
+        margin: float = 0.02,
+        patience: float = 0.5,
+        veto: float = 0.7,
+        verify: int = 50,
+        rest: int = 10,
+        longest: int = 400,
+    ) -> None:
         if not (0 <= margin < veto and patience > 0 and verify >= 2 and 1 <= rest <= longest):
             given = (margin, patience, veto, verify, rest, longest)
             allowed = "0 <= margin < veto, patience above 0, verify 2 or more, 1 <= rest <= longest"

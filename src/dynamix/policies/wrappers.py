@@ -57,8 +57,8 @@ def load_policy(policy: Policy, state: dict[str, Any]) -> None:
         policy.load_state_dict(state if guards else unguarded(state))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise StateError(
-            f"the saved state of the policy does not fit this version's {type(policy).__name__} ({error!r}): resume with "
-            "the policy and the version that saved it, or let it begin anew and keep the rest: "
+            f"the saved state of the policy does not fit this version's {type(policy).__name__} ({error!r}): resume "
+            "with the policy and the version that saved it, or let it begin anew and keep the rest: "
             "state['policy'] = controller.state_dict()['policy']"
         ) from error
 

@@ -53,7 +53,8 @@ class Controller:
                 loss.backward(); optimizer.step(); optimizer.zero_grad()
                 controller.step(loss=loss, logits=logits, target=y)
 
-    policy            a name (`dynamix.policies.policy_names()`), a `.safetensors` policy file, or any `Policy`
+    policy            a name (`dynamix.policies.policy_names()`), a `.safetensors` policy file, your own "module:Class",
+                      or any `Policy` (`dynamix.policies.registry` has all forms)
     batch_size        samples per worker and micro-batch at the start
     min_batch_size, max_batch_size   one number, or one per rank; None: 1 and 8 * batch_size
     global_batch      "adaptive": the sum over workers moves too, within the bounds. "fixed": it stays what it is at the

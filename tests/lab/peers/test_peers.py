@@ -56,9 +56,16 @@ def test_a_peer_trains_the_workloads_model_from_its_weights_on_its_data(tmp_path
     workload = make_workload("mnist1d")
     settings = PeersPlan(quick=True).launch("ddp-256", 0)
     launch = PeerLaunch(
-        Peer.of("ddp-256"), OURS.python, settings, 0, workload, Stands(tmp_path), RunFolder("x", tmp_path / "run"),
-        Display(target=1.0), [],
-    )  # type: ignore[arg-type]  # fmt: skip
+        Peer.of("ddp-256"),
+        OURS.python,
+        settings,
+        0,
+        workload,
+        Stands(tmp_path),
+        RunFolder("x", tmp_path / "run"),
+        Display(target=1.0),
+        [],
+    )  # type: ignore[arg-type]
     (tmp_path / "config.json").write_text(json.dumps(launch._config(tmp_path)))
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "4")

@@ -29,20 +29,30 @@ TINY = {"users": 300, "items": 100, "factors": 8, "samples": 8}
 
 
 def _rank(rank: int) -> dict[str, Any]:
-    """Dense takes 100 ms of exchange, compaction 5, the others 50; rank 1 arrives 10 ms late, so rank 0 waits for it."""
+    """Dense takes 100 ms of exchange, compaction 5, the others 50; rank 1 arrives 10 ms late, so rank 0 waits for
+    it.
+    """
     times = {"dense": 0.1, "dense-again": 0.1, "compaction": 0.005}
     ways = {}
     for name in SOME:
         exchange = times.get(name, 0.05)
         ours = name in OURS
         turn = {
-            "iteration_s": [exchange + 0.02] * 3, "exchange_s": [exchange + (0 if rank else 0.01)] * 3, "loss": [1.0, 0.5, 0.4],
-            "sent": 3000 if ours else 30_000, "received": 3000, "payload": 1500 if ours else None, "bound": 400.0, "nonzero": 0.05,
-        }  # fmt: skip
+            "iteration_s": [exchange + 0.02] * 3,
+            "exchange_s": [exchange + (0 if rank else 0.01)] * 3,
+            "loss": [1.0, 0.5, 0.4],
+            "sent": 3000 if ours else 30_000,
+            "received": 3000,
+            "payload": 1500 if ours else None,
+            "bound": 400.0,
+            "nonzero": 0.05,
+        }
         counted = {"buckets": {name: 6}, "dense_after": {}, "undecoded": 0, "dense_bytes": 1, "payload_bytes": 1}
         ways[name] = {
-            "turns": [copy.deepcopy(turn), copy.deepcopy(turn)], "statistics": counted if ours else None, "chosen": {"0": "dense"},
-        }  # fmt: skip
+            "turns": [copy.deepcopy(turn), copy.deepcopy(turn)],
+            "statistics": counted if ours else None,
+            "chosen": {"0": "dense"},
+        }
     return {"dense_bytes": 10_000_000, "ways": ways}
 
 
@@ -98,9 +108,18 @@ def test_auto_behind_top_k_is_judged_against_dense_behind_top_k() -> None:
 def test_all_cells_together_have_pairs_ratios_and_the_a_a_pair() -> None:
     cells = {"a": _cell(), "b": _cell("vgg19", 1000)}
     result = {
-        "command": "bench compression", "plan": {}, "commit": None, "cluster": "emulator", "mechanisms": {}, "seeds": [0],
-        "machine": {"cores": 2, "cpu": ""}, "scenario_sha256": {}, "target": judge(cells), **join(cells), "cells": cells,
-    }  # fmt: skip
+        "command": "bench compression",
+        "plan": {},
+        "commit": None,
+        "cluster": "emulator",
+        "mechanisms": {},
+        "seeds": [0],
+        "machine": {"cores": 2, "cpu": ""},
+        "scenario_sha256": {},
+        "target": judge(cells),
+        **join(cells),
+        "cells": cells,
+    }
     assert result["pairs"] == [["a", 0], ["a", 1], ["b", 0], ["b", 1]]
     assert len(result["policies"]["lhc"]["iteration_s"]) == 4
     assert result["a_a"]["median"] == pytest.approx(1.0)
@@ -186,14 +205,23 @@ def test_bad_arguments_end_with_one_clear_line_and_no_folder(arguments: list[str
 @pytest.mark.slow
 @pytest.mark.timeout(300)  # five processes that import torch: seconds, minutes only where other jobs hold the cores
 def test_a_whole_call_and_its_resumption(tmp_path, monkeypatch) -> None:
-    """Links cannot be shaped without root, so they are not here. Twelve steps by each way, in the order of one round."""
+    """Links cannot be shaped without root, so they are not here. Twelve steps by each way, in the order of one
+    round.
+    """
     unshaped = CompressionCell.scenario
     monkeypatch.setattr(CompressionCell, "scenario", lambda self: unshaped(dataclasses.replace(self, rate_mbit_s=None)))
     ways = ("dense", "dense-again", "topk", "blocks", "compaction", "lhc", "auto", "aggregator-lhc")
     plan = CompressionPlan(
-        jobs=("ratings",), rates_mbit_s=(100,), workers=(2,), rounds=1, steps=12, identity_steps=0, ways=ways,
-        options=TINY, warm_up=False,
-    )  # fmt: skip
+        jobs=("ratings",),
+        rates_mbit_s=(100,),
+        workers=(2,),
+        rounds=1,
+        steps=12,
+        identity_steps=0,
+        ways=ways,
+        options=TINY,
+        warm_up=False,
+    )
     result = run_suite(CompressionSuite(plan), RunFolder("compression", tmp_path / "run"))
     assert result == json.loads((tmp_path / "run" / "result.json").read_text())
     found = result["cells"]["ratings-2x100"]["ways"]

@@ -22,9 +22,16 @@ from dynamix_lab.tasks.net_costs import NetCosts
 
 COSTS = NetCosts(0.01, 0.0005, 250_000)
 TINY = ScalingPlan(
-    (("vgg11-sgd", 8),), ("reference", "dynamix-paper"), seeds=(0,), sweep=(8, 16), samples=600, train=1000,
-    test=100, scored=100, width=8,
-)  # fmt: skip
+    (("vgg11-sgd", 8),),
+    ("reference", "dynamix-paper"),
+    seeds=(0,),
+    sweep=(8, 16),
+    samples=600,
+    train=1000,
+    test=100,
+    scored=100,
+    width=8,
+)
 
 
 def test_the_scenario_repeats_its_hosts_and_disturbs_each_by_itself() -> None:
@@ -103,18 +110,25 @@ def test_a_tiny_suite_trains_concludes_and_goes_on_without_repeating(tmp_path: A
 def _run(step_s: float, scores: list[float], batches: list[float]) -> dict[str, Any]:
     count = len(scores)
     return {
-        "time_s": [step_s * (i + 1) for i in range(count)], "samples": [100 * (i + 1) for i in range(count)],
-        "score": scores, "global_batch": batches, "wait_fraction": 0.1, "step_s": step_s, "cpu_s": 1.0,
-    }  # fmt: skip
+        "time_s": [step_s * (i + 1) for i in range(count)],
+        "samples": [100 * (i + 1) for i in range(count)],
+        "score": scores,
+        "global_batch": batches,
+        "wait_fraction": 0.1,
+        "step_s": step_s,
+        "cpu_s": 1.0,
+    }
 
 
 def test_conclusions_are_paired_censored_and_beside_the_paper() -> None:
     rising = [0.1, 0.3, 0.5, 0.7, 0.9, 0.9, 0.9, 0.9]
     even, falling = [128.0] * 6, [512.0, 400.0, 256.0, 200.0, 128.0, 100.0]
     runs = {
-        "static": [_run(10, rising, even)] * 2, "goodput": [_run(6, rising, even)] * 2,
-        "dynamix": [_run(5, rising, falling)] * 2, "dynamix-paper": [_run(5, [0.2] * 8, falling), _run(10, rising, even)],
-    }  # fmt: skip
+        "static": [_run(10, rising, even)] * 2,
+        "goodput": [_run(6, rising, even)] * 2,
+        "dynamix": [_run(5, rising, falling)] * 2,
+        "dynamix-paper": [_run(5, [0.2] * 8, falling), _run(10, rising, even)],
+    }
     cell = {
         "runs": runs,
         "target": 0.8,

@@ -20,9 +20,17 @@ from dynamix_lab.suites.stigmergy.suite import StigmergyPlan, StigmergySuite
 from dynamix_lab.suites.stigmergy.worlds import Dying, SlowedEnv, alike, without_a_quarter
 
 SMALL = StigmergyPlan(
-    scenarios=("steady", "elastic"), workers=(4,), failing_workers=(4,), seeds=(1,), clusters=3, windows=9,
-    ablated=("steady",), recovery=(3, 4), resamples=50, cost_workers=(4,),
-)  # fmt: skip
+    scenarios=("steady", "elastic"),
+    workers=(4,),
+    failing_workers=(4,),
+    seeds=(1,),
+    clusters=3,
+    windows=9,
+    ablated=("steady",),
+    recovery=(3, 4),
+    resamples=50,
+    cost_workers=(4,),
+)
 
 
 def test_the_suite_goes_on_where_it_stopped_and_reports_every_part(tmp_path: Path) -> None:

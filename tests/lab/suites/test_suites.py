@@ -94,10 +94,12 @@ def _scenario(static: list[float], dbs: list[float], dynamix: list[float]) -> di
     times = {"static": static, "dbs": dbs, **learned}  # what learned never says what is attainable
     means = {name: np.mean([2 * 100.0 if x is None else x for x in t]) for name, t in times.items()}
     return {
-        "policies": {name: {"time_to_target_s": t} for name, t in times.items()}, "a_a": None, "target": 0.9,
+        "policies": {name: {"time_to_target_s": t} for name, t in times.items()},
+        "a_a": None,
+        "target": 0.9,
         "seeds": list(range(len(static))),
         "ratios": {f"{name}/static": {"median": means[name] / means["static"]} for name in times},
-    }  # fmt: skip
+    }
 
 
 def test_scenarios_weigh_the_same_and_a_share_above_one_is_reported() -> None:
@@ -145,10 +147,20 @@ def test_runs_that_never_arrive_count_as_twice_statics_time() -> None:
 
 
 COSTS = LiveCosts(
-    alpha=0.004, beta=0.0002, small_share=0.1, exchange_s=0.002, exchange_per_speed=0.004, jitter_s=0.005, jitter_sd=0.05,
-    together_sd=0.05, knots=tuple(np.log(np.linspace(60, 300, 9))), samples=200_000.0, needed=150_000.0,
-    rho=0.3, noise_error=0.05,
-)  # fmt: skip
+    alpha=0.004,
+    beta=0.0002,
+    small_share=0.1,
+    exchange_s=0.002,
+    exchange_per_speed=0.004,
+    jitter_s=0.005,
+    jitter_sd=0.05,
+    together_sd=0.05,
+    knots=tuple(np.log(np.linspace(60, 300, 9))),
+    samples=200_000.0,
+    needed=150_000.0,
+    rho=0.3,
+    noise_error=0.05,
+)
 
 
 def test_both_balanced_policies_are_predicted_ahead_of_static() -> None:

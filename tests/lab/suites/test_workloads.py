@@ -65,9 +65,15 @@ def quadratic(count=None) -> Workload:
             return (self.w - x).square().sum(1) / 2
 
     return Workload(
-        name="quadratic", make_data=lambda *_: None, make_model=lambda _: Offset(), loss=lambda out, _: out.mean(),
-        make_optimizer=lambda p: torch.optim.SGD(p, lr=0.01), metric=lambda out, _: 0.5, min_batch=1, max_batch=64,
-    )  # fmt: skip
+        name="quadratic",
+        make_data=lambda *_: None,
+        make_model=lambda _: Offset(),
+        loss=lambda out, _: out.mean(),
+        make_optimizer=lambda p: torch.optim.SGD(p, lr=0.01),
+        metric=lambda out, _: 0.5,
+        min_batch=1,
+        max_batch=64,
+    )
 
 
 def test_noise_scale_is_that_of_a_task_whose_noise_is_known() -> None:

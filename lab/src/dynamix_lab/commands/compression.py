@@ -36,7 +36,9 @@ def bench_compression(
     out: Out = None,
     as_json: Json = False,
 ) -> None:
-    """Gradient exchanges side by side on emulated hosts with shaped links: time, bytes, and whether training is the same."""
+    """Gradient exchanges side by side on emulated hosts with shaped links: time, bytes, and whether training is the
+    same.
+    """
     from dynamix_lab.suites.compression.suite import CompressionPlan, CompressionSuite
     from dynamix_lab.suites.compression.summary import unexplained
 

@@ -1,6 +1,7 @@
 """Measurements of single things.
 
-`dynamix bench overhead`, `simspeed`, `import`, `changecost`, `netcosts`, `stepcount`, `emulator-accuracy`.
+`dynamix bench overhead`, `simspeed`, `import`, `changecost`, `netcosts`, `stepcount`, `emulator-accuracy`,
+`decisions`.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ from typing import Annotated
 
 import typer
 
-from dynamix.cli.console import Json, Out, guarded, print_json, progress
-from dynamix_lab.commands.group import about, bench, command_line, names_of
+from dynamix.cli.console import Json, Out, Resume, guarded, print_json, progress
+from dynamix_lab.commands.group import about, bench, command_line, conducted, names_of
 
 
 @bench.command("overhead")
@@ -137,3 +138,21 @@ def bench_emulator_accuracy(context: typer.Context, as_json: Json = False) -> No
     with progress("emulator accuracy") as tell:
         result = {**about(context, "emulator"), **measure_all(tell=tell)}
     print_json(result) if as_json else typer.echo(table(result))
+
+
+@bench.command("decisions")
+@guarded
+def bench_decisions(
+    context: typer.Context,
+    against: Annotated[str, typer.Option(help="Revision of this repository to compare with.")],
+    resume: Resume = False,
+    out: Out = None,
+    as_json: Json = False,
+) -> None:
+    """Whether every policy still decides what it decided under another revision; exit code 1 if not."""
+    from dynamix_lab.suites.decisions.suite import DecisionsPlan, DecisionsSuite
+
+    result = conducted(context, DecisionsSuite(DecisionsPlan(against)), out=out, resume=resume, as_json=as_json)
+    if not result["within_limits"]:
+        typer.echo(f"error: decisions differ by more than allowed: {result['limits']}", err=True)
+        raise typer.Exit(1)

@@ -131,9 +131,13 @@ def bench_fidelity(
 
     with progress("fidelity") as tell:
         result = run_fidelity(
-            against, calibrate_on=calibrate_on, predict=predict.split(",") if predict else (), seeds=seeds,
-            trained=trained, tell=tell,
-        )  # fmt: skip
+            against,
+            calibrate_on=calibrate_on,
+            predict=predict.split(",") if predict else (),
+            seeds=seeds,
+            trained=trained,
+            tell=tell,
+        )
     print_json(result) if as_json else typer.echo("\n".join(lines(result)))
 
 

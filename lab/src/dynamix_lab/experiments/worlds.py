@@ -1,8 +1,8 @@
 """Worlds to learn in and to be judged in: a net on a mix of GPUs with a kind of optimizer.
 
-A net's row says what its fixed and its growing cost are beside the ResNet-34-like's (`net_costs.py`). The calibrated cifar10
-rows, a ResNet's, say what GPUs are beside each other. Their product is the job; its exchange is longer by the bytes of
-its gradient. Disturbances are those of training clusters, and no seed is shared with the families.
+A net's row says what its fixed and its growing cost are beside the ResNet-34-like's (`net_costs.py`). The calibrated
+cifar10 rows, a ResNet's, say what GPUs are beside each other. Their product is the job; its exchange is longer by the
+bytes of its gradient. Disturbances are those of training clusters, and no seed is shared with the families.
 """
 
 from __future__ import annotations

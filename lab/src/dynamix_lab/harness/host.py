@@ -12,7 +12,9 @@ from dynamix.events.run_folder import machine, versions
 
 
 def host() -> dict[str, Any]:
-    """The machine and how busy it is now: cpu, cores, memory_bytes, kernel, python, torch, load_average (1, 5, 15 min)."""
+    """The machine and how busy it is now: cpu, cores, memory_bytes, kernel, python, torch, load_average (1, 5, 15
+    min).
+    """
     known, installed = machine(), versions()
     return {
         "cpu": known["cpu"],

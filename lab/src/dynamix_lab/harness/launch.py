@@ -1,4 +1,6 @@
-"""The start of a job's rank processes on emulated hosts, and what follows them to the end: shared by the demo, the suites and peers."""
+"""The start of a job's rank processes on emulated hosts, and what follows them to the end: shared by the demo, the
+suites and peers.
+"""
 
 from __future__ import annotations
 

@@ -30,7 +30,8 @@ def in_processes(
     pool = ProcessPoolExecutor(max(1, min(processes, len(arguments))), mp_context=spawn, initializer=_alone)
     try:
         running = {pool.submit(function, *given): key for key, given in arguments.items()}
-        # A submission starts a process after it woke who watches them (CPython 3.11): one more, or the last is not watched.
+        # A submission starts a process after it woke who watches them (CPython 3.11): one more, or the last is not
+        # watched.
         pool.submit(_alone)
         for future in as_completed(running):
             yield running[future], future.result()

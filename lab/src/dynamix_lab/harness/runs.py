@@ -25,8 +25,8 @@ A_A_LIMIT = 0.05  # a call whose A/A pairs differ by more says something about t
 
 
 def is_learned(policy: str) -> bool:
-    """Whether a name stands for what is judged, which never says what is attainable: `LEARNED`, watched or learning or not, a file,
-    or a class of the user's own.
+    """Whether a name stands for what is judged, which never says what is attainable: `LEARNED`, watched or learning or
+    not, a file, or a class of the user's own.
 
     >>> is_learned("guarded:dynamix"), is_learned("runs/mine.safetensors"), is_learned("goodput")
     (True, True, False)
@@ -126,7 +126,9 @@ class PolicyRun:
 
     @property
     def wait_fraction(self) -> float:
-        """Share of all workers' step time that was spent waiting for slower workers; NaN where nobody knows all of them."""
+        """Share of all workers' step time that was spent waiting for slower workers; NaN where nobody knows all of
+        them.
+        """
         if not any(np.isfinite(Window.from_dict(event["window"]).wait).any() for event in self.events):
             return float("nan")
         parts = self.where_time_went()
@@ -165,7 +167,9 @@ def save_runs(path: Path, runs: Sequence[PolicyRun], facts: dict[str, Any]) -> N
 
 
 def load_runs(path: Path, facts: dict[str, Any]) -> list[PolicyRun]:
-    """The inverse of `save_runs`, without events. Raises `ConfigError` if they were measured under other `facts`, `StateError` if the file is damaged."""
+    """The inverse of `save_runs`, without events. Raises `ConfigError` if they were measured under other `facts`,
+    `StateError` if the file is damaged.
+    """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:

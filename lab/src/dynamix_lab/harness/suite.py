@@ -127,8 +127,8 @@ def run_suite(
     command     the command line that asks for this, for the result
     processes   that play cells; more than one only for suites whose cells do not need each other
 
-    Interrupted, it concludes from what has ended before `KeyboardInterrupt` goes on. Raises `ConfigError` for a bad plan
-    and for a folder that was begun with another one.
+    Interrupted, it concludes from what has ended before `KeyboardInterrupt` goes on. Raises `ConfigError` for a bad
+    plan and for a folder that was begun with another one.
     """
     suite.plan.check()
     plan = json.loads(json.dumps(asdict(suite.plan), default=str))

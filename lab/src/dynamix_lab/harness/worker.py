@@ -161,9 +161,16 @@ def train(config: dict[str, Any], name: str, workload: Workload, data: Arrays, l
     dist.barrier()
     if link is not None:
         ask(
-            link, "finished", run=name, time_s=end_s, samples=samples, batch_sizes=sizes, step_ends_s=watch.ends,
-            overhead_s=controller.overhead_s, events=config["events"].format(run=file_name(name)),
-        )  # fmt: skip
+            link,
+            "finished",
+            run=name,
+            time_s=end_s,
+            samples=samples,
+            batch_sizes=sizes,
+            step_ends_s=watch.ends,
+            overhead_s=controller.overhead_s,
+            events=config["events"].format(run=file_name(name)),
+        )
     dist.barrier()
 
 

@@ -93,17 +93,21 @@ def _install(name: str, place: Path, log: Path) -> str | None:
     python = place / "bin" / "python"
     commands = [] if python.exists() else [[sys.executable, "-m", "venv", str(place)]]
     commands += [
-        [str(python), "-m", "pip", "install", "--disable-pip-version-check", "-r",
-         str(REQUIREMENTS / f"{name}.txt")],
-    ]  # fmt: skip
+        [str(python), "-m", "pip", "install", "--disable-pip-version-check", "-r", str(REQUIREMENTS / f"{name}.txt")],
+    ]
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
         with log.open("w", encoding="utf-8") as out:
             for command in commands:
                 subprocess.run(
-                    command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, check=True,
-                    timeout=INSTALL_TIMEOUT_S, env=clean_environment(),
-                )  # fmt: skip
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=subprocess.STDOUT,
+                    check=True,
+                    timeout=INSTALL_TIMEOUT_S,
+                    env=clean_environment(),
+                )
     except subprocess.CalledProcessError:
         return f"pip cannot install it: {_last_line(log.read_text(errors='replace'))}"
     except subprocess.TimeoutExpired:

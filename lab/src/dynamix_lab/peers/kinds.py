@@ -10,8 +10,16 @@ from dynamix.errors import ConfigError
 KINDS = ("ddp", "adaptdl", "hivemind", "hivemind-local")
 BASE_BATCH = 512  # what the workload's learning rate is for
 PEERS = (
-    "ddp", "ddp-256", "ddp-128", "adaptdl", "adaptdl-256", "adaptdl-128", "hivemind", "hivemind-256", "hivemind-local"
-)  # fmt: skip
+    "ddp",
+    "ddp-256",
+    "ddp-128",
+    "adaptdl",
+    "adaptdl-256",
+    "adaptdl-128",
+    "hivemind",
+    "hivemind-256",
+    "hivemind-local",
+)
 SHARE_BOUNDS = (8, 512)
 # Of its default (averaged gradients): small parts, so that a slow rank's last one does not hold the others up.
 PART = 32

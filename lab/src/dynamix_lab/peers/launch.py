@@ -38,8 +38,8 @@ class OwnLaunch(Launch):
 
 
 class PeerLaunch(Launch):
-    """One start of a peer's ranks. They speak the demo's messages (`jobs/job.py`), so clock, snapshots, scoring, target and
-    censoring are those of the runs of dynamix beside it.
+    """One start of a peer's ranks. They speak the demo's messages (`jobs/job.py`), so clock, snapshots, scoring, target
+    and censoring are those of the runs of dynamix beside it.
 
     Raises `WorkerLostError` when a rank fails, or nothing is heard of rank 0 for 90 s.
     """

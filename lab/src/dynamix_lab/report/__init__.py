@@ -15,7 +15,8 @@
     table.markdown()                                   # the same rows for table.md and docs
 
 `Table` holds text: `number`, `percent` and `with_interval` format what goes into it. `document` joins tables and
-paragraphs to Markdown, `sections_markdown` writes sections without their figures. `COLOURS`, `look` and `legend_beside` keep plots alike. All text is escaped by the page.
+paragraphs to Markdown, `sections_markdown` writes sections without their figures. `COLOURS`, `look` and `legend_beside`
+keep plots alike. All text is escaped by the page.
 """
 
 from dynamix_lab.report.figures import COLOURS, legend_beside, look, new_figure, svg

@@ -61,8 +61,10 @@ def percent(value: float | None) -> str:
 def with_interval(ratio: Mapping[str, Any], digits: int = 3) -> str:
     """A ratio as `paired_ratio` gives it, with its interval where there is one.
 
-    >>> with_interval({"median": 0.8, "low": 0.75, "high": 0.85}), with_interval({"median": 0.8, "low": None, "high": None})
-    ('0.800 (0.750-0.850)', '0.800')
+    >>> with_interval({"median": 0.8, "low": 0.75, "high": 0.85})
+    '0.800 (0.750-0.850)'
+    >>> with_interval({"median": 0.8, "low": None, "high": None})
+    '0.800'
     """
     said = number(ratio.get("median"), digits)
     if ratio.get("low") is None or ratio.get("high") is None:

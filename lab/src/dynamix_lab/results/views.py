@@ -50,6 +50,7 @@ def _makers() -> dict[str, Callable[[Mapping[str, Any]], Table | list[Section]]]
     from dynamix_lab.peers import report as peers
     from dynamix_lab.suites import simulated, tasks, tta
     from dynamix_lab.suites.compression import report as compression
+    from dynamix_lab.suites.decisions import suite as decisions
     from dynamix_lab.suites.scaling import report as scaling
     from dynamix_lab.suites.stigmergy import report as stigmergy
 
@@ -63,6 +64,7 @@ def _makers() -> dict[str, Callable[[Mapping[str, Any]], Table | list[Section]]]
         "workloads": tasks.table,
         "compression": compression.sections,
         "peers": peers.table,
+        "decisions": decisions.table,
     }
 
 

@@ -45,8 +45,11 @@ def decision_times(policy: str, *, workers: int = WORKERS, decisions: int = DECI
         torch.set_num_threads(threads)
     took_ms, cpu_ms = took[FIRST:] * 1e3, busy[FIRST:] * 1e3
     figures = {
-        "cpu": np.median(cpu_ms), "cpu_p99": np.quantile(cpu_ms, 0.99), "median": np.median(took_ms), "least": took_ms.min()
-    }  # fmt: skip
+        "cpu": np.median(cpu_ms),
+        "cpu_p99": np.quantile(cpu_ms, 0.99),
+        "median": np.median(took_ms),
+        "least": took_ms.min(),
+    }
     return {name: round(float(value), 3) for name, value in figures.items()}
 
 

@@ -2,8 +2,8 @@
 
 A job is 50 ms of CPU time (hashing, which releases the interpreter's
 lock), done by one thread or split evenly over two. Its stretch is wall time * share / CPU time: 1 is ideal.
-Then, without limits, the CPU time of a fixed product of matrices: again and again, after pauses as hosts with a part of a
-core have them, and after such pauses on processors that are kept awake.
+Then, without limits, the CPU time of a fixed product of matrices: again and again, after pauses as hosts with a part of
+a core have them, and after such pauses on processors that are kept awake.
 """
 
 from __future__ import annotations
@@ -97,7 +97,9 @@ def after_pauses(pause_s: float) -> list[float]:
 
 
 def measure_all(*, tell: Tell = untold) -> dict[str, Any]:
-    """`limits`: every mechanism, period and number of threads (`measure`). `pauses`: `after_pauses` without and with them."""
+    """`limits`: every mechanism, period and number of threads (`measure`). `pauses`: `after_pauses` without and with
+    them.
+    """
     cases: list[tuple[Mechanism, float]] = [("auto", 0.010), ("auto", 0.100), ("duty-cycle", 0.010)]
     each = [(share, threads, *case) for share in SHARES for threads in (1, 2) for case in cases]
     rows = []

@@ -31,7 +31,8 @@ print(json.dumps([[b - a, c - b] for a, b, c in zip(began, torch_there, ended)])
 
 
 def import_cost(runs: int = 7, *, tell: Callable[[str, float], Any] = lambda name, done: None) -> dict[str, Any]:
-    """Medians over `runs` interpreters: seconds of both imports by both clocks, and the ratio of the second to the first.
+    """Medians over `runs` interpreters: seconds of both imports by both clocks, and the ratio of the second to the
+    first.
 
     A first run, which fills the caches of the file system and of compiled modules, is not counted. Raises `ConfigError`
     for fewer than one run, `DynamixError` where the import fails.

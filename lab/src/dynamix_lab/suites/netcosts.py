@@ -1,7 +1,7 @@
 """Processor seconds of a training step by batch size for the small deep nets: `dynamix bench netcosts`.
 
-Gives the rows of `dynamix_lab.tasks.net_costs`: alpha + beta b by least squares of relative errors, on one thread. Processor time
-of this thread, so a busy machine matters little; its caches still do.
+Gives the rows of `dynamix_lab.tasks.net_costs`: alpha + beta b by least squares of relative errors, on one thread.
+Processor time of this thread, so a busy machine matters little; its caches still do.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ def _step_s(workload: Workload, model: torch.nn.Module, optimizer: Any, data: An
 
 
 def all_net_costs(names: Sequence[str] | None = None, *, tell: Tell = untold) -> dict[str, dict[str, float]]:
-    """`net_costs` by name, of all `dynamix_lab.tasks.net_costs.NETS` or those named. Raises `ConfigError` for an unknown net."""
+    """`net_costs` by name, of all `dynamix_lab.tasks.net_costs.NETS` or those named. Raises `ConfigError` for an
+    unknown net.
+    """
     chosen = list(names or NETS)
     for name in chosen:
         if name not in NETS:

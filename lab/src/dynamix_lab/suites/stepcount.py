@@ -3,8 +3,8 @@
 Trains to a target at several global batches. With rule `none` every batch has the learning rate of the base batch: fits
 steps = s (1 + critical / B) (McCandlish et al. 2018) and prints the critical batch over the noise scale measured in the
 same runs, the ratio that the simulator's progress uses where no rule moves the learning rate. With `adascale` it prints
-what AdaScale counts as progress, sum of (phi + B0) / (phi + B) B/B0 at the phi of the run itself: the law of the simulator
-and of the rules holds as far as that is the same at every batch.
+what AdaScale counts as progress, sum of (phi + B0) / (phi + B) B/B0 at the phi of the run itself: the law of the
+simulator and of the rules holds as far as that is the same at every batch.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ class Count:
 
 
 def steps_to_target(workload: Workload, batch: int, seed: int, *, most: int, rule: str = "none") -> Count:
-    """Trains at global batch `batch` with the learning rate that the named rule of `dynamix.runtime.scaling` gives it."""
+    """Trains at global batch `batch` with the learning rate that the named rule of `dynamix.runtime.scaling` gives
+    it.
+    """
     data, model = workload.make_data(seed), workload.make_model(seed)
     optimizer, base = workload.make_optimizer(model.parameters()), workload.base_batch
     learning_rate = LearningRate(optimizer, rule)
@@ -114,7 +116,8 @@ def fit(table: list[dict[str, Any]]) -> dict[str, float]:
 
     Where progress was counted, `progress_spread` is the largest mean of a batch over the smallest.
 
-    >>> round(fit([{"batch": b, "steps": [100 + 6400 // b], "noise_scale": [128.0]} for b in (64, 128, 256)])["ratio"], 3)
+    >>> rows = [{"batch": b, "steps": [100 + 6400 // b], "noise_scale": [128.0]} for b in (64, 128, 256)]
+    >>> round(fit(rows)["ratio"], 3)
     0.5
     """
     known = [

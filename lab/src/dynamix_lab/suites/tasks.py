@@ -1,9 +1,9 @@
 """`dynamix bench workloads`: speed, gradient noise and reachable score of each workload on this machine.
 
-One process with one thread trains at the workload's base batch for a given time. The clock is the process's own processor
-time, so that other work on the machine costs steps little; `processor_share` (of wall time) says how much there was. Evaluation and
-the measurement of noise are off the clock. "Reached" is the best score in that time, not a plateau: `still_rising` says whether more
-time would have helped.
+One process with one thread trains at the workload's base batch for a given time. The clock is the process's own
+processor time, so that other work on the machine costs steps little; `processor_share` (of wall time) says how much
+there was. Evaluation and the measurement of noise are off the clock. "Reached" is the best score in that time, not a
+plateau: `still_rising` says whether more time would have helped.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ RISING = 0.005  # a gain of the last quarter above this: the score was still ris
 
 @dataclass(frozen=True, slots=True)
 class WorkloadsPlan:
-    """names: workloads to measure; budget_s: processor seconds of training each; seed: of data, weights and sample order."""
+    """names: workloads to measure; budget_s: processor seconds of training each; seed: of data, weights and sample
+    order.
+    """
 
     names: Sequence[str] = ()
     budget_s: float = 60.0
@@ -151,7 +153,8 @@ def _batches(samples: int, batch: int, seed: int) -> Iterator[list[int]]:
 def noise_and_signal(workload: Workload, model: nn.Module, inputs: Tensor, targets: Tensor) -> tuple[float, float]:
     """(tr(Sigma) per sample, |G|^2) from the batch cut into `PARTS`, as that many workers would measure them.
 
-    Gradients are cleared; NaN where the batch has fewer than two parts. Sparse gradients count as the dense ones they stand for.
+    Gradients are cleared; NaN where the batch has fewer than two parts. Sparse gradients count as the dense ones they
+    stand for.
     """
     squares, samples, counts = [], [], []
     union = torch.zeros(())
@@ -216,7 +219,9 @@ def _summary(seen: _Seen, batch: int, budget_s: float) -> dict[str, Any]:
 
 
 def _ratio(measured: list[tuple[float, float]]) -> float | None:
-    """Mean noise / mean signal, in samples; None where the signal is not above zero: the scale is beyond the batch by far."""
+    """Mean noise / mean signal, in samples; None where the signal is not above zero: the scale is beyond the batch by
+    far.
+    """
     noise, signal = np.mean(measured, axis=0)
     return float(noise / signal) if signal > 0 and noise >= 0 else None
 

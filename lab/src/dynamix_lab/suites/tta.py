@@ -145,9 +145,9 @@ def place(scenario: str) -> str:
 def combine(results: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """All scenarios together: the lists of `policies` run over `pairs`, ratios weigh every scenario alike.
 
-    `best_static` of a scenario is the fastest of the static sizes that ran there, chosen in hindsight, in its favour. The
-    attainable cut is 1 - t_ref/t_best_static with t_ref the best of the reference and the rules; a policy's share of it
-    above 1 is reported as it is.
+    `best_static` of a scenario is the fastest of the static sizes that ran there, chosen in hindsight, in its favour.
+    The attainable cut is 1 - t_ref/t_best_static with t_ref the best of the reference and the rules; a policy's share
+    of it above 1 is reported as it is.
     """
     times = {scenario: _times(result) for scenario, result in results.items()}
     cuts = {scenario: _cut(mine) for scenario, mine in times.items()}
@@ -165,8 +165,11 @@ def combine(results: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return {
         "pairs": [[scenario, seed] for scenario, result in results.items() for seed in result["seeds"]],
         "target": targets.pop() if len(targets) == 1 else None,
-        "policies": _joined(results), "ratios": ratios, "a_a": _a_a(times), "cuts": cuts,
-    }  # fmt: skip
+        "policies": _joined(results),
+        "ratios": ratios,
+        "a_a": _a_a(times),
+        "cuts": cuts,
+    }
 
 
 def _cut(times: dict[str, list[float]]) -> dict[str, Any]:
@@ -179,9 +182,12 @@ def _cut(times: dict[str, list[float]]) -> dict[str, Any]:
     cut = 1 - over[by]
     shares = {n: round((1 - value) / cut, 3) for n, value in over.items() if cut > 0.02 and not is_static(n)}
     return {
-        "best_static": best_static, "attainable_cut": round(cut, 4), "attained_by": by, "fraction_of_cut": shares,
+        "best_static": best_static,
+        "attainable_cut": round(cut, 4),
+        "attained_by": by,
+        "fraction_of_cut": shares,
         "over_best_static": {name: round(value, 4) for name, value in over.items()},
-    }  # fmt: skip
+    }
 
 
 def _a_a(times: dict[str, dict[str, list[float]]]) -> dict[str, Any] | None:
@@ -206,7 +212,9 @@ def _joined(results: dict[str, dict[str, Any]]) -> dict[str, dict[str, list[Any]
 
 
 def _times(result: dict[str, Any]) -> dict[str, list[float]]:
-    """Policy -> seconds by seed, censored at twice static's; seeds in which static did not arrive are left out of all."""
+    """Policy -> seconds by seed, censored at twice static's; seeds in which static did not arrive are left out of
+    all.
+    """
     runs = {name: part["time_to_target_s"] for name, part in result["policies"].items()}
     kept = [i for i, t in enumerate(runs["static"]) if t is not None]
     if not kept:
@@ -244,8 +252,8 @@ def page(result: Mapping[str, Any]) -> str:
     axes.set_xticklabels(list(cuts))
     legend_beside(axes, columns=2)
     said = (
-        "Emulated clusters on one machine. A cell is time to the target over the best static's there, geometric mean of "
-        "the pairs: below 1 is faster. A/A is static over itself, the machine's own part."
+        "Emulated clusters on one machine. A cell is time to the target over the best static's there, geometric mean "
+        "of the pairs: below 1 is faster. A/A is static over itself, the machine's own part."
     )
     sections = [
         Section(table=table(result)),

@@ -1,8 +1,9 @@
 """CIFAR-10 and CIFAR-100 (Krizhevsky 2009) from a folder, in the authors' "python version": pickled batches.
 
-Nothing is downloaded. Unpack cifar-10-python.tar.gz or cifar-100-python.tar.gz of www.cs.toronto.edu/~kriz/cifar.html and
-name the folder, here or in DYNAMIX_DATA. Images stay uint8; the model makes floats of them. There is no augmentation: it would
-draw random numbers per rank, and two runs with the same samples would no longer see the same inputs.
+Nothing is downloaded. Unpack cifar-10-python.tar.gz or cifar-100-python.tar.gz of www.cs.toronto.edu/~kriz/cifar.html
+and name the folder, here or in DYNAMIX_DATA. Images stay uint8; the model makes floats of them. There is no
+augmentation: it would draw random numbers per rank, and two runs with the same samples would no longer see the same
+inputs.
 """
 
 from __future__ import annotations
@@ -43,14 +44,24 @@ class _Format:
 
 FORMATS = {
     "cifar10": _Format(
-        "cifar-10-batches-py", tuple(f"data_batch_{i}" for i in range(1, 6)), ("test_batch",), b"labels", 10,
-        (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616),
+        "cifar-10-batches-py",
+        tuple(f"data_batch_{i}" for i in range(1, 6)),
+        ("test_batch",),
+        b"labels",
+        10,
+        (0.4914, 0.4822, 0.4465),
+        (0.2470, 0.2435, 0.2616),
     ),
     "cifar100": _Format(
-        "cifar-100-python", ("train",), ("test",), b"fine_labels", 100,
-        (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762),
+        "cifar-100-python",
+        ("train",),
+        ("test",),
+        b"fine_labels",
+        100,
+        (0.5071, 0.4865, 0.4409),
+        (0.2673, 0.2564, 0.2762),
     ),
-}  # fmt: skip
+}
 _NETS: dict[str, Any] = {"vgg16": (vgg, 16), "resnet34": (resnet, 34)}
 NETS = tuple(_NETS)
 

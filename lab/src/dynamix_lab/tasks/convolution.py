@@ -1,12 +1,12 @@
 """VGG (Simonyan and Zisserman, arXiv 1409.1556) and ResNet (He et al., arXiv 1512.03385) in one or two dimensions.
 
 Depth is the number of weight layers of the name, shortcut projections not counted; width is free, so that the deep ones
-run on a laptop. Inputs are small, so ResNet starts with a 3-wide convolution instead of a strided 7 and a pool, and VGG's
-three fully connected layers are as wide as its last stage.
+run on a laptop. Inputs are small, so ResNet starts with a 3-wide convolution instead of a strided 7 and a pool, and
+VGG's three fully connected layers are as wide as its last stage.
 
-Normalisation is by groups (Wu and He, arXiv 1803.08494) unless batch norm is asked for. With groups a sample's gradient does
-not depend on the batch it is in, so unequal shares give exactly the union batch's gradient, one sample is a batch, and the
-parameters alone are the model: what snapshots of a run hold.
+Normalisation is by groups (Wu and He, arXiv 1803.08494) unless batch norm is asked for. With groups a sample's gradient
+does not depend on the batch it is in, so unequal shares give exactly the union batch's gradient, one sample is a batch,
+and the parameters alone are the model: what snapshots of a run hold.
 """
 
 from __future__ import annotations
@@ -120,7 +120,9 @@ class Residual(nn.Module):
 
 
 def adamw(parameters: Iterable[nn.Parameter]) -> Optimizer:
-    """AdamW, lr 1e-3, for a global batch of 128: VGG normalised by groups does not start reliably with SGD and momentum."""
+    """AdamW, lr 1e-3, for a global batch of 128: VGG normalised by groups does not start reliably with SGD and
+    momentum.
+    """
     return AdamW(parameters, lr=1e-3)
 
 

@@ -39,7 +39,8 @@ def workload(net: str = "conv") -> Workload:
         min_batch=2,
         max_batch=128,
         base_batch=64,
-        description=f"1,797 handwritten digits of 8 x 8 pixels, {'two convolutions' if net == 'conv' else 'perceptron'}",
+        description="1,797 handwritten digits of 8 x 8 pixels, "
+        + ("two convolutions" if net == "conv" else "perceptron"),
     )
 
 

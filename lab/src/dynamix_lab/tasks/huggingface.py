@@ -59,7 +59,8 @@ def workload(
 
     make_model        seed -> model of the encoded inputs
     inputs, targets   the columns to use
-    train_split, test_split   of a dict of splits; where the test split is None or not there, test samples come from train
+    train_split, test_split   of a dict of splits; where the test split is None or not there, test samples come from
+                              train
     encode_inputs, encode_targets   list of a column's values -> tensor (n, ...): a tokenizer, an image transform; None:
                       `stack`, numbers and arrays and images of one size as they are
     make_optimizer    None: SGD, lr 0.05, momentum 0.9

@@ -1,9 +1,9 @@
 """pysource: a byte-level language model of the running interpreter's own standard library. Real text on every machine.
 
-A sample is as many whole lines of one file as fit into 129 bytes (longer lines are cut): 128 inputs, and the byte after each
-as its target. Samples therefore differ in length, and the divisor of the mean loss is a number of bytes: train with
-`controller.weight(loss, count=workload.divisor(targets))`. Files, not samples, are split into train and test. The text is that
-of the interpreter: scores compare under one version of Python.
+A sample is as many whole lines of one file as fit into 129 bytes (longer lines are cut): 128 inputs, and the byte after
+each as its target. Samples therefore differ in length, and the divisor of the mean loss is a number of bytes: train
+with `controller.weight(loss, count=workload.divisor(targets))`. Files, not samples, are split into train and test. The
+text is that of the interpreter: scores compare under one version of Python.
 """
 
 from __future__ import annotations
@@ -132,8 +132,8 @@ def source_files(folder: str | Path | None = None) -> list[Path]:
 
 
 def cut(text: bytes, *, longest: int = CONTEXT + 1) -> list[bytes]:
-    """Whole lines, as many together as fit into `longest` bytes; a longer line is cut. Nothing of the text is lost, except
-    pieces of one byte, which predict nothing.
+    """Whole lines, as many together as fit into `longest` bytes; a longer line is cut. Nothing of the text is lost,
+    except pieces of one byte, which predict nothing.
 
     >>> cut(b"import os" + bytes([10]) + b"import sys", longest=12)
     [b'import os\\n', b'import sys']

@@ -1,8 +1,9 @@
 """ratings: a made recommender. Users rate items; what they think has a low rank, and few items get most ratings.
 
-A rating is mean + user + item + <p_u, q_i> + noise with rank 4 and unit-variance parts, its pair drawn without repetition by
-Zipf popularity of users and items. So gradients are as in real recommenders: most rows of an embedding get none in a step. The
-score is the share of the test ratings' variance that is explained (R2, at least 0); noise keeps it below `CEILING`.
+A rating is mean + user + item + <p_u, q_i> + noise with rank 4 and unit-variance parts, its pair drawn without
+repetition by Zipf popularity of users and items. So gradients are as in real recommenders: most rows of an embedding
+get none in a step. The score is the share of the test ratings' variance that is explained (R2, at least 0); noise keeps
+it below `CEILING`.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ def workload(*, sparse: bool = True) -> Workload:
         max_batch=2048,
         base_batch=512,
         metric_name="explained variance",
-        description=f"{USERS:,} users rate {ITEMS:,} items, embeddings with {'sparse' if sparse else 'dense'} gradients",
+        description=f"{USERS:,} users rate {ITEMS:,} items, embeddings with {'sparse' if sparse else 'dense'} "
+        "gradients",
     )
 
 
@@ -78,8 +80,8 @@ class Factorisation(nn.Module):
 
 
 class SparseAdagrad(Adagrad):
-    """Adagrad, with which rare rows keep large steps. Sparse tensors it makes of valid ones need no check, said to torch so
-    that it does not warn."""
+    """Adagrad, with which rare rows keep large steps. Sparse tensors it makes of valid ones need no check, said to
+    torch so that it does not warn."""
 
     def step(self, closure: Any = None) -> Any:
         with torch.sparse.check_sparse_tensor_invariants(enable=False):

@@ -1,8 +1,9 @@
 """Reads pickles of plain data and byte arrays, and nothing else.
 
-A pickle is a program: an ordinary unpickler calls whatever its file names, and hands it any state. Here a file can name only
-the four things that a byte array needs, and gets stand-ins of ours for them: they check what they are given, cannot be
-changed, and make the array only when it is complete. Everything else, and every malformed file, is a `ConfigError`.
+A pickle is a program: an ordinary unpickler calls whatever its file names, and hands it any state. Here a file can name
+only the four things that a byte array needs, and gets stand-ins of ours for them: they check what they are given,
+cannot be changed, and make the array only when it is complete. Everything else, and every malformed file, is a
+`ConfigError`.
 """
 
 from __future__ import annotations

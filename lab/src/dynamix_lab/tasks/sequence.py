@@ -1,4 +1,6 @@
-"""Next-token models: a small causal transformer and an LSTM. Logits are (n, tokens, length), as cross_entropy wants them."""
+"""Next-token models: a small causal transformer and an LSTM. Logits are (n, tokens, length), as cross_entropy wants
+them.
+"""
 
 from __future__ import annotations
 

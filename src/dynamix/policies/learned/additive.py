@@ -31,12 +31,12 @@ PRETRAINED = Path(__file__).parents[1] / "pretrained" / "dynamix-paper.safetenso
 REFERENCE = 128.0  # the paper's batch size per worker, in which `Actions` is written
 
 OWN_FEATURES = (
-    "log2_batch",           # log2(b_i / 128), in the unit of the actions
-    "last_step",            # log2 of this worker's size over its size a window ago
-    "iteration_time",       # log(iteration time / its slow average), global
+    "log2_batch",  # log2(b_i / 128), in the unit of the actions
+    "last_step",  # log2 of this worker's size over its size a window ago
+    "iteration_time",  # log(iteration time / its slow average), global
     "last_iteration_time",  # the previous window's
-    "log_sigma",            # log of sqrt(tr Sigma / B0) / |G|, global
-)  # fmt: skip
+    "log_sigma",  # log of sqrt(tr Sigma / B0) / |G|, global
+)
 INPUTS = (*FEATURES, *OWN_FEATURES)
 # The three families of the paper's state. Sizes and times belong to none: without them no policy could act, so an
 # ablation of them would say nothing.

@@ -1,4 +1,4 @@
-"""Deviations from a policy's answer, of which learning on a job consists: what they may be, and what is noted of one."""
+"""Deviations from a policy's answer, by which it learns on a job: what they may be, and what is noted of one."""
 
 from __future__ import annotations
 

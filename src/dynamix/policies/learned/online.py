@@ -1,4 +1,5 @@
-"""Learning on a real job (DYNAMIX, arXiv 2510.08522, trains on real jobs): a policy that goes on learning while it serves.
+"""Learning on a real job (DYNAMIX, arXiv 2510.08522, trains on real jobs): a policy that goes on learning while it
+serves.
 
 `LearningPolicy` asks the policy it wraps, now and then answers a little beside it, and follows what came of it with
 policy-gradient steps between decisions. What it may cost is bounded three ways: by the size of the deviations, by their
@@ -105,7 +106,7 @@ class LearningPolicy:
         after_answer(self.policy)
 
     def report(self, *, asked: bool = True) -> dict[str, Any]:
-        """The policy's own report, and as `learning` what learning tried, what it may have cost, where the policy is."""
+        """The policy's own report, and as `learning` what was tried, what it may have cost, where the policy is."""
         return {**report_of(self.policy, asked=asked), "learning": self._progress()}
 
     def _progress(self) -> dict[str, Any]:
@@ -208,10 +209,14 @@ class LearningPolicy:
             mean_share, mean_growth = means(self.net, observed, mask)
         kept = torch.from_numpy(differs)
         trial = Trial(
-            observed, mask,
-            torch.from_numpy(share).float() * kept[:, None] * of_share, torch.from_numpy(growth).float() * kept * (not of_share),
-            mean_share, mean_growth, torch.full((len(greedy),), torch.nan),
-        )  # fmt: skip
+            observed,
+            mask,
+            torch.from_numpy(share).float() * kept[:, None] * of_share,
+            torch.from_numpy(growth).float() * kept * (not of_share),
+            mean_share,
+            mean_growth,
+            torch.full((len(greedy),), torch.nan),
+        )
         self._pending = Pending(trial, tried.copy(), greedy.sum(-1), expected)
 
     # ------------------------------------------------------------ learning
@@ -278,13 +283,17 @@ class LearningPolicy:
                 "model": self.fitted.state_dict(self.policy),
                 "reference": saved(self.reference),
                 "trials": [trial.state_dict() for trial in self.trials],
-                "pending": None if pending is None else {
-                    "trial": pending.trial.state_dict(), "sizes": pending.sizes.tolist(),
-                    "total": pending.total.tolist(), "log_step": pending.log_step.tolist(),
+                "pending": None
+                if pending is None
+                else {
+                    "trial": pending.trial.state_dict(),
+                    "sizes": pending.sizes.tolist(),
+                    "total": pending.total.tolist(),
+                    "log_step": pending.log_step.tolist(),
                 },
                 "owed": self._owed,
                 "windows": self.windows,
-            }  # fmt: skip
+            }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from `state_dict()`, or from the state of the same policy without learning."""
@@ -299,14 +308,22 @@ class LearningPolicy:
             self.reference = restored(self.reference, state["reference"])
             self.trials = [Trial(**trial) for trial in state["trials"]]
             pending = state["pending"]
-            self._pending = None if pending is None else Pending(
-                Trial(**pending["trial"]), np.asarray(pending["sizes"], np.int64),
-                np.asarray(pending["total"], np.float64), np.asarray(pending["log_step"], np.float64),
-            )  # fmt: skip
+            self._pending = (
+                None
+                if pending is None
+                else Pending(
+                    Trial(**pending["trial"]),
+                    np.asarray(pending["sizes"], np.int64),
+                    np.asarray(pending["total"], np.float64),
+                    np.asarray(pending["log_step"], np.float64),
+                )
+            )
             self._owed, self.windows = bool(state["owed"]), int(state["windows"])
 
     def carry_over(self, state: dict[str, Any]) -> None:
-        """Take from the state of a job with another number of workers what does not depend on it: all that was learned."""
+        """Take from the state of a job with another number of workers what does not depend on it: all that was
+        learned.
+        """
         with self._lock:
             if "learned" in state:
                 self._load_learned(state["learned"])
@@ -326,8 +343,8 @@ class LearningPolicy:
         shapes, given = ({k: v.shape for k, v in net.items()} for net in (self.net.state_dict(), saved["net"]))
         if shapes != given:
             raise StateError(
-                "the learned weights in this checkpoint are of another network, as by a version with other features: go on "
-                "with learn=False, or begin learning anew without the checkpoint's policy state"
+                "the learned weights in this checkpoint are of another network, as by a version with other features: "
+                "go on with learn=False, or begin learning anew without the checkpoint's policy state"
             )
 
     def _load_learned(self, saved: dict[str, Any]) -> None:

@@ -56,7 +56,8 @@ def make_optimizer(hivemind: Any, task: Task, dht: Any, net: nn.Module) -> Any:
     """Settings and their reasons: docs/design/peers.md."""
     settings = task.settings
     averager = {"target_group_size": task.world_size, "request_timeout": settings["request_timeout_s"]}
-    # Its documentation says that averager_opts reach both averagers; version 1.1.12 hands them to that of the state only.
+    # Its documentation says that averager_opts reach both averagers; version 1.1.12 hands them to that of the state
+    # only.
     gradients = (
         None
         if settings["local_updates"]

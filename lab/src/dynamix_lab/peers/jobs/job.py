@@ -178,7 +178,8 @@ class Run:
     """The measured part: its clock, progress, snapshots every so many samples, and the end.
 
     in_step   ranks take steps together (an all-reduce each), so that all must end at the same one. Rank 0 writes at the
-              end of step t that t + 1 is the last; nobody can be done with t + 1 before rank 0 has begun it, so all see it.
+              end of step t that t + 1 is the last; nobody can be done with t + 1 before rank 0 has begun it, so all see
+              it.
     """
 
     def __init__(self, task: Task, model: nn.Module, *, in_step: bool = True) -> None:

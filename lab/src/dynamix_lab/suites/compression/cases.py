@@ -1,8 +1,9 @@
 """Randomised cases, each decoded sum against exact integers: `dynamix bench compression-cases --count 10000`.
 
-A case draws ranks, layout, type, way, settings and a kind of gradients, and exchanges two steps of them between threads. Every
-rank's decoded integers must be those that plain NumPy sums from the quantised inputs, everywhere, and its mean must be
-theirs. What a rank reduced densely instead is counted by reason and must be the dense mean, the same on every rank.
+A case draws ranks, layout, type, way, settings and a kind of gradients, and exchanges two steps of them between
+threads. Every rank's decoded integers must be those that plain NumPy sums from the quantised inputs, everywhere, and
+its mean must be theirs. What a rank reduced densely instead is counted by reason and must be the dense mean, the same
+on every rank.
 """
 
 from __future__ import annotations
@@ -107,7 +108,8 @@ def _as(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def integer_sums(inputs: Sequence[Tensor], layout: Layout) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """The definition, independent of the exchange: integers (elements,) and the size of one, 2^(e - s), at each element.
+    """The definition, independent of the exchange: integers (elements,) and the size of one, 2^(e - s), at each
+    element.
 
     s = 30 - ceil(log2 W); e is the exponent of a block's largest magnitude over ranks, at least -125.
     """
@@ -143,7 +145,9 @@ class _Recorded(BucketExchange):
 
 @dataclass
 class Outcome:
-    """Of one case: exchanges decoded, sketches that did not and went by compaction, dense ones by reason, what was wrong."""
+    """Of one case: exchanges decoded, sketches that did not and went by compaction, dense ones by reason, what was
+    wrong.
+    """
 
     decoded: int = 0
     undecoded: int = 0
@@ -205,7 +209,9 @@ def _judge(
 
 
 def run_cases(count: int, *, seed: int = 0, tell: Tell = untold) -> dict[str, Any]:
-    """Cases `seed`, `seed + 1`, ...; how many, what failed, and what went dense. Raises `ConfigError` for a count below 1."""
+    """Cases `seed`, `seed + 1`, ...; how many, what failed, and what went dense. Raises `ConfigError` for a count below
+    1.
+    """
     if count < 1:
         raise ConfigError("count", count, "1 or more", "check the argument")
     torch.set_num_threads(1)
@@ -226,18 +232,24 @@ def run_cases(count: int, *, seed: int = 0, tell: Tell = untold) -> dict[str, An
                 counter[str(getattr(case, name)).removeprefix("torch.")] += 1
             tell(f"{number - seed + 1} cases, {len(failures)} failed", (number - seed + 1) / count)
     return {
-        "cases": count, "seed": seed, "failed": len(failures), "exchanges": count * STEPS, "decoded": total.decoded,
+        "cases": count,
+        "seed": seed,
+        "failed": len(failures),
+        "exchanges": count * STEPS,
+        "decoded": total.decoded,
         "undecoded": total.undecoded,
-        "dense_after": dict(sorted(total.dense.items())), "drawn": {name: dict(sorted(c.items())) for name, c in by.items()},
-        "failures": failures[:20], "seconds": round(time.monotonic() - began, 1),
-    }  # fmt: skip
+        "dense_after": dict(sorted(total.dense.items())),
+        "drawn": {name: dict(sorted(c.items())) for name, c in by.items()},
+        "failures": failures[:20],
+        "seconds": round(time.monotonic() - began, 1),
+    }
 
 
 def lines(found: Mapping[str, Any]) -> list[str]:
     """For people."""
     return [
         f"{found['cases']} cases from seed {found['seed']}, {found['failed']} failed, in {found['seconds']} s",
-        f"{found['exchanges']} exchanges: {found['decoded']} decoded and equal to the integer reference unless named below",
+        f"{found['exchanges']} exchanges: {found['decoded']} decoded, equal to the integer sums unless named below",
         f"by compaction, as the sketch did not decode: {found['undecoded']}",
         f"dense instead, by way and reason: {found['dense_after'] or 'none'}",
         f"drawn: {found['drawn']}",

@@ -38,7 +38,9 @@ class CodecCase:
 
 @dataclass(frozen=True)
 class CodecFigures:
-    """gigabytes_s: dense bytes over time; over_bound: bytes over (entropy + values); of_dense: bytes over dense bytes."""
+    """gigabytes_s: dense bytes over time; over_bound: bytes over (entropy + values); of_dense: bytes over dense
+    bytes.
+    """
 
     way: str
     case: CodecCase

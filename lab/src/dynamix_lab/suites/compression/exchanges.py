@@ -9,11 +9,11 @@ topk-dense what top-k with error feedback leaves, in torch's all-reduce (lossy):
 topk       the largest 1 % of each rank, gathered as index and value (lossy; `dynamix.compression.lossy`)
 blocks     blocks of 256 elements that are not zero, after OmniReduce (Fei et al., SIGCOMM 2021)
 
-OmniReduce streams the nonzero blocks of each worker to aggregators, which add the blocks of one position and send the sum
-to all: what crosses a link is a worker's own nonzero blocks up and the union's down. `blocks` is its idea on an all-reduce, where
-there is no aggregator: one bit a block is ORed over ranks, then the blocks of the union are all-reduced in float32. On a ring a
-host sends and receives 2 (W-1)/W of the union instead of its own part up and the union down. No streaming: a bucket's
-blocks go at once.
+OmniReduce streams the nonzero blocks of each worker to aggregators, which add the blocks of one position and send the
+sum to all: what crosses a link is a worker's own nonzero blocks up and the union's down. `blocks` is its idea on an
+all-reduce, where there is no aggregator: one bit a block is ORed over ranks, then the blocks of the union are
+all-reduced in float32. On a ring a host sends and receives 2 (W-1)/W of the union instead of its own part up and the
+union down. No streaming: a bucket's blocks go at once.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ from dynamix.errors import ConfigError
 Hook = Callable[[Any, Bucket], "Future[Tensor]"]
 
 AGAIN = "dense-again"  # dense once more: what differs between the two is the machine
-AFTER = "topk-dense"  # what top-k leaves, sent densely: how long selecting takes. Only where top-k goes before the lossless ways
+# what top-k leaves, sent densely: how long selecting takes. Only where top-k goes before the lossless ways
+AFTER = "topk-dense"
 BASELINES = ("dense", AGAIN, AFTER, "fp16", "powersgd", "topk", "blocks")
 AGGREGATED = {"aggregator-compaction": "compaction", "aggregator-lhc": "lhc-one-phase"}  # what they send through it
 OURS = ("compaction", "lhc", "lhc-one-phase", "auto", *AGGREGATED)
@@ -80,8 +81,8 @@ def make_exchange(
 ) -> GradientExchange:
     """The way called `name` for gradients of `net`. A collective call, as many ways make process groups.
 
-    keep         sparsify with error feedback first: what the lossless ways then exchange is the largest elements of each rank.
-                 Ways that are dense or lossy by themselves do not
+    keep         sparsify with error feedback first: what the lossless ways then exchange is the largest elements of
+                 each rank. Ways that are dense or lossy by themselves do not
     aggregator   address and token of one, for the ways through it
     """
     if name in ("dense", AGAIN):

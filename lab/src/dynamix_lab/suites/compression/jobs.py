@@ -1,12 +1,13 @@
 """What `dynamix bench compression` trains: four jobs whose gradients are zero in different ways.
 
-ratings      embeddings of 30,000 users and 10,000 items, 64 wide, dense gradients: 2.6 million parameters, 10.4 MB. A worker's
-             128 ratings touch at most 256 of its 40,000 rows, so more than 99 % of them get no gradient on a worker, and
-             about 97 % (4 workers) or 95 % (8) on none. The bundled `ratings` has 2,300 rows of 8 and would fit into a few
-             packets; model, popularity and optimizer are its own
+ratings      embeddings of 30,000 users and 10,000 items, 64 wide, dense gradients: 2.6 million parameters, 10.4 MB. A
+             worker's 128 ratings touch at most 256 of its 40,000 rows, so more than 99 % of them get no gradient on a
+             worker, and about 97 % (4 workers) or 95 % (8) on none. The bundled `ratings` has 2,300 rows of 8 and would
+             fit into a few packets; model, popularity and optimizer are its own
 lstm         `pysource-lstm` as bundled: bytes, so its embedding has 256 rows, and nearly nothing is zero
 transformer  `pysource` as bundled: the same
-vgg19        `mnist1d-vgg19` as bundled; no zeros of its own. The lossless ways get 1 % of it, by top-k with error feedback
+vgg19        `mnist1d-vgg19` as bundled; no zeros of its own. The lossless ways get 1 % of it, by top-k with error
+             feedback
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ _SAMPLES = 1990
 
 @dataclass(frozen=True)
 class CompressionTask:
-    """make_model(seed), make_optimizer(parameters), loss(outputs, targets), and batch(number), the same for the same number.
+    """make_model(seed), make_optimizer(parameters), loss(outputs, targets), and batch(number), the same for the same
+    number.
 
     keep   share of the gradient that top-k with error feedback leaves for the lossless ways; None: they get all of it
     """

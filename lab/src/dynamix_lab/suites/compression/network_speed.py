@@ -29,7 +29,9 @@ from dynamix.compression.wire import GroupWire, Wire
 
 @dataclass(frozen=True)
 class RoundTimes:
-    """Milliseconds a round: medians, and the mean processor time. `ratio` is the median of quotients, aggregator / gloo."""
+    """Milliseconds a round: medians, and the mean processor time. `ratio` is the median of quotients, aggregator /
+    gloo.
+    """
 
     what: str
     bytes: int

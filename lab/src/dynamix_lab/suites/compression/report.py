@@ -26,7 +26,7 @@ _GOALS = {
     "iteration": "speed of an iteration there, times dense's: at least {goal:g}",
     "compaction_bytes": "compaction: bytes over (index entropy + values), where most is zero: at most {goal:g}",
     "lhc_bytes": "LHC two-phase: the same: at most {goal:g}",
-    "auto_time": "auto: time of an iteration over dense's (after top-k: dense's after top-k), in every cell: at most {goal:g}",
+    "auto_time": "auto: time of an iteration over dense's (after top-k: dense's after it), each cell: at most {goal:g}",
     "identity": "{goal}",
 }
 _HEAD = [
@@ -75,9 +75,9 @@ def _said(cell: Mapping[str, Any]) -> str:
     """One line above a cell's table."""
     ours = cell["ways"].get("compaction", cell["ways"]["dense"])
     return (
-        f"{cell['dense_bytes'] / 1e6:.2f} MB of gradient, {100 * ours['nonzero']:.1f} % of it not zero (union over ranks, "
-        f"{'after top-k' if cell['job'] in AFTER_TOPK else 'as it is'}); load average {cell['load_average'][0]} to "
-        f"{cell['load_average'][1]}"
+        f"{cell['dense_bytes'] / 1e6:.2f} MB of gradient, {100 * ours['nonzero']:.1f} % of it not zero (union over "
+        f"ranks, {'after top-k' if cell['job'] in AFTER_TOPK else 'as it is'}); load average "
+        f"{cell['load_average'][0]} to {cell['load_average'][1]}"
     )
 
 

@@ -1,8 +1,9 @@
 """`dynamix bench compression`: gradient exchanges side by side on emulated hosts with shaped links, resumable by cell.
 
-A cell is a job, a link rate and a number of hosts. In it all ways take turns within one launch, in random balanced order, dense
-twice (the A/A pair), so that ratios compare what ran under the same load. Hosts have no CPU quota: they share the machine's
-cores. An identity cell trains by `fixed` and by every lossless way over loopback, and compares losses bit by bit.
+A cell is a job, a link rate and a number of hosts. In it all ways take turns within one launch, in random balanced
+order, dense twice (the A/A pair), so that ratios compare what ran under the same load. Hosts have no CPU quota: they
+share the machine's cores. An identity cell trains by `fixed` and by every lossless way over loopback, and compares
+losses bit by bit.
 """
 
 from __future__ import annotations
@@ -65,7 +66,9 @@ class CompressionPlan:
 
     @classmethod
     def of(cls, *, quick: bool = False, **chosen: Any) -> CompressionPlan:
-        """The issue's matrix; `quick`: two jobs, four hosts, the slower link. What is None in `chosen` stays as it is."""
+        """The issue's matrix; `quick`: two jobs, four hosts, the slower link. What is None in `chosen` stays as it
+        is.
+        """
         usual: dict[str, Any] = (
             {"jobs": QUICK_JOBS, "rates_mbit_s": (100,), "workers": (4,), "rounds": 3, "steps": 4, "identity_steps": 50}
             if quick
@@ -142,12 +145,16 @@ class CompressionCell:
         """What its ranks are told."""
         identity = self.rate_mbit_s is None
         return {
-            "job": self.job, "options": plan.options, "seed": plan.seed, "out": str(folder), "timeout_s": TIMEOUT_S,
+            "job": self.job,
+            "options": plan.options,
+            "seed": plan.seed,
+            "out": str(folder),
+            "timeout_s": TIMEOUT_S,
             "ways": IDENTITY_WAYS if identity else self.ways(plan),
             "rounds": 1 if identity else plan.rounds,
             "steps": plan.identity_steps if identity else plan.steps,
             "warm_up": plan.warm_up and not identity,
-        }  # fmt: skip
+        }
 
 
 @dataclass(frozen=True)
@@ -202,14 +209,20 @@ def _run_cell(
         mechanisms = hosts.mechanisms
     ranks = [json.loads((folder / f"measured{rank}.json").read_text()) for rank in range(cell.workers)]
     return {
-        "job": cell.job, "rate_mbit_s": cell.rate_mbit_s, "workers": cell.workers, "mechanisms": mechanisms,
-        "load_average": [round(load, 2), round(os.getloadavg()[0], 2)], "wall_s": round(time.monotonic() - began, 1),
+        "job": cell.job,
+        "rate_mbit_s": cell.rate_mbit_s,
+        "workers": cell.workers,
+        "mechanisms": mechanisms,
+        "load_average": [round(load, 2), round(os.getloadavg()[0], 2)],
+        "wall_s": round(time.monotonic() - began, 1),
         **summarise(ranks, identity=identity),
-    }  # fmt: skip
+    }
 
 
 def _start_aggregator(hosts: Emulation, folder: Path) -> dict[str, str]:
-    """An aggregator inside the emulated switch; its address and token. Every way through it is a job of its own there."""
+    """An aggregator inside the emulated switch; its address and token. Every way through it is a job of its own
+    there.
+    """
     token = folder / "token"
     token.touch(mode=0o600)
     token.write_text(secrets.token_hex(16))

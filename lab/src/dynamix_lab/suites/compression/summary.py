@@ -1,7 +1,8 @@
-"""What `dynamix bench compression` makes of its measurements: medians, ratios to dense and to the bound, goals. Pure functions.
+"""What `dynamix bench compression` makes of its measurements: medians, ratios to dense and to the bound, goals. Pure
+functions.
 
-A rank's exchange lasts from the gradient being ready on it to the mean being there, so it contains waiting for slower ranks;
-the minimum over ranks is that of the last to arrive, which waits for nobody.
+A rank's exchange lasts from the gradient being ready on it to the mean being there, so it contains waiting for slower
+ranks; the minimum over ranks is that of the last to arrive, which waits for nobody.
 """
 
 from __future__ import annotations
@@ -201,7 +202,9 @@ def _over_bound(cells: Mapping[str, Any], way: str) -> dict[str, float]:
 
 
 def _of_auto(cells: Mapping[str, Any]) -> dict[str, float]:
-    """Time over dense's; where top-k goes before it, over that of dense with top-k before it: `auto` cannot undo that."""
+    """Time over dense's; where top-k goes before it, over that of dense with top-k before it: `auto` cannot undo
+    that.
+    """
     found = {}
     for name, cell in cells.items():
         if "auto" in cell["ways"]:

@@ -1,8 +1,10 @@
-"""One rank of `dynamix bench compression`: trains one model by each way in turn, and measures. `python -m ... CONFIG.json`.
+"""One rank of `dynamix bench compression`: trains one model by each way in turn, and measures. `python -m ...
+CONFIG.json`.
 
 All ways share the process, the model and DDP, whose one hook passes on to the way whose turn it is; each has its own
-weights, optimizer and memory, and sees the same batches at the same of its steps. One bucket holds the whole gradient: the
-time of an exchange is then one number, and torch's PowerSGD, which chains collectives, does not get mixed up on gloo.
+weights, optimizer and memory, and sees the same batches at the same of its steps. One bucket holds the whole gradient:
+the time of an exchange is then one number, and torch's PowerSGD, which chains collectives, does not get mixed up on
+gloo.
 """
 
 from __future__ import annotations
@@ -179,7 +181,8 @@ def traffic() -> tuple[int, int] | None:
 def bound_bytes(net: nn.Module, *, by_row: bool) -> tuple[float, float]:
     """What no lossless exchange of the gradients that `net` holds now can beat: index entropy plus four bytes a value.
 
-    by_row   an embedding's row is one item, else every element is one. Returns bytes, and the share of elements in items that
+    by_row   an embedding's row is one item, else every element is one. Returns bytes, and the share of elements in
+             items that
     are not zero.
     """
     sent = elements = total = 0.0

@@ -1,4 +1,5 @@
-"""The simulator against the emulator: the same scenarios and policies predicted, from costs of its runs that hold the global batch.
+"""The simulator against the emulator: the same scenarios and policies predicted, from costs of its runs that hold the
+global batch.
 
 `dynamix bench fidelity --against RUN` reads a finished `bench tta` folder; `--predict` asks about policies that it did
 not run. Costs of computing and of the exchange, jitter and the noise scale are fitted to the windows of runs
@@ -41,9 +42,13 @@ def compare(folder: Path, *, calibrate_on: str = "all", trained: bool = False, t
     result, costs = _fitted(folder, calibrate_on)
     tie = indistinct((result.get("a_a") or {}).get("each", []), pairs=len(result["seeds"]))
     arrived = {
-        name: [policy for policy, runs in part["policies"].items() if policy != AGAIN and None not in runs["time_to_target_s"]]
+        name: [
+            policy
+            for policy, runs in part["policies"].items()
+            if policy != AGAIN and None not in runs["time_to_target_s"]
+        ]
         for name, part in result["scenarios"].items()
-    }  # fmt: skip
+    }
     jobs = [
         PredictedRun(name, policy, seed)
         for name, policies in arrived.items()
@@ -56,10 +61,14 @@ def compare(folder: Path, *, calibrate_on: str = "all", trained: bool = False, t
         for name, part in result["scenarios"].items()
     }
     return {
-        "calibrated_on": calibrate_on, "trained": trained, "costs": asdict(costs), "tie": tie, "scenarios": out,
+        "calibrated_on": calibrate_on,
+        "trained": trained,
+        "costs": asdict(costs),
+        "tie": tie,
+        "scenarios": out,
         "same_ranking": sum(part["same_ranking"] for part in out.values()),
         "worst_step_error": max(p["step_error"] for part in out.values() for p in part["policies"].values()),
-    }  # fmt: skip
+    }
 
 
 def forecast(
@@ -74,9 +83,9 @@ def forecast(
 ) -> dict[str, Any]:
     """Times to the target (s) that any policies would take on the scenarios of a `bench tta` folder, with its costs.
 
-    For seeds (of disturbances, and of data and weights where `trained`) `seed`, `seed + 1`, ...; `ratio` is the geometric
-    mean of times over those of the first policy. `late` counts runs that had not arrived after `LONGEST_S`, and are taken
-    as so long.
+    For seeds (of disturbances, and of data and weights where `trained`) `seed`, `seed + 1`, ...; `ratio` is the
+    geometric mean of times over those of the first policy. `late` counts runs that had not arrived after `LONGEST_S`,
+    and are taken as so long.
     """
     if seeds < 1:
         raise ConfigError("seeds", seeds, "1 or more", "check the argument")
@@ -95,18 +104,24 @@ def forecast(
         logs = {policy: np.log(t / times[policies[0]]) for policy, t in times.items()}
         out[name] = {
             policy: {
-                "time_to_target_s": float(times[policy].mean()), "ratio": float(np.exp(log.mean())),
+                "time_to_target_s": float(times[policy].mean()),
+                "ratio": float(np.exp(log.mean())),
                 "error": float(log.std(ddof=1) / np.sqrt(seeds)) if seeds > 1 else None,
                 "late": int((times[policy] >= LONGEST_S).sum()),
                 "steps": float(np.mean([predicted[PredictedRun(name, policy, s)].steps for s in every])),
             }
             for policy, log in logs.items()
-        }  # fmt: skip
+        }
     over_all = {
         policy: float(np.exp(np.mean([np.log(part[policy]["ratio"]) for part in out.values()]))) for policy in policies
     }
-    return {"calibrated_on": calibrate_on, "trained": trained, "seeds": [seed, seed + seeds - 1], "scenarios": out,
-            "ratio": over_all}  # fmt: skip
+    return {
+        "calibrated_on": calibrate_on,
+        "trained": trained,
+        "seeds": [seed, seed + seeds - 1],
+        "scenarios": out,
+        "ratio": over_all,
+    }
 
 
 def _fitted(folder: Path, calibrate_on: str) -> tuple[dict[str, Any], LiveCosts]:
@@ -147,16 +162,21 @@ def _compare_one(
         step = float(np.mean([t / n for t, n in zip(runs["time_s"], runs["steps"], strict=True)]))
         predicted_step = float(np.mean([p.step_s for p in mine]))
         policies[name] = {
-            "step_s": step, "predicted_step_s": predicted_step, "step_error": abs(predicted_step / step - 1),
+            "step_s": step,
+            "predicted_step_s": predicted_step,
+            "step_error": abs(predicted_step / step - 1),
             "time_to_target_s": float(np.mean(runs["time_to_target_s"])),
             "predicted_time_to_target_s": float(np.mean([p.time_to_target_s for p in mine])),
-            "steps": float(np.mean(runs["steps"])), "predicted_steps": float(np.mean([p.steps for p in mine])),
-        }  # fmt: skip
+            "steps": float(np.mean(runs["steps"])),
+            "predicted_steps": float(np.mean([p.steps for p in mine])),
+        }
     return {"policies": policies, "same_ranking": same_ranking(policies, tie)}
 
 
 def same_ranking(policies: dict[str, dict[str, float]], tie: float) -> bool:
-    """Whether every two policies whose measured times differ by more than `tie` (relative) are predicted in that order."""
+    """Whether every two policies whose measured times differ by more than `tie` (relative) are predicted in that
+    order.
+    """
     names = list(policies)
     for i, a in enumerate(names):
         for b in names[i + 1 :]:

@@ -1,8 +1,9 @@
 """What a step costs on this machine's emulated hosts, from the windows of a finished `bench tta`.
 
 Only runs that hold the global batch are read (static sizes, and rules that move shares alone: three static sizes tell
-too little of what small ones cost); whoever chooses the batch is then predicted. A host of `speed` cores computes b samples in (alpha + beta b) bend(b) / speed^(1 + small_share) s: short slices lose
-their caches, and the line bends where sizes outgrow one. The exchange is processors' work too: whoever arrives last shows its own part of it.
+too little of what small ones cost); whoever chooses the batch is then predicted. A host of `speed` cores computes b
+samples in (alpha + beta b) bend(b) / speed^(1 + small_share) s: short slices lose their caches, and the line bends
+where sizes outgrow one. The exchange is processors' work too: whoever arrives last shows its own part of it.
 """
 
 from __future__ import annotations
@@ -31,10 +32,12 @@ RATES = np.linspace(0.0, 0.8, 17)  # candidates for the growth of log phi with l
 
 @dataclass(frozen=True, slots=True)
 class LiveCosts:
-    """alpha (core-s), beta (core-s per sample), small_share and bend (log factors at `SIZES`) of computing; exchange_s and exchange_per_speed of the
-    exchange at rest, with its bytes on the slowest link on top; jitter_s (s), jitter_sd and together_sd (relative) of
-    every step; log noise scale at equal parts of `samples` of progress, at the unit batch, its growth `rho` with log B and
-    the sd `noise_error` of what is measured of it; progress `needed` for the target, in samples at the unit batch."""
+    """alpha (core-s), beta (core-s per sample), small_share and bend (log factors at `SIZES`) of computing; exchange_s
+    and exchange_per_speed of the exchange at rest, with its bytes on the slowest link on top; jitter_s (s), jitter_sd
+    and together_sd (relative) of every step; log noise scale at equal parts of `samples` of progress, at the unit
+    batch, its growth `rho` with log B and the sd `noise_error` of what is measured of it; progress `needed` for the
+    target, in samples at the unit batch.
+    """
 
     alpha: float
     beta: float
@@ -144,8 +147,8 @@ class RunNoise:
 
 
 def _read(folder: Path, scenario: Scenario, result: dict[str, Any]) -> tuple[Any, ...]:
-    """Rows of hosts whose speed did not change in a window (batch, busy s, speed, variance, window), and rows of windows
-    (exchange s, slowest speed); and the `RunNoise`s."""
+    """Rows of hosts whose speed did not change in a window (batch, busy s, speed, variance, window), and rows of
+    windows (exchange s, slowest speed); and the `RunNoise`s."""
     hosts, windows = [], []
     noise: dict[tuple[str, int, int], list[tuple[float, float, float]]] = {}
     moved = moved_mbit(scenario.workers)
@@ -189,9 +192,9 @@ def hash_of(name: str) -> int:
 
 
 def _computing(batch: Floats, busy: Floats, speed: Floats) -> tuple[float, float, float, Floats]:
-    """alpha, beta and the exponent's excess, in turn: the line for a given exponent, the exponent for a given line. Every
-    cell of half an octave of sizes by half an octave of speeds weighs the same, however many windows fell there. What is left by
-    size bends the line."""
+    """alpha, beta and the exponent's excess, in turn: the line for a given exponent, the exponent for a given line.
+    Every cell of half an octave of sizes by half an octave of speeds weighs the same, however many windows fell there.
+    What is left by size bends the line."""
     place = np.floor(2 * np.log2(np.column_stack([batch, speed])))
     _, cell = np.unique(place, axis=0, return_inverse=True)
     weight = np.sqrt(1.0 / np.bincount(cell.ravel())[cell.ravel()])  # of a residual, before it is squared

@@ -1,4 +1,6 @@
-"""Runs of `bench tta` predicted: on a model of the training, or by the training itself with only its seconds simulated."""
+"""Runs of `bench tta` predicted: on a model of the training, or by the training itself with only its seconds
+simulated.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ class Predicted:
 
 
 def predict(job: PredictedRun, costs: LiveCosts) -> Predicted:
-    """On a model: progress by AdaScale's count, the noise scale as runs of a fixed global batch had it, a fixed progress to the target."""
+    """On a model: progress by AdaScale's count, the noise scale as runs of a fixed global batch had it, a fixed
+    progress to the target.
+    """
     settings, scenario = LaunchSettings(), load_scenario(job.scenario)
     base = settings.batch_size * scenario.workers
     per_epoch = boundary(make_policy(job.policy, others=references(scenario))) == "epoch"
@@ -58,9 +62,9 @@ def predict(job: PredictedRun, costs: LiveCosts) -> Predicted:
 
 
 def train(job: PredictedRun, costs: LiveCosts, settings: LaunchSettings | None = None) -> Predicted:
-    """By the training of that seed on the virtual clock, some 50 s of a core: losses, noise scale and accuracy are a live
-    run's with the same allocations, within float error, and only seconds are simulated. Answers that a live run had too
-    late are not."""
+    """By the training of that seed on the virtual clock, some 50 s of a core: losses, noise scale and accuracy are a
+    live run's with the same allocations, within float error, and only seconds are simulated. Answers that a live run
+    had too late are not."""
     settings, scenario = settings or LaunchSettings(), load_scenario(job.scenario)
     workload = make_workload(settings.workload)
     data = _data(job.seed, settings)
@@ -76,14 +80,25 @@ def train(job: PredictedRun, costs: LiveCosts, settings: LaunchSettings | None =
         return _reached(seen[:-2], target) is not None or now.time_s > LONGEST_S
 
     with VirtualCluster(
-        model, workload.make_optimizer(model.parameters()), workload.loss, data.train, clusters=env, policy=policy,
-        batch_size=settings.batch_size, bounds=bounds, interval=settings.interval, lr_rule=settings.lr_rule,
-        seed=job.seed, collate_fn=as_is,
-    ) as cluster:  # fmt: skip
+        model,
+        workload.make_optimizer(model.parameters()),
+        workload.loss,
+        data.train,
+        clusters=env,
+        policy=policy,
+        batch_size=settings.batch_size,
+        bounds=bounds,
+        interval=settings.interval,
+        lr_rule=settings.lr_rule,
+        seed=job.seed,
+        collate_fn=as_is,
+    ) as cluster:
         run = cluster.run(
-            settings.max_steps(), snapshot_samples=settings.snapshot_samples(),
-            score=lambda net: score(workload, net, data.test), until=ended,
-        )  # fmt: skip
+            settings.max_steps(),
+            snapshot_samples=settings.snapshot_samples(),
+            score=lambda net: score(workload, net, data.test),
+            until=ended,
+        )
     return Predicted(float(run.step_s.mean()), _reached(seen, target) or LONGEST_S, len(run.step_s))
 
 

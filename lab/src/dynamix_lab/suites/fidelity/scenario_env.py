@@ -1,4 +1,6 @@
-"""A scenario's emulated hosts as a simulated cluster: their shares of a core, links and disturbances, with fitted costs."""
+"""A scenario's emulated hosts as a simulated cluster: their shares of a core, links and disturbances, with fitted
+costs.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,8 @@ from dynamix_lab.suites.fidelity.live_costs import UNIT_BATCH, LiveCosts, moved_
 from dynamix_lab.tasks import make_workload
 
 LONGEST_S = 1200.0
-# Core-s of a decision, which rank 0 pays in its share: `dynamix bench overhead --decision-only --workers 4` of `goodput`
-# and `dynamix`. The policies without a model of the job decide in less than half a millisecond.
+# Core-s of a decision, which rank 0 pays in its share: `dynamix bench overhead --decision-only --workers 4` of
+# `goodput` and `dynamix`. The policies without a model of the job decide in less than half a millisecond.
 RULE_S, LEARNED_S = 0.0027, 0.0058
 NEW_SIZE_S = 0.008  # core-s, `dynamix bench changecost`: 24.8 ms for the first step at a size, 16.7 when it comes again
 
@@ -45,9 +47,9 @@ class HostCosts(Costs):
 
 
 class ScenarioEnv(ClusterEnv):
-    """One simulated cluster on a scenario's hosts: the slowest link decides the bytes of an exchange; the rest of it is work
-    that every host does on its own share of a core once it has computed, so it counts as far as that host ends last; and
-    so do decisions, of `decision_s` core-s each, on the first, in the step after a window.
+    """One simulated cluster on a scenario's hosts: the slowest link decides the bytes of an exchange; the rest of it is
+    work that every host does on its own share of a core once it has computed, so it counts as far as that host ends
+    last; and so do decisions, of `decision_s` core-s each, on the first, in the step after a window.
 
     Loss and latency are not modelled.
     """
@@ -70,7 +72,9 @@ class ScenarioEnv(ClusterEnv):
         self._decided = True
 
     def advance(self) -> tuple[Floats, Floats]:
-        """One step; a worker's first at a size never met before prepares kernels while it computes, on its own share of a core."""
+        """One step; a worker's first at a size never met before prepares kernels while it computes, on its own share of
+        a core.
+        """
         batch = self.batch[0].tolist()
         fresh = np.array([size > 0 and (i, size) not in self._met for i, size in enumerate(batch)])
         self._met |= set(enumerate(batch))
@@ -97,16 +101,31 @@ def simulated_hosts(costs: LiveCosts, cores: Floats, base: np.ndarray[Any, Any])
     scale = cores[None] ** (1 + costs.small_share)
     ratio = float(base[0]) / UNIT_BATCH
     return Clusters(
-        alpha=costs.alpha / scale, beta=costs.beta / scale, jitter_sd=costs.jitter_sd * unit,
-        jitter_s=costs.jitter_s * unit, together_sd=costs.together_sd * one,
-        slow_off_s=never, slow_on_s=unit, slow_strongest=unit, exchange_s=costs.exchange_s * one, overlap=one,
-        stall=0 * one, neighbour_period_s=60 * one, neighbour_factor=one,
-        noise_start=np.exp(costs.knots[0]) * ratio**costs.rho * one, noise_rho=costs.rho * one,
-        noise_unit=costs.samples * costs.units(float(base[0])) * one, noise_growth=0 * one,
-        noise_error=costs.noise_error * one, base_batch=base,
-        missing_noise=np.zeros(1, bool), missing_training=np.zeros(1, bool), missing_host=np.zeros(1, bool),
-        noise_knots=np.array([costs.knots]), noise_from=0 * one,
-    )  # fmt: skip
+        alpha=costs.alpha / scale,
+        beta=costs.beta / scale,
+        jitter_sd=costs.jitter_sd * unit,
+        jitter_s=costs.jitter_s * unit,
+        together_sd=costs.together_sd * one,
+        slow_off_s=never,
+        slow_on_s=unit,
+        slow_strongest=unit,
+        exchange_s=costs.exchange_s * one,
+        overlap=one,
+        stall=0 * one,
+        neighbour_period_s=60 * one,
+        neighbour_factor=one,
+        noise_start=np.exp(costs.knots[0]) * ratio**costs.rho * one,
+        noise_rho=costs.rho * one,
+        noise_unit=costs.samples * costs.units(float(base[0])) * one,
+        noise_growth=0 * one,
+        noise_error=costs.noise_error * one,
+        base_batch=base,
+        missing_noise=np.zeros(1, bool),
+        missing_training=np.zeros(1, bool),
+        missing_host=np.zeros(1, bool),
+        noise_knots=np.array([costs.knots]),
+        noise_from=0 * one,
+    )
 
 
 def scenario_world(

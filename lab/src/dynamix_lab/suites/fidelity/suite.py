@@ -27,8 +27,10 @@ def run_fidelity(
 ) -> dict[str, Any]:
     """Errors of step times on points that their fit has not seen, and residuals of the noise-scale fits.
 
-    against   folder of a finished `bench tta`, to compare the simulator with; costs from its scenarios `calibrate_on` (names, comma-separated, or "all")
-    predict   policies to predict with those costs, over `seeds` disturbances that the run did not have, instead of its runs
+    against   folder of a finished `bench tta`, to compare the simulator with; costs from its scenarios `calibrate_on`
+              (names, comma-separated, or "all")
+    predict   policies to predict with those costs, over `seeds` disturbances that the run did not have, instead of its
+              runs
     trained   by the training itself, with only its seconds simulated: some 50 s of a core for every run
     """
     if predict and against is None:
@@ -39,8 +41,12 @@ def run_fidelity(
     how: dict[str, Any] = {"calibrate_on": calibrate_on, "trained": trained, "tell": tell}
     affine = [fit.r2 for fits in known.affine_models().values() for fit in fits]
     return {
-        "schema": SCHEMA, "command": "bench fidelity", "commit": commit(), "cluster": "simulator",
-        "held_out_step_time": known.held_out, "goal": {"mean_absolute": GOAL},
+        "schema": SCHEMA,
+        "command": "bench fidelity",
+        "commit": commit(),
+        "cluster": "simulator",
+        "held_out_step_time": known.held_out,
+        "goal": {"mean_absolute": GOAL},
         "affine": {"pairs": len(affine), "least_r2": min(affine), "not_affine": len(known.curve_names)},
         "noise_scale": {
             name: {"rho": curve.rho, "residual_of_log": curve.residual} for name, curve in known.noise.items()
@@ -48,22 +54,25 @@ def run_fidelity(
         "sources": known.sources,
         "against_emulator": compare(against, **how) if against and not predict else None,
         "forecast": forecast(against, predict, seeds=seeds, **how) if against and predict else None,
-    }  # fmt: skip
+    }
 
 
 def lines(result: dict[str, Any]) -> list[str]:
     """For people."""
     said = [
-        f"step time held out, {name} ({e['jobs']} jobs): {100 * e[where]['mean_absolute']:.1f} % mean absolute {what}, median "
-        f"{100 * e[where]['median']:.1f} %, p90 {100 * e[where]['p90']:.1f} %, {e[where]['points']} points" + goal
+        f"step time held out, {name} ({e['jobs']} jobs): {100 * e[where]['mean_absolute']:.1f} % mean absolute {what}, "
+        f"median {100 * e[where]['median']:.1f} %, p90 {100 * e[where]['p90']:.1f} %, {e[where]['points']} points"
+        + goal
         for name, e in result["held_out_step_time"].items()
         for where, what, goal in (
-            ("inside", "between measured sizes", f" (goal {100 * GOAL:.0f} %)"), ("ends", "beyond them", ""),
+            ("inside", "between measured sizes", f" (goal {100 * GOAL:.0f} %)"),
+            ("ends", "beyond them", ""),
         )
-    ]  # fmt: skip
+    ]
     affine = result["affine"]
     said.append(
-        f"affine: {affine['pairs']} (model, GPU) pairs, R2 from {affine['least_r2']:.3f}; {affine['not_affine']} are not"
+        f"affine: {affine['pairs']} (model, GPU) pairs, R2 from {affine['least_r2']:.3f}; "
+        f"{affine['not_affine']} are not"
     )
     said += [
         f"noise scale of {name}: phi ~ B^{part['rho']:.2f}, residual of log phi {part['residual_of_log']:.2f}"

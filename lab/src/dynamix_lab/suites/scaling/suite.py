@@ -1,8 +1,9 @@
-"""`dynamix bench scaling --cluster virtual`: the tables of the DYNAMIX paper again, by real training on the virtual clock.
+"""`dynamix bench scaling --cluster virtual`: the tables of the DYNAMIX paper again, by real training on the virtual
+clock.
 
-VGG-like-16 with SGD at 8, 16 and 32 workers and VGG-like-11 with SGD and with AdamW at 8, on the `paper-like` scenario. In each
-case the best static size and the target are found on a tuning seed; then static at that size, the policies and a reference
-with exact shares meet the same data, weights and disturbances, seed by seed. A cell of the suite is a run.
+VGG-like-16 with SGD at 8, 16 and 32 workers and VGG-like-11 with SGD and with AdamW at 8, on the `paper-like` scenario.
+In each case the best static size and the target are found on a tuning seed; then static at that size, the policies and
+a reference with exact shares meet the same data, weights and disturbances, seed by seed. A cell of the suite is a run.
 """
 
 from __future__ import annotations
@@ -37,15 +38,17 @@ SCENARIO = "paper-like"
 POLICIES = ("reference", "lb_bsp", "goodput", "dynamix", "dynamix-paper")
 PART_OF_PLATEAU = 0.98
 LONGEST_S = 6_000.0
-# Times `ScalingPlan.samples` that end a run which does not arrive. Static's own time is not known yet when it runs; the others get
-# twice that time, in which large batches go through many samples.
+# Times `ScalingPlan.samples` that end a run which does not arrive. Static's own time is not known yet when it runs; the
+# others get twice that time, in which large batches go through many samples.
 MOST_OF_STATIC, MOST = 2.0, 10.0
 PARTS = 30  # of a run's samples: snapshots, and points of its trajectory
 
 
 @dataclass(frozen=True, slots=True)
 class NetCase:
-    """One net with one optimizer; `paper`: what the DYNAMIX paper reports, by number of nodes (None: it does not say)."""
+    """One net with one optimizer; `paper`: what the DYNAMIX paper reports, by number of nodes (None: it does not
+    say).
+    """
 
     name: str
     net: str
@@ -58,7 +61,9 @@ class NetCase:
         return make_workload(f"mnist1d-{self.net}", norm="batch", **({} if width is None else {"width": width}))
 
     def make_optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
-        """SGD at a fifth of the workload's rate: at a constant 0.05 scores swing by twenty points from one snapshot to the next."""
+        """SGD at a fifth of the workload's rate: at a constant 0.05 scores swing by twenty points from one snapshot to
+        the next.
+        """
         return (
             SGD(parameters, lr=0.01, momentum=0.9, weight_decay=5e-4) if self.optimizer == "sgd" else adamw(parameters)
         )
@@ -157,8 +162,8 @@ class ScalingRun:
 class ScalingSuite(Suite):
     """`dynamix bench scaling --cluster virtual`.
 
-    For each case and W the sweep of static sizes runs first, on the tuning seed. It gives the target and the best static
-    size, which the runs behind it need. Of those static is the first of each seed: its time bounds the others'.
+    For each case and W the sweep of static sizes runs first, on the tuning seed. It gives the target and the best
+    static size, which the runs behind it need. Of those static is the first of each seed: its time bounds the others'.
     """
 
     plan: ScalingPlan
@@ -260,7 +265,9 @@ def reached_at(run: dict[str, Any], target: float) -> float | None:
 
 
 def one_run(plan: ScalingPlan, planned: ScalingRun, target: float | None, bound_s: float | None) -> dict[str, Any]:
-    """Train on the virtual clock: to `plan.samples`, and beyond only until the target or `bound_s`, at most `MOST` times."""
+    """Train on the virtual clock: to `plan.samples`, and beyond only until the target or `bound_s`, at most `MOST`
+    times.
+    """
     case = next(c for c in CASES if c.name == planned.cell[0])
     workload, workers = case.workload(plan.width), planned.cell[1]
     data, net = workload.make_data(planned.seed, train=plan.train, test=plan.test), workload.make_model(planned.seed)
@@ -316,7 +323,9 @@ def _end(plan: ScalingPlan, target: float | None, bound_s: float | None) -> Call
 
 
 def told(run: VirtualRun, plan: ScalingPlan) -> dict[str, Any]:
-    """What is kept of a run: its snapshots, and the mean global batch in equal parts of the samples that all runs train on."""
+    """What is kept of a run: its snapshots, and the mean global batch in equal parts of the samples that all runs train
+    on.
+    """
     batch = run.counts.sum(1)
     before = np.cumsum(batch) - batch
     part = np.minimum(before * PARTS // plan.samples, PARTS)

@@ -45,9 +45,18 @@ class NetEnv(ScenarioEnv):
         workers = scenario.workers
         # The noise scale of this world is never asked: training has its own.
         costs = LiveCosts(
-            net.alpha_s, net.beta_s, SMALL_SHARE, EXCHANGE_S, EXCHANGE_PER_SPEED, JITTER_S, JITTER_SD, TOGETHER_SD,
-            knots=(0.0, 0.0), samples=1.0, needed=1.0,
-        )  # fmt: skip
+            net.alpha_s,
+            net.beta_s,
+            SMALL_SHARE,
+            EXCHANGE_S,
+            EXCHANGE_PER_SPEED,
+            JITTER_S,
+            JITTER_SD,
+            TOGETHER_SD,
+            knots=(0.0, 0.0),
+            samples=1.0,
+            needed=1.0,
+        )
         cores = np.array([host.cpu for host in scenario.hosts])
         clusters = simulated_hosts(costs, cores, np.array([workers * batch_size]))
         trace = slowdowns(scenario, seed, longest_s, exponent=1 + SMALL_SHARE)
@@ -59,6 +68,10 @@ class NetEnv(ScenarioEnv):
 def described() -> dict[str, Any]:
     """The assumed part of the costs, for results."""
     return {
-        "small_share": SMALL_SHARE, "exchange_s": EXCHANGE_S, "exchange_per_speed": EXCHANGE_PER_SPEED,
-        "jitter_s": JITTER_S, "jitter_sd": JITTER_SD, "together_sd": TOGETHER_SD,
-    }  # fmt: skip
+        "small_share": SMALL_SHARE,
+        "exchange_s": EXCHANGE_S,
+        "exchange_per_speed": EXCHANGE_PER_SPEED,
+        "jitter_s": JITTER_S,
+        "jitter_sd": JITTER_SD,
+        "together_sd": TOGETHER_SD,
+    }

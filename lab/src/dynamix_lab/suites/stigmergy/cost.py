@@ -19,8 +19,10 @@ from dynamix.window import Bounds, Floats, Ints, Window
 def decision_costs(workers: Sequence[int], *, repeats: int = 60) -> list[dict[str, Any]]:
     """Per W, medians on one thread, in microseconds.
 
-    one_rank        what a rank of a job does by itself: make its traces, leave and read them in a field in memory, choose
-    taking_in       what a rank does with the W sizes that arrive: sum and check. Exactly-once needs them, so this grows with W
+    one_rank        what a rank of a job does by itself: make its traces, leave and read them in a field in memory,
+                    choose
+    taking_in       what a rank does with the W sizes that arrive: sum and check. Exactly-once needs them, so this grows
+                    with W
     per_worker      a simulated decision of all W, over W
     central         the `dynamix` policy's decision for all W, in one place
     """
@@ -78,17 +80,32 @@ def _first(own: Own) -> Own:
         return values[:1].copy()
 
     return Own(
-        of(own.size), of(own.unit), of(own.busy), of(own.blocked), of(own.least), of(own.jitter), of(own.steps), of(own.noise), of(own.fits),
+        of(own.size),
+        of(own.unit),
+        of(own.busy),
+        of(own.blocked),
+        of(own.least),
+        of(own.jitter),
+        of(own.steps),
+        of(own.noise),
+        of(own.fits),
         own.workers,
-    )  # fmt: skip
+    )
 
 
 def _window(rng: np.random.Generator, sizes: Ints) -> Window:
     compute = 0.1 * np.exp(0.3 * rng.normal(size=len(sizes)))
     return Window.of(
-        sizes, compute=compute, compute_std=0.05 * compute, wait=compute.max() - compute, communication=0.03,
-        noise=5e4, signal=1.0, steps=5, cpu=0.5,
-    )  # fmt: skip
+        sizes,
+        compute=compute,
+        compute_std=0.05 * compute,
+        wait=compute.max() - compute,
+        communication=0.03,
+        noise=5e4,
+        signal=1.0,
+        steps=5,
+        cpu=0.5,
+    )
 
 
 def _median_us(run: Callable[[], object], repeats: int) -> float:

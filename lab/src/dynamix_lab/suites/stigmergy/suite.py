@@ -1,8 +1,8 @@
 """`dynamix bench stigmergy`: workers that decide for themselves against central policies, in the simulator.
 
-Scenario by scenario and by number of workers: time for the progress that all reach, paired by cluster. Then what is left when
-whoever decides, or the store, is dead from half way on; what a quarter of the workers gone does; how long a slowdown is felt; what
-the traces and their decay are worth; and what a decision costs.
+Scenario by scenario and by number of workers: time for the progress that all reach, paired by cluster. Then what is
+left when whoever decides, or the store, is dead from half way on; what a quarter of the workers gone does; how long a
+slowdown is felt; what the traces and their decay are worth; and what a decision costs.
 """
 
 from __future__ import annotations
@@ -106,9 +106,13 @@ def _named(name: str) -> Factory:
 def rivals() -> dict[str, Factory]:
     """Who meets in every scenario. `static` is what ratios are to; `local` knows nothing of others."""
     return {
-        "static": _named("static"), "dbs": _named("dbs"), "lb_bsp": _named("lb_bsp"), "local": lambda _: OwnPace(),
-        "dynamix": _named("dynamix"), "stigmergic": _named("stigmergic"),
-    }  # fmt: skip
+        "static": _named("static"),
+        "dbs": _named("dbs"),
+        "lb_bsp": _named("lb_bsp"),
+        "local": lambda _: OwnPace(),
+        "dynamix": _named("dynamix"),
+        "stigmergic": _named("stigmergic"),
+    }
 
 
 def variants() -> dict[str, Factory]:
@@ -119,13 +123,14 @@ def variants() -> dict[str, Factory]:
         return lambda _: StigmergicPolicy(learned, decay=Decay(alpha=alpha, beta=1.0, start=0.0))
 
     return {
-        "static": _named("static"), "stigmergic": _named("stigmergic"),
+        "static": _named("static"),
+        "stigmergic": _named("stigmergic"),
         "no-traces": lambda _: StigmergicPolicy(learned, shared=False),
         **{name: faded(alpha) for name, alpha in FADES.items()},
         "no-noise": lambda _: StigmergicPolicy(replace(learned, push=0.0)),
         "no-grow-shrink": lambda _: StigmergicPolicy(replace(learned, damp=0.0)),
         "by-hand": lambda _: StigmergicPolicy(Parameters()),
-    }  # fmt: skip
+    }
 
 
 def compare(
@@ -180,8 +185,9 @@ def run_ablations(plan: StigmergyPlan, scenario: str, workers: int) -> dict[str,
 def run_failures(plan: StigmergyPlan, workers: int) -> dict[str, Any]:
     """From half way on nobody decides: the arbiter of a central policy, or the store of the stigmergic one, is dead.
 
-    `gain_left` is what remains of a policy's own gain, (1 - t_dead / t_static) / (1 - t_whole / t_static). A central policy that
-    every rank runs for itself on gathered observations has no arbiter to lose, nor has the stigmergic one: both keep all of it.
+    `gain_left` is what remains of a policy's own gain, (1 - t_dead / t_static) / (1 - t_whole / t_static). A central
+    policy that every rank runs for itself on gathered observations has no arbiter to lose, nor has the stigmergic one:
+    both keep all of it.
     """
     clusters, windows = plan.sizes(workers)
     taken: dict[str, list[Floats]] = {}
@@ -209,8 +215,8 @@ def run_vanished(plan: StigmergyPlan, workers: int) -> dict[str, Any]:
 
 
 def run_recovery(plan: StigmergyPlan, workers: int) -> dict[str, Any]:
-    """Windows after a lasting slowdown of one worker (2.5 times) until two in a row make 95 % of the lagged reference's progress
-    per second; `after` where that never came."""
+    """Windows after a lasting slowdown of one worker (2.5 times) until two in a row make 95 % of the lagged reference's
+    progress per second; `after` where that never came."""
     (clusters, _), (before, after) = plan.sizes(workers), plan.recovery
     factories = {name: make for name, make in rivals().items() if name != "dbs"} | {"lagged": LaggedReference}
     windows: dict[str, list[Floats]] = {name: [] for name in factories if name != "lagged"}
@@ -286,7 +292,9 @@ def _scenarios(cells: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _joined(cells: Mapping[str, Any], plan: StigmergyPlan) -> dict[str, Any]:
-    """The scenarios together, each weighing the same: `policies` has lists over `pairs_of`, ratios are bootstrapped over cells too."""
+    """The scenarios together, each weighing the same: `policies` has lists over `pairs_of`, ratios are bootstrapped
+    over cells too.
+    """
     names = next(iter(cells.values()))["policies"]
     times = {name: {cell: part["policies"][name]["times_s"] for cell, part in cells.items()} for name in names}
     ratios = {

@@ -145,7 +145,9 @@ class SlowedEnv(ClusterEnv):
 def play(
     make: Factory, phases: list[Phase], *, seed: int, interval: int, delay: int, dies_after: int | None = None
 ) -> Floats:
-    """Seconds and progress (points, 2, C) of a policy over all phases; a fresh policy for every phase, as after a restart."""
+    """Seconds and progress (points, 2, C) of a policy over all phases; a fresh policy for every phase, as after a
+    restart.
+    """
     path, count = [np.zeros((2, phases[0].clusters.shape[0]))], [0]
     for i, phase in enumerate(phases):
         policy, env, windows = world_of(
