@@ -17,15 +17,7 @@ from dynamix.policies.goodput import Goodput
 from dynamix.policies.proportional import LBBSP
 from dynamix.policies.protocol import Policy
 from dynamix.policies.static import Static
-from dynamix.simulator import (
-    BREAKING,
-    CONFORMING,
-    ClusterEnv,
-    Clusters,
-    HedgedReference,
-    LaggedReference,
-    rollout_path,
-)
+from dynamix.simulator import BREAKING, CONFORMING, ClusterEnv, Clusters, HedgedReference, LaggedReference, rollout_path
 from dynamix.training.worlds import MIXED, check_world, lr_rule_of, sample_world
 from dynamix.window import Floats
 
@@ -107,13 +99,7 @@ def evaluate_families(
 
 
 def validation_score(
-    make: Factory,
-    seed: int,
-    *,
-    rows: int,
-    windows: int,
-    workers: tuple[int, ...] = (2, 8, 32, 128),
-    world: str = MIXED,
+    make: Factory, seed: int, *, rows: int, windows: int, workers: tuple[int, ...] = (2, 8, 32, 128), world: str = MIXED
 ) -> float:
     """On clusters like those of training: mean over W of mean and worst decile of the goodput rule's time / its own."""
     scores = []
@@ -191,7 +177,6 @@ def chosen_cells(families: str | None, workers: str) -> tuple[tuple[str, ...], t
     for name in names:
         check_world(name)
     counts = workers.split(",")
-    for count in counts:
-        if not count.isdecimal() or int(count) < 1:
-            raise ConfigError("workers", workers, "numbers of 1 or more, comma-separated", "say 2,8,32")
+    if not all(count.isdecimal() and int(count) >= 1 for count in counts):
+        raise ConfigError("workers", workers, "numbers of 1 or more, comma-separated", "say 2,8,32")
     return names, tuple(map(int, counts))
