@@ -76,21 +76,16 @@ class ErrorFeedback:
         infinity are among what is sent. Raises `StateError` when the memory is of another shape.
         """
         scale = 1.0 if self.loss_scale is None else float(self.loss_scale())
-        held = part.detach().to(torch.float64 if part.dtype == torch.float64 else torch.float32, copy=True)
-        if scale != 1:
-            held.div_(scale)
+        held = part.detach().to(torch.float64 if part.dtype == torch.float64 else torch.float32, copy=True).div_(scale)
         before = self.memory.get(name)
         if before is not None:
             if before.shape != held.shape:
-                raise StateError(
-                    f"{name} has {held.numel()} elements, the memory that was loaded for it {before.numel()}: "
-                    "load the state_dict of this model"
-                )
+                sizes = f"{name} has {held.numel()} elements, the memory that was loaded for it {before.numel()}"
+                raise StateError(f"{sizes}: load the state_dict of this model")
             held.add_(before.to(device=held.device, dtype=held.dtype))
         items = self._largest(held)
         sent = (held[items] * scale).to(part.dtype)
-        part.zero_()
-        part[items] = sent
+        part.zero_()[items] = sent
         held[items] -= sent.to(held.dtype) / scale
         return items, held
 

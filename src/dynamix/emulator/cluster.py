@@ -19,7 +19,6 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from subprocess import DEVNULL, Popen
-from types import FrameType
 from typing import Any, Literal, NoReturn, get_args
 
 from dynamix.emulator import awake, control, enter, keeper
@@ -289,7 +288,6 @@ class Emulation:
         return self._start(self._network.fd(host), group, command, environment, "", "/")
 
     def _apply(self) -> None:
-        """Sets every limit to what the schedule says now."""
         now, workers = self.time_s(), self.scenario.workers
         speeds = self._speeds(now)
         noise = [0.0] * workers if now is None else noise_cores(self.scenario, now, self.seed)
@@ -369,5 +367,5 @@ class Emulation:
                 self._cleanup.callback(signal.signal, number, signal.SIG_DFL)
 
 
-def _exit_by_signal(number: int, frame: FrameType | None) -> NoReturn:
+def _exit_by_signal(number: int, frame: object) -> NoReturn:
     raise SystemExit(128 + number)
