@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
@@ -14,7 +13,7 @@ from dynamix.compression.fixed_point import Scales, scan, working, write_mean_
 from dynamix.compression.index import best_depth, is_superset, union_of
 from dynamix.compression.layout import Layout
 from dynamix.compression.lhc import UnionForecast, one_phase, two_phase
-from dynamix.compression.sketch import check_lanes
+from dynamix.compression.sketch import ExchangeSettings
 from dynamix.compression.wire import LocalWire, Wire
 from dynamix.errors import ConfigError
 
@@ -22,25 +21,6 @@ Way = Literal["dense", "fixed", "compaction", "lhc", "lhc-one-phase"]
 WAYS: tuple[Way, ...] = get_args(Way)
 VERSION = 1
 RELEARN = 8  # unions after which the depth of the index is chosen anew
-
-
-@dataclass(frozen=True)
-class ExchangeSettings:
-    """What all ranks must hold alike.
-
-    seed      of the hash functions
-    lanes     neighbours hashed as one block in LHC, a power of two up to 1024; 1 hashes each item by itself
-    ratio     counters per item in LHC; None: 1.4, and 1.5 below 10,000 items
-    """
-
-    seed: int = 0
-    lanes: int = 1
-    ratio: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.ratio is not None and not 0.5 <= self.ratio <= 16:
-            raise ConfigError("ratio", self.ratio, "0.5 to 16", "leave it out: below 1.3 decoding mostly fails")
-        check_lanes(self.lanes)
 
 
 class BucketExchange:
@@ -107,17 +87,13 @@ class BucketExchange:
         ours = (VERSION, settings, self.index, step, way, self.layout, flat.dtype, self._depth, expected, attempt)
         codes = agree(codes, digest(*ours), wire)
         key = int.from_bytes(digest("checksum", settings.seed, self.index, step)[:4], "little")
-        bucket = Round(values, self.layout, codes, scales, wire, key)
+        bucket = Round(values, self.layout, codes, scales, wire, key, settings)
         if expected is not None:
-            seed = (settings.seed, self.index, attempt)
-            parts, doubt, union = one_phase(
-                bucket, words, expected, seed=seed, ratio=settings.ratio, lanes=settings.lanes
-            )
+            parts, doubt, union = one_phase(bucket, words, expected, (settings.seed, self.index, attempt))
             return (union, codes, parts), doubt
         union = self._union(words, codes, way, wire)
         if way in ("lhc", "lhc-one-phase"):
-            seed = (settings.seed, self.index, step)
-            parts, doubt = two_phase(bucket, union, seed=seed, ratio=settings.ratio, lanes=settings.lanes)
+            parts, doubt = two_phase(bucket, union, (settings.seed, self.index, step))
         else:
             parts, doubt = compact(bucket, union)
         return (union, codes, parts), doubt

@@ -15,6 +15,7 @@ from dynamix.compression.checks import CHECKSUM_WORDS, Part, checksums
 from dynamix.compression.fixed_point import Scales, quantise
 from dynamix.compression.index import clip_, positions
 from dynamix.compression.layout import Layout
+from dynamix.compression.sketch import ExchangeSettings
 from dynamix.compression.wire import Wire
 
 
@@ -33,6 +34,7 @@ class Round:
     scales: Scales
     wire: Wire
     key: int
+    settings: ExchangeSettings
 
 
 def compact(bucket: Round, union: Tensor) -> tuple[list[Part], str]:

@@ -1,4 +1,4 @@
-"""numba kernels for the CPU. Each repeats, bit for bit, a torch function of the module named beside it.
+"""numba kernels for the CPU. Each repeats, bit for bit, the torch function of its name: `fixed_point.scan` and so on.
 
 All arithmetic is int64 that holds 32-bit quantities, masked: numba turns a mix of signed and unsigned 64-bit integers
 into floats.
@@ -39,9 +39,6 @@ def _kernel(function: F) -> Callable[..., Any]:
     """`function` compiled, to be called with tensors in place of its arrays."""
     compiled = _jit(function)
     return lambda *arguments: compiled(*(a.numpy() if isinstance(a, Tensor) else a for a in arguments))
-
-
-# ---------------------------------------------------------------- fixed_point.scan
 
 
 @_jit
@@ -94,9 +91,6 @@ def _scan_elements(values: Array, bits: Array, block: int, codes: Array, out: Ar
     out[at:] = 0
 
 
-# ---------------------------------------------------------------- index.positions
-
-
 @_jit
 def _count_bits(words: Array) -> Any:
     total = np.int64(0)
@@ -128,9 +122,6 @@ def positions(words: Tensor) -> Tensor:
     return torch.from_numpy(out)
 
 
-# ---------------------------------------------------------------- fixed_point.quantise, fixed_point.write_mean_
-
-
 @_kernel
 def quantise(values: Array, items: Array, width: int, shift: int, codes: Array, up: Array, out: Array) -> None:
     for i in range(items.size):
@@ -157,9 +148,6 @@ def write_mean_(
                 values[item * width + c] = np.float64(totals[i * width + c]) * scale / workers
 
 
-# ---------------------------------------------------------------- checks.checksum
-
-
 @_kernel
 def checksum(totals: Array, items: Array, width: int, key: int) -> Any:
     plain, weighted = np.int64(0), np.int64(0)
@@ -177,8 +165,6 @@ def checksum(totals: Array, items: Array, width: int, key: int) -> Any:
             weighted += value * ((weight + c * 0x85EBCA6B) & _MASK | 1)
     return plain & _MASK, weighted & _MASK
 
-
-# ---------------------------------------------------------------- sketch.slots, sketch.insert_
 
 _mix: Callable[[int], int] = _jit(cast(Any, mix))
 
@@ -214,9 +200,6 @@ def insert_(table: Array, slots: Array, signs: Array, values: Array, width: int)
             at, sign = np.int64(slots[i, j]) * width, np.int64(signs[i, j])
             for c in range(width):
                 table[at + c] = np.int32(table[at + c] + sign * values[i * width + c])
-
-
-# ---------------------------------------------------------------- peeling.peel, peeling.extract
 
 
 @_jit

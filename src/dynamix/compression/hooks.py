@@ -26,10 +26,11 @@ from torch.futures import Future
 from dynamix.compression.aggregator.client import Aggregator, AggregatorClient
 from dynamix.compression.aggregator.wire import AggregatorWire, join, report_loss
 from dynamix.compression.auto import Chooser
-from dynamix.compression.bucket import BucketExchange, ExchangeSettings, Way, warm_up
+from dynamix.compression.bucket import BucketExchange, Way, warm_up
 from dynamix.compression.checks import Statistics, are_same, digest, marks_of
 from dynamix.compression.fixed_point import DTYPES
 from dynamix.compression.layout import Layout
+from dynamix.compression.sketch import ExchangeSettings
 from dynamix.compression.wire import GroupWire, OrMethod, Wire, find_or_method
 from dynamix.errors import ConfigError, StateError, UsageError
 
@@ -138,7 +139,8 @@ class CompressionState:
 
     @torch.no_grad()
     def _exchange(self, line: _Line, flat: Tensor, group: dist.ProcessGroup) -> None:
-        wire = self._wire_of(group)
+        reserve = self._wires.setdefault(group.group_name, GroupWire(group, self._or_method))
+        wire: Wire = reserve if self._client is None else AggregatorWire(self._client, reserve)
         if self._lost:  # since this bucket was handed over
             line.retired = True
             line.exchange.reduce_(flat, "dense", wire, step=line.step, statistics=self.statistics)
@@ -164,12 +166,10 @@ class CompressionState:
         return {"settings": [self.mode, self.settings.seed], "steps": steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        mine, written = (
-            [self.mode, self.settings.seed],
-            f"the checkpoint was written with mode, seed = {state['settings']}",
-        )
-        if state["settings"] != mine:
-            raise StateError(f"{written}, this state has {mine}: construct CompressionState with those")
+        written, mine = state["settings"], [self.mode, self.settings.seed]
+        if written != mine:
+            differs = f"the checkpoint was written with mode, seed = {written}, this state has {mine}"
+            raise StateError(f"{differs}: construct CompressionState with those")
         self._steps = {int(index): int(step) for index, step in state["steps"].items()}
         self._lines.clear()
 
@@ -186,10 +186,6 @@ class CompressionState:
             way: Way = "dense" if self.mode == "auto" else self.mode
             line = self._lines[index] = _Line(shapes, exchange, way, Chooser() if auto else None, step)
         return line
-
-    def _wire_of(self, group: dist.ProcessGroup) -> Wire:
-        wire = self._wires.setdefault(group.group_name, GroupWire(group, self._or_method))
-        return wire if self._client is None else AggregatorWire(self._client, wire)
 
     def _require_same_arguments(self, device: torch.device, aggregated: bool) -> None:
         mine = (self.mode, self.min_bytes, aggregated)

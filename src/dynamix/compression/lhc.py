@@ -25,12 +25,10 @@ SPARE = 16  # and by so many items, for small ones
 MEMORY = 0.8  # weight of the past in the prediction
 
 
-def two_phase(
-    bucket: Round, union: Tensor, *, seed: tuple[int, ...], ratio: float | None = None, lanes: int = 1
-) -> tuple[list[Part], str]:
+def two_phase(bucket: Round, union: Tensor, seed: tuple[int, ...]) -> tuple[list[Part], str]:
     """As `compaction.compact`, by sketch. Raises `Doubt("peel")`, on every rank alike, when no seed will decode."""
     _, parts = gather(bucket, union)
-    found = [_decodable(part.items, (*seed, place), ratio, lanes) for place, part in enumerate(parts)]
+    found = [_decodable(bucket, part.items, (*seed, place)) for place, part in enumerate(parts)]
     payload, tables = _sketches([hashing for hashing, *_ in found], bucket)
     for table, part, (_, where, signs, _) in zip(tables, parts, found, strict=True):
         insert_(table, where, signs, part.values, part.width)
@@ -50,11 +48,14 @@ def _sketches(hashings: list[Hashing], bucket: Round) -> tuple[Tensor, list[Tens
     return payload, list(payload[: sum(sizes)].split(sizes))
 
 
-def _decodable(
-    items: Tensor, seed: tuple[int, ...], ratio: float | None, lanes: int
-) -> tuple[Hashing, Tensor, Tensor, Peeling]:
+def _hashing(bucket: Round, items: int, *seed: int) -> Hashing:
+    ratio, lanes = bucket.settings.ratio, bucket.settings.lanes
+    return Hashing.of(items, *seed, ratio=ratio, lanes=lanes, device=bucket.values.device)
+
+
+def _decodable(bucket: Round, items: Tensor, seed: tuple[int, ...]) -> tuple[Hashing, Tensor, Tensor, Peeling]:
     for attempt in range(ATTEMPTS):
-        hashing = Hashing.of(items.numel(), *seed, attempt, ratio=ratio, lanes=lanes, device=items.device)
+        hashing = _hashing(bucket, items.numel(), *seed, attempt)
         where, signs = slots(items, hashing)
         peeling = peel(where, hashing.counters)
         if peeling.complete:
@@ -63,20 +64,13 @@ def _decodable(
 
 
 def one_phase(
-    bucket: Round,
-    words: Tensor,
-    expected: list[int],
-    *,
-    seed: tuple[int, ...],
-    ratio: float | None = None,
-    lanes: int = 1,
+    bucket: Round, words: Tensor, expected: list[int], seed: tuple[int, ...]
 ) -> tuple[list[Part], str, Tensor]:
     """Send sketches for `expected` items a segment together with this rank's bitmap `words`.
 
     Returns the sums by segment, the check that failed ("peel" when the union was larger than expected), and the union.
     """
-    device = words.device
-    hashings = [Hashing.of(k, *seed, i, ratio=ratio, lanes=lanes, device=device) for i, k in enumerate(expected)]
+    hashings = [_hashing(bucket, k, *seed, place) for place, k in enumerate(expected)]
     payload, tables = _sketches(hashings, bucket)
     _, own = gather(bucket, words)
     for table, part, hashing in zip(tables, own, hashings, strict=True):

@@ -99,7 +99,8 @@ class Emulation:
             found = find_cgroup()
             roots = [] if isinstance(found, str) else [found[0]]
             keeper.sweep(roots)
-            self._keep(roots)
+            helper = start_helper(keeper.__file__, self.name, *map(str, roots))  # cleans up if this process cannot
+            self._cleanup.callback(lambda: stop_helper(helper, b"g" if keeper.remove(self.name, roots) else b""))
             self._limiter: Limiter = self._make_limiter(found)
             self._cleanup.callback(self._limiter.close)
             if self._keep_awake and awake.is_virtual() and math.isinf(Cgroups.find().cpu_cores()):
@@ -346,11 +347,6 @@ class Emulation:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             return int(probe.getsockname()[1])
-
-    def _keep(self, roots: Sequence[Path]) -> None:
-        """Starts the keeper, which cleans up if this process cannot."""
-        helper = start_helper(keeper.__file__, self.name, *map(str, roots))
-        self._cleanup.callback(lambda: stop_helper(helper, b"g" if keeper.remove(self.name, roots) else b""))
 
     def _kill_all(self) -> None:
         for process in (*self._ranks, *self._beside):

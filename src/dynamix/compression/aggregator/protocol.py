@@ -133,10 +133,7 @@ class Introduction:
     def of(cls, fields: dict[str, Any]) -> Introduction:
         """From JSON; raises `ProtocolError` where something is missing or of another type."""
         try:
-            job, session = (
-                ascii(str(fields["job"])[:64])[1:-1],
-                str(fields["session"])[:64],
-            )  # the job's name is for logs
+            job, session = ascii(str(fields["job"])[:64])[1:-1], str(fields["session"])[:64]  # the job is for logs
             made = cls(job, session, int(fields["workers"]), int(fields["rank"]), float(fields["timeout_s"]))
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ProtocolError("introduction", f"the introduction is not complete: {error}") from error

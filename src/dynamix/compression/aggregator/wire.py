@@ -51,9 +51,7 @@ class AggregatorWire:
         self.client.reduce_((OR, bits))
 
     def _reduce(self, *parts: tuple[int, Tensor]) -> None:
-        hosts = [
-            values.detach().cpu().contiguous() for _, values in parts
-        ]  # their own memory, where it is there already
+        hosts = [values.detach().cpu().contiguous() for _, values in parts]  # without a copy on the host
         self.payload_bytes += sum(host.nbytes for host in hosts)
         sent = [host.view(torch.uint8).numpy() for host in hosts]
         self.client.reduce_(*((op, host) for (op, _), host in zip(parts, sent, strict=True)))
