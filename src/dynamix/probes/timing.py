@@ -80,8 +80,8 @@ class CudaClock:
 class StepTimes:
     """One optimizer step of one worker, in seconds; NaN where not measured. Micro-steps are summed.
 
-    compute   forward start to last local gradient ready, plus end of the last reduction to the end of the step (the
-              optimizer's update). Without a communication hook: forward start to the end of the step
+    compute   forward start to last local gradient ready, plus the optimizer's update after the last reduction. Without
+              a communication hook: forward start to the end of the step
     comm      last local gradient ready to the end of the last reduction: this worker's wait and the transfer together
     data      end of the previous step to forward start
     total     end of the previous step to the end of this one
@@ -176,7 +176,7 @@ class StepTimer:
     def take(self, *, discard: bool = False) -> list[StepTimes]:
         """Records closed since the last call, in order, as far as the device has got; the rest comes with a later call.
 
-        With `discard` all closed records are dropped, also those the device has not finished, and the answer is empty.
+        With `discard` all are dropped, also those the device has not finished, and the answer is empty.
         """
         taken: list[StepTimes] = []
         while self._closed:

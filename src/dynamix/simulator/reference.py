@@ -1,7 +1,7 @@
 """References: policies that know the true costs. Not bounds: a policy may beat them, and is then reported so.
 
 `lagged` knows what was true when the window closed, `greedy` what will be true in the coming one, `hedged` the chances
-of what may come, and `planned` searches small cases by trying them out.
+of what may come; `planned` tries them out.
 """
 
 from __future__ import annotations

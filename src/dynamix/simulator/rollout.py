@@ -18,9 +18,7 @@ class AnswersWindows(Protocol):
 
 
 def rollout(policy: AnswersWindows, env: ClusterEnv, windows: int | None = None) -> Iterator[Window]:
-    """Reset `env` and let `policy` decide on window after window: yields the first one and the one after each decision.
-
-    windows   decisions, so windows + 1 windows come; None: until the caller stops asking
+    """Reset `env` and let `policy` decide `windows` times, or (None) for ever: yields the first window and those after.
 
     A decision is made when its window is asked for, so between two of them the caller sees `env` as it is then. The
     answer is applied as it is: policies keep the bounds themselves.
