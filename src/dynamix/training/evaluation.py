@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from dynamix.errors import ConfigError
+from dynamix.errors import ConfigError, UsageError
 from dynamix.policies.cannikin import Cannikin
 from dynamix.policies.goodput import Goodput
 from dynamix.policies.proportional import LBBSP
@@ -144,9 +144,13 @@ def summary(ratio: Floats) -> dict[str, float]:
 
 
 def paired(log_ratio: Floats) -> list[float]:
-    """Geometric mean and 95 % interval (normal, over pairs)."""
-    half = 1.96 * float(log_ratio.std(ddof=1)) / np.sqrt(len(log_ratio)) if len(log_ratio) > 1 else 0.0
-    middle = float(log_ratio.mean())
+    """Geometric mean and 95 % interval (Student's t, over pairs); the mean alone is its own interval."""
+    try:
+        from scipy import stats
+    except ModuleNotFoundError as error:
+        raise UsageError("comparing policies needs SciPy: pip install 'dynamix-train[learn]'") from error
+    middle, pairs = float(log_ratio.mean()), len(log_ratio)
+    half = float(stats.t.ppf(0.975, pairs - 1) * stats.sem(log_ratio)) if pairs > 1 else 0.0
     return [round(float(np.exp(x)), 4) for x in (middle, middle - half, middle + half)]
 
 
