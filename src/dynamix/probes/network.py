@@ -1,7 +1,7 @@
 """What this worker's connections to other workers carry, from the kernel's own account of each socket (TCP_INFO).
 
-Works without root. `getsockopt` reads from the descriptor as it is; nothing is duplicated, so no socket can be closed by
-accident or kept open past its owner's close.
+Works without root. `getsockopt` reads from the descriptor as it is; nothing is duplicated, so no socket can be closed
+by accident or kept open past its owner's close.
 """
 
 from __future__ import annotations

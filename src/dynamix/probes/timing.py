@@ -193,13 +193,10 @@ class StepTimer:
         # Passes under no_sync have no communication at all; only when none had any is it unknown.
         comm = [self._comm(m) for m in micros if m.ready is not None]
         known = all(m.data_known and m.compute_known for m in micros)
-        return StepTimes(
-            step=step,
-            compute=sum(self._compute(m) for m in micros),
-            comm=sum(comm) if comm else np.nan,
-            data=sum(self._between(m.before, m.start) if m.data_known else np.nan for m in micros),
-            total=self._between(micros[0].before, micros[-1].end) if known else np.nan,
-        )
+        compute = sum(self._compute(m) for m in micros)
+        data = sum(self._between(m.before, m.start) if m.data_known else np.nan for m in micros)
+        total = self._between(micros[0].before, micros[-1].end) if known else np.nan
+        return StepTimes(step, compute, sum(comm) if comm else np.nan, data, total)
 
     def _comm(self, micro: _Micro) -> float:
         ends = [self._between(micro.ready, mark) for mark in micro.reduced]

@@ -1,8 +1,9 @@
-"""C clusters at once, one window per step, as the controller of a live job would see and delay them."""
+"""C clusters at once, one window per step, as the controller of a live job would see them; and following a policy."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -14,7 +15,7 @@ from dynamix.simulator.disturbances import LEAST, MovingNeighbour, Slowdowns, Sl
 from dynamix.simulator.network import exchange_time, step_time
 from dynamix.simulator.statistics import Generalisation, along, efficiency, noise_scale
 from dynamix.simulator.streams import RandomStream
-from dynamix.window import Floats, Ints, Window
+from dynamix.window import Bounds, Floats, Ints, Window
 
 TOGETHER_MEMORY = 0.9  # of what slows all alike, from step to step: the emulator's windows of 5 are correlated by half
 NOISE_MEMORY = 0.9  # of the error of log phi from window to window: the estimate is smoothed, so its error is too
@@ -230,3 +231,34 @@ class ClusterEnv:
         noise = 1.0 + 0.05 * self._cpu.normal(np.uint64(self.windows))
         cpu = np.clip(busy / np.maximum(busy + wait + exchange[:, None], 1e-9) * noise, 0.0, 1.0)
         return {"cpu": np.where(hidden, np.nan, cpu), "memory": np.where(hidden, np.nan, 0.5)}
+
+
+class AnswersWindows(Protocol):
+    """What a rollout asks of a policy: sizes (C, W) for a window of C clusters."""
+
+    def decide(self, window: Window, bounds: Bounds) -> Ints: ...
+
+
+def rollout(policy: AnswersWindows, env: ClusterEnv, windows: int | None = None) -> Iterator[Window]:
+    """Reset `env` and let `policy` decide `windows` times, or (None) for ever: yields the first window and those after.
+
+    A decision is made when its window is asked for, so between two of them the caller sees `env` as it is then. The
+    answer is applied as it is: policies keep the bounds themselves.
+
+    >>> from dynamix.policies.proportional import LBBSP
+    >>> from dynamix.simulator import sample_clusters
+    >>> env = ClusterEnv(sample_clusters(3, 4, seed=0), seed=1)
+    >>> [window.batch_size.shape for window in rollout(LBBSP(), env, windows=2)]
+    [(3, 4), (3, 4), (3, 4)]
+    """
+    window = env.reset()
+    yield window
+    while windows is None or windows > 0:
+        window = env.step(policy.decide(window, env.bounds))
+        yield window
+        windows = None if windows is None else windows - 1
+
+
+def rollout_path(policy: AnswersWindows, env: ClusterEnv, windows: int) -> Floats:
+    """Seconds and progress, (windows + 1, 2, C), before the first decision and after each."""
+    return np.array([(env.clock_s, env.progress) for _ in rollout(policy, env, windows)])

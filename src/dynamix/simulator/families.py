@@ -21,6 +21,7 @@ from dynamix.window import Floats, Ints
 # Models with a fitted noise scale. yolov3 has one too but no affine costs.
 AFFINE_MODELS = ("cifar10", "deepspeech2", "imagenet")
 NEVER = 1e12
+Gpus = list[list[Affine]]  # of every worker of every cluster
 Change = Callable[[Clusters, np.random.Generator], Clusters]
 
 
@@ -81,9 +82,7 @@ def _plain(models: tuple[str, ...], count: int, workers: int, rng: np.random.Gen
     return _with_noise(gpus, rng, plain)
 
 
-def _draw_gpus(
-    models: tuple[str, ...], shape: tuple[int, int], rng: np.random.Generator
-) -> tuple[list[list[Affine]], Ints]:
+def _draw_gpus(models: tuple[str, ...], shape: tuple[int, int], rng: np.random.Generator) -> tuple[Gpus, Ints]:
     """One to three GPU types a cluster, and samples per worker (C,) that the smallest memory holds several times."""
     rows, per_worker = [], []
     for _ in range(shape[0]):
@@ -99,7 +98,7 @@ def _draw_gpus(
     return rows, np.array(per_worker)
 
 
-def _with_noise(gpus: list[list[Affine]], rng: np.random.Generator, clusters: Clusters) -> Clusters:
+def _with_noise(gpus: Gpus, rng: np.random.Generator, clusters: Clusters) -> Clusters:
     """Noise-scale curves of the clusters' models, at a level where the best B at the start is 0.5 to 2 times B0."""
     count, known = clusters.shape[0], calibration().noise
     curves = [known.get(row[0].model, known["cifar10"]) for row in gpus]

@@ -20,8 +20,8 @@ _FIRST_SEED = 5_000_000  # of what underlies training clusters; suites and evalu
 
 
 def training_clusters(count: int, workers: int, seed: int, *, hardness: float = 1.0) -> Clusters:
-    """`count` clusters of `workers`. `hardness` in [0, 1] scales how often each mechanism is at work; in two clusters of
-    five hardly any but slowdowns is. Costs are those of calibrated GPUs or of `sample_clusters`.
+    """`count` clusters of `workers`. `hardness` in [0, 1] scales how often each mechanism is at work; in two clusters
+    of five hardly any but slowdowns is. Costs are those of calibrated GPUs or of `sample_clusters`.
 
     >>> training_clusters(3, 4, seed=0).shape
     (3, 4)

@@ -16,6 +16,7 @@ from dynamix.model.measured import step_seconds
 from dynamix.simulator import ClusterEnv, Generalisation, LaggedReference, rollout
 from dynamix.window import Floats, Window
 
+Optimizer = Literal["sgd", "adam"]
 LARGEST_SIGMA = 10.0  # an unmeasurable signal makes sigma_norm infinite; a reward must not be
 
 
@@ -56,7 +57,7 @@ class PaperReward:
     0.5
     """
 
-    def __init__(self, optimizer: Literal["sgd", "adam"] = "sgd", weights: RewardWeights | None = None) -> None:
+    def __init__(self, optimizer: Optimizer = "sgd", weights: RewardWeights | None = None) -> None:
         if optimizer not in ("sgd", "adam"):
             raise ConfigError("optimizer", optimizer, "sgd, adam", "Adam-like optimisers (Adam, AdamW, LAMB) are adam")
         self.optimizer, self.weights = optimizer, weights or RewardWeights()
@@ -110,9 +111,7 @@ class SimulatedRegret:
 class SimulatedPaper:
     """The paper's reward with the test accuracy that the simulator's model of generalisation gives."""
 
-    def __init__(
-        self, env: ClusterEnv, optimizer: Literal["sgd", "adam"] = "sgd", weights: RewardWeights | None = None
-    ) -> None:
+    def __init__(self, env: ClusterEnv, optimizer: Optimizer = "sgd", weights: RewardWeights | None = None) -> None:
         self.env, self.model, self.reward = env, Generalisation(), PaperReward(optimizer, weights)
         self.reward.accuracy = env.accuracy(self.model)
         self.reward.reference_s = np.full(self.reward.accuracy.shape, np.nan)
