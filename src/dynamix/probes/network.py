@@ -1,7 +1,7 @@
 """What this worker's connections to other workers carry, from the kernel's own account of each socket (TCP_INFO).
 
-Works without root and without touching the sockets: `getsockopt` reads from the descriptor as it is, nothing is
-duplicated, so none can be closed by accident or kept open past its owner's close.
+Works without root. `getsockopt` reads from the descriptor as it is; nothing is duplicated, so no socket can be closed
+by accident or kept open past its owner's close.
 """
 
 from __future__ import annotations
@@ -41,12 +41,8 @@ class Connection:
         """What was added after `earlier`; everything when the connection is new."""
         if earlier is None:
             return self
-        return Connection(
-            self.sent_bytes - earlier.sent_bytes,
-            self.received_bytes - earlier.received_bytes,
-            self.retransmits - earlier.retransmits,
-            self.rtt_s,
-        )
+        sent, received = self.sent_bytes - earlier.sent_bytes, self.received_bytes - earlier.received_bytes
+        return Connection(sent, received, self.retransmits - earlier.retransmits, self.rtt_s)
 
     @property
     def moved_bytes(self) -> int:
@@ -62,10 +58,9 @@ class NetworkProbe:
     retransmits_per_s     segments sent again per second
     rtt_s                 smoothed round-trip time, mean weighted by bytes moved; NaN when nothing moved
 
-    Whose connections: all of this process that moved at least 2 % of what the busiest moved since the previous sample,
-    without those of the rendezvous store (`store_port`, by default MASTER_PORT). Several process groups are summed, and
-    control groups, being idle beside them, are left out. What does not use TCP in this process (NVLink, InfiniBand,
-    shared memory) is not seen; without any TCP traffic to look at everything is NaN. Linux only.
+    Whose connections: all of this process that moved at least 2 % of what the busiest moved since the previous sample
+    (control groups, being idle, are left out), without those of the rendezvous store (`store_port`, by default
+    MASTER_PORT). NVLink, InfiniBand and shared memory are not seen; without TCP traffic all is NaN. Linux only.
     """
 
     name = "network"
@@ -94,18 +89,14 @@ class NetworkProbe:
         now, after = time.perf_counter(), self._others(open_connections())
         added = [connection.since(self._before.get(key)) for key, connection in after.items()]
         elapsed, self._sampled_at, self._before = now - self._sampled_at, now, after
-        busiest = max((connection.moved_bytes for connection in added), default=0)
-        counted = any(connection.moved_bytes for connection in after.values())
-        if not counted or elapsed <= 0:
-            return {"bytes_per_s": math.nan, "retransmits_per_s": math.nan, "rtt_s": math.nan}
-        ring = [connection for connection in added if connection.moved_bytes >= max(1.0, _RING_SHARE * busiest)]
+        busiest = max((c.moved_bytes for c in added), default=0)
+        if elapsed <= 0 or not any(c.moved_bytes for c in after.values()):
+            return dict.fromkeys(("bytes_per_s", "retransmits_per_s", "rtt_s"), math.nan)
+        ring = [c for c in added if c.moved_bytes >= max(1.0, _RING_SHARE * busiest)]
         weights = sum(c.moved_bytes for c in ring if c.rtt_s > 0)
         rtt = sum(c.moved_bytes * c.rtt_s for c in ring) / weights if weights else math.nan
-        return {
-            "bytes_per_s": sum(c.sent_bytes for c in ring) / elapsed,
-            "retransmits_per_s": sum(c.retransmits for c in ring) / elapsed,
-            "rtt_s": rtt,
-        }
+        sent, again = sum(c.sent_bytes for c in ring), sum(c.retransmits for c in ring)
+        return {"bytes_per_s": sent / elapsed, "retransmits_per_s": again / elapsed, "rtt_s": rtt}
 
     def _others(self, connections: dict[int, tuple[int, Connection]]) -> dict[int, Connection]:
         """Connections that are not the store's."""
@@ -175,31 +166,24 @@ def _counted_over_loopback() -> tuple[int, int]:
     return (connection.moved_bytes if connection else 0), len(info)
 
 
-class _Libc:
-    """The C library's socket calls on bare descriptors; Python's own need a socket object, which owns what it reads."""
-
-    def __init__(self) -> None:
-        library = ctypes.CDLL(None, use_errno=True)
-        value: list[Any] = [ctypes.c_char_p, ctypes.POINTER(ctypes.c_uint)]
-        self.getsockopt: Callable[..., int] = library.getsockopt
-        library.getsockopt.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int, *value]
-        self.names: dict[str, Callable[..., int]] = {}
-        for name in ("getsockname", "getpeername"):
-            function = getattr(library, name)
-            function.argtypes = [ctypes.c_int, *value]
-            self.names[name] = function
-
-
 @functools.cache
-def _libc() -> _Libc:
-    return _Libc()
+def _libc(name: str, *numbers: Any) -> Callable[..., int]:
+    """A socket call of the C library on a bare descriptor; Python's own need a socket object, which owns what it reads.
+
+    Its arguments: the descriptor, `numbers` of these types, a buffer and its length.
+    """
+    function: Any = getattr(ctypes.CDLL(None, use_errno=True), name)
+    function.argtypes = [ctypes.c_int, *numbers, ctypes.c_char_p, ctypes.POINTER(ctypes.c_uint)]
+    call: Callable[..., int] = function
+    return call
 
 
 class _Option:
     """One socket option, read from many descriptors into one buffer."""
 
     def __init__(self, level: int, option: int, size: int) -> None:
-        self._function, self._level, self._option, self._size = _libc().getsockopt, level, option, size
+        self._function = _libc("getsockopt", ctypes.c_int, ctypes.c_int)
+        self._level, self._option, self._size = level, option, size
         self._buffer, self._length = ctypes.create_string_buffer(size), ctypes.c_uint(size)
         self._length_at = ctypes.byref(self._length)
 
@@ -213,6 +197,6 @@ class _Option:
 
 def _address(fd: int, name: str) -> bytes:
     buffer, length = ctypes.create_string_buffer(128), ctypes.c_uint(128)
-    if _libc().names[name](fd, buffer, ctypes.byref(length)) != 0:
+    if _libc(name)(fd, buffer, ctypes.byref(length)) != 0:
         return b""
     return buffer.raw[: min(length.value, 128)]

@@ -14,6 +14,7 @@ from dynamix.simulator import ClusterEnv
 from dynamix.training.rewards import Reward
 from dynamix.window import Window
 
+Choice = Callable[[Tensor, Tensor], Tensor]  # (observed, mask) to actions
 LARGEST_REWARD = 2.0  # a lost measurement or a stall must not outweigh a whole episode
 
 
@@ -53,12 +54,7 @@ def mean_reward(episodes: Sequence[Episode]) -> float:
 
 @torch.no_grad()
 def play(
-    env: ClusterEnv,
-    policy: AdditivePolicy,
-    choose: Callable[[Tensor, Tensor], Tensor],
-    reward: Reward,
-    window: Window,
-    windows: int,
+    env: ClusterEnv, policy: AdditivePolicy, choose: Choice, reward: Reward, window: Window, windows: int
 ) -> Episode:
     """`windows` decisions in every cluster of `env`, the first one on `window`; `choose` samples the actions."""
     rows: list[tuple[Tensor, Tensor, Tensor]] = []
@@ -72,12 +68,6 @@ def play(
         lasted.append(env.clock_s - began)
         paid.append(np.clip(reward.update(window), -LARGEST_REWARD, LARGEST_REWARD))
     observed, mask, chosen = (torch.stack(part) for part in zip(*rows, strict=True))
-    return Episode(
-        observed=observed,
-        mask=mask,
-        chosen=chosen,
-        reward=torch.from_numpy(np.array(paid)).float(),
-        duration=torch.from_numpy(np.array(lasted)).float(),
-        final_observed=torch.from_numpy(policy.observe(window)),
-        final_mask=torch.from_numpy(window.batch_size > 0),
-    )
+    rewards, duration = (torch.from_numpy(np.array(values)).float() for values in (paid, lasted))
+    final = torch.from_numpy(policy.observe(window)), torch.from_numpy(window.batch_size > 0)
+    return Episode(observed, mask, chosen, rewards, duration, *final)

@@ -11,21 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from dynamix.errors import ConfigError
+from dynamix.errors import ConfigError, UsageError
 from dynamix.policies.cannikin import Cannikin
 from dynamix.policies.goodput import Goodput
 from dynamix.policies.proportional import LBBSP
 from dynamix.policies.protocol import Policy
 from dynamix.policies.static import Static
-from dynamix.simulator import (
-    BREAKING,
-    CONFORMING,
-    ClusterEnv,
-    Clusters,
-    HedgedReference,
-    LaggedReference,
-    rollout_path,
-)
+from dynamix.simulator import BREAKING, CONFORMING, ClusterEnv, Clusters, HedgedReference, LaggedReference, rollout_path
 from dynamix.training.worlds import MIXED, check_world, lr_rule_of, sample_world
 from dynamix.window import Floats
 
@@ -35,18 +27,9 @@ BASELINES: dict[str, Factory] = {"static": lambda _: Static(), "lb_bsp": lambda 
 RULES: dict[str, Factory] = {"cannikin": lambda _: Cannikin(), "goodput": lambda _: Goodput()}
 
 
-def follow(
-    make: Factory,
-    clusters: Clusters,
-    *,
-    seed: int,
-    windows: int,
-    interval: int = 5,
-    delay: int = 1,
-    lr_rule: str = "adascale",
-) -> Floats:
-    """Seconds and progress (windows + 1, 2, C) of a policy from equal shares on."""
-    env = ClusterEnv(clusters, seed=seed, interval=interval, delay=delay, lr_rule=lr_rule)
+def follow(make: Factory, clusters: Clusters, *, seed: int, windows: int, **settings: Any) -> Floats:
+    """Seconds and progress (windows + 1, 2, C) of a policy from equal shares on; `settings` of `ClusterEnv`."""
+    env = ClusterEnv(clusters, seed=seed, **settings)
     return rollout_path(make(env), env, windows)
 
 
@@ -59,12 +42,9 @@ def times_to_common_progress(paths: Mapping[str, Floats]) -> dict[str, Floats]:
     }
 
 
-def times_to_progress(
-    factories: Mapping[str, Factory], clusters: Clusters, *, seed: int, windows: int, interval: int, delay: int
-) -> dict[str, Floats]:
-    """Seconds (C,) each policy needs for the progress that all of them reach within `windows` decisions."""
-    run = functools.partial(follow, clusters=clusters, seed=seed, windows=windows, interval=interval, delay=delay)
-    return times_to_common_progress({name: run(make) for name, make in factories.items()})
+def times_to_progress(factories: Mapping[str, Factory], clusters: Clusters, **settings: Any) -> dict[str, Floats]:
+    """Seconds (C,) each policy needs for the progress that all of them reach; `settings` of `follow`."""
+    return times_to_common_progress({name: follow(make, clusters, **settings) for name, make in factories.items()})
 
 
 def evaluate_families(
@@ -107,13 +87,7 @@ def evaluate_families(
 
 
 def validation_score(
-    make: Factory,
-    seed: int,
-    *,
-    rows: int,
-    windows: int,
-    workers: tuple[int, ...] = (2, 8, 32, 128),
-    world: str = MIXED,
+    make: Factory, seed: int, *, rows: int, windows: int, workers: tuple[int, ...] = (2, 8, 32, 128), world: str = MIXED
 ) -> float:
     """On clusters like those of training: mean over W of mean and worst decile of the goodput rule's time / its own."""
     scores = []
@@ -150,17 +124,18 @@ def _cell(logs: Mapping[str, Floats]) -> dict[str, Any]:
 
 def summary(ratio: Floats) -> dict[str, float]:
     """Geometric mean and worst decile of ratios (C,)."""
-    return {
-        "geometric_mean": round(float(np.exp(np.log(ratio).mean())), 4),
-        "worst_decile": round(float(np.quantile(ratio, 0.1)), 4),
-        "clusters": float(len(ratio)),
-    }
+    mean, worst = round(float(np.exp(np.log(ratio).mean())), 4), round(float(np.quantile(ratio, 0.1)), 4)
+    return {"geometric_mean": mean, "worst_decile": worst, "clusters": float(len(ratio))}
 
 
 def paired(log_ratio: Floats) -> list[float]:
-    """Geometric mean and 95 % interval (normal, over pairs)."""
-    half = 1.96 * float(log_ratio.std(ddof=1)) / np.sqrt(len(log_ratio)) if len(log_ratio) > 1 else 0.0
-    middle = float(log_ratio.mean())
+    """Geometric mean and 95 % interval (Student's t, over pairs); the mean alone is its own interval."""
+    try:
+        from scipy import stats
+    except ModuleNotFoundError as error:
+        raise UsageError("comparing policies needs SciPy: pip install 'dynamix-train[learn]'") from error
+    middle, pairs = float(log_ratio.mean()), len(log_ratio)
+    half = float(stats.t.ppf(0.975, pairs - 1) * stats.sem(log_ratio)) if pairs > 1 else 0.0
     return [round(float(np.exp(x)), 4) for x in (middle, middle - half, middle + half)]
 
 
@@ -187,7 +162,6 @@ def chosen_cells(families: str | None, workers: str) -> tuple[tuple[str, ...], t
     for name in names:
         check_world(name)
     counts = workers.split(",")
-    for count in counts:
-        if not count.isdecimal() or int(count) < 1:
-            raise ConfigError("workers", workers, "numbers of 1 or more, comma-separated", "say 2,8,32")
+    if not all(count.isdecimal() and int(count) >= 1 for count in counts):
+        raise ConfigError("workers", workers, "numbers of 1 or more, comma-separated", "say 2,8,32")
     return names, tuple(map(int, counts))

@@ -1,8 +1,7 @@
 """Proximal policy optimisation for a team: any kind of action, variable W, masks, a central critic, exact resume.
 
 Clipped surrogate (Schulman et al. 2017) summed over workers: each worker's action has a ratio of its own and all share
-the team's advantage (GAE, Schulman et al. 2016). An action that a whole cluster shares counts as one more agent. An
-ordinary single-agent task is W = 1 without a shared action. `distributions.py` has the kinds of actions.
+the team's advantage (GAE, Schulman et al. 2016). An action that a whole cluster shares counts as one more agent.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 
 from dynamix.training.distributions import Head
 from dynamix.training.episodes import Episode, mean_reward
-from dynamix.training.learner import Learner
+from dynamix.training.learner import Learner, descend
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +56,7 @@ class PPO(Learner):
             for i in torch.randperm(len(work), generator=self.generator).tolist():
                 flat, rows = work[i]
                 loss, parts = self._loss({name: tensor[rows] for name, tensor in flat.items()})
-                self.optimizer.zero_grad(set_to_none=True)
-                loss.backward()
-                nn.utils.clip_grad_norm_(self.net.parameters(), self.config.max_gradient_norm)
-                self.optimizer.step()
+                descend(self.net, self.optimizer, loss, self.config.max_gradient_norm)
                 steps += 1
                 for name, value in parts.items():
                     totals[name] += float(value.detach())
@@ -112,8 +108,7 @@ class PPO(Learner):
         return {name: tensor[known] for name, tensor in flat.items()}
 
     def _minibatches(self, mask: Tensor) -> list[Tensor]:
-        decisions, workers = mask.shape
-        rows = self.config.worker_rows
+        (decisions, workers), rows = mask.shape, self.config.worker_rows
         count = self.config.minibatch if rows is None else max(rows // workers, 8)
         order = torch.randperm(decisions, generator=self.generator)
         return [part for part in order.split(count) if len(part) > 1]
@@ -130,11 +125,8 @@ class PPO(Learner):
         gain = (self._clipped((log_chosen - batch["log_chosen"]) * mask, own) * mask).sum(-1)
         if batch["shared"].shape[-1]:
             gain = gain + self._clipped(log_shared - batch["log_shared"], advantage)
-        parts = {
-            "policy": -gain.mean(),
-            "value": (batch["returns"] - value).square().mean(),
-            "entropy": actions.entropy(mask),
-        }
+        missed = (batch["returns"] - value).square().mean()
+        parts = {"policy": -gain.mean(), "value": missed, "entropy": actions.entropy(mask)}
         loss = parts["policy"] + c.value_weight * parts["value"] - c.entropy_weight * parts["entropy"]
         if self.anchor is not None:
             with torch.no_grad():

@@ -1,7 +1,7 @@
 """What a learner is paid for: the paper's forms for SGD and Adam-like optimisers, and regret (our default).
 
-A reward is an object with `update(window) -> (...)`, called once per window in order; NaN where it cannot be told, and
-learners leave such windows out. The paper's uses only what a job measures; the simulated ones know the world.
+`update` is called once per window, in order; where it answers NaN, learners leave the window out. The paper's form uses
+only what a job measures; the simulated ones know the world.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dynamix.model.measured import step_seconds
 from dynamix.simulator import ClusterEnv, Generalisation, LaggedReference, rollout
 from dynamix.window import Floats, Window
 
+Optimizer = Literal["sgd", "adam"]
 LARGEST_SIGMA = 10.0  # an unmeasurable signal makes sigma_norm infinite; a reward must not be
 
 
@@ -46,9 +47,8 @@ class PaperReward:
 
     SGD:  r = w_acc dA - w_time T_iter/T_ref - w_retx retx;  Adam: the same - w_sigma sigma_norm.
     dA is the change of batch accuracy since the last window (of test accuracy where `update` is given it), T_ref the
-    first window's iteration time, sigma_norm = sqrt(tr Sigma / B)/|G| of the applied gradient: divided by sqrt(B),
-    unlike the state's, because an action cannot change tr Sigma. What is not measured counts nothing, except the
-    iteration time.
+    first window's iteration time, `sigma_norm` that of the applied gradient, unlike the state's, because an action
+    cannot change tr Sigma. What is not measured counts nothing, except the iteration time.
 
     >>> reward = PaperReward("sgd", RewardWeights(accuracy=10.0))
     >>> float(reward.update(Window.of([8, 8], compute=1.0, accuracy=0.5)))
@@ -57,7 +57,7 @@ class PaperReward:
     0.5
     """
 
-    def __init__(self, optimizer: Literal["sgd", "adam"] = "sgd", weights: RewardWeights | None = None) -> None:
+    def __init__(self, optimizer: Optimizer = "sgd", weights: RewardWeights | None = None) -> None:
         if optimizer not in ("sgd", "adam"):
             raise ConfigError("optimizer", optimizer, "sgd, adam", "Adam-like optimisers (Adam, AdamW, LAMB) are adam")
         self.optimizer, self.weights = optimizer, weights or RewardWeights()
@@ -79,9 +79,8 @@ class PaperReward:
         return np.asarray(reward)
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            name: None if (v := getattr(self, name)) is None else v.tolist() for name in ("reference_s", "accuracy")
-        }
+        kept = {"reference_s": self.reference_s, "accuracy": self.accuracy}
+        return {name: None if value is None else value.tolist() for name, value in kept.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name in ("reference_s", "accuracy"):
@@ -95,24 +94,24 @@ class SimulatedRegret:
         self.env, self.paired = env, paired
         self._twin = rollout(LaggedReference(paired), paired)
         next(self._twin)  # its first window, before any decision
-        self._before = _totals(env), _totals(paired)
+        self._before = self._totals()
 
     def update(self, window: Window, /) -> Floats:
         next(self._twin)
-        now = _totals(self.env), _totals(self.paired)
-        mine, theirs = (
-            np.log((b[1] - a[1]) / np.maximum(b[0] - a[0], 1e-12)) for a, b in zip(self._before, now, strict=True)
-        )
-        self._before = now
+        before, self._before = self._before, self._totals()
+        progress, seconds = self._before - before
+        mine, theirs = np.log(progress / np.maximum(seconds, 1e-12))
         return np.asarray(mine - theirs)
+
+    def _totals(self) -> Floats:
+        """Progress and seconds (2, 2, C), of the environment and its pair."""
+        return np.array([(env.progress, env.clock_s) for env in (self.env, self.paired)]).swapaxes(0, 1)
 
 
 class SimulatedPaper:
     """The paper's reward with the test accuracy that the simulator's model of generalisation gives."""
 
-    def __init__(
-        self, env: ClusterEnv, optimizer: Literal["sgd", "adam"] = "sgd", weights: RewardWeights | None = None
-    ) -> None:
+    def __init__(self, env: ClusterEnv, optimizer: Optimizer = "sgd", weights: RewardWeights | None = None) -> None:
         self.env, self.model, self.reward = env, Generalisation(), PaperReward(optimizer, weights)
         self.reward.accuracy = env.accuracy(self.model)
         self.reward.reference_s = np.full(self.reward.accuracy.shape, np.nan)
@@ -125,10 +124,6 @@ def sigma_norm(window: Window) -> Floats:
     """sqrt(tr Sigma / B) / |G|, (...): standard deviation of the applied gradient over its norm; NaN where unknown."""
     scale = window.noise_scale / np.maximum(window.global_batch, 1.0)
     return np.asarray(np.minimum(np.sqrt(scale), LARGEST_SIGMA))
-
-
-def _totals(env: ClusterEnv) -> tuple[Floats, Floats]:
-    return env.clock_s, env.progress
 
 
 def _mean_of_known(x: Floats) -> Floats:
