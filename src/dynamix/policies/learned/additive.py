@@ -254,11 +254,7 @@ class AdditivePolicy:
 
     def save(self, path: str | Path) -> None:
         """Write `path` (safetensors) and its description beside it (`.json`); never pickle."""
-        described = {
-            **self.about,
-            "actions": dataclasses.asdict(self.net.actions),
-            "without": list(self.without),
-        }
+        described = {**self.about, "actions": dataclasses.asdict(self.net.actions), "without": list(self.without)}
         write_policy(path, KIND, self.net, described, features=INPUTS)
 
     @classmethod
