@@ -9,7 +9,7 @@ unlike `learned.py`. Where the sources are silent or second-hand the choice is a
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -130,6 +130,21 @@ class State:
             setattr(self, name, None if saved is None else np.asarray(saved, dtype=np.float64))
 
 
+def pooled(hidden: Tensor, mask: Tensor) -> Tensor:
+    """Mean and maximum over the active workers (N, W) of values (N, W, H) in [-1, 1]: (N, 2 H)."""
+    if bool(mask.all()):
+        return torch.cat([hidden.sum(1) / hidden.shape[1], hidden.amax(1)], -1)
+    weight = mask.unsqueeze(-1).to(hidden.dtype)
+    mean = (hidden * weight).sum(1) / weight.sum(1).clamp(min=1)
+    return torch.cat([mean, (hidden * weight - 2 * (1 - weight)).amax(1)], -1)
+
+
+def flat(observed: NDArray[np.float32], active: NDArray[np.bool_]) -> tuple[Tensor, Tensor]:
+    """Observations (..., W, F) and active workers (..., W) as a network takes them: (N, W, F), (N, W)."""
+    rows = np.ascontiguousarray(observed).reshape(-1, *observed.shape[-2:])
+    return torch.from_numpy(rows), torch.from_numpy(np.ascontiguousarray(active).reshape(-1, active.shape[-1]))
+
+
 class AdditiveNet(nn.Module):
     """Per-worker encoder, mean and max pooling (s_global), logits per worker, one central critic.
 
@@ -157,12 +172,9 @@ class AdditiveNet(nn.Module):
     def forward(self, observed: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         """Observations (N, W, F) and active workers (N, W) to logits (N, W, A) and values (N,)."""
         hidden = self.encode(observed)
-        weight = mask.unsqueeze(-1).to(hidden.dtype)
-        mean = (hidden * weight).sum(1) / weight.sum(1).clamp(min=1)
-        peak = (hidden * weight - 2 * (1 - weight)).amax(1)
-        pooled = torch.cat([mean, peak], -1)
-        logits = self.head(torch.tanh(self.own(hidden) + self.context(pooled).unsqueeze(1)))
-        return logits, self.critic(pooled).squeeze(-1)
+        of_all = pooled(hidden, mask)
+        logits = self.head(torch.tanh(self.own(hidden) + self.context(of_all).unsqueeze(1)))
+        return logits, self.critic(of_all).squeeze(-1)
 
     def mean_action(self, observed: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         """The expected step as log share (N, W), zero mean, and log global growth (N,): for learning on a real job."""
@@ -213,17 +225,12 @@ class AdditivePolicy:
     def __init__(
         self, net: AdditiveNet | None = None, *, without: Sequence[str] = (), about: dict[str, Any] | None = None
     ) -> None:
-        unknown = set(without) - set(STATE_FAMILIES)
-        if unknown:
-            raise ConfigError("without", sorted(unknown)[0], ", ".join(STATE_FAMILIES), "name families of the state")
+        self._kept = kept_features(without)
         self.net = (net or AdditiveNet()).eval()
-        self.without, self.about = tuple(without), about or {}
-        self.state = State(self.net.actions)
-        self._kept = kept_features(self.without)
+        self.without, self.about, self.state = tuple(without), about or {}, State(self.net.actions)
 
     def decide(self, window: Window, bounds: Bounds) -> Ints:
-        chosen = self.choose(self.observe(window), window.batch_size > 0)
-        return self.allocate(window, bounds, chosen)
+        return self.allocate(window, bounds, self.choose(self.observe(window), window.batch_size > 0))
 
     def observe(self, window: Window) -> NDArray[np.float32]:
         """Update the state and return what the network sees, (..., W, F)."""
@@ -233,11 +240,9 @@ class AdditivePolicy:
 
     def choose(self, observed: NDArray[np.float32], active: NDArray[np.bool_]) -> Ints:
         """Index of the likeliest action of each worker, (..., W)."""
-        lead, (workers, inputs) = observed.shape[:-2], observed.shape[-2:]
         with torch.inference_mode():
-            flat = torch.from_numpy(np.ascontiguousarray(observed).reshape(-1, workers, inputs))
-            logits, _ = self.net(flat, torch.from_numpy(np.ascontiguousarray(active).reshape(-1, workers)))
-        chosen: Ints = logits.argmax(-1).numpy().reshape(*lead, workers)
+            logits, _ = self.net(*flat(observed, active))
+        chosen: Ints = logits.argmax(-1).numpy().reshape(observed.shape[:-1])
         return chosen
 
     def allocate(self, window: Window, bounds: Bounds, chosen: Ints) -> Ints:
@@ -254,18 +259,16 @@ class AdditivePolicy:
 
     def save(self, path: str | Path) -> None:
         """Write `path` (safetensors) and its description beside it (`.json`); never pickle."""
-        described = {**self.about, "actions": dataclasses.asdict(self.net.actions), "without": list(self.without)}
-        write_policy(path, KIND, self.net, described, features=INPUTS)
+        own = {"actions": dataclasses.asdict(self.net.actions), "without": list(self.without)}
+        write_policy(path, KIND, self.net, {**self.about, **own}, features=INPUTS)
 
     @classmethod
     def load(cls, path: str | Path) -> AdditivePolicy:
         """The policy in a file written by `save`. Raises `PolicyFileError` if it cannot be trusted."""
         about, weights = read_policy(path, KIND, features=INPUTS)
         try:
-            known = dict(about["actions"])
-            net = AdditiveNet(
-                Actions(**{**known, "steps": tuple(known["steps"])}), hidden=about["architecture"]["hidden"]
-            )
+            actions = Actions(**{**about["actions"], "steps": tuple(about["actions"]["steps"])})
+            net = AdditiveNet(actions, hidden=about["architecture"]["hidden"])
             policy = cls(net, without=about["without"], about=about)
         except (KeyError, TypeError, ValueError) as error:
             allowed = "actions, and families of the state that it is without"
@@ -274,15 +277,23 @@ class AdditivePolicy:
         return policy
 
 
+def kept(names: Sequence[str], groups: Mapping[str, Sequence[str]], without: Sequence[str]) -> NDArray[np.float32]:
+    """1 for inputs (F,) that remain, 0 for those of the groups `without`. Raises `ConfigError` for unknown groups."""
+    unknown = sorted(set(without) - set(groups))
+    if unknown:
+        raise ConfigError("without", unknown[0], ", ".join(groups), "name groups of features")
+    left_out = {name for group in without for name in groups[group]}
+    return np.array([name not in left_out for name in names], dtype=np.float32)
+
+
 def kept_features(without: Sequence[str]) -> NDArray[np.float32]:
-    """1 for inputs (F,) that remain, 0 for those of the families named.
+    """1 for inputs (F,) that remain, 0 for those of the families named; a feature's mean and maximum go with it.
 
     >>> int(len(kept_features(())) - kept_features(("network",)).sum())    # four features, their means and maxima
     12
     """
-    masked = {name for family in without for name in STATE_FAMILIES[family]}
     names = [name.removeprefix("mean_").removeprefix("max_") for name in FEATURES]
-    return np.array([name not in masked for name in (*names, *OWN_FEATURES)], dtype=np.float32)
+    return kept((*names, *OWN_FEATURES), STATE_FAMILIES, without)
 
 
 def pretrained(**options: Any) -> AdditivePolicy:
