@@ -46,8 +46,7 @@ class LiveConfig:
         limits = {"share_sd": MOST_SHARE_SD, "global_sd": MOST_GLOBAL_SD, "max_loss": MOST_LOSS}
         for name, most in limits.items():
             if not 0 <= getattr(self, name) <= most:
-                fix = "0 tries nothing"
-                raise ConfigError(name, getattr(self, name), f"0 to {most}", fix)
+                raise ConfigError(name, getattr(self, name), f"0 to {most}", "0 tries nothing")
         for entry in fields(self):
             if entry.name not in limits and not getattr(self, entry.name) > 0:
                 raise ConfigError(entry.name, getattr(self, entry.name), "more than 0", "see LiveConfig")
@@ -77,6 +76,16 @@ class Pending:
     sizes: Ints  # (N, W) answered
     total: Floats  # (N,) of the policy's own answer
     log_step: Floats  # (N,) expected of it
+
+    def state_dict(self) -> dict[str, Any]:
+        arrays = {name: getattr(self, name).tolist() for name in ("sizes", "total", "log_step")}
+        return {"trial": self.trial.state_dict(), **arrays}
+
+    @classmethod
+    def of(cls, state: dict[str, Any]) -> Pending:
+        """The inverse of `state_dict`."""
+        total, log_step = (np.asarray(state[name], np.float64) for name in ("total", "log_step"))
+        return cls(Trial(**state["trial"]), np.asarray(state["sizes"], np.int64), total, log_step)
 
 
 def means(net: nn.Module, observed: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:

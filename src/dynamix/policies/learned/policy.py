@@ -128,7 +128,7 @@ class LearnedPolicy:
         self.memory, self.fitted = ResidualMemory(), FittedModel()
 
     def fit_model(self, window: Window) -> JobModel:
-        """Take in `window` ahead of `decide`; the job model after it. All begins anew with another number of workers."""
+        """Take in `window` ahead of `decide`; the job model after it. With other workers all begins anew."""
         if self.memory.is_of_others(window):
             self.memory = ResidualMemory()
             self.fitted.forget()
