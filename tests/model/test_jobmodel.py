@@ -33,9 +33,15 @@ def affine(sizes: Any, alpha: Any, beta: Any, *, exchange: float = 0.1, phi: Any
     seconds = np.asarray(alpha) + np.asarray(beta) * batch
     known = {"base_batch": 64.0 * batch.shape[-1], "steps": 5.0, **more}
     return Window.of(
-        batch, compute=seconds, compute_std=1e-4, wait=seconds.max(-1, keepdims=True) - seconds, communication=exchange,
-        noise=phi, signal=1.0, **known,
-    )  # fmt: skip
+        batch,
+        compute=seconds,
+        compute_std=1e-4,
+        wait=seconds.max(-1, keepdims=True) - seconds,
+        communication=exchange,
+        noise=phi,
+        signal=1.0,
+        **known,
+    )
 
 
 def known(
@@ -195,9 +201,11 @@ def test_another_number_of_workers_begins_with_new_costs_in_the_same_job() -> No
 
 def test_before_any_window_nothing_can_be_asked() -> None:
     for ask in (
-        lambda m: m.step_s([1, 2]), lambda m: m.log_waste(3.0), lambda m: m.best(Bounds.of(2)),
+        lambda m: m.step_s([1, 2]),
+        lambda m: m.log_waste(3.0),
+        lambda m: m.best(Bounds.of(2)),
         lambda m: m.achieved(Window.of([1, 2])),
-    ):  # fmt: skip
+    ):
         with pytest.raises(UsageError, match="no window"):
             ask(JobModel())
 
@@ -317,8 +325,11 @@ def test_goodput_is_put_together_from_its_parts() -> None:
 @settings(max_examples=40)
 @given(
     st.lists(st.tuples(st.floats(0.0, 0.1), st.floats(5e-4, 8e-3)), min_size=1, max_size=5),
-    st.floats(0.005, 0.5), st.floats(30.0, 1e4), st.integers(0, 2**31), st.floats(0.0, 1.0),
-)  # fmt: skip
+    st.floats(0.005, 0.5),
+    st.floats(30.0, 1e4),
+    st.integers(0, 2**31),
+    st.floats(0.0, 1.0),
+)
 def test_no_random_allocation_within_bounds_is_better_than_the_best(
     workers: list[tuple[float, float]], exchange: float, phi: float, seed: int, reach: float
 ) -> None:
@@ -406,3 +417,15 @@ def test_a_change_of_workers_begins_the_count_of_steps_anew() -> None:
     unnamed = model.update(Window.of([8, 8, 8], compute=[0.1, 0.2, 0.3]))
     later = unnamed.update(Window.of([8, 8, 16], compute=[0.1, 0.2, 0.6], step=10))
     assert later.sizes.tolist() == [8, 8, 16]
+
+
+def test_clusters_with_and_without_a_noise_scale_are_answered_as_if_alone() -> None:
+    together, alone = JobModel(), [JobModel(), JobModel()]
+    for scale in (1.0, 1.5, 0.7, 1.0):
+        sizes = np.full((2, 2), round(64 * scale))
+        window = affine(sizes, 0.02, np.array([1e-3, 3e-3]), phi=np.array([400.0, np.nan]))
+        together = together.update(window)
+        alone = [model.update(of_cluster(window, c)) for c, model in enumerate(alone)]
+    bounds = Bounds.of(2, 1, 400)
+    np.testing.assert_allclose(together.best(bounds), [model.best(bounds) for model in alone], rtol=1e-9)
+    assert together.guided.tolist() == [True, False]

@@ -40,12 +40,11 @@ from dynamix.window import Bounds, Ints
 class VirtualCluster:
     """Real model, data, gradients and accuracy in this process; time from one simulated cluster of W workers.
 
-    Each worker's share is one backward pass, so the applied gradient is the weighted all-reduce's and every |g_i|^2 is
-    known. Sample order, windows, the moment at which a decision applies, learning-rate rules and events.jsonl come from
-    the same code as in a live job, and the same allocations give the same losses within float error. Evaluation and
-    data loading take no time of this clock, deciding none unless the world says so (`ClusterEnv.decided`). With
-    dropout, masks come from one stream instead of one per rank, so losses are a run's of the same kind, not the same
-    numbers as a live run's.
+    The applied gradient is the weighted all-reduce's (`UnionGradient`). Sample order, windows, the moment at which a
+    decision applies, learning-rate rules and events.jsonl come from the same code as in a live job, and the same
+    allocations give the same losses within float error; with dropout, losses of the same kind, as masks come from one
+    stream instead of one per rank. Evaluation and data loading take no time of this clock, deciding none unless the
+    world says so (`ClusterEnv.decided`).
 
     model, optimizer   as for one process (no DDP)
     loss               loss(model(inputs), target): mean over the batch
@@ -101,43 +100,28 @@ class VirtualCluster:
         if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
             fix = "read an iterable data set into a list first"
             raise ConfigError("dataset", type(dataset).__name__, "one with a length and indices", fix)
-        self.policy = policy_of(policy)
-        self.world = one_world(clusters, seed)
+        self.policy, self.world = policy_of(policy), one_world(clusters, seed)
         self._workers = VirtualWorkers(self.world)
-        workers = self._workers.count
         self.model, self.optimizer, self.interval = model, optimizer, interval
         self.bounds = _bounds(bounds, self.world.clusters, batch_size, dataset)
         start = starting_sizes(batch_size, self.bounds)
         self._allocations = Allocations(start)
+        limits: dict[str, Any] = {"low": self.bounds.low, "high": self.bounds.high, "before_issue": self._before_issue}
         self._sampler = BatchSampler(
-            len(dataset),
-            self._allocations,
-            rank=0,
-            world_size=workers,
-            seed=seed,
-            low=self.bounds.low,
-            high=self.bounds.high,
-            before_issue=self._before_issue,
+            len(dataset), self._allocations, rank=0, world_size=start.size, seed=seed, **limits
         )
         self._gradient = UnionGradient(model, loss, _loader(dataset, collate_fn), micro_batch=micro_batch)
         self._rule, self._learning_rate = rule(lr_rule), LearningRate(optimizer, lr_rule)
         self._schedules: list[SampleSchedule] = []
-        self._pairs = ConsecutiveNoise() if workers == 1 else None
+        self._pairs = ConsecutiveNoise() if start.size == 1 else None
         self._per_epoch = boundary(self.policy) == "epoch"
         slack = 0 if self._per_epoch else min(self.world.delay, 1)
         self._job = JobFacts(self.bounds, int(start.sum()), slack=slack)
-        self._decider = Decider(
-            self.policy,
-            self._job,
-            replay=None if replay is None else recorded(replay),
-            events=None if events is None else EventLog(events),
-            clock=self._workers.time.mark,
-        )
+        past, log = None if replay is None else recorded(replay), None if events is None else EventLog(events)
+        self._decider = Decider(self.policy, self._job, replay=past, events=log, clock=self._workers.time.mark)
         self._pending: Message | None = None
         self._progress = Progress()
         self._rng = _seeded(seed)
-
-    # ------------------------------------------------------------ in use
 
     @property
     def base_batch(self) -> int:
@@ -192,8 +176,7 @@ class VirtualCluster:
         check_counts(**{name: value for name, value in given.items() if value is not None})
         every = snapshot_samples or 0
         due = (self.samples_seen // every + 1) * every if every else 0
-        done: list[Step] = []
-        snapshots: list[Snapshot] = []
+        done, snapshots = list[Step](), list[Snapshot]()
         for step in self._all_epochs():
             done.append(step)
             if every and self.samples_seen >= due:
@@ -218,13 +201,10 @@ class VirtualCluster:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    # ------------------------------------------------------------ one step
-
     def _all_epochs(self) -> Iterator[Step]:
         """One optimizer step a turn, epoch after epoch, for ever."""
         while True:
-            for placeholder in self._sampler:
-                yield self._step(placeholder)
+            yield from map(self._step, self._sampler)
 
     def _step(self, placeholder: Indices) -> Step:
         plan = self._sampler.plan()
@@ -255,22 +235,19 @@ class VirtualCluster:
     def _observe_pair(self, batch: float) -> None:
         if self._pairs is None:
             return
-        gradients = [p.grad for p in self._gradient.parameters if p.grad is not None]
-        pair = self._pairs.observe([g for g in gradients if not g.is_sparse], batch)
+        gradients = [p.grad for p in self._gradient.parameters if p.grad is not None and not p.grad.is_sparse]
+        pair = self._pairs.observe(gradients, batch)
         if pair is not None:
             for name, value in zip(("pair_noise", "pair_signal"), pair, strict=True):
                 self._workers.recorders[0].add(name, float(value))
-
-    # ------------------------------------------------------------ the decision, as `Controller` agrees on it
 
     def _close_window(self, plan: StepPlan) -> None:
         sizes, consumed = self._allocations.at(plan.index), plan.index + 1
         # A delay above one step is what a loader's workers prefetch: steps issued under the old allocation.
         issued = consumed if self._per_epoch else consumed + max(self.world.delay - 1, 0)
         age = float(consumed - self._allocations.since(plan.index))
-        self._job.closing = Closing(
-            self._progress.window, sizes, consumed, issued, age, step=self.steps, samples=self.samples_seen
-        )
+        now = {"step": self.steps, "samples": self.samples_seen}
+        self._job.closing = Closing(self._progress.window, sizes, consumed, issued, age, **now)
         self._pending = self._decider.decide(self._workers.rows(sizes, issued=issued))
         self._decider.write_event(self._pending)
         self.world.decided()
@@ -294,8 +271,6 @@ class VirtualCluster:
     def _before_issue(self, step: int) -> None:
         if self._pending is not None and step >= self._job.closing.issued + self._job.slack:
             self._settle()
-
-    # ------------------------------------------------------------ helpers
 
     def _snapshot(self, score: Callable[[nn.Module], float] | None) -> Snapshot:
         value = float("nan")
@@ -324,9 +299,8 @@ class VirtualCluster:
 
 def _check_model(model: nn.Module, optimizer: Optimizer) -> None:
     if isinstance(model, DistributedDataParallel):
-        raise ConfigError(
-            "model", "DistributedDataParallel", "the bare module", "pass model.module: there are no ranks"
-        )
+        fix = "pass model.module: there are no ranks"
+        raise ConfigError("model", "DistributedDataParallel", "the bare module", fix)
     if any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
         fix = "use BatchNorm; statistics of the union batch are not modelled"
         raise ConfigError("model", "a model with SyncBatchNorm", "a model whose shares are independent", fix)
