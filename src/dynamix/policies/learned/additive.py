@@ -190,8 +190,7 @@ class AdditiveNet(nn.Module):
 
     def divergence(self, other: AdditiveNet, observed: Tensor, mask: Tensor) -> Tensor:
         """Mean KL divergence per worker, nats, of this policy from `other`'s on these observations."""
-        mine = self(observed, mask)[0].log_softmax(-1)
-        theirs = other(observed, mask)[0].log_softmax(-1)
+        mine, theirs = (net(observed, mask)[0].log_softmax(-1) for net in (self, other))
         of_workers: Tensor = (mine.exp() * (mine - theirs)).sum(-1) * mask
         return of_workers.sum() / mask.sum().clamp(min=1)
 
@@ -202,10 +201,9 @@ class AdditiveNet(nn.Module):
         For what training never varied: the simulator measures no network, and weights that never met a number would
         turn a real one into noise.
         """
-        first = self.encode[0]
-        assert isinstance(first, nn.Linear)
-        first.bias.add_(first.weight[:, constant] @ value[constant])
-        first.weight[:, constant] = 0.0
+        weight, bias = (self.encode[0].get_parameter(name) for name in ("weight", "bias"))
+        bias.add_(weight[:, constant] @ value[constant])
+        weight[:, constant] = 0.0
 
 
 class AdditivePolicy:

@@ -56,16 +56,13 @@ class LearningPolicy:
         self.fitted, self.reference = FittedModel(), SlowAverage()
         self.trials: list[Trial] = []
         self.windows = self.tried = self.updates = 0
-        self.elapsed_s: Floats = np.zeros(0)  # (N,)
-        self.spent_s: Floats = np.zeros(0)  # (N,) expected loss of all trials
+        self.elapsed_s = self.spent_s = np.zeros(0)  # (N,); expected loss of all trials
         self.divergence = self.learning_s = self.longest_s = self.learned_at_s = 0.0
         self._pending: Pending | None = None
         self._owed = self._capturing = False
         self._seen: tuple[Tensor, Tensor] | None = None
         self._regret = float("nan")
         self._lock = threading.RLock()
-
-    # ------------------------------------------------------------ deciding
 
     def fit_model(self, window: Window) -> JobModel:
         """Take in `window` ahead of `decide`; the job model after it, the policy's own if it decides by one."""
@@ -152,9 +149,8 @@ class LearningPolicy:
         known = applied & np.isfinite(worth)
         if known.any():
             pending.trial.worth = torch.from_numpy(np.where(known, worth, np.nan)).float()
-            self.trials = [*self.trials, pending.trial][-self._memory(workers, len(seconds)) :]
-
-    # ------------------------------------------------------------ trying
+            newest = max(min(self.config.memory, self.config.rows // (workers * len(seconds))), LEAST_WINDOWS)
+            self.trials = [*self.trials, pending.trial][-newest:]
 
     def _deviate(self, model: JobModel, window: Window, bounds: Bounds, answer: Ints) -> Ints:
         """The answer, or one a little beside it where that is affordable."""
@@ -205,11 +201,6 @@ class LearningPolicy:
         trial = Trial(observed, mask, of_shares, of_growth, mean_share, mean_growth, unknown)
         self._pending = Pending(trial, tried.copy(), greedy.sum(-1), expected)
 
-    # ------------------------------------------------------------ learning
-
-    def _memory(self, workers: int, clusters: int) -> int:
-        return max(min(self.config.memory, self.config.rows // (workers * clusters)), LEAST_WINDOWS)
-
     def _gradient_step(self) -> None:
         """One clipped policy-gradient step on the newest trials, kept within the divergence allowed."""
         c, trials = self.config, self.trials
@@ -256,8 +247,6 @@ class LearningPolicy:
         of_growth = (growth - held_growth).square().mean()
         c = self.config
         return float(of_share / (2 * max(c.share_sd, 1e-3) ** 2) + of_growth / (2 * max(c.global_sd, 1e-3) ** 2))
-
-    # ------------------------------------------------------------ state
 
     def state_dict(self) -> dict[str, Any]:
         """Policy, learner, optimizer, random generator, budget and what was tried: to go on exactly."""

@@ -113,8 +113,6 @@ class StigmergicPolicy:
         self.target: Floats = np.full(1, np.nan)  # log of the crowd's load that was found best in the last decision
         self.common: Floats = np.zeros(1)  # log move that all made alike in the last decision
 
-    # ------------------------------------------------------------ one worker, or many side by side
-
     def observe(self, own: Own) -> tuple[Sense, Floats]:
         """Take in a window: what the workers make of it, and what they leave in the field, (..., W, 16)."""
         p = self.parameters
@@ -217,8 +215,6 @@ class StigmergicPolicy:
         """The rule of one worker, for a job in which each rank decides for itself."""
         return self
 
-    # ------------------------------------------------------------ all workers in one process
-
     def decide(self, window: Window, bounds: Bounds) -> Ints:
         own, step = Own.of(window), self.windows
         self.windows += 1
@@ -242,8 +238,6 @@ class StigmergicPolicy:
         sizes = in_range(sizes, bounds, current=window.batch_size)
         leave(self.moved(own.size, own.load, sizes))
         return sizes
-
-    # ------------------------------------------------------------ state and files
 
     def state_dict(self) -> dict[str, Any]:
         field = None if self.field is None else {k: v.tolist() for k, v in self.field.state_dict().items()}
@@ -275,11 +269,11 @@ class StigmergicPolicy:
         if values is None or values.shape != (len(names),) or list(about.get("parameters", ())) != names:
             allowed = f"a number for each of {', '.join(names)}"
             raise PolicyFileError("parameters", str(path), allowed, retrain(KIND))
-        for name, value in zip(names, values.tolist(), strict=True):
-            low, high = RANGES[name]
-            if not low <= value <= high:
+        parameters = Parameters(*values.tolist())
+        for name, (low, high) in RANGES.items():
+            if not low <= (value := getattr(parameters, name)) <= high:
                 raise PolicyFileError(name, value, f"{low} to {high} in {path}", "copy both files again")
-        return cls(Parameters(**dict(zip(names, values.tolist(), strict=True))), about=about, **options)
+        return cls(parameters, about=about, **options)
 
 
 def in_range(sizes: Ints, bounds: Bounds, *, current: Ints) -> Ints:
