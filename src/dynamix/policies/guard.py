@@ -152,26 +152,29 @@ class Guard:
 
     def decide(self, window: Window, bounds: Bounds) -> Ints:
         model = self.fitted.to_decide(window, self.fit_model)
-        wish, faulty = self._ask(window, bounds)
-        rules = _rules_answer(model, window, bounds)
-        if self.state.answer.shape != wish.shape:
-            self.state = GuardState.of(wish.shape, next_rest=self.shortest, every=self.verify)
-        candidates = np.stack([rules, wish, window.batch_size, self.state.rules, self.state.wishes])
+        wished, faulty = self._ask(window, bounds)
+        own = wish(model, window, bounds)
+        # Without a noise scale the rule keeps any global batch, also one that a policy brought it to.
+        total = np.where(model.guided, own.sum(-1), base_total(window))
+        rules = project(own, bounds, total=total, current=window.batch_size)
+        if self.state.answer.shape != wished.shape:
+            self.state = GuardState.of(wished.shape, next_rest=self.shortest, every=self.verify)
+        candidates = np.stack([rules, wished, window.batch_size, self.state.rules, self.state.wishes])
         values = model.log_goodput(candidates, costs="full", unknown="base")
         of_rule, of_wish, of_present, of_last_rule, of_last_wish = values
         state, gain = self._learned(window, of_last_rule - of_last_wish), of_rule - of_wish
         # Where the policy proved better than predicted, it may also look worse.
         advantage = np.where(np.isnan(gain), 0.0, gain) + np.minimum(state.correction, 0.0)
-        refused, differ = np.asarray(advantage > self.veto), np.asarray((rules != wish).any(-1))
+        refused, differ = np.asarray(advantage > self.veto), np.asarray((rules != wished).any(-1))
         state = self._chosen(state, faulty, refused, differ & np.isfinite(state.value))
         by_rule = state.by_rule > 0
-        answer = np.where(by_rule[..., None], rules, wish)
+        answer = np.where(by_rule[..., None], rules, wished)
         self.state = replace(
             state,
             expected=np.where(by_rule, of_rule, of_wish) - of_present,
             answer=answer.astype(np.float64),
             rules=rules.astype(np.float64),
-            wishes=np.where(faulty[..., None], rules, wish).astype(np.float64),
+            wishes=np.where(faulty[..., None], rules, wished).astype(np.float64),
         )
         return answer
 
@@ -298,10 +301,3 @@ class Guard:
             by_rule=by_rule.astype(np.float64),
             reason=np.where(fall, np.where(faulty, _FAULT, _WORSE), np.where(resting, old.reason, running)),
         )
-
-
-def _rules_answer(model: JobModel, window: Window, bounds: Bounds) -> Ints:
-    sizes = wish(model, window, bounds)
-    # Without a noise scale the rule keeps any global batch, also one that a policy brought it to.
-    total = np.where(model.guided, sizes.sum(-1), base_total(window))
-    return project(sizes, bounds, total=total, current=window.batch_size)

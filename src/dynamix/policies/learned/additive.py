@@ -28,6 +28,7 @@ from dynamix.window import Bounds, Floats, Ints, Window
 
 KIND = "additive"
 PRETRAINED = Path(__file__).parents[1] / "pretrained" / "dynamix-paper.safetensors"
+SLOW = 0.1  # weight of the newest window in the slow average of iteration times
 REFERENCE = 128.0  # the paper's batch size per worker, in which `Actions` is written
 
 OWN_FEATURES = (
@@ -52,17 +53,13 @@ STATE_FAMILIES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Actions:
-    """What a worker may do.
+    """What a worker may do."""
 
-    steps      samples added to a worker's batch size
-    low, high  sizes are clamped to this range; a worker that is outside already may stay where it is
-    scale      "base": all of it is for a job of 128 samples a worker and scales with the user's own batch size (8
-               samples a worker: a step of 25 means 1.6 samples). "samples": literally
-    """
-
-    steps: tuple[float, ...] = (-100.0, -25.0, 0.0, 25.0, 100.0)
-    low: float = 32.0
+    steps: tuple[float, ...] = (-100.0, -25.0, 0.0, 25.0, 100.0)  # samples added to a worker's batch size
+    low: float = 32.0  # sizes are clamped to low, high; a worker that is outside already may stay where it is
     high: float = 1024.0
+    # "base": all of it is for a job of 128 samples a worker and scales with the user's own batch size (8 samples a
+    # worker: a step of 25 means 1.6 samples). "samples": literally.
     scale: Literal["base", "samples"] = "base"
 
     def __post_init__(self) -> None:
@@ -86,13 +83,10 @@ class Actions:
 
 
 class State:
-    """What the paper's state needs beyond one window, for windows of shape (..., W).
+    """What the paper's state needs beyond one window, for windows of shape (..., W)."""
 
-    slow   weight of the newest window in the slow average of iteration times
-    """
-
-    def __init__(self, actions: Actions, *, slow: float = 0.1) -> None:
-        self.actions, self.slow = actions, slow
+    def __init__(self, actions: Actions) -> None:
+        self.actions = actions
         self.log_size: Floats | None = None  # (..., W), log2 samples a window ago
         self.average: Floats | None = None  # (...), log s
         self.last_time: Floats | None = None  # (...)
@@ -108,7 +102,8 @@ class State:
             log_time = np.where(np.isfinite(seconds) & (seconds > 0), np.log(seconds), np.nan)
             log_sigma = 0.5 * np.log(window.noise_scale / window.base_batch)
         average = log_time if self.average is None else np.where(np.isnan(self.average), log_time, self.average)
-        time = _known(log_time - average)
+        time = log_time - average
+        time = np.where(np.isfinite(time), time, 0.0)
         own = np.empty((*shape, len(OWN_FEATURES)))
         own[..., 0] = log_size - np.log2(REFERENCE * self.actions.unit(window))[..., None]
         own[..., 1] = 0.0 if self.log_size is None else np.clip(log_size - self.log_size, -3.0, 3.0)
@@ -116,7 +111,7 @@ class State:
         own[..., 3] = 0.0 if self.last_time is None else np.clip(self.last_time, -3.0, 3.0)[..., None]
         own[..., 4] = np.where(np.isnan(log_sigma), 0.0, np.clip(log_sigma, -5.0, 5.0))[..., None]
         self.log_size, self.last_time = log_size, time
-        self.average = average + self.slow * time
+        self.average = average + SLOW * time
         return own.astype(np.float32)
 
     _FIELDS = ("log_size", "average", "last_time")
@@ -297,7 +292,3 @@ def kept_features(without: Sequence[str]) -> NDArray[np.float32]:
 def pretrained(**options: Any) -> AdditivePolicy:
     """The policy that ships as `dynamix-paper`; `path=` names another file."""
     return AdditivePolicy.load(options.pop("path", PRETRAINED), **options)
-
-
-def _known(x: Floats) -> Floats:
-    return np.where(np.isfinite(x), x, 0.0)
