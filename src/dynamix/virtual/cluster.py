@@ -121,7 +121,11 @@ class VirtualCluster:
         self._decider = Decider(self.policy, self._job, replay=past, events=log, clock=self._workers.time.mark)
         self._pending: Message | None = None
         self._progress = Progress()
-        self._rng = _seeded(seed)
+        self._rng = random_state.capture()
+        with self._own_random():
+            random.seed(seed)
+            np.random.seed(seed % 2**32)
+            torch.manual_seed(seed)
 
     @property
     def base_batch(self) -> int:
@@ -334,14 +338,3 @@ def _loader(dataset: Any, collate_fn: Callable[[list[Any]], Any]) -> Callable[[I
         return batch[0], batch[1]
 
     return load
-
-
-def _seeded(seed: int) -> dict[str, Any]:
-    """Random state as after seeding everything; the global state is left alone."""
-    outside = random_state.capture()
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
-    state = random_state.capture()
-    random_state.restore(outside)
-    return state
