@@ -231,9 +231,9 @@ def _log_seconds(costs: WorkerCosts, sizes: list[int]) -> Floats:
 
 
 def test_a_deviation_that_is_no_number_leaves_the_level_where_it_was() -> None:
-    costs, sizes = WorkerCosts(), np.array([100, 100])
-    costs = costs.update(_window(sizes, np.array([0.1, 0.1]), std=np.inf))
+    sizes = np.array([100, 100])
     with np.errstate(invalid="ignore"):
+        costs = WorkerCosts().update(_window(sizes, np.array([0.1, 0.1]), std=np.inf))
         after = costs.update(_window(sizes, np.array([0.12, 0.12]), std=1e-3))
     assert np.isfinite(after.level).all()
     np.testing.assert_array_equal(after.level, costs.level)
