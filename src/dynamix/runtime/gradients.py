@@ -22,11 +22,7 @@ from dynamix.errors import ConfigError, UsageError
 Hook = Callable[[Any, Bucket], "Future[Tensor]"]
 
 # One collective each and no memory: non-finite values pass through them to every rank, as in plain DDP.
-_SINGLE_COLLECTIVE = (
-    default_hooks.allreduce_hook,
-    default_hooks.fp16_compress_hook,
-    default_hooks.bf16_compress_hook,
-)
+_SINGLE_COLLECTIVE = (default_hooks.allreduce_hook, default_hooks.fp16_compress_hook, default_hooks.bf16_compress_hook)
 # A lossy hook hides the true |g|: one step in this many is reduced densely to measure the noise scale.
 DENSE_EVERY = 50
 
@@ -99,12 +95,7 @@ class GradientHook:
     """
 
     def __init__(
-        self,
-        group: dist.ProcessGroup,
-        share: Callable[[], Share],
-        meter: Meter,
-        inner: Hook | None,
-        inner_state: Any,
+        self, group: dist.ProcessGroup, share: Callable[[], Share], meter: Meter, inner: Hook | None, inner_state: Any
     ) -> None:
         self.group, self.share, self.meter = group, share, meter
         self.inner, self.inner_state = inner, inner_state
