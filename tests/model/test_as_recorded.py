@@ -35,16 +35,23 @@ def _of_model(model: JobModel, case: str, t: int) -> dict[str, Any]:
     return {
         "sizes": [model.best(bounds), model.best(bounds, 0.05)],
         "line": [costs.alpha * 1e3, costs.beta * 1e3],
-        "tangent": model.log_step(others), "full": model.log_step(others, costs="full"),
+        "tangent": model.log_step(others),
+        "full": model.log_step(others, costs="full"),
         "goodput": model.log_goodput(others, costs="full", unknown="base"),
         "unknown ignored": model.log_goodput(others),
-        "costs": [costs.variance * 1e4, costs.jitter * 1e4], "lasted": costs.lasted,
+        "costs": [costs.variance * 1e4, costs.jitter * 1e4],
+        "lasted": costs.lasted,
         "errors": [costs.error * 1e4, costs.apart * 1e4, costs.count],
-        "believed": costs.weights[..., ::3], "loss": costs.loss.sum((-1, -2)), "level": costs.level[..., 4],
-        "doubt": np.nan_to_num(costs.before).sum((-1, -2)), "exchange": model.exchange.level[..., ::3],
-        "overlap": model.exchange.loss[..., ::3], "counted": model.exchange.count,
-        "noise": [model.noise.level, model.noise.batch], "job": [model.stretch, model.largest.total, model.base],
-    }  # fmt: skip
+        "believed": costs.weights[..., ::3],
+        "loss": costs.loss.sum((-1, -2)),
+        "level": costs.level[..., 4],
+        "doubt": np.nan_to_num(costs.before).sum((-1, -2)),
+        "exchange": model.exchange.level[..., ::3],
+        "overlap": model.exchange.loss[..., ::3],
+        "counted": model.exchange.count,
+        "noise": [model.noise.level, model.noise.batch],
+        "job": [model.stretch, model.largest.total, model.base],
+    }
 
 
 def followed(case: str) -> list[dict[str, Any]]:

@@ -33,9 +33,15 @@ def affine(sizes: Any, alpha: Any, beta: Any, *, exchange: float = 0.1, phi: Any
     seconds = np.asarray(alpha) + np.asarray(beta) * batch
     known = {"base_batch": 64.0 * batch.shape[-1], "steps": 5.0, **more}
     return Window.of(
-        batch, compute=seconds, compute_std=1e-4, wait=seconds.max(-1, keepdims=True) - seconds, communication=exchange,
-        noise=phi, signal=1.0, **known,
-    )  # fmt: skip
+        batch,
+        compute=seconds,
+        compute_std=1e-4,
+        wait=seconds.max(-1, keepdims=True) - seconds,
+        communication=exchange,
+        noise=phi,
+        signal=1.0,
+        **known,
+    )
 
 
 def known(
@@ -195,9 +201,11 @@ def test_another_number_of_workers_begins_with_new_costs_in_the_same_job() -> No
 
 def test_before_any_window_nothing_can_be_asked() -> None:
     for ask in (
-        lambda m: m.step_s([1, 2]), lambda m: m.log_waste(3.0), lambda m: m.best(Bounds.of(2)),
+        lambda m: m.step_s([1, 2]),
+        lambda m: m.log_waste(3.0),
+        lambda m: m.best(Bounds.of(2)),
         lambda m: m.achieved(Window.of([1, 2])),
-    ):  # fmt: skip
+    ):
         with pytest.raises(UsageError, match="no window"):
             ask(JobModel())
 
@@ -317,8 +325,11 @@ def test_goodput_is_put_together_from_its_parts() -> None:
 @settings(max_examples=40)
 @given(
     st.lists(st.tuples(st.floats(0.0, 0.1), st.floats(5e-4, 8e-3)), min_size=1, max_size=5),
-    st.floats(0.005, 0.5), st.floats(30.0, 1e4), st.integers(0, 2**31), st.floats(0.0, 1.0),
-)  # fmt: skip
+    st.floats(0.005, 0.5),
+    st.floats(30.0, 1e4),
+    st.integers(0, 2**31),
+    st.floats(0.0, 1.0),
+)
 def test_no_random_allocation_within_bounds_is_better_than_the_best(
     workers: list[tuple[float, float]], exchange: float, phi: float, seed: int, reach: float
 ) -> None:
@@ -399,3 +410,10 @@ def test_a_slowest_worker_who_changes_from_step_to_step_makes_all_later() -> Non
     late = JobModel().update(Window.of([64, 64], compute=seconds, wait=0.5, communication=0.05, steps=5))
     assert float(late.stretch) == pytest.approx(2.0)
     assert float(JobModel().update(Window.of([64, 64])).stretch) == 1.0
+
+
+def test_a_change_of_workers_begins_the_count_of_steps_anew() -> None:
+    model = JobModel().update(Window.of([8, 8], compute=[0.1, 0.2], step=500))
+    unnamed = model.update(Window.of([8, 8, 8], compute=[0.1, 0.2, 0.3]))
+    later = unnamed.update(Window.of([8, 8, 16], compute=[0.1, 0.2, 0.6], step=10))
+    assert later.sizes.tolist() == [8, 8, 16]

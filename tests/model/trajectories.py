@@ -53,11 +53,16 @@ def _window(
     total = sizes.sum(-1)
     noise = 300.0 * shape[-1] * 1.02**t * (total / (64 * shape[-1])) ** 0.3 * np.exp(0.2 * (rng.random(lead) - 0.5))
     return Window.of(
-        sizes, compute=0.97 * busy, data=np.where(rng.random(shape) < 0.2, np.nan, 0.03 * busy),
+        sizes,
+        compute=0.97 * busy,
+        data=np.where(rng.random(shape) < 0.2, np.nan, 0.03 * busy),
         compute_std=np.where(rng.random(shape) < 0.1, np.nan, np.sqrt((0.03 * finite) ** 2 + torn**2)),
         wait=np.where(rng.random(shape) < 0.1, np.nan, slowest[..., None] - finite),
         communication=np.where(rng.random(shape) < 0.1, np.nan, exposed[..., None]),
-        steps=np.nan if t == 8 else float(1 + t % 6), step=5.0 * t if steps_known else np.nan,
-        micro_batches=2.0, base_batch=np.nan if t == 10 else 128.0 * shape[-1],
-        noise=np.where((t < 2) | (t % 10 == 9), np.nan, 2.0 * noise), signal=0.0 if t == 13 else 1.0,
-    )  # fmt: skip
+        steps=np.nan if t == 8 else float(1 + t % 6),
+        step=5.0 * t if steps_known else np.nan,
+        micro_batches=2.0,
+        base_batch=np.nan if t == 10 else 128.0 * shape[-1],
+        noise=np.where((t < 2) | (t % 10 == 9), np.nan, 2.0 * noise),
+        signal=0.0 if t == 13 else 1.0,
+    )

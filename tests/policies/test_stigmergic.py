@@ -35,9 +35,15 @@ class Affine:
         busy = self.seconds(sizes)
         noise = {} if self.phi is None else {"noise": self.phi, "signal": 1.0}
         return Window.of(
-            sizes, compute=busy, compute_std=0.01 * busy, wait=busy.max(-1, keepdims=True) - busy,
-            communication=self.exchange_s, steps=5, base_batch=self.base, **noise,
-        )  # fmt: skip
+            sizes,
+            compute=busy,
+            compute_std=0.01 * busy,
+            wait=busy.max(-1, keepdims=True) - busy,
+            communication=self.exchange_s,
+            steps=5,
+            base_batch=self.base,
+            **noise,
+        )
 
     def run(self, policy: StigmergicPolicy, bounds: Bounds, windows: int) -> Any:
         sizes = np.full(self.beta.shape, 64)
@@ -155,9 +161,16 @@ def test_sizes_stay_inside_bounds_grid_rate_and_range_whatever_is_measured() -> 
     for _ in range(40):
         compute = np.where(rng.random((4, 5)) < 0.2, np.nan, np.exp(rng.normal(size=(4, 5))))
         window = Window.of(
-            sizes, compute=compute, compute_std=0.3 * compute, wait=np.exp(rng.normal(size=(4, 5))), communication=0.1,
-            noise=rng.choice([np.nan, 10.0, 1e6], 4), signal=rng.choice([1.0, -1.0], 4), steps=5, base_batch=320,
-        )  # fmt: skip
+            sizes,
+            compute=compute,
+            compute_std=0.3 * compute,
+            wait=np.exp(rng.normal(size=(4, 5))),
+            communication=0.1,
+            noise=rng.choice([np.nan, 10.0, 1e6], 4),
+            signal=rng.choice([1.0, -1.0], 4),
+            steps=5,
+            base_batch=320,
+        )
         before, sizes = sizes, policy.decide(window, bounds)
         assert ((sizes >= bounds.low) & (sizes <= bounds.high)).all()
         assert (sizes % 8 == 0).all()

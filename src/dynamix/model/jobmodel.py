@@ -80,7 +80,8 @@ class JobModel:
             return self
         slowest, base = slowest_seconds(window), base_total(window)
         total = window.batch_size.sum(-1).astype(np.float64)
-        known_step = self.step if self.step.shape == window.step.shape else np.full(window.step.shape, np.nan)
+        same_workers = self.sizes.shape == window.batch_size.shape
+        known_step = self.step if same_workers else np.full(window.step.shape, np.nan)
         after = JobModel(
             costs=self.costs.update(window),
             exchange=self.exchange.update(slowest, exposed_seconds(window)),

@@ -95,6 +95,6 @@ def page(result: Mapping[str, Any]) -> str:
         Section(table=table(result)),
         Section("Accuracy against time", figure=figure, caption="A line a run; dotted: the target."),
     ]
-    details = {**measured(result), "peers": result["peers"]}
+    details = {**measured(result), "peers": str(result["peers"])}
     title = f"Live peers on {result['scenario']}"
     return Page(title, sections, lead=[said, provenance(result)], details=details).html()

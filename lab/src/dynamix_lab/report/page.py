@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -78,11 +79,12 @@ def sections_markdown(sections: Sequence[Section], *, level: int = 2) -> str:
     return document(*parts)
 
 
-def measured(result: Mapping[str, Any]) -> dict[str, Any]:
+def measured(result: Mapping[str, Any]) -> dict[str, str]:
     """The `details` of a page about `result`: command, commit, cluster, seeds, machine and what else decides a
     figure.
     """
-    return {name: result[name] for name in DETAILS if result.get(name) is not None}
+    known = {name: result[name] for name in DETAILS if result.get(name) is not None}
+    return {name: value if isinstance(value, str) else json.dumps(value) for name, value in known.items()}
 
 
 def provenance(result: Mapping[str, Any]) -> str:

@@ -292,6 +292,8 @@ def _over_workers(cells: Mapping[str, Any]) -> Any:
         ratios = [cell["policies"][name]["lagged_over_time"] for cell in cells.values()]
         axes.plot(workers, ratios, marker="o", ms=3, label=name, **look(i))
     axes.set(xscale="log", xlabel="workers", ylabel="time of lagged / time")
+    axes.set_xticks(workers, [str(count) for count in workers])
+    axes.minorticks_off()
     legend_beside(axes, columns=2)
     return figure
 

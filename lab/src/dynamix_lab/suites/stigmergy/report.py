@@ -79,8 +79,7 @@ def _against(cells: Mapping[str, Any]) -> Table:
 
 def _failures(cells: Mapping[str, Any]) -> list[Section]:
     said = (
-        "From half way on nobody decides (`-dead`), or a quarter of the workers are gone (`vanished`): "
-        "time over static's."
+        "From half way on nobody decides (-dead), or a quarter of the workers are gone (vanished): time over static's."
     )
     made = []
     for name, cell in cells.items():
