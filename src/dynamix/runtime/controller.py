@@ -135,14 +135,7 @@ class Controller:
         )
         self._loss_weight = LossWeight(self.group, accumulate)
         self._coordinator = Coordinator(
-            job,
-            served,
-            channel,
-            start,
-            rank=self.rank,
-            interval=interval,
-            lr_rule=lr_rule,
-            loss_weight=self._loss_weight,
+            job, served, channel, start, self._loss_weight, rank=self.rank, interval=interval, lr_rule=lr_rule
         )
         self.overhead_s = 0.0
 
@@ -178,20 +171,7 @@ class Controller:
         if partition == "contiguous":
             coordinator.per_epoch, coordinator.job.slack = True, 0  # regions are cut once per epoch: so it decides
         coordinator.job.limit_to(len(dataset))
-        sampler = BatchSampler(
-            len(dataset),
-            coordinator.allocations,
-            rank=self.rank,
-            world_size=self.world_size,
-            seed=seed,
-            shuffle=shuffle,
-            accumulate=self.accumulate,
-            partition=partition,
-            low=self.bounds.low,
-            high=self.bounds.high,
-            before_issue=coordinator.before_issue,
-        )
-        return coordinator.adopt(sampler)
+        return coordinator.sampler(len(dataset), seed=seed, shuffle=shuffle, partition=partition)
 
     def stream(
         self,
@@ -204,20 +184,7 @@ class Controller:
 
         sharded   False: every rank iterates the same global stream. True: each rank iterates its own.
         """
-        stream = Stream(
-            iterable,
-            self._coordinator.allocations,
-            rank=self.rank,
-            world_size=self.world_size,
-            sharded=sharded,
-            collate_fn=collate_fn,
-            accumulate=self.accumulate,
-            low=self.bounds.low,
-            high=self.bounds.high,
-            before_issue=self._coordinator.before_issue,
-            agree=self._loss_weight.sum_async if self.group else None,
-        )
-        return self._coordinator.adopt(stream)
+        return self._coordinator.stream(iterable, sharded=sharded, collate_fn=collate_fn)
 
     def wrap(
         self,
@@ -267,8 +234,7 @@ class Controller:
 
         nominal_batch_size   global samples per scheduler step (None: the global batch at the start)
         """
-        schedule = SampleSchedule(scheduler, nominal_batch_size=nominal_batch_size or self.base_batch)
-        return self._coordinator.add_schedule(schedule)
+        return self._coordinator.schedule(scheduler, nominal_batch_size)
 
     def find_limits(self, step_fn: Callable[[Any], Any], example: Any, *, margin: float = 0.1) -> list[int]:
         """Find the largest micro-batch that fits each rank's memory; from then on no batch is larger. Before training.
@@ -362,7 +328,7 @@ class Controller:
     @property
     def batch_sizes(self) -> Ints:
         """Samples per micro-batch of every worker in the coming step, int64 (W,)."""
-        return self._coordinator.allocations.at(self._coordinator.next_step).copy()
+        return self._coordinator.batch_sizes
 
     @property
     def samples_seen(self) -> int:
