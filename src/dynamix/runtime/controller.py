@@ -104,16 +104,9 @@ class Controller:
         self.group = (process_group or dist.group.WORLD) if together else None
         self.rank = dist.get_rank(self.group) if self.group else 0
         self.world_size = dist.get_world_size(self.group) if self.group else 1
+        each, total = (min_batch_size, max_batch_size), (min_global_batch, max_global_batch)
         bounds, start = job_bounds(
-            self.world_size,
-            batch_size,
-            low=min_batch_size,
-            high=max_batch_size,
-            total_low=min_global_batch,
-            total_high=max_global_batch,
-            quantum=quantum,
-            max_change=max_change,
-            global_batch=global_batch,
+            self.world_size, batch_size, each, total, global_batch, quantum=quantum, max_change=max_change
         )
         self.policy = policy_of(policy, learn=learn)
         self.interval, self.accumulate, self.lr_rule = interval, accumulate, lr_rule
@@ -123,8 +116,8 @@ class Controller:
         if self.group is not None:
             name = policy if isinstance(policy, str) else type(policy).__name__
             same = [name, base_batch, interval, accumulate, lr_rule, quantum, sorted(replayed or {}), learn, guard]
-            same += [global_batch, min_global_batch, max_global_batch]
-            control = open_control_group(self.group, [*same, bounds.low.tolist(), bounds.high.tolist()])
+            same += [global_batch, *total, bounds.low.tolist(), bounds.high.tolist()]
+            control = open_control_group(self.group, same)
         served = watched(self.policy, guard)
         slack = 0 if boundary(self.policy) == "epoch" else accumulate
         job = JobFacts(bounds, base_batch, accumulate=accumulate, slack=slack, fixed=global_batch == "fixed")
@@ -212,15 +205,7 @@ class Controller:
             raise UsageError("wrap() was already called; make one Controller per model")
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         attached = attach(
-            model,
-            self.group,
-            share=coordinator.share,
-            recorder=Recorder(device),
-            hook=hook,
-            hook_state=hook_state,
-            scaler=scaler,
-            weighting=weighting,
-            batchnorm=batchnorm,
+            model, self.group, coordinator.share, Recorder(device), hook, hook_state, scaler, weighting, batchnorm
         )
         self._loss_weight.bind(model, required=weighting == "loss")
         memory = Memory(attached, optimizer, self._loss_weight, group=self.group)

@@ -30,7 +30,7 @@ from dynamix.runtime.decision import Decider
 from dynamix.runtime.job import Closing, JobFacts
 from dynamix.runtime.observation import ROW
 from dynamix.runtime.trace_store import StoreField
-from dynamix.window import Bounds, Floats, Window
+from dynamix.window import Floats, Window
 
 NOISE_DECAY = 0.8  # weight of the past windows in a rank's own part of the noise, as in `gradients.NoiseScale`
 LOOK_S = 0.04  # longest time that a rank looks again for traces of this window that are not there yet
@@ -51,10 +51,8 @@ def open_channel(
 ) -> Channel | PeerChannel:
     """The way in which the ranks of `group` agree: a `PeerChannel` if every rank is to decide for itself.
 
-    A recorded run that is replayed has decided already; a single rank has nobody to agree with. Raises `ConfigError`
-    for what cannot be had without somebody who knows all.
-
-    decider   who decides, or writes down what was decided: on rank 0, None on the others
+    A recorded run that is replayed has decided already; a single rank has nobody to agree with. `decider` decides, or
+    writes down what was decided: on rank 0, None on the others.
     """
     rule = None if group is None or workers < 2 or replays else peers_of(policy)
     if group is None or rule is None:
@@ -65,10 +63,9 @@ def open_channel(
 class PeerChannel:
     """`Channel` for ranks that each decide for themselves: one exchange at a time over a gloo group of its own.
 
-    store   where the traces live; None: the job's own
     share_noise   send this rank's part of the noise too, so that the learning rate can follow one noise scale
                   everywhere. The rule never sees it
-    fits    set by the owner: the most samples that this rank's memory is known to hold; None while it never ran out
+    fits          set by the owner: the most samples this rank's memory is known to hold; None while it never ran out
     """
 
     def __init__(
@@ -76,25 +73,18 @@ class PeerChannel:
         group: dist.ProcessGroup,
         job: JobFacts,
         policy: StigmergicPolicy,
-        decider: Decider | None = None,
+        decider: Decider | None,
         *,
-        share_noise: bool = False,
-        store: Any = None,
+        share_noise: bool,
     ) -> None:
-        self.group, self.job, self.policy, self.decider = group, job, policy, decider
-        self.share_noise = share_noise
+        self.group, self.job, self.policy, self.decider, self.share_noise = group, job, policy, decider, share_noise
         self.rank, self.workers = dist.get_rank(group), dist.get_world_size(group)
-        self.field = StoreField(
-            job_store() if store is None else store,
-            len(TRACES),
-            policy.decay,
-            prefix=f"dynamix/traces/{group.group_name}",
-            patience_s=PATIENCE_S,
-        )
+        prefix = f"dynamix/traces/{group.group_name}"
+        self.field = StoreField(job_store(), len(TRACES), policy.decay, prefix=prefix, patience_s=PATIENCE_S)
         self.waited_s = 0.0
         self.failed: DynamixError | None = None
         self.fits: int | None = None
-        self._whole = _Whole(-1, np.zeros(len(TRACES)), np.zeros(len(TRACES)))
+        self._whole = _NONE_YET
         self._first = -1  # window in which this channel first left traces
         self._noise, self._signal = 0.0, 0.0
         self._round: _Round | None = None
@@ -121,16 +111,13 @@ class PeerChannel:
         except (RuntimeError, ValueError) as error:
             if isinstance(error, DynamixError):
                 raise
-            raise WorkerLostError(
-                "the ranks could not exchange their batch sizes: a rank died or did not answer within the process "
-                f"group's timeout ({error})"
-            ) from error
+            why = f"a rank died or did not answer within the process group's timeout ({error})"
+            raise WorkerLostError(f"the ranks could not exchange their batch sizes: {why}") from error
         finally:
             self.waited_s += time.perf_counter() - started
         if self.failed is not None:
             raise self.failed
-        failed = np.flatnonzero(told[:, 0] == _FAILED)
-        if len(failed):
+        if len(failed := np.flatnonzero(told[:, 0] == _FAILED)):
             raise DynamixError(f"choosing a size failed on rank {failed[0]}; its own error is in that rank's output")
         message = self._message(current.closing, told)
         decider = self.decider
@@ -150,12 +137,10 @@ class PeerChannel:
         """This rank's new size; the one it has where the field does not answer. Leaves its traces."""
         own = self._steadied(own_window(row, closing, rank=self.rank, job=self.job, fits=self.fits), row, closing)
         bounds, mine = self.job.bounds, slice(self.rank, self.rank + 1)
-        alone = Bounds(
-            bounds.low[mine], bounds.high[mine], bounds.total_low, bounds.total_high, bounds.quantum, bounds.max_change
-        )
+        alone = replace(bounds, low=bounds.low[mine], high=bounds.high[mine])
         sense, left = self.policy.observe(own)
         if closing.window_index <= self._whole.step or self._first < 0:  # begun, or gone back to an earlier state
-            self._whole, self._first = _Whole(-1, np.zeros(len(TRACES)), np.zeros(len(TRACES))), closing.window_index
+            self._whole, self._first = _NONE_YET, closing.window_index
         self._leave(left, closing.window_index)
         smelt, new, old = self._smell(closing.window_index)
         return int(self.policy.choose(own, sense, smelt[None], new[None], alone, old=old)[0])
@@ -233,22 +218,12 @@ class PeerChannel:
         return job.change(answer, int(told[:, 1].max()))
 
     def _write_event(self, decider: Decider, current: _Round, message: Message) -> None:
-        known = dict(zip(ROW, current.row, strict=False))
-        seen: dict[str, Floats] = {}
-        for name in ("compute", "compute_std", "data", "loss", "accuracy", "cpu", "memory", "device"):
-            seen[name] = np.full(self.workers, np.nan)
-            seen[name][self.rank] = known[name]
-        closing = current.closing
-        window = Window.of(
-            closing.sizes,
-            **seen,
-            steps=len(current.row) - len(ROW),
-            age=closing.age,
-            step=closing.step,
-            micro_batches=self.job.accumulate,
-            base_batch=self.job.base_batch,
-        )
-        decider.witness(window, closing, message)
+        closing, known = current.closing, dict(zip(ROW, current.row, strict=False))
+        mine = np.arange(self.workers) == self.rank
+        names = ("compute", "compute_std", "data", "loss", "accuracy", "cpu", "memory", "device")
+        seen = {name: np.where(mine, known[name], np.nan) for name in names}
+        steps = len(current.row) - len(ROW)
+        decider.witness(Window.of(closing.sizes, **seen, steps=steps, **self.job.facts(closing)), closing, message)
 
     def _work(self) -> None:
         while True:
@@ -267,6 +242,9 @@ class _Whole:
     step: int
     traces: Floats
     new: Floats
+
+
+_NONE_YET = _Whole(-1, np.zeros(len(TRACES)), np.zeros(len(TRACES)))
 
 
 class _Round:
@@ -335,23 +313,19 @@ def own_window(row: Floats, closing: Closing, *, rank: int, job: JobFacts, fits:
     size, workers = closing.sizes[rank : rank + 1].astype(np.float64), len(closing.sizes)
     busy = known["compute"] + (known["data"] if np.isfinite(known["data"]) else 0.0)
 
-    def one(value: float) -> Floats:
-        return np.array([value], dtype=np.float64)
-
     with np.errstate(divide="ignore", invalid="ignore"):
-        jitter = one(known["compute_std"]) / one(known["compute"])
-    return Own(
-        size=size,
-        unit=one(_unit(closing, job)),
-        busy=one(busy if busy > 0 and size[0] > 0 else np.nan),
-        blocked=one(float(seen.mean()) if len(seen) else np.nan),
-        least=one(float(seen.min()) if len(seen) else np.nan),
-        jitter=jitter,
-        steps=one(len(comm)),
-        noise=one(own_noise(known, workers)),
-        fits=one(np.inf if fits is None else fits),
-        workers=workers,
-    )
+        jitter = np.float64(known["compute_std"]) / np.float64(known["compute"])
+    alone = {
+        "unit": _unit(closing, job),
+        "busy": busy if busy > 0 and size[0] > 0 else np.nan,
+        "jitter": jitter,
+        "blocked": seen.mean() if len(seen) else np.nan,
+        "least": seen.min() if len(seen) else np.nan,
+        "steps": len(comm),
+        "noise": own_noise(known, workers),
+        "fits": np.inf if fits is None else fits,
+    }
+    return Own(size=size, workers=workers, **{name: np.array([v], dtype=np.float64) for name, v in alone.items()})
 
 
 def own_noise(known: Mapping[str, float], workers: int) -> float:

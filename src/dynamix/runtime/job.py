@@ -56,6 +56,11 @@ class JobFacts:
         most = max(samples // self.accumulate // bounds.quantum * bounds.quantum, int(np.max(bounds.total_low)))
         self.bounds = dataclasses.replace(bounds, total_high=np.minimum(bounds.total_high, most))
 
+    def facts(self, closing: Closing) -> dict[str, float]:
+        """What a `Window` says of the job itself, by field."""
+        own = {"micro_batches": self.accumulate, "base_batch": self.base_batch}
+        return own | {"age": closing.age, "step": closing.step}
+
     def keep(self, kind: Kind) -> Message:
         """The message that changes nothing."""
         return self.message(kind, self.closing.consumed, self.closing.sizes)

@@ -107,7 +107,6 @@ class Attached:
 def attach(
     model: nn.Module,
     group: dist.ProcessGroup | None,
-    *,
     share: Callable[[], Share],
     recorder: Recorder,
     hook: Callable[[Any, Any], Any] | None,

@@ -12,7 +12,7 @@ import hashlib
 import math
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +23,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from dynamix.probes.host import Cgroups
 from dynamix.runtime.memory.agree import all_of
 
-_TEXTS = (
-    "DefaultCPUAllocator: can't allocate memory",
-    "DefaultCPUAllocator: not enough memory",
-    "CUDA out of memory",
-    "CUDA error: out of memory",
-    "ALLOC_FAILED",
-    "Cannot allocate memory",
-)
+_CPU = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
+_TEXTS = (*_CPU, "CUDA out of memory", "CUDA error: out of memory", "ALLOC_FAILED", "Cannot allocate memory")
 # What stays free: other processes of the group grow too, and page tables are not counted to any batch.
 RESERVE, LEAST_RESERVE_BYTES = 0.05, 16 * 2**20
 # On growth, foreseen or measured: the same batch takes up to a third more another time, as the C library's heap has
@@ -60,8 +54,7 @@ def release() -> None:
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
+    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         trim(0)
 
 
@@ -190,10 +183,8 @@ def _resident_bytes() -> float:
 
 def _reset_peak() -> None:
     # Where it is forbidden the peak is that of the process's life: more than it was, so the safe way round.
-    try:
+    with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return
 
 
 def _peak_bytes() -> float:

@@ -81,7 +81,9 @@ class RetryingBackward:
                 return states, loss
             if state == _AGAIN:
                 _clear(parameters)
-                _put_back(self.attached.model, buffers)
+                with torch.no_grad():
+                    for buffer, kept in zip(self.attached.model.buffers(), buffers, strict=True):
+                        buffer.copy_(kept)
                 release()
 
     def _attempt(self, loss_fn: Loss, batch: Any, weight: float) -> tuple[int, Tensor | None]:
@@ -144,9 +146,9 @@ class RetryingBackward:
                 nothing.backward()
         except Exception as error:
             if is_out_of_memory(error):
+                where = "while its gradient was being reduced, where nothing can be tried again"
                 raise MemoryLimitError(
-                    f"rank {self.rank} ran out of memory while its gradient was being reduced, where nothing can be "
-                    f"tried again: {advice(self.rank, samples)}"
+                    f"rank {self.rank} ran out of memory {where}: {advice(self.rank, samples)}"
                 ) from error
             raise
 
@@ -161,13 +163,9 @@ class _Nothing(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return tuple(_zero_like(parameter) for parameter in ctx.parameters)
-
-
-def _zero_like(parameter: Tensor) -> Tensor:
-    if parameter.grad is not None and parameter.grad.is_sparse:
-        return torch.zeros_like(parameter.grad)
-    return parameter.new_zeros(()).expand_as(parameter)
+        sparse = [p.grad if p.grad is not None and p.grad.is_sparse else None for p in ctx.parameters]
+        given = zip(ctx.parameters, sparse, strict=True)
+        return tuple(p.new_zeros(()).expand_as(p) if s is None else torch.zeros_like(s) for p, s in given)
 
 
 def _exchange_before(ddp: DistributedDataParallel) -> None:
@@ -185,8 +183,7 @@ def _not_timing(hook: GradientHook | None) -> Iterator[None]:
     if hook is None:
         yield
         return
-    meter = hook.meter
-    hook.meter = _Ready(meter)
+    meter, hook.meter = hook.meter, _Ready(hook.meter)
     try:
         yield
     finally:
@@ -216,11 +213,5 @@ def _clear(parameters: list[nn.Parameter]) -> None:
 
 
 @torch.no_grad()
-def _put_back(model: nn.Module, buffers: list[Tensor]) -> None:
-    for buffer, kept in zip(model.buffers(), buffers, strict=True):
-        buffer.copy_(kept)
-
-
 def _sum(before: Tensor, added: Tensor) -> Tensor:
-    with torch.no_grad():
-        return before + added if before.is_sparse or added.is_sparse else before.add_(added)
+    return before + added if before.is_sparse or added.is_sparse else before.add_(added)
