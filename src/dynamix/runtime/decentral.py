@@ -148,8 +148,7 @@ class PeerChannel:
     def _steadied(self, own: Own, row: Floats, closing: Closing) -> Own:
         """With the noise's share averaged over windows, numerator and denominator apart, as `NoiseScale` does it.
 
-        One window's share is mostly chance. Noise per sample is what stays while the global batch moves. (`NoiseScale`
-        itself ends at 0, which the whole noise cannot go below; one rank's part can.)
+        Noise per sample is what stays while the global batch moves. (`NoiseScale` ends at 0; one rank's part need not.)
         """
         signal, total = dict(zip(ROW, row, strict=False))["global_norm_sq"], float(closing.sizes.sum())
         noise = float(own.noise[0]) * signal * total
@@ -167,30 +166,26 @@ class PeerChannel:
         load = before / _unit(closing, self.job)
         self._leave(self.policy.moved(before, load, np.array([size])), closing.window_index)
 
-    def look_back(self, closing: Closing) -> None:
-        """See the traces of this window whole, if somebody's came too late for the choice: they serve the next one."""
-        self._look(closing.window_index, LOOK_BACK_S)
-
     def _leave(self, traces: Floats, step: int) -> None:
         cells = np.flatnonzero(traces[0])
         cells = np.append(cells[cells != PRESENT], cells[cells == PRESENT])  # last: who sees it sees the others
         self.field.deposit(cells, traces[0][cells], step=step)
 
     def _smell(self, step: int) -> tuple[Floats, Floats, bool]:
-        """The traces (16,), what of them is new in their window, and whether that is the window before.
+        """The traces (16,), what of them is new in their window, and whether that is the window before `step`.
 
-        Those of window `step` if everybody's are there within `LOOK_S`, and before this rank has made most of the next
-        step, at whose end the choice is due; else those of the one before, if they were seen whole; else unknown.
+        They are of that window where everybody's are not there within `LOOK_S`, or before this rank has made most of
+        the next step, at whose end the choice is due; unknown if that one too was not seen whole.
         """
         before, own_step_s = self._whole, float(self.policy.habit.step[0])
-        if self._look(step, min(LOOK_S, 0.7 * own_step_s) if np.isfinite(own_step_s) else LOOK_S):
+        if self.look(step, min(LOOK_S, 0.7 * own_step_s) if np.isfinite(own_step_s) else LOOK_S):
             return self._whole.traces, self._whole.new, False
         if before.step == step - 1 >= 0:
             return before.traces, before.new, True
         unknown = np.full(len(TRACES), np.nan)
         return unknown, unknown, False
 
-    def _look(self, step: int, patience_s: float) -> bool:
+    def look(self, step: int, patience_s: float) -> bool:
         """Whether everybody's traces of window `step` are there, now or within `patience_s`. Keeps them."""
         before, deadline = self._whole, time.perf_counter() + patience_s
         missed = range(max(step - max(before.step, self._first - 1), 1))  # windows: usually this one only
@@ -276,7 +271,8 @@ class _Round:
         if chosen and size != _FAILED:
             try:
                 channel.leave_move(closing, size)
-                channel.look_back(closing)
+                # Traces that came too late for this choice serve the next one.
+                channel.look(closing.window_index, LOOK_BACK_S)
             except Exception as error:
                 channel.failed = DynamixError(f"leaving or reading traces failed: {error!r}")
 

@@ -57,25 +57,20 @@ class StoreField:
     """
 
     def __init__(
-        self,
-        store: Any,
-        cells: int,
-        decay: Decay | None = None,
-        *,
-        prefix: str = "dynamix/traces",
-        patience_s: float = 0.05,
-        backlog: int = 256,
+        self, store: Any, cells: int, decay: Decay, *, prefix: str = "traces", patience_s: float, backlog: int = 256
     ) -> None:
         if cells < 1 or backlog < 1 or not patience_s >= 0:
             given = (cells, backlog, patience_s)
             raise ConfigError("cells, backlog, patience_s", given, "1, 1, 0 or more", "check the arguments")
-        self.decay, self.cells, self.prefix, self.patience_s = decay or Decay(), cells, prefix, patience_s
+        self.decay, self.cells, self.prefix, self.patience_s = decay, cells, prefix, patience_s
         self.dropped = 0
         self.reason: str | None = None
         rate = -math.log1p(-self.decay.alpha) if self.decay.alpha < 1 else math.inf
         self._period = max(1, int(GROWTH_BITS * math.log(2) / rate)) if rate else _FOREVER
         self._swept: int | None = None
-        self._store = _own_connection(store)
+        self._store = store
+        with contextlib.suppress(AttributeError, RuntimeError, NotImplementedError):
+            self._store = store.clone()  # a connection that others do not wait behind while ours hangs
         self._many = bool(getattr(self._store, "has_extended_api", lambda: False)())
         self._queue: queue.Queue[_Reading | dict[str, int] | None] = queue.Queue(backlog)
         self._late: _Reading | None = None
@@ -178,10 +173,3 @@ class StoreField:
             self._swept += 1
             for i in range(self.cells):
                 self._store.delete_key(self._key(i, self._swept - 3))
-
-
-def _own_connection(store: Any) -> Any:
-    """A connection that others do not wait behind while ours hangs, where the store offers one."""
-    with contextlib.suppress(AttributeError, RuntimeError, NotImplementedError):
-        return store.clone()
-    return store
