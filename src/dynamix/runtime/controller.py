@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.utils.data import default_collate
 
 from dynamix.data import BatchSampler, Stream
+from dynamix.data.sampler import Partition
 from dynamix.errors import UsageError
 from dynamix.events.records import event_log
 from dynamix.policies import Policy
@@ -34,6 +35,7 @@ from dynamix.runtime.weighting import LossWeight, attach
 from dynamix.window import Bounds, Ints
 
 Model = TypeVar("Model", bound=nn.Module)
+Collate = Callable[[list[Any]], Any]
 
 
 class Controller:
@@ -145,12 +147,7 @@ class Controller:
     # ------------------------------------------------------------ setting up
 
     def batch_sampler(
-        self,
-        dataset: Sized,
-        *,
-        seed: int = 0,
-        shuffle: bool = True,
-        partition: Literal["stream", "contiguous"] = "stream",
+        self, dataset: Sized, *, seed: int = 0, shuffle: bool = True, partition: Partition = "stream"
     ) -> BatchSampler:
         """A sampler for `DataLoader(dataset, batch_sampler=...)`: unequal shares, every sample once per epoch.
 
@@ -167,11 +164,7 @@ class Controller:
         return coordinator.sampler(len(dataset), seed=seed, shuffle=shuffle, partition=partition)
 
     def stream(
-        self,
-        iterable: Iterable[Any],
-        *,
-        sharded: bool = False,
-        collate_fn: Callable[[list[Any]], Any] = default_collate,
+        self, iterable: Iterable[Any], *, sharded: bool = False, collate_fn: Collate = default_collate
     ) -> Stream:
         """Batches cut from an iterable data set in the main process; see `dynamix.data.Stream` for the guarantees.
 
@@ -217,7 +210,7 @@ class Controller:
     def scheduler(self, scheduler: Any, *, nominal_batch_size: int | None = None) -> SampleSchedule:
         """Drive a torch learning-rate scheduler by samples: one `scheduler.step()` per nominal_batch_size of them.
 
-        nominal_batch_size   global samples per scheduler step (None: the global batch at the start)
+        They are global samples; None: the global batch at the start.
         """
         return self._coordinator.schedule(scheduler, nominal_batch_size)
 
@@ -226,10 +219,8 @@ class Controller:
 
         Collective. `step_fn(batch)` must run the forward and backward passes of a step, without the optimizer's, on a
         batch of any size in the structure of `example`: some samples, repeated as needed. It runs on no rank together
-        with another and leaves no trace. CUDA's and the CPU allocator's errors are caught; where a control group or a
-        full machine would kill, what larger batches take is foreseen from smaller ones.
-
-        margin   part of the largest that is left free, for what training does besides
+        with another and leaves no trace. Where running out would kill, what larger batches take is foreseen from
+        smaller ones. `margin` is the part of the largest that is left free, for what training does besides.
 
         Returns the caps (W,), which are in `bounds` now; ranks that can hold less begin with less, the others take
         over. Raises `ConfigError` on every rank when the smallest batch does not fit one, and what `step_fn` raises.
@@ -242,10 +233,9 @@ class Controller:
         coordinator.job.bounds = within(self.bounds, caps)
         if source is not None:
             source.high = self.bounds.high
-        step = coordinator.next_step
-        now = coordinator.allocations.at(step)
+        now = coordinator.batch_sizes
         if (now > caps).any():
-            coordinator.allocations.reset(step, project(now, self.bounds, total=now.sum()))
+            coordinator.allocations.reset(coordinator.next_step, project(now, self.bounds, total=now.sum()))
         return [int(cap) for cap in caps]
 
     # ------------------------------------------------------------ in the loop
@@ -294,10 +284,9 @@ class Controller:
         plan = source.plan()
         mine = int(plan.counts[self.rank])
         if count is not None and mine and count != mine:
-            raise UsageError(
-                f"count={count}, but this rank was given {mine} samples: gradients would be weighted wrongly. Use "
-                "controller.weight(loss, count=...).backward() when batches can shrink after sampling"
-            )
+            fix = "Use controller.weight(loss, count=...).backward() when batches can shrink after sampling"
+            wrong = f"count={count}, but this rank was given {mine} samples: gradients would be weighted wrongly"
+            raise UsageError(f"{wrong}. {fix}")
         if self.world_size > 1 and coordinator.attached is None:
             raise UsageError("call controller.wrap(model, optimizer) before training, or gradients stay unweighted")
         applied = self._loss_weight.take()

@@ -67,8 +67,6 @@ class Coordinator:
         self._schedules: list[SampleSchedule] = []
         self._waiting = Waiting()
 
-    # ------------------------------------------------------------ what it is given
-
     def sampler(self, dataset_size: int, **given: Any) -> BatchSampler:
         """`Controller.batch_sampler`, its arguments being `given`."""
         return self._adopt(BatchSampler(dataset_size, self.allocations, **given, **self._of_source()))
@@ -124,8 +122,6 @@ class Coordinator:
         if self.memory is None:
             raise UsageError("call controller.wrap(model, optimizer) before find_limits() and backward()")
         return self.memory
-
-    # ------------------------------------------------------------ step by step
 
     def micro_done(self, plan: StepPlan, applied: float | torch.Tensor | None) -> None:
         """A micro-batch is over that is not the last of its optimizer step."""
@@ -244,8 +240,6 @@ class Coordinator:
         if self._pairs is not None and (pair := self._pairs.observe(gradients, float(plan.group.sum()))):
             self.recorder.add("pair_noise", pair[0])
             self.recorder.add("pair_signal", pair[1])
-
-    # ------------------------------------------------------------ state
 
     def state_dict(self) -> dict[str, Any]:
         """`Controller.state_dict`."""

@@ -32,33 +32,15 @@ class Rule(Protocol):
     def __call__(self, scale: float, noise: float, signal: float, *, base_batch: float) -> float: ...
 
 
-def none(scale: float, noise: float, signal: float, *, base_batch: float) -> float:
-    """Always 1."""
-    return 1.0
-
-
-def linear(scale: float, noise: float, signal: float, *, base_batch: float) -> float:
-    """B / B0 (Goyal et al., arXiv 1706.02677): right for SGD while noise dominates."""
-    return scale
-
-
-def sqrt(scale: float, noise: float, signal: float, *, base_batch: float) -> float:
-    """sqrt(B / B0): keeps the variance of an update; the usual rule for Adam."""
-    return math.sqrt(scale)
-
-
 def adascale(scale: float, noise: float, signal: float, *, base_batch: float) -> float:
     """The gain (S + G2) / (S / s + G2) of AdaScale SGD (Johnson et al., arXiv 2007.05105), s = B / B0.
 
-    S = tr(Sigma) / B0 is the variance of the mean gradient of a base batch, G2 = |G|^2. The gain is linear in the batch
-    where noise dominates and 1 where it does not matter; it equals s times the statistical efficiency of B against B0.
-    Estimates below zero count as zero. With nothing known it is the least it could be, min(1, s): a batch no larger
-    than the user's never gets a larger rate than the linear rule's, a larger batch none that the data did not justify.
+    S = tr(Sigma) / B0 is the variance of the mean gradient of a base batch, G2 = |G|^2. The gain equals s times the
+    statistical efficiency of B against B0: s where noise dominates, 1 where it does not matter. Estimates below zero
+    count as zero. With nothing known it is the least it could be, min(1, s).
 
-    >>> adascale(4.0, noise=6400.0, signal=100.0, base_batch=64)            # S = G2: half of the noise limit and more
-    1.6
-    >>> adascale(4.0, noise=6400.0, signal=0.0, base_batch=64), adascale(4.0, noise=0.0, signal=1.0, base_batch=64)
-    (4.0, 1.0)
+    >>> [adascale(4.0, noise=noise, signal=100.0, base_batch=64) for noise in (0.0, 6400.0)]  # the second: S = G2
+    [1.0, 1.6]
     """
     variance, square = max(noise, 0.0) / base_batch, max(signal, 0.0)
     if not (math.isfinite(noise) and math.isfinite(signal)) or variance + square <= 0:
@@ -66,7 +48,14 @@ def adascale(scale: float, noise: float, signal: float, *, base_batch: float) ->
     return (variance + square) / (variance / scale + square)
 
 
-RULES: dict[str, Rule] = {"none": none, "linear": linear, "sqrt": sqrt, "adascale": adascale}
+# linear: Goyal et al., arXiv 1706.02677, right for SGD while noise dominates. sqrt keeps the variance of an update: the
+# usual rule for Adam.
+RULES: dict[str, Rule] = {
+    "none": lambda scale, noise, signal, *, base_batch: 1.0,
+    "linear": lambda scale, noise, signal, *, base_batch: scale,
+    "sqrt": lambda scale, noise, signal, *, base_batch: math.sqrt(scale),
+    "adascale": adascale,
+}
 
 
 def rule(name: str) -> Rule:
@@ -213,11 +202,10 @@ class LearningRate:
 class SampleSchedule:
     """Drives a torch learning-rate scheduler by samples: one `scheduler.step()` per `nominal_batch_size` of them.
 
-    A schedule written for steps of a fixed global batch then keeps its meaning when the batch varies. Progress is
-    carried over exactly, and a schedule with an end (OneCycleLR) stays at its last rate instead of raising. Restore the
-    optimizer's own state beside it: like in torch, the current rates are saved there.
-
-    Raises `ConfigError` for a nominal batch below 1, negative samples, and a scheduler that needs a metric.
+    A schedule written for steps of a fixed global batch then keeps its meaning. A schedule with an end (OneCycleLR)
+    stays at its last rate instead of raising. Restore the optimizer's own state beside it: as in torch, the current
+    rates are saved there. Raises `ConfigError` for a nominal batch below 1, negative samples, and a scheduler that
+    needs a metric.
 
     >>> import torch
     >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)

@@ -3,10 +3,8 @@
 The store can only add whole numbers, so that concurrent deposits can never be lost. Decay is therefore put into the
 deposit: one at step t counts (1 - alpha)^-(t - t0), and a reader at step s multiplies the sum by (1 - alpha)^(s - t0)
 (forward decay, Cormode et al. 2009). t0 is the first step of the epoch, a stretch of steps in which that factor stays
-below 2^12; the key names cell and epoch, so the stamp needs no update of its own, and a reader needs the two newest
-epochs only.
-
-A store can die or hang, and training must not. Only a daemon thread talks to it; `read` waits for it a moment at most.
+below 2^12; the key names cell and epoch, and a reader needs the two newest epochs only. A store can die or hang, and
+training must not: only a daemon thread talks to it, and `read` waits for it a moment at most.
 """
 
 from __future__ import annotations
@@ -45,8 +43,7 @@ class StoreField:
                  has caught up; a lost connection is never taken up again
     backlog      deposits and reads that may wait for the store; further deposits are dropped and counted in `dropped`
 
-    Deposits that are not finite are left out, larger ones than +-64 visits cut. Every rank needs the same `cells`,
-    `decay` and `prefix`. Call `close` when done.
+    Deposits that are not finite are left out, those beyond +-64 visits cut. All ranks need the same arguments.
 
     >>> from torch.distributed import HashStore
     >>> traces = StoreField(HashStore(), 2, Decay(alpha=0.5, beta=1.0, start=0.0), patience_s=10)
@@ -111,10 +108,8 @@ class StoreField:
         return np.asarray(weights @ sums + self.decay.start * self.decay.kept(step)).reshape(index.shape)
 
     def close(self) -> None:
-        """Stop talking to the store; waits `CLOSE_S` for what is under way.
-
-        A thread that is inside the store's client when the interpreter ends takes the whole process down.
-        """
+        """Stop talking to the store; waits `CLOSE_S` for what is under way."""
+        # A thread that is inside the store's client when the interpreter ends takes the whole process down.
         self.reason = self.reason or "closed"
         with contextlib.suppress(queue.Full):
             self._queue.put_nowait(None)
@@ -157,7 +152,6 @@ class StoreField:
         return [self._store.add(key, 0) for key in keys]
 
     def _release(self, work: _Reading | dict[str, int] | None) -> None:
-        """Let go of everybody who waits for an answer that will not come."""
         with contextlib.suppress(queue.Empty):
             while True:
                 if isinstance(work, _Reading):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import numpy as np
@@ -178,7 +179,7 @@ def _needs_loss_side(model: nn.Module) -> str | None:
 class LossWeight:
     """The loss side: loss * n_i * W / N, with N from the sample plan or, for given counts, from an all-reduce.
 
-    With counts, N is not known when backward starts. The loss carries n_i * W / N_ref, N_ref being the last step's N;
+    That N is not known when backward starts. So the loss carries n_i * W / N_ref, N_ref being the last step's N, and
     when backward has ended, before the user's unscale or clipping, gradients are multiplied by N_ref / N.
     """
 
@@ -198,7 +199,7 @@ class LossWeight:
     def sum_async(self, values: Tensor) -> Any:
         """Start summing `values` in place over workers; returns a handle with `wait()`. A collective call."""
         if self.group is None:
-            return _Done()
+            return SimpleNamespace(wait=lambda: None)
         if values.device.type == "cpu" and self._counts_group is None:
             self._counts_group = new_gloo_group(dist.get_process_group_ranks(self.group))
         group = self._counts_group if values.device.type == "cpu" else self.group
@@ -269,10 +270,3 @@ class LossWeight:
             yield
         finally:
             self._paused = False
-
-
-class _Done:
-    """The handle of a sum over one worker."""
-
-    def wait(self) -> None:
-        return None

@@ -52,14 +52,11 @@ class VirtualCluster:
     dataset            items (inputs, target); indexable, with a length
     clusters           one simulated cluster (`Clusters` with C=1), or its `ClusterEnv`, which also says the decision's
                        delay and goes on from where it stands
-    policy             a name, a policy file, or any `Policy`
     batch_size         samples per worker at the start
     bounds             (W,) of the batch sizes; None: 1 to 8 * batch_size, or what the simulated memory holds
-    interval           optimizer steps per window (policies that decide per epoch ignore it)
-    lr_rule            how the learning rate follows the global batch: none, linear, sqrt, adascale
+    policy, interval, lr_rule, collate_fn   as in `Controller` and DataLoader
     seed               of the sample order, of all random numbers of training, and of a world made from `Clusters`
     micro_batch        most samples that pass through the model at once; with BatchNorm shares are never cut
-    collate_fn         as DataLoader's
     events             file that gets one JSON line per window; `time_s` is the virtual clock's
     replay             events file of an earlier run, live or virtual, whose allocations are applied; policy and
                        interval must be that run's, so that windows close at the same steps
@@ -124,8 +121,6 @@ class VirtualCluster:
         coordinator.recorder = self._recorder = _AllRecorders(self._workers, job)
         self._sampler = coordinator.sampler(len(dataset), seed=seed)
         self._rng = _seeded(seed)
-
-    # ------------------------------------------------------------ in use
 
     @property
     def base_batch(self) -> int:
@@ -204,8 +199,6 @@ class VirtualCluster:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-    # ------------------------------------------------------------ one step
 
     def _all_epochs(self) -> Iterator[Step]:
         """One optimizer step a turn, epoch after epoch, for ever."""
@@ -289,9 +282,8 @@ class _ForAll(Decider):
 
 def _check_model(model: nn.Module, optimizer: Optimizer) -> None:
     if isinstance(model, DistributedDataParallel):
-        raise ConfigError(
-            "model", "DistributedDataParallel", "the bare module", "pass model.module: there are no ranks"
-        )
+        fix = "pass model.module: there are no ranks"
+        raise ConfigError("model", "DistributedDataParallel", "the bare module", fix)
     if any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
         fix = "use BatchNorm; statistics of the union batch are not modelled"
         raise ConfigError("model", "a model with SyncBatchNorm", "a model whose shares are independent", fix)

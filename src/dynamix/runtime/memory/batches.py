@@ -19,9 +19,7 @@ def length(batch: Any) -> int:
     """
     found = _first(batch)
     if not found:
-        raise UsageError(
-            "the batch holds no tensor with samples as its first dimension, so it cannot be sized or split"
-        )
+        raise UsageError("the batch has no tensor with samples as its first dimension, so it cannot be sized or split")
     return found
 
 

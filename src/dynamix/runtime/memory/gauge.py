@@ -84,7 +84,8 @@ class Gauge:
             machine = Path("/proc/sys/kernel/random/boot_id").read_text()
         except OSError:
             machine = str(os.uname().nodename)
-        limits = [folder.stat() for folder in self._cgroups.memory if _is_limit(folder)]
+        folders = self._cgroups.memory
+        limits = [f.stat() for f in folders if math.isfinite(Cgroups(memory=(f,)).memory_limit_bytes())]
         name = f"{machine.strip()} {[(s.st_dev, s.st_ino) for s in limits[:1]]}"
         return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 2
 
@@ -149,10 +150,7 @@ class Gauge:
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Inside, no module begins its forward pass beyond the limit: `NoRoomError` instead of being killed.
-
-        Two file reads for every module, so it is for looking for limits, not for training.
-        """
+        """Inside, no module begins its forward pass beyond the limit: `NoRoomError` instead of being killed. Slow."""
         if not self.watched:
             yield
             return
@@ -168,17 +166,12 @@ class Gauge:
             handle.remove()
 
 
-def _is_limit(folder: Path) -> bool:
-    return math.isfinite(Cgroups(memory=(folder,)).memory_limit_bytes())
-
-
 def _reserve(limit_bytes: float) -> float:
     return max(RESERVE * limit_bytes, LEAST_RESERVE_BYTES)
 
 
 def _resident_bytes() -> float:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return float(pages * os.sysconf("SC_PAGE_SIZE"))
+    return float(int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"))
 
 
 def _reset_peak() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -75,8 +76,12 @@ class RetryingBackward:
             state = _OK
             if loss is None:
                 state, loss = self._attempt(loss_fn, batch, weight)
-                self._ready()
-            states = self._agree(state)
+                if self.group is not None:
+                    # Waiting for slower ranks is no computing; the hook's own mark comes too late.
+                    self.attached.recorder.gradients_ready()
+            states = all_of(state, self.group, self.rank)
+            if self.group is not None:
+                self.attached.recorder.reduced()
             if (states >= _FAILED).any() or not (states == _AGAIN).any():
                 return states, loss
             if state == _AGAIN:
@@ -113,17 +118,6 @@ class RetryingBackward:
             self._error = error
             return _FAILED, None
         return _OK, total
-
-    def _ready(self) -> None:
-        """The gradient is there. Waiting for slower ranks is no computing; the hook's own mark comes too late."""
-        if self.group is not None:
-            self.attached.recorder.gradients_ready()
-
-    def _agree(self, state: int) -> Ints:
-        states = all_of(state, self.group, self.rank)
-        if self.group is not None:
-            self.attached.recorder.reduced()
-        return states
 
     def _raise(self, states: Ints, parameters: list[nn.Parameter], earlier: Gradients) -> None:
         """If any rank cannot go on: its own error there, one that names it elsewhere."""
@@ -183,21 +177,12 @@ def _not_timing(hook: GradientHook | None) -> Iterator[None]:
     if hook is None:
         yield
         return
-    meter, hook.meter = hook.meter, _Ready(hook.meter)
+    meter = hook.meter
+    hook.meter = SimpleNamespace(gradients_ready=lambda: None, reduced=meter.reduced, add=meter.add)
     try:
         yield
     finally:
         hook.meter = meter
-
-
-class _Ready:
-    """A meter to which gradients are ready already."""
-
-    def __init__(self, meter: Any) -> None:
-        self.reduced, self.add = meter.reduced, meter.add
-
-    def gradients_ready(self) -> None:
-        """Marked before."""
 
 
 def _too_large(rank: int) -> MemoryLimitError:
