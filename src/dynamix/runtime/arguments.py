@@ -78,7 +78,7 @@ def job_bounds(
 ) -> tuple[Bounds, Ints]:
     """A job's bounds and its first allocation, from `Controller`'s arguments. Raises `ConfigError` for impossible ones.
 
-    >>> bounds, start = job_bounds(2, 32, (None, 48), (None, None), "fixed", max_change=2.0)
+    >>> bounds, start = job_bounds(2, 32, (None, 48), (None, None), "fixed")
     >>> start.tolist(), bounds.high.tolist(), int(bounds.total_low), int(bounds.total_high)
     ([32, 32], [48, 48], 64, 64)
     """
@@ -109,7 +109,7 @@ def starting_sizes(batch_size: int, bounds: Bounds) -> Ints:
 
 
 def open_control_group(group: dist.ProcessGroup, given: Sequence[Any]) -> dist.ProcessGroup:
-    """A gloo group over the ranks of `group`, with its timeout, for decisions alone. A collective call.
+    """A gloo group over the ranks of `group`, with its timeout. A collective call.
 
     Raises `UsageError` on every rank when `given` (plain values) differs between ranks.
     """

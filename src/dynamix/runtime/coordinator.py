@@ -111,20 +111,17 @@ class Coordinator:
         return schedule
 
     def need_source(self) -> BatchSampler | Stream:
-        """The source; `UsageError` if there is none yet."""
         if self.source is None:
             ways = "controller.batch_sampler(dataset) or controller.stream(...)"
             raise UsageError(f"make a sampler or a stream first: {ways}")
         return self.source
 
     def need_memory(self) -> Memory:
-        """What the connected model's memory is watched by; `UsageError` before `wrap`."""
         if self.memory is None:
             raise UsageError("call controller.wrap(model, optimizer) before find_limits() and backward()")
         return self.memory
 
     def micro_done(self, plan: StepPlan, applied: float | torch.Tensor | None) -> None:
-        """A micro-batch is over that is not the last of its optimizer step."""
         self.recorder.micro_done()
         if self.attached is not None:
             self.attached.micro_done(plan, self.rank, applied)
@@ -132,7 +129,7 @@ class Coordinator:
     def step_done(self, plan: StepPlan, *, ahead: int = 0) -> None:
         """An optimizer step is over: take what was decided, and close the window if it is full.
 
-        ahead   micro-steps more than the source's own that count as issued: a simulated loader's prefetching
+        `ahead` more micro-steps than the source's own count as issued: a simulated loader's prefetching.
         """
         progress, step_samples = self.progress, int(plan.group.sum())
         progress.steps += 1
@@ -242,7 +239,6 @@ class Coordinator:
             self.recorder.add("pair_signal", pair[1])
 
     def state_dict(self) -> dict[str, Any]:
-        """`Controller.state_dict`."""
         self.settle()
         return {
             "schema": STATE_SCHEMA,
@@ -262,7 +258,6 @@ class Coordinator:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """`Controller.load_state_dict`."""
         if state.get("schema") != STATE_SCHEMA:
             raise StateError(f"controller state has schema {state.get('schema')!r}, this version reads {STATE_SCHEMA}")
         same = state["world_size"] == self.allocations.workers

@@ -3,7 +3,7 @@
 At the step that closes a window every rank leaves its traces in the job's store, reads the field and chooses, all in a
 thread of its own. Then one asynchronous all-gather carries two whole numbers per rank: the chosen size, and the first
 step that its sampler has not issued yet (exactly-once needs everybody's size from one agreed step on). It is taken one
-step later. No observation travels, and no rank decides for another; a rank whose thread is late sends the size it has.
+step later. A rank whose thread is late sends the size it has.
 """
 
 from __future__ import annotations

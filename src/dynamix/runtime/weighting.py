@@ -158,10 +158,8 @@ def _average_buffers(
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Whether FSDP (`fully_shard` or `FullyShardedDataParallel`) holds this module's parameters.
-
-    Asked by name: importing `torch.distributed.fsdp` takes a third of the time that `import torch` takes.
-    """
+    """Whether FSDP (`fully_shard` or `FullyShardedDataParallel`) holds this module's parameters."""
+    # Asked by name: importing `torch.distributed.fsdp` takes a third of the time that `import torch` takes.
     kinds = {kind.__name__ for kind in type(module).__mro__ if kind.__module__.startswith("torch.distributed.")}
     return not kinds.isdisjoint(("FSDPModule", "FullyShardedDataParallel"))
 
@@ -179,7 +177,7 @@ def _needs_loss_side(model: nn.Module) -> str | None:
 class LossWeight:
     """The loss side: loss * n_i * W / N, with N from the sample plan or, for given counts, from an all-reduce.
 
-    That N is not known when backward starts. So the loss carries n_i * W / N_ref, N_ref being the last step's N, and
+    For counts, N is not known when backward starts. So the loss carries n_i * W / N_ref, N_ref being the last step's N, and
     when backward has ended, before the user's unscale or clipping, gradients are multiplied by N_ref / N.
     """
 

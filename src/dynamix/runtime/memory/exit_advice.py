@@ -1,8 +1,4 @@
-"""What an out-of-memory in the user's own loop says before the process ends.
-
-There nothing is tried again: other ranks may be waiting in a collective already. The error keeps its type and text and
-gets a note with the batch it happened at and the argument that prevents it; the other ranks end when this one is gone.
-"""
+"""What an out-of-memory in the user's own loop says before the process ends: nothing is tried again there."""
 
 from __future__ import annotations
 
@@ -21,11 +17,9 @@ def advice(rank: int, samples: int) -> str:
 
 
 class ExitNote:
-    """As long as it lives, an out-of-memory error that nobody catches is printed with advice.
+    """As long as it lives, an out-of-memory error that nobody catches gets a note with advice (`sys.excepthook`).
 
     samples   what this rank was given in the step under way; None between steps
-
-    Uses `sys.excepthook`, on top of whatever is there; launchers that catch errors themselves print them without it.
     """
 
     def __init__(self, rank: int, samples: Callable[[], int | None]) -> None:

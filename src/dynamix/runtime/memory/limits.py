@@ -68,7 +68,7 @@ class LimitSearch:
     """Tries micro-batches on every rank at once, until each knows its largest. A collective object.
 
     Ranks try in step and those that are done try their largest again, so that ranks which share a device or a control
-    group find what fits beside the others. Nothing of it stays: gradients, buffers and random state are put back.
+    group find what fits beside the others. Gradients, buffers and random state are put back.
     """
 
     def __init__(

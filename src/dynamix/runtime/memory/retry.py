@@ -1,8 +1,7 @@
 """A backward pass that goes on in smaller pieces where memory runs out, and crosses ranks exactly once.
 
-DDP starts reducing while backward still runs, so nothing can be tried again once it has begun. Here all pieces run
-under `no_sync`, the ranks agree that every one has its gradient, and a backward pass of nothing then sends it through
-the hook.
+DDP reduces while backward still runs, so nothing could be tried again. Here all pieces run under `no_sync`, the ranks
+agree that every one has its gradient, and a backward pass of nothing then sends it through the hook.
 """
 
 from __future__ import annotations
@@ -32,21 +31,17 @@ _OK, _AGAIN, _FAILED, _FULL = range(4)
 
 
 class RetryingBackward:
-    """`Controller.backward`'s work; one per controller. A collective object.
-
-    largest   samples of a piece that may fit this rank, after some did not; None: none was too large
-    """
+    """`Controller.backward`'s work; one per controller. A collective object."""
 
     def __init__(self, attached: Attached, *, group: dist.ProcessGroup | None, rank: int, gauge: Gauge) -> None:
         self.attached, self.group, self.rank, self.gauge = attached, group, rank, gauge
-        self.largest: int | None = None
+        self.largest: int | None = None  # samples of a piece that may fit this rank, after some did not
         self._error: Exception | None = None
 
     def run(self, loss_fn: Loss, batch: Any, *, weight: float, last: bool) -> Tensor:
         """The mean loss of `batch`, detached, its gradient times `weight` added to `.grad`; reduced if `last`.
 
-        Raises what `loss_fn` raised, `DynamixError` when it raised on another rank, and `MemoryLimitError` on all ranks
-        when not even one sample fits.
+        Raises as `Controller.backward` does, `MemoryLimitError` on all ranks when not even one sample fits.
         """
         ddp = self.attached.model if isinstance(self.attached.model, DistributedDataParallel) else None
         flush = ddp is not None and last and ddp.require_backward_grad_sync
