@@ -162,7 +162,7 @@ def _train_while_it_dies(rank: int, address: str, pid: int, mode: str, at: int) 
     states = [
         CompressionState("fixed", model=net),
         CompressionState("dense"),
-        CompressionState(mode, model=net, aggregator=Aggregator(address, TOKEN, timeout_s=20)),  # type: ignore[arg-type]
+        CompressionState(mode, model=net, aggregator=Aggregator(address, TOKEN, timeout_s=20)),
     ]
     client, rounds, equal = states[2]._client, 0, []
     assert client is not None

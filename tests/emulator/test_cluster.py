@@ -109,7 +109,7 @@ def test_a_schedule_that_cannot_be_followed_is_no_longer_the_scenario(
 
 
 def test_limits_come_and_go_when_told(tmp_path: Path, mechanism: str) -> None:
-    with Emulation({"hosts": [{"cpu": 0.1}]}, run_dir=tmp_path, mechanism=mechanism) as cluster:  # type: ignore[arg-type]
+    with Emulation({"hosts": [{"cpu": 0.1}]}, run_dir=tmp_path, mechanism=mechanism) as cluster:
         assert cluster.speeds() is None
         cluster.launch([*PYTHON, METER, "4.5"])
         time.sleep(1.5)

@@ -33,7 +33,7 @@ def _of_model(model: JobModel, case: str, t: int) -> dict[str, Any]:
     )
     costs = model.costs
     return {
-        "sizes": [model.best(bounds), model.best(bounds, 0.05)],
+        "sizes": [model.best(bounds), model.best(bounds, 0.05), model.best(Bounds.of(workers, 1, 4000))],
         "line": [costs.alpha * 1e3, costs.beta * 1e3],
         "tangent": model.log_step(others),
         "full": model.log_step(others, costs="full"),

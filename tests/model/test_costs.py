@@ -121,12 +121,13 @@ def test_jumps_are_believed_less_where_they_have_not_lasted() -> None:
     assert later[0] < 0.98 * first[0]
 
 
-def test_what_all_workers_share_is_believed_as_far_as_it_is_followed() -> None:
+@pytest.mark.parametrize("workers", [2, 5])
+def test_what_all_workers_share_is_believed_as_far_as_it_is_followed(workers: int) -> None:
     moved = []
     for follow in (0.0, 0.3, 1.0):
-        costs, sizes = WorkerCosts(follow=follow), np.array([100] * 5)
+        costs, sizes = WorkerCosts(follow=follow), np.array([100] * workers)
         for seconds in (0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.13):
-            costs = costs.update(_window(sizes, np.full(5, seconds), std=0.02))
+            costs = costs.update(_window(sizes, np.full(workers, seconds), std=0.02))
         moved.append(np.log((costs.alpha + costs.beta * sizes) / 0.1) / np.log(1.3))
     np.testing.assert_allclose(moved[2], 1.0, atol=1e-6)
     np.testing.assert_allclose(moved[1], 0.3 + 0.7 * moved[0], atol=1e-6)
@@ -207,3 +208,23 @@ def test_clusters_lean_each_for_itself() -> None:
     together = costs.lean_to(np.array([[[0.5]], [[2.0]]]), 10.0)
     for c, offset in enumerate((0.5, 2.0)):
         np.testing.assert_array_equal(together.lean[c, 0], costs.lean_to(np.array([offset]), 10.0).lean)
+
+
+def test_the_first_surprise_says_in_full_how_far_windows_differ_beyond_jitter() -> None:
+    costs, sizes = WorkerCosts(), np.array([100, 100, 100])
+    for seconds in (0.1, 0.102):
+        costs = costs.update(_window(sizes, np.full(3, seconds), std=1e-4))
+    expected = (1.4826 * np.log(1.02)) ** 2 - 0.01**2  # of the level's own drift
+    np.testing.assert_allclose(costs.error, expected, rtol=0.02)
+    assert costs.apart < 1e-9  # all did alike
+
+
+def test_a_worker_with_one_sample_is_not_idle() -> None:
+    costs = WorkerCosts()
+    for sizes in ([100, 100], [1, 100]):
+        costs = costs.update(_window(np.array(sizes), 0.01 + 1e-3 * np.array(sizes)))
+    np.testing.assert_allclose(costs.alpha + np.array([1, 100]) * costs.beta, np.exp(_log_seconds(costs, [1, 100])))
+
+
+def _log_seconds(costs: WorkerCosts, sizes: list[int]) -> Floats:
+    return np.asarray(np.log(costs.seconds(np.array(sizes, dtype=np.float64), np.array(100.0))))

@@ -58,3 +58,21 @@ def test_a_restored_exchange_goes_on_as_the_one_that_was_saved() -> None:
     np.testing.assert_array_equal(again.log_step(ahead), exchange.log_step(ahead))
     one, other = (e.update(np.array([0.2, 0.2]), np.array([0.3, 0.1])) for e in (exchange, again))
     assert saved(one) == saved(other)
+
+
+def test_clusters_that_begin_at_different_times_are_fitted_as_if_alone() -> None:
+    together, alone = Exchange(), [Exchange(), Exchange()]
+    for slowest, exposed in (([0.1, 0.2], [0.05, np.nan]), ([0.3, 0.2], [0.02, 0.01]), ([0.2, 0.4], [0.03, 0.004])):
+        together = together.update(np.array(slowest), np.array(exposed))
+        alone = [e.update(np.array(slowest[c]), np.array(exposed[c])) for c, e in enumerate(alone)]
+    for name in Exchange.FIELDS:
+        np.testing.assert_array_equal(getattr(together, name), [getattr(one, name) for one in alone])
+
+
+def test_after_a_jump_windows_weigh_as_in_the_beginning() -> None:
+    exchange = Exchange()
+    for exposed in (0.1,) * 8 + (0.2,):
+        exchange = exchange.update(np.array(0.1), np.array(exposed))
+    assert float(exchange.count) == 1.0
+    after = exchange.update(np.array(0.1), np.array(0.21))
+    np.testing.assert_allclose(after.level[0] - exchange.level[0], 0.5 * np.log(0.21 / 0.2))

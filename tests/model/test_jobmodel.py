@@ -417,3 +417,15 @@ def test_a_change_of_workers_begins_the_count_of_steps_anew() -> None:
     unnamed = model.update(Window.of([8, 8, 8], compute=[0.1, 0.2, 0.3]))
     later = unnamed.update(Window.of([8, 8, 16], compute=[0.1, 0.2, 0.6], step=10))
     assert later.sizes.tolist() == [8, 8, 16]
+
+
+def test_clusters_with_and_without_a_noise_scale_are_answered_as_if_alone() -> None:
+    together, alone = JobModel(), [JobModel(), JobModel()]
+    for scale in (1.0, 1.5, 0.7, 1.0):
+        sizes = np.full((2, 2), round(64 * scale))
+        window = affine(sizes, 0.02, np.array([1e-3, 3e-3]), phi=np.array([400.0, np.nan]))
+        together = together.update(window)
+        alone = [model.update(of_cluster(window, c)) for c, model in enumerate(alone)]
+    bounds = Bounds.of(2, 1, 400)
+    np.testing.assert_allclose(together.best(bounds), [model.best(bounds) for model in alone], rtol=1e-9)
+    assert together.guided.tolist() == [True, False]

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynamix.model.split import at_least, best_split, split
+from dynamix.model.split import at_least, at_most, best_split, finish_for, finishing_at, split, within
 from dynamix.projection import project
 from dynamix.window import Bounds
 
@@ -90,3 +90,44 @@ def test_leading_dimensions_are_independent_clusters() -> None:
     together = best_split(alpha, beta, bounds, log_goodput)
     for i, j in np.ndindex(2, 3):
         np.testing.assert_allclose(together[i, j], best_split(alpha[i, j], beta[i, j], bounds, log_goodput))
+
+
+def test_limits_of_the_global_batch_are_whole_steps_of_the_grid_and_stay_within_the_bounds() -> None:
+    bounds = Bounds.of(2, 8, 400, quantum=8)
+    assert [int(at_least(bounds, np.array(t)).total_low) for t in (100.0, 104.0, 1.0, 1e6)] == [104, 104, 16, 800]
+    assert [int(at_most(bounds, np.array(t)).total_high) for t in (100.0, 104.0, 1.0, 1e6)] == [104, 104, 16, 800]
+    near = within(bounds, np.array([100.0, 5.0, 5000.0]), np.array([0.1, 0.1, 0.1]))
+    assert near.total_low.tolist() == [91, 16, 800]
+    assert near.total_high.tolist() == [110, 16, 800]
+
+
+def test_bounds_that_are_one_number_are_those_of_every_worker() -> None:
+    alpha, beta = np.array([0.1, 0.2, 0.0]), np.array([1e-3, 2e-3, 3e-3])
+    for total in (2.0, 3.5, 200.0, 899.0, 1200.0):
+        one = finish_for(np.array(total), alpha, beta, np.array(1.0), np.array(300.0))
+        each = finish_for(np.array(total), alpha, beta, np.full(3, 1.0), np.full(3, 300.0))
+        assert float(one) == float(each)
+
+
+def test_the_smallest_batch_is_finished_a_little_after_its_time_and_never_at_none() -> None:
+    alpha, beta, low, high = np.zeros(2), np.array([1e-3, 2e-3]), np.zeros(2), np.full(2, 100.0)
+    least = float(finish_for(np.array(0.0), alpha, beta, low, high))
+    assert 0.0 < least < 1e-9
+    later = float(finish_for(np.array(0.0), alpha + 0.5, beta, low, high))
+    assert 0.5 < later < 0.5 + 1e-9
+    sizes = best_split(alpha, beta, Bounds.of(2, 0, 100), lambda finish, total: -np.abs(np.log(total / 30.0)))
+    assert abs(sizes.sum() - 30.0) < 3.0
+
+
+def test_the_search_comes_as_near_as_its_resolution() -> None:
+    rng = np.random.default_rng(3)
+    for _ in range(20):
+        alpha, beta = rng.uniform(0, 0.1, 4), rng.uniform(1e-3, 1e-2, 4)
+        wanted = rng.uniform(100, 900)
+        low, high = np.full(4, 1.0), np.full(4, 300.0)
+        at = float(finish_for(np.array(wanted), alpha, beta, low, high))
+        sizes = best_split(alpha, beta, Bounds.of(4, 1, 300), lambda finish, total, at=at: -np.abs(finish - at))
+        best = finishing_at(np.array(at), alpha, beta, low, high)
+        found = float(finish_for(np.array(sizes.sum()), alpha, beta, low, high))
+        assert abs(np.log(found / at)) < 0.01
+        assert abs(sizes.sum() / best.sum() - 1) < 0.05

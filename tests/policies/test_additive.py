@@ -39,7 +39,7 @@ def _window(workers: int, seed: int = 0, order: object = slice(None)) -> Window:
     rng = np.random.default_rng(seed)
     sizes, known = rng.integers(32, 300, workers), {name: rng.uniform(0.05, 1.0, workers) for name in PER_WORKER}
     cluster = {"noise": 5e3, "signal": 1.0, "base_batch": 128 * workers}
-    return Window.of(sizes[order], **{n: v[order] for n, v in known.items()}, **cluster)  # type: ignore[index, arg-type]
+    return Window.of(sizes[order], **{n: v[order] for n, v in known.items()}, **cluster)
 
 
 @pytest.mark.parametrize(("index", "step"), list(enumerate((-100, -25, 0, 25, 100))))

@@ -137,6 +137,16 @@ def test_what_was_learned_goes_to_a_job_with_another_number_of_workers() -> None
     Job(other, workers=8).run(12)
 
 
+def test_a_first_trial_is_forgotten_when_the_number_of_workers_changes() -> None:
+    policy = LearningPolicy(make_policy("dynamix"))
+    job = Job(policy)
+    while policy._pending is None:
+        job.run(1)
+    policy.trials = []
+    Job(policy, workers=2).run(3)
+    assert [trial.mask.shape[-1] for trial in policy.trials] in ([], [2], [2, 2])
+
+
 def test_weights_of_another_network_are_refused_and_nothing_is_taken_from_their_checkpoint() -> None:
     policy, other = LearningPolicy(make_policy("dynamix")), LearningPolicy(make_policy("dynamix"))
     Job(policy).run(3)

@@ -94,7 +94,7 @@ class TestStepTimer:
         play(timer, clock, "SF.S")
         assert same(times(timer.take()[1]), [2.0, math.nan, 1.0, 3.0])
 
-    def test_a_reduction_that_was_over_before_the_last_gradient_costs_nothing(self, timer, clock) -> None:  # type: ignore[no-untyped-def]
+    def test_a_reduction_that_was_over_before_the_last_gradient_costs_nothing(self, timer, clock):
         play(timer, clock, "SFGRG.S")
         assert times(timer.take()[1]) == [5.0, 0.0, 1.0, 6.0]
 

@@ -191,10 +191,11 @@ class TestLearningRate:
             optimizer = torch.optim.SGD(groups)
             learning_rate = LearningRate(optimizer, "linear")
             seen = []
-            # Registered after ours, so it runs under the scaled rates.
-            optimizer.register_step_pre_hook(
-                lambda opt, *_: seen.append((rates(opt), [float(g["lr"]) for g in opt.state_dict()["param_groups"]]))  # noqa: B023
-            )
+
+            def look(opt, *_, seen=seen):
+                seen.append((rates(opt), [float(g["lr"]) for g in opt.state_dict()["param_groups"]]))
+
+            optimizer.register_step_pre_hook(look)  # registered after ours, so it runs under the scaled rates
             learning_rate.factor = 3.0
             optimizer.step()
             assert seen == [(pytest.approx([0.3, 0.3]), pytest.approx([0.1, 0.1]))]

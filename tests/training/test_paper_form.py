@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from dynamix.errors import ConfigError
+from dynamix.policies.files import describe_policy
 from dynamix.policies.learned.additive import Actions, AdditiveNet, AdditivePolicy, pretrained
 from dynamix.policies.registry import make_policy
 from dynamix.policies.static import Static
 from dynamix.simulator import ClusterEnv, rollout_path, sample_family
 from dynamix.training.distributions import categorical
-from dynamix.training.dynamix_paper import PER_SECOND, PaperTrainingConfig, nearest_action, train, train_and_save
+from dynamix.training.dynamix_paper import PER_SECOND, PaperTrainingConfig, nearest_action, train
 from dynamix.training.episodes import Episode
 from dynamix.training.learner import Learner
 from dynamix.training.ppo import PPO
@@ -112,7 +113,8 @@ def test_one_seed_one_policy(options: dict[str, object]) -> None:
 
 def test_a_trained_file_says_how_it_was_made_and_ignores_what_the_simulator_never_showed(tmp_path: Path) -> None:
     config = dataclasses.replace(TINY, updates=1, without=("statistics",))
-    about = train_and_save(str(tmp_path / "p.safetensors"), config, 1)
+    train(config, 1).save(tmp_path / "p.safetensors")
+    about = describe_policy(tmp_path / "p.safetensors")
     assert about["training"]["learner"] == "ppo"
     assert about["without"] == ["statistics"]
     policy = AdditivePolicy.load(tmp_path / "p.safetensors")

@@ -8,7 +8,7 @@ from typing import Any
 from dynamix.emulator import probe_mechanisms
 from dynamix.events.records import SCHEMA
 from dynamix.events.run_folder import machine, versions
-from dynamix.probes.doctor import probe_report
+from dynamix.probes import probe_report
 
 # extra of dynamix-train -> what it brings; without typer and rich this command does not run
 _EXTRAS = {

@@ -15,9 +15,8 @@ from dynamix.window import Ints
 class Allocations:
     """Which allocation is in force at which micro-step, a counter over the whole job that never resets.
 
-    sizes   (W,) samples per rank and micro-step, in force from micro-step 0
-
-    All ranks hold equal ledgers, so all cut the same batches without talking.
+    `sizes` (W,) per rank hold from micro-step 0. All ranks hold equal ledgers, so all cut the same batches without
+    talking.
 
     >>> ledger = Allocations([32, 32])
     >>> ledger.schedule(100, [16, 48])
@@ -47,14 +46,12 @@ class Allocations:
         """
         fresh = _checked(sizes)
         if fresh.size != self.workers:
-            raise ConfigError(
-                "sizes", fresh.tolist(), f"{self.workers} numbers, one per rank", "pass one size per rank"
-            )
+            allowed = f"{self.workers} numbers, one per rank"
+            raise ConfigError("sizes", fresh.tolist(), allowed, "pass one size per rank")
         last = self._steps[-1]
         if from_step < last:
-            raise ConfigError(
-                "from_step", from_step, f"{last} or later, the last step scheduled", "schedule in the order of steps"
-            )
+            allowed = f"{last} or later, the last step scheduled"
+            raise ConfigError("from_step", from_step, allowed, "schedule in the order of steps")
         if from_step == last:
             del self._steps[-1], self._sizes[-1]
         if not self._sizes or not np.array_equal(self._sizes[-1], fresh):
@@ -112,8 +109,7 @@ def _checked(sizes: ArrayLike) -> Ints:
     if array.ndim != 1 or array.size == 0 or not np.array_equal(array, given):
         raise ConfigError("sizes", given.tolist(), "whole numbers of shape (W,)", "pass one batch size per rank")
     if (array < 0).any() or not array.any():
-        raise ConfigError(
-            "sizes", array.tolist(), "0 or more, at least one above 0", "use dynamix.project for valid sizes"
-        )
+        allowed = "0 or more, at least one above 0"
+        raise ConfigError("sizes", array.tolist(), allowed, "use dynamix.project for valid sizes")
     array.flags.writeable = False
     return array

@@ -25,13 +25,12 @@ def next_group(left: int, sizes: Ints, *, accumulate: int, low: Ints, high: Ints
     first       step of its epoch
 
     A tail below half a step halves what is left with the step before it, in the proportions of `sizes`: a step of a few
-    samples, at which batch norm and the gradient are mostly noise, would undo many others. (Not with the first step of
-    an epoch: where it is the only one of the usual sizes, windows are made of it.) A remainder under 2 A
-    joins the step before it where a rank has room. Where no rank has room for what A does not divide, a
-    tail is halved, if both halves can be cut. What is less than a step goes to as many ranks as can have 2
-    samples per micro-step (those with the largest sizes, ties to the lower rank). Where bounds make all this
-    impossible (a cap below A + 1, say), the samples left over fill the last micro-step of several ranks, and a rank
-    may get 1 sample.
+    samples, mostly noise to batch norm and the gradient, would undo many others. (Not with the first step of an epoch:
+    where it is the only one of the usual sizes, windows are made of it.) A remainder under 2 A joins the step before it
+    where a rank has room. Where none has room for what A does not divide, a tail is halved, if both halves can be cut.
+    What is less than a step goes to as many ranks as can have 2 samples per micro-step (those with the largest sizes,
+    ties to the lower rank). Where bounds make all this impossible (a cap below A + 1, say), the samples left over fill
+    the last micro-step of several ranks, and a rank may get 1 sample.
 
     >>> none, cap = np.array([1, 1, 1]), np.array([64, 64, 64])
     >>> next_group(100, np.array([16, 8, 8]), accumulate=1, low=none, high=cap).tolist()

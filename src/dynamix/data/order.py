@@ -66,11 +66,9 @@ class Cursor:
 class SampleOrder(ABC):
     """Issues plans ahead of the training loop and remembers which of them the loop has consumed.
 
-    issued     micro-steps issued so far, over the whole job; returns to `consumed` at every new iteration, because
-               batches prefetched by an abandoned iterator are lost (their samples are issued again)
-    consumed   micro-steps consumed, advanced by `consume`
-    on_first_issue   called once, at the first batch asked for after `load_state_dict`; the loader's iterator exists
-               by then, so this is where to restore random states
+    `issued` returns to `consumed` at every new iteration: batches prefetched by an abandoned iterator are lost, and
+    their samples are issued again. `on_first_issue` is called once, at the first batch asked for after
+    `load_state_dict`; the loader's iterator exists by then, so this is where to restore random states.
     """
 
     def __init__(
@@ -91,9 +89,8 @@ class SampleOrder(ABC):
         if accumulate < 1:
             raise ConfigError("accumulate", accumulate, "1 or more", "use 1 for no gradient accumulation")
         if allocations.workers != world_size:
-            raise ConfigError(
-                "allocations", f"{allocations.workers} sizes", f"{world_size} sizes", "pass one batch size per rank"
-            )
+            given, allowed = f"{allocations.workers} sizes", f"{world_size} sizes"
+            raise ConfigError("allocations", given, allowed, "pass one batch size per rank")
         self.allocations = allocations
         self.rank, self.world_size, self.accumulate = rank, world_size, accumulate
         self.low = np.broadcast_to(np.asarray(low, dtype=np.int64), (world_size,))

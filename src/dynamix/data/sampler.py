@@ -36,11 +36,11 @@ class Regions:
 class BatchSampler(SampleOrder, Sampler[list[int]]):
     """Batches of unequal size per rank, every sample of an epoch exactly once.
 
-    One permutation per epoch, the same as `torch.utils.data.DistributedSampler` draws (a generator seeded with
-    seed + epoch). Micro-step t takes its next B_t entries and rank i the slice that begins at sum of b_j, j < i, so the
-    order of samples does not depend on how they are split, and a position is one integer. All ranks take the same
-    number of steps. See `dynamix.data.cutting.next_group` for the end of an epoch. A rank with a share of zero
-    gets a placeholder of 2 real indices; `plan().counts[rank] == 0` flags it.
+    One permutation per epoch, as `torch.utils.data.DistributedSampler` draws it (a generator seeded with seed + epoch).
+    Micro-step t takes its next B_t entries and rank i the slice that begins at sum of b_j, j < i, so the order of
+    samples does not depend on how they are split, and a position is one integer. All ranks take the same number of
+    steps; `cutting.next_group` says how an epoch ends. A rank with a share of zero gets a placeholder of 2 real
+    indices; `plan().counts[rank] == 0` flags it.
 
     dataset_size   samples in the data set
     allocations    the ledger all ranks share; read once per optimizer step

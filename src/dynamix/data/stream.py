@@ -36,8 +36,7 @@ class Stream(SampleOrder):
 
     sharded=False   Every rank iterates the same global stream, in the same order. Step t takes its next B_t samples and
         this rank keeps its slice. Guarantee: each sample exactly once over all ranks, in an order that does not depend
-        on the split; resumes at any world size. Price: each rank reads everything, and holds one and a half
-        optimizer steps of all ranks in memory.
+        on the split; resumes at any world size. Price: each rank reads everything, and holds 1.5 steps of all ranks.
     sharded=True    Each rank iterates a stream of its own (a shard). Guarantee: each sample of each stream exactly
         once; the order across ranks depends on the allocations; resumes at the same world size only. What each rank can
         give is agreed one optimizer step ahead by an asynchronous sum, so iterating is a collective. A rank that

@@ -42,17 +42,15 @@ def main(owner: int) -> None:
     helper, children = os.getpid(), []
     _weigh_least()
     for processor in sorted(os.sched_getaffinity(0)):
-        child = os.fork()
-        if not child:
+        children.append(os.fork())
+        if not children[-1]:
             with contextlib.suppress(OSError):
                 turn(processor, helper)
             os._exit(0)
-        children.append(child)
     while os.getppid() == owner and not select.select([0], [], [], 1.0)[0]:
         pass  # a child that the owner forked may hold the pipe open for ever
     for child in children:
         os.kill(child, signal.SIGKILL)
-    for child in children:
         os.waitpid(child, 0)
 
 

@@ -11,9 +11,8 @@ import sys
 from collections.abc import Callable, Sequence
 
 from dynamix.emulator import traffic
-from dynamix.emulator.limits import LEAST_CORES, Limiter, start_helper, stop_helper
+from dynamix.emulator.limits import LEAST_CORES, Limiter, start_helper, stop_helper, tell_helper
 from dynamix.emulator.scenario import Load, Scenario
-from dynamix.errors import EmulationError
 
 Start = Callable[[int, str, Sequence[str]], "subprocess.Popen[bytes]"]
 
@@ -42,12 +41,11 @@ class Noise:
 
     def calm(self, cores: Sequence[float]) -> None:
         """Stops what has nothing to do. First this, then `set`: a host never uses more than its cores."""
-        for host in sorted(self._busy):
-            if not cores[host]:
-                # A duty cycle continues what it stopped, also after our signal; so it gets almost nothing.
-                self._limiter.limit(self._group(host), LEAST_CORES)
-                signal_group(self.processes[host], signal.SIGSTOP)
-                self._busy.discard(host)
+        for host in sorted(host for host in self._busy if not cores[host]):
+            # A duty cycle continues what it stopped, also after our signal; so it gets almost nothing.
+            self._limiter.limit(self._group(host), LEAST_CORES)
+            signal_group(self.processes[host], signal.SIGSTOP)
+            self._busy.discard(host)
 
     def set(self, cores: Sequence[float]) -> None:
         """Keeps `cores[host]` of every host busy."""
@@ -78,25 +76,17 @@ class Traffic:
 
     def set_rate(self, host: int, mbit_s: float) -> None:
         """From now on `mbit_s` in each direction; 0 for nothing."""
-        if self._process.stdin is None or self._process.poll() is not None:
-            raise EmulationError("the helper that makes background traffic has ended; start the emulation again")
-        self._process.stdin.write(f"{host} {mbit_s}\n".encode())
-        self._process.stdin.flush()
+        tell_helper(self._process, f"{host} {mbit_s}", "helper that makes background traffic")
 
     def close(self) -> None:
-        """Ends it."""
         stop_helper(self._process)
 
 
 def noisy_hosts(scenario: Scenario) -> list[int]:
     """The hosts on which something may take CPU from the job."""
-    found: set[int] = set()
-    for noise in scenario.disturbances:
-        if not isinstance(noise, Load):
-            return list(range(scenario.workers))
-        if noise.factor < 1:
-            found.update(noise.on_hosts(scenario.workers))
-    return sorted(found)
+    hosts = range(scenario.workers)
+    taking = [n.on_hosts(len(hosts)) if isinstance(n, Load) else hosts for n in scenario.disturbances if n.factor < 1]
+    return sorted(set().union(*taking))
 
 
 def signal_group(process: subprocess.Popen[bytes], number: int) -> None:

@@ -13,14 +13,14 @@ import math
 import os
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import Any, Literal, NoReturn
+from subprocess import DEVNULL, Popen
+from types import FrameType
+from typing import Any, Literal, NoReturn, get_args
 
 from dynamix.emulator import awake, control, enter, keeper
 from dynamix.emulator.background import Noise, signal_group
@@ -34,11 +34,23 @@ from dynamix.errors import ConfigError, EmulationError, UsageError
 from dynamix.probes.host import Cgroups
 
 Mechanism = Literal["auto", "privileged", "duty-cycle"]
+_Folder = str | Path | None
 _counts = itertools.count()
 _POLL_S = 0.02
 # glibc gives large blocks back to the kernel, or does not, by what a process did before; taken again they cost a page
 # fault per 4 KiB. Measured policies would differ by their place in the order (docs/design/emulator.md).
 _HEAP = {"MALLOC_MMAP_THRESHOLD_": str(2**25), "MALLOC_TRIM_THRESHOLD_": str(2**30), "MALLOC_TOP_PAD_": str(2**26)}
+
+
+def load_permitted(scenario: Scenario | Mapping[str, Any] | str | Path, mechanism: str) -> Scenario:
+    """`load_scenario`, and everything that can be refused before anything is made. Errors are those of `Emulation`."""
+    if mechanism not in get_args(Mechanism):
+        raise ConfigError("mechanism", mechanism, ", ".join(get_args(Mechanism)), "use auto")
+    loaded = load_scenario(scenario)
+    check_machine(loaded, len(os.sched_getaffinity(0)))
+    if mechanism != "duty-cycle":
+        check_kernel(loaded)
+    return loaded
 
 
 class Emulation:
@@ -68,16 +80,11 @@ class Emulation:
         mechanism: Mechanism = "auto",
         keep_awake: bool = False,
     ) -> None:
-        if mechanism not in ("auto", "privileged", "duty-cycle"):
-            raise ConfigError("mechanism", mechanism, "auto, privileged, duty-cycle", "use auto")
-        self.scenario, self.seed, self.run_dir = load_scenario(scenario), seed, Path(run_dir)
-        check_machine(self.scenario, len(os.sched_getaffinity(0)))
-        if mechanism != "duty-cycle":
-            check_kernel(self.scenario)
+        self.scenario, self.seed, self.run_dir = load_permitted(scenario, mechanism), seed, Path(run_dir)
         self.name = keeper.instance_name(next(_counts))
         self._mechanism, self._keep_awake = mechanism, keep_awake
-        self._ranks: list[subprocess.Popen[bytes]] = []
-        self._beside: list[subprocess.Popen[bytes]] = []  # on the switch
+        self._ranks: list[Popen[bytes]] = []
+        self._beside: list[Popen[bytes]] = []  # on the switch
         self._cleanup = contextlib.ExitStack()
         self._lock = threading.RLock()
         self._stop_clock = threading.Event()
@@ -85,11 +92,6 @@ class Emulation:
         self._clock_start: float | None = None
         self._throttled = False
         self._failure: Exception | None = None
-        self._network: Network
-        self._limiter: Limiter
-        self._noise: Noise
-
-    # ------------------------------------------------------------ life
 
     def __enter__(self) -> Emulation:
         self.run_dir.mkdir(parents=True, exist_ok=True)
@@ -99,36 +101,30 @@ class Emulation:
             roots = [] if isinstance(found, str) else [found[0]]
             keeper.sweep(roots)
             self._keep(roots)
-            self._limiter = self._make_limiter(found)
+            self._limiter: Limiter = self._make_limiter(found)
             self._cleanup.callback(self._limiter.close)
             if self._keep_awake and awake.is_virtual() and math.isinf(Cgroups.find().cpu_cores()):
                 self._cleanup.callback(stop_helper, start_helper(awake.__file__, str(os.getpid())), b"g")
-            self._network = self._make_network()
+            self._network: Network = self._make_network()
             self._cleanup.callback(self._network.close)
             self._cleanup.callback(self._kill_all)
             self._noise = Noise(self.scenario, self._limiter, self._start_noise)
             self._cleanup.callback(self._noise.close)
-            server = control.ControlServer(
-                keeper.private_folder(self.name),
-                {"throttle": self.throttle, "unthrottle": self.unthrottle, "start-clock": self.start_clock},
-            )
+            actions = {"throttle": self.throttle, "unthrottle": self.unthrottle, "start-clock": self.start_clock}
+            server = control.ControlServer(keeper.private_folder(self.name), actions)
             self._cleanup.callback(server.close)
             self._control_path = server.path
             self._cleanup.callback(self._halt_clock)
             self._cleanup = self._cleanup.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._cleanup.close()
 
     @property
     def mechanisms(self) -> dict[str, str]:
         """What is in force: network, cpu, link."""
         return {"network": self._network.mechanism, "cpu": self._limiter.mechanism, "link": self._network.link}
-
-    # ------------------------------------------------------------ limits and time
 
     def throttle(self) -> None:
         """Puts the hosts' CPU limits in force (without disturbances until `start_clock`)."""
@@ -177,16 +173,9 @@ class Emulation:
         """State of every host's link now."""
         return host_links(self.scenario, self.time_s(), self.seed)
 
-    # ------------------------------------------------------------ ranks
-
     def launch(
-        self,
-        command: Sequence[str],
-        *,
-        env: Mapping[str, str] | None = None,
-        cwd: str | Path | None = None,
-        name: str = "",
-    ) -> list[subprocess.Popen[bytes]]:
+        self, command: Sequence[str], *, env: Mapping[str, str] | None = None, cwd: _Folder = None, name: str = ""
+    ) -> list[Popen[bytes]]:
         """Starts `command` on every host, one rank each, with torchrun's environment; limits are as they are.
 
         Output goes to `<run_dir>/<name.>rank<r>.out` and `.err`. `env` adds to this process's environment and wins
@@ -199,24 +188,19 @@ class Emulation:
         self._ranks = []
         port = self._free_port()
         for rank in range(self.scenario.workers):
-            environment = {**os.environ, **self._environment(rank, port), **(env or {}), keeper.MARK: self.name}
-            stem = f"{name}.rank{rank}" if name else f"rank{rank}"
-            with (self.run_dir / f"{stem}.out").open("wb") as out, (self.run_dir / f"{stem}.err").open("wb") as err:
-                process = self._start(self._network.fd(rank), f"host{rank}", command, environment, cwd, out, err)
-                self._ranks.append(process)
+            environment = {**os.environ, **self._environment(rank, port), **(env or {})}
+            stem, fd = f"{name}.rank{rank}" if name else f"rank{rank}", self._network.fd(rank)
+            self._ranks.append(self._start(fd, f"host{rank}", command, environment, stem, cwd))
         return list(self._ranks)
 
-    def launch_on_switch(self, command: Sequence[str], *, name: str = "switch") -> subprocess.Popen[bytes]:
+    def launch_on_switch(self, command: Sequence[str], *, name: str = "switch") -> Popen[bytes]:
         """Start `command` between the hosts, at `switch_address`, to compute in the network: no quota, no own link.
 
         It ends with the emulation at the latest. Output goes to `<run_dir>/<name>.out` and `.err`.
         """
-        fd, _ = self._network.switch()
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", keeper.MARK: self.name}
-        with (self.run_dir / f"{name}.out").open("wb") as out, (self.run_dir / f"{name}.err").open("wb") as err:
-            process = self._start(fd, "switch", command, environment, None, out, err)
-        self._beside.append(process)
-        return process
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        self._beside.append(self._start(self._network.switch()[0], "switch", command, environment, name))
+        return self._beside[-1]
 
     @property
     def switch_address(self) -> str:
@@ -230,9 +214,6 @@ class Emulation:
         """
         if self._failure is not None:
             raise EmulationError(f"the schedule could not be followed: {self._failure}") from self._failure
-        return self._codes()
-
-    def _codes(self) -> list[int | None]:
         return [rank.poll() for rank in self._ranks]
 
     def wait(self, timeout_s: float | None = None, *, grace_s: float = 75.0) -> list[int]:
@@ -258,23 +239,20 @@ class Emulation:
         for rank in self._ranks:
             signal_group(rank, signal.SIGTERM)
         deadline = time.monotonic() + patience_s
-        while None in self._codes() and time.monotonic() < deadline:
+        while any(rank.poll() is None for rank in self._ranks) and time.monotonic() < deadline:
             time.sleep(_POLL_S)
         for rank in self._ranks:
             signal_group(rank, signal.SIGKILL)
             rank.wait()
 
-    # ------------------------------------------------------------ parts
-
     def _environment(self, rank: int, port: int) -> dict[str, str]:
         """What torchrun would set, and what keeps a rank on one thread and in this emulation."""
-        interface = self._network.interface(rank)
         return {
             **dict.fromkeys(("RANK", "GROUP_RANK", "ROLE_RANK"), str(rank)),
             **dict.fromkeys(("WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"), str(self.scenario.workers)),
             **{"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
             **{"MASTER_ADDR": self._network.address(0), "MASTER_PORT": str(port)},
-            **dict.fromkeys(("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"), interface),
+            **dict.fromkeys(("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"), self._network.interface(rank)),
             **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
             **_HEAP,
             control.VARIABLE: self._control_path,
@@ -286,34 +264,29 @@ class Emulation:
         group: str,
         command: Sequence[str],
         environment: Mapping[str, str],
-        cwd: str | Path | None,
-        out: Any,
-        err: Any,
-    ) -> subprocess.Popen[bytes]:
-        go_read, go_write = os.pipe()
-        try:
-            process = subprocess.Popen(
-                [sys.executable, "-I", "-S", enter.__file__, str(go_read), str(fd), *command],
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=err,
-                env=dict(environment),
-                cwd=cwd,
-                start_new_session=True,
-                pass_fds=[f for f in (go_read, fd) if f >= 0],
+        stem: str,
+        cwd: _Folder = None,
+    ) -> Popen[bytes]:
+        """Output goes to `<run_dir>/<stem>.out` and `.err`, or nowhere without a stem."""
+        env, nowhere = {**environment, keeper.MARK: self.name}, Path(os.devnull)
+        files = (self.run_dir / f"{stem}.out", self.run_dir / f"{stem}.err") if stem else (nowhere, nowhere)
+        with files[0].open("wb") as out, files[1].open("wb") as err, contextlib.ExitStack() as stack:
+            go_read, go_write = os.pipe()
+            stack.callback(os.close, go_write)
+            stack.callback(os.close, go_read)
+            line = [sys.executable, "-I", "-S", enter.__file__, str(go_read), str(fd), *command]
+            fds = [f for f in (go_read, fd) if f >= 0]
+            process = Popen(
+                line, stdin=DEVNULL, stdout=out, stderr=err, env=env, cwd=cwd, start_new_session=True, pass_fds=fds
             )
             with self._lock:
                 self._limiter.attach(group, process.pid)
             os.write(go_write, b"g")
-        finally:
-            os.close(go_read)
-            os.close(go_write)
         return process
 
-    def _start_noise(self, host: int, group: str, command: Sequence[str]) -> subprocess.Popen[bytes]:
-        environment = {"PATH": os.environ.get("PATH", ""), keeper.MARK: self.name}
-        fd, nowhere = self._network.fd(host), subprocess.DEVNULL
-        return self._start(fd, group, command, environment, "/", nowhere, nowhere)
+    def _start_noise(self, host: int, group: str, command: Sequence[str]) -> Popen[bytes]:
+        environment = {"PATH": os.environ.get("PATH", "")}
+        return self._start(self._network.fd(host), group, command, environment, "", "/")
 
     def _apply(self) -> None:
         """Sets every limit to what the schedule says now."""
@@ -322,7 +295,7 @@ class Emulation:
         noise = [0.0] * workers if now is None else noise_cores(self.scenario, now, self.seed)
         self._noise.calm(noise)
         for rank in range(workers):
-            self._limiter.limit(f"host{rank}", None if speeds is None else speeds[rank])
+            self._limiter.limit(f"host{rank}", speeds[rank] if speeds else None)
         self._noise.set(noise)
         self._network.set_links(host_links(self.scenario, now, self.seed))
 
@@ -364,12 +337,9 @@ class Emulation:
                 if self._mechanism == "privileged":
                     raise
                 why = f" ({error})"
-        needs = ", ".join(self.scenario.needs.values())
-        if needs:
-            raise EmulationError(
-                f"the scenario sets {needs}, and on loopback links cannot be shaped{why}: run as root "
-                "with the [emulator] extra installed, or remove it from the scenario"
-            )
+        if needs := ", ".join(self.scenario.needs.values()):
+            fix = "run as root with the [emulator] extra installed, or remove it from the scenario"
+            raise EmulationError(f"the scenario sets {needs}, and on loopback links cannot be shaped{why}: {fix}")
         return Loopback()
 
     def _free_port(self) -> int:
@@ -382,16 +352,7 @@ class Emulation:
     def _keep(self, roots: Sequence[Path]) -> None:
         """Starts the keeper, which cleans up if this process cannot."""
         helper = start_helper(keeper.__file__, self.name, *map(str, roots))
-
-        def goodbye() -> None:
-            left = not keeper.remove(self.name, roots)
-            if helper.stdin is not None:
-                with contextlib.suppress(OSError):
-                    helper.stdin.write(b"" if left else b"g")
-                    helper.stdin.close()
-            helper.wait()
-
-        self._cleanup.callback(goodbye)
+        self._cleanup.callback(lambda: stop_helper(helper, b"g" if keeper.remove(self.name, roots) else b""))
 
     def _kill_all(self) -> None:
         for process in (*self._ranks, *self._beside):

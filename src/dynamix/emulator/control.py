@@ -55,8 +55,7 @@ class ControlServer:
     """Listens on a Unix socket in a private folder and carries requests out, one after the other."""
 
     def __init__(self, folder: Path, actions: Mapping[str, Callable[[], object]]) -> None:
-        self._actions = dict(actions)
-        self._folder = folder
+        self._actions, self._folder = dict(actions), folder
         self._folder.mkdir(mode=0o700)
         self.path = str(self._folder / "socket")
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -68,8 +67,7 @@ class ControlServer:
     def close(self) -> None:
         """Stops listening and removes the socket."""
         with contextlib.suppress(OSError):
-            # Closing alone does not wake a thread that is blocked in accept.
-            self._socket.shutdown(socket.SHUT_RDWR)
+            self._socket.shutdown(socket.SHUT_RDWR)  # closing alone does not wake a thread that is blocked in accept
         self._thread.join(timeout=5.0)
         self._socket.close()
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -82,8 +80,7 @@ class ControlServer:
                 return
             with connection, contextlib.suppress(OSError):
                 connection.settimeout(2.0)
-                command = connection.makefile().readline().strip()
-                connection.sendall(self._answer(command).encode())
+                connection.sendall(self._answer(connection.makefile().readline().strip()).encode())
 
     def _answer(self, command: str) -> str:
         if command not in self._actions:

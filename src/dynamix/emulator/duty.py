@@ -47,10 +47,8 @@ class ThrottledGroup:
                 spent += max(0.0, now - before)
                 self.used_s[pid] = now
         self.bucket_s = min(self.bucket_s + self.cores * elapsed_s, self.cores * PERIOD_S) - spent
-        if self.bucket_s < 0:
-            self.signal(stop=True)  # again every time: somebody else may have continued it
-        elif self.bucket_s >= 0 and self.stopped:
-            self.signal(stop=False)
+        if self.bucket_s < 0 or self.stopped:
+            self.signal(stop=self.bucket_s < 0)  # stop it every time: somebody else may have continued it
 
     def signal(self, *, stop: bool) -> None:
         """Stops the group or lets it go on."""
@@ -69,13 +67,10 @@ def _cpu_time_s(pid: int) -> float | None:
 
 def look_for_members(groups: dict[int, ThrottledGroup]) -> None:
     """Finds the processes that joined a group since the last look (workers of a data loader)."""
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
+    for pid in (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()):
         with contextlib.suppress(OSError, IndexError):
-            group = groups.get(int((entry / "stat").read_text().rpartition(")")[2].split()[2]))
+            group = groups.get(int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[2]))
             if group is not None:
-                pid = int(entry.name)
                 group.used_s.setdefault(pid, _cpu_time_s(pid) or 0.0)
 
 
@@ -85,10 +80,8 @@ def obey(line: str, groups: dict[int, ThrottledGroup]) -> None:
     pid, cores = int(first), float(second)
     if cores > 0:
         groups.setdefault(pid, ThrottledGroup(pid, cores)).cores = cores
-    elif pid in groups:
-        group = groups.pop(pid)
-        if group.stopped:
-            group.signal(stop=False)
+    elif (group := groups.pop(pid, None)) and group.stopped:
+        group.signal(stop=False)
 
 
 def main(owner: int) -> None:
@@ -99,9 +92,7 @@ def main(owner: int) -> None:
         os.nice(-10)
     groups: dict[int, ThrottledGroup] = {}
     pending, looked, last = b"", 0.0, time.monotonic()
-    while True:
-        if os.getppid() != owner:  # a child that the owner forked may hold the pipe open for ever
-            break
+    while os.getppid() == owner:  # a child that the owner forked may hold the pipe open for ever
         if select.select([0], [], [], TICK_S if groups else 1.0)[0]:
             chunk = os.read(0, 65536)
             if not chunk:

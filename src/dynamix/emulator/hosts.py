@@ -12,8 +12,8 @@ import dataclasses
 import functools
 import importlib
 import os
-import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
 
 from dynamix.emulator import links, loss
@@ -22,8 +22,7 @@ from dynamix.emulator.scenario import Scenario
 from dynamix.emulator.schedule import Link, host_links
 from dynamix.errors import EmulationError
 
-NETWORK = "198.18.0.0/15"  # RFC 2544: set aside for tests between hosts, never routed
-_SWITCH_ADDRESS = "198.19.255.254"
+_SWITCH_ADDRESS = "198.19.255.254"  # of 198.18.0.0/15 (RFC 2544): set aside for tests between hosts, never routed
 _PREFIX_LENGTH = 15
 _CLONE_NEWNET = 0x40000000
 _T = TypeVar("_T")
@@ -84,34 +83,35 @@ class Namespaces:
         self.link = link_mechanisms(scenario)
         self._fds: list[int] = []
         self._switch = -1
-        self._cards: list[int] = []
-        self._ports: list[int] = []
         self._states = [Link()] * scenario.workers
         self._traffic: Traffic | None = None
         try:
             self._switch = new_namespace()
             for _ in scenario.hosts:
                 self._fds.append(new_namespace())
-            inside(self._switch, self._connect)
-            for i, fd in enumerate(self._fds):
-                self._cards.append(inside(fd, functools.partial(self._configure, i)))
+            self._ports = inside(self._switch, self._connect)
+            self._cards = [inside(fd, functools.partial(self._configure, i)) for i, fd in enumerate(self._fds)]
             if "traffic" in self._needs:
                 addresses = [self.address(i) for i in range(scenario.workers)]
                 self._traffic = Traffic(self._switch, _SWITCH_ADDRESS, self._fds, addresses)
             self.set_links(host_links(scenario, None))
         except Exception as error:
             self.close()
-            raise EmulationError(
-                f"cannot make network namespaces ({error}); run as root with the [emulator] extra installed, "
-                "or ask for mechanism='duty-cycle'"
-            ) from error
+            fix = "run as root with the [emulator] extra installed, or ask for mechanism='duty-cycle'"
+            raise EmulationError(f"cannot make network namespaces ({error}); {fix}") from error
 
     def fd(self, host: int) -> int:
         return self._fds[host]
 
     def switch(self) -> tuple[int, str]:
         """The switch gets an address when somebody asks: without one nothing of it answers to the hosts."""
-        inside(self._switch, self._give_address)
+
+        def give_address() -> None:
+            with netlink() as ip:
+                bridge = ip.link_lookup(ifname="bridge")[0]
+                ip.addr("replace", index=bridge, address=_SWITCH_ADDRESS, prefixlen=_PREFIX_LENGTH)
+
+        inside(self._switch, give_address)
         return self._switch, _SWITCH_ADDRESS
 
     def address(self, host: int) -> str:
@@ -123,14 +123,17 @@ class Namespaces:
     def set_links(self, states: Sequence[Link]) -> None:
         """Brings every link that is in another state into this one."""
         before, self._states = self._states, list(states)
-        changed = [i for i, state in enumerate(states) if _shape(state) != _shape(before[i])]
-        if changed:
-            inside(self._switch, lambda: self._set_ports(changed, before))
-        for i in changed:
-            inside(self._fds[i], functools.partial(self._set_card, i, before[i]))
-        for i, state in enumerate(states):
-            if self._traffic is not None and state.background_mbit_s != before[i].background_mbit_s:
-                self._traffic.set_rate(i, state.background_mbit_s)
+        changed = [(i, *pair) for i, pair in enumerate(zip(before, states, strict=True)) if pair[0] != pair[1]]
+        shaped = [(i, old, new) for i, old, new in changed if _shape(old) != _shape(new)]
+        if shaped:
+            ports = [(self._ports[i], old.down_mbit_s, new.down_mbit_s, old, new) for i, old, new in shaped]
+            inside(self._switch, lambda: self._set(ports))
+        for i, old, new in shaped:
+            card = (self._cards[i], old.up_mbit_s, new.up_mbit_s, old, new)
+            inside(self._fds[i], functools.partial(self._set, [card]))
+        for i, old, new in changed:
+            if self._traffic is not None and new.background_mbit_s != old.background_mbit_s:
+                self._traffic.set_rate(i, new.background_mbit_s)
 
     def close(self) -> None:
         """Lets go of the namespaces; the kernel removes each when its last process is gone."""
@@ -141,8 +144,9 @@ class Namespaces:
                 os.close(fd)
         self._fds, self._switch, self._traffic = [], -1, None
 
-    def _connect(self) -> None:
-        """In the switch's namespace: the bridge, and a cable from it into every host."""
+    def _connect(self) -> list[int]:
+        """In the switch's namespace: the bridge, and a cable from it into every host. Returns the ports' indices."""
+        ports = []
         with netlink() as ip:
             ip.link("add", ifname="bridge", kind="bridge")
             bridge = ip.link_lookup(ifname="bridge")[0]
@@ -153,13 +157,9 @@ class Namespaces:
                 ip.link("add", ifname=f"port{i}", kind="veth", peer={"ifname": self.interface(i), "net_ns_fd": fd})
                 port = ip.link_lookup(ifname=f"port{i}")[0]
                 ip.link("set", index=port, master=bridge, state="up")
-                self._ports.append(port)
+                ports.append(port)
                 self._prepare(ip, port)
-
-    def _give_address(self) -> None:
-        with netlink() as ip:
-            bridge = ip.link_lookup(ifname="bridge")[0]
-            ip.addr("replace", index=bridge, address=_SWITCH_ADDRESS, prefixlen=_PREFIX_LENGTH)
+        return ports
 
     def _configure(self, host: int) -> int:
         """In a host's namespace: its address. Returns its card's index."""
@@ -179,25 +179,16 @@ class Namespaces:
         if "latency" in self._needs:
             links.set_latency(ip, index, 0)
 
-    def _set_ports(self, hosts: Sequence[int], before: Sequence[Link]) -> None:
+    def _set(self, interfaces: Sequence[tuple[int, float | None, float | None, Link, Link]]) -> None:
+        """Each interface (index, old rate, new rate, old state, new state): what of its exit and entrance changes."""
         with netlink() as ip:
-            for i in hosts:
-                old, new = before[i], self._states[i]
-                self._set(ip, self._ports[i], (old.down_mbit_s, new.down_mbit_s), old, new)
-
-    def _set_card(self, host: int, old: Link) -> None:
-        with netlink() as ip:
-            new = self._states[host]
-            self._set(ip, self._cards[host], (old.up_mbit_s, new.up_mbit_s), old, new)
-
-    def _set(self, ip: Any, index: int, rates: tuple[float | None, float | None], old: Link, new: Link) -> None:
-        """Interface `index`: its rate from one to the other, latency and loss as in `new`."""
-        if old.latency_ms != new.latency_ms:
-            links.set_latency(ip, index, new.latency_ms)
-        if rates[0] != rates[1]:
-            links.set_rate(ip, index, rates[1], delayed="latency" in self._needs)
-        if old.loss != new.loss:
-            loss.set_loss(ip, index, new.loss)
+            for index, old_rate, rate, old, new in interfaces:
+                if old.latency_ms != new.latency_ms:
+                    links.set_latency(ip, index, new.latency_ms)
+                if old_rate != rate:
+                    links.set_rate(ip, index, rate, delayed="latency" in self._needs)
+                if old.loss != new.loss:
+                    loss.set_loss(ip, index, new.loss)
 
 
 def _shape(state: Link) -> Link:
@@ -230,22 +221,12 @@ def new_namespace() -> int:
 
 
 def _in_thread(enter: Callable[[], None], action: Callable[[], _T]) -> _T:
-    results: list[_T] = []
-    errors: list[BaseException] = []
+    def work() -> _T:
+        enter()
+        return action()
 
-    def work() -> None:
-        try:
-            enter()
-            results.append(action())
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=work, name="dynamix-namespace")
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
-    return results[0]
+    with ThreadPoolExecutor(1, thread_name_prefix="dynamix-namespace") as made:
+        return made.submit(work).result()
 
 
 def _system_call(name: str, *arguments: int) -> None:

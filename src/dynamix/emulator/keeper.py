@@ -59,14 +59,12 @@ def private_folder(name: str) -> Path:
 def marked_processes() -> dict[str, list[int]]:
     """Emulation name -> pids that carry it, of all processes this user may look at."""
     found: dict[str, list[int]] = {}
-    prefix = f"{MARK}=".encode()
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
+    for pid in (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()):
         with contextlib.suppress(OSError):
-            for variable in (entry / "environ").read_bytes().split(b"\0"):
-                if variable.startswith(prefix):
-                    found.setdefault(variable[len(prefix) :].decode(errors="replace"), []).append(int(entry.name))
+            for variable in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                key, _, name = variable.partition(b"=")
+                if key == MARK.encode():
+                    found.setdefault(name.decode(errors="replace"), []).append(pid)
     return found
 
 
@@ -117,11 +115,9 @@ def _pids_in(procs: Path) -> list[int]:
 
 
 def _remove_group(group: Path) -> None:
-    for inner in sorted((p for p in group.rglob("*") if p.is_dir()), reverse=True):
+    for folder in [*sorted((p for p in group.rglob("*") if p.is_dir()), reverse=True), group]:
         with contextlib.suppress(OSError):
-            inner.rmdir()
-    with contextlib.suppress(OSError):
-        group.rmdir()
+            folder.rmdir()
 
 
 def main(name: str, roots: list[str]) -> None:

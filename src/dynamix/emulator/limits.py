@@ -9,13 +9,13 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from subprocess import DEVNULL, PIPE, Popen
 from typing import Protocol
 
-from dynamix.emulator import duty
+from dynamix.emulator import duty, keeper
 from dynamix.errors import EmulationError
 
 PERIOD_S = 0.010
@@ -66,10 +66,8 @@ class Cgroup:
                 (self._top / "cgroup.subtree_control").write_text("+cpu")
         except OSError as error:
             self.close()
-            raise EmulationError(
-                f"cannot make the control group {self._top} ({error.strerror}); run as root, "
-                "or ask for mechanism='duty-cycle'"
-            ) from error
+            why = f"cannot make the control group {self._top} ({error.strerror})"
+            raise EmulationError(f"{why}; run as root, or ask for mechanism='duty-cycle'") from error
 
     def attach(self, group: str, pid: int) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -77,24 +75,17 @@ class Cgroup:
 
     def limit(self, group: str, cores: float | None) -> None:
         folder = self._folder(group)
-        self._weigh(limited=cores is not None)
+        # The whole emulation competes as one group: with a single process's weight, another job would slow all hosts.
+        # Without limits it must not: its ranks would then starve their own owner.
+        weight, usual = ("cpu.weight", 100) if self._version == 2 else ("cpu.shares", 1024)
+        (self._top / weight).write_text(str(usual if cores is None else usual * _WEIGHT))
+        quota, period = ("max", None) if cores is None else quota_and_period_us(cores)
         if self._version == 2:
-            text = "max" if cores is None else " ".join(map(str, quota_and_period_us(cores)))
-            (folder / "cpu.max").write_text(text)
-        elif cores is None:
-            (folder / "cpu.cfs_quota_us").write_text("-1")
-        else:
-            quota, period = quota_and_period_us(cores)
+            (folder / "cpu.max").write_text(f"{quota} {period}" if period else "max")
+            return
+        if period:
             (folder / "cpu.cfs_period_us").write_text(str(period))
-            (folder / "cpu.cfs_quota_us").write_text(str(quota))
-
-    def _weigh(self, *, limited: bool) -> None:
-        """The whole emulation competes as one group: with a single process's weight, another job would slow all hosts.
-
-        Without limits it must not: its ranks would then starve their own owner.
-        """
-        name, usual = ("cpu.weight", 100) if self._version == 2 else ("cpu.shares", 1024)
-        (self._top / name).write_text(str(usual * _WEIGHT if limited else usual))
+        (folder / "cpu.cfs_quota_us").write_text(str(quota) if period else "-1")
 
     def close(self) -> None:
         for folder in (*(self._top / group for group in self._groups), self._top):
@@ -135,30 +126,27 @@ class DutyCycle:
         stop_helper(self._process)
 
     def _say(self, pid: int, cores: float | None) -> None:
-        if self._process.stdin is None or self._process.poll() is not None:
-            raise EmulationError("the duty-cycle helper has ended; start the emulation again")
-        self._process.stdin.write(f"{pid} {cores or 0}\n".encode())
-        self._process.stdin.flush()
+        tell_helper(self._process, f"{pid} {cores or 0}", "duty-cycle helper")
 
 
-def start_helper(script: str, *arguments: str, pass_fds: Sequence[int] = ()) -> subprocess.Popen[bytes]:
+def start_helper(script: str, *arguments: str, pass_fds: Sequence[int] = ()) -> Popen[bytes]:
     """A process of the standard library alone that ends by itself when its standard input closes."""
-    from dynamix.emulator.keeper import MARK
-
-    environment = {k: v for k, v in os.environ.items() if k != MARK}
-    return subprocess.Popen(
-        [sys.executable, "-I", "-S", script, *arguments],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        env=environment,
-        start_new_session=True,
-        cwd="/",
-        pass_fds=pass_fds,
+    env = {k: v for k, v in os.environ.items() if k != keeper.MARK}
+    line = [sys.executable, "-I", "-S", script, *arguments]
+    return Popen(
+        line, stdin=PIPE, stdout=DEVNULL, stderr=DEVNULL, env=env, start_new_session=True, cwd="/", pass_fds=pass_fds
     )
 
 
-def stop_helper(process: subprocess.Popen[bytes], goodbye: bytes = b"") -> None:
+def tell_helper(process: Popen[bytes], line: str, name: str) -> None:
+    """Writes a line to its standard input; raises `EmulationError` where it has ended."""
+    if process.stdin is None or process.poll() is not None:
+        raise EmulationError(f"the {name} has ended; start the emulation again")
+    process.stdin.write(f"{line}\n".encode())
+    process.stdin.flush()
+
+
+def stop_helper(process: Popen[bytes], goodbye: bytes = b"") -> None:
     """Closes its standard input, after a last word, and waits for its end."""
     if process.stdin is not None:
         with contextlib.suppress(OSError):
@@ -204,7 +192,5 @@ def _find_v2(mount: Path, path: str) -> tuple[Path, int] | str:
             return candidate, 2
         if candidate == mount:
             break
-    return (
-        "no control group above this process passes the cpu controller on and may be written: run as root, "
-        "or start it with: systemd-run --scope -p Delegate=yes"
-    )
+    why = "no control group above this process passes the cpu controller on and may be written"
+    return f"{why}: run as root, or start it with: systemd-run --scope -p Delegate=yes"

@@ -14,6 +14,7 @@ from dynamix.emulator.traces import read_trace
 from dynamix.errors import ScenarioError
 
 _FIXED = "change it in the scenario"
+_SHIPPED = Path(str(resources.files("dynamix.emulator") / "scenarios"))
 
 
 def shipped_scenarios() -> tuple[str, ...]:
@@ -22,7 +23,7 @@ def shipped_scenarios() -> tuple[str, ...]:
     >>> "demo" in shipped_scenarios()
     True
     """
-    return tuple(sorted(f.name.removesuffix(".yaml") for f in _shipped().iterdir() if f.name.endswith(".yaml")))
+    return tuple(sorted(file.stem for file in _SHIPPED.glob("*.yaml")))
 
 
 def scenario_schema() -> dict[str, Any]:
@@ -49,45 +50,34 @@ def load_scenario(source: Scenario | Mapping[str, Any] | str | Path) -> Scenario
         return source
     content: Any = source if isinstance(source, Mapping) else _read(source)
     if not isinstance(content, Mapping):
-        raise ScenarioError(
-            "scenario", _short(content), "a mapping with the key hosts", "see a shipped one: " + _names()
-        )
+        fix = f"see a shipped one: {', '.join(shipped_scenarios())}"
+        raise ScenarioError("scenario", _short(content), "a mapping with the key hosts", fix)
     content = dict(content)
-    if isinstance(source, str | Path):
+    if not isinstance(source, Mapping):
         content.setdefault("name", _name_of(source))
-    if isinstance(content.get("trace"), Mapping):
-        content["trace"] = _with_rows(content["trace"], _folder_of(source))
+    if isinstance(trace := content.get("trace"), Mapping):
+        content["trace"] = _with_rows(trace, Path() if isinstance(source, Mapping) else _path_of(source).parent)
     try:
         return Scenario.model_validate(content)
     except ValidationError as error:
         _explain(error)
 
 
-def _shipped() -> Path:
-    return Path(str(resources.files("dynamix.emulator") / "scenarios"))
-
-
-def _is_shipped(source: object) -> bool:
-    return isinstance(source, str) and source in shipped_scenarios()
-
-
-def _folder_of(source: Mapping[str, Any] | str | Path) -> Path:
-    if isinstance(source, Mapping):
-        return Path()
-    return _shipped() if _is_shipped(source) else Path(source).parent
+def _path_of(source: str | Path) -> Path:
+    shipped = isinstance(source, str) and source in shipped_scenarios()
+    return _SHIPPED / f"{source}.yaml" if shipped else Path(source)
 
 
 def _with_rows(trace: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """The trace with its file's rows in it."""
-    made = dict(trace)
-    if "file" not in made:
-        return made
-    if "times_s" in made or "factors" in made:
-        raise ScenarioError("trace", sorted(made), "either file, or times_s and factors", "remove one of them")
-    if not isinstance(made["file"], str):
-        raise ScenarioError("trace.file", made["file"], "the name of a CSV file", _FIXED)
-    made["times_s"], made["factors"] = read_trace(folder / made["file"])
-    return made
+    if "file" not in trace:
+        return dict(trace)
+    if "times_s" in trace or "factors" in trace:
+        raise ScenarioError("trace", sorted(trace), "either file, or times_s and factors", "remove one of them")
+    if not isinstance(trace["file"], str):
+        raise ScenarioError("trace.file", trace["file"], "the name of a CSV file", _FIXED)
+    times_s, factors = read_trace(folder / trace["file"])
+    return {**trace, "times_s": times_s, "factors": factors}
 
 
 def _read(source: str | Path) -> Any:
@@ -96,12 +86,11 @@ def _read(source: str | Path) -> Any:
     except ImportError as error:
         fix = 'pip install "dynamix-train[emulator]"'
         raise ScenarioError("scenario", str(source), "readable once PyYAML is installed", fix) from error
-    path = _shipped() / f"{source}.yaml" if _is_shipped(source) else Path(source)
     try:
-        text = path.read_text("utf-8")
+        text = _path_of(source).read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        allowed = f"{_names()}, or a readable YAML file"
+        allowed = f"{', '.join(shipped_scenarios())}, or a readable YAML file"
         raise ScenarioError("scenario", str(source), allowed, f"check the name ({reason})") from None
     try:
         return yaml.safe_load(text)
@@ -109,10 +98,6 @@ def _read(source: str | Path) -> Any:
         mark = getattr(error, "problem_mark", None)
         where = f"line {mark.line + 1}: {getattr(error, 'problem', '')}" if mark else str(error)
         raise ScenarioError("scenario", str(source), "valid YAML", f"correct {where}") from None
-
-
-def _names() -> str:
-    return ", ".join(shipped_scenarios())
 
 
 def _name_of(source: str | Path) -> str:
@@ -127,15 +112,9 @@ def _short(value: Any) -> Any:
 _KINDS: dict[str, type[BaseModel]] = {"neighbour": Neighbour, "load": Load}
 _PARTS: dict[str, type[BaseModel]] = {"hosts": Host, "schedule": Change, "trace": Trace}
 _BOUNDS = {
-    "ge": "{} or more",
-    "le": "{} or less",
-    "gt": "more than {}",
-    "lt": "less than {}",
-    "min_length": "{} or more entries",
-    "max_length": "{} or fewer entries",
-    "expected": "{}",
-    "pattern": "what matches {}",
-    "expected_tags": "{}",
+    **{"ge": "{} or more", "le": "{} or less", "gt": "more than {}", "lt": "less than {}"},
+    **{"min_length": "{} or more entries", "max_length": "{} or fewer entries"},
+    **{"expected": "{}", "pattern": "what matches {}", "expected_tags": "{}"},
 }
 
 

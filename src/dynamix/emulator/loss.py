@@ -34,33 +34,29 @@ def add_entrance(ip: Any, index: int) -> None:
 
 def set_loss(ip: Any, index: int, loss: float) -> None:
     """From now on the part `loss` of all IP packets that arrive at `index` is dropped, each by itself."""
+    how = {"name": "dynamix-loss", "parent": _INGRESS, "prio": 1, "direct_action": True}
     with _loaded(loss) as fd:
-        ip.tc(
-            "replace-filter", "bpf", index, 1, fd=fd, name="dynamix-loss", parent=_INGRESS, prio=1, direct_action=True
-        )
+        ip.tc("replace-filter", "bpf", index, 1, fd=fd, **how)
 
 
 def program(loss: float) -> bytes:
     """The instructions for a loss of 0 to 0.5."""
-    threshold = round(loss * 2**32)
-    return b"".join(
-        [
-            _instruction(0x61, dst=2, src=1, offset=_PROTOCOL_OFFSET),  # r2 = skb->protocol
-            _instruction(0x55, dst=2, offset=5, value=socket.htons(0x0800)),  # not IP: to the last two
-            _instruction(0x85, value=_GET_PRANDOM_U32),
-            _instruction(0xB4, dst=1, value=threshold),  # 32 bits, the upper half becomes 0
-            _instruction(0x3D, dst=0, src=1, offset=2),  # random >= threshold: to the last two
-            _instruction(0xB4, dst=0, value=_DROP),
-            _instruction(0x95),
-            _instruction(0xB4, dst=0, value=_PASS),
-            _instruction(0x95),
-        ]
+    instructions = (  # code, destination, source, offset, value
+        (0x61, 2, 1, _PROTOCOL_OFFSET, 0),  # r2 = skb->protocol
+        (0x55, 2, 0, 5, socket.htons(0x0800)),  # not IP: to the last two
+        (0x85, 0, 0, 0, _GET_PRANDOM_U32),
+        (0xB4, 1, 0, 0, round(loss * 2**32)),  # 32 bits, the upper half becomes 0
+        (0x3D, 0, 1, 2, 0),  # random >= threshold: to the last two
+        (0xB4, 0, 0, 0, _DROP),
+        (0x95, 0, 0, 0, 0),
+        (0xB4, 0, 0, 0, _PASS),
+        (0x95, 0, 0, 0, 0),
     )
-
-
-def _instruction(code: int, *, dst: int = 0, src: int = 0, offset: int = 0, value: int = 0) -> bytes:
-    registers = src << 4 | dst if socket.htons(1) != 1 else dst << 4 | src
-    return struct.pack("=BBhI", code, registers, offset, value)
+    little = socket.htons(1) != 1
+    return b"".join(
+        struct.pack("=BBhI", code, source << 4 | target if little else target << 4 | source, offset, value)
+        for code, target, source, offset, value in instructions
+    )
 
 
 @contextlib.contextmanager
@@ -68,9 +64,8 @@ def _loaded(loss: float) -> Iterator[int]:
     """A descriptor of the loaded program; a filter that took it keeps the program after this."""
     number = _SYSTEM_CALL.get(platform.machine())
     if number is None:
-        raise EmulationError(
-            f"no packet loss on {platform.machine()}: its number of the bpf system call is not known here"
-        )
+        why = "its number of the bpf system call is not known here"
+        raise EmulationError(f"no packet loss on {platform.machine()}: {why}")
     code = program(loss)
     instructions, licence = ctypes.create_string_buffer(code), ctypes.create_string_buffer(b"Apache-2.0")
     addresses = ctypes.addressof(instructions), ctypes.addressof(licence)
@@ -79,10 +74,8 @@ def _loaded(loss: float) -> Iterator[int]:
     library = ctypes.CDLL(None, use_errno=True)
     fd = library.syscall(number, _BPF_PROG_LOAD, attributes, len(attributes))
     if fd < 0:
-        why = os.strerror(ctypes.get_errno())
-        raise EmulationError(
-            f"the kernel refuses a program that drops packets ({why}); it needs root and CONFIG_BPF_SYSCALL"
-        )
+        why = f"the kernel refuses a program that drops packets ({os.strerror(ctypes.get_errno())})"
+        raise EmulationError(f"{why}; it needs root and CONFIG_BPF_SYSCALL")
     try:
         yield fd
     finally:

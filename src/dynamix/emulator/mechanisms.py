@@ -16,6 +16,11 @@ from dynamix.emulator.scenario import Scenario
 from dynamix.errors import EmulationError, ScenarioError
 
 _count = itertools.count()
+_ENABLE = {
+    "tbf": "enable it with: modprobe sch_tbf",
+    "netem": "enable it with: modprobe sch_netem",
+    "packet loss by BPF": "it needs CONFIG_BPF_SYSCALL, NET_SCH_INGRESS and NET_CLS_BPF",
+}
 
 
 def probe_mechanisms() -> dict[str, tuple[bool, str]]:
@@ -24,19 +29,17 @@ def probe_mechanisms() -> dict[str, tuple[bool, str]]:
     network   a host of its own (network namespace, veth) for every rank
     cpu       CPU quotas by control groups
     duty-cycle   the unprivileged substitute
-    rate      link rates (tbf)
-    loss      packet loss (a BPF program at the entrance)
-    latency   latency of links (netem)
+    rate, loss, latency   of links: by tbf, by a BPF program at the entrance, by netem
     """
     return {
-        "network": _tried(_probe_namespaces, "network namespaces and veth"),
+        "network": _tried(_probe_link, "network namespaces and veth"),
         "cpu": _tried(_probe_cgroup, "CPU quotas by control groups"),
         "duty-cycle": _tried(_probe_duty_cycle, "CPU shares by signals, on loopback"),
-        "rate": _tried(lambda: _probe_link(_add_rate, "tbf"), "link rates (tbf)"),
+        "rate": _tried(lambda: _probe_link("tbf", _add_rate), "link rates (tbf)"),
         "loss": _tried(
-            lambda: _probe_link(_add_loss, "packet loss by BPF"), "packet loss (a BPF program in the kernel)"
+            lambda: _probe_link("packet loss by BPF", _add_loss), "packet loss (a BPF program in the kernel)"
         ),
-        "latency": _tried(lambda: _probe_link(_add_latency, "netem"), "latency of links (netem)"),
+        "latency": _tried(lambda: _probe_link("netem", _add_latency), "latency of links (netem)"),
     }
 
 
@@ -46,7 +49,7 @@ def check_kernel(scenario: Scenario) -> None:
     Where no network of its own can be made at all it says nothing: without the privilege nothing can be told.
     """
     needs = scenario.needs
-    if "loss" not in needs and "latency" not in needs:
+    if not needs.keys() & {"loss", "latency"}:
         return
     found = probe_mechanisms()
     if not found["network"][0]:
@@ -59,21 +62,11 @@ def check_kernel(scenario: Scenario) -> None:
             raise ScenarioError(name, float(value), f"nothing here but {possible}", fix)
 
 
-def _tried(probe: Callable[[], str], offers: str) -> tuple[bool, str]:
+def _tried(probe: Callable[[], str | None], offers: str) -> tuple[bool, str]:
     try:
         return True, probe() or offers
     except Exception as error:
         return False, f"{offers}: {error}"
-
-
-def _probe_namespaces() -> str:
-    _require_pyroute2()
-    fd = _namespace()
-    try:
-        inside(fd, lambda: _add_link("dynamix0"))
-    finally:
-        os.close(fd)
-    return ""
 
 
 def _probe_cgroup() -> str:
@@ -88,11 +81,10 @@ def _probe_cgroup() -> str:
     return f"CPU quotas by {group.mechanism} in {found[0]}"
 
 
-def _probe_duty_cycle() -> str:
+def _probe_duty_cycle() -> None:
     if not Path("/proc/self/stat").exists():
         raise EmulationError("needs Linux's /proc")
     DutyCycle().close()
-    return ""
 
 
 def _add_rate(ip: Any, index: int) -> None:
@@ -110,44 +102,26 @@ def _add_loss(ip: Any, index: int) -> None:
     links.send_single_packets(ip, index)
 
 
-_ENABLE = {
-    "tbf": "enable it with: modprobe sch_tbf",
-    "netem": "enable it with: modprobe sch_netem",
-    "packet loss by BPF": "it needs CONFIG_BPF_SYSCALL, NET_SCH_INGRESS and NET_CLS_BPF",
-}
-
-
-def _probe_link(add: Callable[[Any, int], None], kind: str) -> str:
-    _require_pyroute2()
-    fd = _namespace()
+def _probe_link(kind: str = "", add: Callable[[Any, int], None] | None = None) -> None:
+    """Makes a veth in a namespace of its own, and adds to it what `kind` names."""
+    if importlib.util.find_spec("pyroute2") is None:
+        raise EmulationError("pyroute2 is missing; install it with: pip install 'dynamix-train[emulator]'")
+    try:
+        fd = new_namespace()
+    except OSError as error:
+        raise EmulationError(f"{error.strerror}; run as root, in containers with --privileged") from error
 
     def work() -> None:
-        index = _add_link("dynamix0")
         with netlink() as ip:
-            add(ip, index)
+            ip.link("add", ifname="dynamix0", kind="veth", peer={"ifname": "dynamix0p"})
+            if add is not None:
+                add(ip, int(ip.link_lookup(ifname="dynamix0")[0]))
 
     try:
         inside(fd, work)
     except Exception as error:
+        if add is None:
+            raise
         raise EmulationError(f"the kernel offers no {kind} ({error}); {_ENABLE[kind]}") from error
     finally:
         os.close(fd)
-    return ""
-
-
-def _require_pyroute2() -> None:
-    if importlib.util.find_spec("pyroute2") is None:
-        raise EmulationError("pyroute2 is missing; install it with: pip install 'dynamix-train[emulator]'")
-
-
-def _namespace() -> int:
-    try:
-        return new_namespace()
-    except OSError as error:
-        raise EmulationError(f"{error.strerror}; run as root, in containers with --privileged") from error
-
-
-def _add_link(name: str) -> int:
-    with netlink() as ip:
-        ip.link("add", ifname=name, kind="veth", peer={"ifname": f"{name}p"})
-        return int(ip.link_lookup(ifname=name)[0])

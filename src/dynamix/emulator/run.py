@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import subprocess
 import sys
@@ -12,10 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
-from dynamix.emulator.cluster import Emulation, Mechanism
-from dynamix.emulator.loading import load_scenario
-from dynamix.emulator.mechanisms import check_kernel
-from dynamix.emulator.scenario import Scenario, check_machine
+from dynamix.emulator.cluster import Emulation, Mechanism, load_permitted
+from dynamix.emulator.scenario import Scenario
 from dynamix.errors import ConfigError
 from dynamix.events.records import EVENTS_VARIABLE, SCHEMA, read_events
 from dynamix.events.run_folder import RunFolder
@@ -54,12 +53,7 @@ def emulate(
         raise ConfigError("command", "", "a program and its arguments", "dynamix emulate demo -- python train.py")
     if throttle_after_s is not None and not 0 <= throttle_after_s < float("inf"):
         raise ConfigError("throttle_after_s", throttle_after_s, "0 or more", "use 0 to limit ranks from birth")
-    if mechanism not in ("auto", "privileged", "duty-cycle"):
-        raise ConfigError("mechanism", mechanism, "auto, privileged, duty-cycle", "use auto")
-    loaded = load_scenario(scenario)
-    check_machine(loaded, len(os.sched_getaffinity(0)))
-    if mechanism != "duty-cycle":
-        check_kernel(loaded)
+    loaded = load_permitted(scenario, mechanism)  # before there is a folder
     with RunFolder("emulate", out) as folder:
         ranks = folder.path / "ranks" / str(seed)
         with Emulation(loaded, seed=seed, run_dir=ranks, mechanism=mechanism) as cluster:
@@ -71,14 +65,8 @@ def emulate(
             limited_after_s = job.run(_Echo(ranks, echo))
             codes = [code if code is not None else 1 for code in cluster.poll()]
             wall_s = round(time.monotonic() - began, 3)
-    result = {
-        **facts,
-        "exit_code": worst(codes),
-        "exit_codes": codes,
-        "folder": str(folder.path),
-        "wall_s": wall_s,
-        "limited_after_s": limited_after_s,
-    }
+    result = {**facts, "exit_code": worst(codes), "exit_codes": codes, "folder": str(folder.path)}
+    result |= {"wall_s": wall_s, "limited_after_s": limited_after_s}
     folder.write_result(result)
     if echo is not None:
         _show_failures(codes, ranks, echo)
@@ -87,11 +75,9 @@ def emulate(
 
 def summary(result: Mapping[str, Any]) -> str:
     """One line about an emulation that has ended: exit codes, seconds, and what its folder holds."""
-    folder, codes = Path(result["folder"]), result["exit_codes"]
-    ended = (
-        f"{len(codes)} ranks ended with {codes[0]}" if len(set(codes)) == 1 else f"ranks ended with {_listed(codes)}"
-    )
-    limits = result["limited_after_s"]
+    folder, codes, limits = Path(result["folder"]), result["exit_codes"], result["limited_after_s"]
+    alike = len(set(codes)) == 1
+    ended = f"{len(codes)} ranks ended with {codes[0]}" if alike else f"ranks ended with {', '.join(map(str, codes))}"
     limited = "without limits" if limits is None else f"limits from {limits:.1f} s on"
     holds = ["run.json", "result.json"]
     events = folder / "events.jsonl"
@@ -101,22 +87,12 @@ def summary(result: Mapping[str, Any]) -> str:
     return f"{ended} after {result['wall_s']:.1f} s, {limited}; {folder} holds {', '.join(holds)}"
 
 
-def _listed(codes: Sequence[int]) -> str:
-    return ", ".join(map(str, codes))
-
-
 def _facts(scenario: Scenario, cluster: Emulation, command: Sequence[str], seed: int) -> dict[str, Any]:
     """What run.json says and result.json repeats."""
     return {
-        "schema": SCHEMA,
-        "command": "emulate",
-        "job": list(command),
-        "cluster": "emulator",
-        "mechanisms": cluster.mechanisms,
-        "scenario": scenario.name,
-        "scenario_sha256": scenario.sha256,
-        "hosts": scenario.model_dump(mode="json")["hosts"],
-        "seeds": [seed],
+        **{"schema": SCHEMA, "command": "emulate", "job": list(command), "cluster": "emulator"},
+        **{"mechanisms": cluster.mechanisms, "scenario": scenario.name, "scenario_sha256": scenario.sha256},
+        **{"hosts": scenario.model_dump(mode="json")["hosts"], "seeds": [seed]},
     }
 
 
@@ -146,22 +122,21 @@ class _Job:
         if limited_after_s is not None:
             self.cluster.start_clock()
         began = time.monotonic()
-        deadline = None if self.timeout_s is None else began + self.timeout_s
+        deadline = math.inf if self.timeout_s is None else began + self.timeout_s
         with contextlib.closing(follow):
             try:
                 ranks = self.cluster.launch(self.command, env=self.env)
                 follow.open()
                 while None in (codes := self.cluster.poll()) and not any(codes):
                     now = time.monotonic()
-                    if deadline is not None and now > deadline:
+                    if now > deadline:
                         self.cluster.terminate()
                         break
                     if limited_after_s is None:
                         limited_after_s = self._limited(now - began, ranks)
                     follow.more()
                     time.sleep(0.1)
-                left = None if deadline is None else max(0.0, deadline - time.monotonic())
-                self.cluster.wait(left, grace_s=self.grace_s)
+                self.cluster.wait(max(0.0, deadline - time.monotonic()), grace_s=self.grace_s)
             except KeyboardInterrupt:
                 self.cluster.terminate(patience_s=2.0)
                 raise
@@ -169,20 +144,14 @@ class _Job:
 
     def _limited(self, elapsed_s: float, ranks: Sequence[subprocess.Popen[bytes]]) -> float | None:
         """Start limits where they are due; returns `elapsed_s` once they hold."""
-        if not self.cluster.throttled and _is_due(elapsed_s, self.throttle_after_s, ranks, self.cluster):
+        due = elapsed_s >= (LATEST_START_S if self.throttle_after_s is None else self.throttle_after_s)
+        if not self.cluster.throttled and (due or (self.throttle_after_s is None and self._connected(ranks))):
             self.cluster.start_clock()
         return round(elapsed_s, 3) if self.cluster.throttled else None
 
-
-def _is_due(
-    elapsed_s: float, after_s: float | None, ranks: Sequence[subprocess.Popen[bytes]], cluster: Emulation
-) -> bool:
-    if after_s is not None:
-        return elapsed_s >= after_s
-    if elapsed_s >= LATEST_START_S:
-        return True
-    own_hosts = cluster.mechanisms["network"] != "loopback"
-    return len(ranks) > 1 and all(is_connected(rank.pid, own_host=own_hosts) for rank in ranks)
+    def _connected(self, ranks: Sequence[subprocess.Popen[bytes]]) -> bool:
+        own_hosts = self.cluster.mechanisms["network"] != "loopback"
+        return len(ranks) > 1 and all(is_connected(rank.pid, own_host=own_hosts) for rank in ranks)
 
 
 def is_connected(pid: int, *, own_host: bool) -> bool:

@@ -14,10 +14,9 @@ from dynamix.emulator.traces import MAX_ROWS, check_rows
 from dynamix.errors import ScenarioError
 
 MAX_HOSTS = 64
-MIN_CORES = 0.02
 MOST_TRAFFIC = 0.9  # of a link: with more than this the job behind it would hardly move
 
-_Cores = Annotated[float, Field(strict=True, ge=MIN_CORES, le=1024, allow_inf_nan=False)]
+_Cores = Annotated[float, Field(strict=True, ge=0.02, le=1024, allow_inf_nan=False)]
 _Rate = Annotated[float, Field(strict=True, ge=0.1, le=30_000, allow_inf_nan=False)]
 _Loss = Annotated[float, Field(strict=True, ge=0, le=0.5, allow_inf_nan=False)]
 _Latency = Annotated[float, Field(strict=True, ge=0, le=10_000, allow_inf_nan=False)]
@@ -108,6 +107,9 @@ class Load(_Model):
         return tuple(range(workers)) if self.hosts is None else self.hosts
 
 
+_Disturbance = Annotated[Neighbour | Load, Field(discriminator="kind")]
+
+
 class Change(_Model):
     """From `at_s` on a host (None: all of them) has these values; what is None stays as it is."""
 
@@ -166,9 +168,7 @@ class Scenario(_Model):
     name: Annotated[str, Field(strict=True, pattern=r"^[a-z0-9][a-z0-9_-]*$", max_length=64)] = "unnamed"
     description: Annotated[str, Field(strict=True)] = ""
     hosts: Annotated[tuple[Host, ...], Field(min_length=1, max_length=MAX_HOSTS)]
-    disturbances: Annotated[
-        tuple[Annotated[Neighbour | Load, Field(discriminator="kind")], ...], Field(max_length=8)
-    ] = ()
+    disturbances: Annotated[tuple[_Disturbance, ...], Field(max_length=8)] = ()
     schedule: Annotated[tuple[Change, ...], Field(max_length=1000)] = ()
     trace: Trace | None = None
 
@@ -216,13 +216,15 @@ class Scenario(_Model):
     @model_validator(mode="after")
     def _check(self) -> Scenario:
         for d, load in self._loads():
-            self._check_hosts(f"disturbances[{d}].hosts", load.on_hosts(self.workers))
+            place = f"disturbances[{d}]"
+            self._check_hosts(f"{place}.hosts", load.on_hosts(self.workers))
             if load.end_s is not None and load.end_s <= load.start_s:
-                allowed = f"more than start_s, {load.start_s:g}"
-                raise ScenarioError(f"disturbances[{d}].end_s", load.end_s, allowed, "end it later")
+                raise ScenarioError(
+                    f"{place}.end_s", load.end_s, f"more than start_s, {load.start_s:g}", "end it later"
+                )
             if load.factor == 1 and not load.traffic_mbit_s:
                 allowed = "less than 1, or with traffic_mbit_s"
-                raise ScenarioError(f"disturbances[{d}].factor", load.factor, allowed, "say what the load is")
+                raise ScenarioError(f"{place}.factor", load.factor, allowed, "say what the load is")
         before = 0.0
         for i, change in enumerate(self.schedule):
             self._check_hosts(f"schedule[{i}].host", () if change.host is None else (change.host,))
@@ -238,8 +240,8 @@ class Scenario(_Model):
 
     def _check_links(self) -> None:
         """A traced rate must exist; background traffic must leave the job a part of the link."""
-        least = [1.0] * self.workers
-        if self.trace is not None and self.trace.scales == "rate":
+        least, traced = [1.0] * self.workers, self.trace is not None and self.trace.scales == "rate"
+        if self.trace is not None and traced:
             least = [min(column) for column in zip(*self.trace.factors, strict=True)]
         traffic = [0.0] * self.workers
         for _, load in self._loads():
@@ -248,13 +250,15 @@ class Scenario(_Model):
         for _, hosts in self.stages():
             for i, host in enumerate(hosts):
                 rates = [rate for rate in (host.up_mbit_s, host.down_mbit_s) if rate is not None]
-                if self.trace is not None and self.trace.scales == "rate" and len(rates) < 2:
+                if traced and len(rates) < 2:
                     allowed = "a rate in each direction, which the trace scales"
                     raise ScenarioError(f"hosts[{i}].rate_mbit_s", None, allowed, "set rate_mbit_s for every host")
-                if rates and traffic[i] > MOST_TRAFFIC * min(rates) * least[i]:
-                    allowed = f"at most {MOST_TRAFFIC * min(rates) * least[i]:g}, {MOST_TRAFFIC} of its slowest rate"
-                    fix = "lower the traffic or raise the rate"
-                    raise ScenarioError(f"traffic_mbit_s on hosts[{i}]", traffic[i], allowed, fix)
+                if rates and traffic[i] > (most := MOST_TRAFFIC * min(rates) * least[i]):
+                    place, allowed = (
+                        f"traffic_mbit_s on hosts[{i}]",
+                        f"at most {most:g}, {MOST_TRAFFIC} of its slowest rate",
+                    )
+                    raise ScenarioError(place, traffic[i], allowed, "lower the traffic or raise the rate")
 
     def _check_hosts(self, name: str, hosts: tuple[int, ...]) -> None:
         if any(host >= self.workers for host in hosts):
@@ -266,14 +270,13 @@ class Scenario(_Model):
 
 def check_machine(scenario: Scenario, cores: float) -> None:
     """Raises `ScenarioError` when this machine has fewer cores than the scenario's hosts need together."""
+    allowed = f"at most {cores:g}, the cores of this machine"
     wanted = [(f"hosts[{i}].cpu", host.cpu) for i, host in enumerate(scenario.hosts)]
     wanted += [(f"schedule[{i}].cpu", change.cpu) for i, change in enumerate(scenario.schedule) if change.cpu]
     for name, cpu in wanted:
         if cpu > cores:
-            allowed = f"at most {cores:g}, the cores of this machine"
             raise ScenarioError(name, cpu, allowed, "lower it, or use a larger machine")
     if scenario.total_cores > cores + 1e-9:
-        allowed = f"at most {cores:g}, the cores of this machine"
         fix = f"multiply every cpu by {0.9 * cores / scenario.total_cores:.2f}, or use fewer hosts"
         raise ScenarioError("sum of hosts' cpu", round(scenario.total_cores, 4), allowed, fix)
 
@@ -283,9 +286,6 @@ def _hashed(value: Any) -> Any:
         return [_hashed(v) for v in value]
     if not isinstance(value, BaseModel):
         return value
-    fields = type(value).model_fields
-    return {
-        name: _hashed(part)
-        for name, field in fields.items()
-        if name not in _NEVER_HASHED and ((part := getattr(value, name)) != field.default or name in _ALWAYS_HASHED)
-    }
+    parts = [(name, getattr(value, name), field.default) for name, field in type(value).model_fields.items()]
+    counted = [(n, v) for n, v, default in parts if n not in _NEVER_HASHED and (v != default or n in _ALWAYS_HASHED)]
+    return {name: _hashed(part) for name, part in counted}

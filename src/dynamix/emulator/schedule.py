@@ -43,21 +43,23 @@ def host_speeds(scenario: Scenario, t_s: float, seed: int = 0) -> list[float]:
     >>> sum(now < host.cpu for now, host in zip(host_speeds(demo, 16.0, seed=3), demo.hosts))
     1
     """
-    speeds = [host.cpu for host in _hosts(scenario, t_s)]
-    for d, noise in enumerate(scenario.disturbances):
-        for host in disturbed_hosts(scenario, d, t_s, seed):
-            speeds[host] *= noise.factor
+    speeds = _disturbed(scenario, [host.cpu for host in _hosts(scenario, t_s)], t_s, seed)
     return [s * f for s, f in zip(speeds, _factors(scenario, t_s, "cpu"), strict=True)]
 
 
 def noise_cores(scenario: Scenario, t_s: float, seed: int = 0) -> list[float]:
     """Cores that disturbances use on each host at `t_s`; with `host_speeds` they sum to what the host has then."""
     whole = [h.cpu * f for h, f in zip(_hosts(scenario, t_s), _factors(scenario, t_s, "cpu"), strict=True)]
-    left = list(whole)
+    left = _disturbed(scenario, whole, t_s, seed)
+    return [a - b for a, b in zip(whole, left, strict=True)]
+
+
+def _disturbed(scenario: Scenario, cores: list[float], t_s: float, seed: int) -> list[float]:
+    left = list(cores)
     for d, noise in enumerate(scenario.disturbances):
         for host in disturbed_hosts(scenario, d, t_s, seed):
             left[host] *= noise.factor
-    return [a - b for a, b in zip(whole, left, strict=True)]
+    return left
 
 
 def host_links(scenario: Scenario, t_s: float | None, seed: int = 0) -> list[Link]:
@@ -91,10 +93,8 @@ def disturbed_hosts(scenario: Scenario, disturbance: int, t_s: float, seed: int 
         return (_visits(scenario.workers, key, slot),)
     if t_s < noise.start_s or (noise.end_s is not None and t_s >= noise.end_s):
         return ()
-    hosts = noise.on_hosts(scenario.workers)
-    if noise.probability == 1:
-        return hosts
-    return tuple(host for host in hosts if _draw(f"{key}/{host}/{slot}") < noise.probability * 2**64)
+    hosts, least = noise.on_hosts(scenario.workers), noise.probability * 2**64
+    return hosts if noise.probability == 1 else tuple(h for h in hosts if _draw(f"{key}/{h}/{slot}") < least)
 
 
 def next_change_s(scenario: Scenario, t_s: float) -> float | None:
@@ -112,8 +112,6 @@ def next_change_s(scenario: Scenario, t_s: float) -> float | None:
 
 
 def _hosts(scenario: Scenario, t_s: float) -> list[Host]:
-    if not scenario.schedule:
-        return list(scenario.hosts)
     now = list(scenario.hosts)
     for at_s, hosts in scenario.stages():
         if at_s > t_s + _EARLY_S:

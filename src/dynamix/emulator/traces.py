@@ -14,7 +14,6 @@ import csv
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from dynamix.errors import ScenarioError
 
@@ -82,9 +81,8 @@ def check_rows(
         before = time_s
         if len(row) != len(factors[0]):
             raise ScenarioError(place(i), len(row), f"{len(factors[0])} factors, as in the first row", "fill the gap")
-        for host, factor in enumerate(row):
+        for column, factor in zip(names or [f"factor {host}" for host in range(len(row))], row, strict=True):
             if not LEAST_FACTOR <= factor <= 1:
-                column = names[host] if names else f"factor {host}"
                 fix = "divide by the full speed, which is 1"
                 raise ScenarioError(f"{place(i)}, {column}", factor, f"{LEAST_FACTOR} to 1", fix)
 
@@ -102,10 +100,6 @@ def _number(cell: str, place: str, name: str) -> float:
     try:
         return float(cell)
     except ValueError:
-        _refuse(cell, place, name)
-
-
-def _refuse(cell: str, place: str, name: str) -> NoReturn:
-    allowed = "a time in seconds" if name == "time_s" else f"{LEAST_FACTOR} to 1"
-    fix = "correct the cell" if cell else "fill the gap, values are never guessed"
-    raise ScenarioError(place, cell, allowed, fix) from None
+        allowed = "a time in seconds" if name == "time_s" else f"{LEAST_FACTOR} to 1"
+        fix = "correct the cell" if cell else "fill the gap, values are never guessed"
+        raise ScenarioError(place, cell, allowed, fix) from None

@@ -56,9 +56,7 @@ def main(owner: int, switch_fd: int, switch_address: str, hosts: list[tuple[int,
     rates = [0.0] * len(hosts)  # bit/s
     due = [0.0] * len(hosts)  # bits
     pending, last = b"", time.monotonic()
-    while True:
-        if os.getppid() != owner:  # a child that the owner forked may hold the pipe open for ever
-            return
+    while os.getppid() == owner:  # a child that the owner forked may hold the pipe open for ever
         if select.select([0], [], [], TICK_S if any(rates) else 1.0)[0]:
             chunk = os.read(0, 65536)
             if not chunk:
@@ -70,18 +68,11 @@ def main(owner: int, switch_fd: int, switch_address: str, hosts: list[tuple[int,
         now = time.monotonic()
         elapsed, last = min(now - last, LATE_S), now
         for i, rate in enumerate(rates):
-            due[i] += rate * elapsed
-            packets = int(due[i] // PACKET_BITS)
-            due[i] -= packets * PACKET_BITS
-            send(cards[i], switch_address, packets)
-            send(switch, hosts[i][1], packets)
+            packets, due[i] = divmod(due[i] + rate * elapsed, PACKET_BITS)
+            send(cards[i], switch_address, int(packets))
+            send(switch, hosts[i][1], int(packets))
 
 
 if __name__ == "__main__":
-    rest = sys.argv[4:]
-    main(
-        int(sys.argv[1]),
-        int(sys.argv[2]),
-        sys.argv[3],
-        [(int(fd), at) for fd, at in zip(rest[::2], rest[1::2], strict=True)],
-    )
+    pid, fd, at, *rest = sys.argv[1:]
+    main(int(pid), int(fd), at, [(int(fd), at) for fd, at in zip(rest[::2], rest[1::2], strict=True)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -62,8 +63,7 @@ def read_events(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
         text = Path(path).read_bytes().decode("utf-8", errors="replace")
     except OSError as error:
         raise StateError(f"cannot read events file {os.fspath(path)}: {error.strerror}") from error
-    *lines, unfinished = text.split("\n")
-    del unfinished  # empty when the last line is whole
+    lines = text.split("\n")[:-1]  # what follows the last end of a line is unfinished, or empty
     return [_parse(line, f"{os.fspath(path)}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
 
 
@@ -71,24 +71,17 @@ def _parse(line: str, place: str) -> dict[str, Any]:
     try:
         event = json.loads(line)
     except json.JSONDecodeError as error:
-        raise StateError(
-            f"{place}: not a line of JSON ({error.msg}); the file was changed after it was written"
-        ) from error
+        why = f"not a line of JSON ({error.msg}); the file was changed after it was written"
+        raise StateError(f"{place}: {why}") from error
     found = event.get("schema") if isinstance(event, dict) else None
     if found != SCHEMA:
         raise StateError(f"{place}: event has schema {found!r}, this version reads {SCHEMA}")
-    checked: dict[str, Any] = event
-    return checked
+    return dict(event)
 
 
 def _cut_unfinished(path: Path) -> None:
-    if not path.exists():
-        return
-    with path.open("rb+") as file:
-        content = file.read()
-        end = content.rfind(b"\n") + 1
-        if end < len(content):
-            file.truncate(end)
+    with contextlib.suppress(FileNotFoundError), path.open("rb+") as file:
+        file.truncate(file.read().rfind(b"\n") + 1)
 
 
 def _finite(value: Any) -> Any:

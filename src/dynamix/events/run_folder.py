@@ -58,15 +58,9 @@ class RunFolder:
 
     def write_run(self, **fields: Any) -> None:
         """run.json: what runs, with which versions, on which machine; `fields` are added."""
-        known: dict[str, Any] = {
-            "schema": SCHEMA,
-            "commit": commit(),
-            "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "argv": sys.argv,
-            "versions": versions(),
-            "machine": machine(),
-        }
-        self._write("run.json", {**known, **fields})
+        started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        known = {"schema": SCHEMA, "commit": commit(), "started": started, "argv": sys.argv}
+        self._write("run.json", {**known, "versions": versions(), "machine": machine(), **fields})
 
     def read_run(self) -> dict[str, Any]:
         """run.json as an earlier call wrote it; empty before that."""
@@ -113,21 +107,17 @@ def versions() -> dict[str, str]:
     """Python and the packages that decide a result; missing ones are left out."""
     found = {"python": platform.python_version()}
     for name in _PACKAGES:
-        try:
+        with contextlib.suppress(PackageNotFoundError):
             found[name] = version(name)
-        except PackageNotFoundError:
-            continue
     return found
 
 
 def machine() -> dict[str, Any]:
     """What a timing was measured on."""
     model = platform.processor() or platform.machine()
-    try:
+    with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), model)
-    except OSError:
-        pass
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {"cpu": model, "cores": cores, "system": f"{platform.system()} {platform.release()}"}
 

@@ -27,7 +27,7 @@ NO_LEAN: Floats = np.zeros(1)
 
 
 class Reading(NamedTuple):
-    """What one window says of every worker, (..., W); 1 s where `seen` is false.
+    """What one window says of every worker, (..., W); some number of seconds where `seen` is false.
 
     seconds  busy seconds of a step; `own` their relative variance within the window, `steps` (..., 1) in it
     size     log samples; `level` (..., W, G) the level that would make each candidate right
@@ -59,6 +59,7 @@ class _Settled(NamedTuple):
     level: Floats
     before: Floats
     lasted: Floats
+    fresh: bool  # whether both arrays are new: then they may be written to
 
 
 @dataclass(frozen=True, eq=False)
@@ -192,7 +193,7 @@ class WorkerCosts:
         whole = followed & ~torn
         loss = self._weighed(surprise, whole, foreseen + self.error[..., None])
         weights = self._weights(loss)
-        mean = (weights * _known(surprise)).sum(-1)
+        mean = (weights * surprise).sum(-1)
         common = _in_common(np.where(followed, mean, np.nan))
         total = prior + measured
         jump = followed & (torn | ((mean - common) ** 2 > self.gate**2 * total))
@@ -204,7 +205,11 @@ class WorkerCosts:
             beyond[jump] = _beyond(*(x[jump] for x in (now.seconds, mean, now.own, jitter, lasted)))
             gain = np.where(jump, np.minimum(_lasting(settled.lasted) / LASTING, 1.0), gain)
             uncertain = np.where(jump, measured + (0.3 * beyond) ** 2, uncertain)
-            before, after = _suspected(settled.level, surprise, beyond, self.follow * common, jump, before, after)
+            before = before if settled.fresh else before.copy(order="K")
+            after = after.copy(order="K")
+            stood = settled.level[jump]
+            before[jump] = stood + np.broadcast_to(self.follow * common, jump.shape)[jump][:, None]
+            after[jump] = stood + surprise[jump] + beyond[jump][:, None]
         level = _moved(settled.level, surprise, beyond, self.follow * common, gain, jump=jump, seen=now.seen)
         if fresh.any():
             level = np.where(fresh[..., None], now.level, level)
@@ -230,7 +235,7 @@ class WorkerCosts:
         level, before = laid_out(self.level), laid_out(self.before)
         asked = now.seen & np.isfinite(before[..., 0])
         if not asked.any():
-            return _Settled(level, before, 0.95 * self.lasted)
+            return _Settled(level, before, 0.95 * self.lasted, False)
         weights, seen_level = self.weights[asked], now.level[asked]
         stayed, went = (
             np.square((weights * np.where(np.isnan(kept), 0.0, seen_level - kept)).sum(-1))
@@ -244,7 +249,7 @@ class WorkerCosts:
         level[asked] = np.where(lasts[asked][:, None], self.after[asked], before[asked])
         before[asked] = np.nan
         told = np.stack([lasts.sum(-1), (asked & ~lasts).sum(-1)], -1)
-        return _Settled(level, before, 0.95 * self.lasted + told)
+        return _Settled(level, before, 0.95 * self.lasted + told, True)
 
     def _weighed(self, surprise: Floats, whole: np.ndarray, expected: Floats) -> Floats:
         """The evidence (..., W, G) with the surprises, of variance `expected` (..., W), of the workers `whole`."""
@@ -339,34 +344,16 @@ def _moved(
     moved -= shift
     moved *= gain[..., None]
     moved += shift
-    moved = _known(moved)
     if not seen.all():
         moved[~seen] = 0.0
     moved += level
     return moved
 
 
-def _suspected(
-    level: Floats, surprise: Floats, beyond: Floats, shift: Floats, jump: np.ndarray, before: Floats, after: Floats
-) -> tuple[Floats, Floats]:
-    """The levels before and after the jumps (..., W) that this window seems to hold, for the next one to decide."""
-    stood = level[jump]
-    before, after = before.copy(order="K"), after.copy(order="K")
-    before[jump] = stood + np.broadcast_to(shift, jump.shape)[jump][:, None]
-    after[jump] = stood + surprise[jump] + beyond[jump][:, None]
-    return before, after
-
-
 def _lasting(lasted: Floats) -> Floats:
     """The chance, (..., 1), that what looks like a jump is one; `lasted` (..., 2) were, and were not."""
     yes, no = lasted[..., :1], lasted[..., 1:]
     return np.asarray((yes + 10.0 * LASTING) / (yes + no + 10.0))
-
-
-def _known(x: Floats) -> Floats:
-    """(..., W, G) with 0 for workers of whom nothing is known: then their whole row is NaN."""
-    unknown = np.isnan(x[..., 0])
-    return np.where(unknown[..., None], 0.0, x) if unknown.any() else x
 
 
 def _in_common(surprise: Floats) -> Floats:

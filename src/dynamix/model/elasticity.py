@@ -60,15 +60,26 @@ class LocalElasticity:
             # Much more than any cliff could explain is a jump of speed.
             told = seen & (np.abs(x) > 0.02) & (np.abs(y) < 0.3 + 3.0 * np.abs(x))
         if told.any():
-            x, y, sizes = x[told][:, None], y[told][:, None], (log_batch[told], last_batch[told])
-            low, high = np.minimum(*sizes)[:, None], np.maximum(*sizes)[:, None]
-            part = np.maximum(np.minimum(high, CENTRES + HALF) - np.maximum(low, CENTRES - HALF), 0.0) / np.abs(x)
-            moments = moments.copy(order="K")
-            moments[:, told] = self.forget * moments[:, told] + np.stack([part * np.square(x), part * (x * y)])
+            moments = self._learned(
+                moments, told, x, y, np.minimum(log_batch, last_batch), np.maximum(log_batch, last_batch)
+            )
         return dataclasses.replace(
             self, moments=moments, log_batch=np.where(seen, log_batch, last_batch),
             log_time=np.where(seen, log_time, last_time),
         )  # fmt: skip
+
+    def _learned(self, moments: Floats, told: np.ndarray, x: Floats, y: Floats, low: Floats, high: Floats) -> Floats:
+        """Moments after changes x of log batch, between `low` and `high`, and y of log time, where (..., W) `told`."""
+        x, y, at = np.where(told, x, 1.0), np.where(told, y, 0.0), CENTRES[:, None]
+        # (..., K, W), the longer axis last: the part of a change that lies in each range; nothing where not told.
+        part = np.minimum(np.where(told, high, -np.inf)[..., None, :], at + HALF)
+        part -= np.maximum(np.where(told, low, np.inf)[..., None, :], at - HALF)
+        np.maximum(part, 0.0, out=part)
+        part /= np.abs(x)[..., None, :]
+        after = np.where(told, self.forget, 1.0)[..., None, :] * moments.swapaxes(-1, -2)
+        after[0] += part * np.square(x)[..., None, :]
+        after[1] += part * (x * y)[..., None, :]
+        return np.asarray(after.swapaxes(-1, -2))
 
     def excess(self, unit: Floats, alpha: Floats, beta: Floats) -> Floats:
         """What was learned beyond the elasticity of the line alpha + beta b, (..., W, K); 0 where nothing was."""

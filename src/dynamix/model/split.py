@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from dynamix.window import Bounds, Floats
+from dynamix.window import Bounds, Floats, Ints
 
 # (finishing times (..., K), global batches (..., K)) -> log goodput (..., K), up to a constant
 Objective = Callable[[Floats, Floats], Floats]
@@ -51,16 +51,21 @@ def finish_for(total: Floats, alpha: Floats, beta: Floats, low: Floats, high: Fl
     growing = np.broadcast_to(1 / beta, first.shape)
     times, slopes = np.concatenate([first, last], -1), np.concatenate([growing, -growing], -1)
     order = times.argsort(-1)
-    times, slopes = np.take_along_axis(times, order, -1), np.take_along_axis(slopes, order, -1)
+    times, slopes = _taken(times, order), _taken(slopes, order)
     rate = slopes.cumsum(-1)
     grown = (rate[..., :-1] * np.diff(times, axis=-1)).cumsum(-1)
     wanted = np.asarray(total - smallest)[..., None]
     piece = np.minimum((grown < wanted).sum(-1, keepdims=True), grown.shape[-1] - 1)
-    end, reached, pace = (np.take_along_axis(x, piece + i, -1) for x, i in ((times, 1), (grown, 0), (rate, 0)))
+    end, reached, pace = (_taken(x, piece + i) for x, i in ((times, 1), (grown, 0), (rate, 0)))
     with np.errstate(divide="ignore", invalid="ignore"):
         inside = end - np.maximum(reached - wanted, 0.0) / pace
     at = np.clip(np.where(np.isfinite(inside), inside, end)[..., 0], least, most)
     return np.asarray(np.where(lowest, least, np.where(highest, most, at)))
+
+
+def _taken(x: Floats, at: Ints) -> Floats:
+    """`np.take_along_axis` over the last axis, which takes longer than its work where there is one cluster."""
+    return x[at] if x.ndim == 1 else np.take_along_axis(x, at, -1)
 
 
 def _whole(sizes: Floats, like: Floats) -> Floats:
@@ -98,9 +103,9 @@ def best_split(alpha: Floats, beta: Floats, bounds: Bounds, objective: Objective
         grid = start[..., None] + (stop - start)[..., None] * _GRID
         finish = np.exp(grid)
         best = np.asarray(objective(finish, _totals(finish, alpha, beta, low, high)).argmax(-1))[..., None]
-        beside = np.take_along_axis(grid, np.minimum(np.maximum(best + _BESIDE, 0), _POINTS - 1), -1)
+        beside = _taken(grid, np.minimum(np.maximum(best + _BESIDE, 0), _POINTS - 1))
         start, stop = beside[..., 0], beside[..., 1]
-    chosen = np.take_along_axis(grid, best, -1)[..., 0]
+    chosen = _taken(grid, best)[..., 0]
     return finishing_at(np.exp(chosen), alpha, beta, low, high)
 
 

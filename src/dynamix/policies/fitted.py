@@ -17,17 +17,17 @@ class FittedModel:
     ahead of `decide`, which then does not take in the same `Window` object again. So a wrapper fits the model, asks the
     policy and judges its answer by one and the same fit, also where the policy fails.
 
-    now      after the last window; `before` the one before
+    now   after the last window
     """
 
     def __init__(self) -> None:
-        self.now = self.before = JobModel()
+        self.now = JobModel()
         self._ahead: Window | None = None  # taken in, and not decided on yet
 
     def take_in(self, window: Window, policy: Any = None) -> JobModel:
         """Take in `window`, through `policy` if that has a model of its own."""
         fit = getattr(policy, "fit_model", None)
-        self.before, self._ahead = self.now, window
+        self._ahead = window
         self.now = self.now.update(window) if fit is None else fit(window)
         return self.now
 
@@ -40,7 +40,7 @@ class FittedModel:
 
     def forget(self) -> None:
         """Begin anew."""
-        self.now = self.before = JobModel()
+        self.now = JobModel()
 
     def state_dict(self, policy: Any = None) -> dict[str, Any] | None:
         """The model's state; None if `policy` saves it, or if no window was seen."""
@@ -52,5 +52,5 @@ class FittedModel:
         if "model" not in policy_state:
             raise StateError("a policy's state without a job model, as version 0.1 saved it: begin without that state")
         state = policy_state["model"]
-        self.now = self.before = JobModel() if state is None else JobModel.from_state(state)
+        self.now = JobModel() if state is None else JobModel.from_state(state)
         self._ahead = None

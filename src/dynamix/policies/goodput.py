@@ -43,8 +43,8 @@ class Goodput:
 
     def decide(self, window: Window, bounds: Bounds) -> Ints:
         model = self.fitted.to_decide(window, self.fit_model)
-        sizes = project(wish(model, window, bounds), bounds, current=window.batch_size)
-        return worth_changing(model, window, bounds, sizes)
+        best = wish(model, window, bounds)
+        return worth_changing(model, window, bounds, project(best, bounds, current=window.batch_size), best)
 
     def state_dict(self) -> dict[str, Any]:
         return {"model": self.fitted.state_dict()}
@@ -58,8 +58,8 @@ def wish(model: JobModel, window: Window, bounds: Bounds) -> Floats:
     return model.best(at_most(bounds, _ceiling(model, window)))
 
 
-def worth_changing(model: JobModel, window: Window, bounds: Bounds, sizes: Ints) -> Ints:
-    """`sizes`, or those in force where `sizes` promise less than `LEAST_GAIN` more.
+def worth_changing(model: JobModel, window: Window, bounds: Bounds, sizes: Ints, best: Floats) -> Ints:
+    """`sizes`, or those in force where `sizes` promise less than `LEAST_GAIN` more; `best` is the rule's `wish`.
 
     A size that is new to a worker has its price, in kernels that are chosen or compiled for it. On a slow way up, where
     each step promises little, none is refused.
@@ -68,7 +68,7 @@ def worth_changing(model: JobModel, window: Window, bounds: Bounds, sizes: Ints)
     promised, present = model.log_goodput(np.stack([sizes, now]))
     total, ceiling = now.sum(-1), _ceiling(model, window)
     # It would go further if it might.
-    growing = (wish(model, window, bounds).sum(-1) >= 0.99 * ceiling) & (ceiling < bounds.total_high)
+    growing = (best.sum(-1) >= 0.99 * ceiling) & (ceiling < bounds.total_high)
     allowed = ((now >= bounds.low) & (now <= bounds.high) & (now % bounds.quantum == 0)).all(-1)
     allowed &= (total >= bounds.total_low) & (total <= bounds.total_high)
     little = allowed & ~growing & (promised - present < LEAST_GAIN)

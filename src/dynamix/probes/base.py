@@ -16,11 +16,9 @@ class Probe(Protocol):
     @classmethod
     def detect(cls) -> tuple[bool, str]:
         """(available, why; or how to make it so). Costs milliseconds at most and changes nothing."""
-        ...
 
     def sample(self) -> dict[str, float]:
         """`Window` field -> value; rates are since the previous sample. NaN without data; never raises."""
-        ...
 
 
 def probe_types() -> list[type[Probe]]:
@@ -41,13 +39,20 @@ def detect(device: torch.device) -> list[Probe]:
     from dynamix.probes.bpf import BpfProbe, wanted
     from dynamix.probes.device import DeviceProbe
 
-    found: list[Probe] = []
-    for kind in probe_types():
-        if kind is DeviceProbe:
-            if device.type == "cuda" and kind.detect()[0]:
-                found.append(DeviceProbe(device))
-        elif kind.detect()[0]:
-            found.append(kind())
-    if wanted() and BpfProbe.detect()[0]:
-        found.append(BpfProbe())
-    return found
+    kinds = [kind for kind in probe_types() if kind is not DeviceProbe or device.type == "cuda"]
+    kinds += [BpfProbe] if wanted() else []
+    return [DeviceProbe(device) if kind is DeviceProbe else kind() for kind in kinds if kind.detect()[0]]
+
+
+def probe_report() -> list[tuple[str, bool, str]]:
+    """(name, available, detail) of every probe, as `dynamix doctor` shows it; the detail says what is measured, or how
+    to enable it.
+
+    >>> [name for name, _, _ in probe_report()]
+    ['timing', 'host', 'device', 'network', 'bpf']
+    """
+    from dynamix.probes.bpf import BpfProbe
+
+    clock = f"CUDA events on {torch.cuda.get_device_name()}" if torch.cuda.is_available() else "CPU clock"
+    kinds: list[type[Probe]] = [*probe_types(), BpfProbe]
+    return [("timing", True, clock), *((kind.name, *kind.detect()) for kind in kinds)]

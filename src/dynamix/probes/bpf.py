@@ -27,9 +27,8 @@ _EVERY_MS = 200
 # Keys are ports in host byte order; addresses are left out, for no two of this worker's connections share both ports.
 _COUNT = "tracepoint:tcp:tcp_retransmit_skb { @again[args->sport, args->dport] = count(); }"
 # The length is what the call returned, so errors are below zero; 6 is TCP. Kernels from 6.3 on have this tracepoint.
-_BYTES = (
-    "tracepoint:sock:sock_send_length /pid == %d && args->protocol == 6 && args->ret > 0/ { @sent = sum(args->ret); }"
-)
+_SENDS = "/pid == %d && args->protocol == 6 && args->ret > 0/"
+_BYTES = f"tracepoint:sock:sock_send_length {_SENDS} {{ @sent = sum(args->ret); }}"
 _TELL = 'interval:ms:%d { print(@again); clear(@again); %sprintf("told\\n"); }'
 _TELL_BYTES = "print(@sent); clear(@sent); "
 
@@ -55,14 +54,10 @@ class BpfProbe:
 
     def __init__(self, *, store_port: int | None = None) -> None:
         self._store_port = master_port() if store_port is None else store_port
-        self._pid = os.getpid()
-        self._lock = threading.Lock()
+        self._pid, self._lock = os.getpid(), threading.Lock()
         self._again: Counter[tuple[int, int]] = Counter()
-        self._sent = 0
-        self._told = False
         self._own: set[tuple[int, int]] = set()
-        self._before = (0, 0)
-        self._sampled_at = math.nan
+        self._sent, self._told, self._before, self._sampled_at = 0, False, (0, 0), math.nan
         self._tracer = self._start() if self.detect()[0] else None
 
     @classmethod
@@ -99,10 +94,8 @@ class BpfProbe:
         before, self._before = self._before, (again, sent)
         if not told or not elapsed > 0:
             return {}
-        known = {"retransmits_per_s": max(0.0, (again - before[0]) / elapsed)}
-        if sent:
-            known["bytes_per_s"] = (sent - before[1]) / elapsed
-        return known
+        bytes_known = {"bytes_per_s": (sent - before[1]) / elapsed} if sent else {}
+        return {"retransmits_per_s": max(0.0, (again - before[0]) / elapsed), **bytes_known}
 
     def close(self) -> None:
         """End the tracer. Safe to call twice, and in a forked child, where it does nothing."""
@@ -125,12 +118,9 @@ class BpfProbe:
             program.append(_BYTES % self._pid)
         try:
             # A closed pipe ends it when this process is killed: it prints five times a second, whatever happens.
+            command, nowhere = ["bpftrace", "-f", "json", "-e", " ".join(program)], subprocess.DEVNULL
             tracer = subprocess.Popen(
-                ["bpftrace", "-f", "json", "-e", " ".join(program)],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
+                command, stdin=nowhere, stdout=subprocess.PIPE, stderr=nowhere, start_new_session=True
             )
         except OSError:
             return None
@@ -158,7 +148,7 @@ class BpfProbe:
 
     def _connections(self) -> set[tuple[int, int]]:
         """(local, remote) ports of this process's connections but the store's."""
-        pairs = {ports(fd) for fd, _ in open_connections().values()}
+        pairs = (ports(fd) for fd, _ in open_connections().values())
         return {pair for pair in pairs if self._store_port not in pair}
 
 

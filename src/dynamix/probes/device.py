@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import math
 import os
@@ -11,18 +12,16 @@ import torch
 
 
 class DeviceProbe:
-    """The fraction of time in which a kernel ran on this worker's GPU, over the driver's last sampling period (at most
-    one second). NaN on other devices, and on slices of a partitioned GPU, for which the driver keeps no such count.
+    """Share of time in which a kernel ran on this worker's GPU, over the driver's last sampling period (at most a
+    second). NaN on other devices, and on slices of a partitioned GPU, for which the driver keeps no such count.
 
-    The GPU is found by its UUID or PCI address, never by its index: the driver counts the machine's GPUs in bus order,
-    torch those in CUDA_VISIBLE_DEVICES in an order of its own.
+    The GPU is found by its UUID or PCI address: the driver and torch count GPUs in different orders.
     """
 
     name = "device"
 
     def __init__(self, device: torch.device | None = None) -> None:
-        self._handle: Any = None
-        self._nvml: Any = None
+        self._handle = self._nvml = None
         if device is None and torch.cuda.is_available():
             device = torch.device("cuda", torch.cuda.current_device())
         if device is not None and device.type == "cuda":
@@ -63,27 +62,22 @@ class DeviceProbe:
             return
         self._nvml = pynvml
         for find, key in _addresses(device, pynvml):
-            try:
+            with contextlib.suppress(pynvml.NVMLError):
                 self._handle = find(key)
                 return
-            except pynvml.NVMLError:
-                continue
 
 
 def _addresses(device: torch.device, nvml: Any) -> list[tuple[Any, bytes]]:
     """Ways to name torch's `device` to the driver: (function, key), surest first."""
     properties = torch.cuda.get_device_properties(device)
     found: list[tuple[Any, bytes]] = []
-    uuid = getattr(properties, "uuid", None)
-    if uuid is not None:
+    if (uuid := getattr(properties, "uuid", None)) is not None:
         found.append((nvml.nvmlDeviceGetHandleByUUID, f"GPU-{uuid}".encode()))
-    bus = getattr(properties, "pci_bus_id", None)
-    if bus is not None:
+    if (bus := getattr(properties, "pci_bus_id", None)) is not None:
         domain, slot = getattr(properties, "pci_domain_id", 0), getattr(properties, "pci_device_id", 0)
         found.append((nvml.nvmlDeviceGetHandleByPciBusId, f"{domain:08x}:{bus:02x}:{slot:02x}.0".encode()))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     index = device.index if device.index is not None else torch.cuda.current_device()
     if index < len(visible) and visible[index].startswith("MIG-"):
-        # The whole GPU's count would be everybody's, not this worker's.
-        found = [(nvml.nvmlDeviceGetHandleByUUID, visible[index].encode())]
+        return [(nvml.nvmlDeviceGetHandleByUUID, visible[index].encode())]  # the whole GPU's count is everybody's
     return found

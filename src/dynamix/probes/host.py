@@ -6,6 +6,7 @@ every sample, version 1 and 2, from the worker's own group up to the root. The t
 
 from __future__ import annotations
 
+import contextlib
 import math
 import multiprocessing
 import os
@@ -35,41 +36,30 @@ class HostProbe:
     def detect(cls) -> tuple[bool, str]:
         """(available, why or how)."""
         cgroups = Cgroups.find()
-        cores = allowed_cores(cgroups)
-        limit = cgroups.memory_limit_bytes()
+        cores, limit = allowed_cores(cgroups), cgroups.memory_limit_bytes()
         memory = "no cgroup memory limit" if math.isinf(limit) else f"cgroup memory limit {limit / 2**20:.0f} MiB"
         return True, f"{cores:g} cores allowed, {memory}"
 
     def sample(self) -> dict[str, float]:
         """`cpu` and `memory`, since the previous sample or the probe's making."""
-        return {"cpu": self._cpu(), "memory": self._memory()}
-
-    def _cpu(self) -> float:
         now, used = time.perf_counter(), self._cpu_seconds()
         elapsed, self._sampled_at = now - self._sampled_at, now
         # A process not seen before was started since, so all it used belongs to this interval.
         spent = sum(seconds - self._used.get(pid, 0.0) for pid, seconds in used.items())
-        self._used = used
-        if elapsed <= 0:
-            return math.nan
-        return min(1.0, max(0.0, spent / (elapsed * allowed_cores(self._cgroups))))
+        self._used, cores = used, allowed_cores(self._cgroups)
+        cpu = min(1.0, max(0.0, spent / (elapsed * cores))) if elapsed > 0 else math.nan
+        return {"cpu": cpu, "memory": self._memory()}
 
     def _cpu_seconds(self) -> dict[int, float]:
         """User and system seconds so far, by process id."""
         seconds = {self._pid: time.process_time()}  # finer than the kernel's ticks in /proc
-        children = multiprocessing.active_children()
-        if not children:
-            return seconds
-        import psutil  # on first use: importing it takes a tenth of the time that this package takes
+        for child in multiprocessing.active_children():
+            import psutil  # on first use: importing it takes a tenth of the time that this package takes
 
-        for child in children:
-            if child.pid is None:
-                continue
-            try:
-                times = psutil.Process(child.pid).cpu_times()
-            except psutil.Error:
-                continue  # ended between listing and reading
-            seconds[child.pid] = times.user + times.system
+            with contextlib.suppress(psutil.Error):  # ended between listing and reading
+                if child.pid is not None:
+                    times = psutil.Process(child.pid).cpu_times()
+                    seconds[child.pid] = times.user + times.system
         return seconds
 
     def _memory(self) -> float:
@@ -169,20 +159,14 @@ def _chain(root: str, point: Path, path: str) -> tuple[Path, ...]:
         inside = Path(path).relative_to(root)
     except ValueError:
         inside = Path()
-    if ".." in inside.parts:  # outside this cgroup namespace
-        inside = Path()
-    own = point / inside
-    if not own.is_dir():
-        own = point
+    own = point if ".." in inside.parts else point / inside  # "..": outside this cgroup namespace
+    own = own if own.is_dir() else point
     return tuple(folder for folder in (own, *own.parents) if folder == point or point in folder.parents)
 
 
 def _quota_cores(folder: Path) -> float:
     both = _read(folder, "cpu.max").split()
-    if len(both) == 2:
-        quota, period = both
-    else:
-        quota, period = _read(folder, "cpu.cfs_quota_us"), _read(folder, "cpu.cfs_period_us")
+    quota, period = both if len(both) == 2 else (_read(folder, f"cpu.cfs_{name}_us") for name in ("quota", "period"))
     try:
         cores = float(quota) / float(period)
     except (ValueError, ZeroDivisionError):
@@ -191,21 +175,23 @@ def _quota_cores(folder: Path) -> float:
 
 
 def _memory_limit(folder: Path) -> float:
-    try:
-        limit = float(_read(folder, "memory.max") or _read(folder, "memory.limit_in_bytes"))
-    except ValueError:
-        return math.inf
+    limit = _number(folder, "memory.max", "memory.limit_in_bytes", otherwise=math.inf)
     return limit if limit < 2**60 else math.inf  # version 1 writes a huge number for none
 
 
 def _memory_used(folder: Path) -> float:
-    try:
-        used = float(_read(folder, "memory.current") or _read(folder, "memory.usage_in_bytes"))
-    except ValueError:
-        return math.nan
+    used = _number(folder, "memory.current", "memory.usage_in_bytes", otherwise=math.nan)
     counters = dict(line.split() for line in _read(folder, "memory.stat").splitlines() if line.count(" ") == 1)
     droppable = counters.get("total_inactive_file", counters.get("inactive_file", "0"))
-    return max(0.0, used - float(droppable))
+    return used if math.isnan(used) else max(0.0, used - float(droppable))
+
+
+def _number(folder: Path, *names: str, otherwise: float) -> float:
+    """What the first file that is there says, version 2's before version 1's."""
+    try:
+        return float(next(filter(None, (_read(folder, name) for name in names)), ""))
+    except ValueError:
+        return otherwise
 
 
 def _read(folder: Path, name: str) -> str:
@@ -216,11 +202,9 @@ def _bytes(path: str, most: int = 1 << 16) -> bytes:
     # Bare descriptors: a sample reads a dozen of these, and file objects would cost most of its time.
     try:
         descriptor = os.open(path, os.O_RDONLY)
+        try:
+            return os.read(descriptor, most)
+        finally:
+            os.close(descriptor)
     except OSError:
         return b""
-    try:
-        return os.read(descriptor, most)
-    except OSError:
-        return b""
-    finally:
-        os.close(descriptor)

@@ -41,12 +41,8 @@ class Connection:
         """What was added after `earlier`; everything when the connection is new."""
         if earlier is None:
             return self
-        return Connection(
-            self.sent_bytes - earlier.sent_bytes,
-            self.received_bytes - earlier.received_bytes,
-            self.retransmits - earlier.retransmits,
-            self.rtt_s,
-        )
+        sent, received = self.sent_bytes - earlier.sent_bytes, self.received_bytes - earlier.received_bytes
+        return Connection(sent, received, self.retransmits - earlier.retransmits, self.rtt_s)
 
     @property
     def moved_bytes(self) -> int:
@@ -94,18 +90,14 @@ class NetworkProbe:
         now, after = time.perf_counter(), self._others(open_connections())
         added = [connection.since(self._before.get(key)) for key, connection in after.items()]
         elapsed, self._sampled_at, self._before = now - self._sampled_at, now, after
-        busiest = max((connection.moved_bytes for connection in added), default=0)
-        counted = any(connection.moved_bytes for connection in after.values())
-        if not counted or elapsed <= 0:
-            return {"bytes_per_s": math.nan, "retransmits_per_s": math.nan, "rtt_s": math.nan}
-        ring = [connection for connection in added if connection.moved_bytes >= max(1.0, _RING_SHARE * busiest)]
+        busiest = max((c.moved_bytes for c in added), default=0)
+        if elapsed <= 0 or not any(c.moved_bytes for c in after.values()):
+            return dict.fromkeys(("bytes_per_s", "retransmits_per_s", "rtt_s"), math.nan)
+        ring = [c for c in added if c.moved_bytes >= max(1.0, _RING_SHARE * busiest)]
         weights = sum(c.moved_bytes for c in ring if c.rtt_s > 0)
         rtt = sum(c.moved_bytes * c.rtt_s for c in ring) / weights if weights else math.nan
-        return {
-            "bytes_per_s": sum(c.sent_bytes for c in ring) / elapsed,
-            "retransmits_per_s": sum(c.retransmits for c in ring) / elapsed,
-            "rtt_s": rtt,
-        }
+        sent, again = sum(c.sent_bytes for c in ring), sum(c.retransmits for c in ring)
+        return {"bytes_per_s": sent / elapsed, "retransmits_per_s": again / elapsed, "rtt_s": rtt}
 
     def _others(self, connections: dict[int, tuple[int, Connection]]) -> dict[int, Connection]:
         """Connections that are not the store's."""
@@ -175,31 +167,24 @@ def _counted_over_loopback() -> tuple[int, int]:
     return (connection.moved_bytes if connection else 0), len(info)
 
 
-class _Libc:
-    """The C library's socket calls on bare descriptors; Python's own need a socket object, which owns what it reads."""
-
-    def __init__(self) -> None:
-        library = ctypes.CDLL(None, use_errno=True)
-        value: list[Any] = [ctypes.c_char_p, ctypes.POINTER(ctypes.c_uint)]
-        self.getsockopt: Callable[..., int] = library.getsockopt
-        library.getsockopt.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int, *value]
-        self.names: dict[str, Callable[..., int]] = {}
-        for name in ("getsockname", "getpeername"):
-            function = getattr(library, name)
-            function.argtypes = [ctypes.c_int, *value]
-            self.names[name] = function
-
-
 @functools.cache
-def _libc() -> _Libc:
-    return _Libc()
+def _libc(name: str, *numbers: Any) -> Callable[..., int]:
+    """A socket call of the C library on a bare descriptor; Python's own need a socket object, which owns what it reads.
+
+    Its arguments: the descriptor, `numbers` of these types, a buffer and its length.
+    """
+    function: Any = getattr(ctypes.CDLL(None, use_errno=True), name)
+    function.argtypes = [ctypes.c_int, *numbers, ctypes.c_char_p, ctypes.POINTER(ctypes.c_uint)]
+    call: Callable[..., int] = function
+    return call
 
 
 class _Option:
     """One socket option, read from many descriptors into one buffer."""
 
     def __init__(self, level: int, option: int, size: int) -> None:
-        self._function, self._level, self._option, self._size = _libc().getsockopt, level, option, size
+        self._function = _libc("getsockopt", ctypes.c_int, ctypes.c_int)
+        self._level, self._option, self._size = level, option, size
         self._buffer, self._length = ctypes.create_string_buffer(size), ctypes.c_uint(size)
         self._length_at = ctypes.byref(self._length)
 
@@ -213,6 +198,6 @@ class _Option:
 
 def _address(fd: int, name: str) -> bytes:
     buffer, length = ctypes.create_string_buffer(128), ctypes.c_uint(128)
-    if _libc().names[name](fd, buffer, ctypes.byref(length)) != 0:
+    if _libc(name)(fd, buffer, ctypes.byref(length)) != 0:
         return b""
     return buffer.raw[: min(length.value, 128)]

@@ -27,19 +27,15 @@ class Clock(Protocol):
 
     def mark(self) -> Mark:
         """Now, in the order of work on the current stream."""
-        ...
 
     def passed(self, mark: Mark) -> bool:
         """Whether `mark` can be read. Never blocks."""
-        ...
 
     def seconds(self, start: Mark, end: Mark) -> float:
         """Time from `start` to `end`, both passed."""
-        ...
 
     def recycle(self, mark: Mark) -> None:
         """`mark` will not be read again."""
-        ...
 
 
 class CpuClock:
@@ -66,10 +62,7 @@ class CudaClock:
         self._free: list[torch.cuda.Event] = []
 
     def mark(self) -> Mark:
-        try:
-            event = self._free.pop()
-        except IndexError:
-            event = torch.cuda.Event(enable_timing=True)
+        event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
 
@@ -116,9 +109,7 @@ class _Micro:
 
     def marks(self) -> Iterator[Mark]:
         """All marks but `before`, the one most likely to be outstanding first."""
-        for mark in (self.end, self.ready, self.start, *self.reduced):
-            if mark is not None:
-                yield mark
+        yield from (mark for mark in (self.end, self.ready, self.start, *self.reduced) if mark is not None)
 
 
 class StepTimer:
@@ -157,8 +148,7 @@ class StepTimer:
         self._micro.ready = self._clock.mark()
 
     def reduced(self, *_: object) -> None:
-        """A bucket's reduction is over. The latest of a (micro-)step ends `comm`. Arguments are ignored, so that it
-        can be a future's callback."""
+        """A bucket's reduction is over. The latest of a (micro-)step ends `comm`. Fit for a future's callback."""
         self._micro.reduced.append(self._clock.mark())
 
     def interrupted(self) -> None:
@@ -218,10 +208,9 @@ class StepTimer:
     def _compute(self, micro: _Micro) -> float:
         if not micro.compute_known:
             return np.nan
-        if micro.ready is None:
-            return self._between(micro.start, micro.end)
+        whole = self._between(micro.start, micro.end)
         # Also right when every reduction ended before the last gradient was ready, and comm is cut at zero.
-        return self._between(micro.start, micro.end) - self._comm(micro)
+        return whole if micro.ready is None else whole - self._comm(micro)
 
     def _between(self, start: Mark | None, end: Mark | None) -> float:
         return np.nan if start is None or end is None else self._clock.seconds(start, end)
@@ -229,10 +218,8 @@ class StepTimer:
     def _recycle(self, micros: list[_Micro]) -> None:
         for micro in micros:
             # The end of a pass is also the next one's `before`, whose record returns it.
-            if micro.before is not None:
-                self._clock.recycle(micro.before)
-            for mark in micro.marks():
-                if mark is not micro.end:
+            for mark in (micro.before, *micro.marks()):
+                if mark is not None and mark is not micro.end:
                     self._clock.recycle(mark)
 
 
@@ -243,10 +230,9 @@ def attribute_wait(comm: ArrayLike) -> tuple[Floats, Floats]:
 
     A reduction ends for everybody at about the same time, so the last worker to arrive sees the transfer alone:
     transfer(t) = min_j comm_j(t) and wait_i(t) = comm_i(t) - transfer(t). Returns their means over the steps, `wait`
-    (W,) and `transfer` (W,), the latter the same for all workers. Means over a window would not do: when the straggler
-    changes from step to step every worker waits, although no worker is slow on average. With several workers a step
-    that only one of them measured says nothing and is left out. NaN where no step is left. Raises `ConfigError` unless
-    `comm` is 2-D.
+    (W,) and `transfer` (W,), the latter the same for all; NaN where no step is left. Step by step, because everybody
+    waits where the straggler changes, although nobody is slow on average. With several workers a step that only one of
+    them measured is left out. Raises `ConfigError` unless `comm` is 2-D.
 
     >>> wait, transfer = attribute_wait([[0.010, 0.030], [0.030, 0.010]])     # the straggler changes
     >>> wait.round(3).tolist(), transfer.round(3).tolist()

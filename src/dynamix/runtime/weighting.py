@@ -177,7 +177,7 @@ def _needs_loss_side(model: nn.Module) -> str | None:
 class LossWeight:
     """The loss side: loss * n_i * W / N, with N from the sample plan or, for given counts, from an all-reduce.
 
-    For counts, N is not known when backward starts. So the loss carries n_i * W / N_ref, N_ref being the last step's N, and
+    For counts, N is not known when backward starts. The loss then carries n_i * W / N_ref, N_ref being the last step's;
     when backward has ended, before the user's unscale or clipping, gradients are multiplied by N_ref / N.
     """
 

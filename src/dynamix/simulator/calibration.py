@@ -38,17 +38,13 @@ class Affine:
 
 @dataclass(frozen=True, slots=True)
 class NoiseCurve:
-    """log phi = knots interpolated at the fraction of training done + rho * log(B / base_batch).
-
-    phi       gradient noise scale, samples
-    residual  standard deviation of log phi about the fit
-    """
+    """log phi (gradient noise scale, samples) = knots at the fraction of training done + rho * log(B / base_batch)."""
 
     model: str
     base_batch: int
-    knots: tuple[float, ...]  # log phi at 0, 1/(n-1), ... 1
+    knots: tuple[float, ...]  # log phi at 0, 1/(n-1), ... 1, interpolated
     rho: float
-    residual: float
+    residual: float  # standard deviation of log phi about the fit
     samples: float  # of the whole training at the base batch
 
 

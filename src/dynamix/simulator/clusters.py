@@ -101,8 +101,8 @@ class Clusters:
 
     def take(self, rows: Any) -> Clusters:
         """Some of the clusters."""
-        values: dict[str, Any] = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        chosen: dict[str, Any] = {name: None if value is None else value[rows] for name, value in values.items()}
+        names = [field.name for field in dataclasses.fields(self)]
+        chosen: Any = {n: None if (value := getattr(self, n)) is None else value[rows] for n in names}
         return Clusters(**chosen)
 
 
@@ -125,8 +125,7 @@ def sample_clusters(count: int, workers: int, seed: int) -> Clusters:
     rng = np.random.default_rng([seed, workers, 77])
     shape, even = (count, workers), np.ones((count, workers))
     demo = rng.random(count) < 0.25
-    per_worker = 2 ** rng.integers(5, 9, count)
-    per_worker = np.where(demo, 128, per_worker)
+    per_worker = np.where(demo, 128, 2 ** rng.integers(5, 9, count))
     spread = rng.uniform(0, np.log(5), (count, 1))
     beta = np.exp(spread * rng.uniform(-0.5, 0.5, shape))
     quotas = np.array([0.56, 0.42, 0.25, 0.17])[rng.permuted(np.arange(workers) % 4 * even.astype(int), axis=1)]
@@ -137,8 +136,7 @@ def sample_clusters(count: int, workers: int, seed: int) -> Clusters:
     alpha = beta * per_worker[:, None] * rng.uniform(0.02, 0.35, shape)
     fraction = np.where(demo, rng.uniform(0.2, 0.45, count), rng.uniform(0.03, 0.5, count))
     exchange = total_s[:, 0] * fraction / (1 - fraction)
-    gradient_bytes = np.exp(rng.uniform(np.log(1e6), np.log(4e8), count))
-    share_latency = rng.uniform(0, 0.5, count)
+    gradient_bytes, share_latency = np.exp(rng.uniform(np.log(1e6), np.log(4e8), count)), rng.uniform(0, 0.5, count)
     hops = max(2 * (workers - 1), 1)
     latency = exchange * share_latency / hops
     bandwidth = gradient_bytes * hops / workers / np.maximum(exchange * (1 - share_latency), 1e-9)
@@ -146,8 +144,7 @@ def sample_clusters(count: int, workers: int, seed: int) -> Clusters:
     overlap = np.where(demo, rng.uniform(1, 1.6, count), rng.uniform(1, 4, count))
 
     base = per_worker * workers
-    fixed = exchange + np.mean(alpha, 1)
-    growing = 1 / np.sum(1 / beta, 1) * base
+    fixed, growing = exchange + np.mean(alpha, 1), 1 / np.sum(1 / beta, 1) * base
     optimum = np.exp(rng.uniform(np.log(0.35), np.log(2.5), count))
     noise = np.clip(optimum**2 * base * growing / fixed, 0.1 * base, 20 * base)
 

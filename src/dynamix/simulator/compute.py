@@ -7,21 +7,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from dynamix.simulator.calibration import OCTAVE_PARTS, calibration
-from dynamix.simulator.streams import RandomStream
 from dynamix.window import Floats, Ints
 
 _SIZES = 96  # grid points of the inverse of a curve that is not affine
 
 
-def jitter(stream: RandomStream, counter: np.uint64, sd: Floats, stall: Floats) -> Floats:
-    """Factors (C, W) with mean about 1: near-normal of `sd`, and in one step of eight a stall of +`stall`.
+def jitter(bits: np.ndarray, deviation: Floats, stall: Floats) -> Floats:
+    """Factors (C, W) on seconds: 1 + `deviation`, and in one step of eight a stall of +`stall`.
 
     The stall is the second mode that CPU quotas give: a step that meets the end of its period waits out the rest.
     """
-    bits = stream.bits(counter)
-    normal = near_normal(bits)
-    stalled = (bits >> 61) == 0
-    return np.asarray(np.maximum(1.0 + sd * normal + np.where(stalled, stall, 0.0), 0.3))
+    return np.asarray(np.maximum(1.0 + deviation + np.where((bits >> 61) == 0, stall, 0.0), 0.3))
 
 
 def near_normal(bits: np.ndarray) -> Floats:
@@ -66,12 +62,10 @@ class Costs:
         """The largest real sizes (C, W, K) in [1, high] that finish within `finish_s` (C, K) at slowdowns `factor`."""
         budget = finish_s[:, None, :] / factor[..., None]
         if self.affine:
-            sizes = (budget - self.alpha[..., None]) / self.beta[..., None]
-            return np.asarray(np.clip(sizes, 1.0, high[..., None]))
+            return np.asarray(np.clip((budget - self.alpha[..., None]) / self.beta[..., None], 1.0, high[..., None]))
         grid = np.exp(np.linspace(0.0, np.log(high), _SIZES, axis=-1))  # (C, W, G)
-        seconds = self.seconds(grid)
         # Curves may fall; what counts is the largest size that is in time, so look from the right.
-        least = np.minimum.accumulate(seconds[..., ::-1], -1)[..., ::-1]
+        least = np.minimum.accumulate(self.seconds(grid)[..., ::-1], -1)[..., ::-1]
         index = np.clip((least[:, :, None, :] <= budget[..., None]).sum(-1) - 1, 0, _SIZES - 2)
         low, high_s = (np.take_along_axis(least, index + i, -1) for i in (0, 1))
         part = np.clip((budget - low) / np.maximum(high_s - low, 1e-12), 0.0, 1.0)

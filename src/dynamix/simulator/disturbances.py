@@ -78,9 +78,8 @@ class MovingNeighbour:
     def at(self, clock_s: Floats) -> Floats:
         """Factors (C, W) at wall clock (C,)."""
         slot = np.floor(clock_s / self.period_s + self._phase).astype(np.uint64)
-        victim = self._victim.bits(slot) % np.uint64(self.workers)
-        hit = victim[:, None] == np.arange(self.workers, dtype=np.uint64)
-        return np.where(hit, self.factor[:, None], 1.0)
+        victim = (self._victim.bits(slot) % np.uint64(self.workers))[:, None]
+        return np.where(victim == np.arange(self.workers, dtype=np.uint64), self.factor[:, None], 1.0)
 
 
 class SlowdownTrace:
@@ -104,17 +103,14 @@ class SlowdownTrace:
             raise ConfigError("trace", os.fspath(path), "a CSV file that can be read", str(error)) from error
         if len(rows) < 2 or not rows[0] or rows[0][0].strip() != "time_s" or len(rows[0]) < 2:
             raise ConfigError("trace", os.fspath(path), "a head time_s,0,1,... and at least one row", fix)
-        values = [_numbers(row, len(rows[0]), f"{os.fspath(path)}:{i}") for i, row in enumerate(rows[1:], 2) if row]
-        table = np.array(values)
+        head, *body = rows
+        table = np.array([_numbers(row, len(head), f"{os.fspath(path)}:{i}") for i, row in enumerate(body, 2) if row])
         for i in range(len(table)):
+            place = f"in line {i + 2} of the trace"
             if (table[i, 1:] <= 0).any():
-                raise ConfigError(
-                    f"factor in line {i + 2} of the trace", table[i, 1:].min(), "above 0", "2 is half speed"
-                )
+                raise ConfigError(f"factor {place}", table[i, 1:].min(), "above 0", "2 is half speed")
             if (i == 0 and table[0, 0] != 0) or (i and table[i, 0] <= table[i - 1, 0]):
-                raise ConfigError(
-                    f"time_s in line {i + 2} of the trace", table[i, 0], "0 first, then increasing", "sort"
-                )
+                raise ConfigError(f"time_s {place}", table[i, 0], "0 first, then increasing", "sort")
         return cls(table[:, 0], table[:, 1:])
 
     def at(self, clock_s: Floats) -> Floats:

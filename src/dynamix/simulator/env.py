@@ -23,10 +23,10 @@ NOISE_MEMORY = 0.9  # of the error of log phi from window to window: the estimat
 class ClusterEnv:
     """`reset()` gives the first `Window` (equal shares); `step(sizes)` takes an allocation (C, W), gives the next.
 
-    A step is `delay` optimizer steps on the allocation in force (a decision needs one step to travel, more with loader
-    workers; they belong to no window), then `interval` measured steps on the new one. `clock_s` and `progress`
-    (base-batch samples' worth of training) are (C,) totals; disturbances follow the wall clock, and all random numbers
-    are counter-based, so that every policy meets the same world.
+    A step is `delay` optimizer steps on the allocation in force (what a decision needs to travel; they belong to no
+    window), then `interval` measured steps on the new one. `clock_s` and `progress` (base-batch samples' worth of
+    training) are (C,) totals. Every policy meets the same world: disturbances follow the wall clock, and random numbers
+    are counter-based.
 
     trace     slowdowns recorded elsewhere, on top of the clusters' own; W must be its width
     lr_rule   "adascale": a step's progress follows the noise scale. "none": a constant learning rate, whose step-count
@@ -34,9 +34,7 @@ class ClusterEnv:
 
     >>> from dynamix.simulator import sample_clusters
     >>> env = ClusterEnv(sample_clusters(3, 4, seed=0), seed=1)
-    >>> window = env.reset()
-    >>> window = env.step(window.batch_size)
-    >>> window.compute.shape
+    >>> env.step(env.reset().batch_size).compute.shape
     (3, 4)
     """
 
@@ -51,9 +49,8 @@ class ClusterEnv:
         lr_rule: str = "adascale",
     ) -> None:
         if interval < 1 or delay < 0:
-            raise ConfigError(
-                "interval, delay", (interval, delay), "interval 1 or more, delay 0 or more", "use 5 and 1"
-            )
+            allowed = "interval 1 or more, delay 0 or more"
+            raise ConfigError("interval, delay", (interval, delay), allowed, "use 5 and 1")
         if lr_rule not in ("adascale", "none"):
             raise ConfigError("lr_rule", lr_rule, "adascale, none", "other rules have no model of progress here")
         if trace is not None and trace.factors.shape[1] != clusters.shape[1]:
@@ -61,44 +58,36 @@ class ClusterEnv:
             raise ConfigError("workers", clusters.shape[1], f"{width}, as the trace has", "sample such clusters")
         self.clusters, self.seed, self.interval, self.delay = clusters, seed, interval, delay
         self.trace, self.lr_rule = trace, lr_rule
-        self.bounds = bounds_of(clusters)
-        self.costs = clusters.costs
-        count = clusters.shape[0]
-        self._jitter = RandomStream(seed, "jitter", clusters.shape)
-        self._slices = RandomStream(seed, "slices", clusters.shape)
-        self._together = RandomStream(seed, "together", (count,))
-        self._cpu = RandomStream(seed, "cpu", clusters.shape)
-        self._measured = RandomStream(seed, "measured", clusters.shape)
-        self._training = RandomStream(seed, "training", clusters.shape)
-        self._noise, self._wander = RandomStream(seed, "noise", (count,)), RandomStream(seed, "wander", (count,))
-        # Learning rate constant: the measured critical batch instead of the gradient's own.
-        self._critical = 1.0 if lr_rule == "adascale" else calibration().step_count_ratio
+        self.bounds, self.costs = bounds_of(clusters), clusters.costs
+        self._jitter, self._slices, self._cpu, self._measured, self._training = (
+            RandomStream(seed, purpose, clusters.shape)
+            for purpose in ("jitter", "slices", "cpu", "measured", "training")
+        )
+        self._together, self._noise, self._wander = (
+            RandomStream(seed, purpose, clusters.shape[:1]) for purpose in ("together", "noise", "wander")
+        )
+        # Of the measured noise scale. Learning rate constant: the measured critical batch, not the gradient's own.
+        self.critical_share = 1.0 if lr_rule == "adascale" else calibration().step_count_ratio
         self.reset()
 
     def reset(self) -> Window:
         """Start over, the same world again; the first window at equal shares of the base batch."""
         c = self.clusters
         count, workers = c.shape
-        weakest = LEAST if c.slow_weakest is None else c.slow_weakest
-        self.slowdowns = Slowdowns(
-            self.seed,
-            c.slow_off_s,
-            c.slow_on_s,
-            c.slow_strongest,
-            even=c.slow_even,
-            group=c.slow_group,
-            weakest=weakest,
+        slow, weakest = (
+            (c.slow_off_s, c.slow_on_s, c.slow_strongest),
+            LEAST if c.slow_weakest is None else c.slow_weakest,
         )
+        self.slowdowns = Slowdowns(self.seed, *slow, weakest=weakest, even=c.slow_even, group=c.slow_group)
         self.links = None
         if c.link_off_s is not None and c.link_on_s is not None and c.link_strongest is not None:
             links = c.link_off_s, c.link_on_s, c.link_strongest
             self.links = Slowdowns(self.seed, *links, group=c.link_group, purpose="link")
         self.neighbour = MovingNeighbour(self.seed, workers, c.neighbour_period_s, c.neighbour_factor)
-        self.clock_s, self.progress = np.zeros(count), np.zeros(count)
         self.steps = self.windows = 0
-        self._noise_error, self._drift, self._wave = np.zeros(count), np.zeros(c.shape), np.zeros(count)
+        self.clock_s, self.progress, self._octaves, self._noise_error, self._wave = np.zeros((5, count))
+        self._drift = np.zeros(c.shape)
         self._changed: np.ndarray | None = None
-        self._octaves = np.zeros(count)
         self.batch: Ints = np.broadcast_to((c.base_batch // workers)[:, None], c.shape).copy()
         return self._measure()
 
@@ -137,9 +126,8 @@ class ClusterEnv:
         if c.bytes_share is None:
             return c.exchange_s
         link = np.ones(c.shape) if c.link is None else c.link
-        return exchange_time(
-            c.exchange_s, c.bytes_share, link if self.links is None else link * self.links.at(self.clock_s)
-        )
+        slowed = link if self.links is None else link * self.links.at(self.clock_s)
+        return exchange_time(c.exchange_s, c.bytes_share, slowed)
 
     def true_noise_scale(self, batch: Floats | None = None) -> Floats:
         """phi (C,) now, at global batch `batch` (C,) or (C, K); None: the base batch."""
@@ -150,8 +138,7 @@ class ClusterEnv:
             fraction = c.noise_from + self.progress / c.noise_unit
             phi = c.noise_start * np.exp(along(c.noise_knots, fraction) - along(c.noise_knots, c.noise_from))
             if c.noise_wander is not None:
-                slot = fraction * 32.0
-                low, part = np.floor(slot), slot % 1.0
+                low, part = np.floor(fraction * 32.0), fraction * 32.0 % 1.0
                 near, far = (self._wander.normal((low + i).astype(np.uint64)) for i in (0, 1))
                 phi = phi * np.exp(c.noise_wander * ((1 - part) * near + part * far))
         if batch is None:
@@ -165,7 +152,7 @@ class ClusterEnv:
         """Progress per sample now (C,) or (C, K) at global batch `batch`, AdaScale's gain at the phi of that batch."""
         more = (slice(None), *[None] * (batch.ndim - 1))
         base = self.clusters.base_batch[more].astype(np.float64)
-        return efficiency(self._critical * self.true_noise_scale(batch), batch, base)
+        return efficiency(self.critical_share * self.true_noise_scale(batch), batch, base)
 
     def accuracy(self, model: Generalisation) -> Floats:
         """Test accuracy (C,) now, by a model of it; progress counts from the start of the whole training."""
@@ -194,13 +181,12 @@ class ClusterEnv:
         return busy, whole
 
     def _jitters(self) -> Floats:
-        c, counter = self.clusters, np.uint64(self.steps)
-        if c.jitter_memory is None:
-            return jitter(self._jitter, counter, c.jitter_sd, c.stall[:, None])
-        memory, bits = c.jitter_memory[:, None], self._jitter.bits(counter)
-        self._drift = memory * self._drift + np.sqrt(1 - memory**2) * near_normal(bits)
-        stalled = np.where((bits >> 61) == 0, c.stall[:, None], 0.0)
-        return np.asarray(np.maximum(1.0 + c.jitter_sd * self._drift + stalled, 0.3))
+        c, bits = self.clusters, self._jitter.bits(np.uint64(self.steps))
+        deviation = near_normal(bits)
+        if c.jitter_memory is not None:
+            memory = c.jitter_memory[:, None]
+            deviation = self._drift = memory * self._drift + np.sqrt(1 - memory**2) * deviation
+        return jitter(bits, c.jitter_sd * deviation, c.stall[:, None])
 
     def _measure(self) -> Window:
         mean, square, wait = np.zeros((3, *self.batch.shape))
@@ -216,8 +202,7 @@ class ClusterEnv:
         mean, wait, exchange = mean / k, wait / k, exchange / k
         variance = np.maximum(square / k - mean**2, 0.0) * (k / (k - 1) if k > 1 else np.nan)
         self.windows += 1
-        unseen = self.batch == 0
-        measured = mean
+        unseen, measured = self.batch == 0, mean
         if self.clusters.time_error is not None:
             error = self._measured.normal(np.uint64(2 * self.windows))
             measured = mean * np.maximum(1.0 + self.clusters.time_error[:, None] * error, 0.3)
@@ -245,11 +230,10 @@ class ClusterEnv:
         self._noise_error = NOISE_MEMORY * self._noise_error + np.sqrt(1 - NOISE_MEMORY**2) * fresh
         unknown = c.missing_noise | (self.windows < 2)
         phi = self.true_noise_scale(self.batch.sum(-1).astype(np.float64))
-        noise = np.where(unknown, np.nan, phi * np.exp(self._noise_error))
         change = self._training.normal(counter) * 0.7
         hidden = (c.missing_training | (self.windows < 2))[:, None]
         return {
-            "noise": noise,
+            "noise": np.where(unknown, np.nan, phi * np.exp(self._noise_error)),
             "signal": np.where(unknown, np.nan, 1.0),
             "loss_change": np.where(hidden, np.nan, change - 0.05),
             "accuracy_change": np.where(hidden, np.nan, 0.05 - 0.8 * change),

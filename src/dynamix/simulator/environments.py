@@ -1,8 +1,8 @@
 """The simulator behind other libraries' interfaces: Gymnasium (one cluster, or C at once) and PettingZoo (agents).
 
-All three see `features` of a window and answer with the logarithm of a factor on each worker's batch size, in units of
-`ACTION_SCALE`; the projection makes sizes of it. The reward is the logarithm of the window's goodput over that of
-training at rest with the base batch, shared by all workers. Needs gymnasium (and pettingzoo): extra `learn`.
+All see `features` of a window and answer with the logarithm of a factor on each worker's batch size, in units of
+`ACTION_SCALE`; the projection makes sizes of it. The reward, shared by all workers, is the logarithm of the window's
+goodput over that of training at rest with the base batch. Needs gymnasium and pettingzoo: extra `learn`.
 
 Importing this module registers `dynamix/Cluster-v0` with Gymnasium, for one cluster and as a vector. Gymnasium from 1.0
 on looks for no plugins, so a program imports the module, or names it:
@@ -31,10 +31,12 @@ from dynamix.projection import project
 from dynamix.simulator.env import ClusterEnv
 from dynamix.simulator.families import sample_family
 from dynamix.simulator.network import step_time
-from dynamix.window import Floats, Ints, Window
+from dynamix.window import Floats, Window
 
 Observation = NDArray[np.float32]
 Action = NDArray[np.float32]
+Info = dict[str, Any]
+FAMILY = "affine-slowdowns"  # of `simulator.families`, unless said otherwise
 ACTION_SCALE = 0.5
 LIMIT = 5.0  # features are clipped there
 _WIDTH = len(FEATURES)
@@ -46,8 +48,7 @@ class _Worlds:
     def __init__(self, family: str, count: int, workers: int, interval: int, delay: int) -> None:
         if count < 1 or workers < 1:
             raise ConfigError("clusters, workers", (count, workers), "1 or more each", "check the arguments")
-        self.family, self.count, self.workers = family, count, workers
-        self.interval, self.delay = interval, delay
+        self.family, self.count, self.workers, self.interval, self.delay = family, count, workers, interval, delay
         sample_family(family, 1, workers, 0)  # a wrong name is said now
 
     def reset(self, seed: int) -> Observation:
@@ -55,25 +56,20 @@ class _Worlds:
         self.env = ClusterEnv(clusters, seed=seed, interval=self.interval, delay=self.delay)
         window = self.env.reset()
         base = clusters.base_batch.astype(np.float64)
-        even = np.broadcast_to((base / self.workers)[:, None], clusters.shape)
-        busy = self.env.costs.seconds(even).max(-1)
+        busy = self.env.costs.seconds(np.broadcast_to((base / self.workers)[:, None], clusters.shape)).max(-1)
         self.at_rest = base / step_time(busy, clusters.exchange_s, clusters.overlap)
         return features(window)
 
     def step(self, action: Floats) -> tuple[Observation, Floats, Window]:
         clock, progress = self.env.clock_s, self.env.progress
         wish = self.env.batch * np.exp(ACTION_SCALE * np.clip(action, -1, 1))
-        sizes: Ints = project(np.maximum(wish, 1.0), self.env.bounds, current=self.env.batch)
-        window = self.env.step(sizes)
+        window = self.env.step(project(np.maximum(wish, 1.0), self.env.bounds, current=self.env.batch))
         goodput = (self.env.progress - progress) / (self.env.clock_s - clock)
         return features(window), np.log(goodput / self.at_rest), window
 
 
 def _spaces(workers: int) -> tuple[Any, Any]:
-    return (
-        spaces.Box(-LIMIT, LIMIT, (workers, _WIDTH), np.float32),
-        spaces.Box(-1.0, 1.0, (workers,), np.float32),
-    )
+    return (spaces.Box(-LIMIT, LIMIT, (workers, _WIDTH), np.float32), spaces.Box(-1.0, 1.0, (workers,), np.float32))
 
 
 class GymClusterEnv(gymnasium.Env[Observation, Action]):
@@ -82,25 +78,17 @@ class GymClusterEnv(gymnasium.Env[Observation, Action]):
     metadata = {"render_modes": []}  # noqa: RUF012
 
     def __init__(
-        self,
-        family: str = "affine-slowdowns",
-        workers: int = 4,
-        *,
-        windows: int = 100,
-        interval: int = 5,
-        delay: int = 1,
+        self, family: str = FAMILY, workers: int = 4, *, windows: int = 100, interval: int = 5, delay: int = 1
     ) -> None:
         self._worlds, self.windows = _Worlds(family, 1, workers, interval, delay), windows
         self.observation_space, self.action_space = _spaces(workers)
 
-    def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[Observation, dict[str, Any]]:
+    def reset(self, *, seed: int | None = None, options: Info | None = None) -> tuple[Observation, Info]:
         super().reset(seed=seed)
         self._decisions = 0
         return self._worlds.reset(int(self.np_random.integers(2**31)))[0], {}
 
-    def step(self, action: Action) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
+    def step(self, action: Action) -> tuple[Observation, float, bool, bool, Info]:
         seen, reward, window = self._worlds.step(np.asarray(action, np.float64)[None])
         self._decisions += 1
         info = {"batch_sizes": window.batch_size[0], "clock_s": float(self._worlds.env.clock_s[0])}
@@ -117,7 +105,7 @@ class VectorClusterEnv(VectorEnv[Observation, Action, NDArray[Any]]):
 
     def __init__(
         self,
-        family: str = "affine-slowdowns",
+        family: str = FAMILY,
         clusters: int = 64,
         workers: int = 4,
         *,
@@ -125,24 +113,19 @@ class VectorClusterEnv(VectorEnv[Observation, Action, NDArray[Any]]):
         interval: int = 5,
         delay: int = 1,
     ) -> None:
-        self._worlds, self.windows, self.num_envs = (
-            _Worlds(family, clusters, workers, interval, delay),
-            windows,
-            clusters,
-        )
+        self._worlds = _Worlds(family, clusters, workers, interval, delay)
+        self.windows, self.num_envs = windows, clusters
         self.single_observation_space, self.single_action_space = _spaces(workers)
         self.observation_space = batch_space(self.single_observation_space, clusters)
         self.action_space = batch_space(self.single_action_space, clusters)
         self._ended = False
 
-    def reset(
-        self, *, seed: int | list[int] | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[Observation, dict[str, Any]]:
+    def reset(self, *, seed: int | list[int] | None = None, options: Info | None = None) -> tuple[Observation, Info]:
         super().reset(seed=seed if isinstance(seed, int) or seed is None else seed[0])
         self._decisions, self._ended = 0, False
         return self._worlds.reset(int(self.np_random.integers(2**31))), {}
 
-    def step(self, actions: Action) -> tuple[Observation, NDArray[Any], NDArray[Any], NDArray[Any], dict[str, Any]]:
+    def step(self, actions: Action) -> tuple[Observation, NDArray[Any], NDArray[Any], NDArray[Any], Info]:
         no = np.zeros(self.num_envs, dtype=bool)
         if self._ended:
             seen, _ = self.reset()
@@ -160,13 +143,7 @@ class ParallelClusterEnv(ParallelEnv[str, Observation, Action]):
     metadata = {"render_modes": [], "name": "dynamix_cluster_v0"}  # noqa: RUF012
 
     def __init__(
-        self,
-        family: str = "affine-slowdowns",
-        workers: int = 4,
-        *,
-        windows: int = 100,
-        interval: int = 5,
-        delay: int = 1,
+        self, family: str = FAMILY, workers: int = 4, *, windows: int = 100, interval: int = 5, delay: int = 1
     ) -> None:
         self._worlds, self.windows = _Worlds(family, 1, workers, interval, delay), windows
         self.possible_agents = [f"worker_{i}" for i in range(workers)]
@@ -181,9 +158,7 @@ class ParallelClusterEnv(ParallelEnv[str, Observation, Action]):
     def action_space(self, agent: str) -> Any:
         return self._spaces[1]
 
-    def reset(
-        self, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[dict[str, Observation], dict[str, Any]]:
+    def reset(self, seed: int | None = None, options: Info | None = None) -> tuple[dict[str, Observation], Info]:
         if seed is not None:
             self._rng = np.random.default_rng(seed)
         self.agents, self._decisions = list(self.possible_agents), 0
@@ -192,7 +167,7 @@ class ParallelClusterEnv(ParallelEnv[str, Observation, Action]):
 
     def step(
         self, actions: dict[str, Action]
-    ) -> tuple[dict[str, Observation], dict[str, float], dict[str, bool], dict[str, bool], dict[str, dict[str, Any]]]:
+    ) -> tuple[dict[str, Observation], dict[str, float], dict[str, bool], dict[str, bool], dict[str, Info]]:
         wished = np.array([[float(np.asarray(actions[agent]).reshape(-1)[0]) for agent in self.agents]])
         seen, reward, window = self._worlds.step(wished)
         self._decisions += 1
@@ -200,13 +175,8 @@ class ParallelClusterEnv(ParallelEnv[str, Observation, Action]):
         if over:
             self.agents = []
         infos = {agent: {"batch_size": int(b)} for agent, b in zip(agents, window.batch_size[0], strict=True)}
-        return (
-            dict(zip(agents, seen[0], strict=True)),
-            {agent: float(reward[0]) for agent in agents},
-            dict.fromkeys(agents, False),
-            dict.fromkeys(agents, over),
-            infos,
-        )
+        observed, rewards = dict(zip(agents, seen[0], strict=True)), dict.fromkeys(agents, float(reward[0]))
+        return observed, rewards, dict.fromkeys(agents, False), dict.fromkeys(agents, over), infos
 
 
 def vector_environment(num_envs: int = 1, **settings: Any) -> VectorClusterEnv:
@@ -214,8 +184,5 @@ def vector_environment(num_envs: int = 1, **settings: Any) -> VectorClusterEnv:
     return VectorClusterEnv(clusters=num_envs, **settings)
 
 
-gymnasium.register(
-    "dynamix/Cluster-v0",
-    entry_point=f"{__name__}:{GymClusterEnv.__name__}",
-    vector_entry_point=f"{__name__}:{vector_environment.__name__}",
-)
+_ONE, _MANY = (f"{__name__}:{maker.__name__}" for maker in (GymClusterEnv, vector_environment))
+gymnasium.register("dynamix/Cluster-v0", entry_point=_ONE, vector_entry_point=_MANY)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -47,7 +48,6 @@ def _plain(models: tuple[str, ...], count: int, workers: int, rng: np.random.Gen
     computing = (alpha + beta * per_worker[:, None]).max(-1)
     fraction = rng.uniform(0.03, 0.5, count)
     exchange = computing * fraction / (1 - fraction) if workers > 1 else np.zeros(count)
-    never = np.full(shape, NEVER)
     spread = np.exp(rng.normal(0, 1, shape) * _pai_spread(count, rng)[:, None])
     alpha, beta = alpha * spread, beta * spread
     return _with_noise(
@@ -62,7 +62,7 @@ def _plain(models: tuple[str, ...], count: int, workers: int, rng: np.random.Gen
             jitter_s=computing[:, None] * np.exp(rng.uniform(np.log(0.002), np.log(0.1), (count, 1))) * np.ones(shape),
             together_sd=np.exp(rng.uniform(np.log(0.003), np.log(0.12), count)),
             stall=np.zeros(count),
-            slow_off_s=never,
+            slow_off_s=np.full(shape, NEVER),
             slow_on_s=np.ones(shape),
             slow_strongest=np.ones(shape),
             neighbour_period_s=np.full(count, 60.0),
@@ -92,7 +92,7 @@ def _draw_gpus(
     for _ in range(shape[0]):
         model = str(rng.choice(models))
         fits = [fit for (name, _), fit in calibration().affine.items() if name == model]
-        if len(models) == len(AFFINE_MODELS) and models == AFFINE_MODELS:
+        if models == AFFINE_MODELS:
             fits = calibration().affine_models()[model]
         kinds = rng.choice(len(fits), min(int(rng.integers(1, 4)), len(fits)), replace=False)
         row = [fits[int(kind)] for kind in rng.choice(kinds, shape[1])]
@@ -107,8 +107,7 @@ def _with_noise(gpus: list[list[Affine]], rng: np.random.Generator, clusters: Cl
     count, known = clusters.shape[0], calibration().noise
     curves = [known.get(row[0].model, known["cifar10"]) for row in gpus]
     base = clusters.base_batch.astype(np.float64)
-    growing = base / (1 / clusters.beta).sum(-1)
-    fixed = clusters.exchange_s + clusters.alpha.mean(-1)
+    growing, fixed = base / (1 / clusters.beta).sum(-1), clusters.exchange_s + clusters.alpha.mean(-1)
     best = np.exp(rng.uniform(np.log(0.5), np.log(2.0), count))
     return replace(
         clusters,
@@ -128,9 +127,6 @@ def _pai_spread(count: int, rng: np.random.Generator) -> Floats:
     return np.asarray(np.minimum(spread["median"] * np.exp(sd * rng.normal(size=count)), 0.3))
 
 
-# ---------------------------------------------------------------- disturbances within the baselines' assumptions
-
-
 def _slowdowns(c: Clusters, rng: np.random.Generator) -> Clusters:
     """Each worker for itself, rare or frequent."""
     count, workers = c.shape
@@ -147,17 +143,8 @@ def _pai_steady(c: Clusters, rng: np.random.Generator) -> Clusters:
     return replace(c, alpha=c.alpha * uneven, beta=c.beta * uneven, jitter_sd=np.full(c.shape, job["jitter"]))
 
 
-def _pai_straggler(c: Clusters, rng: np.random.Generator) -> Clusters:
-    """One worker of ten slows down mid-run for some minutes, by factors around the PAI job's."""
-    return _stragglers(c, rng, "late-straggler", 0.1)
-
-
-def _pai_stragglers(c: Clusters, rng: np.random.Generator) -> Clusters:
-    """Several workers slow down mid-run and stay slow, as in the third PAI job."""
-    return _stragglers(c, rng, "several-stragglers", 0.3)
-
-
-def _stragglers(c: Clusters, rng: np.random.Generator, name: str, share: float) -> Clusters:
+def _pai_straggler(c: Clusters, rng: np.random.Generator, *, name: str, share: float) -> Clusters:
+    """A share of the workers, at least one, slows down mid-run for some minutes, by factors around that PAI job's."""
     job = calibration().processes[name]
     hit = rng.random(c.shape) < share
     hit[np.arange(len(hit)), rng.integers(0, c.shape[1], len(hit))] = True
@@ -189,13 +176,8 @@ def _links(c: Clusters, rng: np.random.Generator) -> Clusters:
     slowness = np.exp(-rng.exponential(0.6, c.shape))
     slowness /= slowness.max(-1, keepdims=True)
     off = rng.uniform(40, 200, c.shape) * max(c.shape[1] / 4, 1)
-    return replace(
-        c,
-        link=slowness,
-        link_off_s=off,
-        link_on_s=rng.uniform(5, 40, c.shape),
-        link_strongest=np.full(c.shape, 4.0),
-    )
+    on, strongest = rng.uniform(5, 40, c.shape), np.full(c.shape, 4.0)
+    return replace(c, link=slowness, link_off_s=off, link_on_s=on, link_strongest=strongest)
 
 
 def _neighbour(c: Clusters, rng: np.random.Generator) -> Clusters:
@@ -204,38 +186,31 @@ def _neighbour(c: Clusters, rng: np.random.Generator) -> Clusters:
     return replace(c, neighbour_period_s=rng.uniform(8, 60, count), neighbour_factor=rng.uniform(1.3, 3, count))
 
 
-# ---------------------------------------------------------------- families that break an assumption
-
-
 def _cliff(c: Clusters, rng: np.random.Generator) -> Clusters:
     """Short memory: beyond a part of the largest batch that ran, time grows faster than the batch."""
-    per_worker = (c.base_batch / c.shape[1])[:, None]
-    at = per_worker * rng.uniform(0.8, 2.0, c.shape)
+    at = (c.base_batch / c.shape[1])[:, None] * rng.uniform(0.8, 2.0, c.shape)
     return replace(_slowdowns(c, rng), cliff_at=at, cliff_slope=rng.uniform(0.5, 2.0, c.shape))
 
 
 def _colocation(c: Clusters, rng: np.random.Generator) -> Clusters:
     """Jobs come to share the GPU and go; slowdowns are drawn from Gavel's measured pairs."""
-    gpus = sorted(calibration().colocation)
-    pick = rng.integers(0, len(gpus), c.shape)
-    quantiles = np.stack([calibration().colocation[gpu] for gpu in gpus])[pick]
-    low, high = quantiles[..., 5], np.minimum(quantiles[..., 17], 6.0)  # the middle of what pairs do to each other
+    measured = np.stack([quantiles for _, quantiles in sorted(calibration().colocation.items())])
+    quantiles = measured[rng.integers(0, len(measured), c.shape)]
     return replace(
         c,
         slow_off_s=np.exp(rng.uniform(np.log(30), np.log(200), c.shape)),
         slow_on_s=np.exp(rng.uniform(np.log(20), np.log(200), c.shape)),
-        slow_weakest=low,
-        slow_strongest=high,
+        slow_weakest=quantiles[..., 5],  # the middle of what pairs do to each other
+        slow_strongest=np.minimum(quantiles[..., 17], 6.0),
     )
 
 
 def _correlated(c: Clusters, rng: np.random.Generator) -> Clusters:
     """Racks: neighbouring workers slow down together."""
     rack = np.maximum(rng.integers(2, 5, c.shape[0]), 2)[:, None]
-    group = np.broadcast_to(np.arange(c.shape[1]), c.shape) // rack
-    slowed = _slowdowns(c, rng)
-    lead = [np.take_along_axis(field, group, 1) for field in (slowed.slow_off_s, slowed.slow_on_s)]
-    return replace(slowed, slow_off_s=lead[0], slow_on_s=lead[1], slow_group=group)
+    group, slowed = np.broadcast_to(np.arange(c.shape[1]), c.shape) // rack, _slowdowns(c, rng)
+    off, on = (np.take_along_axis(field, group, 1) for field in (slowed.slow_off_s, slowed.slow_on_s))
+    return replace(slowed, slow_off_s=off, slow_on_s=on, slow_group=group)
 
 
 def _drifting(c: Clusters, rng: np.random.Generator) -> Clusters:
@@ -246,13 +221,12 @@ def _drifting(c: Clusters, rng: np.random.Generator) -> Clusters:
 
 def _contention(c: Clusters, rng: np.random.Generator) -> Clusters:
     """A shared switch: all links slow down together, the more workers the more."""
-    strongest = 1.5 + rng.uniform(0.3, 0.8, (c.shape[0], 1)) * np.log2(max(c.shape[1], 2)) * np.ones(c.shape)
-    whole = np.zeros(c.shape, dtype=np.int64)
     alike = np.ones(c.shape)
+    strongest = 1.5 + rng.uniform(0.3, 0.8, (c.shape[0], 1)) * np.log2(max(c.shape[1], 2)) * alike
     return replace(
         c,
         link=alike,
-        link_group=whole,
+        link_group=np.zeros(c.shape, dtype=np.int64),
         link_off_s=rng.uniform(15, 60, (c.shape[0], 1)) * alike,
         link_on_s=rng.uniform(5, 40, (c.shape[0], 1)) * alike,
         link_strongest=strongest,
@@ -271,16 +245,12 @@ def _poor_probes(c: Clusters, rng: np.random.Generator) -> Clusters:
     )
 
 
-def _as_it_is(c: Clusters, rng: np.random.Generator) -> Clusters:
-    return c
-
-
 CONFORMING: dict[str, Change] = {
-    "affine-quiet": _as_it_is,
+    "affine-quiet": lambda clusters, rng: clusters,
     "affine-slowdowns": _slowdowns,
     "pai-steady": _pai_steady,
-    "pai-straggler": _pai_straggler,
-    "pai-stragglers": _pai_stragglers,
+    "pai-straggler": partial(_pai_straggler, name="late-straggler", share=0.1),
+    "pai-stragglers": partial(_pai_straggler, name="several-stragglers", share=0.3),
     "dbs-process": _dbs,
     "moving-neighbour": _neighbour,
 }

@@ -7,6 +7,7 @@ of what may come, and `planned` searches small cases by trying them out.
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,17 +20,12 @@ from dynamix.simulator.env import ClusterEnv
 from dynamix.simulator.network import step_time
 from dynamix.window import Bounds, Floats, Ints, Window
 
+Gain = Callable[[Floats], Floats]
 _GRID = np.exp(np.linspace(np.log(0.15), np.log(8.0), 48))
 
 
 def best_allocation(
-    costs: Costs,
-    factor: Floats,
-    exchange_s: Floats,
-    overlap: Floats,
-    gain: Callable[[Floats], Floats],
-    base: Floats,
-    high: Floats,
+    costs: Costs, factor: Floats, exchange_s: Floats, overlap: Floats, gain: Gain, base: Floats, high: Floats
 ) -> Floats:
     """Real sizes (C, W) of highest goodput: equal finishing times, B by search over a grid.
 
@@ -75,10 +71,13 @@ class LaggedReference:
         pass
 
     def _best(self, slow: Floats, exchange_s: Floats) -> Floats:
-        env = self.env
-        base, high = env.clusters.base_batch.astype(np.float64), np.asarray(env.bounds.high, np.float64)
-        high = np.broadcast_to(high, env.clusters.shape)
+        env, (base, high) = self.env, self._sizes()
         return best_allocation(env.costs, slow, exchange_s, env.clusters.overlap, env.gain, base, high)
+
+    def _sizes(self) -> tuple[Floats, Floats]:
+        """Base batch (C,) and largest sizes (C, W)."""
+        c, high = self.env.clusters, np.asarray(self.env.bounds.high, np.float64)
+        return c.base_batch.astype(np.float64), np.broadcast_to(high, c.shape)
 
 
 class GreedyReference(LaggedReference):
@@ -117,13 +116,12 @@ class HedgedReference(LaggedReference):
 
     def target(self) -> Floats:
         env, c = self.env, self.env.clusters
-        base, high = c.base_batch.astype(np.float64), np.broadcast_to(env.bounds.high, c.shape).astype(np.float64)
+        base, high = self._sizes()
         now, lasts = env.expected(), np.maximum(env.clock_s - self._clock_s, 1e-3)
         self._clock_s = env.clock_s
         sizes = np.concatenate([_candidates(env.costs, now**power, base, high) for power in self.softness], -1)
         undisturbed, total = env.costs.seconds(sizes), sizes.sum(1)
-        gained = total * env.gain(total)
-        sd = c.jitter_sd[..., None]
+        gained, sd = total * env.gain(total), c.jitter_sd[..., None]
         goodput = np.zeros_like(gained)
         for _ in range(self.samples):
             slow = sampled_slowdown(env.slowdowns, lasts, self._rng) * now / env.slowdowns.factor
@@ -157,20 +155,17 @@ class PlannedReference(LaggedReference):
         best = project(super().target(), self.env.bounds)
         best, score = self._better([self.env.batch], best, self._value(best))
         for move in self.moves:
-            factors = [1 - move, 1 + move]
-            scaled = [project(best * f, self.env.bounds) for f in factors]
+            scaled = [project(best * factor, self.env.bounds) for factor in (1 - move, 1 + move)]
             best, score = self._better(scaled + self._shifted(best, move), best, score)
         return best.astype(np.float64)
 
     def _shifted(self, sizes: Ints, move: float) -> list[Ints]:
         shifted = []
-        for i in range(sizes.shape[1]):
-            for j in range(sizes.shape[1]):
-                if i != j:
-                    wish = sizes.astype(np.float64)
-                    wish[:, j] += move * wish[:, i]
-                    wish[:, i] *= 1 - move
-                    shifted.append(project(wish, self.env.bounds))
+        for giver, taker in itertools.permutations(range(sizes.shape[1]), 2):
+            wish = sizes.astype(np.float64)
+            wish[:, taker] += move * wish[:, giver]
+            wish[:, giver] *= 1 - move
+            shifted.append(project(wish, self.env.bounds))
         return shifted
 
     def _better(self, candidates: list[Ints], best: Ints, score: Floats) -> tuple[Ints, Floats]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from dynamix.window import Ints
+from dynamix.window import Floats, Ints
 
 Bits = NDArray[np.uint64]
 _STEP = np.uint64(0x9E3779B97F4A7C15)
@@ -39,18 +39,16 @@ class RandomStream:
         if group is not None:
             self.key = np.take_along_axis(self.key, group, 1)
 
-    def bits(self, counter: NDArray[np.uint64] | np.uint64, at: NDArray[np.bool_] | None = None) -> Bits:
+    def bits(self, counter: Bits | np.uint64, at: NDArray[np.bool_] | None = None) -> Bits:
         """64 random bits per entity (or only for those `at`)."""
         key = self.key if at is None else self.key[at]
         return _mix(key + np.asarray(counter, dtype=np.uint64) * _STEP)
 
-    def uniform(
-        self, counter: NDArray[np.uint64] | np.uint64, at: NDArray[np.bool_] | None = None
-    ) -> NDArray[np.float64]:
+    def uniform(self, counter: Bits | np.uint64, at: NDArray[np.bool_] | None = None) -> Floats:
         """In (0, 1), never 0."""
         return ((self.bits(counter, at) >> np.uint64(11)).astype(np.float64) + 0.5) / 2.0**53
 
-    def normal(self, counter: NDArray[np.uint64] | np.uint64) -> NDArray[np.float64]:
+    def normal(self, counter: Bits | np.uint64) -> Floats:
         """Standard normal (Box-Muller on two halves of one draw)."""
         bits = self.bits(counter)
         first = ((bits >> np.uint64(32)).astype(np.float64) + 0.5) / 2.0**32

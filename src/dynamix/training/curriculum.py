@@ -30,11 +30,8 @@ def training_clusters(count: int, workers: int, seed: int, *, hardness: float = 
     (3, 4)
     """
     rng = np.random.default_rng([seed, workers, 99])
-    under = _FIRST_SEED + int(rng.integers(2**30))
-    calibrated = rng.random() < 0.6
-    clusters = (
-        sample_family("affine-quiet", count, workers, under) if calibrated else sample_clusters(count, workers, under)
-    )
+    drawn = count, workers, _FIRST_SEED + int(rng.integers(2**30))
+    clusters = sample_family("affine-quiet", *drawn) if rng.random() < 0.6 else sample_clusters(*drawn)
     rate = _rate(rng, hardness, count)
     return _interior(disturbed(_cheap(_small(clusters, rng, rate), rng), rng, rate), rng)
 
@@ -136,8 +133,7 @@ def _neighbour(c: Clusters, rng: np.random.Generator, hardness: Floats) -> Clust
 def _jitter(c: Clusters, rng: np.random.Generator, hardness: Floats) -> Clusters:
     """Jitter from hardly any to strong, from white to slow, of each step or of all workers alike; stalls."""
     count = c.shape[0]
-    share = c.base_batch[:, None] / c.shape[1]
-    computing = (c.alpha + c.beta * share).mean(-1, keepdims=True)
+    computing = (c.alpha + c.beta * (c.base_batch[:, None] / c.shape[1])).mean(-1, keepdims=True)
     sd = _log_uniform(rng, 0.005, 0.05 + 0.15 * hardness, (count, 1)) * np.ones(c.shape)
     # White or slow in all clusters of a call: `lagged` takes the last deviation for one that stays.
     memory = rng.uniform(0.4, 0.99, count) if rng.random() < 0.35 * hardness.mean() else None
@@ -160,8 +156,7 @@ def _bent(c: Clusters, rng: np.random.Generator, hardness: Floats) -> Clusters:
     at = share * np.where(steep, _log_uniform(rng, 0.5, 4.0, (count, 1)), _log_uniform(rng, 0.1, 1.0, (count, 1)))
     at = at * np.exp(rng.uniform(0, 0.4, (count, 1)) * rng.normal(size=c.shape))
     slope = np.where(steep, _log_uniform(rng, 0.2, 2.5, c.shape), _log_uniform(rng, 0.02, 0.3, c.shape))
-    everybody = _hit(rng, 0.7, count) | (rng.random(c.shape) < 0.5)
-    bent = (steep | gentle) & everybody
+    bent = (steep | gentle) & (_hit(rng, 0.7, count) | (rng.random(c.shape) < 0.5))
     return replace(c, cliff_at=np.where(bent, at, NEVER), cliff_slope=np.where(bent, slope, 0.0))
 
 
@@ -223,19 +218,16 @@ def _short(c: Clusters, rng: np.random.Generator) -> Clusters:
     more.
     """
     if c.noise_knots is None or c.noise_from is None:
-        unit = c.noise_unit * np.where(rng.random(c.shape[0]) < 1 / 3, 0.3, 1.0)
-        return replace(c, noise_unit=unit)
+        return replace(c, noise_unit=c.noise_unit * np.where(rng.random(c.shape[0]) < 1 / 3, 0.3, 1.0))
     count, points = c.noise_knots.shape
-    short = _hit(rng, 1 / 3, count)[:, 0]
-    at = np.linspace(0.0, 1.0, points)
+    short, at = _hit(rng, 1 / 3, count)[:, 0], np.linspace(0.0, 1.0, points)
     lowest, fall = rng.uniform(0.02, 0.25, (count, 1)), rng.uniform(0.0, 2.0, (count, 1))
     rise = rng.uniform(0.0, 2.5, (count, 1))
-    falling = fall * np.clip(1 - at / lowest, 0.0, 1.0)
-    rising = rise * np.clip((at - lowest) / (1 - lowest), 0.0, 1.0)
+    bowl = fall * np.clip(1 - at / lowest, 0.0, 1.0) + rise * np.clip((at - lowest) / (1 - lowest), 0.0, 1.0)
     unit = c.base_batch * _log_uniform(rng, 80, 800, (count,))
     return replace(
         c,
-        noise_knots=np.where(short[:, None], falling + rising, c.noise_knots),
+        noise_knots=np.where(short[:, None], bowl, c.noise_knots),
         noise_from=np.where(short, 0.3 * rng.integers(0, 2, count), c.noise_from),
         noise_unit=np.where(short, unit, c.noise_unit),
     )

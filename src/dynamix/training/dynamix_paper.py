@@ -12,37 +12,31 @@ import dataclasses
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
+from torch import Generator, Tensor
 
 from dynamix.errors import ConfigError
-from dynamix.policies.files import describe_policy
 from dynamix.policies.learned.additive import Actions, AdditiveNet, AdditivePolicy
 from dynamix.policies.protocol import Policy
-from dynamix.projection import project
 from dynamix.simulator import FAMILIES, ClusterEnv, LaggedReference, rollout_path
+from dynamix.training.cloning import perturbed
 from dynamix.training.distributions import Categorical, categorical
 from dynamix.training.episodes import Episode, play
 from dynamix.training.evaluation import Tell
+from dynamix.training.learner import descend, one_thread
 from dynamix.training.ppo import PPO, PPOConfig
 from dynamix.training.rewards import Reward, SimulatedPaper, SimulatedRegret
 from dynamix.training.simplified import Simplified, SimplifiedConfig
 from dynamix.training.worlds import lr_rule_of, sample_world
 from dynamix.window import Floats, Ints, Window
 
+Labelled = tuple[Tensor, Tensor]  # what a policy saw, and the action it should have taken
 VALIDATION_SEED, TEST_SEED = 920_001, 930_001
-PER_SECOND = PPOConfig(
-    learning_rate=5e-4,
-    gamma=0.8,
-    gae_lambda=0.9,
-    epochs=3,
-    worker_rows=4096,
-    entropy_weight=0.002,
-    max_gradient_norm=1.0,
-)  # of the learner "ppo"; gamma is per second
+# Of the learner "ppo"; gamma (0.8) is per second.
+PER_SECOND = PPOConfig(5e-4, 0.8, 0.9, epochs=3, worker_rows=4096, entropy_weight=0.002, max_gradient_norm=1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,20 +81,15 @@ class PaperTrainingConfig:
 
 def train(config: PaperTrainingConfig | None = None, seed: int = 0, *, progress: Tell | None = None) -> AdditivePolicy:
     """A policy from nothing; the same config and seed give the same weights. `progress(what, fraction done)`."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the order of sums, hence the weights, must not depend on the machine's cores
-    try:
+    with one_thread():
         return _train(config or PaperTrainingConfig(), seed, progress or (lambda what, fraction: None))
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _train(c: PaperTrainingConfig, seed: int, tell: Tell) -> AdditivePolicy:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         net = AdditiveNet(c.actions, hidden=c.hidden)
-    seen = _Seen(net.inputs)
-    judge = _Validation(c)
+    seen, judge = _Seen(net.inputs), _Validation(c, c.validation_workers, c.validation_clusters, VALIDATION_SEED)
     scores = [score := judge(AdditivePolicy(net, without=c.without))]
     best = copy.deepcopy(net)
     tell(f"untrained: {score:.4f}", 0.0)
@@ -131,21 +120,10 @@ def make_learner(net: AdditiveNet, config: PaperTrainingConfig, seed: int) -> PP
     return PPO(net, categorical, PER_SECOND, seed=seed)
 
 
-def train_and_save(
-    path: str | Path, config: PaperTrainingConfig | None = None, seed: int = 0, *, progress: Tell | None = None
-) -> dict[str, Any]:
-    """Train, score on test clusters (never used before), write the policy file; returns its description."""
-    policy = train(config, seed, progress=progress)
-    scores = {
-        str(w): round(_Validation(config or PaperTrainingConfig(), (w,), 2 * 8, TEST_SEED)(policy), 4)
-        for w in (2, 8, 32)
-    }
-    policy.about["evaluation"] = {"seed": TEST_SEED, "goodput_over_lagged_reference_by_workers": scores}
-    policy.save(path)
-    return describe_policy(path)
-
-
-# ---------------------------------------------------------------- episodes
+def evaluation(policy: AdditivePolicy, config: PaperTrainingConfig) -> dict[str, Any]:
+    """What the policy file says of test clusters, which were never used before."""
+    scores = {str(w): round(_Validation(config, (w,), 2 * 8, TEST_SEED)(policy), 4) for w in (2, 8, 32)}
+    return {"seed": TEST_SEED, "goodput_over_lagged_reference_by_workers": scores}
 
 
 def _env(c: PaperTrainingConfig, workers: int, key: Sequence[int]) -> ClusterEnv:
@@ -157,33 +135,20 @@ def _env(c: PaperTrainingConfig, workers: int, key: Sequence[int]) -> ClusterEnv
     return ClusterEnv(clusters, seed=seed, interval=interval, delay=delay, lr_rule=lr_rule_of(family))
 
 
-def _perturbed(sizes: Ints, env: ClusterEnv, rng: np.random.Generator, sd: float) -> Ints:
-    """Half of the clusters thrown off their allocation, so that coming back is learned too."""
-    thrown = rng.random((len(sizes), 1)) < 0.5
-    factor = np.exp(sd * rng.normal(size=sizes.shape) + sd * rng.normal(size=(len(sizes), 1)))
-    return project(np.maximum(sizes * np.where(thrown, factor, 1.0), 1.0), env.bounds)
-
-
 def _episode(
     learner: PPO | Simplified, net: AdditiveNet, c: PaperTrainingConfig, workers: int, key: Sequence[int]
 ) -> Episode:
-    env = _env(c, workers, key)
-    reward: Reward = (
-        SimulatedRegret(env, _env(c, workers, key)) if c.reward == "regret" else SimulatedPaper(env, c.reward)
-    )
-    window = env.step(_perturbed(env.reset().batch_size, env, np.random.default_rng([*key, 1]), 0.5))
+    env, twin = _env(c, workers, key), _env(c, workers, key)
+    reward: Reward = SimulatedRegret(env, twin) if c.reward == "regret" else SimulatedPaper(env, c.reward)
+    window = env.step(perturbed(env.reset().batch_size, env, np.random.default_rng([*key, 1]), 0.5, 0.5))
     reward.update(window)
     return play(env, AdditivePolicy(net, without=c.without), learner.choose, reward, window, c.windows)
-
-
-# ---------------------------------------------------------------- imitation
 
 
 def _clone(net: AdditiveNet, c: PaperTrainingConfig, seed: int, seen: _Seen, tell: Tell) -> None:
     """DAgger (Ross et al. 2011): label every state met with the action nearest the lagged reference's size."""
     optimizer = torch.optim.Adam(net.parameters(), lr=c.clone_rate)
-    generator = torch.Generator().manual_seed(seed)
-    data: list[tuple[torch.Tensor, torch.Tensor]] = []
+    generator, data = Generator().manual_seed(seed), list[Labelled]()
     for i in range(c.clone_rounds):
         for group in optimizer.param_groups:
             group["lr"] = c.clone_rate * (1 - 0.9 * i / c.clone_rounds)
@@ -199,18 +164,13 @@ def _clone(net: AdditiveNet, c: PaperTrainingConfig, seed: int, seen: _Seen, tel
 
 @torch.no_grad()
 def _demonstrate(
-    net: AdditiveNet,
-    c: PaperTrainingConfig,
-    workers: int,
-    key: Sequence[int],
-    guided: float,
-    generator: torch.Generator,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    net: AdditiveNet, c: PaperTrainingConfig, workers: int, key: Sequence[int], guided: float, generator: Generator
+) -> Labelled:
     """States and labels of one roll-out; clusters follow the labels with probability `guided`, else the student."""
     env, rng = _env(c, workers, key), np.random.default_rng([*key, 1])
     teacher, student = LaggedReference(env), AdditivePolicy(net, without=c.without)
     follow = rng.random((env.clusters.shape[0], 1)) < guided
-    window = env.step(_perturbed(env.reset().batch_size, env, rng, 0.5))
+    window = env.step(perturbed(env.reset().batch_size, env, rng, 0.5, 0.5))
     rows = []
     for _ in range(c.clone_windows):
         observed, label = student.observe(window), nearest_action(c.actions, window, teacher.target())
@@ -231,12 +191,7 @@ def nearest_action(actions: Actions, window: Window, target: Floats) -> Ints:
     return np.asarray(distance.argmin(-1), dtype=np.int64)
 
 
-def _fit(
-    net: AdditiveNet,
-    optimizer: torch.optim.Optimizer,
-    data: list[tuple[torch.Tensor, torch.Tensor]],
-    generator: torch.Generator,
-) -> float:
+def _fit(net: AdditiveNet, optimizer: torch.optim.Optimizer, data: list[Labelled], generator: Generator) -> float:
     work = []
     for observed, labels in data:
         order = torch.randperm(len(labels), generator=generator)
@@ -246,30 +201,17 @@ def _fit(
         observed, labels, rows = work[i]
         logits, _ = net(observed[rows], torch.ones(labels[rows].shape, dtype=torch.bool))
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[rows].flatten())
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
-        optimizer.step()
+        descend(net, optimizer, loss)
         total += float(loss.detach())
     return total / len(work)
-
-
-# ---------------------------------------------------------------- judging
 
 
 class _Validation:
     """Mean over families and W of log(average goodput / the lagged reference's), as a factor; 1 is the reference."""
 
-    def __init__(
-        self,
-        c: PaperTrainingConfig,
-        workers: tuple[int, ...] | None = None,
-        clusters: int | None = None,
-        seed: int = VALIDATION_SEED,
-    ) -> None:
-        at = workers or c.validation_workers
-        self.cells = [(family, at[i % len(at)]) for i, family in enumerate(c.families)]
-        self.clusters, self.windows, self.seed = clusters or c.validation_clusters, c.validation_windows, seed
+    def __init__(self, c: PaperTrainingConfig, workers: tuple[int, ...], clusters: int, seed: int) -> None:
+        self.cells = [(family, workers[i % len(workers)]) for i, family in enumerate(c.families)]
+        self.clusters, self.windows, self.seed = clusters, c.validation_windows, seed
         self._reference = [self._log_goodput(cell, LaggedReference) for cell in self.cells]
 
     def __call__(self, policy: AdditivePolicy) -> float:
@@ -292,11 +234,10 @@ class _Seen:
     def __init__(self, inputs: int) -> None:
         self.least, self.most = torch.full((inputs,), torch.inf), torch.full((inputs,), -torch.inf)
 
-    def add(self, observed: torch.Tensor) -> None:
+    def add(self, observed: Tensor) -> None:
         flat = observed.flatten(0, -2)
-        self.least = torch.minimum(self.least, flat.amin(0))
-        self.most = torch.maximum(self.most, flat.amax(0))
+        self.least, self.most = torch.minimum(self.least, flat.amin(0)), torch.maximum(self.most, flat.amax(0))
 
-    def constant(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def constant(self) -> tuple[Tensor, Tensor]:
         """Mask (F,) of inputs that never varied, and their values (0 where nothing was ever seen)."""
         return self.most <= self.least, torch.nan_to_num(self.least, posinf=0.0)

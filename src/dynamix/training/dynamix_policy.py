@@ -10,11 +10,12 @@ import contextlib
 import copy
 import dataclasses
 import multiprocessing
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,18 +23,12 @@ import torch
 from torch import Tensor
 
 from dynamix.errors import ConfigError
-from dynamix.policies.files import describe_policy
-from dynamix.policies.learned.policy import (
-    LEAST_GROWTH,
-    MOST_GROWTH,
-    TRUST,
-    LearnedPolicy,
-    ResidualNet,
-)
+from dynamix.policies.learned.policy import LEAST_GROWTH, MOST_GROWTH, TRUST, LearnedPolicy, ResidualNet
 from dynamix.training.cloning import demonstrate
 from dynamix.training.distributions import gaussian
 from dynamix.training.evaluation import Tell, evaluate_families, validation_score
 from dynamix.training.hindsight import Decisions, RecordingEnv
+from dynamix.training.learner import descend, one_thread
 from dynamix.training.ppo import PPO, PPOConfig
 from dynamix.training.regret import regret_episode
 from dynamix.training.tensorboard import TensorBoard
@@ -78,6 +73,8 @@ class TrainingConfig:
     without: tuple[str, ...] = ()
 
 
+Arrays = dict[str, np.ndarray]
+_HERE = SimpleNamespace(map=map)  # the part of an executor that training uses, without other processes
 VALIDATION_SEED, TEST_SEEDS = 900_001, (990_001,)
 TEST_SIZE: dict[str, Any] = {"workers": (8,), "rows": 192, "windows": 60}  # of `evaluate_families`
 
@@ -98,35 +95,19 @@ def train(
     tensorboard  folder for its scalars; without the package `tensorboard` nothing is written
     processes    that play rollouts; their number changes the time taken, not the weights
     """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the order of sums, hence the weights, must not depend on the machine's cores
-    try:
+    with one_thread(), _pool(processes) as pool:
         training = ResidualTraining(config or TrainingConfig(), seed)
-        tell, kept = progress or (lambda what, fraction: None), Path(checkpoint) if checkpoint else None
-        with _pool(processes) as training.pool:
-            training.run(tell, kept, TensorBoard(tensorboard))
-    finally:
-        torch.set_num_threads(threads)
+        training.pool = pool
+        tell = progress or (lambda what, fraction: None)
+        training.run(tell, Path(checkpoint) if checkpoint else None, TensorBoard(tensorboard))
     return training.result()
 
 
-def train_and_save(
-    path: str | Path,
-    config: TrainingConfig | None = None,
-    seed: int = 0,
-    *,
-    progress: Tell | None = None,
-    checkpoint: str | Path | None = None,
-    tensorboard: str | Path | None = None,
-    processes: int = 2,
-) -> dict[str, Any]:
-    """Train, evaluate on the test seeds (never used before), write the policy file; returns its description."""
-    policy = train(config, seed, progress=progress, checkpoint=checkpoint, tensorboard=tensorboard, processes=processes)
+def evaluation(policy: LearnedPolicy, progress: Tell | None = None) -> dict[str, Any]:
+    """What the policy file says of test clusters, which were never used before."""
     made = {"dynamix": lambda _: LearnedPolicy(policy.net, about=policy.about)}
     figures = evaluate_families(made, TEST_SEEDS, **TEST_SIZE, progress=progress)
-    policy.about["evaluation"] = {"seeds": list(TEST_SEEDS), "lagged_over_time": figures["summary"]}
-    policy.save(path)
-    return describe_policy(path)
+    return {"seeds": list(TEST_SEEDS), "lagged_over_time": figures["summary"]}
 
 
 class ResidualTraining:
@@ -137,19 +118,13 @@ class ResidualTraining:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.net = ResidualNet(hidden=config.hidden, without=config.without)
-        self.pool: Any = _Here()
+        self.pool: Any = _HERE
         self.optimizer = torch.optim.Adam(self.net.parameters(), lr=config.rate)
         self.generator = torch.Generator().manual_seed(seed)
         self.best, self.best_score = copy.deepcopy(self.net), -np.inf
         self.scores: list[list[float]] = []  # round, score
-        self.round = 0
+        self.round, self.rounds = 0, config.clone_rounds + config.regret_rounds + config.ppo_updates
         self.ppo: PPO | None = None
-
-    @property
-    def rounds(self) -> int:
-        """Of all stages."""
-        c = self.config
-        return c.clone_rounds + c.regret_rounds + c.ppo_updates
 
     def run(self, tell: Tell, checkpoint: Path | None, board: TensorBoard) -> None:
         """The remaining rounds."""
@@ -171,22 +146,16 @@ class ResidualTraining:
 
     def result(self) -> LearnedPolicy:
         """The best checkpoint as a policy."""
-        about = {
-            "training": dataclasses.asdict(self.config),
-            "seed": self.seed,
-            "validation": self.scores,
-            "trust": TRUST,
-        }
-        best = copy.deepcopy(self.best)
+        recipe, best = dataclasses.asdict(self.config), copy.deepcopy(self.best)
         best.fold()
+        about = {"training": recipe, "seed": self.seed, "validation": self.scores, "trust": TRUST}
         return LearnedPolicy(best, about=about)
 
     def _learn(self) -> tuple[str, float]:
-        c, i = self.config, self.round
-        if i >= c.clone_rounds + c.regret_rounds:
+        c, i, rounds = self.config, self.round, self.config.clone_rounds + self.config.regret_rounds
+        if i >= rounds:
             return "ppo", self._improve()
-        hardness = min(1.0, 0.4 + 1.8 * i / (c.clone_rounds + c.regret_rounds))
-        easy = 6 * i < c.clone_rounds + c.regret_rounds
+        hardness, easy = min(1.0, 0.4 + 1.8 * i / rounds), 6 * i < rounds
         stage = "clone" if i < c.clone_rounds else "regret"
         guided = 0.5**i if stage == "clone" else None
         work = [(c, self._seed(w), w, hardness, guided) for w in c.workers if not easy or w <= c.easy_workers]
@@ -195,7 +164,7 @@ class ResidualTraining:
         played = list(self.pool.map(partial(_play, weights), reversed(work)))[::-1]
         parts = [Decisions(**{name: torch.from_numpy(value) for name, value in one.items()}) for one in played]
         for group in self.optimizer.param_groups:
-            group["lr"] = c.rate * (1 - 0.95 * i / (c.clone_rounds + c.regret_rounds))
+            group["lr"] = c.rate * (1 - 0.95 * i / rounds)
         return stage, float(np.mean([self._pass(parts, stage) for _ in range(c.epochs)]))
 
     def _seed(self, workers: int) -> int:
@@ -214,10 +183,7 @@ class ResidualTraining:
         for i in torch.randperm(len(work), generator=self.generator).tolist():
             part, rows_at = work[i]
             loss = self._loss(part.take(rows_at), stage)
-            self.optimizer.zero_grad(set_to_none=True)
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(self.net.parameters(), 1.0)
-            self.optimizer.step()
+            descend(self.net, self.optimizer, loss)
             losses.append(float(loss.detach()))
         return float(np.mean(losses))
 
@@ -243,36 +209,30 @@ class ResidualTraining:
 
     def _improve(self) -> float:
         """One update of PPO; the mean regret of its rollouts."""
-        c = self.config
-        if self.ppo is None:
-            self._start_ppo()
-        assert self.ppo is not None
-        played = [regret_episode(self.ppo, self._env(w), self._env(w), windows=c.ppo_windows) for w in c.workers]
-        self.ppo.update(played)
+        c, ppo = self.config, self.ppo or self._start_ppo()
+        played = [regret_episode(ppo, self._env(w), self._env(w), windows=c.ppo_windows) for w in c.workers]
+        ppo.update(played)
         return -float(np.mean([float(episode.reward.mean()) for episode in played]))
 
-    def _start_ppo(self) -> None:
+    def _start_ppo(self) -> PPO:
         c = self.config
         self.net.load_state_dict(self.best.state_dict())
         with torch.no_grad():
             self.net.log_std_local.fill_(-3.2)
             self.net.log_std_shared.fill_(-3.2)
-        config = PPOConfig(
-            c.ppo_rate, c.gamma, 0.9, 0.1, epochs=3, minibatch=256, anchor_weight=c.anchor_weight, max_gradient_norm=1.0
-        )
+        config = PPOConfig(c.ppo_rate, c.gamma, 0.9, 0.1, 3, 256, anchor_weight=c.anchor_weight, max_gradient_norm=1.0)
         self.ppo = PPO(self.net, gaussian, config, seed=self.seed)
         self.ppo.anchor = copy.deepcopy(self.net)
+        return self.ppo
 
     def _validate(self) -> float:
         c = self.config
-        score = validation_score(
-            lambda _: LearnedPolicy(self.net),
-            VALIDATION_SEED,
-            rows=c.validation_rows,
-            windows=c.validation_windows,
-            workers=c.validation_workers,
-            world=c.world,
-        )
+        size: dict[str, Any] = {
+            "rows": c.validation_rows,
+            "windows": c.validation_windows,
+            "workers": c.validation_workers,
+        }
+        score = validation_score(lambda _: LearnedPolicy(self.net), VALIDATION_SEED, **size, world=c.world)
         self.scores.append([self.round, round(score, 4)])
         if score > self.best_score:
             self.best, self.best_score = copy.deepcopy(self.net), score
@@ -303,27 +263,16 @@ class ResidualTraining:
         self.optimizer.load_state_dict(state["optimizer"])
         self.generator.set_state(state["generator"])
         if state["ppo"] is not None:
-            self._start_ppo()
-            assert self.ppo is not None
-            assert self.ppo.anchor is not None
-            self.ppo.load_state_dict(state["ppo"])
-            self.ppo.anchor.load_state_dict(state["anchor"])
-
-
-# ---------------------------------------------------------------- rollouts, here or in other processes
-
-
-class _Here:
-    """The part of an executor that training uses, without other processes."""
-
-    def map(self, function: Callable[..., Any], work: Iterable[Any]) -> Iterable[Any]:
-        return map(function, work)
+            ppo = self._start_ppo()
+            assert ppo.anchor is not None
+            ppo.load_state_dict(state["ppo"])
+            ppo.anchor.load_state_dict(state["anchor"])
 
 
 @contextlib.contextmanager
 def _pool(processes: int) -> Iterator[Any]:
     if processes <= 1:
-        yield _Here()
+        yield _HERE
         return
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, mp_context=spawn, initializer=torch.set_num_threads, initargs=(1,)) as pool:
@@ -337,9 +286,7 @@ def _environment(c: TrainingConfig, seed: int, workers: int, hardness: float) ->
     return RecordingEnv(clusters, seed=seed, interval=interval, delay=delay, lr_rule=lr_rule_of(c.world))
 
 
-def _play(
-    weights: dict[str, np.ndarray], job: tuple[TrainingConfig, int, int, float, float | None]
-) -> dict[str, np.ndarray]:
+def _play(weights: Arrays, job: tuple[TrainingConfig, int, int, float, float | None]) -> Arrays:
     """One rollout as plain arrays, wherever it runs."""
     config, seed, workers, hardness, guided = job
     net = ResidualNet(hidden=config.hidden, without=config.without)

@@ -72,12 +72,6 @@ def play(
         lasted.append(env.clock_s - began)
         paid.append(np.clip(reward.update(window), -LARGEST_REWARD, LARGEST_REWARD))
     observed, mask, chosen = (torch.stack(part) for part in zip(*rows, strict=True))
-    return Episode(
-        observed=observed,
-        mask=mask,
-        chosen=chosen,
-        reward=torch.from_numpy(np.array(paid)).float(),
-        duration=torch.from_numpy(np.array(lasted)).float(),
-        final_observed=torch.from_numpy(policy.observe(window)),
-        final_mask=torch.from_numpy(window.batch_size > 0),
-    )
+    rewards, duration = (torch.from_numpy(np.array(values)).float() for values in (paid, lasted))
+    final = torch.from_numpy(policy.observe(window)), torch.from_numpy(window.batch_size > 0)
+    return Episode(observed, mask, chosen, rewards, duration, *final)

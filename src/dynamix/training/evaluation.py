@@ -11,21 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from dynamix.errors import ConfigError
+from dynamix.errors import ConfigError, UsageError
 from dynamix.policies.cannikin import Cannikin
 from dynamix.policies.goodput import Goodput
 from dynamix.policies.proportional import LBBSP
 from dynamix.policies.protocol import Policy
 from dynamix.policies.static import Static
-from dynamix.simulator import (
-    BREAKING,
-    CONFORMING,
-    ClusterEnv,
-    Clusters,
-    HedgedReference,
-    LaggedReference,
-    rollout_path,
-)
+from dynamix.simulator import BREAKING, CONFORMING, ClusterEnv, Clusters, HedgedReference, LaggedReference, rollout_path
 from dynamix.training.worlds import MIXED, check_world, lr_rule_of, sample_world
 from dynamix.window import Floats
 
@@ -107,13 +99,7 @@ def evaluate_families(
 
 
 def validation_score(
-    make: Factory,
-    seed: int,
-    *,
-    rows: int,
-    windows: int,
-    workers: tuple[int, ...] = (2, 8, 32, 128),
-    world: str = MIXED,
+    make: Factory, seed: int, *, rows: int, windows: int, workers: tuple[int, ...] = (2, 8, 32, 128), world: str = MIXED
 ) -> float:
     """On clusters like those of training: mean over W of mean and worst decile of the goodput rule's time / its own."""
     scores = []
@@ -158,9 +144,13 @@ def summary(ratio: Floats) -> dict[str, float]:
 
 
 def paired(log_ratio: Floats) -> list[float]:
-    """Geometric mean and 95 % interval (normal, over pairs)."""
-    half = 1.96 * float(log_ratio.std(ddof=1)) / np.sqrt(len(log_ratio)) if len(log_ratio) > 1 else 0.0
-    middle = float(log_ratio.mean())
+    """Geometric mean and 95 % interval (Student's t, over pairs); the mean alone is its own interval."""
+    try:
+        from scipy import stats
+    except ModuleNotFoundError as error:
+        raise UsageError("comparing policies needs SciPy: pip install 'dynamix-train[learn]'") from error
+    middle, pairs = float(log_ratio.mean()), len(log_ratio)
+    half = float(stats.t.ppf(0.975, pairs - 1) * stats.sem(log_ratio)) if pairs > 1 else 0.0
     return [round(float(np.exp(x)), 4) for x in (middle, middle - half, middle + half)]
 
 
@@ -187,7 +177,6 @@ def chosen_cells(families: str | None, workers: str) -> tuple[tuple[str, ...], t
     for name in names:
         check_world(name)
     counts = workers.split(",")
-    for count in counts:
-        if not count.isdecimal() or int(count) < 1:
-            raise ConfigError("workers", workers, "numbers of 1 or more, comma-separated", "say 2,8,32")
+    if not all(count.isdecimal() and int(count) >= 1 for count in counts):
+        raise ConfigError("workers", workers, "numbers of 1 or more, comma-separated", "say 2,8,32")
     return names, tuple(map(int, counts))

@@ -1,8 +1,8 @@
 """What another allocation would have given in the window that came: exact in the simulator, and differentiable.
 
-A policy's decision is judged under the very slowdowns, jitter and exchange times that the next window met, so its
-gradient needs no sampling of actions and no critic: every worker learns what its own size cost the step. Because the
-realised steps are used, not their means, being the slowest now and then has its price, and hedging is learned with it.
+A decision is judged under the very slowdowns, jitter and exchange times that the next window met, so its gradient
+needs no sampling of actions and no critic. The realised steps are used, not their means: being the slowest now and then
+has its price, and hedging is learned with it.
 """
 
 from __future__ import annotations
@@ -26,11 +26,6 @@ class RecordingEnv(ClusterEnv):
     Of its k steps: `factors` (C, W, k) on the undisturbed seconds, `extras` (C, W, k) seconds on top whatever the
     batch, `exchanges` (C, k) in seconds.
     """
-
-    @property
-    def critical_share(self) -> float:
-        """The critical batch as a share of the noise scale that is measured."""
-        return self._critical
 
     def step(self, sizes: Ints) -> Window:
         self._trail: list[tuple[Floats, Floats, Floats]] = []
@@ -104,19 +99,13 @@ class Decisions:
 
     def log_goodput(self, sizes: Tensor) -> Tensor:
         """Log progress a second (N,) of the window that came, up to a constant, had `sizes` (N, W) been in force."""
-        total = sizes.sum(-1)
-        slowest = self.slowest(sizes)
-        return self._log_goodput(total, slowest)
+        return self._log_goodput(sizes.sum(-1), self.busy(sizes).amax(1))
 
     def busy(self, sizes: Tensor) -> Tensor:
         """Seconds (N, W, k) of each worker in each step."""
         beyond = (sizes / self.cliff_at - 1).clamp(min=0)
         seconds = (self.alpha + self.beta * sizes) * (1 + self.cliff_slope * beyond)
         return (seconds.unsqueeze(-1) * self.factors + self.extras).clamp(min=1e-6)
-
-    def slowest(self, sizes: Tensor) -> Tensor:
-        """Seconds (N, k) of the slowest worker."""
-        return self.busy(sizes).amax(1)
 
     def _log_goodput(self, total: Tensor, slowest: Tensor) -> Tensor:
         """For totals (N, ...) and slowest seconds (N, ..., k)."""
@@ -131,8 +120,7 @@ class Decisions:
 
     def credit(self, delta: Tensor, growth: Tensor, usual: Tensor) -> Tensor:
         """Counterfactual credit (N, W): log goodput less that with worker i alone acting as `usual` (N, W) would."""
-        sizes = self.sizes(delta, growth)
-        others = self.sizes(usual, growth)
+        sizes, others = self.sizes(delta, growth), self.sizes(usual, growth)
         busy, total = self.busy(sizes), sizes.sum(-1)
         top, second = busy.topk(2, dim=1).values.unbind(1) if busy.shape[1] > 1 else (busy[:, 0], 0 * busy[:, 0])
         rest = torch.where(busy == top.unsqueeze(1), second.unsqueeze(1), top.unsqueeze(1))
@@ -154,7 +142,6 @@ class DecisionRecorder:
         """Note the state in which a decision is taken, after `policy.observe`."""
         env, bounds = self.env, self.env.bounds
         low, high = policy.trusted(window)
-        phi = env.critical_share * env.true_noise_scale()
         self.rows.append(
             {
                 "observed": observed,
@@ -163,7 +150,7 @@ class DecisionRecorder:
                 "wish": np.maximum(policy.memory.wish, 0.5),
                 "low": np.clip(low, bounds.low, bounds.high),
                 "high": np.clip(high, bounds.low, bounds.high),
-                "noise": phi,
+                "noise": env.critical_share * env.true_noise_scale(),
                 "target": np.full(observed.shape[:-1], np.nan) if target is None else target,
             }
         )
@@ -186,11 +173,6 @@ class DecisionRecorder:
         }
         stacked = {name: np.concatenate([row[name] for row in self.rows]) for name in self.rows[0]}
         stacked |= {name: np.concatenate([value] * times) for name, value in fixed.items()}
-        return Decisions(
-            **{
-                name: torch.from_numpy(
-                    np.ascontiguousarray(value, dtype=bool if name in ("mask", "guided") else np.float32)
-                )
-                for name, value in stacked.items()
-            }
-        )
+        kinds = {name: bool if name in ("mask", "guided") else np.float32 for name in stacked}
+        arrays = {name: np.ascontiguousarray(value, dtype=kinds[name]) for name, value in stacked.items()}
+        return Decisions(**{name: torch.from_numpy(array) for name, array in arrays.items()})

@@ -2,13 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dynamix.training.distributions import Head
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Training on one core: the order of sums, hence the weights, must not depend on how many the machine has."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def descend(net: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor, max_norm: float = 1.0) -> None:
+    """One gradient step, the gradient's norm cut at `max_norm`."""
+    optimizer.zero_grad(set_to_none=True)
+    loss.backward()
+    nn.utils.clip_grad_norm_(net.parameters(), max_norm)
+    optimizer.step()
 
 
 class Learner:

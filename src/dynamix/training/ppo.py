@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from dynamix.training.distributions import Head
 from dynamix.training.episodes import Episode, mean_reward
-from dynamix.training.learner import Learner
+from dynamix.training.learner import Learner, descend
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +57,7 @@ class PPO(Learner):
             for i in torch.randperm(len(work), generator=self.generator).tolist():
                 flat, rows = work[i]
                 loss, parts = self._loss({name: tensor[rows] for name, tensor in flat.items()})
-                self.optimizer.zero_grad(set_to_none=True)
-                loss.backward()
-                nn.utils.clip_grad_norm_(self.net.parameters(), self.config.max_gradient_norm)
-                self.optimizer.step()
+                descend(self.net, self.optimizer, loss, self.config.max_gradient_norm)
                 steps += 1
                 for name, value in parts.items():
                     totals[name] += float(value.detach())
@@ -112,8 +109,7 @@ class PPO(Learner):
         return {name: tensor[known] for name, tensor in flat.items()}
 
     def _minibatches(self, mask: Tensor) -> list[Tensor]:
-        decisions, workers = mask.shape
-        rows = self.config.worker_rows
+        (decisions, workers), rows = mask.shape, self.config.worker_rows
         count = self.config.minibatch if rows is None else max(rows // workers, 8)
         order = torch.randperm(decisions, generator=self.generator)
         return [part for part in order.split(count) if len(part) > 1]

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from dynamix.policies.learned.policy import LearnedPolicy, ResidualNet
-from dynamix.simulator import ClusterEnv, LaggedReference, rollout
+from dynamix.simulator import ClusterEnv
 from dynamix.training.episodes import Episode
 from dynamix.training.hindsight import DecisionRecorder, RecordingEnv
 from dynamix.training.ppo import PPO
-from dynamix.window import Floats
+from dynamix.training.rewards import SimulatedRegret
 
 SCALE = 5.0  # of rewards: log goodputs differ by a few per cent
 
@@ -24,9 +24,7 @@ def regret_episode(ppo: PPO, env: RecordingEnv, other: ClusterEnv, *, windows: i
     """
     assert isinstance(ppo.net, ResidualNet)
     policy, window = LearnedPolicy(ppo.net), env.reset()
-    twin = rollout(LaggedReference(other), other)
-    next(twin)  # its first window, before any decision
-    recorder, rewards = DecisionRecorder(env), []
+    recorder, regret, rewards = DecisionRecorder(env), SimulatedRegret(env, other), []
     rows: list[tuple[Tensor, ...]] = []
     evaluated: list[tuple[Tensor, Tensor, Tensor]] = []
     for _ in range(windows):
@@ -36,28 +34,18 @@ def regret_episode(ppo: PPO, env: RecordingEnv, other: ClusterEnv, *, windows: i
         rows.append((seen, mask, chosen, shared))
         evaluated.append(ppo.evaluate(seen, mask, chosen, shared))
         recorder.before(policy, window, observed, None)
-        before = (env.clock_s, env.progress), (other.clock_s, other.progress)
         delta, growth = chosen.squeeze(-1).double().numpy(), shared.squeeze(-1).double().numpy()
         window = env.step(policy.allocate(window, env.bounds, delta, growth))
         recorder.after()
-        next(twin)
-        rewards.append(_log_goodput(env, before[0]) - _log_goodput(other, before[1]))
+        rewards.append(regret.update(window))
     reward = torch.from_numpy(np.clip(np.array(rewards), -2, 2)).float() * SCALE
-    all_seen, masks, all_chosen, all_shared = (torch.stack(part) for part in zip(*rows, strict=True))
+    observed_all, masks, chosen, shared = (torch.stack(part) for part in zip(*rows, strict=True))
     log_chosen, log_shared, values = (torch.stack(part) for part in zip(*evaluated, strict=True))
-    seen, mask = torch.from_numpy(policy.observe(window, env.bounds)), torch.from_numpy(window.batch_size > 0)
-    return Episode(
-        observed=all_seen,
-        mask=masks,
-        chosen=all_chosen,
-        reward=reward,
-        duration=torch.ones_like(reward),
-        final_observed=seen,
-        final_mask=mask,
-        shared=all_shared,
-        credit=_credit(ppo.net, recorder, all_chosen, all_shared),
-        evaluated=(log_chosen, log_shared, torch.cat([values, ppo.value(seen, mask)[None]])),
-    )
+    final = torch.from_numpy(policy.observe(window, env.bounds)), torch.from_numpy(window.batch_size > 0)
+    credit = _credit(ppo.net, recorder, chosen, shared)
+    known = log_chosen, log_shared, torch.cat([values, ppo.value(*final)[None]])
+    duration = torch.ones_like(reward)
+    return Episode(observed_all, masks, chosen, reward, duration, *final, shared, credit=credit, evaluated=known)
 
 
 @torch.no_grad()
@@ -67,7 +55,3 @@ def _credit(net: ResidualNet, recorder: DecisionRecorder, chosen: Tensor, shared
     usual = net(decisions.observed, decisions.mask)[0].squeeze(-1)
     credit = decisions.credit(chosen.flatten(0, 1).squeeze(-1), shared.flatten(0, 1).squeeze(-1), usual)
     return credit.reshape(chosen.shape[:-1])
-
-
-def _log_goodput(env: ClusterEnv, before: tuple[Floats, Floats]) -> Floats:
-    return np.asarray(np.log((env.progress - before[1]) / (env.clock_s - before[0])))

@@ -79,9 +79,8 @@ class PaperReward:
         return np.asarray(reward)
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            name: None if (v := getattr(self, name)) is None else v.tolist() for name in ("reference_s", "accuracy")
-        }
+        kept = {"reference_s": self.reference_s, "accuracy": self.accuracy}
+        return {name: None if value is None else value.tolist() for name, value in kept.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name in ("reference_s", "accuracy"):
@@ -95,16 +94,18 @@ class SimulatedRegret:
         self.env, self.paired = env, paired
         self._twin = rollout(LaggedReference(paired), paired)
         next(self._twin)  # its first window, before any decision
-        self._before = _totals(env), _totals(paired)
+        self._before = self._totals()
 
     def update(self, window: Window, /) -> Floats:
         next(self._twin)
-        now = _totals(self.env), _totals(self.paired)
-        mine, theirs = (
-            np.log((b[1] - a[1]) / np.maximum(b[0] - a[0], 1e-12)) for a, b in zip(self._before, now, strict=True)
-        )
-        self._before = now
+        before, self._before = self._before, self._totals()
+        progress, seconds = self._before - before
+        mine, theirs = np.log(progress / np.maximum(seconds, 1e-12))
         return np.asarray(mine - theirs)
+
+    def _totals(self) -> Floats:
+        """Progress and seconds (2, 2, C), of the environment and its pair."""
+        return np.array([(env.progress, env.clock_s) for env in (self.env, self.paired)]).swapaxes(0, 1)
 
 
 class SimulatedPaper:
@@ -125,10 +126,6 @@ def sigma_norm(window: Window) -> Floats:
     """sqrt(tr Sigma / B) / |G|, (...): standard deviation of the applied gradient over its norm; NaN where unknown."""
     scale = window.noise_scale / np.maximum(window.global_batch, 1.0)
     return np.asarray(np.minimum(np.sqrt(scale), LARGEST_SIGMA))
-
-
-def _totals(env: ClusterEnv) -> tuple[Floats, Floats]:
-    return env.clock_s, env.progress
 
 
 def _mean_of_known(x: Floats) -> Floats:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dynamix.errors import ConfigError
+from dynamix.policies.files import describe_policy
 from dynamix.training import dynamix_paper, dynamix_policy, stigmergic
 from dynamix.training.evaluation import Tell
 
@@ -38,17 +39,22 @@ def train_shipped(
     `tensorboard` (a folder for TensorBoard). Raises `ConfigError`.
     """
     recipe: Any = recipe_of(name, settings)
-    if name == "dynamix":
-        return dynamix_policy.train_and_save(
-            out, recipe, seed, progress=progress, checkpoint=checkpoint, tensorboard=tensorboard
-        )
-    for option, value in (("checkpoint", checkpoint), ("tensorboard", tensorboard)):
-        if value is not None:
+    places = {"checkpoint": checkpoint, "tensorboard": tensorboard}
+    for option, value in places.items():
+        if name != "dynamix" and value is not None:
             allowed = "None for every policy but dynamix"
             raise ConfigError(option, str(value), allowed, f"leave it out; {name} is trained within minutes")
-    if name == "dynamix-paper":
-        return dynamix_paper.train_and_save(out, recipe, seed, progress=progress)
-    return stigmergic.train_and_save(out, recipe, seed, progress=progress)
+    policy: Any
+    if name == "dynamix":
+        policy = dynamix_policy.train(recipe, seed, progress=progress, processes=2, **places)
+        policy.about["evaluation"] = dynamix_policy.evaluation(policy, progress)
+    elif name == "dynamix-paper":
+        policy = dynamix_paper.train(recipe, seed, progress=progress)
+        policy.about["evaluation"] = dynamix_paper.evaluation(policy, recipe)
+    else:
+        policy = stigmergic.train(recipe, seed, progress=progress)
+    policy.save(out)
+    return describe_policy(out)
 
 
 def recipe_of(name: str, settings: Sequence[str] = ()) -> Recipe:

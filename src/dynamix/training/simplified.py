@@ -4,11 +4,9 @@ DYNAMIX (arXiv 2510.08522) describes PPO, but by third-party account its authors
 advantage and update from cumulative reward. That is REINFORCE (Williams 1992) with reward-to-go and a categorical
 policy per worker, learned in one place for all of them:
 
-    grad J = E[ sum_t R_t  grad sum_i log pi(a_it | s_it, s_global,t) ],   R_t = r_t + d_t r_{t+1} + d_t d_{t+1} r_{t+2}
-    + ...
+    grad J = E[ sum_t R_t  grad sum_i log pi(a_it | s_it, s_global,t) ],   R_t = r_t + d_t R_{t+1}
 
-with the team's reward r and the discount d_t = discount_per_s ^ (seconds of window t). `ppo.py` learns from the same
-episodes.
+with the team's reward r and the discount d_t = discount_per_s ^ (seconds of window t).
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from torch import Tensor, nn
 
 from dynamix.training.distributions import categorical
 from dynamix.training.episodes import Episode, mean_reward
-from dynamix.training.learner import Learner
+from dynamix.training.learner import Learner, descend
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +48,8 @@ class Simplified(Learner):
             worth = reward_to_go(episode.reward, episode.duration, self.config.discount_per_s).flatten()
             gain = gain + (worth * log_taken.sum(-1))[known].mean() / len(episodes)
             entropy = entropy + actions.entropy(mask) / len(episodes)
-        self.optimizer.zero_grad(set_to_none=True)
-        (-gain - self.config.entropy_weight * entropy).backward()
-        nn.utils.clip_grad_norm_(self.net.parameters(), self.config.max_gradient_norm)
-        self.optimizer.step()
+        loss = -gain - self.config.entropy_weight * entropy
+        descend(self.net, self.optimizer, loss, self.config.max_gradient_norm)
         return {"gain": float(gain.detach()), "entropy": float(entropy.detach()), "reward": mean_reward(episodes)}
 
 

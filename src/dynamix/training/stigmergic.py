@@ -1,29 +1,28 @@
 """Learning the numbers of the stigmergic rule: the cross-entropy method, on clusters that grow from 1 to 32 workers.
 
-A candidate is one set of numbers for all workers. It is judged by the time that a job of such workers takes for the
-progress that the lagged reference makes meanwhile; all candidates of a generation meet the same clusters. A dozen and a
-half numbers need no gradient (Rubinstein 1999; de Boer et al. 2005). `dynamix policy train --policy stigmergic` runs
-it.
+A candidate is one set of numbers for all workers, judged by the time that they take for the progress that the lagged
+reference makes meanwhile; all candidates of a generation meet the same clusters. A dozen and a half numbers need no
+gradient (Rubinstein 1999; de Boer et al. 2005).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
-from dynamix.policies.files import describe_policy
 from dynamix.policies.stigmergic.field import Decay
 from dynamix.policies.stigmergic.policy import RANGES, Parameters, StigmergicPolicy
-from dynamix.simulator import ClusterEnv, Clusters, LaggedReference, rollout_path
+from dynamix.simulator import Clusters, LaggedReference
 from dynamix.training.curriculum import training_clusters
-from dynamix.training.evaluation import Factory, Tell, times_to_common_progress
+from dynamix.training.evaluation import Factory, Tell, follow, times_to_common_progress
 from dynamix.window import Floats
 
+Speed = Callable[[Factory], Floats]
 VALIDATION_SEED = 905_001
 
 
@@ -64,13 +63,12 @@ def train(config: SearchConfig | None = None, seed: int = 0, *, progress: Tell |
     mean = to_logits(Parameters())
     spread = np.full(len(mean), c.spread)
     best, score = Parameters(), _validate(c, Parameters())
-    scores = [round(score, 4)]
-    total, done = sum(c.generations), 0
+    scores, done = [round(score, 4)], 0
     tell(f"by hand: {score:.4f}", 0.0)
     for stage, workers in enumerate(c.stages):
         spread = np.maximum(spread, 0.5 * c.spread)  # a new stage may ask for something else
         for _ in range(c.generations[stage]):
-            worlds = [_World.of(c, int(w), int(rng.integers(2**31)), rng) for w in rng.choice(workers, c.worlds)]
+            worlds = [_world(c, int(w), rng) for w in rng.choice(workers, c.worlds)]
             drawn = mean + spread * rng.normal(size=(c.tried, len(mean)))
             drawn[0] = mean
             values = np.array([np.mean([_judge(c, from_logits(z), world) for world in worlds]) for z in drawn])
@@ -78,7 +76,7 @@ def train(config: SearchConfig | None = None, seed: int = 0, *, progress: Tell |
             mean = 0.3 * mean + 0.7 * elite.mean(0)
             spread = np.maximum(0.5 * spread + 0.5 * elite.std(0), c.least)
             done += 1
-            tell(f"{workers} workers, best of {c.tried}: {values.max():.4f}", done / total)
+            tell(f"{workers} workers, best of {c.tried}: {values.max():.4f}", done / sum(c.generations))
         candidate = from_logits(mean)
         scores.append(round(value := _validate(c, candidate), 4))
         if value > score:
@@ -101,43 +99,20 @@ def from_logits(logits: Floats) -> Parameters:
     >>> round(from_logits(to_logits(Parameters())).push, 6)
     1.0
     """
-    parts = 1 / (1 + np.exp(-logits))
-    return Parameters(
-        **{n: low + (high - low) * float(p) for (n, (low, high)), p in zip(RANGES.items(), parts, strict=True)}
-    )
+    parts = zip(RANGES.items(), 1 / (1 + np.exp(-logits)), strict=True)
+    return Parameters(**{name: low + (high - low) * float(part) for (name, (low, high)), part in parts})
 
 
-@dataclass(frozen=True, slots=True)
-class _World:
-    """Clusters with the path of the lagged reference on them, which every candidate is measured by."""
+def _speed_on(clusters: Clusters, seed: int, windows: int, interval: int = 5, delay: int = 1) -> Speed:
+    """Measures policies on clusters: log of the lagged reference's time over the policy's, (C,); above 0 is faster."""
+    run = partial(follow, clusters=clusters, seed=seed, windows=windows, interval=interval, delay=delay)
+    reference = run(LaggedReference)
 
-    clusters: Clusters
-    seed: int
-    interval: int
-    delay: int
-    windows: int
-    rule: Floats
+    def speed(make: Factory) -> Floats:
+        times = times_to_common_progress({"reference": reference, "own": run(make)})
+        return np.asarray(np.log(times["reference"] / times["own"]))
 
-    @classmethod
-    def of(cls, c: SearchConfig, workers: int, seed: int, rng: np.random.Generator) -> _World:
-        interval, delay = int(rng.choice(c.intervals)), int(rng.choice(c.delays))
-        clusters = training_clusters(min(max(c.rows // workers, 6), 32), workers, seed)
-        return cls.on(clusters, seed, c.windows, interval, delay)
-
-    @classmethod
-    def on(cls, clusters: Clusters, seed: int, windows: int, interval: int = 5, delay: int = 1) -> _World:
-        world = cls(clusters, seed, interval, delay, windows, np.empty(0))
-        return replace(world, rule=world.follow(LaggedReference))
-
-    def follow(self, make: Factory) -> Floats:
-        """Seconds and progress (windows + 1, 2, C) of a policy from equal shares on."""
-        env = ClusterEnv(self.clusters, seed=self.seed, interval=self.interval, delay=self.delay)
-        return rollout_path(make(env), env, self.windows)
-
-    def speed(self, make: Factory) -> Floats:
-        """Log of the reference's time over the policy's, (C,): above 0 is faster."""
-        times = times_to_common_progress({"rule": self.rule, "own": self.follow(make)})
-        return np.asarray(np.log(times["rule"] / times["own"]))
+    return speed
 
 
 def made_of(c: SearchConfig, parameters: Parameters) -> Factory:
@@ -146,9 +121,16 @@ def made_of(c: SearchConfig, parameters: Parameters) -> Factory:
     return lambda _: StigmergicPolicy(parameters, decay=decay, shared=c.shared)
 
 
-def _judge(c: SearchConfig, parameters: Parameters, world: _World) -> float:
+def _world(c: SearchConfig, workers: int, rng: np.random.Generator) -> Speed:
+    seed, interval, delay = int(rng.integers(2**31)), int(rng.choice(c.intervals)), int(rng.choice(c.delays))
+    return _speed_on(
+        training_clusters(min(max(c.rows // workers, 6), 32), workers, seed), seed, c.windows, interval, delay
+    )
+
+
+def _judge(c: SearchConfig, parameters: Parameters, world: Speed) -> float:
     """Mean over clusters; the slowest tenth counts once more, so that no cluster is given up."""
-    speed = world.speed(made_of(c, parameters))
+    speed = world(made_of(c, parameters))
     return float(speed.mean() + 0.25 * np.quantile(speed, 0.1))
 
 
@@ -157,14 +139,5 @@ def _validate(c: SearchConfig, parameters: Parameters) -> float:
     logs = []
     for w in c.validation_workers:
         clusters = training_clusters(max(c.validation_clusters * 8 // max(w, 8), 6), w, VALIDATION_SEED)
-        logs.append(_World.on(clusters, VALIDATION_SEED, c.windows).speed(made_of(c, parameters)).mean())
+        logs.append(_speed_on(clusters, VALIDATION_SEED, c.windows)(made_of(c, parameters)).mean())
     return float(np.exp(np.mean(logs)))
-
-
-def train_and_save(
-    path: str | Path, config: SearchConfig | None = None, seed: int = 0, *, progress: Tell | None = None
-) -> dict[str, Any]:
-    """Write the learned rule to `path` (and a .json beside it); returns the description."""
-    policy = train(config, seed, progress=progress)
-    policy.save(path)
-    return describe_policy(path)

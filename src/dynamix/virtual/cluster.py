@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import random
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Sized
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,20 +32,19 @@ from dynamix.runtime.weighting import LossWeight
 from dynamix.simulator.clusters import Clusters
 from dynamix.simulator.env import ClusterEnv
 from dynamix.virtual.run import Snapshot, Step, VirtualRun
-from dynamix.virtual.union_gradient import Indices, ShareSeen, UnionGradient
-from dynamix.virtual.workers import VirtualWorkers, one_world
+from dynamix.virtual.union_gradient import Indices, UnionGradient
+from dynamix.virtual.workers import Shares, VirtualWorkers, one_world
 from dynamix.window import Bounds, Floats, Ints
 
 
 class VirtualCluster:
     """Real model, data, gradients and accuracy in this process; time from one simulated cluster of W workers.
 
-    Each worker's share is one backward pass, so the applied gradient is the weighted all-reduce's and every |g_i|^2 is
-    known. Sample order, windows, the moment at which a decision applies, learning-rate rules and events.jsonl come from
-    the same code as in a live job, and the same allocations give the same losses within float error. Evaluation and
-    data loading take no time of this clock, deciding none unless the world says so (`ClusterEnv.decided`). With
-    dropout, masks come from one stream instead of one per rank, so losses are a run's of the same kind, not the same
-    numbers as a live run's.
+    The applied gradient is the weighted all-reduce's (`UnionGradient`). Sample order, windows, the moment at which a
+    decision applies, learning-rate rules and events.jsonl come from the same code as in a live job, and the same
+    allocations give the same losses within float error; with dropout, losses of the same kind, as masks come from one
+    stream instead of one per rank. Evaluation and data loading take no time of this clock, deciding none unless the
+    world says so (`ClusterEnv.decided`).
 
     model, optimizer   as for one process (no DDP)
     loss               loss(model(inputs), target): mean over the batch
@@ -98,10 +97,8 @@ class VirtualCluster:
         if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
             fix = "read an iterable data set into a list first"
             raise ConfigError("dataset", type(dataset).__name__, "one with a length and indices", fix)
-        self.policy = policy_of(policy)
-        self.world = one_world(clusters, seed)
+        self.policy, self.world = policy_of(policy), one_world(clusters, seed)
         self._workers = VirtualWorkers(self.world)
-        workers = self._workers.count
         self.model, self.optimizer, self.interval = model, optimizer, interval
         self.bounds = _bounds(bounds, self.world.clusters, batch_size, dataset)
         start = starting_sizes(batch_size, self.bounds)
@@ -113,7 +110,7 @@ class VirtualCluster:
         replayed = None if replay is None else recorded(replay)
         self._events = None if events is None else EventLog(events)
         decider = _ForAll(self.policy, job, replay=replayed, events=self._events, clock=self._workers.time.mark)
-        channel = Channel(None, workers, decider)
+        channel = Channel(None, start.size, decider)
         self._coordinator = coordinator = Coordinator(
             job, self.policy, channel, start, LossWeight(None, 1), interval=interval, lr_rule=lr_rule
         )
@@ -173,8 +170,7 @@ class VirtualCluster:
         check_counts(**{name: value for name, value in given.items() if value is not None})
         every = snapshot_samples or 0
         due = (self.samples_seen // every + 1) * every if every else 0
-        done: list[Step] = []
-        snapshots: list[Snapshot] = []
+        done, snapshots = list[Step](), list[Snapshot]()
         for step in self._all_epochs():
             done.append(step)
             if every and self.samples_seen >= due:
@@ -203,8 +199,7 @@ class VirtualCluster:
     def _all_epochs(self) -> Iterator[Step]:
         """One optimizer step a turn, epoch after epoch, for ever."""
         while True:
-            for placeholder in self._sampler:
-                yield self._step(placeholder)
+            yield from map(self._step, self._sampler)
 
     def _step(self, placeholder: Indices) -> Step:
         plan, coordinator = self._sampler.plan(), self._coordinator
@@ -256,7 +251,7 @@ class _AllRecorders(Recorder):
     def __init__(self, workers: VirtualWorkers, job: JobFacts) -> None:
         super().__init__(torch.device("meta"))
         self.workers, self.job = workers, job
-        self.of_step: tuple[Floats, float, Sequence[ShareSeen | None], float]  # what `VirtualWorkers.record` takes
+        self.of_step: tuple[Floats, float, Shares, float]  # what `VirtualWorkers.record` takes
 
     def add(self, name: str, value: Tensor | float, *, part: int = 0) -> None:
         self.workers.recorders[0].add(name, float(value), part=part)

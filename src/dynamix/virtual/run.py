@@ -12,10 +12,7 @@ from dynamix.window import Floats, Ints
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Training at one moment of the virtual clock; scoring it took no time of that clock.
-
-    score   what `run(score=)` returned; NaN without it
-    """
+    """Training at one moment of the virtual clock; `score` is what `run(score=)` returned, NaN without it."""
 
     step: int
     samples: int

@@ -19,11 +19,8 @@ Load = Callable[[Indices], tuple[Any, Any]]
 
 @dataclass(frozen=True, slots=True)
 class ShareSeen:
-    """What one worker sees of its share: mean loss, |g_i|^2 of its mean gradient, the first rows of its outputs.
-
-    `logits` and `target` hold at most `ACCURACY_ROWS` rows, on the CPU; None where the model's outputs or the targets
-    are no tensors.
-    """
+    """What one worker sees of its share: mean loss, |g_i|^2 of its mean gradient, and the first rows (`ACCURACY_ROWS`)
+    of its outputs and targets on the CPU, None where one of them is no tensor."""
 
     loss: float
     norm_sq: float
@@ -34,13 +31,13 @@ class ShareSeen:
 class UnionGradient:
     """Leaves sum_i (n_i/N) g_i in the parameters' `.grad`, as the weighted all-reduce of a live job does.
 
-    One backward pass per share gives every worker's own gradient g_i, hence |g_i|^2; all shares together cost the
-    samples of the union batch, and one more copy of the gradients in memory. Buffers (BatchNorm statistics) follow DDP:
-    every worker starts from those that worker 0 had after the step before.
+    One backward pass per share gives every worker's own gradient g_i, hence |g_i|^2; all together cost the samples of
+    the union batch, and one more copy of the gradients in memory. Buffers (BatchNorm statistics) follow DDP: every
+    worker starts from those that worker 0 had after the step before.
 
     load          indices -> (inputs, targets), already collated
-    micro_batch   most samples that pass through the model at once: larger shares are cut. With BatchNorm a share is
-                  never cut, because its statistics are of the whole share
+    micro_batch   most samples that pass through the model at once; with BatchNorm a share is never cut, because its
+                  statistics are of the whole share
     """
 
     def __init__(self, model: nn.Module, loss: Callable[[Any, Any], Tensor], load: Load, *, micro_batch: int) -> None:
@@ -101,9 +98,8 @@ class UnionGradient:
                 logits.append(outputs.detach()[: ACCURACY_ROWS - rows].cpu())
                 target.append(targets[: ACCURACY_ROWS - rows].cpu())
                 rows += len(logits[-1])
-        return ShareSeen(
-            loss, self.norm_sq(), torch.cat(logits) if logits else None, torch.cat(target) if target else None
-        )
+        heads = (torch.cat(logits), torch.cat(target)) if logits else (None, None)
+        return ShareSeen(loss, self.norm_sq(), *heads)
 
     def _add_to(self, union: list[Tensor | None], weight: float) -> None:
         """Take the gradients of one share; in place, so that no third copy is ever needed."""
@@ -111,8 +107,7 @@ class UnionGradient:
             gradient, parameter.grad = parameter.grad, None
             if gradient is not None:
                 gradient.mul_(weight)
-                so_far = union[at]
-                union[at] = gradient if so_far is None else so_far.add_(gradient)
+                union[at] = gradient if (so_far := union[at]) is None else so_far.add_(gradient)
 
     def _on_device(self, indices: Indices) -> tuple[Any, Any]:
         inputs, targets = self.load(indices)
@@ -143,10 +138,9 @@ def squared_norm(gradients: Sequence[Tensor]) -> float:
 def _moved(value: Any, device: torch.device) -> Any:
     if isinstance(value, Tensor):
         return value.to(device)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_moved(item, device) for item in value))
     if isinstance(value, (list, tuple)):
-        return type(value)(_moved(item, device) for item in value)
+        moved = [_moved(item, device) for item in value]
+        return type(value)(*moved) if hasattr(value, "_fields") else type(value)(moved)
     if isinstance(value, dict):
         return {key: _moved(item, device) for key, item in value.items()}
     return value

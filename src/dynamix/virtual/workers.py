@@ -9,44 +9,32 @@ import torch
 
 from dynamix.data import StepPlan
 from dynamix.errors import ConfigError
-from dynamix.probes.timing import StepTimer
+from dynamix.probes.timing import CpuClock, StepTimer
 from dynamix.runtime.observation import ROW, Recorder
 from dynamix.simulator.clusters import Clusters
 from dynamix.simulator.env import ClusterEnv
 from dynamix.virtual.union_gradient import ShareSeen
 from dynamix.window import Floats, Ints
 
+Shares = Sequence[ShareSeen | None]
 _NO_DEVICE = torch.device("meta")  # a recorder there looks at no host
 _HOST = [ROW.index("cpu"), ROW.index("memory")]
 MEMORY = 0.5  # share of a host's memory in use, as `ClusterEnv` has it
 _COMPUTE = [ROW.index("compute"), ROW.index("compute_std")]
 
 
-class VirtualTime:
-    """The `Clock` (`probes.timing`) of simulated workers: it reads what it is set to, in seconds."""
+class VirtualTime(CpuClock):
+    """The clock of simulated workers: it reads what it is set to, in seconds."""
 
-    def __init__(self) -> None:
-        self.now_s = 0.0
+    now_s = 0.0
 
     def mark(self) -> float:
         return self.now_s
 
-    def passed(self, mark: float) -> bool:
-        return True
-
-    def seconds(self, start: float, end: float) -> float:
-        return end - start
-
-    def recycle(self, mark: float) -> None:
-        pass
-
 
 class VirtualWorkers:
     """W recorders whose marks are set by the simulated step: forward at its start, gradients ready after the worker's
-    own computing, reduction at its end. Waits and transfer then follow by the same code as in a live job.
-
-    world   one simulated cluster; it goes on from where it stands
-    """
+    own computing, reduction at its end. Waits and transfer then follow by the same code as in a live job."""
 
     def __init__(self, world: ClusterEnv) -> None:
         self.world, self.time = world, VirtualTime()
@@ -68,20 +56,12 @@ class VirtualWorkers:
             self.world.apply(counts)
         else:
             self.world.batch = counts  # the tail of an epoch is no new allocation
-        if plan.regular:
-            self._applied = counts
+        self._applied = counts if plan.regular else self._applied
         busy, whole = self.world.advance()
         return busy[0], float(whole[0])
 
     def record(
-        self,
-        busy_s: Floats,
-        whole_s: float,
-        seen: Sequence[ShareSeen | None],
-        global_sq: float,
-        *,
-        keep: bool,
-        first_of_epoch: bool,
+        self, busy_s: Floats, whole_s: float, seen: Shares, global_sq: float, *, keep: bool, first_of_epoch: bool
     ) -> None:
         """One optimizer step in every worker's recorder; the clock stands at its end afterwards."""
         begin = self.time.now_s
@@ -104,12 +84,8 @@ class VirtualWorkers:
     def rows(self, sizes: Ints, *, issued: int) -> Floats:
         """Close the window: the rows (W, n) that `observation.assemble` takes."""
         total = float(sizes.sum())
-        rows = np.stack(
-            [
-                recorder.row(issued=issued, count=float(size), weight=float(size) / total)
-                for recorder, size in zip(self.recorders, sizes.tolist(), strict=True)
-            ]
-        )
+        parts = zip(self.recorders, map(float, sizes.tolist()), strict=True)
+        rows = np.stack([recorder.row(issued=issued, count=n, weight=n / total) for recorder, n in parts])
         if not self.world.clusters.missing_host[0]:
             rows[:, _HOST] = np.column_stack([self._busy_s / max(self._whole_s, 1e-9), np.full(self.count, MEMORY)])
         self._clear()

@@ -61,3 +61,8 @@ def test_a_revision_that_does_not_exist_is_refused(tmp_path: Path, monkeypatch: 
     monkeypatch.chdir(tmp_path)
     assert CliRunner().invoke(app, ["bench", "decisions", "--against", "nonsense"]).exit_code == 2
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", sorted({*POLICIES, *UNUSUAL}))
+def test_every_policy_of_the_corpus_is_made_under_this_revision(name: str) -> None:
+    assert hasattr(asked.make(name, [0]), "decide")

@@ -144,7 +144,8 @@ class LearningPolicy:
         """Count the time, judge the last trial."""
         workers = window.workers
         seconds = step_seconds(window).reshape(-1)
-        other_job = bool(self.trials) and self.trials[-1].mask.shape[-1] != workers
+        tried = [*self.trials, *([] if self._pending is None else [self._pending.trial])]
+        other_job = any(trial.mask.shape[-1] != workers for trial in tried[-2:])
         if self.elapsed_s.shape != seconds.shape or other_job:
             self.elapsed_s, self.spent_s = np.zeros(seconds.shape), np.zeros(seconds.shape)
             self._pending, self.trials, self.windows = None, [], 0

@@ -23,7 +23,7 @@ from dynamix.policies.files import fill_network, read_policy, write_policy
 from dynamix.policies.fitted import FittedModel
 from dynamix.policies.goodput import worth_changing
 from dynamix.policies.learned.additive import STATE_FAMILIES
-from dynamix.policies.learned.residual import OWN_FEATURES, ResidualMemory
+from dynamix.policies.learned.residual import OWN_FEATURES, Foretold, ResidualMemory
 from dynamix.projection import project
 from dynamix.window import Bounds, Floats, Ints, Window
 
@@ -158,17 +158,18 @@ class LearnedPolicy:
         if self.memory.is_of_others(window):
             self.memory = ResidualMemory()
             self.fitted.forget()
+        self.memory.foretold = Foretold.by(self.fitted.now)
         return self.fitted.take_in(window)
 
     def decide(self, window: Window, bounds: Bounds) -> Ints:
         observed = self.observe(window, bounds)
         sizes = self.allocate(window, bounds, *self.act(observed, window.batch_size > 0))
-        return worth_changing(self.fitted.now, window, bounds, sizes)
+        return worth_changing(self.fitted.now, window, bounds, sizes, self.memory.wish)
 
     def observe(self, window: Window, bounds: Bounds) -> NDArray[np.float32]:
         """Take in the window, update the memory and return what the network sees, (..., W, F)."""
         model = self.fitted.to_decide(window, self.fit_model)
-        own = self.memory.update(window, bounds, model, self.fitted.before)
+        own = self.memory.update(window, bounds, model)
         return np.concatenate([local_features(window), own], axis=-1)
 
     def act(self, observed: NDArray[np.float32], active: NDArray[np.bool_]) -> tuple[Floats, Floats]:

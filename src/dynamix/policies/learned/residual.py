@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dynamix.model import JobModel
 from dynamix.model.elasticity import LocalElasticity
+from dynamix.model.exchange import Exchange
 from dynamix.model.measured import base_total, busy_seconds, step_seconds
 from dynamix.model.state import UNKNOWN, restored, saved
 from dynamix.policies.goodput import wish
@@ -54,10 +55,23 @@ OWN_FEATURES = (
 JUMP = 0.2  # log seconds: a surprise beyond this counts as a jump of speed
 
 
+class Foretold(NamedTuple):
+    """What a job model said of the next window: lines (..., W), `JobModel.stretch` (...), and the exchange."""
+
+    alpha: Floats
+    beta: Floats
+    stretch: Floats
+    exchange: Exchange
+
+    @classmethod
+    def by(cls, model: JobModel) -> Foretold:
+        return cls(*model.line, model.stretch, model.exchange)
+
+
 class ResidualMemory:
     """Follows how the goodput rule fares by its model, for windows of shape (..., W).
 
-    After `update`, `wish` holds the rule's real sizes.
+    After `update`, `wish` holds the rule's real sizes. `foretold` is what the model said before the window.
     """
 
     def __init__(self) -> None:
@@ -66,16 +80,14 @@ class ResidualMemory:
         self.per_worker: Floats = UNKNOWN  # (len(_WORKER), ..., W), each by name below
         self.total: Floats = UNKNOWN  # (...) log global batch of the window before
         self.windows = 0
+        self.foretold = Foretold.by(JobModel())
 
     def is_of_others(self, window: Window) -> bool:
         """Whether nothing remembered holds for the workers of `window`: they are of another number."""
         return self.windows > 0 and self.per_worker.shape[1:] != window.batch_size.shape
 
-    def update(self, window: Window, bounds: Bounds, model: JobModel, before: JobModel) -> NDArray[np.float32]:
-        """Take in a window; the own features (..., W, len(OWN_FEATURES)), finite, in [-3, 3].
-
-        model    after this window, and `before` it
-        """
+    def update(self, window: Window, bounds: Bounds, model: JobModel) -> NDArray[np.float32]:
+        """Take in a window, which `model` has taken in; the own features (..., W, len(OWN_FEATURES)) in [-3, 3]."""
         shape = window.batch_size.shape
         first = self.windows == 0
         if first:
@@ -86,7 +98,7 @@ class ResidualMemory:
         unit = base_total(window)[..., None] / window.workers
         surprise, step_surprise = (0.0 * batch, 0.0 * batch[..., 0])
         if not first:
-            surprise, step_surprise = _surprises(before, window, batch, busy)
+            surprise, step_surprise = _surprises(self.foretold, window, batch, busy)
         self.wish = wish(model, window, bounds)
         alpha, beta = model.line
         self.curve = self.curve.update(unit, batch, busy)
@@ -185,14 +197,13 @@ _WORKER = (
 )  # fmt: skip
 
 
-def _surprises(before: JobModel, window: Window, batch: Floats, busy: Floats) -> tuple[Floats, Floats]:
-    """Measured against predicted log seconds, of workers (..., W) and steps (...), by the model before the window."""
-    alpha, beta = before.line
-    expected = alpha + beta * batch
+def _surprises(foretold: Foretold, window: Window, batch: Floats, busy: Floats) -> tuple[Floats, Floats]:
+    """Measured against predicted log seconds, of workers (..., W) and steps (...), as foretold."""
+    expected = foretold.alpha + foretold.beta * batch
     with np.errstate(divide="ignore", invalid="ignore"):
         surprise = np.log(busy / expected)
-        slowest = np.maximum((before.stretch[..., None] * expected).max(-1), 1e-12)
-        step = np.log(step_seconds(window)) - before.exchange.log_step(slowest[..., None])[..., 0]
+        slowest = np.maximum((foretold.stretch[..., None] * expected).max(-1), 1e-12)
+        step = np.log(step_seconds(window)) - foretold.exchange.log_step(slowest[..., None])[..., 0]
     return _known(surprise), _known(step)
 
 

@@ -10,8 +10,8 @@ _PLACES = {
     "Bounds": ("dynamix.window",),
     "make_policy": ("dynamix.policies",),
     "Guard": ("dynamix.policies.guard", "dynamix.policies"),
-    "LearningPolicy": ("dynamix.policies.online", "dynamix.policies.learning", "dynamix.policies"),
-    "LiveConfig": ("dynamix.policies.deviations", "dynamix.policies.online", "dynamix.policies", "dynamix"),
+    "LearningPolicy": ("dynamix.policies.learned.online", "dynamix.policies.online"),
+    "LiveConfig": ("dynamix.policies.learned.deviations", "dynamix.policies.deviations"),
 }
 
 
