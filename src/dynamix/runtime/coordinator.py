@@ -77,12 +77,9 @@ class Coordinator:
         return self._adopt(Stream(iterable, self.allocations, agree=agree, **given, **self._of_source()))
 
     def _of_source(self) -> dict[str, Any]:
-        each = {"low": self.job.bounds.low, "high": self.job.bounds.high, "rank": self.rank}
-        return each | {
-            "world_size": self.allocations.workers,
-            "accumulate": self.accumulate,
-            "before_issue": self.before_issue,
-        }
+        own = {"rank": self.rank, "world_size": self.allocations.workers, "accumulate": self.accumulate}
+        bounds = self.job.bounds
+        return own | {"low": bounds.low, "high": bounds.high, "before_issue": self.before_issue}
 
     def _adopt(self, source: Source) -> Source:
         if self.source is not None:
@@ -165,11 +162,9 @@ class Coordinator:
         self.progress.told(self.job.closing.consumed + self.accumulate, message.noise, message.signal)
         if message.kind is Kind.NEW:
             if self.source is not None and message.from_step < self.source.issued:
-                raise StateError(
-                    f"the replayed allocation starts at step {message.from_step}, but {self.source.issued} batches are "
-                    "already issued: replay with the recorded run's policy and interval, and its loader settings "
-                    "(num_workers, prefetch_factor) or fewer"
-                )
+                late = f"starts at step {message.from_step}, but {self.source.issued} batches are already issued"
+                fix = "use that run's policy, interval, and loader settings (num_workers, prefetch_factor) or fewer"
+                raise StateError(f"the replayed allocation {late}: {fix}")
             self.allocations.schedule(message.from_step, message.sizes)
             self.progress.opens = message.from_step
             self.recorder.reset()

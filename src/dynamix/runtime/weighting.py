@@ -219,10 +219,8 @@ class LossWeight:
         return self._apply_counted(loss, plan, given if mine else torch.zeros_like(given), bool(mine))
 
     def _apply_counted(self, loss: Tensor, plan: StepPlan, count: Tensor, active: bool) -> Tensor:
-        if plan.micro == 0:  # an accumulation that was broken off leaves counts behind
-            for _, unfinished in self._counted:
-                unfinished.wait()
-            self._counted = []
+        while plan.micro == 0 and self._counted:  # an accumulation that was broken off leaves counts behind
+            self._counted.pop(0)[1].wait()
         total = count.detach().clone()
         handle = self.sum_async(total)
         self._counted.append((total, handle))

@@ -106,9 +106,7 @@ class LimitSearch:
 
     def _run(self, search: Search, step_fn: Callable[[Any], Any], example: Any) -> None:
         first = True  # a process's first pass takes memory once that no later one does, so it is not counted
-        while True:
-            if not all_of(not search.done, self.group, self.rank).any():
-                return
+        while all_of(not search.done, self.group, self.rank).any():
             headroom, fitted, error = self.gauge.headroom_bytes(), False, None
             all_of(0, self.group, self.rank)  # nobody grows while another still looks how much is left
             if search.size:
