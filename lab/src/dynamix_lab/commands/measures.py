@@ -1,7 +1,7 @@
 """Measurements of single things.
 
 `dynamix bench overhead`, `simspeed`, `import`, `changecost`, `netcosts`, `stepcount`, `emulator-accuracy`,
-`decisions`.
+`decisions`, `cost`.
 """
 
 from __future__ import annotations
@@ -156,3 +156,19 @@ def bench_decisions(
     if not result["within_limits"]:
         typer.echo(f"error: decisions differ by more than allowed: {result['limits']}", err=True)
         raise typer.Exit(1)
+
+
+@bench.command("cost")
+@guarded
+def bench_cost(
+    context: typer.Context,
+    against: Annotated[str, typer.Option(help="Revision of this repository to compare with.")],
+    rounds: Annotated[int, typer.Option(min=2, help="Turns of each revision.")] = 8,
+    resume: Resume = False,
+    out: Out = None,
+    as_json: Json = False,
+) -> None:
+    """Processor time of decisions for 1,024 workers and of training rounds, beside another revision's."""
+    from dynamix_lab.suites.decisions.cost_suite import CostPlan, CostSuite
+
+    conducted(context, CostSuite(CostPlan(against, rounds)), out=out, resume=resume, as_json=as_json)

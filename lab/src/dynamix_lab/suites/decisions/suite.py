@@ -6,12 +6,13 @@ a process of its own. The file of recorded decisions stays in the run folder.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from dynamix_lab.harness.suite import Cell, Context, Suite
 from dynamix_lab.report import Table
 
 LABORATORY = Path(__file__).parents[3]  # lab/src
+SOURCE = Path(dynamix.__file__).parents[1]
 PROGRAM = "dynamix_lab.suites.decisions.replay"
 LIMITS = "0.1 % of the windows may differ, each by one quantum: processors round exp differently"
 
@@ -75,14 +77,9 @@ class DecisionsSuite(Suite):
     def run(self, cell: Cell, context: Context) -> dict[str, Any]:
         file = context.folder.path / "decisions.npz"
         if cell.key == "replayed":
-            return _asked("replay", file, Path(dynamix.__file__).parents[1], context.folder.path)
-        with tempfile.TemporaryDirectory(prefix="dynamix-decisions-") as scratch:
-            tree = Path(scratch) / "tree"
-            _git("worktree", "add", "--detach", "--quiet", str(tree), self.plan.revision())
-            try:
-                return _asked("record", file, tree / "src", context.folder.path)
-            finally:
-                _git("worktree", "remove", "--force", str(tree))
+            return asked(PROGRAM, ["replay", str(file.resolve())], SOURCE, context.folder.path / "replay.err")
+        with source_of(self.plan.revision()) as source:
+            return asked(PROGRAM, ["record", str(file.resolve())], source, context.folder.path / "record.err")
 
     def whole(self, found: Mapping[str, Any]) -> Mapping[str, Any]:
         return found if "replayed" in found else {}
@@ -96,15 +93,27 @@ class DecisionsSuite(Suite):
         return table(result).markdown()
 
 
-def _asked(action: str, file: Path, source: Path, folder: Path) -> dict[str, Any]:
-    """Run the program with `source` first on the path; what it says goes to the run folder."""
+@contextlib.contextmanager
+def source_of(revision: str) -> Iterator[Path]:
+    """The folder to put on the path for another revision's package: of a git worktree, gone afterwards."""
+    with tempfile.TemporaryDirectory(prefix="dynamix-revision-") as scratch:
+        tree = Path(scratch) / "tree"
+        _git("worktree", "add", "--detach", "--quiet", str(tree), revision)
+        try:
+            yield tree / "src"
+        finally:
+            _git("worktree", "remove", "--force", str(tree))
+
+
+def asked(program: str, arguments: Sequence[str], source: Path, errors: Path) -> dict[str, Any]:
+    """The JSON that `program` prints with `source` first on the path; what else it says goes to the file `errors`."""
     path = os.pathsep.join([str(source), str(LABORATORY)])
-    command = [sys.executable, "-m", PROGRAM, action, str(file.resolve())]
+    command = [sys.executable, "-m", program, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": path})
-    (folder / f"{action}.err").write_text(done.stderr, encoding="utf-8")
+    errors.write_text(done.stderr, encoding="utf-8")
     if done.returncode:
         last = done.stderr.strip().splitlines()[-1:] or ["it wrote nothing"]
-        raise WorkerLostError(f"{action} ended with {done.returncode}: {last[0]} (all of it in {folder}/{action}.err)")
+        raise WorkerLostError(f"{program} ended with {done.returncode}: {last[0]} (all of it in {errors})")
     return dict(json.loads(done.stdout))
 
 
