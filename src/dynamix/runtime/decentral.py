@@ -311,16 +311,9 @@ def own_window(row: Floats, closing: Closing, *, rank: int, job: JobFacts, fits:
 
     with np.errstate(divide="ignore", invalid="ignore"):
         jitter = np.float64(known["compute_std"]) / np.float64(known["compute"])
-    alone = {
-        "unit": _unit(closing, job),
-        "busy": busy if busy > 0 and size[0] > 0 else np.nan,
-        "jitter": jitter,
-        "blocked": seen.mean() if len(seen) else np.nan,
-        "least": seen.min() if len(seen) else np.nan,
-        "steps": len(comm),
-        "noise": own_noise(known, workers),
-        "fits": np.inf if fits is None else fits,
-    }
+    alone = {"unit": _unit(closing, job), "jitter": jitter, "steps": len(comm), "noise": own_noise(known, workers)}
+    alone |= {"busy": busy if busy > 0 and size[0] > 0 else np.nan, "fits": np.inf if fits is None else fits}
+    alone |= {"blocked": seen.mean() if len(seen) else np.nan, "least": seen.min() if len(seen) else np.nan}
     return Own(size=size, workers=workers, **{name: np.array([v], dtype=np.float64) for name, v in alone.items()})
 
 

@@ -181,10 +181,8 @@ def _not_timing(hook: GradientHook | None) -> Iterator[None]:
 
 
 def _too_large(rank: int) -> MemoryLimitError:
-    return MemoryLimitError(
-        f"rank {rank} ran out of memory even with one sample at a time: use a smaller model, activation checkpointing, "
-        "or a worker with more memory"
-    )
+    fix = "use a smaller model, activation checkpointing, or a worker with more memory"
+    return MemoryLimitError(f"rank {rank} ran out of memory even with one sample at a time: {fix}")
 
 
 def _clear(parameters: list[nn.Parameter]) -> None:
