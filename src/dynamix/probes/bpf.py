@@ -41,10 +41,10 @@ def wanted() -> bool:
 class BpfProbe:
     """What the kernel's tracepoints say of this process's own connections.
 
-    retransmits_per_s     segments sent again (tcp:tcp_retransmit_skb), of connections this process has or had, known by
-                          their ports; without those of the rendezvous store
-    bytes_per_s           payload handed to TCP (sock:sock_send_length), where the kernel has that tracepoint and the
-                          process is not in a process namespace of its own
+    retransmits_per_s   segments sent again (tcp:tcp_retransmit_skb), of connections this process has or had, known by
+                        their ports; without those of the rendezvous store
+    bytes_per_s         payload handed to TCP (sock:sock_send_length), where the kernel has that tracepoint and the
+                        process is in no process namespace of its own
 
     What it has no data for it leaves out, so that `NetworkProbe`'s answer stands. Needs root, bpftrace and a mounted
     tracefs; without them it never answers. The tracer ends with this object, with `close`, or with the process.

@@ -1,7 +1,7 @@
 """What this worker's connections to other workers carry, from the kernel's own account of each socket (TCP_INFO).
 
-Works without root and without touching the sockets: `getsockopt` reads from the descriptor as it is, nothing is
-duplicated, so none can be closed by accident or kept open past its owner's close.
+Works without root. `getsockopt` reads from the descriptor as it is; nothing is duplicated, so no socket can be closed
+by accident or kept open past its owner's close.
 """
 
 from __future__ import annotations
@@ -58,10 +58,9 @@ class NetworkProbe:
     retransmits_per_s     segments sent again per second
     rtt_s                 smoothed round-trip time, mean weighted by bytes moved; NaN when nothing moved
 
-    Whose connections: all of this process that moved at least 2 % of what the busiest moved since the previous sample,
-    without those of the rendezvous store (`store_port`, by default MASTER_PORT). Several process groups are summed, and
-    control groups, being idle beside them, are left out. What does not use TCP in this process (NVLink, InfiniBand,
-    shared memory) is not seen; without any TCP traffic to look at everything is NaN. Linux only.
+    Whose connections: all of this process that moved at least 2 % of what the busiest moved since the previous sample
+    (control groups, being idle, are left out), without those of the rendezvous store (`store_port`, by default
+    MASTER_PORT). NVLink, InfiniBand and shared memory are not seen; without TCP traffic all is NaN. Linux only.
     """
 
     name = "network"

@@ -80,8 +80,8 @@ class CudaClock:
 class StepTimes:
     """One optimizer step of one worker, in seconds; NaN where not measured. Micro-steps are summed.
 
-    compute   forward start to last local gradient ready, plus end of the last reduction to the end of the step (the
-              optimizer's update). Without a communication hook: forward start to the end of the step
+    compute   forward start to last local gradient ready, plus the optimizer's update after the last reduction. Without
+              a communication hook: forward start to the end of the step
     comm      last local gradient ready to the end of the last reduction: this worker's wait and the transfer together
     data      end of the previous step to forward start
     total     end of the previous step to the end of this one
@@ -176,7 +176,7 @@ class StepTimer:
     def take(self, *, discard: bool = False) -> list[StepTimes]:
         """Records closed since the last call, in order, as far as the device has got; the rest comes with a later call.
 
-        With `discard` all closed records are dropped, also those the device has not finished, and the answer is empty.
+        With `discard` all are dropped, also those the device has not finished, and the answer is empty.
         """
         taken: list[StepTimes] = []
         while self._closed:
@@ -193,13 +193,10 @@ class StepTimer:
         # Passes under no_sync have no communication at all; only when none had any is it unknown.
         comm = [self._comm(m) for m in micros if m.ready is not None]
         known = all(m.data_known and m.compute_known for m in micros)
-        return StepTimes(
-            step=step,
-            compute=sum(self._compute(m) for m in micros),
-            comm=sum(comm) if comm else np.nan,
-            data=sum(self._between(m.before, m.start) if m.data_known else np.nan for m in micros),
-            total=self._between(micros[0].before, micros[-1].end) if known else np.nan,
-        )
+        compute = sum(self._compute(m) for m in micros)
+        data = sum(self._between(m.before, m.start) if m.data_known else np.nan for m in micros)
+        total = self._between(micros[0].before, micros[-1].end) if known else np.nan
+        return StepTimes(step, compute, sum(comm) if comm else np.nan, data, total)
 
     def _comm(self, micro: _Micro) -> float:
         ends = [self._between(micro.ready, mark) for mark in micro.reduced]

@@ -3,7 +3,7 @@
 from dynamix.simulator.calibration import calibration
 from dynamix.simulator.clusters import Clusters, bounds_of, sample_clusters
 from dynamix.simulator.disturbances import SlowdownTrace
-from dynamix.simulator.env import ClusterEnv
+from dynamix.simulator.env import ClusterEnv, rollout, rollout_path
 from dynamix.simulator.families import BREAKING, CONFORMING, FAMILIES, interior_share, sample_family
 from dynamix.simulator.reference import (
     REFERENCES,
@@ -13,7 +13,6 @@ from dynamix.simulator.reference import (
     PlannedReference,
     best_allocation,
 )
-from dynamix.simulator.rollout import rollout, rollout_path
 from dynamix.simulator.statistics import Generalisation
 
 __all__ = [

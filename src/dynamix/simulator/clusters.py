@@ -37,11 +37,9 @@ class Clusters:
       noise_start            noise scale at the start, samples, of the base batch
       noise_unit, noise_growth   `statistics.noise_scale`; or, with noise_knots (C, K) of log phi relative to the start,
                              noise_unit is the samples of the whole training and noise_from the fraction done before
-      noise_rho              phi grows with (B/B0)^rho
-      noise_wander           sd of slow unpredictable changes of log phi
+      noise_rho, noise_wander   phi grows with (B/B0)^rho; sd of slow unpredictable changes of log phi
     Measuring, (C,)
-      noise_error            sd of the error of log phi
-      time_error             sd of the relative error of every measured time
+      noise_error, time_error   sd of the errors of log phi, and of every measured time (relative)
       missing_times          chance that a worker's times of a window are not measured
       missing_noise, missing_training, missing_host   whole groups never measured
     """

@@ -1,6 +1,9 @@
-"""C clusters at once, one window per step, as the controller of a live job would see and delay them."""
+"""C clusters at once, one window per step, as the controller of a live job would see them; and following a policy."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -12,11 +15,9 @@ from dynamix.simulator.disturbances import LEAST, MovingNeighbour, Slowdowns, Sl
 from dynamix.simulator.network import exchange_time, step_time
 from dynamix.simulator.statistics import Generalisation, along, efficiency, noise_scale
 from dynamix.simulator.streams import RandomStream
-from dynamix.window import Floats, Ints, Window
+from dynamix.window import Bounds, Floats, Ints, Window
 
-# What slows all workers alike (power, a shared host) comes and goes over some ten steps: the emulator's windows of five
-# steps are correlated by half.
-TOGETHER_MEMORY = 0.9
+TOGETHER_MEMORY = 0.9  # of what slows all alike, from step to step: the emulator's windows of 5 are correlated by half
 NOISE_MEMORY = 0.9  # of the error of log phi from window to window: the estimate is smoothed, so its error is too
 
 
@@ -74,10 +75,8 @@ class ClusterEnv:
         """Start over, the same world again; the first window at equal shares of the base batch."""
         c = self.clusters
         count, workers = c.shape
-        slow, weakest = (
-            (c.slow_off_s, c.slow_on_s, c.slow_strongest),
-            LEAST if c.slow_weakest is None else c.slow_weakest,
-        )
+        slow = c.slow_off_s, c.slow_on_s, c.slow_strongest
+        weakest = LEAST if c.slow_weakest is None else c.slow_weakest
         self.slowdowns = Slowdowns(self.seed, *slow, weakest=weakest, even=c.slow_even, group=c.slow_group)
         self.links = None
         if c.link_off_s is not None and c.link_on_s is not None and c.link_strongest is not None:
@@ -209,20 +208,11 @@ class ClusterEnv:
         if self.clusters.missing_times is not None:
             lost = self._measured.uniform(np.uint64(2 * self.windows + 1)) < self.clusters.missing_times[:, None]
             unseen, wait = unseen | lost, np.where(lost, np.nan, wait)
-        return Window.of(
-            self.batch,
-            compute=np.where(unseen, np.nan, measured),
-            compute_std=np.where(unseen, np.nan, np.sqrt(variance)),
-            wait=wait,
-            communication=exchange[:, None],
-            data=mean * 0.002,
-            steps=k,
-            age=k,
-            step=self.steps,
-            base_batch=self.clusters.base_batch,
-            **self._training_statistics(),
-            **self._host_statistics(mean, wait, exchange),
-        )
+        seen: dict[str, Any] = {"wait": wait, "communication": exchange[:, None], "data": mean * 0.002}
+        seen["compute"] = np.where(unseen, np.nan, measured)
+        seen["compute_std"] = np.where(unseen, np.nan, np.sqrt(variance))
+        seen |= self._training_statistics() | self._host_statistics(mean, wait, exchange)
+        return Window.of(self.batch, steps=k, age=k, step=self.steps, base_batch=self.clusters.base_batch, **seen)
 
     def _training_statistics(self) -> dict[str, Floats]:
         c, counter = self.clusters, np.uint64(self.windows)
@@ -232,15 +222,43 @@ class ClusterEnv:
         phi = self.true_noise_scale(self.batch.sum(-1).astype(np.float64))
         change = self._training.normal(counter) * 0.7
         hidden = (c.missing_training | (self.windows < 2))[:, None]
-        return {
-            "noise": np.where(unknown, np.nan, phi * np.exp(self._noise_error)),
-            "signal": np.where(unknown, np.nan, 1.0),
-            "loss_change": np.where(hidden, np.nan, change - 0.05),
-            "accuracy_change": np.where(hidden, np.nan, 0.05 - 0.8 * change),
-        }
+        noise, signal = np.where(unknown, np.nan, [phi * np.exp(self._noise_error), np.ones_like(phi)])
+        loss, accuracy = np.where(hidden, np.nan, [change - 0.05, 0.05 - 0.8 * change])
+        return {"noise": noise, "signal": signal, "loss_change": loss, "accuracy_change": accuracy}
 
     def _host_statistics(self, busy: Floats, wait: Floats, exchange: Floats) -> dict[str, Floats]:
         hidden = self.clusters.missing_host[:, None]
         noise = 1.0 + 0.05 * self._cpu.normal(np.uint64(self.windows))
         cpu = np.clip(busy / np.maximum(busy + wait + exchange[:, None], 1e-9) * noise, 0.0, 1.0)
         return {"cpu": np.where(hidden, np.nan, cpu), "memory": np.where(hidden, np.nan, 0.5)}
+
+
+class AnswersWindows(Protocol):
+    """What a rollout asks of a policy: sizes (C, W) for a window of C clusters."""
+
+    def decide(self, window: Window, bounds: Bounds) -> Ints: ...
+
+
+def rollout(policy: AnswersWindows, env: ClusterEnv, windows: int | None = None) -> Iterator[Window]:
+    """Reset `env` and let `policy` decide `windows` times, or (None) for ever: yields the first window and those after.
+
+    A decision is made when its window is asked for, so between two of them the caller sees `env` as it is then. The
+    answer is applied as it is: policies keep the bounds themselves.
+
+    >>> from dynamix.policies.proportional import LBBSP
+    >>> from dynamix.simulator import sample_clusters
+    >>> env = ClusterEnv(sample_clusters(3, 4, seed=0), seed=1)
+    >>> [window.batch_size.shape for window in rollout(LBBSP(), env, windows=2)]
+    [(3, 4), (3, 4), (3, 4)]
+    """
+    window = env.reset()
+    yield window
+    while windows is None or windows > 0:
+        window = env.step(policy.decide(window, env.bounds))
+        yield window
+        windows = None if windows is None else windows - 1
+
+
+def rollout_path(policy: AnswersWindows, env: ClusterEnv, windows: int) -> Floats:
+    """Seconds and progress, (windows + 1, 2, C), before the first decision and after each."""
+    return np.array([(env.clock_s, env.progress) for _ in rollout(policy, env, windows)])

@@ -21,6 +21,7 @@ from dynamix.window import Floats, Ints
 # Models with a fitted noise scale. yolov3 has one too but no affine costs.
 AFFINE_MODELS = ("cifar10", "deepspeech2", "imagenet")
 NEVER = 1e12
+Gpus = list[list[Affine]]  # of every worker of every cluster
 Change = Callable[[Clusters, np.random.Generator], Clusters]
 
 
@@ -50,43 +51,38 @@ def _plain(models: tuple[str, ...], count: int, workers: int, rng: np.random.Gen
     exchange = computing * fraction / (1 - fraction) if workers > 1 else np.zeros(count)
     spread = np.exp(rng.normal(0, 1, shape) * _pai_spread(count, rng)[:, None])
     alpha, beta = alpha * spread, beta * spread
-    return _with_noise(
-        gpus,
-        rng,
-        Clusters(
-            alpha=alpha,
-            beta=beta,
-            curve=curve if (curve >= 0).any() else None,
-            memory_cap=cap,
-            jitter_sd=np.broadcast_to(np.exp(rng.uniform(np.log(0.01), np.log(0.06), (count, 1))), shape),
-            jitter_s=computing[:, None] * np.exp(rng.uniform(np.log(0.002), np.log(0.1), (count, 1))) * np.ones(shape),
-            together_sd=np.exp(rng.uniform(np.log(0.003), np.log(0.12), count)),
-            stall=np.zeros(count),
-            slow_off_s=np.full(shape, NEVER),
-            slow_on_s=np.ones(shape),
-            slow_strongest=np.ones(shape),
-            neighbour_period_s=np.full(count, 60.0),
-            neighbour_factor=np.ones(count),
-            exchange_s=exchange,
-            overlap=rng.uniform(1, 4, count),
-            bytes_share=rng.uniform(0.5, 1.0, count),
-            change_cost_s=rng.uniform(0.0, 0.05, count) * computing,
-            base_batch=base.astype(np.int64),
-            noise_start=np.ones(count),
-            noise_unit=np.ones(count),
-            noise_growth=np.zeros(count),
-            noise_error=rng.uniform(0.05, 0.4, count),
-            time_error=rng.uniform(0.0, 0.05, count),
-            missing_noise=rng.random(count) < 0.05,
-            missing_training=rng.random(count) < 0.3,
-            missing_host=rng.random(count) < 0.3,
-        ),
+    plain = Clusters(
+        alpha=alpha,
+        beta=beta,
+        curve=curve if (curve >= 0).any() else None,
+        memory_cap=cap,
+        jitter_sd=np.broadcast_to(np.exp(rng.uniform(np.log(0.01), np.log(0.06), (count, 1))), shape),
+        jitter_s=computing[:, None] * np.exp(rng.uniform(np.log(0.002), np.log(0.1), (count, 1))) * np.ones(shape),
+        together_sd=np.exp(rng.uniform(np.log(0.003), np.log(0.12), count)),
+        stall=np.zeros(count),
+        slow_off_s=np.full(shape, NEVER),
+        slow_on_s=np.ones(shape),
+        slow_strongest=np.ones(shape),
+        neighbour_period_s=np.full(count, 60.0),
+        neighbour_factor=np.ones(count),
+        exchange_s=exchange,
+        overlap=rng.uniform(1, 4, count),
+        bytes_share=rng.uniform(0.5, 1.0, count),
+        change_cost_s=rng.uniform(0.0, 0.05, count) * computing,
+        base_batch=base.astype(np.int64),
+        noise_start=np.ones(count),
+        noise_unit=np.ones(count),
+        noise_growth=np.zeros(count),
+        noise_error=rng.uniform(0.05, 0.4, count),
+        time_error=rng.uniform(0.0, 0.05, count),
+        missing_noise=rng.random(count) < 0.05,
+        missing_training=rng.random(count) < 0.3,
+        missing_host=rng.random(count) < 0.3,
     )
+    return _with_noise(gpus, rng, plain)
 
 
-def _draw_gpus(
-    models: tuple[str, ...], shape: tuple[int, int], rng: np.random.Generator
-) -> tuple[list[list[Affine]], Ints]:
+def _draw_gpus(models: tuple[str, ...], shape: tuple[int, int], rng: np.random.Generator) -> tuple[Gpus, Ints]:
     """One to three GPU types a cluster, and samples per worker (C,) that the smallest memory holds several times."""
     rows, per_worker = [], []
     for _ in range(shape[0]):
@@ -102,7 +98,7 @@ def _draw_gpus(
     return rows, np.array(per_worker)
 
 
-def _with_noise(gpus: list[list[Affine]], rng: np.random.Generator, clusters: Clusters) -> Clusters:
+def _with_noise(gpus: Gpus, rng: np.random.Generator, clusters: Clusters) -> Clusters:
     """Noise-scale curves of the clusters' models, at a level where the best B at the start is 0.5 to 2 times B0."""
     count, known = clusters.shape[0], calibration().noise
     curves = [known.get(row[0].model, known["cifar10"]) for row in gpus]
@@ -148,27 +144,19 @@ def _pai_straggler(c: Clusters, rng: np.random.Generator, *, name: str, share: f
     job = calibration().processes[name]
     hit = rng.random(c.shape) < share
     hit[np.arange(len(hit)), rng.integers(0, c.shape[1], len(hit))] = True
-    strongest = max(1.0 + 2.5 * (job["slow_factor"] - 1.0), 1.3)
-    return replace(
-        c,
-        slow_off_s=np.where(hit, rng.uniform(30, 200, c.shape), NEVER),
-        slow_on_s=np.full(c.shape, max(job["slow_mean_s"], 30.0)),
-        slow_strongest=np.full(c.shape, strongest),
-        jitter_sd=np.full(c.shape, job["jitter"]),
+    off, strongest = (
+        np.where(hit, rng.uniform(30, 200, c.shape), NEVER),
+        max(1.0 + 2.5 * (job["slow_factor"] - 1.0), 1.3),
     )
+    c = replace(c, slow_off_s=off, slow_on_s=np.full(c.shape, max(job["slow_mean_s"], 30.0)))
+    return replace(c, slow_strongest=np.full(c.shape, strongest), jitter_sd=np.full(c.shape, job["jitter"]))
 
 
 def _dbs(c: Clusters, rng: np.random.Generator) -> Clusters:
     """DBS's own test: chance 0.1 an epoch of 5-10 s extra per epoch for 4-20 epochs; an epoch takes 15-60 s here."""
     epoch_s = rng.uniform(15, 60, (c.shape[0], 1)) * np.ones(c.shape)
-    return replace(
-        c,
-        slow_off_s=epoch_s / 0.1,
-        slow_on_s=12 * epoch_s,
-        slow_even=np.ones(c.shape[0], bool),
-        slow_weakest=1 + 5 / epoch_s,
-        slow_strongest=1 + 10 / epoch_s,
-    )
+    c = replace(c, slow_off_s=epoch_s / 0.1, slow_on_s=12 * epoch_s, slow_even=np.ones(c.shape[0], bool))
+    return replace(c, slow_weakest=1 + 5 / epoch_s, slow_strongest=1 + 10 / epoch_s)
 
 
 def _links(c: Clusters, rng: np.random.Generator) -> Clusters:
@@ -196,13 +184,9 @@ def _colocation(c: Clusters, rng: np.random.Generator) -> Clusters:
     """Jobs come to share the GPU and go; slowdowns are drawn from Gavel's measured pairs."""
     measured = np.stack([quantiles for _, quantiles in sorted(calibration().colocation.items())])
     quantiles = measured[rng.integers(0, len(measured), c.shape)]
-    return replace(
-        c,
-        slow_off_s=np.exp(rng.uniform(np.log(30), np.log(200), c.shape)),
-        slow_on_s=np.exp(rng.uniform(np.log(20), np.log(200), c.shape)),
-        slow_weakest=quantiles[..., 5],  # the middle of what pairs do to each other
-        slow_strongest=np.minimum(quantiles[..., 17], 6.0),
-    )
+    low, high = quantiles[..., 5], np.minimum(quantiles[..., 17], 6.0)  # the middle of what pairs do to each other
+    off, on = (np.exp(rng.uniform(np.log(least), np.log(200), c.shape)) for least in (30, 20))
+    return replace(c, slow_off_s=off, slow_on_s=on, slow_weakest=low, slow_strongest=high)
 
 
 def _correlated(c: Clusters, rng: np.random.Generator) -> Clusters:
@@ -223,26 +207,16 @@ def _contention(c: Clusters, rng: np.random.Generator) -> Clusters:
     """A shared switch: all links slow down together, the more workers the more."""
     alike = np.ones(c.shape)
     strongest = 1.5 + rng.uniform(0.3, 0.8, (c.shape[0], 1)) * np.log2(max(c.shape[1], 2)) * alike
-    return replace(
-        c,
-        link=alike,
-        link_group=np.zeros(c.shape, dtype=np.int64),
-        link_off_s=rng.uniform(15, 60, (c.shape[0], 1)) * alike,
-        link_on_s=rng.uniform(5, 40, (c.shape[0], 1)) * alike,
-        link_strongest=strongest,
-    )
+    off, on = (rng.uniform(*range_s, (c.shape[0], 1)) * alike for range_s in ((15, 60), (5, 40)))
+    c = replace(c, link=alike, link_group=np.zeros(c.shape, dtype=np.int64))
+    return replace(c, link_off_s=off, link_on_s=on, link_strongest=strongest)
 
 
 def _poor_probes(c: Clusters, rng: np.random.Generator) -> Clusters:
     """Times with 5-25 % error, up to a third of them missing, and a noise scale that is wild or unknown."""
-    count = c.shape[0]
-    return replace(
-        _slowdowns(c, rng),
-        time_error=rng.uniform(0.05, 0.25, count),
-        missing_times=rng.uniform(0.05, 0.33, count),
-        noise_error=rng.uniform(0.3, 1.0, count),
-        missing_noise=rng.random(count) < 0.3,
-    )
+    c, count = _slowdowns(c, rng), c.shape[0]
+    c = replace(c, time_error=rng.uniform(0.05, 0.25, count), missing_times=rng.uniform(0.05, 0.33, count))
+    return replace(c, noise_error=rng.uniform(0.3, 1.0, count), missing_noise=rng.random(count) < 0.3)
 
 
 CONFORMING: dict[str, Change] = {

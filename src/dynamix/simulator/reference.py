@@ -1,7 +1,7 @@
 """References: policies that know the true costs. Not bounds: a policy may beat them, and is then reported so.
 
 `lagged` knows what was true when the window closed, `greedy` what will be true in the coming one, `hedged` the chances
-of what may come, and `planned` searches small cases by trying them out.
+of what may come; `planned` tries them out.
 """
 
 from __future__ import annotations
@@ -49,10 +49,7 @@ def _candidates(costs: Costs, factor: Floats, base: Floats, high: Floats) -> Flo
 
 
 class LaggedReference:
-    """A policy that knows the true costs, noise scale and disturbances at the close of a window, but not the future.
-
-    Same delay, grid and bounds as any policy.
-    """
+    """A policy that knows the true costs, noise scale and disturbances at the close of a window, but not the future."""
 
     def __init__(self, env: ClusterEnv) -> None:
         self.env = env
@@ -102,9 +99,9 @@ class GreedyReference(LaggedReference):
 class HedgedReference(LaggedReference):
     """Highest goodput averaged over sampled next windows, from the true state and the true chances of change.
 
-    Equalising everybody makes every worker critical: with many workers one of them will be late nearly always, and
-    sizes between equal shares and equal times lose less. Candidates are the lagged reference's sizes for every B of a
-    grid, computed for slowdowns raised to the powers `softness`.
+    Equal times make every worker critical: of many one is late nearly always, and sizes between equal shares and equal
+    times lose less. Candidates: the lagged reference's sizes for every B of a grid, at slowdowns to the powers
+    `softness`.
     """
 
     def __init__(self, env: ClusterEnv, *, samples: int = 16, softness: tuple[float, ...] = (0, 0.4, 0.7, 1)) -> None:

@@ -40,8 +40,8 @@ class Generalisation:
     """Test accuracy from progress: best - (best - chance) exp(-rate * fraction), less a penalty for large batches.
 
     A model of ours, not of any paper: the saturating exponential is the commonest shape of accuracy curves; the
-    penalty, `per_octave` of accuracy for every doubling of the mean log2 batch above `free` samples, stands for the
-    generalisation gap (Keskar et al. 2017), whose size depends on the task and is therefore a setting.
+    penalty, `per_octave` for every doubling of the mean log2 batch above `free` samples, stands for the generalisation
+    gap (Keskar et al. 2017), whose size depends on the task.
     """
 
     chance: float = 0.1

@@ -1,8 +1,7 @@
 """The clusters on which policies learn: every mechanism of the simulator, in random company and wide random ranges.
 
-Nothing here is drawn from the families of `simulator.families` that break an assumption: those are tests. Training
-clusters share with them the simulator's mechanisms (cliffs, groups, drifting jitter, contended links, lost times), not
-their parameters, not the measured curves that are not affine, not the co-location or PAI figures, and no seed.
+Families of `simulator.families` that break an assumption are tests. Training clusters share with them the simulator's
+mechanisms, but no parameters, no measured curves that are not affine, no co-location or PAI figures, and no seed.
 """
 
 from __future__ import annotations
@@ -21,10 +20,8 @@ _FIRST_SEED = 5_000_000  # of what underlies training clusters; suites and evalu
 
 
 def training_clusters(count: int, workers: int, seed: int, *, hardness: float = 1.0) -> Clusters:
-    """`count` clusters of `workers`. `hardness` in [0, 1] scales how often each mechanism is at work;
-    in two clusters of five hardly any but slowdowns is.
-
-    Costs are those of calibrated GPUs or of `sample_clusters`, in part with small batches whose fixed costs dominate.
+    """`count` clusters of `workers`. `hardness` in [0, 1] scales how often each mechanism is at work; in two clusters
+    of five hardly any but slowdowns is. Costs are those of calibrated GPUs or of `sample_clusters`.
 
     >>> training_clusters(3, 4, seed=0).shape
     (3, 4)
@@ -74,14 +71,9 @@ def _small(c: Clusters, rng: np.random.Generator, hardness: Floats) -> Clusters:
     whole = c.alpha + beta * new
     fixed = np.where(_hit(rng, 0.3, count), rng.uniform(0.3, 0.85, (count, 1)), c.alpha / whole)
     fixed = np.clip(fixed * np.exp(0.1 * rng.normal(size=c.shape)), 0.0, 0.95)
-    return replace(
-        c,
-        base_batch=(new[:, 0] * workers).astype(np.int64),
-        alpha=fixed * whole,
-        beta=(1 - fixed) * whole / new,
-        memory_cap=np.maximum(cap, new).astype(np.int64),
-        noise_unit=c.noise_unit * (new / old)[:, 0],
-    )
+    base, unit = (new[:, 0] * workers).astype(np.int64), c.noise_unit * (new / old)[:, 0]
+    c = replace(c, alpha=fixed * whole, beta=(1 - fixed) * whole / new)
+    return replace(c, base_batch=base, memory_cap=np.maximum(cap, new).astype(np.int64), noise_unit=unit)
 
 
 def _cheap(c: Clusters, rng: np.random.Generator) -> Clusters:
@@ -91,12 +83,9 @@ def _cheap(c: Clusters, rng: np.random.Generator) -> Clusters:
     whole = c.alpha + c.beta * share
     fixed = _log_uniform(rng, 0.02, 0.3, (count, 1)) * np.exp(0.1 * rng.normal(size=c.shape))
     exchange = whole.max(-1) * _log_uniform(rng, 0.02, 0.3, (count,))
-    return replace(
-        c,
-        alpha=np.where(cheap, fixed * whole, c.alpha),
-        beta=np.where(cheap, (1 - fixed) * whole / share, c.beta),
-        exchange_s=np.where(cheap[:, 0], exchange, c.exchange_s),
-    )
+    c = replace(c, exchange_s=np.where(cheap[:, 0], exchange, c.exchange_s))
+    alpha, beta = np.where(cheap, [fixed * whole, (1 - fixed) * whole / share], [c.alpha, c.beta])
+    return replace(c, alpha=alpha, beta=beta)
 
 
 def _slowed(c: Clusters, rng: np.random.Generator, hardness: Floats) -> Clusters:
@@ -112,15 +101,9 @@ def _slowed(c: Clusters, rng: np.random.Generator, hardness: Floats) -> Clusters
     group = np.broadcast_to(np.arange(workers), c.shape) // rack
     off, on = (np.take_along_axis(field, group, 1) for field in (off, on))
     at_work = np.take_along_axis(at_work, group, 1)
-    return replace(
-        c,
-        slow_off_s=np.where(at_work, off, NEVER),
-        slow_on_s=on,
-        slow_weakest=weakest,
-        slow_strongest=weakest * _log_uniform(rng, 1.2, 4.5, (count, 1)),
-        slow_group=group,
-        slow_even=None,
-    )
+    strongest = weakest * _log_uniform(rng, 1.2, 4.5, (count, 1))
+    c = replace(c, slow_off_s=np.where(at_work, off, NEVER), slow_on_s=on, slow_even=None, slow_group=group)
+    return replace(c, slow_weakest=weakest, slow_strongest=strongest)
 
 
 def _neighbour(c: Clusters, rng: np.random.Generator, hardness: Floats) -> Clusters:
@@ -138,14 +121,11 @@ def _jitter(c: Clusters, rng: np.random.Generator, hardness: Floats) -> Clusters
     # White or slow in all clusters of a call: `lagged` takes the last deviation for one that stays.
     memory = rng.uniform(0.4, 0.99, count) if rng.random() < 0.35 * hardness.mean() else None
     stall = np.where(_hit(rng, 0.3 * hardness, count)[:, 0], rng.uniform(0.03, 0.35, count), 0.0)
-    return replace(
-        c,
-        jitter_sd=sd,
-        jitter_memory=memory,
-        stall=stall,
-        together_sd=_log_uniform(rng, 0.002, 0.15, (count,)),
-        jitter_s=computing * _log_uniform(rng, 0.001, 0.03 + 0.12 * hardness, (count, 1)) * np.ones(c.shape),
+    c = replace(
+        c, jitter_sd=sd, jitter_memory=memory, stall=stall, together_sd=_log_uniform(rng, 0.002, 0.15, (count,))
     )
+    own_s = computing * _log_uniform(rng, 0.001, 0.03 + 0.12 * hardness, (count, 1)) * np.ones(c.shape)
+    return replace(c, jitter_s=own_s)
 
 
 def _bent(c: Clusters, rng: np.random.Generator, hardness: Floats) -> Clusters:
@@ -169,15 +149,9 @@ def _links(c: Clusters, rng: np.random.Generator, hardness: Floats) -> Clusters:
     off = _log_uniform(rng, 12, 200, (count, 1)) * np.where(together, 1.0, max(workers / 4, 1.0)) * np.ones(c.shape)
     at_work = _hit(rng, 0.35 * hardness, count)
     share = rng.uniform(0.3, 1.0, count) if c.bytes_share is None else c.bytes_share
-    return replace(
-        c,
-        link=slowness / slowness.max(-1, keepdims=True),
-        link_group=group,
-        bytes_share=share,
-        link_off_s=np.where(at_work, off, NEVER),
-        link_on_s=_log_uniform(rng, 4, 60, (count, 1)) * np.ones(c.shape),
-        link_strongest=_log_uniform(rng, 1.3, 7.0, (count, 1)) * np.ones(c.shape),
-    )
+    on, strongest = (_log_uniform(rng, low, high, (count, 1)) * np.ones(c.shape) for low, high in ((4, 60), (1.3, 7.0)))
+    c = replace(c, link=slowness / slowness.max(-1, keepdims=True), link_group=group, bytes_share=share)
+    return replace(c, link_off_s=np.where(at_work, off, NEVER), link_on_s=on, link_strongest=strongest)
 
 
 def _measured(c: Clusters, rng: np.random.Generator, hardness: Floats) -> Clusters:
@@ -214,8 +188,7 @@ def _interior(c: Clusters, rng: np.random.Generator) -> Clusters:
 def _short(c: Clusters, rng: np.random.Generator) -> Clusters:
     """Short trainings: the noise scale of a third of the clusters changes much within a rollout, often falling first.
 
-    A new network's gradients are large and disagree; within some steps they agree, and later they disagree more and
-    more.
+    A new network's gradients disagree; within some steps they agree, and later they disagree more and more.
     """
     if c.noise_knots is None or c.noise_from is None:
         return replace(c, noise_unit=c.noise_unit * np.where(rng.random(c.shape[0]) < 1 / 3, 0.3, 1.0))
@@ -224,10 +197,7 @@ def _short(c: Clusters, rng: np.random.Generator) -> Clusters:
     lowest, fall = rng.uniform(0.02, 0.25, (count, 1)), rng.uniform(0.0, 2.0, (count, 1))
     rise = rng.uniform(0.0, 2.5, (count, 1))
     bowl = fall * np.clip(1 - at / lowest, 0.0, 1.0) + rise * np.clip((at - lowest) / (1 - lowest), 0.0, 1.0)
-    unit = c.base_batch * _log_uniform(rng, 80, 800, (count,))
-    return replace(
-        c,
-        noise_knots=np.where(short[:, None], bowl, c.noise_knots),
-        noise_from=np.where(short, 0.3 * rng.integers(0, 2, count), c.noise_from),
-        noise_unit=np.where(short, unit, c.noise_unit),
-    )
+    unit = np.where(short, c.base_batch * _log_uniform(rng, 80, 800, (count,)), c.noise_unit)
+    begun = np.where(short, 0.3 * rng.integers(0, 2, count), c.noise_from)
+    knots = np.where(short[:, None], bowl, c.noise_knots)
+    return replace(c, noise_knots=knots, noise_from=begun, noise_unit=unit)

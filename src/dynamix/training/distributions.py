@@ -1,7 +1,7 @@
 """Distributions of actions that a policy network's outputs stand for, in N clusters of W workers.
 
 Every worker has an action of its own; a cluster may have one more, which all workers share ("shared", (N, G); G is 0
-where there is none). A learner needs no more of an action's kind than this.
+where there is none).
 """
 
 from __future__ import annotations
@@ -96,7 +96,5 @@ def categorical(net: nn.Module, observed: Tensor, mask: Tensor) -> tuple[Categor
 def gaussian(net: nn.Module, observed: Tensor, mask: Tensor) -> tuple[Gaussian, Tensor]:
     """`Head` of networks that return means (N, W, L), (N, G) and values (N,) and have `log_std_local`, `_shared`."""
     local, shared, value = net(observed, mask)
-    log_std_local, log_std_shared = net.log_std_local, net.log_std_shared
-    assert isinstance(log_std_local, Tensor)
-    assert isinstance(log_std_shared, Tensor)
+    log_std_local, log_std_shared = net.get_parameter("log_std_local"), net.get_parameter("log_std_shared")
     return Gaussian(local, shared, log_std_local, log_std_shared), value

@@ -1,8 +1,7 @@
 """Training of `dynamix-paper`, the paper's own form, in the calibrated simulator.
 
-Episodes come from all families and several W, rewards from `rewards.py`, the update from `ppo.py` or
-`simplified.py`. Optionally a warm start: imitation of the lagged reference by the nearest action (DAgger). The
-checkpoint kept is the best on validation clusters, which training never meets.
+Episodes come from all families and several W. Optionally a warm start: imitation of the lagged reference by the nearest
+action (DAgger). The checkpoint kept is the best on validation clusters, which training never meets.
 """
 
 from __future__ import annotations

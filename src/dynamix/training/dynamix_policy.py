@@ -201,9 +201,8 @@ class ResidualTraining:
         with torch.no_grad():
             rule = some.log_goodput(asked)
         # Actions beyond the limits have no gradient back, so they are drawn back softly.
-        outside = (delta.abs() - 1.2).clamp(min=0).square().mean()
-        outside = outside + (growth - MOST_GROWTH).clamp(min=0).square().mean()
-        outside = outside + (LEAST_GROWTH + 0.2 - growth).clamp(min=0).square().mean()
+        beyond = delta.abs() - 1.2, growth - MOST_GROWTH, LEAST_GROWTH + 0.2 - growth
+        outside = sum((part.clamp(min=0).square().mean() for part in beyond), start=torch.zeros(()))
         loss: Tensor = (rule - some.log_goodput(sizes)).mean() + self.config.restraint * strayed + outside
         return loss + self.config.growth_price * (sizes.sum(-1) / asked.sum(-1)).log().abs().mean()
 
@@ -227,46 +226,41 @@ class ResidualTraining:
 
     def _validate(self) -> float:
         c = self.config
-        size: dict[str, Any] = {
-            "rows": c.validation_rows,
-            "windows": c.validation_windows,
-            "workers": c.validation_workers,
-        }
-        score = validation_score(lambda _: LearnedPolicy(self.net), VALIDATION_SEED, **size, world=c.world)
+        size = {"rows": c.validation_rows, "windows": c.validation_windows}
+        score = validation_score(
+            lambda _: LearnedPolicy(self.net), VALIDATION_SEED, workers=c.validation_workers, world=c.world, **size
+        )
         self.scores.append([self.round, round(score, 4)])
         if score > self.best_score:
             self.best, self.best_score = copy.deepcopy(self.net), score
         return score
 
+    def _parts(self) -> dict[str, Any]:
+        """What has a state of its own."""
+        parts = {"net": self.net, "optimizer": self.optimizer, "best": self.best}
+        return parts if self.ppo is None else {**parts, "ppo": self.ppo, "anchor": self.ppo.anchor}
+
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "config": str(self.config),
-            "seed": self.seed,
+        state = {"config": str(self.config), "seed": self.seed, "generator": self.generator.get_state()}
+        state |= {
             "round": self.round,
             "scores": self.scores,
-            "net": self.net.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "generator": self.generator.get_state(),
-            "best": self.best.state_dict(),
             "best_score": self.best_score,
-            "ppo": None if self.ppo is None else self.ppo.state_dict(),
-            "anchor": None if self.ppo is None or self.ppo.anchor is None else self.ppo.anchor.state_dict(),
+            "ppo": None,
+            "anchor": None,
         }
+        return state | {name: part.state_dict() for name, part in self._parts().items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raises `ConfigError` when the checkpoint is of another recipe or seed."""
         if (state["config"], state["seed"]) != (str(self.config), self.seed):
             raise ConfigError("checkpoint", "of another recipe or seed", "the one begun there", "name another file")
         self.round, self.scores, self.best_score = state["round"], state["scores"], state["best_score"]
-        self.best.load_state_dict(state["best"])
-        self.net.load_state_dict(state["net"])
-        self.optimizer.load_state_dict(state["optimizer"])
         self.generator.set_state(state["generator"])
         if state["ppo"] is not None:
-            ppo = self._start_ppo()
-            assert ppo.anchor is not None
-            ppo.load_state_dict(state["ppo"])
-            ppo.anchor.load_state_dict(state["anchor"])
+            self._start_ppo()
+        for name, part in self._parts().items():
+            part.load_state_dict(state[name])
 
 
 @contextlib.contextmanager

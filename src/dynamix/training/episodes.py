@@ -14,6 +14,7 @@ from dynamix.simulator import ClusterEnv
 from dynamix.training.rewards import Reward
 from dynamix.window import Window
 
+Choice = Callable[[Tensor, Tensor], Tensor]  # (observed, mask) to actions
 LARGEST_REWARD = 2.0  # a lost measurement or a stall must not outweigh a whole episode
 
 
@@ -53,12 +54,7 @@ def mean_reward(episodes: Sequence[Episode]) -> float:
 
 @torch.no_grad()
 def play(
-    env: ClusterEnv,
-    policy: AdditivePolicy,
-    choose: Callable[[Tensor, Tensor], Tensor],
-    reward: Reward,
-    window: Window,
-    windows: int,
+    env: ClusterEnv, policy: AdditivePolicy, choose: Choice, reward: Reward, window: Window, windows: int
 ) -> Episode:
     """`windows` decisions in every cluster of `env`, the first one on `window`; `choose` samples the actions."""
     rows: list[tuple[Tensor, Tensor, Tensor]] = []

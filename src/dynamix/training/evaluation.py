@@ -27,18 +27,9 @@ BASELINES: dict[str, Factory] = {"static": lambda _: Static(), "lb_bsp": lambda 
 RULES: dict[str, Factory] = {"cannikin": lambda _: Cannikin(), "goodput": lambda _: Goodput()}
 
 
-def follow(
-    make: Factory,
-    clusters: Clusters,
-    *,
-    seed: int,
-    windows: int,
-    interval: int = 5,
-    delay: int = 1,
-    lr_rule: str = "adascale",
-) -> Floats:
-    """Seconds and progress (windows + 1, 2, C) of a policy from equal shares on."""
-    env = ClusterEnv(clusters, seed=seed, interval=interval, delay=delay, lr_rule=lr_rule)
+def follow(make: Factory, clusters: Clusters, *, seed: int, windows: int, **settings: Any) -> Floats:
+    """Seconds and progress (windows + 1, 2, C) of a policy from equal shares on; `settings` of `ClusterEnv`."""
+    env = ClusterEnv(clusters, seed=seed, **settings)
     return rollout_path(make(env), env, windows)
 
 
@@ -51,12 +42,9 @@ def times_to_common_progress(paths: Mapping[str, Floats]) -> dict[str, Floats]:
     }
 
 
-def times_to_progress(
-    factories: Mapping[str, Factory], clusters: Clusters, *, seed: int, windows: int, interval: int, delay: int
-) -> dict[str, Floats]:
-    """Seconds (C,) each policy needs for the progress that all of them reach within `windows` decisions."""
-    run = functools.partial(follow, clusters=clusters, seed=seed, windows=windows, interval=interval, delay=delay)
-    return times_to_common_progress({name: run(make) for name, make in factories.items()})
+def times_to_progress(factories: Mapping[str, Factory], clusters: Clusters, **settings: Any) -> dict[str, Floats]:
+    """Seconds (C,) each policy needs for the progress that all of them reach; `settings` of `follow`."""
+    return times_to_common_progress({name: follow(make, clusters, **settings) for name, make in factories.items()})
 
 
 def evaluate_families(
@@ -136,11 +124,8 @@ def _cell(logs: Mapping[str, Floats]) -> dict[str, Any]:
 
 def summary(ratio: Floats) -> dict[str, float]:
     """Geometric mean and worst decile of ratios (C,)."""
-    return {
-        "geometric_mean": round(float(np.exp(np.log(ratio).mean())), 4),
-        "worst_decile": round(float(np.quantile(ratio, 0.1)), 4),
-        "clusters": float(len(ratio)),
-    }
+    mean, worst = round(float(np.exp(np.log(ratio).mean())), 4), round(float(np.quantile(ratio, 0.1)), 4)
+    return {"geometric_mean": mean, "worst_decile": worst, "clusters": float(len(ratio))}
 
 
 def paired(log_ratio: Floats) -> list[float]:

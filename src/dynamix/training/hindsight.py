@@ -142,18 +142,11 @@ class DecisionRecorder:
         """Note the state in which a decision is taken, after `policy.observe`."""
         env, bounds = self.env, self.env.bounds
         low, high = policy.trusted(window)
-        self.rows.append(
-            {
-                "observed": observed,
-                "mask": window.batch_size > 0,
-                "guided": policy.fitted.now.guided,
-                "wish": np.maximum(policy.memory.wish, 0.5),
-                "low": np.clip(low, bounds.low, bounds.high),
-                "high": np.clip(high, bounds.low, bounds.high),
-                "noise": env.critical_share * env.true_noise_scale(),
-                "target": np.full(observed.shape[:-1], np.nan) if target is None else target,
-            }
-        )
+        row = {"observed": observed, "mask": window.batch_size > 0, "guided": policy.fitted.now.guided}
+        row |= {name: np.clip(size, bounds.low, bounds.high) for name, size in (("low", low), ("high", high))}
+        row |= {"wish": np.maximum(policy.memory.wish, 0.5), "noise": env.critical_share * env.true_noise_scale()}
+        row["target"] = np.full(observed.shape[:-1], np.nan) if target is None else target
+        self.rows.append(row)
 
     def after(self) -> None:
         """Note what the window after that decision met."""
@@ -162,15 +155,10 @@ class DecisionRecorder:
     def decisions(self) -> Decisions:
         """All of them, (T * C) rows in order of time."""
         c, times = self.env.clusters, len(self.rows)
-        fixed: dict[str, Any] = {
-            "alpha": c.alpha,
-            "beta": c.beta,
-            "overlap": c.overlap,
-            "base": c.base_batch,
-            "cliff_at": np.full(c.shape, 1e12) if c.cliff_at is None else c.cliff_at,
-            "cliff_slope": np.zeros(c.shape) if c.cliff_slope is None else c.cliff_slope,
-            "rate": np.zeros(c.shape[0]) if c.noise_rho is None else c.noise_rho,
-        }
+        fixed: dict[str, Any] = {"alpha": c.alpha, "beta": c.beta, "overlap": c.overlap, "base": c.base_batch}
+        fixed["cliff_at"] = np.full(c.shape, 1e12) if c.cliff_at is None else c.cliff_at
+        fixed["cliff_slope"] = np.zeros(c.shape) if c.cliff_slope is None else c.cliff_slope
+        fixed["rate"] = np.zeros(c.shape[0]) if c.noise_rho is None else c.noise_rho
         stacked = {name: np.concatenate([row[name] for row in self.rows]) for name in self.rows[0]}
         stacked |= {name: np.concatenate([value] * times) for name, value in fixed.items()}
         kinds = {name: bool if name in ("mask", "guided") else np.float32 for name in stacked}

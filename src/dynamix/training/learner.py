@@ -53,11 +53,9 @@ class Learner:
         return self.act(observed, mask)[0]
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "net": {name: value.clone() for name, value in self.net.state_dict().items()},
-            "optimizer": copy.deepcopy(self.optimizer.state_dict()),
-            "generator": self.generator.get_state(),
-        }
+        weights = {name: value.clone() for name, value in self.net.state_dict().items()}
+        optimizer = copy.deepcopy(self.optimizer.state_dict())
+        return {"net": weights, "optimizer": optimizer, "generator": self.generator.get_state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.net.load_state_dict(state["net"])

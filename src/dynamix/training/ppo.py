@@ -1,8 +1,7 @@
 """Proximal policy optimisation for a team: any kind of action, variable W, masks, a central critic, exact resume.
 
 Clipped surrogate (Schulman et al. 2017) summed over workers: each worker's action has a ratio of its own and all share
-the team's advantage (GAE, Schulman et al. 2016). An action that a whole cluster shares counts as one more agent. An
-ordinary single-agent task is W = 1 without a shared action. `distributions.py` has the kinds of actions.
+the team's advantage (GAE, Schulman et al. 2016). An action that a whole cluster shares counts as one more agent.
 """
 
 from __future__ import annotations
@@ -126,11 +125,8 @@ class PPO(Learner):
         gain = (self._clipped((log_chosen - batch["log_chosen"]) * mask, own) * mask).sum(-1)
         if batch["shared"].shape[-1]:
             gain = gain + self._clipped(log_shared - batch["log_shared"], advantage)
-        parts = {
-            "policy": -gain.mean(),
-            "value": (batch["returns"] - value).square().mean(),
-            "entropy": actions.entropy(mask),
-        }
+        missed = (batch["returns"] - value).square().mean()
+        parts = {"policy": -gain.mean(), "value": missed, "entropy": actions.entropy(mask)}
         loss = parts["policy"] + c.value_weight * parts["value"] - c.entropy_weight * parts["entropy"]
         if self.anchor is not None:
             with torch.no_grad():

@@ -1,7 +1,7 @@
 """What a learner is paid for: the paper's forms for SGD and Adam-like optimisers, and regret (our default).
 
-A reward is an object with `update(window) -> (...)`, called once per window in order; NaN where it cannot be told, and
-learners leave such windows out. The paper's uses only what a job measures; the simulated ones know the world.
+`update` is called once per window, in order; where it answers NaN, learners leave the window out. The paper's form uses
+only what a job measures; the simulated ones know the world.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dynamix.model.measured import step_seconds
 from dynamix.simulator import ClusterEnv, Generalisation, LaggedReference, rollout
 from dynamix.window import Floats, Window
 
+Optimizer = Literal["sgd", "adam"]
 LARGEST_SIGMA = 10.0  # an unmeasurable signal makes sigma_norm infinite; a reward must not be
 
 
@@ -46,9 +47,8 @@ class PaperReward:
 
     SGD:  r = w_acc dA - w_time T_iter/T_ref - w_retx retx;  Adam: the same - w_sigma sigma_norm.
     dA is the change of batch accuracy since the last window (of test accuracy where `update` is given it), T_ref the
-    first window's iteration time, sigma_norm = sqrt(tr Sigma / B)/|G| of the applied gradient: divided by sqrt(B),
-    unlike the state's, because an action cannot change tr Sigma. What is not measured counts nothing, except the
-    iteration time.
+    first window's iteration time, `sigma_norm` that of the applied gradient, unlike the state's, because an action
+    cannot change tr Sigma. What is not measured counts nothing, except the iteration time.
 
     >>> reward = PaperReward("sgd", RewardWeights(accuracy=10.0))
     >>> float(reward.update(Window.of([8, 8], compute=1.0, accuracy=0.5)))
@@ -57,7 +57,7 @@ class PaperReward:
     0.5
     """
 
-    def __init__(self, optimizer: Literal["sgd", "adam"] = "sgd", weights: RewardWeights | None = None) -> None:
+    def __init__(self, optimizer: Optimizer = "sgd", weights: RewardWeights | None = None) -> None:
         if optimizer not in ("sgd", "adam"):
             raise ConfigError("optimizer", optimizer, "sgd, adam", "Adam-like optimisers (Adam, AdamW, LAMB) are adam")
         self.optimizer, self.weights = optimizer, weights or RewardWeights()
@@ -111,9 +111,7 @@ class SimulatedRegret:
 class SimulatedPaper:
     """The paper's reward with the test accuracy that the simulator's model of generalisation gives."""
 
-    def __init__(
-        self, env: ClusterEnv, optimizer: Literal["sgd", "adam"] = "sgd", weights: RewardWeights | None = None
-    ) -> None:
+    def __init__(self, env: ClusterEnv, optimizer: Optimizer = "sgd", weights: RewardWeights | None = None) -> None:
         self.env, self.model, self.reward = env, Generalisation(), PaperReward(optimizer, weights)
         self.reward.accuracy = env.accuracy(self.model)
         self.reward.reference_s = np.full(self.reward.accuracy.shape, np.nan)

@@ -30,8 +30,7 @@ VALIDATION_SEED = 905_001
 class SearchConfig:
     """The recipe. Seeds of training clusters are derived from `seed`; validation and bench seeds never meet them.
 
-    stages       numbers of workers, stage after stage; a generation draws `worlds` of its stage and plays a world of
-                 each
+    stages       numbers of workers, stage after stage; a generation plays `worlds` worlds of those of its stage
     generations  of each stage
     tried, kept  candidates of a generation, and how many of them the next is drawn around
     spread       standard deviation at the start, in logits of a number's range; `least` it never falls below
@@ -123,9 +122,8 @@ def made_of(c: SearchConfig, parameters: Parameters) -> Factory:
 
 def _world(c: SearchConfig, workers: int, rng: np.random.Generator) -> Speed:
     seed, interval, delay = int(rng.integers(2**31)), int(rng.choice(c.intervals)), int(rng.choice(c.delays))
-    return _speed_on(
-        training_clusters(min(max(c.rows // workers, 6), 32), workers, seed), seed, c.windows, interval, delay
-    )
+    clusters = training_clusters(min(max(c.rows // workers, 6), 32), workers, seed)
+    return _speed_on(clusters, seed, c.windows, interval, delay)
 
 
 def _judge(c: SearchConfig, parameters: Parameters, world: Speed) -> float:

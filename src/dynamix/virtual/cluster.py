@@ -117,7 +117,11 @@ class VirtualCluster:
         coordinator.learning_rate = LearningRate(optimizer, lr_rule)
         coordinator.recorder = self._recorder = _AllRecorders(self._workers, job)
         self._sampler = coordinator.sampler(len(dataset), seed=seed)
-        self._rng = _seeded(seed)
+        self._rng = random_state.capture()
+        with self._own_random():
+            random.seed(seed)
+            np.random.seed(seed % 2**32)
+            torch.manual_seed(seed)
 
     @property
     def base_batch(self) -> int:
@@ -312,14 +316,3 @@ def _loader(dataset: Any, collate_fn: Callable[[list[Any]], Any]) -> Callable[[I
         return batch[0], batch[1]
 
     return load
-
-
-def _seeded(seed: int) -> dict[str, Any]:
-    """Random state as after seeding everything; the global state is left alone."""
-    outside = random_state.capture()
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
-    state = random_state.capture()
-    random_state.restore(outside)
-    return state

@@ -65,7 +65,7 @@ class UnionGradient:
                 self._add_to(union, len(share) / total)
             elif rank == 0 and before and placeholder:
                 with torch.no_grad():
-                    self.model(self._on_device(placeholder)[0])
+                    self.model(_moved(self.load(placeholder), self.device)[0])
             if rank == 0:
                 kept = self._copy_of_buffers()
         self._put_back(kept)
@@ -84,7 +84,7 @@ class UnionGradient:
         loss, rows, logits, target = 0.0, 0, list[Tensor](), list[Tensor]()
         for at in range(0, len(share), size):
             chunk = share[at : at + size]
-            inputs, targets = self._on_device(chunk)
+            inputs, targets = _moved(self.load(chunk), self.device)
             outputs = self.model(inputs)
             value = self.loss(outputs, targets)
             if value.dim() != 0:
@@ -108,10 +108,6 @@ class UnionGradient:
             if gradient is not None:
                 gradient.mul_(weight)
                 union[at] = gradient if (so_far := union[at]) is None else so_far.add_(gradient)
-
-    def _on_device(self, indices: Indices) -> tuple[Any, Any]:
-        inputs, targets = self.load(indices)
-        return _moved(inputs, self.device), _moved(targets, self.device)
 
     def _copy_of_buffers(self) -> list[Tensor]:
         return [buffer.detach().clone() for buffer in self.model.buffers()]

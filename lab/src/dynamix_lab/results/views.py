@@ -10,12 +10,16 @@ from dynamix_lab.report import Section, Table, number, percent, sections_markdow
 
 
 def kind(result: Mapping[str, Any]) -> str:
-    """Which command made a result: demo, or the name after `bench`; with the cluster where two share a name.
+    """Which command made a result: demo, or the name after `bench`; with the cluster where two share one; or a script.
 
     >>> kind({"command": "dynamix bench tta --quick", "cluster": "simulator"}), kind({"command": "dynamix demo"})
     ('tta simulator', 'demo')
+    >>> kind({"command": "scripts/mutants --seed 1"})
+    'mutants'
     """
     words = str(result["command"]).split()
+    if words[0].startswith("scripts/"):
+        return words[0].removeprefix("scripts/")
     name = words[2] if words[1:2] == ["bench"] and len(words) > 2 else words[1]
     return f"{name} {result['cluster']}" if name in ("tta", "scaling") else name
 
@@ -50,6 +54,7 @@ def _makers() -> dict[str, Callable[[Mapping[str, Any]], Table | list[Section]]]
     from dynamix_lab.peers import report as peers
     from dynamix_lab.suites import simulated, tasks, tta
     from dynamix_lab.suites.compression import report as compression
+    from dynamix_lab.suites.decisions import cost_suite as cost
     from dynamix_lab.suites.decisions import suite as decisions
     from dynamix_lab.suites.scaling import report as scaling
     from dynamix_lab.suites.stigmergy import report as stigmergy
@@ -65,7 +70,31 @@ def _makers() -> dict[str, Callable[[Mapping[str, Any]], Table | list[Section]]]
         "compression": compression.sections,
         "peers": peers.table,
         "decisions": decisions.table,
+        "cost": cost.table,
+        "import": import_table,
+        "mutants": mutants_table,
     }
+
+
+def import_table(result: Mapping[str, Any]) -> Table:
+    """A row a clock."""
+    rows = [
+        [
+            name,
+            number(result[name]["torch_s"], 2),
+            number(result[name]["controller_s"], 2),
+            number(result[name]["ratio"], 3),
+        ]
+        for name in ("wall", "processor")
+    ]
+    return Table(["clock", "import torch, s", "dynamix.Controller beyond it, s", "part of import torch"], rows)
+
+
+def mutants_table(result: Mapping[str, Any]) -> Table:
+    """One row: how many of the small errors put into a package its tests notice."""
+    part = percent(result["killed"] / result["mutants"])
+    row = [result["package"], str(result["mutants"]), str(result["killed"]), part, f"{result['limit_s']:.0f}"]
+    return Table(["package", "mutants", "noticed", "part", "seconds allowed each"], [row])
 
 
 def demo_table(result: Mapping[str, Any]) -> Table:

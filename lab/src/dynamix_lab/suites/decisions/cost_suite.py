@@ -72,7 +72,7 @@ class CostSuite(Suite):
             name: paired_ratio([turn[name] for turn in now], [turn[name] for turn in before]).to_dict()
             for name in before[0]
         }
-        return {"ratios": ratios, "before_ms": before, "now_ms": now, "policies": {}}
+        return {"ratios": ratios, "before_ms": before, "now_ms": now}
 
     def table(self, result: Mapping[str, Any]) -> str:
         return table(result).markdown()
