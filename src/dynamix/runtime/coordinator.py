@@ -163,7 +163,7 @@ class Coordinator:
         if message.kind is Kind.NEW:
             if self.source is not None and message.from_step < self.source.issued:
                 late = f"starts at step {message.from_step}, but {self.source.issued} batches are already issued"
-                fix = "use its policy and interval, and loader settings (num_workers, prefetch_factor) or fewer"
+                fix = "replay with that run's policy and interval, and its num_workers and prefetch_factor or fewer"
                 raise StateError(f"the replayed allocation {late}: {fix}")
             self.allocations.schedule(message.from_step, message.sizes)
             self.progress.opens = message.from_step
