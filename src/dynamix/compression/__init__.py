@@ -12,10 +12,11 @@ from __future__ import annotations
 
 from dynamix.compression.aggregator.client import Aggregator
 from dynamix.compression.aggregator.wire import AggregatorWire
-from dynamix.compression.bucket import BucketExchange, ExchangeSettings
+from dynamix.compression.bucket import BucketExchange
 from dynamix.compression.checks import Statistics
 from dynamix.compression.hooks import CompressionState, compression_hook
 from dynamix.compression.layout import Layout
+from dynamix.compression.sketch import ExchangeSettings
 from dynamix.compression.wire import GroupWire, LocalWire, Wire
 
 __all__ = [

@@ -101,11 +101,10 @@ class Chooser:
             self._pick()
 
     def _try_another(self) -> bool:
-        for way in self.candidates:
-            if way in self._unknown and self._worth_trying(way):
-                self._start([way])
-                return True
-        return False
+        way = next((way for way in self.candidates if way in self._unknown and self._worth_trying(way)), None)
+        if way is not None:
+            self._start([way])
+        return way is not None
 
     def _worth_trying(self, way: Way) -> bool:
         dense = self.cost_s["dense"]
@@ -120,9 +119,8 @@ class Chooser:
 
     def _pick(self) -> None:
         known = [way for way in self.candidates if way in self.cost_s]
-        best = min(known, key=lambda way: self.cost_s[way], default=None)
-        won = best is not None and self.cost_s[best] < GAIN * self.cost_s["dense"]
-        self.way = best if won and best is not None else "dense"
+        best: Way = min(known, key=lambda way: self.cost_s[way]) if known else "dense"
+        self.way = best if self.cost_s[best] < GAIN * self.cost_s["dense"] else "dense"
         self._anchor_s, self._drifts, self._quiet = self.cost_s[self.way], 0, 0
         self._trying = False
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from dynamix.compression.checks import Doubt, Part, Statistics, agree, confirm_union, digest, settle
-from dynamix.compression.compaction import compact, everything
+from dynamix.compression.compaction import Round, compact, everything
 from dynamix.compression.fixed_point import Scales, scan, working, write_mean_
 from dynamix.compression.index import best_depth, is_superset, union_of
 from dynamix.compression.layout import Layout
 from dynamix.compression.lhc import UnionForecast, one_phase, two_phase
+from dynamix.compression.sketch import ExchangeSettings
 from dynamix.compression.wire import LocalWire, Wire
 from dynamix.errors import ConfigError
 
@@ -21,26 +21,6 @@ Way = Literal["dense", "fixed", "compaction", "lhc", "lhc-one-phase"]
 WAYS: tuple[Way, ...] = get_args(Way)
 VERSION = 1
 RELEARN = 8  # unions after which the depth of the index is chosen anew
-
-
-@dataclass(frozen=True)
-class ExchangeSettings:
-    """What all ranks must hold alike.
-
-    seed      of the hash functions
-    lanes     neighbours hashed as one block in LHC, a power of two up to 1024; 1 hashes each item by itself
-    ratio     counters per item in LHC; None: 1.4, and 1.5 below 10,000 items
-    """
-
-    seed: int = 0
-    lanes: int = 1
-    ratio: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.ratio is not None and not 0.5 <= self.ratio <= 16:
-            raise ConfigError("ratio", self.ratio, "0.5 to 16", "leave it out: below 1.3 decoding mostly fails")
-        if not 1 <= self.lanes <= 1024 or self.lanes & (self.lanes - 1):
-            raise ConfigError("lanes", self.lanes, "powers of two from 1 to 1024", "1 hashes every item by itself")
 
 
 class BucketExchange:
@@ -68,37 +48,26 @@ class BucketExchange:
             raise ConfigError("flat", flat.numel(), f"{self.layout.elements} elements", "give the layout's own bucket")
         before, taken = wire.payload_bytes, way
         reason: str | None = None
-        try:
-            if way == "dense":
-                wire.mean(flat)
-            elif not self._decoded(flat, way, wire, step):
-                taken = "compaction"
-                statistics.count_undecoded()
-                self._reduce(flat, taken, wire, step)
-        except Doubt as doubt:
-            taken, reason = "dense", doubt.reason
-            if reason != "nonfinite":
-                self._forget()
-            wire.mean(flat)
+        while True:
+            try:
+                if taken == "dense":
+                    wire.mean(flat)
+                else:
+                    self._reduce(flat, taken, wire, step)
+                break
+            except Doubt as doubt:  # on every rank alike, and with `flat` untouched
+                undecoded = doubt.reason == "peel" and taken != "compaction"  # the sketch holds too many items
+                if doubt.reason != "nonfinite":  # what was learned from unions may differ between ranks
+                    self._depth = self._unions = 0
+                    self._prediction.forget(next_seed=undecoded)
+                if undecoded:
+                    taken = "compaction"
+                    statistics.count_undecoded()
+                else:
+                    taken, reason = "dense", doubt.reason
         sent = wire.payload_bytes - before
         statistics.count(taken, dense_bytes=flat.nbytes, payload_bytes=sent, doubt=reason)
         return reason
-
-    def _decoded(self, flat: Tensor, way: Way, wire: Wire, step: int) -> bool:
-        """Exchanged; or False, on every rank alike and with `flat` untouched, where the sketch holds too many items."""
-        try:
-            self._reduce(flat, way, wire, step)
-        except Doubt as doubt:
-            if doubt.reason != "peel":
-                raise
-            self._forget(next_seed=True)
-            return False
-        return True
-
-    def _forget(self, *, next_seed: bool = False) -> None:
-        """What was learned from unions may differ between ranks."""
-        self._depth = self._unions = 0
-        self._prediction.forget(next_seed=next_seed)
 
     def _reduce(self, flat: Tensor, way: Way, wire: Wire, step: int) -> None:
         scales = self._scales_for(wire.workers, flat.device)
@@ -114,53 +83,19 @@ class BucketExchange:
         values = working(flat)
         expected = self._prediction.expected() if way == "lhc-one-phase" else None
         codes, words = scan(values, self.layout)
-        mine = digest(
-            VERSION,
-            self.settings,
-            self.index,
-            step,
-            way,
-            self.layout,
-            flat.dtype,
-            self._depth,
-            expected,
-            self._prediction.attempt,
-        )
-        codes = agree(codes, mine, wire)
-        key = int.from_bytes(digest("checksum", self.settings.seed, self.index, step)[:4], "little")
-        ratio, lanes = self.settings.ratio, self.settings.lanes
-
+        settings, attempt = self.settings, self._prediction.attempt
+        ours = (VERSION, settings, self.index, step, way, self.layout, flat.dtype, self._depth, expected, attempt)
+        codes = agree(codes, digest(*ours), wire)
+        key = int.from_bytes(digest("checksum", settings.seed, self.index, step)[:4], "little")
+        bucket = Round(values, self.layout, codes, scales, wire, key, settings)
         if expected is not None:
-            parts, doubt, union = one_phase(
-                values,
-                self.layout,
-                words,
-                codes,
-                scales,
-                wire,
-                expected=expected,
-                seed=(self.settings.seed, self.index, self._prediction.attempt),
-                key=key,
-                ratio=ratio,
-                lanes=lanes,
-            )
+            parts, doubt, union = one_phase(bucket, words, expected, (settings.seed, self.index, attempt))
             return (union, codes, parts), doubt
         union = self._union(words, codes, way, wire)
         if way in ("lhc", "lhc-one-phase"):
-            parts, doubt = two_phase(
-                values,
-                self.layout,
-                union,
-                codes,
-                scales,
-                wire,
-                seed=(self.settings.seed, self.index, step),
-                key=key,
-                ratio=ratio,
-                lanes=lanes,
-            )
+            parts, doubt = two_phase(bucket, union, (settings.seed, self.index, step))
         else:
-            parts, doubt = compact(values, self.layout, union, codes, scales, wire, key=key)
+            parts, doubt = compact(bucket, union)
         return (union, codes, parts), doubt
 
     def _union(self, words: Tensor, codes: Tensor, way: Way, wire: Wire) -> Tensor:
@@ -171,11 +106,12 @@ class BucketExchange:
         return union
 
     def _learn(self, union: Tensor, codes: Tensor, parts: list[Part], way: Way) -> None:
-        if way != "fixed":
-            if self._unions % RELEARN == 0:
-                self._depth = best_depth(union, codes, self.layout)
-            self._unions += 1
-            self._prediction.observe([part.items.numel() for part in parts])
+        if way == "fixed":
+            return
+        if self._unions % RELEARN == 0:
+            self._depth = best_depth(union, codes, self.layout)
+        self._unions += 1
+        self._prediction.observe([part.items.numel() for part in parts])
 
     def _scales_for(self, workers: int, device: torch.device) -> Scales:
         if self._scales is None or self._scales.workers != workers or self._scales.up.device != device:

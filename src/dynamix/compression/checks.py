@@ -70,13 +70,8 @@ class Statistics:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain numbers, for logs and JSON."""
-        return {
-            "buckets": dict(self.buckets),
-            "dense_after": dict(self.dense_after),
-            "undecoded": self.undecoded,
-            "dense_bytes": self.dense_bytes,
-            "payload_bytes": self.payload_bytes,
-        }
+        counted = {"buckets": dict(self.buckets), "dense_after": dict(self.dense_after), "undecoded": self.undecoded}
+        return {**counted, "dense_bytes": self.dense_bytes, "payload_bytes": self.payload_bytes}
 
 
 def digest(*parts: object) -> bytes:
@@ -87,13 +82,13 @@ def digest(*parts: object) -> bytes:
 def agree(codes: Tensor, mine: bytes, wire: Wire) -> Tensor:
     """The exponents all ranks share, uint8 (blocks,), by one maximum that also carries each rank's digest.
 
-    A digest and its complement both survive a maximum only if all ranks brought the same. Raises `Doubt`.
+    Raises `Doubt`.
     """
-    marks = torch.tensor([*mine, *(255 - b for b in mine)], dtype=torch.uint8, device=codes.device)
-    header = torch.cat([codes, marks])
+    header = torch.cat([codes, marks_of(mine, codes.device)])
     wire.maximum(header)
-    _require_same(header[codes.numel() :], "mixed")
-    agreed = header[: codes.numel()]
+    agreed, marks = header[: codes.numel()], header[codes.numel() :]
+    if not are_same(marks):
+        raise Doubt("mixed")
     if bool((agreed == BEYOND).any()):
         raise Doubt("nonfinite")
     return agreed
@@ -105,12 +100,12 @@ def confirm_union(union: Tensor, mine_included: bool, wire: Wire) -> None:
     What follows is as long as the union is large, so a rank with another one would hang the rest.
     """
     mine = digest(int((union.long() * _weights(union.numel(), union.device)).sum()))
-    marks = [*mine, *(255 - b for b in mine), 0 if mine_included else 1]
-    header = torch.tensor(marks, dtype=torch.uint8, device=union.device)
+    header = torch.nn.functional.pad(marks_of(mine, union.device), (0, 1), value=not mine_included)
     wire.maximum(header)
     if bool(header[-1]):
         raise Doubt("superset")
-    _require_same(header[:-1], "union")
+    if not are_same(header[:-1]):
+        raise Doubt("union")
 
 
 @functools.lru_cache(maxsize=64)
@@ -119,10 +114,15 @@ def _weights(words: int, device: torch.device) -> Tensor:
     return torch.arange(words, device=device) * 0x1E3779B97F4A7C15 | 1
 
 
-def _require_same(marks: Tensor, reason: str) -> None:
+def marks_of(mine: bytes, device: torch.device) -> Tensor:
+    """uint8 (16,): a digest and its complement, which both survive a maximum only if all ranks brought the same."""
+    return torch.tensor([*mine, *(255 - b for b in mine)], dtype=torch.uint8, device=device)
+
+
+def are_same(marks: Tensor) -> bool:
+    """Whether all ranks' `marks_of` were, of which these are the maximum."""
     high, low = marks.cpu().view(2, -1).int()
-    if bool((high != 255 - low).any()):
-        raise Doubt(reason)
+    return bool((high == 255 - low).all())
 
 
 def vote(reason: str, wire: Wire, device: torch.device) -> None:
@@ -142,14 +142,10 @@ def settle(work: Callable[[], tuple[_Found, str]], wire: Wire, device: torch.dev
     found: _Found | None = None
     try:
         found, reason = work()
-    except Doubt as doubt:
+    except (Doubt, WireLost) as error:
         if wire.reserve is None:
             raise
-        reason = doubt.reason
-    except WireLost:
-        if wire.reserve is None:
-            raise
-        reason = "lost"
+        reason = error.reason if isinstance(error, Doubt) else "lost"
     vote(reason, wire.reserve or wire, device)
     assert found is not None
     return found
@@ -157,11 +153,8 @@ def settle(work: Callable[[], tuple[_Found, str]], wire: Wire, device: torch.dev
 
 def mix(values: Tensor) -> Tensor:
     """Murmur3's 32-bit finaliser on int64 values below 2^32."""
-    h = values
-    h = h ^ (h >> 16)
-    h = (h * 0x85EBCA6B) & _MASK
-    h = h ^ (h >> 13)
-    h = (h * 0xC2B2AE35) & _MASK
+    h = ((values ^ (values >> 16)) * 0x85EBCA6B) & _MASK
+    h = ((h ^ (h >> 13)) * 0xC2B2AE35) & _MASK
     return h ^ (h >> 16)
 
 

@@ -6,52 +6,61 @@ which item a value belongs to.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from dynamix.compression.checks import CHECKSUM_WORDS, Part, checksums
 from dynamix.compression.fixed_point import Scales, quantise
-from dynamix.compression.index import positions
+from dynamix.compression.index import clip_, positions
 from dynamix.compression.layout import Layout
+from dynamix.compression.sketch import ExchangeSettings
 from dynamix.compression.wire import Wire
 
 
-def compact(
-    values: Tensor, layout: Layout, union: Tensor, codes: Tensor, scales: Scales, wire: Wire, *, key: int
-) -> tuple[list[Part], str]:
-    """Gather the union's items, sum them over ranks. Returns the sums by segment and the check that failed ("none").
+@dataclass(frozen=True)
+class Round:
+    """One bucket, once its ranks share exponents.
 
     values  float (elements,), this rank's; not changed
-    union   int32 bitmap (words,); codes uint8 (blocks,): agreed
+    codes   uint8 (blocks,), agreed
+    key     of the checksums
     """
-    payload, parts = gather(values, layout, union, codes, scales)
-    payload[-CHECKSUM_WORDS:] = checksums(parts, key, values.device)
-    wire.total(payload)
-    want = checksums(parts, key, values.device, ranks=wire.workers)
-    same = torch.equal(payload[-CHECKSUM_WORDS:], want)
-    return parts, "none" if same else "checksum"
+
+    values: Tensor
+    layout: Layout
+    codes: Tensor
+    scales: Scales
+    wire: Wire
+    key: int
+    settings: ExchangeSettings
 
 
-def gather(values: Tensor, layout: Layout, words: Tensor, codes: Tensor, scales: Scales) -> tuple[Tensor, list[Part]]:
+def compact(bucket: Round, union: Tensor) -> tuple[list[Part], str]:
+    """Gather the items of `union`, int32 bitmap (words,), and sum them over ranks.
+
+    Returns the sums by segment and the check that failed ("none").
+    """
+    payload, parts = gather(bucket, union)
+    payload[-CHECKSUM_WORDS:] = checksums(parts, bucket.key, payload.device)
+    bucket.wire.total(payload)
+    want = checksums(parts, bucket.key, payload.device, ranks=bucket.wire.workers)
+    return parts, "none" if torch.equal(payload[-CHECKSUM_WORDS:], want) else "checksum"
+
+
+def gather(bucket: Round, words: Tensor) -> tuple[Tensor, list[Part]]:
     """int32 payload with room for the checksums, and its parts, whose values are views of it."""
-    found = [positions(words[s.word_slice]) for s in layout.segments]
-    sizes = [items.numel() * s.width for items, s in zip(found, layout.segments, strict=True)]
-    payload = torch.empty(sum(sizes) + CHECKSUM_WORDS, dtype=torch.int32, device=values.device)
-    parts, at = [], 0
-    for s, items, size in zip(layout.segments, found, sizes, strict=True):
-        out = payload[at : at + size]
-        quantise(values, s, items, codes, scales, out)
-        parts.append(Part(items, out, s.width))
-        at += size
-    return payload, parts
+    segments = bucket.layout.segments
+    found = [positions(words[s.word_slice]) for s in segments]
+    sizes = [items.numel() * s.width for items, s in zip(found, segments, strict=True)]
+    payload = torch.empty(sum(sizes) + CHECKSUM_WORDS, dtype=torch.int32, device=bucket.values.device)
+    outs = payload[: sum(sizes)].split(sizes)
+    for s, items, out in zip(segments, found, outs, strict=True):
+        quantise(bucket.values, s, items, bucket.codes, bucket.scales, out)
+    return payload, [Part(items, out, s.width) for s, items, out in zip(segments, found, outs, strict=True)]
 
 
 def everything(layout: Layout, device: torch.device) -> Tensor:
     """int32 (words,): the bitmap of all items, with which `compact` is a dense all-reduce in fixed point."""
-    words = torch.zeros(layout.words, dtype=torch.int32, device=device)
-    for s in layout.segments:
-        part = words[s.word_slice]
-        part[: s.items >> 5] = -1
-        if s.items & 31:
-            part[s.items >> 5] = (1 << (s.items & 31)) - 1
-    return words
+    return clip_(torch.full((layout.words,), -1, dtype=torch.int32, device=device), layout)

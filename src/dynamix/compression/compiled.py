@@ -1,4 +1,4 @@
-"""numba kernels for the CPU. Each repeats, bit for bit, a torch function of the module named beside it.
+"""numba kernels for the CPU. Each repeats, bit for bit, the torch function of its name: `fixed_point.scan` and so on.
 
 All arithmetic is int64 that holds 32-bit quantities, masked: numba turns a mix of signed and unsigned 64-bit integers
 into floats.
@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from dynamix.compression.checks import mix
 
 F = TypeVar("F", bound=Callable[..., Any])
 Array = NDArray[Any]
@@ -33,7 +35,10 @@ def _jit(function: F) -> F:
         return cast(F, numba.njit(nogil=True)(function))
 
 
-# ---------------------------------------------------------------- fixed_point.scan
+def _kernel(function: F) -> Callable[..., Any]:
+    """`function` compiled, to be called with tensors in place of its arrays."""
+    compiled = _jit(function)
+    return lambda *arguments: compiled(*(a.numpy() if isinstance(a, Tensor) else a for a in arguments))
 
 
 @_jit
@@ -86,9 +91,6 @@ def _scan_elements(values: Array, bits: Array, block: int, codes: Array, out: Ar
     out[at:] = 0
 
 
-# ---------------------------------------------------------------- index.positions
-
-
 @_jit
 def _count_bits(words: Array) -> Any:
     total = np.int64(0)
@@ -120,11 +122,8 @@ def positions(words: Tensor) -> Tensor:
     return torch.from_numpy(out)
 
 
-# ---------------------------------------------------------------- fixed_point.quantise, fixed_point.write_mean_
-
-
-@_jit
-def _quantise(values: Array, items: Array, width: int, shift: int, codes: Array, up: Array, out: Array) -> None:
+@_kernel
+def quantise(values: Array, items: Array, width: int, shift: int, codes: Array, up: Array, out: Array) -> None:
     for i in range(items.size):
         item = items[i]
         scale = up[codes[item >> shift]]
@@ -135,12 +134,8 @@ def _quantise(values: Array, items: Array, width: int, shift: int, codes: Array,
                 out[i * width + c] = np.int32(np.rint(np.float64(values[item * width + c]) * scale))
 
 
-def quantise(values: Tensor, items: Tensor, width: int, shift: int, codes: Tensor, up: Tensor, out: Tensor) -> None:
-    _quantise(values.numpy(), items.numpy(), width, shift, codes.numpy(), up.numpy(), out.numpy())
-
-
-@_jit
-def _write_mean(
+@_kernel
+def write_mean_(
     values: Array, items: Array, width: int, shift: int, codes: Array, down: Array, totals: Array, workers: float
 ) -> None:
     for i in range(items.size):
@@ -153,28 +148,8 @@ def _write_mean(
                 values[item * width + c] = np.float64(totals[i * width + c]) * scale / workers
 
 
-def write_mean_(
-    values: Tensor, items: Tensor, width: int, shift: int, codes: Tensor, down: Tensor, totals: Tensor, workers: int
-) -> None:
-    _write_mean(
-        values.numpy(), items.numpy(), width, shift, codes.numpy(), down.numpy(), totals.numpy(), float(workers)
-    )
-
-
-# ---------------------------------------------------------------- checks.checksum
-
-
-@_jit
-def _mix(h: int) -> int:
-    h ^= h >> 16
-    h = (h * 0x85EBCA6B) & _MASK
-    h ^= h >> 13
-    h = (h * 0xC2B2AE35) & _MASK
-    return h ^ (h >> 16)
-
-
-@_jit
-def _checksum(totals: Array, items: Array, width: int, key: int) -> Any:
+@_kernel
+def checksum(totals: Array, items: Array, width: int, key: int) -> Any:
     plain, weighted = np.int64(0), np.int64(0)
     if width == 1:
         for i in range(items.size):
@@ -191,15 +166,10 @@ def _checksum(totals: Array, items: Array, width: int, key: int) -> Any:
     return plain & _MASK, weighted & _MASK
 
 
-def checksum(totals: Tensor, items: Tensor, width: int, key: int) -> tuple[int, int]:
-    plain, weighted = _checksum(totals.numpy(), items.numpy(), width, key)
-    return int(plain), int(weighted)
+_mix: Callable[[int], int] = _jit(cast(Any, mix))
 
 
-# ---------------------------------------------------------------- sketch.slots, sketch.insert_
-
-
-@_jit
+@_kernel
 def _slots(items: Array, keys: Array, groups: int, lane_bits: int, slots: Array, signs: Array) -> None:
     lanes = 1 << lane_bits
     for i in range(items.size):
@@ -212,14 +182,14 @@ def _slots(items: Array, keys: Array, groups: int, lane_bits: int, slots: Array,
 
 
 def slots(items: Tensor, keys: Tensor, groups: int, lane_bits: int) -> tuple[Tensor, Tensor]:
-    found = np.empty((items.numel(), 3), np.int32)
-    signs = np.empty((items.numel(), 3), np.int8)
-    _slots(items.numpy(), keys.numpy(), groups, lane_bits, found, signs)
-    return torch.from_numpy(found), torch.from_numpy(signs)
+    found = torch.empty((items.numel(), 3), dtype=torch.int32)
+    signs = torch.empty((items.numel(), 3), dtype=torch.int8)
+    _slots(items, keys, groups, lane_bits, found, signs)
+    return found, signs
 
 
-@_jit
-def _insert(table: Array, slots: Array, signs: Array, values: Array, width: int) -> None:
+@_kernel
+def insert_(table: Array, slots: Array, signs: Array, values: Array, width: int) -> None:
     if width == 1:
         for i in range(slots.shape[0]):
             for j in range(3):
@@ -230,13 +200,6 @@ def _insert(table: Array, slots: Array, signs: Array, values: Array, width: int)
             at, sign = np.int64(slots[i, j]) * width, np.int64(signs[i, j])
             for c in range(width):
                 table[at + c] = np.int32(table[at + c] + sign * values[i * width + c])
-
-
-def insert_(table: Tensor, slots: Tensor, signs: Tensor, values: Tensor, width: int) -> None:
-    _insert(table.numpy(), slots.numpy(), signs.numpy(), values.numpy(), width)
-
-
-# ---------------------------------------------------------------- peeling.peel, peeling.extract
 
 
 @_jit
@@ -279,8 +242,8 @@ def peel(slots: Tensor, counters: int, max_rounds: int) -> tuple[Tensor, Tensor,
     return torch.from_numpy(order[:done]), torch.from_numpy(source[:done]), boundaries
 
 
-@_jit
-def _extract(table: Array, slots: Array, signs: Array, order: Array, source: Array, width: int, out: Array) -> None:
+@_kernel
+def extract(table: Array, slots: Array, signs: Array, order: Array, source: Array, width: int, out: Array) -> None:
     if width == 1:
         for f in range(order.size):
             i = order[f]
@@ -299,9 +262,3 @@ def _extract(table: Array, slots: Array, signs: Array, order: Array, source: Arr
             at, sign = np.int64(slots[i, other]) * width, np.int64(signs[i, other])
             for c in range(width):
                 table[at + c] = np.int32(table[at + c] - sign * out[i * width + c])
-
-
-def extract(
-    table: Tensor, slots: Tensor, signs: Tensor, order: Tensor, source: Tensor, width: int, out: Tensor
-) -> None:
-    _extract(table.numpy(), slots.numpy(), signs.numpy(), order.numpy(), source.numpy(), width, out.numpy())

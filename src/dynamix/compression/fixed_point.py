@@ -113,7 +113,7 @@ def write_mean_(values: Tensor, s: Segment, items: Tensor, codes: Tensor, scales
     part, code = values[s.start : s.stop], codes[s.block_slice]
     fast = compiled_for(values) if values.dtype in (torch.float32, torch.float64) else None
     if fast is not None:
-        fast.write_mean_(part, items, s.width, s.shift, code, scales.down, totals, scales.workers)
+        fast.write_mean_(part, items, s.width, s.shift, code, scales.down, totals, float(scales.workers))
         return
     scale = scales.down[code[items >> s.shift].long()]
     mean = totals.view(-1, s.width).double() * scale.unsqueeze(1) / scales.workers

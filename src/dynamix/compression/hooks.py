@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal, cast, get_args
 
@@ -25,10 +26,11 @@ from torch.futures import Future
 from dynamix.compression.aggregator.client import Aggregator, AggregatorClient
 from dynamix.compression.aggregator.wire import AggregatorWire, join, report_loss
 from dynamix.compression.auto import Chooser
-from dynamix.compression.bucket import BucketExchange, ExchangeSettings, Way, warm_up
-from dynamix.compression.checks import Statistics, digest
+from dynamix.compression.bucket import BucketExchange, Way, warm_up
+from dynamix.compression.checks import Statistics, are_same, digest, marks_of
 from dynamix.compression.fixed_point import DTYPES
 from dynamix.compression.layout import Layout
+from dynamix.compression.sketch import ExchangeSettings
 from dynamix.compression.wire import GroupWire, OrMethod, Wire, find_or_method
 from dynamix.errors import ConfigError, StateError, UsageError
 
@@ -73,13 +75,13 @@ class CompressionState:
         if aggregator is not None and mode == "dense":
             raise ConfigError("mode", mode, "every mode but dense with an aggregator", "it sums fixed point only")
         if not dist.is_available() or not dist.is_initialized():
-            raise UsageError(
-                "CompressionState needs a process group: call torch.distributed.init_process_group() first"
-            )
+            fix = "call torch.distributed.init_process_group() first"
+            raise UsageError(f"CompressionState needs a process group: {fix}")
         self.mode, self.min_bytes, self.statistics = mode, min_bytes, Statistics()
         self.settings = ExchangeSettings(seed=seed, lanes=lanes, ratio=ratio)
         self.process_group = process_group or cast(dist.ProcessGroup, dist.group.WORLD)
-        self._embeddings = _embeddings(model)
+        modules = () if model is None else model.modules()
+        self._embeddings = [m for m in modules if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
         self._lines: dict[int, _Line] = {}
         self._steps: dict[int, int] = {}  # of buckets loaded from a checkpoint
         self._wires: dict[str, GroupWire] = {}
@@ -137,7 +139,8 @@ class CompressionState:
 
     @torch.no_grad()
     def _exchange(self, line: _Line, flat: Tensor, group: dist.ProcessGroup) -> None:
-        wire = self._wire_of(group)
+        reserve = self._wires.setdefault(group.group_name, GroupWire(group, self._or_method))
+        wire: Wire = reserve if self._client is None else AggregatorWire(self._client, reserve)
         if self._lost:  # since this bucket was handed over
             line.retired = True
             line.exchange.reduce_(flat, "dense", wire, step=line.step, statistics=self.statistics)
@@ -163,11 +166,10 @@ class CompressionState:
         return {"settings": [self.mode, self.settings.seed], "steps": steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state["settings"] != [self.mode, self.settings.seed]:
-            raise StateError(
-                f"the checkpoint was written with mode, seed = {state['settings']}, this state has "
-                f"{[self.mode, self.settings.seed]}: construct CompressionState with those"
-            )
+        written, mine = state["settings"], [self.mode, self.settings.seed]
+        if written != mine:
+            differs = f"the checkpoint was written with mode, seed = {written}, this state has {mine}"
+            raise StateError(f"{differs}: construct CompressionState with those")
         self._steps = {int(index): int(step) for index, step in state["steps"].items()}
         self._lines.clear()
 
@@ -178,32 +180,23 @@ class CompressionState:
         line = self._lines.get(index)
         if line is None or line.shapes != shapes:  # DDP lays buckets out anew after the first step
             step = line.step if line is not None else self._steps.get(index, 0)
-            exchange = BucketExchange(
-                Layout.of((n // width, width) for n, width in shapes), index=index, settings=self.settings
-            )
+            layout = Layout.of((n // width, width) for n, width in shapes)
+            exchange = BucketExchange(layout, index=index, settings=self.settings)
             auto = self.mode == "auto" and bucket.buffer().nbytes >= self.min_bytes
             way: Way = "dense" if self.mode == "auto" else self.mode
             line = self._lines[index] = _Line(shapes, exchange, way, Chooser() if auto else None, step)
         return line
 
-    def _wire_of(self, group: dist.ProcessGroup) -> Wire:
-        wire = self._wires.setdefault(group.group_name, GroupWire(group, self._or_method))
-        return wire if self._client is None else AggregatorWire(self._client, wire)
-
     def _require_same_arguments(self, device: torch.device, aggregated: bool) -> None:
-        mine = digest(self.mode, self.min_bytes, aggregated)
-        marks = torch.tensor([*mine, *(255 - b for b in mine)], dtype=torch.uint8, device=device)
+        mine = (self.mode, self.min_bytes, aggregated)
+        marks = marks_of(digest(*mine), device)
         dist.all_reduce(marks, op=dist.ReduceOp.MAX, group=self._home)
-        high, low = marks.cpu().view(2, -1).int()
-        if bool((high != 255 - low).any()):
-            raise ConfigError(
-                "mode, min_bytes, aggregator",
-                (self.mode, self.min_bytes, aggregated),
-                "the same on every rank",
-                "pass the same arguments",
-            )
+        if not are_same(marks):
+            name, allowed = "mode, min_bytes, aggregator", "the same on every rank"
+            raise ConfigError(name, mine, allowed, "pass the same arguments")
 
 
+@dataclass
 class _Line:
     """One bucket: its layout's key, its exchange, its way or chooser, and its step.
 
@@ -211,16 +204,12 @@ class _Line:
     next step on all ranks see it alike.
     """
 
-    def __init__(
-        self,
-        shapes: tuple[tuple[int, int], ...],
-        exchange: BucketExchange,
-        way: Way,
-        chooser: Chooser | None,
-        step: int,
-    ) -> None:
-        self.shapes, self.exchange, self.way, self.chooser, self.step = shapes, exchange, way, chooser, step
-        self.retired = False
+    shapes: tuple[tuple[int, int], ...]
+    exchange: BucketExchange
+    way: Way
+    chooser: Chooser | None
+    step: int
+    retired: bool = False
 
     @property
     def way_now(self) -> Way:
@@ -250,12 +239,6 @@ def compression_hook(state: CompressionState, bucket: Bucket) -> Future[Tensor]:
 
 compression_hook.lossless = True  # type: ignore[attr-defined]
 compression_hook.__annotations__.clear()  # DDP checks them, and takes strings for wrong types
-
-
-def _embeddings(model: nn.Module | None) -> list[nn.Embedding | nn.EmbeddingBag]:
-    if model is None:
-        return []
-    return [m for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
 
 
 def _new_gloo_group(group: dist.ProcessGroup, timeout: timedelta | None) -> dist.ProcessGroup:

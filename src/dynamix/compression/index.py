@@ -7,6 +7,8 @@ that takes 0.46 bits an item in place of 1 (entropy 0.29); at 1 % two levels tak
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -15,7 +17,6 @@ from dynamix.compression.kernels import compiled_for
 from dynamix.compression.layout import Layout
 from dynamix.compression.wire import Wire
 
-MAX_DEPTH = 2
 LEVEL_BYTES = 4096  # a level is one more round trip: it has to save at least this much
 _GATHER_BITS = 0x0102040810204080  # times eight 0/1 bytes (little-endian): their bits side by side in the top byte
 
@@ -49,10 +50,8 @@ def unpack(packed: Tensor) -> Tensor:
 def positions(words: Tensor) -> Tensor:
     """int64 (k,), ascending: which bits of the int32 `words` are set."""
     fast = compiled_for(words)
-    if fast is not None:
-        found: Tensor = fast.positions(words)
-        return found
-    return unpack(words.view(torch.uint8)).nonzero().squeeze(1)
+    found: Tensor = unpack(words.view(torch.uint8)).nonzero().squeeze(1) if fast is None else fast.positions(words)
+    return found
 
 
 def is_superset(union: Tensor, words: Tensor) -> bool:
@@ -62,15 +61,15 @@ def is_superset(union: Tensor, words: Tensor) -> bool:
 
 def union_of(words: Tensor, codes: Tensor, layout: Layout, wire: Wire, depth: int) -> Tensor:
     """The OR of all ranks' `words`, int32 (words,). `codes`: agreed exponents; `depth`: levels above the bits."""
+    return exchange_union(words, codes, layout, lambda bits: _ladder(bits, wire, depth))
+
+
+def exchange_union(words: Tensor, codes: Tensor, layout: Layout, send: Callable[[Tensor], Tensor]) -> Tensor:
+    """What `send` makes of the uint8 of the live `words`, at their places; zeros elsewhere and past the last item."""
     live = live_words(codes, layout)
     bits = words.clone() if live is None else words.index_select(0, live)
-    union = _ladder(bits.view(torch.uint8), wire, depth).view(torch.int32)
-    return clip_(union if live is None else spread(union, live, words), layout)
-
-
-def spread(part: Tensor, live: Tensor, words: Tensor) -> Tensor:
-    """The words `part` at the places `live`, zeros elsewhere; as long as `words`."""
-    return torch.zeros_like(words).index_copy_(0, live, part)
+    union = send(bits.view(torch.uint8)).view(torch.int32)
+    return clip_(union if live is None else torch.zeros_like(words).index_copy_(0, live, union), layout)
 
 
 def clip_(union: Tensor, layout: Layout) -> Tensor:
@@ -112,7 +111,6 @@ def best_depth(union: Tensor, codes: Tensor, layout: Layout) -> int:
     bits = (union if live is None else union.index_select(0, live)).view(torch.uint8)
     above = pack(bits)
     marked, marked_above = int(torch.count_nonzero(bits)), int(torch.count_nonzero(above))
-    flat, one = bits.numel(), above.numel() + marked
     two = -(-above.numel() // 8) + marked_above + marked
-    costs = [flat, one + LEVEL_BYTES, two + 2 * LEVEL_BYTES]
+    costs = [bits.numel(), above.numel() + marked + LEVEL_BYTES, two + 2 * LEVEL_BYTES]
     return costs.index(min(costs))

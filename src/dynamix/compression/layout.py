@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from dynamix.errors import ConfigError
 
-WORD = 32
 BLOCK_ELEMENTS = 512  # one exponent byte per 2 KiB of float32
 
 
@@ -64,9 +63,8 @@ class Layout:
         merged: list[tuple[int, int]] = []
         for items, width in parts:
             if width < 1 or items < 0:
-                raise ConfigError(
-                    "parts", (items, width), "items >= 0, width >= 1", "give (number, length) of the rows"
-                )
+                fix = "give (number, length) of the rows"
+                raise ConfigError("parts", (items, width), "items >= 0, width >= 1", fix)
             if merged and width == 1 and merged[-1][1] == 1:
                 merged[-1] = (merged[-1][0] + items, 1)
             elif items:
@@ -75,9 +73,8 @@ class Layout:
         start = block = word = 0
         for items, width in merged:
             shift = max(5, (-(-BLOCK_ELEMENTS // width) - 1).bit_length())
-            segment = Segment(start, items, width, shift, block, word)
-            segments.append(segment)
-            start, block, word = segment.stop, block + segment.blocks, word + segment.words
+            segments.append(s := Segment(start, items, width, shift, block, word))
+            start, block, word = s.stop, block + s.blocks, word + s.words
         return cls(tuple(segments))
 
     @property

@@ -8,19 +8,15 @@ compaction.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from dynamix.compression.checks import CHECKSUM_WORDS, Doubt, Part, checksums
-from dynamix.compression.compaction import gather
-from dynamix.compression.fixed_point import Scales
-from dynamix.compression.index import clip_, is_superset, live_words, positions, spread
-from dynamix.compression.layout import Layout
+from dynamix.compression.compaction import Round, gather
+from dynamix.compression.index import exchange_union, is_superset, positions
 from dynamix.compression.peeling import Peeling, extract, peel
 from dynamix.compression.sketch import Hashing, insert_, slots
-from dynamix.compression.wire import Wire
 
 ATTEMPTS = 8  # seeds tried before a structure counts as not decodable
 CLASS_STEP = 1.125  # predicted sizes are rounded up to powers of this, so that they seldom change
@@ -29,55 +25,38 @@ SPARE = 16  # and by so many items, for small ones
 MEMORY = 0.8  # weight of the past in the prediction
 
 
-@dataclass
-class Sketches:
-    """One payload: the segments' sketches behind each other, then the checksums."""
-
-    hashings: list[Hashing]
-    payload: Tensor
-    tables: list[Tensor]
-
-    @classmethod
-    def empty(cls, hashings: list[Hashing], layout: Layout, device: torch.device) -> Sketches:
-        sizes = [h.counters * s.width for h, s in zip(hashings, layout.segments, strict=True)]
-        payload = torch.zeros(sum(sizes) + CHECKSUM_WORDS, dtype=torch.int32, device=device)
-        return cls(hashings, payload, list(payload[: sum(sizes)].split(sizes)))
-
-
-def two_phase(
-    values: Tensor,
-    layout: Layout,
-    union: Tensor,
-    codes: Tensor,
-    scales: Scales,
-    wire: Wire,
-    *,
-    seed: tuple[int, ...],
-    key: int,
-    ratio: float | None = None,
-    lanes: int = 1,
-) -> tuple[list[Part], str]:
+def two_phase(bucket: Round, union: Tensor, seed: tuple[int, ...]) -> tuple[list[Part], str]:
     """As `compaction.compact`, by sketch. Raises `Doubt("peel")`, on every rank alike, when no seed will decode."""
-    _, parts = gather(values, layout, union, codes, scales)
-    found = [_decodable(part, (*seed, place), ratio, lanes, values.device) for place, part in enumerate(parts)]
-    sketches = Sketches.empty([hashing for hashing, *_ in found], layout, values.device)
-    for table, part, (_, where, signs, _) in zip(sketches.tables, parts, found, strict=True):
+    _, parts = gather(bucket, union)
+    found = [_decodable(bucket, part.items, (*seed, place)) for place, part in enumerate(parts)]
+    payload, tables = _sketches([hashing for hashing, *_ in found], bucket)
+    for table, part, (_, where, signs, _) in zip(tables, parts, found, strict=True):
         insert_(table, where, signs, part.values, part.width)
-    sketches.payload[-CHECKSUM_WORDS:] = checksums(parts, key, values.device)
-    wire.total(sketches.payload)
+    payload[-CHECKSUM_WORDS:] = checksums(parts, bucket.key, payload.device)
+    bucket.wire.total(payload)
     decoded = [
         Part(part.items, extract(table, where, signs, peeling, part.width), part.width)
-        for table, part, (_, where, signs, peeling) in zip(sketches.tables, parts, found, strict=True)
+        for table, part, (_, where, signs, peeling) in zip(tables, parts, found, strict=True)
     ]
-    return decoded, _verdict(sketches, decoded, key, wire.workers)
+    return decoded, _verdict(bucket, payload, decoded)
 
 
-def _decodable(
-    part: Part, seed: tuple[int, ...], ratio: float | None, lanes: int, device: torch.device
-) -> tuple[Hashing, Tensor, Tensor, Peeling]:
+def _sketches(hashings: list[Hashing], bucket: Round) -> tuple[Tensor, list[Tensor]]:
+    """One payload of zeros: the segments' sketches behind each other, then the checksums; and the sketches alone."""
+    sizes = [h.counters * s.width for h, s in zip(hashings, bucket.layout.segments, strict=True)]
+    payload = torch.zeros(sum(sizes) + CHECKSUM_WORDS, dtype=torch.int32, device=bucket.values.device)
+    return payload, list(payload[: sum(sizes)].split(sizes))
+
+
+def _hashing(bucket: Round, items: int, *seed: int) -> Hashing:
+    ratio, lanes = bucket.settings.ratio, bucket.settings.lanes
+    return Hashing.of(items, *seed, ratio=ratio, lanes=lanes, device=bucket.values.device)
+
+
+def _decodable(bucket: Round, items: Tensor, seed: tuple[int, ...]) -> tuple[Hashing, Tensor, Tensor, Peeling]:
     for attempt in range(ATTEMPTS):
-        hashing = Hashing.of(part.items.numel(), *seed, attempt, ratio=ratio, lanes=lanes, device=device)
-        where, signs = slots(part.items, hashing)
+        hashing = _hashing(bucket, items.numel(), *seed, attempt)
+        where, signs = slots(items, hashing)
         peeling = peel(where, hashing.counters)
         if peeling.complete:
             return hashing, where, signs, peeling
@@ -85,58 +64,44 @@ def _decodable(
 
 
 def one_phase(
-    values: Tensor,
-    layout: Layout,
-    words: Tensor,
-    codes: Tensor,
-    scales: Scales,
-    wire: Wire,
-    *,
-    expected: list[int],
-    seed: tuple[int, ...],
-    key: int,
-    ratio: float | None = None,
-    lanes: int = 1,
+    bucket: Round, words: Tensor, expected: list[int], seed: tuple[int, ...]
 ) -> tuple[list[Part], str, Tensor]:
     """Send sketches for `expected` items a segment together with this rank's bitmap `words`.
 
     Returns the sums by segment, the check that failed ("peel" when the union was larger than expected), and the union.
     """
-    device = values.device
-    hashings = [
-        Hashing.of(k, *seed, place, ratio=ratio, lanes=lanes, device=device) for place, k in enumerate(expected)
-    ]
-    sketches = Sketches.empty(hashings, layout, device)
-    _, own = gather(values, layout, words, codes, scales)
-    for table, part, hashing in zip(sketches.tables, own, hashings, strict=True):
-        where, signs = slots(part.items, hashing)
-        insert_(table, where, signs, part.values, part.width)
-    sketches.payload[-CHECKSUM_WORDS:] = checksums(own, key, device)
+    hashings = [_hashing(bucket, k, *seed, place) for place, k in enumerate(expected)]
+    payload, tables = _sketches(hashings, bucket)
+    _, own = gather(bucket, words)
+    for table, part, hashing in zip(tables, own, hashings, strict=True):
+        insert_(table, *slots(part.items, hashing), part.values, part.width)
+    payload[-CHECKSUM_WORDS:] = checksums(own, bucket.key, payload.device)
 
-    live = live_words(codes, layout)
-    sent = words.clone() if live is None else words.index_select(0, live)
-    wire.union(sent.view(torch.uint8), beside=sketches.payload)
-    union = sent if live is None else spread(sent, live, words)
-    clip_(union, layout)
+    def send(bits: Tensor) -> Tensor:
+        bucket.wire.union(bits, beside=payload)
+        return bits
+
+    union = exchange_union(words, bucket.codes, bucket.layout, send)
     if not is_superset(union, words):
         return [], "superset", union
 
     decoded = []
-    for s, table, hashing in zip(layout.segments, sketches.tables, hashings, strict=True):
+    for s, table, hashing in zip(bucket.layout.segments, tables, hashings, strict=True):
         items = positions(union[s.word_slice])
         where, signs = slots(items, hashing)
         peeling = peel(where, hashing.counters)
         if not peeling.complete:
             return [], "peel", union
         decoded.append(Part(items, extract(table, where, signs, peeling, s.width), s.width))
-    return decoded, _verdict(sketches, decoded, key, wire.workers), union
+    return decoded, _verdict(bucket, payload, decoded), union
 
 
-def _verdict(sketches: Sketches, decoded: list[Part], key: int, ranks: int) -> str:
-    if any(bool(table.any()) for table in sketches.tables):
+def _verdict(bucket: Round, payload: Tensor, decoded: list[Part]) -> str:
+    """The check that failed, of a payload from which everything has been extracted."""
+    if bool(payload[:-CHECKSUM_WORDS].any()):
         return "residual"
-    want = checksums(decoded, key, sketches.payload.device, ranks=ranks)
-    return "none" if torch.equal(sketches.payload[-CHECKSUM_WORDS:], want) else "checksum"
+    want = checksums(decoded, bucket.key, payload.device, ranks=bucket.wire.workers)
+    return "none" if torch.equal(payload[-CHECKSUM_WORDS:], want) else "checksum"
 
 
 class UnionForecast:
@@ -158,18 +123,13 @@ class UnionForecast:
 
     def observe(self, items: list[int]) -> None:
         """A union larger than expected counts in full at once; shrinking is followed slowly."""
-        if self._smooth is None or len(self._smooth) != len(items):
-            self._smooth = [float(k) for k in items]
-            return
-        self._smooth = [
-            max(float(k), MEMORY * old + (1 - MEMORY) * k) for k, old in zip(items, self._smooth, strict=True)
-        ]
+        before = items if self._smooth is None or len(self._smooth) != len(items) else self._smooth
+        pairs = zip(items, before, strict=True)
+        self._smooth = [max(float(k), MEMORY * old + (1 - MEMORY) * k) for k, old in pairs]
 
     def expected(self) -> list[int] | None:
         """None before the first union: two-phase then."""
-        if self._smooth is None:
-            return None
-        return [size_class(MARGIN * k + SPARE) for k in self._smooth]
+        return None if self._smooth is None else [size_class(MARGIN * k + SPARE) for k in self._smooth]
 
     def forget(self, *, next_seed: bool) -> None:
         """After a doubt: two-phase, unless another union is observed first. A seed that decoded is kept, as unions

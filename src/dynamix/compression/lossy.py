@@ -35,6 +35,7 @@ from dynamix.compression.hooks import compression_hook
 from dynamix.errors import ConfigError, StateError, UsageError
 
 Hook = Callable[[Any, Bucket], "Future[Tensor]"]
+LossScale = Callable[[], float] | None
 Held = list[tuple[str, Tensor]]  # by parameter: what this rank will hold if the step counts
 
 
@@ -53,11 +54,7 @@ class ErrorFeedback:
     """
 
     def __init__(
-        self,
-        *,
-        keep: float | None = None,
-        threshold: float | None = None,
-        loss_scale: Callable[[], float] | None = None,
+        self, *, keep: float | None = None, threshold: float | None = None, loss_scale: LossScale = None
     ) -> None:
         if (keep is None) == (threshold is None):
             raise ConfigError("keep, threshold", (keep, threshold), "exactly one of them", "keep=0.01 sends 1 %")
@@ -76,21 +73,16 @@ class ErrorFeedback:
         infinity are among what is sent. Raises `StateError` when the memory is of another shape.
         """
         scale = 1.0 if self.loss_scale is None else float(self.loss_scale())
-        held = part.detach().to(torch.float64 if part.dtype == torch.float64 else torch.float32, copy=True)
-        if scale != 1:
-            held.div_(scale)
+        held = part.detach().to(torch.float64 if part.dtype == torch.float64 else torch.float32, copy=True).div_(scale)
         before = self.memory.get(name)
         if before is not None:
             if before.shape != held.shape:
-                raise StateError(
-                    f"{name} has {held.numel()} elements, the memory that was loaded for it {before.numel()}: "
-                    "load the state_dict of this model"
-                )
+                sizes = f"{name} has {held.numel()} elements, the memory that was loaded for it {before.numel()}"
+                raise StateError(f"{sizes}: load the state_dict of this model")
             held.add_(before.to(device=held.device, dtype=held.dtype))
         items = self._largest(held)
         sent = (held[items] * scale).to(part.dtype)
-        part.zero_()
-        part[items] = sent
+        part.zero_()[items] = sent
         held[items] -= sent.to(held.dtype) / scale
         return items, held
 
@@ -154,7 +146,7 @@ class LossyState:
         threshold: float | None = None,
         hook: Hook = compression_hook,
         hook_state: Any = None,
-        loss_scale: Callable[[], float] | None = None,
+        loss_scale: LossScale = None,
     ) -> None:
         self.feedback = ErrorFeedback(keep=keep, threshold=threshold, loss_scale=loss_scale)
         self.hook, self.hook_state = hook, hook_state
@@ -204,13 +196,12 @@ class LossyState:
     def _named(self, bucket: Bucket) -> list[tuple[str, int]]:
         parameters = [p for p in bucket.parameters() if p.numel()]
         key = tuple(p.data_ptr() for p in parameters)
-        found = self._names.get(key)
-        if found is None:
+        if key not in self._names:
             names = {p.data_ptr(): name for name, p in self._model.named_parameters()}
             if not set(key) <= names.keys():
                 raise UsageError("LossyState was made with another model: pass the one that DDP trains")
-            found = self._names[key] = [(names[p.data_ptr()], p.numel()) for p in parameters]
-        return found
+            self._names[key] = [(names[p.data_ptr()], p.numel()) for p in parameters]
+        return self._names[key]
 
 
 def lossy_hook(state: LossyState, bucket: Bucket) -> Future[Tensor]:

@@ -39,10 +39,10 @@ class Peeling:
 def peel(where: Tensor, counters: int) -> Peeling:
     """Peel the structure alone. `where`: int32 (k, 3), the counters of each item."""
     fast = compiled_for(where)
-    if fast is not None:
-        order, source, ends = fast.peel(where, counters, MAX_ROUNDS)
-        return Peeling(order, source, ends, where.shape[0])
-    return _peel(where, counters)
+    if fast is None:
+        return _peel(where, counters)
+    order, source, ends = fast.peel(where, counters, MAX_ROUNDS)
+    return Peeling(order, source, ends, where.shape[0])
 
 
 def _peel(where: Tensor, counters: int) -> Peeling:

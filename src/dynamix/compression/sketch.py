@@ -29,6 +29,25 @@ MAX_LANES = 1024
 
 
 @dataclass(frozen=True)
+class ExchangeSettings:
+    """What all ranks must hold alike.
+
+    seed      of the hash functions
+    lanes     neighbours hashed as one block in LHC, a power of two up to 1024; 1 hashes each item by itself
+    ratio     counters per item in LHC; None: 1.4, and 1.5 below 10,000 items
+    """
+
+    seed: int = 0
+    lanes: int = 1
+    ratio: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.ratio is not None and not 0.5 <= self.ratio <= 16:
+            raise ConfigError("ratio", self.ratio, "0.5 to 16", "leave it out: below 1.3 decoding mostly fails")
+        check_lanes(self.lanes)
+
+
+@dataclass(frozen=True)
 class Hashing:
     """Where items go: three tables of `groups` * `lanes` counters, and the keys of three hash functions.
 
@@ -48,32 +67,31 @@ class Hashing:
         `lanes` is the block size wished for, a power of two up to 1024; tables that would have fewer than 16 blocks
         get smaller ones.
         """
-        if lanes < 1 or lanes > MAX_LANES or lanes & (lanes - 1):
-            raise ConfigError("lanes", lanes, f"powers of two from 1 to {MAX_LANES}", "1 hashes every item by itself")
-        table = math.ceil((ratio or counters_per_item(items)) * items / 3) + SPARE // 3
+        check_lanes(lanes)
+        usual = COUNTERS_PER_ITEM if items >= SMALL else COUNTERS_PER_ITEM_SMALL
+        table = math.ceil((ratio or usual) * items / 3) + SPARE // 3
         lane_bits = max(0, min(lanes.bit_length() - 1, (table // 16).bit_length() - 1))
-        groups = -(-table >> lane_bits)
-        keys = []
-        for j in range(3):
-            raw = int.from_bytes(digest("sketch", j, *seed), "little")
-            keys.append([(raw & 0xFFFFFFFF) | 1, raw >> 32])
-        return cls(torch.tensor(keys, dtype=torch.int64, device=device), groups, lane_bits)
+        raw = [int.from_bytes(digest("sketch", j, *seed), "little") for j in range(3)]
+        keys = torch.tensor([[(r & 0xFFFFFFFF) | 1, r >> 32] for r in raw], dtype=torch.int64, device=device)
+        return cls(keys, -(-table >> lane_bits), lane_bits)
 
     @property
     def counters(self) -> int:
         return 3 * self.groups << self.lane_bits
 
 
-def counters_per_item(items: int) -> float:
-    return COUNTERS_PER_ITEM if items >= SMALL else COUNTERS_PER_ITEM_SMALL
+def check_lanes(lanes: int) -> None:
+    """Raise `ConfigError` unless `lanes` neighbours can be hashed as one block."""
+    if not 1 <= lanes <= MAX_LANES or lanes & (lanes - 1):
+        raise ConfigError("lanes", lanes, f"powers of two from 1 to {MAX_LANES}", "1 hashes every item by itself")
 
 
 def slots(items: Tensor, hashing: Hashing) -> tuple[Tensor, Tensor]:
     """The three counters, int32 (k, 3), and signs, int8 (k, 3), of int64 `items` (k,)."""
     fast = compiled_for(items)
     if fast is not None:
-        where, signs = fast.slots(items, hashing.keys, hashing.groups, hashing.lane_bits)
-        return where, signs
+        found: tuple[Tensor, Tensor] = fast.slots(items, hashing.keys, hashing.groups, hashing.lane_bits)
+        return found
     lanes = 1 << hashing.lane_bits
     block, lane = items >> hashing.lane_bits, items & (lanes - 1)
     h = mix((block.unsqueeze(1) * hashing.keys[:, 0] + hashing.keys[:, 1]) & 0xFFFFFFFF)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import reduce
+from operator import or_
 from typing import Literal, Protocol
 
 import torch
@@ -97,10 +99,7 @@ def or_by_gather(bits: Tensor, group: dist.ProcessGroup) -> None:
     mine = torch.nn.functional.pad(bits, (0, chunk * workers - bits.numel()))
     theirs = torch.empty_like(mine)
     dist.all_to_all_single(theirs, mine, group=group)
-    rows = theirs.view(torch.int64).view(workers, -1)
-    reduced = rows[0].clone()
-    for row in rows[1:]:
-        reduced |= row
+    reduced = reduce(torch.bitwise_or, theirs.view(torch.int64).view(workers, -1).clone())
     whole = torch.empty_like(mine)
     dist.all_gather_into_tensor(whole, reduced.view(torch.uint8), group=group)
     bits.copy_(whole[: bits.numel()])
@@ -110,10 +109,8 @@ def find_or_method(group: dist.ProcessGroup, device: torch.device) -> OrMethod:
     """Test the group's OR operator on known bits: some builds raise, some sum in silence. A collective call."""
     rank, workers = group.rank(), group.size()
     bits = torch.tensor([0x01, 1 << rank % 8, 0xFF, 0x00, rank % 256], dtype=torch.uint8, device=device)
-    want = [0x01, 0, 0xFF, 0x00, 0]
-    for r in range(workers):
-        want[1] |= 1 << r % 8
-        want[4] |= r % 256
+    ranks = range(workers)
+    want = [0x01, reduce(or_, (1 << r % 8 for r in ranks)), 0xFF, 0x00, reduce(or_, (r % 256 for r in ranks))]
     try:
         or_by_bor(bits, group)
         right = bits.tolist() == want
@@ -178,7 +175,4 @@ class _Meeting:
     def _reduce(self) -> None:
         if len({(v.shape, v.dtype) for v in self._brought}) > 1:
             raise RuntimeError(f"ranks brought different shapes: {[tuple(v.shape) for v in self._brought]}")
-        result = self._brought[0].clone()
-        for other in self._brought[1:]:
-            result = self._combine(result, other)
-        self._result = result
+        self._result = reduce(self._combine, self._brought[1:], self._brought[0].clone())

@@ -19,7 +19,6 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from subprocess import DEVNULL, Popen
-from types import FrameType
 from typing import Any, Literal, NoReturn, get_args
 
 from dynamix.emulator import awake, control, enter, keeper
@@ -100,7 +99,8 @@ class Emulation:
             found = find_cgroup()
             roots = [] if isinstance(found, str) else [found[0]]
             keeper.sweep(roots)
-            self._keep(roots)
+            helper = start_helper(keeper.__file__, self.name, *map(str, roots))  # cleans up if this process cannot
+            self._cleanup.callback(lambda: stop_helper(helper, b"g" if keeper.remove(self.name, roots) else b""))
             self._limiter: Limiter = self._make_limiter(found)
             self._cleanup.callback(self._limiter.close)
             if self._keep_awake and awake.is_virtual() and math.isinf(Cgroups.find().cpu_cores()):
@@ -289,7 +289,6 @@ class Emulation:
         return self._start(self._network.fd(host), group, command, environment, "", "/")
 
     def _apply(self) -> None:
-        """Sets every limit to what the schedule says now."""
         now, workers = self.time_s(), self.scenario.workers
         speeds = self._speeds(now)
         noise = [0.0] * workers if now is None else noise_cores(self.scenario, now, self.seed)
@@ -349,11 +348,6 @@ class Emulation:
             probe.bind(("127.0.0.1", 0))
             return int(probe.getsockname()[1])
 
-    def _keep(self, roots: Sequence[Path]) -> None:
-        """Starts the keeper, which cleans up if this process cannot."""
-        helper = start_helper(keeper.__file__, self.name, *map(str, roots))
-        self._cleanup.callback(lambda: stop_helper(helper, b"g" if keeper.remove(self.name, roots) else b""))
-
     def _kill_all(self) -> None:
         for process in (*self._ranks, *self._beside):
             signal_group(process, signal.SIGKILL)
@@ -369,5 +363,5 @@ class Emulation:
                 self._cleanup.callback(signal.signal, number, signal.SIG_DFL)
 
 
-def _exit_by_signal(number: int, frame: FrameType | None) -> NoReturn:
+def _exit_by_signal(number: int, frame: object) -> NoReturn:
     raise SystemExit(128 + number)

@@ -80,7 +80,8 @@ class Namespaces:
 
     def __init__(self, scenario: Scenario) -> None:
         self._needs = frozenset(scenario.needs)
-        self.link = link_mechanisms(scenario)
+        made = {"rate": "tbf", "latency": "netem", "loss": "bpf", "traffic": "udp"}
+        self.link = "+".join(made[need] for need in made if need in self._needs) or "none"
         self._fds: list[int] = []
         self._switch = -1
         self._states = [Link()] * scenario.workers
@@ -93,7 +94,7 @@ class Namespaces:
             self._cards = [inside(fd, functools.partial(self._configure, i)) for i, fd in enumerate(self._fds)]
             if "traffic" in self._needs:
                 addresses = [self.address(i) for i in range(scenario.workers)]
-                self._traffic = Traffic(self._switch, _SWITCH_ADDRESS, self._fds, addresses)
+                self._traffic = Traffic(*self.switch(), self._fds, addresses)
             self.set_links(host_links(scenario, None))
         except Exception as error:
             self.close()
@@ -151,8 +152,6 @@ class Namespaces:
             ip.link("add", ifname="bridge", kind="bridge")
             bridge = ip.link_lookup(ifname="bridge")[0]
             ip.link("set", index=bridge, state="up")
-            if "traffic" in self._needs:
-                ip.addr("add", index=bridge, address=_SWITCH_ADDRESS, prefixlen=_PREFIX_LENGTH)
             for i, fd in enumerate(self._fds):
                 ip.link("add", ifname=f"port{i}", kind="veth", peer={"ifname": self.interface(i), "net_ns_fd": fd})
                 port = ip.link_lookup(ifname=f"port{i}")[0]
@@ -196,12 +195,6 @@ def _shape(state: Link) -> Link:
     return dataclasses.replace(state, background_mbit_s=0.0)
 
 
-def link_mechanisms(scenario: Scenario) -> str:
-    """What links will be made of, such as "tbf+bpf"; "none" for plain ones."""
-    made = {"rate": "tbf", "latency": "netem", "loss": "bpf", "traffic": "udp"}
-    return "+".join(made[need] for need in made if need in scenario.needs) or "none"
-
-
 def netlink() -> Any:
     """A netlink socket of the namespace this thread is in; pyroute2 is optional and has no types."""
     return importlib.import_module("pyroute2").IPRoute()
@@ -209,27 +202,21 @@ def netlink() -> Any:
 
 def inside(fd: int, action: Callable[[], _T]) -> _T:
     """Runs `action` in the network namespace `fd`, in a thread made for it: the caller never leaves its own."""
-    return _in_thread(lambda: _system_call("setns", fd, _CLONE_NEWNET), action)
+    return _in_thread(action, "setns", fd, _CLONE_NEWNET)
 
 
 def new_namespace() -> int:
     """A file descriptor of a new, empty network namespace, which lives as long as the descriptor."""
-    return _in_thread(
-        lambda: _system_call("unshare", _CLONE_NEWNET),
-        lambda: os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC),
-    )
+    flags = os.O_RDONLY | os.O_CLOEXEC
+    return _in_thread(lambda: os.open("/proc/thread-self/ns/net", flags), "unshare", _CLONE_NEWNET)
 
 
-def _in_thread(enter: Callable[[], None], action: Callable[[], _T]) -> _T:
+def _in_thread(action: Callable[[], _T], system_call: str, *arguments: int) -> _T:
     def work() -> _T:
-        enter()
+        if getattr(ctypes.CDLL(None, use_errno=True), system_call)(*arguments) != 0:
+            number = ctypes.get_errno()
+            raise OSError(number, f"{system_call}: {os.strerror(number)}")
         return action()
 
     with ThreadPoolExecutor(1, thread_name_prefix="dynamix-namespace") as made:
         return made.submit(work).result()
-
-
-def _system_call(name: str, *arguments: int) -> None:
-    if getattr(ctypes.CDLL(None, use_errno=True), name)(*arguments) != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, f"{name}: {os.strerror(number)}")

@@ -75,7 +75,10 @@ def remove(name: str, roots: Sequence[Path], *, timeout_s: float = 10.0) -> bool
         groups = [root / name for root in roots if (root / name).is_dir()]
         pids = set(marked_processes().get(name, []))
         for group in groups:
-            inside = {pid for procs in group.rglob("cgroup.procs") for pid in _pids_in(procs)}
+            inside: set[int] = set()
+            for procs in group.rglob("cgroup.procs"):
+                with contextlib.suppress(OSError):
+                    inside.update(map(int, procs.read_text().split()))
             for pid in inside:
                 # Out first: throttled they die slowly, and a zombie that init has not reaped yet holds its group.
                 with contextlib.suppress(OSError):
@@ -85,8 +88,10 @@ def remove(name: str, roots: Sequence[Path], *, timeout_s: float = 10.0) -> bool
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         if not pids:
-            for group in groups:
-                _remove_group(group)
+            inner = (folder for group in groups for folder in group.rglob("*") if folder.is_dir())
+            for folder in [*sorted(inner, reverse=True), *groups]:
+                with contextlib.suppress(OSError):
+                    folder.rmdir()
             shutil.rmtree(private_folder(name), ignore_errors=True)
             if not any(group.is_dir() for group in groups):
                 return True
@@ -105,19 +110,6 @@ def sweep(roots: Sequence[Path]) -> list[str]:
     for name in abandoned:
         remove(name, roots)
     return abandoned
-
-
-def _pids_in(procs: Path) -> list[int]:
-    try:
-        return [int(line) for line in procs.read_text().split()]
-    except OSError:
-        return []
-
-
-def _remove_group(group: Path) -> None:
-    for folder in [*sorted((p for p in group.rglob("*") if p.is_dir()), reverse=True), group]:
-        with contextlib.suppress(OSError):
-            folder.rmdir()
 
 
 def main(name: str, roots: list[str]) -> None:

@@ -69,7 +69,6 @@ def _path_of(source: str | Path) -> Path:
 
 
 def _with_rows(trace: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """The trace with its file's rows in it."""
     if "file" not in trace:
         return dict(trace)
     if "times_s" in trace or "factors" in trace:

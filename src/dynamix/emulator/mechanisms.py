@@ -32,14 +32,14 @@ def probe_mechanisms() -> dict[str, tuple[bool, str]]:
     rate, loss, latency   of links: by tbf, by a BPF program at the entrance, by netem
     """
     return {
-        "network": _tried(_probe_link, "network namespaces and veth"),
+        "network": _tried(_probe_net, "network namespaces and veth"),
         "cpu": _tried(_probe_cgroup, "CPU quotas by control groups"),
         "duty-cycle": _tried(_probe_duty_cycle, "CPU shares by signals, on loopback"),
-        "rate": _tried(lambda: _probe_link("tbf", _add_rate), "link rates (tbf)"),
+        "rate": _tried(lambda: _probe_net("tbf", _add_rate), "link rates (tbf)"),
         "loss": _tried(
-            lambda: _probe_link("packet loss by BPF", _add_loss), "packet loss (a BPF program in the kernel)"
+            lambda: _probe_net("packet loss by BPF", _add_loss), "packet loss (a BPF program in the kernel)"
         ),
-        "latency": _tried(lambda: _probe_link("netem", _add_latency), "latency of links (netem)"),
+        "latency": _tried(lambda: _probe_net("netem", _add_latency), "latency of links (netem)"),
     }
 
 
@@ -102,7 +102,7 @@ def _add_loss(ip: Any, index: int) -> None:
     links.send_single_packets(ip, index)
 
 
-def _probe_link(kind: str = "", add: Callable[[Any, int], None] | None = None) -> None:
+def _probe_net(kind: str = "", add: Callable[[Any, int], None] | None = None) -> None:
     """Makes a veth in a namespace of its own, and adds to it what `kind` names."""
     if importlib.util.find_spec("pyroute2") is None:
         raise EmulationError("pyroute2 is missing; install it with: pip install 'dynamix-train[emulator]'")

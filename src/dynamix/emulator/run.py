@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
@@ -19,6 +19,7 @@ from dynamix.errors import ConfigError
 from dynamix.events.records import EVENTS_VARIABLE, SCHEMA, read_events
 from dynamix.events.run_folder import RunFolder
 
+_Ranks = Sequence[subprocess.Popen[bytes]]
 LATEST_START_S = 120.0
 _TAIL_LINES = 15
 
@@ -60,9 +61,10 @@ def emulate(
             facts = _facts(loaded, cluster, command, seed)
             folder.write_run(**facts)
             events = (folder.path / "events.jsonl").resolve()
-            job = _Job(cluster, command, {EVENTS_VARIABLE: str(events)}, throttle_after_s, timeout_s, grace_s)
             began = time.monotonic()
-            limited_after_s = job.run(_Echo(ranks, echo))
+            end_s = math.inf if timeout_s is None else began + timeout_s
+            launch = functools.partial(cluster.launch, command, env={EVENTS_VARIABLE: str(events)})
+            limited_after_s = _run(cluster, launch, _Echo(ranks, echo), throttle_after_s, end_s, grace_s)
             codes = [code if code is not None else 1 for code in cluster.poll()]
             wall_s = round(time.monotonic() - began, 3)
     result = {**facts, "exit_code": worst(codes), "exit_codes": codes, "folder": str(folder.path)}
@@ -105,53 +107,45 @@ def worst(codes: Sequence[int]) -> int:
     return max((128 - code if code < 0 else code for code in codes), default=0)
 
 
-@dataclass(frozen=True)
-class _Job:
-    """What `emulate` runs, and when its limits begin and its patience ends."""
+def _run(
+    cluster: Emulation, launch: Callable[[], _Ranks], follow: _Echo, after_s: float | None, end_s: float, grace_s: float
+) -> float | None:
+    """To the end of the job; returns after how many seconds limits began, None if it ended before."""
+    limited_after_s = 0.0 if after_s == 0 else None
+    if limited_after_s is not None:
+        cluster.start_clock()
+    began = time.monotonic()
+    with contextlib.closing(follow):
+        try:
+            ranks = launch()
+            follow.open()
+            while None in (codes := cluster.poll()) and not any(codes):
+                now = time.monotonic()
+                if now > end_s:
+                    cluster.terminate()
+                    break
+                if limited_after_s is None:
+                    limited_after_s = _limited(cluster, ranks, now - began, after_s)
+                follow.more()
+                time.sleep(0.1)
+            cluster.wait(max(0.0, end_s - time.monotonic()), grace_s=grace_s)
+        except KeyboardInterrupt:
+            cluster.terminate(patience_s=2.0)
+            raise
+    return limited_after_s
 
-    cluster: Emulation
-    command: Sequence[str]
-    env: Mapping[str, str]
-    throttle_after_s: float | None
-    timeout_s: float | None
-    grace_s: float
 
-    def run(self, follow: _Echo) -> float | None:
-        """To the end of the job; returns after how many seconds limits began, None if it ended before."""
-        limited_after_s = 0.0 if self.throttle_after_s == 0 else None
-        if limited_after_s is not None:
-            self.cluster.start_clock()
-        began = time.monotonic()
-        deadline = math.inf if self.timeout_s is None else began + self.timeout_s
-        with contextlib.closing(follow):
-            try:
-                ranks = self.cluster.launch(self.command, env=self.env)
-                follow.open()
-                while None in (codes := self.cluster.poll()) and not any(codes):
-                    now = time.monotonic()
-                    if now > deadline:
-                        self.cluster.terminate()
-                        break
-                    if limited_after_s is None:
-                        limited_after_s = self._limited(now - began, ranks)
-                    follow.more()
-                    time.sleep(0.1)
-                self.cluster.wait(max(0.0, deadline - time.monotonic()), grace_s=self.grace_s)
-            except KeyboardInterrupt:
-                self.cluster.terminate(patience_s=2.0)
-                raise
-        return limited_after_s
+def _limited(cluster: Emulation, ranks: _Ranks, elapsed_s: float, after_s: float | None) -> float | None:
+    """Start limits where they are due; returns `elapsed_s` once they hold."""
+    due = elapsed_s >= (LATEST_START_S if after_s is None else after_s)
+    if not cluster.throttled and (due or (after_s is None and _connected(cluster, ranks))):
+        cluster.start_clock()
+    return round(elapsed_s, 3) if cluster.throttled else None
 
-    def _limited(self, elapsed_s: float, ranks: Sequence[subprocess.Popen[bytes]]) -> float | None:
-        """Start limits where they are due; returns `elapsed_s` once they hold."""
-        due = elapsed_s >= (LATEST_START_S if self.throttle_after_s is None else self.throttle_after_s)
-        if not self.cluster.throttled and (due or (self.throttle_after_s is None and self._connected(ranks))):
-            self.cluster.start_clock()
-        return round(elapsed_s, 3) if self.cluster.throttled else None
 
-    def _connected(self, ranks: Sequence[subprocess.Popen[bytes]]) -> bool:
-        own_hosts = self.cluster.mechanisms["network"] != "loopback"
-        return len(ranks) > 1 and all(is_connected(rank.pid, own_host=own_hosts) for rank in ranks)
+def _connected(cluster: Emulation, ranks: _Ranks) -> bool:
+    own_hosts = cluster.mechanisms["network"] != "loopback"
+    return len(ranks) > 1 and all(is_connected(rank.pid, own_host=own_hosts) for rank in ranks)
 
 
 def is_connected(pid: int, *, own_host: bool) -> bool:

@@ -219,9 +219,8 @@ class Scenario(_Model):
             place = f"disturbances[{d}]"
             self._check_hosts(f"{place}.hosts", load.on_hosts(self.workers))
             if load.end_s is not None and load.end_s <= load.start_s:
-                raise ScenarioError(
-                    f"{place}.end_s", load.end_s, f"more than start_s, {load.start_s:g}", "end it later"
-                )
+                allowed = f"more than start_s, {load.start_s:g}"
+                raise ScenarioError(f"{place}.end_s", load.end_s, allowed, "end it later")
             if load.factor == 1 and not load.traffic_mbit_s:
                 allowed = "less than 1, or with traffic_mbit_s"
                 raise ScenarioError(f"{place}.factor", load.factor, allowed, "say what the load is")
@@ -254,11 +253,9 @@ class Scenario(_Model):
                     allowed = "a rate in each direction, which the trace scales"
                     raise ScenarioError(f"hosts[{i}].rate_mbit_s", None, allowed, "set rate_mbit_s for every host")
                 if rates and traffic[i] > (most := MOST_TRAFFIC * min(rates) * least[i]):
-                    place, allowed = (
-                        f"traffic_mbit_s on hosts[{i}]",
-                        f"at most {most:g}, {MOST_TRAFFIC} of its slowest rate",
-                    )
-                    raise ScenarioError(place, traffic[i], allowed, "lower the traffic or raise the rate")
+                    allowed = f"at most {most:g}, {MOST_TRAFFIC} of its slowest rate"
+                    fix = "lower the traffic or raise the rate"
+                    raise ScenarioError(f"traffic_mbit_s on hosts[{i}]", traffic[i], allowed, fix)
 
     def _check_hosts(self, name: str, hosts: tuple[int, ...]) -> None:
         if any(host >= self.workers for host in hosts):

@@ -149,7 +149,6 @@ def _times(rate: float | None, factor: float) -> float | None:
 
 @lru_cache(maxsize=4096)
 def _visits(hosts: int, key: str, visit: int) -> int:
-    """Host of a neighbour's visit number `visit`."""
     host = _draw(f"{key}/0") % hosts
     if hosts > 1:
         for n in range(1, visit + 1):
@@ -158,5 +157,4 @@ def _visits(hosts: int, key: str, visit: int) -> int:
 
 
 def _draw(key: str) -> int:
-    """An integer below 2^64."""
     return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "big")

@@ -17,23 +17,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from dynamix.compression.aggregator.protocol import (
-    FAILED,
-    HEADER,
-    MAX_REASON_BYTES,
-    NONCE_BYTES,
-    RESULT,
-    Bytes,
-    Head,
-    Introduction,
-    ProtocolError,
-    chunks,
-    introduce,
-    pack,
-    parse_address,
-    unpack,
-    verify,
-)
+from dynamix.compression.aggregator import protocol
+from dynamix.compression.aggregator.protocol import HEADER, Bytes, Head, ProtocolError, parse_address
 from dynamix.compression.wire import WireLost
 from dynamix.errors import ConfigError
 
@@ -84,11 +69,11 @@ class AggregatorClient:
         """Join a job. Raises `WireLost` where nobody answers and where the aggregator refuses."""
         host, port = parse_address(where.address)
         deadline = time.monotonic() + CONNECT_S
-        who = Introduction(where.job, session, workers, rank, where.timeout_s)
+        who = protocol.Introduction(where.job, session, workers, rank, where.timeout_s)
         sock = None
         try:
             sock = socket.create_connection((host, port), timeout=CONNECT_S)
-            terms = introduce(sock, who, where.token, secrets.token_bytes(NONCE_BYTES), deadline)
+            terms = protocol.introduce(sock, who, where.token, secrets.token_bytes(protocol.NONCE_BYTES), deadline)
             chunk_bytes, timeout_s = int(terms["chunk_bytes"]), float(terms["timeout_s"])
             if chunk_bytes < 4 or chunk_bytes % 4 or not timeout_s > 0:
                 raise ValueError(f"its terms cannot be: {terms}")
@@ -107,8 +92,8 @@ class AggregatorClient:
             raise WireLost(self.reason)
         plan = []
         for op, buffer in parts:
-            for head in chunks(op, self._rounds, buffer.size, self.chunk_bytes):
-                plan.append((head, buffer[head.start : head.start + head.length]))
+            heads = protocol.chunks(op, self._rounds, buffer.size, self.chunk_bytes)
+            plan += [(head, buffer[head.start : head.start + head.length]) for head in heads]
             self._rounds += buffer.size > 0
         try:
             _Stream(self._sock, self._poll, plan).run(self.timeout_s * GRACE + 1)
@@ -140,10 +125,8 @@ class _Stream:
         """Until all results are there. Raises OSError and `ProtocolError`."""
         moved_s = time.monotonic()
         while self._received < len(self._plan):
-            moved = self._send()
-            moved = self._receive() or moved
-            now = time.monotonic()
-            if moved:
+            sent, received, now = self._send(), self._receive(), time.monotonic()
+            if sent or received:
                 moved_s = now
             elif now - moved_s > patience_s:
                 raise TimeoutError(f"the aggregator was silent for {patience_s:.3g} s")
@@ -158,7 +141,7 @@ class _Stream:
             return False
         head, payload = self._plan[self._sending]
         if not self._sent:
-            self._header = pack(head, payload)
+            self._header = protocol.pack(head, payload)
         try:
             if self._sent < HEADER.size:
                 went = self._sock.sendmsg([self._header[self._sent :], payload.data])
@@ -178,44 +161,37 @@ class _Stream:
         """As much as has arrived of one message; whether anything had."""
         moved = False
         while self._received < len(self._plan):
-            if self._due is None:
-                room = memoryview(self._incoming)[self._got :]
-            else:
-                room = self._plan[self._received][1].data[self._got :]
+            into = memoryview(self._incoming) if self._due is None else self._plan[self._received][1].data
             try:
-                got = self._sock.recv_into(room)
+                got = self._sock.recv_into(into[self._got :])
             except BlockingIOError:
                 return moved
             if not got:
                 raise self._broken or ConnectionError("the aggregator closed the connection")
             moved = True
             self._got += got
-            if self._got < (HEADER.size if self._due is None else self._due.length):
+            if self._got < len(into):
                 continue
             self._got = 0
             if self._due is None:
-                self._due = self._expected(unpack(self._incoming))
+                self._due = self._expected(protocol.unpack(self._incoming))
             else:
-                verify(self._incoming, self._plan[self._received][1])
+                protocol.verify(self._incoming, self._plan[self._received][1])
                 self._due, self._received = None, self._received + 1
                 return True
         return moved
 
     def _expected(self, head: Head) -> Head:
-        if head.kind == FAILED and head.length <= MAX_REASON_BYTES:
+        if head.kind == protocol.FAILED and head.length <= protocol.MAX_REASON_BYTES:
             raise ProtocolError("failed", "the aggregator ended the job: " + self._last_words(head.length))
-        if head != self._plan[self._received][0]._replace(kind=RESULT) or self._received >= self._sending:
+        if head != self._plan[self._received][0]._replace(kind=protocol.RESULT) or self._received >= self._sending:
             raise ProtocolError("order", f"{head} arrived where another result was due")
         return head
 
     def _last_words(self, length: int) -> str:
-        words = bytearray(length)
-        got = 0
+        words, got = bytearray(length), 0
         with contextlib.suppress(OSError):
-            while got < length:
-                part = self._sock.recv_into(memoryview(words)[got:])
-                if not part:
-                    break
+            while got < length and (part := self._sock.recv_into(memoryview(words)[got:])):
                 got += part
-        verify(self._incoming, np.frombuffer(words, np.uint8))
+        protocol.verify(self._incoming, np.frombuffer(words, np.uint8))
         return words.decode(errors="replace")

@@ -20,22 +20,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dynamix.compression.aggregator.protocol import (
-    ADD,
-    DATA,
-    FAILED,
-    HEADER,
-    MAX_REASON_BYTES,
-    OR,
-    RESULT,
-    Bytes,
-    Head,
-    ProtocolError,
-    chunk_of,
-    pack,
-    unpack,
-    verify,
-)
+from dynamix.compression.aggregator import protocol
+from dynamix.compression.aggregator.protocol import ADD, HEADER, OR, Bytes, Head, ProtocolError
 from dynamix.errors import ConfigError
 
 
@@ -164,7 +150,7 @@ class AggregatedJob:
             if events & selectors.EVENT_READ:
                 self._receive(worker)
         except OSError as error:
-            raise Failure("left", f"the connection to rank {worker.rank} broke: {error.strerror}") from error
+            raise _broken(worker, error) from error
         except ProtocolError as error:
             raise Failure(error.kind, f"rank {worker.rank}: {error}") from error
 
@@ -184,37 +170,31 @@ class AggregatedJob:
             worker.filled += got
             worker.heard_s = time.monotonic()
             if worker.filled == HEADER.size:
-                worker.block.head = self._expected(worker, unpack(worker.block.view[: HEADER.size]))
+                worker.block.head = self._expected(worker, protocol.unpack(worker.block.view[: HEADER.size]))
             elif worker.filled > HEADER.size and worker.filled == whole:
                 self._contribute(worker)
                 return
 
     def _expected(self, worker: _Worker, head: Head) -> Head:
         """`head` itself, if it is what this worker must send next."""
-        if head.kind != DATA or head.op not in (ADD, OR):
+        if head.kind != protocol.DATA or head.op not in (ADD, OR):
             raise Failure("damaged", f"rank {worker.rank} sent a message of an unknown kind")
         if head.total > self.limits.round_bytes:
-            raise Failure(
-                "limit",
-                f"rank {worker.rank} brought a round of {head.total} bytes: allowed are {self.limits.round_bytes}",
-            )
-        due = worker.due
-        if due is None:
-            due = Head(DATA, head.op, 0, worker.rounds, 0, head.total)
-        due = due._replace(length=min(chunk_of(due.total, self.limits.chunk_bytes), due.total - due.start))
+            text = f"rank {worker.rank} brought a round of {head.total} bytes"
+            raise Failure("limit", f"{text}: allowed are {self.limits.round_bytes}")
+        due = worker.due or Head(protocol.DATA, head.op, 0, worker.rounds, 0, head.total)
+        due = due._replace(length=min(protocol.chunk_of(due.total, self.limits.chunk_bytes), due.total - due.start))
         if head != due or not head.length or (head.op == ADD and head.total % 4):
             raise Failure("order", f"rank {worker.rank} sent {head} where {due} was due")
         return head
 
     def _contribute(self, worker: _Worker) -> None:
         block, head, place = worker.block, worker.block.head, worker.given - self._done
-        verify(block.view[: HEADER.size], block.payload)
-        if (
-            place < len(self._open) and self._open[place].head != head
-        ):  # known only now: headers may arrive side by side
+        protocol.verify(block.view[: HEADER.size], block.payload)
+        # Known only now: headers may arrive side by side.
+        if place < len(self._open) and self._open[place].head != head:
             raise Failure("mixed", f"rank {worker.rank} brought {head}, others {self._open[place].head}")
-        missing = [other.rank for other in self._workers if other.gone]
-        if missing:
+        if missing := [other.rank for other in self._workers if other.gone]:
             raise Failure("left", f"rank {missing[0]} has left")
         last = head.start + head.length == head.total
         worker.due = None if last else head._replace(start=head.start + head.length)
@@ -238,7 +218,7 @@ class AggregatedJob:
         """Send the first open chunk back to all."""
         block = self._open.popleft()
         head = block.head
-        block.view[: HEADER.size] = pack(head._replace(kind=RESULT), block.payload)
+        block.view[: HEADER.size] = protocol.pack(head._replace(kind=protocol.RESULT), block.payload)
         block.left = len(self._workers)
         self.rounds += head.start + head.length == head.total
         self._done += 1
@@ -248,7 +228,7 @@ class AggregatedJob:
                 worker.took_s = self._opened_s
             worker.queue.append(block)
             if len(worker.queue) == 1:
-                self._send_or_fail(worker)
+                self._send(worker)
             self._listen(worker)
 
     def _leave(self, worker: _Worker) -> None:
@@ -259,12 +239,6 @@ class AggregatedJob:
 
     # sending
 
-    def _send_or_fail(self, worker: _Worker) -> None:
-        try:
-            self._send(worker)
-        except OSError as error:
-            raise Failure("left", f"the connection to rank {worker.rank} broke: {error.strerror}") from error
-
     def _send(self, worker: _Worker) -> None:
         while worker.queue:
             block = worker.queue[0]
@@ -272,26 +246,25 @@ class AggregatedJob:
                 worker.sent += worker.sock.send(block.view[worker.sent : HEADER.size + block.head.length])
             except BlockingIOError:
                 break
+            except OSError as error:
+                raise _broken(worker, error) from error
             worker.took_s = time.monotonic()
             if worker.sent == HEADER.size + block.head.length:
                 worker.queue.popleft()
-                worker.sent = 0
-                block.left -= 1
+                worker.sent, block.left = 0, block.left - 1
                 if not block.left:
                     self._spare.append(block)
         self._listen(worker)
 
     def _tell_all(self, reason: str) -> None:
         """Best effort: whoever does not get it sees the connection close."""
-        text = np.frombuffer(reason.encode()[:MAX_REASON_BYTES], np.uint8)
-        message = pack(Head(FAILED, 0, text.size, 0, 0, text.size), text) + text.tobytes()
+        text = np.frombuffer(reason.encode()[: protocol.MAX_REASON_BYTES], np.uint8)
+        message = protocol.pack(Head(protocol.FAILED, 0, text.size, 0, 0, text.size), text) + text.tobytes()
         for worker in self._workers:
             with contextlib.suppress(OSError):
                 if worker.sent:  # a message that has begun must end before another
-                    block = worker.queue[0]
-                    end = HEADER.size + block.head.length
-                    worker.sent += worker.sock.send(block.view[worker.sent : end])
-                    if worker.sent < end:
+                    rest = worker.queue[0].view[worker.sent : HEADER.size + worker.queue[0].head.length]
+                    if worker.sock.send(rest) < len(rest):
                         continue
                 worker.sock.send(message)
 
@@ -335,6 +308,10 @@ class AggregatedJob:
         return _Block(size)
 
 
+def _broken(worker: _Worker, error: OSError) -> Failure:
+    return Failure("left", f"the connection to rank {worker.rank} broke: {error.strerror}")
+
+
 def combine_(into: Bytes, other: Bytes, op: int) -> None:
     """All that the aggregator computes: int32 sums that wrap around, or the union of bits.
 
@@ -345,6 +322,6 @@ def combine_(into: Bytes, other: Bytes, op: int) -> None:
     """
     if op == ADD:
         words = into.view(np.int32)
-        np.add(words, other.view(np.int32), out=words)
+        words += other.view(np.int32)
     else:
-        np.bitwise_or(into, other, out=into)
+        into |= other

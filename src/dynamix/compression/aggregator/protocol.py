@@ -7,8 +7,8 @@
 A proof is an HMAC-SHA256 under the token of what was said and of the other side's nonce, so the token never travels and
 no recorded handshake can be used again. The rest is neither encrypted nor signed. Checksums find damage, not malice.
 
-A round is one buffer of all workers. It travels in chunks, each under a header that says where it
-belongs and ends in a checksum over header and chunk. Numbers are little-endian, values as the machine holds them.
+A round is one buffer of all workers. It travels in chunks, each under a header that says where it belongs and ends in a
+checksum over header and chunk. Numbers are little-endian, values as the machine holds them.
 """
 
 from __future__ import annotations
@@ -67,8 +67,7 @@ def chunk_of(total: int, most: int) -> int:
     >>> chunk_of(200_000, 1 << 19), chunk_of(1 << 20, 1 << 19), chunk_of(1 << 30, 1 << 19)
     (32768, 131072, 524288)
     """
-    eighth = -(-total // (8 * 4096)) * 4096
-    return min(most, max(LEAST_CHUNK, eighth))
+    return min(most, max(LEAST_CHUNK, -(-total // (8 * 4096)) * 4096))
 
 
 def chunks(op: int, number: int, total: int, most: int) -> Iterator[Head]:
@@ -134,13 +133,8 @@ class Introduction:
     def of(cls, fields: dict[str, Any]) -> Introduction:
         """From JSON; raises `ProtocolError` where something is missing or of another type."""
         try:
-            made = cls(
-                ascii(str(fields["job"])[:64])[1:-1],  # for logs
-                str(fields["session"])[:64],
-                int(fields["workers"]),
-                int(fields["rank"]),
-                float(fields["timeout_s"]),
-            )
+            job, session = ascii(str(fields["job"])[:64])[1:-1], str(fields["session"])[:64]  # the job is for logs
+            made = cls(job, session, int(fields["workers"]), int(fields["rank"]), float(fields["timeout_s"]))
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ProtocolError("introduction", f"the introduction is not complete: {error}") from error
         if not (made.workers >= 1 and 0 <= made.rank < made.workers and made.timeout_s > 0):

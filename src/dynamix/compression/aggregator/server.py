@@ -42,6 +42,10 @@ class _Gathering:
         self.sockets: dict[int, socket.socket] = {}
         self.since_s = time.monotonic()
 
+    def close(self) -> None:
+        for sock in self.sockets.values():
+            sock.close()
+
 
 class AggregatorServer:
     """Listens from construction on, serves after `start()`, until `close()`. A context manager.
@@ -65,17 +69,14 @@ class AggregatorServer:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             self._listener = socket.create_server((host, port), family=family, backlog=256)
         except (OSError, OverflowError) as error:
-            raise ConfigError(
-                "host, port", f"{host}:{port}", "an address of this machine that is free", str(error)
-            ) from error
+            allowed = "an address of this machine that is free"
+            raise ConfigError("host, port", f"{host}:{port}", allowed, str(error)) from error
         self._listener.settimeout(_SWEEP_S)
         self._lock = threading.Lock()
         self._gathering: dict[tuple[str, str], _Gathering] = {}
         self._running: dict[tuple[str, str], AggregatedJob] = {}
         self._ended: deque[tuple[str, str]] = deque(maxlen=_REMEMBERED)
-        self._counts: Counter[str] = Counter()
-        self._failed: Counter[str] = Counter()
-        self._refused: Counter[str] = Counter()
+        self._counts, self._failed, self._refused = Counter[str](), Counter[str](), Counter[str]()
         self._greetings = threading.BoundedSemaphore(_GREETINGS)
         self._stopping = False
         self._thread: threading.Thread | None = None
@@ -119,8 +120,7 @@ class AggregatorServer:
         for job in jobs:
             job.stop()
         for waiting in gathering:
-            for sock in waiting.sockets.values():
-                sock.close()
+            waiting.close()
 
     def statistics(self) -> dict[str, Any]:
         """Jobs now and so far, failures and refusals by kind, rounds and bytes received, the largest job's bytes."""
@@ -151,8 +151,7 @@ class AggregatorServer:
         try:
             greet(sock, nonce, deadline)
             who, theirs = hear(sock, self._token, nonce, deadline)
-            why = self._admit(who, sock, theirs, deadline)
-            if why is not None:
+            if (why := self._admit(who, sock, theirs, deadline)) is not None:
                 self._refuse(sock, why, theirs, deadline)
         except ProtocolError as error:
             self._refuse(sock, error, nonce, deadline)
@@ -175,8 +174,7 @@ class AggregatorServer:
         """Let a worker in, or say why not. The last of a job starts it."""
         key = (who.job, who.session)
         with self._lock:
-            why = self._reason_against(who, key)
-            if why is not None:
+            if (why := self._reason_against(who, key)) is not None:
                 return why
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -210,8 +208,7 @@ class AggregatorServer:
             return ProtocolError("limit", f"no more than {limits.jobs} jobs at once: start it with a higher --jobs")
         sizes = [job.workers for job in self._running.values()] + [job.workers for job in self._gathering.values()]
         taken = sum(limits.job_bytes(workers) for workers in sizes)
-        if taken + limits.job_bytes(who.workers) > limits.memory_bytes:
-            needed, left = limits.job_bytes(who.workers), limits.memory_bytes - taken
+        if (needed := limits.job_bytes(who.workers)) > (left := limits.memory_bytes - taken):
             text = f"{who.workers} workers need {needed} bytes, {left} are left"
             return ProtocolError("limit", f"{text}: start it with a higher --memory-mb")
         return None
@@ -234,12 +231,10 @@ class AggregatorServer:
             self._counts["peak_bytes"] = max(self._counts["peak_bytes"], job.peak_bytes)
             if failure is None:
                 self._counts["done"] += 1
+                _log.info("job %s: done after %d rounds", key[0], job.rounds)
             else:
                 self._failed[failure.kind] += 1
-        if failure is None:
-            _log.info("job %s: done after %d rounds", key[0], job.rounds)
-        else:
-            _log.warning("job %s: ended after %d rounds: %s", key[0], job.rounds, failure)
+                _log.warning("job %s: ended after %d rounds: %s", key[0], job.rounds, failure)
 
     def _sweep(self) -> None:
         """Drop jobs whose workers do not all come, or leave before all have."""
@@ -252,8 +247,7 @@ class AggregatorServer:
                     self._ended.append(key)
                     self._failed["stalled" if late else "left"] += 1
                     _log.warning("job %s: not all of its %d workers came", key[0], gathering.workers)
-                    for sock in gathering.sockets.values():
-                        sock.close()
+                    gathering.close()
 
 
 def _is_closed(sock: socket.socket) -> bool:
@@ -290,9 +284,8 @@ def serve(host: str, port: int, *, token_file: Path | None, limits: Limits, as_j
     server = AggregatorServer(host, port, token=token, limits=limits)
     print(json.dumps({"address": server.address}) if as_json else f"listening on {server.address}", flush=True)
     try:
-        server.serve()
-    except KeyboardInterrupt:
-        pass
+        with contextlib.suppress(KeyboardInterrupt):
+            server.serve()
     finally:
         server.close()
         print(json.dumps(server.statistics()), flush=True)

@@ -37,17 +37,10 @@ class AggregatorWire:
         values.copy_(torch.from_numpy(maximum_by_or(values.detach().cpu().numpy(), self._or)))
 
     def union(self, bits: Tensor, beside: Tensor | None = None) -> None:
-        hosted = [(OR, bits, _on_host(bits))]
-        if beside is not None:
-            hosted.append((ADD, beside, _on_host(beside)))
-        self._reduce([(op, host) for op, _, host in hosted])
-        for _, values, host in hosted:
-            _bring_back(values, host)
+        self._reduce((OR, bits), *(() if beside is None else ((ADD, beside),)))
 
     def total(self, values: Tensor) -> None:
-        host = _on_host(values)
-        self._reduce([(ADD, host)])
-        _bring_back(values, host)
+        self._reduce((ADD, values))
 
     def mean(self, values: Tensor) -> None:
         self.payload_bytes += values.nbytes
@@ -57,18 +50,14 @@ class AggregatorWire:
         self.payload_bytes += bits.nbytes
         self.client.reduce_((OR, bits))
 
-    def _reduce(self, parts: list[tuple[int, Tensor]]) -> None:
-        self.payload_bytes += sum(host.nbytes for _, host in parts)
-        self.client.reduce_(*((op, host.view(torch.uint8).numpy()) for op, host in parts))
-
-
-def _on_host(values: Tensor) -> Tensor:
-    return values.detach().cpu().contiguous()  # the tensor's own memory, where it is there already
-
-
-def _bring_back(values: Tensor, host: Tensor) -> None:
-    if host.data_ptr() != values.data_ptr():
-        values.copy_(host)
+    def _reduce(self, *parts: tuple[int, Tensor]) -> None:
+        hosts = [values.detach().cpu().contiguous() for _, values in parts]  # without a copy on the host
+        self.payload_bytes += sum(host.nbytes for host in hosts)
+        sent = [host.view(torch.uint8).numpy() for host in hosts]
+        self.client.reduce_(*((op, host) for (op, _), host in zip(parts, sent, strict=True)))
+        for (_, values), host in zip(parts, hosts, strict=True):
+            if host.data_ptr() != values.data_ptr():
+                values.copy_(host)
 
 
 def join(where: Aggregator, group: dist.ProcessGroup, device: torch.device) -> AggregatorClient:
@@ -84,11 +73,11 @@ def join(where: Aggregator, group: dist.ProcessGroup, device: torch.device) -> A
         why = str(error)
     everyone = torch.tensor([client is not None], dtype=torch.uint8, device=device)
     dist.all_reduce(everyone, op=dist.ReduceOp.MIN, group=group)
-    if client is None or not bool(everyone[0]):
-        if client is not None:
-            client.close()
-        raise ConfigError("aggregator", where.address, "one that runs and lets every rank in", why)
-    return client
+    if client is not None and bool(everyone[0]):
+        return client
+    if client is not None:
+        client.close()
+    raise ConfigError("aggregator", where.address, "one that runs and lets every rank in", why)
 
 
 def report_loss(client: AggregatorClient) -> None:

@@ -21,9 +21,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dynamix.compression.bucket import BucketExchange, ExchangeSettings, Way, warm_up
+from dynamix.compression.bucket import BucketExchange, Way, warm_up
 from dynamix.compression.checks import Part, Statistics
 from dynamix.compression.layout import Layout
+from dynamix.compression.sketch import ExchangeSettings
 from dynamix.compression.wire import LocalWire
 from dynamix.errors import ConfigError
 from dynamix_lab.harness.suite import Tell, untold

@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dynamix.compression.bucket import BucketExchange, ExchangeSettings, Way, warm_up
+from dynamix.compression.bucket import BucketExchange, Way, warm_up
 from dynamix.compression.checks import Statistics
 from dynamix.compression.layout import Layout
+from dynamix.compression.sketch import ExchangeSettings
 from dynamix.compression.wire import LocalWire
 from dynamix_lab.harness.suite import Tell, untold
 
