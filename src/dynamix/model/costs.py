@@ -27,7 +27,7 @@ NO_LEAN: Floats = np.zeros(1)
 
 
 class Reading(NamedTuple):
-    """What one window says of every worker, (..., W); some number of seconds where `seen` is false.
+    """What one window says of every worker, (..., W); 1 s where `seen` is false.
 
     seconds  busy seconds of a step; `own` their relative variance within the window, `steps` (..., 1) in it
     size     log samples; `level` (..., W, G) the level that would make each candidate right
@@ -193,7 +193,7 @@ class WorkerCosts:
         whole = followed & ~torn
         loss = self._weighed(surprise, whole, foreseen + self.error[..., None])
         weights = self._weights(loss)
-        mean = (weights * surprise).sum(-1)
+        mean = (weights * _known(surprise)).sum(-1)
         common = _in_common(np.where(followed, mean, np.nan))
         total = prior + measured
         jump = followed & (torn | ((mean - common) ** 2 > self.gate**2 * total))
@@ -344,6 +344,7 @@ def _moved(
     moved -= shift
     moved *= gain[..., None]
     moved += shift
+    moved = _known(moved)
     if not seen.all():
         moved[~seen] = 0.0
     moved += level
@@ -354,6 +355,15 @@ def _lasting(lasted: Floats) -> Floats:
     """The chance, (..., 1), that what looks like a jump is one; `lasted` (..., 2) were, and were not."""
     yes, no = lasted[..., :1], lasted[..., 1:]
     return np.asarray((yes + 10.0 * LASTING) / (yes + no + 10.0))
+
+
+def _known(x: Floats) -> Floats:
+    """(..., W, G) with 0 for workers of whom nothing is known: then their whole row is NaN.
+
+    Workers that decide for themselves lean to costs that others left, and then such a row reaches the sums.
+    """
+    unknown = np.isnan(x[..., 0])
+    return np.where(unknown[..., None], 0.0, x) if unknown.any() else x
 
 
 def _in_common(surprise: Floats) -> Floats:
