@@ -10,19 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamix.policies.stigmergic.crowd import Crowd, Smell
-from dynamix.policies.stigmergic.traces import (
-    FLOOR,
-    HEARD,
-    HEAVY,
-    LATE,
-    LOAD,
-    NOISE,
-    OFFSET,
-    PRESENT,
-    SPEED,
-    TRACES,
-    WAIT,
-)
+from dynamix.policies.stigmergic.traces import TRACES, Trace
 
 STEP_S = 0.5
 
@@ -31,9 +19,9 @@ def traces(load: Any, alpha: Any, beta: Any, **more: Any) -> Any:
     """The sum of what workers leave whose seconds are alpha + beta load, in steps of half a second, (1, 16)."""
     load, alpha, beta = (np.asarray(x, dtype=np.float64) for x in (load, alpha, beta))
     left = np.zeros((len(load), len(TRACES)))
-    left[:, PRESENT], left[:, LOAD] = 1.0, load
-    left[:, SPEED], left[:, OFFSET] = STEP_S / beta, alpha / beta
-    left[:, LATE], left[:, WAIT] = 1.0, 0.1
+    left[:, Trace.PRESENT], left[:, Trace.LOAD] = 1.0, load
+    left[:, Trace.SPEED], left[:, Trace.OFFSET] = STEP_S / beta, alpha / beta
+    left[:, Trace.LATE], left[:, Trace.WAIT] = 1.0, 0.1
     for name, value in more.items():
         left[:, TRACES.index(name)] = value
     return left.sum(0)[None]
@@ -93,16 +81,16 @@ def _move(
         left = np.zeros((1, len(TRACES)))
         step = busy + 0.1
         values = {
-            PRESENT: 1.0,
-            LOAD: load,
-            SPEED: step / 0.1,
-            OFFSET: 0.2,
-            LATE: 1.0,
-            WAIT: 0.1 / step,
-            NOISE: noise,
-            HEARD: float(noise > 0),
+            Trace.PRESENT: 1.0,
+            Trace.LOAD: load,
+            Trace.SPEED: step / 0.1,
+            Trace.OFFSET: 0.2,
+            Trace.LATE: 1.0,
+            Trace.WAIT: 0.1 / step,
+            Trace.NOISE: noise,
+            Trace.HEARD: float(noise > 0),
         }
-        for trace, value in {**values, HEAVY: float(floor > 0), FLOOR: floor}.items():
+        for trace, value in {**values, Trace.HEAVY: float(floor > 0), Trace.FLOOR: floor}.items():
             left[:, trace] = value
         smell, seconds, steps = crowd.read(left, left), np.array([step]), np.array([5.0])
         best = float(

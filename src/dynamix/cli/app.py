@@ -11,7 +11,7 @@ import typer
 
 from dynamix.cli.console import Json, Mechanism, Out, guarded, print_json
 from dynamix.cli.policy import policy
-from dynamix.errors import UsageError
+from dynamix.errors import ConfigError, UsageError
 
 app = typer.Typer(
     name="dynamix",
@@ -73,7 +73,6 @@ def emulate(
     """Run any training script on emulated hosts, one rank each: dynamix emulate demo -- python train.py."""
     from dynamix.emulator.run import emulate as run_emulated
     from dynamix.emulator.run import summary
-    from dynamix.errors import ConfigError
 
     if not context.args:
         raise ConfigError("command", "", "a command after --", "dynamix emulate demo -- python train.py")
@@ -162,12 +161,7 @@ def _missing(name: str) -> Callable[[], None]:
     return command
 
 
-def run() -> None:
-    """Build the command line and run it."""
-    app()
-
-
 _add_commands_of_others()
 
 if __name__ == "__main__":
-    run()
+    app()

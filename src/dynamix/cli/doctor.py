@@ -55,9 +55,7 @@ def _extras() -> list[tuple[str, bool, str]]:
     rows = []
     for extra, modules in _EXTRAS.items():
         missing = [name for name in modules if find_spec(name) is None]
-        detail = (
-            f'{", ".join(missing)} missing: pip install "dynamix-train[{extra}]"' if missing else ", ".join(modules)
-        )
-        rows.append((extra, not missing, detail))
+        fix = f'{", ".join(missing)} missing: pip install "dynamix-train[{extra}]"'
+        rows.append((extra, not missing, fix if missing else ", ".join(modules)))
     lab = find_spec("dynamix_lab") is not None
     return [*rows, ("laboratory", lab, "demo, bench" if lab else "demo and bench missing: pip install dynamix-lab")]

@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from dynamix.policies.files import describe_policy, trained_as
@@ -70,9 +70,12 @@ def print_about(name: str, about: Mapping[str, Any]) -> None:
     """The page of `dynamix policy show`."""
     console = Console(highlight=False)
     learned = about["kind"] != "rule"
-    said = _KINDS[about["kind"]] if learned else _first_paragraph(about["description"])
+    said = _KINDS.get(about["kind"]) or " ".join(about["description"].split("\n\n", maxsplit=1)[0].split())
     console.print(Text(name, "bold"))
-    for line in (said, *(_WRAPPERS[wrapper] for wrapper in parse_name(name).wrappers)):
+    for line in (
+        said or "A class of your own; its docstring says nothing.",
+        *(_WRAPPERS[wrapper] for wrapper in parse_name(name).wrappers),
+    ):
         console.print(Text(line))
     console.print()
     console.print(_facts(_of_file(about) if learned else [("class", about["class"]), ("learned", "nothing; a rule")]))
@@ -88,7 +91,7 @@ def print_evaluation(name: str, seed: int, found: Mapping[str, Any]) -> None:
     console = Console(highlight=False)
     beside = [other for other in next(iter(found["cells"].values())) if other != name]
     names = [*beside, name]
-    table = Table("cell", *[_column(_label(other)) for other in names], box=SIMPLE_HEAD, pad_edge=False)
+    table = _table("cell", *map(_label, names))
     for cell, scores in found["cells"].items():
         marks = [_mark(scores[other]["over_goodput"]) if other == name else "" for other in names]
         row = [f"{scores[n]['geometric_mean']:.3f}{mark}" for n, mark in zip(names, marks, strict=True)]
@@ -114,22 +117,20 @@ def _print_scores(console: Console, name: str, evaluation: Mapping[str, Any] | N
         console.print(Text(_SCORE))
         _print_medians(console, evaluation["lagged_over_time"], None)
         return
-    by_workers = evaluation.get("goodput_over_lagged_reference_by_workers", {})
-    table = Table("workers", _column("goodput over the lagged reference's"), box=SIMPLE_HEAD, pad_edge=False)
-    for workers, score in by_workers.items():
+    table = _table("workers", "goodput over the lagged reference's")
+    for workers, score in evaluation.get("goodput_over_lagged_reference_by_workers", {}).items():
         table.add_row(str(workers), f"{score:.3f}")
     console.print(table)
     console.print(Text("1 is what a reference reaches that knows the true costs at the close of each window.\n"))
 
 
 def _print_medians(console: Console, summary: Mapping[str, Any], cells: int | None) -> None:
-    table = Table("policy", *[_column(title) for title, _ in _OVER_CELLS], box=SIMPLE_HEAD, pad_edge=False)
+    table = _table("policy", *[title for title, _ in _OVER_CELLS])
     for name, score in summary.items():
         gap = "-" if score["gap_closed"] is None else f"{score['gap_closed']:.2f}"
-        faster, slower = len(score["ahead_of_goodput"]), len(score["behind_goodput"])
-        against = "" if name == "goodput" else f"{faster}, {slower}"
-        row = [f"{score['geometric_mean']:.3f}", f"{score['worst_decile']:.3f}", gap, against]
-        table.add_row(Text(_label(name)), *row)
+        against = "" if name == "goodput" else f"{len(score['ahead_of_goodput'])}, {len(score['behind_goodput'])}"
+        scores = f"{score['geometric_mean']:.3f}", f"{score['worst_decile']:.3f}"
+        table.add_row(Text(_label(name)), *scores, gap, against)
     console.print(table)
     last = _OVER_CELLS[-1][1] + (f"; of {cells}" if cells else "")
     console.print(_facts([*_OVER_CELLS[:-1], (_OVER_CELLS[-1][0], last)]))
@@ -142,11 +143,11 @@ def _of_file(about: Mapping[str, Any]) -> list[tuple[str, str]]:
     facts = [("file", about["file"]), ("sha256", str(about["sha256"])[:16] + "..."), ("made by", _command(about))]
     facts += [("commit", str(about.get("commit") or f"unknown, version {about.get('version', '0.1')}"))]
     if "workers" in training:
-        facts += [("learned at", f"{_listed(training['workers'])} simulated workers")]
+        facts += [("learned at", f"{', '.join(map(str, training['workers']))} simulated workers")]
     if shape:
         facts += [("network", f"{shape['inputs']} features of each worker, {shape['hidden']} units a layer")]
     if "parameters" in about:
-        facts += [("parameters", _listed([f"{name} {value:.3g}" for name, value in about["parameters"].items()]))]
+        facts += [("parameters", ", ".join(f"{name} {value:.3g}" for name, value in about["parameters"].items()))]
     return facts
 
 
@@ -177,10 +178,6 @@ def _file_of(name: PolicyName) -> Path | None:
     return shipped if name.kind == "built-in" and shipped.is_file() else None
 
 
-def _first_paragraph(text: str) -> str:
-    return " ".join(text.split("\n\n", maxsplit=1)[0].split()) or "A class of your own; its docstring says nothing."
-
-
 def _label(name: str) -> str:
     """A name short enough for a column."""
     parsed = parse_name(name) if ":" in name or name.endswith(".safetensors") else None
@@ -195,14 +192,9 @@ def _mark(over_goodput: Sequence[float]) -> str:
     return " +" if low > 1 else " -" if high < 1 else "  "
 
 
-def _listed(values: Sequence[object]) -> str:
-    return ", ".join(map(str, values))
-
-
-def _column(title: str) -> Any:
-    from rich.table import Column
-
-    return Column(Text(title), justify="right")
+def _table(first: str, *others: str) -> Table:
+    columns = [Column(Text(title), justify="right") for title in others]
+    return Table(first, *columns, box=SIMPLE_HEAD, pad_edge=False)
 
 
 def _facts(rows: Sequence[tuple[str, str]]) -> Table:

@@ -47,7 +47,7 @@ class Cannikin:
         # tried.
         alike = ~told.any(-1, keepdims=True)
         alpha, beta = np.where(alike, 0.5 * beta * window.batch_size, alpha), np.where(alike, 0.5 * beta, beta)
-        alpha, beta = _for_all(alpha, beta)
+        alpha, beta = _filled(alpha, 0.0), _filled(beta, 1.0)
         now = window.batch_size.sum(-1).astype(np.float64)
         if self.windows == 1:
             wish = np.where(measured[..., None], fill_unknown(speeds(window)), np.maximum(window.batch_size, 1e-9))
@@ -71,9 +71,7 @@ class Cannikin:
         self.windows = int(state["windows"])
 
 
-def _for_all(alpha: Floats, beta: Floats) -> tuple[Floats, Floats]:
-    """Costs without NaN: the mean of the measured workers' for the others, 0 and 1 where nobody was measured."""
-    usual_alpha, usual_beta = mean_of_known(alpha)[..., None], mean_of_known(beta)[..., None]
-    beta = np.where(np.isnan(beta), np.where(np.isnan(usual_beta), 1.0, usual_beta), beta)
-    alpha = np.where(np.isnan(alpha), np.where(np.isnan(usual_alpha), 0.0, usual_alpha), alpha)
-    return alpha, beta
+def _filled(cost: Floats, otherwise: float) -> Floats:
+    """Without NaN: the mean of the measured workers' for the others, `otherwise` where nobody was measured."""
+    usual = mean_of_known(cost)[..., None]
+    return np.where(np.isnan(cost), np.where(np.isnan(usual), otherwise, usual), cost)

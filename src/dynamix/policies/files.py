@@ -63,9 +63,7 @@ def trained_as(kind: str) -> str:
 
 def retrain(kind: str) -> str:
     """What to do about a file of this kind that this version cannot use."""
-    return (
-        f"copy both files again, or train one for this version with `dynamix policy train --policy {trained_as(kind)}`"
-    )
+    return f"{_AGAIN}, or train one for this version with `dynamix policy train --policy {trained_as(kind)}`"
 
 
 def write_policy(
@@ -154,15 +152,14 @@ def _description(path: str | Path) -> dict[str, Any]:
 
 def _of_this_schema(about: dict[str, Any]) -> dict[str, Any]:
     """A description that version 0.1 wrote, as this one writes it: schema 2 was the residual's, 1 the others'."""
-    if about.get("schema") == 2 and "kind" not in about:
+    schema, kind = about.get("schema"), about.get("kind")
+    if schema == 2 and "kind" not in about:
         return {**about, "kind": "residual", "schema": FILE_SCHEMA}
-    if about.get("schema") == 1 and about.get("kind") == "additive":
+    if schema == 1 and kind == "additive":
         rest = {name: value for name, value in about.items() if name != "hidden"}
         shape = {"inputs": len(about.get("features", ())), "hidden": about.get("hidden")}
         return {**rest, "architecture": shape, "schema": FILE_SCHEMA}
-    if about.get("schema") == 1 and about.get("kind") == "stigmergic":
-        return {**about, "schema": FILE_SCHEMA}
-    return about
+    return {**about, "schema": FILE_SCHEMA} if schema == 1 and kind == "stigmergic" else about
 
 
 def _check_network(about: dict[str, Any], features: Sequence[str], sidecar: Path) -> None:
@@ -172,10 +169,9 @@ def _check_network(about: dict[str, Any], features: Sequence[str], sidecar: Path
         raise PolicyFileError("feature_schema", about.get("feature_schema"), f"{FEATURE_SCHEMA} in {sidecar}", fix)
     if about.get("features") != list(features):
         raise PolicyFileError("features", "another list", f"the features of this version in {sidecar}", fix)
-    shape = about.get("architecture")
-    given = shape if isinstance(shape, dict) else {}
+    given = about.get("architecture")
     for name, low, high in (("inputs", len(features), len(features)), ("hidden", 1, LARGEST_HIDDEN)):
-        value = given.get(name)
+        value = given.get(name) if isinstance(given, dict) else None
         if type(value) is not int or not low <= value <= high:
             allowed = f"{low} to {high} in {sidecar}" if low < high else f"{low} in {sidecar}"
             raise PolicyFileError(f"architecture.{name}", value, allowed, _AGAIN)

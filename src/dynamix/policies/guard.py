@@ -9,6 +9,7 @@ the policy lost decides.
 from __future__ import annotations
 
 import warnings
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 from dynamix.errors import ConfigError
 from dynamix.model import JobModel
 from dynamix.model.measured import base_total
-from dynamix.model.state import UNKNOWN, array_of
+from dynamix.model.state import array_of
 from dynamix.policies.fitted import FittedModel
 from dynamix.policies.goodput import wish
 from dynamix.policies.protocol import Policy, boundary
@@ -33,6 +34,55 @@ _LARGEST = 2.0**40  # samples; more is no batch size but a fault
 # counts 0.9 times a newer, and beforehand one is believed that agreed with the prediction, errors being about `_NOISE`.
 _CLIP, _FORGET, _PRIOR, _NOISE, _ENOUGH = 0.3, 0.9, 1.0, 0.05, 3.0
 _FOLLOW = 0.3  # weight of a window in the smoothed advantage
+
+
+@dataclass(frozen=True, slots=True)
+class GuardState:
+    """What a guard knows after a decision: arrays (...), one value for each cluster; whether something is so as 0 or 1.
+
+    `Guard` steps from one state to the next and writes to none.
+    """
+
+    lost: Floats  # log goodput, summed, since it was last 0
+    lead: Floats  # predicted advantage of the rule, smoothed
+    rest: Floats  # windows that are still the rule's
+    next_rest: Floats  # how many it takes over for the next time
+    kept: Floats  # windows since the policy was last tried again
+    check: Floats  # windows left of an A/B comparison; the even ones are the rule's
+    verifying: Floats  # whether that comparison is to decide
+    since: Floats  # windows since the rule's last
+    every: Floats  # and how many until the next comparison
+    comparing: Floats  # whether the allocation in force came from the other of the two
+    comparisons: Floats  # how many such windows were compared with the one before
+    surprise: Floats  # sum over them of how much better than predicted the rule did
+    squares: Floats  # sum of its squares
+    falls: Floats  # how often the rule took over
+    by_rule: Floats  # whose the allocation in force is
+    reason: Floats  # index of `REASONS`
+    value: Floats  # log goodput of the last window
+    expected: Floats  # change of it that was predicted for the allocation in force
+    answer: Floats  # (..., W) that allocation, and the two it was chosen from
+    rules: Floats
+    wishes: Floats
+
+    @classmethod
+    def of(cls, shape: tuple[int, ...], *, next_rest: float = 0.0, every: float = 0.0) -> GuardState:
+        """Nothing known of workers (..., W)."""
+        of_clusters = {"next_rest": next_rest, "every": every, "value": np.nan}
+        known = {entry.name: np.full(shape[:-1], of_clusters.get(entry.name, 0.0)) for entry in fields(cls)}
+        return cls(**{**known, **dict.fromkeys(("answer", "rules", "wishes"), np.full(shape, -1.0))})
+
+    @property
+    def correction(self) -> Floats:
+        """Log goodput (...) by which the rule did better than predicted where the two were compared, shrunk.
+
+        Where it speaks for the rule it is less its standard error: clusters change between windows, and a good policy
+        must not pay for that. Where it speaks for the policy it is not: what the rule predicts of itself is rosy.
+        """
+        weight = self.comparisons + _PRIOR
+        mean = self.surprise / weight
+        error = np.sqrt((self.squares + _PRIOR * _NOISE**2) / weight / np.maximum(self.comparisons, 1.0))
+        return np.where(mean > 0, np.maximum(mean - error, 0.0), mean)
 
 
 class Guard:
@@ -65,11 +115,6 @@ class Guard:
 
     guarded = True  # a watch over a watch would see nothing new
 
-    FIELDS = (
-        "lost", "lead", "rest", "next_rest", "kept", "check", "verifying", "since", "every", "comparing", "comparisons",
-        "surprise", "squares", "falls", "by_rule", "reason", "value", "expected", "answer", "rules", "wishes",
-    )  # fmt: skip
-
     def __init__(
         self,
         policy: Policy,
@@ -89,27 +134,7 @@ class Guard:
         self.margin, self.patience, self.veto = margin, patience, veto
         self.verify, self.shortest, self.longest = verify, rest, longest
         self.error: str | None = None  # what the policy's last fault was
-        self.lost: Floats = UNKNOWN  # (...) summed, since it was last 0
-        self.lead: Floats = UNKNOWN  # (...) predicted advantage of the rule, smoothed
-        self.rest: Floats = UNKNOWN  # (...) windows that are still the rule's
-        self.next_rest: Floats = UNKNOWN  # (...)
-        self.kept: Floats = UNKNOWN  # (...) windows since the policy was last tried again
-        self.check: Floats = UNKNOWN  # (...) windows left of an A/B comparison; the even ones are the rule's
-        self.verifying: Floats = UNKNOWN  # (...) whether that comparison is to decide
-        self.since: Floats = UNKNOWN  # (...) windows since the rule's last
-        self.every: Floats = UNKNOWN  # (...) and how many until the next comparison
-        self.comparing: Floats = UNKNOWN  # (...) whether the allocation in force came from the other of the two
-        self.comparisons: Floats = UNKNOWN  # (...) how many such windows were compared with the one before
-        self.surprise: Floats = UNKNOWN  # (...) sum over them of how much better than predicted the rule did
-        self.squares: Floats = UNKNOWN  # (...) sum of its squares
-        self.falls: Floats = UNKNOWN  # (...)
-        self.by_rule: Floats = UNKNOWN  # (...) whose the allocation in force is
-        self.reason: Floats = UNKNOWN  # (...) index of `REASONS`
-        self.value: Floats = UNKNOWN  # (...) log goodput of the last window
-        self.expected: Floats = UNKNOWN  # (...) change of it that was predicted for the allocation in force
-        self.answer: Floats = UNKNOWN  # (..., W) that allocation, and the two it was chosen from
-        self.rules: Floats = UNKNOWN
-        self.wishes: Floats = UNKNOWN
+        self.state = GuardState.of((0, 0))
 
     @property
     def boundary(self) -> Literal["window", "epoch"]:
@@ -127,44 +152,50 @@ class Guard:
 
     def decide(self, window: Window, bounds: Bounds) -> Ints:
         model = self.fitted.to_decide(window, self.fit_model)
-        wish, faulty = self._ask(window, bounds)
-        rules = _rules_answer(model, window, bounds)
-        if self.answer.shape != wish.shape:
-            self._start(wish.shape)
-        candidates = np.stack([rules, wish, window.batch_size, self.rules, self.wishes])
+        wished, faulty = self._ask(window, bounds)
+        own = wish(model, window, bounds)
+        # Without a noise scale the rule keeps any global batch, also one that a policy brought it to.
+        total = np.where(model.guided, own.sum(-1), base_total(window))
+        rules = project(own, bounds, total=total, current=window.batch_size)
+        if self.state.answer.shape != wished.shape:
+            self.state = GuardState.of(wished.shape, next_rest=self.shortest, every=self.verify)
+        candidates = np.stack([rules, wished, window.batch_size, self.state.rules, self.state.wishes])
         values = model.log_goodput(candidates, costs="full", unknown="base")
         of_rule, of_wish, of_present, of_last_rule, of_last_wish = values
-        correction, gain = self._learn(window, of_last_rule - of_last_wish), of_rule - of_wish
+        state, gain = self._learned(window, of_last_rule - of_last_wish), of_rule - of_wish
         # Where the policy proved better than predicted, it may also look worse.
-        advantage = np.where(np.isnan(gain), 0.0, gain) + np.minimum(correction, 0.0)
-        refused, differ = np.asarray(advantage > self.veto), np.asarray((rules != wish).any(-1))
-        by_rule = self._choose(faulty, refused, differ & np.isfinite(self.value), correction)
-        answer = np.where(by_rule[..., None], rules, wish)
-        self.expected = np.where(by_rule, of_rule, of_wish) - of_present
-        self.by_rule = by_rule.astype(np.float64)
-        self.answer, self.rules = answer.astype(np.float64), rules.astype(np.float64)
-        self.wishes = np.where(faulty[..., None], rules, wish).astype(np.float64)
+        advantage = np.where(np.isnan(gain), 0.0, gain) + np.minimum(state.correction, 0.0)
+        refused, differ = np.asarray(advantage > self.veto), np.asarray((rules != wished).any(-1))
+        state = self._chosen(state, faulty, refused, differ & np.isfinite(state.value))
+        by_rule = state.by_rule > 0
+        answer = np.where(by_rule[..., None], rules, wished)
+        self.state = replace(
+            state,
+            expected=np.where(by_rule, of_rule, of_wish) - of_present,
+            answer=answer.astype(np.float64),
+            rules=rules.astype(np.float64),
+            wishes=np.where(faulty[..., None], rules, wished).astype(np.float64),
+        )
         return answer
-
-    @property
-    def correction(self) -> Floats:
-        """Log goodput (...) by which the rule did better than predicted where the two were compared, shrunk.
-
-        Where it speaks for the rule it is less its standard error: clusters change between windows, and a good policy
-        must not pay for that. Where it speaks for the policy it is not: what the rule predicts of itself is rosy.
-        """
-        weight = self.comparisons + _PRIOR
-        mean = self.surprise / weight
-        error = np.sqrt((self.squares + _PRIOR * _NOISE**2) / weight / np.maximum(self.comparisons, 1.0))
-        return np.where(mean > 0, np.maximum(mean - error, 0.0), mean)
 
     def report(self, *, asked: bool = True) -> dict[str, Any]:
         """The policy's own report, and as `guard` the last decision as plain values, lists for leading dimensions.
 
         asked   whether that decision was about the window reported on; docs/run-folder.md says what the values mean
         """
-        about = report_of(self.policy, asked=asked)
-        return {**about, "guard": self._last_decision()} if asked else about
+        about, state = report_of(self.policy, asked=asked), self.state
+        if not asked:
+            return about
+        decision = {
+            "by": np.where(state.by_rule > 0, "rule", "policy").tolist(),
+            "reason": np.asarray(REASONS)[state.reason.astype(np.int64)].tolist(),
+            "rule_advantage": np.round(state.lead + state.correction, 4).tolist(),
+            "lost": np.round(state.lost, 4).tolist(),
+            "rest_windows": state.rest.astype(np.int64).tolist(),
+            "falls": state.falls.astype(np.int64).tolist(),
+            "error": self.error,
+        }
+        return {**about, "guard": decision}
 
     def after_answer(self) -> None:
         after_answer(self.policy)
@@ -178,19 +209,8 @@ class Guard:
             fix = "leave guard out: a guard sees all workers' times"
             raise ConfigError("guard", True, "False or None with the stigmergic policy", fix)
 
-    def _last_decision(self) -> dict[str, Any]:
-        return {
-            "by": np.where(self.by_rule > 0, "rule", "policy").tolist(),
-            "reason": np.asarray(REASONS)[self.reason.astype(np.int64)].tolist(),
-            "rule_advantage": np.round(self.lead + self.correction, 4).tolist(),
-            "lost": np.round(self.lost, 4).tolist(),
-            "rest_windows": self.rest.astype(np.int64).tolist(),
-            "falls": self.falls.astype(np.int64).tolist(),
-            "error": self.error,
-        }
-
     def state_dict(self) -> dict[str, Any]:
-        own = {name: getattr(self, name).tolist() for name in self.FIELDS}
+        own = {entry.name: getattr(self.state, entry.name).tolist() for entry in fields(GuardState)}
         return {"guarded": self.policy.state_dict(), "model": self.fitted.state_dict(self.policy), "guard": own}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -200,10 +220,8 @@ class Guard:
             return
         self.policy.load_state_dict(state["guarded"])
         self.fitted.load_state_dict(state)
-        for name in self.FIELDS:
-            setattr(self, name, array_of(state["guard"][name]))
-
-    # ------------------------------------------------------------ the policy's answer
+        own = state["guard"]
+        self.state = GuardState(**{entry.name: array_of(own[entry.name]) for entry in fields(GuardState)})
 
     def _ask(self, window: Window, bounds: Bounds) -> tuple[Ints, Flags]:
         """The policy's answer, projected, and where (...) it has none."""
@@ -224,82 +242,62 @@ class Guard:
         safe = np.where(faulty[..., None], window.batch_size, usable)
         return project(safe, bounds, current=window.batch_size), faulty
 
-    # ------------------------------------------------------------ what a window told
-
-    def _learn(self, window: Window, advantage: Floats) -> Floats:
-        """Take in the window that closed: was it as predicted, and would the rule's answer have been better? Returns
-        `correction` after it.
+    def _learned(self, window: Window, advantage: Floats) -> GuardState:
+        """The state after the window that closed: was it as predicted, and would the rule's answer have been better?
 
         advantage   log goodput (...) of the rule's last answer over the policy's
         """
-        value = self.model.achieved(window)
-        in_force = np.asarray((window.batch_size == self.answer).all(-1))
-        beyond = value - self.value - self.expected
-        known = in_force & np.isfinite(beyond) & (self.comparing > 0)
-        beyond = np.clip(np.where(known, beyond, 0.0), -_CLIP, _CLIP) * np.where(self.by_rule > 0, 1.0, -1.0)
-        self.surprise = np.where(known, _FORGET * self.surprise + beyond, self.surprise)
-        self.squares = np.where(known, _FORGET * self.squares + beyond**2, self.squares)
-        self.comparisons = np.where(known, _FORGET * self.comparisons + 1.0, self.comparisons)
+        old, value = self.state, self.model.achieved(window)
+        in_force = np.asarray((window.batch_size == old.answer).all(-1))
+        beyond = value - old.value - old.expected
+        known = in_force & np.isfinite(beyond) & (old.comparing > 0)
+        beyond = np.clip(np.where(known, beyond, 0.0), -_CLIP, _CLIP) * np.where(old.by_rule > 0, 1.0, -1.0)
         told = in_force & np.isfinite(advantage)
         advantage = np.where(told, advantage, 0.0)
-        self.lead = np.where(told, self.lead + _FOLLOW * (advantage - self.lead), self.lead)
-        correction = self.correction
-        more = np.maximum(0.0, self.lost + advantage + correction - self.margin)
-        self.lost = np.where(told & (self.by_rule == 0), more, self.lost)
-        self.value = np.where(in_force, value, np.nan)
-        return correction
+        new = replace(
+            old,
+            surprise=np.where(known, _FORGET * old.surprise + beyond, old.surprise),
+            squares=np.where(known, _FORGET * old.squares + beyond**2, old.squares),
+            comparisons=np.where(known, _FORGET * old.comparisons + 1.0, old.comparisons),
+            lead=np.where(told, old.lead + _FOLLOW * (advantage - old.lead), old.lead),
+            value=np.where(in_force, value, np.nan),
+        )
+        more = np.maximum(0.0, old.lost + advantage + new.correction - self.margin)
+        return replace(new, lost=np.where(told & (old.by_rule == 0), more, old.lost))
 
-    # ------------------------------------------------------------ whose the next window is
-
-    def _choose(self, faulty: Flags, refused: Flags, comparable: Flags, correction: Floats) -> Flags:
-        """Where (...) the next window is the rule's; moves every counter on by a window."""
-        trying, idle = self.rest == 0, self.check == 0
-        verdict = trying & (self.verifying > 0) & idle
-        agreed = verdict & (self.lead + correction > self.margin)
-        alarm = trying & idle & ~verdict & (self.lost > self.patience)
-        fall = trying & (faulty | agreed | (alarm & (self.comparisons >= _ENOUGH)))
+    def _chosen(self, old: GuardState, faulty: Flags, refused: Flags, comparable: Flags) -> GuardState:
+        """Whose (...) the next window is, with every counter moved on by a window."""
+        trying, idle = old.rest == 0, old.check == 0
+        verdict = trying & (old.verifying > 0) & idle
+        agreed = verdict & (old.lead + old.correction > self.margin)
+        alarm = trying & idle & ~verdict & (old.lost > self.patience)
+        fall = trying & (faulty | agreed | (alarm & (old.comparisons >= _ENOUGH)))
         ask = alarm & ~fall
-        routine = trying & idle & ~fall & ~ask & (self.since >= self.every) & comparable
-        self.check = np.where(fall, 0, np.where(ask, 4, np.where(routine, 2, self.check)))
-        self.verifying = np.where(ask, 1, np.where(fall | verdict, 0, self.verifying))
+        routine = trying & idle & ~fall & ~ask & (old.since >= old.every) & comparable
+        check = np.where(fall, 0, np.where(ask, 4, np.where(routine, 2, old.check)))
         # Each comparison that leaves the policy in place earns it a longer time until the next.
-        longer = np.minimum(2 * self.every, 8 * self.verify)
-        self.every = np.where(fall, self.verify, np.where(routine | verdict, longer, self.every))
-        self._fall(fall)
-        # The next try begins on probation: half of the patience is gone.
-        self.lost = np.where(fall, self.patience / 2, np.where(verdict, 0.0, self.lost))
-        resting = self.rest > 0
-        checking = ~resting & (self.check > 0)
-        checked = checking & (self.check % 2 == 0)
+        longer = np.minimum(2 * old.every, 8 * self.verify)
+        # The rule takes over for longer each time, unless the policy had stayed long.
+        next_rest = np.where(old.kept > 2 * old.next_rest, self.shortest, old.next_rest)
+        rest = np.where(fall, next_rest, old.rest)
+        resting = rest > 0
+        checking = ~resting & (check > 0)
+        checked = checking & (check % 2 == 0)
         by_rule = np.asarray(resting | checked | refused)
         running = np.where(refused & ~checked, _REFUSED, np.where(checking, _CHECK, _TRUSTED))
-        self.reason = np.where(fall, np.where(faulty, _FAULT, _WORSE), np.where(resting, self.reason, running))
-        self.comparing = ((by_rule != (self.by_rule > 0)) & comparable).astype(np.float64)
-        self.rest = np.where(resting, self.rest - 1, self.rest)
-        self.check = np.where(checking, self.check - 1, self.check)
-        self.since = np.where(by_rule, 0, self.since + 1)
-        self.kept = np.where(resting, 0, self.kept + 1)
-        return by_rule
-
-    def _fall(self, fall: Flags) -> None:
-        """The rule takes over where (...) it is so; each time for longer, unless the policy had stayed long."""
-        self.next_rest = np.where(self.kept > 2 * self.next_rest, self.shortest, self.next_rest)
-        self.rest = np.where(fall, self.next_rest, self.rest)
-        self.next_rest = np.where(fall, np.minimum(2 * self.next_rest, self.longest), self.next_rest)
-        self.falls = self.falls + fall
-
-    def _start(self, shape: tuple[int, ...]) -> None:
-        """Nothing known of these clusters."""
-        for name in self.FIELDS:
-            setattr(self, name, np.zeros(shape[:-1]))
-        self.next_rest = np.full(shape[:-1], float(self.shortest))
-        self.every = np.full(shape[:-1], float(self.verify))
-        self.value = np.full(shape[:-1], np.nan)
-        self.answer, self.rules, self.wishes = np.full((3, *shape), -1.0)
-
-
-def _rules_answer(model: JobModel, window: Window, bounds: Bounds) -> Ints:
-    sizes = wish(model, window, bounds)
-    # Without a noise scale the rule keeps any global batch, also one that a policy brought it to.
-    total = np.where(model.guided, sizes.sum(-1), base_total(window))
-    return project(sizes, bounds, total=total, current=window.batch_size)
+        return replace(
+            old,
+            # The next try begins on probation: half of the patience is gone.
+            lost=np.where(fall, self.patience / 2, np.where(verdict, 0.0, old.lost)),
+            rest=np.where(resting, rest - 1, rest),
+            next_rest=np.where(fall, np.minimum(2 * next_rest, self.longest), next_rest),
+            kept=np.where(resting, 0, old.kept + 1),
+            check=np.where(checking, check - 1, check),
+            verifying=np.where(ask, 1, np.where(fall | verdict, 0, old.verifying)),
+            since=np.where(by_rule, 0, old.since + 1),
+            every=np.where(fall, self.verify, np.where(routine | verdict, longer, old.every)),
+            comparing=((by_rule != (old.by_rule > 0)) & comparable).astype(np.float64),
+            falls=old.falls + fall,
+            by_rule=by_rule.astype(np.float64),
+            reason=np.where(fall, np.where(faulty, _FAULT, _WORSE), np.where(resting, old.reason, running)),
+        )

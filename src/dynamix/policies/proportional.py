@@ -24,6 +24,12 @@ def fill_unknown(speed: Floats) -> Floats:
     return np.where(known, speed, np.where(count > 0, mean, 1.0))
 
 
+def in_proportion(window: Window, speed: Floats) -> Floats:
+    """Real sizes (..., W) in proportion to speed; those in force where nobody was measured."""
+    measured = np.isfinite(speed).any(-1, keepdims=True)
+    return np.where(measured, fill_unknown(speed), np.maximum(window.batch_size, 1e-9))
+
+
 class DBS:
     """Dynamic Batch Size (arXiv 2007.11831): each epoch, shares d_i/t_i at the same global batch; first epoch equal.
 
@@ -38,10 +44,8 @@ class DBS:
     boundary: Literal["window", "epoch"] = "epoch"
 
     def decide(self, window: Window, bounds: Bounds) -> Ints:
-        total = window.batch_size.sum(-1)
-        measured = np.isfinite(speeds(window)).any(-1, keepdims=True)
-        wish = np.where(measured, fill_unknown(speeds(window)), np.maximum(window.batch_size, 1e-9))
-        return project(wish, bounds, total=total, current=window.batch_size)
+        wish = in_proportion(window, speeds(window))
+        return project(wish, bounds, total=window.batch_size.sum(-1), current=window.batch_size)
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -50,19 +54,25 @@ class DBS:
         pass
 
 
-class SpeedFilter:
-    """Exponentially smoothed log speed per worker: what LB-BSP predicts the next window from.
+class LBBSP:
+    """LB-BSP (Chen et al., SoCC 2020): DBS's rule every window, at the same global batch, on speeds whose log is
+    smoothed exponentially.
 
     weight   of the newest window, in (0, 1]
     jump     a change of log speed beyond this is taken at once: a neighbour came or went, it is not noise
+
+    >>> from dynamix.window import Bounds, Window
+    >>> LBBSP().decide(Window.of([32, 32], compute=[1.0, 3.0]), Bounds.of(2)).tolist()
+    [48, 16]
     """
+
+    boundary: Literal["window", "epoch"] = "window"
 
     def __init__(self, weight: float = 0.5, jump: float = 0.25) -> None:
         self.weight, self.jump = weight, jump
-        self.log_speed: Floats | None = None
+        self.log_speed: Floats | None = None  # (..., W); NaN where a worker was never measured
 
-    def update(self, window: Window) -> Floats:
-        """The smoothed speeds (..., W) after this window; NaN where a worker was never measured."""
+    def decide(self, window: Window, bounds: Bounds) -> Ints:
         with np.errstate(divide="ignore", invalid="ignore"):
             seen = np.log(speeds(window))
         seen = np.where(np.isfinite(seen), seen, np.nan)
@@ -73,7 +83,8 @@ class SpeedFilter:
             old = np.where(np.isnan(old), seen, old)
             step = np.where(np.isnan(seen), 0.0, seen - old)
             self.log_speed = old + np.where(np.abs(step) > self.jump, 1.0, self.weight) * step
-        return np.asarray(np.exp(self.log_speed))
+        wish = in_proportion(window, np.exp(self.log_speed))
+        return project(wish, bounds, total=window.batch_size.sum(-1), current=window.batch_size)
 
     def state_dict(self) -> dict[str, Any]:
         return {"log_speed": None if self.log_speed is None else self.log_speed.tolist()}
@@ -81,29 +92,3 @@ class SpeedFilter:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         saved = state["log_speed"]
         self.log_speed = None if saved is None else np.asarray(saved, dtype=np.float64)
-
-
-class LBBSP:
-    """LB-BSP (Chen et al., SoCC 2020): DBS's rule every window, on smoothed speeds, at the same global batch.
-
-    >>> from dynamix.window import Bounds, Window
-    >>> LBBSP().decide(Window.of([32, 32], compute=[1.0, 3.0]), Bounds.of(2)).tolist()
-    [48, 16]
-    """
-
-    boundary: Literal["window", "epoch"] = "window"
-
-    def __init__(self, weight: float = 0.5, jump: float = 0.25) -> None:
-        self.filter = SpeedFilter(weight, jump)
-
-    def decide(self, window: Window, bounds: Bounds) -> Ints:
-        speed = self.filter.update(window)
-        measured = np.isfinite(speed).any(-1, keepdims=True)
-        wish = np.where(measured, fill_unknown(speed), np.maximum(window.batch_size, 1e-9))
-        return project(wish, bounds, total=window.batch_size.sum(-1), current=window.batch_size)
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.filter.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.filter.load_state_dict(state)

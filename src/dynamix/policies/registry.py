@@ -12,14 +12,14 @@ A caller adds names that need its own facts: `make_policy("reference:256", other
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import importlib
 import importlib.util
+import itertools
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -55,20 +55,13 @@ Kind = Literal["built-in", "file", "class", "other"]
 
 @dataclass(frozen=True, slots=True)
 class PolicyName:
-    """A policy's name, taken apart.
-
-    kind      "built-in" (base: one of `policy_names()`), "file" (base: the path), "class" (base: module or .py file),
-              "other" (base: a name that the caller added)
-    wrappers  "guarded", "learning", outermost first
-    number    behind the colon of `static:SIZE` or of a name that the caller added
-    attribute of a module or .py file
-    """
+    """A policy's name, taken apart."""
 
     kind: Kind
-    base: str
-    wrappers: tuple[str, ...] = ()
-    number: int | None = None
-    attribute: str | None = None
+    base: str  # one of `policy_names()`, a file's path, a class's module or .py file, or a name that the caller added
+    wrappers: tuple[str, ...] = ()  # "guarded", "learning", outermost first
+    number: int | None = None  # behind the colon of `static:SIZE` or of a name that the caller added
+    attribute: str | None = None  # of a module or .py file
 
     def __str__(self) -> str:
         behind = self.attribute if self.number is None else self.number
@@ -88,16 +81,8 @@ def policy_names() -> list[str]:
 def allowed_names(others: Mapping[str, OtherFactory] | None = None) -> str:
     """What may be written for a policy, for messages and help texts."""
     added = [form for name in others or () for form in (name, f"{name}:NUMBER")]
-    forms = [
-        "static:SIZE",
-        *added,
-        "guarded:NAME",
-        "learning:NAME",
-        "FILE.safetensors",
-        "MODULE:CLASS",
-        "FILE.py:CLASS",
-    ]
-    return ", ".join([*policy_names(), *forms])
+    forms = "guarded:NAME, learning:NAME, FILE.safetensors, MODULE:CLASS, FILE.py:CLASS"
+    return ", ".join([*policy_names(), "static:SIZE", *added, forms])
 
 
 def parse_name(name: str, *, others: Mapping[str, OtherFactory] | None = None) -> PolicyName:
@@ -108,13 +93,12 @@ def parse_name(name: str, *, others: Mapping[str, OtherFactory] | None = None) -
     """
     wrappers, rest = _unwrapped(name)
     head, colon, behind = rest.partition(":")
-    known = head in _BUILT_IN or head in (others or {})
-    own = None if known else _CLASS.fullmatch(rest)
+    kind: Kind = "built-in" if head in _BUILT_IN else "other"
+    known = kind == "built-in" or head in (others or {})
     if rest.endswith(".safetensors"):
         return PolicyName("file", rest, wrappers)
-    if own is not None:
+    if not known and (own := _CLASS.fullmatch(rest)):
         return PolicyName("class", own["place"], wrappers, attribute=own["attribute"])
-    kind: Kind = "built-in" if head in _BUILT_IN else "other"
     if known and not colon:
         return PolicyName(kind, head, wrappers)
     if (head == "static" or kind == "other") and known and behind.isdecimal() and int(behind) > 0:
@@ -146,18 +130,14 @@ def make_policy(name: str, *, others: Mapping[str, OtherFactory] | None = None, 
 
 def _unwrapped(name: str) -> tuple[tuple[str, ...], str]:
     """The wrappers in front, outermost first, and what they wrap."""
-    wrappers: list[str] = []
-    head, colon, rest = name.partition(":")
-    inner = name
-    while colon and head in _WRAPPERS:
-        wrappers.append(head)
-        inner = rest
-        head, colon, rest = inner.partition(":")
-    in_order = [wrapper for wrapper in _WRAPPERS if wrapper in wrappers]
+    parts = name.split(":")
+    wrappers = tuple(itertools.takewhile(_WRAPPERS.__contains__, parts[:-1]))
+    inner = ":".join(parts[len(wrappers) :])
+    in_order = tuple(wrapper for wrapper in _WRAPPERS if wrapper in wrappers)
     if wrappers != in_order:
         wanted = ":".join([*in_order, inner])
         raise ConfigError("policy", name, wanted, "a guard watches from outside what learns, and each comes once")
-    return tuple(wrappers), inner
+    return wrappers, inner
 
 
 def _base_policy(name: PolicyName, others: Mapping[str, OtherFactory], options: dict[str, Any]) -> Policy:
@@ -181,9 +161,6 @@ def _named(place: str) -> Callable[..., Policy]:
     return factory
 
 
-# ---------------------------------------------------------------- a researcher's own
-
-
 def _own_policy(name: PolicyName) -> Policy:
     """What the call of a user's class gives. Errors of the user's own code are left as they are."""
     module = _module_of_file(name) if name.base.endswith(".py") else _module(name)
@@ -200,24 +177,17 @@ def _own_policy(name: PolicyName) -> Policy:
 
 
 def _module(name: PolicyName) -> ModuleType:
+    before = list(sys.path)
+    # An installed command does not look here, unlike `python -m`; last, so that nothing installed is hidden.
+    sys.path.append(os.getcwd())
     try:
-        with _working_directory_importable():
-            return importlib.import_module(name.base)
+        return importlib.import_module(name.base)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name.base}.".startswith(f"{error.name}."):
             raise  # the module is there, and imports another that is not
         allowed = f"a module that can be imported here, or {allowed_names()}"
         fix = "check the spelling; modules are looked for where Python does and in the working directory"
         raise ConfigError("policy", str(name), allowed, fix) from error
-
-
-@contextlib.contextmanager
-def _working_directory_importable() -> Iterator[None]:
-    """An installed command does not look there, unlike `python -m`; last, so that nothing installed is hidden."""
-    before = list(sys.path)
-    sys.path.append(os.getcwd())
-    try:
-        yield
     finally:
         sys.path[:] = before
 

@@ -9,7 +9,7 @@ unlike `learned.py`. Where the sources are silent or second-hand the choice is a
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -28,6 +28,7 @@ from dynamix.window import Bounds, Floats, Ints, Window
 
 KIND = "additive"
 PRETRAINED = Path(__file__).parents[1] / "pretrained" / "dynamix-paper.safetensors"
+SLOW = 0.1  # weight of the newest window in the slow average of iteration times
 REFERENCE = 128.0  # the paper's batch size per worker, in which `Actions` is written
 
 OWN_FEATURES = (
@@ -52,17 +53,13 @@ STATE_FAMILIES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Actions:
-    """What a worker may do.
+    """What a worker may do."""
 
-    steps      samples added to a worker's batch size
-    low, high  sizes are clamped to this range; a worker that is outside already may stay where it is
-    scale      "base": all of it is for a job of 128 samples a worker and scales with the user's own batch size (8
-               samples a worker: a step of 25 means 1.6 samples). "samples": literally
-    """
-
-    steps: tuple[float, ...] = (-100.0, -25.0, 0.0, 25.0, 100.0)
-    low: float = 32.0
+    steps: tuple[float, ...] = (-100.0, -25.0, 0.0, 25.0, 100.0)  # samples added to a worker's batch size
+    low: float = 32.0  # sizes are clamped to low, high; a worker that is outside already may stay where it is
     high: float = 1024.0
+    # "base": all of it is for a job of 128 samples a worker and scales with the user's own batch size (8 samples a
+    # worker: a step of 25 means 1.6 samples). "samples": literally.
     scale: Literal["base", "samples"] = "base"
 
     def __post_init__(self) -> None:
@@ -86,13 +83,10 @@ class Actions:
 
 
 class State:
-    """What the paper's state needs beyond one window, for windows of shape (..., W).
+    """What the paper's state needs beyond one window, for windows of shape (..., W)."""
 
-    slow   weight of the newest window in the slow average of iteration times
-    """
-
-    def __init__(self, actions: Actions, *, slow: float = 0.1) -> None:
-        self.actions, self.slow = actions, slow
+    def __init__(self, actions: Actions) -> None:
+        self.actions = actions
         self.log_size: Floats | None = None  # (..., W), log2 samples a window ago
         self.average: Floats | None = None  # (...), log s
         self.last_time: Floats | None = None  # (...)
@@ -108,7 +102,8 @@ class State:
             log_time = np.where(np.isfinite(seconds) & (seconds > 0), np.log(seconds), np.nan)
             log_sigma = 0.5 * np.log(window.noise_scale / window.base_batch)
         average = log_time if self.average is None else np.where(np.isnan(self.average), log_time, self.average)
-        time = _known(log_time - average)
+        time = log_time - average
+        time = np.where(np.isfinite(time), time, 0.0)
         own = np.empty((*shape, len(OWN_FEATURES)))
         own[..., 0] = log_size - np.log2(REFERENCE * self.actions.unit(window))[..., None]
         own[..., 1] = 0.0 if self.log_size is None else np.clip(log_size - self.log_size, -3.0, 3.0)
@@ -116,7 +111,7 @@ class State:
         own[..., 3] = 0.0 if self.last_time is None else np.clip(self.last_time, -3.0, 3.0)[..., None]
         own[..., 4] = np.where(np.isnan(log_sigma), 0.0, np.clip(log_sigma, -5.0, 5.0))[..., None]
         self.log_size, self.last_time = log_size, time
-        self.average = average + self.slow * time
+        self.average = average + SLOW * time
         return own.astype(np.float32)
 
     _FIELDS = ("log_size", "average", "last_time")
@@ -128,6 +123,21 @@ class State:
         for name in self._FIELDS:
             saved = state[name]
             setattr(self, name, None if saved is None else np.asarray(saved, dtype=np.float64))
+
+
+def pooled(hidden: Tensor, mask: Tensor) -> Tensor:
+    """Mean and maximum over the active workers (N, W) of values (N, W, H) in [-1, 1]: (N, 2 H)."""
+    if bool(mask.all()):
+        return torch.cat([hidden.sum(1) / hidden.shape[1], hidden.amax(1)], -1)
+    weight = mask.unsqueeze(-1).to(hidden.dtype)
+    mean = (hidden * weight).sum(1) / weight.sum(1).clamp(min=1)
+    return torch.cat([mean, (hidden * weight - 2 * (1 - weight)).amax(1)], -1)
+
+
+def flat(observed: NDArray[np.float32], active: NDArray[np.bool_]) -> tuple[Tensor, Tensor]:
+    """Observations (..., W, F) and active workers (..., W) as a network takes them: (N, W, F), (N, W)."""
+    rows = np.ascontiguousarray(observed).reshape(-1, *observed.shape[-2:])
+    return torch.from_numpy(rows), torch.from_numpy(np.ascontiguousarray(active).reshape(-1, active.shape[-1]))
 
 
 class AdditiveNet(nn.Module):
@@ -157,12 +167,9 @@ class AdditiveNet(nn.Module):
     def forward(self, observed: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         """Observations (N, W, F) and active workers (N, W) to logits (N, W, A) and values (N,)."""
         hidden = self.encode(observed)
-        weight = mask.unsqueeze(-1).to(hidden.dtype)
-        mean = (hidden * weight).sum(1) / weight.sum(1).clamp(min=1)
-        peak = (hidden * weight - 2 * (1 - weight)).amax(1)
-        pooled = torch.cat([mean, peak], -1)
-        logits = self.head(torch.tanh(self.own(hidden) + self.context(pooled).unsqueeze(1)))
-        return logits, self.critic(pooled).squeeze(-1)
+        of_all = pooled(hidden, mask)
+        logits = self.head(torch.tanh(self.own(hidden) + self.context(of_all).unsqueeze(1)))
+        return logits, self.critic(of_all).squeeze(-1)
 
     def mean_action(self, observed: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         """The expected step as log share (N, W), zero mean, and log global growth (N,): for learning on a real job."""
@@ -178,8 +185,7 @@ class AdditiveNet(nn.Module):
 
     def divergence(self, other: AdditiveNet, observed: Tensor, mask: Tensor) -> Tensor:
         """Mean KL divergence per worker, nats, of this policy from `other`'s on these observations."""
-        mine = self(observed, mask)[0].log_softmax(-1)
-        theirs = other(observed, mask)[0].log_softmax(-1)
+        mine, theirs = (net(observed, mask)[0].log_softmax(-1) for net in (self, other))
         of_workers: Tensor = (mine.exp() * (mine - theirs)).sum(-1) * mask
         return of_workers.sum() / mask.sum().clamp(min=1)
 
@@ -190,10 +196,9 @@ class AdditiveNet(nn.Module):
         For what training never varied: the simulator measures no network, and weights that never met a number would
         turn a real one into noise.
         """
-        first = self.encode[0]
-        assert isinstance(first, nn.Linear)
-        first.bias.add_(first.weight[:, constant] @ value[constant])
-        first.weight[:, constant] = 0.0
+        weight, bias = (self.encode[0].get_parameter(name) for name in ("weight", "bias"))
+        bias.add_(weight[:, constant] @ value[constant])
+        weight[:, constant] = 0.0
 
 
 class AdditivePolicy:
@@ -213,17 +218,12 @@ class AdditivePolicy:
     def __init__(
         self, net: AdditiveNet | None = None, *, without: Sequence[str] = (), about: dict[str, Any] | None = None
     ) -> None:
-        unknown = set(without) - set(STATE_FAMILIES)
-        if unknown:
-            raise ConfigError("without", sorted(unknown)[0], ", ".join(STATE_FAMILIES), "name families of the state")
+        self._kept = kept_features(without)
         self.net = (net or AdditiveNet()).eval()
-        self.without, self.about = tuple(without), about or {}
-        self.state = State(self.net.actions)
-        self._kept = kept_features(self.without)
+        self.without, self.about, self.state = tuple(without), about or {}, State(self.net.actions)
 
     def decide(self, window: Window, bounds: Bounds) -> Ints:
-        chosen = self.choose(self.observe(window), window.batch_size > 0)
-        return self.allocate(window, bounds, chosen)
+        return self.allocate(window, bounds, self.choose(self.observe(window), window.batch_size > 0))
 
     def observe(self, window: Window) -> NDArray[np.float32]:
         """Update the state and return what the network sees, (..., W, F)."""
@@ -233,11 +233,9 @@ class AdditivePolicy:
 
     def choose(self, observed: NDArray[np.float32], active: NDArray[np.bool_]) -> Ints:
         """Index of the likeliest action of each worker, (..., W)."""
-        lead, (workers, inputs) = observed.shape[:-2], observed.shape[-2:]
         with torch.inference_mode():
-            flat = torch.from_numpy(np.ascontiguousarray(observed).reshape(-1, workers, inputs))
-            logits, _ = self.net(flat, torch.from_numpy(np.ascontiguousarray(active).reshape(-1, workers)))
-        chosen: Ints = logits.argmax(-1).numpy().reshape(*lead, workers)
+            logits, _ = self.net(*flat(observed, active))
+        chosen: Ints = logits.argmax(-1).numpy().reshape(observed.shape[:-1])
         return chosen
 
     def allocate(self, window: Window, bounds: Bounds, chosen: Ints) -> Ints:
@@ -254,22 +252,16 @@ class AdditivePolicy:
 
     def save(self, path: str | Path) -> None:
         """Write `path` (safetensors) and its description beside it (`.json`); never pickle."""
-        described = {
-            **self.about,
-            "actions": dataclasses.asdict(self.net.actions),
-            "without": list(self.without),
-        }
-        write_policy(path, KIND, self.net, described, features=INPUTS)
+        own = {"actions": dataclasses.asdict(self.net.actions), "without": list(self.without)}
+        write_policy(path, KIND, self.net, {**self.about, **own}, features=INPUTS)
 
     @classmethod
     def load(cls, path: str | Path) -> AdditivePolicy:
         """The policy in a file written by `save`. Raises `PolicyFileError` if it cannot be trusted."""
         about, weights = read_policy(path, KIND, features=INPUTS)
         try:
-            known = dict(about["actions"])
-            net = AdditiveNet(
-                Actions(**{**known, "steps": tuple(known["steps"])}), hidden=about["architecture"]["hidden"]
-            )
+            actions = Actions(**{**about["actions"], "steps": tuple(about["actions"]["steps"])})
+            net = AdditiveNet(actions, hidden=about["architecture"]["hidden"])
             policy = cls(net, without=about["without"], about=about)
         except (KeyError, TypeError, ValueError) as error:
             allowed = "actions, and families of the state that it is without"
@@ -278,21 +270,25 @@ class AdditivePolicy:
         return policy
 
 
+def kept(names: Sequence[str], groups: Mapping[str, Sequence[str]], without: Sequence[str]) -> NDArray[np.float32]:
+    """1 for inputs (F,) that remain, 0 for those of the groups `without`. Raises `ConfigError` for unknown groups."""
+    unknown = sorted(set(without) - set(groups))
+    if unknown:
+        raise ConfigError("without", unknown[0], ", ".join(groups), "name groups of features")
+    left_out = {name for group in without for name in groups[group]}
+    return np.array([name not in left_out for name in names], dtype=np.float32)
+
+
 def kept_features(without: Sequence[str]) -> NDArray[np.float32]:
-    """1 for inputs (F,) that remain, 0 for those of the families named.
+    """1 for inputs (F,) that remain, 0 for those of the families named; a feature's mean and maximum go with it.
 
     >>> int(len(kept_features(())) - kept_features(("network",)).sum())    # four features, their means and maxima
     12
     """
-    masked = {name for family in without for name in STATE_FAMILIES[family]}
     names = [name.removeprefix("mean_").removeprefix("max_") for name in FEATURES]
-    return np.array([name not in masked for name in (*names, *OWN_FEATURES)], dtype=np.float32)
+    return kept((*names, *OWN_FEATURES), STATE_FAMILIES, without)
 
 
 def pretrained(**options: Any) -> AdditivePolicy:
     """The policy that ships as `dynamix-paper`; `path=` names another file."""
     return AdditivePolicy.load(options.pop("path", PRETRAINED), **options)
-
-
-def _known(x: Floats) -> Floats:
-    return np.where(np.isfinite(x), x, 0.0)

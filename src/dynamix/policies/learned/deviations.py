@@ -17,37 +17,29 @@ MOST_SHARE_SD, MOST_GLOBAL_SD, MOST_LOSS = 0.03, 0.10, 0.01
 
 @dataclass(frozen=True, slots=True)
 class LiveConfig:
-    """Settings of learning on a real job; all ours. Raises `ConfigError` beyond the limits that users rely on.
+    """Settings of learning on a real job; all ours. Raises `ConfigError` beyond the limits that users rely on."""
 
-    share_sd, global_sd   standard deviation of a deviation: of log share, of log global batch (at most 0.03 and 0.10)
-    max_loss       fraction of the job's time that deviations may be expected to cost (at most 0.01); when it is spent,
-                   nothing is tried until time has gone by
-    kl_limit       nats, mean per worker, that the policy may move from the one loaded
-    memory, rows   newest deviations learned from; at most so many, and so many workers times windows, a gradient step
-    every_s        seconds of training between gradient steps at least: a step costs some milliseconds of rank 0, beside
-                   its training step. Counted in the windows' own time, so that a resumed job does the same
-    warm_up        windows before the first deviation: the model that prices them must be fitted
-    draws          deviations whose mean price is the expected loss of one
-    """
-
-    share_sd: float = 0.03
-    global_sd: float = 0.10
+    share_sd: float = 0.03  # standard deviation of a deviation of log share, at most 0.03
+    global_sd: float = 0.10  # the same of log global batch, at most 0.10
+    # Fraction of the job's time that deviations may be expected to cost, at most 0.01; when it is spent, nothing is
+    # tried until time has gone by.
     max_loss: float = 0.01
-    kl_limit: float = 0.5
+    kl_limit: float = 0.5  # nats, mean per worker, that the policy may move from the one loaded
     learning_rate: float = 3e-4
     clip: float = 0.2
-    memory: int = 32
-    rows: int = 2048
+    memory: int = 32  # newest deviations learned from, at most
+    rows: int = 2048  # workers times windows of a gradient step, at most
+    # Seconds of training between gradient steps, at least: a step costs some milliseconds of rank 0, beside training.
+    # Counted in the windows' own time, so that a resumed job does the same.
     every_s: float = 1.0
-    warm_up: int = 5
-    draws: int = 8
+    warm_up: int = 5  # windows before the first deviation: the model that prices them must be fitted
+    draws: int = 8  # deviations whose mean price is the expected loss of one
 
     def __post_init__(self) -> None:
         limits = {"share_sd": MOST_SHARE_SD, "global_sd": MOST_GLOBAL_SD, "max_loss": MOST_LOSS}
         for name, most in limits.items():
             if not 0 <= getattr(self, name) <= most:
-                fix = "0 tries nothing"
-                raise ConfigError(name, getattr(self, name), f"0 to {most}", fix)
+                raise ConfigError(name, getattr(self, name), f"0 to {most}", "0 tries nothing")
         for entry in fields(self):
             if entry.name not in limits and not getattr(self, entry.name) > 0:
                 raise ConfigError(entry.name, getattr(self, entry.name), "more than 0", "see LiveConfig")
@@ -77,6 +69,16 @@ class Pending:
     sizes: Ints  # (N, W) answered
     total: Floats  # (N,) of the policy's own answer
     log_step: Floats  # (N,) expected of it
+
+    def state_dict(self) -> dict[str, Any]:
+        arrays = {name: getattr(self, name).tolist() for name in ("sizes", "total", "log_step")}
+        return {"trial": self.trial.state_dict(), **arrays}
+
+    @classmethod
+    def of(cls, state: dict[str, Any]) -> Pending:
+        """The inverse of `state_dict`."""
+        total, log_step = (np.asarray(state[name], np.float64) for name in ("total", "log_step"))
+        return cls(Trial(**state["trial"]), np.asarray(state["sizes"], np.int64), total, log_step)
 
 
 def means(net: nn.Module, observed: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:

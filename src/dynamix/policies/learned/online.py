@@ -56,16 +56,13 @@ class LearningPolicy:
         self.fitted, self.reference = FittedModel(), SlowAverage()
         self.trials: list[Trial] = []
         self.windows = self.tried = self.updates = 0
-        self.elapsed_s: Floats = np.zeros(0)  # (N,)
-        self.spent_s: Floats = np.zeros(0)  # (N,) expected loss of all trials
+        self.elapsed_s = self.spent_s = np.zeros(0)  # (N,); expected loss of all trials
         self.divergence = self.learning_s = self.longest_s = self.learned_at_s = 0.0
         self._pending: Pending | None = None
         self._owed = self._capturing = False
         self._seen: tuple[Tensor, Tensor] | None = None
         self._regret = float("nan")
         self._lock = threading.RLock()
-
-    # ------------------------------------------------------------ deciding
 
     def fit_model(self, window: Window) -> JobModel:
         """Take in `window` ahead of `decide`; the job model after it, the policy's own if it decides by one."""
@@ -107,20 +104,11 @@ class LearningPolicy:
 
     def report(self, *, asked: bool = True) -> dict[str, Any]:
         """The policy's own report, and as `learning` what was tried, what it may have cost, where the policy is."""
-        return {**report_of(self.policy, asked=asked), "learning": self._progress()}
-
-    def _progress(self) -> dict[str, Any]:
         elapsed = float(self.elapsed_s.sum())
-        return {
-            "windows": self.windows,
-            "tried": self.tried,
-            "updates": self.updates,
-            "expected_loss": float(self.spent_s.sum()) / elapsed if elapsed else 0.0,
-            "divergence": self.divergence,
-            "regret": self._regret,
-            "learning_s": self.learning_s,
-            "longest_s": self.longest_s,
-        }
+        expected_loss = float(self.spent_s.sum()) / elapsed if elapsed else 0.0
+        counted = {name: getattr(self, name) for name in ("windows", *_COUNTED) if name != "learned_at_s"}
+        learning = {**counted, "expected_loss": expected_loss, "regret": self._regret}
+        return {**report_of(self.policy, asked=asked), "learning": learning}
 
     def save(self, path: str | Path) -> None:
         """Write the policy as it is now to a file of its kind, to serve elsewhere without learning."""
@@ -161,9 +149,8 @@ class LearningPolicy:
         known = applied & np.isfinite(worth)
         if known.any():
             pending.trial.worth = torch.from_numpy(np.where(known, worth, np.nan)).float()
-            self.trials = [*self.trials, pending.trial][-self._memory(workers, len(seconds)) :]
-
-    # ------------------------------------------------------------ trying
+            newest = max(min(self.config.memory, self.config.rows // (workers * len(seconds))), LEAST_WINDOWS)
+            self.trials = [*self.trials, pending.trial][-newest:]
 
     def _deviate(self, model: JobModel, window: Window, bounds: Bounds, answer: Ints) -> Ints:
         """The answer, or one a little beside it where that is affordable."""
@@ -198,9 +185,8 @@ class LearningPolicy:
         with np.errstate(divide="ignore", invalid="ignore"):
             share = np.where(active, np.log(tried / greedy), 0.0)
             growth = np.log(tried.sum(-1) / greedy.sum(-1))
-        share = np.where(
-            active, share - share.sum(-1, keepdims=True) / np.maximum(active.sum(-1, keepdims=True), 1), 0.0
-        )
+        mean = share.sum(-1, keepdims=True) / np.maximum(active.sum(-1, keepdims=True), 1)
+        share = np.where(active, share - mean, 0.0)
         self.spent_s = self.spent_s + np.where(differs, np.nan_to_num(price_s), 0.0)
         self.tried += int(differs.sum())
         if not differs.any() or self._seen is None:
@@ -209,21 +195,11 @@ class LearningPolicy:
         with torch.no_grad():
             mean_share, mean_growth = means(self.net, observed, mask)
         kept = torch.from_numpy(differs)
-        trial = Trial(
-            observed,
-            mask,
-            torch.from_numpy(share).float() * kept[:, None] * of_share,
-            torch.from_numpy(growth).float() * kept * (not of_share),
-            mean_share,
-            mean_growth,
-            torch.full((len(greedy),), torch.nan),
-        )
+        of_shares = torch.from_numpy(share).float() * kept[:, None] * of_share
+        of_growth = torch.from_numpy(growth).float() * kept * (not of_share)
+        unknown = torch.full((len(greedy),), torch.nan)
+        trial = Trial(observed, mask, of_shares, of_growth, mean_share, mean_growth, unknown)
         self._pending = Pending(trial, tried.copy(), greedy.sum(-1), expected)
-
-    # ------------------------------------------------------------ learning
-
-    def _memory(self, workers: int, clusters: int) -> int:
-        return max(min(self.config.memory, self.config.rows // (workers * clusters)), LEAST_WINDOWS)
 
     def _gradient_step(self) -> None:
         """One clipped policy-gradient step on the newest trials, kept within the divergence allowed."""
@@ -272,26 +248,16 @@ class LearningPolicy:
         c = self.config
         return float(of_share / (2 * max(c.share_sd, 1e-3) ** 2) + of_growth / (2 * max(c.global_sd, 1e-3) ** 2))
 
-    # ------------------------------------------------------------ state
-
     def state_dict(self) -> dict[str, Any]:
         """Policy, learner, optimizer, random generator, budget and what was tried: to go on exactly."""
         with self._lock:
-            pending = self._pending
             return {
                 "policy": self.policy.state_dict(),
                 "learned": self._learned(),
                 "model": self.fitted.state_dict(self.policy),
                 "reference": saved(self.reference),
                 "trials": [trial.state_dict() for trial in self.trials],
-                "pending": None
-                if pending is None
-                else {
-                    "trial": pending.trial.state_dict(),
-                    "sizes": pending.sizes.tolist(),
-                    "total": pending.total.tolist(),
-                    "log_step": pending.log_step.tolist(),
-                },
+                "pending": None if self._pending is None else self._pending.state_dict(),
                 "owed": self._owed,
                 "windows": self.windows,
             }
@@ -308,23 +274,11 @@ class LearningPolicy:
             self.fitted.load_state_dict(state)
             self.reference = restored(self.reference, state["reference"])
             self.trials = [Trial(**trial) for trial in state["trials"]]
-            pending = state["pending"]
-            self._pending = (
-                None
-                if pending is None
-                else Pending(
-                    Trial(**pending["trial"]),
-                    np.asarray(pending["sizes"], np.int64),
-                    np.asarray(pending["total"], np.float64),
-                    np.asarray(pending["log_step"], np.float64),
-                )
-            )
+            self._pending = None if state["pending"] is None else Pending.of(state["pending"])
             self._owed, self.windows = bool(state["owed"]), int(state["windows"])
 
     def carry_over(self, state: dict[str, Any]) -> None:
-        """Take from the state of a job with another number of workers what does not depend on it: all that was
-        learned.
-        """
+        """Take all that was learned from the state of a job with another number of workers."""
         with self._lock:
             if "learned" in state:
                 self._load_learned(state["learned"])
@@ -388,9 +342,8 @@ def _price(model: JobModel, lead: tuple[int, ...], greedy: Floats, wished: Float
 def learning(policy: Policy, learn: bool | LiveConfig) -> Policy:
     """`policy`, made to learn if `learn` says so."""
     if not isinstance(learn, bool | LiveConfig):
-        raise ConfigError(
-            "learn", learn, "True, False or a LiveConfig", "see dynamix.policies.learned.deviations.LiveConfig"
-        )
+        fix = "see dynamix.policies.learned.deviations.LiveConfig"
+        raise ConfigError("learn", learn, "True, False or a LiveConfig", fix)
     if isinstance(policy, LearningPolicy):
         if isinstance(learn, LiveConfig) and learn != policy.config:
             raise ConfigError("learn", learn, "what the policy already learns by", "give the policy without learning:")

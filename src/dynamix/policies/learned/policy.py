@@ -16,13 +16,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from dynamix.errors import ConfigError, PolicyFileError
+from dynamix.errors import PolicyFileError
 from dynamix.features import LOCAL_FEATURES, local_features
 from dynamix.model import JobModel
 from dynamix.policies.files import fill_network, read_policy, write_policy
 from dynamix.policies.fitted import FittedModel
 from dynamix.policies.goodput import worth_changing
-from dynamix.policies.learned.additive import STATE_FAMILIES
+from dynamix.policies.learned.additive import STATE_FAMILIES, flat, kept, pooled
 from dynamix.policies.learned.residual import OWN_FEATURES, Foretold, ResidualMemory
 from dynamix.projection import project
 from dynamix.window import Bounds, Floats, Ints, Window
@@ -64,7 +64,7 @@ class ResidualNet(nn.Module):
     def __init__(self, inputs: int = len(INPUTS), hidden: int = 64, *, without: Sequence[str] = ()) -> None:
         super().__init__()
         self.inputs, self.hidden = inputs, hidden
-        self.kept = None if not without else torch.from_numpy(kept_inputs(without))
+        self.kept = None if not without else torch.from_numpy(kept(INPUTS, FEATURE_GROUPS, without))
         self.encode = nn.Sequential(nn.Linear(inputs, hidden), nn.Tanh(), nn.Linear(hidden, hidden), nn.Tanh())
         self.own = nn.Linear(hidden, hidden)
         self.context = nn.Linear(2 * hidden, hidden, bias=False)  # once a cluster, not once a worker
@@ -74,23 +74,15 @@ class ResidualNet(nn.Module):
         self.log_std_local = nn.Parameter(torch.full((1,), -2.5))
         self.log_std_shared = nn.Parameter(torch.full((1,), -2.5))
         for head in (self.local, self.shared, self.critic):
-            last = head[-1]
-            assert isinstance(last, nn.Linear)
-            nn.init.zeros_(last.weight)
-            nn.init.zeros_(last.bias)
+            for parameter in head[-1].parameters():
+                nn.init.zeros_(parameter)
 
     def forward(self, observed: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Observations (N, W, F) and active workers (N, W) to means (N, W, 1), (N, 1) and values (N,)."""
         hidden = self.encode(observed if self.kept is None else observed * self.kept)
-        if bool(mask.all()):
-            mean, peak = hidden.sum(1) / hidden.shape[1], hidden.amax(1)
-        else:
-            weight = mask.unsqueeze(-1).to(hidden.dtype)
-            mean = (hidden * weight).sum(1) / weight.sum(1).clamp(min=1)
-            peak = (hidden * weight - 2 * (1 - weight)).amax(1)
-        pooled = torch.cat([mean, peak], -1)
-        local = self.local(self.own(hidden) + self.context(pooled).unsqueeze(1))
-        return local, self.shared(pooled), self.critic(pooled).squeeze(-1)
+        of_all = pooled(hidden, mask)
+        local = self.local(self.own(hidden) + self.context(of_all).unsqueeze(1))
+        return local, self.shared(of_all), self.critic(of_all).squeeze(-1)
 
     def answer(self, observed: NDArray[np.float32], active: NDArray[np.bool_]) -> tuple[Floats, Floats]:
         """`forward` of one cluster, (W, F) and (W,), without its value: in NumPy, whose calls cost less than torch's
@@ -105,32 +97,17 @@ class ResidualNet(nn.Module):
             hidden = np.tanh(linear(self.encode[2], np.tanh(linear(self.encode[0], seen))))
             here = active[:, None]
             mean = (hidden * here).sum(0) / max(int(active.sum()), 1)
-            pooled = np.concatenate([mean, np.where(here, hidden, np.float32(-2.0)).max(0)])
-            local = linear(self.local[1], np.tanh(linear(self.own, hidden) + linear(self.context, pooled)))
-            shared = linear(self.shared[2], np.tanh(linear(self.shared[0], pooled)))
+            of_all = np.concatenate([mean, np.where(here, hidden, np.float32(-2.0)).max(0)])
+            local = linear(self.local[1], np.tanh(linear(self.own, hidden) + linear(self.context, of_all)))
+            shared = linear(self.shared[2], np.tanh(linear(self.shared[0], of_all)))
         return local[:, 0].astype(np.float64), shared[0].astype(np.float64)
 
     @torch.no_grad()
     def fold(self) -> None:
         """Put what it does without into the weights: the file is then an ordinary one."""
-        first = self.encode[0]
-        assert isinstance(first, nn.Linear)
         if self.kept is not None:
-            first.weight.mul_(self.kept)
+            self.encode[0].get_parameter("weight").mul_(self.kept)
             self.kept = None
-
-
-def kept_inputs(without: Sequence[str]) -> NDArray[np.float32]:
-    """1 for inputs (F,) that remain, 0 for those of the groups named. Raises `ConfigError` for unknown groups.
-
-    >>> int((kept_inputs(["elasticity"]) == 0).sum())
-    5
-    """
-    unknown = sorted(set(without) - set(FEATURE_GROUPS))
-    if unknown:
-        raise ConfigError("without", unknown[0], ", ".join(FEATURE_GROUPS), "name groups of features")
-    left_out = {name for group in without for name in FEATURE_GROUPS[group]}
-    return np.array([name not in left_out for name in INPUTS], dtype=np.float32)
 
 
 class LearnedPolicy:
@@ -146,15 +123,12 @@ class LearnedPolicy:
     """
 
     def __init__(self, net: ResidualNet | None = None, *, about: dict[str, Any] | None = None) -> None:
-        self.net = (net or ResidualNet()).eval()
-        self.about = about or {}
+        self.net, self.about = (net or ResidualNet()).eval(), about or {}
         self.trust = float(self.about.get("trust", TRUST))
         self.memory, self.fitted = ResidualMemory(), FittedModel()
 
     def fit_model(self, window: Window) -> JobModel:
-        """Take in `window` ahead of `decide`; the job model after it. With another number of workers all begins
-        anew.
-        """
+        """Take in `window` ahead of `decide`; the job model after it. With other workers all begins anew."""
         if self.memory.is_of_others(window):
             self.memory = ResidualMemory()
             self.fitted.forget()
@@ -174,14 +148,12 @@ class LearnedPolicy:
 
     def act(self, observed: NDArray[np.float32], active: NDArray[np.bool_]) -> tuple[Floats, Floats]:
         """The mean action: delta (..., W) and g (...)."""
-        lead, (workers, inputs) = observed.shape[:-2], observed.shape[-2:]
+        lead, workers = observed.shape[:-2], observed.shape[-2]
         if not lead and workers <= FEW_WORKERS and not self.net._forward_hooks:  # a hook learns from what it was shown
             return self.net.answer(observed, active)
         with torch.inference_mode():
-            flat = torch.from_numpy(np.ascontiguousarray(observed).reshape(-1, workers, inputs))
-            local, shared, _ = self.net(flat, torch.from_numpy(np.ascontiguousarray(active).reshape(-1, workers)))
-        delta = local.squeeze(-1).double().numpy().reshape(*lead, workers)
-        return delta, shared.squeeze(-1).double().numpy().reshape(lead)
+            local, shared, _ = (out.double().numpy() for out in self.net(*flat(observed, active)))
+        return local.reshape(*lead, workers), shared.reshape(lead)
 
     def allocate(self, window: Window, bounds: Bounds, delta: Floats, growth: Floats) -> Ints:
         """The allocation of an action, around the rule's answer to the window observed last."""
@@ -189,16 +161,13 @@ class LearnedPolicy:
         delta = np.where(active & np.isfinite(delta), delta, 0.0)
         delta = delta - delta.sum(-1, keepdims=True) / np.maximum(active.sum(-1, keepdims=True), 1)
         delta = np.minimum(np.maximum(np.where(active, delta, 0.0), -DELTA_LIMIT), DELTA_LIMIT)
-        growth = np.where(
-            self.fitted.now.guided, np.clip(np.where(np.isnan(growth), 0.0, growth), LEAST_GROWTH, MOST_GROWTH), 0.0
-        )
+        guided, measured = self.fitted.now.guided, self.fitted.now.measured[..., None]
+        growth = np.clip(np.where(np.isnan(growth) | ~guided, 0.0, growth), LEAST_GROWTH, MOST_GROWTH)
         moved = wish * np.exp(delta)
         whole = wish.sum(-1) / np.maximum(moved.sum(-1), 1e-9) * np.exp(growth)
         low, high = self.trusted(window)
-        sizes = np.where(
-            self.fitted.now.measured[..., None], np.minimum(np.maximum(moved * whole[..., None], low), high), wish
-        )
-        total = np.where(self.fitted.now.guided, sizes.sum(-1), wish.sum(-1))
+        sizes = np.where(measured, np.minimum(np.maximum(moved * whole[..., None], low), high), wish)
+        total = np.where(guided, sizes.sum(-1), wish.sum(-1))
         return project(sizes, bounds, total=total, current=window.batch_size)
 
     def trusted(self, window: Window) -> tuple[Floats, Floats]:

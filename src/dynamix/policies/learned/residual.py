@@ -17,42 +17,48 @@ from dynamix.window import Bounds, Floats, Window
 
 OWN_FEATURES = (
     # the rule's answer and its model of this worker
-    "move",             # log(rule's size / size in force)
-    "rule_share",       # log(rule's size / mean of the rule's sizes)
+    "move",  # log(rule's size / size in force)
+    "rule_share",  # log(rule's size / mean of the rule's sizes)
     "rule_elasticity",  # of its line at the size in force
-    "rule_to_cap",      # log(rule's size / largest allowed)
-    "to_cap",           # log(size in force / largest allowed)
-    "at_cap",           # share of recent windows at the largest size
-    "coarse",           # 1 / size in force: what rounding does
-    "uncertainty",      # log sd of the rule's level of this worker
-    "jitter",           # log sd of one step's seconds
+    "rule_to_cap",  # log(rule's size / largest allowed)
+    "to_cap",  # log(size in force / largest allowed)
+    "at_cap",  # share of recent windows at the largest size
+    "coarse",  # 1 / size in force: what rounding does
+    "uncertainty",  # log sd of the rule's level of this worker
+    "jitter",  # log sd of one step's seconds
     # how its predictions came true
-    "surprise",         # log(measured / predicted seconds)
-    "last_surprise",    # the same, a window earlier
-    "older_surprise",   # and two windows earlier
-    "residue",          # log(measured / fitted seconds): what the rule took for noise
-    "from_slow",        # fitted log seconds at the base share less their slow average
-    "from_best",        # the same less their slowly forgotten minimum: is this worker slowed down?
-    "age",              # windows since its last jump, log
-    "hazard",           # share of recent windows with a jump
-    "last_share",       # share of recent windows in which it was the slowest
+    "surprise",  # log(measured / predicted seconds)
+    "last_surprise",  # the same, a window earlier
+    "older_surprise",  # and two windows earlier
+    "residue",  # log(measured / fitted seconds): what the rule took for noise
+    "from_slow",  # fitted log seconds at the base share less their slow average
+    "from_best",  # the same less their slowly forgotten minimum: is this worker slowed down?
+    "age",  # windows since its last jump, log
+    "hazard",  # share of recent windows with a jump
+    "last_share",  # share of recent windows in which it was the slowest
     # how its time really grows
-    "change",           # log(size in force / size of the window before)
-    "swing",            # how far recent changes undid each other
-    "warned",           # log seconds the rule's answer costs beyond its line, by elasticities learned size by size
-    "steep_below", "steep_above",   # learned elasticity beyond the line's, just below and above the size in force
-    "known_below", "known_above",   # how much of that is known
+    "change",  # log(size in force / size of the window before)
+    "swing",  # how far recent changes undid each other
+    "warned",  # log seconds the rule's answer costs beyond its line, by elasticities learned size by size
+    *("steep_below", "steep_above"),  # learned elasticity beyond the line's, just below and above the size in force
+    *("known_below", "known_above"),  # how much of that is known
     # global
-    "rule_growth",      # log(rule's global batch / the one in force)
-    "growth",           # log(global batch / that of the window before)
-    "step_surprise",    # log(measured / predicted seconds of a step)
-    "spread",           # log(slowest worker's mean / slowest mean worker)
-    "noise_ratio",      # smoothed log(noise scale / global batch)
+    "rule_growth",  # log(rule's global batch / the one in force)
+    "growth",  # log(global batch / that of the window before)
+    "step_surprise",  # log(measured / predicted seconds of a step)
+    "spread",  # log(slowest worker's mean / slowest mean worker)
+    "noise_ratio",  # smoothed log(noise scale / global batch)
     "measuring_error",  # log sd of times beyond jitter
-    "windows",          # seen so far, log
-    "steps",            # of a window, log
-)  # fmt: skip
+    "windows",  # seen so far, log
+    "steps",  # of a window, log
+)
 JUMP = 0.2  # log seconds: a surprise beyond this counts as a jump of speed
+
+# What `ResidualMemory.per_worker` keeps.
+_WORKER = (
+    *("last_surprise", "older_surprise", "slow", "best", "windows_since", "jumps", "last_share", "at_cap"),
+    *("log_batch", "change", "swing"),
+)
 
 
 class Foretold(NamedTuple):
@@ -91,19 +97,16 @@ class ResidualMemory:
         shape = window.batch_size.shape
         first = self.windows == 0
         if first:
-            self.per_worker = np.zeros((len(_WORKER), *shape))
-            self.total = np.full(shape[:-1], np.nan)
+            self.per_worker, self.total = np.zeros((len(_WORKER), *shape)), np.full(shape[:-1], np.nan)
         past = dict(zip(_WORKER, self.per_worker, strict=True))
         batch, busy = window.batch_size.astype(np.float64), busy_seconds(window)
         unit = base_total(window)[..., None] / window.workers
-        surprise, step_surprise = (0.0 * batch, 0.0 * batch[..., 0])
-        if not first:
-            surprise, step_surprise = _surprises(self.foretold, window, batch, busy)
+        nothing = 0.0 * batch, 0.0 * batch[..., 0]
+        surprise, step_surprise = nothing if first else _surprises(self.foretold, window, batch, busy)
         self.wish = wish(model, window, bounds)
         alpha, beta = model.line
         self.curve = self.curve.update(unit, batch, busy)
-        own = self._of_rule(model, window, bounds, unit)
-        own |= self._of_curve(model, unit, batch)
+        own = self._of_rule(model, window, bounds, unit) | self._of_curve(model, unit, batch)
         own |= self._of_time(past, np.log(np.maximum(alpha + beta * unit, 1e-12)), surprise, first)
         with np.errstate(divide="ignore", invalid="ignore"):
             own["residue"] = np.log(busy / (alpha + beta * batch))
@@ -114,18 +117,16 @@ class ResidualMemory:
         undone = np.where(own["change"] * past["change"] < 0, np.minimum(abs(own["change"]), abs(past["change"])), 0.0)
         own["swing"] = _follow(past["swing"], undone, 0.3)
         total = np.log(np.maximum(batch.sum(-1), 1.0))
-        own["growth"] = _wide(total - self.total)
-        own["step_surprise"] = _wide(step_surprise)
-        self.windows += 1
+        own["growth"], own["step_surprise"] = _wide(total - self.total), _wide(step_surprise)
+        self.total, self.windows = total, self.windows + 1
         own["windows"] = np.asarray(np.log(self.windows) / 2 - 1)
-        self.total = total
         kept = {**own, "log_batch": log_batch, "older_surprise": past["last_surprise"], "last_surprise": surprise}
         own["older_surprise"], own["last_surprise"] = past["older_surprise"], past["last_surprise"]
-        remembered = np.empty((len(_WORKER), *shape))
-        for row, name in zip(remembered, _WORKER, strict=True):
-            row[...] = kept[name]
-        self.per_worker = _known(remembered)
-        return self._stacked(own, shape)
+        self.per_worker = _known(_stacked(kept, _WORKER, shape))
+        # A feature at a time, which is faster than a worker at a time.
+        features = _known(_stacked(own, OWN_FEATURES, shape))
+        np.minimum(np.maximum(features, -3.0, out=features), 3.0, out=features)
+        return np.ascontiguousarray(np.moveaxis(features, 0, -1), dtype=np.float32)
 
     def _of_rule(self, model: JobModel, window: Window, bounds: Bounds, unit: Floats) -> dict[str, Floats]:
         batch, (alpha, beta) = np.maximum(window.batch_size, 0.5), model.line
@@ -149,14 +150,10 @@ class ResidualMemory:
             }
 
     def _of_curve(self, model: JobModel, unit: Floats, batch: Floats) -> dict[str, Floats]:
-        curve = self.curve
-        excess = curve.excess(unit, *model.line)
-        steep, known = curve.around(excess, unit, batch)
-        return {
-            "warned": curve.beyond(excess, unit, batch, self.wish),
-            "steep_below": steep[..., 0], "steep_above": steep[..., 1],
-            "known_below": known[..., 0], "known_above": known[..., 1],
-        }  # fmt: skip
+        excess = self.curve.excess(unit, *model.line)
+        steep, known = (np.moveaxis(x, -1, 0) for x in self.curve.around(excess, unit, batch))
+        beside = {"steep_below": steep[0], "steep_above": steep[1], "known_below": known[0], "known_above": known[1]}
+        return {"warned": self.curve.beyond(excess, unit, batch, self.wish), **beside}
 
     @staticmethod
     def _of_time(past: dict[str, Floats], level: Floats, surprise: Floats, first: bool) -> dict[str, Floats]:
@@ -165,20 +162,9 @@ class ResidualMemory:
         best = level if first else past["best"] + np.where(level < past["best"], 0.5, 0.01) * (level - past["best"])
         jump = np.abs(surprise) > JUMP
         age, jumps = np.where(jump, 0.0, past["windows_since"] + 1), _follow(past["jumps"], jump, 0.03)
-        return {
-            "surprise": surprise, "from_slow": level - slow, "from_best": level - best, "slow": slow, "best": best,
-            "windows_since": age, "age": np.log1p(age) / 2 - 1, "jumps": jumps,
-            "hazard": 5 * jumps,
-        }  # fmt: skip
-
-    @staticmethod
-    def _stacked(own: dict[str, Floats], shape: tuple[int, ...]) -> NDArray[np.float32]:
-        stacked = np.empty((len(OWN_FEATURES), *shape))  # a feature at a time, which is faster than a worker at a time
-        for row, name in zip(stacked, OWN_FEATURES, strict=True):
-            row[...] = own[name]
-        np.copyto(stacked, 0.0, where=~np.isfinite(stacked))
-        np.minimum(np.maximum(stacked, -3.0, out=stacked), 3.0, out=stacked)
-        return np.ascontiguousarray(np.moveaxis(stacked, 0, -1), dtype=np.float32)
+        of_speed = {"from_slow": level - slow, "from_best": level - best, "slow": slow, "best": best}
+        of_jumps = {"windows_since": age, "age": np.log1p(age) / 2 - 1, "jumps": jumps, "hazard": 5 * jumps}
+        return {"surprise": surprise, **of_speed, **of_jumps}
 
     def state_dict(self) -> dict[str, Any]:
         arrays = {name: getattr(self, name).tolist() for name in ("per_worker", "total")}
@@ -190,13 +176,6 @@ class ResidualMemory:
         self.windows = int(state["windows"])
 
 
-# What `ResidualMemory.per_worker` keeps.
-_WORKER = (
-    "last_surprise", "older_surprise", "slow", "best", "windows_since", "jumps", "last_share", "at_cap",
-    "log_batch", "change", "swing",
-)  # fmt: skip
-
-
 def _surprises(foretold: Foretold, window: Window, batch: Floats, busy: Floats) -> tuple[Floats, Floats]:
     """Measured against predicted log seconds, of workers (..., W) and steps (...), as foretold."""
     expected = foretold.alpha + foretold.beta * batch
@@ -205,6 +184,14 @@ def _surprises(foretold: Foretold, window: Window, batch: Floats, busy: Floats) 
         slowest = np.maximum((foretold.stretch[..., None] * expected).max(-1), 1e-12)
         step = np.log(step_seconds(window)) - foretold.exchange.log_step(slowest[..., None])[..., 0]
     return _known(surprise), _known(step)
+
+
+def _stacked(values: dict[str, Floats], names: tuple[str, ...], shape: tuple[int, ...]) -> Floats:
+    """Those named, each in full shape (..., W): (len(names), ..., W)."""
+    stacked = np.empty((len(names), *shape))
+    for row, name in zip(stacked, names, strict=True):
+        row[...] = values[name]
+    return stacked
 
 
 def _follow(average: Floats, value: np.ndarray, weight: float) -> Floats:

@@ -18,24 +18,7 @@ from dynamix.model.outcome import log_goodput
 from dynamix.model.running import Largest
 from dynamix.model.state import UNKNOWN, array_of, restored, saved
 from dynamix.policies.goodput import GROWTH
-from dynamix.policies.stigmergic.traces import (
-    AIM,
-    AIMING,
-    FLOOR,
-    GROW,
-    HEARD,
-    HEAVY,
-    HELD,
-    LATE,
-    LOAD,
-    NOISE,
-    OFFSET,
-    OOM,
-    PRESENT,
-    SHRINK,
-    SPEED,
-    WAIT,
-)
+from dynamix.policies.stigmergic.traces import Trace
 from dynamix.window import Floats
 
 # In log goodput: for less the crowd does not change its load. The best load is flat, and not known exactly.
@@ -48,30 +31,18 @@ CANDIDATES: Floats = np.linspace(-1.0, 1.0, 33)  # of the common move, over its 
 class Smell:
     """The traces as figures of the crowd, (..., 1 or W); NaN where they are not known. Loads are counted in even shares
     of the base batch, times in the last window's steps.
-
-    load     mean load
-    speed    mean of loads computed in the time of a step, by those whose sizes are not at a bound
-    offset   mean of the loads that they would compute in the time of their fixed costs, less the load of those at a
-             bound
-    fixed    mean of the loads that anybody would compute in the time of its fixed costs
-    last     part of the step before the last gradient of all
-    floor    time of the worker whose smallest size takes longest; 0 where that is far below `last`
-    noise    the noise's share of |g|^2; NaN where nobody knew any
-    churn    load that some let go while others took as much
-    aim      log of the load that the crowd wants, as all found it a window before; NaN where nobody did
-    oom      how many ran out of memory lately
     """
 
-    load: Floats
-    speed: Floats
-    offset: Floats
-    fixed: Floats
-    last: Floats
-    floor: Floats
-    noise: Floats
-    churn: Floats
-    aim: Floats
-    oom: Floats
+    load: Floats  # mean load
+    speed: Floats  # mean of loads computed in the time of a step, by those whose sizes are not at a bound
+    offset: Floats  # mean of loads computed in the time of their fixed costs, less the load of those at a bound
+    fixed: Floats  # mean of the loads that anybody would compute in the time of its fixed costs
+    last: Floats  # part of the step before the last gradient of all
+    floor: Floats  # time of the worker whose smallest size takes longest; 0 where that is far below `last`
+    noise: Floats  # the noise's share of |g|^2; NaN where nobody knew any
+    churn: Floats  # load that some let go while others took as much
+    aim: Floats  # log of the load that the crowd wants, as all found it a window before; NaN where nobody did
+    oom: Floats  # how many ran out of memory lately
 
     def finish(self, load: Floats) -> Floats:
         """When all could finish together at mean loads (..., K), in steps; `load` may have one dimension more than the
@@ -84,48 +55,36 @@ class Smell:
             present, offset, speed, last = (x[..., None] for x in (present, offset, speed, last))
         with np.errstate(divide="ignore", invalid="ignore"):
             part, now = load / present, (present + offset) / speed
+            line = (load + offset) / speed
             # With less load those at an upper bound come off it, so time falls by no more than the load does.
-            line = np.where(part < 1.0, np.maximum((load + offset) / speed, now * part), (load + offset) / speed)
-            return np.where(speed == 0.0, last * part, line)
+            return np.where(speed == 0.0, last * part, np.where(part < 1.0, np.maximum(line, now * part), line))
 
 
 class Crowd:
-    """A worker's memory of the crowd: the noise, the exchange, the largest load, and who was last.
+    """A worker's memory of the crowd: the noise, the exchange, the largest load, and who was last."""
 
-    heed   weight of a window's noise in what is believed of it
-    """
-
-    def __init__(self, heed: float) -> None:
+    def __init__(self, heed: float) -> None:  # weight of a window's noise
         self.noise, self.largest, self.exchange = NoiseByBatch(heed), Largest(), Exchange(weight=0.15, error=0.4)
         self.last: Floats = UNKNOWN  # as in `Smell`
         self.searches = 0
 
     def read(self, traces: Floats, new: Floats) -> Smell:
         """Take in the traces of a window, (..., 1 or W, 16), and which part of them was left in it."""
+        t, faded, fresh = Trace, np.moveaxis(traces, -1, 0), np.moveaxis(new, -1, 0)
         with np.errstate(divide="ignore", invalid="ignore"):
-            means = traces / traces[..., PRESENT, None]
             # Sizes change from window to window, and a high power would not be forgotten for long: of these only what
-            # is new counts.
-            load, speed, offset, held = (new[..., trace] / new[..., PRESENT] for trace in (LOAD, SPEED, OFFSET, HELD))
-            last = np.clip(1.0 - new[..., WAIT] / new[..., LATE], 0.02, 1.0)
-            # The noise of several windows, as faded: one window's is mostly chance.
-            noise = np.where(traces[..., HEARD] > 0.01, traces[..., NOISE] / traces[..., HEARD], np.nan)
-            aim = np.where(new[..., AIMING] > 0.01, new[..., AIM] / new[..., AIMING], np.nan)
-            floor = np.where(new[..., HEAVY] > 0.001, np.clip(new[..., FLOOR] / new[..., HEAVY], 0.0, 1.25), 0.0)
+            # is new counts. The noise is that of several windows, as faded: one window's is mostly chance.
+            load, speed, offset, held = fresh[[t.LOAD, t.SPEED, t.OFFSET, t.HELD]] / fresh[t.PRESENT]
+            fixed, grown, shrunk = faded[[t.OFFSET, t.GROW, t.SHRINK]] / faded[t.PRESENT]
+            last = np.clip(1.0 - fresh[t.WAIT] / fresh[t.LATE], 0.02, 1.0)
+            noise = np.where(faded[t.HEARD] > 0.01, faded[t.NOISE] / faded[t.HEARD], np.nan)
+            aim = np.where(fresh[t.AIMING] > 0.01, fresh[t.AIM] / fresh[t.AIMING], np.nan)
+            floor = np.where(fresh[t.HEAVY] > 0.001, np.clip(fresh[t.FLOOR] / fresh[t.HEAVY], 0.0, 1.25), 0.0)
         known = self.last if self.last.shape == last.shape else np.ones(last.shape)
         self.last = np.where(np.isfinite(last), last, known)
-        return Smell(
-            load=load,
-            speed=np.where(speed > 1e-3, speed, 0.0),
-            offset=offset - held,
-            fixed=means[..., OFFSET],
-            last=np.where(np.isnan(load), np.nan, self.last),
-            floor=floor,
-            noise=np.clip(noise, 0.01, 0.99),
-            churn=np.minimum(means[..., GROW], means[..., SHRINK]),
-            aim=aim,
-            oom=traces[..., OOM],
-        )
+        speed, noise = np.where(speed > 1e-3, speed, 0.0), np.clip(noise, 0.01, 0.99)
+        last, churn = np.where(np.isnan(load), np.nan, self.last), np.minimum(grown, shrunk)
+        return Smell(load, speed, offset - held, fixed, last, floor, noise, churn, aim, faded[t.OOM])
 
     def best_move(
         self,

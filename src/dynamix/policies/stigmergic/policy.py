@@ -26,26 +26,7 @@ from dynamix.model.state import UNKNOWN
 from dynamix.policies.files import read_policy, retrain, write_policy
 from dynamix.policies.stigmergic.crowd import Crowd, Smell
 from dynamix.policies.stigmergic.field import Decay, MemoryField
-from dynamix.policies.stigmergic.traces import (
-    AIM,
-    AIMING,
-    FLOOR,
-    GROW,
-    HEARD,
-    HEAVY,
-    HELD,
-    LATE,
-    LOAD,
-    NOISE,
-    OFFSET,
-    OOM,
-    PRESENT,
-    SHRINK,
-    SPEED,
-    TRACES,
-    WAIT,
-    Own,
-)
+from dynamix.policies.stigmergic.traces import Own, Trace
 from dynamix.policies.stigmergic.worker import Habit, Sense
 from dynamix.projection import project
 from dynamix.window import Bounds, Floats, Ints, Window
@@ -60,48 +41,35 @@ HEAVINESS = 12  # the same for the one whose smallest size takes longest
 SLIGHTEST = 1e-3  # smallest load that a worker aims at; what it gets is its own lower bound
 
 
+def _number(default: float, low: float, high: float) -> Any:
+    """A number set by hand, and the range from which training may choose."""
+    return dataclasses.field(default=default, metadata={"range": (low, high)})
+
+
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """The rule's numbers. The defaults were set by hand; the shipped ones are learned.
+    """The rule's numbers. The defaults were set by hand; the shipped ones are learned."""
 
-    fade       alpha of the field, per window
-    calm, sure, gate   part of a deviation that is made up for: `calm` within the own jitter, `sure` far beyond, half
-               way at `gate` standard errors
-    eager      part of that for a deviation that asks for more: who is late makes all wait, who could do more makes
-               nobody
-    hedge      a worker counts as slower by so many standard deviations of its step
-    damp       how much less is made up for while the crowd both grows and shrinks
-    push       part of the way to the crowd's best load that is gone in one decision
-    reach      largest common move
-    price      what a log of the load costs in log goodput, squared and halved: a pull towards the base batch
-    heed       weight of a window's noise in what is believed of it
-    still      smaller log changes of a size are not made
-    kin        how firmly the own fixed costs are believed to be like the crowd's
-    alarm      how strongly an out-of-memory trace holds back the common move upwards
-    """
-
-    fade: float = 0.8
-    calm: float = 0.3
-    sure: float = 1.0
-    eager: float = 0.5
-    gate: float = 3.0
-    hedge: float = 0.8
-    damp: float = 0.5
-    push: float = 1.0
-    reach: float = 0.6
-    price: float = 0.03
-    heed: float = 0.4
-    still: float = 0.01
-    kin: float = 10.0
-    alarm: float = 4.0
+    fade: float = _number(0.8, 0.3, 0.98)  # alpha of the field, per window
+    # Part of a deviation that is made up for: `calm` within the own jitter, `sure` far beyond, half way at `gate`
+    # standard errors; `eager` times that if it asks for more: who is late makes all wait, who could do more nobody.
+    calm: float = _number(0.3, 0.02, 1.0)
+    sure: float = _number(1.0, 0.4, 1.2)
+    eager: float = _number(0.5, 0.1, 1.2)
+    gate: float = _number(3.0, 0.3, 16.0)
+    hedge: float = _number(0.8, 0.0, 2.0)  # a worker counts as slower by so many standard deviations of its step
+    damp: float = _number(0.5, 0.0, 10.0)  # how much less is made up for while the crowd both grows and shrinks
+    push: float = _number(1.0, 0.0, 1.2)  # part of the way to the crowd's best load that is gone in one decision
+    reach: float = _number(0.6, 0.05, 0.8)  # largest common move
+    # What a log of the load costs in log goodput, squared and halved: a pull towards the base batch.
+    price: float = _number(0.03, 0.002, 0.3)
+    heed: float = _number(0.4, 0.1, 1.0)  # weight of a window's noise in what is believed of it
+    still: float = _number(0.01, 0.0, 0.06)  # smaller log changes of a size are not made
+    kin: float = _number(10.0, 0.0, 30.0)  # how firmly the own fixed costs are believed to be like the crowd's
+    alarm: float = _number(4.0, 0.5, 10.0)  # how strongly an out-of-memory trace holds back the common move upwards
 
 
-# What training may choose from.
-RANGES: dict[str, tuple[float, float]] = {
-    "fade": (0.3, 0.98), "calm": (0.02, 1.0), "sure": (0.4, 1.2), "eager": (0.1, 1.2), "gate": (0.3, 16.0),
-    "hedge": (0.0, 2.0), "damp": (0.0, 10.0), "push": (0.0, 1.2), "reach": (0.05, 0.8), "price": (0.002, 0.3),
-    "heed": (0.1, 1.0), "still": (0.0, 0.06), "kin": (0.0, 30.0), "alarm": (0.5, 10.0),
-}  # fmt: skip
+RANGES: dict[str, tuple[float, float]] = {f.name: f.metadata["range"] for f in dataclasses.fields(Parameters)}
 
 
 class StigmergicPolicy:
@@ -133,19 +101,17 @@ class StigmergicPolicy:
         *,
         decay: Decay | None = None,
         shared: bool = True,
-        about: dict[str, Any] | None = None,
+        about: Any = None,
     ) -> None:
         self.parameters = parameters or Parameters()
         self.decay = decay or Decay(alpha=self.parameters.fade, beta=1.0, start=0.0)
-        self.shared, self.about = shared, about or {}
+        self.shared, self.about = shared, dict(about or {})
         self.habit, self.windows = Habit(), 0
         self.crowd = Crowd(self.parameters.heed)
         self.field: MemoryField | None = None
         self._smelt: Floats = UNKNOWN  # the field after the last window, where this policy keeps it itself
         self.target: Floats = np.full(1, np.nan)  # log of the crowd's load that was found best in the last decision
         self.common: Floats = np.zeros(1)  # log move that all made alike in the last decision
-
-    # ------------------------------------------------------------ one worker, or many side by side
 
     def observe(self, own: Own) -> tuple[Sense, Floats]:
         """Take in a window: what the workers make of it, and what they leave in the field, (..., W, 16)."""
@@ -158,36 +124,31 @@ class StigmergicPolicy:
         known = np.isfinite(speed)
         speed = np.where(known, np.minimum(speed, LARGEST), load)
         offset = np.where(known, np.minimum(sense.offset, LARGEST), 0.0)
-        left = np.zeros((*own.size.shape, len(TRACES)))
-        left[..., PRESENT] = 1.0
-        left[..., LOAD] = load
-        left[..., SPEED] = np.where(self.habit.pinned, 0.0, speed)
-        left[..., OFFSET] = offset
-        left[..., HELD] = np.where(self.habit.pinned, np.minimum(load + offset, LARGEST), 0.0)
+        left = np.zeros((*own.size.shape, len(Trace)))
+        left[..., Trace.PRESENT], left[..., Trace.LOAD], left[..., Trace.OFFSET] = 1.0, load, offset
+        left[..., Trace.SPEED] = np.where(self.habit.pinned, 0.0, speed)
+        left[..., Trace.HELD] = np.where(self.habit.pinned, np.minimum(load + offset, LARGEST), 0.0)
         with np.errstate(divide="ignore", invalid="ignore"):
-            last = sense.share
-            known_last = self.crowd.last.shape in (last.shape, (*last.shape[:-1], 1))
-            before = self.crowd.last if known_last else last
+            last, before = sense.share, self.crowd.last
+            before = before if before.shape in (last.shape, (*last.shape[:-1], 1)) else last
             quickest = (self.habit.least / own.unit + sense.offset) * sense.pace_s / self.habit.step
             quickest = np.clip(np.where(known, quickest, 0.0), 0.0, 1.25)
             late = np.minimum((last / before) ** KEENNESS, LARGEST)
             heavy = np.minimum((quickest / before) ** HEAVINESS, 0.8 * LARGEST)
-        left[..., LATE] = np.where(np.isnan(late), 0.0, np.maximum(late, FAINTEST))
-        left[..., WAIT] = left[..., LATE] * np.nan_to_num(1.0 - last)
-        left[..., HEAVY] = np.nan_to_num(heavy)
-        left[..., FLOOR] = left[..., HEAVY] * np.nan_to_num(quickest)
-        left[..., NOISE] = np.nan_to_num(np.clip(own.noise, -4.0, 4.0))
-        left[..., HEARD] = np.isfinite(own.noise)
-        left[..., OOM] = own.size > own.fits  # until the own size fits
+        left[..., Trace.LATE] = np.where(np.isnan(late), 0.0, np.maximum(late, FAINTEST))
+        left[..., Trace.WAIT] = left[..., Trace.LATE] * np.nan_to_num(1.0 - last)
+        left[..., Trace.HEAVY] = np.nan_to_num(heavy)
+        left[..., Trace.FLOOR] = left[..., Trace.HEAVY] * np.nan_to_num(quickest)
+        left[..., Trace.NOISE] = np.nan_to_num(np.clip(own.noise, -4.0, 4.0))
+        left[..., Trace.HEARD] = np.isfinite(own.noise)
+        left[..., Trace.OOM] = own.size > own.fits  # until the own size fits
         return Sense(sense.share, sense.jitter, pace_s, offset), left
 
     def choose(self, own: Own, sense: Sense, smelt: Floats, new: Floats, bounds: Bounds, *, old: bool = False) -> Ints:
         """The workers' new sizes (..., W) from what they smell, and which part of it was left in the last window, (...,
-        1 or W, 16). Unknown traces: the size stays.
+        1 or W, 16). Unknown traces: the size stays. `bounds` are these workers' own; their sum is not looked at.
 
         old   the traces are those of the window before; somebody has not left the last one's yet
-
-        `bounds` are these workers' own; their sum is not looked at.
         """
         q = bounds.quantum
         intended = self.habit.intended(own.size, q)
@@ -200,9 +161,8 @@ class StigmergicPolicy:
         wish = np.where(np.isfinite(move), intended * np.exp(np.nan_to_num(move)), own.size)
         if np.isfinite(bounds.max_change):
             low = np.maximum(low, np.minimum(np.ceil(own.size / bounds.max_change / q) * q, own.size - q))
-            high = np.maximum(
-                np.minimum(high, np.maximum(np.floor(own.size * bounds.max_change / q) * q, own.size + q)), low
-            )
+            most = np.maximum(np.floor(own.size * bounds.max_change / q) * q, own.size + q)
+            high = np.maximum(np.minimum(high, most), low)
         self.habit.wish = np.clip(wish, low, high)
         sizes = np.clip(np.rint(self.habit.wish / q) * q, low, high)
         slight = (np.abs(np.nan_to_num(move)) < self.parameters.still) & (own.size >= low) & (own.size <= high)
@@ -216,11 +176,11 @@ class StigmergicPolicy:
         Only what they did beyond the move that all made alike: moves towards the pace cancel to first order, and this
         is what is left of their sum.
         """
-        left = np.zeros((*before.shape, len(TRACES)))
+        left = np.zeros((*before.shape, len(Trace)))
         change = np.maximum(sizes, 1) / np.maximum(before, 1) * np.exp(-self.common) - 1.0
         step = np.minimum(load, LARGEST) * change
-        left[..., GROW], left[..., SHRINK] = np.maximum(step, 0.0), np.maximum(-step, 0.0)
-        left[..., AIM], left[..., AIMING] = np.nan_to_num(self.target), np.isfinite(self.target)
+        left[..., Trace.GROW], left[..., Trace.SHRINK] = np.maximum(step, 0.0), np.maximum(-step, 0.0)
+        left[..., Trace.AIM], left[..., Trace.AIMING] = np.nan_to_num(self.target), np.isfinite(self.target)
         return left
 
     def _moves(self, own: Own, sense: Sense, smell: Smell, load: Floats, *, old: bool) -> tuple[Floats, Floats, Floats]:
@@ -255,12 +215,13 @@ class StigmergicPolicy:
         """The rule of one worker, for a job in which each rank decides for itself."""
         return self
 
-    # ------------------------------------------------------------ all workers in one process
-
     def decide(self, window: Window, bounds: Bounds) -> Ints:
         own, step = Own.of(window), self.windows
         self.windows += 1
-        field, cells = self._field_of(own.size.shape), np.arange(len(TRACES))
+        worlds, cells = own.size.shape[:-1] if self.shared else own.size.shape, np.arange(len(Trace))
+        if self.field is None or self.field.worlds != worlds:
+            self.field = MemoryField(len(Trace), self.decay, worlds=worlds)
+        field = self.field
         sense, left = self.observe(own)
 
         def leave(traces: Floats) -> None:
@@ -268,7 +229,7 @@ class StigmergicPolicy:
             field.deposit(np.broadcast_to(cells, amounts.shape), amounts, step=step)
 
         leave(left)
-        smelt = field.read(np.broadcast_to(cells, (*field.worlds, len(TRACES))), step=step)
+        smelt = field.read(np.broadcast_to(cells, (*field.worlds, len(Trace))), step=step)
         before = self._smelt if self._smelt.shape == smelt.shape else np.zeros(smelt.shape)
         new, self._smelt = smelt - float(self.decay.kept(1)) * before, smelt
         if self.shared:
@@ -278,27 +239,12 @@ class StigmergicPolicy:
         leave(self.moved(own.size, own.load, sizes))
         return sizes
 
-    def _field_of(self, shape: tuple[int, ...]) -> MemoryField:
-        worlds = shape[:-1] if self.shared else shape
-        if self.field is None or self.field.worlds != worlds:
-            self.field = MemoryField(len(TRACES), self.decay, worlds=worlds)
-        return self.field
-
-    # ------------------------------------------------------------ state and files
-
     def state_dict(self) -> dict[str, Any]:
         field = None if self.field is None else {k: v.tolist() for k, v in self.field.state_dict().items()}
         worlds = None if self.field is None else list(self.field.worlds)
-        return {
-            "habit": self.habit.state_dict(),
-            "crowd": self.crowd.state_dict(),
-            "windows": self.windows,
-            "field": field,
-            "worlds": worlds,
-            "smelt": self._smelt.tolist(),
-            "common": self.common.tolist(),
-            "target": self.target.tolist(),
-        }
+        arrays = {"smelt": self._smelt.tolist(), "common": self.common.tolist(), "target": self.target.tolist()}
+        parts = {"habit": self.habit.state_dict(), "crowd": self.crowd.state_dict()}
+        return {**parts, **arrays, "windows": self.windows, "field": field, "worlds": worlds}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.habit.load_state_dict(state["habit"])
@@ -306,10 +252,8 @@ class StigmergicPolicy:
         self._smelt, self.common, self.target = (np.asarray(state[name]) for name in ("smelt", "common", "target"))
         self.windows, self.field = int(state["windows"]), None
         if state["field"] is not None:
-            self.field = MemoryField(len(TRACES), self.decay, worlds=tuple(state["worlds"]))
-            self.field.load_state_dict(
-                {"value": np.asarray(state["field"]["value"]), "stamp": np.asarray(state["field"]["stamp"])}
-            )
+            self.field = MemoryField(len(Trace), self.decay, worlds=tuple(state["worlds"]))
+            self.field.load_state_dict({name: np.asarray(values) for name, values in state["field"].items()})
 
     def save(self, path: str | Path) -> None:
         """Write `path` (safetensors) and its description beside it (`.json`)."""
@@ -321,16 +265,15 @@ class StigmergicPolicy:
     def load(cls, path: str | Path, **options: Any) -> StigmergicPolicy:
         """The policy in a file written by `save`. Raises `PolicyFileError` if it cannot be trusted."""
         about, weights = read_policy(path, KIND)
-        names = [f.name for f in dataclasses.fields(Parameters)]
-        values = weights.get("parameters")
+        names, values = list(RANGES), weights.get("parameters")
         if values is None or values.shape != (len(names),) or list(about.get("parameters", ())) != names:
             allowed = f"a number for each of {', '.join(names)}"
             raise PolicyFileError("parameters", str(path), allowed, retrain(KIND))
-        for name, value in zip(names, values.tolist(), strict=True):
-            low, high = RANGES[name]
-            if not low <= value <= high:
+        parameters = Parameters(*values.tolist())
+        for name, (low, high) in RANGES.items():
+            if not low <= (value := getattr(parameters, name)) <= high:
                 raise PolicyFileError(name, value, f"{low} to {high} in {path}", "copy both files again")
-        return cls(Parameters(**dict(zip(names, values.tolist(), strict=True))), about=about, **options)
+        return cls(parameters, about=about, **options)
 
 
 def in_range(sizes: Ints, bounds: Bounds, *, current: Ints) -> Ints:

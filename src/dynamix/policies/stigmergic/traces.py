@@ -8,81 +8,54 @@ shares of the base batch, times in steps.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import IntEnum
 
 import numpy as np
 
 from dynamix.model.measured import base_total, busy_seconds
 from dynamix.window import Floats, Window
 
-# present  1 for every worker and window
-# load     own size over the even share of the base batch
-# speed    loads that the worker computes in the time of a step, once its fixed costs are paid; 0 at a bound of its size
-# offset   loads that it would compute in the time of its fixed costs
-# held     load and offset of a worker whose size is at a bound: it has no part in what the others share out
-# late     near 1 for who was last in some step, near 0 for who waits: the share of a step that was not spent blocked,
-#          at most, over the last one's as it was smelt before, to a high power
-# wait     the share of a step spent blocked, at least, times late: what the exchange adds
-# heavy    near 1 for who would fill the step with its smallest size: the part of the step that takes, to a high power
-# floor    the same part, times heavy
-# noise    own part of the noise's share of |g|^2
-# heard    1 for every worker that knows its own part
-# grow, shrink   by which part the own size was just changed beyond what all changed alike, times load
-# aim      log of the crowd's load that teaches most a second, as this worker finds it
-# aiming   1 for every worker that found one
-# oom      1 when memory ran out
-TRACES = (
-    "present",
-    "load",
-    "speed",
-    "offset",
-    "held",
-    "late",
-    "wait",
-    "heavy",
-    "floor",
-    "noise",
-    "heard",
-    "grow",
-    "shrink",
-    "aim",
-    "aiming",
-    "oom",
-)
-PRESENT, LOAD, SPEED, OFFSET, HELD, LATE, WAIT, HEAVY, FLOOR, NOISE, HEARD, GROW, SHRINK, AIM, AIMING, OOM = range(
-    len(TRACES)
-)
+
+class Trace(IntEnum):
+    """Index of a trace in the last dimension of what is left and read. `last` is the last of all to finish."""
+
+    PRESENT = 0  # 1 for every worker and window
+    LOAD = 1  # own size over the even share of the base batch
+    SPEED = 2  # loads computed in the time of a step, once fixed costs are paid; 0 at a bound of the own size
+    OFFSET = 3  # loads that would be computed in the time of the fixed costs
+    HELD = 4  # load and offset of a worker whose size is at a bound: it has no part in what the others share out
+    LATE = 5  # most that was not spent blocked, as a share of a step, over the last one's of before, to a high power
+    WAIT = 6  # the least that was spent blocked, as a share of a step, times late: what the exchange adds
+    HEAVY = 7  # the part of the step that the own smallest size takes, to a high power: near 1 for who would fill it
+    FLOOR = 8  # the same part, times heavy
+    NOISE = 9  # own part of the noise's share of |g|^2
+    HEARD = 10  # 1 for every worker that knows its own part
+    GROW = 11  # by which part the own size has just grown beyond what all grew alike, times load
+    SHRINK = 12  # the same for a size that shrank
+    AIM = 13  # log of the crowd's load that teaches most a second, as this worker finds it
+    AIMING = 14  # 1 for every worker that found one
+    OOM = 15  # 1 when memory ran out
 
 
+TRACES = tuple(trace.name.lower() for trace in Trace)
 LEAST_OF_FEW = 1.2  # standard deviations that the least of some five steps lies below their mean
 
 
 @dataclass(frozen=True, slots=True)
 class Own:
-    """One worker's window, or many workers' side by side: arrays of one shape, (..., W). NaN where not measured.
+    """One worker's window, or many workers' side by side: arrays of one shape, (..., W). NaN where not measured."""
 
-    size      samples per micro-batch in force
-    unit      the even share of the base batch, samples per micro-batch
-    busy      s of computing and loading per optimizer step
-    blocked   s per step from the own last gradient to the end of the exchange: waiting and transfer, which one worker
-              cannot tell apart
-    least     the smallest of that over the window's steps: in the step in which this worker was last of all it is the
-              transfer alone
-    jitter    standard deviation of a step's `busy`, relative
-    steps     in the window
-    noise     own part of the noise's share of |g|^2: its mean over workers is tr(Sigma) / (B |g|^2)
-    fits      most samples that memory is known to hold; infinite if it never ran out
-    workers   W
-    """
-
-    size: Floats
-    unit: Floats
-    busy: Floats
+    size: Floats  # samples per micro-batch in force
+    unit: Floats  # the even share of the base batch, samples per micro-batch
+    busy: Floats  # s of computing and loading per optimizer step
+    # s per step from the own last gradient to the end of the exchange: waiting and transfer, which one worker cannot
+    # tell apart; and the smallest of the window: in the step in which this worker was last it is the transfer alone
     blocked: Floats
     least: Floats
-    jitter: Floats
-    steps: Floats
-    noise: Floats
-    fits: Floats
+    jitter: Floats  # standard deviation of a step's `busy`, relative
+    steps: Floats  # in the window
+    noise: Floats  # own part of the noise's share of |g|^2: its mean over workers is tr(Sigma) / (B |g|^2)
+    fits: Floats  # most samples that memory is known to hold; infinite if it never ran out
     workers: int
 
     @property
@@ -109,18 +82,9 @@ class Own:
         scale, total = window.noise_scale[..., None], window.global_batch[..., None]
         with np.errstate(invalid="ignore"):
             told = np.where(np.isposinf(scale), 1.0, scale / (scale + total))
-        return cls(
-            size=size,
-            unit=unit,
-            busy=busy_seconds(window),
-            blocked=window.wait + window.communication,
-            least=least,
-            jitter=jitter,
-            steps=np.broadcast_to(window.steps[..., None], size.shape),
-            noise=np.where(np.isnan(noise), told, noise),
-            fits=np.full(size.shape, np.inf),
-            workers=window.workers,
-        )
+        noise, steps = np.where(np.isnan(noise), told, noise), np.broadcast_to(window.steps[..., None], size.shape)
+        busy, blocked, fits = busy_seconds(window), window.wait + window.communication, np.full(size.shape, np.inf)
+        return cls(size, unit, busy, blocked, least, jitter, steps, noise, fits, window.workers)
 
 
 def noise_part(weight: Floats, local_sq: Floats, global_sq: Floats, workers: int) -> Floats:

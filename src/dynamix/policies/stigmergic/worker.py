@@ -17,18 +17,12 @@ STEADIEST = 0.01  # nobody's jitter is taken to be less
 
 @dataclass(frozen=True, slots=True)
 class Sense:
-    """A window as its worker takes it, (..., W); NaN before a worker was ever measured.
+    """A window as its worker takes it, (..., W); NaN before a worker was ever measured."""
 
-    share    part of a step before the own last gradient, in the step in which that was largest
-    jitter   relative standard deviation of a step
-    pace_s   seconds a load, once fixed costs are paid
-    offset   loads that would be computed in the time of the fixed costs
-    """
-
-    share: Floats
-    jitter: Floats
-    pace_s: Floats
-    offset: Floats
+    share: Floats  # part of a step before the own last gradient, in the step in which that was largest
+    jitter: Floats  # relative standard deviation of a step
+    pace_s: Floats  # seconds a load, once fixed costs are paid
+    offset: Floats  # loads that would be computed in the time of the fixed costs
 
 
 class Habit:
@@ -42,26 +36,20 @@ class Habit:
 
     def __init__(self) -> None:
         self.costs = WorkerCosts(pooled=0.0)
-        self.wish: Floats = UNKNOWN  # (..., W) samples, real
-        self.step: Floats = UNKNOWN  # s
-        self.before: Floats = UNKNOWN  # s, of a step of the window before
-        self.share: Floats = UNKNOWN
-        self.jitter: Floats = UNKNOWN
+        # (..., W): samples, real; s of a step, and of one of the window before; `share` and `jitter` as in `Sense`.
+        self.wish = self.step = self.before = self.share = self.jitter = UNKNOWN
         self.pinned: np.ndarray = np.empty((0, 0), dtype=bool)
         self.least: Floats | Ints = UNKNOWN
 
     def observe(self, own: Own) -> Sense:
         """Take in a window. One without times counts as the last one did."""
         if self.step.shape != own.size.shape:
-            self._start(own)
+            self.wish = own.size.copy()
+            self.step, self.before, self.share, self.jitter = np.full((4, *own.size.shape), np.nan)
+            self.pinned, self.least = np.zeros(own.size.shape, dtype=bool), np.zeros(own.size.shape)
         # Each worker is a cluster of its own to the filters.
-        alone = Window.of(
-            own.size[..., None].astype(np.int64),
-            compute=own.busy[..., None],
-            compute_std=(own.jitter * own.busy)[..., None],
-            steps=own.steps,
-            base_batch=own.unit,
-        )
+        size, busy, spread = (x[..., None] for x in (own.size.astype(np.int64), own.busy, own.jitter * own.busy))
+        alone = Window.of(size, compute=busy, compute_std=spread, steps=own.steps, base_batch=own.unit)
         self.costs = self.costs.update(alone)
         alpha, beta = self.costs.alpha[..., 0], self.costs.beta[..., 0]
         step, self.before = own.busy + own.blocked, self.step
@@ -75,17 +63,12 @@ class Habit:
 
     def intended(self, size: Floats, quantum: int) -> Floats:
         """The wish behind `size`, or `size` itself where something else than rounding lies between."""
-        near = np.abs(self.wish - size) <= quantum
-        return np.where(near, self.wish, size)
+        return np.where(np.abs(self.wish - size) <= quantum, self.wish, size)
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            **{name: getattr(self, name).tolist() for name in self.FIELDS},
-            "pinned": self.pinned.tolist(),
-            "least": np.asarray(self.least, dtype=np.float64).tolist(),
-            "costs": saved(self.costs),
-            "lean": self.costs.lean.tolist(),
-        }
+        arrays = {name: getattr(self, name).tolist() for name in (*self.FIELDS, "pinned")}
+        arrays["least"] = np.asarray(self.least, dtype=np.float64).tolist()
+        return {**arrays, "costs": saved(self.costs), "lean": self.costs.lean.tolist()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name in self.FIELDS:
@@ -99,8 +82,3 @@ class Habit:
         old = getattr(self, name)
         moved = np.where(np.isnan(old), value, old + weight * (value - old))
         setattr(self, name, np.where(np.isfinite(moved), moved, old))
-
-    def _start(self, own: Own) -> None:
-        self.wish = own.size.copy()
-        self.step, self.before, self.share, self.jitter = np.full((4, *own.size.shape), np.nan)
-        self.pinned, self.least = np.zeros(own.size.shape, dtype=bool), np.zeros(own.size.shape)
