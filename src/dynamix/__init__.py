@@ -28,9 +28,8 @@ if TYPE_CHECKING:
     from dynamix.policies.guard import Guard
     from dynamix.policies.learned.deviations import LiveConfig
     from dynamix.projection import project
-    from dynamix.runtime.averaging import weighted_average
     from dynamix.runtime.controller import Controller
-    from dynamix.runtime.gradients import weighted
+    from dynamix.runtime.gradients import weighted, weighted_average
     from dynamix.window import Bounds, Window
 
 __version__ = "0.2.0"
@@ -73,7 +72,7 @@ _HOME = {
     "policy_names": "dynamix.policies",
     "project": "dynamix.projection",
     "weighted": "dynamix.runtime.gradients",
-    "weighted_average": "dynamix.runtime.averaging",
+    "weighted_average": "dynamix.runtime.gradients",
     **{name: "dynamix.errors" for name in __all__ if name.endswith("Error")},
 }
 # `features` is a module that can be called like the function it is named after.

@@ -15,6 +15,8 @@ from dynamix.errors import ConfigError
 from dynamix.events.records import read_events
 from dynamix.policies import make_policy
 from dynamix.policies.guard import Guard
+from dynamix.policies.learned.deviations import LiveConfig
+from dynamix.policies.learned.online import learning
 from dynamix.policies.stigmergic.policy import StigmergicPolicy
 from dynamix.policies.wrappers import after_answer, carry_over, load_policy, peers_of, report_of
 from dynamix.window import Bounds, Ints, Window
@@ -83,6 +85,27 @@ def test_policies_without_these_methods_have_nothing_to_say() -> None:
     assert report_of(plain) == {}
     assert peers_of(plain) is None
     assert peers_of(Guard(plain)) is None
+
+
+def test_a_report_need_not_ask_whether_the_policy_was_asked() -> None:
+    class Plain(Notes):
+        def report(self) -> dict[str, Any]:  # type: ignore[override]
+            return {"plain": 1}
+
+    class Forwarding(Notes):
+        def report(self, **about: Any) -> dict[str, Any]:
+            return dict(about)
+
+    assert report_of(Plain(), asked=False) == report_of(Guard(Plain()), asked=False) == {"plain": 1}
+    assert report_of(Forwarding(), asked=False) == {"asked": False}
+
+
+def test_a_policy_that_learns_is_known_by_what_it_learns_by_also_under_a_guard() -> None:
+    learner = learning(make_policy("dynamix"), LiveConfig(every_s=7.0))
+    for policy in (learner, Guard(learner)):
+        assert learning(policy, True) is policy
+        with pytest.raises(ConfigError, match="already learns by"):
+            learning(policy, LiveConfig(every_s=8.0))
 
 
 def test_workers_that_decide_for_themselves_cannot_be_watched() -> None:

@@ -15,8 +15,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dynamix.compression.checks import mix
-
 F = TypeVar("F", bound=Callable[..., Any])
 Array = NDArray[Any]
 
@@ -166,7 +164,11 @@ def checksum(totals: Array, items: Array, width: int, key: int) -> Any:
     return plain & _MASK, weighted & _MASK
 
 
-_mix: Callable[[int], int] = _jit(cast(Any, mix))
+@_jit
+def _mix(h: int) -> int:
+    h = ((h ^ (h >> 16)) * 0x85EBCA6B) & _MASK
+    h = ((h ^ (h >> 13)) * 0xC2B2AE35) & _MASK
+    return h ^ (h >> 16)
 
 
 @_kernel

@@ -27,7 +27,7 @@ NO_LEAN: Floats = np.zeros(1)
 
 
 class Reading(NamedTuple):
-    """What one window says of every worker, (..., W); some number of seconds where `seen` is false.
+    """What one window says of every worker, (..., W); 1 s where `seen` is false.
 
     seconds  busy seconds of a step; `own` their relative variance within the window, `steps` (..., 1) in it
     size     log samples; `level` (..., W, G) the level that would make each candidate right
@@ -344,7 +344,7 @@ def _moved(
     moved -= shift
     moved *= gain[..., None]
     moved += shift
-    moved = _known(moved)  # also where a spread that is no number made the gain one
+    moved = _known(moved)
     if not seen.all():
         moved[~seen] = 0.0
     moved += level
@@ -358,7 +358,10 @@ def _lasting(lasted: Floats) -> Floats:
 
 
 def _known(x: Floats) -> Floats:
-    """(..., W, G) with 0 for workers of whom nothing is known: then their whole row is NaN."""
+    """(..., W, G) with 0 for workers of whom nothing is known: then their whole row is NaN.
+
+    Also a spread that is no number makes such a row; the level then stays where it is.
+    """
     unknown = np.isnan(x[..., 0])
     return np.where(unknown[..., None], 0.0, x) if unknown.any() else x
 

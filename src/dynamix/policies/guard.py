@@ -142,6 +142,11 @@ class Guard:
         return boundary(self.policy)
 
     @property
+    def learns_by(self) -> Any:
+        """The policy's, if it learns."""
+        return getattr(self.policy, "learns_by", None)
+
+    @property
     def model(self) -> JobModel:
         """The job model after the last window: the policy's own, if it decides by one."""
         return self.fitted.now

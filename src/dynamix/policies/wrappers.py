@@ -1,17 +1,20 @@
 """What a policy may offer besides `decide`: optional methods, which a policy that wraps another passes on to it.
 
-    report(*, asked)    -> dict   what the events file says of a window, by event key
+    report()            -> dict   what the events file says of a window, by event key. Where it takes an argument
+                                  `asked`: whether the policy decided on this window, or was busy with an earlier one
     after_answer()                work that may wait until the answer is out
     carry_over(state)             take from the state of a job with another number of workers what does not depend on it
     peers()             -> rule   the rule by which every worker decides for itself, where the policy is one
     fit_model(window)   -> model  the policy's `JobModel` with a window taken in ahead of `decide` (`policies.fitted`)
+    learns_by                     attribute: the `LiveConfig` of a policy that goes on learning on the job already
 
-Each function here, and `FittedModel` for the last, calls the method if the policy has it. So whoever runs a policy need
-not know what it is made of.
+Each function here (for the last two `FittedModel` and `learning`) uses what the policy has. So whoever runs a policy
+need not know what it is made of.
 """
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from dynamix.errors import StateError
@@ -19,12 +22,13 @@ from dynamix.policies.protocol import Policy
 
 
 def report_of(policy: Policy, *, asked: bool = True) -> dict[str, Any]:
-    """Plain values for the events file, by event key; empty for a policy that has nothing to say.
-
-    asked   whether the policy decided on this window; if not, it was still busy with an earlier one
-    """
+    """Plain values for the events file, by event key; empty for a policy that has nothing to say."""
     method = getattr(policy, "report", None)
-    return {} if method is None else dict(method(asked=asked))
+    if method is None:
+        return {}
+    takes = inspect.signature(method).parameters.values()
+    tells = any(p.name == "asked" or p.kind is inspect.Parameter.VAR_KEYWORD for p in takes)
+    return dict(method(asked=asked) if tells else method())
 
 
 def after_answer(policy: Policy) -> None:

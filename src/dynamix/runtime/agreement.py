@@ -74,19 +74,13 @@ class Judge(Protocol):
     """
 
     def decide(self, rows: Floats, about: Any, /) -> Message: ...
-
     def keep(self, kind: Kind, /) -> Message: ...
-
     def write_event(self, message: Message, /) -> None: ...
-
     def skip(self, rows: Floats, about: Any, message: Message, /) -> None: ...
 
 
 class Channel:
-    """One decision at a time over a gloo group of its own (None: a single worker, decided in place).
-
-    judge   who decides: on rank 0, None on the others
-    """
+    """One decision at a time over a gloo group of its own (None: a single worker, decided in place)."""
 
     def __init__(
         self, group: dist.ProcessGroup | None, workers: int, judge: Judge | None, *, patience_s: float = PATIENCE_S

@@ -63,40 +63,35 @@ def watched(policy: Policy, guard: bool | None) -> Policy:
     return Guard(policy)
 
 
+Each = int | Sequence[int] | None  # of every worker
+
+
 def job_bounds(
     workers: int,
     batch_size: int,
-    *,
-    low: int | Sequence[int] | None,
-    high: int | Sequence[int] | None,
-    total_low: int | None,
-    total_high: int | None,
-    quantum: int,
-    max_change: float,
+    each: tuple[Each, Each],
+    total: tuple[int | None, int | None],
     global_batch: str,
+    *,
+    quantum: int = 1,
+    max_change: float = float("inf"),
 ) -> tuple[Bounds, Ints]:
     """A job's bounds and its first allocation, from `Controller`'s arguments. Raises `ConfigError` for impossible ones.
 
-    >>> bounds, start = job_bounds(2, 32, low=None, high=48, total_low=None, total_high=None, quantum=1,
-    ...     max_change=2.0, global_batch="fixed")
+    >>> bounds, start = job_bounds(2, 32, (None, 48), (None, None), "fixed")
     >>> start.tolist(), bounds.high.tolist(), int(bounds.total_low), int(bounds.total_high)
     ([32, 32], [48, 48], 64, 64)
     """
     if global_batch not in ("adaptive", "fixed"):
         raise ConfigError("global_batch", global_batch, "'adaptive' or 'fixed'", "check the spelling")
-    for name, value in (("min_global_batch", total_low), ("max_global_batch", total_high)):
+    for name, value in zip(("min_global_batch", "max_global_batch"), total, strict=True):
         if global_batch == "fixed" and value is not None:
             fix = f"leave {name} out, or use global_batch='adaptive'"
             raise ConfigError(name, value, "None with global_batch='fixed', which is the starting total", fix)
-    bounds = Bounds.of(
-        workers,
-        per_rank("min_batch_size", 1 if low is None else low, workers),
-        per_rank("max_batch_size", 8 * batch_size if high is None else high, workers),
-        total_low=total_low,
-        total_high=total_high,
-        quantum=quantum,
-        max_change=max_change,
-    )
+    low, high = (default if given is None else given for given, default in zip(each, (1, 8 * batch_size), strict=True))
+    low, high = per_rank("min_batch_size", low, workers), per_rank("max_batch_size", high, workers)
+    sums = {"total_low": total[0], "total_high": total[1]}
+    bounds = Bounds.of(workers, low, high, **sums, quantum=quantum, max_change=max_change)
     start = starting_sizes(batch_size, bounds)
     return (fixed_at(bounds, int(start.sum())) if global_batch == "fixed" else bounds), start
 
@@ -114,7 +109,7 @@ def starting_sizes(batch_size: int, bounds: Bounds) -> Ints:
 
 
 def open_control_group(group: dist.ProcessGroup, given: Sequence[Any]) -> dist.ProcessGroup:
-    """A gloo group over the ranks of `group`, with its timeout, for decisions alone. A collective call.
+    """A gloo group over the ranks of `group`, with its timeout. A collective call.
 
     Raises `UsageError` on every rank when `given` (plain values) differs between ranks.
     """
@@ -130,7 +125,6 @@ def open_control_group(group: dist.ProcessGroup, given: Sequence[Any]) -> dist.P
 
 
 def _timeout_of(group: dist.ProcessGroup) -> Any:
-    """The timeout the user gave the data-parallel group, for the control group to share."""
     for device in ("cpu", "cuda"):
         try:
             return group._get_backend(torch.device(device)).options._timeout

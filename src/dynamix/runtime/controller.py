@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.utils.data import default_collate
 
 from dynamix.data import BatchSampler, Stream
+from dynamix.data.sampler import Partition
 from dynamix.errors import UsageError
 from dynamix.events.records import event_log
 from dynamix.policies import Policy
@@ -34,6 +35,7 @@ from dynamix.runtime.weighting import LossWeight, attach
 from dynamix.window import Bounds, Ints
 
 Model = TypeVar("Model", bound=nn.Module)
+Collate = Callable[[list[Any]], Any]
 
 
 class Controller:
@@ -104,16 +106,9 @@ class Controller:
         self.group = (process_group or dist.group.WORLD) if together else None
         self.rank = dist.get_rank(self.group) if self.group else 0
         self.world_size = dist.get_world_size(self.group) if self.group else 1
+        each, total = (min_batch_size, max_batch_size), (min_global_batch, max_global_batch)
         bounds, start = job_bounds(
-            self.world_size,
-            batch_size,
-            low=min_batch_size,
-            high=max_batch_size,
-            total_low=min_global_batch,
-            total_high=max_global_batch,
-            quantum=quantum,
-            max_change=max_change,
-            global_batch=global_batch,
+            self.world_size, batch_size, each, total, global_batch, quantum=quantum, max_change=max_change
         )
         self.policy = policy_of(policy, learn=learn)
         self.interval, self.accumulate, self.lr_rule = interval, accumulate, lr_rule
@@ -123,8 +118,8 @@ class Controller:
         if self.group is not None:
             name = policy if isinstance(policy, str) else type(policy).__name__
             same = [name, base_batch, interval, accumulate, lr_rule, quantum, sorted(replayed or {}), learn, guard]
-            same += [global_batch, min_global_batch, max_global_batch]
-            control = open_control_group(self.group, [*same, bounds.low.tolist(), bounds.high.tolist()])
+            same += [global_batch, *total, bounds.low.tolist(), bounds.high.tolist()]
+            control = open_control_group(self.group, same)
         served = watched(self.policy, guard)
         slack = 0 if boundary(self.policy) == "epoch" else accumulate
         job = JobFacts(bounds, base_batch, accumulate=accumulate, slack=slack, fixed=global_batch == "fixed")
@@ -135,14 +130,7 @@ class Controller:
         )
         self._loss_weight = LossWeight(self.group, accumulate)
         self._coordinator = Coordinator(
-            job,
-            served,
-            channel,
-            start,
-            rank=self.rank,
-            interval=interval,
-            lr_rule=lr_rule,
-            loss_weight=self._loss_weight,
+            job, served, channel, start, self._loss_weight, rank=self.rank, interval=interval, lr_rule=lr_rule
         )
         self.overhead_s = 0.0
 
@@ -159,12 +147,7 @@ class Controller:
     # ------------------------------------------------------------ setting up
 
     def batch_sampler(
-        self,
-        dataset: Sized,
-        *,
-        seed: int = 0,
-        shuffle: bool = True,
-        partition: Literal["stream", "contiguous"] = "stream",
+        self, dataset: Sized, *, seed: int = 0, shuffle: bool = True, partition: Partition = "stream"
     ) -> BatchSampler:
         """A sampler for `DataLoader(dataset, batch_sampler=...)`: unequal shares, every sample once per epoch.
 
@@ -178,46 +161,16 @@ class Controller:
         if partition == "contiguous":
             coordinator.per_epoch, coordinator.job.slack = True, 0  # regions are cut once per epoch: so it decides
         coordinator.job.limit_to(len(dataset))
-        sampler = BatchSampler(
-            len(dataset),
-            coordinator.allocations,
-            rank=self.rank,
-            world_size=self.world_size,
-            seed=seed,
-            shuffle=shuffle,
-            accumulate=self.accumulate,
-            partition=partition,
-            low=self.bounds.low,
-            high=self.bounds.high,
-            before_issue=coordinator.before_issue,
-        )
-        return coordinator.adopt(sampler)
+        return coordinator.sampler(len(dataset), seed=seed, shuffle=shuffle, partition=partition)
 
     def stream(
-        self,
-        iterable: Iterable[Any],
-        *,
-        sharded: bool = False,
-        collate_fn: Callable[[list[Any]], Any] = default_collate,
+        self, iterable: Iterable[Any], *, sharded: bool = False, collate_fn: Collate = default_collate
     ) -> Stream:
         """Batches cut from an iterable data set in the main process; see `dynamix.data.Stream` for the guarantees.
 
         sharded   False: every rank iterates the same global stream. True: each rank iterates its own.
         """
-        stream = Stream(
-            iterable,
-            self._coordinator.allocations,
-            rank=self.rank,
-            world_size=self.world_size,
-            sharded=sharded,
-            collate_fn=collate_fn,
-            accumulate=self.accumulate,
-            low=self.bounds.low,
-            high=self.bounds.high,
-            before_issue=self._coordinator.before_issue,
-            agree=self._loss_weight.sum_async if self.group else None,
-        )
-        return self._coordinator.adopt(stream)
+        return self._coordinator.stream(iterable, sharded=sharded, collate_fn=collate_fn)
 
     def wrap(
         self,
@@ -245,15 +198,7 @@ class Controller:
             raise UsageError("wrap() was already called; make one Controller per model")
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         attached = attach(
-            model,
-            self.group,
-            share=coordinator.share,
-            recorder=Recorder(device),
-            hook=hook,
-            hook_state=hook_state,
-            scaler=scaler,
-            weighting=weighting,
-            batchnorm=batchnorm,
+            model, self.group, coordinator.share, Recorder(device), hook, hook_state, scaler, weighting, batchnorm
         )
         self._loss_weight.bind(model, required=weighting == "loss")
         memory = Memory(attached, optimizer, self._loss_weight, group=self.group)
@@ -265,20 +210,17 @@ class Controller:
     def scheduler(self, scheduler: Any, *, nominal_batch_size: int | None = None) -> SampleSchedule:
         """Drive a torch learning-rate scheduler by samples: one `scheduler.step()` per nominal_batch_size of them.
 
-        nominal_batch_size   global samples per scheduler step (None: the global batch at the start)
+        They are global samples; None: the global batch at the start.
         """
-        schedule = SampleSchedule(scheduler, nominal_batch_size=nominal_batch_size or self.base_batch)
-        return self._coordinator.add_schedule(schedule)
+        return self._coordinator.schedule(scheduler, nominal_batch_size)
 
     def find_limits(self, step_fn: Callable[[Any], Any], example: Any, *, margin: float = 0.1) -> list[int]:
         """Find the largest micro-batch that fits each rank's memory; from then on no batch is larger. Before training.
 
         Collective. `step_fn(batch)` must run the forward and backward passes of a step, without the optimizer's, on a
         batch of any size in the structure of `example`: some samples, repeated as needed. It runs on no rank together
-        with another and leaves no trace. CUDA's and the CPU allocator's errors are caught; where a control group or a
-        full machine would kill, what larger batches take is foreseen from smaller ones.
-
-        margin   part of the largest that is left free, for what training does besides
+        with another and leaves no trace. Where running out would kill, what larger batches take is foreseen from
+        smaller ones. `margin` is the part of the largest that is left free, for what training does besides.
 
         Returns the caps (W,), which are in `bounds` now; ranks that can hold less begin with less, the others take
         over. Raises `ConfigError` on every rank when the smallest batch does not fit one, and what `step_fn` raises.
@@ -291,10 +233,9 @@ class Controller:
         coordinator.job.bounds = within(self.bounds, caps)
         if source is not None:
             source.high = self.bounds.high
-        step = coordinator.next_step
-        now = coordinator.allocations.at(step)
+        now = coordinator.batch_sizes
         if (now > caps).any():
-            coordinator.allocations.reset(step, project(now, self.bounds, total=now.sum()))
+            coordinator.allocations.reset(coordinator.next_step, project(now, self.bounds, total=now.sum()))
         return [int(cap) for cap in caps]
 
     # ------------------------------------------------------------ in the loop
@@ -343,10 +284,9 @@ class Controller:
         plan = source.plan()
         mine = int(plan.counts[self.rank])
         if count is not None and mine and count != mine:
-            raise UsageError(
-                f"count={count}, but this rank was given {mine} samples: gradients would be weighted wrongly. Use "
-                "controller.weight(loss, count=...).backward() when batches can shrink after sampling"
-            )
+            fix = "Use controller.weight(loss, count=...).backward() when batches can shrink after sampling"
+            wrong = f"count={count}, but this rank was given {mine} samples: gradients would be weighted wrongly"
+            raise UsageError(f"{wrong}. {fix}")
         if self.world_size > 1 and coordinator.attached is None:
             raise UsageError("call controller.wrap(model, optimizer) before training, or gradients stay unweighted")
         applied = self._loss_weight.take()
@@ -362,7 +302,7 @@ class Controller:
     @property
     def batch_sizes(self) -> Ints:
         """Samples per micro-batch of every worker in the coming step, int64 (W,)."""
-        return self._coordinator.allocations.at(self._coordinator.next_step).copy()
+        return self._coordinator.batch_sizes
 
     @property
     def samples_seen(self) -> int:

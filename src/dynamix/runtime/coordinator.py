@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import torch
@@ -34,9 +35,8 @@ class Coordinator:
     """One rank's part of a job whose batch sizes change; every rank has one, and all take the same steps.
 
     The sampler, the connected model and the schedules are given to it once they exist; a checkpoint loaded before that
-    waits for them.
+    waits for them. (A virtual cluster has one for all its workers, whose recorder's row is everyone's.)
 
-    job       bounds, base batch and micro-batches per step stand there
     policy    every rank has one, for its checkpoint; which of them are asked is the channel's affair
     start     samples per micro-batch of every worker at the start, int64 (W,)
     interval  optimizer steps per window
@@ -48,35 +48,40 @@ class Coordinator:
         policy: Policy,
         channel: Channel | PeerChannel,
         start: Ints,
+        loss_weight: LossWeight,
         *,
-        rank: int,
+        rank: int = 0,
         interval: int,
         lr_rule: str,
-        loss_weight: LossWeight,
     ) -> None:
         self.job, self.policy, self.channel, self.rank, self.interval = job, policy, channel, rank, interval
         self.lr_rule, self._rule, self.loss_weight = lr_rule, rule(lr_rule), loss_weight
-        self.per_epoch = boundary(policy) == "epoch"
-        self.allocations = Allocations(start)
-        self.progress = Progress()
+        self.accumulate, self.per_epoch = job.accumulate, boundary(policy) == "epoch"
+        self.allocations, self.progress = Allocations(start), Progress()
         self.recorder = Recorder(torch.device("cpu"))
         self.source: BatchSampler | Stream | None = None
         self.attached: Attached | None = None
         self.memory: Memory | None = None
-        self._learning_rate: LearningRate | None = None
-        self._pairs: ConsecutiveNoise | None = None
+        self.learning_rate: LearningRate | None = None
+        self._pairs = ConsecutiveNoise() if self.allocations.workers == 1 else None
         self._schedules: list[SampleSchedule] = []
         self._waiting = Waiting()
 
-    @property
-    def accumulate(self) -> int:
-        """Micro-batches per optimizer step."""
-        return self.job.accumulate
+    def sampler(self, dataset_size: int, **given: Any) -> BatchSampler:
+        """`Controller.batch_sampler`, its arguments being `given`."""
+        return self._adopt(BatchSampler(dataset_size, self.allocations, **given, **self._of_source()))
 
-    # ------------------------------------------------------------ what it is given
+    def stream(self, iterable: Iterable[Any], **given: Any) -> Stream:
+        """`Controller.stream`, its arguments being `given`."""
+        agree = self.loss_weight.sum_async if self.loss_weight.group else None
+        return self._adopt(Stream(iterable, self.allocations, agree=agree, **given, **self._of_source()))
 
-    def adopt(self, source: Source) -> Source:
-        """Count by this source from now on; raises `UsageError` for a second one."""
+    def _of_source(self) -> dict[str, Any]:
+        own = {"rank": self.rank, "world_size": self.allocations.workers, "accumulate": self.accumulate}
+        bounds = self.job.bounds
+        return own | {"low": bounds.low, "high": bounds.high, "before_issue": self.before_issue}
+
+    def _adopt(self, source: Source) -> Source:
         if self.source is not None:
             raise UsageError("this controller already has a batch sampler or stream; make one Controller per loop")
         source.on_first_issue = self._restore_rng
@@ -87,61 +92,55 @@ class Coordinator:
     def connect(self, model: nn.Module, optimizer: Optimizer, attached: Attached, memory: Memory) -> None:
         """Observe this model and optimizer, weight its gradients, and let the learning rate follow the batch."""
         self.attached, self.memory, self.recorder = attached, memory, attached.recorder
-        self._learning_rate = LearningRate(optimizer, self.lr_rule)
-        if self.allocations.workers == 1:
-            self._pairs = ConsecutiveNoise()
-            optimizer.register_step_pre_hook(self._observe_pair)
+        self.learning_rate = LearningRate(optimizer, self.lr_rule)
+        if self._pairs is not None:
+            optimizer.register_step_pre_hook(self._before_optimizer)
         # Not traced: torch.compile(wrap(DDP(...))) would fail in what it does.
         model.register_forward_pre_hook(torch.compiler.disable(self._before_forward))
         self._waiting.give("hook", attached)
         self._waiting.give("recorder", self.recorder)
 
-    def add_schedule(self, schedule: SampleSchedule) -> SampleSchedule:
-        """Advance it with every optimizer step."""
+    def schedule(self, scheduler: Any, nominal_batch_size: int | None) -> SampleSchedule:
+        """`Controller.scheduler`: advanced with every optimizer step."""
+        schedule = SampleSchedule(scheduler, nominal_batch_size=nominal_batch_size or self.job.base_batch)
         self._waiting.give(f"schedule {len(self._schedules)}", schedule)
         self._schedules.append(schedule)
         return schedule
 
     def need_source(self) -> BatchSampler | Stream:
-        """The source; `UsageError` if there is none yet."""
         if self.source is None:
-            raise UsageError(
-                "make a sampler or a stream first: controller.batch_sampler(dataset) or controller.stream(...)"
-            )
+            ways = "controller.batch_sampler(dataset) or controller.stream(...)"
+            raise UsageError(f"make a sampler or a stream first: {ways}")
         return self.source
 
     def need_memory(self) -> Memory:
-        """What the connected model's memory is watched by; `UsageError` before `wrap`."""
         if self.memory is None:
             raise UsageError("call controller.wrap(model, optimizer) before find_limits() and backward()")
         return self.memory
 
-    # ------------------------------------------------------------ step by step
-
     def micro_done(self, plan: StepPlan, applied: float | torch.Tensor | None) -> None:
-        """A micro-batch is over that is not the last of its optimizer step."""
         self.recorder.micro_done()
         if self.attached is not None:
             self.attached.micro_done(plan, self.rank, applied)
 
-    def step_done(self, plan: StepPlan) -> None:
-        """An optimizer step is over: take what was decided, and close the window if it is full."""
+    def step_done(self, plan: StepPlan, *, ahead: int = 0) -> None:
+        """An optimizer step is over: take what was decided, and close the window if it is full.
+
+        `ahead` more micro-steps than the source's own count as issued: a simulated loader's prefetching.
+        """
         progress, step_samples = self.progress, int(plan.group.sum())
         progress.steps += 1
         progress.samples += step_samples
         if self.attached is not None:
             self.attached.step_done()
-        first = plan.index + 1 - self.accumulate
-        self.recorder.step_done(
-            keep=plan.regular and first >= progress.opens,
-            first_of_epoch=plan.start == int(plan.group[: plan.micro].sum()),
-        )
+        kept = plan.regular and plan.index + 1 - self.accumulate >= progress.opens
+        self.recorder.step_done(keep=kept, first_of_epoch=plan.start == int(plan.group[: plan.micro].sum()))
         for schedule in self._schedules:
             schedule.advance(step_samples)
         self.settle()
         full = plan.last if self.per_epoch else self.recorder.steps >= self.interval
         if full and self.recorder.steps:
-            self._close_window(plan, self.need_source().issued)
+            self._close_window(plan, self.need_source().issued + ahead)
 
     def _close_window(self, plan: StepPlan, issued: int) -> None:
         sizes, progress = self.allocations.at(plan.index), self.progress
@@ -163,10 +162,9 @@ class Coordinator:
         self.progress.told(self.job.closing.consumed + self.accumulate, message.noise, message.signal)
         if message.kind is Kind.NEW:
             if self.source is not None and message.from_step < self.source.issued:
-                raise StateError(
-                    f"the replayed allocation starts at step {message.from_step}, but {self.source.issued} batches are "
-                    "already issued: replay with the same loader settings (num_workers, prefetch_factor) or fewer"
-                )
+                late = f"starts at step {message.from_step}, but {self.source.issued} batches are already issued"
+                fix = "replay with that run's policy and interval, and its num_workers and prefetch_factor or fewer"
+                raise StateError(f"the replayed allocation {late}: {fix}")
             self.allocations.schedule(message.from_step, message.sizes)
             self.progress.opens = message.from_step
             self.recorder.reset()
@@ -188,6 +186,11 @@ class Coordinator:
         return Share(float(plan.counts[self.rank]), total, kept, self.loss_weight.applied)
 
     @property
+    def batch_sizes(self) -> Ints:
+        """Samples per micro-batch of every worker in the coming step, int64 (W,)."""
+        return self.allocations.at(self.next_step).copy()
+
+    @property
     def next_step(self) -> int:
         """The coming micro-step; of a loaded checkpoint without its sampler yet, the first its ledger still knows."""
         return self.allocations.begin if self.source is None else self.source.consumed
@@ -207,28 +210,30 @@ class Coordinator:
         if self.attached is not None:
             self.attached.before_forward()
         self.recorder.timer.forward_started()
-        if self._learning_rate is not None:
-            plan, base = source.plan(), self.job.base_batch
-            noise, signal = self.progress.noise_at(plan.index)
-            self._learning_rate.factor = self._rule(float(plan.group.sum()) / base, noise, signal, base_batch=base)
+        self.follow_batch(source.plan())
 
-    def _observe_pair(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._pairs is None or self.attached is None or self.source is None:
-            return
-        plan = self.source.plan()
-        self.recorder.gradients_ready()
-        self.recorder.reduced()
-        self.attached.before_optimizer(plan, self.rank, self.loss_weight.applied)
-        gradients = [p.grad for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
-        pair = self._pairs.observe([g for g in gradients if not g.is_sparse], float(plan.group.sum()))
-        if pair is not None:
+    def follow_batch(self, plan: StepPlan) -> None:
+        """Let the learning rate follow the global batch of `plan`."""
+        if self.learning_rate is not None:
+            base, (noise, signal) = self.job.base_batch, self.progress.noise_at(plan.index)
+            self.learning_rate.factor = self._rule(float(plan.group.sum()) / base, noise, signal, base_batch=base)
+
+    def _before_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self.attached is not None and self.source is not None:
+            plan = self.source.plan()
+            self.recorder.gradients_ready()
+            self.recorder.reduced()
+            self.attached.before_optimizer(plan, self.rank, self.loss_weight.applied)
+            self.observe_pair([p for g in optimizer.param_groups for p in g["params"]], plan)
+
+    def observe_pair(self, parameters: list[nn.Parameter], plan: StepPlan) -> None:
+        """A single worker's noise scale, from its gradients step after step."""
+        gradients = [p.grad for p in parameters if p.grad is not None and not p.grad.is_sparse]
+        if self._pairs is not None and (pair := self._pairs.observe(gradients, float(plan.group.sum()))):
             self.recorder.add("pair_noise", pair[0])
             self.recorder.add("pair_signal", pair[1])
 
-    # ------------------------------------------------------------ state
-
     def state_dict(self) -> dict[str, Any]:
-        """`Controller.state_dict`."""
         self.settle()
         return {
             "schema": STATE_SCHEMA,
@@ -248,13 +253,10 @@ class Coordinator:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """`Controller.load_state_dict`."""
         if state.get("schema") != STATE_SCHEMA:
             raise StateError(f"controller state has schema {state.get('schema')!r}, this version reads {STATE_SCHEMA}")
         same = state["world_size"] == self.allocations.workers
-        load_policy(self.policy, state["policy"]) if same else carry_over(
-            self.policy, state["policy"]
-        )  # first: may raise
+        (load_policy if same else carry_over)(self.policy, state["policy"])  # first: may raise
         self.progress.load_state_dict(state)
         self.job.resume(state["base_batch"])
         self.job.noise_scale.load_state_dict(state["noise_scale"])
@@ -268,10 +270,9 @@ class Coordinator:
             parts["recorder"] = state["recorder"] if self.attached is None else None
             parts["rng"] = state["rng"] if state["rank"] == self.rank else None
         self._waiting = Waiting(parts)
-        self._waiting.give("source", self.source)
-        self._waiting.give("hook", self.attached)
-        for i, schedule in enumerate(self._schedules):
-            self._waiting.give(f"schedule {i}", schedule)
+        owners = {"source": self.source, "hook": self.attached}
+        for name, owner in (owners | {f"schedule {i}": s for i, s in enumerate(self._schedules)}).items():
+            self._waiting.give(name, owner)
 
     def _restore_rng(self) -> None:
         """Iterators draw seeds when they are made; the saved random state goes back once that has happened."""

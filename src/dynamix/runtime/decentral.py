@@ -3,7 +3,7 @@
 At the step that closes a window every rank leaves its traces in the job's store, reads the field and chooses, all in a
 thread of its own. Then one asynchronous all-gather carries two whole numbers per rank: the chosen size, and the first
 step that its sampler has not issued yet (exactly-once needs everybody's size from one agreed step on). It is taken one
-step later. No observation travels, and no rank decides for another; a rank whose thread is late sends the size it has.
+step later. A rank whose thread is late sends the size it has.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from dynamix.runtime.decision import Decider
 from dynamix.runtime.job import Closing, JobFacts
 from dynamix.runtime.observation import ROW
 from dynamix.runtime.trace_store import StoreField
-from dynamix.window import Bounds, Floats, Window
+from dynamix.window import Floats, Window
 
 NOISE_DECAY = 0.8  # weight of the past windows in a rank's own part of the noise, as in `gradients.NoiseScale`
 LOOK_S = 0.04  # longest time that a rank looks again for traces of this window that are not there yet
@@ -51,10 +51,8 @@ def open_channel(
 ) -> Channel | PeerChannel:
     """The way in which the ranks of `group` agree: a `PeerChannel` if every rank is to decide for itself.
 
-    A recorded run that is replayed has decided already; a single rank has nobody to agree with. Raises `ConfigError`
-    for what cannot be had without somebody who knows all.
-
-    decider   who decides, or writes down what was decided: on rank 0, None on the others
+    A recorded run that is replayed has decided already; a single rank has nobody to agree with. `decider` decides, or
+    writes down what was decided: on rank 0, None on the others.
     """
     rule = None if group is None or workers < 2 or replays else peers_of(policy)
     if group is None or rule is None:
@@ -65,10 +63,9 @@ def open_channel(
 class PeerChannel:
     """`Channel` for ranks that each decide for themselves: one exchange at a time over a gloo group of its own.
 
-    store   where the traces live; None: the job's own
     share_noise   send this rank's part of the noise too, so that the learning rate can follow one noise scale
                   everywhere. The rule never sees it
-    fits    set by the owner: the most samples that this rank's memory is known to hold; None while it never ran out
+    fits          set by the owner: the most samples this rank's memory is known to hold; None while it never ran out
     """
 
     def __init__(
@@ -76,25 +73,18 @@ class PeerChannel:
         group: dist.ProcessGroup,
         job: JobFacts,
         policy: StigmergicPolicy,
-        decider: Decider | None = None,
+        decider: Decider | None,
         *,
-        share_noise: bool = False,
-        store: Any = None,
+        share_noise: bool,
     ) -> None:
-        self.group, self.job, self.policy, self.decider = group, job, policy, decider
-        self.share_noise = share_noise
+        self.group, self.job, self.policy, self.decider, self.share_noise = group, job, policy, decider, share_noise
         self.rank, self.workers = dist.get_rank(group), dist.get_world_size(group)
-        self.field = StoreField(
-            job_store() if store is None else store,
-            len(TRACES),
-            policy.decay,
-            prefix=f"dynamix/traces/{group.group_name}",
-            patience_s=PATIENCE_S,
-        )
+        prefix = f"dynamix/traces/{group.group_name}"
+        self.field = StoreField(job_store(), len(TRACES), policy.decay, prefix=prefix, patience_s=PATIENCE_S)
         self.waited_s = 0.0
         self.failed: DynamixError | None = None
         self.fits: int | None = None
-        self._whole = _Whole(-1, np.zeros(len(TRACES)), np.zeros(len(TRACES)))
+        self._whole = _NONE_YET
         self._first = -1  # window in which this channel first left traces
         self._noise, self._signal = 0.0, 0.0
         self._round: _Round | None = None
@@ -121,16 +111,13 @@ class PeerChannel:
         except (RuntimeError, ValueError) as error:
             if isinstance(error, DynamixError):
                 raise
-            raise WorkerLostError(
-                "the ranks could not exchange their batch sizes: a rank died or did not answer within the process "
-                f"group's timeout ({error})"
-            ) from error
+            why = f"a rank died or did not answer within the process group's timeout ({error})"
+            raise WorkerLostError(f"the ranks could not exchange their batch sizes: {why}") from error
         finally:
             self.waited_s += time.perf_counter() - started
         if self.failed is not None:
             raise self.failed
-        failed = np.flatnonzero(told[:, 0] == _FAILED)
-        if len(failed):
+        if len(failed := np.flatnonzero(told[:, 0] == _FAILED)):
             raise DynamixError(f"choosing a size failed on rank {failed[0]}; its own error is in that rank's output")
         message = self._message(current.closing, told)
         decider = self.decider
@@ -150,12 +137,10 @@ class PeerChannel:
         """This rank's new size; the one it has where the field does not answer. Leaves its traces."""
         own = self._steadied(own_window(row, closing, rank=self.rank, job=self.job, fits=self.fits), row, closing)
         bounds, mine = self.job.bounds, slice(self.rank, self.rank + 1)
-        alone = Bounds(
-            bounds.low[mine], bounds.high[mine], bounds.total_low, bounds.total_high, bounds.quantum, bounds.max_change
-        )
+        alone = replace(bounds, low=bounds.low[mine], high=bounds.high[mine])
         sense, left = self.policy.observe(own)
         if closing.window_index <= self._whole.step or self._first < 0:  # begun, or gone back to an earlier state
-            self._whole, self._first = _Whole(-1, np.zeros(len(TRACES)), np.zeros(len(TRACES))), closing.window_index
+            self._whole, self._first = _NONE_YET, closing.window_index
         self._leave(left, closing.window_index)
         smelt, new, old = self._smell(closing.window_index)
         return int(self.policy.choose(own, sense, smelt[None], new[None], alone, old=old)[0])
@@ -163,8 +148,7 @@ class PeerChannel:
     def _steadied(self, own: Own, row: Floats, closing: Closing) -> Own:
         """With the noise's share averaged over windows, numerator and denominator apart, as `NoiseScale` does it.
 
-        One window's share is mostly chance. Noise per sample is what stays while the global batch moves. (`NoiseScale`
-        itself ends at 0, which the whole noise cannot go below; one rank's part can.)
+        Noise per sample is what stays while the global batch moves. (`NoiseScale` ends at 0; one rank's part need not.)
         """
         signal, total = dict(zip(ROW, row, strict=False))["global_norm_sq"], float(closing.sizes.sum())
         noise = float(own.noise[0]) * signal * total
@@ -182,10 +166,6 @@ class PeerChannel:
         load = before / _unit(closing, self.job)
         self._leave(self.policy.moved(before, load, np.array([size])), closing.window_index)
 
-    def look_back(self, closing: Closing) -> None:
-        """See the traces of this window whole, if somebody's came too late for the choice: they serve the next one."""
-        self._look(closing.window_index, LOOK_BACK_S)
-
     def _leave(self, traces: Floats, step: int) -> None:
         cells = np.flatnonzero(traces[0])
         cells = np.append(
@@ -194,20 +174,20 @@ class PeerChannel:
         self.field.deposit(cells, traces[0][cells], step=step)
 
     def _smell(self, step: int) -> tuple[Floats, Floats, bool]:
-        """The traces (16,), what of them is new in their window, and whether that is the window before.
+        """The traces (16,), what of them is new in their window, and whether that is the window before `step`.
 
-        Those of window `step` if everybody's are there within `LOOK_S`, and before this rank has made most of the next
-        step, at whose end the choice is due; else those of the one before, if they were seen whole; else unknown.
+        They are of that window where everybody's are not there within `LOOK_S`, or before this rank has made most of
+        the next step, at whose end the choice is due; unknown if that one too was not seen whole.
         """
         before, own_step_s = self._whole, float(self.policy.habit.step[0])
-        if self._look(step, min(LOOK_S, 0.7 * own_step_s) if np.isfinite(own_step_s) else LOOK_S):
+        if self.look(step, min(LOOK_S, 0.7 * own_step_s) if np.isfinite(own_step_s) else LOOK_S):
             return self._whole.traces, self._whole.new, False
         if before.step == step - 1 >= 0:
             return before.traces, before.new, True
         unknown = np.full(len(TRACES), np.nan)
         return unknown, unknown, False
 
-    def _look(self, step: int, patience_s: float) -> bool:
+    def look(self, step: int, patience_s: float) -> bool:
         """Whether everybody's traces of window `step` are there, now or within `patience_s`. Keeps them."""
         before, deadline = self._whole, time.perf_counter() + patience_s
         missed = range(max(step - max(before.step, self._first - 1), 1))  # windows: usually this one only
@@ -235,22 +215,12 @@ class PeerChannel:
         return job.change(answer, int(told[:, 1].max()))
 
     def _write_event(self, decider: Decider, current: _Round, message: Message) -> None:
-        known = dict(zip(ROW, current.row, strict=False))
-        seen: dict[str, Floats] = {}
-        for name in ("compute", "compute_std", "data", "loss", "accuracy", "cpu", "memory", "device"):
-            seen[name] = np.full(self.workers, np.nan)
-            seen[name][self.rank] = known[name]
-        closing = current.closing
-        window = Window.of(
-            closing.sizes,
-            **seen,
-            steps=len(current.row) - len(ROW),
-            age=closing.age,
-            step=closing.step,
-            micro_batches=self.job.accumulate,
-            base_batch=self.job.base_batch,
-        )
-        decider.witness(window, closing, message)
+        closing, known = current.closing, dict(zip(ROW, current.row, strict=False))
+        mine = np.arange(self.workers) == self.rank
+        names = ("compute", "compute_std", "data", "loss", "accuracy", "cpu", "memory", "device")
+        seen = {name: np.where(mine, known[name], np.nan) for name in names}
+        steps = len(current.row) - len(ROW)
+        decider.witness(Window.of(closing.sizes, **seen, steps=steps, **self.job.facts(closing)), closing, message)
 
     def _work(self) -> None:
         while True:
@@ -269,6 +239,9 @@ class _Whole:
     step: int
     traces: Floats
     new: Floats
+
+
+_NONE_YET = _Whole(-1, np.zeros(len(TRACES)), np.zeros(len(TRACES)))
 
 
 class _Round:
@@ -300,7 +273,8 @@ class _Round:
         if chosen and size != _FAILED:
             try:
                 channel.leave_move(closing, size)
-                channel.look_back(closing)
+                # Traces that came too late for this choice serve the next one.
+                channel.look(closing.window_index, LOOK_BACK_S)
             except Exception as error:
                 channel.failed = DynamixError(f"leaving or reading traces failed: {error!r}")
 
@@ -337,23 +311,12 @@ def own_window(row: Floats, closing: Closing, *, rank: int, job: JobFacts, fits:
     size, workers = closing.sizes[rank : rank + 1].astype(np.float64), len(closing.sizes)
     busy = known["compute"] + (known["data"] if np.isfinite(known["data"]) else 0.0)
 
-    def one(value: float) -> Floats:
-        return np.array([value], dtype=np.float64)
-
     with np.errstate(divide="ignore", invalid="ignore"):
-        jitter = one(known["compute_std"]) / one(known["compute"])
-    return Own(
-        size=size,
-        unit=one(_unit(closing, job)),
-        busy=one(busy if busy > 0 and size[0] > 0 else np.nan),
-        blocked=one(float(seen.mean()) if len(seen) else np.nan),
-        least=one(float(seen.min()) if len(seen) else np.nan),
-        jitter=jitter,
-        steps=one(len(comm)),
-        noise=one(own_noise(known, workers)),
-        fits=one(np.inf if fits is None else fits),
-        workers=workers,
-    )
+        jitter = np.float64(known["compute_std"]) / np.float64(known["compute"])
+    alone = {"unit": _unit(closing, job), "jitter": jitter, "steps": len(comm), "noise": own_noise(known, workers)}
+    alone |= {"busy": busy if busy > 0 and size[0] > 0 else np.nan, "fits": np.inf if fits is None else fits}
+    alone |= {"blocked": seen.mean() if len(seen) else np.nan, "least": seen.min() if len(seen) else np.nan}
+    return Own(size=size, workers=workers, **{name: np.array([v], dtype=np.float64) for name, v in alone.items()})
 
 
 def own_noise(known: Mapping[str, float], workers: int) -> float:

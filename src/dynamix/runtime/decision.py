@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,18 +18,7 @@ from dynamix.projection import project
 from dynamix.runtime.agreement import Kind, Message
 from dynamix.runtime.job import Closing, JobFacts
 from dynamix.runtime.observation import assemble
-from dynamix.window import Floats, Ints, Window
-
-
-@dataclass(frozen=True, slots=True)
-class Recorded:
-    """What the ranks of an earlier run were told about one window."""
-
-    kind: Kind
-    from_step: int
-    sizes: Ints
-    noise: float | None  # None: a line of a version that did not write it
-    signal: float | None
+from dynamix.window import Floats, Window
 
 
 class Decider:
@@ -45,7 +34,7 @@ class Decider:
         policy: Policy,
         job: JobFacts,
         *,
-        replay: dict[int, Recorded] | None = None,
+        replay: dict[int, dict[str, Any]] | None = None,
         events: EventLog | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -77,12 +66,8 @@ class Decider:
         return self.job.keep(kind)
 
     def skip(self, rows: Floats, closing: Closing, message: Message) -> None:
-        """Measure and write down a window that was answered "late" while the policy was busy with an earlier one.
-
-        The policy never sees it, but the noise scale does.
-        """
-        self._decided = closing, self._assemble(rows, closing)
-        self.write_event(message)
+        """A window that was answered "late", the policy being busy: only the noise scale and the events see it."""
+        self.witness(self._assemble(rows, closing), closing, message)
 
     def witness(self, window: Window, closing: Closing, message: Message) -> None:
         """Write down what the ranks decided without this one's help; `window` is what this one saw."""
@@ -93,55 +78,33 @@ class Decider:
         """One line of events.jsonl, after the message went out."""
         if self.events is not None and self._decided is not None:
             closing, window = self._decided  # training has gone on: `self.job.closing` may be the next one already
-            self.events.write(
-                window_index=closing.window_index,
-                window=window.to_dict(),
-                allocation=message.sizes.tolist(),
-                from_step=message.from_step,
-                decision=message.kind.name.lower(),
-                noise=message.noise,
-                signal=message.signal,
-                samples_seen=closing.samples,
-                time_s=self._clock() - self._started,
-                **report_of(self.policy, asked=closing.window_index == self._asked),
-            )
+            of = {"window_index": closing.window_index, "window": window.to_dict()}
+            told = {"allocation": message.sizes.tolist(), "from_step": message.from_step}
+            told |= {"decision": message.kind.name.lower(), "noise": message.noise, "signal": message.signal}
+            about = report_of(self.policy, asked=closing.window_index == self._asked)
+            at = {"samples_seen": closing.samples, "time_s": self._clock() - self._started}
+            self.events.write(**of, **told, **at, **about)
         after_answer(self.policy)  # the answer is out: no step waits for this
 
     def _assemble(self, rows: Floats, closing: Closing) -> Window:
-        return assemble(
-            rows,
-            noise_scale=self.job.noise_scale,
-            sizes=closing.sizes,
-            age=closing.age,
-            step=closing.step,
-            micro_batches=self.job.accumulate,
-            base_batch=self.job.base_batch,
-        )
+        return assemble(rows, noise_scale=self.job.noise_scale, sizes=closing.sizes, **self.job.facts(closing))
 
-    def _replayed(self, recorded: Recorded | None) -> Message:
-        if recorded is None:
-            return self.keep(Kind.KEEP)
+    def _replayed(self, event: dict[str, Any] | None) -> Message:
+        told = self.keep(Kind.KEEP)
+        if event is None:
+            return told
+        if event["decision"] == "new":
+            told = self.job.message(Kind.NEW, int(event["from_step"]), np.asarray(event["allocation"], dtype=np.int64))
         # The noise scale too is the recorded run's: a late answer there carried that of an earlier window, and the
-        # learning rate may follow it.
-        noise = self.job.noise_scale.noise if recorded.noise is None else recorded.noise
-        signal = self.job.noise_scale.signal if recorded.signal is None else recorded.signal
-        kept = self.keep(Kind.KEEP)
-        if recorded.kind is not Kind.NEW:
-            return Message(kept.kind, kept.from_step, noise, signal, kept.sizes)
-        return Message(Kind.NEW, recorded.from_step, noise, signal, recorded.sizes)
+        # learning rate may follow it. Older versions did not write it.
+        given = event.get("noise", told.noise), event.get("signal", told.signal)
+        noise, signal = (float("nan") if value is None else float(value) for value in given)
+        return replace(told, noise=noise, signal=signal)
 
 
-def recorded(path: str | os.PathLike[str]) -> dict[int, Recorded]:
+_ANSWER = ("decision", "from_step", "allocation", "noise", "signal")
+
+
+def recorded(path: str | os.PathLike[str]) -> dict[int, dict[str, Any]]:
     """Window index -> what an earlier run's events file says was answered, for `Decider(replay=)`."""
-    return {event["window_index"]: _recorded(event) for event in read_events(path)}
-
-
-def _recorded(event: dict[str, Any]) -> Recorded:
-    def value(name: str) -> float | None:
-        if name not in event:
-            return None
-        return float("nan") if event[name] is None else float(event[name])
-
-    sizes = np.asarray(event["allocation"], dtype=np.int64)
-    kind = Kind.NEW if event["decision"] == "new" else Kind.KEEP
-    return Recorded(kind, int(event["from_step"]), sizes, value("noise"), value("signal"))
+    return {event["window_index"]: {k: event[k] for k in _ANSWER if k in event} for event in read_events(path)}

@@ -1,4 +1,4 @@
-"""Gradients of unequal batches: weighting in DDP's communication hook.
+"""Gradients, and models, of unequal batches: weighting in DDP's communication hook, and averaging.
 
 The gradient of the union batch is g = sum_i (n_i / N) g_i, with g_i the gradient of worker i's mean loss over n_i
 samples. DDP averages over W workers, so each worker's gradient is multiplied by n_i * W / N before it is reduced.
@@ -6,7 +6,7 @@ samples. DDP averages over W workers, so each worker's gradient is multiplied by
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -22,11 +22,7 @@ from dynamix.errors import ConfigError, UsageError
 Hook = Callable[[Any, Bucket], "Future[Tensor]"]
 
 # One collective each and no memory: non-finite values pass through them to every rank, as in plain DDP.
-_SINGLE_COLLECTIVE = (
-    default_hooks.allreduce_hook,
-    default_hooks.fp16_compress_hook,
-    default_hooks.bf16_compress_hook,
-)
+_SINGLE_COLLECTIVE = (default_hooks.allreduce_hook, default_hooks.fp16_compress_hook, default_hooks.bf16_compress_hook)
 # A lossy hook hides the true |g|: one step in this many is reduced densely to measure the noise scale.
 DENSE_EVERY = 50
 
@@ -73,9 +69,7 @@ class Meter(Protocol):
     """What the hook reports to: the controller's recorder."""
 
     def gradients_ready(self) -> None: ...
-
     def reduced(self) -> None: ...
-
     def add(self, name: str, value: Tensor, *, part: int = 0) -> None: ...
 
 
@@ -99,12 +93,7 @@ class GradientHook:
     """
 
     def __init__(
-        self,
-        group: dist.ProcessGroup,
-        share: Callable[[], Share],
-        meter: Meter,
-        inner: Hook | None,
-        inner_state: Any,
+        self, group: dist.ProcessGroup, share: Callable[[], Share], meter: Meter, inner: Hook | None, inner_state: Any
     ) -> None:
         self.group, self.share, self.meter = group, share, meter
         self.inner, self.inner_state = inner, inner_state
@@ -122,21 +111,19 @@ class GradientHook:
     def __call__(self, state: Any, bucket: Bucket) -> Future[Tensor]:
         if self.muted:
             self.buckets_seen = max(self.buckets_seen, bucket.index() + 1)
-            buffer = bucket.buffer()
-            return self._reduce_sparse(buffer) if buffer.is_sparse else default_hooks.allreduce_hook(self.group, bucket)
+            return self._plainly(bucket)
         share, buffer, part = self.share(), bucket.buffer(), bucket.index()
         if share.count != 0:
-            self.meter.add(
-                "local_sq", self._norm_sq(buffer, 1.0 if share.applied is None else share.applied), part=part
-            )
+            local_sq = self._norm_sq(buffer, 1.0 if share.applied is None else share.applied)
+            self.meter.add("local_sq", local_sq, part=part)
         if share.applied is None:
             scale_(buffer, share.count, share.total, self.group.size())
         elif share.count == 0:
             # A loss times 0 left zeros, and 0 * NaN where the placeholder's gradient was not finite. Zeroing all would
             # take away what was already reduced, in a loop that synchronises every micro-batch.
             wipe_nonfinite_(buffer)
-        self.buckets_seen = max(self.buckets_seen, bucket.index() + 1)
-        if bucket.index() == 0:
+        self.buckets_seen = max(self.buckets_seen, part + 1)
+        if part == 0:
             self._measuring = self.lossless or (share.kept and self.steps >= 2 and self._since_dense >= DENSE_EVERY)
         measure = self._measuring
         self.meter.gradients_ready()
@@ -162,11 +149,10 @@ class GradientHook:
         try:
             model.register_comm_hook(None, entry)
         except RuntimeError as error:
-            raise UsageError(
-                "the model already has a communication hook, and DDP allows one: remove your "
-                "register_comm_hook(state, hook) line and pass it as "
-                "controller.wrap(model, optimizer, hook=hook, hook_state=state)"
-            ) from error
+            fix = "pass it as controller.wrap(model, optimizer, hook=hook, hook_state=state)"
+            remove = "remove your register_comm_hook(state, hook) line"
+            problem = "the model already has a communication hook, and DDP allows one"
+            raise UsageError(f"{problem}: {remove} and {fix}") from error
 
     def step_done(self) -> None:
         """After an optimizer step: the bucket layout is known by now, so give chained hooks their groups."""
@@ -177,13 +163,11 @@ class GradientHook:
 
     def make_groups(self) -> None:
         """One process group per bucket for hooks that chain collectives on gloo. A collective call."""
-        if self.needs_groups and len(self.bucket_groups) < self.buckets_seen:
+        if self.needs_groups and (missing := range(len(self.bucket_groups), self.buckets_seen)):
             ranks = dist.get_process_group_ranks(self.group)
-            missing = self.buckets_seen - len(self.bucket_groups)
-            self.bucket_groups += [new_gloo_group(ranks) for _ in range(missing)]
+            self.bucket_groups += [new_gloo_group(ranks) for _ in missing]
 
     def state_dict(self) -> dict[str, Any]:
-        """The user's hook state (error memories and the like) and the step count."""
         state = self.inner_state
         saved = state.state_dict() if hasattr(state, "state_dict") else _plain_state(state)
         return {"steps": self.steps, "since_dense": self._since_dense, "inner": saved}
@@ -199,19 +183,15 @@ class GradientHook:
                 setattr(self.inner_state, name, value)
 
     def _reduce(self, bucket: Bucket, *, dense: bool) -> Future[Tensor]:
-        buffer = bucket.buffer()
-        if buffer.is_sparse:
-            return self._reduce_sparse(buffer)
-        if self.inner is None or dense:
-            return default_hooks.allreduce_hook(self.group, bucket)
+        if self.inner is None or dense or bucket.buffer().is_sparse:
+            return self._plainly(bucket)
         if not self.chained:
-            state = self.inner_state if self.inner_state is not None else self.group
-            return self.inner(state, bucket)
+            return self.inner(self.group if self.inner_state is None else self.inner_state, bucket)
         if self.needs_groups and bucket.index() >= len(self.bucket_groups):
-            return default_hooks.allreduce_hook(self.group, bucket)  # before the rebuild: layout not known yet
+            return self._plainly(bucket)  # before the rebuild: layout not known yet
         group = self.bucket_groups[bucket.index()] if self.needs_groups else self.group
         if not self.lossless:
-            finite = torch.isfinite(buffer).all().to(torch.float32)
+            finite = torch.isfinite(bucket.buffer()).all().to(torch.float32)
             dist.all_reduce(finite, op=dist.ReduceOp.MIN, group=group)
             if not bool(finite.item()):
                 # One infinite step would stay in the hook's error memory for ever; let GradScaler see it instead.
@@ -230,11 +210,12 @@ class GradientHook:
         finally:
             state.process_group = users
 
-    def _reduce_sparse(self, buffer: Tensor) -> Future[Tensor]:
-        """Sum a sparse bucket: natively on gloo, densely elsewhere (compressing hooks cannot take it)."""
-        workers = self.group.size()
-        native = dist.get_backend(self.group) == "gloo"
-        payload = (buffer if native else buffer.to_dense()).div_(workers)
+    def _plainly(self, bucket: Bucket) -> Future[Tensor]:
+        """Torch's all-reduce; of a sparse bucket natively on gloo, densely elsewhere (compressing hooks cannot)."""
+        buffer, native = bucket.buffer(), dist.get_backend(self.group) == "gloo"
+        if not buffer.is_sparse:
+            return default_hooks.allreduce_hook(self.group, bucket)
+        payload = (buffer if native else buffer.to_dense()).div_(self.group.size())
         work = dist.all_reduce(payload, group=self.group, async_op=True)
         assert work is not None
 
@@ -253,19 +234,47 @@ class GradientHook:
         return torch.square(norm if scale is None else norm / scale.to(norm.device))
 
 
+@torch.no_grad()
+def weighted_average(model: nn.Module, count: float, *, group: dist.ProcessGroup | None = None) -> None:
+    """Replace parameters and floating buffers by their mean over workers, weighted by `count`: model averaging.
+
+    A collective call. `count` is the number of samples this worker has trained on since the last averaging (H steps);
+    a worker with 0 contributes nothing and receives the average. With H = 1 and plain SGD this equals the weighted
+    gradient (DBS, arXiv 2007.11831). Integer buffers are taken from the group's first rank. Raises `ConfigError`
+    for a negative count, `UsageError` when no worker has a sample.
+    """
+    if not count >= 0:
+        raise ConfigError("count", count, "0 or more", "pass the samples trained on since the last averaging")
+    pg = group if group is not None else cast(dist.ProcessGroup, dist.group.WORLD)
+    tensors = [*model.parameters(), *model.buffers()]
+    device = tensors[0].device if tensors else torch.device("cpu")
+    total = torch.tensor(float(count), dtype=torch.float64, device=device)
+    dist.all_reduce(total, group=pg)
+    if total.item() <= 0:
+        raise UsageError("weighted_average: no worker has trained on a sample since the last averaging")
+    average_(tensors, count / float(total.item()), pg)
+
+
+def average_(tensors: Iterable[Tensor], weight: float, group: dist.ProcessGroup) -> None:
+    """Floating tensors become their sum over workers times each worker's `weight`, others the first rank's."""
+    for tensor in tensors:
+        if tensor.is_floating_point():
+            dist.all_reduce(scale_(tensor, weight, 1.0, 1), group=group)
+        else:
+            dist.broadcast(tensor, src=dist.get_global_rank(group, 0), group=group)
+
+
 def _plain_state(state: Any) -> dict[str, Any] | None:
     """The attributes of a hook state that has no `state_dict` (PowerSGDState), without its process group."""
     if state is None or isinstance(state, dist.ProcessGroup):
         return None
-    slots = getattr(type(state), "__slots__", None)
-    names = slots if slots is not None else vars(state)
+    names = vars(state) if (slots := getattr(type(state), "__slots__", None)) is None else slots
     return {name: getattr(state, name) for name in names if name != "process_group" and hasattr(state, name)}
 
 
 def new_gloo_group(ranks: list[int], timeout: Any = None) -> dist.ProcessGroup:
     """A gloo group over `ranks`; a collective of those ranks alone."""
     subset = len(ranks) != dist.get_world_size()
-    options: dict[str, Any] = {"use_local_synchronization": True} if subset else {}
-    if timeout is not None:
-        options["timeout"] = timeout
-    return cast(dist.ProcessGroup, dist.new_group(ranks, backend="gloo", **options))
+    options = {} if timeout is None else {"timeout": timeout}
+    group = dist.new_group(ranks, backend="gloo", use_local_synchronization=subset, **options)
+    return cast(dist.ProcessGroup, group)

@@ -28,24 +28,16 @@ class Closing:
 
 @dataclass
 class JobFacts:
-    """What every rank of a job holds; they change only at moments on which the ranks agree.
+    """What every rank of a job holds; they change only at moments on which the ranks agree."""
 
-    bounds       what batch sizes are kept within
-    base_batch   samples per optimizer step of all workers at the start (B0)
-    accumulate   micro-batches per optimizer step
-    slack        micro-steps that may still be issued under the old allocation after a window closed
-    fixed        the global batch stays at `base_batch`
-    noise_scale  smoothed over windows, where this rank learns of it: the one that decides, or all if each does
-    closing      the newest window that closed
-    """
-
-    bounds: Bounds
-    base_batch: int
-    accumulate: int = 1
-    slack: int = 0
-    fixed: bool = False
+    bounds: Bounds  # what batch sizes are kept within
+    base_batch: int  # samples per optimizer step of all workers at the start (B0)
+    accumulate: int = 1  # micro-batches per optimizer step
+    slack: int = 0  # micro-steps that may still be issued under the old allocation after a window closed
+    fixed: bool = False  # the global batch stays at `base_batch`
+    # Smoothed over windows, where this rank learns of it: the one that decides, or all if each does.
     noise_scale: NoiseScale = field(default_factory=NoiseScale)
-    closing: Closing = field(init=False)
+    closing: Closing = field(init=False)  # the newest window that closed
 
     def __post_init__(self) -> None:
         self.closing = Closing(0, self.bounds.low, 0, 0, 0.0, 0, 0)
@@ -55,6 +47,11 @@ class JobFacts:
         bounds = self.bounds
         most = max(samples // self.accumulate // bounds.quantum * bounds.quantum, int(np.max(bounds.total_low)))
         self.bounds = dataclasses.replace(bounds, total_high=np.minimum(bounds.total_high, most))
+
+    def facts(self, closing: Closing) -> dict[str, float]:
+        """What a `Window` says of the job itself, by field."""
+        own = {"micro_batches": self.accumulate, "base_batch": self.base_batch}
+        return own | {"age": closing.age, "step": closing.step}
 
     def keep(self, kind: Kind) -> Message:
         """The message that changes nothing."""

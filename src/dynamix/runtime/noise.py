@@ -19,9 +19,7 @@ class NoiseScale:
 
     which at w_i = b_i/B is the within-group variance estimator: unbiased for any split, and of least variance for
     Gaussian gradients, hence never worse than inverse-variance weighting of per-worker estimates (Cannikin, arXiv
-    2402.05302, tested against it). Numerator and denominator are smoothed separately.
-
-    decay   weight of the past per update, in [0, 1)
+    2402.05302, tested against it). Numerator and denominator are smoothed separately; `decay` is the past's weight.
     """
 
     def __init__(self, decay: float = 0.8) -> None:

@@ -6,6 +6,7 @@ import math
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -30,7 +31,6 @@ ROW = (
 )
 _SUMMED = {"local_sq": "gradient_norm_sq", "global_sq": "global_norm_sq"}
 _PLAIN = ("loss", "accuracy", "pair_noise", "pair_signal")
-
 
 Value = Tensor | float  # a float once it has cost nothing to read
 
@@ -138,8 +138,7 @@ class Recorder:
         for name in _PLAIN:
             known[name], std = _mean_std(stats.get(name, ()))
             if name in ("loss", "accuracy"):
-                known[f"{name}_std"] = std
-                known[f"{name}_change"] = self._change(name, known[name], known[f"{name}_std"])
+                known[f"{name}_std"], known[f"{name}_change"] = std, self._change(name, known[name], std)
         now = time.monotonic()
         if now - self._sampled_at >= PROBE_EVERY_S:
             self._sampled_at = now
@@ -154,15 +153,14 @@ class Recorder:
 
     def reset(self) -> None:
         """Forget the open window."""
-        self.steps = 0
-        self._times, self._kept = [], {}
+        self.steps, self._times, self._kept = 0, [], {}
         self._late.clear()
 
     def _collect(self, of_window: dict[str, float]) -> tuple[Mapping[str, Sequence[float]], dict[str, float]]:
         """The newest statistics on the host, and which window they are of."""
         if self.device.type != "cuda":
             return cast("dict[str, list[float]]", self._kept), of_window
-        if self._arriving is not None and self._arriving.ready():
+        if self._arriving is not None and self._arriving.event.query():
             self._arrived, self._arrived_of = self._arriving.values(), self._arriving.of_window
             self._arriving = None
         if self._arriving is None and self._kept:
@@ -172,8 +170,7 @@ class Recorder:
     def _measured(self, times: StepTimes, first_of_epoch: bool) -> StepTimes:
         """Without what was not measured: starting a loader's iterator is not waiting for data."""
         data = float("nan") if first_of_epoch else times.data
-        compute = times.compute if self.sees_communication else float("nan")
-        return StepTimes(step=times.step, compute=compute, comm=times.comm, data=data, total=times.total)
+        return replace(times, data=data, compute=times.compute if self.sees_communication else float("nan"))
 
     def _change(self, name: str, mean: float, std: float) -> float:
         before, self._before[name] = self._before.get(name), (mean, std)
@@ -184,20 +181,16 @@ class Recorder:
 
     def state_dict(self) -> dict[str, Any]:
         """The statistics of the open window and of the last one; times are not worth saving."""
-        return {
-            "steps": self.steps,
-            "series": {name: [float(value) for value in series] for name, series in self._kept.items()},
-            "before": {name: list(pair) for name, pair in self._before.items()},
-        }
+        series = {name: [float(value) for value in series] for name, series in self._kept.items()}
+        before = {name: list(pair) for name, pair in self._before.items()}
+        return {"steps": self.steps, "series": series, "before": before}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.reset()
         self.steps = state["steps"]
         on_device = self.device.type == "cuda"
-        self._kept = {
-            name: [torch.tensor(v, device=self.device) if on_device else v for v in series]
-            for name, series in state["series"].items()
-        }
+        for name, series in state["series"].items():
+            self._kept[name] = [torch.tensor(v, device=self.device) if on_device else v for v in series]
         self._before = {name: (pair[0], pair[1]) for name, pair in state["before"].items()}
 
 
@@ -214,9 +207,6 @@ class _Transfer:
         self.event = torch.cuda.Event()
         self.event.record()
 
-    def ready(self) -> bool:
-        return bool(self.event.query())
-
     def values(self) -> dict[str, list[float]]:
         parts = torch.split(self.host, list(self.lengths.values()))
         return {name: part.tolist() for name, part in zip(self.lengths, parts, strict=True)}
@@ -226,7 +216,8 @@ def assemble(rows: Floats, *, noise_scale: NoiseScale, sizes: Any, **cluster: fl
     """The `Window` of W rows, shape (W, len(ROW) + steps); updates `noise_scale` with this window's estimate."""
     columns = {name: rows[:, i] for i, name in enumerate(ROW)}
     wait, transfer = attribute_wait(rows[:, len(ROW) :].T)
-    global_sq = _mean(columns["global_norm_sq"])
+    global_seen = columns["global_norm_sq"][np.isfinite(columns["global_norm_sq"])]
+    global_sq = float(global_seen.mean()) if global_seen.size else float("nan")
     if rows.shape[0] > 1:
         # The weight is this rank's part of the mean gradient, n_i/N, whichever side applied it.
         # On CUDA ranks may hold statistics of different windows; those do not go together.
@@ -238,22 +229,9 @@ def assemble(rows: Floats, *, noise_scale: NoiseScale, sizes: Any, **cluster: fl
         noise, signal = float(columns["pair_noise"][0]), float(columns["pair_signal"][0])
     noise_scale.update(noise, signal)
     known = {name: columns[name] for name in ROW if name in PER_WORKER and name != "batch_size"}
-    return Window.of(
-        sizes,
-        **known,
-        wait=wait,
-        communication=transfer,
-        steps=rows.shape[1] - len(ROW),
-        global_norm_sq=global_sq,
-        noise=noise_scale.noise,
-        signal=noise_scale.signal,
-        **cluster,
-    )
-
-
-def _mean(values: Floats) -> float:
-    known = values[np.isfinite(values)]
-    return float(known.mean()) if known.size else float("nan")
+    known |= {"wait": wait, "communication": transfer}
+    cluster |= {"steps": rows.shape[1] - len(ROW), "global_norm_sq": global_sq}
+    return Window.of(sizes, **known, **cluster, noise=noise_scale.noise, signal=noise_scale.signal)
 
 
 def _mean_std(values: Sequence[float]) -> tuple[float, float]:

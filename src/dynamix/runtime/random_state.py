@@ -11,12 +11,11 @@ import torch
 
 def capture() -> dict[str, Any]:
     """The state of every global generator in use."""
-    return {
-        "python": random.getstate(),
-        "numpy": _plain(np.random.get_state(legacy=False)),
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
-    }
+    state: dict[str, Any] = dict(np.random.get_state(legacy=False))
+    # Lists instead of arrays, so that `torch.load(weights_only=True)` takes the file.
+    plain = {**state, "state": {**state["state"], "key": state["state"]["key"].tolist()}}
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return {"python": random.getstate(), "numpy": plain, "torch": torch.get_rng_state(), "cuda": cuda}
 
 
 def restore(state: dict[str, Any]) -> None:
@@ -29,9 +28,3 @@ def restore(state: dict[str, Any]) -> None:
     if state["cuda"] and torch.cuda.is_available():
         for device, cuda in zip(range(torch.cuda.device_count()), state["cuda"], strict=False):
             torch.cuda.set_rng_state(cuda.cpu(), device)
-
-
-def _plain(state: Any) -> dict[str, Any]:
-    """Lists instead of arrays, so that `torch.load(weights_only=True)` takes the file."""
-    inner = {**state["state"], "key": state["state"]["key"].tolist()}
-    return {**state, "state": inner}

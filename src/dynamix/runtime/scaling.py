@@ -11,8 +11,7 @@ import math
 import types
 import warnings
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -33,33 +32,15 @@ class Rule(Protocol):
     def __call__(self, scale: float, noise: float, signal: float, *, base_batch: float) -> float: ...
 
 
-def none(scale: float, noise: float, signal: float, *, base_batch: float) -> float:
-    """Always 1."""
-    return 1.0
-
-
-def linear(scale: float, noise: float, signal: float, *, base_batch: float) -> float:
-    """B / B0 (Goyal et al., arXiv 1706.02677): right for SGD while noise dominates."""
-    return scale
-
-
-def sqrt(scale: float, noise: float, signal: float, *, base_batch: float) -> float:
-    """sqrt(B / B0): keeps the variance of an update; the usual rule for Adam."""
-    return math.sqrt(scale)
-
-
 def adascale(scale: float, noise: float, signal: float, *, base_batch: float) -> float:
     """The gain (S + G2) / (S / s + G2) of AdaScale SGD (Johnson et al., arXiv 2007.05105), s = B / B0.
 
-    S = tr(Sigma) / B0 is the variance of the mean gradient of a base batch, G2 = |G|^2. The gain is linear in the batch
-    where noise dominates and 1 where it does not matter; it equals s times the statistical efficiency of B against B0.
-    Estimates below zero count as zero. With nothing known it is the least it could be, min(1, s): a batch no larger
-    than the user's never gets a larger rate than the linear rule's, a larger batch none that the data did not justify.
+    S = tr(Sigma) / B0 is the variance of the mean gradient of a base batch, G2 = |G|^2. The gain equals s times the
+    statistical efficiency of B against B0: s where noise dominates, 1 where it does not matter. Estimates below zero
+    count as zero. With nothing known it is the least it could be, min(1, s).
 
-    >>> adascale(4.0, noise=6400.0, signal=100.0, base_batch=64)            # S = G2: half of the noise limit and more
-    1.6
-    >>> adascale(4.0, noise=6400.0, signal=0.0, base_batch=64), adascale(4.0, noise=0.0, signal=1.0, base_batch=64)
-    (4.0, 1.0)
+    >>> [adascale(4.0, noise=noise, signal=100.0, base_batch=64) for noise in (0.0, 6400.0)]  # the second: S = G2
+    [1.0, 1.6]
     """
     variance, square = max(noise, 0.0) / base_batch, max(signal, 0.0)
     if not (math.isfinite(noise) and math.isfinite(signal)) or variance + square <= 0:
@@ -67,7 +48,14 @@ def adascale(scale: float, noise: float, signal: float, *, base_batch: float) ->
     return (variance + square) / (variance / scale + square)
 
 
-RULES: dict[str, Rule] = {"none": none, "linear": linear, "sqrt": sqrt, "adascale": adascale}
+# linear: Goyal et al., arXiv 1706.02677, right for SGD while noise dominates. sqrt keeps the variance of an update: the
+# usual rule for Adam.
+RULES: dict[str, Rule] = {
+    "none": lambda scale, noise, signal, *, base_batch: 1.0,
+    "linear": lambda scale, noise, signal, *, base_batch: scale,
+    "sqrt": lambda scale, noise, signal, *, base_batch: math.sqrt(scale),
+    "adascale": adascale,
+}
 
 
 def rule(name: str) -> Rule:
@@ -76,27 +64,22 @@ def rule(name: str) -> Rule:
     >>> rule("linear")(2.0, float("nan"), float("nan"), base_batch=64)
     2.0
     """
-    return _rule(name)
-
-
-def _rule(name: str) -> Rule:
     if name not in RULES:
-        raise ConfigError(
-            "lr_rule", name, ", ".join(RULES), "check the spelling; 'none' leaves the learning rate alone"
-        )
+        fix = "check the spelling; 'none' leaves the learning rate alone"
+        raise ConfigError("lr_rule", name, ", ".join(RULES), fix)
     return RULES[name]
+
+
+_rule = rule  # `LearningRate`'s own argument is called so too
 
 
 class LearningRate:
     """Multiplies an optimizer's learning rates by `factor`, during its steps only.
 
-    The rates are changed by a step pre-hook and put back by the first post-hook, so a schedule stepped in a later hook
-    sees the user's rates. A closure runs under the user's rates too. torch runs no post-hook when a step raises, so
-    `step` is also wrapped on this one object, and whatever happens the rates are put back before the exception is seen.
-    `state_dict()` shows the user's rates at any time. Tensor rates are changed in place: captured graphs keep working.
-
-    `optimizer` keeps working with GradScaler and schedulers, made before or after. Raises `ConfigError` for an unknown
-    `rule` or a factor that is not positive and finite.
+    Closures, schedules stepped in a later hook, and `state_dict()` see the user's rates; so does all code after a step
+    that raised (torch then runs no post-hook, so `step` is wrapped on this one object as well). Tensor rates are
+    changed in place: captured graphs keep working. GradScaler and schedulers may be made before or after. Raises
+    `ConfigError` for an unknown `rule` or a factor that is not positive and finite.
 
     >>> import torch
     >>> weight = torch.nn.Parameter(torch.zeros(1)); weight.grad = torch.ones(1)
@@ -114,16 +97,12 @@ class LearningRate:
         # (group, rate as the user set it, tensor changed in place or None); empty unless a step is running
         self._users: list[tuple[dict[str, Any], Any, Tensor | None]] = []
         self._optimizer = optimizer
-        post = optimizer.register_step_post_hook(self._after)
+        post = optimizer.register_step_post_hook(lambda *_: self._restore())
         # Before the user's own hooks; torch offers no `prepend` here.
-        hooks = getattr(optimizer, "_optimizer_step_post_hooks", None)
-        if hooks is not None:
+        if (hooks := getattr(optimizer, "_optimizer_step_post_hooks", None)) is not None:
             hooks.move_to_end(post.id, last=False)
-        self._handles = [
-            post,
-            optimizer.register_step_pre_hook(self._before),
-            optimizer.register_state_dict_post_hook(self._in_state_dict),
-        ]
+        self._handles = [post, optimizer.register_step_pre_hook(self._before)]
+        self._handles.append(optimizer.register_state_dict_post_hook(self._in_state_dict))
         self._wrap_step()
 
     @property
@@ -143,12 +122,11 @@ class LearningRate:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        if self._optimizer.__dict__.get("step") is self._wrapped:
+        if self._optimizer.__dict__.get("step") is self._wrapped:  # else somebody wrapped ours, which now does nothing
             if self._step_was_own:
                 self._optimizer.step = self._inner_step  # type: ignore[method-assign]
             else:
                 del self._optimizer.__dict__["step"]
-        # Otherwise somebody wrapped ours in turn; with nothing changed there is nothing to put back.
 
     def _wrap_step(self) -> None:
         optimizer = self._optimizer
@@ -177,9 +155,6 @@ class LearningRate:
             return (args[0], self._outside(args[1]), *args[2:]), kwargs
         return None
 
-    def _after(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> None:
-        self._restore()
-
     def _apply(self) -> None:
         if self._factor == 1.0:
             return
@@ -203,21 +178,16 @@ class LearningRate:
             else:
                 tensor.copy_(rate)
 
-    @contextmanager
-    def _users_rates(self) -> Iterator[None]:
-        self._restore()
-        try:
-            yield
-        finally:
-            self._apply()
-
     def _outside(self, closure: Callable[..., Any]) -> Callable[..., Any]:
         """The user's closure, run under the user's rates."""
 
         @functools.wraps(closure)
         def run(*args: Any, **kwargs: Any) -> Any:
-            with self._users_rates():
+            self._restore()
+            try:
                 return closure(*args, **kwargs)
+            finally:
+                self._apply()
 
         return run
 
@@ -232,11 +202,10 @@ class LearningRate:
 class SampleSchedule:
     """Drives a torch learning-rate scheduler by samples: one `scheduler.step()` per `nominal_batch_size` of them.
 
-    A schedule written for steps of a fixed global batch then keeps its meaning when the batch varies. Progress is
-    carried over exactly, and a schedule with an end (OneCycleLR) stays at its last rate instead of raising. Restore the
-    optimizer's own state beside it: like in torch, the current rates are saved there.
-
-    Raises `ConfigError` for a nominal batch below 1, negative samples, and a scheduler that needs a metric.
+    A schedule written for steps of a fixed global batch then keeps its meaning. A schedule with an end (OneCycleLR)
+    stays at its last rate instead of raising. Restore the optimizer's own state beside it: as in torch, the current
+    rates are saved there. Raises `ConfigError` for a nominal batch below 1, negative samples, and a scheduler that
+    needs a metric.
 
     >>> import torch
     >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
@@ -249,23 +218,13 @@ class SampleSchedule:
 
     def __init__(self, scheduler: LRScheduler, *, nominal_batch_size: int) -> None:
         if isinstance(scheduler, ReduceLROnPlateau):
-            raise ConfigError(
-                "scheduler",
-                type(scheduler).__name__,
-                "a scheduler whose step() takes no metric",
-                "call its step(metric) yourself after each evaluation",
-            )
+            allowed, fix = "a scheduler whose step() takes no metric", "call its step(metric) after each evaluation"
+            raise ConfigError("scheduler", type(scheduler).__name__, allowed, fix)
         if nominal_batch_size < 1:
-            raise ConfigError(
-                "nominal_batch_size",
-                nominal_batch_size,
-                "1 or more",
-                "pass the global batch the schedule was written for",
-            )
-        self.scheduler = scheduler
-        self.nominal_batch_size = int(nominal_batch_size)
-        self.samples = 0
-        self._carry = 0
+            fix = "pass the global batch the schedule was written for"
+            raise ConfigError("nominal_batch_size", nominal_batch_size, "1 or more", fix)
+        self.scheduler, self.nominal_batch_size = scheduler, int(nominal_batch_size)
+        self.samples = self._carry = 0
 
     def advance(self, samples: int) -> int:
         """Count global samples just trained on; returns how many times the scheduler was stepped."""
@@ -284,11 +243,9 @@ class SampleSchedule:
         return due
 
     def state_dict(self) -> dict[str, Any]:
-        """Samples counted, and the scheduler's own state."""
         return {"samples": self.samples, "carry": self._carry, "scheduler": self.scheduler.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse of `state_dict`."""
         self.samples, self._carry = int(state["samples"]), int(state["carry"])
         self.scheduler.load_state_dict(state["scheduler"])
 

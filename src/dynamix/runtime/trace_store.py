@@ -3,10 +3,8 @@
 The store can only add whole numbers, so that concurrent deposits can never be lost. Decay is therefore put into the
 deposit: one at step t counts (1 - alpha)^-(t - t0), and a reader at step s multiplies the sum by (1 - alpha)^(s - t0)
 (forward decay, Cormode et al. 2009). t0 is the first step of the epoch, a stretch of steps in which that factor stays
-below 2^12; the key names cell and epoch, so the stamp needs no update of its own, and a reader needs the two newest
-epochs only.
-
-A store can die or hang, and training must not. Only a daemon thread talks to it; `read` waits for it a moment at most.
+below 2^12; the key names cell and epoch, and a reader needs the two newest epochs only. A store can die or hang, and
+training must not: only a daemon thread talks to it, and `read` waits for it a moment at most.
 """
 
 from __future__ import annotations
@@ -45,8 +43,7 @@ class StoreField:
                  has caught up; a lost connection is never taken up again
     backlog      deposits and reads that may wait for the store; further deposits are dropped and counted in `dropped`
 
-    Deposits that are not finite are left out, larger ones than +-64 visits cut. Every rank needs the same `cells`,
-    `decay` and `prefix`. Call `close` when done.
+    Deposits that are not finite are left out, those beyond +-64 visits cut. All ranks need the same arguments.
 
     >>> from torch.distributed import HashStore
     >>> traces = StoreField(HashStore(), 2, Decay(alpha=0.5, beta=1.0, start=0.0), patience_s=10)
@@ -57,25 +54,20 @@ class StoreField:
     """
 
     def __init__(
-        self,
-        store: Any,
-        cells: int,
-        decay: Decay | None = None,
-        *,
-        prefix: str = "dynamix/traces",
-        patience_s: float = 0.05,
-        backlog: int = 256,
+        self, store: Any, cells: int, decay: Decay, *, prefix: str = "traces", patience_s: float, backlog: int = 256
     ) -> None:
         if cells < 1 or backlog < 1 or not patience_s >= 0:
             given = (cells, backlog, patience_s)
             raise ConfigError("cells, backlog, patience_s", given, "1, 1, 0 or more", "check the arguments")
-        self.decay, self.cells, self.prefix, self.patience_s = decay or Decay(), cells, prefix, patience_s
+        self.decay, self.cells, self.prefix, self.patience_s = decay, cells, prefix, patience_s
         self.dropped = 0
         self.reason: str | None = None
         rate = -math.log1p(-self.decay.alpha) if self.decay.alpha < 1 else math.inf
         self._period = max(1, int(GROWTH_BITS * math.log(2) / rate)) if rate else _FOREVER
         self._swept: int | None = None
-        self._store = _own_connection(store)
+        self._store = store
+        with contextlib.suppress(AttributeError, RuntimeError, NotImplementedError):
+            self._store = store.clone()  # a connection that others do not wait behind while ours hangs
         self._many = bool(getattr(self._store, "has_extended_api", lambda: False)())
         self._queue: queue.Queue[_Reading | dict[str, int] | None] = queue.Queue(backlog)
         self._late: _Reading | None = None
@@ -116,10 +108,8 @@ class StoreField:
         return np.asarray(weights @ sums + self.decay.start * self.decay.kept(step)).reshape(index.shape)
 
     def close(self) -> None:
-        """Stop talking to the store; waits `CLOSE_S` for what is under way.
-
-        A thread that is inside the store's client when the interpreter ends takes the whole process down.
-        """
+        """Stop talking to the store; waits `CLOSE_S` for what is under way."""
+        # A thread that is inside the store's client when the interpreter ends takes the whole process down.
         self.reason = self.reason or "closed"
         with contextlib.suppress(queue.Full):
             self._queue.put_nowait(None)
@@ -162,7 +152,6 @@ class StoreField:
         return [self._store.add(key, 0) for key in keys]
 
     def _release(self, work: _Reading | dict[str, int] | None) -> None:
-        """Let go of everybody who waits for an answer that will not come."""
         with contextlib.suppress(queue.Empty):
             while True:
                 if isinstance(work, _Reading):
@@ -178,10 +167,3 @@ class StoreField:
             self._swept += 1
             for i in range(self.cells):
                 self._store.delete_key(self._key(i, self._swept - 3))
-
-
-def _own_connection(store: Any) -> Any:
-    """A connection that others do not wait behind while ours hangs, where the store offers one."""
-    with contextlib.suppress(AttributeError, RuntimeError, NotImplementedError):
-        return store.clone()
-    return store

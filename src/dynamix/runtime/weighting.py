@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import numpy as np
@@ -15,8 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dynamix.data import StepPlan
 from dynamix.errors import ConfigError, UsageError
-from dynamix.runtime.averaging import average_buffers_hook
-from dynamix.runtime.gradients import GradientHook, Share, new_gloo_group, wipe_nonfinite_
+from dynamix.runtime.gradients import GradientHook, Share, average_, new_gloo_group, wipe_nonfinite_
 from dynamix.runtime.observation import Recorder
 
 
@@ -25,7 +25,7 @@ class Attached:
 
     def __init__(self, model: nn.Module, recorder: Recorder, hook: GradientHook | None) -> None:
         self.model, self.recorder, self.hook = model, recorder, hook
-        self.last_weight: float | None = None
+        self.last_weight = 1.0  # n_i/N of the step before the forward that is starting: it produced the buffers
 
     def step_done(self) -> None:
         if self.hook is not None:
@@ -37,18 +37,16 @@ class Attached:
         if hook is None or hook.buckets_seen or not isinstance(ddp, DistributedDataParallel):
             return
         if ddp.static_graph and not ddp.require_backward_grad_sync:
-            raise UsageError(
-                "DDP(static_graph=True) needs a first backward that synchronises: leave no_sync() out in the first "
-                "optimizer step, or call controller.warm_up(forward_backward) before it"
-            )
+            do = "leave no_sync() out in the first optimizer step, or call controller.warm_up(forward_backward)"
+            raise UsageError(f"DDP(static_graph=True) needs a first backward that synchronises: {do}")
 
     @torch.no_grad()
     def scale_gradients(self, factor: float) -> None:
         """Multiply what has accumulated in `.grad`; 0 zeroes it, whatever it holds."""
-        for parameter in self.model.parameters():
-            if parameter.grad is not None:
-                parameter.grad.mul_(factor) if factor else parameter.grad.zero_()
+        for gradient in _gradients(self.model):
+            gradient.mul_(factor) if factor else gradient.zero_()
 
+    @torch.no_grad()
     def micro_done(self, plan: StepPlan, rank: int, applied: float | Tensor | None) -> None:
         """After a micro-batch that is not the last of its optimizer step: make ready what has accumulated.
 
@@ -58,7 +56,9 @@ class Attached:
         now, following = (float(plan.group[i, rank]) for i in (plan.micro, plan.micro + 1))
         if applied is not None:
             if now == 0 and self.hook is not None:
-                self._forget_placeholder()
+                # A loss times 0 has a zero gradient, but where the placeholder's own was not finite 0 * NaN remained.
+                for gradient in _gradients(self.model):
+                    wipe_nonfinite_(gradient)
         elif following and now != following:
             self.scale_gradients(now / following)
 
@@ -67,13 +67,6 @@ class Attached:
         mine = plan.group[:, rank].astype(np.float64)
         if self.hook is None and applied is None and (mine != mine[0]).any():
             self.scale_gradients(float(mine[-1] / mine.mean()))
-
-    @torch.no_grad()
-    def _forget_placeholder(self) -> None:
-        """A loss times 0 has a zero gradient, but where the placeholder's own was not finite 0 * NaN has remained."""
-        for parameter in self.model.parameters():
-            if parameter.grad is not None:
-                wipe_nonfinite_(parameter.grad)
 
     @contextmanager
     def discarded(self) -> Iterator[None]:
@@ -104,10 +97,13 @@ class Attached:
             self.hook.load_state_dict(state)
 
 
+def _gradients(model: nn.Module) -> list[Tensor]:
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
 def attach(
     model: nn.Module,
     group: dist.ProcessGroup | None,
-    *,
     share: Callable[[], Share],
     recorder: Recorder,
     hook: Callable[[Any, Any], Any] | None,
@@ -117,27 +113,21 @@ def attach(
     batchnorm: Literal["rank0", "weighted"],
 ) -> Attached:
     """Connect `model`; the arguments are `Controller.wrap`'s. Raises `UsageError` naming what the model needs."""
-    for name, value, allowed in (
-        ("weighting", weighting, ("hook", "loss")),
-        ("batchnorm", batchnorm, ("rank0", "weighted")),
-    ):
+    choices = ("weighting", weighting, ("hook", "loss")), ("batchnorm", batchnorm, ("rank0", "weighted"))
+    for name, value, allowed in choices:
         if value not in allowed:
             raise ConfigError(name, value, " or ".join(allowed), "check the spelling")
     if isinstance(getattr(model, "_orig_mod", None), DistributedDataParallel):
-        raise UsageError(
-            "the model is torch.compile(DDP(...)), which hides DDP's hook: wrap first, "
-            "torch.compile(controller.wrap(DDP(net), optimizer)), or compile inside, DDP(torch.compile(net))"
-        )
-    if weighting == "hook" and group is not None and dist.get_world_size(group) > 1:
-        reason = _needs_loss_side(model)
-        if reason is not None:
-            raise UsageError(
-                f"{reason}: pass wrap(..., weighting='loss') and call controller.weight(loss).backward() in the loop"
-            )
+        ways = "torch.compile(controller.wrap(DDP(net), optimizer)), or compile inside, DDP(torch.compile(net))"
+        raise UsageError(f"the model is torch.compile(DDP(...)), which hides DDP's hook: wrap first, {ways}")
+    alone = group is None or dist.get_world_size(group) == 1
+    if weighting == "hook" and not alone and (reason := _needs_loss_side(model)) is not None:
+        fix = "pass wrap(..., weighting='loss') and call controller.weight(loss).backward() in the loop"
+        raise UsageError(f"{reason}: {fix}")
     if not isinstance(model, DistributedDataParallel) or group is None:
         if hook is not None:
             raise UsageError("wrap(hook=...) needs a DistributedDataParallel model, which is what runs the hook")
-        recorder.sees_communication = group is None or dist.get_world_size(group) == 1
+        recorder.sees_communication = alone
         return Attached(model, recorder, None)
     entry = GradientHook(group, share, recorder, hook, hook_state)
     entry.register(model)
@@ -154,14 +144,11 @@ def _average_buffers(
 ) -> None:
     from torch.nn.parallel.distributed import _BufferCommHookLocation
 
-    def weight_then() -> float:
-        """n_i/N of the step that produced the buffers: the one before the forward that is starting."""
-        return 1.0 / dist.get_world_size(group) if attached.last_weight is None else attached.last_weight
-
-    average = average_buffers_hook(weight_then, group)
+    attached.last_weight = 1.0 / dist.get_world_size(group)
 
     def hook(state: Any, buffers: dict[str, Tensor]) -> None:
-        average(state, buffers)
+        # With unequal shares the first rank, whose buffers DDP would take, may have the noisiest statistics.
+        average_(buffers.values(), attached.last_weight, group)
         if not model.training or attached.recorder.muted:
             return  # evaluation and discarded passes have no share of their own
         now = share()
@@ -171,10 +158,8 @@ def _average_buffers(
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Whether FSDP (`fully_shard` or `FullyShardedDataParallel`) holds this module's parameters.
-
-    Asked by name: importing `torch.distributed.fsdp` takes a third of the time that `import torch` takes.
-    """
+    """Whether FSDP (`fully_shard` or `FullyShardedDataParallel`) holds this module's parameters."""
+    # Asked by name: importing `torch.distributed.fsdp` takes a third of the time that `import torch` takes.
     kinds = {kind.__name__ for kind in type(module).__mro__ if kind.__module__.startswith("torch.distributed.")}
     return not kinds.isdisjoint(("FSDPModule", "FullyShardedDataParallel"))
 
@@ -192,7 +177,7 @@ def _needs_loss_side(model: nn.Module) -> str | None:
 class LossWeight:
     """The loss side: loss * n_i * W / N, with N from the sample plan or, for given counts, from an all-reduce.
 
-    With counts, N is not known when backward starts. The loss carries n_i * W / N_ref, N_ref being the last step's N;
+    For counts, N is not known when backward starts. The loss then carries n_i * W / N_ref, N_ref being the last step's;
     when backward has ended, before the user's unscale or clipping, gradients are multiplied by N_ref / N.
     """
 
@@ -212,7 +197,7 @@ class LossWeight:
     def sum_async(self, values: Tensor) -> Any:
         """Start summing `values` in place over workers; returns a handle with `wait()`. A collective call."""
         if self.group is None:
-            return _Done()
+            return SimpleNamespace(wait=lambda: None)
         if values.device.type == "cpu" and self._counts_group is None:
             self._counts_group = new_gloo_group(dist.get_process_group_ranks(self.group))
         group = self._counts_group if values.device.type == "cpu" else self.group
@@ -234,10 +219,8 @@ class LossWeight:
         return self._apply_counted(loss, plan, given if mine else torch.zeros_like(given), bool(mine))
 
     def _apply_counted(self, loss: Tensor, plan: StepPlan, count: Tensor, active: bool) -> Tensor:
-        if plan.micro == 0:  # an accumulation that was broken off leaves counts behind
-            for _, unfinished in self._counted:
-                unfinished.wait()
-            self._counted = []
+        while plan.micro == 0 and self._counted:  # an accumulation that was broken off leaves counts behind
+            self._counted.pop(0)[1].wait()
         total = count.detach().clone()
         handle = self.sum_async(total)
         self._counted.append((total, handle))
@@ -265,17 +248,14 @@ class LossWeight:
             return
         factor = reference / total
         with torch.no_grad():
-            for parameter in self._model.parameters():
-                if parameter.grad is not None:
-                    parameter.grad.mul_(factor.to(parameter.grad.dtype).to(parameter.device))
+            for gradient in _gradients(self._model):
+                gradient.mul_(factor.to(gradient.dtype).to(gradient.device))
 
     def take(self) -> float | Tensor | None:
         """At the end of a micro-step: the weight that was applied, None if none was. Raises if one was required."""
         if self.required and self.applied is None:
-            raise UsageError(
-                "wrap(weighting='loss') was chosen, but this batch's loss was not weighted: call "
-                "controller.weight(loss).backward() instead of loss.backward()"
-            )
+            fix = "call controller.weight(loss).backward() instead of loss.backward()"
+            raise UsageError(f"wrap(weighting='loss') was chosen, but this batch's loss was not weighted: {fix}")
         applied, self.applied = self.applied, None
         return applied
 
@@ -286,10 +266,3 @@ class LossWeight:
             yield
         finally:
             self._paused = False
-
-
-class _Done:
-    """The handle of a sum over one worker."""
-
-    def wait(self) -> None:
-        return None

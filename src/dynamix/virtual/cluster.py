@@ -16,25 +16,25 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import default_collate
 
-from dynamix.data import Allocations, BatchSampler, StepPlan
-from dynamix.errors import ConfigError, StateError
+from dynamix.errors import ConfigError
 from dynamix.events.records import EventLog
 from dynamix.policies import Policy
 from dynamix.policies.protocol import boundary
 from dynamix.runtime import random_state
-from dynamix.runtime.agreement import Kind, Message
+from dynamix.runtime.agreement import Channel, Message
 from dynamix.runtime.arguments import check_counts, policy_of, starting_sizes
+from dynamix.runtime.coordinator import Coordinator
 from dynamix.runtime.decision import Decider, recorded
 from dynamix.runtime.job import Closing, JobFacts
-from dynamix.runtime.noise import ConsecutiveNoise
-from dynamix.runtime.progress import Progress
-from dynamix.runtime.scaling import LearningRate, SampleSchedule, rule
+from dynamix.runtime.observation import Recorder
+from dynamix.runtime.scaling import LearningRate, SampleSchedule
+from dynamix.runtime.weighting import LossWeight
 from dynamix.simulator.clusters import Clusters
 from dynamix.simulator.env import ClusterEnv
 from dynamix.virtual.run import Snapshot, Step, VirtualRun
 from dynamix.virtual.union_gradient import Indices, UnionGradient
-from dynamix.virtual.workers import VirtualWorkers, one_world
-from dynamix.window import Bounds, Ints
+from dynamix.virtual.workers import Shares, VirtualWorkers, one_world
+from dynamix.window import Bounds, Floats, Ints
 
 
 class VirtualCluster:
@@ -51,14 +51,11 @@ class VirtualCluster:
     dataset            items (inputs, target); indexable, with a length
     clusters           one simulated cluster (`Clusters` with C=1), or its `ClusterEnv`, which also says the decision's
                        delay and goes on from where it stands
-    policy             a name, a policy file, or any `Policy`
     batch_size         samples per worker at the start
     bounds             (W,) of the batch sizes; None: 1 to 8 * batch_size, or what the simulated memory holds
-    interval           optimizer steps per window (policies that decide per epoch ignore it)
-    lr_rule            how the learning rate follows the global batch: none, linear, sqrt, adascale
+    policy, interval, lr_rule, collate_fn   as in `Controller` and DataLoader
     seed               of the sample order, of all random numbers of training, and of a world made from `Clusters`
     micro_batch        most samples that pass through the model at once; with BatchNorm shares are never cut
-    collate_fn         as DataLoader's
     events             file that gets one JSON line per window; `time_s` is the virtual clock's
     replay             events file of an earlier run, live or virtual, whose allocations are applied; policy and
                        interval must be that run's, so that windows close at the same steps
@@ -105,22 +102,21 @@ class VirtualCluster:
         self.model, self.optimizer, self.interval = model, optimizer, interval
         self.bounds = _bounds(bounds, self.world.clusters, batch_size, dataset)
         start = starting_sizes(batch_size, self.bounds)
-        self._allocations = Allocations(start)
-        limits: dict[str, Any] = {"low": self.bounds.low, "high": self.bounds.high, "before_issue": self._before_issue}
-        self._sampler = BatchSampler(
-            len(dataset), self._allocations, rank=0, world_size=start.size, seed=seed, **limits
-        )
         self._gradient = UnionGradient(model, loss, _loader(dataset, collate_fn), micro_batch=micro_batch)
-        self._rule, self._learning_rate = rule(lr_rule), LearningRate(optimizer, lr_rule)
-        self._schedules: list[SampleSchedule] = []
-        self._pairs = ConsecutiveNoise() if start.size == 1 else None
-        self._per_epoch = boundary(self.policy) == "epoch"
-        slack = 0 if self._per_epoch else min(self.world.delay, 1)
-        self._job = JobFacts(self.bounds, int(start.sum()), slack=slack)
-        past, log = None if replay is None else recorded(replay), None if events is None else EventLog(events)
-        self._decider = Decider(self.policy, self._job, replay=past, events=log, clock=self._workers.time.mark)
-        self._pending: Message | None = None
-        self._progress = Progress()
+        per_epoch = boundary(self.policy) == "epoch"
+        job = JobFacts(self.bounds, int(start.sum()), slack=0 if per_epoch else min(self.world.delay, 1))
+        # A delay above one step is what a loader's workers prefetch: steps issued under the old allocation.
+        self._ahead = 0 if per_epoch else max(self.world.delay - 1, 0)
+        replayed = None if replay is None else recorded(replay)
+        self._events = None if events is None else EventLog(events)
+        decider = _ForAll(self.policy, job, replay=replayed, events=self._events, clock=self._workers.time.mark)
+        channel = Channel(None, start.size, decider)
+        self._coordinator = coordinator = Coordinator(
+            job, self.policy, channel, start, LossWeight(None, 1), interval=interval, lr_rule=lr_rule
+        )
+        coordinator.learning_rate = LearningRate(optimizer, lr_rule)
+        coordinator.recorder = self._recorder = _AllRecorders(self._workers, job)
+        self._sampler = coordinator.sampler(len(dataset), seed=seed)
         self._rng = random_state.capture()
         with self._own_random():
             random.seed(seed)
@@ -130,7 +126,7 @@ class VirtualCluster:
     @property
     def base_batch(self) -> int:
         """Samples per optimizer step of all workers at the start."""
-        return self._job.base_batch
+        return self._coordinator.job.base_batch
 
     @property
     def time_s(self) -> float:
@@ -140,23 +136,21 @@ class VirtualCluster:
     @property
     def steps(self) -> int:
         """Optimizer steps done."""
-        return self._progress.steps
+        return self._coordinator.progress.steps
 
     @property
     def samples_seen(self) -> int:
         """Samples trained on so far, by all workers."""
-        return self._progress.samples
+        return self._coordinator.progress.samples
 
     @property
     def batch_sizes(self) -> Ints:
         """Samples of every worker in the coming step, int64 (W,)."""
-        return self._allocations.at(self._sampler.consumed).copy()
+        return self._coordinator.batch_sizes
 
     def scheduler(self, scheduler: Any, *, nominal_batch_size: int | None = None) -> SampleSchedule:
         """Drive a torch learning-rate scheduler by samples, as `Controller.scheduler` does."""
-        schedule = SampleSchedule(scheduler, nominal_batch_size=nominal_batch_size or self.base_batch)
-        self._schedules.append(schedule)
-        return schedule
+        return self._coordinator.schedule(scheduler, nominal_batch_size)
 
     def run(
         self,
@@ -194,10 +188,11 @@ class VirtualCluster:
 
     def close(self) -> None:
         """Close the events file and take the hooks off the optimizer, as the end of `with` does. Safe to repeat."""
-        self._settle()
-        if self._decider.events is not None:
-            self._decider.events.close()
-        self._learning_rate.remove()
+        self._coordinator.settle()
+        if self._events is not None:
+            self._events.close()
+        if self._coordinator.learning_rate is not None:
+            self._coordinator.learning_rate.remove()
 
     def __enter__(self) -> VirtualCluster:
         return self
@@ -211,70 +206,23 @@ class VirtualCluster:
             yield from map(self._step, self._sampler)
 
     def _step(self, placeholder: Indices) -> Step:
-        plan = self._sampler.plan()
-        progress, total = self._progress, float(plan.counts.sum())
-        noise, signal = progress.noise_at(plan.index)
-        self._learning_rate.factor = self._rule(total / self.base_batch, noise, signal, base_batch=self.base_batch)
+        plan, coordinator = self._sampler.plan(), self._coordinator
+        coordinator.follow_batch(plan)
         with self._own_random():
             seen = self._gradient(self._sampler.shares(), placeholder=placeholder)
             global_sq = self._gradient.norm_sq()
-            self._observe_pair(total)
+            coordinator.observe_pair(self._gradient.parameters, plan)
             self.optimizer.step()
             self.optimizer.zero_grad()
         busy_s, whole_s = self._workers.spend(plan)
-        keep = plan.regular and plan.index >= progress.opens
-        self._workers.record(busy_s, whole_s, seen, global_sq, keep=keep, first_of_epoch=plan.start == 0)
+        self._recorder.of_step = busy_s, whole_s, seen, global_sq
         self._sampler.consume()
-        progress.steps += 1
-        progress.samples += int(total)
-        for schedule in self._schedules:
-            schedule.advance(int(total))
-        self._settle()
-        measured = self._workers.recorders[0].steps
-        if measured and (plan.last if self._per_epoch else measured >= self.interval):
-            self._close_window(plan)
+        coordinator.step_done(plan, ahead=self._ahead)
+        if coordinator.channel.pending:  # this step closed a window
+            self.world.decided()
+        total = float(plan.counts.sum())
         loss = sum(s.loss * n for s, n in zip(seen, plan.counts.tolist(), strict=True) if s is not None) / total
         return Step(self.time_s, whole_s, busy_s, plan.counts, loss)
-
-    def _observe_pair(self, batch: float) -> None:
-        if self._pairs is None:
-            return
-        gradients = [p.grad for p in self._gradient.parameters if p.grad is not None and not p.grad.is_sparse]
-        pair = self._pairs.observe(gradients, batch)
-        if pair is not None:
-            for name, value in zip(("pair_noise", "pair_signal"), pair, strict=True):
-                self._workers.recorders[0].add(name, float(value))
-
-    def _close_window(self, plan: StepPlan) -> None:
-        sizes, consumed = self._allocations.at(plan.index), plan.index + 1
-        # A delay above one step is what a loader's workers prefetch: steps issued under the old allocation.
-        issued = consumed if self._per_epoch else consumed + max(self.world.delay - 1, 0)
-        age = float(consumed - self._allocations.since(plan.index))
-        now = {"step": self.steps, "samples": self.samples_seen}
-        self._job.closing = Closing(self._progress.window, sizes, consumed, issued, age, **now)
-        self._pending = self._decider.decide(self._workers.rows(sizes, issued=issued))
-        self._decider.write_event(self._pending)
-        self.world.decided()
-
-    def _settle(self) -> None:
-        message, self._pending = self._pending, None
-        if message is None:
-            return
-        self._progress.told(self._job.closing.consumed + 1, message.noise, message.signal)
-        if message.kind is Kind.NEW:
-            if message.from_step < self._sampler.issued:
-                raise StateError(
-                    f"the replayed allocation starts at step {message.from_step}, but step {self._sampler.issued} is "
-                    "next: replay with the policy and interval of the recorded run"
-                )
-            self._allocations.schedule(message.from_step, message.sizes)
-            self._progress.opens = message.from_step
-            self._workers.reset()
-        self._allocations.forget(self._sampler.consumed)
-
-    def _before_issue(self, step: int) -> None:
-        if self._pending is not None and step >= self._job.closing.issued + self._job.slack:
-            self._settle()
 
     def _snapshot(self, score: Callable[[nn.Module], float] | None) -> Snapshot:
         value = float("nan")
@@ -299,6 +247,36 @@ class VirtualCluster:
         finally:
             self._rng = random_state.capture()
             random_state.restore(outside)
+
+
+class _AllRecorders(Recorder):
+    """All workers' recorders as one; its row is the rows (W, n) of all."""
+
+    def __init__(self, workers: VirtualWorkers, job: JobFacts) -> None:
+        super().__init__(torch.device("meta"))
+        self.workers, self.job = workers, job
+        self.of_step: tuple[Floats, float, Shares, float]  # what `VirtualWorkers.record` takes
+
+    def add(self, name: str, value: Tensor | float, *, part: int = 0) -> None:
+        self.workers.recorders[0].add(name, float(value), part=part)
+
+    def step_done(self, *, keep: bool, first_of_epoch: bool) -> None:
+        self.workers.record(*self.of_step, keep=keep, first_of_epoch=first_of_epoch)
+        self.steps = self.workers.recorders[0].steps
+
+    def row(self, *, issued: int, count: float, weight: float) -> Floats:
+        return self.workers.rows(self.job.closing.sizes, issued=issued)
+
+    def reset(self) -> None:
+        self.steps = 0
+        self.workers.reset()
+
+
+class _ForAll(Decider):
+    """Decides in place: the one row that a `Channel` without a group stacks is everyone's, (1, W, n)."""
+
+    def decide(self, rows: Floats, closing: Closing | None = None) -> Message:
+        return super().decide(rows[0], closing)
 
 
 def _check_model(model: nn.Module, optimizer: Optimizer) -> None:

@@ -64,6 +64,11 @@ class LearningPolicy:
         self._regret = float("nan")
         self._lock = threading.RLock()
 
+    @property
+    def learns_by(self) -> LiveConfig:
+        """What a policy that learns already is known by."""
+        return self.config
+
     def fit_model(self, window: Window) -> JobModel:
         """Take in `window` ahead of `decide`; the job model after it, the policy's own if it decides by one."""
         with self._lock:
@@ -344,8 +349,8 @@ def learning(policy: Policy, learn: bool | LiveConfig) -> Policy:
     if not isinstance(learn, bool | LiveConfig):
         fix = "see dynamix.policies.learned.deviations.LiveConfig"
         raise ConfigError("learn", learn, "True, False or a LiveConfig", fix)
-    if isinstance(policy, LearningPolicy):
-        if isinstance(learn, LiveConfig) and learn != policy.config:
+    if (learns_by := getattr(policy, "learns_by", None)) is not None:
+        if isinstance(learn, LiveConfig) and learn != learns_by:
             raise ConfigError("learn", learn, "what the policy already learns by", "give the policy without learning:")
         return policy
     if learn is False:

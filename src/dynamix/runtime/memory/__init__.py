@@ -68,7 +68,6 @@ class Memory:
             return
         for module in self.attached.model.modules():
             if isinstance(module, nn.SyncBatchNorm) or is_sharded(module):
-                raise UsageError(
-                    f"controller.{what}() runs passes of one rank alone, and {type(module).__name__} exchanges in its "
-                    "forward pass: pass Controller(max_batch_size=[...]), one number per rank, instead"
-                )
+                why = f"runs passes of one rank alone, and {type(module).__name__} exchanges in its forward pass"
+                fix = "pass Controller(max_batch_size=[...]), one number per rank, instead"
+                raise UsageError(f"controller.{what}() {why}: {fix}")

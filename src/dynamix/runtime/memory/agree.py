@@ -21,10 +21,8 @@ def all_of(value: int, group: dist.ProcessGroup | None, rank: int) -> Ints:
     try:
         dist.all_reduce(values, group=group)
     except RuntimeError as error:
-        raise WorkerLostError(
-            f"a rank died, or did not answer within the process group's timeout ({error}); if it ran out of memory, "
-            "its own output says so"
-        ) from error
+        told = f"a rank died, or did not answer within the process group's timeout ({error})"
+        raise WorkerLostError(f"{told}; if it ran out of memory, its own output says so") from error
     return np.asarray(values.numpy(), dtype=np.int64)
 
 

@@ -17,11 +17,8 @@ def length(batch: Any) -> int:
     >>> length({"x": torch.zeros(3, 2), "name": "y"})
     3
     """
-    found = _first(batch)
-    if not found:
-        raise UsageError(
-            "the batch holds no tensor with samples as its first dimension, so it cannot be sized or split"
-        )
+    if not (found := _first(batch)):
+        raise UsageError("the batch has no tensor with samples as its first dimension, so it cannot be sized or split")
     return found
 
 

@@ -1,8 +1,4 @@
-"""What an out-of-memory in the user's own loop says before the process ends.
-
-There nothing is tried again: other ranks may be waiting in a collective already. The error keeps its type and text and
-gets a note with the batch it happened at and the argument that prevents it; the other ranks end when this one is gone.
-"""
+"""What an out-of-memory in the user's own loop says before the process ends: nothing is tried again there."""
 
 from __future__ import annotations
 
@@ -16,29 +12,26 @@ from dynamix.runtime.memory.gauge import is_out_of_memory
 
 def advice(rank: int, samples: int) -> str:
     """How to prevent it on a rank that ran out with `samples` samples."""
-    return (
-        f"pass Controller(max_batch_size=[...]), one number per rank, with less than {samples} for rank {rank}, or let "
-        "controller.find_limits(step_fn, example) measure what fits before training"
-    )
+    measure = "let controller.find_limits(step_fn, example) measure what fits before training"
+    return f"pass Controller(max_batch_size=[...]), one number per rank, below {samples} for rank {rank}, or {measure}"
 
 
 class ExitNote:
-    """As long as it lives, an out-of-memory error that nobody catches is printed with advice.
+    """As long as it lives, an out-of-memory error that nobody catches gets a note with advice (`sys.excepthook`).
 
     samples   what this rank was given in the step under way; None between steps
-
-    Uses `sys.excepthook`, on top of whatever is there; launchers that catch errors themselves print them without it.
     """
 
     def __init__(self, rank: int, samples: Callable[[], int | None]) -> None:
         self.rank, self.samples = rank, samples
         _live.add(self)
-        _install()
+        if not _before:
+            _before.append(sys.excepthook)
+            sys.excepthook = _print
 
     def text(self) -> str | None:
         """The note for an error of this moment."""
-        samples = self.samples()
-        if not samples:
+        if not (samples := self.samples()):
             return None
         return (
             f"dynamix: rank {self.rank} ran out of memory in a step of {samples} samples, and other ranks may be "
@@ -49,12 +42,6 @@ class ExitNote:
 
 _live: weakref.WeakSet[ExitNote] = weakref.WeakSet()
 _before: list[Callable[[type[BaseException], BaseException, TracebackType | None], object]] = []
-
-
-def _install() -> None:
-    if not _before:
-        _before.append(sys.excepthook)
-        sys.excepthook = _print
 
 
 def _print(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

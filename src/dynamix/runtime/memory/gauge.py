@@ -12,7 +12,7 @@ import hashlib
 import math
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +23,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from dynamix.probes.host import Cgroups
 from dynamix.runtime.memory.agree import all_of
 
-_TEXTS = (
-    "DefaultCPUAllocator: can't allocate memory",
-    "DefaultCPUAllocator: not enough memory",
-    "CUDA out of memory",
-    "CUDA error: out of memory",
-    "ALLOC_FAILED",
-    "Cannot allocate memory",
-)
+_CPU = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
+_TEXTS = (*_CPU, "CUDA out of memory", "CUDA error: out of memory", "ALLOC_FAILED", "Cannot allocate memory")
 # What stays free: other processes of the group grow too, and page tables are not counted to any batch.
 RESERVE, LEAST_RESERVE_BYTES = 0.05, 16 * 2**20
 # On growth, foreseen or measured: the same batch takes up to a third more another time, as the C library's heap has
@@ -45,10 +39,8 @@ class NoRoomError(MemoryError):
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether memory ran out: CUDA's, the CPU allocator's, or the interpreter's.
 
-    >>> is_out_of_memory(RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried ..."))
-    True
-    >>> is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
-    False
+    >>> [is_out_of_memory(RuntimeError(text)) for text in ("CUDA out of memory. Tried ...", "mat1 and mat2 shapes ...")]
+    [True, False]
     """
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
@@ -60,25 +52,19 @@ def release() -> None:
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
+    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         trim(0)
 
 
 class Gauge:
-    """Memory that batches of different sizes took, and how large a batch there is room for.
-
-    watched   whether running over the limit kills: on a CPU, under a control group or a machine that is finite
-    sharers   processes of this job that share the limit: each counts on its part of what is left
-
-    Growth is the process's peak of resident memory less what it held before, by the kernel's own account.
-    """
+    """Memory that batches of different sizes took, and how large a batch there is room for."""
 
     def __init__(self, device: torch.device, *, cgroups: Cgroups | None = None) -> None:
         self._cgroups = Cgroups.find() if cgroups is None else cgroups
-        self.watched = device.type == "cpu" and Path("/proc/self/statm").exists()
-        self.sharers = 1
-        self.points: list[tuple[int, float]] = []  # (samples, bytes of growth), newest last
+        # Whether running over the limit kills, and how many processes of this job share what is left of it.
+        self.watched, self.sharers = device.type == "cpu" and Path("/proc/self/statm").exists(), 1
+        # (samples, bytes of growth), newest last: the peak of resident memory less what was held before.
+        self.points: list[tuple[int, float]] = []
 
     @property
     def limited(self) -> bool:
@@ -91,7 +77,8 @@ class Gauge:
             machine = Path("/proc/sys/kernel/random/boot_id").read_text()
         except OSError:
             machine = str(os.uname().nodename)
-        limits = [folder.stat() for folder in self._cgroups.memory if _is_limit(folder)]
+        folders = self._cgroups.memory
+        limits = [f.stat() for f in folders if math.isfinite(Cgroups(memory=(f,)).memory_limit_bytes())]
         name = f"{machine.strip()} {[(s.st_dev, s.st_ino) for s in limits[:1]]}"
         return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 2
 
@@ -156,10 +143,7 @@ class Gauge:
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Inside, no module begins its forward pass beyond the limit: `NoRoomError` instead of being killed.
-
-        Two file reads for every module, so it is for looking for limits, not for training.
-        """
+        """Inside, no module begins its forward pass beyond the limit: `NoRoomError` instead of being killed. Slow."""
         if not self.watched:
             yield
             return
@@ -175,25 +159,18 @@ class Gauge:
             handle.remove()
 
 
-def _is_limit(folder: Path) -> bool:
-    return math.isfinite(Cgroups(memory=(folder,)).memory_limit_bytes())
-
-
 def _reserve(limit_bytes: float) -> float:
     return max(RESERVE * limit_bytes, LEAST_RESERVE_BYTES)
 
 
 def _resident_bytes() -> float:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return float(pages * os.sysconf("SC_PAGE_SIZE"))
+    return float(int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"))
 
 
 def _reset_peak() -> None:
     # Where it is forbidden the peak is that of the process's life: more than it was, so the safe way round.
-    try:
+    with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return
 
 
 def _peak_bytes() -> float:

@@ -20,8 +20,6 @@ from dynamix.runtime.memory.gauge import Gauge, is_out_of_memory, release
 from dynamix.runtime.weighting import Attached, LossWeight
 from dynamix.window import Bounds, Ints
 
-_DONE, _SEARCHING, _FAILED = 0, 1, 2
-
 
 class Search:
     """Which size to try next between `low` and `high`, and what is known to fit.
@@ -70,7 +68,7 @@ class LimitSearch:
     """Tries micro-batches on every rank at once, until each knows its largest. A collective object.
 
     Ranks try in step and those that are done try their largest again, so that ranks which share a device or a control
-    group find what fits beside the others. Nothing of it stays: gradients, buffers and random state are put back.
+    group find what fits beside the others. Gradients, buffers and random state are put back.
     """
 
     def __init__(
@@ -101,28 +99,20 @@ class LimitSearch:
         found = all_of(largest, self.group, self.rank)
         if (found == 0).any():
             at = int(np.argmin(found))
-            raise ConfigError(
-                "min_batch_size",
-                int(max(bounds.low[at], 1)),
-                f"what fits the memory of rank {at}, where not even {max(int(bounds.low[at]), 2)} samples do",
-                "lower min_batch_size, or use a smaller model, activation checkpointing, or a worker with more memory",
-            )
+            allowed = f"what fits the memory of rank {at}, where not even {max(int(bounds.low[at]), 2)} samples do"
+            fix = "lower min_batch_size, or use a smaller model, activation checkpointing, or a worker with more memory"
+            raise ConfigError("min_batch_size", int(max(bounds.low[at], 1)), allowed, fix)
         return found
 
     def _run(self, search: Search, step_fn: Callable[[Any], Any], example: Any) -> None:
         first = True  # a process's first pass takes memory once that no later one does, so it is not counted
-        while True:
-            state, error = (_DONE if search.done else _SEARCHING), None
-            states = all_of(state, self.group, self.rank)
-            if not (states == _SEARCHING).any():
-                return
-            headroom = self.gauge.headroom_bytes()
+        while all_of(not search.done, self.group, self.rank).any():
+            headroom, fitted, error = self.gauge.headroom_bytes(), False, None
             all_of(0, self.group, self.rank)  # nobody grows while another still looks how much is left
-            fitted = False
             if search.size:
                 fitted, error = self._try(step_fn, example, search.size, headroom)
-            failed = all_of(_FAILED if error is not None else 0, self.group, self.rank)
-            raise_for(failed == _FAILED, error, "find_limits: step_fn failed")
+            failed = all_of(error is not None, self.group, self.rank)
+            raise_for(failed > 0, error, "find_limits: step_fn failed")
             if search.size and not first:
                 search.tell(fitted=fitted)
             first = False
@@ -153,16 +143,13 @@ class LimitSearch:
             stack.enter_context(loss_weight.paused())
             if isinstance(model, DistributedDataParallel):
                 if model.static_graph and not (self.attached.hook and self.attached.hook.buckets_seen):
-                    raise UsageError(
-                        "DDP(static_graph=True) needs a first backward that synchronises: call "
-                        "controller.warm_up(forward_backward) before find_limits"
-                    )
+                    do = "call controller.warm_up(forward_backward) before find_limits"
+                    raise UsageError(f"DDP(static_graph=True) needs a first backward that synchronises: {do}")
                 stack.callback(setattr, model, "require_forward_param_sync", model.require_forward_param_sync)
                 model.require_forward_param_sync = False  # buffers are broadcast in forward passes
                 stack.enter_context(model.no_sync())
-            copies: list[Tensor] = [
-                p.detach().clone() for _ in range(_states_to_come(self.optimizer)) for p in model.parameters()
-            ]
+            times = range(_states_to_come(self.optimizer))
+            copies: list[Tensor] = [p.detach().clone() for _ in times for p in model.parameters()]
             stack.callback(copies.clear)
             yield
         random_state.restore(saved)
@@ -182,18 +169,8 @@ def within(bounds: Bounds, caps: Ints) -> Bounds:
     """`bounds` with no worker above its cap. Raises `ConfigError` when the global batch cannot be reached any more."""
     high = np.minimum(bounds.high, caps)
     if int(bounds.total_low) > int(high.sum()):
-        raise ConfigError(
-            "min_global_batch",
-            int(bounds.total_low),
-            f"at most {int(high.sum())}, which is what fits: {caps.tolist()}",
-            "lower min_global_batch, or accumulate more micro-batches",
-        )
-    return Bounds.of(
-        len(caps),
-        bounds.low,
-        high,
-        total_low=int(bounds.total_low),
-        total_high=int(bounds.total_high),
-        quantum=bounds.quantum,
-        max_change=bounds.max_change,
-    )
+        allowed = f"at most {int(high.sum())}, which is what fits: {caps.tolist()}"
+        fix = "lower min_global_batch, or accumulate more micro-batches"
+        raise ConfigError("min_global_batch", int(bounds.total_low), allowed, fix)
+    total = {"total_low": int(bounds.total_low), "total_high": int(bounds.total_high)}
+    return Bounds.of(len(caps), bounds.low, high, **total, quantum=bounds.quantum, max_change=bounds.max_change)

@@ -1,14 +1,14 @@
 """A backward pass that goes on in smaller pieces where memory runs out, and crosses ranks exactly once.
 
-DDP starts reducing while backward still runs, so nothing can be tried again once it has begun. Here all pieces run
-under `no_sync`, the ranks agree that every one has its gradient, and a backward pass of nothing then sends it through
-the hook.
+DDP reduces while backward still runs, so nothing could be tried again. Here all pieces run under `no_sync`, the ranks
+agree that every one has its gradient, and a backward pass of nothing then sends it through the hook.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -31,21 +31,17 @@ _OK, _AGAIN, _FAILED, _FULL = range(4)
 
 
 class RetryingBackward:
-    """`Controller.backward`'s work; one per controller. A collective object.
-
-    largest   samples of a piece that may fit this rank, after some did not; None: none was too large
-    """
+    """`Controller.backward`'s work; one per controller. A collective object."""
 
     def __init__(self, attached: Attached, *, group: dist.ProcessGroup | None, rank: int, gauge: Gauge) -> None:
         self.attached, self.group, self.rank, self.gauge = attached, group, rank, gauge
-        self.largest: int | None = None
+        self.largest: int | None = None  # samples of a piece that may fit this rank, after some did not
         self._error: Exception | None = None
 
     def run(self, loss_fn: Loss, batch: Any, *, weight: float, last: bool) -> Tensor:
         """The mean loss of `batch`, detached, its gradient times `weight` added to `.grad`; reduced if `last`.
 
-        Raises what `loss_fn` raised, `DynamixError` when it raised on another rank, and `MemoryLimitError` on all ranks
-        when not even one sample fits.
+        Raises as `Controller.backward` does, `MemoryLimitError` on all ranks when not even one sample fits.
         """
         ddp = self.attached.model if isinstance(self.attached.model, DistributedDataParallel) else None
         flush = ddp is not None and last and ddp.require_backward_grad_sync
@@ -75,13 +71,19 @@ class RetryingBackward:
             state = _OK
             if loss is None:
                 state, loss = self._attempt(loss_fn, batch, weight)
-                self._ready()
-            states = self._agree(state)
+                if self.group is not None:
+                    # Waiting for slower ranks is no computing; the hook's own mark comes too late.
+                    self.attached.recorder.gradients_ready()
+            states = all_of(state, self.group, self.rank)
+            if self.group is not None:
+                self.attached.recorder.reduced()
             if (states >= _FAILED).any() or not (states == _AGAIN).any():
                 return states, loss
             if state == _AGAIN:
                 _clear(parameters)
-                _put_back(self.attached.model, buffers)
+                with torch.no_grad():
+                    for buffer, kept in zip(self.attached.model.buffers(), buffers, strict=True):
+                        buffer.copy_(kept)
                 release()
 
     def _attempt(self, loss_fn: Loss, batch: Any, weight: float) -> tuple[int, Tensor | None]:
@@ -112,17 +114,6 @@ class RetryingBackward:
             return _FAILED, None
         return _OK, total
 
-    def _ready(self) -> None:
-        """The gradient is there. Waiting for slower ranks is no computing; the hook's own mark comes too late."""
-        if self.group is not None:
-            self.attached.recorder.gradients_ready()
-
-    def _agree(self, state: int) -> Ints:
-        states = all_of(state, self.group, self.rank)
-        if self.group is not None:
-            self.attached.recorder.reduced()
-        return states
-
     def _raise(self, states: Ints, parameters: list[nn.Parameter], earlier: Gradients) -> None:
         """If any rank cannot go on: its own error there, one that names it elsewhere."""
         error, self._error = self._error, None
@@ -144,9 +135,9 @@ class RetryingBackward:
                 nothing.backward()
         except Exception as error:
             if is_out_of_memory(error):
+                where = "while its gradient was being reduced, where nothing can be tried again"
                 raise MemoryLimitError(
-                    f"rank {self.rank} ran out of memory while its gradient was being reduced, where nothing can be "
-                    f"tried again: {advice(self.rank, samples)}"
+                    f"rank {self.rank} ran out of memory {where}: {advice(self.rank, samples)}"
                 ) from error
             raise
 
@@ -161,13 +152,9 @@ class _Nothing(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return tuple(_zero_like(parameter) for parameter in ctx.parameters)
-
-
-def _zero_like(parameter: Tensor) -> Tensor:
-    if parameter.grad is not None and parameter.grad.is_sparse:
-        return torch.zeros_like(parameter.grad)
-    return parameter.new_zeros(()).expand_as(parameter)
+        sparse = [p.grad if p.grad is not None and p.grad.is_sparse else None for p in ctx.parameters]
+        given = zip(ctx.parameters, sparse, strict=True)
+        return tuple(p.new_zeros(()).expand_as(p) if s is None else torch.zeros_like(s) for p, s in given)
 
 
 def _exchange_before(ddp: DistributedDataParallel) -> None:
@@ -186,28 +173,16 @@ def _not_timing(hook: GradientHook | None) -> Iterator[None]:
         yield
         return
     meter = hook.meter
-    hook.meter = _Ready(meter)
+    hook.meter = SimpleNamespace(gradients_ready=lambda: None, reduced=meter.reduced, add=meter.add)
     try:
         yield
     finally:
         hook.meter = meter
 
 
-class _Ready:
-    """A meter to which gradients are ready already."""
-
-    def __init__(self, meter: Any) -> None:
-        self.reduced, self.add = meter.reduced, meter.add
-
-    def gradients_ready(self) -> None:
-        """Marked before."""
-
-
 def _too_large(rank: int) -> MemoryLimitError:
-    return MemoryLimitError(
-        f"rank {rank} ran out of memory even with one sample at a time: use a smaller model, activation checkpointing, "
-        "or a worker with more memory"
-    )
+    fix = "use a smaller model, activation checkpointing, or a worker with more memory"
+    return MemoryLimitError(f"rank {rank} ran out of memory even with one sample at a time: {fix}")
 
 
 def _clear(parameters: list[nn.Parameter]) -> None:
@@ -216,11 +191,5 @@ def _clear(parameters: list[nn.Parameter]) -> None:
 
 
 @torch.no_grad()
-def _put_back(model: nn.Module, buffers: list[Tensor]) -> None:
-    for buffer, kept in zip(model.buffers(), buffers, strict=True):
-        buffer.copy_(kept)
-
-
 def _sum(before: Tensor, added: Tensor) -> Tensor:
-    with torch.no_grad():
-        return before + added if before.is_sparse or added.is_sparse else before.add_(added)
+    return before + added if before.is_sparse or added.is_sparse else before.add_(added)
