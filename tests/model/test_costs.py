@@ -228,3 +228,13 @@ def test_a_worker_with_one_sample_is_not_idle() -> None:
 
 def _log_seconds(costs: WorkerCosts, sizes: list[int]) -> Floats:
     return np.asarray(np.log(costs.seconds(np.array(sizes, dtype=np.float64), np.array(100.0))))
+
+
+def test_a_deviation_that_is_no_number_leaves_the_level_where_it_was() -> None:
+    sizes = np.array([100, 100])
+    with np.errstate(invalid="ignore"):
+        costs = WorkerCosts().update(_window(sizes, np.array([0.1, 0.1]), std=np.inf))
+        after = costs.update(_window(sizes, np.array([0.12, 0.12]), std=1e-3))
+    assert np.isfinite(after.level).all()
+    np.testing.assert_array_equal(after.level, costs.level)
+    np.testing.assert_allclose(after.alpha + 100 * after.beta, 0.1)

@@ -27,7 +27,7 @@ NO_LEAN: Floats = np.zeros(1)
 
 
 class Reading(NamedTuple):
-    """What one window says of every worker, (..., W); 1 s where `seen` is false.
+    """What one window says of every worker, (..., W); some number of seconds where `seen` is false.
 
     seconds  busy seconds of a step; `own` their relative variance within the window, `steps` (..., 1) in it
     size     log samples; `level` (..., W, G) the level that would make each candidate right
@@ -344,7 +344,7 @@ def _moved(
     moved -= shift
     moved *= gain[..., None]
     moved += shift
-    moved = _known(moved)
+    moved = _known(moved)  # also where a spread that is no number made the gain one
     if not seen.all():
         moved[~seen] = 0.0
     moved += level
@@ -358,10 +358,7 @@ def _lasting(lasted: Floats) -> Floats:
 
 
 def _known(x: Floats) -> Floats:
-    """(..., W, G) with 0 for workers of whom nothing is known: then their whole row is NaN.
-
-    Workers that decide for themselves lean to costs that others left, and then such a row reaches the sums.
-    """
+    """(..., W, G) with 0 for workers of whom nothing is known: then their whole row is NaN."""
     unknown = np.isnan(x[..., 0])
     return np.where(unknown[..., None], 0.0, x) if unknown.any() else x
 
