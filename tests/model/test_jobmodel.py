@@ -383,6 +383,7 @@ def test_a_question_asked_again_has_the_same_answer_and_another_one_its_own() ->
     model, bounds, tight = fitted("four"), Bounds.of(4, 1, 300), Bounds.of(4, 1, 40)
     first = model.best(bounds, 0.3)
     assert model.best(bounds, np.asarray(0.3)) is first
+    assert model.best(tight) is model.best(tight)
     assert not np.array_equal(model.best(bounds, 0.01), first)
     assert model.best(tight, 0.01).max() <= 40
     narrow, low = (
