@@ -5,9 +5,8 @@ everything else may change between versions. Both are imported on first use, so 
 emulator's small helper processes need not load torch.
 """
 
-from __future__ import annotations
-
 import importlib
+import pkgutil
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -60,40 +59,20 @@ __all__ = [
     "weighted_average",
 ]
 
-_HOME = {
-    "Bounds": "dynamix.window",
-    "CompressionState": "dynamix.compression",
-    "Controller": "dynamix.runtime.controller",
-    "Guard": "dynamix.policies.guard",
-    "LiveConfig": "dynamix.policies.learned.deviations",
-    "Policy": "dynamix.policies",
-    "Window": "dynamix.window",
-    "make_policy": "dynamix.policies",
-    "policy_names": "dynamix.policies",
-    "project": "dynamix.projection",
-    "weighted": "dynamix.runtime.gradients",
-    "weighted_average": "dynamix.runtime.gradients",
-    **{name: "dynamix.errors" for name in __all__ if name.endswith("Error")},
+_HOMES = {
+    "dynamix.compression": ("CompressionState",),
+    "dynamix.errors": tuple(name for name in __all__ if name.endswith("Error")),
+    "dynamix.policies": ("Policy", "make_policy", "policy_names"),
+    "dynamix.policies.guard": ("Guard",),
+    "dynamix.policies.learned.deviations": ("LiveConfig",),
+    "dynamix.projection": ("project",),
+    "dynamix.runtime.controller": ("Controller",),
+    "dynamix.runtime.gradients": ("weighted", "weighted_average"),
+    "dynamix.window": ("Bounds", "Window"),
 }
+_HOME = {name: home for home, names in _HOMES.items() for name in names}
 # `features` is a module that can be called like the function it is named after.
-_SUBMODULES = (
-    "cli",
-    "compression",
-    "data",
-    "emulator",
-    "errors",
-    "events",
-    "features",
-    "model",
-    "policies",
-    "probes",
-    "projection",
-    "runtime",
-    "simulator",
-    "training",
-    "virtual",
-    "window",
-)
+_SUBMODULES = frozenset(module.name for module in pkgutil.iter_modules(__path__))
 
 
 def __getattr__(name: str) -> Any:

@@ -1,7 +1,5 @@
 """What a policy sees of a window: scale-free numbers per worker, the same for any W, model and cluster."""
 
-from __future__ import annotations
-
 import sys
 from types import ModuleType
 

@@ -1,7 +1,5 @@
 """The one projection: the allocation nearest in proportion to a wish that satisfies the bounds."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -12,11 +10,7 @@ from dynamix.window import Bounds, Floats, Ints
 
 
 def project(
-    target: ArrayLike,
-    bounds: Bounds,
-    *,
-    total: ArrayLike | None = None,
-    current: ArrayLike | None = None,
+    target: ArrayLike, bounds: Bounds, *, total: ArrayLike | None = None, current: ArrayLike | None = None
 ) -> Ints:
     """The allocation nearest in proportion to `target` that satisfies `bounds`: the one projection all policies use.
 

@@ -1,7 +1,5 @@
 """The command line: `dynamix ...`. It needs the extra `cli`; training does not."""
 
-from __future__ import annotations
-
 import sys
 
 

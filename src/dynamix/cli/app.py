@@ -1,7 +1,5 @@
 """The command line. Every command has --json (the result alone on stdout) and shows progress on stderr."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -33,11 +31,13 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def _root(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
-    ] = False,
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print it.")] = False,
 ) -> None:
     pass
+
+
+_SCHEMA = "Print the JSON schema of a scenario, and end."
+_THROTTLE = "Seconds until limits start; default: once all ranks hold a connection."
 
 
 def _print_schema(wanted: bool) -> None:
@@ -53,19 +53,10 @@ def _print_schema(wanted: bool) -> None:
 def emulate(
     context: typer.Context,
     scenario: Annotated[str, typer.Argument(help="Shipped scenario or YAML file.")],
-    schema: Annotated[
-        bool,
-        typer.Option(
-            "--schema", is_eager=True, callback=_print_schema, help="Print the JSON schema of a scenario, and end."
-        ),
-    ] = False,
+    schema: Annotated[bool, typer.Option("--schema", is_eager=True, callback=_print_schema, help=_SCHEMA)] = False,
     seed: Annotated[int, typer.Option(help="Of the disturbance.")] = 0,
-    throttle_after: Annotated[
-        float | None, typer.Option(min=0, help="Seconds until limits start; default: once all ranks hold a connection.")
-    ] = None,
-    timeout: Annotated[
-        float | None, typer.Option(min=0, help="Seconds until everything is ended; default: none.")
-    ] = None,
+    throttle_after: Annotated[float | None, typer.Option(min=0, help=_THROTTLE)] = None,
+    timeout: Annotated[float | None, typer.Option(min=0, help="Seconds until all is ended; default: none.")] = None,
     mechanism: Mechanism = "auto",
     out: Out = None,
     as_json: Json = False,
@@ -76,14 +67,9 @@ def emulate(
 
     if not context.args:
         raise ConfigError("command", "", "a command after --", "dynamix emulate demo -- python train.py")
+    how = cast(Any, mechanism)
     result = run_emulated(
-        scenario,
-        context.args,
-        seed=seed,
-        out=out,
-        throttle_after_s=throttle_after,
-        timeout_s=timeout,
-        mechanism=cast(Any, mechanism),
+        scenario, context.args, seed=seed, out=out, throttle_after_s=throttle_after, timeout_s=timeout, mechanism=how
     )
     print_json(result) if as_json else typer.echo(summary(result))
     raise typer.Exit(int(result["exit_code"]))

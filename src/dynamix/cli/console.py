@@ -1,7 +1,5 @@
 """What all commands share: options, one-line errors, progress on stderr, JSON alone on stdout."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json
@@ -17,9 +15,9 @@ from dynamix.errors import DynamixError
 
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
 Mechanism = Annotated[str, typer.Option(help="auto, privileged (root) or duty-cycle (no root).")]
-Out = Annotated[Path | None, typer.Option(help="Run folder, new or empty [default: runs/COMMAND-TIME].")]
+Out = Annotated[Path | None, typer.Option(help="Run folder, new or empty (default: runs/COMMAND-TIME).")]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on in --out, without what it finished.")]
-Policies = Annotated[str | None, typer.Option(help="Comma-separated names [default: the suite's].")]
+Policies = Annotated[str | None, typer.Option(help="Comma-separated names (default: the suite's).")]
 
 
 def guarded(command: Callable[..., None]) -> Callable[..., None]:

@@ -1,7 +1,5 @@
 """`dynamix doctor`: what this machine offers, and how to enable what is missing."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from typing import Any
 

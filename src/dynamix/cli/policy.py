@@ -1,12 +1,10 @@
 """`dynamix policy ...`: learn, score and inspect policies. What they work with is imported when they run."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import tempfile
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -34,16 +32,12 @@ def _check_writable(out: Path) -> None:
 @policy.command("train")
 @guarded
 def policy_train(
-    out: Annotated[Path, typer.Option(help="File to write; a .json beside it says how it was made.")] = Path(
-        "policy.safetensors"
-    ),
+    out: Annotated[Path, typer.Option(help="File to write, a .json beside it.")] = Path("policy.safetensors"),
     seed: Annotated[int, typer.Option(min=0, help="Same seed, same weights.")] = 0,
     checkpoint: Annotated[Path | None, typer.Option(help="Kept here; a stopped training goes on from it.")] = None,
     tensorboard: Annotated[Path | None, typer.Option(help="Folder for TensorBoard.")] = None,
     name: Annotated[str, typer.Option("--policy", help="dynamix, dynamix-paper or stigmergic.")] = "dynamix",
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", help="NAME=VALUE of the recipe, as often as wanted: --set workers=2,8.")
-    ] = None,
+    settings: Annotated[list[str] | None, typer.Option("--set", help="NAME=VALUE of the recipe; repeatable.")] = None,
     as_json: Json = False,
 ) -> None:
     """Learn a policy in the simulator: minutes on 2 cores."""
@@ -69,9 +63,7 @@ def policy_train(
 def policy_evaluate(
     name: Annotated[str, typer.Argument(help="A policy's name or file, or your own MODULE:CLASS.")] = "dynamix",
     seed: Annotated[int, typer.Option(min=0, help="Of the clusters; the training seeds lie elsewhere.")] = 990_001,
-    families: Annotated[
-        str | None, typer.Option(help="Families or worlds, comma-separated [default: all held-out families].")
-    ] = None,
+    families: Annotated[str | None, typer.Option(help="Families or worlds, comma-separated (default: all).")] = None,
     workers: Annotated[str, typer.Option(help="Numbers of workers, comma-separated.")] = "2,8,32",
     rows: Annotated[int, typer.Option(min=1, help="Clusters times workers of a family.")] = 256,
     windows: Annotated[int, typer.Option(min=1, help="Decisions of a run.")] = 50,
@@ -86,16 +78,8 @@ def policy_evaluate(
     make_policy(name)  # a wrong name or file is said before any work
     names, counts = chosen_cells(families, workers)
     with progress("evaluating") as tell:
-        found = evaluate_families(
-            {name: lambda _: make_policy(name)},
-            [seed],
-            families=names,
-            workers=counts,
-            rows=rows,
-            windows=windows,
-            hedged=hedged,
-            progress=tell,
-        )
+        size: dict[str, Any] = {"workers": counts, "rows": rows, "windows": windows, "hedged": hedged}
+        found = evaluate_families({name: lambda _: make_policy(name)}, [seed], families=names, **size, progress=tell)
     about = {"schema": 1, "command": "policy evaluate", "seed": seed, "cluster": "simulator"}
     print_json({**about, **found}) if as_json else print_evaluation(name, seed, found)
 

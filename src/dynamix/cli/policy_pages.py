@@ -1,7 +1,5 @@
 """What `dynamix policy show` and `dynamix policy evaluate` print for people: readable in a terminal of 80 columns."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import json

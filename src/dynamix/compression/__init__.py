@@ -8,8 +8,6 @@ Lossless means: the integer sum that is decoded equals the integer sum of the in
 `aggregator="host:port"` a process in the network forms the sums (`dynamix aggregator`).
 """
 
-from __future__ import annotations
-
 from dynamix.compression.aggregator.client import Aggregator
 from dynamix.compression.aggregator.wire import AggregatorWire
 from dynamix.compression.bucket import BucketExchange

@@ -4,8 +4,6 @@ Pure bookkeeping: everything decided here follows from numbers that all ranks sh
 that loses costs time; the loss over dense is kept within a budget, as a fraction of what dense alone would have taken.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Sequence
 from statistics import median

@@ -1,7 +1,5 @@
 """One bucket's exchange, from gradients to their mean: agree, send, decode, check; dense at any doubt."""
 
-from __future__ import annotations
-
 from typing import Literal, get_args
 
 import torch

@@ -5,8 +5,6 @@ might see alone is put to a vote. A bucket in doubt is reduced densely from its 
 too many items goes by compaction.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import threading

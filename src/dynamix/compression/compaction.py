@@ -4,8 +4,6 @@ On an all-reduce this takes fewer bytes and far less arithmetic than a sketch, b
 which item a value belongs to.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -4,8 +4,6 @@ All arithmetic is int64 that holds 32-bit quantities, masked: numba turns a mix 
 into floats.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 

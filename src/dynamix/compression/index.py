@@ -5,8 +5,6 @@ the bitmap can be sent in levels: first which of its bytes are not zero, then on
 that takes 0.46 bits an item in place of 1 (entropy 0.29); at 1 % two levels take 0.15 (0.08).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Which kernels serve a tensor: the numba ones on the CPU where numba is installed, else torch (also on CUDA)."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 from types import ModuleType

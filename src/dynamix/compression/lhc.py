@@ -5,8 +5,6 @@ sketch's size is predicted from earlier unions, and sketch and index travel toge
 compaction.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -15,8 +15,6 @@ Top-k as in Stich et al., a fixed threshold as in Dutta et al. (arXiv 2108.00951
 the lossless stage behind (`compression_hook`) exchanges as index and values without a further loss.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any, cast

@@ -5,8 +5,6 @@ repeat. All such items are taken at once, round by round, so that the order is t
 depends on where they hash to, not on their values: it is known before a sketch is sent.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

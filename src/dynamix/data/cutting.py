@@ -5,8 +5,6 @@ shape (A, W). Ordinary groups repeat the allocation; only what the end of an epo
 a rank has the same count in all A micro-steps, except that what A does not divide goes to one rank in the last.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from dynamix.projection import project

@@ -1,7 +1,5 @@
 """What samplers and streams share: which micro-steps were issued and consumed, and what each of them does."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable

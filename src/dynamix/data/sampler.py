@@ -1,7 +1,5 @@
 """The batch sampler: one seeded order per epoch, cut anew for every step by the allocation in force."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal

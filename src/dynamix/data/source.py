@@ -1,7 +1,5 @@
 """Reading an iterable ahead, keeping what is not consumed yet, and finding the place again after a restart."""
 
-from __future__ import annotations
-
 import copy
 from collections import deque
 from collections.abc import Iterable, Iterator

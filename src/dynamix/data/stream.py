@@ -1,7 +1,5 @@
 """The streaming form: unequal batches cut in the main process from an iterable data set."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 

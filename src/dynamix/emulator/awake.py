@@ -9,8 +9,6 @@ Standard library only, run by path as a process of its own. Its argument is its 
 or at end of file.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import select

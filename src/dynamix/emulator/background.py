@@ -1,7 +1,5 @@
 """Background load of emulated hosts, all of it real: busy processes beside the job, and traffic on its link."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

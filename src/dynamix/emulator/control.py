@@ -11,8 +11,6 @@ knows when its own set-up is over says so through a Unix socket, which no networ
 Each returns when it is in force. Outside an emulation it does nothing and returns False.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

@@ -10,8 +10,6 @@ lines `GROUP_PID CORES` (CORES 0 lifts the limit) and ends, letting everything r
 whose pid is its argument.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import select

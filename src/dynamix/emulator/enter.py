@@ -4,8 +4,6 @@ Standard library only and started by path: a rank must not pay for importing tor
 Arguments: GO_FD NETWORK_FD COMMAND...; NETWORK_FD -1 stays in the namespace of the parent.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import sys

@@ -5,8 +5,6 @@ kernel removes them, links, queues and programs included, when the owner and its
 leave behind.
 """
 
-from __future__ import annotations
-
 import ctypes
 import dataclasses
 import functools

@@ -8,8 +8,6 @@ Run as a script this is the keeper: it outlives its owner (kill -9 included) jus
 the standard library only and is started by path, so that it needs neither torch nor a second to start.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

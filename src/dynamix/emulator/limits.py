@@ -4,8 +4,6 @@ A `Limiter` holds named groups of processes, each with a number of cores or no l
 to accuracy; `dynamix bench emulator-accuracy` prints it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

@@ -3,8 +3,6 @@
 A queue that exists is changed, never replaced: replacing would drop what waits in it.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 UNLIMITED_MBIT_S = 30_000.0  # what the kernel's 32 bits of bytes a second can nearly say

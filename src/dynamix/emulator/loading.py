@@ -1,7 +1,5 @@
 """Scenarios from files: shipped ones, the user's YAML, the traces they name, and errors in words for people."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path

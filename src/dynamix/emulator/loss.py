@@ -5,8 +5,6 @@ would tell TCP at once. It needs neither netem nor an iptables program, which ma
 packets are dropped: a lost ARP answer would stop everything for a second, which is no property of a link.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

@@ -1,7 +1,5 @@
 """What of the emulation this machine permits, and how to enable the rest."""
 
-from __future__ import annotations
-
 import importlib.util
 import itertools
 import os

@@ -4,8 +4,6 @@ The emulation applies these numbers, and a reference policy may read them. Every
 (seed, disturbance, slot), so that no library's generator can change a frozen scenario.
 """
 
-from __future__ import annotations
-
 import bisect
 import hashlib
 from dataclasses import dataclass

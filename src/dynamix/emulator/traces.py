@@ -8,8 +8,6 @@
 Values hold until the next line. Nothing is filled in or guessed: what is missing is refused, with its line.
 """
 
-from __future__ import annotations
-
 import csv
 import math
 from collections.abc import Callable, Sequence

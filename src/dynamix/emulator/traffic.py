@@ -8,8 +8,6 @@ Standard library only, run by path. Arguments: OWNER_PID SWITCH_FD SWITCH_ADDRES
 lines `HOST MBIT_S` (0 stops) and ends at end of file or with its owner.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

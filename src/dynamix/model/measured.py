@@ -1,7 +1,5 @@
 """What a window says of a job before anything is fitted: seconds, the base batch, the noise scale."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 

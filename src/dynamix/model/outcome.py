@@ -1,7 +1,5 @@
 """Goodput: samples per second, times what a sample teaches (Pollux, arXiv 2008.12260, section 3)."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from dynamix.model.measured import step_seconds

@@ -5,8 +5,6 @@ b_i = (T - alpha_i)/beta_i (arXiv 2402.05302; PAPERS calls it the steady optimum
 choice is one number a cluster, T, searched by goodput (arXiv 2008.12260).
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 

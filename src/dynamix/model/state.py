@@ -5,8 +5,6 @@ arrays that are saved. The arrays begin with the leading dimensions (...) of the
 and are never written to after the update that made them.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any, ClassVar, Protocol, TypeVar
 

@@ -1,7 +1,5 @@
 """Cannikin's rule: equal finishing times at the global batch of highest goodput."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

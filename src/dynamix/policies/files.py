@@ -5,8 +5,6 @@ Every description holds `kind`, `schema`, `sha256` of the weights' file, and, fo
 was made (`training`, `seed`, `validation`, `evaluation`) and what its kind needs besides.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 import json

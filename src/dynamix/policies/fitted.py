@@ -1,7 +1,5 @@
 """One job model for a policy and all that watch over it, fitted once a window."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The goodput rule: the allocation that the job model finds best, reached slowly where training has never been."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A global batch that follows the gradient noise scale."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Pollux's rule: the uniform batch of highest goodput."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

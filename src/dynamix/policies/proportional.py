@@ -1,7 +1,5 @@
 """Batch sizes in proportion to measured speed, at a constant global batch: DBS and LB-BSP."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The boundary every policy implements."""
 
-from __future__ import annotations
-
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from dynamix.window import Bounds, Ints, Window

@@ -1,7 +1,5 @@
 """The floor every adaptive policy is measured against: nothing ever changes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

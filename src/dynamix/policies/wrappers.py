@@ -12,8 +12,6 @@ Each function here (for the last two `FittedModel` and `learning`) uses what the
 need not know what it is made of.
 """
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a probe is, and which of them this machine can feed."""
 
-from __future__ import annotations
-
 from typing import Protocol, runtime_checkable
 
 import torch

@@ -4,8 +4,6 @@ Optional: TCP_INFO (`network.py`) tells the same without privileges, but only of
 looks. `DYNAMIX_BPF=1` asks for this one; each rank then runs a tracer of its own.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

@@ -1,7 +1,5 @@
 """How busy this worker's accelerator is, from NVIDIA's management library."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import math

@@ -4,8 +4,6 @@ The clock is the CPU's, or CUDA events on a CUDA device. Events are recorded whe
 later, only once they have completed: nothing here ever synchronises a device.
 """
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """What `Controller(...)` accepts, and how the ranks make sure that all were given the same."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Sequence

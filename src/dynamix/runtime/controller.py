@@ -1,7 +1,5 @@
 """`Controller`: what a training loop holds."""
 
-from __future__ import annotations
-
 import os
 import time
 import weakref

@@ -1,7 +1,5 @@
 """What a rank does behind its `Controller`: measure, close windows, put decisions in force, save and resume."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any, TypeVar
 

@@ -1,7 +1,5 @@
 """Rank 0's part of a decision: from the gathered rows to the message, and its line in the events file."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable

@@ -4,8 +4,6 @@ The gradient of the union batch is g = sum_i (n_i / N) g_i, with g_i the gradien
 samples. DDP averages over W workers, so each worker's gradient is multiplied by n_i * W / N before it is reduced.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol, cast

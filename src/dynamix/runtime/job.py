@@ -1,7 +1,5 @@
 """The facts of a job that every rank holds: what its windows are measured by, and what its allocations must satisfy."""
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """The gradient noise scale, measured: from gradients of unequal batches, or from consecutive ones of one worker."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from torch import Tensor

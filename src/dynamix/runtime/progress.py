@@ -1,7 +1,5 @@
 """Where a job stands, in numbers that every rank agrees on, and with which allocation a resumed one goes on."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

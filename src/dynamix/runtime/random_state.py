@@ -1,7 +1,5 @@
 """Random state of this process: Python, NumPy, torch CPU and CUDA, as plain data for checkpoints."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -4,8 +4,6 @@ The user's learning rate is for the base batch B0. While an optimizer step runs 
 after, and in all code of the user's, it reads as the user set it.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import types

@@ -7,8 +7,6 @@ below 2^12; the key names cell and epoch, and a reader needs the two newest epoc
 training must not: only a daemon thread talks to it, and `read` waits for it a moment at most.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import queue

@@ -1,7 +1,5 @@
 """How a model is connected: weighting in DDP's hook or in the loss, and what each kind of model needs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace

@@ -4,8 +4,6 @@
 `dynamix bench calibration` makes it from the public files.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Seconds a worker computes: affine in its batch, with measured curves and memory cliffs, times jitter."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

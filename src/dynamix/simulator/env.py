@@ -1,7 +1,5 @@
 """C clusters at once, one window per step, as the controller of a live job would see them; and following a policy."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, Protocol
 

@@ -13,8 +13,6 @@ on looks for no plugins, so a program imports the module, or names it:
 ((3,), (16, 3))
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import gymnasium

@@ -4,8 +4,6 @@ A family is a name and a function that changes the plain cluster: GPUs of one ca
 over equal links, light jitter, errors in what is measured, no disturbance.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Seconds for the gradient exchange: ring all-reduce over unequal links, partly hidden behind backward."""
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import ArrayLike
 

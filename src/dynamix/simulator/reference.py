@@ -4,8 +4,6 @@
 of what may come; `planned` tries them out.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 from collections.abc import Callable

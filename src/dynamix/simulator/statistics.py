@@ -1,7 +1,5 @@
 """What a sample teaches: the gradient noise scale, how it moves, progress per step, and accuracy from progress."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

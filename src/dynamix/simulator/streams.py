@@ -3,8 +3,6 @@
 Two policies on the same clusters therefore meet the same disturbances and the same measurement noise, whatever they do.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

@@ -1,7 +1,5 @@
 """Rollouts of a student in the simulator, with or without a teacher at hand (DAgger, Ross et al. 2011)."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

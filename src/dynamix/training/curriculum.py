@@ -4,8 +4,6 @@ Families of `simulator.families` that break an assumption are tests. Training cl
 mechanisms, but no parameters, no measured curves that are not affine, no co-location or PAI figures, and no seed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

@@ -4,8 +4,6 @@ The checkpoint kept is the best on validation clusters, whichever stage it comes
 ends in the same weights.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import dataclasses

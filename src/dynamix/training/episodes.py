@@ -1,7 +1,5 @@
 """What learners learn from: decisions in simulated clusters and what each led to."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 

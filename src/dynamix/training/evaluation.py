@@ -3,8 +3,6 @@
 `dynamix policy evaluate` prints the table.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """What learners share: a network, its optimizer, a random generator of their own, and exact resume."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ Clipped surrogate (Schulman et al. 2017) summed over workers: each worker's acti
 the team's advantage (GAE, Schulman et al. 2016). An action that a whole cluster shares counts as one more agent.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """Episodes for PPO: regret against the lagged reference in the same world, and each worker's own credit for it."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from torch import Tensor

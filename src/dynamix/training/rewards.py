@@ -4,8 +4,6 @@
 only what a job measures; the simulated ones know the world.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 

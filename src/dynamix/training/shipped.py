@@ -1,7 +1,5 @@
 """Trains the policies that dynamix ships, by name: what `dynamix policy train` calls."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import typing

@@ -9,8 +9,6 @@ policy per worker, learned in one place for all of them:
 with the team's reward r and the discount d_t = discount_per_s ^ (seconds of window t).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

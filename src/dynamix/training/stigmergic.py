@@ -5,8 +5,6 @@ reference makes meanwhile; all candidates of a generation meet the same clusters
 gradient (Rubinstein 1999; de Boer et al. 2005).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Scalars of a training for TensorBoard, where it is installed."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Clusters to learn on and to be judged on, by name: training clusters, a simulator's family, or one's own world."""
 
-from __future__ import annotations
-
 import importlib
 from typing import Protocol
 

@@ -1,7 +1,5 @@
 """The gradient of the union batch, share by share in one process, with what each worker would have seen of its own."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Workers of the virtual clock: a live job's recorders, on times that a simulated cluster gives."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

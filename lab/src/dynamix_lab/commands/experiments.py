@@ -14,7 +14,7 @@ import typer
 from dynamix.cli.console import Json, Out, Resume, guarded, print_json, progress
 from dynamix_lab.commands.group import about, bench, command_line, names_of, numbers_of
 
-Forms = Annotated[str | None, typer.Option(help="Of dynamix,dynamix-paper, comma-separated [default: both].")]
+Forms = Annotated[str | None, typer.Option(help="Of dynamix,dynamix-paper, comma-separated (default: both).")]
 Quick = Annotated[bool, typer.Option("--quick", help="Smoke run: trainings that learn nothing.")]
 Work = Callable[[Path, Callable[[str, float], None]], dict[str, Any]]
 
@@ -60,7 +60,7 @@ def bench_transfer(
     context: typer.Context,
     forms: Forms = None,
     pairs: Annotated[
-        str | None, typer.Option(help="Parts of names of pairs, comma-separated: depth, GPUs, Adam [default: all].")
+        str | None, typer.Option(help="Parts of names of pairs, comma-separated: depth, GPUs, Adam (default: all).")
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of the trainings.")] = 0,
     quick: Quick = False,
@@ -105,7 +105,7 @@ def bench_live_learning(
 def bench_excavation(
     context: typer.Context,
     methods: Annotated[
-        str | None, typer.Option(help="Of s-madrl,madqn,mappo,maddpg,random, comma-separated [default: all installed].")
+        str | None, typer.Option(help="Of s-madrl,madqn,mappo,maddpg,random, comma-separated (default: all installed).")
     ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Trainings of each method.")] = 10,
     ground: Annotated[str, typer.Option(help="two-lane or single-file.")] = "two-lane",

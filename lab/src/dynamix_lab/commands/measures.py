@@ -98,7 +98,7 @@ def bench_changecost(
 @guarded
 def bench_netcosts(
     context: typer.Context,
-    nets: Annotated[str | None, typer.Option(help="Comma-separated [default: all].")] = None,
+    nets: Annotated[str | None, typer.Option(help="Comma-separated (default: all).")] = None,
     as_json: Json = False,
 ) -> None:
     """Processor seconds of a training step by batch size for the small deep nets: the rows of `tasks/net_costs.py`."""

@@ -20,13 +20,13 @@ def bench_peers(
     seeds: Annotated[int, typer.Option(min=1, help="Number of paired seeds.")] = 1,
     seed: Annotated[int, typer.Option(help="First seed of model and data.")] = 0,
     peers: Annotated[
-        str | None, typer.Option(help="Comma-separated, such as ddp,adaptdl-256,hivemind-local [default: all].")
+        str | None, typer.Option(help="Comma-separated, such as ddp,adaptdl-256,hivemind-local (default: all).")
     ] = None,
     policies: Annotated[
-        str | None, typer.Option(help="Of dynamix, beside them; static among them [default: static, three of dynamix].")
+        str | None, typer.Option(help="Of dynamix, beside them; static among them (default: static, three of dynamix).")
     ] = None,
     venvs: Annotated[
-        Path | None, typer.Option(help="Folder of the peers' environments, made if missing [default: in the cache].")
+        Path | None, typer.Option(help="Folder of the peers' environments, made if missing (default: in the cache).")
     ] = None,
     again: Annotated[bool, typer.Option(help="Static once more at the end of each seed: the A/A pair.")] = True,
     mechanism: Mechanism = "auto",

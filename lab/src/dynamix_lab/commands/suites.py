@@ -25,7 +25,7 @@ def bench_tta(
     seeds: Annotated[int, typer.Option(min=1, help="Pairs per scenario (emulator).")] = 5,
     seed: Annotated[int, typer.Option(help="First seed (emulator).")] = 0,
     scenarios: Annotated[
-        str | None, typer.Option(help="Scenarios or families, comma-separated [default: all].")
+        str | None, typer.Option(help="Scenarios or families, comma-separated (default: all).")
     ] = None,
     policies: Policies = None,
     resume: Resume = False,
@@ -72,10 +72,10 @@ def bench_scaling(
         str, typer.Option(help="simulator (2 to 1,024 workers), or virtual (real training at 8, 16 and 32).")
     ] = "simulator",
     quick: Annotated[bool, typer.Option("--quick", help="To 128 workers; virtual: a small net at 8.")] = False,
-    workers: Annotated[str | None, typer.Option(help="Of virtual's 8,16,32, comma-separated [default: all].")] = None,
-    seeds: Annotated[int | None, typer.Option(min=1, help="Pairs of virtual [default: 3].")] = None,
+    workers: Annotated[str | None, typer.Option(help="Of virtual's 8,16,32, comma-separated (default: all).")] = None,
+    seeds: Annotated[int | None, typer.Option(min=1, help="Pairs of virtual (default: 3).")] = None,
     cases: Annotated[
-        str | None, typer.Option(help="Of virtual's vgg16-sgd,vgg11-sgd,vgg11-adam [default: all].")
+        str | None, typer.Option(help="Of virtual's vgg16-sgd,vgg11-sgd,vgg11-adam (default: all).")
     ] = None,
     samples: Annotated[int | None, typer.Option(min=600, help="Of a run of virtual; longer runs converge.")] = None,
     policies: Policies = None,
@@ -147,10 +147,10 @@ def bench_workloads(
     context: typer.Context,
     quick: Annotated[bool, typer.Option("--quick", help="One workload of each kind, 8 s each.")] = False,
     only: Annotated[
-        str | None, typer.Option(help="Workloads, comma-separated [default: all that need no files].")
+        str | None, typer.Option(help="Workloads, comma-separated (default: all that need no files).")
     ] = None,
     seconds: Annotated[
-        float | None, typer.Option(help="Processor time of training each [default: 60, quick 8].")
+        float | None, typer.Option(help="Processor time of training each (default: 60, quick 8).")
     ] = None,
     seed: Annotated[int, typer.Option(help="Of data, weights and sample order.")] = 0,
     resume: Resume = False,
@@ -169,8 +169,8 @@ def bench_workloads(
 def bench_stigmergy(
     context: typer.Context,
     quick: Annotated[bool, typer.Option("--quick", help="About two minutes: to 32 workers, one seed.")] = False,
-    scenarios: Annotated[str | None, typer.Option(help="Comma-separated [default: all].")] = None,
-    workers: Annotated[str | None, typer.Option(help="Comma-separated [default: 4,8,32,1024; quick 4,8,32].")] = None,
+    scenarios: Annotated[str | None, typer.Option(help="Comma-separated (default: all).")] = None,
+    workers: Annotated[str | None, typer.Option(help="Comma-separated (default: 4,8,32,1024; quick 4,8,32).")] = None,
     processes: Annotated[int, typer.Option(min=1, help="That play cells.")] = 1,
     resume: Resume = False,
     out: Out = None,

@@ -8,8 +8,6 @@ A result is sent only when every worker's chunk has come whole and undamaged. An
 workers at once, and nobody else's.
 """
 
-from __future__ import annotations
-
 import contextlib
 import selectors
 import socket

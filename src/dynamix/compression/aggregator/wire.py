@@ -5,8 +5,6 @@ ranks may see the aggregator die at different points of a round, so only the gro
 sum.
 """
 
-from __future__ import annotations
-
 import logging
 import secrets
 from collections.abc import Callable

@@ -6,8 +6,6 @@ policy-gradient steps between decisions. What it may cost is bounded three ways:
 expected loss, and by how far the policy may move from the one that was loaded (docs/design/live-learning.md).
 """
 
-from __future__ import annotations
-
 import copy
 import threading
 import time

@@ -5,8 +5,6 @@ All who read the same field come to the same answer, but for what they remember;
 (`aim`).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

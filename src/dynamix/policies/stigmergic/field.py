@@ -7,8 +7,6 @@ cells. Deposits of one step add up, and the order in which deposits arrive does 
 `MemoryField` is for grids and simulators, `dynamix.runtime.trace_store.StoreField` for processes of a training job.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, Protocol
 

@@ -1,7 +1,5 @@
 """What one worker of a stigmergic job remembers of itself: its costs, its last step, its wish."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """How large a batch fits: every rank's limit, found before training, and a backward pass that goes on in pieces."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

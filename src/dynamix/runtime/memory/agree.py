@@ -1,7 +1,5 @@
 """Small blocking agreements between ranks, on a group of their own: none may be between a failure and a collective."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Batches of any make as far as they are sized: tensors with samples first, in tuples, lists and mappings."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

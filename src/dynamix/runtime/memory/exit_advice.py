@@ -1,7 +1,5 @@
 """What an out-of-memory in the user's own loop says before the process ends: nothing is tried again there."""
 
-from __future__ import annotations
-
 import sys
 import weakref
 from collections.abc import Callable

@@ -4,8 +4,6 @@ A CUDA allocator that has no more raises, and so does the CPU's under `ulimit -v
 kills the process instead: there what a batch takes must be foreseen from smaller ones.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import hashlib

@@ -1,7 +1,5 @@
 """The largest micro-batch that fits each rank's memory, found before training: doubling, then halving the gap."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any

@@ -4,8 +4,6 @@ DDP reduces while backward still runs, so nothing could be tried again. Here all
 agree that every one has its gradient, and a backward pass of nothing then sends it through the hook.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
