@@ -57,7 +57,7 @@ def load_policy(policy: Policy, state: dict[str, Any]) -> None:
     guards = "guarded" in state and "guarded" in policy.state_dict()
     try:
         policy.load_state_dict(state if guards else unguarded(state))
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (StateError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise StateError(
             f"the saved state of the policy does not fit this version's {type(policy).__name__} ({error!r}): resume "
             "with the policy and the version that saved it, or let it begin anew and keep the rest: "
