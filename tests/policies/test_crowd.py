@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamix.policies.stigmergic.crowd import Crowd, Smell
-from dynamix.policies.stigmergic.traces import TRACES, Trace
+from dynamix.policies.stigmergic.traces import TRACES, TraceKind
 
 STEP_S = 0.5
 
@@ -19,9 +19,9 @@ def traces(load: Any, alpha: Any, beta: Any, **more: Any) -> Any:
     """The sum of what workers leave whose seconds are alpha + beta load, in steps of half a second, (1, 16)."""
     load, alpha, beta = (np.asarray(x, dtype=np.float64) for x in (load, alpha, beta))
     left = np.zeros((len(load), len(TRACES)))
-    left[:, Trace.PRESENT], left[:, Trace.LOAD] = 1.0, load
-    left[:, Trace.SPEED], left[:, Trace.OFFSET] = STEP_S / beta, alpha / beta
-    left[:, Trace.LATE], left[:, Trace.WAIT] = 1.0, 0.1
+    left[:, TraceKind.PRESENT], left[:, TraceKind.LOAD] = 1.0, load
+    left[:, TraceKind.SPEED], left[:, TraceKind.OFFSET] = STEP_S / beta, alpha / beta
+    left[:, TraceKind.LATE], left[:, TraceKind.WAIT] = 1.0, 0.1
     for name, value in more.items():
         left[:, TRACES.index(name)] = value
     return left.sum(0)[None]
@@ -81,16 +81,16 @@ def _move(
         left = np.zeros((1, len(TRACES)))
         step = busy + 0.1
         values = {
-            Trace.PRESENT: 1.0,
-            Trace.LOAD: load,
-            Trace.SPEED: step / 0.1,
-            Trace.OFFSET: 0.2,
-            Trace.LATE: 1.0,
-            Trace.WAIT: 0.1 / step,
-            Trace.NOISE: noise,
-            Trace.HEARD: float(noise > 0),
+            TraceKind.PRESENT: 1.0,
+            TraceKind.LOAD: load,
+            TraceKind.SPEED: step / 0.1,
+            TraceKind.OFFSET: 0.2,
+            TraceKind.LATE: 1.0,
+            TraceKind.WAIT: 0.1 / step,
+            TraceKind.NOISE: noise,
+            TraceKind.HEARD: float(noise > 0),
         }
-        for trace, value in {**values, Trace.HEAVY: float(floor > 0), Trace.FLOOR: floor}.items():
+        for trace, value in {**values, TraceKind.HEAVY: float(floor > 0), TraceKind.FLOOR: floor}.items():
             left[:, trace] = value
         smell, seconds, steps = crowd.read(left, left), np.array([step]), np.array([5.0])
         best = float(

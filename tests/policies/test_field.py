@@ -24,7 +24,7 @@ _stored: list[StoreField] = []
 def make(kind: str, decay: Decay | None = None) -> Any:
     if kind == "memory":
         return MemoryField(CELLS, decay)
-    _stored.append(StoreField(HashStore(), CELLS, decay, patience_s=30, backlog=1000))
+    _stored.append(StoreField(HashStore(), CELLS, decay or Decay(), patience_s=30, backlog=1000))
     return _stored[-1]
 
 

@@ -15,7 +15,7 @@ from dynamix.policies.goodput import GROWTH
 from dynamix.policies.registry import make_policy
 from dynamix.policies.stigmergic.field import MemoryField
 from dynamix.policies.stigmergic.policy import RANGES, Parameters, StigmergicPolicy, pretrained
-from dynamix.policies.stigmergic.traces import TRACES, Own, Trace
+from dynamix.policies.stigmergic.traces import TRACES, Own, TraceKind
 from dynamix.window import Bounds, Window
 
 RULES = {"by hand": StigmergicPolicy, "learned": pretrained}
@@ -186,7 +186,7 @@ def test_who_runs_out_of_memory_shrinks_alone_and_the_crowd_does_not_grow() -> N
         policy, field = StigmergicPolicy(), MemoryField(len(TRACES), StigmergicPolicy().decay)
         own = dataclasses.replace(Own.of(window), fits=np.array([np.inf, fits, np.inf, np.inf]))
         sense, left = policy.observe(own)
-        assert left[..., Trace.OOM].tolist() == [0, fits < 64, 0, 0]
+        assert left[..., TraceKind.OOM].tolist() == [0, fits < 64, 0, 0]
         field.deposit(np.arange(len(TRACES)), left.sum(0), step=0)
         smelt = field.read(np.arange(len(TRACES)), step=0)[None]
         sizes[name] = policy.choose(own, sense, smelt, smelt, bounds)
@@ -252,7 +252,7 @@ def test_nobody_else_is_seen_without_shared_traces() -> None:
     alone = StigmergicPolicy(shared=False)
     alone.decide(world.window(np.full(4, 64)), bounds)
     assert alone.field is not None
-    assert alone.field.everywhere(step=0)[:, Trace.PRESENT].tolist() == [1.0] * 4
+    assert alone.field.everywhere(step=0)[:, TraceKind.PRESENT].tolist() == [1.0] * 4
 
 
 def test_a_file_keeps_the_numbers_and_refuses_impossible_ones(tmp_path: Path) -> None:

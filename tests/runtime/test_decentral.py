@@ -25,7 +25,7 @@ from dynamix.events.records import read_events
 from dynamix.policies.guard import Guard
 from dynamix.policies.stigmergic.field import Decay, MemoryField
 from dynamix.policies.stigmergic.policy import StigmergicPolicy
-from dynamix.policies.stigmergic.traces import LEAST_OF_FEW, TRACES, Trace
+from dynamix.policies.stigmergic.traces import LEAST_OF_FEW, TRACES, TraceKind
 from dynamix.runtime import decentral
 from dynamix.runtime.decentral import PeerChannel, open_channel, own_window
 from dynamix.runtime.decision import Decider
@@ -116,9 +116,9 @@ def test_who_sees_that_a_worker_left_its_traces_sees_all_of_them() -> None:
     for step in range(12):
         channel._leave(traces, step)
         seen = np.zeros(len(TRACES))
-        while seen[Trace.PRESENT] < float(field.decay.kept(np.arange(step + 1)).sum()) - 0.5:
+        while seen[TraceKind.PRESENT] < float(field.decay.kept(np.arange(step + 1)).sum()) - 0.5:
             seen = reader.read(np.arange(len(TRACES)), step=step)
-        np.testing.assert_allclose(seen, seen[Trace.PRESENT], rtol=1e-3)
+        np.testing.assert_allclose(seen, seen[TraceKind.PRESENT], rtol=1e-3)
     field.close()
     reader.close()
 
@@ -127,7 +127,7 @@ def _slow_to_leave_traces(rank: int) -> dict[str, Any]:
     told, choose, observe = [], StigmergicPolicy.choose, StigmergicPolicy.observe
 
     def watched(self: Any, own: Any, sense: Any, smelt: Any, new: Any, bounds: Any, *, old: bool = False) -> Any:
-        told.append((float(new[0, Trace.PRESENT]), old))
+        told.append((float(new[0, TraceKind.PRESENT]), old))
         return choose(self, own, sense, smelt, new, bounds, old=old)
 
     def slowly(self: Any, own: Any) -> Any:

@@ -23,7 +23,7 @@ from torch import Tensor
 from dynamix.errors import DynamixError, WorkerLostError
 from dynamix.policies import Policy
 from dynamix.policies.stigmergic.policy import StigmergicPolicy, in_range
-from dynamix.policies.stigmergic.traces import TRACES, Own, Trace, noise_part
+from dynamix.policies.stigmergic.traces import TRACES, Own, TraceKind, noise_part
 from dynamix.policies.wrappers import peers_of
 from dynamix.runtime.agreement import DRAIN_S, PATIENCE_S, REPLAY_PATIENCE_S, Channel, Kind, Message
 from dynamix.runtime.decision import Decider
@@ -169,7 +169,7 @@ class PeerChannel:
     def _leave(self, traces: Floats, step: int) -> None:
         cells = np.flatnonzero(traces[0])
         cells = np.append(
-            cells[cells != Trace.PRESENT], cells[cells == Trace.PRESENT]
+            cells[cells != TraceKind.PRESENT], cells[cells == TraceKind.PRESENT]
         )  # last: who sees it sees the others
         self.field.deposit(cells, traces[0][cells], step=step)
 
@@ -196,9 +196,9 @@ class PeerChannel:
         while before.step < step:
             traces = self.field.read(np.arange(len(TRACES)), step=step)
             new = traces - kept * before.traces
-            if new[Trace.PRESENT] > whole - 0.5:
+            if new[TraceKind.PRESENT] > whole - 0.5:
                 self._whole = _Whole(step, traces, new)
-            if not new[Trace.PRESENT] <= whole - 0.5 or time.perf_counter() >= deadline or not self._jobs.empty():
+            if not new[TraceKind.PRESENT] <= whole - 0.5 or time.perf_counter() >= deadline or not self._jobs.empty():
                 break  # whole, or nobody answers, or too late
             time.sleep(LOOK_AGAIN_S)
         return self._whole.step == step

@@ -16,7 +16,7 @@ from dynamix.model.outcome import log_goodput
 from dynamix.model.running import Largest
 from dynamix.model.state import UNKNOWN, array_of, restored, saved
 from dynamix.policies.goodput import GROWTH
-from dynamix.policies.stigmergic.traces import Trace
+from dynamix.policies.stigmergic.traces import TraceKind
 from dynamix.window import Floats
 
 # In log goodput: for less the crowd does not change its load. The best load is flat, and not known exactly.
@@ -68,7 +68,7 @@ class Crowd:
 
     def read(self, traces: Floats, new: Floats) -> Smell:
         """Take in the traces of a window, (..., 1 or W, 16), and which part of them was left in it."""
-        t, faded, fresh = Trace, np.moveaxis(traces, -1, 0), np.moveaxis(new, -1, 0)
+        t, faded, fresh = TraceKind, np.moveaxis(traces, -1, 0), np.moveaxis(new, -1, 0)
         with np.errstate(divide="ignore", invalid="ignore"):
             # Sizes change from window to window, and a high power would not be forgotten for long: of these only what
             # is new counts. The noise is that of several windows, as faded: one window's is mostly chance.

@@ -26,7 +26,7 @@ from dynamix.model.state import UNKNOWN
 from dynamix.policies.files import read_policy, retrain, write_policy
 from dynamix.policies.stigmergic.crowd import Crowd, Smell
 from dynamix.policies.stigmergic.field import Decay, MemoryField
-from dynamix.policies.stigmergic.traces import Own, Trace
+from dynamix.policies.stigmergic.traces import Own, TraceKind
 from dynamix.policies.stigmergic.worker import Habit, Sense
 from dynamix.projection import project
 from dynamix.window import Bounds, Floats, Ints, Window
@@ -124,10 +124,10 @@ class StigmergicPolicy:
         known = np.isfinite(speed)
         speed = np.where(known, np.minimum(speed, LARGEST), load)
         offset = np.where(known, np.minimum(sense.offset, LARGEST), 0.0)
-        left = np.zeros((*own.size.shape, len(Trace)))
-        left[..., Trace.PRESENT], left[..., Trace.LOAD], left[..., Trace.OFFSET] = 1.0, load, offset
-        left[..., Trace.SPEED] = np.where(self.habit.pinned, 0.0, speed)
-        left[..., Trace.HELD] = np.where(self.habit.pinned, np.minimum(load + offset, LARGEST), 0.0)
+        left = np.zeros((*own.size.shape, len(TraceKind)))
+        left[..., TraceKind.PRESENT], left[..., TraceKind.LOAD], left[..., TraceKind.OFFSET] = 1.0, load, offset
+        left[..., TraceKind.SPEED] = np.where(self.habit.pinned, 0.0, speed)
+        left[..., TraceKind.HELD] = np.where(self.habit.pinned, np.minimum(load + offset, LARGEST), 0.0)
         with np.errstate(divide="ignore", invalid="ignore"):
             last, before = sense.share, self.crowd.last
             before = before if before.shape in (last.shape, (*last.shape[:-1], 1)) else last
@@ -135,13 +135,13 @@ class StigmergicPolicy:
             quickest = np.clip(np.where(known, quickest, 0.0), 0.0, 1.25)
             late = np.minimum((last / before) ** KEENNESS, LARGEST)
             heavy = np.minimum((quickest / before) ** HEAVINESS, 0.8 * LARGEST)
-        left[..., Trace.LATE] = np.where(np.isnan(late), 0.0, np.maximum(late, FAINTEST))
-        left[..., Trace.WAIT] = left[..., Trace.LATE] * np.nan_to_num(1.0 - last)
-        left[..., Trace.HEAVY] = np.nan_to_num(heavy)
-        left[..., Trace.FLOOR] = left[..., Trace.HEAVY] * np.nan_to_num(quickest)
-        left[..., Trace.NOISE] = np.nan_to_num(np.clip(own.noise, -4.0, 4.0))
-        left[..., Trace.HEARD] = np.isfinite(own.noise)
-        left[..., Trace.OOM] = own.size > own.fits  # until the own size fits
+        left[..., TraceKind.LATE] = np.where(np.isnan(late), 0.0, np.maximum(late, FAINTEST))
+        left[..., TraceKind.WAIT] = left[..., TraceKind.LATE] * np.nan_to_num(1.0 - last)
+        left[..., TraceKind.HEAVY] = np.nan_to_num(heavy)
+        left[..., TraceKind.FLOOR] = left[..., TraceKind.HEAVY] * np.nan_to_num(quickest)
+        left[..., TraceKind.NOISE] = np.nan_to_num(np.clip(own.noise, -4.0, 4.0))
+        left[..., TraceKind.HEARD] = np.isfinite(own.noise)
+        left[..., TraceKind.OOM] = own.size > own.fits  # until the own size fits
         return Sense(sense.share, sense.jitter, pace_s, offset), left
 
     def choose(self, own: Own, sense: Sense, smelt: Floats, new: Floats, bounds: Bounds, *, old: bool = False) -> Ints:
@@ -176,11 +176,11 @@ class StigmergicPolicy:
         Only what they did beyond the move that all made alike: moves towards the pace cancel to first order, and this
         is what is left of their sum.
         """
-        left = np.zeros((*before.shape, len(Trace)))
+        left = np.zeros((*before.shape, len(TraceKind)))
         change = np.maximum(sizes, 1) / np.maximum(before, 1) * np.exp(-self.common) - 1.0
         step = np.minimum(load, LARGEST) * change
-        left[..., Trace.GROW], left[..., Trace.SHRINK] = np.maximum(step, 0.0), np.maximum(-step, 0.0)
-        left[..., Trace.AIM], left[..., Trace.AIMING] = np.nan_to_num(self.target), np.isfinite(self.target)
+        left[..., TraceKind.GROW], left[..., TraceKind.SHRINK] = np.maximum(step, 0.0), np.maximum(-step, 0.0)
+        left[..., TraceKind.AIM], left[..., TraceKind.AIMING] = np.nan_to_num(self.target), np.isfinite(self.target)
         return left
 
     def _moves(self, own: Own, sense: Sense, smell: Smell, load: Floats, *, old: bool) -> tuple[Floats, Floats, Floats]:
@@ -218,9 +218,9 @@ class StigmergicPolicy:
     def decide(self, window: Window, bounds: Bounds) -> Ints:
         own, step = Own.of(window), self.windows
         self.windows += 1
-        worlds, cells = own.size.shape[:-1] if self.shared else own.size.shape, np.arange(len(Trace))
+        worlds, cells = own.size.shape[:-1] if self.shared else own.size.shape, np.arange(len(TraceKind))
         if self.field is None or self.field.worlds != worlds:
-            self.field = MemoryField(len(Trace), self.decay, worlds=worlds)
+            self.field = MemoryField(len(TraceKind), self.decay, worlds=worlds)
         field = self.field
         sense, left = self.observe(own)
 
@@ -229,7 +229,7 @@ class StigmergicPolicy:
             field.deposit(np.broadcast_to(cells, amounts.shape), amounts, step=step)
 
         leave(left)
-        smelt = field.read(np.broadcast_to(cells, (*field.worlds, len(Trace))), step=step)
+        smelt = field.read(np.broadcast_to(cells, (*field.worlds, len(TraceKind))), step=step)
         before = self._smelt if self._smelt.shape == smelt.shape else np.zeros(smelt.shape)
         new, self._smelt = smelt - float(self.decay.kept(1)) * before, smelt
         if self.shared:
@@ -252,7 +252,7 @@ class StigmergicPolicy:
         self._smelt, self.common, self.target = (np.asarray(state[name]) for name in ("smelt", "common", "target"))
         self.windows, self.field = int(state["windows"]), None
         if state["field"] is not None:
-            self.field = MemoryField(len(Trace), self.decay, worlds=tuple(state["worlds"]))
+            self.field = MemoryField(len(TraceKind), self.decay, worlds=tuple(state["worlds"]))
             self.field.load_state_dict({name: np.asarray(values) for name, values in state["field"].items()})
 
     def save(self, path: str | Path) -> None:

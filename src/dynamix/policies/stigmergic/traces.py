@@ -16,7 +16,7 @@ from dynamix.model.measured import base_total, busy_seconds
 from dynamix.window import Floats, Window
 
 
-class Trace(IntEnum):
+class TraceKind(IntEnum):
     """Index of a trace in the last dimension of what is left and read. `last` is the last of all to finish."""
 
     PRESENT = 0  # 1 for every worker and window
@@ -37,7 +37,7 @@ class Trace(IntEnum):
     OOM = 15  # 1 when memory ran out
 
 
-TRACES = tuple(trace.name.lower() for trace in Trace)
+TRACES = tuple(trace.name.lower() for trace in TraceKind)
 LEAST_OF_FEW = 1.2  # standard deviations that the least of some five steps lies below their mean
 
 
