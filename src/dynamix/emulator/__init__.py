@@ -4,11 +4,12 @@ from dynamix.emulator.cluster import Emulation
 from dynamix.emulator.loading import load_scenario, scenario_schema, shipped_scenarios
 from dynamix.emulator.mechanisms import probe_mechanisms
 from dynamix.emulator.run import emulate
-from dynamix.emulator.scenario import Change, Host, Load, Neighbour, Scenario, Trace
+from dynamix.emulator.scenario import Change, Device, Host, Load, Neighbour, Scenario, Trace
 from dynamix.emulator.schedule import Link, host_links, host_speeds
 
 __all__ = [
     "Change",
+    "Device",
     "Emulation",
     "Host",
     "Link",

@@ -81,7 +81,9 @@ class Traffic:
 
 
 def noisy_hosts(scenario: Scenario) -> list[int]:
-    """The hosts on which something may take CPU from the job."""
+    """The hosts on which something may take CPU from the job; of device hosts none, whose speed it changes."""
+    if scenario.device is not None:
+        return []
     hosts = range(scenario.workers)
     taking = [n.on_hosts(len(hosts)) if isinstance(n, Load) else hosts for n in scenario.disturbances if n.factor < 1]
     return sorted(set().union(*taking))

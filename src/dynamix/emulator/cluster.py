@@ -23,6 +23,7 @@ from typing import Any, Literal, NoReturn, get_args
 
 from dynamix.emulator import awake, control, enter, keeper
 from dynamix.emulator.background import Noise, signal_group
+from dynamix.emulator.devices import DeviceSteps, SharedDevices
 from dynamix.emulator.hosts import Loopback, Namespaces, Network
 from dynamix.emulator.limits import Cgroup, DutyCycle, Limiter, find_cgroup, start_helper, stop_helper
 from dynamix.emulator.loading import load_scenario
@@ -91,6 +92,7 @@ class Emulation:
         self._clock_start: float | None = None
         self._throttled = False
         self._failure: Exception | None = None
+        self._devices: SharedDevices | None = None
 
     def __enter__(self) -> Emulation:
         self.run_dir.mkdir(parents=True, exist_ok=True)
@@ -114,6 +116,9 @@ class Emulation:
             server = control.ControlServer(keeper.private_folder(self.name), actions)
             self._cleanup.callback(server.close)
             self._control_path = server.path
+            if self.scenario.device is not None:
+                folder = keeper.private_folder(self.name)
+                self._devices = SharedDevices(folder / "devices", self.scenario.workers, self.scenario.device)
             self._cleanup.callback(self._halt_clock)
             self._cleanup = self._cleanup.pop_all()
         return self
@@ -124,7 +129,8 @@ class Emulation:
     @property
     def mechanisms(self) -> dict[str, str]:
         """What is in force: network, cpu, link."""
-        return {"network": self._network.mechanism, "cpu": self._limiter.mechanism, "link": self._network.link}
+        cpu = self._limiter.mechanism if self._devices is None else "device"
+        return {"network": self._network.mechanism, "cpu": cpu, "link": self._network.link}
 
     def throttle(self) -> None:
         """Puts the hosts' CPU limits in force (without disturbances until `start_clock`)."""
@@ -145,6 +151,8 @@ class Emulation:
         with self._lock:
             self.seed = self.seed if seed is None else seed
             self._throttled, self._clock_start, self._failure = True, time.monotonic(), None
+            if self._devices is not None:
+                self._devices.count_from_now()
             self._apply()
         self._stop_clock.clear()
         self._clock = threading.Thread(target=self._follow_schedule, name="dynamix-clock", daemon=True)
@@ -161,13 +169,17 @@ class Emulation:
         return None if start is None else time.monotonic() - start
 
     def speeds(self) -> list[float] | None:
-        """Cores each host's job may use now; None without limits."""
+        """Cores each host's job may use now, of device hosts their relative speed; None without limits."""
         return self._speeds(self.time_s())
 
     def _speeds(self, now: float | None) -> list[float] | None:
         if not self._throttled:
             return None
         return [h.cpu for h in self.scenario.hosts] if now is None else host_speeds(self.scenario, now, self.seed)
+
+    def overruns(self) -> list[DeviceSteps]:
+        """What every rank's device has done since the last `start_clock`; empty where hosts have no device."""
+        return [] if self._devices is None else self._devices.steps()
 
     def links(self) -> list[Link]:
         """State of every host's link now."""
@@ -189,6 +201,8 @@ class Emulation:
         port = self._free_port()
         for rank in range(self.scenario.workers):
             environment = {**os.environ, **self._environment(rank, port), **(env or {})}
+            if self._devices is not None:
+                environment |= self._devices.environment(rank, environment)
             stem, fd = f"{name}.rank{rank}" if name else f"rank{rank}", self._network.fd(rank)
             self._ranks.append(self._start(fd, f"host{rank}", command, environment, stem, cwd))
         return list(self._ranks)
@@ -293,8 +307,12 @@ class Emulation:
         speeds = self._speeds(now)
         noise = [0.0] * workers if now is None else noise_cores(self.scenario, now, self.seed)
         self._noise.calm(noise)
+        limits = speeds
+        if self._devices is not None:
+            self._devices.set_speeds(speeds)
+            limits = speeds and [math.inf] * workers
         for rank in range(workers):
-            self._limiter.limit(f"host{rank}", speeds[rank] if speeds else None)
+            self._limiter.limit(f"host{rank}", limits[rank] if limits else None)
         self._noise.set(noise)
         self._network.set_links(host_links(self.scenario, now, self.seed))
 

@@ -32,7 +32,7 @@ class Limiter(Protocol):
         """Puts process `pid` and its later children into `group`, out of any other."""
 
     def limit(self, group: str, cores: float | None) -> None:
-        """From now on `group` gets `cores`; None lifts the limit."""
+        """From now on `group` gets `cores`; infinity: all it wants, before other jobs. None lifts the limit."""
 
     def close(self) -> None:
         """Lifts every limit and removes what was made. Processes must have ended."""
@@ -77,7 +77,7 @@ class Cgroup:
         # Without limits it must not: its ranks would then starve their own owner.
         weight, usual = ("cpu.weight", 100) if self._version == 2 else ("cpu.shares", 1024)
         (self._top / weight).write_text(str(usual if cores is None else usual * _WEIGHT))
-        quota, period = ("max", None) if cores is None else quota_and_period_us(cores)
+        quota, period = ("max", None) if cores in (None, math.inf) else quota_and_period_us(cores)
         if self._version == 2:
             (folder / "cpu.max").write_text(f"{quota} {period}" if period else "max")
             return
@@ -116,6 +116,7 @@ class DutyCycle:
         self._say(pid, self._cores.get(group))
 
     def limit(self, group: str, cores: float | None) -> None:
+        cores = None if cores == math.inf else cores
         self._cores[group] = cores
         for pid in self._pids.get(group, ()):
             self._say(pid, cores)

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 from pydantic import BaseModel, ValidationError
 
-from dynamix.emulator.scenario import Change, Host, Load, Neighbour, Scenario, Trace
+from dynamix.emulator.scenario import Change, Device, Host, Load, Neighbour, Scenario, Trace
 from dynamix.emulator.traces import read_trace
 from dynamix.errors import ScenarioError
 
@@ -107,7 +107,7 @@ def _short(value: Any) -> Any:
 
 
 _KINDS: dict[str, type[BaseModel]] = {"neighbour": Neighbour, "load": Load}
-_PARTS: dict[str, type[BaseModel]] = {"hosts": Host, "schedule": Change, "trace": Trace}
+_PARTS: dict[str, type[BaseModel]] = {"hosts": Host, "schedule": Change, "trace": Trace, "device": Device}
 _BOUNDS = {
     **{"ge": "{} or more", "le": "{} or less", "gt": "more than {}", "lt": "less than {}"},
     **{"min_length": "{} or more entries", "max_length": "{} or fewer entries"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import math
 import os
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
 from dynamix.emulator.cluster import Emulation, Mechanism, load_permitted
+from dynamix.emulator.devices import DeviceSteps, too_many_overruns
 from dynamix.emulator.scenario import Scenario
 from dynamix.errors import ConfigError
 from dynamix.events.records import EVENTS_VARIABLE, SCHEMA, read_events
@@ -66,9 +68,10 @@ def emulate(
             launch = functools.partial(cluster.launch, command, env={EVENTS_VARIABLE: str(events)})
             limited_after_s = _run(cluster, launch, _Echo(ranks, echo), throttle_after_s, end_s, grace_s)
             codes = [code if code is not None else 1 for code in cluster.poll()]
+            steps = [dataclasses.asdict(rank) for rank in cluster.overruns()]
             wall_s = round(time.monotonic() - began, 3)
     result = {**facts, "exit_code": worst(codes), "exit_codes": codes, "folder": str(folder.path)}
-    result |= {"wall_s": wall_s, "limited_after_s": limited_after_s}
+    result |= {"wall_s": wall_s, "limited_after_s": limited_after_s, "device_steps": steps or None}
     folder.write_result(result)
     if echo is not None:
         _show_failures(codes, ranks, echo)
@@ -86,15 +89,29 @@ def summary(result: Mapping[str, Any]) -> str:
     if events.exists():
         holds.append(f"events.jsonl ({len(read_events(events))} windows)")
     holds.append(f"ranks/{result['seeds'][0]}/ (output of every rank)")
-    return f"{ended} after {result['wall_s']:.1f} s, {limited}; {folder} holds {', '.join(holds)}"
+    return f"{ended} after {result['wall_s']:.1f} s, {limited}{_devices(result)}; {folder} holds {', '.join(holds)}"
+
+
+def _devices(result: Mapping[str, Any]) -> str:
+    """Whether devices were paced and kept their times; nothing where hosts have none."""
+    ranks = [DeviceSteps(**steps) for steps in result.get("device_steps") or ()]
+    if not ranks or result["limited_after_s"] is None:
+        return ""
+    if idle := [str(rank) for rank, steps in enumerate(ranks) if not steps.steps]:
+        why = "it trains no torch.nn.Module then, or its Python has -I, -E or -S"
+        return f"; NO DEVICE STEPS on rank {', '.join(idle)} ({why})"
+    most = max(rank.overruns / rank.steps for rank in ranks)
+    said = f"; {sum(rank.steps for rank in ranks)} device steps, on a rank at most {most:.1%} overran"
+    return f"{said} (TOO MANY: this machine is too slow or too busy)" if too_many_overruns(ranks) else said
 
 
 def _facts(scenario: Scenario, cluster: Emulation, command: Sequence[str], seed: int) -> dict[str, Any]:
     """What run.json says and result.json repeats."""
+    described = scenario.model_dump(mode="json")
     return {
         **{"schema": SCHEMA, "command": "emulate", "job": list(command), "cluster": "emulator"},
         **{"mechanisms": cluster.mechanisms, "scenario": scenario.name, "scenario_sha256": scenario.sha256},
-        **{"hosts": scenario.model_dump(mode="json")["hosts"], "seeds": [seed]},
+        **{"hosts": described["hosts"], "device": described["device"], "seeds": [seed]},
     }
 
 

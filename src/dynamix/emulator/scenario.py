@@ -27,6 +27,8 @@ _Part = Annotated[float, Field(strict=True, ge=0.05, le=1, allow_inf_nan=False)]
 _Traffic = Annotated[float, Field(strict=True, ge=0, le=1000, allow_inf_nan=False)]
 _Chance = Annotated[float, Field(strict=True, gt=0, le=1, allow_inf_nan=False)]
 _Seed = Annotated[int, Field(strict=True, ge=0, le=2**63 - 1)]
+_Work = Annotated[float, Field(strict=True, ge=0, le=60_000, allow_inf_nan=False)]
+_Fixed = Annotated[float, Field(strict=True, gt=0, le=60_000, allow_inf_nan=False)]
 _Index = Annotated[int, Field(strict=True, ge=0, lt=MAX_HOSTS)]
 
 # The first version's hash held all fields, these; a later field counts only where it differs from its default, so
@@ -42,7 +44,7 @@ class _Model(BaseModel):
 class Host(_Model):
     """One emulated host and its link.
 
-    cpu                cores its job may use; a fraction is a share of one core
+    cpu                cores its job may use, a fraction is a share of one core; with a `Device`, its relative speed
     rate_mbit_s        its link, in each direction; None for no limit
     rate_up_mbit_s     what it sends, where that differs
     rate_down_mbit_s   what it receives, where that differs
@@ -156,6 +158,19 @@ class Trace(_Model):
         return self
 
 
+class Device(_Model):
+    """What a training step takes on an accelerator of relative speed 1, which every host of the scenario then has.
+
+    fixed_ms       of every forward and backward pass
+    per_sample_ms  of each sample
+    per_cost_ms    of each unit of the batch's cost, e.g. a token (`dynamix.emulator.devices.batch_cost`)
+    """
+
+    fixed_ms: _Fixed
+    per_sample_ms: _Work
+    per_cost_ms: _Work = 0.0
+
+
 class Scenario(_Model):
     """Hosts and what disturbs them. Make one with `load_scenario`, whose errors are for people.
 
@@ -163,6 +178,7 @@ class Scenario(_Model):
     disturbances   neighbours and loads, in this order where they meet
     schedule       changes, sorted by time, counted from the clock's start
     trace          a recorded slowdown on top
+    device         every host computes on such a device: `cpu` is its relative speed, in (0, 1], and limits no process
     """
 
     name: Annotated[str, Field(strict=True, pattern=r"^[a-z0-9][a-z0-9_-]*$", max_length=64)] = "unnamed"
@@ -171,6 +187,7 @@ class Scenario(_Model):
     disturbances: Annotated[tuple[_Disturbance, ...], Field(max_length=8)] = ()
     schedule: Annotated[tuple[Change, ...], Field(max_length=1000)] = ()
     trace: Trace | None = None
+    device: Device | None = None
 
     @property
     def workers(self) -> int:
@@ -179,7 +196,7 @@ class Scenario(_Model):
 
     @property
     def total_cores(self) -> float:
-        """The most cores that all hosts together ever have; noise takes its part out of them, never more."""
+        """The most cores (of device hosts: relative speed) that all hosts together ever have, noise's part included."""
         return max(sum(host.cpu for host in hosts) for _, hosts in self.stages())
 
     @property
@@ -235,7 +252,22 @@ class Scenario(_Model):
             found = f"{len(self.trace.factors[0])} factors a row"
             raise ScenarioError("trace", found, f"{self.workers}, one per host", "give every host a column")
         self._check_links()
+        if self.device is not None:
+            self._check_speeds()
         return self
+
+    def _check_speeds(self) -> None:
+        """Of device hosts: `cpu` is a relative speed."""
+        wrong = [(place, cpu) for place, cpu in self.cpus() if cpu > 1]
+        for place, cpu in wrong[:1]:
+            allowed = "at most 1: with device, cpu is a relative speed, 1 that of the device"
+            fix = f"divide every cpu by {max(cpu for _, cpu in wrong):g}, or remove device"
+            raise ScenarioError(place, cpu, allowed, fix)
+
+    def cpus(self) -> list[tuple[str, float]]:
+        """Every value of cpu with its place."""
+        found = [(f"hosts[{i}].cpu", host.cpu) for i, host in enumerate(self.hosts)]
+        return found + [(f"schedule[{i}].cpu", change.cpu) for i, change in enumerate(self.schedule) if change.cpu]
 
     def _check_links(self) -> None:
         """A traced rate must exist; background traffic must leave the job a part of the link."""
@@ -266,11 +298,14 @@ class Scenario(_Model):
 
 
 def check_machine(scenario: Scenario, cores: float) -> None:
-    """Raises `ScenarioError` when this machine has fewer cores than the scenario's hosts need together."""
+    """Raises `ScenarioError` when this machine has fewer cores than the scenario's hosts need together.
+
+    Of device hosts it asks nothing: their `cpu` is no number of cores.
+    """
+    if scenario.device is not None:
+        return
     allowed = f"at most {cores:g}, the cores of this machine"
-    wanted = [(f"hosts[{i}].cpu", host.cpu) for i, host in enumerate(scenario.hosts)]
-    wanted += [(f"schedule[{i}].cpu", change.cpu) for i, change in enumerate(scenario.schedule) if change.cpu]
-    for name, cpu in wanted:
+    for name, cpu in scenario.cpus():
         if cpu > cores:
             raise ScenarioError(name, cpu, allowed, "lower it, or use a larger machine")
     if scenario.total_cores > cores + 1e-9:

@@ -34,6 +34,8 @@ class Link:
 def host_speeds(scenario: Scenario, t_s: float, seed: int = 0) -> list[float]:
     """Cores each host's job has `t_s` seconds after the clock's start: exact, and a function of its arguments alone.
 
+    With a device: each host's relative speed.
+
     >>> from dynamix.emulator import load_scenario
     >>> host_speeds(load_scenario("even"), 3.0)
     [0.35, 0.35, 0.35, 0.35]
