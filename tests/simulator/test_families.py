@@ -25,7 +25,8 @@ from dynamix.simulator import (
     sample_clusters,
     sample_family,
 )
-from dynamix.window import Bounds, Ints, Window
+from dynamix.simulator.compute import costs_of_samples
+from dynamix.window import Bounds, Floats, Ints, Window
 from dynamix_lab.suites.simulated import SimulatedPlan, StaticAt, times_to_progress
 
 SUITE = SimulatedPlan((), (), windows=40)
@@ -57,6 +58,107 @@ def test_optima_are_mostly_interior(family: str) -> None:
     windows = rollout(LaggedReference(env), env, 15)
     shares = [interior_share(window.batch_size, env.clusters).mean() for window in windows]
     assert np.mean(shares[1:]) > 0.5
+
+
+def _stairs(family: str, workers: int = 8) -> Floats:
+    """Factors (T, C, W) at every half second of ten minutes."""
+    stairs = sample_family(family, 12, workers, 0).stairs
+    assert stairs is not None
+    return np.array([stairs.at(np.full(12, t)) for t in np.arange(0.0, 600.0, 0.5)])
+
+
+def test_rotating_neighbours_visit_every_worker_in_turn() -> None:
+    slowed = _stairs("rotating-neighbours") > 1
+    assert (slowed.sum(-1) == 2).all()  # eight workers have two neighbours
+    assert slowed.any(0).all()
+
+
+def test_periodic_neighbours_come_back_after_the_same_time() -> None:
+    clusters = sample_family("periodic-neighbours", 12, 8, 0)
+    stairs = clusters.stairs
+    assert stairs is not None
+    period = float(stairs.repeat_s[3, 5])
+    for t in np.linspace(0, period, 50):
+        assert stairs.at(np.full(12, t))[3, 5] == stairs.at(np.full(12, t + 4 * period))[3, 5]
+    on = (_stairs("periodic-neighbours") > 1).mean(0)
+    assert (on.max(-1) > 0.1).all()  # somebody is disturbed in every cluster
+    assert (on < 0.8).all()
+
+
+def test_throttled_workers_slow_down_slowly_and_recover() -> None:
+    factors = _stairs("throttling")
+    up, down = np.diff(factors, axis=0).max(0), -np.diff(factors, axis=0).min(0)
+    hot = factors.max(0) > 1
+    assert hot.any(-1).all()
+    assert (up[hot] < down[hot]).all()
+    assert factors[:, hot].min(0) == pytest.approx(1)
+
+
+def test_warm_workers_stay_warm() -> None:
+    factors = _stairs("warm-up")
+    assert (factors[0] > 1.4).all()
+    assert (np.diff(factors, axis=0) <= 0).all()
+    assert factors[-1] == pytest.approx(1)
+
+
+def test_a_replaced_worker_is_waited_for_once_and_has_a_new_speed() -> None:
+    factors = _stairs("replaced-worker")
+    changed = factors[-1] != 1
+    assert (changed.sum(-1) >= 1).all()
+    assert (factors[:, ~changed] == 1).all()
+    assert (factors[-1] < 2.6).all()
+    clusters = sample_family("replaced-worker", 12, 8, 0)
+    slow = clusters.costs.seconds(np.repeat(clusters.base_batch[:, None] / 8, 8, 1)) * (factors.max(0) - 1)
+    assert slow.max(-1).min() > 2  # seconds that its loss lasts at least
+
+
+def test_samples_of_unlike_cost_add_up_as_log_normal_ones_do() -> None:
+    rng = np.random.default_rng(0)
+    for batch, sigma in ((1, 1.0), (32, 1.0), (32, 0.5)):
+        normal = rng.normal(size=(100_000, 1))
+        drawn = costs_of_samples(np.full((100_000, 1), batch), np.full((100_000, 1), sigma), normal)
+        summed = np.exp(rng.normal(-(sigma**2) / 2, sigma, (100_000, batch))).sum(-1)
+        assert drawn.mean() == pytest.approx(batch, rel=0.02)
+        assert drawn.std() == pytest.approx(summed.std(), rel=0.05)
+        assert np.quantile(drawn, 0.95) == pytest.approx(np.quantile(summed, 0.95), rel=0.03)
+
+
+def test_unlike_samples_spread_large_batches_less() -> None:
+    clusters = dataclasses.replace(
+        sample_family("data-dependent", 4, 4, 0), jitter_sd=np.zeros((4, 4)), jitter_s=None, together_sd=None
+    )
+    clusters = dataclasses.replace(clusters, alpha=np.zeros((4, 4)))
+    env = ClusterEnv(clusters, seed=0)
+    spread = []
+    for size in (4, 64):
+        env.apply(np.full((4, 4), size))
+        seconds = np.array([env.advance()[0] for _ in range(500)])
+        spread.append((seconds.std(0) / seconds.mean(0)).mean())
+    assert spread[0] / spread[1] == pytest.approx(4, rel=0.1)
+
+
+@pytest.mark.parametrize("field", ["compute", "noise"])
+def test_longer_windows_measure_better(field: str) -> None:
+    def error(interval: int) -> float:
+        clusters = dataclasses.replace(
+            sample_family("poor-probes", 40, 8, 0),
+            jitter_sd=np.zeros((40, 8)),
+            jitter_s=None,
+            together_sd=None,
+            missing_times=None,
+            slow_off_s=np.full((40, 8), 1e12),
+            noise_knots=None,
+            noise_growth=np.zeros(40),
+            noise_rho=None,
+            missing_noise=np.zeros(40, bool),
+        )
+        env = ClusterEnv(clusters, seed=0, interval=interval)
+        windows = [env.step(env.batch) for _ in range(40)]
+        logs = np.log([getattr(window, field) for window in windows])
+        return float(np.diff(logs, axis=0).std())
+
+    # A window four times as long halves the errors of times; that of phi, which is smoothed, only wanders faster.
+    assert error(20) / error(5) == pytest.approx(0.5 if field == "compute" else 1.83, rel=0.1)
 
 
 def test_an_unknown_family_names_the_known() -> None:

@@ -4,7 +4,15 @@ from dynamix.simulator.calibration import calibration
 from dynamix.simulator.clusters import Clusters, bounds_of, sample_clusters
 from dynamix.simulator.disturbances import SlowdownTrace
 from dynamix.simulator.env import ClusterEnv, rollout, rollout_path
-from dynamix.simulator.families import BREAKING, CONFORMING, FAMILIES, interior_share, sample_family
+from dynamix.simulator.families import (
+    BREAKING,
+    CONFORMING,
+    DEVELOPMENT,
+    FAMILIES,
+    TRAINING,
+    interior_share,
+    sample_family,
+)
 from dynamix.simulator.reference import (
     REFERENCES,
     GreedyReference,
@@ -18,8 +26,10 @@ from dynamix.simulator.statistics import Generalisation
 __all__ = [
     "BREAKING",
     "CONFORMING",
+    "DEVELOPMENT",
     "FAMILIES",
     "REFERENCES",
+    "TRAINING",
     "ClusterEnv",
     "Clusters",
     "Generalisation",

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from dynamix.simulator.compute import Costs
+from dynamix.simulator.disturbances import Staircases
 from dynamix.simulator.network import ring_all_reduce
 from dynamix.window import Bounds, Floats, Ints
 
@@ -24,9 +25,11 @@ class Clusters:
       jitter_sd, stall (C,)  of every step, relative; jitter_memory (C,) its AR(1) coefficient from step to step
       jitter_s               sd in s of every step, whatever its batch: time slices, interrupts, the run queue
       together_sd (C,)       relative sd of what slows all workers alike, AR(1) from step to step
+      cost_sigma (C,)        sd of the log of one sample's cost (`costs_of_samples`); where seconds are affine
     Disturbances
       slow_off_s, slow_on_s, slow_weakest, slow_strongest (C, W), slow_even (C,), slow_group (C, W)   see `Slowdowns`
       neighbour_period_s, neighbour_factor (C,)   a moving neighbour
+      stairs (C, W)          factors that follow the clock, known beforehand to nobody
       change_cost_s (C,)     added to the first step of a new allocation
     Exchange, (C,)
       exchange_s, overlap    s at rest; exponent of `step_time`
@@ -86,6 +89,8 @@ class Clusters:
     noise_wander: Floats | None = None
     time_error: Floats | None = None
     missing_times: Floats | None = None
+    cost_sigma: Floats | None = None
+    stairs: Staircases | None = None
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -24,6 +24,20 @@ def near_normal(bits: np.ndarray) -> Floats:
     return np.asarray((total.astype(np.float64) / 32767.0 - 2.0) * np.sqrt(3.0))
 
 
+def costs_of_samples(batch: Ints, sigma: Floats, normal: Floats) -> Floats:
+    """What batches of unlike samples cost together, in samples (C, W): each costs 1 on average, log-normal.
+
+    The sum of n of them is taken as one log-normal of their mean and variance (Fenton 1960): exact for one sample.
+
+    batch    (C, W) samples
+    sigma    (C, 1) sd of the log of one sample's cost
+    normal   (C, W) standard normal draws
+    """
+    samples = batch.astype(np.float64)
+    variance = np.log1p(np.expm1(sigma**2) / np.maximum(samples, 1.0))
+    return np.asarray(samples * np.exp(np.sqrt(variance) * normal - variance / 2))
+
+
 @dataclass(frozen=True, slots=True)
 class Costs:
     """Seconds by batch size for (C, W) workers: alpha + beta b, times a measured curve, times a cliff.

@@ -5,7 +5,9 @@ from __future__ import annotations
 import csv
 import math
 import os
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -80,6 +82,38 @@ class MovingNeighbour:
         slot = np.floor(clock_s / self.period_s + self._phase).astype(np.uint64)
         victim = (self._victim.bits(slot) % np.uint64(self.workers))[:, None]
         return np.where(victim == np.arange(self.workers, dtype=np.uint64), self.factor[:, None], 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Staircases:
+    """Factors of each worker that are constant between times of its own, and may begin again.
+
+    times_s    (C, W, T) when a factor begins to hold; the first is 0, none is below the one before
+    factors    (C, W, T) on seconds, positive
+    repeat_s   (C, W) begin again after so long; infinite: the last factor holds on
+    start_s    (C, W) where on its staircase a worker stands when the clock starts
+
+    >>> twice = Staircases(*(np.array([[x]]) for x in ([0.0, 3.0], [1.0, 2.0], 5.0, 0.0)))
+    >>> [float(twice.at(np.array([clock]))[0, 0]) for clock in (2.0, 3.0, 5.0, 8.5)]
+    [1.0, 2.0, 1.0, 2.0]
+    """
+
+    times_s: Floats
+    factors: Floats
+    repeat_s: Floats
+    start_s: Floats
+
+    def __getitem__(self, rows: Any) -> Staircases:
+        """Those of some clusters."""
+        return Staircases(self.times_s[rows], self.factors[rows], self.repeat_s[rows], self.start_s[rows])
+
+    def at(self, clock_s: Floats) -> Floats:
+        """Factors (C, W) at wall clock (C,)."""
+        reached = clock_s[:, None] + self.start_s
+        once = np.isinf(self.repeat_s)
+        reached = np.where(once, reached, reached % np.where(once, 1.0, self.repeat_s))
+        stair = (self.times_s <= reached[..., None]).sum(-1) - 1
+        return np.asarray(np.take_along_axis(self.factors, stair[..., None], -1)[..., 0])
 
 
 class SlowdownTrace:

@@ -8,7 +8,7 @@ import numpy as np
 from dynamix.errors import ConfigError
 from dynamix.simulator.calibration import calibration
 from dynamix.simulator.clusters import Clusters, bounds_of
-from dynamix.simulator.compute import jitter, near_normal
+from dynamix.simulator.compute import costs_of_samples, jitter, near_normal
 from dynamix.simulator.disturbances import LEAST, MovingNeighbour, Slowdowns, SlowdownTrace
 from dynamix.simulator.network import exchange_time, step_time
 from dynamix.simulator.statistics import Generalisation, along, efficiency, noise_scale
@@ -16,7 +16,9 @@ from dynamix.simulator.streams import RandomStream
 from dynamix.window import Bounds, Floats, Ints, Window
 
 TOGETHER_MEMORY = 0.9  # of what slows all alike, from step to step: the emulator's windows of 5 are correlated by half
+MEMORY = 0.5  # share of a host's memory in use
 NOISE_MEMORY = 0.9  # of the error of log phi from window to window: the estimate is smoothed, so its error is too
+ERROR_STEPS = 5  # length of the windows for which errors of measuring are given; longer ones average over more steps
 
 
 class ClusterEnv:
@@ -62,6 +64,7 @@ class ClusterEnv:
             RandomStream(seed, purpose, clusters.shape)
             for purpose in ("jitter", "slices", "cpu", "measured", "training")
         )
+        self._samples = RandomStream(seed, "samples", clusters.shape)
         self._together, self._noise, self._wander = (
             RandomStream(seed, purpose, clusters.shape[:1]) for purpose in ("together", "noise", "wander")
         )
@@ -101,6 +104,25 @@ class ClusterEnv:
     def decided(self) -> None:
         """A policy has been asked. Free here; a world where it takes time charges it to the next step."""
 
+    def charge(self, costs: Floats) -> None:
+        """What the samples of the next step cost beside their number, (C, W), where training is real and knows it.
+
+        Ignored here; a world whose workers take longer for such samples keeps it for its next `advance`.
+        """
+
+    def host_figures(self, busy_s: Floats, whole_s: Floats, steps: int) -> dict[str, Floats]:
+        """What the probes of the hosts read over a window, each (C, W) under its name in `Window`.
+
+        For real training on this world's clock. What is not in it is not measured.
+
+        busy_s    (C, W) seconds that each worker computed
+        whole_s   (C,) seconds of the window
+        steps     optimizer steps in it
+        """
+        cpu = busy_s / np.maximum(whole_s, 1e-9)[:, None]
+        hidden = np.broadcast_to(self.clusters.missing_host[:, None], busy_s.shape)
+        return {"cpu": np.where(hidden, np.nan, cpu), "memory": np.where(hidden, np.nan, MEMORY)}
+
     def apply(self, sizes: Ints) -> None:
         """Put `sizes` (C, W) in force; where they differ, the next `advance` pays what a change costs."""
         if self.clusters.change_cost_s is not None:
@@ -110,6 +132,8 @@ class ClusterEnv:
     def slowdown(self) -> Floats:
         """Factors (C, W) on compute now."""
         factor = self.slowdowns.at(self.clock_s) * self.neighbour.at(self.clock_s)
+        if self.clusters.stairs is not None:
+            factor = factor * self.clusters.stairs.at(self.clock_s)
         return np.asarray(factor if self.trace is None else factor * self.trace.at(self.clock_s))
 
     def expected(self) -> Floats:
@@ -160,7 +184,11 @@ class ClusterEnv:
     def advance(self) -> tuple[Floats, Floats]:
         """One optimizer step; compute (C, W) and the whole step (C,), s."""
         c = self.clusters
-        busy = self.costs.seconds(self.batch.astype(np.float64)) * self.slowdown() * self._jitters()
+        seconds = self.costs.seconds(self.batch.astype(np.float64))
+        if c.cost_sigma is not None:
+            normal = self._samples.normal(np.uint64(self.steps))
+            seconds = seconds + c.beta * (costs_of_samples(self.batch, c.cost_sigma[:, None], normal) - self.batch)
+        busy = seconds * self.slowdown() * self._jitters()
         if c.together_sd is not None:
             fresh = near_normal(self._together.bits(np.uint64(self.steps)))
             self._wave = TOGETHER_MEMORY * self._wave + np.sqrt(1 - TOGETHER_MEMORY**2) * fresh
@@ -171,11 +199,15 @@ class ClusterEnv:
         whole = step_time(busy.max(-1), self.exchange(), c.overlap)
         if self._changed is not None and c.change_cost_s is not None:
             whole, self._changed = whole + np.where(self._changed, c.change_cost_s, 0.0), None
+        self._passed(whole)
+        return busy, whole
+
+    def _passed(self, whole_s: Floats) -> None:
+        """One optimizer step on the allocation in force took `whole_s` (C,)."""
         total = self.batch.sum(-1).astype(np.float64)
         self.progress, self._octaves = self.progress + total * self.gain(total), self._octaves + np.log2(total)
-        self.clock_s = self.clock_s + whole
+        self.clock_s = self.clock_s + whole_s
         self.steps += 1
-        return busy, whole
 
     def _jitters(self) -> Floats:
         c, bits = self.clusters, self._jitter.bits(np.uint64(self.steps))
@@ -201,7 +233,7 @@ class ClusterEnv:
         self.windows += 1
         unseen, measured = self.batch == 0, mean
         if self.clusters.time_error is not None:
-            error = self._measured.normal(np.uint64(2 * self.windows))
+            error = self._measured.normal(np.uint64(2 * self.windows)) * np.sqrt(ERROR_STEPS / k)
             measured = mean * np.maximum(1.0 + self.clusters.time_error[:, None] * error, 0.3)
         if self.clusters.missing_times is not None:
             lost = self._measured.uniform(np.uint64(2 * self.windows + 1)) < self.clusters.missing_times[:, None]
@@ -215,7 +247,8 @@ class ClusterEnv:
     def _training_statistics(self) -> dict[str, Floats]:
         c, counter = self.clusters, np.uint64(self.windows)
         fresh = c.noise_error * self._noise.normal(counter)
-        self._noise_error = NOISE_MEMORY * self._noise_error + np.sqrt(1 - NOISE_MEMORY**2) * fresh
+        memory = NOISE_MEMORY ** (self.interval / ERROR_STEPS)
+        self._noise_error = memory * self._noise_error + np.sqrt(1 - memory**2) * fresh
         unknown = c.missing_noise | (self.windows < 2)
         phi = self.true_noise_scale(self.batch.sum(-1).astype(np.float64))
         change = self._training.normal(counter) * 0.7
@@ -228,7 +261,7 @@ class ClusterEnv:
         hidden = self.clusters.missing_host[:, None]
         noise = 1.0 + 0.05 * self._cpu.normal(np.uint64(self.windows))
         cpu = np.clip(busy / np.maximum(busy + wait + exchange[:, None], 1e-9) * noise, 0.0, 1.0)
-        return {"cpu": np.where(hidden, np.nan, cpu), "memory": np.where(hidden, np.nan, 0.5)}
+        return {"cpu": np.where(hidden, np.nan, cpu), "memory": np.where(hidden, np.nan, MEMORY)}
 
 
 class AnswersWindows(Protocol):

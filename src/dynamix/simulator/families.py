@@ -14,6 +14,7 @@ import numpy as np
 from dynamix.errors import ConfigError
 from dynamix.simulator.calibration import Affine, calibration
 from dynamix.simulator.clusters import Clusters, bounds_of
+from dynamix.simulator.disturbances import Staircases
 from dynamix.window import Floats, Ints
 
 # Models with a fitted noise scale. yolov3 has one too but no affine costs.
@@ -140,8 +141,7 @@ def _pai_steady(c: Clusters, rng: np.random.Generator) -> Clusters:
 def _pai_straggler(c: Clusters, rng: np.random.Generator, *, name: str, share: float) -> Clusters:
     """A share of the workers, at least one, slows down mid-run for some minutes, by factors around that PAI job's."""
     job = calibration().processes[name]
-    hit = rng.random(c.shape) < share
-    hit[np.arange(len(hit)), rng.integers(0, c.shape[1], len(hit))] = True
+    hit = _hit(c, share, rng)
     off, strongest = (
         np.where(hit, rng.uniform(30, 200, c.shape), NEVER),
         max(1.0 + 2.5 * (job["slow_factor"] - 1.0), 1.3),
@@ -217,6 +217,73 @@ def _poor_probes(c: Clusters, rng: np.random.Generator) -> Clusters:
     return replace(c, noise_error=rng.uniform(0.3, 1.0, count), missing_noise=rng.random(count) < 0.3)
 
 
+def _data_dependent(c: Clusters, rng: np.random.Generator, *, sigma: float) -> Clusters:
+    """Samples of unlike cost, log-normal: sentences of unlike length. What a batch costs is known when it is done."""
+    return replace(c, cost_sigma=np.full(c.shape[0], sigma))
+
+
+def _rotating(c: Clusters, rng: np.random.Generator) -> Clusters:
+    """A tenant for every four workers, each of which visits its workers in turn, always in the same order."""
+    count, workers = c.shape
+    turns = -(-workers // max(workers // 4, 1))
+    turn = rng.permuted(np.broadcast_to(np.arange(workers), c.shape), axis=1) % turns
+    period, factor = rng.uniform(8, 60, (count, 1)), rng.uniform(1.3, 3, (count, 1)) * np.ones(c.shape)
+    one = np.ones(c.shape)
+    times = np.stack([0 * one, turn * period, (turn + 1) * period], -1)
+    return replace(c, stairs=Staircases(times, np.stack([one, factor, one], -1), turns * period * one, 0 * one))
+
+
+def _periodic(c: Clusters, rng: np.random.Generator) -> Clusters:
+    """Half of the workers, at least one, have a tenant that comes and goes with a period of its own."""
+    hit = _hit(c, 0.5, rng)
+    period, share = rng.uniform(20, 120, c.shape), rng.uniform(0.2, 0.6, c.shape)
+    factor = np.where(hit, rng.uniform(1.3, 4, c.shape), 1.0)
+    stairs = np.stack([np.zeros(c.shape), share * period], -1), np.stack([factor, np.ones(c.shape)], -1)
+    return replace(c, stairs=Staircases(*stairs, period, rng.uniform(0, 1, c.shape) * period))
+
+
+def _throttling(c: Clusters, rng: np.random.Generator) -> Clusters:
+    """Half of the workers, at least one, grow hot: their clocks fall in six steps, and recover in two, again and again.
+
+    By wall clock, whatever a worker computes; ranges are ours.
+    """
+    hit, period = _hit(c, 0.5, rng), rng.uniform(60, 240, c.shape)
+    most = np.where(hit, rng.uniform(1.3, 2.5, c.shape), 1.0)[..., None]
+    at, heat = np.array([0.0, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.95]), np.array([0, 1, 2, 3, 4, 5, 6, 3]) / 6
+    stairs = Staircases(period[..., None] * at, 1 + (most - 1) * heat, period, rng.uniform(0, 1, c.shape) * period)
+    return replace(c, stairs=stairs)
+
+
+def _warm_up(c: Clusters, rng: np.random.Generator) -> Clusters:
+    """All workers begin slowly (caches, compilers, clocks) and reach their speed at unlike times."""
+    slowest, slow_s = rng.uniform(1.5, 4, c.shape)[..., None], rng.uniform(5, 40, c.shape)[..., None]
+    at = np.linspace(0, 3, 13)
+    left = np.append(np.exp(-at[:-1]), 0.0)
+    forever = np.full(c.shape, np.inf)
+    return replace(c, stairs=Staircases(slow_s * at, 1 + (slowest - 1) * left, forever, np.zeros(c.shape)))
+
+
+def _replaced(c: Clusters, rng: np.random.Generator) -> Clusters:
+    """A tenth of the workers, at least one, is lost once. The others wait; the replacement has a speed of its own.
+
+    The step that a loss meets takes longer by the time that a worker is away, at the base batch.
+    """
+    hit, one = _hit(c, 0.1, rng), np.ones(c.shape)
+    lost, away = rng.uniform(15, 120, c.shape), rng.uniform(2, 10, c.shape)
+    new = np.where(hit, np.exp(rng.uniform(np.log(0.4), np.log(2.5), c.shape)), 1.0)
+    own = np.broadcast_to((c.base_batch / c.shape[1])[:, None], c.shape)
+    waiting = np.where(hit, 1 + away / c.costs.seconds(own), 1.0)
+    times, factors = np.stack([0 * one, lost, lost + away], -1), np.stack([one, waiting, new], -1)
+    return replace(c, stairs=Staircases(times, factors, np.inf * one, 0 * one))
+
+
+def _hit(c: Clusters, share: float, rng: np.random.Generator) -> np.ndarray:
+    """A share of the workers (C, W), and one at least in every cluster."""
+    hit = rng.random(c.shape) < share
+    hit[np.arange(len(hit)), rng.integers(0, c.shape[1], len(hit))] = True
+    return np.asarray(hit)
+
+
 CONFORMING: dict[str, Change] = {
     "affine-quiet": lambda clusters, rng: clusters,
     "affine-slowdowns": _slowdowns,
@@ -235,7 +302,19 @@ BREAKING: dict[str, Change] = {
     "link-contention": _contention,
     "poor-probes": _poor_probes,
 }
-FAMILIES: dict[str, Change] = {**CONFORMING, **BREAKING, "unequal-links": _links}
+# Added later, for development: no shipped policy has learned on them. Anyone who develops sees them, so a claim needs
+# families that nobody saw: `--families-from` of the suites.
+DEVELOPMENT: dict[str, Change] = {
+    "data-dependent": partial(_data_dependent, sigma=0.5),
+    "data-dependent-wide": partial(_data_dependent, sigma=1.0),
+    "rotating-neighbours": _rotating,
+    "periodic-neighbours": _periodic,
+    "throttling": _throttling,
+    "warm-up": _warm_up,
+    "replaced-worker": _replaced,
+}
+TRAINING: tuple[str, ...] = (*CONFORMING, *BREAKING, "unequal-links")  # what policies learn on unless told otherwise
+FAMILIES: dict[str, Change] = {**CONFORMING, **BREAKING, "unequal-links": _links, **DEVELOPMENT}
 
 
 def interior_share(sizes: Ints, clusters: Clusters) -> Any:

@@ -20,7 +20,7 @@ from torch import Generator, Tensor
 from dynamix.errors import ConfigError
 from dynamix.policies.learned.additive import Actions, AdditiveNet, AdditivePolicy
 from dynamix.policies.protocol import Policy
-from dynamix.simulator import FAMILIES, ClusterEnv, LaggedReference, rollout_path
+from dynamix.simulator import TRAINING, ClusterEnv, LaggedReference, rollout_path
 from dynamix.training.cloning import perturbed
 from dynamix.training.distributions import Categorical, categorical
 from dynamix.training.episodes import Episode, play
@@ -55,7 +55,7 @@ class PaperTrainingConfig:
     without: tuple[str, ...] = ()
     actions: Actions = dataclasses.field(default_factory=Actions)
     hidden: int = 64
-    families: tuple[str, ...] = tuple(FAMILIES)
+    families: tuple[str, ...] = TRAINING
     workers: tuple[int, ...] = (2, 4, 8, 16, 32)
     intervals: tuple[int, ...] = (5, 5, 10)
     delays: tuple[int, ...] = (1, 1, 4)

@@ -15,7 +15,16 @@ from dynamix.policies.goodput import Goodput
 from dynamix.policies.proportional import LBBSP
 from dynamix.policies.protocol import Policy
 from dynamix.policies.static import Static
-from dynamix.simulator import BREAKING, CONFORMING, ClusterEnv, Clusters, HedgedReference, LaggedReference, rollout_path
+from dynamix.simulator import (
+    BREAKING,
+    CONFORMING,
+    DEVELOPMENT,
+    ClusterEnv,
+    Clusters,
+    HedgedReference,
+    LaggedReference,
+    rollout_path,
+)
 from dynamix.training.worlds import MIXED, check_world, lr_rule_of, sample_world
 from dynamix.window import Floats
 
@@ -156,7 +165,7 @@ def chosen_cells(families: str | None, workers: str) -> tuple[tuple[str, ...], t
     >>> chosen_cells("pai-steady", "2,8")
     (('pai-steady',), (2, 8))
     """
-    names = tuple(families.split(",")) if families else (*CONFORMING, *BREAKING)
+    names = tuple(families.split(",")) if families else (*CONFORMING, *BREAKING, *DEVELOPMENT)
     for name in names:
         check_world(name)
     counts = workers.split(",")

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -55,6 +56,8 @@ class VirtualCluster:
     bounds             (W,) of the batch sizes; None: 1 to 8 * batch_size, or what the simulated memory holds
     policy, interval, lr_rule, collate_fn   as in `Controller` and DataLoader
     seed               of the sample order, of all random numbers of training, and of a world made from `Clusters`
+    sample_costs       (n,) what each sample of `dataset` costs beside being one, e.g. its tokens; a world that knows
+                       such costs then charges each worker for its own samples (`ClusterEnv.charge`)
     micro_batch        most samples that pass through the model at once; with BatchNorm shares are never cut
     events             file that gets one JSON line per window; `time_s` is the virtual clock's
     replay             events file of an earlier run, live or virtual, whose allocations are applied; policy and
@@ -87,6 +90,7 @@ class VirtualCluster:
         interval: int = 10,
         lr_rule: str = "none",
         seed: int = 0,
+        sample_costs: ArrayLike | None = None,
         micro_batch: int = 1024,
         collate_fn: Callable[[list[Any]], Any] = default_collate,
         events: str | os.PathLike[str] | None = None,
@@ -98,6 +102,7 @@ class VirtualCluster:
             fix = "read an iterable data set into a list first"
             raise ConfigError("dataset", type(dataset).__name__, "one with a length and indices", fix)
         self.policy, self.world = policy_of(policy), one_world(clusters, seed)
+        self._sample_costs = None if sample_costs is None else _costs(sample_costs, len(dataset))
         self._workers = VirtualWorkers(self.world)
         self.model, self.optimizer, self.interval = model, optimizer, interval
         self.bounds = _bounds(bounds, self.world.clusters, batch_size, dataset)
@@ -208,13 +213,16 @@ class VirtualCluster:
     def _step(self, placeholder: Indices) -> Step:
         plan, coordinator = self._sampler.plan(), self._coordinator
         coordinator.follow_batch(plan)
+        shares = self._sampler.shares()
         with self._own_random():
-            seen = self._gradient(self._sampler.shares(), placeholder=placeholder)
+            seen = self._gradient(shares, placeholder=placeholder)
             global_sq = self._gradient.norm_sq()
             coordinator.observe_pair(self._gradient.parameters, plan)
             self.optimizer.step()
             self.optimizer.zero_grad()
-        busy_s, whole_s = self._workers.spend(plan)
+        costs = self._sample_costs
+        charged = None if costs is None else np.array([costs[share].sum() for share in shares])
+        busy_s, whole_s = self._workers.spend(plan, charged)
         self._recorder.of_step = busy_s, whole_s, seen, global_sq
         self._sampler.consume()
         coordinator.step_done(plan, ahead=self._ahead)
@@ -302,6 +310,16 @@ def _bounds(bounds: Bounds | None, clusters: Clusters, batch_size: int, dataset:
         raise ConfigError("shape of bounds", bounds.low.shape, f"({workers},), one per worker", fix)
     most = max(len(dataset) // bounds.quantum * bounds.quantum, int(np.max(bounds.total_low)))
     return dataclasses.replace(bounds, total_high=np.minimum(bounds.total_high, most))
+
+
+def _costs(sample_costs: ArrayLike, samples: int) -> Floats:
+    """As numbers. Raises `ConfigError` unless there is a finite one, 0 or more, for every sample."""
+    costs = np.asarray(sample_costs, dtype=np.float64)
+    if costs.shape != (samples,):
+        raise ConfigError("shape of sample_costs", costs.shape, f"({samples},)", "give one for each sample")
+    if not (np.isfinite(costs) & (costs >= 0)).all():
+        raise ConfigError("sample_costs", costs[~(np.isfinite(costs) & (costs >= 0))][0], "0 or more", "check them")
+    return costs
 
 
 def _loader(dataset: Any, collate_fn: Callable[[list[Any]], Any]) -> Callable[[Indices], tuple[Any, Any]]:

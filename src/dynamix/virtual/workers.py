@@ -16,8 +16,6 @@ from dynamix.window import Floats, Ints
 
 Shares = Sequence[ShareSeen | None]
 _NO_DEVICE = torch.device("meta")  # a recorder there looks at no host
-_HOST = [ROW.index("cpu"), ROW.index("memory")]
-MEMORY = 0.5  # share of a host's memory in use, as `ClusterEnv` has it
 _COMPUTE = [ROW.index("compute"), ROW.index("compute_std")]
 
 
@@ -46,8 +44,11 @@ class VirtualWorkers:
     def _clear(self) -> None:
         self._busy_s, self._whole_s = np.zeros(self.count), 0.0
 
-    def spend(self, plan: StepPlan) -> tuple[Floats, float]:
-        """Advance the world by one step on `plan.counts`: seconds each worker computes (W,), and of the whole step."""
+    def spend(self, plan: StepPlan, costs: Floats | None = None) -> tuple[Floats, float]:
+        """Advance the world by one step on `plan.counts`: seconds each worker computes (W,), and of the whole step.
+
+        costs   (W,) what the samples of each worker cost beside their number; None: nothing
+        """
         counts = np.array(plan.counts[None], dtype=np.int64)
         changed = self._applied is not None and not np.array_equal(counts, self._applied)
         if plan.regular and changed:
@@ -55,6 +56,8 @@ class VirtualWorkers:
         else:
             self.world.batch = counts  # the tail of an epoch is no new allocation
         self._applied = counts if plan.regular else self._applied
+        if costs is not None:
+            self.world.charge(costs[None])
         busy, whole = self.world.advance()
         return busy[0], float(whole[0])
 
@@ -84,8 +87,9 @@ class VirtualWorkers:
         total = float(sizes.sum())
         parts = zip(self.recorders, map(float, sizes.tolist()), strict=True)
         rows = np.stack([recorder.row(issued=issued, count=n, weight=n / total) for recorder, n in parts])
-        if not self.world.clusters.missing_host[0]:
-            rows[:, _HOST] = np.column_stack([self._busy_s / max(self._whole_s, 1e-9), np.full(self.count, MEMORY)])
+        whole_s, steps = np.array([self._whole_s]), self.recorders[0].steps
+        for name, values in self.world.host_figures(self._busy_s[None], whole_s, steps).items():
+            rows[:, ROW.index(name)] = values[0]
         self._clear()
         rows[np.ix_(sizes == 0, _COMPUTE)] = np.nan  # an idle worker's speed is not known, rather than infinite
         return rows

@@ -46,7 +46,7 @@ class LiveConfig:
 
 
 @dataclass(slots=True)
-class Trial:
+class DeviationTrial:
     """A deviation from the policy's answer in N clusters of W workers, and what it was worth against that answer."""
 
     observed: Tensor  # (N, W, F)
@@ -65,7 +65,7 @@ class Trial:
 class Pending:
     """What is needed to judge a trial when its window has ended."""
 
-    trial: Trial
+    trial: DeviationTrial
     sizes: Ints  # (N, W) answered
     total: Floats  # (N,) of the policy's own answer
     log_step: Floats  # (N,) expected of it
@@ -78,7 +78,7 @@ class Pending:
     def of(cls, state: dict[str, Any]) -> Pending:
         """The inverse of `state_dict`."""
         total, log_step = (np.asarray(state[name], np.float64) for name in ("total", "log_step"))
-        return cls(Trial(**state["trial"]), np.asarray(state["sizes"], np.int64), total, log_step)
+        return cls(DeviationTrial(**state["trial"]), np.asarray(state["sizes"], np.int64), total, log_step)
 
 
 def means(net: nn.Module, observed: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:

@@ -23,7 +23,7 @@ from dynamix.model.measured import step_seconds
 from dynamix.model.running import SlowAverage
 from dynamix.model.state import restored, saved
 from dynamix.policies.fitted import FittedModel
-from dynamix.policies.learned.deviations import LiveConfig, Pending, Trial, deviated, log_ratio, means
+from dynamix.policies.learned.deviations import DeviationTrial, LiveConfig, Pending, deviated, log_ratio, means
 from dynamix.policies.protocol import Policy, boundary
 from dynamix.policies.wrappers import after_answer, report_of
 from dynamix.projection import project
@@ -52,7 +52,7 @@ class LearningPolicy:
         self.optimizer = torch.optim.Adam(self.net.parameters(), lr=self.config.learning_rate, eps=1e-5)
         self.generator = torch.Generator().manual_seed(seed)
         self.fitted, self.reference = FittedModel(), SlowAverage()
-        self.trials: list[Trial] = []
+        self.trials: list[DeviationTrial] = []
         self.windows = self.tried = self.updates = 0
         self.elapsed_s = self.spent_s = np.zeros(0)  # (N,); expected loss of all trials
         self.divergence = self.learning_s = self.longest_s = self.learned_at_s = 0.0
@@ -201,13 +201,13 @@ class LearningPolicy:
         of_shares = torch.from_numpy(share).float() * kept[:, None] * of_share
         of_growth = torch.from_numpy(growth).float() * kept * (not of_share)
         unknown = torch.full((len(greedy),), torch.nan)
-        trial = Trial(observed, mask, of_shares, of_growth, mean_share, mean_growth, unknown)
+        trial = DeviationTrial(observed, mask, of_shares, of_growth, mean_share, mean_growth, unknown)
         self._pending = Pending(trial, tried.copy(), greedy.sum(-1), expected)
 
     def _gradient_step(self) -> None:
         """One clipped policy-gradient step on the newest trials, kept within the divergence allowed."""
         c, trials = self.config, self.trials
-        batch = {entry.name: torch.cat([getattr(t, entry.name) for t in trials]) for entry in fields(Trial)}
+        batch = {entry.name: torch.cat([getattr(t, entry.name) for t in trials]) for entry in fields(DeviationTrial)}
         known = torch.isfinite(batch["worth"])
         worth = batch["worth"][known]
         advantage = torch.zeros_like(batch["worth"])
@@ -276,7 +276,7 @@ class LearningPolicy:
             self._load_learned(state["learned"])
             self.fitted.load_state_dict(state)
             self.reference = restored(self.reference, state["reference"])
-            self.trials = [Trial(**trial) for trial in state["trials"]]
+            self.trials = [DeviationTrial(**trial) for trial in state["trials"]]
             self._pending = None if state["pending"] is None else Pending.of(state["pending"])
             self._owed, self.windows = bool(state["owed"]), int(state["windows"])
 
