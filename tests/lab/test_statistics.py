@@ -1,3 +1,4 @@
+import json
 import math
 from collections import Counter
 from itertools import pairwise, permutations
@@ -8,7 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dynamix.errors import ConfigError
-from dynamix_lab.statistics import balanced_order, censored, geometric_mean, paired_ratio, time_to_target
+from dynamix_lab.statistics import (
+    a_a,
+    balanced_order,
+    censored,
+    geometric_mean,
+    paired_ratio,
+    scatter,
+    time_to_target,
+    who_wins,
+)
 
 scores = st.lists(st.floats(0, 1), min_size=1, max_size=12)
 positive = st.floats(0.1, 1e3)
@@ -100,3 +110,51 @@ def test_every_policy_runs_after_every_other_one_equally_often(block, n):
     orders = [balanced_order(names, seed) for seed in seeds]
     after = Counter(pair for order in orders for pair in pairwise(order))
     assert after == dict.fromkeys(permutations(names, 2), 1 + n % 2)
+
+
+def scattered(sd, pairs, seed=0):
+    """Pairs whose log ratios have exactly this standard deviation."""
+    logs = np.random.default_rng(seed).standard_normal(pairs)
+    logs = sd * (logs - logs.mean()) / logs.std(ddof=1)
+    return [10.0] * pairs, (10.0 * np.exp(logs)).tolist()
+
+
+def test_ten_pairs_resolve_what_their_scatter_allows():
+    found = scatter(*scattered(0.0052, 10), limit=0.01)
+    assert (found.pairs, found.within) == (10, True)
+    assert found.resolves == pytest.approx(2.262 * 0.0052 / math.sqrt(10), rel=1e-3)  # 0.37 %
+    assert found.shift.low < 0 < found.shift.high
+
+
+@pytest.mark.parametrize(
+    ("static", "adaptive", "pairs", "believed"),
+    [(0.009, 0.029, 10, True), (0.011, 0.02, 10, False), (0.005, 0.031, 10, False), (0.005, 0.02, 9, False)],
+)
+def test_a_suite_is_believed_only_if_both_kinds_of_pairs_are_close_and_enough(static, adaptive, pairs, believed):
+    found = a_a(scattered(static, pairs), scattered(adaptive, pairs))
+    assert found["believed"] is believed
+    assert json.loads(json.dumps(found)) == found
+
+
+def test_a_true_difference_of_three_percent_wins_and_a_small_one_is_level():
+    rng = np.random.default_rng(0)
+    mean_s = {"slow": 20.0, "ours": 10.0, "near": 10.02, "third": 10.3}
+    rows = {name: (mean * np.exp(0.005 * rng.standard_normal(10))).tolist() for name, mean in mean_s.items()}
+    found = who_wins(rows)
+    assert {found.best, *found.level} == {"ours", "near"}
+    assert found.ratios["slow"].median == pytest.approx(2, rel=0.02)
+    assert list(found.ratios)[-1] == "slow"
+
+
+def test_one_pair_tells_nobody_apart():
+    assert who_wins({"a": [1.0], "b": [2.0]}).level == ("b",)
+    assert who_wins({"a": [1.0]}).level == ()
+
+
+def test_bad_rows_and_pairs_are_refused():
+    with pytest.raises(ConfigError):
+        who_wins({})
+    with pytest.raises(ConfigError):
+        who_wins({"a": [1.0], "b": [1.0, 2.0]})
+    with pytest.raises(ConfigError):
+        scatter([1.0], [1.0], limit=0.01)

@@ -9,17 +9,22 @@ import torch
 from torch.nn.utils import parameters_to_vector
 
 from dynamix.errors import ConfigError
-from dynamix_lab.tasks import Data, Workload, make_workload, score, workload_names
+from dynamix_lab.tasks import Arrays, Data, Workload, held_out_loss, make_workload, score, workload_names
 
 # samples, steps, batch and the score to be passed. Knowing nothing gives 0.1 of the classes and 0 of the ratings'
 # variance; always saying "space" gives 0.28 of the bytes.
 LEARNS: dict[str, tuple[int, int, int, float]] = {
     "mnist1d": (1000, 60, 64, 0.2),
     "mnist1d-vgg11": (1000, 90, 64, 0.2),
+    "mnist1d-noisy": (2000, 250, 128, 0.2),
+    "mnist1d-noisy-mlp": (2000, 150, 128, 0.22),
+    "teacher": (20_000, 100, 256, 0.5),
+    "teacher-classes": (20_000, 100, 256, 0.25),
     "digits": (600, 60, 64, 0.8),
     "digits-mlp": (600, 100, 64, 0.8),
     "pysource": (600, 60, 24, 0.3),
     "pysource-lstm": (600, 40, 24, 0.33),
+    "pysource-pieces": (8000, 200, 64, 0.3),
     "ratings": (40_000, 200, 512, 0.2),
     "ratings-dense": (40_000, 200, 512, 0.2),
 }
@@ -97,7 +102,40 @@ def test_deeper_nets_lower_their_loss(name: str) -> None:
     assert workload.loss(model(inputs), targets).item() < before
 
 
-@pytest.mark.parametrize("name", ["digits", "pysource", "ratings"])
+@pytest.mark.parametrize("name", ["teacher", "pysource", "pysource-pieces", "ratings-dense"])
+def test_held_out_loss_is_the_loss_of_all_samples_however_they_are_cut(name: str) -> None:
+    workload = make_workload(name)
+    data, model = small(workload).test, workload.make_model(0)
+    with torch.no_grad():
+        whole = float(workload.loss(model(data.inputs), data.targets))
+    assert held_out_loss(workload, model.train(), data, rows=33) == pytest.approx(whole, rel=1e-4)
+    assert model.training
+
+
+@pytest.mark.parametrize("name", ["teacher", "teacher-classes", "mnist1d-noisy"])
+def test_labels_to_train_on_are_noisy_and_labels_to_test_on_are_not(name: str) -> None:
+    noisy = small(make_workload(name), 1000)
+    clean = small(make_workload(name, noise=0), 1000)
+    assert torch.equal(noisy.train.inputs, clean.train.inputs)
+    assert torch.equal(noisy.test.targets, clean.test.targets)
+    changed = float((noisy.train.targets != clean.train.targets).float().mean())
+    assert changed > 0.4
+    with pytest.raises(ConfigError, match="noise"):
+        make_workload(name, noise=-0.1)
+
+
+def test_pieces_cost_as_many_units_as_they_have_bytes_and_a_batch_is_cut_to_its_longest() -> None:
+    workload = make_workload("pysource-pieces")
+    data = small(workload, 1000)
+    assert workload.costs is not None
+    costs = workload.costs(data.train)
+    assert costs.std() / costs.mean() > 0.5
+    inputs, targets = data.train.__getitems__(range(5))
+    assert inputs.shape == targets.shape == (5, int(costs[:5].max()))
+    assert costs[:5].tolist() == workload.costs(Arrays(inputs, targets)).tolist()
+
+
+@pytest.mark.parametrize("name", ["digits", "pysource", "pysource-pieces", "ratings"])
 def test_more_samples_than_there_are_is_said(name: str) -> None:
     with pytest.raises(ConfigError, match="at most"):
         make_workload(name).make_data(0, train=50_000_000, test=10)

@@ -7,18 +7,33 @@ import inspect
 from typing import Any
 
 from dynamix.errors import ConfigError
-from dynamix_lab.tasks.base import Arrays, Data, Workload, accuracy, as_is, score
+from dynamix_lab.tasks.base import Arrays, Data, Workload, accuracy, as_is, held_out_loss, score
 
-__all__ = ["Arrays", "Data", "Workload", "accuracy", "as_is", "make_workload", "score", "workload_names"]
+__all__ = [
+    "Arrays",
+    "Data",
+    "Workload",
+    "accuracy",
+    "as_is",
+    "held_out_loss",
+    "make_workload",
+    "score",
+    "workload_names",
+]
 
 # name -> module with a function `workload`, and what that is called with
 _BUNDLED: dict[str, tuple[str, dict[str, Any]]] = {
     "mnist1d": ("mnist1d", {}),
     **{f"mnist1d-{net}": ("mnist1d_deep", {"net": net}) for net in ("vgg11", "vgg16", "vgg19", "resnet34", "resnet50")},
+    "mnist1d-noisy": ("mnist1d_noisy", {"net": "conv"}),
+    "mnist1d-noisy-mlp": ("mnist1d_noisy", {"net": "mlp"}),
     "digits": ("digits", {"net": "conv"}),
     "digits-mlp": ("digits", {"net": "mlp"}),
     "pysource": ("pysource", {"net": "transformer"}),
     "pysource-lstm": ("pysource", {"net": "lstm"}),
+    "pysource-pieces": ("pysource_pieces", {}),
+    "teacher": ("teacher", {"kind": "regression"}),
+    "teacher-classes": ("teacher", {"kind": "classes"}),
     "ratings": ("ratings", {"sparse": True}),
     "ratings-dense": ("ratings", {"sparse": False}),
 }

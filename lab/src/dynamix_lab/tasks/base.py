@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from dynamix.errors import ConfigError
+from dynamix.window import Floats
 
 
 class Arrays(Dataset[tuple[Tensor, Tensor]]):
@@ -60,10 +61,12 @@ class Workload:
     loss(logits, targets)   mean over the batch: over its samples, or over what `count` counts
     metric(logits, targets) in [0, 1], higher is better; a mean over what `count` counts, where that is given
     min_batch, max_batch    samples per worker that make sense here: the bounds of its batch sizes
-    target                  metric that counts as trained, fixed beforehand (see docs/design/demo.md); None where nobody
-                            has measured one
+    target                  metric that counts as trained, fixed beforehand (see docs/design/comparison.md); None
+                            where nobody has measured one
     count(targets)          divisor of the mean loss where that is not the number of samples: tokens, for
                             `controller.weight(loss, count=...)`
+    costs(data)             what computing each sample costs beyond the same for all, shape (n,), in tokens or other
+                            units (`per_cost_ms` of a device); None where all samples cost the same
     base_batch              global batch that the optimizer's learning rate is for
     metric_name             of the metric, for tables
     description             one line: data, model, size
@@ -79,6 +82,7 @@ class Workload:
     max_batch: int
     target: float | None = None
     count: Callable[[Tensor], int] | None = None
+    costs: Callable[[Arrays], Floats] | None = None
     base_batch: int = 512
     metric_name: str = "accuracy"
     description: str = ""
@@ -128,6 +132,19 @@ def _score_by_count(
     for inputs, targets in zip(data.inputs.split(rows), data.targets.split(rows), strict=True):
         tokens = count(targets)
         total, weight = total + tokens * workload.metric(model(inputs), targets), weight + tokens
+    return total / weight
+
+
+def held_out_loss(workload: Workload, model: nn.Module, data: Arrays, *, rows: int = 250) -> float:
+    """The workload's mean loss of `model` on `data`, `rows` samples at a time; the model's mode is put back."""
+    training = model.training
+    model.eval()
+    total = weight = 0.0
+    with torch.no_grad():
+        for inputs, targets in zip(data.inputs.split(rows), data.targets.split(rows), strict=True):
+            part = workload.divisor(targets)
+            total, weight = total + part * float(workload.loss(model(inputs), targets)), weight + part
+    model.train(training)
     return total / weight
 
 

@@ -35,7 +35,7 @@ WIDTH = 128
 LENGTH = 40
 
 # 98 % of the plateau (0.966) of static training at a global batch of 512 on these seeds, which are never used again;
-# how it was chosen: docs/design/demo.md.
+# how it was chosen: docs/design/comparison.md.
 TARGET_ACCURACY = 0.947
 TUNING_SEEDS = (9001, 9002)
 
