@@ -11,10 +11,13 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import yaml
+from torch import nn
 from torch.nn.utils import parameters_to_vector
 from typer.testing import CliRunner
 
@@ -28,9 +31,9 @@ from dynamix_lab.harness.suite import run_suite
 from dynamix_lab.peers import environments, suite
 from dynamix_lab.peers.environments import Environment, prepare, requirements
 from dynamix_lab.peers.jobs import job
-from dynamix_lab.peers.kinds import PEERS, Peer
+from dynamix_lab.peers.kinds import KINDS, PEERS, Peer, split_name, trials
 from dynamix_lab.peers.launch import JOBS, PeerLaunch
-from dynamix_lab.peers.report import best_of, ratios_between
+from dynamix_lab.peers.report import best_of, ratios_between, table
 from dynamix_lab.peers.suite import PeersPlan, PeersSuite
 from dynamix_lab.tasks import make_workload
 
@@ -76,6 +79,8 @@ def test_a_peer_trains_the_workloads_model_from_its_weights_on_its_data(tmp_path
     data = workload.make_data(0, train=settings.train_samples(), test=settings.test_samples()).train
     assert torch.equal(task.data.inputs, data.inputs)
     assert torch.equal(task.data.targets, data.targets)
+    logits, targets = model(task.data.inputs[:8]), task.data.targets[:8]
+    assert torch.equal(task.loss(logits, targets), workload.loss(logits, targets))
     assert task.share == 64
     ours, other = workload.make_optimizer(model.parameters()), task.optimizer(theirs.parameters())
     assert {k: v for k, v in other.param_groups[0].items() if k != "params"} == {
@@ -90,7 +95,7 @@ def test_jobs_are_read_by_an_interpreter_that_has_no_dynamix() -> None:
         "    def find_spec(self, name, path, target=None):\n"
         "        assert not name.startswith('dynamix'), name\n"
         "sys.meta_path.insert(0, No())\n"
-        "import jobs.ddp, jobs.adaptdl, jobs.hivemind\n"
+        "import jobs.ddp, jobs.adaptdl, jobs.hivemind, jobs.torchft\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(JOBS.parent)}
     subprocess.run([sys.executable, "-P", "-c", script], check=True, timeout=60, env=environment)
@@ -166,6 +171,29 @@ def test_all_ranks_of_a_job_end_at_the_same_step_whenever_the_stop_comes(tmp_pat
     assert boards[1].add(50) == 150
 
 
+class Said:
+    """A rank's line to the parent, which answers when it is told to."""
+
+    def __init__(self) -> None:
+        self.said: list[dict[str, Any]] = []
+        self.stops = False
+
+    def send(self, kind: str, **fields: Any) -> None:
+        self.said.append({"kind": kind, **fields})
+
+    def receive(self, timeout_s: float | None = None) -> str | None:
+        return "stop" if self.stops else None
+
+
+def alone(folder: Path, rank: int, *, max_steps: int) -> Any:
+    """As much of a task of two ranks as a run needs."""
+    board = folder / "board"
+    if not board.exists():
+        board.write_bytes(bytes(8 * (1 + 2 * 2)))
+    config = {"board": str(board), "snapshot_samples": 8, "max_steps": max_steps, "snapshots": str(folder)}
+    return SimpleNamespace(config=config, rank=rank, world_size=2, name="x", line=None if rank else Said())
+
+
 def test_static_comes_first_and_last_and_everybody_else_in_turn() -> None:
     plan = PeersPlan(seeds=4, policies=("static", "dynamix"), peers=("ddp", "adaptdl", "hivemind"))
     orders = [plan.order(seed, plan.peers) for seed in range(4)]
@@ -183,6 +211,19 @@ def test_ratios_count_who_did_not_arrive_as_twice_statics_time() -> None:
     assert set(found) == {"dynamix/hivemind"}
     assert found["dynamix/hivemind"]["median"] == pytest.approx(50 / 200)
     assert best_of({}, PEERS) == {}
+
+
+def test_the_table_says_how_many_steps_overran_on_device_hosts_alone() -> None:
+    part = {"time_to_target_s": [10.0], "final_accuracy": [0.5], "steps": [9], "batch_sizes": [[8, 8]]}
+    result: dict[str, Any] = {"best": {}, "absent": {"adaptdl": "no network"}, "failures": [], "ratios": {}}
+    quotas = table({**result, "policies": {"static": {**part, "overran": [None]}}})
+    devices = table(
+        {**result, "policies": {"static": {**part, "overran": [0.021]}, "ddp": {**part, "overran": [None]}}}
+    )
+    assert "overran" not in quotas.markdown()
+    assert "| 2.1% |" in devices.markdown()
+    assert "| ? |" in devices.markdown()
+    assert {len(row) for row in devices.rows} == {len(devices.head)}
 
 
 def test_requirements_are_pinned_and_pip_that_cannot_install_is_a_reason(tmp_path) -> None:
@@ -204,6 +245,14 @@ def test_requirements_are_pinned_and_pip_that_cannot_install_is_a_reason(tmp_pat
     [
         ["--peers", "horovod"],
         ["--peers", "ddp-7"],
+        ["--peers", "ddp-every8"],
+        ["--peers", "torchft-local-every0"],
+        ["--peers", "torchft-local-every32"],
+        ["--peers", "ddp-lr0"],
+        ["--workload", "pysource"],
+        ["--clock", "0"],
+        ["--peers", "ddp-256", "--sweep"],
+        ["--policies", "static,dynamix-128-lr0.1"],
         ["--scenario", "nonsense"],
         ["--policies", "dynamix"],
         ["--policies", "static,dynamix-7"],
@@ -219,7 +268,28 @@ def test_bad_arguments_end_with_one_clear_line_and_no_folder(arguments: list[str
     assert list(tmp_path.iterdir()) == []
 
 
+def test_ranks_that_meet_seldom_are_scored_and_end_where_they_have_met(tmp_path) -> None:
+    found = {}
+    for rank in (1, 0):  # the one ahead first: rank 0's stop must still reach it before the next meeting
+        found[rank] = job.Run(alone(tmp_path, rank, max_steps=10), nn.Linear(2, 1), meets_every=4)
+    assert found[0].limit == 12, "ends at a meeting"
+    ahead, rank0 = found[1], found[0]
+    assert all(ahead.goes_on(8 * step, 0.0, [4, 4]) for step in (1, 2, 3, 4, 5, 6, 7))
+    assert all(rank0.goes_on(8 * step, 0.0, [4, 4]) for step in (1, 2, 3))
+    rank0.line.stops = True
+    assert rank0.goes_on(32, 0.0, [4, 4])
+    assert [message["step"] for message in rank0.line.said if message["kind"] == "snapshot"] == [4]
+    assert all(rank0.goes_on(8 * step, 0.0, [4, 4]) for step in (5, 6, 7))
+    assert not rank0.goes_on(64, 0.0, [4, 4])
+    assert not ahead.goes_on(64, 0.0, [4, 4])
+
+
 def test_peers_names_are_those_that_are_written() -> None:
     assert [Peer.of(name).name for name in PEERS] == list(PEERS)
+    for kind in KINDS:
+        names = trials(kind)
+        assert len(set(names)) == len(names) == 12, "as many for every kind"
+        assert [Peer.of(name).name for name in names] == names
+        assert {split_name(name)[0] for name in names} == {kind}
     with pytest.raises(ConfigError, match="ddp-256"):
         Peer.of("bagua")

@@ -13,7 +13,7 @@ from pathlib import Path
 from dynamix.errors import ConfigError
 
 REQUIREMENTS = Path(__file__).parent / "requirements"
-IMPORTS = {"ddp": "torch", "adaptdl": "adaptdl.torch", "hivemind": "hivemind"}
+IMPORTS = {"ddp": "torch", "adaptdl": "adaptdl.torch", "hivemind": "hivemind", "torchft": "torchft"}
 INSTALL_TIMEOUT_S = 1200.0
 PROBE_TIMEOUT_S = 120.0
 _PROBE = """

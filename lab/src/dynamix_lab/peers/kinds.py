@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import dataclass
 from typing import Any
 
+from dynamix.emulator.scenario import Device, Scenario
 from dynamix.errors import ConfigError
 
-KINDS = ("ddp", "adaptdl", "hivemind", "hivemind-local")
+KINDS = ("ddp", "adaptdl", "hivemind", "hivemind-local", "torchft-local", "torchft-diloco")
+MEET_SELDOM = ("hivemind-local", "torchft-local", "torchft-diloco")  # parameters meet, after several steps
 BASE_BATCH = 512  # what the workload's learning rate is for
+BASE_EVERY = 32
 PEERS = (
     "ddp",
     "ddp-256",
@@ -19,63 +24,112 @@ PEERS = (
     "hivemind",
     "hivemind-256",
     "hivemind-local",
+    "torchft-local",
+    "torchft-local-every8",
+    "torchft-diloco",
 )
 SHARE_BOUNDS = (8, 512)
-# Of its default (averaged gradients): small parts, so that a slow rank's last one does not hold the others up.
-PART = 32
-# Of local updates: parameters are averaged whenever all ranks together have used so many samples.
-AVERAGE_EVERY = 32 * BASE_BATCH
+# Of Hivemind's default (averaged gradients): small parts, so that a slow rank's last one does not hold the others up.
+PART, LEAST_PART = 32, 8
+# DiLoCo's outer optimizer, as in its paper (arXiv 2311.08105) and in torchft's example.
+OUTER = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
+# Twelve trials for every kind: of batch and learning rate, or of these and steps between meetings.
+_TOTALS, _RATES, _EVERY = (512, 256, 128), (0.025, 0.05, 0.1, 0.2), (8, 32)
+_NAME = re.compile(r"(?P<kind>.+?)(-(?P<total>\d+))?(-lr(?P<rate>\d*\.?\d+))?(-every(?P<every>\d+))?")
 
 
 def split_name(name: str) -> tuple[str, int]:
     """What runs, and the global batch it begins with; of dynamix's own policies too.
 
-    >>> split_name("dynamix-128"), split_name("hivemind-local")
-    (('dynamix', 128), ('hivemind-local', 512))
+    >>> split_name("dynamix-128"), split_name("hivemind-local"), split_name("torchft-local-256-lr0.1-every8")
+    (('dynamix', 128), ('hivemind-local', 512), ('torchft-local', 256))
     """
-    kind, _, number = name.rpartition("-")
-    return (kind, int(number)) if kind and number.isdecimal() else (name, BASE_BATCH)
+    found = _NAME.fullmatch(name)
+    return (found["kind"], int(found["total"] or BASE_BATCH)) if found else (name, BASE_BATCH)
+
+
+def part_of(device: Device | None) -> int:
+    """Samples of a part: as many as keep a device at four fifths of its peak rate; `PART` without one.
+
+    >>> part_of(Device(fixed_ms=20.0, per_sample_ms=1.25))
+    64
+    """
+    if device is None or not device.per_sample_ms:
+        return PART
+    return max(LEAST_PART, math.ceil(4 * device.fixed_ms / device.per_sample_ms))
+
+
+def trials(kind: str) -> list[str]:
+    """The names of a sweep: as many for every kind. Raises `ConfigError` for a name that is no kind.
+
+    >>> len(trials("ddp")), trials("torchft-local")[:2]
+    (12, ['torchft-local-lr0.025-every8', 'torchft-local-lr0.025'])
+    """
+    if Peer.of(kind).kind != kind:
+        raise ConfigError("peer", kind, ", ".join(KINDS), "name kinds only: a sweep tries batches and rates itself")
+    if kind in MEET_SELDOM:
+        return [Peer(kind, b, lr, e).name for b in (_TOTALS[0], _TOTALS[2]) for lr in _RATES[:3] for e in _EVERY]
+    return [Peer(kind, b, lr).name for b in _TOTALS for lr in _RATES]
 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A kind of peer with a global batch: what `ddp-256` or `hivemind-local` stand for.
+    """A kind of peer with what it begins with: what `ddp-256` or `torchft-local-lr0.1-every8` stand for.
 
-    >>> Peer.of("adaptdl-256"), Peer.of("hivemind-local").name
-    (Peer(kind='adaptdl', total=256), 'hivemind-local')
+    total           global batch, samples
+    learning_rate   None: the workload's
+    every           of kinds that meet seldom: local steps of a rank (on average, where they differ) between meetings
+
+    >>> Peer.of("adaptdl-256").total, Peer.of("torchft-local-every8").every, Peer.of("hivemind-local").name
+    (256, 8, 'hivemind-local')
     """
 
     kind: str
     total: int = BASE_BATCH
+    learning_rate: float | None = None
+    every: int = BASE_EVERY
 
     @classmethod
     def of(cls, name: str) -> Peer:
         """Raises `ConfigError` for a name that is none."""
+        parts = _NAME.fullmatch(name)
         kind, total = split_name(name)
-        if kind not in KINDS or not 4 * SHARE_BOUNDS[0] <= total <= 4 * SHARE_BOUNDS[1]:
-            allowed = f"{', '.join(KINDS)}, each also with a global batch of 32 to 2048, as in ddp-256"
+        rate, every = (parts["rate"], parts["every"]) if parts else (None, None)
+        known = kind in KINDS and (every is None or kind in MEET_SELDOM)
+        positive = all(value is None or float(value) > 0 for value in (rate, every))
+        if not (known and positive and 4 * SHARE_BOUNDS[0] <= total <= 4 * SHARE_BOUNDS[1]):
+            allowed = (
+                f"{', '.join(KINDS)}, each also with a global batch of 32 to 2048 and a learning rate, as in "
+                f"ddp-256-lr0.1; {', '.join(MEET_SELDOM)} also with steps between meetings, as in torchft-local-every8"
+            )
             raise ConfigError("peer", name, allowed, "correct the name")
-        return cls(kind, total)
+        return cls(kind, total, float(rate) if rate else None, int(every) if every else BASE_EVERY)
 
     @property
     def name(self) -> str:
-        return self.kind if self.total == BASE_BATCH else f"{self.kind}-{self.total}"
+        parts = [self.kind]
+        parts += [str(self.total)] if self.total != BASE_BATCH else []
+        parts += [f"lr{self.learning_rate:g}"] if self.learning_rate is not None else []
+        parts += [f"every{self.every}"] if self.every != BASE_EVERY else []
+        return "-".join(parts)
 
     @property
     def environment(self) -> str:
         """Which environment it runs in."""
         return self.kind.partition("-")[0]
 
-    def settings(self, workers: int) -> dict[str, Any]:
+    def settings(self, scenario: Scenario) -> dict[str, Any]:
         """What its job is told beyond the task."""
         if self.kind == "adaptdl":
             return {"local_batch_bounds": list(SHARE_BOUNDS)}
+        if self.environment == "torchft":
+            return {"sync_every": self.every, "outer": OUTER if self.kind == "torchft-diloco" else None}
         if self.environment == "hivemind":
-            local = self.kind == "hivemind-local"
+            local, share = self.kind == "hivemind-local", self.total // scenario.workers
             return {
                 "local_updates": local,
-                "batch_size_per_step": self.total // workers if local else PART,
-                "target_batch_size": AVERAGE_EVERY * self.total // BASE_BATCH if local else self.total,
+                "batch_size_per_step": share if local else min(share, part_of(scenario.device)),
+                "target_batch_size": self.every * self.total if local else self.total,
                 "matchmaking_s": 1.0,
                 "request_timeout_s": 0.5,
                 "averaging_timeout_s": 5.0,

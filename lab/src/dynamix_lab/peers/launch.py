@@ -1,4 +1,4 @@
-"""One run of a peer: ranks in its own interpreter, everything else as in the demo."""
+"""One run of a peer: ranks in its own interpreter, everything else as in the comparison of policies."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch.nn.utils import parameters_to_vector
+import torch
+from torch import nn
+from torch.optim import SGD
 
 from dynamix.emulator import Emulation
-from dynamix.errors import WorkerLostError
+from dynamix.errors import ConfigError, WorkerLostError
 from dynamix.events.run_folder import RunFolder
 from dynamix_lab.harness.channel import Message
 from dynamix_lab.harness.display import Display
-from dynamix_lab.harness.launch import Launch, LaunchSettings
+from dynamix_lab.harness.launch import MOST_STEPS, Launch, LaunchSettings
 from dynamix_lab.harness.runs import PolicyRun
 from dynamix_lab.peers.kinds import Peer, split_name
 from dynamix_lab.tasks import Workload
@@ -23,7 +25,19 @@ JOBS = Path(__file__).parent / "jobs"
 START_S = 240.0  # four ranks with all their helpers import torch
 SILENCE_S = 90.0  # after that; longer than any peer's own timeout
 DEATH_S = 20.0
-MAX_STEPS = 100_000  # none takes so many before it is censored
+
+
+def check_portable(workload: Workload) -> None:
+    """Raises `ConfigError` for a workload that an interpreter without dynamix cannot train: its model's layers and its
+    loss must be torch's own, its optimizer SGD with momentum."""
+    model = workload.make_model(0)
+    foreign = {type(m).__qualname__ for m in model.modules() if not type(m).__module__.startswith("torch.nn.")}
+    optimizer = workload.make_optimizer(model.parameters())
+    foreign |= {type(optimizer).__qualname__} - {SGD.__qualname__}
+    foreign |= {workload.loss.__qualname__} if getattr(nn.functional, workload.loss.__name__, None) is None else set()
+    if foreign:
+        allowed = "one whose model, loss and optimizer (SGD) are torch's own, such as mnist1d or teacher"
+        raise ConfigError("workload", f"{workload.name} ({', '.join(sorted(foreign))})", allowed, "take another")
 
 
 class OwnLaunch(Launch):
@@ -38,7 +52,7 @@ class OwnLaunch(Launch):
 
 
 class PeerLaunch(Launch):
-    """One start of a peer's ranks. They speak the demo's messages (`jobs/job.py`), so clock, snapshots, scoring, target
+    """One start of a peer's ranks. They speak our own messages (`jobs/job.py`), so clock, snapshots, scoring, target
     and censoring are those of the runs of dynamix beside it.
 
     Raises `WorkerLostError` when a rank fails, or nothing is heard of rank 0 for 90 s.
@@ -61,7 +75,7 @@ class PeerLaunch(Launch):
         self._heard_s, self._patience_s = time.monotonic(), START_S
 
     def _start_ranks(self, config: Path) -> None:
-        command = [str(self.python), "-P", "-m", f"{JOBS.name}.{self.peer.kind.partition('-')[0]}", str(config)]
+        command = [str(self.python), "-P", "-m", f"{JOBS.name}.{self.peer.environment}", str(config)]
         self.hosts.launch(command, env={"PYTHONPATH": str(JOBS.parent)})
         self._heard_s = time.monotonic()
 
@@ -69,8 +83,8 @@ class PeerLaunch(Launch):
         settings, workers = self.settings, self.hosts.scenario.workers
         data = self.workload.make_data(self.seed, train=settings.train_samples(), test=settings.test_samples()).train
         model = self.workload.make_model(self.seed)
-        weights = parameters_to_vector(model.parameters()).detach().numpy()
-        np.savez(scratch / "task.npz", inputs=data.inputs.numpy(), targets=data.targets.numpy(), weights=weights)
+        torch.save(model, scratch / "model.pt")
+        np.savez(scratch / "task.npz", inputs=data.inputs.numpy(), targets=data.targets.numpy())
         (scratch / "board").write_bytes(bytes(8 * (1 + 2 * workers)))
         group = self.workload.make_optimizer(model.parameters()).param_groups[0]
         common = super()._config(scratch)
@@ -79,15 +93,17 @@ class PeerLaunch(Launch):
             **{name: common[name] for name in kept},
             "name": self.peer.name,
             "global_batch": self.peer.total,
-            "settings": self.peer.settings(workers),
-            "learning_rate": group["lr"],
+            "settings": self.peer.settings(self.hosts.scenario),
+            "learning_rate": group["lr"] if self.peer.learning_rate is None else self.peer.learning_rate,
             "momentum": group["momentum"],
-            "max_steps": settings.max_steps() if settings.quick or settings.steps else MAX_STEPS,
+            "max_steps": settings.max_steps() if settings.quick else MOST_STEPS,
             "data": str(scratch / "task.npz"),
+            "model": str(scratch / "model.pt"),
+            "loss": self.workload.loss.__name__,
             "board": str(scratch / "board"),
             "meeting": str(scratch / "meeting"),
             "events": str(scratch / "none.jsonl"),
-            "sizes": str(self.hosts.run_dir / "sizes.json"),
+            "about": str(self.hosts.run_dir / "rank0.json"),
         }
 
     def _next_message(self) -> Message | None:

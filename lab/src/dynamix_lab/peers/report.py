@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from dynamix_lab.harness.runs import CENSOR_FACTOR
 from dynamix_lab.peers.kinds import split_name
 from dynamix_lab.report import (
@@ -39,7 +41,7 @@ def ratios_between(policies: Mapping[str, Mapping[str, Any]], names: Sequence[st
 
 
 def best_of(ratios: Mapping[str, Any], names: Sequence[str]) -> dict[str, str]:
-    """Library -> which of its variants took least; those of equal time (both censored) in the order they were named.
+    """Kind -> which of its variants took least; those of equal time (both censored) in the order they were named.
 
     >>> best_of({"ddp/static": {"median": 1.0}, "ddp-256/static": {"median": 0.9}}, ["ddp", "ddp-256"])
     {'ddp': 'ddp-256'}
@@ -48,15 +50,34 @@ def best_of(ratios: Mapping[str, Any], names: Sequence[str]) -> dict[str, str]:
     for name in names:
         if f"{name}/static" not in ratios:
             continue
-        of = split_name(name)[0].partition("-")[0]
+        of = split_name(name)[0]
         if of not in found or ratios[f"{name}/static"]["median"] < ratios[f"{found[of]}/static"]["median"]:
             found[of] = name
     return found
 
 
+def best_score(policies: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> dict[str, str]:
+    """Kind -> which of its variants had the highest score at the end, mean of the seeds, where all run equally long.
+
+    >>> best_score({"ddp": {"final_accuracy": [0.8]}, "ddp-256": {"final_accuracy": [0.9]}}, ["ddp", "ddp-256"])
+    {'ddp': 'ddp-256'}
+    """
+    found: dict[str, str] = {}
+    means = {name: [a for a in policies[name]["final_accuracy"] if a is not None] for name in names}
+    for name in (name for name in names if means[name]):
+        best = found.setdefault(split_name(name)[0], name)
+        if np.mean(means[name]) > np.mean(means[best]):
+            found[split_name(name)[0]] = name
+    return found
+
+
 def table(result: Mapping[str, Any]) -> Table:
-    """One row each; a time that was not reached counts as twice static's."""
+    """One row each; a time that was not reached counts as twice static's.
+
+    On device hosts also the part of the worst rank's steps whose real work took longer than the device's.
+    """
     rows = []
+    paced = any(share is not None for part in result["policies"].values() for share in part["overran"])
     for name, part in result["policies"].items():
         ratio = result["ratios"].get(f"{name}/static", {})
         spread = "" if ratio.get("low") is None else f" [{ratio['low']:.2f}, {ratio['high']:.2f}]"
@@ -69,12 +90,14 @@ def table(result: Mapping[str, Any]) -> Table:
                 number(sum(accuracies) / len(accuracies) if accuracies else None, 3),
                 ", ".join(str(steps) for steps in part["steps"]),
                 "; ".join(" ".join(map(str, sizes)) for sizes in part["batch_sizes"]),
+                *([", ".join("?" if share is None else f"{share:.1%}" for share in part["overran"])] if paced else []),
             ]
         )
-    rows += [[name, "absent", why, "", "", ""] for name, why in result["absent"].items()]
-    rows += [[f["peer"], f"failed, seed {f['seed']}", f["reason"], "", "", ""] for f in result["failures"]]
-    head = ["", "time / static's", "time to target (s)", "final accuracy", "steps", "batch sizes at the end"]
-    return Table(head, rows)
+    head = ["", "time / static's", "time to target (s)", "final score", "steps", "batch sizes at the end"]
+    head += ["steps that overran"] if paced else []
+    short = [[name, "absent", why] for name, why in result["absent"].items()]
+    short += [[f["peer"], f"failed, seed {f['seed']}", f["reason"]] for f in result["failures"]]
+    return Table(head, rows + [row + [""] * (len(head) - len(row)) for row in short])
 
 
 def page(result: Mapping[str, Any]) -> str:
@@ -85,7 +108,7 @@ def page(result: Mapping[str, Any]) -> str:
             times, scores = [point[0] for point in curve], [point[2] for point in curve]
             axes.plot(times, scores, label=None if place else name, **look(i))
     axes.axhline(result["target"], color="#222", lw=0.8, ls=":")
-    axes.set(xlabel="seconds", ylabel="test accuracy", ylim=(0, 1))
+    axes.set(xlabel="seconds", ylabel="score on held-out data", ylim=(0, 1))
     legend_beside(axes)
     said = (
         f"Emulated hosts on one machine, target {result['target']:.3f}. A run that does not arrive counts as twice "

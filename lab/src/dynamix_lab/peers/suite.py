@@ -11,6 +11,7 @@ import torch
 
 from dynamix.emulator import Emulation, load_scenario
 from dynamix.emulator.cluster import Mechanism
+from dynamix.emulator.scenario import Scenario
 from dynamix.errors import ConfigError, WorkerLostError
 from dynamix.events.records import read_events
 from dynamix.events.run_folder import RunFolder, commit, machine
@@ -21,8 +22,8 @@ from dynamix_lab.harness.suite import Cell, Context, Suite
 from dynamix_lab.peers import environments
 from dynamix_lab.peers.environments import Environment
 from dynamix_lab.peers.kinds import BASE_BATCH, PEERS, SHARE_BOUNDS, Peer, split_name
-from dynamix_lab.peers.launch import OwnLaunch, PeerLaunch
-from dynamix_lab.peers.report import best_of, page, ratios_between, table
+from dynamix_lab.peers.launch import OwnLaunch, PeerLaunch, check_portable
+from dynamix_lab.peers.report import best_of, best_score, page, ratios_between, table
 from dynamix_lab.statistics import balanced_order
 from dynamix_lab.tasks import make_workload
 
@@ -36,6 +37,8 @@ class PeersPlan:
     policies   dynamix's own, static among them: its time bounds everybody's; with a number, from that global batch
     peers      names as `Peer.of` reads and `Peer.name` writes them
     venvs      folder of the peers' environments; None: in the user's cache
+    workload   what is trained
+    clock_s    every run ends after so many seconds instead of at the target
     again      static once more at the end of each seed (the A/A pair)
     """
 
@@ -45,12 +48,14 @@ class PeersPlan:
     policies: tuple[str, ...] = POLICIES
     peers: tuple[str, ...] = PEERS
     venvs: Path | None = None
+    workload: str = "mnist1d"
+    clock_s: float | None = None
     quick: bool = False
     again: bool = True
     mechanism: Mechanism = "auto"
 
     def settings(self) -> LaunchSettings:
-        """What the demo would run: its own policies, all seeds."""
+        """What a comparison of our own policies would run, all seeds."""
         policies = tuple(dict.fromkeys(split_name(name)[0] for name in self.policies))
         return LaunchSettings(
             scenario=self.scenario,
@@ -59,6 +64,8 @@ class PeersPlan:
             quick=self.quick,
             policies=policies,
             mechanism=self.mechanism,
+            workload=self.workload,
+            clock_s=self.clock_s,
         )
 
     def launch(self, name: str, seed: int) -> LaunchSettings:
@@ -70,14 +77,20 @@ class PeersPlan:
         if "static" not in self.policies:
             raise ConfigError("policies", list(self.policies), "static among them", "add static: all ratios are to it")
         self.settings().check()
+        check_portable(make_workload(self.workload))
         least, most = (load_scenario(self.scenario).workers * bound for bound in SHARE_BOUNDS)
         for name in self.policies:
-            if not least <= split_name(name)[1] <= most or name.endswith(f"-{BASE_BATCH}"):
+            policy, total = split_name(name)
+            if (
+                not least <= total <= most
+                or name not in (policy, f"{policy}-{total}")
+                or name == f"{policy}-{BASE_BATCH}"
+            ):
                 allowed = f"a global batch of {least} to {most}, and none for {BASE_BATCH}"
-                raise ConfigError("policies", name, allowed, "correct the number")
+                raise ConfigError("policies", name, allowed, "correct the number, and leave other settings to peers")
         for name in self.peers:
             if Peer.of(name).name != name:
-                raise ConfigError("peer", name, Peer.of(name).name, "leave the usual global batch away")
+                raise ConfigError("peer", name, Peer.of(name).name, "leave the usual values away")
 
     def order(self, seed: int, present: Sequence[str]) -> list[str]:
         """Static first, since its time bounds the others; then everybody else, in turn; static once more at the end."""
@@ -126,14 +139,15 @@ class PeersSuite(Suite):
             "target": settings.target(make_workload(settings.workload)),
             "seeds": seeds,
             "order": {str(seed): plan.order(seed, self.present) for seed in seeds},
-            "settings": {"quick": plan.quick, "mechanism": plan.mechanism},
-            "peers": {name: self._about(Peer.of(name), scenario.workers) for name in self.present},
+            "settings": {"quick": plan.quick, "mechanism": plan.mechanism, "clock_s": plan.clock_s},
+            "peers": {name: self._about(Peer.of(name), scenario) for name in self.present},
             "absent": self.absent,
         }
 
     def bound_to(self) -> dict[str, Any]:
         facts = self.facts()
         same = {key: facts[key] for key in ("scenario_sha256", "workload", "target")}
+        same |= {"clock_s": self.plan.clock_s}
         peers = {f"peer {name}": about for name, about in facts["peers"].items()}
         return {"commit": commit(), "machine": machine(), **same, **peers}
 
@@ -172,8 +186,9 @@ class PeersSuite(Suite):
                     self.display.say(f"seed {seed}, {name} failed: {error}")
                     failure = {"peer": name, "seed": seed, "reason": str(error)}
             mechanisms = hosts.mechanisms
+            overran = max((rank.overruns / rank.steps for rank in hosts.overruns() if rank.steps), default=None)
         ran = runs[before] if len(runs) > before else PolicyRun(name, seed, settings.target(workload))
-        return {"run": ran.to_dict(), "failure": failure, "mechanisms": mechanisms}
+        return {"run": ran.to_dict(), "failure": failure, "mechanisms": mechanisms, "overran": overran}
 
     def keeps(self, found: Mapping[str, Any]) -> bool:
         return bool(found["run"]["finished"])
@@ -190,14 +205,19 @@ class PeersSuite(Suite):
         plan, runs = self.plan, self.runs(cells)
         summary = summarise(runs)
         summary["ratios"] |= ratios_between(summary["policies"], [n for n in plan.policies if n != "static"])
+        for cell in cells.values():
+            summary["policies"][cell["run"]["policy"]].setdefault("overran", []).append(cell["overran"])
+        names = [name for name in summary["policies"] if name != AGAIN]
+        best = best_of(summary["ratios"], names) if plan.clock_s is None else best_score(summary["policies"], names)
         failures = [cell["failure"] for cell in cells.values() if cell["failure"]]
         own = [run for run in runs if run.policy in (*plan.policies, AGAIN)]
-        arrived = all(run.finished and (plan.quick or run.time_to_target_s is not None) for run in own)
+        ends_anyway = plan.quick or plan.clock_s is not None
+        arrived = all(run.finished and (ends_anyway or run.time_to_target_s is not None) for run in own)
         return {
             "mechanisms": next(iter(cells.values()))["mechanisms"],
             "failures": failures,
             **summary,
-            "best": best_of(summary["ratios"], [n for n in summary["policies"] if n != AGAIN]),
+            "best": best,
             "arrived": arrived and not failures,
         }
 
@@ -216,9 +236,10 @@ class PeersSuite(Suite):
     def page(self, result: Mapping[str, Any]) -> str:
         return page(result)
 
-    def _about(self, peer: Peer, workers: int) -> dict[str, Any]:
+    def _about(self, peer: Peer, scenario: Scenario) -> dict[str, Any]:
         versions = self._environment(peer).versions
-        return {"global_batch": peer.total, "settings": peer.settings(workers), "versions": versions}
+        about = {"global_batch": peer.total, "learning_rate": peer.learning_rate or "the workload's"}
+        return {**about, "settings": peer.settings(scenario), "versions": versions}
 
     def _environment(self, peer: Peer) -> Environment:
         environment = self.environments[peer.environment]

@@ -9,7 +9,6 @@ import importlib
 import os
 import sys
 
-import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from .job import Run, Task, as_is
@@ -38,7 +37,7 @@ def main(path: str) -> None:
     samples, going = 0, True
     for _ in adaptdl.remaining_epochs_until(1_000_000):
         for inputs, targets in loader:
-            loss = F.cross_entropy(model(inputs), targets)
+            loss = task.loss(model(inputs), targets)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -7,7 +7,6 @@ import itertools
 import sys
 
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, DistributedSampler
@@ -30,7 +29,7 @@ def main(path: str) -> None:
     for epoch in itertools.count():
         sampler.set_epoch(epoch)
         for inputs, targets in loader:
-            loss = F.cross_entropy(model(inputs), targets)
+            loss = task.loss(model(inputs), targets)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -9,20 +9,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import os
-import socket
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from .job import START_TIMEOUT_S, Run, Task, as_is
+from .job import Run, Task, as_is
 
 START_ATTEMPTS = 5
 
@@ -42,9 +38,12 @@ def main(path: str) -> None:
     optimizer.tracker.performance_ema.reset_timer()  # what came before the clock is no measure of this rank's speed
     for inputs, targets in batches:
         before = optimizer.local_epoch
-        loss = F.cross_entropy(net(inputs), targets)
+        loss = task.loss(net(inputs), targets)
         loss.backward()
+        began_s = time.perf_counter()
         optimizer.step()
+        if optimizer.local_epoch != before:
+            run.met(time.perf_counter() - began_s)
         optimizer.zero_grad()
         stepped = bool(task.settings["local_updates"]) or optimizer.local_epoch != before
         if not run.goes_on(run.board.add(len(targets)), loss.item(), parts(task, run), stepped=stepped):
@@ -80,41 +79,30 @@ def make_optimizer(hivemind: Any, task: Task, dht: Any, net: nn.Module) -> Any:
             "min_refresh_period": settings["refresh_s"], "default_refresh_period": settings["refresh_s"],
             "max_refresh_period": 1.0,
         },
-        verbose=task.rank == 0,
+        client_mode=dht.client_mode, verbose=task.rank == 0,
     )  # fmt: skip
 
 
 def join(hivemind: Any, task: Task) -> Any:
-    """The distributed hash table on the emulated hosts' addresses; rank 0 is who the others ask first."""
-    meeting = Path(task.config["meeting"])
+    """The distributed hash table on the emulated hosts' addresses; rank 0 is who the others ask first.
+
+    They are clients: all rounds are then led by rank 0. Without that four averagers that begin together ask one another
+    in circles, which only its timeouts end, and most rounds have two or three of them.
+    """
     common = {
-        "host_maddrs": [f"/ip4/{own_address()}/tcp/0"], "start": True,
+        "host_maddrs": [f"/ip4/{task.address()}/tcp/0"], "start": True,
         "auto_nat": False, "nat_port_map": False, "use_relay": False,
     }  # fmt: skip
     if task.rank == 0:
         dht = hivemind.DHT(**common)
-        unfinished = meeting.with_suffix(".unfinished")
-        unfinished.write_text("\n".join(str(address) for address in dht.get_visible_maddrs()))
-        unfinished.replace(meeting)
+        task.announce("\n".join(str(address) for address in dht.get_visible_maddrs()))
         return dht
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while not meeting.exists():
-        if time.monotonic() > deadline:
-            sys.exit("rank 0 gave no address")
-        time.sleep(0.05)
-    peers = meeting.read_text().split()
+    peers = task.announced().split()
     for _ in range(START_ATTEMPTS - 1):
         # A machine that is busy with starting four ranks may not answer within Hivemind's 3 s.
         with contextlib.suppress(RuntimeError):
-            return hivemind.DHT(initial_peers=peers, **common)
-    return hivemind.DHT(initial_peers=peers, **common)
-
-
-def own_address() -> str:
-    """This host's address towards rank 0; nothing is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((os.environ["MASTER_ADDR"], 9))
-        return str(probe.getsockname()[0])
+            return hivemind.DHT(initial_peers=peers, client_mode=True, **common)
+    return hivemind.DHT(initial_peers=peers, client_mode=True, **common)
 
 
 def forever(task: Task) -> Iterator[tuple[Tensor, Tensor]]:

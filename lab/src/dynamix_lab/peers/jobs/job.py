@@ -1,7 +1,7 @@
 """What a rank of any peer needs: the task, a line to the parent, a board that all ranks share, and the measured run.
 
 torch, NumPy and the standard library only, and relative imports: this folder runs as a package of its own in the
-peer's interpreter. Model and data set are written down once more here; a test holds that they are the workload's.
+peer's interpreter. Model, loss and data set come from the parent, in files.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch.optim import SGD
 from torch.utils.data import Dataset
 
-WIDTH = 128
 START_TIMEOUT_S = 240.0
 _POLL_S = 0.002
 
@@ -51,20 +50,6 @@ def as_is(batch: Any) -> Any:
     return batch
 
 
-def make_model() -> nn.Module:
-    """The workload mnist1d's network; its weights come from the parent."""
-    return nn.Sequential(
-        nn.Conv1d(1, WIDTH, 5, padding=2),
-        nn.ReLU(),
-        nn.Conv1d(WIDTH, WIDTH, 3, stride=2, padding=1),
-        nn.ReLU(),
-        nn.Conv1d(WIDTH, WIDTH, 3, stride=2, padding=1),
-        nn.ReLU(),
-        nn.Flatten(),
-        nn.Linear(WIDTH * 10, 10),
-    )
-
-
 class Task:
     """What is trained and how, from the file that the parent wrote.
 
@@ -82,20 +67,40 @@ class Task:
         self.line = Line(self.config["socket"]) if self.rank == 0 else None
         with np.load(self.config["data"]) as saved:
             self.data = Samples(torch.from_numpy(saved["inputs"]), torch.from_numpy(saved["targets"]))
-            self._weights = torch.from_numpy(saved["weights"])
 
     @property
     def share(self) -> int:
         return self.total // self.world_size
 
+    def address(self) -> str:
+        """This host's address towards rank 0; nothing is sent."""
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((os.environ["MASTER_ADDR"], 9))
+            return str(probe.getsockname()[0])
+
+    def announce(self, text: str) -> None:
+        """Rank 0 tells the others where they meet."""
+        meeting = Path(self.config["meeting"])
+        unfinished = meeting.with_suffix(".unfinished")
+        unfinished.write_text(text)
+        unfinished.replace(meeting)
+
+    def announced(self) -> str:
+        """What rank 0 has told, once it has."""
+        meeting, deadline = Path(self.config["meeting"]), time.monotonic() + START_TIMEOUT_S
+        while not meeting.exists():
+            if time.monotonic() > deadline:
+                sys.exit("rank 0 gave no address")
+            time.sleep(0.05)
+        return meeting.read_text()
+
     def model(self) -> nn.Module:
         """The network with the weights every run of this seed begins with."""
-        model = make_model()
-        parameters = list(model.parameters())
-        with torch.no_grad():
-            for parameter, values in zip(parameters, self._weights.split([p.numel() for p in parameters]), strict=True):
-                parameter.copy_(values.view_as(parameter))
-        return model
+        return torch.load(self.config["model"], weights_only=False)  # type: ignore[no-any-return]
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """The workload's, a mean over the samples."""
+        return getattr(F, self.config["loss"])(outputs, targets)  # type: ignore[no-any-return]
 
     def optimizer(self, parameters: Iterable[Any]) -> SGD:
         return SGD(parameters, lr=self.config["learning_rate"], momentum=self.config["momentum"])
@@ -106,7 +111,7 @@ class Task:
         optimizer = self.optimizer(model.parameters())
         inputs, targets = self.data.__getitems__(range(self.share))
         for _ in range(self.config["warm_up_steps"]):
-            F.cross_entropy(model(inputs), targets).backward()
+            self.loss(model(inputs), targets).backward()
             optimizer.step()
             optimizer.zero_grad()
 
@@ -177,18 +182,20 @@ class Board:
 class Run:
     """The measured part: its clock, progress, snapshots every so many samples, and the end.
 
-    in_step   ranks take steps together (an all-reduce each), so that all must end at the same one. Rank 0 writes at the
-              end of step t that t + 1 is the last; nobody can be done with t + 1 before rank 0 has begun it, so all see
-              it.
+    in_step       ranks meet, so that all must end at the same step. Rank 0 writes after a meeting that the next one is
+                  the last; nobody can be done with that one before rank 0 has come to it, so all see it.
+    meets_every   so many steps are between meetings; snapshots are of weights that have just met
     """
 
-    def __init__(self, task: Task, model: nn.Module, *, in_step: bool = True) -> None:
-        self.task, self.model, self.in_step = task, model, in_step
+    def __init__(self, task: Task, model: nn.Module, *, in_step: bool = True, meets_every: int = 1) -> None:
+        self.task, self.model, self.in_step, self.meets_every = task, model, in_step, meets_every
         config = task.config
         self.board = Board(config["board"], task.rank, task.world_size)
         self.line = task.line
-        self.every, self.limit = int(config["snapshot_samples"]), int(config["max_steps"])
+        self.every = int(config["snapshot_samples"])
+        self.limit = -(-int(config["max_steps"]) // meets_every) * meets_every
         self.ends: list[float] = []
+        self.meetings_s: list[float] = []
         self.sizes: list[tuple[float, list[int]]] = []
         self.samples, self._next, self._said_s, self._began = 0, self.every, 0.0, 0.0
 
@@ -209,18 +216,24 @@ class Run:
         step, self.samples = len(self.ends), samples
         if self.line is not None:
             self._tell(self.line, now, step, loss, sizes)
-            if stepped and (samples >= self._next or step >= self.limit):
+            met = step % self.meets_every == 0
+            if stepped and met and (samples >= self._next or step >= self.limit):
                 self._snapshot(self.line, now, step)
-            if not self.board.stop_at and (step >= self.limit or self.line.receive(0) == "stop"):
-                self.board.stop_at = step + 1 if self.in_step else 1
+            if met and not self.board.stop_at and (step >= self.limit or self.line.receive(0) == "stop"):
+                self.board.stop_at = step + self.meets_every if self.in_step else 1
         if self.in_step:
             return step < self.limit and not 0 < self.board.stop_at <= step
         return self.board.stop_at == 0
 
+    def met(self, took_s: float) -> None:
+        """Rank 0 has met the others, which took it so long, waiting for them included."""
+        self.meetings_s.append(round(took_s, 4))
+
     def finish(self) -> None:
         """Report and end the process at once: what a peer would still clean up is of no use to anybody."""
         if self.line is not None:
-            Path(self.task.config["sizes"]).write_text(json.dumps(self.sizes))
+            about = {"batch_sizes": self.sizes, "meetings_s": self.meetings_s}
+            Path(self.task.config["about"]).write_text(json.dumps(about))
             self.line.ask(
                 "finished", run=self.task.name, time_s=self.ends[-1] if self.ends else 0.0, samples=self.samples,
                 batch_sizes=self.sizes[-1][1] if self.sizes else [], step_ends_s=self.ends, overhead_s=0.0,
