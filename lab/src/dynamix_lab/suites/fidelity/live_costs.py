@@ -15,12 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from dynamix.emulator import Scenario, host_links, host_speeds, load_scenario
+from dynamix.emulator import Scenario, host_speeds, load_scenario
 from dynamix.errors import ConfigError
 from dynamix.events.records import read_events
 from dynamix.simulator.env import NOISE_MEMORY, TOGETHER_MEMORY
 from dynamix.window import Floats, Window
 from dynamix_lab.harness.launch import LaunchSettings, disturbance_seed
+from dynamix_lab.opponents.course import ring_mbit, slowest_link
 from dynamix_lab.tasks import make_workload
 
 KNOTS = 9
@@ -71,16 +72,7 @@ def moved_mbit(workers: int) -> float:
     """What a ring all-reduce of the demo's gradients sends over each link, Mbit."""
     model = make_workload(LaunchSettings().workload).make_model(0)
     size = sum(p.numel() * p.element_size() for p in model.parameters())
-    return 2 * (workers - 1) / workers * size * 8e-6
-
-
-def slowest_link(scenario: Scenario, time_s: float, seed: int) -> float:
-    """Mbit/s left to the job on the slowest link at `time_s`; infinite where no rate is limited."""
-    rates = [np.inf]
-    for link in host_links(scenario, time_s, seed):
-        ways = [rate for rate in (link.up_mbit_s, link.down_mbit_s) if rate is not None]
-        rates += [max(rate - link.background_mbit_s, 0.1 * rate) for rate in ways]
-    return float(min(rates))
+    return ring_mbit(workers, size)
 
 
 def fit_costs(folder: Path, results: Mapping[str, dict[str, Any]]) -> LiveCosts:

@@ -21,12 +21,14 @@ from dynamix.simulator.compute import Costs
 from dynamix.window import Bounds, Floats, Window
 from dynamix_lab.harness.launch import LaunchSettings, disturbance_seed
 from dynamix_lab.harness.reference import references
-from dynamix_lab.suites.fidelity.live_costs import UNIT_BATCH, LiveCosts, moved_mbit, slowest_link
+from dynamix_lab.opponents.course import slowest_link
+from dynamix_lab.suites.fidelity.live_costs import UNIT_BATCH, LiveCosts, moved_mbit
 from dynamix_lab.tasks import make_workload
 
 LONGEST_S = 1200.0
-# Core-s of a decision, which rank 0 pays in its share: `dynamix bench overhead --decision-only --workers 4` of
-# `goodput` and `dynamix`. The policies without a model of the job decide in less than half a millisecond.
+# Core-s of a decision without its events line, which rank 0 pays in its share: `decision` of `dynamix bench overhead
+# --decision-only --workers 4` of `goodput` and `dynamix`. Policies without a model of the job decide in less than half
+# a millisecond.
 RULE_S, LEARNED_S = 0.0027, 0.0058
 NEW_SIZE_S = 0.008  # core-s, `dynamix bench changecost`: 24.8 ms for the first step at a size, 16.7 when it comes again
 

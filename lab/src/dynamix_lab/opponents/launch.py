@@ -1,0 +1,220 @@
+"""Live runs of opponents on emulated hosts: one start of the ranks, one run after the other."""
+
+from __future__ import annotations
+
+import json
+import math
+import select
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from dynamix.emulator import Emulation
+from dynamix.emulator.devices import DeviceSteps, too_many_overruns
+from dynamix.errors import WorkerLostError
+from dynamix.events.run_folder import processor_times
+from dynamix_lab.harness.channel import JobChannel, Listener
+from dynamix_lab.harness.runs import file_name
+from dynamix_lab.opponents.runs import RunLimits, TrialRun
+from dynamix_lab.opponents.trial import Trial
+
+START_TIMEOUT_S, SILENCE_S = 120.0, 120.0
+TIMEOUT_S = 60  # of the ranks' process group
+
+
+@dataclass(frozen=True, slots=True)
+class LiveJob:
+    """What all runs of one launch have in common.
+
+    workload, seed     of data, weights and sample order
+    scenario           name or file, for the reference
+    disturbance_seed   of the scenario's disturbances
+    limits             of each run; targets end none
+    fastest            the rank that trains where one worker trains alone
+    """
+
+    workload: str
+    seed: int
+    scenario: str
+    disturbance_seed: int
+    limits: RunLimits
+    fastest: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LiveRun:
+    """A run as its launch saw it.
+
+    name     of the run: its row, or "static-again"
+    devices  what each host's device did in it; empty for hosts without
+    stolen   part of the machine's processor time that its hypervisor gave to others meanwhile
+    """
+
+    name: str
+    run: TrialRun
+    devices: tuple[DeviceSteps, ...]
+    stolen: float
+
+    @property
+    def overrun(self) -> bool:
+        """Whether the machine was too slow for the devices: the run is no measurement."""
+        return bool(self.devices) and too_many_overruns(self.devices)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON."""
+        stolen = None if math.isnan(self.stolen) else round(self.stolen, 4)
+        devices = [asdict(device) for device in self.devices]
+        return {"name": self.name, "run": self.run.to_dict(), "devices": devices, "stolen": stolen}
+
+
+class LiveWatch:
+    """What somebody may want to know while runs go on, and say. This one does nothing."""
+
+    def began(self, name: str) -> None:
+        """A run's clock started."""
+
+    def progress(self, name: str, time_s: float, samples: int, loss: float) -> None:
+        """Twice a second."""
+
+    def snapshot(self, name: str, time_s: float, samples: int, path: Path) -> None:
+        """Parameters and buffers in a row, float32, in a file that whoever reads it removes."""
+
+    def stop(self, name: str) -> bool:
+        """Whether the run is to end."""
+        return False
+
+    def finished(self, run: LiveRun) -> None:
+        """A run is over, its limits are lifted."""
+
+
+def launch(
+    hosts: Emulation,
+    job: LiveJob,
+    trials: Mapping[str, Trial],
+    *,
+    watch: LiveWatch | None = None,
+    snapshots: bool = False,
+) -> list[LiveRun]:
+    """Run `trials`, by name and in their order, in one start of the ranks on `hosts`.
+
+    watch       is told how it goes on
+    snapshots   weights go to `watch` while a run goes on, too
+
+    Raises `WorkerLostError` when a rank fails or nothing is heard of any for two minutes. Nothing is left running.
+    """
+    with tempfile.TemporaryDirectory(prefix="dynamix-live-") as scratch:
+        folder = Path(scratch)
+        config = {
+            "socket": str(folder / "link"),
+            "snapshots": str(folder) if snapshots else None,
+            "events": str(hosts.run_dir / "{run}.events.jsonl"),
+            "timeout_s": TIMEOUT_S,
+            **{name: getattr(job, name) for name in ("workload", "seed", "scenario", "disturbance_seed", "fastest")},
+            "limits": asdict(job.limits),
+            "runs": [{"name": n, "file": file_name(n), "trial": trial.to_dict()} for n, trial in trials.items()],
+        }
+        path = folder / "config.json"
+        path.write_text(json.dumps(config))
+        listener = Listener(config["socket"], backlog=hosts.scenario.workers)
+        links: list[JobChannel] = []
+        try:
+            hosts.launch([sys.executable, "-m", "dynamix_lab.opponents.rank", str(path)])
+            links = _accepted(hosts, listener)
+            return _Conversation(hosts, links, watch or LiveWatch()).until_done()
+        finally:
+            hosts.terminate(patience_s=1.0)
+            listener.close()
+            for link in links:
+                link.close()
+
+
+class _Conversation:
+    """The parent's side while runs go on."""
+
+    def __init__(self, hosts: Emulation, links: Sequence[JobChannel], watch: LiveWatch) -> None:
+        self.hosts, self.links, self.watch = hosts, list(links), watch
+        self.runs: list[LiveRun] = []
+        self._name, self._stopping, self._began = "", False, processor_times()
+
+    def until_done(self) -> list[LiveRun]:
+        """All runs, once every rank has said that it is done."""
+        heard = time.monotonic()
+        while self.links:
+            if not any(link.buffered for link in self.links):
+                select.select(self.links, [], [], 0.2)
+            for link in list(self.links):
+                if (message := link.receive(timeout_s=0)) is None:
+                    continue
+                heard = time.monotonic()
+                if message["kind"] == "done":
+                    self.links.remove(link)
+                self._take(link, message)
+            check_ranks(self.hosts)
+            if time.monotonic() - heard > SILENCE_S:
+                raise WorkerLostError(f"nothing was heard of any rank for {SILENCE_S:.0f} s; see {self.hosts.run_dir}")
+        return self.runs
+
+    def _take(self, link: JobChannel, message: dict[str, Any]) -> None:
+        kind = message.pop("kind")
+        if kind == "start":
+            self._name, self._stopping, self._began = message["run"], False, processor_times()
+            self.hosts.start_clock()
+            link.send("go")
+            self.watch.began(self._name)
+        elif kind == "progress":
+            self.watch.progress(self._name, **message)
+            if not self._stopping and self.watch.stop(self._name):
+                self._stopping = True
+                link.send("stop")
+        elif kind == "snapshot":
+            self.watch.snapshot(self._name, **{**message, "path": Path(message["path"])})
+        elif kind == "finished":
+            devices = tuple(self.hosts.overruns())
+            self.hosts.unthrottle()
+            spent = [now - then for now, then in zip(processor_times(), self._began, strict=True)]
+            stolen = spent[0] / spent[1] if spent[1] else math.nan
+            self.runs.append(LiveRun(message["run"], TrialRun.from_dict(message["result"]), devices, stolen))
+            self.watch.finished(self.runs[-1])
+            link.send("go")
+
+
+def _accepted(hosts: Emulation, listener: Listener) -> list[JobChannel]:
+    """A link to every rank."""
+    deadline, links = time.monotonic() + START_TIMEOUT_S, list[JobChannel]()
+    while len(links) < hosts.scenario.workers:
+        link = listener.accept(0.2)
+        links += [] if link is None else [link]
+        check_ranks(hosts)
+        if time.monotonic() > deadline:
+            raise WorkerLostError(f"not all ranks called within {START_TIMEOUT_S:.0f} s of their start")
+    return links
+
+
+def check_ranks(hosts: Emulation) -> None:
+    """Raises `WorkerLostError` with the end of what it wrote when a rank has failed."""
+    for rank, code in enumerate(hosts.poll()):
+        if code:
+            errors = hosts.run_dir / f"rank{rank}.err"
+            lines = [line for line in errors.read_text(errors="replace").splitlines() if line.strip()]
+            said = lines[-1] if lines else "it wrote nothing"
+            raise WorkerLostError(f"rank {rank} ended with {code}: {said} (all of it in {errors})")
+
+
+def until_paced(
+    make: Callable[[Mapping[str, Trial], int], list[LiveRun]], trials: Mapping[str, Trial], *, repeats: int
+) -> list[LiveRun]:
+    """Runs of all trials; those whose devices overran are made again, at most `repeats` times.
+
+    make   (trials, attempt) -> their runs
+    """
+    found = {run.name: run for run in make(trials, 0)}
+    for attempt in range(1, repeats + 1):
+        again = {name: trials[name] for name, run in found.items() if run.overrun}
+        if not again:
+            break
+        found |= {run.name: run for run in make(again, attempt)}
+    return [found[name] for name in trials]

@@ -1,0 +1,351 @@
+"""Runs of opponents on real ranks: every row inside an initialised process group, on the clock of the rank that leads.
+
+A run ends at a clock time, at a number of samples, or when somebody asks for it. The weights of its snapshots are
+kept in memory and scored after the clock has stopped.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from os import PathLike
+from typing import Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import distributed_c10d
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+from dynamix.policies.registry import OtherFactory
+from dynamix.runtime.controller import Controller
+from dynamix.window import Ints
+from dynamix_lab.opponents.local import EndlessOrder, LocalWorker, RoundBook, ScheduledRate, tell_cost, train_step
+from dynamix_lab.opponents.runs import HELD_OUT, HeldOut, RunLimits, RunLog, TrialRun
+from dynamix_lab.opponents.trial import Trial, set_rate
+from dynamix_lab.opponents.virtual import INTERVAL, bounds_of_trial, policy_of, schedule_of
+from dynamix_lab.tasks import Arrays, Data, Workload, as_is
+
+WARM_UP_STEPS = 20  # on a model that is thrown away: first calls and allocations cost their time before the clock
+FLAG_STEPS = 8  # optimizer steps between two questions whether to stop, where nothing else travels
+POLL_S = 0.2  # how often idle ranks look whether the one that trains is done
+_DONE = "dynamix_lab/opponents/single"
+
+
+class RunObserver:
+    """What a run tells and asks while it goes on, on the rank that leads: 0, or the one that trains alone.
+
+    This one does nothing; override what you need. Calls cost the run their time.
+    """
+
+    def start(self) -> None:
+        """All ranks are ready; the clock starts when this returns."""
+
+    def met(self, time_s: float, samples: int, loss: float) -> None:
+        """A step or a round ended; `loss` is this rank's mean over it."""
+
+    def snapshot(self, time_s: float, samples: int, weights: Tensor) -> None:
+        """The model was kept for scoring; `weights` are its parameters and buffers in a row."""
+
+    def stop(self) -> bool:
+        """Whether somebody wants the run to end."""
+        return False
+
+
+def run_rank(
+    trial: Trial,
+    workload: Workload,
+    data: Data,
+    *,
+    seed: int,
+    limits: RunLimits,
+    observer: RunObserver | None = None,
+    others: Mapping[str, OtherFactory] | None = None,
+    fastest: int = 0,
+    interval: int = INTERVAL,
+    warm_up_steps: int = WARM_UP_STEPS,
+    held_out: int = HELD_OUT,
+    events: str | PathLike[str] | None = None,
+) -> TrialRun | None:
+    """This rank's part of one run. Every rank of the default group calls it alike; rank 0 gets the result, others None.
+
+    limits    `time_s` counts from the moment at which all are ready. Targets do not end a live run: nobody scores it
+              while it goes on; use `RunObserver.stop`
+    observer  on the rank that leads; ignored elsewhere
+    others    policies that need facts of the caller's, as in `make_policy`; one that needs the run's clock takes it
+              from `RunObserver.start`, as rank 0 decides
+    fastest   the rank that trains in a run of one worker alone
+    events    file of a policy's decisions
+
+    Raises `ConfigError` for impossible settings, and what training raises.
+    """
+    torch.manual_seed(seed + dist.get_rank())
+    leads = dist.get_rank() == (fastest if trial.kind == "single" else 0)
+    watch = observer if observer is not None and leads else RunObserver()
+    if trial.kind == "single" and not leads:
+        dist.barrier()
+        dist.barrier()
+        return _result_of_other(trial)
+    _warm_up(trial, workload, data.train, seed, warm_up_steps)
+    engine: _LiveEngine
+    if trial.kind == "policy":
+        policy = policy_of(trial, others)
+        engine = _LivePolicy(trial, workload, data.train, seed, policy=policy, interval=interval, events=events)
+    elif trial.kind == "single":
+        engine = _LiveAlone(trial, workload, data.train, seed)
+    else:
+        engine = _LiveLocal(trial, workload, data.train, seed, limits.samples)
+    log, kept = _train(engine, RunLog(trial, limits, dist.get_world_size()), watch, leads=leads)
+    engine.close()
+    if trial.kind == "single":
+        _tell_others(_scored(log, kept, engine.model, HeldOut(workload, data.test, held_out)).result(seed, "live"))
+        return _result_of_other(trial)
+    dist.barrier()
+    if not leads:
+        return None
+    return _scored(log, kept, engine.model, HeldOut(workload, data.test, held_out)).result(seed, "live")
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    """What became of a step or round: samples by worker, steps in it, this rank's loss, whether all stop now."""
+
+    samples: Ints
+    steps: int
+    loss: float
+    stop: bool
+
+
+class _LiveEngine(Protocol):
+    """Trains `model` from one meeting to the next. `wish` says, on the rank that leads, whether to stop."""
+
+    model: nn.Module
+
+    def advance(self, wish: Callable[[], bool]) -> _Ended: ...
+
+    def close(self) -> None: ...
+
+
+_Kept = list[tuple[float, int, Tensor]]  # time, samples, weights
+
+
+def _train(engine: _LiveEngine, log: RunLog, watch: RunObserver, *, leads: bool) -> tuple[RunLog, _Kept]:
+    """The run itself. Only the rank that leads keeps its log; the others do as they are told."""
+    kept: _Kept = [(0.0, 0, weights_of(engine.model))] if leads else []
+    last_s, seen, done = 0.0, 0, 0
+    dist.barrier()
+    if leads:
+        watch.start()
+    dist.barrier()
+    began = time.perf_counter()
+
+    def wish() -> bool:
+        elapsed_s = time.perf_counter() - began
+        return leads and (watch.stop() or (log.limits.time_s is not None and elapsed_s >= log.limits.time_s))
+
+    while True:
+        ended = engine.advance(wish)
+        now_s = time.perf_counter() - began
+        done += int(ended.samples.sum())
+        if leads and not log.over:  # what comes between the end of the clock and its news is no part of the run
+            log.met(now_s, ended.samples, ended.steps)
+            watch.met(now_s, log.samples, ended.loss)
+            if log.over or log.limits.passed((last_s, seen), (now_s, log.samples)):
+                kept.append((now_s, log.samples, weights_of(engine.model)))
+                watch.snapshot(*kept[-1])
+            last_s, seen = now_s, log.samples
+        if ended.stop or (log.limits.samples is not None and done >= log.limits.samples):
+            return log, kept
+
+
+def _scored(log: RunLog, kept: _Kept, model: nn.Module, scorer: HeldOut) -> RunLog:
+    """Score the snapshots; the model's own weights are lost. A run that was stopped is scored where it ended."""
+    if kept[-1][1] != log.samples:
+        kept.append((log.time_s, log.samples, weights_of(model)))
+    for time_s, samples, weights in kept:
+        put_weights(model, weights)
+        log.scored(*scorer.score(model), at=(time_s, samples))
+    return log
+
+
+@torch.no_grad()
+def weights_of(model: nn.Module) -> Tensor:
+    """Parameters and buffers in a row, copied."""
+    return torch.cat([value.detach().reshape(-1) for value in model.state_dict().values()])
+
+
+@torch.no_grad()
+def put_weights(model: nn.Module, weights: Tensor) -> None:
+    """The inverse of `weights_of`."""
+    at = 0
+    for value in model.state_dict().values():
+        value.copy_(weights[at : at + value.numel()].view_as(value))
+        at += value.numel()
+
+
+def _warm_up(trial: Trial, workload: Workload, data: Arrays, seed: int, steps: int) -> None:
+    """Steps on a model that is thrown away, with the exchange that the run will have."""
+    net = workload.make_model(seed)
+    optimizer = workload.make_optimizer(net.parameters())
+    model: nn.Module = DistributedDataParallel(net) if trial.kind == "policy" else net
+    chosen = torch.arange(min(trial.batch_size, len(data)))
+    for _ in range(steps):
+        train_step(workload, model, optimizer, data, chosen)
+    if trial.kind == "local":
+        dist.all_reduce(weights_of(net))
+
+
+class _LivePolicy:
+    """`Controller` and DDP, as in the README."""
+
+    def __init__(
+        self,
+        trial: Trial,
+        workload: Workload,
+        data: Arrays,
+        seed: int,
+        *,
+        policy: object,
+        interval: int,
+        events: str | PathLike[str] | None,
+    ) -> None:
+        self.workload = workload
+        self.model = workload.make_model(seed)
+        self._optimizer = workload.make_optimizer(self.model.parameters())
+        set_rate(self._optimizer, trial.learning_rate)
+        low, high = bounds_of_trial(trial, workload)
+        self._controller = Controller(
+            policy=policy,  # type: ignore[arg-type]
+            batch_size=trial.batch_size,
+            min_batch_size=low,
+            max_batch_size=high,
+            interval=interval,
+            lr_rule=trial.lr_rule,
+            events=events,
+        )
+        self._sampler = self._controller.batch_sampler(data, seed=seed)
+        generator = torch.Generator()
+        self._loader = DataLoader(data, batch_sampler=self._sampler, collate_fn=as_is, generator=generator)
+        self._wrapped = self._controller.wrap(DistributedDataParallel(self.model), self._optimizer)
+        if (schedule := schedule_of(trial, self._optimizer)) is not None:
+            self._controller.scheduler(schedule[0], nominal_batch_size=schedule[1])
+        self._batches, self._flag = self._endless(), _StopFlag()
+
+    def advance(self, wish: Callable[[], bool]) -> _Ended:
+        inputs, targets = next(self._batches)
+        counts = self._sampler.plan().counts.copy()
+        tell_cost(self.workload, inputs, targets)
+        logits = self._wrapped(inputs)
+        loss = self.workload.loss(logits, targets)
+        loss.backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self._controller.step(loss=loss, logits=logits, target=targets)
+        return _Ended(counts, 1, float(loss.item()), self._flag.agreed(wish))
+
+    def close(self) -> None:
+        self._flag.finish()
+        self._controller.close()
+
+    def _endless(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for epoch in itertools.count():
+            self._sampler.set_epoch(epoch)
+            yield from self._loader
+
+
+class _StopFlag:
+    """Rank 0's wish, broadcast at one question and taken at the next: nobody ever waits for it."""
+
+    def __init__(self) -> None:
+        self._steps, self._flag = 0, torch.zeros(1)
+        self._work: dist.Work | None = None
+
+    def agreed(self, wish: Callable[[], bool]) -> bool:
+        """Every rank asks after every step; true on all of them after the same one."""
+        self._steps += 1
+        if self._steps % FLAG_STEPS:
+            return False
+        self.finish()
+        if self._flag.item():
+            return True
+        self._flag.fill_(float(wish()))
+        self._work = dist.broadcast(self._flag, 0, async_op=True)
+        return False
+
+    def finish(self) -> None:
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+
+
+class _LiveLocal:
+    """One worker of those that meet over parameters: its steps of a round, then one all-reduce."""
+
+    def __init__(self, trial: Trial, workload: Workload, data: Arrays, seed: int, limit: int | None) -> None:
+        workers = dist.get_world_size()
+        self._book = RoundBook(trial, workers, limit=limit)
+        self._worker = LocalWorker(trial, workload, data, seed, dist.get_rank(), workers)
+        self.model = self._worker.model
+
+    def advance(self, wish: Callable[[], bool]) -> _Ended:
+        plan, baggage = self._book.plan(), self._worker.baggage
+        rank = self._worker.rank
+        began = time.perf_counter()
+        loss = self._worker.train(plan)
+        step_s = (time.perf_counter() - began) / int(plan.steps[rank])
+        packed = baggage.packed(int(plan.samples[rank]), loss, step_s, stop=wish())
+        dist.all_reduce(packed)
+        met = baggage.unpacked(packed)
+        baggage.taken_home(met)
+        self._book.met(plan, met)
+        return _Ended(plan.samples, int(plan.steps.max()), met.loss, met.stop)
+
+    def close(self) -> None:
+        pass
+
+
+class _LiveAlone:
+    """The fastest rank by itself; no collective until it is done."""
+
+    def __init__(self, trial: Trial, workload: Workload, data: Arrays, seed: int) -> None:
+        self.trial, self.workload, self.data = trial, workload, data
+        self.model = workload.make_model(seed)
+        self.model.train()
+        self._optimizer = workload.make_optimizer(self.model.parameters())
+        self._rate, self._order = ScheduledRate(trial, self._optimizer), EndlessOrder(len(data), seed)
+        self._samples = 0
+
+    def advance(self, wish: Callable[[], bool]) -> _Ended:
+        chosen = self._order.take(self._samples, self.trial.batch_size)
+        self._rate.at(self._samples)
+        loss = train_step(self.workload, self.model, self._optimizer, self.data, chosen)
+        self._samples += len(chosen)
+        used: Ints = np.zeros(dist.get_world_size(), dtype=np.int64)
+        used[dist.get_rank()] = len(chosen)
+        return _Ended(used, 1, loss, wish())
+
+    def close(self) -> None:
+        pass
+
+
+def _tell_others(run: TrialRun) -> None:
+    """The run of one rank is over: its result goes to the store that the others look at."""
+    distributed_c10d._get_default_store().set(_DONE, json.dumps(run.to_dict()))
+
+
+def _result_of_other(trial: Trial) -> TrialRun | None:
+    """Wait, without using the processor or the group's timeout, for the rank that trains; rank 0 gets its run."""
+    store = distributed_c10d._get_default_store()
+    while not store.check([_DONE]):
+        time.sleep(POLL_S)
+    result = TrialRun.from_dict(json.loads(store.get(_DONE))) if dist.get_rank() == 0 else None
+    dist.barrier()
+    if dist.get_rank() == 0:
+        store.delete_key(_DONE)
+    dist.barrier()  # the next run must not find it
+    return result

@@ -1,0 +1,113 @@
+"""One rank of live runs of opponents: `python -m dynamix_lab.opponents.rank CONFIG.json`, with torchrun's environment.
+
+It makes one run after the other in one process, and tells the parent through a Unix socket, which crosses network
+namespaces.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+from dynamix_lab.harness.channel import JobChannel
+from dynamix_lab.harness.reference import references
+from dynamix_lab.opponents.live import RunObserver, run_rank
+from dynamix_lab.opponents.runs import RunLimits
+from dynamix_lab.opponents.trial import Trial
+from dynamix_lab.tasks import make_workload
+
+PROGRESS_S = 0.5  # between two reports
+
+
+class ParentObserver(RunObserver):
+    """Tells the parent how the run goes, and stops when it says so.
+
+    folder   where snapshots go for the parent to score; None: nobody scores while the run goes on
+    """
+
+    def __init__(self, link: JobChannel, name: str, folder: str | None) -> None:
+        self.link, self.name, self.folder = link, name, folder
+        self.began = self._told_s = 0.0
+        self._stopped = False
+
+    def start(self) -> None:
+        ask(self.link, "start", run=self.name)
+        self.began = time.monotonic()
+
+    def clock(self) -> float:
+        """Seconds since the run began; 0 before that."""
+        return time.monotonic() - self.began if self.began else 0.0
+
+    def met(self, time_s: float, samples: int, loss: float) -> None:
+        if time_s - self._told_s >= PROGRESS_S:
+            self._told_s = time_s
+            self.link.send("progress", time_s=time_s, samples=samples, loss=loss)
+
+    def snapshot(self, time_s: float, samples: int, weights: Tensor) -> None:
+        if self.folder is not None:
+            path = Path(self.folder) / f"{self.name}-{samples}.f32"
+            weights.float().numpy().tofile(path)
+            self.link.send("snapshot", time_s=time_s, samples=samples, path=str(path))
+
+    def stop(self) -> bool:
+        if not self._stopped and (message := self.link.receive(timeout_s=0)) is not None:
+            self._stopped = message["kind"] == "stop"
+        return self._stopped
+
+
+def ask(link: JobChannel, kind: str, **fields: Any) -> None:
+    """Send and wait for the answer "go"; a stop that came too late for its run is thrown away."""
+    link.send(kind, **fields)
+    while (answer := link.receive()) is None or answer["kind"] != "go":
+        pass
+
+
+def main(path: str) -> None:
+    """All runs of one launch."""
+    config = json.loads(Path(path).read_text())
+    torch.set_num_threads(1)
+    rank, workers = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    link = JobChannel.connect(config["socket"])
+    link.send("hello", rank=rank)
+    timeout = datetime.timedelta(seconds=config["timeout_s"])
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = TCPStore(host, port, workers, is_master=rank == 0, timeout=timeout)
+    workload = make_workload(config["workload"])
+    data = workload.make_data(config["seed"])
+    limits = RunLimits(**config["limits"])
+    for entry in config["runs"]:
+        name, began = entry["name"], ParentObserver(link, entry["name"], config["snapshots"])
+        others = references(config["scenario"], seed=config["disturbance_seed"], clock=began.clock)
+        group = PrefixStore(name, store)
+        dist.init_process_group("gloo", store=group, rank=rank, world_size=workers, timeout=timeout)
+        try:
+            run = run_rank(
+                Trial.from_dict(entry["trial"]),
+                workload,
+                data,
+                seed=config["seed"],
+                limits=limits,
+                observer=began,
+                others=others,
+                fastest=config["fastest"],
+                events=config["events"].format(run=entry["file"]),
+            )
+        finally:
+            dist.destroy_process_group()
+        if run is not None:
+            ask(link, "finished", run=name, result=run.to_dict())
+    link.send("done")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

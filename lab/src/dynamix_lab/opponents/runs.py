@@ -1,0 +1,256 @@
+"""What a run of an opponent leaves behind, live or on the virtual clock, and when it ends."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from dynamix.errors import ConfigError
+from dynamix.window import Ints
+from dynamix_lab.opponents.trial import Trial
+from dynamix_lab.statistics import time_to_target
+from dynamix_lab.tasks import Arrays, Workload
+from dynamix_lab.yardstick import time_to_loss
+
+HELD_OUT = 1000  # samples of the test set that a run is scored on
+ROWS = 250  # that pass through a model at once when it is scored
+
+
+@dataclass(frozen=True, slots=True)
+class RunLimits:
+    """When a run ends, and how often it is scored. The first limit that is reached ends it.
+
+    time_s    seconds of the run's clock
+    samples   trained on by all workers
+    target    metric that two scores in a row reach; target_loss the same for the held-out loss
+    every_samples, every_s   between scores; the start and the end are scored too
+
+    Raises `ConfigError` where nothing would end the run.
+    """
+
+    time_s: float | None = None
+    samples: int | None = None
+    target: float | None = None
+    target_loss: float | None = None
+    every_samples: int | None = None
+    every_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.time_s is None and self.samples is None:
+            raise ConfigError("time_s, samples", None, "one of them or both", "say when the run ends at the latest")
+        for name in ("time_s", "samples", "every_samples", "every_s"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ConfigError(name, value, "above 0", "check the limits of the run")
+
+    def passed(self, before: tuple[float, float], now: tuple[float, float]) -> bool:
+        """Whether a score is due between two moments, each (seconds, samples)."""
+        steps = zip((self.every_s, self.every_samples), before, now, strict=True)
+        return any(every is not None and _grid(at, then, every) for every, then, at in steps)
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """The model at one moment of the run's clock: held-out loss (infinite where it is no number), and the workload's
+    metric ("score")."""
+
+    time_s: float
+    samples: int
+    loss: float
+    score: float
+
+
+@dataclass(frozen=True, slots=True)
+class TrialRun:
+    """One run of one trial.
+
+    cluster            "virtual" or "live": whose seconds these are
+    evaluations        in order; the first is of the untrained model
+    meetings_s         (k,) when each step over gradients, or round over parameters, ended
+    samples_by_worker  (W,) trained on by each worker
+    steps              optimizer steps; over parameters those of the worker that took most
+    """
+
+    trial: Trial
+    seed: int
+    cluster: str
+    evaluations: tuple[Evaluation, ...]
+    meetings_s: tuple[float, ...]
+    samples_by_worker: tuple[int, ...]
+    steps: int
+
+    @property
+    def samples(self) -> int:
+        """Trained on by all workers."""
+        return sum(self.samples_by_worker)
+
+    @property
+    def time_s(self) -> float:
+        """When the last step or round ended."""
+        return self.meetings_s[-1] if self.meetings_s else 0.0
+
+    @property
+    def diverged(self) -> bool:
+        """Whether the loss is no number any more."""
+        return not math.isfinite(self.evaluations[-1].loss)
+
+    def time_to_score(self, target: float) -> float | None:
+        """Seconds until the metric reached `target` for good (two scores in a row); None if it did not."""
+        return time_to_target([e.time_s for e in self.evaluations], [e.score for e in self.evaluations], target)
+
+    def time_to_loss(self, target: float) -> float | None:
+        """Seconds until the held-out loss fell to `target` for good; None if it did not."""
+        return time_to_loss([e.time_s for e in self.evaluations], [e.loss for e in self.evaluations], target)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON: evaluations as columns, what is no number as None."""
+        columns = {
+            name: [_plain(getattr(e, name)) for e in self.evaluations]
+            for name in ("time_s", "samples", "loss", "score")
+        }
+        return {
+            "trial": self.trial.to_dict(),
+            "seed": self.seed,
+            "cluster": self.cluster,
+            "evaluations": columns,
+            "meetings_s": [round(t, 6) for t in self.meetings_s],
+            "samples_by_worker": list(self.samples_by_worker),
+            "steps": self.steps,
+        }
+
+    @classmethod
+    def from_dict(cls, plain: Mapping[str, Any]) -> TrialRun:
+        """The inverse of `to_dict`."""
+        columns = plain["evaluations"]
+        rows = zip(*(columns[name] for name in ("time_s", "samples", "loss", "score")), strict=True)
+        evaluations = tuple(Evaluation(t, n, _number(loss, math.inf), score) for t, n, loss, score in rows)
+        return cls(
+            trial=Trial.from_dict(plain["trial"]),
+            seed=plain["seed"],
+            cluster=plain["cluster"],
+            evaluations=evaluations,
+            meetings_s=tuple(plain["meetings_s"]),
+            samples_by_worker=tuple(plain["samples_by_worker"]),
+            steps=plain["steps"],
+        )
+
+
+class HeldOut:
+    """A fixed part of the test set, spread evenly over it."""
+
+    def __init__(self, workload: Workload, test: Arrays, most: int = HELD_OUT) -> None:
+        self.workload = workload
+        chosen = np.linspace(0, len(test) - 1, min(most, len(test))).round().astype(np.int64)
+        inputs, targets = test.__getitems__(chosen.tolist())
+        self._targets = targets
+        self._parts = list(zip(inputs.split(ROWS), targets.split(ROWS), strict=True))
+
+    @torch.no_grad()
+    def score(self, model: nn.Module) -> tuple[float, float]:
+        """(mean loss, metric) of the model in eval mode; its mode is put back."""
+        training = model.training
+        model.eval()
+        if self.workload.count is None:
+            outputs = torch.cat([model(inputs) for inputs, _ in self._parts])
+            loss = float(self.workload.loss(outputs, self._targets).item())
+            metric = self.workload.metric(outputs, self._targets) if math.isfinite(loss) else 0.0
+        else:
+            loss, metric = self._by_count(model)
+        model.train(training)
+        return (loss, metric) if math.isfinite(loss) else (math.inf, 0.0)
+
+    def _by_count(self, model: nn.Module) -> tuple[float, float]:
+        """Means over parts, as the outputs of all tokens would not fit into memory."""
+        loss = metric = weight = 0.0
+        for inputs, targets in self._parts:
+            outputs, part = model(inputs), float(self.workload.divisor(targets))
+            loss += part * float(self.workload.loss(outputs, targets).item())
+            metric += part * self.workload.metric(outputs, targets)
+            weight += part
+        return loss / weight, metric / weight
+
+
+class RunLog:
+    """A run as it goes on: counts what was trained, and says when to score and when to end."""
+
+    def __init__(self, trial: Trial, limits: RunLimits, workers: int) -> None:
+        self.trial, self.limits = trial, limits
+        self.meetings_s = list[float]()
+        self.evaluations = list[Evaluation]()
+        self.by_worker: Ints = np.zeros(workers, dtype=np.int64)
+        self.steps = 0
+
+    @property
+    def samples(self) -> int:
+        return int(self.by_worker.sum())
+
+    @property
+    def time_s(self) -> float:
+        return self.meetings_s[-1] if self.meetings_s else 0.0
+
+    def met(self, time_s: float, samples: Ints, steps: int = 1) -> None:
+        """A step or round ended at `time_s`, in which workers trained on `samples` (W,)."""
+        self.meetings_s.append(time_s)
+        self.by_worker = self.by_worker + samples
+        self.steps += steps
+
+    @property
+    def over(self) -> bool:
+        """Whether clock or samples have reached their limit."""
+        limits = self.limits
+        out_of_time = limits.time_s is not None and self.time_s >= limits.time_s
+        return out_of_time or (limits.samples is not None and self.samples >= limits.samples)
+
+    @property
+    def due(self) -> bool:
+        """Whether the model is to be scored now."""
+        if not self.evaluations or self.over:
+            return True
+        last = self.evaluations[-1]
+        return self.limits.passed((last.time_s, last.samples), (self.time_s, self.samples))
+
+    def scored(self, loss: float, score: float, *, at: tuple[float, int] | None = None) -> None:
+        """The model was scored as it is now, or as it was `at` that time and number of samples."""
+        time_s, samples = at or (self.time_s, self.samples)
+        self.evaluations.append(Evaluation(time_s, samples, loss, score))
+
+    @property
+    def arrived(self) -> bool:
+        """Whether the last two scores reach the target, or nothing will: the loss is no number."""
+        if self.evaluations and not math.isfinite(self.evaluations[-1].loss):
+            return True
+        last, limits = self.evaluations[-2:], self.limits
+        by_score = limits.target is not None and all(e.score >= limits.target for e in last)
+        by_loss = limits.target_loss is not None and all(e.loss <= limits.target_loss for e in last)
+        return len(last) == 2 and (by_score or by_loss)
+
+    def result(self, seed: int, cluster: str) -> TrialRun:
+        """The run as it is kept."""
+        return TrialRun(
+            self.trial,
+            seed,
+            cluster,
+            tuple(self.evaluations),
+            tuple(self.meetings_s),
+            tuple(self.by_worker.tolist()),
+            self.steps,
+        )
+
+
+def _grid(now: float, before: float, every: float) -> bool:
+    """Whether a multiple of `every` lies behind `before`, up to `now`."""
+    return math.floor(now / every + 1e-9) > math.floor(before / every + 1e-9)
+
+
+def _plain(value: float) -> float | None:
+    return None if not math.isfinite(value) else round(value, 6)
+
+
+def _number(value: float | None, otherwise: float) -> float:
+    return otherwise if value is None else value

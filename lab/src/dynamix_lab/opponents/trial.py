@@ -1,0 +1,186 @@
+"""One way of training a job: a row of the opponents' table with all of its numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Literal, TypeVar
+
+from torch.optim import Optimizer
+
+from dynamix.errors import ConfigError
+from dynamix.runtime.scaling import RULES
+
+PERIODS = ("fixed", "post_local", "adacomm", "qsr")
+MOMENTUM = ("kept", "averaged", "reset")
+OUTER = ("none", "nesterov")
+SCHEDULES = ("constant", "cosine", "steps")
+LEAST_RATE = 0.01  # of the first rate: where the cosine ends, so that a run beyond its budget still trains
+DECAYS, DECAY = (0.5, 0.75), 0.1  # "steps": at these parts of the budget the rate is multiplied by this
+
+Settings = TypeVar("Settings", "LocalSettings", "Trial")
+
+
+@dataclass(frozen=True, slots=True)
+class LocalSettings:
+    """How workers meet over parameters.
+
+    period           which rule says how many steps lie between two meetings (`periods`)
+    steps            H in the mean over workers, of "fixed"; H_0 of AdaComm, H_base of QSR, H after post-local's switch
+    momentum         what becomes of the optimizer's state at a meeting: each worker keeps its own, it is averaged, or
+                     it begins anew
+    outer            "nesterov": an outer SGD step along the mean movement (DiLoCo); "none": the mean itself
+    outer_rate, outer_momentum   of the outer step
+    proportional     steps in proportion to measured speed (DyLU); False: the same number for all
+    smaller_pieces   a worker whose one step takes longer than a fair round takes smaller batches; where workers meet
+                     after every step, batches are in proportion to speed
+    speeds           relative speeds of the workers, where they are known; None: measured
+    switch_at        part of the sample budget from which on post-local skips meetings, where no rate decays in steps
+    alpha            of QSR: H = (alpha / rate)^2
+    most_steps       no rule asks for more
+    """
+
+    period: str = "fixed"
+    steps: int = 8
+    momentum: str = "averaged"
+    outer: str = "none"
+    outer_rate: float = 0.7
+    outer_momentum: float = 0.9
+    proportional: bool = True
+    smaller_pieces: bool = False
+    speeds: tuple[float, ...] | None = None
+    switch_at: float = 0.5
+    alpha: float = 0.1
+    most_steps: int = 256
+
+    def __post_init__(self) -> None:
+        _one_of("period", self.period, PERIODS)
+        _one_of("momentum", self.momentum, MOMENTUM)
+        _one_of("outer", self.outer, OUTER)
+        _number("steps", self.steps, 1, whole=True)
+        _number("most_steps", self.most_steps, self.steps, whole=True)
+        _number("outer_rate", self.outer_rate, 0, above=True)
+        _number("alpha", self.alpha, 0, above=True)
+        _number("outer_momentum", self.outer_momentum, 0, 1)
+        _number("switch_at", self.switch_at, 0, 1)
+        for speed in self.speeds or ():
+            _number("speeds", speed, 0, above=True)
+
+    @classmethod
+    def from_dict(cls, plain: Mapping[str, Any]) -> LocalSettings:
+        """The inverse of `dataclasses.asdict`, also after JSON. Raises `ConfigError` naming what is wrong."""
+        speeds = plain.get("speeds")
+        return _made(cls, {**plain, "speeds": None if speeds is None else tuple(speeds)})
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What one run is told to do. A row without a policy and without local settings is one worker alone.
+
+    row            its name in tables: "single", "static", "local", ...
+    policy         what decides the shares, for `make_policy`; None where workers meet over parameters, or not at all
+    batch_size     samples per worker and step at the start
+    learning_rate  for the global batch at the start; of a local step, or of the single worker's
+    lr_rule        how the rate follows the global batch (`dynamix.runtime.scaling`)
+    local          how workers meet over parameters; None: over gradients
+    schedule       of the rate over samples: "constant"; "cosine" down to a hundredth at `budget`; "steps": a tenth of
+                   it from half of `budget` on, a hundredth from three quarters on
+    budget         samples that the run is planned for; schedules, post-local and AdaComm count in parts of it
+
+    Raises `ConfigError` for impossible values.
+
+    >>> trial = Trial("local", None, 32, 0.1, local=LocalSettings(steps=16))
+    >>> Trial.from_dict(trial.to_dict()) == trial, trial.kind
+    (True, 'local')
+    """
+
+    row: str
+    policy: str | None
+    batch_size: int
+    learning_rate: float
+    lr_rule: str = "none"
+    local: LocalSettings | None = None
+    schedule: str = "constant"
+    budget: int | None = field(default=None)
+
+    def __post_init__(self) -> None:
+        _number("batch_size", self.batch_size, 1, whole=True)
+        _number("learning_rate", self.learning_rate, 0, above=True)
+        _one_of("lr_rule", self.lr_rule, tuple(RULES))
+        _one_of("schedule", self.schedule, SCHEDULES)
+        if self.policy is not None and self.local is not None:
+            fix = "leave the policy out: local settings say how shares are cut"
+            raise ConfigError("policy", self.policy, "None where workers meet over parameters", fix)
+        if self.budget is not None:
+            _number("budget", self.budget, 1, whole=True)
+        elif self.schedule != "constant" or (self.local and self.local.period in ("post_local", "adacomm")):
+            what = self.schedule if self.schedule != "constant" or self.local is None else self.local.period
+            raise ConfigError("budget", None, f"the samples that {what} counts parts of", "give the run's samples")
+
+    @property
+    def kind(self) -> Literal["policy", "local", "single"]:
+        """How it trains."""
+        return "policy" if self.policy is not None else "single" if self.local is None else "local"
+
+    def rate_factor(self, samples: float) -> float:
+        """What the schedule multiplies the rate by once `samples` are trained.
+
+        >>> [round(Trial("x", None, 8, 0.1, schedule="cosine", budget=100).rate_factor(s), 3) for s in (0, 50, 200)]
+        [1.0, 0.505, 0.01]
+        """
+        if self.schedule == "constant" or self.budget is None:
+            return 1.0
+        part = min(samples / self.budget, 1.0)
+        if self.schedule == "steps":
+            return float(DECAY ** sum(part >= at for at in DECAYS))
+        return LEAST_RATE + (1 - LEAST_RATE) * (1 + math.cos(math.pi * part)) / 2
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, plain: Mapping[str, Any]) -> Trial:
+        """The inverse of `to_dict`, also after JSON. Raises `ConfigError` naming what is wrong."""
+        local = plain.get("local")
+        if local is not None and not isinstance(local, Mapping):
+            raise ConfigError("local", local, "an object of local settings, or null", "see LocalSettings")
+        return _made(cls, {**plain, "local": None if local is None else LocalSettings.from_dict(local)})
+
+
+def set_rate(optimizer: Optimizer, rate: float) -> None:
+    """Give the optimizer's first group this rate; those of other groups keep their proportion to it."""
+    first = float(optimizer.param_groups[0]["lr"])
+    for group in optimizer.param_groups:
+        group["lr"] = rate * float(group["lr"]) / first
+
+
+def _made(cls: type[Settings], plain: Mapping[str, Any]) -> Settings:
+    names = [entry.name for entry in fields(cls)]
+    for name in plain:
+        if name not in names:
+            raise ConfigError(f"field of {cls.__name__}", name, ", ".join(names), "check the spelling")
+    try:
+        return cls(**plain)
+    except TypeError as error:
+        raise ConfigError(cls.__name__, sorted(plain), f"an object with {', '.join(names)}", str(error)) from error
+
+
+def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(name, value, ", ".join(allowed), "check the spelling")
+
+
+def _number(
+    name: str, value: object, least: float, most: float = math.inf, *, whole: bool = False, above: bool = False
+) -> None:
+    right = isinstance(value, int) if whole else isinstance(value, (int, float))
+    if right and not isinstance(value, bool):
+        number = float(value)  # type: ignore[arg-type]
+        if (number > least if above else number >= least) and number <= most and math.isfinite(number):
+            return
+    low = f"above {least:g}" if above else f"{least:g} or more"
+    kind = "a whole number" if whole else "a number"
+    upper = "" if math.isinf(most) else f", at most {most:g}"
+    raise ConfigError(name, value, f"{kind}, {low}{upper}", "check the trial")

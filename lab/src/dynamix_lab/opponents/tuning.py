@@ -1,0 +1,183 @@
+"""Every row is tuned alike: as many trials, on the same tuning seeds, halved by the same rule.
+
+A grid is learning rates times three choices of what a row has besides: batch sizes where they are fixed, rules and
+starting batches where a policy moves them, periods and momentum where workers meet over parameters.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from dynamix.errors import ConfigError
+from dynamix_lab.opponents.runs import TrialRun
+from dynamix_lab.opponents.trial import LocalSettings, Trial
+from dynamix_lab.tasks.mnist1d import TUNING_SEEDS
+
+RATE_FACTORS = (0.5, 1.0, 2.0, 4.0)  # of the curve's best rate at the batch whose noise the rate meets
+ALONE = 4  # times the batch sizes of the others: one worker shares its batch with nobody
+CHOICES = 3  # of everything else; with the rates above 12 trials a row
+KEPT = 3  # one of so many trials goes on to the next seed
+
+FIXED_SHARES = ("static", "profiled", "reference")
+POLICIES = ("dbs", "lb_bsp", "noise_scale", "pollux", "cannikin", "goodput", "dynamix", "dynamix-paper", "stigmergic")
+LOCAL = ("local", "post_local", "adacomm", "qsr", "diloco")
+FIXED_TOTAL = ("dbs", "lb_bsp")  # the global batch stays what it is at the start, as with fixed shares
+ROWS = ("single", *FIXED_SHARES, *POLICIES, *LOCAL)
+
+# Runs a trial with a seed; less is better, infinite where a run arrived nowhere.
+Run = Callable[[Trial, int], TrialRun]
+Judge = Callable[[TrialRun], float]
+
+
+@dataclass(frozen=True, slots=True)
+class TuningSpace:
+    """What a job's grids are made of.
+
+    rates          global batch -> best learning rate there, of the job's step-count curve; between them the line
+                   through their logarithms, beyond them the nearest
+    workers        that share a global batch
+    budget         samples that a run is planned for
+    batch_sizes    three sizes of a worker's batch, small to large
+    periods        few and many local steps between meetings
+    schedule       of the rate, for every row alike
+    """
+
+    rates: Mapping[int, float]
+    workers: int
+    budget: int
+    batch_sizes: tuple[int, int, int] = (16, 32, 64)
+    periods: tuple[int, int] = (8, 32)
+    schedule: str = "constant"
+
+    def rate_at(self, batch: float) -> float:
+        """The rate about which a grid is laid, with two digits.
+
+        >>> TuningSpace({64: 0.1, 256: 0.4}, 4, 1000).rate_at(128)
+        0.2
+        """
+        known = sorted(self.rates)
+        logs = np.interp(math.log(batch), np.log(known), np.log([self.rates[size] for size in known]))
+        return float(f"{math.exp(logs):.2g}")
+
+    def __post_init__(self) -> None:
+        for name, count in (("batch_sizes", CHOICES), ("periods", 2)):
+            values = getattr(self, name)
+            if len(values) != count or list(values) != sorted(set(values)) or min(values) < 1:
+                raise ConfigError(name, values, f"{count} rising whole numbers of 1 or more", "choose other ones")
+        if not self.rates or min(self.rates) < 1 or not all(0 < rate < math.inf for rate in self.rates.values()):
+            raise ConfigError("rates", dict(self.rates), "one or more above 0, by global batch", "see the job's curve")
+
+
+def grid(row: str, space: TuningSpace) -> list[Trial]:
+    """The 12 trials of a row. Raises `ConfigError` for a row that is not known.
+
+    >>> space = TuningSpace({128: 0.1}, 4, 20_000)
+    >>> {len(grid(row, space)) for row in ROWS}
+    {12}
+    >>> trial = grid("local", space)[-1]
+    >>> trial.batch_size, trial.learning_rate, trial.local.steps, trial.local.momentum
+    (32, 0.4, 8, 'averaged')
+    """
+    if row not in ROWS:
+        raise ConfigError("row", row, ", ".join(ROWS), "check the spelling")
+    return [
+        dataclasses.replace(choice, learning_rate=rate, local=_local_at_rate(choice, rate))
+        for choice in _choices(row, space)
+        for rate in (factor * space.rate_at(_global_batch(choice, space.workers)) for factor in RATE_FACTORS)
+    ]
+
+
+def _global_batch(trial: Trial, workers: int) -> float:
+    """Samples whose noise a learning rate meets. Local steps lie between one worker's batch and all workers'."""
+    return trial.batch_size * {"single": 1.0, "local": math.sqrt(workers), "policy": float(workers)}[trial.kind]
+
+
+def _choices(row: str, space: TuningSpace) -> list[Trial]:
+    """The row's three choices, at a learning rate of 1."""
+    small, middle, _ = space.batch_sizes
+    common: dict[str, Any] = {"schedule": space.schedule, "budget": space.budget}
+    if row == "single":
+        return [Trial(row, None, ALONE * size, 1.0, **common) for size in space.batch_sizes]
+    if row in FIXED_SHARES or row in FIXED_TOTAL:
+        return [Trial(row, row, size, 1.0, **common) for size in space.batch_sizes]
+    if row in POLICIES:
+        pairs = (("adascale", small), ("adascale", middle), ("none", middle))
+        return [Trial(row, row, size, 1.0, rule, **common) for rule, size in pairs]
+    few, many = space.periods
+    rounds = ((small, few), (small, many), (middle, few))
+    return [Trial(row, None, size, 1.0, local=_settings(row, steps), **common) for size, steps in rounds]
+
+
+def _settings(row: str, steps: int) -> LocalSettings:
+    """A way of meeting. Momentum is kept where workers meet often, where both are level, else averaged."""
+    if row == "qsr":  # alpha is set with the rate: H at the first rate is the period
+        return LocalSettings(period=row, steps=max(steps // 4, 1), most_steps=8 * steps)
+    small = steps <= 4 or row == "post_local"  # whole steps of slow workers would cost most
+    settings = LocalSettings(steps=steps, momentum="kept" if steps <= 4 else "averaged", smaller_pieces=small)
+    if row == "diloco":  # inner states are each worker's own there
+        return dataclasses.replace(settings, outer="nesterov", momentum="kept")
+    return dataclasses.replace(settings, period=row) if row in ("post_local", "adacomm") else settings
+
+
+def _local_at_rate(trial: Trial, rate: float) -> LocalSettings | None:
+    """QSR's alpha, so that H begins at its base and grows as the rate falls; others as they are."""
+    local = trial.local
+    if local is None or local.period != "qsr":
+        return local
+    return dataclasses.replace(local, alpha=rate * math.sqrt(local.steps))
+
+
+@dataclass(frozen=True, slots=True)
+class TriedTrial:
+    """One trial of a grid: what it was worth on each tuning seed it was run on, less is better."""
+
+    trial: Trial
+    worth: tuple[float, ...]
+
+    @property
+    def mean(self) -> float:
+        """Geometric mean over seeds; infinite where one run arrived nowhere."""
+        if not all(0 < w < math.inf for w in self.worth):
+            return math.inf
+        return math.exp(sum(map(math.log, self.worth)) / len(self.worth))
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON; None where a run arrived nowhere."""
+        return {"trial": self.trial.to_dict(), "worth": [w if math.isfinite(w) else None for w in self.worth]}
+
+    @classmethod
+    def from_dict(cls, plain: Mapping[str, Any]) -> TriedTrial:
+        """The inverse of `to_dict`."""
+        worth = tuple(math.inf if w is None else float(w) for w in plain["worth"])
+        return cls(Trial.from_dict(plain["trial"]), worth)
+
+
+def tune(
+    trials: Sequence[Trial], run: Run, judge: Judge, *, seeds: Sequence[int] = TUNING_SEEDS
+) -> tuple[Trial, list[TriedTrial]]:
+    """Successive halving: all trials on the first seed, the best third of them on the next, and so on.
+
+    Returns the best of those that saw every seed, and all trials, best first: those that went further come first.
+    Where no run arrives anywhere, the first trials of the grid go on. Raises `ConfigError` without trials or seeds.
+
+    >>> trials = [Trial("single", None, size, 0.1) for size in (8, 16, 32)]
+    >>> best, tried = tune(trials, lambda trial, seed: trial, lambda run: abs(run.batch_size - 15))
+    >>> best.batch_size, [len(t.worth) for t in tried]
+    (16, [2, 1, 1])
+    """
+    if not trials or not seeds:
+        raise ConfigError("trials, seeds", (len(trials), len(seeds)), "1 or more of both", "pass grid(row, space)")
+    running, done = [TriedTrial(trial, ()) for trial in trials], list[TriedTrial]()
+    for at, seed in enumerate(seeds):
+        if at:
+            keep = -(-len(running) // KEPT)
+            running, done = running[:keep], running[keep:] + done
+        running = [TriedTrial(tried.trial, (*tried.worth, judge(run(tried.trial, seed)))) for tried in running]
+        running.sort(key=lambda tried: tried.mean)
+    return running[0].trial, running + done

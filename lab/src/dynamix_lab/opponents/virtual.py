@@ -1,0 +1,249 @@
+"""Runs of opponents on the virtual clock: real training in this process, time from a simulated world."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from dynamix.errors import ConfigError
+from dynamix.policies import Policy, make_policy
+from dynamix.policies.registry import OtherFactory
+from dynamix.runtime import random_state
+from dynamix.simulator import ClusterEnv
+from dynamix.virtual.cluster import VirtualCluster
+from dynamix.window import Bounds, Floats, Ints
+from dynamix_lab.harness.reference import references
+from dynamix_lab.opponents.course import Course
+from dynamix_lab.opponents.local import EndlessOrder, LocalWorker, RoundBook, ScheduledRate, train_step
+from dynamix_lab.opponents.profiled import Profiled
+from dynamix_lab.opponents.runs import HELD_OUT, HeldOut, RunLimits, RunLog, TrialRun
+from dynamix_lab.opponents.trial import Trial, set_rate
+from dynamix_lab.opponents.world import WorkerTimes
+from dynamix_lab.tasks import Data, Workload, as_is
+
+INTERVAL = 5  # optimizer steps in a window
+ALONE_S = 60.0  # work by which the fastest worker is found
+SCHEDULE_PARTS = 1000  # of the budget: how often a policy's learning rate follows its schedule
+
+
+def run_virtual(
+    trial: Trial,
+    workload: Workload,
+    data: Data,
+    world: ClusterEnv,
+    *,
+    seed: int,
+    limits: RunLimits,
+    others: Mapping[str, OtherFactory] | None = None,
+    interval: int = INTERVAL,
+    held_out: int = HELD_OUT,
+) -> TrialRun:
+    """One run of a trial, of any row. The same seed means the same weights, order of samples and disturbances.
+
+    world     one simulated cluster whose workers' own times can be asked too (`WorkerTimes`), as `DeviceWorld`;
+              made for this run, since it goes on from where it stands
+    others    policies that need facts of the caller's, as in `make_policy`; known are "profiled" and, in worlds of a
+              scenario, "reference"
+    interval  optimizer steps in a window of a policy
+    held_out  samples of the test set that the run is scored on, off the clock
+
+    Raises `ConfigError` for a world that cannot time single workers, and what training raises.
+    """
+    if not isinstance(world, WorkerTimes):
+        allowed = "a world with finish_s, device_s and meeting_s"
+        raise ConfigError("world", type(world).__name__, allowed, "take a DeviceWorld or a QuotaWorld")
+    workers = world.clusters.shape[1]
+    log, scorer = RunLog(trial, limits, workers), HeldOut(workload, data.test, held_out)
+    outside = random_state.capture()
+    torch.manual_seed(seed)
+    engine: _Engine
+    try:
+        if trial.kind == "policy":
+            policy = policy_of(trial, {**references_of(world), **(others or {})})
+            engine = _UnderPolicy(trial, workload, data, world, seed, policy, interval)
+        elif trial.kind == "single":
+            engine = _Alone(trial, workload, data, world, seed)
+        else:
+            engine = _Meeting(trial, workload, data, world, seed, limits.samples)
+        log.scored(*scorer.score(engine.model))
+        while not (log.over or log.arrived):
+            log.met(*engine.advance())
+            if log.due:
+                log.scored(*scorer.score(engine.model))
+        engine.close()
+    finally:
+        random_state.restore(outside)
+    return log.result(seed, "virtual")
+
+
+def policy_of(trial: Trial, others: Mapping[str, OtherFactory] | None) -> Policy:
+    """A trial's policy by name, "profiled" among them."""
+    known: dict[str, OtherFactory] = {"profiled": lambda _: Profiled(), **(others or {})}
+    return make_policy(str(trial.policy), others=known)
+
+
+def references_of(world: ClusterEnv) -> dict[str, OtherFactory]:
+    """The reference on a world's own scenario, disturbances and clock; nothing where the world has no scenario."""
+    course = getattr(world, "course", None)
+    if not isinstance(course, Course):
+        return {}
+    return references(course.scenario, seed=course.seed, clock=lambda: float(world.clock_s[0]))
+
+
+def fastest_worker(times: WorkerTimes, workers: int) -> int:
+    """The worker that is first done with a minute of work.
+
+    Raises nothing; ties go to the lower number.
+    """
+    return int(np.argmin([times.finish_s(worker, ALONE_S, 0.0) for worker in range(workers)]))
+
+
+def bounds_of_trial(trial: Trial, workload: Workload) -> tuple[int, int]:
+    """Smallest and largest batch of a worker: the workload's, or the trial's own if that lies outside."""
+    return min(workload.min_batch, trial.batch_size), max(workload.max_batch, trial.batch_size)
+
+
+def schedule_of(trial: Trial, optimizer: torch.optim.Optimizer) -> tuple[LambdaLR, int] | None:
+    """A trial's schedule for `Controller.scheduler` with its nominal batch; None for a constant rate."""
+    if trial.schedule == "constant" or trial.budget is None:
+        return None
+    nominal = max(trial.budget // SCHEDULE_PARTS, 1)
+    return LambdaLR(optimizer, lambda step: trial.rate_factor(step * nominal)), nominal
+
+
+class _Engine(Protocol):
+    """Something that trains `model` from one meeting to the next: when it ended, samples by worker, steps in it."""
+
+    model: nn.Module
+
+    def advance(self) -> tuple[float, Ints, int]: ...
+
+    def close(self) -> None: ...
+
+
+class _UnderPolicy:
+    """Workers that meet over gradients, shares by a policy: `VirtualCluster`."""
+
+    def __init__(
+        self, trial: Trial, workload: Workload, data: Data, world: ClusterEnv, seed: int, policy: Policy, interval: int
+    ) -> None:
+        self.model = workload.make_model(seed)
+        optimizer = workload.make_optimizer(self.model.parameters())
+        set_rate(optimizer, trial.learning_rate)
+        low, high = bounds_of_trial(trial, workload)
+        self._cluster = VirtualCluster(
+            self.model,
+            optimizer,
+            workload.loss,
+            data.train,
+            clusters=world,
+            policy=policy,
+            batch_size=trial.batch_size,
+            bounds=Bounds.of(world.clusters.shape[1], low, high),
+            interval=interval,
+            lr_rule=trial.lr_rule,
+            seed=seed,
+            collate_fn=as_is,
+            sample_costs=costs_of(workload, data),
+        )
+        if (schedule := schedule_of(trial, optimizer)) is not None:
+            self._cluster.scheduler(schedule[0], nominal_batch_size=schedule[1])
+
+    def advance(self) -> tuple[float, Ints, int]:
+        run = self._cluster.run(steps=1)
+        return float(run.time_s[0]), run.counts[0], 1
+
+    def close(self) -> None:
+        self._cluster.close()
+
+
+class _Alone:
+    """The fastest worker by itself: no meetings, no exchange."""
+
+    def __init__(self, trial: Trial, workload: Workload, data: Data, world: Any, seed: int) -> None:
+        self.trial, self.workload, self.data, self._times = trial, workload, data.train, world
+        self.model = workload.make_model(seed)
+        self.model.train()
+        self._optimizer = workload.make_optimizer(self.model.parameters())
+        self._rate = ScheduledRate(trial, self._optimizer)
+        self._order, self._costs = EndlessOrder(len(data.train), seed), _SampleCosts(workload, data)
+        self._workers = world.clusters.shape[1]
+        self._fastest, self._extra_s = fastest_worker(world, self._workers), step_extra_s(world)
+        self._samples, self._now_s = 0, 0.0
+
+    def advance(self) -> tuple[float, Ints, int]:
+        chosen = self._order.take(self._samples, self.trial.batch_size)
+        self._rate.at(self._samples)
+        train_step(self.workload, self.model, self._optimizer, self.data, chosen)
+        work_s = self._times.device_s(len(chosen), self._costs.of(chosen))
+        self._now_s = self._times.finish_s(self._fastest, work_s, self._now_s) + self._extra_s
+        self._samples += len(chosen)
+        used: Ints = np.zeros(self._workers, dtype=np.int64)
+        used[self._fastest] = len(chosen)
+        return self._now_s, used, 1
+
+    def close(self) -> None:
+        pass
+
+
+class _Meeting:
+    """Workers that meet over parameters: rounds of local steps, one after the other in this process."""
+
+    def __init__(self, trial: Trial, workload: Workload, data: Data, world: Any, seed: int, limit: int | None) -> None:
+        self._times, count = world, world.clusters.shape[1]
+        self._book = RoundBook(trial, count, limit=limit)
+        self._all = [LocalWorker(trial, workload, data.train, seed, rank, count) for rank in range(count)]
+        self.model = self._all[0].model
+        self._costs, self._now_s, self._extra_s = _SampleCosts(workload, data), 0.0, step_extra_s(world)
+
+    def advance(self) -> tuple[float, Ints, int]:
+        plan = self._book.plan()
+        total: Tensor | None = None
+        ends = np.zeros(len(self._all))
+        for worker in self._all:
+            loss = worker.train(plan)
+            steps, piece = int(plan.steps[worker.rank]), int(plan.pieces[worker.rank])
+            cost = self._costs.of(worker.indices(plan).reshape(-1))
+            # Costs are linear, so one piece's fixed part a step and all samples' costs are the round's work.
+            work_s = steps * self._times.device_s(piece, cost / steps)
+            ends[worker.rank] = self._times.finish_s(worker.rank, work_s, self._now_s) + steps * self._extra_s
+            step_s = (float(ends[worker.rank]) - self._now_s) / steps
+            packed = worker.baggage.packed(steps * piece, loss, step_s)
+            total = packed if total is None else total.add_(packed)
+        assert total is not None
+        last_s = float(ends.max())
+        met = self._all[0].baggage.unpacked(total)
+        for worker in self._all:
+            worker.baggage.taken_home(met)
+        self._now_s = last_s + self._times.meeting_s(self._all[0].baggage.payload_bytes, last_s)
+        self._book.met(plan, met)
+        return self._now_s, plan.samples, int(plan.steps.max())
+
+    def close(self) -> None:
+        pass
+
+
+class _SampleCosts:
+    """What samples cost beside their number, summed; nothing where the workload does not say."""
+
+    def __init__(self, workload: Workload, data: Data) -> None:
+        self._each = costs_of(workload, data)
+
+    def of(self, chosen: Tensor) -> float:
+        return 0.0 if self._each is None else float(self._each[chosen.numpy()].sum())
+
+
+def costs_of(workload: Workload, data: Data) -> Floats | None:
+    """What each training sample costs beside being one, (n,); None where the workload's samples cost nothing else."""
+    return None if workload.costs is None else workload.costs(data.train)
+
+
+def step_extra_s(times: Any) -> float:
+    """Seconds of an optimizer step beside its pass over the samples, where the world knows them (`LiveExtras`)."""
+    extras = getattr(times, "extras", None)
+    return 0.0 if extras is None else float(extras.step_s)

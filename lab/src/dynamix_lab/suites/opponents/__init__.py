@@ -1,0 +1,1 @@
+"""`dynamix bench opponents`: dynamix beside what a practitioner would pick, tuned as well."""

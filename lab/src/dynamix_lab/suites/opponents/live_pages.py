@@ -1,0 +1,81 @@
+"""The table and the page of live runs of opponents."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from dynamix_lab.report import Page, Section, Table, measured, number, provenance, sections_markdown, with_interval
+from dynamix_lab.statistics import geometric_mean
+
+LEAD = (
+    "Real processes on emulated devices. A run's held-out loss is read on one reference curve of its job (static at "
+    "its best batch and learning rate): equivalent samples. Seconds are per 1,000 of them until the same clock time "
+    "for every row; below 1 a ratio is faster. Rows named again ran twice: they say what the machine adds."
+)
+
+
+def sections(result: Mapping[str, Any]) -> list[Section]:
+    """All places together, then each by itself."""
+    return [*_together(result), *(_section(text, part, result) for text, part in result["places"].items())]
+
+
+def markdown(result: Mapping[str, Any]) -> str:
+    """table.md."""
+    return sections_markdown(sections(result), level=3)
+
+
+def page(result: Mapping[str, Any]) -> str:
+    """report.html."""
+    return Page(result["command"], sections(result), lead=[LEAD, provenance(result)], details=measured(result)).html()
+
+
+def _together(result: Mapping[str, Any]) -> list[Section]:
+    rows = list(result["policies"])
+    others = [name for name in ("single", "static", "local", "goodput") if name in rows]
+    table = [
+        [row, *("1" if row == other else with_interval(result["ratios"][f"{row}/{other}"], 3) for other in others)]
+        for row in rows
+    ]
+    head = ["row", *(f"over {other}" for other in others)]
+    return [Section("All places", text=_a_a(result["a_a"]), table=Table(head, table))]
+
+
+def _a_a(found: Mapping[str, Any] | None) -> list[str]:
+    if found is None:
+        return []
+    parts = [
+        f"{name}: {100 * part['sd']:.2f} % over {part['pairs']} pairs (limit {100 * part['limit']:g} %)"
+        for name, part in found.items()
+        if name != "believed"
+    ]
+    good = "Both keep their limit." if found["believed"] else "Not all keep their limit on ten pairs or more."
+    return [f"A/A, standard deviation of the logarithm: {'; '.join(parts)}. {good}"]
+
+
+def _section(text: str, part: Mapping[str, Any], result: Mapping[str, Any]) -> Section:
+    found, first = part["verdict"], part["first"]
+    others = dict.fromkeys(
+        name for name in ("single", "static", found["best_synchronous"], found["best_rarely"], "goodput") if name
+    )
+    rows = []
+    for row, seconds in part["seconds"].items():
+        about = part["about"][row]
+        reached = [t for t in about["time_to_target_s"] if t is not None]
+        cells = [row, number(geometric_mean(seconds), 3), number(_mean(about["samples"]), 0)]
+        cells.append(f"{number(_mean(reached), 1)} ({len(reached)} of {len(seconds)})" if reached else "–")
+        for other in others:
+            ratio = part["ratios"].get(f"{row}/{other}")
+            cells.append("1" if row == other else with_interval(ratio, 3) if ratio else "–")
+        cells.append(f"{sum(part['overruns'][row])}")
+        rows.append(cells)
+    head = ["row", "s per 1,000", "samples", "s to target", *(f"over {other}" for other in others), "overruns"]
+    level = f", not told from it: {', '.join(first['level'])}" if first["level"] else ""
+    said = [found["sentence"], f"First: {first['best']}{level}. {len(part['pairs'])} pairs."]
+    if part["late"]:
+        said.append(f"No measurement, as devices overran after every repeat: {', '.join(part['late'])}.")
+    return Section(text, text=said, table=Table(head, rows))
+
+
+def _mean(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None

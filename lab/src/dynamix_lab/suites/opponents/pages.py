@@ -1,0 +1,125 @@
+"""The table and the page of `dynamix bench opponents`: a part for each place, opponents first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from dynamix_lab.opponents.trial import Trial
+from dynamix_lab.report import (
+    Page,
+    Section,
+    Table,
+    legend_beside,
+    look,
+    measured,
+    new_figure,
+    number,
+    provenance,
+    sections_markdown,
+    with_interval,
+)
+from dynamix_lab.statistics import geometric_mean
+from dynamix_lab.suites.opponents.regimes import is_regime
+from dynamix_lab.tasks.claim_jobs import CLAIM_JOBS
+
+LEAD = (
+    "Seconds to the job's target. Every row was tuned alike on other seeds: twelve trials of learning rates and of "
+    "what the row has besides. A ratio is a time over another row's, below 1 is faster, with its 95 % interval over "
+    "pairs. A run that did not arrive counts with the time at which it was ended."
+)
+
+
+def sections(result: Mapping[str, Any]) -> list[Section]:
+    """One for each place, in the order of the plan; before them one over all regimes, where there are some."""
+    regimes = {text: part for text, part in result["places"].items() if is_regime(text)}
+    return ([_map(regimes)] if regimes else []) + [_section(text, part) for text, part in result["places"].items()]
+
+
+def _map(places: Mapping[str, Any]) -> Section:
+    """Who wins where: speeds over one worker alone, and who is first, a line for each regime."""
+    names = list(dict.fromkeys(row for part in places.values() for row in part["times_s"] if row != "single"))
+    rows = []
+    for text, part in places.items():
+        scenario, _, job = text.partition("/")
+        workers, spread, ratio = (field[1:] for field in scenario.removeprefix("regime-").split("-"))
+        alone = geometric_mean(part["times_s"]["single"])
+        speeds = {row: alone / geometric_mean(times) for row, times in part["times_s"].items()}
+        first = part["first"]
+        level = f" ({', '.join(first['level'])})" if first["level"] else ""
+        per_worker = number(CLAIM_JOBS[job].critical_batch / int(workers), 0) if job in CLAIM_JOBS else "–"
+        shown = [number(speeds.get(row), 2) for row in names]
+        rows.append([ratio, per_worker, f"{spread}:1", workers, job, *shown, f"{first['best']}{level}"])
+    head = ["exchange/compute", "critical batch/W", "speeds", "W", "job", *names, "first (not told from it)"]
+    said = (
+        "Speed over the fastest worker alone, best of each row after tuning. Exchange over compute is the time of one "
+        "exchange of gradients over the fastest worker's on 64 samples."
+    )
+    return Section("Who wins where", text=[said], table=Table(head, rows))
+
+
+def markdown(result: Mapping[str, Any]) -> str:
+    """table.md."""
+    return sections_markdown(sections(result), level=3)
+
+
+def page(result: Mapping[str, Any]) -> str:
+    """report.html."""
+    shown = sections(result)
+    if result["places"]:
+        shown = [Section(figure=_figure(result["places"]), caption="Speed over the fastest worker alone."), *shown]
+    title = f"{result['command']}: {len(result['places'])} places"
+    return Page(title, shown, lead=[LEAD, provenance(result)], details=measured(result)).html()
+
+
+def _section(text: str, part: Mapping[str, Any]) -> Section:
+    found, first = part["verdict"], part["first"]
+    best = found["best_synchronous"]
+    rarely = found["best_rarely"]
+    others = dict.fromkeys(other for other in ("single", "static", best, rarely) if other)
+    rows = []
+    for row, times in part["times_s"].items():
+        trial = Trial.from_dict(part["rows"][row]["trial"])
+        arrived = part["arrived"][row]
+        came = "" if all(arrived) else f" ({sum(arrived)} of {len(arrived)} arrived)"
+        cells = [row, described(trial), f"{number(geometric_mean(times), 1)}{came}"]
+        for other in others:
+            ratio = part["ratios"].get(f"{row}/{other}")
+            cells.append("1" if row == other else with_interval(ratio, 2) if ratio else "–")
+        rows.append(cells)
+    head = ["row", "tuned to", "seconds", *(f"over {other}" for other in others)]
+    level = f", not told from it: {', '.join(first['level'])}" if first["level"] else ""
+    return Section(text, text=[found["sentence"], f"First: {first['best']}{level}."], table=Table(head, rows))
+
+
+def described(trial: Trial) -> str:
+    """A trial's numbers, short.
+
+    >>> described(Trial("static", "static", 32, 0.1))
+    'rate 0.1, 32 a worker'
+    """
+    parts = [f"rate {trial.learning_rate:g}", f"{trial.batch_size} a worker"]
+    if trial.lr_rule != "none":
+        parts.append(trial.lr_rule)
+    if trial.local is not None:
+        parts += [f"{trial.local.steps} steps a round", f"momentum {trial.local.momentum}"]
+    return ", ".join(parts)
+
+
+def _figure(places: Mapping[str, Any]) -> Any:
+    """Every row's speed over `single` at each place."""
+    figure, (axes,) = new_figure(height=1.5 + 0.35 * len(places))
+    names = list(dict.fromkeys(row for part in places.values() for row in part["times_s"]))
+    for i, row in enumerate(names):
+        at = [place for place, part in enumerate(places.values()) if row in part["times_s"]]
+        parts = [part["times_s"] for part in places.values() if row in part["times_s"]]
+        speeds = [geometric_mean(times["single"]) / geometric_mean(times[row]) for times in parts]
+        filled = None if i < 8 else "none"
+        axes.plot(speeds, at, "o", ms=5, label=row, color=look(i)["color"], mfc=filled)
+    axes.axvline(1.5, color="#222", lw=0.8, ls=":")
+    axes.set(yticks=range(len(places)), xlabel="speed over the fastest worker alone (dotted: where distributing pays)")
+    axes.set_yticklabels(list(places))
+    axes.invert_yaxis()
+    axes.set_xlim(left=0)
+    legend_beside(axes, columns=2)
+    return figure

@@ -1,0 +1,214 @@
+"""`dynamix bench opponents`: every row tuned alike and run on the virtual clock, place by place."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+
+from dynamix.errors import ConfigError
+from dynamix_lab.harness.reference import references
+from dynamix_lab.harness.suite import Cell, Context, Suite
+from dynamix_lab.opponents.buckets import gradient_buckets
+from dynamix_lab.opponents.runs import RunLimits, TrialRun
+from dynamix_lab.opponents.trial import Trial
+from dynamix_lab.opponents.tuning import TuningSpace, grid, tune
+from dynamix_lab.opponents.virtual import INTERVAL, run_virtual
+from dynamix_lab.opponents.world import DeviceWorld
+from dynamix_lab.statistics import who_wins
+from dynamix_lab.suites.fidelity.quota_world import QuotaWorld, quota_costs
+from dynamix_lab.suites.opponents import pages
+from dynamix_lab.suites.opponents.places import JobNumbers, job_numbers, outages
+from dynamix_lab.suites.opponents.plan import USUAL, Place, check_rows
+from dynamix_lab.suites.opponents.regimes import EXTRAS, is_regime
+from dynamix_lab.suites.opponents.verdict import ratios, verdict
+from dynamix_lab.tasks import make_workload
+from dynamix_lab.tasks.mnist1d import TUNING_SEEDS
+
+REGIME_LONGER = 4
+DISTURBANCE = 1000  # apart from the seed of model and data; all rows of one seed share both
+
+
+@dataclass(frozen=True, slots=True)
+class OpponentsPlan:
+    """What one call runs.
+
+    places   of `Place.of`
+    rows     of the table, "single" and "static" among them
+    seeds    fresh pairs on which each row's winner is confirmed
+    seed     the first of them
+    tuning   seeds of the tuning, by successive halving; none: each row takes the first of its grid (a smoke run)
+    """
+
+    places: tuple[str, ...]
+    rows: tuple[str, ...] = USUAL
+    seeds: int = 5
+    seed: int = 0
+    tuning: tuple[int, ...] = TUNING_SEEDS
+
+    def check(self) -> None:
+        """Raises `ConfigError` before anything runs."""
+        check_rows(self.rows)
+        keys = [Place.of(text).key for text in self.places]
+        if not keys or len(set(keys)) < len(keys):
+            raise ConfigError("places", ", ".join(self.places), "one or more that differ", "name scenario/workload")
+        used = set(self.fresh) & set(TUNING_SEEDS)
+        if self.seeds < 1 or self.seed < 0 or used:
+            allowed = f"1 or more from 0 on, without {', '.join(map(str, TUNING_SEEDS))}, on which rows are tuned"
+            raise ConfigError("seed, seeds", (self.seed, self.seeds), allowed, "take other seeds")
+        for text in self.places:
+            job_numbers(Place.of(text).workload)
+
+    @property
+    def fresh(self) -> list[int]:
+        """The seeds of the pairs."""
+        return list(range(self.seed, self.seed + self.seeds))
+
+
+@dataclass(frozen=True)
+class OpponentsSuite(Suite):
+    """A cell is a row at a place: its tuning, and the runs of its winner. Cells do not need each other."""
+
+    plan: OpponentsPlan
+    name: str = "opponents"
+    grows: ClassVar[frozenset[str]] = frozenset({"places"})
+
+    def facts(self) -> dict[str, Any]:
+        places = {text: Place.of(text).load().sha256 for text in self.plan.places}
+        return {"cluster": "virtual", "mechanisms": {}, "seeds": self.plan.fresh, "scenario_sha256": places}
+
+    def cells(self) -> list[Cell]:
+        return [Cell(f"{Place.of(text).key}-{row}", (text, row)) for text in self.plan.places for row in self.plan.rows]
+
+    def run(self, cell: Cell, context: Context) -> dict[str, Any]:
+        text, row = cell.what
+        torch.set_num_threads(1)  # these nets are small: threads would wait for each other
+        place = Place.of(text)
+        job = job_at(place)
+        run = functools.partial(run_at, place, job)
+        trials = grid(row, space_of(place, job))
+        trial, tried = tune(trials, run, job.worth, seeds=self.plan.tuning) if self.plan.tuning else (trials[0], [])
+        runs = [run(trial, seed) for seed in self.plan.fresh]
+        return {
+            "place": text,
+            "row": row,
+            "trial": trial.to_dict(),
+            "at_edge": at_edge(trial, trials),
+            "tried": [one.to_dict() for one in tried],
+            "runs": [summary(done, job) for done in runs],
+        }
+
+    def conclude(self, cells: Mapping[str, Any]) -> dict[str, Any]:
+        by_place: dict[str, dict[str, Any]] = {}
+        for cell in cells.values():
+            by_place.setdefault(cell["place"], {})[cell["row"]] = cell
+        found = {text: concluded(rows) for text, rows in by_place.items() if {"single", "static"} <= set(rows)}
+        names = [row for row in self.plan.rows if all(row in part["rows"] for part in found.values())]
+        lists = {row: [part["times_s"][row] for part in found.values()] for row in names}
+        return {
+            "target": None,
+            "policies": {row: {"time_to_target_s": [t for times in lists[row] for t in times]} for row in names},
+            "ratios": {},
+            "places": found,
+        }
+
+    def table(self, result: Mapping[str, Any]) -> str:
+        return pages.markdown(result)
+
+    def page(self, result: Mapping[str, Any]) -> str:
+        return pages.page(result)
+
+
+def job_at(place: Place) -> JobNumbers:
+    """The job's numbers; in a regime, whose links may be slow, runs get longer."""
+    job = job_numbers(place.workload)
+    return replace(job, limit_s=REGIME_LONGER * job.limit_s) if is_regime(place.scenario) else job
+
+
+def run_at(place: Place, job: JobNumbers, trial: Trial, seed: int) -> TrialRun:
+    """One run of a trial at a place, to the job's target or its limits."""
+    workload = make_workload(place.workload)
+    world = world_at(place, trial, seed)
+    others = references(place.load(), seed=DISTURBANCE + seed, clock=lambda: float(world.clock_s[0]))
+    limits = RunLimits(
+        time_s=job.limit_s, samples=job.limit_samples, target=job.target, every_samples=job.every_samples
+    )
+    return run_virtual(trial, workload, workload.make_data(seed), world, seed=seed, limits=limits, others=others)
+
+
+def world_at(place: Place, trial: Trial, seed: int) -> DeviceWorld | QuotaWorld:
+    """The virtual cluster that a run of a trial with this seed meets."""
+    scenario, model = place.load(), make_workload(place.workload).make_model(0)
+    if scenario.device is not None:
+        return DeviceWorld(
+            scenario,
+            seed=DISTURBANCE + seed,
+            batch_size=trial.batch_size,
+            buckets=gradient_buckets(model),
+            outages=outages(place.scenario),
+            extras=EXTRAS if is_regime(place.scenario) else None,
+            interval=INTERVAL,
+        )
+    size = sum(p.numel() * p.element_size() for p in model.parameters())
+    return QuotaWorld(
+        scenario,
+        quota_costs(),
+        seed=DISTURBANCE + seed,
+        gradient_bytes=size,
+        batch_size=trial.batch_size,
+        longest_s=job_numbers(place.workload).limit_s,
+    )
+
+
+def space_of(place: Place, job: JobNumbers) -> TuningSpace:
+    """What the grids of a place are made of, the same for every row."""
+    return TuningSpace(job.rates, place.load().workers, job.budget, batch_sizes=job.batch_sizes, periods=job.periods)
+
+
+def at_edge(trial: Trial, trials: Sequence[Trial]) -> list[str]:
+    """Where a winner is at an end of its grid, so that a better one may lie beyond: "learning_rate", "batch_size".
+
+    Rates are those of the winner's own batch. A grid of two batches has no inside, so its batches do not count.
+    """
+    rates = sorted({one.learning_rate for one in trials if one.batch_size == trial.batch_size})
+    sizes = sorted({one.batch_size for one in trials})
+    found = ["learning_rate"] if trial.learning_rate in (rates[0], rates[-1]) else []
+    return found + (["batch_size"] if len(sizes) > 2 and trial.batch_size in (sizes[0], sizes[-1]) else [])
+
+
+def summary(run: TrialRun, job: JobNumbers) -> dict[str, Any]:
+    """What is kept of a run: its curve, and when it arrived."""
+    kept = run.to_dict()
+    return {
+        "seed": run.seed,
+        "time_to_target_s": run.time_to_score(job.target),
+        "limit_s": job.limit_s,
+        "time_s": run.time_s,
+        "samples": run.samples,
+        "steps": run.steps,
+        "samples_by_worker": kept["samples_by_worker"],
+        "curve": {name: kept["evaluations"][name] for name in ("time_s", "samples", "loss", "score")},
+    }
+
+
+def concluded(rows: Mapping[str, Any]) -> dict[str, Any]:
+    """One place: times by row (a run that did not arrive counts with the limit), the verdict, ratios, the first."""
+    times = {row: [_time(run) for run in cell["runs"]] for row, cell in rows.items()}
+    return {
+        "times_s": times,
+        "arrived": {row: [run["time_to_target_s"] is not None for run in cell["runs"]] for row, cell in rows.items()},
+        "samples": {row: [run["samples"] for run in cell["runs"]] for row, cell in rows.items()},
+        "verdict": verdict(times).to_dict(),
+        "ratios": ratios(times),
+        "first": who_wins(times).to_dict(),
+        "rows": {row: {"trial": cell["trial"], "at_edge": cell["at_edge"]} for row, cell in rows.items()},
+    }
+
+
+def _time(run: Mapping[str, Any]) -> float:
+    reached = run["time_to_target_s"]
+    return float(run["limit_s"]) if reached is None or not math.isfinite(reached) else float(reached)

@@ -1,0 +1,102 @@
+"""Tuning: as many trials for every row, the same halving, and a search that finds what is better."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from dynamix.errors import ConfigError
+from dynamix.policies.registry import parse_name
+from dynamix_lab.opponents.periods import Moment, period_of
+from dynamix_lab.opponents.profiled import Profiled
+from dynamix_lab.opponents.runs import RunLimits, TrialRun
+from dynamix_lab.opponents.trial import Trial
+from dynamix_lab.opponents.tuning import ROWS, TriedTrial, TuningSpace, grid, tune
+from dynamix_lab.opponents.virtual import policy_of, run_virtual
+from tests.lab.opponents.tiny import ConstantWorld, make_data, workload
+
+SPACE = TuningSpace({16: 0.02, 256: 0.3}, workers=4, budget=20_000)
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_every_row_gets_twelve_trials_that_differ_at_the_same_four_rates(row: str) -> None:
+    trials = grid(row, SPACE)
+    assert len(set(trials)) == len(trials) == 12
+    assert {trial.row for trial in trials} == {row}
+    by_choice = [trials[at : at + 4] for at in (0, 4, 8)]
+    for choice in by_choice:
+        assert len({(t.batch_size, t.lr_rule, t.local and (t.local.steps, t.local.momentum)) for t in choice}) == 1
+        rates = [trial.learning_rate for trial in choice]
+        assert rates[-1] == pytest.approx(8 * rates[0])
+    if trials[0].policy not in (None, "profiled", "reference"):
+        parse_name(str(trials[0].policy))
+
+
+def test_the_profiled_row_is_known_to_the_runner() -> None:
+    assert isinstance(policy_of(grid("profiled", SPACE)[0], None), Profiled)
+
+
+def test_qsr_begins_at_its_base_at_every_rate_and_grows_as_the_rate_falls() -> None:
+    for trial in grid("qsr", SPACE):
+        assert trial.local is not None
+        rule = period_of(trial)
+        assert rule.at(Moment(0, trial.learning_rate, 1.0)).steps == trial.local.steps
+        assert rule.at(Moment(0, trial.learning_rate / 2, 1.0)).steps == 4 * trial.local.steps
+
+
+def test_the_best_third_goes_on_to_the_next_seed() -> None:
+    asked: list[tuple[float, int]] = []
+
+    def run(trial: Trial, seed: int) -> Any:
+        asked.append((trial.learning_rate, seed))
+        # On the second seed the order among those left is another.
+        return abs(trial.learning_rate - 0.1) + 1 if seed == 9001 else 1 / trial.learning_rate
+
+    trials = grid("static", SPACE)
+    best, tried = tune(trials, run, float)  # type: ignore[arg-type]
+    assert [seed for _, seed in asked] == [9001] * 12 + [9002] * 4
+    assert best.learning_rate == max(rate for rate, seed in asked if seed == 9002)
+    assert [len(t.worth) for t in tried] == [2] * 4 + [1] * 8
+    assert [t.mean for t in tried[:4]] == sorted(t.mean for t in tried[:4])
+    assert {t.trial for t in tried} == set(trials)
+
+
+def test_a_run_that_arrives_nowhere_is_never_chosen_and_survives_json() -> None:
+    trials = grid("single", SPACE)
+    worth = {trial: math.inf if at else 3.0 for at, trial in enumerate(trials)}
+    runs: Any = lambda trial, seed: trial  # noqa: E731
+    best, tried = tune(trials, runs, lambda run: worth[run])  # type: ignore[index]
+    assert best == trials[0]
+    assert [TriedTrial.from_dict(t.to_dict()) for t in tried] == tried
+
+
+def test_rates_are_laid_about_the_jobs_curve_at_the_batch_whose_noise_they_meet() -> None:
+    assert [SPACE.rate_at(batch) for batch in (4, 16, 64, 256, 1024)] == [0.02, 0.02, 0.077, 0.3, 0.3]
+    first = {row: grid(row, SPACE)[1] for row in ("single", "static", "local")}
+    batches = {row: trial.batch_size for row, trial in first.items()}
+    assert batches == {"single": 64, "static": 16, "local": 16}
+    rates = {row: trial.learning_rate for row, trial in first.items()}
+    assert rates == {"single": SPACE.rate_at(64), "static": SPACE.rate_at(4 * 16), "local": SPACE.rate_at(2 * 16)}
+
+
+def test_what_cannot_be_tuned_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"row='hope' .* single"):
+        grid("hope", SPACE)
+    with pytest.raises(ConfigError, match="periods"):
+        TuningSpace({64: 0.05}, 4, 1000, periods=(4, 4))
+    with pytest.raises(ConfigError, match="trials, seeds"):
+        tune([], lambda trial, seed: trial, lambda run: 1.0)  # type: ignore[arg-type,return-value]
+
+
+def test_tuning_on_the_virtual_clock_beats_the_worst_of_its_grid() -> None:
+    job, data = workload(), make_data()
+
+    def run(trial: Trial, seed: int) -> TrialRun:
+        limits = RunLimits(time_s=1.0, every_s=0.5)
+        return run_virtual(trial, job, data, ConstantWorld((1.0, 0.4)), seed=seed, limits=limits)
+
+    best, tried = tune(grid("local", SPACE), run, lambda run: run.evaluations[-1].loss)
+    assert best == tried[0].trial
+    assert tried[0].worth[0] < 0.9 * max(t.worth[0] for t in tried)

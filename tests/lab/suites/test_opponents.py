@@ -1,0 +1,226 @@
+"""The opponents' suite: what a practitioner would pick, tuned as well as ours, and whether distributing pays."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from dynamix.cli.app import app
+from dynamix.emulator import Emulation, load_scenario
+from dynamix.emulator.devices import DeviceSteps
+from dynamix.errors import ConfigError, StateError
+from dynamix_lab.opponents.launch import LiveJob, LiveRun, LiveWatch, launch, until_paced
+from dynamix_lab.opponents.runs import RunLimits, TrialRun
+from dynamix_lab.opponents.trial import LocalSettings, Trial
+from dynamix_lab.statistics import geometric_mean
+from dynamix_lab.suites.opponents.live import LivePlan, LiveSuite, concluded
+from dynamix_lab.suites.opponents.places import JOBS, V2, job_numbers
+from dynamix_lab.suites.opponents.plan import USUAL, Place
+from dynamix_lab.suites.opponents.regimes import regime, regime_places
+from dynamix_lab.suites.opponents.verdict import verdict
+from dynamix_lab.suites.opponents.virtual import OpponentsPlan, at_edge, world_at
+from dynamix_lab.yardstick import ProgressCurve
+
+
+def test_a_smoke_run_says_whether_distributing_pays_and_leaves_a_whole_folder(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["bench", "opponents", "--quick", "--json", "--out", str(tmp_path / "run")])
+    assert done.exit_code == 0, done.output
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    part = result["places"]["device-even/teacher"]
+    assert set(part["times_s"]) == {"single", "static", "local"}
+    speed = geometric_mean(part["times_s"]["single"]) / geometric_mean(part["times_s"]["static"])
+    assert part["verdict"]["over_single"] == pytest.approx(speed)
+    assert part["verdict"]["sentence"] in (tmp_path / "run" / "table.md").read_text()
+    assert "<svg" in (tmp_path / "run" / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("times", "pays", "says"),
+    [
+        ({"single": [9.0], "static": [4.0], "local": [5.0]}, True, "Distributing pays: static is 2.25 times"),
+        ({"single": [9.0], "static": [8.0], "local": [8.5]}, False, "Do not distribute this job"),
+        ({"single": [9.0], "static": [8.0], "local": [3.0]}, False, "Do not meet after every step"),
+        ({"single": [9.0], "static": [8.0], "dynamix": [1.0]}, False, "Do not distribute this job"),
+    ],
+)
+def test_the_verdict_is_the_opponents_alone(times: dict[str, list[float]], pays: bool, says: str) -> None:
+    found = verdict(times)
+    assert found.pays is pays
+    assert says in found.sentence
+
+
+def test_claims_are_made_where_the_devices_together_are_three_times_the_fastest_and_the_curve_still_falls() -> None:
+    for text in V2:
+        place = Place.of(text)
+        scenario = place.load()
+        assert scenario.device is not None
+        speeds = [host.cpu for host in scenario.hosts]
+        assert sum(speeds) >= 3 * max(speeds), text
+        efficient = math.ceil(scenario.device.fixed_ms / scenario.device.per_sample_ms)
+        assert len(speeds) * efficient <= max(JOBS[place.workload].rates), text
+
+
+def test_the_map_of_regimes_has_24_places_whose_exchange_is_what_they_say() -> None:
+    places = regime_places()
+    assert len(set(places)) == 24
+    place = Place.of("regime-w4-s4-r0.3/teacher")
+    world: Any = world_at(place, Trial("static", "static", 64, 0.1), seed=0)
+    size = sum(bucket.size_bytes for bucket in world.buckets)
+    assert world.meeting_s(size, 0.0) == pytest.approx(0.3 * world.device_s(64), rel=1e-3)
+    for name in ("regime-w1-s1-r1", "regime-w4-s0-r1", "regime-w4-r1", "regime-w4-s1-r0"):
+        with pytest.raises(ConfigError, match="regime"):
+            regime(name, "teacher")
+
+
+@pytest.mark.parametrize(
+    ("plan", "names"),
+    [
+        (OpponentsPlan(("device-even/teacher",), ("static", "local")), "single"),
+        (OpponentsPlan(("device-even/teacher",), ("single", "static", "hope")), "hope"),
+        (OpponentsPlan(()), "places"),
+        (OpponentsPlan(("device-even/teacher", "device-even/teacher")), "places"),
+        (OpponentsPlan(("device-even/teacher",), seed=9000, seeds=2), "9001"),
+        (OpponentsPlan(("device-even/digits",)), "digits"),
+    ],
+)
+def test_a_plan_that_compares_nothing_is_refused(plan: OpponentsPlan, names: str) -> None:
+    with pytest.raises(ConfigError, match=names):
+        plan.check()
+
+
+TRIALS = {
+    "single": Trial("single", None, 128, 0.05),
+    "static": Trial("static", "static", 32, 0.05),
+    "local": Trial("local", None, 32, 0.05, local=LocalSettings(steps=4)),
+    "goodput": Trial("goodput", "goodput", 32, 0.05),
+}
+
+
+def tuned(tmp_path: Path, place: str = "device-even/teacher") -> Path:
+    """A virtual run's result, as far as live runs read it."""
+    path = tmp_path / "result.json"
+    rows = {row: {"trial": trial.to_dict()} for row, trial in TRIALS.items()}
+    path.write_text(json.dumps({"commit": "abc", "places": {place: {"rows": rows}}}))
+    return path
+
+
+def test_a_live_plan_takes_what_was_tuned_and_refuses_the_rest(tmp_path: Path) -> None:
+    def of(path: Path, **other: Any) -> LivePlan:
+        return LivePlan.of(path, **{"places": None, "rows": None, "seeds": 2, "seed": 0, "time_s": 5.0, **other})
+
+    plan = of(tuned(tmp_path))
+    plan.check()
+    assert plan.names("device-even/teacher") == [
+        "single",
+        "static",
+        "local",
+        "goodput",
+        "static-again",
+        "goodput-again",
+    ]
+    assert plan.trial("device-even/teacher", "goodput-again") == TRIALS["goodput"]
+    keys = [cell.key for cell in LiveSuite(plan).cells()]
+    assert keys == ["curve-teacher", "device-even-teacher-0", "device-even-teacher-1"]
+    with pytest.raises(ConfigError, match="dynamix"):
+        of(tuned(tmp_path), rows=("single", "static", "dynamix"))
+    with pytest.raises(ConfigError, match="even/teacher"):
+        of(tuned(tmp_path), places=("even/teacher",))
+    with pytest.raises(ConfigError, match="device hosts"):
+        of(tuned(tmp_path, "even/teacher")).check()
+    (tmp_path / "result.json").write_text("{}")
+    with pytest.raises(StateError, match="no result"):
+        of(tmp_path / "result.json")
+
+
+def test_a_row_that_learns_twice_as_fast_takes_half_the_seconds_whatever_its_batches() -> None:
+    curve = ProgressCurve("teacher", (1000.0, 100_000.0), (2.0, 1.0))
+
+    def run(samples_per_s: float, counted: float) -> dict[str, Any]:
+        times = [float(t) for t in range(1, 31)]
+        losses = [2.0 - math.log(samples_per_s * t / 1000) / math.log(100) for t in times]
+        columns = {"time_s": times, "samples": [counted * t for t in times], "loss": losses, "score": [0.0] * 30}
+        devices = [{"steps": 10, "overruns": 0, "overrun_s": 0.0}]
+        return {"evaluations": columns, "devices": devices, "steps": 10, "samples_by_worker": [1], "overrun": False}
+
+    speeds = {"single": 1100.0, "static": 2200.0, "goodput": 2200.0}
+    pairs = [
+        {"seed": seed, "runs": {name: run(speed, 5 * speed) for name, speed in speeds.items()}} for seed in (0, 1, 2)
+    ]
+    found = concluded(pairs, curve, job_numbers("teacher"), 25.0)
+    assert found["ratios"]["static/single"]["median"] == pytest.approx(0.5, rel=1e-3)
+    assert found["ratios"]["goodput/static"]["median"] == pytest.approx(1.0, rel=1e-3)
+    assert found["verdict"]["pays"] is True
+    assert found["late"] == []
+    pairs[1]["runs"]["static"]["overrun"] = True
+    assert concluded(pairs, curve, job_numbers("teacher"), 25.0)["late"] == ["static (seed 1)"]
+    assert found["about"]["static"]["samples"] == [pytest.approx(5 * 2200 * 25)] * 3
+    assert found["about"]["static"]["equivalent_samples"] == [pytest.approx(2200 * 25, rel=0.01)] * 3
+
+
+def test_a_run_that_overran_is_made_again_three_times_at_most() -> None:
+    asked: list[tuple[int, list[str]]] = []
+
+    def make(trials: Any, attempt: int) -> list[LiveRun]:
+        asked.append((attempt, list(trials)))
+        late = DeviceSteps(100, 2 if attempt < 2 else 1, 0.1)
+        fine = DeviceSteps(100)
+        return [LiveRun(name, _run(trials[name]), (late if name == "local" else fine,), 0.0) for name in trials]
+
+    runs = until_paced(make, TRIALS, repeats=3)
+    assert [run.name for run in runs] == list(TRIALS)
+    assert asked == [(0, list(TRIALS)), (1, ["local"]), (2, ["local"])]
+    assert not any(run.overrun for run in runs)
+
+
+def _run(trial: Trial) -> TrialRun:
+    return TrialRun(trial, 0, "live", (), (1.0,), (8,), 1)
+
+
+def test_a_winner_at_an_end_of_its_grid_is_marked() -> None:
+    trials = [Trial("static", "static", size, rate) for size in (32, 64, 128) for rate in (0.1, 0.2, 0.4)]
+    found = {(t.batch_size, t.learning_rate): at_edge(t, trials) for t in trials}
+    assert found[64, 0.2] == []
+    assert found[128, 0.2] == ["batch_size"]
+    assert found[32, 0.4] == ["learning_rate", "batch_size"]
+
+
+class Noted(LiveWatch):
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def began(self, name: str) -> None:
+        self.told.append(f"{name} began")
+
+    def finished(self, run: LiveRun) -> None:
+        self.told.append(f"{run.name} ended")
+
+
+@pytest.mark.emulator
+@pytest.mark.multiproc
+def test_every_kind_of_row_runs_live_on_device_hosts(tmp_path: Path) -> None:
+    scenario = load_scenario(
+        {"device": {"fixed_ms": 10.0, "per_sample_ms": 0.5}, "hosts": [{"cpu": 0.5}, {"cpu": 1.0}]}
+    )
+    job = LiveJob("teacher", 0, "device-even", 1, RunLimits(time_s=2.0, every_s=0.5), fastest=1)
+    watch = Noted()
+    with Emulation(scenario, seed=1, run_dir=tmp_path) as hosts:
+        runs = {run.name: run for run in launch(hosts, job, TRIALS, watch=watch)}
+    assert watch.told == [f"{name} {what}" for name in TRIALS for what in ("began", "ended")]
+    for name, live in runs.items():
+        assert live.run.evaluations[-1].loss < live.run.evaluations[0].loss, name
+        assert live.devices[1].steps > 0, name
+    assert runs["single"].run.samples_by_worker[0] == 0
+    assert runs["single"].devices[0].steps == 0
+    slow, fast = runs["local"].run.samples_by_worker
+    assert slow < fast  # steps in proportion to speed
+
+
+def test_the_usual_rows_are_known_to_the_tuning() -> None:
+    OpponentsPlan(V2, USUAL).check()
