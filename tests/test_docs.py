@@ -212,7 +212,10 @@ def test_programs_are_commands(page: Path) -> None:
 @on_every_page
 def test_lines_are_at_most_120_wide(page: Path) -> None:
     if page.name not in GENERATED:
-        wide = [i for i, line in enumerate(page.read_text().split("\n"), 1) if len(line) > 120]
+        text = re.sub(
+            r"<!-- table: .*?<!-- end -->", lambda made: "\n" * made[0].count("\n"), page.read_text(), flags=re.S
+        )
+        wide = [i for i, line in enumerate(text.split("\n"), 1) if len(line) > 120]
         assert not wide, wide
 
 

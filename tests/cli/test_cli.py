@@ -43,7 +43,9 @@ def test_version_is_printed_by_the_installed_command():
     ("arguments", "named"),
     [
         (["demo", "--seeds", "0"], ["seeds=0", "1 or more"]),
-        (["demo", "--steps", "0"], ["steps=0", "1 or more"]),
+        (["demo", "--rows", "static,dbs"], ["rows='dbs'", "single, static, local, dynamix"]),
+        (["demo", "--scenario", "paper-like"], ["scenario='paper-like'", "device-demo", "bench tta"]),
+        (["demo", "--rows", "static", "--policy", "goodput"], ["policy='goodput'", "--rows"]),
         (["demo", "--seed", "9001"], ["seed=9001", "another"]),
         (["demo", "--seed", "-1"], ["seed=-1", "0 to 2147483647"]),
         (["demo", "--scenario", "nowhere"], ["scenario='nowhere'", "demo"]),
@@ -92,7 +94,7 @@ def test_a_bad_scenario_is_explained(scenario, tmp_path, monkeypatch):
     assert [p.name for p in tmp_path.iterdir()] == ["bad.yaml"]
 
 
-COMMANDS = (["demo", "--quick"], ["bench", "overhead"], ["emulate", "demo", "--", "true"])
+COMMANDS = (["bench", "tta", "--quick"], ["bench", "overhead"], ["emulate", "demo", "--", "true"])
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
@@ -112,7 +114,8 @@ def test_a_machine_that_is_too_small_leaves_no_folder(command, tmp_path, monkeyp
     ids=lambda command: command[0],
 )
 def test_what_the_machine_refuses_leaves_no_folder(command, tmp_path, monkeypatch):
-    (tmp_path / "rated.yaml").write_text("hosts: [{cpu: 0.5, rate_mbit_s: 10}, {cpu: 0.5}]")
+    hosts = "hosts: [{cpu: 0.5, rate_mbit_s: 10}, {cpu: 0.5}]"
+    (tmp_path / "rated.yaml").write_text(f"{hosts}\ndevice: {{fixed_ms: 20, per_sample_ms: 1}}")
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
     result = call(*command[:1], "--mechanism", "duty-cycle", *command[1:])  # loopback has no link rates
@@ -130,11 +133,14 @@ def test_an_empty_folder_that_was_there_before_stays(tmp_path, monkeypatch):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["mine", "rated.yaml"]
 
 
-def test_the_time_of_a_decision_is_told_without_an_emulator():
-    found = json.loads(
-        call("bench", "overhead", "--decision-only", "--workers", "4", "--policies", "goodput", "--json").stdout
+def test_the_time_of_a_decision_with_its_events_line_is_told_without_ranks():
+    told = call(
+        "bench", "overhead", "--decision-only", "--workers", "4,16", "--policies", "goodput", "--quick", "--json"
     )
-    assert 0 < found["decision_ms"]["goodput"]["cpu"] <= found["decision_ms"]["goodput"]["cpu_p99"]
+    found = json.loads(told.stdout)
+    few, many = (found["decision_ms"]["goodput"][workers] for workers in ("4", "16"))
+    assert 0 < few["decision"] + few["line"] <= 1.5 * few["cpu"] <= 1.5 * few["cpu_p99"]
+    assert few["line_bytes"] < many["line_bytes"] < 4 * few["line_bytes"]
     assert found["goal"] == {"decision_cpu_ms": 5.0}
 
 

@@ -63,12 +63,16 @@ def test_simulated_suites_run_it_from_a_file_beside_the_rule(suite):
 
 @pytest.mark.multiproc
 @pytest.mark.slow
-def test_the_demo_runs_it_as_its_learned_policy():
-    options = ["--quick", "--steps", "4", "--mechanism", "duty-cycle", "--out", "run"]
+def test_the_demo_runs_it_without_root_in_the_row_dynamix_and_says_so():
+    options = ["--quick", "--rows", "dynamix", "--mechanism", "duty-cycle", "--out", "run"]
     result = result_of("demo", *options, "--policy", "guarded:own_rule.py:Own")
     ran = result["policies"]["dynamix"]["policy"]
     assert ran == {"name": "guarded:own_rule.py:Own", "sha256": hashlib.sha256(OWN.encode()).hexdigest()}
-    assert result["policies"]["dynamix"]["steps"] == [4]
+    assert result["policies"]["dynamix"]["steps"][0] > 0
+    assert result["mechanisms"]["network"] == "loopback"
+    page = Path("run/report.html").read_text()
+    assert "guarded:own_rule.py:Own" in page
+    assert "no root is needed" in page
 
 
 @pytest.mark.emulator

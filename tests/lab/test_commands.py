@@ -47,7 +47,12 @@ def test_every_measurement_is_a_command(name: str) -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [["stepcount", "ratings"], ["netcosts", "--nets", "nonsense"], ["changecost", "nonsense"]],
+    [
+        ["stepcount", "nonsense"],
+        ["stepcount", "ratings", "--rule", "none"],
+        ["netcosts", "--nets", "nonsense"],
+        ["changecost", "nonsense"],
+    ],
 )
 def test_an_unknown_workload_is_refused_with_one_line(arguments: list[str]) -> None:
     done = CliRunner().invoke(app, ["bench", *arguments])

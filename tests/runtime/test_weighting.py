@@ -103,10 +103,14 @@ def test_static_graph_says_that_its_first_backward_must_synchronise() -> None:
 
 
 @pytest.mark.parametrize(
-    ("hook", "tolerance"),
-    [("allreduce", 1e-6), ("fp16_compress", 3e-3), ("bf16_compress", 2e-2), ("powersgd", 1e-5)],
+    ("hook", "tolerance", "workers"),
+    [
+        *(("allreduce", 1e-6, workers) for workers in (2, 3, 4)),
+        *(("powersgd", 1e-5, workers) for workers in (2, 4)),
+        ("fp16_compress", 3e-3, 3),
+        ("bf16_compress", 2e-2, 3),
+    ],
 )
-@pytest.mark.parametrize("workers", [2, 3, 4])
 def test_inner_hooks(hook: str, tolerance: float, workers: int) -> None:
     # PowerSGD at full rank is exact up to float32, so it shows that no bucket is mixed up with another.
     case = Case(SCRIPTS[workers], hook=hook, dtype=torch.float32, epochs=4)

@@ -5,12 +5,12 @@ import pytest
 
 from dynamix.errors import StateError
 from dynamix.window import Window
-from dynamix_lab.demo.plots import plot_accuracy, plot_sizes, plot_time
-from dynamix_lab.demo.report import write_report
-from dynamix_lab.demo.table import HEAD, legend, ratio_lines, result_table
 from dynamix_lab.harness.display import Display
 from dynamix_lab.harness.runs import PolicyRun, load_runs, summarise
-from dynamix_lab.harness.scoring import Scorer, WeightSnapshot
+from dynamix_lab.harness.scoring import Scorer, WeightSnapshot, by_parameters
+from dynamix_lab.suites.comparison.plots import plot_accuracy, plot_sizes, plot_time
+from dynamix_lab.suites.comparison.report import write_report
+from dynamix_lab.suites.comparison.table import HEAD, legend, ratio_lines, result_table
 from dynamix_lab.tasks import make_workload
 
 
@@ -111,7 +111,7 @@ def test_snapshots_are_scored_in_order_and_their_files_removed(tmp_path):
     workload = make_workload("mnist1d")
     data = workload.make_data(0, train=80, test=20)
     seen = []
-    scorer = Scorer(workload, data.test, seen.append)
+    scorer = Scorer(by_parameters(workload, data.test), seen.append)
     for step in (1, 2):
         path = tmp_path / str(step)
         flat = [p.detach().reshape(-1) for p in workload.make_model(step).parameters()]
@@ -126,7 +126,8 @@ def test_snapshots_are_scored_in_order_and_their_files_removed(tmp_path):
 
 def test_an_error_while_scoring_reaches_the_caller(tmp_path):
     workload = make_workload("mnist1d")
-    scorer = Scorer(workload, workload.make_data(0, train=80, test=20).test, lambda _: None)
+    test = workload.make_data(0, train=80, test=20).test
+    scorer = Scorer(by_parameters(workload, test), lambda _: None)
     scorer.add(WeightSnapshot("static", 1.0, 1, 10, tmp_path / "missing"))
     with pytest.raises(FileNotFoundError):
         scorer.wait()

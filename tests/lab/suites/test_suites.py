@@ -30,7 +30,6 @@ from dynamix_lab.suites.fidelity.predicted import Predicted, PredictedRun, predi
 from dynamix_lab.suites.fidelity.scenario_env import ScenarioEnv, scenario_world, simulated_hosts
 from dynamix_lab.suites.fidelity.suite import lines, run_fidelity
 from dynamix_lab.suites.simulated import SimulatedPlan, SimulatedSuite, run_cell, scaling_plan, tta_plan
-from dynamix_lab.suites.stepcount import count_steps, steps_to_target
 from dynamix_lab.suites.tta import combine, page, table
 from dynamix_lab.tasks import make_workload
 
@@ -362,20 +361,6 @@ def test_what_a_size_costs_that_was_never_met_before_is_printed_in_seconds() -> 
     cost = change_cost("mnist1d", sizes=range(40, 44))
     assert set(cost) >= {"first", "again", "later"}
     assert all(0 < seconds < 5 for seconds in cost.values())
-
-
-@pytest.mark.parametrize("rule", ["none", "adascale"])
-def test_progress_is_counted_in_steps_of_the_base_batch(rule) -> None:
-    workload = make_workload("digits")
-    count = steps_to_target(workload, workload.base_batch, 9001, most=12, rule=rule)
-    assert count.steps is None
-    assert count.progress == pytest.approx(12)
-    assert steps_to_target(workload, 16, 9001, most=12, rule=rule).progress < 10
-
-
-def test_steps_are_counted_only_where_a_target_is_fixed() -> None:
-    with pytest.raises(ConfigError, match="mnist1d, digits"):
-        count_steps("ratings")
 
 
 def test_rankings_ignore_ties_only() -> None:

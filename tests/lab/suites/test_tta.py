@@ -17,7 +17,7 @@ PLAN = TtaPlan(("even", "slow-link"), seeds=2, seed=0, policies=("static", "dbs"
 
 
 def _pretended(ran: list[tuple[str, int]], stop_after: int = 99) -> Any:
-    def run_demo(settings: Any, folder: RunFolder, **_: Any) -> tuple[dict[str, Any], bool]:
+    def run_comparison(settings: Any, folder: RunFolder, **_: Any) -> tuple[dict[str, Any], bool]:
         if len(ran) == stop_after:
             raise KeyboardInterrupt
         ran.append((settings.scenario, settings.seeds))
@@ -26,7 +26,7 @@ def _pretended(ran: list[tuple[str, int]], stop_after: int = 99) -> Any:
         about = {"mechanisms": {}, "seeds": list(range(settings.seeds)), "target": 0.9, "a_a": None}
         return {**about, "policies": policies, "ratios": {}}, True
 
-    return run_demo
+    return run_comparison
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +38,7 @@ def test_every_scenario_gets_its_first_seed_before_any_gets_its_second(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ran: list[tuple[str, int]] = []
-    monkeypatch.setattr(tta, "run_demo", _pretended(ran))
+    monkeypatch.setattr(tta, "run_comparison", _pretended(ran))
     result = run_suite(TtaSuite(PLAN), RunFolder("tta", tmp_path / "run"))
     assert ran == [("even", 1), ("slow-link", 1), ("even", 2), ("slow-link", 2)]
     assert result["arrived"]
@@ -50,13 +50,13 @@ def test_an_interrupted_call_leaves_all_scenarios_with_equally_many_pairs_and_go
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ran: list[tuple[str, int]] = []
-    monkeypatch.setattr(tta, "run_demo", _pretended(ran, stop_after=3))
+    monkeypatch.setattr(tta, "run_comparison", _pretended(ran, stop_after=3))
     with pytest.raises(KeyboardInterrupt):
         run_suite(TtaSuite(PLAN), RunFolder("tta", tmp_path / "run"))
     partly = json.loads((tmp_path / "run" / "result.json").read_text())
     assert partly["interrupted"]
     assert partly["pairs"] == [["even", 0], ["slow-link", 0]]
-    monkeypatch.setattr(tta, "run_demo", _pretended(ran))
+    monkeypatch.setattr(tta, "run_comparison", _pretended(ran))
     result = run_suite(TtaSuite(PLAN), RunFolder("tta", tmp_path / "run", resume=True))
     assert ran[3:] == [("slow-link", 2)]
     assert len(result["pairs"]) == 4

@@ -7,7 +7,7 @@ from typing import Annotated, Any, cast
 import typer
 
 from dynamix.cli.console import Json, Mechanism, Out, guarded, print_json
-from dynamix_lab.commands.group import command_line
+from dynamix_lab.commands.group import command_line, names_of
 
 
 @guarded
@@ -15,33 +15,30 @@ def demo(
     context: typer.Context,
     seeds: Annotated[int, typer.Option(help="Number of paired seeds; 2 or more add an A/A pair and intervals.")] = 1,
     seed: Annotated[int, typer.Option(help="First seed of model and data.")] = 0,
-    steps: Annotated[int | None, typer.Option(help="End every run after so many steps, not at the target.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Smoke run: seconds per policy, no meaningful times.")] = False,
-    scenario: Annotated[str, typer.Option(help="Shipped scenario or YAML file.")] = "demo",
-    reference: Annotated[
-        bool,
-        typer.Option("--reference", help="Also run exact shares from the scenario file (always with --seeds > 1)."),
-    ] = False,
-    policy_file: Annotated[str | None, typer.Option("--policy", help="Policy file or name to use as dynamix.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Smoke run: seconds a row, no meaningful times.")] = False,
+    scenario: Annotated[str, typer.Option(help="Shipped scenario of device hosts, or YAML file.")] = "device-demo",
+    rows: Annotated[
+        str | None, typer.Option(help="Comma-separated: single, static, local, dynamix (default: all).")
+    ] = None,
+    policy: Annotated[str | None, typer.Option(help="Policy file or name for the row dynamix.")] = None,
     mechanism: Mechanism = "auto",
     resume: Annotated[bool, typer.Option("--resume", help="Go on in --out, without the seeds it finished.")] = False,
     out: Out = None,
     as_json: Json = False,
 ) -> None:
-    """Train a real model on an emulated uneven cluster under one policy after the other; table and report.html."""
+    """Train one job on emulated devices of unlike speed, one way after the other; table and report.html."""
     from dynamix.events.run_folder import RunFolder
+    from dynamix_lab.demo.rows import TRIALS
     from dynamix_lab.demo.run import run_demo
-    from dynamix_lab.harness.launch import POLICIES, LaunchSettings
+    from dynamix_lab.demo.settings import DemoSettings
 
-    policies = POLICIES if reference or quick or seeds > 1 else tuple(name for name in POLICIES if name != "reference")
-    settings = LaunchSettings(
+    settings = DemoSettings(
         scenario=scenario,
         seeds=seeds,
         seed=seed,
-        steps=steps,
         quick=quick,
-        policies=policies,
-        policy=policy_file,
+        rows=names_of(rows) or tuple(TRIALS),
+        policy=policy,
         mechanism=cast(Any, mechanism),
         command=command_line(context),
     )
@@ -51,5 +48,5 @@ def demo(
     if as_json:
         print_json(result)
     if not reached_end:
-        typer.echo("error: not every policy reached its end", err=True)
+        typer.echo("error: not every row reached its end", err=True)
         raise typer.Exit(1)

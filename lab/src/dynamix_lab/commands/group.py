@@ -67,6 +67,18 @@ def numbers_of(name: str, text: str | None) -> tuple[int, ...] | None:
         raise ConfigError(name, text, "whole numbers, separated by commas", "correct the argument") from error
 
 
+def floats_of(name: str, text: str | None) -> tuple[float, ...] | None:
+    """A comma-separated list of numbers. Raises `ConfigError` naming the option `name` for anything else.
+
+    >>> floats_of("step_ms", "1,2.5")
+    (1.0, 2.5)
+    """
+    try:
+        return None if text is None else tuple(float(part) for part in text.split(","))
+    except ValueError as error:
+        raise ConfigError(name, text, "numbers, separated by commas", "correct the argument") from error
+
+
 def conducted(
     context: typer.Context, suite: Suite, *, out: Path | None, resume: bool, as_json: bool, processes: int = 1
 ) -> dict[str, Any]:
@@ -75,7 +87,7 @@ def conducted(
     from dynamix_lab.harness.suite import run_suite
 
     suite.plan.check()
-    with progress(suite.name) as tell, RunFolder(suite.name, out, resume=resume) as folder:
+    with RunFolder(suite.name, out, resume=resume) as folder, progress(suite.name) as tell:
         result = run_suite(suite, folder, command=command_line(context), tell=tell, processes=processes)
     print_json(result) if as_json else typer.echo(suite.table(result))
     return result

@@ -11,38 +11,42 @@ from typing import Annotated
 import typer
 
 from dynamix.cli.console import Json, Out, Resume, guarded, print_json, progress
-from dynamix_lab.commands.group import about, bench, command_line, conducted, names_of
+from dynamix_lab.commands.group import about, bench, conducted, floats_of, names_of, numbers_of
 
 
 @bench.command("overhead")
 @guarded
 def bench_overhead(
     context: typer.Context,
-    steps: Annotated[int, typer.Option(min=1, help="Steps of the demo's job to time.")] = 200,
-    decision_only: Annotated[
-        bool, typer.Option("--decision-only", help="Only the decision; nothing is emulated.")
-    ] = False,
-    policies: Annotated[str, typer.Option(help="Whose decisions to time, comma-separated.")] = "dynamix,goodput",
-    workers: Annotated[int, typer.Option(min=1, help="Workers decided for.")] = 1024,
+    quick: Annotated[bool, typer.Option("--quick", help="Two models, three launches of each.")] = False,
+    step_ms: Annotated[
+        str | None, typer.Option("--step-ms", help="Milliseconds a plain step, comma-separated (default: 1,22,131).")
+    ] = None,
+    launches: Annotated[int | None, typer.Option(help="Of each model.")] = None,
+    decision_only: Annotated[bool, typer.Option("--decision-only", help="Only the decision and its line.")] = False,
+    policies: Annotated[str | None, typer.Option(help="Whose decisions to time (default: dynamix,goodput).")] = None,
+    workers: Annotated[str | None, typer.Option(help="Workers decided for (default: 4,64,1024).")] = None,
+    resume: Resume = False,
     out: Out = None,
     as_json: Json = False,
 ) -> None:
-    """The controller's share of a step at W=4 on the demo, and the processor time of a decision for W=1024."""
-    from dynamix.events.run_folder import RunFolder
+    """Job time and processor time beside plain DDP, two ranks; processor time of a decision with its events line."""
     from dynamix.policies import make_policy
-    from dynamix_lab.suites.overhead import decisions, lines, overhead_settings, run_overhead
+    from dynamix_lab.report import sections_markdown
+    from dynamix_lab.suites.overhead.suite import OverheadPlan, OverheadSuite, decisions, sections
 
-    names = names_of(policies) or ()
-    for name in names:
+    chosen = {"deciders": names_of(policies), "workers": numbers_of("workers", workers)}
+    if not decision_only:
+        sizes = {"step_ms": floats_of("step_ms", step_ms), "launches": launches}
+        plan = OverheadPlan.of(quick=quick, **chosen, **sizes)
+        conducted(context, OverheadSuite(plan), out=out, resume=resume, as_json=as_json)
+        return
+    plan = OverheadPlan.of(quick=quick, **chosen)
+    for name in plan.deciders:
         make_policy(name)
-    if decision_only:
-        result = {**about(context, "simulator"), **decisions(names, workers=workers)}
-    else:
-        settings = overhead_settings(steps, command=command_line(context))
-        settings.check()
-        with RunFolder("overhead", out) as folder:
-            result = run_overhead(settings, folder, policies=names, workers=workers)
-    print_json(result) if as_json else typer.echo("\n".join(lines(result)))
+    found = decisions(plan.deciders, workers=plan.workers, count=plan.decisions)
+    result = {**about(context, "simulator"), **found}
+    print_json(result) if as_json else typer.echo(sections_markdown(sections(result)))
 
 
 @bench.command("simspeed")
@@ -116,27 +120,35 @@ def bench_netcosts(
 @guarded
 def bench_stepcount(
     context: typer.Context,
-    workload: Annotated[str, typer.Argument(help="mnist1d or digits.")] = "mnist1d",
-    rule: Annotated[str, typer.Option(help="none, or adascale: the learning rate follows the batch.")] = "none",
-    most: Annotated[int, typer.Option(min=1, help="Steps after which a run is given up.")] = 3000,
+    workloads: Annotated[list[str], typer.Argument(help="Workloads.")],
+    rule: Annotated[
+        str, typer.Option(help="best: the best learning rate at each batch; none, adascale: the workload's own, moved.")
+    ] = "best",
+    batches: Annotated[str | None, typer.Option(help="Global batches, comma-separated.")] = None,
+    most: Annotated[int, typer.Option(min=1, help="Samples after which a run is given up.")] = 200_000,
+    resume: Resume = False,
+    out: Out = None,
     as_json: Json = False,
 ) -> None:
-    """How many steps a real task needs to its target at each global batch, and the critical batch."""
-    from dynamix_lab.suites.stepcount import count_steps, lines
+    """How many steps a task needs to its target at each global batch, and the critical batch."""
+    from dynamix_lab.suites.stepcount import StepCountPlan, StepCountSuite
 
-    with progress("stepcount") as tell:
-        result = {**about(context, "one process, one thread"), **count_steps(workload, rule, most=most, tell=tell)}
-    print_json(result) if as_json else typer.echo("\n".join(lines(result)))
+    plan = StepCountPlan(tuple(workloads), rule, numbers_of("batches", batches) or (), most)
+    conducted(context, StepCountSuite(plan), out=out, resume=resume, as_json=as_json)
 
 
 @bench.command("emulator-accuracy")
 @guarded
-def bench_emulator_accuracy(context: typer.Context, as_json: Json = False) -> None:
-    """How even a fixed piece of work runs under the emulator's limits, and what pauses do to a processor's speed."""
+def bench_emulator_accuracy(
+    context: typer.Context,
+    only: Annotated[str | None, typer.Option(help="limits, pauses or devices (default: all).")] = None,
+    as_json: Json = False,
+) -> None:
+    """How even work runs under the emulator's limits, what pauses do to processors, how device hosts keep time."""
     from dynamix_lab.suites.emulator_accuracy import measure_all, table
 
     with progress("emulator accuracy") as tell:
-        result = {**about(context, "emulator"), **measure_all(tell=tell)}
+        result = {**about(context, "emulator"), **measure_all(only=only, tell=tell)}
     print_json(result) if as_json else typer.echo(table(result))
 
 

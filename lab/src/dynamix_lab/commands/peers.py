@@ -22,6 +22,15 @@ def bench_peers(
     peers: Annotated[
         str | None, typer.Option(help="Comma-separated, such as ddp,adaptdl-256,hivemind-local (default: all).")
     ] = None,
+    sweep: Annotated[
+        bool, typer.Option(help="Every kind named by --peers (default: all) with 12 batches, rates and periods.")
+    ] = False,
+    workload: Annotated[
+        str, typer.Option(help="What is trained; its layers and loss must be torch's own.")
+    ] = "mnist1d",
+    clock: Annotated[
+        float | None, typer.Option(help="End every run after so many seconds instead of at the target.")
+    ] = None,
     policies: Annotated[
         str | None, typer.Option(help="Of dynamix, beside them; static among them (default: static, three of dynamix).")
     ] = None,
@@ -34,23 +43,26 @@ def bench_peers(
     out: Out = None,
     as_json: Json = False,
 ) -> None:
-    """Plain DDP, AdaptDL and Hivemind, each in its own environment, beside dynamix on the same emulated hosts."""
+    """Plain DDP, AdaptDL, Hivemind and torchft, each in its own environment, beside dynamix on the same hosts."""
     from dynamix.events.run_folder import RunFolder
     from dynamix_lab.harness.display import Display
     from dynamix_lab.harness.suite import run_suite
-    from dynamix_lab.peers.kinds import PEERS, Peer
+    from dynamix_lab.peers.kinds import KINDS, PEERS, trials
     from dynamix_lab.peers.suite import POLICIES, PeersPlan, PeersSuite, prepared
     from dynamix_lab.tasks import make_workload
 
+    named = tuple(dict.fromkeys(names_of(peers) or (KINDS if sweep else PEERS)))
     plan = PeersPlan(
         scenario=scenario,
         seeds=seeds,
         seed=seed,
         policies=names_of(policies) or POLICIES,
-        peers=tuple(dict.fromkeys(Peer.of(name).name for name in peers.split(","))) if peers else PEERS,
+        peers=tuple(trial for kind in named for trial in trials(kind)) if sweep else named,
         venvs=venvs,
         quick=quick,
         again=again,
+        workload=workload,
+        clock_s=clock,
         mechanism=cast(Any, mechanism),
     )
     plan.check()

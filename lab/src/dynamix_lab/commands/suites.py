@@ -14,6 +14,16 @@ if TYPE_CHECKING:
     from dynamix_lab.harness.suite import Suite
 
 
+FamiliesFrom = Annotated[
+    str | None,
+    typer.Option(
+        "--families-from",
+        metavar="MODULE:FUNCTION",
+        help="Simulated families of your own instead: the function gives {name: sampler(count, workers, seed)}.",
+    ),
+]
+
+
 @bench.command("tta")
 @guarded
 def bench_tta(
@@ -27,6 +37,7 @@ def bench_tta(
     scenarios: Annotated[
         str | None, typer.Option(help="Scenarios or families, comma-separated (default: all).")
     ] = None,
+    families_from: FamiliesFrom = None,
     policies: Policies = None,
     resume: Resume = False,
     out: Out = None,
@@ -41,11 +52,13 @@ def bench_tta(
 
     names, places = names_of(policies), names_of(scenarios)
     if cluster == "simulator":
-        suite = SimulatedSuite(tta_plan(quick=quick, policies=names, families=places))
+        suite = SimulatedSuite(tta_plan(quick=quick, policies=names, families=places, families_from=families_from))
         conducted(context, suite, out=out, resume=resume, as_json=as_json)
         return
     if cluster != "emulator":
         raise ConfigError("cluster", cluster, "emulator, simulator", "choose one of them")
+    if families_from:
+        raise ConfigError("--families-from", families_from, "with --cluster simulator", "leave one of them out")
     usual = ("static", "dynamix") if quick else ("reference", "static", "dbs", "lb_bsp", "dynamix")
     plan = TtaPlan(
         scenarios=places or (QUICK_SCENARIOS if quick else SCENARIOS),
@@ -78,6 +91,7 @@ def bench_scaling(
         str | None, typer.Option(help="Of virtual's vgg16-sgd,vgg11-sgd,vgg11-adam (default: all).")
     ] = None,
     samples: Annotated[int | None, typer.Option(min=600, help="Of a run of virtual; longer runs converge.")] = None,
+    families_from: FamiliesFrom = None,
     policies: Policies = None,
     resume: Resume = False,
     out: Out = None,
@@ -90,6 +104,8 @@ def bench_scaling(
 
     suite: Suite
     if cluster == "virtual":
+        if families_from:
+            raise ConfigError("--families-from", families_from, "with --cluster simulator", "leave one of them out")
         plan = ScalingPlan.of(
             quick=quick,
             policies=names_of(policies),
@@ -104,7 +120,8 @@ def bench_scaling(
     if cluster != "simulator" or workers or seeds or cases or samples:
         given = cluster if cluster != "simulator" else f"simulator with {workers=}, {seeds=}, {cases=}, {samples=}"
         raise ConfigError("cluster", given, "simulator, or virtual with these options", "choose one of them")
-    suite = SimulatedSuite(scaling_plan(quick=quick, policies=names_of(policies)), name="scaling")
+    simulated = scaling_plan(quick=quick, policies=names_of(policies), families_from=families_from)
+    suite = SimulatedSuite(simulated, name="scaling")
     conducted(context, suite, out=out, resume=resume, as_json=as_json)
 
 

@@ -1,1 +1,1 @@
-"""`dynamix demo`: one real training job on an emulated uneven cluster, under one policy after the other."""
+"""`dynamix demo`: one job on emulated devices of unlike speed, trained in the ways that a practitioner chooses from."""

@@ -1,55 +1,130 @@
-"""report.html of the demo: one self-contained page with the table and three plots."""
+"""What the demo says: the table, the sentences under it, and report.html."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dynamix_lab.demo.plots import plot_accuracy, plot_sizes, plot_time
-from dynamix_lab.demo.table import caveats, legend, ratio_lines, result_table
+from dynamix.emulator import Scenario
+from dynamix_lab.demo.rows import ABOUT
+from dynamix_lab.harness.display import Display
 from dynamix_lab.harness.runs import PolicyRun
-from dynamix_lab.report import Page, Section, measured, provenance
+from dynamix_lab.report import Page, Section, Table, measured, number, provenance
+from dynamix_lab.suites.comparison.plots import moves, plot_accuracy, plot_sizes
+from dynamix_lab.suites.comparison.table import caveats, ratio_lines
+from dynamix_lab.suites.opponents.virtual import DISTURBANCE
+
+HEAD = ("row", "seed", "to target", "accuracy", "samples/s", "samples", "late", "batch sizes")
 
 
-def write_report(
-    path: Path,
-    runs: Sequence[PolicyRun],
-    result: dict[str, Any],
-    *,
-    moves: Callable[[PolicyRun], Sequence[tuple[float, int]]] | None = None,
-) -> None:
-    """Write the page. `moves(run)` gives (time_s, host) of every move of the neighbour while the run went on."""
+def result_table(runs: Sequence[PolicyRun]) -> Table:
+    """A row for each run."""
+    return Table(HEAD, [_row(run) for run in runs])
+
+
+def _row(run: PolicyRun) -> list[str]:
+    reached = run.time_to_target_s
+    return [
+        run.policy,
+        str(run.seed),
+        "not reached" if reached is None else f"{reached:.1f} s",
+        number(run.accuracy, 3),
+        number(run.samples_per_s, 0),
+        str(run.samples),
+        str(sum(device.overruns for device in run.devices)),
+        " ".join(map(str, run.batch_sizes)),
+    ]
+
+
+def legend(runs: Sequence[PolicyRun], target: float) -> list[str]:
+    """What the columns of `result_table` mean, and what its rows are."""
+    columns = [
+        f"to target: seconds of training until the accuracy on held-out data was {target:.2f}",
+        "accuracy: on held-out data, when the run ended",
+        "samples/s: of all devices together, over the whole run",
+        "samples: trained on until the run ended",
+        "late: steps that this machine could not compute in the device's time, of all devices",
+        "batch sizes: samples a step of each device, when the run ended",
+    ]
+    return columns + [f"{name}: {ABOUT[name]}" for name in dict.fromkeys(run.policy for run in runs)]
+
+
+def sentences(runs: Sequence[PolicyRun], result: Mapping[str, Any]) -> list[str]:
+    """What a reader must know first, and what the times say."""
+    late = [f"{run.policy} (seed {run.seed})" for run in runs if run.overrun]
+    lines = caveats(result)
+    if late and not result["quick"]:
+        lines.append(
+            f"this machine was too slow for the devices in more than 1 % of the steps of {', '.join(late)}: "
+            "these times are no measurement; run it again on a machine left alone"
+        )
+    if result["verdict"] is not None:
+        lines.append(result["verdict"]["sentence"])
+    a_a = result["a_a"]
+    if a_a is not None and not a_a["within"]:
+        off = f"{100 * (a_a['median'] - 1):+.1f} %, more than {100 * a_a['limit']:.0f} %"
+        lines.append(f"A/A: static against itself is off by {off}: repeat the call whole, on a machine left alone")
+    return [*lines, *ratio_lines(result["ratios"])]
+
+
+def about_hosts(mechanisms: Mapping[str, str]) -> str:
+    """What hosts are made of here.
+
+    >>> about_hosts({"network": "loopback", "cpu": "device"})
+    'hosts: paced devices, meeting over loopback: no root is needed'
+    """
+    network = mechanisms["network"]
+    where = "loopback: no root is needed" if network.startswith("loopback") else f"network namespaces ({network})"
+    return f"hosts: paced devices, meeting over {where}"
+
+
+def say_end(display: Display, runs: Sequence[PolicyRun], result: Mapping[str, Any]) -> None:
+    """The table and the sentences, on the terminal."""
+    display.show(result_table(runs), legend(runs, result["target"]))
+    for line in sentences(runs, result):
+        display.say(line)
+
+
+def write_report(path: Path, runs: Sequence[PolicyRun], result: Mapping[str, Any], scenario: Scenario) -> None:
+    """Write the page."""
     target, seed = result["target"], runs[0].seed
-    first_seed = [run for run in runs if run.seed == seed]
-    dashed = (
-        " A dashed line marks a move of the noisy neighbour; the number is the host that is slow from then on."
-        if moves and any(moves(run) for run in first_seed)
-        else ""
-    )
+    followed = [run for run in runs if run.seed == seed and run.policy == "dynamix" and run.events]
+    sections = [
+        Section("Every run", table=result_table(runs), notes=legend(runs, target)),
+        Section(
+            "Accuracy against time",
+            figure=plot_accuracy(runs, target),
+            caption=f"Accuracy on held-out data. A colour is a row, a line a seed; the dotted line is the target, "
+            f"{target:.2f}.",
+        ),
+    ]
+    if followed:
+        figure = plot_sizes(followed, lambda run: moves(scenario, run.time_s, DISTURBANCE + run.seed))
+        sections.append(
+            Section(
+                "Batch sizes that dynamix chose",
+                figure=figure,
+                caption=f"Samples a step of each device, seed {seed}. Dashed lines: the noisy neighbour moves; the "
+                "number is the device that is slow from then on.",
+            )
+        )
     page = Page(
-        f"dynamix demo: {result['workload']} on {len(runs[0].batch_sizes)} uneven hosts",
-        [
-            Section("Every run", table=result_table(runs), notes=legend(runs, target)),
-            Section(
-                "Accuracy against time",
-                figure=plot_accuracy(runs, target),
-                caption=f"Accuracy on held-out data. A colour is a policy, a line a seed; the dotted line is the "
-                f"target, {target:.3f}.",
-            ),
-            Section(
-                "Batch size of each worker against time",
-                figure=plot_sizes(first_seed, moves),
-                caption=f"Samples a step of each worker, seed {seed}. Lines of equal sizes hide each other.{dashed}",
-            ),
-            Section(
-                "Where each worker's time went",
-                figure=plot_time(first_seed),
-                caption=f"Mean seconds of a step of each worker, seed {seed}. Compute: forward and backward. Data: "
-                "waiting for the loader. Communication: the exchange of gradients. Wait: for a slower worker.",
-            ),
+        "dynamix demo",
+        sections,
+        lead=[
+            f"{_about(scenario, result)} {about_hosts(result['mechanisms']).capitalize()}.",
+            *sentences(runs, result),
+            provenance(result),
         ],
-        lead=[*caveats(result), *ratio_lines(result["ratios"]), provenance(result)],
         details=measured(result),
     )
     path.write_text(page.html(), encoding="utf-8")
+
+
+def _about(scenario: Scenario, result: Mapping[str, Any]) -> str:
+    speeds = ", ".join(f"{host.cpu:g}" for host in scenario.hosts)
+    said = f"The job {result['workload']} on {scenario.workers} emulated devices of relative speeds {speeds}."
+    if (device := scenario.device) is None:
+        return said
+    return f"{said} At speed 1 a step takes {device.fixed_ms:g} ms and {device.per_sample_ms:g} ms for each sample."

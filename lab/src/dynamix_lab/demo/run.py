@@ -1,196 +1,192 @@
-"""`dynamix demo`: one real training job on an emulated uneven cluster, under one policy after the other."""
+"""`dynamix demo`: every row of one job on emulated device hosts, seed by seed."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from dynamix.emulator import Emulation, Scenario, host_speeds, load_scenario
+from dynamix.emulator import Emulation, Scenario, load_scenario
 from dynamix.events.records import SCHEMA
 from dynamix.events.run_folder import RunFolder, commit, machine
-from dynamix.policies.learned.policy import PRETRAINED
-from dynamix.policies.registry import parse_name
-from dynamix_lab.demo.report import write_report
-from dynamix_lab.demo.table import caveats, legend, ratio_lines, result_table
+from dynamix_lab.demo.report import about_hosts, say_end, write_report
+from dynamix_lab.demo.rows import SOURCE, WORKLOAD
+from dynamix_lab.demo.settings import CENSOR_FACTOR, DemoSettings
+from dynamix_lab.demo.watch import DemoWatch, scoring
 from dynamix_lab.harness.display import Display
+from dynamix_lab.harness.finished import FinishedSeeds
 from dynamix_lab.harness.host import host
-from dynamix_lab.harness.launch import POLICIES, Launch, LaunchSettings, disturbance_seed
-from dynamix_lab.harness.runs import AGAIN, PolicyRun, load_runs, save_runs, summarise
+from dynamix_lab.harness.runs import AGAIN, PolicyRun, summarise
+from dynamix_lab.opponents.launch import LiveJob, LiveRun, launch, until_paced
+from dynamix_lab.opponents.trial import Trial
+from dynamix_lab.opponents.virtual import fastest_worker
+from dynamix_lab.statistics import censored
+from dynamix_lab.suites.opponents.plan import Place
+from dynamix_lab.suites.opponents.verdict import SINGLE, verdict
+from dynamix_lab.suites.opponents.virtual import DISTURBANCE, world_at
 from dynamix_lab.tasks import make_workload
 
-# A run during which the hypervisor took more than this part of the machine's processor time from us is no measurement;
-# where policies are compared it is made again, so often at most.
-MOST_STOLEN, REPEATS = 0.03, 2
+REPEATS = 3  # of a run whose devices overran, where pairs are compared
+_NOT_KNOWN = ("overhead_s", "seconds_per_step")  # of rows that are no policies
 
 
 def run_demo(
-    settings: LaunchSettings, folder: RunFolder, *, display: Display | None = None
+    settings: DemoSettings, folder: RunFolder, *, display: Display | None = None
 ) -> tuple[dict[str, Any], bool]:
-    """Run all policies for all seeds; returns result.json and whether every run reached its end.
+    """Run all rows for all seeds; returns result.json and whether every run reached its end.
 
     Writes run.json, events.jsonl, result.json and report.html to `folder`. Seeds that `folder` has finished already
     are not run again. When interrupted, what is finished is summarised before `KeyboardInterrupt` goes on. Raises
     `DynamixError`s of bad settings, of the emulator, or of a lost worker; nothing is left running.
     """
     settings.check()
-    scenario, workload = load_scenario(settings.scenario), make_workload(settings.workload)
-    target = settings.target(workload)
-    display = display or Display(target=target)
     torch.set_num_threads(1)
-    seeds = range(settings.seed, settings.seed + settings.seeds)
-    facts = _facts(settings, scenario, target)
-    started_on = host()
-    finished = _finished(settings, folder, facts)
-    for seed in finished:
-        display.say(f"seed {seed}: finished earlier, in {folder.path}")
-    runs = [run for of_seed in finished.values() for run in of_seed]
-    facts["mechanisms"] = folder.read_run().get("mechanisms", {})
-
-    def launch(seed: int, names: Sequence[str], attempt: int, runs: list[PolicyRun]) -> None:
-        ranks = folder.path / "ranks" / (f"{seed}-{attempt}" if attempt else str(seed))
-        of_seed = disturbance_seed(settings, seed)
-        with Emulation(scenario, seed=of_seed, run_dir=ranks, mechanism=settings.mechanism, keep_awake=True) as hosts:
-            facts["mechanisms"] = hosts.mechanisms
-            folder.write_run(**facts, host=started_on)
-            Launch(settings, seed, workload, hosts, folder, display, runs, names=names, attempt=attempt).run()
-
-    try:
-        with display.live():
-            for seed in seeds:
-                if seed not in finished:
-                    launch(seed, settings.order(seed), 0, runs)
-                    _save(folder, seed, runs, facts)
-                while settings.compares and (disturbed := _disturbed(runs, seed)):
-                    for run in disturbed:
-                        display.say(
-                            f"seed {seed}, {run.policy}: {100 * run.stolen:.0f} % of the processor stolen, again"
-                        )
-                    names = [run.policy for run in disturbed]
-                    again = [run for run in runs if run.seed != seed or run.policy not in names]
-                    launch(seed, names, disturbed[0].attempt + 1, again)
-                    runs = again  # not before: an interrupted attempt replaces nothing
-                    _save(folder, seed, runs, facts)
-    except KeyboardInterrupt:
-        whole = [run for run in runs if _saved(folder, run.seed).exists()]
-        if whole:
-            _conclude(settings, scenario, whole, {**facts, "interrupted": True}, folder, display)
-            display.say(f"interrupted: go on with --resume --out {folder.path}")
-        raise
-    result = _conclude(settings, scenario, runs, facts, folder, display)
-    fixed = settings.steps is not None or settings.quick
-    return result, all(run.finished and (fixed or run.time_to_target_s is not None) for run in runs)
+    return _Demo(settings, folder, display or Display(target=settings.job.target)).run()
 
 
-def _conclude(
-    settings: LaunchSettings,
-    scenario: Scenario,
-    runs: list[PolicyRun],
-    facts: dict[str, Any],
-    folder: RunFolder,
-    display: Display,
-) -> dict[str, Any]:
-    """Write result.json and report.html of `runs`, and say what they hold."""
-    shown = (*POLICIES, AGAIN)
-    runs.sort(key=lambda run: (run.seed, shown.index(run.policy) if run.policy in shown else len(shown)))
-    result = {**facts, "commit": commit(), "machine": machine(), **summarise(runs)}
-    if "dynamix" in result["policies"]:
-        result["policies"]["dynamix"]["policy"] = facts["settings"]["policy"]
-    folder.write_result(result)
-    write_report(folder.path / "report.html", runs, result, moves=lambda run: moves(scenario, run, settings))
-    _say_end(display, runs, result, folder)
-    return result
+class _Demo:
+    """One call."""
+
+    def __init__(self, settings: DemoSettings, folder: RunFolder, display: Display) -> None:
+        self.settings, self.folder, self.display = settings, folder, display
+        self.scenario = load_scenario(settings.scenario)
+        self.facts = _facts(settings, self.scenario)
+        self.facts["mechanisms"] = folder.read_run().get("mechanisms", {})
+        self.started_on = host()
+        self.runs: list[PolicyRun] = []  # finished, and those of the seed that goes on
+
+    def run(self) -> tuple[dict[str, Any], bool]:
+        settings, kept = self.settings, FinishedSeeds(self.folder, self.facts)
+        finished = kept.load(self.facts["seeds"])
+        for seed, of_seed in finished.items():
+            self.display.say(f"seed {seed}: finished earlier, in {self.folder.path}")
+            self.runs += of_seed
+        try:
+            with self.display.live():
+                for seed in (seed for seed in self.facts["seeds"] if seed not in finished):
+                    before = list(self.runs)
+                    self.runs = before + self._pair(seed)
+                    kept.save(seed, self.runs)
+        except KeyboardInterrupt:
+            self.runs = [run for run in self.runs if kept.path(run.seed).exists()]
+            if self.runs:
+                self._conclude(interrupted=True)
+                self.display.say(f"interrupted: go on with --resume --out {self.folder.path}")
+            raise
+        result = self._conclude()
+        return result, all(settings.quick or run.time_to_target_s is not None for run in self.runs)
+
+    def _pair(self, seed: int) -> list[PolicyRun]:
+        """Every row once with this seed."""
+        self.display.say(f"seed {seed}: making data, starting {WORKLOAD} on emulated devices")
+        found: dict[str, PolicyRun] = {}
+
+        def make(trials: Mapping[str, Trial], attempt: int) -> list[LiveRun]:
+            if attempt:
+                self.display.say(f"seed {seed}: too many late steps, again: {', '.join(trials)}")
+            made, runs = self._launch(seed, trials, attempt)
+            found.update({run.policy: run for run in made})
+            return runs
+
+        repeats = REPEATS if self.settings.seeds > 1 and not self.settings.quick else 0
+        until_paced(make, self.settings.for_ranks(self.settings.order(seed)), repeats=repeats)
+        return [found[name] for name in self.settings.trials]
+
+    def _launch(self, seed: int, trials: Mapping[str, Trial], attempt: int) -> tuple[list[PolicyRun], list[LiveRun]]:
+        """One start of the ranks: runs as the demo keeps them, and as the launch saw them."""
+        settings, scenario = self.settings, self.scenario
+        workload = make_workload(WORKLOAD)
+        world = world_at(Place(settings.scenario, WORKLOAD), next(iter(trials.values())), seed)
+        job = LiveJob(
+            WORKLOAD,
+            seed,
+            settings.scenario_path,
+            DISTURBANCE + seed,
+            settings.limits,
+            fastest=fastest_worker(world, scenario.workers),
+        )
+        ranks = self.folder.path / "ranks" / (f"{seed}-{attempt}" if attempt else str(seed))
+        with Emulation(
+            scenario, seed=DISTURBANCE + seed, run_dir=ranks, mechanism=settings.mechanism, keep_awake=True
+        ) as hosts:
+            self.facts["mechanisms"] = hosts.mechanisms
+            self.folder.write_run(**self.facts, host=self.started_on)
+            self.display.say(about_hosts(hosts.mechanisms))
+            before = len(self.runs)
+            with DemoWatch(
+                hosts,
+                self.folder,
+                self.display,
+                self.runs,
+                trials,
+                scoring(workload, seed),
+                seed=seed,
+                attempt=attempt,
+                target=settings.job.target,
+                stops=not settings.quick,
+            ) as watch:
+                runs = launch(hosts, job, trials, watch=watch, snapshots=True)
+        return self.runs[before:], runs
+
+    def _conclude(self, *, interrupted: bool = False) -> dict[str, Any]:
+        """Write result.json and report.html of the runs, and say what they hold."""
+        said = {"interrupted": True} if interrupted else {}
+        result = {
+            **self.facts,
+            **said,
+            "commit": commit(),
+            "machine": machine(),
+            **summarise(self.runs, censor_factor=CENSOR_FACTOR),
+        }
+        trials = self.settings.trials
+        for name, part in result["policies"].items():
+            mine = [run for run in self.runs if run.policy == name]
+            for key in _NOT_KNOWN:
+                del part[key]
+            part["trial"] = trials[name].to_dict()
+            part["overruns"] = [[device.overruns for device in run.devices] for run in mine]
+            part["overrun"] = [run.overrun for run in mine]
+        if "dynamix" in result["policies"]:
+            result["policies"]["dynamix"]["policy"] = result["settings"]["policy"]
+        result["verdict"] = verdict_of(result["policies"])
+        self.folder.write_result(result)
+        write_report(self.folder.path / "report.html", self.runs, result, self.scenario)
+        say_end(self.display, self.runs, result)
+        self.display.say(f"report: {self.folder.path / 'report.html'}")
+        return result
 
 
-def _saved(folder: RunFolder, seed: int) -> Path:
-    return folder.path / "finished" / f"{seed}.json"
-
-
-def _must_agree(facts: dict[str, Any]) -> dict[str, Any]:
-    """What runs of one call must have in common; more seeds may be added to those that are there."""
-    names = ("schema", "scenario_sha256", "workload", "target", "settings")
-    return {"commit": commit(), "machine": machine(), **{name: facts[name] for name in names}}
-
-
-def _finished(settings: LaunchSettings, folder: RunFolder, facts: dict[str, Any]) -> dict[int, list[PolicyRun]]:
-    """Seed -> runs that an earlier call left in `folder`; events of other runs are dropped."""
-    seeds = [s for s in range(settings.seed, settings.seed + settings.seeds) if _saved(folder, s).exists()]
-    found = {seed: load_runs(_saved(folder, seed), _must_agree(facts)) for seed in seeds}
-    events = folder.keep_events(_events_of([run for runs in found.values() for run in runs]))
-    for run in (run for runs in found.values() for run in runs):
-        run.events = [event for event in events if run.owns(event)]
-    return found
-
-
-def _disturbed(runs: Sequence[PolicyRun], seed: int) -> list[PolicyRun]:
-    """Those that are worth another attempt; all of them had equally many."""
-    mine = [run for run in runs if run.seed == seed and run.stolen > MOST_STOLEN and run.attempt < REPEATS]
-    return [run for run in mine if run.attempt == min(other.attempt for other in mine)]
-
-
-def _save(folder: RunFolder, seed: int, runs: Sequence[PolicyRun], facts: dict[str, Any]) -> None:
-    """The runs of one seed; events of attempts that they replace go."""
-    mine = [run for run in runs if run.seed == seed]
-    save_runs(_saved(folder, seed), mine, _must_agree(facts))
-    if any(run.attempt for run in mine):
-        folder.keep_events(_events_of(runs))
-
-
-def _events_of(runs: Sequence[PolicyRun]) -> Callable[[dict[str, Any]], bool]:
-    return lambda event: any(run.owns(event) for run in runs)
-
-
-def _facts(settings: LaunchSettings, scenario: Scenario, target: float) -> dict[str, Any]:
-    seeds = range(settings.seed, settings.seed + settings.seeds)
+def _facts(settings: DemoSettings, scenario: Scenario) -> dict[str, Any]:
+    seeds = list(range(settings.seed, settings.seed + settings.seeds))
     return {
         "schema": SCHEMA,
         "command": settings.command,
         "cluster": "emulator",
         "scenario": scenario.name,
         "scenario_sha256": scenario.sha256,
-        "workload": settings.workload,
-        "target": target,
+        "workload": WORKLOAD,
+        "target": settings.job.target,
         "quick": settings.quick,
-        "seeds": list(seeds),
+        "seeds": seeds,
         "order": {str(seed): settings.order(seed) for seed in seeds},
-        "settings": {
-            "batch_size": settings.batch_size,
-            "interval": settings.interval,
-            "lr_rule": settings.lr_rule,
-            "policies": sorted(settings.order(settings.seed)),
-            "mechanism": settings.mechanism,
-            "policy": _policy_file(settings.policy) if "dynamix" in settings.policies else None,
-        },
+        "settings": {**settings.facts(), "quick": settings.quick, "tuned_by": SOURCE},
     }
 
 
-def _policy_file(policy: str | None) -> dict[str, str]:
-    """Which policy really ran as "dynamix": the shipped file, another file (with its hash), or the one of a name."""
-    chosen = parse_name(policy or "dynamix")
-    path = PRETRAINED if str(chosen) == "dynamix" else Path(chosen.base)
-    named = {"name": "shipped" if path == PRETRAINED else str(policy)}
-    return {**named, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()} if path.is_file() else named
+def verdict_of(policies: Mapping[str, Mapping[str, Sequence[float | None]]]) -> dict[str, Any] | None:
+    """Does distributing pay? A run that did not arrive counts at three times static's time; None where rows are
+    missing, or static never arrived.
 
-
-def _say_end(display: Display, runs: Sequence[PolicyRun], result: dict[str, Any], folder: RunFolder) -> None:
-    display.show(result_table(runs), legend(runs, result["target"]))
-    for line in [*caveats(result), *ratio_lines(result["ratios"])]:
-        display.say(line)
-    a_a = result["a_a"]
-    if a_a is not None and not a_a["within"]:
-        off = f"{100 * (a_a['median'] - 1):+.1f} %, more than {100 * a_a['limit']:.0f} %"
-        display.say(f"A/A: static against itself is off by {off}: repeat the call whole, on a machine left alone")
-    display.say(f"report: {folder.path / 'report.html'}")
-
-
-def moves(scenario: Scenario, run: PolicyRun, settings: LaunchSettings) -> list[tuple[float, int]]:
-    """(time_s, host) of every time a host became slower while `run` went on."""
-    found, before = [], host_speeds(scenario, 0.0, disturbance_seed(settings, run.seed))
-    for tick in range(1, int(run.time_s * 10) + 1):
-        now = host_speeds(scenario, tick / 10, disturbance_seed(settings, run.seed))
-        found += [(tick / 10, host) for host in range(len(now)) if now[host] < before[host] - 1e-9]
-        before = now
-    return found
+    >>> verdict_of({"single": {"time_to_target_s": [90.0]}, "static": {"time_to_target_s": [40.0]}})["sentence"]
+    'Distributing pays: static is 2.25 times as fast as the fastest worker alone.'
+    """
+    if SINGLE not in policies or "static" not in policies:
+        return None
+    times = {name: part["time_to_target_s"] for name, part in policies.items() if name != AGAIN}
+    arrived = [i for i, time_s in enumerate(times["static"]) if time_s is not None]
+    if not arrived:
+        return None
+    bounds = [CENSOR_FACTOR * float(times["static"][i] or 0.0) for i in arrived]
+    kept = {name: censored([of_row[i] for i in arrived], bounds).tolist() for name, of_row in times.items()}
+    return verdict(kept).to_dict()

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from dynamix.errors import ConfigError
 from dynamix.policies.learned.additive import AdditivePolicy
 from dynamix.policies.learned.policy import LearnedPolicy
-from dynamix.simulator import FAMILIES
+from dynamix.simulator import TRAINING
 from dynamix.training.dynamix_paper import PaperTrainingConfig
 from dynamix.training.dynamix_paper import train as train_paper
 from dynamix.training.dynamix_policy import TrainingConfig
@@ -50,7 +50,7 @@ class Budget:
     windows: int = 24
     validation_rows: int = 128
     validation_windows: int = 30
-    families: tuple[str, ...] = tuple(FAMILIES)
+    families: tuple[str, ...] = TRAINING
 
     @property
     def said(self) -> str:

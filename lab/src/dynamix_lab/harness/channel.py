@@ -1,4 +1,4 @@
-"""JSON messages, one a line, over a Unix socket: between the demo and its rank 0, across network namespaces."""
+"""JSON messages, one a line, over a Unix socket: between a job's parent and its ranks, across network namespaces."""
 
 from __future__ import annotations
 
@@ -45,26 +45,38 @@ class JobChannel:
             try:
                 chunk = self._socket.recv(65536)
             except ConnectionError as error:
-                raise WorkerLostError(f"rank 0 and the demo lost their connection ({error})") from error
+                raise WorkerLostError(f"rank 0 and its parent lost their connection ({error})") from error
             if not chunk:
-                raise WorkerLostError("rank 0 and the demo lost their connection: one of them ended early")
+                raise WorkerLostError("rank 0 and its parent lost their connection: one of them ended early")
             self._buffer += chunk
         line, _, self._buffer = self._buffer.partition(b"\n")
         message: Message = json.loads(line)
         return message
+
+    @property
+    def buffered(self) -> bool:
+        """Whether a whole message has arrived already, which no `select` would show."""
+        return b"\n" in self._buffer
+
+    def fileno(self) -> int:
+        """Of the socket, for `select`."""
+        return self._socket.fileno()
 
     def close(self) -> None:
         self._socket.close()
 
 
 class Listener:
-    """The demo's end before rank 0 has called."""
+    """The parent's end before ranks have called.
 
-    def __init__(self, path: str | Path) -> None:
+    backlog   how many may call at once
+    """
+
+    def __init__(self, path: str | Path, *, backlog: int = 1) -> None:
         self.path = Path(path)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.bind(str(path))
-        self._socket.listen(1)
+        self._socket.listen(backlog)
 
     def accept(self, timeout_s: float) -> JobChannel | None:
         """The link to whoever calls, or None after `timeout_s`."""

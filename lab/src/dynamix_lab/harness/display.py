@@ -53,12 +53,12 @@ class Display:
 
 
 def _progress(runs: Sequence[PolicyRun], target: float) -> Table:
-    table = Table("policy", "seed", "time", "step", "accuracy", "", "loss", "batch size of each worker")
+    table = Table("policy", "seed", "time", "samples", "accuracy", "", "loss", "batch size of each worker")
     for run in runs:
         best = 0.0 if math.isnan(run.accuracy) else run.accuracy
         filled = round(20 * min(1.0, best / target))
         bar = f"[{'green' if run.time_to_target_s else 'cyan'}]{'━' * filled}[dim]{'━' * (20 - filled)}"
         sizes = " ".join(str(b) for b in run.batch_sizes)
         accuracy, loss = number(run.accuracy, 3), number(run.loss, 3)
-        table.add_row(run.policy, str(run.seed), f"{run.time_s:.0f} s", str(run.step), accuracy, bar, loss, sizes)
+        table.add_row(run.policy, str(run.seed), f"{run.time_s:.0f} s", str(run.samples), accuracy, bar, loss, sizes)
     return table

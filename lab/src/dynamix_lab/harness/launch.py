@@ -1,5 +1,5 @@
-"""The start of a job's rank processes on emulated hosts, and what follows them to the end: shared by the demo, the
-suites and peers.
+"""The start of a job's rank processes on emulated hosts, and what follows them to the end: shared by the
+comparison of policies and peers.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ from dynamix.emulator.scenario import check_machine
 from dynamix.errors import ConfigError, WorkerLostError
 from dynamix.events.run_folder import RunFolder, processor_times
 from dynamix.policies import make_policy
-from dynamix.policies.registry import parse_name
 from dynamix_lab.harness.channel import JobChannel, Listener, Message
 from dynamix_lab.harness.display import Display
 from dynamix_lab.harness.reference import references
 from dynamix_lab.harness.runs import AGAIN, CENSOR_FACTOR, PolicyRun
-from dynamix_lab.harness.scoring import Scorer, WeightSnapshot
+from dynamix_lab.harness.scoring import Scorer, WeightSnapshot, by_parameters
 from dynamix_lab.statistics import balanced_order
 from dynamix_lab.tasks import Workload
 from dynamix_lab.tasks.mnist1d import TUNING_SEEDS
@@ -35,18 +34,18 @@ POLICIES = ("reference", "static", "dbs", "dynamix")
 # A run that static's time cannot bound yet ends here. Static on `paper-like` takes more than 240 s.
 PATIENCE_S = 600.0
 START_TIMEOUT_S = 120.0
+MOST_STEPS = 100_000  # none takes so many before its time is over
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchSettings:
-    """What one call of the demo does.
+    """What one comparison of policies runs.
 
     scenario  shipped name or file of the emulator's scenario
     seeds     how many pairs; seed, seed + 1, ...
-    steps     end every run after so many steps instead of at the target
+    clock_s   end every run after so many seconds instead of at the target
     quick     a smoke run: little data, few steps, a target anybody reaches
     policies  to compare; "reference" is decided with the scenario file in hand
-    policy    any name or file of a policy, to use for "dynamix" instead of the shipped one
     again     run static twice (the A/A pair) for a single seed too; several seeds always do
     mechanism   of the emulation: "auto", "privileged" or "duty-cycle" (no root)
     command   the command line, for the result
@@ -55,24 +54,24 @@ class LaunchSettings:
     scenario: str = "demo"
     seeds: int = 1
     seed: int = 0
-    steps: int | None = None
     quick: bool = False
     policies: tuple[str, ...] = POLICIES
-    policy: str | None = None
     again: bool = False
+    clock_s: float | None = None
     workload: str = "mnist1d"
     batch_size: int = 128
     interval: int = 5
     lr_rule: str = "adascale"
     disturbance_seed: int = field(default=1000)
     mechanism: Mechanism = "auto"
-    command: str = "dynamix demo"
+    command: str = "dynamix bench tta"
 
     def check(self) -> None:
         """Raises `ConfigError` for values that cannot be run, before anything is started."""
-        for name, value in {"seeds": self.seeds, "steps": 1 if self.steps is None else self.steps}.items():
-            if value < 1:
-                raise ConfigError(name, value, "1 or more", "check the argument")
+        if self.seeds < 1:
+            raise ConfigError("seeds", self.seeds, "1 or more", "check the argument")
+        if self.clock_s is not None and not 1 <= self.clock_s <= 86_400:
+            raise ConfigError("clock", self.clock_s, "1 to 86400 seconds", "check the argument")
         used = sorted(set(range(self.seed, self.seed + self.seeds)) & set(TUNING_SEEDS))
         if not 0 <= self.seed < 2**31 or used:
             allowed = f"0 to 2147483647, except {', '.join(map(str, TUNING_SEEDS))} (the target was fixed on them)"
@@ -80,12 +79,11 @@ class LaunchSettings:
         if self.mechanism not in get_args(Mechanism):
             raise ConfigError("mechanism", self.mechanism, ", ".join(get_args(Mechanism)), "use auto")
         check_machine(load_scenario(self.scenario), len(os.sched_getaffinity(0)))
-        for package in ("matplotlib", self.workload):
+        for package in ("matplotlib", "mnist1d") if self.workload.startswith("mnist1d") else ("matplotlib",):
             if importlib.util.find_spec(package) is None:
                 raise ConfigError(package, "not installed", "installed", "pip install dynamix-lab")
         for name in self.policies:
-            chosen = self.policy if name == "dynamix" and self.policy else name
-            make_policy(chosen, others=references(self.scenario))
+            make_policy(name, others=references(self.scenario))
 
     @property
     def paired(self) -> bool:
@@ -120,10 +118,13 @@ class LaunchSettings:
         return 1000 if self.quick else 4000
 
     def max_steps(self) -> int:
-        return self.steps or (16 if self.quick else 4000)
+        return 16 if self.quick else 4000 if self.clock_s is None else MOST_STEPS
 
     def target(self, workload: Workload) -> float:
-        return 0.15 if self.quick else workload.fixed_target()
+        """Of its metric. With a clock a workload may have none: then it is 1, and nobody's time to it is said."""
+        if self.quick:
+            return 0.15
+        return 1.0 if self.clock_s is not None and workload.target is None else workload.fixed_target()
 
 
 def disturbance_seed(settings: LaunchSettings, seed: int) -> int:
@@ -158,19 +159,20 @@ class Launch:
         self._link: JobChannel | None = None
         self._scorer: Scorer | None = None
         self._stopping, self._processor_began = False, processor_times()
-        self._until_target = settings.steps is None and not settings.quick
+        self._by_time = not settings.quick
+        self._until_target = self._by_time and settings.clock_s is None
 
     def run(self) -> None:
         """Start the ranks and follow them to the end. Appends to `runs`."""
         settings = self.settings
         self.display.say(f"seed {self.seed}: making data, starting {self.workload.name} on the emulated hosts")
         data = self.workload.make_data(self.seed, train=settings.train_samples(), test=settings.test_samples())
-        with tempfile.TemporaryDirectory(prefix="dynamix-demo-") as scratch:
+        with tempfile.TemporaryDirectory(prefix="dynamix-job-") as scratch:
             config = self._config(Path(scratch))
             listener = Listener(config["socket"])
-            path = Path(scratch) / "demo.json"
+            path = Path(scratch) / "job.json"
             path.write_text(json.dumps(config))
-            self._scorer = Scorer(self.workload, data.test, self._scored)
+            self._scorer = Scorer(by_parameters(self.workload, data.test), self._scored)
             try:
                 self._start_ranks(path)
                 self._link = self._accept(listener)
@@ -201,7 +203,7 @@ class Launch:
             "disturbance_seed": disturbance_seed(settings, self.seed),
             "scenario": _absolute(settings.scenario),
             "runs": self.names,
-            "policy_files": {"dynamix": str(parse_name(settings.policy).absolute())} if settings.policy else {},
+            "policy_files": {},
             "batch_size": settings.batch_size,
             "interval": settings.interval,
             "lr_rule": settings.lr_rule,
@@ -252,7 +254,7 @@ class Launch:
             run = self.runs[-1]
             for name, value in message.items():
                 setattr(run, name, value)
-            if self._until_target and run.time_s > self._limit_s():
+            if self._by_time and run.time_s > self._limit_s():
                 self._stop()
         elif kind == "snapshot":
             assert self._scorer is not None
@@ -299,7 +301,9 @@ class Launch:
             self._link.send("stop")
 
     def _limit_s(self) -> float:
-        """When a run that has not arrived is censored: twice static's time, as soon as that is known."""
+        """When a run that has not arrived is censored: twice static's time, as soon as that is known; or its clock."""
+        if self.settings.clock_s is not None:
+            return self.settings.clock_s
         for run in self.runs:
             if run.policy == "static" and run.seed == self.seed and run.finished and run.time_to_target_s:
                 return CENSOR_FACTOR * run.time_to_target_s

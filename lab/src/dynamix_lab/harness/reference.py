@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from dynamix.emulator import Scenario, host_speeds, load_scenario
+from dynamix.model.split import split
 from dynamix.policies.registry import OtherFactory
 from dynamix.projection import project
 from dynamix.window import Bounds, Ints, Window
@@ -17,8 +18,9 @@ class Reference:
     """Exact shares by the scenario's true host speeds over the coming window, at a constant global batch.
 
     Clairvoyant about the disturbance, but it drives the same controller as every policy: it starts from equal batches
-    and its answer takes force with the same delay. It is a reference, not a bound: it knows CPU shares, not the fixed
-    costs of a step.
+    and its answer takes force with the same delay. It is a reference, not a bound. Of device hosts it knows the fixed
+    and the growing time of a step, but not what samples cost beside their number; of others CPU shares, and no fixed
+    costs.
 
     scenario  the emulator's scenario, or its name or path
     seed      of the disturbance
@@ -31,7 +33,7 @@ class Reference:
     ) -> None:
         loaded = load_scenario(scenario)
         self._speeds: Callable[[float], list[float]] = lambda time_s: host_speeds(loaded, time_s, seed)
-        self._clock, self._total = clock, total
+        self._clock, self._total, self._device = clock, total, loaded.device
 
     def decide(self, window: Window, bounds: Bounds) -> Ints:
         now = self._clock()
@@ -40,7 +42,11 @@ class Reference:
         # A worker's time for a share is the sum over moments of 1/speed.
         speed = 1.0 / np.mean(1.0 / np.array([self._speeds(t) for t in ahead]), axis=0)
         total = window.batch_size.sum(-1) if self._total is None else self._total
-        return project(speed, bounds, total=total, current=window.batch_size)
+        wish = speed
+        if self._device is not None and self._device.per_sample_ms > 0:
+            fixed_s, sample_s = self._device.fixed_ms / 1000 / speed, self._device.per_sample_ms / 1000 / speed
+            wish = split(np.asarray(total, dtype=np.float64), fixed_s, sample_s, bounds)
+        return project(wish, bounds, total=total, current=window.batch_size)
 
     def state_dict(self) -> dict[str, Any]:
         return {}

@@ -1,7 +1,8 @@
-"""One training run of the demo as the parent saw it, and many of them as result.json."""
+"""One training run as the parent saw it, and many of them as result.json."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -12,7 +13,9 @@ from urllib.parse import quote
 
 import numpy as np
 
+from dynamix.emulator.devices import DeviceSteps, too_many_overruns
 from dynamix.errors import ConfigError, StateError
+from dynamix.policies.learned.policy import PRETRAINED
 from dynamix.policies.registry import PolicyName, parse_name
 from dynamix.window import Window
 from dynamix_lab.harness.scoring import WeightSnapshot
@@ -81,6 +84,7 @@ class PolicyRun:
     stolen: float = float("nan")  # share of the machine's processor time that its hypervisor gave to others
     finished: bool = False
     attempt: int = 0  # earlier ones were disturbed and thrown away
+    devices: tuple[DeviceSteps, ...] = ()  # what each host's device did; empty for hosts without
 
     def owns(self, event: dict[str, Any]) -> bool:
         """Whether a line of events.jsonl is of this run."""
@@ -90,20 +94,27 @@ class PolicyRun:
         """As JSON, without its events, which events.jsonl has."""
         kept = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("events", "snapshots")}
         kept |= {name: None if math.isnan(kept[name]) else kept[name] for name in ("loss", "stolen")}
-        return {**kept, "snapshots": [{**asdict(snapshot), "path": ""} for snapshot in self.snapshots]}
+        snapshots = [{**asdict(snapshot), "path": ""} for snapshot in self.snapshots]
+        return {**kept, "snapshots": snapshots, "devices": [asdict(device) for device in self.devices]}
 
     @classmethod
     def from_dict(cls, entry: Mapping[str, Any]) -> PolicyRun:
         """The inverse of `to_dict`."""
-        known = {name: value for name, value in entry.items() if name != "snapshots"}
+        known: dict[str, Any] = {name: value for name, value in entry.items() if name != "snapshots"}
         known |= {name: float("nan") for name in ("loss", "stolen") if known.get(name) is None}
         snapshots = [WeightSnapshot(**{**snapshot, "path": Path(snapshot["path"])}) for snapshot in entry["snapshots"]]
-        return cls(**known, snapshots=snapshots)
+        devices = tuple(DeviceSteps(**device) for device in known.pop("devices", ()))
+        return cls(**known, snapshots=snapshots, devices=devices)
 
     @property
     def time_to_target_s(self) -> float | None:
         """Seconds from the barrier to the target, or None if it was not reached (yet)."""
         return time_to_target([s.time_s for s in self.snapshots], [s.score for s in self.snapshots], self.target)
+
+    @property
+    def overrun(self) -> bool:
+        """Whether the machine was too slow for the devices: the run is no measurement."""
+        return bool(self.devices) and too_many_overruns(self.devices)
 
     @property
     def accuracy(self) -> float:
@@ -146,16 +157,27 @@ class PolicyRun:
         return self.step_ends_s[min(step, len(self.step_ends_s)) - 1] if self.step_ends_s else float("nan")
 
 
-def summarise(runs: Sequence[PolicyRun]) -> dict[str, Any]:
-    """The `policies` and `ratios` part of result.json: lists by seed, ratios over pairs with the same seed."""
+def summarise(runs: Sequence[PolicyRun], *, censor_factor: float = CENSOR_FACTOR) -> dict[str, Any]:
+    """The `policies` and `ratios` part of result.json: lists by seed, ratios over pairs with the same seed.
+
+    censor_factor   a run that did not arrive counts at so many times static's time
+    """
     names = list(dict.fromkeys(run.policy for run in runs))
     by_policy = {name: sorted((r for r in runs if r.policy == name), key=lambda r: r.seed) for name in names}
     return {
         "seeds": sorted({run.seed for run in runs}),
         "policies": {name: _policy_part(mine) for name, mine in by_policy.items()},
-        "ratios": _ratios(by_policy),
-        "a_a": _a_a(by_policy),
+        "ratios": _ratios(by_policy, censor_factor),
+        "a_a": _a_a(by_policy, censor_factor),
     }
+
+
+def policy_facts(policy: str | None) -> dict[str, str]:
+    """Which policy really ran as "dynamix": the shipped file, another file (with its hash), or the one of a name."""
+    chosen = parse_name(policy or "dynamix")
+    path = PRETRAINED if str(chosen) == "dynamix" else Path(chosen.base)
+    named = {"name": "shipped" if path == PRETRAINED else str(policy)}
+    return {**named, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()} if path.is_file() else named
 
 
 def save_runs(path: Path, runs: Sequence[PolicyRun], facts: dict[str, Any]) -> None:
@@ -181,9 +203,9 @@ def load_runs(path: Path, facts: dict[str, Any]) -> list[PolicyRun]:
     return [PolicyRun.from_dict(entry) for entry in content["runs"]]
 
 
-def _a_a(by_policy: dict[str, list[PolicyRun]]) -> dict[str, Any] | None:
+def _a_a(by_policy: dict[str, list[PolicyRun]], factor: float) -> dict[str, Any] | None:
     """Static against itself: its ratio, and whether the call may be believed; None without such pairs."""
-    ratio = _ratios(by_policy).get(f"{AGAIN}/static")
+    ratio = _ratios(by_policy, factor).get(f"{AGAIN}/static")
     if ratio is None:
         return None
     return {**ratio, "limit": A_A_LIMIT, "within": bool(abs(ratio["median"] - 1) <= A_A_LIMIT)}
@@ -210,12 +232,13 @@ def _policy_part(runs: Sequence[PolicyRun]) -> dict[str, Any]:
     }
 
 
-def _ratios(by_policy: dict[str, list[PolicyRun]]) -> dict[str, Any]:
-    """Every policy over static, and dynamix over reference and DBS; empty where a denominator never arrived."""
+def _ratios(by_policy: dict[str, list[PolicyRun]], factor: float) -> dict[str, Any]:
+    """Everybody over static, and dynamix over what else it is read against; empty where static never arrived."""
     out: dict[str, Any] = {}
     static = {r.seed: r.time_to_target_s for r in by_policy.get("static", [])}
     wanted = [(name, "static") for name in by_policy if name != "static"]
-    wanted += [("dynamix", other) for other in ("reference", "dbs") if other in by_policy and "dynamix" in by_policy]
+    others = ("reference", "dbs", "single", "local")
+    wanted += [("dynamix", other) for other in others if other in by_policy and "dynamix" in by_policy]
     for name, base in wanted:
         pairs = []
         for run in by_policy[name]:
@@ -223,7 +246,7 @@ def _ratios(by_policy: dict[str, list[PolicyRun]]) -> dict[str, Any]:
             partner = next((r for r in by_policy.get(base, []) if r.seed == run.seed), None)
             if bound is None or partner is None:
                 continue
-            limit = CENSOR_FACTOR * bound
+            limit = factor * bound
             pairs.append(tuple(censored([run.time_to_target_s, partner.time_to_target_s], [limit, limit])))
         if pairs:
             above, below = zip(*pairs, strict=True)

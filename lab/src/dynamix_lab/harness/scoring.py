@@ -5,11 +5,12 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.nn.utils import vector_to_parameters
 
 from dynamix_lab.tasks import Arrays, Workload, score
@@ -27,15 +28,27 @@ class WeightSnapshot:
     score: float = float("nan")
 
 
+def by_parameters(workload: Workload, test: Arrays) -> Callable[[Tensor], float]:
+    """The metric on all of `test` of a model with these parameters, which lie in a row, for `Scorer`."""
+    model = workload.make_model(0)
+
+    def value(weights: Tensor) -> float:
+        vector_to_parameters(weights, model.parameters())
+        return score(workload, model, test)
+
+    return value
+
+
 class Scorer:
     """Scores snapshots in the order they come and hands each to `scored`, from its own thread.
+
+    value   weights, float32 in a row, -> their score
 
     An error of that thread is raised again by `wait`.
     """
 
-    def __init__(self, workload: Workload, test: Arrays, scored: Callable[[WeightSnapshot], None]) -> None:
-        self.workload, self.test, self.scored = workload, test, scored
-        self._model = workload.make_model(0)
+    def __init__(self, value: Callable[[Tensor], float], scored: Callable[[WeightSnapshot], None]) -> None:
+        self.value, self.scored = value, scored
         self._queue: queue.Queue[WeightSnapshot | None] = queue.Queue()
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="dynamix-score", daemon=True)
@@ -69,6 +82,4 @@ class Scorer:
 
     def _scored(self, snapshot: WeightSnapshot) -> WeightSnapshot:
         weights = torch.from_numpy(np.fromfile(snapshot.path, dtype=np.float32))
-        vector_to_parameters(weights, self._model.parameters())
-        value = score(self.workload, self._model, self.test)
-        return WeightSnapshot(snapshot.run, snapshot.time_s, snapshot.step, snapshot.samples, snapshot.path, value)
+        return replace(snapshot, score=self.value(weights))

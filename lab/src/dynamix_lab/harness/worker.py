@@ -1,4 +1,4 @@
-"""One rank of `dynamix demo`: trains the same model once per policy, in turn, in one launch.
+"""One rank of a comparison of policies: trains the same model once per policy, in turn, in one launch.
 
 Started as `python -m dynamix_lab.harness.worker CONFIG.json` with torchrun's environment variables. Rank 0 talks to the
 parent through a Unix socket (a path, so it crosses network namespaces).
@@ -124,7 +124,7 @@ def train(config: dict[str, Any], name: str, workload: Workload, data: Arrays, l
     net = workload.make_model(config["seed"])
     optimizer = workload.make_optimizer(net.parameters())
     controller = Controller(
-        policy=make_demo_policy(config, name, clock),
+        policy=make_named_policy(config, name, clock),
         batch_size=config["batch_size"],
         min_batch_size=workload.min_batch,
         max_batch_size=workload.max_batch,
@@ -174,7 +174,7 @@ def train(config: dict[str, Any], name: str, workload: Workload, data: Arrays, l
     dist.barrier()
 
 
-def make_demo_policy(config: dict[str, Any], name: str, clock: Clock) -> Policy:
+def make_named_policy(config: dict[str, Any], name: str, clock: Clock) -> Policy:
     """The policy of a run; a name with a suffix ("static-again", the A/A partner) is the same policy once more."""
     plain = name.removesuffix("-again")
     others = references(config["scenario"], seed=config["disturbance_seed"], clock=clock)

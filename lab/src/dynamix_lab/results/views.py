@@ -21,7 +21,7 @@ def kind(result: Mapping[str, Any]) -> str:
     if words[0].startswith("scripts/"):
         return words[0].removeprefix("scripts/")
     name = words[2] if words[1:2] == ["bench"] and len(words) > 2 else words[1]
-    return f"{name} {result['cluster']}" if name in ("tta", "scaling") else name
+    return f"{name} {result['cluster']}" if name in ("tta", "scaling", "opponents") else name
 
 
 def markdown_of(result: Mapping[str, Any], view: str = "") -> str:
@@ -52,10 +52,13 @@ def _anchor(heading: str) -> str:
 
 def _makers() -> dict[str, Callable[[Mapping[str, Any]], Table | list[Section]]]:
     from dynamix_lab.peers import report as peers
-    from dynamix_lab.suites import simulated, tasks, tta
+    from dynamix_lab.suites import simulated, stepcount, tasks, tta
     from dynamix_lab.suites.compression import report as compression
     from dynamix_lab.suites.decisions import cost_suite as cost
     from dynamix_lab.suites.decisions import suite as decisions
+    from dynamix_lab.suites.opponents import live_pages
+    from dynamix_lab.suites.opponents import pages as opponents
+    from dynamix_lab.suites.overhead import suite as overhead
     from dynamix_lab.suites.scaling import report as scaling
     from dynamix_lab.suites.stigmergy import report as stigmergy
 
@@ -65,12 +68,16 @@ def _makers() -> dict[str, Callable[[Mapping[str, Any]], Table | list[Section]]]
         "tta simulator": simulated.table,
         "scaling simulator": simulated.table,
         "scaling virtual": scaling.sections,
+        "opponents virtual": opponents.sections,
+        "opponents emulator": live_pages.sections,
+        "stepcount": stepcount.table,
         "stigmergy": stigmergy.sections,
         "workloads": tasks.table,
         "compression": compression.sections,
         "peers": peers.table,
         "decisions": decisions.table,
         "cost": cost.table,
+        "overhead": overhead.sections,
         "import": import_table,
         "mutants": mutants_table,
     }

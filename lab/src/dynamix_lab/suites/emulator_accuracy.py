@@ -3,7 +3,7 @@
 A job is 50 ms of CPU time (hashing, which releases the interpreter's
 lock), done by one thread or split evenly over two. Its stretch is wall time * share / CPU time: 1 is ideal.
 Then, without limits, the CPU time of a fixed product of matrices: again and again, after pauses as hosts with a part of
-a core have them, and after such pauses on processors that are kept awake.
+a core have them, and after such pauses on processors that are kept awake. Last, device hosts (`device_accuracy`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,10 @@ import numpy as np
 from dynamix.emulator import awake, limits
 from dynamix.emulator.cluster import Emulation, Mechanism
 from dynamix.emulator.limits import start_helper, stop_helper
-from dynamix_lab.harness.suite import Tell, untold
+from dynamix.errors import ConfigError
+from dynamix_lab.harness.suite import Tell, part_of, untold
 from dynamix_lab.report import Table
+from dynamix_lab.suites.device_accuracy import device_table, measure_devices
 
 JOB_S = 0.050
 JOBS = 50
@@ -96,39 +98,63 @@ def after_pauses(pause_s: float) -> list[float]:
     return medians
 
 
-def measure_all(*, tell: Tell = untold) -> dict[str, Any]:
+def measure_all(*, only: str | None = None, tell: Tell = untold) -> dict[str, Any]:
     """`limits`: every mechanism, period and number of threads (`measure`). `pauses`: `after_pauses` without and with
-    them.
+    them. `devices`: `measure_devices`. `only` one of these names measures that part alone.
     """
+    parts = {"limits": measure_limits, "pauses": measure_pauses, "devices": measure_devices}
+    if only is not None and only not in parts:
+        raise ConfigError("only", only, ", ".join(parts), "correct the name")
+    chosen = [only] if only else list(parts)
+    return {name: parts[name](tell=part_of(tell, i, len(chosen))) for i, name in enumerate(chosen)}
+
+
+def measure_limits(*, tell: Tell = untold) -> list[dict[str, Any]]:
+    """`measure` for every mechanism, period and number of threads."""
     cases: list[tuple[Mechanism, float]] = [("auto", 0.010), ("auto", 0.100), ("duty-cycle", 0.010)]
     each = [(share, threads, *case) for share in SHARES for threads in (1, 2) for case in cases]
     rows = []
     for i, (share, threads, mechanism, period_s) in enumerate(each):
-        tell(f"{mechanism}, {share} of a core, {threads} threads", i / (len(each) + 3))
+        tell(f"{mechanism}, {share} of a core, {threads} threads", i / len(each))
         rows.append(measure(share, threads=threads, period_s=period_s, mechanism=mechanism))
+    return rows
+
+
+def measure_pauses(*, tell: Tell = untold) -> list[dict[str, Any]]:
+    """`after_pauses` without pauses, with them, and with processors kept awake."""
     pauses = []
     for i, (pause_s, kept) in enumerate(((0.0, False), (PAUSE_S, False), (PAUSE_S, True))):
-        tell("pauses", (len(each) + i) / (len(each) + 3))
+        tell("pauses", i / 3)
         helper = start_helper(awake.__file__, str(os.getpid())) if kept else None
         try:
             pauses.append({"pause_s": pause_s, "kept_awake": kept, "cpu_ms": after_pauses(pause_s)})
         finally:
             if helper is not None:
                 stop_helper(helper, b"g")
-    return {"limits": rows, "pauses": pauses}
+    return pauses
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """Two Markdown tables: the limits, and the pauses."""
+    """A Markdown table for each part that was measured."""
+    makers = {"limits": limits_table, "pauses": pauses_table, "devices": device_table}
+    return "\n".join(make(result[name]).markdown() for name, make in makers.items() if name in result)
+
+
+def limits_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """One line for each of `measure_limits`."""
     keys = ("given", "low", "median", "high", "cv")
-    limited = Table(
+    return Table(
         ["cpu", "share", "threads", "period, ms", "given", "5 %", "median", "95 %", "std/mean"],
         [
             [r["cpu"], str(r["share"]), str(r["threads"]), f"{r['period_ms']:.0f}", *[f"{r[key]:.3f}" for key in keys]]
-            for r in result["limits"]
+            for r in rows
         ],
     )
-    paused = Table(
+
+
+def pauses_table(parts: Sequence[Mapping[str, Any]]) -> Table:
+    """One line for each of `measure_pauses`."""
+    return Table(
         [
             f"pauses of {1e3 * PAUSE_S:.0f} ms",
             "processors",
@@ -142,8 +168,7 @@ def table(result: Mapping[str, Any]) -> str:
                 "kept awake" if part["kept_awake"] else "as they are",
                 *[f"{value:.3f}" for value in (min(ms), float(np.median(ms)), max(ms))],
             ]
-            for part in result["pauses"]
+            for part in parts
             for ms in [part["cpu_ms"]]
         ],
     )
-    return f"{limited.markdown()}\n{paused.markdown()}"

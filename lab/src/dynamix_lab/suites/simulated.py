@@ -22,6 +22,7 @@ from dynamix.projection import project
 from dynamix.simulator import (
     BREAKING,
     CONFORMING,
+    DEVELOPMENT,
     FAMILIES,
     REFERENCES,
     ClusterEnv,
@@ -35,6 +36,7 @@ from dynamix_lab.harness.runs import is_learned
 from dynamix_lab.harness.suite import Cell, Context, Suite
 from dynamix_lab.report import Page, Section, Table, legend_beside, look, measured, new_figure, percent, provenance
 from dynamix_lab.statistics import paired_ratio
+from dynamix_lab.suites.outside import Sampler, load_families, source_sha256
 
 Factory = Callable[[ClusterEnv], Policy]
 SWEEP = (0.25, 0.5, 1.0, 2.0, 4.0)  # static batches tried, as factors on the base batch
@@ -50,6 +52,7 @@ class SimulatedPlan:
     seeds        test seeds; `clusters` clusters each, and every cluster is a pair
     windows      decisions per run
     references   names of `REFERENCES`; "planned" costs W^2 simulations a decision
+    families_from   MODULE:FUNCTION of families from outside (`outside.load_families`), beside the shipped ones
     """
 
     cells: tuple[tuple[str, int], ...]
@@ -60,23 +63,41 @@ class SimulatedPlan:
     interval: int = 5
     delay: int = 1
     references: tuple[str, ...] = ("lagged", "greedy", "hedged")
+    families_from: str | None = None
 
     def check(self) -> None:
-        """Raises `ConfigError` before anything runs."""
+        """Raises `ConfigError` before anything runs; every family from outside is drawn once."""
+        outside = self.outside()
+        known = (*FAMILIES, *outside)
         for family, workers in self.cells:
-            if family not in FAMILIES or workers < 1:
-                raise ConfigError(
-                    "family, workers", (family, workers), f"{', '.join(FAMILIES)}; 1 or more", "check both"
-                )
+            if family not in known or workers < 1:
+                raise ConfigError("family, workers", (family, workers), f"{', '.join(known)}; 1 or more", "check both")
+            if family in outside:
+                outside[family](2, workers, self.seeds[0])
         for name in self.policies:
             make_policy(name)
 
+    def outside(self) -> dict[str, Sampler]:
+        """The families from outside, by name."""
+        return {} if self.families_from is None else load_families(self.families_from)
+
+    def sample(self, family: str, count: int, workers: int, seed: int) -> Clusters:
+        """Clusters of a family, shipped or from outside."""
+        if family in FAMILIES:
+            return sample_family(family, count, workers, seed)
+        return self.outside()[family](count, workers, seed)
+
 
 def tta_plan(
-    *, quick: bool, policies: Sequence[str] | None = None, families: Iterable[str] | None = None
+    *,
+    quick: bool,
+    policies: Sequence[str] | None = None,
+    families: Iterable[str] | None = None,
+    families_from: str | None = None,
 ) -> SimulatedPlan:
-    """All held-out families at W = 8 and 32 (quick: 8)."""
-    chosen = tuple(families or (*CONFORMING, *BREAKING))
+    """All held-out families at W = 8 and 32 (quick: 8), or all of those from outside."""
+    shipped = (*CONFORMING, *BREAKING, *DEVELOPMENT)
+    chosen = tuple(families or (shipped if families_from is None else load_families(families_from)))
     workers = (8,) if quick else (8, 32)
     return SimulatedPlan(
         tuple((family, w) for family in chosen for w in workers),
@@ -84,18 +105,23 @@ def tta_plan(
         seeds=TEST_SEEDS[:1] if quick else TEST_SEEDS,
         clusters=16 if quick else 48,
         windows=60 if quick else 100,
+        families_from=families_from,
     )
 
 
-def scaling_plan(*, quick: bool, policies: Sequence[str] | None = None) -> SimulatedPlan:
-    """Frequent slowdowns from 2 to 1,024 workers (quick: to 128)."""
+def scaling_plan(
+    *, quick: bool, policies: Sequence[str] | None = None, families_from: str | None = None
+) -> SimulatedPlan:
+    """Frequent slowdowns, or every family from outside, from 2 to 1,024 workers (quick: to 128)."""
     workers = (2, 8, 32, 128) if quick else (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+    chosen = ("affine-slowdowns",) if families_from is None else tuple(load_families(families_from))
     return SimulatedPlan(
-        tuple(("affine-slowdowns", w) for w in workers),
+        tuple((family, w) for family in chosen for w in workers),
         tuple(policies or policy_names()),
         seeds=TEST_SEEDS[:1] if quick else TEST_SEEDS[:2],
         clusters=16,
         windows=60,
+        families_from=families_from,
     )
 
 
@@ -126,6 +152,11 @@ class SimulatedSuite(Suite):
     def facts(self) -> dict[str, Any]:
         return {"cluster": "simulator", "mechanisms": {}, "scenario_sha256": None, "seeds": list(self.plan.seeds)}
 
+    def bound_to(self) -> dict[str, Any]:
+        """The file of the families from outside: half of a run on others would be a run on neither."""
+        place = self.plan.families_from
+        return {} if place is None else {"families_sha256": source_sha256(place)}
+
     def cells(self) -> list[Cell]:
         return [Cell(f"{family}-{workers}", (family, workers)) for family, workers in self.plan.cells]
 
@@ -140,7 +171,7 @@ class SimulatedSuite(Suite):
         return table(result).markdown()
 
     def page(self, result: Mapping[str, Any]) -> str:
-        over_workers = self.name == "scaling"
+        over_workers = self.name == "scaling" and len({family for family, _ in self.plan.cells}) == 1
         figure = _over_workers(result["cells"]) if over_workers else _over_cells(result["cells"])
         said = (
             "Simulated clusters. A cell is the lagged reference's time over the policy's for the same progress: "
@@ -171,7 +202,7 @@ def run_cell(plan: SimulatedPlan, family: str, workers: int) -> dict[str, Any]:
     taken: dict[str, list[Floats]] = {name: [] for name in factories}
     interior: list[float] = []
     for seed in plan.seeds:
-        world = sample_family(family, clusters, workers, seed)
+        world = plan.sample(family, clusters, workers, seed)
         times, inside = times_to_progress(factories, world, plan, seed)
         interior.append(inside)
         for name, values in times.items():
@@ -188,7 +219,7 @@ def _best_static(plan: SimulatedPlan, family: str, workers: int, clusters: int) 
     factories: dict[str, Factory] = {str(f): (lambda _, f=f: StaticAt(f)) for f in SWEEP}  # type: ignore[misc]
     logs = np.zeros(len(SWEEP))
     for seed in TUNING_SEEDS:
-        times, _ = times_to_progress(factories, sample_family(family, clusters, workers, seed), plan, seed)
+        times, _ = times_to_progress(factories, plan.sample(family, clusters, workers, seed), plan, seed)
         logs += [np.log(times[name]).mean() for name in factories]
     return SWEEP[int(np.argmin(logs))]
 

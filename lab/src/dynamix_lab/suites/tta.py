@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 from dynamix.emulator import load_scenario
 from dynamix.errors import ConfigError
 from dynamix.events.run_folder import RunFolder, commit, machine
-from dynamix_lab.demo.run import run_demo
 from dynamix_lab.harness.display import Display
 from dynamix_lab.harness.launch import LaunchSettings
 from dynamix_lab.harness.runs import A_A_LIMIT, AGAIN, CENSOR_FACTOR, is_learned, is_static
@@ -28,6 +27,7 @@ from dynamix_lab.report import (
     provenance,
 )
 from dynamix_lab.statistics import censored, geometric_mean, paired_ratio
+from dynamix_lab.suites.comparison.run import run_comparison
 
 SCENARIOS = ("even", "steady-uneven", "moving-neighbour", "slow-link", "pai-replay", "paper-like")
 QUICK_SCENARIOS = ("steady-uneven", "moving-neighbour")
@@ -44,7 +44,7 @@ class TtaPlan:
     quick: bool = False
 
     def settings(self) -> dict[str, LaunchSettings]:
-        """One demo per scenario."""
+        """One comparison per scenario."""
         if "static" not in self.policies:
             raise ConfigError("policies", list(self.policies), "static among them", "add static: all ratios are to it")
         again = not self.quick
@@ -75,7 +75,7 @@ class TtaSuite(Suite):
     """`dynamix bench tta`: a cell is a scenario with one more seed.
 
     Every scenario gets its first seed before any gets its second, so a call that is interrupted leaves all of them with
-    equally many pairs. Each scenario is a demo with a folder of its own, which also resumes.
+    equally many pairs. Each scenario is a comparison with a folder of its own, which also resumes.
     """
 
     plan: TtaPlan
@@ -99,9 +99,9 @@ class TtaSuite(Suite):
     def run(self, cell: Cell, context: Context) -> dict[str, Any]:
         name, count = cell.what
         path = context.folder.path / place(name)
-        folder = RunFolder("demo", path, resume=(path / "run.json").is_file())
+        folder = RunFolder("comparison", path, resume=(path / "run.json").is_file())
         settings = replace(self.plan.settings()[name], seeds=count)
-        result, arrived = run_demo(settings, folder, display=self.display)
+        result, arrived = run_comparison(settings, folder, display=self.display)
         return {"result": result, "arrived": arrived}
 
     def whole(self, found: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -1,4 +1,4 @@
-"""The demo's plots: accuracy, every worker's batch size, and where every worker's time went."""
+"""Plots of runs: accuracy, every worker's batch size, and where every worker's time went."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dynamix.emulator import Scenario, host_speeds
 from dynamix_lab.harness.runs import PolicyRun
 from dynamix_lab.report import legend_beside, look, new_figure
 
@@ -69,6 +70,16 @@ def _sizes_over_time(run: PolicyRun) -> tuple[np.ndarray[Any, Any], np.ndarray[A
     times = [0.0] + [ends[min(step, len(ends) - 1)] for step, _ in changes] + [run.time_s]
     sizes = [first] + [allocation for _, allocation in changes]
     return np.array(times), np.array([*sizes, sizes[-1]])
+
+
+def moves(scenario: Scenario, time_s: float, seed: int) -> list[tuple[float, int]]:
+    """(time_s, host) of every time a host became slower in a run of `time_s`, with the disturbances of `seed`."""
+    found, before = [], host_speeds(scenario, 0.0, seed)
+    for tick in range(1, int(time_s * 10) + 1):
+        now = host_speeds(scenario, tick / 10, seed)
+        found += [(tick / 10, host) for host in range(len(now)) if now[host] < before[host] - 1e-9]
+        before = now
+    return found
 
 
 def plot_time(runs: Sequence[PolicyRun]) -> Figure:

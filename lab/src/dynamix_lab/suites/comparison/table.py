@@ -1,4 +1,4 @@
-"""What the demo says in words and numbers: the table at the end, what its columns mean, and the ratios."""
+"""What a comparison says in words and numbers: the table at the end, what its columns mean, and the ratios."""
 
 from __future__ import annotations
 

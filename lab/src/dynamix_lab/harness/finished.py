@@ -1,0 +1,48 @@
+"""Runs that a call has finished, seed by seed, in the folder that a later call goes on in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from dynamix.events.run_folder import RunFolder, commit, machine
+from dynamix_lab.harness.runs import PolicyRun, load_runs, save_runs
+
+_AGREE = ("schema", "scenario_sha256", "workload", "target", "settings")
+
+
+class FinishedSeeds:
+    """What lies in `folder`/finished. More seeds may be added to those that are there.
+
+    facts   of the call; runs are loaded only where schema, scenario, workload, target, settings, commit and machine
+            are those that they were made with
+    """
+
+    def __init__(self, folder: RunFolder, facts: dict[str, Any]) -> None:
+        self._folder = folder
+        self._facts = {"commit": commit(), "machine": machine(), **{name: facts[name] for name in _AGREE}}
+
+    def path(self, seed: int) -> Path:
+        """The file of a seed's runs."""
+        return self._folder.path / "finished" / f"{seed}.json"
+
+    def load(self, seeds: Sequence[int]) -> dict[int, list[PolicyRun]]:
+        """Seed -> runs that an earlier call left; events of other runs are dropped. Errors are those of `load_runs`."""
+        found = {seed: load_runs(self.path(seed), self._facts) for seed in seeds if self.path(seed).exists()}
+        runs = [run for of_seed in found.values() for run in of_seed]
+        events = self._folder.keep_events(_of(runs))
+        for run in runs:
+            run.events = [event for event in events if run.owns(event)]
+        return found
+
+    def save(self, seed: int, runs: Sequence[PolicyRun]) -> None:
+        """Those of `runs` with this seed; events of attempts that they replace go."""
+        mine = [run for run in runs if run.seed == seed]
+        save_runs(self.path(seed), mine, self._facts)
+        if any(run.attempt for run in mine):
+            self._folder.keep_events(_of(runs))
+
+
+def _of(runs: Sequence[PolicyRun]) -> Callable[[dict[str, Any]], bool]:
+    return lambda event: any(run.owns(event) for run in runs)

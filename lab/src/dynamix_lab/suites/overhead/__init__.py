@@ -1,0 +1,1 @@
+"""`dynamix bench overhead`: what dynamix costs a job, beside plain DDP."""

@@ -1,0 +1,23 @@
+"""The reference of device hosts: everybody finishes at the same time."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from dynamix.emulator import Scenario
+from dynamix.window import Bounds, Window
+from dynamix_lab.harness.reference import Reference
+
+
+@pytest.mark.parametrize("fixed_ms", [1.0, 20.0])
+def test_device_hosts_finish_together_with_their_fixed_time(fixed_ms: float) -> None:
+    speeds = np.array([1.0, 0.5])
+    device = {"fixed_ms": fixed_ms, "per_sample_ms": 1.0}
+    scenario = Scenario.model_validate({"hosts": [{"cpu": float(s)} for s in speeds], "device": device})
+    reference = Reference(scenario, seed=0, clock=lambda: 0.0)
+    window = Window.of([60, 60], compute=[0.1, 0.2], steps=5.0)
+    sizes = reference.decide(window, Bounds.of(2, 1, 512))
+    assert sizes.sum() == 120
+    took = (fixed_ms + sizes) / speeds
+    assert took[0] == pytest.approx(took[1], rel=0.03)
