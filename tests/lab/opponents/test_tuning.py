@@ -13,7 +13,7 @@ from dynamix_lab.opponents.periods import Moment, period_of
 from dynamix_lab.opponents.profiled import Profiled
 from dynamix_lab.opponents.runs import RunLimits, TrialRun
 from dynamix_lab.opponents.trial import Trial
-from dynamix_lab.opponents.tuning import ROWS, TriedTrial, TuningSpace, grid, tune
+from dynamix_lab.opponents.tuning import ROWS, TriedTrial, TuningSpace, grid, neighbours, tune
 from dynamix_lab.opponents.virtual import policy_of, run_virtual
 from tests.lab.opponents.tiny import ConstantWorld, make_data, workload
 
@@ -21,15 +21,15 @@ SPACE = TuningSpace({16: 0.02, 256: 0.3}, workers=4, budget=20_000)
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_every_row_gets_twelve_trials_that_differ_at_the_same_four_rates(row: str) -> None:
+def test_every_row_begins_with_nine_trials_that_differ_at_the_same_three_rates(row: str) -> None:
     trials = grid(row, SPACE)
-    assert len(set(trials)) == len(trials) == 12
+    assert len(set(trials)) == len(trials) == 9
     assert {trial.row for trial in trials} == {row}
-    by_choice = [trials[at : at + 4] for at in (0, 4, 8)]
+    by_choice = [trials[at : at + 3] for at in (0, 3, 6)]
     for choice in by_choice:
         assert len({(t.batch_size, t.lr_rule, t.local and (t.local.steps, t.local.momentum)) for t in choice}) == 1
         rates = [trial.learning_rate for trial in choice]
-        assert rates[-1] == pytest.approx(8 * rates[0])
+        assert rates[-1] == pytest.approx(4 * rates[0])
     if trials[0].policy not in (None, "profiled", "reference"):
         parse_name(str(trials[0].policy))
 
@@ -56,11 +56,44 @@ def test_the_best_third_goes_on_to_the_next_seed() -> None:
 
     trials = grid("static", SPACE)
     best, tried = tune(trials, run, float)  # type: ignore[arg-type]
-    assert [seed for _, seed in asked] == [9001] * 12 + [9002] * 4
+    assert [seed for _, seed in asked] == [9001] * 9 + [9002] * 3
     assert best.learning_rate == max(rate for rate, seed in asked if seed == 9002)
-    assert [len(t.worth) for t in tried] == [2] * 4 + [1] * 8
-    assert [t.mean for t in tried[:4]] == sorted(t.mean for t in tried[:4])
+    assert [len(t.worth) for t in tried] == [2] * 3 + [1] * 6
+    assert [t.mean for t in tried[:3]] == sorted(t.mean for t in tried[:3])
     assert {t.trial for t in tried} == set(trials)
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_the_search_goes_on_beyond_its_grid_with_as_many_trials_for_every_row(row: str) -> None:
+    asked: list[tuple[Trial, int]] = []
+
+    def worth(trial: Trial) -> float:  # large batches and high rates are best, beyond any grid
+        return 1 / (trial.batch_size * trial.learning_rate)
+
+    def run(trial: Trial, seed: int) -> Any:
+        asked.append((trial, seed))
+        return trial
+
+    trials = grid(row, SPACE)
+    best, tried = tune(trials, run, worth, near=lambda trial: neighbours(trial, SPACE))  # type: ignore[arg-type]
+    assert [seed for _, seed in asked] == [9001] * 15 + [9002] * 5
+    assert len({trial for trial, _ in asked[:15]}) == 15
+    assert {trial.row for trial, _ in asked} == {row}
+    assert best == tried[0].trial
+    assert best.batch_size == 4 * max(trial.batch_size for trial in trials)
+
+
+def test_neighbours_of_a_way_to_meet_are_the_same_way_at_other_periods() -> None:
+    for row in ("local", "post_local", "adacomm", "qsr", "diloco"):
+        trial = grid(row, SPACE)[1]
+        assert trial.local is not None
+        near = [one for one in neighbours(trial, SPACE) if one.local and one.local.steps != trial.local.steps]
+        wanted = {2 * trial.local.steps, trial.local.steps // 2} - {0}
+        assert {one.local.steps for one in near if one.local} == wanted
+        for one in near:
+            assert one.local
+            assert (one.local.period, one.local.outer) == (trial.local.period, trial.local.outer)
+            assert period_of(one).at(Moment(0, one.learning_rate, 1.0)).steps in (one.local.steps, 1)
 
 
 def test_a_run_that_arrives_nowhere_is_never_chosen_and_survives_json() -> None:

@@ -1,7 +1,8 @@
 """Every row is tuned alike: as many trials, on the same tuning seeds, halved by the same rule.
 
 A grid is learning rates times three choices of what a row has besides: batch sizes where they are fixed, rules and
-starting batches where a policy moves them, periods and momentum where workers meet over parameters.
+starting batches where a policy moves them, periods and momentum where workers meet over parameters. From the best of
+it the search goes on to its neighbours, so that no row is held back by where its grid ends.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from dynamix_lab.opponents.runs import TrialRun
 from dynamix_lab.opponents.trial import LocalSettings, Trial
 from dynamix_lab.tasks.mnist1d import TUNING_SEEDS
 
-RATE_FACTORS = (0.5, 1.0, 2.0, 4.0)  # of the curve's best rate at the batch whose noise the rate meets
+RATE_FACTORS = (0.5, 1.0, 2.0)  # of the curve's best rate at the batch whose noise the rate meets
 ALONE = 4  # times the batch sizes of the others: one worker shares its batch with nobody
-CHOICES = 3  # of everything else; with the rates above 12 trials a row
+CHOICES = 3  # of everything else; with the rates above 9 trials a row
+CLIMBS, STEPS_OF_CLIMB = 2, 3  # so often so many neighbours of the best one: 15 trials a row in all
 KEPT = 3  # one of so many trials goes on to the next seed
 
 FIXED_SHARES = ("static", "profiled", "reference")
@@ -75,22 +77,59 @@ class TuningSpace:
 
 
 def grid(row: str, space: TuningSpace) -> list[Trial]:
-    """The 12 trials of a row. Raises `ConfigError` for a row that is not known.
+    """The first nine trials of a row. Raises `ConfigError` for a row that is not known.
 
     >>> space = TuningSpace({128: 0.1}, 4, 20_000)
     >>> {len(grid(row, space)) for row in ROWS}
-    {12}
+    {9}
     >>> trial = grid("local", space)[-1]
     >>> trial.batch_size, trial.learning_rate, trial.local.steps, trial.local.momentum
-    (32, 0.4, 8, 'averaged')
+    (32, 0.2, 8, 'averaged')
     """
     if row not in ROWS:
         raise ConfigError("row", row, ", ".join(ROWS), "check the spelling")
     return [
-        dataclasses.replace(choice, learning_rate=rate, local=_local_at_rate(choice, rate))
+        _at_rate(choice, rate)
         for choice in _choices(row, space)
         for rate in (factor * space.rate_at(_global_batch(choice, space.workers)) for factor in RATE_FACTORS)
     ]
+
+
+def neighbours(trial: Trial, space: TuningSpace) -> list[Trial]:
+    """Where a search goes on from a trial: first what a grid's end may hide, then finer rates.
+
+    A batch of another size keeps its rate's place beside the curve.
+
+    >>> space = TuningSpace({64: 0.1, 256: 0.4}, 4, 20_000)
+    >>> [(t.batch_size, round(t.learning_rate, 2)) for t in neighbours(grid("static", space)[1], space)]
+    [(32, 0.2), (16, 0.2), (16, 0.05), (8, 0.1), (16, 0.14), (16, 0.07)]
+    """
+    rate = trial.learning_rate
+    here = space.rate_at(_global_batch(trial, space.workers))
+
+    def sized(size: int) -> Trial:
+        other = dataclasses.replace(trial, batch_size=size)
+        return _at_rate(other, rate * space.rate_at(_global_batch(other, space.workers)) / here)
+
+    near = [sized(2 * trial.batch_size), _at_rate(trial, 2 * rate), _at_rate(trial, rate / 2)]
+    near += [sized(trial.batch_size // 2)] if trial.batch_size > 1 else []
+    near += [_at_rate(_with_steps(trial, steps), rate) for steps in _other_steps(trial)]
+    return [*near, _at_rate(trial, rate * math.sqrt(2)), _at_rate(trial, rate / math.sqrt(2))]
+
+
+def _other_steps(trial: Trial) -> list[int]:
+    if trial.local is None:
+        return []
+    return [2 * trial.local.steps] + ([trial.local.steps // 2] if trial.local.steps > 1 else [])
+
+
+def _with_steps(trial: Trial, steps: int) -> Trial:
+    """The same way of meeting, so many steps apart."""
+    return dataclasses.replace(trial, local=_settings(trial.row, 4 * steps if trial.row == "qsr" else steps))
+
+
+def _at_rate(trial: Trial, rate: float) -> Trial:
+    return dataclasses.replace(trial, learning_rate=rate, local=_local_at_rate(trial, rate))
 
 
 def _global_batch(trial: Trial, workers: int) -> float:
@@ -159,12 +198,18 @@ class TriedTrial:
 
 
 def tune(
-    trials: Sequence[Trial], run: Run, judge: Judge, *, seeds: Sequence[int] = TUNING_SEEDS
+    trials: Sequence[Trial],
+    run: Run,
+    judge: Judge,
+    *,
+    seeds: Sequence[int] = TUNING_SEEDS,
+    near: Callable[[Trial], Sequence[Trial]] | None = None,
 ) -> tuple[Trial, list[TriedTrial]]:
     """Successive halving: all trials on the first seed, the best third of them on the next, and so on.
 
-    Returns the best of those that saw every seed, and all trials, best first: those that went further come first.
-    Where no run arrives anywhere, the first trials of the grid go on. Raises `ConfigError` without trials or seeds.
+    With `near` the first seed also sees neighbours of its best trial, twice three of those that are new. Returns the
+    best of those that saw every seed, and all trials, best first: those that went further come first. Where no run
+    arrives anywhere, the first trials of the grid go on. Raises `ConfigError` without trials or seeds.
 
     >>> trials = [Trial("single", None, size, 0.1) for size in (8, 16, 32)]
     >>> best, tried = tune(trials, lambda trial, seed: trial, lambda run: abs(run.batch_size - 15))
@@ -173,11 +218,27 @@ def tune(
     """
     if not trials or not seeds:
         raise ConfigError("trials, seeds", (len(trials), len(seeds)), "1 or more of both", "pass grid(row, space)")
+
+    def seen(some: Sequence[TriedTrial], seed: int) -> list[TriedTrial]:
+        return [TriedTrial(tried.trial, (*tried.worth, judge(run(tried.trial, seed)))) for tried in some]
+
+    def best_first(some: list[TriedTrial]) -> list[TriedTrial]:
+        return sorted(some, key=lambda tried: tried.mean)
+
     running, done = [TriedTrial(trial, ()) for trial in trials], list[TriedTrial]()
     for at, seed in enumerate(seeds):
         if at:
             keep = -(-len(running) // KEPT)
             running, done = running[:keep], running[keep:] + done
-        running = [TriedTrial(tried.trial, (*tried.worth, judge(run(tried.trial, seed)))) for tried in running]
-        running.sort(key=lambda tried: tried.mean)
+        running = best_first(seen(running, seed))
+        for _ in range(CLIMBS if near is not None and not at else 0):
+            known = {_rounded(tried.trial) for tried in running}
+            new = [trial for trial in near(running[0].trial) if _rounded(trial) not in known] if near else []
+            running = best_first(running + seen([TriedTrial(trial, ()) for trial in new[:STEPS_OF_CLIMB]], seed))
     return running[0].trial, running + done
+
+
+def _rounded(trial: Trial) -> tuple[object, ...]:
+    """What makes two trials of one row the same: rates a rounding error apart are one rate."""
+    steps = None if trial.local is None else trial.local.steps
+    return trial.batch_size, float(f"{trial.learning_rate:.2g}"), trial.lr_rule, steps

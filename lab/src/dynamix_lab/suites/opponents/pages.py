@@ -24,7 +24,7 @@ from dynamix_lab.suites.opponents.regimes import is_regime
 from dynamix_lab.tasks.claim_jobs import CLAIM_JOBS
 
 LEAD = (
-    "Seconds to the job's target. Every row was tuned alike on other seeds: twelve trials of learning rates and of "
+    "Seconds to the job's target. Every row was tuned alike on other seeds: 15 trials of learning rates and of "
     "what the row has besides. A ratio is a time over another row's, below 1 is faster, with its 95 % interval over "
     "pairs. A run that did not arrive counts with the time at which it was ended."
 )

@@ -16,7 +16,7 @@ from dynamix_lab.harness.suite import Cell, Context, Suite
 from dynamix_lab.opponents.buckets import gradient_buckets
 from dynamix_lab.opponents.runs import RunLimits, TrialRun
 from dynamix_lab.opponents.trial import Trial
-from dynamix_lab.opponents.tuning import TuningSpace, grid, tune
+from dynamix_lab.opponents.tuning import TriedTrial, TuningSpace, grid, neighbours, tune
 from dynamix_lab.opponents.virtual import INTERVAL, run_virtual
 from dynamix_lab.opponents.world import DeviceWorld
 from dynamix_lab.statistics import who_wins
@@ -90,14 +90,17 @@ class OpponentsSuite(Suite):
         place = Place.of(text)
         job = job_at(place)
         run = functools.partial(run_at, place, job)
-        trials = grid(row, space_of(place, job))
-        trial, tried = tune(trials, run, job.worth, seeds=self.plan.tuning) if self.plan.tuning else (trials[0], [])
+        space = space_of(place, job)
+        trials, near = grid(row, space), functools.partial(neighbours, space=space)
+        trial, tried = trials[0], list[TriedTrial]()
+        if self.plan.tuning:
+            trial, tried = tune(trials, run, job.worth, seeds=self.plan.tuning, near=near)
         runs = [run(trial, seed) for seed in self.plan.fresh]
         return {
             "place": text,
             "row": row,
             "trial": trial.to_dict(),
-            "at_edge": at_edge(trial, trials),
+            "at_edge": at_edge(trial, [one.trial for one in tried] or trials),
             "tried": [one.to_dict() for one in tried],
             "runs": [summary(done, job) for done in runs],
         }
@@ -170,9 +173,10 @@ def space_of(place: Place, job: JobNumbers) -> TuningSpace:
 
 
 def at_edge(trial: Trial, trials: Sequence[Trial]) -> list[str]:
-    """Where a winner is at an end of its grid, so that a better one may lie beyond: "learning_rate", "batch_size".
+    """Where a winner is at an end of what was tried, so that a better one may lie beyond.
 
-    Rates are those of the winner's own batch. A grid of two batches has no inside, so its batches do not count.
+    Gives "learning_rate", "batch_size", both or none. Rates are those of the winner's own batch. Where only two batches
+    were tried there is no inside, so they do not count.
     """
     rates = sorted({one.learning_rate for one in trials if one.batch_size == trial.batch_size})
     sizes = sorted({one.batch_size for one in trials})
