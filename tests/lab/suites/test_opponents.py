@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from dynamix_lab.suites.opponents.places import JOBS, V2, job_numbers
 from dynamix_lab.suites.opponents.plan import USUAL, Place
 from dynamix_lab.suites.opponents.regimes import regime, regime_places
 from dynamix_lab.suites.opponents.verdict import verdict
-from dynamix_lab.suites.opponents.virtual import OpponentsPlan, at_edge, world_at
+from dynamix_lab.suites.opponents.virtual import Impatient, OpponentsPlan, at_edge, world_at
 from dynamix_lab.yardstick import ProgressCurve
 
 
@@ -63,6 +64,16 @@ def test_claims_are_made_where_the_devices_together_are_three_times_the_fastest_
         assert sum(speeds) >= 3 * max(speeds), text
         efficient = math.ceil(scenario.device.fixed_ms / scenario.device.per_sample_ms)
         assert len(speeds) * efficient <= max(JOBS[place.workload].rates), text
+
+
+def test_a_run_of_the_tuning_ends_at_twice_the_best_of_its_seed() -> None:
+    place = Place.of("device-even/teacher")
+    run = Impatient(place, replace(job_numbers("teacher"), limit_s=6.0, target=1.0))
+    first = run(Trial("static", "static", 64, 0.1), 3)
+    assert 6.0 <= first.time_s < 7.0
+    run.best[3] = 1.0
+    assert 2.0 <= run(Trial("static", "static", 64, 0.1), 3).time_s < 3.0
+    assert run.best[3] == 1.0
 
 
 def test_the_map_of_regimes_has_24_places_whose_exchange_is_what_they_say() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -30,6 +30,7 @@ from dynamix_lab.tasks import make_workload
 from dynamix_lab.tasks.mnist1d import TUNING_SEEDS
 
 REGIME_LONGER = 4
+GIVE_UP = 2.0  # a run of the tuning ends at so many times the best one of its row and seed
 DISTURBANCE = 1000  # apart from the seed of model and data; all rows of one seed share both
 
 
@@ -94,7 +95,7 @@ class OpponentsSuite(Suite):
         trials, near = grid(row, space), functools.partial(neighbours, space=space)
         trial, tried = trials[0], list[TriedTrial]()
         if self.plan.tuning:
-            trial, tried = tune(trials, run, job.worth, seeds=self.plan.tuning, near=near)
+            trial, tried = tune(trials, Impatient(place, job), job.worth, seeds=self.plan.tuning, near=near)
         runs = [run(trial, seed) for seed in self.plan.fresh]
         return {
             "place": text,
@@ -130,6 +131,21 @@ def job_at(place: Place) -> JobNumbers:
     """The job's numbers; in a regime, whose links may be slow, runs get longer."""
     job = job_numbers(place.workload)
     return replace(job, limit_s=REGIME_LONGER * job.limit_s) if is_regime(place.scenario) else job
+
+
+@dataclass(frozen=True)
+class Impatient:
+    """Runs trials of one row for `tune`, none for longer than twice the best so far: it could not win any more."""
+
+    place: Place
+    job: JobNumbers
+    best: dict[int, float] = field(default_factory=dict)
+
+    def __call__(self, trial: Trial, seed: int) -> TrialRun:
+        limit = min(self.job.limit_s, GIVE_UP * self.best.get(seed, math.inf))
+        done = run_at(self.place, replace(self.job, limit_s=limit), trial, seed)
+        self.best[seed] = min(self.best.get(seed, math.inf), self.job.worth(done))
+        return done
 
 
 def run_at(place: Place, job: JobNumbers, trial: Trial, seed: int) -> TrialRun:
