@@ -1,5 +1,6 @@
 """What samplers and streams share: which micro-steps were issued and consumed, and what each of them does."""
 
+import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from numpy.typing import ArrayLike
 
 from dynamix.data.allocations import Allocations
 from dynamix.data.cutting import NO_LIMIT
+from dynamix.data.reader import Delivered, reader_of
 from dynamix.errors import ConfigError, StateError, UsageError
 from dynamix.window import Ints
 
@@ -66,7 +68,9 @@ class SampleOrder(ABC):
 
     `issued` returns to `consumed` at every new iteration: batches prefetched by an abandoned iterator are lost, and
     their samples are issued again. `on_first_issue` is called once, at the first batch asked for after
-    `load_state_dict`; the loader's iterator exists by then, so this is where to restore random states.
+    `load_state_dict`; the loader's iterator exists by then, so this is where to restore random states. `on_begin` is
+    called before every iteration and every `set_epoch`, while what the loop left unconsumed is still there to be seen.
+    `issuer` is the thread that asked for the newest batch.
     """
 
     def __init__(
@@ -97,9 +101,13 @@ class SampleOrder(ABC):
             raise ConfigError("low", self.low.tolist(), f"at most high={self.high.tolist()}", "swap the bounds")
         self.before_issue = before_issue
         self.on_first_issue: Callable[[], None] | None = None
+        self.on_begin: Callable[[], None] | None = None
+        self.issuer = 0
         self._ahead = self._behind = self._saved = Cursor(0, 0, 0, np.zeros(world_size, dtype=np.int64))
         self._pending: deque[tuple[StepPlan, Cursor]] = deque()
         self._round = 0  # a new number for every iteration, so that an abandoned iterator cannot go on
+        self._handed_on: Delivered = lambda: None
+        self._began = 0  # micro-steps consumed when the iteration under way began
         self._loaded = False
         self._hold = False  # a finished epoch that the user asked for by name is not run again
 
@@ -112,6 +120,22 @@ class SampleOrder(ABC):
     def consumed(self) -> int:
         """Micro-steps consumed so far (counter over the job)."""
         return self._behind.index
+
+    @property
+    def delivered(self) -> int:
+        """Micro-steps whose batches the loop has received (counter over the job); those issued, if nobody can tell."""
+        handed_on = self._handed_on()
+        return self._ahead.index if handed_on is None else min(self._began + handed_on, self._ahead.index)
+
+    @property
+    def iteration(self) -> int:
+        """Another number for every iteration."""
+        return self._round
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether every batch of the epoch has been issued."""
+        return self._ahead.finished
 
     @property
     def epoch(self) -> int:
@@ -143,6 +167,8 @@ class SampleOrder(ABC):
         """
         if epoch < 0:
             raise ConfigError("epoch", epoch, "0 or more", "count epochs from 0")
+        if self.on_begin is not None:
+            self.on_begin()
         now = self._behind
         self._hold = epoch == now.epoch and now.finished and self._loaded
         if epoch != now.epoch or (now.finished and not self._loaded):
@@ -160,10 +186,14 @@ class SampleOrder(ABC):
 
     def _begin(self) -> int:
         """A new iteration begins: go on where consumption stands, or with the next epoch. Returns its number."""
+        if self.on_begin is not None:
+            self.on_begin()
+        handed_on = reader_of(self)
         if self._behind.finished and not self._hold:
             self._start_epoch(self._behind.epoch + 1)
         else:
             self._rewind()
+        self._handed_on, self._began = handed_on, self._behind.index
         return self._round
 
     def _issue(self, number: int) -> StepPlan | None:
@@ -177,6 +207,7 @@ class SampleOrder(ABC):
             self._loaded = False
             if self.on_first_issue is not None:
                 self.on_first_issue()
+        self.issuer = threading.get_ident()
         now = self._ahead
         if now.finished:
             self._hold = False

@@ -1,8 +1,7 @@
 """What `Controller(...)` accepts, and how the ranks make sure that all were given the same."""
 
-import hashlib
-import json
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,7 @@ from dynamix.policies.learned.deviations import LiveConfig
 from dynamix.policies.learned.online import learning
 from dynamix.runtime.gradients import new_gloo_group
 from dynamix.runtime.job import fixed_at
+from dynamix.runtime.sameness import require_same
 from dynamix.window import Bounds, Ints
 
 
@@ -106,20 +106,29 @@ def starting_sizes(batch_size: int, bounds: Bounds) -> Ints:
     return start
 
 
-def open_control_group(group: dist.ProcessGroup, given: Sequence[Any]) -> dist.ProcessGroup:
+def open_control_group(group: dist.ProcessGroup, given: Mapping[str, Any] | None = None) -> dist.ProcessGroup:
     """A gloo group over the ranks of `group`, with its timeout. A collective call.
 
-    Raises `UsageError` on every rank when `given` (plain values) differs between ranks.
+    Raises `UsageError` on every rank when `given` (plain values by name) differs between ranks.
     """
     control = new_gloo_group(dist.get_process_group_ranks(group), _timeout_of(group))
-    digest = hashlib.sha256(json.dumps(given, default=str).encode()).digest()[:8]
-    mine = torch.tensor([int.from_bytes(digest, "big") >> 1])
-    every = [torch.zeros_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(every, mine, group=control)
-    differing = [rank for rank, value in enumerate(every) if not torch.equal(value, every[0])]
-    if differing:
-        raise UsageError(f"Controller(...) got other arguments on rank {differing[0]} than on rank 0; pass the same")
+    if given is not None:
+        fix = "Pass the same arguments to Controller(...) on every rank; what belongs to one rank is a list of one each"
+        require_same(given, control, "Controller(...) got other arguments on some ranks", {"": fix})
     return control
+
+
+def require_no_launcher() -> None:
+    """Raise `UsageError` in one of several processes of a job whose process group does not exist yet.
+
+    torchrun and its like say how many they started in WORLD_SIZE.
+    """
+    started = os.environ.get("WORLD_SIZE", "")
+    if started.isdigit() and int(started) > 1:
+        alone = f"this is one of {started} processes (WORLD_SIZE={started}), but there is no process group yet"
+        why = "every process would train alone"
+        fix = "move torch.distributed.init_process_group(...) above dynamix.Controller(...)"
+        raise UsageError(f"{alone}, so {why}: {fix}")
 
 
 def _timeout_of(group: dist.ProcessGroup) -> Any:

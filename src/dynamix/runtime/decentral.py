@@ -25,8 +25,9 @@ from dynamix.policies import Policy
 from dynamix.policies.stigmergic.policy import StigmergicPolicy, in_range
 from dynamix.policies.stigmergic.traces import TRACES, Own, TraceKind, noise_part
 from dynamix.policies.wrappers import peers_of
-from dynamix.runtime.agreement import DRAIN_S, PATIENCE_S, REPLAY_PATIENCE_S, Channel, Kind, Message
+from dynamix.runtime.agreement import DRAIN_S, PATIENCE_S, REPLAY_PATIENCE_S, Channel, Kind, Message, wait_for
 from dynamix.runtime.decision import Decider
+from dynamix.runtime.ending import Ending
 from dynamix.runtime.job import Closing, JobFacts
 from dynamix.runtime.observation import ROW
 from dynamix.runtime.trace_store import StoreField
@@ -82,6 +83,7 @@ class PeerChannel:
         prefix = f"dynamix/traces/{group.group_name}"
         self.field = StoreField(job_store(), len(TRACES), policy.decay, prefix=prefix, patience_s=PATIENCE_S)
         self.waited_s = 0.0
+        self.ending: Ending | None = None  # set by the owner
         self.failed: DynamixError | None = None
         self.fits: int | None = None
         self._whole = _NONE_YET
@@ -297,7 +299,7 @@ class _Round:
         if not self.posted.wait(PATIENCE_S):
             self._post(int(self.closing.sizes[self.channel.rank]))
         if self.work is not None:
-            self.work.wait()
+            wait_for(self.work, self.channel.ending)
         if self.error is not None:
             raise self.error
         return torch.stack(self.every).numpy()

@@ -12,10 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket as Bucket
+from torch.autograd import Variable
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.futures import Future
 
 from dynamix.errors import ConfigError, UsageError
+from dynamix.runtime.ending import Arrivals
 
 Hook = Callable[[Any, Bucket], "Future[Tensor]"]
 
@@ -71,6 +73,13 @@ class Meter(Protocol):
     def add(self, name: str, value: Tensor, *, part: int = 0) -> None: ...
 
 
+class Check(Protocol):
+    """Who is told of every synchronised backward pass, and may raise: the controller's check of the loop."""
+
+    def reducing(self) -> None: ...
+    def reduced(self) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Share:
     """How this rank's gradient of the current optimizer step enters the mean."""
@@ -88,6 +97,8 @@ class GradientHook:
     inner     the user's hook and its state; torch's all-reduce when None. A true attribute `lossless` of the hook says
               that its result is the mean itself and that it copes with infinities on its own
     meter     receives timing marks and squared norms ("local_sq", "global_sq", per bucket)
+
+    `arrivals` waits for the reductions at the end of a backward pass, `check` is told of them.
     """
 
     def __init__(
@@ -104,12 +115,18 @@ class GradientHook:
         self.steps = 0
         self.loss_scale: Callable[[], Tensor | None] = lambda: None
         self.muted = False  # discarded warm-up passes: plain all-reduce, nothing measured
+        self.arrivals = Arrivals(None)
+        self.check: Check | None = None
         self._measuring, self._since_dense = False, DENSE_EVERY
 
     def __call__(self, state: Any, bucket: Bucket) -> Future[Tensor]:
         if self.muted:
             self.buckets_seen = max(self.buckets_seen, bucket.index() + 1)
             return self._plainly(bucket)
+        if bucket.index() == 0:
+            if self.check is not None:
+                self.check.reducing()
+            Variable._execution_engine.queue_callback(self.arrivals.wait)
         share, buffer, part = self.share(), bucket.buffer(), bucket.index()
         if share.count != 0:
             local_sq = self._norm_sq(buffer, 1.0 if share.applied is None else share.applied)
@@ -126,14 +143,23 @@ class GradientHook:
         measure = self._measuring
         self.meter.gradients_ready()
         future = self._reduce(bucket, dense=measure and not self.lossless)
+        if self.check is not None and bucket.is_last():
+            self.check.reduced()
+        arrivals, failed = self.arrivals, True
+        arrivals.expect()
 
         def done(reduced: Future[Tensor]) -> Tensor:
-            value = reduced.value()
-            value = value[0] if isinstance(value, (list, tuple)) else value
-            self.meter.reduced()
-            if measure:
-                self.meter.add("global_sq", self._norm_sq(value, 1.0), part=part)
-            return value
+            nonlocal failed
+            try:
+                value = reduced.value()
+                value = value[0] if isinstance(value, (list, tuple)) else value
+                self.meter.reduced()
+                if measure:
+                    self.meter.add("global_sq", self._norm_sq(value, 1.0), part=part)
+                failed = False
+                return value
+            finally:
+                arrivals.arrived(failed=failed)
 
         return cast("Future[Tensor]", future.then(done))
 
