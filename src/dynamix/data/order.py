@@ -107,6 +107,7 @@ class SampleOrder(ABC):
         self._pending: deque[tuple[StepPlan, Cursor]] = deque()
         self._round = 0  # a new number for every iteration, so that an abandoned iterator cannot go on
         self._handed_on: Delivered = lambda: None
+        self._refused: UsageError | None = None
         self._began = 0  # micro-steps consumed when the iteration under way began
         self._loaded = False
         self._hold = False  # a finished epoch that the user asked for by name is not run again
@@ -188,7 +189,11 @@ class SampleOrder(ABC):
         """A new iteration begins: go on where consumption stands, or with the next epoch. Returns its number."""
         if self.on_begin is not None:
             self.on_begin()
-        handed_on = reader_of(self)
+        self._refused = None
+        try:
+            handed_on = reader_of(self)
+        except UsageError as error:  # raised with the first batch: a loader that is half made could not be cleaned up
+            self._refused, handed_on = error, lambda: None
         if self._behind.finished and not self._hold:
             self._start_epoch(self._behind.epoch + 1)
         else:
@@ -207,6 +212,8 @@ class SampleOrder(ABC):
             self._loaded = False
             if self.on_first_issue is not None:
                 self.on_first_issue()
+        if self._refused is not None:
+            raise self._refused
         self.issuer = threading.get_ident()
         now = self._ahead
         if now.finished:
@@ -243,6 +250,10 @@ class SampleOrder(ABC):
         )
         self._pending.append((plan, self._ahead))
         return plan
+
+    @abstractmethod
+    def identity(self) -> dict[str, Any]:
+        """What must be alike on all ranks: which samples, in which order, and how far. Plain values by name."""
 
     @abstractmethod
     def _plan_group(self, now: Cursor) -> Group | None:

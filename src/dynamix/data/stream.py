@@ -105,6 +105,9 @@ class Stream(SampleOrder):
             "source": source if self._resume is None else self._resume,
         }
 
+    def identity(self) -> dict[str, Any]:
+        return {"sharded": self.sharded} | self._position_state()
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on after the saved step. Raises `StateError` for another kind of stream, or a sharded one at another W."""
         require_equal(state, sharded=self.sharded)

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dynamix.errors import DynamixError, WorkerLostError
-from dynamix.runtime.ending import Ending
+from dynamix.runtime.ending import Ending, wait_for
 from dynamix.window import Floats, Ints
 
 # How long rank 0 holds a training step back for a policy that is not done one step after it was asked.
@@ -164,13 +164,6 @@ class Channel:
         """Wait until rank 0's thread has nothing left to do; False if it is busy even after `timeout_s`."""
         latest, self._latest = self._latest, None
         return latest is None or latest.wait(timeout_s)
-
-
-def wait_for(work: dist.Work, ending: Ending | None) -> None:
-    """`work.wait()`, given up where another rank ends the job."""
-    if ending is not None:
-        ending.wait(work.is_completed)
-    work.wait()
 
 
 def _lost(error: Exception) -> WorkerLostError:

@@ -1,7 +1,8 @@
 """What `Controller(...)` accepts, and how the ranks make sure that all were given the same."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -116,6 +117,41 @@ def open_control_group(group: dist.ProcessGroup, given: Mapping[str, Any] | None
         fix = "Pass the same arguments to Controller(...) on every rank; what belongs to one rank is a list of one each"
         require_same(given, control, "Controller(...) got other arguments on some ranks", {"": fix})
     return control
+
+
+class Same(dict[str, Any]):
+    """Plain values by name, and the group over which they were compared."""
+
+    group: dist.ProcessGroup | None = None
+
+
+@contextmanager
+def one_for_all(group: dist.ProcessGroup | None) -> Iterator[Same]:
+    """What is put in must be the same on all ranks of `group`, and an error inside is raised on all of them.
+
+    A collective call; leaves a control group over those ranks in the answer's `group`. Raises `UsageError` on every
+    rank when values differ or only some ranks failed, the error itself where all failed alike.
+    """
+    same, error = Same(error=None), None
+    try:
+        yield same
+    except Exception as caught:
+        error = caught
+        same.clear()
+        same["error"] = str(caught)
+    if group is not None:
+        same.group = open_control_group(group, same)
+    if error is not None:
+        raise error
+
+
+def rank_in(group: dist.ProcessGroup | None) -> int:
+    """This rank's number in `group`, 0 without one. Raises `UsageError` where it is not a member."""
+    rank = 0 if group is None else dist.get_rank(group)
+    if rank < 0:
+        fix = "pass the group that this rank trains in, or make a Controller only on the ranks of that group"
+        raise UsageError(f"rank {dist.get_rank()} is not in process_group: {fix}")
+    return rank
 
 
 def require_no_launcher() -> None:

@@ -25,9 +25,9 @@ from dynamix.policies import Policy
 from dynamix.policies.stigmergic.policy import StigmergicPolicy, in_range
 from dynamix.policies.stigmergic.traces import TRACES, Own, TraceKind, noise_part
 from dynamix.policies.wrappers import peers_of
-from dynamix.runtime.agreement import DRAIN_S, PATIENCE_S, REPLAY_PATIENCE_S, Channel, Kind, Message, wait_for
+from dynamix.runtime.agreement import DRAIN_S, PATIENCE_S, REPLAY_PATIENCE_S, Channel, Kind, Message
 from dynamix.runtime.decision import Decider
-from dynamix.runtime.ending import Ending
+from dynamix.runtime.ending import Ending, wait_for
 from dynamix.runtime.job import Closing, JobFacts
 from dynamix.runtime.observation import ROW
 from dynamix.runtime.trace_store import StoreField

@@ -8,6 +8,7 @@ import contextlib
 import json
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,7 @@ from dynamix.errors import DynamixError, UsageError
 LOOK_EVERY_S = 0.25
 LINGER_S = 3.0  # how long a rank that ends the job stays for the others to read why: it may hold the store
 BESIDE_S = 5.0  # in one wait, while another rank waits for an agreement that this one does not know of: a deadlock
+_opened: Counter[str] = Counter()
 
 
 class Ending:
@@ -38,8 +40,9 @@ class Ending:
         """For the ranks of a controller's own `group`."""
         from torch.distributed import distributed_c10d
 
-        store, name = distributed_c10d._get_default_store(), f"dynamix/ended/{group.group_name}"
-        return cls(store, name, rank=dist.get_rank(group), workers=dist.get_world_size(group))
+        _opened[name := str(group.group_name)] += 1  # torch uses names again
+        store, prefix = distributed_c10d._get_default_store(), f"dynamix/ended/{name}/{_opened[name]}"
+        return cls(store, prefix, rank=dist.get_rank(group), workers=dist.get_world_size(group))
 
     def report(self, error: DynamixError) -> DynamixError:
         """Tell the other ranks of `error`, stay until they know or `LINGER_S` are over, and return it, to be raised."""
@@ -96,6 +99,13 @@ class Ending:
 
     def _agreement(self, number: int) -> str:
         return f"{self._prefix}/agree/{number}"
+
+
+def wait_for(work: Any, ending: Ending | None) -> None:
+    """`work.wait()` of a collective, given up where another rank ends the job."""
+    if ending is not None:
+        ending.wait(work.is_completed)
+    work.wait()
 
 
 class Arrivals:

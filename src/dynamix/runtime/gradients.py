@@ -12,12 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket as Bucket
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.autograd import Variable
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.futures import Future
 
 from dynamix.errors import ConfigError, UsageError
-from dynamix.runtime.ending import Arrivals
+from dynamix.runtime.ending import Arrivals, Ending, wait_for
 
 Hook = Callable[[Any, Bucket], "Future[Tensor]"]
 
@@ -282,13 +283,27 @@ def weighted_average(model: nn.Module, count: float, *, group: dist.ProcessGroup
     average_(tensors, count / float(total.item()), pg)
 
 
-def average_(tensors: Iterable[Tensor], weight: float, group: dist.ProcessGroup) -> None:
+def average_(tensors: Iterable[Tensor], weight: float, group: dist.ProcessGroup, ending: Ending | None = None) -> None:
     """Floating tensors become their sum over workers times each worker's `weight`, others the first rank's."""
+    first = dist.get_global_rank(group, 0)
     for tensor in tensors:
         if tensor.is_floating_point():
-            dist.all_reduce(scale_(tensor, weight, 1.0, 1), group=group)
+            wait_for(dist.all_reduce(scale_(tensor, weight, 1.0, 1), group=group, async_op=True), ending)
         else:
-            dist.broadcast(tensor, src=dist.get_global_rank(group, 0), group=group)
+            wait_for(dist.broadcast(tensor, src=first, group=group, async_op=True), ending)
+
+
+@torch.no_grad()
+def broadcast_(tensors: Iterable[Tensor], group: dist.ProcessGroup, ending: Ending | None) -> None:
+    """Tensors become the first rank's."""
+    by_type: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        by_type.setdefault(tensor.dtype, []).append(tensor)
+    for alike in by_type.values():
+        flat = _flatten_dense_tensors(alike)
+        wait_for(dist.broadcast(flat, src=dist.get_global_rank(group, 0), group=group, async_op=True), ending)
+        for tensor, told in zip(alike, _unflatten_dense_tensors(flat, alike), strict=True):
+            tensor.copy_(told)
 
 
 def _plain_state(state: Any) -> dict[str, Any] | None:

@@ -35,11 +35,12 @@ _WRAP = "write controller.wrap(model, optimizer) once for each model, with the o
 class ModelCheck:
     """What the loop has done with one connected model since the last `step()`.
 
-    group   number of optimizer steps that the loop has finished
+    reduces    whether its gradients cross ranks in DDP's hook
     """
 
     def __init__(self, loop: "LoopCheck", model: nn.Module, optimizer: Optimizer, *, reduces: bool) -> None:
-        self.loop, self.reduces = loop, reduces
+        self.loop, self.model, self.optimizer, self.reduces = loop, model, optimizer, reduces
+        self.partners: list[ModelCheck] = []  # of the same model, with its other optimizers
         KNOWN.add(optimizer)
         self.reductions = 0
         self.local = False  # some of what is in `.grad` has not crossed ranks
@@ -69,6 +70,8 @@ class ModelCheck:
     def reduced(self) -> None:
         """All gradients of a synchronised backward pass are on their way: nothing is local any more."""
         self.local = False
+        for partner in self.partners:
+            partner.local = False
 
     def _backward(self, gradient: Tensor) -> None:
         """The probe's gradient is about to be added to its `.grad`."""
@@ -121,6 +124,7 @@ class LoopCheck:
         self.source: BatchSampler | Stream | None = None
         self.forwards = self.group = 0
         self._checks: list[ModelCheck] = []
+        self._first: dict[int, ModelCheck] = {}  # by model
         self._ahead: int | None = None  # batches received and not consumed when this iteration's first forward ran
         self._iteration = -1
         self._forwarded = 0  # micro-steps that had been received when the newest forward pass ran
@@ -132,19 +136,29 @@ class LoopCheck:
 
     @property
     def models(self) -> int:
-        return len(self._checks)
+        """How many models the loop trains."""
+        return len(self._first)
 
     def fail(self, message: str) -> None:
         raise self._fail(UsageError(message))
 
-    def adopt(self, source: BatchSampler | Stream) -> None:
-        self.source = source
-        source.on_begin = self.begin
-
     def connect(self, model: nn.Module, optimizer: Optimizer, *, reduces: bool) -> ModelCheck:
         """Watch one more model."""
-        self._checks.append(ModelCheck(self, model, optimizer, reduces=reduces))
-        return self._checks[-1]
+        check = ModelCheck(self, model, optimizer, reduces=reduces)
+        self._checks.append(check)
+        self._first[id(model)] = check
+        return check
+
+    def add_optimizer(self, model: nn.Module, optimizer: Optimizer) -> bool:
+        """Watch a further optimizer of a connected model; False if the model is not connected yet."""
+        if any(optimizer is check.optimizer for check in self._checks):
+            raise UsageError(f"wrap() was already called with this optimizer: {_WRAP}")
+        first = self._first.get(id(model))
+        if first is not None:
+            check = ModelCheck(self, model, optimizer, reduces=first.reduces)
+            self._checks.append(check)
+            first.partners.append(check)
+        return first is not None
 
     # ------------------------------------------------------------ in the order of a step
 
@@ -166,11 +180,15 @@ class LoopCheck:
         if self._iteration != source.iteration:
             self._iteration, self._ahead = source.iteration, None
         ahead = delivered - source.consumed
+        if ahead <= 0:
+            return  # no pass of the loop's
         if self._ahead is None:
-            self._ahead = ahead if ahead > 0 else None
+            self._ahead = ahead
         elif ahead > self._ahead and source.issuer == threading.get_ident():
             if self.forwards:
-                self.fail(f"a new batch, but controller.step() was not called for the one before: {_STEP}; {_ACCUMULATE}")
+                self.fail(
+                    f"a new batch, but controller.step() was not called for the one before: {_STEP}; {_ACCUMULATE}"
+                )
             fix = "call controller.step() for a batch that is passed over, or leave it out of the data set"
             self.fail(f"a batch was taken from the loader and neither trained nor stepped: {fix}")
         self._forwarded = delivered

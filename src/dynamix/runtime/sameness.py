@@ -10,14 +10,28 @@ import torch
 import torch.distributed as dist
 
 from dynamix.errors import UsageError, WorkerLostError
-from dynamix.runtime.ending import Ending
+from dynamix.runtime.ending import Ending, wait_for
 
 MOST_FIELDS = 4  # that one message names
 LONGEST_VALUE = 160  # characters of a value in a message
+_SAMPLER = "Write controller.batch_sampler(dataset, seed=0) with the same data set, seed and options on every rank"
+_LOAD = "Load the checkpoint of one step on every rank: controller.load_state_dict(state) with one and the same file"
+_POSITION = ("epoch", "position", "finished", "taken", "consumed", "batch sizes", "open window", "base batch")
+FIXES = {
+    "": "Make the same calls with the same arguments on every rank before training",
+    "dataset_size": "Give every rank the whole data set, of one length: the sampler deals its samples to the ranks",
+    "seed": f"{_SAMPLER}: seed=0, not seed=rank; the sampler deals the ranks different samples by itself",
+    **dict.fromkeys(("samples", "shuffle", "partition", "sharded"), _SAMPLER),
+    **dict.fromkeys(_POSITION, _LOAD),
+}
 
 
 def require_same(
-    facts: Mapping[str, Any], group: dist.ProcessGroup, what: str, fixes: Mapping[str, str], ending: Ending | None = None
+    facts: Mapping[str, Any],
+    group: dist.ProcessGroup,
+    what: str,
+    fixes: Mapping[str, str],
+    ending: Ending | None = None,
 ) -> None:
     """Raise `UsageError` on every rank of `group` where `facts` (plain values by field) differ. A collective call.
 
@@ -36,6 +50,7 @@ def require_same(
     told = [json.loads(bytes(row)) for row in _gathered(packed, group, ending).astype(np.uint8)]
     fields = list(dict.fromkeys(name for of_rank in told for name in of_rank))
     differing = [name for name in fields if len({of_rank.get(name) for of_rank in told}) > 1]
+    differing = ["error"] if "error" in differing else differing  # what else differs follows from it
     said = [f"{name} is {_by_rank([of_rank.get(name, 'missing') for of_rank in told])}" for name in differing]
     more = f" (and {len(said) - MOST_FIELDS} more)" if len(said) > MOST_FIELDS else ""
     fix = fixes.get(differing[0], fixes[""])
@@ -47,13 +62,13 @@ def _gathered(mine: torch.Tensor, group: dist.ProcessGroup, ending: Ending | Non
     every = [torch.zeros_like(mine) for _ in range(dist.get_world_size(group))]
     try:
         work = dist.all_gather(every, mine, group=group, async_op=True)
-        if ending is not None:
-            ending.wait(work.is_completed)
-        work.wait()
+        wait_for(work, ending)
     except RuntimeError as error:
         if isinstance(error, UsageError):
             raise
-        raise WorkerLostError(f"the ranks could not compare what they hold: one died or never came ({error})") from error
+        raise WorkerLostError(
+            f"the ranks could not compare what they hold: one died or never came ({error})"
+        ) from error
     return torch.stack(every).numpy()
 
 

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dynamix.data import StepPlan
 from dynamix.errors import ConfigError, UsageError
-from dynamix.runtime.gradients import GradientHook, Share, average_, new_gloo_group, wipe_nonfinite_
+from dynamix.runtime.gradients import GradientHook, Share, average_, broadcast_, new_gloo_group, wipe_nonfinite_
 from dynamix.runtime.observation import Recorder
 
 
@@ -143,27 +143,38 @@ def attach(
     if scaler is not None:
         entry.loss_scale = lambda: getattr(scaler, "_scale", None)  # get_scale() would synchronise the device
     attached = Attached(model, recorder, entry)
-    if batchnorm == "weighted":
-        _average_buffers(model, attached, share, group)
+    _share_buffers(model, attached, entry, share, group, batchnorm)
     return attached
 
 
-def _average_buffers(
-    model: DistributedDataParallel, attached: Attached, share: Callable[[], Share], group: dist.ProcessGroup
+def _share_buffers(
+    model: DistributedDataParallel,
+    attached: Attached,
+    entry: GradientHook,
+    share: Callable[[], Share],
+    group: dist.ProcessGroup,
+    batchnorm: Literal["rank0", "weighted"],
 ) -> None:
+    """What DDP does with buffers before a forward pass, done where the wait can be given up, or averaged."""
     from torch.nn.parallel.distributed import _BufferCommHookLocation
 
     attached.last_weight = 1.0 / dist.get_world_size(group)
 
-    def hook(state: Any, buffers: dict[str, Tensor]) -> None:
+    def broadcast(state: Any, buffers: dict[str, Tensor]) -> None:
+        broadcast_(buffers.values(), group, entry.arrivals.ending)
+
+    def average(state: Any, buffers: dict[str, Tensor]) -> None:
         # With unequal shares the first rank, whose buffers DDP would take, may have the noisiest statistics.
-        average_(buffers.values(), attached.last_weight, group)
+        average_(buffers.values(), attached.last_weight, group, entry.arrivals.ending)
         if not model.training or attached.recorder.muted:
             return  # evaluation and discarded passes have no share of their own
         now = share()
         attached.last_weight = now.count / (now.total or 1.0)
 
-    model._register_buffer_comm_hook(None, hook, _BufferCommHookLocation.PRE_FORWARD)
+    waits = all(buffer.device.type == "cpu" for buffer in model.buffers()) and not hasattr(model, "buffer_hook")
+    if batchnorm == "weighted" or waits:
+        hook = average if batchnorm == "weighted" else broadcast
+        model._register_buffer_comm_hook(None, hook, _BufferCommHookLocation.PRE_FORWARD)
 
 
 def is_sharded(module: nn.Module) -> bool:
