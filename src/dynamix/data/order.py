@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike
 from dynamix.data.allocations import Allocations
 from dynamix.data.cutting import NO_LIMIT
 from dynamix.data.reader import Delivered, reader_of
-from dynamix.errors import ConfigError, StateError, UsageError
+from dynamix.errors import ConfigError, DynamixError, StateError, UsageError
 from dynamix.window import Ints
 
 
@@ -70,7 +70,8 @@ class SampleOrder(ABC):
     their samples are issued again. `on_first_issue` is called once, at the first batch asked for after
     `load_state_dict`; the loader's iterator exists by then, so this is where to restore random states. `on_begin` is
     called before every iteration and every `set_epoch`, while what the loop left unconsumed is still there to be seen.
-    `issuer` is the thread that asked for the newest batch.
+    `fail` gets every `UsageError` of an iteration before it is raised. `issuer` is the thread that asked for the newest
+    batch.
     """
 
     def __init__(
@@ -102,6 +103,7 @@ class SampleOrder(ABC):
         self.before_issue = before_issue
         self.on_first_issue: Callable[[], None] | None = None
         self.on_begin: Callable[[], None] | None = None
+        self.fail: Callable[[UsageError], DynamixError] = lambda error: error
         self.issuer = 0
         self._ahead = self._behind = self._saved = Cursor(0, 0, 0, np.zeros(world_size, dtype=np.int64))
         self._pending: deque[tuple[StepPlan, Cursor]] = deque()
@@ -204,16 +206,15 @@ class SampleOrder(ABC):
     def _issue(self, number: int) -> StepPlan | None:
         """The next micro-step, or None at the end of the epoch."""
         if number != self._round:
-            raise UsageError(
-                "this iterator was abandoned: a newer one was made, or set_epoch was called; its samples were issued "
-                "again, so going on would repeat them; iterate the newest one"
-            )
+            left = "this iterator was abandoned: a newer one was made, a state was loaded, or set_epoch was called"
+            why = "its samples were issued again, so going on would repeat them; iterate the newest one"
+            raise self.fail(UsageError(f"{left}; {why}"))
         if self._loaded:
             self._loaded = False
             if self.on_first_issue is not None:
                 self.on_first_issue()
         if self._refused is not None:
-            raise self._refused
+            raise self.fail(self._refused)
         self.issuer = threading.get_ident()
         now = self._ahead
         if now.finished:

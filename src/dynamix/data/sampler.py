@@ -137,7 +137,7 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
         }
 
     def identity(self) -> dict[str, Any]:
-        named = ("dataset_size", "seed", "shuffle", "partition")
+        named = ("dataset_size", "seed", "shuffle", "partition", "epoch", "consumed")
         state = self.state_dict()
         return {name: state.pop(name) for name in named} | state
 

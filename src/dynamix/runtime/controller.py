@@ -298,6 +298,7 @@ class Controller:
         """
         memory, plan = self._coordinator.need_memory(), self._coordinator.need_source().plan()
         weight = self.weight(torch.ones((), dtype=torch.float64)).item() if self._loss_weight.required else 1.0
+        self._coordinator.agree_once()  # before a rank can run out of memory alone
         self._coordinator.loop.forwards += 1  # its passes need not go through the model's own call
         return memory.backward(loss_fn, batch, weight=weight, last=plan.micro == self.accumulate - 1)
 
@@ -402,5 +403,7 @@ class Controller:
         finally:
             coordinator.channel.drain()
             time.sleep(0.005)  # lets backend threads drop our callbacks: they need the GIL a group's destructor holds
+            if coordinator.ranks is not None:
+                coordinator.ranks.ending.close()
             if self._events is not None:
                 self._events.close()

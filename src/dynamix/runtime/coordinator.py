@@ -102,15 +102,15 @@ class Coordinator:
     def _adopt(self, source: Source) -> Source:
         if self.source is not None:
             raise UsageError("this controller already has a batch sampler or stream; make one Controller per loop")
-        source.on_first_issue, source.on_begin = self._restore_rng, self._begin
+        source.on_first_issue, source.on_begin, source.fail = self._restore_rng, self._begin, self.fail
         self._waiting.give("source", source)
         self.source = self.loop.source = source
         return source
 
     def _begin(self) -> None:
         self.loop.begin()
-        if getattr(self.source, "sharded", False) and not self.agreed:
-            self.agree()  # iterating is a collective there
+        if getattr(self.source, "sharded", False):
+            self.agree_once()  # iterating is a collective there
 
     def connect(self, model: nn.Module, optimizer: Optimizer, attached: Attached, memory: Memory) -> None:
         """Observe this model and optimizer, weight its gradients, and let the learning rate follow the batch."""
@@ -145,29 +145,29 @@ class Coordinator:
         """An error that ends the job: the other ranks are told of it."""
         return error if self.ranks is None else self.ranks.ending.report(error)
 
-    def agree(self) -> None:
-        """Compare with the other ranks what is about to be trained. A collective call.
+    def agree_once(self) -> None:
+        """Compare with the other ranks what is about to be trained, if that was not done since the start or a load.
 
-        Raises `UsageError` on every rank, naming what differs, by rank.
+        A collective call. Raises `UsageError` on every rank, naming what differs, by rank.
         """
-        ranks, self.agreed = self.ranks, True
-        if ranks is None:
-            return
-        self.settle()
-        ranks.ending.agreeing()
-        require_same(self.facts(), ranks.group, "The ranks differ in what they are about to train", FIXES, ranks.ending)
+        if not self.agreed and self.ranks is not None:
+            self.agreed = True
+            self.settle()
+            group, ending = self.ranks.group, self.ranks.ending
+            ending.agreeing()
+            require_same(self.facts(), group, "The ranks differ in what they are about to train", FIXES, ending)
 
     def facts(self) -> dict[str, Any]:
         """What every rank must hold alike, by name."""
         source, bounds, job = self.need_source(), self.job.bounds, self.job
         known: dict[str, Any] = {"samples": type(source).__name__, **source.identity()}
-        known |= {"batch sizes": self.allocations.from_on(source.consumed), "consumed": source.consumed}
-        known |= {"open window": [self.progress.state_dict(), self.recorder.steps]}
         known |= {"min_batch_size": bounds.low, "max_batch_size": bounds.high, "quantum": bounds.quantum}
         known |= {"min_global_batch": bounds.total_low, "max_global_batch": bounds.total_high}
         known |= {"base batch": job.base_batch, "decides once per epoch": self.per_epoch, "slack": job.slack}
         known |= {"models": self.loop.models, "schedules": len(self._schedules)}
-        return known | {"weighting": "loss" if self.loss_weight.required else "hook"}
+        known |= {"weighting": "loss" if self.loss_weight.required else "hook"}
+        known |= {"batch sizes": self.allocations.from_on(source.consumed)}
+        return known | {"open window": [self.recorder.steps, self.progress.state_dict()]}
 
     def schedule(self, scheduler: Any, nominal_batch_size: int | None) -> SampleSchedule:
         """`Controller.scheduler`: advanced with every optimizer step."""
@@ -194,8 +194,7 @@ class Coordinator:
 
     def before_step(self, plan: StepPlan) -> None:
         """The loop says that the batch of `plan` is done."""
-        if not self.agreed:
-            self.agree()
+        self.agree_once()
         self.loop.before_step(plan)
 
     def step_done(self, plan: StepPlan, *, ahead: int = 0) -> None:
@@ -279,8 +278,7 @@ class Coordinator:
         source, timer = self.source, self.recorder.timer
         loops = torch.is_grad_enabled() and source is not None and source.issued > source.consumed
         if loops and not self.recorder.muted:
-            if not self.agreed:
-                self.agree()
+            self.agree_once()
             self.loop.forward()
         if not (loops and module.training) or source is None:
             timer.interrupted()

@@ -97,6 +97,10 @@ class Ending:
             self._store.set(self._agreement(self.agreements), "")
         self.agreements += 1
 
+    def close(self) -> None:
+        """Let go of the store."""
+        self._store = None
+
     def _agreement(self, number: int) -> str:
         return f"{self._prefix}/agree/{number}"
 

@@ -12,14 +12,15 @@ import torch.distributed as dist
 from dynamix.errors import UsageError, WorkerLostError
 from dynamix.runtime.ending import Ending, wait_for
 
-MOST_FIELDS = 4  # that one message names
-LONGEST_VALUE = 160  # characters of a value in a message
+MOST_FIELDS = 5  # that one message names
+LONGEST_VALUE = 80  # characters of a value in a message
 _SAMPLER = "Write controller.batch_sampler(dataset, seed=0) with the same data set, seed and options on every rank"
 _LOAD = "Load the checkpoint of one step on every rank: controller.load_state_dict(state) with one and the same file"
-_POSITION = ("epoch", "position", "finished", "taken", "consumed", "batch sizes", "open window", "base batch")
+_POSITION = ("position", "finished", "taken", "consumed", "batch sizes", "open window", "base batch")
 FIXES = {
     "": "Make the same calls with the same arguments on every rank before training",
     "dataset_size": "Give every rank the whole data set, of one length: the sampler deals its samples to the ranks",
+    "epoch": f"Call sampler.set_epoch(epoch) alike on every rank. {_LOAD}",
     "seed": f"{_SAMPLER}: seed=0, not seed=rank; the sampler deals the ranks different samples by itself",
     **dict.fromkeys(("samples", "shuffle", "partition", "sharded"), _SAMPLER),
     **dict.fromkeys(_POSITION, _LOAD),
@@ -39,7 +40,7 @@ def require_same(
     fixes   by field, the line to write; the one under "" for fields without
     """
     texts = {name: json.dumps(value, sort_keys=True, default=plain) for name, value in facts.items()}
-    whole = json.dumps(texts, sort_keys=True)
+    whole = json.dumps(texts)
     digest = int.from_bytes(hashlib.sha256(whole.encode()).digest()[:8], "big") >> 1
     mine = torch.tensor([digest, len(whole)])
     every = _gathered(mine, group, ending)
