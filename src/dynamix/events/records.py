@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from dynamix.errors import StateError
+from dynamix.events.windows import PACKED_SCHEMA, unpacked, window_record
+from dynamix.window import Window
 
 SCHEMA = 1
 EVENTS_VARIABLE = "DYNAMIX_EVENTS"  # names the events file of a job that names none; `dynamix emulate` sets it
@@ -18,8 +20,8 @@ EVENTS_VARIABLE = "DYNAMIX_EVENTS"  # names the events file of a job that names 
 class EventLog:
     """Appends one JSON object a line, flushed at once: a killed run loses at most the line it was writing.
 
-    Lines carry `"schema": 1` and the fields of docs/run-folder.md. NaN and infinity become null. An unfinished last
-    line, left by a killed run, is cut off before the first new one.
+    Lines carry `"schema": 1` (2 where a `Window` of many workers is packed) and the fields of docs/run-folder.md. NaN
+    and infinity become null. An unfinished last line, left by a killed run, is cut off before the first new one.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -27,12 +29,12 @@ class EventLog:
         self._file: IO[str] | None = None
 
     def write(self, **fields: Any) -> None:
-        """Append one event. Values are what JSON knows; raises TypeError for others."""
+        """Append one event. Values are a `Window` and what JSON knows; raises TypeError for others."""
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             _cut_unfinished(self.path)
             self._file = self.path.open("a", encoding="utf-8")
-        self._file.write(json.dumps(_finite({"schema": SCHEMA, **fields}), allow_nan=False) + "\n")
+        self._file.write(json.dumps(_plain(fields), allow_nan=False, separators=(",", ":")) + "\n")
         self._file.flush()
 
     def close(self) -> None:
@@ -74,8 +76,13 @@ def _parse(line: str, place: str) -> dict[str, Any]:
         why = f"not a line of JSON ({error.msg}); the file was changed after it was written"
         raise StateError(f"{place}: {why}") from error
     found = event.get("schema") if isinstance(event, dict) else None
+    if found == PACKED_SCHEMA:
+        try:
+            return {**event, "window": unpacked(event["window"])}
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise StateError(f"{place}: the packed window is damaged ({error})") from error
     if found != SCHEMA:
-        raise StateError(f"{place}: event has schema {found!r}, this version reads {SCHEMA}")
+        raise StateError(f"{place}: event has schema {found!r}, this version reads {SCHEMA} and {PACKED_SCHEMA}")
     return dict(event)
 
 
@@ -84,10 +91,23 @@ def _cut_unfinished(path: Path) -> None:
         file.truncate(file.read().rfind(b"\n") + 1)
 
 
+def _plain(fields: dict[str, Any]) -> dict[str, Any]:
+    schema, plain = SCHEMA, dict[str, Any]()
+    for name, value in fields.items():
+        if isinstance(value, Window):
+            plain[name] = window_record(value)
+            schema = PACKED_SCHEMA if "packed" in plain[name] else schema
+        else:
+            plain[name] = _finite(value)
+    return {"schema": schema, **plain}
+
+
 def _finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
+        if value and type(value[0]) is int and set(map(type, value)) == {int}:  # sizes of many workers
+            return value
         return [_finite(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
