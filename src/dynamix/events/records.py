@@ -11,14 +11,15 @@ from typing import IO, Any
 
 from dynamix.errors import StateError
 
-SCHEMA = 1
+SCHEMA = 1  # of result.json and what else is written as JSON
+EVENTS_SCHEMA = 2  # sizes are samples per round; 1 counted them per micro-batch
 EVENTS_VARIABLE = "DYNAMIX_EVENTS"  # names the events file of a job that names none; `dynamix emulate` sets it
 
 
 class EventLog:
     """Appends one JSON object a line, flushed at once: a killed run loses at most the line it was writing.
 
-    Lines carry `"schema": 1` and the fields of docs/run-folder.md. NaN and infinity become null. An unfinished last
+    Lines carry `"schema": 2` and the fields of docs/run-folder.md. NaN and infinity become null. An unfinished last
     line, left by a killed run, is cut off before the first new one.
     """
 
@@ -32,7 +33,7 @@ class EventLog:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             _cut_unfinished(self.path)
             self._file = self.path.open("a", encoding="utf-8")
-        self._file.write(json.dumps(_finite({"schema": SCHEMA, **fields}), allow_nan=False) + "\n")
+        self._file.write(json.dumps(_finite({"schema": EVENTS_SCHEMA, **fields}), allow_nan=False) + "\n")
         self._file.flush()
 
     def close(self) -> None:
@@ -57,7 +58,8 @@ def event_log(path: str | os.PathLike[str] | None) -> EventLog | None:
 def read_events(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """All events of a file, oldest first. An unfinished last line is left out: its writer was killed.
 
-    Raises `StateError` naming the line when anything else is broken or of another schema.
+    Those of version 0.1 (schema 1) are told as this one tells them. Raises `StateError` naming the line when anything
+    else is broken or of another schema.
     """
     try:
         text = Path(path).read_bytes().decode("utf-8", errors="replace")
@@ -74,9 +76,22 @@ def _parse(line: str, place: str) -> dict[str, Any]:
         why = f"not a line of JSON ({error.msg}); the file was changed after it was written"
         raise StateError(f"{place}: {why}") from error
     found = event.get("schema") if isinstance(event, dict) else None
-    if found != SCHEMA:
-        raise StateError(f"{place}: event has schema {found!r}, this version reads {SCHEMA}")
+    if found == 1:
+        return _in_rounds(event)
+    if found != EVENTS_SCHEMA:
+        raise StateError(f"{place}: event has schema {found!r}, this version reads 1 and {EVENTS_SCHEMA}")
     return dict(event)
+
+
+def _in_rounds(event: dict[str, Any]) -> dict[str, Any]:
+    """A line of 0.1, which counted micro-steps and samples of each, in rounds of `micro_batches`."""
+    window = dict(event["window"]) if isinstance(event.get("window"), dict) else {}
+    pieces = int(window.get("micro_batches") or 1)
+    if pieces > 1:
+        window["batch_size"] = [pieces * size for size in window["batch_size"]]
+        event["allocation"] = [pieces * size for size in event["allocation"]]
+        event["from_step"] //= pieces
+    return {**event, "schema": EVENTS_SCHEMA, **({"window": window} if window else {})}
 
 
 def _cut_unfinished(path: Path) -> None:
