@@ -222,8 +222,9 @@ class Controller:
         with another and leaves no trace. Where running out would kill, what larger batches take is foreseen from
         smaller ones. `margin` is the part of the largest that is left free, for what training does besides.
 
-        Returns the caps (W,), samples per micro-batch, which are in `bounds` now; ranks that can hold less begin with less, the others take
-        over. Raises `ConfigError` on every rank when the smallest batch does not fit one, and what `step_fn` raises.
+        Returns the caps (W,), samples per micro-batch, which are in `bounds` now; ranks that can hold less begin with
+        less, the others take over. Raises `ConfigError` on every rank when the smallest batch does not fit one, and
+        what `step_fn` raises.
         """
         coordinator, source, job = self._coordinator, self._coordinator.source, self._coordinator.job
         memory = coordinator.need_memory()
