@@ -93,9 +93,15 @@ def job_bounds(
     low, high = per_rank("min_batch_size", low, workers), per_rank("max_batch_size", high, workers)
     piece = Bounds.of(workers, low, high, quantum=quantum, max_change=max_change)
     start = accumulate * starting_sizes(batch_size, piece)
-    sums = {"total_low": total[0], "total_high": total[1]}
-    rounds = {"quantum": accumulate * quantum, "max_change": max_change, **sums}
-    bounds = Bounds.of(workers, accumulate * piece.low, accumulate * piece.high, **rounds)
+    bounds = Bounds.of(
+        workers,
+        accumulate * piece.low,
+        accumulate * piece.high,
+        total_low=total[0],
+        total_high=total[1],
+        quantum=accumulate * quantum,
+        max_change=max_change,
+    )
     return (fixed_at(bounds, int(start.sum())) if global_batch == "fixed" else bounds), start
 
 

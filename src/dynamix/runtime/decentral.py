@@ -2,7 +2,7 @@
 
 At the step that closes a window every rank leaves its traces in the job's store, reads the field and chooses, all in a
 thread of its own. Then one asynchronous all-gather carries two whole numbers per rank: the chosen size, and the first
-step that its sampler has not issued yet (exactly-once needs everybody's size from one agreed step on). It is taken one
+round that its sampler has not begun (exactly-once needs everybody's size from one agreed round on). It is taken one
 step later. A rank whose thread is late sends the size it has.
 """
 

@@ -72,8 +72,8 @@ class JobFacts:
     def in_pieces(self) -> Bounds:
         """`bounds` of a piece: samples of a worker per micro-batch. Their totals are the round's."""
         pieces, bounds = self.accumulate, self.bounds
-        each = {"low": bounds.low // pieces, "high": bounds.high // pieces, "quantum": bounds.quantum // pieces}
-        return dataclasses.replace(bounds, **each)
+        low, high = bounds.low // pieces, bounds.high // pieces
+        return dataclasses.replace(bounds, low=low, high=high, quantum=bounds.quantum // pieces)
 
 
 def fixed_at(bounds: Bounds, global_batch: int) -> Bounds:
