@@ -74,7 +74,10 @@ class Recorder:
             self.timer.reduced()
 
     def add(self, name: str, value: Value, *, part: int = 0) -> None:
-        """One 0-dim value of this optimizer step; squares add up over parts (buckets), others average."""
+        """One 0-dim value of this optimizer step; squares add up over parts (buckets), others average.
+
+        Squares of a part may come once for each reduction of the step; `_squares` says what is made of them.
+        """
         if not self.muted:
             with self._lock:
                 # Plain floats where reading costs nothing: torch's own arithmetic on scalars is 20 times slower.
@@ -108,14 +111,17 @@ class Recorder:
             self._read_times()
         if not keep:
             return
-        grouped: dict[str, list[Value]] = {}
+        grouped: dict[str, dict[int, list[Value]]] = {}
         # By part, not by arrival: reductions end in any order, and a sum must not depend on it.
-        for name, _, value in sorted(measured, key=lambda entry: entry[1]):
-            grouped.setdefault(name, []).append(value)
+        for name, part, value in sorted(measured, key=lambda entry: entry[1]):
+            grouped.setdefault(name, {}).setdefault(part, []).append(value)
+        of_step = _squares(grouped.pop("local_sq", {}), grouped.pop("global_sq", {}))
         for name, parts in grouped.items():
-            total = sum(parts[1:], parts[0])
+            values = [value for part in parts.values() for value in part]
+            of_step[name] = _sum(values) / len(values)
+        for name, value in of_step.items():
             series = self._kept.setdefault(name, [])
-            series.append(total if name in _SUMMED else total / len(parts))
+            series.append(value)
             del series[: -self.limit]
 
     def _read_times(self) -> None:
@@ -210,6 +216,33 @@ class _Transfer:
     def values(self) -> dict[str, list[float]]:
         parts = torch.split(self.host, list(self.lengths.values()))
         return {name: part.tolist() for name, part in zip(self.lengths, parts, strict=True)}
+
+
+def _squares(local: dict[int, list[Value]], reduced: dict[int, list[Value]]) -> dict[str, Value]:
+    """|g_i|^2 and |g|^2 of an optimizer step, from squares of what went into and came out of its reductions, by bucket.
+
+    Under DDP the k-th reduction takes x_k = R_{k-1} + l_k, what all ranks have reduced so far and this rank's new
+    gradient, and gives R_k. The last R is g. The ranks' scatter is that of the x, so |g_i|^2 is estimated without bias
+    by |R_last|^2 + (reductions / those seen) * sum (|x_k|^2 - |R_k|^2); with one reduction it is |x_1|^2 itself. Where
+    the loss carries the weight only x_1 tells l, since R has another weight; `local` then holds it alone.
+    """
+    of_step: dict[str, Value] = {}
+    if reduced:
+        of_step["global_sq"] = _sum([values[-1] for values in reduced.values()])
+    if local and all(len(values) == 1 for values in (*local.values(), *reduced.values())):
+        of_step["local_sq"] = _sum([values[0] for values in local.values()])
+    elif local and local.keys() == reduced.keys():
+        parts: list[Value] = []
+        for part, values in local.items():
+            after = reduced[part]
+            apart = _sum([x - r for x, r in zip(values, after, strict=False)])
+            parts.append(after[-1] + apart * (len(after) / len(values)))
+        of_step["local_sq"] = _sum(parts)
+    return of_step
+
+
+def _sum(values: list[Value]) -> Value:
+    return sum(values[1:], values[0])
 
 
 def assemble(rows: Floats, *, noise_scale: NoiseScale, sizes: Any, **cluster: float) -> Window:
