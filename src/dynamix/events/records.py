@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from dynamix.errors import StateError
+from dynamix.events.windows import unpacked, window_record
+from dynamix.window import Window
 
 SCHEMA = 1  # of result.json and what else is written as JSON
 EVENTS_SCHEMA = 2  # sizes are samples per round; 1 counted them per micro-batch
@@ -28,12 +30,13 @@ class EventLog:
         self._file: IO[str] | None = None
 
     def write(self, **fields: Any) -> None:
-        """Append one event. Values are what JSON knows; raises TypeError for others."""
+        """Append one event. Values are a `Window` and what JSON knows; raises TypeError for others."""
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             _cut_unfinished(self.path)
             self._file = self.path.open("a", encoding="utf-8")
-        self._file.write(json.dumps(_finite({"schema": EVENTS_SCHEMA, **fields}), allow_nan=False) + "\n")
+        line = json.dumps({"schema": EVENTS_SCHEMA, **_plain(fields)}, allow_nan=False, separators=(",", ":"))
+        self._file.write(line + "\n")
         self._file.flush()
 
     def close(self) -> None:
@@ -80,6 +83,11 @@ def _parse(line: str, place: str) -> dict[str, Any]:
         return _in_rounds(event)
     if found != EVENTS_SCHEMA:
         raise StateError(f"{place}: event has schema {found!r}, this version reads 1 and {EVENTS_SCHEMA}")
+    if isinstance(event.get("window"), dict):
+        try:
+            event["window"] = unpacked(event["window"])
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise StateError(f"{place}: the packed window is damaged ({error})") from error
     return dict(event)
 
 
@@ -99,10 +107,16 @@ def _cut_unfinished(path: Path) -> None:
         file.truncate(file.read().rfind(b"\n") + 1)
 
 
+def _plain(fields: dict[str, Any]) -> dict[str, Any]:
+    return {k: window_record(v) if isinstance(v, Window) else _finite(v) for k, v in fields.items()}
+
+
 def _finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
+        if value and type(value[0]) is int and set(map(type, value)) == {int}:  # sizes of many workers
+            return value
         return [_finite(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
