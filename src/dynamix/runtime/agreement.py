@@ -46,10 +46,10 @@ class Message:
     """The one message of a window, the same on every rank."""
 
     kind: Kind
-    from_step: int  # micro-step at which `sizes` come into force (NEW)
+    from_step: int  # round at which `sizes` come into force (NEW)
     noise: float
     signal: float
-    sizes: Ints
+    sizes: Ints  # samples per round
 
     def pack(self) -> Tensor:
         head = [float(self.kind), float(self.from_step), self.noise, self.signal]

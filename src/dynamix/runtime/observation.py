@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dynamix.probes import probes_here
-from dynamix.probes.timing import StepTimer, StepTimes, attribute_wait
+from dynamix.probes.timing import RECENT, StepTimer, StepTimes, attribute_wait, pause_in
 from dynamix.runtime.noise import NoiseScale
 from dynamix.window import PER_WORKER, Floats, Window
 
@@ -48,6 +49,8 @@ class Recorder:
         self.probes = [] if device.type == "meta" else probes_here(device)
         self.steps = 0
         self._times: list[StepTimes] = []
+        self._whole_s: list[float] = []  # of the same steps: everything in them that is training
+        self._recent_s: deque[float] = deque(maxlen=RECENT)  # of the windows before
         self._late: dict[int, bool] = {}  # steps of this window not read yet -> first of its epoch
         self.sees_communication = True  # False: waits hide in `compute`, which is then not known
         self._step_index = 0
@@ -127,8 +130,20 @@ class Recorder:
     def _read_times(self) -> None:
         for times in self.timer.take():
             if times.step in self._late:
-                self._times.append(self._measured(times, self._late.pop(times.step)))
-        del self._times[: -self.limit]
+                measured = self._measured(times, self._late.pop(times.step))
+                self._times.append(measured)
+                parts = (times.compute, times.comm, measured.data)
+                self._whole_s.append(sum(part for part in parts if math.isfinite(part)))
+        del self._times[: -self.limit], self._whole_s[: -self.limit]
+
+    def _without_pause(self) -> list[StepTimes]:
+        """The window's times; all NaN in a step in which this worker, or one that it had to wait for, paused."""
+        times, paused = list(self._times), pause_in(self._whole_s, self._recent_s)
+        self._recent_s.extend(self._whole_s)
+        if paused is not None:
+            nan = float("nan")
+            times[paused] = StepTimes(times[paused].step, nan, nan, nan, nan)
+        return times
 
     def row(self, *, issued: int, count: float, weight: float) -> Floats:
         """Close the window: this rank's row, length len(ROW) + steps kept, the tail being comm seconds step by step."""
@@ -137,8 +152,9 @@ class Recorder:
         of_window = {"count": count, "weight": weight, "measured_in": float(self._windows)}
         stats, measured = self._collect(of_window)
         known: dict[str, float] = {"issued": issued, **of_window, **measured}
-        known["compute"], known["compute_std"] = _mean_std([t.compute for t in self._times])
-        known["data"] = _mean_std([t.data for t in self._times])[0]
+        times = self._without_pause()
+        known["compute"], known["compute_std"] = _mean_std([t.compute for t in times])
+        known["data"] = _mean_std([t.data for t in times])[0]
         for series, field in _SUMMED.items():
             known[field] = _mean_std(stats.get(series, ()))[0]
         for name in _PLAIN:
@@ -152,14 +168,14 @@ class Recorder:
                 self._sampled.update(probe.sample())
         known.update(self._sampled)
         steps = min(self.steps, self.limit)
-        comm = [t.comm for t in self._times][-steps:] if steps else []
+        comm = [t.comm for t in times][-steps:] if steps else []
         comm += [float("nan")] * (steps - len(comm))
         self.reset()
         return np.array([known.get(name, float("nan")) for name in ROW] + comm)
 
     def reset(self) -> None:
         """Forget the open window."""
-        self.steps, self._times, self._kept = 0, [], {}
+        self.steps, self._times, self._whole_s, self._kept = 0, [], [], {}
         self._late.clear()
 
     def _collect(self, of_window: dict[str, float]) -> tuple[Mapping[str, Sequence[float]], dict[str, float]]:
