@@ -63,8 +63,8 @@ class Reader:
         if logits is None or target is None:
             return None
         try:
-            if _is_plain(logits, target) and logits.dim() == 2 and target.dim() == 1:  # nearly always on a CPU
-                rows = _rows(logits.shape[1])
+            if _is_plain(logits, target) and _usual(logits, target):
+                rows = _rows(logits.shape[1])  # nearly always on a CPU
                 return _share_right_plain(logits[:rows].detach().numpy(), target[:rows].numpy())
             with torch.no_grad():
                 return self._accuracy(_tensor(logits, _LOGITS), _tensor(target, _TARGET), loss)
@@ -197,9 +197,12 @@ def _is_plain(logits: Any, target: Any) -> bool:
     return both and target.dtype is torch.int64 and logits.dtype in (torch.float32, torch.float64)
 
 
+def _usual(logits: Tensor, target: Tensor) -> bool:
+    """Whether the shapes are (B, C), C > 1, and (B,)."""
+    return logits.dim() == 2 and target.dim() == 1 and len(logits) == len(target) and logits.shape[1] > 1
+
+
 def _share_right_plain(logits: NDArray[Any], target: NDArray[Any], classes: int = 1) -> float:
-    if len(logits) != len(target):
-        raise ValueError("their shapes do not go together")
     right = int(np.count_nonzero(logits.argmax(classes) == target))
     seen = int(np.count_nonzero(target.view(np.uint64) < logits.shape[classes]))  # below 0 is very large there
     return right / seen if seen else math.nan
