@@ -37,13 +37,13 @@ def written(tmp_path: Path, value: Window) -> tuple[bytes, dict[str, Any]]:
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 300), st.integers(0, 99), st.sampled_from([1e-300, 1e-9, 1.0, 1e12, 1e300]))
-def test_every_number_is_right_to_half_a_percent_and_sizes_are_exact(w: int, seed: int, scale: float) -> None:
+def test_every_number_is_right_to_a_quarter_of_a_percent_and_sizes_are_exact(w: int, seed: int, scale: float) -> None:
     value = window(w, seed, scale)
     back = Window.from_dict(unpacked(json.loads(json.dumps(window_record(value), allow_nan=False))))
     assert back.batch_size.tolist() == value.batch_size.tolist()
     for name in PER_WORKER:
         was, now = getattr(value, name), getattr(back, name)
-        np.testing.assert_allclose(now, was, rtol=5e-3 if w > PACKED_ABOVE else 0, equal_nan=True)
+        np.testing.assert_allclose(now, was, rtol=2.5e-3 if w > PACKED_ABOVE else 0, equal_nan=True)
     for name in PER_CLUSTER:
         was = getattr(value, name)
         assert np.array_equal(getattr(back, name), np.where(np.isfinite(was), was, np.nan), equal_nan=True)

@@ -10,18 +10,19 @@ from pathlib import Path
 from typing import IO, Any
 
 from dynamix.errors import StateError
-from dynamix.events.windows import PACKED_SCHEMA, unpacked, window_record
+from dynamix.events.windows import unpacked, window_record
 from dynamix.window import Window
 
-SCHEMA = 1
+SCHEMA = 1  # of result.json and what else is written as JSON
+EVENTS_SCHEMA = 2  # sizes are samples per round; 1 counted them per micro-batch
 EVENTS_VARIABLE = "DYNAMIX_EVENTS"  # names the events file of a job that names none; `dynamix emulate` sets it
 
 
 class EventLog:
     """Appends one JSON object a line, flushed at once: a killed run loses at most the line it was writing.
 
-    Lines carry `"schema": 1` (2 where a `Window` of many workers is packed) and the fields of docs/run-folder.md. NaN
-    and infinity become null. An unfinished last line, left by a killed run, is cut off before the first new one.
+    Lines carry `"schema": 2` and the fields of docs/run-folder.md. NaN and infinity become null. An unfinished last
+    line, left by a killed run, is cut off before the first new one.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -34,7 +35,8 @@ class EventLog:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             _cut_unfinished(self.path)
             self._file = self.path.open("a", encoding="utf-8")
-        self._file.write(json.dumps(_plain(fields), allow_nan=False, separators=(",", ":")) + "\n")
+        line = json.dumps({"schema": EVENTS_SCHEMA, **_plain(fields)}, allow_nan=False, separators=(",", ":"))
+        self._file.write(line + "\n")
         self._file.flush()
 
     def close(self) -> None:
@@ -59,7 +61,8 @@ def event_log(path: str | os.PathLike[str] | None) -> EventLog | None:
 def read_events(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """All events of a file, oldest first. An unfinished last line is left out: its writer was killed.
 
-    Raises `StateError` naming the line when anything else is broken or of another schema.
+    Those of version 0.1 (schema 1) are told as this one tells them. Raises `StateError` naming the line when anything
+    else is broken or of another schema.
     """
     try:
         text = Path(path).read_bytes().decode("utf-8", errors="replace")
@@ -76,14 +79,27 @@ def _parse(line: str, place: str) -> dict[str, Any]:
         why = f"not a line of JSON ({error.msg}); the file was changed after it was written"
         raise StateError(f"{place}: {why}") from error
     found = event.get("schema") if isinstance(event, dict) else None
-    if found == PACKED_SCHEMA:
+    if found == 1:
+        return _in_rounds(event)
+    if found != EVENTS_SCHEMA:
+        raise StateError(f"{place}: event has schema {found!r}, this version reads 1 and {EVENTS_SCHEMA}")
+    if isinstance(event.get("window"), dict):
         try:
-            return {**event, "window": unpacked(event["window"])}
+            event["window"] = unpacked(event["window"])
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise StateError(f"{place}: the packed window is damaged ({error})") from error
-    if found != SCHEMA:
-        raise StateError(f"{place}: event has schema {found!r}, this version reads {SCHEMA} and {PACKED_SCHEMA}")
     return dict(event)
+
+
+def _in_rounds(event: dict[str, Any]) -> dict[str, Any]:
+    """A line of 0.1, which counted micro-steps and samples of each, in rounds of `micro_batches`."""
+    window = dict(event["window"]) if isinstance(event.get("window"), dict) else {}
+    pieces = int(window.get("micro_batches") or 1)
+    if pieces > 1:
+        window["batch_size"] = [pieces * size for size in window["batch_size"]]
+        event["allocation"] = [pieces * size for size in event["allocation"]]
+        event["from_step"] //= pieces
+    return {**event, "schema": EVENTS_SCHEMA, **({"window": window} if window else {})}
 
 
 def _cut_unfinished(path: Path) -> None:
@@ -92,14 +108,7 @@ def _cut_unfinished(path: Path) -> None:
 
 
 def _plain(fields: dict[str, Any]) -> dict[str, Any]:
-    schema, plain = SCHEMA, dict[str, Any]()
-    for name, value in fields.items():
-        if isinstance(value, Window):
-            plain[name] = window_record(value)
-            schema = PACKED_SCHEMA if "packed" in plain[name] else schema
-        else:
-            plain[name] = _finite(value)
-    return {"schema": schema, **plain}
+    return {k: window_record(v) if isinstance(v, Window) else _finite(v) for k, v in fields.items()}
 
 
 def _finite(value: Any) -> Any:

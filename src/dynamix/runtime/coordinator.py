@@ -25,7 +25,7 @@ from dynamix.runtime.noise import ConsecutiveNoise
 from dynamix.runtime.observation import Recorder
 from dynamix.runtime.progress import Progress, Waiting, resume_allocations
 from dynamix.runtime.sameness import FIXES, require_same
-from dynamix.runtime.scaling import LearningRate, SampleSchedule, rule
+from dynamix.runtime.scaling import LearningRate, SampleSchedule, SchedulerWatch, rule
 from dynamix.runtime.weighting import Attached, LossWeight
 from dynamix.window import Ints
 
@@ -47,7 +47,7 @@ class Coordinator:
     waits for them. (A virtual cluster has one for all its workers, whose recorder's row is everyone's.)
 
     policy    every rank has one, for its checkpoint; which of them are asked is the channel's affair
-    start     samples per micro-batch of every worker at the start, int64 (W,)
+    start     samples per round of every worker at the start, int64 (W,)
     interval  optimizer steps per window
     ranks     None: there are no others
     """
@@ -68,7 +68,8 @@ class Coordinator:
         self.job, self.policy, self.channel, self.rank, self.interval = job, policy, channel, rank, interval
         self.lr_rule, self._rule, self.loss_weight = lr_rule, rule(lr_rule), loss_weight
         self.accumulate, self.per_epoch = job.accumulate, boundary(policy) == "epoch"
-        self.allocations, self.progress = Allocations(start), Progress()
+        # The sampler's ledger counts micro-steps and samples of each; all that ranks say to each other counts rounds.
+        self.allocations, self.progress = Allocations(start // self.accumulate), Progress()
         self.recorder = Recorder(torch.device("cpu"))
         self.source: BatchSampler | Stream | None = None
         self.attached: Attached | None = None
@@ -83,6 +84,7 @@ class Coordinator:
         self.agreed = ranks is None  # whether the ranks have compared what they hold, since the start or the last load
         self._pairs = ConsecutiveNoise() if self.allocations.workers == 1 else None
         self._schedules: list[SampleSchedule] = []
+        self._watch: SchedulerWatch | None = None
         self._waiting = Waiting()
 
     def sampler(self, dataset_size: int, **given: Any) -> BatchSampler:
@@ -96,7 +98,7 @@ class Coordinator:
 
     def _of_source(self) -> dict[str, Any]:
         own = {"rank": self.rank, "world_size": self.allocations.workers, "accumulate": self.accumulate}
-        bounds = self.job.bounds
+        bounds = self.job.in_pieces()
         return own | {"low": bounds.low, "high": bounds.high, "before_issue": self.before_issue}
 
     def _adopt(self, source: Source) -> Source:
@@ -115,6 +117,8 @@ class Coordinator:
     def connect(self, model: nn.Module, optimizer: Optimizer, attached: Attached, memory: Memory) -> None:
         """Observe this model and optimizer, weight its gradients, and let the learning rate follow the batch."""
         self.attached, self.memory, self.recorder = attached, memory, attached.recorder
+        if self.rank == 0 and not self.job.fixed:
+            self._watch = SchedulerWatch(optimizer, self.job.base_batch)
         if self._pairs is not None:
             optimizer.register_step_pre_hook(self._before_optimizer)
         self.connect_another(model, optimizer, attached)
@@ -200,30 +204,49 @@ class Coordinator:
     def step_done(self, plan: StepPlan, *, ahead: int = 0) -> None:
         """An optimizer step is over: take what was decided, and close the window if it is full.
 
-        `ahead` more micro-steps than the source's own count as issued: a simulated loader's prefetching.
+        `ahead` more rounds than the source's own count as issued: a simulated loader's prefetching.
         """
         progress, step_samples = self.progress, int(plan.group.sum())
         progress.steps += 1
         progress.samples += step_samples
         for attached in self.connected:
             attached.step_done()
-        kept = plan.regular and plan.index + 1 - self.accumulate >= progress.opens
+        kept = plan.regular and self._round(plan) >= progress.opens
         self.recorder.step_done(keep=kept, first_of_epoch=plan.start == int(plan.group[: plan.micro].sum()))
-        for schedule in self._schedules:
-            schedule.advance(step_samples)
+        self._advance_schedules(plan)
         self.settle()
         full = plan.last if self.per_epoch else self.recorder.steps >= self.interval
         if full and self.recorder.steps:
-            self._close_window(plan, self.need_source().issued + ahead)
+            self._close_window(plan, self._rounds_issued(self.need_source()) + ahead)
+
+    def _advance_schedules(self, plan: StepPlan) -> None:
+        samples, watch = int(plan.group.sum()), self._watch
+        if watch is not None:
+            watch.look()
+        advanced = [schedule.advance(samples) for schedule in self._schedules]
+        if watch is not None:
+            if any(advanced):
+                watch.accept()
+            if plan.last:
+                watch.forget()
+            if plan.regular:
+                watch.stepped(samples)
+
+    def _round(self, plan: StepPlan) -> int:
+        return plan.index // self.accumulate
+
+    def _rounds_issued(self, source: BatchSampler | Stream) -> int:
+        """Rounds of which a batch was issued."""
+        return -(-source.issued // self.accumulate)
 
     def _close_window(self, plan: StepPlan, issued: int) -> None:
-        sizes, progress = self.allocations.at(plan.index), self.progress
+        sizes, progress = self.accumulate * self.allocations.at(plan.index), self.progress
         age = (plan.index + 1 - self.allocations.since(plan.index)) / self.accumulate
         closing = self.job.closing = Closing(
-            progress.window, sizes, plan.index + 1, issued, age, step=progress.steps, samples=progress.samples
+            progress.window, sizes, self._round(plan) + 1, issued, age, step=progress.steps, samples=progress.samples
         )
         mine = float(sizes[self.rank])
-        row = self.recorder.row(issued=issued, count=mine * self.accumulate, weight=mine / float(sizes.sum()))
+        row = self.recorder.row(issued=issued, count=mine, weight=mine / float(sizes.sum()))
         if isinstance(self.channel, PeerChannel) and self.memory is not None:
             self.channel.fits = self.memory.fits
         self.channel.send(row, closing)
@@ -233,13 +256,13 @@ class Coordinator:
         if not self.channel.pending:
             return
         message = self.channel.receive()
-        self.progress.told(self.job.closing.consumed + self.accumulate, message.noise, message.signal)
+        self.progress.told(self.job.closing.consumed + 1, message.noise, message.signal)
         if message.kind is Kind.NEW:
-            if self.source is not None and message.from_step < self.source.issued:
-                late = f"starts at step {message.from_step}, but {self.source.issued} batches are already issued"
+            if self.source is not None and message.from_step < (issued := self._rounds_issued(self.source)):
+                late = f"starts at step {message.from_step}, but {issued} are already issued"
                 fix = "replay with that run's policy and interval, and its num_workers and prefetch_factor or fewer"
                 raise StateError(f"the replayed allocation {late}: {fix}")
-            self.allocations.schedule(message.from_step, message.sizes)
+            self.allocations.schedule(message.from_step * self.accumulate, message.sizes // self.accumulate)
             self.progress.opens = message.from_step
             self.recorder.reset()
         if self.source is not None:
@@ -247,7 +270,7 @@ class Coordinator:
 
     def before_issue(self, step: int) -> None:
         """The sampler is about to plan micro-step `step`: a pending message may concern it."""
-        if self.channel.pending and step >= self.job.closing.issued + self.job.slack:
+        if self.channel.pending and step // self.accumulate >= self.job.closing.issued + self.job.slack:
             self.settle()
 
     def share(self) -> Share:
@@ -255,14 +278,18 @@ class Coordinator:
         plan = self.need_source().plan()
         total = float(plan.group.sum()) / self.accumulate
         # Agreed values only: what is pending here may be settled on another rank, and all must reduce alike.
-        open_from = max(self.progress.opens, self.job.closing.consumed + self.accumulate)
-        kept = plan.regular and plan.index - plan.micro >= open_from
+        open_from = max(self.progress.opens, self.job.closing.consumed + 1)
+        kept = plan.regular and self._round(plan) >= open_from
         return Share(float(plan.counts[self.rank]), total, kept, self.loss_weight.applied)
 
     @property
     def batch_sizes(self) -> Ints:
-        """Samples per micro-batch of every worker in the coming step, int64 (W,)."""
-        return self.allocations.at(self.next_step).copy()
+        """Samples of every worker in the coming round, int64 (W,)."""
+        return self.accumulate * self.allocations.at(self.next_step)
+
+    def put_in_force(self, sizes: Ints) -> None:
+        """Begin the ledger anew with `sizes` (W,), samples per round, from the coming round on."""
+        self.allocations.reset(self.next_step, sizes // self.accumulate)
 
     @property
     def next_step(self) -> int:
@@ -293,8 +320,10 @@ class Coordinator:
 
     def follow_batch(self, plan: StepPlan) -> None:
         """Let the learning rate follow the global batch of `plan`."""
+        if self._watch is not None:
+            self._watch.look()
         if self.learning_rates:
-            base, (noise, signal) = self.job.base_batch, self.progress.noise_at(plan.index)
+            base, (noise, signal) = self.job.base_batch, self.progress.noise_at(self._round(plan))
             factor = self._rule(float(plan.group.sum()) / base, noise, signal, base_batch=base)
             for learning_rate in self.learning_rates:
                 learning_rate.factor = factor
@@ -343,7 +372,7 @@ class Coordinator:
         self.job.noise_scale.load_state_dict(state["noise_scale"])
         anew = resume_allocations(self.allocations, state, self.job.bounds, self.accumulate)
         if anew is not None:
-            self.progress.opens = anew
+            self.progress.opens = anew // self.accumulate
         parts = {"source": state["source"], "hook": state["hook"]}
         parts |= {f"schedule {i}": saved for i, saved in enumerate(state["schedules"])}
         if same:
