@@ -10,7 +10,6 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -51,8 +50,10 @@ class ModelCheck:
         if not is_sharded(model):
             found = (p for p in model.parameters() if p.requires_grad and id(p) in owned)
             self.probe = next(found, None)
+        self._stale = False
         if self.probe is not None:
-            self.probe.register_hook(torch.compiler.disable(self._backward))
+            self.probe.register_hook(self._before_adding)
+            self.probe.register_post_accumulate_grad_hook(self._added)
         optimizer.register_step_pre_hook(self._before_optimizer)
         optimizer.register_step_post_hook(self._after_optimizer)
 
@@ -73,14 +74,19 @@ class ModelCheck:
         for partner in self.partners:
             partner.local = False
 
-    def _backward(self, gradient: Tensor) -> None:
-        """The probe's gradient is about to be added to its `.grad`."""
-        loop, probe = self.loop, self.probe
-        if loop.muted() or probe is None:
-            return
+    def _before_adding(self, gradient: Tensor) -> None:
+        """The probe's gradient is known: whether it would be added to that of an earlier batch."""
         held = self._held_since
+        older = held is not None and held < self.loop.group
+        self._stale = older and self.probe is not None and _nonzero(self.probe.grad)
+
+    def _added(self, probe: Tensor) -> None:
+        """The probe's gradient was added to its `.grad`; `torch.autograd.grad` does not."""
+        loop = self.loop
+        if loop.muted():
+            return
         self.local, self._held_since = True, loop.group
-        if held is not None and held < loop.group and _nonzero(probe.grad):
+        if self._stale:
             before = "backward() adds to the gradient of an earlier batch, for which optimizer.step() was never called"
             loop.fail(f"{before}: {_ACCUMULATE}; else call optimizer.zero_grad()")
 
