@@ -24,15 +24,15 @@ class EventLog:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        self._file: IO[str] | None = None
+        self._file: IO[bytes] | None = None
 
     def write(self, **fields: Any) -> None:
         """Append one event. Values are what JSON knows; raises TypeError for others."""
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            _cut_unfinished(self.path)
-            self._file = self.path.open("a", encoding="utf-8")
-        self._file.write(json.dumps(_finite({"schema": SCHEMA, **fields}), allow_nan=False) + "\n")
+            cut_unfinished(self.path)
+            self._file = self.path.open("ab")
+        self._file.write(line_of(fields))
         self._file.flush()
 
     def close(self) -> None:
@@ -48,10 +48,9 @@ class EventLog:
         self.close()
 
 
-def event_log(path: str | os.PathLike[str] | None) -> EventLog | None:
-    """Where a job's events go: `path`, else the file that DYNAMIX_EVENTS names, else nowhere."""
-    chosen = path if path is not None else os.environ.get(EVENTS_VARIABLE)
-    return EventLog(chosen) if chosen else None
+def line_of(fields: dict[str, Any]) -> bytes:
+    """One event as a line of the file. Raises TypeError for values that JSON does not know."""
+    return (json.dumps(_finite({"schema": SCHEMA, **fields}), allow_nan=False) + "\n").encode()
 
 
 def read_events(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -79,9 +78,12 @@ def _parse(line: str, place: str) -> dict[str, Any]:
     return dict(event)
 
 
-def _cut_unfinished(path: Path) -> None:
-    with contextlib.suppress(FileNotFoundError), path.open("rb+") as file:
-        file.truncate(file.read().rfind(b"\n") + 1)
+def cut_unfinished(path: Path) -> None:
+    """Cut off an unfinished last line, left by a killed run."""
+    with contextlib.suppress(FileNotFoundError):
+        if path.is_file():
+            with path.open("rb+") as file:
+                file.truncate(file.read().rfind(b"\n") + 1)
 
 
 def _finite(value: Any) -> Any:

@@ -17,6 +17,7 @@ from dynamix.runtime.agreement import Channel, Kind
 from dynamix.runtime.decentral import PeerChannel
 from dynamix.runtime.gradients import Share
 from dynamix.runtime.job import Closing, JobFacts
+from dynamix.runtime.liveness import Liveness
 from dynamix.runtime.memory import Memory
 from dynamix.runtime.noise import ConsecutiveNoise
 from dynamix.runtime.observation import Recorder
@@ -62,6 +63,8 @@ class Coordinator:
         self.memory: Memory | None = None
         self.learning_rate: LearningRate | None = None
         self._pairs = ConsecutiveNoise() if self.allocations.workers == 1 else None
+        self.liveness: Liveness | None = None  # None: nobody else is there
+        self.stop_wanted = self.stopping = False
         self._schedules: list[SampleSchedule] = []
         self._waiting = Waiting()
 
@@ -90,6 +93,9 @@ class Coordinator:
     def connect(self, model: nn.Module, optimizer: Optimizer, attached: Attached, memory: Memory) -> None:
         """Observe this model and optimizer, weight its gradients, and let the learning rate follow the batch."""
         self.attached, self.memory, self.recorder = attached, memory, attached.recorder
+        if self.liveness is not None:
+            attached.explain_with(self.liveness.explain)
+            self.loss_weight.explain = self.liveness.explain
         self.learning_rate = LearningRate(optimizer, self.lr_rule)
         if self._pairs is not None:
             optimizer.register_step_pre_hook(self._before_optimizer)
@@ -139,6 +145,13 @@ class Coordinator:
         full = plan.last if self.per_epoch else self.recorder.steps >= self.interval
         if full and self.recorder.steps:
             self._close_window(plan, self.need_source().issued + ahead)
+        self.stopping = self.stop_wanted if self.liveness is None else self.liveness.step_done(progress.steps)
+
+    def request_stop(self) -> None:
+        """`Controller.request_stop`."""
+        self.stop_wanted = True
+        if self.liveness is not None:
+            self.liveness.stopping.wanted = True
 
     def _close_window(self, plan: StepPlan, issued: int) -> None:
         sizes, progress = self.allocations.at(plan.index), self.progress
@@ -168,6 +181,15 @@ class Coordinator:
             self.recorder.reset()
         if self.source is not None:
             self.allocations.forget(self.source.consumed)
+
+    def close(self, *, patience_s: float) -> None:
+        """Let go of threads and process groups; what is under way gets `patience_s`."""
+        self.channel.close(patience_s)
+        if self.attached is not None and self.attached.hook is not None:
+            self.attached.hook.close()
+        for owner in (self.memory, self.loss_weight):
+            if owner is not None:
+                owner.close()
 
     def before_issue(self, step: int) -> None:
         """The sampler is about to plan micro-step `step`: a pending message may concern it."""

@@ -4,6 +4,7 @@ The gradient of the union batch is g = sum_i (n_i / N) g_i, with g_i the gradien
 samples. DDP averages over W workers, so each worker's gradient is multiplied by n_i * W / N before it is reduced.
 """
 
+import contextlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
@@ -12,10 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket as Bucket
+from torch.autograd import Variable
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.futures import Future
 
 from dynamix.errors import ConfigError, UsageError
+from dynamix.runtime.agreement import Explain, unnamed
+from dynamix.runtime.liveness import failed_collective
 
 Hook = Callable[[Any, Bucket], "Future[Tensor]"]
 
@@ -104,9 +108,31 @@ class GradientHook:
         self.steps = 0
         self.loss_scale: Callable[[], Tensor | None] = lambda: None
         self.muted = False  # discarded warm-up passes: plain all-reduce, nothing measured
+        self.explain: Explain = unnamed
+        self._under_way: list[Future[Tensor]] = []
         self._measuring, self._since_dense = False, DENSE_EVERY
 
     def __call__(self, state: Any, bucket: Bucket) -> Future[Tensor]:
+        future = self._reduced(bucket)
+        if bucket.index() == 0:
+            self._under_way = []
+            # Called before DDP waits itself: what that raises has lost its type, and names nobody.
+            cast(Any, Variable._execution_engine).queue_callback(self._arrived)
+        self._under_way.append(future)
+        return future
+
+    def _arrived(self) -> None:
+        """At the end of backward. Raises `WorkerLostError` where a collective failed."""
+        futures, self._under_way = self._under_way, []
+        try:
+            for future in futures:
+                future.wait()
+        except RuntimeError as error:
+            if not failed_collective(error):
+                raise
+            raise self.explain(error, "the ranks could not add their gradients") from error
+
+    def _reduced(self, bucket: Bucket) -> Future[Tensor]:
         if self.muted:
             self.buckets_seen = max(self.buckets_seen, bucket.index() + 1)
             return self._plainly(bucket)
@@ -158,6 +184,13 @@ class GradientHook:
         self._since_dense = 0 if self._measuring else self._since_dense + 1
         if self.steps >= 2:
             self.make_groups()
+
+    def close(self) -> None:
+        """Let go of the groups of buckets, and of the controller: DDP cannot let go of this hook."""
+        self.share = _closed
+        groups, self.bucket_groups = self.bucket_groups, []
+        for group in groups:
+            destroy_group(group)
 
     def make_groups(self) -> None:
         """One process group per bucket for hooks that chain collectives on gloo. A collective call."""
@@ -232,6 +265,10 @@ class GradientHook:
         return torch.square(norm if scale is None else norm / scale.to(norm.device))
 
 
+def _closed() -> Share:
+    raise UsageError("the model's controller is closed: train on with a new DistributedDataParallel around its module")
+
+
 @torch.no_grad()
 def weighted_average(model: nn.Module, count: float, *, group: dist.ProcessGroup | None = None) -> None:
     """Replace parameters and floating buffers by their mean over workers, weighted by `count`: model averaging.
@@ -268,6 +305,13 @@ def _plain_state(state: Any) -> dict[str, Any] | None:
         return None
     names = vars(state) if (slots := getattr(type(state), "__slots__", None)) is None else slots
     return {name: getattr(state, name) for name in names if name != "process_group" and hasattr(state, name)}
+
+
+def destroy_group(group: dist.ProcessGroup | None) -> None:
+    """Let go of a group that a controller made: its sockets and threads. Not a collective."""
+    with contextlib.suppress(ValueError):  # the job has destroyed all groups already
+        if group is not None and dist.is_initialized():
+            dist.destroy_process_group(group)
 
 
 def new_gloo_group(ranks: list[int], timeout: Any = None) -> dist.ProcessGroup:
