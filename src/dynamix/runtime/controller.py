@@ -379,6 +379,8 @@ class Controller:
         coordinator, error = self._coordinator, sys.exception()
         liveness = coordinator.liveness
         failing = error or (liveness and liveness.lost)
+        if liveness is not None and error is not None:
+            liveness.leave_with(error)
         try:
             if not failing:
                 coordinator.settle()
@@ -390,4 +392,4 @@ class Controller:
             destroy_group(self._control)
             self._control = None
             if liveness is not None:
-                liveness.leave_with(error) if error is not None else liveness.leave()
+                liveness.leave()

@@ -100,7 +100,9 @@ class Liveness:
         self._said: dict[int, float] = {}  # silence at which the log says it next
         self._heard = [Silence() for _ in range(workers if rank == 0 else 0)]
         self._beats, self._news, self._word, self._hurry = 0, 0, "", False
-        self._end, self._silenced = threading.Event(), threading.Event()
+        self._end = threading.Event()
+        self._store.set(f"{self._prefix}/host/{rank}", _own_host())
+        self._tell()
         tell_of_uncaught(self)
         self._threads = [threading.Thread(target=work, daemon=True) for work in (self._talk, self._listen)]
         for thread, name in zip(self._threads, ("dynamix-beat", "dynamix-listen"), strict=True):
@@ -195,21 +197,27 @@ class Liveness:
 
     def _talk(self) -> None:
         try:
-            self._store.set(f"{self._prefix}/host/{self.rank}", _own_host())
-            while not self._end.wait(HASTE_S if self._hurry or self.stopping.under_way else BEAT_S):
+            while not self._end.wait(HASTE_S if self._hurry or self.stopping.under_way or not self._hosts else BEAT_S):
                 self._beat()
             self._beat()
         except Exception as error:  # a store's client raises many things; its silence is what counts
             _log.debug("the job's store does not answer any more: %s", error)
 
-    def _beat(self) -> None:
+    def _tell(self) -> None:
         self._beats += 1
         beat = {"n": self._beats, "left": self._word, **self.stopping.beat()}
         self._store.set(f"{self._prefix}/{self.rank}", json.dumps(beat))
+
+    def _beat(self) -> None:
+        self._tell()
         key = f"{self._prefix}/view"
         if self.rank == 0:
             self._hear_all()
-            view = {"n": self._beats, "silent": self._others, "left": self._left}
+            view = {
+                "n": self._beats,
+                "silent": self._others,
+                "left": self._left | ({0: self._word} if self._word else {}),
+            }
             self._store.set(key, json.dumps({**view, "stop": self.stopping.proposal()}))
             self._news += 1
         elif self._store.check([key]):
