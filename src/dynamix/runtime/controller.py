@@ -27,7 +27,7 @@ from dynamix.runtime.arguments import check_counts, job_bounds, open_control_gro
 from dynamix.runtime.coordinator import Coordinator
 from dynamix.runtime.decentral import open_channel
 from dynamix.runtime.decision import Decider, recorded
-from dynamix.runtime.gradients import destroy_group
+from dynamix.runtime.gradients import destroy_groups
 from dynamix.runtime.job import JobFacts
 from dynamix.runtime.liveness import Liveness
 from dynamix.runtime.memory import ExitNote, Memory, within
@@ -385,11 +385,13 @@ class Controller:
             if not failing:
                 coordinator.settle()
         finally:
-            coordinator.close(patience_s=0.0 if failing else DRAIN_S)
+            patience_s = 0.0 if failing else DRAIN_S
+            groups = coordinator.close(patience_s=patience_s)
             if self._events is not None:
                 self._events.close()
-            time.sleep(0.005)  # lets backend threads drop our callbacks: they need the GIL a group's destructor holds
-            destroy_group(self._control)
-            self._control = None
+            if self._control is not None:
+                groups.append(self._control)
+                self._control = None
+            destroy_groups(groups, patience_s=patience_s)
             if liveness is not None:
                 liveness.leave()

@@ -5,6 +5,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from dynamix.data import Allocations, BatchSampler, StepPlan, Stream
@@ -182,14 +183,13 @@ class Coordinator:
         if self.source is not None:
             self.allocations.forget(self.source.consumed)
 
-    def close(self, *, patience_s: float) -> None:
-        """Let go of threads and process groups; what is under way gets `patience_s`."""
+    def close(self, *, patience_s: float) -> list[ProcessGroup]:
+        """End threads, what is under way getting `patience_s`; returns the process groups, which nobody has then."""
         self.channel.close(patience_s)
-        if self.attached is not None and self.attached.hook is not None:
-            self.attached.hook.close()
-        for owner in (self.memory, self.loss_weight):
-            if owner is not None:
-                owner.close()
+        hook = None if self.attached is None else self.attached.hook
+        return [
+            group for owner in (hook, self.memory, self.loss_weight) if owner is not None for group in owner.close()
+        ]
 
     def before_issue(self, step: int) -> None:
         """The sampler is about to plan micro-step `step`: a pending message may concern it."""

@@ -5,6 +5,8 @@ samples. DDP averages over W workers, so each worker's gradient is multiplied by
 """
 
 import contextlib
+import sys
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
@@ -185,12 +187,11 @@ class GradientHook:
         if self.steps >= 2:
             self.make_groups()
 
-    def close(self) -> None:
-        """Let go of the groups of buckets, and of the controller: DDP cannot let go of this hook."""
+    def close(self) -> list[dist.ProcessGroup]:
+        """Let go of the controller, as DDP cannot let go of this hook; returns the groups of buckets."""
         self.share = _closed
         groups, self.bucket_groups = self.bucket_groups, []
-        for group in groups:
-            destroy_group(group)
+        return groups
 
     def make_groups(self) -> None:
         """One process group per bucket for hooks that chain collectives on gloo. A collective call."""
@@ -307,11 +308,24 @@ def _plain_state(state: Any) -> dict[str, Any] | None:
     return {name: getattr(state, name) for name in names if name != "process_group" and hasattr(state, name)}
 
 
-def destroy_group(group: dist.ProcessGroup | None) -> None:
-    """Let go of a group that a controller made: its sockets and threads. Not a collective."""
-    with contextlib.suppress(ValueError):  # the job has destroyed all groups already
-        if group is not None and dist.is_initialized():
-            dist.destroy_process_group(group)
+_kept: list[dist.ProcessGroup] = []  # for ever: the last reference was somebody else's
+
+
+def destroy_groups(groups: list[dist.ProcessGroup], *, patience_s: float) -> None:
+    """Let go of groups that a controller made: sockets and threads. Empties the list. Not a collective.
+
+    A group that its own thread lets go of last ends the whole process. So each is kept until nobody else has it, and
+    for ever where somebody does after `patience_s`, or where an operation may be under way (a patience of 0).
+    """
+    while groups:
+        group, deadline = groups.pop(), time.monotonic() + patience_s
+        if patience_s > 0 and dist.is_initialized():
+            with contextlib.suppress(ValueError):  # the job has destroyed all groups already
+                dist.destroy_process_group(group)
+        while sys.getrefcount(group) > 2 and time.monotonic() < deadline:
+            time.sleep(0.001)
+        if patience_s <= 0 or sys.getrefcount(group) > 2:
+            _kept.append(group)
 
 
 def new_gloo_group(ranks: list[int], timeout: Any = None) -> dist.ProcessGroup:

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dynamix.data import StepPlan
 from dynamix.errors import ConfigError, UsageError
 from dynamix.runtime.agreement import Explain, unnamed
-from dynamix.runtime.gradients import GradientHook, Share, average_, destroy_group, new_gloo_group, wipe_nonfinite_
+from dynamix.runtime.gradients import GradientHook, Share, average_, new_gloo_group, wipe_nonfinite_
 from dynamix.runtime.liveness import failed_collective
 from dynamix.runtime.observation import Recorder
 
@@ -282,10 +282,11 @@ class LossWeight:
             for gradient in _gradients(self._model):
                 gradient.mul_(factor.to(gradient.dtype).to(gradient.device))
 
-    def close(self) -> None:
-        """Let go of the group that counts travel in."""
-        self._counts_group, group = None, self._counts_group
-        destroy_group(group)
+    def close(self) -> list[dist.ProcessGroup]:
+        """Let go of the group that counts travel in, and return it."""
+        group, self._counts_group = self._counts_group, None
+        self._counted.clear()
+        return [] if group is None else [group]
 
     def take(self) -> float | Tensor | None:
         """At the end of a micro-step: the weight that was applied, None if none was. Raises if one was required."""

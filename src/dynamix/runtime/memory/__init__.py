@@ -9,7 +9,6 @@ from torch.optim import Optimizer
 
 from dynamix.errors import ConfigError, UsageError
 from dynamix.runtime.arguments import open_control_group
-from dynamix.runtime.gradients import destroy_group
 from dynamix.runtime.memory.exit_advice import ExitNote
 from dynamix.runtime.memory.gauge import Gauge, is_out_of_memory
 from dynamix.runtime.memory.limits import LimitSearch, within
@@ -57,10 +56,10 @@ class Memory:
         """Most samples that `backward` still tries at once, after memory ran out; None while it never did."""
         return None if self._retrying is None else self._retrying.largest
 
-    def close(self) -> None:
-        """Let go of the group that all this talked on."""
-        self._talk, self._retrying, group = None, None, self._talk
-        destroy_group(group)
+    def close(self) -> list[dist.ProcessGroup]:
+        """Let go of the group that all this talked on, and return it."""
+        group, self._talk, self._retrying = self._talk, None, None
+        return [] if group is None else [group]
 
     def _group(self) -> dist.ProcessGroup | None:
         if self._talk is None and self.group is not None:

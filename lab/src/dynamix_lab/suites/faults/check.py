@@ -56,7 +56,7 @@ def faults_of(job: Job, steps: Sequence[Step]) -> list[str]:
     """What is wrong with the steps of a job that has ended; nothing where all is right."""
     wrong: list[str] = []
     seen = Counter(i for step in steps for ids in step.ids for i in ids)
-    expected = {i: job.epochs for i in range(job.samples)}
+    expected = dict.fromkeys(range(job.samples), job.epochs)
     if dict(seen) != expected:
         lost = sum(max(0, job.epochs - seen[i]) for i in expected)
         repeated = sum(max(0, seen[i] - job.epochs) for i in expected)

@@ -195,7 +195,8 @@ def main() -> None:
     folder = Path(sys.argv[1])
     given = json.loads((folder / "job.json").read_text())
     run = given.pop("run")
-    job = Job(**{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()})
+    values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}
+    job = Job(**values)
     logging.basicConfig(format="%(created).3f %(message)s", level=logging.WARNING)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=job.timeout_s))

@@ -9,9 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import os
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -19,13 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from scipy import stats
+
 from dynamix.emulator import Emulation
 from dynamix.emulator.mechanisms import probe_mechanisms
 from dynamix.errors import ConfigError, StateError
 from dynamix.events.records import read_events
 from dynamix_lab.harness.suite import Cell, Context, Suite
 from dynamix_lab.report import Table, document, number
-from scipy import stats
 from dynamix_lab.suites.faults.check import ending, faults_of, history
 from dynamix_lab.suites.faults.inject import FAULTS, SPEEDS, Case, Injection, drawn, own_disk
 from dynamix_lab.suites.faults.job import STOPPED
@@ -104,7 +103,9 @@ class FaultsSuite(Suite):
             wrong = list(cell["wrong"])
             if spread and cell["loss"] is not None and not spread[0] <= cell["loss"] <= spread[1]:
                 wrong.append(f"final loss {cell['loss']:.4f} is outside {spread[0]:.4f} to {spread[1]:.4f}")
-            about = by_fault.setdefault(cell["fault"], {"cells": 0, "right": 0, "ended_s": [], "said_s": [], "wrong": {}})
+            about = by_fault.setdefault(
+                cell["fault"], {"cells": 0, "right": 0, "ended_s": [], "said_s": [], "wrong": {}}
+            )
             about["cells"] += 1
             about["right"] += not wrong
             about["ended_s"] += [cell["ended_s"]] if cell["ended_s"] is not None else []
@@ -212,9 +213,9 @@ def _start(case: Case | None, cluster: Emulation, folder: Path, run: int, timeou
                 over = True
             if case.name == "raise" and fault_at is None and codes[case.victim] is not None:
                 fault_at, since = time.time(), now
-            if case.fault.ends and fault_at is not None:
-                if all(codes[rank] is not None for rank in others) or now - since > timeout_s + MARGIN_S:
-                    break
+            over_s = now - since if case.fault.ends and fault_at is not None else 0.0
+            if over_s > timeout_s + MARGIN_S or (over_s and all(codes[rank] is not None for rank in others)):
+                break
         if now - began > LONGEST_S:
             break
         time.sleep(0.05)
@@ -250,7 +251,7 @@ def _ends(case: Case, folder: Path, outcomes: Sequence[Outcome], others: Sequenc
         text = (folder / f"run0.rank{rank}.err").read_text(errors="replace")
         if not first.codes[rank] and case.name != "none":
             wrong.append(f"rank {rank} ended as if nothing had happened")
-        elif f"WorkerLostError: " not in text or f"rank {case.victim} (" not in text.rpartition("WorkerLostError: ")[2]:
+        elif "WorkerLostError: " not in text or f"rank {case.victim} (" not in text.rpartition("WorkerLostError: ")[2]:
             wrong.append(f"rank {rank} did not name rank {case.victim}: {_last_words(folder, 0, first.codes, rank)}")
     return wrong
 
