@@ -23,8 +23,8 @@ from dynamix.window import Bounds, Window
 class Script:
     """A policy that answers from a list, again and again."""
 
-    def __init__(self, answers: Sequence[Sequence[int]]) -> None:
-        self.answers, self.asked = [np.asarray(a) for a in answers], 0
+    def __init__(self, answers: Sequence[Sequence[int]], pieces: int = 1) -> None:
+        self.answers, self.asked = [pieces * np.asarray(a) for a in answers], 0
 
     def decide(self, window: Window, bounds: Bounds) -> Any:
         self.asked += 1
@@ -111,7 +111,7 @@ def worst_error(rank: int, case: Case) -> float:
     net = (Deep() if case.model == "deep" else Embedded()).to(case.dtype)
     reference = copy.deepcopy(net)
     controller = dynamix.Controller(
-        policy=Script(case.script),
+        policy=Script(case.script, case.accumulate),
         batch_size=case.batch_size,
         min_batch_size=case.min_batch_size,
         max_batch_size=case.max_batch_size,

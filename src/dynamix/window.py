@@ -47,7 +47,7 @@ class Window:
     """Means over k optimizer steps under one allocation. NaN means "not measured", never zero. Arrays are read-only.
 
     Per worker, shape (..., W):
-      batch_size          samples per micro-batch in force (int64)
+      batch_size          samples per round in force (int64); a round ends with an optimizer step of all workers
       compute             s per optimizer step from the start of forward to the last local gradient, plus the
                           optimizer's own update; free of waiting
       compute_std         s, standard deviation of `compute` over the window's steps
@@ -65,8 +65,8 @@ class Window:
       steps               optimizer steps measured
       age                 optimizer steps since this allocation came into force
       step                index of the optimizer step that closed the window
-      micro_batches       accumulated micro-batches per optimizer step
-      base_batch          global samples per optimizer step that the user chose at the start (B0)
+      micro_batches       pieces of equal size that a worker's round is cut into: accumulated micro-batches
+      base_batch          global samples per round that the user chose at the start (B0)
       global_norm_sq      mean |g|^2 of the reduced gradient
       noise, signal       smoothed tr(Sigma) and |G|^2 (PAPERS section 5); noise / signal is the noise scale, in samples
     """
@@ -130,8 +130,8 @@ class Window:
 
     @property
     def global_batch(self) -> Floats:
-        """Samples per optimizer step over all workers, shape (...)."""
-        return np.asarray(self.batch_size.sum(-1) * self.micro_batches, dtype=np.float64)
+        """Samples per round over all workers, shape (...)."""
+        return np.asarray(self.batch_size.sum(-1), dtype=np.float64)
 
     @property
     def noise_scale(self) -> Floats:
@@ -150,7 +150,7 @@ class Window:
     @property
     def seconds_per_sample(self) -> Floats:
         """Busy seconds (compute and data) per sample, shape (..., W); NaN for idle or unmeasured workers."""
-        samples = self.batch_size * self.micro_batches[..., None]
+        samples = self.batch_size
         busy = self.compute + np.where(np.isnan(self.data), 0.0, self.data)
         with np.errstate(divide="ignore", invalid="ignore"):
             return np.where(samples > 0, busy / samples, np.nan)
@@ -174,7 +174,7 @@ def _plain(values: NDArray[Any]) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What an allocation must satisfy. Sizes are samples per worker and micro-batch. Arrays are read-only.
+    """What an allocation must satisfy. Sizes are samples per worker and round. Arrays are read-only.
 
     low, high     (..., W) int64, inclusive; `low` 0 lets a policy idle a worker
     total_low, total_high   (...) int64, of the sum over workers

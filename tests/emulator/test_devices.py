@@ -306,6 +306,47 @@ def test_a_summary_says_where_nothing_was_paced(tmp_path: Path) -> None:
     assert "200 device steps, on a rank at most 2.0% overran (TOO MANY" in summary(late)
 
 
+LATE = (
+    PRELUDE
+    + """
+class Slow(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+    @staticmethod
+    def backward(ctx, gradient):
+        time.sleep(0.3)
+        return gradient
+
+control.request("throttle")
+if sys.argv[1] == "computing":  # of the first layer's gradient, which comes last
+    whole = nn.Module()
+    whole.net = model
+    whole.forward = lambda x: model[2](model[1](Slow.apply(model[0](x))))
+    step = lambda: (whole(x).square().mean().backward(), optimizer.step())
+else:  # what somebody does with the last bucket's gradients
+    bucket = []
+    def full(parameter):
+        bucket.append(parameter)
+        if len(bucket) % 2 == 0:
+            time.sleep(0.3)
+    for parameter in model[0].parameters():
+        parameter.register_post_accumulate_grad_hook(full)
+    step = plain
+for _ in range(3):
+    step()
+print(json.dumps(0))
+"""
+)
+
+
+@pytest.mark.parametrize(("what", "late"), [("computing", 3), ("hooks", 0)])
+def test_late_is_what_computes_and_not_what_is_done_with_the_gradients(tmp_path: Path, what: str, late: int) -> None:
+    program = f"import sys; sys.argv = ['-c', {what!r}]\n{LATE}"
+    _, (steps,) = run(tmp_path, {"hosts": [{"cpu": 1.0}], "device": {**DEVICE, "fixed_ms": 150}}, program)
+    assert (steps.steps, steps.overruns) == (3, late)
+
+
 FOREVER = (
     PRELUDE
     + """

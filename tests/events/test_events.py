@@ -14,7 +14,7 @@ def test_what_was_written_is_read_back_window_included(tmp_path):
         log.write(window=window.to_dict(), allocation=[4, 4], decision="new")
         log.write(loss=float("nan"), decision="keep")
         first, second = read_events(log.path)  # every line is on disk before the next
-    assert first["schema"] == 1
+    assert first["schema"] == 2
     assert Window.from_dict(first["window"]).batch_size.tolist() == [3, 5]
     assert second["loss"] is None
 
@@ -42,3 +42,14 @@ def test_a_broken_or_foreign_line_in_the_middle_is_an_error_that_names_it(tmp_pa
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(StateError, match="nowhere"):
         read_events(tmp_path / "nowhere.jsonl")
+
+
+def test_lines_of_version_0_1_are_told_in_rounds(tmp_path):
+    path = tmp_path / "events.jsonl"
+    window = Window.of([3, 5], micro_batches=2).to_dict()
+    old = {"schema": 1, "window": window, "allocation": [4, 2], "from_step": 12, "decision": "new"}
+    path.write_text(json.dumps(old) + "\n" + json.dumps({"schema": 1, "loss": 2.0}) + "\n")
+    new, plain = read_events(path)
+    assert (new["schema"], new["allocation"], new["from_step"]) == (2, [8, 4], 6)
+    assert new["window"]["batch_size"] == [6, 10]
+    assert plain == {"schema": 2, "loss": 2.0}

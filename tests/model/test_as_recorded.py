@@ -64,7 +64,8 @@ def followed(case: str) -> list[dict[str, Any]]:
         excess = curve.excess(unit, *model.line)
         steep, known = curve.around(excess, unit, window.batch_size.astype(np.float64))
         figures = _of_model(model, case, t)
-        figures["reached"] = [model.achieved(window), model.achieved(window, noise="window")]
+        # Recorded with windows that counted samples per piece, and two pieces to a step: twice these samples a second.
+        figures["reached"] = [model.achieved(window), model.achieved(window, noise="window") + np.log(2.0)]
         figures["elasticity"] = [steep[..., 0], steep[..., 1], known[..., 0], known[..., 1]]
         figures["warned"] = curve.beyond(excess, unit, window.batch_size, np.full(window.batch_size.shape, 150.0))
         found.append({name: np.asarray(value, dtype=np.float64) for name, value in figures.items()})

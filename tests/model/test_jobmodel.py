@@ -285,14 +285,14 @@ def test_an_unknown_noise_scale_counts_nothing_or_as_the_base_batch() -> None:
 
 
 def test_what_was_achieved_is_samples_a_second_less_the_waste() -> None:
-    window = affine([70, 50], [0.1, 0.0], [1e-3, 4e-3], exchange=0.2, phi=400.0, micro_batches=2.0)
+    window = affine([70, 50], [0.1, 0.0], [1e-3, 4e-3], exchange=0.2, phi=200.0, base_batch=64.0)
     model = known([0.1, 0.0], [1e-3, 4e-3], phi=np.nan).update(window)
     step, total, base = 0.2 + 0.2, 120.0, 64.0
-    fitted_phi = 200.0 * 1.0  # measured at this very batch, in samples per micro-batch
+    fitted_phi = 200.0 * 1.0  # measured at this very batch
     at_base = fitted_phi * (total / base) ** 0.0
     expected = math.log(total / step * (at_base + base) / (at_base + total))
     assert float(model.achieved(window)) == pytest.approx(expected, rel=1e-9)
-    raw = math.log(2 * total / step * (400.0 + 128.0) / (400.0 + 2 * total))
+    raw = math.log(total / step * (200.0 + base) / (200.0 + total))
     assert float(model.achieved(window, noise="window")) == pytest.approx(raw, rel=1e-9)
     unknown = known([0.1, 0.0], [1e-3, 4e-3], phi=np.nan)
     assert float(unknown.achieved(window)) == pytest.approx(

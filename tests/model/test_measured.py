@@ -48,17 +48,17 @@ def test_each_window_is_measured_though_others_were_between() -> None:
 
 
 @pytest.mark.parametrize("base", [np.nan, 0.0, -5.0, np.inf])
-def test_the_base_batch_counts_per_micro_batch_and_is_the_present_one_where_unknown(base: float) -> None:
-    assert float(base_total(Window.of([40, 60], base_batch=400, micro_batches=2))) == 200.0
+def test_the_base_batch_counts_per_round_and_is_the_present_one_where_unknown(base: float) -> None:
+    assert float(base_total(Window.of([40, 60], base_batch=400, micro_batches=2))) == 400.0
     assert float(base_total(Window.of([40, 60], base_batch=base, micro_batches=2))) == 100.0
     assert float(base_total(Window.of([0, 0], base_batch=base))) == 1.0
 
 
-def test_the_noise_scale_counts_per_micro_batch_and_is_kept_within_reason() -> None:
+def test_the_noise_scale_counts_samples_of_a_round_and_is_kept_within_reason() -> None:
     def of(noise: float, signal: float = 1.0) -> float:
-        return float(noise_scale(Window.of([50, 50], noise=noise, signal=signal, micro_batches=2.0, base_batch=200)))
+        return float(noise_scale(Window.of([50, 50], noise=noise, signal=signal, micro_batches=2.0, base_batch=100)))
 
-    assert of(600.0) == 300.0
+    assert of(300.0) == 300.0
     assert [of(1e12), of(1.0, 0.0), of(0.001), of(0.0)] == [1e5, 1e5, 0.1, 0.1]
     assert np.isnan(of(np.nan))
 

@@ -47,10 +47,10 @@ def test_goodput_is_samples_a_second_over_the_waste() -> None:
     np.testing.assert_allclose(np.exp(log_goodput(total, step, waste)), [50.0, 2e-9])
 
 
-def test_a_windows_own_goodput_is_by_its_own_noise_scale_and_micro_batches() -> None:
+def test_a_windows_own_goodput_is_by_its_own_noise_scale_and_counts_rounds() -> None:
     def of(**known: float) -> float:
         fields = {"compute": 0.3, "communication": 0.1, "base_batch": 100.0, "micro_batches": 2.0, **known}
-        return float(measured_log_goodput(Window.of([40, 60], **fields)))
+        return float(measured_log_goodput(Window.of([80, 120], **fields)))
 
     assert of(noise=300.0, signal=1.0) == pytest.approx(math.log(200 / 0.4 * 400 / 500))
     assert of(noise=1.0, signal=0.0) == pytest.approx(math.log(200 / 0.4))

@@ -61,8 +61,7 @@ def _window(
         communication=np.where(rng.random(shape) < 0.1, np.nan, exposed[..., None]),
         steps=np.nan if t == 8 else float(1 + t % 6),
         step=5.0 * t if steps_known else np.nan,
-        micro_batches=2.0,
-        base_batch=np.nan if t == 10 else 128.0 * shape[-1],
-        noise=np.where((t < 2) | (t % 10 == 9), np.nan, 2.0 * noise),
+        base_batch=np.nan if t == 10 else 64.0 * shape[-1],
+        noise=np.where((t < 2) | (t % 10 == 9), np.nan, noise),
         signal=0.0 if t == 13 else 1.0,
     )

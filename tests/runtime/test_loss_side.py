@@ -162,7 +162,8 @@ def _tokens(rank: int, accumulate: int) -> float:
     weights = torch.rand(N, dtype=torch.float64, generator=torch.Generator().manual_seed(4)) * 9 + 1
     x, y = _data().tensors
     data = TensorDataset(x, y, weights)
-    controller = dynamix.Controller(Script(ANSWERS), batch_size=4, max_batch_size=32, interval=2, accumulate=accumulate)
+    script = Script(ANSWERS, accumulate)
+    controller = dynamix.Controller(script, batch_size=4, max_batch_size=32, interval=2, accumulate=accumulate)
     sampler = controller.batch_sampler(data)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     model = controller.wrap(DDP(net), optimizer, weighting="loss")

@@ -149,7 +149,8 @@ class SampleOrder(ABC):
             self._start_epoch(epoch)
 
     def _start_epoch(self, epoch: int) -> None:
-        fresh = Cursor(epoch, 0, self._behind.index, np.zeros(self.world_size, dtype=np.int64))
+        begin = -(-self._behind.index // self.accumulate) * self.accumulate  # an abandoned optimizer step counts as one
+        fresh = Cursor(epoch, 0, begin, np.zeros(self.world_size, dtype=np.int64))
         self._behind = self._saved = fresh
         self._rewind()
 

@@ -10,15 +10,18 @@ from pathlib import Path
 from typing import IO, Any
 
 from dynamix.errors import StateError
+from dynamix.events.windows import unpacked, window_record
+from dynamix.window import Window
 
-SCHEMA = 1
+SCHEMA = 1  # of result.json and what else is written as JSON
+EVENTS_SCHEMA = 2  # sizes are samples per round; 1 counted them per micro-batch
 EVENTS_VARIABLE = "DYNAMIX_EVENTS"  # names the events file of a job that names none; `dynamix emulate` sets it
 
 
 class EventLog:
     """Appends one JSON object a line, flushed at once: a killed run loses at most the line it was writing.
 
-    Lines carry `"schema": 1` and the fields of docs/run-folder.md. NaN and infinity become null. An unfinished last
+    Lines carry `"schema": 2` and the fields of docs/run-folder.md. NaN and infinity become null. An unfinished last
     line, left by a killed run, is cut off before the first new one.
     """
 
@@ -27,7 +30,7 @@ class EventLog:
         self._file: IO[bytes] | None = None
 
     def write(self, **fields: Any) -> None:
-        """Append one event. Values are what JSON knows; raises TypeError for others."""
+        """Append one event. Values are a `Window` and what JSON knows; raises TypeError for others."""
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             cut_unfinished(self.path)
@@ -50,13 +53,15 @@ class EventLog:
 
 def line_of(fields: dict[str, Any]) -> bytes:
     """One event as a line of the file. Raises TypeError for values that JSON does not know."""
-    return (json.dumps(_finite({"schema": SCHEMA, **fields}), allow_nan=False) + "\n").encode()
+    event = {"schema": EVENTS_SCHEMA, **_plain(fields)}
+    return (json.dumps(event, allow_nan=False, separators=(",", ":")) + "\n").encode()
 
 
 def read_events(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """All events of a file, oldest first. An unfinished last line is left out: its writer was killed.
 
-    Raises `StateError` naming the line when anything else is broken or of another schema.
+    Those of version 0.1 (schema 1) are told as this one tells them. Raises `StateError` naming the line when anything
+    else is broken or of another schema.
     """
     try:
         text = Path(path).read_bytes().decode("utf-8", errors="replace")
@@ -73,8 +78,15 @@ def _parse(line: str, place: str) -> dict[str, Any]:
         why = f"not a line of JSON ({error.msg}); the file was changed after it was written"
         raise StateError(f"{place}: {why}") from error
     found = event.get("schema") if isinstance(event, dict) else None
-    if found != SCHEMA:
-        raise StateError(f"{place}: event has schema {found!r}, this version reads {SCHEMA}")
+    if found == 1:
+        return _in_rounds(event)
+    if found != EVENTS_SCHEMA:
+        raise StateError(f"{place}: event has schema {found!r}, this version reads 1 and {EVENTS_SCHEMA}")
+    if isinstance(event.get("window"), dict):
+        try:
+            event["window"] = unpacked(event["window"])
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise StateError(f"{place}: the packed window is damaged ({error})") from error
     return dict(event)
 
 
@@ -86,10 +98,27 @@ def cut_unfinished(path: Path) -> None:
                 file.truncate(file.read().rfind(b"\n") + 1)
 
 
+def _in_rounds(event: dict[str, Any]) -> dict[str, Any]:
+    """A line of 0.1, which counted micro-steps and samples of each, in rounds of `micro_batches`."""
+    window = dict(event["window"]) if isinstance(event.get("window"), dict) else {}
+    pieces = int(window.get("micro_batches") or 1)
+    if pieces > 1:
+        window["batch_size"] = [pieces * size for size in window["batch_size"]]
+        event["allocation"] = [pieces * size for size in event["allocation"]]
+        event["from_step"] //= pieces
+    return {**event, "schema": EVENTS_SCHEMA, **({"window": window} if window else {})}
+
+
+def _plain(fields: dict[str, Any]) -> dict[str, Any]:
+    return {k: window_record(v) if isinstance(v, Window) else _finite(v) for k, v in fields.items()}
+
+
 def _finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
+        if value and type(value[0]) is int and set(map(type, value)) == {int}:  # sizes of many workers
+            return value
         return [_finite(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None

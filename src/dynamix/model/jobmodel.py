@@ -35,7 +35,7 @@ MOST_SPREAD = 2.0
 class JobModel:
     """Step time and progress of a job as functions of its sizes, for windows of shape (..., W).
 
-    Immutable: `update` returns the model after a window. Sizes are samples per micro-batch and worker, totals their
+    Immutable: `update` returns the model after a window. Sizes are samples per round and worker, totals their
     sums. What it says is of the situation in the last window.
 
     costs     what each worker takes for a batch

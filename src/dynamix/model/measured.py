@@ -58,15 +58,15 @@ def step_seconds(window: Window) -> Floats:
 
 @asked_once
 def base_total(window: Window) -> Floats:
-    """The base batch (...) in samples per micro-batch, summed over workers; the present total where unknown."""
-    base = window.base_batch / window.micro_batches
+    """The base batch (...) in samples per round, summed over workers; the present total where unknown."""
+    base = window.base_batch
     return np.where(np.isfinite(base) & (base > 0), base, np.maximum(window.batch_size.sum(-1), 1))
 
 
 def noise_scale(window: Window) -> Floats:
-    """The noise scale (...) in samples per micro-batch, within 1,000 times the base batch; NaN where unknown."""
+    """The noise scale (...) in samples, within 1,000 times the base batch; NaN where unknown."""
     base = base_total(window)
-    return np.asarray(np.clip(window.noise_scale / window.micro_batches, base / 1e3, base * 1e3))
+    return np.asarray(np.clip(window.noise_scale, base / 1e3, base * 1e3))
 
 
 def mean_of_known(x: Floats) -> Floats:

@@ -6,7 +6,7 @@ later, only once they have completed: nothing here ever synchronises a device.
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -16,6 +16,10 @@ from numpy.typing import ArrayLike
 
 from dynamix.errors import ConfigError
 from dynamix.window import Floats
+
+# A step that took longer than this many times any other of the last ones holds a pause, not work.
+PAUSE = 2.0
+RECENT = 32  # steps looked back at: what comes again within so many is the worker's own pace (throttling, long samples)
 
 Mark = Any  # a point in time that only its own clock can read
 
@@ -216,6 +220,24 @@ class StepTimer:
             for mark in (micro.before, *micro.marks()):
                 if mark is not None and mark is not micro.end:
                     self._clock.recycle(mark)
+
+
+def pause_in(seconds: Sequence[float], before: Iterable[float]) -> int | None:
+    """Index of the one step that holds a pause: longer than `PAUSE` times every other; None if there is none.
+
+    seconds   whole steps of a window, in order; `before` those of the last windows, all as this worker saw them
+
+    A stopped process, a full disk or a garbage collection takes one step; a worker that became slow takes every step
+    from then on, so its second slow step already counts. Workers that meet in every step see the same one.
+
+    >>> pause_in([0.1, 10.1], [0.1, 0.1]), pause_in([0.1, 0.3, 0.3], [0.1]), pause_in([0.4, 0.1, 0.1], [0.4, 0.1])
+    (1, None, None)
+    """
+    if not seconds:
+        return None
+    longest = max(range(len(seconds)), key=seconds.__getitem__)
+    others = max((*seconds[:longest], *seconds[longest + 1 :], *before), default=seconds[longest])
+    return longest if seconds[longest] > PAUSE * others else None
 
 
 def attribute_wait(comm: ArrayLike) -> tuple[Floats, Floats]:

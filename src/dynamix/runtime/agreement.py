@@ -57,10 +57,10 @@ class Message:
     """The one message of a window, the same on every rank."""
 
     kind: Kind
-    from_step: int  # micro-step at which `sizes` come into force (NEW)
+    from_step: int  # round at which `sizes` come into force (NEW)
     noise: float
     signal: float
-    sizes: Ints
+    sizes: Ints  # samples per round
 
     def pack(self) -> Tensor:
         head = [float(self.kind), float(self.from_step), self.noise, self.signal]
@@ -111,6 +111,7 @@ class Channel:
         self._receive: dist.Work | None = None
         self._round: _Round | None = None
         self._latest: threading.Event | None = None
+        self._rows: _Rows | None = None
 
     @property
     def judge(self) -> Judge:
@@ -133,14 +134,21 @@ class Channel:
         packed = torch.from_numpy(np.ascontiguousarray(row, dtype=np.float64))
         self._pending = torch.zeros(4 + self.workers, dtype=torch.float64)
         if self.rank == 0:
-            rows = [torch.zeros_like(packed) for _ in range(self.workers)]
-            gather = dist.gather(packed, rows, dst=self.root, group=self.group, async_op=True)
+            rows = self._free_rows(len(packed))
+            gather = dist.gather(packed, rows.views, dst=self.root, group=self.group, async_op=True)
             self._round = _Round(self, gather, rows, about, self._pending)
             self._latest = self._round.ended
             self._rounds.put(self._round)
         else:
             self._sending = dist.gather(packed, dst=self.root, group=self.group, async_op=True), packed
             self._receive = dist.broadcast(self._pending, src=self.root, group=self.group, async_op=True)
+
+    def _free_rows(self, length: int) -> _Rows:
+        """What a gather writes into. The last ones again where they fit: at 10,000 workers new ones take 20 ms."""
+        if self._rows is None or self._rows.busy or self._rows.block.shape[1] != length:
+            self._rows = _Rows(self.workers, length)
+        self._rows.busy = True
+        return self._rows
 
     def _decide_all(self) -> None:
         while (current := self._rounds.get()) is not None:
@@ -185,10 +193,18 @@ class Channel:
         self.group = self._thread = self._latest = None
 
 
+class _Rows:
+    """A block (W, length) and its rows, until the deciding thread has read it."""
+
+    def __init__(self, workers: int, length: int) -> None:
+        self.block = torch.zeros(workers, length, dtype=torch.float64)
+        self.views, self.busy = list(self.block.unbind()), True
+
+
 class _Round:
     """Rank 0's side of one decision."""
 
-    def __init__(self, channel: Channel, gather: dist.Work, rows: list[Tensor], about: Any, out: Tensor) -> None:
+    def __init__(self, channel: Channel, gather: dist.Work, rows: _Rows, about: Any, out: Tensor) -> None:
         self.channel, self.gather, self.rows, self.about, self.out = channel, gather, rows, about, out
         self.lock = threading.Lock()
         self.published, self.ended = threading.Event(), threading.Event()
@@ -232,7 +248,9 @@ class _Round:
             _log.warning("what follows a decision has failed; training goes on", exc_info=True)
 
     def _gathered(self) -> Floats:
-        return torch.stack(self.rows).numpy()
+        rows = self.rows.block.clone().numpy()
+        self.rows.busy = False
+        return rows
 
     def _publish(self, message: Message) -> Message:
         with self.lock:

@@ -72,13 +72,16 @@ def job_bounds(
     global_batch: str,
     *,
     quantum: int = 1,
+    accumulate: int = 1,
     max_change: float = float("inf"),
 ) -> tuple[Bounds, Ints]:
     """A job's bounds and its first allocation, from `Controller`'s arguments. Raises `ConfigError` for impossible ones.
 
-    >>> bounds, start = job_bounds(2, 32, (None, 48), (None, None), "fixed")
+    `batch_size`, `each` and `quantum` are of a piece; `total` and what is returned are of a round of `accumulate`.
+
+    >>> bounds, start = job_bounds(2, 32, (None, 48), (None, None), "fixed", accumulate=2)
     >>> start.tolist(), bounds.high.tolist(), int(bounds.total_low), int(bounds.total_high)
-    ([32, 32], [48, 48], 64, 64)
+    ([64, 64], [96, 96], 128, 128)
     """
     if global_batch not in ("adaptive", "fixed"):
         raise ConfigError("global_batch", global_batch, "'adaptive' or 'fixed'", "check the spelling")
@@ -88,9 +91,17 @@ def job_bounds(
             raise ConfigError(name, value, "None with global_batch='fixed', which is the starting total", fix)
     low, high = (default if given is None else given for given, default in zip(each, (1, 8 * batch_size), strict=True))
     low, high = per_rank("min_batch_size", low, workers), per_rank("max_batch_size", high, workers)
-    sums = {"total_low": total[0], "total_high": total[1]}
-    bounds = Bounds.of(workers, low, high, **sums, quantum=quantum, max_change=max_change)
-    start = starting_sizes(batch_size, bounds)
+    piece = Bounds.of(workers, low, high, quantum=quantum, max_change=max_change)
+    start = accumulate * starting_sizes(batch_size, piece)
+    bounds = Bounds.of(
+        workers,
+        accumulate * piece.low,
+        accumulate * piece.high,
+        total_low=total[0],
+        total_high=total[1],
+        quantum=accumulate * quantum,
+        max_change=max_change,
+    )
     return (fixed_at(bounds, int(start.sum())) if global_batch == "fixed" else bounds), start
 
 

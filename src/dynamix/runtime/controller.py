@@ -59,15 +59,16 @@ class Controller:
 
     policy            a name (`dynamix.policies.policy_names()`), a `.safetensors` policy file, your own "module:Class",
                       or any `Policy` (`dynamix.policies.registry` has all forms)
-    batch_size        samples per worker and micro-batch at the start
-    min_batch_size, max_batch_size   one number, or one per rank; None: 1 and 8 * batch_size
+    batch_size        samples per worker and micro-batch at the start. A round, what lies between two optimizer steps,
+                      has `accumulate` of them: `bounds`, `batch_sizes` and policies count samples per round
+    min_batch_size, max_batch_size   per micro-batch; one number, or one per rank; None: 1 and 8 * batch_size
     global_batch      "adaptive": the sum over workers moves too, within the bounds. "fixed": it stays what it is at the
                       start, so the learning rate, schedules and `len(loader)` stay true, and only the shares move
-    min_global_batch, max_global_batch   of the sum over workers; None: what the workers' bounds allow
+    min_global_batch, max_global_batch   samples per round of all workers; None: what the workers' bounds allow
     interval          optimizer steps per window (policies that decide per epoch ignore it)
-    quantum           batch sizes are multiples of this (torch.compile and cudnn then see few shapes)
+    quantum           micro-batches are multiples of this (torch.compile and cudnn then see few shapes)
     max_change        a batch size changes by at most this factor per decision
-    accumulate        micro-batches per optimizer step; call `step()` after each of them
+    accumulate        micro-batches per optimizer step, all of a size; call `step()` after each of them
     lr_rule           how the learning rate follows the global batch: none, linear, sqrt, adascale
     process_group     the data-parallel group; None: the default group
     events            file that rank 0 appends one JSON line per window to; by default the one that the environment
@@ -109,12 +110,13 @@ class Controller:
         self.rank = dist.get_rank(self.group) if self.group else 0
         self.world_size = dist.get_world_size(self.group) if self.group else 1
         each, total = (min_batch_size, max_batch_size), (min_global_batch, max_global_batch)
+        grid = {"quantum": quantum, "accumulate": accumulate}
         bounds, start = job_bounds(
-            self.world_size, batch_size, each, total, global_batch, quantum=quantum, max_change=max_change
+            self.world_size, batch_size, each, total, global_batch, **grid, max_change=max_change
         )
         self.policy = policy_of(policy, learn=learn)
         self.interval, self.accumulate, self.lr_rule = interval, accumulate, lr_rule
-        base_batch = int(start.sum()) * accumulate
+        base_batch = int(start.sum())
         replayed = None if replay is None else recorded(replay)
         control = None
         if self.group is not None:
@@ -123,7 +125,7 @@ class Controller:
             same += [global_batch, *total, bounds.low.tolist(), bounds.high.tolist()]
             control = open_control_group(self.group, same)
         served = watched(self.policy, guard)
-        slack = 0 if boundary(self.policy) == "epoch" else accumulate
+        slack = 0 if boundary(self.policy) == "epoch" else 1
         job = JobFacts(bounds, base_batch, accumulate=accumulate, slack=slack, fixed=global_batch == "fixed")
         self._events = background_log(events) if self.rank == 0 else None
         decider = Decider(served, job, replay=replayed, events=self._events) if self.rank == 0 else None
@@ -144,12 +146,12 @@ class Controller:
 
     @property
     def bounds(self) -> Bounds:
-        """What batch sizes are kept within: as given, and narrowed by the data set's size and `find_limits`."""
+        """What batch sizes are kept within, samples per round: as given, narrowed by the data set and `find_limits`."""
         return self._coordinator.job.bounds
 
     @property
     def base_batch(self) -> int:
-        """Samples per optimizer step of all workers at the start of the job: what learning-rate rules compare with."""
+        """Samples per round of all workers at the start of the job: what learning-rate rules compare with."""
         return self._coordinator.job.base_batch
 
     # ------------------------------------------------------------ setting up
@@ -230,20 +232,21 @@ class Controller:
         with another and leaves no trace. Where running out would kill, what larger batches take is foreseen from
         smaller ones. `margin` is the part of the largest that is left free, for what training does besides.
 
-        Returns the caps (W,), which are in `bounds` now; ranks that can hold less begin with less, the others take
-        over. Raises `ConfigError` on every rank when the smallest batch does not fit one, and what `step_fn` raises.
+        Returns the caps (W,), samples per micro-batch, which are in `bounds` now; ranks that can hold less begin with
+        less, the others take over. Raises `ConfigError` on every rank when the smallest batch does not fit one, and
+        what `step_fn` raises.
         """
-        coordinator, source = self._coordinator, self._coordinator.source
+        coordinator, source, job = self._coordinator, self._coordinator.source, self._coordinator.job
         memory = coordinator.need_memory()
         if source is not None and source.issued:
             raise UsageError("find_limits() comes before training: call it before the first batch is asked for")
-        caps = memory.find(step_fn, example, self.bounds, margin=margin)
-        coordinator.job.bounds = within(self.bounds, caps)
+        caps = memory.find(step_fn, example, job.in_pieces(), margin=margin)
+        job.bounds = within(job.bounds, self.accumulate * caps)
         if source is not None:
-            source.high = self.bounds.high
+            source.high = job.in_pieces().high
         now = coordinator.batch_sizes
-        if (now > caps).any():
-            coordinator.allocations.reset(coordinator.next_step, project(now, self.bounds, total=now.sum()))
+        if (now > job.bounds.high).any():
+            coordinator.put_in_force(project(now, job.bounds, total=now.sum()))
         return [int(cap) for cap in caps]
 
     # ------------------------------------------------------------ in the loop
@@ -275,14 +278,16 @@ class Controller:
     def step(
         self,
         *,
-        loss: Tensor | None = None,
-        logits: Tensor | None = None,
-        target: Tensor | None = None,
+        loss: Any = None,
+        logits: Any = None,
+        target: Any = None,
         count: int | None = None,
     ) -> None:
         """Once per micro-batch, after the optimizer's step (if any): observe; every k steps decide.
 
-        loss, logits, target   of this micro-batch, as observations; may be None. The loss unweighted.
+        loss, logits, target   of this micro-batch, as observations: tensors, dicts or a model's output; may be None.
+                               The loss unweighted. What cannot be read is unknown (NaN), with one warning; the forms
+                               are in `dynamix.runtime.readings.Reader`
         count                  samples really in this micro-batch, if your collate can drop some: checked
         Never synchronises a device. Raises `WorkerLostError` when another rank is gone.
         """
@@ -309,7 +314,7 @@ class Controller:
 
     @property
     def batch_sizes(self) -> Ints:
-        """Samples per micro-batch of every worker in the coming step, int64 (W,)."""
+        """Samples of every worker in the coming round, int64 (W,)."""
         return self._coordinator.batch_sizes
 
     @property

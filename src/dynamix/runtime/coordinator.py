@@ -38,7 +38,7 @@ class Coordinator:
     waits for them. (A virtual cluster has one for all its workers, whose recorder's row is everyone's.)
 
     policy    every rank has one, for its checkpoint; which of them are asked is the channel's affair
-    start     samples per micro-batch of every worker at the start, int64 (W,)
+    start     samples per round of every worker at the start, int64 (W,)
     interval  optimizer steps per window
     """
 
@@ -57,7 +57,8 @@ class Coordinator:
         self.job, self.policy, self.channel, self.rank, self.interval = job, policy, channel, rank, interval
         self.lr_rule, self._rule, self.loss_weight = lr_rule, rule(lr_rule), loss_weight
         self.accumulate, self.per_epoch = job.accumulate, boundary(policy) == "epoch"
-        self.allocations, self.progress = Allocations(start), Progress()
+        # The sampler's ledger counts micro-steps and samples of each; all that ranks say to each other counts rounds.
+        self.allocations, self.progress = Allocations(start // self.accumulate), Progress()
         self.recorder = Recorder(torch.device("cpu"))
         self.source: BatchSampler | Stream | None = None
         self.attached: Attached | None = None
@@ -80,7 +81,7 @@ class Coordinator:
 
     def _of_source(self) -> dict[str, Any]:
         own = {"rank": self.rank, "world_size": self.allocations.workers, "accumulate": self.accumulate}
-        bounds = self.job.bounds
+        bounds = self.job.in_pieces()
         return own | {"low": bounds.low, "high": bounds.high, "before_issue": self.before_issue}
 
     def _adopt(self, source: Source) -> Source:
@@ -131,21 +132,21 @@ class Coordinator:
     def step_done(self, plan: StepPlan, *, ahead: int = 0) -> None:
         """An optimizer step is over: take what was decided, and close the window if it is full.
 
-        `ahead` more micro-steps than the source's own count as issued: a simulated loader's prefetching.
+        `ahead` more rounds than the source's own count as issued: a simulated loader's prefetching.
         """
         progress, step_samples = self.progress, int(plan.group.sum())
         progress.steps += 1
         progress.samples += step_samples
         if self.attached is not None:
             self.attached.step_done()
-        kept = plan.regular and plan.index + 1 - self.accumulate >= progress.opens
+        kept = plan.regular and self._round(plan) >= progress.opens
         self.recorder.step_done(keep=kept, first_of_epoch=plan.start == int(plan.group[: plan.micro].sum()))
         for schedule in self._schedules:
             schedule.advance(step_samples)
         self.settle()
         full = plan.last if self.per_epoch else self.recorder.steps >= self.interval
         if full and self.recorder.steps:
-            self._close_window(plan, self.need_source().issued + ahead)
+            self._close_window(plan, self._rounds_issued(self.need_source()) + ahead)
         self.stopping = self.stop_wanted if self.liveness is None else self.liveness.step_done(progress.steps)
 
     def request_stop(self) -> None:
@@ -154,14 +155,21 @@ class Coordinator:
         if self.liveness is not None:
             self.liveness.stopping.wanted = True
 
+    def _round(self, plan: StepPlan) -> int:
+        return plan.index // self.accumulate
+
+    def _rounds_issued(self, source: BatchSampler | Stream) -> int:
+        """Rounds of which a batch was issued."""
+        return -(-source.issued // self.accumulate)
+
     def _close_window(self, plan: StepPlan, issued: int) -> None:
-        sizes, progress = self.allocations.at(plan.index), self.progress
+        sizes, progress = self.accumulate * self.allocations.at(plan.index), self.progress
         age = (plan.index + 1 - self.allocations.since(plan.index)) / self.accumulate
         closing = self.job.closing = Closing(
-            progress.window, sizes, plan.index + 1, issued, age, step=progress.steps, samples=progress.samples
+            progress.window, sizes, self._round(plan) + 1, issued, age, step=progress.steps, samples=progress.samples
         )
         mine = float(sizes[self.rank])
-        row = self.recorder.row(issued=issued, count=mine * self.accumulate, weight=mine / float(sizes.sum()))
+        row = self.recorder.row(issued=issued, count=mine, weight=mine / float(sizes.sum()))
         if isinstance(self.channel, PeerChannel) and self.memory is not None:
             self.channel.fits = self.memory.fits
         self.channel.send(row, closing)
@@ -171,13 +179,13 @@ class Coordinator:
         if not self.channel.pending:
             return
         message = self.channel.receive()
-        self.progress.told(self.job.closing.consumed + self.accumulate, message.noise, message.signal)
+        self.progress.told(self.job.closing.consumed + 1, message.noise, message.signal)
         if message.kind is Kind.NEW:
-            if self.source is not None and message.from_step < self.source.issued:
-                late = f"starts at step {message.from_step}, but {self.source.issued} batches are already issued"
+            if self.source is not None and message.from_step < (issued := self._rounds_issued(self.source)):
+                late = f"starts at step {message.from_step}, but {issued} are already issued"
                 fix = "replay with that run's policy and interval, and its num_workers and prefetch_factor or fewer"
                 raise StateError(f"the replayed allocation {late}: {fix}")
-            self.allocations.schedule(message.from_step, message.sizes)
+            self.allocations.schedule(message.from_step * self.accumulate, message.sizes // self.accumulate)
             self.progress.opens = message.from_step
             self.recorder.reset()
         if self.source is not None:
@@ -193,7 +201,7 @@ class Coordinator:
 
     def before_issue(self, step: int) -> None:
         """The sampler is about to plan micro-step `step`: a pending message may concern it."""
-        if self.channel.pending and step >= self.job.closing.issued + self.job.slack:
+        if self.channel.pending and step // self.accumulate >= self.job.closing.issued + self.job.slack:
             self.settle()
 
     def share(self) -> Share:
@@ -201,14 +209,18 @@ class Coordinator:
         plan = self.need_source().plan()
         total = float(plan.group.sum()) / self.accumulate
         # Agreed values only: what is pending here may be settled on another rank, and all must reduce alike.
-        open_from = max(self.progress.opens, self.job.closing.consumed + self.accumulate)
-        kept = plan.regular and plan.index - plan.micro >= open_from
+        open_from = max(self.progress.opens, self.job.closing.consumed + 1)
+        kept = plan.regular and self._round(plan) >= open_from
         return Share(float(plan.counts[self.rank]), total, kept, self.loss_weight.applied)
 
     @property
     def batch_sizes(self) -> Ints:
-        """Samples per micro-batch of every worker in the coming step, int64 (W,)."""
-        return self.allocations.at(self.next_step).copy()
+        """Samples of every worker in the coming round, int64 (W,)."""
+        return self.accumulate * self.allocations.at(self.next_step)
+
+    def put_in_force(self, sizes: Ints) -> None:
+        """Begin the ledger anew with `sizes` (W,), samples per round, from the coming round on."""
+        self.allocations.reset(self.next_step, sizes // self.accumulate)
 
     @property
     def next_step(self) -> int:
@@ -235,7 +247,7 @@ class Coordinator:
     def follow_batch(self, plan: StepPlan) -> None:
         """Let the learning rate follow the global batch of `plan`."""
         if self.learning_rate is not None:
-            base, (noise, signal) = self.job.base_batch, self.progress.noise_at(plan.index)
+            base, (noise, signal) = self.job.base_batch, self.progress.noise_at(self._round(plan))
             self.learning_rate.factor = self._rule(float(plan.group.sum()) / base, noise, signal, base_batch=base)
 
     def _before_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -282,7 +294,7 @@ class Coordinator:
         self.job.noise_scale.load_state_dict(state["noise_scale"])
         anew = resume_allocations(self.allocations, state, self.job.bounds, self.accumulate)
         if anew is not None:
-            self.progress.opens = anew
+            self.progress.opens = anew // self.accumulate
         parts = {"source": state["source"], "hook": state["hook"]}
         parts |= {f"schedule {i}": saved for i, saved in enumerate(state["schedules"])}
         if same:

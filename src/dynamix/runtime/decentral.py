@@ -2,7 +2,7 @@
 
 At the step that closes a window every rank leaves its traces in the job's store, reads the field and chooses, all in a
 thread of its own. Then one asynchronous all-gather carries two whole numbers per rank: the chosen size, and the first
-step that its sampler has not issued yet (exactly-once needs everybody's size from one agreed step on). It is taken one
+round that its sampler has not begun (exactly-once needs everybody's size from one agreed round on). It is taken one
 step later. A rank whose thread is late sends the size it has.
 """
 
@@ -226,8 +226,7 @@ class PeerChannel:
         """The same on every rank, being made of the same numbers."""
         job = self.job
         if self.share_noise:
-            total = float(closing.sizes.sum()) * job.accumulate
-            job.noise_scale.update(*noise_of(told[:, 2], told[:, 3], total))
+            job.noise_scale.update(*noise_of(told[:, 2], told[:, 3], float(closing.sizes.sum())))
         answer = in_range(told[:, 0].astype(np.int64), job.bounds, current=closing.sizes)
         if np.array_equal(answer, closing.sizes):
             return job.keep(Kind.KEEP)
@@ -311,7 +310,7 @@ class _Round:
             return True
 
     def finish(self) -> Floats:
-        """What all ranks sent, (W, 2 or 4): size, first micro-step not issued, part of the noise, |g|^2."""
+        """What all ranks sent, (W, 2 or 4): size, first round not issued, part of the noise, |g|^2."""
         if not self.posted.wait(PATIENCE_S):
             self._post(int(self.closing.sizes[self.channel.rank]))
         if self.work is not None:
@@ -354,5 +353,5 @@ def noise_of(parts: Floats, global_sq: Floats, total: float) -> tuple[float, flo
 
 
 def _unit(closing: Closing, job: JobFacts) -> float:
-    """The even share of the base batch, samples per micro-batch."""
-    return job.base_batch / (len(closing.sizes) * job.accumulate)
+    """The even share of the base batch, samples per round."""
+    return job.base_batch / len(closing.sizes)

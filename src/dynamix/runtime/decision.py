@@ -77,7 +77,7 @@ class Decider:
         """One line of events.jsonl, after the message went out."""
         if self.events is not None and self._decided is not None:
             closing, window = self._decided  # training has gone on: `self.job.closing` may be the next one already
-            of = {"window_index": closing.window_index, "window": window.to_dict()}
+            of = {"window_index": closing.window_index, "window": window}
             told = {"allocation": message.sizes.tolist(), "from_step": message.from_step}
             told |= {"decision": message.kind.name.lower(), "noise": message.noise, "signal": message.signal}
             about = report_of(self.policy, asked=closing.window_index == self._asked)

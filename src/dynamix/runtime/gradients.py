@@ -108,6 +108,7 @@ class GradientHook:
         self.bucket_groups: list[dist.ProcessGroup] = []
         self.buckets_seen = 0
         self.steps = 0
+        self.reductions = 0  # of the optimizer step under way
         self.loss_scale: Callable[[], Tensor | None] = lambda: None
         self.muted = False  # discarded warm-up passes: plain all-reduce, nothing measured
         self.explain: Explain = unnamed
@@ -139,7 +140,9 @@ class GradientHook:
             self.buckets_seen = max(self.buckets_seen, bucket.index() + 1)
             return self._plainly(bucket)
         share, buffer, part = self.share(), bucket.buffer(), bucket.index()
-        if share.count != 0:
+        self.reductions += part == 0
+        # What was reduced before has no weight of this loss, so then only the first reduction shows this rank's own.
+        if share.count != 0 and (share.applied is None or self.reductions == 1):
             local_sq = self._norm_sq(buffer, 1.0 if share.applied is None else share.applied)
             self.meter.add("local_sq", local_sq, part=part)
         if share.applied is None:
@@ -149,7 +152,7 @@ class GradientHook:
             # take away what was already reduced, in a loop that synchronises every micro-batch.
             wipe_nonfinite_(buffer)
         self.buckets_seen = max(self.buckets_seen, part + 1)
-        if part == 0:
+        if part == 0 and self.reductions == 1:
             self._measuring = self.lossless or (share.kept and self.steps >= 2 and self._since_dense >= DENSE_EVERY)
         measure = self._measuring
         self.meter.gradients_ready()
@@ -182,7 +185,7 @@ class GradientHook:
 
     def step_done(self) -> None:
         """After an optimizer step: the bucket layout is known by now, so give chained hooks their groups."""
-        self.steps += 1
+        self.steps, self.reductions = self.steps + 1, 0
         self._since_dense = 0 if self._measuring else self._since_dense + 1
         if self.steps >= 2:
             self.make_groups()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import threading
 import time
+import warnings
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -14,16 +16,17 @@ import torch
 from torch import Tensor
 
 from dynamix.probes import probes_here
-from dynamix.probes.timing import StepTimer, StepTimes, attribute_wait
+from dynamix.probes.timing import RECENT, StepTimer, StepTimes, attribute_wait, pause_in
 from dynamix.runtime.noise import NoiseScale
+from dynamix.runtime.readings import Reader, Value
 from dynamix.window import PER_WORKER, Floats, Window
 
-# argmax over a large vocabulary costs more than it tells: 91 ms for 2048 x 32000 logits on a CPU
-ACCURACY_ROWS = 256
 # Host and network change slower than short windows follow each other, and a sample costs most of what a window costs.
 PROBE_EVERY_S = 2.0
 # Times of finished steps are read together: code that is warm costs a quarter of code that runs once a step.
 READ_EVERY = 16
+# Accuracy of logits with more elements than this is read once in so many steps, and at least once a window.
+LARGE, LARGE_EVERY = 2**14, 4
 _DERIVED = ("wait", "communication")  # known only when all rows are together
 ROW = (
     *("issued", "count", "weight", "measured_in", "global_norm_sq", "pair_noise", "pair_signal"),
@@ -31,8 +34,6 @@ ROW = (
 )
 _SUMMED = {"local_sq": "gradient_norm_sq", "global_sq": "global_norm_sq"}
 _PLAIN = ("loss", "accuracy", "pair_noise", "pair_signal")
-
-Value = Tensor | float  # a float once it has cost nothing to read
 
 
 class Recorder:
@@ -44,10 +45,13 @@ class Recorder:
 
     def __init__(self, device: torch.device, *, limit: int = 4096) -> None:
         self.device, self.limit = device, limit
+        self.reader = Reader()
         self.timer = StepTimer(device)
         self.probes = [] if device.type == "meta" else probes_here(device)
         self.steps = 0
         self._times: list[StepTimes] = []
+        self._whole_s: list[float] = []  # of the same steps: everything in them that is training
+        self._recent_s: deque[float] = deque(maxlen=RECENT)  # of the windows before
         self._late: dict[int, bool] = {}  # steps of this window not read yet -> first of its epoch
         self.sees_communication = True  # False: waits hide in `compute`, which is then not known
         self._step_index = 0
@@ -74,7 +78,10 @@ class Recorder:
             self.timer.reduced()
 
     def add(self, name: str, value: Value, *, part: int = 0) -> None:
-        """One 0-dim value of this optimizer step; squares add up over parts (buckets), others average."""
+        """One 0-dim value of this optimizer step; squares add up over parts (buckets), others average.
+
+        Squares of a part may come once for each reduction of the step; `_squares` says what is made of them.
+        """
         if not self.muted:
             with self._lock:
                 # Plain floats where reading costs nothing: torch's own arithmetic on scalars is 20 times slower.
@@ -84,13 +91,18 @@ class Recorder:
 
     # -- from Controller.step
 
-    def observe(self, loss: Tensor | None, logits: Tensor | None, target: Tensor | None) -> None:
-        """Statistics of one micro-batch, left on its device."""
-        with torch.no_grad():
-            if loss is not None:
-                self.add("loss", loss)
-            if logits is not None and target is not None and logits.dim() == target.dim() + 1 and len(target):
-                self.add("accuracy", _accuracy(logits[:ACCURACY_ROWS].detach(), target[:ACCURACY_ROWS]))
+    def observe(self, loss: Any, logits: Any, target: Any) -> None:
+        """Statistics of one micro-batch, left on its device. Takes whatever a loop has; see `Reader`."""
+        value = self.reader.loss(loss)
+        if value is not None:
+            self.add("loss", value)
+        if logits is None or target is None:
+            return
+        if self._step_index % LARGE_EVERY and "accuracy" in self._kept and _elements(logits) > LARGE:
+            return
+        accuracy = self.reader.accuracy(logits, target, value)
+        if accuracy is not None:
+            self.add("accuracy", accuracy)
 
     def micro_done(self) -> None:
         self.timer.micro_done()
@@ -108,21 +120,36 @@ class Recorder:
             self._read_times()
         if not keep:
             return
-        grouped: dict[str, list[Value]] = {}
+        grouped: dict[str, dict[int, list[Value]]] = {}
         # By part, not by arrival: reductions end in any order, and a sum must not depend on it.
-        for name, _, value in sorted(measured, key=lambda entry: entry[1]):
-            grouped.setdefault(name, []).append(value)
+        for name, part, value in sorted(measured, key=lambda entry: entry[1]):
+            grouped.setdefault(name, {}).setdefault(part, []).append(value)
+        of_step = _squares(grouped.pop("local_sq", {}), grouped.pop("global_sq", {}))
         for name, parts in grouped.items():
-            total = sum(parts[1:], parts[0])
+            values = [value for part in parts.values() for value in part]
+            of_step[name] = _sum(values) / len(values)
+        for name, value in of_step.items():
             series = self._kept.setdefault(name, [])
-            series.append(total if name in _SUMMED else total / len(parts))
+            series.append(value)
             del series[: -self.limit]
 
     def _read_times(self) -> None:
         for times in self.timer.take():
             if times.step in self._late:
-                self._times.append(self._measured(times, self._late.pop(times.step)))
-        del self._times[: -self.limit]
+                measured = self._measured(times, self._late.pop(times.step))
+                self._times.append(measured)
+                parts = (times.compute, times.comm, measured.data)
+                self._whole_s.append(sum(part for part in parts if math.isfinite(part)))
+        del self._times[: -self.limit], self._whole_s[: -self.limit]
+
+    def _without_pause(self) -> list[StepTimes]:
+        """The window's times; all NaN in a step in which this worker, or one that it had to wait for, paused."""
+        times, paused = list(self._times), pause_in(self._whole_s, self._recent_s)
+        self._recent_s.extend(self._whole_s)
+        if paused is not None:
+            nan = float("nan")
+            times[paused] = StepTimes(times[paused].step, nan, nan, nan, nan)
+        return times
 
     def row(self, *, issued: int, count: float, weight: float) -> Floats:
         """Close the window: this rank's row, length len(ROW) + steps kept, the tail being comm seconds step by step."""
@@ -131,29 +158,46 @@ class Recorder:
         of_window = {"count": count, "weight": weight, "measured_in": float(self._windows)}
         stats, measured = self._collect(of_window)
         known: dict[str, float] = {"issued": issued, **of_window, **measured}
-        known["compute"], known["compute_std"] = _mean_std([t.compute for t in self._times])
-        known["data"] = _mean_std([t.data for t in self._times])[0]
+        times = self._without_pause()
+        known["compute"], known["compute_std"] = _mean_std([t.compute for t in times])
+        known["data"] = _mean_std([t.data for t in times])[0]
         for series, field in _SUMMED.items():
             known[field] = _mean_std(stats.get(series, ()))[0]
         for name in _PLAIN:
-            known[name], std = _mean_std(stats.get(name, ()))
+            values = stats.get(name, ())
+            known[name], std = _mean_std(values)
+            if name == "accuracy" and values and all(map(math.isnan, values)):
+                self.reader.failed(
+                    name, "no target of a whole window was a class, or a row of probabilities of classes"
+                )
             if name in ("loss", "accuracy"):
                 known[f"{name}_std"], known[f"{name}_change"] = std, self._change(name, known[name], std)
         now = time.monotonic()
         if now - self._sampled_at >= PROBE_EVERY_S:
             self._sampled_at = now
-            for probe in self.probes:
-                self._sampled.update(probe.sample())
+            self._sampled = self._of_probes()
         known.update(self._sampled)
         steps = min(self.steps, self.limit)
-        comm = [t.comm for t in self._times][-steps:] if steps else []
+        comm = [t.comm for t in times][-steps:] if steps else []
         comm += [float("nan")] * (steps - len(comm))
         self.reset()
         return np.array([known.get(name, float("nan")) for name in ROW] + comm)
 
+    def _of_probes(self) -> dict[str, float]:
+        """What the probes say; one that raises is warned of, and not asked again."""
+        sampled: dict[str, float] = {}
+        for probe in list(self.probes):
+            try:
+                sampled.update(probe.sample())
+            except Exception as error:
+                self.probes.remove(probe)
+                text = f"the {probe.name} probe failed ({error!r}): what it measures is unknown (NaN) from now on"
+                warnings.warn(text, RuntimeWarning, stacklevel=2)
+        return sampled
+
     def reset(self) -> None:
         """Forget the open window."""
-        self.steps, self._times, self._kept = 0, [], {}
+        self.steps, self._times, self._whole_s, self._kept = 0, [], [], {}
         self._late.clear()
 
     def _collect(self, of_window: dict[str, float]) -> tuple[Mapping[str, Sequence[float]], dict[str, float]]:
@@ -212,6 +256,33 @@ class _Transfer:
         return {name: part.tolist() for name, part in zip(self.lengths, parts, strict=True)}
 
 
+def _squares(local: dict[int, list[Value]], reduced: dict[int, list[Value]]) -> dict[str, Value]:
+    """|g_i|^2 and |g|^2 of an optimizer step, from squares of what went into and came out of its reductions, by bucket.
+
+    Under DDP the k-th reduction takes x_k = R_{k-1} + l_k, what all ranks have reduced so far and this rank's new
+    gradient, and gives R_k. The last R is g. The ranks' scatter is that of the x, so |g_i|^2 is estimated without bias
+    by |R_last|^2 + (reductions / those seen) * sum (|x_k|^2 - |R_k|^2); with one reduction it is |x_1|^2 itself. Where
+    the loss carries the weight only x_1 tells l, since R has another weight; `local` then holds it alone.
+    """
+    of_step: dict[str, Value] = {}
+    if reduced:
+        of_step["global_sq"] = _sum([values[-1] for values in reduced.values()])
+    if local and all(len(values) == 1 for values in (*local.values(), *reduced.values())):
+        of_step["local_sq"] = _sum([values[0] for values in local.values()])
+    elif local and local.keys() == reduced.keys():
+        parts: list[Value] = []
+        for part, values in local.items():
+            after = reduced[part]
+            apart = _sum([x - r for x, r in zip(values, after, strict=False)])
+            parts.append(after[-1] + apart * (len(after) / len(values)))
+        of_step["local_sq"] = _sum(parts)
+    return of_step
+
+
+def _sum(values: list[Value]) -> Value:
+    return sum(values[1:], values[0])
+
+
 def assemble(rows: Floats, *, noise_scale: NoiseScale, sizes: Any, **cluster: float) -> Window:
     """The `Window` of W rows, shape (W, len(ROW) + steps); updates `noise_scale` with this window's estimate."""
     columns = {name: rows[:, i] for i, name in enumerate(ROW)}
@@ -245,13 +316,5 @@ def _mean_std(values: Sequence[float]) -> tuple[float, float]:
     return mean, math.sqrt(math.fsum((v - mean) * (v - mean) for v in known) / (len(known) - 1))
 
 
-def _accuracy(logits: Tensor, target: Tensor) -> Value:
-    """Share of largest logits that are the target's; without torch's cost per call where NumPy can look at them."""
-    classes = 1 if logits.dim() > 2 else -1
-    plain = type(logits) is type(target) is Tensor and logits.device.type == target.device.type == "cpu"
-    if plain and logits.dtype in (torch.float32, torch.float64):
-        right = logits.numpy().argmax(classes) == target.numpy()
-        return float(np.count_nonzero(right) / right.size)
-    found = logits.argmax(classes) == target
-    share: Tensor = torch.count_nonzero(found) / found.numel()
-    return share
+def _elements(logits: Any) -> int:
+    return logits.numel() if isinstance(logits, Tensor) else LARGE + 1

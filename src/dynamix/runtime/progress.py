@@ -18,9 +18,9 @@ class Progress:
 
     window    windows that were answered
     steps     optimizer steps
-    opens     micro-step from which measurements belong to the window now open
+    opens     round from which measurements belong to the window now open
     samples   trained on by all workers
-    shared    (micro-step, noise, signal): ranks may learn of these at other moments, so they count from an agreed step
+    shared    (round, noise, signal): ranks may learn of these at other moments, so they count from an agreed step
     """
 
     window: int = 0
@@ -30,12 +30,12 @@ class Progress:
     shared: list[tuple[int, float, float]] = field(default_factory=lambda: [(0, _UNKNOWN, _UNKNOWN)])
 
     def told(self, from_step: int, noise: float, signal: float) -> None:
-        """A window was answered; its noise scale counts from micro-step `from_step` on."""
+        """A window was answered; its noise scale counts from round `from_step` on."""
         self.window += 1
         self.shared = [self.shared[-1], (from_step, noise, signal)]
 
     def noise_at(self, step: int) -> tuple[float, float]:
-        """(noise, signal) that every rank uses in micro-step `step`."""
+        """(noise, signal) that every rank uses in round `step`."""
         return next((entry[1:] for entry in reversed(self.shared) if entry[0] <= step), (_UNKNOWN, _UNKNOWN))
 
     def state_dict(self) -> dict[str, Any]:
@@ -58,15 +58,15 @@ def resume_allocations(ledger: Allocations, saved: dict[str, Any], bounds: Bound
     consumed = 0 if saved["source"] is None else int(saved["source"]["consumed"])
     if saved["world_size"] == ledger.workers:
         ledger.load_state_dict(saved["allocations"])
-        newest = ledger.at(2**62)  # pending or in force
+        newest = accumulate * ledger.at(2**62)  # pending or in force
         sizes = project(newest, bounds)
         if np.array_equal(newest, sizes):
             return None
     else:
         before = Allocations.from_state(saved["allocations"])
-        total = int(before.at(consumed).sum()) * saved["accumulate"] // accumulate
+        total = int(before.at(consumed).sum()) * saved["accumulate"]
         sizes = project(np.ones(ledger.workers), bounds, total=total)
-    ledger.reset(consumed, sizes)
+    ledger.reset(consumed, sizes // accumulate)
     return consumed
 
 

@@ -58,9 +58,20 @@ class Attached:
         """After a micro-batch that is not the last of its optimizer step: make ready what has accumulated.
 
         The hook sees only the sum over micro-batches, so where an epoch's tail makes them unequal they are brought to
-        the last one's weight. `applied` is the weight that was in the loss, if it was weighted there.
+        the next one's weight: this rank's own gradient by its counts, and what all ranks have reduced already, where
+        the loop leaves `no_sync` out, by the union's. `applied` is the weight that was in the loss, if it was weighted
+        there. Raises `UsageError` where the two cannot be told apart.
         """
         now, following = (float(plan.group[i, rank]) for i in (plan.micro, plan.micro + 1))
+        reductions = 0 if self.hook is None else self.hook.reductions
+        if applied is None and reductions and (plan.group != plan.group[0]).any():
+            if reductions != plan.micro + 1:
+                do = "use no_sync() for all micro-batches of an optimizer step but the last, or for none of them"
+                raise UsageError(f"some of this step's earlier micro-batches synchronised and some did not: {do}")
+            union = plan.group.sum(1)
+            if union[plan.micro + 1]:
+                self.scale_gradients(float(union.mean() / union[plan.micro + 1]))
+            return
         if applied is not None:
             if now == 0 and self.hook is not None:
                 # A loss times 0 has a zero gradient, but where the placeholder's own was not finite 0 * NaN remained.

@@ -70,7 +70,7 @@ def worst_error(rank: int, case: Case) -> tuple[float, int, int, int]:
     net: nn.Module = (WithBuffers() if unused else Deep()).double()
     reference = copy.deepcopy(net)
     world = dist.get_world_size()
-    script = Script([[4, 12, 6, 9][:world], [10, 2, 8, 4][:world]])
+    script = Script([[4, 12, 6, 9][:world], [10, 2, 8, 4][:world]], case.accumulate)
     controller = dynamix.Controller(
         script, batch_size=8, max_batch_size=32, interval=2, accumulate=case.accumulate, guard=False
     )

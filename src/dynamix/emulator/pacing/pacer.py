@@ -93,6 +93,7 @@ class Pacer:
         self._running: list[_Pass] = []  # in this backward
         self._layers: set[int] = set()
         self._ready: set[int] = set()
+        self._ended_s: float | None = None  # on the clock, when the last gradient was there
         self._hooked = torch.utils.weak.WeakIdKeyDictionary()
 
     def install(self) -> None:
@@ -165,7 +166,7 @@ class Pacer:
         if begun.begun:
             return
         if not self._running:
-            self._layers, self._ready = set(), set()
+            self._layers, self._ready, self._ended_s = set(), set(), None
             self._backward_work = 0.0
             self._queue(self._end_backward)
         begun.begun = True
@@ -174,19 +175,25 @@ class Pacer:
         self._backward_work += (1 - FORWARD) * begun.work
 
     def _layer_ready(self, layer: int) -> None:
-        """The first gradient of a layer is there."""
+        """A gradient of a layer is there; the layer's first one waits."""
         if not self._running and self._open is not None and not self._open.begun:
             self._begin_backward(self._open)  # its output showed no tensor
         if self._running and layer in self._layers and layer not in self._ready:
             self._ready.add(layer)
             self._clock.reach(self._due + self._backward_work * len(self._ready) / len(self._layers))
+        if self._running and len(self._ready) == len(self._layers):
+            self._clock.advance()
+            self._ended_s = self._clock.done
 
     def _end_backward(self) -> None:
-        """All gradients are there; what others do at the end of backward, as DDP's wait, comes after this."""
+        """All gradients are there; what others do at the end of backward, as DDP's wait, comes after this.
+
+        Late is what computed the gradients. What others' hooks did with the last of them is no part of the device.
+        """
         due = self._due + self._backward_work
         self._clock.reach(due)  # layers without a gradient
         if speed := self._clock.advance():
-            late_s = (self._clock.done - due) / speed
+            late_s = ((self._clock.done if self._ended_s is None else self._ended_s) - due) / speed
             self._record[STEPS] += 1
             if late_s > max(_LEAST_OVERRUN_S, _OVERRUN * due / speed):
                 self._record[OVERRUNS] += 1

@@ -164,7 +164,10 @@ def _states_to_come(optimizer: Optimizer) -> int:
 
 
 def within(bounds: Bounds, caps: Ints) -> Bounds:
-    """`bounds` with no worker above its cap. Raises `ConfigError` when the global batch cannot be reached any more."""
+    """`bounds` with no worker above its cap (W,), samples per round.
+
+    Raises `ConfigError` when the global batch cannot be reached any more.
+    """
     high = np.minimum(bounds.high, caps)
     if int(bounds.total_low) > int(high.sum()):
         allowed = f"at most {int(high.sum())}, which is what fits: {caps.tolist()}"

@@ -21,6 +21,7 @@ import numpy as np
 
 from dynamix_lab.suites.decisions.asked import make, reloaded, whose
 from dynamix_lab.suites.decisions.corpus import Array, Trajectory, plan
+from dynamix_lab.suites.decisions.revision import in_rounds
 from dynamix_lab.suites.decisions.story import Story
 
 FORMAT = 1  # of the file
@@ -41,7 +42,8 @@ def play(spec: Trajectory, recorded: list[Array] | None = None) -> Iterator[tupl
             if spec.reload and clock[0] % spec.reload == spec.reload - 1:
                 policy = reloaded(policy, spec.policy, clock)
             try:
-                sizes = np.asarray(policy.decide(window, bounds))
+                asked, within, pieces = in_rounds(window, bounds, spec.micro_batches)
+                sizes = np.asarray(policy.decide(asked, within)) // pieces
             except Exception as error:
                 print(f"{spec.policy}: window {clock[0]}: {error!r}", file=sys.stderr)
                 sizes = np.full((*lead, workers), -1)

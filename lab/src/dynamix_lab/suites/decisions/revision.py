@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 from typing import Any
 
@@ -15,6 +16,19 @@ _PLACES = {
     "TrainingConfig": ("dynamix.training.dynamix_policy", "dynamix.learning.training"),
     "LiveConfig": ("dynamix.policies.learned.deviations", "dynamix.policies.deviations"),
 }
+
+
+def in_rounds(window: Any, bounds: Any, pieces: int) -> tuple[Any, Any, int]:
+    """Window and bounds of pieces as this revision counts, and by what its answer is to be divided.
+
+    Since 0.2.0 sizes are samples per round of all pieces; before they were samples per piece.
+    """
+    if pieces == 1 or float(found("Window").of([1], micro_batches=2).global_batch) == 2.0:
+        return window, bounds, 1
+    names = ("low", "high", "total_low", "total_high", "quantum")
+    wide = {name: pieces * getattr(bounds, name) for name in names}
+    round_ = dataclasses.replace(window, batch_size=pieces * window.batch_size)
+    return round_, dataclasses.replace(bounds, **wide), pieces
 
 
 def found(name: str) -> Any:

@@ -7,6 +7,7 @@ to log/RUN-RANK.jsonl a first line {"from": step} and a line for each optimizer 
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
@@ -58,7 +59,7 @@ def network(job: Job) -> nn.Module:
     """Alike on every rank and in the replay: float64, without layers that mix samples."""
     torch.manual_seed(job.seed)
     widths = (FEATURES, job.width, job.width, CLASSES)
-    layers = [layer for pair in zip(widths, widths[1:], strict=False) for layer in (nn.Linear(*pair), nn.ReLU())]
+    layers = [layer for pair in itertools.pairwise(widths) for layer in (nn.Linear(*pair), nn.ReLU())]
     return nn.Sequential(*layers[:-1]).double()
 
 

@@ -1,0 +1,115 @@
+"""The noise scale of loops that reduce once, at every micro-batch, or twice into one gradient, against brute force."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, TensorDataset
+
+import dynamix
+from dynamix.runtime.noise import NoiseScale
+from tests.ranks import run_ranks
+from tests.union import Case, worst_error
+
+SIZES = [9, 3, 6]
+STEPS = 60
+# name -> (micro-batches a step, whether no_sync is used, how many losses a batch has)
+LOOPS = {
+    "plain": (1, True, 1),
+    "no_sync": (3, True, 1),
+    "synchronised": (3, False, 1),
+    "two losses": (1, True, 2),
+    "two losses, no_sync": (3, True, 2),
+}
+
+
+def _gradient(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return torch.cat([g.flatten() for g in torch.autograd.grad(F.mse_loss(net(x), y), list(net.parameters()))])
+
+
+def _measured(rank: int, loop: str, weighting: str) -> tuple[float, float]:
+    """Noise scale over all windows of a job as it measures it, and from each rank's whole gradient."""
+    accumulate, no_sync, losses = LOOPS[loop]
+    torch.manual_seed(0)
+    x = torch.randn(STEPS * accumulate * sum(SIZES), 16, dtype=torch.float64)
+    y = 0.25 * x[:, :8] + torch.randn(len(x), 8, dtype=torch.float64)
+    data = TensorDataset(x, y)
+    net = nn.Linear(16, 8).double()
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+    controller = dynamix.Controller("static", 6, interval=5, accumulate=accumulate)
+    coordinator = controller._coordinator
+    coordinator.allocations.reset(0, np.array(SIZES))
+    loader = DataLoader(data, batch_sampler=controller.batch_sampler(data))
+    model = controller.wrap(DDP(net, bucket_cap_mb=2e-4), optimizer, weighting=weighting)
+    found: list[tuple[float, float]] = []
+    scale = coordinator.job.noise_scale
+    scale.update = lambda noise, signal: found.append((noise, signal))  # type: ignore[method-assign]
+    true: list[tuple[float, float]] = []
+    batches: list[list[Tensor]] = []
+    for inputs, target in loader:
+        batches.append([inputs, target])
+        last = len(batches) == accumulate
+        factor = controller.weight(torch.ones(())) if weighting == "loss" else 1.0
+        for i, part in enumerate(_halves(losses)):
+            with model.no_sync() if (no_sync and not last) or i < losses - 1 else contextlib.nullcontext():
+                loss = F.mse_loss(model(inputs)[:, part], target[:, part]) / losses
+                (loss / accumulate * factor).backward()
+        if last:
+            own = _gradient(net, *(torch.cat(values) for values in zip(*batches, strict=True)))
+            true.append(_of_gradients(own, accumulate))
+            batches = []
+            optimizer.step()
+            optimizer.zero_grad()
+        controller.step(loss=loss)
+    controller.close()
+    if rank:
+        return 1.0, 1.0
+    measured, exact = (np.mean(pairs, axis=0) for pairs in (found, true))
+    return float(measured[0] / measured[1]), float(exact[0] / exact[1])
+
+
+def _halves(losses: int) -> list[slice]:
+    return [slice(0, 4), slice(4, 8)] if losses == 2 else [slice(None)]
+
+
+def _of_gradients(own: Tensor, accumulate: int) -> tuple[float, float]:
+    counts = np.array(SIZES, dtype=np.float64) * accumulate
+    union = own * (counts[dist.get_rank()] / counts.sum())
+    dist.all_reduce(union)
+    squares = [torch.zeros((), dtype=torch.float64) for _ in SIZES]
+    dist.all_gather(squares, own.square().sum())
+    return NoiseScale.estimate(np.array([float(s) for s in squares]), float(union.square().sum()), counts)
+
+
+def _all_loops(rank: int) -> dict[str, Any]:
+    return {f"{loop}, {side}": _measured(rank, loop, side) for loop in LOOPS for side in ("hook", "loss")}
+
+
+@pytest.mark.multiproc
+def test_the_noise_scale_of_every_allowed_loop_is_that_of_the_ranks_whole_gradients() -> None:
+    results = run_ranks(_all_loops, len(SIZES), timeout_s=120)[0]
+    for case, (measured, exact) in results.items():
+        bound = 0.1 if "synchronised" in case else 1e-6  # else the gradients compared are the same ones
+        assert measured == pytest.approx(exact, rel=bound), (case, results)
+
+
+def _tails(rank: int) -> list[float]:
+    cases = [
+        Case([[6, 2], [3, 9], [5, 0]], accumulate=3, samples=samples, min_batch_size=0, synchronised=10**6)
+        for samples in (203, 211, 150)
+    ]
+    return [worst_error(rank, case) for case in cases]
+
+
+@pytest.mark.multiproc
+def test_gradients_stay_the_unions_where_every_micro_batch_is_reduced_and_a_tail_is_uneven() -> None:
+    for errors in run_ranks(_tails, 2):
+        assert max(errors) < 1e-12, errors
