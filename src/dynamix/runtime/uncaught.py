@@ -7,17 +7,17 @@ from types import TracebackType
 from typing import Protocol
 
 
-class Listener(Protocol):
+class UncaughtListener(Protocol):
     """Who is told of the error that ends this process."""
 
     def uncaught(self, error: BaseException) -> None: ...
 
 
-_listeners: weakref.WeakSet[Listener] = weakref.WeakSet()
+_listeners: weakref.WeakSet[UncaughtListener] = weakref.WeakSet()
 _before: list[Callable[[type[BaseException], BaseException, TracebackType | None], object]] = []
 
 
-def tell_of_uncaught(listener: Listener) -> None:
+def tell_of_uncaught(listener: UncaughtListener) -> None:
     """As long as `listener` lives, call it before an error that nobody caught is printed (`sys.excepthook`)."""
     _listeners.add(listener)
     if not _before:

@@ -17,9 +17,9 @@ from dynamix_lab.harness.suite import run_suite
 from dynamix_lab.suites.faults import suite as faults
 from dynamix_lab.suites.faults.check import faults_of, history
 from dynamix_lab.suites.faults.inject import FAULTS, drawn
-from dynamix_lab.suites.faults.job import Job, data, network, optimizer_of, traces_of
+from dynamix_lab.suites.faults.job import FaultsJob, data, network, optimizer_of, traces_of
 
-JOB = Job(samples=60, epochs=2, width=8)
+JOB = FaultsJob(samples=60, epochs=2, width=8)
 
 
 def _logs(folder: Path, *, weights: tuple[float, float] = (1.0, 1.0), stop: int = 10**9, run: int = 0) -> None:

@@ -12,22 +12,22 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from dynamix_lab.suites.faults.job import Job, data, network, optimizer_of, traces_of
+from dynamix_lab.suites.faults.job import FaultsJob, data, network, optimizer_of, traces_of
 
 CLOSE = 1e-9  # of the projections: float64 in another order of summing
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class TakenStep:
     """One optimizer step that counts: the samples of each rank, and the traces each rank had after it."""
 
     ids: list[list[int]]
     traces: list[tuple[int, list[float]]]
 
 
-def history(folder: Path, runs: int, ranks: int) -> tuple[list[Step], list[str]]:
+def history(folder: Path, runs: int, ranks: int) -> tuple[list[TakenStep], list[str]]:
     """The steps that made the final weights, and what is wrong with them: of every run those before the next began."""
-    steps: list[Step] = []
+    steps: list[TakenStep] = []
     wrong: list[str] = []
     for run in range(runs):
         logs = [_lines(folder / f"{run}-{rank}.jsonl") for rank in range(ranks)]
@@ -48,11 +48,11 @@ def history(folder: Path, runs: int, ranks: int) -> tuple[list[Step], list[str]]
             if any(line["sizes"] != lines[0]["sizes"] for line in lines):
                 wrong.append(f"step {number}: ranks disagree about sizes")
             traces = [(int(line["traces"][0]), line["traces"][1]) for line in lines]
-            steps.append(Step([line["ids"] for line in lines], traces))
+            steps.append(TakenStep([line["ids"] for line in lines], traces))
     return steps, wrong
 
 
-def faults_of(job: Job, steps: Sequence[Step]) -> list[str]:
+def faults_of(job: FaultsJob, steps: Sequence[TakenStep]) -> list[str]:
     """What is wrong with the steps of a job that has ended; nothing where all is right."""
     wrong: list[str] = []
     seen = Counter(i for step in steps for ids in step.ids for i in ids)
@@ -75,7 +75,7 @@ def faults_of(job: Job, steps: Sequence[Step]) -> list[str]:
     return wrong
 
 
-def _first_wrong_gradient(job: Job, steps: Sequence[Step]) -> str | None:
+def _first_wrong_gradient(job: FaultsJob, steps: Sequence[TakenStep]) -> str | None:
     """Train on the union of every step's batches in one process, and compare the parameters after each step."""
     net, (x, y, _) = network(job), data(job).tensors
     optimizer = optimizer_of(job, net)

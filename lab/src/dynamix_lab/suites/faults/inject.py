@@ -15,7 +15,7 @@ from typing import Any
 
 from dynamix.emulator import Emulation
 from dynamix.errors import EmulationError
-from dynamix_lab.suites.faults.job import Job
+from dynamix_lab.suites.faults.job import FaultsJob
 
 SPEEDS = (1.0, 0.7, 0.4)  # of the hosts
 RATE_MBIT_S = 100.0
@@ -59,14 +59,14 @@ FAULTS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class FaultCase:
     """One fault, drawn: whom it hits and when, seconds after training began."""
 
     name: str
     seed: int
     victim: int
     at_s: float
-    job: Job
+    job: FaultsJob
 
     @property
     def fault(self) -> Fault:
@@ -88,24 +88,26 @@ class Case:
         return [{"at_s": self.at_s, **whom, **bad}, {"at_s": end_s, **whom, **good}]
 
 
-def drawn(name: str, seed: int, *, quick: bool = False) -> Case:
+def drawn(name: str, seed: int, *, quick: bool = False) -> FaultCase:
     """The case of a seed. Same arguments, same case."""
     draw = random.Random(f"{name}/{seed}")
     victim, step = draw.randrange(len(SPEEDS)), draw.randrange(15, 60)
-    job = Job(seed=seed, samples=1200 if quick else 3600)
+    job = FaultsJob(seed=seed, samples=1200 if quick else 3600)
     if name == "rate":  # 0.8 MB of gradients: a step takes 10 s on such a link
         job = dataclasses.replace(job, width=260, timeout_s=90.0)
     if name == "raise":
         job = dataclasses.replace(job, raises=(step, victim))
     if name == "clock":
         job = dataclasses.replace(job, jumps=(step, victim, draw.choice((-1, 1)) * 10 ** draw.uniform(0, 4.9)))
-    return Case(name, seed, victim, round(draw.uniform(0.5, 1.5 if quick else 3.5), 2), job)
+    return FaultCase(name, seed, victim, round(draw.uniform(0.5, 1.5 if quick else 3.5), 2), job)
 
 
 class Injection:
     """A case done to the ranks of a cluster; `disk` is where they keep events and saves."""
 
-    def __init__(self, case: Case, cluster: Emulation, ranks: Sequence[subprocess.Popen[bytes]], disk: Path) -> None:
+    def __init__(
+        self, case: FaultCase, cluster: Emulation, ranks: Sequence[subprocess.Popen[bytes]], disk: Path
+    ) -> None:
         self.case, self.cluster, self.disk = case, cluster, disk
         self._victim = ranks[case.victim]
 

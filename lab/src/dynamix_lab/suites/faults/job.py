@@ -1,7 +1,7 @@
 """A rank of `dynamix bench faults`: trains, saves every few steps, goes on from the newest whole save, and tells what
 it did to every sample.
 
-Started as `python -m dynamix_lab.suites.faults.job FOLDER`; the folder's job.json holds the `Job`. Every rank appends
+Started as `python -m dynamix_lab.suites.faults.job FOLDER`; the folder's job.json holds the `FaultsJob`. Every rank appends
 to log/RUN-RANK.jsonl a first line {"from": step} and a line for each optimizer step.
 """
 
@@ -35,7 +35,7 @@ STOPPED = "stopped"  # printed by a rank that was asked to stop, and did
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class FaultsJob:
     """What is trained.
 
     width     of the two hidden layers
@@ -55,7 +55,7 @@ class Job:
     jumps: tuple[int, int, float] | None = None
 
 
-def network(job: Job) -> nn.Module:
+def network(job: FaultsJob) -> nn.Module:
     """Alike on every rank and in the replay: float64, without layers that mix samples."""
     torch.manual_seed(job.seed)
     widths = (FEATURES, job.width, job.width, CLASSES)
@@ -63,11 +63,11 @@ def network(job: Job) -> nn.Module:
     return nn.Sequential(*layers[:-1]).double()
 
 
-def optimizer_of(job: Job, net: nn.Module) -> torch.optim.Optimizer:
+def optimizer_of(job: FaultsJob, net: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(net.parameters(), lr=job.rate, momentum=0.9)
 
 
-def data(job: Job, *, held_out: bool = False) -> TensorDataset:
+def data(job: FaultsJob, *, held_out: bool = False) -> TensorDataset:
     """(x, y, index): a teacher's classes, a tenth of them wrong. The task is the same for every seed."""
     generator = torch.Generator().manual_seed(1 + held_out)
     x = torch.randn(job.samples, FEATURES, generator=generator, dtype=torch.float64)
@@ -86,7 +86,7 @@ def traces_of(net: nn.Module) -> tuple[int, list[float]]:
 
 
 @torch.no_grad()
-def held_out_loss(job: Job, net: nn.Module) -> float:
+def held_out_loss(job: FaultsJob, net: nn.Module) -> float:
     x, y, _ = data(job, held_out=True).tensors
     return float(F.cross_entropy(net(x), y))
 
@@ -128,7 +128,7 @@ class Saves:
         return sorted(int(path.name[:6]) for path in self.folder.glob(f"*-{rank}.pt"))
 
 
-def train(job: Job, folder: Path, run: int) -> None:
+def train(job: FaultsJob, folder: Path, run: int) -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     net, dataset = network(job), data(job)
     optimizer = optimizer_of(job, net)
@@ -183,7 +183,7 @@ def train(job: Job, folder: Path, run: int) -> None:
     dist.destroy_process_group()
 
 
-def _suffer(job: Job, step: int, rank: int) -> None:
+def _suffer(job: FaultsJob, step: int, rank: int) -> None:
     if job.raises == (step, rank):
         raise ValueError("injected into the loop")
     if job.jumps is not None and job.jumps[:2] == (step, rank):
@@ -197,7 +197,7 @@ def main() -> None:
     given = json.loads((folder / "job.json").read_text())
     run = given.pop("run")
     values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}
-    job = Job(**values)
+    job = FaultsJob(**values)
     logging.basicConfig(format="%(created).3f %(message)s", level=logging.WARNING)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=job.timeout_s))

@@ -26,7 +26,7 @@ from dynamix.events.records import read_events
 from dynamix_lab.harness.suite import Cell, Context, Suite
 from dynamix_lab.report import Table, document, number
 from dynamix_lab.suites.faults.check import ending, faults_of, history
-from dynamix_lab.suites.faults.inject import FAULTS, SPEEDS, Case, Injection, drawn, own_disk
+from dynamix_lab.suites.faults.inject import FAULTS, SPEEDS, FaultCase, Injection, drawn, own_disk
 from dynamix_lab.suites.faults.job import STOPPED
 
 MARGIN_S = 10.0  # beyond the group's timeout, for all ranks to end
@@ -146,7 +146,7 @@ def _interval(losses: Sequence[float]) -> tuple[float, float] | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class StartOutcome:
     """How one start of the job went.
 
     codes     exit codes; of the victim too
@@ -161,12 +161,12 @@ class Outcome:
     hung: list[int]
 
 
-def play(case: Case, folder: Path) -> dict[str, Any]:
+def play(case: FaultCase, folder: Path) -> dict[str, Any]:
     """Run the case to the end of its job; what came of it. `folder` is made, and holds the ranks' output and logs."""
     for name in ("log", "disk"):
         (folder / name).mkdir(parents=True)
     wrong: list[str] = []
-    outcomes: list[Outcome] = []
+    outcomes: list[StartOutcome] = []
     with contextlib.ExitStack() as stack:
         if case.name.startswith("disk"):
             stack.enter_context(own_disk(folder / "disk"))
@@ -197,7 +197,7 @@ def play(case: Case, folder: Path) -> dict[str, Any]:
     }
 
 
-def _start(case: Case | None, cluster: Emulation, folder: Path, run: int, timeout_s: float) -> Outcome:
+def _start(case: FaultCase | None, cluster: Emulation, folder: Path, run: int, timeout_s: float) -> StartOutcome:
     """Start the ranks and follow them; with `case`, do it to them."""
     command = [sys.executable, "-m", "dynamix_lab.suites.faults.job", str(folder.resolve())]
     env = {"TORCH_CPP_LOG_LEVEL": "ERROR", "TORCH_SHOW_CPP_STACKTRACES": "0"}
@@ -233,7 +233,7 @@ def _start(case: Case | None, cluster: Emulation, folder: Path, run: int, timeou
         cluster.terminate(patience_s=0.5)
     if case is not None and case.name == "clock":
         fault_at = time.time()
-    return Outcome(cluster.wait(), fault_at, ended_s, hung)
+    return StartOutcome(cluster.wait(), fault_at, ended_s, hung)
 
 
 def _finished(folder: Path, run: int) -> bool:
@@ -243,7 +243,7 @@ def _finished(folder: Path, run: int) -> bool:
     return ended and STOPPED not in (folder / f"run{run}.rank0.out").read_text()
 
 
-def _ends(case: Case, folder: Path, outcomes: Sequence[Outcome], others: Sequence[int]) -> list[str]:
+def _ends(case: FaultCase, folder: Path, outcomes: Sequence[StartOutcome], others: Sequence[int]) -> list[str]:
     """What was wrong with the ends of the ranks."""
     first, wrong = outcomes[0], []
     for run, outcome in enumerate(outcomes):
@@ -261,7 +261,7 @@ def _ends(case: Case, folder: Path, outcomes: Sequence[Outcome], others: Sequenc
     return wrong
 
 
-def _said(case: Case, folder: Path, first: Outcome, others: Sequence[int]) -> dict[int, list[float]]:
+def _said(case: FaultCase, folder: Path, first: StartOutcome, others: Sequence[int]) -> dict[int, list[float]]:
     """Seconds from the fault to every line in which another rank's log calls the victim silent."""
     if first.fault_at is None:
         return {}
