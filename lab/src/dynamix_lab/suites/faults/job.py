@@ -1,8 +1,8 @@
 """A rank of `dynamix bench faults`: trains, saves every few steps, goes on from the newest whole save, and tells what
 it did to every sample.
 
-Started as `python -m dynamix_lab.suites.faults.job FOLDER`; the folder's job.json holds the `FaultsJob`. Every rank appends
-to log/RUN-RANK.jsonl a first line {"from": step} and a line for each optimizer step.
+Started as `python -m dynamix_lab.suites.faults.job FOLDER`; the folder's job.json holds the `FaultsJob`. Every rank
+appends to log/RUN-RANK.jsonl a first line {"from": step} and a line for each optimizer step.
 """
 
 from __future__ import annotations
