@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from dynamix.data import Allocations, BatchSampler, StepPlan, Stream
@@ -19,6 +20,7 @@ from dynamix.runtime.decentral import PeerChannel
 from dynamix.runtime.ending import Ending
 from dynamix.runtime.gradients import Share
 from dynamix.runtime.job import Closing, JobFacts
+from dynamix.runtime.liveness import Liveness
 from dynamix.runtime.loop import LoopCheck
 from dynamix.runtime.memory import Memory
 from dynamix.runtime.noise import ConsecutiveNoise
@@ -83,6 +85,8 @@ class Coordinator:
         self.loop = LoopCheck(self.accumulate, self.fail, lambda: self.recorder.muted, workers=workers)
         self.agreed = ranks is None  # whether the ranks have compared what they hold, since the start or the last load
         self._pairs = ConsecutiveNoise() if self.allocations.workers == 1 else None
+        self.liveness: Liveness | None = None  # None: nobody else is there
+        self.stop_wanted = self.stopping = False
         self._schedules: list[SampleSchedule] = []
         self._watch: SchedulerWatch | None = None
         self.changes = 0  # of the sizes, since this process began
@@ -118,6 +122,8 @@ class Coordinator:
     def connect(self, model: nn.Module, optimizer: Optimizer, attached: Attached, memory: Memory) -> None:
         """Observe this model and optimizer, weight its gradients, and let the learning rate follow the batch."""
         self.attached, self.memory, self.recorder = attached, memory, attached.recorder
+        if self.liveness is not None:
+            self.loss_weight.explain = self.liveness.explain
         if self.rank == 0 and not self.job.fixed:
             self._watch = SchedulerWatch(optimizer, self.job.base_batch)
         if self._pairs is not None:
@@ -129,6 +135,8 @@ class Coordinator:
     def connect_another(self, model: nn.Module, optimizer: Optimizer, attached: Attached) -> None:
         """Weight the gradients of this model, and let its learning rate follow the batch."""
         self.connected.append(attached)
+        if self.liveness is not None:
+            attached.explain_with(self.liveness.explain)
         crosses = attached.hook is not None and self.ranks is not None and self.allocations.workers > 1
         check = self.loop.connect(model, optimizer, reduces=crosses)
         if attached.hook is not None:
@@ -219,6 +227,13 @@ class Coordinator:
         full = plan.last if self.per_epoch else self.recorder.steps >= self.interval
         if full and self.recorder.steps:
             self._close_window(plan, self._rounds_issued(self.need_source()) + ahead)
+        self.stopping = self.stop_wanted if self.liveness is None else self.liveness.step_done(progress.steps)
+
+    def request_stop(self) -> None:
+        """`Controller.request_stop`."""
+        self.stop_wanted = True
+        if self.liveness is not None:
+            self.liveness.stopping.wanted = True
 
     def _advance_schedules(self, plan: StepPlan) -> None:
         samples, watch = int(plan.group.sum()), self._watch
@@ -269,6 +284,15 @@ class Coordinator:
             self.recorder.reset()
         if self.source is not None:
             self.allocations.forget(self.source.consumed)
+
+    def close(self, *, patience_s: float) -> list[ProcessGroup]:
+        """End threads, what is under way getting `patience_s`; returns the process groups, which nobody has then."""
+        self.channel.close(patience_s)
+        if self.ranks is not None:
+            self.ranks.ending.close()
+            self.ranks = None  # it has the control group
+        owners = (*(attached.hook for attached in self.connected), self.memory, self.loss_weight)
+        return [group for owner in owners if owner is not None for group in owner.close()]
 
     def before_issue(self, step: int) -> None:
         """The sampler is about to plan micro-step `step`: a pending message may concern it."""
