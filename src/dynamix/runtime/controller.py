@@ -268,14 +268,16 @@ class Controller:
     def step(
         self,
         *,
-        loss: Tensor | None = None,
-        logits: Tensor | None = None,
-        target: Tensor | None = None,
+        loss: Any = None,
+        logits: Any = None,
+        target: Any = None,
         count: int | None = None,
     ) -> None:
         """Once per micro-batch, after the optimizer's step (if any): observe; every k steps decide.
 
-        loss, logits, target   of this micro-batch, as observations; may be None. The loss unweighted.
+        loss, logits, target   of this micro-batch, as observations: tensors, dicts or a model's output; may be None.
+                               The loss unweighted. What cannot be read is unknown (NaN), with one warning; the forms
+                               are in `dynamix.runtime.readings.Reader`
         count                  samples really in this micro-batch, if your collate can drop some: checked
         Never synchronises a device. Raises `WorkerLostError` when another rank is gone.
         """

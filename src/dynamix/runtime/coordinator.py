@@ -20,7 +20,7 @@ from dynamix.runtime.memory import Memory
 from dynamix.runtime.noise import ConsecutiveNoise
 from dynamix.runtime.observation import Recorder
 from dynamix.runtime.progress import Progress, Waiting
-from dynamix.runtime.scaling import LearningRate, SampleSchedule, rule
+from dynamix.runtime.scaling import LearningRate, SampleSchedule, SchedulerWatch, rule
 from dynamix.runtime.weighting import Attached, LossWeight
 from dynamix.window import Ints
 
@@ -62,6 +62,7 @@ class Coordinator:
         self.learning_rate: LearningRate | None = None
         self._pairs = ConsecutiveNoise() if self.allocations.workers == 1 else None
         self.schedules: list[SampleSchedule] = []
+        self._watch: SchedulerWatch | None = None
         self._waiting = Waiting()
 
     def sampler(self, dataset_size: int, **given: Any) -> BatchSampler:
@@ -90,6 +91,8 @@ class Coordinator:
         """Observe this model and optimizer, weight its gradients, and let the learning rate follow the batch."""
         self.attached, self.memory, self.recorder = attached, memory, attached.recorder
         self.learning_rate = LearningRate(optimizer, self.lr_rule)
+        if self.rank == 0 and not self.job.fixed:
+            self._watch = SchedulerWatch(optimizer, self.job.base_batch)
         if self._pairs is not None:
             optimizer.register_step_pre_hook(self._before_optimizer)
         # Not traced: torch.compile(wrap(DDP(...))) would fail in what it does.
@@ -132,12 +135,24 @@ class Coordinator:
             self.attached.step_done()
         kept = plan.regular and self._round(plan) >= progress.opens
         self.recorder.step_done(keep=kept, first_of_epoch=plan.start == int(plan.group[: plan.micro].sum()))
-        for schedule in self.schedules:
-            schedule.advance(step_samples)
+        self._advance_schedules(plan)
         self.settle()
         full = plan.last if self.per_epoch else self.recorder.steps >= self.interval
         if full and self.recorder.steps:
             self._close_window(plan, self._rounds_issued(self.need_source()) + ahead)
+
+    def _advance_schedules(self, plan: StepPlan) -> None:
+        samples, watch = int(plan.group.sum()), self._watch
+        if watch is not None:
+            watch.look()
+        advanced = [schedule.advance(samples) for schedule in self.schedules]
+        if watch is not None:
+            if any(advanced):
+                watch.accept()
+            if plan.last:
+                watch.forget()
+            if plan.regular:
+                watch.stepped(samples)
 
     def _round(self, plan: StepPlan) -> int:
         return plan.index // self.accumulate
@@ -222,6 +237,8 @@ class Coordinator:
 
     def follow_batch(self, plan: StepPlan) -> None:
         """Let the learning rate follow the global batch of `plan`."""
+        if self._watch is not None:
+            self._watch.look()
         if self.learning_rate is not None:
             base, (noise, signal) = self.job.base_batch, self.progress.noise_at(self._round(plan))
             self.learning_rate.factor = self._rule(float(plan.group.sum()) / base, noise, signal, base_batch=base)

@@ -94,8 +94,8 @@ class Decider:
         if event["decision"] == "new":
             sizes = np.asarray(event["allocation"], dtype=np.int64)
             if sizes.shape != self.job.closing.sizes.shape:
-                given, here = f"{sizes.size} workers", str(self.job.closing.sizes.size)
-                raise ConfigError("replay", given, here, "replay with as many workers as the run had")
+                here = str(self.job.closing.sizes.size)
+                raise ConfigError("replay", f"{sizes.size} workers", here, "replay with as many workers as the run had")
             told = self.job.message(Kind.NEW, event["from_step"], project(sizes, self.job.bounds))
         # The noise scale too is the recorded run's: a late answer there carried that of an earlier window, and the
         # learning rate may follow it. Older versions did not write it.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+import warnings
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -17,14 +18,15 @@ from torch import Tensor
 from dynamix.probes import probes_here
 from dynamix.probes.timing import RECENT, StepTimer, StepTimes, attribute_wait, pause_in
 from dynamix.runtime.noise import NoiseScale
+from dynamix.runtime.readings import Reader, Value
 from dynamix.window import PER_WORKER, Floats, Window
 
-# argmax over a large vocabulary costs more than it tells: 91 ms for 2048 x 32000 logits on a CPU
-ACCURACY_ROWS = 256
 # Host and network change slower than short windows follow each other, and a sample costs most of what a window costs.
 PROBE_EVERY_S = 2.0
 # Times of finished steps are read together: code that is warm costs a quarter of code that runs once a step.
 READ_EVERY = 16
+# Accuracy of logits with more elements than this is read once in so many steps, and at least once a window.
+LARGE, LARGE_EVERY = 2**14, 4
 _DERIVED = ("wait", "communication")  # known only when all rows are together
 ROW = (
     *("issued", "count", "weight", "measured_in", "global_norm_sq", "pair_noise", "pair_signal"),
@@ -32,8 +34,6 @@ ROW = (
 )
 _SUMMED = {"local_sq": "gradient_norm_sq", "global_sq": "global_norm_sq"}
 _PLAIN = ("loss", "accuracy", "pair_noise", "pair_signal")
-
-Value = Tensor | float  # a float once it has cost nothing to read
 
 
 class Recorder:
@@ -45,6 +45,7 @@ class Recorder:
 
     def __init__(self, device: torch.device, *, limit: int = 4096) -> None:
         self.device, self.limit = device, limit
+        self.reader = Reader()
         self.timer = StepTimer(device)
         self.probes = [] if device.type == "meta" else probes_here(device)
         self.steps = 0
@@ -90,13 +91,18 @@ class Recorder:
 
     # -- from Controller.step
 
-    def observe(self, loss: Tensor | None, logits: Tensor | None, target: Tensor | None) -> None:
-        """Statistics of one micro-batch, left on its device."""
-        with torch.no_grad():
-            if loss is not None:
-                self.add("loss", loss)
-            if logits is not None and target is not None and logits.dim() == target.dim() + 1 and len(target):
-                self.add("accuracy", _accuracy(logits[:ACCURACY_ROWS].detach(), target[:ACCURACY_ROWS]))
+    def observe(self, loss: Any, logits: Any, target: Any) -> None:
+        """Statistics of one micro-batch, left on its device. Takes whatever a loop has; see `Reader`."""
+        value = self.reader.loss(loss)
+        if value is not None:
+            self.add("loss", value)
+        if logits is None or target is None:
+            return
+        if self._step_index % LARGE_EVERY and "accuracy" in self._kept and _elements(logits) > LARGE:
+            return
+        accuracy = self.reader.accuracy(logits, target, value)
+        if accuracy is not None:
+            self.add("accuracy", accuracy)
 
     def micro_done(self) -> None:
         self.timer.micro_done()
@@ -158,20 +164,36 @@ class Recorder:
         for series, field in _SUMMED.items():
             known[field] = _mean_std(stats.get(series, ()))[0]
         for name in _PLAIN:
-            known[name], std = _mean_std(stats.get(name, ()))
+            values = stats.get(name, ())
+            known[name], std = _mean_std(values)
+            if name == "accuracy" and values and all(map(math.isnan, values)):
+                self.reader.failed(
+                    name, "no target of a whole window was a class, or a row of probabilities of classes"
+                )
             if name in ("loss", "accuracy"):
                 known[f"{name}_std"], known[f"{name}_change"] = std, self._change(name, known[name], std)
         now = time.monotonic()
         if now - self._sampled_at >= PROBE_EVERY_S:
             self._sampled_at = now
-            for probe in self.probes:
-                self._sampled.update(probe.sample())
+            self._sampled = self._of_probes()
         known.update(self._sampled)
         steps = min(self.steps, self.limit)
         comm = [t.comm for t in times][-steps:] if steps else []
         comm += [float("nan")] * (steps - len(comm))
         self.reset()
         return np.array([known.get(name, float("nan")) for name in ROW] + comm)
+
+    def _of_probes(self) -> dict[str, float]:
+        """What the probes say; one that raises is warned of, and not asked again."""
+        sampled: dict[str, float] = {}
+        for probe in list(self.probes):
+            try:
+                sampled.update(probe.sample())
+            except Exception as error:
+                self.probes.remove(probe)
+                text = f"the {probe.name} probe failed ({error!r}): what it measures is unknown (NaN) from now on"
+                warnings.warn(text, RuntimeWarning, stacklevel=2)
+        return sampled
 
     def reset(self) -> None:
         """Forget the open window."""
@@ -294,13 +316,5 @@ def _mean_std(values: Sequence[float]) -> tuple[float, float]:
     return mean, math.sqrt(math.fsum((v - mean) * (v - mean) for v in known) / (len(known) - 1))
 
 
-def _accuracy(logits: Tensor, target: Tensor) -> Value:
-    """Share of largest logits that are the target's; without torch's cost per call where NumPy can look at them."""
-    classes = 1 if logits.dim() > 2 else -1
-    plain = type(logits) is type(target) is Tensor and logits.device.type == target.device.type == "cpu"
-    if plain and logits.dtype in (torch.float32, torch.float64):
-        right = logits.numpy().argmax(classes) == target.numpy()
-        return float(np.count_nonzero(right) / right.size)
-    found = logits.argmax(classes) == target
-    share: Tensor = torch.count_nonzero(found) / found.numel()
-    return share
+def _elements(logits: Any) -> int:
+    return logits.numel() if isinstance(logits, Tensor) else LARGE + 1

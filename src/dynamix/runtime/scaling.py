@@ -248,6 +248,56 @@ class SampleSchedule:
         self.scheduler.load_state_dict(state["scheduler"])
 
 
+class SchedulerWatch:
+    """Warns once where a torch scheduler counts optimizer steps although the global batch moves.
+
+    Under a moving batch an epoch has another number of steps than the schedule was sized for, so it ends too early or
+    too late. A scheduler shows by `initial_lr` in the optimizer's groups, and that it is stepped by steps by rates that
+    differ within an epoch. Rates on another device are left out: reading one would wait for it.
+
+    base_batch   samples per optimizer step that the schedule was sized for
+    """
+
+    def __init__(self, optimizer: Optimizer, base_batch: int) -> None:
+        self.base_batch = base_batch
+        self._optimizer, self._changes, self._seen, self._done = optimizer, 0, False, False
+        self._rate: Any = None
+
+    def look(self) -> None:
+        """Compare the learning rate with the one last seen. Call it between optimizer steps, as often as you like."""
+        if self._done:
+            return
+        group = self._optimizer.param_groups[0]
+        rate = group.get("lr") if "initial_lr" in group else None
+        if isinstance(rate, Tensor):
+            rate = rate.item() if rate.device.type == "cpu" else None
+        if self._seen and rate != self._rate:
+            self._changes += 1
+        self._rate, self._seen = rate, True
+
+    def accept(self) -> None:
+        """The rate is what it is for a reason: a schedule by samples advanced."""
+        self._seen = False
+        self.look()
+
+    def forget(self) -> None:
+        """What changes before the next look has a reason: an epoch ends, and many schedules count epochs."""
+        self._seen = False
+
+    def stepped(self, samples: int) -> None:
+        """An optimizer step of the usual size, `samples`, is over."""
+        if self._done or self._changes < 2 or samples == self.base_batch:
+            return  # one change may be a state that was loaded, or somebody's own decision
+        self._done = True
+        problem = (
+            f"a learning-rate scheduler counts optimizer steps, but the global batch moves: {samples} samples a step "
+            f"now, {self.base_batch} at the start, so the schedule ends too early or too late"
+        )
+        do = "let it follow samples: scheduler = controller.scheduler(scheduler), without scheduler.step() in the loop"
+        other = "or keep the global batch: Controller(global_batch='fixed')"
+        warnings.warn(f"{problem}. Write: {do}; {other}", RuntimeWarning, stacklevel=5)
+
+
 def _at_end(scheduler: Any) -> bool:
     """Whether one more step would lead past a schedule's declared end, also inside torch's composed schedulers."""
     total = getattr(scheduler, "total_steps", None)

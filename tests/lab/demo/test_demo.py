@@ -72,7 +72,7 @@ def test_a_smoke_run_shows_every_row_and_leaves_a_complete_folder(privileged: No
     assert result == json.loads((tmp_path / "run" / "result.json").read_text())
     page = html.unescape((tmp_path / "run" / "report.html").read_text())
     assert page.count("<svg") == 2
-    assert list(result["policies"]) == ["single", "static", "local", "dynamix"]
+    assert list(result["policies"]) == ["single", "static", "lb_bsp", "local", "dynamix"]
     for row, part in result["policies"].items():
         assert part["samples"][0] > 0
         assert len(part["curve"][0]) >= 2
@@ -83,7 +83,7 @@ def test_a_smoke_run_shows_every_row_and_leaves_a_complete_folder(privileged: No
     assert len(result["policies"]["single"]["batch_sizes"][0]) == 1
     assert result["mechanisms"] == {**result["mechanisms"], "network": "netns+veth", "cpu": "device"}
     assert result["scenario_sha256"] == load_scenario("device-demo").sha256
-    assert {e["policy"] for e in read_events(tmp_path / "run" / "events.jsonl")} == {"static", "dynamix"}
+    assert {e["policy"] for e in read_events(tmp_path / "run" / "events.jsonl")} == {"static", "lb_bsp", "dynamix"}
     assert json.loads((tmp_path / "run" / "run.json").read_text())["command"] == "dynamix demo --quick"
     assert "smoke run" in done.stderr
 
@@ -187,7 +187,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Pretended]:
     return made
 
 
-SECONDS = {"single": 80.0, "static": 40.0, "local": 25.0, "dynamix": 30.0, AGAIN: 40.4}
+SECONDS = {"single": 80.0, "static": 40.0, "lb_bsp": 28.0, "local": 25.0, "dynamix": 30.0, AGAIN: 40.4}
 
 
 def test_the_result_says_who_is_faster_by_how_much_and_whether_distributing_pays(
@@ -199,7 +199,7 @@ def test_the_result_says_who_is_faster_by_how_much_and_whether_distributing_pays
     assert result["policies"]["local"]["time_to_target_s"] == [pytest.approx(25.0, abs=0.1)]
     assert result["ratios"]["dynamix/local"]["median"] == pytest.approx(1.2, abs=0.01)
     assert result["ratios"]["dynamix/single"]["low"] is None
-    assert result["verdict"]["sentence"].startswith("Distributing pays: static is 2.0")
+    assert result["verdict"]["sentence"].startswith("Distributing pays: lb_bsp is 2.8")
     page = (tmp_path / "run" / "report.html").read_text()
     assert result["verdict"]["sentence"] in page
     assert "loopback: no root is needed" in page
@@ -276,9 +276,9 @@ def test_a_row_ends_at_three_times_statics_time(tmp_path: Path) -> None:
 
 
 def test_one_seed_begins_with_static_and_several_are_balanced() -> None:
-    assert DemoSettings().order(3) == ["static", "single", "local", "dynamix"]
-    several = DemoSettings(seeds=5)
-    assert {several.order(seed)[0] for seed in range(5)} == {*TRIALS, AGAIN}
+    assert DemoSettings().order(3) == ["static", "single", "lb_bsp", "local", "dynamix"]
+    several = DemoSettings(seeds=6)
+    assert {several.order(seed)[0] for seed in range(6)} == {*TRIALS, AGAIN}
     assert DemoSettings(rows=("dynamix", "local")).order(0) == ["local", "dynamix"]
 
 
@@ -293,7 +293,7 @@ def test_ranks_find_a_policy_file_wherever_they_run(tmp_path: Path, monkeypatch:
     ("settings", "said"),
     [
         (DemoSettings(scenario="demo"), "device-demo"),
-        (DemoSettings(rows=("static", "dbs")), "single, static, local, dynamix"),
+        (DemoSettings(rows=("static", "dbs")), "single, static, lb_bsp, local, dynamix"),
         (DemoSettings(rows=("static",), policy="goodput"), "--rows"),
         (DemoSettings(seed=9000, seeds=2), "9001"),
     ],

@@ -18,7 +18,7 @@ def demo(
     quick: Annotated[bool, typer.Option("--quick", help="Smoke run: seconds a row, no meaningful times.")] = False,
     scenario: Annotated[str, typer.Option(help="Shipped scenario of device hosts, or YAML file.")] = "device-demo",
     rows: Annotated[
-        str | None, typer.Option(help="Comma-separated: single, static, local, dynamix (default: all).")
+        str | None, typer.Option(help="Comma-separated: single, static, lb_bsp, local, dynamix (default: all).")
     ] = None,
     policy: Annotated[str | None, typer.Option(help="Policy file or name for the row dynamix.")] = None,
     mechanism: Mechanism = "auto",
