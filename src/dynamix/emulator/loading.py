@@ -107,13 +107,13 @@ def _loaded(yaml: Any, text: str) -> Any:
     """`yaml.safe_load` of a text of reasonable size, without aliases that stand for aliases."""
     if len(text) > MOST_TEXT:
         raise ValueError(f"{len(text)} characters, at most {MOST_TEXT} are read")
-    depth = aliases = 0
-    for event in yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+    loader, depth, aliases = getattr(yaml, "CSafeLoader", yaml.SafeLoader), 0, 0
+    for event in yaml.parse(text, Loader=loader):
         aliases += isinstance(event, yaml.AliasEvent)
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         if depth > DEEPEST or aliases > MOST_ALIASES:
             raise ValueError(f"more than {DEEPEST} levels or {MOST_ALIASES} aliases")
-    return yaml.safe_load(text)
+    return yaml.load(text, Loader=loader)
 
 
 def _name_of(source: str | Path) -> str:

@@ -37,9 +37,16 @@ def unpack(packed: Any, name: str = "part") -> Any:
     """The inverse of `pack`. Raises `StateError`, naming the part, for what `pack` did not write."""
     try:
         text, tensors, objects = packed
-        if not isinstance(text, str) or not all(isinstance(tensor, Tensor) for tensor in tensors):
-            raise ValueError("it is not text and tensors")
-        return _value(json.loads(text), tensors, objects, DEEPEST)
+        if (type(packed), type(text), type(tensors), type(objects)) != (tuple, str, tuple, tuple):
+            raise ValueError("it is not text, tensors and objects")
+        if not all(type(tensor) is Tensor and tensor.layout == torch.strided for tensor in tensors):
+            raise ValueError("a tensor is none")
+        value = _value(json.loads(text), tensors, objects, DEEPEST)
+        again = pack(value)
+        forms = [[(tensor.dtype, tensor.shape) for tensor in of] for of in (tensors, again[1])]
+        if again[0] != text or forms[0] != forms[1] or len(again[2]) != len(objects):
+            raise ValueError("it is written in another form")
+        return value
     except StateError:
         raise
     except (AttributeError, KeyError, IndexError, TypeError, ValueError, OverflowError, RecursionError) as error:

@@ -16,7 +16,7 @@ from dynamix.policies import Policy
 from dynamix.policies.wrappers import after_answer, carry_over, load_policy
 from dynamix.projection import project
 from dynamix.runtime import random_state
-from dynamix.runtime.packing import pack, unpack
+from dynamix.runtime.packing import checksum, pack, unpack
 from dynamix.runtime.state import ORDER, SavedState, own_source, source_state
 from dynamix.window import Bounds, Ints, Window
 
@@ -217,9 +217,7 @@ def _differ(mine: Any, saved: Any) -> bool:
     """Whether two states of the same kind of policy differ."""
     if not isinstance(saved, dict) or mine.keys() != saved.keys():
         return isinstance(saved, dict) and not {"guarded", "learned"} & (mine.keys() ^ saved.keys())
-    first, second = pack(mine), pack(saved)
-    forms = [[(tensor.dtype, tensor.shape) for tensor in packed[1]] for packed in (first, second)]
-    return first[0] != second[0] or forms[0] != forms[1]
+    return checksum({"policy": pack(mine)}) != checksum({"policy": pack(saved)})
 
 
 def _decide(policy: Any, sizes: Ints, bounds: Bounds) -> None:

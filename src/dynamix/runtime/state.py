@@ -167,7 +167,8 @@ def _ledger(rounds: Any, sizes: Any, workers: int, pieces: int) -> None:
 
 def _noise(noise: Any) -> None:
     _keys("noise_scale", noise, ("mass", "noise", "signal"))
-    _numbers("noise_scale", list(noise.values()))
+    for name, value in noise.items():
+        _of_type(f"noise_scale.{name}", value, float)
     if not 0 <= noise["mass"] <= 1 or not np.isfinite([noise["noise"], noise["signal"]]).all():
         _wrong("noise_scale", noise, "finite numbers, mass 0 to 1")
 
