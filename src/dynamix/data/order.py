@@ -118,6 +118,23 @@ class SampleOrder(ABC):
         """The epoch being consumed."""
         return self._behind.epoch
 
+    @property
+    def finished(self) -> bool:
+        """Whether the epoch being consumed is done, and no other begun."""
+        return self._behind.finished
+
+    @property
+    def progress(self) -> float:
+        """Part of the epoch's samples that is consumed, 0 to 1, over all ranks; NaN while nobody knows its length."""
+        if self._behind.finished:
+            return 1.0
+        length = self._epoch_length()
+        return float("nan") if length is None else min(self._behind.position / max(length, 1), 1.0)
+
+    def _epoch_length(self) -> int | None:
+        """Samples of an epoch over all ranks, where that is known before its end."""
+        return None
+
     def plan(self) -> StepPlan:
         """The plan of the micro-step being consumed now: issued, not yet consumed. Raises `UsageError` if none is."""
         if not self._pending:

@@ -192,6 +192,9 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
             else:
                 yield order[np.clip([first, first + 1], 0, order.size - 1)].tolist()
 
+    def _epoch_length(self) -> int:
+        return self.dataset_size
+
     def _plan_group(self, now: Cursor) -> Group:
         left = self.dataset_size - now.position
         sizes = self.allocations.at(now.index)

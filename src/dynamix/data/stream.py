@@ -121,6 +121,14 @@ class Stream(SampleOrder):
         self._resume = state["source"]
         self._source.stop()
 
+    def _epoch_length(self) -> int | None:
+        if self.sharded:
+            return None
+        try:
+            return len(self._source.iterable)  # type: ignore[arg-type]
+        except TypeError:  # it has none, or (a loader) passes on that its data set has none
+            return None
+
     def _own(self, cursor: Cursor) -> int:
         """This rank's position in what it reads."""
         return int(cursor.taken[self.rank]) if self.sharded else cursor.position

@@ -27,6 +27,7 @@ from dynamix.runtime.decentral import open_channel
 from dynamix.runtime.decision import Decider, recorded
 from dynamix.runtime.job import JobFacts
 from dynamix.runtime.memory import ExitNote, Memory, within
+from dynamix.runtime.metrics import metrics_of
 from dynamix.runtime.observation import Recorder
 from dynamix.runtime.scaling import SampleSchedule, rule
 from dynamix.runtime.weighting import LossWeight, attach
@@ -311,6 +312,29 @@ class Controller:
     def samples_seen(self) -> int:
         """Samples trained on so far, by all workers."""
         return self._coordinator.progress.samples
+
+    @property
+    def progress(self) -> float:
+        """Part of the epoch's samples trained on by all workers: 0 to 1, and 1 until the next epoch begins.
+
+        NaN for a stream whose length is not known before its end.
+        """
+        return self._coordinator.need_source().progress
+
+    @property
+    def epoch_done(self) -> bool:
+        """Whether the batch just stepped was its epoch's last; the same on all ranks. False once the next one begins.
+
+        For loops that count steps of their own: a moving batch makes no fixed number of them.
+        """
+        return self._coordinator.need_source().finished
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers for a logger, as this rank knows them now; `dynamix.runtime.metrics.METRICS` says what they mean.
+
+        Neither a collective call nor a wait for a device: call it on one rank or on all, as often as you like.
+        """
+        return metrics_of(self._coordinator, self.overhead_s)
 
     def warm_up(self, forward_backward: Callable[[], Any]) -> None:
         """Two discarded forward and backward passes, so that a resumed run sums gradients in the saved run's order.

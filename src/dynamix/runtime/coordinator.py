@@ -63,6 +63,7 @@ class Coordinator:
         self._pairs = ConsecutiveNoise() if self.allocations.workers == 1 else None
         self.schedules: list[SampleSchedule] = []
         self._watch: SchedulerWatch | None = None
+        self.changes = 0  # of the sizes, since this process began
         self._waiting = Waiting()
 
     def sampler(self, dataset_size: int, **given: Any) -> BatchSampler:
@@ -186,6 +187,7 @@ class Coordinator:
                 raise StateError(f"the replayed allocation {late}: {fix}")
             self.allocations.schedule(message.from_step * self.accumulate, message.sizes // self.accumulate)
             self.progress.opens = message.from_step
+            self.changes += 1
             self.recorder.reset()
         if self.source is not None:
             self.allocations.forget(self.source.consumed)
@@ -217,6 +219,10 @@ class Coordinator:
     def next_step(self) -> int:
         """The coming micro-step; of a loaded checkpoint without its sampler yet, the first its ledger still knows."""
         return self.allocations.begin if self.source is None else self.source.consumed
+
+    @property
+    def rounds_done(self) -> int:
+        return self.next_step // self.accumulate
 
     def samples_now(self) -> int | None:
         """What this rank is working on, for the note on an out-of-memory error."""

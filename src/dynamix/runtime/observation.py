@@ -51,6 +51,8 @@ class Recorder:
         self.steps = 0
         self._times: list[StepTimes] = []
         self._whole_s: list[float] = []  # of the same steps: everything in them that is training
+        self.pauses = 0  # steps left out of the times
+        self.last: dict[str, float] = {}  # of the window that closed last, by their names in `Controller.metrics`
         self._recent_s: deque[float] = deque(maxlen=RECENT)  # of the windows before
         self._late: dict[int, bool] = {}  # steps of this window not read yet -> first of its epoch
         self.sees_communication = True  # False: waits hide in `compute`, which is then not known
@@ -133,6 +135,11 @@ class Recorder:
             series.append(value)
             del series[: -self.limit]
 
+    @property
+    def all_steps(self) -> int:
+        """Optimizer steps since this recorder was made."""
+        return self._step_index
+
     def _read_times(self) -> None:
         for times in self.timer.take():
             if times.step in self._late:
@@ -147,6 +154,7 @@ class Recorder:
         times, paused = list(self._times), pause_in(self._whole_s, self._recent_s)
         self._recent_s.extend(self._whole_s)
         if paused is not None:
+            self.pauses += 1
             nan = float("nan")
             times[paused] = StepTimes(times[paused].step, nan, nan, nan, nan)
         return times
@@ -179,6 +187,8 @@ class Recorder:
         known.update(self._sampled)
         steps = min(self.steps, self.limit)
         comm = [t.comm for t in times][-steps:] if steps else []
+        self.last = {"compute_s": known["compute"], "exchange_s": _mean_std(comm)[0], "data_s": known["data"]}
+        self.last |= {name: known[name] for name in ("loss", "accuracy")}
         comm += [float("nan")] * (steps - len(comm))
         self.reset()
         return np.array([known.get(name, float("nan")) for name in ROW] + comm)

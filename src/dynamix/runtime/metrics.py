@@ -1,0 +1,49 @@
+"""What one rank can tell of a job at any time, as numbers for a logger. No collective, no device waits."""
+
+from dynamix.runtime.coordinator import Coordinator
+
+# Name -> meaning. Unknown is NaN. "This rank": the others' values differ.
+METRICS = {
+    "step": "optimizer steps of the job",
+    "samples": "samples that all workers have trained on",
+    "epoch": "epoch under way, from 0",
+    "progress": "part of the epoch's samples that is done, 0 to 1",
+    "batch_size": "samples of this rank in the coming optimizer step",
+    "global_batch": "samples of all workers in the coming optimizer step",
+    "lr_factor": "what lr_rule multiplies the learning rate by",
+    "noise_scale": "gradient noise scale in samples, smoothed, as all ranks know it",
+    "windows": "windows that were answered",
+    "changes": "times the sizes changed since this process began",
+    "compute_s": "this rank's seconds of computing per optimizer step, in its last window",
+    "exchange_s": "this rank's seconds of waiting and communicating per optimizer step, in its last window",
+    "data_s": "this rank's seconds of waiting for data per optimizer step, in its last window",
+    "loss": "this rank's mean loss in its last window",
+    "accuracy": "this rank's mean accuracy in its last window, 0 to 1",
+    "pauses": "this rank's steps left out of its times because somebody paused, since this process began",
+    "unread": "losses, logits and targets of this rank that could not be read, since this process began",
+    "overhead_s": "this rank's seconds in controller.step() per optimizer step, since this process began",
+}
+
+
+def metrics_of(coordinator: Coordinator, overhead_s: float) -> dict[str, float]:
+    """The values of `METRICS`, in their order; `overhead_s` is the seconds in all calls of `step`."""
+    nan = float("nan")
+    progress, source, recorder = coordinator.progress, coordinator.source, coordinator.recorder
+    sizes, rate = coordinator.batch_sizes, coordinator.learning_rate
+    noise, signal = progress.noise_at(coordinator.rounds_done)
+    found = recorder.last | {
+        "step": progress.steps,
+        "samples": progress.samples,
+        "epoch": nan if source is None else source.epoch,
+        "progress": nan if source is None else source.progress,
+        "batch_size": sizes[coordinator.rank],
+        "global_batch": sizes.sum(),
+        "lr_factor": 1.0 if rate is None else rate.factor,
+        "noise_scale": noise / signal if signal > 0 else nan,
+        "windows": progress.window,
+        "changes": coordinator.changes,
+        "pauses": recorder.pauses,
+        "unread": recorder.reader.unread,
+        "overhead_s": overhead_s / recorder.all_steps if recorder.all_steps else nan,
+    }
+    return {name: float(found.get(name, nan)) for name in METRICS}
