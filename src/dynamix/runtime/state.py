@@ -6,6 +6,7 @@ whose structure varies are packed (`packing`). A state is checked completely bef
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -53,10 +54,8 @@ class SavedState:
 
     def write(self) -> dict[str, Any]:
         """The state as `controller.state_dict()` returns it."""
-        from dynamix import __version__
-
         plain = {field.name: getattr(self, field.name) for field in fields(self)}
-        state = {"schema": STATE_SCHEMA, "version": __version__, "checksum": "", **plain}
+        state = {"schema": STATE_SCHEMA, "version": sys.modules["dynamix"].__version__, "checksum": "", **plain}
         for name in _PACKED:
             state[name] = pack(plain[name])
         state["source"] = {**self.source, "cuts": pack(self.source["cuts"]), "regions": pack(self.source["regions"])}
