@@ -42,7 +42,17 @@ class StateError(DynamixError, RuntimeError):
 
 
 class WorkerLostError(DynamixError, RuntimeError):
-    """A rank died or did not answer within the process group's timeout."""
+    """A rank died, or did not answer within the process group's timeout.
+
+    ranks   which, where it is known
+    """
+
+    def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
+        self.ranks = ranks
+        super().__init__(message)
+
+    def __reduce__(self) -> tuple[type[WorkerLostError], tuple[str, tuple[int, ...]]]:
+        return type(self), (str(self), self.ranks)
 
 
 class EmulationError(DynamixError, RuntimeError):

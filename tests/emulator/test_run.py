@@ -13,7 +13,8 @@ from dynamix.emulator import emulate, probe_mechanisms, scenario_schema
 from dynamix.emulator.control import request
 from dynamix.emulator.run import is_connected, summary
 from dynamix.errors import ConfigError, EmulationError, ScenarioError
-from dynamix.events.records import event_log, read_events
+from dynamix.events.background import background_log
+from dynamix.events.records import read_events
 from tests.emulator.conftest import PYTHON
 
 EXAMPLE = Path(__file__).parents[2] / "examples/train.py"
@@ -79,11 +80,11 @@ def test_the_folder_of_a_script_with_a_controller_holds_its_events(tmp_path: Pat
 def test_a_script_that_names_its_events_file_keeps_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DYNAMIX_EVENTS", str(tmp_path / "given.jsonl"))
     for named, file in ((tmp_path / "chosen.jsonl", "chosen.jsonl"), (None, "given.jsonl")):
-        log = event_log(named)
+        log = background_log(named)
         assert log is not None
         assert log.path == tmp_path / file
     monkeypatch.delenv("DYNAMIX_EVENTS")
-    assert event_log(None) is None
+    assert background_log(None) is None
 
 
 def test_the_last_line_of_an_emulation_says_what_became_of_it(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ def test_a_result_names_the_command_that_made_it_with_every_option() -> None:
         "compression",
         "compression-cases",
         "emulator-accuracy",
+        "faults",
         "fidelity",
         "netcosts",
         "network-speed",

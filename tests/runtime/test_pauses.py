@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, TensorDataset
 
+import dynamix
+from dynamix.events.records import read_events
 from dynamix.policies.registry import make_policy, policy_names
 from dynamix.probes.timing import StepTimer
 from dynamix.runtime.decision import Decider
@@ -16,6 +24,7 @@ from dynamix.runtime.job import Closing, JobFacts
 from dynamix.runtime.observation import Recorder, assemble
 from dynamix.virtual.workers import VirtualTime
 from dynamix.window import Bounds, Floats, Ints, Window
+from tests.ranks import run_ranks
 
 SPEED = np.array([1.0, 0.8, 0.5, 0.4])
 NOISE, SIGNAL = 12.0, 0.04
@@ -150,3 +159,31 @@ def test_long_steps_that_come_again_are_a_workers_own_pace() -> None:
 
     usual = _window(_nothing).compute[2]
     assert _window(throttled).compute[2] == pytest.approx(usual * (13 + 2 * 6) / 15, rel=0.05)  # steps 3 and 10 of 15
+
+
+def _live(rank: int, events: str) -> None:
+    net, data = nn.Linear(4, 2), TensorDataset(torch.randn(600, 4), torch.zeros(600, dtype=torch.long))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    controller = dynamix.Controller("lb_bsp", 8, interval=5, events=events)
+    loader = DataLoader(data, batch_sampler=controller.batch_sampler(data))
+    model = controller.wrap(DDP(net), optimizer)
+    for i, (x, y) in enumerate(loader):
+        loss = F.cross_entropy(model(x), y)
+        time.sleep(4.0 if rank and i == 17 else 0.002 * len(x))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        controller.step(loss=loss)
+    assert controller.metrics()["pauses"] >= 1
+    controller.close()
+
+
+@pytest.mark.multiproc
+def test_a_live_workers_pause_is_in_no_window(tmp_path: Path) -> None:
+    events = tmp_path / "events.jsonl"
+    run_ranks(_live, 2, str(events))
+    windows = [Window.from_dict(event["window"]) for event in read_events(events)]
+    assert len(windows) > 4
+    for window in windows:
+        # Of a window's five steps one took 4 s. What else a busy machine does takes less.
+        assert np.nanmax(window.step_time) < 0.5, window

@@ -185,6 +185,10 @@ class Emulation:
         """State of every host's link now."""
         return host_links(self.scenario, self.time_s(), self.seed)
 
+    def plug(self, host: int, *, plugged: bool) -> None:
+        """Pull a host's network cable (False) or put it back (True). Raises `EmulationError` on loopback."""
+        self._network.plug(host, plugged=plugged)
+
     def launch(
         self, command: Sequence[str], *, env: Mapping[str, str] | None = None, cwd: _Folder = None, name: str = ""
     ) -> list[Popen[bytes]]:

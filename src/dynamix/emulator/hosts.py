@@ -40,6 +40,7 @@ class Network(Protocol):
     def address(self, host: int) -> str: ...
     def interface(self, host: int) -> str: ...
     def set_links(self, states: Sequence[Link]) -> None: ...
+    def plug(self, host: int, *, plugged: bool) -> None: ...
     def close(self) -> None: ...
 
 
@@ -62,6 +63,9 @@ class Loopback:
 
     def set_links(self, states: Sequence[Link]) -> None:
         """Scenarios that ask anything of links are refused before."""
+
+    def plug(self, host: int, *, plugged: bool) -> None:
+        raise EmulationError("hosts on loopback have no cable: run as root with the [emulator] extra installed")
 
     def close(self) -> None:
         """Nothing was made."""
@@ -133,6 +137,15 @@ class Namespaces:
         for i, old, new in changed:
             if self._traffic is not None and new.background_mbit_s != old.background_mbit_s:
                 self._traffic.set_rate(i, new.background_mbit_s)
+
+    def plug(self, host: int, *, plugged: bool) -> None:
+        """Pulls the host's cable out of the switch, or puts it back."""
+
+        def switch_port() -> None:
+            with netlink() as ip:
+                ip.link("set", index=self._ports[host], state="up" if plugged else "down")
+
+        inside(self._switch, switch_port)
 
     def close(self) -> None:
         """Lets go of the namespaces; the kernel removes each when its last process is gone."""

@@ -27,16 +27,15 @@ class EventLog:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        self._file: IO[str] | None = None
+        self._file: IO[bytes] | None = None
 
     def write(self, **fields: Any) -> None:
         """Append one event. Values are a `Window` and what JSON knows; raises TypeError for others."""
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            _cut_unfinished(self.path)
-            self._file = self.path.open("a", encoding="utf-8")
-        line = json.dumps({"schema": EVENTS_SCHEMA, **_plain(fields)}, allow_nan=False, separators=(",", ":"))
-        self._file.write(line + "\n")
+            cut_unfinished(self.path)
+            self._file = self.path.open("ab")
+        self._file.write(line_of(fields))
         self._file.flush()
 
     def close(self) -> None:
@@ -52,10 +51,10 @@ class EventLog:
         self.close()
 
 
-def event_log(path: str | os.PathLike[str] | None) -> EventLog | None:
-    """Where a job's events go: `path`, else the file that DYNAMIX_EVENTS names, else nowhere."""
-    chosen = path if path is not None else os.environ.get(EVENTS_VARIABLE)
-    return EventLog(chosen) if chosen else None
+def line_of(fields: dict[str, Any]) -> bytes:
+    """One event as a line of the file. Raises TypeError for values that JSON does not know."""
+    event = {"schema": EVENTS_SCHEMA, **_plain(fields)}
+    return (json.dumps(event, allow_nan=False, separators=(",", ":")) + "\n").encode()
 
 
 def read_events(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -95,6 +94,14 @@ def _no_constant(text: str) -> float:
     raise ValueError(f"{text} is not JSON")
 
 
+def cut_unfinished(path: Path) -> None:
+    """Cut off an unfinished last line, left by a killed run."""
+    with contextlib.suppress(FileNotFoundError):
+        if path.is_file():
+            with path.open("rb+") as file:
+                file.truncate(file.read().rfind(b"\n") + 1)
+
+
 def _in_rounds(event: dict[str, Any]) -> dict[str, Any]:
     """A line of 0.1, which counted micro-steps and samples of each, in rounds of `micro_batches`."""
     window = dict(event["window"]) if isinstance(event.get("window"), dict) else {}
@@ -104,11 +111,6 @@ def _in_rounds(event: dict[str, Any]) -> dict[str, Any]:
         event["allocation"] = [pieces * int(size) for size in event["allocation"]]
         event["from_step"] = int(event["from_step"]) // pieces
     return {**event, "schema": EVENTS_SCHEMA, **({"window": window} if window else {})}
-
-
-def _cut_unfinished(path: Path) -> None:
-    with contextlib.suppress(FileNotFoundError), path.open("rb+") as file:
-        file.truncate(file.read().rfind(b"\n") + 1)
 
 
 def _plain(fields: dict[str, Any]) -> dict[str, Any]:

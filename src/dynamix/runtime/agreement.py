@@ -9,6 +9,7 @@ nobody's training step to go on, so no such wait can be circular.
 from __future__ import annotations
 
 import enum
+import logging
 import queue
 import threading
 import time
@@ -30,6 +31,16 @@ PATIENCE_S = 0.05
 REPLAY_PATIENCE_S = 30.0
 # How long the end of a job waits for a policy that is still busy, so that no line of the events file is lost.
 DRAIN_S = 5.0
+
+Explain = Callable[[BaseException, str], WorkerLostError]
+"""From what a failed collective raised, and what it was for, to the error to raise."""
+NOT_AGREED = "the ranks could not agree on the next allocation"
+_log = logging.getLogger("dynamix")
+
+
+def unnamed(error: BaseException, what: str) -> WorkerLostError:
+    """`Explain` where nobody knows which rank it was."""
+    return WorkerLostError(f"{what}: a rank died or did not answer within the process group's timeout ({error})")
 
 
 class Kind(enum.IntEnum):
@@ -90,9 +101,12 @@ class Channel:
         self.root = 0 if group is None else dist.get_global_rank(group, 0)
         self.waited_s = 0.0
         self.failed: DynamixError | None = None
-        self._rounds: queue.SimpleQueue[_Round] = queue.SimpleQueue()
+        self.explain: Explain = unnamed
+        self._rounds: queue.SimpleQueue[_Round | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
         if group is not None and self.rank == 0:
-            threading.Thread(target=self._decide_all, name="dynamix-decide", daemon=True).start()
+            self._thread = threading.Thread(target=self._decide_all, name="dynamix-decide", daemon=True)
+            self._thread.start()
         self._pending: Tensor | None = None
         self._receive: dist.Work | None = None
         self._round: _Round | None = None
@@ -137,8 +151,7 @@ class Channel:
         return self._rows
 
     def _decide_all(self) -> None:
-        while True:
-            current = self._rounds.get()
+        while (current := self._rounds.get()) is not None:
             try:
                 current.run()
             finally:
@@ -157,7 +170,7 @@ class Channel:
         except RuntimeError as error:
             if isinstance(error, DynamixError):
                 raise
-            raise _lost(error) from error
+            raise self.explain(error, NOT_AGREED) from error
         finally:
             packed, self._pending, self._receive, self._round = self._pending, None, None, None
             self.waited_s += time.perf_counter() - started
@@ -171,12 +184,13 @@ class Channel:
         latest, self._latest = self._latest, None
         return latest is None or latest.wait(timeout_s)
 
-
-def _lost(error: Exception) -> WorkerLostError:
-    return WorkerLostError(
-        "the ranks could not agree on the next allocation: a rank died or did not answer within the process "
-        f"group's timeout ({error})"
-    )
+    def close(self, timeout_s: float = DRAIN_S) -> None:
+        """Drain, and end rank 0's thread, if it is not busy even then. The group is its maker's to destroy."""
+        self.drain(timeout_s)
+        if self._thread is not None:
+            self._rounds.put(None)
+            self._thread.join(timeout_s)
+        self.group = self._thread = self._latest = None
 
 
 class _Rows:
@@ -202,7 +216,7 @@ class _Round:
         try:
             self.gather.wait()
         except RuntimeError as error:
-            self.error = _lost(error)
+            self.error = self.channel.explain(error, NOT_AGREED)
             self.published.set()
             return
         if self.published.is_set():
@@ -223,15 +237,15 @@ class _Round:
         try:
             sent = self._publish(message)
         except (RuntimeError, ValueError) as error:  # ValueError: the job destroyed its process groups meanwhile
-            self.error = self.error or _lost(error)
+            self.error = self.error or self.channel.explain(error, NOT_AGREED)
             return
         self._write_down(lambda: self.channel.judge.write_event(sent))
 
     def _write_down(self, write: Callable[[], None]) -> None:
         try:
             write()
-        except Exception as error:  # a full disk, say: the thread must live, the job must know
-            self.channel.failed = DynamixError(f"events of the last window could not be written: {error!r}")
+        except Exception:  # the answer is out, and training goes on by it
+            _log.warning("what follows a decision has failed; training goes on", exc_info=True)
 
     def _gathered(self) -> Floats:
         rows = self.rows.block.clone().numpy()

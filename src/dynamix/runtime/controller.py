@@ -1,6 +1,7 @@
 """`Controller`: what a training loop holds."""
 
 import os
+import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence, Sized
@@ -15,17 +16,20 @@ from torch.utils.data import default_collate
 from dynamix.data import BatchSampler, Stream
 from dynamix.data.sampler import Partition
 from dynamix.errors import UsageError
-from dynamix.events.records import event_log
+from dynamix.events.background import background_log
 from dynamix.policies import Policy
 from dynamix.policies.learned.deviations import LiveConfig
 from dynamix.policies.protocol import boundary
 from dynamix.projection import project
 from dynamix.runtime import random_state
+from dynamix.runtime.agreement import DRAIN_S
 from dynamix.runtime.arguments import check_counts, job_bounds, open_control_group, policy_of, watched
 from dynamix.runtime.coordinator import Coordinator
 from dynamix.runtime.decentral import open_channel
 from dynamix.runtime.decision import Decider, recorded
+from dynamix.runtime.gradients import destroy_groups
 from dynamix.runtime.job import JobFacts
+from dynamix.runtime.liveness import Liveness
 from dynamix.runtime.memory import ExitNote, Memory, within
 from dynamix.runtime.metrics import metrics_of
 from dynamix.runtime.observation import Recorder
@@ -124,7 +128,7 @@ class Controller:
         served = watched(self.policy, guard)
         slack = 0 if boundary(self.policy) == "epoch" else 1
         job = JobFacts(bounds, base_batch, accumulate=accumulate, slack=slack, fixed=global_batch == "fixed")
-        self._events = event_log(events) if self.rank == 0 else None
+        self._events = background_log(events) if self.rank == 0 else None
         decider = Decider(served, job, replay=replayed, events=self._events) if self.rank == 0 else None
         channel = open_channel(
             control, self.world_size, job, served, decider, replays=replayed is not None, lr_rule=lr_rule
@@ -133,6 +137,12 @@ class Controller:
         self._coordinator = Coordinator(
             job, served, channel, start, self._loss_weight, rank=self.rank, interval=interval, lr_rule=lr_rule
         )
+        self._control, self._closed = control, False
+        if control is not None and self.world_size > 1:
+            liveness = self._coordinator.liveness = Liveness.open(control)
+            channel.explain = liveness.explain
+            # At the latest when this process ends; its end must not find a thread inside the store's client.
+            self._leave = weakref.finalize(self, liveness.leave, "its process ended")
         self.overhead_s = 0.0
 
     @property
@@ -352,6 +362,26 @@ class Controller:
                 forward_backward()
         random_state.restore(saved)
 
+    def request_stop(self) -> None:
+        """Ask all ranks to stop after the same step, soon; `stopping` says when. May be called in a signal handler:
+
+            signal.signal(signal.SIGTERM, lambda *_: controller.request_stop())
+            for x, y in loader:
+                ...
+                controller.step(loss=loss)
+                if controller.stopping:
+                    save(model, optimizer, controller.state_dict())
+                    break
+
+        One rank's request is enough. It takes 2 to 4 s, and no step waits meanwhile but perhaps the last.
+        """
+        self._coordinator.request_stop()
+
+    @property
+    def stopping(self) -> bool:
+        """Whether to leave the loop now: on all ranks after the same optimizer step, once one has asked for it."""
+        return self._coordinator.stopping
+
     # ------------------------------------------------------------ state
 
     def state_dict(self, *, gather: bool = False) -> dict[str, Any]:
@@ -380,12 +410,30 @@ class Controller:
         self._coordinator.load_state_dict(state, policy=policy)
 
     def close(self) -> None:
-        """Finish a pending decision and close the events file. Optional; safe to call twice."""
-        coordinator = self._coordinator
+        """Finish a pending decision, write the last events, and let go of threads, sockets and process groups.
+
+        Safe to call twice; every rank should call it, before `dist.destroy_process_group()`. Nothing is waited for
+        after a rank was lost. The connected model cannot be trained on after it.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        coordinator, error = self._coordinator, sys.exception()
+        liveness = coordinator.liveness
+        failing = error or (liveness and liveness.lost)
+        if liveness is not None and error is not None:
+            liveness.leave_with(error)
         try:
-            coordinator.settle()
+            if not failing:
+                coordinator.settle()
         finally:
-            coordinator.channel.drain()
-            time.sleep(0.005)  # lets backend threads drop our callbacks: they need the GIL a group's destructor holds
+            patience_s = 0.0 if failing else DRAIN_S
+            groups = coordinator.close(patience_s=patience_s)
             if self._events is not None:
                 self._events.close()
+            if self._control is not None:
+                groups.append(self._control)
+                self._control = None
+            destroy_groups(groups, patience_s=patience_s)
+            if liveness is not None:
+                liveness.leave()

@@ -5,6 +5,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from dynamix.data import Allocations, BatchSampler, StepPlan, Stream
@@ -16,6 +17,7 @@ from dynamix.runtime.agreement import Channel, Kind
 from dynamix.runtime.decentral import PeerChannel
 from dynamix.runtime.gradients import Share
 from dynamix.runtime.job import Closing, JobFacts
+from dynamix.runtime.liveness import Liveness
 from dynamix.runtime.memory import Memory
 from dynamix.runtime.noise import ConsecutiveNoise
 from dynamix.runtime.observation import Recorder
@@ -61,6 +63,8 @@ class Coordinator:
         self.memory: Memory | None = None
         self.learning_rate: LearningRate | None = None
         self._pairs = ConsecutiveNoise() if self.allocations.workers == 1 else None
+        self.liveness: Liveness | None = None  # None: nobody else is there
+        self.stop_wanted = self.stopping = False
         self.schedules: list[SampleSchedule] = []
         self._watch: SchedulerWatch | None = None
         self.changes = 0  # of the sizes, since this process began
@@ -91,6 +95,9 @@ class Coordinator:
     def connect(self, model: nn.Module, optimizer: Optimizer, attached: Attached, memory: Memory) -> None:
         """Observe this model and optimizer, weight its gradients, and let the learning rate follow the batch."""
         self.attached, self.memory, self.recorder = attached, memory, attached.recorder
+        if self.liveness is not None:
+            attached.explain_with(self.liveness.explain)
+            self.loss_weight.explain = self.liveness.explain
         self.learning_rate = LearningRate(optimizer, self.lr_rule)
         if self.rank == 0 and not self.job.fixed:
             self._watch = SchedulerWatch(optimizer, self.job.base_batch)
@@ -141,6 +148,13 @@ class Coordinator:
         full = plan.last if self.per_epoch else self.recorder.steps >= self.interval
         if full and self.recorder.steps:
             self._close_window(plan, self._rounds_issued(self.need_source()) + ahead)
+        self.stopping = self.stop_wanted if self.liveness is None else self.liveness.step_done(progress.steps)
+
+    def request_stop(self) -> None:
+        """`Controller.request_stop`."""
+        self.stop_wanted = True
+        if self.liveness is not None:
+            self.liveness.stopping.wanted = True
 
     def _advance_schedules(self, plan: StepPlan) -> None:
         samples, watch = int(plan.group.sum()), self._watch
@@ -191,6 +205,14 @@ class Coordinator:
             self.recorder.reset()
         if self.source is not None:
             self.allocations.forget(self.source.consumed)
+
+    def close(self, *, patience_s: float) -> list[ProcessGroup]:
+        """End threads, what is under way getting `patience_s`; returns the process groups, which nobody has then."""
+        self.channel.close(patience_s)
+        hook = None if self.attached is None else self.attached.hook
+        return [
+            group for owner in (hook, self.memory, self.loss_weight) if owner is not None for group in owner.close()
+        ]
 
     def before_issue(self, step: int) -> None:
         """The sampler is about to plan micro-step `step`: a pending message may concern it."""

@@ -8,26 +8,36 @@ step later. A rank whose thread is late sends the size it has.
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dynamix.errors import DynamixError, WorkerLostError
+from dynamix.errors import DynamixError
 from dynamix.policies import Policy
 from dynamix.policies.stigmergic.policy import StigmergicPolicy, in_range
 from dynamix.policies.stigmergic.traces import TRACES, Own, TraceKind, noise_part
 from dynamix.policies.wrappers import peers_of
-from dynamix.runtime.agreement import DRAIN_S, PATIENCE_S, REPLAY_PATIENCE_S, Channel, Kind, Message
+from dynamix.runtime.agreement import (
+    DRAIN_S,
+    PATIENCE_S,
+    REPLAY_PATIENCE_S,
+    Channel,
+    Explain,
+    Kind,
+    Message,
+    unnamed,
+)
 from dynamix.runtime.decision import Decider
 from dynamix.runtime.job import Closing, JobFacts
+from dynamix.runtime.liveness import job_store
 from dynamix.runtime.observation import ROW
 from dynamix.runtime.trace_store import StoreField
 from dynamix.window import Floats, Window
@@ -37,6 +47,7 @@ LOOK_S = 0.04  # longest time that a rank looks again for traces of this window 
 LOOK_BACK_S = 0.25  # and after the choice, so that the next one has whole traces to fall back on
 LOOK_AGAIN_S = 0.002
 _FAILED = -1  # sent in place of a size
+_log = logging.getLogger("dynamix")
 
 
 def open_channel(
@@ -77,19 +88,22 @@ class PeerChannel:
         *,
         share_noise: bool,
     ) -> None:
-        self.group, self.job, self.policy, self.decider, self.share_noise = group, job, policy, decider, share_noise
+        self.group: dist.ProcessGroup | None = group
+        self.job, self.policy, self.decider, self.share_noise = job, policy, decider, share_noise
         self.rank, self.workers = dist.get_rank(group), dist.get_world_size(group)
         prefix = f"dynamix/traces/{group.group_name}"
         self.field = StoreField(job_store(), len(TRACES), policy.decay, prefix=prefix, patience_s=PATIENCE_S)
         self.waited_s = 0.0
         self.failed: DynamixError | None = None
+        self.explain: Explain = unnamed
         self.fits: int | None = None
         self._whole = _NONE_YET
         self._first = -1  # window in which this channel first left traces
         self._noise, self._signal = 0.0, 0.0
         self._round: _Round | None = None
-        self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        threading.Thread(target=self._work, name="dynamix-choose", daemon=True).start()
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="dynamix-choose", daemon=True)
+        self._thread.start()
 
     @property
     def pending(self) -> bool:
@@ -111,8 +125,7 @@ class PeerChannel:
         except (RuntimeError, ValueError) as error:
             if isinstance(error, DynamixError):
                 raise
-            why = f"a rank died or did not answer within the process group's timeout ({error})"
-            raise WorkerLostError(f"the ranks could not exchange their batch sizes: {why}") from error
+            raise self.explain(error, "the ranks could not exchange their batch sizes") from error
         finally:
             self.waited_s += time.perf_counter() - started
         if self.failed is not None:
@@ -126,12 +139,18 @@ class PeerChannel:
         return message
 
     def drain(self, timeout_s: float = DRAIN_S) -> bool:
-        """Wait until this rank's thread has nothing left to do, and leave the store; False if it is busy even then."""
+        """Wait until this rank's thread has nothing left to do; False if it is busy even then."""
         done = threading.Event()
         self._jobs.put(done.set)
-        ended = done.wait(timeout_s)
+        return done.wait(timeout_s)
+
+    def close(self, timeout_s: float = DRAIN_S) -> None:
+        """Drain, leave the store, and end the thread, if it is not busy even then."""
+        self.drain(timeout_s)
+        self._jobs.put(None)
+        self._thread.join(timeout_s)
         self.field.close()
-        return ended
+        self.group = None
 
     def choose(self, row: Floats, closing: Closing) -> int:
         """This rank's new size; the one it has where the field does not answer. Leaves its traces."""
@@ -222,12 +241,11 @@ class PeerChannel:
         decider.witness(Window.of(closing.sizes, **seen, steps=steps, **self.job.facts(closing)), closing, message)
 
     def _work(self) -> None:
-        while True:
-            job = self._jobs.get()
+        while (job := self._jobs.get()) is not None:
             try:
                 job()
-            except Exception as error:  # a full disk, say: the thread must live, the job must know
-                self.failed = DynamixError(f"events of the last window could not be written: {error!r}")
+            except Exception:  # the sizes are known, and training goes on with them
+                _log.warning("what follows a decision has failed; training goes on", exc_info=True)
             del job  # or an idle thread would hold a process group's work
 
 
@@ -337,10 +355,3 @@ def noise_of(parts: Floats, global_sq: Floats, total: float) -> tuple[float, flo
 def _unit(closing: Closing, job: JobFacts) -> float:
     """The even share of the base batch, samples per round."""
     return job.base_batch / len(closing.sizes)
-
-
-def job_store() -> Any:
-    """The key-value store through which the ranks of this job met."""
-    from torch.distributed import distributed_c10d
-
-    return distributed_c10d._get_default_store()

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from dynamix.errors import ConfigError, StateError
+from dynamix.events.background import BackgroundLog
 from dynamix.events.records import EventLog, read_events
 from dynamix.policies import Policy
 from dynamix.policies.wrappers import after_answer, report_of
@@ -33,7 +34,7 @@ class Decider:
         job: JobFacts,
         *,
         replay: dict[int, dict[str, Any]] | None = None,
-        events: EventLog | None = None,
+        events: EventLog | BackgroundLog | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.policy, self.job = policy, job

@@ -4,6 +4,9 @@ The gradient of the union batch is g = sum_i (n_i / N) g_i, with g_i the gradien
 samples. DDP averages over W workers, so each worker's gradient is multiplied by n_i * W / N before it is reduced.
 """
 
+import contextlib
+import sys
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
@@ -12,10 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket as Bucket
+from torch.autograd import Variable
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.futures import Future
 
 from dynamix.errors import ConfigError, UsageError
+from dynamix.runtime.agreement import Explain, unnamed
+from dynamix.runtime.liveness import failed_collective
 
 Hook = Callable[[Any, Bucket], "Future[Tensor]"]
 
@@ -105,9 +111,31 @@ class GradientHook:
         self.reductions = 0  # of the optimizer step under way
         self.loss_scale: Callable[[], Tensor | None] = lambda: None
         self.muted = False  # discarded warm-up passes: plain all-reduce, nothing measured
+        self.explain: Explain = unnamed
+        self._under_way: list[Future[Tensor]] = []
         self._measuring, self._since_dense = False, DENSE_EVERY
 
     def __call__(self, state: Any, bucket: Bucket) -> Future[Tensor]:
+        future = self._reduced(bucket)
+        if bucket.index() == 0:
+            self._under_way = []
+            # Called before DDP waits itself: what that raises has lost its type, and names nobody.
+            cast(Any, Variable._execution_engine).queue_callback(self._arrived)
+        self._under_way.append(future)
+        return future
+
+    def _arrived(self) -> None:
+        """At the end of backward. Raises `WorkerLostError` where a collective failed."""
+        futures, self._under_way = self._under_way, []
+        try:
+            for future in futures:
+                future.wait()
+        except RuntimeError as error:
+            if not failed_collective(error):
+                raise
+            raise self.explain(error, "the ranks could not add their gradients") from error
+
+    def _reduced(self, bucket: Bucket) -> Future[Tensor]:
         if self.muted:
             self.buckets_seen = max(self.buckets_seen, bucket.index() + 1)
             return self._plainly(bucket)
@@ -161,6 +189,12 @@ class GradientHook:
         self._since_dense = 0 if self._measuring else self._since_dense + 1
         if self.steps >= 2:
             self.make_groups()
+
+    def close(self) -> list[dist.ProcessGroup]:
+        """Let go of the controller, as DDP cannot let go of this hook; returns the groups of buckets."""
+        self.share = _closed
+        groups, self.bucket_groups = self.bucket_groups, []
+        return groups
 
     def make_groups(self) -> None:
         """One process group per bucket for hooks that chain collectives on gloo. A collective call."""
@@ -235,6 +269,10 @@ class GradientHook:
         return torch.square(norm if scale is None else norm / scale.to(norm.device))
 
 
+def _closed() -> Share:
+    raise UsageError("the model's controller is closed: train on with a new DistributedDataParallel around its module")
+
+
 @torch.no_grad()
 def weighted_average(model: nn.Module, count: float, *, group: dist.ProcessGroup | None = None) -> None:
     """Replace parameters and floating buffers by their mean over workers, weighted by `count`: model averaging.
@@ -271,6 +309,26 @@ def _plain_state(state: Any) -> dict[str, Any] | None:
         return None
     names = vars(state) if (slots := getattr(type(state), "__slots__", None)) is None else slots
     return {name: getattr(state, name) for name in names if name != "process_group" and hasattr(state, name)}
+
+
+_kept: list[dist.ProcessGroup] = []  # for ever: the last reference was somebody else's
+
+
+def destroy_groups(groups: list[dist.ProcessGroup], *, patience_s: float) -> None:
+    """Let go of groups that a controller made: sockets and threads. Empties the list. Not a collective.
+
+    A group that its own thread lets go of last ends the whole process. So each is kept until nobody else has it, and
+    for ever where somebody does after `patience_s`, or where an operation may be under way (a patience of 0).
+    """
+    while groups:
+        group, deadline = groups.pop(), time.monotonic() + patience_s
+        if patience_s > 0 and dist.is_initialized():
+            with contextlib.suppress(ValueError):  # the job has destroyed all groups already
+                dist.destroy_process_group(group)
+        while sys.getrefcount(group) > 2 and time.monotonic() < deadline:
+            time.sleep(0.001)
+        if patience_s <= 0 or sys.getrefcount(group) > 2:
+            _kept.append(group)
 
 
 def new_gloo_group(ranks: list[int], timeout: Any = None) -> dist.ProcessGroup:

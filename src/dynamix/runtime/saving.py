@@ -5,28 +5,49 @@ from __future__ import annotations
 import copy
 import random
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from dynamix.data import Allocations, BatchSampler, Stream
 from dynamix.errors import StateError, UsageError
 from dynamix.policies import Policy
 from dynamix.policies.wrappers import after_answer, carry_over, load_policy
 from dynamix.projection import project
 from dynamix.runtime import random_state
+from dynamix.runtime.agreement import Channel
+from dynamix.runtime.decentral import PeerChannel
+from dynamix.runtime.job import JobFacts
+from dynamix.runtime.observation import Recorder
 from dynamix.runtime.packing import checksum, pack, unpack
+from dynamix.runtime.progress import Progress
+from dynamix.runtime.scaling import SampleSchedule
 from dynamix.runtime.state import ORDER, SavedState, own_source, source_state
+from dynamix.runtime.weighting import Attached
 from dynamix.window import Bounds, Ints, Window
-
-if TYPE_CHECKING:
-    from dynamix.runtime.coordinator import Coordinator
 
 RANDOM_UP_TO = 64  # ranks whose random state a gathered state holds: 10 kB each
 
 
-def save(job: Coordinator, *, gather: bool = False) -> dict[str, Any]:
+class Resumable(Protocol):
+    """What of a `Coordinator` is saved."""
+
+    job: JobFacts
+    policy: Policy
+    allocations: Allocations
+    progress: Progress
+    recorder: Recorder
+    schedules: list[SampleSchedule]
+    accumulate: int
+    rank: int
+    source: BatchSampler | Stream | None
+    attached: Attached | None
+    channel: Channel | PeerChannel
+
+
+def save(job: Resumable, *, gather: bool = False) -> dict[str, Any]:
     """`Controller.state_dict`."""
     pieces, workers = job.accumulate, job.allocations.workers
     ledger = job.allocations.state_dict()
@@ -52,7 +73,7 @@ def save(job: Coordinator, *, gather: bool = False) -> dict[str, Any]:
     ).write()
 
 
-def _gathered(job: Coordinator, own: dict[str, Any]) -> dict[int, dict[str, Any]]:
+def _gathered(job: Resumable, own: dict[str, Any]) -> dict[int, dict[str, Any]]:
     group = job.channel.group
     if group is None:
         raise UsageError("state_dict(gather=True) needs the ranks' control group: call it on every rank of a live job")
@@ -61,7 +82,7 @@ def _gathered(job: Coordinator, own: dict[str, Any]) -> dict[int, dict[str, Any]
     return {rank: unpack(packed, f"ranks[{rank}]") for rank, packed in enumerate(every)}
 
 
-def load(job: Coordinator, state: Any, *, policy: bool = True) -> dict[str, Any]:
+def load(job: Resumable, state: Any, *, policy: bool = True) -> dict[str, Any]:
     """`Controller.load_state_dict`; returns the parts that wait for what does not exist yet.
 
     Nothing of the job is changed where this raises.
@@ -85,13 +106,13 @@ def load(job: Coordinator, state: Any, *, policy: bool = True) -> dict[str, Any]
     return parts
 
 
-def _checked_bounds(job: Coordinator, saved: SavedState) -> Bounds:
+def _checked_bounds(job: Resumable, saved: SavedState) -> Bounds:
     trial = copy.copy(job.job)
     trial.resume(saved.base_batch)
     return trial.bounds
 
 
-def _ledger(job: Coordinator, saved: SavedState, bounds: Bounds) -> tuple[list[int], list[Ints], int]:
+def _ledger(job: Resumable, saved: SavedState, bounds: Bounds) -> tuple[list[int], list[Ints], int]:
     """Rounds and sizes of the ledger to go on with, and the round from which measurements count.
 
     The saved ledger, within the bounds of today. At another world size the global batch is kept and split evenly.
@@ -109,7 +130,7 @@ def _ledger(job: Coordinator, saved: SavedState, bounds: Bounds) -> tuple[list[i
     return [now], [within], now
 
 
-def _parts(job: Coordinator, saved: SavedState, same: bool) -> dict[str, Any]:
+def _parts(job: Resumable, saved: SavedState, same: bool) -> dict[str, Any]:
     """What waits for its owner, each checked against the owner where there is one."""
     own = saved.ranks.get(job.rank) if same else None
     of_any = own or saved.ranks[saved.rank]

@@ -14,7 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dynamix.data import StepPlan
 from dynamix.errors import ConfigError, UsageError
+from dynamix.runtime.agreement import Explain, unnamed
 from dynamix.runtime.gradients import GradientHook, Share, average_, new_gloo_group, wipe_nonfinite_
+from dynamix.runtime.liveness import failed_collective
 from dynamix.runtime.observation import Recorder
 
 
@@ -23,7 +25,14 @@ class Attached:
 
     def __init__(self, model: nn.Module, recorder: Recorder, hook: GradientHook | None) -> None:
         self.model, self.recorder, self.hook = model, recorder, hook
+        self.explain: Explain = unnamed
         self.last_weight = 1.0  # n_i/N of the step before the forward that is starting: it produced the buffers
+
+    def explain_with(self, explain: Explain) -> None:
+        """From now on a failed collective of a pass is told by `explain`."""
+        self.explain = explain
+        if self.hook is not None:
+            self.hook.explain = explain
 
     def step_done(self) -> None:
         if self.hook is not None:
@@ -143,19 +152,39 @@ def attach(
     if scaler is not None:
         entry.loss_scale = lambda: getattr(scaler, "_scale", None)  # get_scale() would synchronise the device
     attached = Attached(model, recorder, entry)
-    if batchnorm == "weighted":
-        _average_buffers(model, attached, share, group)
+    weighted = batchnorm == "weighted"
+    _exchange_buffers(model, attached, _averaging(model, attached, share, group) if weighted else _broadcasting(model))
     return attached
 
 
-def _average_buffers(
-    model: DistributedDataParallel, attached: Attached, share: Callable[[], Share], group: dist.ProcessGroup
-) -> None:
+Exchange = Callable[[dict[str, Tensor]], None]
+
+
+def _exchange_buffers(model: DistributedDataParallel, attached: Attached, exchange: Exchange) -> None:
+    """Before each forward pass of DDP `exchange` its buffers. There too a rank may be found lost."""
     from torch.nn.parallel.distributed import _BufferCommHookLocation
 
+    def hook(state: Any, buffers: dict[str, Tensor]) -> None:
+        try:
+            exchange(buffers)
+        except RuntimeError as error:
+            if not failed_collective(error):
+                raise
+            raise attached.explain(error, "the ranks could not exchange the model's buffers") from error
+
+    model._register_buffer_comm_hook(None, hook, _BufferCommHookLocation.PRE_FORWARD)
+
+
+def _broadcasting(model: DistributedDataParallel) -> Exchange:
+    return lambda buffers: model._default_broadcast_coalesced()
+
+
+def _averaging(
+    model: DistributedDataParallel, attached: Attached, share: Callable[[], Share], group: dist.ProcessGroup
+) -> Exchange:
     attached.last_weight = 1.0 / dist.get_world_size(group)
 
-    def hook(state: Any, buffers: dict[str, Tensor]) -> None:
+    def average(buffers: dict[str, Tensor]) -> None:
         # With unequal shares the first rank, whose buffers DDP would take, may have the noisiest statistics.
         average_(buffers.values(), attached.last_weight, group)
         if not model.training or attached.recorder.muted:
@@ -163,7 +192,7 @@ def _average_buffers(
         now = share()
         attached.last_weight = now.count / (now.total or 1.0)
 
-    model._register_buffer_comm_hook(None, hook, _BufferCommHookLocation.PRE_FORWARD)
+    return average
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -192,6 +221,7 @@ class LossWeight:
 
     def __init__(self, group: dist.ProcessGroup | None, accumulate: int) -> None:
         self.group, self.accumulate = group, accumulate
+        self.explain: Explain = unnamed
         self.workers = 1 if group is None else dist.get_world_size(group)
         self.applied: float | Tensor | None = None
         self.required = self._paused = False
@@ -249,8 +279,11 @@ class LossWeight:
         return loss * weight.to(loss.dtype).to(loss.device)
 
     def _correct(self, reference: Tensor, counted: list[tuple[Tensor, Any]]) -> None:
-        for _, handle in counted:
-            handle.wait()
+        try:
+            for _, handle in counted:
+                handle.wait()
+        except RuntimeError as error:
+            raise self.explain(error, "the ranks could not add their counts") from error
         total = torch.stack([value for value, _ in counted]).mean()
         self._reference = total
         if self._model is None:
@@ -259,6 +292,12 @@ class LossWeight:
         with torch.no_grad():
             for gradient in _gradients(self._model):
                 gradient.mul_(factor.to(gradient.dtype).to(gradient.device))
+
+    def close(self) -> list[dist.ProcessGroup]:
+        """Let go of the group that counts travel in, and return it."""
+        group, self._counts_group = self._counts_group, None
+        self._counted.clear()
+        return [] if group is None else [group]
 
     def take(self) -> float | Tensor | None:
         """At the end of a micro-step: the weight that was applied, None if none was. Raises if one was required."""

@@ -1,4 +1,4 @@
-"""The suites that compare policies: `dynamix bench tta`, `scaling`, `stigmergy`, `workloads`, `fidelity`."""
+"""The suites of whole jobs: `dynamix bench tta`, `scaling`, `stigmergy`, `workloads`, `fidelity`, `faults`."""
 
 from __future__ import annotations
 
@@ -204,3 +204,25 @@ def bench_stigmergy(
     if workers:
         plan = replace(plan, workers=numbers_of("workers", workers) or ())
     conducted(context, StigmergySuite(plan), out=out, resume=resume, as_json=as_json, processes=processes)
+
+
+@bench.command("faults")
+@guarded
+def bench_faults(
+    context: typer.Context,
+    quick: Annotated[bool, typer.Option("--quick", help="Three faults, a short job: two to four minutes.")] = False,
+    faults: Annotated[str | None, typer.Option(help="Kinds of faults, comma-separated (default: all).")] = None,
+    seeds: Annotated[int | None, typer.Option(min=1, help="Faults of each kind (default: 200 in all).")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="First seed.")] = 0,
+    resume: Resume = False,
+    out: Out = None,
+    as_json: Json = False,
+) -> None:
+    """Break a job on emulated hosts in every way; check what ended, who was named, and every sample and gradient."""
+    from dynamix_lab.suites.faults.suite import FaultsPlan, FaultsSuite
+
+    plan = FaultsPlan.of(quick=quick, faults=names_of(faults), seeds=seeds, seed=seed)
+    result = conducted(context, FaultsSuite(plan), out=out, resume=resume, as_json=as_json)
+    if result["right"] < result["injected"]:
+        typer.echo("error: not every fault was borne", err=True)
+        raise typer.Exit(1)

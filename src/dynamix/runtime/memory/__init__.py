@@ -56,6 +56,11 @@ class Memory:
         """Most samples that `backward` still tries at once, after memory ran out; None while it never did."""
         return None if self._retrying is None else self._retrying.largest
 
+    def close(self) -> list[dist.ProcessGroup]:
+        """Let go of the group that all this talked on, and return it."""
+        group, self._talk, self._retrying = self._talk, None, None
+        return [] if group is None else [group]
+
     def _group(self) -> dist.ProcessGroup | None:
         if self._talk is None and self.group is not None:
             self._talk = open_control_group(self.group, ["memory"])

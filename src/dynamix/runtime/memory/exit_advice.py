@@ -1,11 +1,9 @@
 """What an out-of-memory in the user's own loop says before the process ends: nothing is tried again there."""
 
-import sys
-import weakref
 from collections.abc import Callable
-from types import TracebackType
 
 from dynamix.runtime.memory.gauge import is_out_of_memory
+from dynamix.runtime.uncaught import tell_of_uncaught
 
 
 def advice(rank: int, samples: int) -> str:
@@ -15,17 +13,19 @@ def advice(rank: int, samples: int) -> str:
 
 
 class ExitNote:
-    """As long as it lives, an out-of-memory error that nobody catches gets a note with advice (`sys.excepthook`).
+    """As long as it lives, an out-of-memory error that nobody catches gets a note with advice.
 
     samples   what this rank was given in the step under way; None between steps
     """
 
     def __init__(self, rank: int, samples: Callable[[], int | None]) -> None:
         self.rank, self.samples = rank, samples
-        _live.add(self)
-        if not _before:
-            _before.append(sys.excepthook)
-            sys.excepthook = _print
+        tell_of_uncaught(self)
+
+    def uncaught(self, error: BaseException) -> None:
+        """Add the note, if it is such an error."""
+        if is_out_of_memory(error) and (text := self.text()) is not None:
+            error.add_note(text)
 
     def text(self) -> str | None:
         """The note for an error of this moment."""
@@ -36,15 +36,3 @@ class ExitNote:
             f"waiting for it, so the step is not tried again. {advice(self.rank, samples)}; "
             "controller.backward(loss_fn, batch) goes on in smaller pieces instead"
         )
-
-
-_live: weakref.WeakSet[ExitNote] = weakref.WeakSet()
-_before: list[Callable[[type[BaseException], BaseException, TracebackType | None], object]] = []
-
-
-def _print(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    if is_out_of_memory(error):
-        for note in list(_live):
-            if (text := note.text()) is not None:
-                error.add_note(text)
-    _before[0](kind, error, trace)

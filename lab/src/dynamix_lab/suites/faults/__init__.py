@@ -1,0 +1,1 @@
+"""`dynamix bench faults`: what a job does when something breaks under it."""

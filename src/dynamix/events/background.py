@@ -1,0 +1,105 @@
+"""Events of a training job: written by a thread of their own, and never a reason to end the job."""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+from pathlib import Path
+from typing import Any
+
+from dynamix.events.records import EVENTS_VARIABLE, cut_unfinished, line_of
+
+BACKLOG = 1_000  # lines that may wait for a slow disk; further ones are dropped
+_log = logging.getLogger("dynamix")
+
+
+class BackgroundLog:
+    """`EventLog` for a job that trains: `write` returns at once, a thread appends the lines in order.
+
+    What cannot be written (disk full, no permission, no such value in JSON) is dropped, counted in `dropped` and said
+    once in the log. Every later line is tried again, and the first one that gets through carries `dropped`, the count
+    so far. A file or folder that was removed is made again. The thread starts with the first line.
+
+    >>> log = BackgroundLog("/proc/no/such/folder/events.jsonl")
+    >>> log.write(window_index=0)
+    >>> log.close(), log.dropped
+    (True, 1)
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self.dropped = 0
+        self._told = 0  # of `dropped`, how many a line has said
+        self._warned = False
+        self._fd = -1
+        self._lines: queue.Queue[dict[str, Any] | None] = queue.Queue(BACKLOG)
+        self._thread: threading.Thread | None = None
+
+    def write(self, **fields: Any) -> None:
+        """Append one event, soon. The fields must not be changed afterwards."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name="dynamix-events", daemon=True)
+            self._thread.start()
+        try:
+            self._lines.put_nowait(fields)
+        except queue.Full:
+            self._drop("the disk is too slow")
+
+    def close(self, timeout_s: float = 5.0) -> bool:
+        """Write what waits and end the thread; False if that takes longer. Writing again begins anew."""
+        thread, self._thread = self._thread, None
+        if thread is None:
+            return True
+        try:
+            self._lines.put(None, timeout=timeout_s)
+        except queue.Full:
+            return False
+        thread.join(timeout_s)
+        return not thread.is_alive()
+
+    def _serve(self) -> None:
+        while (fields := self._lines.get()) is not None:
+            try:
+                self._append(fields)
+            except Exception as error:  # whatever it is, training goes on
+                self._drop(str(error) or type(error).__name__)
+        self._shut()
+
+    def _append(self, fields: dict[str, Any]) -> None:
+        if self.dropped > self._told:
+            fields = fields | {"dropped": self.dropped}
+        line = line_of(fields)
+        if self._fd >= 0 and os.fstat(self._fd).st_nlink == 0:
+            self._shut()  # removed: what is written there is lost
+        if self._fd < 0:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            cut_unfinished(self.path)
+            self._fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        before = os.fstat(self._fd).st_size
+        try:
+            rest = memoryview(line)
+            while rest:
+                rest = rest[os.write(self._fd, rest) :]
+        except OSError:
+            os.ftruncate(self._fd, before)  # or the next line would follow half a line
+            raise
+        self._told = fields.get("dropped", self._told)
+
+    def _drop(self, why: str) -> None:
+        self.dropped += 1
+        if not self._warned:
+            self._warned = True
+            _log.warning("events cannot be written to %s (%s); training goes on, lines are dropped", self.path, why)
+
+    def _shut(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def background_log(path: str | os.PathLike[str] | None) -> BackgroundLog | None:
+    """Where a job's events go: `path`, else the file that DYNAMIX_EVENTS names, else nowhere."""
+    chosen = path if path is not None else os.environ.get(EVENTS_VARIABLE)
+    return BackgroundLog(chosen) if chosen else None

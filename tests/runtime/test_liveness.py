@@ -1,0 +1,180 @@
+"""Who has ended, and who is silent: named on every rank, in seconds; and nothing is left of a controller."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, TensorDataset
+
+import dynamix
+from dynamix.errors import WorkerLostError
+from dynamix.runtime.gradients import _kept
+from tests.ranks import Ok, run_ranks
+
+pytestmark = pytest.mark.multiproc
+
+
+def _used() -> tuple[int, int]:
+    gc.collect()
+    return threading.active_count(), len(os.listdir("/proc/self/fd"))
+
+
+def _native_threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def _many_controllers(rank: int, controllers: int) -> list[tuple[int, int, int]]:
+    data = TensorDataset(torch.randn(16, 4), torch.randint(0, 3, (16,)))
+    used = []
+    for i in range(controllers):
+        policy = ("dynamix", "stigmergic")[i % 2]
+        controller = dynamix.Controller(policy, batch_size=2, interval=1)
+        sampler = controller.batch_sampler(data)
+        net = nn.Linear(4, 3)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        model = controller.wrap(DDP(net), optimizer, weighting="loss" if i % 5 == 0 else "hook")
+        for x, y in DataLoader(data, batch_sampler=sampler):
+            loss = F.cross_entropy(model(x), y)
+            (controller.weight(loss, count=float(len(x))) if i % 5 == 0 else loss).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            controller.step(loss=loss)
+        controller.close()
+        controller.close()
+        del controller, sampler, net, optimizer, model, loss
+        used.append((*_used(), _native_threads()))
+    assert not _kept
+    return used
+
+
+def test_many_controllers_leave_no_thread_and_no_descriptor() -> None:
+    """Python threads, descriptors, threads of the process."""
+    for used in run_ranks(_many_controllers, 2, 24, timeout_s=200):
+        assert all(last <= early for last, early in zip(used[-1], used[9], strict=True)), used
+
+
+class _Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[tuple[float, str]] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append((time.monotonic(), record.getMessage()))
+
+
+def _train(rank: int, fault: str, buffers: bool) -> dict[str, Any]:
+    """Trains until something ends it: `fault` of rank 1 (of rank 0: `fault` with a 0), at step 10."""
+    log = _Lines()
+    logging.getLogger("dynamix").addHandler(log)
+    data = TensorDataset(torch.randn(4000, 4), torch.randint(0, 3, (4000,)))
+    controller = dynamix.Controller("static", batch_size=2, interval=5)
+    sampler = controller.batch_sampler(data)
+    net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8) if buffers else nn.ReLU(), nn.Linear(8, 3))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    model = controller.wrap(DDP(net), optimizer)
+    error: Exception | None = None
+    steps, last = 0, time.monotonic()
+    faulty = rank == (0 if fault.endswith("0") else 1)
+    try:
+        for x, y in DataLoader(data, batch_sampler=sampler):
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            controller.step(loss=loss)
+            steps, last = steps + 1, time.monotonic()
+            time.sleep(0.02)
+            if controller.stopping:
+                break
+            if steps == 10 and faulty:
+                _suffer(controller, fault)
+    except (WorkerLostError, ValueError) as caught:
+        error = caught
+        controller.close()
+    else:
+        controller.close()
+    ended_s = time.monotonic() - last
+    return {"error": error, "steps": steps, "ended_s": ended_s, "log": [(t - last, line) for t, line in log.lines]}
+
+
+def _suffer(controller: dynamix.Controller, fault: str) -> None:
+    if fault.startswith("kill"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif fault.startswith("raise"):
+        raise ValueError("a bug in the loop")
+    elif fault == "terminate":
+        signal.signal(signal.SIGTERM, lambda *_: controller.request_stop())
+        os.kill(os.getpid(), signal.SIGTERM)
+    elif fault == "pause":
+        later = f"import os, signal, time; time.sleep(9); os.kill({os.getpid()}, signal.SIGCONT)"
+        subprocess.Popen([sys.executable, "-c", later])
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+@pytest.mark.parametrize(("fault", "buffers"), [("kill", False), ("kill0", True), ("raise", True), ("raise0", False)])
+def test_every_rank_names_the_one_that_ended(fault: str, buffers: bool) -> None:
+    lost = 0 if fault.endswith("0") else 1
+    outcomes = run_ranks(_train, 3, fault, buffers, timeout_s=100, group_timeout_s=30, expect_failure=True)
+    for rank, outcome in enumerate(outcomes):
+        if rank == lost:
+            assert fault.startswith("raise") or outcome == "died with exit code -9"
+            continue
+        assert isinstance(outcome, Ok), outcome
+        error = outcome.value["error"]
+        assert isinstance(error, WorkerLostError), outcome.value
+        assert error.ranks == (lost,)
+        assert f"rank {lost} (" in str(error)
+        assert socket.gethostname() in str(error)
+        assert "has been silent for" in str(error) or "ValueError: a bug in the loop" in str(error)
+        assert ("a bug in the loop" in str(error)) == fault.startswith("raise"), error
+        assert outcome.value["ended_s"] < 40
+
+
+def test_a_rank_that_stands_still_is_named_in_every_log_and_training_goes_on() -> None:
+    ended = run_ranks(_train, 3, "pause", False, timeout_s=150, group_timeout_s=60)
+    for rank, one in enumerate(ended):
+        assert one["error"] is None
+        assert one["steps"] == ended[0]["steps"] > 100
+        lines = [line for _, line in one["log"]]
+        if rank != 1:
+            assert any(line.startswith("rank 1 (") and "has been silent for" in line for line in lines), lines
+            assert any(line.startswith("rank 1 (") and "answers again" in line for line in lines), lines
+
+
+def test_one_rank_asked_to_stop_stops_all_after_the_same_step() -> None:
+    ended = run_ranks(_train, 3, "terminate", False, timeout_s=100)
+    assert len({one["steps"] for one in ended}) == 1
+    assert 10 < ended[0]["steps"] < 600, "nobody stopped"
+    assert all(one["error"] is None for one in ended)
+
+
+def test_a_single_process_stops_at_its_next_step() -> None:
+    controller = dynamix.Controller("static", batch_size=4)
+    data = TensorDataset(torch.randn(40, 4))
+    net = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    sampler = controller.batch_sampler(data)
+    model = controller.wrap(net, optimizer)
+    stopped = []
+    for (x,) in DataLoader(data, batch_sampler=sampler):
+        model(x).sum().backward()
+        optimizer.step()
+        if len(stopped) == 3:
+            controller.request_stop()
+        controller.step()
+        stopped.append(controller.stopping)
+    assert stopped == [False] * 3 + [True] * 7
