@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import dynamix
 from dynamix.errors import ConfigError, UsageError
 from dynamix.runtime.job import JobFacts, fixed_at
+from dynamix.runtime.packing import checksum
 from dynamix.window import Bounds
 from tests.ranks import run_ranks
 from tests.union import Script
@@ -89,7 +90,9 @@ def _other_world(rank: int) -> dict[str, Any]:
     controller = dynamix.Controller("lb_bsp", batch_size=16, global_batch="fixed")
     sampler = controller.batch_sampler(_data())
     state = controller.state_dict()
-    state |= {"world_size": 4, "base_batch": 64, "allocations": {"steps": [0], "sizes": [[10, 20, 30, 4]]}}
+    state |= {"world_size": 4, "base_batch": 64, "ledger_sizes": [[10, 20, 30, 4]]}
+    state["source"] |= {"taken": [0] * 4, "unused": [0] * 4}
+    state["checksum"] = checksum(state)
     controller.load_state_dict(state)
     return {"sizes": controller.batch_sizes.tolist(), "total": int(controller.bounds.total_high), "len": len(sampler)}
 

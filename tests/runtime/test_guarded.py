@@ -17,6 +17,7 @@ import dynamix
 from dynamix.errors import ConfigError
 from dynamix.events.records import read_events
 from dynamix.policies.guard import Guard
+from dynamix.runtime.packing import unpack
 from tests.union import Script
 
 
@@ -66,7 +67,7 @@ def test_learned_policies_are_watched_unless_it_is_turned_off(tmp_path: Path) ->
     _train("dynamix", paths[1], epochs=1, guard=False)
     _train("lb_bsp", paths[2], epochs=1)
     assert ["guard" in read_events(path)[0] for path in paths] == [True, False, False]
-    state = json.loads(json.dumps(watched.state_dict()["policy"]))
+    state = json.loads(json.dumps(unpack(watched.state_dict()["policy"])))
     guard = Guard(Script([[8]]))
     guard.policy = watched.policy
     guard.load_state_dict(state)

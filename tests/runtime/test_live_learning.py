@@ -20,6 +20,7 @@ from dynamix.events.records import read_events
 from dynamix.policies.learned.deviations import LiveConfig
 from dynamix.policies.learned.online import LearningPolicy
 from dynamix.policies.registry import make_policy
+from dynamix.runtime.packing import unpack
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.multiproc
@@ -74,8 +75,8 @@ def _train(rank: int, policy: Any, folder: str, resume: bool, updates: int = 2, 
     return {
         "plans": plans,
         "loaded": loaded,
-        "learned": state["policy"]["learned"],
-        "windows": state["policy"]["windows"],
+        "learned": unpack(state["policy"])["learned"],
+        "windows": unpack(state["policy"])["windows"],
         "waited_s": controller._coordinator.channel.waited_s,
     }
 

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import dynamix
 from dynamix.errors import DynamixError, UsageError
+from dynamix.runtime.packing import checksum
 from tests.ranks import run_ranks
 from tests.union import Script
 
@@ -105,7 +106,8 @@ def _only_one_loads_while_training(odd: bool) -> None:
 def _other_window(odd: bool) -> None:
     _, three, _ = _states()
     if odd:
-        three["recorder"]["steps"] += 1
+        three["progress"]["window"] += 1
+        three["checksum"] = checksum(three)
     job = Job()
     job.train(job.sampled(), state=three)
 
@@ -113,7 +115,8 @@ def _other_window(odd: bool) -> None:
 def _other_ledger(odd: bool) -> None:
     two, _, _ = _states()
     if odd:
-        two["allocations"]["sizes"][-1] = [2] * dist.get_world_size()
+        two["ledger_sizes"][-1] = [2] * dist.get_world_size()
+        two["checksum"] = checksum(two)
     job = Job()
     job.train(job.sampled(), state=two)
 
@@ -165,7 +168,7 @@ CASES: dict[str, tuple[Odd, list[str]]] = {
     "finished": (_one_has_finished, ["epoch is 0 on", "1 on rank {last}", "checkpoint of one step"]),
     "one loads": (_only_one_loads, ["consumed is 0 on", "2 on rank {last}"]),
     "one loads late": (_only_one_loads_while_training, ["load_state_dict(state) on every rank"]),
-    "window": (_other_window, ["open window is [0,", "[1,"]),
+    "window": (_other_window, ["progress: window is 1 on", "2 on rank {last}", "checkpoint of one step"]),
     "ledger": (_other_ledger, ["batch sizes is"]),
     "interval": (_made(interval=3), ["interval is 2 on", "3 on rank {last}"]),
     "batch size": (_made(batch_size=5), ["batch_size is 4 on", "5 on rank {last}"]),

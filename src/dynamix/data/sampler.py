@@ -153,8 +153,8 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
             "rules": RULES_VERSION,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on after the saved step, also at another world size. Raises `StateError` if the order would differ."""
+    def check_state(self, state: dict[str, Any]) -> None:
+        """Raise `StateError` if the order of samples would differ from the one that was saved."""
         require_equal(
             state, dataset_size=self.dataset_size, seed=self.seed, shuffle=self.shuffle, partition=self.partition
         )
@@ -164,6 +164,11 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
                 f"the regions of this epoch were cut by rules of version {saved.get('rules', 1)}, this one has "
                 f"{RULES_VERSION}: samples would be lost; finish the epoch with the version that saved it"
             )
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on after the saved step, also at another world size. Raises `StateError` if the order would differ."""
+        self.check_state(state)
+        saved = state["regions"]
         self._load_position(state)
         self._cuts, self._regions = [dict(cut) for cut in state["cuts"]], None
         if saved is not None and len(saved["lengths"]) == self.world_size:

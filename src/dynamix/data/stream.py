@@ -108,14 +108,18 @@ class Stream(SampleOrder):
     def identity(self) -> dict[str, Any]:
         return {"sharded": self.sharded} | self._position_state()
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on after the saved step. Raises `StateError` for another kind of stream, or a sharded one at another W."""
+    def check_state(self, state: dict[str, Any]) -> None:
+        """Raise `StateError` for another kind of stream, or a sharded one at another W."""
         require_equal(state, sharded=self.sharded)
         if self.sharded and len(state["taken"]) != self.world_size:
             raise StateError(
                 f"a sharded stream saved by {len(state['taken'])} ranks cannot go on with {self.world_size}: the "
                 "shards belong to the ranks; resume with the same world size, or use sharded=False"
             )
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on after the saved step. Raises `StateError` for another kind of stream, or a sharded one at another W."""
+        self.check_state(state)
         self._load_position(state)
         self._resume = state["source"]
         self._source.stop()

@@ -11,6 +11,9 @@ from dynamix.emulator.scenario import Change, Device, Host, Load, Neighbour, Sce
 from dynamix.emulator.traces import read_trace
 from dynamix.errors import ScenarioError
 
+MOST_TEXT = 2**22  # characters of a scenario
+DEEPEST = 16  # levels of a scenario; ours have 4
+MOST_ALIASES = 8  # each can double a scenario once more: up to 256 times its text
 _FIXED = "change it in the scenario"
 _SHIPPED = Path(str(resources.files("dynamix.emulator") / "scenarios"))
 
@@ -90,11 +93,27 @@ def _read(source: str | Path) -> Any:
         allowed = f"{', '.join(shipped_scenarios())}, or a readable YAML file"
         raise ScenarioError("scenario", str(source), allowed, f"check the name ({reason})") from None
     try:
-        return yaml.safe_load(text)
+        return _loaded(yaml, text)
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError) as error:
+        # What PyYAML lets through: dates that do not exist, numbers of too many digits, too many brackets.
+        raise ScenarioError("scenario", str(source), "valid YAML", f"correct it ({error})") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"line {mark.line + 1}: {getattr(error, 'problem', '')}" if mark else str(error)
         raise ScenarioError("scenario", str(source), "valid YAML", f"correct {where}") from None
+
+
+def _loaded(yaml: Any, text: str) -> Any:
+    """`yaml.safe_load` of a text of reasonable size, without aliases that stand for aliases."""
+    if len(text) > MOST_TEXT:
+        raise ValueError(f"{len(text)} characters, at most {MOST_TEXT} are read")
+    loader, depth, aliases = getattr(yaml, "CSafeLoader", yaml.SafeLoader), 0, 0
+    for event in yaml.parse(text, Loader=loader):
+        aliases += isinstance(event, yaml.AliasEvent)
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > DEEPEST or aliases > MOST_ALIASES:
+            raise ValueError(f"more than {DEEPEST} levels or {MOST_ALIASES} aliases")
+    return yaml.load(text, Loader=loader)
 
 
 def _name_of(source: str | Path) -> str:

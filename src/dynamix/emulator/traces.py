@@ -37,7 +37,7 @@ def parse_trace(text: str, name: str) -> Rows:
     lines = [(n, line) for n, line in lines if not line.startswith("#")]
     if not lines:
         raise ScenarioError(name, "", "a line time_s,host0,... and a line per change", "write the trace")
-    head = [cell.strip() for cell in next(csv.reader([lines[0][1]]))]
+    head = [cell.strip() for cell in _split(lines[0][1], f"{name} line {lines[0][0]}")]
     if len(head) < 2 or head[0] != "time_s":
         place, fix = f"{name} line {lines[0][0]}", "begin the file with time_s,host0,host1,..."
         raise ScenarioError(place, lines[0][1], "time_s and a name per host", fix)
@@ -85,10 +85,17 @@ def check_rows(
                 raise ScenarioError(f"{place(i)}, {column}", factor, f"{LEAST_FACTOR} to 1", fix)
 
 
+def _split(line: str, place: str) -> list[str]:
+    try:
+        return next(csv.reader([line]), [])
+    except csv.Error as error:
+        raise ScenarioError(place, line[:80], "cells between commas", f"correct the line ({error})") from None
+
+
 def _numbers(line: str, head: Sequence[str], place: str) -> list[float]:
     if not line:
         raise ScenarioError(place, "", f"{len(head)} numbers", "remove the empty line, or fill the gap")
-    cells = [cell.strip() for cell in next(csv.reader([line]))]
+    cells = [cell.strip() for cell in _split(line, place)]
     if len(cells) != len(head):
         raise ScenarioError(place, line, f"{len(head)} numbers, as many as the first line has names", "fill the gap")
     return [_number(cell, f"{place}, {name}", name) for cell, name in zip(cells, head, strict=True)]

@@ -73,21 +73,25 @@ def read_events(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 def _parse(line: str, place: str) -> dict[str, Any]:
     try:
-        event = json.loads(line)
-    except json.JSONDecodeError as error:
-        why = f"not a line of JSON ({error.msg}); the file was changed after it was written"
+        event = json.loads(line, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:  # ValueError: JSON's own, and whole numbers of thousands of digits
+        why = f"not a line of JSON ({error}); the file was changed after it was written"
         raise StateError(f"{place}: {why}") from error
     found = event.get("schema") if isinstance(event, dict) else None
-    if found == 1:
-        return _in_rounds(event)
-    if found != EVENTS_SCHEMA:
+    if type(found) is not int or found not in (1, EVENTS_SCHEMA):
         raise StateError(f"{place}: event has schema {found!r}, this version reads 1 and {EVENTS_SCHEMA}")
-    if isinstance(event.get("window"), dict):
-        try:
+    try:
+        if found == 1:
+            return _in_rounds(event)
+        if isinstance(event.get("window"), dict):
             event["window"] = unpacked(event["window"])
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise StateError(f"{place}: the packed window is damaged ({error})") from error
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
+        raise StateError(f"{place}: the packed window is damaged ({error})") from error
     return dict(event)
+
+
+def _no_constant(text: str) -> float:
+    raise ValueError(f"{text} is not JSON")
 
 
 def cut_unfinished(path: Path) -> None:
@@ -103,9 +107,9 @@ def _in_rounds(event: dict[str, Any]) -> dict[str, Any]:
     window = dict(event["window"]) if isinstance(event.get("window"), dict) else {}
     pieces = int(window.get("micro_batches") or 1)
     if pieces > 1:
-        window["batch_size"] = [pieces * size for size in window["batch_size"]]
-        event["allocation"] = [pieces * size for size in event["allocation"]]
-        event["from_step"] //= pieces
+        window["batch_size"] = [pieces * int(size) for size in window["batch_size"]]
+        event["allocation"] = [pieces * int(size) for size in event["allocation"]]
+        event["from_step"] = int(event["from_step"]) // pieces
     return {**event, "schema": EVENTS_SCHEMA, **({"window": window} if window else {})}
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from dynamix.window import PER_CLUSTER, PER_WORKER, Floats, Window
 
 PACKED_ABOVE = 64  # workers
-_MOST_WORKERS = 2**20
+_MOST_WORKERS = 2**14
 _TOP = 15  # exponent that a field's largest value gets: the last that a half float has
 _ROUNDED = 2  # low bits of a half float, which are noise that no packing makes shorter
 

@@ -143,7 +143,7 @@ def _description(path: str | Path) -> dict[str, Any]:
     if about.get("schema") != FILE_SCHEMA:
         fix = "train one for this version with `dynamix policy train`"
         raise PolicyFileError("schema", about.get("schema"), f"{FILE_SCHEMA} in {sidecar}", fix)
-    if about.get("kind") not in _KINDS:
+    if not isinstance(about.get("kind"), str) or about["kind"] not in _KINDS:
         raise PolicyFileError("kind", about.get("kind"), f"{', '.join(_KINDS)} in {sidecar}", _AGAIN)
     return about
 

@@ -69,7 +69,9 @@ class GuardState:
     def of(cls, shape: tuple[int, ...], *, next_rest: float = 0.0, every: float = 0.0) -> GuardState:
         """Nothing known of workers (..., W)."""
         of_clusters = {"next_rest": next_rest, "every": every, "value": np.nan}
-        known = {entry.name: np.full(shape[:-1], of_clusters.get(entry.name, 0.0)) for entry in fields(cls)}
+        known = {
+            entry.name: np.full(shape[:-1], of_clusters.get(entry.name, 0.0), dtype=np.float64) for entry in fields(cls)
+        }
         return cls(**{**known, **dict.fromkeys(("answer", "rules", "wishes"), np.full(shape, -1.0))})
 
     @property
@@ -215,7 +217,7 @@ class Guard:
             raise ConfigError("guard", True, "False or None with the stigmergic policy", fix)
 
     def state_dict(self) -> dict[str, Any]:
-        own = {entry.name: getattr(self.state, entry.name).tolist() for entry in fields(GuardState)}
+        own = {e.name: np.asarray(getattr(self.state, e.name), np.float64).tolist() for e in fields(GuardState)}
         return {"guarded": self.policy.state_dict(), "model": self.fitted.state_dict(self.policy), "guard": own}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

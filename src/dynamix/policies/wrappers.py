@@ -61,7 +61,7 @@ def load_policy(policy: Policy, state: dict[str, Any]) -> None:
         raise StateError(
             f"the saved state of the policy does not fit this version's {type(policy).__name__} ({error!r}): resume "
             "with the policy and the version that saved it, or let it begin anew and keep the rest: "
-            "state['policy'] = controller.state_dict()['policy']"
+            "controller.load_state_dict(state, policy=False)"
         ) from error
 
 

@@ -13,8 +13,7 @@ from dynamix.data import Allocations, BatchSampler, StepPlan, Stream
 from dynamix.errors import DynamixError, StateError, UsageError
 from dynamix.policies import Policy
 from dynamix.policies.protocol import boundary
-from dynamix.policies.wrappers import carry_over, load_policy
-from dynamix.runtime import random_state
+from dynamix.runtime import random_state, saving
 from dynamix.runtime.agreement import Channel, Kind
 from dynamix.runtime.decentral import PeerChannel
 from dynamix.runtime.ending import Ending
@@ -25,14 +24,13 @@ from dynamix.runtime.loop import LoopCheck
 from dynamix.runtime.memory import Memory
 from dynamix.runtime.noise import ConsecutiveNoise
 from dynamix.runtime.observation import Recorder
-from dynamix.runtime.progress import Progress, Waiting, resume_allocations
+from dynamix.runtime.progress import Progress, Waiting
 from dynamix.runtime.sameness import FIXES, require_same
 from dynamix.runtime.scaling import LearningRate, SampleSchedule, SchedulerWatch, rule
 from dynamix.runtime.weighting import Attached, LossWeight
 from dynamix.window import Ints
 
 Source = TypeVar("Source", BatchSampler, Stream)
-STATE_SCHEMA = 1
 
 
 class Ranks:
@@ -87,7 +85,7 @@ class Coordinator:
         self._pairs = ConsecutiveNoise() if self.allocations.workers == 1 else None
         self.liveness: Liveness | None = None  # None: nobody else is there
         self.stop_wanted = self.stopping = False
-        self._schedules: list[SampleSchedule] = []
+        self.schedules: list[SampleSchedule] = []
         self._watch: SchedulerWatch | None = None
         self.changes = 0  # of the sizes, since this process began
         self._waiting = Waiting()
@@ -177,16 +175,17 @@ class Coordinator:
         known |= {"min_batch_size": bounds.low, "max_batch_size": bounds.high, "quantum": bounds.quantum}
         known |= {"min_global_batch": bounds.total_low, "max_global_batch": bounds.total_high}
         known |= {"base batch": job.base_batch, "decides once per epoch": self.per_epoch, "slack": job.slack}
-        known |= {"models": self.loop.models, "schedules": len(self._schedules)}
+        known |= {"models": self.loop.models, "schedules": len(self.schedules)}
         known |= {"weighting": "loss" if self.loss_weight.required else "hook"}
         known |= {"batch sizes": self.allocations.from_on(source.consumed)}
-        return known | {"open window": [self.recorder.steps, self.progress.state_dict()]}
+        known |= {f"progress: {name}": value for name, value in self.progress.state_dict().items()}
+        return known | {"progress: steps measured in the open window": self.recorder.steps}
 
     def schedule(self, scheduler: Any, nominal_batch_size: int | None) -> SampleSchedule:
         """`Controller.scheduler`: advanced with every optimizer step."""
         schedule = SampleSchedule(scheduler, nominal_batch_size=nominal_batch_size or self.job.base_batch)
-        self._waiting.give(f"schedule {len(self._schedules)}", schedule)
-        self._schedules.append(schedule)
+        self._waiting.give(f"schedule {len(self.schedules)}", schedule)
+        self.schedules.append(schedule)
         return schedule
 
     def need_source(self) -> BatchSampler | Stream:
@@ -239,7 +238,7 @@ class Coordinator:
         samples, watch = int(plan.group.sum()), self._watch
         if watch is not None:
             watch.look()
-        advanced = [schedule.advance(samples) for schedule in self._schedules]
+        advanced = [schedule.advance(samples) for schedule in self.schedules]
         if watch is not None:
             if any(advanced):
                 watch.accept()
@@ -373,45 +372,19 @@ class Coordinator:
             self.recorder.add("pair_noise", pair[0])
             self.recorder.add("pair_signal", pair[1])
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, gather: bool = False) -> dict[str, Any]:
         self.settle()
-        return {
-            "schema": STATE_SCHEMA,
-            "world_size": self.allocations.workers,
-            "rank": self.rank,
-            "allocations": self.allocations.state_dict(),
-            "source": None if self.source is None else self.source.state_dict(),
-            "policy": self.policy.state_dict(),
-            "noise_scale": self.job.noise_scale.state_dict(),
-            **self.progress.state_dict(),
-            "base_batch": self.job.base_batch,
-            "accumulate": self.accumulate,
-            "recorder": self.recorder.state_dict(),
-            "schedules": [schedule.state_dict() for schedule in self._schedules],
-            "hook": None if self.attached is None else self.attached.state_dict(),
-            "rng": random_state.capture(),
-        }
+        return saving.save(self, gather=gather)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state.get("schema") != STATE_SCHEMA:
-            raise StateError(f"controller state has schema {state.get('schema')!r}, this version reads {STATE_SCHEMA}")
-        same = state["world_size"] == self.allocations.workers
-        (load_policy if same else carry_over)(self.policy, state["policy"])  # first: may raise
-        self.progress.load_state_dict(state)
-        self.job.resume(state["base_batch"])
-        self.job.noise_scale.load_state_dict(state["noise_scale"])
-        anew = resume_allocations(self.allocations, state, self.job.bounds, self.accumulate)
-        if anew is not None:
-            self.progress.opens = anew // self.accumulate
-        parts = {"source": state["source"], "hook": state["hook"]}
-        parts |= {f"schedule {i}": saved for i, saved in enumerate(state["schedules"])}
-        if same:
-            self.recorder.load_state_dict(state["recorder"])
-            parts["recorder"] = state["recorder"] if self.attached is None else None
-            parts["rng"] = state["rng"] if state["rank"] == self.rank else None
+    def load_state_dict(self, state: Any, *, policy: bool = True) -> None:
+        parts = saving.load(self, state, policy=policy)
+        if (notebook := parts.get("recorder")) is not None:
+            self.recorder.load_state_dict(notebook)
+            if self.attached is not None:
+                del parts["recorder"]
         self._waiting, self.agreed = Waiting(parts), self.ranks is None
         owners = {"source": self.source, "hook": self.attached}
-        for name, owner in (owners | {f"schedule {i}": s for i, s in enumerate(self._schedules)}).items():
+        for name, owner in (owners | {f"schedule {i}": s for i, s in enumerate(self.schedules)}).items():
             self._waiting.give(name, owner)
 
     def _restore_rng(self) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from dynamix.errors import ConfigError
+from dynamix.errors import ConfigError, StateError
 from dynamix.events.background import BackgroundLog
 from dynamix.events.records import EventLog, read_events
 from dynamix.policies import Policy
@@ -93,7 +93,11 @@ class Decider:
         if event is None:
             return told
         if event["decision"] == "new":
-            told = self.job.message(Kind.NEW, int(event["from_step"]), np.asarray(event["allocation"], dtype=np.int64))
+            sizes = np.asarray(event["allocation"], dtype=np.int64)
+            if sizes.shape != self.job.closing.sizes.shape:
+                here = str(self.job.closing.sizes.size)
+                raise ConfigError("replay", f"{sizes.size} workers", here, "replay with as many workers as the run had")
+            told = self.job.message(Kind.NEW, event["from_step"], project(sizes, self.job.bounds))
         # The noise scale too is the recorded run's: a late answer there carried that of an earlier window, and the
         # learning rate may follow it. Older versions did not write it.
         given = event.get("noise", told.noise), event.get("signal", told.signal)
@@ -105,5 +109,37 @@ _ANSWER = ("decision", "from_step", "allocation", "noise", "signal")
 
 
 def recorded(path: str | os.PathLike[str]) -> dict[int, dict[str, Any]]:
-    """Window index -> what an earlier run's events file says was answered, for `Decider(replay=)`."""
-    return {event["window_index"]: {k: event[k] for k in _ANSWER if k in event} for event in read_events(path)}
+    """Window index -> what an earlier run's events file says was answered, for `Decider(replay=)`.
+
+    Raises `StateError` for a file whose lines do not say it.
+    """
+    answers = {}
+    for number, event in enumerate(read_events(path), 1):
+        answer = {k: event[k] for k in _ANSWER if k in event}
+        if why := _unfit(event.get("window_index"), answer):
+            fix = "replay the events.jsonl of a job, unchanged"
+            raise StateError(f"{os.fspath(path)}, event {number}: {why}; {fix}")
+        answers[event["window_index"]] = answer
+    return answers
+
+
+def _unfit(index: Any, answer: dict[str, Any]) -> str:
+    """What is wrong with a recorded answer; empty if nothing is."""
+    if type(index) is not int or index < 0:
+        return f"window_index={index!r} is no whole number"
+    if answer.get("decision") not in ("new", "keep", "late", "failed"):
+        return f"decision={answer.get('decision')!r} is none of new, keep, late, failed"
+    for name in ("noise", "signal"):
+        if type(answer.get(name)) not in (int, float, type(None)) or abs(answer.get(name) or 0) > _MOST:
+            return f"{name}={answer[name]!r} is no number"
+    if answer["decision"] != "new":
+        return ""
+    if type(answer.get("from_step")) is not int or not 0 <= answer["from_step"] <= _MOST:
+        return f"from_step={answer.get('from_step')!r} is no round"
+    sizes = answer.get("allocation")
+    if type(sizes) is not list or set(map(type, sizes)) != {int} or not 0 <= min(sizes) <= max(sizes) <= _MOST:
+        return "allocation is no list of batch sizes"
+    return ""
+
+
+_MOST = 2**53

@@ -1,13 +1,7 @@
-"""Where a job stands, in numbers that every rank agrees on, and with which allocation a resumed one goes on."""
+"""Where a job stands, in numbers that every rank agrees on, and what of a checkpoint waits for its owner."""
 
 from dataclasses import dataclass, field
 from typing import Any
-
-import numpy as np
-
-from dynamix.data import Allocations
-from dynamix.projection import project
-from dynamix.window import Bounds
 
 _UNKNOWN = float("nan")
 
@@ -39,35 +33,13 @@ class Progress:
         return next((entry[1:] for entry in reversed(self.shared) if entry[0] <= step), (_UNKNOWN, _UNKNOWN))
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "counters": [self.window, self.steps, self.opens, self.samples],
-            "shared": [list(entry) for entry in self.shared],
-        }
+        counters = {name: getattr(self, name) for name in ("window", "steps", "opens", "samples")}
+        return {**counters, "shared": [list(entry) for entry in self.shared]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.window, self.steps, self.opens, self.samples = state["counters"]
+        for name in ("window", "steps", "opens", "samples"):
+            setattr(self, name, state[name])
         self.shared = [(int(step), noise, signal) for step, noise, signal in state["shared"]]
-
-
-def resume_allocations(ledger: Allocations, saved: dict[str, Any], bounds: Bounds, accumulate: int) -> int | None:
-    """Fill `ledger` from a controller's checkpoint: the saved one, within the bounds of today.
-
-    At another world size the global batch is kept and split evenly. Returns the micro-step from which a ledger begun
-    anew holds, None when the saved one goes on.
-    """
-    consumed = 0 if saved["source"] is None else int(saved["source"]["consumed"])
-    if saved["world_size"] == ledger.workers:
-        ledger.load_state_dict(saved["allocations"])
-        newest = accumulate * ledger.at(2**62)  # pending or in force
-        sizes = project(newest, bounds)
-        if np.array_equal(newest, sizes):
-            return None
-    else:
-        before = Allocations.from_state(saved["allocations"])
-        total = int(before.at(consumed).sum()) * saved["accumulate"]
-        sizes = project(np.ones(ledger.workers), bounds, total=total)
-    ledger.reset(consumed, sizes // accumulate)
-    return consumed
 
 
 class Waiting:

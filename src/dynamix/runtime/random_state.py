@@ -20,9 +20,13 @@ def restore(state: dict[str, Any]) -> None:
     """Put back what `capture` returned (CUDA only as many devices as this process has)."""
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
-    saved = state["numpy"]
-    np.random.set_state({**saved, "state": {**saved["state"], "key": np.array(saved["state"]["key"], dtype=np.uint32)}})
+    np.random.set_state(of_numpy(state["numpy"]))
     torch.set_rng_state(state["torch"].cpu())
     if state["cuda"] and torch.cuda.is_available():
         for device, cuda in zip(range(torch.cuda.device_count()), state["cuda"], strict=False):
             torch.cuda.set_rng_state(cuda.cpu(), device)
+
+
+def of_numpy(saved: dict[str, Any]) -> dict[str, Any]:
+    """NumPy's state, of which `capture` keeps the key as a list."""
+    return {**saved, "state": {**saved["state"], "key": np.array(saved["state"]["key"], dtype=np.uint32)}}

@@ -16,7 +16,7 @@ MOST_FIELDS = 5  # that one message names
 LONGEST_VALUE = 80  # characters of a value in a message
 _SAMPLER = "Write controller.batch_sampler(dataset, seed=0) with the same data set, seed and options on every rank"
 _LOAD = "Load the checkpoint of one step on every rank: controller.load_state_dict(state) with one and the same file"
-_POSITION = ("position", "finished", "taken", "consumed", "batch sizes", "open window", "base batch")
+_POSITION = ("position", "finished", "taken", "consumed", "batch sizes", "progress", "base batch")
 FIXES = {
     "": "Make the same calls with the same arguments on every rank before training",
     "dataset_size": "Give every rank the whole data set, of one length: the sampler deals its samples to the ranks",
@@ -54,7 +54,7 @@ def require_same(
     differing = ["error"] if "error" in differing else differing  # what else differs follows from it
     said = [f"{name} is {_by_rank([of_rank.get(name, 'missing') for of_rank in told])}" for name in differing]
     more = f" (and {len(said) - MOST_FIELDS} more)" if len(said) > MOST_FIELDS else ""
-    fix = fixes.get(differing[0], fixes[""])
+    fix = fixes.get(differing[0].partition(":")[0], fixes[""])
     raise UsageError(f"{what}: {'; '.join(said[:MOST_FIELDS])}{more}. {fix}")
 
 

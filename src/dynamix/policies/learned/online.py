@@ -280,6 +280,13 @@ class LearningPolicy:
             self._pending = None if state["pending"] is None else Pending.of(state["pending"])
             self._owed, self.windows = bool(state["owed"]), int(state["windows"])
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._lock = threading.RLock()
+
     def carry_over(self, state: dict[str, Any]) -> None:
         """Take all that was learned from the state of a job with another number of workers."""
         with self._lock:

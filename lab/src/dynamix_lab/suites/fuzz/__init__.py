@@ -1,0 +1,1 @@
+"""Damaged inputs: each gives an error of ours, or loads to what is written again alike."""

@@ -1,0 +1,267 @@
+"""Saving a controller's job and going on with it: a state is checked against the job before any of it is applied."""
+
+from __future__ import annotations
+
+import copy
+import random
+import warnings
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from dynamix.data import Allocations, BatchSampler, Stream
+from dynamix.errors import StateError, UsageError
+from dynamix.policies import Policy
+from dynamix.policies.wrappers import after_answer, carry_over, load_policy
+from dynamix.projection import project
+from dynamix.runtime import random_state
+from dynamix.runtime.agreement import Channel
+from dynamix.runtime.decentral import PeerChannel
+from dynamix.runtime.job import JobFacts
+from dynamix.runtime.observation import Recorder
+from dynamix.runtime.packing import checksum, pack, unpack
+from dynamix.runtime.progress import Progress
+from dynamix.runtime.scaling import SampleSchedule
+from dynamix.runtime.state import ORDER, SavedState, own_source, source_state
+from dynamix.runtime.weighting import Attached
+from dynamix.window import Bounds, Ints, Window
+
+RANDOM_UP_TO = 64  # ranks whose random state a gathered state holds: 10 kB each
+
+
+class Resumable(Protocol):
+    """What of a `Coordinator` is saved."""
+
+    job: JobFacts
+    policy: Policy
+    allocations: Allocations
+    progress: Progress
+    recorder: Recorder
+    schedules: list[SampleSchedule]
+    accumulate: int
+    rank: int
+    source: BatchSampler | Stream | None
+    attached: Attached | None
+    channel: Channel | PeerChannel
+
+
+def save(job: Resumable, *, gather: bool = False) -> dict[str, Any]:
+    """`Controller.state_dict`."""
+    pieces, workers = job.accumulate, job.allocations.workers
+    ledger = job.allocations.state_dict()
+    source, iterable = source_state(None if job.source is None else job.source.state_dict(), workers, pieces)
+    own = {"recorder": job.recorder.state_dict(), "rng": random_state.capture(), "iterable": iterable}
+    ranks = {job.rank: own}
+    if gather and workers > 1:
+        ranks = _gathered(job, own if workers <= RANDOM_UP_TO else {**own, "rng": None})
+    return SavedState(
+        world_size=workers,
+        rank=job.rank,
+        accumulate=pieces,
+        base_batch=job.job.base_batch,
+        progress=job.progress.state_dict(),
+        ledger_rounds=[step // pieces for step in ledger["steps"]],
+        ledger_sizes=[[pieces * size for size in sizes] for sizes in ledger["sizes"]],
+        source=source,
+        policy=job.policy.state_dict(),
+        noise_scale=job.job.noise_scale.state_dict(),
+        schedules=[schedule.state_dict() for schedule in job.schedules],
+        hook=None if job.attached is None else job.attached.state_dict(),
+        ranks=ranks,
+    ).write()
+
+
+def _gathered(job: Resumable, own: dict[str, Any]) -> dict[int, dict[str, Any]]:
+    group = job.channel.group
+    if group is None:
+        raise UsageError("state_dict(gather=True) needs the ranks' control group: call it on every rank of a live job")
+    every: list[Any] = [None] * job.allocations.workers
+    dist.all_gather_object(every, pack(own), group=group)
+    return {rank: unpack(packed, f"ranks[{rank}]") for rank, packed in enumerate(every)}
+
+
+def load(job: Resumable, state: Any, *, policy: bool = True) -> dict[str, Any]:
+    """`Controller.load_state_dict`; returns the parts that wait for what does not exist yet.
+
+    Nothing of the job is changed where this raises.
+    """
+    saved = SavedState.read(state)
+    same = saved.world_size == job.allocations.workers
+    bounds = _checked_bounds(job, saved)
+    rounds, sizes, opens = _ledger(job, saved, bounds)
+    parts = _parts(job, saved, same)
+    if policy:
+        check_policy(job.policy, saved.policy, sizes[-1], bounds, same=same)
+    # From here on nothing raises.
+    if policy:
+        (load_policy if same else carry_over)(job.policy, saved.policy)
+    job.progress.load_state_dict({**saved.progress, "opens": opens})
+    job.job.resume(saved.base_batch)
+    job.job.noise_scale.load_state_dict(saved.noise_scale)
+    job.allocations.load_state_dict(
+        {"steps": [job.accumulate * r for r in rounds], "sizes": [s // job.accumulate for s in sizes]}
+    )
+    return parts
+
+
+def _checked_bounds(job: Resumable, saved: SavedState) -> Bounds:
+    trial = copy.copy(job.job)
+    trial.resume(saved.base_batch)
+    return trial.bounds
+
+
+def _ledger(job: Resumable, saved: SavedState, bounds: Bounds) -> tuple[list[int], list[Ints], int]:
+    """Rounds and sizes of the ledger to go on with, and the round from which measurements count.
+
+    The saved ledger, within the bounds of today. At another world size the global batch is kept and split evenly.
+    """
+    rounds, opens = saved.ledger_rounds, saved.progress["opens"]
+    sizes = [np.asarray(of, dtype=np.int64) for of in saved.ledger_sizes]
+    now = saved.source["rounds"]
+    if saved.world_size == job.allocations.workers:
+        within = project(sizes[-1], bounds)
+        if np.array_equal(within, sizes[-1]) and not any((of % job.accumulate).any() for of in sizes):
+            return rounds, sizes, opens
+    else:
+        in_force = sizes[max(i for i, begin in enumerate(rounds) if begin <= max(now, rounds[0]))]
+        within = project(np.ones(job.allocations.workers), bounds, total=in_force.sum())
+    return [now], [within], now
+
+
+def _parts(job: Resumable, saved: SavedState, same: bool) -> dict[str, Any]:
+    """What waits for its owner, each checked against the owner where there is one."""
+    own = saved.ranks.get(job.rank) if same else None
+    of_any = own or saved.ranks[saved.rank]
+    iterable = of_any["iterable"] if own or not saved.source["sharded"] else None
+    source = own_source(saved.source, iterable, job.accumulate)
+    if source is not None and job.source is not None:
+        _same_order(source, job.source)
+    parts: dict[str, Any] = {"source": source, "hook": saved.hook}
+    for i, of in enumerate(saved.schedules):
+        parts[f"schedule {i}"] = of
+        if i < len(job.schedules):
+            _alike(f"schedules[{i}]", of, job.schedules[i].state_dict())
+    if job.attached is not None and saved.hook:
+        _alike("hook", saved.hook, job.attached.state_dict(), also=("inner",))
+    if same:
+        notebook = of_any["recorder"]
+        # Others' figures are not this rank's; how many steps the open window has, all ranks must agree on.
+        parts["recorder"] = notebook if own else {**notebook, "series": {}, "before": {}}
+        parts["rng"] = own["rng"] if own else None
+        if parts["rng"] is not None:
+            _random(parts["rng"])
+    return parts
+
+
+def _same_order(saved: dict[str, Any], source: Any) -> None:
+    mine, _ = source_state(source.state_dict(), source.world_size, source.accumulate)
+    for name in ORDER:
+        if saved[name] != mine[name]:
+            raise StateError(
+                f"{name}={saved[name]!r} in the checkpoint, {name}={mine[name]!r} here: the order of samples would "
+                "differ, and some would be lost or repeated; resume with the data set and sampler that saved it"
+            )
+    source.check_state(saved)
+
+
+def _alike(name: str, saved: Any, mine: Any, also: tuple[str, ...] = ()) -> None:
+    """Raise `StateError` unless both have the same keys, and values of one kind. Those in `also` are not looked at."""
+    if not isinstance(saved, dict) or saved.keys() != mine.keys():
+        raise StateError(f"the controller's state has {name} of another kind: make the same objects before loading it")
+    for key in saved.keys() - set(also):
+        one, other = saved[key], mine[key]
+        numbers = all(isinstance(x, (int, float)) and not isinstance(x, bool) for x in (one, other))
+        if isinstance(other, dict) and isinstance(one, dict) and key == "scheduler":
+            _alike(f"{name}.{key}", one, other)
+        elif not (numbers or type(one) is type(other) or one is None or other is None):
+            raise StateError(f"the controller's state has {name}.{key}={one!r}, where this job has {other!r}")
+
+
+def _random(saved: Any) -> None:
+    """Raise `StateError` for random states that the generators would not take."""
+    try:
+        version, internal, gauss = saved["python"]
+        random.Random().setstate((version, tuple(internal), gauss))
+        np.random.RandomState().set_state(random_state.of_numpy(saved["numpy"]))
+        torch.Generator().set_state(saved["torch"].cpu())
+        if not all(isinstance(device, torch.Tensor) for device in saved["cuda"]):
+            raise TypeError("cuda")
+    except (AttributeError, KeyError, IndexError, TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise StateError(f"the controller's state holds random states that do not fit: {error}") from error
+
+
+def check_policy(policy: Policy, state: Any, sizes: Ints, bounds: Bounds, *, same: bool) -> None:
+    """Raise `StateError` unless `policy` could go on from `state`: a copy of it takes it, and one of ours decides.
+
+    A policy that cannot be copied is not tried.
+    """
+    try:
+        trial = copy.deepcopy(policy)
+    except Exception:  # of any kind: locks, sockets, what a user's policy holds
+        return
+    before = random_state.capture()
+    try:
+        with warnings.catch_warnings(), np.errstate(all="ignore"):
+            warnings.simplefilter("ignore")
+            (load_policy if same else carry_over)(trial, state)
+            if _ours(trial):
+                if same and _differ(trial.state_dict(), state):
+                    raise ValueError("it holds what the policy does not know, or numbers in another form")
+                _decide(trial, sizes, bounds)
+    except StateError:
+        raise
+    except Exception as error:  # a damaged state fails anywhere
+        raise StateError(_UNFIT.format(type(policy).__name__, repr(error))) from error
+    finally:
+        random_state.restore(before)
+
+
+_UNFIT = (
+    "the saved state of the policy does not fit this version's {} ({}): resume with the policy and the version that "
+    "saved it, or let it begin anew and keep the rest: controller.load_state_dict(state, policy=False)"
+)
+
+
+def _ours(policy: Any) -> bool:
+    while True:
+        if type(policy).__module__.partition(".")[0] != "dynamix":
+            return False
+        inner = getattr(policy, "policy", None)
+        if inner is None:
+            return True
+        policy = inner
+
+
+def _differ(mine: Any, saved: Any) -> bool:
+    """Whether two states of the same kind of policy differ."""
+    if not isinstance(saved, dict) or mine.keys() != saved.keys():
+        return isinstance(saved, dict) and not {"guarded", "learned"} & (mine.keys() ^ saved.keys())
+    return checksum({"policy": pack(mine)}) != checksum({"policy": pack(saved)})
+
+
+def _decide(policy: Any, sizes: Ints, bounds: Bounds) -> None:
+    """Two windows, as a job might see them next; also of what a guard or a learner has under it."""
+    share = np.maximum(sizes, 1) / max(float(sizes.mean()), 1.0)
+    times: dict[str, Any] = {
+        "compute": 0.1 * share,
+        "compute_std": 0.01 * share,
+        "wait": 0.01,
+        "communication": 0.05,
+        "data": 0.001,
+    }
+    known: dict[str, Any] = {
+        "steps": 5.0,
+        "noise": 100.0,
+        "signal": 1.0,
+        "global_norm_sq": 1.0,
+        "gradient_norm_sq": 2.0,
+    }
+    for _ in range(2):
+        window = Window.of(sizes, **times, **known, loss=1.0, loss_std=0.1, loss_change=-0.1)
+        inner = policy
+        while inner is not None:
+            project(np.asarray(inner.decide(window, bounds)), bounds, current=sizes)
+            inner = getattr(inner, "policy", None)
+        after_answer(policy)

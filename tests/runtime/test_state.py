@@ -1,0 +1,275 @@
+"""A controller's state: one schema, checked as a whole before anything of it is applied."""
+
+from __future__ import annotations
+
+import copy
+import io
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import TensorDataset
+
+import dynamix
+from dynamix.errors import DynamixError, StateError
+from dynamix.policies import make_policy
+from dynamix.runtime.packing import checksum, pack, unpack
+from dynamix.runtime.state import SavedState
+from dynamix.window import Bounds, Window
+from tests.ranks import run_ranks
+
+DATA = TensorDataset(torch.randn(300, 6, generator=torch.Generator().manual_seed(0)), torch.arange(300) % 3)
+
+
+def job(policy: str = "goodput", **options: Any) -> tuple[dynamix.Controller, Any, Any]:
+    """A controller with its sampler and one step, `train(steps)`, that returns the indices trained on."""
+    torch.manual_seed(0)
+    net = nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    controller = dynamix.Controller(policy, **{"batch_size": 8, "interval": 2, **options})
+    sampler = controller.batch_sampler(DATA)
+    model = controller.wrap(net, optimizer)
+    controller.scheduler(torch.optim.lr_scheduler.StepLR(optimizer, 5))
+
+    def train(steps: int | None = None) -> list[int]:
+        seen: list[int] = []
+        for n, batch in enumerate(iter(sampler)):
+            x, y = DATA[batch]
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            if sampler.plan().micro == controller.accumulate - 1:
+                optimizer.step()
+                optimizer.zero_grad()
+            controller.step(loss=loss)
+            seen += batch
+            if n + 1 == steps:
+                break
+        return seen
+
+    return controller, sampler, train
+
+
+def saved(policy: str = "goodput", steps: int = 9, **options: Any) -> dict[str, Any]:
+    controller, _, train = job(policy, **options)
+    train(steps)
+    return controller.state_dict()
+
+
+def without_clock(state: dict[str, Any]) -> dict[str, Any]:
+    return {**state, "ranks": None, "checksum": None}
+
+
+@pytest.mark.parametrize("policy", ["static", "goodput", "dynamix", "dynamix-paper", "stigmergic", "lb_bsp", "pollux"])
+def test_a_state_is_plain_has_the_same_keys_and_loads_to_an_equal_one(policy: str, tmp_path: Path) -> None:
+    state = saved(policy)
+    torch.save(state, tmp_path / "state.pt")
+    back = torch.load(tmp_path / "state.pt", weights_only=True)
+    controller, _, _ = job(policy)
+    assert controller.state_dict().keys() == state.keys()
+    controller.load_state_dict(back)
+    again = controller.state_dict()
+    for name in ("policy", "schedules", "hook", "progress", "source", "ledger_sizes", "ledger_rounds"):
+        assert checksum({"": again[name]}) == checksum({"": state[name]}), name
+    assert state["source"]["unused"] == [0]
+
+
+def test_a_job_that_learns_keeps_its_keys_too() -> None:
+    state = saved("dynamix", learn=True)
+    controller, _, _ = job("dynamix", learn=True)
+    assert controller.state_dict().keys() == state.keys()
+    controller.load_state_dict(state)
+    assert checksum({"": controller.state_dict()["policy"]}) == checksum({"": state["policy"]})
+
+
+def test_sizes_in_the_state_are_of_rounds() -> None:
+    state = saved(accumulate=2, batch_size=4, policy="static")
+    assert (state["accumulate"], state["ledger_sizes"], state["base_batch"]) == (2, [[8]], 8)
+    assert (state["source"]["rounds"], state["source"]["position"]) == (4, 32)
+    controller, sampler, train = job("static", accumulate=4, batch_size=2)
+    controller.load_state_dict(state)
+    assert (sampler.consumed, controller.batch_sizes.tolist()) == (16, [8])
+    assert len(train()) == 300 - 32
+
+
+def test_a_state_of_version_0_1_is_refused_by_name() -> None:
+    controller, _, _ = job()
+    with pytest.raises(StateError, match=r"dynamix 0\.1.*schema 1"):
+        controller.load_state_dict({"schema": 1, "world_size": 1, "counters": [0, 0, 0, 0]})
+    with pytest.raises(StateError, match="schema 3, saved by dynamix 9"):
+        controller.load_state_dict({"schema": 3, "version": "9"})
+    with pytest.raises(StateError, match="not a dict"):
+        controller.load_state_dict(None)  # type: ignore[arg-type]
+
+
+CHANGES: list[tuple[str, Any]] = [
+    ("source.taken", lambda s: s["source"].update(position=s["source"]["position"] - 7)),
+    ("source.position", lambda s: s["source"].update(position=10**6)),
+    ("source.taken", lambda s: s["source"].update(taken=[1, 2])),
+    ("source.unused", lambda s: s["source"].update(unused=[-1])),
+    ("ledger_sizes", lambda s: s.update(ledger_sizes=[[0]])),
+    ("ledger_rounds", lambda s: s.update(ledger_rounds=[10**9])),
+    ("base_batch", lambda s: s.update(base_batch="8")),
+    ("progress.steps", lambda s: s["progress"].update(steps=-1)),
+    ("noise_scale", lambda s: s["noise_scale"].update(mass=float("nan"))),
+    ("policy", lambda s: s.update(policy=pack({"model": {}}))),
+    ("policy", lambda s: s.update(policy=("{", (), ()))),
+    ("schedules", lambda s: s.update(schedules=pack([{"samples": 1}]))),
+    ("random", lambda s: s.update(ranks=pack({0: {**unpack(s["ranks"])[0], "rng": {}}}))),
+    ("hook", lambda s: s.update(hook=pack([1]))),
+    ("too many keys", lambda s: s.update(extra=1)),
+    ("seed=9", lambda s: s["source"].update(seed=9)),
+]
+
+
+@pytest.mark.parametrize(("name", "change"), CHANGES)
+def test_what_is_wrong_is_named_and_nothing_is_applied(name: str, change: Any) -> None:
+    state = copy.deepcopy(saved())
+    change(state)
+    controller, _, train = job()
+    train(3)
+    before = without_clock(controller.state_dict())
+    if name != "too many keys":
+        with pytest.raises(StateError, match="checksum differs"):
+            controller.load_state_dict(state)
+    state["checksum"] = checksum(state)
+    with pytest.raises(StateError, match=name):
+        controller.load_state_dict(state)
+    assert repr(without_clock(controller.state_dict())) == repr(before)
+
+
+def test_parts_nested_too_deeply_are_refused() -> None:
+    deep: Any = 1
+    for _ in range(2000):
+        deep = [deep]
+    with pytest.raises(StateError, match="containers in each other"):
+        pack(deep)
+    with pytest.raises(StateError, match="damaged"):
+        unpack(("[" * 100_000 + "]" * 100_000, (), ()))
+    with pytest.raises(StateError, match="containers in each other"):
+        checksum({"a": deep})
+
+
+def test_a_policy_can_begin_anew_with_the_rest_of_the_state() -> None:
+    state, (controller, _, _) = saved("goodput"), job("dynamix")
+    with pytest.raises(StateError, match="policy=False"):
+        controller.load_state_dict(state)
+    controller.load_state_dict(state, policy=False)
+    assert controller.samples_seen == state["progress"]["samples"]
+
+
+def wide(policy: str, workers: int) -> dict[str, Any]:
+    """A state of so many workers, its policy having seen windows."""
+    made, rng = make_policy(policy), np.random.default_rng(0)
+    bounds = Bounds.of(workers, 1, 512)
+    sizes = np.full(workers, 64)
+    for step in range(1, 9):
+        compute = (0.05 + 0.001 * sizes * (1 + rng.random(workers))) * (1 + 0.05 * rng.random(workers))
+        known = {"wait": compute.max() - compute, "communication": 0.02, "noise": 9e4, "signal": 1.0, "steps": 10.0}
+        known |= {"loss_change": rng.normal(size=workers), "accuracy_change": rng.normal(size=workers)}
+        sizes = np.asarray(made.decide(Window.of(sizes, compute=compute, compute_std=0.01, step=step, **known), bounds))
+    own, _, _ = job("static")
+    plain = SavedState.read(own.state_dict())
+    values = {name: getattr(plain, name) for name in plain.__dataclass_fields__}
+    source = {**values["source"], "taken": [0] * workers, "unused": [0] * workers}
+    values |= {"world_size": workers, "source": source, "ledger_sizes": [sizes.tolist()], "policy": made.state_dict()}
+    return values
+
+
+@pytest.mark.parametrize("policy", ["dynamix", "goodput", "stigmergic"])
+def test_a_state_of_1024_workers_is_at_most_1_mb(policy: str) -> None:
+    values = wide(policy, 1024)
+    times = []
+    for _ in range(5):
+        began = time.process_time()
+        state = SavedState(**values).write()
+        times.append(time.process_time() - began)
+    file = io.BytesIO()
+    torch.save(state, file)
+    print(f"{policy}: {file.tell()} bytes, {1e3 * min(times):.1f} ms")
+    assert file.tell() <= 1_000_000
+    assert min(times) < 0.2  # 20 ms on an idle machine
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_torch_distributed_checkpoint_takes_it(tmp_path: Path) -> None:
+    controller, _, train = job("dynamix", learn=True)
+    assert isinstance(controller, Stateful)
+    train(9)
+    dcp.save({"controller": controller}, checkpoint_id=tmp_path / "at")
+    want = controller.state_dict()
+    other, _, _ = job("dynamix", learn=True)
+    dcp.load({"controller": other}, checkpoint_id=tmp_path / "at")
+    assert checksum({"": other.state_dict()["policy"]}) == checksum({"": want["policy"]})
+    assert other.state_dict()["source"] == want["source"]
+
+
+def _ranks(rank: int, folder: str) -> list[Any]:
+    torch.manual_seed(0)
+    net = nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+    def made() -> tuple[dynamix.Controller, Any]:
+        controller = dynamix.Controller("static", batch_size=8, interval=50)
+        controller.batch_sampler(DATA)
+        return controller, controller.wrap(DDP(copy.deepcopy(net)), optimizer)
+
+    controller, model = made()
+    torch.manual_seed(50 + rank)
+    for n, batch in enumerate(iter(controller._coordinator.need_source())):
+        x, y = DATA[batch]
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        controller.step(loss=loss)
+        if n == 2:
+            break
+    own, gathered = controller.state_dict(), controller.state_dict(gather=True)
+    found: list[Any] = []
+    for state in (own, gathered):
+        given = [state]
+        dist.broadcast_object_list(given, 0)  # frameworks that keep rank 0's state only
+        fresh, _ = made()
+        fresh.load_state_dict(given[0])
+        mine = fresh._coordinator.recorder.state_dict()
+        found.append((mine == controller._coordinator.recorder.state_dict(), mine["steps"], bool(mine["series"])))
+        found.append(fresh._coordinator._waiting.take("rng") is not None)
+    dcp.save({"controller": controller}, checkpoint_id=Path(folder) / "at")
+    fresh, _ = made()
+    dcp.load({"controller": fresh}, checkpoint_id=Path(folder) / "at")
+    return [*found, fresh.samples_seen]
+
+
+def test_each_rank_gets_its_own_notebook(tmp_path: Path) -> None:
+    first, second = run_ranks(_ranks, 2, str(tmp_path))
+    assert first == [(True, 3, True), True, (True, 3, True), True, 48]
+    assert second == [(False, 3, False), False, (True, 3, True), True, 48]
+
+
+def test_a_replay_passes_the_projection(tmp_path: Path) -> None:
+    controller, _, train = job("noise_scale", max_batch_size=64, events=tmp_path / "e.jsonl")
+    train(3)
+    controller.close()
+    text = (tmp_path / "e.jsonl").read_text().splitlines()[0]
+    import json
+
+    event = json.loads(text) | {"decision": "new", "allocation": [200], "from_step": 4}
+    (tmp_path / "r.jsonl").write_text(json.dumps(event) + "\n")
+    controller, _, train = job("static", max_batch_size=16, replay=tmp_path / "r.jsonl")
+    train()
+    assert controller.batch_sizes.tolist() == [16]
+    for broken in ({"allocation": [1.5]}, {"from_step": None}, {"decision": "often"}, {"window_index": "1"}):
+        (tmp_path / "r.jsonl").write_text(json.dumps(event | broken) + "\n")
+        with pytest.raises(StateError, match=next(iter(broken))):
+            job("static", replay=tmp_path / "r.jsonl")
+    (tmp_path / "r.jsonl").write_text(json.dumps(event | {"allocation": [8, 8]}) + "\n")
+    controller, _, train = job("static", replay=tmp_path / "r.jsonl")
+    with pytest.raises(DynamixError, match="2 workers"):
+        train()
