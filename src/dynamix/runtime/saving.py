@@ -158,7 +158,7 @@ def _parts(job: Resumable, saved: SavedState, same: bool) -> dict[str, Any]:
 def _same_order(saved: dict[str, Any], source: Any) -> None:
     mine, _ = source_state(source.state_dict(), source.world_size, source.accumulate)
     for name in ORDER:
-        if saved[name] != mine[name]:
+        if saved[name] != mine[name] or type(saved[name]) is not type(mine[name]):
             raise StateError(
                 f"{name}={saved[name]!r} in the checkpoint, {name}={mine[name]!r} here: the order of samples would "
                 "differ, and some would be lost or repeated; resume with the data set and sampler that saved it"

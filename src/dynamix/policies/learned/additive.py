@@ -63,7 +63,7 @@ class Actions:
     scale: Literal["base", "samples"] = "base"
 
     def __post_init__(self) -> None:
-        if len(self.steps) < 2 or 0.0 not in self.steps:
+        if len(self.steps) < 2 or 0.0 not in self.steps or not np.isfinite(np.array(self.steps, np.float64)).all():
             raise ConfigError("steps", self.steps, "two or more numbers, 0 among them", "use the paper's five")
         if not 0 < self.low < self.high:
             raise ConfigError("low, high", (self.low, self.high), "0 < low < high", "use 32 and 1024")
@@ -263,7 +263,7 @@ class AdditivePolicy:
             actions = Actions(**{**about["actions"], "steps": tuple(about["actions"]["steps"])})
             net = AdditiveNet(actions, hidden=about["architecture"]["hidden"])
             policy = cls(net, without=about["without"], about=about)
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
             allowed = "actions, and families of the state that it is without"
             raise PolicyFileError("policy", str(path), f"{allowed}, in its .json", retrain(KIND)) from error
         fill_network(net, weights, path, KIND)

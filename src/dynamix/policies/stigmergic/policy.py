@@ -266,7 +266,8 @@ class StigmergicPolicy:
         """The policy in a file written by `save`. Raises `PolicyFileError` if it cannot be trusted."""
         about, weights = read_policy(path, KIND)
         names, values = list(RANGES), weights.get("parameters")
-        if values is None or values.shape != (len(names),) or list(about.get("parameters", ())) != names:
+        given = about.get("parameters")
+        if values is None or values.shape != (len(names),) or not isinstance(given, dict) or list(given) != names:
             allowed = f"a number for each of {', '.join(names)}"
             raise PolicyFileError("parameters", str(path), allowed, retrain(KIND))
         parameters = Parameters(*values.tolist())

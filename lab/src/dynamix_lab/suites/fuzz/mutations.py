@@ -95,7 +95,7 @@ def tensor(given: Tensor, rng: random.Random) -> Tensor:
     flat = given.detach().clone().reshape(-1)
     how = rng.random()
     if how < 0.6 and flat.numel():
-        extreme = (float("nan"), float("inf"), -1.0, 0.0, 1e300) if flat.is_floating_point() else (0, 1, -1, 127)
+        extreme = (float("nan"), float("inf"), -1.0, 0.0, 1e30) if flat.is_floating_point() else (0, 1, -1, 127)
         few = rng.choice(extreme)
         flat[rng.randrange(flat.numel())] = few if flat.dtype != torch.uint8 else abs(int(few))
         return flat.reshape(given.shape)
