@@ -217,7 +217,7 @@ class GradientHook:
 
     def close(self) -> list[dist.ProcessGroup]:
         """Let go of the controller, as DDP cannot let go of this hook; returns the groups of buckets."""
-        self.share = _closed
+        self.share, self.check, self.arrivals = _closed, None, Arrivals(None)
         groups, self.bucket_groups = self.bucket_groups, []
         return groups
 

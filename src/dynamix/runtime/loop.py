@@ -38,7 +38,7 @@ class ModelCheck:
     """
 
     def __init__(self, loop: "LoopCheck", model: nn.Module, optimizer: Optimizer, *, reduces: bool) -> None:
-        self.loop, self.model, self.optimizer, self.reduces = loop, model, optimizer, reduces
+        self.loop, self.optimizer, self.reduces = loop, optimizer, reduces
         self.partners: list[ModelCheck] = []  # of the same model, with its other optimizers
         KNOWN.add(optimizer)
         self.reductions = 0
@@ -52,10 +52,10 @@ class ModelCheck:
             self.probe = next(found, None)
         self._stale = False
         if self.probe is not None:
-            self.probe.register_hook(self._before_adding)
-            self.probe.register_post_accumulate_grad_hook(self._added)
-        optimizer.register_step_pre_hook(self._before_optimizer)
-        optimizer.register_step_post_hook(self._after_optimizer)
+            self.probe.register_hook(_weakly(self._before_adding))
+            self.probe.register_post_accumulate_grad_hook(_weakly(self._added))
+        optimizer.register_step_pre_hook(_weakly(self._before_optimizer))
+        optimizer.register_step_post_hook(_weakly(self._after_optimizer))
 
     def reducing(self) -> None:
         """A synchronised backward pass has its first gradients."""
@@ -228,6 +228,17 @@ class LoopCheck:
         if before is not None and now == before + 1 and (name := _ddp_of(optimizer)) is not None:
             why = f"its {name} model is not connected, so unequal batches would weigh alike in its gradient"
             self.fail(f"an optimizer in this loop was not given to controller.wrap(): {why}. {_WRAP}")
+
+
+def _weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """`method` for a hook that must not keep its owner: what torch holds in C++ no collector of garbage can see."""
+    alive = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> None:
+        if (method := alive()) is not None:
+            method(*args)
+
+    return call
 
 
 def _nonzero(gradient: Tensor | None) -> bool:
