@@ -104,7 +104,7 @@ def _different_arguments(rank: int) -> str:
 
 def test_different_arguments_are_refused_on_every_rank() -> None:
     for message in run_ranks(_different_arguments, 2):
-        assert "other arguments on rank 1" in message
+        assert "batch_size is 4 on rank 0, 5 on rank 1" in message
 
 
 class Sluggish(Restless):

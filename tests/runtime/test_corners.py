@@ -144,6 +144,7 @@ def test_bounds_changed_before_a_resume_hold_at_once(tmp_path: Path) -> None:
         model = controller.wrap(net, torch.optim.SGD(net.parameters(), lr=0.1))
         for batch in sampler:
             F.cross_entropy(model(_data().tensors[0][batch]), _data().tensors[1][batch]).backward()
+            net.zero_grad()
             controller.step()
 
     controller, sampler = make(64)
@@ -164,6 +165,7 @@ def test_the_global_step_never_outgrows_the_data_set() -> None:
     for _ in range(6):
         for batch in sampler:
             F.cross_entropy(model(_data().tensors[0][batch]), _data().tensors[1][batch]).backward()
+            net.zero_grad()
             controller.step()
             sizes.append(int(controller.batch_sizes[0]))
     assert max(sizes) == 240

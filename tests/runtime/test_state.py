@@ -215,12 +215,12 @@ def test_torch_distributed_checkpoint_takes_it(tmp_path: Path) -> None:
 def _ranks(rank: int, folder: str) -> list[Any]:
     torch.manual_seed(0)
     net = nn.Linear(6, 3)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
 
     def made() -> tuple[dynamix.Controller, Any]:
+        own = copy.deepcopy(net)
         controller = dynamix.Controller("static", batch_size=8, interval=50)
         controller.batch_sampler(DATA)
-        return controller, controller.wrap(DDP(copy.deepcopy(net)), optimizer)
+        return controller, controller.wrap(DDP(own), torch.optim.SGD(own.parameters(), lr=0.1))
 
     controller, model = made()
     torch.manual_seed(50 + rank)
@@ -228,6 +228,7 @@ def _ranks(rank: int, folder: str) -> list[Any]:
         x, y = DATA[batch]
         loss = F.cross_entropy(model(x), y)
         loss.backward()
+        model.zero_grad()
         controller.step(loss=loss)
         if n == 2:
             break

@@ -75,6 +75,11 @@ class Allocations:
         keep = max(bisect_right(self._steps, before_step) - 1, 0)
         del self._steps[:keep], self._sizes[:keep]
 
+    def from_on(self, step: int) -> dict[int, list[int]]:
+        """The allocation in force at `step`, and those to come, by the micro-step from which they hold."""
+        later = {s: sizes.tolist() for s, sizes in zip(self._steps, self._sizes, strict=True) if s > step}
+        return {step: self.at(step).tolist()} | later
+
     def state_dict(self) -> dict[str, Any]:
         """Plain lists: `{"steps": [...], "sizes": [[...], ...]}`."""
         return {"steps": list(self._steps), "sizes": [s.tolist() for s in self._sizes]}

@@ -1,5 +1,6 @@
 """What samplers and streams share: which micro-steps were issued and consumed, and what each of them does."""
 
+import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
@@ -11,7 +12,8 @@ from numpy.typing import ArrayLike
 
 from dynamix.data.allocations import Allocations
 from dynamix.data.cutting import NO_LIMIT
-from dynamix.errors import ConfigError, StateError, UsageError
+from dynamix.data.reader import Delivered, reader_of
+from dynamix.errors import ConfigError, DynamixError, StateError, UsageError
 from dynamix.window import Ints
 
 
@@ -66,7 +68,10 @@ class SampleOrder(ABC):
 
     `issued` returns to `consumed` at every new iteration: batches prefetched by an abandoned iterator are lost, and
     their samples are issued again. `on_first_issue` is called once, at the first batch asked for after
-    `load_state_dict`; the loader's iterator exists by then, so this is where to restore random states.
+    `load_state_dict`; the loader's iterator exists by then, so this is where to restore random states. `on_begin` is
+    called before every iteration and every `set_epoch`, while what the loop left unconsumed is still there to be seen.
+    `fail` gets every `UsageError` of an iteration before it is raised. `issuer` is the thread that asked for the newest
+    batch.
     """
 
     def __init__(
@@ -97,9 +102,15 @@ class SampleOrder(ABC):
             raise ConfigError("low", self.low.tolist(), f"at most high={self.high.tolist()}", "swap the bounds")
         self.before_issue = before_issue
         self.on_first_issue: Callable[[], None] | None = None
+        self.on_begin: Callable[[], None] | None = None
+        self.fail: Callable[[UsageError], DynamixError] = lambda error: error
+        self.issuer = 0
         self._ahead = self._behind = self._saved = Cursor(0, 0, 0, np.zeros(world_size, dtype=np.int64))
         self._pending: deque[tuple[StepPlan, Cursor]] = deque()
         self._round = 0  # a new number for every iteration, so that an abandoned iterator cannot go on
+        self._handed_on: Delivered = lambda: None
+        self._refused: UsageError | None = None
+        self._began = 0  # micro-steps consumed when the iteration under way began
         self._loaded = False
         self._hold = False  # a finished epoch that the user asked for by name is not run again
 
@@ -112,6 +123,22 @@ class SampleOrder(ABC):
     def consumed(self) -> int:
         """Micro-steps consumed so far (counter over the job)."""
         return self._behind.index
+
+    @property
+    def delivered(self) -> int:
+        """Micro-steps whose batches the loop has received (counter over the job); those issued, if nobody can tell."""
+        handed_on = self._handed_on()
+        return self._ahead.index if handed_on is None else min(self._began + handed_on, self._ahead.index)
+
+    @property
+    def iteration(self) -> int:
+        """Another number for every iteration."""
+        return self._round
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether every batch of the epoch has been issued."""
+        return self._ahead.finished
 
     @property
     def epoch(self) -> int:
@@ -160,6 +187,8 @@ class SampleOrder(ABC):
         """
         if epoch < 0:
             raise ConfigError("epoch", epoch, "0 or more", "count epochs from 0")
+        if self.on_begin is not None:
+            self.on_begin()
         now = self._behind
         self._hold = epoch == now.epoch and now.finished and self._loaded
         if epoch != now.epoch or (now.finished and not self._loaded):
@@ -178,23 +207,33 @@ class SampleOrder(ABC):
 
     def _begin(self) -> int:
         """A new iteration begins: go on where consumption stands, or with the next epoch. Returns its number."""
+        if self.on_begin is not None:
+            self.on_begin()
+        self._refused = None
+        try:
+            handed_on = reader_of(self)
+        except UsageError as error:  # raised with the first batch: a loader that is half made could not be cleaned up
+            self._refused, handed_on = error, lambda: None
         if self._behind.finished and not self._hold:
             self._start_epoch(self._behind.epoch + 1)
         else:
             self._rewind()
+        self._handed_on, self._began = handed_on, self._behind.index
         return self._round
 
     def _issue(self, number: int) -> StepPlan | None:
         """The next micro-step, or None at the end of the epoch."""
         if number != self._round:
-            raise UsageError(
-                "this iterator was abandoned: a newer one was made, or set_epoch was called; its samples were issued "
-                "again, so going on would repeat them; iterate the newest one"
-            )
+            left = "this iterator was abandoned: a newer one was made, a state was loaded, or set_epoch was called"
+            why = "its samples were issued again, so going on would repeat them; iterate the newest one"
+            raise self.fail(UsageError(f"{left}; {why}"))
         if self._loaded:
             self._loaded = False
             if self.on_first_issue is not None:
                 self.on_first_issue()
+        if self._refused is not None:
+            raise self.fail(self._refused)
+        self.issuer = threading.get_ident()
         now = self._ahead
         if now.finished:
             self._hold = False
@@ -230,6 +269,10 @@ class SampleOrder(ABC):
         )
         self._pending.append((plan, self._ahead))
         return plan
+
+    @abstractmethod
+    def identity(self) -> dict[str, Any]:
+        """What must be alike on all ranks: which samples, in which order, and how far. Plain values by name."""
 
     @abstractmethod
     def _plan_group(self, now: Cursor) -> Group | None:

@@ -136,6 +136,11 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
             "regions": self._regions_state(),
         }
 
+    def identity(self) -> dict[str, Any]:
+        named = ("dataset_size", "seed", "shuffle", "partition", "epoch", "consumed")
+        state = self.state_dict()
+        return {name: state.pop(name) for name in named} | state
+
     def _regions_state(self) -> dict[str, Any] | None:
         """The regions that this epoch has begun to read; None where a load may cut them anew."""
         regions = self._regions

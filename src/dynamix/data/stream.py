@@ -105,6 +105,9 @@ class Stream(SampleOrder):
             "source": source if self._resume is None else self._resume,
         }
 
+    def identity(self) -> dict[str, Any]:
+        return {"sharded": self.sharded} | self._position_state()
+
     def check_state(self, state: dict[str, Any]) -> None:
         """Raise `StateError` for another kind of stream, or a sharded one at another W."""
         require_equal(state, sharded=self.sharded)
@@ -150,10 +153,9 @@ class Stream(SampleOrder):
             if plan is None:
                 return
             if len(self._pending) > MAX_UNCONSUMED:
-                raise UsageError(
-                    f"{MAX_UNCONSUMED} batches were issued and none consumed, and their samples stay in memory: call "
-                    "controller.step() once per batch, or iterate the data set itself where you only evaluate"
-                )
+                kept = f"{MAX_UNCONSUMED} batches were issued and none consumed, and their samples stay in memory"
+                fix = "call controller.step() once per batch, or iterate the data set itself where you only evaluate"
+                raise self.fail(UsageError(f"{kept}: {fix}"))
             count, first = int(plan.counts[self.rank]), self._own(before)
             if not self.sharded:
                 first += int(plan.counts[: self.rank].sum())

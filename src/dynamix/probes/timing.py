@@ -168,6 +168,11 @@ class StepTimer:
         self._open.append(micro)
         self._micro = _Micro(before=micro.end)
 
+    def next_pass(self) -> None:
+        """Another model's passes begin within the same (micro-)step: those that were reduced already are closed."""
+        if self._micro.reduced:
+            self.micro_done()
+
     def step_done(self) -> None:
         """The optimizer step is over: closes its record."""
         self.micro_done()

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dynamix.errors import DynamixError, WorkerLostError
+from dynamix.runtime.ending import Ending, wait_for
 from dynamix.window import Floats, Ints
 
 # How long rank 0 holds a training step back for a policy that is not done one step after it was asked.
@@ -100,6 +101,7 @@ class Channel:
         self.rank = 0 if group is None else dist.get_rank(group)
         self.root = 0 if group is None else dist.get_global_rank(group, 0)
         self.waited_s = 0.0
+        self.ending: Ending | None = None  # set by the owner
         self.failed: DynamixError | None = None
         self.explain: Explain = unnamed
         self._rounds: queue.SimpleQueue[_Round | None] = queue.SimpleQueue()
@@ -166,7 +168,7 @@ class Channel:
             if self._round is not None:
                 self._round.finish()
             elif self._receive is not None:
-                self._receive.wait()
+                wait_for(self._receive, self.ending)
         except RuntimeError as error:
             if isinstance(error, DynamixError):
                 raise
@@ -261,10 +263,10 @@ class _Round:
             return Message.unpack(self.out)
 
     def finish(self) -> None:
-        self.gather.wait()  # patience is for the policy, not for the slowest rank
+        wait_for(self.gather, self.channel.ending)  # patience is for the policy, not for the slowest rank
         if not self.published.wait(self.channel.patience_s):
             self._publish(self.channel.judge.keep(Kind.LATE))
         if self.error is not None:
             raise self.error
         assert self.work is not None
-        self.work.wait()
+        wait_for(self.work, self.channel.ending)

@@ -1,8 +1,8 @@
 """What `Controller(...)` accepts, and how the ranks make sure that all were given the same."""
 
-import hashlib
-import json
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from dynamix.policies.learned.deviations import LiveConfig
 from dynamix.policies.learned.online import learning
 from dynamix.runtime.gradients import new_gloo_group
 from dynamix.runtime.job import fixed_at
+from dynamix.runtime.sameness import require_same
 from dynamix.window import Bounds, Ints
 
 
@@ -117,20 +118,64 @@ def starting_sizes(batch_size: int, bounds: Bounds) -> Ints:
     return start
 
 
-def open_control_group(group: dist.ProcessGroup, given: Sequence[Any]) -> dist.ProcessGroup:
+def open_control_group(group: dist.ProcessGroup, given: Mapping[str, Any] | None = None) -> dist.ProcessGroup:
     """A gloo group over the ranks of `group`, with its timeout. A collective call.
 
-    Raises `UsageError` on every rank when `given` (plain values) differs between ranks.
+    Raises `UsageError` on every rank when `given` (plain values by name) differs between ranks.
     """
     control = new_gloo_group(dist.get_process_group_ranks(group), _timeout_of(group))
-    digest = hashlib.sha256(json.dumps(given, default=str).encode()).digest()[:8]
-    mine = torch.tensor([int.from_bytes(digest, "big") >> 1])
-    every = [torch.zeros_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(every, mine, group=control)
-    differing = [rank for rank, value in enumerate(every) if not torch.equal(value, every[0])]
-    if differing:
-        raise UsageError(f"Controller(...) got other arguments on rank {differing[0]} than on rank 0; pass the same")
+    if given is not None:
+        fix = "Pass the same arguments to Controller(...) on every rank; what belongs to one rank is a list of one each"
+        require_same(given, control, "Controller(...) got other arguments on some ranks", {"": fix})
     return control
+
+
+class Same(dict[str, Any]):
+    """Plain values by name, and the group over which they were compared."""
+
+    group: dist.ProcessGroup | None = None
+
+
+@contextmanager
+def one_for_all(group: dist.ProcessGroup | None) -> Iterator[Same]:
+    """What is put in must be the same on all ranks of `group`, and an error inside is raised on all of them.
+
+    A collective call; leaves a control group over those ranks in the answer's `group`. Raises `UsageError` on every
+    rank when values differ or only some ranks failed, the error itself where all failed alike.
+    """
+    same, error = Same(error=None), None
+    try:
+        yield same
+    except Exception as caught:
+        error = caught
+        same.clear()
+        same["error"] = str(caught)
+    if group is not None:
+        same.group = open_control_group(group, same)
+    if error is not None:
+        raise error
+
+
+def rank_in(group: dist.ProcessGroup | None) -> int:
+    """This rank's number in `group`, 0 without one. Raises `UsageError` where it is not a member."""
+    rank = 0 if group is None else dist.get_rank(group)
+    if rank < 0:
+        fix = "pass the group that this rank trains in, or make a Controller only on the ranks of that group"
+        raise UsageError(f"rank {dist.get_rank()} is not in process_group: {fix}")
+    return rank
+
+
+def require_no_launcher() -> None:
+    """Raise `UsageError` in one of several processes of a job whose process group does not exist yet.
+
+    torchrun and its like say how many they started in WORLD_SIZE.
+    """
+    started = os.environ.get("WORLD_SIZE", "")
+    if started.isdigit() and int(started) > 1:
+        alone = f"this is one of {started} processes (WORLD_SIZE={started}), but there is no process group yet"
+        why = "every process would train alone"
+        fix = "move torch.distributed.init_process_group(...) above dynamix.Controller(...)"
+        raise UsageError(f"{alone}, so {why}: {fix}")
 
 
 def _timeout_of(group: dist.ProcessGroup) -> Any:

@@ -5,6 +5,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence, Sized
+from contextlib import ExitStack
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -23,16 +24,26 @@ from dynamix.policies.protocol import boundary
 from dynamix.projection import project
 from dynamix.runtime import random_state
 from dynamix.runtime.agreement import DRAIN_S
-from dynamix.runtime.arguments import check_counts, job_bounds, open_control_group, policy_of, watched
-from dynamix.runtime.coordinator import Coordinator
+from dynamix.runtime.arguments import (
+    check_counts,
+    job_bounds,
+    one_for_all,
+    policy_of,
+    rank_in,
+    require_no_launcher,
+    watched,
+)
+from dynamix.runtime.coordinator import Coordinator, Ranks
 from dynamix.runtime.decentral import open_channel
 from dynamix.runtime.decision import Decider, recorded
 from dynamix.runtime.gradients import destroy_groups
 from dynamix.runtime.job import JobFacts
 from dynamix.runtime.liveness import Liveness
+from dynamix.runtime.loop import require_pair
 from dynamix.runtime.memory import ExitNote, Memory, within
 from dynamix.runtime.metrics import metrics_of
-from dynamix.runtime.observation import Recorder
+from dynamix.runtime.observation import Recorder, Unmeasured
+from dynamix.runtime.sameness import shape_of
 from dynamix.runtime.scaling import SampleSchedule, rule
 from dynamix.runtime.weighting import LossWeight, attach
 from dynamix.window import Bounds, Ints
@@ -104,27 +115,31 @@ class Controller:
         learn: bool | LiveConfig = False,
         guard: bool | None = None,
     ) -> None:
-        rule(lr_rule)  # raises for one that does not exist
-        check_counts(batch_size=batch_size, interval=interval, accumulate=accumulate, quantum=quantum)
         together = dist.is_available() and dist.is_initialized()
+        if not together:
+            require_no_launcher()
         self.group = (process_group or dist.group.WORLD) if together else None
-        self.rank = dist.get_rank(self.group) if self.group else 0
+        self.rank = rank_in(self.group)
         self.world_size = dist.get_world_size(self.group) if self.group else 1
-        each, total = (min_batch_size, max_batch_size), (min_global_batch, max_global_batch)
-        grid = {"quantum": quantum, "accumulate": accumulate}
-        bounds, start = job_bounds(
-            self.world_size, batch_size, each, total, global_batch, **grid, max_change=max_change
-        )
-        self.policy = policy_of(policy, learn=learn)
         self.interval, self.accumulate, self.lr_rule = interval, accumulate, lr_rule
-        base_batch = int(start.sum())
-        replayed = None if replay is None else recorded(replay)
-        control = None
-        if self.group is not None:
-            name = policy if isinstance(policy, str) else type(policy).__name__
-            same = [name, base_batch, interval, accumulate, lr_rule, quantum, sorted(replayed or {}), learn, guard]
-            same += [global_batch, *total, bounds.low.tolist(), bounds.high.tolist()]
-            control = open_control_group(self.group, same)
+        each, total = (min_batch_size, max_batch_size), (min_global_batch, max_global_batch)
+        with one_for_all(self.group) as same:
+            rule(lr_rule)  # raises for one that does not exist
+            check_counts(batch_size=batch_size, interval=interval, accumulate=accumulate, quantum=quantum)
+            grid = {"quantum": quantum, "accumulate": accumulate}
+            bounds, start = job_bounds(
+                self.world_size, batch_size, each, total, global_batch, **grid, max_change=max_change
+            )
+            self.policy = policy_of(policy, learn=learn)
+            base_batch = int(start.sum())
+            replayed = None if replay is None else recorded(replay)
+            same |= {"policy": policy if isinstance(policy, str) else type(policy).__name__, "learn": learn}
+            same |= {"batch_size": batch_size, "interval": interval, "accumulate": accumulate, "lr_rule": lr_rule}
+            same |= {"guard": guard, "quantum": quantum, "max_change": max_change, "global_batch": global_batch}
+            same |= {"min_batch_size": bounds.low, "max_batch_size": bounds.high, "replay": replayed}
+            same |= {"min_global_batch": total[0], "max_global_batch": total[1]}
+            same |= {"shape of the policy's state": shape_of(self.policy.state_dict())}
+        control = same.group
         served = watched(self.policy, guard)
         slack = 0 if boundary(self.policy) == "epoch" else 1
         job = JobFacts(bounds, base_batch, accumulate=accumulate, slack=slack, fixed=global_batch == "fixed")
@@ -135,7 +150,15 @@ class Controller:
         )
         self._loss_weight = LossWeight(self.group, accumulate)
         self._coordinator = Coordinator(
-            job, served, channel, start, self._loss_weight, rank=self.rank, interval=interval, lr_rule=lr_rule
+            job,
+            served,
+            channel,
+            start,
+            self._loss_weight,
+            rank=self.rank,
+            interval=interval,
+            lr_rule=lr_rule,
+            ranks=None if control is None else Ranks(control),
         )
         self._control, self._closed = control, False
         if control is not None and self.world_size > 1:
@@ -194,7 +217,11 @@ class Controller:
         weighting: Literal["hook", "loss"] = "hook",
         batchnorm: Literal["rank0", "weighted"] = "rank0",
     ) -> Model:
-        """Connect a model and its optimizer; returns the same model. Call it once, after DDP or `fully_shard`.
+        """Connect a model and its optimizer; returns the same model. Call it after DDP or `fully_shard`.
+
+        Once for each model that the loop trains on these batches, each with an optimizer of its own (a generator and a
+        discriminator, say; docs/several-models.md), and once more for every further optimizer of one model. Noise scale
+        and memory limits are those of the model that was connected first.
 
         hook, hook_state   DDP communication hook to run after weighting (fp16, bf16, PowerSGD, your own)
         scaler             AMP's GradScaler, so that norms are measured without the loss scale
@@ -202,11 +229,16 @@ class Controller:
                            `controller.weight(loss).backward()`; required for SyncBatchNorm and FSDP
         batchnorm          DDP's buffers before each forward: "rank0" broadcasts, "weighted" averages by samples
 
-        Raises `UsageError` naming the reason when the model needs the loss side or already has a hook.
+        Raises `UsageError` naming the reason when the model needs the loss side or already has a hook, reduces over
+        other ranks than the controller's, or is not the one that the optimizer updates.
         """
         coordinator = self._coordinator
+        require_pair(model, optimizer, self.group)
+        if coordinator.loop.add_optimizer(model, optimizer):
+            coordinator.add_learning_rate(optimizer)
+            return model
         if coordinator.attached is not None:
-            raise UsageError("wrap() was already called; make one Controller per model")
+            return self._wrap_another(model, optimizer, hook, hook_state, scaler, weighting, batchnorm)
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         attached = attach(
             model, self.group, coordinator.share, Recorder(device), hook, hook_state, scaler, weighting, batchnorm
@@ -216,6 +248,20 @@ class Controller:
         note = weakref.WeakMethod(coordinator.samples_now)
         self._exit_note = ExitNote(self.rank, lambda: ask() if (ask := note()) is not None else None)
         coordinator.connect(model, optimizer, attached, memory)
+        return model
+
+    def _wrap_another(self, model: Model, optimizer: Optimizer, *options: Any) -> Model:
+        """One more model in the same loop: weighted and timed, its norms not measured."""
+        coordinator = self._coordinator
+        if self._loss_weight.required or options[-2] == "loss":
+            why = "the weight of a loss is given once for each batch"
+            raise UsageError(
+                f"wrap(weighting='loss') serves one model, because {why}: use weighting='hook' for several"
+            )
+        attached = attach(model, self.group, coordinator.share, coordinator.recorder, *options)
+        if attached.hook is not None:
+            attached.hook.meter = Unmeasured(coordinator.recorder)
+        coordinator.connect_another(model, optimizer, attached)
         return model
 
     def scheduler(self, scheduler: Any, *, nominal_batch_size: int | None = None) -> SampleSchedule:
@@ -266,6 +312,8 @@ class Controller:
         """
         memory, plan = self._coordinator.need_memory(), self._coordinator.need_source().plan()
         weight = self.weight(torch.ones((), dtype=torch.float64)).item() if self._loss_weight.required else 1.0
+        self._coordinator.agree_once()  # before a rank can run out of memory alone
+        self._coordinator.loop.forwards += 1  # its passes need not go through the model's own call
         return memory.backward(loss_fn, batch, weight=weight, last=plan.micro == self.accumulate - 1)
 
     def weight(self, loss: Tensor, *, count: float | Tensor | None = None) -> Tensor:
@@ -293,6 +341,14 @@ class Controller:
         Never synchronises a device. Raises `WorkerLostError` when another rank is gone.
         """
         began = time.perf_counter()
+        try:
+            self._step(loss, logits, target, count)
+        except UsageError as error:
+            self._coordinator.fail(error)
+            raise
+        self.overhead_s += time.perf_counter() - began
+
+    def _step(self, loss: Tensor | None, logits: Tensor | None, target: Tensor | None, count: int | None) -> None:
         coordinator = self._coordinator
         source = coordinator.need_source()
         plan = source.plan()
@@ -304,6 +360,7 @@ class Controller:
         if self.world_size > 1 and coordinator.attached is None:
             raise UsageError("call controller.wrap(model, optimizer) before training, or gradients stay unweighted")
         applied = self._loss_weight.take()
+        coordinator.before_step(plan)
         source.consume()
         if mine:
             coordinator.recorder.observe(loss, logits, target)
@@ -311,7 +368,6 @@ class Controller:
             coordinator.micro_done(plan, applied)
         else:
             coordinator.step_done(plan)
-        self.overhead_s += time.perf_counter() - began
 
     @property
     def batch_sizes(self) -> Ints:
@@ -353,11 +409,13 @@ class Controller:
         Collective. `forward_backward()` must run the model and `.backward()` on any batch. Buffers, gradients and
         random state are put back.
         """
-        attached = self._coordinator.attached
-        if attached is None:
+        if self._coordinator.attached is None:
             raise UsageError("call controller.wrap(model, optimizer) before warm_up()")
         saved = random_state.capture()
-        with attached.discarded(), self._loss_weight.paused():
+        with ExitStack() as stack:
+            stack.enter_context(self._loss_weight.paused())
+            for attached in self._coordinator.connected:
+                stack.enter_context(attached.discarded())
             for _ in range(2):
                 forward_backward()
         random_state.restore(saved)

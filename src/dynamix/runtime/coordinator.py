@@ -4,29 +4,40 @@ from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from dynamix.data import Allocations, BatchSampler, StepPlan, Stream
-from dynamix.errors import StateError, UsageError
+from dynamix.errors import DynamixError, StateError, UsageError
 from dynamix.policies import Policy
 from dynamix.policies.protocol import boundary
 from dynamix.runtime import random_state, saving
 from dynamix.runtime.agreement import Channel, Kind
 from dynamix.runtime.decentral import PeerChannel
+from dynamix.runtime.ending import Ending
 from dynamix.runtime.gradients import Share
 from dynamix.runtime.job import Closing, JobFacts
 from dynamix.runtime.liveness import Liveness
+from dynamix.runtime.loop import LoopCheck
 from dynamix.runtime.memory import Memory
 from dynamix.runtime.noise import ConsecutiveNoise
 from dynamix.runtime.observation import Recorder
 from dynamix.runtime.progress import Progress, Waiting
+from dynamix.runtime.sameness import FIXES, require_same
 from dynamix.runtime.scaling import LearningRate, SampleSchedule, SchedulerWatch, rule
 from dynamix.runtime.weighting import Attached, LossWeight
 from dynamix.window import Ints
 
 Source = TypeVar("Source", BatchSampler, Stream)
+
+
+class Ranks:
+    """The other ranks, over the controller's own `group`: what is compared with them, and what ends them all."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group, self.ending = group, Ending.of(group)
 
 
 class Coordinator:
@@ -38,6 +49,7 @@ class Coordinator:
     policy    every rank has one, for its checkpoint; which of them are asked is the channel's affair
     start     samples per round of every worker at the start, int64 (W,)
     interval  optimizer steps per window
+    ranks     None: there are no others
     """
 
     def __init__(
@@ -51,6 +63,7 @@ class Coordinator:
         rank: int = 0,
         interval: int,
         lr_rule: str,
+        ranks: Ranks | None = None,
     ) -> None:
         self.job, self.policy, self.channel, self.rank, self.interval = job, policy, channel, rank, interval
         self.lr_rule, self._rule, self.loss_weight = lr_rule, rule(lr_rule), loss_weight
@@ -61,7 +74,14 @@ class Coordinator:
         self.source: BatchSampler | Stream | None = None
         self.attached: Attached | None = None
         self.memory: Memory | None = None
-        self.learning_rate: LearningRate | None = None
+        self.connected: list[Attached] = []  # `attached` is the first of them
+        self.learning_rates: list[LearningRate] = []
+        self.ranks = channel.ending = None
+        if ranks is not None:
+            self.ranks, channel.ending = ranks, ranks.ending
+        workers = 1 if ranks is None else self.allocations.workers
+        self.loop = LoopCheck(self.accumulate, self.fail, lambda: self.recorder.muted, workers=workers)
+        self.agreed = ranks is None  # whether the ranks have compared what they hold, since the start or the last load
         self._pairs = ConsecutiveNoise() if self.allocations.workers == 1 else None
         self.liveness: Liveness | None = None  # None: nobody else is there
         self.stop_wanted = self.stopping = False
@@ -87,26 +107,79 @@ class Coordinator:
     def _adopt(self, source: Source) -> Source:
         if self.source is not None:
             raise UsageError("this controller already has a batch sampler or stream; make one Controller per loop")
-        source.on_first_issue = self._restore_rng
+        source.on_first_issue, source.on_begin, source.fail = self._restore_rng, self._begin, self.fail
         self._waiting.give("source", source)
-        self.source = source
+        self.source = self.loop.source = source
         return source
+
+    def _begin(self) -> None:
+        self.loop.begin()
+        if getattr(self.source, "sharded", False):
+            self.agree_once()  # iterating is a collective there
 
     def connect(self, model: nn.Module, optimizer: Optimizer, attached: Attached, memory: Memory) -> None:
         """Observe this model and optimizer, weight its gradients, and let the learning rate follow the batch."""
         self.attached, self.memory, self.recorder = attached, memory, attached.recorder
         if self.liveness is not None:
-            attached.explain_with(self.liveness.explain)
             self.loss_weight.explain = self.liveness.explain
-        self.learning_rate = LearningRate(optimizer, self.lr_rule)
         if self.rank == 0 and not self.job.fixed:
             self._watch = SchedulerWatch(optimizer, self.job.base_batch)
         if self._pairs is not None:
             optimizer.register_step_pre_hook(self._before_optimizer)
-        # Not traced: torch.compile(wrap(DDP(...))) would fail in what it does.
-        model.register_forward_pre_hook(torch.compiler.disable(self._before_forward))
+        self.connect_another(model, optimizer, attached)
         self._waiting.give("hook", attached)
         self._waiting.give("recorder", self.recorder)
+
+    def connect_another(self, model: nn.Module, optimizer: Optimizer, attached: Attached) -> None:
+        """Weight the gradients of this model, and let its learning rate follow the batch."""
+        self.connected.append(attached)
+        if self.liveness is not None:
+            attached.explain_with(self.liveness.explain)
+        crosses = attached.hook is not None and self.ranks is not None and self.allocations.workers > 1
+        check = self.loop.connect(model, optimizer, reduces=crosses)
+        if attached.hook is not None:
+            attached.hook.check = check
+            attached.hook.arrivals.ending = self.ranks.ending if self.ranks is not None else None
+        self.add_learning_rate(optimizer)
+
+        def before_forward(module: nn.Module, args: Any) -> None:
+            self._before_forward(module, attached)
+
+        # Not traced: torch.compile(wrap(DDP(...))) would fail in what it does.
+        model.register_forward_pre_hook(torch.compiler.disable(before_forward))
+
+    def add_learning_rate(self, optimizer: Optimizer) -> None:
+        """Let the learning rate of `optimizer` follow the batch."""
+        self.learning_rates.append(LearningRate(optimizer, self.lr_rule))
+
+    def fail(self, error: DynamixError) -> DynamixError:
+        """An error that ends the job: the other ranks are told of it."""
+        return error if self.ranks is None else self.ranks.ending.report(error)
+
+    def agree_once(self) -> None:
+        """Compare with the other ranks what is about to be trained, if that was not done since the start or a load.
+
+        A collective call. Raises `UsageError` on every rank, naming what differs, by rank.
+        """
+        if not self.agreed and self.ranks is not None:
+            self.agreed = True
+            self.settle()
+            group, ending = self.ranks.group, self.ranks.ending
+            ending.agreeing()
+            require_same(self.facts(), group, "The ranks differ in what they are about to train", FIXES, ending)
+
+    def facts(self) -> dict[str, Any]:
+        """What every rank must hold alike, by name."""
+        source, bounds, job = self.need_source(), self.job.bounds, self.job
+        known: dict[str, Any] = {"samples": type(source).__name__, **source.identity()}
+        known |= {"min_batch_size": bounds.low, "max_batch_size": bounds.high, "quantum": bounds.quantum}
+        known |= {"min_global_batch": bounds.total_low, "max_global_batch": bounds.total_high}
+        known |= {"base batch": job.base_batch, "decides once per epoch": self.per_epoch, "slack": job.slack}
+        known |= {"models": self.loop.models, "schedules": len(self.schedules)}
+        known |= {"weighting": "loss" if self.loss_weight.required else "hook"}
+        known |= {"batch sizes": self.allocations.from_on(source.consumed)}
+        known |= {f"progress: {name}": value for name, value in self.progress.state_dict().items()}
+        return known | {"progress: steps measured in the open window": self.recorder.steps}
 
     def schedule(self, scheduler: Any, nominal_batch_size: int | None) -> SampleSchedule:
         """`Controller.scheduler`: advanced with every optimizer step."""
@@ -128,8 +201,13 @@ class Coordinator:
 
     def micro_done(self, plan: StepPlan, applied: float | torch.Tensor | None) -> None:
         self.recorder.micro_done()
-        if self.attached is not None:
-            self.attached.micro_done(plan, self.rank, applied)
+        for attached in self.connected:
+            attached.micro_done(plan, self.rank, applied)
+
+    def before_step(self, plan: StepPlan) -> None:
+        """The loop says that the batch of `plan` is done."""
+        self.agree_once()
+        self.loop.before_step(plan)
 
     def step_done(self, plan: StepPlan, *, ahead: int = 0) -> None:
         """An optimizer step is over: take what was decided, and close the window if it is full.
@@ -139,8 +217,8 @@ class Coordinator:
         progress, step_samples = self.progress, int(plan.group.sum())
         progress.steps += 1
         progress.samples += step_samples
-        if self.attached is not None:
-            self.attached.step_done()
+        for attached in self.connected:
+            attached.step_done()
         kept = plan.regular and self._round(plan) >= progress.opens
         self.recorder.step_done(keep=kept, first_of_epoch=plan.start == int(plan.group[: plan.micro].sum()))
         self._advance_schedules(plan)
@@ -209,10 +287,11 @@ class Coordinator:
     def close(self, *, patience_s: float) -> list[ProcessGroup]:
         """End threads, what is under way getting `patience_s`; returns the process groups, which nobody has then."""
         self.channel.close(patience_s)
-        hook = None if self.attached is None else self.attached.hook
-        return [
-            group for owner in (hook, self.memory, self.loss_weight) if owner is not None for group in owner.close()
-        ]
+        if self.ranks is not None:
+            self.ranks.ending.close()
+            self.ranks = None  # it has the control group
+        owners = (*(attached.hook for attached in self.connected), self.memory, self.loss_weight)
+        return [group for owner in owners if owner is not None for group in owner.close()]
 
     def before_issue(self, step: int) -> None:
         """The sampler is about to plan micro-step `step`: a pending message may concern it."""
@@ -251,28 +330,35 @@ class Coordinator:
         source = self.source
         return int(source.plan().counts[self.rank]) if source is not None and source.issued > source.consumed else None
 
-    def _before_forward(self, module: nn.Module, args: Any) -> None:
-        source = self.source
-        if not (module.training and torch.is_grad_enabled()) or source is None or source.issued == source.consumed:
-            self.recorder.timer.interrupted()
+    def _before_forward(self, module: nn.Module, attached: Attached) -> None:
+        source, timer = self.source, self.recorder.timer
+        loops = torch.is_grad_enabled() and source is not None and source.issued > source.consumed
+        if loops and not self.recorder.muted:
+            self.agree_once()
+            self.loop.forward()
+        if not (loops and module.training) or source is None:
+            timer.interrupted()
             return
         if self.recorder.muted:
             return
-        if self.attached is not None:
-            self.attached.before_forward()
-        self.recorder.timer.forward_started()
+        attached.before_forward()
+        if self.loop.models > 1:
+            timer.next_pass()
+        timer.forward_started()
         self.follow_batch(source.plan())
 
     def follow_batch(self, plan: StepPlan) -> None:
         """Let the learning rate follow the global batch of `plan`."""
         if self._watch is not None:
             self._watch.look()
-        if self.learning_rate is not None:
+        if self.learning_rates:
             base, (noise, signal) = self.job.base_batch, self.progress.noise_at(self._round(plan))
-            self.learning_rate.factor = self._rule(float(plan.group.sum()) / base, noise, signal, base_batch=base)
+            factor = self._rule(float(plan.group.sum()) / base, noise, signal, base_batch=base)
+            for learning_rate in self.learning_rates:
+                learning_rate.factor = factor
 
     def _before_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self.attached is not None and self.source is not None:
+        if self.attached is not None and self.source is not None and self.source.issued > self.source.consumed:
             plan = self.source.plan()
             self.recorder.gradients_ready()
             self.recorder.reduced()
@@ -296,7 +382,7 @@ class Coordinator:
             self.recorder.load_state_dict(notebook)
             if self.attached is not None:
                 del parts["recorder"]
-        self._waiting = Waiting(parts)
+        self._waiting, self.agreed = Waiting(parts), self.ranks is None
         owners = {"source": self.source, "hook": self.attached}
         for name, owner in (owners | {f"schedule {i}": s for i, s in enumerate(self.schedules)}).items():
             self._waiting.give(name, owner)

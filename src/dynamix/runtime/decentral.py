@@ -36,6 +36,7 @@ from dynamix.runtime.agreement import (
     unnamed,
 )
 from dynamix.runtime.decision import Decider
+from dynamix.runtime.ending import Ending, wait_for
 from dynamix.runtime.job import Closing, JobFacts
 from dynamix.runtime.liveness import job_store
 from dynamix.runtime.observation import ROW
@@ -94,6 +95,7 @@ class PeerChannel:
         prefix = f"dynamix/traces/{group.group_name}"
         self.field = StoreField(job_store(), len(TRACES), policy.decay, prefix=prefix, patience_s=PATIENCE_S)
         self.waited_s = 0.0
+        self.ending: Ending | None = None  # set by the owner
         self.failed: DynamixError | None = None
         self.explain: Explain = unnamed
         self.fits: int | None = None
@@ -314,7 +316,7 @@ class _Round:
         if not self.posted.wait(PATIENCE_S):
             self._post(int(self.closing.sizes[self.channel.rank]))
         if self.work is not None:
-            self.work.wait()
+            wait_for(self.work, self.channel.ending)
         if self.error is not None:
             raise self.error
         return torch.stack(self.every).numpy()

@@ -15,12 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket as Bucket
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.autograd import Variable
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.futures import Future
 
 from dynamix.errors import ConfigError, UsageError
 from dynamix.runtime.agreement import Explain, unnamed
+from dynamix.runtime.ending import Arrivals, Ending, wait_for
 from dynamix.runtime.liveness import failed_collective
 
 Hook = Callable[[Any, Bucket], "Future[Tensor]"]
@@ -77,6 +79,13 @@ class Meter(Protocol):
     def add(self, name: str, value: Tensor, *, part: int = 0) -> None: ...
 
 
+class Check(Protocol):
+    """Who is told of every synchronised backward pass, and may raise: the controller's check of the loop."""
+
+    def reducing(self) -> None: ...
+    def reduced(self) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Share:
     """How this rank's gradient of the current optimizer step enters the mean."""
@@ -94,6 +103,8 @@ class GradientHook:
     inner     the user's hook and its state; torch's all-reduce when None. A true attribute `lossless` of the hook says
               that its result is the mean itself and that it copes with infinities on its own
     meter     receives timing marks and squared norms ("local_sq", "global_sq", per bucket)
+
+    `arrivals` waits for the reductions at the end of a backward pass, `check` is told of them.
     """
 
     def __init__(
@@ -111,6 +122,8 @@ class GradientHook:
         self.reductions = 0  # of the optimizer step under way
         self.loss_scale: Callable[[], Tensor | None] = lambda: None
         self.muted = False  # discarded warm-up passes: plain all-reduce, nothing measured
+        self.arrivals = Arrivals(None)
+        self.check: Check | None = None
         self.explain: Explain = unnamed
         self._under_way: list[Future[Tensor]] = []
         self._measuring, self._since_dense = False, DENSE_EVERY
@@ -125,8 +138,9 @@ class GradientHook:
         return future
 
     def _arrived(self) -> None:
-        """At the end of backward. Raises `WorkerLostError` where a collective failed."""
+        """At the end of backward. Raises what another rank ends the job with; `WorkerLostError` where one is lost."""
         futures, self._under_way = self._under_way, []
+        self.arrivals.wait()
         try:
             for future in futures:
                 future.wait()
@@ -139,6 +153,8 @@ class GradientHook:
         if self.muted:
             self.buckets_seen = max(self.buckets_seen, bucket.index() + 1)
             return self._plainly(bucket)
+        if bucket.index() == 0 and self.check is not None:
+            self.check.reducing()
         share, buffer, part = self.share(), bucket.buffer(), bucket.index()
         self.reductions += part == 0
         # What was reduced before has no weight of this loss, so then only the first reduction shows this rank's own.
@@ -157,14 +173,23 @@ class GradientHook:
         measure = self._measuring
         self.meter.gradients_ready()
         future = self._reduce(bucket, dense=measure and not self.lossless)
+        if self.check is not None and bucket.is_last():
+            self.check.reduced()
+        arrivals, failed = self.arrivals, True
+        arrivals.expect()
 
         def done(reduced: Future[Tensor]) -> Tensor:
-            value = reduced.value()
-            value = value[0] if isinstance(value, (list, tuple)) else value
-            self.meter.reduced()
-            if measure:
-                self.meter.add("global_sq", self._norm_sq(value, 1.0), part=part)
-            return value
+            nonlocal failed
+            try:
+                value = reduced.value()
+                value = value[0] if isinstance(value, (list, tuple)) else value
+                self.meter.reduced()
+                if measure:
+                    self.meter.add("global_sq", self._norm_sq(value, 1.0), part=part)
+                failed = False
+                return value
+            finally:
+                arrivals.arrived(failed=failed)
 
         return cast("Future[Tensor]", future.then(done))
 
@@ -192,7 +217,7 @@ class GradientHook:
 
     def close(self) -> list[dist.ProcessGroup]:
         """Let go of the controller, as DDP cannot let go of this hook; returns the groups of buckets."""
-        self.share = _closed
+        self.share, self.check, self.arrivals = _closed, None, Arrivals(None)
         groups, self.bucket_groups = self.bucket_groups, []
         return groups
 
@@ -294,13 +319,27 @@ def weighted_average(model: nn.Module, count: float, *, group: dist.ProcessGroup
     average_(tensors, count / float(total.item()), pg)
 
 
-def average_(tensors: Iterable[Tensor], weight: float, group: dist.ProcessGroup) -> None:
+def average_(tensors: Iterable[Tensor], weight: float, group: dist.ProcessGroup, ending: Ending | None = None) -> None:
     """Floating tensors become their sum over workers times each worker's `weight`, others the first rank's."""
+    first = dist.get_global_rank(group, 0)
     for tensor in tensors:
         if tensor.is_floating_point():
-            dist.all_reduce(scale_(tensor, weight, 1.0, 1), group=group)
+            wait_for(dist.all_reduce(scale_(tensor, weight, 1.0, 1), group=group, async_op=True), ending)
         else:
-            dist.broadcast(tensor, src=dist.get_global_rank(group, 0), group=group)
+            wait_for(dist.broadcast(tensor, src=first, group=group, async_op=True), ending)
+
+
+@torch.no_grad()
+def broadcast_(tensors: Iterable[Tensor], group: dist.ProcessGroup, ending: Ending | None) -> None:
+    """Tensors become the first rank's."""
+    by_type: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        by_type.setdefault(tensor.dtype, []).append(tensor)
+    for alike in by_type.values():
+        flat = _flatten_dense_tensors(alike)
+        wait_for(dist.broadcast(flat, src=dist.get_global_rank(group, 0), group=group, async_op=True), ending)
+        for tensor, told in zip(alike, _unflatten_dense_tensors(flat, alike), strict=True):
+            tensor.copy_(told)
 
 
 def _plain_state(state: Any) -> dict[str, Any] | None:

@@ -248,6 +248,16 @@ class Recorder:
         self._before = {name: (pair[0], pair[1]) for name, pair in state["before"].items()}
 
 
+class Unmeasured:
+    """What the hook of a further model reports to: its times count, its norms are another gradient's."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.gradients_ready, self.reduced = recorder.gradients_ready, recorder.reduced
+
+    def add(self, name: str, value: Value, *, part: int = 0) -> None:
+        """Nothing."""
+
+
 class _Transfer:
     """A device-to-host copy that nobody waits for."""
 

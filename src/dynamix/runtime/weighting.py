@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dynamix.data import StepPlan
 from dynamix.errors import ConfigError, UsageError
 from dynamix.runtime.agreement import Explain, unnamed
-from dynamix.runtime.gradients import GradientHook, Share, average_, new_gloo_group, wipe_nonfinite_
+from dynamix.runtime.gradients import GradientHook, Share, average_, broadcast_, new_gloo_group, wipe_nonfinite_
 from dynamix.runtime.liveness import failed_collective
 from dynamix.runtime.observation import Recorder
 
@@ -153,7 +153,8 @@ def attach(
         entry.loss_scale = lambda: getattr(scaler, "_scale", None)  # get_scale() would synchronise the device
     attached = Attached(model, recorder, entry)
     weighted = batchnorm == "weighted"
-    _exchange_buffers(model, attached, _averaging(model, attached, share, group) if weighted else _broadcasting(model))
+    exchange = _averaging(model, attached, entry, share) if weighted else _broadcasting(model, entry)
+    _exchange_buffers(model, attached, exchange)
     return attached
 
 
@@ -175,18 +176,24 @@ def _exchange_buffers(model: DistributedDataParallel, attached: Attached, exchan
     model._register_buffer_comm_hook(None, hook, _BufferCommHookLocation.PRE_FORWARD)
 
 
-def _broadcasting(model: DistributedDataParallel) -> Exchange:
-    return lambda buffers: model._default_broadcast_coalesced()
+def _broadcasting(model: DistributedDataParallel, entry: GradientHook) -> Exchange:
+    def broadcast(buffers: dict[str, Tensor]) -> None:
+        if any(buffer.device.type != "cpu" for buffer in buffers.values()):
+            model._default_broadcast_coalesced()
+        else:
+            broadcast_(buffers.values(), entry.group, entry.arrivals.ending)
+
+    return broadcast
 
 
 def _averaging(
-    model: DistributedDataParallel, attached: Attached, share: Callable[[], Share], group: dist.ProcessGroup
+    model: DistributedDataParallel, attached: Attached, entry: GradientHook, share: Callable[[], Share]
 ) -> Exchange:
-    attached.last_weight = 1.0 / dist.get_world_size(group)
+    attached.last_weight = 1.0 / entry.group.size()
 
     def average(buffers: dict[str, Tensor]) -> None:
         # With unequal shares the first rank, whose buffers DDP would take, may have the noisiest statistics.
-        average_(buffers.values(), attached.last_weight, group)
+        average_(buffers.values(), attached.last_weight, entry.group, entry.arrivals.ending)
         if not model.training or attached.recorder.muted:
             return  # evaluation and discarded passes have no share of their own
         now = share()

@@ -119,7 +119,7 @@ class VirtualCluster:
         self._coordinator = coordinator = Coordinator(
             job, self.policy, channel, start, LossWeight(None, 1), interval=interval, lr_rule=lr_rule
         )
-        coordinator.learning_rate = LearningRate(optimizer, lr_rule)
+        coordinator.learning_rates.append(LearningRate(optimizer, lr_rule))
         coordinator.recorder = self._recorder = _AllRecorders(self._workers, job)
         self._sampler = coordinator.sampler(len(dataset), seed=seed)
         self._rng = random_state.capture()
@@ -196,8 +196,8 @@ class VirtualCluster:
         self._coordinator.settle()
         if self._events is not None:
             self._events.close()
-        if self._coordinator.learning_rate is not None:
-            self._coordinator.learning_rate.remove()
+        for learning_rate in self._coordinator.learning_rates:
+            learning_rate.remove()
 
     def __enter__(self) -> VirtualCluster:
         return self

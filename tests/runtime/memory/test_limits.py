@@ -159,6 +159,7 @@ def _wide(rank: int, group: str | None, address_space: int | None) -> dict[str, 
     other._coordinator.allocations.schedule(0, caps)  # and it is true: two steps with as much as that
     for step, (x, y) in enumerate(DataLoader(data, batch_sampler=other_sampler)):
         F.mse_loss(wrapped(x), y).backward()
+        wrapped.zero_grad(set_to_none=False)
         other.step()
         if step == 1:
             break

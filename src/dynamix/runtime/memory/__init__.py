@@ -63,7 +63,7 @@ class Memory:
 
     def _group(self) -> dist.ProcessGroup | None:
         if self._talk is None and self.group is not None:
-            self._talk = open_control_group(self.group, ["memory"])
+            self._talk = open_control_group(self.group)
         return self._talk
 
     def _forbid_crossing(self, what: str) -> None:

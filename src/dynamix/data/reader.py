@@ -1,0 +1,50 @@
+"""What reads a sampler: a `DataLoader`'s iterator, from which one can tell how many batches the loop has received."""
+
+import sys
+import weakref
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+from torch.utils.data import BatchSampler as TorchBatchSampler
+from torch.utils.data import DataLoader
+
+from dynamix.errors import UsageError
+
+LOOK = 4  # frames between the first line of an iteration and the loader's own
+Delivered = Callable[[], int | None]
+
+
+def reader_of(sampler: object) -> Delivered:
+    """Called where an iteration over `sampler` begins: how many batches its reader hands on; None: it cannot tell.
+
+    A `DataLoader` with workers reads ahead, so what it asked for is not what the loop has received. Raises `UsageError`
+    for loaders that would misread the batches: `sampler=` beside a batch size, `in_order=False`.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(LOOK):
+        if (frame := frame.f_back if frame is not None else None) is None:
+            break
+        told = frame.f_locals
+        caller, loader = told.get("self"), told.get("loader")
+        if isinstance(caller, TorchBatchSampler) and caller.sampler is sampler:
+            fix = "write DataLoader(dataset, batch_sampler=sampler, ...), without batch_size, shuffle and drop_last"
+            raise UsageError(f"DataLoader(sampler=...) would make batches of whole batches: {fix}")
+        if isinstance(loader, DataLoader) and hasattr(caller, "_num_yielded"):
+            if loader.num_workers and not getattr(loader, "in_order", True):
+                why = "a batch would be weighted and counted as if it were another one"
+                raise UsageError(f"DataLoader(in_order=False) hands batches on in any order, so {why}: leave it out")
+            return _Yielded(caller)
+    return lambda: None
+
+
+class _Yielded:
+    """How many batches a loader's iterator has handed on; of one that is gone, how many when it was last asked."""
+
+    def __init__(self, iterator: Any) -> None:
+        self._iterator, self._last = weakref.ref(iterator), 0
+
+    def __call__(self) -> int:
+        if (iterator := self._iterator()) is not None:
+            self._last = int(iterator._num_yielded)
+        return self._last

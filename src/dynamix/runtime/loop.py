@@ -1,0 +1,304 @@
+"""Whether the training loop does what the plan says: every batch forwarded, reduced once and stepped, in its turn.
+
+Counters and flags only: a check asks no other rank and, but where something is wrong already, no device. An error goes
+through `fail`, which tells the other ranks.
+"""
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from dynamix.data import BatchSampler, StepPlan, Stream
+from dynamix.errors import DynamixError, UsageError
+from dynamix.runtime.weighting import is_sharded
+
+Fail = Callable[[DynamixError], DynamixError]
+
+_STEP = "call controller.step() once for every batch, at the end of the loop's body and before any `continue`"
+_ACCUMULATE = (
+    "to accumulate gradients over A batches write Controller(accumulate=A), put all but the last of them under "
+    "`with model.no_sync():`, and call optimizer.step() with the last one, controller.step() after each"
+)
+_SUM = "for several losses of one batch write (loss1 + loss2).backward(), or all but the last under model.no_sync()"
+_WRAP = "write controller.wrap(model, optimizer) once for each model, with the optimizer of that model alone"
+
+
+class ModelCheck:
+    """What the loop has done with one connected model since the last `step()`.
+
+    reduces    whether its gradients cross ranks in DDP's hook
+    """
+
+    def __init__(self, loop: "LoopCheck", model: nn.Module, optimizer: Optimizer, *, reduces: bool) -> None:
+        self.loop, self.optimizer, self.reduces = loop, optimizer, reduces
+        self.partners: list[ModelCheck] = []  # of the same model, with its other optimizers
+        KNOWN.add(optimizer)
+        self.reductions = 0
+        self.local = False  # some of what is in `.grad` has not crossed ranks
+        self._held_since: int | None = None  # optimizer step in which what is in `.grad` was made
+        self._inside = False  # `optimizer.step()` runs: a closure may go through the model again
+        self.probe: nn.Parameter | None = None
+        owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if not is_sharded(model):
+            found = (p for p in model.parameters() if p.requires_grad and id(p) in owned)
+            self.probe = next(found, None)
+        self._stale = False
+        if self.probe is not None:
+            self.probe.register_hook(_weakly(self._before_adding))
+            self.probe.register_post_accumulate_grad_hook(_weakly(self._added))
+        optimizer.register_step_pre_hook(_weakly(self._before_optimizer))
+        optimizer.register_step_post_hook(_weakly(self._after_optimizer))
+
+    def reducing(self) -> None:
+        """A synchronised backward pass has its first gradients."""
+        loop = self.loop
+        if not loop.forwards and not self._inside:
+            before = "backward() came after controller.step(), so its gradient would get another batch's weight"
+            loop.fail(f"{before}: {_STEP}")
+        self.reductions += 1
+        if self.reductions > 1 and loop.models == 1 and not self._inside:
+            found = f"{self.reductions} synchronised backward passes before controller.step()"
+            loop.fail(f"{found}, where one batch has one: {_STEP}; {_SUM}; {_ACCUMULATE}")
+
+    def reduced(self) -> None:
+        """All gradients of a synchronised backward pass are on their way: nothing is local any more."""
+        self.local = False
+        for partner in self.partners:
+            partner.local = False
+
+    def _before_adding(self, gradient: Tensor) -> None:
+        """The probe's gradient is known: whether it would be added to that of an earlier batch."""
+        held = self._held_since
+        older = held is not None and held < self.loop.group
+        self._stale = older and self.probe is not None and _nonzero(self.probe.grad)
+
+    def _added(self, probe: Tensor) -> None:
+        """The probe's gradient was added to its `.grad`; `torch.autograd.grad` does not."""
+        loop = self.loop
+        if loop.muted():
+            return
+        self.local, self._held_since = True, loop.group
+        if self._stale:
+            before = "backward() adds to the gradient of an earlier batch, for which optimizer.step() was never called"
+            loop.fail(f"{before}: {_ACCUMULATE}; else call optimizer.zero_grad()")
+
+    def _before_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        loop = self.loop
+        if loop.muted():
+            return
+        self._inside, self._held_since = True, None
+        micro, last = loop.micro_of_optimizer(), loop.accumulate - 1
+        if micro is not None and micro != last:
+            early = f"optimizer.step() after {micro + 1} of accumulate={loop.accumulate} batches"
+            loop.fail(f"{early}: call it with the last of them, `if (i + 1) % {loop.accumulate} == 0`; {_ACCUMULATE}")
+        self.all_crossed("optimizer.step()")
+
+    def _after_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._inside = False
+
+    def all_crossed(self, where: str) -> None:
+        """Raise if a gradient of this rank alone is left."""
+        if self.reduces and self.local and self.probe is not None and _nonzero(self.probe.grad):
+            alone = f"{where} with gradients that have not crossed ranks, which would leave every rank its own model"
+            why = "the last backward pass ran under no_sync(), past the DDP module (model.module), or a second time"
+            self.loop.fail(f"{alone}: {why}. Leave no_sync() out for the last of them; {_ACCUMULATE}")
+
+    def step_over(self, *, group_over: bool) -> None:
+        """`controller.step()`: this batch is over."""
+        if group_over and self.loop.models == 1:
+            self.all_crossed("controller.step()")
+        self.reductions, self._inside = 0, False
+
+
+class LoopCheck:
+    """What the loop has done since the last `step()`.
+
+    fail_with   gets the error, tells others, and returns it to be raised
+    muted       whether passes are being discarded (warm-up, the search for limits)
+    """
+
+    def __init__(self, accumulate: int, fail_with: Fail, muted: Callable[[], bool], *, workers: int) -> None:
+        self.accumulate, self._fail, self.muted, self.workers = accumulate, fail_with, muted, workers
+        self.source: BatchSampler | Stream | None = None
+        self.forwards = self.group = 0
+        self._checks: list[ModelCheck] = []
+        self._first: dict[int, ModelCheck] = {}  # by model
+        self._ahead: int | None = None  # batches received and not consumed when this iteration's first forward ran
+        self._iteration = -1
+        self._forwarded = 0  # micro-steps that had been received when the newest forward pass ran
+        self._micro: int | None = None  # of the micro-step that was consumed last
+        self._strangers: dict[int, int] = {}
+        if workers > 1:
+            _live.add(self)
+            _watch_all_optimizers()
+
+    @property
+    def models(self) -> int:
+        """How many models the loop trains."""
+        return len(self._first)
+
+    def fail(self, message: str) -> None:
+        raise self._fail(UsageError(message))
+
+    def connect(self, model: nn.Module, optimizer: Optimizer, *, reduces: bool) -> ModelCheck:
+        """Watch one more model."""
+        check = ModelCheck(self, model, optimizer, reduces=reduces)
+        self._checks.append(check)
+        self._first[id(model)] = check
+        return check
+
+    def add_optimizer(self, model: nn.Module, optimizer: Optimizer) -> bool:
+        """Watch a further optimizer of a connected model; False if the model is not connected yet."""
+        if any(optimizer is check.optimizer for check in self._checks):
+            raise UsageError(f"wrap() was already called with this optimizer: {_WRAP}")
+        first = self._first.get(id(model))
+        if first is not None:
+            check = ModelCheck(self, model, optimizer, reduces=first.reduces)
+            self._checks.append(check)
+            first.partners.append(check)
+        return first is not None
+
+    # ------------------------------------------------------------ in the order of a step
+
+    def begin(self) -> None:
+        """An iteration begins, or an epoch is chosen: the one before must not have left a batch behind."""
+        source = self.source
+        if source is None or not source.exhausted or source.consumed >= source.issued:
+            return
+        left = source.issued - source.consumed
+        if self._iteration == source.iteration and self._forwarded >= source.issued:
+            self.fail(f"the epoch ended with {left} of its batches never stepped: {_STEP}")
+
+    def forward(self) -> None:
+        """A forward pass that records gradients begins."""
+        source = self.source
+        if source is None:
+            return
+        delivered = source.delivered
+        if self._iteration != source.iteration:
+            self._iteration, self._ahead = source.iteration, None
+        ahead = delivered - source.consumed
+        if ahead <= 0:
+            return  # no pass of the loop's
+        if self._ahead is None:
+            self._ahead = ahead
+        elif ahead > self._ahead and source.issuer == threading.get_ident():
+            if self.forwards:
+                self.fail(
+                    f"a new batch, but controller.step() was not called for the one before: {_STEP}; {_ACCUMULATE}"
+                )
+            fix = "call controller.step() for a batch that is passed over, or leave it out of the data set"
+            self.fail(f"a batch was taken from the loader and neither trained nor stepped: {fix}")
+        self._forwarded = delivered
+        self.forwards += 1
+
+    def micro_of_optimizer(self) -> int | None:
+        """The micro-step that an optimizer's step now belongs to; None before the first."""
+        source = self.source
+        if self.forwards and source is not None and source.issued > source.consumed:
+            return source.plan().micro
+        return self._micro
+
+    def before_step(self, plan: StepPlan) -> None:
+        """`controller.step()` begins, for `plan`."""
+        source = self.source
+        if source is not None and source.consumed >= source.delivered:
+            self.fail(f"controller.step() was called twice for one batch, or before the first: {_STEP}")
+        over = plan.micro == self.accumulate - 1
+        for check in self._checks:
+            check.step_over(group_over=over)
+        self.forwards, self._micro = 0, plan.micro
+        self.group += over
+
+    def stranger(self, optimizer: Optimizer) -> None:
+        """An optimizer that was not given to `wrap` steps: it must not be that of a DDP model in this loop."""
+        source = self.source
+        if source is None or not self._checks or self.muted():
+            return
+        before, now = self._strangers.get(id(optimizer)), source.consumed
+        self._strangers[id(optimizer)] = now
+        if before is not None and now == before + 1 and (name := _ddp_of(optimizer)) is not None:
+            why = f"its {name} model is not connected, so unequal batches would weigh alike in its gradient"
+            self.fail(f"an optimizer in this loop was not given to controller.wrap(): {why}. {_WRAP}")
+
+
+def _weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """`method` for a hook that must not keep its owner: what torch holds in C++ no collector of garbage can see."""
+    alive = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> None:
+        if (method := alive()) is not None:
+            method(*args)
+
+    return call
+
+
+def _nonzero(gradient: Tensor | None) -> bool:
+    """Whether there is a gradient; one set to zeros is none. Asks the device."""
+    if gradient is None:
+        return False
+    values = gradient.coalesce().values() if gradient.is_sparse else gradient
+    return bool(values.detach().count_nonzero())
+
+
+# ------------------------------------------------------------ before training
+
+
+def require_pair(model: nn.Module, optimizer: Any, group: dist.ProcessGroup | None) -> None:
+    """Raise `UsageError` unless `optimizer` is one optimizer of `model` alone, and `model` reduces over `group`."""
+    if isinstance(optimizer, (list, tuple, dict)):
+        several = f"wrap() got {len(optimizer)} optimizers in a {type(optimizer).__name__}"
+        raise UsageError(f"{several}: {_WRAP}, and once for each optimizer where one model has several")
+    if not isinstance(getattr(optimizer, "param_groups", None), list):
+        raise UsageError(f"wrap() got a {type(optimizer).__name__} where an optimizer belongs: {_WRAP}")
+    own = {id(p) for p in model.parameters()}
+    given = [p for of in optimizer.param_groups for p in of["params"]]
+    strange = sum(id(p) not in own for p in given)
+    alone = group is None or dist.get_world_size(group) == 1
+    if given and own and strange == len(given):
+        made = "make the optimizer from model.parameters(), after the model was moved, sharded or replaced"
+        raise UsageError(f"the optimizer has no parameter of this model: {made}; {_WRAP}")
+    if strange and not alone and not is_sharded(model):
+        rest = "which this model's gradient exchange does not reach"
+        one = "put what trains together into one module under one DDP"
+        raise UsageError(f"{strange} of the optimizer's parameters are not this model's, {rest}: {one}, or {_WRAP}")
+    if isinstance(model, DistributedDataParallel) and group is not None:
+        theirs, ours = (dist.get_process_group_ranks(g) for g in (model.process_group, group))
+        if theirs != ours:
+            fix = "write DDP(net, process_group=group) and Controller(process_group=group) with one group"
+            raise UsageError(f"DDP reduces over ranks {theirs}, the controller weights for ranks {ours}: {fix}")
+
+
+# ------------------------------------------------------------ optimizers that wrap() never saw
+
+_live: "weakref.WeakSet[LoopCheck]" = weakref.WeakSet()
+_watching: list[Any] = []
+KNOWN: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()  # given to `wrap`
+
+
+def _watch_all_optimizers() -> None:
+    if not _watching:
+        _watching.append(register_optimizer_step_pre_hook(_any_optimizer))
+
+
+def _any_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if optimizer not in KNOWN:
+        for loop in list(_live):
+            loop.stranger(optimizer)
+
+
+def _ddp_of(optimizer: Optimizer) -> str | None:
+    """The kind of the model under DDP that has parameters of `optimizer`; None if there is none. Slow."""
+    given = {id(p) for of in optimizer.param_groups for p in of["params"]}
+    for found in gc.get_objects():
+        if issubclass(type(found), DistributedDataParallel) and any(id(p) in given for p in found.parameters()):
+            return type(found.module).__name__
+    return None

@@ -1,0 +1,126 @@
+"""Whether all ranks hold the same: one digest is compared, and where it differs the fields are, by name."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from dynamix.errors import UsageError, WorkerLostError
+from dynamix.runtime.ending import Ending, wait_for
+
+MOST_FIELDS = 5  # that one message names
+LONGEST_VALUE = 80  # characters of a value in a message
+_SAMPLER = "Write controller.batch_sampler(dataset, seed=0) with the same data set, seed and options on every rank"
+_LOAD = "Load the checkpoint of one step on every rank: controller.load_state_dict(state) with one and the same file"
+_POSITION = ("position", "finished", "taken", "consumed", "batch sizes", "progress", "base batch")
+FIXES = {
+    "": "Make the same calls with the same arguments on every rank before training",
+    "dataset_size": "Give every rank the whole data set, of one length: the sampler deals its samples to the ranks",
+    "epoch": f"Call sampler.set_epoch(epoch) alike on every rank. {_LOAD}",
+    "seed": f"{_SAMPLER}: seed=0, not seed=rank; the sampler deals the ranks different samples by itself",
+    **dict.fromkeys(("samples", "shuffle", "partition", "sharded"), _SAMPLER),
+    **dict.fromkeys(_POSITION, _LOAD),
+}
+
+
+def require_same(
+    facts: Mapping[str, Any],
+    group: dist.ProcessGroup,
+    what: str,
+    fixes: Mapping[str, str],
+    ending: Ending | None = None,
+) -> None:
+    """Raise `UsageError` on every rank of `group` where `facts` (plain values by field) differ. A collective call.
+
+    what    begins the message
+    fixes   by field, the line to write; the one under "" for fields without
+    """
+    texts = {name: json.dumps(value, sort_keys=True, default=plain) for name, value in facts.items()}
+    whole = json.dumps(texts)
+    digest = int.from_bytes(hashlib.sha256(whole.encode()).digest()[:8], "big") >> 1
+    mine = torch.tensor([digest, len(whole)])
+    every = _gathered(mine, group, ending)
+    if (every == every[0]).all():
+        return
+    longest = int(every[:, 1].max())
+    packed = torch.from_numpy(np.frombuffer(whole.encode().ljust(longest), dtype=np.uint8).copy())
+    told = [json.loads(bytes(row)) for row in _gathered(packed, group, ending).astype(np.uint8)]
+    fields = list(dict.fromkeys(name for of_rank in told for name in of_rank))
+    differing = [name for name in fields if len({of_rank.get(name) for of_rank in told}) > 1]
+    differing = ["error"] if "error" in differing else differing  # what else differs follows from it
+    said = [f"{name} is {_by_rank([of_rank.get(name, 'missing') for of_rank in told])}" for name in differing]
+    more = f" (and {len(said) - MOST_FIELDS} more)" if len(said) > MOST_FIELDS else ""
+    fix = fixes.get(differing[0].partition(":")[0], fixes[""])
+    raise UsageError(f"{what}: {'; '.join(said[:MOST_FIELDS])}{more}. {fix}")
+
+
+def _gathered(mine: torch.Tensor, group: dist.ProcessGroup, ending: Ending | None) -> Any:
+    """Every rank's row, (W, n)."""
+    every = [torch.zeros_like(mine) for _ in range(dist.get_world_size(group))]
+    try:
+        work = dist.all_gather(every, mine, group=group, async_op=True)
+        wait_for(work, ending)
+    except RuntimeError as error:
+        if isinstance(error, UsageError):
+            raise
+        raise WorkerLostError(
+            f"the ranks could not compare what they hold: one died or never came ({error})"
+        ) from error
+    return torch.stack(every).numpy()
+
+
+def _by_rank(values: list[str]) -> str:
+    """
+    >>> _by_rank(["0", "0", "0", "7"])
+    '0 on ranks 0-2, 7 on rank 3'
+    """
+    ranks: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(value, []).append(rank)
+    return ", ".join(f"{_short(value)} on {_spans(of)}" for value, of in ranks.items())
+
+
+def _short(value: str) -> str:
+    return value if len(value) <= LONGEST_VALUE else f"{value[:LONGEST_VALUE]}..."
+
+
+def _spans(ranks: list[int]) -> str:
+    """
+    >>> _spans([0, 1, 2, 5])
+    'ranks 0-2, 5'
+    """
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and rank == spans[-1][-1] + 1:
+            spans[-1].append(rank)
+        else:
+            spans.append([rank])
+    told = ", ".join(str(span[0]) if len(span) == 1 else f"{span[0]}-{span[-1]}" for span in spans)
+    return f"rank {told}" if len(ranks) == 1 else f"ranks {told}"
+
+
+def plain(value: Any) -> Any:
+    """What JSON cannot write: arrays as lists, anything else as its text."""
+    return value.tolist() if isinstance(value, np.ndarray | np.generic | torch.Tensor) else str(value)
+
+
+def shape_of(value: Any) -> Any:
+    """The shape of a policy's state: its keys, and of what kind and length each value is.
+
+    >>> shape_of({"net": np.zeros((2, 3)), "asked": 3, "sizes": [1, 2], "none": None})
+    {'net': 'float64 [2, 3]', 'asked': 'number', 'sizes': '2 x number', 'none': 'None'}
+    """
+    if isinstance(value, Mapping):
+        return {str(key): shape_of(part) for key, part in value.items()}
+    if isinstance(value, np.ndarray | torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    if isinstance(value, list | tuple):
+        kinds = list(dict.fromkeys(json.dumps(shape_of(part)).strip('"') for part in value))
+        return f"{len(value)} x {', '.join(kinds)}" if kinds else "empty"
+    if isinstance(value, bool | int | float):
+        return "number"
+    return "None" if value is None else type(value).__name__

@@ -1,0 +1,212 @@
+"""Ranks that hold unlike things are told so before they train, all with one message that names what and whose."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import dynamix
+from dynamix.errors import DynamixError, UsageError
+from dynamix.runtime.packing import checksum
+from tests.ranks import run_ranks
+from tests.union import Script
+
+
+def _data(samples: int = 60) -> TensorDataset:
+    generator = torch.Generator().manual_seed(0)
+    return TensorDataset(torch.randn(samples, 6, generator=generator), torch.arange(samples) % 3)
+
+
+class Count(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(_data())
+
+
+class Job:
+    """One training over a group of its own; what the last rank does otherwise is in the arguments."""
+
+    def __init__(self, **given: Any) -> None:
+        torch.manual_seed(0)
+        self.group = dist.new_group()
+        arguments = {"policy": Script([[3] * dist.get_world_size()]), "batch_size": 4, "interval": 2}
+        self.controller = dynamix.Controller(**(arguments | {"process_group": self.group} | given))
+        self.net = nn.Linear(6, 3)
+        self.steps = 0
+
+    def train(self, source: Any, epochs: int = 1, *, state: Any = None, at: int = 0, save_at: int = 0) -> Any:
+        optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
+        model = self.controller.wrap(DDP(self.net, process_group=self.group), optimizer)
+        saved = None
+        if state is not None and not at:
+            self.controller.load_state_dict(state)
+        for _ in range(epochs):
+            for x, y in source:
+                F.cross_entropy(model(x), y).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                self.controller.step()
+                self.steps += 1
+                if self.steps == save_at:
+                    saved = self.controller.state_dict()
+                if self.steps == at and state is not None:
+                    self.controller.load_state_dict(state)
+                    break
+        self.controller.close()
+        return saved
+
+    def sampled(self, samples: int = 60, **given: Any) -> DataLoader[Any]:
+        return DataLoader(_data(samples), batch_sampler=self.controller.batch_sampler(_data(samples), **given))
+
+
+def _states() -> tuple[Any, Any, Any]:
+    """What a job saved after 2, after 3 optimizer steps, and at the end of its epoch."""
+    states = []
+    for step in (2, 3):
+        job = Job()
+        states.append(job.train(job.sampled(), save_at=step))
+    return states[0], states[1], job.controller.state_dict()
+
+
+Odd = Callable[[bool], None]
+
+
+def _after_load(odd: bool) -> None:
+    two, three, _ = _states()
+    job = Job()
+    job.train(job.sampled(), state=three if odd else two)
+
+
+def _one_has_finished(odd: bool) -> None:
+    two, _, end = _states()
+    job = Job()
+    job.train(job.sampled(), 2, state=end if odd else two)
+
+
+def _only_one_loads(odd: bool) -> None:
+    two, _, _ = _states()
+    job = Job()
+    job.train(job.sampled(), state=two if odd else None)
+
+
+def _only_one_loads_while_training(odd: bool) -> None:
+    two, _, _ = _states()
+    job = Job()
+    job.train(job.sampled(), 2, state=two if odd else None, at=3)
+
+
+def _other_window(odd: bool) -> None:
+    _, three, _ = _states()
+    if odd:
+        three["progress"]["window"] += 1
+        three["checksum"] = checksum(three)
+    job = Job()
+    job.train(job.sampled(), state=three)
+
+
+def _other_ledger(odd: bool) -> None:
+    two, _, _ = _states()
+    if odd:
+        two["ledger_sizes"][-1] = [2] * dist.get_world_size()
+        two["checksum"] = checksum(two)
+    job = Job()
+    job.train(job.sampled(), state=two)
+
+
+def _sampled(**given: Any) -> Odd:
+    """The odd rank makes its sampler with these arguments; seed="rank": as `given` says."""
+
+    def train(odd: bool) -> None:
+        job = Job()
+        job.train(job.sampled(**(given if odd else {})))
+
+    return train
+
+
+def _made(**given: Any) -> Odd:
+    def train(odd: bool) -> None:
+        job = Job(**(given if odd else {}))
+        job.train(job.sampled())
+
+    return train
+
+
+def _sharded(odd: bool) -> None:
+    job = Job()
+    job.train(job.controller.stream(Count(), sharded=odd))
+
+
+def _stream_beside_sampler(odd: bool) -> None:
+    job = Job()
+    job.train(job.controller.stream(Count()) if odd else job.sampled())
+
+
+def _set_epoch(odd: bool) -> None:
+    job = Job()
+    loader = job.sampled()
+    loader.batch_sampler.set_epoch(int(odd))  # type: ignore[union-attr]
+    job.train(loader)
+
+
+CASES: dict[str, tuple[Odd, list[str]]] = {
+    "seed": (_sampled(seed=7), ["seed is 0 on", "7 on rank {last}", "seed=0, not seed=rank"]),
+    "length": (_sampled(samples=58), ["dataset_size is 60 on", "58 on rank {last}", "whole data set"]),
+    "shuffle": (_sampled(shuffle=False), ["shuffle is true on", "false on rank {last}"]),
+    "partition": (_sampled(partition="contiguous"), ['partition is "stream"', '"contiguous" on rank {last}']),
+    "epoch": (_set_epoch, ["epoch is 0 on", "1 on rank {last}"]),
+    "sharded": (_sharded, ["sharded is false on", "true on rank {last}"]),
+    "stream beside sampler": (_stream_beside_sampler, ['samples is "BatchSampler"', '"Stream" on rank {last}']),
+    "steps": (_after_load, ["consumed is 2 on", "3 on rank {last}", "checkpoint of one step"]),
+    "finished": (_one_has_finished, ["epoch is 0 on", "1 on rank {last}", "checkpoint of one step"]),
+    "one loads": (_only_one_loads, ["consumed is 0 on", "2 on rank {last}"]),
+    "one loads late": (_only_one_loads_while_training, ["load_state_dict(state) on every rank"]),
+    "window": (_other_window, ["progress: window is 1 on", "2 on rank {last}", "checkpoint of one step"]),
+    "ledger": (_other_ledger, ["batch sizes is"]),
+    "interval": (_made(interval=3), ["interval is 2 on", "3 on rank {last}"]),
+    "batch size": (_made(batch_size=5), ["batch_size is 4 on", "5 on rank {last}"]),
+    "highest": (_made(max_batch_size=9), ["max_batch_size is [32", "[9, 9"]),
+    "rule": (_made(lr_rule="sqrt"), ['lr_rule is "none"', '"sqrt" on rank {last}']),
+    "most change": (_made(max_change=2.0), ["max_change is Infinity", "2.0 on rank {last}"]),
+    "policy": (_made(policy="goodput"), ['policy is "Script"', '"goodput" on rank {last}']),
+    "impossible on one": (_made(batch_size=0), ["error is null on", "batch_size=0 is not possible", "on rank {last}"]),
+}
+
+
+def _run(rank: int) -> dict[str, str]:
+    told, last = {}, rank == dist.get_world_size() - 1
+    for name, (train, _) in CASES.items():
+        began = time.monotonic()
+        try:
+            train(last)
+            told[name] = "accepted"
+        except (DynamixError, RuntimeError) as error:
+            told[name] = f"{type(error).__name__}: {error}"
+        told[name] += f" [{time.monotonic() - began:.1f} s]"
+    return told
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize("workers", [2, 3])
+def test_what_differs_is_named_on_every_rank_with_its_values(workers: int) -> None:
+    results = run_ranks(_run, workers, timeout_s=150, group_timeout_s=40)
+    for name, (_, says) in CASES.items():
+        for rank, told in enumerate(results):
+            assert told[name].startswith(UsageError.__name__), (name, rank, told[name])
+            for part in says:
+                assert part.format(last=workers - 1) in told[name], (name, rank, told[name])
+
+
+def test_a_controller_made_too_early_in_a_launched_process_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(UsageError, match=r"move torch.distributed.init_process_group\(...\) above"):
+        dynamix.Controller("static", 8)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    dynamix.Controller("static", 8)

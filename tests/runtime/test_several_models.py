@@ -1,0 +1,102 @@
+"""A generator and a discriminator under one controller: every applied gradient is that of the union batch."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, TensorDataset
+
+import dynamix
+from dynamix.errors import UsageError
+from tests.ranks import run_ranks
+from tests.union import Script, larger
+
+pytestmark = pytest.mark.multiproc
+SAMPLES = 120
+
+
+def _judged(logits: Tensor, real: float) -> Tensor:
+    return F.binary_cross_entropy_with_logits(logits, torch.full_like(logits, real))
+
+
+def _gan(rank: int) -> dict[str, Any]:
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(SAMPLES, 3).double(), torch.randn(SAMPLES, 2).double())  # points, noise
+    nets = {"generator": nn.Linear(2, 3).double(), "critic": nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1)).double()}
+    wholes = copy.deepcopy(nets)
+    controller = dynamix.Controller(
+        Script([[2, 9], [9, 3]]), 4, max_batch_size=16, interval=2, lr_rule="linear", guard=False
+    )
+    sampler = controller.batch_sampler(data)
+    optimizers = {name: torch.optim.SGD(net.parameters(), lr=0.05) for name, net in nets.items()}
+    models = {name: controller.wrap(DDP(net), optimizers[name]) for name, net in nets.items()}
+    order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(0))
+    worst, sizes, factors = 0.0, set(), set()
+
+    def compare(name: str, loss: Tensor) -> None:
+        nonlocal worst
+        want = torch.autograd.grad(loss, list(wholes[name].parameters()))
+        for got, true in zip(nets[name].parameters(), want, strict=True):
+            assert got.grad is not None
+            worst = larger(worst, float((got.grad - true).norm() / true.norm()))
+
+    for points, noise in DataLoader(data, batch_sampler=sampler):
+        plan = sampler.plan()
+        sizes.add(tuple(plan.counts.tolist()))
+        union = order[plan.start : plan.start + int(plan.counts.sum())]
+        all_points, all_noise = (tensor[union] for tensor in data.tensors)
+        for name, net in nets.items():
+            wholes[name].load_state_dict(net.state_dict())
+        fake = models["generator"](noise)
+        for _ in range(2):  # the critic twice on each batch
+            optimizers["critic"].zero_grad()
+            loss = _judged(models["critic"](points), 1.0) + _judged(nets["critic"](fake.detach()), 0.0)
+            loss.backward()
+            wholes["critic"].load_state_dict(nets["critic"].state_dict())
+            all_fake = wholes["generator"](all_noise).detach()
+            compare("critic", _judged(wholes["critic"](all_points), 1.0) + _judged(wholes["critic"](all_fake), 0.0))
+            optimizers["critic"].step()
+        wholes["critic"].load_state_dict(nets["critic"].state_dict())
+        optimizers["generator"].zero_grad()
+        with models["critic"].no_sync():
+            _judged(models["critic"](fake), 1.0).backward()
+        compare("generator", _judged(wholes["critic"](wholes["generator"](all_noise)), 1.0))
+        factors.add(tuple(rate.factor for rate in controller._coordinator.learning_rates))
+        optimizers["generator"].step()
+        controller.step()
+    noise_scale = controller._coordinator.job.noise_scale.noise
+    controller.close()
+    same = [p.detach().clone() for net in nets.values() for p in net.parameters()]
+    return {"worst": worst, "sizes": sizes, "factors": factors, "weights": same, "noise": noise_scale}
+
+
+def test_every_models_gradient_is_that_of_the_union_batch() -> None:
+    results = run_ranks(_gan, 2)
+    for result in results:
+        assert result["worst"] < 1e-12
+        assert len(result["sizes"]) > 2, "the batch sizes never changed"
+        assert len(result["factors"]) > 1, "the learning rates never followed"
+        assert all(ours == theirs for ours, theirs in result["factors"])
+        for ours, theirs in zip(result["weights"], results[0]["weights"], strict=True):
+            assert torch.equal(ours, theirs)
+    assert results[0]["noise"] > 0
+
+
+def test_what_several_models_cannot_have_is_refused() -> None:
+    nets = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    first, second = (torch.optim.SGD(net.parameters(), lr=0.1) for net in nets)
+    controller = dynamix.Controller("static", 8)
+    controller.wrap(nets[0], first)
+    with pytest.raises(UsageError, match="already called with this optimizer"):
+        controller.wrap(nets[0], first)
+    with pytest.raises(UsageError, match="use weighting='hook' for several"):
+        controller.wrap(nets[1], second, weighting="loss")
+    with pytest.raises(UsageError, match="no parameter of this model"):
+        controller.wrap(nets[1], torch.optim.SGD(nets[0].parameters(), lr=0.1))
+    controller.wrap(nets[1], second)
