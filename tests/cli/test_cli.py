@@ -43,7 +43,7 @@ def test_version_is_printed_by_the_installed_command():
     ("arguments", "named"),
     [
         (["demo", "--seeds", "0"], ["seeds=0", "1 or more"]),
-        (["demo", "--rows", "static,dbs"], ["rows='dbs'", "single, static, local, dynamix"]),
+        (["demo", "--rows", "static,dbs"], ["rows='dbs'", "single, static, lb_bsp, local, dynamix"]),
         (["demo", "--scenario", "paper-like"], ["scenario='paper-like'", "device-demo", "bench tta"]),
         (["demo", "--rows", "static", "--policy", "goodput"], ["policy='goodput'", "--rows"]),
         (["demo", "--seed", "9001"], ["seed=9001", "another"]),

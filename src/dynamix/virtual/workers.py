@@ -78,7 +78,8 @@ class VirtualWorkers:
             if share is not None:
                 recorder.add("loss", share.loss)
                 recorder.add("local_sq", share.norm_sq)
-                recorder.observe(None, share.logits, share.target)
+                if share.target is not None and not share.target.is_floating_point():  # a regression has no accuracy
+                    recorder.observe(None, share.logits, share.target)
             recorder.add("global_sq", global_sq)
             recorder.step_done(keep=keep, first_of_epoch=first_of_epoch)
 

@@ -245,7 +245,8 @@ class _LivePolicy:
         loss.backward()
         self._optimizer.step()
         self._optimizer.zero_grad()
-        self._controller.step(loss=loss, logits=logits, target=targets)
+        classes = not targets.is_floating_point()  # a regression has no accuracy
+        self._controller.step(loss=loss, logits=logits if classes else None, target=targets if classes else None)
         return _Ended(counts, 1, float(loss.item()), self._flag.agreed(wish))
 
     def close(self) -> None:
