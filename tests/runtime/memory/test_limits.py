@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import dynamix
 from dynamix.probes.host import Cgroups
+from dynamix.runtime.memory.agree import all_of
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.multiproc
@@ -123,6 +124,9 @@ def _wide(rank: int, group: str | None, address_space: int | None) -> dict[str, 
         controller._coordinator.memory._group() if controller._coordinator.memory else None
     )  # threads need address space too
     assert talk is not None
+    controller._coordinator.agree_once()
+    for _ in range(8):
+        all_of(0, talk, rank)  # what a group's threads reserve when they first work
     if rank == 1 and address_space is not None:
         held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (held + address_space, resource.RLIM_INFINITY))
