@@ -350,6 +350,7 @@ def _plain_state(state: Any) -> dict[str, Any] | None:
     return {name: getattr(state, name) for name in names if name != "process_group" and hasattr(state, name)}
 
 
+MOST_PATIENCE_S = 2.0  # a backend's thread needs milliseconds
 _kept: list[dist.ProcessGroup] = []  # for ever: the last reference was somebody else's
 
 
@@ -357,10 +358,12 @@ def destroy_groups(groups: list[dist.ProcessGroup], *, patience_s: float) -> Non
     """Let go of groups that a controller made: sockets and threads. Empties the list. Not a collective.
 
     A group that its own thread lets go of last ends the whole process. So each is kept until nobody else has it, and
-    for ever where somebody does after `patience_s`, or where an operation may be under way (a patience of 0).
+    for ever where somebody does after `patience_s` for all of them together, at most 2 s (the state of a hook may hold
+    its groups for as long as the user holds it), or where an operation may be under way (a patience of 0).
     """
+    deadline = time.monotonic() + min(patience_s, MOST_PATIENCE_S)
     while groups:
-        group, deadline = groups.pop(), time.monotonic() + patience_s
+        group = groups.pop()
         if patience_s > 0 and dist.is_initialized():
             with contextlib.suppress(ValueError):  # the job has destroyed all groups already
                 dist.destroy_process_group(group)
