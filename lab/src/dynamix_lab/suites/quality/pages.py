@@ -75,12 +75,13 @@ def _every(result: Mapping[str, Any], names: list[str]) -> Section:
         cells = []
         for name in names:
             mine = part["rows"].get(name)
-            cells.append("–" if mine is None else f"{signed(mine['accuracy_over_even'], 2)}, {mine['pairs']} pairs")
+            said = "–" if mine is None else signed(mine["accuracy_over_even"], 2)
+            cells.append(said if mine is None else f"{said}, {mine['pairs']} pairs")
         even = part["rows"][EVEN]
         rows.append([job, f"{number(even['accuracy'], 2)}, {number(even['cross_entropy'], 4)}", *cells])
-    said = [verdict(result, name) for name in names if name != DEFAULT]
+    notes = [verdict(result, name) for name in names if name != DEFAULT]
     text = ["Points of accuracy over even shares. Rows with few pairs have wide intervals."]
-    return Section("Every row", text=text, table=Table(["job", "even shares: %, cross-entropy", *names], rows), notes=said)
+    return Section("Every row", text=text, table=Table(["job", "even shares: %, cross-entropy", *names], rows), notes=notes)
 
 
 def _where(result: Mapping[str, Any], what: str) -> str:
