@@ -81,7 +81,8 @@ def _every(result: Mapping[str, Any], names: list[str]) -> Section:
         rows.append([job, f"{number(even['accuracy'], 2)}, {number(even['cross_entropy'], 4)}", *cells])
     notes = [verdict(result, name) for name in names if name != DEFAULT]
     text = ["Points of accuracy over even shares. Rows with few pairs have wide intervals."]
-    return Section("Every row", text=text, table=Table(["job", "even shares: %, cross-entropy", *names], rows), notes=notes)
+    table = Table(["job", "even shares: %, cross-entropy", *names], rows)
+    return Section("Every row", text=text, table=table, notes=notes)
 
 
 def _where(result: Mapping[str, Any], what: str) -> str:
