@@ -36,7 +36,7 @@ from dynamix.runtime.arguments import (
 from dynamix.runtime.coordinator import Coordinator, Ranks
 from dynamix.runtime.decentral import open_channel
 from dynamix.runtime.decision import Decider, recorded
-from dynamix.runtime.gradients import destroy_groups
+from dynamix.runtime.groups import destroy_groups
 from dynamix.runtime.job import JobFacts
 from dynamix.runtime.liveness import Liveness
 from dynamix.runtime.loop import require_pair
@@ -490,7 +490,7 @@ class Controller:
             if self._events is not None:
                 self._events.close()
             if self._control is not None:
-                groups.append(self._control)
+                groups += self._control.release()
                 self._control = None
             destroy_groups(groups, patience_s=patience_s)
             if liveness is not None:

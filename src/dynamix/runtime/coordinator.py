@@ -4,7 +4,6 @@ from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
@@ -15,6 +14,7 @@ from dynamix.policies import Policy
 from dynamix.policies.protocol import boundary
 from dynamix.runtime import random_state, saving
 from dynamix.runtime.agreement import Channel, Kind
+from dynamix.runtime.control import ControlGroup
 from dynamix.runtime.decentral import PeerChannel
 from dynamix.runtime.ending import Ending
 from dynamix.runtime.gradients import Share
@@ -36,7 +36,7 @@ Source = TypeVar("Source", BatchSampler, Stream)
 class Ranks:
     """The other ranks, over the controller's own `group`: what is compared with them, and what ends them all."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: ControlGroup) -> None:
         self.group, self.ending = group, Ending.of(group)
 
 
@@ -80,7 +80,7 @@ class Coordinator:
         if ranks is not None:
             self.ranks, channel.ending = ranks, ranks.ending
         workers = 1 if ranks is None else self.allocations.workers
-        self.loop = LoopCheck(self.accumulate, self.fail, lambda: self.recorder.muted, workers=workers)
+        self.loop = LoopCheck(self.accumulate, self.fail, lambda: self.recorder.muted, rank=rank, workers=workers)
         self.agreed = ranks is None  # whether the ranks have compared what they hold, since the start or the last load
         self._pairs = ConsecutiveNoise() if self.allocations.workers == 1 else None
         self.liveness: Liveness | None = None  # None: nobody else is there
@@ -142,11 +142,11 @@ class Coordinator:
             attached.hook.arrivals.ending = self.ranks.ending if self.ranks is not None else None
         self.add_learning_rate(optimizer)
 
-        def before_forward(module: nn.Module, args: Any) -> None:
-            self._before_forward(module, attached)
+        def before_forward(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+            self._before_forward(module, attached, (*args, *kwargs.values()))
 
         # Not traced: torch.compile(wrap(DDP(...))) would fail in what it does.
-        model.register_forward_pre_hook(torch.compiler.disable(before_forward))
+        model.register_forward_pre_hook(torch.compiler.disable(before_forward), with_kwargs=True)
 
     def add_learning_rate(self, optimizer: Optimizer) -> None:
         """Let the learning rate of `optimizer` follow the batch."""
@@ -330,12 +330,12 @@ class Coordinator:
         source = self.source
         return int(source.plan().counts[self.rank]) if source is not None and source.issued > source.consumed else None
 
-    def _before_forward(self, module: nn.Module, attached: Attached) -> None:
+    def _before_forward(self, module: nn.Module, attached: Attached, inputs: Iterable[Any]) -> None:
         source, timer = self.source, self.recorder.timer
         loops = torch.is_grad_enabled() and source is not None and source.issued > source.consumed
         if loops and not self.recorder.muted:
             self.agree_once()
-            self.loop.forward()
+            self.loop.forward(inputs)
         if not (loops and module.training) or source is None:
             timer.interrupted()
             return

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from dynamix.errors import UsageError, WorkerLostError
+from dynamix.runtime.control import ControlGroup
 from dynamix.runtime.ending import Ending, wait_for
 
 MOST_FIELDS = 5  # that one message names
@@ -29,7 +29,7 @@ FIXES = {
 
 def require_same(
     facts: Mapping[str, Any],
-    group: dist.ProcessGroup,
+    group: ControlGroup,
     what: str,
     fixes: Mapping[str, str],
     ending: Ending | None = None,
@@ -58,19 +58,18 @@ def require_same(
     raise UsageError(f"{what}: {'; '.join(said[:MOST_FIELDS])}{more}. {fix}")
 
 
-def _gathered(mine: torch.Tensor, group: dist.ProcessGroup, ending: Ending | None) -> Any:
+def _gathered(mine: torch.Tensor, group: ControlGroup, ending: Ending | None) -> Any:
     """Every rank's row, (W, n)."""
-    every = [torch.zeros_like(mine) for _ in range(dist.get_world_size(group))]
+    every = mine.new_zeros(group.workers, len(mine))
     try:
-        work = dist.all_gather(every, mine, group=group, async_op=True)
-        wait_for(work, ending)
+        wait_for(group.all_gather(mine, every), ending)
     except RuntimeError as error:
         if isinstance(error, UsageError):
             raise
         raise WorkerLostError(
             f"the ranks could not compare what they hold: one died or never came ({error})"
         ) from error
-    return torch.stack(every).numpy()
+    return every.numpy()
 
 
 def _by_rank(values: list[str]) -> str:

@@ -1,26 +1,16 @@
-"""`scripts/fuzz`: damage inputs until a count or a time is reached, and say what came of them.
-
-python -m dynamix_lab.suites.fuzz.run --kinds states,events --inputs 10000 --seed 1 --out fuzz.json
-"""
+"""Damage inputs until a count or a time is reached, and say what came of them."""
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import resource
-import sys
-import tempfile
 import time
 import traceback
-import warnings
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from dynamix_lab.suites.fuzz.targets import Target, targets
+from dynamix_lab.suites.fuzz.targets import Target
 
 WARM_UP = 200  # inputs after which memory counts as growth
 KINDS = ("states", "events", "policy-files", "scenarios", "traces")
@@ -51,30 +41,3 @@ def fuzz(target: Target, *, inputs: int, seconds: float, seed: int) -> dict[str,
 
 def _most_kb() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-
-
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--kinds", default=",".join(KINDS))
-    parser.add_argument("--inputs", type=int, default=10_000, help="of each kind")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="for each kind")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=None, help="file for the figures as JSON")
-    given = parser.parse_args(arguments)
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    found: dict[str, Any] = {"command": "fuzz", "seed": given.seed}
-    with tempfile.TemporaryDirectory() as folder:
-        known = targets(Path(folder))
-        for kind in given.kinds.split(","):
-            if kind not in known:
-                parser.error(f"unknown kind {kind}: known are {', '.join(known)}")
-            found[kind] = fuzz(known[kind](), inputs=given.inputs, seconds=given.seconds, seed=given.seed)
-            print(json.dumps({kind: found[kind]}), flush=True)
-            if given.out is not None:
-                given.out.write_text(json.dumps(found, indent=1))
-    return int(any(found[kind]["escapes"] for kind in given.kinds.split(",")))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
