@@ -15,6 +15,7 @@ from dynamix.events.run_folder import RunFolder
 from dynamix_lab.harness.suite import run_suite
 from dynamix_lab.results.views import markdown_of
 from dynamix_lab.suites.fuzz import mutations
+from dynamix_lab.suites.fuzz.guided import guided
 from dynamix_lab.suites.fuzz.run import KINDS, fuzz
 from dynamix_lab.suites.fuzz.suite import FuzzPlan, FuzzSuite
 from dynamix_lab.suites.fuzz.targets import Target, targets
@@ -67,6 +68,14 @@ def test_a_run_goes_on_where_it_ended_and_adds_its_cells_up(tmp_path: Path) -> N
     assert result["kinds"]["events"]["escapes"] == {}
     assert markdown_of({**result, "command": "dynamix bench fuzz"}).count("\n") >= 3
     assert len(list((tmp_path / "run" / "cells").iterdir())) == 6
+
+
+@pytest.mark.parametrize("kind", ["traces", "states"])
+def test_inputs_led_by_coverage_give_the_same_figures(kind: str) -> None:
+    pytest.importorskip("atheris")
+    found = guided(kind, inputs=60, seed=1)
+    assert found["inputs"] == found.get("taken", 0) + found.get("refused", 0) == 60
+    assert found["escapes"] == {}
 
 
 def test_what_cannot_be_fuzzed_is_named() -> None:

@@ -236,6 +236,7 @@ def bench_fuzz(
     kinds: Annotated[str | None, typer.Option(help="Kinds of input, comma-separated (default: all).")] = None,
     inputs: Annotated[int, typer.Option(min=1, help="Of each kind.")] = 200_000,
     seed: Annotated[int, typer.Option(min=0, help="Another one damages otherwise.")] = 0,
+    guided: Annotated[bool, typer.Option("--guided", help="Led by coverage (dynamix-lab[fuzz]).")] = False,
     processes: Annotated[int, typer.Option(min=1, help="That try inputs.")] = 1,
     resume: Resume = False,
     out: Out = None,
@@ -244,7 +245,7 @@ def bench_fuzz(
     """Damage states, events, policy files, scenarios and traces: each gives an error of ours, or is taken whole."""
     from dynamix_lab.suites.fuzz.suite import FuzzPlan, FuzzSuite
 
-    plan = FuzzPlan.of(kinds=names_of(kinds), inputs=inputs, seed=seed)
+    plan = FuzzPlan.of(kinds=names_of(kinds), inputs=inputs, seed=seed, guided=guided)
     result = conducted(context, FuzzSuite(plan), out=out, resume=resume, as_json=as_json, processes=processes)
     if any(told["escapes"] for told in result["kinds"].values()):
         typer.echo("error: some inputs gave an error that is none of ours, or another state", err=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,7 @@ from typing import Any, ClassVar
 from dynamix.errors import ConfigError
 from dynamix_lab.harness.suite import Cell, Context, Suite
 from dynamix_lab.report import Table, document, number
+from dynamix_lab.suites.fuzz.guided import guided
 from dynamix_lab.suites.fuzz.run import KINDS, fuzz
 from dynamix_lab.suites.fuzz.targets import targets
 
@@ -21,22 +23,30 @@ GROWTH_MB = 64.0  # most that a process may grow by
 
 @dataclass(frozen=True, slots=True)
 class FuzzPlan:
-    """Which kinds of input, how many of each, rounded up to whole cells of `cell`, and from which seed on."""
+    """Which kinds of input, how many of each, rounded up to whole cells of `cell`, and from which seed on.
+
+    guided   by coverage, with atheris
+    """
 
     kinds: tuple[str, ...] = KINDS
     inputs: int = 200_000
     seed: int = 0
     cell: int = CELL
+    guided: bool = False
 
     @classmethod
-    def of(cls, *, kinds: tuple[str, ...] | None = None, inputs: int, seed: int = 0) -> FuzzPlan:
+    def of(
+        cls, *, kinds: tuple[str, ...] | None = None, inputs: int, seed: int = 0, guided: bool = False
+    ) -> FuzzPlan:
         """All kinds where none is chosen."""
-        return cls(kinds or KINDS, inputs, seed, min(CELL, inputs))
+        return cls(kinds or KINDS, inputs, seed, min(CELL, inputs), guided)
 
     def check(self) -> None:
         for name in self.kinds:
             if name not in KINDS:
                 raise ConfigError("kinds", name, ", ".join(KINDS), "choose of these")
+        if self.guided and importlib.util.find_spec("atheris") is None:
+            raise ConfigError("guided", True, "False, where atheris is not installed", "pip install dynamix-lab[fuzz]")
         for field in ("inputs", "cell"):
             if getattr(self, field) < 1:
                 raise ConfigError(field, getattr(self, field), "1 or more", "check the argument")
@@ -59,10 +69,13 @@ class FuzzSuite(Suite):
 
     def run(self, cell: Cell, context: Context) -> dict[str, Any]:
         kind, part = cell.what
+        seed = 1000 * self.plan.seed + part
+        if self.plan.guided:
+            return {"kind": kind, **guided(kind, inputs=self.plan.cell, seed=seed)}
         with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
             warnings.simplefilter("ignore")
             target = targets(Path(folder))[kind]()
-            found = fuzz(target, inputs=self.plan.cell, seconds=float("inf"), seed=1000 * self.plan.seed + part)
+            found = fuzz(target, inputs=self.plan.cell, seed=seed)
         return {"kind": kind, **found}
 
     def conclude(self, cells: Mapping[str, Any]) -> dict[str, Any]:

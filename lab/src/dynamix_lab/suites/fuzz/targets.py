@@ -76,7 +76,7 @@ class States(Target):
     """States of jobs with every policy, their checksums computed anew; one in `every` that is taken is trained out."""
 
     name = "states"
-    every = 100
+    every = 20
 
     def __init__(self) -> None:
         self.jobs, self.states = list[Job](), list[dict[str, Any]]()
