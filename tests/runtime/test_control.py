@@ -16,10 +16,10 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, TensorDataset
 
 import dynamix
-from dynamix.errors import ConfigError, UsageError, WorkerLostError
+from dynamix.errors import ConfigError, WorkerLostError
 from dynamix.runtime import control
 from dynamix.runtime.control import Rooms, open_control, require_descriptors
-from tests.ranks import RankFailed, run_ranks
+from tests.ranks import run_ranks
 from tests.union import Script
 
 

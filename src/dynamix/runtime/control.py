@@ -106,7 +106,9 @@ class Rooms(ControlGroup):
         name: str,
     ) -> None:
         self.rank, self.workers, self.name = rank, workers, name
-        self._room, self._heads, self._seats = ControlGroup(room), heads and ControlGroup(heads), seats
+        self._room, self._heads, self._seats = ControlGroup(room), None, seats
+        if heads is not None:
+            self._heads = ControlGroup(heads)
 
     def send(self, row: Tensor, answer: Tensor) -> Work:
         if self._heads is None:
@@ -240,7 +242,9 @@ def require_descriptors(sockets: int, workers: int) -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
             return
     allowed = f"{wanted} or more for a job of {workers} workers"
-    raise ConfigError("limit of open files", soft, allowed, f"run `ulimit -n {2 ** math.ceil(math.log2(wanted))}` first")
+    raise ConfigError(
+        "limit of open files", soft, allowed, f"run `ulimit -n {2 ** math.ceil(math.log2(wanted))}` first"
+    )
 
 
 def _open_now() -> int:

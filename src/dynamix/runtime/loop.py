@@ -30,8 +30,8 @@ _ACCUMULATE = (
 )
 _SUM = "for several losses of one batch write (loss1 + loss2).backward(), or all but the last under model.no_sync()"
 _ORDER = (
-    "train the batches in the order in which the loader gives them, each followed by its own controller.step(); shuffle "
-    "in the sampler, which does so already"
+    "train the batches in the order in which the loader gives them, each followed by its own controller.step(); "
+    "the sampler shuffles already"
 )
 MATCHES = 3  # passes in a row whose inputs were as long as the batch: then that is how this loop's inputs are
 _WRAP = "write controller.wrap(model, optimizer) once for each model, with the optimizer of that model alone"
@@ -131,9 +131,7 @@ class LoopCheck:
     muted       whether passes are being discarded (warm-up, the search for limits)
     """
 
-    def __init__(
-        self, accumulate: int, fail_with: Fail, muted: Callable[[], bool], *, rank: int, workers: int
-    ) -> None:
+    def __init__(self, accumulate: int, fail_with: Fail, muted: Callable[[], bool], *, rank: int, workers: int) -> None:
         self.accumulate, self._fail, self.muted, self.workers = accumulate, fail_with, muted, workers
         self.rank = rank
         self._matches, self._sizes = 0, deque[int](maxlen=8)  # samples of the last batches

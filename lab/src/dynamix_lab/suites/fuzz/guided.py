@@ -1,4 +1,4 @@
-"""Inputs that are led by coverage: atheris changes the bytes from which a target draws, and keeps what reaches new code.
+"""Inputs led by coverage: atheris changes the bytes from which a target draws, and keeps what reaches new code.
 
 python -m dynamix_lab.suites.fuzz.guided KIND INPUTS SEED FILE
 
@@ -18,6 +18,7 @@ from typing import Any
 
 from dynamix.errors import DynamixError
 
+MODULE = "dynamix_lab.suites.fuzz.guided"
 LONGEST = 2048  # bytes of an input
 
 
@@ -49,7 +50,7 @@ def guided(kind: str, *, inputs: int, seed: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "found.json"
         arguments = [kind, str(inputs), str(seed), str(out)]
-        done = subprocess.run([sys.executable, "-m", __spec__.name, *arguments], capture_output=True, text=True)
+        done = subprocess.run([sys.executable, "-m", MODULE, *arguments], capture_output=True, text=True, check=False)
         if not out.exists():
             raise DynamixError(f"the guided fuzzer of {kind} ended with {done.returncode}: {done.stderr[-500:]}")
         found: dict[str, Any] = json.loads(out.read_text())

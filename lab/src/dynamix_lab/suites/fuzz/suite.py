@@ -35,9 +35,7 @@ class FuzzPlan:
     guided: bool = False
 
     @classmethod
-    def of(
-        cls, *, kinds: tuple[str, ...] | None = None, inputs: int, seed: int = 0, guided: bool = False
-    ) -> FuzzPlan:
+    def of(cls, *, kinds: tuple[str, ...] | None = None, inputs: int, seed: int = 0, guided: bool = False) -> FuzzPlan:
         """All kinds where none is chosen."""
         return cls(kinds or KINDS, inputs, seed, min(CELL, inputs), guided)
 
