@@ -67,7 +67,7 @@ def _train(rank: int, flat_up_to: int, policy: str, odd: bool = False) -> dict[s
     data = TensorDataset(torch.randn(400, 4), torch.arange(400) % 3)
     script = Script([[6, 2, 4, 4, 3], [1, 7, 4, 4, 5]])
     controller = dynamix.Controller(script if policy == "script" else policy, batch_size=4, interval=2)
-    assert isinstance(controller._control, Rooms) == (workers > flat_up_to)
+    assert isinstance(controller._parts.control, Rooms) == (workers > flat_up_to)
     sampler = controller.batch_sampler(data, seed=rank == 3 if odd else 0)
     net = nn.Linear(4, 3)
     model = controller.wrap(DDP(net), optimizer := torch.optim.SGD(net.parameters(), lr=0.1))

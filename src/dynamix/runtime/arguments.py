@@ -15,6 +15,7 @@ from dynamix.policies.learned.deviations import LiveConfig
 from dynamix.policies.learned.online import learning
 from dynamix.runtime.control import ControlGroup, open_control
 from dynamix.runtime.job import fixed_at
+from dynamix.runtime.meeting import meet, refuse
 from dynamix.runtime.sameness import require_same
 from dynamix.window import Bounds, Ints
 
@@ -123,7 +124,10 @@ def open_control_group(group: dist.ProcessGroup, given: Mapping[str, Any] | None
 
     Raises `UsageError` on every rank when `given` (plain values by name) differs between ranks.
     """
-    control = open_control(dist.get_process_group_ranks(group), _timeout_of(group), name=str(group.group_name))
+    ranks, timeout = dist.get_process_group_ranks(group), _timeout_of(group)
+    if given is not None:
+        meet(ranks, timeout_s=1800.0 if timeout is None else timeout.total_seconds())
+    control = open_control(ranks, timeout, name=str(group.group_name))
     if given is not None:
         fix = "Pass the same arguments to Controller(...) on every rank; what belongs to one rank is a list of one each"
         require_same(given, control, "Controller(...) got other arguments on some ranks", {"": fix})
@@ -161,7 +165,9 @@ def rank_in(group: dist.ProcessGroup | None) -> int:
     rank = 0 if group is None else dist.get_rank(group)
     if rank < 0:
         fix = "pass the group that this rank trains in, or make a Controller only on the ranks of that group"
-        raise UsageError(f"rank {dist.get_rank()} is not in process_group: {fix}")
+        why = f"rank {dist.get_rank()} is not in process_group: {fix}"
+        refuse(why)
+        raise UsageError(why)
     return rank
 
 

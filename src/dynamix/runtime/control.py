@@ -12,7 +12,6 @@ import math
 import os
 import pickle
 import resource
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,6 +19,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.futures import Future
 
 from dynamix.errors import ConfigError
 from dynamix.runtime.groups import new_gloo_group
@@ -32,6 +32,7 @@ class Work(Protocol):
     """What is under way; `dist.Work` is one."""
 
     def is_completed(self) -> bool: ...
+    def get_future(self) -> Future[Any]: ...
     def wait(self) -> Any: ...
 
 
@@ -113,7 +114,7 @@ class Rooms(ControlGroup):
     def send(self, row: Tensor, answer: Tensor) -> Work:
         if self._heads is None:
             return self._room.send(row, answer)
-        done = _Chain(self)
+        done = _Chain()
         neighbours = self._neighbours(row)
         heads = self._heads
 
@@ -128,7 +129,7 @@ class Rooms(ControlGroup):
 
     def collect(self, row: Tensor, rows: Tensor) -> Work:
         assert self._heads is not None
-        done, heads, neighbours = _Chain(self), self._heads, self._neighbours(row)
+        done, heads, neighbours = _Chain(), self._heads, self._neighbours(row)
         every = row.new_zeros(heads.workers, neighbours.numel())
 
         def arrived() -> None:
@@ -143,7 +144,7 @@ class Rooms(ControlGroup):
 
     def answer(self, answer: Tensor) -> Work:
         assert self._heads is not None
-        done, room = _Chain(self), self._room
+        done, room = _Chain(), self._room
         far = self._heads.answer(answer)
         near = room.answer(answer)
         done.follow(far, lambda: done.follow(near, done.end))
@@ -152,7 +153,7 @@ class Rooms(ControlGroup):
     def all_gather(self, row: Tensor, rows: Tensor) -> Work:
         if self.rank:
             return self.send(row, rows)
-        done = _Chain(self)
+        done = _Chain()
         done.follow(self.collect(row, rows), lambda: done.follow(self.answer(rows), done.end))
         return done
 
@@ -167,50 +168,37 @@ class Rooms(ControlGroup):
 class _Chain:
     """Work of several steps, each begun on the thread that ends the one before."""
 
-    def __init__(self, group: Rooms) -> None:
-        self._group = group  # as long as something is under way
-        self._ended = threading.Event()
-        self._error: BaseException | None = None
-        self._then: list[Callable[[], None]] = []
-        self._lock = threading.Lock()
+    def __init__(self) -> None:
+        self._future: Future[Any] = Future()
 
-    def follow(self, work: Any, action: Callable[[], None]) -> None:
+    def follow(self, work: Work, action: Callable[[], None]) -> None:
         """Once `work` has ended, `action`; an error of either ends the chain."""
 
-        def after(_: Any = None) -> None:
+        def after(_: Any) -> None:
             try:
                 work.wait()
                 action()
-            except BaseException as error:  # raised again from `wait`, on the thread that asks
+            except Exception as error:  # raised again from `wait`, on the thread that asks
                 self.end(error)
 
-        if isinstance(work, _Chain):
-            work.when_ended(after)
+        work.get_future().add_done_callback(after)
+
+    def end(self, error: Exception | None = None) -> None:
+        if self._future.done():
+            return
+        if error is None:
+            self._future.set_result(None)
         else:
-            work.get_future().add_done_callback(after)
-
-    def when_ended(self, action: Callable[[], None]) -> None:
-        with self._lock:
-            if not self._ended.is_set():
-                self._then.append(action)
-                return
-        action()
-
-    def end(self, error: BaseException | None = None) -> None:
-        with self._lock:
-            self._error = self._error or error
-            self._ended.set()
-            waiting, self._then = self._then, []
-        for action in waiting:
-            action()
+            self._future.set_exception(error)
 
     def is_completed(self) -> bool:
-        return self._ended.is_set()
+        return self._future.done()
+
+    def get_future(self) -> Future[Any]:
+        return self._future
 
     def wait(self) -> None:
-        self._ended.wait()
-        if self._error is not None:
-            raise self._error
+        self._future.wait()
 
 
 def open_control(ranks: list[int], timeout: Any = None, *, name: str = "") -> ControlGroup:

@@ -77,7 +77,8 @@ class PeerChannel:
 
     share_noise   send this rank's part of the noise too, so that the learning rate can follow one noise scale
                   everywhere. The rule never sees it
-    fits          set by the owner: the most samples this rank's memory is known to hold; None while it never ran out
+    fits          set by the owner: the most samples per round whose pieces this rank's memory is known to hold; None
+                  while it never ran out
     """
 
     def __init__(

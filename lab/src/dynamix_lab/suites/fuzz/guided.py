@@ -7,6 +7,7 @@ A process of its own, because atheris ends it: the figures are in FILE, as `fuzz
 
 from __future__ import annotations
 
+import importlib
 import json
 import random
 import subprocess
@@ -59,8 +60,7 @@ def guided(kind: str, *, inputs: int, seed: int) -> dict[str, Any]:
 
 def main(kind: str, inputs: int, seed: int, out: Path) -> None:
     """Never returns."""
-    import atheris
-
+    atheris: Any = importlib.import_module("atheris")
     with atheris.instrument_imports(include=["dynamix"], enable_loader_override=False):
         from dynamix_lab.suites.fuzz.run import Tally
         from dynamix_lab.suites.fuzz.targets import targets
