@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from dynamix_lab.opponents.trial import Trial
@@ -52,10 +53,13 @@ def _map(places: Mapping[str, Any]) -> Section:
         rows.append([ratio, per_worker, f"{spread}:1", workers, job, *shown, f"{first['best']}{level}"])
     head = ["exchange/compute", "critical batch/W", "speeds", "W", "job", *names, "first (not told from it)"]
     said = (
-        "Speed over the fastest worker alone, best of each row after tuning. Exchange over compute is the time of one "
-        "exchange of gradients over the fastest worker's on 64 samples."
+        "Speed over the fastest worker alone, each row at what it was tuned to. Exchange over compute is the time of "
+        "one exchange of gradients over the fastest worker's on 64 samples."
     )
-    return Section("Who wins where", text=[said], table=Table(head, rows))
+    ends = Counter(row for part in places.values() for row, cell in part["rows"].items() if cell["at_edge"])
+    counted = ", ".join(f"{row} in {ends[row]}" for row in names if ends[row])
+    edges = [f"Of {len(places)} cells tuned to an end of what was tried: {counted}."] if counted else []
+    return Section("Who wins where", text=[said, *edges], table=Table(head, rows))
 
 
 def markdown(result: Mapping[str, Any]) -> str:
@@ -73,7 +77,7 @@ def page(result: Mapping[str, Any]) -> str:
 
 
 def _section(text: str, part: Mapping[str, Any]) -> Section:
-    found, first = part["verdict"], part["first"]
+    found = part["verdict"]
     best = found["best_synchronous"]
     rarely = found["best_rarely"]
     others = dict.fromkeys(other for other in ("single", "static", best, rarely) if other)
@@ -83,13 +87,33 @@ def _section(text: str, part: Mapping[str, Any]) -> Section:
         arrived = part["arrived"][row]
         came = "" if all(arrived) else f" ({sum(arrived)} of {len(arrived)} arrived)"
         cells = [row, described(trial), f"{number(geometric_mean(times), 1)}{came}"]
-        for other in others:
-            ratio = part["ratios"].get(f"{row}/{other}")
-            cells.append("1" if row == other else with_interval(ratio, 2) if ratio else "–")
-        rows.append(cells)
+        rows.append([*cells, *ratio_cells(row, others, part["ratios"], 2)])
     head = ["row", "tuned to", "seconds", *(f"over {other}" for other in others)]
+    said = [found["sentence"], first_sentence(part["first"]), *_edges(part["rows"])]
+    return Section(text, text=said, table=Table(head, rows))
+
+
+def first_sentence(first: Mapping[str, Any]) -> str:
+    """Who is first, and who is not told from it.
+
+    >>> first_sentence({"best": "local", "level": ["static", "dynamix"]})
+    'First: local, not told from it: static, dynamix.'
+    """
     level = f", not told from it: {', '.join(first['level'])}" if first["level"] else ""
-    return Section(text, text=[found["sentence"], f"First: {first['best']}{level}."], table=Table(head, rows))
+    return f"First: {first['best']}{level}."
+
+
+def ratio_cells(row: str, others: Iterable[str], ratios: Mapping[str, Any], digits: int) -> list[str]:
+    """A row's ratios to other rows: 1 to itself, a dash where there is none."""
+    found = {other: ratios.get(f"{row}/{other}") for other in others}
+    return ["1" if row == other else with_interval(ratio, digits) if ratio else "–" for other, ratio in found.items()]
+
+
+def _edges(rows: Mapping[str, Any]) -> list[str]:
+    """Which rows were tuned to an end of what was tried: a better trial may lie beyond."""
+    ends = {row: " and ".join(cell["at_edge"]).replace("_", " ") for row, cell in rows.items() if cell["at_edge"]}
+    said = ", ".join(f"{row} ({what})" for row, what in ends.items())
+    return [f"Tuned to an end of what was tried: {said}."] if ends else []
 
 
 def described(trial: Trial) -> str:
