@@ -188,7 +188,7 @@ def test_rows_past_the_end_of_the_reference_curve_are_named() -> None:
     }
     made = live_pages.sections({"policies": {}, "ratios": {}, "a_a": None, "places": {"device-even/teacher": part}})
     assert made[1].text[1:] == [
-        "First: static. 1 pairs.",
+        "First: static. Pairs: 1.",
         "Past the end of the reference curve, so slower here than they were: static-again.",
     ]
     assert made[1].table is not None
@@ -198,7 +198,10 @@ def test_rows_past_the_end_of_the_reference_curve_are_named() -> None:
 def test_a_page_names_the_rows_that_were_tuned_to_an_end_of_what_was_tried() -> None:
     recorded = load("results/opponents-*", Path(__file__).parents[3])
     assert recorded is not None
-    for section, part in zip(pages.sections(recorded), recorded["places"].values(), strict=True):
+    together, *each = pages.sections(recorded)
+    assert together.table is not None
+    assert [row[0] for row in together.table.rows] == list(USUAL)
+    for section, part in zip(each, recorded["places"].values(), strict=True):
         ends = [row for row, cell in part["rows"].items() if cell["at_edge"]]
         said = [text for text in section.text if text.startswith("Tuned to an end")]
         assert len(said) == bool(ends)

@@ -64,7 +64,7 @@ def _section(text: str, part: Mapping[str, Any], result: Mapping[str, Any]) -> S
         cells.append(f"{number(_mean(reached), 1)} ({len(reached)} of {len(seconds)})" if reached else "–")
         rows.append([*cells, *ratio_cells(row, others, part["ratios"], 3), str(sum(part["overruns"][row]))])
     head = ["row", "s per 1,000", "samples", "s to target", *(f"over {other}" for other in others), "overruns"]
-    said = [found["sentence"], f"{first_sentence(part['first'])} {len(part['pairs'])} pairs."]
+    said = [found["sentence"], f"{first_sentence(part['first'])} Pairs: {len(part['pairs'])}."]
     if beyond := [row for row, about in part["about"].items() if any(about["beyond_curve"])]:
         said.append(f"Past the end of the reference curve, so slower here than they were: {', '.join(beyond)}.")
     if part["late"]:

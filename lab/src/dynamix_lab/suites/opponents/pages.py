@@ -20,7 +20,7 @@ from dynamix_lab.report import (
     sections_markdown,
     with_interval,
 )
-from dynamix_lab.statistics import geometric_mean
+from dynamix_lab.statistics import geometric_mean, paired_ratio
 from dynamix_lab.suites.opponents.regimes import is_regime
 from dynamix_lab.tasks.claim_jobs import CLAIM_JOBS
 
@@ -30,11 +30,29 @@ LEAD = (
     "pairs. A run that did not arrive counts with the time at which it was ended."
 )
 
+OVER = ("single", "static", "lb_bsp", "goodput")  # what all rows are compared with over all places
+
 
 def sections(result: Mapping[str, Any]) -> list[Section]:
-    """One for each place, in the order of the plan; before them one over all regimes, where there are some."""
+    """One for each place, in the order of the plan; before them one over all regimes, and one over all other places."""
     regimes = {text: part for text, part in result["places"].items() if is_regime(text)}
-    return ([_map(regimes)] if regimes else []) + [_section(text, part) for text, part in result["places"].items()]
+    places = {text: part for text, part in result["places"].items() if not is_regime(text)}
+    whole = ([_map(regimes)] if regimes else []) + ([_together(places)] if len(places) > 1 else [])
+    return whole + [_section(text, part) for text, part in result["places"].items()]
+
+
+def _together(places: Mapping[str, Any]) -> Section:
+    """Ratios over all places, each weighing the same."""
+    times: dict[str, dict[str, Any]] = {}
+    for text, part in places.items():
+        for row, seconds in part["times_s"].items():
+            times.setdefault(row, {})[text] = seconds
+    rows = [row for row, by_place in times.items() if len(by_place) == len(places)]
+    others = [row for row in OVER if row in rows]
+    found = {f"{a}/{b}": paired_ratio(times[a], times[b]).to_dict() for a in rows for b in others if a != b}
+    head = ["row", *(f"over {other}" for other in others)]
+    table = Table(head, [[row, *ratio_cells(row, others, found, 2)] for row in rows])
+    return Section("All places", text=["Every place weighs the same, and intervals are over places."], table=table)
 
 
 def _map(places: Mapping[str, Any]) -> Section:
