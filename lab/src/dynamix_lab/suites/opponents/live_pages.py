@@ -12,7 +12,8 @@ from dynamix_lab.suites.opponents.pages import first_sentence, ratio_cells
 LEAD = (
     "Real processes on emulated devices. A run's held-out loss is read on one reference curve of its job (static at "
     "its best batch and learning rate): equivalent samples. Seconds are per 1,000 of them until the same clock time "
-    "for every row; below 1 a ratio is faster. Rows named again ran twice: they say what the machine adds."
+    "for every row; below 1 a ratio is faster. Verdicts are about progress until that time, not about the target. Rows "
+    "named again ran twice: they say what the machine adds."
 )
 
 
