@@ -76,7 +76,7 @@ def _map(places: Mapping[str, Any]) -> Section:
     )
     ends = Counter(row for part in places.values() for row, cell in part["rows"].items() if cell["at_edge"])
     counted = ", ".join(f"{row} in {ends[row]}" for row in names if ends[row])
-    edges = [f"Of {len(places)} cells tuned to an end of what was tried: {counted}."] if counted else []
+    edges = [f"Tuned to an end of what was tried, of {len(places)} cells: {counted}."] if counted else []
     return Section("Who wins where", text=[said, *edges], table=Table(head, rows))
 
 
