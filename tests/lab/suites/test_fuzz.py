@@ -46,7 +46,7 @@ def test_whatever_is_drawn_is_refused_or_taken(kind: str, seed: int, made: dict[
 
 
 def test_an_escape_is_counted_and_named(tmp_path: Path) -> None:
-    class Broken(Target):
+    class Broken:
         name = "broken"
 
         def attempt(self, rng: random.Random) -> bool:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 
 from dynamix.emulator import Emulation
@@ -280,9 +281,8 @@ def concluded(
             times = [float(t) for t in seen["time_s"]]
             read = curve.read(times, [math.inf if loss is None else float(loss) for loss in seen["loss"]])
             seconds[name].append(read.seconds_per_1000(time_s))
-            at = next((n for t, n in zip(times, seen["samples"], strict=True) if t >= time_s), seen["samples"][-1])
             about[name]["equivalent_samples"].append(read.at(time_s))
-            about[name]["samples"].append(float(at))
+            about[name]["samples"].append(float(np.interp(time_s, times, seen["samples"])))
             about[name]["time_to_target_s"].append(reached(run, job))
             about[name]["beyond_curve"].append(float(read.after))
     once = {name: values for name, values in seconds.items() if not name.endswith(AGAIN)}
