@@ -61,6 +61,7 @@ def _makers() -> dict[str, Callable[[Mapping[str, Any]], Table | list[Section]]]
     from dynamix_lab.suites.opponents import live_pages
     from dynamix_lab.suites.opponents import pages as opponents
     from dynamix_lab.suites.overhead import suite as overhead
+    from dynamix_lab.suites.quality import pages as quality
     from dynamix_lab.suites.scaling import report as scaling
     from dynamix_lab.suites.stigmergy import report as stigmergy
 
@@ -82,6 +83,7 @@ def _makers() -> dict[str, Callable[[Mapping[str, Any]], Table | list[Section]]]
         "decisions": decisions.table,
         "cost": cost.table,
         "overhead": overhead.sections,
+        "quality": quality.sections,
         "import": import_table,
         "mutants": mutants_table,
     }
