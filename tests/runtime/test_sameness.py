@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
@@ -42,9 +43,11 @@ class Job:
         self.net = nn.Linear(6, 3)
         self.steps = 0
 
-    def train(self, source: Any, epochs: int = 1, *, state: Any = None, at: int = 0, save_at: int = 0) -> Any:
+    def train(
+        self, source: Any, epochs: int = 1, *, state: Any = None, at: int = 0, save_at: int = 0, hook: Any = None
+    ) -> Any:
         optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
-        model = self.controller.wrap(DDP(self.net, process_group=self.group), optimizer)
+        model = self.controller.wrap(DDP(self.net, process_group=self.group), optimizer, hook=hook)
         saved = None
         if state is not None and not at:
             self.controller.load_state_dict(state)
@@ -156,6 +159,11 @@ def _set_epoch(odd: bool) -> None:
     job.train(loader)
 
 
+def _hooked(odd: bool) -> None:
+    job = Job()
+    job.train(job.sampled(), hook=fp16_compress_hook if odd else None)
+
+
 CASES: dict[str, tuple[Odd, list[str]]] = {
     "seed": (_sampled(seed=7), ["seed is 0 on", "7 on rank {last}", "seed=0, not seed=rank"]),
     "length": (_sampled(samples=58), ["dataset_size is 60 on", "58 on rank {last}", "whole data set"]),
@@ -176,6 +184,7 @@ CASES: dict[str, tuple[Odd, list[str]]] = {
     "rule": (_made(lr_rule="sqrt"), ['lr_rule is "none"', '"sqrt" on rank {last}']),
     "most change": (_made(max_change=2.0), ["max_change is Infinity", "2.0 on rank {last}"]),
     "policy": (_made(policy="goodput"), ['policy is "Script"', '"goodput" on rank {last}']),
+    "hook": (_hooked, ["exchange of gradients and buffers is", "all-reduce, buffers rank0", "fp16_compress_hook"]),
     "impossible on one": (_made(batch_size=0), ["error is null on", "batch_size=0 is not possible", "on rank {last}"]),
 }
 

@@ -25,18 +25,18 @@ class Allocations:
     """
 
     def __init__(self, sizes: ArrayLike) -> None:
-        self._steps = [0]
-        self._sizes = [_checked(sizes)]
+        # Steps and sizes. Replaced as a whole, never changed: a thread may read ahead of the loop.
+        self._entries: tuple[list[int], list[Ints]] = [0], [_checked(sizes)]
 
     @property
     def workers(self) -> int:
         """W, the number of ranks."""
-        return int(self._sizes[-1].size)
+        return int(self._entries[1][-1].size)
 
     @property
     def begin(self) -> int:
         """The first micro-step this ledger still knows."""
-        return self._steps[0]
+        return self._entries[0][0]
 
     def schedule(self, from_step: int, sizes: ArrayLike) -> None:
         """Put `sizes` (W,) in force from micro-step `from_step`; scheduling the same step again replaces.
@@ -48,41 +48,46 @@ class Allocations:
         if fresh.size != self.workers:
             allowed = f"{self.workers} numbers, one per rank"
             raise ConfigError("sizes", fresh.tolist(), allowed, "pass one size per rank")
-        last = self._steps[-1]
+        steps, known = list(self._entries[0]), list(self._entries[1])
+        last = steps[-1]
         if from_step < last:
             allowed = f"{last} or later, the last step scheduled"
             raise ConfigError("from_step", from_step, allowed, "schedule in the order of steps")
         if from_step == last:
-            del self._steps[-1], self._sizes[-1]
-        if not self._sizes or not np.array_equal(self._sizes[-1], fresh):
-            self._steps.append(from_step)
-            self._sizes.append(fresh)
+            del steps[-1], known[-1]
+        if not known or not np.array_equal(known[-1], fresh):
+            steps.append(from_step)
+            known.append(fresh)
+        self._entries = steps, known
 
     def at(self, step: int) -> Ints:
         """Sizes (W,) in force at micro-step `step`; a read-only array."""
-        return self._sizes[self._find(step)]
+        return self._find(step)[1]
 
     def since(self, step: int) -> int:
         """The micro-step from which the allocation in force at `step` holds."""
-        return self._steps[self._find(step)]
+        return self._find(step)[0]
 
     def reset(self, from_step: int, sizes: ArrayLike) -> None:
         """Start over: `sizes` of any W in force from micro-step `from_step`, nothing before it."""
-        self._steps, self._sizes = [from_step], [_checked(sizes)]
+        self._entries = [from_step], [_checked(sizes)]
 
     def forget(self, before_step: int) -> None:
         """Drop entries that no step from `before_step` on needs; the one in force there stays."""
-        keep = max(bisect_right(self._steps, before_step) - 1, 0)
-        del self._steps[:keep], self._sizes[:keep]
+        steps, sizes = self._entries
+        keep = max(bisect_right(steps, before_step) - 1, 0)
+        if keep:
+            self._entries = steps[keep:], sizes[keep:]
 
     def from_on(self, step: int) -> dict[int, list[int]]:
         """The allocation in force at `step`, and those to come, by the micro-step from which they hold."""
-        later = {s: sizes.tolist() for s, sizes in zip(self._steps, self._sizes, strict=True) if s > step}
+        later = {s: sizes.tolist() for s, sizes in zip(*self._entries, strict=True) if s > step}
         return {step: self.at(step).tolist()} | later
 
     def state_dict(self) -> dict[str, Any]:
         """Plain lists: `{"steps": [...], "sizes": [[...], ...]}`."""
-        return {"steps": list(self._steps), "sizes": [s.tolist() for s in self._sizes]}
+        steps, sizes = self._entries
+        return {"steps": list(steps), "sizes": [s.tolist() for s in sizes]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The inverse of `state_dict`. Raises `StateError` when it is of another W."""
@@ -92,7 +97,7 @@ class Allocations:
                 f"allocations for {sizes[0].size if sizes else 0} ranks in the checkpoint, {self.workers} ranks in "
                 "this job: at another world size start from a fresh Allocations instead"
             )
-        self._steps, self._sizes = [int(s) for s in state["steps"]], sizes
+        self._entries = [int(s) for s in state["steps"]], sizes
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Allocations:
@@ -101,11 +106,12 @@ class Allocations:
         ledger.load_state_dict(state)
         return ledger
 
-    def _find(self, step: int) -> int:
-        at = bisect_right(self._steps, step) - 1
+    def _find(self, step: int) -> tuple[int, Ints]:
+        steps, sizes = self._entries
+        at = bisect_right(steps, step) - 1
         if at < 0:
-            raise UsageError(f"micro-step {step} is forgotten: the ledger begins at {self._steps[0]}")
-        return at
+            raise UsageError(f"micro-step {step} is forgotten: the ledger begins at {steps[0]}")
+        return steps[at], sizes[at]
 
 
 def _checked(sizes: ArrayLike) -> Ints:

@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike
 
 from dynamix.data.allocations import Allocations
 from dynamix.data.cutting import NO_LIMIT
-from dynamix.data.reader import Delivered, reader_of
+from dynamix.data.reader import Reader, reader_of
 from dynamix.errors import ConfigError, DynamixError, StateError, UsageError
 from dynamix.window import Ints
 
@@ -108,7 +108,8 @@ class SampleOrder(ABC):
         self._ahead = self._behind = self._saved = Cursor(0, 0, 0, np.zeros(world_size, dtype=np.int64))
         self._pending: deque[tuple[StepPlan, Cursor]] = deque()
         self._round = 0  # a new number for every iteration, so that an abandoned iterator cannot go on
-        self._handed_on: Delivered = lambda: None
+        self._reader = Reader()
+        self._begun = 0
         self._refused: UsageError | None = None
         self._began = 0  # micro-steps consumed when the iteration under way began
         self._loaded = False
@@ -120,6 +121,15 @@ class SampleOrder(ABC):
         return self._ahead.index
 
     @property
+    def begun(self) -> int:
+        """Micro-steps that were begun to be issued so far, the one that another thread plans just now included."""
+        return max(self._ahead.index, self._begun)
+
+    def begin_to_issue(self, step: int) -> None:
+        """Micro-step `step` is about to be planned. Called by `before_issue`, which may have to say so in its turn."""
+        self._begun = step + 1
+
+    @property
     def consumed(self) -> int:
         """Micro-steps consumed so far (counter over the job)."""
         return self._behind.index
@@ -127,8 +137,13 @@ class SampleOrder(ABC):
     @property
     def delivered(self) -> int:
         """Micro-steps whose batches the loop has received (counter over the job); those issued, if nobody can tell."""
-        handed_on = self._handed_on()
+        handed_on = self._reader.handed_on
         return self._ahead.index if handed_on is None else min(self._began + handed_on, self._ahead.index)
+
+    @property
+    def reader_gone(self) -> bool:
+        """Whether the loader's iterator is gone, so that `delivered` is what it may have handed on at most."""
+        return self._reader.gone
 
     @property
     def iteration(self) -> int:
@@ -171,6 +186,10 @@ class SampleOrder(ABC):
             )
         return self._pending[0][0]
 
+    def waiting(self) -> list[StepPlan]:
+        """The plans of the micro-steps that are issued and not consumed, in order."""
+        return [plan for plan, _ in self._pending]
+
     def consume(self) -> StepPlan:
         """Count the current micro-step as done and return its plan; only consumed steps are ever saved."""
         plan = self.plan()
@@ -201,7 +220,7 @@ class SampleOrder(ABC):
         self._rewind()
 
     def _rewind(self) -> None:
-        self._ahead = self._behind
+        self._ahead, self._begun = self._behind, 0
         self._pending.clear()
         self._round += 1
 
@@ -211,14 +230,14 @@ class SampleOrder(ABC):
             self.on_begin()
         self._refused = None
         try:
-            handed_on = reader_of(self)
+            reader = reader_of(self)
         except UsageError as error:  # raised with the first batch: a loader that is half made could not be cleaned up
-            self._refused, handed_on = error, lambda: None
+            self._refused, reader = error, Reader()
         if self._behind.finished and not self._hold:
             self._start_epoch(self._behind.epoch + 1)
         else:
             self._rewind()
-        self._handed_on, self._began = handed_on, self._behind.index
+        self._reader, self._began = reader, self._behind.index
         return self._round
 
     def _issue(self, number: int) -> StepPlan | None:
@@ -245,6 +264,7 @@ class SampleOrder(ABC):
             group = self._plan_group(now)
             if group is None:
                 self._behind = self._ahead = self._saved = replace(now, finished=True)
+                self._begun = 0
                 return None
         counts = group.counts[now.micro]
         done = now.micro == self.accumulate - 1

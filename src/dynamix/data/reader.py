@@ -2,7 +2,6 @@
 
 import sys
 import weakref
-from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -12,11 +11,28 @@ from torch.utils.data import DataLoader
 from dynamix.errors import UsageError
 
 LOOK = 4  # frames between the first line of an iteration and the loader's own
-Delivered = Callable[[], int | None]
 
 
-def reader_of(sampler: object) -> Delivered:
-    """Called where an iteration over `sampler` begins: how many batches its reader hands on; None: it cannot tell.
+class Reader:
+    """Whoever iterates a sampler: a loader's iterator, or (None) somebody unknown."""
+
+    def __init__(self, iterator: Any = None) -> None:
+        self._iterator = None if iterator is None else weakref.ref(iterator)
+
+    @property
+    def handed_on(self) -> int | None:
+        """Batches that it has handed on; None where that cannot be told."""
+        iterator = None if self._iterator is None else self._iterator()
+        return None if iterator is None else int(iterator._num_yielded)
+
+    @property
+    def gone(self) -> bool:
+        """Whether it once could tell, and is no more: used up, or left. How many it handed on last nobody knows."""
+        return self._iterator is not None and self._iterator() is None
+
+
+def reader_of(sampler: object) -> Reader:
+    """Called where an iteration over `sampler` begins: who iterates.
 
     A `DataLoader` with workers reads ahead, so what it asked for is not what the loop has received. Raises `UsageError`
     for loaders that would misread the batches: `sampler=` beside a batch size, `in_order=False`.
@@ -34,17 +50,5 @@ def reader_of(sampler: object) -> Delivered:
             if loader.num_workers and not getattr(loader, "in_order", True):
                 why = "a batch would be weighted and counted as if it were another one"
                 raise UsageError(f"DataLoader(in_order=False) hands batches on in any order, so {why}: leave it out")
-            return _Yielded(caller)
-    return lambda: None
-
-
-class _Yielded:
-    """How many batches a loader's iterator has handed on; of one that is gone, how many when it was last asked."""
-
-    def __init__(self, iterator: Any) -> None:
-        self._iterator, self._last = weakref.ref(iterator), 0
-
-    def __call__(self) -> int:
-        if (iterator := self._iterator()) is not None:
-            self._last = int(iterator._num_yielded)
-        return self._last
+            return Reader(caller)
+    return Reader()

@@ -24,7 +24,7 @@ class NoiseByBatch:
     mistakes phi's course through training for it (docs/design/baselines.md).
 
     weight   of a new window: measured phi is smooth already, and falls by half within ten windows of a job's start
-    level    (...) average log phi, in samples per micro-batch
+    level    (...) average log phi, in samples per round
     batch    (...) average log(B / B0)
 
     >>> noise = NoiseByBatch().update(np.array(300.0), np.array(1.0))              # measured at the base batch

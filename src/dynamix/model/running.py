@@ -81,6 +81,6 @@ class Largest:
     FIELDS: ClassVar[tuple[str, ...]] = ("total",)
 
     def update(self, total: Floats, base: Floats) -> Largest:
-        """Take in the global batch in force and the base batch, (...), in samples per micro-batch."""
+        """Take in the global batch in force and the base batch, (...), in samples per round."""
         before = self.total if self.total.shape == np.shape(total) else -np.inf
         return Largest(np.asarray(np.maximum(np.maximum(total, base), before)))

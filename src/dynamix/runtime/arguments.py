@@ -13,8 +13,9 @@ from dynamix.errors import ConfigError, UsageError
 from dynamix.policies import Policy, make_policy
 from dynamix.policies.learned.deviations import LiveConfig
 from dynamix.policies.learned.online import learning
-from dynamix.runtime.gradients import new_gloo_group
+from dynamix.runtime.control import ControlGroup, open_control
 from dynamix.runtime.job import fixed_at
+from dynamix.runtime.meeting import meet, refuse
 from dynamix.runtime.sameness import require_same
 from dynamix.window import Bounds, Ints
 
@@ -118,12 +119,15 @@ def starting_sizes(batch_size: int, bounds: Bounds) -> Ints:
     return start
 
 
-def open_control_group(group: dist.ProcessGroup, given: Mapping[str, Any] | None = None) -> dist.ProcessGroup:
-    """A gloo group over the ranks of `group`, with its timeout. A collective call.
+def open_control_group(group: dist.ProcessGroup, given: Mapping[str, Any] | None = None) -> ControlGroup:
+    """For the controller's own messages between the ranks of `group`, with its timeout. A collective call.
 
     Raises `UsageError` on every rank when `given` (plain values by name) differs between ranks.
     """
-    control = new_gloo_group(dist.get_process_group_ranks(group), _timeout_of(group))
+    ranks, timeout = dist.get_process_group_ranks(group), _timeout_of(group)
+    if given is not None:
+        meet(ranks, timeout_s=1800.0 if timeout is None else timeout.total_seconds())
+    control = open_control(ranks, timeout, name=str(group.group_name))
     if given is not None:
         fix = "Pass the same arguments to Controller(...) on every rank; what belongs to one rank is a list of one each"
         require_same(given, control, "Controller(...) got other arguments on some ranks", {"": fix})
@@ -133,7 +137,7 @@ def open_control_group(group: dist.ProcessGroup, given: Mapping[str, Any] | None
 class Same(dict[str, Any]):
     """Plain values by name, and the group over which they were compared."""
 
-    group: dist.ProcessGroup | None = None
+    group: ControlGroup | None = None
 
 
 @contextmanager
@@ -161,7 +165,9 @@ def rank_in(group: dist.ProcessGroup | None) -> int:
     rank = 0 if group is None else dist.get_rank(group)
     if rank < 0:
         fix = "pass the group that this rank trains in, or make a Controller only on the ranks of that group"
-        raise UsageError(f"rank {dist.get_rank()} is not in process_group: {fix}")
+        why = f"rank {dist.get_rank()} is not in process_group: {fix}"
+        refuse(why)
+        raise UsageError(why)
     return rank
 
 

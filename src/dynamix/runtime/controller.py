@@ -1,11 +1,9 @@
 """`Controller`: what a training loop holds."""
 
 import os
-import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence, Sized
-from contextlib import ExitStack
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -16,36 +14,15 @@ from torch.utils.data import default_collate
 
 from dynamix.data import BatchSampler, Stream
 from dynamix.data.sampler import Partition
-from dynamix.errors import UsageError
-from dynamix.events.background import background_log
+from dynamix.errors import DynamixError, UsageError, WorkerLostError
 from dynamix.policies import Policy
 from dynamix.policies.learned.deviations import LiveConfig
-from dynamix.policies.protocol import boundary
-from dynamix.projection import project
-from dynamix.runtime import random_state
-from dynamix.runtime.agreement import DRAIN_S
-from dynamix.runtime.arguments import (
-    check_counts,
-    job_bounds,
-    one_for_all,
-    policy_of,
-    rank_in,
-    require_no_launcher,
-    watched,
-)
-from dynamix.runtime.coordinator import Coordinator, Ranks
-from dynamix.runtime.decentral import open_channel
-from dynamix.runtime.decision import Decider, recorded
-from dynamix.runtime.gradients import destroy_groups
-from dynamix.runtime.job import JobFacts
-from dynamix.runtime.liveness import Liveness
-from dynamix.runtime.loop import require_pair
-from dynamix.runtime.memory import ExitNote, Memory, within
+from dynamix.runtime import connecting
+from dynamix.runtime.arguments import rank_in, require_no_launcher
+from dynamix.runtime.assembly import JobArguments, assemble
+from dynamix.runtime.memory import ExitNote
 from dynamix.runtime.metrics import metrics_of
-from dynamix.runtime.observation import Recorder, Unmeasured
-from dynamix.runtime.sameness import shape_of
-from dynamix.runtime.scaling import SampleSchedule, rule
-from dynamix.runtime.weighting import LossWeight, attach
+from dynamix.runtime.scaling import SampleSchedule
 from dynamix.window import Bounds, Ints
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -122,51 +99,33 @@ class Controller:
         self.rank = rank_in(self.group)
         self.world_size = dist.get_world_size(self.group) if self.group else 1
         self.interval, self.accumulate, self.lr_rule = interval, accumulate, lr_rule
-        each, total = (min_batch_size, max_batch_size), (min_global_batch, max_global_batch)
-        with one_for_all(self.group) as same:
-            rule(lr_rule)  # raises for one that does not exist
-            check_counts(batch_size=batch_size, interval=interval, accumulate=accumulate, quantum=quantum)
-            grid = {"quantum": quantum, "accumulate": accumulate}
-            bounds, start = job_bounds(
-                self.world_size, batch_size, each, total, global_batch, **grid, max_change=max_change
-            )
-            self.policy = policy_of(policy, learn=learn)
-            base_batch = int(start.sum())
-            replayed = None if replay is None else recorded(replay)
-            same |= {"policy": policy if isinstance(policy, str) else type(policy).__name__, "learn": learn}
-            same |= {"batch_size": batch_size, "interval": interval, "accumulate": accumulate, "lr_rule": lr_rule}
-            same |= {"guard": guard, "quantum": quantum, "max_change": max_change, "global_batch": global_batch}
-            same |= {"min_batch_size": bounds.low, "max_batch_size": bounds.high, "replay": replayed}
-            same |= {"min_global_batch": total[0], "max_global_batch": total[1]}
-            same |= {"shape of the policy's state": shape_of(self.policy.state_dict())}
-        control = same.group
-        served = watched(self.policy, guard)
-        slack = 0 if boundary(self.policy) == "epoch" else 1
-        job = JobFacts(bounds, base_batch, accumulate=accumulate, slack=slack, fixed=global_batch == "fixed")
-        self._events = background_log(events) if self.rank == 0 else None
-        decider = Decider(served, job, replay=replayed, events=self._events) if self.rank == 0 else None
-        channel = open_channel(
-            control, self.world_size, job, served, decider, replays=replayed is not None, lr_rule=lr_rule
+        self._parts = assemble(
+            self.group,
+            self.rank,
+            JobArguments(
+                policy=policy,
+                batch_size=batch_size,
+                global_batch=global_batch,
+                each=(min_batch_size, max_batch_size),
+                total=(min_global_batch, max_global_batch),
+                interval=interval,
+                quantum=quantum,
+                max_change=max_change,
+                accumulate=accumulate,
+                lr_rule=lr_rule,
+                events=events,
+                replay=replay,
+                learn=learn,
+                guard=guard,
+            ),
         )
-        self._loss_weight = LossWeight(self.group, accumulate)
-        self._coordinator = Coordinator(
-            job,
-            served,
-            channel,
-            start,
-            self._loss_weight,
-            rank=self.rank,
-            interval=interval,
-            lr_rule=lr_rule,
-            ranks=None if control is None else Ranks(control),
-        )
-        self._control, self._closed = control, False
-        if control is not None and self.world_size > 1:
-            liveness = self._coordinator.liveness = Liveness.open(control)
-            channel.explain = liveness.explain
+        self.policy, self._coordinator = self._parts.policy, self._parts.coordinator
+        self.overhead_s, self._closed = 0.0, False
+        if (liveness := self._coordinator.liveness) is not None:
             # At the latest when this process ends; its end must not find a thread inside the store's client.
             self._leave = weakref.finalize(self, liveness.leave, "its process ended")
-        self.overhead_s = 0.0
+        if self._parts.events is not None:
+            weakref.finalize(self, self._parts.events.close)  # for loops that do not close their controller
 
     @property
     def bounds(self) -> Bounds:
@@ -192,10 +151,12 @@ class Controller:
         `ConfigError` when the data set is smaller than one global step.
         """
         coordinator = self._coordinator
-        if partition == "contiguous":
-            coordinator.per_epoch, coordinator.job.slack = True, 0  # regions are cut once per epoch: so it decides
-        coordinator.job.limit_to(len(dataset))
-        return coordinator.sampler(len(dataset), seed=seed, shuffle=shuffle, partition=partition)
+        with coordinator.setting_up():
+            if partition == "contiguous":
+                # Regions are cut once per epoch: so it decides.
+                coordinator.per_epoch, coordinator.job.slack = True, 0
+            coordinator.job.limit_to(len(dataset))
+            return coordinator.sampler(len(dataset), seed=seed, shuffle=shuffle, partition=partition)
 
     def stream(
         self, iterable: Iterable[Any], *, sharded: bool = False, collate_fn: Collate = default_collate
@@ -204,7 +165,8 @@ class Controller:
 
         sharded   False: every rank iterates the same global stream. True: each rank iterates its own.
         """
-        return self._coordinator.stream(iterable, sharded=sharded, collate_fn=collate_fn)
+        with self._coordinator.setting_up():
+            return self._coordinator.stream(iterable, sharded=sharded, collate_fn=collate_fn)
 
     def wrap(
         self,
@@ -232,36 +194,12 @@ class Controller:
         Raises `UsageError` naming the reason when the model needs the loss side or already has a hook, reduces over
         other ranks than the controller's, or is not the one that the optimizer updates.
         """
-        coordinator = self._coordinator
-        require_pair(model, optimizer, self.group)
-        if coordinator.loop.add_optimizer(model, optimizer):
-            coordinator.add_learning_rate(optimizer)
-            return model
-        if coordinator.attached is not None:
-            return self._wrap_another(model, optimizer, hook, hook_state, scaler, weighting, batchnorm)
-        device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        attached = attach(
-            model, self.group, coordinator.share, Recorder(device), hook, hook_state, scaler, weighting, batchnorm
-        )
-        self._loss_weight.bind(model, required=weighting == "loss")
-        memory = Memory(attached, optimizer, self._loss_weight, group=self.group)
-        note = weakref.WeakMethod(coordinator.samples_now)
-        self._exit_note = ExitNote(self.rank, lambda: ask() if (ask := note()) is not None else None)
-        coordinator.connect(model, optimizer, attached, memory)
-        return model
-
-    def _wrap_another(self, model: Model, optimizer: Optimizer, *options: Any) -> Model:
-        """One more model in the same loop: weighted and timed, its norms not measured."""
-        coordinator = self._coordinator
-        if self._loss_weight.required or options[-2] == "loss":
-            why = "the weight of a loss is given once for each batch"
-            raise UsageError(
-                f"wrap(weighting='loss') serves one model, because {why}: use weighting='hook' for several"
-            )
-        attached = attach(model, self.group, coordinator.share, coordinator.recorder, *options)
-        if attached.hook is not None:
-            attached.hook.meter = Unmeasured(coordinator.recorder)
-        coordinator.connect_another(model, optimizer, attached)
+        options: dict[str, Any] = {"hook": hook, "hook_state": hook_state, "scaler": scaler}
+        options |= {"weighting": weighting, "batchnorm": batchnorm}
+        with self._coordinator.setting_up():
+            if connecting.connect(self._coordinator, self.group, model, optimizer, **options):
+                note = weakref.WeakMethod(self._coordinator.samples_now)
+                self._exit_note = ExitNote(self.rank, lambda: ask() if (ask := note()) is not None else None)
         return model
 
     def scheduler(self, scheduler: Any, *, nominal_batch_size: int | None = None) -> SampleSchedule:
@@ -269,7 +207,8 @@ class Controller:
 
         They are global samples; None: the global batch at the start.
         """
-        return self._coordinator.schedule(scheduler, nominal_batch_size)
+        with self._coordinator.setting_up():
+            return self._coordinator.schedule(scheduler, nominal_batch_size)
 
     def find_limits(self, step_fn: Callable[[Any], Any], example: Any, *, margin: float = 0.1) -> list[int]:
         """Find the largest micro-batch that fits each rank's memory; from then on no batch is larger. Before training.
@@ -283,18 +222,8 @@ class Controller:
         less, the others take over. Raises `ConfigError` on every rank when the smallest batch does not fit one, and
         what `step_fn` raises.
         """
-        coordinator, source, job = self._coordinator, self._coordinator.source, self._coordinator.job
-        memory = coordinator.need_memory()
-        if source is not None and source.issued:
-            raise UsageError("find_limits() comes before training: call it before the first batch is asked for")
-        caps = memory.find(step_fn, example, job.in_pieces(), margin=margin)
-        job.bounds = within(job.bounds, self.accumulate * caps)
-        if source is not None:
-            source.high = job.in_pieces().high
-        now = coordinator.batch_sizes
-        if (now > job.bounds.high).any():
-            coordinator.put_in_force(project(now, job.bounds, total=now.sum()))
-        return [int(cap) for cap in caps]
+        with self._coordinator.setting_up():
+            return connecting.find_limits(self._coordinator, step_fn, example, margin=margin)
 
     # ------------------------------------------------------------ in the loop
 
@@ -310,10 +239,11 @@ class Controller:
         for random ones (dropout draws anew). Not for token counts, SyncBatchNorm and FSDP. Raises what `loss_fn` raises
         (other ranks: `DynamixError`), and `MemoryLimitError` where nothing can be tried again.
         """
-        memory, plan = self._coordinator.need_memory(), self._coordinator.need_source().plan()
-        weight = self.weight(torch.ones((), dtype=torch.float64)).item() if self._loss_weight.required else 1.0
-        self._coordinator.agree_once()  # before a rank can run out of memory alone
-        self._coordinator.loop.forwards += 1  # its passes need not go through the model's own call
+        coordinator = self._coordinator
+        memory, plan = coordinator.need_memory(), coordinator.need_source().plan()
+        weight = self.weight(torch.ones((), dtype=torch.float64)).item() if coordinator.loss_weight.required else 1.0
+        coordinator.agree_once()  # before a rank can run out of memory alone
+        coordinator.loop.forwards += 1  # its passes need not go through the model's own call
         return memory.backward(loss_fn, batch, weight=weight, last=plan.micro == self.accumulate - 1)
 
     def weight(self, loss: Tensor, *, count: float | Tensor | None = None) -> Tensor:
@@ -322,7 +252,12 @@ class Controller:
         count   divisor of this mean loss if it is not the number of samples (tokens; the sum of class weights). It is
                 summed over workers by one small asynchronous all-reduce.
         """
-        return self._loss_weight.apply(loss, self._coordinator.need_source().plan(), self.rank, count)
+        coordinator = self._coordinator
+        try:
+            return coordinator.loss_weight.apply(loss, coordinator.need_source().plan(), self.rank, count)
+        except DynamixError as error:
+            coordinator.fail(error)
+            raise
 
     def step(
         self,
@@ -343,7 +278,9 @@ class Controller:
         began = time.perf_counter()
         try:
             self._step(loss, logits, target, count)
-        except UsageError as error:
+        except WorkerLostError:
+            raise  # the others have lost it too
+        except DynamixError as error:
             self._coordinator.fail(error)
             raise
         self.overhead_s += time.perf_counter() - began
@@ -359,7 +296,7 @@ class Controller:
             raise UsageError(f"{wrong}. {fix}")
         if self.world_size > 1 and coordinator.attached is None:
             raise UsageError("call controller.wrap(model, optimizer) before training, or gradients stay unweighted")
-        applied = self._loss_weight.take()
+        applied = coordinator.loss_weight.take()
         coordinator.before_step(plan)
         source.consume()
         if mine:
@@ -409,16 +346,8 @@ class Controller:
         Collective. `forward_backward()` must run the model and `.backward()` on any batch. Buffers, gradients and
         random state are put back.
         """
-        if self._coordinator.attached is None:
-            raise UsageError("call controller.wrap(model, optimizer) before warm_up()")
-        saved = random_state.capture()
-        with ExitStack() as stack:
-            stack.enter_context(self._loss_weight.paused())
-            for attached in self._coordinator.connected:
-                stack.enter_context(attached.discarded())
-            for _ in range(2):
-                forward_backward()
-        random_state.restore(saved)
+        with self._coordinator.setting_up():
+            connecting.warm_up(self._coordinator, forward_backward)
 
     def request_stop(self) -> None:
         """Ask all ranks to stop after the same step, soon; `stopping` says when. May be called in a signal handler:
@@ -465,7 +394,8 @@ class Controller:
         The state is checked as a whole first: raises `StateError`, and changes nothing, where it is damaged, was
         changed, is of another version or does not fit this job.
         """
-        self._coordinator.load_state_dict(state, policy=policy)
+        with self._coordinator.setting_up():
+            self._coordinator.load_state_dict(state, policy=policy)
 
     def close(self) -> None:
         """Finish a pending decision, write the last events, and let go of threads, sockets and process groups.
@@ -473,25 +403,6 @@ class Controller:
         Safe to call twice; every rank should call it, before `dist.destroy_process_group()`. Nothing is waited for
         after a rank was lost. The connected model cannot be trained on after it.
         """
-        if self._closed:
-            return
-        self._closed = True
-        coordinator, error = self._coordinator, sys.exception()
-        liveness = coordinator.liveness
-        failing = error or (liveness and liveness.lost)
-        if liveness is not None and error is not None:
-            liveness.leave_with(error)
-        try:
-            if not failing:
-                coordinator.settle()
-        finally:
-            patience_s = 0.0 if failing else DRAIN_S
-            groups = coordinator.close(patience_s=patience_s)
-            if self._events is not None:
-                self._events.close()
-            if self._control is not None:
-                groups.append(self._control)
-                self._control = None
-            destroy_groups(groups, patience_s=patience_s)
-            if liveness is not None:
-                liveness.leave()
+        if not self._closed:
+            self._closed = True
+            self._parts.close()

@@ -1,10 +1,11 @@
 """What a rank does behind its `Controller`: measure, close windows, put decisions in force, save and resume."""
 
+import threading
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
@@ -14,9 +15,8 @@ from dynamix.errors import DynamixError, StateError, UsageError
 from dynamix.policies import Policy
 from dynamix.policies.protocol import boundary
 from dynamix.runtime import random_state, saving
-from dynamix.runtime.agreement import Channel, Kind
+from dynamix.runtime.agreement import Channel, Kind, Message
 from dynamix.runtime.decentral import PeerChannel
-from dynamix.runtime.ending import Ending
 from dynamix.runtime.gradients import Share
 from dynamix.runtime.job import Closing, JobFacts
 from dynamix.runtime.liveness import Liveness
@@ -25,19 +25,12 @@ from dynamix.runtime.memory import Memory
 from dynamix.runtime.noise import ConsecutiveNoise
 from dynamix.runtime.observation import Recorder
 from dynamix.runtime.progress import Progress, Waiting
-from dynamix.runtime.sameness import FIXES, require_same
+from dynamix.runtime.ranks import Ranks
 from dynamix.runtime.scaling import LearningRate, SampleSchedule, SchedulerWatch, rule
 from dynamix.runtime.weighting import Attached, LossWeight
 from dynamix.window import Ints
 
 Source = TypeVar("Source", BatchSampler, Stream)
-
-
-class Ranks:
-    """The other ranks, over the controller's own `group`: what is compared with them, and what ends them all."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group, self.ending = group, Ending.of(group)
 
 
 class Coordinator:
@@ -78,10 +71,9 @@ class Coordinator:
         self.learning_rates: list[LearningRate] = []
         self.ranks = channel.ending = None
         if ranks is not None:
-            self.ranks, channel.ending = ranks, ranks.ending
+            self.ranks, channel.ending, loss_weight.ending = ranks, ranks.ending, ranks.ending
         workers = 1 if ranks is None else self.allocations.workers
-        self.loop = LoopCheck(self.accumulate, self.fail, lambda: self.recorder.muted, workers=workers)
-        self.agreed = ranks is None  # whether the ranks have compared what they hold, since the start or the last load
+        self.loop = LoopCheck(self.accumulate, self.fail, lambda: self.recorder.muted, rank=rank, workers=workers)
         self._pairs = ConsecutiveNoise() if self.allocations.workers == 1 else None
         self.liveness: Liveness | None = None  # None: nobody else is there
         self.stop_wanted = self.stopping = False
@@ -89,6 +81,8 @@ class Coordinator:
         self._watch: SchedulerWatch | None = None
         self.changes = 0  # of the sizes, since this process began
         self._waiting = Waiting()
+        # A loop may be read ahead by a thread of its own, which settles what concerns the batches that it asks for.
+        self._settling, self._turn, self._taking = threading.Lock(), threading.Lock(), False
 
     def sampler(self, dataset_size: int, **given: Any) -> BatchSampler:
         """`Controller.batch_sampler`, its arguments being `given`."""
@@ -120,8 +114,6 @@ class Coordinator:
     def connect(self, model: nn.Module, optimizer: Optimizer, attached: Attached, memory: Memory) -> None:
         """Observe this model and optimizer, weight its gradients, and let the learning rate follow the batch."""
         self.attached, self.memory, self.recorder = attached, memory, attached.recorder
-        if self.liveness is not None:
-            self.loss_weight.explain = self.liveness.explain
         if self.rank == 0 and not self.job.fixed:
             self._watch = SchedulerWatch(optimizer, self.job.base_batch)
         if self._pairs is not None:
@@ -142,15 +134,19 @@ class Coordinator:
             attached.hook.arrivals.ending = self.ranks.ending if self.ranks is not None else None
         self.add_learning_rate(optimizer)
 
-        def before_forward(module: nn.Module, args: Any) -> None:
-            self._before_forward(module, attached)
+        def before_forward(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+            self._before_forward(module, attached, (*args, *kwargs.values()))
 
         # Not traced: torch.compile(wrap(DDP(...))) would fail in what it does.
-        model.register_forward_pre_hook(torch.compiler.disable(before_forward))
+        model.register_forward_pre_hook(torch.compiler.disable(before_forward), with_kwargs=True)
 
     def add_learning_rate(self, optimizer: Optimizer) -> None:
         """Let the learning rate of `optimizer` follow the batch."""
         self.learning_rates.append(LearningRate(optimizer, self.lr_rule))
+
+    def setting_up(self) -> AbstractContextManager[None]:
+        """In whose body an error ends other ranks too, where they then wait for this one and it does not go on."""
+        return nullcontext() if self.ranks is None else self.ranks.setting_up()
 
     def fail(self, error: DynamixError) -> DynamixError:
         """An error that ends the job: the other ranks are told of it."""
@@ -161,12 +157,9 @@ class Coordinator:
 
         A collective call. Raises `UsageError` on every rank, naming what differs, by rank.
         """
-        if not self.agreed and self.ranks is not None:
-            self.agreed = True
+        if self.ranks is not None and not self.ranks.agreed:
             self.settle()
-            group, ending = self.ranks.group, self.ranks.ending
-            ending.agreeing()
-            require_same(self.facts(), group, "The ranks differ in what they are about to train", FIXES, ending)
+            self.ranks.agree(self.facts())
 
     def facts(self) -> dict[str, Any]:
         """What every rank must hold alike, by name."""
@@ -175,7 +168,8 @@ class Coordinator:
         known |= {"min_batch_size": bounds.low, "max_batch_size": bounds.high, "quantum": bounds.quantum}
         known |= {"min_global_batch": bounds.total_low, "max_global_batch": bounds.total_high}
         known |= {"base batch": job.base_batch, "decides once per epoch": self.per_epoch, "slack": job.slack}
-        known |= {"models": self.loop.models, "schedules": len(self.schedules)}
+        known |= {"models": self.loop.models, "schedules": [s.nominal_batch_size for s in self.schedules]}
+        known |= {"exchange of gradients and buffers": [attached.exchanges for attached in self.connected]}
         known |= {"weighting": "loss" if self.loss_weight.required else "hook"}
         known |= {"batch sizes": self.allocations.from_on(source.consumed)}
         known |= {f"progress: {name}": value for name, value in self.progress.state_dict().items()}
@@ -219,13 +213,16 @@ class Coordinator:
         progress.samples += step_samples
         for attached in self.connected:
             attached.step_done()
-        kept = plan.regular and self._round(plan) >= progress.opens
-        self.recorder.step_done(keep=kept, first_of_epoch=plan.start == int(plan.group[: plan.micro].sum()))
+        first = plan.start == int(plan.group[: plan.micro].sum())
+        with self._turn:  # whether a step is kept is known before, or after, a new window opens
+            kept = plan.regular and self._round(plan) >= progress.opens
+            self.recorder.step_done(keep=kept, first_of_epoch=first)
         self._advance_schedules(plan)
         self.settle()
         full = plan.last if self.per_epoch else self.recorder.steps >= self.interval
         if full and self.recorder.steps:
-            self._close_window(plan, self._rounds_issued(self.need_source()) + ahead)
+            with self._turn:  # no further round is begun until the window waits for its answer
+                self._close_window(plan, -(-self.need_source().begun // self.accumulate) + ahead)
         self.stopping = self.stop_wanted if self.liveness is None else self.liveness.step_done(progress.steps)
 
     def request_stop(self) -> None:
@@ -262,15 +259,23 @@ class Coordinator:
         )
         mine = float(sizes[self.rank])
         row = self.recorder.row(issued=issued, count=mine, weight=mine / float(sizes.sum()))
-        if isinstance(self.channel, PeerChannel) and self.memory is not None:
-            self.channel.fits = self.memory.fits
+        if isinstance(self.channel, PeerChannel) and self.memory is not None and self.memory.fits is not None:
+            self.channel.fits = self.accumulate * self.memory.fits
         self.channel.send(row, closing)
 
     def settle(self) -> None:
         """Take the pending message, if there is one: the agreed wait."""
-        if not self.channel.pending:
-            return
-        message = self.channel.receive()
+        with self._settling:
+            if self.channel.pending:
+                self._taking = True
+                try:
+                    message = self.channel.receive()
+                    with self._turn:
+                        self._take(message)
+                finally:
+                    self._taking = False
+
+    def _take(self, message: Message) -> None:
         self.progress.told(self.job.closing.consumed + 1, message.noise, message.signal)
         if message.kind is Kind.NEW:
             if self.source is not None and message.from_step < (issued := self._rounds_issued(self.source)):
@@ -287,6 +292,9 @@ class Coordinator:
     def close(self, *, patience_s: float) -> list[ProcessGroup]:
         """End threads, what is under way getting `patience_s`; returns the process groups, which nobody has then."""
         self.channel.close(patience_s)
+        self.loop.close()
+        for learning_rate in self.learning_rates:
+            learning_rate.remove()
         if self.ranks is not None:
             self.ranks.ending.close()
             self.ranks = None  # it has the control group
@@ -295,7 +303,12 @@ class Coordinator:
 
     def before_issue(self, step: int) -> None:
         """The sampler is about to plan micro-step `step`: a pending message may concern it."""
-        if self.channel.pending and step // self.accumulate >= self.job.closing.issued + self.job.slack:
+        while True:
+            with self._turn:
+                waits = self.channel.pending or self._taking
+                if not waits or step // self.accumulate < self.job.closing.issued + self.job.slack:
+                    self.need_source().begin_to_issue(step)
+                    return
             self.settle()
 
     def share(self) -> Share:
@@ -330,12 +343,12 @@ class Coordinator:
         source = self.source
         return int(source.plan().counts[self.rank]) if source is not None and source.issued > source.consumed else None
 
-    def _before_forward(self, module: nn.Module, attached: Attached) -> None:
+    def _before_forward(self, module: nn.Module, attached: Attached, inputs: Iterable[Any]) -> None:
         source, timer = self.source, self.recorder.timer
         loops = torch.is_grad_enabled() and source is not None and source.issued > source.consumed
         if loops and not self.recorder.muted:
             self.agree_once()
-            self.loop.forward()
+            self.loop.forward(inputs)
         if not (loops and module.training) or source is None:
             timer.interrupted()
             return
@@ -377,12 +390,16 @@ class Coordinator:
         return saving.save(self, gather=gather)
 
     def load_state_dict(self, state: Any, *, policy: bool = True) -> None:
+        self.settle()  # a decision under way is about the job as it was
+        self.channel.drain()
         parts = saving.load(self, state, policy=policy)
         if (notebook := parts.get("recorder")) is not None:
             self.recorder.load_state_dict(notebook)
             if self.attached is not None:
                 del parts["recorder"]
-        self._waiting, self.agreed = Waiting(parts), self.ranks is None
+        self._waiting = Waiting(parts)
+        if self.ranks is not None:
+            self.ranks.agreed = False
         owners = {"source": self.source, "hook": self.attached}
         for name, owner in (owners | {f"schedule {i}": s for i, s in enumerate(self.schedules)}).items():
             self._waiting.give(name, owner)

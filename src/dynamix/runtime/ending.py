@@ -1,114 +1,225 @@
 """How an error of one rank ends the job on all of them: it is left in the job's store, and waiting ranks look there.
 
 Nothing is asked of the store while ranks do not wait for each other. Where they do, they wait here and not inside a
-collective, look into the store now and then, and raise what they find.
+collective, look into the store now and then, and raise what they find. The store is talked to in a thread of its own:
+one on a host that hangs never answers, and its clients have no timeout.
 """
+
+from __future__ import annotations
 
 import contextlib
 import json
+import logging
+import queue
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-import torch.distributed as dist
-
-from dynamix import errors
-from dynamix.errors import DynamixError, UsageError
+from dynamix.errors import DynamixError, StateError, UsageError
+from dynamix.runtime.control import ControlGroup
 
 LOOK_EVERY_S = 0.25
 LINGER_S = 3.0  # how long a rank that ends the job stays for the others to read why: it may hold the store
 BESIDE_S = 5.0  # in one wait, while another rank waits for an agreement that this one does not know of: a deadlock
+SETUP_ERROR_S = 8.0  # in one wait, while another rank has raised an error before training and not gone on
+ANSWER_S = 1.0  # longest wait for the store's word on why a collective has failed
 _opened: Counter[str] = Counter()
+_log = logging.getLogger("dynamix")
+
+
+class StoreThread:
+    """What is asked of a store, one after the other, in a thread that begins with the first question."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        with contextlib.suppress(AttributeError, RuntimeError, NotImplementedError):
+            self._store = store.clone()  # a connection that others do not wait behind
+        self._questions: queue.SimpleQueue[tuple[Callable[[Any], object], threading.Event] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def ask(self, question: Callable[[Any], object]) -> threading.Event:
+        """Let `question(store)` run soon. The event is set once it has, or has failed."""
+        answered = threading.Event()
+        if self._closed:
+            answered.set()
+            return answered
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name="dynamix-ending", daemon=True)
+            self._thread.start()
+        self._questions.put((question, answered))
+        return answered
+
+    def close(self) -> None:
+        """End the thread, if the store answers soon, and let go of the store."""
+        self._closed = True
+        if self._thread is not None:
+            self._questions.put(None)
+            if self._thread is not threading.current_thread():
+                self._thread.join(2.0)
+        self._thread = self._store = None
+
+    def _serve(self) -> None:
+        store = self._store
+        while (asked := self._questions.get()) is not None:
+            question, answered = asked
+            try:
+                question(store)
+            except Exception as error:  # without a store each rank still has its own error to raise
+                _log.debug("the job's store does not answer: %s", error)
+            answered.set()
+            del asked, question  # or an idle thread would hold what was asked for
 
 
 class Ending:
     """One rank's part. `store` is the job's, `prefix` the same on all ranks of this controller and on no others."""
 
     def __init__(self, store: Any, prefix: str, *, rank: int, workers: int) -> None:
-        self._prefix, self.rank, self.workers = prefix, rank, workers
-        self._store = store
-        with contextlib.suppress(AttributeError, RuntimeError, NotImplementedError):
-            self._store = store.clone()  # a connection that others do not wait behind
+        self.prefix, self.rank, self.workers = prefix, rank, workers
+        self.store = StoreThread(store)
+        weakref.finalize(self, self.store.close)
         self.ended: DynamixError | None = None
-        self.agreements = 0
-        self._beside: float | None = None
+        self.agreements = self.setup_errors = 0
+        self._went_on = True  # since the last error before training, if there was one
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup) -> "Ending":
+    def of(cls, group: ControlGroup) -> Ending:
         """For the ranks of a controller's own `group`."""
         from torch.distributed import distributed_c10d
 
-        _opened[name := str(group.group_name)] += 1  # torch uses names again
+        _opened[name := group.name] += 1  # torch uses names again
         store, prefix = distributed_c10d._get_default_store(), f"dynamix/ended/{name}/{_opened[name]}"
-        return cls(store, prefix, rank=dist.get_rank(group), workers=dist.get_world_size(group))
+        return cls(store, prefix, rank=group.rank, workers=group.workers)
 
     def report(self, error: DynamixError) -> DynamixError:
         """Tell the other ranks of `error`, stay until they know or `LINGER_S` are over, and return it, to be raised."""
         if self.ended is None:
             self.ended = error
-            with contextlib.suppress(Exception):  # without a store the error must still be raised
-                told = {"rank": self.rank, "kind": type(error).__name__, "message": str(error)}
-                self._store.compare_set(self._prefix, "", json.dumps(told))
-                self._store.add(f"{self._prefix}/know", 1)
-                deadline = time.monotonic() + LINGER_S
-                while self._store.add(f"{self._prefix}/know", 0) < self.workers and time.monotonic() < deadline:
+            told, deadline = self._words(error), time.monotonic() + LINGER_S
+
+            def tell(store: Any) -> None:
+                store.compare_set(self.prefix, "", told)
+                store.add(f"{self.prefix}/know", 1)
+                while store.add(f"{self.prefix}/know", 0) < self.workers and time.monotonic() < deadline:
                     time.sleep(0.05)
+
+            self.store.ask(tell).wait(LINGER_S)
         return error
 
     def told(self) -> DynamixError | None:
-        """What another rank has ended the job with; None while none did, or where the store does not answer."""
+        """What another rank has ended the job with; None while none did, or where the store does not answer soon."""
         if self.ended is None:
-            with contextlib.suppress(Exception):
-                if self._store.check([self._prefix]):
-                    told = json.loads(bytes(self._store.get(self._prefix)))
-                    self._store.add(f"{self._prefix}/know", 1)
-                    kind = getattr(errors, str(told["kind"]), UsageError)
-                    kind = kind if issubclass(kind, UsageError | errors.StateError) else UsageError
-                    self.ended = kind(f"rank {told['rank']} ended the job: {told['message']}")
+            self.store.ask(self.find).wait(ANSWER_S)
         return self.ended
 
-    def look(self) -> None:
-        """Raise what another rank has ended the job with, if one did. To be called now and then while waiting."""
-        if (error := self.told()) is not None:
-            raise error
-        if self._beside is not None and time.monotonic() - self._beside > BESIDE_S:
-            why = "a rank loaded a state, or made a first forward pass, that this rank did not"
-            raise self.report(UsageError(f"{why}: call controller.load_state_dict(state) on every rank or on none"))
-        with contextlib.suppress(Exception):
-            if self._beside is None and self._store.check([self._agreement(self.agreements)]):
-                self._beside = time.monotonic()
-
-    def wait(self, done: Callable[[], bool]) -> None:
-        """Until `done()`. Raises what another rank ends the job with meanwhile."""
-        pause_s, since = 1e-4, time.monotonic()
-        while not done():
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, 5e-3)
-            if time.monotonic() - since > LOOK_EVERY_S:
-                since = time.monotonic()
-                self.look()
-        self._beside = None
+    def wait(self, arrived: threading.Event) -> None:
+        """Until `arrived` is set. Raises what another rank ends the job with meanwhile."""
+        watch = None
+        while not arrived.wait(LOOK_EVERY_S):
+            watch = watch or Watch(self)
+            watch.look()
 
     def agreeing(self) -> None:
         """All ranks are about to compare what they hold: say so, for those that never come."""
-        with contextlib.suppress(Exception):
-            self._store.set(self._agreement(self.agreements), "")
+        key = self.agreement()
         self.agreements += 1
+        self.store.ask(lambda store: store.set(key, ""))
+
+    def setup_failed(self, error: Exception) -> None:
+        """This rank raises `error` before training. Those who wait for it meanwhile end, unless it goes on."""
+        self.setup_errors, self._went_on = self.setup_errors + 1, False
+        keys, told = self._setup_keys(), self._words(error)
+
+        def tell(store: Any) -> None:
+            for key in keys:
+                store.set(key, told)
+                store.add(f"{key}/unsettled", 1)
+
+        self.store.ask(tell)
+
+    def setup_goes_on(self) -> None:
+        """The caller has dealt with the error that it was given, if there was one."""
+        if not self._went_on:
+            self._went_on, keys = True, self._setup_keys()
+            self.store.ask(lambda store: [store.add(f"{key}/unsettled", -1) for key in keys])
 
     def close(self) -> None:
-        """Let go of the store."""
-        self._store = None
+        """Let go of the store, and end the thread that talks to it."""
+        self.store.close()
 
-    def _agreement(self, number: int) -> str:
-        return f"{self._prefix}/agree/{number}"
+    # ------------------------------------------------------------ in the store
+
+    def find(self, store: Any) -> None:
+        """Ask `store` whether the job has ended."""
+        if self.ended is None and store.check([self.prefix]):
+            self.ended = ended_by(json.loads(bytes(store.get(self.prefix))))
+            store.add(f"{self.prefix}/know", 1)
+
+    def agreement(self) -> str:
+        """The key under which a rank says that it has come to the next agreement."""
+        return f"{self.prefix}/agree/{self.agreements}"
+
+    def setup_key(self, number: int) -> str:
+        """The key of an error before training, of a rank that had `number` before. Who had as many looks further."""
+        return f"{self.prefix}/setup/{number}"
+
+    def _setup_keys(self) -> list[str]:
+        return [self.setup_key(number) for number in range(self.setup_errors)]
+
+    def _words(self, error: Exception) -> str:
+        return json.dumps({"rank": self.rank, "kind": type(error).__name__, "message": str(error)})
+
+
+class Watch:
+    """One wait of this rank for others, and what it finds in the store meanwhile."""
+
+    def __init__(self, ending: Ending) -> None:
+        self.ending = ending
+        self._asked: threading.Event | None = None
+        self._beside: float | None = None  # since when another rank waits for an agreement
+        self._setup_error: tuple[float, DynamixError] | None = None
+
+    def look(self) -> None:
+        """Raise what another rank has ended the job with, if one did. To be called now and then while waiting."""
+        ending, now = self.ending, time.monotonic()
+        if ending.ended is not None:
+            raise ending.ended
+        if self._beside is not None and now - self._beside > BESIDE_S:
+            why = "a rank loaded a state, or made a first forward pass, that this rank did not"
+            raise ending.report(UsageError(f"{why}: call controller.load_state_dict(state) on every rank or on none"))
+        if (found := self._setup_error) is not None and now - found[0] > SETUP_ERROR_S:
+            raise ending.report(found[1])
+        if self._asked is None or self._asked.is_set():
+            self._asked = ending.store.ask(self._ask)
+
+    def _ask(self, store: Any) -> None:
+        ending = self.ending
+        ending.find(store)
+        if self._beside is None and store.check([ending.agreement()]):
+            self._beside = time.monotonic()
+        key = ending.setup_key(ending.setup_errors)
+        if not (store.check([key]) and store.add(f"{key}/unsettled", 0) > 0):
+            self._setup_error = None
+        elif self._setup_error is None:
+            self._setup_error = time.monotonic(), ended_by(json.loads(bytes(store.get(key))))
+
+
+def ended_by(told: dict[str, Any]) -> DynamixError:
+    """The error that a rank raises for one of another."""
+    known: dict[str, type[DynamixError]] = {"UsageError": UsageError, "StateError": StateError}
+    return known.get(told["kind"], UsageError)(f"rank {told['rank']} ended the job: {told['message']}")
 
 
 def wait_for(work: Any, ending: Ending | None) -> None:
     """`work.wait()` of a collective, given up where another rank ends the job."""
-    if ending is not None:
-        ending.wait(work.is_completed)
+    if ending is not None and not work.is_completed():
+        arrived = threading.Event()
+        # On CUDA it is there at once, as for `work.wait()`: neither waits for the device.
+        work.get_future().add_done_callback(lambda _: arrived.set())
+        ending.wait(arrived)
     work.wait()
 
 
@@ -135,12 +246,11 @@ class Arrivals:
 
     def wait(self) -> None:
         """Until all have ended. Raises what another rank ends the job with meanwhile."""
-        ending = self.ending
+        ending, watch = self.ending, None
         with self._changed:
             while self._outstanding > 0:
                 if not self._changed.wait(LOOK_EVERY_S) and ending is not None:
-                    ending.look()
-        if ending is not None:
-            ending._beside = None
-            if self._failed and (error := ending.told()) is not None:
-                raise error
+                    watch = watch or Watch(ending)
+                    watch.look()
+        if ending is not None and self._failed and (error := ending.told()) is not None:
+            raise error

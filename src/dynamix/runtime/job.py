@@ -38,7 +38,10 @@ class JobFacts:
     closing: Closing = field(init=False)  # the newest window that closed
 
     def __post_init__(self) -> None:
-        self.closing = Closing(0, self.bounds.low, 0, 0, 0.0, 0, 0)
+        self.closing = self._none_closed()
+
+    def _none_closed(self) -> Closing:
+        return Closing(0, self.bounds.low, 0, 0, 0.0, 0, 0)
 
     def limit_to(self, samples: int) -> None:
         """No round may outgrow a data set: every one would be a tail, and no window would ever close."""
@@ -65,7 +68,7 @@ class JobFacts:
 
     def resume(self, base_batch: int) -> None:
         """Go on as a job that began with `base_batch`. Raises `ConfigError` where a fixed one is out of bounds."""
-        self.base_batch = base_batch
+        self.base_batch, self.closing = base_batch, self._none_closed()
         if self.fixed:
             self.bounds = fixed_at(self.bounds, base_batch)
 

@@ -24,6 +24,7 @@ from typing import Any
 import torch.distributed as dist
 
 from dynamix.errors import DynamixError, WorkerLostError
+from dynamix.runtime.control import ControlGroup
 from dynamix.runtime.stopping import Stopping
 from dynamix.runtime.uncaught import tell_of_uncaught
 
@@ -31,6 +32,7 @@ BEAT_S = 1.0
 HASTE_S = 0.2  # between beats while ranks wait for a word
 SUSPECT_S = 3.5  # of silence: a failed collective then names the rank
 SILENT_S = 5.0  # of silence: the log says it then, and again after twice as long
+GONE_S = 15.0  # of silence: nobody waits any longer for the rank's word on when to stop
 VERDICT_S = 7.0  # longest time that a failed collective waits to learn which rank it was
 LINGER_S = 1.2  # rank 0, which may hold the store, stays so long for the others to read why it ends
 LEAVE_S = 2.0  # for the last word
@@ -110,12 +112,12 @@ class Liveness:
             thread.start()
 
     @classmethod
-    def open(cls, group: dist.ProcessGroup) -> Liveness:
+    def open(cls, group: ControlGroup) -> Liveness:
         """For the ranks of a controller's own `group`, in the job's store. Every rank of it calls this."""
-        name = str(group.group_name)
+        name = group.name
         _opened[name] += 1  # torch uses names again
         prefix = f"dynamix/alive/{name}/{_opened[name]}"
-        return cls(job_store(), dist.get_rank(group), dist.get_world_size(group), prefix=prefix)
+        return cls(job_store(), group.rank, group.workers, prefix=prefix)
 
     @property
     def silent(self) -> dict[int, float]:
@@ -129,7 +131,7 @@ class Liveness:
         return self.stopping.reached(steps, self._still_there)
 
     def _still_there(self) -> None:
-        if self.silent or self._left:
+        if self._left or max(self.silent.values(), default=0.0) > GONE_S:
             raise self.explain(RuntimeError("no answer"), "the ranks could not agree on the step to stop after")
 
     # ------------------------------------------------------------ failures

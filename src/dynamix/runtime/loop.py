@@ -7,7 +7,8 @@ through `fail`, which tells the other ranks.
 import gc
 import threading
 import weakref
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch.distributed as dist
@@ -28,6 +29,11 @@ _ACCUMULATE = (
     "`with model.no_sync():`, and call optimizer.step() with the last one, controller.step() after each"
 )
 _SUM = "for several losses of one batch write (loss1 + loss2).backward(), or all but the last under model.no_sync()"
+_ORDER = (
+    "train the batches in the order in which the loader gives them, each followed by its own controller.step(); "
+    "the sampler shuffles already"
+)
+MATCHES = 3  # passes in a row whose inputs were as long as the batch: then that is how this loop's inputs are
 _WRAP = "write controller.wrap(model, optimizer) once for each model, with the optimizer of that model alone"
 
 
@@ -77,7 +83,7 @@ class ModelCheck:
     def _before_adding(self, gradient: Tensor) -> None:
         """The probe's gradient is known: whether it would be added to that of an earlier batch."""
         held = self._held_since
-        older = held is not None and held < self.loop.group
+        older = held is not None and held < self.loop.group and not self.loop.muted()
         self._stale = older and self.probe is not None and _nonzero(self.probe.grad)
 
     def _added(self, probe: Tensor) -> None:
@@ -125,17 +131,20 @@ class LoopCheck:
     muted       whether passes are being discarded (warm-up, the search for limits)
     """
 
-    def __init__(self, accumulate: int, fail_with: Fail, muted: Callable[[], bool], *, workers: int) -> None:
+    def __init__(self, accumulate: int, fail_with: Fail, muted: Callable[[], bool], *, rank: int, workers: int) -> None:
         self.accumulate, self._fail, self.muted, self.workers = accumulate, fail_with, muted, workers
+        self.rank = rank
+        self._matches, self._sizes = 0, deque[int](maxlen=8)  # samples of the last batches
         self.source: BatchSampler | Stream | None = None
         self.forwards = self.group = 0
         self._checks: list[ModelCheck] = []
         self._first: dict[int, ModelCheck] = {}  # by model
         self._ahead: int | None = None  # batches received and not consumed when this iteration's first forward ran
         self._iteration = -1
-        self._forwarded = 0  # micro-steps that had been received when the newest forward pass ran
+        self._forwarded = 0  # micro-steps that had a forward pass, as far as that can be told
         self._micro: int | None = None  # of the micro-step that was consumed last
-        self._strangers: dict[int, int] = {}
+        self._strangers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._harmless: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         if workers > 1:
             _live.add(self)
             _watch_all_optimizers()
@@ -144,6 +153,16 @@ class LoopCheck:
     def models(self) -> int:
         """How many models the loop trains."""
         return len(self._first)
+
+    @property
+    def connected(self) -> Iterable[int]:
+        """`id` of the models that the loop trains."""
+        return self._first.keys()
+
+    def close(self) -> None:
+        """Look at nothing any more: the models and optimizers may be trained on by others."""
+        self.muted, self.source = lambda: True, None
+        _live.discard(self)
 
     def fail(self, message: str) -> None:
         raise self._fail(UsageError(message))
@@ -177,8 +196,8 @@ class LoopCheck:
         if self._iteration == source.iteration and self._forwarded >= source.issued:
             self.fail(f"the epoch ended with {left} of its batches never stepped: {_STEP}")
 
-    def forward(self) -> None:
-        """A forward pass that records gradients begins."""
+    def forward(self, inputs: Iterable[Any]) -> None:
+        """A forward pass that records gradients begins, of `inputs`."""
         source = self.source
         if source is None:
             return
@@ -190,21 +209,40 @@ class LoopCheck:
             return  # no pass of the loop's
         if self._ahead is None:
             self._ahead = ahead
-        elif ahead > self._ahead and source.issuer == threading.get_ident():
+        elif ahead > self._ahead and source.issuer == threading.get_ident() and not source.reader_gone:
             if self.forwards:
                 self.fail(
                     f"a new batch, but controller.step() was not called for the one before: {_STEP}; {_ACCUMULATE}"
                 )
             fix = "call controller.step() for a batch that is passed over, or leave it out of the data set"
             self.fail(f"a batch was taken from the loader and neither trained nor stepped: {fix}")
-        self._forwarded = delivered
+        if not source.reader_gone:
+            self._forwarded = source.consumed + 1
         self.forwards += 1
+        if self.models == 1 and self.workers > 1:
+            self._in_turn(source, inputs)
+
+    def _in_turn(self, source: BatchSampler | Stream, inputs: Iterable[Any]) -> None:
+        """Raise where the inputs are as long as another batch, in a loop in which they were as long as their own."""
+        mine, length = int(source.plan().counts[self.rank]), _length(inputs)
+        if not mine or length is None:
+            return
+        if length == mine:
+            self._matches += 1
+            return
+        others = {*self._sizes, *(int(plan.counts[self.rank]) for plan in source.waiting())}
+        if self._matches >= MATCHES and length in others:
+            self.fail(f"a batch of {length} samples was trained in the turn of one of {mine}: {_ORDER}")
+        self._matches = 0
 
     def micro_of_optimizer(self) -> int | None:
         """The micro-step that an optimizer's step now belongs to; None before the first."""
         source = self.source
-        if self.forwards and source is not None and source.issued > source.consumed:
-            return source.plan().micro
+        if source is not None and source.issued > source.consumed:
+            now = source.plan().micro
+            # Without a forward pass it may be for a batch that was passed over, or come after `step()`.
+            if self.forwards or (now == self.accumulate - 1 and source.delivered > source.consumed):
+                return now
         return self._micro
 
     def before_step(self, plan: StepPlan) -> None:
@@ -216,16 +254,20 @@ class LoopCheck:
         for check in self._checks:
             check.step_over(group_over=over)
         self.forwards, self._micro = 0, plan.micro
+        self._sizes.append(int(plan.counts[self.rank]))
         self.group += over
 
     def stranger(self, optimizer: Optimizer) -> None:
         """An optimizer that was not given to `wrap` steps: it must not be that of a DDP model in this loop."""
         source = self.source
-        if source is None or not self._checks or self.muted():
+        if source is None or not self._checks or self.muted() or optimizer in self._harmless:
             return
-        before, now = self._strangers.get(id(optimizer)), source.consumed
-        self._strangers[id(optimizer)] = now
-        if before is not None and now == before + 1 and (name := _ddp_of(optimizer)) is not None:
+        before, now = self._strangers.get(optimizer), source.consumed
+        self._strangers[optimizer] = now
+        if before is None or now != before + 1:
+            return
+        self._harmless.add(optimizer)  # looked at once: that is slow
+        if (name := _unconnected_ddp_of(optimizer)) is not None:
             why = f"its {name} model is not connected, so unequal batches would weigh alike in its gradient"
             self.fail(f"an optimizer in this loop was not given to controller.wrap(): {why}. {_WRAP}")
 
@@ -247,6 +289,14 @@ def _nonzero(gradient: Tensor | None) -> bool:
         return False
     values = gradient.coalesce().values() if gradient.is_sparse else gradient
     return bool(values.detach().count_nonzero())
+
+
+def _length(inputs: Iterable[Any]) -> int | None:
+    """Of the first tensor's first dimension."""
+    for value in inputs:
+        if isinstance(value, Tensor):
+            return len(value) if value.dim() else None
+    return None
 
 
 # ------------------------------------------------------------ before training
@@ -295,10 +345,16 @@ def _any_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             loop.stranger(optimizer)
 
 
-def _ddp_of(optimizer: Optimizer) -> str | None:
-    """The kind of the model under DDP that has parameters of `optimizer`; None if there is none. Slow."""
+def _unconnected_ddp_of(optimizer: Optimizer) -> str | None:
+    """The kind of the model under DDP, given to no `wrap`, that has parameters of `optimizer`; None if there is none.
+
+    Slow. An optimizer made of others, such as ZeroRedundancyOptimizer, has some that nobody gives to `wrap`.
+    """
     given = {id(p) for of in optimizer.param_groups for p in of["params"]}
+    connected = {model for loop in _live for model in loop.connected}
     for found in gc.get_objects():
-        if issubclass(type(found), DistributedDataParallel) and any(id(p) in given for p in found.parameters()):
+        if not issubclass(type(found), DistributedDataParallel) or id(found) in connected:
+            continue
+        if any(id(p) in given for p in found.parameters()):
             return type(found.module).__name__
     return None

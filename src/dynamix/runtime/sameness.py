@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
-from dynamix.errors import UsageError, WorkerLostError
+from dynamix.errors import DynamixError, UsageError
+from dynamix.runtime.agreement import Explain, unnamed
+from dynamix.runtime.control import ControlGroup
 from dynamix.runtime.ending import Ending, wait_for
 
 MOST_FIELDS = 5  # that one message names
@@ -29,26 +30,28 @@ FIXES = {
 
 def require_same(
     facts: Mapping[str, Any],
-    group: dist.ProcessGroup,
+    group: ControlGroup,
     what: str,
     fixes: Mapping[str, str],
     ending: Ending | None = None,
+    explain: Explain = unnamed,
 ) -> None:
     """Raise `UsageError` on every rank of `group` where `facts` (plain values by field) differ. A collective call.
 
-    what    begins the message
-    fixes   by field, the line to write; the one under "" for fields without
+    what     begins the message
+    fixes    by field, the line to write; the one under "" for fields without
+    explain  tells a rank that is lost meanwhile
     """
     texts = {name: json.dumps(value, sort_keys=True, default=plain) for name, value in facts.items()}
     whole = json.dumps(texts)
     digest = int.from_bytes(hashlib.sha256(whole.encode()).digest()[:8], "big") >> 1
     mine = torch.tensor([digest, len(whole)])
-    every = _gathered(mine, group, ending)
+    every = _gathered(mine, group, ending, explain)
     if (every == every[0]).all():
         return
     longest = int(every[:, 1].max())
     packed = torch.from_numpy(np.frombuffer(whole.encode().ljust(longest), dtype=np.uint8).copy())
-    told = [json.loads(bytes(row)) for row in _gathered(packed, group, ending).astype(np.uint8)]
+    told = [json.loads(bytes(row)) for row in _gathered(packed, group, ending, explain).astype(np.uint8)]
     fields = list(dict.fromkeys(name for of_rank in told for name in of_rank))
     differing = [name for name in fields if len({of_rank.get(name) for of_rank in told}) > 1]
     differing = ["error"] if "error" in differing else differing  # what else differs follows from it
@@ -58,19 +61,16 @@ def require_same(
     raise UsageError(f"{what}: {'; '.join(said[:MOST_FIELDS])}{more}. {fix}")
 
 
-def _gathered(mine: torch.Tensor, group: dist.ProcessGroup, ending: Ending | None) -> Any:
+def _gathered(mine: torch.Tensor, group: ControlGroup, ending: Ending | None, explain: Explain) -> Any:
     """Every rank's row, (W, n)."""
-    every = [torch.zeros_like(mine) for _ in range(dist.get_world_size(group))]
+    every = mine.new_zeros(group.workers, len(mine))
     try:
-        work = dist.all_gather(every, mine, group=group, async_op=True)
-        wait_for(work, ending)
+        wait_for(group.all_gather(mine, every), ending)
     except RuntimeError as error:
-        if isinstance(error, UsageError):
+        if isinstance(error, DynamixError):
             raise
-        raise WorkerLostError(
-            f"the ranks could not compare what they hold: one died or never came ({error})"
-        ) from error
-    return torch.stack(every).numpy()
+        raise explain(error, "the ranks could not compare what they hold") from error
+    return every.numpy()
 
 
 def _by_rank(values: list[str]) -> str:

@@ -9,7 +9,6 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from dynamix.data import Allocations, BatchSampler, Stream
 from dynamix.errors import StateError, UsageError
@@ -77,8 +76,7 @@ def _gathered(job: Resumable, own: dict[str, Any]) -> dict[int, dict[str, Any]]:
     group = job.channel.group
     if group is None:
         raise UsageError("state_dict(gather=True) needs the ranks' control group: call it on every rank of a live job")
-    every: list[Any] = [None] * job.allocations.workers
-    dist.all_gather_object(every, pack(own), group=group)
+    every = group.all_gather_object(pack(own))
     return {rank: unpack(packed, f"ranks[{rank}]") for rank, packed in enumerate(every)}
 
 
@@ -120,13 +118,15 @@ def _ledger(job: Resumable, saved: SavedState, bounds: Bounds) -> tuple[list[int
     rounds, opens = saved.ledger_rounds, saved.progress["opens"]
     sizes = [np.asarray(of, dtype=np.int64) for of in saved.ledger_sizes]
     now = saved.source["rounds"]
+    first = max(i for i, begin in enumerate(rounds) if begin <= max(now, rounds[0]))
     if saved.world_size == job.allocations.workers:
-        within = project(sizes[-1], bounds)
-        if np.array_equal(within, sizes[-1]) and not any((of % job.accumulate).any() for of in sizes):
+        to_come = [project(of, bounds) for of in sizes[first:]]
+        fits = all(map(np.array_equal, to_come, sizes[first:]))
+        if fits and not any((of % job.accumulate).any() for of in sizes):
             return rounds, sizes, opens
+        within = to_come[-1]
     else:
-        in_force = sizes[max(i for i, begin in enumerate(rounds) if begin <= max(now, rounds[0]))]
-        within = project(np.ones(job.allocations.workers), bounds, total=in_force.sum())
+        within = project(np.ones(job.allocations.workers), bounds, total=sizes[first].sum())
     return [now], [within], now
 
 

@@ -15,7 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 from dynamix.data import StepPlan
 from dynamix.errors import ConfigError, UsageError
 from dynamix.runtime.agreement import Explain, unnamed
-from dynamix.runtime.gradients import GradientHook, Share, average_, broadcast_, new_gloo_group, wipe_nonfinite_
+from dynamix.runtime.ending import Ending, wait_for
+from dynamix.runtime.gradients import GradientHook, Share, average_, broadcast_, wipe_nonfinite_
+from dynamix.runtime.groups import new_gloo_group
 from dynamix.runtime.liveness import failed_collective
 from dynamix.runtime.observation import Recorder
 
@@ -26,6 +28,7 @@ class Attached:
     def __init__(self, model: nn.Module, recorder: Recorder, hook: GradientHook | None) -> None:
         self.model, self.recorder, self.hook = model, recorder, hook
         self.explain: Explain = unnamed
+        self.exchanges = "none"  # what crosses ranks, and how: the same on all of them
         self.last_weight = 1.0  # n_i/N of the step before the forward that is starting: it produced the buffers
 
     def explain_with(self, explain: Explain) -> None:
@@ -152,6 +155,8 @@ def attach(
     if scaler is not None:
         entry.loss_scale = lambda: getattr(scaler, "_scale", None)  # get_scale() would synchronise the device
     attached = Attached(model, recorder, entry)
+    name = "all-reduce" if hook is None else getattr(hook, "__qualname__", type(hook).__name__)
+    attached.exchanges = f"{name}, buffers {batchnorm}"
     weighted = batchnorm == "weighted"
     exchange = _averaging(model, attached, entry, share) if weighted else _broadcasting(model, entry)
     _exchange_buffers(model, attached, exchange)
@@ -229,6 +234,7 @@ class LossWeight:
     def __init__(self, group: dist.ProcessGroup | None, accumulate: int) -> None:
         self.group, self.accumulate = group, accumulate
         self.explain: Explain = unnamed
+        self.ending: Ending | None = None  # set by the owner
         self.workers = 1 if group is None else dist.get_world_size(group)
         self.applied: float | Tensor | None = None
         self.required = self._paused = False
@@ -247,7 +253,7 @@ class LossWeight:
         if values.device.type == "cpu" and self._counts_group is None:
             self._counts_group = new_gloo_group(dist.get_process_group_ranks(self.group))
         group = self._counts_group if values.device.type == "cpu" else self.group
-        return dist.all_reduce(values, group=group, async_op=True)
+        return _Sum(dist.all_reduce(values, group=group, async_op=True), self)
 
     def apply(self, loss: Tensor, plan: StepPlan, rank: int, count: float | Tensor | None) -> Tensor:
         """The weighted loss of this micro-batch; see `Controller.weight`."""
@@ -286,11 +292,8 @@ class LossWeight:
         return loss * weight.to(loss.dtype).to(loss.device)
 
     def _correct(self, reference: Tensor, counted: list[tuple[Tensor, Any]]) -> None:
-        try:
-            for _, handle in counted:
-                handle.wait()
-        except RuntimeError as error:
-            raise self.explain(error, "the ranks could not add their counts") from error
+        for _, handle in counted:
+            handle.wait()
         total = torch.stack([value for value, _ in counted]).mean()
         self._reference = total
         if self._model is None:
@@ -302,7 +305,7 @@ class LossWeight:
 
     def close(self) -> list[dist.ProcessGroup]:
         """Let go of the group that counts travel in, and return it."""
-        group, self._counts_group = self._counts_group, None
+        group, self._counts_group, self.ending = self._counts_group, None, None
         self._counted.clear()
         return [] if group is None else [group]
 
@@ -321,3 +324,19 @@ class LossWeight:
             yield
         finally:
             self._paused = False
+
+
+class _Sum:
+    """A sum over ranks under way."""
+
+    def __init__(self, work: Any, owner: LossWeight) -> None:
+        self._work, self._owner = work, owner
+
+    def wait(self) -> None:
+        """Raises what another rank ends the job with meanwhile, and `WorkerLostError` where one is lost."""
+        try:
+            wait_for(self._work, self._owner.ending)
+        except RuntimeError as error:
+            if not failed_collective(error):
+                raise
+            raise self._owner.explain(error, "the ranks could not add their counts") from error

@@ -57,6 +57,7 @@ def _makers() -> dict[str, Callable[[Mapping[str, Any]], Table | list[Section]]]
     from dynamix_lab.suites.decisions import cost_suite as cost
     from dynamix_lab.suites.decisions import suite as decisions
     from dynamix_lab.suites.faults import suite as faults
+    from dynamix_lab.suites.fuzz import suite as fuzz
     from dynamix_lab.suites.opponents import live_pages
     from dynamix_lab.suites.opponents import pages as opponents
     from dynamix_lab.suites.overhead import suite as overhead
@@ -73,6 +74,7 @@ def _makers() -> dict[str, Callable[[Mapping[str, Any]], Table | list[Section]]]
         "opponents virtual": opponents.sections,
         "opponents emulator": live_pages.sections,
         "faults": faults.table,
+        "fuzz": fuzz.table,
         "stepcount": stepcount.table,
         "stigmergy": stigmergy.sections,
         "workloads": tasks.table,

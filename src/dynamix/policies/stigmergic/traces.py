@@ -45,8 +45,8 @@ LEAST_OF_FEW = 1.2  # standard deviations that the least of some five steps lies
 class Own:
     """One worker's window, or many workers' side by side: arrays of one shape, (..., W). NaN where not measured."""
 
-    size: Floats  # samples per micro-batch in force
-    unit: Floats  # the even share of the base batch, samples per micro-batch
+    size: Floats  # samples per round in force
+    unit: Floats  # the even share of the base batch, samples per round
     busy: Floats  # s of computing and loading per optimizer step
     # s per step from the own last gradient to the end of the exchange: waiting and transfer, which one worker cannot
     # tell apart; and the smallest of the window: in the step in which this worker was last it is the transfer alone

@@ -1,0 +1,130 @@
+"""What a `Controller` is made of, from its arguments; and how it is taken apart again."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from dynamix.events.background import BackgroundLog, background_log
+from dynamix.policies import Policy
+from dynamix.policies.learned.deviations import LiveConfig
+from dynamix.policies.protocol import boundary
+from dynamix.runtime.agreement import DRAIN_S
+from dynamix.runtime.arguments import check_counts, job_bounds, one_for_all, policy_of, watched
+from dynamix.runtime.control import ControlGroup
+from dynamix.runtime.coordinator import Coordinator
+from dynamix.runtime.decentral import open_channel
+from dynamix.runtime.decision import Decider, recorded
+from dynamix.runtime.groups import destroy_groups
+from dynamix.runtime.job import JobFacts
+from dynamix.runtime.liveness import Liveness
+from dynamix.runtime.ranks import Ranks
+from dynamix.runtime.sameness import shape_of
+from dynamix.runtime.scaling import rule
+from dynamix.runtime.weighting import LossWeight
+
+
+@dataclass(frozen=True)
+class JobArguments:
+    """`Controller`'s, by their names there; `each` and `total` are its lowest and highest sizes."""
+
+    policy: str | Policy
+    batch_size: int
+    global_batch: str
+    each: tuple[int | Sequence[int] | None, int | Sequence[int] | None]
+    total: tuple[int | None, int | None]
+    interval: int
+    quantum: int
+    max_change: float
+    accumulate: int
+    lr_rule: str
+    events: str | os.PathLike[str] | None
+    replay: str | os.PathLike[str] | None
+    learn: bool | LiveConfig
+    guard: bool | None
+
+
+@dataclass
+class Assembly:
+    """The parts of one rank's controller."""
+
+    policy: Policy
+    coordinator: Coordinator
+    events: BackgroundLog | None
+    control: ControlGroup | None
+
+    def close(self) -> None:
+        """`Controller.close`."""
+        coordinator, error = self.coordinator, sys.exception()
+        liveness = coordinator.liveness
+        failing = error or (liveness and liveness.lost)
+        if liveness is not None and error is not None:
+            liveness.leave_with(error)
+        try:
+            if not failing:
+                coordinator.settle()
+        finally:
+            patience_s = 0.0 if failing else DRAIN_S
+            groups = coordinator.close(patience_s=patience_s)
+            if self.events is not None:
+                self.events.close()
+            if self.control is not None:
+                groups += self.control.release()
+                self.control = None
+            destroy_groups(groups, patience_s=patience_s)
+            if liveness is not None:
+                liveness.leave()
+
+
+def assemble(group: dist.ProcessGroup | None, rank: int, given: JobArguments) -> Assembly:
+    """The parts of a controller of `rank` in `group`. A collective call; its errors are `Controller`'s."""
+    workers = 1 if group is None else dist.get_world_size(group)
+    with one_for_all(group) as same:
+        rule(given.lr_rule)  # raises for one that does not exist
+        counts = {name: getattr(given, name) for name in ("batch_size", "interval", "accumulate", "quantum")}
+        check_counts(**counts)
+        bounds, start = job_bounds(
+            workers,
+            given.batch_size,
+            given.each,
+            given.total,
+            given.global_batch,
+            quantum=given.quantum,
+            accumulate=given.accumulate,
+            max_change=given.max_change,
+        )
+        policy = policy_of(given.policy, learn=given.learn)
+        replayed = None if given.replay is None else recorded(given.replay)
+        same |= {"policy": given.policy if isinstance(given.policy, str) else type(given.policy).__name__}
+        same |= {"learn": given.learn, "guard": given.guard, **counts, "lr_rule": given.lr_rule, "replay": replayed}
+        same |= {"max_change": given.max_change, "global_batch": given.global_batch}
+        same |= {"min_batch_size": bounds.low, "max_batch_size": bounds.high}
+        same |= {"min_global_batch": given.total[0], "max_global_batch": given.total[1]}
+        same |= {"shape of the policy's state": shape_of(policy.state_dict())}
+    control = same.group
+    served = watched(policy, given.guard)
+    slack, fixed = 0 if boundary(policy) == "epoch" else 1, given.global_batch == "fixed"
+    job = JobFacts(bounds, int(start.sum()), accumulate=given.accumulate, slack=slack, fixed=fixed)
+    events = background_log(given.events) if rank == 0 else None
+    decider = Decider(served, job, replay=replayed, events=events) if rank == 0 else None
+    channel = open_channel(control, workers, job, served, decider, replays=replayed is not None, lr_rule=given.lr_rule)
+    ranks = None if control is None else Ranks(control)
+    coordinator = Coordinator(
+        job,
+        served,
+        channel,
+        start,
+        LossWeight(group, given.accumulate),
+        rank=rank,
+        interval=given.interval,
+        lr_rule=given.lr_rule,
+        ranks=ranks,
+    )
+    if control is not None and ranks is not None and workers > 1:
+        liveness = coordinator.liveness = Liveness.open(control)
+        channel.explain = ranks.explain = coordinator.loss_weight.explain = liveness.explain
+    return Assembly(policy, coordinator, events, control)

@@ -1,0 +1,85 @@
+"""How a model and its optimizer come under a controller, and what is found out about them before training."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from dynamix.errors import UsageError
+from dynamix.projection import project
+from dynamix.runtime import random_state
+from dynamix.runtime.coordinator import Coordinator
+from dynamix.runtime.loop import require_pair
+from dynamix.runtime.memory import Memory, within
+from dynamix.runtime.observation import Recorder, Unmeasured
+from dynamix.runtime.weighting import attach
+
+
+def connect(
+    coordinator: Coordinator, group: dist.ProcessGroup | None, model: nn.Module, optimizer: Optimizer, **options: Any
+) -> bool:
+    """`Controller.wrap`, its options being those of `attach`. Whether `model` is the first that is connected."""
+    require_pair(model, optimizer, group)
+    if coordinator.loop.add_optimizer(model, optimizer):
+        coordinator.add_learning_rate(optimizer)
+        return False
+    if coordinator.attached is not None:
+        _connect_another(coordinator, group, model, optimizer, options)
+        return False
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    attached = attach(model, group, coordinator.share, Recorder(device), **options)
+    loss_weight = coordinator.loss_weight
+    loss_weight.bind(model, required=options["weighting"] == "loss")
+    coordinator.connect(model, optimizer, attached, Memory(attached, optimizer, loss_weight, group=group))
+    return True
+
+
+def _connect_another(
+    coordinator: Coordinator,
+    group: dist.ProcessGroup | None,
+    model: nn.Module,
+    optimizer: Optimizer,
+    options: dict[str, Any],
+) -> None:
+    """One more model in the same loop: weighted and timed, its norms not measured."""
+    if coordinator.loss_weight.required or options["weighting"] == "loss":
+        why = "the weight of a loss is given once for each batch"
+        raise UsageError(f"wrap(weighting='loss') serves one model, because {why}: use weighting='hook' for several")
+    attached = attach(model, group, coordinator.share, coordinator.recorder, **options)
+    if attached.hook is not None:
+        attached.hook.meter = Unmeasured(coordinator.recorder)
+    coordinator.connect_another(model, optimizer, attached)
+
+
+def find_limits(coordinator: Coordinator, step_fn: Callable[[Any], Any], example: Any, *, margin: float) -> list[int]:
+    """`Controller.find_limits`."""
+    source, job = coordinator.source, coordinator.job
+    memory = coordinator.need_memory()
+    if source is not None and source.issued:
+        raise UsageError("find_limits() comes before training: call it before the first batch is asked for")
+    caps = memory.find(step_fn, example, job.in_pieces(), margin=margin)
+    job.bounds = within(job.bounds, job.accumulate * caps)
+    if source is not None:
+        source.high = job.in_pieces().high
+    now = coordinator.batch_sizes
+    if (now > job.bounds.high).any():
+        coordinator.put_in_force(project(now, job.bounds, total=now.sum()))
+    return [int(cap) for cap in caps]
+
+
+def warm_up(coordinator: Coordinator, forward_backward: Callable[[], Any]) -> None:
+    """`Controller.warm_up`."""
+    if coordinator.attached is None:
+        raise UsageError("call controller.wrap(model, optimizer) before warm_up()")
+    saved = random_state.capture()
+    with ExitStack() as stack:
+        stack.enter_context(coordinator.loss_weight.paused())
+        for attached in coordinator.connected:
+            stack.enter_context(attached.discarded())
+        for _ in range(2):
+            forward_backward()
+    random_state.restore(saved)

@@ -1,0 +1,147 @@
+"""A small job for training loops that are right or wrong, and what both kinds must lead to on every rank."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, TensorDataset
+
+import dynamix
+from dynamix.errors import DynamixError, UsageError
+from dynamix.window import Bounds, Window
+from tests.ranks import run_ranks
+from tests.union import Script
+
+SAMPLES = 96
+
+
+def data() -> TensorDataset:
+    generator = torch.Generator().manual_seed(0)
+    return TensorDataset(
+        torch.randn(SAMPLES, 6, generator=generator), torch.randint(0, 3, (SAMPLES,), generator=generator)
+    )
+
+
+class Slowly(Script):
+    """Takes its time to answer."""
+
+    def __init__(self, answers: list[list[int]], decides_s: float) -> None:
+        super().__init__(answers)
+        self.decides_s = decides_s
+
+    def decide(self, window: Window, bounds: Bounds) -> Any:
+        time.sleep(self.decides_s)
+        return super().decide(window, bounds)
+
+
+@dataclass
+class Job:
+    """What the loops are made of, over a group of their own: what a wrong one leaves behind must not reach the next."""
+
+    rank: int
+    accumulate: int = 1
+    num_workers: int = 0
+    buffers: bool = False
+    decides_s: float = 0.0  # how long the policy takes
+
+    def __post_init__(self) -> None:
+        torch.manual_seed(0)
+        self.group = dist.new_group()
+        self.net = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+        if self.buffers:
+            self.net.insert(1, nn.BatchNorm1d(5))
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
+        answers = [[3, 5, 4], [5, 3, 4]]
+        self.controller = dynamix.Controller(
+            Slowly([a[: dist.get_world_size()] for a in answers], self.decides_s),
+            4,
+            max_batch_size=8,
+            interval=2,
+            accumulate=self.accumulate,
+            process_group=self.group,
+        )
+        self.sampler = self.controller.batch_sampler(data())
+        self.loader = DataLoader(data(), batch_sampler=self.sampler, num_workers=self.num_workers)
+        self.ddp = DDP(self.net, process_group=self.group)
+        self.steps = 0
+
+    def wrap(self) -> Any:
+        return self.controller.wrap(self.ddp, self.optimizer)
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.ddp(x), y)
+
+    def update(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def step(self, **given: Any) -> None:
+        self.controller.step(**given)
+        self.steps += 1
+
+    def train(self, x: Tensor, y: Tensor) -> None:
+        self.loss(x, y).backward()
+        self.update()
+        self.step()
+
+
+Loop = Callable[[Job], None]
+
+
+class Loops:
+    """Loops of one subject. What a loop's job is made with is in its attribute `options`."""
+
+    def __init__(self) -> None:
+        self.of_wrong: list[tuple[Loop, str]] = []
+        self.of_right: list[Loop] = []
+
+    def wrong(self, says: str) -> Callable[[Loop], Loop]:
+        """`says` is part of the line that every rank is told to write."""
+
+        def note(loop: Loop) -> Loop:
+            self.of_wrong.append((loop, says))
+            return loop
+
+        return note
+
+    def right(self, loop: Loop) -> Loop:
+        self.of_right.append(loop)
+        return loop
+
+    def check_wrong(self, workers: int) -> None:
+        """Every rank raises `UsageError` with the line to write, soon."""
+        loops = [loop for loop, _ in self.of_wrong]
+        results = run_ranks(_run, workers, loops, timeout_s=150, group_timeout_s=40)
+        for i, (loop, says) in enumerate(self.of_wrong):
+            for rank, told in enumerate(results):
+                assert told[i].startswith(UsageError.__name__), (loop.__name__, rank, told[i])
+                assert says in told[i], (loop.__name__, rank, told[i])
+                assert int(told[i].split()[2].rstrip(":")) <= 12, (loop.__name__, rank, told[i])
+
+    def check_right(self) -> None:
+        """Nobody raises anything."""
+        for rank, told in enumerate(run_ranks(_run, 2, self.of_right, timeout_s=150, group_timeout_s=40)):
+            for i, loop in enumerate(self.of_right):
+                assert told[i].startswith("silent"), (loop.__name__, rank, told[i])
+
+
+def _run(rank: int, loops: list[Loop]) -> list[str]:
+    told = []
+    for loop in loops:
+        job, began = Job(rank, **getattr(loop, "options", {})), time.monotonic()
+        try:
+            loop(job)
+            said = f"silent after {job.steps}"
+            job.controller.close()
+        except (DynamixError, RuntimeError) as error:
+            said = f"{type(error).__name__} after {job.steps}: {error}"
+        told.append(f"{said} [{time.monotonic() - began:.1f} s]")
+    return told

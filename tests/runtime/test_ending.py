@@ -1,0 +1,231 @@
+"""An error of one rank ends all of them with its message, also before training and beside a store that hangs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore, TCPStore
+
+import dynamix
+from dynamix.errors import DynamixError, StateError, UsageError
+from dynamix.runtime import ending, meeting
+from dynamix.runtime.ending import Ending
+from tests.ranks import run_ranks
+from tests.runtime.loops import Job, Loops, data
+
+LOOPS = Loops()
+wrong, right = LOOPS.wrong, LOOPS.right
+
+
+def _both() -> tuple[Ending, Ending]:
+    store = HashStore()
+    first, second = (Ending(store, "job", rank=rank, workers=2) for rank in range(2))
+    return first, second
+
+
+def test_who_waits_raises_what_another_rank_reports() -> None:
+    first, second = _both()
+    reporting = threading.Thread(target=first.report, args=(UsageError("write this line"),))
+    reporting.start()
+    with pytest.raises(UsageError, match="rank 0 ended the job: write this line"):
+        second.wait(threading.Event())
+    began = time.monotonic()
+    reporting.join()
+    assert time.monotonic() - began < 1.0  # it stays no longer than the other needs to know
+    for one in (first, second):
+        one.close()
+
+
+def test_an_error_before_training_ends_who_waits_unless_the_rank_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ending, "SETUP_ERROR_S", 0.5)
+    first, second = _both()
+    first.setup_failed(StateError("damaged"))
+    first.setup_goes_on()
+    arrived = threading.Event()
+    threading.Timer(2.0, arrived.set).start()
+    second.wait(arrived)
+    first.setup_failed(StateError("damaged again"))
+    with pytest.raises(StateError, match="rank 0 ended the job: damaged again"):
+        second.wait(threading.Event())
+    for one in (first, second):
+        one.close()
+
+
+def test_ranks_that_all_had_an_error_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ending, "SETUP_ERROR_S", 0.5)
+    first, second = _both()
+    for one in (first, second):
+        one.setup_failed(StateError("damaged"))
+    second.setup_goes_on()
+    arrived = threading.Event()
+    threading.Timer(2.0, arrived.set).start()
+    second.wait(arrived)
+    for one in (first, second):
+        one.close()
+
+
+def test_a_store_that_hangs_keeps_nobody_waiting(store_server: tuple[int, int]) -> None:
+    process, port = store_server
+    one = Ending(TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False), "job", rank=1, workers=2)
+    assert one.told() is None
+    os.kill(process, signal.SIGSTOP)
+    try:
+        arrived, began = threading.Event(), time.monotonic()
+        threading.Timer(1.0, arrived.set).start()
+        one.wait(arrived)
+        assert one.told() is None
+        one.report(UsageError("said to nobody"))
+        assert time.monotonic() - began < 8.0
+    finally:
+        os.kill(process, signal.SIGCONT)
+        one.close()
+
+
+# ------------------------------------------------------------ before training, on one rank
+
+
+@wrong("once for each model")
+def _a_model_is_not_taken(job: Job) -> None:
+    job.controller.wrap(job.ddp, [] if job.rank else job.optimizer)  # type: ignore[arg-type]
+    for x, y in job.loader:
+        job.train(x, y)
+
+
+@wrong("make one Controller per loop")
+def _a_second_sampler(job: Job) -> None:
+    job.wrap()
+    if job.rank:
+        job.controller.batch_sampler(data())
+    for x, y in job.loader:
+        job.train(x, y)
+
+
+@wrong("weight() was called twice for one batch")
+def _weighted_twice(job: Job) -> None:
+    job.controller.wrap(job.ddp, job.optimizer, weighting="loss")
+    for x, y in job.loader:
+        loss = job.controller.weight(job.loss(x, y))
+        if job.rank and job.steps == 2:
+            loss = job.controller.weight(loss)
+        loss.backward()
+        job.update()
+        job.step()
+
+
+@right
+def _a_state_that_one_rank_cannot_load_is_left_out(job: Job) -> None:
+    job.wrap()
+    if job.rank:
+        with pytest.raises(StateError):
+            job.controller.load_state_dict({})
+        time.sleep(1.0)
+    for x, y in job.loader:
+        job.train(x, y)
+
+
+def _load(rank: int) -> str:
+    job = Job(rank)
+    job.wrap()
+    try:
+        if rank:
+            job.controller.load_state_dict({})
+        for x, y in job.loader:
+            job.train(x, y)
+    except DynamixError as error:
+        return f"{type(error).__name__}: {error}"
+    return "accepted"
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize("workers", [2, 3])
+def test_an_error_before_training_on_one_rank_ends_all(workers: int) -> None:
+    LOOPS.check_wrong(workers)
+
+
+@pytest.mark.multiproc
+def test_an_error_that_a_rank_has_dealt_with_ends_nobody() -> None:
+    LOOPS.check_right()
+
+
+@pytest.mark.multiproc
+def test_a_state_that_one_rank_cannot_load_ends_all() -> None:
+    for told in run_ranks(_load, 2):
+        assert told.startswith("StateError")
+        assert "has schema None" in told
+
+
+# ------------------------------------------------------------ before there is a controller
+
+
+def _over_other_ranks(rank: int, odd: list[int]) -> tuple[str, float]:
+    meeting.ELSEWHERE_S, meeting.WITHOUT_US_S = 2.0, 4.0
+    groups: dict[int, Any] = {len(ranks): dist.new_group(ranks) for ranks in ([2], [1, 2])}
+    began = time.monotonic()
+    try:
+        dynamix.Controller("static", 4, process_group=groups[len(odd)] if rank == 2 else None).close()
+        told = "made"
+    except UsageError as error:
+        told = str(error)
+    return told, time.monotonic() - began
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize("odd", [[2], [1, 2]])
+def test_a_rank_with_another_process_group_is_named(odd: list[int]) -> None:
+    results = run_ranks(_over_other_ranks, 3, odd, timeout_s=60, group_timeout_s=50)
+    for rank, (told, seconds) in enumerate(results):
+        assert seconds < 25
+        assert ("made" in told) if rank == 2 and odd == [2] else ("process_group" in told), (rank, told)
+        assert told == "made" or "ranks [0, 1, 2]" in told
+
+
+# ------------------------------------------------------------ going back
+
+
+def _rolled_back(rank: int) -> tuple[int, list[int], list[int]]:
+    job = Job(rank)
+    job.wrap()
+    state: Any = None
+    windows, rounds = [], []
+    coordinator = job.controller._coordinator
+    for x, y in job.loader:
+        job.train(x, y)
+        if job.steps == 3:
+            state = job.controller.state_dict()
+        if job.steps > 4 and coordinator.channel.pending:
+            job.controller.load_state_dict(state)
+            break
+    for x, y in job.loader:
+        job.train(x, y)
+        windows.append(coordinator.progress.window)
+        rounds.append(coordinator.rounds_done)
+    job.controller.close()
+    return state["progress"]["window"], windows, rounds
+
+
+@pytest.mark.multiproc
+def test_a_decision_under_way_is_not_put_into_a_state_that_is_loaded() -> None:
+    first, second = run_ranks(_rolled_back, 2)
+    assert first == second
+    saved, windows, rounds = first
+    assert rounds[0] == 4
+    assert windows[0] == saved
+    assert windows[-1] > saved + 2  # measuring goes on
+
+
+def test_the_optimizer_of_a_closed_controller_is_as_it_was() -> None:
+    net = torch.nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    controller = dynamix.Controller("static", 4, lr_rule="linear")
+    controller.batch_sampler(data())
+    controller.wrap(net, optimizer)
+    assert "step" in vars(optimizer)
+    controller.close()
+    assert "step" not in vars(optimizer)

@@ -1,0 +1,124 @@
+"""Loops that lose count of their batches end on every rank with one message."""
+
+from __future__ import annotations
+
+import pytest
+from torch.utils.data import DataLoader
+
+from tests.runtime.loops import Job, Loops, data
+
+LOOPS = Loops()
+wrong = LOOPS.wrong
+pytestmark = pytest.mark.multiproc
+
+
+@wrong("call controller.step() once for every batch")
+def _never_stepped(job: Job) -> None:
+    job.wrap()
+    for x, y in job.loader:
+        job.loss(x, y).backward()
+        job.update()
+
+
+@wrong("call controller.step() once for every batch")
+def _stepped_every_second_batch(job: Job) -> None:
+    job.wrap()
+    for i, (x, y) in enumerate(job.loader):
+        job.loss(x, y).backward()
+        job.update()
+        if i % 2:
+            job.step()
+
+
+@wrong("call controller.step() once for every batch")
+def _continue_past_step_on_one_rank(job: Job) -> None:
+    job.wrap()
+    for i, (x, y) in enumerate(job.loader):
+        job.loss(x, y).backward()
+        job.update()
+        if i == 3 and job.rank == 1:
+            continue
+        job.step()
+
+
+@wrong("call controller.step() once for every batch")
+def _stepped_twice_with_workers_on_one_rank(job: Job) -> None:
+    job.wrap()
+    for i, (x, y) in enumerate(job.loader):
+        job.train(x, y)
+        if i == 2 and job.rank == 0:
+            job.controller.step()
+
+
+_stepped_twice_with_workers_on_one_rank.options = {"num_workers": 2}  # type: ignore[attr-defined]
+
+
+@wrong("controller.step()")
+def _stepped_twice(job: Job) -> None:
+    job.wrap()
+    for x, y in job.loader:
+        job.train(x, y)
+        job.controller.step()
+
+
+@wrong("call controller.step() once for every batch")
+def _stepped_before_backward(job: Job) -> None:
+    job.wrap()
+    for x, y in job.loader:
+        loss = job.loss(x, y)
+        job.controller.step()
+        loss.backward()
+        job.update()
+
+
+_stepped_before_backward.options = {"num_workers": 2}  # type: ignore[attr-defined]
+
+
+@wrong("call controller.step() once for every batch")
+def _last_batch_never_stepped(job: Job) -> None:
+    job.wrap()
+    for _ in range(2):
+        batches = len(job.loader)
+        for i, (x, y) in enumerate(job.loader):
+            job.loss(x, y).backward()
+            job.update()
+            if i < batches - 1 and not job.sampler.plan().last:
+                job.step()
+
+
+@wrong("call controller.step() for a batch that is passed over")
+def _dropped_on_one_rank(job: Job) -> None:
+    job.wrap()
+    batches = iter(job.loader)
+    for i, (x, y) in enumerate(batches):
+        job.train(*(next(batches) if i == 2 and job.rank == 1 else (x, y)))
+
+
+_dropped_on_one_rank.options = {"num_workers": 1}  # type: ignore[attr-defined]
+
+
+@wrong("call controller.step() for a batch that is passed over")
+def _every_second_batch(job: Job) -> None:
+    job.wrap()
+    for i, (x, y) in enumerate(job.loader):
+        if i % 2:
+            job.train(x, y)
+
+
+@wrong("in_order=False")
+def _out_of_order(job: Job) -> None:
+    job.wrap()
+    for x, y in DataLoader(data(), batch_sampler=job.sampler, num_workers=2, in_order=False):
+        job.train(x, y)
+
+
+@wrong("DataLoader(dataset, batch_sampler=sampler")
+def _sampler_beside_batch_size(job: Job) -> None:
+    job.wrap()
+    for x, y in DataLoader(data(), sampler=job.sampler, batch_size=4):
+        job.train(x, y)
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_they_end_on_every_rank_with_the_line_to_write(workers: int) -> None:
+    LOOPS.check_wrong(workers)

@@ -1,0 +1,144 @@
+"""Loops whose gradients cross ranks too often, too rarely or too late end on every rank with one message."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch.nn.functional as F
+
+from tests.runtime.loops import Job, Loops
+
+LOOPS = Loops()
+wrong = LOOPS.wrong
+pytestmark = pytest.mark.multiproc
+
+
+@wrong("Controller(accumulate=A)")
+def _accumulated_under_no_sync_undeclared(job: Job) -> None:
+    job.wrap()
+    for i, (x, y) in enumerate(job.loader):
+        with contextlib.nullcontext() if i % 2 else job.ddp.no_sync():
+            job.loss(x, y).backward()
+        if i % 2:
+            job.update()
+        job.step()
+
+
+@wrong("Controller(accumulate=A)")
+def _accumulated_undeclared(job: Job) -> None:
+    job.wrap()
+    for i, (x, y) in enumerate(job.loader):
+        job.loss(x, y).backward()
+        if i % 2:
+            job.update()
+        job.step()
+
+
+@wrong("Controller(accumulate=A)")
+def _accumulated_undeclared_and_unstepped(job: Job) -> None:
+    job.wrap()
+    for i, (x, y) in enumerate(job.loader):
+        with contextlib.nullcontext() if i % 2 else job.ddp.no_sync():
+            job.loss(x, y).backward()
+        if i % 2:
+            job.update()
+            job.step()
+
+
+@wrong("Leave no_sync() out")
+def _never_synchronised(job: Job) -> None:
+    job.wrap()
+    for x, y in job.loader:
+        with job.ddp.no_sync():
+            job.loss(x, y).backward()
+        job.update()
+        job.step()
+
+
+@wrong("past the DDP module")
+def _past_the_ddp_module_on_one_rank(job: Job) -> None:
+    job.wrap()
+    for x, y in job.loader:
+        if job.rank == 1 and job.steps == 2:
+            F.cross_entropy(job.ddp.module(x), y).backward()
+            job.update()
+            job.step()
+        else:
+            job.train(x, y)
+
+
+@wrong("Leave no_sync() out")
+def _synchronised_first_and_local_last(job: Job) -> None:
+    job.wrap()
+    for i, (x, y) in enumerate(job.loader):
+        with job.ddp.no_sync() if i % 2 else contextlib.nullcontext():
+            job.loss(x, y).backward()
+        if i % 2:
+            job.update()
+        job.step()
+
+
+_synchronised_first_and_local_last.options = {"accumulate": 2}  # type: ignore[attr-defined]
+
+
+@wrong("(loss1 + loss2).backward()")
+def _two_losses_that_both_synchronise(job: Job) -> None:
+    job.wrap()
+    for x, y in job.loader:
+        job.loss(x, y).backward()
+        job.loss(x, y).backward()
+        job.update()
+        job.step()
+
+
+@wrong("or a second time")
+def _two_losses_of_one_forward(job: Job) -> None:
+    job.wrap()
+    for x, y in job.loader:
+        logits = job.ddp(x)
+        F.cross_entropy(logits, y).backward(retain_graph=True)
+        logits.square().mean().backward()
+        job.update()
+        job.step()
+
+
+@wrong("accumulate=2")
+def _optimizer_at_every_batch_of_an_accumulation(job: Job) -> None:
+    job.wrap()
+    for x, y in job.loader:
+        job.train(x, y)
+
+
+_optimizer_at_every_batch_of_an_accumulation.options = {"accumulate": 2}  # type: ignore[attr-defined]
+
+
+@wrong("call controller.step() once for every batch")
+def _step_once_for_an_accumulation(job: Job) -> None:
+    job.wrap()
+    for i, (x, y) in enumerate(job.loader):
+        with contextlib.nullcontext() if i % 2 else job.ddp.no_sync():
+            job.loss(x, y).backward()
+        if i % 2:
+            job.update()
+            job.step()
+
+
+_step_once_for_an_accumulation.options = {"accumulate": 2}  # type: ignore[attr-defined]
+
+
+@wrong("Use controller.weight(loss, count=...)")
+def _other_count_on_one_rank_with_buffers(job: Job) -> None:
+    job.wrap()
+    for x, y in job.loader:
+        job.loss(x, y).backward()
+        job.update()
+        job.step(count=len(x) - (job.rank == 1 and job.steps == 2))
+
+
+_other_count_on_one_rank_with_buffers.options = {"buffers": True}  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_they_end_on_every_rank_with_the_line_to_write(workers: int) -> None:
+    LOOPS.check_wrong(workers)
