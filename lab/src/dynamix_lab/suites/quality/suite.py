@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 import numpy as np
@@ -24,7 +24,7 @@ from dynamix_lab.opponents.virtual import run_virtual
 from dynamix_lab.opponents.world import DeviceWorld
 from dynamix_lab.statistics import MeanInterval, paired_ratio, student_interval
 from dynamix_lab.suites.quality import pages
-from dynamix_lab.suites.quality.plan import BATCH, DATA_SETS, EVEN, FLOOR, QualityPlan
+from dynamix_lab.suites.quality.plan import BATCH, DATA_SETS, EVEN, FLOOR, JOBS, QualityPlan
 
 INTERVAL = 10  # optimizer steps in a window, as a controller has them
 DISTURBANCE = 1000  # apart from the seed of weights and order; all rows of one seed share both
@@ -41,6 +41,9 @@ class QualitySuite(Suite):
     def facts(self) -> dict[str, Any]:
         hashes = {self.plan.scenario: load_scenario(self.plan.scenario).sha256}
         return {"cluster": "virtual", "mechanisms": {}, "seeds": self.plan.seeds, "scenario_sha256": hashes}
+
+    def bound_to(self) -> dict[str, Any]:
+        return {"jobs": {name: asdict(self.plan.job(name)) for name in JOBS}}  # which are no part of the plan
 
     def cells(self) -> list[Cell]:
         plan = self.plan
