@@ -51,8 +51,8 @@ def _both(name: str, job: QualityJob, rate: float) -> dict[str, QualityJob]:
     return {name: job, f"{name}-batchnorm": normed}
 
 
-# Best rates at a global batch of 256 by the step-count curves (results/stepcount-*); of conv the best of three with even
-# shares on the tuning seeds (docs/design/quality.md).
+# Best rates at a global batch of 256 by the step-count curves (results/stepcount-*); of conv the best of three with
+# even shares on the tuning seeds (docs/design/quality.md).
 JOBS = {
     **_both("noisy-mlp", QualityJob("mnist1d-noisy-mlp", {}, 0.2, 24_000, 6), 0.2),
     **_both("teacher-classes", QualityJob("teacher-classes", {}, 0.1, 65_536, 3), 0.1),
