@@ -180,32 +180,39 @@ class Watch:
     def __init__(self, ending: Ending) -> None:
         self.ending = ending
         self._asked: threading.Event | None = None
-        self._beside: float | None = None  # since when another rank waits for an agreement
-        self._setup_error: tuple[float, DynamixError] | None = None
+        self._looked: float | None = None
+        # Seconds of this wait, as far as this rank was awake: that another one waits for an agreement, or is in an
+        # error that it raised before training.
+        self._beside_s = self._error_s = 0.0
+        self._beside = False
+        self._error: DynamixError | None = None
 
     def look(self) -> None:
         """Raise what another rank has ended the job with, if one did. To be called now and then while waiting."""
         ending, now = self.ending, time.monotonic()
+        awake_s = min(now - (self._looked or now), 2 * LOOK_EVERY_S)
+        self._looked, error = now, self._error
+        self._beside_s += awake_s * self._beside
+        self._error_s = 0.0 if error is None else self._error_s + awake_s
         if ending.ended is not None:
             raise ending.ended
-        if self._beside is not None and now - self._beside > BESIDE_S:
+        if self._beside_s > BESIDE_S:
             why = "a rank loaded a state, or made a first forward pass, that this rank did not"
             raise ending.report(UsageError(f"{why}: call controller.load_state_dict(state) on every rank or on none"))
-        if (found := self._setup_error) is not None and now - found[0] > SETUP_ERROR_S:
-            raise ending.report(found[1])
+        if error is not None and self._error_s > SETUP_ERROR_S:
+            raise ending.report(error)
         if self._asked is None or self._asked.is_set():
             self._asked = ending.store.ask(self._ask)
 
     def _ask(self, store: Any) -> None:
         ending = self.ending
         ending.find(store)
-        if self._beside is None and store.check([ending.agreement()]):
-            self._beside = time.monotonic()
+        self._beside = store.check([ending.agreement()])
         key = ending.setup_key(ending.setup_errors)
         if not (store.check([key]) and store.add(f"{key}/unsettled", 0) > 0):
-            self._setup_error = None
-        elif self._setup_error is None:
-            self._setup_error = time.monotonic(), ended_by(json.loads(bytes(store.get(key))))
+            self._error = None
+        elif self._error is None:
+            self._error = ended_by(json.loads(bytes(store.get(key))))
 
 
 def ended_by(told: dict[str, Any]) -> DynamixError:
