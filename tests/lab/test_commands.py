@@ -32,6 +32,7 @@ def test_a_result_names_the_command_that_made_it_with_every_option() -> None:
         "network-speed",
         "overhead",
         "peers",
+        "quality",
         "scaling",
         "simspeed",
         "stepcount",

@@ -85,6 +85,18 @@ def test_scenarios_weigh_the_same_whatever_their_number_of_pairs():
     assert result.median == pytest.approx(math.sqrt(2))
 
 
+def test_a_few_scenarios_of_many_pairs_cover_a_known_ratio():
+    rng = np.random.default_rng(0)
+    hits = 0
+    for _ in range(200):
+        logs = {name: rng.normal(0, 0.1) + rng.normal(0, 0.05, 10) for name in "abcd"}
+        found = paired_ratio(
+            {name: np.exp(values).tolist() for name, values in logs.items()}, dict.fromkeys(logs, [1.0] * 10)
+        )
+        hits += found.low <= 1.0 <= found.high
+    assert hits >= 182  # 190 expected
+
+
 def test_a_single_pair_has_no_interval_and_says_so_in_json():
     assert paired_ratio([1.0], [2.0]).to_dict() == {"median": 0.5, "low": None, "high": None}
 

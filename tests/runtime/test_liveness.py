@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import dynamix
 from dynamix.errors import WorkerLostError
-from dynamix.runtime.gradients import _kept
+from dynamix.runtime.groups import _kept
 from tests.ranks import Ok, run_ranks
 
 pytestmark = pytest.mark.multiproc

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from torch.utils.data import DataLoader
 
-from dynamix.errors import UsageError
 from tests.runtime.loops import Job, Loops, data
 
 LOOPS = Loops()

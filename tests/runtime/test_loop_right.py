@@ -303,6 +303,7 @@ def _generator_and_discriminator(job: Job) -> None:
         ours.step()
         job.step()
 
+
 @right
 def _broken_off_one_batch_ahead_of_the_end(job: Job) -> None:
     job.wrap()

@@ -2,7 +2,8 @@
 functions.
 
 Every interval is at 95 % unless asked otherwise. It is Student's t below `FEW` values and a percentile bootstrap from
-there on (`scipy.stats`): few values tell too little about their own tails to be drawn from again.
+there on (`scipy.stats`): few values tell too little about their own tails to be drawn from again. Where pairs come from
+several scenarios, the scenarios are the values.
 """
 
 from __future__ import annotations
@@ -122,8 +123,7 @@ def mean_interval(
     if len(numbers) < 2:
         return MeanInterval(mean, math.nan, math.nan)
     if len(numbers) < FEW:
-        half = float(stats.t.ppf((1 + confidence) / 2, len(numbers) - 1) * stats.sem(numbers))
-        return MeanInterval(mean, mean - half, mean + half)
+        return student_interval(numbers, confidence=confidence)
     drawn = stats.bootstrap(
         (numbers,),
         np.mean,
@@ -133,6 +133,41 @@ def mean_interval(
         rng=np.random.default_rng(seed),
     ).confidence_interval
     return MeanInterval(mean, float(drawn.low), float(drawn.high))
+
+
+def student_interval(values: Sequence[float] | Floats, *, confidence: float = 0.95) -> MeanInterval:
+    """The mean of independent values and its interval by Student's t, however many there are.
+
+    Raises `ConfigError` without values.
+
+    >>> found = student_interval([0.01, 0.03])
+    >>> [round(x, 4) for x in (found.mean, found.low, found.high)]
+    [0.02, -0.1071, 0.1471]
+    """
+    numbers = np.asarray(values, dtype=np.float64)
+    if not numbers.size:
+        raise ConfigError("values", [], "one or more numbers", "pass what was measured")
+    mean = float(numbers.mean())
+    if len(numbers) < 2:
+        return MeanInterval(mean, math.nan, math.nan)
+    half = float(stats.t.ppf((1 + confidence) / 2, len(numbers) - 1) * stats.sem(numbers))
+    return MeanInterval(mean, mean - half, mean + half)
+
+
+def pairs_needed(sd: float, half_width: float, *, most: int, confidence: float = 0.95) -> int:
+    """The fewest pairs, 2 to `most`, whose interval by Student's t is `half_width` or less to each side.
+
+    sd   standard deviation of a pair's difference, in the unit of `half_width`
+
+    Gives `most` where more would be needed.
+
+    >>> [pairs_needed(sd, 0.2, most=60) for sd in (0.0, 0.2, 0.5, 5.0)]
+    [2, 7, 27, 60]
+    """
+    for pairs in range(2, most):
+        if stats.t.ppf((1 + confidence) / 2, pairs - 1) * sd / math.sqrt(pairs) <= half_width:
+            return pairs
+    return most
 
 
 def paired_difference(mine: Sequence[float], others: Sequence[float]) -> MeanInterval:
@@ -157,9 +192,8 @@ def paired_ratio(
     """Geometric mean of numerator[i] / denominator[i] over pairs, with an interval on the logarithms.
 
     Given plain sequences the interval is that of `mean_interval` over pairs. Given mappings (scenario -> pairs) every
-    scenario weighs the same, and scenarios are what varies: below `FEW` pairs in all it is Student's t over the
-    scenarios' means, else a hierarchical percentile bootstrap, which draws scenarios and then pairs inside each drawn
-    one. Deterministic for a seed.
+    scenario weighs the same, and the interval is that of `mean_interval` over the scenarios' means: scenarios are what
+    varies, however many pairs each of them has. Deterministic for a seed.
 
     >>> paired_ratio([1.0, 1.0, 1.0], [2.0, 2.0, 2.0])
     Interval(median=0.5, low=0.5, high=0.5)
@@ -169,24 +203,9 @@ def paired_ratio(
     if above.keys() != below.keys() or any(len(above[k]) != len(below[k]) for k in above):
         raise ConfigError("pairs", "unequal lengths", "the same scenarios and numbers of runs", "pair runs by seed")
     groups = [_log_ratios(above[name], below[name]) for name in sorted(above)]
-    if len(groups) == 1:
-        found = mean_interval(groups[0], resamples=resamples, confidence=confidence, seed=seed)
-    elif sum(map(len, groups)) < FEW:
-        found = mean_interval(np.array([group.mean() for group in groups]), confidence=confidence, seed=seed)
-    else:
-        found = _hierarchical(groups, resamples=resamples, confidence=confidence, seed=seed)
+    logs = groups[0] if len(groups) == 1 else np.array([group.mean() for group in groups])
+    found = mean_interval(logs, resamples=resamples, confidence=confidence, seed=seed)
     return Interval(*(float(np.exp(x)) for x in (found.mean, found.low, found.high)))
-
-
-def _hierarchical(groups: Sequence[Floats], *, resamples: int, confidence: float, seed: int) -> MeanInterval:
-    """`scipy.stats.bootstrap` has no second level, so the draws are made here."""
-    rng = np.random.default_rng(seed)
-    draws = np.empty(resamples)
-    for i in range(resamples):
-        chosen = rng.integers(len(groups), size=len(groups))
-        draws[i] = np.mean([groups[g][rng.integers(len(groups[g]), size=len(groups[g]))].mean() for g in chosen])
-    low, high = np.quantile(draws, [(1 - confidence) / 2, (1 + confidence) / 2])
-    return MeanInterval(float(np.mean([group.mean() for group in groups])), float(low), float(high))
 
 
 def _log_ratios(above: Sequence[float], below: Sequence[float]) -> Floats:

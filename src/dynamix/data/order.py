@@ -186,6 +186,10 @@ class SampleOrder(ABC):
             )
         return self._pending[0][0]
 
+    def waiting(self) -> list[StepPlan]:
+        """The plans of the micro-steps that are issued and not consumed, in order."""
+        return [plan for plan, _ in self._pending]
+
     def consume(self) -> StepPlan:
         """Count the current micro-step as done and return its plan; only consumed steps are ever saved."""
         plan = self.plan()

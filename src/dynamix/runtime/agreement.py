@@ -19,10 +19,10 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from dynamix.errors import DynamixError, WorkerLostError
+from dynamix.runtime.control import ControlGroup, Work
 from dynamix.runtime.ending import Ending, wait_for
 from dynamix.window import Floats, Ints
 
@@ -92,14 +92,13 @@ class Judge(Protocol):
 
 
 class Channel:
-    """One decision at a time over a gloo group of its own (None: a single worker, decided in place)."""
+    """One decision at a time over the controller's own groups (None: a single worker, decided in place)."""
 
     def __init__(
-        self, group: dist.ProcessGroup | None, workers: int, judge: Judge | None, *, patience_s: float = PATIENCE_S
+        self, group: ControlGroup | None, workers: int, judge: Judge | None, *, patience_s: float = PATIENCE_S
     ) -> None:
         self.group, self.workers, self._judge, self.patience_s = group, workers, judge, patience_s
-        self.rank = 0 if group is None else dist.get_rank(group)
-        self.root = 0 if group is None else dist.get_global_rank(group, 0)
+        self.rank = 0 if group is None else group.rank
         self.waited_s = 0.0
         self.ending: Ending | None = None  # set by the owner
         self.failed: DynamixError | None = None
@@ -110,7 +109,7 @@ class Channel:
             self._thread = threading.Thread(target=self._decide_all, name="dynamix-decide", daemon=True)
             self._thread.start()
         self._pending: Tensor | None = None
-        self._receive: dist.Work | None = None
+        self._receive: Work | None = None
         self._round: _Round | None = None
         self._latest: threading.Event | None = None
         self._rows: _Rows | None = None
@@ -137,13 +136,12 @@ class Channel:
         self._pending = torch.zeros(4 + self.workers, dtype=torch.float64)
         if self.rank == 0:
             rows = self._free_rows(len(packed))
-            gather = dist.gather(packed, rows.views, dst=self.root, group=self.group, async_op=True)
+            gather = self.group.collect(packed, rows.block)
             self._round = _Round(self, gather, rows, about, self._pending)
             self._latest = self._round.ended
             self._rounds.put(self._round)
         else:
-            self._sending = dist.gather(packed, dst=self.root, group=self.group, async_op=True), packed
-            self._receive = dist.broadcast(self._pending, src=self.root, group=self.group, async_op=True)
+            self._receive = self.group.send(packed, self._pending)
 
     def _free_rows(self, length: int) -> _Rows:
         """What a gather writes into. The last ones again where they fit: at 10,000 workers new ones take 20 ms."""
@@ -196,22 +194,22 @@ class Channel:
 
 
 class _Rows:
-    """A block (W, length) and its rows, until the deciding thread has read it."""
+    """A block (W, length), until the deciding thread has read it."""
 
     def __init__(self, workers: int, length: int) -> None:
         self.block = torch.zeros(workers, length, dtype=torch.float64)
-        self.views, self.busy = list(self.block.unbind()), True
+        self.busy = True
 
 
 class _Round:
     """Rank 0's side of one decision."""
 
-    def __init__(self, channel: Channel, gather: dist.Work, rows: _Rows, about: Any, out: Tensor) -> None:
+    def __init__(self, channel: Channel, gather: Work, rows: _Rows, about: Any, out: Tensor) -> None:
         self.channel, self.gather, self.rows, self.about, self.out = channel, gather, rows, about, out
         self.lock = threading.Lock()
         self.published, self.ended = threading.Event(), threading.Event()
         self.error: BaseException | None = None
-        self.work: dist.Work | None = None
+        self.work: Work | None = None
 
     def run(self) -> None:
         """In the deciding thread: one round after the other, so that a late policy is never asked twice at once."""
@@ -258,7 +256,9 @@ class _Round:
         with self.lock:
             if self.work is None:
                 self.out.copy_(message.pack())
-                self.work = dist.broadcast(self.out, src=self.channel.root, group=self.channel.group, async_op=True)
+                if self.channel.group is None:
+                    raise ValueError("the channel was closed")
+                self.work = self.channel.group.answer(self.out)
                 self.published.set()
             return Message.unpack(self.out)
 

@@ -13,7 +13,7 @@ from dynamix.errors import ConfigError, UsageError
 from dynamix.policies import Policy, make_policy
 from dynamix.policies.learned.deviations import LiveConfig
 from dynamix.policies.learned.online import learning
-from dynamix.runtime.gradients import new_gloo_group
+from dynamix.runtime.control import ControlGroup, open_control
 from dynamix.runtime.job import fixed_at
 from dynamix.runtime.meeting import meet, refuse
 from dynamix.runtime.sameness import require_same
@@ -119,15 +119,15 @@ def starting_sizes(batch_size: int, bounds: Bounds) -> Ints:
     return start
 
 
-def open_control_group(group: dist.ProcessGroup, given: Mapping[str, Any] | None = None) -> dist.ProcessGroup:
-    """A gloo group over the ranks of `group`, with its timeout. A collective call.
+def open_control_group(group: dist.ProcessGroup, given: Mapping[str, Any] | None = None) -> ControlGroup:
+    """For the controller's own messages between the ranks of `group`, with its timeout. A collective call.
 
     Raises `UsageError` on every rank when `given` (plain values by name) differs between ranks.
     """
     ranks, timeout = dist.get_process_group_ranks(group), _timeout_of(group)
     if given is not None:
         meet(ranks, timeout_s=1800.0 if timeout is None else timeout.total_seconds())
-    control = new_gloo_group(ranks, timeout)
+    control = open_control(ranks, timeout, name=str(group.group_name))
     if given is not None:
         fix = "Pass the same arguments to Controller(...) on every rank; what belongs to one rank is a list of one each"
         require_same(given, control, "Controller(...) got other arguments on some ranks", {"": fix})
@@ -137,7 +137,7 @@ def open_control_group(group: dist.ProcessGroup, given: Mapping[str, Any] | None
 class Same(dict[str, Any]):
     """Plain values by name, and the group over which they were compared."""
 
-    group: dist.ProcessGroup | None = None
+    group: ControlGroup | None = None
 
 
 @contextmanager

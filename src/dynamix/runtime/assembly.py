@@ -15,10 +15,11 @@ from dynamix.policies.learned.deviations import LiveConfig
 from dynamix.policies.protocol import boundary
 from dynamix.runtime.agreement import DRAIN_S
 from dynamix.runtime.arguments import check_counts, job_bounds, one_for_all, policy_of, watched
+from dynamix.runtime.control import ControlGroup
 from dynamix.runtime.coordinator import Coordinator
 from dynamix.runtime.decentral import open_channel
 from dynamix.runtime.decision import Decider, recorded
-from dynamix.runtime.gradients import destroy_groups
+from dynamix.runtime.groups import destroy_groups
 from dynamix.runtime.job import JobFacts
 from dynamix.runtime.liveness import Liveness
 from dynamix.runtime.ranks import Ranks
@@ -54,7 +55,7 @@ class Assembly:
     policy: Policy
     coordinator: Coordinator
     events: BackgroundLog | None
-    control: dist.ProcessGroup | None
+    control: ControlGroup | None
 
     def close(self) -> None:
         """`Controller.close`."""
@@ -72,7 +73,7 @@ class Assembly:
             if self.events is not None:
                 self.events.close()
             if self.control is not None:
-                groups.append(self.control)
+                groups += self.control.release()
                 self.control = None
             destroy_groups(groups, patience_s=patience_s)
             if liveness is not None:

@@ -55,9 +55,7 @@ def _connect_another(
     coordinator.connect_another(model, optimizer, attached)
 
 
-def find_limits(
-    coordinator: Coordinator, step_fn: Callable[[Any], Any], example: Any, *, margin: float
-) -> list[int]:
+def find_limits(coordinator: Coordinator, step_fn: Callable[[Any], Any], example: Any, *, margin: float) -> list[int]:
     """`Controller.find_limits`."""
     source, job = coordinator.source, coordinator.job
     memory = coordinator.need_memory()

@@ -73,7 +73,7 @@ class Coordinator:
         if ranks is not None:
             self.ranks, channel.ending, loss_weight.ending = ranks, ranks.ending, ranks.ending
         workers = 1 if ranks is None else self.allocations.workers
-        self.loop = LoopCheck(self.accumulate, self.fail, lambda: self.recorder.muted, workers=workers)
+        self.loop = LoopCheck(self.accumulate, self.fail, lambda: self.recorder.muted, rank=rank, workers=workers)
         self._pairs = ConsecutiveNoise() if self.allocations.workers == 1 else None
         self.liveness: Liveness | None = None  # None: nobody else is there
         self.stop_wanted = self.stopping = False
@@ -134,11 +134,11 @@ class Coordinator:
             attached.hook.arrivals.ending = self.ranks.ending if self.ranks is not None else None
         self.add_learning_rate(optimizer)
 
-        def before_forward(module: nn.Module, args: Any) -> None:
-            self._before_forward(module, attached)
+        def before_forward(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+            self._before_forward(module, attached, (*args, *kwargs.values()))
 
         # Not traced: torch.compile(wrap(DDP(...))) would fail in what it does.
-        model.register_forward_pre_hook(torch.compiler.disable(before_forward))
+        model.register_forward_pre_hook(torch.compiler.disable(before_forward), with_kwargs=True)
 
     def add_learning_rate(self, optimizer: Optimizer) -> None:
         """Let the learning rate of `optimizer` follow the batch."""
@@ -343,12 +343,12 @@ class Coordinator:
         source = self.source
         return int(source.plan().counts[self.rank]) if source is not None and source.issued > source.consumed else None
 
-    def _before_forward(self, module: nn.Module, attached: Attached) -> None:
+    def _before_forward(self, module: nn.Module, attached: Attached, inputs: Iterable[Any]) -> None:
         source, timer = self.source, self.recorder.timer
         loops = torch.is_grad_enabled() and source is not None and source.issued > source.consumed
         if loops and not self.recorder.muted:
             self.agree_once()
-            self.loop.forward()
+            self.loop.forward(inputs)
         if not (loops and module.training) or source is None:
             timer.interrupted()
             return

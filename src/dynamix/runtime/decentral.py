@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from dynamix.errors import DynamixError
@@ -35,6 +34,7 @@ from dynamix.runtime.agreement import (
     Message,
     unnamed,
 )
+from dynamix.runtime.control import ControlGroup, Work
 from dynamix.runtime.decision import Decider
 from dynamix.runtime.ending import Ending, wait_for
 from dynamix.runtime.job import Closing, JobFacts
@@ -52,7 +52,7 @@ _log = logging.getLogger("dynamix")
 
 
 def open_channel(
-    group: dist.ProcessGroup | None,
+    group: ControlGroup | None,
     workers: int,
     job: JobFacts,
     policy: Policy,
@@ -73,7 +73,7 @@ def open_channel(
 
 
 class PeerChannel:
-    """`Channel` for ranks that each decide for themselves: one exchange at a time over a gloo group of its own.
+    """`Channel` for ranks that each decide for themselves: one exchange at a time over the controller's own groups.
 
     share_noise   send this rank's part of the noise too, so that the learning rate can follow one noise scale
                   everywhere. The rule never sees it
@@ -83,17 +83,17 @@ class PeerChannel:
 
     def __init__(
         self,
-        group: dist.ProcessGroup,
+        group: ControlGroup,
         job: JobFacts,
         policy: StigmergicPolicy,
         decider: Decider | None,
         *,
         share_noise: bool,
     ) -> None:
-        self.group: dist.ProcessGroup | None = group
+        self.group: ControlGroup | None = group
         self.job, self.policy, self.decider, self.share_noise = job, policy, decider, share_noise
-        self.rank, self.workers = dist.get_rank(group), dist.get_world_size(group)
-        prefix = f"dynamix/traces/{group.group_name}"
+        self.rank, self.workers = group.rank, group.workers
+        prefix = f"dynamix/traces/{group.name}"
         self.field = StoreField(job_store(), len(TRACES), policy.decay, prefix=prefix, patience_s=PATIENCE_S)
         self.waited_s = 0.0
         self.ending: Ending | None = None  # set by the owner
@@ -270,8 +270,8 @@ class _Round:
     def __init__(self, channel: PeerChannel, row: Floats, closing: Closing) -> None:
         self.channel, self.row, self.closing = channel, row, closing
         self.lock, self.posted = threading.Lock(), threading.Event()
-        self.every = [torch.zeros(4 if channel.share_noise else 2, dtype=torch.float64) for _ in range(channel.workers)]
-        self.work: dist.Work | None = None
+        self.every = torch.zeros(channel.workers, 4 if channel.share_noise else 2, dtype=torch.float64)
+        self.work: Work | None = None
         self.mine: Tensor | None = None
         self.error: Exception | None = None
 
@@ -308,7 +308,9 @@ class _Round:
                 known = dict(zip(ROW, self.row, strict=False))
                 told += [own_noise(known, self.channel.workers), known["global_norm_sq"]]
             self.mine = torch.tensor(told, dtype=torch.float64)
-            self.work = dist.all_gather(self.every, self.mine, group=self.channel.group, async_op=True)
+            if self.channel.group is None:
+                raise ValueError("the channel was closed")
+            self.work = self.channel.group.all_gather(self.mine, self.every)
             self.posted.set()
             return True
 
@@ -320,7 +322,7 @@ class _Round:
             wait_for(self.work, self.channel.ending)
         if self.error is not None:
             raise self.error
-        return torch.stack(self.every).numpy()
+        return self.every.numpy()
 
 
 def own_window(row: Floats, closing: Closing, *, rank: int, job: JobFacts, fits: int | None = None) -> Own:

@@ -46,7 +46,7 @@ class Decider:
     def decide(self, rows: Floats, closing: Closing | None = None) -> Message:
         """Rows (W, n) of `observation.ROW` to the message of the window `closing` (None: the newest)."""
         closing, self._decided = self.job.closing if closing is None else closing, None
-        window = self._assemble(rows, closing)
+        window = self.assemble(rows, closing)
         self._decided = closing, window
         if self.replay is not None:
             return self._replayed(self.replay.get(closing.window_index))
@@ -66,7 +66,7 @@ class Decider:
 
     def skip(self, rows: Floats, closing: Closing, message: Message) -> None:
         """A window that was answered "late", the policy being busy: only the noise scale and the events see it."""
-        self.witness(self._assemble(rows, closing), closing, message)
+        self.witness(self.assemble(rows, closing), closing, message)
 
     def witness(self, window: Window, closing: Closing, message: Message) -> None:
         """Write down what the ranks decided without this one's help; `window` is what this one saw."""
@@ -85,7 +85,8 @@ class Decider:
             self.events.write(**of, **told, **at, **about)
         after_answer(self.policy)  # the answer is out: no step waits for this
 
-    def _assemble(self, rows: Floats, closing: Closing) -> Window:
+    def assemble(self, rows: Floats, closing: Closing) -> Window:
+        """What the policy sees of the gathered rows (W, n). It also keeps up the noise scale."""
         return assemble(rows, noise_scale=self.job.noise_scale, sizes=closing.sizes, **self.job.facts(closing))
 
     def _replayed(self, event: dict[str, Any] | None) -> Message:

@@ -18,9 +18,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-import torch.distributed as dist
-
 from dynamix.errors import DynamixError, StateError, UsageError
+from dynamix.runtime.control import ControlGroup
 
 LOOK_EVERY_S = 0.25
 LINGER_S = 3.0  # how long a rank that ends the job stays for the others to read why: it may hold the store
@@ -87,13 +86,13 @@ class Ending:
         self._went_on = True  # since the last error before training, if there was one
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup) -> Ending:
+    def of(cls, group: ControlGroup) -> Ending:
         """For the ranks of a controller's own `group`."""
         from torch.distributed import distributed_c10d
 
-        _opened[name := str(group.group_name)] += 1  # torch uses names again
+        _opened[name := group.name] += 1  # torch uses names again
         store, prefix = distributed_c10d._get_default_store(), f"dynamix/ended/{name}/{_opened[name]}"
-        return cls(store, prefix, rank=dist.get_rank(group), workers=dist.get_world_size(group))
+        return cls(store, prefix, rank=group.rank, workers=group.workers)
 
     def report(self, error: DynamixError) -> DynamixError:
         """Tell the other ranks of `error`, stay until they know or `LINGER_S` are over, and return it, to be raised."""

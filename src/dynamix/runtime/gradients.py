@@ -4,9 +4,6 @@ The gradient of the union batch is g = sum_i (n_i / N) g_i, with g_i the gradien
 samples. DDP averages over W workers, so each worker's gradient is multiplied by n_i * W / N before it is reduced.
 """
 
-import contextlib
-import sys
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
@@ -23,6 +20,7 @@ from torch.futures import Future
 from dynamix.errors import ConfigError, UsageError
 from dynamix.runtime.agreement import Explain, unnamed
 from dynamix.runtime.ending import Arrivals, Ending, wait_for
+from dynamix.runtime.groups import new_gloo_group
 from dynamix.runtime.liveness import failed_collective
 
 Hook = Callable[[Any, Bucket], "Future[Tensor]"]
@@ -348,34 +346,3 @@ def _plain_state(state: Any) -> dict[str, Any] | None:
         return None
     names = vars(state) if (slots := getattr(type(state), "__slots__", None)) is None else slots
     return {name: getattr(state, name) for name in names if name != "process_group" and hasattr(state, name)}
-
-
-MOST_PATIENCE_S = 2.0  # a backend's thread needs milliseconds
-_kept: list[dist.ProcessGroup] = []  # for ever: the last reference was somebody else's
-
-
-def destroy_groups(groups: list[dist.ProcessGroup], *, patience_s: float) -> None:
-    """Let go of groups that a controller made: sockets and threads. Empties the list. Not a collective.
-
-    A group that its own thread lets go of last ends the whole process. So each is kept until nobody else has it, and
-    for ever where somebody does after `patience_s` for all of them together, at most 2 s (the state of a hook may hold
-    its groups for as long as the user holds it), or where an operation may be under way (a patience of 0).
-    """
-    deadline = time.monotonic() + min(patience_s, MOST_PATIENCE_S)
-    while groups:
-        group = groups.pop()
-        if patience_s > 0 and dist.is_initialized():
-            with contextlib.suppress(ValueError):  # the job has destroyed all groups already
-                dist.destroy_process_group(group)
-        while sys.getrefcount(group) > 2 and time.monotonic() < deadline:
-            time.sleep(0.001)
-        if patience_s <= 0 or sys.getrefcount(group) > 2:
-            _kept.append(group)
-
-
-def new_gloo_group(ranks: list[int], timeout: Any = None) -> dist.ProcessGroup:
-    """A gloo group over `ranks`; a collective of those ranks alone."""
-    subset = len(ranks) != dist.get_world_size()
-    options = {} if timeout is None else {"timeout": timeout}
-    group = dist.new_group(ranks, backend="gloo", use_local_synchronization=subset, **options)
-    return cast(dist.ProcessGroup, group)

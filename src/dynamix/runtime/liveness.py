@@ -24,6 +24,7 @@ from typing import Any
 import torch.distributed as dist
 
 from dynamix.errors import DynamixError, WorkerLostError
+from dynamix.runtime.control import ControlGroup
 from dynamix.runtime.stopping import Stopping
 from dynamix.runtime.uncaught import tell_of_uncaught
 
@@ -111,12 +112,12 @@ class Liveness:
             thread.start()
 
     @classmethod
-    def open(cls, group: dist.ProcessGroup) -> Liveness:
+    def open(cls, group: ControlGroup) -> Liveness:
         """For the ranks of a controller's own `group`, in the job's store. Every rank of it calls this."""
-        name = str(group.group_name)
+        name = group.name
         _opened[name] += 1  # torch uses names again
         prefix = f"dynamix/alive/{name}/{_opened[name]}"
-        return cls(job_store(), dist.get_rank(group), dist.get_world_size(group), prefix=prefix)
+        return cls(job_store(), group.rank, group.workers, prefix=prefix)
 
     @property
     def silent(self) -> dict[int, float]:

@@ -7,6 +7,7 @@ through `fail`, which tells the other ranks.
 import gc
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -28,6 +29,11 @@ _ACCUMULATE = (
     "`with model.no_sync():`, and call optimizer.step() with the last one, controller.step() after each"
 )
 _SUM = "for several losses of one batch write (loss1 + loss2).backward(), or all but the last under model.no_sync()"
+_ORDER = (
+    "train the batches in the order in which the loader gives them, each followed by its own controller.step(); "
+    "the sampler shuffles already"
+)
+MATCHES = 3  # passes in a row whose inputs were as long as the batch: then that is how this loop's inputs are
 _WRAP = "write controller.wrap(model, optimizer) once for each model, with the optimizer of that model alone"
 
 
@@ -125,8 +131,10 @@ class LoopCheck:
     muted       whether passes are being discarded (warm-up, the search for limits)
     """
 
-    def __init__(self, accumulate: int, fail_with: Fail, muted: Callable[[], bool], *, workers: int) -> None:
+    def __init__(self, accumulate: int, fail_with: Fail, muted: Callable[[], bool], *, rank: int, workers: int) -> None:
         self.accumulate, self._fail, self.muted, self.workers = accumulate, fail_with, muted, workers
+        self.rank = rank
+        self._matches, self._sizes = 0, deque[int](maxlen=8)  # samples of the last batches
         self.source: BatchSampler | Stream | None = None
         self.forwards = self.group = 0
         self._checks: list[ModelCheck] = []
@@ -188,8 +196,8 @@ class LoopCheck:
         if self._iteration == source.iteration and self._forwarded >= source.issued:
             self.fail(f"the epoch ended with {left} of its batches never stepped: {_STEP}")
 
-    def forward(self) -> None:
-        """A forward pass that records gradients begins."""
+    def forward(self, inputs: Iterable[Any]) -> None:
+        """A forward pass that records gradients begins, of `inputs`."""
         source = self.source
         if source is None:
             return
@@ -211,6 +219,21 @@ class LoopCheck:
         if not source.reader_gone:
             self._forwarded = source.consumed + 1
         self.forwards += 1
+        if self.models == 1 and self.workers > 1:
+            self._in_turn(source, inputs)
+
+    def _in_turn(self, source: BatchSampler | Stream, inputs: Iterable[Any]) -> None:
+        """Raise where the inputs are as long as another batch, in a loop in which they were as long as their own."""
+        mine, length = int(source.plan().counts[self.rank]), _length(inputs)
+        if not mine or length is None:
+            return
+        if length == mine:
+            self._matches += 1
+            return
+        others = {*self._sizes, *(int(plan.counts[self.rank]) for plan in source.waiting())}
+        if self._matches >= MATCHES and length in others:
+            self.fail(f"a batch of {length} samples was trained in the turn of one of {mine}: {_ORDER}")
+        self._matches = 0
 
     def micro_of_optimizer(self) -> int | None:
         """The micro-step that an optimizer's step now belongs to; None before the first."""
@@ -231,6 +254,7 @@ class LoopCheck:
         for check in self._checks:
             check.step_over(group_over=over)
         self.forwards, self._micro = 0, plan.micro
+        self._sizes.append(int(plan.counts[self.rank]))
         self.group += over
 
     def stranger(self, optimizer: Optimizer) -> None:
@@ -265,6 +289,14 @@ def _nonzero(gradient: Tensor | None) -> bool:
         return False
     values = gradient.coalesce().values() if gradient.is_sparse else gradient
     return bool(values.detach().count_nonzero())
+
+
+def _length(inputs: Iterable[Any]) -> int | None:
+    """Of the first tensor's first dimension."""
+    for value in inputs:
+        if isinstance(value, Tensor):
+            return len(value) if value.dim() else None
+    return None
 
 
 # ------------------------------------------------------------ before training

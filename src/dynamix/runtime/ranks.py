@@ -4,9 +4,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import torch.distributed as dist
-
 from dynamix.runtime.agreement import Explain, unnamed
+from dynamix.runtime.control import ControlGroup
 from dynamix.runtime.ending import Ending
 from dynamix.runtime.sameness import FIXES, require_same
 
@@ -18,7 +17,7 @@ class Ranks:
     explain   names one that is lost; set by the owner
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: ControlGroup) -> None:
         self.group, self.ending, self.agreed = group, Ending.of(group), False
         self.explain: Explain = unnamed
 

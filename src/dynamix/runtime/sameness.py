@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from dynamix.errors import DynamixError, UsageError
 from dynamix.runtime.agreement import Explain, unnamed
+from dynamix.runtime.control import ControlGroup
 from dynamix.runtime.ending import Ending, wait_for
 
 MOST_FIELDS = 5  # that one message names
@@ -30,7 +30,7 @@ FIXES = {
 
 def require_same(
     facts: Mapping[str, Any],
-    group: dist.ProcessGroup,
+    group: ControlGroup,
     what: str,
     fixes: Mapping[str, str],
     ending: Ending | None = None,
@@ -61,17 +61,16 @@ def require_same(
     raise UsageError(f"{what}: {'; '.join(said[:MOST_FIELDS])}{more}. {fix}")
 
 
-def _gathered(mine: torch.Tensor, group: dist.ProcessGroup, ending: Ending | None, explain: Explain) -> Any:
+def _gathered(mine: torch.Tensor, group: ControlGroup, ending: Ending | None, explain: Explain) -> Any:
     """Every rank's row, (W, n)."""
-    every = [torch.zeros_like(mine) for _ in range(dist.get_world_size(group))]
+    every = mine.new_zeros(group.workers, len(mine))
     try:
-        work = dist.all_gather(every, mine, group=group, async_op=True)
-        wait_for(work, ending)
+        wait_for(group.all_gather(mine, every), ending)
     except RuntimeError as error:
         if isinstance(error, DynamixError):
             raise
         raise explain(error, "the ranks could not compare what they hold") from error
-    return torch.stack(every).numpy()
+    return every.numpy()
 
 
 def _by_rank(values: list[str]) -> str:

@@ -9,7 +9,6 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from dynamix.data import Allocations, BatchSampler, Stream
 from dynamix.errors import StateError, UsageError
@@ -77,8 +76,7 @@ def _gathered(job: Resumable, own: dict[str, Any]) -> dict[int, dict[str, Any]]:
     group = job.channel.group
     if group is None:
         raise UsageError("state_dict(gather=True) needs the ranks' control group: call it on every rank of a live job")
-    every: list[Any] = [None] * job.allocations.workers
-    dist.all_gather_object(every, pack(own), group=group)
+    every = group.all_gather_object(pack(own))
     return {rank: unpack(packed, f"ranks[{rank}]") for rank, packed in enumerate(every)}
 
 

@@ -16,7 +16,8 @@ from dynamix.data import StepPlan
 from dynamix.errors import ConfigError, UsageError
 from dynamix.runtime.agreement import Explain, unnamed
 from dynamix.runtime.ending import Ending, wait_for
-from dynamix.runtime.gradients import GradientHook, Share, average_, broadcast_, new_gloo_group, wipe_nonfinite_
+from dynamix.runtime.gradients import GradientHook, Share, average_, broadcast_, wipe_nonfinite_
+from dynamix.runtime.groups import new_gloo_group
 from dynamix.runtime.liveness import failed_collective
 from dynamix.runtime.observation import Recorder
 

@@ -28,7 +28,7 @@ from dynamix.events.run_folder import RunFolder
 from dynamix_lab.demo import run as demo_run
 from dynamix_lab.demo import settings as demo_settings
 from dynamix_lab.demo.report import HEAD, legend, result_table
-from dynamix_lab.demo.rows import ABOUT, TRIALS
+from dynamix_lab.demo.rows import ABOUT, SCENARIO, TRIALS, WORKLOAD
 from dynamix_lab.demo.run import run_demo, verdict_of
 from dynamix_lab.demo.settings import DemoSettings
 from dynamix_lab.demo.watch import DemoWatch
@@ -37,6 +37,7 @@ from dynamix_lab.harness.runs import AGAIN, PolicyRun
 from dynamix_lab.opponents.launch import LiveRun
 from dynamix_lab.opponents.runs import Evaluation, TrialRun
 from dynamix_lab.opponents.trial import Trial
+from dynamix_lab.results.record import load
 
 LIVE = [pytest.mark.multiproc, pytest.mark.slow, pytest.mark.timeout(200)]
 
@@ -301,6 +302,16 @@ def test_ranks_find_a_policy_file_wherever_they_run(tmp_path: Path, monkeypatch:
 def test_what_cannot_be_run_is_refused_with_what_can(settings: DemoSettings, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         settings.check()
+
+
+def test_the_rows_are_what_the_recorded_run_tuned_them_to() -> None:
+    recorded = load("results/tuned-demo-*", Path(__file__).parents[3])
+    assert recorded is not None
+    rows = recorded["places"][f"{SCENARIO}/{WORKLOAD}"]["rows"]
+    for row, trial in TRIALS.items():
+        tuned = Trial.from_dict(rows[row]["trial"])
+        assert replace(tuned, learning_rate=trial.learning_rate, budget=None) == trial, row
+        assert tuned.learning_rate == pytest.approx(trial.learning_rate, rel=0.01), row
 
 
 def test_no_verdict_without_the_rows_that_it_needs_or_where_static_never_arrived() -> None:

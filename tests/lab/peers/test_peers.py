@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import OrderedDict
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,7 +33,7 @@ from dynamix_lab.peers import environments, suite
 from dynamix_lab.peers.environments import Environment, prepare, requirements
 from dynamix_lab.peers.jobs import job
 from dynamix_lab.peers.kinds import KINDS, PEERS, Peer, split_name, trials
-from dynamix_lab.peers.launch import JOBS, PeerLaunch
+from dynamix_lab.peers.launch import JOBS, PeerLaunch, check_portable, described
 from dynamix_lab.peers.report import best_of, ratios_between, table
 from dynamix_lab.peers.suite import PeersPlan, PeersSuite
 from dynamix_lab.tasks import make_workload
@@ -86,6 +87,34 @@ def test_a_peer_trains_the_workloads_model_from_its_weights_on_its_data(tmp_path
     assert {k: v for k, v in other.param_groups[0].items() if k != "params"} == {
         k: v for k, v in ours.param_groups[0].items() if k != "params"
     }
+
+
+@pytest.mark.parametrize("name", ["mnist1d", "mnist1d-noisy", "mnist1d-noisy-mlp", "teacher", "teacher-classes"])
+def test_a_network_is_made_again_from_its_description_and_its_weights(name: str) -> None:
+    workload = make_workload(name)
+    check_portable(workload)
+    model = workload.make_model(3)
+    again = job.built(json.loads(json.dumps(described(model))))
+    assert repr(again) == repr(model)
+    again.load_state_dict(model.state_dict())
+    inputs = workload.make_data(0, train=20, test=10).train.inputs
+    assert torch.equal(again(inputs), model(inputs))
+
+
+@pytest.mark.parametrize(
+    "layer", [nn.Linear(2, 3, bias=False), nn.Conv2d(1, 2, (3, 5), padding="same"), nn.BatchNorm1d(4), nn.Dropout(0.3)]
+)
+def test_layers_keep_their_arguments(layer: nn.Module) -> None:
+    again = job.built(json.loads(json.dumps(described(layer))))
+    assert repr(again) == repr(layer)
+    assert again.state_dict().keys() == layer.state_dict().keys()
+
+
+def test_a_network_that_no_description_holds_is_refused() -> None:
+    named = nn.Sequential(OrderedDict(first=nn.Linear(2, 2)))
+    workload = replace(make_workload("teacher"), make_model=lambda seed: named)
+    with pytest.raises(ConfigError, match="cannot be read off"):
+        check_portable(workload)
 
 
 def test_jobs_are_read_by_an_interpreter_that_has_no_dynamix() -> None:

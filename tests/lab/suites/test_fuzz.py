@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import warnings
 from pathlib import Path
@@ -11,8 +10,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from dynamix.errors import ConfigError
+from dynamix.events.run_folder import RunFolder
+from dynamix_lab.harness.suite import run_suite
+from dynamix_lab.results.views import markdown_of
 from dynamix_lab.suites.fuzz import mutations
-from dynamix_lab.suites.fuzz.run import KINDS, fuzz, main
+from dynamix_lab.suites.fuzz.guided import guided
+from dynamix_lab.suites.fuzz.run import KINDS, fuzz
+from dynamix_lab.suites.fuzz.suite import FuzzPlan, FuzzSuite
 from dynamix_lab.suites.fuzz.targets import Target, targets
 
 INPUTS = {"states": 60, "events": 200, "policy-files": 60, "scenarios": 60, "traces": 1000}
@@ -41,7 +46,7 @@ def test_whatever_is_drawn_is_refused_or_taken(kind: str, seed: int, made: dict[
 
 
 def test_an_escape_is_counted_and_named(tmp_path: Path) -> None:
-    class Broken(Target):
+    class Broken:
         name = "broken"
 
         def attempt(self, rng: random.Random) -> bool:
@@ -54,9 +59,28 @@ def test_an_escape_is_counted_and_named(tmp_path: Path) -> None:
     assert [key.split(" ")[0] for key in found["escapes"]] == ["KeyError"]
 
 
-def test_the_command_writes_its_figures(tmp_path: Path) -> None:
-    assert main(["--kinds", "traces", "--inputs", "50", "--out", str(tmp_path / "fuzz.json")]) == 0
-    assert json.loads((tmp_path / "fuzz.json").read_text())["traces"]["inputs"] == 50
+def test_a_run_goes_on_where_it_ended_and_adds_its_cells_up(tmp_path: Path) -> None:
+    for inputs in (50, 120):
+        plan = FuzzPlan(("traces", "events"), inputs, cell=50)
+        result = run_suite(FuzzSuite(plan), RunFolder("fuzz", tmp_path / "run", resume=inputs > 50))
+    assert result["inputs"] == 300
+    assert result["kinds"]["traces"]["inputs"] == 150
+    assert result["kinds"]["events"]["escapes"] == {}
+    assert markdown_of({**result, "command": "dynamix bench fuzz"}).count("\n") >= 3
+    assert len(list((tmp_path / "run" / "cells").iterdir())) == 6
+
+
+@pytest.mark.parametrize("kind", ["traces", "states"])
+def test_inputs_led_by_coverage_give_the_same_figures(kind: str) -> None:
+    pytest.importorskip("atheris")
+    found = guided(kind, inputs=60, seed=1)
+    assert found["inputs"] == found.get("taken", 0) + found.get("refused", 0) == 60
+    assert found["escapes"] == {}
+
+
+def test_what_cannot_be_fuzzed_is_named() -> None:
+    with pytest.raises(ConfigError, match="policy-files"):
+        FuzzPlan(("dreams",)).check()
 
 
 def test_a_mutation_changes_nothing_of_what_it_is_given() -> None:

@@ -18,7 +18,9 @@ from dynamix.errors import ConfigError, StateError
 from dynamix_lab.opponents.launch import LiveJob, LiveRun, LiveWatch, launch, until_paced
 from dynamix_lab.opponents.runs import RunLimits, TrialRun
 from dynamix_lab.opponents.trial import LocalSettings, Trial
+from dynamix_lab.results.record import load
 from dynamix_lab.statistics import geometric_mean
+from dynamix_lab.suites.opponents import live_pages, pages
 from dynamix_lab.suites.opponents.live import LivePlan, LiveSuite, concluded
 from dynamix_lab.suites.opponents.places import JOBS, V2, job_numbers
 from dynamix_lab.suites.opponents.plan import USUAL, Place
@@ -171,6 +173,39 @@ def test_a_row_that_learns_twice_as_fast_takes_half_the_seconds_whatever_its_bat
     assert concluded(pairs, curve, job_numbers("teacher"), 25.0)["late"] == ["static (seed 1)"]
     assert found["about"]["static"]["samples"] == [pytest.approx(5 * 2200 * 25)] * 3
     assert found["about"]["static"]["equivalent_samples"] == [pytest.approx(2200 * 25, rel=0.01)] * 3
+
+
+def test_rows_past_the_end_of_the_reference_curve_are_named() -> None:
+    part = {
+        "seconds": {"static": [1.0], "static-again": [1.0]},
+        "about": {
+            "static": {"samples": [9.0], "time_to_target_s": [None], "beyond_curve": [0.0]},
+            "static-again": {"samples": [9.0], "time_to_target_s": [2.0], "beyond_curve": [3.0]},
+        },
+        "verdict": {"best_synchronous": "static", "best_rarely": None, "sentence": "Distributing pays."},
+        "first": {"best": "static", "level": []},
+        **{"ratios": {}, "overruns": {"static": [0], "static-again": [2]}, "pairs": [0], "late": []},
+    }
+    made = live_pages.sections({"policies": {}, "ratios": {}, "a_a": None, "places": {"device-even/teacher": part}})
+    assert made[1].text[1:] == [
+        "First: static. Pairs: 1.",
+        "Past the end of the reference curve, so slower here than they were: static-again.",
+    ]
+    assert made[1].table is not None
+    assert made[1].table.rows[1] == ["static-again", "1.000", "9", "2.0 (1 of 1)", "–", "–", "–", "2"]
+
+
+def test_a_page_names_the_rows_that_were_tuned_to_an_end_of_what_was_tried() -> None:
+    recorded = load("results/opponents-*", Path(__file__).parents[3])
+    assert recorded is not None
+    together, *each = pages.sections(recorded)
+    assert together.table is not None
+    assert [row[0] for row in together.table.rows] == list(USUAL)
+    for section, part in zip(each, recorded["places"].values(), strict=True):
+        ends = [row for row, cell in part["rows"].items() if cell["at_edge"]]
+        said = [text for text in section.text if text.startswith("Tuned to an end")]
+        assert len(said) == bool(ends)
+        assert all(f"{row} (" in said[0] for row in ends)
 
 
 def test_a_run_that_overran_is_made_again_three_times_at_most() -> None:

@@ -126,7 +126,7 @@ def _wide(rank: int, group: str | None, address_space: int | None) -> dict[str, 
     assert talk is not None
     controller._coordinator.agree_once()
     for _ in range(8):
-        all_of(0, talk, rank)  # what a group's threads reserve when they first work
+        all_of(0, talk)  # what a group's threads reserve when they first work
     if rank == 1 and address_space is not None:
         held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (held + address_space, resource.RLIM_INFINITY))

@@ -3,8 +3,19 @@
 Each module adds its commands to `bench` when it is imported. What a command measures with is imported when it runs.
 """
 
-from dynamix_lab.commands import compression, experiments, measures, opponents, peers, results, suites
+from dynamix_lab.commands import compression, experiments, measures, opponents, peers, quality, results, suites
 from dynamix_lab.commands.demo import demo
 from dynamix_lab.commands.group import bench
 
-__all__ = ["bench", "compression", "demo", "experiments", "measures", "opponents", "peers", "results", "suites"]
+__all__ = [
+    "bench",
+    "compression",
+    "demo",
+    "experiments",
+    "measures",
+    "opponents",
+    "peers",
+    "quality",
+    "results",
+    "suites",
+]

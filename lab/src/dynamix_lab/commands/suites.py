@@ -1,4 +1,4 @@
-"""The suites of whole jobs: `dynamix bench tta`, `scaling`, `stigmergy`, `workloads`, `fidelity`, `faults`."""
+"""The suites of whole jobs: `dynamix bench tta`, `scaling`, `stigmergy`, `workloads`, `fidelity`, `faults`, `fuzz`."""
 
 from __future__ import annotations
 
@@ -214,6 +214,7 @@ def bench_faults(
     faults: Annotated[str | None, typer.Option(help="Kinds of faults, comma-separated (default: all).")] = None,
     seeds: Annotated[int | None, typer.Option(min=1, help="Faults of each kind (default: 200 in all).")] = None,
     seed: Annotated[int, typer.Option(min=0, help="First seed.")] = 0,
+    processes: Annotated[int, typer.Option(min=1, help="That play faults, each on hosts of its own.")] = 1,
     resume: Resume = False,
     out: Out = None,
     as_json: Json = False,
@@ -222,7 +223,30 @@ def bench_faults(
     from dynamix_lab.suites.faults.suite import FaultsPlan, FaultsSuite
 
     plan = FaultsPlan.of(quick=quick, faults=names_of(faults), seeds=seeds, seed=seed)
-    result = conducted(context, FaultsSuite(plan), out=out, resume=resume, as_json=as_json)
+    result = conducted(context, FaultsSuite(plan), out=out, resume=resume, as_json=as_json, processes=processes)
     if result["right"] < result["injected"]:
         typer.echo("error: not every fault was borne", err=True)
+        raise typer.Exit(1)
+
+
+@bench.command("fuzz")
+@guarded
+def bench_fuzz(
+    context: typer.Context,
+    kinds: Annotated[str | None, typer.Option(help="Kinds of input, comma-separated (default: all).")] = None,
+    inputs: Annotated[int, typer.Option(min=1, help="Of each kind.")] = 200_000,
+    seed: Annotated[int, typer.Option(min=0, help="Another one damages otherwise.")] = 0,
+    guided: Annotated[bool, typer.Option("--guided", help="Led by coverage (dynamix-lab[fuzz]).")] = False,
+    processes: Annotated[int, typer.Option(min=1, help="That try inputs.")] = 1,
+    resume: Resume = False,
+    out: Out = None,
+    as_json: Json = False,
+) -> None:
+    """Damage states, events, policy files, scenarios and traces: each gives an error of ours, or is taken whole."""
+    from dynamix_lab.suites.fuzz.suite import FuzzPlan, FuzzSuite
+
+    plan = FuzzPlan.of(kinds=names_of(kinds), inputs=inputs, seed=seed, guided=guided)
+    result = conducted(context, FuzzSuite(plan), out=out, resume=resume, as_json=as_json, processes=processes)
+    if any(told["escapes"] for told in result["kinds"].values()):
+        typer.echo("error: some inputs gave an error that is none of ours, or another state", err=True)
         raise typer.Exit(1)

@@ -10,12 +10,19 @@ from dynamix.emulator import Scenario
 from dynamix_lab.demo.rows import ABOUT
 from dynamix_lab.harness.display import Display
 from dynamix_lab.harness.runs import PolicyRun
-from dynamix_lab.report import Page, Section, Table, measured, number, provenance
+from dynamix_lab.report import Page, Section, Table, measured, provenance
 from dynamix_lab.suites.comparison.plots import moves, plot_accuracy, plot_sizes
-from dynamix_lab.suites.comparison.table import caveats, ratio_lines
+from dynamix_lab.suites.comparison.table import (
+    SHARED,
+    a_a_lines,
+    caveats,
+    ratio_lines,
+    shared_cells,
+    shared_legend,
+)
 from dynamix_lab.suites.opponents.virtual import DISTURBANCE
 
-HEAD = ("row", "seed", "to target", "accuracy", "samples/s", "samples", "late", "batch sizes")
+HEAD = ("row", *SHARED, "samples", "late", "batch sizes")
 
 
 def result_table(runs: Sequence[PolicyRun]) -> Table:
@@ -24,13 +31,8 @@ def result_table(runs: Sequence[PolicyRun]) -> Table:
 
 
 def _row(run: PolicyRun) -> list[str]:
-    reached = run.time_to_target_s
     return [
-        run.policy,
-        str(run.seed),
-        "not reached" if reached is None else f"{reached:.1f} s",
-        number(run.accuracy, 3),
-        number(run.samples_per_s, 0),
+        *shared_cells(run),
         str(run.samples),
         str(sum(device.overruns for device in run.devices)),
         " ".join(map(str, run.batch_sizes)),
@@ -40,9 +42,7 @@ def _row(run: PolicyRun) -> list[str]:
 def legend(runs: Sequence[PolicyRun], target: float) -> list[str]:
     """What the columns of `result_table` mean, and what its rows are."""
     columns = [
-        f"to target: seconds of training until the accuracy on held-out data was {target:.2f}",
-        "accuracy: on held-out data, when the run ended",
-        "samples/s: of all devices together, over the whole run",
+        *shared_legend(f"{target:.2f}", "devices"),
         "samples: trained on until the run ended",
         "late: steps that this machine could not compute in the device's time, of all devices",
         "batch sizes: samples a step of each device, when the run ended",
@@ -61,11 +61,7 @@ def sentences(runs: Sequence[PolicyRun], result: Mapping[str, Any]) -> list[str]
         )
     if result["verdict"] is not None:
         lines.append(result["verdict"]["sentence"])
-    a_a = result["a_a"]
-    if a_a is not None and not a_a["within"]:
-        off = f"{100 * (a_a['median'] - 1):+.1f} %, more than {100 * a_a['limit']:.0f} %"
-        lines.append(f"A/A: static against itself is off by {off}: repeat the call whole, on a machine left alone")
-    return [*lines, *ratio_lines(result["ratios"])]
+    return [*lines, *a_a_lines(result["a_a"]), *ratio_lines(result["ratios"])]
 
 
 def about_hosts(mechanisms: Mapping[str, str]) -> str:

@@ -8,14 +8,13 @@ from typing import Any
 import torch
 
 from dynamix.emulator import Emulation, Scenario, load_scenario
-from dynamix.events.records import SCHEMA
 from dynamix.events.run_folder import RunFolder, commit, machine
 from dynamix_lab.demo.report import about_hosts, say_end, write_report
 from dynamix_lab.demo.rows import SOURCE, WORKLOAD
 from dynamix_lab.demo.settings import CENSOR_FACTOR, DemoSettings
 from dynamix_lab.demo.watch import DemoWatch, scoring
 from dynamix_lab.harness.display import Display
-from dynamix_lab.harness.finished import FinishedSeeds
+from dynamix_lab.harness.finished import FinishedSeeds, facts_of
 from dynamix_lab.harness.host import host
 from dynamix_lab.harness.runs import AGAIN, PolicyRun, summarise
 from dynamix_lab.opponents.launch import LiveJob, LiveRun, launch, until_paced
@@ -58,10 +57,8 @@ class _Demo:
 
     def run(self) -> tuple[dict[str, Any], bool]:
         settings, kept = self.settings, FinishedSeeds(self.folder, self.facts)
-        finished = kept.load(self.facts["seeds"])
-        for seed, of_seed in finished.items():
-            self.display.say(f"seed {seed}: finished earlier, in {self.folder.path}")
-            self.runs += of_seed
+        finished = kept.load(self.facts["seeds"], self.display.say)
+        self.runs = [run for of_seed in finished.values() for run in of_seed]
         try:
             with self.display.live():
                 for seed in (seed for seed in self.facts["seeds"] if seed not in finished):
@@ -69,7 +66,7 @@ class _Demo:
                     self.runs = before + self._pair(seed)
                     kept.save(seed, self.runs)
         except KeyboardInterrupt:
-            self.runs = [run for run in self.runs if kept.path(run.seed).exists()]
+            self.runs = kept.whole(self.runs)
             if self.runs:
                 self._conclude(interrupted=True)
                 self.display.say(f"interrupted: go on with --resume --out {self.folder.path}")
@@ -158,20 +155,15 @@ class _Demo:
 
 
 def _facts(settings: DemoSettings, scenario: Scenario) -> dict[str, Any]:
-    seeds = list(range(settings.seed, settings.seed + settings.seeds))
-    return {
-        "schema": SCHEMA,
-        "command": settings.command,
-        "cluster": "emulator",
-        "scenario": scenario.name,
-        "scenario_sha256": scenario.sha256,
-        "workload": WORKLOAD,
-        "target": settings.job.target,
-        "quick": settings.quick,
-        "seeds": seeds,
-        "order": {str(seed): settings.order(seed) for seed in seeds},
-        "settings": {**settings.facts(), "quick": settings.quick, "tuned_by": SOURCE},
-    }
+    return facts_of(
+        scenario,
+        {seed: settings.order(seed) for seed in range(settings.seed, settings.seed + settings.seeds)},
+        command=settings.command,
+        workload=WORKLOAD,
+        target=settings.job.target,
+        quick=settings.quick,
+        settings={**settings.facts(), "quick": settings.quick, "tuned_by": SOURCE},
+    )
 
 
 def verdict_of(policies: Mapping[str, Mapping[str, Sequence[float | None]]]) -> dict[str, Any] | None:

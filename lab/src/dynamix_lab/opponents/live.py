@@ -227,6 +227,7 @@ class _LivePolicy:
             interval=interval,
             lr_rule=trial.lr_rule,
             events=events,
+            global_batch="fixed" if trial.global_batch == "fixed" else "adaptive",
         )
         self._sampler = self._controller.batch_sampler(data, seed=seed)
         generator = torch.Generator()

@@ -16,6 +16,7 @@ PERIODS = ("fixed", "post_local", "adacomm", "qsr")
 MOMENTUM = ("kept", "averaged", "reset")
 OUTER = ("none", "nesterov")
 SCHEDULES = ("constant", "cosine", "steps")
+GLOBAL_BATCHES = ("adaptive", "fixed")
 LEAST_RATE = 0.01  # of the first rate: where the cosine ends, so that a run beyond its budget still trains
 DECAYS, DECAY = (0.5, 0.75), 0.1  # "steps": at these parts of the budget the rate is multiplied by this
 
@@ -87,6 +88,7 @@ class Trial:
     schedule       of the rate over samples: "constant"; "cosine" down to a hundredth at `budget`; "steps": a tenth of
                    it from half of `budget` on, a hundredth from three quarters on
     budget         samples that the run is planned for; schedules, post-local and AdaComm count in parts of it
+    global_batch   of a policy: "adaptive", or "fixed" at its start, as in `Controller`
 
     Raises `ConfigError` for impossible values.
 
@@ -103,11 +105,13 @@ class Trial:
     local: LocalSettings | None = None
     schedule: str = "constant"
     budget: int | None = field(default=None)
+    global_batch: str = "adaptive"
 
     def __post_init__(self) -> None:
         _number("batch_size", self.batch_size, 1, whole=True)
         _number("learning_rate", self.learning_rate, 0, above=True)
         _one_of("lr_rule", self.lr_rule, tuple(RULES))
+        _one_of("global_batch", self.global_batch, GLOBAL_BATCHES)
         _one_of("schedule", self.schedule, SCHEDULES)
         if self.policy is not None and self.local is not None:
             fix = "leave the policy out: local settings say how shares are cut"

@@ -14,6 +14,7 @@ from dynamix.errors import ConfigError
 from dynamix.policies import Policy, make_policy
 from dynamix.policies.registry import OtherFactory
 from dynamix.runtime import random_state
+from dynamix.runtime.job import fixed_at
 from dynamix.simulator import ClusterEnv
 from dynamix.virtual.cluster import VirtualCluster
 from dynamix.window import Bounds, Floats, Ints
@@ -135,7 +136,6 @@ class _UnderPolicy:
         self.model = workload.make_model(seed)
         optimizer = workload.make_optimizer(self.model.parameters())
         set_rate(optimizer, trial.learning_rate)
-        low, high = bounds_of_trial(trial, workload)
         self._cluster = VirtualCluster(
             self.model,
             optimizer,
@@ -144,7 +144,7 @@ class _UnderPolicy:
             clusters=world,
             policy=policy,
             batch_size=trial.batch_size,
-            bounds=Bounds.of(world.clusters.shape[1], low, high),
+            bounds=_bounds(trial, workload, world.clusters.shape[1]),
             interval=interval,
             lr_rule=trial.lr_rule,
             seed=seed,
@@ -160,6 +160,11 @@ class _UnderPolicy:
 
     def close(self) -> None:
         self._cluster.close()
+
+
+def _bounds(trial: Trial, workload: Workload, workers: int) -> Bounds:
+    bounds = Bounds.of(workers, *bounds_of_trial(trial, workload))
+    return fixed_at(bounds, workers * trial.batch_size) if trial.global_batch == "fixed" else bounds
 
 
 class _Alone:

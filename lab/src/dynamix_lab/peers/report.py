@@ -19,6 +19,7 @@ from dynamix_lab.report import (
     new_figure,
     number,
     provenance,
+    with_interval,
 )
 from dynamix_lab.statistics import censored, paired_ratio
 
@@ -46,14 +47,8 @@ def best_of(ratios: Mapping[str, Any], names: Sequence[str]) -> dict[str, str]:
     >>> best_of({"ddp/static": {"median": 1.0}, "ddp-256/static": {"median": 0.9}}, ["ddp", "ddp-256"])
     {'ddp': 'ddp-256'}
     """
-    found: dict[str, str] = {}
-    for name in names:
-        if f"{name}/static" not in ratios:
-            continue
-        of = split_name(name)[0]
-        if of not in found or ratios[f"{name}/static"]["median"] < ratios[f"{found[of]}/static"]["median"]:
-            found[of] = name
-    return found
+    known = [name for name in names if f"{name}/static" in ratios]
+    return _least({name: ratios[f"{name}/static"]["median"] for name in known})
 
 
 def best_score(policies: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> dict[str, str]:
@@ -62,11 +57,16 @@ def best_score(policies: Mapping[str, Mapping[str, Any]], names: Sequence[str]) 
     >>> best_score({"ddp": {"final_accuracy": [0.8]}, "ddp-256": {"final_accuracy": [0.9]}}, ["ddp", "ddp-256"])
     {'ddp': 'ddp-256'}
     """
+    known = {name: [a for a in policies[name]["final_accuracy"] if a is not None] for name in names}
+    return _least({name: -float(np.mean(scores)) for name, scores in known.items() if scores})
+
+
+def _least(values: Mapping[str, float]) -> dict[str, str]:
+    """Kind -> which of its variants has the least value, the one named first where several have it."""
     found: dict[str, str] = {}
-    means = {name: [a for a in policies[name]["final_accuracy"] if a is not None] for name in names}
-    for name in (name for name in names if means[name]):
+    for name, value in values.items():
         best = found.setdefault(split_name(name)[0], name)
-        if np.mean(means[name]) > np.mean(means[best]):
+        if value < values[best]:
             found[split_name(name)[0]] = name
     return found
 
@@ -80,12 +80,11 @@ def table(result: Mapping[str, Any]) -> Table:
     paced = any(share is not None for part in result["policies"].values() for share in part["overran"])
     for name, part in result["policies"].items():
         ratio = result["ratios"].get(f"{name}/static", {})
-        spread = "" if ratio.get("low") is None else f" [{ratio['low']:.2f}, {ratio['high']:.2f}]"
         accuracies = [a for a in part["final_accuracy"] if a is not None]
         rows.append(
             [
                 name + (" (best)" if name in result["best"].values() else ""),
-                "1" if name == "static" else number(ratio.get("median"), 2) + spread,
+                "1" if name == "static" else with_interval(ratio, 2),
                 ", ".join("not reached" if t is None else f"{t:.0f}" for t in part["time_to_target_s"]),
                 number(sum(accuracies) / len(accuracies) if accuracies else None, 3),
                 ", ".join(str(steps) for steps in part["steps"]),

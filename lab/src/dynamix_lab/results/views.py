@@ -57,9 +57,11 @@ def _makers() -> dict[str, Callable[[Mapping[str, Any]], Table | list[Section]]]
     from dynamix_lab.suites.decisions import cost_suite as cost
     from dynamix_lab.suites.decisions import suite as decisions
     from dynamix_lab.suites.faults import suite as faults
+    from dynamix_lab.suites.fuzz import suite as fuzz
     from dynamix_lab.suites.opponents import live_pages
     from dynamix_lab.suites.opponents import pages as opponents
     from dynamix_lab.suites.overhead import suite as overhead
+    from dynamix_lab.suites.quality import pages as quality
     from dynamix_lab.suites.scaling import report as scaling
     from dynamix_lab.suites.stigmergy import report as stigmergy
 
@@ -72,6 +74,7 @@ def _makers() -> dict[str, Callable[[Mapping[str, Any]], Table | list[Section]]]
         "opponents virtual": opponents.sections,
         "opponents emulator": live_pages.sections,
         "faults": faults.table,
+        "fuzz": fuzz.table,
         "stepcount": stepcount.table,
         "stigmergy": stigmergy.sections,
         "workloads": tasks.table,
@@ -80,6 +83,7 @@ def _makers() -> dict[str, Callable[[Mapping[str, Any]], Table | list[Section]]]
         "decisions": decisions.table,
         "cost": cost.table,
         "overhead": overhead.sections,
+        "quality": quality.sections,
         "import": import_table,
         "mutants": mutants_table,
     }

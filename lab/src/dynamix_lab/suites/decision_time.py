@@ -13,9 +13,11 @@ import torch
 
 from dynamix.events.records import EventLog
 from dynamix.policies import make_policy
+from dynamix.runtime.agreement import Message
 from dynamix.runtime.arguments import watched
 from dynamix.runtime.decision import Decider
 from dynamix.runtime.job import Closing, JobFacts
+from dynamix.runtime.observation import ROW
 from dynamix.simulator import ClusterEnv, sample_family
 from dynamix.window import Bounds, Window
 
@@ -23,6 +25,8 @@ WORKERS = (4, 64, 1024)
 DECISIONS, FIRST = 300, 10  # the first ones load code and learn where they are
 FAMILY, SEED = "affine-slowdowns", 30_001
 GOAL_MS = 5.0
+MANY = (1024, 10_000)  # workers of `beside_times`
+BESIDE_MS = 10.0  # goal for the larger
 
 
 def decision_times(policy: str, *, workers: int, decisions: int = DECISIONS) -> dict[str, float]:
@@ -70,6 +74,42 @@ def decision_times(policy: str, *, workers: int, decisions: int = DECISIONS) -> 
         "line_bytes": np.median(lengths),
     }
     return {name: round(float(value), 3) for name, value in figures.items()}
+
+
+def beside_times(*, workers: int, windows: int = DECISIONS) -> dict[str, float]:
+    """Processor milliseconds of rank 0 beside the policy's own decision, medians a window of ten steps.
+
+    rows, window, message, line   copying what was gathered, the `Window` from it, the message packed and unpacked, and
+                                  the line of events.jsonl; `all`: their sum
+    """
+    rng = np.random.default_rng(SEED)
+    sizes = np.full(workers, 64)
+    job = JobFacts(Bounds.of(workers, 1, 512), int(sizes.sum()))
+    block = torch.from_numpy(rng.uniform(0.5, 1.5, (workers, len(ROW) + 10)))
+    block[:, :2] = torch.tensor([10.0, 10.0])  # rounds issued, steps counted
+    spent = np.zeros((windows + FIRST, 4))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with tempfile.TemporaryDirectory() as folder, EventLog(Path(folder) / "events.jsonl") as events:
+            decider = Decider(make_policy("static"), job, events=events)
+            for i in range(windows + FIRST):
+                closing = Closing(i, sizes, 10 * i, 10 * i, 10.0, 10 * i, 0)
+                marks = [time.thread_time()]
+                rows = block.clone().numpy()
+                marks.append(time.thread_time())
+                window = decider.assemble(rows, closing)
+                marks.append(time.thread_time())
+                message = Message.unpack(job.change(sizes, 10 * i).pack())
+                marks.append(time.thread_time())
+                decider.witness(window, closing, message)
+                marks.append(time.thread_time())
+                spent[i] = np.diff(marks)
+    finally:
+        torch.set_num_threads(threads)
+    medians = 1e3 * np.median(spent[FIRST:], axis=0)
+    found = dict(zip(("rows", "window", "message", "line"), medians.tolist(), strict=True))
+    return {name: round(value, 3) for name, value in {"all": float(medians.sum()), **found}.items()}
 
 
 def _first(window: Window) -> Window:

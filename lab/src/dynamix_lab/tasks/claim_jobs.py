@@ -105,8 +105,8 @@ def _figures(values: Tensor) -> list[Any]:
     return [list(plain.shape), *(round(float(v), 4) for v in (plain.mean(), plain.std(correction=0)))]
 
 
-CLAIM_JOBS: dict[str, ClaimJob] = {
-    "teacher": ClaimJob(
+_FROZEN = (
+    ClaimJob(
         workload="teacher",
         target=0.824,
         rates={32: 0.003125, 64: 0.0125, 128: 0.025, 256: 0.05, 512: 0.1, 1024: 0.1},
@@ -114,7 +114,7 @@ CLAIM_JOBS: dict[str, ClaimJob] = {
         critical_batch=2079,
         sha256="dda0117000d827ed4dd77def81db6ab9db53efb14f06751953e86c0d19434dad",
     ),
-    "teacher-classes": ClaimJob(
+    ClaimJob(
         workload="teacher-classes",
         target=0.56,
         rates={32: 0.0125, 64: 0.025, 128: 0.05, 256: 0.1, 512: 0.2, 1024: 0.4},
@@ -122,7 +122,7 @@ CLAIM_JOBS: dict[str, ClaimJob] = {
         critical_batch=4297,
         sha256="57e3b850258c07b9e7eb46d8b2ed95e37b0b7578a38df25a71ee4f7d4843ffbb",
     ),
-    "mnist1d-noisy-mlp": ClaimJob(
+    ClaimJob(
         workload="mnist1d-noisy-mlp",
         target=0.54,
         rates={32: 0.025, 64: 0.05, 128: 0.1, 256: 0.2, 512: 0.4, 1024: 0.4},
@@ -130,5 +130,6 @@ CLAIM_JOBS: dict[str, ClaimJob] = {
         critical_batch=1307,
         sha256="8e483fa87aedc499bfd5da5cb76063a34fd707f2bb9b8d96f857d405cf0ec8cb",
     ),
-}
+)
+CLAIM_JOBS = {job.workload: job for job in _FROZEN}
 """By name; the figures are those of results/stepcount-*."""

@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from dynamix.errors import ConfigError, UsageError
 from dynamix.runtime.arguments import open_control_group
+from dynamix.runtime.control import ControlGroup
 from dynamix.runtime.memory.exit_advice import ExitNote
 from dynamix.runtime.memory.gauge import Gauge, is_out_of_memory
 from dynamix.runtime.memory.limits import LimitSearch, within
@@ -30,16 +31,15 @@ class Memory:
     ) -> None:
         self.attached, self.optimizer, self.loss_weight, self.group = attached, optimizer, loss_weight, group
         self.gauge = Gauge(attached.recorder.device)
-        self.rank = 0 if group is None else dist.get_rank(group)
         self._retrying: RetryingBackward | None = None
-        self._talk: dist.ProcessGroup | None = None
+        self._talk: ControlGroup | None = None
 
     def find(self, step_fn: Callable[[Any], Any], example: Any, bounds: Bounds, *, margin: float) -> Ints:
         """`Controller.find_limits`: caps (W,)."""
         if not 0 <= margin < 1:
             raise ConfigError("margin", margin, "0 to below 1", "use 0.1")
         self._forbid_crossing("find_limits")
-        search = LimitSearch(self.attached, self.optimizer, group=self._group(), rank=self.rank, gauge=self.gauge)
+        search = LimitSearch(self.attached, self.optimizer, group=self._group(), gauge=self.gauge)
         return search.find(step_fn, example, bounds, margin=margin, loss_weight=self.loss_weight)
 
     def backward(self, loss_fn: Callable[[Any], Tensor], batch: Any, *, weight: float, last: bool) -> Tensor:
@@ -47,8 +47,8 @@ class Memory:
         if self._retrying is None:
             self._forbid_crossing("backward")
             group = self._group()
-            self._retrying = RetryingBackward(self.attached, group=group, rank=self.rank, gauge=self.gauge)
-            self.gauge.share(group, self.rank)
+            self._retrying = RetryingBackward(self.attached, group=group, gauge=self.gauge)
+            self.gauge.share(group)
         return self._retrying.run(loss_fn, batch, weight=weight, last=last)
 
     @property
@@ -59,9 +59,9 @@ class Memory:
     def close(self) -> list[dist.ProcessGroup]:
         """Let go of the group that all this talked on, and return it."""
         group, self._talk, self._retrying = self._talk, None, None
-        return [] if group is None else [group]
+        return [] if group is None else group.release()
 
-    def _group(self) -> dist.ProcessGroup | None:
+    def _group(self) -> ControlGroup | None:
         if self._talk is None and self.group is not None:
             self._talk = open_control_group(self.group)
         return self._talk

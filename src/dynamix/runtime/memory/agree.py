@@ -4,24 +4,23 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from dynamix.errors import DynamixError, WorkerLostError
+from dynamix.runtime.control import ControlGroup
 from dynamix.window import Ints
 
 
-def all_of(value: int, group: dist.ProcessGroup | None, rank: int) -> Ints:
+def all_of(value: int, group: ControlGroup | None) -> Ints:
     """Every rank's value, int64 (W,). Raises `WorkerLostError` when one does not answer."""
     if group is None:
         return np.array([value], dtype=np.int64)
-    values = torch.zeros(dist.get_world_size(group), dtype=torch.int64)
-    values[rank] = value
+    values = torch.zeros(group.workers, 1, dtype=torch.int64)
     try:
-        dist.all_reduce(values, group=group)
+        group.all_gather(torch.tensor([value]), values).wait()
     except RuntimeError as error:
         told = f"a rank died, or did not answer within the process group's timeout ({error})"
         raise WorkerLostError(f"{told}; if it ran out of memory, its own output says so") from error
-    return np.asarray(values.numpy(), dtype=np.int64)
+    return np.asarray(values[:, 0].numpy(), dtype=np.int64)
 
 
 def raise_for(failed: Any, error: Exception | None, what: str) -> None:

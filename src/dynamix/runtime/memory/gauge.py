@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from dynamix.probes.host import Cgroups
+from dynamix.runtime.control import ControlGroup
 from dynamix.runtime.memory.agree import all_of
 
 _CPU = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
@@ -80,10 +80,10 @@ class Gauge:
         name = f"{machine.strip()} {[(s.st_dev, s.st_ino) for s in limits[:1]]}"
         return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") >> 2
 
-    def share(self, group: dist.ProcessGroup | None, rank: int) -> None:
+    def share(self, group: ControlGroup | None) -> None:
         """Count the ranks under this rank's limit. A collective call."""
         mine = self.identity()
-        self.sharers = int((all_of(mine, group, rank) == mine).sum())
+        self.sharers = int((all_of(mine, group) == mine).sum())
 
     def headroom_bytes(self) -> float:
         """Bytes until the control group or the machine is full, whichever is first, less the reserve."""

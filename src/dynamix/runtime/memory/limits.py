@@ -5,13 +5,13 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
 from dynamix.errors import ConfigError, UsageError
 from dynamix.runtime import random_state
+from dynamix.runtime.control import ControlGroup
 from dynamix.runtime.memory.agree import all_of, raise_for
 from dynamix.runtime.memory.batches import resized
 from dynamix.runtime.memory.gauge import Gauge, is_out_of_memory, release
@@ -69,10 +69,9 @@ class LimitSearch:
     group find what fits beside the others. Gradients, buffers and random state are put back.
     """
 
-    def __init__(
-        self, attached: Attached, optimizer: Optimizer, *, group: dist.ProcessGroup | None, rank: int, gauge: Gauge
-    ) -> None:
-        self.attached, self.optimizer, self.group, self.rank, self.gauge = attached, optimizer, group, rank, gauge
+    def __init__(self, attached: Attached, optimizer: Optimizer, *, group: ControlGroup | None, gauge: Gauge) -> None:
+        self.attached, self.optimizer, self.group, self.gauge = attached, optimizer, group, gauge
+        self.rank = 0 if group is None else group.rank
 
     def find(
         self, step_fn: Callable[[Any], Any], example: Any, bounds: Bounds, *, margin: float, loss_weight: LossWeight
@@ -86,7 +85,7 @@ class LimitSearch:
         # A batch of one has no variance for batch normalisation, and no step of an epoch has less than two.
         low = min(max(int(bounds.low[self.rank]), -(-2 // q) * q), high)
         search = Search(low, high, quantum=q)
-        self.gauge.share(self.group, self.rank)
+        self.gauge.share(self.group)
         release()  # what the C library holds from before would look taken
         with self._apart(loss_weight):
             self._run(search, step_fn, example)
@@ -94,7 +93,7 @@ class LimitSearch:
         if 0 < largest < high:
             # The gap to the size that failed is part of the margin already.
             largest = max(int(largest * (1 - margin)) // q * q, low)
-        found = all_of(largest, self.group, self.rank)
+        found = all_of(largest, self.group)
         if (found == 0).any():
             at = int(np.argmin(found))
             allowed = f"what fits the memory of rank {at}, where not even {max(int(bounds.low[at]), 2)} samples do"
@@ -104,12 +103,12 @@ class LimitSearch:
 
     def _run(self, search: Search, step_fn: Callable[[Any], Any], example: Any) -> None:
         first = True  # a process's first pass takes memory once that no later one does, so it is not counted
-        while all_of(not search.done, self.group, self.rank).any():
+        while all_of(not search.done, self.group).any():
             headroom, fitted, error = self.gauge.headroom_bytes(), False, None
-            all_of(0, self.group, self.rank)  # nobody grows while another still looks how much is left
+            all_of(0, self.group)  # nobody grows while another still looks how much is left
             if search.size:
                 fitted, error = self._try(step_fn, example, search.size, headroom)
-            failed = all_of(error is not None, self.group, self.rank)
+            failed = all_of(error is not None, self.group)
             raise_for(failed > 0, error, "find_limits: step_fn failed")
             if search.size and not first:
                 search.tell(fitted=fitted)

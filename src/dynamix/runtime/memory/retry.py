@@ -10,11 +10,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dynamix.errors import MemoryLimitError
+from dynamix.runtime.control import ControlGroup
 from dynamix.runtime.gradients import GradientHook
 from dynamix.runtime.memory.agree import all_of, raise_for
 from dynamix.runtime.memory.batches import length, piece
@@ -31,8 +31,9 @@ _OK, _AGAIN, _FAILED, _FULL = range(4)
 class RetryingBackward:
     """`Controller.backward`'s work; one per controller. A collective object."""
 
-    def __init__(self, attached: Attached, *, group: dist.ProcessGroup | None, rank: int, gauge: Gauge) -> None:
-        self.attached, self.group, self.rank, self.gauge = attached, group, rank, gauge
+    def __init__(self, attached: Attached, *, group: ControlGroup | None, gauge: Gauge) -> None:
+        self.attached, self.group, self.gauge = attached, group, gauge
+        self.rank = 0 if group is None else group.rank
         self.largest: int | None = None  # samples of a piece that may fit this rank, after some did not
         self._error: Exception | None = None
 
@@ -72,7 +73,7 @@ class RetryingBackward:
                 if self.group is not None:
                     # Waiting for slower ranks is no computing; the hook's own mark comes too late.
                     self.attached.recorder.gradients_ready()
-            states = all_of(state, self.group, self.rank)
+            states = all_of(state, self.group)
             if self.group is not None:
                 self.attached.recorder.reduced()
             if (states >= _FAILED).any() or not (states == _AGAIN).any():

@@ -1,7 +1,7 @@
 """What a rank of any peer needs: the task, a line to the parent, a board that all ranks share, and the measured run.
 
 torch, NumPy and the standard library only, and relative imports: this folder runs as a package of its own in the
-peer's interpreter. Model, loss and data set come from the parent, in files.
+peer's interpreter. Layers and the name of the loss come from the parent as JSON, weights and data set in files.
 """
 
 from __future__ import annotations
@@ -50,6 +50,17 @@ def as_is(batch: Any) -> Any:
     return batch
 
 
+def built(layers: Sequence[Any]) -> nn.Module:
+    """A network of torch's own layers from what the parent read off its own: the class's name and its arguments, or, of
+    a sequence, such pairs.
+    """
+    name, given = layers
+    if name == nn.Sequential.__name__:
+        return nn.Sequential(*(built(layer) for layer in given))
+    made: nn.Module = getattr(nn, name)(**given)
+    return made
+
+
 class Task:
     """What is trained and how, from the file that the parent wrote.
 
@@ -96,7 +107,10 @@ class Task:
 
     def model(self) -> nn.Module:
         """The network with the weights every run of this seed begins with."""
-        return torch.load(self.config["model"], weights_only=False)  # type: ignore[no-any-return]
+        with torch.random.fork_rng(devices=[]):
+            net = built(self.config["layers"])
+        net.load_state_dict(torch.load(self.config["weights"], weights_only=True))
+        return net
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """The workload's, a mean over the samples."""

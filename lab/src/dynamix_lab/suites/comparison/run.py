@@ -8,16 +8,15 @@ from typing import Any
 import torch
 
 from dynamix.emulator import Emulation, Scenario, load_scenario
-from dynamix.events.records import SCHEMA
 from dynamix.events.run_folder import RunFolder, commit, machine
 from dynamix_lab.harness.display import Display
-from dynamix_lab.harness.finished import FinishedSeeds
+from dynamix_lab.harness.finished import FinishedSeeds, facts_of
 from dynamix_lab.harness.host import host
 from dynamix_lab.harness.launch import POLICIES, Launch, LaunchSettings, disturbance_seed
 from dynamix_lab.harness.runs import AGAIN, PolicyRun, policy_facts, summarise
 from dynamix_lab.suites.comparison.plots import moves
 from dynamix_lab.suites.comparison.report import write_report
-from dynamix_lab.suites.comparison.table import caveats, legend, ratio_lines, result_table
+from dynamix_lab.suites.comparison.table import a_a_lines, caveats, legend, ratio_lines, result_table
 from dynamix_lab.tasks import make_workload
 
 # A run during which the hypervisor took more than this part of the machine's processor time from us is no measurement;
@@ -43,9 +42,7 @@ def run_comparison(
     facts = _facts(settings, scenario, target)
     started_on = host()
     kept = FinishedSeeds(folder, facts)
-    finished = kept.load(seeds)
-    for seed in finished:
-        display.say(f"seed {seed}: finished earlier, in {folder.path}")
+    finished = kept.load(seeds, display.say)
     runs = [run for of_seed in finished.values() for run in of_seed]
     facts["mechanisms"] = folder.read_run().get("mechanisms", {})
 
@@ -74,8 +71,7 @@ def run_comparison(
                     runs = again  # not before: an interrupted attempt replaces nothing
                     kept.save(seed, runs)
     except KeyboardInterrupt:
-        whole = [run for run in runs if kept.path(run.seed).exists()]
-        if whole:
+        if whole := kept.whole(runs):
             _conclude(settings, scenario, whole, {**facts, "interrupted": True}, folder, display)
             display.say(f"interrupted: go on with --resume --out {folder.path}")
         raise
@@ -115,19 +111,14 @@ def _disturbed(runs: Sequence[PolicyRun], seed: int) -> list[PolicyRun]:
 
 
 def _facts(settings: LaunchSettings, scenario: Scenario, target: float) -> dict[str, Any]:
-    seeds = range(settings.seed, settings.seed + settings.seeds)
-    return {
-        "schema": SCHEMA,
-        "command": settings.command,
-        "cluster": "emulator",
-        "scenario": scenario.name,
-        "scenario_sha256": scenario.sha256,
-        "workload": settings.workload,
-        "target": target,
-        "quick": settings.quick,
-        "seeds": list(seeds),
-        "order": {str(seed): settings.order(seed) for seed in seeds},
-        "settings": {
+    return facts_of(
+        scenario,
+        {seed: settings.order(seed) for seed in range(settings.seed, settings.seed + settings.seeds)},
+        command=settings.command,
+        workload=settings.workload,
+        target=target,
+        quick=settings.quick,
+        settings={
             "batch_size": settings.batch_size,
             "interval": settings.interval,
             "lr_rule": settings.lr_rule,
@@ -135,15 +126,11 @@ def _facts(settings: LaunchSettings, scenario: Scenario, target: float) -> dict[
             "mechanism": settings.mechanism,
             "policy": policy_facts(None) if "dynamix" in settings.policies else None,
         },
-    }
+    )
 
 
 def _say_end(display: Display, runs: Sequence[PolicyRun], result: dict[str, Any], folder: RunFolder) -> None:
     display.show(result_table(runs), legend(runs, result["target"]))
-    for line in [*caveats(result), *ratio_lines(result["ratios"])]:
+    for line in [*caveats(result), *ratio_lines(result["ratios"]), *a_a_lines(result["a_a"])]:
         display.say(line)
-    a_a = result["a_a"]
-    if a_a is not None and not a_a["within"]:
-        off = f"{100 * (a_a['median'] - 1):+.1f} %, more than {100 * a_a['limit']:.0f} %"
-        display.say(f"A/A: static against itself is off by {off}: repeat the call whole, on a machine left alone")
     display.say(f"report: {folder.path / 'report.html'}")

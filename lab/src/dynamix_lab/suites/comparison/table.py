@@ -8,7 +8,8 @@ from typing import Any
 from dynamix_lab.harness.runs import AGAIN, PolicyRun
 from dynamix_lab.report import Table, number, percent
 
-HEAD = ("policy", "seed", "to target", "accuracy", "samples/s", "waiting", "batch sizes at the end")
+SHARED = ("seed", "to target", "accuracy", "samples/s")  # columns of every table of runs, after their name
+HEAD = ("policy", *SHARED, "waiting", "batch sizes at the end")
 _POLICIES = {
     "reference": "reference: shares computed from the scenario file, which no policy may read; global batch fixed",
     "static": "static: every worker keeps the batch size it began with",
@@ -19,11 +20,16 @@ _POLICIES = {
 
 
 def result_table(runs: Sequence[PolicyRun]) -> Table:
-    """A row for each run: the issue of everything."""
+    """A row for each run."""
     return Table(HEAD, [_row(run) for run in runs])
 
 
 def _row(run: PolicyRun) -> list[str]:
+    return [*shared_cells(run), percent(run.wait_fraction), " ".join(map(str, run.batch_sizes))]
+
+
+def shared_cells(run: PolicyRun) -> list[str]:
+    """A run's name and what it has in the columns `SHARED`."""
     reached = run.time_to_target_s
     return [
         run.policy,
@@ -31,17 +37,22 @@ def _row(run: PolicyRun) -> list[str]:
         "not reached" if reached is None else f"{reached:.1f} s",
         number(run.accuracy, 3),
         number(run.samples_per_s, 0),
-        percent(run.wait_fraction),
-        " ".join(map(str, run.batch_sizes)),
+    ]
+
+
+def shared_legend(target: str, of: str) -> list[str]:
+    """What the columns `SHARED` mean; `of` names what trains together, such as "workers"."""
+    return [
+        f"to target: seconds of training until the accuracy on held-out data was {target}",
+        "accuracy: on held-out data, when the run ended",
+        f"samples/s: of all {of} together, over the whole run",
     ]
 
 
 def legend(runs: Sequence[PolicyRun], target: float) -> list[str]:
     """What the columns of `result_table` mean, and what the policies in it are."""
     columns = [
-        f"to target: seconds of training until the accuracy on held-out data was {target:.3f}",
-        "accuracy: on held-out data, when the run ended",
-        "samples/s: of all workers together, over the whole run",
+        *shared_legend(f"{target:.3f}", "workers"),
         "waiting: share of all workers' step time in which they waited for a slower worker",
         "batch sizes at the end: samples a step of worker 0, worker 1, ...",
     ]
@@ -64,6 +75,18 @@ def ratio_lines(ratios: Mapping[str, Mapping[str, Any]]) -> list[str]:
     if lines:
         lines.append("below 1 x is faster; brackets hold a 95 % interval, which one pair of runs cannot give")
     return lines
+
+
+def a_a_lines(found: Mapping[str, Any] | None) -> list[str]:
+    """What static against itself says, where it says that the call may not be believed.
+
+    >>> a_a_lines({"median": 1.08, "limit": 0.05, "within": False})
+    ['A/A: static against itself is off by +8.0 %, more than 5 %: repeat the call whole, on a machine left alone']
+    """
+    if found is None or found["within"]:
+        return []
+    off = f"{100 * (found['median'] - 1):+.1f} %, more than {100 * found['limit']:.0f} %"
+    return [f"A/A: static against itself is off by {off}: repeat the call whole, on a machine left alone"]
 
 
 def caveats(result: Mapping[str, Any]) -> list[str]:

@@ -7,7 +7,7 @@ import json
 import random
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -34,13 +34,13 @@ class Different(AssertionError):
     """An input that was taken is not what is written again, or trains otherwise than a whole job."""
 
 
-class Target:
-    """One kind of input. `attempt(rng)` makes one and tries it: True where it was taken, False where refused."""
+class Target(Protocol):
+    """One kind of input, by `name`."""
 
     name: str
 
     def attempt(self, rng: random.Random) -> bool:
-        raise NotImplementedError
+        """Make one and try it: True where it was taken, False where it was refused."""
 
 
 class Job:
@@ -72,11 +72,11 @@ class Job:
         return seen
 
 
-class States(Target):
+class States:
     """States of jobs with every policy, their checksums computed anew; one in `every` that is taken is trained out."""
 
     name = "states"
-    every = 100
+    every = 20
 
     def __init__(self) -> None:
         self.jobs, self.states = list[Job](), list[dict[str, Any]]()
@@ -154,7 +154,7 @@ def damaged(state: dict[str, Any], rng: random.Random) -> dict[str, Any]:
     return changed
 
 
-class Events(Target):
+class Events:
     """Files of events, read and asked for a replay."""
 
     name = "events"
@@ -192,7 +192,7 @@ class Events(Target):
         return True
 
 
-class PolicyFiles(Target):
+class PolicyFiles:
     """Shipped policy files, weights and description, the hash of the weights computed anew."""
 
     name = "policy-files"
@@ -228,7 +228,7 @@ class PolicyFiles(Target):
         return True
 
 
-class Scenarios(Target):
+class Scenarios:
     """Scenarios as YAML texts, aliases and depth among what is changed."""
 
     name = "scenarios"
@@ -254,7 +254,7 @@ class Scenarios(Target):
         return True
 
 
-class Traces(Target):
+class Traces:
     """Traces of slowdowns as CSV texts."""
 
     name = "traces"

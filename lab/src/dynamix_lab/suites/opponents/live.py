@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 
 from dynamix.emulator import Emulation
@@ -20,6 +21,7 @@ from dynamix_lab.opponents.launch import LiveJob, LiveRun, launch, until_paced
 from dynamix_lab.opponents.runs import RunLimits, TrialRun
 from dynamix_lab.opponents.trial import Trial
 from dynamix_lab.opponents.virtual import fastest_worker, run_virtual
+from dynamix_lab.opponents.world import DeviceWorld
 from dynamix_lab.statistics import a_a, balanced_order, paired_ratio, who_wins
 from dynamix_lab.suites.opponents import live_pages
 from dynamix_lab.suites.opponents.places import JobNumbers, job_numbers
@@ -204,6 +206,10 @@ class LiveSuite(Suite):
             )
             for text, pairs in by_place.items()
         }
+        until_s = self.plan.time_s + BEYOND_S
+        for text, part in places.items():
+            if "static" in part["steps"]:
+                part["static_steps_virtual"] = static_steps(Place.of(text), self.plan.trial(text, "static"), until_s)
         rows = [
             row for row in next(iter(self.plan.trials.values())) if all(row in p["seconds"] for p in places.values())
         ]
@@ -237,6 +243,18 @@ def reference_curve(place: Place, trial: Trial) -> ProgressCurve:
     return ProgressCurve.of(place.workload, points, about={"trial": trial.to_dict(), "seeds": list(TUNING_SEEDS)})
 
 
+def static_steps(place: Place, trial: Trial, until_s: float) -> float:
+    """Steps of `trial` by `until_s` on the virtual clock, equal batches held: what live runs are compared with."""
+    world = world_at(place, trial, 0)
+    assert isinstance(world, DeviceWorld)
+    world.reset()
+    steps = world.steps
+    while world.clock_s[0] < until_s:
+        _, whole_s = world.advance()
+        steps += 1
+    return float(steps - (world.clock_s[0] - until_s) / whole_s[0])
+
+
 def kept(live: LiveRun) -> dict[str, Any]:
     """What is kept of a run: its curve, what its devices did, and where it stood."""
     known, run = live.to_dict(), live.run.to_dict()
@@ -263,9 +281,8 @@ def concluded(
             times = [float(t) for t in seen["time_s"]]
             read = curve.read(times, [math.inf if loss is None else float(loss) for loss in seen["loss"]])
             seconds[name].append(read.seconds_per_1000(time_s))
-            at = next((n for t, n in zip(times, seen["samples"], strict=True) if t >= time_s), seen["samples"][-1])
             about[name]["equivalent_samples"].append(read.at(time_s))
-            about[name]["samples"].append(float(at))
+            about[name]["samples"].append(float(np.interp(time_s, times, seen["samples"])))
             about[name]["time_to_target_s"].append(reached(run, job))
             about[name]["beyond_curve"].append(float(read.after))
     once = {name: values for name, values in seconds.items() if not name.endswith(AGAIN)}

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dynamix_lab.report import Page, Section, Table, measured, number, provenance, sections_markdown, with_interval
+from dynamix_lab.report import Page, Section, Table, measured, number, provenance, sections_markdown
 from dynamix_lab.statistics import geometric_mean
+from dynamix_lab.suites.opponents.pages import first_sentence, ratio_cells
 
 LEAD = (
     "Real processes on emulated devices. A run's held-out loss is read on one reference curve of its job (static at "
     "its best batch and learning rate): equivalent samples. Seconds are per 1,000 of them until the same clock time "
-    "for every row; below 1 a ratio is faster. Rows named again ran twice: they say what the machine adds."
+    "for every row; below 1 a ratio is faster. Verdicts are about progress until that time, not about the target. Rows "
+    "named again ran twice: they say what the machine adds."
 )
 
 
@@ -33,10 +35,7 @@ def page(result: Mapping[str, Any]) -> str:
 def _together(result: Mapping[str, Any]) -> list[Section]:
     rows = list(result["policies"])
     others = [name for name in ("single", "static", "local", "goodput") if name in rows]
-    table = [
-        [row, *("1" if row == other else with_interval(result["ratios"][f"{row}/{other}"], 3) for other in others)]
-        for row in rows
-    ]
+    table = [[row, *ratio_cells(row, others, result["ratios"], 3)] for row in rows]
     head = ["row", *(f"over {other}" for other in others)]
     return [Section("All places", text=_a_a(result["a_a"]), table=Table(head, table))]
 
@@ -54,7 +53,7 @@ def _a_a(found: Mapping[str, Any] | None) -> list[str]:
 
 
 def _section(text: str, part: Mapping[str, Any], result: Mapping[str, Any]) -> Section:
-    found, first = part["verdict"], part["first"]
+    found = part["verdict"]
     others = dict.fromkeys(
         name for name in ("single", "static", found["best_synchronous"], found["best_rarely"], "goodput") if name
     )
@@ -64,14 +63,11 @@ def _section(text: str, part: Mapping[str, Any], result: Mapping[str, Any]) -> S
         reached = [t for t in about["time_to_target_s"] if t is not None]
         cells = [row, number(geometric_mean(seconds), 3), number(_mean(about["samples"]), 0)]
         cells.append(f"{number(_mean(reached), 1)} ({len(reached)} of {len(seconds)})" if reached else "–")
-        for other in others:
-            ratio = part["ratios"].get(f"{row}/{other}")
-            cells.append("1" if row == other else with_interval(ratio, 3) if ratio else "–")
-        cells.append(f"{sum(part['overruns'][row])}")
-        rows.append(cells)
+        rows.append([*cells, *ratio_cells(row, others, part["ratios"], 3), str(sum(part["overruns"][row]))])
     head = ["row", "s per 1,000", "samples", "s to target", *(f"over {other}" for other in others), "overruns"]
-    level = f", not told from it: {', '.join(first['level'])}" if first["level"] else ""
-    said = [found["sentence"], f"First: {first['best']}{level}. {len(part['pairs'])} pairs."]
+    said = [found["sentence"], f"{first_sentence(part['first'])} Pairs: {len(part['pairs'])}."]
+    if beyond := [row for row, about in part["about"].items() if any(about["beyond_curve"])]:
+        said.append(f"Past the end of the reference curve, so slower here than they were: {', '.join(beyond)}.")
     if part["late"]:
         said.append(f"No measurement, as devices overran after every repeat: {', '.join(part['late'])}.")
     return Section(text, text=said, table=Table(head, rows))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from dynamix_lab.opponents.trial import Trial
@@ -19,7 +20,7 @@ from dynamix_lab.report import (
     sections_markdown,
     with_interval,
 )
-from dynamix_lab.statistics import geometric_mean
+from dynamix_lab.statistics import geometric_mean, paired_ratio
 from dynamix_lab.suites.opponents.regimes import is_regime
 from dynamix_lab.tasks.claim_jobs import CLAIM_JOBS
 
@@ -29,11 +30,29 @@ LEAD = (
     "pairs. A run that did not arrive counts with the time at which it was ended."
 )
 
+OVER = ("single", "static", "lb_bsp", "goodput")  # what all rows are compared with over all places
+
 
 def sections(result: Mapping[str, Any]) -> list[Section]:
-    """One for each place, in the order of the plan; before them one over all regimes, where there are some."""
+    """One for each place, in the order of the plan; before them one over all regimes, and one over all other places."""
     regimes = {text: part for text, part in result["places"].items() if is_regime(text)}
-    return ([_map(regimes)] if regimes else []) + [_section(text, part) for text, part in result["places"].items()]
+    places = {text: part for text, part in result["places"].items() if not is_regime(text)}
+    whole = ([_map(regimes)] if regimes else []) + ([_together(places)] if len(places) > 1 else [])
+    return whole + [_section(text, part) for text, part in result["places"].items()]
+
+
+def _together(places: Mapping[str, Any]) -> Section:
+    """Ratios over all places, each weighing the same."""
+    times: dict[str, dict[str, Any]] = {}
+    for text, part in places.items():
+        for row, seconds in part["times_s"].items():
+            times.setdefault(row, {})[text] = seconds
+    rows = [row for row, by_place in times.items() if len(by_place) == len(places)]
+    others = [row for row in OVER if row in rows]
+    found = {f"{a}/{b}": paired_ratio(times[a], times[b]).to_dict() for a in rows for b in others if a != b}
+    head = ["row", *(f"over {other}" for other in others)]
+    table = Table(head, [[row, *ratio_cells(row, others, found, 2)] for row in rows])
+    return Section("All places", text=["Every place weighs the same, and intervals are over places."], table=table)
 
 
 def _map(places: Mapping[str, Any]) -> Section:
@@ -52,10 +71,13 @@ def _map(places: Mapping[str, Any]) -> Section:
         rows.append([ratio, per_worker, f"{spread}:1", workers, job, *shown, f"{first['best']}{level}"])
     head = ["exchange/compute", "critical batch/W", "speeds", "W", "job", *names, "first (not told from it)"]
     said = (
-        "Speed over the fastest worker alone, best of each row after tuning. Exchange over compute is the time of one "
-        "exchange of gradients over the fastest worker's on 64 samples."
+        "Speed over the fastest worker alone, each row at what it was tuned to. Exchange over compute is the time of "
+        "one exchange of gradients over the fastest worker's on 64 samples."
     )
-    return Section("Who wins where", text=[said], table=Table(head, rows))
+    ends = Counter(row for part in places.values() for row, cell in part["rows"].items() if cell["at_edge"])
+    counted = ", ".join(f"{row} in {ends[row]}" for row in names if ends[row])
+    edges = [f"Tuned to an end of what was tried, of {len(places)} cells: {counted}."] if counted else []
+    return Section("Who wins where", text=[said, *edges], table=Table(head, rows))
 
 
 def markdown(result: Mapping[str, Any]) -> str:
@@ -73,7 +95,7 @@ def page(result: Mapping[str, Any]) -> str:
 
 
 def _section(text: str, part: Mapping[str, Any]) -> Section:
-    found, first = part["verdict"], part["first"]
+    found = part["verdict"]
     best = found["best_synchronous"]
     rarely = found["best_rarely"]
     others = dict.fromkeys(other for other in ("single", "static", best, rarely) if other)
@@ -83,13 +105,33 @@ def _section(text: str, part: Mapping[str, Any]) -> Section:
         arrived = part["arrived"][row]
         came = "" if all(arrived) else f" ({sum(arrived)} of {len(arrived)} arrived)"
         cells = [row, described(trial), f"{number(geometric_mean(times), 1)}{came}"]
-        for other in others:
-            ratio = part["ratios"].get(f"{row}/{other}")
-            cells.append("1" if row == other else with_interval(ratio, 2) if ratio else "–")
-        rows.append(cells)
+        rows.append([*cells, *ratio_cells(row, others, part["ratios"], 2)])
     head = ["row", "tuned to", "seconds", *(f"over {other}" for other in others)]
+    said = [found["sentence"], first_sentence(part["first"]), *_edges(part["rows"])]
+    return Section(text, text=said, table=Table(head, rows))
+
+
+def first_sentence(first: Mapping[str, Any]) -> str:
+    """Who is first, and who is not told from it.
+
+    >>> first_sentence({"best": "local", "level": ["static", "dynamix"]})
+    'First: local, not told from it: static, dynamix.'
+    """
     level = f", not told from it: {', '.join(first['level'])}" if first["level"] else ""
-    return Section(text, text=[found["sentence"], f"First: {first['best']}{level}."], table=Table(head, rows))
+    return f"First: {first['best']}{level}."
+
+
+def ratio_cells(row: str, others: Iterable[str], ratios: Mapping[str, Any], digits: int) -> list[str]:
+    """A row's ratios to other rows: 1 to itself, a dash where there is none."""
+    found = {other: ratios.get(f"{row}/{other}") for other in others}
+    return ["1" if row == other else with_interval(ratio, digits) if ratio else "–" for other, ratio in found.items()]
+
+
+def _edges(rows: Mapping[str, Any]) -> list[str]:
+    """Which rows were tuned to an end of what was tried: a better trial may lie beyond."""
+    ends = {row: " and ".join(cell["at_edge"]).replace("_", " ") for row, cell in rows.items() if cell["at_edge"]}
+    said = ", ".join(f"{row} ({what})" for row, what in ends.items())
+    return [f"Tuned to an end of what was tried: {said}."] if ends else []
 
 
 def described(trial: Trial) -> str:

@@ -137,6 +137,11 @@ class RowJob:
             if self.controller is not None:
                 self.controller.step(loss=loss, logits=logits, target=targets)
 
+    @property
+    def call_s(self) -> float:
+        """Seconds spent inside of `controller.step()` so far."""
+        return 0.0 if self.controller is None else self.controller.overhead_s
+
     def close(self) -> None:
         """End the controller's threads."""
         if self.controller is not None:
@@ -159,7 +164,9 @@ def timed(job: RowJob, steps: int) -> tuple[float, float]:
 
 
 def time_blocks(rank: int, store: str, blocks: Blocks) -> dict[str, dict[str, list[float]]]:
-    """`wall_s` and `cpu_s` of this rank by row, an entry a round. A collective call in `RANKS` processes.
+    """`wall_s` and `cpu_s` of this rank by row, an entry a round, and `call_s` inside of `controller.step()`.
+
+    A collective call in `RANKS` processes.
 
     store   path of a file that does not exist yet, where the ranks meet
     """
@@ -173,10 +180,14 @@ def time_blocks(rank: int, store: str, blocks: Blocks) -> dict[str, dict[str, li
         found: dict[str, dict[str, list[float]]] = {
             "wall_s": {name: [] for name in blocks.rows},
             "cpu_s": {name: [] for name in blocks.rows},
+            "call_s": {name: [] for name, job in jobs.items() if job.controller is not None},
         }
         for turn in range(blocks.rounds):
             for name in balanced_order(blocks.rows, blocks.seed + turn):
-                wall_s, cpu_s = timed(jobs[name], blocks.steps)
+                job, before_s = jobs[name], jobs[name].call_s
+                wall_s, cpu_s = timed(job, blocks.steps)
+                if name in found["call_s"]:
+                    found["call_s"][name].append(job.call_s - before_s)
                 found["wall_s"][name].append(wall_s)
                 found["cpu_s"][name].append(cpu_s)
         for job in jobs.values():

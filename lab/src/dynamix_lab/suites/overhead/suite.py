@@ -26,7 +26,15 @@ from dynamix_lab.harness.processes import in_processes
 from dynamix_lab.harness.suite import Cell, Context, Suite
 from dynamix_lab.report import Section, Table, number, sections_markdown, with_interval
 from dynamix_lab.statistics import mean_interval
-from dynamix_lab.suites.decision_time import DECISIONS, GOAL_MS, WORKERS, decision_times
+from dynamix_lab.suites.decision_time import (
+    BESIDE_MS,
+    DECISIONS,
+    GOAL_MS,
+    MANY,
+    WORKERS,
+    beside_times,
+    decision_times,
+)
 from dynamix_lab.suites.overhead.ranks import AGAIN, HOOK, INTERVAL, PLAIN, RANKS, Blocks, find_width, time_blocks
 
 SHORT_MS = 5.0  # steps below it are timed more often, since a block of them is over at once
@@ -128,7 +136,8 @@ class OverheadSuite(Suite):
             timed = dict(in_processes(time_blocks, {rank: (rank, store, blocks) for rank in range(RANKS)}, RANKS))
         cpu_s = {name: np.sum([timed[rank]["cpu_s"][name] for rank in timed], axis=0).tolist() for name in blocks.rows}
         about = {"load_average": [round(load, 2), round(os.getloadavg()[0], 2)], "launch_s": time.monotonic() - began}
-        return {**about, "steps": blocks.steps, "wall_s": timed[0]["wall_s"], "cpu_s": cpu_s}
+        found = {"wall_s": timed[0]["wall_s"], "cpu_s": cpu_s, "call_s": timed[0]["call_s"]}
+        return {**about, "steps": blocks.steps, **found}
 
     def conclude(self, cells: Mapping[str, Any]) -> dict[str, Any]:
         jobs = {}
@@ -152,6 +161,7 @@ def summarise(launches: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """A model's launches as the result holds them: for each row milliseconds a step, and its ratios to plain DDP.
 
     step_ms, cpu_ms    medians over all blocks; processor time is that of all threads of both ranks
+    call_ms            the same of `controller.step()` on rank 0, by the clock
     ratio, cpu_ratio   geometric means over launches of each launch's median over blocks, with Student's t
     """
     names, steps = list(launches[0]["wall_s"]), launches[0]["steps"]
@@ -161,6 +171,8 @@ def summarise(launches: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         for what, clock, ratio in (("wall_s", "step_ms", "ratio"), ("cpu_s", "cpu_ms", "cpu_ratio")):
             row[clock] = round(float(np.median([1e3 * s / steps for one in launches for s in one[what][name]])), 4)
             row[ratio] = _interval(np.array([np.median(_logs(one[what], name)) for one in launches]))
+        calls = [1e3 * s / steps for one in launches for s in one["call_s"].get(name, [])]
+        row["call_ms"] = round(float(np.median(calls)), 4) if calls else None
         rows[name] = row
     blocks = sum(len(one["wall_s"][PLAIN]) for one in launches)
     loads = [one["load_average"] for one in launches]
@@ -178,9 +190,10 @@ def _interval(logs: Floats) -> dict[str, float | None]:
 
 
 def decisions(policies: Sequence[str], *, workers: Sequence[int] = WORKERS, count: int = DECISIONS) -> dict[str, Any]:
-    """`decision_ms` by policy and number of workers, with the goal for the processor time."""
+    """`decision_ms` by policy and number of workers, what rank 0 does beside it, and the goals for processor time."""
     found = {name: {str(w): decision_times(name, workers=w, decisions=count) for w in workers} for name in policies}
-    return {"decision_ms": found, "goal": {"decision_cpu_ms": GOAL_MS}}
+    beside = {str(w): beside_times(workers=w, windows=count) for w in MANY}
+    return {"decision_ms": found, "beside_ms": beside, "goal": {"decision_cpu_ms": GOAL_MS, "beside_cpu_ms": BESIDE_MS}}
 
 
 def sections(result: Mapping[str, Any]) -> list[Section]:
@@ -194,15 +207,19 @@ def sections(result: Mapping[str, Any]) -> list[Section]:
                 "1" if name == PLAIN else with_interval(row["ratio"]),
                 number(row["cpu_ms"], 3),
                 "1" if name == PLAIN else with_interval(row["cpu_ratio"]),
+                number(row["call_ms"], 3),
             ]
             for name, row in job["rows"].items()
         ]
-        head = ["row", "a step, ms", f"over {PLAIN} (95 %)", "processor, ms a step", f"over {PLAIN} (95 %)"]
+        over = f"over {PLAIN} (95 %)"
+        head = ["row", "a step, ms", over, "processor, ms a step", over, "`controller.step()`, ms"]
         about = f"Two hidden layers of {job['width']}. {job['launches']} launches, {job['blocks']} blocks of "
         about += f"{job['steps']} steps for each row; processor time is of all threads of both ranks."
         parts.append(Section(f"Steps of {size.removesuffix('ms')} ms", text=[about], table=Table(head, rows)))
     if "decision_ms" in result:
         parts.append(Section("A decision", table=decision_table(result)))
+    if "beside_ms" in result:
+        parts.append(Section("Rank 0 beside the decision, a window", table=beside_table(result)))
     return parts
 
 
@@ -220,6 +237,15 @@ def decision_table(result: Mapping[str, Any]) -> Table:
     ]
     goal = f"decision and events line, processor ms (goal: {result['goal']['decision_cpu_ms']:g})"
     return Table(["policy", "workers", goal, "99th percentile", "decision", "line", "line, kB"], rows)
+
+
+def beside_table(result: Mapping[str, Any]) -> Table:
+    """A row a number of workers."""
+    goal = f"in all, processor ms (goal: {result['goal']['beside_cpu_ms']:g})"
+    heads = ["workers", goal, "rows copied", "window", "message", "events line"]
+    parts = ("all", "rows", "window", "message", "line")
+    rows = [[workers, *(number(ms[part], 2) for part in parts)] for workers, ms in result["beside_ms"].items()]
+    return Table(heads, rows)
 
 
 def _size(step_ms: float) -> str:

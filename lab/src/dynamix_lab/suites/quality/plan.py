@@ -1,0 +1,199 @@
+"""Which jobs and rows `dynamix bench quality` compares, and how many pairs of each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from dynamix.emulator import load_scenario
+from dynamix.errors import ConfigError
+from dynamix_lab.opponents.trial import SCHEDULES, Trial
+from dynamix_lab.statistics import pairs_needed
+from dynamix_lab.tasks import Workload, make_workload
+from dynamix_lab.tasks.mnist1d import TUNING_SEEDS
+
+SCENARIO = "device-demo"
+BATCH = 64  # samples per worker at the start
+EVEN = "static"  # the row that every other one is compared with
+HALF_WIDTH = 0.2  # points, of an interval
+FLOOR = -0.3  # points: the lower end that a default must reach
+HELD_OUT = 10_000
+PILOT, MOST_PAIRS = 8, 40
+DATA_SETS = 4  # seeds share them in turn: seeds differ by weights, order and disturbances
+
+
+@dataclass(frozen=True, slots=True)
+class QualityJob:
+    """A job whose model is judged when it is trained.
+
+    options   of `make_workload`
+    rate      learning rate at the start, for the global batch there
+    train     samples to train on; epochs: how often each of them is used
+    """
+
+    workload: str
+    options: Mapping[str, Any]
+    rate: float
+    train: int
+    epochs: int
+
+    def load(self) -> Workload:
+        """The workload."""
+        return make_workload(self.workload, **self.options)
+
+
+def _both(name: str, job: QualityJob, rate: float) -> dict[str, QualityJob]:
+    """A job, and with batch norm at a `rate` of its own."""
+    normed = replace(job, options={**job.options, "norm": "batch"}, rate=rate)
+    return {name: job, f"{name}-batchnorm": normed}
+
+
+# Rates: docs/design/quality.md says how they were chosen, from runs with even shares alone.
+JOBS = {
+    **_both("noisy-mlp", QualityJob("mnist1d-noisy-mlp", {}, 0.2, 24_000, 6), 0.2),
+    **_both("teacher-classes", QualityJob("teacher-classes", {}, 0.1, 65_536, 3), 0.1),
+    **_both("conv", QualityJob("mnist1d-noisy", {"noise": 0.0}, 0.1, 24_000, 6), 0.1),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class QualityRow:
+    """A way to train: a policy's name for `make_policy`, and what `Controller` is told besides."""
+
+    policy: str
+    global_batch: str = "adaptive"
+    lr_rule: str = "none"
+
+
+# A controller watches its learned policy unless it is told not to; so they do here.
+_DYNAMIX = "guarded:dynamix"
+ROWS = {
+    EVEN: QualityRow("static"),
+    "dynamix": QualityRow(_DYNAMIX),
+    "dynamix-fixed": QualityRow(_DYNAMIX, global_batch="fixed"),
+    "dynamix-sqrt": QualityRow(_DYNAMIX, lr_rule="sqrt"),
+    "dynamix-linear": QualityRow(_DYNAMIX, lr_rule="linear"),
+    "dynamix-adascale": QualityRow(_DYNAMIX, lr_rule="adascale"),
+    "lb_bsp": QualityRow("lb_bsp"),
+}
+SIZED = ("dynamix", "dynamix-fixed")
+
+
+@dataclass(frozen=True, slots=True)
+class QualityPlan:
+    """What one call runs.
+
+    jobs, rows   of `JOBS` and `ROWS`; even shares among the rows
+    sized        rows whose pairs go on after the pilot, until their interval is narrow enough
+    pilot        pairs of every row
+    max_pairs    no row gets more
+    pairs        job -> row -> pairs, where more than the pilot's
+    seed         of the first pair
+    half_width   points of accuracy, of an interval that is narrow enough
+    rate_factor  times the jobs' learning rates, for every row alike
+    schedule     of the learning rate, by samples
+    train, test, epochs   instead of the job's own; None: those
+    """
+
+    jobs: tuple[str, ...] = tuple(JOBS)
+    rows: tuple[str, ...] = tuple(ROWS)
+    sized: tuple[str, ...] = SIZED
+    pilot: int = PILOT
+    max_pairs: int = MOST_PAIRS
+    pairs: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    seed: int = 0
+    half_width: float = HALF_WIDTH
+    scenario: str = SCENARIO
+    rate_factor: float = 1.0
+    schedule: str = "cosine"
+    train: int | None = None
+    test: int = HELD_OUT
+    epochs: int | None = None
+
+    @classmethod
+    def quick(cls) -> QualityPlan:
+        """A smoke run: one job and its batch norm, two rows, two short pairs; no figures worth keeping."""
+        jobs = ("teacher-classes", "teacher-classes-batchnorm")
+        return cls(jobs, (EVEN, "dynamix"), sized=(), pilot=2, train=8192, test=500, epochs=1)
+
+    def check(self) -> None:
+        """Raises `ConfigError` before anything runs."""
+        _known("jobs", self.jobs, JOBS)
+        _known("rows", self.rows, ROWS)
+        if EVEN not in self.rows:
+            raise ConfigError("rows", ", ".join(self.rows), f"{EVEN} among them", f"add {EVEN}: all are compared to it")
+        for name in self.sized:
+            if name not in ROWS:
+                raise ConfigError("sized", name, ", ".join(ROWS), "check the spelling")
+        if not 2 <= self.pilot <= self.max_pairs:
+            fix = "a spread is known from two pairs on"
+            raise ConfigError("pilot, max_pairs", (self.pilot, self.max_pairs), "2 or more, then at least as many", fix)
+        tuned = self.rows != (EVEN,) and set(range(self.seed, self.seed + self.max_pairs)) & set(TUNING_SEEDS)
+        if self.seed < 0 or tuned:
+            allowed = f"0 or more, without {', '.join(map(str, TUNING_SEEDS))}, which rates are chosen on"
+            raise ConfigError("seed", self.seed, allowed, "take others")
+        for name, value in (("half_width", self.half_width), ("rate_factor", self.rate_factor)):
+            if not 0 < value < float("inf"):
+                raise ConfigError(name, value, "above 0", "check the argument")
+        if self.schedule not in SCHEDULES:
+            raise ConfigError("schedule", self.schedule, ", ".join(SCHEDULES), "check the spelling")
+        if load_scenario(self.scenario).device is None:
+            raise ConfigError("scenario", self.scenario, "one whose hosts have a device", f"take {SCENARIO}")
+
+    def pairs_of(self, job: str, row: str) -> int:
+        """Pairs of a row at a job; even shares run in every pair that any row runs in."""
+        own = self.pairs.get(job, {})
+        return max([self.pilot, *own.values()]) if row == EVEN else max(self.pilot, own.get(row, 0))
+
+    @property
+    def seeds(self) -> list[int]:
+        """Of all pairs of any job."""
+        most = max(self.pairs_of(job, EVEN) for job in self.jobs)
+        return list(range(self.seed, self.seed + most))
+
+    def job(self, name: str) -> QualityJob:
+        """A job with this plan's samples, epochs and rate."""
+        job = JOBS[name]
+        return replace(
+            job, rate=self.rate_factor * job.rate, train=self.train or job.train, epochs=self.epochs or job.epochs
+        )
+
+    def trial(self, job: str, row: str) -> Trial:
+        """What a run does."""
+        of, how = self.job(job), ROWS[row]
+        return Trial(
+            row,
+            how.policy,
+            BATCH,
+            of.rate,
+            how.lr_rule,
+            schedule=self.schedule,
+            budget=of.train * of.epochs,
+            global_batch=how.global_batch,
+        )
+
+    def with_pairs(self, differences: Mapping[str, Mapping[str, Sequence[float]]]) -> QualityPlan:
+        """This plan with the pairs that the spread asks for; an equal one where none are missing.
+
+        differences   job -> row -> points of accuracy over even shares, pair by pair
+        """
+        pairs = {job: dict(rows) for job, rows in self.pairs.items()}
+        for job in self.jobs:
+            for row in (row for row in self.sized if row in self.rows and row != EVEN):
+                seen = differences[job][row]
+                most = max(self.max_pairs, len(seen))
+                needed = pairs_needed(float(np.std(seen, ddof=1)), self.half_width, most=most)
+                if needed > len(seen):
+                    pairs.setdefault(job, {})[row] = needed
+        return replace(self, pairs=pairs)
+
+
+def _known(name: str, given: Sequence[str], known: Mapping[str, Any]) -> None:
+    for one in given:
+        if one not in known:
+            raise ConfigError(name, one, ", ".join(known), "check the spelling")
+    if not given or len(set(given)) < len(given):
+        raise ConfigError(name, ", ".join(given), "one or more that differ", "name each once")

@@ -1,0 +1,38 @@
+"""Process groups that a controller makes for itself, and how it lets go of them."""
+
+import contextlib
+import sys
+import time
+from typing import Any, cast
+
+import torch.distributed as dist
+
+MOST_PATIENCE_S = 2.0  # a backend's thread needs milliseconds
+_kept: list[dist.ProcessGroup] = []  # for ever: the last reference was somebody else's
+
+
+def destroy_groups(groups: list[dist.ProcessGroup], *, patience_s: float) -> None:
+    """Let go of groups that a controller made: sockets and threads. Empties the list. Not a collective.
+
+    A group that its own thread lets go of last ends the whole process. So each is kept until nobody else has it, and
+    for ever where somebody does after `patience_s` for all of them together, at most 2 s (the state of a hook may hold
+    its groups for as long as the user holds it), or where an operation may be under way (a patience of 0).
+    """
+    deadline = time.monotonic() + min(patience_s, MOST_PATIENCE_S)
+    while groups:
+        group = groups.pop()
+        if patience_s > 0 and dist.is_initialized():
+            with contextlib.suppress(ValueError):  # the job has destroyed all groups already
+                dist.destroy_process_group(group)
+        while sys.getrefcount(group) > 2 and time.monotonic() < deadline:
+            time.sleep(0.001)
+        if patience_s <= 0 or sys.getrefcount(group) > 2:
+            _kept.append(group)
+
+
+def new_gloo_group(ranks: list[int], timeout: Any = None) -> dist.ProcessGroup:
+    """A gloo group over `ranks`; a collective of those ranks alone."""
+    subset = len(ranks) != dist.get_world_size()
+    options = {} if timeout is None else {"timeout": timeout}
+    group = dist.new_group(ranks, backend="gloo", use_local_synchronization=subset, **options)
+    return cast(dist.ProcessGroup, group)

@@ -1,0 +1,78 @@
+"""Batches trained in another order than dealt: told as soon as their sizes show it; what only looks so stays silent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, TensorDataset
+
+import dynamix
+from dynamix.errors import UsageError
+from tests.ranks import run_ranks
+from tests.union import Script
+
+pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(90)]
+SAMPLES = 300
+
+
+class Turned(nn.Module):
+    """Wants time first, and flattens tokens: its inputs are not as long as the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x.mean(0)[:, None])
+
+
+def _swapped(batches: Iterator[Any]) -> Iterator[Any]:
+    """Pairs of neighbours, the second one first: what a buffer of the user's own does."""
+    for first in batches:
+        second = next(batches, None)
+        yield from (first,) if second is None else (second, first)
+
+
+def _train(rank: int, how: str) -> str:
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(SAMPLES, 6), torch.randint(3, (SAMPLES,)))
+    controller = dynamix.Controller(Script([[3, 5], [6, 2], [4, 4]]), 4, max_batch_size=8, interval=3)
+    sampler = controller.batch_sampler(data)
+    net: nn.Module = Turned() if how == "time first" else nn.Linear(6, 3)
+    model = controller.wrap(DDP(net), optimizer := torch.optim.SGD(net.parameters(), lr=0.1))
+    batches = iter(DataLoader(data, batch_sampler=sampler))
+    steps = 0
+    try:
+        for x, y in _swapped(batches) if how == "swapped" else batches:
+            if how == "by name":
+                logits = model(input=x)
+            elif how == "twice as long":
+                logits = model(torch.cat([x, x + 0.01]))[: len(x)]
+            else:
+                logits = model(x.T if how == "time first" else x)
+            F.cross_entropy(logits, y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            controller.step()
+            steps += 1
+    except UsageError as error:
+        return f"after {steps}: {error}"
+    controller.close()
+    return "silent"
+
+
+def test_swapped_batches_are_told_once_their_sizes_differ() -> None:
+    for said in run_ranks(_train, 2, "swapped"):
+        assert "in the order in which the loader gives them" in said
+        assert int(said.split()[1].strip(":")) <= 8
+
+
+@pytest.mark.parametrize("how", ["plain", "by name", "time first", "twice as long"])
+def test_loops_in_order_stay_silent(how: str) -> None:
+    assert run_ranks(_train, 2, how) == ["silent"] * 2
