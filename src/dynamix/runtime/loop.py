@@ -134,7 +134,8 @@ class LoopCheck:
     def __init__(self, accumulate: int, fail_with: Fail, muted: Callable[[], bool], *, rank: int, workers: int) -> None:
         self.accumulate, self._fail, self.muted, self.workers = accumulate, fail_with, muted, workers
         self.rank = rank
-        self._matches, self._sizes = 0, deque[int](maxlen=8)  # samples of the last batches
+        self._matches, self._matched = 0, set[int]()  # how often in a row inputs were as long as the batch, and which
+        self._sizes = deque[int](maxlen=8)  # samples of the last batches
         self.source: BatchSampler | Stream | None = None
         self.forwards = self.group = 0
         self._checks: list[ModelCheck] = []
@@ -219,7 +220,7 @@ class LoopCheck:
         if not source.reader_gone:
             self._forwarded = source.consumed + 1
         self.forwards += 1
-        if self.models == 1 and self.workers > 1:
+        if self.models == 1 and self.workers > 1 and not source.reader_gone:
             self._in_turn(source, inputs)
 
     def _in_turn(self, source: BatchSampler | Stream, inputs: Iterable[Any]) -> None:
@@ -229,11 +230,15 @@ class LoopCheck:
             return
         if length == mine:
             self._matches += 1
+            self._matched.add(mine)
             return
-        others = {*self._sizes, *(int(plan.counts[self.rank]) for plan in source.waiting())}
+        others = {int(plan.counts[self.rank]) for plan in source.waiting()}
+        if len(self._matched) > 1:  # else it may be another dimension, which stays as long as the batch once was
+            others.update(self._sizes)
         if self._matches >= MATCHES and length in others:
             self.fail(f"a batch of {length} samples was trained in the turn of one of {mine}: {_ORDER}")
         self._matches = 0
+        self._matched.clear()
 
     def micro_of_optimizer(self) -> int | None:
         """The micro-step that an optimizer's step now belongs to; None before the first."""
