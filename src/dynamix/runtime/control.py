@@ -174,9 +174,9 @@ class _Chain:
     def follow(self, work: Work, action: Callable[[], None]) -> None:
         """Once `work` has ended, `action`; an error of either ends the chain."""
 
-        def after(_: Any) -> None:
+        def after(ended: Future[Any]) -> None:
             try:
-                work.wait()
+                ended.wait()  # not the work's: it counts as ended only after this
                 action()
             except Exception as error:  # raised again from `wait`, on the thread that asks
                 self.end(error)

@@ -33,7 +33,7 @@ _ORDER = (
     "train the batches in the order in which the loader gives them, each followed by its own controller.step(); "
     "the sampler shuffles already"
 )
-MATCHES = 3  # passes in a row whose inputs were as long as the batch: then that is how this loop's inputs are
+MATCHES = 4  # passes in a row whose inputs were as long as the batch: then that is how this loop's inputs are
 _WRAP = "write controller.wrap(model, optimizer) once for each model, with the optimizer of that model alone"
 
 
@@ -134,8 +134,8 @@ class LoopCheck:
     def __init__(self, accumulate: int, fail_with: Fail, muted: Callable[[], bool], *, rank: int, workers: int) -> None:
         self.accumulate, self._fail, self.muted, self.workers = accumulate, fail_with, muted, workers
         self.rank = rank
-        self._matches, self._matched = 0, set[int]()  # how often in a row inputs were as long as the batch, and which
-        self._sizes = deque[int](maxlen=8)  # samples of the last batches
+        self._matches, self._sizes = 0, deque[int](maxlen=8)  # samples of the last batches
+        self._length: int | None = None  # of the inputs before
         self.source: BatchSampler | Stream | None = None
         self.forwards = self.group = 0
         self._checks: list[ModelCheck] = []
@@ -226,19 +226,16 @@ class LoopCheck:
     def _in_turn(self, source: BatchSampler | Stream, inputs: Iterable[Any]) -> None:
         """Raise where the inputs are as long as another batch, in a loop in which they were as long as their own."""
         mine, length = int(source.plan().counts[self.rank]), _length(inputs)
+        before, self._length = self._length, length
         if not mine or length is None:
             return
         if length == mine:
             self._matches += 1
-            self._matched.add(mine)
             return
-        others = {int(plan.counts[self.rank]) for plan in source.waiting()}
-        if len(self._matched) > 1:  # else it may be another dimension, which stays as long as the batch once was
-            others.update(self._sizes)
-        if self._matches >= MATCHES and length in others:
+        others = {*self._sizes, *(int(plan.counts[self.rank]) for plan in source.waiting())}
+        if self._matches >= MATCHES and length != before and length in others:
             self.fail(f"a batch of {length} samples was trained in the turn of one of {mine}: {_ORDER}")
         self._matches = 0
-        self._matched.clear()
 
     def micro_of_optimizer(self) -> int | None:
         """The micro-step that an optimizer's step now belongs to; None before the first."""
