@@ -35,6 +35,7 @@ def launch(factor: float) -> dict[str, object]:
         "load_average": [0, 0],
         "wall_s": {"ddp": plain, "mine": mine},
         "cpu_s": {"ddp": plain, "mine": mine},
+        "call_s": {"mine": [0.01, 0.02, 0.03]},
     }
 
 
@@ -45,6 +46,7 @@ def test_a_rows_ratio_is_the_median_over_blocks_and_its_interval_that_of_launche
     half = 4.303 * math.sqrt(sum((x - mean) ** 2 for x in logs) / 2 / 3)  # Student's t, two degrees of freedom
     assert found["ratio"]["median"] == pytest.approx(math.exp(mean), abs=1e-4)
     assert found["ratio"]["high"] == pytest.approx(math.exp(mean + half), abs=1e-4)
+    assert found["call_ms"] == pytest.approx(2.0)
     assert summarise([launch(1.05)])["rows"]["mine"]["ratio"] == {"median": 1.05, "low": None, "high": None}
 
 
@@ -70,6 +72,8 @@ def test_two_ranks_time_every_row_and_a_folder_is_gone_on_with(tmp_path) -> None
     assert result["ratios"]["1ms: goodput/ddp"] == rows["goodput"]["ratio"]
     assert "| goodput |" in markdown_of(result, "steps-of-1-ms")
     assert "| static | 2 |" in markdown_of(result, "a-decision")
+    assert "| 10000 |" in markdown_of(result, "rank-0-beside-the-decision-a-window")
+    assert result["jobs"]["1ms"]["rows"]["goodput"]["call_ms"] > 0
     again = run_suite(OverheadSuite(TINY), RunFolder("overhead", tmp_path / "run", resume=True))
     assert again["jobs"] == json.loads(json.dumps(result["jobs"]))
 

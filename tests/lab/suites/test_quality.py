@@ -52,11 +52,11 @@ def test_the_same_run_gives_the_same_model_and_a_fixed_global_batch_stays() -> N
 
 
 def _drawn(plan: QualityPlan, job: str, row: str, seed: int) -> dict[str, Any]:
-    """Instead of a run: pairs whose differences scatter by 0.3 points, ten times that for one row."""
+    """Instead of a run: pairs whose differences scatter by a quarter of a point, ten times that for one row."""
     if row == "static":
         scatter = 0.0
     else:
-        width = {"dynamix": 0.3, "dynamix-fixed": 3.0}.get(row, 0.0)
+        width = {"dynamix": 0.25, "dynamix-fixed": 2.5}.get(row, 0.0)
         scatter = width * float(np.random.default_rng([seed, len(row)]).standard_normal())
     known = {"job": job, "row": row, "seed": seed, "trial": {}, "samples": 1000, "steps": 10, "time_s": 1.0}
     return {**known, "accuracy": 50 + scatter, "cross_entropy": 1.0, "samples_by_worker": [1000]}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -40,7 +40,7 @@ def bench_quality(
     from dynamix_lab.suites.quality.plan import QualityPlan
     from dynamix_lab.suites.quality.suite import run_in_stages
 
-    given = {
+    given: dict[str, Any] = {
         **{"jobs": names_of(jobs), "rows": names_of(rows), "sized": names_of(sized)},
         **{"pilot": pilot, "max_pairs": max_pairs, "scenario": scenario},
     }

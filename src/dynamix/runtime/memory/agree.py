@@ -16,7 +16,7 @@ def all_of(value: int, group: ControlGroup | None) -> Ints:
         return np.array([value], dtype=np.int64)
     values = torch.zeros(group.workers, 1, dtype=torch.int64)
     try:
-        group.all_gather(torch.tensor([value]), values).wait()
+        group.all_gather(torch.tensor([int(value)]), values).wait()
     except RuntimeError as error:
         told = f"a rank died, or did not answer within the process group's timeout ({error})"
         raise WorkerLostError(f"{told}; if it ran out of memory, its own output says so") from error

@@ -68,6 +68,9 @@ def _section(text: str, part: Mapping[str, Any], result: Mapping[str, Any]) -> S
     said = [found["sentence"], f"{first_sentence(part['first'])} Pairs: {len(part['pairs'])}."]
     if beyond := [row for row, about in part["about"].items() if any(about["beyond_curve"])]:
         said.append(f"Past the end of the reference curve, so slower here than they were: {', '.join(beyond)}.")
+    if "static_steps_virtual" in part:
+        live, virtual = _mean([float(n) for n in part["steps"]["static"]]), part["static_steps_virtual"]
+        said.append(f"static took {number(live, 1)} steps in a run; the virtual clock says {number(virtual, 1)}.")
     if part["late"]:
         said.append(f"No measurement, as devices overran after every repeat: {', '.join(part['late'])}.")
     return Section(text, text=said, table=Table(head, rows))

@@ -47,7 +47,7 @@ def verdict(result: Mapping[str, Any], row: str) -> str:
 def _default(result: Mapping[str, Any]) -> Section:
     head = ["job", "pairs", "even shares, %", "dynamix, %", "points over even shares", "half-width"]
     head += ["cross-entropy, even shares", "over even shares", "mean global batch", "time over even shares'"]
-    rows, notes = [], list[str]()
+    rows, notes = list[list[str]](), list[str]()
     for job, part in result["jobs"].items():
         even, mine = part["rows"][EVEN], part["rows"].get(DEFAULT)
         if mine is None:

@@ -36,7 +36,7 @@ class QualitySuite(Suite):
 
     plan: QualityPlan
     name: str = "quality"
-    grows: ClassVar[frozenset[str]] = frozenset({"jobs", "rows", "sized", "max_pairs", "pairs"})
+    grows: ClassVar[frozenset[str]] = frozenset({"jobs", "rows", "sized", "pilot", "max_pairs", "pairs"})
 
     def facts(self) -> dict[str, Any]:
         hashes = {self.plan.scenario: load_scenario(self.plan.scenario).sha256}
