@@ -123,7 +123,7 @@ class Ending:
         """Until `arrived` is set. Raises what another rank ends the job with meanwhile."""
         watch = None
         while not arrived.wait(LOOK_EVERY_S):
-            watch = watch or Watch(self)
+            watch = watch or Wait(self)
             watch.look()
 
     def agreeing(self) -> None:
@@ -185,7 +185,7 @@ class Ending:
         return json.dumps({"rank": self.rank, "kind": type(error).__name__, "message": str(error)})
 
 
-class Watch:
+class Wait:
     """One wait of this rank for others, and what it finds in the store meanwhile."""
 
     def __init__(self, ending: Ending) -> None:
@@ -270,7 +270,7 @@ class Arrivals:
         with self._changed:
             while self._outstanding > 0:
                 if not self._changed.wait(LOOK_EVERY_S) and ending is not None:
-                    watch = watch or Watch(ending)
+                    watch = watch or Wait(ending)
                     watch.look()
         if ending is not None and self._failed and (error := ending.told()) is not None:
             raise error
