@@ -7,6 +7,7 @@ import itertools
 import queue
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +15,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
@@ -383,6 +383,10 @@ _last_of_an_accumulation_passed_over.options = {"accumulate": 2}  # type: ignore
 
 @right
 def _an_optimizer_made_of_others(job: Job) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
     job.optimizer = ZeroRedundancyOptimizer(
         job.net.parameters(), optimizer_class=torch.optim.SGD, process_group=job.group, lr=0.1
     )

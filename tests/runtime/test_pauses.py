@@ -137,6 +137,18 @@ def test_a_worker_that_becomes_three_times_as_slow_gives_up_its_share_within_two
         assert shares[11] < (0.5 if name == "lb_bsp" else 0.35) * shares[8], shares.round(3)
 
 
+@pytest.mark.parametrize("interval", [2, 5, 10])
+@pytest.mark.parametrize("worker", [0, 2, 3])
+def test_a_stall_too_short_to_be_a_pause_costs_a_stigmergic_worker_its_share_for_two_windows_at_most(
+    interval: int, worker: int
+) -> None:
+    def stalled(index: int, step: Step) -> None:
+        step.busy[worker] *= 1.9 if index == 8 * (interval + 1) else 1.0
+
+    moved = np.abs(_shares("stigmergic", interval, stalled) / _shares("stigmergic", interval) - 1) > 0.2
+    assert moved.any(1).sum() <= 2, np.flatnonzero(moved.any(1))
+
+
 def _window(disturb: Disturbance, interval: int = 5) -> Window:
     workers, sizes = Workers(disturb), np.full(4, 64)
     for _ in range(3 * interval):

@@ -21,6 +21,17 @@ pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(90)]
 SAMPLES = 300
 
 
+class Square(nn.Module):
+    """Wants time first, and as many times as the first batches have samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x.mean(0))
+
+
 class Turned(nn.Module):
     """Wants time first, and flattens tokens: its inputs are not as long as the batch."""
 
@@ -44,7 +55,7 @@ def _train(rank: int, how: str) -> str:
     data = TensorDataset(torch.randn(SAMPLES, 6), torch.randint(3, (SAMPLES,)))
     controller = dynamix.Controller(Script([[3, 5], [6, 2], [4, 4]]), 4, max_batch_size=8, interval=5)
     sampler = controller.batch_sampler(data)
-    net: nn.Module = Turned() if how == "time first" else nn.Linear(6, 3)
+    net: nn.Module = Turned() if how == "time first" else Square() if how == "square" else nn.Linear(6, 3)
     model = controller.wrap(DDP(net), optimizer := torch.optim.SGD(net.parameters(), lr=0.1))
     batches = iter(DataLoader(data, batch_sampler=sampler))
     steps = 0
@@ -54,6 +65,8 @@ def _train(rank: int, how: str) -> str:
                 logits = model(input=x)
             elif how == "twice as long":
                 logits = model(torch.cat([x, x + 0.01]))[: len(x)]
+            elif how == "square":
+                logits = model(x.expand(4, *x.shape))
             else:
                 logits = model(x.T if how == "time first" else x)
             F.cross_entropy(logits, y).backward()
@@ -73,6 +86,6 @@ def test_swapped_batches_are_told_once_their_sizes_differ() -> None:
         assert int(said.split()[1].strip(":")) <= 12
 
 
-@pytest.mark.parametrize("how", ["plain", "by name", "time first", "twice as long"])
+@pytest.mark.parametrize("how", ["plain", "by name", "time first", "square", "twice as long"])
 def test_loops_in_order_stay_silent(how: str) -> None:
     assert run_ranks(_train, 2, how) == ["silent"] * 2

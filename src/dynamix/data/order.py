@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike
 
 from dynamix.data.allocations import Allocations
 from dynamix.data.cutting import NO_LIMIT
-from dynamix.data.reader import Reader, reader_of
+from dynamix.data.reader import BatchReader, reader_of
 from dynamix.errors import ConfigError, DynamixError, StateError, UsageError
 from dynamix.window import Ints
 
@@ -108,7 +108,7 @@ class SampleOrder(ABC):
         self._ahead = self._behind = self._saved = Cursor(0, 0, 0, np.zeros(world_size, dtype=np.int64))
         self._pending: deque[tuple[StepPlan, Cursor]] = deque()
         self._round = 0  # a new number for every iteration, so that an abandoned iterator cannot go on
-        self._reader = Reader()
+        self._reader = BatchReader()
         self._begun = 0
         self._refused: UsageError | None = None
         self._began = 0  # micro-steps consumed when the iteration under way began
@@ -232,7 +232,7 @@ class SampleOrder(ABC):
         try:
             reader = reader_of(self)
         except UsageError as error:  # raised with the first batch: a loader that is half made could not be cleaned up
-            self._refused, reader = error, Reader()
+            self._refused, reader = error, BatchReader()
         if self._behind.finished and not self._hold:
             self._start_epoch(self._behind.epoch + 1)
         else:

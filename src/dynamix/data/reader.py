@@ -13,7 +13,7 @@ from dynamix.errors import UsageError
 LOOK = 4  # frames between the first line of an iteration and the loader's own
 
 
-class Reader:
+class BatchReader:
     """Whoever iterates a sampler: a loader's iterator, or (None) somebody unknown."""
 
     def __init__(self, iterator: Any = None) -> None:
@@ -31,7 +31,7 @@ class Reader:
         return self._iterator is not None and self._iterator() is None
 
 
-def reader_of(sampler: object) -> Reader:
+def reader_of(sampler: object) -> BatchReader:
     """Called where an iteration over `sampler` begins: who iterates.
 
     A `DataLoader` with workers reads ahead, so what it asked for is not what the loop has received. Raises `UsageError`
@@ -50,5 +50,5 @@ def reader_of(sampler: object) -> Reader:
             if loader.num_workers and not getattr(loader, "in_order", True):
                 why = "a batch would be weighted and counted as if it were another one"
                 raise UsageError(f"DataLoader(in_order=False) hands batches on in any order, so {why}: leave it out")
-            return Reader(caller)
-    return Reader()
+            return BatchReader(caller)
+    return BatchReader()

@@ -348,7 +348,8 @@ class Coordinator:
         loops = torch.is_grad_enabled() and source is not None and source.issued > source.consumed
         if loops and not self.recorder.muted:
             self.agree_once()
-            self.loop.forward(inputs)
+            # A loss that is weighted by its own count may be of fewer samples than were dealt.
+            self.loop.forward(() if self.loss_weight.required else inputs)
         if not (loops and module.training) or source is None:
             timer.interrupted()
             return

@@ -110,16 +110,20 @@ class Ending:
         return error
 
     def told(self) -> DynamixError | None:
-        """What another rank has ended the job with; None while none did, or where the store does not answer soon."""
+        """Where a collective has failed: what another rank has ended the job with, or raised before training.
+
+        None where none did, or where the store does not answer soon.
+        """
+        found: list[DynamixError | None] = []
         if self.ended is None:
-            self.store.ask(self.find).wait(ANSWER_S)
-        return self.ended
+            self.store.ask(lambda store: found.append(self.find(store) or self.find_setup_error(store))).wait(ANSWER_S)
+        return self.ended or next(iter(found), None)
 
     def wait(self, arrived: threading.Event) -> None:
         """Until `arrived` is set. Raises what another rank ends the job with meanwhile."""
         watch = None
         while not arrived.wait(LOOK_EVERY_S):
-            watch = watch or Watch(self)
+            watch = watch or Wait(self)
             watch.look()
 
     def agreeing(self) -> None:
@@ -138,7 +142,7 @@ class Ending:
                 store.set(key, told)
                 store.add(f"{key}/unsettled", 1)
 
-        self.store.ask(tell)
+        self.store.ask(tell).wait(ANSWER_S)  # this process may be about to end
 
     def setup_goes_on(self) -> None:
         """The caller has dealt with the error that it was given, if there was one."""
@@ -152,11 +156,19 @@ class Ending:
 
     # ------------------------------------------------------------ in the store
 
-    def find(self, store: Any) -> None:
-        """Ask `store` whether the job has ended."""
+    def find(self, store: Any) -> DynamixError | None:
+        """Ask `store` whether the job has ended, and with what."""
         if self.ended is None and store.check([self.prefix]):
             self.ended = ended_by(json.loads(bytes(store.get(self.prefix))))
             store.add(f"{self.prefix}/know", 1)
+        return self.ended
+
+    def find_setup_error(self, store: Any) -> DynamixError | None:
+        """Ask `store` for an error before training of a rank that has not gone on, and had more of them than this."""
+        key = self.setup_key(self.setup_errors)
+        if not (store.check([key]) and store.add(f"{key}/unsettled", 0) > 0):
+            return None
+        return ended_by(json.loads(bytes(store.get(key))))
 
     def agreement(self) -> str:
         """The key under which a rank says that it has come to the next agreement."""
@@ -173,38 +185,41 @@ class Ending:
         return json.dumps({"rank": self.rank, "kind": type(error).__name__, "message": str(error)})
 
 
-class Watch:
+class Wait:
     """One wait of this rank for others, and what it finds in the store meanwhile."""
 
     def __init__(self, ending: Ending) -> None:
         self.ending = ending
         self._asked: threading.Event | None = None
-        self._beside: float | None = None  # since when another rank waits for an agreement
-        self._setup_error: tuple[float, DynamixError] | None = None
+        self._looked: float | None = None
+        # Seconds of this wait, as far as this rank was awake: that another one waits for an agreement, or is in an
+        # error that it raised before training.
+        self._beside_s = self._error_s = 0.0
+        self._beside = False
+        self._error: DynamixError | None = None
 
     def look(self) -> None:
         """Raise what another rank has ended the job with, if one did. To be called now and then while waiting."""
         ending, now = self.ending, time.monotonic()
+        awake_s = min(now - (self._looked or now), 2 * LOOK_EVERY_S)
+        self._looked, error = now, self._error
+        self._beside_s += awake_s * self._beside
+        self._error_s = 0.0 if error is None else self._error_s + awake_s
         if ending.ended is not None:
             raise ending.ended
-        if self._beside is not None and now - self._beside > BESIDE_S:
+        if self._beside_s > BESIDE_S:
             why = "a rank loaded a state, or made a first forward pass, that this rank did not"
             raise ending.report(UsageError(f"{why}: call controller.load_state_dict(state) on every rank or on none"))
-        if (found := self._setup_error) is not None and now - found[0] > SETUP_ERROR_S:
-            raise ending.report(found[1])
+        if error is not None and self._error_s > SETUP_ERROR_S:
+            raise ending.report(error)
         if self._asked is None or self._asked.is_set():
             self._asked = ending.store.ask(self._ask)
 
     def _ask(self, store: Any) -> None:
         ending = self.ending
         ending.find(store)
-        if self._beside is None and store.check([ending.agreement()]):
-            self._beside = time.monotonic()
-        key = ending.setup_key(ending.setup_errors)
-        if not (store.check([key]) and store.add(f"{key}/unsettled", 0) > 0):
-            self._setup_error = None
-        elif self._setup_error is None:
-            self._setup_error = time.monotonic(), ended_by(json.loads(bytes(store.get(key))))
+        self._beside = store.check([ending.agreement()])
+        self._error = ending.find_setup_error(store)
 
 
 def ended_by(told: dict[str, Any]) -> DynamixError:
@@ -220,7 +235,12 @@ def wait_for(work: Any, ending: Ending | None) -> None:
         # On CUDA it is there at once, as for `work.wait()`: neither waits for the device.
         work.get_future().add_done_callback(lambda _: arrived.set())
         ending.wait(arrived)
-    work.wait()
+    try:
+        work.wait()
+    except RuntimeError as error:
+        if ending is not None and (told := ending.told()) is not None:
+            raise told from error
+        raise
 
 
 class Arrivals:
@@ -250,7 +270,7 @@ class Arrivals:
         with self._changed:
             while self._outstanding > 0:
                 if not self._changed.wait(LOOK_EVERY_S) and ending is not None:
-                    watch = watch or Watch(ending)
+                    watch = watch or Wait(ending)
                     watch.look()
         if ending is not None and self._failed and (error := ending.told()) is not None:
             raise error

@@ -220,7 +220,7 @@ class LoopCheck:
         if not source.reader_gone:
             self._forwarded = source.consumed + 1
         self.forwards += 1
-        if self.models == 1 and self.workers > 1:
+        if self.models == 1 and self.workers > 1 and not source.reader_gone:
             self._in_turn(source, inputs)
 
     def _in_turn(self, source: BatchSampler | Stream, inputs: Iterable[Any]) -> None:

@@ -209,6 +209,8 @@ class StigmergicPolicy:
             doubt = np.square(deviation) / (np.square(sense.jitter) / np.fmax(own.steps, 1.0))
             gain = (p.calm + (p.sure - p.calm) * doubt / (doubt + p.gate**2)) / (1.0 + p.damp * smell.churn)
             gain = np.where(deviation > 0, p.eager * gain, gain)
+            # What a stall took from it, it takes back at once.
+            gain = np.where(self.habit.refuted & (deviation > 0), min(p.sure, 1.0), gain)
             return common, gain * deviation + np.log(aim / even), aim
 
     def peers(self) -> StigmergicPolicy:

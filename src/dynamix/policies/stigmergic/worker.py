@@ -27,6 +27,7 @@ class Habit:
     """The own costs as `WorkerCosts` learns them of a worker that knows no other, the last step, the wish before
     rounding.
 
+    refuted  whether what the last window took for a jump of the own speed was none: the worker is as fast as before
     pinned   whether the last wish lay beyond what the own bounds or memory allow; `least` is the smallest size they do
     """
 
@@ -37,6 +38,7 @@ class Habit:
         # (..., W): samples, real; s of a step, and of one of the window before; `share` and `jitter` as in `Sense`.
         self.wish = self.step = self.before = self.share = self.jitter = UNKNOWN
         self.pinned: np.ndarray = np.empty((0, 0), dtype=bool)
+        self.refuted: np.ndarray = np.zeros(1, dtype=bool)
         self.least: Floats | Ints = UNKNOWN
 
     def observe(self, own: Own) -> Sense:
@@ -48,7 +50,9 @@ class Habit:
         # Each worker is a cluster of its own to the filters.
         size, busy, spread = (x[..., None] for x in (own.size.astype(np.int64), own.busy, own.jitter * own.busy))
         alone = Window.of(size, compute=busy, compute_std=spread, steps=own.steps, base_batch=own.unit)
-        self.costs = self.costs.update(alone)
+        past, self.costs = self.costs.lasted, self.costs.update(alone)
+        known = past if past.shape == self.costs.lasted.shape else np.zeros(self.costs.lasted.shape)
+        self.refuted = (self.costs.lasted - 0.95 * known)[..., 1] > 0.5
         alpha, beta = self.costs.alpha[..., 0], self.costs.beta[..., 0]
         step, self.before = own.busy + own.blocked, self.step
         with np.errstate(divide="ignore", invalid="ignore"):
