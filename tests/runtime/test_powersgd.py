@@ -68,3 +68,39 @@ def test_ranks_stay_equal_and_the_loss_falls_with_a_process_group_per_bucket(wor
         assert all(len(names) > 0.9 * STEPS for names in used.values()), "the hook hardly ever ran"
     mean = np.mean([result["losses"] for result in results], axis=0)
     assert mean[-20:].mean() < 0.5 * mean[:20].mean()
+
+
+def _rolled_back(rank: int) -> list[torch.Tensor]:
+    torch.manual_seed(3)
+    x = torch.randn(400, 6)
+    net = Deep(depth=3)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.02)
+    controller = dynamix.Controller("static", batch_size=4)
+    sampler = controller.batch_sampler(x)
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=3)
+    model = controller.wrap(DDP(net), optimizer, hook=powerSGD_hook.powerSGD_hook, hook_state=state)
+    saved: list[Any] = []
+    ends = []
+    for _ in range(3):
+        if saved:
+            controller.load_state_dict(saved[0])
+            net.load_state_dict(saved[1])
+        for steps, (bx,) in enumerate(DataLoader(TensorDataset(x), batch_sampler=sampler), 1):
+            model(bx).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            controller.step()
+            if steps == 10 and not saved:
+                saved += [controller.state_dict(), {name: value.clone() for name, value in net.state_dict().items()}]
+            if steps == (20 if not ends else 10):
+                break
+        ends.append(torch.cat([p.detach().flatten() for p in net.parameters()]))
+    controller.close()
+    return ends
+
+
+@pytest.mark.multiproc
+def test_a_state_kept_in_memory_is_not_changed_by_what_is_trained_after_it() -> None:
+    for first, second, third in run_ranks(_rolled_back, 2):
+        assert torch.equal(first, second)
+        assert torch.equal(first, third)

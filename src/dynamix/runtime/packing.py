@@ -7,6 +7,7 @@ of numbers, arrays and tensors are names of `tensors`, and what JSON does not kn
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import itertools
 import json
@@ -27,7 +28,15 @@ _MARK = "$"  # begins the only key of a dict that stands for something else
 
 
 def pack(value: Any) -> Packed:
-    """`value` as one part. Raises `StateError` for containers that are nested too deeply."""
+    """`value` as one part: a copy, which training on does not change.
+
+    Raises `StateError` for containers that are nested too deeply.
+    """
+    text, tensors, objects = _written(value)
+    return text, tuple(tensor.clone() for tensor in tensors), tuple(map(_copied, objects))
+
+
+def _written(value: Any) -> Packed:
     tensors, objects = list[Tensor](), list[Any]()
     text = json.dumps(_plain(value, tensors, objects, DEEPEST), allow_nan=False, separators=(",", ":"))
     return text, tuple(tensors), tuple(objects)
@@ -42,7 +51,7 @@ def unpack(packed: Any, name: str = "part") -> Any:
         if not all(type(tensor) is Tensor and tensor.layout == torch.strided for tensor in tensors):
             raise ValueError("a tensor is none")
         value = _value(json.loads(text), tensors, objects, DEEPEST)
-        again = pack(value)
+        again = _written(value)
         forms = [[(tensor.dtype, tensor.shape) for tensor in of] for of in (tensors, again[1])]
         if again[0] != text or forms[0] != forms[1] or len(again[2]) != len(objects):
             raise ValueError("it is written in another form")
@@ -89,6 +98,13 @@ def _plain(value: Any, tensors: list[Tensor], objects: list[Any], deep: int) -> 
     return {"$object": len(objects) - 1}
 
 
+def _copied(value: Any) -> Any:
+    try:
+        return copy.deepcopy(value)
+    except Exception:  # of any kind: what a hook of the user's holds, and pickle may take nevertheless
+        return value
+
+
 def _numbers(value: list[Any]) -> np.ndarray[Any, Any] | None:
     """A long list of floats, or of whole numbers, or a regular one of such lists, as an array; None for others."""
     flat: Any = value
@@ -133,9 +149,9 @@ def _value(plain: Any, tensors: Any, objects: Any, deep: int) -> Any:
     if mark == "$array":
         return np.array(tensors[of].cpu().numpy())
     if mark == "$tensor":
-        return tensors[of]
+        return tensors[of].clone()
     if mark == "$object":
-        return objects[of]
+        return _copied(objects[of])
     raise ValueError(f"{mark} is unknown")
 
 
