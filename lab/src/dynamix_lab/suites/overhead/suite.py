@@ -28,6 +28,7 @@ from dynamix_lab.report import Section, Table, number, sections_markdown, with_i
 from dynamix_lab.statistics import mean_interval
 from dynamix_lab.suites.decision_time import (
     BESIDE_MS,
+    BESIDE_WINDOWS,
     DECISIONS,
     GOAL_MS,
     MANY,
@@ -192,7 +193,7 @@ def _interval(logs: Floats) -> dict[str, float | None]:
 def decisions(policies: Sequence[str], *, workers: Sequence[int] = WORKERS, count: int = DECISIONS) -> dict[str, Any]:
     """`decision_ms` by policy and number of workers, what rank 0 does beside it, and the goals for processor time."""
     found = {name: {str(w): decision_times(name, workers=w, decisions=count) for w in workers} for name in policies}
-    beside = {str(w): beside_times(workers=w, windows=count) for w in MANY}
+    beside = {str(w): beside_times(workers=w, windows=min(count, BESIDE_WINDOWS)) for w in MANY}
     return {"decision_ms": found, "beside_ms": beside, "goal": {"decision_cpu_ms": GOAL_MS, "beside_cpu_ms": BESIDE_MS}}
 
 
