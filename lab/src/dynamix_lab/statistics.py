@@ -117,11 +117,6 @@ def mean_interval(
     [0.02, -0.1071, 0.1471]
     """
     numbers = np.asarray(values, dtype=np.float64)
-    if not numbers.size:
-        raise ConfigError("values", [], "one or more numbers", "pass what was measured")
-    mean = float(numbers.mean())
-    if len(numbers) < 2:
-        return MeanInterval(mean, math.nan, math.nan)
     if len(numbers) < FEW:
         return student_interval(numbers, confidence=confidence)
     drawn = stats.bootstrap(
@@ -132,7 +127,7 @@ def mean_interval(
         method="percentile",
         rng=np.random.default_rng(seed),
     ).confidence_interval
-    return MeanInterval(mean, float(drawn.low), float(drawn.high))
+    return MeanInterval(float(numbers.mean()), float(drawn.low), float(drawn.high))
 
 
 def student_interval(values: Sequence[float] | Floats, *, confidence: float = 0.95) -> MeanInterval:
