@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import dynamix
@@ -62,6 +63,32 @@ class Embedded(nn.Module):
         return self.out(self.table(x[:, 0].abs().mul(10).long().clamp(max=49)))
 
 
+class Headless(Deep):
+    """Its last layers, whose buckets DDP reduces first, are not used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+
+class Checkpointed(Deep):
+    """The middle layers' backward passes are run within the whole model's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.layers[0](x))
+        for layer in self.layers[1:-1]:
+            x = checkpoint(layer, x, use_reentrant=True) + x
+        return self.layers[-1](x)
+
+
+MODELS: dict[str, type[nn.Module]] = {
+    "deep": Deep,
+    "embedded": Embedded,
+    "headless": Headless,
+    "checkpointed": Checkpointed,
+}
+
+
 @dataclass
 class Case:
     script: Sequence[Sequence[int]]
@@ -103,12 +130,17 @@ def larger(worst: float, error: float) -> float:
     return max(worst, error)
 
 
+def _gradient(net: nn.Module) -> Tensor:
+    """One flat tensor; a parameter without a gradient has none in it."""
+    return torch.cat([p.grad.to_dense().flatten() for p in net.parameters() if p.grad is not None])
+
+
 def worst_error(rank: int, case: Case) -> float:
     """The largest relative error of any optimizer step's gradient; trains on with the true gradient applied."""
     torch.manual_seed(1)
     x = torch.randn(case.samples, 6, dtype=case.dtype)
     y = torch.randn(case.samples, 6, dtype=case.dtype)
-    net = (Deep() if case.model == "deep" else Embedded()).to(case.dtype)
+    net = MODELS[case.model]().to(case.dtype)
     reference = copy.deepcopy(net)
     controller = dynamix.Controller(
         policy=Script(case.script, case.accumulate),
@@ -153,8 +185,7 @@ def worst_error(rank: int, case: Case) -> float:
                 reference.zero_grad()
                 factor = 1.0 if case.divide else case.accumulate
                 (F.mse_loss(reference(x[union]), y[union]) * factor).backward()
-                got = torch.cat([p.grad.to_dense().flatten() for p in net.parameters()])
-                want = torch.cat([p.grad.to_dense().flatten() for p in reference.parameters()])
+                got, want = _gradient(net), _gradient(reference)
                 worst = larger(worst, float((got - want).norm() / want.norm()))
                 optimizer.step()
                 optimizer.zero_grad()

@@ -27,8 +27,9 @@ if TYPE_CHECKING:
     from dynamix.policies.guard import Guard
     from dynamix.policies.learned.deviations import LiveConfig
     from dynamix.projection import project
+    from dynamix.runtime.averaging import weighted_average
     from dynamix.runtime.controller import Controller
-    from dynamix.runtime.gradients import weighted, weighted_average
+    from dynamix.runtime.gradients import weighted
     from dynamix.window import Bounds, Window
 
 __version__ = "0.2.0"
@@ -67,7 +68,8 @@ _HOMES = {
     "dynamix.policies.learned.deviations": ("LiveConfig",),
     "dynamix.projection": ("project",),
     "dynamix.runtime.controller": ("Controller",),
-    "dynamix.runtime.gradients": ("weighted", "weighted_average"),
+    "dynamix.runtime.averaging": ("weighted_average",),
+    "dynamix.runtime.gradients": ("weighted",),
     "dynamix.window": ("Bounds", "Window"),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}

@@ -16,11 +16,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import dynamix
 from dynamix.runtime.noise import NoiseScale
+from dynamix.runtime.observation import NORMS_EVERY
 from tests.ranks import run_ranks
 from tests.union import Case, worst_error
 
 SIZES = [9, 3, 6]
-STEPS = 60
+STEPS = 60 * NORMS_EVERY
 # name -> (micro-batches a step, whether no_sync is used, how many losses a batch has)
 LOOPS = {
     "plain": (1, True, 1),
@@ -44,7 +45,7 @@ def _measured(rank: int, loop: str, weighting: str) -> tuple[float, float]:
     data = TensorDataset(x, y)
     net = nn.Linear(16, 8).double()
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
-    controller = dynamix.Controller("static", 6, interval=5, accumulate=accumulate)
+    controller = dynamix.Controller("static", 6, interval=2 * NORMS_EVERY, accumulate=accumulate)
     coordinator = controller._coordinator
     coordinator.allocations.reset(0, np.array(SIZES))
     loader = DataLoader(data, batch_sampler=controller.batch_sampler(data))
@@ -64,7 +65,8 @@ def _measured(rank: int, loop: str, weighting: str) -> tuple[float, float]:
                 (loss / accumulate * factor).backward()
         if last:
             own = _gradient(net, *(torch.cat(values) for values in zip(*batches, strict=True)))
-            true.append(_of_gradients(own, accumulate))
+            if controller._coordinator.progress.steps % NORMS_EVERY == 0:
+                true.append(_of_gradients(own, accumulate))
             batches = []
             optimizer.step()
             optimizer.zero_grad()

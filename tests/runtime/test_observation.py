@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dynamix.runtime.observation import LARGE_EVERY, ROW, Recorder
+from dynamix.runtime.observation import ACCURACY_EVERY, ROW, Recorder
 from dynamix.runtime.readings import ACCURACY_ELEMENTS, ACCURACY_ROWS
 
 
@@ -216,7 +216,7 @@ def test_no_pair_of_shapes_raises(one: list[int], other: list[int], dtype: torch
     assert math.isnan(accuracy) or 0 <= accuracy <= 1
 
 
-def test_large_logits_are_looked_at_in_parts_and_not_at_every_step() -> None:
+def test_logits_are_looked_at_in_parts_and_not_at_every_step() -> None:
     recorder, looked = Recorder(torch.device("cpu")), []
     read = recorder.reader.accuracy
 
@@ -228,7 +228,7 @@ def test_large_logits_are_looked_at_in_parts_and_not_at_every_step() -> None:
     logits = torch.zeros(64, 128, 1000)
     assert logits.numel() > 4 * ACCURACY_ELEMENTS
     logits[..., 7] = 1.0
-    for _ in range(2 * LARGE_EVERY):
+    for _ in range(2 * ACCURACY_EVERY):
         recorder.observe(None, logits, torch.full((64, 128), 7))
         recorder.step_done(keep=True, first_of_epoch=False)
     assert len(looked) == 2

@@ -73,6 +73,18 @@ def test_sparse_embeddings() -> None:
 
 
 @pytest.mark.parametrize("weighting", ["hook", "loss"])
+@pytest.mark.parametrize("hook", [None, "fp16_compress"])
+@pytest.mark.parametrize("model", ["headless", "checkpointed"])
+def test_buckets_that_are_reduced_before_or_within_the_backward_pass(
+    model: str, hook: str | None, weighting: str
+) -> None:
+    dtype, tolerance = (torch.float64, 1e-12) if hook is None else (torch.float32, 3e-3)
+    ddp = {"find_unused_parameters": model == "headless"}
+    case = Case(SCRIPTS[2], model=model, hook=hook, dtype=dtype, weighting=weighting, ddp=ddp)
+    assert max(run_ranks(worst_error, 2, case)) < tolerance
+
+
+@pytest.mark.parametrize("weighting", ["hook", "loss"])
 @pytest.mark.parametrize(
     "options",
     [

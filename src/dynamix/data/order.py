@@ -4,7 +4,8 @@ import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from dynamix.errors import ConfigError, DynamixError, StateError, UsageError
 from dynamix.window import Ints
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StepPlan:
     """What every rank does in one micro-step; identical on all ranks.
 
@@ -40,14 +41,39 @@ class StepPlan:
     regular: bool
     last: bool
 
+    @cached_property
+    def samples(self) -> int:
+        """Samples of this optimizer step, of all ranks and micro-steps."""
+        return int(self.group.sum())
+
+    @property
+    def first(self) -> bool:
+        """Whether the optimizer step is its epoch's first."""
+        return self.start == (int(self.group[: self.micro].sum()) if self.micro else 0)
+
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """One optimizer step as planned: counts (A, W), the allocation (W,) they come from, whether the epoch ends."""
+    """One optimizer step as planned: counts (A, W), the allocation (W,) they come from, whether the epoch ends.
+
+    total     samples of a micro-step (A,)
+    regular   whether a micro-step's counts equal the allocation (A,)
+    """
 
     counts: Ints
     sizes: Ints
     final: bool
+    total: tuple[int, ...] = field(init=False)
+    regular: tuple[bool, ...] = field(init=False)
+
+    @property
+    def samples(self) -> int:
+        """Of all micro-steps and ranks."""
+        return sum(self.total)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "total", tuple(self.counts.sum(1).tolist()))
+        object.__setattr__(self, "regular", tuple((self.counts == self.sizes).all(1).tolist()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,12 +301,12 @@ class SampleOrder(ABC):
             counts=counts,
             group=group.counts,
             micro=now.micro,
-            regular=bool((counts == group.sizes).all()),
+            regular=group.regular[now.micro],
             last=done and group.final,
         )
         self._ahead = Cursor(
             epoch=now.epoch,
-            position=now.position + int(counts.sum()),
+            position=now.position + group.total[now.micro],
             index=now.index + 1,
             taken=now.taken + counts,
             group=None if done else group,

@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike
 from torch.utils.data import Sampler
 
 from dynamix.data.allocations import Allocations
-from dynamix.data.cutting import RULES_VERSION, next_group, whole_epoch
+from dynamix.data.cutting import RULES_VERSION, is_regular, next_group, whole_epoch
 from dynamix.data.order import Cursor, Group, SampleOrder, require_equal
 from dynamix.errors import ConfigError, StateError, UsageError
 from dynamix.window import Ints
@@ -95,6 +95,7 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
         self._cuts: list[dict[str, list[int]]] = []  # cuts of this epoch made at earlier world sizes
         self._regions: Regions | None = None
         self._order: tuple[int, Ints] | None = None
+        self._usual: Group | None = None  # the last ordinary optimizer step
 
     def __iter__(self) -> Iterator[list[int]]:
         return self._batches(self._begin())
@@ -208,10 +209,15 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
                 _, lengths = self._whole_epoch(now.position, sizes)
                 self._regions = Regions(sizes, lengths, now.position)
             sizes = self._regions.sizes
-        counts = next_group(
-            left, sizes, accumulate=self.accumulate, low=self.low, high=self.high, first=now.position == 0
-        )
-        return Group(counts, sizes, final=int(counts.sum()) == left)
+        usual, first = self._usual, now.position == 0
+        same = usual is not None and usual.sizes is sizes and left > usual.samples
+        if usual is not None and same and is_regular(left, usual.total[0], self.accumulate, first=first):
+            return usual  # nearly always
+        counts = next_group(left, sizes, accumulate=self.accumulate, low=self.low, high=self.high, first=first)
+        group = Group(counts, sizes, final=int(counts.sum()) == left)
+        if all(group.regular) and not group.final:
+            self._usual = group
+        return group
 
     def _whole_epoch(self, position: int, sizes: Ints) -> tuple[int, Ints]:
         left = self.dataset_size - position

@@ -137,8 +137,12 @@ class Coordinator:
         def before_forward(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
             self._before_forward(module, attached, (*args, *kwargs.values()))
 
-        # Not traced: torch.compile(wrap(DDP(...))) would fail in what it does.
-        model.register_forward_pre_hook(torch.compiler.disable(before_forward), with_kwargs=True)
+        untraced = torch.compiler.disable(before_forward)  # torch.compile would fail in what it does
+
+        def entry(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+            (untraced if torch.compiler.is_compiling() else before_forward)(module, args, kwargs)
+
+        model.register_forward_pre_hook(entry, with_kwargs=True)
 
     def add_learning_rate(self, optimizer: Optimizer) -> None:
         """Let the learning rate of `optimizer` follow the batch."""
@@ -208,15 +212,14 @@ class Coordinator:
 
         `ahead` more rounds than the source's own count as issued: a simulated loader's prefetching.
         """
-        progress, step_samples = self.progress, int(plan.group.sum())
+        progress = self.progress
         progress.steps += 1
-        progress.samples += step_samples
+        progress.samples += plan.samples
         for attached in self.connected:
             attached.step_done()
-        first = plan.start == int(plan.group[: plan.micro].sum())
         with self._turn:  # whether a step is kept is known before, or after, a new window opens
             kept = plan.regular and self._round(plan) >= progress.opens
-            self.recorder.step_done(keep=kept, first_of_epoch=first)
+            self.recorder.step_done(keep=kept, first_of_epoch=plan.first)
         self._advance_schedules(plan)
         self.settle()
         full = plan.last if self.per_epoch else self.recorder.steps >= self.interval
@@ -232,7 +235,7 @@ class Coordinator:
             self.liveness.stopping.wanted = True
 
     def _advance_schedules(self, plan: StepPlan) -> None:
-        samples, watch = int(plan.group.sum()), self._watch
+        samples, watch = plan.samples, self._watch
         if watch is not None:
             watch.look()
         advanced = [schedule.advance(samples) for schedule in self.schedules]
@@ -314,7 +317,7 @@ class Coordinator:
     def share(self) -> Share:
         """How the gradient now being reduced is weighted."""
         plan = self.need_source().plan()
-        total = float(plan.group.sum()) / self.accumulate
+        total = plan.samples / self.accumulate
         # Agreed values only: what is pending here may be settled on another rank, and all must reduce alike.
         open_from = max(self.progress.opens, self.job.closing.consumed + 1)
         kept = plan.regular and self._round(plan) >= open_from
@@ -367,7 +370,7 @@ class Coordinator:
             self._watch.look()
         if self.learning_rates:
             base, (noise, signal) = self.job.base_batch, self.progress.noise_at(self._round(plan))
-            factor = self._rule(float(plan.group.sum()) / base, noise, signal, base_batch=base)
+            factor = self._rule(plan.samples / base, noise, signal, base_batch=base)
             for learning_rate in self.learning_rates:
                 learning_rate.factor = factor
 
@@ -380,9 +383,9 @@ class Coordinator:
             self.observe_pair([p for g in optimizer.param_groups for p in g["params"]], plan)
 
     def observe_pair(self, parameters: list[nn.Parameter], plan: StepPlan) -> None:
-        """A single worker's noise scale, from its gradients step after step."""
+        """A single worker's noise scale, from its gradients in two steps that follow each other."""
         gradients = [p.grad for p in parameters if p.grad is not None and not p.grad.is_sparse]
-        if self._pairs is not None and (pair := self._pairs.observe(gradients, float(plan.group.sum()))):
+        if self._pairs is not None and (pair := self._pairs.observe(gradients, float(plan.samples))):
             self.recorder.add("pair_noise", pair[0])
             self.recorder.add("pair_signal", pair[1])
 

@@ -8,6 +8,7 @@ one on a host that hangs never answers, and its clients have no timeout.
 from __future__ import annotations
 
 import contextlib
+import datetime
 import json
 import logging
 import queue
@@ -235,6 +236,25 @@ def wait_for(work: Any, ending: Ending | None) -> None:
         # On CUDA it is there at once, as for `work.wait()`: neither waits for the device.
         work.get_future().add_done_callback(lambda _: arrived.set())
         ending.wait(arrived)
+    _result_of(work, ending)
+
+
+def wait_here(work: Any, ending: Ending | None) -> None:
+    """`wait_for` of a collective on CPUs: no other thread of this process needs Python's lock meanwhile."""
+    watch, look_every = None, datetime.timedelta(seconds=LOOK_EVERY_S)
+    while ending is not None:
+        try:
+            work.wait(look_every)
+            return
+        except RuntimeError:
+            if work.is_completed():
+                break  # meanwhile, or with an error of its own
+        watch = watch or Wait(ending)
+        watch.look()
+    _result_of(work, ending)
+
+
+def _result_of(work: Any, ending: Ending | None) -> None:
     try:
         work.wait()
     except RuntimeError as error:

@@ -1,25 +1,24 @@
-"""Gradients, and models, of unequal batches: weighting in DDP's communication hook, and averaging.
+"""Gradients of unequal batches: weighting in DDP's communication hook.
 
 The gradient of the union batch is g = sum_i (n_i / N) g_i, with g_i the gradient of worker i's mean loss over n_i
 samples. DDP averages over W workers, so each worker's gradient is multiplied by n_i * W / N before it is reduced.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, NoReturn, Protocol, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket as Bucket
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.autograd import Variable
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.futures import Future
 
 from dynamix.errors import ConfigError, UsageError
 from dynamix.runtime.agreement import Explain, unnamed
-from dynamix.runtime.ending import Arrivals, Ending, wait_for
+from dynamix.runtime.ending import Arrivals, wait_here
 from dynamix.runtime.groups import new_gloo_group
 from dynamix.runtime.liveness import failed_collective
 
@@ -35,7 +34,8 @@ def scale_(values: Tensor, count: float, total: float, workers: int) -> Tensor:
     """Multiply `values` in place by count * workers / total; a count of 0 zeroes them (0 * NaN would stay NaN)."""
     if count == 0:
         return values.zero_()
-    return values.mul_(count * workers / total)
+    factor = count * workers / total
+    return values if factor == 1.0 else values.mul_(factor)
 
 
 def wipe_nonfinite_(values: Tensor) -> Tensor:
@@ -74,6 +74,7 @@ class Meter(Protocol):
 
     def gradients_ready(self) -> None: ...
     def reduced(self) -> None: ...
+    def norms_due(self) -> bool: ...
     def add(self, name: str, value: Tensor, *, part: int = 0) -> None: ...
 
 
@@ -100,9 +101,12 @@ class GradientHook:
     share     says how the current step is weighted
     inner     the user's hook and its state; torch's all-reduce when None. A true attribute `lossless` of the hook says
               that its result is the mean itself and that it copes with infinities on its own
-    meter     receives timing marks and squared norms ("local_sq", "global_sq", per bucket)
+    meter     receives timing marks and, in the steps for which it wants them, squared norms ("local_sq", "global_sq",
+              per bucket)
 
-    `arrivals` waits for the reductions at the end of a backward pass, `check` is told of them.
+    `arrivals` waits for the reductions at the end of a backward pass, `check` is told of them. Torch's own all-reduce
+    on CPUs is waited for without it: the backend's threads then have nothing to do in Python, and one pass over the
+    gradient does what weighting and averaging need.
     """
 
     def __init__(
@@ -113,7 +117,9 @@ class GradientHook:
         self.chained = inner is not None and inner not in _SINGLE_COLLECTIVE
         # A hook that says so gives the true mean and agrees on finiteness by itself.
         self.lossless = inner is None or inner is default_hooks.allreduce_hook or getattr(inner, "lossless", False)
-        self.needs_groups = self.chained and dist.get_backend(group) == "gloo"
+        self.native = dist.get_backend(group) == "gloo"
+        self.needs_groups = self.chained and self.native
+        self.direct = self.native and (inner is None or inner is default_hooks.allreduce_hook)
         self.bucket_groups: list[dist.ProcessGroup] = []
         self.buckets_seen = 0
         self.steps = 0
@@ -124,14 +130,20 @@ class GradientHook:
         self.check: Check | None = None
         self.explain: Explain = unnamed
         self._under_way: list[Future[Tensor]] = []
-        self._measuring, self._since_dense = False, DENSE_EVERY
+        self._awaited = False  # that `_arrived` will be called in this backward pass
+        self._norms_due = self._measuring = False
+        self._since_dense = DENSE_EVERY
 
     def __call__(self, state: Any, bucket: Bucket) -> Future[Tensor]:
-        future = self._reduced(bucket)
         if bucket.index() == 0:
-            self._under_way = []
-            # Called before DDP waits itself: what that raises has lost its type, and names nobody.
-            cast(Any, Variable._execution_engine).queue_callback(self._arrived)
+            self._under_way, self._awaited = [], False
+        share = self._begin(bucket)
+        if share is not None and self.direct and _is_dense_on_cpu(bucket.buffer()):
+            summed = self._summed(share, bucket)
+            if summed is not None:
+                return summed
+        future = self._plainly(bucket) if share is None else self._reduced(share, bucket)
+        self._awaited = self._awaited or _at_end_of_backward(self._arrived)
         self._under_way.append(future)
         return future
 
@@ -143,32 +155,78 @@ class GradientHook:
             for future in futures:
                 future.wait()
         except RuntimeError as error:
-            if not failed_collective(error):
-                raise
-            raise self.explain(error, "the ranks could not add their gradients") from error
+            self._explain(error)
 
-    def _reduced(self, bucket: Bucket) -> Future[Tensor]:
+    def _begin(self, bucket: Bucket) -> Share | None:
+        """Before a bucket is reduced: its weight, and its norm where that is due. None while passes are discarded."""
+        part = bucket.index()
+        self.buckets_seen = max(self.buckets_seen, part + 1)
         if self.muted:
-            self.buckets_seen = max(self.buckets_seen, bucket.index() + 1)
-            return self._plainly(bucket)
-        if bucket.index() == 0 and self.check is not None:
+            return None
+        if part == 0 and self.check is not None:
             self.check.reducing()
-        share, buffer, part = self.share(), bucket.buffer(), bucket.index()
+        share = self.share()
         self.reductions += part == 0
+        if part == 0 and self.reductions == 1:
+            due = self._norms_due = self.meter.norms_due()
+            wanted = share.kept and self.steps >= 2 and self._since_dense >= DENSE_EVERY
+            self._measuring = due if self.lossless else wanted
         # What was reduced before has no weight of this loss, so then only the first reduction shows this rank's own.
-        if share.count != 0 and (share.applied is None or self.reductions == 1):
-            local_sq = self._norm_sq(buffer, 1.0 if share.applied is None else share.applied)
-            self.meter.add("local_sq", local_sq, part=part)
+        own = share.count != 0 and (share.applied is None or self.reductions == 1)
+        if own and (self._norms_due or self._measuring):
+            weight = 1.0 if share.applied is None else share.applied
+            self.meter.add("local_sq", self._norm_sq(bucket.buffer(), weight), part=part)
+        return share
+
+    def _explain(self, error: RuntimeError) -> NoReturn:
+        if failed_collective(error):
+            raise self.explain(error, "the ranks could not add their gradients") from error
+        raise error
+
+    def _weighted_before(self, share: Share, buffer: Tensor) -> Tensor:
+        """A loss times 0 left zeros, and 0 * NaN where the placeholder's gradient was not finite.
+
+        Zeroing all would take away what was already reduced, in a loop that synchronises every micro-batch.
+        """
+        return buffer if share.count else wipe_nonfinite_(buffer)
+
+    def _summed(self, share: Share, bucket: Bucket) -> Future[Tensor] | None:
+        """Torch's all-reduce on CPUs, as a sum of gradients times n_i / N; None where it could not be waited for."""
+        buffer, part, measure = bucket.buffer(), bucket.index(), self._measuring
+        future: Future[Tensor] = Future()
+        begun: list[dist.Work] = []
+
+        def arrive() -> None:
+            try:
+                wait_here(begun.pop(), self.arrivals.ending)
+            except RuntimeError as error:
+                self._explain(error)
+            self.meter.reduced()
+            if measure:
+                self.meter.add("global_sq", self._norm_sq(buffer, 1.0), part=part)
+            future.set_result(buffer)
+
+        # One for each bucket: where a checkpointed part of the model has a backward pass of its own, they end apart.
+        if not _at_end_of_backward(arrive):
+            return None
+        if share.applied is None:
+            scale_(buffer, share.count, share.total, 1)
+        else:
+            self._weighted_before(share, buffer).mul_(1.0 / self.group.size())
+        self.meter.gradients_ready()
+        work = dist.all_reduce(buffer, group=self.group, async_op=True)
+        assert work is not None
+        begun.append(work)
+        if self.check is not None and bucket.is_last():
+            self.check.reduced()
+        return future
+
+    def _reduced(self, share: Share, bucket: Bucket) -> Future[Tensor]:
+        buffer, part, measure = bucket.buffer(), bucket.index(), self._measuring
         if share.applied is None:
             scale_(buffer, share.count, share.total, self.group.size())
-        elif share.count == 0:
-            # A loss times 0 left zeros, and 0 * NaN where the placeholder's gradient was not finite. Zeroing all would
-            # take away what was already reduced, in a loop that synchronises every micro-batch.
-            wipe_nonfinite_(buffer)
-        self.buckets_seen = max(self.buckets_seen, part + 1)
-        if part == 0 and self.reductions == 1:
-            self._measuring = self.lossless or (share.kept and self.steps >= 2 and self._since_dense >= DENSE_EVERY)
-        measure = self._measuring
+        else:
+            self._weighted_before(share, buffer)
         self.meter.gradients_ready()
         future = self._reduce(bucket, dense=measure and not self.lossless)
         if self.check is not None and bucket.is_last():
@@ -205,6 +263,8 @@ class GradientHook:
             remove = "remove your register_comm_hook(state, hook) line"
             problem = "the model already has a communication hook, and DDP allows one"
             raise UsageError(f"{problem}: {remove} and {fix}") from error
+        if model.static_graph:
+            self.direct = False  # in its first backward DDP waits without calling what was to be called at the end
 
     def step_done(self) -> None:
         """After an optimizer step: the bucket layout is known by now, so give chained hooks their groups."""
@@ -270,7 +330,7 @@ class GradientHook:
 
     def _plainly(self, bucket: Bucket) -> Future[Tensor]:
         """Torch's all-reduce; of a sparse bucket natively on gloo, densely elsewhere (compressing hooks cannot)."""
-        buffer, native = bucket.buffer(), dist.get_backend(self.group) == "gloo"
+        buffer, native = bucket.buffer(), self.native
         if not buffer.is_sparse:
             return default_hooks.allreduce_hook(self.group, bucket)
         payload = (buffer if native else buffer.to_dense()).div_(self.group.size())
@@ -292,52 +352,24 @@ class GradientHook:
         return torch.square(norm if scale is None else norm / scale.to(norm.device))
 
 
+def _at_end_of_backward(call: Callable[[], None]) -> bool:
+    """Let `call` run when autograd is done, before DDP waits: what is raised later has lost its type, and names nobody.
+
+    False before autograd has begun: DDP reduces at once the buckets of which no parameter leads to an output.
+    """
+    try:
+        cast(Any, Variable._execution_engine).queue_callback(call)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _is_dense_on_cpu(buffer: Tensor) -> bool:
+    return buffer.device.type == "cpu" and not buffer.is_sparse
+
+
 def _closed() -> Share:
     raise UsageError("the model's controller is closed: train on with a new DistributedDataParallel around its module")
-
-
-@torch.no_grad()
-def weighted_average(model: nn.Module, count: float, *, group: dist.ProcessGroup | None = None) -> None:
-    """Replace parameters and floating buffers by their mean over workers, weighted by `count`: model averaging.
-
-    A collective call. `count` is the number of samples this worker has trained on since the last averaging (H steps);
-    a worker with 0 contributes nothing and receives the average. With H = 1 and plain SGD this equals the weighted
-    gradient (DBS, arXiv 2007.11831). Integer buffers are taken from the group's first rank. Raises `ConfigError`
-    for a negative count, `UsageError` when no worker has a sample.
-    """
-    if not count >= 0:
-        raise ConfigError("count", count, "0 or more", "pass the samples trained on since the last averaging")
-    pg = group if group is not None else cast(dist.ProcessGroup, dist.group.WORLD)
-    tensors = [*model.parameters(), *model.buffers()]
-    device = tensors[0].device if tensors else torch.device("cpu")
-    total = torch.tensor(float(count), dtype=torch.float64, device=device)
-    dist.all_reduce(total, group=pg)
-    if total.item() <= 0:
-        raise UsageError("weighted_average: no worker has trained on a sample since the last averaging")
-    average_(tensors, count / float(total.item()), pg)
-
-
-def average_(tensors: Iterable[Tensor], weight: float, group: dist.ProcessGroup, ending: Ending | None = None) -> None:
-    """Floating tensors become their sum over workers times each worker's `weight`, others the first rank's."""
-    first = dist.get_global_rank(group, 0)
-    for tensor in tensors:
-        if tensor.is_floating_point():
-            wait_for(dist.all_reduce(scale_(tensor, weight, 1.0, 1), group=group, async_op=True), ending)
-        else:
-            wait_for(dist.broadcast(tensor, src=first, group=group, async_op=True), ending)
-
-
-@torch.no_grad()
-def broadcast_(tensors: Iterable[Tensor], group: dist.ProcessGroup, ending: Ending | None) -> None:
-    """Tensors become the first rank's."""
-    by_type: dict[torch.dtype, list[Tensor]] = {}
-    for tensor in tensors:
-        by_type.setdefault(tensor.dtype, []).append(tensor)
-    for alike in by_type.values():
-        flat = _flatten_dense_tensors(alike)
-        wait_for(dist.broadcast(flat, src=dist.get_global_rank(group, 0), group=group, async_op=True), ending)
-        for tensor, told in zip(alike, _unflatten_dense_tensors(flat, alike), strict=True):
-            tensor.copy_(told)
 
 
 def _plain_state(state: Any) -> dict[str, Any] | None:

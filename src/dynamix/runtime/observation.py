@@ -25,8 +25,11 @@ from dynamix.window import PER_WORKER, Floats, Window
 PROBE_EVERY_S = 2.0
 # Times of finished steps are read together: code that is warm costs a quarter of code that runs once a step.
 READ_EVERY = 16
-# Accuracy of logits with more elements than this is read once in so many steps, and at least once a window.
-LARGE, LARGE_EVERY = 2**14, 4
+# Accuracy is read once in so many steps, and at least once a window.
+ACCURACY_EVERY = 4
+# Squared norms cost a pass over the gradient each: they are measured in the first step of a window, and in every so
+# many after it.
+NORMS_EVERY = 5
 _DERIVED = ("wait", "communication")  # known only when all rows are together
 ROW = (
     *("issued", "count", "weight", "measured_in", "global_norm_sq", "pair_noise", "pair_signal"),
@@ -79,6 +82,10 @@ class Recorder:
         if not self.muted:
             self.timer.reduced()
 
+    def norms_due(self) -> bool:
+        """Whether this optimizer step's squared norms are to be measured. The same on all ranks in steps that count."""
+        return self.steps % NORMS_EVERY == 0 and not self.muted
+
     def add(self, name: str, value: Value, *, part: int = 0) -> None:
         """One 0-dim value of this optimizer step; squares add up over parts (buckets), others average.
 
@@ -100,7 +107,7 @@ class Recorder:
             self.add("loss", value)
         if logits is None or target is None:
             return
-        if self._step_index % LARGE_EVERY and "accuracy" in self._kept and _elements(logits) > LARGE:
+        if self.steps % ACCURACY_EVERY and "accuracy" in self._kept:
             return
         accuracy = self.reader.accuracy(logits, target, value)
         if accuracy is not None:
@@ -254,6 +261,10 @@ class Unmeasured:
     def __init__(self, recorder: Recorder) -> None:
         self.gradients_ready, self.reduced = recorder.gradients_ready, recorder.reduced
 
+    def norms_due(self) -> bool:
+        """Never."""
+        return False
+
     def add(self, name: str, value: Value, *, part: int = 0) -> None:
         """Nothing."""
 
@@ -334,7 +345,3 @@ def _mean_std(values: Sequence[float]) -> tuple[float, float]:
     if len(known) < 2:
         return mean, float("nan")
     return mean, math.sqrt(math.fsum((v - mean) * (v - mean) for v in known) / (len(known) - 1))
-
-
-def _elements(logits: Any) -> int:
-    return logits.numel() if isinstance(logits, Tensor) else LARGE + 1

@@ -15,8 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 from dynamix.data import StepPlan
 from dynamix.errors import ConfigError, UsageError
 from dynamix.runtime.agreement import Explain, unnamed
+from dynamix.runtime.averaging import average_, broadcast_
 from dynamix.runtime.ending import Ending, wait_for
-from dynamix.runtime.gradients import GradientHook, Share, average_, broadcast_, wipe_nonfinite_
+from dynamix.runtime.gradients import GradientHook, Share, wipe_nonfinite_
 from dynamix.runtime.groups import new_gloo_group
 from dynamix.runtime.liveness import failed_collective
 from dynamix.runtime.observation import Recorder
@@ -263,7 +264,7 @@ class LossWeight:
             raise UsageError("weight() was called twice for one batch: call controller.step() after each batch")
         mine = float(plan.counts[rank])
         if count is None:
-            self.applied = mine * self.workers * self.accumulate / float(plan.group.sum())
+            self.applied = mine * self.workers * self.accumulate / plan.samples
             return loss * self.applied
         if not isinstance(count, Tensor) and not count >= 0:
             raise ConfigError("count", count, "0 or more", "pass the divisor of this mean loss")

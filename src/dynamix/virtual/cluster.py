@@ -215,8 +215,9 @@ class VirtualCluster:
         coordinator.follow_batch(plan)
         shares = self._sampler.shares()
         with self._own_random():
-            seen = self._gradient(shares, placeholder=placeholder)
-            global_sq = self._gradient.norm_sq()
+            norms = self._workers.norms_due()
+            seen = self._gradient(shares, placeholder=placeholder, norms=norms)
+            global_sq = self._gradient.norm_sq() if norms else None
             coordinator.observe_pair(self._gradient.parameters, plan)
             self.optimizer.step()
             self.optimizer.zero_grad()
@@ -263,7 +264,7 @@ class _AllRecorders(Recorder):
     def __init__(self, workers: VirtualWorkers, job: JobFacts) -> None:
         super().__init__(torch.device("meta"))
         self.workers, self.job = workers, job
-        self.of_step: tuple[Floats, float, Shares, float]  # what `VirtualWorkers.record` takes
+        self.of_step: tuple[Floats, float, Shares, float | None]  # what `VirtualWorkers.record` takes
 
     def add(self, name: str, value: Tensor | float, *, part: int = 0) -> None:
         self.workers.recorders[0].add(name, float(value), part=part)

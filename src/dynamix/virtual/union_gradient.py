@@ -17,8 +17,12 @@ Load = Callable[[Indices], tuple[Any, Any]]
 
 @dataclass(frozen=True, slots=True)
 class ShareSeen:
-    """What one worker sees of its share: mean loss, |g_i|^2 of its mean gradient, and the first rows (`ACCURACY_ROWS`)
-    of its outputs and targets on the CPU, None where one of them is no tensor."""
+    """What one worker sees of its share.
+
+    loss            mean over its samples
+    norm_sq         |g_i|^2 of its mean gradient, NaN where that was not asked for
+    logits, target  the first rows (`ACCURACY_ROWS`), on the CPU; None where one of them is no tensor
+    """
 
     loss: float
     norm_sq: float
@@ -46,9 +50,12 @@ class UnionGradient:
         self.device = self.parameters[0].device
         self.whole = any(isinstance(module, _BatchNorm) for module in model.modules())
 
-    def __call__(self, shares: Sequence[Indices], *, placeholder: Indices = ()) -> list[ShareSeen | None]:
+    def __call__(
+        self, shares: Sequence[Indices], *, placeholder: Indices = (), norms: bool = True
+    ) -> list[ShareSeen | None]:
         """What each worker saw, None for shares of zero; `.grad` then holds the union batch's mean gradient.
 
+        norms         whether to measure |g_i|^2
         placeholder   what worker 0 loads when its share is zero: a forward pass of it updates the buffers, as live
         """
         total = sum(len(share) for share in shares)
@@ -58,7 +65,7 @@ class UnionGradient:
         for rank, share in enumerate(shares):
             if rank:
                 self._put_back(before)
-            seen.append(self._one(share) if share else None)
+            seen.append(self._one(share, norms=norms) if share else None)
             if share:
                 self._add_to(union, len(share) / total)
             elif rank == 0 and before and placeholder:
@@ -75,7 +82,7 @@ class UnionGradient:
         """|g|^2 of what is in `.grad` now, summed in double precision."""
         return squared_norm([p.grad for p in self.parameters if p.grad is not None])
 
-    def _one(self, share: Indices) -> ShareSeen:
+    def _one(self, share: Indices, *, norms: bool) -> ShareSeen:
         for parameter in self.parameters:
             parameter.grad = None
         size = len(share) if self.whole else self.micro_batch
@@ -97,7 +104,7 @@ class UnionGradient:
                 target.append(targets[: ACCURACY_ROWS - rows].cpu())
                 rows += len(logits[-1])
         heads = (torch.cat(logits), torch.cat(target)) if logits else (None, None)
-        return ShareSeen(loss, self.norm_sq(), *heads)
+        return ShareSeen(loss, self.norm_sq() if norms else float("nan"), *heads)
 
     def _add_to(self, union: list[Tensor | None], weight: float) -> None:
         """Take the gradients of one share; in place, so that no third copy is ever needed."""

@@ -61,10 +61,17 @@ class VirtualWorkers:
         busy, whole = self.world.advance()
         return busy[0], float(whole[0])
 
+    def norms_due(self) -> bool:
+        """Whether the coming step's squared norms are to be measured, as in a live job."""
+        return self.recorders[0].norms_due()
+
     def record(
-        self, busy_s: Floats, whole_s: float, seen: Shares, global_sq: float, *, keep: bool, first_of_epoch: bool
+        self, busy_s: Floats, whole_s: float, seen: Shares, global_sq: float | None, *, keep: bool, first_of_epoch: bool
     ) -> None:
-        """One optimizer step in every worker's recorder; the clock stands at its end afterwards."""
+        """One optimizer step in every worker's recorder; the clock stands at its end afterwards.
+
+        global_sq   |g|^2, None where norms were not due
+        """
         begin = self.time.now_s
         if keep:
             self._busy_s, self._whole_s = self._busy_s + busy_s, self._whole_s + whole_s
@@ -77,10 +84,12 @@ class VirtualWorkers:
             recorder.reduced()
             if share is not None:
                 recorder.add("loss", share.loss)
-                recorder.add("local_sq", share.norm_sq)
+                if global_sq is not None:
+                    recorder.add("local_sq", share.norm_sq)
                 if share.target is not None and not share.target.is_floating_point():  # a regression has no accuracy
                     recorder.observe(None, share.logits, share.target)
-            recorder.add("global_sq", global_sq)
+            if global_sq is not None:
+                recorder.add("global_sq", global_sq)
             recorder.step_done(keep=keep, first_of_epoch=first_of_epoch)
 
     def rows(self, sizes: Ints, *, issued: int) -> Floats:
