@@ -181,7 +181,7 @@ CASES: dict[str, tuple[Odd, list[str]]] = {
     "interval": (_made(interval=3), ["interval is 2 on", "3 on rank {last}"]),
     "batch size": (_made(batch_size=5), ["batch_size is 4 on", "5 on rank {last}"]),
     "highest": (_made(max_batch_size=9), ["max_batch_size is [32", "[9, 9"]),
-    "rule": (_made(lr_rule="sqrt"), ['lr_rule is "none"', '"sqrt" on rank {last}']),
+    "rule": (_made(lr_rule="sqrt"), ['lr_rule is "auto"', '"sqrt" on rank {last}']),
     "most change": (_made(max_change=2.0), ["max_change is Infinity", "2.0 on rank {last}"]),
     "policy": (_made(policy="goodput"), ['policy is "Script"', '"goodput" on rank {last}']),
     "hook": (_hooked, ["exchange of gradients and buffers is", "all-reduce, buffers rank0", "fp16_compress_hook"]),

@@ -14,11 +14,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.optim import lr_scheduler
+from torch.utils.data import DataLoader, TensorDataset
 
+import dynamix
 from dynamix.errors import ConfigError
 from dynamix.runtime.scaling import RULES, LearningRate, SampleSchedule, rule
 from tests.ranks import run_ranks
+from tests.union import Script
 
 NAN = math.nan
 positive = st.floats(1e-6, 1e6)
@@ -59,7 +63,7 @@ class TestRules:
 
     def test_an_unknown_rule_names_the_known_ones(self) -> None:
         for make in (rule, lambda name: LearningRate(sgd()[1], name)):
-            with pytest.raises(ConfigError, match=r"lr_rule='cubic'.*none, linear, sqrt, adascale"):
+            with pytest.raises(ConfigError, match=r"lr_rule='cubic'.*auto, none, linear, sqrt, adascale"):
                 make("cubic")
 
 
@@ -435,3 +439,51 @@ class TestSampleSchedule:
             optimizer.step()
             schedule.advance(10)
             assert weight[0].item() == expected
+
+
+@pytest.mark.parametrize(
+    ("made", "usual"),
+    [
+        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), "linear"),
+        (lambda p: torch.optim.Adam(p, lr=0.1), "sqrt"),
+        (lambda p: torch.optim.AdamW(p, lr=0.1), "sqrt"),
+        (lambda p: torch.optim.RMSprop(p, lr=0.1), "sqrt"),
+        (lambda p: torch.optim.Adagrad(p, lr=0.1), "sqrt"),
+    ],
+)
+def test_auto_is_linear_unless_the_optimizer_divides_by_the_size_of_gradients(
+    made: Callable[[Any], torch.optim.Optimizer], usual: str
+) -> None:
+    optimizer = made([nn.Parameter(torch.zeros(1))])
+    assert rule("auto", optimizer) is LearningRate(optimizer, "auto").rule is RULES[usual]
+
+
+@pytest.mark.parametrize(
+    ("given", "factors"),
+    [
+        ({}, {1.0, 2.0}),
+        ({"lr_rule": "none"}, {1.0}),
+        ({"global_batch": "fixed"}, {1.0}),
+    ],
+    ids=str,
+)
+def test_the_rate_follows_the_global_batch_but_not_an_epochs_tail(given: dict[str, Any], factors: set[float]) -> None:
+    data = TensorDataset(torch.randn(90, 3), torch.randn(90, 1))
+    net = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    controller = dynamix.Controller(Script([[16], [8]]), 8, interval=2, **given)
+    loader = DataLoader(data, batch_sampler=controller.batch_sampler(data))
+    model = controller.wrap(net, optimizer)
+    seen, tails, used = set(), 0, []
+    optimizer.register_step_pre_hook(lambda *_: used.append(optimizer.param_groups[0]["lr"]))
+    for x, y in loader:
+        tails += not controller._coordinator.need_source().plan().regular
+        F.mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.add(controller.metrics()["lr_factor"])
+        controller.step()
+    controller.close()
+    assert tails
+    assert seen == factors
+    assert {round(rate / 0.1, 6) for rate in used} == factors

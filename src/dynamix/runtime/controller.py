@@ -58,7 +58,8 @@ class Controller:
     quantum           micro-batches are multiples of this (torch.compile and cudnn then see few shapes)
     max_change        a batch size changes by at most this factor per decision
     accumulate        micro-batches per optimizer step, all of a size; call `step()` after each of them
-    lr_rule           how the learning rate follows the global batch: none, linear, sqrt, adascale
+    lr_rule           how the learning rate follows a global batch that moves: none, linear, sqrt, adascale. "auto":
+                      linear; sqrt for Adam and others that divide by the size of the gradient
     process_group     the data-parallel group; None: the default group
     events            file that rank 0 appends one JSON line per window to; by default the one that the environment
                       variable DYNAMIX_EVENTS names (`dynamix emulate` sets it), if any
@@ -85,7 +86,7 @@ class Controller:
         quantum: int = 1,
         max_change: float = float("inf"),
         accumulate: int = 1,
-        lr_rule: str = "none",
+        lr_rule: str = "auto",
         process_group: dist.ProcessGroup | None = None,
         events: str | os.PathLike[str] | None = None,
         replay: str | os.PathLike[str] | None = None,

@@ -26,7 +26,7 @@ from dynamix.runtime.noise import ConsecutiveNoise
 from dynamix.runtime.observation import Recorder
 from dynamix.runtime.progress import Progress, Waiting
 from dynamix.runtime.ranks import Ranks
-from dynamix.runtime.scaling import LearningRate, SampleSchedule, SchedulerWatch, rule
+from dynamix.runtime.scaling import AUTO, LearningRate, SampleSchedule, SchedulerWatch
 from dynamix.runtime.weighting import Attached, LossWeight
 from dynamix.window import Ints
 
@@ -59,7 +59,9 @@ class Coordinator:
         ranks: Ranks | None = None,
     ) -> None:
         self.job, self.policy, self.channel, self.rank, self.interval = job, policy, channel, rank, interval
-        self.lr_rule, self._rule, self.loss_weight = lr_rule, rule(lr_rule), loss_weight
+        self.loss_weight = loss_weight
+        # A global batch that stays as it is asks for no other rate.
+        self.lr_rule = "none" if lr_rule == AUTO and job.fixed else lr_rule
         self.accumulate, self.per_epoch = job.accumulate, boundary(policy) == "epoch"
         # The sampler's ledger counts micro-steps and samples of each; all that ranks say to each other counts rounds.
         self.allocations, self.progress = Allocations(start // self.accumulate), Progress()
@@ -365,14 +367,14 @@ class Coordinator:
         self.follow_batch(source.plan())
 
     def follow_batch(self, plan: StepPlan) -> None:
-        """Let the learning rate follow the global batch of `plan`."""
+        """Let the learning rate follow the global batch of `plan`; an epoch's tail has that of the steps before."""
         if self._watch is not None:
             self._watch.look()
         if self.learning_rates:
             base, (noise, signal) = self.job.base_batch, self.progress.noise_at(self._round(plan))
-            factor = self._rule(plan.samples / base, noise, signal, base_batch=base)
+            samples = plan.samples if plan.regular else self.accumulate * int(self.allocations.at(plan.index).sum())
             for learning_rate in self.learning_rates:
-                learning_rate.factor = factor
+                learning_rate.factor = learning_rate.rule(samples / base, noise, signal, base_batch=base)
 
     def _before_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self.attached is not None and self.source is not None and self.source.issued > self.source.consumed:

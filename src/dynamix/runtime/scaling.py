@@ -56,15 +56,22 @@ RULES: dict[str, Rule] = {
 }
 
 
-def rule(name: str) -> Rule:
-    """The learning-rate rule of that name. Raises `ConfigError` for an unknown one.
+AUTO = "auto"  # linear, or sqrt for an optimizer that divides by the size of its gradients
+
+
+def rule(name: str, optimizer: Optimizer | None = None) -> Rule:
+    """The learning-rate rule of that name; "auto": the usual one for `optimizer`. Raises `ConfigError` if unknown.
 
     >>> rule("linear")(2.0, float("nan"), float("nan"), base_batch=64)
     2.0
     """
+    if name == AUTO:
+        # What keeps Adam and its kin, Adagrad and RMSprop from dividing by zero; SGD has neither.
+        divides = optimizer is not None and not {"eps", "betas"}.isdisjoint(optimizer.defaults)
+        return RULES["sqrt" if divides else "linear"]
     if name not in RULES:
         fix = "check the spelling; 'none' leaves the learning rate alone"
-        raise ConfigError("lr_rule", name, ", ".join(RULES), fix)
+        raise ConfigError("lr_rule", name, ", ".join((AUTO, *RULES)), fix)
     return RULES[name]
 
 
@@ -90,7 +97,7 @@ class LearningRate:
     """
 
     def __init__(self, optimizer: Optimizer, rule: str) -> None:
-        self.rule = _rule(rule)
+        self.rule = _rule(rule, optimizer)
         self._factor = 1.0
         # (group, rate as the user set it, tensor changed in place or None); empty unless a step is running
         self._users: list[tuple[dict[str, Any], Any, Tensor | None]] = []

@@ -88,7 +88,7 @@ class VirtualCluster:
         batch_size: int = 128,
         bounds: Bounds | None = None,
         interval: int = 10,
-        lr_rule: str = "none",
+        lr_rule: str = "auto",
         seed: int = 0,
         sample_costs: ArrayLike | None = None,
         micro_batch: int = 1024,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from typer.testing import CliRunner
 from dynamix.cli.app import app
 from dynamix.errors import ConfigError
 from dynamix.events.run_folder import RunFolder
+from dynamix.runtime.controller import Controller
 from dynamix_lab.suites.quality import suite
 from dynamix_lab.suites.quality.pages import markdown
 from dynamix_lab.suites.quality.plan import BATCH, JOBS, ROWS, QualityPlan
@@ -129,8 +131,9 @@ def test_batch_norm_is_the_only_difference_of_a_job_and_its_twin(name: str) -> N
 
 def test_rows_are_the_defaults_of_a_controller_unless_they_say_otherwise() -> None:
     trials = {row: QualityPlan().trial("conv", row) for row in ROWS}
+    default = inspect.signature(Controller).parameters["lr_rule"].default
     assert {t.lr_rule for row, t in trials.items() if row in ("static", "dynamix", "dynamix-fixed", "lb_bsp")} == {
-        "none"
+        default
     }
     assert [row for row, trial in trials.items() if trial.global_batch == "fixed"] == ["dynamix-fixed"]
     assert {(t.batch_size, t.learning_rate, t.schedule, t.budget) for t in trials.values()} == {

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar
 from torch.optim import Optimizer
 
 from dynamix.errors import ConfigError
-from dynamix.runtime.scaling import RULES
+from dynamix.runtime.scaling import AUTO, RULES
 
 PERIODS = ("fixed", "post_local", "adacomm", "qsr")
 MOMENTUM = ("kept", "averaged", "reset")
@@ -110,7 +110,7 @@ class Trial:
     def __post_init__(self) -> None:
         _number("batch_size", self.batch_size, 1, whole=True)
         _number("learning_rate", self.learning_rate, 0, above=True)
-        _one_of("lr_rule", self.lr_rule, tuple(RULES))
+        _one_of("lr_rule", self.lr_rule, (AUTO, *RULES))
         _one_of("global_batch", self.global_batch, GLOBAL_BATCHES)
         _one_of("schedule", self.schedule, SCHEDULES)
         if self.policy is not None and self.local is not None:

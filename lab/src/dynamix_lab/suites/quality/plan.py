@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import torch
 
 from dynamix.emulator import load_scenario
 from dynamix.errors import ConfigError
@@ -29,9 +30,10 @@ DATA_SETS = 4  # seeds share them in turn: seeds differ by weights, order and di
 class QualityJob:
     """A job whose model is judged when it is trained.
 
-    options   of `make_workload`
-    rate      learning rate at the start, for the global batch there
-    train     samples to train on; epochs: how often each of them is used
+    options     of `make_workload`
+    rate        learning rate at the start, for the global batch there
+    train       samples to train on; epochs: how often each of them is used
+    optimizer   "sgd": the workload's own, with momentum; "adam"
     """
 
     workload: str
@@ -39,10 +41,12 @@ class QualityJob:
     rate: float
     train: int
     epochs: int
+    optimizer: str = "sgd"
 
     def load(self) -> Workload:
         """The workload."""
-        return make_workload(self.workload, **self.options)
+        made = make_workload(self.workload, **self.options)
+        return made if self.optimizer == "sgd" else replace(made, make_optimizer=torch.optim.Adam)
 
 
 def _both(name: str, job: QualityJob, rate: float) -> dict[str, QualityJob]:
@@ -52,11 +56,13 @@ def _both(name: str, job: QualityJob, rate: float) -> dict[str, QualityJob]:
 
 
 # Best rates at a global batch of 256 by the step-count curves (results/stepcount-*); of conv the best of three with
-# even shares on the tuning seeds (docs/design/quality.md).
+# even shares on the tuning seeds, and so with Adam (docs/design/quality.md).
 JOBS = {
     **_both("noisy-mlp", QualityJob("mnist1d-noisy-mlp", {}, 0.2, 24_000, 6), 0.2),
     **_both("teacher-classes", QualityJob("teacher-classes", {}, 0.1, 65_536, 3), 0.1),
     **_both("conv", QualityJob("mnist1d-noisy", {"noise": 0.0}, 0.2, 24_000, 6), 0.2),
+    "noisy-mlp-adam": QualityJob("mnist1d-noisy-mlp", {}, 0.008, 24_000, 6, optimizer="adam"),
+    "teacher-classes-adam": QualityJob("teacher-classes", {}, 0.008, 65_536, 3, optimizer="adam"),
 }
 
 
@@ -66,7 +72,7 @@ class QualityRow:
 
     policy: str
     global_batch: str = "adaptive"
-    lr_rule: str = "none"
+    lr_rule: str = "auto"
 
 
 # A controller watches its learned policy unless it is told not to; so they do here.
@@ -75,6 +81,7 @@ ROWS = {
     EVEN: QualityRow("static"),
     "dynamix": QualityRow(_DYNAMIX),
     "dynamix-fixed": QualityRow(_DYNAMIX, global_batch="fixed"),
+    "dynamix-none": QualityRow(_DYNAMIX, lr_rule="none"),
     "dynamix-sqrt": QualityRow(_DYNAMIX, lr_rule="sqrt"),
     "dynamix-linear": QualityRow(_DYNAMIX, lr_rule="linear"),
     "dynamix-adascale": QualityRow(_DYNAMIX, lr_rule="adascale"),
