@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -23,6 +25,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import dynamix
 from dynamix.errors import WorkerLostError
 from dynamix.runtime.groups import _kept
+from dynamix.runtime.liveness import Liveness
 from tests.ranks import Ok, run_ranks
 
 pytestmark = pytest.mark.multiproc
@@ -160,6 +163,74 @@ def test_one_rank_asked_to_stop_stops_all_after_the_same_step() -> None:
     assert len({one["steps"] for one in ended}) == 1
     assert 10 < ended[0]["steps"] < 600, "nobody stopped"
     assert all(one["error"] is None for one in ended)
+
+
+class _Cable:
+    """Leads to a store on this machine through a port of its own."""
+
+    def __init__(self, port: int) -> None:
+        self._far, self._ends = port, list[socket.socket]()
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.port = self._server.getsockname()[1]
+        self._on(self._serve)
+
+    def pull(self, *, for_good: bool = False) -> None:
+        """Break every connection through it."""
+        if for_good:
+            with contextlib.suppress(OSError):
+                self._server.shutdown(socket.SHUT_RDWR)  # wakes who accepts
+            self._server.close()
+        for end in self._ends:
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def _serve(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = self._server.accept()
+                far = socket.create_connection(("127.0.0.1", self._far))
+                self._ends += [near, far]
+                self._on(self._pass_on, near, far)
+                self._on(self._pass_on, far, near)
+
+    def _on(self, work: Any, *given: Any) -> None:
+        threading.Thread(target=work, args=given, daemon=True).start()
+
+    def _pass_on(self, one: socket.socket, other: socket.socket) -> None:
+        with contextlib.suppress(OSError), one:
+            while some := one.recv(4096):
+                other.sendall(some)
+            other.shutdown(socket.SHUT_RDWR)
+
+
+def _heard(one: Liveness, seconds: float) -> list[int]:
+    """How many beats of rank 0 `one` had read, every half a second."""
+    return [(time.sleep(0.5), one._news)[1] for _ in range(int(2 * seconds))]
+
+
+@pytest.mark.timeout(60)
+def test_a_broken_connection_to_the_store_does_not_end_the_watch(caplog: pytest.LogCaptureFixture) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    cable = _Cable(store.port)
+    first = Liveness(store, 0, 2)
+    second = Liveness(dist.TCPStore("127.0.0.1", cable.port, is_master=False), 1, 2)
+    try:
+        _heard(second, 2.0)
+        cable.pull()
+        heard = _heard(second, 6.0)
+        assert heard[-1] > heard[6], heard
+        assert not first.silent
+        assert not second.silent
+        assert not first._left
+        assert not caplog.records
+        cable.pull(for_good=True)
+        _heard(second, 1.5)
+    finally:
+        began = time.monotonic()
+        second.leave()
+        assert time.monotonic() - began < 3
+        first.leave()
+    assert not caplog.records
 
 
 def test_a_single_process_stops_at_its_next_step() -> None:

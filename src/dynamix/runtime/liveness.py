@@ -19,6 +19,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -36,6 +37,8 @@ GONE_S = 15.0  # of silence: nobody waits any longer for the rank's word on when
 VERDICT_S = 7.0  # longest time that a failed collective waits to learn which rank it was
 LINGER_S = 1.2  # rank 0, which may hold the store, stays so long for the others to read why it ends
 LEAVE_S = 2.0  # for the last word
+CONNECT_S = 1.0  # for another connection to a store that did not answer
+GIVE_UP_S = 60.0  # without an answer: the store is gone
 _STORE = -1  # in place of a rank
 _COLLECTIVE = re.compile(
     r"gloo|NCCL|[Cc]onnection (was )?(closed|reset|refused)|[Tt]imed out|timeout|Broken pipe|recvValue|sendBytes"
@@ -198,12 +201,34 @@ class Liveness:
     # ------------------------------------------------------------ the two threads
 
     def _talk(self) -> None:
-        try:
-            while not self._end.wait(HASTE_S if self._hurry or self.stopping.under_way or not self._hosts else BEAT_S):
+        failed_since: float | None = None
+        while not self._end.wait(self._pause_s(failed_since)):
+            try:
+                if failed_since is not None:
+                    self._connect_again()
                 self._beat()
-            self._beat()
-        except Exception as error:  # a store's client raises many things; its silence is what counts
-            _log.debug("the job's store does not answer any more: %s", error)
+                failed_since = None
+            except Exception as error:  # a store's client raises many things; its silence is what counts
+                _log.debug("the job's store did not answer: %s", error)
+                failed_since = failed_since or time.monotonic()
+                if time.monotonic() - failed_since > GIVE_UP_S:
+                    return
+        if failed_since is None:
+            with contextlib.suppress(Exception):  # the last word; the store may have ended with its host
+                self._beat()
+
+    def _pause_s(self, failed_since: float | None) -> float:
+        """Until the next beat: from one failure to the next twice as long."""
+        if failed_since is not None:
+            return max(BEAT_S, time.monotonic() - failed_since)
+        return HASTE_S if self._hurry or self.stopping.under_way or not self._hosts else BEAT_S
+
+    def _connect_again(self) -> None:
+        """After a failed call: a store's client does not mend a connection that broke."""
+        if hasattr(self._store, "clone"):
+            _require_reachable(self._store)
+            self._store.set_timeout(timedelta(seconds=CONNECT_S))  # the clone's too, so that `leave` need not wait long
+            self._store = self._store.clone()
 
     def _tell(self) -> None:
         self._beats += 1
@@ -287,6 +312,14 @@ def _first_line(error: BaseException) -> str:
     """Without where in torch's sources it was raised."""
     line = re.sub(r"^.*?\[/\S+\] ", "", (str(error).strip() or type(error).__name__).splitlines()[0])
     return line.split(". This is typically")[0][:200]
+
+
+def _require_reachable(store: Any) -> None:
+    """Raise `OSError` where nobody listens for a store's clients any more: they would fill the log with that."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    if hasattr(store, "host") and hasattr(store, "port"):
+        socket.create_connection((store.host, store.port), timeout=CONNECT_S).close()
 
 
 def _own_host() -> str:
