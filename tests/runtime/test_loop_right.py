@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -59,6 +60,43 @@ def _prefetched_in_a_thread(job: Job) -> None:
             job.train(*batch)
 
 
+def _over_epochs(job: Job, *, names: bool) -> None:
+    """A thread reads three epochs one after the other, ahead of the loop, which trains on every sample thrice."""
+    job.wrap()
+    ready: queue.Queue[Any] = queue.Queue(3)
+
+    def read() -> None:
+        for epoch in range(3):
+            if names:
+                job.sampler.set_epoch(epoch)
+            for batch in job.loader:
+                ready.put(batch)
+        ready.put(None)
+
+    threading.Thread(target=read, daemon=True).start()
+    seen: list[float] = []
+    while (batch := ready.get()) is not None:
+        time.sleep(0.002 * (job.steps % 3))
+        seen += batch[0][:, 0].tolist()
+        job.train(*batch)
+    every: list[Any] = [None] * job.controller.world_size
+    dist.all_gather_object(every, seen, group=job.group)
+    assert sorted(itertools.chain(*every)) == sorted(3 * data().tensors[0][:, 0].tolist())
+
+
+@right
+def _prefetched_in_a_thread_over_epochs(job: Job) -> None:
+    _over_epochs(job, names=False)
+
+
+@right
+def _prefetched_in_a_thread_over_named_epochs_with_workers(job: Job) -> None:
+    _over_epochs(job, names=True)
+
+
+_prefetched_in_a_thread_over_named_epochs_with_workers.options = {"num_workers": 2}  # type: ignore[attr-defined]
+
+
 def _ahead(batches: Iterator[Any]) -> Iterator[Any]:
     now = next(batches)
     for following in batches:
@@ -83,6 +121,28 @@ def _read_in_chunks(job: Job) -> None:
     while chunk := list(itertools.islice(batches, 3)):
         for x, y in chunk:
             job.train(x, y)
+
+
+@right
+def _read_in_growing_chunks(job: Job) -> None:
+    job.wrap()
+    for _ in range(2):
+        batches, size = iter(job.loader), 1
+        while chunk := list(itertools.islice(batches, size)):
+            for x, y in chunk:
+                job.train(x, y)
+            size += 1
+
+
+@right
+def _took_the_next_batch_between_two_passes(job: Job) -> None:
+    job.wrap()
+    batches = iter(job.loader)
+    following = next(batches, None)
+    while (now := following) is not None:
+        job.loss(*now)
+        following = next(batches, None)
+        job.train(*now)
 
 
 @right

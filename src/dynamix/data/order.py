@@ -98,7 +98,12 @@ class SampleOrder(ABC):
     called before every iteration and every `set_epoch`, while what the loop left unconsumed is still there to be seen.
     `fail` gets every `UsageError` of an iteration before it is raised. `issuer` is the thread that asked for the newest
     batch.
+
+    A thread that reads ahead of the loop may come to the end of an epoch, and begin the next, before the loop has
+    consumed the last steps. They stay issued then, and the next epoch's follow them.
     """
+
+    goes_on_ahead = False  # whether an epoch can be issued while the one before is not consumed
 
     def __init__(
         self,
@@ -131,6 +136,9 @@ class SampleOrder(ABC):
         self.on_begin: Callable[[], None] | None = None
         self.fail: Callable[[UsageError], DynamixError] = lambda error: error
         self.issuer = 0
+        self._reads: threading.Thread | None = None  # asked for the newest batch
+        self._consumes = threading.current_thread()
+        self._consuming = threading.Lock()
         self._ahead = self._behind = self._saved = Cursor(0, 0, 0, np.zeros(world_size, dtype=np.int64))
         self._pending: deque[tuple[StepPlan, Cursor]] = deque()
         self._round = 0  # a new number for every iteration, so that an abandoned iterator cannot go on
@@ -170,6 +178,11 @@ class SampleOrder(ABC):
     def reader_gone(self) -> bool:
         """Whether the loader's iterator is gone, so that `delivered` is what it may have handed on at most."""
         return self._reader.gone
+
+    @property
+    def consumed_here(self) -> bool:
+        """Whether this is the loop's thread: the one that consumed last, or made the sampler."""
+        return threading.current_thread() is self._consumes
 
     @property
     def iteration(self) -> int:
@@ -219,7 +232,9 @@ class SampleOrder(ABC):
     def consume(self) -> StepPlan:
         """Count the current micro-step as done and return its plan; only consumed steps are ever saved."""
         plan = self.plan()
-        _, self._behind = self._pending.popleft()
+        self._consumes = threading.current_thread()
+        with self._consuming:
+            _, self._behind = self._pending.popleft()
         if self._behind.group is None:
             self._saved = self._behind
         return plan
@@ -232,18 +247,51 @@ class SampleOrder(ABC):
         """
         if epoch < 0:
             raise ConfigError("epoch", epoch, "0 or more", "count epochs from 0")
+        now, ahead = self._behind, self._ahead
+        if now.finished and ahead.epoch == epoch != now.epoch:
+            return  # a thread that reads ahead has begun it
+        try:
+            reads_on = self._reads_on()
+        except UsageError as error:
+            raise self.fail(error) from None
+        if reads_on:
+            self._ahead = self._following(ahead, epoch)
+            return
         if self.on_begin is not None:
             self.on_begin()
-        now = self._behind
         self._hold = epoch == now.epoch and now.finished and self._loaded
         if epoch != now.epoch or (now.finished and not self._loaded):
             self._start_epoch(epoch)
 
     def _start_epoch(self, epoch: int) -> None:
-        begin = -(-self._behind.index // self.accumulate) * self.accumulate  # an abandoned optimizer step counts as one
-        fresh = Cursor(epoch, 0, begin, np.zeros(self.world_size, dtype=np.int64))
-        self._behind = self._saved = fresh
+        self._behind = self._saved = self._following(self._behind, epoch)
         self._rewind()
+
+    def _following(self, now: Cursor, epoch: int) -> Cursor:
+        """The beginning of `epoch`, after `now`."""
+        begin = -(-now.index // self.accumulate) * self.accumulate  # an abandoned optimizer step counts as one
+        return Cursor(epoch, 0, begin, np.zeros(self.world_size, dtype=np.int64))
+
+    def _reads_on(self) -> bool:
+        """Whether who begins now is ahead of the loop, which has yet to consume what this one was given.
+
+        Raises `UsageError` where it cannot be known whether the loop is to go on with what was given, or with what will
+        be.
+        """
+        now = threading.current_thread()
+        if now is not self._reads or now is self._consumes:
+            return False
+        with self._consuming:
+            pending, consumed = list(self._pending), self._behind.index
+        given = min(self._began + self._reader.has_handed_on, self._ahead.index)
+        if given <= consumed:
+            return False  # nothing that is not consumed
+        chosen = pending[-1][1].finished and not self._ahead.finished
+        if self.goes_on_ahead and (chosen or (self._ahead.finished and given == self._ahead.index)):
+            return True
+        why = "a thread that reads ahead began a new iteration while batches of the one before were not stepped"
+        fix = "let it wait until the loop has called controller.step() for all of them (queue.Queue has join())"
+        raise UsageError(f"{why}, so that their samples would be dealt twice: {fix}")
 
     def _rewind(self) -> None:
         self._ahead, self._begun = self._behind, 0
@@ -252,13 +300,23 @@ class SampleOrder(ABC):
 
     def _begin(self) -> int:
         """A new iteration begins: go on where consumption stands, or with the next epoch. Returns its number."""
-        if self.on_begin is not None:
-            self.on_begin()
         self._refused = None
         try:
             reader = reader_of(self)
         except UsageError as error:  # raised with the first batch: a loader that is half made could not be cleaned up
             self._refused, reader = error, BatchReader()
+        try:
+            reads_on = self._reads_on()
+        except UsageError as error:  # what the loop was given stays issued until it is told
+            self._refused, self._round = error, self._round + 1
+            return self._round
+        if reads_on:
+            if self._ahead.finished:
+                self._ahead = self._following(self._ahead, self._ahead.epoch + 1)
+            self._reader, self._began, self._round = reader, self._ahead.index, self._round + 1
+            return self._round
+        if self.on_begin is not None:
+            self.on_begin()
         if self._behind.finished and not self._hold:
             self._start_epoch(self._behind.epoch + 1)
         else:
@@ -278,7 +336,7 @@ class SampleOrder(ABC):
                 self.on_first_issue()
         if self._refused is not None:
             raise self.fail(self._refused)
-        self.issuer = threading.get_ident()
+        self.issuer, self._reads = threading.get_ident(), threading.current_thread()
         now = self._ahead
         if now.finished:
             self._hold = False

@@ -2,8 +2,9 @@
 
 import sys
 import weakref
+from collections.abc import Iterator
 from types import FrameType
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from torch.utils.data import BatchSampler as TorchBatchSampler
 from torch.utils.data import DataLoader
@@ -13,11 +14,19 @@ from dynamix.errors import UsageError
 LOOK = 4  # frames between the first line of an iteration and the loader's own
 
 
-class BatchReader:
-    """Whoever iterates a sampler: a loader's iterator, or (None) somebody unknown."""
+Batch = TypeVar("Batch")
 
-    def __init__(self, iterator: Any = None) -> None:
+
+class BatchReader:
+    """Whoever iterates a sampler: a loader's iterator, or (None) somebody unknown.
+
+    asked   how often it has asked for a batch in this iteration, also after the last one
+    """
+
+    def __init__(self, iterator: Any = None, loader: DataLoader[Any] | None = None) -> None:
         self._iterator = None if iterator is None else weakref.ref(iterator)
+        self._at_first = 0 if loader is None else loader.num_workers * (loader.prefetch_factor or 0)
+        self.asked = 0
 
     @property
     def handed_on(self) -> int | None:
@@ -29,6 +38,24 @@ class BatchReader:
     def gone(self) -> bool:
         """Whether it once could tell, and is no more: used up, or left. How many it handed on last nobody knows."""
         return self._iterator is not None and self._iterator() is None
+
+    @property
+    def has_handed_on(self) -> int:
+        """Batches that it has handed on at least, also when it is gone. A loader with workers asks ahead, and then
+        once with every batch that it hands on, also for batches that there are no more."""
+        known = self.handed_on
+        return max(self.asked - self._at_first, 0) if known is None else known
+
+
+class Asking(Iterator[Batch], Generic[Batch]):
+    """An iteration over a sampler, whose `reader` knows how often it was asked."""
+
+    def __init__(self, batches: Iterator[Batch], reader: BatchReader) -> None:
+        self._batches, self._reader = batches, reader
+
+    def __next__(self) -> Batch:
+        self._reader.asked += 1
+        return next(self._batches)
 
 
 def reader_of(sampler: object) -> BatchReader:
@@ -50,5 +77,5 @@ def reader_of(sampler: object) -> BatchReader:
             if loader.num_workers and not getattr(loader, "in_order", True):
                 why = "a batch would be weighted and counted as if it were another one"
                 raise UsageError(f"DataLoader(in_order=False) hands batches on in any order, so {why}: leave it out")
-            return BatchReader(caller)
+            return BatchReader(caller, loader)
     return BatchReader()

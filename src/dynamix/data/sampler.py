@@ -12,6 +12,7 @@ from torch.utils.data import Sampler
 from dynamix.data.allocations import Allocations
 from dynamix.data.cutting import RULES_VERSION, is_regular, next_group, whole_epoch
 from dynamix.data.order import Cursor, Group, SampleOrder, require_equal
+from dynamix.data.reader import Asking
 from dynamix.errors import ConfigError, StateError, UsageError
 from dynamix.window import Ints
 
@@ -96,9 +97,11 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
         self._regions: Regions | None = None
         self._order: tuple[int, Ints] | None = None
         self._usual: Group | None = None  # the last ordinary optimizer step
+        self.goes_on_ahead = partition == "stream"  # regions are those of the epoch being consumed
 
     def __iter__(self) -> Iterator[list[int]]:
-        return self._batches(self._begin())
+        number = self._begin()
+        return Asking(self._batches(number), self._reader)
 
     def __len__(self) -> int:
         """Micro-steps left in this epoch (of the next, after a finished one) if the current allocation stays.
@@ -122,7 +125,8 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
         """
         if self.partition != "stream":
             raise UsageError('shares() needs partition="stream": with regions no two ranks read one order')
-        plan, order = self.plan(), self._epoch_order()
+        plan = self.plan()
+        order = self._epoch_order(plan.epoch)
         ends = plan.start + np.cumsum(plan.counts)
         return [order[end - count : end].tolist() for end, count in zip(ends, plan.counts, strict=True)]
 
@@ -188,7 +192,7 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
             plan = self._issue(number)
             if plan is None:
                 return
-            order, count = self._epoch_order(), int(plan.counts[self.rank])
+            order, count = self._epoch_order(plan.epoch), int(plan.counts[self.rank])
             if self._regions is not None:
                 first = int(self._regions.starts[self.rank] + before.taken[self.rank])
             else:
@@ -223,9 +227,8 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
         left = self.dataset_size - position
         return whole_epoch(left, sizes, accumulate=self.accumulate, low=self.low, high=self.high, first=position == 0)
 
-    def _epoch_order(self) -> Ints:
-        """The indices of this epoch in order; after cuts at other world sizes, only those left then."""
-        epoch = self._ahead.epoch
+    def _epoch_order(self, epoch: int) -> Ints:
+        """The indices of an epoch in order; after cuts at other world sizes, only those left then."""
         if self._order is None or self._order[0] != epoch:
             self._order = epoch, self._draw(epoch)
         return self._order[1]

@@ -12,6 +12,7 @@ from torch.utils.data import default_collate
 from dynamix.data.allocations import Allocations
 from dynamix.data.cutting import enough, next_group
 from dynamix.data.order import Cursor, Group, SampleOrder, StepPlan, require_equal
+from dynamix.data.reader import Asking
 from dynamix.data.source import Source
 from dynamix.errors import ConfigError, StateError, UsageError
 from dynamix.window import Ints
@@ -89,7 +90,8 @@ class Stream(SampleOrder):
         self._resume: dict[str, Any] | None = None
 
     def __iter__(self) -> Iterator[Any]:
-        return self._batches(self._begin())
+        number = self._begin()
+        return Asking(self._batches(number), self._reader)
 
     def consume(self) -> StepPlan:
         """As `SampleOrder.consume`; the samples of the step leave memory."""

@@ -85,6 +85,7 @@ class Coordinator:
         self._waiting = Waiting()
         # A loop may be read ahead by a thread of its own, which settles what concerns the batches that it asks for.
         self._settling, self._turn, self._taking = threading.Lock(), threading.Lock(), False
+        self._reader_failed: DynamixError | None = None  # what ends the job was raised in that thread
 
     def sampler(self, dataset_size: int, **given: Any) -> BatchSampler:
         """`Controller.batch_sampler`, its arguments being `given`."""
@@ -156,7 +157,10 @@ class Coordinator:
 
     def fail(self, error: DynamixError) -> DynamixError:
         """An error that ends the job: the other ranks are told of it."""
-        return error if self.ranks is None else self.ranks.ending.report(error)
+        if self.ranks is None:
+            return error
+        self._keep_for_the_loop(error)
+        return self.ranks.ending.report(error)
 
     def agree_once(self) -> None:
         """Compare with the other ranks what is about to be trained, if that was not done since the start or a load.
@@ -269,16 +273,26 @@ class Coordinator:
         self.channel.send(row, closing)
 
     def settle(self) -> None:
-        """Take the pending message, if there is one: the agreed wait."""
+        """Take the pending message, if there is one: the agreed wait. Raises what a thread that reads ahead raised."""
         with self._settling:
+            if self._reader_failed is not None:
+                raise self._reader_failed
             if self.channel.pending:
                 self._taking = True
                 try:
                     message = self.channel.receive()
                     with self._turn:
                         self._take(message)
+                except DynamixError as error:
+                    self._keep_for_the_loop(error)
+                    raise
                 finally:
                     self._taking = False
+
+    def _keep_for_the_loop(self, error: DynamixError) -> None:
+        """An error is about to be raised: in a thread of the user's, which need not hand it on, it is not lost."""
+        if self.source is not None and not self.source.consumed_here:
+            self._reader_failed = self._reader_failed or error
 
     def _take(self, message: Message) -> None:
         self.progress.told(self.job.closing.consumed + 1, message.noise, message.signal)

@@ -33,6 +33,10 @@ _ORDER = (
     "train the batches in the order in which the loader gives them, each followed by its own controller.step(); "
     "the sampler shuffles already"
 )
+_PASS_OVER = (
+    "call controller.step() for a batch that is passed over, or leave it out of the data set; a loop that reads ahead "
+    "for good reads as many batches ahead from the epoch's first step on"
+)
 MATCHES = 4  # passes in a row whose inputs were as long as the batch: then that is how this loop's inputs are
 _WRAP = "write controller.wrap(model, optimizer) once for each model, with the optimizer of that model alone"
 
@@ -104,7 +108,8 @@ class ModelCheck:
         micro, last = loop.micro_of_optimizer(), loop.accumulate - 1
         if micro is not None and micro != last:
             early = f"optimizer.step() after {micro + 1} of accumulate={loop.accumulate} batches"
-            loop.fail(f"{early}: call it with the last of them, `if (i + 1) % {loop.accumulate} == 0`; {_ACCUMULATE}")
+            told = f"{early}: call it with the last of them, `if (i + 1) % {loop.accumulate} == 0`; {_ACCUMULATE}"
+            loop.fail(told if loop.grown is None else loop.grown[1])
         self.all_crossed("optimizer.step()")
 
     def _after_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -141,6 +146,7 @@ class LoopCheck:
         self._checks: list[ModelCheck] = []
         self._first: dict[int, ModelCheck] = {}  # by model
         self._ahead: int | None = None  # batches received and not consumed when this iteration's first forward ran
+        self.grown: tuple[int, str] | None = None  # batches received when it was more, and what that may mean
         self._iteration = -1
         self._forwarded = 0  # micro-steps that had a forward pass, as far as that can be told
         self._micro: int | None = None  # of the micro-step that was consumed last
@@ -204,24 +210,33 @@ class LoopCheck:
             return
         delivered = source.delivered
         if self._iteration != source.iteration:
-            self._iteration, self._ahead = source.iteration, None
+            self._iteration, self._ahead, self.grown = source.iteration, None, None
         ahead = delivered - source.consumed
         if ahead <= 0:
             return  # no pass of the loop's
         if self._ahead is None:
             self._ahead = ahead
-        elif ahead > self._ahead and source.issuer == threading.get_ident() and not source.reader_gone:
-            if self.forwards:
-                self.fail(
-                    f"a new batch, but controller.step() was not called for the one before: {_STEP}; {_ACCUMULATE}"
-                )
-            fix = "call controller.step() for a batch that is passed over, or leave it out of the data set"
-            self.fail(f"a batch was taken from the loader and neither trained nor stepped: {fix}")
+        if ahead <= self._ahead:
+            self.grown = None
+        elif source.issuer == threading.get_ident() and not source.reader_gone:
+            self._look_at_growth(delivered)
         if not source.reader_gone:
             self._forwarded = source.consumed + 1
         self.forwards += 1
         if self.models == 1 and self.workers > 1 and not source.reader_gone:
             self._in_turn(source, inputs)
+
+    def _look_at_growth(self, delivered: int) -> None:
+        """More batches are waiting than when the epoch began. Raise if another was taken before they were stepped.
+
+        A loop may read more at once than before. One that passed over a batch takes the next while one waits too many.
+        """
+        if self.grown is None:
+            passed = f"a batch was taken from the loader and neither trained nor stepped: {_PASS_OVER}"
+            unstepped = f"a new batch, but controller.step() was not called for the one before: {_STEP}; {_ACCUMULATE}"
+            self.grown = delivered, unstepped if self.forwards else passed
+        elif delivered > self.grown[0]:
+            self.fail(self.grown[1])
 
     def _in_turn(self, source: BatchSampler | Stream, inputs: Iterable[Any]) -> None:
         """Raise where the inputs are as long as another batch, in a loop in which they were as long as their own."""
@@ -234,7 +249,8 @@ class LoopCheck:
             return
         others = {*self._sizes, *(int(plan.counts[self.rank]) for plan in source.waiting())}
         if self._matches >= MATCHES and length != before and length in others:
-            self.fail(f"a batch of {length} samples was trained in the turn of one of {mine}: {_ORDER}")
+            turned = f"a batch of {length} samples was trained in the turn of one of {mine}: {_ORDER}"
+            self.fail(turned if self.grown is None else self.grown[1])
         self._matches = 0
 
     def micro_of_optimizer(self) -> int | None:
