@@ -5,10 +5,13 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -100,3 +103,114 @@ def test_what_several_models_cannot_have_is_refused() -> None:
     with pytest.raises(UsageError, match="no parameter of this model"):
         controller.wrap(nets[1], torch.optim.SGD(nets[0].parameters(), lr=0.1))
     controller.wrap(nets[1], second)
+
+
+class Counting:
+    """The state of a communication hook."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"calls": self.calls}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.calls = state["calls"]
+
+
+def _counting(state: Counting, bucket: Any) -> Any:
+    state.calls += 1
+    return allreduce_hook(dist.group.WORLD, bucket)
+
+
+def _hook_states(rank: int) -> list[list[int]]:
+    """Calls of both hooks when saved, after a load before `wrap`, and after one behind it."""
+    data = TensorDataset(torch.randn(SAMPLES, 3))
+    saved: dict[str, Any] = {}
+    told = []
+    for when in ("saves", "before", "after"):
+        nets, states = [nn.Linear(3, 1), nn.Linear(3, 1)], [Counting(), Counting()]
+        optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]
+        controller = dynamix.Controller("static", 4)
+        sampler = controller.batch_sampler(data)
+        if when == "before":
+            controller.load_state_dict(saved)
+        models = [
+            controller.wrap(DDP(net), optimizer, hook=_counting, hook_state=state)
+            for net, optimizer, state in zip(nets, optimizers, states, strict=True)
+        ]
+        if when == "after":
+            controller.load_state_dict(saved)
+        if when == "saves":
+            for i, (x,) in enumerate(DataLoader(data, batch_sampler=sampler)):
+                models[0](x).sum().backward()
+                if i % 2:
+                    models[1](x).sum().backward()
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                controller.step()
+            saved = controller.state_dict()
+        told.append([state.calls for state in states])
+        controller.close()
+    return told
+
+
+def test_the_hook_states_of_all_models_are_in_the_checkpoint() -> None:
+    for saved, before, after in run_ranks(_hook_states, 2):
+        assert saved[0] > saved[1] > 0
+        assert before == after == saved
+
+
+def _short_of_memory(rank: int) -> tuple[list[int], float, float]:
+    """Rank 1 has memory for 3 samples. Limits found, worst error of the generator's gradient, the critic's buffer."""
+    torch.manual_seed(0)
+    noise = torch.randn(SAMPLES, 2).double()
+    generator, judge = nn.Linear(2, 3).double(), nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    critic, whole = judge.double().eval(), copy.deepcopy(generator)
+    critic.register_buffer("calls", torch.zeros(()))
+    critic.register_forward_hook(lambda *_: critic.get_buffer("calls").add_(1) and None)
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.01) for net in (generator, critic)]
+    controller = dynamix.Controller("static", 6, max_batch_size=16)
+    models = [
+        controller.wrap(DDP(net), optimizer) for net, optimizer in zip((generator, critic), optimizers, strict=True)
+    ]
+
+    def loss_fn(part: list[Tensor]) -> Tensor:
+        judged = models[1](models[0](part[0]))
+        if rank == 1 and len(part[0]) > 3:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return judged.square().mean()
+
+    def step_fn(part: list[Tensor]) -> None:
+        loss_fn(part).backward()
+
+    caps = controller.find_limits(step_fn, [noise[:2]])
+    calls = float(critic.get_buffer("calls"))
+    worst = 0.0
+    sampler = controller.batch_sampler(noise)
+    controller._coordinator.put_in_force(np.array([6, 6]))  # more than fits
+    order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(0))
+    for batch in DataLoader(TensorDataset(noise), batch_sampler=sampler):
+        plan = sampler.plan()
+        union = order[plan.start : plan.start + int(plan.counts.sum())]
+        whole.load_state_dict(generator.state_dict())
+        want = torch.autograd.grad(critic(whole(noise[union])).square().mean(), list(whole.parameters()))
+        controller.backward(loss_fn, batch)
+        for got, true in zip(generator.parameters(), want, strict=True):
+            assert got.grad is not None
+            worst = larger(worst, float((got.grad - true).norm() / true.norm()))
+        optimizers[0].step()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        controller.step()
+    controller.close()
+    return caps, worst, calls
+
+
+def test_memory_that_runs_out_behind_another_model_keeps_no_rank_waiting() -> None:
+    for caps, worst, calls in run_ranks(_short_of_memory, 2, timeout_s=90, group_timeout_s=20):
+        assert caps[0] == 16
+        assert caps[1] in (2, 3)
+        assert worst < 1e-12
+        assert calls == 0.0, "the search left a trace"

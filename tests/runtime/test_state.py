@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import TensorDataset
@@ -30,7 +32,7 @@ from tests.ranks import run_ranks
 DATA = TensorDataset(torch.randn(300, 6, generator=torch.Generator().manual_seed(0)), torch.arange(300) % 3)
 
 
-def job(policy: str = "goodput", **options: Any) -> tuple[dynamix.Controller, Any, Any]:
+def job(policy: Any = "goodput", **options: Any) -> tuple[dynamix.Controller, Any, Any]:
     """A controller with its sampler and one step, `train(steps)`, that returns the indices trained on."""
     torch.manual_seed(0)
     net = nn.Linear(6, 3)
@@ -58,7 +60,7 @@ def job(policy: str = "goodput", **options: Any) -> tuple[dynamix.Controller, An
     return controller, sampler, train
 
 
-def saved(policy: str = "goodput", steps: int = 9, **options: Any) -> dict[str, Any]:
+def saved(policy: Any = "goodput", steps: int = 9, **options: Any) -> dict[str, Any]:
     controller, _, train = job(policy, **options)
     train(steps)
     return controller.state_dict()
@@ -77,7 +79,7 @@ def test_a_state_is_plain_has_the_same_keys_and_loads_to_an_equal_one(policy: st
     assert controller.state_dict().keys() == state.keys()
     controller.load_state_dict(back)
     again = controller.state_dict()
-    for name in ("policy", "schedules", "hook", "progress", "source", "ledger_sizes", "ledger_rounds"):
+    for name in ("policy", "schedules", "hooks", "progress", "source", "ledger_sizes", "ledger_rounds"):
         assert checksum({"": again[name]}) == checksum({"": state[name]}), name
     assert state["source"]["unused"] == [0]
 
@@ -124,7 +126,7 @@ CHANGES: list[tuple[str, Any]] = [
     ("policy", lambda s: s.update(policy=("{", (), ()))),
     ("schedules", lambda s: s.update(schedules=pack([{"samples": 1}]))),
     ("random", lambda s: s.update(ranks=pack({0: {**unpack(s["ranks"])[0], "rng": {}}}))),
-    ("hook", lambda s: s.update(hook=pack([1]))),
+    ("hooks", lambda s: s.update(hooks=pack([1]))),
     ("too many keys", lambda s: s.update(extra=1)),
     ("seed=9", lambda s: s["source"].update(seed=9)),
 ]
@@ -144,6 +146,136 @@ def test_what_is_wrong_is_named_and_nothing_is_applied(name: str, change: Any) -
     with pytest.raises(StateError, match=name):
         controller.load_state_dict(state)
     assert repr(without_clock(controller.state_dict())) == repr(before)
+
+
+class Fragile:
+    """A policy that cannot be copied, and one day fails in the middle of loading."""
+
+    def __init__(self, name: str) -> None:
+        self.lock, self.name, self.windows, self.fails = threading.Lock(), name, 0, False
+
+    def decide(self, window: Window, bounds: Bounds) -> Any:
+        self.windows += 1
+        return window.batch_size
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"name": self.name, "windows": self.windows}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.name = state["name"]
+        if self.fails:
+            raise RuntimeError("no room on its disk")
+        self.windows = state["windows"]
+
+
+def test_a_policy_that_fails_to_load_is_named_and_nothing_is_applied() -> None:
+    state, policy = saved(Fragile("saved")), Fragile("mine")
+    controller, _, train = job(policy)
+    train(3)
+    before = without_clock(controller.state_dict())
+    policy.fails = True
+    with pytest.raises(StateError, match=r"Fragile raised RuntimeError.*no room on its disk.*nothing"):
+        controller.load_state_dict(state)
+    assert repr(without_clock(controller.state_dict())) == repr(before)
+    policy.fails = False
+    controller.load_state_dict(state)
+    assert (policy.name, policy.windows, controller.samples_seen) == ("saved", 4, 72)
+
+
+class Stubborn(Fragile):
+    """One that cannot be put back either."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.name += "?"
+        raise RuntimeError("never")
+
+
+def test_what_cannot_be_put_back_is_said() -> None:
+    state = saved(Fragile("saved"))
+    controller, _, _ = job(Stubborn("mine"))
+    with pytest.raises(StateError, match=r"Stubborn could not be put back.*make a new one"):
+        controller.load_state_dict(state)
+    assert controller.samples_seen == 0
+
+
+class FragileSchedule(torch.optim.lr_scheduler.StepLR):
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        if state_dict["last_epoch"]:
+            raise RuntimeError("no room on its disk")
+
+
+class Summing:
+    """The state of a communication hook that fails to load where `fails` is set."""
+
+    fails = False
+
+    def __init__(self) -> None:
+        self.calls, self.kept = 0, torch.zeros(2)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"calls": self.calls, "kept": self.kept}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.calls = state["calls"]
+        self.kept.copy_(state["kept"])
+        if self.fails and self.calls:
+            raise RuntimeError("no room on its disk")
+
+
+def _summing(state: Summing, bucket: Any) -> Any:
+    state.calls += 1
+    state.kept += 1
+    return allreduce_hook(dist.group.WORLD, bucket)
+
+
+def _hooked(rank: int, culprit: str) -> list[Any]:
+    """A load that fails in the second of three objects of the user's, after which the job goes on."""
+    torch.manual_seed(0)
+
+    def made() -> tuple[dynamix.Controller, Any, Summing]:
+        net, hook_state = nn.Linear(6, 3), Summing()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        controller = dynamix.Controller("goodput", batch_size=8, interval=2)
+        sampler = controller.batch_sampler(DATA)
+        model = controller.wrap(DDP(net), optimizer, hook=_summing, hook_state=hook_state)
+        kind = FragileSchedule if culprit == "FragileSchedule" else torch.optim.lr_scheduler.StepLR
+        controller.scheduler(kind(optimizer, 2), nominal_batch_size=16)
+
+        def train(steps: int) -> None:
+            for _, batch in zip(range(steps), sampler, strict=False):
+                x, y = DATA[batch]
+                F.cross_entropy(model(x), y).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                controller.step()
+
+        return controller, train, hook_state
+
+    first, train, _ = made()
+    train(5)
+    state = first.state_dict()
+    second, train, hook_state = made()
+    Summing.fails = culprit == "Summing"
+    before = without_clock(second.state_dict())
+    try:
+        second.load_state_dict(state)
+        said = "nothing"
+    except StateError as error:
+        said = str(error)
+    same = repr(without_clock(second.state_dict())) == repr(before)
+    Summing.fails = False
+    train(2)
+    return [said, same, hook_state.calls, hook_state.kept.tolist(), second.samples_seen]
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize("culprit", ["Summing", "FragileSchedule"])
+def test_an_object_that_fails_to_load_leaves_the_others_as_they_were(culprit: str) -> None:
+    for said, same, calls, kept, samples in run_ranks(_hooked, 2, culprit, timeout_s=90):
+        assert f"{culprit} raised RuntimeError('no room on its disk')" in said
+        assert same
+        assert (calls, kept, samples) == (0, [0.0, 0.0], 32)  # the hook is not called in the first two steps
 
 
 def test_parts_nested_too_deeply_are_refused() -> None:

@@ -183,8 +183,8 @@ class Controller:
         """Connect a model and its optimizer; returns the same model. Call it after DDP or `fully_shard`.
 
         Once for each model that the loop trains on these batches, each with an optimizer of its own (a generator and a
-        discriminator, say; docs/several-models.md), and once more for every further optimizer of one model. Noise scale
-        and memory limits are those of the model that was connected first.
+        discriminator, say; docs/several-models.md), and once more for every further optimizer of one model. The noise
+        scale, and the gradient that `backward` makes, are those of the model that was connected first.
 
         hook, hook_state   DDP communication hook to run after weighting (fp16, bf16, PowerSGD, your own)
         scaler             AMP's GradScaler, so that norms are measured without the loss scale
@@ -393,7 +393,8 @@ class Controller:
         policy   False: the policy begins anew, and only the rest is taken
 
         The state is checked as a whole first: raises `StateError`, and changes nothing, where it is damaged, was
-        changed, is of another version or does not fit this job.
+        changed, is of another version or does not fit this job. Where your policy, hook's state or scheduler raises
+        while it loads its part, the error names it, and all are put back as they were.
         """
         with self._coordinator.setting_up():
             self._coordinator.load_state_dict(state, policy=policy)

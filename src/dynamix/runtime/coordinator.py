@@ -122,12 +122,13 @@ class Coordinator:
         if self._pairs is not None:
             optimizer.register_step_pre_hook(self._before_optimizer)
         self.connect_another(model, optimizer, attached)
-        self._waiting.give("hook", attached)
         self._waiting.give("recorder", self.recorder)
 
     def connect_another(self, model: nn.Module, optimizer: Optimizer, attached: Attached) -> None:
         """Weight the gradients of this model, and let its learning rate follow the batch."""
         self.connected.append(attached)
+        if self.memory is not None and attached is not self.attached:
+            self.memory.models.append((attached, optimizer))
         if self.liveness is not None:
             attached.explain_with(self.liveness.explain)
         crosses = attached.hook is not None and self.ranks is not None and self.allocations.workers > 1
@@ -146,6 +147,7 @@ class Coordinator:
             (untraced if torch.compiler.is_compiling() else before_forward)(module, args, kwargs)
 
         model.register_forward_pre_hook(entry, with_kwargs=True)
+        self._waiting.give(f"hook {len(self.connected) - 1}", attached)
 
     def add_learning_rate(self, optimizer: Optimizer) -> None:
         """Let the learning rate of `optimizer` follow the batch."""
@@ -420,9 +422,7 @@ class Coordinator:
         self._waiting = Waiting(parts)
         if self.ranks is not None:
             self.ranks.agreed = False
-        owners = {"source": self.source, "hook": self.attached}
-        for name, owner in (owners | {f"schedule {i}": s for i, s in enumerate(self.schedules)}).items():
-            self._waiting.give(name, owner)
+        self._waiting.give("source", self.source)
 
     def _restore_rng(self) -> None:
         """Iterators draw seeds when they are made; the saved random state goes back once that has happened."""

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from dynamix.runtime.taking import take_all
+
 _UNKNOWN = float("nan")
 
 
@@ -59,4 +61,4 @@ class Waiting:
     def give(self, name: str, owner: Any) -> None:
         """Load the part into its `owner`, if both exist."""
         if owner is not None and (part := self.take(name)) is not None:
-            owner.load_state_dict(part)
+            take_all([(owner, lambda: owner.load_state_dict(part))])

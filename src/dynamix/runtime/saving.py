@@ -24,6 +24,7 @@ from dynamix.runtime.packing import checksum, pack, unpack
 from dynamix.runtime.progress import Progress
 from dynamix.runtime.scaling import SampleSchedule
 from dynamix.runtime.state import ORDER, SavedState, own_source, source_state
+from dynamix.runtime.taking import Taking, take_all
 from dynamix.runtime.weighting import Attached
 from dynamix.window import Bounds, Ints, Window
 
@@ -42,7 +43,7 @@ class Resumable(Protocol):
     accumulate: int
     rank: int
     source: BatchSampler | Stream | None
-    attached: Attached | None
+    connected: list[Attached]
     channel: Channel | PeerChannel
 
 
@@ -67,7 +68,7 @@ def save(job: Resumable, *, gather: bool = False) -> dict[str, Any]:
         policy=job.policy.state_dict(),
         noise_scale=job.job.noise_scale.state_dict(),
         schedules=[schedule.state_dict() for schedule in job.schedules],
-        hook=None if job.attached is None else job.attached.state_dict(),
+        hooks=[attached.state_dict() for attached in job.connected],
         ranks=ranks,
     ).write()
 
@@ -83,7 +84,7 @@ def _gathered(job: Resumable, own: dict[str, Any]) -> dict[int, dict[str, Any]]:
 def load(job: Resumable, state: Any, *, policy: bool = True) -> dict[str, Any]:
     """`Controller.load_state_dict`; returns the parts that wait for what does not exist yet.
 
-    Nothing of the job is changed where this raises.
+    Nothing of the job is changed where this raises, also where a policy or a hook's state of the user's does.
     """
     saved = SavedState.read(state)
     same = saved.world_size == job.allocations.workers
@@ -92,9 +93,12 @@ def load(job: Resumable, state: Any, *, policy: bool = True) -> dict[str, Any]:
     parts = _parts(job, saved, same)
     if policy:
         check_policy(job.policy, saved.policy, sizes[-1], bounds, same=same)
-    # From here on nothing raises.
+    takings: list[Taking] = []
     if policy:
-        (load_policy if same else carry_over)(job.policy, saved.policy)
+        takings.append((job.policy, lambda: (load_policy if same else carry_over)(job.policy, saved.policy)))
+    takings += _takings(job, parts)
+    take_all(takings)
+    # From here on nothing raises.
     job.progress.load_state_dict({**saved.progress, "opens": opens})
     job.job.resume(saved.base_batch)
     job.job.noise_scale.load_state_dict(saved.noise_scale)
@@ -138,13 +142,15 @@ def _parts(job: Resumable, saved: SavedState, same: bool) -> dict[str, Any]:
     source = own_source(saved.source, iterable, job.accumulate)
     if source is not None and job.source is not None:
         _same_order(source, job.source)
-    parts: dict[str, Any] = {"source": source, "hook": saved.hook}
+    parts: dict[str, Any] = {"source": source}
     for i, of in enumerate(saved.schedules):
         parts[f"schedule {i}"] = of
         if i < len(job.schedules):
             _alike(f"schedules[{i}]", of, job.schedules[i].state_dict())
-    if job.attached is not None and saved.hook:
-        _alike("hook", saved.hook, job.attached.state_dict(), also=("inner",))
+    for i, of in enumerate(saved.hooks):
+        parts[f"hook {i}"] = of
+        if of and i < len(job.connected) and (mine := job.connected[i].state_dict()):
+            _alike(f"hooks[{i}]", of, mine, also=("inner",))
     if same:
         notebook = of_any["recorder"]
         # Others' figures are not this rank's; how many steps the open window has, all ranks must agree on.
@@ -153,6 +159,17 @@ def _parts(job: Resumable, saved: SavedState, same: bool) -> dict[str, Any]:
         if parts["rng"] is not None:
             _random(parts["rng"])
     return parts
+
+
+def _takings(job: Resumable, parts: dict[str, Any]) -> list[Taking]:
+    """Those of `parts` that objects of the user's load, where these exist; they are taken out of it."""
+
+    def load(owner: Any, part: Any) -> Taking:
+        return owner, lambda: owner.load_state_dict(part)
+
+    owners: dict[str, Any] = {f"hook {i}": attached for i, attached in enumerate(job.connected)}
+    owners |= {f"schedule {i}": schedule for i, schedule in enumerate(job.schedules)}
+    return [load(owner, parts.pop(name)) for name, owner in owners.items() if name in parts]
 
 
 def _same_order(saved: dict[str, Any], source: Any) -> None:

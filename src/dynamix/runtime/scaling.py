@@ -247,6 +247,11 @@ class SampleSchedule:
                 self.scheduler.step()
         return due
 
+    @property
+    def whose(self) -> str:
+        """The kind of the user's object that holds most of the state."""
+        return type(self.scheduler).__name__
+
     def state_dict(self) -> dict[str, Any]:
         return {"samples": self.samples, "carry": self._carry, "scheduler": self.scheduler.state_dict()}
 

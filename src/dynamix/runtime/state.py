@@ -34,7 +34,7 @@ class SavedState:
     ledger_rounds, ledger_sizes   which samples per round, (entries, W), hold from which round on
     source                 `kind`, `PLACE` and `ORDER` of the sampler or stream, `cuts` and `regions` of its epoch.
                            `unused` (W,): samples dealt to a rank and not consumed when it met early
-    policy, noise_scale, schedules, hook   their own states
+    policy, noise_scale, schedules, hooks   their own states; a hook for every model, in the order of `wrap`
     ranks                  rank -> what is a rank's own: `recorder`, `rng` and `iterable`
     """
 
@@ -49,7 +49,7 @@ class SavedState:
     policy: Any
     noise_scale: dict[str, float]
     schedules: list[Any]
-    hook: Any
+    hooks: list[Any]
     ranks: dict[int, dict[str, Any]]
 
     def write(self) -> dict[str, Any]:
@@ -96,8 +96,8 @@ class SavedState:
                 _wrong("source.position", source["position"], f"at most samples={self.progress['samples']}")
         _of_type("schedules", self.schedules, list)
         _of_type("ranks", self.ranks, dict)
-        if self.hook is not None:
-            _of_type("hook", self.hook, dict)
+        for hook in _of_type("hooks", self.hooks, list):
+            _of_type("hooks", hook, dict)
         for rank, own in self.ranks.items():
             _whole("ranks", rank, 0, workers - 1)
             _keys(f"ranks[{rank}]", own, ("iterable", "recorder", "rng"))
@@ -106,7 +106,7 @@ class SavedState:
             _wrong("ranks", sorted(self.ranks), f"rank {self.rank} among them")
 
 
-_PACKED = ("policy", "schedules", "hook", "ranks")
+_PACKED = ("policy", "schedules", "hooks", "ranks")
 
 
 def _require_schema(state: Any) -> None:

@@ -111,6 +111,11 @@ class Attached:
                 self.hook.muted = False
                 self.hook.make_groups()
 
+    @property
+    def whose(self) -> str:
+        """The kind of the user's object that holds most of the state."""
+        return type(self if self.hook is None else self.hook.inner_state).__name__
+
     def state_dict(self) -> dict[str, Any]:
         return {} if self.hook is None else self.hook.state_dict()
 

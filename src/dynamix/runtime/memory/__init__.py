@@ -21,15 +21,17 @@ __all__ = ["ExitNote", "Memory", "is_out_of_memory", "within"]
 
 
 class Memory:
-    """What a controller does about memory, for one connected model. Its methods are collective.
+    """What a controller does about memory, for the model that was connected first. Its methods are collective.
 
+    models   all that are connected, each with its (first) optimizer: passes may go through the others too
     They talk on a process group of their own, made at first use: the control group carries decisions meanwhile.
     """
 
     def __init__(
         self, attached: Attached, optimizer: Optimizer, loss_weight: LossWeight, *, group: dist.ProcessGroup | None
     ) -> None:
-        self.attached, self.optimizer, self.loss_weight, self.group = attached, optimizer, loss_weight, group
+        self.attached, self.loss_weight, self.group = attached, loss_weight, group
+        self.models = [(attached, optimizer)]
         self.gauge = Gauge(attached.recorder.device)
         self._retrying: RetryingBackward | None = None
         self._talk: ControlGroup | None = None
@@ -39,7 +41,7 @@ class Memory:
         if not 0 <= margin < 1:
             raise ConfigError("margin", margin, "0 to below 1", "use 0.1")
         self._forbid_crossing("find_limits")
-        search = LimitSearch(self.attached, self.optimizer, group=self._group(), gauge=self.gauge)
+        search = LimitSearch(self.models, group=self._group(), gauge=self.gauge)
         return search.find(step_fn, example, bounds, margin=margin, loss_weight=self.loss_weight)
 
     def backward(self, loss_fn: Callable[[Any], Tensor], batch: Any, *, weight: float, last: bool) -> Tensor:
@@ -47,7 +49,7 @@ class Memory:
         if self._retrying is None:
             self._forbid_crossing("backward")
             group = self._group()
-            self._retrying = RetryingBackward(self.attached, group=group, gauge=self.gauge)
+            self._retrying = RetryingBackward([attached for attached, _ in self.models], group=group, gauge=self.gauge)
             self.gauge.share(group)
         return self._retrying.run(loss_fn, batch, weight=weight, last=last)
 

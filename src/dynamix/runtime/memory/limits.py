@@ -1,6 +1,7 @@
 """The largest micro-batch that fits each rank's memory, found before training: doubling, then halving the gap."""
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -69,8 +70,10 @@ class LimitSearch:
     group find what fits beside the others. Gradients, buffers and random state are put back.
     """
 
-    def __init__(self, attached: Attached, optimizer: Optimizer, *, group: ControlGroup | None, gauge: Gauge) -> None:
-        self.attached, self.optimizer, self.group, self.gauge = attached, optimizer, group, gauge
+    def __init__(
+        self, models: Sequence[tuple[Attached, Optimizer]], *, group: ControlGroup | None, gauge: Gauge
+    ) -> None:
+        self.models, self.group, self.gauge = models, group, gauge
         self.rank = 0 if group is None else group.rank
 
     def find(
@@ -127,30 +130,37 @@ class LimitSearch:
         except Exception as error:
             return False, None if is_out_of_memory(error) else error
         finally:
-            for parameter in self.attached.model.parameters():
+            for parameter in itertools.chain(*(attached.model.parameters() for attached, _ in self.models)):
                 parameter.grad = None
         return self.gauge.allows(size, headroom), None  # once it went well; it is to go well every time
 
     @contextmanager
     def _apart(self, loss_weight: LossWeight) -> Iterator[None]:
-        """No pass inside reaches another rank or leaves a trace; what the optimizer will make is set aside."""
-        model, saved = self.attached.model, random_state.capture()
+        """No pass inside reaches another rank or leaves a trace; what the optimizers will make is set aside."""
+        saved, copies = random_state.capture(), list[Tensor]()
         with ExitStack() as stack:
-            stack.enter_context(self.attached.discarded())
             stack.enter_context(loss_weight.paused())
-            if isinstance(model, DistributedDataParallel):
-                if model.static_graph and not (self.attached.hook and self.attached.hook.buckets_seen):
-                    do = "call controller.warm_up(forward_backward) before find_limits"
-                    raise UsageError(f"DDP(static_graph=True) needs a first backward that synchronises: {do}")
-                stack.callback(setattr, model, "require_forward_param_sync", model.require_forward_param_sync)
-                model.require_forward_param_sync = False  # buffers are broadcast in forward passes
-                stack.enter_context(model.no_sync())
-            times = range(_states_to_come(self.optimizer))
-            copies: list[Tensor] = [p.detach().clone() for _ in times for p in model.parameters()]
+            for attached, optimizer in self.models:
+                stack.enter_context(attached.discarded())
+                _keep_on_this_rank(attached, stack)
+                times = range(_states_to_come(optimizer))
+                copies += [p.detach().clone() for _ in times for p in attached.model.parameters()]
             stack.callback(copies.clear)
             yield
         random_state.restore(saved)
         release()
+
+
+def _keep_on_this_rank(attached: Attached, stack: ExitStack) -> None:
+    """Until `stack` ends no pass through the model reaches another rank."""
+    model = attached.model
+    if isinstance(model, DistributedDataParallel):
+        if model.static_graph and not (attached.hook and attached.hook.buckets_seen):
+            do = "call controller.warm_up(forward_backward) before find_limits"
+            raise UsageError(f"DDP(static_graph=True) needs a first backward that synchronises: {do}")
+        stack.callback(setattr, model, "require_forward_param_sync", model.require_forward_param_sync)
+        model.require_forward_param_sync = False  # buffers are broadcast in forward passes
+        stack.enter_context(model.no_sync())
 
 
 def _states_to_come(optimizer: Optimizer) -> int:

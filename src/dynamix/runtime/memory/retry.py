@@ -5,7 +5,7 @@ agree that every one has its gradient, and a backward pass of nothing then sends
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,10 +29,13 @@ _OK, _AGAIN, _FAILED, _FULL = range(4)
 
 
 class RetryingBackward:
-    """`Controller.backward`'s work; one per controller. A collective object."""
+    """`Controller.backward`'s work; one per controller. A collective object.
 
-    def __init__(self, attached: Attached, *, group: ControlGroup | None, gauge: Gauge) -> None:
-        self.attached, self.group, self.gauge = attached, group, gauge
+    models   the one whose gradient crosses ranks, and others through which `loss_fn` may go: theirs stays here
+    """
+
+    def __init__(self, models: Sequence[Attached], *, group: ControlGroup | None, gauge: Gauge) -> None:
+        self.attached, self.others, self.group, self.gauge = models[0], models[1:], group, gauge
         self.rank = 0 if group is None else group.rank
         self.largest: int | None = None  # samples of a piece that may fit this rank, after some did not
         self._error: Exception | None = None
@@ -48,7 +51,14 @@ class RetryingBackward:
         earlier: Gradients = [p.grad for p in parameters]  # of other micro-batches: a failed piece must not spoil them
         if ddp is not None:
             _exchange_before(ddp)
-        with ddp.no_sync() if ddp is not None else contextlib.nullcontext():
+        with contextlib.ExitStack() as here:
+            for other in (attached.model for attached in self.others):
+                if isinstance(other, DistributedDataParallel):
+                    _exchange_before(other)
+                    here.callback(setattr, other, "require_forward_param_sync", True)
+                    here.enter_context(other.no_sync())
+            if ddp is not None:
+                here.enter_context(ddp.no_sync())
             states, loss = self._pieces(loss_fn, batch, weight, parameters)
         self._raise(states, parameters, earlier)
         for parameter, before in zip(parameters, earlier, strict=True):
@@ -63,7 +73,8 @@ class RetryingBackward:
         self, loss_fn: Loss, batch: Any, weight: float, parameters: list[nn.Parameter]
     ) -> tuple[Ints, Tensor | None]:
         """Until every rank has its gradient in `.grad`, or one cannot: how each ended (W,), and this rank's loss."""
-        buffers = [b.detach().clone() for b in self.attached.model.buffers()]
+        own = [b for attached in (self.attached, *self.others) for b in attached.model.buffers()]
+        buffers = [b.detach().clone() for b in own]
         loss: Tensor | None = None
         _clear(parameters)
         while True:
@@ -81,7 +92,7 @@ class RetryingBackward:
             if state == _AGAIN:
                 _clear(parameters)
                 with torch.no_grad():
-                    for buffer, kept in zip(self.attached.model.buffers(), buffers, strict=True):
+                    for buffer, kept in zip(own, buffers, strict=True):
                         buffer.copy_(kept)
                 release()
 

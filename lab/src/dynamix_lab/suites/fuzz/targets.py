@@ -132,7 +132,7 @@ def _narrowed(name: str, state: dict[str, Any], again: dict[str, Any]) -> bool:
     return name.startswith("ledger") and len(again["ledger_sizes"]) == 1
 
 
-_PACKED = ("policy", "schedules", "hook", "ranks")
+_PACKED = ("policy", "schedules", "hooks", "ranks")
 _PLAIN = ("progress", "source", "ledger_rounds", "ledger_sizes", "noise_scale")
 _PARTS = {*_PACKED, *_PLAIN}
 
