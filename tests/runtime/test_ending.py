@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import threading
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore, TCPStore
 
 import dynamix
-from dynamix.errors import DynamixError, StateError, UsageError
+from dynamix.errors import DynamixError, StateError, UsageError, WorkerLostError
 from dynamix.runtime import ending, meeting
 from dynamix.runtime.ending import Ending
 from tests.ranks import run_ranks
@@ -165,13 +166,13 @@ def test_a_state_that_one_rank_cannot_load_ends_all() -> None:
 
 
 def _over_other_ranks(rank: int, odd: list[int]) -> tuple[str, float]:
-    meeting.ELSEWHERE_S, meeting.WITHOUT_US_S = 2.0, 4.0
+    meeting.ELSEWHERE_S = 2.0
     groups: dict[int, Any] = {len(ranks): dist.new_group(ranks) for ranks in ([2], [1, 2])}
     began = time.monotonic()
     try:
         dynamix.Controller("static", 4, process_group=groups[len(odd)] if rank == 2 else None).close()
         told = "made"
-    except UsageError as error:
+    except (UsageError, WorkerLostError) as error:
         told = str(error)
     return told, time.monotonic() - began
 
@@ -179,11 +180,53 @@ def _over_other_ranks(rank: int, odd: list[int]) -> tuple[str, float]:
 @pytest.mark.multiproc
 @pytest.mark.parametrize("odd", [[2], [1, 2]])
 def test_a_rank_with_another_process_group_is_named(odd: list[int]) -> None:
-    results = run_ranks(_over_other_ranks, 3, odd, timeout_s=60, group_timeout_s=50)
+    """At once where ranks wait for each other, else after the group's timeout: it might have come later."""
+    timeout_s = 10 if odd == [2] else 50
+    results = run_ranks(_over_other_ranks, 3, odd, timeout_s=60, group_timeout_s=timeout_s)
     for rank, (told, seconds) in enumerate(results):
         assert seconds < 25
         assert ("made" in told) if rank == 2 and odd == [2] else ("process_group" in told), (rank, told)
-        assert told == "made" or "ranks [0, 1, 2]" in told
+        assert told == "made" or f"ranks {odd}" in told or "ranks [0, 1, 2]" in told
+
+
+def _in_a_circle(rank: int) -> str:
+    meeting.ELSEWHERE_S = 2.0
+    groups = [dist.new_group(ranks) for ranks in ([0, 1], [1, 2], [0, 2])]
+    try:
+        dynamix.Controller("static", 4, process_group=groups[rank]).close()
+    except UsageError as error:
+        return str(error)
+    return "made"
+
+
+@pytest.mark.multiproc
+def test_ranks_that_wait_for_each_other_in_a_circle_are_told() -> None:
+    for told in run_ranks(_in_a_circle, 3, timeout_s=60, group_timeout_s=50):
+        assert "process_group" in told
+
+
+def _later(rank: int) -> tuple[list[str], int]:
+    """Two of three ranks are at work for a while before all of them are."""
+    meeting.ELSEWHERE_S, meeting.WITHOUT_US_S, meeting.LOOK_AFTER_S = 0.5, 1.0, 0.2
+    pair, log = dist.new_group([0, 1]), list[str]()
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: log.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("dynamix").addHandler(handler)
+    if rank < 2:
+        first = dynamix.Controller("static", 4, process_group=pair)
+        time.sleep(4.0)
+        first.close()
+    controller = dynamix.Controller("static", 4)
+    controller.close()
+    return log, controller.world_size
+
+
+@pytest.mark.multiproc
+def test_ranks_that_are_at_work_with_others_may_come_later() -> None:
+    for rank, (log, workers) in enumerate(run_ranks(_later, 3, timeout_s=60)):
+        assert workers == 3
+        assert len(log) == (2 if rank == 2 else 0), log
+        assert all("makes its Controller over ranks [0, 1], and rank 2 waits for it" in line for line in log)
 
 
 # ------------------------------------------------------------ going back
