@@ -183,7 +183,9 @@ def _not_timing(hook: GradientHook | None) -> Iterator[None]:
         yield
         return
     meter = hook.meter
-    hook.meter = SimpleNamespace(gradients_ready=lambda: None, reduced=meter.reduced, add=meter.add)
+    hook.meter = SimpleNamespace(
+        gradients_ready=lambda: None, reduced=meter.reduced, add=meter.add, norms_due=meter.norms_due
+    )
     try:
         yield
     finally:
