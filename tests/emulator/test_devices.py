@@ -282,6 +282,41 @@ def test_no_exchange_is_hidden_that_a_device_would_not_hide(tmp_path: Path) -> N
         assert rank["fsdp"] > whole
 
 
+BUFFERS = (
+    PRELUDE
+    + """
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+normed = DDP(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)))
+rates = sgd(normed)
+
+def late():
+    time.sleep(0.06 if rank == 0 else 0.0)
+    normed(x).square().mean().backward()
+    rates.step()
+    rates.zero_grad()
+
+if rank == 0:
+    control.request("start-clock")
+dist.barrier()
+late()  # may begin before the clock does
+late()  # DDP makes its buckets anew once, and waits in that
+print(json.dumps(least(late, 6)))
+"""
+)
+
+
+@pytest.mark.multiproc
+def test_a_device_computes_nothing_while_its_rank_waits_for_buffers(tmp_path: Path) -> None:
+    """Rank 0, twice as fast, begins 60 ms late, and sends its buffers then."""
+    times, _ = run(tmp_path, TWO, BUFFERS, mechanism="duty-cycle")
+    for step_s in times:
+        assert step_s > 0.06 + 0.072
+
+
 @pytest.mark.emulator
 @pytest.mark.multiproc
 @pytest.mark.usefixtures("privileged")

@@ -98,6 +98,20 @@ class TestStepTimer:
         play(timer, clock, "SFGRG.S")
         assert times(timer.take()[1]) == [5.0, 0.0, 1.0, 6.0]
 
+    def test_an_exchange_of_buffers_is_communication(self, timer: StepTimer, clock: ManualClock) -> None:
+        for script in ("G.RS", "MF..GRS"):  # also under no_sync, in which case nothing is reduced
+            play(timer, clock, "F")
+            with timer.exchanging():
+                clock.now += 3.0
+            play(timer, clock, script)
+        first, second = timer.take()
+        assert [first.compute, first.comm] == [2.0, 2.0 + 3.0]
+        assert times(second) == [1.0 + 4.0, 3.0 + 1.0, 1.0 + 1.0, 11.0]
+        with timer.exchanging():  # an evaluation's, say
+            clock.now += 5.0
+        play(timer, clock, "FGRS")
+        assert times(timer.take()[0]) == [2.0, 1.0, 6.0, 9.0]
+
     def test_accumulation_sums_micro_steps_those_without_reduction_too(
         self, timer: StepTimer, clock: ManualClock
     ) -> None:

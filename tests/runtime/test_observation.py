@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 import warnings
 from collections import OrderedDict
 from typing import Any, NamedTuple
@@ -17,6 +18,8 @@ from torch import Tensor
 
 from dynamix.runtime.observation import ACCURACY_EVERY, ROW, Recorder
 from dynamix.runtime.readings import ACCURACY_ELEMENTS, ACCURACY_ROWS
+from tests.ranks import run_ranks
+from tests.runtime.loops import Job
 
 
 def _row(recorder: Recorder) -> dict[str, float]:
@@ -252,3 +255,25 @@ def test_a_probe_that_fails_is_dropped_and_its_fields_are_unknown() -> None:
     recorder._sampled_at = -math.inf
     assert _row(recorder)["memory"] >= 0
     assert broken.asked == 1
+
+
+def _waits_before_forward(rank: int, batchnorm: str) -> dict[str, float]:
+    job = Job(rank, buffers=True)
+    job.controller.wrap(job.ddp, job.optimizer, batchnorm=batchnorm)  # type: ignore[arg-type]
+    for _ in range(2):
+        for x, y in job.loader:
+            time.sleep(0.05 if rank == 0 else 0.0)  # its loader is slow
+            job.train(x, y)
+    measured = job.controller.metrics()
+    job.controller.close()
+    return measured
+
+
+@pytest.mark.multiproc
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("batchnorm", ["rank0", "weighted"])
+def test_who_waits_for_the_buffers_of_another_rank_computes_nothing_meanwhile(batchnorm: str) -> None:
+    late, waits = run_ranks(_waits_before_forward, 2, batchnorm)
+    assert late["data_s"] > 0.045
+    assert waits["compute_s"] < 0.03
+    assert waits["exchange_s"] > 0.03

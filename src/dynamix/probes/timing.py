@@ -7,6 +7,7 @@ later, only once they have completed: nothing here ever synchronises a device.
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -83,8 +84,9 @@ class StepTimes:
     """One optimizer step of one worker, in seconds; NaN where not measured. Micro-steps are summed.
 
     compute   forward start to last local gradient ready, plus the optimizer's update after the last reduction. Without
-              a communication hook: forward start to the end of the step
-    comm      last local gradient ready to the end of the last reduction: this worker's wait and the transfer together
+              a communication hook: forward start to the end of the step. Less the exchange of buffers
+    comm      last local gradient ready to the end of the last reduction: this worker's wait and the transfer together.
+              And the exchange of buffers before the forward pass, the same way
     data      end of the previous step to forward start
     total     end of the previous step to the end of this one
     """
@@ -105,6 +107,7 @@ class _Micro:
     ready: Mark | None = None
     # Reductions may run on several streams, so which of them ends last is known only when they are read.
     reduced: list[Mark] = field(default_factory=list)
+    exchanged: list[tuple[Mark, Mark]] = field(default_factory=list)  # beginnings and ends, within the forward pass
     end: Mark | None = None
     data_known: bool = True
     compute_known: bool = True
@@ -112,6 +115,8 @@ class _Micro:
     def marks(self) -> Iterator[Mark]:
         """All marks but `before`, the one most likely to be outstanding first."""
         yield from (mark for mark in (self.end, self.ready, self.start, *self.reduced) if mark is not None)
+        for pair in self.exchanged:
+            yield from pair
 
 
 class StepTimer:
@@ -142,6 +147,15 @@ class StepTimer:
         """A training forward pass begins. Only the first of a (micro-)step counts: it ends `data`."""
         if self._micro.start is None:
             self._micro.start = self._clock.mark()
+
+    @contextmanager
+    def exchanging(self) -> Iterator[None]:
+        """Inside, buffers cross ranks as a training forward pass begins: a wait and a transfer, not computing."""
+        micro = self._micro
+        begun = None if micro.start is None else self._clock.mark()
+        yield
+        if begun is not None:
+            micro.exchanged.append((begun, self._clock.mark()))
 
     def gradients_ready(self) -> None:
         """A bucket of local gradients is ready. The last call of a (micro-)step starts `comm`."""
@@ -198,7 +212,7 @@ class StepTimer:
 
     def _read(self, step: int, micros: list[_Micro]) -> StepTimes:
         # Passes under no_sync have no communication at all; only when none had any is it unknown.
-        comm = [self._comm(m) for m in micros if m.ready is not None]
+        comm = [self._comm(m) for m in micros if m.ready is not None or m.exchanged]
         known = all(m.data_known and m.compute_known for m in micros)
         compute = sum(self._compute(m) for m in micros)
         data = sum(self._between(m.before, m.start) if m.data_known else np.nan for m in micros)
@@ -206,15 +220,20 @@ class StepTimer:
         return StepTimes(step, compute, sum(comm) if comm else np.nan, data, total)
 
     def _comm(self, micro: _Micro) -> float:
+        if micro.ready is None:
+            return self._exchange(micro)
         ends = [self._between(micro.ready, mark) for mark in micro.reduced]
-        return max(0.0, *ends) if ends else np.nan
+        return max(0.0, *ends) + self._exchange(micro) if ends else np.nan
+
+    def _exchange(self, micro: _Micro) -> float:
+        return sum(self._between(begun, ended) for begun, ended in micro.exchanged)
 
     def _compute(self, micro: _Micro) -> float:
         if not micro.compute_known:
             return np.nan
         whole = self._between(micro.start, micro.end)
         # Also right when every reduction ended before the last gradient was ready, and comm is cut at zero.
-        return whole if micro.ready is None else whole - self._comm(micro)
+        return whole - self._comm(micro)
 
     def _between(self, start: Mark | None, end: Mark | None) -> float:
         return np.nan if start is None or end is None else self._clock.seconds(start, end)

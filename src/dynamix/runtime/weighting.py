@@ -178,7 +178,8 @@ def _exchange_buffers(model: DistributedDataParallel, attached: Attached, exchan
 
     def hook(state: Any, buffers: dict[str, Tensor]) -> None:
         try:
-            exchange(buffers)
+            with attached.recorder.timer.exchanging():
+                exchange(buffers)
         except RuntimeError as error:
             if not failed_collective(error):
                 raise

@@ -6,7 +6,7 @@ evenly over the layers (modules with parameters of their own) in hooks on the pa
 anybody else's, so that a bucket leaves no earlier than its gradients would be there.
 
 Waits have absolute deadlines on a clock of device-seconds, which runs at the host's speed of the moment, and stands
-still while the thread that trains waits for a collective.
+still while the thread that trains waits for a collective, or for the buffers that DDP exchanges before a forward.
 
 Loaded by path in ranks that may have no dynamix: standard library only, and torch is handed in.
 """
@@ -87,7 +87,7 @@ class Pacer:
         self._torch, self._record, self._clock = torch, record, DeviceClock(record)
         self._fixed_s, self._per_sample_s, self._per_cost_s = fixed_s, per_sample_s, per_cost_s
         self._credit, self._credited = credit, False
-        self._inside, self._thread = False, 0
+        self._inside, self._still, self._thread = False, False, 0
         self._due = 0.0  # on the clock, before the backward that runs
         self._open: _Pass | None = None
         self._running: list[_Pass] = []  # in this backward
@@ -115,6 +115,8 @@ class Pacer:
         if torch.distributed.is_available():
             work = torch._C._distributed_c10d.Work
             work.wait = self._standing_still(work.wait)
+            ddp = torch.nn.parallel.DistributedDataParallel
+            ddp._sync_buffers = self._standing_still(ddp._sync_buffers)  # waits in C++, or on an event
         ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
 
     def _forward(self, call: Callable[..., Any], module: Any, args: Any, kwargs: Any) -> Any:
@@ -213,13 +215,14 @@ class Pacer:
 
     def _standing_still(self, wait: Callable[..., Any]) -> Callable[..., Any]:
         def waiting(*args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() != self._thread:
+            if self._still or threading.get_ident() != self._thread:
                 return wait(*args, **kwargs)
             self._clock.advance()
+            self._still = True
             try:
                 return wait(*args, **kwargs)
             finally:
-                self._clock.at = time.monotonic()
+                self._clock.at, self._still = time.monotonic(), False
 
         return waiting
 
