@@ -117,6 +117,7 @@ CHANGES: list[tuple[str, Any]] = [
     ("source.position", lambda s: s["source"].update(position=10**6)),
     ("source.taken", lambda s: s["source"].update(taken=[1, 2])),
     ("source.unused", lambda s: s["source"].update(unused=[-1])),
+    ("source.unused", lambda s: s["source"].update(unused=[1])),
     ("ledger_sizes", lambda s: s.update(ledger_sizes=[[0]])),
     ("ledger_rounds", lambda s: s.update(ledger_rounds=[10**9])),
     ("base_batch", lambda s: s.update(base_batch="8")),

@@ -185,6 +185,8 @@ def _source(given: Any, workers: int) -> dict[str, Any]:
         _whole(f"source.{name}", source[name], 0, MOST)
     for name in ("taken", "unused"):
         _wholes(f"source.{name}", source[name], workers)
+    if any(source["unused"]):  # of meetings over parameters, which do not exist yet
+        _wrong("source.unused", source["unused"], "a list of zeros")
     for name in ("finished", "shuffle", "sharded"):
         if source["kind"] == "stream" and name == "shuffle":
             continue
