@@ -3,9 +3,8 @@
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,80 +12,9 @@ from numpy.typing import ArrayLike
 
 from dynamix.data.allocations import Allocations
 from dynamix.data.cutting import NO_LIMIT
+from dynamix.data.plan import Cursor, Group, Piece, StepPlan, pieces_of
 from dynamix.data.reader import BatchReader, reader_of
 from dynamix.errors import ConfigError, DynamixError, StateError, UsageError
-from dynamix.window import Ints
-
-
-@dataclass(frozen=True)
-class StepPlan:
-    """What every rank does in one micro-step; identical on all ranks.
-
-    index     micro-step since the job began
-    epoch     epoch it belongs to
-    start     position in the epoch at which this step's union batch begins (samples dealt before it, all ranks)
-    counts    (W,) samples per rank really used; 0: this rank gets a flagged placeholder batch
-    group     (A, W) counts of all micro-steps of this optimizer step
-    micro     0..A-1 within the optimizer step
-    regular   counts equal the allocation in force (False at the end of an epoch that they do not divide)
-    last      last micro-step of the epoch
-    """
-
-    index: int
-    epoch: int
-    start: int
-    counts: Ints
-    group: Ints
-    micro: int
-    regular: bool
-    last: bool
-
-    @cached_property
-    def samples(self) -> int:
-        """Samples of this optimizer step, of all ranks and micro-steps."""
-        return int(self.group.sum())
-
-    @property
-    def first(self) -> bool:
-        """Whether the optimizer step is its epoch's first."""
-        return self.start == (int(self.group[: self.micro].sum()) if self.micro else 0)
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """One optimizer step as planned: counts (A, W), the allocation (W,) they come from, whether the epoch ends.
-
-    total     samples of a micro-step (A,)
-    regular   whether a micro-step's counts equal the allocation (A,)
-    """
-
-    counts: Ints
-    sizes: Ints
-    final: bool
-    total: tuple[int, ...] = field(init=False)
-    regular: tuple[bool, ...] = field(init=False)
-
-    @property
-    def samples(self) -> int:
-        """Of all micro-steps and ranks."""
-        return sum(self.total)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "total", tuple(self.counts.sum(1).tolist()))
-        object.__setattr__(self, "regular", tuple((self.counts == self.sizes).all(1).tolist()))
-
-
-@dataclass(frozen=True, slots=True)
-class Cursor:
-    """Where the next micro-step begins. `group` is the optimizer step under way, None between optimizer steps."""
-
-    epoch: int
-    position: int
-    index: int
-    taken: Ints  # (W,) samples per rank in the cut in force; matters where every rank has samples of its own
-    group: Group | None = None
-    micro: int = 0
-    finished: bool = False
 
 
 class SampleOrder(ABC):
@@ -140,12 +68,14 @@ class SampleOrder(ABC):
         self._consumes = threading.current_thread()
         self._consuming = threading.Lock()
         self._ahead = self._behind = self._saved = Cursor(0, 0, 0, np.zeros(world_size, dtype=np.int64))
-        self._pending: deque[tuple[StepPlan, Cursor]] = deque()
+        self.micro_batch: int | None = None  # most samples of a piece; None: a share of a micro-step is one
+        self._pending: deque[tuple[Piece, Cursor]] = deque()  # where the loop stands once the piece is consumed
+        self.batches_issued = self.batches_consumed = 0  # pieces of this rank
         self._round = 0  # a new number for every iteration, so that an abandoned iterator cannot go on
         self._reader = BatchReader()
         self._begun = 0
         self._refused: UsageError | None = None
-        self._began = 0  # micro-steps consumed when the iteration under way began
+        self._began = 0  # batches consumed when the iteration under way began
         self._loaded = False
         self._hold = False  # a finished epoch that the user asked for by name is not run again
 
@@ -169,14 +99,14 @@ class SampleOrder(ABC):
         return self._behind.index
 
     @property
-    def delivered(self) -> int:
-        """Micro-steps whose batches the loop has received (counter over the job); those issued, if nobody can tell."""
+    def batches_delivered(self) -> int:
+        """Batches that the loop has received; those issued, if nobody can tell."""
         handed_on = self._reader.handed_on
-        return self._ahead.index if handed_on is None else min(self._began + handed_on, self._ahead.index)
+        return self.batches_issued if handed_on is None else min(self._began + handed_on, self.batches_issued)
 
     @property
     def reader_gone(self) -> bool:
-        """Whether the loader's iterator is gone, so that `delivered` is what it may have handed on at most."""
+        """Whether the loader's iterator is gone, so that `batches_delivered` is what it may have handed on at most."""
         return self._reader.gone
 
     @property
@@ -218,6 +148,10 @@ class SampleOrder(ABC):
 
     def plan(self) -> StepPlan:
         """The plan of the micro-step being consumed now: issued, not yet consumed. Raises `UsageError` if none is."""
+        return self.piece().plan
+
+    def piece(self) -> Piece:
+        """The batch being consumed now: issued, not yet consumed. Raises `UsageError` if there is none."""
         if not self._pending:
             raise UsageError(
                 "no batch was issued that is not consumed yet: iterate the loader (or stream) made from this "
@@ -225,19 +159,20 @@ class SampleOrder(ABC):
             )
         return self._pending[0][0]
 
-    def waiting(self) -> list[StepPlan]:
-        """The plans of the micro-steps that are issued and not consumed, in order."""
-        return [plan for plan, _ in self._pending]
+    def waiting(self) -> list[Piece]:
+        """The batches that are planned and not consumed, in order."""
+        return [piece for piece, _ in self._pending]
 
     def consume(self) -> StepPlan:
-        """Count the current micro-step as done and return its plan; only consumed steps are ever saved."""
-        plan = self.plan()
+        """Count the current batch as done and return its plan; only whole optimizer steps are ever saved."""
+        piece = self.piece()
         self._consumes = threading.current_thread()
         with self._consuming:
             _, self._behind = self._pending.popleft()
-        if self._behind.group is None:
+            self.batches_consumed += 1
+        if piece.last:
             self._saved = self._behind
-        return plan
+        return piece.plan
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch to run next. The epoch under way keeps its position, also after a mid-epoch load.
@@ -282,12 +217,12 @@ class SampleOrder(ABC):
         if now is not self._reads or now is self._consumes:
             return False
         with self._consuming:
-            pending, consumed = list(self._pending), self._behind.index
-        given = min(self._began + self._reader.has_handed_on, self._ahead.index)
+            pending, consumed = list(self._pending), self.batches_consumed
+        given = min(self._began + self._reader.has_handed_on, self.batches_issued)
         if given <= consumed:
             return False  # nothing that is not consumed
         chosen = pending[-1][1].finished and not self._ahead.finished
-        if self.goes_on_ahead and (chosen or (self._ahead.finished and given == self._ahead.index)):
+        if self.goes_on_ahead and (chosen or (self._ahead.finished and given == self.batches_issued)):
             return True
         why = "a thread that reads ahead began a new iteration while batches of the one before were not stepped"
         fix = "let it wait until the loop has called controller.step() for all of them (queue.Queue has join())"
@@ -295,6 +230,7 @@ class SampleOrder(ABC):
 
     def _rewind(self) -> None:
         self._ahead, self._begun = self._behind, 0
+        self.batches_issued = self.batches_consumed
         self._pending.clear()
         self._round += 1
 
@@ -313,7 +249,7 @@ class SampleOrder(ABC):
         if reads_on:
             if self._ahead.finished:
                 self._ahead = self._following(self._ahead, self._ahead.epoch + 1)
-            self._reader, self._began, self._round = reader, self._ahead.index, self._round + 1
+            self._reader, self._began, self._round = reader, self.batches_issued, self._round + 1
             return self._round
         if self.on_begin is not None:
             self.on_begin()
@@ -321,15 +257,49 @@ class SampleOrder(ABC):
             self._start_epoch(self._behind.epoch + 1)
         else:
             self._rewind()
-        self._reader, self._began = reader, self._behind.index
+        self._reader, self._began = reader, self.batches_consumed
         return self._round
 
-    def _issue(self, number: int) -> StepPlan | None:
-        """The next micro-step, or None at the end of the epoch."""
+    def _pieces(self, number: int) -> Iterator[tuple[Piece, Cursor]]:
+        """What this rank is to load, batch after batch until the epoch ends, and where its micro-step begins."""
+        while True:
+            before = self._ahead
+            if (plan := self._issue(number)) is None:
+                return
+            for piece in self._cut(plan, before):
+                self._require_current(number)
+                self.batches_issued += 1
+                yield piece, before
+
+    def _cut(self, plan: StepPlan, before: Cursor) -> list[Piece]:
+        """This rank's pieces of a micro-step that began at `before`. They are pending from now on."""
+        mine = int(plan.counts[self.rank])
+        if self.micro_batch is None:
+            group, micro = plan.group[:, self.rank], plan.micro
+            following = int(group[micro + 1]) if micro + 1 < self.accumulate else 0
+            share = mine if self.accumulate == 1 else int(group.sum())
+            pieces = [Piece(plan, micro, self.accumulate, mine, 0, following, share, by_size=False)]
+        else:
+            sizes = pieces_of(mine, self.micro_batch)
+            ends = np.cumsum(sizes).tolist()
+            then = zip(sizes, ends, [*sizes[1:], 0], strict=True)
+            pieces = [
+                Piece(plan, k, len(sizes), n, end - n, more, mine, by_size=True)
+                for k, (n, end, more) in enumerate(then)
+            ]
+        after = self._ahead  # a round of which not all is consumed is not begun
+        self._pending.extend((piece, before if piece is not pieces[-1] else after) for piece in pieces)
+        return pieces
+
+    def _require_current(self, number: int) -> None:
         if number != self._round:
             left = "this iterator was abandoned: a newer one was made, a state was loaded, or set_epoch was called"
             why = "its samples were issued again, so going on would repeat them; iterate the newest one"
             raise self.fail(UsageError(f"{left}; {why}"))
+
+    def _issue(self, number: int) -> StepPlan | None:
+        """The next micro-step, or None at the end of the epoch."""
+        self._require_current(number)
         if self._loaded:
             self._loaded = False
             if self.on_first_issue is not None:
@@ -371,7 +341,6 @@ class SampleOrder(ABC):
             micro=0 if done else now.micro + 1,
             finished=plan.last,
         )
-        self._pending.append((plan, self._ahead))
         return plan
 
     @abstractmethod

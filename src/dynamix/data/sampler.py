@@ -11,7 +11,8 @@ from torch.utils.data import Sampler
 
 from dynamix.data.allocations import Allocations
 from dynamix.data.cutting import RULES_VERSION, is_regular, next_group, whole_epoch
-from dynamix.data.order import Cursor, Group, SampleOrder, require_equal
+from dynamix.data.order import SampleOrder, require_equal
+from dynamix.data.plan import Cursor, Group, pieces_of
 from dynamix.data.reader import Asking
 from dynamix.errors import ConfigError, StateError, UsageError
 from dynamix.window import Ints
@@ -104,7 +105,7 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
         return Asking(self._batches(number), self._reader)
 
     def __len__(self) -> int:
-        """Micro-steps left in this epoch (of the next, after a finished one) if the current allocation stays.
+        """Batches left in this epoch (of the next, after a finished one) if the current allocation stays.
 
         An estimate: policies change the allocation, and with it the number of steps.
         """
@@ -115,6 +116,8 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
             position += int(now.group.counts[now.micro :].sum())
         sizes = self._regions.sizes if self._regions and not now.finished else self.allocations.at(now.index)
         groups, _ = self._whole_epoch(position, sizes)
+        if self.micro_batch is not None:
+            return groups * len(pieces_of(int(sizes[self.rank]), self.micro_batch))
         return rest + groups * self.accumulate
 
     def shares(self) -> list[list[int]]:
@@ -187,18 +190,15 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
         self._cuts, self._regions, self._order = [], None, None
 
     def _batches(self, number: int) -> Iterator[list[int]]:
-        while True:
-            before = self._ahead
-            plan = self._issue(number)
-            if plan is None:
-                return
-            order, count = self._epoch_order(plan.epoch), int(plan.counts[self.rank])
+        for piece, before in self._pieces(number):
+            plan, order = piece.plan, self._epoch_order(piece.plan.epoch)
             if self._regions is not None:
                 first = int(self._regions.starts[self.rank] + before.taken[self.rank])
             else:
                 first = plan.start + int(plan.counts[: self.rank].sum())
-            if count:
-                yield order[first : first + count].tolist()
+            first += piece.offset
+            if piece.samples:
+                yield order[first : first + piece.samples].tolist()
             else:
                 yield order[np.clip([first, first + 1], 0, order.size - 1)].tolist()
 

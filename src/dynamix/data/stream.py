@@ -11,7 +11,8 @@ from torch.utils.data import default_collate
 
 from dynamix.data.allocations import Allocations
 from dynamix.data.cutting import enough, next_group
-from dynamix.data.order import Cursor, Group, SampleOrder, StepPlan, require_equal
+from dynamix.data.order import SampleOrder, require_equal
+from dynamix.data.plan import Cursor, Group, StepPlan
 from dynamix.data.reader import Asking
 from dynamix.data.source import Source
 from dynamix.errors import ConfigError, StateError, UsageError
@@ -149,19 +150,17 @@ class Stream(SampleOrder):
         self._source.stop()
 
     def _batches(self, number: int) -> Iterator[Any]:
-        while True:
-            before = self._ahead
-            plan = self._issue(number)
-            if plan is None:
-                return
-            if len(self._pending) > MAX_UNCONSUMED:
+        for piece, before in self._pieces(number):
+            if self.issued - self.consumed > MAX_UNCONSUMED:
                 kept = f"{MAX_UNCONSUMED} batches were issued and none consumed, and their samples stay in memory"
                 fix = "call controller.step() once per batch, or iterate the data set itself where you only evaluate"
                 raise self.fail(UsageError(f"{kept}: {fix}"))
-            count, first = int(plan.counts[self.rank]), self._own(before)
+            first = self._own(before) + piece.offset
             if not self.sharded:
-                first += int(plan.counts[: self.rank].sum())
-            yield self.collate_fn(self._source.take(first, count) if count else self._placeholder(before))
+                first += int(piece.plan.counts[: self.rank].sum())
+            yield self.collate_fn(
+                self._source.take(first, piece.samples) if piece.samples else self._placeholder(before)
+            )
 
     def _placeholder(self, before: Cursor) -> list[Any]:
         at = self._own(before)

@@ -241,11 +241,11 @@ class Controller:
         (other ranks: `DynamixError`), and `MemoryLimitError` where nothing can be tried again.
         """
         coordinator = self._coordinator
-        memory, plan = coordinator.need_memory(), coordinator.need_source().plan()
+        memory, piece = coordinator.need_memory(), coordinator.need_source().piece()
         weight = self.weight(torch.ones((), dtype=torch.float64)).item() if coordinator.loss_weight.required else 1.0
         coordinator.agree_once()  # before a rank can run out of memory alone
         coordinator.loop.forwards += 1  # its passes need not go through the model's own call
-        return memory.backward(loss_fn, batch, weight=weight, last=plan.micro == self.accumulate - 1)
+        return memory.backward(loss_fn, batch, weight=weight, last=piece.last)
 
     def weight(self, loss: Tensor, *, count: float | Tensor | None = None) -> Tensor:
         """The loss times n_i*W/N, to call `.backward()` on: weighting on the loss side.
@@ -255,7 +255,7 @@ class Controller:
         """
         coordinator = self._coordinator
         try:
-            return coordinator.loss_weight.apply(loss, coordinator.need_source().plan(), self.rank, count)
+            return coordinator.loss_weight.apply(loss, coordinator.need_source().piece(), count)
         except DynamixError as error:
             coordinator.fail(error)
             raise
@@ -289,8 +289,8 @@ class Controller:
     def _step(self, loss: Tensor | None, logits: Tensor | None, target: Tensor | None, count: int | None) -> None:
         coordinator = self._coordinator
         source = coordinator.need_source()
-        plan = source.plan()
-        mine = int(plan.counts[self.rank])
+        piece = source.piece()
+        mine = piece.samples
         if count is not None and mine and count != mine:
             fix = "Use controller.weight(loss, count=...).backward() when batches can shrink after sampling"
             wrong = f"count={count}, but this rank was given {mine} samples: gradients would be weighted wrongly"
@@ -298,14 +298,14 @@ class Controller:
         if self.world_size > 1 and coordinator.attached is None:
             raise UsageError("call controller.wrap(model, optimizer) before training, or gradients stay unweighted")
         applied = coordinator.loss_weight.take()
-        coordinator.before_step(plan)
+        coordinator.before_step(piece)
         source.consume()
         if mine:
             coordinator.recorder.observe(loss, logits, target)
-        if plan.micro < self.accumulate - 1:
-            coordinator.micro_done(plan, applied)
+        if piece.last:
+            coordinator.step_done(piece.plan)
         else:
-            coordinator.step_done(plan)
+            coordinator.piece_done(piece, applied)
 
     @property
     def batch_sizes(self) -> Ints:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from dynamix.data import Allocations, BatchSampler, StepPlan, Stream
+from dynamix.data import Allocations, BatchSampler, Piece, StepPlan, Stream
 from dynamix.errors import DynamixError, StateError, UsageError
 from dynamix.policies import Policy
 from dynamix.policies.protocol import boundary
@@ -205,15 +205,16 @@ class Coordinator:
             raise UsageError("call controller.wrap(model, optimizer) before find_limits() and backward()")
         return self.memory
 
-    def micro_done(self, plan: StepPlan, applied: float | torch.Tensor | None) -> None:
+    def piece_done(self, piece: Piece, applied: float | torch.Tensor | None) -> None:
+        """A batch is over that is not the last of its optimizer step."""
         self.recorder.micro_done()
         for attached in self.connected:
-            attached.micro_done(plan, self.rank, applied)
+            attached.piece_done(piece, applied)
 
-    def before_step(self, plan: StepPlan) -> None:
-        """The loop says that the batch of `plan` is done."""
+    def before_step(self, piece: Piece) -> None:
+        """The loop says that this batch is done."""
         self.agree_once()
-        self.loop.before_step(plan)
+        self.loop.before_step(piece)
 
     def step_done(self, plan: StepPlan, *, ahead: int = 0) -> None:
         """An optimizer step is over: take what was decided, and close the window if it is full.
@@ -334,12 +335,13 @@ class Coordinator:
 
     def share(self) -> Share:
         """How the gradient now being reduced is weighted."""
-        plan = self.need_source().plan()
-        total = plan.samples / self.accumulate
+        piece, weight = self.need_source().piece(), self.loss_weight
+        plan, total = piece.plan, piece.plan.samples / self.accumulate
         # Agreed values only: what is pending here may be settled on another rank, and all must reduce alike.
         open_from = max(self.progress.opens, self.job.closing.consumed + 1)
         kept = plan.regular and self._round(plan) >= open_from
-        return Share(float(plan.counts[self.rank]), total, kept, self.loss_weight.applied)
+        own = piece.share / piece.samples if piece.by_size and piece.samples else 1.0
+        return Share(float(piece.samples), total, kept, None if weight.applied is None else weight.held, own)
 
     @property
     def batch_sizes(self) -> Ints:
@@ -362,7 +364,7 @@ class Coordinator:
     def samples_now(self) -> int | None:
         """What this rank is working on, for the note on an out-of-memory error."""
         source = self.source
-        return int(source.plan().counts[self.rank]) if source is not None and source.issued > source.consumed else None
+        return source.piece().samples if source is not None and source.issued > source.consumed else None
 
     def _before_forward(self, module: nn.Module, attached: Attached, inputs: Iterable[Any]) -> None:
         source, timer = self.source, self.recorder.timer
@@ -394,11 +396,11 @@ class Coordinator:
 
     def _before_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self.attached is not None and self.source is not None and self.source.issued > self.source.consumed:
-            plan = self.source.plan()
+            piece = self.source.piece()
             self.recorder.gradients_ready()
             self.recorder.reduced()
-            self.attached.before_optimizer(plan, self.rank, self.loss_weight.applied)
-            self.observe_pair([p for g in optimizer.param_groups for p in g["params"]], plan)
+            self.attached.before_optimizer(piece, self.accumulate, self.loss_weight.applied)
+            self.observe_pair([p for g in optimizer.param_groups for p in g["params"]], piece.plan)
 
     def observe_pair(self, parameters: list[nn.Parameter], plan: StepPlan) -> None:
         """A single worker's noise scale, from its gradients in two steps that follow each other."""

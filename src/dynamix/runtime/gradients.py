@@ -89,10 +89,11 @@ class Check(Protocol):
 class Share:
     """How this rank's gradient of the current optimizer step enters the mean."""
 
-    count: float  # n_i of the micro-step being reduced; 0 for a placeholder batch
+    count: float  # samples of the piece being reduced; 0 for a placeholder batch
     total: float  # N; count * W / total is the weight
     kept: bool = True  # whether the open window will keep this step's measurements
     applied: float | Tensor | None = None  # the weight already in the loss, None when the hook must apply it
+    own: float = 1.0  # what has accumulated over this rank's mean gradient, when the hook applies the weight
 
 
 class GradientHook:
@@ -174,7 +175,7 @@ class GradientHook:
         # What was reduced before has no weight of this loss, so then only the first reduction shows this rank's own.
         own = share.count != 0 and (share.applied is None or self.reductions == 1)
         if own and (self._norms_due or self._measuring):
-            weight = 1.0 if share.applied is None else share.applied
+            weight = share.own if share.applied is None else share.applied
             self.meter.add("local_sq", self._norm_sq(bucket.buffer(), weight), part=part)
         return share
 

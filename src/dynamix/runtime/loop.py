@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from dynamix.data import BatchSampler, StepPlan, Stream
+from dynamix.data import BatchSampler, Piece, Stream
 from dynamix.errors import DynamixError, UsageError
 from dynamix.runtime.weighting import is_sharded
 
@@ -28,6 +28,8 @@ _ACCUMULATE = (
     "to accumulate gradients over A batches write Controller(accumulate=A), put all but the last of them under "
     "`with model.no_sync():`, and call optimizer.step() with the last one, controller.step() after each"
 )
+_PIECES = "put the forward and backward passes of every batch under `with controller.piece():`"
+_DUE = "call it where `controller.optimizer_due` says so: `if controller.optimizer_due: optimizer.step()`"
 _SUM = "for several losses of one batch write (loss1 + loss2).backward(), or all but the last under model.no_sync()"
 _ORDER = (
     "train the batches in the order in which the loader gives them, each followed by its own controller.step(); "
@@ -73,6 +75,10 @@ class ModelCheck:
         if not loop.forwards and not self._inside:
             before = "backward() came after controller.step(), so its gradient would get another batch's weight"
             loop.fail(f"{before}: {_STEP}")
+        piece = loop.piece_of_pass()
+        if loop.in_pieces and piece is not None and not piece.last and not self._inside:
+            early = f"backward() of piece {piece.number + 1} of {piece.of} of this rank's share crossed ranks"
+            loop.fail(f"{early}, and ranks have unlike numbers of pieces: {_PIECES}")
         self.reductions += 1
         if self.reductions > 1 and loop.models == 1 and not self._inside:
             found = f"{self.reductions} synchronised backward passes before controller.step()"
@@ -105,11 +111,13 @@ class ModelCheck:
         if loop.muted():
             return
         self._inside, self._held_since = True, None
-        micro, last = loop.micro_of_optimizer(), loop.accumulate - 1
-        if micro is not None and micro != last:
-            early = f"optimizer.step() after {micro + 1} of accumulate={loop.accumulate} batches"
-            told = f"{early}: call it with the last of them, `if (i + 1) % {loop.accumulate} == 0`; {_ACCUMULATE}"
-            loop.fail(told if loop.grown is None else loop.grown[1])
+        piece = loop.piece_of_optimizer()
+        if piece is not None and not piece.last:
+            early, do = f"optimizer.step() after {piece.number + 1} of this round's {piece.of} pieces", _DUE
+            if not loop.in_pieces:
+                early = f"optimizer.step() after {piece.number + 1} of accumulate={loop.accumulate} batches"
+                do = f"call it with the last of them, `if (i + 1) % {loop.accumulate} == 0`; {_ACCUMULATE}"
+            loop.fail(f"{early}: {do}" if loop.grown is None else loop.grown[1])
         self.all_crossed("optimizer.step()")
 
     def _after_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -149,7 +157,7 @@ class LoopCheck:
         self.grown: tuple[int, str] | None = None  # batches received when it was more, and what that may mean
         self._iteration = -1
         self._forwarded = 0  # micro-steps that had a forward pass, as far as that can be told
-        self._micro: int | None = None  # of the micro-step that was consumed last
+        self._stepped: Piece | None = None  # the batch that was consumed last
         self._strangers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._harmless: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         if workers > 1:
@@ -197,10 +205,10 @@ class LoopCheck:
     def begin(self) -> None:
         """An iteration begins, or an epoch is chosen: the one before must not have left a batch behind."""
         source = self.source
-        if source is None or not source.exhausted or source.consumed >= source.issued:
+        if source is None or not source.exhausted or source.batches_consumed >= source.batches_issued:
             return
-        left = source.issued - source.consumed
-        if self._iteration == source.iteration and self._forwarded >= source.issued:
+        left = source.batches_issued - source.batches_consumed
+        if self._iteration == source.iteration and self._forwarded >= source.batches_issued:
             self.fail(f"the epoch ended with {left} of its batches never stepped: {_STEP}")
 
     def forward(self, inputs: Iterable[Any]) -> None:
@@ -208,10 +216,10 @@ class LoopCheck:
         source = self.source
         if source is None:
             return
-        delivered = source.delivered
+        delivered = source.batches_delivered
         if self._iteration != source.iteration:
             self._iteration, self._ahead, self.grown = source.iteration, None, None
-        ahead = delivered - source.consumed
+        ahead = delivered - source.batches_consumed
         if ahead <= 0:
             return  # no pass of the loop's
         if self._ahead is None:
@@ -221,7 +229,7 @@ class LoopCheck:
         elif source.issuer == threading.get_ident() and not source.reader_gone:
             self._look_at_growth(delivered)
         if not source.reader_gone:
-            self._forwarded = source.consumed + 1
+            self._forwarded = source.batches_consumed + 1
         self.forwards += 1
         if self.models == 1 and self.workers > 1 and not source.reader_gone:
             self._in_turn(source, inputs)
@@ -240,47 +248,55 @@ class LoopCheck:
 
     def _in_turn(self, source: BatchSampler | Stream, inputs: Iterable[Any]) -> None:
         """Raise where the inputs are as long as another batch, in a loop in which they were as long as their own."""
-        mine, length = int(source.plan().counts[self.rank]), _length(inputs)
+        mine, length = source.piece().samples, _length(inputs)
         before, self._length = self._length, length
         if not mine or length is None:
             return
         if length == mine:
             self._matches += 1
             return
-        others = {*self._sizes, *(int(plan.counts[self.rank]) for plan in source.waiting())}
+        others = {*self._sizes, *(piece.samples for piece in source.waiting())}
         if self._matches >= MATCHES and length != before and length in others:
             turned = f"a batch of {length} samples was trained in the turn of one of {mine}: {_ORDER}"
             self.fail(turned if self.grown is None else self.grown[1])
         self._matches = 0
 
-    def micro_of_optimizer(self) -> int | None:
-        """The micro-step that an optimizer's step now belongs to; None before the first."""
-        source = self.source
-        if source is not None and source.issued > source.consumed:
-            now = source.plan().micro
-            # Without a forward pass it may be for a batch that was passed over, or come after `step()`.
-            if self.forwards or (now == self.accumulate - 1 and source.delivered > source.consumed):
-                return now
-        return self._micro
+    @property
+    def in_pieces(self) -> bool:
+        """Whether shares are cut by size, so that ranks have unlike numbers of batches."""
+        return self.source is not None and self.source.micro_batch is not None
 
-    def before_step(self, plan: StepPlan) -> None:
-        """`controller.step()` begins, for `plan`."""
+    def piece_of_pass(self) -> Piece | None:
+        """The batch that a pass now belongs to, None if there is none."""
         source = self.source
-        if source is not None and source.consumed >= source.delivered:
+        return source.piece() if source is not None and source.issued > source.consumed else None
+
+    def piece_of_optimizer(self) -> Piece | None:
+        """The batch that an optimizer's step now belongs to; None before the first."""
+        source, now = self.source, self.piece_of_pass()
+        if source is not None and now is not None:
+            # Without a forward pass it may be for a batch that was passed over, or come after `step()`.
+            if self.forwards or (now.last and source.batches_delivered > source.batches_consumed):
+                return now
+        return self._stepped
+
+    def before_step(self, piece: Piece) -> None:
+        """`controller.step()` begins, for `piece`."""
+        source = self.source
+        if source is not None and source.batches_consumed >= source.batches_delivered:
             self.fail(f"controller.step() was called twice for one batch, or before the first: {_STEP}")
-        over = plan.micro == self.accumulate - 1
         for check in self._checks:
-            check.step_over(group_over=over)
-        self.forwards, self._micro = 0, plan.micro
-        self._sizes.append(int(plan.counts[self.rank]))
-        self.group += over
+            check.step_over(group_over=piece.last)
+        self.forwards, self._stepped = 0, piece
+        self._sizes.append(piece.samples)
+        self.group += piece.last
 
     def stranger(self, optimizer: Optimizer) -> None:
         """An optimizer that was not given to `wrap` steps: it must not be that of a DDP model in this loop."""
         source = self.source
         if source is None or not self._checks or self.muted() or optimizer in self._harmless:
             return
-        before, now = self._strangers.get(optimizer), source.consumed
+        before, now = self._strangers.get(optimizer), source.batches_consumed
         self._strangers[optimizer] = now
         if before is None or now != before + 1:
             return

@@ -5,14 +5,13 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, Literal
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
-from dynamix.data import StepPlan
+from dynamix.data import Piece
 from dynamix.errors import ConfigError, UsageError
 from dynamix.runtime.agreement import Explain, unnamed
 from dynamix.runtime.averaging import average_, broadcast_
@@ -58,15 +57,15 @@ class Attached:
             gradient.mul_(factor) if factor else gradient.zero_()
 
     @torch.no_grad()
-    def micro_done(self, plan: StepPlan, rank: int, applied: float | Tensor | None) -> None:
-        """After a micro-batch that is not the last of its optimizer step: make ready what has accumulated.
+    def piece_done(self, piece: Piece, applied: float | Tensor | None) -> None:
+        """After a batch that is not the last of its optimizer step: make ready what has accumulated.
 
         The hook sees only the sum over micro-batches, so where an epoch's tail makes them unequal they are brought to
         the next one's weight: this rank's own gradient by its counts, and what all ranks have reduced already, where
         the loop leaves `no_sync` out, by the union's. `applied` is the weight that was in the loss, if it was weighted
         there. Raises `UsageError` where the two cannot be told apart.
         """
-        now, following = (float(plan.group[i, rank]) for i in (plan.micro, plan.micro + 1))
+        plan, now, following = piece.plan, piece.samples, piece.following
         reductions = 0 if self.hook is None else self.hook.reductions
         if applied is None and reductions and (plan.group != plan.group[0]).any():
             if reductions != plan.micro + 1:
@@ -84,11 +83,13 @@ class Attached:
         elif following and now != following:
             self.scale_gradients(now / following)
 
-    def before_optimizer(self, plan: StepPlan, rank: int, applied: float | Tensor | None) -> None:
-        """Without a hook, what the hook's weight does for unequal micro-batches (after clipping, if there is any)."""
-        mine = plan.group[:, rank].astype(np.float64)
-        if self.hook is None and applied is None and (mine != mine[0]).any():
-            self.scale_gradients(float(mine[-1] / mine.mean()))
+    def before_optimizer(self, piece: Piece, mean_of: int, applied: float | Tensor | None) -> None:
+        """Without a hook, what the hook's weight does for unequal pieces (after clipping, if there is any).
+
+        mean_of   by how many batches the loop divides its losses
+        """
+        if self.hook is None and applied is None and piece.share and mean_of * piece.samples != piece.share:
+            self.scale_gradients(mean_of * piece.samples / piece.share)
 
     @contextmanager
     def discarded(self) -> Iterator[None]:
@@ -247,7 +248,9 @@ class LossWeight:
         self.required = self._paused = False
         self._model: nn.Module | None = None
         self._counts_group: dist.ProcessGroup | None = None
+        self.held: float | Tensor = 1.0  # what the gradient of this rank's pieces so far is over its mean
         self._reference: Tensor | None = None
+        self._own: Tensor | None = None  # counts of this rank's pieces so far, where shares are cut by size
         self._counted: list[tuple[Tensor, Any]] = []
 
     def bind(self, model: nn.Module, *, required: bool) -> None:
@@ -262,41 +265,61 @@ class LossWeight:
         group = self._counts_group if values.device.type == "cpu" else self.group
         return _Sum(dist.all_reduce(values, group=group, async_op=True), self)
 
-    def apply(self, loss: Tensor, plan: StepPlan, rank: int, count: float | Tensor | None) -> Tensor:
+    def apply(self, loss: Tensor, piece: Piece, count: float | Tensor | None) -> Tensor:
         """The weighted loss of this micro-batch; see `Controller.weight`."""
         if self._paused:
             return loss
         if self.applied is not None:
             raise UsageError("weight() was called twice for one batch: call controller.step() after each batch")
-        mine = float(plan.counts[rank])
         if count is None:
-            self.applied = mine * self.workers * self.accumulate / plan.samples
+            self.applied = piece.samples * self.workers * self.accumulate / piece.plan.samples
+            self._hold(piece, self.applied)
             return loss * self.applied
         if not isinstance(count, Tensor) and not count >= 0:
             raise ConfigError("count", count, "0 or more", "pass the divisor of this mean loss")
         given = torch.as_tensor(count, dtype=torch.float64)  # on the device it came on, also on an idle rank
-        return self._apply_counted(loss, plan, given if mine else torch.zeros_like(given), bool(mine))
+        return self._apply_counted(loss, piece, given if piece.samples else torch.zeros_like(given))
 
-    def _apply_counted(self, loss: Tensor, plan: StepPlan, count: Tensor, active: bool) -> Tensor:
-        while plan.micro == 0 and self._counted:  # an accumulation that was broken off leaves counts behind
+    def _hold(self, piece: Piece, applied: float | Tensor) -> None:
+        self.held = applied + self.held if piece.by_size and piece.number else applied
+
+    def _apply_counted(self, loss: Tensor, piece: Piece, count: Tensor) -> Tensor:
+        if piece.by_size:
+            return self._apply_summed(loss, piece, count)
+        while piece.number == 0 and self._counted:  # an accumulation that was broken off leaves counts behind
             self._counted.pop(0)[1].wait()
         total = count.detach().clone()
         handle = self.sum_async(total)
         self._counted.append((total, handle))
-        if self._reference is None or (plan.micro == 0 and self._reference.device != total.device):
+        if self._reference is None or (piece.number == 0 and self._reference.device != total.device):
             handle.wait()
             self._reference = total.clone()
         weight = count * self.workers / self._reference
-        self.applied = weight if active else 0.0
-        if plan.micro == self.accumulate - 1:
-            reference, counted, self._counted = self._reference, self._counted, []
-
-            def at_end() -> None:
-                # Queued once more, so that it runs after DDP's and FSDP's own callbacks have finished the gradients.
-                Variable._execution_engine.queue_callback(lambda: self._correct(reference, counted))
-
-            loss.register_hook(lambda gradient: Variable._execution_engine.queue_callback(at_end))
+        self.applied = weight if piece.samples else 0.0
+        self._hold(piece, self.applied)
+        if piece.last:
+            counted, self._counted = self._counted, []
+            self._correct_after(loss, self._reference, counted)
         return loss * weight.to(loss.dtype).to(loss.device)
+
+    def _apply_summed(self, loss: Tensor, piece: Piece, count: Tensor) -> Tensor:
+        """Ranks have unlike numbers of pieces, so counts travel once, with the last."""
+        self._own = count if piece.number == 0 or self._own is None else self._own + count
+        reference = torch.tensor(float(piece.plan.samples), dtype=count.dtype, device=count.device)
+        weight = count * self.workers / reference
+        self.applied = weight if piece.samples else 0.0
+        self._hold(piece, self.applied)
+        if piece.last:
+            total = self._own.detach().clone()
+            self._correct_after(loss, reference, [(total, self.sum_async(total))])
+        return loss * weight.to(loss.dtype).to(loss.device)
+
+    def _correct_after(self, loss: Tensor, reference: Tensor, counted: list[tuple[Tensor, Any]]) -> None:
+        def at_end() -> None:
+            # Queued once more, so that it runs after DDP's and FSDP's own callbacks have finished the gradients.
+            Variable._execution_engine.queue_callback(lambda: self._correct(reference, counted))
+
+        loss.register_hook(lambda gradient: Variable._execution_engine.queue_callback(at_end))
 
     def _correct(self, reference: Tensor, counted: list[tuple[Tensor, Any]]) -> None:
         for _, handle in counted:
