@@ -96,12 +96,14 @@ class Case:
     samples: int = 200
     epochs: int = 2
     accumulate: int = 1
+    micro_batch: int | None = None  # shares are cut into pieces of so many
     hook: str | None = None
     weighting: str = "hook"
     model: str = "deep"
     dtype: torch.dtype = torch.float64
     interval: int = 2
     num_workers: int = 0
+    prefetch_factor: int | None = None
     min_batch_size: int = 1
     divide: bool = True
     lr: float = 0.01
@@ -149,10 +151,13 @@ def worst_error(rank: int, case: Case) -> float:
         max_batch_size=case.max_batch_size,
         interval=case.interval,
         accumulate=case.accumulate,
+        micro_batch=case.micro_batch,
     )
     dataset = TensorDataset(x, y)
     sampler = controller.batch_sampler(dataset, seed=3)
-    loader = DataLoader(dataset, batch_sampler=sampler, num_workers=case.num_workers)
+    loader = DataLoader(
+        dataset, batch_sampler=sampler, num_workers=case.num_workers, prefetch_factor=case.prefetch_factor
+    )
     optimizer = torch.optim.SGD(net.parameters(), lr=case.lr)
     hook, state = hook_of(case.hook)
     ddp = DDP(net, bucket_cap_mb=1e-4, **case.ddp)
@@ -164,8 +169,9 @@ def worst_error(rank: int, case: Case) -> float:
         sampler.set_epoch(epoch)
         order = torch.randperm(case.samples, generator=torch.Generator().manual_seed(3 + epoch))
         for bx, by in loader:
-            plan = sampler.plan()
-            last = plan.micro == case.accumulate - 1
+            piece = sampler.piece()
+            plan, last = piece.plan, piece.last
+            assert len(bx) == (piece.samples or 2)
             scale = 1 / case.accumulate if case.divide else 1.0
 
             def backward(bx: Tensor = bx, by: Tensor = by, scale: float = scale, plan: Any = plan) -> Tensor:
@@ -176,8 +182,11 @@ def worst_error(rank: int, case: Case) -> float:
                 (controller.weight(scaled) if case.weighting == "loss" else scaled).backward()
                 return loss
 
-            if last:
+            crosses = last or len(seen) < case.synchronised
+            with controller.piece() if case.micro_batch else contextlib.nullcontext() if crosses else model.no_sync():
                 loss = backward()
+            assert controller.optimizer_due == last
+            if last:
                 seen.append(tuple(int(c) for c in plan.counts))
                 begin = plan.start + int(plan.counts.sum()) - int(plan.group.sum())
                 union = order[begin : begin + int(plan.group.sum())]
@@ -189,9 +198,6 @@ def worst_error(rank: int, case: Case) -> float:
                 worst = larger(worst, float((got - want).norm() / want.norm()))
                 optimizer.step()
                 optimizer.zero_grad()
-            else:
-                with contextlib.nullcontext() if len(seen) < case.synchronised else model.no_sync():
-                    loss = backward()
             controller.step(loss=loss)
     assert controller.samples_seen == case.epochs * case.samples, controller.samples_seen
     assert len(set(seen)) > 1, "the case never changed the allocation"

@@ -48,6 +48,7 @@ class Job:
 
     rank: int
     accumulate: int = 1
+    micro_batch: int | None = None
     num_workers: int = 0
     buffers: bool = False
     decides_s: float = 0.0  # how long the policy takes
@@ -66,6 +67,7 @@ class Job:
             max_batch_size=8,
             interval=2,
             accumulate=self.accumulate,
+            micro_batch=self.micro_batch,
             process_group=self.group,
         )
         self.sampler = self.controller.batch_sampler(data())

@@ -75,11 +75,13 @@ def job_bounds(
     *,
     quantum: int = 1,
     accumulate: int = 1,
+    micro_batch: int | None = None,
     max_change: float = float("inf"),
 ) -> tuple[Bounds, Ints]:
     """A job's bounds and its first allocation, from `Controller`'s arguments. Raises `ConfigError` for impossible ones.
 
-    `batch_size`, `each` and `quantum` are of a piece; `total` and what is returned are of a round of `accumulate`.
+    `batch_size`, `each` and `quantum` are of a micro-batch, `total` and what is returned of a round of `accumulate`.
+    With `micro_batch` all are of a round; without a `quantum` sizes are then such that its pieces have few shapes.
 
     >>> bounds, start = job_bounds(2, 32, (None, 48), (None, None), "fixed", accumulate=2)
     >>> start.tolist(), bounds.high.tolist(), int(bounds.total_low), int(bounds.total_high)
@@ -91,6 +93,8 @@ def job_bounds(
         if global_batch == "fixed" and value is not None:
             fix = f"leave {name} out, or use global_batch='adaptive'"
             raise ConfigError(name, value, "None with global_batch='fixed', which is the starting total", fix)
+    if micro_batch is not None:
+        quantum = quantum if quantum > 1 else grain(batch_size, micro_batch)
     low, high = (default if given is None else given for given, default in zip(each, (1, 8 * batch_size), strict=True))
     low, high = per_rank("min_batch_size", low, workers), per_rank("max_batch_size", high, workers)
     piece = Bounds.of(workers, low, high, quantum=quantum, max_change=max_change)
@@ -105,6 +109,17 @@ def job_bounds(
         max_change=max_change,
     )
     return (fixed_at(bounds, int(start.sum())) if global_batch == "fixed" else bounds), start
+
+
+def grain(batch_size: int, micro_batch: int) -> int:
+    """What shares are multiples of: whole pieces where a worker has 8 or more, else quarters of one.
+
+    >>> grain(256, 32), grain(64, 32), grain(64, 10)
+    (32, 8, 5)
+    """
+    if batch_size >= 8 * micro_batch:
+        return micro_batch
+    return next(micro_batch // n for n in (4, 2, 1) if micro_batch % n == 0)
 
 
 def starting_sizes(batch_size: int, bounds: Bounds) -> Ints:

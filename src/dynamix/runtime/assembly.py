@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from dynamix.errors import ConfigError
 from dynamix.events.background import BackgroundLog, background_log
 from dynamix.policies import Policy
 from dynamix.policies.learned.deviations import LiveConfig
@@ -41,6 +42,7 @@ class JobArguments:
     quantum: int
     max_change: float
     accumulate: int
+    micro_batch: int | None
     lr_rule: str
     events: str | os.PathLike[str] | None
     replay: str | os.PathLike[str] | None
@@ -87,6 +89,12 @@ def assemble(group: dist.ProcessGroup | None, rank: int, given: JobArguments) ->
         rule(given.lr_rule)  # raises for one that does not exist
         counts = {name: getattr(given, name) for name in ("batch_size", "interval", "accumulate", "quantum")}
         check_counts(**counts)
+        if given.micro_batch is not None:
+            counts["micro_batch"] = given.micro_batch
+            check_counts(micro_batch=given.micro_batch)
+            if given.accumulate > 1:
+                fix = "leave accumulate out: a worker's share of a round is cut into pieces of micro_batch"
+                raise ConfigError("accumulate", given.accumulate, "1 beside micro_batch", fix)
         bounds, start = job_bounds(
             workers,
             given.batch_size,
@@ -95,6 +103,7 @@ def assemble(group: dist.ProcessGroup | None, rank: int, given: JobArguments) ->
             given.global_batch,
             quantum=given.quantum,
             accumulate=given.accumulate,
+            micro_batch=given.micro_batch,
             max_change=given.max_change,
         )
         policy = policy_of(given.policy, learn=given.learn)
@@ -123,6 +132,7 @@ def assemble(group: dist.ProcessGroup | None, rank: int, given: JobArguments) ->
         interval=given.interval,
         lr_rule=given.lr_rule,
         ranks=ranks,
+        micro_batch=given.micro_batch,
     )
     if control is not None and ranks is not None and workers > 1:
         liveness = coordinator.liveness = Liveness.open(control)

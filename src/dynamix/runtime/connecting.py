@@ -1,7 +1,7 @@
 """How a model and its optimizer come under a controller, and what is found out about them before training."""
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -16,7 +16,8 @@ from dynamix.runtime.coordinator import Coordinator
 from dynamix.runtime.loop import require_pair
 from dynamix.runtime.memory import Memory, within
 from dynamix.runtime.observation import Recorder, Unmeasured
-from dynamix.runtime.weighting import attach
+from dynamix.runtime.weighting import attach, is_sharded
+from dynamix.window import Bounds
 
 
 def connect(
@@ -24,6 +25,8 @@ def connect(
 ) -> bool:
     """`Controller.wrap`, its options being those of `attach`. Whether `model` is the first that is connected."""
     require_pair(model, optimizer, group)
+    if coordinator.micro_batch is not None:
+        require_own_passes(model, group)
     if coordinator.loop.add_optimizer(model, optimizer):
         coordinator.add_learning_rate(optimizer)
         return False
@@ -55,12 +58,43 @@ def _connect_another(
     coordinator.connect_another(model, optimizer, attached)
 
 
+def require_own_passes(model: nn.Module, group: dist.ProcessGroup | None) -> None:
+    """Raise `UsageError` where a forward pass crosses ranks: with pieces they have unlike numbers of passes."""
+    if group is None or dist.get_world_size(group) == 1:
+        return
+    for module in model.modules():
+        if isinstance(module, nn.SyncBatchNorm) or is_sharded(module):
+            why = f"{type(module).__name__} exchanges in its forward pass, and ranks have unlike numbers of pieces"
+            raise UsageError(f"Controller(micro_batch=...) does not fit this model: {why}. Use accumulate= instead")
+
+
+@contextmanager
+def piece(coordinator: Coordinator) -> Iterator[None]:
+    """`Controller.piece`."""
+    with ExitStack() as stack:
+        if not coordinator.need_source().piece().last:
+            for model in (attached.model for attached in coordinator.connected):
+                if callable(requires := getattr(model, "set_requires_gradient_sync", None)):  # FSDP2
+                    requires(False)
+                    stack.callback(requires, True)
+                elif callable(no_sync := getattr(model, "no_sync", None)):
+                    stack.enter_context(no_sync())
+        yield
+
+
 def find_limits(coordinator: Coordinator, step_fn: Callable[[Any], Any], example: Any, *, margin: float) -> list[int]:
     """`Controller.find_limits`."""
     source, job = coordinator.source, coordinator.job
     memory = coordinator.need_memory()
     if source is not None and source.issued:
         raise UsageError("find_limits() comes before training: call it before the first batch is asked for")
+    if coordinator.micro_batch is not None:
+        searched = Bounds.of(coordinator.allocations.workers, 1, coordinator.micro_batch)
+        caps = memory.find(step_fn, example, searched, margin=margin)
+        coordinator.micro_batch = int(caps[coordinator.rank])
+        if source is not None:
+            source.micro_batch = coordinator.micro_batch
+        return [int(cap) for cap in caps]
     caps = memory.find(step_fn, example, job.in_pieces(), margin=margin)
     job.bounds = within(job.bounds, job.accumulate * caps)
     if source is not None:

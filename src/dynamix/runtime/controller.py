@@ -4,6 +4,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence, Sized
+from contextlib import AbstractContextManager
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -58,6 +59,10 @@ class Controller:
     quantum           micro-batches are multiples of this (torch.compile and cudnn then see few shapes)
     max_change        a batch size changes by at most this factor per decision
     accumulate        micro-batches per optimizer step, all of a size; call `step()` after each of them
+    micro_batch       most samples that pass through the model at once. A worker's share of a round is then cut into
+                      pieces of that many, so that workers have unlike numbers of like pieces: `batch_size` and its
+                      bounds are of a round. The loop puts its passes under `piece()` and asks `optimizer_due`. Not
+                      for SyncBatchNorm and FSDP
     lr_rule           how the learning rate follows a global batch that moves: none, linear, sqrt, adascale. "auto":
                       linear; sqrt for Adam and others that divide by the size of the gradient
     process_group     the data-parallel group; None: the default group
@@ -86,6 +91,7 @@ class Controller:
         quantum: int = 1,
         max_change: float = float("inf"),
         accumulate: int = 1,
+        micro_batch: int | None = None,
         lr_rule: str = "auto",
         process_group: dist.ProcessGroup | None = None,
         events: str | os.PathLike[str] | None = None,
@@ -113,6 +119,7 @@ class Controller:
                 quantum=quantum,
                 max_change=max_change,
                 accumulate=accumulate,
+                micro_batch=micro_batch,
                 lr_rule=lr_rule,
                 events=events,
                 replay=replay,
@@ -220,13 +227,35 @@ class Controller:
         smaller ones. `margin` is the part of the largest that is left free, for what training does besides.
 
         Returns the caps (W,), samples per micro-batch, which are in `bounds` now; ranks that can hold less begin with
-        less, the others take over. Raises `ConfigError` on every rank when the smallest batch does not fit one, and
-        what `step_fn` raises.
+        less, the others take over. With `Controller(micro_batch=...)` they bound each rank's pieces, not its share.
+        Raises `ConfigError` on every rank when the smallest batch does not fit one, and what `step_fn` raises.
         """
         with self._coordinator.setting_up():
             return connecting.find_limits(self._coordinator, step_fn, example, margin=margin)
 
     # ------------------------------------------------------------ in the loop
+
+    def piece(self) -> AbstractContextManager[None]:
+        """Around the forward and backward passes of a batch: gradients cross ranks with a round's last piece only.
+
+            for x, y in loader:
+                with controller.piece():
+                    loss = F.cross_entropy(model(x), y)
+                    loss.backward()
+                if controller.optimizer_due:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                controller.step(loss=loss)
+
+        Needed with `micro_batch`, and right with any other way to cut. With `micro_batch` the loss is the mean over the
+        piece's own samples and is never divided by the number of pieces; with `accumulate=A` it is divided by A.
+        """
+        return connecting.piece(self._coordinator)
+
+    @property
+    def optimizer_due(self) -> bool:
+        """Whether the optimizer steps with this batch: it is the last of this rank's share of the round."""
+        return self._coordinator.need_source().piece().last
 
     def backward(self, loss_fn: Callable[[Any], Tensor], batch: Any) -> Tensor:
         """`loss_fn(batch).backward()`, in smaller pieces where memory runs out; returns the loss, detached.
@@ -241,6 +270,9 @@ class Controller:
         (other ranks: `DynamixError`), and `MemoryLimitError` where nothing can be tried again.
         """
         coordinator = self._coordinator
+        if coordinator.micro_batch is not None:
+            cut = f"backward() cuts batches where memory runs out, micro_batch={coordinator.micro_batch} before that"
+            raise UsageError(f"{cut}: leave one of them out; find_limits() finds what fits a piece")
         memory, piece = coordinator.need_memory(), coordinator.need_source().piece()
         weight = self.weight(torch.ones((), dtype=torch.float64)).item() if coordinator.loss_weight.required else 1.0
         coordinator.agree_once()  # before a rank can run out of memory alone

@@ -43,6 +43,7 @@ class Coordinator:
     start     samples per round of every worker at the start, int64 (W,)
     interval  optimizer steps per window
     ranks     None: there are no others
+    micro_batch   most samples of a piece of this rank's share; None: a share is one, or one of `accumulate`
     """
 
     def __init__(
@@ -57,11 +58,13 @@ class Coordinator:
         interval: int,
         lr_rule: str,
         ranks: Ranks | None = None,
+        micro_batch: int | None = None,
     ) -> None:
         self.job, self.policy, self.channel, self.rank, self.interval = job, policy, channel, rank, interval
         self.loss_weight = loss_weight
         # A global batch that stays as it is asks for no other rate.
         self.lr_rule = "none" if lr_rule == AUTO and job.fixed else lr_rule
+        self.micro_batch = micro_batch
         self.accumulate, self.per_epoch = job.accumulate, boundary(policy) == "epoch"
         # The sampler's ledger counts micro-steps and samples of each; all that ranks say to each other counts rounds.
         self.allocations, self.progress = Allocations(start // self.accumulate), Progress()
@@ -105,6 +108,7 @@ class Coordinator:
         if self.source is not None:
             raise UsageError("this controller already has a batch sampler or stream; make one Controller per loop")
         source.on_first_issue, source.on_begin, source.fail = self._restore_rng, self._begin, self.fail
+        source.micro_batch = self.micro_batch
         self._waiting.give("source", source)
         self.source = self.loop.source = source
         return source

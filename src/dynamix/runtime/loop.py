@@ -274,11 +274,11 @@ class LoopCheck:
     def piece_of_optimizer(self) -> Piece | None:
         """The batch that an optimizer's step now belongs to; None before the first."""
         source, now = self.source, self.piece_of_pass()
-        if source is not None and now is not None:
-            # Without a forward pass it may be for a batch that was passed over, or come after `step()`.
-            if self.forwards or (now.last and source.batches_delivered > source.batches_consumed):
-                return now
-        return self._stepped
+        if source is None or now is None:
+            return self._stepped
+        # Without a forward pass it may be for a batch that was passed over, or come after `step()`.
+        belongs = self.forwards or (now.last and source.batches_delivered > source.batches_consumed)
+        return now if belongs else self._stepped
 
     def before_step(self, piece: Piece) -> None:
         """`controller.step()` begins, for `piece`."""

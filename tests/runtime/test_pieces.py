@@ -1,0 +1,341 @@
+"""Unequal numbers of equal pieces: what every optimizer step applies is the gradient of the union batch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, TensorDataset
+
+import dynamix
+from dynamix.errors import ConfigError, UsageError
+from dynamix.runtime.noise import NoiseScale
+from dynamix.runtime.observation import NORMS_EVERY
+from tests.ranks import run_ranks
+from tests.runtime.loops import Job, Loops
+from tests.union import Case, Script, larger, worst_error
+
+SHARES = {1: [[8], [5]], 2: [[32, 4], [9, 27]], 3: [[32, 4, 0], [8, 5, 23]], 4: [[32, 4, 16, 1], [3, 40, 2, 9]]}
+
+
+@pytest.mark.parametrize("weighting", ["hook", "loss"])
+@pytest.mark.parametrize("workers", [1, 2, 3, 4])
+def test_the_applied_gradient_is_the_unions(workers: int, weighting: str) -> None:
+    case = Case(SHARES[workers], micro_batch=4, weighting=weighting, samples=331, min_batch_size=0)
+    assert max(run_ranks(worst_error, workers, case)) < 1e-12
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"ddp": {"gradient_as_bucket_view": True}},
+        {"ddp": {"find_unused_parameters": True}, "model": "headless"},
+        {"ddp": {"static_graph": True}, "warm_up": True},
+        {"model": "embedded"},
+        {"model": "checkpointed"},
+        {"num_workers": 4, "prefetch_factor": 4},
+        {"hook": "allreduce", "dtype": torch.float32, "tolerance": 1e-6},
+        {"hook": "powersgd", "dtype": torch.float32, "tolerance": 1e-5, "epochs": 4},
+        {"hook": "fp16_compress", "dtype": torch.float32, "tolerance": 3e-3},
+    ],
+    ids=lambda options: "-".join(str(options.get(name)) for name in ("ddp", "model", "hook") if name in options),
+)
+def test_with_options_of_ddp_and_hooks(options: dict[str, Any]) -> None:
+    tolerance = options.pop("tolerance", 1e-12)
+    case = Case(SHARES[2], micro_batch=4, samples=331, **options)
+    assert max(run_ranks(worst_error, 2, case)) < tolerance
+
+
+LOOPS = Loops()
+
+
+def _in_pieces(loop: Callable[[Job], None]) -> Callable[[Job], None]:
+    loop.options = {"micro_batch": 2}  # type: ignore[attr-defined]
+    return loop
+
+
+@LOOPS.wrong("with controller.piece()")
+@_in_pieces
+def _every_piece_synchronises(job: Job) -> None:
+    job.wrap()
+    for x, y in job.loader:
+        job.train(x, y)
+
+
+@LOOPS.wrong("if controller.optimizer_due")
+@_in_pieces
+def _the_optimizer_steps_with_every_piece(job: Job) -> None:
+    job.wrap()
+    for x, y in job.loader:
+        with job.controller.piece():
+            job.loss(x, y).backward()
+        job.update()
+        job.step()
+
+
+@LOOPS.wrong("controller.step() once for every batch")
+@_in_pieces
+def _one_step_a_round(job: Job) -> None:
+    job.wrap()
+    for x, y in job.loader:
+        with job.controller.piece():
+            job.loss(x, y).backward()
+        if job.controller.optimizer_due:
+            job.update()
+            job.step()
+
+
+@LOOPS.right
+@_in_pieces
+def _as_it_should_be(job: Job) -> None:
+    job.wrap()
+    for _ in range(2):
+        for x, y in job.loader:
+            with job.controller.piece():
+                job.loss(x, y).backward()
+            if job.controller.optimizer_due:
+                job.update()
+            job.step()
+
+
+def _accumulating(job: Job) -> None:
+    job.wrap()
+    for x, y in job.loader:
+        with job.controller.piece():
+            (job.loss(x, y) / 2).backward()
+        if job.controller.optimizer_due:
+            job.update()
+        job.step()
+
+
+_accumulating.options = {"accumulate": 2}  # type: ignore[attr-defined]
+LOOPS.right(_accumulating)
+
+
+@LOOPS.right
+def _one_piece_a_round(job: Job) -> None:
+    job.wrap()
+    for x, y in job.loader:
+        with job.controller.piece():
+            job.loss(x, y).backward()
+        if job.controller.optimizer_due:
+            job.update()
+        job.step()
+
+
+@pytest.mark.multiproc
+def test_wrong_loops_end_on_every_rank_with_the_line_to_write() -> None:
+    LOOPS.check_wrong(2)
+
+
+@pytest.mark.multiproc
+def test_right_loops_are_silent() -> None:
+    LOOPS.check_right()
+
+
+def _tokens(rank: int) -> float:
+    """Each sample carries its own weight; the union's gradient is known."""
+    torch.manual_seed(0)
+    generator = torch.Generator().manual_seed(4)
+    x, y = (torch.randn(211, 5, dtype=torch.float64, generator=generator) for _ in range(2))
+    weights = torch.rand(211, dtype=torch.float64, generator=generator) * 9 + 1
+    net = nn.Linear(5, 5).double()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    controller = dynamix.Controller(
+        Script([[16, 3, 0], [2, 7, 13]]), 8, min_batch_size=0, max_batch_size=32, interval=2, micro_batch=4
+    )
+    data = TensorDataset(x, y, weights)
+    sampler = controller.batch_sampler(data)
+    model = controller.wrap(DDP(net), optimizer, weighting="loss")
+    worst, order = 0.0, torch.randperm(211, generator=torch.Generator().manual_seed(0))
+    for bx, by, bw in DataLoader(data, batch_sampler=sampler):
+        plan = sampler.plan()
+        with controller.piece():
+            loss = ((model(bx) - by).square().mean(1) * bw).sum() / bw.sum()
+            controller.weight(loss, count=float(bw.sum())).backward()
+        if controller.optimizer_due:
+            index = order[plan.start : plan.start + int(plan.counts.sum())]
+            union = ((net(x[index]) - y[index]).square().mean(1) * weights[index]).sum() / weights[index].sum()
+            for got, true in zip(net.parameters(), torch.autograd.grad(union, list(net.parameters())), strict=True):
+                assert got.grad is not None
+                worst = larger(worst, float((got.grad - true).abs().max()))
+            optimizer.step()
+            optimizer.zero_grad()
+        controller.step(loss=loss)
+    controller.close()
+    return worst
+
+
+def test_given_counts_weight_the_gradient() -> None:
+    assert max(run_ranks(_tokens, 3)) < 1e-10
+
+
+def _noise(rank: int, weighting: str) -> tuple[float, float]:
+    """Noise scale over all windows as the job measures it, and from the ranks' whole gradients."""
+    sizes, rounds = np.array([9, 3, 6]), 8 * NORMS_EVERY
+    torch.manual_seed(0)
+    x = torch.randn(rounds * int(sizes.sum()), 16, dtype=torch.float64)
+    y = 0.25 * x[:, :8] + torch.randn(len(x), 8, dtype=torch.float64)
+    net = nn.Linear(16, 8).double()
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+    controller = dynamix.Controller("static", 6, interval=2 * NORMS_EVERY, micro_batch=4)
+    coordinator = controller._coordinator
+    coordinator.allocations.reset(0, sizes)
+    found: list[tuple[float, float]] = []
+    scale = coordinator.job.noise_scale
+    scale.update = lambda noise, signal: found.append((noise, signal))  # type: ignore[method-assign]
+    loader = DataLoader(TensorDataset(x, y), batch_sampler=controller.batch_sampler(x))
+    model = controller.wrap(DDP(net, bucket_cap_mb=2e-4), optimizer, weighting=weighting)
+    true: list[tuple[float, float]] = []
+    pieces: list[tuple[Tensor, Tensor]] = []
+    for inputs, target in loader:
+        pieces.append((inputs, target))
+        with controller.piece():
+            loss = F.mse_loss(model(inputs), target)
+            (controller.weight(loss) if weighting == "loss" else loss).backward()
+        if controller.optimizer_due:
+            mine = F.mse_loss(net(torch.cat([p[0] for p in pieces])), torch.cat([p[1] for p in pieces]))
+            own = torch.cat([g.flatten() for g in torch.autograd.grad(mine, list(net.parameters()))])
+            union = own * (sizes[rank] / sizes.sum())
+            dist.all_reduce(union)
+            squares = [torch.zeros((), dtype=torch.float64) for _ in sizes]
+            dist.all_gather(squares, own.square().sum())
+            if coordinator.progress.steps % NORMS_EVERY == 0:
+                local = np.array([float(square) for square in squares])
+                true.append(NoiseScale.estimate(local, float(union.square().sum()), sizes.astype(np.float64)))
+            pieces = []
+            optimizer.step()
+            optimizer.zero_grad()
+        controller.step(loss=loss)
+    controller.close()
+    if rank:
+        return 1.0, 1.0
+    measured, exact = (np.mean(pairs, axis=0) for pairs in (found, true))
+    return float(measured[0] / measured[1]), float(exact[0] / exact[1])
+
+
+@pytest.mark.parametrize("weighting", ["hook", "loss"])
+def test_the_noise_scale_is_that_of_whole_shares(weighting: str) -> None:
+    measured, exact = run_ranks(_noise, 3, weighting)[0]
+    assert measured == pytest.approx(exact, rel=1e-6)
+
+
+class Numbered(TensorDataset):
+    def __getitem__(self, index: int) -> tuple[int, Tensor]:
+        return index, self.tensors[0][index]
+
+
+def _resumed(rank: int, folder: str, stop_after: int | None, workers: int) -> list[int]:
+    """Indices whose rounds were finished by this rank; stops in the middle of a round and saves, or resumes."""
+    torch.manual_seed(0)
+    net = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    shares = [[16, 3], [5, 12]] if workers == 2 else [[7, 9, 4], [12, 2, 6]]
+    controller = dynamix.Controller(Script(shares), 8, max_batch_size=32, interval=2, micro_batch=4)
+    data = Numbered(torch.randn(173, 3))
+    model = controller.wrap(DDP(net), optimizer)
+    file = Path(folder) / f"state{min(rank, 1)}.pt"
+    if stop_after is None:
+        controller.load_state_dict(torch.load(file, weights_only=True))
+    sampler = controller.batch_sampler(data)
+    finished: list[int] = []
+    under_way: list[int] = []
+    rounds = 0
+    for index, x in DataLoader(data, batch_sampler=sampler, num_workers=2):
+        with controller.piece():
+            loss = model(x).square().mean()
+            loss.backward()
+        under_way += index.tolist() if sampler.piece().samples else []
+        due = controller.optimizer_due
+        if due:
+            optimizer.step()
+            optimizer.zero_grad()
+            finished, under_way, rounds = finished + under_way, [], rounds + 1
+        controller.step(loss=loss)
+        if rounds == stop_after and (not due or sampler.piece().last):
+            # The rank with several pieces is inside of a round here, the other one between two.
+            torch.save(controller.state_dict(), file)
+            break
+    return finished
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize("workers", [2, 3])
+def test_a_state_saved_within_a_round_goes_on_after_the_last_whole_one(tmp_path: Path, workers: int) -> None:
+    before = run_ranks(_resumed, 2, str(tmp_path), 5, 2)
+    after = run_ranks(_resumed, workers, str(tmp_path), None, workers)
+    assert Counter(i for part in (*before, *after) for i in part) == Counter(range(173))
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"micro_batch": 0}, "micro_batch=0"),
+        ({"micro_batch": 2.5}, "micro_batch=2.5"),
+        ({"micro_batch": 4, "accumulate": 2}, "accumulate=2.*micro_batch"),
+    ],
+    ids=str,
+)
+def test_impossible_pieces_are_refused(given: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        dynamix.Controller("static", 8, **given)
+
+
+def _refused(rank: int) -> list[str]:
+    told = []
+    synced = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
+    for net in (synced, nn.Linear(3, 3)):
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        controller = dynamix.Controller("static", 8, micro_batch=4)
+        loader = DataLoader(TensorDataset(torch.randn(64, 3)), batch_sampler=controller.batch_sampler(range(64)))
+        try:
+            controller.wrap(net if net is synced else DDP(net), optimizer, weighting="loss")
+            for batch in loader:
+                controller.backward(lambda b: b[0].sum(), batch)
+        except UsageError as error:
+            told.append(str(error))
+        controller.close()
+    return told
+
+
+def test_models_and_passes_that_pieces_do_not_fit_are_refused() -> None:
+    for sync, backward in run_ranks(_refused, 2):
+        assert "SyncBatchNorm" in sync
+        assert "accumulate" in sync
+        assert "backward()" in backward
+
+
+def test_find_limits_bounds_the_piece_and_not_the_share() -> None:
+    net = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    controller = dynamix.Controller("static", 32, micro_batch=16)
+    model = controller.wrap(net, optimizer)
+    high = controller.bounds.high.tolist()
+
+    def step(batch: Tensor) -> None:
+        if len(batch) > 10:
+            raise torch.OutOfMemoryError
+        model(batch).sum().backward()
+
+    (cap,) = controller.find_limits(step, torch.randn(4, 3), margin=0.0)
+    assert 5 <= cap <= 10
+    assert controller.bounds.high.tolist() == high
+    data = TensorDataset(torch.randn(256, 3))
+    sizes = [len(x) for (x,) in DataLoader(data, batch_sampler=controller.batch_sampler(data))]
+    assert max(sizes) == cap
+    assert sum(sizes) == 256
+
+
+def test_shares_of_whole_pieces_have_one_shape() -> None:
+    controller = dynamix.Controller("lb_bsp", 64, micro_batch=8)
+    assert controller.bounds.quantum == 8
+    assert dynamix.Controller("lb_bsp", 32, micro_batch=8).bounds.quantum == 2
