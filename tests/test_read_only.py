@@ -53,7 +53,7 @@ def test_a_policy_that_writes_fails_and_the_jobs_bounds_are_unharmed(write: Any)
     data = TensorDataset(torch.randn(64, 4), torch.randn(64, 1))
     net = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    controller = dynamix.Controller(Writes(write), batch_size=8, interval=1)
+    controller = dynamix.Controller(Writes(write), batch_size=8, interval=1, global_batch="adaptive")
     sampler = controller.batch_sampler(data)
     controller.wrap(net, optimizer)
     before = controller.bounds

@@ -152,6 +152,7 @@ def worst_error(rank: int, case: Case) -> float:
         interval=case.interval,
         accumulate=case.accumulate,
         micro_batch=case.micro_batch,
+        global_batch="adaptive",
     )
     dataset = TensorDataset(x, y)
     sampler = controller.batch_sampler(dataset, seed=3)

@@ -30,7 +30,9 @@ def _worst_error(rank: int, mode: str, device: str) -> tuple[float, int]:
     torch.manual_seed(0)
     table = nn.Embedding(ROWS, WIDTH).to(device)
     optimizer = torch.optim.SGD(table.parameters(), lr=0.1)
-    controller = dynamix.Controller(Script([[8, 24], [20, 12]]), batch_size=16, max_batch_size=64, interval=3)
+    controller = dynamix.Controller(
+        Script([[8, 24], [20, 12]]), batch_size=16, max_batch_size=64, interval=3, global_batch="adaptive"
+    )
     rows = torch.arange(640) * 7 % ROWS
     sampler = controller.batch_sampler(rows, shuffle=False)
     state = CompressionState(mode, model=table)  # type: ignore[arg-type]

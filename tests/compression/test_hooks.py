@@ -133,7 +133,7 @@ def _inside_the_controller(rank: int, mode: str) -> dict[str, Any]:
     torch.manual_seed(0)
     net = Net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
-    controller = dynamix.Controller("static", batch_size=4, interval=5)
+    controller = dynamix.Controller("static", batch_size=4, interval=5, global_batch="adaptive")
     data = TensorDataset(torch.cat([_batch(0, step) for step in range(24)]))
     loader = DataLoader(data, batch_sampler=controller.batch_sampler(data))
     state = CompressionState(mode, model=net) if mode != "plain" else None  # type: ignore[arg-type]

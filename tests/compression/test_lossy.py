@@ -212,7 +212,7 @@ def _in_the_controller(rank: int) -> dict[str, Any]:
     """As its inner hook: a group per bucket, and memory that an infinity leaves alone."""
     net = nn.Linear(30, 20)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    controller = dynamix.Controller("static", batch_size=4, interval=5)
+    controller = dynamix.Controller("static", batch_size=4, interval=5, global_batch="adaptive")
     data = torch.utils.data.TensorDataset(torch.randn(200, 30, generator=torch.Generator().manual_seed(0)))
     loader = torch.utils.data.DataLoader(data, batch_sampler=controller.batch_sampler(data))
     state = LossyState(net, keep=0.1, hook_state=CompressionState("compaction"))

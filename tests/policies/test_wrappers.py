@@ -52,7 +52,7 @@ def test_events_carry_its_report_and_it_works_on_after_the_answer(tmp_path: Path
     data = TensorDataset(torch.randn(64, 4), torch.randn(64, 1))
     net, policy, path = nn.Linear(4, 1), Notes(), tmp_path / "events.jsonl"
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    controller = dynamix.Controller(policy, batch_size=8, interval=2, events=path, guard=guard)
+    controller = dynamix.Controller(policy, batch_size=8, interval=2, events=path, guard=guard, global_batch="adaptive")
     sampler = controller.batch_sampler(data)
     controller.wrap(net, optimizer)
     for x, y in DataLoader(data, batch_sampler=sampler):

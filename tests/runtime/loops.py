@@ -69,6 +69,7 @@ class Job:
             accumulate=self.accumulate,
             micro_batch=self.micro_batch,
             process_group=self.group,
+            global_batch="adaptive",
         )
         self.sampler = self.controller.batch_sampler(data())
         self.loader = DataLoader(data(), batch_sampler=self.sampler, num_workers=self.num_workers)

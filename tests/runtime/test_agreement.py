@@ -48,7 +48,7 @@ class Restless:
 def _train(rank: int, policy: Any, num_workers: int, epochs: int = 3, interval: int = 2) -> dict[str, Any]:
     torch.manual_seed(0)
     data = TensorDataset(torch.randn(400, 4), torch.randint(0, 3, (400,)))
-    controller = dynamix.Controller(policy, batch_size=4, max_batch_size=16, interval=interval)
+    controller = dynamix.Controller(policy, batch_size=4, max_batch_size=16, interval=interval, global_batch="adaptive")
     sampler = controller.batch_sampler(data)
     loader = DataLoader(data, batch_sampler=sampler, num_workers=num_workers, persistent_workers=num_workers > 0)
     net = nn.Linear(4, 3)
@@ -96,7 +96,7 @@ def test_a_failing_policy_ends_every_rank_with_its_error() -> None:
 
 def _different_arguments(rank: int) -> str:
     try:
-        dynamix.Controller("static", batch_size=4 + rank)
+        dynamix.Controller("static", batch_size=4 + rank, global_batch="adaptive")
     except DynamixError as error:
         return str(error)
     return "accepted"
@@ -121,7 +121,14 @@ def _follow_noise(rank: int, policy: Any, events: str | None, replay: str | None
     torch.manual_seed(0)
     data = TensorDataset(torch.randn(400, 4), torch.randint(0, 3, (400,)))
     controller = dynamix.Controller(
-        policy, batch_size=4, max_batch_size=16, interval=2, lr_rule="adascale", events=events, replay=replay
+        policy,
+        batch_size=4,
+        max_batch_size=16,
+        interval=2,
+        lr_rule="adascale",
+        events=events,
+        replay=replay,
+        global_batch="adaptive",
     )
     sampler = controller.batch_sampler(data)
     net = nn.Linear(4, 3)

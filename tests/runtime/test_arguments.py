@@ -25,10 +25,12 @@ from dynamix.errors import ConfigError
 )
 def test_wrong_types_name_the_value(arguments: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        dynamix.Controller("static", 8, **arguments)
+        dynamix.Controller("static", 8, **{"global_batch": "adaptive", **arguments})
     assert named in str(caught.value)
 
 
 def test_whole_numbers_of_numpy_are_numbers() -> None:
-    controller = dynamix.Controller("static", 8, min_batch_size=np.int64(4), max_batch_size=np.array([16]))
+    controller = dynamix.Controller(
+        "static", 8, min_batch_size=np.int64(4), max_batch_size=np.array([16]), global_batch="adaptive"
+    )
     assert (controller.bounds.low.tolist(), controller.bounds.high.tolist()) == ([4], [16])

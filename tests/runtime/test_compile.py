@@ -29,7 +29,12 @@ def _compiled(rank: int, backend: str, outside: bool) -> dict[str, Any]:
     whole = copy.deepcopy(net)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     controller = dynamix.Controller(
-        Script([[4, 12], [12, 4], [8, 8]]), batch_size=8, max_batch_size=16, quantum=4, interval=2
+        Script([[4, 12], [12, 4], [8, 8]]),
+        batch_size=8,
+        max_batch_size=16,
+        quantum=4,
+        interval=2,
+        global_batch="adaptive",
     )
     sampler = controller.batch_sampler(x)
     if outside:
@@ -69,7 +74,7 @@ def test_a_compiled_model_is_compiled_once_per_distinct_batch_size(backend: str,
 
 
 def _compiled_too_early(rank: int) -> str:
-    controller = dynamix.Controller("static", batch_size=4)
+    controller = dynamix.Controller("static", batch_size=4, global_batch="adaptive")
     net = Deep(depth=1)
     try:
         controller.wrap(torch.compile(DDP(net), backend="eager"), torch.optim.SGD(net.parameters(), lr=0.1))

@@ -67,7 +67,9 @@ def _train(rank: int, flat_up_to: int, policy: str, odd: bool = False) -> dict[s
     workers = dist.get_world_size()
     data = TensorDataset(torch.randn(400, 4), torch.arange(400) % 3)
     script = Script([[6, 2, 4, 4, 3], [1, 7, 4, 4, 5]])
-    controller = dynamix.Controller(script if policy == "script" else policy, batch_size=4, interval=2)
+    controller = dynamix.Controller(
+        script if policy == "script" else policy, batch_size=4, interval=2, global_batch="adaptive"
+    )
     assert isinstance(controller._parts.control, Rooms) == (workers > flat_up_to)
     sampler = controller.batch_sampler(data, seed=int(odd and rank == 3))
     net = nn.Linear(4, 3)
@@ -110,7 +112,7 @@ def test_what_differs_is_told_over_two_levels() -> None:
 
 def _die(rank: int, victim: int) -> str:
     control.FLAT_UP_TO = 2
-    controller = dynamix.Controller("static", batch_size=4, interval=1)
+    controller = dynamix.Controller("static", batch_size=4, interval=1, global_batch="adaptive")
     data = TensorDataset(torch.randn(4000, 4), torch.arange(4000) % 3)
     sampler = controller.batch_sampler(data)
     net = nn.Linear(4, 3)

@@ -43,7 +43,7 @@ def _data(n: int = 240) -> TensorDataset:
 )
 def test_bad_arguments_name_value_range_and_fix(arguments: dict[str, Any], names: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
-        dynamix.Controller(**{"policy": "static", **arguments})
+        dynamix.Controller(**{"policy": "static", "global_batch": "adaptive", **arguments})
     for name in names:
         assert name in str(caught.value)
 
@@ -52,17 +52,17 @@ def test_corrupted_policy_file(tmp_path: Path) -> None:
     path = tmp_path / "broken.safetensors"
     path.write_bytes(b"not a policy")
     with pytest.raises(PolicyFileError):
-        dynamix.Controller(str(path))
+        dynamix.Controller(str(path), global_batch="adaptive")
 
 
 def test_batch_above_the_data_set() -> None:
-    controller = dynamix.Controller("static", batch_size=300)
+    controller = dynamix.Controller("static", batch_size=300, global_batch="adaptive")
     with pytest.raises(ConfigError, match="240"):
         controller.batch_sampler(_data())
 
 
 def test_calls_out_of_order_say_what_to_do() -> None:
-    controller = dynamix.Controller("static", batch_size=8)
+    controller = dynamix.Controller("static", batch_size=8, global_batch="adaptive")
     with pytest.raises(UsageError, match="batch_sampler"):
         controller.step()
     controller.batch_sampler(_data())
@@ -90,7 +90,9 @@ def test_single_process_adapts_the_batch_and_leaves_the_learning_rate(tmp_path: 
     net = nn.Linear(6, 3)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     events = tmp_path / "events.jsonl"
-    controller = dynamix.Controller(Script([[32], [16], [64]]), batch_size=8, interval=4, lr_rule="sqrt", events=events)
+    controller = dynamix.Controller(
+        Script([[32], [16], [64]]), batch_size=8, interval=4, lr_rule="sqrt", events=events, global_batch="adaptive"
+    )
     sampler = controller.batch_sampler(_data())
     seen = _loop(controller, DataLoader(_data(), batch_sampler=sampler), controller.wrap(net, optimizer), optimizer, 3)
     assert set(seen) >= {8, 16, 32, 64}
@@ -104,7 +106,7 @@ def test_single_process_adapts_the_batch_and_leaves_the_learning_rate(tmp_path: 
 def test_default_policy_runs_in_a_single_process() -> None:
     net = nn.Linear(6, 3)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    controller = dynamix.Controller(batch_size=8, interval=2)
+    controller = dynamix.Controller(batch_size=8, interval=2, global_batch="adaptive")
     sampler = controller.batch_sampler(_data())
     seen = _loop(controller, DataLoader(_data(), batch_sampler=sampler), controller.wrap(net, optimizer), optimizer, 2)
     assert sum(seen) == 480
@@ -113,7 +115,7 @@ def test_default_policy_runs_in_a_single_process() -> None:
 def test_schedule_by_samples_never_runs_past_its_end() -> None:
     net = nn.Linear(6, 3)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    controller = dynamix.Controller(Script([[32], [8]]), batch_size=8, interval=2)
+    controller = dynamix.Controller(Script([[32], [8]]), batch_size=8, interval=2, global_batch="adaptive")
     sampler = controller.batch_sampler(_data())
     model = controller.wrap(net, optimizer)
     one_cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=20)
@@ -137,7 +139,9 @@ def _stream(rank: int, sharded: bool) -> dict[str, Any]:
     torch.manual_seed(0)
     net = nn.Linear(6, 3)
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-6)
-    controller = dynamix.Controller(Script([[2, 9, 4], [5, 3, 3]]), batch_size=4, max_batch_size=16, interval=2)
+    controller = dynamix.Controller(
+        Script([[2, 9, 4], [5, 3, 3]]), batch_size=4, max_batch_size=16, interval=2, global_batch="adaptive"
+    )
     stream = controller.stream(data, sharded=sharded)
     model = controller.wrap(DDP(net), optimizer)
     seen, steps = [], 0
@@ -167,7 +171,7 @@ def _batch_norm(rank: int, mode: str) -> list[float]:
     torch.manual_seed(0)
     net = nn.Sequential(nn.BatchNorm1d(6, momentum=1.0, affine=False), nn.Linear(6, 3))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    controller = dynamix.Controller(Script([[2, 14]]), batch_size=8, interval=2)
+    controller = dynamix.Controller(Script([[2, 14]]), batch_size=8, interval=2, global_batch="adaptive")
     sampler = controller.batch_sampler(_data())
     model = controller.wrap(DDP(net), optimizer, batchnorm=mode)
     before, errors = [], []
@@ -225,7 +229,7 @@ def _contiguous(rank: int) -> dict[str, Any]:
     torch.manual_seed(0)
     net = nn.Linear(6, 3)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    controller = dynamix.Controller("dbs", batch_size=8, max_batch_size=32)
+    controller = dynamix.Controller("dbs", batch_size=8, max_batch_size=32, global_batch="adaptive")
     sampler = controller.batch_sampler(range(240), shuffle=False, partition="contiguous")
     x, y = _data().tensors
     model = controller.wrap(DDP(net), optimizer)
@@ -261,7 +265,7 @@ def test_contiguous_partition_recuts_regions_each_epoch_by_share() -> None:
 def _after_a_decision(policy: Any) -> dict[str, Any]:
     net = nn.Linear(6, 3)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    controller = dynamix.Controller(policy, batch_size=8, interval=2)
+    controller = dynamix.Controller(policy, batch_size=8, interval=2, global_batch="adaptive")
     sampler = controller.batch_sampler(_data())
     controller.wrap(net, optimizer)
     for x, y in DataLoader(_data(), batch_sampler=sampler):
@@ -283,7 +287,7 @@ def test_a_state_is_loaded_before_anything_else_is_made(workers_before: int) -> 
         state["source"] = {**state["source"], **place}
         state["checksum"] = checksum(state)
     net = nn.Linear(6, 3)
-    controller = dynamix.Controller(Script([]), batch_size=8, interval=2)
+    controller = dynamix.Controller(Script([]), batch_size=8, interval=2, global_batch="adaptive")
     controller.load_state_dict(state)
     assert controller.batch_sizes.tolist() == [10 * workers_before]
     controller.wrap(net, torch.optim.SGD(net.parameters(), lr=0.1))
@@ -296,7 +300,7 @@ def test_a_state_whose_policy_kept_other_things_is_refused_whole_and_can_go_on_w
     other = {"guarded": {"memory": {}}, "guard": {}} if policy == "dynamix" else {"memory": {}}
     state["policy"] = pack(other)
     state["checksum"] = checksum(state)
-    controller = dynamix.Controller(policy, batch_size=8, interval=2)
+    controller = dynamix.Controller(policy, batch_size=8, interval=2, global_batch="adaptive")
     with pytest.raises(dynamix.StateError, match="does not fit"):
         controller.load_state_dict(state)
     assert controller.samples_seen == 0

@@ -30,7 +30,7 @@ def _rank_zero_saves(rank: int) -> torch.Tensor:
     torch.manual_seed(0)
     net = nn.Linear(6, 3)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    controller = dynamix.Controller("static", batch_size=4, interval=3)
+    controller = dynamix.Controller("static", batch_size=4, interval=3, global_batch="adaptive")
     loader = DataLoader(_data(1000), batch_sampler=controller.batch_sampler(_data(1000)))
     model = controller.wrap(DDP(net), optimizer, hook=fp16_compress_hook)
     for x, y in loader:
@@ -53,7 +53,7 @@ def test_a_checkpoint_on_rank_zero_alone_changes_nothing() -> None:
 def _slow_to_arrive(rank: int, events: str) -> list[int]:
     net = nn.Linear(6, 3)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    controller = dynamix.Controller("dbs", batch_size=20, max_batch_size=60, events=events)
+    controller = dynamix.Controller("dbs", batch_size=20, max_batch_size=60, events=events, global_batch="adaptive")
     sampler = controller.batch_sampler(_data())
     model = controller.wrap(DDP(net), optimizer)
     for epoch in range(4):
@@ -83,7 +83,7 @@ def test_patience_is_for_the_policy_not_for_the_slowest_rank(tmp_path: Path) -> 
 def _evaluates(rank: int) -> bool:
     net = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    controller = dynamix.Controller(Script([[2, 14]]), batch_size=8, interval=2)
+    controller = dynamix.Controller(Script([[2, 14]]), batch_size=8, interval=2, global_batch="adaptive")
     sampler = controller.batch_sampler(_data())
     model = controller.wrap(DDP(net), optimizer, batchnorm="weighted")
     controller.warm_up(lambda: model(torch.zeros(2, 6)).sum().backward())
@@ -110,7 +110,7 @@ def test_single_process_accumulation_with_an_unequal_tail() -> None:
     x = x.double()
     net = nn.Linear(6, 3).double()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    controller = dynamix.Controller("static", batch_size=10, accumulate=2)
+    controller = dynamix.Controller("static", batch_size=10, accumulate=2, global_batch="adaptive")
     sampler = controller.batch_sampler(range(103))
     model = controller.wrap(net, optimizer)
     order = torch.randperm(103, generator=torch.Generator().manual_seed(0))
@@ -136,7 +136,9 @@ def test_single_process_accumulation_with_an_unequal_tail() -> None:
 
 def test_bounds_changed_before_a_resume_hold_at_once(tmp_path: Path) -> None:
     def make(most: int) -> tuple[dynamix.Controller, Any]:
-        controller = dynamix.Controller(Script([[64]]), batch_size=16, max_batch_size=most, interval=2)
+        controller = dynamix.Controller(
+            Script([[64]]), batch_size=16, max_batch_size=most, interval=2, global_batch="adaptive"
+        )
         return controller, controller.batch_sampler(_data())
 
     def train(controller: dynamix.Controller, sampler: Any) -> None:
@@ -158,7 +160,9 @@ def test_bounds_changed_before_a_resume_hold_at_once(tmp_path: Path) -> None:
 
 def test_the_global_step_never_outgrows_the_data_set() -> None:
     net = nn.Linear(6, 3)
-    controller = dynamix.Controller(Script([[4000], [20]]), batch_size=16, max_batch_size=4000, interval=1)
+    controller = dynamix.Controller(
+        Script([[4000], [20]]), batch_size=16, max_batch_size=4000, interval=1, global_batch="adaptive"
+    )
     sampler = controller.batch_sampler(_data())
     model = controller.wrap(net, torch.optim.SGD(net.parameters(), lr=0.1))
     sizes = []

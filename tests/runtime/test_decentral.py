@@ -50,7 +50,9 @@ class Indexed(Dataset[tuple[int, Tensor, Tensor]]):
 def _train(rank: int, options: dict[str, Any], *, at: Any = None) -> dict[str, Any]:
     """One epoch; rank r's samples take r + 1 times as long as rank 0's."""
     torch.manual_seed(0)
-    controller = dynamix.Controller("stigmergic", batch_size=8, max_batch_size=16, interval=2, **options)
+    controller = dynamix.Controller(
+        "stigmergic", batch_size=8, max_batch_size=16, interval=2, **{"global_batch": "adaptive", **options}
+    )
     sampler = controller.batch_sampler(Indexed(), seed=3)
     net = nn.Linear(4, 3)
     model = controller.wrap(DDP(net), optimizer := torch.optim.SGD(net.parameters(), lr=0.1))

@@ -170,7 +170,9 @@ def _over_other_ranks(rank: int, odd: list[int]) -> tuple[str, float]:
     groups: dict[int, Any] = {len(ranks): dist.new_group(ranks) for ranks in ([2], [1, 2])}
     began = time.monotonic()
     try:
-        dynamix.Controller("static", 4, process_group=groups[len(odd)] if rank == 2 else None).close()
+        dynamix.Controller(
+            "static", 4, process_group=groups[len(odd)] if rank == 2 else None, global_batch="adaptive"
+        ).close()
         told = "made"
     except (UsageError, WorkerLostError) as error:
         told = str(error)
@@ -193,7 +195,7 @@ def _in_a_circle(rank: int) -> str:
     meeting.ELSEWHERE_S = 2.0
     groups = [dist.new_group(ranks) for ranks in ([0, 1], [1, 2], [0, 2])]
     try:
-        dynamix.Controller("static", 4, process_group=groups[rank]).close()
+        dynamix.Controller("static", 4, process_group=groups[rank], global_batch="adaptive").close()
     except UsageError as error:
         return str(error)
     return "made"
@@ -213,10 +215,10 @@ def _later(rank: int) -> tuple[list[str], int]:
     handler.emit = lambda record: log.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("dynamix").addHandler(handler)
     if rank < 2:
-        first = dynamix.Controller("static", 4, process_group=pair)
+        first = dynamix.Controller("static", 4, process_group=pair, global_batch="adaptive")
         time.sleep(4.0)
         first.close()
-    controller = dynamix.Controller("static", 4)
+    controller = dynamix.Controller("static", 4, global_batch="adaptive")
     controller.close()
     return log, controller.world_size
 
@@ -266,7 +268,7 @@ def test_a_decision_under_way_is_not_put_into_a_state_that_is_loaded() -> None:
 def test_the_optimizer_of_a_closed_controller_is_as_it_was() -> None:
     net = torch.nn.Linear(6, 3)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    controller = dynamix.Controller("static", 4, lr_rule="linear")
+    controller = dynamix.Controller("static", 4, lr_rule="linear", global_batch="adaptive")
     controller.batch_sampler(data())
     controller.wrap(net, optimizer)
     assert "step" in vars(optimizer)

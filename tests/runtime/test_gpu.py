@@ -40,7 +40,9 @@ def test_nccl_step_never_synchronises_and_times_are_measured(tmp_path: Any) -> N
         scaler = torch.amp.GradScaler("cuda", init_scale=1024.0)
         events = tmp_path / "events.jsonl"
         policy = Script([[64], [16], [48]])
-        controller = dynamix.Controller(policy, batch_size=32, interval=4, lr_rule="adascale", events=events)
+        controller = dynamix.Controller(
+            policy, batch_size=32, interval=4, lr_rule="adascale", events=events, global_batch="adaptive"
+        )
         sampler = controller.batch_sampler(_data())
         loader = DataLoader(_data(), batch_sampler=sampler, num_workers=1, pin_memory=True)
         model = controller.wrap(DDP(net), optimizer, scaler=scaler)
@@ -81,7 +83,9 @@ def _union_on_gpu(rank: int, hook_name: str | None) -> float:
     torch.manual_seed(0)
     data = _data()
     net = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 2)).cuda()
-    controller = dynamix.Controller(Script([[2, 14], [9, 5]]), batch_size=8, max_batch_size=64, interval=3)
+    controller = dynamix.Controller(
+        Script([[2, 14], [9, 5]]), batch_size=8, max_batch_size=64, interval=3, global_batch="adaptive"
+    )
     sampler = controller.batch_sampler(data)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
     hook, state = hook_of(hook_name)
@@ -116,7 +120,9 @@ def _sync_batch_norm(rank: int) -> float:
     whole = nn.Sequential(nn.Linear(32, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 2)).cuda().double()
     net = nn.SyncBatchNorm.convert_sync_batchnorm(net)
     data = _data()
-    controller = dynamix.Controller(Script([[2, 14], [9, 5]]), batch_size=8, max_batch_size=64, interval=3)
+    controller = dynamix.Controller(
+        Script([[2, 14], [9, 5]]), batch_size=8, max_batch_size=64, interval=3, global_batch="adaptive"
+    )
     sampler = controller.batch_sampler(data)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
     other = torch.optim.SGD(whole.parameters(), lr=0.05)

@@ -34,7 +34,9 @@ def _train(policy: Any, events: Path | None, *, epochs: int = 3, **options: Any)
     data = TensorDataset(torch.randn(240, 6), torch.randint(0, 3, (240,)))
     net = nn.Linear(6, 3)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    controller = dynamix.Controller(policy, batch_size=8, interval=4, events=events, **options)
+    controller = dynamix.Controller(
+        policy, batch_size=8, interval=4, events=events, **{"global_batch": "adaptive", **options}
+    )
     loader = DataLoader(data, batch_sampler=controller.batch_sampler(data))
     controller.wrap(net, optimizer)
     for _ in range(epochs):
@@ -73,4 +75,4 @@ def test_learned_policies_are_watched_unless_it_is_turned_off(tmp_path: Path) ->
     guard.load_state_dict(state)
     assert np.array_equal(guard.state.answer, watched._coordinator.policy.state.answer)  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match="guard='yes'"):
-        dynamix.Controller("dynamix", guard="yes")  # type: ignore[arg-type]
+        dynamix.Controller("dynamix", guard="yes", global_batch="adaptive")  # type: ignore[arg-type]

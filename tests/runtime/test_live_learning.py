@@ -44,7 +44,13 @@ def _train(rank: int, policy: Any, folder: str, resume: bool, updates: int = 2, 
         torch.randn(24_000, 16, generator=generator), torch.randint(0, 3, (24_000,), generator=generator)
     )
     events, path = Path(folder) / "events.jsonl", Path(folder) / f"rank{rank}.pt"
-    options: dict[str, Any] = {"interval": 2, "max_global_batch": 80, "events": events, "guard": False}
+    options: dict[str, Any] = {
+        "interval": 2,
+        "global_batch": "adaptive",
+        "max_global_batch": 80,
+        "events": events,
+        "guard": False,
+    }
     controller = dynamix.Controller(policy, 32, learn=LEARN, **options)
     sampler = controller.batch_sampler(data)
     loader = DataLoader(data, batch_sampler=sampler)

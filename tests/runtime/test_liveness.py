@@ -45,7 +45,7 @@ def _many_controllers(rank: int, controllers: int) -> list[tuple[int, int, int]]
     used = []
     for i in range(controllers):
         policy = ("dynamix", "stigmergic")[i % 2]
-        controller = dynamix.Controller(policy, batch_size=2, interval=1)
+        controller = dynamix.Controller(policy, batch_size=2, interval=1, global_batch="adaptive")
         sampler = controller.batch_sampler(data)
         net = nn.Linear(4, 3)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -84,7 +84,7 @@ def _train(rank: int, fault: str, buffers: bool) -> dict[str, Any]:
     log = _Lines()
     logging.getLogger("dynamix").addHandler(log)
     data = TensorDataset(torch.randn(4000, 4), torch.randint(0, 3, (4000,)))
-    controller = dynamix.Controller("static", batch_size=2, interval=5)
+    controller = dynamix.Controller("static", batch_size=2, interval=5, global_batch="adaptive")
     sampler = controller.batch_sampler(data)
     net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8) if buffers else nn.ReLU(), nn.Linear(8, 3))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -234,7 +234,7 @@ def test_a_broken_connection_to_the_store_does_not_end_the_watch(caplog: pytest.
 
 
 def test_a_single_process_stops_at_its_next_step() -> None:
-    controller = dynamix.Controller("static", batch_size=4)
+    controller = dynamix.Controller("static", batch_size=4, global_batch="adaptive")
     data = TensorDataset(torch.randn(40, 4))
     net = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)

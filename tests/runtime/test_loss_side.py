@@ -54,7 +54,9 @@ def _union(sampler: Any) -> tuple[Tensor, Tensor]:
 
 
 def _controller() -> tuple[dynamix.Controller, Any, DataLoader[Any]]:
-    controller = dynamix.Controller(Script(ANSWERS), batch_size=4, max_batch_size=32, interval=2)
+    controller = dynamix.Controller(
+        Script(ANSWERS), batch_size=4, max_batch_size=32, interval=2, global_batch="adaptive", lr_rule="none"
+    )
     sampler = controller.batch_sampler(_data())
     return controller, sampler, DataLoader(_data(), batch_sampler=sampler)
 
@@ -163,7 +165,9 @@ def _tokens(rank: int, accumulate: int) -> float:
     x, y = _data().tensors
     data = TensorDataset(x, y, weights)
     script = Script(ANSWERS, accumulate)
-    controller = dynamix.Controller(script, batch_size=4, max_batch_size=32, interval=2, accumulate=accumulate)
+    controller = dynamix.Controller(
+        script, batch_size=4, max_batch_size=32, interval=2, accumulate=accumulate, global_batch="adaptive"
+    )
     sampler = controller.batch_sampler(data)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     model = controller.wrap(DDP(net), optimizer, weighting="loss")
@@ -211,7 +215,9 @@ def _scaler(rank: int, hook: str | None) -> dict[str, Any]:
     net = nn.Linear(5, 5)
     x = torch.randn(240, 5)
     data = TensorDataset(x, x.flip(1))
-    controller = dynamix.Controller(Script(ANSWERS), batch_size=4, max_batch_size=32, interval=2)
+    controller = dynamix.Controller(
+        Script(ANSWERS), batch_size=4, max_batch_size=32, interval=2, global_batch="adaptive"
+    )
     loader = DataLoader(data, batch_sampler=controller.batch_sampler(data))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)

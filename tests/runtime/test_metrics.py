@@ -51,7 +51,9 @@ def _job(accumulate: int = 1, source: Any = None) -> tuple[dynamix.Controller, A
     net = nn.Linear(4, 3)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     script = [[accumulate * size for size in sizes] for sizes in SCRIPT]
-    controller = dynamix.Controller(Script(script), batch_size=4, interval=2, accumulate=accumulate)
+    controller = dynamix.Controller(
+        Script(script), batch_size=4, interval=2, accumulate=accumulate, global_batch="adaptive"
+    )
     batches = controller.stream(source) if source is not None else None
     if batches is None:
         batches = DataLoader(_data(), batch_sampler=controller.batch_sampler(_data()))
@@ -86,7 +88,7 @@ def test_progress_of_a_stream_is_unknown_until_its_end_where_its_length_is() -> 
 
 
 def test_before_there_are_batches_they_say_what_is_missing_and_metrics_are_there_all_the_same() -> None:
-    controller = dynamix.Controller(batch_size=4)
+    controller = dynamix.Controller(batch_size=4, global_batch="adaptive")
     for ask in (lambda: controller.progress, lambda: controller.epoch_done):
         with pytest.raises(dynamix.UsageError, match="make a sampler or a stream first"):
             ask()
@@ -126,7 +128,9 @@ def _two(rank: int) -> list[dict[str, float]]:
     torch.manual_seed(0)
     net, data = nn.Linear(4, 3), _data()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    controller = dynamix.Controller(Script([[3, 7], [6, 5]]), batch_size=4, interval=2, lr_rule="linear")
+    controller = dynamix.Controller(
+        Script([[3, 7], [6, 5]]), batch_size=4, interval=2, lr_rule="linear", global_batch="adaptive"
+    )
     loader = DataLoader(data, batch_sampler=controller.batch_sampler(data), num_workers=1)
     model = controller.wrap(DDP(net), optimizer)
     found = []

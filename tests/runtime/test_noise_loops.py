@@ -45,7 +45,9 @@ def _measured(rank: int, loop: str, weighting: str) -> tuple[float, float]:
     data = TensorDataset(x, y)
     net = nn.Linear(16, 8).double()
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
-    controller = dynamix.Controller("static", 6, interval=2 * NORMS_EVERY, accumulate=accumulate)
+    controller = dynamix.Controller(
+        "static", 6, interval=2 * NORMS_EVERY, accumulate=accumulate, global_batch="adaptive"
+    )
     coordinator = controller._coordinator
     coordinator.allocations.reset(0, np.array(SIZES))
     loader = DataLoader(data, batch_sampler=controller.batch_sampler(data))

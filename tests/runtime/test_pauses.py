@@ -176,7 +176,7 @@ def test_long_steps_that_come_again_are_a_workers_own_pace() -> None:
 def _live(rank: int, events: str) -> None:
     net, data = nn.Linear(4, 2), TensorDataset(torch.randn(600, 4), torch.zeros(600, dtype=torch.long))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    controller = dynamix.Controller("lb_bsp", 8, interval=5, events=events)
+    controller = dynamix.Controller("lb_bsp", 8, interval=5, events=events, global_batch="adaptive")
     loader = DataLoader(data, batch_sampler=controller.batch_sampler(data))
     model = controller.wrap(DDP(net), optimizer)
     for i, (x, y) in enumerate(loader):

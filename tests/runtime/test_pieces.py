@@ -151,7 +151,13 @@ def _tokens(rank: int) -> float:
     net = nn.Linear(5, 5).double()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     controller = dynamix.Controller(
-        Script([[16, 3, 0], [2, 7, 13]]), 8, min_batch_size=0, max_batch_size=32, interval=2, micro_batch=4
+        Script([[16, 3, 0], [2, 7, 13]]),
+        8,
+        min_batch_size=0,
+        max_batch_size=32,
+        interval=2,
+        micro_batch=4,
+        global_batch="adaptive",
     )
     data = TensorDataset(x, y, weights)
     sampler = controller.batch_sampler(data)
@@ -187,7 +193,7 @@ def _noise(rank: int, weighting: str) -> tuple[float, float]:
     y = 0.25 * x[:, :8] + torch.randn(len(x), 8, dtype=torch.float64)
     net = nn.Linear(16, 8).double()
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
-    controller = dynamix.Controller("static", 6, interval=2 * NORMS_EVERY, micro_batch=4)
+    controller = dynamix.Controller("static", 6, interval=2 * NORMS_EVERY, micro_batch=4, global_batch="adaptive")
     coordinator = controller._coordinator
     coordinator.allocations.reset(0, sizes)
     found: list[tuple[float, float]] = []
@@ -240,7 +246,9 @@ def _resumed(rank: int, folder: str, stop_after: int | None, workers: int) -> li
     net = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     shares = [[16, 3], [5, 12]] if workers == 2 else [[7, 9, 4], [12, 2, 6]]
-    controller = dynamix.Controller(Script(shares), 8, max_batch_size=32, interval=2, micro_batch=4)
+    controller = dynamix.Controller(
+        Script(shares), 8, max_batch_size=32, interval=2, micro_batch=4, global_batch="adaptive"
+    )
     data = Numbered(torch.randn(173, 3))
     model = controller.wrap(DDP(net), optimizer)
     file = Path(folder) / f"state{min(rank, 1)}.pt"
@@ -295,7 +303,7 @@ def _refused(rank: int) -> list[str]:
     synced = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
     for net in (synced, nn.Linear(3, 3)):
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        controller = dynamix.Controller("static", 8, micro_batch=4)
+        controller = dynamix.Controller("static", 8, micro_batch=4, global_batch="adaptive")
         loader = DataLoader(TensorDataset(torch.randn(64, 3)), batch_sampler=controller.batch_sampler(range(64)))
         try:
             controller.wrap(net if net is synced else DDP(net), optimizer, weighting="loss")
@@ -317,7 +325,7 @@ def test_models_and_passes_that_pieces_do_not_fit_are_refused() -> None:
 def test_find_limits_bounds_the_piece_and_not_the_share() -> None:
     net = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    controller = dynamix.Controller("static", 32, micro_batch=16)
+    controller = dynamix.Controller("static", 32, micro_batch=16, global_batch="adaptive")
     model = controller.wrap(net, optimizer)
     high = controller.bounds.high.tolist()
 
@@ -336,6 +344,6 @@ def test_find_limits_bounds_the_piece_and_not_the_share() -> None:
 
 
 def test_shares_of_whole_pieces_have_one_shape() -> None:
-    controller = dynamix.Controller("lb_bsp", 64, micro_batch=8)
+    controller = dynamix.Controller("lb_bsp", 64, micro_batch=8, global_batch="adaptive")
     assert controller.bounds.quantum == 8
-    assert dynamix.Controller("lb_bsp", 32, micro_batch=8).bounds.quantum == 2
+    assert dynamix.Controller("lb_bsp", 32, micro_batch=8, global_batch="adaptive").bounds.quantum == 2

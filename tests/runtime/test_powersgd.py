@@ -26,7 +26,9 @@ def _train(rank: int, workers: int) -> dict[str, Any]:
     y = teacher(x).detach()
     net = Deep()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.02)
-    controller = dynamix.Controller(Script(SCRIPTS[workers]), batch_size=4, max_batch_size=16, interval=5)
+    controller = dynamix.Controller(
+        Script(SCRIPTS[workers]), batch_size=4, max_batch_size=16, interval=5, global_batch="adaptive"
+    )
     sampler = controller.batch_sampler(x)
     state = powerSGD_hook.PowerSGDState(
         process_group=None, matrix_approximation_rank=1, start_powerSGD_iter=3, min_compression_rate=1
@@ -75,7 +77,7 @@ def _rolled_back(rank: int) -> list[torch.Tensor]:
     x = torch.randn(400, 6)
     net = Deep(depth=3)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.02)
-    controller = dynamix.Controller("static", batch_size=4)
+    controller = dynamix.Controller("static", batch_size=4, global_batch="adaptive")
     sampler = controller.batch_sampler(x)
     state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=3)
     model = controller.wrap(DDP(net), optimizer, hook=powerSGD_hook.powerSGD_hook, hook_state=state)

@@ -59,7 +59,14 @@ def job(
     net = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     controller = dynamix.Controller(
-        policy, batch_size=4, max_batch_size=16, interval=3, events=events, replay=replay, lr_rule=lr_rule
+        policy,
+        batch_size=4,
+        max_batch_size=16,
+        interval=3,
+        events=events,
+        replay=replay,
+        lr_rule=lr_rule,
+        global_batch="adaptive",
     )
     sampler = controller.batch_sampler(Indexed(), seed=2)
     loader = DataLoader(Indexed(), batch_sampler=sampler, num_workers=num_workers)

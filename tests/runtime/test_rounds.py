@@ -44,7 +44,9 @@ def trained(
     torch.manual_seed(0)
     net = nn.Linear(6, 3)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    controller = dynamix.Controller(policy, batch_size=4, accumulate=accumulate, interval=2, **options)
+    controller = dynamix.Controller(
+        policy, batch_size=4, accumulate=accumulate, interval=2, **{"global_batch": "adaptive", **options}
+    )
     sampler = controller.batch_sampler(DATA)
     model = controller.wrap(net, optimizer)
     sizes = []
@@ -74,7 +76,9 @@ def test_a_round_has_accumulate_pieces_of_the_batch_size() -> None:
 
 
 def test_controller_counts_rounds_too() -> None:
-    controller = dynamix.Controller("static", batch_size=4, accumulate=3, max_batch_size=10, max_global_batch=20)
+    controller = dynamix.Controller(
+        "static", batch_size=4, accumulate=3, max_batch_size=10, max_global_batch=20, global_batch="adaptive"
+    )
     assert (controller.batch_sizes.tolist(), controller.base_batch) == ([12], 12)
     assert (controller.bounds.high.tolist(), int(controller.bounds.total_high)) == ([30], 18)
 
@@ -86,9 +90,11 @@ def test_a_fixed_round_is_the_starting_one() -> None:
 
 def test_errors_name_what_the_user_wrote() -> None:
     with pytest.raises(ConfigError, match=r"max_batch_size=2.*at least min_batch_size=3"):
-        dynamix.Controller("static", batch_size=3, accumulate=4, min_batch_size=3, max_batch_size=2)
+        dynamix.Controller(
+            "static", batch_size=3, accumulate=4, min_batch_size=3, max_batch_size=2, global_batch="adaptive"
+        )
     with pytest.raises(ConfigError, match="batch_size=9"):
-        dynamix.Controller("static", batch_size=9, accumulate=4, max_batch_size=8)
+        dynamix.Controller("static", batch_size=9, accumulate=4, max_batch_size=8, global_batch="adaptive")
 
 
 def test_events_count_rounds_and_a_replay_repeats_them(tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ class Job:
         torch.manual_seed(0)
         self.group = dist.new_group()
         arguments = {"policy": Script([[3] * dist.get_world_size()]), "batch_size": 4, "interval": 2}
+        arguments["global_batch"] = "adaptive"
         self.controller = dynamix.Controller(**(arguments | {"process_group": self.group} | given))
         self.net = nn.Linear(6, 3)
         self.steps = 0
@@ -216,6 +217,6 @@ def test_what_differs_is_named_on_every_rank_with_its_values(workers: int) -> No
 def test_a_controller_made_too_early_in_a_launched_process_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(UsageError, match=r"move torch.distributed.init_process_group\(...\) above"):
-        dynamix.Controller("static", 8)
+        dynamix.Controller("static", 8, global_batch="adaptive")
     monkeypatch.setenv("WORLD_SIZE", "1")
-    dynamix.Controller("static", 8)
+    dynamix.Controller("static", 8, global_batch="adaptive")

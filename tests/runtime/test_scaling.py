@@ -461,9 +461,9 @@ def test_auto_is_linear_unless_the_optimizer_divides_by_the_size_of_gradients(
 @pytest.mark.parametrize(
     ("given", "factors"),
     [
-        ({}, {1.0, 2.0}),
-        ({"lr_rule": "none"}, {1.0}),
-        ({"global_batch": "fixed"}, {1.0}),
+        ({"global_batch": "adaptive"}, {1.0, 2.0}),
+        ({"global_batch": "adaptive", "lr_rule": "none"}, {1.0}),
+        ({}, {1.0}),
     ],
     ids=str,
 )

@@ -37,7 +37,7 @@ def _train(
     data = TensorDataset(torch.randn(SAMPLES, 4), torch.arange(SAMPLES) % 3)
     net = nn.Linear(4, 3)
     optimizer = torch.optim.SGD(net.parameters(), lr=lr)
-    controller = dynamix.Controller(Script(script), batch_size=8, interval=2, **options)
+    controller = dynamix.Controller(Script(script), batch_size=8, interval=2, **{"global_batch": "adaptive", **options})
     sampler = controller.batch_sampler(data)
     controller.wrap(net, optimizer)
     after_step, after_epoch = make(controller, optimizer)

@@ -34,7 +34,13 @@ def _gan(rank: int) -> dict[str, Any]:
     nets = {"generator": nn.Linear(2, 3).double(), "critic": nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1)).double()}
     wholes = copy.deepcopy(nets)
     controller = dynamix.Controller(
-        Script([[2, 9], [9, 3]]), 4, max_batch_size=16, interval=2, lr_rule="linear", guard=False
+        Script([[2, 9], [9, 3]]),
+        4,
+        max_batch_size=16,
+        interval=2,
+        lr_rule="linear",
+        guard=False,
+        global_batch="adaptive",
     )
     sampler = controller.batch_sampler(data)
     optimizers = {name: torch.optim.SGD(net.parameters(), lr=0.05) for name, net in nets.items()}
@@ -94,7 +100,7 @@ def test_every_models_gradient_is_that_of_the_union_batch() -> None:
 def test_what_several_models_cannot_have_is_refused() -> None:
     nets = [nn.Linear(2, 2), nn.Linear(2, 2)]
     first, second = (torch.optim.SGD(net.parameters(), lr=0.1) for net in nets)
-    controller = dynamix.Controller("static", 8)
+    controller = dynamix.Controller("static", 8, global_batch="adaptive")
     controller.wrap(nets[0], first)
     with pytest.raises(UsageError, match="already called with this optimizer"):
         controller.wrap(nets[0], first)
@@ -131,7 +137,7 @@ def _hook_states(rank: int) -> list[list[int]]:
     for when in ("saves", "before", "after"):
         nets, states = [nn.Linear(3, 1), nn.Linear(3, 1)], [Counting(), Counting()]
         optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]
-        controller = dynamix.Controller("static", 4)
+        controller = dynamix.Controller("static", 4, global_batch="adaptive")
         sampler = controller.batch_sampler(data)
         if when == "before":
             controller.load_state_dict(saved)
@@ -171,7 +177,7 @@ def _short_of_memory(rank: int) -> tuple[list[int], float, float]:
     critic.register_buffer("calls", torch.zeros(()))
     critic.register_forward_hook(lambda *_: critic.get_buffer("calls").add_(1) and None)
     optimizers = [torch.optim.SGD(net.parameters(), lr=0.01) for net in (generator, critic)]
-    controller = dynamix.Controller("static", 6, max_batch_size=16)
+    controller = dynamix.Controller("static", 6, max_batch_size=16, global_batch="adaptive")
     models = [
         controller.wrap(DDP(net), optimizer) for net, optimizer in zip((generator, critic), optimizers, strict=True)
     ]

@@ -37,7 +37,7 @@ def job(policy: Any = "goodput", **options: Any) -> tuple[dynamix.Controller, An
     torch.manual_seed(0)
     net = nn.Linear(6, 3)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    controller = dynamix.Controller(policy, **{"batch_size": 8, "interval": 2, **options})
+    controller = dynamix.Controller(policy, **{"batch_size": 8, "interval": 2, "global_batch": "adaptive", **options})
     sampler = controller.batch_sampler(DATA)
     model = controller.wrap(net, optimizer)
     controller.scheduler(torch.optim.lr_scheduler.StepLR(optimizer, 5))
@@ -237,7 +237,7 @@ def _hooked(rank: int, culprit: str) -> list[Any]:
     def made() -> tuple[dynamix.Controller, Any, Summing]:
         net, hook_state = nn.Linear(6, 3), Summing()
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        controller = dynamix.Controller("goodput", batch_size=8, interval=2)
+        controller = dynamix.Controller("goodput", batch_size=8, interval=2, global_batch="adaptive")
         sampler = controller.batch_sampler(DATA)
         model = controller.wrap(DDP(net), optimizer, hook=_summing, hook_state=hook_state)
         kind = FragileSchedule if culprit == "FragileSchedule" else torch.optim.lr_scheduler.StepLR
@@ -351,7 +351,7 @@ def _ranks(rank: int, folder: str) -> list[Any]:
 
     def made() -> tuple[dynamix.Controller, Any]:
         own = copy.deepcopy(net)
-        controller = dynamix.Controller("static", batch_size=8, interval=50)
+        controller = dynamix.Controller("static", batch_size=8, interval=50, global_batch="adaptive")
         controller.batch_sampler(DATA)
         return controller, controller.wrap(DDP(own), torch.optim.SGD(own.parameters(), lr=0.1))
 

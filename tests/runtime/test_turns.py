@@ -53,7 +53,9 @@ def _swapped(batches: Iterator[Any]) -> Iterator[Any]:
 def _train(rank: int, how: str) -> str:
     torch.manual_seed(0)
     data = TensorDataset(torch.randn(SAMPLES, 6), torch.randint(3, (SAMPLES,)))
-    controller = dynamix.Controller(Script([[3, 5], [6, 2], [4, 4]]), 4, max_batch_size=8, interval=5)
+    controller = dynamix.Controller(
+        Script([[3, 5], [6, 2], [4, 4]]), 4, max_batch_size=8, interval=5, global_batch="adaptive"
+    )
     sampler = controller.batch_sampler(data)
     net: nn.Module = Turned() if how == "time first" else Square() if how == "square" else nn.Linear(6, 3)
     model = controller.wrap(DDP(net), optimizer := torch.optim.SGD(net.parameters(), lr=0.1))

@@ -97,6 +97,7 @@ def _live(rank: int, events: str, options: dict[str, Any]) -> dict[str, Any]:
         interval=INTERVAL,
         lr_rule="adascale",
         events=events,
+        global_batch="adaptive",
     )
     sampler = controller.batch_sampler(_data(), seed=4)
     loader = DataLoader(_data(), batch_sampler=sampler)

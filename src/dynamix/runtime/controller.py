@@ -34,7 +34,7 @@ class Controller:
     """Gives every worker its own batch size while a job trains.
 
     A collective call: every rank of `process_group` constructs it with the same arguments (checked). Without an
-    initialised process group it serves one process and adapts the batch size alone.
+    initialised process group it serves one process, and adapts its batch size where `global_batch` is "adaptive".
 
         controller = dynamix.Controller(policy="dynamix", batch_size=128)
         sampler = controller.batch_sampler(dataset, seed=0)
@@ -52,8 +52,8 @@ class Controller:
     batch_size        samples per worker and micro-batch at the start. A round, what lies between two optimizer steps,
                       has `accumulate` of them: `bounds`, `batch_sizes` and policies count samples per round
     min_batch_size, max_batch_size   per micro-batch; one number, or one per rank; None: 1 and 8 * batch_size
-    global_batch      "adaptive": the sum over workers moves too, within the bounds. "fixed": it stays what it is at the
-                      start, so the learning rate, schedules and `len(loader)` stay true, and only the shares move
+    global_batch      "fixed": the sum over workers stays what it is at the start, so the learning rate, schedules and
+                      `len(loader)` stay true, and only the shares move. "adaptive": it moves too, within the bounds
     min_global_batch, max_global_batch   samples per round of all workers; None: what the workers' bounds allow
     interval          optimizer steps per window (policies that decide per epoch ignore it)
     quantum           micro-batches are multiples of this (torch.compile and cudnn then see few shapes)
@@ -82,7 +82,7 @@ class Controller:
         policy: str | Policy = "dynamix",
         batch_size: int = 128,
         *,
-        global_batch: Literal["adaptive", "fixed"] = "adaptive",
+        global_batch: Literal["fixed", "adaptive"] = "fixed",
         min_batch_size: int | Sequence[int] | None = None,
         max_batch_size: int | Sequence[int] | None = None,
         min_global_batch: int | None = None,

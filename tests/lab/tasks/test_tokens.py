@@ -35,7 +35,7 @@ def train(rank: int) -> dict[str, Any]:
     data = workload.make_data(0, train=120, test=10)
     net = workload.make_model(0)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
-    controller = dynamix.Controller(policy=Fixed(), batch_size=4, interval=2)
+    controller = dynamix.Controller(policy=Fixed(), batch_size=4, interval=2, global_batch="adaptive")
     sampler = controller.batch_sampler(data.train, seed=0)
     model = controller.wrap(DDP(net), optimizer, weighting="loss")
     losses, counts = [], []
@@ -64,7 +64,9 @@ def test_byte_counts_make_unequal_shares_the_gradient_of_the_union_batch() -> No
     data = workload.make_data(0, train=120, test=10)
     net = workload.make_model(0)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
-    sampler = dynamix.Controller(policy="static", batch_size=8).batch_sampler(data.train, seed=0)
+    sampler = dynamix.Controller(policy="static", batch_size=8, global_batch="adaptive").batch_sampler(
+        data.train, seed=0
+    )
     stream = [i for batch in sampler for i in batch]
     position, alone = 0, []
     for (mine, _), (theirs, _) in zip(first["counts"], second["counts"], strict=True):

@@ -72,7 +72,13 @@ def worst_error(rank: int, case: Case) -> tuple[float, int, int, int]:
     world = dist.get_world_size()
     script = Script([[4, 12, 6, 9][:world], [10, 2, 8, 4][:world]], case.accumulate)
     controller = dynamix.Controller(
-        script, batch_size=8, max_batch_size=32, interval=2, accumulate=case.accumulate, guard=False
+        script,
+        batch_size=8,
+        max_batch_size=32,
+        interval=2,
+        accumulate=case.accumulate,
+        guard=False,
+        global_batch="adaptive",
     )
     sampler = controller.batch_sampler(TensorDataset(x, y), seed=3)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
@@ -154,7 +160,7 @@ def _job(rank: int, loss_fn: Callable[[int, nn.Module, list[Tensor]], Tensor], h
     torch.manual_seed(0)
     data = TensorDataset(torch.randn(96, 6), torch.randn(96, 6))
     net = Deep()
-    controller = dynamix.Controller("static", batch_size=8)
+    controller = dynamix.Controller("static", batch_size=8, global_batch="adaptive")
     sampler = controller.batch_sampler(data)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     model = controller.wrap(DDP(net), optimizer, hook=hook)
@@ -209,7 +215,7 @@ def test_running_out_while_reducing_names_the_cap_and_leaves_nobody_waiting() ->
 def _own_loop(rank: int) -> None:
     data = TensorDataset(torch.randn(96, 6), torch.randn(96, 6))
     net = Deep()
-    controller = dynamix.Controller("static", batch_size=8)
+    controller = dynamix.Controller("static", batch_size=8, global_batch="adaptive")
     sampler = controller.batch_sampler(data)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     model = controller.wrap(DDP(net), optimizer)
@@ -236,7 +242,7 @@ def _times(rank: int) -> Any:
 
     data = TensorDataset(torch.randn(192, 6), torch.randn(192, 6))
     net = Deep()
-    controller = dynamix.Controller("static", batch_size=8, interval=3)
+    controller = dynamix.Controller("static", batch_size=8, interval=3, global_batch="adaptive")
     rows: list[Any] = []
     if rank == 0:
         decider: Any = controller._coordinator.channel.judge  # type: ignore[union-attr]

@@ -28,7 +28,9 @@ def test_limits_and_pieces_on_a_device_with_little_memory() -> None:
         data = TensorDataset(torch.randn(4000, 16), torch.randn(4000, 1))
         net = nn.Sequential(nn.Linear(16, WIDE), nn.Tanh(), nn.Linear(WIDE, 1)).cuda()
         optimizer = torch.optim.Adam(net.parameters(), lr=1e-4)
-        controller = dynamix.Controller("static", batch_size=64, max_batch_size=4000, guard=False)
+        controller = dynamix.Controller(
+            "static", batch_size=64, max_batch_size=4000, guard=False, global_batch="adaptive"
+        )
         loader = DataLoader(data, batch_sampler=controller.batch_sampler(data, shuffle=False))
         model = controller.wrap(net, optimizer)
 

@@ -36,7 +36,7 @@ def _counted(rank: int, most: tuple[int, ...], arguments: dict[str, Any]) -> dic
     net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 1))
     before = copy.deepcopy(net.state_dict())
     optimizer = torch.optim.Adam(net.parameters())
-    controller = dynamix.Controller("static", batch_size=16, **arguments)
+    controller = dynamix.Controller("static", batch_size=16, **{"global_batch": "adaptive", **arguments})
     sampler = controller.batch_sampler(data)
     model = controller.wrap(DDP(net), optimizer)
     example = torch.randn(3, 6), torch.randn(3, 1)
@@ -86,7 +86,7 @@ def test_where_the_smallest_batch_does_not_fit_every_rank_says_so() -> None:
 
 def _bug(rank: int) -> None:
     net = nn.Linear(6, 1)
-    controller = dynamix.Controller("static", batch_size=16)
+    controller = dynamix.Controller("static", batch_size=16, global_batch="adaptive")
     controller.batch_sampler(_data())
     controller.wrap(DDP(net), torch.optim.SGD(net.parameters(), 0.1))
 
@@ -117,7 +117,9 @@ def _wide(rank: int, group: str | None, address_space: int | None) -> dict[str, 
     # A limit on address space counts what threads reserve and not what the allocator has left: only a batch far beyond
     # it must fail.
     size = 400 if address_space is None else 1000
-    controller = dynamix.Controller("static", batch_size=size, max_batch_size=1600, guard=False)
+    controller = dynamix.Controller(
+        "static", batch_size=size, max_batch_size=1600, guard=False, global_batch="adaptive"
+    )
     sampler = controller.batch_sampler(data, shuffle=False)
     model = controller.wrap(DDP(net), optimizer)
     talk = (
@@ -155,7 +157,7 @@ def _wide(rank: int, group: str | None, address_space: int | None) -> dict[str, 
     pieces = controller._coordinator.memory._retrying if controller._coordinator.memory else None
     if address_space is not None:
         return {"errors": errors, "caps": None, "largest": pieces.largest if pieces else None}
-    other = dynamix.Controller("static", batch_size=100, max_batch_size=1600)
+    other = dynamix.Controller("static", batch_size=100, max_batch_size=1600, global_batch="adaptive")
     other_sampler = other.batch_sampler(data)
     second = copy.deepcopy(net)
     wrapped = other.wrap(DDP(second), torch.optim.SGD(second.parameters(), lr=1e-5, momentum=0.9))

@@ -120,7 +120,7 @@ def test_caps_go_into_the_bounds_or_say_why_not() -> None:
 
 
 def test_calls_out_of_order_say_what_to_do() -> None:
-    controller = dynamix.Controller("static", batch_size=8)
+    controller = dynamix.Controller("static", batch_size=8, global_batch="adaptive")
     with pytest.raises(UsageError, match="wrap"):
         controller.find_limits(lambda batch: None, torch.zeros(2))
     with pytest.raises(UsageError, match="wrap"):

@@ -131,6 +131,7 @@ def train(config: dict[str, Any], name: str, workload: Workload, data: Arrays, l
         interval=config["interval"],
         lr_rule=config["lr_rule"],
         events=config["events"].format(run=file_name(name)),
+        global_batch="adaptive",
     )
     sampler = controller.batch_sampler(data, seed=config["seed"])
     loader = DataLoader(data, batch_sampler=sampler, collate_fn=as_is, generator=torch.Generator())

@@ -52,7 +52,7 @@ class Job:
         self.data = TensorDataset(x, (x.sum(1) > 0).long())
         net = nn.Linear(4, 2)
         self.optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        self.controller = dynamix.Controller(policy, batch_size=4, interval=2, **options)
+        self.controller = dynamix.Controller(policy, batch_size=4, interval=2, global_batch="adaptive", **options)
         partition = "contiguous" if policy == "dbs" else "stream"
         self.sampler = self.controller.batch_sampler(self.data, partition=partition)  # type: ignore[arg-type]
         self.model = self.controller.wrap(net, self.optimizer)
