@@ -8,7 +8,7 @@ from typing import Any
 from dynamix_lab.report import Page, Section, Table, measured, number, provenance, sections_markdown
 from dynamix_lab.suites.quality.plan import EVEN
 
-DEFAULT = "dynamix"
+DEFAULT = "dynamix-fixed"
 LEAD = (
     "Trained models, at equal samples: every row uses each sample as often as even shares do, from the same weights in "
     "the same order. Points are those of accuracy on held-out samples, pair by pair, less even shares'; intervals are "
@@ -45,7 +45,7 @@ def verdict(result: Mapping[str, Any], row: str) -> str:
 
 
 def _default(result: Mapping[str, Any]) -> Section:
-    head = ["job", "pairs", "even shares, %", "dynamix, %", "points over even shares", "half-width"]
+    head = ["job", "pairs", "even shares, %", f"{DEFAULT}, %", "points over even shares", "half-width"]
     head += ["cross-entropy, even shares", "over even shares", "mean global batch", "time over even shares'"]
     rows, notes = list[list[str]](), list[str]()
     for job, part in result["jobs"].items():
