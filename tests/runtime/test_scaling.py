@@ -458,6 +458,17 @@ def test_auto_is_linear_unless_the_optimizer_divides_by_the_size_of_gradients(
     assert rule("auto", optimizer) is LearningRate(optimizer, "auto").rule is RULES[usual]
 
 
+def _rule_of_zero(rank: int) -> float:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    optimizer = ZeroRedundancyOptimizer(nn.Linear(2, 2).parameters(), torch.optim.Adam, lr=0.1)
+    return rule("auto", optimizer)(4.0, math.nan, math.nan, base_batch=1)
+
+
+def test_auto_asks_the_optimizer_inside_of_a_sharded_one() -> None:
+    assert run_ranks(_rule_of_zero, 1) == [2.0]
+
+
 @pytest.mark.parametrize(
     ("given", "factors"),
     [

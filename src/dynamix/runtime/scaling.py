@@ -67,7 +67,9 @@ def rule(name: str, optimizer: Optimizer | None = None) -> Rule:
     """
     if name == AUTO:
         # What keeps Adam and its kin, Adagrad and RMSprop from dividing by zero; SGD has neither.
-        divides = optimizer is not None and not {"eps", "betas"}.isdisjoint(optimizer.defaults)
+        # ZeroRedundancyOptimizer has what it was given as defaults, and what its inner optimizer has in its groups.
+        known = set[str]() if optimizer is None else {*optimizer.defaults, *optimizer.param_groups[0]}
+        divides = not known.isdisjoint(("eps", "betas"))
         return RULES["sqrt" if divides else "linear"]
     if name not in RULES:
         fix = "check the spelling; 'none' leaves the learning rate alone"
