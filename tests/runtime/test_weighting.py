@@ -6,7 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, TensorDataset
 
+import dynamix
 from dynamix.errors import UsageError
 from tests.ranks import run_ranks
 from tests.union import Case, worst_error
@@ -112,6 +116,28 @@ def test_static_graph_says_that_its_first_backward_must_synchronise() -> None:
     for message in run_ranks(_refused, 2):
         assert "static_graph=True" in message
         assert "warm_up" in message
+
+
+def _static_after_wrap(rank: int) -> float:
+    net = nn.Linear(2, 1, bias=False)
+    nn.init.ones_(net.weight)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+    controller = dynamix.Controller("static", 2)
+    model = controller.wrap(DDP(net), optimizer)
+    model._set_static_graph()
+    data = TensorDataset(torch.ones(12, 2))
+    for (x,) in DataLoader(data, batch_sampler=controller.batch_sampler(data)):
+        optimizer.zero_grad()
+        model(x).mean().backward()
+        optimizer.step()
+        controller.step()
+    controller.close()
+    assert net.weight.grad is not None
+    return float(net.weight.grad.sum())
+
+
+def test_a_graph_that_is_said_to_be_static_after_wrap() -> None:
+    assert run_ranks(_static_after_wrap, 2, timeout_s=30) == [2.0, 2.0]
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ The gradient of the union batch is g = sum_i (n_i / N) g_i, with g_i the gradien
 samples. DDP averages over W workers, so each worker's gradient is multiplied by n_i * W / N before it is reduced.
 """
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol, cast
@@ -253,7 +254,11 @@ class GradientHook:
     def register(self, model: nn.parallel.DistributedDataParallel) -> None:
         """Register with DDP, which refuses a second hook and has no getter to ask whether there is one."""
 
+        ddp = weakref.ref(model)  # what C++ holds no collector of garbage can see
+
         def entry(state: Any, bucket: Bucket) -> Future[Tensor]:
+            if self.direct and (held := ddp()) is not None and held.static_graph:
+                self.direct = False  # in its first backward DDP waits without calling what was to be called at the end
             return self(state, bucket)
 
         entry.__annotations__.clear()
@@ -264,8 +269,6 @@ class GradientHook:
             remove = "remove your register_comm_hook(state, hook) line"
             problem = "the model already has a communication hook, and DDP allows one"
             raise UsageError(f"{problem}: {remove} and {fix}") from error
-        if model.static_graph:
-            self.direct = False  # in its first backward DDP waits without calling what was to be called at the end
 
     def step_done(self) -> None:
         """After an optimizer step: the bucket layout is known by now, so give chained hooks their groups."""
