@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, TensorDataset
 
 import dynamix
+from dynamix.data.plan import pieces_of
 from dynamix.errors import ConfigError, UsageError
 from dynamix.runtime.noise import NoiseScale
 from dynamix.runtime.observation import NORMS_EVERY
@@ -140,6 +142,132 @@ def test_wrong_loops_end_on_every_rank_with_the_line_to_write() -> None:
 @pytest.mark.multiproc
 def test_right_loops_are_silent() -> None:
     LOOPS.check_right()
+
+
+@LOOPS.wrong("after the same optimizer step on all ranks")
+@_in_pieces
+def _leaves_an_epoch_after_so_many_batches(job: Job) -> None:
+    job.wrap()
+    for _ in range(3):
+        for i, (x, y) in enumerate(job.loader):
+            if i == 5:
+                break
+            with job.controller.piece():
+                job.loss(x, y).backward()
+            if job.controller.optimizer_due:
+                job.update()
+            job.step()
+
+
+@LOOPS.right
+@_in_pieces
+def _leaves_an_epoch_after_so_many_rounds(job: Job) -> None:
+    job.wrap()
+    for epoch in range(3):
+        job.sampler.set_epoch(epoch)
+        rounds = 0
+        for x, y in job.loader:
+            with job.controller.piece():
+                job.loss(x, y).backward()
+            if due := job.controller.optimizer_due:
+                job.update()
+            job.step()
+            rounds += due
+            if rounds == 3:
+                break
+
+
+def _buffers(rank: int) -> list[float]:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3, momentum=0.0))  # which leaves its statistics as they are
+    torch.nn.init.constant_(net[1].get_buffer("running_var"), 5.0)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    controller = dynamix.Controller(Script([[32, 4], [9, 27]]), 8, max_batch_size=64, interval=2, micro_batch=4)
+    data = TensorDataset(torch.randn(200, 3))
+    loader = DataLoader(data, batch_sampler=controller.batch_sampler(data))
+    model = controller.wrap(DDP(net), optimizer, batchnorm="weighted")
+    for (x,) in loader:
+        with controller.piece():
+            model(x).square().mean().backward()
+        if controller.optimizer_due:
+            optimizer.step()
+            optimizer.zero_grad()
+        controller.step()
+    controller.close()
+    values: list[float] = net[1].get_buffer("running_var").tolist()
+    return values
+
+
+def test_weights_of_buffers_are_of_whole_shares() -> None:
+    for values in run_ranks(_buffers, 2):
+        assert values == pytest.approx([5.0] * 3, rel=1e-5)
+
+
+def _alone(limit: float, *, with_piece: bool, models: int) -> list[float]:
+    """The norm of every applied gradient over that of the union batch's, of all models, for one worker."""
+    torch.manual_seed(0)
+    x, y = torch.randn(200, 6, dtype=torch.float64), torch.randn(200, 6, dtype=torch.float64)
+    controller = dynamix.Controller(Script([[30], [17]]), 30, max_batch_size=64, interval=2, micro_batch=8)
+    data = TensorDataset(x, y)
+    sampler = controller.batch_sampler(data, shuffle=False)
+    nets = [nn.Linear(6, 6).double() for _ in range(models)]
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]
+    for net, optimizer in zip(nets, optimizers, strict=True):
+        controller.wrap(net, optimizer)
+    ratios = []
+    for inputs, target in DataLoader(data, batch_sampler=sampler):
+        plan, due = sampler.plan(), controller.optimizer_due
+        union = slice(plan.start, plan.start + plan.samples)
+        for net, optimizer in zip(nets, optimizers, strict=True):  # each in passes of its own
+            with controller.piece() if with_piece else contextlib.nullcontext():
+                F.mse_loss(net(inputs), target).backward()
+            if due:
+                true = torch.autograd.grad(F.mse_loss(net(x[union]), y[union]), list(net.parameters()))
+                norm = torch.nn.utils.get_total_norm(true)
+                if with_piece:
+                    torch.nn.utils.clip_grad_norm_(net.parameters(), limit)
+                    norm = norm.clamp(max=limit)
+                optimizer.step()
+                gradients = [p.grad for p in net.parameters() if p.grad is not None]
+                ratios.append(float(torch.nn.utils.get_total_norm(gradients) / norm))
+                optimizer.zero_grad()
+        controller.step()
+    controller.close()
+    return ratios
+
+
+@pytest.mark.parametrize("models", [1, 2])
+@pytest.mark.parametrize("limit", [1e9, 1e-2])
+def test_a_worker_alone_clips_and_applies_whole_gradients_of_every_model(limit: float, models: int) -> None:
+    for with_piece in (True, False):
+        for ratio in _alone(limit, with_piece=with_piece, models=models):
+            assert ratio == pytest.approx(1.0, rel=1e-3)  # clipping adds 1e-6 to the norm
+
+
+def test_pieces_of_a_round_that_is_dealt_anew_are_not_added_again() -> None:
+    net = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    controller = dynamix.Controller("static", 16, micro_batch=4)
+    data = TensorDataset(torch.randn(64, 3))
+    loader = DataLoader(data, batch_sampler=controller.batch_sampler(data))
+    controller.wrap(net, optimizer)
+
+    def train(batches: int) -> None:
+        for i, (x,) in enumerate(loader):
+            with controller.piece():
+                net(x).sum().backward()
+            if controller.optimizer_due:
+                optimizer.step()
+                optimizer.zero_grad()
+            controller.step()
+            if i + 1 == batches:
+                break
+
+    train(4 + 2)
+    optimizer.zero_grad()
+    train(2)
+    with pytest.raises(UsageError, match=r"zero_grad\(\)"):
+        train(2)
 
 
 def _tokens(rank: int) -> float:
@@ -341,6 +469,14 @@ def test_find_limits_bounds_the_piece_and_not_the_share() -> None:
     sizes = [len(x) for (x,) in DataLoader(data, batch_sampler=controller.batch_sampler(data))]
     assert max(sizes) == cap
     assert sum(sizes) == 256
+
+
+@pytest.mark.parametrize("most", range(3, 18))
+def test_no_piece_is_a_single_sample(most: int) -> None:
+    for share in range(2, 10 * most):
+        sizes = pieces_of(share, most)
+        assert sum(sizes) == share
+        assert 1 < min(sizes) <= max(sizes) <= most
 
 
 def test_shares_of_whole_pieces_have_one_shape() -> None:

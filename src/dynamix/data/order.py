@@ -120,6 +120,12 @@ class SampleOrder(ABC):
         return self._round
 
     @property
+    def abandons(self) -> bool:
+        """Whether who begins anew now leaves an epoch of which this rank has consumed pieces, other ranks as many or
+        not."""
+        return self.micro_batch is not None and not self._behind.finished and self.batches_consumed > self._began
+
+    @property
     def exhausted(self) -> bool:
         """Whether every batch of the epoch has been issued."""
         return self._ahead.finished
@@ -161,7 +167,7 @@ class SampleOrder(ABC):
 
     def waiting(self) -> list[Piece]:
         """The batches that are planned and not consumed, in order."""
-        return [piece for piece, _ in self._pending]
+        return [piece for piece, _ in list(self._pending)]  # a thread that reads ahead may add to them meanwhile
 
     def consume(self) -> StepPlan:
         """Count the current batch as done and return its plan; only whole optimizer steps are ever saved."""

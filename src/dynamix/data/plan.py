@@ -112,14 +112,14 @@ def pieces_of(share: int, most: int) -> list[int]:
     What neither makes is a piece of its own; where it would be a single sample, which batch norm cannot normalise, the
     piece before it gives one up.
 
-    >>> pieces_of(32, 8), pieces_of(30, 8), pieces_of(13, 8), pieces_of(17, 8), pieces_of(0, 8)
-    ([8, 8, 8, 8], [8, 8, 8, 4, 2], [8, 5], [8, 7, 2], [0])
+    >>> pieces_of(32, 8), pieces_of(30, 8), pieces_of(13, 8), pieces_of(17, 8), pieces_of(7, 4), pieces_of(0, 8)
+    ([8, 8, 8, 8], [8, 8, 8, 4, 2], [8, 5], [8, 7, 2], [4, 3], [0])
     """
     whole, rest = divmod(share, most)
     pieces = [most] * whole
     half, quarter = (0 if most % n else most // n for n in (2, 4))
     if rest == 1 and most > 2 and pieces:
         return [*pieces[:-1], most - 1, 2]
-    if quarter and rest == half + quarter:
+    if quarter > 1 and rest == half + quarter:
         return [*pieces, half, quarter]
     return [*pieces, rest] if rest or not pieces else pieces

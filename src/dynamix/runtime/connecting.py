@@ -29,6 +29,7 @@ def connect(
         require_own_passes(model, group)
     if coordinator.loop.add_optimizer(model, optimizer):
         coordinator.add_learning_rate(optimizer)
+        coordinator.finish_before(optimizer, model)
         return False
     if coordinator.attached is not None:
         _connect_another(coordinator, group, model, optimizer, options)
@@ -79,7 +80,11 @@ def piece(coordinator: Coordinator) -> Iterator[None]:
                     stack.callback(requires, True)
                 elif callable(no_sync := getattr(model, "no_sync", None)):
                     stack.enter_context(no_sync())
+        for attached in coordinator.connected:
+            coordinator.finish_gradients(attached, more=True)
         yield
+        for attached in coordinator.connected:
+            coordinator.finish_gradients(attached)
 
 
 def find_limits(coordinator: Coordinator, step_fn: Callable[[Any], Any], example: Any, *, margin: float) -> list[int]:

@@ -115,6 +115,8 @@ class Coordinator:
 
     def _begin(self) -> None:
         self.loop.begin()
+        if self.ranks is not None and self.source is not None and self.source.abandons:
+            self.ranks.agreed = False  # a loop that counts batches leaves an epoch after another round on each rank
         if getattr(self.source, "sharded", False):
             self.agree_once()  # iterating is a collective there
 
@@ -141,6 +143,8 @@ class Coordinator:
             attached.hook.check = check
             attached.hook.arrivals.ending = self.ranks.ending if self.ranks is not None else None
         self.add_learning_rate(optimizer)
+        if attached is not self.attached:
+            self.finish_before(optimizer, model)
 
         def before_forward(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
             self._before_forward(module, attached, (*args, *kwargs.values()))
@@ -345,7 +349,8 @@ class Coordinator:
         open_from = max(self.progress.opens, self.job.closing.consumed + 1)
         kept = plan.regular and self._round(plan) >= open_from
         own = piece.share / piece.samples if piece.by_size and piece.samples else 1.0
-        return Share(float(piece.samples), total, kept, None if weight.applied is None else weight.held, own)
+        applied = None if weight.applied is None else weight.held
+        return Share(float(piece.samples), total, kept, applied, own, piece.share / plan.samples)
 
     @property
     def batch_sizes(self) -> Ints:
@@ -403,8 +408,19 @@ class Coordinator:
             piece = self.source.piece()
             self.recorder.gradients_ready()
             self.recorder.reduced()
-            self.attached.before_optimizer(piece, self.accumulate, self.loss_weight.applied)
+            self.finish_gradients(self.attached)
             self.observe_pair([p for g in optimizer.param_groups for p in g["params"]], piece.plan)
+
+    def finish_gradients(self, attached: Attached, *, more: bool = False) -> None:
+        """A single worker's gradients of this round are there, to be clipped or applied; `more`: not all of them."""
+        piece = self.loop.piece_of_pass()
+        if self._pairs is not None and piece is not None and self.loss_weight.applied is None:
+            (attached.reopen if more else attached.finish)(piece, self.accumulate)
+
+    def finish_before(self, optimizer: Optimizer, model: nn.Module) -> None:
+        """What `optimizer` applies to `model` are finished gradients, also where the loop has no `piece()`."""
+        attached = next(attached for attached in self.connected if attached.model is model)
+        optimizer.register_step_pre_hook(lambda *_: self.finish_gradients(attached))
 
     def observe_pair(self, parameters: list[nn.Parameter], plan: StepPlan) -> None:
         """A single worker's noise scale, from its gradients in two steps that follow each other."""

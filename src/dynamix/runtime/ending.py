@@ -209,8 +209,10 @@ class Wait:
         if ending.ended is not None:
             raise ending.ended
         if self._beside_s > BESIDE_S:
-            why = "a rank loaded a state, or made a first forward pass, that this rank did not"
-            raise ending.report(UsageError(f"{why}: call controller.load_state_dict(state) on every rank or on none"))
+            why = "a rank loaded a state, left an epoch early, or made a first forward pass, that this rank did not"
+            do = "call controller.load_state_dict(state) on every rank or on none"
+            early = "with micro_batch leave a loop early only after the same optimizer step on all ranks"
+            raise ending.report(UsageError(f"{why}: {do}; {early}"))
         if error is not None and self._error_s > SETUP_ERROR_S:
             raise ending.report(error)
         if self._asked is None or self._asked.is_set():

@@ -95,6 +95,7 @@ class Share:
     kept: bool = True  # whether the open window will keep this step's measurements
     applied: float | Tensor | None = None  # the weight already in the loss, None when the hook must apply it
     own: float = 1.0  # what has accumulated over this rank's mean gradient, when the hook applies the weight
+    part: float = 0.0  # of the optimizer step's samples that are this rank's: over ranks they add up to 1
 
 
 class GradientHook:

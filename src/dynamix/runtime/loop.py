@@ -30,6 +30,7 @@ _ACCUMULATE = (
 )
 _PIECES = "put the forward and backward passes of every batch under `with controller.piece():`"
 _DUE = "call it where `controller.optimizer_due` says so: `if controller.optimizer_due: optimizer.step()`"
+_EARLY = "leave a loop early only where controller.optimizer_due, after the same optimizer step on all ranks"
 _SUM = "for several losses of one batch write (loss1 + loss2).backward(), or all but the last under model.no_sync()"
 _ORDER = (
     "train the batches in the order in which the loader gives them, each followed by its own controller.step(); "
@@ -104,7 +105,8 @@ class ModelCheck:
         self.local, self._held_since = True, loop.group
         if self._stale:
             before = "backward() adds to the gradient of an earlier batch, for which optimizer.step() was never called"
-            loop.fail(f"{before}: {_ACCUMULATE}; else call optimizer.zero_grad()")
+            do = _EARLY if loop.in_pieces else _ACCUMULATE
+            loop.fail(f"{before}: {do}; else call optimizer.zero_grad()")
 
     def _before_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         loop = self.loop
@@ -205,6 +207,8 @@ class LoopCheck:
     def begin(self) -> None:
         """An iteration begins, or an epoch is chosen: the one before must not have left a batch behind."""
         source = self.source
+        if source is not None and source.abandons and self._stepped is not None and not self._stepped.last:
+            self.group += 1  # the round is dealt anew: what its pieces left in `.grad` must not be added to
         if source is None or not source.exhausted or source.batches_consumed >= source.batches_issued:
             return
         left = source.batches_issued - source.batches_consumed

@@ -30,6 +30,7 @@ class Attached:
         self.explain: Explain = unnamed
         self.exchanges = "none"  # what crosses ranks, and how: the same on all of them
         self.last_weight = 1.0  # n_i/N of the step before the forward that is starting: it produced the buffers
+        self._finished: Piece | None = None  # the one whose optimizer step has its gradients as they should be
 
     def explain_with(self, explain: Explain) -> None:
         """From now on a failed collective of a pass is told by `explain`."""
@@ -83,13 +84,24 @@ class Attached:
         elif following and now != following:
             self.scale_gradients(now / following)
 
-    def before_optimizer(self, piece: Piece, mean_of: int, applied: float | Tensor | None) -> None:
-        """Without a hook, what the hook's weight does for unequal pieces (after clipping, if there is any).
+    def finish(self, piece: Piece, mean_of: int) -> None:
+        """Without a hook, what the hook's weight does for unequal pieces. Done once for the last of them.
 
         mean_of   by how many batches the loop divides its losses
         """
-        if self.hook is None and applied is None and piece.share and mean_of * piece.samples != piece.share:
-            self.scale_gradients(mean_of * piece.samples / piece.share)
+        if self.hook is None and piece.last and piece.samples and self._finished is not piece:
+            self._finished = piece
+            self._scale_by(mean_of * piece.samples / piece.share)
+
+    def reopen(self, piece: Piece, mean_of: int) -> None:
+        """Passes of `piece` follow that will add to what `finish` was done to."""
+        if self._finished is piece:
+            self._finished = None
+            self._scale_by(piece.share / (mean_of * piece.samples))
+
+    def _scale_by(self, factor: float) -> None:
+        if factor != 1.0:
+            self.scale_gradients(factor)
 
     @contextmanager
     def discarded(self) -> Iterator[None]:
@@ -209,8 +221,7 @@ def _averaging(
         average_(buffers.values(), attached.last_weight, entry.group, entry.arrivals.ending)
         if not model.training or attached.recorder.muted:
             return  # evaluation and discarded passes have no share of their own
-        now = share()
-        attached.last_weight = now.count / (now.total or 1.0)
+        attached.last_weight = share().part
 
     return average
 
