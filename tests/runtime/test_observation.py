@@ -234,10 +234,21 @@ def test_logits_are_looked_at_in_parts_and_not_at_every_step() -> None:
     for _ in range(2 * ACCURACY_EVERY):
         recorder.observe(None, logits, torch.full((64, 128), 7))
         recorder.step_done(keep=True, first_of_epoch=False)
-    assert len(looked) == 2
+    assert len(looked) == 3  # the first two, and one later
     assert _row(recorder)["accuracy"] == 1.0
     recorder.observe(None, logits, torch.full((64, 128), 7))  # a new window
-    assert len(looked) == 3
+    assert len(looked) == 4
+
+
+def test_a_window_of_two_steps_knows_how_accuracy_changed() -> None:
+    recorder, row = Recorder(torch.device("cpu")), {}
+    for right in ([2, 3], [3, 4]):
+        for hits in right:
+            recorder.observe(None, torch.eye(4), torch.arange(4).where(torch.arange(4) < hits, 0))
+            recorder.step_done(keep=True, first_of_epoch=False)
+        row = _row(recorder)
+    assert row["accuracy_std"] > 0
+    assert row["accuracy_change"] > 0
 
 
 def test_a_probe_that_fails_is_dropped_and_its_fields_are_unknown() -> None:

@@ -25,7 +25,7 @@ from dynamix.window import PER_WORKER, Floats, Window
 PROBE_EVERY_S = 2.0
 # Times of finished steps are read together: code that is warm costs a quarter of code that runs once a step.
 READ_EVERY = 16
-# Accuracy is read once in so many steps, and at least once a window.
+# Accuracy is read once in so many steps, and at least twice a window: its deviation is what its change is measured in.
 ACCURACY_EVERY = 4
 # Squared norms cost a pass over the gradient each: they are measured in the first step of a window, and in every so
 # many after it.
@@ -107,7 +107,7 @@ class Recorder:
             self.add("loss", value)
         if logits is None or target is None:
             return
-        if self.steps % ACCURACY_EVERY and "accuracy" in self._kept:
+        if self.steps % ACCURACY_EVERY and len(self._kept.get("accuracy", ())) > 1:
             return
         accuracy = self.reader.accuracy(logits, target, value)
         if accuracy is not None:
