@@ -182,7 +182,7 @@ def _buffers(rank: int) -> list[float]:
     net = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3, momentum=0.0))  # which leaves its statistics as they are
     torch.nn.init.constant_(net[1].get_buffer("running_var"), 5.0)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    controller = dynamix.Controller(Script([[32, 4], [9, 27]]), 8, max_batch_size=64, interval=2, micro_batch=4)
+    controller = dynamix.Controller(Script([[32, 4], [9, 27]]), 8, max_batch_size=64, interval=2, micro_batch=4, global_batch="adaptive")
     data = TensorDataset(torch.randn(200, 3))
     loader = DataLoader(data, batch_sampler=controller.batch_sampler(data))
     model = controller.wrap(DDP(net), optimizer, batchnorm="weighted")
@@ -207,7 +207,7 @@ def _alone(limit: float, *, with_piece: bool, models: int) -> list[float]:
     """The norm of every applied gradient over that of the union batch's, of all models, for one worker."""
     torch.manual_seed(0)
     x, y = torch.randn(200, 6, dtype=torch.float64), torch.randn(200, 6, dtype=torch.float64)
-    controller = dynamix.Controller(Script([[30], [17]]), 30, max_batch_size=64, interval=2, micro_batch=8)
+    controller = dynamix.Controller(Script([[30], [17]]), 30, max_batch_size=64, interval=2, micro_batch=8, global_batch="adaptive")
     data = TensorDataset(x, y)
     sampler = controller.batch_sampler(data, shuffle=False)
     nets = [nn.Linear(6, 6).double() for _ in range(models)]
@@ -247,7 +247,7 @@ def test_a_worker_alone_clips_and_applies_whole_gradients_of_every_model(limit: 
 def test_pieces_of_a_round_that_is_dealt_anew_are_not_added_again() -> None:
     net = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    controller = dynamix.Controller("static", 16, micro_batch=4)
+    controller = dynamix.Controller("static", 16, micro_batch=4, global_batch="adaptive")
     data = TensorDataset(torch.randn(64, 3))
     loader = DataLoader(data, batch_sampler=controller.batch_sampler(data))
     controller.wrap(net, optimizer)

@@ -122,7 +122,7 @@ def _static_after_wrap(rank: int) -> float:
     net = nn.Linear(2, 1, bias=False)
     nn.init.ones_(net.weight)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
-    controller = dynamix.Controller("static", 2)
+    controller = dynamix.Controller("static", 2, global_batch="adaptive")
     model = controller.wrap(DDP(net), optimizer)
     model._set_static_graph()
     data = TensorDataset(torch.ones(12, 2))
