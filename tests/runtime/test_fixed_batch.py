@@ -44,6 +44,13 @@ def test_what_contradicts_a_fixed_total_is_refused_with_the_fix(arguments: dict[
         assert name in str(caught.value)
 
 
+@pytest.mark.parametrize("policy", ["noise_scale", "pollux"])
+def test_a_policy_that_moves_the_global_batch_alone_is_refused(policy: str) -> None:
+    with pytest.raises(ConfigError, match=f"global_batch='fixed'.*'adaptive' with '{policy}'"):
+        dynamix.Controller(policy)
+    dynamix.Controller(policy, global_batch="adaptive").close()
+
+
 def test_a_resumed_job_keeps_the_total_it_began_with() -> None:
     job = JobFacts(fixed_at(Bounds.of(2, 1, 256), 64), 64, fixed=True)
     job.resume(128)  # it began with four ranks of 32

@@ -182,7 +182,9 @@ def _buffers(rank: int) -> list[float]:
     net = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3, momentum=0.0))  # which leaves its statistics as they are
     torch.nn.init.constant_(net[1].get_buffer("running_var"), 5.0)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    controller = dynamix.Controller(Script([[32, 4], [9, 27]]), 8, max_batch_size=64, interval=2, micro_batch=4, global_batch="adaptive")
+    controller = dynamix.Controller(
+        Script([[32, 4], [9, 27]]), 8, max_batch_size=64, interval=2, micro_batch=4, global_batch="adaptive"
+    )
     data = TensorDataset(torch.randn(200, 3))
     loader = DataLoader(data, batch_sampler=controller.batch_sampler(data))
     model = controller.wrap(DDP(net), optimizer, batchnorm="weighted")
@@ -207,7 +209,9 @@ def _alone(limit: float, *, with_piece: bool, models: int) -> list[float]:
     """The norm of every applied gradient over that of the union batch's, of all models, for one worker."""
     torch.manual_seed(0)
     x, y = torch.randn(200, 6, dtype=torch.float64), torch.randn(200, 6, dtype=torch.float64)
-    controller = dynamix.Controller(Script([[30], [17]]), 30, max_batch_size=64, interval=2, micro_batch=8, global_batch="adaptive")
+    controller = dynamix.Controller(
+        Script([[30], [17]]), 30, max_batch_size=64, interval=2, micro_batch=8, global_batch="adaptive"
+    )
     data = TensorDataset(x, y)
     sampler = controller.batch_sampler(data, shuffle=False)
     nets = [nn.Linear(6, 6).double() for _ in range(models)]
@@ -483,3 +487,21 @@ def test_shares_of_whole_pieces_have_one_shape() -> None:
     controller = dynamix.Controller("lb_bsp", 64, micro_batch=8, global_batch="adaptive")
     assert controller.bounds.quantum == 8
     assert dynamix.Controller("lb_bsp", 32, micro_batch=8, global_batch="adaptive").bounds.quantum == 2
+
+
+def test_what_is_observed_is_averaged_by_samples() -> None:
+    net = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+    controller = dynamix.Controller("static", 15, interval=1, micro_batch=12)
+    data = TensorDataset(torch.arange(60, dtype=torch.float32)[:, None].expand(60, 3))
+    model = controller.wrap(net, optimizer)
+    for (x,) in DataLoader(data, batch_sampler=controller.batch_sampler(data, shuffle=False)):
+        with controller.piece():
+            (model(x).sum() * 0).backward()
+        if controller.optimizer_due:
+            optimizer.step()
+        due = controller.optimizer_due
+        controller.step(loss=x[:, 0].mean())
+        if due:
+            break
+    assert controller.metrics()["loss"] == pytest.approx(7.0)

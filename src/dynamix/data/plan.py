@@ -107,19 +107,19 @@ class Cursor:
 
 
 def pieces_of(share: int, most: int) -> list[int]:
-    """`share` samples in pieces of `most`, and what is left in halves and quarters of it: few shapes.
+    """`share` samples in pieces of `most`, and before them what is left, in halves and quarters of it: few shapes.
 
     What neither makes is a piece of its own; where it would be a single sample, which batch norm cannot normalise, the
-    piece before it gives one up.
+    piece after it gives one up. The last piece is the largest: what has accumulated is scaled to its weight.
 
     >>> pieces_of(32, 8), pieces_of(30, 8), pieces_of(13, 8), pieces_of(17, 8), pieces_of(7, 4), pieces_of(0, 8)
-    ([8, 8, 8, 8], [8, 8, 8, 4, 2], [8, 5], [8, 7, 2], [4, 3], [0])
+    ([8, 8, 8, 8], [2, 4, 8, 8, 8], [5, 8], [2, 7, 8], [3, 4], [0])
     """
     whole, rest = divmod(share, most)
     pieces = [most] * whole
     half, quarter = (0 if most % n else most // n for n in (2, 4))
     if rest == 1 and most > 2 and pieces:
-        return [*pieces[:-1], most - 1, 2]
+        return [2, most - 1, *pieces[1:]]
     if quarter > 1 and rest == half + quarter:
-        return [*pieces, half, quarter]
-    return [*pieces, rest] if rest or not pieces else pieces
+        return [quarter, half, *pieces]
+    return [rest, *pieces] if rest or not pieces else pieces

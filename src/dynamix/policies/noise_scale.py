@@ -22,6 +22,8 @@ class NoiseScalePolicy:
     [48, 48]
     """
 
+    even = True
+
     def __init__(self, *, weight: float = 0.1, step: float = 2.0) -> None:
         self.step = step
         self.scale = Smoothed(weight)

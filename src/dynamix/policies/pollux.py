@@ -26,6 +26,8 @@ class Pollux:
     [64, 64]
     """
 
+    even = True
+
     def __init__(self, *, threshold: float = 1.05, candidates: int = 50) -> None:
         self.threshold, self.candidates = threshold, candidates
         self.computing, self.exchange = LeastSquares(), Exchange(weight=0.0, forget=1.0, jump=np.inf)

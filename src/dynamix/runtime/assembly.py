@@ -107,6 +107,11 @@ def assemble(group: dist.ProcessGroup | None, rank: int, given: JobArguments) ->
             max_change=given.max_change,
         )
         policy = policy_of(given.policy, learn=given.learn)
+        if given.global_batch == "fixed" and getattr(policy, "even", False):
+            allowed = f"'adaptive' with {given.policy!r}, which gives all workers the same"
+            raise ConfigError(
+                "global_batch", "fixed", allowed, "say global_batch='adaptive', or take lb_bsp or goodput"
+            )
         replayed = None if given.replay is None else recorded(given.replay)
         same |= {"policy": given.policy if isinstance(given.policy, str) else type(given.policy).__name__}
         same |= {"learn": given.learn, "guard": given.guard, **counts, "lr_rule": given.lr_rule, "replay": replayed}

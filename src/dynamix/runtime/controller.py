@@ -333,7 +333,7 @@ class Controller:
         coordinator.before_step(piece)
         source.consume()
         if mine:
-            coordinator.recorder.observe(loss, logits, target)
+            coordinator.recorder.observe(loss, logits, target, samples=mine)
         if piece.last:
             coordinator.step_done(piece.plan)
         else:

@@ -60,7 +60,7 @@ class Recorder:
         self._late: dict[int, bool] = {}  # steps of this window not read yet -> first of its epoch
         self.sees_communication = True  # False: waits hide in `compute`, which is then not known
         self._step_index = 0
-        self._open: list[tuple[str, int, Value]] = []
+        self._open: list[tuple[str, int, Value, float]] = []
         self._lock = threading.Lock()
         self._kept: dict[str, list[Value]] = {}
         self._arriving: _Transfer | None = None
@@ -86,8 +86,8 @@ class Recorder:
         """Whether this optimizer step's squared norms are to be measured. The same on all ranks in steps that count."""
         return self.steps % NORMS_EVERY == 0 and not self.muted
 
-    def add(self, name: str, value: Value, *, part: int = 0) -> None:
-        """One 0-dim value of this optimizer step; squares add up over parts (buckets), others average.
+    def add(self, name: str, value: Value, *, part: int = 0, weight: float = 1.0) -> None:
+        """One 0-dim value of this optimizer step; squares add up over parts (buckets), others are averaged by weight.
 
         Squares of a part may come once for each reduction of the step; `_squares` says what is made of them.
         """
@@ -96,22 +96,22 @@ class Recorder:
                 # Plain floats where reading costs nothing: torch's own arithmetic on scalars is 20 times slower.
                 if isinstance(value, Tensor):
                     value = value.detach() if value.is_cuda else value.item()
-                self._open.append((name, part, value))
+                self._open.append((name, part, value, weight))
 
     # -- from Controller.step
 
-    def observe(self, loss: Any, logits: Any, target: Any) -> None:
-        """Statistics of one micro-batch, left on its device. Takes whatever a loop has; see `Reader`."""
+    def observe(self, loss: Any, logits: Any, target: Any, *, samples: float = 1.0) -> None:
+        """Statistics of one batch of `samples`, left on its device. Takes whatever a loop has; see `Reader`."""
         value = self.reader.loss(loss)
         if value is not None:
-            self.add("loss", value)
+            self.add("loss", value, weight=samples)
         if logits is None or target is None:
             return
         if self.steps % ACCURACY_EVERY and len(self._kept.get("accuracy", ())) > 1:
             return
         accuracy = self.reader.accuracy(logits, target, value)
         if accuracy is not None:
-            self.add("accuracy", accuracy)
+            self.add("accuracy", accuracy, weight=samples)
 
     def micro_done(self) -> None:
         self.timer.micro_done()
@@ -129,14 +129,16 @@ class Recorder:
             self._read_times()
         if not keep:
             return
-        grouped: dict[str, dict[int, list[Value]]] = {}
+        squares: dict[str, dict[int, list[Value]]] = {"local_sq": {}, "global_sq": {}}
+        others: dict[str, list[tuple[Value, float]]] = {}
         # By part, not by arrival: reductions end in any order, and a sum must not depend on it.
-        for name, part, value in sorted(measured, key=lambda entry: entry[1]):
-            grouped.setdefault(name, {}).setdefault(part, []).append(value)
-        of_step = _squares(grouped.pop("local_sq", {}), grouped.pop("global_sq", {}))
-        for name, parts in grouped.items():
-            values = [value for part in parts.values() for value in part]
-            of_step[name] = _sum(values) / len(values)
+        for name, part, value, weight in sorted(measured, key=lambda entry: entry[1]):
+            if name in squares:
+                squares[name].setdefault(part, []).append(value)
+            else:
+                others.setdefault(name, []).append((value, weight))
+        of_step = _squares(squares["local_sq"], squares["global_sq"])
+        of_step |= {name: _mean(values) for name, values in others.items()}
         for name, value in of_step.items():
             series = self._kept.setdefault(name, [])
             series.append(value)
@@ -308,6 +310,13 @@ def _squares(local: dict[int, list[Value]], reduced: dict[int, list[Value]]) -> 
             parts.append(after[-1] + apart * (len(after) / len(values)))
         of_step["local_sq"] = _sum(parts)
     return of_step
+
+
+def _mean(weighted: list[tuple[Value, float]]) -> Value:
+    values, weights = zip(*weighted, strict=True)
+    if len(set(weights)) == 1:  # so that a single value stays what it is
+        return _sum(list(values)) / len(values)
+    return _sum([value * weight for value, weight in weighted]) / sum(weights)
 
 
 def _sum(values: list[Value]) -> Value:
