@@ -313,9 +313,9 @@ def _squares(local: dict[int, list[Value]], reduced: dict[int, list[Value]]) -> 
 
 
 def _mean(weighted: list[tuple[Value, float]]) -> Value:
-    values, weights = zip(*weighted, strict=True)
-    if len(set(weights)) == 1:  # so that a single value stays what it is
-        return _sum(list(values)) / len(values)
+    values: list[Value] = [value for value, _ in weighted]
+    if len({weight for _, weight in weighted}) == 1:  # so that a single value stays what it is
+        return _sum(values) / len(values)
     return _sum([value * weight for value, weight in weighted]) / sum(weights)
 
 

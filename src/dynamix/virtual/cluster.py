@@ -266,8 +266,8 @@ class _AllRecorders(Recorder):
         self.workers, self.job = workers, job
         self.of_step: tuple[Floats, float, Shares, float | None]  # what `VirtualWorkers.record` takes
 
-    def add(self, name: str, value: Tensor | float, *, part: int = 0) -> None:
-        self.workers.recorders[0].add(name, float(value), part=part)
+    def add(self, name: str, value: Tensor | float, *, part: int = 0, weight: float = 1.0) -> None:
+        self.workers.recorders[0].add(name, float(value), part=part, weight=weight)
 
     def step_done(self, *, keep: bool, first_of_epoch: bool) -> None:
         self.workers.record(*self.of_step, keep=keep, first_of_epoch=first_of_epoch)
