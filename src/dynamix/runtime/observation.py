@@ -316,7 +316,7 @@ def _mean(weighted: list[tuple[Value, float]]) -> Value:
     values: list[Value] = [value for value, _ in weighted]
     if len({weight for _, weight in weighted}) == 1:  # so that a single value stays what it is
         return _sum(values) / len(values)
-    return _sum([value * weight for value, weight in weighted]) / sum(weights)
+    return _sum([value * weight for value, weight in weighted]) / sum(weight for _, weight in weighted)
 
 
 def _sum(values: list[Value]) -> Value:
