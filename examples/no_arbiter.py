@@ -24,7 +24,9 @@ def main() -> None:
     dataset = TensorDataset(x, (x[:, :5].sum(1) > 0).long())
     net = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 2))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    controller = dynamix.Controller(policy="stigmergic", batch_size=32, max_batch_size=128, global_batch="adaptive", interval=5)
+    controller = dynamix.Controller(
+        policy="stigmergic", batch_size=32, max_batch_size=128, global_batch="adaptive", interval=5
+    )
     loader = DataLoader(dataset, batch_sampler=controller.batch_sampler(dataset, seed=0))
     model = controller.wrap(DDP(net), optimizer)
     for inputs, target in loader:

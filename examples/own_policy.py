@@ -43,7 +43,9 @@ def main() -> None:
     dataset = TensorDataset(x, (x.sum(1, keepdim=True) + torch.randn(8192, 1)))
     net = nn.Linear(10, 1)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
-    controller = dynamix.Controller(FollowNoise(), batch_size=8, max_batch_size=256, interval=5, global_batch="adaptive", lr_rule="adascale")
+    controller = dynamix.Controller(
+        FollowNoise(), batch_size=8, max_batch_size=256, interval=5, global_batch="adaptive", lr_rule="adascale"
+    )
     loader = DataLoader(dataset, batch_sampler=controller.batch_sampler(dataset))
     model = controller.wrap(DDP(net), optimizer)
     for inputs, target in loader:
