@@ -14,7 +14,7 @@ from dynamix_lab.commands.group import bench, command_line, names_of
 @guarded
 def bench_quality(
     context: typer.Context,
-    quick: Annotated[bool, typer.Option("--quick", help="One job, two rows, two short pairs: a smoke run.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="One job, three rows, two short pairs: a smoke run.")] = False,
     jobs: Annotated[str | None, typer.Option(help="Jobs, comma-separated (default: all six).")] = None,
     rows: Annotated[str | None, typer.Option(help="Rows, comma-separated, static among them (default: all).")] = None,
     sized: Annotated[

@@ -123,9 +123,9 @@ class QualityPlan:
 
     @classmethod
     def quick(cls) -> QualityPlan:
-        """A smoke run: one job and its batch norm, two rows, two short pairs; no figures worth keeping."""
+        """A smoke run: one job and its batch norm, three rows, two short pairs; no figures worth keeping."""
         jobs = ("teacher-classes", "teacher-classes-batchnorm")
-        return cls(jobs, (EVEN, "dynamix"), sized=(), pilot=2, train=8192, test=500, epochs=1)
+        return cls(jobs, (EVEN, "dynamix", "dynamix-fixed"), sized=(), pilot=2, train=8192, test=500, epochs=1)
 
     def check(self) -> None:
         """Raises `ConfigError` before anything runs."""
