@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,11 +16,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import dynamix
 from dynamix.data.plan import pieces_of
-from dynamix.errors import ConfigError, UsageError
 from dynamix.runtime.noise import NoiseScale
 from dynamix.runtime.observation import NORMS_EVERY
 from tests.ranks import run_ranks
-from tests.runtime.loops import Job, Loops
 from tests.union import Case, Script, larger, worst_error
 
 SHARES = {1: [[8], [5]], 2: [[32, 4], [9, 27]], 3: [[32, 4, 0], [8, 5, 23]], 4: [[32, 4, 16, 1], [3, 40, 2, 9]]}
@@ -55,126 +50,6 @@ def test_with_options_of_ddp_and_hooks(options: dict[str, Any]) -> None:
     tolerance = options.pop("tolerance", 1e-12)
     case = Case(SHARES[2], micro_batch=4, samples=331, **options)
     assert max(run_ranks(worst_error, 2, case)) < tolerance
-
-
-LOOPS = Loops()
-
-
-def _in_pieces(loop: Callable[[Job], None]) -> Callable[[Job], None]:
-    loop.options = {"micro_batch": 2}  # type: ignore[attr-defined]
-    return loop
-
-
-@LOOPS.wrong("with controller.piece()")
-@_in_pieces
-def _every_piece_synchronises(job: Job) -> None:
-    job.wrap()
-    for x, y in job.loader:
-        job.train(x, y)
-
-
-@LOOPS.wrong("if controller.optimizer_due")
-@_in_pieces
-def _the_optimizer_steps_with_every_piece(job: Job) -> None:
-    job.wrap()
-    for x, y in job.loader:
-        with job.controller.piece():
-            job.loss(x, y).backward()
-        job.update()
-        job.step()
-
-
-@LOOPS.wrong("controller.step() once for every batch")
-@_in_pieces
-def _one_step_a_round(job: Job) -> None:
-    job.wrap()
-    for x, y in job.loader:
-        with job.controller.piece():
-            job.loss(x, y).backward()
-        if job.controller.optimizer_due:
-            job.update()
-            job.step()
-
-
-@LOOPS.right
-@_in_pieces
-def _as_it_should_be(job: Job) -> None:
-    job.wrap()
-    for _ in range(2):
-        for x, y in job.loader:
-            with job.controller.piece():
-                job.loss(x, y).backward()
-            if job.controller.optimizer_due:
-                job.update()
-            job.step()
-
-
-def _accumulating(job: Job) -> None:
-    job.wrap()
-    for x, y in job.loader:
-        with job.controller.piece():
-            (job.loss(x, y) / 2).backward()
-        if job.controller.optimizer_due:
-            job.update()
-        job.step()
-
-
-_accumulating.options = {"accumulate": 2}  # type: ignore[attr-defined]
-LOOPS.right(_accumulating)
-
-
-@LOOPS.right
-def _one_piece_a_round(job: Job) -> None:
-    job.wrap()
-    for x, y in job.loader:
-        with job.controller.piece():
-            job.loss(x, y).backward()
-        if job.controller.optimizer_due:
-            job.update()
-        job.step()
-
-
-@pytest.mark.multiproc
-def test_wrong_loops_end_on_every_rank_with_the_line_to_write() -> None:
-    LOOPS.check_wrong(2)
-
-
-@pytest.mark.multiproc
-def test_right_loops_are_silent() -> None:
-    LOOPS.check_right()
-
-
-@LOOPS.wrong("after the same optimizer step on all ranks")
-@_in_pieces
-def _leaves_an_epoch_after_so_many_batches(job: Job) -> None:
-    job.wrap()
-    for _ in range(3):
-        for i, (x, y) in enumerate(job.loader):
-            if i == 5:
-                break
-            with job.controller.piece():
-                job.loss(x, y).backward()
-            if job.controller.optimizer_due:
-                job.update()
-            job.step()
-
-
-@LOOPS.right
-@_in_pieces
-def _leaves_an_epoch_after_so_many_rounds(job: Job) -> None:
-    job.wrap()
-    for epoch in range(3):
-        job.sampler.set_epoch(epoch)
-        rounds = 0
-        for x, y in job.loader:
-            with job.controller.piece():
-                job.loss(x, y).backward()
-            if due := job.controller.optimizer_due:
-                job.update()
-            job.step()
-            rounds += due
-            if rounds == 3:
-                break
 
 
 def _buffers(rank: int) -> list[float]:
@@ -246,32 +121,6 @@ def test_a_worker_alone_clips_and_applies_whole_gradients_of_every_model(limit: 
     for with_piece in (True, False):
         for ratio in _alone(limit, with_piece=with_piece, models=models):
             assert ratio == pytest.approx(1.0, rel=1e-3)  # clipping adds 1e-6 to the norm
-
-
-def test_pieces_of_a_round_that_is_dealt_anew_are_not_added_again() -> None:
-    net = nn.Linear(3, 1)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    controller = dynamix.Controller("static", 16, micro_batch=4, global_batch="adaptive")
-    data = TensorDataset(torch.randn(64, 3))
-    loader = DataLoader(data, batch_sampler=controller.batch_sampler(data))
-    controller.wrap(net, optimizer)
-
-    def train(batches: int) -> None:
-        for i, (x,) in enumerate(loader):
-            with controller.piece():
-                net(x).sum().backward()
-            if controller.optimizer_due:
-                optimizer.step()
-                optimizer.zero_grad()
-            controller.step()
-            if i + 1 == batches:
-                break
-
-    train(4 + 2)
-    optimizer.zero_grad()
-    train(2)
-    with pytest.raises(UsageError, match=r"zero_grad\(\)"):
-        train(2)
 
 
 def _tokens(rank: int) -> float:
@@ -367,93 +216,6 @@ def test_the_noise_scale_is_that_of_whole_shares(weighting: str) -> None:
     assert measured == pytest.approx(exact, rel=1e-6)
 
 
-class Numbered(TensorDataset):
-    def __getitem__(self, index: int) -> tuple[int, Tensor]:
-        return index, self.tensors[0][index]
-
-
-def _resumed(rank: int, folder: str, stop_after: int | None, workers: int) -> list[int]:
-    """Indices whose rounds were finished by this rank; stops in the middle of a round and saves, or resumes."""
-    torch.manual_seed(0)
-    net = nn.Linear(3, 1)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    shares = [[16, 3], [5, 12]] if workers == 2 else [[7, 9, 4], [12, 2, 6]]
-    controller = dynamix.Controller(
-        Script(shares), 8, max_batch_size=32, interval=2, micro_batch=4, global_batch="adaptive"
-    )
-    data = Numbered(torch.randn(173, 3))
-    model = controller.wrap(DDP(net), optimizer)
-    file = Path(folder) / f"state{min(rank, 1)}.pt"
-    if stop_after is None:
-        controller.load_state_dict(torch.load(file, weights_only=True))
-    sampler = controller.batch_sampler(data)
-    finished: list[int] = []
-    under_way: list[int] = []
-    rounds = 0
-    for index, x in DataLoader(data, batch_sampler=sampler, num_workers=2):
-        with controller.piece():
-            loss = model(x).square().mean()
-            loss.backward()
-        under_way += index.tolist() if sampler.piece().samples else []
-        due = controller.optimizer_due
-        if due:
-            optimizer.step()
-            optimizer.zero_grad()
-            finished, under_way, rounds = finished + under_way, [], rounds + 1
-        controller.step(loss=loss)
-        if rounds == stop_after and (not due or sampler.piece().last):
-            # The rank with several pieces is inside of a round here, the other one between two.
-            torch.save(controller.state_dict(), file)
-            break
-    return finished
-
-
-@pytest.mark.multiproc
-@pytest.mark.parametrize("workers", [2, 3])
-def test_a_state_saved_within_a_round_goes_on_after_the_last_whole_one(tmp_path: Path, workers: int) -> None:
-    before = run_ranks(_resumed, 2, str(tmp_path), 5, 2)
-    after = run_ranks(_resumed, workers, str(tmp_path), None, workers)
-    assert Counter(i for part in (*before, *after) for i in part) == Counter(range(173))
-
-
-@pytest.mark.parametrize(
-    ("given", "named"),
-    [
-        ({"micro_batch": 0}, "micro_batch=0"),
-        ({"micro_batch": 2.5}, "micro_batch=2.5"),
-        ({"micro_batch": 4, "accumulate": 2}, "accumulate=2.*micro_batch"),
-    ],
-    ids=str,
-)
-def test_impossible_pieces_are_refused(given: dict[str, Any], named: str) -> None:
-    with pytest.raises(ConfigError, match=named):
-        dynamix.Controller("static", 8, **given)
-
-
-def _refused(rank: int) -> list[str]:
-    told = []
-    synced = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
-    for net in (synced, nn.Linear(3, 3)):
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        controller = dynamix.Controller("static", 8, micro_batch=4, global_batch="adaptive")
-        loader = DataLoader(TensorDataset(torch.randn(64, 3)), batch_sampler=controller.batch_sampler(range(64)))
-        try:
-            controller.wrap(net if net is synced else DDP(net), optimizer, weighting="loss")
-            for batch in loader:
-                controller.backward(lambda b: b[0].sum(), batch)
-        except UsageError as error:
-            told.append(str(error))
-        controller.close()
-    return told
-
-
-def test_models_and_passes_that_pieces_do_not_fit_are_refused() -> None:
-    for sync, backward in run_ranks(_refused, 2):
-        assert "SyncBatchNorm" in sync
-        assert "accumulate" in sync
-        assert "backward()" in backward
-
-
 def test_find_limits_bounds_the_piece_and_not_the_share() -> None:
     net = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -483,10 +245,17 @@ def test_no_piece_is_a_single_sample(most: int) -> None:
         assert 1 < min(sizes) <= max(sizes) <= most
 
 
-def test_shares_of_whole_pieces_have_one_shape() -> None:
-    controller = dynamix.Controller("lb_bsp", 64, micro_batch=8, global_batch="adaptive")
-    assert controller.bounds.quantum == 8
-    assert dynamix.Controller("lb_bsp", 32, micro_batch=8, global_batch="adaptive").bounds.quantum == 2
+def test_shares_of_whole_pieces_have_one_shape_until_the_tail() -> None:
+    data = TensorDataset(torch.randn(331, 3))
+    for batch_size, shapes in ((64, {8}), (30, {8, 4, 2})):
+        controller = dynamix.Controller("lb_bsp", batch_size, micro_batch=8)
+        sampler = controller.batch_sampler(data)
+        seen = set()
+        for batch in sampler:
+            if sampler.plan().regular:
+                seen.add(len(batch))
+            sampler.consume()
+        assert seen == shapes
 
 
 def test_what_is_observed_is_averaged_by_samples() -> None:

@@ -121,8 +121,7 @@ class SampleOrder(ABC):
 
     @property
     def abandons(self) -> bool:
-        """Whether who begins anew now leaves an epoch of which this rank has consumed pieces, other ranks as many or
-        not."""
+        """Whether a new iteration would leave an epoch half done, perhaps after another round on each rank."""
         return self.micro_batch is not None and not self._behind.finished and self.batches_consumed > self._began
 
     @property

@@ -1,0 +1,254 @@
+"""Loops over pieces that are right or wrong, broken off and resumed, and what pieces do not fit."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, TensorDataset
+
+import dynamix
+from dynamix.errors import ConfigError, UsageError
+from tests.ranks import run_ranks
+from tests.runtime.loops import Job, Loops
+from tests.union import Script
+
+LOOPS = Loops()
+
+
+def _in_pieces(loop: Callable[[Job], None]) -> Callable[[Job], None]:
+    loop.options = {"micro_batch": 2}  # type: ignore[attr-defined]
+    return loop
+
+
+@LOOPS.wrong("with controller.piece()")
+@_in_pieces
+def _every_piece_synchronises(job: Job) -> None:
+    job.wrap()
+    for x, y in job.loader:
+        job.train(x, y)
+
+
+@LOOPS.wrong("if controller.optimizer_due")
+@_in_pieces
+def _the_optimizer_steps_with_every_piece(job: Job) -> None:
+    job.wrap()
+    for x, y in job.loader:
+        with job.controller.piece():
+            job.loss(x, y).backward()
+        job.update()
+        job.step()
+
+
+@LOOPS.wrong("controller.step() once for every batch")
+@_in_pieces
+def _one_step_a_round(job: Job) -> None:
+    job.wrap()
+    for x, y in job.loader:
+        with job.controller.piece():
+            job.loss(x, y).backward()
+        if job.controller.optimizer_due:
+            job.update()
+            job.step()
+
+
+@LOOPS.right
+@_in_pieces
+def _as_it_should_be(job: Job) -> None:
+    job.wrap()
+    for _ in range(2):
+        for x, y in job.loader:
+            with job.controller.piece():
+                job.loss(x, y).backward()
+            if job.controller.optimizer_due:
+                job.update()
+            job.step()
+
+
+def _accumulating(job: Job) -> None:
+    job.wrap()
+    for x, y in job.loader:
+        with job.controller.piece():
+            (job.loss(x, y) / 2).backward()
+        if job.controller.optimizer_due:
+            job.update()
+        job.step()
+
+
+_accumulating.options = {"accumulate": 2}  # type: ignore[attr-defined]
+
+
+LOOPS.right(_accumulating)
+
+
+@LOOPS.right
+def _one_piece_a_round(job: Job) -> None:
+    job.wrap()
+    for x, y in job.loader:
+        with job.controller.piece():
+            job.loss(x, y).backward()
+        if job.controller.optimizer_due:
+            job.update()
+        job.step()
+
+
+@pytest.mark.multiproc
+def test_wrong_loops_end_on_every_rank_with_the_line_to_write() -> None:
+    LOOPS.check_wrong(2)
+
+
+@pytest.mark.multiproc
+def test_right_loops_are_silent() -> None:
+    LOOPS.check_right()
+
+
+@LOOPS.wrong("after the same optimizer step on all ranks")
+@_in_pieces
+def _leaves_an_epoch_after_so_many_batches(job: Job) -> None:
+    job.wrap()
+    for _ in range(3):
+        for i, (x, y) in enumerate(job.loader):
+            if i == 5:
+                break
+            with job.controller.piece():
+                job.loss(x, y).backward()
+            if job.controller.optimizer_due:
+                job.update()
+            job.step()
+
+
+@LOOPS.right
+@_in_pieces
+def _leaves_an_epoch_after_so_many_rounds(job: Job) -> None:
+    job.wrap()
+    for epoch in range(3):
+        job.sampler.set_epoch(epoch)
+        rounds = 0
+        for x, y in job.loader:
+            with job.controller.piece():
+                job.loss(x, y).backward()
+            if due := job.controller.optimizer_due:
+                job.update()
+            job.step()
+            rounds += due
+            if rounds == 3:
+                break
+
+
+def test_pieces_of_a_round_that_is_dealt_anew_are_not_added_again() -> None:
+    net = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    controller = dynamix.Controller("static", 16, micro_batch=4, global_batch="adaptive")
+    data = TensorDataset(torch.randn(64, 3))
+    loader = DataLoader(data, batch_sampler=controller.batch_sampler(data))
+    controller.wrap(net, optimizer)
+
+    def train(batches: int) -> None:
+        for i, (x,) in enumerate(loader):
+            with controller.piece():
+                net(x).sum().backward()
+            if controller.optimizer_due:
+                optimizer.step()
+                optimizer.zero_grad()
+            controller.step()
+            if i + 1 == batches:
+                break
+
+    train(4 + 2)
+    optimizer.zero_grad()
+    train(2)
+    with pytest.raises(UsageError, match=r"zero_grad\(\)"):
+        train(2)
+
+
+class Numbered(TensorDataset):
+    def __getitem__(self, index: int) -> tuple[int, Tensor]:
+        return index, self.tensors[0][index]
+
+
+def _resumed(rank: int, folder: str, stop_after: int | None, workers: int) -> list[int]:
+    """Indices whose rounds were finished by this rank; stops in the middle of a round and saves, or resumes."""
+    torch.manual_seed(0)
+    net = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    shares = [[16, 3], [5, 12]] if workers == 2 else [[7, 9, 4], [12, 2, 6]]
+    controller = dynamix.Controller(
+        Script(shares), 8, max_batch_size=32, interval=2, micro_batch=4, global_batch="adaptive"
+    )
+    data = Numbered(torch.randn(173, 3))
+    model = controller.wrap(DDP(net), optimizer)
+    file = Path(folder) / f"state{min(rank, 1)}.pt"
+    if stop_after is None:
+        controller.load_state_dict(torch.load(file, weights_only=True))
+    sampler = controller.batch_sampler(data)
+    finished: list[int] = []
+    under_way: list[int] = []
+    rounds = 0
+    for index, x in DataLoader(data, batch_sampler=sampler, num_workers=2):
+        with controller.piece():
+            loss = model(x).square().mean()
+            loss.backward()
+        under_way += index.tolist() if sampler.piece().samples else []
+        due = controller.optimizer_due
+        if due:
+            optimizer.step()
+            optimizer.zero_grad()
+            finished, under_way, rounds = finished + under_way, [], rounds + 1
+        controller.step(loss=loss)
+        if rounds == stop_after and (not due or sampler.piece().last):
+            # The rank with several pieces is inside of a round here, the other one between two.
+            torch.save(controller.state_dict(), file)
+            break
+    return finished
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize("workers", [2, 3])
+def test_a_state_saved_within_a_round_goes_on_after_the_last_whole_one(tmp_path: Path, workers: int) -> None:
+    before = run_ranks(_resumed, 2, str(tmp_path), 5, 2)
+    after = run_ranks(_resumed, workers, str(tmp_path), None, workers)
+    assert Counter(i for part in (*before, *after) for i in part) == Counter(range(173))
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"micro_batch": 0}, "micro_batch=0"),
+        ({"micro_batch": 2.5}, "micro_batch=2.5"),
+        ({"micro_batch": 4, "accumulate": 2}, "accumulate=2.*micro_batch"),
+    ],
+    ids=str,
+)
+def test_impossible_pieces_are_refused(given: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        dynamix.Controller("static", 8, **given)
+
+
+def _refused(rank: int) -> list[str]:
+    told = []
+    synced = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
+    for net in (synced, nn.Linear(3, 3)):
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        controller = dynamix.Controller("static", 8, micro_batch=4, global_batch="adaptive")
+        loader = DataLoader(TensorDataset(torch.randn(64, 3)), batch_sampler=controller.batch_sampler(range(64)))
+        try:
+            controller.wrap(net if net is synced else DDP(net), optimizer, weighting="loss")
+            for batch in loader:
+                controller.backward(lambda b: b[0].sum(), batch)
+        except UsageError as error:
+            told.append(str(error))
+        controller.close()
+    return told
+
+
+def test_models_and_passes_that_pieces_do_not_fit_are_refused() -> None:
+    for sync, backward in run_ranks(_refused, 2):
+        assert "SyncBatchNorm" in sync
+        assert "accumulate" in sync
+        assert "backward()" in backward
