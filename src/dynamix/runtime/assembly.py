@@ -43,6 +43,7 @@ class JobArguments:
     max_change: float
     accumulate: int
     micro_batch: int | None
+    meet: str
     lr_rule: str
     events: str | os.PathLike[str] | None
     replay: str | os.PathLike[str] | None
@@ -82,6 +83,19 @@ class Assembly:
                 liveness.leave()
 
 
+def require_way_of_meeting(given: JobArguments) -> None:
+    """Raise `ConfigError` where workers cannot meet as `given.meet` says."""
+    if given.meet not in ("gradients", "parameters"):
+        raise ConfigError("meet", given.meet, "'gradients' or 'parameters'", "check the spelling")
+    if given.meet == "parameters":
+        if given.accumulate > 1:
+            fix = "leave accumulate out: every piece of a share is an optimizer step; micro_batch= says how large"
+            raise ConfigError("accumulate", given.accumulate, "1 with meet='parameters'", fix)
+        if given.global_batch != "fixed":
+            fix = "say global_batch='fixed'; batch_size / micro_batch is the number of steps between meetings"
+            raise ConfigError("global_batch", given.global_batch, "'fixed' with meet='parameters'", fix)
+
+
 def assemble(group: dist.ProcessGroup | None, rank: int, given: JobArguments) -> Assembly:
     """The parts of a controller of `rank` in `group`. A collective call; its errors are `Controller`'s."""
     workers = 1 if group is None else dist.get_world_size(group)
@@ -95,6 +109,7 @@ def assemble(group: dist.ProcessGroup | None, rank: int, given: JobArguments) ->
             if given.accumulate > 1:
                 fix = "leave accumulate out: a worker's share of a round is cut into pieces of micro_batch"
                 raise ConfigError("accumulate", given.accumulate, "1 beside micro_batch", fix)
+        require_way_of_meeting(given)
         bounds, start = job_bounds(
             workers,
             given.batch_size,
@@ -115,7 +130,7 @@ def assemble(group: dist.ProcessGroup | None, rank: int, given: JobArguments) ->
         replayed = None if given.replay is None else recorded(given.replay)
         same |= {"policy": given.policy if isinstance(given.policy, str) else type(given.policy).__name__}
         same |= {"learn": given.learn, "guard": given.guard, **counts, "lr_rule": given.lr_rule, "replay": replayed}
-        same |= {"max_change": given.max_change, "global_batch": given.global_batch}
+        same |= {"max_change": given.max_change, "global_batch": given.global_batch, "meet": given.meet}
         same |= {"min_batch_size": bounds.low, "max_batch_size": bounds.high}
         same |= {"min_global_batch": given.total[0], "max_global_batch": given.total[1]}
         same |= {"shape of the policy's state": shape_of(policy.state_dict())}
@@ -138,6 +153,7 @@ def assemble(group: dist.ProcessGroup | None, rank: int, given: JobArguments) ->
         lr_rule=given.lr_rule,
         ranks=ranks,
         micro_batch=given.micro_batch,
+        apart=given.meet == "parameters",
     )
     if control is not None and ranks is not None and workers > 1:
         liveness = coordinator.liveness = Liveness.open(control)

@@ -12,11 +12,12 @@ from torch.optim import Optimizer
 from dynamix.errors import UsageError
 from dynamix.projection import project
 from dynamix.runtime import random_state
+from dynamix.runtime.apart import attach_apart
 from dynamix.runtime.coordinator import Coordinator
 from dynamix.runtime.loop import require_pair
 from dynamix.runtime.memory import Memory, within
 from dynamix.runtime.observation import Recorder, Unmeasured
-from dynamix.runtime.weighting import attach, is_sharded
+from dynamix.runtime.weighting import Attached, attach, is_sharded
 from dynamix.window import Bounds
 
 
@@ -25,17 +26,19 @@ def connect(
 ) -> bool:
     """`Controller.wrap`, its options being those of `attach`. Whether `model` is the first that is connected."""
     require_pair(model, optimizer, group)
-    if coordinator.micro_batch is not None:
+    if options["averaging"] is not None and not coordinator.apart:
+        fix = "write Controller(meet='parameters'), or leave averaging= out"
+        raise UsageError(f"wrap(averaging=...) says how models are averaged, but workers meet over gradients: {fix}")
+    if coordinator.micro_batch is not None or coordinator.apart:
         require_own_passes(model, group)
     if coordinator.loop.add_optimizer(model, optimizer):
-        coordinator.add_learning_rate(optimizer)
-        coordinator.finish_before(optimizer, model)
+        coordinator.add_optimizer(optimizer, model)
         return False
     if coordinator.attached is not None:
         _connect_another(coordinator, group, model, optimizer, options)
         return False
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    attached = attach(model, group, coordinator.share, Recorder(device), **options)
+    attached = _attach(coordinator, model, group, Recorder(device), options)
     loss_weight = coordinator.loss_weight
     loss_weight.bind(model, required=options["weighting"] == "loss")
     coordinator.connect(model, optimizer, attached, Memory(attached, optimizer, loss_weight, group=group))
@@ -53,10 +56,25 @@ def _connect_another(
     if coordinator.loss_weight.required or options["weighting"] == "loss":
         why = "the weight of a loss is given once for each batch"
         raise UsageError(f"wrap(weighting='loss') serves one model, because {why}: use weighting='hook' for several")
-    attached = attach(model, group, coordinator.share, coordinator.recorder, **options)
+    attached = _attach(coordinator, model, group, coordinator.recorder, options)
     if attached.hook is not None:
         attached.hook.meter = Unmeasured(coordinator.recorder)
     coordinator.connect_another(model, optimizer, attached)
+
+
+def _attach(
+    coordinator: Coordinator,
+    model: nn.Module,
+    group: dist.ProcessGroup | None,
+    recorder: Recorder,
+    options: dict[str, Any],
+) -> Attached:
+    if coordinator.apart:
+        ending = None if coordinator.ranks is None else coordinator.ranks.ending
+        return attach_apart(model, group, recorder, ending, **options)
+    return attach(
+        model, group, coordinator.share, recorder, **{name: v for name, v in options.items() if name != "averaging"}
+    )
 
 
 def require_own_passes(model: nn.Module, group: dist.ProcessGroup | None) -> None:
@@ -66,14 +84,16 @@ def require_own_passes(model: nn.Module, group: dist.ProcessGroup | None) -> Non
     for module in model.modules():
         if isinstance(module, nn.SyncBatchNorm) or is_sharded(module):
             why = f"{type(module).__name__} exchanges in its forward pass, and ranks have unlike numbers of pieces"
-            raise UsageError(f"Controller(micro_batch=...) does not fit this model: {why}. Use accumulate= instead")
+            raise UsageError(
+                f"micro_batch= and meet='parameters' do not fit this model: {why}. Use accumulate= instead"
+            )
 
 
 @contextmanager
 def piece(coordinator: Coordinator) -> Iterator[None]:
     """`Controller.piece`."""
     with ExitStack() as stack:
-        if not coordinator.need_source().piece().last:
+        if coordinator.apart or not coordinator.need_source().piece().last:
             for model in (attached.model for attached in coordinator.connected):
                 if callable(requires := getattr(model, "set_requires_gradient_sync", None)):  # FSDP2
                     requires(False)

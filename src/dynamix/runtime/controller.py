@@ -23,6 +23,7 @@ from dynamix.runtime.arguments import rank_in, require_no_launcher
 from dynamix.runtime.assembly import JobArguments, assemble
 from dynamix.runtime.memory import ExitNote
 from dynamix.runtime.metrics import metrics_of
+from dynamix.runtime.parameters import Averaging
 from dynamix.runtime.scaling import SampleSchedule
 from dynamix.window import Bounds, Ints
 
@@ -63,6 +64,10 @@ class Controller:
                       pieces of that many, so that workers have unlike numbers of like pieces: `batch_size` and its
                       bounds are of a round. The loop puts its passes under `piece()` and asks `optimizer_due`. Not
                       for SyncBatchNorm and FSDP
+    meet              "gradients": pieces accumulate, and a round has one optimizer step, of the union batch's gradient.
+                      "parameters": every piece is an optimizer step of its worker's own, and at the end of the round
+                      the workers' models become their mean by samples (local SGD; docs/rounds.md). Faster where
+                      exchange takes longer than a few pieces. Needs a fixed global batch
     lr_rule           how the learning rate follows a global batch that moves: none, linear, sqrt, adascale. "auto":
                       linear; sqrt for Adam and others that divide by the size of the gradient
     process_group     the data-parallel group; None: the default group
@@ -92,6 +97,7 @@ class Controller:
         max_change: float = float("inf"),
         accumulate: int = 1,
         micro_batch: int | None = None,
+        meet: Literal["gradients", "parameters"] = "gradients",
         lr_rule: str = "auto",
         process_group: dist.ProcessGroup | None = None,
         events: str | os.PathLike[str] | None = None,
@@ -120,6 +126,7 @@ class Controller:
                 max_change=max_change,
                 accumulate=accumulate,
                 micro_batch=micro_batch,
+                meet=meet,
                 lr_rule=lr_rule,
                 events=events,
                 replay=replay,
@@ -186,6 +193,7 @@ class Controller:
         scaler: torch.amp.GradScaler | None = None,
         weighting: Literal["hook", "loss"] = "hook",
         batchnorm: Literal["rank0", "weighted"] = "rank0",
+        averaging: Averaging | None = None,
     ) -> Model:
         """Connect a model and its optimizer; returns the same model. Call it after DDP or `fully_shard`.
 
@@ -203,7 +211,7 @@ class Controller:
         other ranks than the controller's, or is not the one that the optimizer updates.
         """
         options: dict[str, Any] = {"hook": hook, "hook_state": hook_state, "scaler": scaler}
-        options |= {"weighting": weighting, "batchnorm": batchnorm}
+        options |= {"weighting": weighting, "batchnorm": batchnorm, "averaging": averaging}
         with self._coordinator.setting_up():
             if connecting.connect(self._coordinator, self.group, model, optimizer, **options):
                 note = weakref.WeakMethod(self._coordinator.samples_now)
@@ -255,7 +263,12 @@ class Controller:
     @property
     def optimizer_due(self) -> bool:
         """Whether the optimizer steps with this batch: it is the last of this rank's share of the round."""
-        return self._coordinator.need_source().piece().last
+        return self._coordinator.apart or self._coordinator.need_source().piece().last
+
+    @property
+    def met(self) -> bool:
+        """Whether the batch just stepped ended a round: between rounds evaluate, save, or leave the loop."""
+        return self._coordinator.met
 
     def backward(self, loss_fn: Callable[[Any], Tensor], batch: Any) -> Tensor:
         """`loss_fn(batch).backward()`, in smaller pieces where memory runs out; returns the loss, detached.
@@ -335,6 +348,8 @@ class Controller:
         if mine:
             coordinator.recorder.observe(loss, logits, target, samples=mine)
         if piece.last:
+            if coordinator.apart:
+                coordinator.meet(piece)
             coordinator.step_done(piece.plan)
         else:
             coordinator.piece_done(piece, applied)

@@ -19,7 +19,7 @@ from dynamix.runtime.agreement import Channel, Kind, Message
 from dynamix.runtime.decentral import PeerChannel
 from dynamix.runtime.gradients import Share
 from dynamix.runtime.job import Closing, JobFacts
-from dynamix.runtime.liveness import Liveness
+from dynamix.runtime.liveness import Liveness, failed_collective
 from dynamix.runtime.loop import LoopCheck
 from dynamix.runtime.memory import Memory
 from dynamix.runtime.noise import ConsecutiveNoise
@@ -44,6 +44,7 @@ class Coordinator:
     interval  optimizer steps per window
     ranks     None: there are no others
     micro_batch   most samples of a piece of this rank's share; None: a share is one, or one of `accumulate`
+    apart     whether every piece is an optimizer step of this rank's own, and workers meet over parameters
     """
 
     def __init__(
@@ -59,12 +60,16 @@ class Coordinator:
         lr_rule: str,
         ranks: Ranks | None = None,
         micro_batch: int | None = None,
+        apart: bool = False,
     ) -> None:
         self.job, self.policy, self.channel, self.rank, self.interval = job, policy, channel, rank, interval
         self.loss_weight = loss_weight
         # A global batch that stays as it is asks for no other rate.
         self.lr_rule = "none" if lr_rule == AUTO and job.fixed else lr_rule
-        self.micro_batch = micro_batch
+        self.micro_batch, self.apart = micro_batch, apart
+        # Samples of all workers' optimizer steps that are taken at the same time.
+        self._at_once = start.size * micro_batch if apart and micro_batch else None
+        self.between_meetings = False  # this rank has stepped apart since the last one
         self.accumulate, self.per_epoch = job.accumulate, boundary(policy) == "epoch"
         # The sampler's ledger counts micro-steps and samples of each; all that ranks say to each other counts rounds.
         self.allocations, self.progress = Allocations(start // self.accumulate), Progress()
@@ -78,7 +83,9 @@ class Coordinator:
         if ranks is not None:
             self.ranks, channel.ending, loss_weight.ending = ranks, ranks.ending, ranks.ending
         workers = 1 if ranks is None else self.allocations.workers
-        self.loop = LoopCheck(self.accumulate, self.fail, lambda: self.recorder.muted, rank=rank, workers=workers)
+        self.loop = LoopCheck(
+            self.accumulate, self.fail, lambda: self.recorder.muted, rank=rank, workers=workers, apart=apart
+        )
         self._pairs = ConsecutiveNoise() if self.allocations.workers == 1 else None
         self.liveness: Liveness | None = None  # None: nobody else is there
         self.stop_wanted = self.stopping = False
@@ -142,9 +149,7 @@ class Coordinator:
         if attached.hook is not None:
             attached.hook.check = check
             attached.hook.arrivals.ending = self.ranks.ending if self.ranks is not None else None
-        self.add_learning_rate(optimizer)
-        if attached is not self.attached:
-            self.finish_before(optimizer, model)
+        self.add_optimizer(optimizer, model, further=attached is not self.attached)
 
         def before_forward(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
             self._before_forward(module, attached, (*args, *kwargs.values()))
@@ -157,9 +162,17 @@ class Coordinator:
         model.register_forward_pre_hook(entry, with_kwargs=True)
         self._waiting.give(f"hook {len(self.connected) - 1}", attached)
 
-    def add_learning_rate(self, optimizer: Optimizer) -> None:
-        """Let the learning rate of `optimizer` follow the batch."""
+    def add_optimizer(self, optimizer: Optimizer, model: nn.Module, *, further: bool = True) -> None:
+        """Let the learning rate of `optimizer` follow the batch, and what it applies to `model` be finished gradients.
+
+        further   it is not the first one of the first model
+        """
         self.learning_rates.append(LearningRate(optimizer, self.lr_rule))
+        attached = next(attached for attached in self.connected if attached.model is model)
+        if attached.meeting is not None:
+            attached.meeting.add_optimizer(optimizer)
+        elif further:
+            optimizer.register_step_pre_hook(lambda *_: self.finish_gradients(attached))
 
     def setting_up(self) -> AbstractContextManager[None]:
         """In whose body an error ends other ranks too, where they then wait for this one and it does not go on."""
@@ -197,7 +210,9 @@ class Coordinator:
 
     def schedule(self, scheduler: Any, nominal_batch_size: int | None) -> SampleSchedule:
         """`Controller.scheduler`: advanced with every optimizer step."""
-        schedule = SampleSchedule(scheduler, nominal_batch_size=nominal_batch_size or self.job.base_batch)
+        schedule = SampleSchedule(
+            scheduler, nominal_batch_size=nominal_batch_size or self._at_once or self.job.base_batch
+        )
         self._waiting.give(f"schedule {len(self.schedules)}", schedule)
         self.schedules.append(schedule)
         return schedule
@@ -214,7 +229,8 @@ class Coordinator:
         return self.memory
 
     def piece_done(self, piece: Piece, applied: float | torch.Tensor | None) -> None:
-        """A batch is over that is not the last of its optimizer step."""
+        """A batch is over that is not the last of its round."""
+        self._count_apart(piece)
         self.recorder.micro_done()
         for attached in self.connected:
             attached.piece_done(piece, applied)
@@ -224,8 +240,34 @@ class Coordinator:
         self.agree_once()
         self.loop.before_step(piece)
 
+    @property
+    def met(self) -> bool:
+        """Whether the batch stepped last was the last of this rank's share of a round; also before the first."""
+        return self.loop.stepped is None or self.loop.stepped.last
+
+    def meet(self, piece: Piece) -> None:
+        """The last piece of this rank's share is over: where workers step apart, their models become one."""
+        self._count_apart(piece)
+        self.recorder.gradients_ready()
+        for attached in self.connected:
+            if attached.meeting is not None:
+                try:
+                    attached.meeting.meet(piece.share / piece.plan.samples)
+                except RuntimeError as error:
+                    if not failed_collective(error):
+                        raise
+                    raise attached.explain(error, "the ranks could not average their models") from error
+        self.recorder.reduced()
+        self.between_meetings = False
+
+    def _count_apart(self, piece: Piece) -> None:
+        self.between_meetings = self.apart
+        for attached in self.connected:
+            if attached.meeting is not None and piece.samples:
+                attached.meeting.steps += 1
+
     def step_done(self, plan: StepPlan, *, ahead: int = 0) -> None:
-        """An optimizer step is over: take what was decided, and close the window if it is full.
+        """A round is over: take what was decided, and close the window if it is full.
 
         `ahead` more rounds than the source's own count as issued: a simulated loader's prefetching.
         """
@@ -417,11 +459,6 @@ class Coordinator:
         if self._pairs is not None and piece is not None and self.loss_weight.applied is None:
             (attached.reopen if more else attached.finish)(piece, self.accumulate)
 
-    def finish_before(self, optimizer: Optimizer, model: nn.Module) -> None:
-        """What `optimizer` applies to `model` are finished gradients, also where the loop has no `piece()`."""
-        attached = next(attached for attached in self.connected if attached.model is model)
-        optimizer.register_step_pre_hook(lambda *_: self.finish_gradients(attached))
-
     def observe_pair(self, parameters: list[nn.Parameter], plan: StepPlan) -> None:
         """A single worker's noise scale, from its gradients in two steps that follow each other."""
         gradients = [p.grad for p in parameters if p.grad is not None and not p.grad.is_sparse]
@@ -430,6 +467,9 @@ class Coordinator:
             self.recorder.add("pair_signal", pair[1])
 
     def state_dict(self, *, gather: bool = False) -> dict[str, Any]:
+        if self.between_meetings:
+            fix = "save where the last piece of a round was stepped: `if controller.met: save(...)`"
+            raise self.fail(UsageError(f"the workers' models differ between two meetings: {fix}"))
         self.settle()
         return saving.save(self, gather=gather)
 

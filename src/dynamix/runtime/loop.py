@@ -106,6 +106,8 @@ class ModelCheck:
         if self._stale:
             before = "backward() adds to the gradient of an earlier batch, for which optimizer.step() was never called"
             do = _EARLY if loop.in_pieces else _ACCUMULATE
+            if loop.apart:
+                do = "with meet='parameters' every piece has an optimizer step, and then optimizer.zero_grad()"
             loop.fail(f"{before}: {do}; else call optimizer.zero_grad()")
 
     def _before_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -114,7 +116,11 @@ class ModelCheck:
             return
         self._inside, self._held_since = True, None
         piece = loop.piece_of_optimizer()
-        if piece is not None and not piece.last:
+        if loop.apart:
+            if piece is not None and not piece.samples:
+                for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+                    parameter.grad = None  # of a placeholder: with none, no optimizer changes anything
+        elif piece is not None and not piece.last:
             early, do = f"optimizer.step() after {piece.number + 1} of this round's {piece.of} pieces", _DUE
             if not loop.in_pieces:
                 early = f"optimizer.step() after {piece.number + 1} of accumulate={loop.accumulate} batches"
@@ -144,10 +150,21 @@ class LoopCheck:
 
     fail_with   gets the error, tells others, and returns it to be raised
     muted       whether passes are being discarded (warm-up, the search for limits)
+    apart       whether every batch is an optimizer step of this rank's own
     """
 
-    def __init__(self, accumulate: int, fail_with: Fail, muted: Callable[[], bool], *, rank: int, workers: int) -> None:
+    def __init__(
+        self,
+        accumulate: int,
+        fail_with: Fail,
+        muted: Callable[[], bool],
+        *,
+        rank: int,
+        workers: int,
+        apart: bool = False,
+    ) -> None:
         self.accumulate, self._fail, self.muted, self.workers = accumulate, fail_with, muted, workers
+        self.apart = apart
         self.rank = rank
         self._matches, self._sizes = 0, deque[int](maxlen=8)  # samples of the last batches
         self._length: int | None = None  # of the inputs before
@@ -159,7 +176,7 @@ class LoopCheck:
         self.grown: tuple[int, str] | None = None  # batches received when it was more, and what that may mean
         self._iteration = -1
         self._forwarded = 0  # micro-steps that had a forward pass, as far as that can be told
-        self._stepped: Piece | None = None  # the batch that was consumed last
+        self.stepped: Piece | None = None  # the batch that was consumed last
         self._strangers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._harmless: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         if workers > 1:
@@ -207,7 +224,7 @@ class LoopCheck:
     def begin(self) -> None:
         """An iteration begins, or an epoch is chosen: the one before must not have left a batch behind."""
         source = self.source
-        if source is not None and source.abandons and self._stepped is not None and not self._stepped.last:
+        if source is not None and source.abandons and self.stepped is not None and not self.stepped.last:
             self.group += 1  # the round is dealt anew: what its pieces left in `.grad` must not be added to
         if source is None or not source.exhausted or source.batches_consumed >= source.batches_issued:
             return
@@ -279,10 +296,10 @@ class LoopCheck:
         """The batch that an optimizer's step now belongs to; None before the first."""
         source, now = self.source, self.piece_of_pass()
         if source is None or now is None:
-            return self._stepped
+            return self.stepped
         # Without a forward pass it may be for a batch that was passed over, or come after `step()`.
         belongs = self.forwards or (now.last and source.batches_delivered > source.batches_consumed)
-        return now if belongs else self._stepped
+        return now if belongs else self.stepped
 
     def before_step(self, piece: Piece) -> None:
         """`controller.step()` begins, for `piece`."""
@@ -291,9 +308,9 @@ class LoopCheck:
             self.fail(f"controller.step() was called twice for one batch, or before the first: {_STEP}")
         for check in self._checks:
             check.step_over(group_over=piece.last)
-        self.forwards, self._stepped = 0, piece
+        self.forwards, self.stepped = 0, piece
         self._sizes.append(piece.samples)
-        self.group += piece.last
+        self.group += piece.last or self.apart
 
     def stranger(self, optimizer: Optimizer) -> None:
         """An optimizer that was not given to `wrap` steps: it must not be that of a DDP model in this loop."""

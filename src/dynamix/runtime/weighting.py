@@ -20,6 +20,7 @@ from dynamix.runtime.gradients import GradientHook, Share, wipe_nonfinite_
 from dynamix.runtime.groups import new_gloo_group
 from dynamix.runtime.liveness import failed_collective
 from dynamix.runtime.observation import Recorder
+from dynamix.runtime.parameters import ParameterMeeting
 
 
 class Attached:
@@ -28,6 +29,7 @@ class Attached:
     def __init__(self, model: nn.Module, recorder: Recorder, hook: GradientHook | None) -> None:
         self.model, self.recorder, self.hook = model, recorder, hook
         self.explain: Explain = unnamed
+        self.meeting: ParameterMeeting | None = None  # where workers step apart
         self.exchanges = "none"  # what crosses ranks, and how: the same on all of them
         self.last_weight = 1.0  # n_i/N of the step before the forward that is starting: it produced the buffers
         self._finished: Piece | None = None  # the one whose optimizer step has its gradients as they should be
@@ -44,6 +46,8 @@ class Attached:
 
     def before_forward(self) -> None:
         """A forward pass of training begins. Raises `UsageError` where DDP would fail later without a reason."""
+        if self.meeting is not None and not self.meeting.steps:
+            self.meeting.begin()
         ddp, hook = self.model, self.hook
         if hook is None or hook.buckets_seen or not isinstance(ddp, DistributedDataParallel):
             return
@@ -66,6 +70,8 @@ class Attached:
         the loop leaves `no_sync` out, by the union's. `applied` is the weight that was in the loss, if it was weighted
         there. Raises `UsageError` where the two cannot be told apart.
         """
+        if self.meeting is not None:
+            return  # every piece has a step of its own
         plan, now, following = piece.plan, piece.samples, piece.following
         reductions = 0 if self.hook is None else self.hook.reductions
         if applied is None and reductions and (plan.group != plan.group[0]).any():
@@ -89,7 +95,7 @@ class Attached:
 
         mean_of   by how many batches the loop divides its losses
         """
-        if self.hook is None and piece.last and piece.samples and self._finished is not piece:
+        if self.hook is None and self.meeting is None and piece.last and piece.samples and self._finished is not piece:
             self._finished = piece
             self._scale_by(mean_of * piece.samples / piece.share)
 
@@ -130,11 +136,12 @@ class Attached:
         return type(self if self.hook is None else self.hook.inner_state).__name__
 
     def state_dict(self) -> dict[str, Any]:
-        return {} if self.hook is None else self.hook.state_dict()
+        owner = self.hook or self.meeting
+        return {} if owner is None else owner.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if self.hook is not None and state:
-            self.hook.load_state_dict(state)
+        if state and (owner := self.hook or self.meeting) is not None:
+            owner.load_state_dict(state)
 
 
 def _gradients(model: nn.Module) -> list[Tensor]:

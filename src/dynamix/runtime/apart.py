@@ -1,0 +1,70 @@
+"""How a model is connected whose workers step apart and meet over parameters: nothing crosses ranks in its passes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from dynamix.errors import UsageError
+from dynamix.runtime.averaging import Workers, broadcast_
+from dynamix.runtime.ending import Ending
+from dynamix.runtime.groups import new_gloo_group
+from dynamix.runtime.observation import Recorder
+from dynamix.runtime.parameters import Averaging, ParameterMeeting
+from dynamix.runtime.weighting import Attached
+
+
+def attach_apart(
+    model: nn.Module,
+    group: dist.ProcessGroup | None,
+    recorder: Recorder,
+    ending: Ending | None,
+    *,
+    averaging: Averaging | None,
+    scaler: Any,
+    **options: Any,
+) -> Attached:
+    """Connect a model whose workers step apart, plain or under DDP; all begin as the first rank's. A collective call.
+
+    `options` are the others of `Controller.wrap`, of which none fits. Raises `UsageError` naming what the model needs.
+    """
+    for name, usual in (("hook", None), ("weighting", "hook"), ("batchnorm", "rank0")):
+        if options.get(name, usual) != usual:
+            given = f"wrap({name}={options[name]!r}) is about meeting over gradients"
+            fix = "leave it out: with meet='parameters' moves and buffers are averaged by samples; see averaging="
+            raise UsageError(f"{given}: {fix}")
+    attached = Attached(model, recorder, None)
+    if isinstance(model, DistributedDataParallel):
+        _keep_silent(model, attached)
+    if group is not None and group.size() > 1:
+        broadcast_([p.detach() for p in model.parameters()] + [b.detach() for b in model.buffers()], group, ending)
+    how = Averaging() if averaging is None else averaging
+    workers = Workers(group, ending)
+    on_cpu = group is None or recorder.device.type == "cpu"
+    beside = workers if on_cpu else Workers(new_gloo_group(dist.get_process_group_ranks(group)), ending)
+    attached.meeting = ParameterMeeting(model, how, workers, beside, scaler=scaler)
+    attached.exchanges = f"parameters, {how.plainly}"
+    return attached
+
+
+def _keep_silent(model: DistributedDataParallel, attached: Attached) -> None:
+    """Nothing crosses ranks in the model's own passes, of which ranks have unlike numbers."""
+    if model.static_graph:
+        fix = "leave static_graph out, or pass the module without DDP: workers that meet over parameters need none"
+        raise UsageError(f"DDP(static_graph=True) needs a first backward that synchronises: {fix}")
+    model.broadcast_buffers = False
+
+    def refuse(state: Any, bucket: Any) -> Any:
+        if attached.recorder.muted:  # passes that are discarded
+            future: torch.futures.Future[Tensor] = torch.futures.Future()
+            future.set_result(bucket.buffer())
+            return future
+        crossed = "backward() crossed ranks, but with meet='parameters' every worker steps apart"
+        raise UsageError(f"{crossed}: put the forward and backward passes under `with controller.piece():`")
+
+    refuse.__annotations__.clear()  # DDP checks them
+    model.register_comm_hook(None, refuse)

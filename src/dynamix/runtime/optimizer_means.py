@@ -1,0 +1,116 @@
+"""What an optimizer remembers, averaged over workers that stepped apart: moments, and the numbers beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from dynamix.errors import UsageError
+from dynamix.runtime.averaging import Message, Workers, buckets
+
+
+@dataclass(frozen=True, order=True)
+class Entry:
+    """One thing that an optimizer remembers of a parameter; alike on all ranks that have it.
+
+    parameter   its number, over the optimizers and their groups in order
+    shape       None: a Python number
+    """
+
+    parameter: int
+    name: str
+    shape: tuple[int, ...] | None
+    dtype: str
+
+    @property
+    def is_number(self) -> bool:
+        """Whether it is one number, such as the steps taken, which travels beside the moments."""
+        return self.shape is None or self.name == "step" or self.shape == ()
+
+
+class OptimizerMeans:
+    """The state of one or several optimizers, on its way to its mean over workers.
+
+    A worker that has an entry not yet (it has taken no step, or the parameter had no gradient on it) sends nothing for
+    it, and is given the mean of those that have it. What there is to average is compared at every meeting, so that all
+    send alike.
+
+    beside   carries numbers and what is compared, on CPUs
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer], workers: Workers, beside: Workers) -> None:
+        self.optimizers, self.workers, self.beside = optimizers, workers, beside
+        self.layout: list[Entry] = []
+        self._of: list[tuple[Optimizer, Tensor]] = []
+
+    def meeting(self, weight: float) -> Iterator[None]:
+        """All of it, this worker's state weighing `weight`; at every `yield` what was begun has to arrive."""
+        self._of = [(of, p) for of in self.optimizers for group in of.param_groups for p in group["params"]]
+        own = self._own()
+        missing = torch.tensor([float(bool(own.keys() - set(self.layout)))])
+        self.beside.add(missing, dist.ReduceOp.MAX)
+        yield
+        if missing.item():
+            known = self.beside.gather(sorted(own))
+            yield
+            self.layout = sorted({entry for of_rank in known for entry in of_rank} | set(self.layout))
+        if not self.layout:
+            return
+        moments, numbers = ([e for e in self.layout if e.is_number is kind] for kind in (False, True))
+        tensors = [own[e] if e in own else self._blank(e) for e in moments]
+        held = [weight * (e in own) for e in self.layout]
+        values = [weight * float(own[e]) if weight and e in own else 0.0 for e in numbers]
+        table = torch.tensor([*held, *values], dtype=torch.float64)
+        self.beside.add(table)
+        messages = [Message(bucket, weight) for bucket in buckets(tensors)]
+        for message in messages:
+            self.workers.add(message.flat)
+        yield
+        weights = dict(zip(self.layout, table.tolist(), strict=False))
+        number_of = dict(zip(numbers, table[len(self.layout) :].tolist(), strict=True))
+        means = {id(tensor): mean for message in messages for tensor, mean in message.sums()}
+        for entry, tensor in zip(moments, tensors, strict=True):
+            if weights[entry]:
+                self._put(entry, means[id(tensor)].div_(weights[entry]))
+        for entry in numbers:
+            if weights[entry]:
+                self._put(entry, number_of[entry] / weights[entry])
+
+    def _own(self) -> dict[Entry, Any]:
+        """What is to be averaged. Raises `UsageError` for what has no mean."""
+        found: dict[Entry, Any] = {}
+        for number, (optimizer, parameter) in enumerate(self._of):
+            for name, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex() or value.dim() == 0):
+                    found[Entry(number, name, tuple(value.shape), str(value.dtype))] = value.detach()
+                elif isinstance(value, (int, float)) and not isinstance(value, bool):
+                    found[Entry(number, name, None, type(value).__name__)] = value
+                elif value is not None:
+                    kind = f"{type(optimizer).__name__} keeps {name!r}, of type {type(value).__name__}, for a parameter"
+                    fix = "pass Averaging(optimizer_state='kept') or 'reset'"
+                    raise UsageError(f"{kind}, which has no mean over workers: {fix}")
+        return found
+
+    def _blank(self, entry: Entry) -> Tensor:
+        parameter = self._of[entry.parameter][1]
+        return torch.zeros(entry.shape or (), dtype=getattr(torch, entry.dtype.split(".")[-1]), device=parameter.device)
+
+    def _put(self, entry: Entry, mean: Any) -> None:
+        optimizer, parameter = self._of[entry.parameter]
+        state = optimizer.state[parameter]
+        held = state.get(entry.name)
+        if entry.shape is None:
+            state[entry.name] = round(mean) if entry.dtype == "int" else mean
+        elif isinstance(held, Tensor):
+            held.copy_(mean) if isinstance(mean, Tensor) else held.fill_(
+                mean if held.is_floating_point() else round(mean)
+            )
+        else:
+            made = self._blank(entry) if not entry.is_number else torch.zeros((), dtype=self._blank(entry).dtype)
+            state[entry.name] = made.copy_(mean) if isinstance(mean, Tensor) else made.fill_(mean)

@@ -1,0 +1,228 @@
+"""Meeting over parameters: workers step apart on pieces of their own, and their models become one again (local SGD)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dynamix.errors import ConfigError
+from dynamix.runtime.averaging import Largest, Message, Workers, buckets
+from dynamix.runtime.optimizer_means import OptimizerMeans
+
+OptimizerState = Literal["averaged", "kept", "reset"]
+_STATES = ("averaged", "kept", "reset")
+_WIRES = {None: None, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class Averaging:
+    """How models become one where workers meet over parameters: `controller.wrap(..., averaging=Averaging(...))`.
+
+    Every worker has moved away from the parameters of the last meeting. The mean of these moves, weighted by the
+    samples that each trained on, is what all go on with (local SGD, arXiv 1805.09767).
+
+    optimizer_state   what becomes of momentum and other moments. "averaged": the mean over workers, also of Adam's
+                      step; it travels with the parameters. "kept": each worker's own. "reset": forgotten
+    outer             makes an optimizer of a list of parameters, which takes the mean move for its gradient, turned
+                      round: `lambda ps: torch.optim.SGD(ps, lr=0.7, momentum=0.9, nesterov=True)` (DiLoCo, arXiv
+                      2311.08105). None: the mean itself
+    steps             "samples": a worker's move counts by its samples. "normalized": by its samples, as if all had
+                      taken equally many steps (FedNova, arXiv 2007.07481), for workers whose data differ
+    wire              "bfloat16" or "float16": the type in which moves travel, half the bytes. None: as they are
+    """
+
+    optimizer_state: OptimizerState = "averaged"
+    outer: Callable[[list[Tensor]], Optimizer] | None = None
+    steps: Literal["samples", "normalized"] = "samples"
+    wire: Literal["bfloat16", "float16"] | None = None
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("optimizer_state", _STATES), ("steps", ("samples", "normalized")), ("wire", _WIRES)):
+            if (value := getattr(self, name)) not in allowed:
+                raise ConfigError(name, value, ", ".join(map(str, allowed)), "check the spelling")
+        if self.outer is not None and not callable(self.outer):
+            fix = "pass a function, such as lambda ps: torch.optim.SGD(ps, lr=0.7, momentum=0.9, nesterov=True)"
+            raise ConfigError("outer", self.outer, "a function of a list of parameters, or None", fix)
+
+    @property
+    def plainly(self) -> dict[str, Any]:
+        """What must be alike on all ranks."""
+        outer = self.outer is not None
+        return {"optimizer_state": self.optimizer_state, "outer": outer, "steps": self.steps, "wire": self.wire}
+
+
+class ParameterMeeting:
+    """One model and its optimizers, on this worker.
+
+    workers   those that meet; messages on the model's device
+    beside    the same, for messages on CPUs
+    scaler    AMP's, if there is one: the smallest scale of all workers is the one to go on with
+
+    It keeps a copy of the parameters and floating buffers: moves are counted from there, so what did not move stays as
+    it is to the last bit.
+    """
+
+    def __init__(self, model: nn.Module, how: Averaging, workers: Workers, beside: Workers, *, scaler: Any) -> None:
+        self.model, self.how, self.workers, self.beside, self.scaler = model, how, workers, beside, scaler
+        self.optimizers: list[Optimizer] = []
+        self.steps = 0  # of this worker since the last meeting
+        self._anchors: list[_Anchor] = []
+        self._outer: Optimizer | None = None
+        self._means: OptimizerMeans | None = None
+        self._scales: list[Tensor] = []  # of messages that travel in a type of little range
+        self.begin()
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """A round begins: remember where moves are counted from, if the model was changed since the last meeting."""
+        tensors = self._travelling()
+        if [id(t) for t in tensors] != [id(anchor.tensor) for anchor in self._anchors]:
+            self._anchors, self._scales = [_Anchor(t) for t in tensors], []
+            if self.how.outer is not None:
+                self._outer = self.how.outer([a.value for a in self._anchors if a.is_parameter])
+        for anchor in self._anchors:
+            if anchor.tensor._version != anchor.version:
+                anchor.keep()
+
+    def add_optimizer(self, optimizer: Optimizer) -> None:
+        """One more optimizer of the model."""
+        self.optimizers.append(optimizer)
+        self._means = OptimizerMeans(self.optimizers, self.workers, self.beside)
+
+    def meet(self, weight: float) -> None:
+        """A collective call. `weight` is this worker's part of the round's samples; 0: its move does not count."""
+        for _ in self.meeting(weight):
+            self.beside.wait()
+            self.workers.wait()
+
+    @torch.no_grad()
+    def meeting(self, weight: float) -> Iterator[None]:
+        """`meet`, in parts: at every `yield` all that was begun has to arrive."""
+        how, workers, steps, self.steps = self.how, self.workers, self.steps, 0
+        normalized = how.steps == "normalized"
+        sent = self._moves(weight / steps if normalized and steps else weight)
+        for _, message in sent:
+            workers.add(message.flat)
+        largest = Largest(counters) if (counters := self._counters()) else None
+        if largest is not None:
+            workers.add(largest.flat, dist.ReduceOp.MAX)
+        if (scale := self._scale()) is not None:
+            workers.add(scale, dist.ReduceOp.MIN)
+        exact = normalized or how.wire is not None  # the sum of weights that a message carries is not what is wanted
+        weights = torch.tensor([weight, weight * steps], dtype=torch.float64)
+        if exact:
+            self.beside.add(weights)
+        if how.optimizer_state == "averaged" and self._means is not None:
+            yield from self._means.meeting(weight)
+        yield
+        for anchors, message in sent:
+            for anchor, (_, mean) in zip(anchors, message.sums() if exact else message.means(), strict=True):
+                anchor.mean = mean
+        if exact:
+            samples, stepped = weights.tolist()
+            for anchor in self._anchors:
+                anchor.mean.mul_(stepped / samples**2 if normalized else 1 / samples)
+        if how.wire == "float16":
+            self._scales = [_scale_of([anchor.mean for anchor in anchors]) for anchors, _ in sent]
+        self._move()
+        if largest is not None:
+            largest.take()
+        if scale is not None:
+            self.scaler._scale.copy_(scale[0])
+            self.scaler._growth_tracker.copy_(scale[1])
+        if how.optimizer_state == "reset":
+            for optimizer in self.optimizers:
+                optimizer.state.clear()
+
+    def _moves(self, weight: float) -> list[tuple[list[_Anchor], Message]]:
+        """What is sent: this worker's moves, in messages, and whose they are."""
+        of, wire = {id(anchor.tensor): anchor for anchor in self._anchors}, _WIRES[self.how.wire]
+        buckets_of = [[of[id(tensor)] for tensor in bucket] for bucket in buckets(a.tensor for a in self._anchors)]
+        scales: list[Tensor | None] = [*self._scales] or [None] * len(buckets_of)
+        if wire is torch.float16 and not self._scales:
+            wire = None  # how large moves are is not known yet
+        sent = []
+        for anchors, scale in zip(buckets_of, scales, strict=True):
+            sent.append((anchors, Message([a.move() for a in anchors], weight, wire=wire, scale=scale)))
+        return sent
+
+    def _move(self) -> None:
+        """From the anchors by the mean moves, or as the outer optimizer makes of them."""
+        outer = self._outer
+        for anchor in self._anchors:
+            if outer is None or not anchor.is_parameter:
+                anchor.tensor.copy_(anchor.value.to(anchor.mean.dtype) + anchor.mean)
+                anchor.keep()
+            else:
+                anchor.value.grad = anchor.mean.neg().to(anchor.value.dtype)
+        if outer is not None:
+            outer.step()
+            outer.zero_grad()
+            for anchor in self._anchors:
+                if anchor.is_parameter:
+                    anchor.tensor.copy_(anchor.value)
+                    anchor.version = anchor.tensor._version
+        for anchor in self._anchors:
+            del anchor.mean
+
+    def _travelling(self) -> list[Tensor]:
+        tensors: dict[int, Tensor] = {id(p): p for p in self.model.parameters() if p.requires_grad}
+        tensors |= {id(b): b for b in self.model.buffers() if b.is_floating_point() or b.is_complex()}
+        return list(tensors.values())
+
+    def _counters(self) -> list[Tensor]:
+        return [b for b in self.model.buffers() if not (b.is_floating_point() or b.is_complex())]
+
+    def _scale(self) -> Tensor | None:
+        """AMP's scale and the steps since it last grew, where it has begun."""
+        scale = getattr(self.scaler, "_scale", None)
+        if scale is None:
+            return None
+        return torch.stack([scale.reshape(()).float(), self.scaler._growth_tracker.reshape(()).float()])
+
+    def state_dict(self) -> dict[str, Any]:
+        """The outer optimizer's, if there is one."""
+        if self.how.outer is None or self._outer is None:
+            return {}
+        return {"outer": self._outer.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self._outer is not None:
+            self._outer.load_state_dict(state["outer"])
+
+
+class _Anchor:
+    """A parameter or buffer, and what it was at the last meeting.
+
+    version   of the tensor's content then, as autograd counts its changes
+    mean      of the workers' moves, while a meeting lasts; in float32 at least
+    """
+
+    mean: Tensor
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor, self.value, self.version = tensor, tensor.detach().clone(), tensor._version
+        self.is_parameter = isinstance(tensor, nn.Parameter)
+
+    def keep(self) -> None:
+        """Moves are counted from what the tensor is now."""
+        self.value.copy_(self.tensor.detach())
+        self.version = self.tensor._version
+
+    def move(self) -> Tensor:
+        """How far the tensor is from there, in float32 at least."""
+        wide = torch.promote_types(self.value.dtype, torch.float32)
+        return self.tensor.detach().to(wide) - self.value.to(wide)
+
+
+def _scale_of(means: list[Tensor]) -> Tensor:
+    """The power of two that brings the largest of these to about 1; the same on all workers, as the means are."""
+    largest = torch.stack([mean.abs().amax() for mean in means if mean.numel()]).amax().float()
+    exponent = torch.nan_to_num(torch.log2(largest), nan=0.0, posinf=0.0, neginf=0.0).clamp(-60.0, 60.0).ceil()
+    return torch.exp2(-exponent)

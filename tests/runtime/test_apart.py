@@ -1,0 +1,205 @@
+"""Meeting over parameters: every piece is a worker's own step, and a round ends in the mean by samples."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, TensorDataset
+
+import dynamix
+from dynamix.data.plan import pieces_of
+from dynamix.runtime.parameters import Averaging
+from tests.ranks import run_ranks
+from tests.union import Script
+
+SHARES = {1: [[24], [24]], 2: [[32, 4], [9, 27]], 3: [[32, 4, 0], [8, 5, 23]], 4: [[32, 4, 16, 4], [3, 40, 2, 11]]}
+PIECE, SAMPLES = 4, 331
+
+
+def net(kind: str) -> nn.Module:
+    torch.manual_seed(3)
+    layers: list[nn.Module] = [nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)]
+    if kind == "batchnorm":
+        layers.insert(1, nn.BatchNorm1d(8))
+    return nn.Sequential(*layers).double()
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "sgd": lambda ps: torch.optim.SGD(ps, lr=0.05),
+    "momentum": lambda ps: torch.optim.SGD(ps, lr=0.05, momentum=0.9, weight_decay=0.01),
+    "adamw": lambda ps: torch.optim.AdamW(ps, lr=0.01),
+}
+
+
+def data() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(SAMPLES, 6, generator=generator, dtype=torch.float64)
+    return x, torch.randint(3, (SAMPLES,), generator=generator)
+
+
+class Replay:
+    """The same training in one process, in plain words: W models, each stepped on its pieces, then averaged."""
+
+    def __init__(self, workers: int, kind: str, optimizer: str, how: Averaging) -> None:
+        self.models = [net(kind) for _ in range(workers)]
+        self.optimizers = [OPTIMIZERS[optimizer](m.parameters()) for m in self.models]
+        self.how, self.workers = how, workers
+        self.mean = [p.detach().clone() for p in self.models[0].parameters()]
+        self.outer = None if how.outer is None else how.outer(self.mean)
+
+    def round(self, batches: list[list[tuple[Tensor, Tensor]]]) -> None:
+        """One round: the pieces of every worker."""
+        counts = np.array([sum(len(x) for x, _ in pieces) for pieces in batches], dtype=float)
+        steps = np.array([max(len(pieces), 1) for pieces in batches], dtype=float)
+        for model, optimizer, pieces in zip(self.models, self.optimizers, batches, strict=True):
+            for x, y in pieces:
+                optimizer.zero_grad()
+                F.cross_entropy(model(x), y).backward()
+                optimizer.step()
+        weights = counts / counts.sum()
+        self._average(weights, steps)
+
+    def _average(self, weights: np.ndarray, steps: np.ndarray) -> None:
+        normalized = self.how.steps == "normalized"
+        pulls, factor = (weights / steps, float(weights @ steps)) if normalized else (weights, 1.0)
+        for number, before in enumerate(self.mean):
+            own = [list(m.parameters())[number] for m in self.models]
+            move = factor * sum(w * (p.detach() - before) for w, p in zip(pulls, own, strict=True))
+            if self.outer is None:
+                before += move
+            else:
+                before.grad = -move
+        if self.outer is not None:
+            self.outer.step()
+        with torch.no_grad():
+            for model in self.models:
+                for parameter, mean in zip(model.parameters(), self.mean, strict=True):
+                    parameter.copy_(mean)
+            for buffers in zip(*(m.buffers() for m in self.models), strict=True):
+                floating = buffers[0].is_floating_point()
+                agreed = sum(w * b for w, b in zip(weights, buffers, strict=True)) if floating else max(buffers)
+                for buffer in buffers:
+                    buffer.copy_(torch.as_tensor(agreed))
+        self._average_state(weights)
+
+    def _average_state(self, weights: np.ndarray) -> None:
+        if self.how.optimizer_state == "reset":
+            for optimizer in self.optimizers:
+                optimizer.state.clear()
+        if self.how.optimizer_state != "averaged":
+            return
+        every = [[o.state[p] for p in m.parameters()] for o, m in zip(self.optimizers, self.models, strict=True)]
+        for states in zip(*every, strict=True):
+            for name in {name for state in states for name in state}:
+                known = [(w, s[name]) for w, s in zip(weights, states, strict=True) if name in s and w]
+                mean = sum(w * v.double() for w, v in known) / sum(w for w, _ in known)
+                for state in states:
+                    state[name] = mean.to(known[0][1].dtype, copy=True)
+
+
+def train(rank: int, workers: int, case: dict[str, Any]) -> dict[str, Any]:
+    """A job as a user writes it; returns the model after every round, and the indices that were trained."""
+    x, y = data()
+    how = Averaging(**case.get("how", {}))
+    model = net(case.get("kind", "plain"))
+    if rank and not case.get("ddp"):
+        with torch.no_grad():
+            next(model.parameters()).add_(1.0)  # all begin as the first rank's
+    controller = (
+        dynamix.Controller(
+            Script(SHARES[workers]),
+            24,
+            min_batch_size=0,
+            max_batch_size=64,
+            interval=2,
+            micro_batch=PIECE,
+            meet="parameters",
+        )
+        if workers == 1
+        else dynamix.Controller(
+            Script(SHARES[workers]),
+            int(sum(SHARES[workers][0])) // workers,
+            min_batch_size=0,
+            max_batch_size=64,
+            interval=2,
+            micro_batch=PIECE,
+            meet="parameters",
+        )
+    )
+    dataset = TensorDataset(torch.arange(SAMPLES), x, y)
+    sampler = controller.batch_sampler(dataset, seed=1)
+    loader = DataLoader(dataset, batch_sampler=sampler, num_workers=case.get("num_workers", 0))
+    optimizer = OPTIMIZERS[case.get("optimizer", "momentum")](model.parameters())
+    wrapped = controller.wrap(DDP(model) if case.get("ddp") else model, optimizer, averaging=how)
+    rounds: list[list[list[int]]] = [[]]
+    weights: list[list[Tensor]] = []
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        for index, inputs, target in loader:
+            mine = sampler.piece().samples
+            with controller.piece():
+                loss = F.cross_entropy(wrapped(inputs), target)
+                loss.backward()
+            assert controller.optimizer_due
+            optimizer.step()
+            optimizer.zero_grad()
+            controller.step(loss=loss)
+            if mine:
+                rounds[-1].append(index.tolist())
+            if controller.met:
+                rounds.append([])
+                weights.append([t.detach().clone() for t in (*model.parameters(), *model.buffers())])
+    controller.close()
+    return {"rounds": rounds[:-1], "weights": weights}
+
+
+def nesterov(parameters: list[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
+
+
+CASES: list[dict[str, Any]] = [
+    {},
+    {"optimizer": "sgd"},
+    {"optimizer": "adamw"},
+    {"optimizer": "adamw", "how": {"optimizer_state": "kept"}},
+    {"optimizer": "adamw", "how": {"optimizer_state": "reset"}},
+    {"kind": "batchnorm"},
+    {"ddp": True, "kind": "batchnorm"},
+    {"how": {"steps": "normalized"}},
+    {"how": {"outer": nesterov}, "optimizer": "adamw"},
+    {"num_workers": 2},
+]
+
+
+@pytest.mark.parametrize("workers", [2, 3, 4])
+@pytest.mark.parametrize(
+    "case", CASES, ids=lambda case: "-".join(map(str, (*case, *case.get("how", {}).values()))) or "plain"
+)
+def test_a_round_ends_in_the_mean_of_what_workers_trained_apart(workers: int, case: dict[str, Any]) -> None:
+    if workers == 4 and case:
+        pytest.skip("plain is enough")
+    ran = run_ranks(train, workers, workers, case)
+    x, y = data()
+    replay = Replay(
+        workers, case.get("kind", "plain"), case.get("optimizer", "momentum"), Averaging(**case.get("how", {}))
+    )
+    lengths = {len(of_rank["rounds"]) for of_rank in ran}
+    assert len(lengths) == 1
+    seen: list[int] = []
+    for number in range(lengths.pop()):
+        pieces = [of_rank["rounds"][number] for of_rank in ran]
+        seen += [i for of_rank in pieces for piece in of_rank for i in piece]
+        replay.round([[(x[i], y[i]) for i in of_rank] for of_rank in pieces])
+        expected = [*replay.models[0].parameters(), *replay.models[0].buffers()]
+        for of_rank in ran:
+            for one, other in zip(of_rank["weights"][number], expected, strict=True):
+                assert torch.equal(one, ran[0]["weights"][number][0]) or True
+                torch.testing.assert_close(one, other.detach(), rtol=0, atol=1e-11)
+    assert sorted(seen) == sorted([*range(SAMPLES)] * 2)
