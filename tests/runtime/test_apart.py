@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,6 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, TensorDataset
 
 import dynamix
-from dynamix.data.plan import pieces_of
 from dynamix.runtime.parameters import Averaging
 from tests.ranks import run_ranks
 from tests.union import Script
@@ -73,7 +71,7 @@ class Replay:
             own = [list(m.parameters())[number] for m in self.models]
             move = factor * sum(w * (p.detach() - before) for w, p in zip(pulls, own, strict=True))
             if self.outer is None:
-                before += move
+                self.mean[number] = before + move
             else:
                 before.grad = -move
         if self.outer is not None:

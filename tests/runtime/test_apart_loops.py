@@ -1,0 +1,249 @@
+"""Loops that meet over parameters: what is refused, what is resumed, and what travels."""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, TensorDataset
+
+import dynamix
+from dynamix.errors import ConfigError, UsageError
+from dynamix.runtime.parameters import Averaging
+from tests.ranks import Ok, run_ranks
+from tests.union import Script
+
+
+def job(shares: list[list[int]] | str = "static", **options: Any) -> tuple[Any, Any, DataLoader[Any], nn.Module]:
+    """A controller, its sampler, a loader and a small net of known weights."""
+    torch.manual_seed(1)
+    net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    given: dict[str, Any] = {"min_batch_size": 0, "max_batch_size": 64, "interval": 2, "micro_batch": 4}
+    given |= {"meet": "parameters", **options}
+    controller = dynamix.Controller(shares if isinstance(shares, str) else Script(shares), 16, **given)
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(240, 6, generator=generator, dtype=torch.float64)
+    dataset = TensorDataset(x, torch.randint(3, (240,), generator=generator))
+    sampler = controller.batch_sampler(dataset, seed=1)
+    return controller, sampler, DataLoader(dataset, batch_sampler=sampler), net
+
+
+def _wrong(rank: int, kind: str) -> None:
+    controller, _, loader, net = job()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    model = controller.wrap(DDP(net) if kind == "no piece()" else net, optimizer)
+    for number, (x, y) in enumerate(loader):
+        loss = F.cross_entropy(model(x), y)
+        if kind == "no piece()":
+            loss.backward()
+        else:
+            with controller.piece():
+                loss.backward()
+        if kind != "no step" or number % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+        controller.step()
+        if kind == "saved apart" and not controller.met:
+            controller.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("no piece()", "under `with controller.piece\\(\\):`"),
+        ("no step", "every piece has an optimizer step"),
+        ("saved apart", "models differ between two meetings"),
+    ],
+)
+def test_wrong_loops_are_refused_on_all_ranks(kind: str, words: str) -> None:
+    outcomes = run_ranks(_wrong, 2, kind, expect_failure=True)
+    for outcome in outcomes:
+        assert not isinstance(outcome, Ok), kind
+    assert any(re.search(words, str(outcome)) for outcome in outcomes), outcomes
+    assert all("UsageError" in str(outcome) for outcome in outcomes), outcomes
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"meet": "nowhere"}, {"global_batch": "adaptive"}, {"accumulate": 2, "micro_batch": None}],
+    ids=["meet", "adaptive", "accumulate"],
+)
+def test_impossible_arguments(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        job(**options)
+
+
+@pytest.mark.parametrize("options", [{"weighting": "loss"}, {"hook": print}, {"batchnorm": "weighted"}])
+def test_what_is_about_gradients_is_refused(options: dict[str, Any]) -> None:
+    controller, _, _, net = job()
+    with pytest.raises(UsageError, match="meeting over gradients"):
+        controller.wrap(net, torch.optim.SGD(net.parameters(), lr=0.1), **options)
+    controller.close()
+
+
+def test_averaging_needs_a_meeting_over_parameters() -> None:
+    controller, _, _, net = job(meet="gradients")
+    with pytest.raises(UsageError, match="meet='parameters'"):
+        controller.wrap(net, torch.optim.SGD(net.parameters(), lr=0.1), averaging=Averaging())
+    controller.close()
+
+
+@pytest.mark.parametrize("options", [{"wire": "int8"}, {"optimizer_state": "mean"}, {"outer": 3}, {"steps": "all"}])
+def test_averaging_refuses_what_it_does_not_know(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        Averaging(**options)
+
+
+def _resumed(rank: int, stop: int | None, state: Any, how: dict[str, Any]) -> tuple[list[Tensor], Any]:
+    """Train two epochs, or up to a meeting; go on from `state` = (model, optimizer, controller)."""
+    controller, sampler, loader, net = job([[24, 8], [12, 20]])
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    model = controller.wrap(net, optimizer, averaging=Averaging(**how))
+    first = 0
+    if state is not None:
+        net.load_state_dict(state[rank][0])
+        optimizer.load_state_dict(state[rank][1])
+        controller.load_state_dict(state[rank][2])
+        first = state[rank][3]
+    meetings = 0
+    for epoch in range(first, 2):
+        sampler.set_epoch(epoch)
+        for x, y in loader:
+            with controller.piece():
+                F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            controller.step()
+            meetings += controller.met
+            if controller.met and meetings == stop:
+                saved = (net.state_dict(), optimizer.state_dict(), controller.state_dict(), epoch)
+                controller.close()
+                return [p.detach() for p in net.parameters()], saved
+    controller.close()
+    return [p.detach() for p in net.parameters()], None
+
+
+def nesterov(parameters: list[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
+
+
+@pytest.mark.parametrize("how", [{}, {"optimizer_state": "kept", "outer": nesterov}, {"optimizer_state": "reset"}])
+def test_a_job_saved_at_a_meeting_goes_on_exactly(how: dict[str, Any]) -> None:
+    whole = run_ranks(_resumed, 2, None, None, how)
+    begun = run_ranks(_resumed, 2, 3, None, how)
+    resumed = run_ranks(_resumed, 2, None, [of_rank[1] for of_rank in begun], how)
+    for one, other in zip(whole, resumed, strict=True):
+        for a, b in zip(one[0], other[0], strict=True):
+            assert torch.equal(a, b)
+
+
+def _wired(rank: int, wire: str | None) -> list[Tensor]:
+    controller, _, loader, net = job([[24, 8], [12, 20]])
+    net.float()
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+    model = controller.wrap(net, optimizer, averaging=Averaging(wire=wire))  # type: ignore[arg-type]
+    for x, y in loader:
+        with controller.piece():
+            F.cross_entropy(model(x.float()), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        controller.step()
+    controller.close()
+    return [p.detach() for p in net.parameters()]
+
+
+@pytest.mark.parametrize(("wire", "off"), [("bfloat16", 2**-8), ("float16", 2**-10)])
+def test_moves_travel_in_half_the_bytes(wire: str, off: float) -> None:
+    exact, first = run_ranks(_wired, 2, None), job()[3].float()
+    narrow = run_ranks(_wired, 2, wire)
+    for a, b, c, before in zip(narrow[0], narrow[1], exact[0], first.parameters(), strict=True):
+        assert torch.equal(a, b)
+        moved = (c - before.detach()).abs().max()
+        assert 0 < (a - c).abs().max() < off * moved  # of the move, not of the parameter
+
+
+def _scaled(rank: int) -> tuple[float, list[Tensor]]:
+    controller, _, loader, net = job([[24, 8], [12, 20]])
+    net.float()
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
+    model = controller.wrap(net, optimizer, scaler=scaler)
+    for number, (x, y) in enumerate(loader):
+        with controller.piece():
+            loss = F.cross_entropy(model(x.float()), y)
+            bad = float("inf") if rank == 1 and number == 1 else 1.0
+            scaler.scale(loss * bad).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        controller.step()
+    controller.close()
+    return scaler.get_scale(), [p.detach() for p in net.parameters()]
+
+
+def test_a_rank_that_skips_a_piece_lowers_every_ranks_scale() -> None:
+    ran = run_ranks(_scaled, 2)
+    assert [scale for scale, _ in ran] == [512.0, 512.0]
+    for a, b in zip(ran[0][1], ran[1][1], strict=True):
+        assert torch.equal(a, b)
+        assert a.isfinite().all()
+
+
+def _placeholder(rank: int, optimizer_state: str) -> list[float]:
+    """Rank 1 gets nothing to train; its optimizer must not move, nor pollute the mean, whatever the loss."""
+    controller, sampler, loader, net = job([[32, 0], [24, 8]])
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, weight_decay=0.5)
+    how = Averaging(optimizer_state=optimizer_state)  # type: ignore[arg-type]
+    model = controller.wrap(net, optimizer, averaging=how)
+    for x, y in loader:
+        mine = sampler.piece().samples
+        before = [p.detach().clone() for p in net.parameters()]
+        with controller.piece():
+            (F.cross_entropy(model(x), y) * (1.0 if mine else float("nan"))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if not mine:
+            assert all(torch.equal(a, b) for a, b in zip(before, net.parameters(), strict=True))
+        controller.step()
+    controller.close()
+    return [float(p.detach().square().sum()) for p in net.parameters()]
+
+
+@pytest.mark.parametrize("optimizer_state", ["averaged", "kept"])
+def test_a_placeholder_trains_nothing(optimizer_state: str) -> None:
+    one, other = run_ranks(_placeholder, 2, optimizer_state)
+    assert one == other
+    assert all(map(math.isfinite, one))
+
+
+def _learned(rank: int, policy: str) -> list[int]:
+    controller, sampler, loader, net = job(policy, min_batch_size=4)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    model = controller.wrap(net, optimizer)
+    for epoch in range(4):
+        sampler.set_epoch(epoch)
+        for x, y in loader:
+            with controller.piece():
+                loss = F.cross_entropy(model(x), y)
+                time.sleep(len(x) * (1e-3, 4e-3)[rank])
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            controller.step(loss=loss)
+    sizes: list[int] = controller.batch_sizes.tolist()
+    controller.close()
+    return sizes
+
+
+@pytest.mark.parametrize("policy", ["lb_bsp", "dbs", "goodput", "dynamix", "stigmergic"])
+def test_policies_give_the_faster_worker_more_steps(policy: str) -> None:
+    for sizes in run_ranks(_learned, 2, policy):
+        assert sum(sizes) == 32
+        assert sizes[0] > sizes[1]
