@@ -32,6 +32,7 @@ def net(kind: str) -> nn.Module:
 OPTIMIZERS: dict[str, Any] = {
     "sgd": lambda ps: torch.optim.SGD(ps, lr=0.05),
     "momentum": lambda ps: torch.optim.SGD(ps, lr=0.05, momentum=0.9, weight_decay=0.01),
+    "nadam": lambda ps: torch.optim.NAdam(ps, lr=0.01),
     "adamw": lambda ps: torch.optim.AdamW(ps, lr=0.01),
 }
 
@@ -97,7 +98,10 @@ class Replay:
         for states in zip(*every, strict=True):
             for name in {name for state in states for name in state}:
                 known = [(w, s[name]) for w, s in zip(weights, states, strict=True) if name in s and w]
-                mean = sum(w * v.double() for w, v in known) / sum(w for w, _ in known)
+                product = name == "mu_product"
+                values = [(w, v.double().log() if product else v.double()) for w, v in known]
+                mean = sum(w * v for w, v in values) / sum(w for w, _ in known)
+                mean = mean.exp() if product else mean
                 for state in states:
                     state[name] = mean.to(known[0][1].dtype, copy=True)
 
@@ -166,6 +170,7 @@ CASES: list[dict[str, Any]] = [
     {},
     {"optimizer": "sgd"},
     {"optimizer": "adamw"},
+    {"optimizer": "nadam"},
     {"optimizer": "adamw", "how": {"optimizer_state": "kept"}},
     {"optimizer": "adamw", "how": {"optimizer_state": "reset"}},
     {"kind": "batchnorm"},

@@ -223,6 +223,74 @@ def test_a_placeholder_trains_nothing(optimizer_state: str) -> None:
     assert all(map(math.isfinite, one))
 
 
+def _closure(rank: int) -> list[float]:
+    """An optimizer that goes through the model again must not train a placeholder either."""
+    controller, sampler, loader, net = job([[32, 0], [24, 8]])
+    optimizer = torch.optim.LBFGS(net.parameters(), lr=0.1, max_iter=2)
+    model = controller.wrap(net, optimizer, averaging=Averaging(optimizer_state="reset"))
+    for x, y in loader:
+        mine, before = sampler.piece().samples, [p.detach().clone() for p in net.parameters()]
+
+        def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
+            optimizer.zero_grad()
+            with controller.piece():
+                loss = F.cross_entropy(model(x), y)
+                loss.backward()
+            return loss
+
+        optimizer.step(closure)
+        optimizer.zero_grad()
+        moved = any(not torch.equal(a, b) for a, b in zip(before, net.parameters(), strict=True))
+        assert moved == (mine > 0), (mine, moved, sampler.consumed)
+        controller.step()
+    controller.close()
+    return [float(p.detach().square().sum()) for p in net.parameters()]
+
+
+def test_an_optimizer_with_a_closure() -> None:
+    one, other = run_ranks(_closure, 2)
+    assert one == other
+
+
+def _no_mean(rank: int, kind: str) -> None:
+    controller, _, loader, net = job([[24, 8]])
+    optimizer: torch.optim.Optimizer = torch.optim.LBFGS(net.parameters(), max_iter=2)
+    if kind == "zero":
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        optimizer = ZeroRedundancyOptimizer(net.parameters(), torch.optim.SGD, lr=0.1)
+    model = controller.wrap(net, optimizer)
+    for x, y in loader:
+
+        def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)  # type: ignore[arg-type]
+        controller.step()
+
+
+@pytest.mark.parametrize(("kind", "words"), [("lbfgs", "has no mean over workers"), ("zero", "steps on all ranks")])
+def test_optimizers_whose_state_has_no_mean_are_refused(kind: str, words: str) -> None:
+    for outcome in run_ranks(_no_mean, 2, kind, expect_failure=True):
+        assert re.search(words, str(outcome)), outcome
+
+
+def _sliced(rank: int) -> list[float]:
+    net = nn.Linear(2, 2)
+    net.register_buffer("columns", torch.arange(12.0).view(4, 3)[:, 1] * (rank + 1))
+    dynamix.weighted_average(net, [1.0, 3.0][rank])
+    values: list[float] = net.get_buffer("columns").tolist()
+    return values
+
+
+def test_buffers_that_are_views_are_averaged() -> None:
+    for values in run_ranks(_sliced, 2):
+        assert values == pytest.approx([1.75 * v for v in (1.0, 4.0, 7.0, 10.0)])
+
+
 def _learned(rank: int, policy: str) -> list[int]:
     controller, sampler, loader, net = job(policy, min_batch_size=4)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)

@@ -76,7 +76,7 @@ def _gan(rank: int) -> dict[str, Any]:
         with models["critic"].no_sync():
             _judged(models["critic"](fake), 1.0).backward()
         compare("generator", _judged(wholes["critic"](wholes["generator"](all_noise)), 1.0))
-        factors.add(tuple(rate.factor for rate in controller._coordinator.learning_rates))
+        factors.add(tuple(rate.factor for rate in controller._coordinator.rates.learning_rates))
         optimizers["generator"].step()
         controller.step()
     noise_scale = controller._coordinator.job.noise_scale.noise

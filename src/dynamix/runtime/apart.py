@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import UninitializedParameter
 
 from dynamix.errors import UsageError
 from dynamix.runtime.averaging import Workers, broadcast_
@@ -37,6 +38,9 @@ def attach_apart(
             given = f"wrap({name}={options[name]!r}) is about meeting over gradients"
             fix = "leave it out: with meet='parameters' moves and buffers are averaged by samples; see averaging="
             raise UsageError(f"{given}: {fix}")
+    if any(isinstance(p, UninitializedParameter) for p in model.parameters()):
+        first = "pass a batch through it before controller.wrap(model, optimizer)"
+        raise UsageError(f"the model has parameters whose shapes are not known yet: {first}")
     attached = Attached(model, recorder, None)
     if isinstance(model, DistributedDataParallel):
         _keep_silent(model, attached)

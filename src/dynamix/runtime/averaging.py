@@ -12,10 +12,9 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from dynamix.errors import ConfigError, UsageError
 from dynamix.runtime.ending import Ending, wait_for
-from dynamix.runtime.gradients import scale_
 
 FLOAT16_MAX = 60_000.0
-BUCKET = 2**23  # elements of a message: what is packed next travels while the one before does
+BUCKET = 2**23  # elements of a payload: what is packed next travels while the one before does
 
 
 @torch.no_grad()
@@ -33,17 +32,17 @@ def weighted_average(model: nn.Module, count: float, *, group: dist.ProcessGroup
     workers = Workers(group if group is not None else cast(dist.ProcessGroup, dist.group.WORLD))
     tensors = list({id(t): t for t in (*model.parameters(), *model.buffers())}.values())
     floating = [t.detach() for t in tensors if t.is_floating_point() or t.is_complex()]
-    messages = [Message(bucket, count) for bucket in buckets(floating)] or [Message([torch.zeros(1)], count)]
-    for message in messages:
-        workers.add(message.flat)
+    payloads = [Payload(bucket, count) for bucket in buckets(floating)] or [Payload([torch.zeros(1)], count)]
+    for payload in payloads:
+        workers.add(payload.flat)
     workers.wait()
-    if not messages[0].weight > 0:
+    if not payloads[0].weight > 0:
         raise UsageError("weighted_average: no worker has trained on a sample since the last averaging")
-    for message in messages:
-        for tensor, mean in message.means():
+    for payload in payloads:
+        for tensor, mean in payload.means():
             tensor.copy_(mean)
     if counters := [t for t in tensors if not (t.is_floating_point() or t.is_complex())]:
-        largest = Largest(counters)
+        largest = Maximum(counters)
         workers.add(largest.flat, dist.ReduceOp.MAX)
         workers.wait()
         largest.take()
@@ -83,7 +82,7 @@ class Workers:
             wait_for(work, self.ending)
 
 
-class Largest:
+class Maximum:
     """Integer and boolean tensors on their way to the largest over workers, entry by entry (`ReduceOp.MAX`)."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -96,7 +95,7 @@ class Largest:
             tensor.copy_(found.view(tensor.shape))
 
 
-class Message:
+class Payload:
     """Tensors on their way to their mean over workers: each times this worker's weight, and at the end the weights.
 
     A worker of weight 0 sends zeros, whatever its tensors hold.
@@ -161,14 +160,21 @@ def buckets(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     return [bucket for of_kind in by_kind.values() for bucket in of_kind]
 
 
+@torch.no_grad()
 def average_(tensors: Iterable[Tensor], weight: float, group: dist.ProcessGroup, ending: Ending | None = None) -> None:
     """Floating tensors become their sum over workers times each worker's `weight`, others the first rank's."""
-    first = dist.get_global_rank(group, 0)
+    floating, others = list[Tensor](), list[Tensor]()
     for tensor in tensors:
-        if tensor.is_floating_point():
-            wait_for(dist.all_reduce(scale_(tensor, weight, 1.0, 1), group=group, async_op=True), ending)
-        else:
-            wait_for(dist.broadcast(tensor, src=first, group=group, async_op=True), ending)
+        (floating if tensor.is_floating_point() else others).append(tensor)
+    # Packed: a backend may reduce the wrong entries of a tensor whose entries do not follow each other in memory.
+    workers, payloads = Workers(group, ending), [Payload(bucket, weight) for bucket in buckets(floating)]
+    for payload in payloads:
+        workers.add(payload.flat)
+    workers.wait()
+    for payload in payloads:
+        for tensor, total in payload.sums():
+            tensor.copy_(total)
+    broadcast_(others, group, ending)
 
 
 @torch.no_grad()

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from dynamix.errors import UsageError
@@ -14,7 +15,7 @@ from dynamix.projection import project
 from dynamix.runtime import random_state
 from dynamix.runtime.apart import attach_apart
 from dynamix.runtime.coordinator import Coordinator
-from dynamix.runtime.loop import require_pair
+from dynamix.runtime.loop import WRAP_ONCE
 from dynamix.runtime.memory import Memory, within
 from dynamix.runtime.observation import Recorder, Unmeasured
 from dynamix.runtime.weighting import Attached, attach, is_sharded
@@ -75,6 +76,31 @@ def _attach(
     return attach(
         model, group, coordinator.share, recorder, **{name: v for name, v in options.items() if name != "averaging"}
     )
+
+
+def require_pair(model: nn.Module, optimizer: Any, group: dist.ProcessGroup | None) -> None:
+    """Raise `UsageError` unless `optimizer` is one optimizer of `model` alone, and `model` reduces over `group`."""
+    if isinstance(optimizer, (list, tuple, dict)):
+        several = f"wrap() got {len(optimizer)} optimizers in a {type(optimizer).__name__}"
+        raise UsageError(f"{several}: {WRAP_ONCE}, and once for each optimizer where one model has several")
+    if not isinstance(getattr(optimizer, "param_groups", None), list):
+        raise UsageError(f"wrap() got a {type(optimizer).__name__} where an optimizer belongs: {WRAP_ONCE}")
+    own = {id(p) for p in model.parameters()}
+    given = [p for of in optimizer.param_groups for p in of["params"]]
+    strange = sum(id(p) not in own for p in given)
+    alone = group is None or dist.get_world_size(group) == 1
+    if given and own and strange == len(given):
+        made = "make the optimizer from model.parameters(), after the model was moved, sharded or replaced"
+        raise UsageError(f"the optimizer has no parameter of this model: {made}; {WRAP_ONCE}")
+    if strange and not alone and not is_sharded(model):
+        rest = "which this model's gradient exchange does not reach"
+        one = "put what trains together into one module under one DDP"
+        raise UsageError(f"{strange} of the optimizer's parameters are not this model's, {rest}: {one}, or {WRAP_ONCE}")
+    if isinstance(model, DistributedDataParallel) and group is not None:
+        theirs, ours = (dist.get_process_group_ranks(g) for g in (model.process_group, group))
+        if theirs != ours:
+            fix = "write DDP(net, process_group=group) and Controller(process_group=group) with one group"
+            raise UsageError(f"DDP reduces over ranks {theirs}, the controller weights for ranks {ours}: {fix}")
 
 
 def require_own_passes(model: nn.Module, group: dist.ProcessGroup | None) -> None:

@@ -26,7 +26,8 @@ from dynamix.runtime.noise import ConsecutiveNoise
 from dynamix.runtime.observation import Recorder
 from dynamix.runtime.progress import Progress, Waiting
 from dynamix.runtime.ranks import Ranks
-from dynamix.runtime.scaling import AUTO, LearningRate, SampleSchedule, SchedulerWatch
+from dynamix.runtime.rates import Rates
+from dynamix.runtime.scaling import SampleSchedule
 from dynamix.runtime.weighting import Attached, LossWeight
 from dynamix.window import Ints
 
@@ -64,11 +65,9 @@ class Coordinator:
     ) -> None:
         self.job, self.policy, self.channel, self.rank, self.interval = job, policy, channel, rank, interval
         self.loss_weight = loss_weight
-        # A global batch that stays as it is asks for no other rate.
-        self.lr_rule = "none" if lr_rule == AUTO and job.fixed else lr_rule
         self.micro_batch, self.apart = micro_batch, apart
-        # Samples of all workers' optimizer steps that are taken at the same time.
-        self._at_once = start.size * micro_batch if apart and micro_batch else None
+        # Samples of all workers' optimizer steps that are taken at the same time, if that is not a round.
+        self.rates = Rates(job, lr_rule, at_once=start.size * micro_batch if apart and micro_batch else None)
         self.between_meetings = False  # this rank has stepped apart since the last one
         self.accumulate, self.per_epoch = job.accumulate, boundary(policy) == "epoch"
         # The sampler's ledger counts micro-steps and samples of each; all that ranks say to each other counts rounds.
@@ -78,7 +77,6 @@ class Coordinator:
         self.attached: Attached | None = None
         self.memory: Memory | None = None
         self.connected: list[Attached] = []  # `attached` is the first of them
-        self.learning_rates: list[LearningRate] = []
         self.ranks = channel.ending = None
         if ranks is not None:
             self.ranks, channel.ending, loss_weight.ending = ranks, ranks.ending, ranks.ending
@@ -89,8 +87,6 @@ class Coordinator:
         self._pairs = ConsecutiveNoise() if self.allocations.workers == 1 else None
         self.liveness: Liveness | None = None  # None: nobody else is there
         self.stop_wanted = self.stopping = False
-        self.schedules: list[SampleSchedule] = []
-        self._watch: SchedulerWatch | None = None
         self.changes = 0  # of the sizes, since this process began
         self._waiting = Waiting()
         # A loop may be read ahead by a thread of its own, which settles what concerns the batches that it asks for.
@@ -130,8 +126,8 @@ class Coordinator:
     def connect(self, model: nn.Module, optimizer: Optimizer, attached: Attached, memory: Memory) -> None:
         """Observe this model and optimizer, weight its gradients, and let the learning rate follow the batch."""
         self.attached, self.memory, self.recorder = attached, memory, attached.recorder
-        if self.rank == 0 and not self.job.fixed:
-            self._watch = SchedulerWatch(optimizer, self.job.base_batch)
+        if self.rank == 0:
+            self.rates.watch(optimizer, apart=self.apart)
         if self._pairs is not None:
             optimizer.register_step_pre_hook(self._before_optimizer)
         self.connect_another(model, optimizer, attached)
@@ -167,7 +163,7 @@ class Coordinator:
 
         further   it is not the first one of the first model
         """
-        self.learning_rates.append(LearningRate(optimizer, self.lr_rule))
+        self.rates.add(optimizer)
         attached = next(attached for attached in self.connected if attached.model is model)
         if attached.meeting is not None:
             attached.meeting.add_optimizer(optimizer)
@@ -201,7 +197,7 @@ class Coordinator:
         known |= {"min_batch_size": bounds.low, "max_batch_size": bounds.high, "quantum": bounds.quantum}
         known |= {"min_global_batch": bounds.total_low, "max_global_batch": bounds.total_high}
         known |= {"base batch": job.base_batch, "decides once per epoch": self.per_epoch, "slack": job.slack}
-        known |= {"models": self.loop.models, "schedules": [s.nominal_batch_size for s in self.schedules]}
+        known |= {"models": self.loop.models, "schedules": [s.nominal_batch_size for s in self.rates.schedules]}
         known |= {"exchange of gradients and buffers": [attached.exchanges for attached in self.connected]}
         known |= {"weighting": "loss" if self.loss_weight.required else "hook"}
         known |= {"batch sizes": self.allocations.from_on(source.consumed)}
@@ -210,11 +206,9 @@ class Coordinator:
 
     def schedule(self, scheduler: Any, nominal_batch_size: int | None) -> SampleSchedule:
         """`Controller.scheduler`: advanced with every optimizer step."""
-        schedule = SampleSchedule(
-            scheduler, nominal_batch_size=nominal_batch_size or self._at_once or self.job.base_batch
-        )
-        self._waiting.give(f"schedule {len(self.schedules)}", schedule)
-        self.schedules.append(schedule)
+        number = len(self.rates.schedules)
+        schedule = self.rates.schedule(scheduler, nominal_batch_size)
+        self._waiting.give(f"schedule {number}", schedule)
         return schedule
 
     def need_source(self) -> BatchSampler | Stream:
@@ -279,7 +273,7 @@ class Coordinator:
         with self._turn:  # whether a step is kept is known before, or after, a new window opens
             kept = plan.regular and self._round(plan) >= progress.opens
             self.recorder.step_done(keep=kept, first_of_epoch=plan.first)
-        self._advance_schedules(plan)
+        self.rates.advance(plan)
         self.settle()
         full = plan.last if self.per_epoch else self.recorder.steps >= self.interval
         if full and self.recorder.steps:
@@ -292,19 +286,6 @@ class Coordinator:
         self.stop_wanted = True
         if self.liveness is not None:
             self.liveness.stopping.wanted = True
-
-    def _advance_schedules(self, plan: StepPlan) -> None:
-        samples, watch = plan.samples, self._watch
-        if watch is not None:
-            watch.look()
-        advanced = [schedule.advance(samples) for schedule in self.schedules]
-        if watch is not None:
-            if any(advanced):
-                watch.accept()
-            if plan.last:
-                watch.forget()
-            if plan.regular:
-                watch.stepped(samples)
 
     def _round(self, plan: StepPlan) -> int:
         return plan.index // self.accumulate
@@ -365,8 +346,7 @@ class Coordinator:
         """End threads, what is under way getting `patience_s`; returns the process groups, which nobody has then."""
         self.channel.close(patience_s)
         self.loop.close()
-        for learning_rate in self.learning_rates:
-            learning_rate.remove()
+        self.rates.remove()
         if self.ranks is not None:
             self.ranks.ending.close()
             self.ranks = None  # it has the control group
@@ -437,13 +417,10 @@ class Coordinator:
 
     def follow_batch(self, plan: StepPlan) -> None:
         """Let the learning rate follow the global batch of `plan`; an epoch's tail has that of the steps before."""
-        if self._watch is not None:
-            self._watch.look()
-        if self.learning_rates:
-            base, (noise, signal) = self.job.base_batch, self.progress.noise_at(self._round(plan))
+        self.rates.look()
+        if self.rates.learning_rates:
             samples = plan.samples if plan.regular else self.accumulate * int(self.allocations.at(plan.index).sum())
-            for learning_rate in self.learning_rates:
-                learning_rate.factor = learning_rate.rule(samples / base, noise, signal, base_batch=base)
+            self.rates.follow(samples, *self.progress.noise_at(self._round(plan)))
 
     def _before_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self.attached is not None and self.source is not None and self.source.issued > self.source.consumed:

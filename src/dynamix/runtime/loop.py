@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -19,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dynamix.data import BatchSampler, Piece, Stream
 from dynamix.errors import DynamixError, UsageError
+from dynamix.runtime.optimizer_means import without_gradients
 from dynamix.runtime.weighting import is_sharded
 
 Fail = Callable[[DynamixError], DynamixError]
@@ -41,7 +41,7 @@ _PASS_OVER = (
     "for good reads as many batches ahead from the epoch's first step on"
 )
 MATCHES = 4  # passes in a row whose inputs were as long as the batch: then that is how this loop's inputs are
-_WRAP = "write controller.wrap(model, optimizer) once for each model, with the optimizer of that model alone"
+WRAP_ONCE = "write controller.wrap(model, optimizer) once for each model, with the optimizer of that model alone"
 
 
 class ModelCheck:
@@ -110,16 +110,15 @@ class ModelCheck:
                 do = "with meet='parameters' every piece has an optimizer step, and then optimizer.zero_grad()"
             loop.fail(f"{before}: {do}; else call optimizer.zero_grad()")
 
-    def _before_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _before_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         loop = self.loop
         if loop.muted():
-            return
+            return None
         self._inside, self._held_since = True, None
         piece = loop.piece_of_optimizer()
         if loop.apart:
             if piece is not None and not piece.samples:
-                for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-                    parameter.grad = None  # of a placeholder: with none, no optimizer changes anything
+                return without_gradients(optimizer, args, kwargs)
         elif piece is not None and not piece.last:
             early, do = f"optimizer.step() after {piece.number + 1} of this round's {piece.of} pieces", _DUE
             if not loop.in_pieces:
@@ -127,6 +126,7 @@ class ModelCheck:
                 do = f"call it with the last of them, `if (i + 1) % {loop.accumulate} == 0`; {_ACCUMULATE}"
             loop.fail(f"{early}: {do}" if loop.grown is None else loop.grown[1])
         self.all_crossed("optimizer.step()")
+        return None
 
     def _after_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._inside = False
@@ -211,7 +211,7 @@ class LoopCheck:
     def add_optimizer(self, model: nn.Module, optimizer: Optimizer) -> bool:
         """Watch a further optimizer of a connected model; False if the model is not connected yet."""
         if any(optimizer is check.optimizer for check in self._checks):
-            raise UsageError(f"wrap() was already called with this optimizer: {_WRAP}")
+            raise UsageError(f"wrap() was already called with this optimizer: {WRAP_ONCE}")
         first = self._first.get(id(model))
         if first is not None:
             check = ModelCheck(self, model, optimizer, reduces=first.reduces)
@@ -298,7 +298,7 @@ class LoopCheck:
         if source is None or now is None:
             return self.stepped
         # Without a forward pass it may be for a batch that was passed over, or come after `step()`.
-        belongs = self.forwards or (now.last and source.batches_delivered > source.batches_consumed)
+        belongs = self.forwards or ((now.last or self.apart) and source.batches_delivered > source.batches_consumed)
         return now if belongs else self.stepped
 
     def before_step(self, piece: Piece) -> None:
@@ -324,16 +324,15 @@ class LoopCheck:
         self._harmless.add(optimizer)  # looked at once: that is slow
         if (name := _unconnected_ddp_of(optimizer)) is not None:
             why = f"its {name} model is not connected, so unequal batches would weigh alike in its gradient"
-            self.fail(f"an optimizer in this loop was not given to controller.wrap(): {why}. {_WRAP}")
+            self.fail(f"an optimizer in this loop was not given to controller.wrap(): {why}. {WRAP_ONCE}")
 
 
-def _weakly(method: Callable[..., None]) -> Callable[..., None]:
+def _weakly(method: Callable[..., Any]) -> Callable[..., None]:
     """`method` for a hook that must not keep its owner: what torch holds in C++ no collector of garbage can see."""
     alive = weakref.WeakMethod(method)
 
-    def call(*args: Any) -> None:
-        if (method := alive()) is not None:
-            method(*args)
+    def call(*args: Any) -> Any:
+        return None if (method := alive()) is None else method(*args)
 
     return call
 
@@ -352,34 +351,6 @@ def _length(inputs: Iterable[Any]) -> int | None:
         if isinstance(value, Tensor):
             return len(value) if value.dim() else None
     return None
-
-
-# ------------------------------------------------------------ before training
-
-
-def require_pair(model: nn.Module, optimizer: Any, group: dist.ProcessGroup | None) -> None:
-    """Raise `UsageError` unless `optimizer` is one optimizer of `model` alone, and `model` reduces over `group`."""
-    if isinstance(optimizer, (list, tuple, dict)):
-        several = f"wrap() got {len(optimizer)} optimizers in a {type(optimizer).__name__}"
-        raise UsageError(f"{several}: {_WRAP}, and once for each optimizer where one model has several")
-    if not isinstance(getattr(optimizer, "param_groups", None), list):
-        raise UsageError(f"wrap() got a {type(optimizer).__name__} where an optimizer belongs: {_WRAP}")
-    own = {id(p) for p in model.parameters()}
-    given = [p for of in optimizer.param_groups for p in of["params"]]
-    strange = sum(id(p) not in own for p in given)
-    alone = group is None or dist.get_world_size(group) == 1
-    if given and own and strange == len(given):
-        made = "make the optimizer from model.parameters(), after the model was moved, sharded or replaced"
-        raise UsageError(f"the optimizer has no parameter of this model: {made}; {_WRAP}")
-    if strange and not alone and not is_sharded(model):
-        rest = "which this model's gradient exchange does not reach"
-        one = "put what trains together into one module under one DDP"
-        raise UsageError(f"{strange} of the optimizer's parameters are not this model's, {rest}: {one}, or {_WRAP}")
-    if isinstance(model, DistributedDataParallel) and group is not None:
-        theirs, ours = (dist.get_process_group_ranks(g) for g in (model.process_group, group))
-        if theirs != ours:
-            fix = "write DDP(net, process_group=group) and Controller(process_group=group) with one group"
-            raise UsageError(f"DDP reduces over ranks {theirs}, the controller weights for ranks {ours}: {fix}")
 
 
 # ------------------------------------------------------------ optimizers that wrap() never saw

@@ -29,7 +29,7 @@ def metrics_of(coordinator: Coordinator, overhead_s: float) -> dict[str, float]:
     """The values of `METRICS`, in their order; `overhead_s` is the seconds in all calls of `step`."""
     nan = float("nan")
     progress, source, recorder = coordinator.progress, coordinator.source, coordinator.recorder
-    sizes, rate = coordinator.batch_sizes, next(iter(coordinator.learning_rates), None)
+    sizes, rate = coordinator.batch_sizes, next(iter(coordinator.rates.learning_rates), None)
     noise, signal = progress.noise_at(coordinator.rounds_done)
     found = recorder.last | {
         "step": progress.steps,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dynamix.errors import UsageError
-from dynamix.runtime.averaging import Message, Workers, buckets
+from dynamix.runtime.averaging import Payload, Workers, buckets
+
+PRODUCTS = ("mu_product",)  # NAdam's: the mean of such numbers is that of their logarithms
 
 
 @dataclass(frozen=True, order=True)
@@ -65,22 +68,23 @@ class OptimizerMeans:
         moments, numbers = ([e for e in self.layout if e.is_number is kind] for kind in (False, True))
         tensors = [own[e] if e in own else self._blank(e) for e in moments]
         held = [weight * (e in own) for e in self.layout]
-        values = [weight * float(own[e]) if weight and e in own else 0.0 for e in numbers]
+        values = [weight * _told(e, own[e]) if weight and e in own else 0.0 for e in numbers]
         table = torch.tensor([*held, *values], dtype=torch.float64)
         self.beside.add(table)
-        messages = [Message(bucket, weight) for bucket in buckets(tensors)]
-        for message in messages:
-            self.workers.add(message.flat)
+        payloads = [Payload(bucket, weight) for bucket in buckets(tensors)]
+        for payload in payloads:
+            self.workers.add(payload.flat)
         yield
         weights = dict(zip(self.layout, table.tolist(), strict=False))
         number_of = dict(zip(numbers, table[len(self.layout) :].tolist(), strict=True))
-        means = {id(tensor): mean for message in messages for tensor, mean in message.sums()}
+        means = {id(tensor): mean for payload in payloads for tensor, mean in payload.sums()}
         for entry, tensor in zip(moments, tensors, strict=True):
             if weights[entry]:
                 self._put(entry, means[id(tensor)].div_(weights[entry]))
         for entry in numbers:
             if weights[entry]:
-                self._put(entry, number_of[entry] / weights[entry])
+                mean = number_of[entry] / weights[entry]
+                self._put(entry, math.exp(mean) if entry.name in PRODUCTS else mean)
 
     def _own(self) -> dict[Entry, Any]:
         """What is to be averaged. Raises `UsageError` for what has no mean."""
@@ -114,3 +118,31 @@ class OptimizerMeans:
         else:
             made = self._blank(entry) if not entry.is_number else torch.zeros((), dtype=self._blank(entry).dtype)
             state[entry.name] = made.copy_(mean) if isinstance(mean, Tensor) else made.fill_(mean)
+
+
+def _told(entry: Entry, value: Any) -> float:
+    number = float(value)
+    return math.log(max(number, 1e-300)) if entry.name in PRODUCTS else number
+
+
+def without_gradients(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    """Of a placeholder there is nothing to apply, and without gradients no optimizer changes anything.
+
+    Returns what `optimizer.step` is to be called with, where a closure would make gradients anew.
+    """
+
+    def forget() -> None:
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            parameter.grad = None
+
+    forget()
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    if closure is None:
+        return None
+
+    def quiet() -> Any:
+        loss = closure()
+        forget()
+        return loss
+
+    return (args[0], quiet), {name: value for name, value in kwargs.items() if name != "closure"}

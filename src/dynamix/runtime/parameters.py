@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dynamix.errors import ConfigError
-from dynamix.runtime.averaging import Largest, Message, Workers, buckets
+from dynamix.errors import ConfigError, UsageError
+from dynamix.runtime.averaging import Maximum, Payload, Workers, buckets
 from dynamix.runtime.optimizer_means import OptimizerMeans
 
 OptimizerState = Literal["averaged", "kept", "reset"]
@@ -60,8 +60,8 @@ class Averaging:
 class ParameterMeeting:
     """One model and its optimizers, on this worker.
 
-    workers   those that meet; messages on the model's device
-    beside    the same, for messages on CPUs
+    workers   those that meet; payloads on the model's device
+    beside    the same, for payloads on CPUs
     scaler    AMP's, if there is one: the smallest scale of all workers is the one to go on with
 
     It keeps a copy of the parameters and floating buffers: moves are counted from there, so what did not move stays as
@@ -72,15 +72,20 @@ class ParameterMeeting:
         self.model, self.how, self.workers, self.beside, self.scaler = model, how, workers, beside, scaler
         self.optimizers: list[Optimizer] = []
         self.steps = 0  # of this worker since the last meeting
+        self._begun = False  # a round
         self._anchors: list[_Anchor] = []
         self._outer: Optimizer | None = None
         self._means: OptimizerMeans | None = None
-        self._scales: list[Tensor] = []  # of messages that travel in a type of little range
+        self._scales: list[Tensor] = []  # of payloads that travel in a type of little range
         self.begin()
+        self._begun = False
 
     @torch.no_grad()
     def begin(self) -> None:
-        """A round begins: remember where moves are counted from, if the model was changed since the last meeting."""
+        """A pass begins, perhaps a round's first: moves are counted from what the model is then, whoever changed it."""
+        if self._begun:
+            return
+        self._begun = True
         tensors = self._travelling()
         if [id(t) for t in tensors] != [id(anchor.tensor) for anchor in self._anchors]:
             self._anchors, self._scales = [_Anchor(t) for t in tensors], []
@@ -91,7 +96,10 @@ class ParameterMeeting:
                 anchor.keep()
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
-        """One more optimizer of the model."""
+        """One more optimizer of the model. Raises `UsageError` for one that shares its state among ranks."""
+        if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
+            fix = "give every rank its whole optimizer, or use meet='gradients'"
+            raise UsageError(f"ZeroRedundancyOptimizer steps on all ranks at once, but workers step apart: {fix}")
         self.optimizers.append(optimizer)
         self._means = OptimizerMeans(self.optimizers, self.workers, self.beside)
 
@@ -104,25 +112,26 @@ class ParameterMeeting:
     @torch.no_grad()
     def meeting(self, weight: float) -> Iterator[None]:
         """`meet`, in parts: at every `yield` all that was begun has to arrive."""
-        how, workers, steps, self.steps = self.how, self.workers, self.steps, 0
+        how, workers, steps = self.how, self.workers, self.steps
+        self.steps, self._begun = 0, False
         normalized = how.steps == "normalized"
         sent = self._moves(weight / steps if normalized and steps else weight)
-        for _, message in sent:
-            workers.add(message.flat)
-        largest = Largest(counters) if (counters := self._counters()) else None
+        for _, payload in sent:
+            workers.add(payload.flat)
+        largest = Maximum(counters) if (counters := self._counters()) else None
         if largest is not None:
             workers.add(largest.flat, dist.ReduceOp.MAX)
         if (scale := self._scale()) is not None:
             workers.add(scale, dist.ReduceOp.MIN)
-        exact = normalized or how.wire is not None  # the sum of weights that a message carries is not what is wanted
+        exact = normalized or how.wire is not None  # the sum of weights that a payload carries is not what is wanted
         weights = torch.tensor([weight, weight * steps], dtype=torch.float64)
         if exact:
             self.beside.add(weights)
         if how.optimizer_state == "averaged" and self._means is not None:
             yield from self._means.meeting(weight)
         yield
-        for anchors, message in sent:
-            for anchor, (_, mean) in zip(anchors, message.sums() if exact else message.means(), strict=True):
+        for anchors, payload in sent:
+            for anchor, (_, mean) in zip(anchors, payload.sums() if exact else payload.means(), strict=True):
                 anchor.mean = mean
         if exact:
             samples, stepped = weights.tolist()
@@ -140,8 +149,8 @@ class ParameterMeeting:
             for optimizer in self.optimizers:
                 optimizer.state.clear()
 
-    def _moves(self, weight: float) -> list[tuple[list[_Anchor], Message]]:
-        """What is sent: this worker's moves, in messages, and whose they are."""
+    def _moves(self, weight: float) -> list[tuple[list[_Anchor], Payload]]:
+        """What is sent: this worker's moves, in payloads, and whose they are."""
         of, wire = {id(anchor.tensor): anchor for anchor in self._anchors}, _WIRES[self.how.wire]
         buckets_of = [[of[id(tensor)] for tensor in bucket] for bucket in buckets(a.tensor for a in self._anchors)]
         scales: list[Tensor | None] = [*self._scales] or [None] * len(buckets_of)
@@ -149,7 +158,7 @@ class ParameterMeeting:
             wire = None  # how large moves are is not known yet
         sent = []
         for anchors, scale in zip(buckets_of, scales, strict=True):
-            sent.append((anchors, Message([a.move() for a in anchors], weight, wire=wire, scale=scale)))
+            sent.append((anchors, Payload([a.move() for a in anchors], weight, wire=wire, scale=scale)))
         return sent
 
     def _move(self) -> None:

@@ -22,7 +22,7 @@ from dynamix.runtime.job import JobFacts
 from dynamix.runtime.observation import Recorder
 from dynamix.runtime.packing import checksum, pack, unpack
 from dynamix.runtime.progress import Progress
-from dynamix.runtime.scaling import SampleSchedule
+from dynamix.runtime.rates import Rates
 from dynamix.runtime.state import ORDER, SavedState, own_source, source_state
 from dynamix.runtime.taking import Taking, take_all
 from dynamix.runtime.weighting import Attached
@@ -39,7 +39,7 @@ class Resumable(Protocol):
     allocations: Allocations
     progress: Progress
     recorder: Recorder
-    schedules: list[SampleSchedule]
+    rates: Rates
     accumulate: int
     rank: int
     source: BatchSampler | Stream | None
@@ -67,7 +67,7 @@ def save(job: Resumable, *, gather: bool = False) -> dict[str, Any]:
         source=source,
         policy=job.policy.state_dict(),
         noise_scale=job.job.noise_scale.state_dict(),
-        schedules=[schedule.state_dict() for schedule in job.schedules],
+        schedules=[schedule.state_dict() for schedule in job.rates.schedules],
         hooks=[attached.state_dict() for attached in job.connected],
         ranks=ranks,
     ).write()
@@ -145,8 +145,8 @@ def _parts(job: Resumable, saved: SavedState, same: bool) -> dict[str, Any]:
     parts: dict[str, Any] = {"source": source}
     for i, of in enumerate(saved.schedules):
         parts[f"schedule {i}"] = of
-        if i < len(job.schedules):
-            _alike(f"schedules[{i}]", of, job.schedules[i].state_dict())
+        if i < len(job.rates.schedules):
+            _alike(f"schedules[{i}]", of, job.rates.schedules[i].state_dict())
     for i, of in enumerate(saved.hooks):
         parts[f"hook {i}"] = of
         if of and i < len(job.connected) and (mine := job.connected[i].state_dict()):
@@ -168,7 +168,7 @@ def _takings(job: Resumable, parts: dict[str, Any]) -> list[Taking]:
         return owner, lambda: owner.load_state_dict(part)
 
     owners: dict[str, Any] = {f"hook {i}": attached for i, attached in enumerate(job.connected)}
-    owners |= {f"schedule {i}": schedule for i, schedule in enumerate(job.schedules)}
+    owners |= {f"schedule {i}": schedule for i, schedule in enumerate(job.rates.schedules)}
     return [load(owner, parts.pop(name)) for name, owner in owners.items() if name in parts]
 
 

@@ -270,10 +270,11 @@ class SchedulerWatch:
     differ within an epoch. Rates on another device are left out: reading one would wait for it.
 
     base_batch   samples per optimizer step that the schedule was sized for
+    apart        every worker steps for itself, and the faster ones more often: then their schedules run ahead
     """
 
-    def __init__(self, optimizer: Optimizer, base_batch: int) -> None:
-        self.base_batch = base_batch
+    def __init__(self, optimizer: Optimizer, base_batch: int, *, apart: bool = False) -> None:
+        self.base_batch, self.apart = base_batch, apart
         self._optimizer, self._changes, self._seen, self._done = optimizer, 0, False, False
         self._rate: Any = None
 
@@ -300,14 +301,18 @@ class SchedulerWatch:
 
     def stepped(self, samples: int) -> None:
         """An optimizer step of the usual size, `samples`, is over."""
-        if self._done or self._changes < 2 or samples == self.base_batch:
+        if self._done or self._changes < 2 or (samples == self.base_batch and not self.apart):
             return  # one change may be a state that was loaded, or somebody's own decision
         self._done = True
+        do = "let it follow samples: scheduler = controller.scheduler(scheduler), without scheduler.step() in the loop"
+        if self.apart:
+            problem = "a learning-rate scheduler counts optimizer steps, and faster workers take more of them"
+            warnings.warn(f"{problem}, so rates differ by rank. Write: {do}", RuntimeWarning, stacklevel=5)
+            return
         problem = (
             f"a learning-rate scheduler counts optimizer steps, but the global batch moves: {samples} samples a step "
             f"now, {self.base_batch} at the start, so the schedule ends too early or too late"
         )
-        do = "let it follow samples: scheduler = controller.scheduler(scheduler), without scheduler.step() in the loop"
         other = "or keep the global batch: Controller(global_batch='fixed')"
         warnings.warn(f"{problem}. Write: {do}; {other}", RuntimeWarning, stacklevel=5)
 

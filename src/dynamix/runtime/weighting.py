@@ -46,7 +46,7 @@ class Attached:
 
     def before_forward(self) -> None:
         """A forward pass of training begins. Raises `UsageError` where DDP would fail later without a reason."""
-        if self.meeting is not None and not self.meeting.steps:
+        if self.meeting is not None:
             self.meeting.begin()
         ddp, hook = self.model, self.hook
         if hook is None or hook.buckets_seen or not isinstance(ddp, DistributedDataParallel):

@@ -28,7 +28,7 @@ from dynamix.runtime.coordinator import Coordinator
 from dynamix.runtime.decision import Decider, recorded
 from dynamix.runtime.job import Closing, JobFacts
 from dynamix.runtime.observation import Recorder
-from dynamix.runtime.scaling import LearningRate, SampleSchedule
+from dynamix.runtime.scaling import SampleSchedule
 from dynamix.runtime.weighting import LossWeight
 from dynamix.simulator.clusters import Clusters
 from dynamix.simulator.env import ClusterEnv
@@ -119,7 +119,7 @@ class VirtualCluster:
         self._coordinator = coordinator = Coordinator(
             job, self.policy, channel, start, LossWeight(None, 1), interval=interval, lr_rule=lr_rule
         )
-        coordinator.learning_rates.append(LearningRate(optimizer, lr_rule))
+        coordinator.rates.add(optimizer)
         coordinator.recorder = self._recorder = _AllRecorders(self._workers, job)
         self._sampler = coordinator.sampler(len(dataset), seed=seed)
         self._rng = random_state.capture()
@@ -196,8 +196,7 @@ class VirtualCluster:
         self._coordinator.settle()
         if self._events is not None:
             self._events.close()
-        for learning_rate in self._coordinator.learning_rates:
-            learning_rate.remove()
+        self._coordinator.rates.remove()
 
     def __enter__(self) -> VirtualCluster:
         return self

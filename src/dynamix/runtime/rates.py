@@ -1,0 +1,70 @@
+"""The learning rates of a job: factors that follow the global batch, and schedules that count samples."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.optim import Optimizer
+
+from dynamix.data import StepPlan
+from dynamix.runtime.job import JobFacts
+from dynamix.runtime.scaling import AUTO, LearningRate, SampleSchedule, SchedulerWatch
+
+
+class Rates:
+    """Of all optimizers of a controller.
+
+    at_once   samples of all workers' optimizer steps taken at the same time, where a round has several; None: a round
+    """
+
+    def __init__(self, job: JobFacts, lr_rule: str, *, at_once: int | None = None) -> None:
+        self.job, self.at_once = job, at_once
+        # A global batch that stays as it is asks for no other rate.
+        self.lr_rule = "none" if lr_rule == AUTO and job.fixed else lr_rule
+        self.learning_rates: list[LearningRate] = []
+        self.schedules: list[SampleSchedule] = []
+        self._watch: SchedulerWatch | None = None
+
+    def add(self, optimizer: Optimizer) -> None:
+        """Let the learning rate of `optimizer` follow the batch."""
+        self.learning_rates.append(LearningRate(optimizer, self.lr_rule))
+
+    def watch(self, optimizer: Optimizer, *, apart: bool) -> None:
+        """Warn of a scheduler of `optimizer` that counts steps where these are no measure: see `SchedulerWatch`."""
+        if apart or not self.job.fixed:
+            self._watch = SchedulerWatch(optimizer, self.job.base_batch, apart=apart)
+
+    def schedule(self, scheduler: Any, nominal_batch_size: int | None) -> SampleSchedule:
+        """`Controller.scheduler`: advanced with every round."""
+        nominal = nominal_batch_size or self.at_once or self.job.base_batch
+        self.schedules.append(SampleSchedule(scheduler, nominal_batch_size=nominal))
+        return self.schedules[-1]
+
+    def look(self) -> None:
+        """Between optimizer steps: see whether somebody changed a rate."""
+        if self._watch is not None:
+            self._watch.look()
+
+    def follow(self, samples: int, noise: float, signal: float) -> None:
+        """Let the rates fit a round of `samples`; the noise scale is what every rank knows of it."""
+        base = self.job.base_batch
+        for learning_rate in self.learning_rates:
+            learning_rate.factor = learning_rate.rule(samples / base, noise, signal, base_batch=base)
+
+    def advance(self, plan: StepPlan) -> None:
+        """A round is over."""
+        self.look()
+        advanced = [schedule.advance(plan.samples) for schedule in self.schedules]
+        watch = self._watch
+        if watch is not None:
+            if any(advanced):
+                watch.accept()
+            if plan.last:
+                watch.forget()
+            if plan.regular:
+                watch.stepped(plan.samples)
+
+    def remove(self) -> None:
+        """Take every hook off the optimizers."""
+        for learning_rate in self.learning_rates:
+            learning_rate.remove()
