@@ -30,11 +30,13 @@ if TYPE_CHECKING:
     from dynamix.runtime.averaging import weighted_average
     from dynamix.runtime.controller import Controller
     from dynamix.runtime.gradients import weighted
+    from dynamix.runtime.parameters import Averaging
     from dynamix.window import Bounds, Window
 
 __version__ = "0.2.0"
 
 __all__ = [
+    "Averaging",
     "Bounds",
     "CompressionState",
     "ConfigError",
@@ -70,6 +72,7 @@ _HOMES = {
     "dynamix.runtime.controller": ("Controller",),
     "dynamix.runtime.averaging": ("weighted_average",),
     "dynamix.runtime.gradients": ("weighted",),
+    "dynamix.runtime.parameters": ("Averaging",),
     "dynamix.window": ("Bounds", "Window"),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
