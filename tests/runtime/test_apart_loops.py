@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,18 +17,21 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import dynamix
 from dynamix.errors import ConfigError, UsageError
+from dynamix.events.records import read_events
 from dynamix.runtime.parameters import Averaging
 from tests.ranks import Ok, run_ranks
 from tests.union import Script
 
 
-def job(shares: list[list[int]] | str = "static", **options: Any) -> tuple[Any, Any, DataLoader[Any], nn.Module]:
+def job(
+    shares: list[list[int]] | str = "static", batch_size: int = 16, **options: Any
+) -> tuple[Any, Any, DataLoader[Any], nn.Module]:
     """A controller, its sampler, a loader and a small net of known weights."""
     torch.manual_seed(1)
     net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
     given: dict[str, Any] = {"min_batch_size": 0, "max_batch_size": 64, "interval": 2, "micro_batch": 4}
     given |= {"meet": "parameters", **options}
-    controller = dynamix.Controller(shares if isinstance(shares, str) else Script(shares), 16, **given)
+    controller = dynamix.Controller(shares if isinstance(shares, str) else Script(shares), batch_size, **given)
     generator = torch.Generator().manual_seed(5)
     x = torch.randn(240, 6, generator=generator, dtype=torch.float64)
     dataset = TensorDataset(x, torch.randint(3, (240,), generator=generator))
@@ -72,7 +76,7 @@ def test_wrong_loops_are_refused_on_all_ranks(kind: str, words: str) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"meet": "nowhere"}, {"global_batch": "adaptive"}, {"accumulate": 2, "micro_batch": None}],
+    [{"meet": "nowhere"}, {"micro_batch": None, "global_batch": "adaptive"}, {"accumulate": 2, "micro_batch": None}],
     ids=["meet", "adaptive", "accumulate"],
 )
 def test_impossible_arguments(options: dict[str, Any]) -> None:
@@ -315,3 +319,44 @@ def test_policies_give_the_faster_worker_more_steps(policy: str) -> None:
     for sizes in run_ranks(_learned, 2, policy):
         assert sum(sizes) == 32
         assert sizes[0] > sizes[1]
+
+
+def _adaptive(rank: int, meeting_s: float, policy: str, events: str) -> tuple[list[int], float]:
+    controller, sampler, loader, net = job(
+        policy, global_batch="adaptive", batch_size=8, min_batch_size=1, max_batch_size=None, events=events
+    )
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    model = controller.wrap(net, optimizer)
+    meeting = controller._coordinator.connected[0].meeting
+    inner = meeting.meet
+
+    def slow(weight: float) -> None:
+        inner(weight)
+        time.sleep(meeting_s)
+
+    meeting.meet = slow
+    for epoch in range(8):
+        sampler.set_epoch(epoch)
+        for x, y in loader:
+            with controller.piece():
+                loss = F.cross_entropy(model(x), y)
+                time.sleep(len(x) * (1e-3, 3e-3)[rank])
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            controller.step(loss=loss)
+    sizes: list[int] = controller.batch_sizes.tolist()
+    controller.close()
+    return sizes, optimizer.param_groups[0]["lr"]
+
+
+@pytest.mark.parametrize("policy", ["lb_bsp", "dynamix"])
+def test_adaptive_rounds_grow_where_meetings_take_long(policy: str, tmp_path: Path) -> None:
+    seldom = run_ranks(_adaptive, 2, 0.05, policy, str(tmp_path / "slow.jsonl"))
+    often = run_ranks(_adaptive, 2, 0.0, policy, str(tmp_path / "fast.jsonl"))
+    assert seldom[0] == seldom[1]
+    assert sum(seldom[0][0]) > 1.5 * sum(often[0][0])
+    assert seldom[0][0][0] > seldom[0][0][1]
+    last = read_events(tmp_path / "slow.jsonl")[-1]["rounds"]
+    assert last["meeting_s"] > 0.04
+    assert last["steps"] > 4

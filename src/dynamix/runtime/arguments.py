@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from dynamix.errors import ConfigError, UsageError
+from dynamix.model.rounds import MOST
 from dynamix.policies import Policy, make_policy
 from dynamix.policies.learned.deviations import LiveConfig
 from dynamix.policies.learned.online import learning
@@ -76,6 +77,7 @@ def job_bounds(
     quantum: int = 1,
     accumulate: int = 1,
     micro_batch: int | None = None,
+    apart: bool = False,
     max_change: float = float("inf"),
 ) -> tuple[Bounds, Ints]:
     """A job's bounds and its first allocation, from `Controller`'s arguments. Raises `ConfigError` for impossible ones.
@@ -93,9 +95,12 @@ def job_bounds(
         if global_batch == "fixed" and value is not None:
             fix = f"leave {name} out, or use global_batch='adaptive'"
             raise ConfigError(name, value, "None with global_batch='fixed', which is the starting total", fix)
+    most = 8 * batch_size
     if micro_batch is not None:
-        quantum = quantum if quantum > 1 else grain(batch_size, micro_batch)
-    low, high = (default if given is None else given for given, default in zip(each, (1, 8 * batch_size), strict=True))
+        moves = apart and global_batch == "adaptive"  # the number of pieces, up to the most that are of any use
+        quantum = quantum if quantum > 1 else grain(0 if moves else batch_size, micro_batch)
+        most = max(most, 8 * int(MOST) * micro_batch) if moves else most
+    low, high = (default if given is None else given for given, default in zip(each, (1, most), strict=True))
     low, high = per_rank("min_batch_size", low, workers), per_rank("max_batch_size", high, workers)
     piece = Bounds.of(workers, low, high, quantum=quantum, max_change=max_change)
     start = accumulate * starting_sizes(batch_size, piece)

@@ -11,9 +11,11 @@ import torch.distributed as dist
 
 from dynamix.errors import ConfigError
 from dynamix.events.background import BackgroundLog, background_log
+from dynamix.model.rounds import RoundSize
 from dynamix.policies import Policy
 from dynamix.policies.learned.deviations import LiveConfig
 from dynamix.policies.protocol import boundary
+from dynamix.policies.wrappers import peers_of
 from dynamix.runtime.agreement import DRAIN_S
 from dynamix.runtime.arguments import check_counts, job_bounds, one_for_all, policy_of, watched
 from dynamix.runtime.control import ControlGroup
@@ -91,9 +93,9 @@ def require_way_of_meeting(given: JobArguments) -> None:
         if given.accumulate > 1:
             fix = "leave accumulate out: every piece of a share is an optimizer step; micro_batch= says how large"
             raise ConfigError("accumulate", given.accumulate, "1 with meet='parameters'", fix)
-        if given.global_batch != "fixed":
-            fix = "say global_batch='fixed'; batch_size / micro_batch is the number of steps between meetings"
-            raise ConfigError("global_batch", given.global_batch, "'fixed' with meet='parameters'", fix)
+        if given.global_batch != "fixed" and given.micro_batch is None:
+            fix = "say how many samples an optimizer step has: micro_batch="
+            raise ConfigError("micro_batch", None, "1 or more where rounds of local steps are adaptive", fix)
 
 
 def assemble(group: dist.ProcessGroup | None, rank: int, given: JobArguments) -> Assembly:
@@ -119,6 +121,7 @@ def assemble(group: dist.ProcessGroup | None, rank: int, given: JobArguments) ->
             quantum=given.quantum,
             accumulate=given.accumulate,
             micro_batch=given.micro_batch,
+            apart=given.meet == "parameters",
             max_change=given.max_change,
         )
         policy = policy_of(given.policy, learn=given.learn)
@@ -137,7 +140,12 @@ def assemble(group: dist.ProcessGroup | None, rank: int, given: JobArguments) ->
     control = same.group
     served = watched(policy, given.guard)
     slack, fixed = 0 if boundary(policy) == "epoch" else 1, given.global_batch == "fixed"
-    job = JobFacts(bounds, int(start.sum()), accumulate=given.accumulate, slack=slack, fixed=fixed)
+    apart = given.meet == "parameters"
+    rounds = RoundSize(float(given.micro_batch)) if apart and given.micro_batch and not fixed else None
+    if rounds is not None and peers_of(policy) is not None:
+        fix = "say global_batch='fixed', or take a policy that decides in one place, such as goodput"
+        raise ConfigError("global_batch", "adaptive", "'fixed' with meet='parameters' and this policy", fix)
+    job = JobFacts(bounds, int(start.sum()), accumulate=given.accumulate, slack=slack, fixed=fixed, rounds=rounds)
     events = background_log(given.events) if rank == 0 else None
     decider = Decider(served, job, replay=replayed, events=events) if rank == 0 else None
     channel = open_channel(control, workers, job, served, decider, replays=replayed is not None, lr_rule=given.lr_rule)
@@ -153,7 +161,7 @@ def assemble(group: dist.ProcessGroup | None, rank: int, given: JobArguments) ->
         lr_rule=given.lr_rule,
         ranks=ranks,
         micro_batch=given.micro_batch,
-        apart=given.meet == "parameters",
+        apart=apart,
     )
     if control is not None and ranks is not None and workers > 1:
         liveness = coordinator.liveness = Liveness.open(control)

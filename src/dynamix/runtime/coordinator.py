@@ -297,8 +297,9 @@ class Coordinator:
     def _close_window(self, plan: StepPlan, issued: int) -> None:
         sizes, progress = self.accumulate * self.allocations.at(plan.index), self.progress
         age = (plan.index + 1 - self.allocations.since(plan.index)) / self.accumulate
+        steps, samples, rate = progress.steps, progress.samples, self.rates.relative()
         closing = self.job.closing = Closing(
-            progress.window, sizes, self._round(plan) + 1, issued, age, step=progress.steps, samples=progress.samples
+            progress.window, sizes, self._round(plan) + 1, issued, age, steps, samples, rate
         )
         mine = float(sizes[self.rank])
         row = self.recorder.row(issued=issued, count=mine, weight=mine / float(sizes.sum()))
@@ -418,7 +419,7 @@ class Coordinator:
     def follow_batch(self, plan: StepPlan) -> None:
         """Let the learning rate follow the global batch of `plan`; an epoch's tail has that of the steps before."""
         self.rates.look()
-        if self.rates.learning_rates:
+        if self.rates.learning_rates and not self.apart:  # else a round of more pieces has more steps
             samples = plan.samples if plan.regular else self.accumulate * int(self.allocations.at(plan.index).sum())
             self.rates.follow(samples, *self.progress.noise_at(self._round(plan)))
 

@@ -51,11 +51,12 @@ class Decider:
         if self.replay is not None:
             return self._replayed(self.replay.get(closing.window_index))
         self._asked = closing.window_index
-        wish = np.asarray(self.policy.decide(window, self.job.bounds))
+        bounds = self.job.bounds_after(window, closing)
+        wish = np.asarray(self.policy.decide(window, bounds))
         if wish.shape != closing.sizes.shape:
             fix = "return one size per worker"
             raise ConfigError("shape of the policy's answer", wish.shape, str(closing.sizes.shape), fix)
-        answer = project(wish, self.job.bounds, current=closing.sizes)
+        answer = project(wish, bounds, current=closing.sizes)
         if np.array_equal(answer, closing.sizes):
             return self.keep(Kind.KEEP)
         return self.job.change(answer, int(np.nanmax(rows[:, 0])))
@@ -81,6 +82,8 @@ class Decider:
             told = {"allocation": message.sizes.tolist(), "from_step": message.from_step}
             told |= {"decision": message.kind.name.lower(), "noise": message.noise, "signal": message.signal}
             about = report_of(self.policy, asked=closing.window_index == self._asked)
+            if self.job.rounds is not None:
+                about = {**about, "rounds": self.job.rounds.report}
             at = {"samples_seen": closing.samples, "time_s": self._clock() - self._started}
             self.events.write(**of, **told, **at, **about)
         after_answer(self.policy)  # the answer is out: no step waits for this

@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from dynamix.errors import ConfigError
+from dynamix.model.rounds import RoundSize
 from dynamix.runtime.agreement import Kind, Message
 from dynamix.runtime.noise import NoiseScale
-from dynamix.window import Bounds, Ints
+from dynamix.window import Bounds, Ints, Window
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,7 @@ class Closing:
     age: float  # rounds since `sizes` came into force
     step: int  # optimizer steps done
     samples: int
+    rate: float = 1.0  # this rank's learning rate over its largest so far
 
 
 @dataclass
@@ -33,6 +35,7 @@ class JobFacts:
     accumulate: int = 1  # pieces of a round: micro-batches per optimizer step
     slack: int = 0  # rounds that may still be issued under the old allocation after a window closed
     fixed: bool = False  # the global batch stays at `base_batch`
+    rounds: RoundSize | None = None  # chooses it, where workers step apart
     # Smoothed over windows, where this rank learns of it: the one that decides, or all if each does.
     noise_scale: NoiseScale = field(default_factory=NoiseScale)
     closing: Closing = field(init=False)  # the newest window that closed
@@ -42,6 +45,10 @@ class JobFacts:
 
     def _none_closed(self) -> Closing:
         return Closing(0, self.bounds.low, 0, 0, 0.0, 0, 0)
+
+    def bounds_after(self, window: Window, closing: Closing) -> Bounds:
+        """What the answer to `window` is kept within."""
+        return self.bounds if self.rounds is None else self.rounds.within(self.bounds, window, closing.rate)
 
     def limit_to(self, samples: int) -> None:
         """No round may outgrow a data set: every one would be a tail, and no window would ever close."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from dynamix.data import StepPlan
@@ -24,6 +25,7 @@ class Rates:
         self.learning_rates: list[LearningRate] = []
         self.schedules: list[SampleSchedule] = []
         self._watch: SchedulerWatch | None = None
+        self._largest = 0.0
 
     def add(self, optimizer: Optimizer) -> None:
         """Let the learning rate of `optimizer` follow the batch."""
@@ -39,6 +41,21 @@ class Rates:
         nominal = nominal_batch_size or self.at_once or self.job.base_batch
         self.schedules.append(SampleSchedule(scheduler, nominal_batch_size=nominal))
         return self.schedules[-1]
+
+    def relative(self) -> float:
+        """The first optimizer's learning rate over its largest so far, as the user or a scheduler sets it.
+
+        1 where there is none, and where reading it would wait for a device.
+        """
+        groups = self.learning_rates[0].groups if self.learning_rates else []
+        rate = groups[0].get("lr") if groups else None
+        if isinstance(rate, Tensor):
+            rate = rate.item() if rate.device.type == "cpu" else None
+        if not isinstance(rate, (int, float)) or rate <= 0:
+            return 1.0
+        initial = groups[0].get("initial_lr", rate)  # of a scheduler: also after a resume
+        self._largest = max(self._largest, rate, initial if isinstance(initial, (int, float)) else rate)
+        return rate / self._largest
 
     def look(self) -> None:
         """Between optimizer steps: see whether somebody changed a rate."""

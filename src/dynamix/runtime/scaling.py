@@ -113,6 +113,11 @@ class LearningRate:
         self._wrap_step()
 
     @property
+    def groups(self) -> list[dict[str, Any]]:
+        """The optimizer's, between its steps: the rates are the user's."""
+        return self._optimizer.param_groups
+
+    @property
     def factor(self) -> float:
         """What the learning rates are multiplied by in the next steps."""
         return self._factor

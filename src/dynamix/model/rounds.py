@@ -1,0 +1,90 @@
+"""How often workers that step apart should meet: the samples of a round, from what a meeting and a piece take."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from dynamix.model.measured import busy_seconds, exposed_seconds
+from dynamix.projection import project
+from dynamix.window import Bounds, Floats, Window
+
+FACTOR, MOST = 8.0, 64.0
+NEAR = 1.25  # samples needed hardly change within this factor of the number of steps
+KEEP = 0.97  # of the best size's samples a second: then what is in force stays
+CANDIDATES = 33
+
+
+def steps_apart(meeting_s: float, piece_s: float, *, rate: float = 1.0) -> float:
+    """Optimizer steps between two meetings, in the mean over workers: 8 (meeting_s / piece_s)^(1/3) / rate, 1 to 64.
+
+    meeting_s, piece_s   seconds of a meeting, and of a worker's step
+    rate                 learning rate over its largest so far: smaller steps allow more of them
+
+    Meeting less often saves time as long as the samples needed for a loss stay the same, which is so up to some number
+    of steps; the cube root lies between always meeting and what the network alone would ask for.
+
+    >>> [round(steps_apart(meeting_s, 1.0), 1) for meeting_s in (0.0, 0.027, 1.0, 27.0)]
+    [1.0, 2.4, 8.0, 24.0]
+    """
+    ratio = max(meeting_s, 0.0) / max(piece_s, 1e-9)
+    return float(np.clip(FACTOR * ratio ** (1 / 3) / max(rate, 1e-9), 1.0, MOST))
+
+
+@dataclass
+class RoundSize:
+    """Chooses the samples of a round, of all workers, window by window.
+
+    piece   samples of a piece (mean over workers)
+
+    `steps`, `meeting_s` and `piece_s` are those of the last choice, NaN before one.
+    """
+
+    piece: float
+    steps: float = field(default=float("nan"), init=False)
+    meeting_s: float = field(default=float("nan"), init=False)
+    piece_s: float = field(default=float("nan"), init=False)
+
+    def within(self, bounds: Bounds, window: Window, rate: float = 1.0) -> Bounds:
+        """`bounds` that allow one size of the round only: the best after `window`, of one job, shape (W,).
+
+        Where nothing is measured it is the size in force. Workers take whole pieces or parts of one: among sizes of
+        about the right number of steps the one is chosen of which most samples a second are to be expected.
+        """
+        now = int(window.batch_size.sum())
+        speeds = _speeds(window)
+        meeting_s = float(exposed_seconds(window))
+        if speeds is None or not np.isfinite(meeting_s):
+            return _of_total(bounds, now)
+        self.meeting_s, self.piece_s = meeting_s, self.piece * speeds.size / float(speeds.sum())
+        self.steps = steps_apart(meeting_s, self.piece_s, rate=rate)
+        wanted, quantum = self.steps * self.piece * speeds.size, bounds.quantum
+        least, most = max(float(bounds.total_low), quantum), float(bounds.total_high)
+        low, high = np.clip([wanted / NEAR, wanted * NEAR], least, most)
+        totals = np.unique(np.rint(np.linspace(low, high, CANDIDATES) / quantum).astype(np.int64)) * quantum
+        asked = np.append(totals, now)
+        sizes = project(np.broadcast_to(speeds, (len(asked), speeds.size)), bounds, total=asked)
+        pace = asked / ((sizes / speeds).max(-1) + meeting_s)
+        best = int(np.argmax(pace[:-1]))
+        stays = wanted / NEAR**2 <= now <= wanted * NEAR**2 and pace[-1] >= KEEP * pace[best]
+        return _of_total(bounds, now if stays else int(totals[best]))
+
+    @property
+    def report(self) -> dict[str, float]:
+        """For the events: why rounds are as they are."""
+        return {"steps": self.steps, "meeting_s": self.meeting_s, "piece_s": self.piece_s}
+
+
+def _speeds(window: Window) -> Floats | None:
+    """Samples a second of every worker (W,), the mean where one was not measured; None where none was."""
+    speeds = window.batch_size / busy_seconds(window)
+    known = np.isfinite(speeds)
+    return np.where(known, speeds, speeds[known].mean()) if known.any() else None
+
+
+def _of_total(bounds: Bounds, total: int) -> Bounds:
+    least = max(int(bounds.low.sum()), bounds.quantum)
+    fixed = np.asarray(int(np.clip(total, least, int(bounds.high.sum()))), dtype=np.int64)
+    return dataclasses.replace(bounds, total_low=fixed, total_high=fixed)
