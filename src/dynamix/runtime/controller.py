@@ -67,7 +67,8 @@ class Controller:
     meet              "gradients": pieces accumulate, and a round has one optimizer step, of the union batch's gradient.
                       "parameters": every piece is an optimizer step of its worker's own, and at the end of the round
                       the workers' models become their mean by samples (local SGD; docs/rounds.md). Faster where
-                      exchange takes longer than a few pieces. Needs a fixed global batch
+                      exchange takes longer than a few pieces. With an adaptive global batch the number of pieces until
+                      a meeting follows from what meetings and pieces take
     lr_rule           how the learning rate follows a global batch that moves: none, linear, sqrt, adascale. "auto":
                       linear; sqrt for Adam and others that divide by the size of the gradient
     process_group     the data-parallel group; None: the default group
