@@ -360,3 +360,29 @@ def test_adaptive_rounds_grow_where_meetings_take_long(policy: str, tmp_path: Pa
     last = read_events(tmp_path / "slow.jsonl")[-1]["rounds"]
     assert last["meeting_s"] > 0.04
     assert last["steps"] > 4
+
+
+def _noisy(rank: int, events: str) -> None:
+    controller = dynamix.Controller("lb_bsp", 64, micro_batch=8, interval=4, meet="parameters", events=events)
+    x = torch.randn(4000, 6, generator=torch.Generator().manual_seed(9))
+    loader = DataLoader(TensorDataset(x), batch_sampler=controller.batch_sampler(TensorDataset(x)))
+    net = nn.Linear(1, 6, bias=False)
+    torch.nn.init.constant_(net.weight, 1.0)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-9)
+    model = controller.wrap(net, optimizer)
+    for _ in range(8):
+        for (target,) in loader:
+            with controller.piece():
+                (model(torch.ones(len(target), 1)) - target).square().sum(1).mean().div(2).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            controller.step()
+    controller.close()
+
+
+def test_the_noise_scale_is_known_where_no_gradient_crosses_ranks(tmp_path: Path) -> None:
+    """Gradients are w - x with x of unit variance in 6 dimensions: tr(Sigma) = 6, and |G|^2 = 6 at w = 1."""
+    run_ranks(_noisy, 2, str(tmp_path / "events.jsonl"))
+    last = read_events(tmp_path / "events.jsonl")[-1]
+    assert last["noise"] == pytest.approx(6.0, rel=0.3)
+    assert last["signal"] == pytest.approx(6.0, rel=0.3)

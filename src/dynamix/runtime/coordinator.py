@@ -84,7 +84,8 @@ class Coordinator:
         self.loop = LoopCheck(
             self.accumulate, self.fail, lambda: self.recorder.muted, rank=rank, workers=workers, apart=apart
         )
-        self._pairs = ConsecutiveNoise() if self.allocations.workers == 1 else None
+        # Where gradients do not meet, those of pieces that follow each other tell the noise scale.
+        self._pairs = ConsecutiveNoise(64 if apart else 2) if apart or self.allocations.workers == 1 else None
         self.liveness: Liveness | None = None  # None: nobody else is there
         self.stop_wanted = self.stopping = False
         self.changes = 0  # of the sizes, since this process began
@@ -429,7 +430,9 @@ class Coordinator:
             self.recorder.gradients_ready()
             self.recorder.reduced()
             self.finish_gradients(self.attached)
-            self.observe_pair([p for g in optimizer.param_groups for p in g["params"]], piece.plan)
+            own = piece.samples if self.apart else piece.plan.samples
+            if own:
+                self.observe_pair([p for g in optimizer.param_groups for p in g["params"]], own)
 
     def finish_gradients(self, attached: Attached, *, more: bool = False) -> None:
         """A single worker's gradients of this round are there, to be clipped or applied; `more`: not all of them."""
@@ -437,10 +440,10 @@ class Coordinator:
         if self._pairs is not None and piece is not None and self.loss_weight.applied is None:
             (attached.reopen if more else attached.finish)(piece, self.accumulate)
 
-    def observe_pair(self, parameters: list[nn.Parameter], plan: StepPlan) -> None:
-        """A single worker's noise scale, from its gradients in two steps that follow each other."""
+    def observe_pair(self, parameters: list[nn.Parameter], samples: int) -> None:
+        """A single worker's noise scale, from its gradients of so many samples in two steps that follow each other."""
         gradients = [p.grad for p in parameters if p.grad is not None and not p.grad.is_sparse]
-        if self._pairs is not None and (pair := self._pairs.observe(gradients, float(plan.samples))):
+        if self._pairs is not None and (pair := self._pairs.observe(gradients, float(samples))):
             self.recorder.add("pair_noise", pair[0])
             self.recorder.add("pair_signal", pair[1])
 

@@ -71,16 +71,23 @@ class ConsecutiveNoise:
 
     S = b |g - h|^2 / 2 and G2 = g.h, as if the parameters stood still between the two (so a slight overestimate).
     Keeps one copy of the gradients. Results stay on the device; nothing synchronises.
+
+    every   of so many gradients only the first two are looked at
     """
 
-    def __init__(self) -> None:
+    def __init__(self, every: int = 2) -> None:
+        self.every, self._seen = every, 0
         self._previous: tuple[list[Tensor], float] | None = None
 
     def observe(self, gradients: list[Tensor], batch: float) -> tuple[Tensor, Tensor] | None:
-        """(S, G2) as 0-dim tensors at every second call with the same batch; None in between."""
+        """(S, G2) as 0-dim tensors where two calls in a row had the same batch; None otherwise."""
+        number, self._seen = self._seen % self.every, self._seen + 1
+        if number > 1:
+            return None
         before, self._previous = self._previous, None
         if before is None or before[1] != batch or len(before[0]) != len(gradients):
             self._previous = ([g.detach().clone() for g in gradients], batch)
+            self._seen -= number  # the next one is compared with this one
             return None
         apart = torch.stack([(g - h).float().square().sum() for g, h in zip(gradients, before[0], strict=True)]).sum()
         along = torch.stack([(g * h).float().sum() for g, h in zip(gradients, before[0], strict=True)]).sum()

@@ -329,15 +329,16 @@ def assemble(rows: Floats, *, noise_scale: NoiseScale, sizes: Any, **cluster: fl
     wait, transfer = attribute_wait(rows[:, len(ROW) :].T)
     global_seen = columns["global_norm_sq"][np.isfinite(columns["global_norm_sq"])]
     global_sq = float(global_seen.mean()) if global_seen.size else float("nan")
-    if rows.shape[0] > 1:
+    alone = np.isfinite(columns["pair_noise"]) & np.isfinite(columns["pair_signal"])
+    if alone.any():  # from gradients of one worker each
+        noise, signal = (float(columns[name][alone].mean()) for name in ("pair_noise", "pair_signal"))
+    else:
         # The weight is this rank's part of the mean gradient, n_i/N, whichever side applied it.
         # On CUDA ranks may hold statistics of different windows; those do not go together.
         together = columns["measured_in"] == columns["measured_in"][0]
         usable = (columns["count"] > 0) & together.all()
         local = np.where(usable, columns["gradient_norm_sq"], np.nan)
         noise, signal = NoiseScale.estimate(local, global_sq, columns["count"], columns["weight"])
-    else:
-        noise, signal = float(columns["pair_noise"][0]), float(columns["pair_signal"][0])
     noise_scale.update(noise, signal)
     known = {name: columns[name] for name in ROW if name in PER_WORKER and name != "batch_size"}
     known |= {"wait": wait, "communication": transfer}

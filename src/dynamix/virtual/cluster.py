@@ -217,7 +217,7 @@ class VirtualCluster:
             norms = self._workers.norms_due()
             seen = self._gradient(shares, placeholder=placeholder, norms=norms)
             global_sq = self._gradient.norm_sq() if norms else None
-            coordinator.observe_pair(self._gradient.parameters, plan)
+            coordinator.observe_pair(self._gradient.parameters, plan.samples)
             self.optimizer.step()
             self.optimizer.zero_grad()
         costs = self._sample_costs
