@@ -9,6 +9,21 @@ batch_size=0 is not possible: allowed is 1 to 1048576; pass the per-worker batch
 
 from __future__ import annotations
 
+import reprlib
+
+_short = reprlib.Repr()
+_short.maxstring = _short.maxother = _short.maxlong = 400
+_short.maxlist = _short.maxtuple = _short.maxdict = _short.maxset = 64
+
+
+def shown(value: object) -> str:
+    """`value` for a message: not too long, and not too deep for Python to write.
+
+    >>> shown([1, "a"]), len(shown("x" * 10_000)) < 500
+    ("[1, 'a']", True)
+    """
+    return _short.repr(value)
+
 
 class DynamixError(Exception):
     """Base of everything dynamix raises on purpose."""
@@ -19,7 +34,7 @@ class ConfigError(DynamixError, ValueError):
 
     def __init__(self, name: str, value: object, allowed: str, fix: str) -> None:
         self.name, self.value, self.allowed, self.fix = name, value, allowed, fix
-        super().__init__(f"{name}={value!r} is not possible: allowed is {allowed}; {fix}")
+        super().__init__(f"{name}={shown(value)} is not possible: allowed is {allowed}; {fix}")
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[str, object, str, str]]:
         return type(self), (self.name, self.value, self.allowed, self.fix)

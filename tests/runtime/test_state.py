@@ -112,6 +112,11 @@ def test_a_state_of_version_0_1_is_refused_by_name() -> None:
         controller.load_state_dict(None)  # type: ignore[arg-type]
 
 
+def notebook(ranks: Any, before: list[float]) -> Any:
+    """The parts of ranks, with other figures of the window before."""
+    return {0: {**ranks[0], "recorder": {**ranks[0]["recorder"], "before": {"loss": before}}}}
+
+
 CHANGES: list[tuple[str, Any]] = [
     ("source.taken", lambda s: s["source"].update(position=s["source"]["position"] - 7)),
     ("source.position", lambda s: s["source"].update(position=10**6)),
@@ -128,6 +133,7 @@ CHANGES: list[tuple[str, Any]] = [
     ("schedules", lambda s: s.update(schedules=pack([{"samples": 1}]))),
     ("random", lambda s: s.update(ranks=pack({0: {**unpack(s["ranks"])[0], "rng": {}}}))),
     ("hooks", lambda s: s.update(hooks=pack([1]))),
+    ("recorder.before.loss", lambda s: s.update(ranks=pack(notebook(unpack(s["ranks"]), [10**400, 1.0])))),
     ("too many keys", lambda s: s.update(extra=1)),
     ("seed=9", lambda s: s["source"].update(seed=9)),
 ]
@@ -289,6 +295,11 @@ def test_parts_nested_too_deeply_are_refused() -> None:
         unpack(("[" * 100_000 + "]" * 100_000, (), ()))
     with pytest.raises(StateError, match="containers in each other"):
         checksum({"a": deep})
+    controller, _, _ = job()
+    for _ in range(100_000):
+        deep = {"": deep}
+    with pytest.raises(StateError, match="has schema"):
+        controller.load_state_dict({"schema": deep})
 
 
 def test_a_policy_can_begin_anew_with_the_rest_of_the_state() -> None:

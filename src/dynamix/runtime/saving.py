@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from dynamix.data import Allocations, BatchSampler, Stream
-from dynamix.errors import StateError, UsageError
+from dynamix.errors import StateError, UsageError, shown
 from dynamix.policies import Policy
 from dynamix.policies.wrappers import after_answer, carry_over, load_policy
 from dynamix.projection import project
@@ -177,8 +177,8 @@ def _same_order(saved: dict[str, Any], source: Any) -> None:
     for name in ORDER:
         if saved[name] != mine[name] or type(saved[name]) is not type(mine[name]):
             raise StateError(
-                f"{name}={saved[name]!r} in the checkpoint, {name}={mine[name]!r} here: the order of samples would "
-                "differ, and some would be lost or repeated; resume with the data set and sampler that saved it"
+                f"{name}={shown(saved[name])} in the checkpoint, {name}={shown(mine[name])} here: the order of samples "
+                "would differ, and some would be lost or repeated; resume with the data set and sampler that saved it"
             )
     source.check_state(saved)
 
@@ -193,7 +193,7 @@ def _alike(name: str, saved: Any, mine: Any, also: tuple[str, ...] = ()) -> None
         if isinstance(other, dict) and isinstance(one, dict) and key == "scheduler":
             _alike(f"{name}.{key}", one, other)
         elif not (numbers or type(one) is type(other) or one is None or other is None):
-            raise StateError(f"the controller's state has {name}.{key}={one!r}, where this job has {other!r}")
+            raise StateError(f"the controller's state has {name}.{key}={shown(one)}, where this job has {shown(other)}")
 
 
 def _random(saved: Any) -> None:

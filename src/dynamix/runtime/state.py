@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from dynamix.errors import StateError
+from dynamix.errors import StateError, shown
 from dynamix.runtime.packing import FIX, checksum, pack, unpack
 
 STATE_SCHEMA = 2
@@ -120,7 +120,8 @@ def _require_schema(state: Any) -> None:
         )
     if type(schema) is not int or schema != STATE_SCHEMA:
         version = f", saved by dynamix {state['version']}" if isinstance(state.get("version"), str) else ""
-        raise StateError(f"the controller's state has schema {schema!r}{version}; this version reads {STATE_SCHEMA}")
+        found = f"{shown(schema)}{version}"
+        raise StateError(f"the controller's state has schema {found}; this version reads {STATE_SCHEMA}")
 
 
 def recorder(saved: Any) -> None:
@@ -267,6 +268,8 @@ def _wholes(name: str, value: Any, length: int | None = None) -> list[int]:
 def _numbers(name: str, value: Any) -> None:
     if type(value) not in (list, tuple) or set(map(type, value)) - {int, float}:
         _wrong(name, value, "a list of numbers")
+    if any(type(number) is int and abs(number) > MOST for number in value):
+        _wrong(name, value, f"whole numbers up to {MOST}")
 
 
 def _of_type(name: str, value: Any, kind: type) -> Any:
@@ -281,6 +284,6 @@ def _keys(name: str, value: Any, keys: tuple[str, ...]) -> None:
 
 
 def _wrong(name: str, value: Any, allowed: str) -> None:
-    shown = repr(value)
-    shown = shown if len(shown) <= 80 else shown[:77] + "..."
-    raise StateError(f"the controller's state has {name}={shown}, allowed is {allowed}. {FIX}")
+    said = shown(value)
+    said = said if len(said) <= 80 else said[:77] + "..."
+    raise StateError(f"the controller's state has {name}={said}, allowed is {allowed}. {FIX}")
