@@ -87,3 +87,37 @@ def _compiled_too_early(rank: int) -> str:
 def test_wrapping_after_compiling_says_which_order_works() -> None:
     for message in run_ranks(_compiled_too_early, 2):
         assert "torch.compile(controller.wrap(DDP(net), optimizer))" in message
+
+
+def _pieces(rank: int, meet: str) -> tuple[list[int], int]:
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch.manual_seed(1)
+    counter = CompileCounterWithBackend("eager")
+    x = torch.randn(200, 6)
+    net = Deep(depth=2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    script = Script([[36, 4], [4, 36]])
+    controller = dynamix.Controller(script, 20, max_batch_size=64, micro_batch=4, interval=2, meet=meet)
+    loader = DataLoader(TensorDataset(x), batch_sampler=controller.batch_sampler(x))
+    inner = torch.compile(net, backend=counter, dynamic=False)
+    model = controller.wrap(DDP(inner) if meet == "gradients" else inner, optimizer)
+    sizes = set[int]()
+    for _ in range(2):
+        for (bx,) in loader:
+            sizes.add(len(bx))
+            with controller.piece():
+                model(bx).square().mean().backward()
+            if controller.optimizer_due:
+                optimizer.step()
+                optimizer.zero_grad()
+            controller.step()
+    controller.close()
+    return sorted(sizes), counter.frame_count
+
+
+@pytest.mark.parametrize("meet", ["gradients", "parameters"])
+def test_pieces_of_unequal_shares_are_compiled_once(meet: str) -> None:
+    for sizes, compiled in run_ranks(_pieces, 2, meet):
+        assert sizes == [4]
+        assert compiled == 1

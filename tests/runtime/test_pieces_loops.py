@@ -252,3 +252,25 @@ def test_models_and_passes_that_pieces_do_not_fit_are_refused() -> None:
         assert "SyncBatchNorm" in sync
         assert "accumulate" in sync
         assert "backward()" in backward
+
+
+def _read_far_ahead() -> None:
+    controller = dynamix.Controller("static", 8, micro_batch=4, interval=2)
+    data = TensorDataset(torch.zeros(400, 3))
+    loader = DataLoader(data, batch_sampler=controller.batch_sampler(data), num_workers=2, prefetch_factor=8)
+    net = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    model = controller.wrap(net, optimizer)
+    for (x,) in loader:
+        with controller.piece():
+            model(x).sum().backward()
+        if controller.optimizer_due:
+            optimizer.step()
+            optimizer.zero_grad()
+        controller.step()
+    controller.close()
+
+
+def test_a_loader_that_reads_more_than_two_windows_ahead_is_said() -> None:
+    with pytest.warns(RuntimeWarning, match="reads . rounds ahead, more than two windows of 2"):
+        _read_far_ahead()

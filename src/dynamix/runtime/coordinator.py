@@ -1,6 +1,7 @@
 """What a rank does behind its `Controller`: measure, close windows, put decisions in force, save and resume."""
 
 import threading
+import warnings
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
@@ -92,6 +93,7 @@ class Coordinator:
         self._waiting = Waiting()
         # A loop may be read ahead by a thread of its own, which settles what concerns the batches that it asks for.
         self._settling, self._turn, self._taking = threading.Lock(), threading.Lock(), False
+        self._lag_said = False
         self._reader_failed: DynamixError | None = None  # what ends the job was raised in that thread
 
     def sampler(self, dataset_size: int, **given: Any) -> BatchSampler:
@@ -302,11 +304,21 @@ class Coordinator:
         closing = self.job.closing = Closing(
             progress.window, sizes, self._round(plan) + 1, issued, age, steps, samples, rate
         )
+        self._warn_of_lag(closing.issued - closing.consumed)
         mine = float(sizes[self.rank])
         row = self.recorder.row(issued=issued, count=mine, weight=mine / float(sizes.sum()))
         if isinstance(self.channel, PeerChannel) and self.memory is not None and self.memory.fits is not None:
             self.channel.fits = self.accumulate * self.memory.fits
         self.channel.send(row, closing)
+
+    def _warn_of_lag(self, rounds: int) -> None:
+        """The loader has issued so many rounds ahead: a decision waits for them."""
+        if rounds <= 2 * self.interval or self.per_epoch or self._lag_said:
+            return
+        self._lag_said = True
+        late = f"the loader of rank {self.rank} reads {rounds} rounds ahead, more than two windows of {self.interval}"
+        fix = "lower num_workers x prefetch_factor, or raise interval"
+        warnings.warn(f"{late}, so a decision applies only after them: {fix}", RuntimeWarning, stacklevel=2)
 
     def settle(self) -> None:
         """Take the pending message, if there is one: the agreed wait. Raises what a thread that reads ahead raised."""
