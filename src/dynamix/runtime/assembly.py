@@ -71,7 +71,7 @@ class Assembly:
             liveness.leave_with(error)
         try:
             if not failing:
-                coordinator.settle()
+                coordinator.decisions.settle()
         finally:
             patience_s = 0.0 if failing else DRAIN_S
             groups = coordinator.close(patience_s=patience_s)

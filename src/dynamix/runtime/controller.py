@@ -22,16 +22,15 @@ from dynamix.runtime import connecting
 from dynamix.runtime.arguments import rank_in, require_no_launcher
 from dynamix.runtime.assembly import JobArguments, assemble
 from dynamix.runtime.memory import ExitNote
-from dynamix.runtime.metrics import metrics_of
 from dynamix.runtime.parameters import Averaging
 from dynamix.runtime.scaling import SampleSchedule
-from dynamix.window import Bounds, Ints
+from dynamix.runtime.standing import Standing
 
 Model = TypeVar("Model", bound=nn.Module)
 Collate = Callable[[list[Any]], Any]
 
 
-class Controller:
+class Controller(Standing):
     """Gives every worker its own batch size while a job trains.
 
     A collective call: every rank of `process_group` constructs it with the same arguments (checked). Without an
@@ -143,16 +142,6 @@ class Controller:
         if self._parts.events is not None:
             weakref.finalize(self, self._parts.events.close)  # for loops that do not close their controller
 
-    @property
-    def bounds(self) -> Bounds:
-        """What batch sizes are kept within, samples per round: as given, narrowed by the data set and `find_limits`."""
-        return self._coordinator.job.bounds
-
-    @property
-    def base_batch(self) -> int:
-        """Samples per round of all workers at the start of the job: what learning-rate rules compare with."""
-        return self._coordinator.job.base_batch
-
     # ------------------------------------------------------------ setting up
 
     def batch_sampler(
@@ -261,16 +250,6 @@ class Controller:
         """
         return connecting.piece(self._coordinator)
 
-    @property
-    def optimizer_due(self) -> bool:
-        """Whether the optimizer steps with this batch: it is the last of this rank's share of the round."""
-        return self._coordinator.apart or self._coordinator.need_source().piece().last
-
-    @property
-    def met(self) -> bool:
-        """Whether the batch just stepped ended a round: between rounds evaluate, save, or leave the loop."""
-        return self._coordinator.met
-
     def backward(self, loss_fn: Callable[[Any], Tensor], batch: Any) -> Tensor:
         """`loss_fn(batch).backward()`, in smaller pieces where memory runs out; returns the loss, detached.
 
@@ -355,39 +334,6 @@ class Controller:
         else:
             coordinator.piece_done(piece, applied)
 
-    @property
-    def batch_sizes(self) -> Ints:
-        """Samples of every worker in the coming round, int64 (W,)."""
-        return self._coordinator.batch_sizes
-
-    @property
-    def samples_seen(self) -> int:
-        """Samples trained on so far, by all workers."""
-        return self._coordinator.progress.samples
-
-    @property
-    def progress(self) -> float:
-        """Part of the epoch's samples trained on by all workers: 0 to 1, and 1 until the next epoch begins.
-
-        NaN for a stream whose length is not known before its end.
-        """
-        return self._coordinator.need_source().progress
-
-    @property
-    def epoch_done(self) -> bool:
-        """Whether the batch just stepped was its epoch's last; the same on all ranks. False once the next one begins.
-
-        For loops that count steps of their own: a moving batch makes no fixed number of them.
-        """
-        return self._coordinator.need_source().finished
-
-    def metrics(self) -> dict[str, float]:
-        """Numbers for a logger, as this rank knows them now; `dynamix.runtime.metrics.METRICS` says what they mean.
-
-        Neither a collective call nor a wait for a device: call it on one rank or on all, as often as you like.
-        """
-        return metrics_of(self._coordinator, self.overhead_s)
-
     def warm_up(self, forward_backward: Callable[[], Any]) -> None:
         """Two discarded forward and backward passes, so that a resumed run sums gradients in the saved run's order.
 
@@ -412,11 +358,6 @@ class Controller:
         One rank's request is enough. It takes 2 to 4 s, and no step waits meanwhile but perhaps the last.
         """
         self._coordinator.request_stop()
-
-    @property
-    def stopping(self) -> bool:
-        """Whether to leave the loop now: on all ranks after the same optimizer step, once one has asked for it."""
-        return self._coordinator.stopping
 
     # ------------------------------------------------------------ state
 

@@ -1,7 +1,5 @@
 """What a rank does behind its `Controller`: measure, close windows, put decisions in force, save and resume."""
 
-import threading
-import warnings
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
@@ -12,14 +10,15 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from dynamix.data import Allocations, BatchSampler, Piece, StepPlan, Stream
-from dynamix.errors import DynamixError, StateError, UsageError
+from dynamix.errors import DynamixError, UsageError
 from dynamix.policies import Policy
 from dynamix.policies.protocol import boundary
 from dynamix.runtime import random_state, saving
-from dynamix.runtime.agreement import Channel, Kind, Message
+from dynamix.runtime.agreement import Channel
 from dynamix.runtime.decentral import PeerChannel
+from dynamix.runtime.decisions import Settling
 from dynamix.runtime.gradients import Share
-from dynamix.runtime.job import Closing, JobFacts
+from dynamix.runtime.job import JobFacts
 from dynamix.runtime.liveness import Liveness, failed_collective
 from dynamix.runtime.loop import LoopCheck
 from dynamix.runtime.memory import Memory
@@ -89,12 +88,8 @@ class Coordinator:
         self._pairs = ConsecutiveNoise(64 if apart else 2) if apart or self.allocations.workers == 1 else None
         self.liveness: Liveness | None = None  # None: nobody else is there
         self.stop_wanted = self.stopping = False
-        self.changes = 0  # of the sizes, since this process began
         self._waiting = Waiting()
-        # A loop may be read ahead by a thread of its own, which settles what concerns the batches that it asks for.
-        self._settling, self._turn, self._taking = threading.Lock(), threading.Lock(), False
-        self._lag_said = False
-        self._reader_failed: DynamixError | None = None  # what ends the job was raised in that thread
+        self.decisions = Settling(self)
 
     def sampler(self, dataset_size: int, **given: Any) -> BatchSampler:
         """`Controller.batch_sampler`, its arguments being `given`."""
@@ -108,7 +103,7 @@ class Coordinator:
     def _of_source(self) -> dict[str, Any]:
         own = {"rank": self.rank, "world_size": self.allocations.workers, "accumulate": self.accumulate}
         bounds = self.job.in_pieces()
-        return own | {"low": bounds.low, "high": bounds.high, "before_issue": self.before_issue}
+        return own | {"low": bounds.low, "high": bounds.high, "before_issue": self.decisions.before_issue}
 
     def _adopt(self, source: Source) -> Source:
         if self.source is not None:
@@ -181,7 +176,7 @@ class Coordinator:
         """An error that ends the job: the other ranks are told of it."""
         if self.ranks is None:
             return error
-        self._keep_for_the_loop(error)
+        self.decisions.keep_for_the_loop(error)
         return self.ranks.ending.report(error)
 
     def agree_once(self) -> None:
@@ -190,7 +185,7 @@ class Coordinator:
         A collective call. Raises `UsageError` on every rank, naming what differs, by rank.
         """
         if self.ranks is not None and not self.ranks.agreed:
-            self.settle()
+            self.decisions.settle()
             self.ranks.agree(self.facts())
 
     def facts(self) -> dict[str, Any]:
@@ -273,15 +268,10 @@ class Coordinator:
         progress.samples += plan.samples
         for attached in self.connected:
             attached.step_done()
-        with self._turn:  # whether a step is kept is known before, or after, a new window opens
-            kept = plan.regular and self._round(plan) >= progress.opens
-            self.recorder.step_done(keep=kept, first_of_epoch=plan.first)
+        self.decisions.count(plan)
         self.rates.advance(plan)
-        self.settle()
-        full = plan.last if self.per_epoch else self.recorder.steps >= self.interval
-        if full and self.recorder.steps:
-            with self._turn:  # no further round is begun until the window waits for its answer
-                self._close_window(plan, -(-self.need_source().begun // self.accumulate) + ahead)
+        self.decisions.settle()
+        self.decisions.close_if_full(plan, ahead=ahead)
         self.stopping = self.stop_wanted if self.liveness is None else self.liveness.step_done(progress.steps)
 
     def request_stop(self) -> None:
@@ -289,72 +279,6 @@ class Coordinator:
         self.stop_wanted = True
         if self.liveness is not None:
             self.liveness.stopping.wanted = True
-
-    def _round(self, plan: StepPlan) -> int:
-        return plan.index // self.accumulate
-
-    def _rounds_issued(self, source: BatchSampler | Stream) -> int:
-        """Rounds of which a batch was issued."""
-        return -(-source.issued // self.accumulate)
-
-    def _close_window(self, plan: StepPlan, issued: int) -> None:
-        sizes, progress = self.accumulate * self.allocations.at(plan.index), self.progress
-        age = (plan.index + 1 - self.allocations.since(plan.index)) / self.accumulate
-        steps, samples, rate = progress.steps, progress.samples, self.rates.relative()
-        closing = self.job.closing = Closing(
-            progress.window, sizes, self._round(plan) + 1, issued, age, steps, samples, rate
-        )
-        self._warn_of_lag(closing.issued - closing.consumed)
-        mine = float(sizes[self.rank])
-        row = self.recorder.row(issued=issued, count=mine, weight=mine / float(sizes.sum()))
-        if isinstance(self.channel, PeerChannel) and self.memory is not None and self.memory.fits is not None:
-            self.channel.fits = self.accumulate * self.memory.fits
-        self.channel.send(row, closing)
-
-    def _warn_of_lag(self, rounds: int) -> None:
-        """The loader has issued so many rounds ahead: a decision waits for them."""
-        if rounds <= 2 * self.interval or self.per_epoch or self._lag_said:
-            return
-        self._lag_said = True
-        late = f"the loader of rank {self.rank} reads {rounds} rounds ahead, more than two windows of {self.interval}"
-        fix = "lower num_workers x prefetch_factor, or raise interval"
-        warnings.warn(f"{late}, so a decision applies only after them: {fix}", RuntimeWarning, stacklevel=2)
-
-    def settle(self) -> None:
-        """Take the pending message, if there is one: the agreed wait. Raises what a thread that reads ahead raised."""
-        with self._settling:
-            if self._reader_failed is not None:
-                raise self._reader_failed
-            if self.channel.pending:
-                self._taking = True
-                try:
-                    message = self.channel.receive()
-                    with self._turn:
-                        self._take(message)
-                except DynamixError as error:
-                    self._keep_for_the_loop(error)
-                    raise
-                finally:
-                    self._taking = False
-
-    def _keep_for_the_loop(self, error: DynamixError) -> None:
-        """An error is about to be raised: in a thread of the user's, which need not hand it on, it is not lost."""
-        if self.source is not None and not self.source.consumed_here:
-            self._reader_failed = self._reader_failed or error
-
-    def _take(self, message: Message) -> None:
-        self.progress.told(self.job.closing.consumed + 1, message.noise, message.signal)
-        if message.kind is Kind.NEW:
-            if self.source is not None and message.from_step < (issued := self._rounds_issued(self.source)):
-                late = f"starts at step {message.from_step}, but {issued} are already issued"
-                fix = "replay with that run's policy and interval, and its num_workers and prefetch_factor or fewer"
-                raise StateError(f"the replayed allocation {late}: {fix}")
-            self.allocations.schedule(message.from_step * self.accumulate, message.sizes // self.accumulate)
-            self.progress.opens = message.from_step
-            self.changes += 1
-            self.recorder.reset()
-        if self.source is not None:
-            self.allocations.forget(self.source.consumed)
 
     def close(self, *, patience_s: float) -> list[ProcessGroup]:
         """End threads, what is under way getting `patience_s`; returns the process groups, which nobody has then."""
@@ -367,23 +291,13 @@ class Coordinator:
         owners = (*(attached.hook for attached in self.connected), self.memory, self.loss_weight)
         return [group for owner in owners if owner is not None for group in owner.close()]
 
-    def before_issue(self, step: int) -> None:
-        """The sampler is about to plan micro-step `step`: a pending message may concern it."""
-        while True:
-            with self._turn:
-                waits = self.channel.pending or self._taking
-                if not waits or step // self.accumulate < self.job.closing.issued + self.job.slack:
-                    self.need_source().begin_to_issue(step)
-                    return
-            self.settle()
-
     def share(self) -> Share:
         """How the gradient now being reduced is weighted."""
         piece, weight = self.need_source().piece(), self.loss_weight
         plan, total = piece.plan, piece.plan.samples / self.accumulate
         # Agreed values only: what is pending here may be settled on another rank, and all must reduce alike.
         open_from = max(self.progress.opens, self.job.closing.consumed + 1)
-        kept = plan.regular and self._round(plan) >= open_from
+        kept = plan.regular and plan.index // self.accumulate >= open_from
         own = piece.share / piece.samples if piece.by_size and piece.samples else 1.0
         applied = None if weight.applied is None else weight.held
         return Share(float(piece.samples), total, kept, applied, own, piece.share / plan.samples)
@@ -434,7 +348,7 @@ class Coordinator:
         self.rates.look()
         if self.rates.learning_rates and not self.apart:  # else a round of more pieces has more steps
             samples = plan.samples if plan.regular else self.accumulate * int(self.allocations.at(plan.index).sum())
-            self.rates.follow(samples, *self.progress.noise_at(self._round(plan)))
+            self.rates.follow(samples, *self.progress.noise_at(plan.index // self.accumulate))
 
     def _before_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self.attached is not None and self.source is not None and self.source.issued > self.source.consumed:
@@ -455,7 +369,9 @@ class Coordinator:
     def observe_pair(self, parameters: list[nn.Parameter], samples: int) -> None:
         """A single worker's noise scale, from its gradients of so many samples in two steps that follow each other."""
         gradients = [p.grad for p in parameters if p.grad is not None and not p.grad.is_sparse]
-        if self._pairs is not None and (pair := self._pairs.observe(gradients, float(samples))):
+        if self._pairs is None or not gradients:  # a closure makes them inside the step
+            return
+        if pair := self._pairs.observe(gradients, float(samples)):
             self.recorder.add("pair_noise", pair[0])
             self.recorder.add("pair_signal", pair[1])
 
@@ -463,11 +379,11 @@ class Coordinator:
         if self.between_meetings:
             fix = "save where the last piece of a round was stepped: `if controller.met: save(...)`"
             raise self.fail(UsageError(f"the workers' models differ between two meetings: {fix}"))
-        self.settle()
+        self.decisions.settle()
         return saving.save(self, gather=gather)
 
     def load_state_dict(self, state: Any, *, policy: bool = True) -> None:
-        self.settle()  # a decision under way is about the job as it was
+        self.decisions.settle()  # a decision under way is about the job as it was
         self.channel.drain()
         parts = saving.load(self, state, policy=policy)
         if (notebook := parts.get("recorder")) is not None:

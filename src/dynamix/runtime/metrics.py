@@ -41,7 +41,7 @@ def metrics_of(coordinator: Coordinator, overhead_s: float) -> dict[str, float]:
         "lr_factor": 1.0 if rate is None else rate.factor,
         "noise_scale": noise / signal if signal > 0 else nan,
         "windows": progress.window,
-        "changes": coordinator.changes,
+        "changes": coordinator.decisions.changes,
         "pauses": recorder.pauses,
         "unread": recorder.reader.unread,
         "overhead_s": overhead_s / recorder.all_steps if recorder.all_steps else nan,

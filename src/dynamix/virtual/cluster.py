@@ -193,7 +193,7 @@ class VirtualCluster:
 
     def close(self) -> None:
         """Close the events file and take the hooks off the optimizer, as the end of `with` does. Safe to repeat."""
-        self._coordinator.settle()
+        self._coordinator.decisions.settle()
         if self._events is not None:
             self._events.close()
         self._coordinator.rates.remove()
