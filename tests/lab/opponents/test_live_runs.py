@@ -96,6 +96,43 @@ def _on_the_virtual_clock(trial: Trial, job: Workload) -> tuple[TrialRun, torch.
     return run, weights_of(made[0])
 
 
+PLAIN = Trial("local", None, 8, 0.05, local=LocalSettings(steps=4, proportional=False))
+OURS = Trial("static-parameters", "static", 8, 0.05, local=LocalSettings(steps=4))
+
+
+def _both(rank: int) -> list[tuple[TrialRun | None, list[tuple[int, torch.Tensor]]]]:
+    """The plain implementation and the product's, on the same samples."""
+    found = []
+    for trial in (PLAIN, OURS):
+        watch = Weights()
+        job, data = workload(norm=True, dtype=torch.float64), make_data(dtype=torch.float64)
+        run = run_rank(trial, job, data, seed=4, limits=RunLimits(samples=288, every_samples=96), observer=watch)
+        found.append((run, watch.seen))
+    return found
+
+
+def test_rounds_of_the_product_train_as_a_plain_implementation_does() -> None:
+    (plain, expected), (ours, seen) = run_ranks(_both, 3, timeout_s=100)[0]
+    assert plain.samples_by_worker == ours.samples_by_worker
+    assert [e.loss for e in ours.evaluations] == pytest.approx([e.loss for e in plain.evaluations], abs=1e-9)
+    for (samples, weights), (same, others) in zip(seen, expected, strict=True):
+        assert samples == same
+        torch.testing.assert_close(weights, others, atol=1e-9, rtol=0)
+
+
+RATIO = Trial("lb_bsp-parameters", "lb_bsp", 8, 0.05, local=LocalSettings(period="ratio"))
+
+
+def _ratio(rank: int) -> TrialRun | None:
+    job, data = workload(norm=True, dtype=torch.float64), make_data(dtype=torch.float64)
+    return run_rank(RATIO, job, data, seed=4, limits=RunLimits(samples=2000, every_samples=500))
+
+
+def test_rounds_by_what_is_measured_end_together() -> None:
+    run = run_ranks(_ratio, 3, timeout_s=100)[0]
+    assert sum(run.samples_by_worker) >= 2000
+
+
 class StopSoon(RunObserver):
     """Wants to stop once so many samples are trained."""
 

@@ -6,13 +6,15 @@ kept in memory and scored after the clock has stopped.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from os import PathLike
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -28,7 +30,7 @@ from dynamix.window import Ints
 from dynamix_lab.opponents.local import EndlessOrder, LocalWorker, RoundBook, ScheduledRate, tell_cost, train_step
 from dynamix_lab.opponents.runs import HELD_OUT, HeldOut, RunLimits, RunLog, TrialRun
 from dynamix_lab.opponents.trial import Trial, set_rate
-from dynamix_lab.opponents.virtual import INTERVAL, bounds_of_trial, policy_of, schedule_of
+from dynamix_lab.opponents.virtual import INTERVAL, averaging_of, bounds_of_trial, policy_of, schedule_of
 from dynamix_lab.tasks import Arrays, Data, Workload, as_is
 
 WARM_UP_STEPS = 20  # on a model that is thrown away: first calls and allocations cost their time before the clock
@@ -93,7 +95,7 @@ def run_rank(
         return _result_of_other(trial)
     _warm_up(trial, workload, data.train, seed, warm_up_steps)
     engine: _LiveEngine
-    if trial.kind == "policy":
+    if trial.kind in ("policy", "rounds"):
         policy = policy_of(trial, others)
         engine = _LivePolicy(trial, workload, data.train, seed, policy=policy, interval=interval, events=events)
     elif trial.kind == "single":
@@ -196,12 +198,12 @@ def _warm_up(trial: Trial, workload: Workload, data: Arrays, seed: int, steps: i
     chosen = torch.arange(min(trial.batch_size, len(data)))
     for _ in range(steps):
         train_step(workload, model, optimizer, data, chosen)
-    if trial.kind == "local":
+    if trial.kind in ("local", "rounds"):
         dist.all_reduce(weights_of(net))
 
 
 class _LivePolicy:
-    """`Controller` and DDP, as in the README."""
+    """`Controller`, as in the README: with DDP, or meeting over parameters in the loop of docs/rounds.md."""
 
     def __init__(
         self,
@@ -218,37 +220,39 @@ class _LivePolicy:
         self.model = workload.make_model(seed)
         self._optimizer = workload.make_optimizer(self.model.parameters())
         set_rate(self._optimizer, trial.learning_rate)
-        low, high = bounds_of_trial(trial, workload)
         self._controller = Controller(
             policy=policy,  # type: ignore[arg-type]
-            batch_size=trial.batch_size,
-            min_batch_size=low,
-            max_batch_size=high,
             interval=interval,
             lr_rule=trial.lr_rule,
             events=events,
-            global_batch="fixed" if trial.global_batch == "fixed" else "adaptive",
+            **settings_of(trial, workload),
         )
         self._sampler = self._controller.batch_sampler(data, seed=seed)
         generator = torch.Generator()
         self._loader = DataLoader(data, batch_sampler=self._sampler, collate_fn=as_is, generator=generator)
-        self._wrapped = self._controller.wrap(DistributedDataParallel(self.model), self._optimizer)
+        wrapped = DistributedDataParallel(self.model) if trial.local is None else self.model
+        self._wrapped: nn.Module = self._controller.wrap(wrapped, self._optimizer, averaging=averaging_of(trial))
+        self._piece = contextlib.nullcontext if trial.local is None else self._controller.piece
         if (schedule := schedule_of(trial, self._optimizer)) is not None:
             self._controller.scheduler(schedule[0], nominal_batch_size=schedule[1])
         self._batches, self._flag = self._endless(), _StopFlag()
 
     def advance(self, wish: Callable[[], bool]) -> _Ended:
-        inputs, targets = next(self._batches)
-        counts = self._sampler.plan().counts.copy()
-        tell_cost(self.workload, inputs, targets)
-        logits = self._wrapped(inputs)
-        loss = self.workload.loss(logits, targets)
-        loss.backward()
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        classes = not targets.is_floating_point()  # a regression has no accuracy
-        self._controller.step(loss=loss, logits=logits if classes else None, target=targets if classes else None)
-        return _Ended(counts, 1, float(loss.item()), self._flag.agreed(wish))
+        losses = list[float]()
+        while not losses or not self._controller.met:
+            inputs, targets = next(self._batches)
+            counts = self._sampler.plan().counts
+            tell_cost(self.workload, inputs, targets)
+            with self._piece():
+                logits = self._wrapped(inputs)
+                loss = self.workload.loss(logits, targets)
+                loss.backward()
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+            classes = not targets.is_floating_point()  # a regression has no accuracy
+            self._controller.step(loss=loss, logits=logits if classes else None, target=targets if classes else None)
+            losses.append(float(loss.item()))
+        return _Ended(counts.copy(), len(losses), math.fsum(losses) / len(losses), self._flag.agreed(wish))
 
     def close(self) -> None:
         self._flag.finish()
@@ -258,6 +262,16 @@ class _LivePolicy:
         for epoch in itertools.count():
             self._sampler.set_epoch(epoch)
             yield from self._loader
+
+
+def settings_of(trial: Trial, workload: Workload) -> dict[str, Any]:
+    """What a trial says to `Controller`: how much a worker does, and how workers meet."""
+    low, high = bounds_of_trial(trial, workload)
+    if (local := trial.local) is None:
+        moves = "fixed" if trial.global_batch == "fixed" else "adaptive"
+        return {"batch_size": trial.batch_size, "min_batch_size": low, "max_batch_size": high, "global_batch": moves}
+    ours = {"micro_batch": trial.batch_size, "batch_size": trial.batch_size * local.steps, "meet": "parameters"}
+    return {**ours, "global_batch": "adaptive" if local.period == "ratio" else "fixed"}
 
 
 class _StopFlag:

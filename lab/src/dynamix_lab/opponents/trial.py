@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from dynamix.errors import ConfigError
 from dynamix.runtime.scaling import AUTO, RULES
 
-PERIODS = ("fixed", "post_local", "adacomm", "qsr")
+PERIODS = ("fixed", "post_local", "adacomm", "qsr", "ratio")
 MOMENTUM = ("kept", "averaged", "reset")
 OUTER = ("none", "nesterov")
 SCHEDULES = ("constant", "cosine", "steps")
@@ -27,7 +27,8 @@ Settings = TypeVar("Settings", "LocalSettings", "Trial")
 class LocalSettings:
     """How workers meet over parameters.
 
-    period           which rule says how many steps lie between two meetings (`periods`)
+    period           which rule says how many steps lie between two meetings (`periods`); "ratio" is the product's own,
+                     and needs a policy
     steps            H in the mean over workers, of "fixed"; H_0 of AdaComm, H_base of QSR, H after post-local's switch
     momentum         what becomes of the optimizer's state at a meeting: each worker keeps its own, it is averaged, or
                      it begins anew
@@ -84,7 +85,8 @@ class Trial:
     batch_size     samples per worker and step at the start
     learning_rate  for the global batch at the start; of a local step, or of the single worker's
     lr_rule        how the rate follows the global batch (`dynamix.runtime.scaling`)
-    local          how workers meet over parameters; None: over gradients
+    local          how workers meet over parameters; None: over gradients. With a policy it is the product that meets,
+                   `batch_size` is a piece's, and the period is "fixed" or "ratio"
     schedule       of the rate over samples: "constant"; "cosine" down to a hundredth at `budget`; "steps": a tenth of
                    it from half of `budget` on, a hundredth from three quarters on
     budget         samples that the run is planned for; schedules, post-local and AdaComm count in parts of it
@@ -113,9 +115,11 @@ class Trial:
         _one_of("lr_rule", self.lr_rule, (AUTO, *RULES))
         _one_of("global_batch", self.global_batch, GLOBAL_BATCHES)
         _one_of("schedule", self.schedule, SCHEDULES)
-        if self.policy is not None and self.local is not None:
-            fix = "leave the policy out: local settings say how shares are cut"
-            raise ConfigError("policy", self.policy, "None where workers meet over parameters", fix)
+        if self.local is not None and self.policy is not None and self.local.period not in ("fixed", "ratio"):
+            fix = "leave the policy out: the product has these two"
+            raise ConfigError("period", self.local.period, "fixed or ratio with a policy", fix)
+        if self.local is not None and self.policy is None and self.local.period == "ratio":
+            raise ConfigError("policy", None, "one where the period is 'ratio'", "name what decides the shares")
         if self.budget is not None:
             _number("budget", self.budget, 1, whole=True)
         elif self.schedule != "constant" or (self.local and self.local.period in ("post_local", "adacomm")):
@@ -123,9 +127,11 @@ class Trial:
             raise ConfigError("budget", None, f"the samples that {what} counts parts of", "give the run's samples")
 
     @property
-    def kind(self) -> Literal["policy", "local", "single"]:
-        """How it trains."""
-        return "policy" if self.policy is not None else "single" if self.local is None else "local"
+    def kind(self) -> Literal["policy", "rounds", "local", "single"]:
+        """How it trains: "rounds" is the product, meeting over parameters."""
+        if self.policy is not None:
+            return "policy" if self.local is None else "rounds"
+        return "single" if self.local is None else "local"
 
     def rate_factor(self, samples: float) -> float:
         """What the schedule multiplies the rate by once `samples` are trained.

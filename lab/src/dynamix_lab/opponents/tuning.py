@@ -30,7 +30,8 @@ FIXED_SHARES = ("static", "profiled", "reference")
 POLICIES = ("dbs", "lb_bsp", "noise_scale", "pollux", "cannikin", "goodput", "dynamix", "dynamix-paper", "stigmergic")
 LOCAL = ("local", "post_local", "adacomm", "qsr", "diloco")
 FIXED_TOTAL = ("dbs", "lb_bsp")  # the global batch stays what it is at the start, as with fixed shares
-ROWS = ("single", *FIXED_SHARES, *POLICIES, *LOCAL)
+ROUNDS = ("lb_bsp-parameters", "dynamix-parameters")  # policies whose workers meet over parameters
+ROWS = ("single", *FIXED_SHARES, *POLICIES, *LOCAL, *ROUNDS)
 
 # Runs a trial with a seed; less is better, infinite where a run arrived nowhere.
 Run = Callable[[Trial, int], TrialRun]
@@ -118,7 +119,7 @@ def neighbours(trial: Trial, space: TuningSpace) -> list[Trial]:
 
 
 def _other_steps(trial: Trial) -> list[int]:
-    if trial.local is None:
+    if trial.local is None or trial.kind == "rounds":
         return []
     return [2 * trial.local.steps] + ([trial.local.steps // 2] if trial.local.steps > 1 else [])
 
@@ -134,7 +135,15 @@ def _at_rate(trial: Trial, rate: float) -> Trial:
 
 def _global_batch(trial: Trial, workers: int) -> float:
     """Samples whose noise a learning rate meets. Local steps lie between one worker's batch and all workers'."""
-    return trial.batch_size * {"single": 1.0, "local": math.sqrt(workers), "policy": float(workers)}[trial.kind]
+    return trial.batch_size * _SHARED[trial.kind](workers)
+
+
+_SHARED: dict[str, Callable[[int], float]] = {
+    "single": lambda workers: 1.0,
+    "local": math.sqrt,
+    "rounds": math.sqrt,
+    "policy": float,
+}
 
 
 def _choices(row: str, space: TuningSpace) -> list[Trial]:
@@ -148,6 +157,10 @@ def _choices(row: str, space: TuningSpace) -> list[Trial]:
     if row in POLICIES:
         pairs = (("adascale", small), ("adascale", middle), ("none", middle))
         return [Trial(row, row, size, 1.0, rule, **common) for rule, size in pairs]
+    if row in ROUNDS:  # the number of steps follows from what is measured
+        ours = LocalSettings(period="ratio")
+        policy = row.removesuffix("-parameters")
+        return [Trial(row, policy, size, 1.0, local=ours, **common) for size in space.batch_sizes]
     few, many = space.periods
     rounds = ((small, few), (small, many), (middle, few))
     return [Trial(row, None, size, 1.0, local=_settings(row, steps), **common) for size, steps in rounds]

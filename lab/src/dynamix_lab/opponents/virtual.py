@@ -15,6 +15,7 @@ from dynamix.policies import Policy, make_policy
 from dynamix.policies.registry import OtherFactory
 from dynamix.runtime import random_state
 from dynamix.runtime.job import fixed_at
+from dynamix.runtime.parameters import Averaging
 from dynamix.simulator import ClusterEnv
 from dynamix.virtual.cluster import VirtualCluster
 from dynamix.window import Bounds, Floats, Ints
@@ -67,6 +68,9 @@ def run_virtual(
         if trial.kind == "policy":
             policy = policy_of(trial, {**references_of(world), **(others or {})})
             engine = _UnderPolicy(trial, workload, data, world, seed, policy, interval)
+        elif trial.kind == "rounds":
+            fix = "run it live"
+            raise ConfigError("trial", trial.row, "a row without a meeting of the product over parameters", fix)
         elif trial.kind == "single":
             engine = _Alone(trial, workload, data, world, seed)
         else:
@@ -107,6 +111,21 @@ def fastest_worker(times: WorkerTimes, workers: int) -> int:
 def bounds_of_trial(trial: Trial, workload: Workload) -> tuple[int, int]:
     """Smallest and largest batch of a worker: the workload's, or the trial's own if that lies outside."""
     return min(workload.min_batch, trial.batch_size), max(workload.max_batch, trial.batch_size)
+
+
+def averaging_of(trial: Trial) -> Averaging | None:
+    """How the product averages models in a trial; None where workers meet over gradients."""
+    local = trial.local
+    if local is None:
+        return None
+    outer = None
+    if local.outer == "nesterov":
+        rate, momentum = local.outer_rate, local.outer_momentum
+
+        def outer(parameters: list[Tensor]) -> torch.optim.Optimizer:
+            return torch.optim.SGD(parameters, lr=rate, momentum=momentum, nesterov=momentum > 0)
+
+    return Averaging(optimizer_state=local.momentum, outer=outer)  # type: ignore[arg-type]
 
 
 def schedule_of(trial: Trial, optimizer: torch.optim.Optimizer) -> tuple[LambdaLR, int] | None:

@@ -144,7 +144,8 @@ def described(trial: Trial) -> str:
     if trial.lr_rule != "none":
         parts.append(trial.lr_rule)
     if trial.local is not None:
-        parts += [f"{trial.local.steps} steps a round", f"momentum {trial.local.momentum}"]
+        often = "steps by the ratio" if trial.local.period == "ratio" else f"{trial.local.steps} steps a round"
+        parts += [often, f"momentum {trial.local.momentum}"]
     return ", ".join(parts)
 
 
