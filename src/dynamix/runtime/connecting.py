@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from dynamix.errors import UsageError
+from dynamix.errors import DynamixError, UsageError
 from dynamix.projection import project
 from dynamix.runtime import random_state
 from dynamix.runtime.apart import attach_apart
@@ -131,6 +131,25 @@ def piece(coordinator: Coordinator) -> Iterator[None]:
         yield
         for attached in coordinator.connected:
             coordinator.finish_gradients(attached)
+
+
+def backward(coordinator: Coordinator, loss_fn: Callable[[Any], Tensor], batch: Any) -> Tensor:
+    """`Controller.backward`."""
+    if coordinator.micro_batch is not None:
+        cut = f"backward() cuts batches where memory runs out, micro_batch={coordinator.micro_batch} before that"
+        raise UsageError(f"{cut}: leave one of them out; find_limits() finds what fits a piece")
+    memory, piece = coordinator.need_memory(), coordinator.need_source().piece()
+    loss_weight = coordinator.loss_weight
+    weight = 1.0
+    if loss_weight.required:
+        try:
+            weight = loss_weight.apply(torch.ones((), dtype=torch.float64), piece, None).item()
+        except DynamixError as error:
+            coordinator.fail(error)
+            raise
+    coordinator.agree_once()  # before a rank can run out of memory alone
+    coordinator.loop.forwards += 1  # its passes need not go through the model's own call
+    return memory.backward(loss_fn, batch, weight=weight, last=piece.last)
 
 
 def find_limits(coordinator: Coordinator, step_fn: Callable[[Any], Any], example: Any, *, margin: float) -> list[int]:

@@ -262,15 +262,7 @@ class Controller(Standing):
         for random ones (dropout draws anew). Not for token counts, SyncBatchNorm and FSDP. Raises what `loss_fn` raises
         (other ranks: `DynamixError`), and `MemoryLimitError` where nothing can be tried again.
         """
-        coordinator = self._coordinator
-        if coordinator.micro_batch is not None:
-            cut = f"backward() cuts batches where memory runs out, micro_batch={coordinator.micro_batch} before that"
-            raise UsageError(f"{cut}: leave one of them out; find_limits() finds what fits a piece")
-        memory, piece = coordinator.need_memory(), coordinator.need_source().piece()
-        weight = self.weight(torch.ones((), dtype=torch.float64)).item() if coordinator.loss_weight.required else 1.0
-        coordinator.agree_once()  # before a rank can run out of memory alone
-        coordinator.loop.forwards += 1  # its passes need not go through the model's own call
-        return memory.backward(loss_fn, batch, weight=weight, last=piece.last)
+        return connecting.backward(self._coordinator, loss_fn, batch)
 
     def weight(self, loss: Tensor, *, count: float | Tensor | None = None) -> Tensor:
         """The loss times n_i*W/N, to call `.backward()` on: weighting on the loss side.
@@ -329,7 +321,8 @@ class Controller(Standing):
             coordinator.recorder.observe(loss, logits, target, samples=mine)
         if piece.last:
             if coordinator.apart:
-                coordinator.meet(piece)
+                coordinator.meetings.stepped(piece)
+                coordinator.meetings.meet(piece)
             coordinator.step_done(piece.plan)
         else:
             coordinator.piece_done(piece, applied)
@@ -372,6 +365,15 @@ class Controller(Standing):
                  is exact in samples and decisions, but the other ranks' figures of the open window are unknown.
         """
         return self._coordinator.state_dict(gather=gather)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """`optimizer.state_dict()` with the mean over workers of what it remembers, by their samples of the last round.
+
+        A collective call at a meeting over parameters, for checkpoints that go on at another world size where each
+        worker keeps its own (`Averaging(optimizer_state="kept")`). The optimizer stays as it is. Raises `UsageError`
+        between meetings, with meet="gradients", and for what has no mean.
+        """
+        return self._coordinator.meetings.optimizer_state(optimizer)
 
     def load_state_dict(self, state: dict[str, Any], *, policy: bool = True) -> None:
         """Go on from a state saved by this or another world size, before or after `batch_sampler` and `wrap`.

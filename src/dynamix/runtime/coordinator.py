@@ -19,8 +19,9 @@ from dynamix.runtime.decentral import PeerChannel
 from dynamix.runtime.decisions import Settling
 from dynamix.runtime.gradients import Share
 from dynamix.runtime.job import JobFacts
-from dynamix.runtime.liveness import Liveness, failed_collective
+from dynamix.runtime.liveness import Liveness
 from dynamix.runtime.loop import LoopCheck
+from dynamix.runtime.meetings import Meetings
 from dynamix.runtime.memory import Memory
 from dynamix.runtime.noise import ConsecutiveNoise
 from dynamix.runtime.observation import Recorder
@@ -68,7 +69,6 @@ class Coordinator:
         self.micro_batch, self.apart = micro_batch, apart
         # Samples of all workers' optimizer steps that are taken at the same time, if that is not a round.
         self.rates = Rates(job, lr_rule, at_once=start.size * micro_batch if apart and micro_batch else None)
-        self.between_meetings = False  # this rank has stepped apart since the last one
         self.accumulate, self.per_epoch = job.accumulate, boundary(policy) == "epoch"
         # The sampler's ledger counts micro-steps and samples of each; all that ranks say to each other counts rounds.
         self.allocations, self.progress = Allocations(start // self.accumulate), Progress()
@@ -89,7 +89,7 @@ class Coordinator:
         self.liveness: Liveness | None = None  # None: nobody else is there
         self.stop_wanted = self.stopping = False
         self._waiting = Waiting()
-        self.decisions = Settling(self)
+        self.decisions, self.meetings = Settling(self), Meetings(self)
 
     def sampler(self, dataset_size: int, **given: Any) -> BatchSampler:
         """`Controller.batch_sampler`, its arguments being `given`."""
@@ -222,7 +222,7 @@ class Coordinator:
 
     def piece_done(self, piece: Piece, applied: float | torch.Tensor | None) -> None:
         """A batch is over that is not the last of its round."""
-        self._count_apart(piece)
+        self.meetings.stepped(piece)
         self.recorder.micro_done()
         for attached in self.connected:
             attached.piece_done(piece, applied)
@@ -236,27 +236,6 @@ class Coordinator:
     def met(self) -> bool:
         """Whether the batch stepped last was the last of this rank's share of a round; also before the first."""
         return self.loop.stepped is None or self.loop.stepped.last
-
-    def meet(self, piece: Piece) -> None:
-        """The last piece of this rank's share is over: where workers step apart, their models become one."""
-        self._count_apart(piece)
-        self.recorder.gradients_ready()
-        for attached in self.connected:
-            if attached.meeting is not None:
-                try:
-                    attached.meeting.meet(piece.share / piece.plan.samples)
-                except RuntimeError as error:
-                    if not failed_collective(error):
-                        raise
-                    raise attached.explain(error, "the ranks could not average their models") from error
-        self.recorder.reduced()
-        self.between_meetings = False
-
-    def _count_apart(self, piece: Piece) -> None:
-        self.between_meetings = self.apart
-        for attached in self.connected:
-            if attached.meeting is not None and piece.samples:
-                attached.meeting.steps += 1
 
     def step_done(self, plan: StepPlan, *, ahead: int = 0) -> None:
         """A round is over: take what was decided, and close the window if it is full.
@@ -376,9 +355,7 @@ class Coordinator:
             self.recorder.add("pair_signal", pair[1])
 
     def state_dict(self, *, gather: bool = False) -> dict[str, Any]:
-        if self.between_meetings:
-            fix = "save where the last piece of a round was stepped: `if controller.met: save(...)`"
-            raise self.fail(UsageError(f"the workers' models differ between two meetings: {fix}"))
+        self.meetings.require("state_dict() is of all ranks alike")
         self.decisions.settle()
         return saving.save(self, gather=gather)
 

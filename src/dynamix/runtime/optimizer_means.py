@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -37,6 +39,33 @@ class Entry:
         return self.shape is None or self.name == "step" or self.shape == ()
 
 
+class Remembers(Protocol):
+    """What of an optimizer is averaged; an `Optimizer` is one."""
+
+    param_groups: list[dict[str, Any]]
+    state: defaultdict[Tensor, Any]
+
+
+class CopyOf:
+    """An optimizer's parameters, and a copy of what it remembers of them."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.param_groups = optimizer.param_groups
+        self.state: defaultdict[Tensor, Any] = defaultdict(dict)
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            if parameter in optimizer.state:
+                self.state[parameter] = copy.deepcopy(optimizer.state[parameter])
+        self.kind, self._plain = type(optimizer).__name__, optimizer.state_dict()
+
+    def state_dict(self) -> dict[str, Any]:
+        """As the optimizer's own would be."""
+        of_number: dict[int, Tensor] = {}
+        for saved, group in zip(self._plain["param_groups"], self.param_groups, strict=True):
+            of_number |= dict(zip(saved["params"], group["params"], strict=True))
+        held = {number: self.state[p] for number, p in of_number.items() if p in self.state}
+        return {**self._plain, "state": {**self._plain["state"], **held}}
+
+
 class OptimizerMeans:
     """The state of one or several optimizers, on its way to its mean over workers.
 
@@ -47,10 +76,10 @@ class OptimizerMeans:
     beside   carries numbers and what is compared, on CPUs
     """
 
-    def __init__(self, optimizers: Sequence[Optimizer], workers: Workers, beside: Workers) -> None:
+    def __init__(self, optimizers: Sequence[Remembers], workers: Workers, beside: Workers) -> None:
         self.optimizers, self.workers, self.beside = optimizers, workers, beside
         self.layout: list[Entry] = []
-        self._of: list[tuple[Optimizer, Tensor]] = []
+        self._of: list[tuple[Remembers, Tensor]] = []
 
     def meeting(self, weight: float) -> Iterator[None]:
         """All of it, this worker's state weighing `weight`; at every `yield` what was begun has to arrive."""
@@ -96,8 +125,9 @@ class OptimizerMeans:
                 elif isinstance(value, (int, float)) and not isinstance(value, bool):
                     found[Entry(number, name, None, type(value).__name__)] = value
                 elif value is not None:
-                    kind = f"{type(optimizer).__name__} keeps {name!r}, of type {type(value).__name__}, for a parameter"
-                    fix = "pass Averaging(optimizer_state='kept') or 'reset'"
+                    name_of = getattr(optimizer, "kind", type(optimizer).__name__)
+                    kind = f"{name_of} keeps {name!r}, of type {type(value).__name__}, for a parameter"
+                    fix = "average with Averaging(optimizer_state='kept') or 'reset', and save each worker's own"
                     raise UsageError(f"{kind}, which has no mean over workers: {fix}")
         return found
 

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from dynamix.errors import ConfigError, UsageError
 from dynamix.runtime.averaging import Maximum, Payload, Workers, buckets
-from dynamix.runtime.optimizer_means import OptimizerMeans
+from dynamix.runtime.optimizer_means import CopyOf, OptimizerMeans
 
 OptimizerState = Literal["averaged", "kept", "reset"]
 _STATES = ("averaged", "kept", "reset")
@@ -72,6 +72,7 @@ class ParameterMeeting:
         self.model, self.how, self.workers, self.beside, self.scaler = model, how, workers, beside, scaler
         self.optimizers: list[Optimizer] = []
         self.steps = 0  # of this worker since the last meeting
+        self.weight = 1.0  # its part of the round before; as much as others' where there was none
         self._begun = False  # a round
         self._anchors: list[_Anchor] = []
         self._outer: Optimizer | None = None
@@ -105,9 +106,22 @@ class ParameterMeeting:
 
     def meet(self, weight: float) -> None:
         """A collective call. `weight` is this worker's part of the round's samples; 0: its move does not count."""
-        for _ in self.meeting(weight):
+        self.weight = weight
+        self._wait_for_each(self.meeting(weight))
+
+    def _wait_for_each(self, parts: Iterator[None]) -> None:
+        for _ in parts:
             self.beside.wait()
             self.workers.wait()
+
+    @torch.no_grad()
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """A collective call at a meeting: `optimizer.state_dict()` with the means of what workers remember."""
+        if self.how.optimizer_state != "kept":
+            return optimizer.state_dict()  # all have it alike
+        one = CopyOf(optimizer)
+        self._wait_for_each(OptimizerMeans([one], self.workers, self.beside).meeting(self.weight))
+        return one.state_dict()
 
     @torch.no_grad()
     def meeting(self, weight: float) -> Iterator[None]:
