@@ -11,6 +11,7 @@ from dynamix.simulator.clusters import Clusters, bounds_of
 from dynamix.simulator.compute import costs_of_samples, jitter, near_normal
 from dynamix.simulator.disturbances import LEAST, MovingNeighbour, Slowdowns, SlowdownTrace
 from dynamix.simulator.network import exchange_time, step_time
+from dynamix.simulator.rounds import Round
 from dynamix.simulator.statistics import Generalisation, along, efficiency, noise_scale
 from dynamix.simulator.streams import RandomStream
 from dynamix.window import Bounds, Floats, Ints, Window
@@ -143,12 +144,17 @@ class ClusterEnv:
 
     def exchange(self) -> Floats:
         """Seconds (C,) that an exchange takes now."""
+        return self._moving(1.0)
+
+    def _moving(self, ratio: float) -> Floats:
+        """Seconds (C,) that `ratio` times the bytes of an exchange take now; where their share of it is not known, they
+        are all of it."""
         c = self.clusters
         if c.bytes_share is None:
-            return c.exchange_s
+            return c.exchange_s * ratio
         link = np.ones(c.shape) if c.link is None else c.link
         slowed = link if self.links is None else link * self.links.at(self.clock_s)
-        return exchange_time(c.exchange_s, c.bytes_share, slowed)
+        return exchange_time(c.exchange_s, c.bytes_share, slowed * ratio)
 
     def true_noise_scale(self, batch: Floats | None = None) -> Floats:
         """phi (C,) now, at global batch `batch` (C,) or (C, K); None: the base batch."""
@@ -183,8 +189,23 @@ class ClusterEnv:
 
     def advance(self) -> tuple[Floats, Floats]:
         """One optimizer step; compute (C, W) and the whole step (C,), s."""
+        busy = self._computing(self.costs.seconds(self.batch.astype(np.float64)))
+        whole = self._changing(step_time(busy.max(-1), self.exchange(), self.clusters.overlap))
+        self._passed(whole)
+        return busy, whole
+
+    def advance_apart(self, done: Round) -> tuple[Floats, Floats]:
+        """One round of C = 1 cluster, whose workers cut `batch` into `done.pieces`: as `advance`, computing being all
+        of a worker's steps. It is disturbed as one step is, and nothing hides the meeting."""
+        steps_s = [self.costs.seconds(sizes.astype(np.float64)) for sizes in done.batches()]
+        busy = self._computing(np.sum(steps_s, axis=0))
+        whole = self._changing(busy.max(-1) + self._moving(done.bytes_ratio))
+        self._passed(whole)
+        return busy, whole
+
+    def _computing(self, seconds: Floats) -> Floats:
+        """What undisturbed `seconds` (C, W) of computing take in the coming step."""
         c = self.clusters
-        seconds = self.costs.seconds(self.batch.astype(np.float64))
         if c.cost_sigma is not None:
             normal = self._samples.normal(np.uint64(self.steps))
             seconds = seconds + c.beta * (costs_of_samples(self.batch, c.cost_sigma[:, None], normal) - self.batch)
@@ -196,11 +217,14 @@ class ClusterEnv:
         if c.jitter_s is not None:
             slices = c.jitter_s * near_normal(self._slices.bits(np.uint64(self.steps)))
             busy = np.maximum(busy + np.where(self.batch > 0, slices, 0.0), 0.3 * busy)
-        whole = step_time(busy.max(-1), self.exchange(), c.overlap)
-        if self._changed is not None and c.change_cost_s is not None:
-            whole, self._changed = whole + np.where(self._changed, c.change_cost_s, 0.0), None
-        self._passed(whole)
-        return busy, whole
+        return np.asarray(busy)
+
+    def _changing(self, whole_s: Floats) -> Floats:
+        """`whole_s` (C,) of the coming step with what a new allocation costs it."""
+        cost_s = self.clusters.change_cost_s
+        if self._changed is not None and cost_s is not None:
+            whole_s, self._changed = whole_s + np.where(self._changed, cost_s, 0.0), None
+        return whole_s
 
     def _passed(self, whole_s: Floats) -> None:
         """One optimizer step on the allocation in force took `whole_s` (C,)."""

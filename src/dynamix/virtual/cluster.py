@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import random
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import default_collate
 
@@ -28,10 +26,21 @@ from dynamix.runtime.coordinator import Coordinator
 from dynamix.runtime.decision import Decider, recorded
 from dynamix.runtime.job import Closing, JobFacts
 from dynamix.runtime.observation import Recorder
+from dynamix.runtime.parameters import Averaging
 from dynamix.runtime.scaling import SampleSchedule
 from dynamix.runtime.weighting import LossWeight
 from dynamix.simulator.clusters import Clusters
 from dynamix.simulator.env import ClusterEnv
+from dynamix.simulator.rounds import Round
+from dynamix.virtual.arguments import (
+    bounds_apart,
+    bounds_of_job,
+    check_model,
+    costs_of,
+    loader_of,
+    meets_over_parameters,
+)
+from dynamix.virtual.replicas import Replicas
 from dynamix.virtual.run import Snapshot, Step, VirtualRun
 from dynamix.virtual.union_gradient import Indices, UnionGradient
 from dynamix.virtual.workers import Shares, VirtualWorkers, one_world
@@ -41,10 +50,12 @@ from dynamix.window import Bounds, Floats, Ints
 class VirtualCluster:
     """Real model, data, gradients and accuracy in this process; time from one simulated cluster of W workers.
 
-    The applied gradient is the weighted all-reduce's (`UnionGradient`). Sample order, windows, the moment at which a
-    decision applies, learning-rate rules and events.jsonl come from the same code as in a live job, and the same
-    allocations give the same losses within float error; with dropout, losses of the same kind, as masks come from one
-    stream instead of one per rank. Evaluation and data loading take no time of this clock, deciding none unless the
+    The applied gradient is the weighted all-reduce's (`UnionGradient`). With meet="parameters" there is none: replicas
+    of model and optimizer step apart and become one (`Replicas`), `model` and `optimizer` being the first worker's, and
+    what this class calls a step is a round, of the size with which the job began. Sample order, windows, the moment at
+    which a decision applies, learning-rate rules and events.jsonl come from the same code as in a live job, and the
+    same allocations give the same losses within float error; with dropout, losses of the same kind, as masks come from
+    one stream instead of one per rank. Evaluation and data loading take no time of this clock, deciding none unless the
     world says so (`ClusterEnv.decided`).
 
     model, optimizer   as for one process (no DDP)
@@ -58,7 +69,11 @@ class VirtualCluster:
     seed               of the sample order, of all random numbers of training, and of a world made from `Clusters`
     sample_costs       (n,) what each sample of `dataset` costs beside being one, e.g. its tokens; a world that knows
                        such costs then charges each worker for its own samples (`ClusterEnv.charge`)
-    micro_batch        most samples that pass through the model at once; with BatchNorm shares are never cut
+    meet               "gradients" or "parameters", as in `Controller`
+    micro_batch        most samples that pass through the model at once: a matter of memory only, so with BatchNorm
+                       shares are never cut. With meet="parameters" it is the piece, as in `Controller`: the samples of
+                       an optimizer step, less where the simulated memory holds less
+    averaging          with meet="parameters": how models become one, as in `Controller.wrap`
     events             file that gets one JSON line per window; `time_s` is the virtual clock's
     replay             events file of an earlier run, live or virtual, whose allocations are applied; policy and
                        interval must be that run's, so that windows close at the same steps
@@ -91,25 +106,37 @@ class VirtualCluster:
         lr_rule: str = "auto",
         seed: int = 0,
         sample_costs: ArrayLike | None = None,
+        meet: Literal["gradients", "parameters"] = "gradients",
         micro_batch: int = 1024,
+        averaging: Averaging | None = None,
         collate_fn: Callable[[list[Any]], Any] = default_collate,
         events: str | os.PathLike[str] | None = None,
         replay: str | os.PathLike[str] | None = None,
     ) -> None:
         check_counts(batch_size=batch_size, interval=interval, micro_batch=micro_batch)
-        _check_model(model, optimizer)
+        check_model(model, optimizer)
         if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
             fix = "read an iterable data set into a list first"
             raise ConfigError("dataset", type(dataset).__name__, "one with a length and indices", fix)
         self.policy, self.world = policy_of(policy), one_world(clusters, seed)
-        self._sample_costs = None if sample_costs is None else _costs(sample_costs, len(dataset))
+        self._sample_costs = None if sample_costs is None else costs_of(sample_costs, len(dataset))
         self._workers = VirtualWorkers(self.world)
         self.model, self.optimizer, self.interval = model, optimizer, interval
-        self.bounds = _bounds(bounds, self.world.clusters, batch_size, dataset)
-        start = starting_sizes(batch_size, self.bounds)
-        self._gradient = UnionGradient(model, loss, _loader(dataset, collate_fn), micro_batch=micro_batch)
+        apart = meets_over_parameters(meet, averaging, self.policy)
+        load = loader_of(dataset, collate_fn)
+        self._way: UnionGradient | Replicas
+        if apart:
+            self.bounds, start = bounds_apart(bounds, self._workers.count, batch_size, micro_batch)
+            most = self._workers.most(micro_batch)
+            how, recorders = averaging or Averaging(), self._workers.recorders
+            self._way = Replicas(model, optimizer, loss, load, recorders=recorders, most=most, averaging=how)
+        else:
+            self.bounds = bounds_of_job(bounds, self.world.clusters, batch_size, dataset)
+            start = starting_sizes(batch_size, self.bounds)
+            self._way = UnionGradient(model, loss, load, micro_batch=micro_batch)
         per_epoch = boundary(self.policy) == "epoch"
-        job = JobFacts(self.bounds, int(start.sum()), slack=0 if per_epoch else min(self.world.delay, 1))
+        slack = 0 if per_epoch else min(self.world.delay, 1)
+        job = JobFacts(self.bounds, int(start.sum()), slack=slack, fixed=apart)
         # A delay above one step is what a loader's workers prefetch: steps issued under the old allocation.
         self._ahead = 0 if per_epoch else max(self.world.delay - 1, 0)
         replayed = None if replay is None else recorded(replay)
@@ -117,11 +144,20 @@ class VirtualCluster:
         decider = _ForAll(self.policy, job, replay=replayed, events=self._events, clock=self._workers.time.mark)
         channel = Channel(None, start.size, decider)
         self._coordinator = coordinator = Coordinator(
-            job, self.policy, channel, start, LossWeight(None, 1), interval=interval, lr_rule=lr_rule
+            job,
+            self.policy,
+            channel,
+            start,
+            LossWeight(None, 1),
+            interval=interval,
+            lr_rule=lr_rule,
+            micro_batch=micro_batch if apart else None,
+            apart=apart,
         )
         coordinator.rates.add(optimizer)
         coordinator.recorder = self._recorder = _AllRecorders(self._workers, job)
         self._sampler = coordinator.sampler(len(dataset), seed=seed)
+        self._sampler.micro_batch = None  # all workers' shares of a round at once
         self._rng = random_state.capture()
         with self._own_random():
             random.seed(seed)
@@ -213,23 +249,27 @@ class VirtualCluster:
         plan, coordinator = self._sampler.plan(), self._coordinator
         coordinator.follow_batch(plan)
         shares = self._sampler.shares()
+        apart: Round | None = None
+        global_sq: float | None = None
         with self._own_random():
-            norms = self._workers.norms_due()
-            seen = self._gradient(shares, placeholder=placeholder, norms=norms)
-            global_sq = self._gradient.norm_sq() if norms else None
-            coordinator.observe_pair(self._gradient.parameters, plan.samples)
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+            if isinstance(self._way, Replicas):
+                seen, apart = self._way(shares)
+            else:
+                norms = self._workers.norms_due()
+                seen = self._way(shares, placeholder=placeholder, norms=norms)
+                global_sq = self._way.norm_sq() if norms else None
+                coordinator.observe_pair(self._way.parameters, plan.samples)
+                self.optimizer.step()
+                self.optimizer.zero_grad()
         costs = self._sample_costs
         charged = None if costs is None else np.array([costs[share].sum() for share in shares])
-        busy_s, whole_s = self._workers.spend(plan, charged)
+        busy_s, whole_s = self._workers.spend(plan, charged, apart)
         self._recorder.of_step = busy_s, whole_s, seen, global_sq
         self._sampler.consume()
         coordinator.step_done(plan, ahead=self._ahead)
         if coordinator.channel.pending:  # this step closed a window
             self.world.decided()
-        total = float(plan.counts.sum())
-        loss = sum(s.loss * n for s, n in zip(seen, plan.counts.tolist(), strict=True) if s is not None) / total
+        loss = sum(piece.loss * piece.samples for pieces in seen for piece in pieces) / float(plan.counts.sum())
         return Step(self.time_s, whole_s, busy_s, plan.counts, loss)
 
     def _snapshot(self, score: Callable[[nn.Module], float] | None) -> Snapshot:
@@ -285,52 +325,3 @@ class _ForAll(Decider):
 
     def decide(self, rows: Floats, closing: Closing | None = None) -> Message:
         return super().decide(rows[0], closing)
-
-
-def _check_model(model: nn.Module, optimizer: Optimizer) -> None:
-    if isinstance(model, DistributedDataParallel):
-        fix = "pass model.module: there are no ranks"
-        raise ConfigError("model", "DistributedDataParallel", "the bare module", fix)
-    if any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
-        fix = "use BatchNorm; statistics of the union batch are not modelled"
-        raise ConfigError("model", "a model with SyncBatchNorm", "a model whose shares are independent", fix)
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    if not held & {id(p) for p in model.parameters()}:
-        fix = "make it from model.parameters()"
-        raise ConfigError("optimizer", type(optimizer).__name__, "one that holds the model's parameters", fix)
-
-
-def _bounds(bounds: Bounds | None, clusters: Clusters, batch_size: int, dataset: Sized) -> Bounds:
-    """The given or default bounds; no global step may outgrow the data set, as in `Controller`."""
-    workers, cap = clusters.shape[1], clusters.memory_cap
-    if bounds is None:
-        bounds = Bounds.of(workers, 1, 8 * batch_size if cap is None else np.minimum(8 * batch_size, cap[0]))
-    if bounds.low.shape != (workers,):
-        fix = "make them with Bounds.of(workers, ...)"
-        raise ConfigError("shape of bounds", bounds.low.shape, f"({workers},), one per worker", fix)
-    most = max(len(dataset) // bounds.quantum * bounds.quantum, int(np.max(bounds.total_low)))
-    return dataclasses.replace(bounds, total_high=np.minimum(bounds.total_high, most))
-
-
-def _costs(sample_costs: ArrayLike, samples: int) -> Floats:
-    """As numbers. Raises `ConfigError` unless there is a finite one, 0 or more, for every sample."""
-    costs = np.asarray(sample_costs, dtype=np.float64)
-    if costs.shape != (samples,):
-        raise ConfigError("shape of sample_costs", costs.shape, f"({samples},)", "give one for each sample")
-    if not (np.isfinite(costs) & (costs >= 0)).all():
-        raise ConfigError("sample_costs", costs[~(np.isfinite(costs) & (costs >= 0))][0], "0 or more", "check them")
-    return costs
-
-
-def _loader(dataset: Any, collate_fn: Callable[[list[Any]], Any]) -> Callable[[Indices], tuple[Any, Any]]:
-    """Indices to a collated batch, as DataLoader fetches it."""
-
-    def load(indices: Indices) -> tuple[Any, Any]:
-        whole = getattr(dataset, "__getitems__", None)
-        batch = collate_fn(whole(indices) if whole is not None else [dataset[i] for i in indices])
-        if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-            fix = "wrap the data set, or give a collate_fn that returns such a pair"
-            raise ConfigError("batch", type(batch).__name__, "a pair (inputs, target)", fix)
-        return batch[0], batch[1]
-
-    return load

@@ -17,13 +17,15 @@ Load = Callable[[Indices], tuple[Any, Any]]
 
 @dataclass(frozen=True, slots=True)
 class ShareSeen:
-    """What one worker sees of its share.
+    """What one worker sees of its share, or of a piece of it.
 
-    loss            mean over its samples
+    samples         in it
+    loss            mean over them
     norm_sq         |g_i|^2 of its mean gradient, NaN where that was not asked for
     logits, target  the first rows (`ACCURACY_ROWS`), on the CPU; None where one of them is no tensor
     """
 
+    samples: int
     loss: float
     norm_sq: float
     logits: Tensor | None
@@ -52,8 +54,8 @@ class UnionGradient:
 
     def __call__(
         self, shares: Sequence[Indices], *, placeholder: Indices = (), norms: bool = True
-    ) -> list[ShareSeen | None]:
-        """What each worker saw, None for shares of zero; `.grad` then holds the union batch's mean gradient.
+    ) -> list[list[ShareSeen]]:
+        """What each worker saw, nothing of shares of zero; `.grad` then holds the union batch's mean gradient.
 
         norms         whether to measure |g_i|^2
         placeholder   what worker 0 loads when its share is zero: a forward pass of it updates the buffers, as live
@@ -61,16 +63,16 @@ class UnionGradient:
         total = sum(len(share) for share in shares)
         union: list[Tensor | None] = [None] * len(self.parameters)
         before = kept = self._copy_of_buffers()
-        seen: list[ShareSeen | None] = []
+        seen: list[list[ShareSeen]] = []
         for rank, share in enumerate(shares):
             if rank:
                 self._put_back(before)
-            seen.append(self._one(share, norms=norms) if share else None)
+            seen.append([self._one(share, norms=norms)] if share else [])
             if share:
                 self._add_to(union, len(share) / total)
             elif rank == 0 and before and placeholder:
                 with torch.no_grad():
-                    self.model(_moved(self.load(placeholder), self.device)[0])
+                    self.model(moved(self.load(placeholder), self.device)[0])
             if rank == 0:
                 kept = self._copy_of_buffers()
         self._put_back(kept)
@@ -89,12 +91,7 @@ class UnionGradient:
         loss, rows, logits, target = 0.0, 0, list[Tensor](), list[Tensor]()
         for at in range(0, len(share), size):
             chunk = share[at : at + size]
-            inputs, targets = _moved(self.load(chunk), self.device)
-            outputs = self.model(inputs)
-            value = self.loss(outputs, targets)
-            if value.dim() != 0:
-                fix = "average over the batch (reduction='mean')"
-                raise ConfigError("shape of the loss", tuple(value.shape), "(), one mean", fix)
+            outputs, targets, value = forward(self.model, self.loss, moved(self.load(chunk), self.device))
             part = len(chunk) / len(share)
             (value * part).backward()
             loss += float(value.item()) * part
@@ -104,7 +101,7 @@ class UnionGradient:
                 target.append(targets[: ACCURACY_ROWS - rows].cpu())
                 rows += len(logits[-1])
         heads = (torch.cat(logits), torch.cat(target)) if logits else (None, None)
-        return ShareSeen(loss, self.norm_sq() if norms else float("nan"), *heads)
+        return ShareSeen(len(share), loss, self.norm_sq() if norms else float("nan"), *heads)
 
     def _add_to(self, union: list[Tensor | None], weight: float) -> None:
         """Take the gradients of one share; in place, so that no third copy is ever needed."""
@@ -136,12 +133,24 @@ def squared_norm(gradients: Sequence[Tensor]) -> float:
     return float(torch.stack(norms).double().square().sum().item()) if norms else 0.0
 
 
-def _moved(value: Any, device: torch.device) -> Any:
+def forward(model: nn.Module, loss: Callable[[Any, Any], Tensor], batch: tuple[Any, Any]) -> tuple[Any, Any, Tensor]:
+    """Outputs, targets and mean loss of a batch. Raises `ConfigError` for a loss that is no mean."""
+    inputs, targets = batch
+    outputs = model(inputs)
+    value = loss(outputs, targets)
+    if value.dim() != 0:
+        fix = "average over the batch (reduction='mean')"
+        raise ConfigError("shape of the loss", tuple(value.shape), "(), one mean", fix)
+    return outputs, targets, value
+
+
+def moved(value: Any, device: torch.device) -> Any:
+    """A batch on `device`, whatever it is made of."""
     if isinstance(value, Tensor):
         return value.to(device)
     if isinstance(value, (list, tuple)):
-        moved = [_moved(item, device) for item in value]
-        return type(value)(*moved) if hasattr(value, "_fields") else type(value)(moved)
+        items = [moved(item, device) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, dict):
-        return {key: _moved(item, device) for key, item in value.items()}
+        return {key: moved(item, device) for key, item in value.items()}
     return value

@@ -11,10 +11,11 @@ from dynamix.probes.timing import CpuClock, StepTimer
 from dynamix.runtime.observation import ROW, Recorder
 from dynamix.simulator.clusters import Clusters
 from dynamix.simulator.env import ClusterEnv
+from dynamix.simulator.rounds import Round
 from dynamix.virtual.union_gradient import ShareSeen
 from dynamix.window import Floats, Ints
 
-Shares = Sequence[ShareSeen | None]
+Shares = Sequence[Sequence[ShareSeen]]  # by worker: what it sees of its pieces; nothing of a share of zero
 _NO_DEVICE = torch.device("meta")  # a recorder there looks at no host
 _COMPUTE = [ROW.index("compute"), ROW.index("compute_std")]
 
@@ -44,10 +45,11 @@ class VirtualWorkers:
     def _clear(self) -> None:
         self._busy_s, self._whole_s = np.zeros(self.count), 0.0
 
-    def spend(self, plan: StepPlan, costs: Floats | None = None) -> tuple[Floats, float]:
+    def spend(self, plan: StepPlan, costs: Floats | None = None, apart: Round | None = None) -> tuple[Floats, float]:
         """Advance the world by one step on `plan.counts`: seconds each worker computes (W,), and of the whole step.
 
         costs   (W,) what the samples of each worker cost beside their number; None: nothing
+        apart   how the workers cut these counts where they step apart; None: they meet over gradients
         """
         counts = np.array(plan.counts[None], dtype=np.int64)
         changed = self._applied is not None and not np.array_equal(counts, self._applied)
@@ -58,8 +60,14 @@ class VirtualWorkers:
         self._applied = counts if plan.regular else self._applied
         if costs is not None:
             self.world.charge(costs[None])
-        busy, whole = self.world.advance()
+        busy, whole = self.world.advance() if apart is None else self.world.advance_apart(apart)
         return busy[0], float(whole[0])
+
+    def most(self, micro_batch: int) -> list[int]:
+        """Samples of each worker's pieces: `micro_batch`, or what the simulated memory holds."""
+        cap = self.world.clusters.memory_cap
+        held = np.full(self.count, micro_batch) if cap is None else np.minimum(cap[0], micro_batch)
+        return [int(most) for most in held]
 
     def norms_due(self) -> bool:
         """Whether the coming step's squared norms are to be measured, as in a live job."""
@@ -75,19 +83,19 @@ class VirtualWorkers:
         begin = self.time.now_s
         if keep:
             self._busy_s, self._whole_s = self._busy_s + busy_s, self._whole_s + whole_s
-        for recorder, own_s, share in zip(self.recorders, busy_s.tolist(), seen, strict=True):
+        for recorder, own_s, pieces in zip(self.recorders, busy_s.tolist(), seen, strict=True):
             self.time.now_s = begin
             recorder.timer.forward_started()
             self.time.now_s = begin + own_s
             recorder.gradients_ready()
             self.time.now_s = begin + whole_s
             recorder.reduced()
-            if share is not None:
-                recorder.add("loss", share.loss)
+            for piece in pieces:
+                recorder.add("loss", piece.loss, weight=piece.samples)
                 if global_sq is not None:
-                    recorder.add("local_sq", share.norm_sq)
-                if share.target is not None and not share.target.is_floating_point():  # a regression has no accuracy
-                    recorder.observe(None, share.logits, share.target)
+                    recorder.add("local_sq", piece.norm_sq)
+                if piece.target is not None and not piece.target.is_floating_point():  # a regression has no accuracy
+                    recorder.observe(None, piece.logits, piece.target, samples=piece.samples)
             if global_sq is not None:
                 recorder.add("global_sq", global_sq)
             recorder.step_done(keep=keep, first_of_epoch=first_of_epoch)

@@ -1,0 +1,38 @@
+"""What workers do between two meetings over parameters, as a simulated cluster needs to know it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dynamix.window import Ints
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """A round of one cluster's workers, each of which takes optimizer steps of its own.
+
+    pieces          of every worker: samples of each of its steps; none for an idle worker
+    payload_bytes   that each worker sends when they meet
+    gradient_bytes  of an exchange of gradients, which is what a cluster's own exchange takes its time for
+
+    >>> [batch.tolist() for batch in Round(((4, 8), (8,), ()), 100, 100).batches()]
+    [[[4, 8, 0]], [[8, 0, 0]]]
+    """
+
+    pieces: Sequence[Sequence[int]]
+    payload_bytes: int
+    gradient_bytes: int
+
+    @property
+    def bytes_ratio(self) -> float:
+        """How many exchanges of gradients the meeting is, by what travels."""
+        return self.payload_bytes / max(self.gradient_bytes, 1)
+
+    def batches(self) -> Iterator[Ints]:
+        """(1, W) samples of the workers' first steps, of their second ones, and so on; 0: this one takes none."""
+        for sizes in itertools.zip_longest(*self.pieces, fillvalue=0):
+            yield np.array([sizes], dtype=np.int64)
