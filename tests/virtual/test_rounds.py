@@ -85,14 +85,15 @@ def virtual(case: dict[str, Any] | None = None, **options: Any) -> VirtualCluste
 
 def live(rank: int, events: str, case: dict[str, Any]) -> dict[str, Any]:
     """The loop of docs/rounds.md on two ranks, the second of them slower."""
-    net, optimizer = made(case)
+    (net, optimizer), rounds = made(case), case.get("rounds", "fixed")
     controller = dynamix.Controller(
         case["policy"],
         SHARE,
         min_batch_size=0,
-        max_batch_size=64,
+        max_batch_size=64 if rounds == "fixed" else 96,
         micro_batch=PIECE,
         meet="parameters",
+        global_batch=rounds,
         interval=INTERVAL,
         events=events,
     )
@@ -122,6 +123,7 @@ def live(rank: int, events: str, case: dict[str, Any]) -> dict[str, Any]:
 
 CASES: list[dict[str, Any]] = [
     {"policy": "lb_bsp"},
+    {"policy": "lb_bsp", "rounds": "adaptive"},
     {"policy": Script(SHARES), "norm": True, "adam": True},
     {"policy": Script(SHARES), "how": {"outer": nesterov, "optimizer_state": "kept", "steps": "normalized"}},
     {"policy": Script(SHARES), "how": {"optimizer_state": "reset", "wire": "bfloat16"}},
@@ -129,7 +131,9 @@ CASES: list[dict[str, Any]] = [
 
 
 @pytest.mark.multiproc
-@pytest.mark.parametrize("case", CASES, ids=["adaptive", "batchnorm-adam", "outer-normalized", "reset-bfloat16"])
+@pytest.mark.parametrize(
+    "case", CASES, ids=["shares", "rounds", "batchnorm-adam", "outer-normalized", "reset-bfloat16"]
+)
 def test_equals_a_real_job_of_two_processes(tmp_path: Path, case: dict[str, Any]) -> None:
     recorded = tmp_path / "live.jsonl"
     ranks = run_ranks(live, 2, str(recorded), case)
@@ -139,7 +143,8 @@ def test_equals_a_real_job_of_two_processes(tmp_path: Path, case: dict[str, Any]
     assert counts.sum() == EPOCHS * SAMPLES
 
     events = tmp_path / "virtual.jsonl"
-    with virtual(case, policy=case["policy"], replay=recorded, events=events) as cluster:
+    how = {} if case.get("rounds") is None else {"bounds": Bounds.of(2, 0, 96), "rounds": case["rounds"]}
+    with virtual(case, policy=case["policy"], replay=recorded, events=events, **how) as cluster:
         cluster.scheduler(schedule_for(cluster.optimizer))
         run = cluster.run(len(losses))
         exact = 1e-9 if case.get("how", {}).get("wire") is None else 1e-3
@@ -147,7 +152,7 @@ def test_equals_a_real_job_of_two_processes(tmp_path: Path, case: dict[str, Any]
         np.testing.assert_allclose(run.loss, losses, rtol=exact)
         torch.testing.assert_close(weights(cluster.model), ranks[0]["weights"], rtol=exact, atol=exact)
     one, other = read_events(recorded), read_events(events)
-    assert len(one) == len(other) > 4
+    assert len(one) == len(other) > 2
     for of_live, of_virtual in zip(one, other, strict=True):
         for key in ("window_index", "allocation", "from_step", "samples_seen"):
             assert of_live[key] == of_virtual[key], key
@@ -273,6 +278,8 @@ def test_memory_bounds_pieces_not_shares() -> None:
     ("options", "words"),
     [
         ({"meet": "sometimes"}, ["meet='sometimes'", "parameters"]),
+        ({"rounds": "often"}, ["rounds='often'"]),
+        ({"meet": "gradients", "averaging": None, "rounds": "adaptive"}, ["rounds='adaptive'", "meet='parameters'"]),
         ({"meet": "gradients"}, ["averaging", "None where workers meet over gradients"]),
         ({"policy": "pollux"}, ["policy", "lb_bsp"]),
         ({"micro_batch": 0}, ["micro_batch=0"]),

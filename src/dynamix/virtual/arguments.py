@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Sized
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -35,27 +34,38 @@ def check_model(model: nn.Module, optimizer: Optimizer) -> None:
         raise ConfigError("optimizer", type(optimizer).__name__, "one that holds the model's parameters", fix)
 
 
-def meets_over_parameters(meet: str, averaging: Averaging | None, policy: Policy) -> bool:
+def meets_over_parameters(meet: str, rounds: str, averaging: Averaging | None, policy: Policy) -> bool:
     """Whether. Raises `ConfigError` for another way, and for what does not go with the one that is given."""
     if meet not in ("gradients", "parameters"):
         raise ConfigError("meet", meet, "'gradients' or 'parameters'", "check the spelling")
+    if rounds not in ("fixed", "adaptive"):
+        raise ConfigError("rounds", rounds, "'fixed' or 'adaptive'", "check the spelling")
     apart = meet == "parameters"
+    if rounds == "adaptive" and not apart:
+        fix = "say meet='parameters', or widen bounds: over gradients they say how the global batch moves"
+        raise ConfigError("rounds", rounds, "'fixed' where workers meet over gradients", fix)
     if averaging is not None and not apart:
         fix = "say meet='parameters', or leave averaging out"
         raise ConfigError("averaging", averaging, "None where workers meet over gradients", fix)
-    if apart and getattr(policy, "even", False):
+    if apart and rounds == "fixed" and getattr(policy, "even", False):
         fix = "take lb_bsp or goodput"
-        raise ConfigError("policy", type(policy).__name__, "one that moves shares, with meet='parameters'", fix)
+        raise ConfigError("policy", type(policy).__name__, "one that moves shares in rounds of a fixed size", fix)
     return apart
 
 
-def bounds_apart(bounds: Bounds | None, workers: int, batch_size: int, micro_batch: int) -> tuple[Bounds, Ints]:
-    """Bounds and first allocation of rounds whose size stays as it is, on the grid of a live job's pieces."""
+def bounds_apart(
+    bounds: Bounds | None, workers: int, batch_size: int, micro_batch: int, rounds: str
+) -> tuple[Bounds, Ints]:
+    """Bounds and first allocation of a round, on the grid of a live job's pieces."""
     _check_width(bounds, workers)
-    each: tuple[Any, Any] = (None, None) if bounds is None else (bounds.low.tolist(), bounds.high.tolist())
-    more: dict[str, Any] = {} if bounds is None else {"quantum": bounds.quantum, "max_change": bounds.max_change}
+    each: tuple[Any, Any] = (None, None)
+    total: tuple[int | None, int | None] = (None, None)
     known: dict[str, Any] = {"micro_batch": micro_batch, "apart": True}
-    return job_bounds(workers, batch_size, each, (None, None), "fixed", **known, **more)
+    if bounds is not None:
+        each = bounds.low.tolist(), bounds.high.tolist()
+        total = total if rounds == "fixed" else (int(bounds.total_low), int(bounds.total_high))
+        known |= {"quantum": bounds.quantum, "max_change": bounds.max_change}
+    return job_bounds(workers, batch_size, each, total, rounds, **known)
 
 
 def _check_width(bounds: Bounds | None, workers: int) -> None:
@@ -64,14 +74,13 @@ def _check_width(bounds: Bounds | None, workers: int) -> None:
         raise ConfigError("shape of bounds", bounds.low.shape, f"({workers},), one per worker", fix)
 
 
-def bounds_of_job(bounds: Bounds | None, clusters: Clusters, batch_size: int, dataset: Sized) -> Bounds:
-    """The given or default bounds; no global step may outgrow the data set, as in `Controller`."""
+def bounds_of_job(bounds: Bounds | None, clusters: Clusters, batch_size: int) -> Bounds:
+    """The given or default bounds of workers that meet over gradients."""
     workers, cap = clusters.shape[1], clusters.memory_cap
     _check_width(bounds, workers)
     if bounds is None:
-        bounds = Bounds.of(workers, 1, 8 * batch_size if cap is None else np.minimum(8 * batch_size, cap[0]))
-    most = max(len(dataset) // bounds.quantum * bounds.quantum, int(np.max(bounds.total_low)))
-    return dataclasses.replace(bounds, total_high=np.minimum(bounds.total_high, most))
+        return Bounds.of(workers, 1, 8 * batch_size if cap is None else np.minimum(8 * batch_size, cap[0]))
+    return bounds
 
 
 def costs_of(sample_costs: ArrayLike, samples: int) -> Floats:

@@ -17,6 +17,7 @@ from torch.utils.data import default_collate
 
 from dynamix.errors import ConfigError
 from dynamix.events.records import EventLog
+from dynamix.model.rounds import RoundSize
 from dynamix.policies import Policy
 from dynamix.policies.protocol import boundary
 from dynamix.runtime import random_state
@@ -52,11 +53,11 @@ class VirtualCluster:
 
     The applied gradient is the weighted all-reduce's (`UnionGradient`). With meet="parameters" there is none: replicas
     of model and optimizer step apart and become one (`Replicas`), `model` and `optimizer` being the first worker's, and
-    what this class calls a step is a round, of the size with which the job began. Sample order, windows, the moment at
-    which a decision applies, learning-rate rules and events.jsonl come from the same code as in a live job, and the
-    same allocations give the same losses within float error; with dropout, losses of the same kind, as masks come from
-    one stream instead of one per rank. Evaluation and data loading take no time of this clock, deciding none unless the
-    world says so (`ClusterEnv.decided`).
+    what this class calls a step is a round. Sample order, windows, the moment at which a decision applies,
+    learning-rate rules and events.jsonl come from the same code as in a live job, and the same allocations give the
+    same losses within float error; with dropout, losses of the same kind, as masks come from one stream instead of one
+    per rank. Evaluation and data loading take no time of this clock, deciding none unless the world says so
+    (`ClusterEnv.decided`).
 
     model, optimizer   as for one process (no DDP)
     loss               loss(model(inputs), target): mean over the batch
@@ -73,6 +74,8 @@ class VirtualCluster:
     micro_batch        most samples that pass through the model at once: a matter of memory only, so with BatchNorm
                        shares are never cut. With meet="parameters" it is the piece, as in `Controller`: the samples of
                        an optimizer step, less where the simulated memory holds less
+    rounds             with meet="parameters": "fixed", a round has the samples of the first, `batch_size` a worker; or
+                       "adaptive", their number follows from what is measured, as with global_batch="adaptive" live
     averaging          with meet="parameters": how models become one, as in `Controller.wrap`
     events             file that gets one JSON line per window; `time_s` is the virtual clock's
     replay             events file of an earlier run, live or virtual, whose allocations are applied; policy and
@@ -108,6 +111,7 @@ class VirtualCluster:
         sample_costs: ArrayLike | None = None,
         meet: Literal["gradients", "parameters"] = "gradients",
         micro_batch: int = 1024,
+        rounds: Literal["fixed", "adaptive"] = "fixed",
         averaging: Averaging | None = None,
         collate_fn: Callable[[list[Any]], Any] = default_collate,
         events: str | os.PathLike[str] | None = None,
@@ -122,21 +126,23 @@ class VirtualCluster:
         self._sample_costs = None if sample_costs is None else costs_of(sample_costs, len(dataset))
         self._workers = VirtualWorkers(self.world)
         self.model, self.optimizer, self.interval = model, optimizer, interval
-        apart = meets_over_parameters(meet, averaging, self.policy)
+        apart = meets_over_parameters(meet, rounds, averaging, self.policy)
         load = loader_of(dataset, collate_fn)
         self._way: UnionGradient | Replicas
         if apart:
-            self.bounds, start = bounds_apart(bounds, self._workers.count, batch_size, micro_batch)
+            limits, start = bounds_apart(bounds, self._workers.count, batch_size, micro_batch, rounds)
             most = self._workers.most(micro_batch)
             how, recorders = averaging or Averaging(), self._workers.recorders
             self._way = Replicas(model, optimizer, loss, load, recorders=recorders, most=most, averaging=how)
         else:
-            self.bounds = bounds_of_job(bounds, self.world.clusters, batch_size, dataset)
-            start = starting_sizes(batch_size, self.bounds)
+            limits = bounds_of_job(bounds, self.world.clusters, batch_size)
+            start = starting_sizes(batch_size, limits)
             self._way = UnionGradient(model, loss, load, micro_batch=micro_batch)
         per_epoch = boundary(self.policy) == "epoch"
         slack = 0 if per_epoch else min(self.world.delay, 1)
-        job = JobFacts(self.bounds, int(start.sum()), slack=slack, fixed=apart)
+        size = RoundSize(float(micro_batch)) if rounds == "adaptive" else None
+        job = JobFacts(limits, int(start.sum()), slack=slack, fixed=apart and size is None, rounds=size)
+        job.limit_to(len(dataset))
         # A delay above one step is what a loader's workers prefetch: steps issued under the old allocation.
         self._ahead = 0 if per_epoch else max(self.world.delay - 1, 0)
         replayed = None if replay is None else recorded(replay)
@@ -163,6 +169,11 @@ class VirtualCluster:
             random.seed(seed)
             np.random.seed(seed % 2**32)
             torch.manual_seed(seed)
+
+    @property
+    def bounds(self) -> Bounds:
+        """What batch sizes are kept within, samples per step or round."""
+        return self._coordinator.job.bounds
 
     @property
     def base_batch(self) -> int:
