@@ -11,7 +11,7 @@ from dynamix.simulator.clusters import Clusters, bounds_of
 from dynamix.simulator.compute import costs_of_samples, jitter, near_normal
 from dynamix.simulator.disturbances import LEAST, MovingNeighbour, Slowdowns, SlowdownTrace
 from dynamix.simulator.network import exchange_time, step_time
-from dynamix.simulator.rounds import Round
+from dynamix.simulator.rounds import RoundApart
 from dynamix.simulator.statistics import Generalisation, along, efficiency, noise_scale
 from dynamix.simulator.streams import RandomStream
 from dynamix.window import Bounds, Floats, Ints, Window
@@ -194,7 +194,7 @@ class ClusterEnv:
         self._passed(whole)
         return busy, whole
 
-    def advance_apart(self, done: Round) -> tuple[Floats, Floats]:
+    def advance_apart(self, done: RoundApart) -> tuple[Floats, Floats]:
         """One round of C = 1 cluster, whose workers cut `batch` into `done.pieces`: as `advance`, computing being all
         of a worker's steps. It is disturbed as one step is, and nothing hides the meeting."""
         steps_s = [self.costs.seconds(sizes.astype(np.float64)) for sizes in done.batches()]

@@ -12,14 +12,14 @@ from dynamix.window import Ints
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
+class RoundApart:
     """A round of one cluster's workers, each of which takes optimizer steps of its own.
 
     pieces          of every worker: samples of each of its steps; none for an idle worker
     payload_bytes   that each worker sends when they meet
     gradient_bytes  of an exchange of gradients, which is what a cluster's own exchange takes its time for
 
-    >>> [batch.tolist() for batch in Round(((4, 8), (8,), ()), 100, 100).batches()]
+    >>> [batch.tolist() for batch in RoundApart(((4, 8), (8,), ()), 100, 100).batches()]
     [[[4, 8, 0]], [[8, 0, 0]]]
     """
 

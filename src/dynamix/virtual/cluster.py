@@ -32,7 +32,7 @@ from dynamix.runtime.scaling import SampleSchedule
 from dynamix.runtime.weighting import LossWeight
 from dynamix.simulator.clusters import Clusters
 from dynamix.simulator.env import ClusterEnv
-from dynamix.simulator.rounds import Round
+from dynamix.simulator.rounds import RoundApart
 from dynamix.virtual.arguments import (
     bounds_apart,
     bounds_of_job,
@@ -260,7 +260,7 @@ class VirtualCluster:
         plan, coordinator = self._sampler.plan(), self._coordinator
         coordinator.follow_batch(plan)
         shares = self._sampler.shares()
-        apart: Round | None = None
+        apart: RoundApart | None = None
         global_sq: float | None = None
         with self._own_random():
             if isinstance(self._way, Replicas):

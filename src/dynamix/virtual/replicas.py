@@ -18,7 +18,7 @@ from dynamix.runtime.noise import ConsecutiveNoise
 from dynamix.runtime.observation import Recorder
 from dynamix.runtime.parameters import Averaging, ParameterMeeting
 from dynamix.runtime.readings import ACCURACY_ROWS
-from dynamix.simulator.rounds import Round
+from dynamix.simulator.rounds import RoundApart
 from dynamix.virtual.union_gradient import Indices, Load, ShareSeen, forward, moved
 
 NOISE_EVERY = 64  # gradients of a worker, of which two that follow each other tell the noise scale, as live
@@ -59,7 +59,7 @@ class Replicas:
             for pair, workers, recorder in zip(pairs, self._hall.workers, recorders, strict=True)
         ]
 
-    def __call__(self, shares: Sequence[Indices]) -> tuple[list[list[ShareSeen]], Round]:
+    def __call__(self, shares: Sequence[Indices]) -> tuple[list[list[ShareSeen]], RoundApart]:
         """A round on the workers' `shares`: what each saw of its pieces, and what it takes a simulated cluster."""
         first = self._all[0].optimizer
         seen = []
@@ -73,7 +73,7 @@ class Replicas:
         )
         payload_bytes = self._hall.meet(meetings)
         pieces = [[piece.samples for piece in of_worker] for of_worker in seen]
-        return seen, Round(pieces, payload_bytes, self.gradient_bytes)
+        return seen, RoundApart(pieces, payload_bytes, self.gradient_bytes)
 
     def _step(self, replica: _Replica, piece: Indices) -> ShareSeen:
         """One worker's optimizer step."""

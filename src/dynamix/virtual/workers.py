@@ -11,7 +11,7 @@ from dynamix.probes.timing import CpuClock, StepTimer
 from dynamix.runtime.observation import ROW, Recorder
 from dynamix.simulator.clusters import Clusters
 from dynamix.simulator.env import ClusterEnv
-from dynamix.simulator.rounds import Round
+from dynamix.simulator.rounds import RoundApart
 from dynamix.virtual.union_gradient import ShareSeen
 from dynamix.window import Floats, Ints
 
@@ -45,7 +45,9 @@ class VirtualWorkers:
     def _clear(self) -> None:
         self._busy_s, self._whole_s = np.zeros(self.count), 0.0
 
-    def spend(self, plan: StepPlan, costs: Floats | None = None, apart: Round | None = None) -> tuple[Floats, float]:
+    def spend(
+        self, plan: StepPlan, costs: Floats | None = None, apart: RoundApart | None = None
+    ) -> tuple[Floats, float]:
         """Advance the world by one step on `plan.counts`: seconds each worker computes (W,), and of the whole step.
 
         costs   (W,) what the samples of each worker cost beside their number; None: nothing
