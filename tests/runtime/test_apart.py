@@ -61,9 +61,16 @@ class Replay:
             for x, y in pieces:
                 optimizer.zero_grad()
                 F.cross_entropy(model(x), y).backward()
-                optimizer.step()
+                scale = len(x) / PIECE  # a part of a piece is a smaller step
+                self._step(optimizer, scale if isinstance(optimizer, torch.optim.SGD) else scale**0.5)
         weights = counts / counts.sum()
         self._average(weights, steps)
+
+    def _step(self, optimizer: torch.optim.Optimizer, factor: float) -> None:
+        rate = optimizer.param_groups[0]["lr"]
+        optimizer.param_groups[0]["lr"] = rate * factor
+        optimizer.step()
+        optimizer.param_groups[0]["lr"] = rate
 
     def _average(self, weights: np.ndarray, steps: np.ndarray) -> None:
         normalized = self.how.steps == "normalized"

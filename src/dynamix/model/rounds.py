@@ -13,6 +13,8 @@ from dynamix.window import Bounds, Floats, Window
 
 FACTOR, MOST = 8.0, 64.0
 NEAR = 1.25  # samples needed hardly change within this factor of the number of steps
+FLAT = 8.0  # nor up to so many
+DOUBLING = 0.03  # more samples needed, where steps are twice as many as wanted, or half
 KEEP = 0.97  # of the best size's samples a second: then what is in force stays
 CANDIDATES = 33
 
@@ -50,8 +52,8 @@ class RoundSize:
     def within(self, bounds: Bounds, window: Window, rate: float = 1.0) -> Bounds:
         """`bounds` that allow one size of the round only: the best after `window`, of one job, shape (W,).
 
-        Where nothing is measured it is the size in force. Workers take whole pieces or parts of one: among sizes of
-        about the right number of steps the one is chosen of which most samples a second are to be expected.
+        Where nothing is measured it is the size in force. Workers take whole pieces: among sizes of about the right
+        number of steps, or of few, the one is chosen of which most samples a second are to be expected.
         """
         now = int(window.batch_size.sum())
         speeds = _speeds(window)
@@ -62,13 +64,14 @@ class RoundSize:
         self.steps = steps_apart(meeting_s, self.piece_s, rate=rate)
         wanted, quantum = self.steps * self.piece * speeds.size, bounds.quantum
         least, most = max(float(bounds.total_low), quantum), float(bounds.total_high)
-        low, high = np.clip([wanted / NEAR, wanted * NEAR], least, most)
+        flat = FLAT * self.piece * speeds.size
+        low, high = np.clip([wanted / NEAR, max(wanted * NEAR, flat)], least, most)
         totals = np.unique(np.rint(np.linspace(low, high, CANDIDATES) / quantum).astype(np.int64)) * quantum
         asked = np.append(totals, now)
         sizes = project(np.broadcast_to(speeds, (len(asked), speeds.size)), bounds, total=asked)
-        pace = asked / ((sizes / speeds).max(-1) + meeting_s)
+        pace = asked / ((sizes / speeds).max(-1) + meeting_s) * (1.0 - DOUBLING * np.abs(np.log2(asked / wanted)))
         best = int(np.argmax(pace[:-1]))
-        stays = wanted / NEAR**2 <= now <= wanted * NEAR**2 and pace[-1] >= KEEP * pace[best]
+        stays = wanted / NEAR**2 <= now <= max(wanted * NEAR**2, flat) and pace[-1] >= KEEP * pace[best]
         return _of_total(bounds, now if stays else int(totals[best]))
 
     @property

@@ -95,12 +95,14 @@ def job_bounds(
         if global_batch == "fixed" and value is not None:
             fix = f"leave {name} out, or use global_batch='adaptive'"
             raise ConfigError(name, value, "None with global_batch='fixed', which is the starting total", fix)
-    most = 8 * batch_size
+    least, most = 1, 8 * batch_size
     if micro_batch is not None:
         moves = apart and global_batch == "adaptive"  # the number of pieces, up to the most that are of any use
-        quantum = quantum if quantum > 1 else grain(0 if moves else batch_size, micro_batch)
-        most = max(most, 8 * int(MOST) * micro_batch) if moves else most
-    low, high = (default if given is None else given for given, default in zip(each, (1, most), strict=True))
+        # Rounds that may grow are made such that whole pieces fit the workers' speeds.
+        quantum = quantum if quantum > 1 else micro_batch if moves else grain(batch_size, micro_batch)
+        if moves:  # and every worker takes one at least, or nobody would know how fast it is
+            least, most = micro_batch, max(most, 8 * int(MOST) * micro_batch)
+    low, high = (default if given is None else given for given, default in zip(each, (least, most), strict=True))
     low, high = per_rank("min_batch_size", low, workers), per_rank("max_batch_size", high, workers)
     piece = Bounds.of(workers, low, high, quantum=quantum, max_change=max_change)
     start = accumulate * starting_sizes(batch_size, piece)

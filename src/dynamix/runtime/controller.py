@@ -55,7 +55,7 @@ class Controller(Standing):
     global_batch      "fixed": the sum over workers stays what it is at the start, so the learning rate, schedules and
                       `len(loader)` stay true, and only the shares move. "adaptive": it moves too, within the bounds
     min_global_batch, max_global_batch   samples per round of all workers; None: what the workers' bounds allow
-    interval          optimizer steps per window (policies that decide per epoch ignore it)
+    interval          optimizer steps per window, at least a round (policies that decide per epoch ignore it)
     quantum           micro-batches are multiples of this (torch.compile and cudnn then see few shapes)
     max_change        a batch size changes by at most this factor per decision
     accumulate        micro-batches per optimizer step, all of a size; call `step()` after each of them

@@ -320,12 +320,18 @@ class Coordinator:
         if self.loop.models > 1:
             timer.next_pass()
         timer.forward_started()
-        self.follow_batch(source.plan())
+        self.follow_batch(source.plan(), source.piece())
 
-    def follow_batch(self, plan: StepPlan) -> None:
-        """Let the learning rate follow the global batch of `plan`; an epoch's tail has that of the steps before."""
+    def follow_batch(self, plan: StepPlan, piece: Piece | None = None) -> None:
+        """Let the learning rate follow the global batch of `plan`; an epoch's tail has that of the steps before.
+
+        Where workers step apart it follows the size of the `piece`: a part of one is a smaller step.
+        """
         self.rates.look()
-        if self.rates.learning_rates and not self.apart:  # else a round of more pieces has more steps
+        if self.apart:
+            if piece is not None and piece.samples and self.micro_batch is not None:
+                self.rates.follow_piece(piece.samples / self.micro_batch)
+        elif self.rates.learning_rates:
             samples = plan.samples if plan.regular else self.accumulate * int(self.allocations.at(plan.index).sum())
             self.rates.follow(samples, *self.progress.noise_at(plan.index // self.accumulate))
 

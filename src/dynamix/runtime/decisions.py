@@ -59,10 +59,17 @@ class Settling:
     def close_if_full(self, plan: StepPlan, *, ahead: int) -> None:
         """After `plan`'s round; `ahead` as in `Coordinator.step_done`."""
         of = self.of
-        full = plan.last if of.per_epoch else of.recorder.steps >= of.interval
-        if full and of.recorder.steps:
+        steps = of.recorder.steps
+        if steps and (plan.last if of.per_epoch else steps >= self._rounds_of_window(plan)):
             with self._turn:  # no further round is begun until the window waits for its answer
                 self._close_window(plan, -(-of.need_source().begun // of.accumulate) + ahead)
+
+    def _rounds_of_window(self, plan: StepPlan) -> int:
+        """Rounds that make a window, the same on all ranks: `interval` optimizer steps, at least one round."""
+        of = self.of
+        if of.rates.at_once is None:
+            return of.interval
+        return max(1, round(of.interval * of.rates.at_once / int(of.allocations.at(plan.index).sum())))
 
     def _close_window(self, plan: StepPlan, issued: int) -> None:
         of = self.of
@@ -82,7 +89,7 @@ class Settling:
     def _warn_of_lag(self, rounds: int) -> None:
         """The loader has issued so many rounds ahead: a decision waits for them."""
         of = self.of
-        if rounds <= 2 * of.interval or of.per_epoch or self._lag_said:
+        if rounds <= 2 * of.interval or of.per_epoch or self._lag_said or of.rates.at_once is not None:
             return
         self._lag_said = True
         late = f"the loader of rank {of.rank} reads {rounds} rounds ahead, more than two windows of {of.interval}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import nan
 from typing import Any
 
 from torch import Tensor
@@ -20,8 +21,8 @@ class Rates:
 
     def __init__(self, job: JobFacts, lr_rule: str, *, at_once: int | None = None) -> None:
         self.job, self.at_once = job, at_once
-        # A global batch that stays as it is asks for no other rate.
-        self.lr_rule = "none" if lr_rule == AUTO and job.fixed else lr_rule
+        # A global batch that stays as it is asks for no other rate, but its pieces may be of several sizes.
+        self.lr_rule = "none" if lr_rule == AUTO and job.fixed and at_once is None else lr_rule
         self.learning_rates: list[LearningRate] = []
         self.schedules: list[SampleSchedule] = []
         self._watch: SchedulerWatch | None = None
@@ -67,6 +68,11 @@ class Rates:
         base = self.job.base_batch
         for learning_rate in self.learning_rates:
             learning_rate.factor = learning_rate.rule(samples / base, noise, signal, base_batch=base)
+
+    def follow_piece(self, scale: float) -> None:
+        """Let the rates fit a step of a piece that is `scale` of a whole one."""
+        for learning_rate in self.learning_rates:
+            learning_rate.factor = 1.0 if scale == 1.0 else learning_rate.rule(scale, nan, nan, base_batch=1)
 
     def advance(self, plan: StepPlan) -> None:
         """A round is over."""
