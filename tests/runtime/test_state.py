@@ -112,6 +112,11 @@ def test_a_state_of_version_0_1_is_refused_by_name() -> None:
         controller.load_state_dict(None)  # type: ignore[arg-type]
 
 
+def with_cuda(ranks: Any, found: Any) -> Any:
+    """The parts of ranks, with other random states of CUDA devices."""
+    return {0: {**ranks[0], "rng": {**ranks[0]["rng"], "cuda": found}}}
+
+
 def notebook(ranks: Any, before: list[float]) -> Any:
     """The parts of ranks, with other figures of the window before."""
     return {0: {**ranks[0], "recorder": {**ranks[0]["recorder"], "before": {"loss": before}}}}
@@ -132,6 +137,7 @@ CHANGES: list[tuple[str, Any]] = [
     ("policy", lambda s: s.update(policy=("{", (), ()))),
     ("schedules", lambda s: s.update(schedules=pack([{"samples": 1}]))),
     ("random", lambda s: s.update(ranks=pack({0: {**unpack(s["ranks"])[0], "rng": {}}}))),
+    ("cuda", lambda s: s.update(ranks=pack(with_cuda(unpack(s["ranks"]), torch.zeros(3, 2))))),
     ("hooks", lambda s: s.update(hooks=pack([1]))),
     ("recorder.before.loss", lambda s: s.update(ranks=pack(notebook(unpack(s["ranks"]), [10**400, 1.0])))),
     ("too many keys", lambda s: s.update(extra=1)),

@@ -203,7 +203,7 @@ def _random(saved: Any) -> None:
         random.Random().setstate((version, tuple(internal), gauss))
         np.random.RandomState().set_state(random_state.of_numpy(saved["numpy"]))
         torch.Generator().set_state(saved["torch"].cpu())
-        if not all(isinstance(device, torch.Tensor) for device in saved["cuda"]):
+        if type(saved["cuda"]) not in (list, tuple) or not all(isinstance(d, torch.Tensor) for d in saved["cuda"]):
             raise TypeError("cuda")
     except (AttributeError, KeyError, IndexError, TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise StateError(f"the controller's state holds random states that do not fit: {error}") from error
