@@ -198,13 +198,14 @@ def test_every_sample_comes_once_an_epoch_in_pieces_of_the_micro_batch(workers: 
 
 def test_one_plain_step_a_round_is_the_step_along_the_union_batchs_gradient() -> None:
     def trained(**how: Any) -> VirtualRun:
-        with virtual({"momentum": 0.0}, micro_batch=64, **how) as cluster:
+        with virtual({"momentum": 0.0}, micro_batch=64, lr_rule="none", **how) as cluster:
             return cluster.run(20)
 
     bounds = Bounds.of(2, 0, 64, quantum=2)
     apart = trained(bounds=bounds)
     fixed = dataclasses.replace(bounds, total_low=np.array(64), total_high=np.array(64))
-    together = trained(meet="gradients", averaging=None, bounds=fixed, lr_rule="none")
+    # A window of steps of 64 samples a worker has twice as many rounds of 32.
+    together = trained(meet="gradients", averaging=None, bounds=fixed, interval=2 * INTERVAL)
     np.testing.assert_array_equal(apart.counts, together.counts)
     np.testing.assert_allclose(apart.loss, together.loss, rtol=1e-9)
 

@@ -160,7 +160,10 @@ class VirtualCluster:
             micro_batch=micro_batch if apart else None,
             apart=apart,
         )
-        coordinator.rates.add(optimizer)
+        for each in self._way.optimizers if isinstance(self._way, Replicas) else (optimizer,):
+            coordinator.rates.add(each)
+        if isinstance(self._way, Replicas):
+            self._way.follow_piece = coordinator.rates.follow_piece
         coordinator.recorder = self._recorder = _AllRecorders(self._workers, job)
         self._sampler = coordinator.sampler(len(dataset), seed=seed)
         self._sampler.micro_batch = None  # all workers' shares of a round at once

@@ -52,12 +52,18 @@ class Replicas:
             raise ConfigError("model", type(model).__name__, "a model with parameters to train", "set requires_grad")
         self.loss, self.load, self.most, self.device = loss, load, most, trained[0].device
         self.gradient_bytes = sum(p.numel() * p.element_size() for p in trained)
+        self.follow_piece: Callable[[float], None] = lambda scale: None  # lets rates fit a part of a piece
         self._hall = Hall(len(recorders))
         pairs = [(model, optimizer), *(copy.deepcopy((model, optimizer)) for _ in recorders[1:])]
         self._all = [
             _Replica(*pair, averaging, workers, recorder)
             for pair, workers, recorder in zip(pairs, self._hall.workers, recorders, strict=True)
         ]
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """Of all workers."""
+        return [replica.optimizer for replica in self._all]
 
     def __call__(self, shares: Sequence[Indices]) -> tuple[list[list[ShareSeen]], RoundApart]:
         """A round on the workers' `shares`: what each saw of its pieces, and what it takes a simulated cluster."""
@@ -66,7 +72,11 @@ class Replicas:
         for replica, share, most in zip(self._all, shares, self.most, strict=True):
             replica.follow(first)
             replica.meeting.begin()
-            seen.append([self._step(replica, piece) for piece in _cut(share, most)])
+            of_worker = []
+            for piece in _cut(share, most):
+                self.follow_piece(len(piece) / most)
+                of_worker.append(self._step(replica, piece))
+            seen.append(of_worker)
         total = sum(len(share) for share in shares)
         meetings = (
             replica.meeting.meeting(len(share) / total) for replica, share in zip(self._all, shares, strict=True)
