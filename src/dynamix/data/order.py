@@ -77,6 +77,7 @@ class SampleOrder(ABC):
         self._refused: UsageError | None = None
         self._began = 0  # batches consumed when the iteration under way began
         self._loaded = False
+        self.meets_early = False  # ranks may meet before their shares are done: `meet` says where that is
         self._hold = False  # a finished epoch that the user asked for by name is not run again
 
     @property
@@ -175,7 +176,7 @@ class SampleOrder(ABC):
         with self._consuming:
             _, self._behind = self._pending.popleft()
             self.batches_consumed += 1
-        if piece.last:
+        if piece.last and not self.meets_early:
             self._saved = self._behind
         return piece.plan
 
@@ -356,10 +357,10 @@ class SampleOrder(ABC):
     def _plan_group(self, now: Cursor) -> Group | None:
         """Plan the optimizer step that begins at `now`; None when the epoch turns out to be empty."""
 
-    def _position_state(self) -> dict[str, Any]:
+    def _position_state(self, now: Cursor | None = None) -> dict[str, Any]:
         """The last finished optimizer step: gradients accumulated for an unfinished one are not saved, so its
         samples are dealt again after a resume."""
-        now = self._saved
+        now = now or self._saved
         return {
             "epoch": now.epoch,
             "position": now.position,

@@ -319,11 +319,9 @@ class Controller(Standing):
         source.consume()
         if mine:
             coordinator.recorder.observe(loss, logits, target, samples=mine)
-        if piece.last:
-            if coordinator.apart:
-                coordinator.meetings.stepped(piece)
-                coordinator.meetings.meet(piece)
-            coordinator.step_done(piece.plan)
+        if coordinator.meetings.ends(piece):
+            samples, scale = coordinator.meetings.meet(piece)
+            coordinator.step_done(piece.plan, samples=samples, scale=scale)
         else:
             coordinator.piece_done(piece, applied)
 

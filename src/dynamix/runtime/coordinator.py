@@ -116,6 +116,7 @@ class Coordinator:
 
     def _begin(self) -> None:
         self.loop.begin()
+        self.meetings.begin()
         if self.ranks is not None and self.source is not None and self.source.abandons:
             self.ranks.agreed = False  # a loop that counts batches leaves an epoch after another round on each rank
         if getattr(self.source, "sharded", False):
@@ -222,7 +223,6 @@ class Coordinator:
 
     def piece_done(self, piece: Piece, applied: float | torch.Tensor | None) -> None:
         """A batch is over that is not the last of its round."""
-        self.meetings.stepped(piece)
         self.recorder.micro_done()
         for attached in self.connected:
             attached.piece_done(piece, applied)
@@ -234,21 +234,22 @@ class Coordinator:
 
     @property
     def met(self) -> bool:
-        """Whether the batch stepped last was the last of this rank's share of a round; also before the first."""
-        return self.loop.stepped is None or self.loop.stepped.last
+        """Whether the batch stepped last was this rank's last of a round; also before the first."""
+        return not self.meetings.between if self.apart else self.loop.stepped is None or self.loop.stepped.last
 
-    def step_done(self, plan: StepPlan, *, ahead: int = 0) -> None:
+    def step_done(self, plan: StepPlan, *, ahead: int = 0, samples: int | None = None, scale: float = 1.0) -> None:
         """A round is over: take what was decided, and close the window if it is full.
 
-        `ahead` more rounds than the source's own count as issued: a simulated loader's prefetching.
+        `ahead` more rounds than the source's own count as issued: a simulated loader's prefetching. `samples` that all
+        workers trained, if not the plan's, and `scale` as in `Recorder.step_done`: where some met early.
         """
-        progress = self.progress
+        progress, samples = self.progress, plan.samples if samples is None else samples
         progress.steps += 1
-        progress.samples += plan.samples
+        progress.samples += samples
         for attached in self.connected:
             attached.step_done()
-        self.decisions.count(plan)
-        self.rates.advance(plan)
+        self.decisions.count(plan, scale)
+        self.rates.advance(plan, samples)
         self.decisions.settle()
         self.decisions.close_if_full(plan, ahead=ahead)
         self.stopping = self.stop_wanted if self.liveness is None else self.liveness.step_done(progress.steps)

@@ -49,12 +49,12 @@ class Settling:
         self._lag_said = False
         self._reader_failed: DynamixError | None = None  # what ends the job was raised in that thread
 
-    def count(self, plan: StepPlan) -> None:
-        """A round is over."""
+    def count(self, plan: StepPlan, scale: float) -> None:
+        """A round is over; `scale` as in `Recorder.step_done`."""
         of = self.of
         with self._turn:  # whether a step is kept is known before, or after, a new window opens
             kept = plan.regular and plan.index // of.accumulate >= of.progress.opens
-            of.recorder.step_done(keep=kept, first_of_epoch=plan.first)
+            of.recorder.step_done(keep=kept, first_of_epoch=plan.first, scale=scale)
 
     def close_if_full(self, plan: StepPlan, *, ahead: int) -> None:
         """After `plan`'s round; `ahead` as in `Coordinator.step_done`."""

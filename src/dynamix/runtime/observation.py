@@ -57,7 +57,7 @@ class Recorder:
         self.pauses = 0  # steps left out of the times
         self.last: dict[str, float] = {}  # of the window that closed last, by their names in `Controller.metrics`
         self._recent_s: deque[float] = deque(maxlen=RECENT)  # of the windows before
-        self._late: dict[int, bool] = {}  # steps of this window not read yet -> first of its epoch
+        self._late: dict[int, tuple[bool, float]] = {}  # steps of this window not read yet -> first of its epoch, scale
         self.sees_communication = True  # False: waits hide in `compute`, which is then not known
         self._step_index = 0
         self._open: list[tuple[str, int, Value, float]] = []
@@ -116,15 +116,18 @@ class Recorder:
     def micro_done(self) -> None:
         self.timer.micro_done()
 
-    def step_done(self, *, keep: bool, first_of_epoch: bool) -> None:
-        """Close one optimizer step. `keep` False: it belongs to no window (a tail, or the allocation is switching)."""
+    def step_done(self, *, keep: bool, first_of_epoch: bool, scale: float = 1.0) -> None:
+        """Close one optimizer step. `keep` False: it belongs to no window (a tail, or the allocation is switching).
+
+        scale   this rank's share over the samples that it trained: times of compute and data are told for its share
+        """
         self.timer.step_done()
         index, self._step_index = self._step_index, self._step_index + 1
         with self._lock:
             measured, self._open = self._open, []
         if keep:
             self.steps += 1
-            self._late[index] = first_of_epoch
+            self._late[index] = first_of_epoch, scale
         if index % READ_EVERY == 0:
             self._read_times()
         if not keep:
@@ -152,9 +155,10 @@ class Recorder:
     def _read_times(self) -> None:
         for times in self.timer.take():
             if times.step in self._late:
-                measured = self._measured(times, self._late.pop(times.step))
+                first, scale = self._late.pop(times.step)
+                measured = self._measured(times, first, scale)
                 self._times.append(measured)
-                parts = (times.compute, times.comm, measured.data)
+                parts = (times.compute * scale, times.comm, measured.data)
                 self._whole_s.append(sum(part for part in parts if math.isfinite(part)))
         del self._times[: -self.limit], self._whole_s[: -self.limit]
 
@@ -230,10 +234,10 @@ class Recorder:
             self._arriving = _Transfer(self._kept, self.device, of_window)
         return self._arrived, self._arrived_of
 
-    def _measured(self, times: StepTimes, first_of_epoch: bool) -> StepTimes:
+    def _measured(self, times: StepTimes, first_of_epoch: bool, scale: float) -> StepTimes:
         """Without what was not measured: starting a loader's iterator is not waiting for data."""
-        data = float("nan") if first_of_epoch else times.data
-        return replace(times, data=data, compute=times.compute if self.sees_communication else float("nan"))
+        data = float("nan") if first_of_epoch else times.data * scale
+        return replace(times, data=data, compute=times.compute * scale if self.sees_communication else float("nan"))
 
     def _change(self, name: str, mean: float, std: float) -> float:
         before, self._before[name] = self._before.get(name), (mean, std)

@@ -35,12 +35,15 @@ class Averaging:
     steps             "samples": a worker's move counts by its samples. "normalized": by its samples, as if all had
                       taken equally many steps (FedNova, arXiv 2007.07481), for workers whose data differ
     wire              "bfloat16" or "float16": the type in which moves travel, half the bytes. None: as they are
+    early             a worker that is late meets after the piece that it is at, once half of the others wait; what it
+                      has not trained comes first in its next round
     """
 
     optimizer_state: OptimizerState = "averaged"
     outer: Callable[[list[Tensor]], Optimizer] | None = None
     steps: Literal["samples", "normalized"] = "samples"
     wire: Literal["bfloat16", "float16"] | None = None
+    early: bool = False
 
     def __post_init__(self) -> None:
         for name, allowed in (("optimizer_state", _STATES), ("steps", ("samples", "normalized")), ("wire", _WIRES)):
@@ -54,7 +57,8 @@ class Averaging:
     def plainly(self) -> dict[str, Any]:
         """What must be alike on all ranks."""
         outer = self.outer is not None
-        return {"optimizer_state": self.optimizer_state, "outer": outer, "steps": self.steps, "wire": self.wire}
+        plain = {"optimizer_state": self.optimizer_state, "outer": outer, "steps": self.steps, "wire": self.wire}
+        return plain | {"early": self.early}
 
 
 class ParameterMeeting:

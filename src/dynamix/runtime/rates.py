@@ -74,10 +74,10 @@ class Rates:
         for learning_rate in self.learning_rates:
             learning_rate.factor = 1.0 if scale == 1.0 else learning_rate.rule(scale, nan, nan, base_batch=1)
 
-    def advance(self, plan: StepPlan) -> None:
-        """A round is over."""
+    def advance(self, plan: StepPlan, samples: int) -> None:
+        """A round is over, in which all workers trained `samples`."""
         self.look()
-        advanced = [schedule.advance(plan.samples) for schedule in self.schedules]
+        advanced = [schedule.advance(samples) for schedule in self.schedules]
         watch = self._watch
         if watch is not None:
             if any(advanced):

@@ -33,7 +33,7 @@ class SavedState:
     progress               `Progress.state_dict()`
     ledger_rounds, ledger_sizes   which samples per round, (entries, W), hold from which round on
     source                 `kind`, `PLACE` and `ORDER` of the sampler or stream, `cuts` and `regions` of its epoch.
-                           `unused` (W,): samples dealt to a rank and not consumed when it met early
+                           `unused` (W,): samples dealt to a rank and left when it met early; see the last of `cuts`
     policy, noise_scale, schedules, hooks   their own states; a hook for every model, in the order of `wrap`
     ranks                  rank -> what is a rank's own: `recorder`, `rng` and `iterable`
     """
@@ -186,8 +186,6 @@ def _source(given: Any, workers: int) -> dict[str, Any]:
         _whole(f"source.{name}", source[name], 0, MOST)
     for name in ("taken", "unused"):
         _wholes(f"source.{name}", source[name], workers)
-    if any(source["unused"]):  # of meetings over parameters, which do not exist yet
-        _wrong("source.unused", source["unused"], "a list of zeros")
     for name in ("finished", "shuffle", "sharded"):
         if source["kind"] == "stream" and name == "shuffle":
             continue
@@ -197,7 +195,7 @@ def _source(given: Any, workers: int) -> dict[str, Any]:
         _wrong("source.taken", f"{taken} samples", f"at most position={position}")
     if source["kind"] == "sampler":
         _sampler(source, workers, taken)
-    elif source["cuts"] or source["regions"] is not None or source["dataset_size"] is not None:
+    elif any(source["unused"]) or source["cuts"] or source["regions"] is not None or source["dataset_size"] is not None:
         _wrong("source", "a stream with regions", "neither cuts nor regions nor a size")
     return source
 
@@ -213,6 +211,10 @@ def _sampler(source: dict[str, Any], workers: int, taken: int) -> None:
         done = _wholes("source.cuts", cut["taken"], len(lengths))
         if any(t > n for t, n in zip(done, lengths, strict=True)) or sum(lengths) > size:
             _wrong("source.cuts", cut, "taken at most lengths, lengths at most the data set")
+    if left := sum(source["unused"]):
+        cut = source["cuts"][-1] if source["cuts"] else {"lengths": [], "taken": []}
+        if sum(cut["taken"]) != position or sum(cut["lengths"]) != position + left:
+            _wrong("source.unused", source["unused"], "what the last of source.cuts leaves")
     regions = source["regions"]
     if regions is None:
         return
@@ -237,7 +239,8 @@ def source_state(state: dict[str, Any] | None, workers: int, pieces: int) -> tup
     if state is None:
         return no_source(workers), None
     stream = "dataset_size" not in state
-    own = {"kind": "stream" if stream else "sampler", "rounds": state["consumed"] // pieces, "unused": [0] * workers}
+    own = {"kind": "stream" if stream else "sampler", "rounds": state["consumed"] // pieces}
+    own["unused"] = state.get("unused", [0] * workers)
     same = {name: state[name] for name in ("epoch", "position", "finished", "taken")}
     order = {name: state.get(name) for name in ORDER} | {"sharded": bool(state.get("sharded", False))}
     return {**own, **same, **order, "cuts": state.get("cuts", []), "regions": state.get("regions")}, state.get("source")

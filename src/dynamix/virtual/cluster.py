@@ -322,7 +322,7 @@ class _AllRecorders(Recorder):
     def add(self, name: str, value: Tensor | float, *, part: int = 0, weight: float = 1.0) -> None:
         self.workers.recorders[0].add(name, float(value), part=part, weight=weight)
 
-    def step_done(self, *, keep: bool, first_of_epoch: bool) -> None:
+    def step_done(self, *, keep: bool, first_of_epoch: bool, scale: float = 1.0) -> None:
         self.workers.record(*self.of_step, keep=keep, first_of_epoch=first_of_epoch)
         self.steps = self.workers.recorders[0].steps
 
