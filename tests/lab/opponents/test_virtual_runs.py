@@ -17,6 +17,7 @@ from dynamix.simulator import ClusterEnv, sample_clusters
 from dynamix_lab.opponents.buckets import gradient_buckets
 from dynamix_lab.opponents.runs import HeldOut, RunLimits, TrialRun
 from dynamix_lab.opponents.trial import LocalSettings, Trial
+from dynamix_lab.opponents.tuning import TuningSpace, grid
 from dynamix_lab.opponents.virtual import run_virtual
 from dynamix_lab.opponents.world import DeviceWorld
 from tests.lab.opponents.tiny import EXCHANGE_S, FIXED_S, SAMPLE_S, ConstantWorld, make_data, workload
@@ -181,6 +182,54 @@ def test_every_kind_of_row_runs_on_device_hosts_with_disturbances() -> None:
     assert times["reference"] < 0.9 * times["static"]
     # Alone at speed 1 a sample takes 21/16 ms; the neighbour leaves 0.3 of the speed while it visits.
     assert 1.05 < times["single"] / (0.021 / 16) < 3.4
+
+
+def _device_world(rate: float | None, *, neighbour: bool = True) -> DeviceWorld:
+    hosts = [{"cpu": speed, "rate_mbit_s": rate} for speed in SPEEDS]
+    disturbed = [{"kind": "neighbour", "every_s": 2.0, "factor": 0.3}] if neighbour else []
+    device = {"fixed_ms": 5.0, "per_sample_ms": 1.0, "per_cost_ms": 0.5}
+    scenario = Scenario.model_validate({"hosts": hosts, "disturbances": disturbed, "device": device})
+    return DeviceWorld(scenario, seed=3, batch_size=16, buckets=gradient_buckets(workload().make_model(0)))
+
+
+@pytest.mark.parametrize("momentum", ["averaged", "kept"])
+@pytest.mark.parametrize("rate", [None, 0.5], ids=["fast", "slow"])
+def test_the_products_rounds_of_equal_shares_are_those_of_local(momentum: str, rate: float | None) -> None:
+    """They train alike and take the same time; numbers beside the parameters take as many bytes, or a few more."""
+    job = dataclasses.replace(workload(norm=True, dtype=torch.float64), costs=lambda data: np.arange(len(data)) % 7.0)
+    limits, data = RunLimits(samples=1200, every_samples=200), make_data(dtype=torch.float64)
+    plain = LocalSettings(steps=4, momentum=momentum, proportional=False)
+    trials = [Trial("local", None, 10, 0.05, local=plain), Trial("ours", "static", 10, 0.05, local=plain)]
+    local, ours = (run_virtual(t, job, data, _device_world(rate), seed=1, limits=limits) for t in trials)
+    assert local.samples_by_worker == ours.samples_by_worker
+    assert local.steps == ours.steps
+    assert [e.loss for e in ours.evaluations] == pytest.approx([e.loss for e in local.evaluations], abs=1e-9)
+    assert ours.meetings_s == pytest.approx(local.meetings_s, rel=1e-9 if rate is None else 0.03)
+
+
+@pytest.mark.parametrize("row", ["lb_bsp-parameters", "dynamix-parameters", "lb_bsp-steps", "dynamix-steps"])
+def test_the_products_rounds_use_fast_workers_more_where_links_are_slow(row: str) -> None:
+    space = TuningSpace({48: 0.1}, workers=3, budget=6000, batch_sizes=(4, 8, 16), periods=(4, 8))
+    limits = RunLimits(samples=6000, every_samples=1000)
+
+    def ran(trial: Trial) -> TrialRun:
+        world = _device_world(0.5, neighbour=False)
+        return run_virtual(trial, workload(), make_data(train=1200), world, seed=0, limits=limits)
+
+    trial = grid(row, space)[4]
+    ours, static = ran(trial), ran(Trial("static", "static", trial.batch_size, 0.1))
+    assert ours.samples >= 6000
+    assert ours.samples_by_worker[0] > 1.5 * ours.samples_by_worker[2]
+    assert ours.time_s / ours.samples < 0.6 * static.time_s / static.samples
+    assert ours.evaluations[-1].loss < 0.85 * ours.evaluations[0].loss
+
+
+def test_a_round_of_the_product_is_never_more_than_an_epoch() -> None:
+    trial = Trial("ours", "lb_bsp", 16, 0.05, local=LocalSettings(steps=100))
+    run = run_virtual(
+        trial, workload(), make_data(), _device_world(None), seed=0, limits=RunLimits(samples=1200, every_samples=600)
+    )
+    assert run.samples >= 1200
 
 
 def test_held_out_loss_and_metric_are_those_of_the_whole_part_whether_or_not_tokens_are_counted() -> None:

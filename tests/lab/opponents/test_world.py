@@ -11,6 +11,7 @@ from torch import nn
 
 from dynamix.emulator import Change, Device, Host, Neighbour, Scenario, Trace, load_scenario
 from dynamix.errors import ConfigError
+from dynamix.simulator.rounds import RoundApart
 from dynamix.virtual.cluster import VirtualCluster
 from dynamix.window import Window
 from dynamix_lab.opponents.buckets import GradientBucket, gradient_buckets
@@ -206,3 +207,19 @@ def test_quota_hosts_answer_the_same_questions() -> None:
     half = 0.1 * 0.5**1.1  # done until the share falls
     assert world.finish_s(0, work_s, 0.9) == pytest.approx(1.0 + (work_s - half) / 0.25**1.1, abs=1e-4)
     assert world.meeting_s(10**6, 0.0) == pytest.approx(0.002 + 0.004 / 0.25 + 0.08)
+
+
+def test_a_round_apart_takes_every_workers_steps_and_one_meeting() -> None:
+    extras = LiveExtras(step_s=0.001, stage_s=0.0, jitter_sd=0.005)
+    device = Device(fixed_ms=20, per_sample_ms=0.5, per_cost_ms=2.0)
+    world = _world(_scenario(1.0, 0.5, rate=8.0, device=device), extras=extras)
+    world.apply(np.array([[60, 20]]))
+    world.charge(np.array([[5.0, 0.0]]))
+    busy, whole = world.advance_apart(RoundApart([[20, 40], [20]], 100_000, 1))
+    assert busy[0].tolist() == pytest.approx([0.04 + 0.03 + 0.01 + 0.002, 0.06 + 0.001])
+    assert whole.tolist() == pytest.approx([0.082 + 0.1])  # W = 2: as many bytes as each sends
+    assert float(world.clock_s[0]) == pytest.approx(0.182)
+    assert world.host_figures(busy, whole, 1)["bytes_per_s"][0] == pytest.approx(100_000 / 0.182)
+    busy, whole = world.advance_apart(RoundApart([[], [20]], 0, 1))
+    assert busy[0].tolist() == pytest.approx([0.0, 0.061])
+    assert whole.tolist() == pytest.approx([0.061])

@@ -30,7 +30,7 @@ from dynamix.window import Ints
 from dynamix_lab.opponents.local import EndlessOrder, LocalWorker, RoundBook, ScheduledRate, tell_cost, train_step
 from dynamix_lab.opponents.runs import HELD_OUT, HeldOut, RunLimits, RunLog, TrialRun
 from dynamix_lab.opponents.trial import Trial, set_rate
-from dynamix_lab.opponents.virtual import INTERVAL, averaging_of, bounds_of_trial, policy_of, schedule_of
+from dynamix_lab.opponents.virtual import INTERVAL, averaging_of, bounds_of_trial, policy_of, round_of, schedule_of
 from dynamix_lab.tasks import Arrays, Data, Workload, as_is
 
 WARM_UP_STEPS = 20  # on a model that is thrown away: first calls and allocations cost their time before the clock
@@ -225,7 +225,7 @@ class _LivePolicy:
             interval=interval,
             lr_rule=trial.lr_rule,
             events=events,
-            **settings_of(trial, workload),
+            **settings_of(trial, workload, dist.get_world_size(), len(data)),
         )
         self._sampler = self._controller.batch_sampler(data, seed=seed)
         generator = torch.Generator()
@@ -264,13 +264,13 @@ class _LivePolicy:
             yield from self._loader
 
 
-def settings_of(trial: Trial, workload: Workload) -> dict[str, Any]:
+def settings_of(trial: Trial, workload: Workload, workers: int, samples: int) -> dict[str, Any]:
     """What a trial says to `Controller`: how much a worker does, and how workers meet."""
     low, high = bounds_of_trial(trial, workload)
     if (local := trial.local) is None:
         moves = "fixed" if trial.global_batch == "fixed" else "adaptive"
         return {"batch_size": trial.batch_size, "min_batch_size": low, "max_batch_size": high, "global_batch": moves}
-    ours = {"micro_batch": trial.batch_size, "batch_size": trial.batch_size * local.steps, "meet": "parameters"}
+    ours = {"micro_batch": trial.batch_size, "batch_size": round_of(trial, workers, samples), "meet": "parameters"}
     return {**ours, "global_batch": "adaptive" if local.period == "ratio" else "fixed"}
 
 

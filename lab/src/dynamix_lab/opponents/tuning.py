@@ -31,7 +31,8 @@ POLICIES = ("dbs", "lb_bsp", "noise_scale", "pollux", "cannikin", "goodput", "dy
 LOCAL = ("local", "post_local", "adacomm", "qsr", "diloco")
 FIXED_TOTAL = ("dbs", "lb_bsp")  # the global batch stays what it is at the start, as with fixed shares
 ROUNDS = ("lb_bsp-parameters", "dynamix-parameters")  # policies whose workers meet over parameters
-ROWS = ("single", *FIXED_SHARES, *POLICIES, *LOCAL, *ROUNDS)
+STEPS = ("lb_bsp-steps", "dynamix-steps")  # the same, with a number of steps between meetings that is tuned and held
+ROWS = ("single", *FIXED_SHARES, *POLICIES, *LOCAL, *ROUNDS, *STEPS)
 
 # Runs a trial with a seed; less is better, infinite where a run arrived nowhere.
 Run = Callable[[Trial, int], TrialRun]
@@ -119,7 +120,7 @@ def neighbours(trial: Trial, space: TuningSpace) -> list[Trial]:
 
 
 def _other_steps(trial: Trial) -> list[int]:
-    if trial.local is None or trial.kind == "rounds":
+    if trial.local is None or trial.local.period == "ratio":
         return []
     return [2 * trial.local.steps] + ([trial.local.steps // 2] if trial.local.steps > 1 else [])
 
@@ -163,7 +164,8 @@ def _choices(row: str, space: TuningSpace) -> list[Trial]:
         return [Trial(row, policy, size, 1.0, local=ours, **common) for size in space.batch_sizes]
     few, many = space.periods
     rounds = ((small, few), (small, many), (middle, few))
-    return [Trial(row, None, size, 1.0, local=_settings(row, steps), **common) for size, steps in rounds]
+    decides = row.removesuffix("-steps") if row in STEPS else None
+    return [Trial(row, decides, size, 1.0, local=_settings(row, steps), **common) for size, steps in rounds]
 
 
 def _settings(row: str, steps: int) -> LocalSettings:

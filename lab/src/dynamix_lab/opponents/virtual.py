@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from dynamix.data.plan import pieces_of
 from dynamix.errors import ConfigError
 from dynamix.policies import Policy, make_policy
 from dynamix.policies.registry import OtherFactory
@@ -17,6 +18,7 @@ from dynamix.runtime import random_state
 from dynamix.runtime.job import fixed_at
 from dynamix.runtime.parameters import Averaging
 from dynamix.simulator import ClusterEnv
+from dynamix.simulator.rounds import RoundApart
 from dynamix.virtual.cluster import VirtualCluster
 from dynamix.window import Bounds, Floats, Ints
 from dynamix_lab.harness.reference import references
@@ -25,7 +27,7 @@ from dynamix_lab.opponents.local import EndlessOrder, LocalWorker, RoundBook, Sc
 from dynamix_lab.opponents.profiled import Profiled
 from dynamix_lab.opponents.runs import HELD_OUT, HeldOut, RunLimits, RunLog, TrialRun
 from dynamix_lab.opponents.trial import Trial, set_rate
-from dynamix_lab.opponents.world import WorkerTimes
+from dynamix_lab.opponents.world import WorkerTimes, round_s, step_extra_s
 from dynamix_lab.tasks import Data, Workload, as_is
 
 INTERVAL = 5  # optimizer steps in a window
@@ -65,12 +67,9 @@ def run_virtual(
     torch.manual_seed(seed)
     engine: _Engine
     try:
-        if trial.kind == "policy":
+        if trial.kind in ("policy", "rounds"):
             policy = policy_of(trial, {**references_of(world), **(others or {})})
             engine = _UnderPolicy(trial, workload, data, world, seed, policy, interval)
-        elif trial.kind == "rounds":
-            fix = "run it live"
-            raise ConfigError("trial", trial.row, "a row without a meeting of the product over parameters", fix)
         elif trial.kind == "single":
             engine = _Alone(trial, workload, data, world, seed)
         else:
@@ -113,6 +112,13 @@ def bounds_of_trial(trial: Trial, workload: Workload) -> tuple[int, int]:
     return min(workload.min_batch, trial.batch_size), max(workload.max_batch, trial.batch_size)
 
 
+def round_of(trial: Trial, workers: int, samples: int) -> int:
+    """A worker's samples of the first round where the product meets over parameters; an epoch of `samples` holds it."""
+    assert trial.local is not None
+    steps = min(trial.local.steps, samples // (workers * trial.batch_size))
+    return max(steps, 1) * trial.batch_size
+
+
 def averaging_of(trial: Trial) -> Averaging | None:
     """How the product averages models in a trial; None where workers meet over gradients."""
     local = trial.local
@@ -147,7 +153,7 @@ class _Engine(Protocol):
 
 
 class _UnderPolicy:
-    """Workers that meet over gradients, shares by a policy: `VirtualCluster`."""
+    """The product, shares by a policy: `VirtualCluster`, which meets over gradients or over parameters."""
 
     def __init__(
         self, trial: Trial, workload: Workload, data: Data, world: ClusterEnv, seed: int, policy: Policy, interval: int
@@ -155,6 +161,7 @@ class _UnderPolicy:
         self.model = workload.make_model(seed)
         optimizer = workload.make_optimizer(self.model.parameters())
         set_rate(optimizer, trial.learning_rate)
+        self._piece = None if trial.local is None else trial.batch_size
         self._cluster = VirtualCluster(
             self.model,
             optimizer,
@@ -162,8 +169,7 @@ class _UnderPolicy:
             data.train,
             clusters=world,
             policy=policy,
-            batch_size=trial.batch_size,
-            bounds=_bounds(trial, workload, world.clusters.shape[1]),
+            **_settings_of(trial, workload, world.clusters.shape[1], len(data.train)),
             interval=interval,
             lr_rule=trial.lr_rule,
             seed=seed,
@@ -175,10 +181,20 @@ class _UnderPolicy:
 
     def advance(self) -> tuple[float, Ints, int]:
         run = self._cluster.run(steps=1)
-        return float(run.time_s[0]), run.counts[0], 1
+        counts = run.counts[0]
+        steps = 1 if self._piece is None else max(len(pieces_of(n, self._piece)) for n in counts.tolist())
+        return float(run.time_s[0]), counts, steps
 
     def close(self) -> None:
         self._cluster.close()
+
+
+def _settings_of(trial: Trial, workload: Workload, workers: int, samples: int) -> dict[str, Any]:
+    """What a trial says to `VirtualCluster`: how much a worker does, and how workers meet."""
+    if (local := trial.local) is None:
+        return {"batch_size": trial.batch_size, "bounds": _bounds(trial, workload, workers)}
+    ours = {"batch_size": round_of(trial, workers, samples), "micro_batch": trial.batch_size, "meet": "parameters"}
+    return {**ours, "averaging": averaging_of(trial), "rounds": "adaptive" if local.period == "ratio" else "fixed"}
 
 
 def _bounds(trial: Trial, workload: Workload, workers: int) -> Bounds:
@@ -223,28 +239,24 @@ class _Meeting:
         self._book = RoundBook(trial, count, limit=limit)
         self._all = [LocalWorker(trial, workload, data.train, seed, rank, count) for rank in range(count)]
         self.model = self._all[0].model
-        self._costs, self._now_s, self._extra_s = _SampleCosts(workload, data), 0.0, step_extra_s(world)
+        self._costs, self._now_s = _SampleCosts(workload, data), 0.0
 
     def advance(self) -> tuple[float, Ints, int]:
         plan = self._book.plan()
+        losses = [worker.train(plan) for worker in self._all]
+        costs = np.array([self._costs.of(worker.indices(plan).reshape(-1)) for worker in self._all])
+        each = zip(plan.steps.tolist(), plan.pieces.tolist(), strict=True)
+        pieces, payload_bytes = [[piece] * steps for steps, piece in each], self._all[0].baggage.payload_bytes
+        busy, whole_s = round_s(self._times, RoundApart(pieces, payload_bytes, payload_bytes), costs, self._now_s)
         total: Tensor | None = None
-        ends = np.zeros(len(self._all))
-        for worker in self._all:
-            loss = worker.train(plan)
-            steps, piece = int(plan.steps[worker.rank]), int(plan.pieces[worker.rank])
-            cost = self._costs.of(worker.indices(plan).reshape(-1))
-            # Costs are linear, so one piece's fixed part a step and all samples' costs are the round's work.
-            work_s = steps * self._times.device_s(piece, cost / steps)
-            ends[worker.rank] = self._times.finish_s(worker.rank, work_s, self._now_s) + steps * self._extra_s
-            step_s = (float(ends[worker.rank]) - self._now_s) / steps
-            packed = worker.baggage.packed(steps * piece, loss, step_s)
+        for worker, loss, step_s in zip(self._all, losses, (busy / plan.steps).tolist(), strict=True):
+            packed = worker.baggage.packed(int(plan.samples[worker.rank]), loss, step_s)
             total = packed if total is None else total.add_(packed)
         assert total is not None
-        last_s = float(ends.max())
         met = self._all[0].baggage.unpacked(total)
         for worker in self._all:
             worker.baggage.taken_home(met)
-        self._now_s = last_s + self._times.meeting_s(self._all[0].baggage.payload_bytes, last_s)
+        self._now_s += whole_s
         self._book.met(plan, met)
         return self._now_s, plan.samples, int(plan.steps.max())
 
@@ -265,9 +277,3 @@ class _SampleCosts:
 def costs_of(workload: Workload, data: Data) -> Floats | None:
     """What each training sample costs beside being one, (n,); None where the workload's samples cost nothing else."""
     return None if workload.costs is None else workload.costs(data.train)
-
-
-def step_extra_s(times: Any) -> float:
-    """Seconds of an optimizer step beside its pass over the samples, where the world knows them (`LiveExtras`)."""
-    extras = getattr(times, "extras", None)
-    return 0.0 if extras is None else float(extras.step_s)

@@ -12,6 +12,7 @@ from dynamix.emulator import Device, Scenario
 from dynamix.errors import ConfigError
 from dynamix.simulator import ClusterEnv, Clusters
 from dynamix.simulator.compute import near_normal
+from dynamix.simulator.rounds import RoundApart
 from dynamix.simulator.streams import RandomStream
 from dynamix.window import Floats, Window
 from dynamix_lab.opponents.buckets import GradientBucket
@@ -66,12 +67,34 @@ class WorkerTimes(Protocol):
         """How long the workers need to average `payload_bytes` each, from the moment at which the last one came."""
 
 
+def step_extra_s(times: object) -> float:
+    """Seconds of an optimizer step beside its pass over the samples, where the world knows them (`LiveExtras`)."""
+    extras = getattr(times, "extras", None)
+    return 0.0 if extras is None else float(extras.step_s)
+
+
+def round_s(times: WorkerTimes, done: RoundApart, costs: Floats, start_s: float) -> tuple[Floats, float]:
+    """Seconds (W,) of every worker's steps in a round begun at `start_s`, and of the whole round with its meeting.
+
+    costs   (W,) what a worker's samples of the round cost beside their number
+    """
+    busy = np.zeros(len(done.pieces))
+    for worker, sizes in enumerate(done.pieces):
+        # Costs are linear, so every step's fixed part and all samples' costs are the round's work.
+        each = float(costs[worker]) / max(sum(sizes), 1)
+        work_s = sum(times.device_s(size, each * size) for size in sizes)
+        busy[worker] = times.finish_s(worker, work_s, start_s) + len(sizes) * step_extra_s(times) - start_s
+    last_s = start_s + float(busy.max())
+    return busy, last_s + times.meeting_s(done.payload_bytes, last_s) - start_s
+
+
 class DeviceWorld(ClusterEnv):
     """One simulated cluster (C = 1) on a scenario's device hosts. Its clock starts at 0.
 
     A worker's step of n samples needs `device_s(n, cost)` of its device, at the host's speed of each moment. A third
     of it is forward, the rest is spread over the layers. A bucket of gradients is exchanged when all workers have it
-    and the bucket before it has travelled: bytes over the slowest link of each moment, and a fixed time a stage.
+    and the bucket before it has travelled: bytes over the slowest link of each moment, and a fixed time a stage. Where
+    workers step apart, all their steps of a round count, and one ring all-reduce of what they send (`round_s`).
 
     Modelled: schedules, traces, neighbours and loads of the scenario in the middle of a step; rates, background
     traffic and latency of links; costs of samples; lost and replaced hosts (`outages`). Not modelled: packet loss,
@@ -110,6 +133,7 @@ class DeviceWorld(ClusterEnv):
         self.extras, self.course = extras or LiveExtras(), Course(scenario, seed)
         self.outages = _checked(outages, scenario.workers)
         self._charged = np.zeros(scenario.workers)
+        self._sent_bytes = sum(bucket.size_bytes for bucket in self.buckets)  # by a worker, in the step before
         clusters = _device_clusters(self.device, scenario.workers, batch_size)
         self._device_jitter = RandomStream(seed, "device", clusters.shape)
         super().__init__(clusters, seed=seed, interval=interval, delay=delay)
@@ -186,12 +210,19 @@ class DeviceWorld(ClusterEnv):
         self._passed(whole)
         return busy, whole
 
+    def advance_apart(self, done: RoundApart) -> tuple[Floats, Floats]:
+        """One round without jitter, which averages out over its steps; compute (1, W) and the whole round (1,), s."""
+        busy, whole_s = round_s(self, done, self._charged, float(self.clock_s[0]))
+        self._charged, self._sent_bytes = np.zeros(len(busy)), done.payload_bytes
+        self._passed(whole := np.array([whole_s]))
+        return busy[None], whole
+
     def host_figures(self, busy_s: Floats, whole_s: Floats, steps: int) -> dict[str, Floats]:
         """As the probes of live device hosts read them: a processor that is nearly idle, and the ring's traffic."""
         figures = super().host_figures(busy_s, whole_s, steps) | {"cpu": np.full(busy_s.shape, CPU_SEEN)}
         if self.scenario.workers == 1:
             return figures
-        moved = ring_mbit(self.scenario.workers, sum(bucket.size_bytes for bucket in self.buckets)) / 8e-6
+        moved = ring_mbit(self.scenario.workers, self._sent_bytes) / 8e-6
         latency_s = 2 * self.course.at(float(self.clock_s[0])).latency_s
         return figures | {
             "bytes_per_s": np.broadcast_to(steps * moved / np.maximum(whole_s, 1e-9), busy_s.shape),

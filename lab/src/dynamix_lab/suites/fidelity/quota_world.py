@@ -5,7 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from dynamix.emulator import Scenario
+from dynamix.simulator.rounds import RoundApart
+from dynamix.window import Floats
 from dynamix_lab.opponents.course import Course, ring_mbit
+from dynamix_lab.opponents.world import round_s
 from dynamix_lab.suites.fidelity.live_costs import LiveCosts
 from dynamix_lab.suites.fidelity.scenario_env import ScenarioEnv, simulated_hosts, slowdowns
 
@@ -69,6 +72,12 @@ class QuotaWorld(ScenarioEnv):
         self.reset()
         self.steps, self.clock_s, self.progress = 0, np.zeros(1), np.zeros(1)
         self._met = set()
+
+    def advance_apart(self, done: RoundApart) -> tuple[Floats, Floats]:
+        """One round; compute (1, W) and the whole round (1,), s."""
+        busy, whole_s = round_s(self, done, np.zeros(self._scenario.workers), float(self.clock_s[0]))
+        self._passed(whole := np.array([whole_s]))
+        return busy[None], whole
 
     def device_s(self, samples: int, cost: float = 0.0) -> float:
         """Work of one pass over `samples`: seconds on one whole core; 0 for no samples. Costs of samples are unknown
