@@ -330,8 +330,8 @@ def _adaptive(rank: int, meeting_s: float, policy: str, events: str) -> tuple[li
     meeting = controller._coordinator.connected[0].meeting
     inner = meeting.meet
 
-    def slow(weight: float) -> None:
-        inner(weight)
+    def slow(weight: float, **given: Any) -> None:
+        inner(weight, **given)
         time.sleep(meeting_s)
 
     meeting.meet = slow

@@ -13,7 +13,7 @@ from torch.nn.parameter import UninitializedParameter
 from dynamix.errors import UsageError
 from dynamix.runtime.averaging import Workers, broadcast_
 from dynamix.runtime.ending import Ending
-from dynamix.runtime.groups import new_gloo_group
+from dynamix.runtime.groups import new_gloo_group, new_group
 from dynamix.runtime.observation import Recorder
 from dynamix.runtime.parameters import Averaging, ParameterMeeting
 from dynamix.runtime.weighting import Attached
@@ -47,12 +47,42 @@ def attach_apart(
     if group is not None and group.size() > 1:
         broadcast_([p.detach() for p in model.parameters()] + [b.detach() for b in model.buffers()], group, ending)
     how = Averaging() if averaging is None else averaging
-    workers = Workers(group, ending)
+    own: list[dist.ProcessGroup] = []
     on_cpu = group is None or recorder.device.type == "cpu"
-    beside = workers if on_cpu else Workers(new_gloo_group(dist.get_process_group_ranks(group)), ending)
+    if (
+        group is not None and group.size() > 1 and how.overlap
+    ):  # other collectives may come in another order on each rank meanwhile
+        ranks = dist.get_process_group_ranks(group)
+        group = new_group(ranks, "gloo" if on_cpu else dist.get_backend(group))
+        own.append(group)
+    workers = beside = Workers(group, ending)
+    if not on_cpu:
+        own.append(new_gloo_group(dist.get_process_group_ranks(group)))
+        beside = Workers(own[-1], ending)
     attached.meeting = ParameterMeeting(model, how, workers, beside, scaler=scaler)
+    attached.meeting.groups = own
+    if how.overlap:
+        _land_before_reading(model, attached.meeting)
     attached.exchanges = f"parameters, {how.plainly}"
     return attached
+
+
+def _land_before_reading(model: nn.Module, meeting: ParameterMeeting) -> None:
+    """Who reads or replaces the parameters, or evaluates the model, does so after the moves that travel."""
+
+    def land(*_: Any) -> None:
+        meeting.land()
+
+    for module in model.modules():
+        module.register_state_dict_pre_hook(land)
+        module.register_load_state_dict_pre_hook(land)
+    if isinstance(model, DistributedDataParallel):
+
+        def before_forward(module: nn.Module, args: Any) -> None:
+            if not (module.training and torch.is_grad_enabled()):
+                meeting.land()
+
+        model.module.register_forward_pre_hook(torch.compiler.disable(before_forward))
 
 
 def _keep_silent(model: DistributedDataParallel, attached: Attached) -> None:

@@ -92,7 +92,7 @@ class Maximum:
     def take(self) -> None:
         """It has arrived: the tensors become it."""
         for tensor, found in zip(self.tensors, self.flat.split([t.numel() for t in self.tensors]), strict=True):
-            tensor.copy_(found.view(tensor.shape))
+            tensor.copy_(torch.maximum(found.view(tensor.shape), tensor.to(torch.int64)))  # it may have grown meanwhile
 
 
 class Payload:

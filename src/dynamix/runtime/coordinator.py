@@ -268,7 +268,7 @@ class Coordinator:
         if self.ranks is not None:
             self.ranks.ending.close()
             self.ranks = None  # it has the control group
-        owners = (*(attached.hook for attached in self.connected), self.memory, self.loss_weight)
+        owners = (*(attached.hook or attached.meeting for attached in self.connected), self.memory, self.loss_weight)
         return [group for owner in owners if owner is not None for group in owner.close()]
 
     def share(self) -> Share:
@@ -313,6 +313,7 @@ class Coordinator:
             # A loss that is weighted by its own count may be of fewer samples than were dealt.
             self.loop.forward(() if self.loss_weight.required else inputs)
         if not (loops and module.training) or source is None:
+            self.meetings.land()
             timer.interrupted()
             return
         if self.recorder.muted:
@@ -363,10 +364,12 @@ class Coordinator:
 
     def state_dict(self, *, gather: bool = False) -> dict[str, Any]:
         self.meetings.require("state_dict() is of all ranks alike")
+        self.meetings.land()
         self.decisions.settle()
         return saving.save(self, gather=gather)
 
     def load_state_dict(self, state: Any, *, policy: bool = True) -> None:
+        self.meetings.land()
         self.decisions.settle()  # a decision under way is about the job as it was
         self.channel.drain()
         parts = saving.load(self, state, policy=policy)

@@ -75,6 +75,7 @@ class Meetings:
     def ends(self, piece: Piece) -> bool:
         """A piece is over. Whether this rank's round ends with it, early or not."""
         of = self.of
+        self.land()
         self.between = of.apart
         for attached in of.connected:
             if attached.meeting is not None and piece.samples:
@@ -112,7 +113,7 @@ class Meetings:
         if not of.apart:
             return plan.samples, 1.0
         if of.allocations.workers == 1 or not self.early:
-            self._average(piece.share / plan.samples)
+            self._average(piece.share / plan.samples, last=plan.last)
             return plan.samples, 1.0
         before, mine = int(self._left.sum()), self._trained
         left = torch.zeros(self._left.size, dtype=torch.int64)
@@ -124,8 +125,8 @@ class Meetings:
         of.source.meet(plan, self._left)
         return plan.samples + before - int(self._left.sum()), piece.share / mine if mine and piece.share else 1.0
 
-    def _average(self, weight: float, beside: Tensor | None = None) -> None:
-        """`weight` is this rank's; `beside` becomes its sum over workers meanwhile."""
+    def _average(self, weight: float, beside: Tensor | None = None, *, last: bool = True) -> None:
+        """`weight` is this rank's; `beside` becomes its sum over workers meanwhile. `last`: see `ParameterMeeting`."""
         of = self.of
         of.recorder.gradients_ready()
         for attached in of.connected:
@@ -133,10 +134,17 @@ class Meetings:
                 with _naming(attached, "the ranks could not average their models"):
                     if beside is not None:
                         attached.meeting.beside.add(beside)
-                    attached.meeting.meet(weight)
+                    attached.meeting.meet(weight, last=last)
                 beside = None
         of.recorder.reduced()
         self.between = False
+
+    def land(self) -> None:
+        """Moves that travel while training goes on have to arrive now."""
+        for attached in self.of.connected:
+            if attached.meeting is not None and attached.meeting.lands:
+                with self.of.recorder.timer.exchanging(), _naming(attached, "the ranks could not average their models"):
+                    attached.meeting.land()
 
     def require(self, what: str) -> None:
         """Raise `UsageError`, on all ranks, between two meetings."""

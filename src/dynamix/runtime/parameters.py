@@ -37,6 +37,8 @@ class Averaging:
     wire              "bfloat16" or "float16": the type in which moves travel, half the bytes. None: as they are
     early             a worker that is late meets after the piece that it is at, once half of the others wait; what it
                       has not trained comes first in its next round
+    overlap           moves travel while the next round's first piece is trained, and each worker then goes on from the
+                      mean with what it has moved meanwhile. Moments are averaged at the end of an epoch only
     """
 
     optimizer_state: OptimizerState = "averaged"
@@ -44,6 +46,7 @@ class Averaging:
     steps: Literal["samples", "normalized"] = "samples"
     wire: Literal["bfloat16", "float16"] | None = None
     early: bool = False
+    overlap: bool = False
 
     def __post_init__(self) -> None:
         for name, allowed in (("optimizer_state", _STATES), ("steps", ("samples", "normalized")), ("wire", _WIRES)):
@@ -53,12 +56,16 @@ class Averaging:
             fix = "pass a function, such as lambda ps: torch.optim.SGD(ps, lr=0.7, momentum=0.9, nesterov=True)"
             raise ConfigError("outer", self.outer, "a function of a list of parameters, or None", fix)
 
+        if self.early and self.overlap:
+            fix = "take overlap for slow links, early for workers that stall"
+            raise ConfigError("early", True, "False with overlap=True", fix)
+
     @property
     def plainly(self) -> dict[str, Any]:
         """What must be alike on all ranks."""
         outer = self.outer is not None
         plain = {"optimizer_state": self.optimizer_state, "outer": outer, "steps": self.steps, "wire": self.wire}
-        return plain | {"early": self.early}
+        return plain | {"early": self.early, "overlap": self.overlap}
 
 
 class ParameterMeeting:
@@ -78,6 +85,8 @@ class ParameterMeeting:
         self.steps = 0  # of this worker since the last meeting
         self.weight = 1.0  # its part of the round before; as much as others' where there was none
         self._begun = False  # a round
+        self._under_way: Iterator[None] | None = None  # the rest of a meeting whose moves travel
+        self.groups: list[dist.ProcessGroup] = []  # its own
         self._anchors: list[_Anchor] = []
         self._outer: Optimizer | None = None
         self._means: OptimizerMeans | None = None
@@ -88,7 +97,7 @@ class ParameterMeeting:
     @torch.no_grad()
     def begin(self) -> None:
         """A pass begins, perhaps a round's first: moves are counted from what the model is then, whoever changed it."""
-        if self._begun:
+        if self._begun or self._under_way is not None:
             return
         self._begun = True
         tensors = self._travelling()
@@ -108,10 +117,35 @@ class ParameterMeeting:
         self.optimizers.append(optimizer)
         self._means = OptimizerMeans(self.optimizers, self.workers, self.beside)
 
-    def meet(self, weight: float) -> None:
-        """A collective call. `weight` is this worker's part of the round's samples; 0: its move does not count."""
+    def meet(self, weight: float, *, last: bool = True) -> None:
+        """A collective call. `weight` is this worker's part of the round's samples; 0: its move does not count.
+
+        last   of its epoch: also with `overlap` it is waited for here, and not in `land`
+        """
+        self.land()
         self.weight = weight
-        self._wait_for_each(self.meeting(weight))
+        overlaps = self.how.overlap and self.workers.count > 1 and not last
+        parts = self.meeting(weight, overlaps=overlaps)
+        if overlaps:
+            next(parts)
+            self._under_way = parts
+        else:
+            self._wait_for_each(parts)
+
+    @property
+    def lands(self) -> bool:
+        """Whether there is something to wait for in `land`."""
+        return self._under_way is not None
+
+    def land(self) -> None:
+        """Wait for the moves that travel, if there are any, and go on from their mean."""
+        if self._under_way is not None:
+            parts, self._under_way = self._under_way, None
+            self.beside.wait()
+            self.workers.wait()
+            with torch.inference_mode(False):  # an evaluation may be what asks
+                self._wait_for_each(parts)
+            self._begun = self.steps > 0
 
     def _wait_for_each(self, parts: Iterator[None]) -> None:
         for _ in parts:
@@ -121,19 +155,25 @@ class ParameterMeeting:
     @torch.no_grad()
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """A collective call at a meeting: `optimizer.state_dict()` with the means of what workers remember."""
-        if self.how.optimizer_state != "kept":
+        self.land()
+        if self.how.optimizer_state == "reset" or (self.how.optimizer_state == "averaged" and not self.how.overlap):
             return optimizer.state_dict()  # all have it alike
         one = CopyOf(optimizer)
         self._wait_for_each(OptimizerMeans([one], self.workers, self.beside).meeting(self.weight))
         return one.state_dict()
 
     @torch.no_grad()
-    def meeting(self, weight: float) -> Iterator[None]:
-        """`meet`, in parts: at every `yield` all that was begun has to arrive."""
+    def meeting(self, weight: float, *, overlaps: bool = False) -> Iterator[None]:
+        """`meet`, in parts: at every `yield` all that was begun has to arrive.
+
+        overlaps   training goes on meanwhile
+        """
         how, workers, steps = self.how, self.workers, self.steps
         self.steps, self._begun = 0, False
         normalized = how.steps == "normalized"
         sent = self._moves(weight / steps if normalized and steps else weight)
+        for anchor in self._anchors:
+            anchor.sent = anchor.tensor.detach().clone() if overlaps and anchor.is_parameter else None
         for _, payload in sent:
             workers.add(payload.flat)
         largest = Maximum(counters) if (counters := self._counters()) else None
@@ -145,7 +185,10 @@ class ParameterMeeting:
         weights = torch.tensor([weight, weight * steps], dtype=torch.float64)
         if exact:
             self.beside.add(weights)
-        if how.optimizer_state == "averaged" and self._means is not None:
+        if how.optimizer_state == "reset":
+            for optimizer in self.optimizers:
+                optimizer.state.clear()
+        if how.optimizer_state == "averaged" and self._means is not None and not overlaps:
             yield from self._means.meeting(weight)
         yield
         for anchors, payload in sent:
@@ -161,11 +204,8 @@ class ParameterMeeting:
         if largest is not None:
             largest.take()
         if scale is not None:
-            self.scaler._scale.copy_(scale[0])
-            self.scaler._growth_tracker.copy_(scale[1])
-        if how.optimizer_state == "reset":
-            for optimizer in self.optimizers:
-                optimizer.state.clear()
+            for own, least in zip((self.scaler._scale, self.scaler._growth_tracker), scale, strict=True):
+                own.copy_(torch.minimum(own, least.to(own.dtype)))
 
     def _moves(self, weight: float) -> list[tuple[list[_Anchor], Payload]]:
         """What is sent: this worker's moves, in payloads, and whose they are."""
@@ -184,8 +224,7 @@ class ParameterMeeting:
         outer = self._outer
         for anchor in self._anchors:
             if outer is None or not anchor.is_parameter:
-                anchor.tensor.copy_(anchor.value.to(anchor.mean.dtype) + anchor.mean)
-                anchor.keep()
+                anchor.take(anchor.value.to(anchor.mean.dtype) + anchor.mean)
             else:
                 anchor.value.grad = anchor.mean.neg().to(anchor.value.dtype)
         if outer is not None:
@@ -193,8 +232,7 @@ class ParameterMeeting:
             outer.zero_grad()
             for anchor in self._anchors:
                 if anchor.is_parameter:
-                    anchor.tensor.copy_(anchor.value)
-                    anchor.version = anchor.tensor._version
+                    anchor.take(anchor.value)
         for anchor in self._anchors:
             del anchor.mean
 
@@ -213,6 +251,12 @@ class ParameterMeeting:
             return None
         return torch.stack([scale.reshape(()).float(), self.scaler._growth_tracker.reshape(()).float()])
 
+    def close(self) -> list[dist.ProcessGroup]:
+        """Hands over its own groups."""
+        groups, self.groups = self.groups, []
+        self.workers.group = self.beside.group = None
+        return groups
+
     def state_dict(self) -> dict[str, Any]:
         """The outer optimizer's, if there is one."""
         if self.how.outer is None or self._outer is None:
@@ -229,9 +273,11 @@ class _Anchor:
 
     version   of the tensor's content then, as autograd counts its changes
     mean      of the workers' moves, while a meeting lasts; in float32 at least
+    sent      the parameter as it was when its move began to travel, where training goes on meanwhile
     """
 
     mean: Tensor
+    sent: Tensor | None = None
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor, self.value, self.version = tensor, tensor.detach().clone(), tensor._version
@@ -241,6 +287,18 @@ class _Anchor:
         """Moves are counted from what the tensor is now."""
         self.value.copy_(self.tensor.detach())
         self.version = self.tensor._version
+
+    def take(self, agreed: Tensor) -> None:
+        """All go on from `agreed`, and each with what it has moved since its move was sent."""
+        if self.sent is None:
+            self.tensor.copy_(agreed)
+            self.keep()
+            return
+        wide = torch.promote_types(self.value.dtype, torch.float32)
+        since = self.tensor.detach().to(wide) - self.sent.to(wide)
+        self.tensor.copy_(agreed.to(wide) + since)
+        self.value.copy_(agreed)
+        self.version, self.sent = self.tensor._version, None
 
     def move(self) -> Tensor:
         """How far the tensor is from there, in float32 at least."""
