@@ -11,12 +11,18 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 
 from dynamix.errors import UsageError
+from dynamix.runtime.alike import require_alike
 from dynamix.runtime.averaging import Workers, broadcast_
 from dynamix.runtime.ending import Ending
 from dynamix.runtime.groups import new_gloo_group, new_group
 from dynamix.runtime.observation import Recorder
 from dynamix.runtime.parameters import Averaging, ParameterMeeting
 from dynamix.runtime.weighting import Attached
+
+_PIECE = (
+    "put the forward and backward passes under `with controller.piece():`, and other passes of the DDP model, such as "
+    "evaluation, under torch.no_grad()"
+)
 
 
 def attach_apart(
@@ -44,8 +50,6 @@ def attach_apart(
     attached = Attached(model, recorder, None)
     if isinstance(model, DistributedDataParallel):
         _keep_silent(model, attached)
-    if group is not None and group.size() > 1:
-        broadcast_([p.detach() for p in model.parameters()] + [b.detach() for b in model.buffers()], group, ending)
     how = Averaging() if averaging is None else averaging
     own: list[dist.ProcessGroup] = []
     on_cpu = group is None or recorder.device.type == "cpu"
@@ -59,11 +63,18 @@ def attach_apart(
     if not on_cpu:
         own.append(new_gloo_group(dist.get_process_group_ranks(group)))
         beside = Workers(own[-1], ending)
+    if group is not None and group.size() > 1:
+        tensors = (*model.named_parameters(), *model.named_buffers())
+        kinds = (f"{t.dtype}{'' if t.requires_grad else ', not trained'}" for _, t in tensors)
+        require_alike(
+            [f"{name} {list(t.shape)} {kind}" for (name, t), kind in zip(tensors, kinds, strict=True)], beside
+        )
+        broadcast_([p.detach() for p in model.parameters()] + [b.detach() for b in model.buffers()], group, ending)
     attached.meeting = ParameterMeeting(model, how, workers, beside, scaler=scaler)
     attached.meeting.groups = own
     if how.overlap:
         _land_before_reading(model, attached.meeting)
-    attached.exchanges = f"parameters, {how.plainly}"
+    attached.exchanges = "parameters"
     return attached
 
 
@@ -98,7 +109,7 @@ def _keep_silent(model: DistributedDataParallel, attached: Attached) -> None:
             future.set_result(bucket.buffer())
             return future
         crossed = "backward() crossed ranks, but with meet='parameters' every worker steps apart"
-        raise UsageError(f"{crossed}: put the forward and backward passes under `with controller.piece():`")
+        raise UsageError(f"{crossed}: {_PIECE}")
 
     refuse.__annotations__.clear()  # DDP checks them
     model.register_comm_hook(None, refuse)

@@ -13,7 +13,6 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from dynamix.errors import ConfigError, UsageError
 from dynamix.runtime.ending import Ending, wait_for
 
-FLOAT16_MAX = 60_000.0
 BUCKET = 2**23  # elements of a payload: what is packed next travels while the one before does
 
 
@@ -101,7 +100,7 @@ class Payload:
     A worker of weight 0 sends zeros, whatever its tensors hold.
 
     wire    type in which they travel; None: float32, or float64 if they are
-    scale   they are multiplied by it on the way, for a wire of little range
+    scales  one number each, by which they are multiplied on the way, for a wire of little range
     """
 
     def __init__(
@@ -110,22 +109,18 @@ class Payload:
         weight: float,
         *,
         wire: torch.dtype | None = None,
-        scale: Tensor | None = None,
+        scales: Sequence[float] | None = None,
     ) -> None:
         self.tensors = tensors
         self._real = [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
         dtype = wire or torch.promote_types(self._real[0].dtype, torch.float32)
-        self.scale = scale
+        self.scales = [1.0] * len(tensors) if scales is None else scales
         self.sizes = [t.numel() for t in self._real]
         self.flat = torch.zeros(sum(self.sizes) + 1, dtype=dtype, device=tensors[0].device)
         if weight:
             own = self.flat[:-1].split(self.sizes)
-            for part, tensor in zip(own, self._real, strict=True):
-                weighted = tensor.reshape(-1) * weight
-                if scale is not None:  # the weights of all add up to 1, so the sum stays finite
-                    most = FLOAT16_MAX * weight
-                    weighted = (weighted * scale).clamp_(-most, most)
-                part.copy_(weighted)
+            for part, tensor, scale in zip(own, self._real, self.scales, strict=True):
+                part.copy_(tensor.reshape(-1) * (weight * scale))
             self.flat[-1] = weight
 
     @property
@@ -136,10 +131,9 @@ class Payload:
     def sums(self) -> Iterable[tuple[Tensor, Tensor]]:
         """Each tensor with its sum over workers, times their weights; in float32 at least. Used up."""
         total = self.flat[:-1].to(torch.promote_types(self.flat.dtype, torch.float32))
-        if self.scale is not None:
-            total = total / self.scale
-        for tensor, real, part in zip(self.tensors, self._real, total.split(self.sizes), strict=True):
-            shaped = part.view(real.shape)
+        parts = zip(self.tensors, self._real, total.split(self.sizes), self.scales, strict=True)
+        for tensor, real, part, scale in parts:
+            shaped = (part if scale == 1.0 else part / scale).view(real.shape)
             yield tensor, torch.view_as_complex(shaped) if tensor.is_complex() else shaped
 
     def means(self) -> Iterable[tuple[Tensor, Tensor]]:

@@ -272,6 +272,7 @@ class Controller(Standing):
         """
         coordinator = self._coordinator
         try:
+            coordinator.meetings.require_no("controller.weight(loss)")
             return coordinator.loss_weight.apply(loss, coordinator.need_source().piece(), count)
         except DynamixError as error:
             coordinator.fail(error)
@@ -396,4 +397,5 @@ class Controller(Standing):
         """
         if not self._closed:
             self._closed = True
+            self._coordinator.meetings.warn_between()
             self._parts.close()

@@ -198,6 +198,7 @@ class Coordinator:
         known |= {"base batch": job.base_batch, "decides once per epoch": self.per_epoch, "slack": job.slack}
         known |= {"models": self.loop.models, "schedules": [s.nominal_batch_size for s in self.rates.schedules]}
         known |= {"exchange of gradients and buffers": [attached.exchanges for attached in self.connected]}
+        known |= self.meetings.facts()
         known |= {"weighting": "loss" if self.loss_weight.required else "hook"}
         known |= {"batch sizes": self.allocations.from_on(source.consumed)}
         known |= {f"progress: {name}": value for name, value in self.progress.state_dict().items()}
@@ -355,8 +356,8 @@ class Coordinator:
 
     def observe_pair(self, parameters: list[nn.Parameter], samples: int) -> None:
         """A single worker's noise scale, from its gradients of so many samples in two steps that follow each other."""
-        gradients = [p.grad for p in parameters if p.grad is not None and not p.grad.is_sparse]
-        if self._pairs is None or not gradients:  # a closure makes them inside the step
+        gradients = [None if p.grad is None or p.grad.is_sparse else p.grad for p in parameters]
+        if self._pairs is None or all(g is None for g in gradients):  # a closure makes them inside the step
             return
         if pair := self._pairs.observe(gradients, float(samples)):
             self.recorder.add("pair_noise", pair[0])

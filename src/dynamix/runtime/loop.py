@@ -6,6 +6,7 @@ through `fail`, which tells the other ranks.
 
 import gc
 import threading
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -18,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dynamix.data import BatchSampler, Piece, Stream
 from dynamix.errors import DynamixError, UsageError
-from dynamix.runtime.optimizer_means import without_gradients
+from dynamix.runtime.optimizer_means import KNOWN, without_gradients
 from dynamix.runtime.weighting import is_sharded
 
 Fail = Callable[[DynamixError], DynamixError]
@@ -57,7 +58,7 @@ class ModelCheck:
         self.reductions = 0
         self.local = False  # some of what is in `.grad` has not crossed ranks
         self._held_since: int | None = None  # optimizer step in which what is in `.grad` was made
-        self._inside = False  # `optimizer.step()` runs: a closure may go through the model again
+        self.inside = False  # `optimizer.step()` runs: a closure may go through the model again
         self.probe: nn.Parameter | None = None
         owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
         if not is_sharded(model):
@@ -73,15 +74,15 @@ class ModelCheck:
     def reducing(self) -> None:
         """A synchronised backward pass has its first gradients."""
         loop = self.loop
-        if not loop.forwards and not self._inside:
+        if not loop.forwards and not self.inside:
             before = "backward() came after controller.step(), so its gradient would get another batch's weight"
             loop.fail(f"{before}: {_STEP}")
         piece = loop.piece_of_pass()
-        if loop.in_pieces and piece is not None and not piece.last and not self._inside:
+        if loop.in_pieces and piece is not None and not piece.last and not self.inside:
             early = f"backward() of piece {piece.number + 1} of {piece.of} of this rank's share crossed ranks"
             loop.fail(f"{early}, and ranks have unlike numbers of pieces: {_PIECES}")
         self.reductions += 1
-        if self.reductions > 1 and loop.models == 1 and not self._inside:
+        if self.reductions > 1 and loop.models == 1 and not self.inside:
             found = f"{self.reductions} synchronised backward passes before controller.step()"
             loop.fail(f"{found}, where one batch has one: {_STEP}; {_SUM}; {_ACCUMULATE}")
 
@@ -114,9 +115,12 @@ class ModelCheck:
         loop = self.loop
         if loop.muted():
             return None
-        self._inside, self._held_since = True, None
+        self.inside, self._held_since = True, None
         piece = loop.piece_of_optimizer()
         if loop.apart:
+            if loop.too_late() and self.probe is not None and _nonzero(self.probe.grad):
+                late = "optimizer.step() came after controller.step(), where the workers may have met already"
+                loop.fail(f"{late}: with meet='parameters' every piece has its optimizer step before controller.step()")
             if piece is not None and not piece.samples:
                 return without_gradients(optimizer, args, kwargs)
         elif piece is not None and not piece.last:
@@ -129,7 +133,7 @@ class ModelCheck:
         return None
 
     def _after_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._inside = False
+        self.inside = False
 
     def all_crossed(self, where: str) -> None:
         """Raise if a gradient of this rank alone is left."""
@@ -142,7 +146,7 @@ class ModelCheck:
         """`controller.step()`: this batch is over."""
         if group_over and self.loop.models == 1:
             self.all_crossed("controller.step()")
-        self.reductions, self._inside = 0, False
+        self.reductions, self.inside = 0, False
 
 
 class LoopCheck:
@@ -301,6 +305,11 @@ class LoopCheck:
         belongs = self.forwards or ((now.last or self.apart) and source.batches_delivered > source.batches_consumed)
         return now if belongs else self.stepped
 
+    def too_late(self) -> bool:
+        """Whether every batch that the loop has is over."""
+        source = self.source
+        return source is not None and 0 < source.batches_delivered <= source.batches_consumed
+
     def before_step(self, piece: Piece) -> None:
         """`controller.step()` begins, for `piece`."""
         source = self.source
@@ -322,6 +331,14 @@ class LoopCheck:
         if before is None or now != before + 1:
             return
         self._harmless.add(optimizer)  # looked at once: that is slow
+        if self.apart and any(check.inside for check in self._checks):
+            return  # a wrapped optimizer is made of it
+        if self.apart and not _parameters_of(optimizer) <= {
+            p for c in self._checks for p in _parameters_of(c.optimizer)
+        }:
+            left = f"an optimizer ({type(optimizer).__name__}) in this loop was not given to controller.wrap()"
+            own = "what it trains is not averaged, and stays every worker's own"
+            warnings.warn(f"{left}: {own}. {WRAP_ONCE}", RuntimeWarning, stacklevel=6)
         if (name := _unconnected_ddp_of(optimizer)) is not None:
             why = f"its {name} model is not connected, so unequal batches would weigh alike in its gradient"
             self.fail(f"an optimizer in this loop was not given to controller.wrap(): {why}. {WRAP_ONCE}")
@@ -357,7 +374,6 @@ def _length(inputs: Iterable[Any]) -> int | None:
 
 _live: "weakref.WeakSet[LoopCheck]" = weakref.WeakSet()
 _watching: list[Any] = []
-KNOWN: "weakref.WeakSet[Optimizer]" = weakref.WeakSet()  # given to `wrap`
 
 
 def _watch_all_optimizers() -> None:
@@ -369,6 +385,10 @@ def _any_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if optimizer not in KNOWN:
         for loop in list(_live):
             loop.stranger(optimizer)
+
+
+def _parameters_of(optimizer: Optimizer) -> set[int]:
+    return {id(p) for group in optimizer.param_groups for p in group["params"]}
 
 
 def _unconnected_ddp_of(optimizer: Optimizer) -> str | None:

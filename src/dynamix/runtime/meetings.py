@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
+import warnings
 from collections.abc import Iterator
 from typing import Any, Protocol
 
@@ -146,10 +148,27 @@ class Meetings:
                 with self.of.recorder.timer.exchanging(), _naming(attached, "the ranks could not average their models"):
                     attached.meeting.land()
 
+    def facts(self) -> dict[str, Any]:
+        """What every rank must hold alike of how models are averaged, by name."""
+        every = [attached.meeting.facts() for attached in self.of.connected if attached.meeting is not None]
+        return {f"averaging: {name}": [facts[name] for facts in every] for name in (every[0] if every else ())}
+
     def require(self, what: str) -> None:
         """Raise `UsageError`, on all ranks, between two meetings."""
         if self.between:
             raise self.of.fail(UsageError(f"{what}, and the workers' models differ between two meetings: {_WHERE}"))
+
+    def require_no(self, what: str) -> None:
+        """Raise `UsageError` where workers step apart, and so weigh nothing in their own passes."""
+        if self.of.apart:
+            why = "with meet='parameters' a worker's loss is the mean over its own samples, and moves are weighted"
+            raise UsageError(f"{what}: {why}. Call loss.backward()")
+
+    def warn_between(self) -> None:
+        """The loop has ended: say so if models differ."""
+        if self.between and sys.exc_info()[0] is None:
+            left = "the loop was left between two meetings, so the workers' models differ"
+            warnings.warn(f"{left}: leave it where controller.met is true", RuntimeWarning, stacklevel=3)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """`Controller.optimizer_state`."""

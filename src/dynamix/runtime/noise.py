@@ -1,5 +1,7 @@
 """The gradient noise scale, measured: from gradients of unequal batches, or from consecutive ones of one worker."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -77,18 +79,23 @@ class ConsecutiveNoise:
 
     def __init__(self, every: int = 2) -> None:
         self.every, self._seen = every, 0
-        self._previous: tuple[list[Tensor], float] | None = None
+        self._previous: tuple[list[Tensor], float, list[bool]] | None = None
 
-    def observe(self, gradients: list[Tensor], batch: float) -> tuple[Tensor, Tensor] | None:
-        """(S, G2) as 0-dim tensors where two calls in a row had the same batch; None otherwise."""
+    def observe(self, gradients: Sequence[Tensor | None], batch: float) -> tuple[Tensor, Tensor] | None:
+        """(S, G2) as 0-dim tensors where two calls in a row had the same batch; None otherwise.
+
+        `gradients` are of the same parameters at every call; None: there is none, now.
+        """
         number, self._seen = self._seen % self.every, self._seen + 1
         if number > 1:
             return None
         before, self._previous = self._previous, None
-        if before is None or before[1] != batch or len(before[0]) != len(gradients):
-            self._previous = ([g.detach().clone() for g in gradients], batch)
+        there = [g is not None for g in gradients]
+        given = [torch.view_as_real(g) if g.is_complex() else g for g in gradients if g is not None]
+        if before is None or before[1:] != (batch, there):
+            self._previous = ([g.detach().clone() for g in given], batch, there)
             self._seen -= number  # the next one is compared with this one
             return None
-        apart = torch.stack([(g - h).float().square().sum() for g, h in zip(gradients, before[0], strict=True)]).sum()
-        along = torch.stack([(g * h).float().sum() for g, h in zip(gradients, before[0], strict=True)]).sum()
+        apart = torch.stack([(g - h).float().square().sum() for g, h in zip(given, before[0], strict=True)]).sum()
+        along = torch.stack([(g * h).float().sum() for g, h in zip(given, before[0], strict=True)]).sum()
         return batch * apart / 2, along

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from torch.optim import Optimizer
 from dynamix.errors import UsageError
 from dynamix.runtime.averaging import Payload, Workers, buckets
 
+KNOWN: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # given to `wrap`, or made by what was given
+ON_CPU = ("step", "mu_product")  # where the optimizer runs no kernel that reads them
 PRODUCTS = ("mu_product",)  # NAdam's: the mean of such numbers is that of their logarithms
 
 
@@ -36,7 +39,7 @@ class Entry:
     @property
     def is_number(self) -> bool:
         """Whether it is one number, such as the steps taken, which travels beside the moments."""
-        return self.shape is None or self.name == "step" or self.shape == ()
+        return self.shape is None or ((self.name == "step" or not self.shape) and "complex" not in self.dtype)
 
 
 class Remembers(Protocol):
@@ -83,15 +86,18 @@ class OptimizerMeans:
 
     def meeting(self, weight: float) -> Iterator[None]:
         """All of it, this worker's state weighing `weight`; at every `yield` what was begun has to arrive."""
+        before = [id(p) for _, p in self._of]
         self._of = [(of, p) for of in self.optimizers for group in of.param_groups for p in group["params"]]
+        if [id(p) for _, p in self._of] != before:
+            self.layout = []
         own = self._own()
         missing = torch.tensor([float(bool(own.keys() - set(self.layout)))])
         self.beside.add(missing, dist.ReduceOp.MAX)
         yield
         if missing.item():
-            known = self.beside.gather(sorted(own))
+            known = self.beside.gather([*own.keys() | set(self.layout)])
             yield
-            self.layout = sorted({entry for of_rank in known for entry in of_rank} | set(self.layout))
+            self.layout = sorted({entry for of_rank in known for entry in of_rank}, key=str)
         if not self.layout:
             return
         moments, numbers = ([e for e in self.layout if e.is_number is kind] for kind in (False, True))
@@ -121,7 +127,7 @@ class OptimizerMeans:
         for number, (optimizer, parameter) in enumerate(self._of):
             for name, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex() or value.dim() == 0):
-                    found[Entry(number, name, tuple(value.shape), str(value.dtype))] = value.detach()
+                    found[Entry(number, name, tuple(value.shape), str(value.dtype))] = _dense(value)
                 elif isinstance(value, (int, float)) and not isinstance(value, bool):
                     found[Entry(number, name, None, type(value).__name__)] = value
                 elif value is not None:
@@ -135,19 +141,32 @@ class OptimizerMeans:
         parameter = self._of[entry.parameter][1]
         return torch.zeros(entry.shape or (), dtype=getattr(torch, entry.dtype.split(".")[-1]), device=parameter.device)
 
+    def _on_device(self, number: int) -> bool:
+        """Whether the optimizer counts steps of this parameter beside it."""
+        optimizer, parameter = self._of[number]
+        group = next(group for group in optimizer.param_groups if any(p is parameter for p in group["params"]))
+        return bool(group.get("capturable") or group.get("fused"))
+
     def _put(self, entry: Entry, mean: Any) -> None:
         optimizer, parameter = self._of[entry.parameter]
         state = optimizer.state[parameter]
         held = state.get(entry.name)
         if entry.shape is None:
             state[entry.name] = round(mean) if entry.dtype == "int" else mean
-        elif isinstance(held, Tensor):
+        elif isinstance(held, Tensor) and not held.is_sparse:
             held.copy_(mean) if isinstance(mean, Tensor) else held.fill_(
                 mean if held.is_floating_point() else round(mean)
             )
         else:
-            made = self._blank(entry) if not entry.is_number else torch.zeros((), dtype=self._blank(entry).dtype)
+            made = self._blank(entry)
+            if entry.name in ON_CPU and not self._on_device(entry.parameter):
+                made = made.cpu()
             state[entry.name] = made.copy_(mean) if isinstance(mean, Tensor) else made.fill_(mean)
+
+
+def _dense(value: Tensor) -> Tensor:
+    """Momentum of sparse gradients is sparse until workers have met: each has it of other rows."""
+    return value.detach().to_dense() if value.is_sparse else value.detach()
 
 
 def _told(entry: Entry, value: Any) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -12,11 +13,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dynamix.errors import ConfigError, UsageError
-from dynamix.runtime.averaging import Maximum, Payload, Workers, buckets
-from dynamix.runtime.optimizer_means import CopyOf, OptimizerMeans
+from dynamix.runtime.alike import comparing, differ, unlike
+from dynamix.runtime.averaging import Maximum, Payload, Workers, broadcast_, buckets
+from dynamix.runtime.optimizer_means import KNOWN, CopyOf, OptimizerMeans
 
 OptimizerState = Literal["averaged", "kept", "reset"]
 _STATES = ("averaged", "kept", "reset")
+ZERO = torch.zeros((), dtype=torch.float64)
 _WIRES = {None: None, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -63,8 +66,7 @@ class Averaging:
     @property
     def plainly(self) -> dict[str, Any]:
         """What must be alike on all ranks."""
-        outer = self.outer is not None
-        plain = {"optimizer_state": self.optimizer_state, "outer": outer, "steps": self.steps, "wire": self.wire}
+        plain = {"optimizer_state": self.optimizer_state, "steps": self.steps, "wire": self.wire}
         return plain | {"early": self.early, "overlap": self.overlap}
 
 
@@ -87,27 +89,41 @@ class ParameterMeeting:
         self._begun = False  # a round
         self._under_way: Iterator[None] | None = None  # the rest of a meeting whose moves travel
         self.groups: list[dist.ProcessGroup] = []  # its own
+        self._changed = False  # since the last meeting, what moves are counted from
         self._anchors: list[_Anchor] = []
         self._outer: Optimizer | None = None
         self._means: OptimizerMeans | None = None
-        self._scales: list[Tensor] = []  # of payloads that travel in a type of little range
         self.begin()
-        self._begun = False
+        self._begun = self._changed = False
 
     @torch.no_grad()
     def begin(self) -> None:
-        """A pass begins, perhaps a round's first: moves are counted from what the model is then, whoever changed it."""
+        """A pass or step begins, perhaps a round's first: moves are counted from what the model is, whoever changed it.
+
+        A pass need not go through the model's own call, so the optimizers' steps are looked at too.
+        """
         if self._begun or self._under_way is not None:
             return
         self._begun = True
         tensors = self._travelling()
         if [id(t) for t in tensors] != [id(anchor.tensor) for anchor in self._anchors]:
-            self._anchors, self._scales = [_Anchor(t) for t in tensors], []
-            if self.how.outer is not None:
-                self._outer = self.how.outer([a.value for a in self._anchors if a.is_parameter])
+            known = {id(anchor.tensor): anchor for anchor in self._anchors}
+            self._anchors, self._changed = [known.get(id(t)) or _Anchor(t) for t in tensors], True
+            self._make_outer()
         for anchor in self._anchors:
             if anchor.tensor._version != anchor.version:
                 anchor.keep()
+                self._changed = True
+
+    def _make_outer(self) -> None:
+        """The outer optimizer of what is trained now; what the one before remembers of it, it knows too."""
+        if self.how.outer is None:
+            return
+        values, before = [a.value for a in self._anchors if a.is_parameter], self._outer
+        self._outer = self.how.outer(values)
+        KNOWN.add(self._outer)
+        if before is not None:
+            self._outer.state.update({value: before.state[value] for value in values if value in before.state})
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """One more optimizer of the model. Raises `UsageError` for one that shares its state among ranks."""
@@ -116,6 +132,7 @@ class ParameterMeeting:
             raise UsageError(f"ZeroRedundancyOptimizer steps on all ranks at once, but workers step apart: {fix}")
         self.optimizers.append(optimizer)
         self._means = OptimizerMeans(self.optimizers, self.workers, self.beside)
+        optimizer.register_step_pre_hook(lambda *_: self.begin())
 
     def meet(self, weight: float, *, last: bool = True) -> None:
         """A collective call. `weight` is this worker's part of the round's samples; 0: its move does not count.
@@ -126,7 +143,8 @@ class ParameterMeeting:
         self.weight = weight
         overlaps = self.how.overlap and self.workers.count > 1 and not last
         parts = self.meeting(weight, overlaps=overlaps)
-        if overlaps:
+        if overlaps:  # who compares waits for the last to come: at the epoch's end
+            self._wait_for_each(self._prepare(compare=False))
             next(parts)
             self._under_way = parts
         else:
@@ -170,8 +188,14 @@ class ParameterMeeting:
         """
         how, workers, steps = self.how, self.workers, self.steps
         self.steps, self._begun = 0, False
+        if not overlaps:
+            yield from self._prepare()
         normalized = how.steps == "normalized"
-        sent = self._moves(weight / steps if normalized and steps else weight)
+        own, wire = weight / steps if normalized and steps else weight, _WIRES[how.wire]
+        sent = [
+            (anchors, Payload([a.move() for a in anchors], own, wire=wire, scales=[a.scale for a in anchors]))
+            for anchors in self._in_buckets()
+        ]
         for anchor in self._anchors:
             anchor.sent = anchor.tensor.detach().clone() if overlaps and anchor.is_parameter else None
         for _, payload in sent:
@@ -198,8 +222,6 @@ class ParameterMeeting:
             samples, stepped = weights.tolist()
             for anchor in self._anchors:
                 anchor.mean.mul_(stepped / samples**2 if normalized else 1 / samples)
-        if how.wire == "float16":
-            self._scales = [_scale_of([anchor.mean for anchor in anchors]) for anchors, _ in sent]
         self._move()
         if largest is not None:
             largest.take()
@@ -207,24 +229,53 @@ class ParameterMeeting:
             for own, least in zip((self.scaler._scale, self.scaler._growth_tracker), scale, strict=True):
                 own.copy_(torch.minimum(own, least.to(own.dtype)))
 
-    def _moves(self, weight: float) -> list[tuple[list[_Anchor], Payload]]:
-        """What is sent: this worker's moves, in payloads, and whose they are."""
-        of, wire = {id(anchor.tensor): anchor for anchor in self._anchors}, _WIRES[self.how.wire]
-        buckets_of = [[of[id(tensor)] for tensor in bucket] for bucket in buckets(a.tensor for a in self._anchors)]
-        scales: list[Tensor | None] = [*self._scales] or [None] * len(buckets_of)
-        if wire is torch.float16 and not self._scales:
-            wire = None  # how large moves are is not known yet
-        sent = []
-        for anchors, scale in zip(buckets_of, scales, strict=True):
-            sent.append((anchors, Payload([a.move() for a in anchors], weight, wire=wire, scale=scale)))
-        return sent
+    def _prepare(self, *, compare: bool = True) -> Iterator[None]:
+        """What workers have to know of each other before they send their moves; in parts, as `meeting`."""
+        if compare:
+            yield from self._compare()
+        if self.how.wire == "float16":
+            largest = torch.stack([_largest(anchor.move()) for anchor in self._anchors] or [ZERO])
+            self.beside.add(largest, dist.ReduceOp.MAX)
+            yield
+            for anchor, of_all in zip(self._anchors, largest.tolist(), strict=False):
+                anchor.scale = _scale_for(of_all)
+
+    def _compare(self) -> Iterator[None]:
+        """All are about to average the same, and went on from the same. Raises `UsageError` on every rank if not."""
+        if self.workers.group is None or self.workers.count == 1:
+            return  # alone, or all in one process
+        changed = False
+        for changed in comparing(self._described(), self._changed, self.beside):  # noqa: B007 - the last one counts
+            yield
+        self._changed, differing = False, list[int]()
+        if changed:
+            for differing in unlike([anchor.value for anchor in self._anchors], self.beside):  # noqa: B007
+                yield
+        anchors = [self._anchors[i] for i in differing]
+        for parameter in (anchor.tensor for anchor in anchors if anchor.is_parameter):
+            raise differ(next(name for name, p in self.model.named_parameters() if p is parameter))
+        if anchors:  # buffers, which passes of a rank's own may change
+            broadcast_([anchor.value for anchor in anchors], self.workers.group, self.workers.ending)
+
+    def _described(self) -> list[str]:
+        """What this rank sends, in words."""
+        named = {id(t): name for name, t in (*self.model.named_parameters(), *self.model.named_buffers())}
+        sent = [*(anchor.tensor for anchor in self._anchors), *self._counters()]
+        words = [f"{named.get(id(t), 'a tensor')} {list(t.shape)} {t.dtype}" for t in sent]
+        words += [f"an optimizer of {[len(g['params']) for g in of.param_groups]} parameters" for of in self.optimizers]
+        return [*words, "no scaler's scale" if self._scale() is None else "a scaler's scale"]
+
+    def _in_buckets(self) -> list[list[_Anchor]]:
+        of = {id(anchor.tensor): anchor for anchor in self._anchors}
+        return [[of[id(tensor)] for tensor in bucket] for bucket in buckets(a.tensor for a in self._anchors)]
 
     def _move(self) -> None:
         """From the anchors by the mean moves, or as the outer optimizer makes of them."""
         outer = self._outer
         for anchor in self._anchors:
             if outer is None or not anchor.is_parameter:
-                anchor.take(anchor.value.to(anchor.mean.dtype) + anchor.mean)
+                wide = torch.promote_types(anchor.value.dtype, anchor.mean.dtype)
+                anchor.take(anchor.base(wide) + anchor.mean)
             else:
                 anchor.value.grad = anchor.mean.neg().to(anchor.value.dtype)
         if outer is not None:
@@ -257,6 +308,11 @@ class ParameterMeeting:
         self.workers.group = self.beside.group = None
         return groups
 
+    def facts(self) -> dict[str, Any]:
+        """What must be alike on all ranks, by name."""
+        outer = self._outer and f"{type(self._outer).__name__} {self._outer.defaults}"
+        return self.how.plainly | {"outer": outer, "scaler": self.scaler is not None}
+
     def state_dict(self) -> dict[str, Any]:
         """The outer optimizer's, if there is one."""
         if self.how.outer is None or self._outer is None:
@@ -273,10 +329,12 @@ class _Anchor:
 
     version   of the tensor's content then, as autograd counts its changes
     mean      of the workers' moves, while a meeting lasts; in float32 at least
+    scale     by which its move is multiplied on the way
     sent      the parameter as it was when its move began to travel, where training goes on meanwhile
     """
 
     mean: Tensor
+    scale = 1.0
     sent: Tensor | None = None
 
     def __init__(self, tensor: Tensor) -> None:
@@ -303,11 +361,25 @@ class _Anchor:
     def move(self) -> Tensor:
         """How far the tensor is from there, in float32 at least."""
         wide = torch.promote_types(self.value.dtype, torch.float32)
-        return self.tensor.detach().to(wide) - self.value.to(wide)
+        return self.tensor.detach().to(wide) - self.base(wide)
+
+    def base(self, dtype: torch.dtype) -> Tensor:
+        """What a move is added to: an infinite entry of a buffer (a mask, a least value so far) moves from zero."""
+        value = self.value.to(dtype)
+        return value if self.is_parameter or value.is_complex() else value.nan_to_num(0.0, 0.0, 0.0)
 
 
-def _scale_of(means: list[Tensor]) -> Tensor:
-    """The power of two that brings the largest of these to about 1; the same on all workers, as the means are."""
-    largest = torch.stack([mean.abs().amax() for mean in means if mean.numel()]).amax().float()
-    exponent = torch.nan_to_num(torch.log2(largest), nan=0.0, posinf=0.0, neginf=0.0).clamp(-60.0, 60.0).ceil()
-    return torch.exp2(-exponent)
+def _largest(move: Tensor) -> Tensor:
+    """The largest finite entry's size; on CPU."""
+    if not move.numel():
+        return ZERO
+    return torch.view_as_real(move).abs().amax().double().cpu() if move.is_complex() else _finite(move)
+
+
+def _finite(move: Tensor) -> Tensor:
+    return move.nan_to_num(0.0, 0.0, 0.0).abs().amax().double().cpu()
+
+
+def _scale_for(largest: float) -> float:
+    """The power of two that brings `largest` to about 2**14: sums of moves whose weights add up to 1 fit float16."""
+    return 2.0 ** (14 - min(max(math.frexp(largest)[1], -60), 60)) if largest and math.isfinite(largest) else 1.0

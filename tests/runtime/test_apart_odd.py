@@ -1,0 +1,252 @@
+"""Meeting over parameters: models, optimizers and loops that are out of the ordinary."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dynamix.runtime.averaging import Payload
+from dynamix.runtime.noise import ConsecutiveNoise
+from dynamix.runtime.parameters import Averaging
+from tests.ranks import run_ranks
+from tests.runtime.test_apart_loops import job
+
+SHARES = [[24, 8], [12, 20]]
+
+
+class Odd(nn.Module):
+    """Infinite buffers, complex and 0-dim parameters, an empty one, and a layer that only some passes use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(6, 3).double()
+        self.some = nn.Linear(6, 3).double()
+        self.other = nn.Linear(3, 3).double()
+        self.turn = nn.Parameter(torch.tensor(1 + 1j, dtype=torch.complex128))
+        self.none = nn.Parameter(torch.zeros(0, dtype=torch.float64))
+        self.register_buffer("mask", torch.full((2, 2), -torch.inf).triu(1))
+        self.register_buffer("least", torch.tensor(torch.inf, dtype=torch.float64))
+        self.passes = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.passes += 1
+        with torch.no_grad():
+            self.get_buffer("least").copy_(torch.minimum(self.get_buffer("least"), x.min()))
+        h: Tensor = self.net(x) * (self.turn * self.turn).imag + self.none.sum()
+        return h + self.some(x) if self.passes % 2 else self.other(h)
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        """Not through the module's own call."""
+        return F.cross_entropy(self.forward(x), y)
+
+
+class Rows(nn.Module):
+    """A sparse embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(50, 3, sparse=True).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows: Tensor = self.table(x[:, 0].abs().mul(10).long().clamp(max=49))
+        return rows
+
+
+def _odd(
+    rank: int, kind: type[nn.Module], optimizer: Callable[..., Any], how: dict[str, Any], method: bool
+) -> list[Tensor]:
+    controller, sampler, loader, _ = job(SHARES)
+    net = kind()
+    steps = optimizer(net.parameters())
+    model = controller.wrap(net, steps, averaging=Averaging(**how))
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        for number, (x, y) in enumerate(loader):
+            with controller.piece():
+                through = not method or number % 3 == 2
+                (F.cross_entropy(model(x), y) if through else net.loss(x, y)).backward()  # type: ignore[operator]
+            steps.step()
+            steps.zero_grad()
+            controller.step()
+    controller.close()
+    return [t.detach() for t in (*net.parameters(), *net.buffers())]
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=0.01)
+
+
+def momentum(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+@pytest.mark.parametrize(
+    ("kind", "optimizer", "how", "method"),
+    [(Odd, adam, {}, False), (Odd, momentum, {"wire": "float16"}, True), (Rows, momentum, {}, False)],
+    ids=["adam", "method-float16", "sparse"],
+)
+def test_all_end_with_the_same(kind: Any, optimizer: Any, how: dict[str, Any], method: bool) -> None:
+    one, other = run_ranks(_odd, 2, kind, optimizer, how, method)
+    for a, b in zip(one, other, strict=True):
+        assert torch.equal(a, b)
+        assert not a.isnan().any()
+    if kind is Odd:
+        assert torch.equal(one[-2], torch.full((2, 2), -torch.inf).triu(1))
+        assert one[-1].isfinite()
+
+
+def _unlike(rank: int, kind: str) -> None:
+    controller, sampler, loader, net = job(SHARES)
+    how, scaler = Averaging(), None
+    if kind == "outer":
+        how = Averaging(outer=lambda ps: torch.optim.SGD(ps, lr=0.5 + rank))
+    if kind == "scaler" and rank:
+        scaler = torch.amp.GradScaler("cpu")
+    if kind == "model":
+        net = nn.Linear(6, 3 + rank).double()
+    optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.1)
+    model = controller.wrap(net, optimizer, averaging=how, scaler=scaler)
+    for x, y in loader:
+        if kind == "frozen" and rank and sampler.consumed > 5:
+            next(net.parameters()).requires_grad_(False)
+        with controller.piece():
+            loss = F.cross_entropy(model(x), y)
+            (controller.weight(loss) if kind == "weight" else loss).backward()
+        if kind == "late":
+            controller.step()
+        optimizer.step()
+        optimizer.zero_grad()
+        if kind != "late":
+            controller.step()
+        if kind == "loaded" and controller.met and rank == 1:
+            net.load_state_dict({name: value + 1 for name, value in net.state_dict().items()})
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("outer", "averaging: outer is"),
+        ("scaler", "averaging: scaler is"),
+        ("model", "rank 0 has weight \\[3, 6\\] .* where rank 1 has weight \\[4, 6\\]"),
+        ("frozen", "the ranks are about to average models that differ"),
+        ("weight", "a worker's loss is the mean over its own samples"),
+        ("late", "optimizer.step\\(\\) came after controller.step\\(\\)"),
+        ("loaded", "0.weight was not the same on all ranks"),
+    ],
+)
+def test_ranks_that_differ_are_told_so(kind: str, words: str) -> None:
+    for outcome in run_ranks(_unlike, 2, kind, expect_failure=True):
+        assert "UsageError" in str(outcome), outcome
+        assert re.search(words, str(outcome)), outcome
+
+
+def _warned(rank: int, kind: str) -> list[str]:
+    controller, _, loader, net = job(SHARES)
+    optimizer, beside = torch.optim.SGD(net.parameters(), lr=0.1), nn.Linear(3, 3).double()
+    another = torch.optim.SGD(beside.parameters(), lr=0.1)
+    how = Averaging(outer=lambda ps: torch.optim.SGD(ps, lr=0.5))
+    model = controller.wrap(net, optimizer, averaging=how)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for x, y in loader:
+            with controller.piece():
+                F.cross_entropy(beside(model(x)), y).backward()
+            for of in (optimizer, another)[: 2 if kind == "unwrapped" else 1]:
+                of.step()
+                of.zero_grad()
+            controller.step()
+            if kind == "left" and not controller.met:
+                break
+        controller.close()
+    return [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [("unwrapped", "was not given to controller.wrap"), ("left", "left between two meetings"), ("right", "")],
+)
+def test_what_leaves_workers_their_own_is_warned_of(kind: str, words: str) -> None:
+    for told in run_ranks(_warned, 2, kind):
+        assert any(words in text for text in told) if words else not told, told
+
+
+def _unfrozen(rank: int) -> list[float]:
+    controller, sampler, loader, net = job([[24, 8]])
+    first = next(net.parameters()).requires_grad_(False)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    outer: list[torch.optim.Optimizer] = []
+
+    def make(parameters: list[Tensor]) -> torch.optim.Optimizer:
+        outer.append(torch.optim.SGD(parameters, lr=0.7, momentum=0.9))
+        return outer[-1]
+
+    model = controller.wrap(net, optimizer, averaging=Averaging(outer=make))
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        first.requires_grad_(epoch == 1)
+        for x, y in loader:
+            with controller.piece():
+                F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            controller.step()
+            if len(outer) == 2 and not controller.met:
+                kept = [state["momentum_buffer"] for state in outer[0].state.values()]
+                assert len(kept) == 3
+                assert any(kept[0] is state.get("momentum_buffer") for state in outer[1].state.values())
+    assert len(outer) == 2
+    controller.close()
+    return [float(p.detach().sum()) for p in net.parameters()]
+
+
+def test_unfreezing_leaves_the_outer_optimizer_its_momentum() -> None:
+    one, other = run_ranks(_unfrozen, 2)
+    assert one == other
+
+
+def _grown(rank: int) -> list[float]:
+    """How far the bias moves in every round, where moves grow and shrink a billionfold, or stop."""
+    controller, _, loader, net = job([[16, 16]])
+    parameter = nn.Parameter(torch.zeros(4, dtype=torch.float64))
+    net.register_parameter("moved", parameter)
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    controller.wrap(net, optimizer, averaging=Averaging(wire="float16"))
+    moves, before, rates = [], 0.0, [1e-6, 1e3, 0.0, 1e-6, 1e3, 0.0, 0.0, 1e-6]
+    for x, _ in loader:
+        with controller.piece():
+            (net(x).sum() * 0 + parameter.sum()).backward()
+        optimizer.param_groups[0]["lr"] = rates[len(moves) % 8]
+        optimizer.step()
+        optimizer.zero_grad()
+        controller.step()
+        if controller.met:
+            moves.append((before - parameter[0].item()) / 4)
+            before = parameter[0].item()
+    controller.close()
+    return moves[:7]
+
+
+def test_half_bytes_carry_moves_of_any_size() -> None:
+    for moves in run_ranks(_grown, 2):
+        assert moves == pytest.approx([1e-6, 1e3, 0.0, 1e-6, 1e3, 0.0, 0.0][: len(moves)], rel=1e-3, abs=1e-9)
+
+
+def test_the_noise_of_parameters_that_take_turns() -> None:
+    noise, one, other = ConsecutiveNoise(), torch.ones(2, 3), torch.ones(4)
+    assert noise.observe([one, None], 4.0) is None
+    assert noise.observe([None, other], 4.0) is None
+    pair = noise.observe([None, 3 * other], 4.0)
+    assert pair is not None
+    assert [float(value) for value in pair] == [32.0, 12.0]
+
+
+def test_scales_cancel_out() -> None:
+    payload = Payload([torch.tensor([1e-9]), torch.tensor([1e6])], 0.5, wire=torch.float16, scales=[2.0**30, 2.0**-10])
+    assert [float(of) for _, of in payload.sums()] == pytest.approx([5e-10, 5e5], rel=1e-3)
