@@ -30,18 +30,22 @@ LEAD = (
     "pairs. A run that did not arrive counts with the time at which it was ended."
 )
 
-OVER = ("single", "static", "lb_bsp", "goodput")  # what all rows are compared with over all places
+# What all rows are compared with over all places.
+OVER = ("single", "static", "lb_bsp", "goodput", "local", "lb_bsp-steps")
+RULE = ("lb_bsp-parameters", "lb_bsp-steps")  # steps between meetings by what is measured, and tuned
 
 
 def sections(result: Mapping[str, Any]) -> list[Section]:
-    """One for each place, in the order of the plan; before them one over all regimes, and one over all other places."""
+    """One for each place, in the order of the plan; before them what is over all regimes, and over all other places."""
     regimes = {text: part for text, part in result["places"].items() if is_regime(text)}
     places = {text: part for text, part in result["places"].items() if not is_regime(text)}
-    whole = ([_map(regimes)] if regimes else []) + ([_together(places)] if len(places) > 1 else [])
+    whole = [_map(regimes)] if regimes else []
+    whole += [_together(places, "All places")] if len(places) > 1 else []
+    whole += [_together(regimes, "All regimes")] if len(regimes) > 1 else []
     return whole + [_section(text, part) for text, part in result["places"].items()]
 
 
-def _together(places: Mapping[str, Any]) -> Section:
+def _together(places: Mapping[str, Any], heading: str) -> Section:
     """Ratios over all places, each weighing the same."""
     times: dict[str, dict[str, Any]] = {}
     for text, part in places.items():
@@ -52,7 +56,21 @@ def _together(places: Mapping[str, Any]) -> Section:
     found = {f"{a}/{b}": paired_ratio(times[a], times[b]).to_dict() for a in rows for b in others if a != b}
     head = ["row", *(f"over {other}" for other in others)]
     table = Table(head, [[row, *ratio_cells(row, others, found, 2)] for row in rows])
-    return Section("All places", text=["Every place weighs the same, and intervals are over places."], table=table)
+    said = ["Every place weighs the same, and intervals are over places."]
+    if set(RULE) <= set(rows):
+        said.append(_rule_sentence(places))
+    return Section(heading, text=said, table=table)
+
+
+def _rule_sentence(places: Mapping[str, Any]) -> str:
+    ours, tuned = RULE
+    each = {
+        text: geometric_mean(part["times_s"][ours]) / geometric_mean(part["times_s"][tuned])
+        for text, part in places.items()
+    }
+    worst = max(each, key=each.__getitem__)
+    mean = geometric_mean(list(each.values()))
+    return f"{ours} takes {mean:.2f} of the time of {tuned} in the mean, {each[worst]:.2f} at worst ({worst})."
 
 
 def _map(places: Mapping[str, Any]) -> Section:
