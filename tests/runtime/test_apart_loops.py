@@ -364,9 +364,9 @@ def test_adaptive_rounds_grow_where_meetings_take_long(policy: str, tmp_path: Pa
 
 def _noisy(rank: int, events: str) -> None:
     controller = dynamix.Controller("lb_bsp", 64, micro_batch=8, interval=4, meet="parameters", events=events)
-    x = torch.randn(4000, 6, generator=torch.Generator().manual_seed(9))
+    x = torch.randn(4000, 60, generator=torch.Generator().manual_seed(9))
     loader = DataLoader(TensorDataset(x), batch_sampler=controller.batch_sampler(TensorDataset(x)))
-    net = nn.Linear(1, 6, bias=False)
+    net = nn.Linear(1, 60, bias=False)
     torch.nn.init.constant_(net.weight, 1.0)
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-9)
     model = controller.wrap(net, optimizer)
@@ -381,8 +381,8 @@ def _noisy(rank: int, events: str) -> None:
 
 
 def test_the_noise_scale_is_known_where_no_gradient_crosses_ranks(tmp_path: Path) -> None:
-    """Gradients are w - x with x of unit variance in 6 dimensions: tr(Sigma) = 6, and |G|^2 = 6 at w = 1."""
+    """Gradients are w - x with x of unit variance in 60 dimensions: tr(Sigma) = 60, and |G|^2 = 60 at w = 1."""
     run_ranks(_noisy, 2, str(tmp_path / "events.jsonl"))
     last = read_events(tmp_path / "events.jsonl")[-1]
-    assert last["noise"] == pytest.approx(6.0, rel=0.3)
-    assert last["signal"] == pytest.approx(6.0, rel=0.3)
+    assert last["noise"] == pytest.approx(60.0, rel=0.3)
+    assert last["signal"] == pytest.approx(60.0, rel=0.3)
