@@ -288,3 +288,12 @@ def test_who_waits_for_the_buffers_of_another_rank_computes_nothing_meanwhile(ba
     assert late["data_s"] > 0.045
     assert waits["compute_s"] < 0.03
     assert waits["exchange_s"] > 0.03
+
+
+def test_figures_of_any_size_in_a_loaded_notebook_do_no_harm() -> None:
+    recorder = Recorder(torch.device("cpu"))
+    for before in ([1e300, 1e300], [-1e308, 1e308], [math.inf, math.nan]):
+        recorder.load_state_dict({"steps": 0, "series": {}, "before": {"loss": before}})
+        recorder.observe(torch.tensor(1.0), None, None)
+        recorder.step_done(keep=True, first_of_epoch=False)
+        recorder.row(issued=1, count=1.0, weight=1.0)

@@ -243,7 +243,7 @@ class Recorder:
         before, self._before[name] = self._before.get(name), (mean, std)
         if before is None:
             return float("nan")
-        pooled = np.sqrt((std**2 + before[1] ** 2) / 2)
+        pooled = math.hypot(std, before[1]) / math.sqrt(2)  # a state that was loaded may hold figures of any size
         return float((mean - before[0]) / pooled) if pooled > 0 else float("nan")
 
     def state_dict(self) -> dict[str, Any]:
