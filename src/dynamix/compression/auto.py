@@ -1,55 +1,63 @@
-"""Which way a bucket takes: measured, agreed over ranks, measured again when links or gradients change.
+"""Which way a bucket takes: predicted from bytes and hops, measured, agreed over ranks, and looked at again.
 
-Pure bookkeeping: everything decided here follows from numbers that all ranks share, so all decide alike. Trying a way
-that loses costs time; the loss over dense is kept within a budget, as a fraction of what dense alone would have taken.
+Pure bookkeeping: everything decided here follows from numbers that all ranks share, so all decide alike. A way is tried
+only if the model of `traffic` allows it to win at the link's measured speed, computing taken as free; so a bucket that
+is mostly zero never pays for a dense step on a slow link to learn that it is slow.
 """
 
+from __future__ import annotations
+
+import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import median
 
-from dynamix.compression.bucket import Way
+from dynamix.compression.traffic import Spread, traffic
 from dynamix.errors import ConfigError
 
-CANDIDATES: tuple[Way, ...] = ("compaction", "lhc")
-AGREE_EVERY = 32  # steps between agreements; one small collective each, and one dense step
+CANDIDATES: tuple[str, ...] = ("gather", "compaction", "lhc")
+AGREE_EVERY = 32  # steps between agreements; one small collective each
 MEASURE_EVERY = 16  # a settled dense bucket is timed at one step in this many
 REFRESH = 16  # agreements after which the ways not taken count as unknown again
-GAIN = 0.95  # a way must take less than this share of dense's time to be picked
+GAIN = 0.97  # a way must take less than this share of the present one's time to replace it
 DRIFT = 1.3  # a time that changed by more than this factor, twice running, means that links have changed
-HOPELESS = 0.55  # share of nonzero elements on one rank above which no way can send much less than dense
-SPARSE = 0.2  # and below which one try is made at once
+NEAR = 1.5  # a first trial within this factor of the best is followed by a proper measurement
+UNKNOWN_S = 1e9  # in a report, for a link speed that this rank has not seen
 
 
 class Chooser:
     """One bucket's choice.
 
-    Per step: `next()`, run it, `record(seconds)`; where `due` was set beforehand, reduce `report(density)` over ranks
-    by minimum (the last rank to arrive waits for nobody) and hand the result to `agree`.
+    Per step: `next()`, run it, `record(seconds)`; where `due` was set beforehand, reduce `report(...)` over ranks by
+    minimum (the last rank to arrive waits for nobody) and hand the result and what all ranks know of the bucket's
+    nonzeros to `agree`.
+
+    candidates   ways beside "dense"; those through an aggregator begin with "aggregator-"
+    budget       share of the time spent that trying other ways may cost, beyond one try each of those that may win
     """
 
-    def __init__(self, candidates: Sequence[Way] = CANDIDATES, *, budget: float = 0.02) -> None:
+    def __init__(self, candidates: Sequence[str] = CANDIDATES, *, budget: float = 0.02) -> None:
         if not 0 < budget <= 1:
-            raise ConfigError("budget", budget, "above 0, up to 1", "0.02 spends at most 2 % of dense's time on trying")
+            raise ConfigError("budget", budget, "above 0, up to 1", "0.02 spends at most 2 % of the time on trying")
         self.candidates, self.budget = tuple(candidates), budget
-        self.way: Way = "dense"
-        self.cost_s: dict[Way, float] = {}
-        self._plan: deque[Way] = deque(["dense"] * 4)
+        self.way = "dense"
+        self.cost_s: dict[str, float] = {}
+        first = candidates[0] if candidates else "dense"
+        self._plan: deque[str] = deque([first, first])  # its header tells what all others would send
         self._trying = True
-        self._log: list[tuple[Way, float]] = []
+        self._log: list[tuple[str, float]] = []
         self._steps = 0  # since the last agreement
-        self._unknown: set[Way] = set(candidates)
+        self._unknown = {*candidates, "dense"}
         self._anchor_s = 0.0  # the picked way's time when it was picked
         self._drifts = self._quiet = 0
-        self._spent_s = self._dense_s = 0.0
-        self._density = 1.0
+        self._spent_s = self._total_s = 0.0
+        self._hop_s = self._byte_s = 0.0
+        self._spread: Spread | None = None
 
-    def next(self) -> tuple[Way, bool]:
+    def next(self) -> tuple[str, bool]:
         """The way for this step, and whether it must be timed."""
         if self._plan:
             return self._plan[0], True
-        if self.way != "dense" and self._steps == 0:
-            return "dense", True  # so that both are known under the same load
         return self.way, self.way != "dense" or self.due or self._steps % MEASURE_EVERY == 0
 
     @property
@@ -66,80 +74,104 @@ class Chooser:
             self._log.append((way, seconds))
         self._steps += 1
 
-    def report(self, density: float) -> list[float]:
-        """This rank's numbers since the last agreement; `density` is its share of elements that are not zero."""
-        return [-density, *(seconds for _, seconds in self._log)]
+    def report(self, *, hop_s: float = math.inf, byte_s: float = math.inf) -> list[float]:
+        """This rank's numbers since the last agreement: how fast it found its link (infinite: not seen), and times."""
+        speed = [min(hop_s, UNKNOWN_S), min(byte_s, UNKNOWN_S)]
+        return [*speed, *(seconds for _, seconds in self._log)]
 
-    def agree(self, least: Sequence[float]) -> None:
-        """The element-wise minimum of all ranks' reports."""
-        self._density = -least[0]
-        times: dict[Way, list[float]] = {}
-        for (way, _), seconds in zip(self._log, least[1:], strict=True):
+    def agree(self, least: Sequence[float], spread: Spread | None = None) -> None:
+        """The element-wise minimum of all ranks' reports; `spread`, the same on all ranks, replaces the last one."""
+        self._hop_s, self._byte_s = (0.0 if x >= UNKNOWN_S else x for x in least[:2])
+        self._spread = spread or self._spread
+        times: dict[str, list[float]] = {}
+        for (way, _), seconds in zip(self._log, least[2:], strict=True):
             times.setdefault(way, []).append(seconds)
-        # The first of several trials pays for cold caches and, once, for compiling kernels.
+        # The first of several trials pays for cold caches.
         fresh = {way: median(t[1:] if self._trying and len(t) > 1 else t) for way, t in times.items()}
-        dense = fresh.get("dense", self.cost_s.get("dense", 0.0))
-        self._spent_s += sum(sum(t) - dense * len(t) for way, t in times.items() if way != "dense")
-        self._dense_s += dense * self._steps
+        known = {**self.cost_s, **fresh}
+        best = min(known.values(), default=0.0)
+        self._spent_s += sum(max(fresh[way] - best, 0.0) * len(t) for way, t in times.items() if way != self.way)
+        self._total_s += sum(sum(t) for t in times.values())
+        self._total_s += known.get(self.way, best) * (self._steps - len(self._log))
         self._log, self._steps = [], 0
         if self._trying:
             self._after_trial(fresh)
         else:
             self._watch(fresh)
 
-    def _after_trial(self, fresh: dict[Way, float]) -> None:
+    def restrict(self, candidates: Sequence[str]) -> None:
+        """Other ways are there from now on, on all ranks alike: an aggregator was lost, or is back.
+
+        A way that is no longer there is followed by the same way without an aggregator.
+        """
+        gone, came = set(self.candidates) - set(candidates), set(candidates) - set(self.candidates)
+        self.candidates = tuple(candidates)
+        self.cost_s = {way: cost for way, cost in self.cost_s.items() if way not in gone}
+        self._unknown = (self._unknown - gone) | came
+        self._log, self._steps = [], 0
+        if self.way in gone:
+            self.way = self.way.partition("-")[2]
+        if self.way not in (*candidates, "dense"):
+            self.way = "dense"
+        self._start([self.way, self.way])  # timed anew, and then whatever is unknown
+
+    def _after_trial(self, fresh: Mapping[str, float]) -> None:
         self.cost_s.update(fresh)
-        for way in self.candidates:
-            if way in fresh and way in self._unknown:
+        best = min(self.cost_s.values())
+        for way, cost in fresh.items():
+            if way in self._unknown:
                 self._unknown.discard(way)
-                if fresh[way] < 1.5 * self.cost_s["dense"]:
+                if cost < NEAR * best and len(self.cost_s) > 1:
                     self._start([way] * 3)  # near enough for a proper measurement
                     return
         if not self._try_another():
             self._pick()
 
     def _try_another(self) -> bool:
-        way = next((way for way in self.candidates if way in self._unknown and self._worth_trying(way)), None)
-        if way is not None:
-            self._start([way])
-        return way is not None
-
-    def _worth_trying(self, way: Way) -> bool:
-        dense = self.cost_s["dense"]
-        if self._density > HOPELESS:
+        found = [way for way in (*self.candidates, "dense") if way in self._unknown and self._may_win(way)]
+        if not found:
             return False
-        if way == "lhc" and "compaction" in self.candidates and self.cost_s.get("compaction", dense) >= dense:
-            return False  # it sends more and computes more
-        if way not in self.cost_s and self._density <= SPARSE and way != "lhc":
+        self._start([min(found, key=self._promise)])
+        return True
+
+    def _promise(self, way: str) -> float:
+        """The least time that `way` can take at the link's speed."""
+        if self._spread is None:
+            return 0.0
+        return traffic(way, self._spread).seconds(byte_s=self._byte_s, hop_s=self._hop_s)
+
+    def _may_win(self, way: str) -> bool:
+        if not self.cost_s:
             return True
-        guess = self.cost_s.get(way, 2 * self.cost_s.get("compaction", dense))
-        return self._spent_s + max(guess - dense, 0.0) <= self.budget * self._dense_s
+        best = min(self.cost_s.values())
+        if self._promise(way) >= GAIN * best:
+            return False
+        if way.endswith("lhc") and self.cost_s.get(way.replace("lhc", "compaction"), 0.0) > best:
+            return False  # it sends more and computes more than what has lost already
+        if way not in self.cost_s:
+            return True  # once
+        return self._spent_s + max(self.cost_s[way] - best, 0.0) <= self.budget * self._total_s
 
     def _pick(self) -> None:
-        known = [way for way in self.candidates if way in self.cost_s]
-        best: Way = min(known, key=lambda way: self.cost_s[way]) if known else "dense"
-        self.way = best if self.cost_s[best] < GAIN * self.cost_s["dense"] else "dense"
+        best = min(self.cost_s, key=lambda way: self.cost_s[way])
+        dense = self.cost_s.get("dense", math.inf)
+        self.way = best if self.cost_s[best] < GAIN * dense else "dense"
         self._anchor_s, self._drifts, self._quiet = self.cost_s[self.way], 0, 0
         self._trying = False
 
-    def _watch(self, fresh: dict[Way, float]) -> None:
+    def _watch(self, fresh: Mapping[str, float]) -> None:
         now = fresh[self.way]
         far = not self._anchor_s / DRIFT <= now <= self._anchor_s * DRIFT
         self._drifts = self._drifts + 1 if far else 0
         self._quiet += 1
         self.cost_s[self.way] = now
-        if self.way != "dense":
-            self.cost_s["dense"] = (self.cost_s["dense"] + fresh["dense"]) / 2  # one step is a noisy measurement
-        losing = self.way != "dense" and now > self.cost_s["dense"]
-        if self._drifts >= 2 or losing:
-            self._unknown = set(self.candidates) - {self.way}
+        overtaken = any(cost < GAIN * now for way, cost in self.cost_s.items() if way != self.way)
+        if self._drifts >= 2:
+            self.cost_s = {self.way: now}  # what was known of other ways was known of another link
             self._drifts, self._anchor_s = 0, now
-            if self.way != "dense":
-                self._start(["dense"] * 3)
-                return
-        elif self._quiet >= REFRESH:
-            self._unknown, self._quiet = set(self.candidates) - {self.way}, 0
+        if self._drifts >= 2 or overtaken or self._quiet >= REFRESH or len(self.cost_s) == 1:
+            self._unknown, self._quiet = {*self.candidates, "dense"} - {self.way}, 0
         self._try_another()
 
-    def _start(self, plan: list[Way]) -> None:
+    def _start(self, plan: list[str]) -> None:
         self._plan, self._trying = deque(plan), True

@@ -1,5 +1,7 @@
 """One bucket's exchange, from gradients to their mean: agree, send, decode, check; dense at any doubt."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal, get_args
 
 import torch
@@ -8,16 +10,20 @@ from torch import Tensor
 from dynamix.compression.checks import Doubt, Part, Statistics, agree, confirm_union, digest, settle
 from dynamix.compression.compaction import Round, compact, everything
 from dynamix.compression.fixed_point import Scales, scan, working, write_mean_
+from dynamix.compression.gather import FLAT, Brought, Levels, gather, rows_not_zero, union_items
+from dynamix.compression.gather import write_mean_ as write_gathered_
 from dynamix.compression.index import best_depth, is_superset, union_of
 from dynamix.compression.layout import Layout
 from dynamix.compression.lhc import UnionForecast, one_phase, two_phase
 from dynamix.compression.sketch import ExchangeSettings
+from dynamix.compression.traffic import Spread
 from dynamix.compression.wire import LocalWire, Wire
 from dynamix.errors import ConfigError
 
-Way = Literal["dense", "fixed", "compaction", "lhc", "lhc-one-phase"]
+Way = Literal["dense", "fixed", "gather", "compaction", "lhc", "lhc-one-phase"]
 WAYS: tuple[Way, ...] = get_args(Way)
-VERSION = 1
+VERSION = 2
+OVERLAP = 0.9  # a union smaller than this share of what ranks bring makes a second level of gathering pay
 RELEARN = 8  # unions after which the depth of the index is chosen anew
 
 
@@ -28,44 +34,86 @@ class BucketExchange:
         self.layout, self.index, self.settings = layout, index, settings or ExchangeSettings()
         self._depth, self._unions, self._prediction = 0, 0, UnionForecast()
         self._scales: Scales | None = None
+        self._levels = True
+        self.spread: Spread | None = None  # what the last exchange saw, alike on all ranks
 
     def reduce_(self, flat: Tensor, way: Way, wire: Wire, *, step: int, statistics: Statistics) -> str | None:
         """Replace `flat`, a float tensor (elements,), by its mean over the wire's ranks.
 
         dense          as DDP does it, in floating point
+        gather         the sum of x / W in floating point, in the order of ranks
         fixed          densely in fixed point: the reference the next three equal bit for bit
         compaction, lhc (two-phase), lhc-one-phase
 
-        A sketch that did not decode is no doubt about the sums: its bucket goes by compaction, equal bit for bit.
+        A sketch that did not decode is no doubt about the sums: its bucket goes by compaction, equal bit for bit. A
+        wire that is lost does not change them either: the same way goes once more, over its reserve.
 
-        Returns why it went dense after all, one of `checks.REASONS` and the same on every rank; None if it did not.
+        Returns why the way was left, one of `checks.REASONS` and the same on every rank; None if it was not.
         """
         if way not in WAYS:
             raise ConfigError("way", way, ", ".join(WAYS), "pick one")
         if flat.numel() != self.layout.elements:
             raise ConfigError("flat", flat.numel(), f"{self.layout.elements} elements", "give the layout's own bucket")
-        before, taken = wire.payload_bytes, way
+        taken, sent = way, 0
         reason: str | None = None
         while True:
+            before = wire.payload_bytes
             try:
                 if taken == "dense":
                     wire.mean(flat)
+                elif taken == "gather":
+                    self._gather(flat, wire, step)
                 else:
                     self._reduce(flat, taken, wire, step)
                 break
             except Doubt as doubt:  # on every rank alike, and with `flat` untouched
+                sent += wire.payload_bytes - before
                 undecoded = doubt.reason == "peel" and taken != "compaction"  # the sketch holds too many items
                 if doubt.reason != "nonfinite":  # what was learned from unions may differ between ranks
-                    self._depth = self._unions = 0
+                    self._depth, self._unions, self._levels = 0, 0, True
                     self._prediction.forget(next_seed=undecoded)
                 if undecoded:
                     taken = "compaction"
                     statistics.count_undecoded()
+                elif doubt.reason == "lost" and wire.reserve is not None:
+                    wire, reason = wire.reserve, "lost"
                 else:
                     taken, reason = "dense", doubt.reason
-        sent = wire.payload_bytes - before
+        sent += wire.payload_bytes - before
         statistics.count(taken, dense_bytes=flat.nbytes, payload_bytes=sent, doubt=reason)
         return reason
+
+    def _gather(self, flat: Tensor, wire: Wire, step: int) -> None:
+        values, workers = flat.detach(), wire.workers
+        tables = [rows_not_zero(values[s.start : s.stop], s.width) for s in self.layout.segments]
+        if not tables:
+            return
+        ours = (VERSION, self.settings, self.index, step, "gather", self.layout, flat.dtype, self._levels)
+        most = 2 * (workers - 1) / workers * flat.nbytes
+        if self._levels and workers > FLAT:  # if ranks bring the same; what that is has not been seen yet
+            groups = Levels.of(workers).groups
+            most *= (workers - 1) / (len(groups[0]) + len(groups) - 2)
+        try:
+            brought = gather(tables, wire.messages, digest(*ours), levels=self._levels, most_bytes=most)
+        except Doubt as doubt:
+            if doubt.sizes:  # the union holds at least what the fullest rank does
+                self.spread = Spread(doubt.sizes, max(doubt.sizes), flat.nbytes)
+            raise
+        for place, (s, rows) in enumerate(zip(self.layout.segments, tables, strict=True)):
+            write_gathered_(values, s.start, rows.items, brought, place, workers)
+        if self._unions % RELEARN == 0:
+            self._spread_of(brought, workers, flat)
+        self._unions += 1
+
+    def _spread_of(self, brought: Brought, workers: int, flat: Tensor) -> None:
+        union = [union_items(parts).numel() for parts in brought.parts]
+        self.spread = Spread(brought.sizes, self._union_bytes(union), flat.nbytes)
+        if workers > FLAT:
+            self._levels = self.spread.union_bytes < OVERLAP * sum(brought.sizes)
+
+    def _union_bytes(self, items: Sequence[int]) -> int:
+        """Index and values of so many items, by segment."""
+        return sum(n * 4 * (1 + s.width) for n, s in zip(items, self.layout.segments, strict=True))
 
     def _reduce(self, flat: Tensor, way: Way, wire: Wire, step: int) -> None:
         scales = self._scales_for(wire.workers, flat.device)
@@ -109,7 +157,10 @@ class BucketExchange:
         if self._unions % RELEARN == 0:
             self._depth = best_depth(union, codes, self.layout)
         self._unions += 1
-        self._prediction.observe([part.items.numel() for part in parts])
+        items = [part.items.numel() for part in parts]
+        if self.spread is not None:
+            self.spread = replace(self.spread, union_bytes=self._union_bytes(items))
+        self._prediction.observe(items)
 
     def _scales_for(self, workers: int, device: torch.device) -> Scales:
         if self._scales is None or self._scales.workers != workers or self._scales.up.device != device:

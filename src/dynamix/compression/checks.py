@@ -21,7 +21,7 @@ from dynamix.compression.kernels import compiled_for
 from dynamix.compression.wire import Wire, WireLost
 
 # In order of precedence when ranks see different ones.
-REASONS = ("none", "peel", "residual", "checksum", "superset", "union", "mixed", "nonfinite", "lost")
+REASONS = ("none", "peel", "residual", "checksum", "superset", "union", "mixed", "nonfinite", "lost", "full")
 CHECKSUM_WORDS = 3
 _DIGEST = 8
 _MASK = 0xFFFFFFFF
@@ -29,10 +29,13 @@ _Found = TypeVar("_Found")
 
 
 class Doubt(Exception):
-    """This bucket goes dense ("peel": by compaction), for one of REASONS. Every rank raises it; users never see it."""
+    """This bucket goes dense ("peel": by compaction; "lost": the same way by the reserve), for one of REASONS.
 
-    def __init__(self, reason: str) -> None:
-        self.reason = reason
+    Every rank raises it; users never see it.
+    """
+
+    def __init__(self, reason: str, sizes: Sequence[int] = ()) -> None:
+        self.reason, self.sizes = reason, sizes  # bytes that ranks would have gathered, for "full"
         super().__init__(reason)
 
 
@@ -41,22 +44,29 @@ class Statistics:
     """What the exchange did: buckets by way taken, buckets that went dense by reason, bytes handed to collectives.
 
     dense_after counts "nonfinite" (NaN or infinity, as a GradScaler expects), "mixed" (ranks disagree about seed, step
-    or settings), "union", "superset", "residual", "checksum" and "lost" (the aggregator, at that bucket). `undecoded`
+    or settings), "full" (a gather would have sent more), "union", "superset", "residual" and "checksum". `undecoded`
     counts sketches that held more items than would come out; their buckets went by compaction, and are counted there.
+    `lost` counts losses of the aggregator, `rejoined` how often it was joined again; no bucket goes dense for those.
     """
 
     buckets: Counter[str] = field(default_factory=Counter)
     dense_after: Counter[str] = field(default_factory=Counter)
     undecoded: int = 0
+    lost: int = 0
+    rejoined: int = 0
     dense_bytes: int = 0  # what the same buckets would have handed over uncompressed
     payload_bytes: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
-    def count(self, way: str, *, dense_bytes: int, payload_bytes: int, doubt: str | None = None) -> None:
-        """One bucket; from any thread."""
+    def count(
+        self, way: str, *, dense_bytes: int, payload_bytes: int, doubt: str | None = None, buckets: int = 1
+    ) -> None:
+        """One exchange, of one bucket or several; from any thread."""
         with self._lock:
-            self.buckets[way] += 1
-            if doubt is not None:
+            self.buckets[way] += buckets
+            if doubt == "lost":
+                self.lost += 1
+            elif doubt is not None:
                 self.dense_after[doubt] += 1
             self.dense_bytes += dense_bytes
             self.payload_bytes += payload_bytes
@@ -66,9 +76,15 @@ class Statistics:
         with self._lock:
             self.undecoded += 1
 
+    def count_rejoined(self) -> None:
+        """The aggregator was joined again; from any thread."""
+        with self._lock:
+            self.rejoined += 1
+
     def as_dict(self) -> dict[str, Any]:
         """Plain numbers, for logs and JSON."""
         counted = {"buckets": dict(self.buckets), "dense_after": dict(self.dense_after), "undecoded": self.undecoded}
+        counted |= {"lost": self.lost, "rejoined": self.rejoined}
         return {**counted, "dense_bytes": self.dense_bytes, "payload_bytes": self.payload_bytes}
 
 

@@ -262,3 +262,26 @@ def extract(table: Array, slots: Array, signs: Array, order: Array, source: Arra
             at, sign = np.int64(slots[i, other]) * width, np.int64(signs[i, other])
             for c in range(width):
                 table[at + c] = np.int32(table[at + c] - sign * out[i * width + c])
+
+
+def rows_not_zero(values: Tensor, width: int) -> Tensor:
+    """int64, ascending: the rows of float32 `values` with an element that is not zero."""
+    array = values.numpy()
+    if width == 1:
+        return torch.from_numpy(np.flatnonzero(array))
+    marks = np.empty(array.size // width, np.bool_)
+    _nonzero_rows(array.view(np.int32), width, marks)
+    return torch.from_numpy(np.flatnonzero(marks))
+
+
+@_jit
+def _add_rows(table: Array, items: Array, values: Array, width: int, workers: Any) -> None:
+    for i in range(items.size):
+        at = items[i] * width
+        for c in range(width):
+            table[at + c] += values[i * width + c] / workers
+
+
+def add_rows_(table: Tensor, items: Tensor, values: Tensor, width: int, workers: int) -> None:
+    array = table.numpy()
+    _add_rows(array, items.numpy(), values.numpy(), width, array.dtype.type(workers))

@@ -10,9 +10,9 @@ so that ranks issue them in the same order whatever else is in flight; backward 
 
 from __future__ import annotations
 
-import time
+import logging
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal, cast, get_args
 
@@ -23,38 +23,56 @@ from torch._C._distributed_c10d import GradBucket as Bucket
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.futures import Future
 
-from dynamix.compression.aggregator.client import Aggregator, AggregatorClient
-from dynamix.compression.aggregator.wire import AggregatorWire, join, report_loss
-from dynamix.compression.auto import Chooser
+from dynamix.compression.aggregator.client import Aggregator
+from dynamix.compression.aggregator.link import AggregatorLink
+from dynamix.compression.auto import CANDIDATES, Chooser
 from dynamix.compression.bucket import BucketExchange, Way, warm_up
 from dynamix.compression.checks import Statistics, are_same, digest, marks_of
 from dynamix.compression.fixed_point import DTYPES
 from dynamix.compression.layout import Layout
+from dynamix.compression.line import BucketLine, SparsePass, new_future, now, way_of
+from dynamix.compression.owner import Owner
+from dynamix.compression.path import Path, paths_of
 from dynamix.compression.sketch import ExchangeSettings
-from dynamix.compression.wire import GroupWire, OrMethod, Wire, find_or_method
+from dynamix.compression.sparse import mean_of_sparse
+from dynamix.compression.traffic import AGGREGATED, HEADER_BYTES, Spread
+from dynamix.compression.wire import Wire
 from dynamix.errors import ConfigError, StateError, UsageError
 
-Mode = Literal["auto", "dense", "fixed", "compaction", "lhc", "lhc-one-phase"]
+Mode = Literal["auto", "dense", "fixed", "gather", "compaction", "lhc", "lhc-one-phase"]
 MIN_BYTES = 1 << 16  # below this latency decides, and "auto" leaves buckets alone
+THROUGH = (
+    "gather",
+    "compaction",
+    f"{AGGREGATED}compaction",
+    f"{AGGREGATED}lhc-one-phase",
+)  # auto's, with an aggregator
+_log = logging.getLogger(__name__)
 
 
 class CompressionState:
     """What `compression_hook` holds. Constructing it is a collective call, with the same arguments on every rank.
 
-    mode           "auto" measures per bucket and picks; "compaction" (index, then values), "lhc" (sketch, two-phase)
-                   and "lhc-one-phase" always take that way; "fixed" is dense in the same fixed point, equal to them bit
-                   for bit; "dense" is a plain all-reduce
-    model          its embeddings are indexed by row; without it every element has a bit of its own
-    process_group  that of DDP; the default group when None
+    mode           "auto" predicts and measures per bucket, and picks; "gather" sends what is not zero from all to all;
+                   "compaction" (index, then values), "lhc" (sketch, two-phase) and "lhc-one-phase" always take it;
+                   "fixed" is dense in the same fixed point, equal to those three bit for bit; "dense" is a plain
+                   all-reduce
+    model          its embeddings are indexed by row; without it every element has an index of its own. One state serves
+                   one model
+    process_group  that of DDP, of any back end; the default group when None
     lanes, ratio, seed   see `dynamix.compression.ExchangeSettings`
     min_bytes      smaller buckets stay dense under "auto"
     timeout        of the process groups made here (gloo only); torch's default when None
     aggregator     where sums are formed in the network, "host:port" or an `Aggregator`; without one the process group
-                   forms them. When it is lost, the bucket at hand and all that follow are reduced densely
+                   forms them. When it is lost the same way goes on over the process group, and it is joined again when
+                   it is back
+
+    Sparse gradients (`nn.Embedding(sparse=True)`) are gathered in every mode but "dense", those of one backward pass
+    together.
 
     `statistics` counts what happened, `ways` says which way each bucket takes now. Raises `ConfigError` for unknown
-    modes, for arguments that differ between ranks and for an aggregator that does not let all ranks in, `UsageError`
-    without a process group.
+    modes, for arguments and embeddings that differ between ranks and for an aggregator that does not let all ranks in,
+    `UsageError` without a process group and, from backward, where two models share a state.
     """
 
     def __init__(
@@ -72,8 +90,8 @@ class CompressionState:
     ) -> None:
         if mode not in get_args(Mode):
             raise ConfigError("mode", mode, ", ".join(get_args(Mode)), "pick one")
-        if aggregator is not None and mode == "dense":
-            raise ConfigError("mode", mode, "every mode but dense with an aggregator", "it sums fixed point only")
+        if aggregator is not None and mode in ("dense", "gather"):
+            raise ConfigError("mode", mode, "every mode but dense and gather with an aggregator", "it sums fixed point")
         if not dist.is_available() or not dist.is_initialized():
             fix = "call torch.distributed.init_process_group() first"
             raise UsageError(f"CompressionState needs a process group: {fix}")
@@ -82,150 +100,176 @@ class CompressionState:
         self.process_group = process_group or cast(dist.ProcessGroup, dist.group.WORLD)
         modules = () if model is None else model.modules()
         self._embeddings = [m for m in modules if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
-        self._lines: dict[int, _Line] = {}
-        self._steps: dict[int, int] = {}  # of buckets loaded from a checkpoint
-        self._wires: dict[str, GroupWire] = {}
-        self._client: AggregatorClient | None = None
-        self._lost = False  # agreed by vote, and read and written where buckets are exchanged only
+        self._owner = Owner(model)
+        self._lines: dict[int, BucketLine] = {}
+        self._sparse = SparsePass()
         self._thread: ThreadPoolExecutor | None = None
-        self._home = self.process_group
-        gloo = dist.get_backend(self._home) == "gloo"
-        device = torch.device("cpu") if gloo else torch.device("cuda", torch.cuda.current_device())
-        self._require_same_arguments(device, aggregator is not None)
-        if gloo and mode != "dense":
+        self._rerouted = False  # the aggregator came or went: choosers are told before the next backward pass
+        self._said_mixed = False
+        self._paths = paths_of(self.process_group, timeout)
+        if not self._paths:
+            raise UsageError("CompressionState's process group serves neither CPUs nor CUDA devices: pass another one")
+        main = self._paths.get("cuda" if "cpu" not in self._paths else "cpu")
+        assert main is not None
+        device = torch.device("cpu") if "cpu" in self._paths else torch.device("cuda", torch.cuda.current_device())
+        self._require_same_arguments(main, device, aggregator is not None)
+        if "cpu" in self._paths and mode != "dense":
             warm_up()
-        self._or_method: OrMethod = find_or_method(self._home, device)
-        self._chain = _new_gloo_group(self._home, timeout) if gloo else self._home
-        self._dense = _new_gloo_group(self._home, timeout) if gloo else self._home
+        self._link: AggregatorLink | None = None
         if aggregator is not None:
             where = Aggregator(aggregator) if isinstance(aggregator, str) else aggregator
-            self._client = join(where, self._home, device)
+            self._link = AggregatorLink(where, main.chain.group, device)
 
     @property
     def ways(self) -> dict[int, str]:
-        """The way each bucket takes at present, by bucket index."""
-        return {i: line.way_now for i, line in sorted(self._lines.items())}
+        """The way each bucket takes at present, by bucket index; "aggregator-" before it where `auto` chose that."""
+        return {i: line.route for i, line in sorted(self._lines.items())}
+
+    @property
+    def spreads(self) -> dict[int, Spread]:
+        """Which part of each bucket was not zero when it was last looked at, over ranks; by bucket index."""
+        seen = {i: line.exchange.spread for i, line in sorted(self._lines.items())}
+        return {i: spread for i, spread in seen.items() if spread is not None}
 
     def reduce(self, bucket: Bucket) -> Future[Tensor]:
         """The mean of one bucket over ranks; what DDP calls through `compression_hook`."""
-        flat, group = bucket.buffer(), self.process_group
-        chain, dense = (self._chain, self._dense) if group is self._home else (group, group)
-        if flat.is_sparse or flat.dtype not in DTYPES:
-            return default_hooks.allreduce_hook(dense, bucket)
-        line = self._line_of(bucket)
-        way, timed = line.next()
-        if way == "dense" and not timed:
-            line.advance(None)
-            self.statistics.count("dense", dense_bytes=flat.nbytes, payload_bytes=flat.nbytes)
-            return default_hooks.allreduce_hook(dense, bucket)
-        if flat.is_cuda:
-            self._exchange(line, flat, chain)
-            done: Future[Tensor] = Future(devices=[flat.device])
-            done.set_result(flat)
-            return done
-        future: Future[Tensor] = Future()
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="dynamix-compression")
-        self._thread.submit(self._settle, future, line, flat, chain)
+        self._owner.check(bucket.parameters(), last=bucket.is_last())
+        if bucket.index() == 0 and self._rerouted:
+            self._reroute()
+        flat = bucket.buffer()
+        path = self._paths.get(flat.device.type)
+        if path is None:
+            served = " and ".join(self._paths)
+            raise UsageError(f"gradients are on {flat.device}, the process group serves {served}: pass another one")
+        future = self._begin(bucket, flat, path)
+        if bucket.is_last() and self._sparse.gradients:
+            together, self._sparse = self._sparse, SparsePass()
+            self._run(path, lambda: self._gather_sparse(together, path))
         return future
 
-    def _settle(self, future: Future[Tensor], line: _Line, flat: Tensor, group: dist.ProcessGroup) -> None:
+    def _begin(self, bucket: Bucket, flat: Tensor, path: Path) -> Future[Tensor]:
+        if flat.is_sparse and self.mode != "dense":
+            return self._sparse.add(flat)
+        if flat.is_sparse or flat.dtype not in DTYPES:
+            return default_hooks.allreduce_hook(path.dense, bucket)
+        line = self._line_of(bucket)
+        route, timed = line.next()
+        if route == "dense" and not timed:
+            line.advance(None)
+            self.statistics.count("dense", dense_bytes=flat.nbytes, payload_bytes=flat.nbytes)
+            return default_hooks.allreduce_hook(path.dense, bucket)
+        future = new_future(flat)
+        self._run(path, lambda: self._settle(future, line, flat, path))
+        return future
+
+    def _run(self, path: Path, work: Callable[[], None]) -> None:
+        """On one thread where calls block, so that backward goes on; else at once, in stream order."""
+        if not path.gloo:
+            work()
+            return
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="dynamix-compression")
+        self._thread.submit(work)
+
+    def _settle(self, future: Future[Tensor], line: BucketLine, flat: Tensor, path: Path) -> None:
         try:
-            self._exchange(line, flat, group)
+            self._exchange(line, flat, path)
         except Exception as error:  # backward raises it on the user's thread
             future.set_exception(error)  # type: ignore[arg-type]  # torch annotates it wrongly
         else:
             future.set_result(flat)
 
     @torch.no_grad()
-    def _exchange(self, line: _Line, flat: Tensor, group: dist.ProcessGroup) -> None:
-        reserve = self._wires.setdefault(group.group_name, GroupWire(group, self._or_method))
-        wire: Wire = reserve if self._client is None else AggregatorWire(self._client, reserve)
-        if self._lost:  # since this bucket was handed over
-            line.retired = True
-            line.exchange.reduce_(flat, "dense", wire, step=line.step, statistics=self.statistics)
-            line.advance(None)
-            return
-        way, timed = line.next()
+    def _gather_sparse(self, together: SparsePass, path: Path) -> None:
+        try:
+            means = mean_of_sparse(together.gradients, path.chain.messages, statistics=self.statistics)
+        except Exception as error:
+            together.fail(error)
+        else:
+            together.settle(means)
+
+    @torch.no_grad()
+    def _exchange(self, line: BucketLine, flat: Tensor, path: Path) -> None:
+        if self._link is not None and self._link.away and self._link.look():
+            self.statistics.count_rejoined()
+            self._rerouted = True
+        route, timed = line.next()
+        wire: Wire = path.chain
+        if self._link is not None and (self.mode != "auto" or route.startswith(AGGREGATED)):
+            wire = self._link.wire(wire)
         due = line.chooser is not None and line.chooser.due
-        density = float(torch.count_nonzero(flat)) / flat.numel() if due else 0.0
-        start = _now(flat) if timed else 0.0
-        doubt = line.exchange.reduce_(flat, way, wire, step=line.step, statistics=self.statistics)
-        if doubt == "lost" and self._client is not None:
-            report_loss(self._client)
-            self._client, self._lost, line.retired = None, True, True
-        line.advance(_now(flat) - start if timed else None)
-        if due and line.chooser is not None and not self._lost:
-            report = torch.tensor(line.chooser.report(density), dtype=torch.float64, device=flat.device)
-            dist.all_reduce(report, op=dist.ReduceOp.MIN, group=group)
-            line.chooser.agree(report.tolist())
+        start = now(flat) if timed else 0.0
+        doubt = line.exchange.reduce_(flat, way_of(route), wire, step=line.step, statistics=self.statistics)
+        if doubt == "lost" and self._link is not None:
+            self._link.lost()
+            self._rerouted = True
+        line.advance(now(flat) - start if timed else None)
+        if doubt == "mixed":
+            self._say_mixed(line)
+        elif due and line.chooser is not None:
+            self._agree(line, line.chooser, path, flat.device)
+
+    def _agree(self, line: BucketLine, chooser: Chooser, path: Path, device: torch.device) -> None:
+        speed = path.chain.speed
+        numbers = chooser.report(hop_s=speed.hop_s, byte_s=speed.byte_s)
+        speed.restart()
+        report = torch.tensor(numbers, dtype=torch.float64, device=device)
+        dist.all_reduce(report, op=dist.ReduceOp.MIN, group=path.chain.group)
+        chooser.agree(report.tolist(), line.exchange.spread)
+
+    def _say_mixed(self, line: BucketLine) -> None:
+        line.again()
+        if not self._said_mixed:
+            self._said_mixed = True
+            count = "state.statistics.dense_after['mixed'] counts them"
+            _log.warning("ranks disagreed about bucket %d, so it went dense: %s", line.exchange.index, count)
+
+    def _reroute(self) -> None:
+        """Between two backward passes nothing is under way, so all ranks do this at the same step."""
+        self._rerouted = False
+        for line in self._lines.values():
+            if line.chooser is not None:
+                line.chooser.restrict(self._candidates)
+
+    @property
+    def _candidates(self) -> tuple[str, ...]:
+        return CANDIDATES if self._link is None or self._link.away else THROUGH
 
     def state_dict(self) -> dict[str, Any]:
-        """Steps taken, which key the hash functions. Measurements are made anew after loading."""
-        steps = self._steps | {index: line.step for index, line in self._lines.items()}
-        return {"settings": [self.mode, self.settings.seed], "steps": steps}
+        """Settings, to be compared. Nothing else outlives a job: sums do not depend on what was measured or counted."""
+        return {"settings": [self.mode, self.settings.seed]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        written, mine = state["settings"], [self.mode, self.settings.seed]
+        """Compare the settings. So ranks may load or not, each as it likes: they go on alike."""
+        written, mine = list(state["settings"]), [self.mode, self.settings.seed]
         if written != mine:
             differs = f"the checkpoint was written with mode, seed = {written}, this state has {mine}"
             raise StateError(f"{differs}: construct CompressionState with those")
-        self._steps = {int(index): int(step) for index, step in state["steps"].items()}
-        self._lines.clear()
 
-    def _line_of(self, bucket: Bucket) -> _Line:
+    def _line_of(self, bucket: Bucket) -> BucketLine:
         index = bucket.index()
         rows = {m.weight.data_ptr(): m.weight.shape[1] for m in self._embeddings}
         shapes = tuple((p.numel(), rows.get(p.data_ptr(), 1)) for p in bucket.parameters())
         line = self._lines.get(index)
         if line is None or line.shapes != shapes:  # DDP lays buckets out anew after the first step
-            step = line.step if line is not None else self._steps.get(index, 0)
             layout = Layout.of((n // width, width) for n, width in shapes)
             exchange = BucketExchange(layout, index=index, settings=self.settings)
             auto = self.mode == "auto" and bucket.buffer().nbytes >= self.min_bytes
             way: Way = "dense" if self.mode == "auto" else self.mode
-            line = self._lines[index] = _Line(shapes, exchange, way, Chooser() if auto else None, step)
+            if way == "gather" and bucket.buffer().nbytes <= HEADER_BYTES * self.process_group.size():
+                way = "dense"  # the header alone would be more
+            chooser = Chooser(self._candidates) if auto else None
+            line = self._lines[index] = BucketLine(shapes, exchange, way, chooser)
         return line
 
-    def _require_same_arguments(self, device: torch.device, aggregated: bool) -> None:
-        mine = (self.mode, self.min_bytes, aggregated)
+    def _require_same_arguments(self, path: Path, device: torch.device, aggregated: bool) -> None:
+        rows = [tuple(m.weight.shape) for m in self._embeddings]
+        mine = (self.mode, self.min_bytes, aggregated, self.settings, rows)
         marks = marks_of(digest(*mine), device)
-        dist.all_reduce(marks, op=dist.ReduceOp.MAX, group=self._home)
+        path.chain.maximum(marks)
         if not are_same(marks):
-            name, allowed = "mode, min_bytes, aggregator", "the same on every rank"
-            raise ConfigError(name, mine, allowed, "pass the same arguments")
-
-
-@dataclass
-class _Line:
-    """One bucket: its layout's key, its exchange, its way or chooser, and its step.
-
-    `retired` once it has been reduced without the lost aggregator: DDP waits for every bucket of a step, so from the
-    next step on all ranks see it alike.
-    """
-
-    shapes: tuple[tuple[int, int], ...]
-    exchange: BucketExchange
-    way: Way
-    chooser: Chooser | None
-    step: int
-    retired: bool = False
-
-    @property
-    def way_now(self) -> Way:
-        if self.retired:
-            return "dense"
-        return self.chooser.way if self.chooser else self.way
-
-    def next(self) -> tuple[Way, bool]:
-        if self.retired:
-            return "dense", False
-        return self.chooser.next() if self.chooser else (self.way, False)
-
-    def advance(self, seconds: float | None) -> None:
-        self.step += 1
-        if self.chooser and not self.retired:
-            self.chooser.record(seconds)
+            name = "mode, min_bytes, aggregator, settings, embeddings"
+            raise ConfigError(name, mine, "the same on every rank", "pass the same arguments and the model")
 
 
 def compression_hook(state: CompressionState, bucket: Bucket) -> Future[Tensor]:
@@ -238,17 +282,6 @@ def compression_hook(state: CompressionState, bucket: Bucket) -> Future[Tensor]:
 
 
 compression_hook.lossless = True  # type: ignore[attr-defined]
+compression_hook.ordered = True  # type: ignore[attr-defined]  # it needs no process group for each bucket
+compression_hook.takes_sparse = True  # type: ignore[attr-defined]
 compression_hook.__annotations__.clear()  # DDP checks them, and takes strings for wrong types
-
-
-def _new_gloo_group(group: dist.ProcessGroup, timeout: timedelta | None) -> dist.ProcessGroup:
-    ranks = dist.get_process_group_ranks(group)
-    subset = len(ranks) != dist.get_world_size()
-    made = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=subset)
-    return cast(dist.ProcessGroup, made)
-
-
-def _now(flat: Tensor) -> float:
-    if flat.is_cuda:
-        torch.cuda.synchronize(flat.device)
-    return time.perf_counter()

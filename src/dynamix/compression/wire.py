@@ -1,4 +1,4 @@
-"""What crosses ranks: maximum, union, sum and mean of buffers, over a process group or between threads.
+"""What crosses ranks: maximum, union, sum and mean of buffers, and messages; over a process group or between threads.
 
 Whoever adds and ORs buffers can stand here: a process group, an aggregator in the network, or `LocalWire` in tests.
 """
@@ -6,38 +6,59 @@ Whoever adds and ORs buffers can stand here: a process group, an aggregator in t
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from functools import reduce
 from operator import or_
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dynamix.compression.link_speed import LinkSpeed
 from dynamix.errors import DynamixError
 
 OrMethod = Literal["bor", "gather"]
+SMALL_BYTES = 512  # a maximum of up to so many goes from everyone to everyone, in one hop in place of a ring's 2 (W-1)
 
 
 class WireLost(DynamixError):
     """A wire with a `reserve` cannot go on. Ranks may learn it at different points of a round, or some not at all."""
 
 
+class Messages(Protocol):
+    """Messages between `workers` ranks, of which this is `rank`."""
+
+    rank: int
+    workers: int
+    payload_bytes: int
+
+    def swap(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+        """Send `parts[j]`, uint8, to rank j; returns what each rank sent here, `sizes[j]` bytes from rank j.
+
+        The own part does not travel: give it as an empty one, and 0 as its size.
+        """
+
+
 class Wire(Protocol):
     """In-place collectives over `workers` ranks; every rank makes the same calls in the same order.
 
     `reserve` stands behind a wire that can be lost, and carries the vote on each bucket. None: a loss ends the job.
+    `messages` carries what is addressed to single ranks.
     """
 
     workers: int
 
     @property
     def payload_bytes(self) -> int:
-        """Handed over by this rank so far."""
+        """Handed over by this rank so far, in all-reduces; messages count as the all-reduce that sends as much."""
 
     @property
     def reserve(self) -> Wire | None: ...
+
+    @property
+    def messages(self) -> Messages: ...
 
     def maximum(self, values: Tensor) -> None:
         """uint8."""
@@ -53,17 +74,28 @@ class Wire(Protocol):
 
 
 class GroupWire:
-    """A torch process group. `or_method` comes from `find_or_method`."""
+    """A torch process group. `or_method` comes from `find_or_method`; `speed` is read off calls on the CPU."""
 
     reserve: Wire | None = None
 
     def __init__(self, group: dist.ProcessGroup, or_method: OrMethod) -> None:
         self.group, self.or_method = group, or_method
-        self.workers, self.payload_bytes = group.size(), 0
+        self.rank, self.workers, self.payload_bytes = group.rank(), group.size(), 0
+        self.speed = LinkSpeed()
+
+    @property
+    def messages(self) -> Messages:
+        return self
 
     def maximum(self, values: Tensor) -> None:
-        self.payload_bytes += values.nbytes
-        dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.group)
+        if self.workers > 1 and values.nbytes <= SMALL_BYTES:
+            empty = values.new_empty(0)
+            theirs = [other for other in range(self.workers) if other != self.rank]
+            parts = [empty if other == self.rank else values for other in range(self.workers)]
+            found = self.swap(parts, [part.numel() for part in parts])
+            values.copy_(torch.stack([values, *(found[other] for other in theirs)]).amax(0))
+            return
+        self._all_reduce(values, lambda: dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.group))
 
     def union(self, bits: Tensor, beside: Tensor | None = None) -> None:
         work = None
@@ -77,12 +109,38 @@ class GroupWire:
             work.wait()
 
     def total(self, values: Tensor) -> None:
-        self.payload_bytes += values.nbytes
-        dist.all_reduce(values, group=self.group)
+        self._all_reduce(values, lambda: dist.all_reduce(values, group=self.group))
 
     def mean(self, values: Tensor) -> None:
+        values.div_(self.workers)
+        self._all_reduce(values, lambda: dist.all_reduce(values, group=self.group))
+
+    def swap(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+        sent = [part.numel() for part in parts]
+        found = parts[0].new_empty(sum(sizes))
+        began = time.perf_counter()
+        dist.all_to_all_single(found, torch.cat(list(parts)), list(sizes), sent, group=self.group)
+        if not found.is_cuda:
+            self.speed.note(max(sum(sent), sum(sizes)), 1, time.perf_counter() - began)
+        self.payload_bytes += as_all_reduced(sum(sent), self.workers)
+        return list(found.split(list(sizes)))
+
+    def _all_reduce(self, values: Tensor, call: Callable[[], Any]) -> None:
         self.payload_bytes += values.nbytes
-        dist.all_reduce(values.div_(self.workers), group=self.group)
+        began = time.perf_counter()
+        call()
+        if not values.is_cuda:
+            hops = 2 * (self.workers - 1)
+            self.speed.note(values.nbytes * hops // self.workers, hops, time.perf_counter() - began)
+
+
+def as_all_reduced(sent_bytes: int, workers: int) -> int:
+    """How large a buffer is of whose all-reduce on a ring a rank sends so many bytes.
+
+    >>> as_all_reduced(3000, workers=4)
+    2000
+    """
+    return sent_bytes * workers // max(2 * (workers - 1), 1)
 
 
 def or_by_bor(bits: Tensor, group: dist.ProcessGroup) -> None:
@@ -136,6 +194,10 @@ class LocalWire:
         shared = _Meeting(workers, timeout_s)
         return [cls(shared, rank) for rank in range(workers)]
 
+    @property
+    def messages(self) -> Messages:
+        return self
+
     def maximum(self, values: Tensor) -> None:
         self._meet(values, torch.maximum)
 
@@ -150,29 +212,41 @@ class LocalWire:
     def mean(self, values: Tensor) -> None:
         self._meet(values.div_(self.workers), torch.add)
 
+    def swap(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+        self.payload_bytes += as_all_reduced(sum(part.numel() for part in parts), self.workers)
+        everybodys = self._shared.meet(self.rank, list(parts), lambda brought: [list(one) for one in brought])
+        found = [one[self.rank].clone() for one in everybodys]
+        if [one.numel() for one in found] != list(sizes):
+            raise RuntimeError(f"expected messages of {list(sizes)} bytes, got {[one.numel() for one in found]}")
+        return found
+
     def _meet(self, values: Tensor, combine: Callable[[Tensor, Tensor], Tensor]) -> None:
         self.payload_bytes += values.nbytes
         if self.workers > 1:
-            values.copy_(self._shared.meet(self.rank, values, combine))
+            values.copy_(self._shared.meet(self.rank, values, lambda brought: _combined(brought, combine)))
+
+
+def _combined(brought: Sequence[Tensor], combine: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    if len({(v.shape, v.dtype) for v in brought}) > 1:
+        raise RuntimeError(f"ranks brought different shapes: {[tuple(v.shape) for v in brought]}")
+    return reduce(combine, brought[1:], brought[0].clone())
 
 
 class _Meeting:
     def __init__(self, workers: int, timeout_s: float) -> None:
         self.workers = workers
-        self._brought: list[Tensor] = [torch.empty(0)] * workers
-        self._combine: Callable[[Tensor, Tensor], Tensor] = torch.add
-        self._result = torch.empty(0)
+        self._brought: list[Any] = [None] * workers
+        self._combine: Callable[[list[Any]], Any] = list
+        self._result: Any = None
         self._all_here = threading.Barrier(workers, self._reduce, timeout_s)
         self._all_read = threading.Barrier(workers, timeout=timeout_s)
 
-    def meet(self, rank: int, values: Tensor, combine: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        self._brought[rank], self._combine = values, combine
+    def meet(self, rank: int, brought: Any, combine: Callable[[list[Any]], Any]) -> Any:
+        self._brought[rank], self._combine = brought, combine
         self._all_here.wait()
-        result = self._result.clone()
+        result = self._result.clone() if isinstance(self._result, Tensor) else self._result
         self._all_read.wait()
         return result
 
     def _reduce(self) -> None:
-        if len({(v.shape, v.dtype) for v in self._brought}) > 1:
-            raise RuntimeError(f"ranks brought different shapes: {[tuple(v.shape) for v in self._brought]}")
-        self._result = reduce(self._combine, self._brought[1:], self._brought[0].clone())
+        self._result = self._combine(self._brought)

@@ -65,20 +65,22 @@ class AggregatorClient:
         self._closer = weakref.finalize(self, sock.close)
 
     @classmethod
-    def connect(cls, where: Aggregator, *, session: str, workers: int, rank: int) -> AggregatorClient:
+    def connect(
+        cls, where: Aggregator, *, session: str, workers: int, rank: int, patience_s: float = CONNECT_S
+    ) -> AggregatorClient:
         """Join a job. Raises `WireLost` where nobody answers and where the aggregator refuses."""
         host, port = parse_address(where.address)
-        deadline = time.monotonic() + CONNECT_S
+        deadline = time.monotonic() + patience_s
         who = protocol.Introduction(where.job, session, workers, rank, where.timeout_s)
         sock = None
         try:
-            sock = socket.create_connection((host, port), timeout=CONNECT_S)
+            sock = socket.create_connection((host, port), timeout=patience_s)
             terms = protocol.introduce(sock, who, where.token, secrets.token_bytes(protocol.NONCE_BYTES), deadline)
             chunk_bytes, timeout_s = int(terms["chunk_bytes"]), float(terms["timeout_s"])
             if chunk_bytes < 4 or chunk_bytes % 4 or not timeout_s > 0:
                 raise ValueError(f"its terms cannot be: {terms}")
             return cls(sock, chunk_bytes=chunk_bytes, timeout_s=timeout_s)
-        except (OSError, ProtocolError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ProtocolError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             if sock is not None:
                 sock.close()
             raise WireLost(f"{where.address}: {error}") from error

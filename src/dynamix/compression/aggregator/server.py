@@ -15,6 +15,7 @@ import ipaddress
 import json
 import logging
 import secrets
+import signal
 import socket
 import threading
 import time
@@ -28,7 +29,7 @@ from dynamix.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 HANDSHAKE_S = 10.0
-_GREETINGS = 64  # handshakes at once; more connections wait in the listener's queue
+_GREETINGS = 512  # handshakes at once; one more ends the oldest, which a worker's own has left long before
 _SWEEP_S = 0.5
 _REMEMBERED = 4096  # ended sessions, which nobody can join again
 MIN_TOKEN = 16
@@ -77,7 +78,7 @@ class AggregatorServer:
         self._running: dict[tuple[str, str], AggregatedJob] = {}
         self._ended: deque[tuple[str, str]] = deque(maxlen=_REMEMBERED)
         self._counts, self._failed, self._refused = Counter[str](), Counter[str](), Counter[str]()
-        self._greetings = threading.BoundedSemaphore(_GREETINGS)
+        self._greeting: dict[socket.socket, None] = {}  # the oldest first
         self._stopping = False
         self._thread: threading.Thread | None = None
 
@@ -103,8 +104,13 @@ class AggregatorServer:
             except OSError:  # closed, or out of descriptors: then waiting may help
                 time.sleep(0 if self._stopping else 0.05)
                 continue
-            self._greetings.acquire()
-            threading.Thread(target=self._introduce, args=(sock,), daemon=True).start()
+            self._make_room()
+            self._greeting[sock] = None
+            try:
+                threading.Thread(target=self._introduce, args=(sock,), daemon=True).start()
+            except RuntimeError:  # no more threads
+                self._greeting.pop(sock, None)
+                sock.close()
 
     def close(self) -> None:
         """End all jobs and stop listening."""
@@ -151,6 +157,7 @@ class AggregatorServer:
         try:
             greet(sock, nonce, deadline)
             who, theirs = hear(sock, self._token, nonce, deadline)
+            self._greeting.pop(sock, None)  # it has said who it is: nobody takes its place any more
             if (why := self._admit(who, sock, theirs, deadline)) is not None:
                 self._refuse(sock, why, theirs, deadline)
         except ProtocolError as error:
@@ -160,7 +167,15 @@ class AggregatorServer:
                 self._refused["introduction"] += 1
             sock.close()
         finally:
-            self._greetings.release()
+            self._greeting.pop(sock, None)
+
+    def _make_room(self) -> None:
+        """Connections that say nothing keep nobody out: the oldest handshake ends where there are too many."""
+        while len(self._greeting) >= _GREETINGS:
+            oldest = next(iter(list(self._greeting)), None)
+            if oldest is not None and self._greeting.pop(oldest, 0) is None:
+                with contextlib.suppress(OSError):
+                    oldest.shutdown(socket.SHUT_RDWR)  # its thread sees the end, counts and closes
 
     def _refuse(self, sock: socket.socket, why: ProtocolError, nonce: bytes, deadline_s: float) -> None:
         with self._lock:
@@ -271,7 +286,7 @@ def is_loopback(host: str) -> bool:
 
 
 def serve(host: str, port: int, *, token_file: Path | None, limits: Limits, as_json: bool = False) -> None:
-    """The command: print the address, serve until interrupted, print what happened."""
+    """The command: print the address, serve until interrupted (^C or SIGTERM), print what happened."""
     token = ""
     if token_file is not None:
         try:
@@ -282,9 +297,10 @@ def serve(host: str, port: int, *, token_file: Path | None, limits: Limits, as_j
             raise ConfigError("token_file", str(token_file), f"{MIN_TOKEN} characters or more", "it is empty")
     logging.basicConfig(format="%(asctime)s %(message)s", level=logging.INFO)
     server = AggregatorServer(host, port, token=token, limits=limits)
-    print(json.dumps({"address": server.address}) if as_json else f"listening on {server.address}", flush=True)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what stops a service ends it as ^C does
     try:
         with contextlib.suppress(KeyboardInterrupt):
+            print(json.dumps({"address": server.address}) if as_json else f"listening on {server.address}", flush=True)
             server.serve()
     finally:
         server.close()

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dynamix.compression.aggregator.client import Aggregator, AggregatorClient
+from dynamix.compression.aggregator.client import CONNECT_S, Aggregator, AggregatorClient
 from dynamix.compression.aggregator.protocol import ADD, OR, Bytes
-from dynamix.compression.wire import Wire, WireLost
+from dynamix.compression.wire import Messages, Wire, WireLost
 from dynamix.errors import ConfigError
 
 ONE_ROUND = 512  # values up to which a second round trip would cost more than the bytes: 16 KiB
@@ -30,6 +30,10 @@ class AggregatorWire:
     def __init__(self, client: AggregatorClient, reserve: Wire) -> None:
         self.client, self.reserve = client, reserve
         self.workers, self.payload_bytes = reserve.workers, 0
+
+    @property
+    def messages(self) -> Messages:
+        return self.reserve.messages
 
     def maximum(self, values: Tensor) -> None:
         values.copy_(torch.from_numpy(maximum_by_or(values.detach().cpu().numpy(), self._or)))
@@ -58,7 +62,9 @@ class AggregatorWire:
                 values.copy_(host)
 
 
-def join(where: Aggregator, group: dist.ProcessGroup, device: torch.device) -> AggregatorClient:
+def join(
+    where: Aggregator, group: dist.ProcessGroup, device: torch.device, *, patience_s: float = CONNECT_S
+) -> AggregatorClient:
     """Connect all ranks of `group`, or none: a collective call. Raises `ConfigError` on every rank alike."""
     session = torch.frombuffer(bytearray(secrets.token_bytes(16)), dtype=torch.uint8).to(device)
     dist.broadcast(session, dist.get_global_rank(group, 0), group=group)
@@ -66,7 +72,8 @@ def join(where: Aggregator, group: dist.ProcessGroup, device: torch.device) -> A
     why = "another rank was not let in"
     try:
         name = bytes(session.tolist()).hex()
-        client = AggregatorClient.connect(where, session=name, workers=group.size(), rank=group.rank())
+        workers, rank = group.size(), group.rank()
+        client = AggregatorClient.connect(where, session=name, workers=workers, rank=rank, patience_s=patience_s)
     except WireLost as error:
         why = str(error)
     everyone = torch.tensor([client is not None], dtype=torch.uint8, device=device)
@@ -82,7 +89,7 @@ def report_loss(client: AggregatorClient) -> None:
     """One line in the log of each rank, and an end of the connection."""
     reason = client.reason or "another rank lost it"
     client.close(reason)
-    _log.warning("the aggregator is lost (%s): from this step on gradients are reduced densely", reason)
+    _log.warning("the aggregator is lost (%s): the process group forms the sums until it is back", reason)
 
 
 def maximum_by_or(values: Bytes, union: Callable[[Bytes], None]) -> Bytes:

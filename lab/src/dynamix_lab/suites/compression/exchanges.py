@@ -2,7 +2,11 @@
 
 Ours are in `dynamix.compression`; here are the others, as they are usually done, and nothing here is offered to users:
 
-dense      torch's all-reduce of float32
+dense      torch's all-reduce of float32, the whole gradient in one bucket
+dense-1mb, dense-5mb, dense-25mb   plain DDP without a hook, with buckets of so many megabytes
+sparse     plain DDP without a hook on `nn.Embedding(sparse=True)`: torch's sparse all-reduce
+bf16       gradients rounded to bfloat16 (lossy)
+index-gather   sizes, then padded 64-bit index, then padded values of nonzero rows, all-gathered: as one writes it down
 fp16       torch's `fp16_compress_hook` (lossy)
 powersgd   torch's PowerSGD of rank 4 with error feedback and warm start (lossy; Vogels et al., arXiv 1905.13727)
 topk-dense what top-k with error feedback leaves, in torch's all-reduce (lossy): only what selecting takes
@@ -19,7 +23,7 @@ union down. No streaming: a bucket's blocks go at once.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -41,10 +45,13 @@ Hook = Callable[[Any, Bucket], "Future[Tensor]"]
 AGAIN = "dense-again"  # dense once more: what differs between the two is the machine
 # what top-k leaves, sent densely: how long selecting takes. Only where top-k goes before the lossless ways
 AFTER = "topk-dense"
-BASELINES = ("dense", AGAIN, AFTER, "fp16", "powersgd", "topk", "blocks")
+BUCKETS_MB = {"dense-1mb": 1.0, "dense-5mb": 5.0, "dense-25mb": 25.0}
+PLAIN = ("sparse", *BUCKETS_MB)  # DDP as it is: no hook, so the exchange has no time of its own
+SPARSE_TENSORS = ("sparse", "gather-sparse")  # embeddings with sparse gradients
+BASELINES = ("dense", AGAIN, *BUCKETS_MB, "sparse", AFTER, "fp16", "bf16", "powersgd", "topk", "blocks", "index-gather")
 AGGREGATED = {"aggregator-compaction": "compaction", "aggregator-lhc": "lhc-one-phase"}  # what they send through it
-OURS = ("compaction", "lhc", "lhc-one-phase", "auto", *AGGREGATED)
-LOSSY = (AFTER, "fp16", "powersgd", "topk")
+OURS = ("gather", "gather-sparse", "compaction", "lhc", "lhc-one-phase", "auto", *AGGREGATED)
+LOSSY = (AFTER, "fp16", "bf16", "powersgd", "topk")
 WAYS = (*BASELINES, *OURS)
 BLOCK = 256  # elements, OmniReduce's usual block
 TOPK = 0.01
@@ -67,8 +74,18 @@ class GradientExchange:
 
     def ways(self) -> dict[int, str]:
         """Which way each bucket takes now, where that is chosen."""
+        inner = self._inner()
+        return {} if inner is None else inner.ways
+
+    def spread(self) -> dict[str, Any] | None:
+        """Which part of the gradient was not zero, over ranks, where the way has looked at that."""
+        inner = self._inner()
+        seen = [] if inner is None else list(inner.spreads.values())
+        return asdict(seen[0]) if len(seen) == 1 else None
+
+    def _inner(self) -> CompressionState | None:
         inner = self.state.hook_state if isinstance(self.state, LossyState) else self.state
-        return inner.ways if isinstance(inner, CompressionState) else {}
+        return inner if isinstance(inner, CompressionState) else None
 
 
 def make_exchange(
@@ -85,10 +102,12 @@ def make_exchange(
                  each rank. Ways that are dense or lossy by themselves do not
     aggregator   address and token of one, for the ways through it
     """
-    if name in ("dense", AGAIN):
+    if name in ("dense", AGAIN, *PLAIN):
         return GradientExchange(name, default_hooks.allreduce_hook, None)
     if name == "fp16":
         return GradientExchange(name, default_hooks.fp16_compress_hook, None)
+    if name == "bf16":
+        return GradientExchange(name, bf16_hook, None)
     if name == "powersgd":
         powersgd = powerSGD_hook.PowerSGDState(
             process_group=None, matrix_approximation_rank=RANK, start_powerSGD_iter=POWERSGD_START
@@ -100,6 +119,9 @@ def make_exchange(
         plain = GradientExchange(name, default_hooks.allreduce_hook, None)
     elif name == "blocks":
         plain = GradientExchange(name, nonzero_blocks_hook, None)
+    elif name == "index-gather":
+        widths = {m.weight.data_ptr(): m.weight.shape[1] for m in net.modules() if isinstance(m, nn.Embedding)}
+        plain = GradientExchange(name, index_gather_hook, widths)
     elif name in (*OURS, "fixed"):
         by_row = keep is None
         more: dict[str, Any] = {}
@@ -109,7 +131,7 @@ def make_exchange(
             from dynamix.compression.aggregator.client import Aggregator
 
             more["aggregator"] = Aggregator(**aggregator, job=name)
-        mode: Any = AGGREGATED.get(name, name)
+        mode: Any = AGGREGATED.get(name, name.removesuffix("-sparse"))
         state = CompressionState(mode, model=net if by_row else None, timeout=timeout, **more)
         plain = GradientExchange(name, compression_hook, state, by_row, state.statistics)
     else:
@@ -140,4 +162,38 @@ def nonzero_blocks_hook(state: dist.ProcessGroup | None, bucket: Bucket) -> Futu
     return done
 
 
+def bf16_hook(state: None, bucket: Bucket) -> Future[Tensor]:
+    """All-reduce in bfloat16; torch's own hook of that kind refuses CPUs."""
+    flat = bucket.buffer()
+    half = flat.to(torch.bfloat16).div_(dist.get_world_size())
+    work = dist.all_reduce(half, async_op=True)
+    assert work is not None
+    done: Future[Tensor] = work.get_future().then(lambda _: flat.copy_(half))
+    return done
+
+
+def index_gather_hook(widths: Mapping[int, int], bucket: Bucket) -> Future[Tensor]:
+    """All-gather index and values of nonzero rows, padded to the longest, and add them up."""
+    workers, flat = dist.get_world_size(), bucket.buffer()
+    for gradient, parameter in zip(bucket.gradients(), bucket.parameters(), strict=True):
+        table = gradient.view(-1, widths.get(parameter.data_ptr(), 1))
+        rows = (table != 0).any(1).nonzero().squeeze(1)
+        counts = [torch.zeros(1, dtype=torch.int64) for _ in range(workers)]
+        dist.all_gather(counts, torch.tensor([rows.numel()]))
+        longest = max(int(count) for count in counts)
+        index, values = rows.new_zeros(longest), table.new_zeros(longest, table.shape[1])
+        index[: rows.numel()], values[: rows.numel()] = rows, table[rows]
+        indices, added = ([torch.empty_like(own) for _ in range(workers)] for own in (index, values))
+        dist.all_gather(indices, index)
+        dist.all_gather(added, values)
+        table.zero_()
+        for theirs, rows_of_theirs in zip(indices, added, strict=True):
+            table.index_add_(0, theirs, rows_of_theirs, alpha=1 / workers)
+    done: Future[Tensor] = Future()
+    done.set_result(flat)
+    return done
+
+
+for _hook in (bf16_hook, index_gather_hook):
+    _hook.__annotations__.clear()
 nonzero_blocks_hook.__annotations__.clear()  # DDP checks them, and takes strings for wrong types

@@ -12,6 +12,7 @@ vgg19        `mnist1d-vgg19` as bundled; no zeros of its own. The lossless ways 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -51,6 +52,7 @@ class CompressionTask:
     loss: Callable[[Tensor, Tensor], Tensor]
     batch: Callable[[int], tuple[Tensor, Tensor]]
     keep: float | None = None
+    make_sparse: Callable[[int], nn.Module] | None = None  # the model with sparse gradients, where it has embeddings
 
 
 def make_job(name: str, seed: int, **options: Any) -> CompressionTask:
@@ -80,9 +82,9 @@ def _ratings(
     p, q = rng.normal(size=(users, RANK)), rng.normal(size=(items, RANK)) / np.sqrt(RANK)
     bias_user, bias_item = 0.5 * rng.normal(size=users), 0.5 * rng.normal(size=items)
 
-    def make_model(model_seed: int) -> nn.Module:
+    def make_model(model_seed: int, *, sparse: bool = False) -> nn.Module:
         with initial_weights(model_seed):
-            return Factorisation(users=users, items=items, factors=factors, sparse=False)
+            return Factorisation(users=users, items=items, factors=factors, sparse=sparse)
 
     def batch(number: int) -> tuple[Tensor, Tensor]:
         drawn = np.random.default_rng([seed, number])
@@ -92,7 +94,8 @@ def _ratings(
         rating = MEAN + bias_user[user] + bias_item[item] + taste
         return torch.from_numpy(np.stack([user, item], 1)), torch.from_numpy(rating.astype(np.float32))
 
-    return CompressionTask("ratings", make_model, adagrad, F.mse_loss, batch)
+    sparse = functools.partial(make_model, sparse=True)
+    return CompressionTask("ratings", make_model, adagrad, F.mse_loss, batch, make_sparse=sparse)
 
 
 def _cumulative(rng: np.random.Generator, n: int) -> np.ndarray[Any, np.dtype[np.float64]]:

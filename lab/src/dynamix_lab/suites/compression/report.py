@@ -27,6 +27,8 @@ _GOALS = {
     "compaction_bytes": "compaction: bytes over (index entropy + values), where most is zero: at most {goal:g}",
     "lhc_bytes": "LHC two-phase: the same: at most {goal:g}",
     "auto_time": "auto: time of an iteration over dense's (after top-k: dense's after it), each cell: at most {goal:g}",
+    "auto_best": "auto: time of an iteration over the best way's that it can take, each cell: at most {goal:g}",
+    "gather_sparse": "gather of sparse tensors: over plain sparse=True, each cell: at most {goal:g}",
     "identity": "{goal}",
 }
 _HEAD = [
@@ -60,9 +62,9 @@ def _table(cell: Mapping[str, Any]) -> Table:
                 label(name, cell["job"]),
                 f"{1e3 * way['iteration_median_s']:.1f} ({low:.1f}-{high:.1f})",
                 "1" if name == "dense" else with_interval(ratio),
-                f"{1e3 * way['exchange_median_s']:.1f}",
-                f"{way['aggregation_bytes_per_s'] / 1e6:.1f}",
-                "1" if name == "dense" else f"{1 / faster['median']:.2f}",
+                "" if way["exchange_median_s"] is None else f"{1e3 * way['exchange_median_s']:.1f}",
+                "" if way["exchange_median_s"] is None else f"{way['aggregation_bytes_per_s'] / 1e6:.1f}",
+                "1" if name == "dense" else f"{1 / faster['median']:.2f}" if faster else "",
                 "" if sent is None else f"{sent / 1e3:.1f}",
                 "" if way["payload_over_bound"] is None else f"{way['payload_over_bound']:.2f}",
                 "" if way["payload_over_bound"] is None else number(way["sent_over_bound"], 2),

@@ -23,7 +23,7 @@ from dynamix.emulator.cluster import Mechanism
 from dynamix.errors import ConfigError, EmulationError, WorkerLostError
 from dynamix.events.run_folder import commit
 from dynamix_lab.harness.suite import Cell, Context, Suite
-from dynamix_lab.suites.compression.exchanges import AFTER, AGAIN, AGGREGATED, WAYS
+from dynamix_lab.suites.compression.exchanges import AFTER, AGAIN, AGGREGATED, SPARSE_TENSORS, WAYS
 from dynamix_lab.suites.compression.jobs import AFTER_TOPK, JOBS, SPARSEST
 from dynamix_lab.suites.compression.report import markdown, page
 from dynamix_lab.suites.compression.summary import join, judge, summarise
@@ -139,7 +139,9 @@ class CompressionCell:
 
     def ways(self, plan: CompressionPlan) -> tuple[str, ...]:
         """Those of the plan that make sense for this job."""
-        return tuple(way for way in plan.ways if way != AFTER or self.job in AFTER_TOPK)
+        unfit = set() if self.job in AFTER_TOPK else {AFTER}
+        unfit |= set() if self.job == SPARSEST else set(SPARSE_TENSORS)
+        return tuple(way for way in plan.ways if way not in unfit)
 
     def config(self, plan: CompressionPlan, folder: Path) -> dict[str, Any]:
         """What its ranks are told."""

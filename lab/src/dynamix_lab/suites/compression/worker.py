@@ -1,10 +1,10 @@
 """One rank of `dynamix bench compression`: trains one model by each way in turn, and measures. `python -m ...
 CONFIG.json`.
 
-All ways share the process, the model and DDP, whose one hook passes on to the way whose turn it is; each has its own
-weights, optimizer and memory, and sees the same batches at the same of its steps. One bucket holds the whole gradient:
-the time of an exchange is then one number, and torch's PowerSGD, which chains collectives, does not get mixed up on
-gloo.
+All ways share the process. Those that differ by their hook share a model and DDP, whose one hook passes on to the way
+whose turn it is; each has its own weights, optimizer and memory, and sees the same batches at the same of its steps.
+One bucket holds the whole gradient: the time of an exchange is then one number, and torch's PowerSGD, which chains
+collectives, does not get mixed up on gloo. Ways with sparse tensors, and plain DDP, have a model of their own.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import Optimizer
 
 from dynamix_lab.statistics import balanced_order
-from dynamix_lab.suites.compression.exchanges import GradientExchange, make_exchange
+from dynamix_lab.suites.compression.exchanges import BUCKETS_MB, PLAIN, SPARSE_TENSORS, GradientExchange, make_exchange
 from dynamix_lab.suites.compression.jobs import make_job
 
 ONE_BUCKET_MB = 4096
@@ -38,10 +38,21 @@ AUTO_STEPS = 16  # auto's: it measures before it settles
 
 
 @dataclass
+class Trained:
+    """A model under DDP. `hooked`: the hook passes on to the way whose turn it is."""
+
+    net: nn.Module
+    model: DDP
+    parameters: list[nn.Parameter]
+    hooked: bool
+
+
+@dataclass
 class Entrant:
     """One way, with the weights and optimizer of its own training."""
 
     exchange: GradientExchange
+    trained: Trained
     weights: list[Tensor]
     optimizer: Optimizer
     step: int = 0
@@ -55,25 +66,16 @@ class Rank:
         self.config, self.seed = config, int(config["seed"])
         self.rank, self.workers = dist.get_rank(), dist.get_world_size()
         self.job = make_job(config["job"], self.seed, **config["options"])
-        self.net = self.job.make_model(self.seed)
-        self.parameters = list(self.net.parameters())
-        # Every rank makes the same weights from the seed: nothing to send over a slow link.
-        self.model = DDP(self.net, bucket_cap_mb=ONE_BUCKET_MB, init_sync=False)
         self._exchange_s = 0.0
-        self.current = self._entrant(make_exchange("dense", self.net))
-        self._register()
-        for _ in range(LAYOUT_STEPS):
-            self._step(self.current)
-        with torch.no_grad():
-            for p, fresh in zip(self.parameters, self.job.make_model(self.seed).parameters(), strict=True):
-                p.copy_(fresh)
+        self._models: dict[tuple[bool, float, bool], Trained] = {}
         timeout = timedelta(seconds=config["timeout_s"])
-        self.entrants = {
-            name: self._entrant(
-                make_exchange(name, self.net, keep=self.job.keep, timeout=timeout, aggregator=config.get("aggregator"))
+        self.entrants = {}
+        for name in config["ways"]:
+            trained = self._model_for(name)
+            exchange = make_exchange(
+                name, trained.net, keep=self.job.keep, timeout=timeout, aggregator=config.get("aggregator")
             )
-            for name in config["ways"]
-        }
+            self.entrants[name] = self._entrant(exchange, trained)
 
     def run(self) -> dict[str, Any]:
         """All turns of all ways; what this rank saw."""
@@ -84,22 +86,44 @@ class Rank:
                 if self.rank == 0:
                     print(f"{number} {name}", flush=True)  # the parent counts the lines
         return {
-            "dense_bytes": sum(p.nbytes for p in self.parameters),
+            "dense_bytes": sum(p.nbytes for p in next(iter(self.entrants.values())).trained.parameters),
             "ways": {
                 name: {
                     "turns": e.turns,
                     "statistics": None if e.exchange.statistics is None else e.exchange.statistics.as_dict(),
                     "chosen": e.exchange.ways(),
+                    "spread": e.exchange.spread(),
                 }
                 for name, e in self.entrants.items()
             },
         }
 
-    def _entrant(self, exchange: GradientExchange) -> Entrant:
-        weights = [p.detach().clone() for p in self.parameters]
-        return Entrant(exchange, weights, self.job.make_optimizer(self.parameters))
+    def _entrant(self, exchange: GradientExchange, trained: Trained) -> Entrant:
+        weights = [p.detach().clone() for p in trained.parameters]
+        return Entrant(exchange, trained, weights, self.job.make_optimizer(trained.parameters))
 
-    def _register(self) -> None:
+    def _model_for(self, name: str) -> Trained:
+        """The model that a way trains, its buckets laid out and its weights as they were made."""
+        sparse, plain = name in SPARSE_TENSORS, name in PLAIN
+        key = (sparse, BUCKETS_MB.get(name, ONE_BUCKET_MB), plain)
+        if key in self._models:
+            return self._models[key]
+        make = self.job.make_sparse if sparse and self.job.make_sparse is not None else self.job.make_model
+        net = make(self.seed)
+        # Every rank makes the same weights from the seed: nothing to send over a slow link.
+        model = DDP(net, bucket_cap_mb=key[1], init_sync=False)
+        trained = self._models[key] = Trained(net, model, list(net.parameters()), not plain)
+        self.current = self._entrant(make_exchange("dense", net), trained)
+        if trained.hooked:
+            self._register(model)
+        for _ in range(LAYOUT_STEPS):
+            self._step(self.current)
+        with torch.no_grad():
+            for p, fresh in zip(trained.parameters, make(self.seed).parameters(), strict=True):
+                p.copy_(fresh)
+        return trained
+
+    def _register(self, model: DDP) -> None:
         def hook(state: Any, bucket: Any) -> Future[Tensor]:
             began = time.perf_counter()
             exchange = self.current.exchange
@@ -113,11 +137,11 @@ class Rank:
             return passed_on
 
         hook.__annotations__.clear()
-        self.model.register_comm_hook(None, hook)
+        model.register_comm_hook(None, hook)
 
     def _turn(self, entrant: Entrant) -> None:
         with torch.no_grad():
-            for p, own in zip(self.parameters, entrant.weights, strict=True):
+            for p, own in zip(entrant.trained.parameters, entrant.weights, strict=True):
                 p.copy_(own)
         self.current = entrant
         losses = [self._step(entrant)["loss"] for _ in range(self._untimed(entrant))]
@@ -127,11 +151,11 @@ class Rank:
         timed = [self._step(entrant) for _ in range(self.config["steps"])]
         dist.barrier()
         after = traffic()
-        bound, nonzero = bound_bytes(self.net, by_row=entrant.exchange.by_row)
+        bound, nonzero = bound_bytes(entrant.trained.net, by_row=entrant.exchange.by_row)
         entrant.turns.append(
             {
                 "iteration_s": [step["iteration_s"] for step in timed],
-                "exchange_s": [step["exchange_s"] for step in timed],
+                "exchange_s": [step["exchange_s"] for step in timed] if entrant.trained.hooked else None,
                 "loss": losses + [step["loss"] for step in timed],
                 "sent": None if before is None or after is None else after[1] - before[1],
                 "received": None if before is None or after is None else after[0] - before[0],
@@ -140,7 +164,7 @@ class Rank:
                 "nonzero": nonzero,
             }
         )
-        entrant.weights = [p.detach().clone() for p in self.parameters]
+        entrant.weights = [p.detach().clone() for p in entrant.trained.parameters]
 
     def _untimed(self, entrant: Entrant) -> int:
         if not self.config["warm_up"]:
@@ -155,7 +179,7 @@ class Rank:
         self._exchange_s = 0.0
         began = time.perf_counter()
         entrant.optimizer.zero_grad()
-        loss = self.job.loss(self.model(inputs), targets)
+        loss = self.job.loss(entrant.trained.model(inputs), targets)
         loss.backward()
         entrant.optimizer.step()
         took = time.perf_counter() - began
@@ -202,9 +226,9 @@ def _segments(net: nn.Module, by_row: bool) -> Iterator[tuple[int, int, int]]:
         if p.grad is None:
             continue
         if id(p) in tables:
-            yield p.shape[0], int(p.grad.any(1).sum()), p.shape[1]
+            yield p.shape[0], int(p.grad.to_dense().any(1).sum()), p.shape[1]
         else:
-            items, live = items + p.numel(), live + int(torch.count_nonzero(p.grad))
+            items, live = items + p.numel(), live + int(torch.count_nonzero(p.grad.to_dense()))
     if items:
         yield items, live, 1
 

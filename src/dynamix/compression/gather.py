@@ -1,0 +1,256 @@
+"""Gather: every rank sends the items of its gradient that are not zero, and adds those of all in the order of ranks.
+
+No fixed point and no index to agree on: one small header says how much each rank brings, then index and values go from
+everyone to everyone. The sum is that of floating point in a fixed order, so it is the same on every rank and in every
+run. A rank sends its own items W - 1 times; a ring sends those of the union about twice. Above `FLAT` ranks it goes in
+two levels, and items that several ranks of a group hold travel on once.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dynamix.compression.checks import Doubt
+from dynamix.compression.kernels import compiled_for
+from dynamix.compression.wire import Messages
+from dynamix.errors import DynamixError
+
+FLAT = 8  # ranks up to which all send to all at once
+_HEADER = 3  # int64: a digest, how many bytes follow, and their sum
+_DTYPES = {torch.float16: torch.float32, torch.bfloat16: torch.float32}  # added up in
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Items of one table of a gradient: int64 (k,), ascending, none twice, below `span`; and values (k, width)."""
+
+    items: Tensor
+    values: Tensor
+    span: int
+
+    @property
+    def nbytes(self) -> int:
+        """What index and values take on the wire."""
+        return _padded(self.items.numel() * _index_type(self.span).itemsize) + _padded(self.values.nbytes)
+
+
+@dataclass(frozen=True)
+class Levels:
+    """Who sends to whom in two levels: groups of neighbours first, then one rank of each other group.
+
+    >>> levels = Levels.of(10)
+    >>> levels.groups
+    (range(0, 4), range(4, 7), range(7, 10))
+    >>> levels.beyond(9)
+    [2, 6]
+    """
+
+    groups: tuple[range, ...]
+
+    @classmethod
+    def of(cls, workers: int) -> Levels:
+        count = math.ceil(workers / math.ceil(math.sqrt(workers)))
+        least, more = divmod(workers, count)
+        starts = [group * least + min(group, more) for group in range(count + 1)]
+        return cls(tuple(range(a, b) for a, b in itertools.pairwise(starts)))
+
+    def mine(self, rank: int) -> range:
+        """The ranks of `rank`'s group."""
+        return next(group for group in self.groups if rank in group)
+
+    def beyond(self, rank: int) -> list[int]:
+        """Whose sums `rank` gets in the second level, one of each other group."""
+        place, own = rank - self.mine(rank).start, self.mine(rank)
+        return [group[place % len(group)] for group in self.groups if group is not own]
+
+    def followers(self, rank: int) -> list[int]:
+        """Who gets `rank`'s sums in the second level."""
+        ranks = range(self.groups[-1].stop)
+        return [other for other in ranks if other not in self.mine(rank) and rank in self.beyond(other)]
+
+
+@dataclass(frozen=True)
+class Brought:
+    """What has to be added up, by table and in the order of ranks; divided by the number of ranks already where
+    `divided`. `sizes`: bytes that each rank brought at first.
+    """
+
+    parts: list[list[Rows]]
+    divided: bool
+    sizes: list[int]
+
+
+def gather(tables: Sequence[Rows], wire: Messages, mark: bytes, *, levels: bool, most_bytes: float) -> Brought:
+    """Everything that must be added up for the mean over ranks of `tables`, the same tables on every rank.
+
+    mark         eight bytes; ranks with different ones get `Doubt("mixed")`, all of them
+    levels       in two levels, where there are more ranks than `FLAT`
+    most_bytes   `Doubt("full")`, on every rank, where some rank would have to send or receive more
+
+    Raises `DynamixError` for a message that is damaged: nothing is applied, and the job ends.
+    """
+    ranks, own = range(wire.workers), wire.rank
+    if not levels or wire.workers <= FLAT:
+        found, sizes = _swap(tables, wire, mark, to=ranks, of=ranks, most_bytes=most_bytes)
+        return Brought(_by_table(found), False, sizes)
+    plan = Levels.of(wire.workers)
+    near = plan.mine(own)
+    found, sizes = _swap(tables, wire, mark, to=near, of=near, most_bytes=most_bytes)
+    sums = [add_up(parts, wire.workers) for parts in _by_table(found)]
+    far, _ = _swap(sums, wire, mark, to=plan.followers(own), of=plan.beyond(own), most_bytes=math.inf)
+    return Brought(_by_table(far), True, sizes)
+
+
+def _by_table(found: Sequence[Sequence[Rows]]) -> list[list[Rows]]:
+    return [list(parts) for parts in zip(*found, strict=True)]
+
+
+def _swap(
+    tables: Sequence[Rows], wire: Messages, mark: bytes, *, to: Sequence[int], of: Sequence[int], most_bytes: float
+) -> tuple[list[list[Rows]], list[int]]:
+    """The tables of the ranks `of` and the own ones, in the order of ranks; and the bytes every rank brought."""
+    payload = _pack(tables)
+    device, ranks, own = payload.device, range(wire.workers), wire.rank
+    mine = [int.from_bytes(mark, "little", signed=True), payload.numel(), _sum_of(payload)]
+    header = torch.tensor(mine, dtype=torch.int64, device=device).view(torch.uint8)
+    empty = header.new_empty(0)
+    others = [8 * _HEADER * (rank != own) for rank in ranks]
+    heads = wire.swap([header if size else empty for size in others], others)
+    heads[own] = header
+    marks, sizes, sums = torch.stack([head.view(torch.int64) for head in heads]).cpu().T.tolist()
+    if len(set(marks)) > 1:
+        raise Doubt("mixed")
+    if _busiest(sizes) > most_bytes:
+        raise Doubt("full", sizes)
+    if all(size == 8 * len(tables) for size in sizes):  # nothing but counts, all of them zero
+        return [list(tables)], sizes
+    wanted = [sizes[rank] if rank in of and rank != own else 0 for rank in ranks]
+    came = wire.swap([payload if rank in to and rank != own else empty for rank in ranks], wanted)
+    found = []
+    for rank in ranks:
+        if rank == own:
+            found.append(list(tables))
+        elif wanted[rank]:
+            if _sum_of(came[rank]) != sums[rank]:
+                raise DynamixError(f"what rank {rank} sent was damaged on its way: nothing of it is applied")
+            found.append(_unpack(came[rank], tables, rank))
+    return found, sizes
+
+
+def _busiest(sizes: Sequence[int]) -> int:
+    """The most that one rank sends or receives when all send to all."""
+    return max((len(sizes) - 1) * max(sizes), sum(sizes) - min(sizes))
+
+
+def _pack(tables: Sequence[Rows]) -> Tensor:
+    """uint8, a multiple of eight bytes: how many items each table has, then index and values of each."""
+    device = tables[0].items.device
+    counts = torch.tensor([rows.items.numel() for rows in tables], dtype=torch.int64, device=device)
+    blocks = [counts.view(torch.uint8)]
+    for rows in tables:
+        blocks += [_block(rows.items.to(_index_type(rows.span))), _block(rows.values)]
+    return torch.cat(blocks)
+
+
+def _unpack(payload: Tensor, like: Sequence[Rows], rank: int) -> list[Rows]:
+    counts = payload[: 8 * len(like)].view(torch.int64).tolist()
+    found, at = [], 8 * len(like)
+    for count, rows in zip(counts, like, strict=True):
+        index, width = _index_type(rows.span), rows.values.shape[1]
+        sizes = (count * index.itemsize, count * width * rows.values.element_size())
+        items = payload[at : at + sizes[0]].view(index).long()
+        at += _padded(sizes[0])
+        values = payload[at : at + sizes[1]].view(rows.values.dtype).view(-1, width)
+        at += _padded(sizes[1])
+        if count and not 0 <= int(items.min()) <= int(items.max()) < rows.span:
+            raise DynamixError(f"rank {rank} sent items that the gradient does not have: do all ranks train one model?")
+        found.append(Rows(items, values, rows.span))
+    return found
+
+
+def _index_type(span: int) -> torch.dtype:
+    return torch.int32 if span <= 1 << 31 else torch.int64
+
+
+def _padded(size: int) -> int:
+    return -(-size // 8) * 8
+
+
+def _block(values: Tensor) -> Tensor:
+    flat = values.contiguous().view(-1).view(torch.uint8)
+    return torch.nn.functional.pad(flat, (0, -flat.numel() % 8))
+
+
+def _sum_of(payload: Tensor) -> int:
+    """int64 sum, wrapping around: it changes with every flipped bit."""
+    return int(payload.view(torch.int64).sum())
+
+
+def rows_not_zero(part: Tensor, width: int) -> Rows:
+    """The rows of `part`, (items * width,), in which an element is not zero. Values are copied.
+
+    >>> rows_not_zero(torch.tensor([0.0, 0.0, 0.0, 3.0]), 2).items.tolist()
+    [1]
+    """
+    table = part.view(-1, width)
+    fast = compiled_for(part) if part.dtype == torch.float32 else None
+    if fast is not None:
+        items: Tensor = fast.rows_not_zero(part, width)
+    elif part.device.type == "cpu" and width == 1 and part.dtype != torch.bfloat16:
+        items = torch.from_numpy(np.flatnonzero(part.numpy()))
+    else:
+        items = (table != 0).any(1).nonzero().squeeze(1)
+    return Rows(items, table.index_select(0, items), table.shape[0])
+
+
+def add_up(parts: Sequence[Rows], workers: int = 1) -> Rows:
+    """The sum of `parts`, each divided by `workers`, in their order. Half types are added in float32."""
+    first = parts[0]
+    dtype, span = _DTYPES.get(first.values.dtype, first.values.dtype), first.span
+    items = union_items(parts)
+    sums = first.values.new_zeros((items.numel(), first.values.shape[1]), dtype=dtype)
+    for rows in parts:
+        add_rows_(sums, torch.searchsorted(items, rows.items), rows.values.to(dtype), workers)
+    return Rows(items, sums, span)
+
+
+def union_items(parts: Sequence[Rows]) -> Tensor:
+    """int64, ascending: the items that are in any of `parts`."""
+    every, span = torch.cat([rows.items for rows in parts]), parts[0].span
+    if span > 32 * every.numel():
+        found: Tensor = torch.unique(every)
+        return found
+    marks = torch.zeros(span, dtype=torch.bool, device=every.device)
+    marks[every] = True
+    return marks.nonzero().squeeze(1)
+
+
+def add_rows_(table: Tensor, items: Tensor, values: Tensor, workers: int) -> None:
+    """Add `values`, (k, width) of the type of `table`, over `workers` to the rows `items` (none twice) of `table`."""
+    fast = compiled_for(table) if table.dtype in (torch.float32, torch.float64) else None
+    if fast is not None:
+        fast.add_rows_(table.view(-1), items, values.view(-1), table.shape[1], workers)
+    else:
+        table[items] = table[items] + values / workers
+
+
+def write_mean_(flat: Tensor, start: int, own: Tensor, brought: Brought, place: int, workers: int) -> None:
+    """Write the mean of table `place` over its rows in `flat`, from element `start` on. `own`: rows not zero here."""
+    parts = brought.parts[place]
+    span, width = parts[0].span, parts[0].values.shape[1]
+    table = flat[start : start + span * width].view(span, width)
+    divisor = 1 if brought.divided else workers
+    if table.dtype in _DTYPES:
+        sums = add_up(parts, divisor)
+        table[sums.items] = sums.values.to(table.dtype)
+        return
+    table[own] = 0.0
+    for rows in parts:
+        add_rows_(table, rows.items, rows.values, divisor)

@@ -1,0 +1,89 @@
+"""What a state holds of one bucket, and of the sparse gradients of one backward pass."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch.futures import Future
+
+from dynamix.compression.auto import Chooser
+from dynamix.compression.bucket import BucketExchange, Way
+from dynamix.compression.traffic import AGGREGATED
+
+
+@dataclass
+class BucketLine:
+    """One bucket: its layout's key, its exchange, its way or chooser, and its step."""
+
+    shapes: tuple[tuple[int, int], ...]
+    exchange: BucketExchange
+    way: Way
+    chooser: Chooser | None
+    step: int = 0
+
+    @property
+    def route(self) -> str:
+        """The way it takes now, with "aggregator-" before it where `auto` sends it there."""
+        return self.chooser.way if self.chooser else self.way
+
+    def next(self) -> tuple[str, bool]:
+        """The route of this step, and whether it must be timed."""
+        return self.chooser.next() if self.chooser else (self.way, False)
+
+    def advance(self, seconds: float | None) -> None:
+        """The step is done; `seconds` if it was timed."""
+        self.step += 1
+        if self.chooser:
+            self.chooser.record(seconds)
+
+    def again(self) -> None:
+        """Ranks disagreed, which all of them know: from one step on they count and choose alike again."""
+        self.step = 0
+        if self.chooser:
+            self.chooser = Chooser(self.chooser.candidates, budget=self.chooser.budget)
+
+
+def way_of(route: str) -> Way:
+    """The way of a route: without the aggregator."""
+    return cast(Way, route.removeprefix(AGGREGATED))
+
+
+@dataclass
+class SparsePass:
+    """Sparse gradients that wait for the last bucket of their backward pass."""
+
+    gradients: list[Tensor] = field(default_factory=list)
+    futures: list[Future[Tensor]] = field(default_factory=list)
+
+    def add(self, gradient: Tensor) -> Future[Tensor]:
+        """Its mean, once it has come."""
+        future = new_future(gradient)
+        self.gradients.append(gradient)
+        self.futures.append(future)
+        return future
+
+    def settle(self, means: list[Tensor]) -> None:
+        """All of them are there."""
+        for future, mean in zip(self.futures, means, strict=True):
+            future.set_result(mean)
+
+    def fail(self, error: Exception) -> None:
+        """Backward raises it on the user's thread."""
+        for future in self.futures:
+            future.set_exception(error)  # type: ignore[arg-type]  # torch annotates it wrongly
+
+
+def new_future(values: Tensor) -> Future[Tensor]:
+    """A future that knows of its device's streams."""
+    return Future(devices=[values.device]) if values.is_cuda else Future()
+
+
+def now(values: Tensor) -> float:
+    """Seconds, with the device idle."""
+    if values.is_cuda:
+        torch.cuda.synchronize(values.device)
+    return time.perf_counter()

@@ -1,0 +1,58 @@
+"""Over which process groups buckets travel: found per device type, whatever the back end was called at the start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import cast
+
+import torch
+import torch.distributed as dist
+
+from dynamix.compression.wire import GroupWire, find_or_method
+
+
+@dataclass(frozen=True)
+class Path:
+    """For gradients on one type of device.
+
+    chain   carries exchanges of several collectives, one at a time
+    dense   carries plain all-reduces
+    gloo    whether calls return when they are done: then exchanges go on a thread of their own
+    """
+
+    chain: GroupWire
+    dense: dist.ProcessGroup
+    gloo: bool
+
+
+def backend_on(group: dist.ProcessGroup, device: str) -> str | None:
+    """The back end of `group` for a type of device, None where it has none.
+
+    `torch.distributed.get_backend` says "undefined" or "custom" of groups with one for each device.
+    """
+    try:
+        return str(group._get_backend(torch.device(device)).name()).lower()
+    except RuntimeError:
+        return None
+
+
+def paths_of(home: dist.ProcessGroup, timeout: timedelta | None) -> dict[str, Path]:
+    """By type of device, all those that `home` serves here. A collective call."""
+    found = {}
+    for device in ("cpu", "cuda"):
+        backend = backend_on(home, device)
+        if backend is None or (device == "cuda" and not torch.cuda.is_available()):
+            continue
+        gloo = backend == "gloo"
+        chain, dense = (_gloo_like(home, timeout), _gloo_like(home, timeout)) if gloo else (home, home)
+        place = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
+        found[device] = Path(GroupWire(chain, find_or_method(chain, place)), dense, gloo and device == "cpu")
+    return found
+
+
+def _gloo_like(group: dist.ProcessGroup, timeout: timedelta | None) -> dist.ProcessGroup:
+    ranks = dist.get_process_group_ranks(group)
+    subset = len(ranks) != dist.get_world_size()
+    made = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=subset)
+    return cast(dist.ProcessGroup, made)

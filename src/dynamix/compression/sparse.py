@@ -1,0 +1,60 @@
+"""Gradients that are sparse tensors, as `nn.Embedding(sparse=True)` makes them: gathered, all of a pass at once.
+
+DDP gives each such parameter a bucket of its own. Those of one pass wait for the last bucket and travel together, so a
+model with four tables pays for one exchange. The mean has the rows of the union, coalesced.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dynamix.compression.checks import Doubt, Statistics, digest
+from dynamix.compression.gather import Rows, add_up, gather
+from dynamix.compression.wire import Messages
+from dynamix.errors import UsageError
+
+
+def mean_of_sparse(gradients: Sequence[Tensor], wire: Messages, *, statistics: Statistics) -> list[Tensor]:
+    """The means over ranks of sparse COO `gradients`, the same parameters on every rank.
+
+    Values over W are added in the order of ranks, so all ranks get the same bits. Raises `UsageError`, on every
+    rank, where shapes or types differ.
+    """
+    shapes = [(tuple(g.shape), g.sparse_dim(), str(g.dtype)) for g in gradients]
+    before, tables = wire.payload_bytes, [rows_of(g) for g in gradients]
+    try:
+        brought = gather(tables, wire, digest("sparse", shapes), levels=True, most_bytes=math.inf)
+    except Doubt as doubt:
+        raise UsageError(f"ranks reduced different sparse gradients, here {shapes}: train one model") from doubt
+    sums = [add_up(parts, 1 if brought.divided else wire.workers) for parts in brought.parts]
+    dense_bytes, sent = sum(g.numel() * g.element_size() for g in gradients), wire.payload_bytes - before
+    statistics.count("gather", dense_bytes=dense_bytes, payload_bytes=sent, buckets=len(gradients))
+    return [gradient_of(rows, like) for rows, like in zip(sums, gradients, strict=True)]
+
+
+def rows_of(gradient: Tensor) -> Rows:
+    """The rows of a sparse COO tensor, added up where it has some twice."""
+    gradient = gradient.detach().coalesce()
+    sizes = gradient.shape[: gradient.sparse_dim()]
+    items = torch.zeros_like(gradient.indices()[0])
+    for index, size in zip(gradient.indices(), sizes, strict=True):
+        items = items * size + index
+    values = gradient.values()
+    width = values[0].numel() if values.shape[0] else math.prod(gradient.shape[gradient.sparse_dim() :])
+    return Rows(items, values.reshape(-1, width), math.prod(sizes))
+
+
+def gradient_of(rows: Rows, like: Tensor) -> Tensor:
+    """The sparse COO tensor of `like`'s shape and type that has these rows."""
+    sizes = like.shape[: like.sparse_dim()]
+    indices, rest = [], rows.items
+    for size in reversed(sizes):
+        indices.append(rest % size)
+        rest = rest // size
+    values = rows.values.to(like.dtype).view(-1, *like.shape[like.sparse_dim() :])
+    index = torch.stack(indices[::-1])
+    return torch.sparse_coo_tensor(index, values, like.shape, is_coalesced=True, check_invariants=False)

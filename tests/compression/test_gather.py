@@ -1,0 +1,189 @@
+"""Gathered means: exact sums in the order of ranks, the same on every rank, dense or sparse, flat or in two levels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from dynamix.compression import Layout, LocalWire, Statistics, kernels
+from dynamix.compression.gather import FLAT, Levels
+from dynamix.compression.sparse import mean_of_sparse
+from dynamix.errors import DynamixError, UsageError
+from tests.compression.local import exchange, in_threads
+
+LAYOUT = Layout.of([(700, 1), (40, 24), (3, 1)])
+
+
+def _ordered_mean(inputs: Sequence[Tensor], groups: Sequence[range] | None = None) -> Tensor:
+    """x / W, added in the order of ranks; first within groups, where there are some."""
+    wide = [x.float() if x.dtype in (torch.float16, torch.bfloat16) else x for x in inputs]
+    sums = []
+    for group in groups or [range(len(inputs))]:
+        total = torch.zeros_like(wide[0])
+        for rank in group:
+            total = total + wide[rank] / len(inputs)
+        sums.append(total)
+    total = torch.zeros_like(wide[0])
+    for one in sums:
+        total = total + one
+    return (sums[0] if len(sums) == 1 else total).to(inputs[0].dtype)
+
+
+def _inputs(workers: int, density: float, seed: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shape = (workers, LAYOUT.elements)
+    keep = torch.rand(shape, generator=generator) < density
+    keep[seed % workers] &= bool(seed % 3)  # a rank that brings nothing
+    return list((torch.randn(shape, generator=generator) * keep).to(dtype))
+
+
+@given(workers=st.sampled_from([1, 2, 3, 4, 8]), density=st.floats(0, 0.2), seed=st.integers(0, 1 << 20))
+@settings(max_examples=80, deadline=None)
+def test_the_mean_is_the_sum_in_the_order_of_ranks(workers: int, density: float, seed: int) -> None:
+    inputs = _inputs(workers, density, seed)
+    results, statistics = exchange(inputs, "gather", LAYOUT, steps=2)
+    assert all(torch.equal(result, _ordered_mean(inputs)) for result in results)
+    assert all(s.dense_after == statistics[0].dense_after for s in statistics)
+
+
+@pytest.mark.parametrize("workers", [9, 10, 13, 16, 17])
+def test_above_eight_ranks_it_goes_in_two_levels_and_stays_there_while_rows_are_shared(workers: int) -> None:
+    one = _inputs(1, 0.005, 1)[0]
+    inputs = [one * (rank + 1) / 7 for rank in range(workers)]  # the same rows on all
+    results, statistics = exchange(inputs, "gather", LAYOUT, steps=3)
+    assert statistics[0].buckets == {"gather": 3}
+    assert all(torch.equal(result, _ordered_mean(inputs, Levels.of(workers).groups)) for result in results)
+
+
+def test_two_levels_send_less_where_rows_are_shared() -> None:
+    one = torch.zeros(20_000)
+    one[::100] = 1.0
+    _, statistics = exchange([one] * 16, "gather", Layout.of([(20_000, 1)]))
+    sent = statistics[0].payload_bytes * 30 / 16
+    assert sent < 0.5 * 15 * 200 * 8, "in one level each of 15 ranks would get 200 indices and values"
+
+
+def test_a_union_of_different_rows_goes_in_one_level_from_the_second_step_on() -> None:
+    inputs = [torch.zeros(LAYOUT.elements) for _ in range(12)]
+    for rank, flat in enumerate(inputs):
+        flat[rank * 50 : rank * 50 + 10] = 0.1 * (rank + 1)
+    results, _ = exchange(inputs, "gather", LAYOUT, steps=2)
+    assert all(torch.equal(result, _ordered_mean(inputs)) for result in results)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("compiled", [True, False])
+def test_other_types(dtype: torch.dtype, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not compiled:
+        monkeypatch.setattr(kernels, "available", lambda: False)
+    inputs = _inputs(3, 0.01, 4, dtype)
+    results, _ = exchange(inputs, "gather", LAYOUT)
+    assert results[0].dtype == dtype
+    assert all(torch.equal(result, _ordered_mean(inputs)) for result in results)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_finite_reaches_all_ranks_without_a_dense_exchange(bad: float) -> None:
+    inputs = _inputs(3, 0.01, 4)
+    inputs[1][[5, 800]] = bad
+    results, statistics = exchange(inputs, "gather", LAYOUT)
+    assert statistics[0].buckets == {"gather": 1}
+    assert all(not torch.isfinite(result[[5, 800]]).any() for result in results)
+    assert all(torch.equal(r.nan_to_num(7.0), _ordered_mean(inputs).nan_to_num(7.0)) for r in results)
+
+
+def test_a_gradient_without_zeros_goes_dense_as_that_sends_less() -> None:
+    inputs = _inputs(4, 1.1, 1)
+    results, statistics = exchange(inputs, "gather", LAYOUT)
+    assert all(s.dense_after == {"full": 1} for s in statistics)
+    torch.testing.assert_close(results[0], torch.stack(inputs).mean(0), rtol=1e-6, atol=1e-7)
+
+
+class Damaged(LocalWire):
+    """Flips a bit in the longest message that this rank receives."""
+
+    def __init__(self, wire: LocalWire) -> None:
+        super().__init__(wire._shared, wire.rank)
+
+    def swap(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+        found = super().swap(parts, sizes)
+        if max(sizes) > 100:
+            found[sizes.index(max(sizes))][17] ^= 4
+        return found
+
+
+def test_a_damaged_message_ends_the_job_and_is_not_applied() -> None:
+    wires: list[LocalWire] = LocalWire.make(3, timeout_s=5)
+    wires[1] = Damaged(wires[1])
+    with pytest.raises(DynamixError, match="damaged"):
+        exchange(_inputs(3, 0.01, 1), "gather", LAYOUT, wires=wires)
+
+
+# sparse tensors
+
+
+def _sparse(rank: int, seed: int, rows: int = 50, width: tuple[int, ...] = (4,)) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * seed + rank)
+    count = 0 if (seed + rank) % 3 == 0 else int(torch.randint(0, 12, (), generator=generator))
+    index = torch.randint(0, rows, (1, count), generator=generator)  # some twice
+    values = torch.randn((count, *width), generator=generator)
+    return torch.sparse_coo_tensor(index, values, (rows, *width), check_invariants=True)
+
+
+@given(workers=st.sampled_from([1, 2, 3, 5, 9]), seed=st.integers(0, 1000), tables=st.integers(1, 4))
+@settings(max_examples=60, deadline=None)
+def test_sparse_gradients_of_a_pass_are_gathered_together(workers: int, seed: int, tables: int) -> None:
+    def gradients(rank: int) -> list[Tensor]:
+        return [_sparse(rank, seed + 7 * table, width=((4,), (), (2, 3))[table % 3]) for table in range(tables)]
+
+    def reduce(rank: int, wire: Any) -> list[Tensor]:
+        return mean_of_sparse(gradients(rank), wire, statistics=Statistics())
+
+    found = in_threads(LocalWire.make(workers, timeout_s=20), reduce)
+    for table in range(tables):
+        dense = [gradients(rank)[table].to_dense() for rank in range(workers)]
+        want = _ordered_mean(dense, Levels.of(workers).groups if workers > FLAT else None)
+        touched = torch.cat([gradients(rank)[table].coalesce().indices()[0] for rank in range(workers)]).unique()
+        for means in found:
+            assert means[table].is_coalesced()
+            assert torch.equal(means[table].to_dense(), want)
+            assert torch.equal(means[table].indices()[0], touched)
+
+
+def test_two_sparse_dimensions() -> None:
+    def reduce(rank: int, wire: Any) -> Tensor:
+        index = torch.tensor([[0, 2], [rank, 4]])
+        gradient = torch.sparse_coo_tensor(index, torch.tensor([1.0, 2.0]), (3, 5), check_invariants=True)
+        return mean_of_sparse([gradient], wire, statistics=Statistics())[0]
+
+    first, second = in_threads(LocalWire.make(2, timeout_s=20), reduce)
+    assert torch.equal(first.to_dense(), second.to_dense())
+    assert first.to_dense()[2, 4] == 2.0
+    assert first.to_dense()[0, :2].tolist() == [0.5, 0.5]
+
+
+def test_ranks_with_different_tables_are_refused_all_of_them() -> None:
+    def reduce(rank: int, wire: Any) -> str:
+        try:
+            mean_of_sparse([_sparse(rank, 1, rows=50 + rank)], wire, statistics=Statistics())
+        except UsageError as error:
+            return str(error)
+        return "went through"
+
+    assert all("train one model" in said for said in in_threads(LocalWire.make(2, timeout_s=20), reduce))
+
+
+@given(workers=st.integers(1, 70))
+def test_in_two_levels_everybody_gets_every_group_once(workers: int) -> None:
+    levels = Levels.of(workers)
+    assert [rank for group in levels.groups for rank in group] == list(range(workers))
+    for rank in range(workers):
+        got = [levels.mine(rank), *(levels.mine(other) for other in levels.beyond(rank))]
+        assert sorted(group.start for group in got) == [group.start for group in levels.groups]
+        assert all(rank in levels.followers(other) for other in levels.beyond(rank))

@@ -1,0 +1,192 @@
+"""Sparse gradients and mistakes on real gloo ranks: the union gradient exactly, one state a model, ranks alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, TensorDataset
+
+import dynamix
+from dynamix.compression import CompressionState, compression_hook
+from dynamix.compression.path import backend_on
+from dynamix.errors import ConfigError, StateError, UsageError
+from dynamix.runtime.gradients import GradientHook
+from tests.ranks import run_ranks
+
+ROWS = 200
+
+
+class Recommender(nn.Module):
+    """Two tables under eight layers: ten buckets with small ones."""
+
+    def __init__(self, *, sparse: bool) -> None:
+        super().__init__()
+        self.users, self.items = (nn.Embedding(ROWS, 8, sparse=sparse) for _ in range(2))
+        self.layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(8)))
+
+    def forward(self, pairs: Tensor) -> Tensor:
+        out: Tensor = self.layers(self.users(pairs[:, 0]) * self.items(pairs[:, 1]))
+        return out.sum(1)
+
+
+def _pairs(count: int, seed: int) -> Tensor:
+    return torch.randint(0, ROWS, (count, 2), generator=torch.Generator().manual_seed(seed))
+
+
+def _union_gradient(rank: int) -> float:
+    """Unequal shares under the controller: the largest relative error to the gradient of all samples at once."""
+    torch.manual_seed(0)
+    net, whole = Recommender(sparse=True).double(), Recommender(sparse=False).double()
+    whole.load_state_dict(net.state_dict())
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    controller = dynamix.Controller("static", batch_size=6, interval=100, global_batch="adaptive")
+    data = TensorDataset(
+        _pairs(6 * dist.get_world_size() * 4 + 7, 0), torch.arange(6.0 * dist.get_world_size() * 4 + 7)
+    )
+    sampler = controller.batch_sampler(data, seed=0)
+    state = CompressionState("gather", model=net)
+    model = controller.wrap(DDP(net, bucket_cap_mb=0.0002), optimizer, hook=compression_hook, hook_state=state)
+    worst = 0.0
+    for pairs, numbers in DataLoader(data, batch_sampler=sampler):
+        (model(pairs) * numbers.double()).mean().backward()
+        everybodys: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everybodys, (pairs, numbers))
+        whole.load_state_dict(net.state_dict())
+        whole.zero_grad()
+        x, y = (torch.cat([one[i] for one in everybodys]) for i in range(2))
+        (whole(x) * y.double()).mean().backward()
+        for mine, theirs in zip(net.parameters(), whole.parameters(), strict=True):
+            assert mine.grad is not None
+            assert theirs.grad is not None
+            found = mine.grad.to_dense()
+            worst = max(worst, float((found - theirs.grad).norm() / (theirs.grad.norm() + 1e-30)))
+        optimizer.step()
+        optimizer.zero_grad()
+        controller.step()
+    controller.close()
+    assert state.statistics.buckets["gather"] > 4
+    return worst
+
+
+def _trained(mode: str, *, sparse: bool, steps: int, rank: int, change: Any = None) -> tuple[Tensor, CompressionState]:
+    torch.manual_seed(0)
+    net = Recommender(sparse=sparse)
+    model = DDP(net, bucket_cap_mb=0.0002)
+    state = CompressionState(mode, model=net, min_bytes=1)  # type: ignore[arg-type]
+    model.register_comm_hook(state, compression_hook)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    for step in range(steps):
+        if change is not None:
+            change(state, step)
+        model(_pairs(0 if (step + rank) % 5 == 0 else 4, 100 * step + rank)).square().sum().mul(0.25).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return torch.cat([p.detach().flatten() for p in net.parameters()]), state
+
+
+def _load_on_first(rank: int) -> Any:
+    def change(state: CompressionState, step: int) -> None:
+        if step == 12 and rank == 0:
+            state.load_state_dict({"settings": [state.mode, 0], "steps": {0: 3}})
+
+    return change
+
+
+def _everything(rank: int) -> dict[str, Any]:
+    found: dict[str, Any] = {"error": _union_gradient(rank)}
+    for mode, steps in (("gather", 20), ("auto", 70), ("compaction", 20)):
+        dense, _ = _trained("dense", sparse=False, steps=steps, rank=rank)
+        for sparse in (True, False):
+            weights, state = _trained(mode, sparse=sparse, steps=steps, rank=rank, change=_load_on_first(rank))
+            found[f"{mode} {sparse}"] = (weights, dict(state.statistics.buckets), state.ways)
+            assert not state.statistics.dense_after["mixed"]
+            torch.testing.assert_close(weights, dense, rtol=0, atol=1e-4)
+    return found
+
+
+@pytest.mark.multiproc
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("workers", [2, 3, 4])
+def test_ragged_sparse_and_dense_gradients_give_the_union_gradient_on_all_ranks_alike(workers: int) -> None:
+    """A checkpoint loaded in mid-run on one rank only changes nothing; `auto` switches in mid-run, on all alike."""
+    results = run_ranks(_everything, workers, timeout_s=180)
+    for result in results:
+        assert result["error"] < 1e-12
+    for name in results[0]:
+        if name == "error":
+            continue
+        weights, buckets, ways = results[0][name]
+        assert all(torch.equal(result[name][0], weights) for result in results)
+        assert all(result[name][1:] == (buckets, ways) for result in results)
+        assert name.startswith("auto") or len(ways) >= 8
+
+
+def _mistakes(rank: int) -> dict[str, Any]:
+    found = {}
+    net, second = Recommender(sparse=False), Recommender(sparse=False)
+
+    def train(model: nn.Module) -> str:
+        try:
+            model(_pairs(4, rank)).sum().backward()
+        except (UsageError, RuntimeError) as error:
+            return str(error)
+        return "went through"
+
+    for given in (net, None):
+        state = CompressionState("compaction", model=given)
+        models = [DDP(one) for one in (net, second)]
+        for model in models:
+            model.register_comm_hook(state, compression_hook)
+        found[f"two models, {given is not None}"] = [train(models[0]), train(models[0]), train(models[1])]
+    alone = [dist.new_group([one]) for one in range(2)][rank]
+    try:
+        nobody: Any = None
+        GradientHook(alone, nobody, nobody, compression_hook, CompressionState())
+    except UsageError as error:
+        found["another group"] = str(error)
+    try:
+        CompressionState("compaction", seed=rank)
+    except ConfigError as error:
+        found["seeds"] = str(error)
+    try:
+        CompressionState("compaction", model=net if rank else None)
+    except ConfigError as error:
+        found["model on one rank"] = str(error)
+    try:
+        CompressionState("lhc").load_state_dict({"settings": ["compaction", 0]})
+    except StateError as error:
+        found["another mode"] = str(error)
+    return found
+
+
+@pytest.mark.multiproc
+def test_mistakes_are_named() -> None:
+    for found in run_ranks(_mistakes, 2):
+        for name in ("two models, True", "two models, False"):
+            assert found[name][:2] == ["went through"] * 2
+            assert "one CompressionState for each model" in found[name][2]
+        assert "process_group=" in found["another group"]
+        assert "the same on every rank" in found["seeds"]
+        assert "the same on every rank" in found["model on one rank"]
+        assert "written with mode" in found["another mode"]
+
+
+def _with_backend(rank: int, backend: str | None, store: str) -> dict[str, Any]:
+    dist.destroy_process_group()
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=2)
+    weights, state = _trained("compaction", sparse=True, steps=5, rank=rank)
+    return {"weights": weights, "buckets": dict(state.statistics.buckets), "on": backend_on(state.process_group, "cpu")}
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize("backend", [None, "cpu:gloo"])
+def test_whatever_the_back_end_was_called(backend: str | None, tmp_path: Any) -> None:
+    one, other = run_ranks(_with_backend, 2, backend, str(tmp_path / "store"))
+    assert torch.equal(one["weights"], other["weights"])
+    assert one["on"] == "gloo"
+    assert one["buckets"]["compaction"] > 10
