@@ -15,6 +15,7 @@ from dynamix.data.cutting import NO_LIMIT
 from dynamix.data.plan import Cursor, Group, Piece, StepPlan, pieces_of
 from dynamix.data.reader import BatchReader, reader_of
 from dynamix.errors import ConfigError, DynamixError, StateError, UsageError
+from dynamix.window import Ints
 
 
 class SampleOrder(ABC):
@@ -69,6 +70,8 @@ class SampleOrder(ABC):
         self._consuming = threading.Lock()
         self._ahead = self._behind = self._saved = Cursor(0, 0, 0, np.zeros(world_size, dtype=np.int64))
         self.micro_batch: int | None = None  # most samples of a piece; None: a share of a micro-step is one
+        # Ranks step apart where an allocation has as many samples; None: never. Above 0 only such shares are cut.
+        self.apart_from: int | None = None
         self._pending: deque[tuple[Piece, Cursor]] = deque()  # where the loop stands once the piece is consumed
         self.batches_issued = self.batches_consumed = 0  # pieces of this rank
         self._round = 0  # a new number for every iteration, so that an abandoned iterator cannot go on
@@ -78,7 +81,11 @@ class SampleOrder(ABC):
         self._began = 0  # batches consumed when the iteration under way began
         self._loaded = False
         self.meets_early = False  # ranks may meet before their shares are done: `meet` says where that is
+        self.draws_alike = True  # whether ranks' samples are as if drawn from the same
         self._hold = False  # a finished epoch that the user asked for by name is not run again
+        self._opened = 0  # batches consumed when the epoch under way began
+        self._told = set[int]()  # batches of an epoch, as somebody was told who asked at the beginning of one
+        self.placeholder: Callable[[Any], Any] | None = None  # what the loop gets in place of a batch that is none
 
     @property
     def issued(self) -> int:
@@ -126,6 +133,12 @@ class SampleOrder(ABC):
         return self.micro_batch is not None and not self._behind.finished and self.batches_consumed > self._began
 
     @property
+    def left_early(self) -> bool:
+        """Whether a new iteration would leave an epoch of which this rank has consumed a part."""
+        now = self._behind
+        return self.abandons or (now.position > 0 and not now.finished and self.batches_consumed > self._began)
+
+    @property
     def exhausted(self) -> bool:
         """Whether every batch of the epoch has been issued."""
         return self._ahead.finished
@@ -147,6 +160,21 @@ class SampleOrder(ABC):
             return 1.0
         length = self._epoch_length()
         return float("nan") if length is None else min(self._behind.position / max(length, 1), 1.0)
+
+    @property
+    def cut_short(self) -> int:
+        """Samples that are left where the epoch has had as many batches as somebody was told it has; else 0.
+
+        A loop that ends there does so for that number, which no longer held when sizes moved.
+        """
+        done, length = self.batches_consumed - self._opened, self._epoch_length()
+        if self._behind.finished or length is None or done not in self._told:
+            return 0
+        return length - self._behind.position
+
+    def handed_on(self) -> Piece:
+        """The batch that the loop was given last."""
+        return self._pending[self.batches_delivered - self.batches_consumed - 1][0]
 
     def _epoch_length(self) -> int | None:
         """Samples of an epoch over all ranks, where that is known before its end."""
@@ -206,6 +234,7 @@ class SampleOrder(ABC):
 
     def _start_epoch(self, epoch: int) -> None:
         self._behind = self._saved = self._following(self._behind, epoch)
+        self._opened = self.batches_consumed
         self._rewind()
 
     def _following(self, now: Cursor, epoch: int) -> Cursor:
@@ -280,13 +309,13 @@ class SampleOrder(ABC):
     def _cut(self, plan: StepPlan, before: Cursor) -> list[Piece]:
         """This rank's pieces of a micro-step that began at `before`. They are pending from now on."""
         mine = int(plan.counts[self.rank])
-        if self.micro_batch is None:
+        if (most := self.most_of_piece(apart=plan.apart)) is None:
             group, micro = plan.group[:, self.rank], plan.micro
             following = int(group[micro + 1]) if micro + 1 < self.accumulate else 0
             share = mine if self.accumulate == 1 else int(group.sum())
             pieces = [Piece(plan, micro, self.accumulate, mine, 0, following, share, by_size=False)]
         else:
-            sizes = pieces_of(mine, self.micro_batch)
+            sizes = pieces_of(mine, most)
             ends = np.cumsum(sizes).tolist()
             then = zip(sizes, ends, [*sizes[1:], 0], strict=True)
             pieces = [
@@ -296,6 +325,14 @@ class SampleOrder(ABC):
         after = self._ahead  # a round of which not all is consumed is not begun
         self._pending.extend((piece, before if piece is not pieces[-1] else after) for piece in pieces)
         return pieces
+
+    def steps_apart(self, sizes: Ints) -> bool:
+        """Whether ranks step apart in rounds of an allocation (W,)."""
+        return self.apart_from is not None and int(sizes.sum()) >= self.apart_from
+
+    def most_of_piece(self, *, apart: bool) -> int | None:
+        """Most samples of this rank's pieces of a round; None: its share is one."""
+        return self.micro_batch if apart or not self.apart_from else None
 
     def _require_current(self, number: int) -> None:
         if number != self._round:
@@ -337,6 +374,9 @@ class SampleOrder(ABC):
             micro=now.micro,
             regular=group.regular[now.micro],
             last=done and group.final,
+            apart=self.steps_apart(group.sizes),
+            work=group.work,
+            order=None if group.cuts is None else group.cuts[now.micro].samples,
         )
         self._ahead = Cursor(
             epoch=now.epoch,

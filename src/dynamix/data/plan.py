@@ -1,9 +1,12 @@
 """What is done next: a step as all ranks plan it, one rank's pieces of it, and where the next step begins."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import cached_property
 
-from dynamix.window import Ints
+import numpy as np
+
+from dynamix.data.lengths import CutRound
+from dynamix.window import Floats, Ints
 
 
 @dataclass(frozen=True)
@@ -16,8 +19,11 @@ class StepPlan:
     counts    (W,) samples per rank really used; 0: this rank gets a flagged placeholder batch
     group     (A, W) counts of all micro-steps of this optimizer step
     micro     0..A-1 within the optimizer step
-    regular   counts equal the allocation in force (False at the end of an epoch that they do not divide)
+    regular   what was dealt equals the allocation in force (False at the end of an epoch that they do not divide)
     last      last micro-step of the epoch
+    apart     every piece of it is an optimizer step of its rank's own, and ranks meet over parameters after it
+    work      (A, W) what the samples of `group` cost, in samples of mean cost; None where that is not known
+    order     (N,) indices of the micro-step's samples, rank by rank; None: as they come in the epoch's order
     """
 
     index: int
@@ -28,11 +34,20 @@ class StepPlan:
     micro: int
     regular: bool
     last: bool
+    apart: bool = False
+    work: Floats | None = None
+    order: Ints | None = None
 
     @cached_property
     def samples(self) -> int:
         """Samples of this optimizer step, of all ranks and micro-steps."""
         return int(self.group.sum())
+
+    def dealt_to(self, rank: int) -> tuple[float, float] | None:
+        """Samples of this rank in the optimizer step, and what they cost; None where that is not known."""
+        if self.work is None:
+            return None
+        return float(self.group[:, rank].sum()), float(self.work[:, rank].sum())
 
     @property
     def first(self) -> bool:
@@ -74,23 +89,36 @@ class Group:
     """One optimizer step as planned: counts (A, W), the allocation (W,) they come from, whether the epoch ends.
 
     total     samples of a micro-step (A,)
-    regular   whether a micro-step's counts equal the allocation (A,)
+    regular   whether what is dealt in a micro-step equals the allocation (A,)
+    cuts      where samples are cut by what they cost, each micro-step (A,); a rank's count is then not its share
     """
 
     counts: Ints
     sizes: Ints
     final: bool
-    total: tuple[int, ...] = field(init=False)
-    regular: tuple[bool, ...] = field(init=False)
+    total: tuple[int, ...]
+    regular: tuple[bool, ...]
+    cuts: tuple[CutRound, ...] | None = None
+
+    @classmethod
+    def of(cls, counts: Ints, sizes: Ints, final: bool) -> "Group":
+        """Shares `counts` that are dealt as they are."""
+        total, regular = counts.sum(1).tolist(), (counts == sizes).all(1).tolist()
+        return cls(counts, sizes, final, tuple(total), tuple(regular))
+
+    def cut(self, cuts: list[CutRound]) -> "Group":
+        """The same samples, cut otherwise."""
+        return replace(self, counts=np.stack([cut.counts for cut in cuts]), cuts=tuple(cuts))
 
     @property
     def samples(self) -> int:
         """Of all micro-steps and ranks."""
         return sum(self.total)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "total", tuple(self.counts.sum(1).tolist()))
-        object.__setattr__(self, "regular", tuple((self.counts == self.sizes).all(1).tolist()))
+    @property
+    def work(self) -> Floats | None:
+        """What the counts cost, in samples of mean cost (A, W); None where that is not known."""
+        return None if self.cuts is None else np.stack([cut.work for cut in self.cuts])
 
 
 @dataclass(frozen=True, slots=True)

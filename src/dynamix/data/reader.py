@@ -70,7 +70,11 @@ def reader_of(sampler: object) -> BatchReader:
             break
         told = frame.f_locals
         caller, loader = told.get("self"), told.get("loader")
-        if isinstance(caller, TorchBatchSampler) and caller.sampler is sampler:
+        if isinstance(caller, TorchBatchSampler) and getattr(caller, "batch_sampler", None) is sampler:
+            kind = type(caller).__name__
+            fix = "leave it out of prepare(), or write dynamix.integrations.accelerate.prepare(...)"
+            raise UsageError(f"{kind} would share the controller's batches out among the ranks a second time: {fix}")
+        if isinstance(caller, TorchBatchSampler) and getattr(caller, "sampler", None) is sampler:
             fix = "write DataLoader(dataset, batch_sampler=sampler, ...), without batch_size, shuffle and drop_last"
             raise UsageError(f"DataLoader(sampler=...) would make batches of whole batches: {fix}")
         if isinstance(loader, DataLoader) and hasattr(caller, "_num_yielded"):

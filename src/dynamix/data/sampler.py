@@ -11,6 +11,7 @@ from torch.utils.data import Sampler
 
 from dynamix.data.allocations import Allocations
 from dynamix.data.cutting import RULES_VERSION, is_regular, next_group, whole_epoch
+from dynamix.data.lengths import SampleCosts
 from dynamix.data.order import SampleOrder, require_equal
 from dynamix.data.plan import Cursor, Group, StepPlan, pieces_of
 from dynamix.data.reader import Asking
@@ -48,6 +49,8 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
     partition      "stream", or "contiguous": each rank reads its own region of the epoch's order, cut anew
                    by share every epoch (DBS, arXiv 2007.11831, section 3); allocations then apply at epoch ends only
     low, high      bounds per micro-step, a number or (W,); None: no upper bound on what the end of an epoch adds
+    costs          of the samples: a step's samples are then cut such that each rank's *cost* is in proportion to its
+                   size. Which samples a step has does not change. Not with partition="contiguous"
     before_issue   called with the micro-step index before each optimizer step is planned; may block and may schedule
 
     Iterating again in the middle of an epoch goes on from the last consumed step; after a finished epoch it begins
@@ -72,6 +75,7 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
         partition: Partition = "stream",
         low: ArrayLike = 1,
         high: ArrayLike | None = None,
+        costs: SampleCosts | None = None,
         before_issue: Callable[[int], None] | None = None,
     ) -> None:
         super().__init__(
@@ -83,6 +87,9 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
             high=high,
             before_issue=before_issue,
         )
+        if costs is not None and partition != "stream":
+            fix = "leave lengths out, or use partition='stream'"
+            raise ConfigError("partition", partition, "'stream' where lengths are given", fix)
         if partition not in ("stream", "contiguous"):
             raise ConfigError("partition", partition, "'stream' or 'contiguous'", "check the spelling")
         needed = accumulate * int(allocations.at(allocations.begin).sum())
@@ -94,12 +101,18 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
                 "lower batch_size or accumulate, or use a larger data set",
             )
         self.dataset_size, self.seed, self.shuffle, self.partition = dataset_size, seed, shuffle, partition
+        self.costs, self.draws_alike = costs, costs is None or not costs.padded
         self._cuts: list[dict[str, list[int]]] = []  # of this epoch, at earlier world sizes or at early meetings
         self._regions: Regions | None = None
         self._order: tuple[int, Ints] | None = None
         self._unused: tuple[StepPlan, Ints] | None = None  # of the last meeting, and what of it ranks had left (W,)
         self._usual: Group | None = None  # the last ordinary optimizer step
         self.goes_on_ahead = partition == "stream"  # regions are those of the epoch being consumed
+
+    @property
+    def compares(self) -> bool:
+        """Whether all ranks' batches are drawn alike, and cut alike, so that figures of theirs can be compared."""
+        return self.shuffle and self.draws_alike and self.partition == "stream" and self.micro_batch is None
 
     def __iter__(self) -> Iterator[list[int]]:
         number = self._begin()
@@ -110,6 +123,16 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
 
         An estimate: policies change the allocation, and with it the number of steps.
         """
+        left = self._batches_left()
+        if self._behind.position == 0 or self._behind.finished:
+            self._told.add(left)
+        return left
+
+    def epoch_steps(self, sizes: Ints) -> int:
+        """Micro-steps of a whole epoch under an allocation (W,)."""
+        return self.accumulate * self._whole_epoch(0, sizes)[0]
+
+    def _batches_left(self) -> int:
         now = self._behind
         position, rest = 0 if now.finished else now.position, 0
         if now.group is not None:
@@ -117,8 +140,8 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
             position += int(now.group.counts[now.micro :].sum())
         sizes = self._regions.sizes if self._regions and not now.finished else self.allocations.at(now.index)
         groups, _ = self._whole_epoch(position, sizes)
-        if self.micro_batch is not None:
-            return groups * len(pieces_of(int(sizes[self.rank]), self.micro_batch))
+        if (most := self.most_of_piece(apart=self.steps_apart(sizes))) is not None:
+            return groups * len(pieces_of(int(sizes[self.rank]), most))
         return rest + groups * self.accumulate
 
     def shares(self) -> list[list[int]]:
@@ -130,8 +153,8 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
         if self.partition != "stream":
             raise UsageError('shares() needs partition="stream": with regions no two ranks read one order')
         plan = self.plan()
-        order = self._epoch_order(plan.epoch)
-        ends = plan.start + np.cumsum(plan.counts)
+        order, start = self._dealt(plan)
+        ends = start + np.cumsum(plan.counts)
         return [order[end - count : end].tolist() for end, count in zip(ends, plan.counts, strict=True)]
 
     def state_dict(self) -> dict[str, Any]:
@@ -143,6 +166,7 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
             "seed": self.seed,
             "shuffle": self.shuffle,
             "partition": self.partition,
+            "lengths": "" if self.costs is None else self.costs.checksum,
             "cuts": [dict(cut) for cut in cuts],
             "regions": self._regions_state(),
             "unused": unused.tolist(),
@@ -180,7 +204,8 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
     def identity(self) -> dict[str, Any]:
         named = ("dataset_size", "seed", "shuffle", "partition", "epoch", "consumed")
         state = self.state_dict()
-        return {name: state.pop(name) for name in named} | state
+        padded = {} if self.costs is None else {"padded": self.costs.padded}
+        return {name: state.pop(name) for name in named} | state | padded
 
     def _regions_state(self) -> dict[str, Any] | None:
         """The regions that this epoch has begun to read; None where a load may cut them anew."""
@@ -199,6 +224,12 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
         require_equal(
             state, dataset_size=self.dataset_size, seed=self.seed, shuffle=self.shuffle, partition=self.partition
         )
+        lengths = state["lengths"]
+        if lengths and self.costs is not None and lengths != self.costs.checksum:
+            raise StateError(
+                f"lengths have the checksum {lengths} in the checkpoint, {self.costs.checksum} here: they are of "
+                "another data set; pass batch_sampler(dataset, lengths=...) those that saved it, or none"
+            )
         saved = state["regions"]
         if saved is not None and saved.get("rules") != RULES_VERSION:
             raise StateError(
@@ -225,21 +256,40 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
 
     def _batches(self, number: int) -> Iterator[list[int]]:
         for piece, before in self._pieces(number):
-            plan, order = piece.plan, self._epoch_order(piece.plan.epoch)
+            plan = piece.plan
+            order, first = self._dealt(plan)
             if self._regions is not None:
                 first = int(self._regions.starts[self.rank] + before.taken[self.rank])
             else:
-                first = plan.start + int(plan.counts[: self.rank].sum())
+                first += int(plan.counts[: self.rank].sum())
             first += piece.offset
             if piece.samples:
                 yield order[first : first + piece.samples].tolist()
             else:
                 yield order[np.clip([first, first + 1], 0, order.size - 1)].tolist()
 
+    def _dealt(self, plan: StepPlan) -> tuple[Ints, int]:
+        """Indices in which the samples of `plan` follow each other rank by rank, and where they begin."""
+        return (self._epoch_order(plan.epoch), plan.start) if plan.order is None else (plan.order, 0)
+
     def _epoch_length(self) -> int:
         return self.dataset_size
 
     def _plan_group(self, now: Cursor) -> Group:
+        group = self._shares(now)
+        if self.costs is None:
+            return group
+        order, begin = self._epoch_order(now.epoch), now.position
+        high, cuts = np.maximum(self.high, group.sizes), []
+        for turn, shares in enumerate(group.counts, now.index):
+            end = begin + int(shares.sum())
+            in_pieces = self.micro_batch is not None
+            cuts.append(self.costs.cut(order[begin:end], shares, self.low, high, turn=turn, in_pieces=in_pieces))
+            begin = end
+        return group.cut(cuts)
+
+    def _shares(self, now: Cursor) -> Group:
+        """The optimizer step that begins at `now`, by numbers of samples."""
         left = self.dataset_size - now.position
         sizes = self.allocations.at(now.index)
         if self.partition == "contiguous":
@@ -252,7 +302,7 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
         if usual is not None and same and is_regular(left, usual.total[0], self.accumulate, first=first):
             return usual  # nearly always
         counts = next_group(left, sizes, accumulate=self.accumulate, low=self.low, high=self.high, first=first)
-        group = Group(counts, sizes, final=int(counts.sum()) == left)
+        group = Group.of(counts, sizes, final=int(counts.sum()) == left)
         if all(group.regular) and not group.final:
             self._usual = group
         return group

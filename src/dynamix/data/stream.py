@@ -180,7 +180,7 @@ class Stream(SampleOrder):
         counts = next_group(
             left, sizes, accumulate=self.accumulate, low=self.low, high=self.high, first=now.position == 0
         )
-        return Group(counts, sizes, final=self._source.dry and int(counts.sum()) == left)
+        return Group.of(counts, sizes, final=self._source.dry and int(counts.sum()) == left)
 
     # ------------------------------------------------------------ sharded
 
@@ -204,7 +204,7 @@ class Stream(SampleOrder):
         final = bool(dry.all() and (held == taken).all())
         if not final:
             self._post(self._own(now) + int(taken[self.rank]), now.index)
-        return Group(counts, sizes, final)
+        return Group.of(counts, sizes, final)
 
     def _own_groups(self, held: Ints, dry: NDArray[np.bool_], sizes: Ints, first: NDArray[np.bool_]) -> Ints:
         """Counts (A, W) where each rank serves itself: the rules of `next_group`, rank by rank."""
