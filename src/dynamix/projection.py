@@ -40,6 +40,8 @@ def project(
         low = np.maximum(low, np.minimum(np.ceil(now / bounds.max_change), now - 1).astype(np.int64))
         high = np.minimum(high, np.maximum(np.floor(now * bounds.max_change), now + 1).astype(np.int64))
         low, high = np.minimum(low, bounds.high // q), np.maximum(high, bounds.low // q)
+    if total is None and (as_it_is := _if_it_fits(wish / q, low, high, bounds)) is not None:
+        return as_it_is * q
     shape = np.broadcast_shapes(wish.shape, low.shape, high.shape)
     wish, low, high = (_spread(x, shape).reshape(-1, shape[-1]) for x in (wish / q, low, high))
     lead, lowest, highest = shape[:-1], low.sum(-1), high.sum(-1)
@@ -51,6 +53,16 @@ def project(
     units = units.astype(np.int64)
     sizes: Ints = _largest_remainder(_water_fill(wish, low, high, units), low, high, units).reshape(shape) * q
     return sizes
+
+
+def _if_it_fits(wish: Floats, low: Ints, high: Ints, bounds: Bounds) -> Ints | None:
+    """`wish`, in units of the grid, as integers if it satisfies everything already; answers are projected again."""
+    fits = (wish >= low) & (wish <= high) & (wish == np.rint(wish))
+    if not fits.all():
+        return None
+    sizes: Ints = _spread(wish, fits.shape).astype(np.int64)
+    total = sizes.sum(-1) * bounds.quantum
+    return sizes if ((total >= bounds.total_low) & (total <= bounds.total_high)).all() else None
 
 
 def _spread(x: NDArray[Any], shape: tuple[int, ...]) -> NDArray[Any]:
@@ -95,6 +107,6 @@ def _largest_remainder(sizes: Floats, low: Ints, high: Ints, units: Ints) -> Int
         room = np.where(sign > 0, whole < high, whole > low)
         rank = np.argsort(np.where(room, -(sizes - whole) * sign, np.inf), axis=-1, kind="stable")
         place = np.empty_like(rank)
-        np.put_along_axis(place, rank, np.broadcast_to(np.arange(rank.shape[-1]), rank.shape), axis=-1)
+        place[np.arange(len(rank))[:, None], rank] = np.arange(rank.shape[-1])
         whole = whole + np.where(room & (place < np.abs(missing)[:, None]), sign, 0)
     return whole

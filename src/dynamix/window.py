@@ -7,7 +7,6 @@ differently in training and in service. This module imports nothing of dynamix b
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +21,7 @@ Ints = NDArray[np.int64]
 PER_WORKER = (
     "compute", "compute_std", "wait", "communication", "data",
     "loss", "loss_std", "loss_change", "accuracy", "accuracy_std", "accuracy_change", "gradient_norm_sq",
-    "bytes_per_s", "retransmits_per_s", "rtt_s", "cpu", "memory", "device",
+    "bytes_per_s", "retransmits_per_s", "rtt_s", "cpu", "memory", "device", "work",
 )  # fmt: skip
 PER_CLUSTER = ("steps", "age", "step", "micro_batches", "base_batch", "global_norm_sq", "noise", "signal")
 _WINDOW_ARRAYS = ("batch_size", *PER_WORKER, *PER_CLUSTER)
@@ -60,6 +59,8 @@ class Window:
       gradient_norm_sq    mean |g_i|^2 of this worker's mean gradient, loss scale removed
       bytes_per_s, retransmits_per_s, rtt_s     of the process group's own sockets
       cpu, memory, device fractions in [0, 1] of what this worker may use
+      work                what this worker's samples of a round cost, in samples of mean cost, where the job knows what
+                          samples cost (`batch_sampler(dataset, lengths=...)`): `compute` is for that much
 
     Per cluster, shape (...):
       steps               optimizer steps measured
@@ -90,6 +91,7 @@ class Window:
     cpu: Floats
     memory: Floats
     device: Floats
+    work: Floats
     steps: Floats
     age: Floats
     step: Floats
@@ -115,18 +117,22 @@ class Window:
             raise ConfigError("field", sorted(unknown)[0], ", ".join(PER_WORKER + PER_CLUSTER), "name a Window field")
         filled: dict[str, Any] = {"batch_size": sizes}
         for name in PER_WORKER:
-            value = np.asarray(known.get(name, np.nan), dtype=np.float64)
-            filled[name] = np.broadcast_to(value, sizes.shape)
+            filled[name] = _in_shape(known.get(name, np.nan), sizes.shape)
         defaults: dict[str, Any] = {"micro_batches": 1.0, "base_batch": sizes.sum(-1)}
         for name in PER_CLUSTER:
-            value = np.asarray(known.get(name, defaults.get(name, np.nan)), dtype=np.float64)
-            filled[name] = np.broadcast_to(value, sizes.shape[:-1])
+            filled[name] = _in_shape(known.get(name, defaults.get(name, np.nan)), sizes.shape[:-1])
         return cls(**filled)
 
     @property
     def workers(self) -> int:
         """W, the size of the last axis."""
         return int(self.batch_size.shape[-1])
+
+    @property
+    def worked(self) -> Floats:
+        """What `compute` was spent on, (..., W): `work` in samples of mean cost, `batch_size` where it is not known."""
+        known = np.isfinite(self.work) & (self.work > 0)
+        return np.where(known, self.work, self.batch_size) if known.any() else self.batch_size.astype(np.float64)
 
     @property
     def global_batch(self) -> Floats:
@@ -149,15 +155,21 @@ class Window:
 
     @property
     def seconds_per_sample(self) -> Floats:
-        """Busy seconds (compute and data) per sample, shape (..., W); NaN for idle or unmeasured workers."""
-        samples = self.batch_size
+        """Busy seconds (compute and data) per sample, shape (..., W); NaN for idle or unmeasured workers.
+
+        A sample of mean cost, where the job knows what samples cost.
+        """
+        samples = self.worked
         busy = self.compute + np.where(np.isnan(self.data), 0.0, self.data)
         with np.errstate(divide="ignore", invalid="ignore"):
-            return np.where(samples > 0, busy / samples, np.nan)
+            return np.where(self.batch_size > 0, busy / samples, np.nan)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain lists for JSON; NaN becomes None."""
-        return {f.name: _plain(getattr(self, f.name)) for f in dataclasses.fields(self)}
+        """Plain lists for JSON; what is not finite becomes None."""
+        plain: dict[str, Any] = {"batch_size": self.batch_size.tolist()}
+        for names in (PER_WORKER, PER_CLUSTER):
+            plain |= zip(names, plain_floats(np.stack([getattr(self, name) for name in names])), strict=True)
+        return plain
 
     @classmethod
     def from_dict(cls, plain: dict[str, Any]) -> Window:
@@ -166,10 +178,24 @@ class Window:
         return cls.of(plain["batch_size"], **known)
 
 
-def _plain(values: NDArray[Any]) -> Any:
-    if values.dtype.kind == "i":
+def _in_shape(given: ArrayLike, shape: tuple[int, ...]) -> Floats:
+    """`given` broadcast to `shape`; NumPy's function for it takes longer than a window of few workers is worth."""
+    values = np.asarray(given, dtype=np.float64)
+    return values if values.shape == shape else np.broadcast_to(values, shape)
+
+
+def plain_floats(values: Floats) -> Any:
+    """`values.tolist()` with None for what is not finite, as JSON knows neither NaN nor infinity.
+
+    >>> plain_floats(np.array([[0.5, np.nan], [np.inf, 2.0]]))
+    [[0.5, None], [None, 2.0]]
+    """
+    known = np.isfinite(values)
+    if known.all():
         return values.tolist()
-    return [_plain(v) for v in values] if values.ndim else (float(values) if np.isfinite(values) else None)
+    plain = values.astype(object)
+    plain[~known] = None
+    return plain.tolist()
 
 
 @dataclass(frozen=True, slots=True)

@@ -212,8 +212,9 @@ def test_before_any_window_nothing_can_be_asked() -> None:
 
 def test_what_cannot_be_asked_is_refused_by_name() -> None:
     model, window = fitted("four"), windows("four")[11]
-    with pytest.raises(ConfigError, match=r"quantile=0\.9.*None"):
-        model.step_s(model.sizes, quantile=0.9)
+    for ask in (model.step_s, model.speedup):
+        with pytest.raises(ConfigError, match=r"quantile=1\.0.*more than 0, less than 1"):
+            ask(model.sizes, quantile=1.0)
     with pytest.raises(ConfigError, match=r"costs='line'.*tangent, full"):
         model.step_s(model.sizes, costs="line")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"unknown='zero'.*none, base"):

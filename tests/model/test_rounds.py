@@ -52,6 +52,15 @@ def test_a_slow_worker_is_not_waited_for_with_a_piece_too_many() -> None:
     assert ends.max() / ends.min() < 1.25
 
 
+def test_rounds_fill_an_epoch_where_meetings_are_dear() -> None:
+    """Else its last round is a short one, whose meeting takes as long as any."""
+    bounds, seen = Bounds.of(4, 16, 10**5, quantum=16), window([192] * 4, [0.1] * 4, 0.4)
+    free = int(RoundSize(16).within(bounds, seen).total_low)
+    filling = int(RoundSize(16, epoch=3.2 * free).within(bounds, seen).total_low)
+    assert 3.2 * free / filling in (pytest.approx(3, abs=0.1), pytest.approx(4, abs=0.1))
+    assert int(RoundSize(16, epoch=1000.5 * free).within(bounds, seen).total_low) == free
+
+
 def test_nothing_measured_changes_nothing() -> None:
     bounds = RoundSize(16).within(Bounds.of(2, 1, 1000, quantum=4), Window.of([64, 64]))
     assert int(bounds.total_low) == int(bounds.total_high) == 128
@@ -62,13 +71,14 @@ def test_nothing_measured_changes_nothing() -> None:
     st.floats(0, 100.0),
     st.floats(1e-3, 1.0),
     st.integers(1, 64),
+    st.floats(1, 1e7) | st.just(np.inf),
 )
 def test_the_size_is_always_one_that_the_bounds_allow(
-    piece_s: list[float], meeting_s: float, rate: float, high: int
+    piece_s: list[float], meeting_s: float, rate: float, high: int, epoch: float
 ) -> None:
     workers = len(piece_s)
     bounds = Bounds.of(workers, 1, 16 * high, quantum=4)
     sizes = [16 * max(1, high // 2)] * workers
-    found = RoundSize(16).within(bounds, window(sizes, piece_s, meeting_s), rate)
+    found = RoundSize(16, epoch).within(bounds, window(sizes, piece_s, meeting_s), rate)
     assert found.total_low == found.total_high
     assert bounds.low.sum() <= found.total_low <= bounds.high.sum()

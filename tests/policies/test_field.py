@@ -1,43 +1,16 @@
-"""Traces decay, add up, and come out the same in any order, in memory and in a job's store."""
+"""Traces decay, add up, and come out the same in any order."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed import HashStore
 
 from dynamix.errors import ConfigError, StateError
 from dynamix.policies.stigmergic.field import Decay, Field, MemoryField
-from dynamix.runtime.trace_store import StoreField
 
 CELLS = 4
-
-
-_stored: list[StoreField] = []
-
-
-def make(kind: str, decay: Decay | None = None) -> Any:
-    if kind == "memory":
-        return MemoryField(CELLS, decay)
-    _stored.append(StoreField(HashStore(), CELLS, decay or Decay(), patience_s=30, backlog=1000))
-    return _stored[-1]
-
-
-@pytest.fixture(autouse=True)
-def _closed() -> Iterator[None]:
-    yield
-    while _stored:
-        _stored.pop().close()
-
-
-@pytest.fixture(params=["memory", "store"])
-def kind(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
 
 
 def step_by_step(decay: Decay, visits: dict[int, list[int]], last: int) -> np.ndarray:
@@ -51,10 +24,10 @@ def step_by_step(decay: Decay, visits: dict[int, list[int]], last: int) -> np.nd
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.05, 0.5, 0.9, 1.0])
-def test_lazy_decay_is_the_rule_step_by_step(kind: str, alpha: float) -> None:
+def test_lazy_decay_is_the_rule_step_by_step(alpha: float) -> None:
     decay = Decay(alpha=alpha)
     visits = {1: [0], 2: [0, 0, 3], 5: [1], 40: [1, 2], 170: [3], 331: [0, 1], 400: [0, 0]}
-    field: Field = make(kind, decay)
+    field: Field = MemoryField(CELLS, decay)
     for step, cells in visits.items():
         field.deposit(cells, step=step)
         if step in (2, 40, 331, 400):
@@ -63,8 +36,8 @@ def test_lazy_decay_is_the_rule_step_by_step(kind: str, alpha: float) -> None:
             )
 
 
-def test_a_cell_that_is_always_visited_tends_to_beta_over_alpha(kind: str) -> None:
-    field = make(kind)
+def test_a_cell_that_is_always_visited_tends_to_beta_over_alpha() -> None:
+    field = MemoryField(CELLS)
     for step in range(1, 300):
         field.deposit([1], step=step)
     assert field.read([1], step=299)[0] == pytest.approx(0.1 / 0.05, rel=1e-3)
@@ -74,12 +47,11 @@ def test_a_cell_that_is_always_visited_tends_to_beta_over_alpha(kind: str) -> No
 @given(st.permutations([(1, 0, 1.0), (3, 0, 2.0), (3, 0, 0.5), (9, 1, 4.0), (200, 1, 1.0), (201, 0, 1.0)]))
 @settings(max_examples=10, deadline=None)
 def test_deposits_may_arrive_in_any_order(order: list[tuple[int, int, float]]) -> None:
-    for kind in ("memory", "store"):
-        ordered, shuffled = make(kind), make(kind)
-        for field, deposits in ((ordered, sorted(order)), (shuffled, order)):
-            for step, cell, amount in deposits:
-                field.deposit([cell], amount, step=step)
-        np.testing.assert_allclose(ordered.read([0, 1], step=210), shuffled.read([0, 1], step=210), rtol=1e-6)
+    ordered, shuffled = MemoryField(CELLS), MemoryField(CELLS)
+    for field, deposits in ((ordered, sorted(order)), (shuffled, order)):
+        for step, cell, amount in deposits:
+            field.deposit([cell], amount, step=step)
+    np.testing.assert_allclose(ordered.read([0, 1], step=210), shuffled.read([0, 1], step=210), rtol=1e-6)
 
 
 def test_many_worlds_at_once_are_fields_of_their_own() -> None:
@@ -103,12 +75,12 @@ def test_a_saved_field_goes_on_as_if_nothing_had_happened() -> None:
         MemoryField(4).load_state_dict(field.state_dict())
 
 
-def test_impossible_fields_and_cells_are_refused(kind: str) -> None:
+def test_impossible_fields_and_cells_are_refused() -> None:
     with pytest.raises(ConfigError, match="alpha"):
         Decay(alpha=1.5)
     with pytest.raises(ConfigError, match="beta"):
         Decay(beta=-1.0)
-    field = make(kind)
+    field = MemoryField(CELLS)
     for wrong in ([CELLS], [-1], [0.5]):
         with pytest.raises(ConfigError, match="cell"):
             field.deposit(wrong, step=1)

@@ -127,7 +127,7 @@ def test_the_shipped_policy_pays_less_than_half_a_per_cent_for_being_watched() -
     for family in ("affine-slowdowns", "poor-probes"):
         times = times_to_progress(
             {"alone": lambda _: make_policy("dynamix"), "watched": lambda _: make_policy("guarded:dynamix")},
-            sample_family(family, 8, 6, seed=6),
+            sample_family(family, 32, 6, seed=6),
             seed=6,
             windows=60,
             interval=5,

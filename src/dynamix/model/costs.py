@@ -30,7 +30,8 @@ class Reading(NamedTuple):
     """What one window says of every worker, (..., W); 1 s where `seen` is false.
 
     seconds  busy seconds of a step; `own` their relative variance within the window, `steps` (..., 1) in it
-    size     log samples; `level` (..., W, G) the level that would make each candidate right
+    size     log samples, of mean cost where costs are known
+    level    (..., W, G) the level that would make each candidate right
     """
 
     seen: np.ndarray
@@ -47,10 +48,10 @@ class Reading(NamedTuple):
         seconds = np.where(seen, busy_seconds(window), 1.0)
         steps = np.where(window.steps >= 1, window.steps, 1.0)[..., None]
         own = np.square(np.where(window.compute_std >= 0, window.compute_std, np.nan) / seconds)
-        batch = np.maximum(window.batch_size, 1)
-        samples = _samples(even_share(window), batch)
+        worked = np.where(window.batch_size > 0, window.worked, 1.0)
+        samples = samples_by_candidate(even_share(window), worked)
         logs = np.log(samples)
-        return cls(seen, seconds, own, steps, np.log(batch), samples, logs, np.log(seconds)[..., None] - logs)
+        return cls(seen, seconds, own, steps, np.log(worked), samples, logs, np.log(seconds)[..., None] - logs)
 
 
 class _Settled(NamedTuple):
@@ -162,14 +163,14 @@ class WorkerCosts:
         Several allocations at once with one more leading dimension. Workers never measured get the others' mean; NaN
         where nobody was.
         """
-        logs = self.level + np.log(_samples(even, np.maximum(batch, 1.0)))
+        logs = self.level + np.log(samples_by_candidate(even, np.maximum(batch, 1.0)))
         seconds = np.exp((self.weights * logs).sum(-1))
         seconds = np.where(np.isnan(seconds), mean_of_known(seconds)[..., None], seconds)
         return np.where(batch > 0, seconds, 0.0)
 
     def _anew(self, shape: tuple[int, ...]) -> WorkerCosts:
         """Nothing known of workers of this shape (..., W)."""
-        prior = np.concatenate([np.log(1.0 + OFFSETS / PRIOR), np.full(len(POWERS), 2.0)])
+        prior = prior_loss()
         unknown = np.full((*shape, len(prior)), np.nan)
         none, unseen, clusters = np.zeros(shape), np.full(shape, np.nan), np.zeros(shape[:-1])
         return dataclasses.replace(
@@ -297,12 +298,17 @@ class WorkerCosts:
         return learned[0, ...], learned[1, ...]
 
 
+def prior_loss() -> Floats:
+    """What speaks against each candidate (G,) beforehand."""
+    return np.concatenate([np.log(1.0 + OFFSETS / PRIOR), np.full(len(POWERS), 2.0)])
+
+
 def even_share(window: Window) -> Floats:
     """Samples (...) of an even share of the base batch."""
     return np.asarray(base_total(window) / window.workers)
 
 
-def _samples(even: Floats, batch: Floats | Ints) -> Floats:
+def samples_by_candidate(even: Floats, batch: Floats | Ints) -> Floats:
     """What seconds are proportional to by each candidate, (..., W, G): b + offset, or a power of b."""
     unit = even[..., None, None]
     size = np.asarray(batch, np.float64)[..., None, :]
@@ -319,9 +325,9 @@ def _line(window: Window, now: Reading, level: Floats, weights: Floats) -> tuple
     """
     idle = window.batch_size <= 0
     batch, samples, logs = window.batch_size, now.samples, now.logs
-    if idle.any():
+    if idle.any() or np.isfinite(window.work).any():
         batch = np.where(idle, even_share(window)[..., None], batch)
-        samples = _samples(even_share(window), batch)
+        samples = samples_by_candidate(even_share(window), batch)
         logs = np.log(samples)
     seconds = np.exp((weights * (level + logs)).sum(-1))
     # Where time grows faster than the batch the line ends at no fixed cost: a negative one would promise free samples.

@@ -75,14 +75,14 @@ class Exchange:
 
     def log_step(self, computing: Floats) -> Floats:
         """Expected log seconds of a step (..., K) whose slowest worker computes for `computing` (..., K) seconds."""
-        weights, powers = self._believed
+        weights, powers = self.believed
         slow = np.log(np.maximum(computing, 1e-12))[..., None]
         with np.errstate(invalid="ignore"):
             whole = np.logaddexp(OVERLAPS * slow, powers[..., None, :]) / OVERLAPS
         return np.asarray((weights[..., None, :] * whole).sum(-1))
 
     @cached_property
-    def _believed(self) -> tuple[Floats, Floats]:
+    def believed(self) -> tuple[Floats, Floats]:
         """How much each exponent is believed, and the log of the exchange's seconds to its power, (..., G)."""
         likely = np.exp(self.loss.min(-1, keepdims=True) - self.loss)
         level = np.where(np.isnan(self.level), -np.inf, self.level)

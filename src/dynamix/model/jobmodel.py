@@ -16,6 +16,7 @@ from numpy.typing import ArrayLike
 
 from dynamix.errors import ConfigError, UsageError
 from dynamix.model.costs import WorkerCosts
+from dynamix.model.draws import Draws, drawn_log_seconds, drawn_log_step, draws_for, told
 from dynamix.model.exchange import Exchange
 from dynamix.model.measured import base_total, exposed_seconds, noise_scale, slowest_seconds, step_seconds
 from dynamix.model.noise import NoiseByBatch
@@ -29,6 +30,7 @@ CostForm = Literal["tangent", "full"]
 UnknownNoise = Literal["none", "base"]
 NoiseSource = Literal["fitted", "window"]
 MOST_SPREAD = 2.0
+GROUND = 0.1  # nats that windows must have told of fixed costs
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,16 +116,34 @@ class JobModel:
         Several allocations at once with more leading dimensions, (K, ..., W) to (K, ...).
 
         costs      "tangent": the lines that touch the costs at the sizes in force; "full": the costs themselves
-        quantile   None: the mean. Nothing else is possible yet
+        quantile   None: what is expected; else the seconds below which they are with this probability, in (0, 1), by
+                   the costs themselves: fixed and growing costs may be unknown, and the speed and the exchange are
+                   known so far only
         """
         return np.asarray(np.exp(self.log_step(sizes, costs=costs, quantile=quantile)))
 
+    def speedup(self, sizes: ArrayLike, *, beside: ArrayLike | None = None, quantile: float | None = None) -> Floats:
+        """How many times as many samples a second (...) `sizes` (..., W) bring as `beside` does; NaN where unknown.
+
+        beside     (..., W) None: the sizes in force
+        quantile   None: the median; else the speedup that is exceeded with the probability 1 - `quantile`
+
+        Both are asked of the same worlds: what slows both alike is no uncertainty of it. Where nothing was measured
+        that tells fixed from growing costs (`grounded`), the quantiles lie far apart.
+        """
+        self._require_a_window()
+        each, other = np.asarray(sizes, np.float64), self.sizes if beside is None else np.asarray(beside, np.float64)
+        worlds = self._worlds(other) - self._worlds(each)
+        with np.errstate(divide="ignore"):
+            worlds += np.log(each.sum(-1)) - np.log(other.sum(-1))
+        return np.asarray(np.exp(_quantile(worlds, 0.5 if quantile is None else quantile)))
+
     def log_step(self, sizes: ArrayLike, *, costs: CostForm = "tangent", quantile: float | None = None) -> Floats:
         """The log of `step_s`, as it is estimated: differences of it lose no digits."""
-        if quantile is not None:
-            raise ConfigError("quantile", quantile, "None", "leave it out: only mean step times are fitted so far")
         _one_of("costs", costs, "tangent", "full")
         self._require_a_window()
+        if quantile is not None:
+            return _quantile(self._worlds(np.asarray(sizes, dtype=np.float64)), quantile)
         each = np.asarray(sizes, dtype=np.float64)
         if costs == "full":
             seconds = self.costs.seconds(np.maximum(each, 0.0), self.base / self.sizes.shape[-1])
@@ -218,9 +238,37 @@ class JobModel:
         return np.asarray(np.isfinite(self.noise.level))
 
     @cached_property
+    def grounded(self) -> np.ndarray:
+        """Clusters (...) in which sizes have moved enough to tell what a step costs beside its samples.
+
+        Elsewhere what is said of other sizes rests on what is usual, not on measurements.
+        """
+        return np.asarray(told(self.costs).max(-1, initial=0.0) > GROUND)
+
+    @cached_property
     def stretch(self) -> Floats:
         """The slowest worker of a step over the slowest mean (...), in seconds; 1 where that is unknown."""
         return np.where(np.isnan(self.spread.log), 1.0, self.spread.value)
+
+    def _worlds(self, sizes: Floats) -> Floats:
+        """Log seconds (S, ...) of a step with `sizes` (..., W) in each of S likely worlds; NaN where unknown."""
+        draws, even = draws_for(sizes.shape[-1]), self.base / self.sizes.shape[-1]
+        each = drawn_log_seconds(self.costs, np.maximum(sizes, 0.0), even, draws)
+        now = drawn_log_seconds(self.costs, np.broadcast_to(self.sizes, sizes.shape), even, draws)
+        # How much later the slowest of many is depends on how many are about as slow: measured as they are now.
+        stretch = np.log(self.stretch) + self._lateness(each, draws) - self._lateness(now, draws)
+        slowest = np.maximum(stretch, 0.0) + np.where(np.isnan(each), -np.inf, each).max(-1)
+        step = drawn_log_step(self.exchange, slowest, draws)
+        step = np.where(np.isnan(step), slowest, step)  # an exchange that was never measured
+        return np.where(self.measured & np.isfinite(slowest), step, np.nan)
+
+    def _lateness(self, logs: Floats, draws: Draws) -> Floats:
+        """Log of the mean slowest step over the slowest mean (S, ...), as jitter alone would have it."""
+        seconds = np.exp(np.where(np.isnan(logs), -np.inf, logs))
+        sd = np.sqrt(np.nan_to_num(self.costs.jitter) * seconds)
+        jitter = draws.jitter.reshape(len(draws.jitter), *([1] * (seconds.ndim - 1)), -1)
+        late = (seconds + jitter * sd).max(-1).mean(0)
+        return np.asarray(np.log(np.maximum(late, 1e-12) / np.maximum(seconds.max(-1), 1e-12)))
 
     def _waste(self, total: Floats, base: Floats, unknown: UnknownNoise) -> Floats:
         _one_of("unknown", unknown, "none", "base")
@@ -248,6 +296,13 @@ class JobModel:
     def from_state(cls, state: dict[str, Any]) -> JobModel:
         """The model of usual settings with what `state_dict` saved."""
         return cls().restored(state)
+
+
+def _quantile(worlds: Floats, quantile: float) -> Floats:
+    """Over the first axis; NaN where a world says NaN."""
+    if not 0 < quantile < 1:
+        raise ConfigError("quantile", quantile, "more than 0, less than 1", "0.1 and 0.9 span what is 80 % sure")
+    return np.asarray(np.quantile(worlds, quantile, axis=0))
 
 
 def _spread(window: Window, slowest: Floats) -> Floats:

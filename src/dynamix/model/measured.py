@@ -1,27 +1,31 @@
 """What a window says of a job before anything is fitted: seconds, the base batch, the noise scale."""
 
 import functools
+import operator
 from collections.abc import Callable
+from typing import Any, ParamSpec
 
 import numpy as np
 
 from dynamix.model.state import UNKNOWN
 from dynamix.window import Floats, Window
 
+Asked = ParamSpec("Asked")
 
-def asked_once(measure: Callable[[Window], Floats]) -> Callable[[Window], Floats]:
+
+def asked_once(measure: Callable[Asked, Floats]) -> Callable[Asked, Floats]:
     """`measure`, of which the newest answer is kept: several parts of a model ask the same of a window.
 
-    Neither a window nor what was measured of it may be changed in place.
+    Neither what it is asked of nor its answer may be changed in place.
     """
-    latest: tuple[Window | None, Floats] = (None, UNKNOWN)
+    latest: tuple[tuple[Any, ...], Floats] = (), UNKNOWN
 
     @functools.wraps(measure)
-    def answer(window: Window) -> Floats:
+    def answer(*of: Asked.args, **named: Asked.kwargs) -> Floats:
         nonlocal latest
         kept = latest  # one look: another thread may ask about another window
-        if kept[0] is not window:
-            latest = kept = window, measure(window)
+        if not kept[0] or not all(map(operator.is_, kept[0], of)):
+            latest = kept = of, measure(*of, **named)
         return kept[1]
 
     return answer

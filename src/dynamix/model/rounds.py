@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -40,11 +41,13 @@ class RoundSize:
     """Chooses the samples of a round, of all workers, window by window.
 
     piece   samples of a piece (mean over workers)
+    epoch   samples of an epoch, whose last round ends with it; infinite where there are none
 
     `steps`, `meeting_s` and `piece_s` are those of the last choice, NaN before one.
     """
 
     piece: float
+    epoch: float = math.inf
     steps: float = field(default=float("nan"), init=False)
     meeting_s: float = field(default=float("nan"), init=False)
     piece_s: float = field(default=float("nan"), init=False)
@@ -53,26 +56,48 @@ class RoundSize:
         """`bounds` that allow one size of the round only: the best after `window`, of one job, shape (W,).
 
         Where nothing is measured it is the size in force. Workers take whole pieces: among sizes of about the right
-        number of steps, or of few, the one is chosen of which most samples a second are to be expected.
+        number of steps, or of few, the one is chosen of which most samples a second are to be expected. An epoch of few
+        rounds ends with a short one, whose meeting counts whole, so sizes that fill the epoch's rounds are among them.
         """
         now = int(window.batch_size.sum())
-        speeds = _speeds(window)
+        speeds = samples_a_second(window)
         meeting_s = float(exposed_seconds(window))
         if speeds is None or not np.isfinite(meeting_s):
-            return _of_total(bounds, now)
+            return of_total(bounds, now)
+        return of_total(bounds, self.best(bounds, speeds, meeting_s, now=now, rate=rate)[0])
+
+    def best(
+        self, bounds: Bounds, speeds: Floats, meeting_s: float, *, now: int, rate: float = 1.0
+    ) -> tuple[int, float]:
+        """The best samples of a round, and how many a second are to be expected of it.
+
+        bounds   of a round
+        speeds   samples a second of every worker (W,), none of them 0
+        now      samples of the rounds in force, which stay where they are about as good; 0: there are none, and what
+                 the rule asks for is taken where that is about as good
+        """
         self.meeting_s, self.piece_s = meeting_s, self.piece * speeds.size / float(speeds.sum())
         self.steps = steps_apart(meeting_s, self.piece_s, rate=rate)
         wanted, quantum = self.steps * self.piece * speeds.size, bounds.quantum
         least, most = max(float(bounds.total_low), quantum), float(bounds.total_high)
         flat = FLAT * self.piece * speeds.size
         low, high = np.clip([wanted / NEAR, max(wanted * NEAR, flat)], least, most)
-        totals = np.unique(np.rint(np.linspace(low, high, CANDIDATES) / quantum).astype(np.int64)) * quantum
+        totals = np.rint(np.linspace(low, high, CANDIDATES) / quantum).astype(np.int64) * quantum
+        if math.isfinite(self.epoch):
+            times = np.arange(max(self.epoch // high, 1), self.epoch // low + 1)[:CANDIDATES]
+            filling = np.ceil(self.epoch / times / quantum).astype(np.int64) * quantum
+            totals = np.append(totals, filling[(low <= filling) & (filling <= high)])
+        totals = np.unique(totals)
+        if not now:
+            now = int(np.clip(round(wanted / quantum) * quantum, least, most))
         asked = np.append(totals, now)
         sizes = project(np.broadcast_to(speeds, (len(asked), speeds.size)), bounds, total=asked)
-        pace = asked / ((sizes / speeds).max(-1) + meeting_s) * (1.0 - DOUBLING * np.abs(np.log2(asked / wanted)))
+        rounds = np.ceil(self.epoch / asked) * asked / self.epoch if math.isfinite(self.epoch) else 1.0
+        pace = asked / ((sizes / speeds).max(-1) + rounds * meeting_s)
+        pace *= 1.0 - DOUBLING * np.abs(np.log2(asked / wanted))
         best = int(np.argmax(pace[:-1]))
         stays = wanted / NEAR**2 <= now <= max(wanted * NEAR**2, flat) and pace[-1] >= KEEP * pace[best]
-        return _of_total(bounds, now if stays else int(totals[best]))
+        return (now, float(pace[-1])) if stays else (int(totals[best]), float(pace[best]))
 
     @property
     def report(self) -> dict[str, float]:
@@ -80,14 +105,15 @@ class RoundSize:
         return {"steps": self.steps, "meeting_s": self.meeting_s, "piece_s": self.piece_s}
 
 
-def _speeds(window: Window) -> Floats | None:
-    """Samples a second of every worker (W,), the mean where one was not measured; None where none was."""
-    speeds = window.batch_size / busy_seconds(window)
+def samples_a_second(window: Window) -> Floats | None:
+    """Of every worker (W,) while it computes, the mean where one was not measured; None where none was."""
+    speeds = window.worked / busy_seconds(window)
     known = np.isfinite(speeds)
     return np.where(known, speeds, speeds[known].mean()) if known.any() else None
 
 
-def _of_total(bounds: Bounds, total: int) -> Bounds:
+def of_total(bounds: Bounds, total: int) -> Bounds:
+    """`bounds` that allow one size of the round only: `total`, or what of it they allow."""
     least = max(int(bounds.low.sum()), bounds.quantum)
     fixed = np.asarray(int(np.clip(total, least, int(bounds.high.sum()))), dtype=np.int64)
     return dataclasses.replace(bounds, total_low=fixed, total_high=fixed)

@@ -90,13 +90,16 @@ def best_split(alpha: Floats, beta: Floats, bounds: Bounds, objective: Objective
     refined around its best point until neighbours are closer than 0.5 % or so.
     """
     low, high = bounds.low.astype(np.float64), bounds.high.astype(np.float64)
-    ends = [
-        finish_for(np.asarray(t, np.float64), alpha, beta, low, high) for t in (bounds.total_low, bounds.total_high)
-    ]
+    least, most = bounds.total_low, bounds.total_high
+    first = last = finish_for(np.asarray(most, np.float64), alpha, beta, low, high)
+    if (least != most).any():
+        first = finish_for(np.asarray(least, np.float64), alpha, beta, low, high)
     # Below the time of somebody's smallest batch a smaller global batch saves nothing.
     floor = np.where(low > 0, alpha + beta * low, 0.0).max(-1)
-    start = np.log(np.clip(floor, ends[0], ends[1]))
-    stop = np.maximum(np.log(ends[1]), start)
+    start = np.log(np.clip(floor, first, last))
+    stop = np.maximum(np.log(last), start)
+    if (start == stop).all():  # one time only, as where the global batch is fixed
+        return finishing_at(np.exp(start), alpha, beta, low, high)
     for _ in range(_ROUNDS):
         grid = start[..., None] + (stop - start)[..., None] * _GRID
         finish = np.exp(grid)

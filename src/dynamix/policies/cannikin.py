@@ -38,7 +38,7 @@ class Cannikin:
         if self.computing.moments.shape[1:] != window.batch_size.shape:
             self.windows = 0
         self.windows += 1
-        self.computing = self.computing.update(window.batch_size.astype(np.float64), busy_seconds(window))
+        self.computing = self.computing.update(window.worked, busy_seconds(window))
         alpha, beta, told = self.computing.solve()
         measured = np.asarray(np.isfinite(beta).any(-1))
         # Like workers get like sizes, which tell nothing; then AdaptDL's prior, as in `Pollux`, gets another batch

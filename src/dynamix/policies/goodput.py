@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 
 from dynamix.model import JobModel
+from dynamix.model.measured import asked_once
 from dynamix.model.split import at_most
 from dynamix.policies.fitted import FittedModel
 from dynamix.projection import project
@@ -51,6 +52,7 @@ class Goodput:
         self.fitted.load_state_dict(state)
 
 
+@asked_once  # by the policy, and by a guard over it
 def wish(model: JobModel, window: Window, bounds: Bounds) -> Floats:
     """The rule's answer to the window that `model` has taken in, as real sizes (..., W), not projected."""
     return model.best(at_most(bounds, _ceiling(model, window)))

@@ -73,6 +73,6 @@ class Pollux:
 
 
 def _size_of_slowest(window: Window) -> Floats:
-    """Samples (...) of the worker that computes longest."""
+    """Samples (...) of the worker that computes longest, of mean cost where costs are known."""
     at = np.where(np.isnan(window.compute), -np.inf, window.compute).argmax(-1)
-    return np.take_along_axis(window.batch_size, at[..., None], -1)[..., 0].astype(np.float64)
+    return np.take_along_axis(window.worked, at[..., None], -1)[..., 0]

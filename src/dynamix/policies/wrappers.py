@@ -6,10 +6,11 @@
     carry_over(state)             take from the state of a job with another number of workers what does not depend on it
     peers()             -> rule   the rule by which every worker decides for itself, where the policy is one
     fit_model(window)   -> model  the policy's `JobModel` with a window taken in ahead of `decide` (`policies.fitted`)
+    window_length                 attribute: optimizer steps of the next window, one number or (...)
     learns_by                     attribute: the `LiveConfig` of a policy that goes on learning on the job already
 
-Each function here (for the last two `FittedModel` and `learning`) uses what the policy has. So whoever runs a policy
-need not know what it is made of.
+Each function here (for `fit_model` `FittedModel`, for `learns_by` `learning`) uses what the policy has. So whoever runs
+a policy need not know what it is made of.
 """
 
 import inspect
@@ -49,14 +50,21 @@ def peers_of(policy: Policy) -> Any:
     return None if method is None else method()
 
 
+def window_length_of(policy: Policy) -> int | None:
+    """Optimizer steps of a job's next window; None where the policy does not say."""
+    length = getattr(policy, "window_length", None)
+    return None if length is None else int(length)
+
+
 def load_policy(policy: Policy, state: dict[str, Any]) -> None:
-    """`policy.load_state_dict(state)`, also where the state was saved under a guard and the policy has none.
+    """`policy.load_state_dict(state)`, also where the state was saved under a wrapper that the policy has not.
 
     Raises `StateError` where the state is not of this policy, or of a version that kept other things.
     """
-    guards = "guarded" in state and "guarded" in policy.state_dict()
+    kept = policy.state_dict()
+    fits = "paced" in kept or ("guarded" in kept and "guarded" in state)
     try:
-        policy.load_state_dict(state if guards else unguarded(state))
+        policy.load_state_dict(state if fits else unguarded(state, keep="guarded" in kept))
     except (StateError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise StateError(
             f"the saved state of the policy does not fit this version's {type(policy).__name__} ({error!r}): resume "
@@ -65,7 +73,7 @@ def load_policy(policy: Policy, state: dict[str, Any]) -> None:
         ) from error
 
 
-def unguarded(state: dict[str, Any]) -> dict[str, Any]:
-    """The policy's own part of a checkpoint that a guard may have written."""
-    own: dict[str, Any] = state.get("guarded", state)
-    return own
+def unguarded(state: dict[str, Any], *, keep: bool = False) -> dict[str, Any]:
+    """The policy's own part of a checkpoint that a guard or a pace may have written; `keep` what the guard wrote."""
+    own: dict[str, Any] = state.get("paced", state)
+    return own if keep else own.get("guarded", own)

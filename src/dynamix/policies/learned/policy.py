@@ -126,6 +126,7 @@ class LearnedPolicy:
         self.net, self.about = (net or ResidualNet()).eval(), about or {}
         self.trust = float(self.about.get("trust", TRUST))
         self.memory, self.fitted = ResidualMemory(), FittedModel()
+        self._answer: Ints | None = None  # the newest
 
     def fit_model(self, window: Window) -> JobModel:
         """Take in `window` ahead of `decide`; the job model after it. With other workers all begins anew."""
@@ -137,8 +138,22 @@ class LearnedPolicy:
 
     def decide(self, window: Window, bounds: Bounds) -> Ints:
         observed = self.observe(window, bounds)
-        sizes = self.allocate(window, bounds, *self.act(observed, window.batch_size > 0))
+        self._answer = self.answer(window, bounds, *self.act(observed, window.batch_size > 0))
+        return self._answer
+
+    def answer(self, window: Window, bounds: Bounds, delta: Floats, growth: Floats) -> Ints:
+        """The decision that an action gives: its allocation, or the sizes in force where a change promises little."""
+        sizes = self.allocate(window, bounds, delta, growth)
         return worth_changing(self.fitted.now, window, bounds, sizes, self.memory.wish)
+
+    def report(self, *, asked: bool = True) -> dict[str, Any]:
+        """For the events, as `residual`: how the newest answer differs from the rule's (docs/run-folder.md)."""
+        answer, wish = self._answer, self.memory.wish
+        if not asked or answer is None or wish.shape != answer.shape:
+            return {}
+        total, rules = np.maximum(answer.sum(-1), 1.0), np.maximum(wish.sum(-1), 1.0)
+        moved = np.abs(answer / total[..., None] - wish / rules[..., None]).sum(-1) / 2
+        return {"residual": {"total": np.round(total / rules, 4).tolist(), "moved": np.round(moved, 4).tolist()}}
 
     def observe(self, window: Window, bounds: Bounds) -> NDArray[np.float32]:
         """Take in the window, update the memory and return what the network sees, (..., W, F)."""

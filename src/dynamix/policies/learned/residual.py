@@ -100,16 +100,17 @@ class ResidualMemory:
             self.per_worker, self.total = np.zeros((len(_WORKER), *shape)), np.full(shape[:-1], np.nan)
         past = dict(zip(_WORKER, self.per_worker, strict=True))
         batch, busy = window.batch_size.astype(np.float64), busy_seconds(window)
+        worked = np.where(window.batch_size > 0, window.worked, 0.0)
         unit = base_total(window)[..., None] / window.workers
         nothing = 0.0 * batch, 0.0 * batch[..., 0]
-        surprise, step_surprise = nothing if first else _surprises(self.foretold, window, batch, busy)
+        surprise, step_surprise = nothing if first else _surprises(self.foretold, window, worked, busy)
         self.wish = wish(model, window, bounds)
         alpha, beta = model.line
-        self.curve = self.curve.update(unit, batch, busy)
+        self.curve = self.curve.update(unit, worked, busy)
         own = self._of_rule(model, window, bounds, unit) | self._of_curve(model, unit, batch)
         own |= self._of_time(past, np.log(np.maximum(alpha + beta * unit, 1e-12)), surprise, first)
         with np.errstate(divide="ignore", invalid="ignore"):
-            own["residue"] = np.log(busy / (alpha + beta * batch))
+            own["residue"] = np.log(busy / (alpha + beta * worked))
         own["last_share"] = _follow(past["last_share"], busy == _peak(busy), 0.15)
         own["at_cap"] = _follow(past["at_cap"], batch >= bounds.high, 0.2)
         log_batch = np.log(np.maximum(batch, 0.5))

@@ -93,25 +93,21 @@ class Crowd:
         steps: Floats,
         reach: float,
         price: float,
-        seen: bool = False,
     ) -> tuple[Floats, Floats]:
         """Log change (..., 1 or W) of the crowd's `load`, within `reach`, to the one of highest goodput, and the
         largest that may be made: beyond what training has met growth is as slow as `goodput.GROWTH`.
 
-        load      mean load in force now (..., 1 or W), which the traces may not tell yet
+        load      mean load in force (..., 1 or W)
         seconds   of the traces' step (..., 1 or W)
         steps     in a window
-        seen      these traces were searched before: nothing is learned from them again
         price     what the square of log load costs in log goodput, twice. Without a noise scale only the price counts
         """
         one = np.ones(smell.load.shape)
-        seen = seen and self.largest.total.shape == one.shape
         with np.errstate(divide="ignore", invalid="ignore"):
-            if not seen:
-                self.noise = self.noise.update(smell.load * smell.noise / (1.0 - smell.noise), smell.load)
-                last = np.minimum(smell.last, 0.98)  # an exchange of nothing at all is a slip of the clock
-                self.exchange = self.exchange.update(last * seconds, (1.0 - last) * seconds)
-                self.largest = self.largest.update(np.where(np.isnan(load), 1.0, load), one)
+            self.noise = self.noise.update(smell.load * smell.noise / (1.0 - smell.noise), smell.load)
+            last = np.minimum(smell.last, 0.98)  # an exchange of nothing at all is a slip of the clock
+            self.exchange = self.exchange.update(last * seconds, (1.0 - last) * seconds)
+            self.largest = self.largest.update(np.where(np.isnan(load), 1.0, load), one)
             free = np.log(self.largest.total) + GROWTH * np.fmin(steps, 500.0) - np.log(load)
             log_load = np.log(load)[..., None] + CANDIDATES * reach
             loads = np.exp(log_load)

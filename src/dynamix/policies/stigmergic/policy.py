@@ -109,7 +109,8 @@ class StigmergicPolicy:
         self.habit, self.windows = Habit(), 0
         self.crowd = Crowd(self.parameters.heed)
         self.field: MemoryField | None = None
-        self._smelt: Floats = UNKNOWN  # the field after the last window, where this policy keeps it itself
+        self._smelt: Floats = UNKNOWN  # the field after the last window
+        self.way: Floats = UNKNOWN  # what was left about the last move, (..., 16); the field takes it in with the next
         self.target: Floats = np.full(1, np.nan)  # log of the crowd's load that was found best in the last decision
         self.common: Floats = np.zeros(1)  # log move that all made alike in the last decision
 
@@ -144,16 +145,31 @@ class StigmergicPolicy:
         left[..., TraceKind.OOM] = own.size > own.fits  # until the own size fits
         return Sense(sense.share, sense.jitter, pace_s, offset), left
 
-    def choose(self, own: Own, sense: Sense, smelt: Floats, new: Floats, bounds: Bounds, *, old: bool = False) -> Ints:
+    def smell(self, left: Floats, way: Floats) -> tuple[Floats, Floats]:
+        """Let the field take in what all workers left; what is smelt there, and which part of it is new, (..., 16).
+
+        left   sum over workers of what `observe` says, (..., 16)
+        way    the same of `moved` after the window before. It counts from then
+        """
+        step, cells = self.windows, np.broadcast_to(np.arange(len(TraceKind)), left.shape)
+        self.windows += 1
+        if self.field is None or self.field.worlds != left.shape[:-1]:
+            self.field = MemoryField(len(TraceKind), self.decay, worlds=left.shape[:-1])
+        self.field.deposit(cells, way, step=step - 1)
+        self.field.deposit(cells, left, step=step)
+        smelt = self.field.read(cells, step=step)
+        before = self._smelt if self._smelt.shape == smelt.shape else np.zeros(smelt.shape)
+        new, self._smelt = smelt - float(self.decay.kept(1)) * before, smelt
+        return smelt, new
+
+    def choose(self, own: Own, sense: Sense, smelt: Floats, new: Floats, bounds: Bounds) -> Ints:
         """The workers' new sizes (..., W) from what they smell, and which part of it was left in the last window, (...,
         1 or W, 16). Unknown traces: the size stays. `bounds` are these workers' own; their sum is not looked at.
-
-        old   the traces are those of the window before; somebody has not left the last one's yet
         """
         q = bounds.quantum
         intended = self.habit.intended(own.size, q)
         smell = self.crowd.read(smelt, new)
-        common, move, aim = self._moves(own, sense, smell, intended / own.unit, old=old)
+        common, move, aim = self._moves(own, sense, smell, intended / own.unit)
         self.common, move = np.nan_to_num(common), np.clip(move, -LEAP, LEAP)
         low, high = np.maximum(bounds.low, np.minimum(q, bounds.high)), bounds.high
         high = np.maximum(np.minimum(high, np.floor(own.fits / q) * q), low)
@@ -183,23 +199,21 @@ class StigmergicPolicy:
         left[..., TraceKind.AIM], left[..., TraceKind.AIMING] = np.nan_to_num(self.target), np.isfinite(self.target)
         return left
 
-    def _moves(self, own: Own, sense: Sense, smell: Smell, load: Floats, *, old: bool) -> tuple[Floats, Floats, Floats]:
+    def _moves(self, own: Own, sense: Sense, smell: Smell, load: Floats) -> tuple[Floats, Floats, Floats]:
         """The log change that all make alike, (..., 1 or W), each one's whole log change from `load` and the load it
         aims at, (..., W); NaN where the traces are not known."""
         p = self.parameters
         self.habit.costs = self.habit.costs.lean_to(np.maximum(smell.fixed, 0.0)[..., None], p.kin)
-        # Times are in steps of the traces' window; since an old one all have made a move.
-        step = self.habit.before if old else self.habit.step
-        step = step if smell.load.shape == own.size.shape else mean_of_known(step)[..., None]
-        present = smell.load * np.exp(self.common) if old else smell.load
+        step, present = self.habit.step, smell.load
+        step = step if present.shape == own.size.shape else mean_of_known(step)[..., None]
         best, free = self.crowd.best_move(
-            smell, load=present, seconds=step, steps=own.steps[..., :1], reach=p.reach, price=p.price, seen=old
+            smell, load=present, seconds=step, steps=own.steps[..., :1], reach=p.reach, price=p.price
         )
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             found = np.minimum(p.push * best, free)
             found = np.where(found > 0, found * np.exp(-p.alarm * smell.oom), found)
             # What all found differed from what this worker did a window before: a slip of its own, which it takes back.
-            slip = 0.0 if old or self.target.shape != found.shape else np.nan_to_num(self.target - smell.aim)
+            slip = 0.0 if self.target.shape != found.shape else np.nan_to_num(self.target - smell.aim)
             self.target = np.log(present) + found
             common = np.clip(found - slip, -p.reach, np.maximum(free, 0.0))
             common = np.where(np.isnan(present), np.nan, common)
@@ -218,40 +232,31 @@ class StigmergicPolicy:
         return self
 
     def decide(self, window: Window, bounds: Bounds) -> Ints:
-        own, step = Own.of(window), self.windows
-        self.windows += 1
-        worlds, cells = own.size.shape[:-1] if self.shared else own.size.shape, np.arange(len(TraceKind))
-        if self.field is None or self.field.worlds != worlds:
-            self.field = MemoryField(len(TraceKind), self.decay, worlds=worlds)
-        field = self.field
+        own = Own.of(window)
         sense, left = self.observe(own)
-
-        def leave(traces: Floats) -> None:
-            amounts = traces.sum(-2) if self.shared else traces
-            field.deposit(np.broadcast_to(cells, amounts.shape), amounts, step=step)
-
-        leave(left)
-        smelt = field.read(np.broadcast_to(cells, (*field.worlds, len(TraceKind))), step=step)
-        before = self._smelt if self._smelt.shape == smelt.shape else np.zeros(smelt.shape)
-        new, self._smelt = smelt - float(self.decay.kept(1)) * before, smelt
+        left = left.sum(-2) if self.shared else left
+        smelt, new = self.smell(left, self.way if self.way.shape == left.shape else np.zeros(left.shape))
         if self.shared:
             smelt, new = smelt[..., None, :], new[..., None, :]
-        sizes = self.choose(own, sense, smelt, new, bounds)
-        sizes = in_range(sizes, bounds, current=window.batch_size)
-        leave(self.moved(own.size, own.load, sizes))
+        sizes = in_range(self.choose(own, sense, smelt, new, bounds), bounds, current=window.batch_size)
+        moved = self.moved(own.size, own.load, sizes)
+        self.way = moved.sum(-2) if self.shared else moved
         return sizes
 
     def state_dict(self) -> dict[str, Any]:
         field = None if self.field is None else {k: v.tolist() for k, v in self.field.state_dict().items()}
         worlds = None if self.field is None else list(self.field.worlds)
-        arrays = {"smelt": self._smelt.tolist(), "common": self.common.tolist(), "target": self.target.tolist()}
+        arrays = {name: value.tolist() for name, value in self._arrays().items()}
         parts = {"habit": self.habit.state_dict(), "crowd": self.crowd.state_dict()}
         return {**parts, **arrays, "windows": self.windows, "field": field, "worlds": worlds}
+
+    def _arrays(self) -> dict[str, Floats]:
+        return {"smelt": self._smelt, "way": self.way, "common": self.common, "target": self.target}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.habit.load_state_dict(state["habit"])
         self.crowd.load_state_dict(state["crowd"])
-        self._smelt, self.common, self.target = (np.asarray(state[name]) for name in ("smelt", "common", "target"))
+        self._smelt, self.way, self.common, self.target = (np.asarray(state[name]) for name in self._arrays())
         self.windows, self.field = int(state["windows"]), None
         if state["field"] is not None:
             self.field = MemoryField(len(TraceKind), self.decay, worlds=tuple(state["worlds"]))

@@ -47,7 +47,7 @@ class Own:
 
     size: Floats  # samples per round in force
     unit: Floats  # the even share of the base batch, samples per round
-    busy: Floats  # s of computing and loading per optimizer step
+    busy: Floats  # s of computing and loading per optimizer step, for `size` samples of mean cost
     # s per step from the own last gradient to the end of the exchange: waiting and transfer, which one worker cannot
     # tell apart; and the smallest of the window: in the step in which this worker was last it is the transfer alone
     blocked: Floats
@@ -83,7 +83,9 @@ class Own:
         with np.errstate(invalid="ignore"):
             told = np.where(np.isposinf(scale), 1.0, scale / (scale + total))
         noise, steps = np.where(np.isnan(noise), told, noise), np.broadcast_to(window.steps[..., None], size.shape)
-        busy, blocked, fits = busy_seconds(window), window.wait + window.communication, np.full(size.shape, np.inf)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            busy = busy_seconds(window) * (size / window.worked)
+        blocked, fits = window.wait + window.communication, np.full(size.shape, np.inf)
         return cls(size, unit, busy, blocked, least, jitter, steps, noise, fits, window.workers)
 
 

@@ -11,6 +11,7 @@ from dynamix.policies.stigmergic.traces import Own
 from dynamix.window import Floats, Ints, Window
 
 STEADIEST = 0.01  # nobody's jitter is taken to be less
+NOISE_DECAY = 0.8  # weight of the past windows in a worker's own part of the noise, as in `runtime.noise.NoiseScale`
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,21 +32,35 @@ class Habit:
     pinned   whether the last wish lay beyond what the own bounds or memory allow; `least` is the smallest size they do
     """
 
-    FIELDS = ("wish", "step", "before", "share", "jitter")
+    FIELDS = ("wish", "step", "share", "jitter")
 
     def __init__(self) -> None:
         self.costs = WorkerCosts(pooled=0.0)
-        # (..., W): samples, real; s of a step, and of one of the window before; `share` and `jitter` as in `Sense`.
-        self.wish = self.step = self.before = self.share = self.jitter = UNKNOWN
+        # (..., W): samples, real; s of a step; `share` and `jitter` as in `Sense`.
+        self.wish = self.step = self.share = self.jitter = UNKNOWN
         self.pinned: np.ndarray = np.empty((0, 0), dtype=bool)
         self.refuted: np.ndarray = np.zeros(1, dtype=bool)
         self.least: Floats | Ints = UNKNOWN
+        self.heard: Floats = np.zeros(2)  # averages over windows of a live job: own part of the noise, |g|^2
+
+    def steady(self, noise: float, signal: float) -> float:
+        """The own part of the noise per sample, over |g|^2, each averaged over windows; NaN before any was measured.
+
+        That is what stays while the global batch moves. (`NoiseScale` ends at 0; one worker's part need not.)
+
+        noise    the own part of the noise in a window, times the samples of a round
+        signal   |g|^2 in that window
+        """
+        if np.isfinite(noise):
+            weight = 1.0 if self.heard[1] == 0.0 else 1.0 - NOISE_DECAY
+            self.heard = self.heard + weight * (np.array([noise, signal]) - self.heard)
+        return float(self.heard[0] / self.heard[1]) if self.heard[1] > 0.0 else float("nan")
 
     def observe(self, own: Own) -> Sense:
         """Take in a window. One without times counts as the last one did."""
         if self.step.shape != own.size.shape:
             self.wish = own.size.copy()
-            self.step, self.before, self.share, self.jitter = np.full((4, *own.size.shape), np.nan)
+            self.step, self.share, self.jitter = np.full((3, *own.size.shape), np.nan)
             self.pinned, self.least = np.zeros(own.size.shape, dtype=bool), np.zeros(own.size.shape)
         # Each worker is a cluster of its own to the filters.
         size, busy, spread = (x[..., None] for x in (own.size.astype(np.int64), own.busy, own.jitter * own.busy))
@@ -54,7 +69,7 @@ class Habit:
         known = past if past.shape == self.costs.lasted.shape else np.zeros(self.costs.lasted.shape)
         self.refuted = (self.costs.lasted - 0.95 * known)[..., 1] > 0.5
         alpha, beta = self.costs.alpha[..., 0], self.costs.beta[..., 0]
-        step, self.before = own.busy + own.blocked, self.step
+        step = own.busy + own.blocked
         with np.errstate(divide="ignore", invalid="ignore"):
             self._take("step", step, 1.0)
             self._take("share", np.clip(1.0 - own.least / step, 0.0, 1.0), 1.0)
@@ -68,7 +83,7 @@ class Habit:
         return np.where(np.abs(self.wish - size) <= quantum, self.wish, size)
 
     def state_dict(self) -> dict[str, Any]:
-        arrays = {name: getattr(self, name).tolist() for name in (*self.FIELDS, "pinned")}
+        arrays = {name: getattr(self, name).tolist() for name in (*self.FIELDS, "pinned", "heard")}
         arrays["least"] = np.asarray(self.least, dtype=np.float64).tolist()
         return {**arrays, "costs": saved(self.costs), "lean": self.costs.lean.tolist()}
 
@@ -76,7 +91,7 @@ class Habit:
         for name in self.FIELDS:
             setattr(self, name, array_of(state[name]))
         self.costs = self.costs.restored(state["costs"], lean=np.asarray(state["lean"]))
-        self.least = np.asarray(state["least"], dtype=np.float64)
+        self.least, self.heard = (np.asarray(state[name], dtype=np.float64) for name in ("least", "heard"))
         self.pinned = np.asarray(state["pinned"], dtype=bool).reshape(self.wish.shape)
 
     def _take(self, name: str, value: Floats, weight: float) -> None:
