@@ -1,18 +1,22 @@
 """Local steps: workers train apart and meet over parameters. Here rank 1 is three times slower.
 
 torchrun --nproc-per-node 2 examples/local_steps.py
+torchrun --nproc-per-node 2 examples/local_steps.py --meet auto
 
-Both ranks arrive at a meeting at about the same time: the faster one has taken more steps.
+Both ranks arrive at a meeting at about the same time: the faster one has taken more steps. With `--meet auto` the job
+begins over gradients, and steps apart once it has seen what an exchange takes here.
 """
 
 from __future__ import annotations
 
+import argparse
 import time
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import dynamix
@@ -22,6 +26,9 @@ SECONDS_PER_SAMPLE = (1e-4, 3e-4)  # of each rank: stands for a faster and a slo
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--meet", choices=("parameters", "auto"), default="parameters")
+    auto = parser.parse_args().meet == "auto"
     torch.manual_seed(0)
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -32,11 +39,13 @@ def main() -> None:
     net = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 2))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
 
-    # 128 / 16 = 8 steps between meetings, in the mean over workers.
-    controller = dynamix.Controller("lb_bsp", batch_size=128, micro_batch=16, meet="parameters", interval=5)
+    if auto:
+        controller = dynamix.Controller("lb_bsp", batch_size=16, meet="auto", interval=5)
+    else:  # 128 / 16 = 8 steps between meetings, in the mean over workers
+        controller = dynamix.Controller("lb_bsp", batch_size=128, micro_batch=16, meet="parameters", interval=5)
     sampler = controller.batch_sampler(dataset, seed=0)
     loader = DataLoader(dataset, batch_sampler=sampler)
-    model = controller.wrap(net, optimizer)
+    model = controller.wrap(DistributedDataParallel(net) if auto else net, optimizer)
     for epoch in range(EPOCHS):
         sampler.set_epoch(epoch)
         steps = meetings = 0

@@ -1,9 +1,11 @@
-"""Embeddings, most of whose gradient is zero: exchanged without loss as an index and the values that are not.
+"""Embeddings, most of whose gradient is zero: exchanged as an index and the values that are not.
 
 torchrun --nproc-per-node 2 examples/sparse_gradients.py
 
-Prints how many buckets went which way, and how many bytes that took in place of a dense all-reduce. With --aggregator
-HOST:PORT an aggregator in the network forms the sums (start one with `dynamix aggregator`; it prints its address).
+Embeddings have sparse gradients (`sparse=True`), which the hook gathers, those of all tables at once. Prints how many
+buckets went which way, and how many bytes that took in place of a dense all-reduce. With --aggregator HOST:PORT the
+gradients are dense, and an aggregator in the network forms their sums in fixed point (start one with `dynamix
+aggregator`; it prints its address).
 Memory caps are found before training, and a batch that does not fit after all goes on in pieces.
 """
 
@@ -25,9 +27,10 @@ from dynamix.compression import CompressionState, compression_hook
 class Recommender(nn.Module):
     """Rating from a user's and an item's vector."""
 
-    def __init__(self, users: int = 4000, items: int = 2000, width: int = 16) -> None:
+    def __init__(self, users: int = 4000, items: int = 2000, width: int = 16, *, sparse: bool) -> None:
         super().__init__()
-        self.users, self.items = nn.Embedding(users, width), nn.Embedding(items, width)
+        self.users = nn.Embedding(users, width, sparse=sparse)
+        self.items = nn.Embedding(items, width, sparse=sparse)
 
     def forward(self, pairs: Tensor) -> Tensor:
         return (self.users(pairs[:, 0]) * self.items(pairs[:, 1])).sum(-1)
@@ -42,13 +45,15 @@ def main() -> None:
     dist.init_process_group("gloo")
     pairs = torch.stack([torch.randint(4000, (8192,)), torch.randint(2000, (8192,))], 1)
     dataset = TensorDataset(pairs, torch.randn(8192))
-    net = Recommender()
+    net = Recommender(sparse=options.aggregator is None)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
 
     controller = dynamix.Controller(policy="dynamix", batch_size=64, max_batch_size=256, interval=5)
     sampler = controller.batch_sampler(dataset, seed=0)
     loader = DataLoader(dataset, batch_sampler=sampler)
-    state = CompressionState(mode="compaction", model=net, aggregator=options.aggregator)  # "auto" measures and picks
+    # Sparse gradients are gathered in any mode. Of dense ones "auto", the default, measures and picks the way.
+    mode = "auto" if options.aggregator is None else "compaction"
+    state = CompressionState(mode, model=net, aggregator=options.aggregator)
     model = controller.wrap(DDP(net), optimizer, hook=compression_hook, hook_state=state)
     for inputs, target in loader:
         loss = controller.backward(lambda batch: F.mse_loss(model(batch[0]), batch[1]), (inputs, target))

@@ -1,0 +1,85 @@
+"""Jobs that torchrun starts again: workers come and go, and training goes on from its last checkpoint.
+
+    torch.distributed.init_process_group("gloo")
+    elastic.require_restartable()              # once it exists: says what torchrun must be told
+    controller = dynamix.Controller(...)
+    elastic.stop_on_sigterm(controller)        # a host is taken away, or others come: stop after the same step
+    ...                                        # load the newest checkpoint
+    for x, y in loader:
+        ...
+        controller.step(loss=loss)
+        if controller.stopping:
+            save(controller.state_dict(gather=True))
+            elastic.leave()                    # torchrun starts the job again with whoever is there
+
+A worker that comes back to its host has the share of the batch that it had there. Hosts are known by their names, or by
+the environment variable DYNAMIX_HOST where names change (docs/elastic.md, examples/elastic.py).
+"""
+
+import os
+import signal
+import sys
+import time
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+
+from dynamix.errors import UsageError
+from dynamix.runtime.controller import Controller
+
+AGAIN = 75
+"""Exit code of a worker that is to be started again (EX_TEMPFAIL)."""
+PATIENCE_S = 3.0  # of a worker that its own agent did not ask to end: the agent may be about to
+
+_asked = False
+
+
+def require_restartable() -> None:
+    """Raise `UsageError` where torchrun was started in a way in which a gloo job cannot be started again.
+
+    By default workers meet in the store of torchrun's own rendezvous. Keys of the last start are still in it, so after
+    a restart gloo connects to addresses of processes that are gone (pytorch#135712). Without torchrun, or where it may
+    not start anything again, nothing is required.
+    """
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE")
+    if agent != "True" or not dist.is_initialized():
+        return
+    if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0" or "gloo" not in _backends():
+        return
+    line = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --rdzv-backend c10d --rdzv-endpoint HOST:PORT ..."
+    why = "torchrun's workers meet in a store that outlives them, and gloo finds the addresses of the dead in it"
+    raise UsageError(f"this job could not be started again: {why}. Start it as {line}")
+
+
+def stop_on_sigterm(controller: Controller) -> None:
+    """From now on SIGTERM makes all ranks stop after the same step, a few seconds later (`controller.stopping`).
+
+    torchrun sends it to its workers before it ends them: when its host is taken away, and when others want to join.
+    """
+
+    def asked(*_: Any) -> None:
+        global _asked
+        _asked = True
+        controller.request_stop()
+
+    signal.signal(signal.SIGTERM, asked)
+
+
+def leave(controller: Controller | None = None) -> NoReturn:
+    """End this process after a stop that was not the job's end, so that the job is started again.
+
+    A worker that was asked to end by its own agent exits with 0. The others wait for that, for `PATIENCE_S`, and then
+    exit with 75: an exit with 0 would tell torchrun that the job is done.
+    """
+    if controller is not None:
+        controller.close()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    until = time.monotonic() + PATIENCE_S
+    while not _asked and time.monotonic() < until:
+        time.sleep(0.05)
+    sys.exit(0 if _asked else AGAIN)
+
+
+def _backends() -> str:
+    return str(dist.get_backend_config()) if hasattr(dist, "get_backend_config") else str(dist.get_backend())

@@ -1,0 +1,52 @@
+"""What all adapters do: a controller from settings and what the framework knows, and batches it takes as they come."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from dynamix.data.loader import Epochs
+from dynamix.errors import ConfigError
+from dynamix.runtime.controller import Controller
+from dynamix.runtime.settings import Settings
+
+
+def join(
+    settings: Settings,
+    loader: DataLoader[Any],
+    *,
+    accumulate: int | None = None,
+    longest: bool = False,
+    place: Callable[[Any], Any] | None = None,
+    **options: Any,
+) -> tuple[Controller, Epochs]:
+    """A controller, and `loader` with its batches. A collective call, once the process group exists.
+
+    accumulate   batches per optimizer step, where the framework knows it
+    longest      where the global batch moves: `len()` is that of an epoch of the smallest batches; else there is none
+    place        done to each batch, such as moving it to a device
+    options      of `Controller.loader`
+    """
+    known: dict[str, Any] = {} if accumulate is None else {"accumulate": accumulate}
+    if "micro_batch" not in settings.options and loader.batch_size is not None:
+        known["batch_size"] = loader.batch_size
+    controller = settings.bind(**known)
+    made = controller.loader(loader, **options)
+    bounds, pieces = controller.bounds, controller.accumulate
+    steps: int | None = made.cut.epoch_steps(controller.batch_sizes // pieces)
+    if "micro_batch" in settings.options or settings.options.get("meet", "gradients") != "gradients":
+        steps = None  # workers have unlike numbers of batches
+    elif bounds.total_low != bounds.total_high:
+        steps = pieces * (math.ceil(made.cut.dataset_size / int(bounds.total_low)) + 1) if longest else None
+    return controller, Epochs(made, steps=steps, place=place)
+
+
+def require_steps_alike(settings: Settings, framework: str, why: str) -> None:
+    """Raise `ConfigError` where ranks would have unlike numbers of batches, and `why` the framework cannot."""
+    meet, most = settings.options.get("meet", "gradients"), settings.options.get("micro_batch")
+    fix = "leave it out, or write the loop yourself, with Accelerate or Fabric (docs/frameworks.md)"
+    if meet != "gradients":
+        raise ConfigError("meet", meet, f"'gradients' under {framework}, which {why} on all ranks at once", fix)
+    if most is not None:
+        raise ConfigError("micro_batch", most, f"None under {framework}, which {why} on all ranks at once", fix)

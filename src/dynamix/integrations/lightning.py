@@ -1,0 +1,62 @@
+"""Lightning's Trainer: one callback, and no other change. Needs the extra `lightning`."""
+
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from dynamix.data.loader import Epochs
+from dynamix.errors import ConfigError
+from dynamix.integrations.joining import join, require_steps_alike
+from dynamix.runtime.controller import Controller
+from dynamix.runtime.settings import Settings
+
+
+class BalanceCallback(Callback):
+    """Gives every worker of a `Trainer` its own batch size; its `controller` exists from the first training epoch on.
+
+        trainer = Trainer(strategy="ddp", callbacks=[BalanceCallback(dynamix.Settings("lb_bsp"))])
+
+    The training loader's batches are the controller's, whatever sampler Lightning would take. Checkpoints hold the
+    place in the epoch. Batches per optimizer step are `accumulate_grad_batches`. With a moving global batch the loader
+    has no length, as an `IterableDataset` has none. `options` are those of `Controller.wrap`.
+    """
+
+    controller: Controller
+
+    def __init__(self, settings: Settings, **options: Any) -> None:
+        require_steps_alike(settings, "Lightning", "exchanges after every batch")
+        self.settings, self.options = settings, options
+        self._state: dict[str, Any] = {}
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if often := trainer.reload_dataloaders_every_n_epochs:
+            allowed, fix = "0: one loader serves the whole job", "leave it out: the order follows the epoch by itself"
+            raise ConfigError("reload_dataloaders_every_n_epochs", often, allowed, fix)
+        inner = type(trainer.strategy).process_dataloader
+        vars(trainer.strategy)["process_dataloader"] = lambda loader: (
+            self._dealt(trainer, loader) if trainer.training else inner(trainer.strategy, loader)
+        )
+
+    def _dealt(self, trainer: Trainer, loader: Any) -> Epochs:
+        self.controller, epochs = join(self.settings, loader, accumulate=trainer.accumulate_grad_batches)
+        state, self._state = self._state, {}
+        if state:
+            self.controller.load_state_dict(state)
+        return epochs
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        for optimizer in trainer.optimizers:
+            self.controller.wrap(trainer.strategy.model, optimizer, **{"scaler": scaler, **self.options})
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any) -> None:
+        self.controller.step(loss=outputs)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.controller.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.controller.state_dict(gather=True) if hasattr(self, "controller") else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._state = state_dict

@@ -1,0 +1,90 @@
+"""Lightning's Trainer with the callback: every row exact, each sample once."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning import pytorch as pl
+
+from dynamix.integrations.lightning import BalanceCallback
+from tests.integrations.jobs import CLIP, LIMIT, Row, Trail, as_under_torchrun, check, followed, loader, sgd
+from tests.integrations.test_loops import ROWS
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.multiproc
+
+
+class Job(pl.LightningModule):
+    def __init__(self, row: Row, callback: BalanceCallback) -> None:
+        super().__init__()
+        self.row, self.callback = row, callback
+        self.net = row.net()
+        self.trail = Trail()
+
+    def training_step(self, batch: Any, number: int) -> Any:
+        loss = self.net(**batch)["loss"]
+        if self.row.tokens:
+            return self.callback.controller.weight(loss, count=int((batch["labels"] != -100).sum()))
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = sgd(self.net)
+        self.trail = followed(self.net, optimizer)
+        return optimizer
+
+
+class Stop(pl.Callback):
+    """Saves after so many optimizer steps, and ends."""
+
+    def __init__(self, after: int, path: Path) -> None:
+        self.after, self.path = after, path
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == self.after and not trainer.should_stop:
+            trainer.save_checkpoint(self.path)
+            trainer.should_stop = True
+
+
+def _fit(row: Row, folder: Path, *, resume: bool) -> Trail:
+    callback = BalanceCallback(row.settings(), weighting="loss" if row.tokens else "hook")
+    job, path = Job(row, callback), folder / "last.ckpt"
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy="ddp",
+        max_epochs=row.epochs,
+        accumulate_grad_batches=row.accumulate,
+        gradient_clip_val=CLIP if row.clip else None,
+        callbacks=[callback, *([Stop(row.stop, path)] if row.stop and not resume else [])],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+    )
+    trainer.fit(job, loader(row), ckpt_path=path if resume else None)
+    return job.trail
+
+
+def train_rows(rank: int, folder: Path) -> list[Trail]:
+    as_under_torchrun(rank)
+    warnings.filterwarnings("ignore", module="lightning.*")
+    trails = []
+    for number, row in enumerate(ROWS):
+        own = folder / str(number)
+        trail = _fit(row, own, resume=False)
+        if row.stop:
+            rest = _fit(row, own, resume=True)
+            moved = [(n + len(trail.samples), p) for n, p in rest.steps]
+            trail = Trail(trail.samples + rest.samples, trail.steps + moved)
+        trails.append(trail)
+    return trails
+
+
+def test_every_row_is_exact(tmp_path: Path) -> None:
+    by_rank = run_ranks(train_rows, 2, tmp_path, timeout_s=250, group_timeout_s=100)
+    for row, *trails in zip(ROWS, *by_rank, strict=True):
+        assert check(row, trails) <= LIMIT, row

@@ -1,0 +1,119 @@
+"""Restarts under torchrun: workers come and go, and no sample is lost or trained twice."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dynamix import elastic
+from dynamix.errors import UsageError
+from tests.elastic_job import BATCH, EVERY, SAMPLES
+from tests.ranks import run_ranks
+
+JOB = Path(__file__).parent / "elastic_job.py"
+EPOCHS = 12
+
+
+def _torchrun(folder: Path, host: str, port: int) -> subprocess.Popen[bytes]:
+    """One host's agent, with one worker."""
+    told = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "GLOO_SOCKET_IFNAME": "lo", "DYNAMIX_HOST": host}
+    told |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(JOB.parents[1]), *sys.path])}
+    meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "job"]
+    meeting += ["--rdzv-conf", "last_call_timeout=1", "--monitor-interval", "0.1"]
+    size = ["--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "9"]
+    command = [sys.executable, "-m", "torch.distributed.run", *size, *meeting, str(JOB), str(folder), str(EPOCHS)]
+    with (folder / f"{host}.log").open("ab") as log:
+        return subprocess.Popen(command, env={**os.environ, **told}, stdout=log, stderr=log)
+
+
+def _starts(folder: Path) -> list[dict[str, Any]]:
+    path = folder / "starts.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def _until(folder: Path, what: Callable[[], bool]) -> None:
+    for _ in range(1200):
+        if what():
+            return
+        time.sleep(0.1)
+    logs = "\n".join(path.read_text(errors="replace")[-2000:] for path in folder.glob("*.log"))
+    raise AssertionError(f"waited for two minutes; {_starts(folder)}; {logs}")
+
+
+def _now(folder: Path) -> dict[str, Any]:
+    path = folder / "now.json"
+    return json.loads(path.read_text()) if path.exists() else {"samples": 0}  # type: ignore[no-any-return]
+
+
+def _uneven(said: dict[str, Any]) -> bool:
+    """Whether host "a" has clearly more than host "b", which is a third as fast."""
+    first, second = said.get("sizes", (1, 1))
+    return bool(first > 1.5 * second if said["host"] == "a" else second > 1.5 * first)
+
+
+@pytest.mark.multiproc
+@pytest.mark.slow
+def test_a_host_is_lost_and_comes_back(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    agents = {"a": _torchrun(tmp_path, "a", port)}
+    _until(tmp_path, lambda: len(_starts(tmp_path)) == 1)  # the first host is the one that the others ask
+    agents["b"] = _torchrun(tmp_path, "b", port)
+    try:
+        _until(tmp_path, lambda: _starts(tmp_path)[-1]["workers"] == 2)
+        begun = _starts(tmp_path)[-1]["samples"]
+        _until(tmp_path, lambda: _now(tmp_path)["samples"] > begun and _uneven(_now(tmp_path)))
+        uneven = _now(tmp_path)["samples"]
+        _until(tmp_path, lambda: _now(tmp_path)["samples"] > uneven + 2 * EVERY * BATCH)
+        for process in (agents["b"].pid, int((tmp_path / "b.pid").read_text())):
+            os.kill(process, signal.SIGKILL)  # the whole host, without a word
+        agents["b"].wait()
+        last = _now(tmp_path)["samples"]
+        _until(tmp_path, lambda: _starts(tmp_path)[-1]["workers"] == 1 and len(_starts(tmp_path)) > 2)
+        assert last - _starts(tmp_path)[-1]["samples"] <= (EVERY + 1) * BATCH
+        agents["b"] = _torchrun(tmp_path, "b", port)
+        _until(tmp_path, lambda: _starts(tmp_path)[-1]["workers"] == 2)
+        assert [agent.wait(timeout=120) for agent in agents.values()] == [0, 0]
+    finally:
+        for agent in agents.values():
+            agent.terminate()
+            agent.wait(timeout=60)
+    trained = torch.load(tmp_path / "checkpoint.pt", weights_only=True)["trained"]
+    assert torch.equal(trained, torch.full((SAMPLES,), EPOCHS))
+    assert _uneven(_starts(tmp_path)[-1])  # what is known of a host stays known while it is away
+
+
+def _required(rank: int, environment: dict[str, str]) -> str:
+    os.environ |= environment
+    try:
+        elastic.require_restartable()
+    except UsageError as error:
+        return str(error)
+    return "fine"
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        ({"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTARTS": "3"}, "SHARE_RDZV_TCP_STORE=1 torchrun"),
+        ({"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTARTS": "0"}, "fine"),
+        ({"TORCHELASTIC_USE_AGENT_STORE": "False", "TORCHELASTIC_MAX_RESTARTS": "3"}, "fine"),
+        ({}, "fine"),
+    ],
+)
+def test_a_job_that_could_not_be_started_again_is_refused(environment: dict[str, str], said: str) -> None:
+    for answer in run_ranks(_required, 1, environment):
+        assert said in answer
