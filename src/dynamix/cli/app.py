@@ -3,12 +3,14 @@
 from collections.abc import Callable
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 import typer
 
 from dynamix.cli.console import Json, Mechanism, Out, guarded, print_json
+from dynamix.cli.live import dashboard, exporter, watch
 from dynamix.cli.policy import policy
+from dynamix.cli.report import report
 from dynamix.errors import ConfigError, UsageError
 
 app = typer.Typer(
@@ -19,6 +21,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(policy, name="policy")
+app.command()(report)
+app.command()(watch)
+app.command()(dashboard)
+app.command()(exporter)
 
 
 def _version(wanted: bool) -> None:
@@ -37,6 +43,7 @@ def _root(
 
 
 _SCHEMA = "Print the JSON schema of a scenario, and end."
+_COMPARE = "Policies, or local, comma-separated: run the script once under each, and compare."
 _THROTTLE = "Seconds until limits start; default: once all ranks hold a connection."
 
 
@@ -57,21 +64,45 @@ def emulate(
     seed: Annotated[int, typer.Option(help="Of the disturbance.")] = 0,
     throttle_after: Annotated[float | None, typer.Option(min=0, help=_THROTTLE)] = None,
     timeout: Annotated[float | None, typer.Option(min=0, help="Seconds until all is ended; default: none.")] = None,
+    compare: Annotated[str | None, typer.Option(help=_COMPARE)] = None,
     mechanism: Mechanism = "auto",
     out: Out = None,
     as_json: Json = False,
 ) -> None:
     """Run any training script on emulated hosts, one rank each: dynamix emulate demo -- python train.py."""
-    from dynamix.emulator.run import emulate as run_emulated
-    from dynamix.emulator.run import summary
+    from dynamix.cli.emulated import run_compared, run_once
 
     if not context.args:
         raise ConfigError("command", "", "a command after --", "dynamix emulate demo -- python train.py")
-    how = cast(Any, mechanism)
-    result = run_emulated(
-        scenario, context.args, seed=seed, out=out, throttle_after_s=throttle_after, timeout_s=timeout, mechanism=how
-    )
-    print_json(result) if as_json else typer.echo(summary(result))
+    options: dict[str, Any] = {"seed": seed, "out": out, "throttle_after_s": throttle_after, "timeout_s": timeout}
+    options["mechanism"] = mechanism
+    if compare is None:
+        result = run_once(scenario, context.args, as_json=as_json, **options)
+    else:
+        result = run_compared(scenario, context.args, compare, as_json=as_json, **options)
+    raise typer.Exit(int(result["exit_code"]))
+
+
+@app.command(context_settings={"allow_extra_args": True})
+@guarded
+def observe(
+    context: typer.Context,
+    every: Annotated[float | None, typer.Option(min=1, help="Seconds between reports; default: at the end.")] = None,
+    read: Annotated[Path | None, typer.Option(help="Only tell again what this run folder holds.")] = None,
+    out: Out = None,
+    as_json: Json = False,
+) -> None:
+    """Tell which rank holds an unchanged job back, and why: dynamix observe -- torchrun ... train.py."""
+    from dynamix.observe.run import observe as run_observed
+    from dynamix.observe.run import read as read_again
+
+    if read is not None:
+        found = read_again(read)
+        print_json(found) if as_json else typer.echo(found["text"], nl=False)
+        return
+    result = run_observed(context.args, out=out, every_s=every)
+    if as_json:
+        print_json(result)
     raise typer.Exit(int(result["exit_code"]))
 
 

@@ -14,6 +14,8 @@ _EXTRAS = {
     "compression": ("numba",),
     "learn": ("gymnasium", "pettingzoo"),
     "gpu": ("pynvml",),
+    "dashboard": ("starlette", "uvicorn"),
+    "exporter": ("prometheus_client",),
 }
 
 

@@ -4,7 +4,7 @@ import os
 import shlex
 import tempfile
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 
@@ -95,3 +95,26 @@ def policy_show(
 
     about = about_policy(name)
     print_json(about) if as_json else print_about(name, about)
+
+
+@policy.command("explain")
+@guarded
+def policy_explain(
+    name: Annotated[str, typer.Argument(help="A learned policy of the residual kind: a name or a file.")] = "dynamix",
+    seed: Annotated[int, typer.Option(min=0, help="Of the simulated clusters.")] = 0,
+    workers: Annotated[int, typer.Option(min=2, max=256, help="Of each cluster.")] = 8,
+    clusters: Annotated[int, typer.Option(min=1, help="Simulated clusters.")] = 64,
+    windows: Annotated[int, typer.Option(min=2, help="Decisions on each.")] = 20,
+    as_json: Json = False,
+) -> None:
+    """What a learned policy does: how far it leaves the goodput rule, and which features move it, and where to."""
+    from dynamix.cli.policy_explained import print_explained
+    from dynamix.policies import make_policy
+    from dynamix.policies.learned.policy import LearnedPolicy
+    from dynamix.training.explaining import explain_policy
+
+    made = cast(LearnedPolicy, make_policy(name))
+    with progress("explaining") as tell:
+        found = explain_policy(made, seed=seed, workers=workers, clusters=clusters, windows=windows, progress=tell)
+    about = {"schema": 1, "command": "policy explain", "policy": name}
+    print_json({**about, **found}) if as_json else print_explained(name, found)

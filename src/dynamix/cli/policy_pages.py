@@ -79,7 +79,10 @@ def print_about(name: str, about: Mapping[str, Any]) -> None:
     console.print(_facts(_of_file(about) if learned else [("class", about["class"]), ("learned", "nothing; a rule")]))
     console.print()
     if learned:
-        _print_scores(console, name, about.get("evaluation"))
+        if "stages" in about:
+            _print_stages(console, about["stages"], about.get("evaluation"))
+        else:
+            _print_scores(console, name, about.get("evaluation"))
         console.print(Text(f"Everything in its file: dynamix policy show {name} --json"))
     console.print(Text(f"Score it now: dynamix policy evaluate {name}"))
 
@@ -102,6 +105,33 @@ def print_evaluation(name: str, seed: int, found: Mapping[str, Any]) -> None:
     console.print(_facts([*legend, (_label(name), marks_mean)]))
     console.print(Text("\nOver all cells: medians, and how often it beats the goodput rule", "bold"))
     _print_medians(console, found["summary"], len(found["cells"]))
+
+
+def _print_stages(console: Console, stages: Mapping[str, Any], tested: Mapping[str, Any] | None) -> None:
+    """What each stage of its training gave, on the clusters that chose between them and on test clusters."""
+    judged = {"validation": stages} | ({"test": tested} if tested else {})
+    found = {title: part["speed_over_goodput"] for title, part in judged.items()}
+    names = list(dict.fromkeys(name for part in found.values() for name in part))
+    counts = [w for w in next(iter(stages["speed_over_goodput"].values())) if w != "all"]
+    table = _table("", *found, *[f"at {w}" for w in counts if tested])
+    last = found.get("test", {})
+    for name in names:
+        cells = [_interval(part.get(name, {}).get("all")) for part in found.values()]
+        cells += [f"{last[name][w][0]:.3f}" if name in last else "-" for w in counts if tested]
+        table.add_row(Text(name), *cells)
+    console.print(Text("What the stages of its training gave: speed over the goodput rule's", "bold"))
+    console.print(table)
+    legend = (
+        f"Above 1 is faster on the same simulated clusters ({stages['families']} families, {' and '.join(counts)} "
+        "workers), in brackets the 95 % interval over clusters. Without PPO it learned what the next window shows in "
+        "hindsight; PPO adds what whole trainings gain. Validation chose, test was read once after that."
+    )
+    console.print(Text(f"Chosen: {stages['chosen']}. {legend}"))
+    console.print()
+
+
+def _interval(figures: Sequence[float] | None) -> str:
+    return "-" if figures is None else "{:.3f} ({:.3f}-{:.3f})".format(*figures)
 
 
 def _print_scores(console: Console, name: str, evaluation: Mapping[str, Any] | None) -> None:

@@ -1,0 +1,68 @@
+"""Device hosts on which a static job is observed, and then balanced: is the promised gain reached?"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from dynamix.emulator.run import emulate
+from dynamix.errors import StateError
+from dynamix.observe.run import conclude
+from dynamix_lab.suites.observe import job
+from dynamix_lab.suites.observe.cases import observing
+
+# By name: relative speeds, fixed and per-sample milliseconds of speed 1, batch of each, and the rate of all links.
+PLACES: dict[str, dict[str, Any]] = {
+    "one-slow": {"speeds": (1.0, 1.0, 1.0, 0.4), "fixed_ms": 10.0, "per_sample_ms": 1.5, "batch": 32, "rate": None},
+    "generations": {"speeds": (1.0, 0.9, 0.5, 0.3), "fixed_ms": 20.0, "per_sample_ms": 1.5, "batch": 32, "rate": None},
+    "fixed-costs": {"speeds": (1.0, 0.7, 0.5), "fixed_ms": 50.0, "per_sample_ms": 1.0, "batch": 32, "rate": None},
+    "slow-links": {"speeds": (1.0, 1.0, 0.5), "fixed_ms": 15.0, "per_sample_ms": 1.5, "batch": 32, "rate": 50.0},
+    "even": {"speeds": (1.0, 1.0, 1.0), "fixed_ms": 15.0, "per_sample_ms": 1.5, "batch": 32, "rate": None},
+}
+STEPS = 160
+TAIL = 0.4  # of a batch: what each rank's last one of an epoch has
+ROUNDS = 8  # of an epoch before that
+_TIMEOUT_S = 600.0
+
+
+def run_place(name: str, policy: str, folder: Path) -> dict[str, Any]:
+    """The promise of the observed static job, and what `policy` with a fixed global batch reaches over static."""
+    place = PLACES[name]
+    ranks = len(place["speeds"])
+    epoch = ranks * (ROUNDS * place["batch"] + round(TAIL * place["batch"]))
+    given = {"steps": STEPS, "batch": place["batch"], "samples": epoch, "width": 128, "clock": True}
+    observed = folder / "observed"
+    static = _paced(place, observing(observed, given), folder / "static")
+    promised = conclude(observed)["gains"]
+    command = [sys.executable, job.__file__, json.dumps({**given, "policy": policy})]
+    balanced = _paced(place, command, folder / policy)
+    reached = balanced["samples_per_s"] / static["samples_per_s"]
+    balance = promised["balance"]
+    return {
+        "promised": balance["median"],
+        "low": balance["low"],
+        "high": balance["high"],
+        "reached": reached,
+        "off": balance["median"] / reached - 1,
+        "sizes": promised["sizes"],
+        "grounded": promised["grounded"],
+        "overruns": [static["overruns"], balanced["overruns"]],
+        "steps": [static["steps"], balanced["steps"]],
+    }
+
+
+def _paced(place: dict[str, Any], command: list[str], folder: Path) -> dict[str, Any]:
+    """Samples a second of the job on the place's hosts, and its devices' steps and overruns."""
+    rate = {} if place["rate"] is None else {"rate_mbit_s": place["rate"]}
+    hosts = [{"cpu": speed, **rate} for speed in place["speeds"]]
+    device = {name: place[name] for name in ("fixed_ms", "per_sample_ms")}
+    scenario = {"name": "observed", "description": "Device hosts.", "hosts": hosts, "device": device}
+    result = emulate(scenario, command, out=folder, timeout_s=_TIMEOUT_S, echo=None)
+    if result["exit_code"]:
+        raise StateError(f"the job on device hosts ended with {result['exit_code']}: see {folder}/ranks")
+    said = (folder / "ranks/0/rank0.out").read_text(encoding="utf-8").splitlines()
+    pace = json.loads(next(line for line in reversed(said) if line.startswith("{")))
+    steps = result["device_steps"]
+    return {**pace, "overruns": sum(one["overruns"] for one in steps), "steps": sum(one["steps"] for one in steps)}

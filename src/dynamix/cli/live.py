@@ -1,0 +1,100 @@
+"""`dynamix watch` and `dynamix dashboard`: runs while they go on."""
+
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dynamix.cli.console import guarded
+from dynamix.cli.report import Runs
+from dynamix.errors import ConfigError, UsageError
+
+
+@guarded
+def dashboard(
+    runs: Runs,
+    host: Annotated[str, typer.Option(help="Others than loopback need a token and a certificate.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8642,
+    token_file: Annotated[Path | None, typer.Option(help="Holds what a visitor must bring as ?token=.")] = None,
+    certificate: Annotated[Path | None, typer.Option(help="PEM file, to serve over TLS.")] = None,
+    key: Annotated[Path | None, typer.Option(help="PEM file, of the certificate.")] = None,
+    every: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks at the files.")] = 1.0,
+) -> None:
+    """Serve the page of runs that go on, live, until interrupted. It reads only what they write."""
+    from dynamix.telemetry import find_sources
+
+    try:
+        from dynamix.telemetry.dashboard import LiveRuns, serve
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in ("starlette", "uvicorn", "anyio"):
+            raise
+        raise UsageError(f"the dashboard needs {error.name}: pip install 'dynamix-train[dashboard]'") from error
+    token = _token(token_file)
+    for file in (certificate, key):
+        if file is not None and not file.is_file():
+            raise ConfigError("certificate", str(file), "a PEM file that can be read", "check the path")
+    live = LiveRuns(find_sources(runs), every_s=every)
+    serve(live, host=host, port=port, token=token, certificate=certificate, key=key, tell=_tell)
+
+
+@guarded
+def watch(
+    run: Annotated[Path, typer.Argument(help="A run folder, or an events file.")],
+    every: Annotated[float, typer.Option(min=0.2, help="Seconds between two looks at the file.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print once, and end.")] = False,
+) -> None:
+    """Show a run in the terminal while it goes on: sizes, where time goes, what happens. Ctrl-C leaves it running."""
+    from rich.console import Console
+    from rich.live import Live
+
+    from dynamix.cli.watch_view import view_of
+    from dynamix.telemetry import find_sources
+
+    sources = find_sources([run])
+    console = Console(highlight=False)
+    for source in sources:
+        source.refresh()
+    if once or not sys.stdout.isatty():
+        console.print(view_of(sources))
+        return
+    with Live(view_of(sources), console=console, auto_refresh=False, screen=False) as shown:
+        while not all(source.ended for source in sources):
+            time.sleep(every)
+            for source in sources:
+                source.refresh()
+            shown.update(view_of(sources), refresh=True)
+
+
+@guarded
+def exporter(
+    runs: Runs,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Of 127.0.0.1; 0 takes a free one.")] = 9642,
+    every: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks at the files.")] = 5.0,
+    workers: Annotated[int, typer.Option(min=0, help="Most workers with figures of their own, slowest first.")] = 64,
+) -> None:
+    """Offer figures of runs to Prometheus, until interrupted: http://127.0.0.1:9642/metrics."""
+    from dynamix.telemetry import find_sources
+
+    try:
+        from dynamix.telemetry.exporter import RunCollector, serve_metrics
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "prometheus_client":
+            raise
+        raise UsageError(f"the exporter needs {error.name}: pip install 'dynamix-train[exporter]'") from error
+    serve_metrics(RunCollector(find_sources(runs), most_workers=workers), port=port, every_s=every, tell=typer.echo)
+
+
+def _token(file: Path | None) -> str:
+    if file is None:
+        return ""
+    try:
+        return file.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError("token_file", str(file), "a text file that can be read", "check the path") from error
+
+
+def _tell(address: str) -> None:
+    typer.echo(f"dashboard: {address} (Ctrl-C ends it)")
+    sys.stdout.flush()

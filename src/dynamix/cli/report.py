@@ -1,0 +1,56 @@
+"""`dynamix report`: a run's page."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dynamix.cli.console import Json, guarded, print_json
+
+Runs = Annotated[list[Path], typer.Argument(help="Run folders, or events files; several are compared.")]
+
+
+@guarded
+def report(
+    runs: Runs,
+    out: Annotated[Path | None, typer.Option(help="File to write (default: report.html in the first folder).")] = None,
+    title: Annotated[str | None, typer.Option(help="Of the page (default: the runs' names).")] = None,
+    as_json: Json = False,
+) -> None:
+    """Make one page of what a run wrote down: sizes, where time went, decisions and why. It opens without a network."""
+    from dynamix.errors import ConfigError
+    from dynamix.telemetry import find_sources, page_data, write_page
+    from dynamix.telemetry.sources import require_some
+
+    sources = find_sources(runs)
+    for source in sources:
+        source.refresh()
+    require_some(sources)
+    if as_json:
+        print_json(page_data(sources, title=title))
+        return
+    target = out or _default(runs[0])
+    try:
+        data = write_page(sources, target, title=title)
+    except OSError as error:
+        fix = f"choose another by --out ({error.strerror})"
+        raise ConfigError("out", str(target), "a file that can be written", fix) from error
+    typer.echo(data["headline"])
+    for said in data["missing"]:
+        typer.echo(f"note: {said}", err=True)
+    typer.echo(f"wrote {target}")
+
+
+def _default(run: Path) -> Path:
+    """report.html of a folder; beside an events file one of its name, so that two files have two pages."""
+    if run.is_dir():
+        made_by_run = run / "report.html"  # the demo and the suites write theirs: it is not replaced
+        return run / "dynamix-report.html" if made_by_run.exists() and not _ours(made_by_run) else made_by_run
+    return run.with_name(f"{run.stem}-report.html")
+
+
+def _ours(page: Path) -> bool:
+    try:
+        return b'id="headline"' in page.read_bytes()[:100_000]
+    except OSError:
+        return False

@@ -1,0 +1,138 @@
+"""`torchrun ... -m dynamix.observe train.py ARGUMENTS`: runs the script as it is, and tells what its steps wait for."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import functools
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from dynamix.errors import ConfigError, DynamixError
+
+FOLLOW = "--follow"  # how rank 0 calls the process that speaks meanwhile
+
+
+def main(given: list[str] | None = None) -> None:
+    """Run what the command line says."""
+    arguments = sys.argv[1:] if given is None else given
+    if arguments[:1] == [FOLLOW]:
+        follow(Path(arguments[1]), float(arguments[2]))
+        return
+    asked = parser().parse_args(arguments)
+    if not asked.script:
+        parser().error("name the script to run: torchrun ... -m dynamix.observe train.py")
+    if asked.every is not None and not asked.every > 0:
+        parser().error("--every: more than 0 seconds")
+    folder = asked.out or default_folder()
+    rank = int(os.environ.get("RANK", "0"))
+    try:
+        make(folder, rank, asked.script)
+    except DynamixError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from error
+    except OSError as error:
+        print(f"dynamix observe: cannot write to {folder} ({error}): the script runs unobserved", file=sys.stderr)
+        play(asked)
+        return
+    run(folder, rank, asked)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Options come before the script; all that follows it is the script's own."""
+    parser = argparse.ArgumentParser(prog="python -m dynamix.observe", description=__doc__)
+    parser.add_argument("--out", type=Path, help="run folder, which all machines see (default: runs/observe-TIME)")
+    parser.add_argument("--every", type=float, metavar="SECONDS", help="say what was seen so far as often as that")
+    parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module, as python -m runs it")
+    parser.add_argument("script", nargs=argparse.REMAINDER, metavar="SCRIPT ...")
+    return parser
+
+
+def default_folder() -> Path:
+    """The same for all ranks of one machine: named by when the process that started them began."""
+    import psutil
+
+    parent = psutil.Process(os.getppid() if "RANK" in os.environ else os.getpid())
+    began = datetime.datetime.fromtimestamp(parent.create_time(), datetime.UTC)
+    return Path("runs") / f"observe-{began:%Y%m%d-%H%M%S}-{parent.pid}"
+
+
+def make(folder: Path, rank: int, script: list[str]) -> None:
+    """Rank 0 makes the folder. One that an earlier job has written to is refused by all ranks."""
+    from dynamix.events.run_folder import RunFolder
+    from dynamix.observe.run import cluster
+
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if (folder / "ranks" / attempt / f"rank{rank}.json").exists():
+        raise ConfigError("out", str(folder), "a new or empty folder", "choose another, or remove this one")
+    if rank == 0 and attempt == "0":
+        folder.mkdir(parents=True, exist_ok=True)
+        RunFolder.at(folder).write_run(command="observe", job=script, cluster=cluster())
+
+
+def run(folder: Path, rank: int, asked: argparse.Namespace) -> None:
+    """The script, observed; rank 0 tells at the end what was seen."""
+    from dynamix.observe import hooks
+    from dynamix.observe.never_fatal import never_fatal
+    from dynamix.startup.sitecustomize import after_import
+
+    after_import("torch", functools.partial(_start, str(folder.resolve())))
+    speaker = _speaker(folder, asked.every) if rank == 0 and asked.every else None
+    folder = folder.resolve()  # the script may go elsewhere
+    try:
+        play(asked)
+    finally:
+        if speaker is not None and speaker.stdin is not None:
+            speaker.stdin.close()
+            speaker.wait()
+        if hooks.watch is not None:
+            never_fatal(hooks.watch, hooks.watch.stop)()
+        if rank == 0:
+            from dynamix.observe.run import say, wait_for_others
+
+            trained = hooks.watch is not None and hooks.watch.recorder is not None
+            if trained and sys.exc_info()[0] in (None, SystemExit):
+                wait_for_others(folder)
+            say(folder)
+
+
+def play(asked: argparse.Namespace) -> None:
+    """The script, as Python would run it."""
+    sys.argv = asked.script
+    if asked.module:
+        sys.path[0] = os.getcwd()
+        runpy.run_module(asked.script[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.path[0] = str(Path(asked.script[0]).resolve().parent)
+        runpy.run_path(asked.script[0], run_name="__main__")
+
+
+def _start(folder: str, torch: Any) -> None:
+    from dynamix.observe import hooks
+
+    hooks.start(torch, folder)
+
+
+def _speaker(folder: Path, every_s: float) -> subprocess.Popen[bytes]:
+    """A process that speaks while this rank trains, and ends when it does."""
+    command = [sys.executable, "-m", "dynamix.observe", FOLLOW, str(folder.resolve()), str(every_s)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE)
+
+
+def follow(folder: Path, every_s: float) -> None:
+    """Say every so often what was seen so far, until the standard input ends. Takes what time others leave."""
+    import select
+
+    from dynamix.observe.run import say
+
+    os.nice(19)
+    while not select.select([sys.stdin], [], [], every_s)[0]:
+        say(folder)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+"""Who holds the job back, in which part, and who waits: figures of the joined steps, without a model."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from dynamix.observe.joined import Joined
+from dynamix.window import Floats
+
+LEAST_EXCESS = 0.05  # of a step's time, from which on a rank is said to be slow
+LEAST_TRANSFER = 0.10  # of a step's time, from which on the network is said to hold the job back
+SLOW_LINK = 3.0  # times the round trips of the others
+LEAST_CARRIED = 0.1  # of what the busiest connection carried
+ALIKE = 1.5  # forward and backward that are slower by about the same factor are one thing: computing
+SHOWN = ("forward", "backward", "data", "update", "between")
+
+
+@dataclass(frozen=True)
+class Slow:
+    """A rank whose steps take longer than those of the others.
+
+    part       "forward", "backward", "computing" (both alike), "data", "update" or "between"
+    busy_s     of its step, free of waiting; `others_s` the median of the others
+    late       share of the steps in which it arrived last
+    excess_s   by part, what it takes more than the median of the others
+    """
+
+    rank: int
+    part: str
+    busy_s: float
+    others_s: float
+    late: float
+    excess_s: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What was seen. Seconds a step, means over the kept steps; arrays are by present rank.
+
+    verdict    "rank" (one is slow), "network" (the exchange takes long), "changing" (the slowest rank changes), "even"
+    parts      seconds by part: `SHOWN`
+    slow_link  ranks at the slow connection's ends, or the rank at which all slow ones meet; empty where none is seen
+    """
+
+    verdict: str
+    step_s: float
+    busy_s: Floats
+    wait_s: Floats
+    transfer_s: float
+    parts: dict[str, Floats]
+    slow: Slow | None
+    slow_link: list[int] = field(default_factory=list)
+    link_ratio: float = float("nan")
+
+    @property
+    def rank(self) -> int | None:
+        """Whom the verdict names; None where it names nobody."""
+        if self.verdict == "rank" and self.slow is not None:
+            return self.slow.rank
+        return self.slow_link[0] if self.verdict == "network" and len(self.slow_link) == 1 else None
+
+    @property
+    def part(self) -> str | None:
+        """What the verdict names: a part, "network", or None."""
+        return self.slow.part if self.verdict == "rank" and self.slow is not None else self._network
+
+    @property
+    def _network(self) -> str | None:
+        return "network" if self.verdict == "network" else None
+
+
+def find(job: Joined) -> Findings:
+    """The findings of a job with one kept step or more."""
+    at = job.kept
+    busy, exchange = job.busy[at], job.part("exchange")[at]
+    loader = np.nan_to_num(job.part("loader")[at])
+    series = {name: job.part(name)[at] for name in ("forward", "backward", "update")}
+    series |= {"data": loader, "between": job.part("between")[at] - loader}
+    parts = {name: np.nanmean(series[name], 0) for name in SHOWN}
+    wait_s, transfer = job.waits
+    mean_busy = np.nanmean(busy, 0)
+    step_s = float(np.nanmean(np.nansum([busy, exchange], 0)))
+    slow, changing = _slow(job, busy, parts, mean_busy, step_s)
+    ends, ratio = slow_link(job.ranks, job.facts)
+    lost, moved = float(np.nanmean(wait_s)), float(transfer[0])
+    verdict = "even"
+    if slow is not None or changing:
+        verdict = "changing" if slow is None else "rank"
+    if moved > LEAST_TRANSFER * step_s and (verdict == "even" or moved > lost):
+        verdict = "network"
+    return Findings(verdict, step_s, mean_busy, wait_s, moved, parts, slow, ends, ratio)
+
+
+def _slow(
+    job: Joined, busy: Floats, parts: dict[str, Floats], mean_busy: Floats, step_s: float
+) -> tuple[Slow | None, bool]:
+    """The slow rank, if there is one; and whether there is one at each time, but not the same."""
+    if len(job.ranks) < 2:
+        return None, False
+    last = np.bincount(np.nan_to_num(busy, nan=-1.0).argmax(-1), minlength=len(job.ranks)) / len(busy)
+    at = int(mean_busy.argmax())
+    others = _others(mean_busy, at)
+    if mean_busy[at] - others < LEAST_EXCESS * step_s:
+        apart = float(np.nanmean(np.nanmax(busy, -1) - np.nanmedian(busy, -1)))
+        return None, apart > LEAST_EXCESS * step_s
+    excess = {name: float(values[at]) - _others(values, at) for name, values in parts.items()}
+    return Slow(job.ranks[at], _part(parts, at, excess), float(mean_busy[at]), others, float(last[at]), excess), False
+
+
+def _part(parts: dict[str, Floats], at: int, excess: dict[str, float]) -> str:
+    """The part that makes rank number `at` slow."""
+    largest = max(excess, key=lambda name: excess[name])
+    if largest not in ("forward", "backward"):
+        return largest
+    factors = [float(parts[name][at]) / max(_others(parts[name], at), 1e-9) for name in ("forward", "backward")]
+    both = min(factors) > 1.1 and min(excess["forward"], excess["backward"]) > 0.15 * excess[largest]
+    return "computing" if both and max(factors) < ALIKE * min(factors) else largest
+
+
+def _others(values: Floats, at: int) -> float:
+    return float(np.median(np.delete(values, at)))
+
+
+def slow_link(ranks: list[int], facts: list[dict[str, Any]]) -> tuple[list[int], float]:
+    """Ranks at the ends of the slow connections, and how many times as long their round trips take as the others'.
+
+    Data waits in front of a slow link, so round trips over it take long. Connections of two ranks are found by their
+    ends. One rank: all connections that carry much and are its own are slow, and others are not. Two: only their
+    connection is seen. None: nothing is slow, or nothing is seen.
+
+    >>> trips = {(0, 1): 0.02, (1, 2): 0.015, (0, 2): 1e-4}
+    >>> facts = [{"links": [
+    ...     {"local": f"{own}-{peer}", "remote": f"{peer}-{own}", "rtt_s": seconds, "sent_bytes": 10**7}
+    ...     for pair, seconds in trips.items() if own in pair for peer in pair if peer != own
+    ... ]} for own in range(3)]
+    >>> ranks, ratio = slow_link([0, 1, 2], facts)
+    >>> ranks, round(ratio)
+    ([1], 150)
+    """
+    links = [(rank, link) for rank, one in zip(ranks, facts, strict=True) for link in one.get("links", ())]
+    owner = {link["local"]: rank for rank, link in links}
+    most = max((link["sent_bytes"] for _, link in links), default=0)
+    by_pair: dict[tuple[int, int], float] = {}
+    for rank, link in links:
+        peer = owner.get(link["remote"], rank)
+        if peer != rank and link["rtt_s"] and link["sent_bytes"] >= LEAST_CARRIED * most:
+            pair = min(rank, peer), max(rank, peer)
+            by_pair[pair] = max(by_pair.get(pair, 0.0), float(link["rtt_s"]))
+    if len(by_pair) < 2:
+        return sorted(next(iter(by_pair), ())), float("nan")
+    best: tuple[list[int], float] = ([], 1.0)
+    for rank in ranks:
+        own = [seconds for pair, seconds in by_pair.items() if rank in pair]
+        rest = [seconds for pair, seconds in by_pair.items() if rank not in pair]
+        if own and rest:
+            best = max(best, ([rank], min(own) / statistics.median(rest)), key=lambda found: found[1])
+    return best if best[1] > SLOW_LINK else ([], best[1])

@@ -1,0 +1,116 @@
+"""What could be gained, as `JobModel` predicts it from the observed windows: ranges, and the lines to write."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from dynamix.model import JobModel
+from dynamix.model.measured import exposed_seconds
+from dynamix.model.rounds import RoundSize, samples_a_second
+from dynamix.model.split import split
+from dynamix.window import Bounds, Window
+
+LOW, HIGH = 0.1, 0.9  # quantiles of the ranges
+WORTH = 1.03  # a gain that a change of the script is worth
+UNIT = 1000  # parts of a batch whose samples are unknown
+_LARGEST = 64  # times the largest batch now
+
+
+@dataclass(frozen=True)
+class Gain:
+    """How many times as many samples a second one would get: the median of what is believed, and 80 % of it."""
+
+    median: float
+    low: float
+    high: float
+
+    @property
+    def worth_it(self) -> bool:
+        """Whether it is more than the measuring is unsure of."""
+        return self.median >= WORTH
+
+
+@dataclass(frozen=True)
+class Gains:
+    """What could be gained, and what is not known.
+
+    balance   with the same global batch, by moving shares to `sizes`
+    twice     with twice the global batch, shares moved
+    rarely    by meeting over parameters, every `apart` steps
+    grounded  whether batches of several sizes were seen
+    sizes_known   whether batches have a known number of samples; else `sizes` are parts of a batch, in thousandths
+    """
+
+    balance: Gain | None
+    twice: Gain | None
+    rarely: Gain | None
+    sizes: list[int]
+    now: list[int]
+    apart: float
+    grounded: bool
+    sizes_known: bool
+
+
+def predict(windows: Iterable[Window], *, sizes_known: bool) -> Gains:
+    """The gains of a job of two ranks or more, after these windows; None for what cannot be said."""
+    model, latest = JobModel(), None
+    for window in windows:
+        scaled = _whole(window if sizes_known else _in_parts(window))
+        model = model.update(scaled)
+        if latest is None or scaled.global_batch >= 0.9 * latest.global_batch:
+            latest = scaled  # an epoch's last, small batch is no state to start from
+    if latest is None or latest.workers < 2 or not bool(model.measured):
+        return Gains(None, None, None, [], [], float("nan"), False, sizes_known)
+    now = latest.batch_size
+    model = model.update(dataclasses.replace(latest, step=np.asarray(float(model.step) + 1)))
+    sizes = _balanced(model, int(now.sum()))
+    twice = _balanced(model, 2 * int(now.sum()))
+    rarely, apart = _rarely(model, latest)
+    return Gains(
+        _gain(model, sizes, now),
+        _gain(model, twice, now),
+        rarely,
+        np.rint(sizes).astype(int).tolist(),
+        now.tolist(),
+        apart,
+        bool(model.grounded),
+        sizes_known,
+    )
+
+
+def _whole(window: Window) -> Window:
+    """All own work as computing: what others wait for is that, whether a rank computes or waits for its data."""
+    return dataclasses.replace(window, compute=window.compute + np.nan_to_num(window.data), data=0.0 * window.data)
+
+
+def _in_parts(window: Window) -> Window:
+    base = window.base_batch * UNIT
+    return dataclasses.replace(window, batch_size=window.batch_size * UNIT, base_batch=base)
+
+
+def _balanced(model: JobModel, total: int) -> np.ndarray:
+    """Whole sizes of sum `total` whose slowest worker is done first."""
+    workers = model.sizes.shape[-1]
+    bounds = Bounds.of(workers, 1, max(_LARGEST * total // workers, 2), total_low=total, total_high=total)
+    return split(np.asarray(float(total)), *model.line, bounds)
+
+
+def _gain(model: JobModel, sizes: np.ndarray, now: np.ndarray) -> Gain:
+    at = [float(model.speedup(sizes, beside=now, quantile=quantile)) for quantile in (0.5, LOW, HIGH)]
+    return Gain(*at)
+
+
+def _rarely(model: JobModel, window: Window) -> tuple[Gain | None, float]:
+    """By meeting over parameters: pieces of today's batches, as many to each worker as its speed allows."""
+    speeds, meeting_s = samples_a_second(window), float(exposed_seconds(window))
+    if speeds is None or not np.isfinite(meeting_s):
+        return None, float("nan")
+    workers, total = window.workers, int(window.batch_size.sum())
+    size = RoundSize(total / workers)
+    _, pace = size.best(Bounds.of(workers, 1, 100 * total), speeds, meeting_s, now=0)
+    low, median, high = (total / float(model.step_s(window.batch_size, quantile=q)) for q in (HIGH, 0.5, LOW))
+    return Gain(pace / median, pace / high, pace / low), size.steps

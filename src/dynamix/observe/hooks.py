@@ -1,0 +1,290 @@
+"""Takes hold of a rank's training steps without changing them: tensor hooks, autograd callbacks, optimizer hooks.
+
+A forward pass of DDP begins and ends in `DistributedDataParallel.forward`. A hook on the output's gradient sees the
+backward pass begin and queues a callback, which autograd runs once all local gradients are there. DDP queues its own,
+which waits for the reductions, later; so one more callback, queued by the first, runs after that. DDP's reducer,
+communication hooks and parameters are left alone. FSDP2 gathers and reduces inside of both passes: those moments are
+told apart by the calls that it makes for them (`sharded`).
+"""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import functools
+import importlib
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from dynamix.observe import sharded
+from dynamix.observe.never_fatal import never_fatal
+from dynamix.observe.recorder import BACKWARD, BETWEEN, EXCHANGE, FORWARD, StepRecorder
+from dynamix.startup.sitecustomize import after_import
+
+FLUSH_S = 1.0
+MOST_VARIABLE = "DYNAMIX_OBSERVE_STEPS"  # observed of a job, of those it takes
+MOST_STEPS = 200_000
+_IDLE, _FORWARD, _BACKWARD, _AFTER = range(4)  # _AFTER: between a backward pass and the end of the step
+
+
+class Observer:
+    """Marks this process's steps and writes them to `folder`. One for each process, made once torch is imported."""
+
+    def __init__(self, torch: Any, folder: str, most_steps: int = MOST_STEPS) -> None:
+        self.torch, self.folder, self.most_steps = torch, folder, most_steps
+        self.recorder: StepRecorder | None = None
+        self.stack = ""  # which wrapper trains
+        self.on = True
+        self._file: Any = None
+        self._links: Any = None
+        self._state = _IDLE
+        self._began_s, self._flushed_s = 0.0, 0.0
+        self._note = ""
+        self._on_gradient, self._gradients_there, self._reduced = (
+            never_fatal(self, hook) for hook in (self._backward_begins, self._at_last_gradient, self._at_reduced)
+        )
+
+    # -- what the hooks call
+
+    def forward_begins(self, stack: str, module: Any, args: Any, kwargs: Any) -> bool:
+        """Whether the pass that begins is one of training: then `forward_ended` is called with its output."""
+        if not self.on or not self.torch.is_grad_enabled() or not module.training:
+            return False
+        if self.recorder is None:
+            self._begin(stack, module)
+        assert self.recorder is not None
+        if self._state == _FORWARD:  # several passes before one backward
+            return True
+        self.recorder.mark(BETWEEN)
+        self.recorder.passed(self._samples(args, kwargs))
+        self._state = _FORWARD
+        return True
+
+    def forward_ended(self, output: Any) -> None:
+        """Wait for the output's gradient."""
+        seen = False
+        for tensor in self._tensors(output):
+            if tensor.grad_fn is not None:
+                tensor.register_hook(self._on_gradient)
+                seen = True
+        if not seen and not self._note:
+            self._note = "the model's output shows no tensor with a gradient: its backward pass is not told apart"
+
+    def _backward_begins(self, _: Any) -> None:
+        """A gradient has come to the model's output."""
+        if self._state == _FORWARD and self.on and self.recorder is not None:
+            self.recorder.mark(FORWARD)
+            self._state = _BACKWARD
+            self.queue(self._gradients_there)
+
+    def waits(self) -> Callable[[], None] | None:
+        """Buffers or shards are about to cross ranks; what is returned is called when they have. None: no pass runs."""
+        if self._state not in (_FORWARD, _BACKWARD) or not self.on or self.recorder is None:
+            return None
+        self.recorder.mark(FORWARD if self._state == _FORWARD else BACKWARD)
+        return never_fatal(self, functools.partial(self.recorder.mark, EXCHANGE))
+
+    def loaded(self, seconds: float) -> None:
+        """So long a loader was waited for."""
+        if self.recorder is not None and self._state in (_IDLE, _AFTER):
+            self.recorder.loaded(seconds)
+
+    def before_update(self) -> None:
+        """An optimizer's step begins."""
+        if self._state in (_FORWARD, _BACKWARD) and self.recorder is not None:
+            # Its backward pass was not seen, or ran another way: it is over in any case.
+            self.recorder.mark(FORWARD if self._state == _FORWARD else BACKWARD)
+            self._state = _AFTER
+
+    def updated(self) -> None:
+        """An optimizer's step is over."""
+        recorder = self.recorder
+        if recorder is None or not self.on or not recorder.passes:
+            return
+        self._state = _IDLE
+        now = time.monotonic()
+        recorder.close(now - self._began_s)
+        if now - self._flushed_s >= FLUSH_S:
+            self._flushed_s = now
+            self.flush()
+        if recorder.steps >= self.most_steps:
+            self._note = self._note or f"only the first {self.most_steps} steps were observed"
+            self.stop()
+
+    def _at_last_gradient(self) -> None:
+        """All local gradients are there; DDP's own callback, which waits for other ranks, comes before the next one."""
+        self.mark_of_backward(BACKWARD)
+        self.queue(self._reduced)
+
+    def _at_reduced(self) -> None:
+        self.mark_of_backward(EXCHANGE)
+        self._state = _AFTER
+
+    def mark_of_backward(self, part: int) -> None:
+        """What passed since the last mark, in the backward pass that runs."""
+        if self._state == _BACKWARD and self.recorder is not None:
+            self.recorder.mark(part)
+
+    def queue(self, callback: Callable[[], None]) -> None:
+        """Autograd calls it at the end of the backward pass that runs, after those that were queued before."""
+        self.torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+    # -- the rank's file
+
+    def _begin(self, stack: str, module: Any) -> None:
+        from dynamix.observe.links import Links
+        from dynamix.observe.rank_file import RankFile
+        from dynamix.probes.timing import CpuClock, CudaClock
+
+        distributed = self.torch.distributed
+        there = distributed.is_available() and distributed.is_initialized()
+        rank, world = (distributed.get_rank(), distributed.get_world_size()) if there else (0, 1)
+        device = next((p.device for p in module.parameters()), self.torch.device("cpu"))
+        self.recorder = StepRecorder(CudaClock(device) if device.type == "cuda" else CpuClock())
+        self._links, self.stack = Links(), stack
+        facts = {"world": world, "stack": stack, "device": device.type, "torch": self.torch.__version__}
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        self._file = RankFile(Path(self.folder) / "ranks" / attempt, rank, {**facts, "started": time.time()})
+        self._began_s = self._flushed_s = time.monotonic()
+        self._file.write(self.recorder.take(), ended=False)
+        atexit.register(self.stop)
+
+    def flush(self, *, ended: bool = False) -> None:
+        """Write the rows so far."""
+        if self.recorder is not None and self._file is not None:
+            self._links.sample()
+            self._file.write(self.recorder.take(), ended=ended, links=self._links.told, note=self._note)
+
+    def stop(self) -> None:
+        """The last rows; nothing is observed from now on."""
+        if self.on:
+            self.on = False
+            self.flush(ended=True)
+            if self._file is not None:
+                self._file.close()
+
+    def forked(self) -> None:
+        """In a child that a fork made: what its parent has observed is its parent's."""
+        self.recorder, self._file, self._state = None, None, _IDLE
+
+    # -- inputs and outputs
+
+    def _samples(self, args: Any, kwargs: Any) -> float:
+        """The first dimension of the first input that has one; NaN without such an input."""
+        for tensor in self._tensors((args, kwargs)):
+            if tensor.ndim:
+                return float(tensor.shape[0])
+        return float("nan")
+
+    def _tensors(self, value: Any) -> Iterator[Any]:
+        """Every tensor in nested arguments or outputs, in order."""
+        if isinstance(value, self.torch.Tensor):
+            yield value
+            return
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            value = vars(value)
+        if isinstance(value, Mapping):
+            value = tuple(value.values())
+        if isinstance(value, list | tuple):
+            for part in value:
+                yield from self._tensors(part)
+
+
+watch: Observer | None = None  # of this process
+
+
+def start(torch: Any, folder: str) -> Observer:
+    """Observe this process from now on, to `folder`. What cannot be hooked, in another torch, ends observing alone."""
+    global watch
+    try:
+        most = int(os.environ.get(MOST_VARIABLE, MOST_STEPS))
+    except ValueError:
+        print(f"dynamix observe: {MOST_VARIABLE} is no whole number; {MOST_STEPS} is taken", file=sys.stderr)
+        most = MOST_STEPS
+    watch = Observer(torch, folder, most)
+    os.register_at_fork(after_in_child=watch.forked)
+    never_fatal(watch, distributed_data_parallel)(torch, watch)
+    never_fatal(watch, optimizers)(torch, watch)
+    after_import("torch.utils.data.dataloader", never_fatal(watch, functools.partial(loaders, watch=watch)))
+    never_fatal(watch, sharded.install)(watch)
+    return watch
+
+
+def distributed_data_parallel(torch: Any, watch: Observer) -> None:
+    """Passes of `DistributedDataParallel`, and its exchange of buffers."""
+    if not torch.distributed.is_available():
+        return
+    ddp = torch.nn.parallel.DistributedDataParallel
+    forward, sync_buffers = ddp.forward, ddp._sync_buffers
+    begins, ended, waits = (never_fatal(watch, f) for f in (watch.forward_begins, watch.forward_ended, watch.waits))
+
+    @functools.wraps(forward)
+    def observed_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or not begins("DDP", self, args, kwargs):
+            return forward(self, *args, **kwargs)
+        output = forward(self, *args, **kwargs)
+        ended(output)
+        return output
+
+    @functools.wraps(sync_buffers)
+    def observed_buffers(self: Any) -> None:
+        over = waits()
+        sync_buffers(self)
+        if over is not None:
+            over()
+
+    ddp.forward, ddp._sync_buffers = observed_forward, observed_buffers
+
+    def compiled(module: Any) -> None:
+        """`torch.compile(DDP(...))` traces DDP's forward: its passes are those of what it returns."""
+        call = module.OptimizedModule.__call__
+
+        @functools.wraps(call)
+        def observed_call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if not isinstance(self._orig_mod, ddp) or not begins("DDP", self._orig_mod, args, kwargs):
+                return call(self, *args, **kwargs)
+            output = call(self, *args, **kwargs)
+            ended(output)
+            return output
+
+        module.OptimizedModule.__call__ = observed_call
+
+    after_import("torch._dynamo.eval_frame", never_fatal(watch, compiled))
+
+
+def optimizers(torch: Any, watch: Observer) -> None:
+    """Steps of all optimizers of torch's kind."""
+    module = importlib.import_module("torch.optim.optimizer")  # torch.optim hides its name
+    before, after = never_fatal(watch, watch.before_update), never_fatal(watch, watch.updated)
+
+    def begins(*_: Any) -> None:
+        if not torch.compiler.is_compiling():
+            before()
+
+    def ends(*_: Any) -> None:
+        if not torch.compiler.is_compiling():
+            after()
+
+    module.register_optimizer_step_pre_hook(begins)
+    module.register_optimizer_step_post_hook(ends)
+
+
+def loaders(module: Any, watch: Observer) -> None:
+    """What is waited for in `DataLoader`s, whoever calls them."""
+    iterator = module._BaseDataLoaderIter
+    following = iterator.__next__
+    loaded = never_fatal(watch, watch.loaded)
+
+    @functools.wraps(following)
+    def observed_next(self: Any) -> Any:
+        began_s = time.perf_counter()
+        try:
+            return following(self)
+        finally:
+            loaded(time.perf_counter() - began_s)
+
+    iterator.__next__ = observed_next

@@ -1,0 +1,191 @@
+"""The run folder of an observed job: who makes it, and what is concluded from it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+from dynamix.errors import ConfigError, StateError
+from dynamix.events.records import SCHEMA, EventLog
+from dynamix.events.run_folder import RunFolder
+from dynamix.observe.findings import Findings, find
+from dynamix.observe.gains import Gains, predict
+from dynamix.observe.joined import Joined, join, windows
+from dynamix.observe.words import tell
+from dynamix.startup import sitecustomize
+from dynamix.startup.sitecustomize import DEVICE_VARIABLE, OBSERVE_VARIABLE
+
+LATEST_S = 10.0  # that rank 0 waits for the others' last rows
+
+
+def conclude(folder: Path, **about: Any) -> dict[str, Any]:
+    """Write events.jsonl, report.txt and result.json from what the ranks have written so far; returns the result.
+
+    Raises `StateError` where no rank has written a step.
+    """
+    job = join(folder)
+    if not job.kept.any():
+        raise StateError(f"{folder} holds {job.steps} steps: too few to say anything")
+    found, told = find(job), list(windows(job))
+    gains = predict([window for window, _ in told], sizes_known=job.samples_known)
+    unfinished = folder / "events.unfinished"
+    unfinished.write_bytes(b"")
+    with EventLog(unfinished) as log:
+        for index, (window, more) in enumerate(told):
+            sizes = window.batch_size.tolist()
+            known = {"window_index": index, "window": window, "decision": "keep", "allocation": sizes}
+            log.write(
+                **known, from_step=0, time_s=more["time_s"], samples_seen=more["samples_seen"], parts=more["parts"]
+            )
+    unfinished.replace(folder / "events.jsonl")
+    text = tell(job, found, gains)
+    (folder / "report.txt").write_text(text, encoding="utf-8")
+    result = {"schema": SCHEMA, "command": "observe", "cluster": cluster(), **about, **_result(job, found, gains)}
+    result |= {"text": text, "folder": str(folder)}
+    RunFolder.at(folder).write_result(result)
+    return result
+
+
+def cluster() -> str:
+    """What the job runs on, as results name it."""
+    return "emulator" if DEVICE_VARIABLE in os.environ or "DYNAMIX_EVENTS" in os.environ else "cluster"
+
+
+def _result(job: Joined, found: Findings, gains: Gains) -> dict[str, Any]:
+    slow = None if found.slow is None else dataclasses.asdict(found.slow)
+    told: dict[str, Any] = _plain(
+        {
+            "ranks": job.ranks,
+            "world": job.world,
+            "missing": job.missing,
+            "unfinished": job.unfinished,
+            "steps": job.steps,
+            "pauses": job.pauses,
+            "verdict": found.verdict,
+            "rank": found.rank,
+            "part": found.part,
+            "step_s": found.step_s,
+            "busy_s": found.busy_s.tolist(),
+            "wait_s": found.wait_s.tolist(),
+            "exchange_s": found.transfer_s,
+            "slow": slow,
+            "parts": {name: values.tolist() for name, values in found.parts.items()},
+            "slow_link": found.slow_link,
+            "link_ratio": found.link_ratio,
+            "gains": dataclasses.asdict(gains),
+        }
+    )
+    return told
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def say(folder: Path, out: TextIO | None = None, **about: Any) -> dict[str, Any] | None:
+    """`conclude`, and its text on stderr; None, said too, where there is nothing to conclude from."""
+    out = out or sys.stderr
+    try:
+        result = conclude(folder, **about)
+    except Exception as error:  # what is told of a job must not end it, nor change how it ended
+        why = error if isinstance(error, StateError | OSError) else repr(error)
+        print(f"dynamix observe: {why}", file=out, flush=True)
+        return None
+    print(f"\ndynamix observe: {result['text']}(this is {folder}/report.txt)", file=out, flush=True)
+    return result
+
+
+def wait_for_others(folder: Path, patience_s: float = LATEST_S) -> None:
+    """Until all ranks have said that they ended, or no longer than that."""
+    until = time.monotonic() + patience_s
+    while time.monotonic() < until:
+        with contextlib.suppress(Exception):  # files that are being written
+            job = join(folder)
+            if not job.missing and not job.unfinished:
+                return
+        time.sleep(0.1)
+
+
+def observed_environment(folder: Path, given: Mapping[str, str]) -> dict[str, str]:
+    """`given`, so that every Python that starts in it is observed. Its PYTHONPATH and sitecustomize stay in force."""
+    path = [sitecustomize.FOLDER, *filter(None, [given.get("PYTHONPATH")])]
+    return {**given, OBSERVE_VARIABLE: str(folder.resolve()), "PYTHONPATH": os.pathsep.join(path)}
+
+
+def observe(
+    command: Sequence[str], *, out: str | Path | None = None, every_s: float | None = None, echo: TextIO | None = None
+) -> dict[str, Any]:
+    """Run `command`, observe all ranks that it starts, and return what result.json holds, with its `exit_code`.
+
+    out       run folder, new or empty; None: under `runs`
+    every_s   say what was seen so far as often as that; None: at the end only
+
+    Where the command trained nothing that can be observed, that is said, and `text` is empty.
+    """
+    if not command:
+        raise ConfigError("command", "", "a program and its arguments", "dynamix observe -- torchrun ... train.py")
+    if every_s is not None and not every_s > 0:
+        raise ConfigError("every", every_s, "more than 0 seconds", "leave it out to be told at the end")
+    with RunFolder("observe", out) as run:
+        run.write_run(command="observe", job=list(command), cluster=cluster())
+        try:
+            job = subprocess.Popen(command, env=observed_environment(run.path, os.environ))
+        except OSError as error:
+            raise ConfigError("command", command[0], "a program that can be started", str(error.strerror)) from error
+        with job:
+            code = _follow(job, run.path, every_s, echo)
+    about = {"job": list(command), "exit_code": 128 - code if code < 0 else code}
+    result = say(run.path, echo, **about)
+    if result is None:
+        return {"schema": SCHEMA, "command": "observe", **about, "text": "", "folder": str(run.path)}
+    return result
+
+
+def _follow(job: subprocess.Popen[bytes], folder: Path, every_s: float | None, echo: TextIO | None) -> int:
+    """Its exit code, once it ends in its own time. SIGTERM is handed on to it."""
+    own = threading.current_thread() is threading.main_thread()  # elsewhere signals cannot be taken
+    before = signal.signal(signal.SIGTERM, lambda number, _: job.send_signal(number)) if own else None
+    try:
+        while True:
+            try:
+                return _waited(job, folder, every_s, echo)
+            except KeyboardInterrupt:  # of the terminal: the job got it, too
+                continue
+    finally:
+        if own:
+            signal.signal(signal.SIGTERM, before)
+
+
+def _waited(job: subprocess.Popen[bytes], folder: Path, every_s: float | None, echo: TextIO | None) -> int:
+    while True:
+        try:
+            return job.wait(every_s)
+        except subprocess.TimeoutExpired:
+            say(folder, echo)
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """Conclude again from a run folder. `ranks/` may have been completed by files that other machines wrote."""
+    if not (folder / "ranks").is_dir():
+        raise ConfigError("folder", str(folder), "the folder of an observed run", "name what --out named")
+    before = folder / "result.json"
+    known: dict[str, Any] = {}
+    if before.is_file():
+        with contextlib.suppress(ValueError):
+            known = json.loads(before.read_text(encoding="utf-8"))
+    return conclude(folder, **{name: known[name] for name in ("job", "exit_code") if name in known})

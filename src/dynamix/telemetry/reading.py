@@ -1,0 +1,130 @@
+"""An events file as far as it can be read, also while a run writes it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dynamix.errors import DynamixError, StateError
+from dynamix.events.records import EVENTS_SCHEMA, parse_event
+from dynamix.events.windows import window_of
+from dynamix.window import Window
+
+LONGEST_LINE = 2**26  # bytes; a window of 16,384 workers takes less than one
+_CHUNK = 2**20
+_KINDS = {  # what is wrong with a line -> how many lines of that kind are told
+    "broken": "{} no event (damaged, or of another program)",
+    "future": "{} of a later version of dynamix than this one, which reads schema {schema}",
+    "window": "{} without a window that can be used",
+}
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A line of an events file: all its fields, and its window as arrays."""
+
+    fields: dict[str, Any]
+    window: Window
+
+
+class EventFollower:
+    """Reads an events file from where it stopped last; nothing in the file can make it fail.
+
+    Lines that hold no window are counted by what is wrong with them (`problems`), and the first one of each kind is
+    named. A last line without an end waits: a run is still writing it, or was killed while it did.
+
+    >>> follower = EventFollower("/no/such/events.jsonl")
+    >>> list(follower.more()), follower.problems()
+    ([], ['/no/such/events.jsonl cannot be read: No such file or directory'])
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self.read = 0  # lines with a window
+        self.unfinished = False  # the file ends within a line
+        self.shrunk = False  # the file was replaced by a shorter one, and is read anew
+        self._rest, self._at, self._number = b"", 0, 0
+        self._wrong: dict[str, tuple[int, int]] = {}  # kind -> how many, the first one's number
+        self._error = ""
+        self._skipping = False  # within a line that is too long
+
+    def more(self, most_bytes: int | None = None) -> Iterator[Recorded]:
+        """What was written since the last call, oldest first; of a long file about the next `most_bytes` only."""
+        self.shrunk, taken = False, 0
+        try:
+            with self.path.open("rb") as file:
+                if os.fstat(file.fileno()).st_size < self._at:
+                    self._begin_anew()
+                file.seek(self._at)
+                self._error = ""
+                while (most_bytes is None or taken < most_bytes) and (chunk := file.read(_CHUNK)):
+                    self._at, taken = self._at + len(chunk), taken + len(chunk)
+                    yield from self._lines(chunk)
+        except OSError as error:
+            self._error = f"{self.path} cannot be read: {error.strerror or error}"
+        self.unfinished = bool(self._rest) or self._skipping
+
+    @property
+    def behind_bytes(self) -> int:
+        """How much of the file was not read yet."""
+        try:
+            return max(self.path.stat().st_size - self._at, 0)
+        except OSError:
+            return 0
+
+    def problems(self) -> list[str]:
+        """What is missing, as sentences; empty where everything was read."""
+        said = [self._error] if self._error else []
+        for kind, (count, first) in self._wrong.items():
+            lines = "1 line is" if count == 1 else f"{count:,} lines are"
+            if kind == "window":
+                lines = lines.replace(" is", "").replace(" are", "")
+            told = _KINDS[kind].format(lines, schema=EVENTS_SCHEMA)
+            said.append(f"{self.path.name}: {told}; left out, the first is line {first:,}")
+        if self.unfinished:
+            said.append(f"{self.path.name} ends within a line: its run is still writing, or was killed")
+        return said
+
+    def _begin_anew(self) -> None:
+        self.shrunk = True
+        self._rest, self._at, self._number, self._wrong, self._skipping = b"", 0, 0, {}, False
+        self.read = 0
+
+    def _lines(self, chunk: bytes) -> Iterator[Recorded]:
+        *whole, rest = (self._rest + chunk).split(b"\n")
+        for line in whole:
+            self._number += 1
+            if self._skipping:
+                self._skipping = False
+                self._count("broken")
+            elif line.strip() and (found := self._event(line)) is not None:
+                self.read += 1
+                yield found
+        self._skipping |= len(rest) > LONGEST_LINE
+        self._rest = b"" if self._skipping else rest
+
+    def _event(self, line: bytes) -> Recorded | None:
+        try:
+            event = parse_event(line.decode("utf-8", errors="replace"), "", unpack=False)
+        except StateError as error:
+            self._count("future" if _is_later(str(error)) else "broken")
+            return None
+        try:
+            return Recorded(event, window_of(event["window"]))
+        except (DynamixError, ArithmeticError, AttributeError, LookupError, MemoryError, TypeError, ValueError):
+            self._count("window")
+            return None
+
+    def _count(self, kind: str) -> None:
+        count, first = self._wrong.get(kind, (0, self._number))
+        self._wrong[kind] = count + 1, first
+
+
+def _is_later(error: str) -> bool:
+    """Whether what `parse_event` said is of a schema with a larger number."""
+    _, found, number = error.partition("event has schema ")
+    said = number.partition(",")[0]
+    return bool(found) and said.isdigit() and int(said) > EVENTS_SCHEMA

@@ -1,0 +1,194 @@
+"""One run, taken in line by line: series in bins, changes of sizes, notices, and figures of the whole."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any
+
+import numpy as np
+
+from dynamix.model.measured import step_seconds
+from dynamix.telemetry.bins import MOST_BINS, BinnedSeries
+from dynamix.telemetry.foresight import Foresight, reason
+from dynamix.telemetry.notices import Notices
+from dynamix.telemetry.reading import Recorded
+from dynamix.window import Floats, Window
+
+SINGLE = (
+    *("global_batch", "noise_scale", "step_s", "expected_s", "loss", "accuracy", "samples_per_s", "samples"),
+    *("compute", "data", "wait", "network", "waiting"),
+)
+EACH = ("size", "compute", "data", "wait", "network")
+
+
+class RunView:
+    """What the lines of one run say, in bounded memory.
+
+    name       what the page calls it
+    workers    the most that any window had
+    """
+
+    def __init__(self, name: str, most_bins: int = MOST_BINS) -> None:
+        self.name = name
+        self.series = BinnedSeries(SINGLE, EACH, 0, most_bins)
+        self.foresight, self.notices = Foresight(), Notices()
+        self.decisions: Counter[str] = Counter()
+        self.windows = 0
+        self.workers = 0
+        self.steps = 0.0
+        self.seconds = 0.0  # at the end of the newest window, restarts added up
+        self.samples = 0.0
+        self.start_sizes = self.sizes = np.empty(0, dtype=np.int64)
+        self.noise_scale = math.nan
+        self.index = -1  # of the newest window
+        self.newest: Window | None = None
+        self.latest: dict[str, float] = {}  # its numbers of the cluster, by the names of `SINGLE`
+        self._offset_s = self._time_s = 0.0
+        self._why = ""  # whose answer the newest change was
+        self._active = 0  # workers of the newest window
+
+    def is_another(self, fields: dict[str, Any]) -> bool:
+        """Whether a line begins another run, appended to the same file."""
+        index = fields.get("window_index")
+        return index == 0 and self.index > 0
+
+    def add(self, line: Recorded) -> None:
+        """Take in the next line."""
+        fields, window = line.fields, line.window
+        begin_s = self.seconds
+        self._follow_time(fields, window)
+        self._follow_workers(window)
+        index = fields.get("window_index")
+        self.index = index if type(index) is int and index >= 0 else self.index + 1
+        weight = _one(window.steps, least=1.0)
+        self._follow_samples(fields, window, weight)
+        single = _single(window)
+        single["samples"] = self.samples
+        single["expected_s"] = self.foresight.add(window, begin_s, self.index, self._why)
+        if fields.get("decision") == "new":
+            self._why = reason(fields)
+        took_s = self.seconds - begin_s
+        if took_s > 0 and self.windows:
+            single["samples_per_s"] = self._gained / took_s
+        self.series.add(begin_s, self.seconds, weight, single, _each(window))
+        self.newest, self.latest = window, single
+        self.notices.of_line(fields, self.seconds, self.index)
+        self.decisions[str(fields.get("decision"))] += 1
+        if not self.windows:
+            self.start_sizes = window.batch_size
+        self.sizes, self.windows, self.steps = window.batch_size, self.windows + 1, self.steps + weight
+        if math.isfinite(scale := single["noise_scale"]):
+            self.noise_scale = scale
+
+    # ------------------------------------------------------------ of the whole run
+
+    @property
+    def waiting(self) -> Floats:
+        """(W,) part of each worker's step time that it waited for slower ones; NaN where unknown."""
+        seconds = self.parts()
+        total = sum(np.nan_to_num(value) for value in seconds.values())
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return np.asarray(np.where(total > 0, seconds["wait"] / total, np.nan))
+
+    @property
+    def mean_waiting(self) -> float:
+        """The mean of `waiting` over workers; NaN where it is unknown."""
+        return _mean(self.waiting)
+
+    def parts(self) -> dict[str, Floats]:
+        """Mean seconds of a step by part, (W,) each."""
+        return {name: self.series.overall(name) for name in ("compute", "data", "network", "wait")}
+
+    def newest_parts(self) -> dict[str, Floats]:
+        """Seconds of a step by part in the newest window, (W,) each; empty without one."""
+        return {} if self.newest is None else {k: v for k, v in _each(self.newest).items() if k != "size"}
+
+    @property
+    def seconds_per_sample(self) -> Floats:
+        """(W,) busy seconds of a sample, over the whole run; NaN for those that never had one."""
+        at = {name: self.series.names.index(name) for name in EACH}
+        totals = self.series.totals
+        samples = totals[at["size"]]
+        busy = totals[at["compute"]] + totals[at["data"]]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return np.asarray(np.where((samples > 0) & (busy > 0), busy / samples, np.nan))
+
+    @property
+    def samples_per_s(self) -> float:
+        """Over the whole run."""
+        return self.samples / self.seconds if self.seconds > 0 else math.nan
+
+    # ------------------------------------------------------------ parts of `add`
+
+    def _follow_time(self, fields: dict[str, Any], window: Window) -> None:
+        time_s = _number(fields.get("time_s"))
+        if math.isnan(time_s):  # lines of a tool that does not tell: as long as its steps
+            step_s = float(step_seconds(window))
+            self.seconds += _one(window.steps, least=1.0) * (step_s if math.isfinite(step_s) else 1.0)
+            return
+        if time_s < self._time_s and self.windows:
+            self._offset_s = self.seconds
+            self.notices.note(self.seconds, self.index + 1, "restart", "The job was started again and goes on here.")
+        self._time_s = time_s
+        self.seconds = max(self.seconds, self._offset_s + time_s)
+
+    def _follow_workers(self, window: Window) -> None:
+        if self._active and window.workers != self._active:
+            text = f"The job goes on with {window.workers} workers in place of {self._active}."
+            self.notices.note(self.seconds, self.index + 1, "workers", text)
+        self._active = window.workers
+        if window.workers > self.workers:
+            self.workers = window.workers
+            self.series.widen(window.workers)
+
+    def _follow_samples(self, fields: dict[str, Any], window: Window, steps: float) -> None:
+        told = _number(fields.get("samples_seen"))
+        before = self.samples
+        self.samples = told if told >= 0 else before + steps * float(window.batch_size.sum())
+        self._gained = max(self.samples - before, 0.0)
+
+
+def _single(window: Window) -> dict[str, float]:
+    """Numbers of the cluster."""
+    step_time = window.step_time
+    total = np.where(np.isfinite(step_time), step_time, 0.0).sum()
+    waited = np.where(np.isfinite(window.wait) & np.isfinite(step_time), window.wait, 0.0).sum()
+    means = {name: _mean(getattr(window, name)) for name in ("compute", "data", "wait")}
+    scale = float(window.noise_scale)
+    return means | {
+        "global_batch": float(window.global_batch),
+        "noise_scale": scale if math.isfinite(scale) else math.nan,
+        "step_s": float(step_seconds(window)),
+        "loss": _weighted(window.loss, window.batch_size),
+        "accuracy": _weighted(window.accuracy, window.batch_size),
+        "network": _mean(window.communication),
+        "waiting": float(waited / total) if total > 0 and np.isfinite(window.wait).any() else math.nan,
+    }
+
+
+def _each(window: Window) -> dict[str, Floats]:
+    """Numbers of every worker, (W,)."""
+    named = {name: getattr(window, name) for name in ("compute", "data", "wait")}
+    return {**named, "size": window.batch_size.astype(np.float64), "network": window.communication}
+
+
+def _mean(values: Floats) -> float:
+    known = values[np.isfinite(values)]
+    return float(known.mean()) if known.size else math.nan
+
+
+def _weighted(values: Floats, weights: Any) -> float:
+    known = np.isfinite(values) & (weights > 0)
+    return float(np.average(values[known], weights=weights[known])) if known.any() else math.nan
+
+
+def _one(value: Any, least: float) -> float:
+    found = float(value)
+    return max(found, least) if math.isfinite(found) else least
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or abs(value) > 1e300:
+        return math.nan
+    return float(value)

@@ -1,0 +1,223 @@
+"""Where runs come from: an events file, a run folder, or a folder of such folders."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dynamix.errors import ConfigError, StateError
+from dynamix.events.run_folder import row_folder
+from dynamix.telemetry.reading import EventFollower, Recorded
+from dynamix.telemetry.run import RunView
+
+EVENTS = "events.jsonl"
+MOST_RUNS = 64  # of one page
+_LABELS = ("policy", "seed", "attempt")  # of lines that several runs share a file with
+_TAIL_BYTES = 2**16
+_STALE_S = 60.0
+
+
+class RunSource:
+    """An events file, with what its folder says beside it; `refresh` takes in what was written since.
+
+    views    the runs in the file, by name: a demo writes many into one
+    absent   why a comparison has no such run; empty where it has
+    run, result   what run.json and result.json hold; empty where they are missing or damaged
+    """
+
+    def __init__(self, events: Path, name: str, *, absent: str = "") -> None:
+        self.events, self.name, self.absent = events, name, absent
+        self.folder = events.parent if events.name == EVENTS else None
+        self.follower = EventFollower(events)
+        self.views: dict[str, RunView] = {}
+        self.run: dict[str, Any] = {}
+        self.result: dict[str, Any] = {}
+        self._current: dict[str, str] = {}  # label -> name of the view that its lines go to
+        self.version = 0
+
+    def refresh(self, most_bytes: int | None = None) -> bool:
+        """Take in what is there by now, of a long file the next `most_bytes`; whether anything is new."""
+        if self.absent:
+            return False
+        before = self.follower.read, bool(self.result)
+        self.run = self.run or _json(self.folder, "run.json")
+        for line in self.follower.more(most_bytes):
+            self._forget_what_was_replaced()
+            if (view := self._view(line)) is not None:
+                view.add(line)
+        self._forget_what_was_replaced()
+        self.result = self.result or _json(self.folder, "result.json")
+        changed = before != (self.follower.read, bool(self.result))
+        self.version += changed
+        return changed
+
+    def _forget_what_was_replaced(self) -> None:
+        if self.follower.shrunk:
+            self.views, self._current, self.follower.shrunk = {}, {}, False
+
+    @property
+    def ended(self) -> bool:
+        """Whether its folder holds a result."""
+        return bool(self.result)
+
+    @property
+    def quiet_s(self) -> float:
+        """Seconds since its last line was written."""
+        try:
+            return max(time.time() - self.events.stat().st_mtime, 0.0)
+        except OSError:
+            return 0.0
+
+    def missing(self) -> list[str]:
+        """What a reader of the page has to know is not there, as sentences."""
+        if self.absent:
+            return []
+        said = self.follower.problems()
+        if behind := self.follower.behind_bytes:
+            said.append(f"{self.events.name} is still being read: {behind / 1e6:,.0f} MB are left.")
+        if self.run and not self.result:
+            if self.quiet_s < _STALE_S:
+                said.append("The run is still being written: there is no result.json yet.")
+            else:
+                ago = _duration(self.quiet_s)
+                said.append(f"There is no result.json and the last line is {ago} old: the run was killed, or hangs.")
+        hidden = len(self._current) - len(self.views)
+        if hidden > 0:
+            said.append(f"{hidden} more runs are in the file; a page shows {MOST_RUNS}.")
+        return said + self._ranks_that_failed()
+
+    def curve(self, view: RunView) -> list[list[float]] | None:
+        """Held-out score of one of its runs, [time_s, samples, score] each, where result.json has it."""
+        rows, seeds = self.result.get("policies"), self.result.get("seeds")
+        label = next((label for label, name in self._current.items() if name == view.name), "")
+        policy, seed = (json.loads(label) if label else [None] * 2)[:2]
+        try:
+            curve = rows[policy]["curve"][seeds.index(seed)]  # type: ignore[index,union-attr]
+            return [[float(value) for value in point[:3]] for point in curve if len(point) >= 3]
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError):
+            return None
+
+    def _view(self, line: Recorded) -> RunView | None:
+        label = json.dumps([line.fields.get(name) for name in _LABELS], default=str)
+        name = self._current.get(label)
+        if name is not None and name not in self.views:
+            return None  # beyond what a page shows
+        if name is None or self.views[name].is_another(line.fields):
+            name = self._name(line.fields, label)
+            self._current[label] = name
+            if len(self.views) < MOST_RUNS:
+                self.views[name] = RunView(name)
+        return self.views.get(name)
+
+    def _name(self, fields: Mapping[str, Any], label: str) -> str:
+        parts = [str(fields["policy"])] if fields.get("policy") is not None else []
+        parts += [f"seed {fields['seed']}"] if fields.get("seed") is not None else []
+        parts += [f"attempt {fields['attempt']}"] if fields.get("attempt", 1) not in (None, 1) else []
+        name = ", ".join(parts) or self.name
+        again, unique = 2, name
+        while unique in self.views:
+            unique, again = f"{name} ({again})", again + 1
+        return unique
+
+    def _ranks_that_failed(self) -> list[str]:
+        codes = self.result.get("exit_codes")
+        if not isinstance(codes, list):
+            return []
+        failed = [(rank, code) for rank, code in enumerate(codes) if isinstance(code, int) and code]
+        said = [f"Rank {rank} ended with {_exit(code)}{self._last_words(rank)}." for rank, code in failed[:8]]
+        return said + ([f"{len(failed) - 8} more ranks failed."] if len(failed) > 8 else [])
+
+    def _last_words(self, rank: int) -> str:
+        seeds = self.result.get("seeds") or [0]
+        if self.folder is None or not isinstance(seeds, list):
+            return ""
+        path = self.folder / "ranks" / str(seeds[0]) / f"rank{rank}.err"
+        try:
+            with path.open("rb") as file:
+                file.seek(max(path.stat().st_size - _TAIL_BYTES, 0))
+                lines = file.read().decode(errors="replace").splitlines()
+        except OSError:
+            return ""
+        errors = [line.strip() for line in lines if re.match(r"[\w.]*(Error|Exception|Interrupt)\b", line)]
+        return f": {errors[-1][:300]}" if errors else ""
+
+
+def find_sources(paths: Iterable[str | os.PathLike[str]]) -> list[RunSource]:
+    """The runs that paths name. Raises `ConfigError` where one names none.
+
+    A path is an events file, a folder that holds `events.jsonl`, or a folder whose sub-folders do, such as that of
+    `dynamix emulate --compare`, whose order is kept.
+    """
+    found = [source for path in paths for source in _sources_of(Path(path))]
+    if not found:
+        raise ConfigError("RUN", "", "one run or more", "name a run folder")
+    names = [source.name for source in found]
+    for source in found:
+        if names.count(source.name) > 1:
+            source.name = str(source.events.parent)
+    return found
+
+
+def _sources_of(path: Path) -> list[RunSource]:
+    if path.is_file():
+        return [RunSource(path, path.parent.resolve().name if path.name == EVENTS else path.stem)]
+    if (path / EVENTS).exists():
+        return [RunSource(path / EVENTS, path.resolve().name)]
+    asked = _json(path, "run.json").get("compare")
+    if isinstance(asked, list) and asked:
+        return _compared(path, [str(name) for name in asked])
+    inside = sorted(path.glob(f"*/{EVENTS}")) if path.is_dir() else []
+    if inside:
+        return [RunSource(events, events.parent.name) for events in inside]
+    if (path / "run.json").exists():  # a run that has not closed a window yet
+        return [RunSource(path / EVENTS, path.resolve().name)]
+    allowed = "an events file, or a folder that holds events.jsonl or whose sub-folders do"
+    raise ConfigError("RUN", str(path), allowed, "name what a run has written, such as runs/emulate-TIME")
+
+
+def _compared(path: Path, names: list[str]) -> list[RunSource]:
+    """The rows of a comparison, in its order."""
+    rows = _json(path, "result.json").get("rows")
+    rows = rows if isinstance(rows, dict) else {}
+    found = []
+    for name in names:
+        done = rows.get(name)
+        why = done.get("available", "") if isinstance(done, dict) else ""
+        events = path / row_folder(name) / EVENTS
+        found.append(RunSource(events, name, absent=why if isinstance(why, str) else ""))
+    return found
+
+
+def require_some(sources: Sequence[RunSource]) -> None:
+    """Raise `StateError` where no source holds a window."""
+    if not any(source.views for source in sources):
+        why = "; ".join(dict.fromkeys(said for source in sources for said in source.missing()))
+        raise StateError(f"{why or 'no window was written yet'}; give a run folder or its events.jsonl")
+
+
+def _json(folder: Path | None, name: str) -> dict[str, Any]:
+    try:
+        found = json.loads((folder / name).read_text(encoding="utf-8")) if folder is not None else {}
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _exit(code: int) -> str:
+    return f"signal {-code}" if code < 0 else f"exit code {code}"
+
+
+def _duration(seconds: float) -> str:
+    """
+    >>> _duration(75), _duration(7300), _duration(2e6)
+    ('75 s', '2 h', '23 days')
+    """
+    for unit, size in (("days", 86_400), ("h", 3_600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"

@@ -1,0 +1,296 @@
+"use strict";
+// The page of one run or several, drawn from the JSON in #data.
+
+const PARTS = [
+  ["compute", "computing", "--c0"],
+  ["data", "waiting for data", "--c5"],
+  ["network", "exchanging gradients", "--c2"],
+  ["wait", "waiting for slower workers", "--c1"],
+];
+const page = { data: null, chosen: 0, shares: false, sorted: false, all: false };
+
+const ms = (value) => `${shown(1000 * value)} ms`;
+const scaled = (values, unit) => values.map((value) => (value === null ? null : value / unit.size));
+const one = (run, name) => run.one[name].mean;
+
+const tile = (value, label) => el("div", { class: "tile" }, el("b", { text: value }), el("span", { text: label }));
+
+const tiles = (run) => {
+  const sizes = one(run, "global_batch");
+  const samples = one(run, "samples");
+  const last = samples[samples.length - 1];
+  const loss = one(run, "loss").filter((value) => value !== null);
+  const box = el("div", { class: "tiles" },
+    tile(duration(run.seconds), "time"),
+    tile(counted(last), "samples"),
+    tile(shown(last / run.seconds), "samples a second"),
+    tile(percentage(run.waiting), "of the time waiting"),
+    tile(counted(sizes[sizes.length - 1]), "global batch at the end"));
+  if (loss.length) box.append(tile(shown(loss[loss.length - 1]), "training loss at the end"));
+  return box;
+};
+
+// Two buttons that set page[name] to false or true.
+const choice = (name, off, on) => el("div", { class: "switch" }, ...[[off, false], [on, true]].map(([text, value]) =>
+  el("button", { type: "button", "aria-pressed": String(page[name] === value), onclick: () => { page[name] = value; show(); }, text })));
+
+const workerLines = (run, rows, x) =>
+  rows.map((y, i) => ({ label: `worker ${i}`, x, y, colour: seriesColour(i), step: true }));
+
+const shareRows = (rows) => rows.map((row) => row.map((value, at) => {
+  const total = rows.reduce((sum, other) => sum + (other[at] || 0), 0);
+  return value === null || !total ? null : value / total;
+}));
+
+const sizesFigure = (run, x, unit) => {
+  const body = el("div", {});
+  const few = Array.isArray(run.each.size);
+  const fill = (shares) => {
+    const format = shares ? percentage : (value) => shown(value);
+    if (few) {
+      const rows = shares ? shareRows(run.each.size) : run.each.size;
+      return linePlot(workerLines(run, rows, x), { xUnit: unit.name, format, from: 0, height: 260 });
+    }
+    const map = unpacked(run.each.size);
+    const options = heatOptions(run, unit, shares ? "shares of workers" : "batch sizes of workers",
+      shares ? percentage : (value) => `${counted(value)} samples`);
+    return heatMap(shares ? sharesOf(map) : map, { ...options, end: shares ? percentage : counted });
+  };
+  body.append(choice("shares", "samples", "share of the round"));
+  if (!few) body.append(" ", choice("sorted", "by number", "by batch size"));
+  body.append(fill(page.shares));
+  const title = page.shares ? "Share of each worker, % of the global batch" : "Batch size of each worker, samples per round";
+  return figure(title, "A round ends when workers meet. Faster workers should get more.", body);
+};
+
+const heatOptions = (run, unit, label, format, zero = false) => {
+  const every = run.each.column_bins;
+  const begins = run.begins.filter((_, i) => i % every === 0).map((value) => value / unit.size);
+  const ends = run.ends.filter((_, i) => i % every === every - 1 || i === run.ends.length - 1).map((value) => value / unit.size);
+  const order = page.sorted ? byMean(unpacked(run.each.size)) : null;
+  return { begins, ends, order, xUnit: unit.name, rowWorkers: run.each.row_workers, workers: run.workers, label, format, zero };
+};
+
+const barsFigure = (run) => {
+  const total = (row) => PARTS.reduce((sum, [name]) => sum + (row[name] || 0), 0);
+  const longest = Math.max(...run.bars.map(total), 1e-12);
+  const box = el("div", { class: "bars" });
+  for (const row of run.bars) {
+    const bar = el("div", { class: "bar" });
+    for (const [name, label, tone] of PARTS) {
+      const part = (row[name] || 0) / longest;
+      if (part > 0) bar.append(el("span", { style: `width: ${100 * part}%; background: var(${tone})`, title: `${label}: ${ms(row[name])}` }));
+    }
+    const waits = total(row) ? (row.wait || 0) / total(row) : null;
+    const told = `${ms(total(row))}, ${percentage(waits)} waiting, ${shown(row.size)} samples, ${row.each_s ? `${ms(row.each_s)} each` : "never timed"}`;
+    box.append(el("span", { text: `worker ${row.worker}` }), bar, el("span", { class: "figure", text: told }));
+  }
+  const keys = el("div", { class: "keys" }, ...PARTS.map(([, label, tone]) =>
+    el("span", {}, el("i", { style: `background: var(${tone})` }), label)));
+  const which = run.bars.length < run.workers ? `The ${run.bars.length} workers of ${run.workers.toLocaleString("en")} that take longest for a sample. ` : "";
+  const caption = `${which}Mean seconds of a round over the whole run. A bar that ends in waiting had too little to do.`;
+  return figure("Where each worker's time went", caption, keys, box);
+};
+
+const partsFigure = (run, x, unit) => {
+  const lines = PARTS.map(([name, label, tone]) => ({ label, x, y: one(run, name), colour: tone, step: true }))
+    .filter((line) => line.y.some((value) => value));
+  return figure("A worker's round in its parts, time in the mean over workers", "Less waiting is better shared work.",
+    linePlot(lines, { xUnit: unit.name, format: (value) => duration(value), from: 0 }));
+};
+
+const waitingFigure = (run, x, unit) => {
+  const caption = "How long each worker waited for slower ones in a round.";
+  const title = "Waiting of each worker, time per round";
+  if (Array.isArray(run.each.wait)) {
+    return figure(title, caption, linePlot(workerLines(run, run.each.wait, x), { xUnit: unit.name, format: (v) => duration(v), from: 0 }));
+  }
+  return figure(title, caption, heatMap(unpacked(run.each.wait), heatOptions(run, unit, "waiting of workers", ms, true)));
+};
+
+const mapFigure = (run, unit, name, title, caption) => {
+  if (Array.isArray(run.each[name])) return null;
+  return figure(title, caption, heatMap(unpacked(run.each[name]), heatOptions(run, unit, title, ms, true)));
+};
+
+const batchFigure = (run, x, unit) => {
+  const { mean: y, least, greatest } = run.one.global_batch;
+  const merged = run.bin_windows > 1;
+  const lines = [{ label: "global batch", x, y, colour: "--c0", step: true, band: merged ? [least, greatest] : undefined },
+    { label: "noise scale", x, y: one(run, "noise_scale"), colour: "--c1" }];
+  const known = lines.flatMap((line) => line.y).filter((value) => value !== null && value > 0);
+  const log = known.length > 0 && Math.max(...known) > 20 * Math.min(...known);
+  const positive = lines.map((line) => (log ? { ...line, y: line.y.map((value) => (value > 0 ? value : null)), band: undefined } : line));
+  return figure("Global batch and noise scale, samples", "A global batch far above the noise scale teaches little more for its samples; far below it more samples still pay."
+    + (log ? " The axis is logarithmic." : ""), linePlot(positive, { xUnit: unit.name, from: log ? undefined : 0, log }));
+};
+
+const speedFigure = (run, x, unit) => figure("Speed, samples per second", "Of all workers together.",
+  linePlot([{ label: "samples a second", x, y: one(run, "samples_per_s"), colour: "--c0", step: true }], { xUnit: unit.name, from: 0 }));
+
+const progressFigure = (run, x, unit) => figure("Samples used so far", "A steeper line is a faster job.",
+  linePlot([{ label: "samples", x, y: one(run, "samples"), colour: "--c0" }], { xUnit: unit.name, from: 0 }));
+
+const lossFigure = (run, x, unit) => figure("Training loss", "Mean of all workers' batches.",
+  linePlot([{ label: "loss", x, y: one(run, "loss"), colour: "--c0" }], { xUnit: unit.name }));
+
+const scoreFigure = (run, x, unit) => {
+  if (run.curve) {
+    const times = run.curve.map((point) => point[0] / unit.size);
+    return figure("Held-out score", "Of snapshots taken while the job ran.",
+      linePlot([{ label: "score", x: times, y: run.curve.map((point) => point[2]), colour: "--c0" }], { xUnit: unit.name, format: percentage }));
+  }
+  return figure("Training accuracy", "Mean of all workers' batches.",
+    linePlot([{ label: "accuracy", x, y: one(run, "accuracy"), colour: "--c0" }], { xUnit: unit.name, format: percentage }));
+};
+
+const promiseFigure = (run, x, unit) => {
+  const { mean: y } = run.one.step_s;
+  const lines = [{ label: "reached", x, y, colour: "--c0", step: true },
+    { label: "expected by the job model", x, y: one(run, "expected_s"), colour: "--c1", dash: [5, 4] }];
+  return figure("Time of a round: what the job model expected, and what was reached",
+    "Before every window the model is asked what a round with these sizes will take. Where the lines part, the job changed or the model was wrong.",
+    linePlot(lines, { xUnit: unit.name, format: (value) => duration(value), from: 0 }));
+};
+
+const changeRow = (change) => {
+  const [worker, before, after] = change.most;
+  const total = change.total[0] === change.total[1] ? `stays ${change.total[0].toLocaleString("en")}`
+    : `${change.total[0].toLocaleString("en")} to ${change.total[1].toLocaleString("en")}`;
+  const gain = (value) => (value === null ? "–" : `${value >= 1 ? "+" : "−"}${shown(Math.abs(100 * (value - 1)), 2)} %`);
+  const cells = [[duration(change.at_s), "n"], [total, "w"], [percentage(change.moved), "n"],
+    [`${worker}: ${before.toLocaleString("en")} to ${after.toLocaleString("en")}`, "w"], [duration(change.step_before_s), "n"],
+    [duration(change.step_expected_s), "n"], [duration(change.step_reached_s), "n"],
+    [gain(change.gain_expected), "n"], [gain(change.gain_reached), "n"], [change.by || "–", "by"]];
+  return el("tr", {}, ...cells.map(([text, kind]) => el("td", { class: kind, text })));
+};
+
+const changesFigure = (run) => {
+  if (!run.changes.length) return figure("Decisions", "Batch sizes never changed in this run.");
+  const size = (change) => change.moved + Math.abs(Math.log(change.total[1] / Math.max(change.total[0], 1)));
+  const rows = page.all ? run.changes : [...run.changes].sort((a, b) => size(b) - size(a)).slice(0, 10).sort((a, b) => a.at_s - b.at_s);
+  const heads = [["time", "n"], ["global batch", ""], ["moved", "n"], ["worker: size", ""], ["round before", "n"],
+    ["expected", "n"], ["reached", "n"], ["progress expected", "n"], ["progress reached", "n"], ["whose answer", ""]];
+  const table = el("table", {}, el("tr", {}, ...heads.map(([text, kind]) => el("th", { class: kind, text }))), ...rows.map(changeRow));
+  const more = run.changes.length > 10 ? el("button", { class: "more", type: "button", onclick: () => { page.all = !page.all; show(); },
+    text: page.all ? "show the ten largest" : `show ${run.changes.length} of them` }) : null;
+  const caption = `${run.change_count.toLocaleString("en")} changes; ${page.all ? "the newest and the largest" : "the largest"} are listed. `
+    + "“Moved” is the part of the round that went to other workers, beside the worker whose share changed most. Progress is samples a second, times what a sample teaches, against the sizes before.";
+  return figure("Decisions: what was expected of them, and what was reached", caption, el("div", { class: "scroll" }, table), more);
+};
+
+const noticesFigure = (run) => {
+  const caption = "Takeovers by the guard, failures, late decisions, gaps, restarts, other ways of meeting.";
+  if (!run.notices.length) return figure("Events", `${caption} There were none.`);
+  const total = Object.values(run.notice_counts).reduce((a, b) => a + b, 0);
+  const rows = page.all ? run.notices : run.notices.slice(0, 12);
+  const table = el("table", {}, el("tr", {}, el("th", { class: "n", text: "time" }), el("th", { class: "n", text: "window" }), el("th", { text: "what" })),
+    ...rows.map((notice) => el("tr", {}, el("td", { class: "n", text: duration(notice.at_s) }), el("td", { class: "n", text: String(notice.window) }),
+      el("td", { text: notice.text }))));
+  const counted = Object.entries(run.notice_counts).map(([kind, count]) => `${kind} ${count.toLocaleString("en")}`).join(", ");
+  const more = run.notices.length > 12 ? el("button", { class: "more", type: "button", onclick: () => { page.all = !page.all; show(); },
+    text: page.all ? "show the first twelve" : `show ${run.notices.length} of ${total}` }) : null;
+  return figure("Events", `${caption} In all: ${counted}.`, el("div", { class: "scroll" }, table), more);
+};
+
+const factsFigure = (run) => figure("How it ran", "From the run folder.", el("table", {},
+  ...run.facts.map(([name, value]) => el("tr", {}, el("td", { text: name }), el("td", { class: "name", text: value })))));
+
+const runSection = (run, unit) => {
+  const x = scaled(run.ends, unit);
+  const parts = page.data.runs.length > 1 ? [el("h2", { text: run.name })] : [];
+  parts.push(el("ul", { class: "lead" }, ...run.sentences.map((text) => el("li", { text }))), tiles(run));
+  parts.push(sizesFigure(run, x, unit), barsFigure(run));
+  parts.push(partsFigure(run, x, unit));
+  if (run.workers > 1) parts.push(waitingFigure(run, x, unit));
+  parts.push(mapFigure(run, unit, "compute", "Computing of each worker, time per round", "Forward, backward and the optimizer's update."));
+  if (one(run, "data").some((value) => value > 0.001)) {
+    parts.push(mapFigure(run, unit, "data", "Waiting for data of each worker, time per round", "How long the loader kept a worker waiting."));
+  }
+  parts.push(batchFigure(run, x, unit));
+  parts.push(el("div", { class: "pair" }, lossFigure(run, x, unit), scoreFigure(run, x, unit)));
+  parts.push(el("div", { class: "pair" }, progressFigure(run, x, unit), speedFigure(run, x, unit)));
+  parts.push(promiseFigure(run, x, unit), changesFigure(run), noticesFigure(run), factsFigure(run));
+  return parts.filter(Boolean);
+};
+
+const comparisonTable = (data) => {
+  const rows = data.comparison.rows;
+  const loss = data.comparison.common_loss;
+  const samples = data.comparison.common_samples;
+  const heads = ["run", "time", "samples", "samples/s", "waiting", "global batch", "best loss",
+    `time to ${counted(samples)} samples`, loss === null ? "time to equal loss" : `time to loss ${shown(loss)}`];
+  const table = el("table", {}, el("tr", {}, ...heads.map((text, i) => el("th", { class: i ? "n" : "", text }))));
+  rows.forEach((row, i) => {
+    const cells = [duration(row.seconds), counted(row.samples), shown(row.samples_per_s), percentage(row.waiting), counted(row.global_batch),
+      shown(row.loss), duration(row.samples_s), duration(row.loss_s)];
+    table.append(el("tr", { class: i === page.chosen ? "chosen" : "" }, el("td", { class: "name", text: row.name }), ...cells.map((text) => el("td", { class: "n", text }))));
+  });
+  for (const row of data.comparison.absent || []) {
+    table.append(el("tr", {}, el("td", { class: "name", text: row.name }), el("td", { class: "soft", colspan: "8", text: row.why })));
+  }
+  return el("div", { class: "scroll" }, table);
+};
+
+const comparisonSection = (data, unit) => {
+  const lines = (name, extra = {}) => data.runs.map((run, i) => ({ label: run.name, x: scaled(run.ends, unit), y: one(run, name),
+    colour: seriesColour(i), dash: i >= 8 ? [6, 3] : undefined, ...extra }));
+  const scored = data.runs.some((run) => run.curve);
+  const score = scored ? data.runs.filter((run) => run.curve).map((run) => ({ label: run.name, x: run.curve.map((p) => p[0] / unit.size),
+    y: run.curve.map((p) => p[2]), colour: seriesColour(data.runs.indexOf(run)) })) : lines("accuracy");
+  const scoreTitle = scored ? "Held-out score against time" : "Training accuracy against time";
+  return [
+    el("h2", { text: "Runs beside each other" }),
+    figure("Summary", "The last two columns are seconds to what all runs reached; smaller is better. The loss is that of training, smoothed.", comparisonTable(data)),
+    figure("Training loss against time", "Mean of all workers' batches.", linePlot(lines("loss"), { xUnit: unit.name, height: 260 })),
+    el("div", { class: "pair" },
+      figure(scoreTitle, "Higher is better.", linePlot(score, { xUnit: unit.name, format: percentage })),
+      figure("Samples used so far", "A steeper line is a faster job.", linePlot(lines("samples"), { xUnit: unit.name, from: 0 }))),
+    el("div", { class: "pair" },
+      figure("Waiting for slower workers, % of the time", "Mean over workers.", linePlot(lines("waiting", { step: true }), { xUnit: unit.name, from: 0, format: percentage })),
+      figure("Global batch, samples", "Of a round of all workers.", linePlot(lines("global_batch", { step: true }), { xUnit: unit.name, from: 0 }))),
+  ];
+};
+
+const show = () => {
+  const { data } = page;
+  const main = document.getElementById("page");
+  const scroll = window.scrollY;
+  forget();
+  main.replaceChildren();
+  if (!data) return;
+  document.title = data.title;
+  document.querySelector("h1").textContent = data.title;
+  document.getElementById("headline").textContent = data.headline;
+  if (data.missing.length) main.append(el("div", { class: "missing" }, ...data.missing.map((text) => el("p", { text }))));
+  if (!data.runs.length) { main.append(el("p", { text: "No window was written yet." })); return; }
+  const unit = timeUnit(Math.max(...data.runs.map((run) => run.seconds)));
+  page.chosen = Math.min(page.chosen, data.runs.length - 1);
+  if (data.comparison) main.append(...comparisonSection(data, unit));
+  if (data.runs.length > 1) {
+    const select = el("select", { id: "run", onchange: (event) => { page.chosen = Number(event.target.value); page.all = false; show(); } },
+      ...data.runs.map((run, i) => el("option", { value: String(i), text: run.name })));
+    select.value = String(page.chosen);
+    main.append(el("p", { class: "choose" }, el("label", { for: "run", text: "One run in detail: " }), select));
+  }
+  main.append(...runSection(data.runs[page.chosen], unit));
+  redrawAll();
+  window.scrollTo(0, scroll);
+};
+
+let width = window.innerWidth;
+window.addEventListener("resize", () => {
+  if (window.innerWidth !== width) { width = window.innerWidth; redrawAll(); }
+});
+window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => redrawAll());
+const printing = (on) => {
+  document.documentElement.classList.toggle("printing", on);
+  redrawAll();
+};
+window.addEventListener("beforeprint", () => printing(true));
+window.addEventListener("afterprint", () => printing(false));
+
+page.data = JSON.parse(document.getElementById("data").textContent);
+show();
+performance.mark("drawn");
+document.documentElement.dataset.ready = "1";

@@ -1,0 +1,159 @@
+"""What is concluded from ranks' files: who is slow, in what, who waits; and files that are cut, foreign or missing."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dynamix.errors import ConfigError, StateError
+from dynamix.events.records import read_events
+from dynamix.observe.findings import find
+from dynamix.observe.joined import join, windows
+from dynamix.observe.rank_file import RankFile
+from dynamix.observe.recorder import FIELDS
+from dynamix.observe.run import conclude, read
+
+EVEN = {"forward": 0.02, "backward": 0.04, "update": 0.002, "between": 0.005, "loader": 0.004}
+TRANSFER_S = 0.003
+
+
+def write(
+    folder: Path,
+    more: list[dict[str, float]],
+    *,
+    steps: int = 60,
+    sizes: Any = None,
+    transfer_s: float = TRANSFER_S,
+    **facts: Any,
+) -> None:
+    """What ranks write that take `more` seconds than EVEN by part, and meet in every step."""
+    took = [{name: EVEN[name] + extra.get(name, 0.0) for name in EVEN} for extra in more]
+    for one, extra in zip(took, more, strict=True):
+        one["between"] += extra.get("loader", 0.0)
+    busy = [sum(one[name] for name in EVEN if name != "loader") for one in took]
+    rng = np.random.default_rng(0)
+    noise = 1 + 0.01 * rng.standard_normal((steps, len(more)))
+    for rank, one in enumerate(took):
+        rows = array("f")
+        for step in range(steps):
+            own = [busy[i] * noise[step, i] for i in range(len(more))]
+            scaled = {name: value * noise[step, rank] for name, value in one.items()}
+            scaled["exchange"] = max(own) - own[rank] + transfer_s
+            size = 32 if sizes is None else sizes[step][rank]
+            known = {"samples": size, "passes": 1, "end_s": 0.1 * (step + 1), **scaled}
+            rows.extend(known[name] for name in FIELDS)
+        file = RankFile(folder / "ranks/0", rank, {"world": len(more), "stack": "DDP", "device": "cpu", **facts})
+        file.write(rows, ended=True)
+        file.close()
+
+
+@pytest.mark.parametrize(
+    ("extra", "part"),
+    [
+        ({"forward": 0.03}, "forward"),
+        ({"backward": 0.03}, "backward"),
+        ({"forward": 0.02, "backward": 0.04}, "computing"),
+        ({"loader": 0.03}, "data"),
+        ({"between": 0.03}, "between"),
+        ({"update": 0.03}, "update"),
+    ],
+)
+def test_the_slow_rank_its_part_and_its_victims_are_named(extra: dict[str, float], part: str, tmp_path: Path) -> None:
+    write(tmp_path, [{}, {}, extra, {}])
+    found = find(join(tmp_path))
+    assert (found.verdict, found.rank, found.part) == ("rank", 2, part)
+    assert found.wait_s[2] < 0.001
+    np.testing.assert_allclose(np.delete(found.wait_s, 2), sum(extra.values()), rtol=0.1)
+    assert found.transfer_s == pytest.approx(TRANSFER_S, rel=0.1)
+    assert found.slow is not None
+    assert found.slow.late == 1.0
+
+
+def test_even_ranks_and_a_long_exchange_are_told_apart(tmp_path: Path) -> None:
+    write(tmp_path / "even", [{}, {}, {}])
+    assert find(join(tmp_path / "even")).verdict == "even"
+    assert "No rank holds the job back" in conclude(tmp_path / "even")["text"]
+    write(tmp_path / "network", [{}, {}, {}], transfer_s=0.1)
+    found = find(join(tmp_path / "network"))
+    assert (found.verdict, found.part, found.rank) == ("network", "network", None)
+    assert "Whose connection is slow cannot be seen here" in conclude(tmp_path / "network")["text"]
+
+
+def test_an_epochs_last_batch_tells_fixed_costs_from_growing_ones(tmp_path: Path) -> None:
+    sizes = [[12, 12] if step % 10 == 9 else [32, 32] for step in range(60)]
+    write(tmp_path, [{}, {"backward": 0.06}], sizes=sizes)
+    told = list(windows(join(tmp_path)))
+    assert {tuple(window.batch_size.tolist()) for window, _ in told} == {(32, 32), (12, 12)}
+    assert [window.step for window, _ in told] == sorted(window.step for window, _ in told)
+    result = conclude(tmp_path)
+    assert result["gains"]["grounded"]
+    # Here steps take as long with 12 samples as with 32, so balance gains next to nothing.
+    assert result["gains"]["balance"]["median"] < 1.25
+    write(tmp_path / "one", [{}, {"backward": 0.06}])
+    unsure = conclude(tmp_path / "one")
+    assert not unsure["gains"]["grounded"]
+    assert "at one batch size only" in unsure["text"]
+    assert unsure["gains"]["balance"]["low"] < unsure["gains"]["balance"]["median"] < unsure["gains"]["balance"]["high"]
+
+
+def test_the_run_folder_is_what_a_report_reads(tmp_path: Path) -> None:
+    write(tmp_path, [{}, {"forward": 0.03}])
+    result = conclude(tmp_path)
+    events = read_events(tmp_path / "events.jsonl")
+    assert [event["window_index"] for event in events] == list(range(len(events)))
+    assert all(event["decision"] == "keep" and event["allocation"] == [32, 32] for event in events)
+    assert events[-1]["samples_seen"] == 60 * 64
+    assert events[-1]["window"]["wait"][0] > events[-1]["window"]["wait"][1]
+    assert events[-1]["parts"]["forward"][1] == pytest.approx(0.05, rel=0.05)
+    assert json.loads((tmp_path / "result.json").read_text()) == result
+    assert (tmp_path / "report.txt").read_text() == result["text"]
+    assert read(tmp_path)["rank"] == 1
+
+
+def test_a_pause_is_left_out_and_said(tmp_path: Path) -> None:
+    write(tmp_path, [{}, {}])
+    path = tmp_path / "ranks/0/rank0.steps"
+    rows = np.fromfile(path, dtype="<f4").reshape(-1, len(FIELDS))
+    rows[40, FIELDS.index("between")] = 9.0
+    rows.tofile(path)
+    result = conclude(tmp_path)
+    assert result["pauses"] == [40]
+    assert result["verdict"] == "even"
+    assert "1 steps held a pause" in result["text"]
+
+
+def test_unknown_samples_are_said_and_shares_are_parts_of_a_batch(tmp_path: Path) -> None:
+    write(tmp_path, [{}, {"forward": 0.06}], sizes=[[float("nan")] * 2] * 60)
+    result = conclude(tmp_path)
+    assert not result["gains"]["sizes_known"]
+    assert "How many samples a batch has is not known" in result["text"]
+    assert sum(result["gains"]["sizes"]) == pytest.approx(2000, abs=2)
+    assert result["gains"]["balance"]["median"] > 1.05
+
+
+def test_what_is_missing_or_cut_is_said_and_what_is_foreign_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(StateError, match="holds no observed steps"):
+        conclude(tmp_path)
+    with pytest.raises(ConfigError, match="folder of an observed run"):
+        read(tmp_path / "nothing")
+    write(tmp_path, [{}, {"forward": 0.03}, {}, {}])
+    for name in ("rank3.json", "rank3.steps"):
+        (tmp_path / "ranks/0" / name).unlink()
+    rank2 = tmp_path / "ranks/0/rank2.steps"
+    rank2.write_bytes(rank2.read_bytes()[: 40 * 4 * len(FIELDS) + 7])
+    facts = tmp_path / "ranks/0/rank2.json"
+    facts.write_text(json.dumps({**json.loads(facts.read_text()), "ended": False}))
+    result = conclude(tmp_path)
+    assert (result["steps"], result["missing"], result["unfinished"], result["rank"]) == (40, [3], [2], 1)
+    assert "Ranks 3 have written nothing" in result["text"]
+    facts.write_text('{"schema": 99}')
+    with pytest.raises(StateError, match="schema 99"):
+        conclude(tmp_path)
+    facts.write_text("{")
+    with pytest.raises(StateError, match="rank 2"):
+        conclude(tmp_path)

@@ -1,0 +1,127 @@
+"""The dashboard and `dynamix watch`: what they serve and show while a run goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from dynamix.cli.app import app
+from dynamix.errors import ConfigError
+from dynamix.telemetry import find_sources
+from tests.telemetry.simulated import simulate
+
+pytest.importorskip("uvicorn")
+pytest.importorskip("starlette")
+
+from dynamix.telemetry.dashboard import LiveRuns, check_host, make_app  # after the skip: it needs the extra
+
+
+@contextlib.contextmanager
+def served(*paths: Path, token: str = "") -> Iterator[str]:
+    """Address of a dashboard in a thread."""
+    import uvicorn
+
+    runs = LiveRuns(find_sources(paths), every_s=0.1)
+    config = uvicorn.Config(make_app(runs, token=token), log_level="error", timeout_graceful_shutdown=1)
+    sock = uvicorn.Config("", host="127.0.0.1", port=0, log_level="critical").bind_socket()
+    sock.listen()
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
+    runs.start()
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{sock.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(20)
+        runs.close()
+        sock.close()
+
+
+def get(address: str, **headers: str) -> bytes:
+    with urllib.request.urlopen(urllib.request.Request(address, headers=headers), timeout=20) as answer:
+        return bytes(answer.read())
+
+
+def windows(address: str) -> int:
+    runs = json.loads(get(f"{address}/data.json"))["runs"]
+    return int(runs[0]["windows"]) if runs else 0
+
+
+def test_the_page_follows_a_run_that_is_written(tmp_path: Path) -> None:
+    whole = simulate(tmp_path / "whole.jsonl", windows=10).read_bytes().splitlines(keepends=True)
+    (tmp_path / "run").mkdir()
+    path = tmp_path / "run" / "events.jsonl"
+    path.write_bytes(b"".join(whole[:4]) + whole[4][:50])
+    with served(tmp_path / "run") as address:
+        assert b"live" in get(address)
+        with urllib.request.urlopen(f"{address}/news", timeout=20) as news:
+            told = -1
+            for end in (4, 10):
+                with path.open("ab") as file:
+                    file.write(b"".join(whole[:end])[path.stat().st_size :])
+                until = time.monotonic() + 20
+                while windows(address) < end and time.monotonic() < until:
+                    time.sleep(0.05)
+                assert windows(address) == end
+                line = news.readline()
+                while not line.startswith(b"data: ") or int(line[6:]) <= told:
+                    line = news.readline()
+                told = int(line[6:])
+
+
+def refused(address: str, **options: Any) -> int:
+    with pytest.raises(urllib.error.HTTPError) as error:
+        urllib.request.urlopen(urllib.request.Request(address, **options), timeout=20)
+    error.value.close()
+    return int(error.value.code)
+
+
+def test_it_only_reads_and_answers_to_no_other_name(tmp_path: Path) -> None:
+    simulate(tmp_path / "events.jsonl", windows=2)
+    with served(tmp_path) as address:
+        assert refused(address, method="POST", data=b"x") == 405
+        assert refused(f"{address}/data.json", headers={"Host": "evil.example"}) == 400
+        assert refused(f"{address}/events.jsonl") == 404
+
+
+def test_a_token_is_asked_for(tmp_path: Path) -> None:
+    simulate(tmp_path / "events.jsonl", windows=2)
+    token = "correct horse battery"
+    with served(tmp_path, token=token) as address:
+        assert refused(f"{address}/data.json") == 401
+        assert refused(f"{address}/data.json?token=wrong") == 401
+        assert json.loads(get(f"{address}/data.json", Authorization=f"Bearer {token}"))["runs"]
+
+
+def test_other_hosts_need_a_token_and_tls(tmp_path: Path) -> None:
+    for host in ("127.0.0.1", "::1", "localhost"):
+        check_host(host, "", None)
+    check_host("0.0.0.0", "x" * 16, tmp_path)
+    for host, token, certificate in (("0.0.0.0", "", None), ("192.0.2.1", "x" * 16, None), ("::", "", tmp_path)):
+        with pytest.raises(ConfigError, match="without a token and TLS"):
+            check_host(host, token, certificate)
+    with pytest.raises(ConfigError, match="16 or more"):
+        check_host("127.0.0.1", "short", None)
+
+
+def test_watch_shows_the_workers_of_a_run(tmp_path: Path) -> None:
+    simulate(tmp_path / "few" / "events.jsonl", windows=12)
+    done = CliRunner().invoke(app, ["watch", str(tmp_path / "few"), "--once"])
+    assert done.exit_code == 0, done.output
+    assert "4 workers" in done.stdout
+    assert "waiting" in done.stdout
+    simulate(tmp_path / "many" / "events.jsonl", workers=90, windows=3)
+    done = CliRunner().invoke(app, ["watch", str(tmp_path / "many"), "--once"])
+    assert "the 12 slowest of 90 workers" in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 80
