@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from dynamix.errors import ConfigError
 from dynamix.policies.proportional import LBBSP
 from dynamix.policies.static import Static
-from dynamix.simulator import ClusterEnv, LaggedReference, best_allocation, rollout_path, sample_clusters
+from dynamix.simulator import (
+    ClusterEnv,
+    LaggedReference,
+    best_allocation,
+    rollout_path,
+    sample_clusters,
+    sample_family,
+)
 from dynamix.simulator.clusters import bounds_of
 from dynamix.simulator.compute import Costs
 from dynamix.simulator.disturbances import MovingNeighbour, Slowdowns
+from dynamix.simulator.measuring import RECENT, StepsTaken
 from dynamix.simulator.network import ring_all_reduce, step_time
 from dynamix.simulator.statistics import efficiency
 from dynamix.simulator.streams import RandomStream
@@ -50,6 +60,71 @@ def test_a_window_attributes_every_second_and_holds_one_allocation() -> None:
     measured = (after.compute + after.wait + after.communication)[:, 0] * 5
     assert (env.clock_s - before > measured).all()  # the delay's steps took time and belong to no window
     assert env.steps == 12
+
+
+def test_windows_of_unlike_lengths_are_those_that_each_cluster_would_have_had_alone() -> None:
+    clusters, lengths = sample_family("affine-slowdowns", 3, 4, 2), np.array([1, 7, 4])
+    together = ClusterEnv(clusters, seed=0)
+    sizes = np.array(together.reset().batch_size)
+    sizes[1] += 1
+    together.step(sizes, lengths)
+    after = together.step(2 * sizes, lengths)
+    assert after.steps.tolist() == lengths.tolist()
+    assert together.counts.tolist() == (5 + np.array([0, 1, 0]) + lengths + 1 + lengths).tolist()
+    for cluster, length in enumerate(lengths):
+        other = ClusterEnv(clusters, seed=0)
+        other.reset()
+        other.step(sizes, np.full(3, length))
+        own = other.step(2 * sizes, np.full(3, length))
+        for name in ("compute", "compute_std", "wait", "communication", "noise"):
+            np.testing.assert_allclose(getattr(after, name)[cluster], getattr(own, name)[cluster], err_msg=name)
+        assert other.clock_s[cluster] == together.clock_s[cluster]
+
+
+def test_an_allocation_that_stays_waits_for_nothing() -> None:
+    env = ClusterEnv(sample_clusters(2, 3, 2), seed=0, interval=5, delay=3)
+    sizes = np.array(env.reset().batch_size)
+    env.step(sizes)
+    sizes[0] += 1
+    env.step(sizes)
+    assert env.counts.tolist() == [5 + 5 + 3 + 5, 5 + 5 + 5]
+
+
+def test_a_decision_takes_its_time_once_a_window_where_it_does_not_hide() -> None:
+    calm = replace(sample_clusters(2, 3, 2), slow_off_s=np.full((2, 3), 1e12), neighbour_factor=np.ones(2))
+    clocks = []
+    for decision_s in (np.zeros(2), np.array([0.0, 0.25])):
+        env = ClusterEnv(replace(calm, decision_s=decision_s), seed=0, interval=4)
+        window = env.reset()
+        for _ in range(3):
+            window = env.step(window.batch_size)
+        clocks.append(env.clock_s)
+    free, dear = clocks
+    assert dear[0] == free[0]
+    assert dear[1] - free[1] == pytest.approx(0.75)
+
+
+def test_errors_of_measured_steps_are_seen_in_their_deviation() -> None:
+    still = replace(sample_clusters(40, 4, 2), jitter_sd=np.zeros((40, 4)), stall=np.zeros(40))
+    still = replace(still, slow_off_s=np.full((40, 4), 1e12), neighbour_factor=np.ones(40))
+    window = ClusterEnv(replace(still, time_error=np.full(40, 0.02)), seed=0, interval=20).reset()
+    seen = window.compute_std / window.compute
+    assert seen.mean() == pytest.approx(0.02 * np.sqrt(5), rel=0.1)
+    assert np.nanmax(ClusterEnv(still, seed=0, interval=20).reset().compute_std) < 1e-9
+
+
+def test_a_step_that_holds_a_pause_is_left_out_of_times() -> None:
+    recent = np.full((RECENT, 2), np.nan)
+    taken = StepsTaken()
+    for seconds in (1.0, 1.0, 5.0):
+        taken.add(np.full((2, 3), seconds), np.full(2, seconds), None, np.array([True, seconds == 5.0]))
+    found = taken.averaged(recent)
+    np.testing.assert_allclose(found.compute[0], 1.0)
+    np.testing.assert_allclose(found.compute[1], 5.0)  # nothing to compare it with
+    assert recent[-1].tolist() == [5.0, 5.0]
+    taken = StepsTaken()
+    taken.add(np.full((2, 3), 11.0), np.full(2, 11.0), None, np.array([True, True]))
+    assert np.isnan(taken.averaged(recent).compute).all()
 
 
 def test_most_best_batches_lie_inside_the_bounds() -> None:

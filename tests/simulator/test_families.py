@@ -157,8 +157,9 @@ def test_longer_windows_measure_better(field: str) -> None:
         logs = np.log([getattr(window, field) for window in windows])
         return float(np.diff(logs, axis=0).std())
 
-    # A window four times as long halves the errors of times; that of phi, which is smoothed, only wanders faster.
-    assert error(20) / error(5) == pytest.approx(0.5 if field == "compute" else 1.83, rel=0.1)
+    # A window four times as long has four times the steps, and four times the norms behind an estimate of phi, which
+    # is smoothed from window to window.
+    assert error(20) / error(5) == pytest.approx(0.5, rel=0.1)
 
 
 def test_an_unknown_family_names_the_known() -> None:
@@ -311,8 +312,8 @@ def test_a_policy_gains_less_than_one_per_cent_by(trick: str, every: int, change
 
 def test_the_older_broad_family_is_unchanged_by_the_calibrated_ones() -> None:
     clusters = sample_clusters(3, 4, 0)
-    env = ClusterEnv(clusters, seed=1)
-    env.step(env.reset().batch_size)
+    env = ClusterEnv(dataclasses.replace(clusters, decision_s=None), seed=1)
+    env.step(env.reset().batch_size, np.full(3, 6))
     assert clusters.curve is None
     assert env.clock_s.tolist() == pytest.approx(GOLDEN)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
+import pytest
 import torch
 
 from dynamix.policies.learned.policy import LearnedPolicy, ResidualNet
@@ -23,8 +24,11 @@ def _decisions(windows: int = 4) -> Decisions:
     return demonstrate(ResidualNet(), RecordingEnv(_world(), seed=3), windows=windows, seed=0, guided=None)
 
 
-def test_hindsight_on_the_sizes_that_were_used_is_what_the_simulator_gave() -> None:
-    env = RecordingEnv(_world(), seed=3, delay=0)
+@pytest.mark.parametrize("sigma", [None, 0.8])
+def test_hindsight_on_the_sizes_that_were_used_is_what_the_simulator_gave(sigma: float | None) -> None:
+    """Also where samples cost unlike much."""
+    unlike = None if sigma is None else np.full(12, sigma)
+    env = RecordingEnv(dataclasses.replace(_world(), cost_sigma=unlike), seed=3, delay=0)
     policy, recorder, window = LearnedPolicy(), DecisionRecorder(env), env.reset()
     given, sizes = [], []
     for _ in range(5):
@@ -40,6 +44,16 @@ def test_hindsight_on_the_sizes_that_were_used_is_what_the_simulator_gave() -> N
     apart = hindsight.numpy() - np.array(given)
     # The noise scale itself moves a little within a window.
     np.testing.assert_allclose(apart, 0.0, atol=0.02)
+
+
+def test_many_samples_of_unlike_cost_vary_less_than_few() -> None:
+    clusters = dataclasses.replace(_world(), cost_sigma=np.full(12, 1.0))
+    decisions = demonstrate(ResidualNet(), RecordingEnv(clusters, seed=3), windows=4, seed=0, guided=None)
+    unlike, alike = decisions, dataclasses.replace(decisions, sigma=torch.zeros_like(decisions.sigma))
+    by_chance = [
+        (unlike.busy(sizes) / alike.busy(sizes)).std().item() for sizes in (decisions.wish, 16 * decisions.wish)
+    ]
+    assert by_chance[1] < 0.6 * by_chance[0]
 
 
 def test_a_small_step_along_the_gradient_gains_what_it_promises() -> None:

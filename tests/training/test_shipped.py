@@ -11,7 +11,6 @@ from typer.testing import CliRunner
 
 from dynamix.cli.app import app
 from dynamix.policies.registry import make_policy
-from dynamix.training import dynamix_policy
 from dynamix.training.shipped import RECIPES
 
 VALIDATION = {"validation_workers": "2", "validation_windows": "3"}
@@ -23,8 +22,12 @@ TINY = {
         "regret_rounds": "1",
         "clone_rounds": "0",
         "ppo_updates": "1",
+        "ppo_workers": "2",
         "ppo_windows": "2",
         "validation_rows": "8",
+        "judged_workers": "2",
+        "judged_rows": "8",
+        "families": "1",
         **VALIDATION,
     },
     "dynamix-paper": {
@@ -57,11 +60,7 @@ def train(*arguments: str) -> Result:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_one_seed_gives_one_file_that_runs_as_a_policy(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(dynamix_policy.TEST_SIZE, "windows", 2)
-    monkeypatch.setitem(dynamix_policy.TEST_SIZE, "rows", 8)
+def test_one_seed_gives_one_file_that_runs_as_a_policy(name: str, tmp_path: Path) -> None:
     settings = [part for setting in TINY[name].items() for part in ("--set", "=".join(setting))]
     written = []
     for file in (tmp_path / "one.safetensors", tmp_path / "two.safetensors"):

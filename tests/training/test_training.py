@@ -25,11 +25,15 @@ TINY = TrainingConfig(
     regret_rounds=1,
     windows=4,
     ppo_updates=1,
+    ppo_workers=(3,),
     ppo_windows=3,
     validate_every=2,
     validation_workers=(2,),
     validation_rows=8,
     validation_windows=4,
+    judged_workers=(2,),
+    judged_rows=8,
+    families=2,
 )
 
 
@@ -44,7 +48,7 @@ def test_two_trainings_with_one_seed_give_identical_weights_and_another_seed_doe
     assert torch.equal(_weights(one), _weights(train(TINY, 3)))
     other = train(dataclasses.replace(TINY, clone_rounds=0, ppo_updates=0), 4)
     assert not torch.equal(_weights(one), _weights(other))
-    assert [words.split()[0] for words in said] == ["clone", "regret", "ppo"]
+    assert [words.split()[0] for words in said][:3] == ["clone", "regret", "ppo"]
 
 
 def test_a_stopped_training_goes_on_to_the_same_weights(tmp_path: Path) -> None:

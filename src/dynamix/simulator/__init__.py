@@ -12,6 +12,7 @@ from dynamix.simulator.families import (
     TRAINING,
     interior_share,
     sample_family,
+    with_lengths,
 )
 from dynamix.simulator.reference import (
     REFERENCES,
@@ -46,4 +47,5 @@ __all__ = [
     "rollout_path",
     "sample_clusters",
     "sample_family",
+    "with_lengths",
 ]

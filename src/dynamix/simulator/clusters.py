@@ -26,11 +26,13 @@ class Clusters:
       jitter_s               sd in s of every step, whatever its batch: time slices, interrupts, the run queue
       together_sd (C,)       relative sd of what slows all workers alike, AR(1) from step to step
       cost_sigma (C,)        sd of the log of one sample's cost (`costs_of_samples`); where seconds are affine
+      costs_known (C,)       whether the job is told what samples cost: it cuts rounds by that, and windows have `work`
     Disturbances
       slow_off_s, slow_on_s, slow_weakest, slow_strongest (C, W), slow_even (C,), slow_group (C, W)   see `Slowdowns`
       neighbour_period_s, neighbour_factor (C,)   a moving neighbour
       stairs (C, W)          factors that follow the clock, known beforehand to nobody
       change_cost_s (C,)     added to the first step of a new allocation
+      decision_s (C,)        added to the step after a window, in which a decision is made; 0 where it hides
     Exchange, (C,)
       exchange_s, overlap    s at rest; exponent of `step_time`
       bytes_share            part of it that the slowest link decides
@@ -42,7 +44,8 @@ class Clusters:
                              noise_unit is the samples of the whole training and noise_from the fraction done before
       noise_rho, noise_wander   phi grows with (B/B0)^rho; sd of slow unpredictable changes of log phi
     Measuring, (C,)
-      noise_error, time_error   sd of the errors of log phi, and of every measured time (relative)
+      noise_error, time_error   sd of the error of log phi, and of the relative error of a worker's mean time over a
+                             window of 5 steps (that of a step is sqrt(5) times as large)
       missing_times          chance that a worker's times of a window are not measured
       missing_noise, missing_training, missing_host   whole groups never measured
     """
@@ -77,6 +80,7 @@ class Clusters:
     slow_even: np.ndarray | None = None
     slow_group: Ints | None = None
     change_cost_s: Floats | None = None
+    decision_s: Floats | None = None
     bytes_share: Floats | None = None
     link: Floats | None = None
     link_off_s: Floats | None = None
@@ -90,6 +94,7 @@ class Clusters:
     time_error: Floats | None = None
     missing_times: Floats | None = None
     cost_sigma: Floats | None = None
+    costs_known: np.ndarray | None = None
     stairs: Staircases | None = None
 
     @property
@@ -107,6 +112,15 @@ class Clusters:
         names = [field.name for field in dataclasses.fields(self)]
         chosen: Any = {n: None if (value := getattr(self, n)) is None else value[rows] for n in names}
         return Clusters(**chosen)
+
+
+def exposed_decisions(count: int, rng: np.random.Generator) -> Floats:
+    """Seconds (C,) that a decision adds to a step: none in half of the clusters, whose devices compute meanwhile.
+
+    Elsewhere the processor time of a decision (`dynamix bench overhead`): from 2.6 ms, the goodput rule's for 4
+    workers, to 14 ms, that of `dynamix` for 1,024.
+    """
+    return np.where(rng.random(count) < 0.5, 0.0, np.exp(rng.uniform(np.log(0.0026), np.log(0.014), count)))
 
 
 def bounds_of(clusters: Clusters) -> Bounds:
@@ -175,4 +189,5 @@ def sample_clusters(count: int, workers: int, seed: int) -> Clusters:
         missing_noise=rng.random(count) < 0.05,
         missing_training=rng.random(count) < 0.3,
         missing_host=rng.random(count) < 0.3,
+        decision_s=exposed_decisions(count, rng.spawn(1)[0]),
     )

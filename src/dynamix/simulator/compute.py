@@ -38,6 +38,28 @@ def costs_of_samples(batch: Ints, sigma: Floats, normal: Floats) -> Floats:
     return np.asarray(samples * np.exp(np.sqrt(variance) * normal - variance / 2))
 
 
+def costs_when_cut(batch: Ints, sigma: Floats, normal: Floats, place: Floats) -> Floats:
+    """What batches cost where a round is cut between workers by what its samples cost, in samples (C, W).
+
+    The whole round costs what `costs_of_samples` says. Its ends are at whole samples: each lies up to half a sample's
+    cost from where it should be, and a costly sample is more often the one at an end. No worker has less than two cheap
+    samples (`dynamix.data.lengths`); of a share of 1 less than one.
+
+    batch    (C, W) samples, the shares
+    sigma    (C, 1) sd of the log of one sample's cost
+    normal   (C, W) standard normal draws
+    place    (C, W) draws in (0, 1)
+    """
+    total = batch.sum(-1, keepdims=True)
+    whole = costs_of_samples(total, sigma, normal[:, :1])
+    beyond = (place - 0.5) * np.exp(sigma * normal + sigma**2 / 2)
+    beyond = np.where(np.cumsum(batch, -1) < total, beyond, 0.0)  # nothing is cut after the last share
+    wanted = batch * (whole / np.maximum(total, 1)) + np.diff(beyond, axis=-1, prepend=0.0)
+    least = np.minimum(batch, 2) * np.exp(-(sigma**2) / 2 - sigma)
+    cut = np.where(batch > 0, np.maximum(wanted, least), 0.0)
+    return np.asarray(cut * (whole / np.maximum(cut.sum(-1, keepdims=True), 1e-12)))
+
+
 @dataclass(frozen=True, slots=True)
 class Costs:
     """Seconds by batch size for (C, W) workers: alpha + beta b, times a measured curve, times a cliff.

@@ -13,7 +13,7 @@ import numpy as np
 
 from dynamix.errors import ConfigError
 from dynamix.simulator.calibration import Affine, calibration
-from dynamix.simulator.clusters import Clusters, bounds_of
+from dynamix.simulator.clusters import Clusters, bounds_of, exposed_decisions
 from dynamix.simulator.disturbances import Staircases
 from dynamix.window import Floats, Ints
 
@@ -68,6 +68,7 @@ def _plain(models: tuple[str, ...], count: int, workers: int, rng: np.random.Gen
         overlap=rng.uniform(1, 4, count),
         bytes_share=rng.uniform(0.5, 1.0, count),
         change_cost_s=rng.uniform(0.0, 0.05, count) * computing,
+        decision_s=exposed_decisions(count, rng.spawn(1)[0]),
         base_batch=base.astype(np.int64),
         noise_start=np.ones(count),
         noise_unit=np.ones(count),
@@ -220,6 +221,11 @@ def _poor_probes(c: Clusters, rng: np.random.Generator) -> Clusters:
 def _data_dependent(c: Clusters, rng: np.random.Generator, *, sigma: float) -> Clusters:
     """Samples of unlike cost, log-normal: sentences of unlike length. What a batch costs is known when it is done."""
     return replace(c, cost_sigma=np.full(c.shape[0], sigma))
+
+
+def with_lengths(clusters: Clusters) -> Clusters:
+    """The same clusters, whose jobs are told what each sample costs (`batch_sampler(dataset, lengths=...)`)."""
+    return replace(clusters, costs_known=np.full(clusters.shape[0], True))
 
 
 def _rotating(c: Clusters, rng: np.random.Generator) -> Clusters:

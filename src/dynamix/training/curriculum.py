@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 
 from dynamix.simulator import Clusters, sample_clusters, sample_family
+from dynamix.simulator.disturbances import Staircases
 from dynamix.simulator.families import NEVER
 from dynamix.window import Floats
 
@@ -38,7 +39,7 @@ def with_costs(clusters: Clusters, rng: np.random.Generator, *, hardness: float 
 
 def disturbed(clusters: Clusters, rng: np.random.Generator, rate: Floats) -> Clusters:
     """Clusters with every mechanism but small batches at work, as often as `rate` (C, 1) says."""
-    for mechanism in (_slowed, _neighbour, _jitter, _bent, _links, _measured):
+    for mechanism in (_slowed, _neighbour, _jitter, _bent, _links, _measured, _unlike, _recurring):
         clusters = mechanism(clusters, rng, rate)
     return clusters
 
@@ -169,6 +170,31 @@ def _measured(c: Clusters, rng: np.random.Generator, hardness: Floats) -> Cluste
         missing_host=rng.random(count) < 0.5,
         change_cost_s=rng.uniform(0.0, 0.05, count) * (c.alpha.mean(-1) + c.beta.mean(-1) * c.base_batch / c.shape[1]),
     )
+
+
+def _unlike(c: Clusters, rng: np.random.Generator, hardness: Floats) -> Clusters:
+    """In some calls samples cost unlike much in a half of the clusters."""
+    rng, count = rng.spawn(1)[0], c.shape[0]
+    if rng.random() > 0.4:
+        return c
+    at_work = _hit(rng, 0.6 * hardness, count)[:, 0]
+    return replace(c, cost_sigma=np.where(at_work, rng.uniform(0.2, 1.2, count), 0.0))
+
+
+def _recurring(c: Clusters, rng: np.random.Generator, hardness: Floats) -> Clusters:
+    """In some calls workers of a half of the clusters go through four speeds, once or again and again."""
+    rng, (count, workers) = rng.spawn(1)[0], c.shape
+    if rng.random() > 0.4:
+        return c
+    at_work = _hit(rng, 0.6 * hardness, count) & (rng.random(c.shape) < rng.uniform(0.1, 1.0, (count, 1)))
+    period = _log_uniform(rng, 12, 240, (count, 1)) * np.exp(0.3 * rng.normal(size=c.shape))
+    ends = np.sort(rng.random((count, workers, 3)), -1) * period[..., None]
+    times = np.concatenate([np.zeros((count, workers, 1)), ends], -1)
+    most = np.where(at_work, rng.uniform(1.1, 3.5, c.shape), 1.0)[..., None]
+    level = rng.random(times.shape) * (rng.random(times.shape) < 0.6)
+    once = _hit(rng, 0.25, count)
+    start = np.where(once, 0.0, rng.random(c.shape) * period)
+    return replace(c, stairs=Staircases(times, 1 + (most - 1) * level, np.where(once, np.inf, period), start))
 
 
 def _interior(c: Clusters, rng: np.random.Generator) -> Clusters:

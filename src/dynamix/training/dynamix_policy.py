@@ -1,7 +1,8 @@
-"""Learning the `dynamix` policy in the simulator: a short cloning, then regret in hindsight, then PPO.
+"""Learning the `dynamix` policy in the simulator: a short cloning, regret in hindsight, then PPO on whole trainings.
 
-The checkpoint kept is the best on validation clusters, whichever stage it comes from. Stopped and resumed, a training
-ends in the same weights.
+Of each learner the checkpoint is kept that is best on validation clusters. What PPO made is the result if it is ahead
+of what it began with on validation seeds of the simulator's families; else the simpler one is. Stopped and resumed, a
+training ends in the same weights.
 """
 
 import contextlib
@@ -22,13 +23,21 @@ from torch import Tensor
 
 from dynamix.errors import ConfigError
 from dynamix.policies.learned.policy import LEAST_GROWTH, MOST_GROWTH, TRUST, LearnedPolicy, ResidualNet
+from dynamix.simulator import BREAKING, CONFORMING, DEVELOPMENT
 from dynamix.training.cloning import demonstrate
+from dynamix.training.closed_loop import SCALE, paired_episode
 from dynamix.training.distributions import gaussian
-from dynamix.training.evaluation import Tell, evaluate_families, validation_score
+from dynamix.training.evaluation import (
+    BASELINES,
+    Factory,
+    Tell,
+    log_speeds,
+    speeds_with_intervals,
+    validation_score,
+)
 from dynamix.training.hindsight import Decisions, RecordingEnv
 from dynamix.training.learner import descend, one_thread
 from dynamix.training.ppo import PPO, PPOConfig
-from dynamix.training.regret import regret_episode
 from dynamix.training.tensorboard import TensorBoard
 from dynamix.training.worlds import MIXED, lr_rule_of, sample_world
 
@@ -47,7 +56,7 @@ class TrainingConfig:
     workers: tuple[int, ...] = (2, 4, 8, 32, 128, 256)
     easy_workers: int = 32
     rows: int = 768  # clusters * W per environment; at least six clusters
-    intervals: tuple[int, ...] = (5, 5, 10)
+    intervals: tuple[int, ...] = (1, 2, 3, 5, 10, 10)
     delays: tuple[int, ...] = (1, 1, 4)
     clone_rounds: int = 1
     regret_rounds: int = 40
@@ -58,14 +67,19 @@ class TrainingConfig:
     restraint: float = 0.01  # weight of the squared distance from the rule's answer, in log sizes
     growth_price: float = 0.05  # log goodput that an e-fold of the global batch away from the rule's must be worth
     ppo_updates: int = 6
-    ppo_windows: int = 24
-    ppo_rate: float = 1e-4
-    gamma: float = 0.5  # a decision's effect is over within a few windows
-    anchor_weight: float = 0.002
+    ppo_workers: tuple[int, ...] = (2, 8, 32, 128)
+    ppo_windows: int = 40
+    ppo_rate: float = 3e-4  # of learning, falling to a tenth
+    ppo_log_std: float = -2.7  # of actions, in log sizes
+    gamma: float = 0.95  # a decision counts for some twenty windows
+    anchor_weight: float = 0.0005
     validate_every: int = 4
     validation_workers: tuple[int, ...] = (2, 8, 32, 128)
     validation_rows: int = 512
     validation_windows: int = 50
+    judged_workers: tuple[int, ...] = (8, 32)  # where stages are compared, on families
+    judged_rows: int = 128
+    families: int = 21  # so many
     hidden: int = 64
     world: str = MIXED
     without: tuple[str, ...] = ()
@@ -73,8 +87,9 @@ class TrainingConfig:
 
 Arrays = dict[str, np.ndarray]
 _HERE = SimpleNamespace(map=map)  # the part of an executor that training uses, without other processes
-VALIDATION_SEED, TEST_SEEDS = 900_001, (990_001,)
-TEST_SIZE: dict[str, Any] = {"workers": (8,), "rows": 192, "windows": 60}  # of `evaluate_families`
+VALIDATION_SEED, CHOICE_SEED, TEST_SEED = 900_001, 920_001, 991_001
+PPO_VALIDATES_EVERY = 2  # updates; a few of them already matter
+PLAIN, TUNED = "without PPO", "with PPO"  # the stages, as policy files name them
 
 
 def train(
@@ -85,6 +100,7 @@ def train(
     checkpoint: str | Path | None = None,
     tensorboard: str | Path | None = None,
     processes: int = 1,
+    tested: bool = False,
 ) -> LearnedPolicy:
     """A policy from nothing: minutes on 2 cores; the same config and seed give the same weights.
 
@@ -92,20 +108,35 @@ def train(
     checkpoint   file written after every round; a training found there goes on where it stopped
     tensorboard  folder for its scalars; without the package `tensorboard` nothing is written
     processes    that play rollouts; their number changes the time taken, not the weights
+    tested       also score both stages on test clusters, once all is chosen (`about["evaluation"]`)
     """
     with one_thread(), _pool(processes) as pool:
         training = ResidualTraining(config or TrainingConfig(), seed)
         training.pool = pool
         tell = progress or (lambda what, fraction: None)
         training.run(tell, Path(checkpoint) if checkpoint else None, TensorBoard(tensorboard))
-    return training.result()
+        result = training.result(tell)
+        if tested:
+            made = {**BASELINES, **_factories(training.stages())}
+            result.about["evaluation"] = _scored(training.config, made, TEST_SEED, tell)
+    return result
 
 
-def evaluation(policy: LearnedPolicy, progress: Tell | None = None) -> dict[str, Any]:
-    """What the policy file says of test clusters, which were never used before."""
-    made = {"dynamix": lambda _: LearnedPolicy(policy.net, about=policy.about)}
-    figures = evaluate_families(made, TEST_SEEDS, **TEST_SIZE, progress=progress)
-    return {"seeds": list(TEST_SEEDS), "lagged_over_time": figures["summary"]}
+def _factories(nets: dict[str, ResidualNet]) -> dict[str, Factory]:
+    return {name: (lambda _, net=net: LearnedPolicy(net)) for name, net in nets.items()}  # type: ignore[misc]
+
+
+def _scored(c: TrainingConfig, made: dict[str, Factory], seed: int, tell: Tell) -> dict[str, Any]:
+    """Speed over the goodput rule's on clusters of one seed, as the policy file keeps it."""
+    families = (*CONFORMING, *BREAKING, *DEVELOPMENT) if c.world == MIXED else (c.world,)
+    size: dict[str, Any] = {"workers": c.judged_workers, "rows": c.judged_rows, "windows": c.validation_windows}
+    logs = log_speeds(made, [seed], families=families[: c.families], **size, tell=lambda what: tell(what, 1.0))
+    found: dict[str, Any] = {"seed": seed, "families": len(families[: c.families])}
+    found["speed_over_goodput"] = {name: speeds_with_intervals(by_w) for name, by_w in logs.items()}
+    if PLAIN in logs and TUNED in logs:
+        apart = {w: logs[TUNED][w] - logs[PLAIN][w] for w in c.judged_workers}
+        found["ppo_over_without"] = speeds_with_intervals(apart)
+    return found
 
 
 class ResidualTraining:
@@ -120,6 +151,7 @@ class ResidualTraining:
         self.optimizer = torch.optim.Adam(self.net.parameters(), lr=config.rate)
         self.generator = torch.Generator().manual_seed(seed)
         self.best, self.best_score = copy.deepcopy(self.net), -np.inf
+        self.tuned, self.tuned_score = copy.deepcopy(self.net), -np.inf  # the best that PPO made
         self.scores: list[list[float]] = []  # round, score
         self.round, self.rounds = 0, config.clone_rounds + config.regret_rounds + config.ppo_updates
         self.ppo: PPO | None = None
@@ -133,7 +165,9 @@ class ResidualTraining:
             self.round += 1
             board.add(f"loss/{stage}", loss, self.round)
             said = f"{stage} {self.round}: {loss:.4f}"
-            if self.round % self.config.validate_every == 0 or self.round == self.rounds:
+            stage_ends = self.round in (self.config.clone_rounds + self.config.regret_rounds, self.rounds)
+            every = self.config.validate_every if self.ppo is None else PPO_VALIDATES_EVERY
+            if stage_ends or self.round % every == 0:
                 score = self._validate()
                 board.add("validation", score, self.round)
                 said += f", validation {score:.4f}"
@@ -142,12 +176,24 @@ class ResidualTraining:
                 torch.save(self.state_dict(), checkpoint)
         board.close()
 
-    def result(self) -> LearnedPolicy:
-        """The best checkpoint as a policy."""
-        recipe, best = dataclasses.asdict(self.config), copy.deepcopy(self.best)
-        best.fold()
-        about = {"training": recipe, "seed": self.seed, "validation": self.scores, "trust": TRUST}
-        return LearnedPolicy(best, about=about)
+    def stages(self) -> dict[str, ResidualNet]:
+        """The best network without PPO, and with it where there was any."""
+        nets = {PLAIN: self.best} if self.ppo is None else {PLAIN: self.best, TUNED: self.tuned}
+        nets = copy.deepcopy(nets)
+        for net in nets.values():
+            net.fold()
+        return nets
+
+    def result(self, tell: Tell = lambda what, done: None) -> LearnedPolicy:
+        """The better stage as a policy; PPO's only if the whole interval says that it is faster."""
+        nets, chosen = self.stages(), PLAIN
+        about = {"training": dataclasses.asdict(self.config), "seed": self.seed, "validation": self.scores}
+        about |= {"trust": TRUST}
+        if self.ppo is not None:
+            judged = _scored(self.config, _factories(nets), CHOICE_SEED, tell)
+            chosen = TUNED if judged["ppo_over_without"]["all"][1] > 1 else PLAIN
+            about["stages"] = {**judged, "chosen": chosen}
+        return LearnedPolicy(nets[chosen], about=about)
 
     def _learn(self) -> tuple[str, float]:
         c, i, rounds = self.config, self.round, self.config.clone_rounds + self.config.regret_rounds
@@ -207,17 +253,20 @@ class ResidualTraining:
     def _improve(self) -> float:
         """One update of PPO; the mean regret of its rollouts."""
         c, ppo = self.config, self.ppo or self._start_ppo()
-        played = [regret_episode(ppo, self._env(w), self._env(w), windows=c.ppo_windows) for w in c.workers]
+        played = [paired_episode(ppo, self._env(w), self._env(w), windows=c.ppo_windows) for w in c.ppo_workers]
+        done = (self.round - c.clone_rounds - c.regret_rounds) / c.ppo_updates
+        for group in ppo.optimizer.param_groups:
+            group["lr"] = c.ppo_rate * (1 - 0.9 * done)
         ppo.update(played)
-        return -float(np.mean([float(episode.reward.mean()) for episode in played]))
+        return -float(np.mean([float(episode.reward.mean()) for episode in played])) / SCALE
 
     def _start_ppo(self) -> PPO:
         c = self.config
         self.net.load_state_dict(self.best.state_dict())
         with torch.no_grad():
-            self.net.log_std_local.fill_(-3.2)
-            self.net.log_std_shared.fill_(-3.2)
-        config = PPOConfig(c.ppo_rate, c.gamma, 0.9, 0.1, 3, 256, anchor_weight=c.anchor_weight, max_gradient_norm=1.0)
+            self.net.log_std_local.fill_(c.ppo_log_std)
+            self.net.log_std_shared.fill_(c.ppo_log_std)
+        config = PPOConfig(c.ppo_rate, c.gamma, 0.95, 0.1, 3, 256, anchor_weight=c.anchor_weight, max_gradient_norm=1.0)
         self.ppo = PPO(self.net, gaussian, config, seed=self.seed)
         self.ppo.anchor = copy.deepcopy(self.net)
         return self.ppo
@@ -229,13 +278,15 @@ class ResidualTraining:
             lambda _: LearnedPolicy(self.net), VALIDATION_SEED, workers=c.validation_workers, world=c.world, **size
         )
         self.scores.append([self.round, round(score, 4)])
-        if score > self.best_score:
+        if self.ppo is not None and score > self.tuned_score:
+            self.tuned, self.tuned_score = copy.deepcopy(self.net), score
+        if self.ppo is None and score > self.best_score:
             self.best, self.best_score = copy.deepcopy(self.net), score
         return score
 
     def _parts(self) -> dict[str, Any]:
         """What has a state of its own."""
-        parts = {"net": self.net, "optimizer": self.optimizer, "best": self.best}
+        parts = {"net": self.net, "optimizer": self.optimizer, "best": self.best, "tuned": self.tuned}
         return parts if self.ppo is None else {**parts, "ppo": self.ppo, "anchor": self.ppo.anchor}
 
     def state_dict(self) -> dict[str, Any]:
@@ -244,6 +295,7 @@ class ResidualTraining:
             "round": self.round,
             "scores": self.scores,
             "best_score": self.best_score,
+            "tuned_score": self.tuned_score,
             "ppo": None,
             "anchor": None,
         }
@@ -254,6 +306,7 @@ class ResidualTraining:
         if (state["config"], state["seed"]) != (str(self.config), self.seed):
             raise ConfigError("checkpoint", "of another recipe or seed", "the one begun there", "name another file")
         self.round, self.scores, self.best_score = state["round"], state["scores"], state["best_score"]
+        self.tuned_score = state["tuned_score"]
         self.generator.set_state(state["generator"])
         if state["ppo"] is not None:
             self._start_ppo()

@@ -27,7 +27,8 @@ class Episode:
     final_observed, final_mask   (N, W, F) and (N, W) after the last window
     shared          (T, N, G) the clusters' own actions; None: they have none
     done            (T, N) bool, whether the episode ended with that window; None: it never did
-    credit          (T, N, W) advantage of each worker's own action; None: the team's
+    at_once         (T, N, W) and (T, N) what each worker's and the cluster's own action did to the reward of its
+                    window, where that is known; the learner then asks the rewards only for what came later
     evaluated       log-probabilities (T, N, W) and (T, N) and values (T + 1, N) as they were when the actions were
                     taken; None: the learner evaluates the episode when it begins to learn from it
     """
@@ -41,7 +42,7 @@ class Episode:
     final_mask: Tensor
     shared: Tensor | None = None
     done: Tensor | None = None
-    credit: Tensor | None = None
+    at_once: tuple[Tensor, Tensor] | None = None
     evaluated: tuple[Tensor, Tensor, Tensor] | None = None
 
 

@@ -31,6 +31,7 @@ from dynamix.window import Floats
 Factory = Callable[[ClusterEnv], Policy]
 Tell = Callable[[str, float], None]
 BASELINES: dict[str, Factory] = {"static": lambda _: Static(), "lb_bsp": lambda _: LBBSP()}
+VALIDATION_INTERVALS = (10, 5, 2)
 RULES: dict[str, Factory] = {"cannikin": lambda _: Cannikin(), "goodput": lambda _: Goodput()}
 
 
@@ -93,14 +94,50 @@ def evaluate_families(
     return {"cells": cells, "summary": {name: _over_cells(cells, name) for name in factories if name != "lagged"}}
 
 
+def log_speeds(
+    policies: Mapping[str, Factory],
+    seeds: Sequence[int],
+    *,
+    families: Sequence[str],
+    workers: Sequence[int],
+    rows: int,
+    windows: int,
+    tell: Callable[[str], None] = lambda what: None,
+) -> dict[str, dict[int, Floats]]:
+    """Log of the speed of policies over the goodput rule's, of every cluster, by policy and number of workers.
+
+    rows   clusters * W of a family and seed, at least 4 and at most 64 clusters
+    """
+    found: dict[str, dict[int, list[Floats]]] = {name: {w: [] for w in workers} for name in policies}
+    factories: dict[str, Factory] = {"": lambda _: Goodput(), **policies}
+    for w in workers:
+        for family in families:
+            tell(f"{family}, W={w}")
+            for seed in seeds:
+                world, rule = sample_world(family, min(max(rows // w, 4), 64), w, seed), lr_rule_of(family)
+                times = times_to_progress(factories, world, seed=seed, windows=windows, lr_rule=rule)
+                for name in policies:
+                    found[name][w].append(np.log(times[""] / times[name]))
+    return {name: {w: np.concatenate(logs) for w, logs in by_w.items()} for name, by_w in found.items()}
+
+
+def speeds_with_intervals(logs: Mapping[int, Floats]) -> dict[str, list[float]]:
+    """Of one policy's `log_speeds`: `paired` by number of workers, and "all" of them together."""
+    return {**{str(w): paired(log) for w, log in logs.items()}, "all": paired(np.concatenate(list(logs.values())))}
+
+
 def validation_score(
     make: Factory, seed: int, *, rows: int, windows: int, workers: tuple[int, ...] = (2, 8, 32, 128), world: str = MIXED
 ) -> float:
-    """On clusters like those of training: mean over W of mean and worst decile of the goodput rule's time / its own."""
+    """On clusters like those of training: mean over W of mean and worst decile of the goodput rule's time / its own.
+
+    Windows have 10, 5 or 2 steps, by number of workers.
+    """
     scores = []
-    for w in workers:
-        clusters, rule = _validation(world, w, seed, rows, windows)
-        mine = follow(make, clusters, seed=seed, windows=windows, lr_rule=lr_rule_of(world))
+    for i, w in enumerate(workers):
+        interval = VALIDATION_INTERVALS[i % len(VALIDATION_INTERVALS)]
+        clusters, rule = _validation(world, w, seed, rows, windows, interval)
+        mine = follow(make, clusters, seed=seed, windows=windows, interval=interval, lr_rule=lr_rule_of(world))
         times = times_to_common_progress({"rule": rule, "it": mine})
         ratio = times["rule"] / times["it"]
         scores.append(0.5 * (float(np.exp(np.log(ratio).mean())) + float(np.quantile(ratio, 0.1))))
@@ -108,10 +145,11 @@ def validation_score(
 
 
 @functools.lru_cache(maxsize=8)
-def _validation(world: str, workers: int, seed: int, rows: int, windows: int) -> tuple[Clusters, Floats]:
+def _validation(world: str, workers: int, seed: int, rows: int, windows: int, interval: int) -> tuple[Clusters, Floats]:
     """Validation clusters of one W and the goodput rule's path on them."""
-    clusters = sample_world(world, min(max(rows // workers, 8), 64), workers, seed)
-    return clusters, follow(lambda _: Goodput(), clusters, seed=seed, windows=windows, lr_rule=lr_rule_of(world))
+    clusters, rule = sample_world(world, min(max(rows // workers, 8), 64), workers, seed), lr_rule_of(world)
+    how: dict[str, Any] = {"seed": seed, "windows": windows, "interval": interval, "lr_rule": rule}
+    return clusters, follow(lambda _: Goodput(), clusters, **how)
 
 
 def _cell(logs: Mapping[str, Floats]) -> dict[str, Any]:

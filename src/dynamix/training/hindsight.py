@@ -24,27 +24,31 @@ class RecordingEnv(ClusterEnv):
     """A `ClusterEnv` that keeps what disturbed the steps of its last window.
 
     Of its k steps: `factors` (C, W, k) on the undisturbed seconds, `extras` (C, W, k) seconds on top whatever the
-    batch, `exchanges` (C, k) in seconds.
+    batch, `normals` (C, W, k) draws that say how costly the samples were, `exchanges` (C, k) in seconds.
     """
 
-    def step(self, sizes: Ints) -> Window:
-        self._trail: list[tuple[Floats, Floats, Floats]] = []
-        window = super().step(sizes)
-        measured = self._trail[-self.interval :]
-        self.factors, self.extras, self.exchanges = (np.stack(part, -1) for part in zip(*measured, strict=True))
+    def step(self, sizes: Ints, lengths: Ints | None = None) -> Window:
+        self._trail: list[tuple[Floats, Floats, Floats, Floats]] = []
+        window = super().step(sizes, lengths)
+        measured = [np.stack(part, -1) for part in zip(*self._trail[-self.interval :], strict=True)]
+        self.factors, self.extras, self.normals, self.exchanges = measured
         return window
 
     def reset(self) -> Window:
         self._trail = []
         return super().reset()
 
-    def advance(self) -> tuple[Floats, Floats]:
+    def advance(self, running: np.ndarray | None = None) -> tuple[Floats, Floats]:
         exchange, undisturbed = self.exchange(), self.costs.seconds(self.batch.astype(np.float64))
-        extra = np.zeros(self.batch.shape)
+        extra = normal = np.zeros(self.batch.shape)
         if self.clusters.jitter_s is not None:
-            extra = self.clusters.jitter_s * near_normal(self._slices.bits(np.uint64(self.steps)))
-        busy, whole = super().advance()
-        self._trail.append((np.maximum(busy - extra, 1e-9) / np.maximum(undisturbed, 1e-12), extra, exchange))
+            extra = self.clusters.jitter_s * near_normal(self._slices.bits(self.counter))
+        if self.clusters.cost_sigma is not None:
+            normal = self._samples.normal(self.counter)
+        busy, whole = super().advance(running)
+        if self.clusters.cost_sigma is not None:
+            undisturbed = undisturbed + self.clusters.beta * (self._work - self.batch)
+        self._trail.append((np.maximum(busy - extra, 1e-9) / np.maximum(undisturbed, 1e-12), extra, normal, exchange))
         return busy, whole
 
 
@@ -56,7 +60,8 @@ class Decisions:
     guided              (N,) whether a noise scale is known, without which the global batch stays
     wish, low, high     (N, W) the rule's sizes, and what trust and bounds allow
     alpha, beta, cliff_at, cliff_slope   (N, W) true costs (`simulator.compute.Costs`)
-    factors, extras, exchanges  (N, W, k), (N, W, k), (N, k) `RecordingEnv`
+    factors, extras, normals, exchanges   (N, W, k), thrice, and (N, k) `RecordingEnv`
+    sigma               (N,) sd of the log of one sample's cost
     overlap, base, noise, rate   (N,) exponent of the step time; base batch; noise scale at it, growth with log B
     target              (N, W) a teacher's sizes; NaN where there is none
     """
@@ -73,7 +78,9 @@ class Decisions:
     cliff_slope: Tensor
     factors: Tensor
     extras: Tensor
+    normals: Tensor
     exchanges: Tensor
+    sigma: Tensor
     overlap: Tensor
     base: Tensor
     noise: Tensor
@@ -104,8 +111,13 @@ class Decisions:
     def busy(self, sizes: Tensor) -> Tensor:
         """Seconds (N, W, k) of each worker in each step."""
         beyond = (sizes / self.cliff_at - 1).clamp(min=0)
-        seconds = (self.alpha + self.beta * sizes) * (1 + self.cliff_slope * beyond)
-        return (seconds.unsqueeze(-1) * self.factors + self.extras).clamp(min=1e-6)
+        seconds = ((self.alpha + self.beta * sizes) * (1 + self.cliff_slope * beyond)).unsqueeze(-1)
+        if self.sigma.any():
+            # As `costs_of_samples`: other sizes would have met samples drawn alike, and many of them vary less.
+            variance = (self.sigma.square().expm1()[:, None] / sizes.clamp(min=1.0)).log1p().unsqueeze(-1) + 1e-12
+            unlike = (variance.sqrt() * self.normals - variance / 2).expm1()
+            seconds = seconds + (self.beta * sizes).unsqueeze(-1) * unlike
+        return (seconds * self.factors + self.extras).clamp(min=1e-6)
 
     def _log_goodput(self, total: Tensor, slowest: Tensor) -> Tensor:
         """For totals (N, ...) and slowest seconds (N, ..., k)."""
@@ -135,6 +147,8 @@ class DecisionRecorder:
     def __init__(self, env: RecordingEnv) -> None:
         if env.costs.curve is not None and (env.costs.curve >= 0).any():
             raise ValueError("measured curves are for tests; training clusters have none")
+        if env.clusters.costs_known is not None:
+            raise ValueError("what samples cost is not told to training clusters")
         self.env = env
         self.rows: list[dict[str, np.ndarray]] = []
 
@@ -150,7 +164,8 @@ class DecisionRecorder:
 
     def after(self) -> None:
         """Note what the window after that decision met."""
-        self.rows[-1] |= {"factors": self.env.factors, "extras": self.env.extras, "exchanges": self.env.exchanges}
+        met = ("factors", "extras", "normals", "exchanges")
+        self.rows[-1] |= {name: getattr(self.env, name) for name in met}
 
     def decisions(self) -> Decisions:
         """All of them, (T * C) rows in order of time."""
@@ -159,6 +174,7 @@ class DecisionRecorder:
         fixed["cliff_at"] = np.full(c.shape, 1e12) if c.cliff_at is None else c.cliff_at
         fixed["cliff_slope"] = np.zeros(c.shape) if c.cliff_slope is None else c.cliff_slope
         fixed["rate"] = np.zeros(c.shape[0]) if c.noise_rho is None else c.noise_rho
+        fixed["sigma"] = np.zeros(c.shape[0]) if c.cost_sigma is None else c.cost_sigma
         stacked = {name: np.concatenate([row[name] for row in self.rows]) for name in self.rows[0]}
         stacked |= {name: np.concatenate([value] * times) for name, value in fixed.items()}
         kinds = {name: bool if name in ("mask", "guided") else np.float32 for name in stacked}

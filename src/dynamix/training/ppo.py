@@ -1,7 +1,9 @@
 """Proximal policy optimisation for a team: any kind of action, variable W, masks, a central critic, exact resume.
 
 Clipped surrogate (Schulman et al. 2017) summed over workers: each worker's action has a ratio of its own and all share
-the team's advantage (GAE, Schulman et al. 2016). An action that a whole cluster shares counts as one more agent.
+the team's advantage (GAE, Schulman et al. 2016). An action that a whole cluster shares counts as one more agent. Where
+an episode knows what each action did at once (`Episode.at_once`), that replaces the first reward in its advantage. It
+stays unbiased: what is left out does not depend on the action (Foerster et al. 2018).
 """
 
 from dataclasses import dataclass
@@ -89,8 +91,6 @@ class PPO(Learner):
         """Decisions (T * N, ...) of known reward, with advantages, returns and log-probabilities of the actions."""
         shared = episode.shared if episode.shared is not None else episode.reward.new_zeros(*episode.reward.shape, 0)
         flat = {"observed": episode.observed, "mask": episode.mask, "chosen": episode.chosen, "shared": shared}
-        if episode.credit is not None:
-            flat["credit"] = episode.credit
         flat = {name: tensor.flatten(0, 1) for name, tensor in flat.items()}
         if episode.evaluated is None:
             *logs, value = self.evaluate(flat["observed"], flat["mask"], flat["chosen"], flat["shared"])
@@ -101,7 +101,12 @@ class PPO(Learner):
             logs = [log.flatten(0, 1) for log in logs]
         flat["log_chosen"], flat["log_shared"] = logs
         advantage = self.advantages(episode, values)
-        flat |= {"advantage": advantage.flatten(), "returns": (advantage + values[:-1]).flatten()}
+        flat |= {"returns": (advantage + values[:-1]).flatten(), "own": advantage.flatten()[:, None]}
+        flat["common"] = advantage.flatten()
+        if episode.at_once is not None:
+            later = (advantage - episode.reward).flatten()
+            own, common = (each.flatten(0, 1) for each in episode.at_once)
+            flat |= {"own": own + later[:, None], "common": common + later}
         known = torch.isfinite(episode.reward).flatten()
         return {name: tensor[known] for name, tensor in flat.items()}
 
@@ -115,14 +120,10 @@ class PPO(Learner):
         c, mask = self.config, batch["mask"]
         actions, value = self.head(self.net, batch["observed"], mask)
         log_chosen, log_shared = actions.log_prob(batch["chosen"], batch["shared"])
-        advantage = batch["advantage"]
-        advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
-        own = advantage[:, None]
-        if "credit" in batch:
-            own = batch["credit"] / (batch["credit"][mask].std() + 1e-8)  # zero where an action changed nothing
+        own, common = _standardised(batch["own"]), _standardised(batch["common"])
         gain = (self._clipped((log_chosen - batch["log_chosen"]) * mask, own) * mask).sum(-1)
         if batch["shared"].shape[-1]:
-            gain = gain + self._clipped(log_shared - batch["log_shared"], advantage)
+            gain = gain + self._clipped(log_shared - batch["log_shared"], common)
         missed = (batch["returns"] - value).square().mean()
         parts = {"policy": -gain.mean(), "value": missed, "entropy": actions.entropy(mask)}
         loss = parts["policy"] + c.value_weight * parts["value"] - c.entropy_weight * parts["entropy"]
@@ -135,3 +136,7 @@ class PPO(Learner):
     def _clipped(self, log_ratio: Tensor, advantage: Tensor) -> Tensor:
         ratio = log_ratio.exp()
         return torch.minimum(ratio * advantage, ratio.clamp(1 - self.config.clip, 1 + self.config.clip) * advantage)
+
+
+def _standardised(advantage: Tensor) -> Tensor:
+    return (advantage - advantage.mean()) / (advantage.std() + 1e-8)

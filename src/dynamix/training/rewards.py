@@ -4,6 +4,7 @@
 only what a job measures; the simulated ones know the world.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -12,6 +13,7 @@ import numpy as np
 from dynamix.errors import ConfigError
 from dynamix.model.measured import step_seconds
 from dynamix.simulator import ClusterEnv, Generalisation, LaggedReference, rollout
+from dynamix.simulator.env import AnswersWindows
 from dynamix.window import Floats, Window
 
 Optimizer = Literal["sgd", "adam"]
@@ -86,11 +88,16 @@ class PaperReward:
 
 
 class SimulatedRegret:
-    """log(goodput / the lagged reference's) in the same world: needs a second environment, paired with the first."""
+    """log(goodput / another's) in the same world: needs a second environment, paired with the first.
 
-    def __init__(self, env: ClusterEnv, paired: ClusterEnv) -> None:
+    other   makes the policy that decides there; the lagged reference, unless told otherwise
+    """
+
+    def __init__(
+        self, env: ClusterEnv, paired: ClusterEnv, other: Callable[[ClusterEnv], AnswersWindows] = LaggedReference
+    ) -> None:
         self.env, self.paired = env, paired
-        self._twin = rollout(LaggedReference(paired), paired)
+        self._twin = rollout(other(paired), paired)
         next(self._twin)  # its first window, before any decision
         self._before = self._totals()
 

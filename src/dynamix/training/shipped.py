@@ -44,8 +44,7 @@ def train_shipped(
             raise ConfigError(option, str(value), allowed, f"leave it out; {name} is trained within minutes")
     policy: Any
     if name == "dynamix":
-        policy = dynamix_policy.train(recipe, seed, progress=progress, processes=2, **places)
-        policy.about["evaluation"] = dynamix_policy.evaluation(policy, progress)
+        policy = dynamix_policy.train(recipe, seed, progress=progress, processes=2, tested=True, **places)
     elif name == "dynamix-paper":
         policy = dynamix_paper.train(recipe, seed, progress=progress)
         policy.about["evaluation"] = dynamix_paper.evaluation(policy, recipe)
