@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,6 +53,7 @@ class Job:
     num_workers: int = 0
     buffers: bool = False
     decides_s: float = 0.0  # how long the policy takes
+    sharded: bool = False  # by FSDP2, not under DDP
 
     def __post_init__(self) -> None:
         torch.manual_seed(0)
@@ -59,7 +61,6 @@ class Job:
         self.net = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
         if self.buffers:
             self.net.insert(1, nn.BatchNorm1d(5))
-        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
         answers = [[3, 5, 4], [5, 3, 4]]
         self.controller = dynamix.Controller(
             Slowly([a[: dist.get_world_size()] for a in answers], self.decides_s),
@@ -73,7 +74,8 @@ class Job:
         )
         self.sampler = self.controller.batch_sampler(data())
         self.loader = DataLoader(data(), batch_sampler=self.sampler, num_workers=self.num_workers)
-        self.ddp = DDP(self.net, process_group=self.group)
+        self.ddp: Any = _sharded(self.net, self.group) if self.sharded else DDP(self.net, process_group=self.group)
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
         self.steps = 0
 
     def wrap(self) -> Any:
@@ -94,6 +96,25 @@ class Job:
         self.loss(x, y).backward()
         self.update()
         self.step()
+
+
+def _sharded(net: nn.Module, group: Any) -> nn.Module:
+    """With a `no_sync` like DDP's, so that loops can be for both."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = DeviceMesh.from_group(group, "cpu")
+    for part in (net[0], net):
+        fully_shard(part, mesh=mesh)
+
+    @contextlib.contextmanager
+    def no_sync() -> Iterator[None]:
+        net.set_requires_gradient_sync(False)
+        yield
+        net.set_requires_gradient_sync(True)
+
+    net.__dict__.update(no_sync=no_sync, module=net)
+    return net
 
 
 Loop = Callable[[Job], None]
@@ -122,24 +143,25 @@ class Loops:
     def check_wrong(self, workers: int) -> None:
         """Every rank raises `UsageError` with the line to write, soon."""
         loops = [loop for loop, _ in self.of_wrong]
-        results = run_ranks(_run, workers, loops, timeout_s=150, group_timeout_s=40)
+        results = run_ranks(run_loops, workers, loops, timeout_s=150, group_timeout_s=40)
         for i, (loop, says) in enumerate(self.of_wrong):
             for rank, told in enumerate(results):
                 assert told[i].startswith(UsageError.__name__), (loop.__name__, rank, told[i])
                 assert says in told[i], (loop.__name__, rank, told[i])
                 assert int(told[i].split()[2].rstrip(":")) <= 12, (loop.__name__, rank, told[i])
 
-    def check_right(self) -> None:
+    def check_right(self, *, sharded: bool = False) -> None:
         """Nobody raises anything."""
-        for rank, told in enumerate(run_ranks(_run, 2, self.of_right, timeout_s=150, group_timeout_s=40)):
+        for rank, told in enumerate(run_ranks(run_loops, 2, self.of_right, sharded, timeout_s=150, group_timeout_s=40)):
             for i, loop in enumerate(self.of_right):
                 assert told[i].startswith("silent"), (loop.__name__, rank, told[i])
 
 
-def _run(rank: int, loops: list[Loop]) -> list[str]:
+def run_loops(rank: int, loops: list[Loop], sharded: bool = False) -> list[str]:
+    """What became of each of them on this rank."""
     told = []
     for loop in loops:
-        job, began = Job(rank, **getattr(loop, "options", {})), time.monotonic()
+        job, began = Job(rank, sharded=sharded, **getattr(loop, "options", {})), time.monotonic()
         try:
             loop(job)
             said = f"silent after {job.steps}"

@@ -12,7 +12,6 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, TensorDataset
 
 import dynamix
-from dynamix.errors import UsageError
 from tests.ranks import run_ranks
 from tests.union import Deep, Script, larger
 
@@ -71,22 +70,6 @@ def test_a_compiled_model_is_compiled_once_per_distinct_batch_size(backend: str,
         assert result["sizes"] <= {4, 8, 12}
         assert len(result["sizes"]) > 1
         assert 1 <= result["compiled"] <= len(result["sizes"])
-
-
-def _compiled_too_early(rank: int) -> str:
-    controller = dynamix.Controller("static", batch_size=4, global_batch="adaptive")
-    net = Deep(depth=1)
-    try:
-        controller.wrap(torch.compile(DDP(net), backend="eager"), torch.optim.SGD(net.parameters(), lr=0.1))
-    except UsageError as error:
-        return str(error)
-    return "accepted"
-
-
-@pytest.mark.multiproc
-def test_wrapping_after_compiling_says_which_order_works() -> None:
-    for message in run_ranks(_compiled_too_early, 2):
-        assert "torch.compile(controller.wrap(DDP(net), optimizer))" in message
 
 
 def _pieces(rank: int, meet: str) -> tuple[list[int], int]:

@@ -47,6 +47,7 @@ def _messages(rank: int, flat_up_to: int) -> list[Any]:
         every = torch.zeros(workers, 2, dtype=torch.int64)
         group.all_gather(torch.tensor([k, rank * rank]), every).wait()
         told.append(every.tolist())
+    assert group.broadcast_object({"rank": rank, "text": "y" * (9 - rank)}) == {"rank": 0, "text": "y" * 9}
     told.append(group.all_gather_object({"rank": rank, "text": "x" * rank}))
     for of_mine in group.release():
         dist.destroy_process_group(of_mine)

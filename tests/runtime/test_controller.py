@@ -112,6 +112,26 @@ def test_default_policy_runs_in_a_single_process() -> None:
     assert sum(seen) == 480
 
 
+class _Talkative(Script):
+    """Fails in all that follows a decision."""
+
+    def report(self) -> dict[str, Any]:
+        raise RuntimeError("nothing to report")
+
+    def after_answer(self) -> None:
+        raise RuntimeError("no strength left")
+
+
+def test_what_fails_after_a_decision_ends_no_job(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    net = nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    controller = dynamix.Controller(_Talkative([[8]]), 8, interval=4, events=tmp_path / "events.jsonl")
+    sampler = controller.batch_sampler(_data())
+    seen = _loop(controller, DataLoader(_data(), batch_sampler=sampler), controller.wrap(net, optimizer), optimizer, 1)
+    assert sum(seen) == 240
+    assert "what follows a decision has failed" in caplog.text
+
+
 def test_schedule_by_samples_never_runs_past_its_end() -> None:
     net = nn.Linear(6, 3)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -281,7 +301,7 @@ def test_a_state_is_loaded_before_anything_else_is_made(workers_before: int) -> 
     state = _after_a_decision(Script([[12], *[[10]] * 50]))
     assert state["ledger_rounds"][0] > 0
     if workers_before == 2:
-        state["world_size"] = 2
+        state |= {"world_size": 2, "hosts": pack({"names": [], "shares": {}})}
         state["ledger_sizes"] = [[*sizes, *sizes] for sizes in state["ledger_sizes"]]
         place = {"taken": [*state["source"]["taken"], 0], "unused": [0, 0]}
         state["source"] = {**state["source"], **place}

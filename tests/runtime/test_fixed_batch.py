@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import dynamix
 from dynamix.errors import ConfigError, UsageError
 from dynamix.runtime.job import JobFacts, fixed_at
-from dynamix.runtime.packing import checksum
+from dynamix.runtime.packing import checksum, pack
 from dynamix.window import Bounds
 from tests.ranks import run_ranks
 from tests.union import Script
@@ -97,7 +97,12 @@ def _other_world(rank: int) -> dict[str, Any]:
     controller = dynamix.Controller("lb_bsp", batch_size=16, global_batch="fixed")
     sampler = controller.batch_sampler(_data())
     state = controller.state_dict()
-    state |= {"world_size": 4, "base_batch": 64, "ledger_sizes": [[10, 20, 30, 4]]}
+    state |= {
+        "world_size": 4,
+        "base_batch": 64,
+        "ledger_sizes": [[10, 20, 30, 4]],
+        "hosts": pack({"names": [], "shares": {}}),
+    }
     state["source"] |= {"taken": [0] * 4, "unused": [0] * 4}
     state["checksum"] = checksum(state)
     controller.load_state_dict(state)

@@ -105,6 +105,17 @@ def _every_second_batch(job: Job) -> None:
             job.train(x, y)
 
 
+@wrong("leave a loop early only after the same optimizer step on all ranks")
+def _left_an_epoch_earlier_on_one_rank(job: Job) -> None:
+    job.wrap()
+    for epoch in range(3):
+        job.sampler.set_epoch(epoch)
+        for i, (x, y) in enumerate(job.loader):
+            job.train(x, y)
+            if i == 3 and epoch == 0 and job.rank == 1:
+                break
+
+
 @wrong("in_order=False")
 def _out_of_order(job: Job) -> None:
     job.wrap()

@@ -95,8 +95,6 @@ def _refusal(rank: int, kind: str) -> str:
     if kind == "syncbn":
         net = DDP(nn.Sequential(net))
         net.module.append(nn.SyncBatchNorm(5))  # afterwards: DDP refuses it on a CPU
-    elif kind == "fsdp":
-        fully_shard(net, mesh=init_device_mesh("cpu", (3,)))
     elif kind == "hooked":
         net = DDP(net)
         net.register_comm_hook(None, dynamix.weighted(lambda s, b: None, count=lambda: (1, 2)))
@@ -111,7 +109,6 @@ def _refusal(rank: int, kind: str) -> str:
     ("kind", "reason"),
     [
         ("syncbn", "SyncBatchNorm's backward mixes gradients"),
-        ("fsdp", "FSDP reduces gradients without"),
         ("plain", "not a DistributedDataParallel model"),
         ("hooked", "already has a communication hook"),
     ],

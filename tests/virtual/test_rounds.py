@@ -13,17 +13,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import dynamix
 from dynamix.data.plan import pieces_of
 from dynamix.errors import ConfigError
 from dynamix.events.records import read_events
+from dynamix.model.rounds import of_total
 from dynamix.runtime.parameters import Averaging
 from dynamix.simulator import Clusters, sample_clusters
 from dynamix.virtual.cluster import VirtualCluster
 from dynamix.virtual.run import VirtualRun
-from dynamix.window import Bounds
+from dynamix.window import Bounds, Window
 from tests.ranks import run_ranks
 from tests.union import Script
 
@@ -85,20 +87,23 @@ def virtual(case: dict[str, Any] | None = None, **options: Any) -> VirtualCluste
 
 def live(rank: int, events: str, case: dict[str, Any]) -> dict[str, Any]:
     """The loop of docs/rounds.md on two ranks, the second of them slower."""
-    (net, optimizer), rounds = made(case), case.get("rounds", "fixed")
+    (net, optimizer), rounds, meet = made(case), case.get("rounds", "fixed"), case.get("meet", "parameters")
     controller = dynamix.Controller(
         case["policy"],
         SHARE,
         min_batch_size=0,
         max_batch_size=64 if rounds == "fixed" else 96,
-        micro_batch=PIECE,
-        meet="parameters",
+        micro_batch=PIECE if meet == "parameters" else None,
+        meet=meet,
         global_batch=rounds,
         interval=INTERVAL,
         events=events,
     )
+    if meet == "auto":
+        in_turns(controller)
     sampler = controller.batch_sampler(dataset(), seed=4)
-    model = controller.wrap(net, optimizer, averaging=Averaging(**case.get("how", {})))
+    ours = net if meet == "parameters" else DistributedDataParallel(net)
+    model = controller.wrap(ours, optimizer, averaging=Averaging(**case.get("how", {})))
     controller.scheduler(schedule_for(optimizer))
     losses, counts = [0.0], []
     for epoch in range(EPOCHS):
@@ -121,18 +126,32 @@ def live(rank: int, events: str, case: dict[str, Any]) -> dict[str, Any]:
     return {"losses": losses[:-1], "counts": counts, "weights": weights(net)}
 
 
+def in_turns(controller: dynamix.Controller) -> None:
+    """Let workers meet otherwise after every window, in rounds apart of three steps in the mean."""
+    ways = controller._coordinator.ways
+    assert ways is not None
+    far = 3 * ways.base
+
+    def within(bounds: Bounds, window: Window, *_: Any) -> Bounds:
+        return bounds if ways.is_apart(window.batch_size) else of_total(ways.apart_bounds(bounds), far)
+
+    ways.within = within  # type: ignore[method-assign]
+
+
 CASES: list[dict[str, Any]] = [
     {"policy": "lb_bsp"},
     {"policy": "lb_bsp", "rounds": "adaptive"},
     {"policy": Script(SHARES), "norm": True, "adam": True},
     {"policy": Script(SHARES), "how": {"outer": nesterov, "optimizer_state": "kept", "steps": "normalized"}},
     {"policy": Script(SHARES), "how": {"optimizer_state": "reset", "wire": "bfloat16"}},
+    {"policy": Script(SHARES), "meet": "auto", "norm": True, "adam": True},
+    {"policy": Script(SHARES), "meet": "auto", "how": {"optimizer_state": "kept"}},
 ]
 
 
 @pytest.mark.multiproc
 @pytest.mark.parametrize(
-    "case", CASES, ids=["shares", "rounds", "batchnorm-adam", "outer-normalized", "reset-bfloat16"]
+    "case", CASES, ids=["shares", "rounds", "batchnorm-adam", "outer-normalized", "reset-bfloat16", "auto", "auto-kept"]
 )
 def test_equals_a_real_job_of_two_processes(tmp_path: Path, case: dict[str, Any]) -> None:
     recorded = tmp_path / "live.jsonl"
@@ -144,6 +163,9 @@ def test_equals_a_real_job_of_two_processes(tmp_path: Path, case: dict[str, Any]
 
     events = tmp_path / "virtual.jsonl"
     how = {} if case.get("rounds") is None else {"bounds": Bounds.of(2, 0, 96), "rounds": case["rounds"]}
+    if case.get("meet") == "auto":
+        assert {counts.sum() > 2 * SHARE for counts in counts} == {True, False}
+        how = {"meet": "auto"}
     with virtual(case, policy=case["policy"], replay=recorded, events=events, **how) as cluster:
         cluster.scheduler(schedule_for(cluster.optimizer))
         run = cluster.run(len(losses))
@@ -237,11 +259,23 @@ def at_rest(workers: int = 2, **changed: Any) -> Clusters:
     known |= {"exchange_s": np.array([0.05]), "neighbour_factor": np.ones(1), "slow_strongest": np.ones(shape)}
     none = dict.fromkeys(("link_off_s", "link_on_s", "link_strongest", "stairs", "jitter_memory", "together_sd"))
     none |= dict.fromkeys(
-        ("jitter_s", "cost_sigma", "curve", "cliff_at", "cliff_slope", "change_cost_s", "bytes_share")
+        ("jitter_s", "cost_sigma", "curve", "cliff_at", "cliff_slope", "change_cost_s", "decision_s", "bytes_share")
     )
     names = {field.name for field in dataclasses.fields(Clusters)}
     given = {name: value for name, value in {**none, **known, **changed}.items() if name in names}
     return dataclasses.replace(sample_clusters(1, workers, seed=3), **given)
+
+
+@pytest.mark.parametrize("meet", ["gradients", "parameters"])
+def test_windows_that_follow_what_changes_are_counted_in_rounds(tmp_path: Path, meet: str) -> None:
+    how = {"policy": "goodput", "clusters": at_rest(), "events": tmp_path / "e", "meet": meet}
+    if meet == "gradients":
+        how["averaging"] = None
+    with virtual(interval="auto", **how) as cluster:
+        cluster.run(40)
+    events = read_events(tmp_path / "e")
+    assert [event["window"]["steps"] for event in events[1:]] == [event["interval"] for event in events[:-1]]
+    assert [event["window"]["steps"] for event in events[:3]] == [2, 3, 4]
 
 
 def test_a_round_takes_the_slowest_workers_steps_and_one_meeting_of_all_bytes() -> None:
@@ -280,6 +314,7 @@ def test_memory_bounds_pieces_not_shares() -> None:
     [
         ({"meet": "sometimes"}, ["meet='sometimes'", "parameters"]),
         ({"rounds": "often"}, ["rounds='often'"]),
+        ({"meet": "auto", "rounds": "adaptive"}, ["rounds='adaptive'", "leave rounds out"]),
         ({"meet": "gradients", "averaging": None, "rounds": "adaptive"}, ["rounds='adaptive'", "meet='parameters'"]),
         ({"meet": "gradients"}, ["averaging", "None where workers meet over gradients"]),
         ({"policy": "pollux"}, ["policy", "lb_bsp"]),

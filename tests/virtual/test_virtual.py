@@ -476,3 +476,29 @@ def test_runs_without_an_end_and_losses_without_a_mean_are_refused(tmp_path: Pat
     _virtual(_net(), policy=Script([[4, 12, 8, 8]]), events=tmp_path / "e").run(9)
     with pytest.raises(StateError, match="policy and interval"):
         _virtual(_net(), replay=tmp_path / "e", interval=8).run(20)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_rounds_are_cut_by_what_samples_cost(padded: bool) -> None:
+    costs = np.exp(np.random.default_rng(0).normal(size=350))
+    net, bounds = _net(), Bounds.of(4, 1, 64, total_low=32, total_high=32)
+    clusters = sample_clusters(1, 4, seed=0)
+    cluster = VirtualCluster(
+        net,
+        _sgd(net),
+        F.cross_entropy,
+        _data(),
+        clusters=clusters,
+        policy="lb_bsp",
+        batch_size=8,
+        bounds=bounds,
+        interval=INTERVAL,
+        lengths=costs,
+        padded=padded,
+    )
+    _OPEN.append(cluster)
+    run = cluster.run(steps=8)
+    assert run.counts.sum(1).tolist() == [32] * 8
+    assert len({tuple(counts) for counts in run.counts[:INTERVAL].tolist()}) > 1
+    with pytest.raises(ConfigError, match="noise scale"):
+        VirtualCluster(net, _sgd(net), F.cross_entropy, _data(), clusters=clusters, lengths=costs, padded=True)

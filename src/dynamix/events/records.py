@@ -68,10 +68,14 @@ def read_events(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     except OSError as error:
         raise StateError(f"cannot read events file {os.fspath(path)}: {error.strerror}") from error
     lines = text.split("\n")[:-1]  # what follows the last end of a line is unfinished, or empty
-    return [_parse(line, f"{os.fspath(path)}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
+    return [parse_event(line, f"{os.fspath(path)}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
 
 
-def _parse(line: str, place: str) -> dict[str, Any]:
+def parse_event(line: str, place: str, *, unpack: bool = True) -> dict[str, Any]:
+    """The event in one line of a file. Raises `StateError`, which begins with `place`, where it is none.
+
+    unpack   False: leave a packed window as it is, for `dynamix.events.windows.window_of`
+    """
     try:
         event = json.loads(line, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:  # ValueError: JSON's own, and whole numbers of thousands of digits
@@ -83,7 +87,7 @@ def _parse(line: str, place: str) -> dict[str, Any]:
     try:
         if found == 1:
             return _in_rounds(event)
-        if isinstance(event.get("window"), dict):
+        if unpack and isinstance(event.get("window"), dict):
             event["window"] = unpacked(event["window"])
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
         raise StateError(f"{place}: the packed window is damaged ({error})") from error

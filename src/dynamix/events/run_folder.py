@@ -7,6 +7,7 @@ import datetime
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -44,6 +45,13 @@ class RunFolder:
         except OSError as error:
             fix = f"choose a folder that can be written ({error.strerror})"
             raise ConfigError("out", str(self.path), "a folder that can be made", fix) from error
+
+    @classmethod
+    def at(cls, path: Path) -> RunFolder:
+        """The folder `path`, which exists, as it is."""
+        folder = cls.__new__(cls)
+        folder.path, folder._made = path, []
+        return folder
 
     def __enter__(self) -> RunFolder:
         """As a context manager: what failed before anything was written leaves no folder behind."""
@@ -101,6 +109,15 @@ def _append(path: Path, events: list[dict[str, Any]]) -> None:
     with EventLog(path) as log:
         for event in events:
             log.write(**{key: value for key, value in event.items() if key != "schema"})
+
+
+def row_folder(name: str) -> str:
+    """Name of the folder of a comparison's row, inside the comparison's.
+
+    >>> row_folder("static:256"), row_folder("my/policy.py:Mine")
+    ('static-256', 'my-policy.py-Mine')
+    """
+    return re.sub(r"[^\w.-]+", "-", name).strip("-.") or "row"
 
 
 def versions() -> dict[str, str]:

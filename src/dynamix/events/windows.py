@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import base64
 import binascii
+import math
 import zlib
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from dynamix.window import PER_CLUSTER, PER_WORKER, Floats, Window
+from dynamix.window import PER_CLUSTER, PER_WORKER, Floats, Ints, Window, plain_floats
 
 PACKED_ABOVE = 64  # workers
 _MOST_WORKERS = 2**14
+_BEFORE_WORK = len(PER_WORKER) - 1  # fields of records that were written before windows had `work`, the last of them
 _TOP = 15  # exponent that a field's largest value gets: the last that a half float has
 _ROUNDED = 2  # low bits of a half float, which are noise that no packing makes shorter
 
@@ -31,14 +33,19 @@ def window_record(window: Window) -> dict[str, Any]:
     """
     if window.workers <= PACKED_ABOVE:
         return window.to_dict()
-    values = np.stack([getattr(window, name) for name in PER_WORKER])
-    _, exponents = np.frexp(np.where(np.isfinite(values), np.abs(values), 0.0).max(1))
-    halves = np.ldexp(values, _TOP - exponents[:, None]).astype("<f2").view("<u2")
-    halves = (halves + 2 ** (_ROUNDED - 1)) >> _ROUNDED << _ROUNDED
-    of_cluster = {name: _plain(getattr(window, name)) for name in PER_CLUSTER}
-    shift = (_TOP - exponents).tolist()
+    halves, shift = np.empty((len(PER_WORKER), window.workers), "<f2"), []
+    for row, name in zip(halves, PER_WORKER, strict=True):  # all at once would leave the processor's cache
+        values = getattr(window, name)
+        largest = np.abs(values).max(where=np.isfinite(values), initial=0.0)
+        shift.append(_TOP - math.frexp(largest)[1])
+        row[:] = np.ldexp(values, shift[-1])
+    bits = halves.view("<u2")
+    bits += 2 ** (_ROUNDED - 1)
+    bits &= 2**16 - 2**_ROUNDED
     sizes = window.batch_size.astype("<i8")
-    return {"workers": window.workers, "packed": _packed(halves), "sizes": _packed(sizes), "shift": shift} | of_cluster
+    record = {"workers": window.workers, "packed": _packed(bits), "sizes": _packed(sizes), "shift": shift}
+    of_cluster = plain_floats(np.stack([getattr(window, name) for name in PER_CLUSTER]))
+    return record | dict(zip(PER_CLUSTER, of_cluster, strict=True))
 
 
 def unpacked(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -48,15 +55,40 @@ def unpacked(record: Mapping[str, Any]) -> dict[str, Any]:
     """
     if "packed" not in record:
         return dict(record)
+    sizes, values = _arrays(record)
+    plain: dict[str, Any] = {"batch_size": sizes.tolist()}
+    plain |= zip(values, plain_floats(np.stack(list(values.values()))), strict=True)
+    return plain | {name: record[name] for name in PER_CLUSTER}
+
+
+def window_of(record: Mapping[str, Any]) -> Window:
+    """The window that a record of either form holds. Fields that this version does not know are left out.
+
+    Raises ValueError, TypeError, KeyError or OverflowError for a damaged one.
+
+    >>> window_of({"batch_size": [32, 96], "compute": [0.1, None], "of_a_later_version": 1}).compute.tolist()
+    [0.1, nan]
+    """
+    if "packed" in record:
+        sizes, known = _arrays(record)
+    else:
+        sizes = np.asarray(record["batch_size"])
+        known = {name: record[name] for name in PER_WORKER if name in record}
+    if sizes.ndim != 1 or sizes.dtype.kind not in "iu" or not 0 < sizes.size <= _MOST_WORKERS or (sizes < 0).any():
+        raise ValueError("batch_size is no list of whole numbers, one for each worker")
+    return Window.of(sizes, **known, **{name: record[name] for name in PER_CLUSTER if name in record})
+
+
+def _arrays(record: Mapping[str, Any]) -> tuple[Ints, dict[str, Floats]]:
+    """Batch sizes (W,) and per-worker fields (W,) by name, of a packed record."""
     workers, shift = record["workers"], np.array(record["shift"], dtype=np.int64)
-    if not isinstance(workers, int) or not 0 < workers <= _MOST_WORKERS or shift.shape != (len(PER_WORKER),):
+    fields = PER_WORKER[: len(PER_WORKER) if shift.shape != (_BEFORE_WORK,) else _BEFORE_WORK]
+    if not isinstance(workers, int) or not 0 < workers <= _MOST_WORKERS or shift.shape != (len(fields),):
         raise ValueError("workers or shift are impossible")
-    halves = _bytes(record["packed"], 2 * len(PER_WORKER) * workers, 2).view("<f2").reshape(len(PER_WORKER), workers)
+    halves = _bytes(record["packed"], 2 * len(fields) * workers, 2).view("<f2").reshape(len(fields), workers)
     values = np.ldexp(halves.astype(np.float64), -np.clip(shift, -2000, 2000)[:, None])
     sizes = _bytes(record["sizes"], 8 * workers, 8).view("<i8")
-    plain: dict[str, Any] = {"batch_size": sizes.tolist()}
-    plain |= {name: _plain(row) for name, row in zip(PER_WORKER, values, strict=True)}
-    return plain | {name: record[name] for name in PER_CLUSTER}
+    return sizes, dict(zip(fields, values, strict=True))
 
 
 def _packed(values: np.ndarray[Any, Any]) -> str:
@@ -76,9 +108,3 @@ def _bytes(text: str, length: int, itemsize: int) -> np.ndarray[Any, Any]:
         raise ValueError(f"{len(raw)} bytes where {length} are needed")
     planes = np.frombuffer(raw, np.uint8).reshape(itemsize, -1)
     return np.ascontiguousarray(planes.T[:, ::-1]).reshape(-1)
-
-
-def _plain(values: Floats) -> Any:
-    known = values.astype(object)
-    known[~np.isfinite(values)] = None
-    return known.tolist()

@@ -36,6 +36,7 @@ DRAIN_S = 5.0
 Explain = Callable[[BaseException, str], WorkerLostError]
 """From what a failed collective raised, and what it was for, to the error to raise."""
 NOT_AGREED = "the ranks could not agree on the next allocation"
+_HEAD = 5  # numbers of a message before its sizes
 _log = logging.getLogger("dynamix")
 
 
@@ -62,17 +63,17 @@ class Message:
     noise: float
     signal: float
     sizes: Ints  # samples per round
+    interval: int = 0  # steps of the next window; 0: as many as of this one
 
     def pack(self) -> Tensor:
-        head = [float(self.kind), float(self.from_step), self.noise, self.signal]
+        head = [float(self.kind), float(self.from_step), self.noise, self.signal, float(self.interval)]
         return torch.tensor(np.concatenate([head, self.sizes.astype(np.float64)]), dtype=torch.float64)
 
     @classmethod
     def unpack(cls, packed: Tensor) -> Message:
-        values = packed.numpy()
-        return cls(
-            Kind(int(values[0])), int(values[1]), float(values[2]), float(values[3]), values[4:].astype(np.int64)
-        )
+        kind, from_step, noise, signal, interval = packed[:_HEAD].tolist()
+        sizes = packed[_HEAD:].numpy().astype(np.int64)
+        return cls(Kind(int(kind)), int(from_step), noise, signal, sizes, int(interval))
 
 
 class Judge(Protocol):
@@ -130,10 +131,10 @@ class Channel:
         if self.group is None:
             message = self.judge.decide(row[None], about)
             self._pending = message.pack()
-            self.judge.write_event(message)
+            _write_down(lambda: self.judge.write_event(message))
             return
         packed = torch.from_numpy(np.ascontiguousarray(row, dtype=np.float64))
-        self._pending = torch.zeros(4 + self.workers, dtype=torch.float64)
+        self._pending = torch.zeros(_HEAD + self.workers, dtype=torch.float64)
         if self.rank == 0:
             rows = self._free_rows(len(packed))
             gather = self.group.collect(packed, rows.block)
@@ -221,7 +222,7 @@ class _Round:
             return
         if self.published.is_set():
             # The policy was still busy with an earlier window, and this one has been answered "late".
-            self._write_down(lambda: self.channel.judge.skip(self._gathered(), self.about, Message.unpack(self.out)))
+            _write_down(lambda: self.channel.judge.skip(self._gathered(), self.about, Message.unpack(self.out)))
             return
         try:
             if self.channel.failed is not None:
@@ -239,13 +240,7 @@ class _Round:
         except (RuntimeError, ValueError) as error:  # ValueError: the job destroyed its process groups meanwhile
             self.error = self.error or self.channel.explain(error, NOT_AGREED)
             return
-        self._write_down(lambda: self.channel.judge.write_event(sent))
-
-    def _write_down(self, write: Callable[[], None]) -> None:
-        try:
-            write()
-        except Exception:  # the answer is out, and training goes on by it
-            _log.warning("what follows a decision has failed; training goes on", exc_info=True)
+        _write_down(lambda: self.channel.judge.write_event(sent))
 
     def _gathered(self) -> Floats:
         rows = self.rows.block.clone().numpy()
@@ -270,3 +265,11 @@ class _Round:
             raise self.error
         assert self.work is not None
         wait_for(self.work, self.channel.ending)
+
+
+def _write_down(write: Callable[[], None]) -> None:
+    """What follows a decision: the answer is out, and training goes on by it, whatever becomes of this."""
+    try:
+        write()
+    except Exception:
+        _log.warning("what follows a decision has failed; training goes on", exc_info=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,10 +15,11 @@ from dynamix.errors import UsageError
 from dynamix.runtime.alike import require_alike
 from dynamix.runtime.averaging import Workers, broadcast_
 from dynamix.runtime.ending import Ending
+from dynamix.runtime.gradients import Share
 from dynamix.runtime.groups import new_gloo_group, new_group
 from dynamix.runtime.observation import Recorder
 from dynamix.runtime.parameters import Averaging, ParameterMeeting
-from dynamix.runtime.weighting import Attached
+from dynamix.runtime.weighting import Attached, attach
 
 _PIECE = (
     "put the forward and backward passes under `with controller.piece():`, and other passes of the DDP model, such as "
@@ -44,13 +46,68 @@ def attach_apart(
             given = f"wrap({name}={options[name]!r}) is about meeting over gradients"
             fix = "leave it out: with meet='parameters' moves and buffers are averaged by samples; see averaging="
             raise UsageError(f"{given}: {fix}")
+    return _meeting(_silent(model, recorder), group, recorder, ending, averaging or Averaging(), scaler)
+
+
+def attach_both(
+    model: nn.Module,
+    group: dist.ProcessGroup | None,
+    share: Callable[[], Share],
+    recorder: Recorder,
+    ending: Ending | None,
+    *,
+    averaging: Averaging | None,
+    scaler: Any,
+    weighting: str,
+    **options: Any,
+) -> Attached:
+    """Connect a model whose workers meet over gradients or over parameters, as each round's plan says.
+
+    The arguments are `Controller.wrap`'s. A collective call. Raises `UsageError` naming what the model needs.
+    """
+    how = averaging or Averaging()
+    for name in ("early", "overlap"):
+        if getattr(how, name):
+            fix = f"leave {name} out, or say meet='parameters'"
+            raise UsageError(f"Averaging({name}=True) does not go with meet='auto', whose rounds begin together: {fix}")
+    if weighting != "hook":
+        fix = "leave it out, or say meet='gradients'"
+        raise UsageError(f"wrap(weighting={weighting!r}) weighs losses, which workers that step apart do not do: {fix}")
+    alone = group is None or group.size() == 1
+    if not alone and not isinstance(model, DistributedDataParallel):
+        fix = "controller.wrap(DistributedDataParallel(net), optimizer)"
+        raise UsageError(f"meet='auto' needs DDP, because gradients meet in some rounds: write {fix}")
+    if isinstance(model, DistributedDataParallel) and model.static_graph:
+        fix = "leave static_graph out, or say meet='gradients'"
+        raise UsageError(f"DDP(static_graph=True) expects the same in every pass, but rounds differ: {fix}")
+    attached = attach(model, group, share, recorder, scaler=scaler, weighting="hook", **options)
+    return _meeting(attached, group, recorder, ending, how, scaler, at_times=True)
+
+
+def _silent(model: nn.Module, recorder: Recorder) -> Attached:
+    """A model, perhaps under DDP, in whose passes nothing crosses ranks."""
     if any(isinstance(p, UninitializedParameter) for p in model.parameters()):
         first = "pass a batch through it before controller.wrap(model, optimizer)"
         raise UsageError(f"the model has parameters whose shapes are not known yet: {first}")
     attached = Attached(model, recorder, None)
     if isinstance(model, DistributedDataParallel):
         _keep_silent(model, attached)
-    how = Averaging() if averaging is None else averaging
+    attached.exchanges = "parameters"
+    return attached
+
+
+def _meeting(
+    attached: Attached,
+    group: dist.ProcessGroup | None,
+    recorder: Recorder,
+    ending: Ending | None,
+    how: Averaging,
+    scaler: Any,
+    *,
+    at_times: bool = False,
+) -> Attached:
+    """Let the model of `attached` be averaged; it begins as the first rank's."""
+    model = attached.model
     own: list[dist.ProcessGroup] = []
     on_cpu = group is None or recorder.device.type == "cpu"
     if (
@@ -70,11 +127,10 @@ def attach_apart(
             [f"{name} {list(t.shape)} {kind}" for (name, t), kind in zip(tensors, kinds, strict=True)], beside
         )
         broadcast_([p.detach() for p in model.parameters()] + [b.detach() for b in model.buffers()], group, ending)
-    attached.meeting = ParameterMeeting(model, how, workers, beside, scaler=scaler)
+    attached.meeting = ParameterMeeting(model, how, workers, beside, scaler=scaler, at_times=at_times)
     attached.meeting.groups = own
     if how.overlap:
         _land_before_reading(model, attached.meeting)
-    attached.exchanges = "parameters"
     return attached
 
 

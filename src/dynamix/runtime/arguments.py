@@ -1,5 +1,6 @@
 """What `Controller(...)` accepts, and how the ranks make sure that all were given the same."""
 
+import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -9,16 +10,33 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from dynamix.data.lengths import Lengths, SampleCosts
 from dynamix.errors import ConfigError, UsageError
 from dynamix.model.rounds import MOST
 from dynamix.policies import Policy, make_policy
 from dynamix.policies.learned.deviations import LiveConfig
 from dynamix.policies.learned.online import learning
+from dynamix.policies.wrappers import peers_of
 from dynamix.runtime.control import ControlGroup, open_control
 from dynamix.runtime.job import fixed_at
 from dynamix.runtime.meeting import meet, refuse
 from dynamix.runtime.sameness import require_same
 from dynamix.window import Bounds, Ints
+
+POLICY_VARIABLE, MEET_VARIABLE = "DYNAMIX_POLICY", "DYNAMIX_MEET"  # of the environment; they win over the script's
+_log = logging.getLogger("dynamix")
+
+
+def from_outside(policy: str | Policy, meet: str) -> tuple[str | Policy, str]:
+    """`policy` and `meet`, or what DYNAMIX_POLICY and DYNAMIX_MEET say instead: a job is compared without editing it.
+
+    >>> from_outside("dynamix", "gradients")
+    ('dynamix', 'gradients')
+    """
+    told = {name: os.environ.get(name, "") for name in (POLICY_VARIABLE, MEET_VARIABLE)}
+    if any(told.values()):
+        _log.info("set from outside: %s", ", ".join(f"{name}={value}" for name, value in told.items() if value))
+    return told[POLICY_VARIABLE] or policy, told[MEET_VARIABLE] or meet
 
 
 def check_counts(**values: object) -> None:
@@ -62,6 +80,26 @@ def watched(policy: Policy, guard: bool | None) -> Policy:
     from dynamix.policies.guard import Guard
 
     return Guard(policy)
+
+
+def check_interval(interval: int | str, policy: Policy) -> None:
+    """Raises `ConfigError` unless it is a whole number, or "auto" with a policy that decides in one place."""
+    if not isinstance(interval, str):
+        check_counts(interval=interval)
+    elif interval != "auto":
+        raise ConfigError("interval", interval, "a whole number, 1 or more, or 'auto'", "check the argument")
+    elif peers_of(policy) is not None:
+        fix = "give it a number, or take a policy that decides in one place, such as goodput"
+        raise ConfigError("interval", interval, "a whole number with this policy", fix)
+
+
+def paced(policy: Policy, interval: int | str) -> tuple[Policy, int]:
+    """`policy`, under a `Paced` where `interval` is "auto"; and the length of its first window."""
+    if isinstance(interval, int):
+        return policy, interval
+    from dynamix.policies.paced import FIRST, Paced
+
+    return Paced(policy), FIRST
 
 
 Each = int | Sequence[int] | None  # of every worker
@@ -129,9 +167,32 @@ def grain(batch_size: int, micro_batch: int) -> int:
     return next(micro_batch // n for n in (4, 2, 1) if micro_batch % n == 0)
 
 
+def costs_by_length(
+    lengths: Lengths | None, padded: bool, samples: int, *, apart: bool, fixed: bool
+) -> SampleCosts | None:
+    """What `Controller.batch_sampler` was told of lengths. Raises `ConfigError` for what does not go together."""
+    if lengths is None:
+        if padded:
+            raise ConfigError("padded", padded, "False without lengths", "give lengths=, or leave padded out")
+        return None
+    if padded and apart:
+        fix = "leave padded out: rounds are then cut by the sum of lengths, and every worker trains on a fair sample"
+        raise ConfigError("padded", padded, "False where workers step apart (meet='parameters', 'auto')", fix)
+    if padded and not fixed:
+        fix = "leave padded out, or use global_batch='fixed': batches of like samples do not tell the noise scale"
+        raise ConfigError("padded", padded, "False with global_batch='adaptive'", fix)
+    return SampleCosts(lengths, samples, padded=padded)
+
+
 def starting_sizes(batch_size: int, bounds: Bounds) -> Ints:
-    """`batch_size` for every worker, int64 (W,); raises `ConfigError` naming the first rank whose bounds forbid it."""
-    start = np.full(bounds.low.shape, batch_size, dtype=np.int64)
+    """`batch_size` for every worker whose bounds leave a choice, int64 (W,).
+
+    Raises `ConfigError` naming the first rank whose bounds forbid it.
+
+    >>> starting_sizes(12, Bounds.of(3, [16, 1, 1], [16, 64, 64])).tolist()
+    [16, 12, 12]
+    """
+    start = np.where(bounds.low == bounds.high, bounds.low, batch_size).astype(np.int64)
     fits = (start >= bounds.low) & (start <= bounds.high) & (start % bounds.quantum == 0)
     if not fits.all():
         rank = int(np.argmin(fits))

@@ -12,23 +12,33 @@ import torch.distributed as dist
 from dynamix.errors import ConfigError
 from dynamix.events.background import BackgroundLog, background_log
 from dynamix.model.rounds import RoundSize
+from dynamix.model.ways import Ways
 from dynamix.policies import Policy
 from dynamix.policies.learned.deviations import LiveConfig
 from dynamix.policies.protocol import boundary
 from dynamix.policies.wrappers import peers_of
 from dynamix.runtime.agreement import DRAIN_S
-from dynamix.runtime.arguments import check_counts, job_bounds, one_for_all, policy_of, watched
+from dynamix.runtime.arguments import (
+    check_counts,
+    check_interval,
+    job_bounds,
+    one_for_all,
+    paced,
+    policy_of,
+    watched,
+)
 from dynamix.runtime.control import ControlGroup
 from dynamix.runtime.coordinator import Coordinator
 from dynamix.runtime.decentral import open_channel
 from dynamix.runtime.decision import Decider, recorded
 from dynamix.runtime.groups import destroy_groups
+from dynamix.runtime.hosts import own_host
 from dynamix.runtime.job import JobFacts
 from dynamix.runtime.liveness import Liveness
+from dynamix.runtime.loss_weight import LossWeight
 from dynamix.runtime.ranks import Ranks
 from dynamix.runtime.sameness import shape_of
 from dynamix.runtime.scaling import rule
-from dynamix.runtime.weighting import LossWeight
 
 
 @dataclass(frozen=True)
@@ -40,7 +50,7 @@ class JobArguments:
     global_batch: str
     each: tuple[int | Sequence[int] | None, int | Sequence[int] | None]
     total: tuple[int | None, int | None]
-    interval: int
+    interval: int | str
     quantum: int
     max_change: float
     accumulate: int
@@ -88,8 +98,18 @@ class Assembly:
 
 def require_way_of_meeting(given: JobArguments) -> None:
     """Raise `ConfigError` where workers cannot meet as `given.meet` says."""
-    if given.meet not in ("gradients", "parameters"):
-        raise ConfigError("meet", given.meet, "'gradients' or 'parameters'", "check the spelling")
+    if given.meet not in ("gradients", "parameters", "auto"):
+        raise ConfigError("meet", given.meet, "'gradients', 'parameters' or 'auto'", "check the spelling")
+    if given.meet == "auto":
+        if given.accumulate > 1:
+            fix = "leave accumulate out: every batch is an optimizer step"
+            raise ConfigError("accumulate", given.accumulate, "1 with meet='auto'", fix)
+        if given.micro_batch is not None:
+            fix = "leave micro_batch out: where workers step apart their steps are of batch_size samples"
+            raise ConfigError("micro_batch", given.micro_batch, "None with meet='auto'", fix)
+        if given.global_batch != "fixed":
+            fix = "leave global_batch out, or choose a way to meet"
+            raise ConfigError("global_batch", given.global_batch, "'fixed' with meet='auto'", fix)
     if given.meet == "parameters":
         if given.accumulate > 1:
             fix = "leave accumulate out: every piece of a share is an optimizer step; micro_batch= says how large"
@@ -104,7 +124,7 @@ def assemble(group: dist.ProcessGroup | None, rank: int, given: JobArguments) ->
     workers = 1 if group is None else dist.get_world_size(group)
     with one_for_all(group) as same:
         rule(given.lr_rule)  # raises for one that does not exist
-        counts = {name: getattr(given, name) for name in ("batch_size", "interval", "accumulate", "quantum")}
+        counts = {name: getattr(given, name) for name in ("batch_size", "accumulate", "quantum")}
         check_counts(**counts)
         if given.micro_batch is not None:
             counts["micro_batch"] = given.micro_batch
@@ -126,6 +146,7 @@ def assemble(group: dist.ProcessGroup | None, rank: int, given: JobArguments) ->
             max_change=given.max_change,
         )
         policy = policy_of(given.policy, learn=given.learn)
+        check_interval(given.interval, policy)
         if given.global_batch == "fixed" and getattr(policy, "even", False):
             allowed = f"'adaptive' with {given.policy!r}, which gives all workers the same"
             raise ConfigError(
@@ -133,20 +154,37 @@ def assemble(group: dist.ProcessGroup | None, rank: int, given: JobArguments) ->
             )
         replayed = None if given.replay is None else recorded(given.replay)
         same |= {"policy": given.policy if isinstance(given.policy, str) else type(given.policy).__name__}
-        same |= {"learn": given.learn, "guard": given.guard, **counts, "lr_rule": given.lr_rule, "replay": replayed}
+        same |= {
+            "interval": given.interval,
+            "learn": given.learn,
+            "guard": given.guard,
+            **counts,
+            "lr_rule": given.lr_rule,
+            "replay": replayed,
+        }
         same |= {"max_change": given.max_change, "global_batch": given.global_batch, "meet": given.meet}
         same |= {"min_batch_size": bounds.low, "max_batch_size": bounds.high}
         same |= {"min_global_batch": given.total[0], "max_global_batch": given.total[1]}
         same |= {"shape of the policy's state": shape_of(policy.state_dict())}
     control = same.group
-    served = watched(policy, given.guard)
+    served, interval = paced(watched(policy, given.guard), given.interval)
     slack, fixed = 0 if boundary(policy) == "epoch" else 1, given.global_batch == "fixed"
     apart = given.meet == "parameters"
-    rounds = RoundSize(float(given.micro_batch)) if apart and given.micro_batch and not fixed else None
+    rounds: RoundSize | Ways | None = None
+    if given.meet == "auto":
+        rounds = Ways(int(start.sum()), workers)
+    elif apart and given.micro_batch and not fixed:
+        rounds = RoundSize(float(given.micro_batch))
     if rounds is not None and peers_of(policy) is not None:
-        fix = "say global_batch='fixed', or take a policy that decides in one place, such as goodput"
-        raise ConfigError("global_batch", "adaptive", "'fixed' with meet='parameters' and this policy", fix)
-    job = JobFacts(bounds, int(start.sum()), accumulate=given.accumulate, slack=slack, fixed=fixed, rounds=rounds)
+        fix = "take a policy that decides in one place, such as goodput"
+        if given.meet == "auto":
+            raise ConfigError("meet", "auto", "'gradients' or 'parameters' with this policy", fix)
+        allowed = "'fixed' with meet='parameters' and this policy"
+        raise ConfigError("global_batch", "adaptive", allowed, f"say global_batch='fixed', or {fix}")
+    hosts = (own_host(),) if control is None else tuple(control.all_gather_object(own_host()))
+    job = JobFacts(
+        bounds, int(start.sum()), accumulate=given.accumulate, slack=slack, fixed=fixed, rounds=rounds, hosts=hosts
+    )
     events = background_log(given.events) if rank == 0 else None
     decider = Decider(served, job, replay=replayed, events=events) if rank == 0 else None
     channel = open_channel(control, workers, job, served, decider, replays=replayed is not None, lr_rule=given.lr_rule)
@@ -158,11 +196,11 @@ def assemble(group: dist.ProcessGroup | None, rank: int, given: JobArguments) ->
         start,
         LossWeight(group, given.accumulate),
         rank=rank,
-        interval=given.interval,
+        interval=interval,
         lr_rule=given.lr_rule,
         ranks=ranks,
         micro_batch=given.micro_batch,
-        apart=apart,
+        apart_from=0 if apart else None,
     )
     if control is not None and ranks is not None and workers > 1:
         liveness = coordinator.liveness = Liveness.open(control)

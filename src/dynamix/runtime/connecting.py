@@ -10,15 +10,17 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from dynamix.errors import DynamixError, UsageError
+from dynamix.errors import ConfigError, DynamixError, UsageError
 from dynamix.projection import project
 from dynamix.runtime import random_state
-from dynamix.runtime.apart import attach_apart
+from dynamix.runtime.apart import attach_apart, attach_both
 from dynamix.runtime.coordinator import Coordinator
 from dynamix.runtime.loop import WRAP_ONCE
 from dynamix.runtime.memory import Memory, within
 from dynamix.runtime.observation import Recorder, Unmeasured
-from dynamix.runtime.weighting import Attached, attach, is_sharded
+from dynamix.runtime.sharded import attach_sharded
+from dynamix.runtime.shards import Shards, is_fully_sharded, is_sharded
+from dynamix.runtime.weighting import Attached, attach
 from dynamix.window import Bounds
 
 
@@ -27,11 +29,14 @@ def connect(
 ) -> bool:
     """`Controller.wrap`, its options being those of `attach`. Whether `model` is the first that is connected."""
     require_pair(model, optimizer, group)
-    if options["averaging"] is not None and not coordinator.apart:
+    if options["averaging"] is not None and not coordinator.steps_apart:
         fix = "write Controller(meet='parameters'), or leave averaging= out"
         raise UsageError(f"wrap(averaging=...) says how models are averaged, but workers meet over gradients: {fix}")
-    if coordinator.micro_batch is not None or coordinator.apart:
-        require_own_passes(model, group)
+    for name, allowed in (("weighting", ("hook", "loss", "given")), ("batchnorm", ("rank0", "weighted"))):
+        if options[name] not in allowed:
+            raise ConfigError(name, options[name], " or ".join(allowed), "check the spelling")
+    if coordinator.micro_batch is not None or coordinator.steps_apart:
+        require_own_passes(model, group, apart=coordinator.steps_apart)
     if coordinator.loop.add_optimizer(model, optimizer):
         coordinator.add_optimizer(optimizer, model)
         return False
@@ -40,10 +45,20 @@ def connect(
         return False
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     attached = _attach(coordinator, model, group, Recorder(device), options)
+    if attached.shards is not None and group is not None:
+        _require_held_shares(coordinator.job.bounds, attached.shards, group)
     loss_weight = coordinator.loss_weight
-    loss_weight.bind(model, required=options["weighting"] == "loss")
+    loss_weight.bind(model, options["weighting"])
     coordinator.connect(model, optimizer, attached, Memory(attached, optimizer, loss_weight, group=group))
     return True
+
+
+def _require_held_shares(bounds: Bounds, shards: Shards, group: dist.ProcessGroup) -> None:
+    """Raise `UsageError` where shares may move in one controller of several that must move alike."""
+    if shards.spread() > group.size() and (bounds.low != bounds.high).any():
+        why = "each worker is several ranks (tensor parallelism), whose controllers decide without each other"
+        fix = "hold the shares: Controller(min_batch_size=sizes, max_batch_size=sizes), the same list on every rank"
+        raise UsageError(f"{why}, and would deal them unlike batches: {fix}")
 
 
 def _connect_another(
@@ -54,9 +69,11 @@ def _connect_another(
     options: dict[str, Any],
 ) -> None:
     """One more model in the same loop: weighted and timed, its norms not measured."""
-    if coordinator.loss_weight.required or options["weighting"] == "loss":
-        why = "the weight of a loss is given once for each batch"
-        raise UsageError(f"wrap(weighting='loss') serves one model, because {why}: use weighting='hook' for several")
+    for weighting in (coordinator.loss_weight.weighting, options["weighting"]):
+        if weighting != "hook":
+            why = "the weight of a loss is given once for each batch"
+            one = f"wrap(weighting='{weighting}') serves one model, because {why}"
+            raise UsageError(f"{one}: use weighting='hook' for several")
     attached = _attach(coordinator, model, group, coordinator.recorder, options)
     if attached.hook is not None:
         attached.hook.meter = Unmeasured(coordinator.recorder)
@@ -70,9 +87,14 @@ def _attach(
     recorder: Recorder,
     options: dict[str, Any],
 ) -> Attached:
-    if coordinator.apart:
-        ending = None if coordinator.ranks is None else coordinator.ranks.ending
+    ending = None if coordinator.ranks is None else coordinator.ranks.ending
+    if coordinator.ways is not None:
+        return attach_both(model, group, coordinator.share, recorder, ending, **options)
+    if coordinator.steps_apart:
         return attach_apart(model, group, recorder, ending, **options)
+    if is_fully_sharded(model):
+        of_fsdp = {name: options[name] for name in ("hook", "scaler", "weighting")}
+        return attach_sharded(model, group, coordinator.share, recorder, **of_fsdp)
     return attach(
         model, group, coordinator.share, recorder, **{name: v for name, v in options.items() if name != "averaging"}
     )
@@ -92,7 +114,7 @@ def require_pair(model: nn.Module, optimizer: Any, group: dist.ProcessGroup | No
     if given and own and strange == len(given):
         made = "make the optimizer from model.parameters(), after the model was moved, sharded or replaced"
         raise UsageError(f"the optimizer has no parameter of this model: {made}; {WRAP_ONCE}")
-    if strange and not alone and not is_sharded(model):
+    if strange and not alone and (is_fully_sharded(model) or not is_sharded(model)):
         rest = "which this model's gradient exchange does not reach"
         one = "put what trains together into one module under one DDP"
         raise UsageError(f"{strange} of the optimizer's parameters are not this model's, {rest}: {one}, or {WRAP_ONCE}")
@@ -103,12 +125,17 @@ def require_pair(model: nn.Module, optimizer: Any, group: dist.ProcessGroup | No
             raise UsageError(f"DDP reduces over ranks {theirs}, the controller weights for ranks {ours}: {fix}")
 
 
-def require_own_passes(model: nn.Module, group: dist.ProcessGroup | None) -> None:
+def require_own_passes(model: nn.Module, group: dist.ProcessGroup | None, *, apart: bool) -> None:
     """Raise `UsageError` where a forward pass crosses ranks: with pieces they have unlike numbers of passes."""
     if group is None or dist.get_world_size(group) == 1:
         return
     for module in model.modules():
-        if isinstance(module, nn.SyncBatchNorm) or is_sharded(module):
+        if apart and is_sharded(module):
+            why = "FSDP spreads the parameters over ranks, so no worker has a model of its own to train"
+            raise UsageError(f"meet='parameters' does not fit this model: {why}. Use DDP, or meet='gradients'")
+        # FSDP2 keeps parameters gathered from a round's first piece to its last.
+        crosses = is_sharded(module) and not (is_fully_sharded(module) and Shards.of(module) is not None)
+        if crosses or isinstance(module, nn.SyncBatchNorm):
             why = f"{type(module).__name__} exchanges in its forward pass, and ranks have unlike numbers of pieces"
             raise UsageError(
                 f"micro_batch= and meet='parameters' do not fit this model: {why}. Use accumulate= instead"
@@ -119,15 +146,14 @@ def require_own_passes(model: nn.Module, group: dist.ProcessGroup | None) -> Non
 def piece(coordinator: Coordinator) -> Iterator[None]:
     """`Controller.piece`."""
     with ExitStack() as stack:
-        if coordinator.apart or not coordinator.need_source().piece().last:
-            for model in (attached.model for attached in coordinator.connected):
-                if callable(requires := getattr(model, "set_requires_gradient_sync", None)):  # FSDP2
-                    requires(False)
-                    stack.callback(requires, True)
-                elif callable(no_sync := getattr(model, "no_sync", None)):
-                    stack.enter_context(no_sync())
+        now = coordinator.need_source().piece()
+        if now.plan.apart or not now.last:
+            for attached in coordinator.connected:
+                stack.enter_context(attached.local_passes(by_size=now.by_size))
         for attached in coordinator.connected:
             coordinator.finish_gradients(attached, more=True)
+        coordinator.loop.in_piece = True
+        stack.callback(setattr, coordinator.loop, "in_piece", False)
         yield
         for attached in coordinator.connected:
             coordinator.finish_gradients(attached)
@@ -135,11 +161,17 @@ def piece(coordinator: Coordinator) -> Iterator[None]:
 
 def backward(coordinator: Coordinator, loss_fn: Callable[[Any], Tensor], batch: Any) -> Tensor:
     """`Controller.backward`."""
+    if coordinator.ways is not None:
+        all_ranks = "backward() is called by all ranks at once, and with meet='auto' they step apart in some rounds"
+        raise UsageError(f"{all_ranks}: write `with controller.piece():` around the passes, and loss.backward()")
     if coordinator.micro_batch is not None:
         cut = f"backward() cuts batches where memory runs out, micro_batch={coordinator.micro_batch} before that"
         raise UsageError(f"{cut}: leave one of them out; find_limits() finds what fits a piece")
     memory, piece = coordinator.need_memory(), coordinator.need_source().piece()
     loss_weight = coordinator.loss_weight
+    if loss_weight.given:
+        cut = "backward() cuts batches, and takes the mean over samples of each part"
+        raise UsageError(f"{cut}, so losses cannot carry their weights (weighting='given'): call loss.backward()")
     weight = 1.0
     if loss_weight.required:
         try:
@@ -158,7 +190,7 @@ def find_limits(coordinator: Coordinator, step_fn: Callable[[Any], Any], example
     memory = coordinator.need_memory()
     if source is not None and source.issued:
         raise UsageError("find_limits() comes before training: call it before the first batch is asked for")
-    if coordinator.micro_batch is not None:
+    if coordinator.micro_batch is not None and coordinator.ways is None:
         searched = Bounds.of(coordinator.allocations.workers, 1, coordinator.micro_batch)
         caps = memory.find(step_fn, example, searched, margin=margin)
         coordinator.micro_batch = int(caps[coordinator.rank])
@@ -170,8 +202,9 @@ def find_limits(coordinator: Coordinator, step_fn: Callable[[Any], Any], example
     if source is not None:
         source.high = job.in_pieces().high
     now = coordinator.batch_sizes
-    if (now > job.bounds.high).any():
-        coordinator.put_in_force(project(now, job.bounds, total=now.sum()))
+    if (now > job.bounds_of(now).high).any():
+        coordinator.put_in_force(project(now, job.bounds_of(now), total=now.sum()))
+    coordinator.cap_pieces(int(caps[coordinator.rank]))
     return [int(cap) for cap in caps]
 
 

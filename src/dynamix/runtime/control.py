@@ -67,6 +67,11 @@ class ControlGroup:
         """Everyone's `row` (n,) into `rows` (W, n), on every rank."""
         return self._work(dist.all_gather(list(rows.unbind()), row, group=self._group, async_op=True))
 
+    def all_sum(self, row: Tensor, total: Tensor) -> Work:
+        """The sum of everyone's `row` (n,) into `total` (n,), on every rank."""
+        total.copy_(row)
+        return self._work(dist.all_reduce(total, group=self._group, async_op=True))
+
     def all_gather_object(self, mine: Any) -> list[Any]:
         """Every rank's object, on every rank."""
         packed = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8)
@@ -75,6 +80,23 @@ class ControlGroup:
         rows = torch.zeros(self.workers, int(lengths.max()), dtype=torch.uint8)
         self.all_gather(torch.nn.functional.pad(packed, (0, rows.shape[1] - len(packed))), rows).wait()
         return [pickle.loads(row[:length].numpy().tobytes()) for row, length in zip(rows, lengths[:, 0], strict=True)]
+
+    def broadcast_object(self, first: Any) -> Any:
+        """The first rank's object, on every rank."""
+        packed = torch.frombuffer(bytearray(pickle.dumps(first)), dtype=torch.uint8)
+        length = torch.tensor([len(packed)])
+        self._broadcast(length)
+        packed = packed if self.rank == 0 else torch.zeros(int(length), dtype=torch.uint8)
+        self._broadcast(packed)
+        return pickle.loads(packed.numpy().tobytes())
+
+    def _broadcast(self, values: Tensor) -> None:
+        row = torch.zeros(1)
+        if self.rank:
+            self.send(row, values).wait()
+        else:
+            self.collect(row, row.new_zeros(self.workers, 1)).wait()
+            self.answer(values).wait()
 
     def release(self) -> list[dist.ProcessGroup]:
         """The process groups behind it, which are the caller's now."""
@@ -155,6 +177,18 @@ class Rooms(ControlGroup):
             return self.send(row, rows)
         done = _Chain()
         done.follow(self.collect(row, rows), lambda: done.follow(self.answer(rows), done.end))
+        return done
+
+    def all_sum(self, row: Tensor, total: Tensor) -> Work:
+        if self.rank:
+            return self.send(row, total)
+        done, rows = _Chain(), row.new_zeros(self.workers, len(row))
+
+        def collected() -> None:
+            torch.sum(rows, 0, out=total)
+            done.follow(self.answer(total), done.end)
+
+        done.follow(self.collect(row, rows), collected)
         return done
 
     def release(self) -> list[dist.ProcessGroup]:

@@ -1,9 +1,10 @@
 """`Controller`: what a training loop holds."""
 
 import os
+import sys
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence, Sized
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal, TypeVar
 
@@ -11,26 +12,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import default_collate
 
-from dynamix.data import BatchSampler, Stream
-from dynamix.data.sampler import Partition
 from dynamix.errors import DynamixError, UsageError, WorkerLostError
 from dynamix.policies import Policy
 from dynamix.policies.learned.deviations import LiveConfig
 from dynamix.runtime import connecting
-from dynamix.runtime.arguments import rank_in, require_no_launcher
+from dynamix.runtime.arguments import from_outside, rank_in, require_no_launcher
 from dynamix.runtime.assembly import JobArguments, assemble
+from dynamix.runtime.feeding import Feeding
 from dynamix.runtime.memory import ExitNote
 from dynamix.runtime.parameters import Averaging
 from dynamix.runtime.scaling import SampleSchedule
-from dynamix.runtime.standing import Standing
+from dynamix.runtime.unwrapping import inner_model, inner_optimizer
 
 Model = TypeVar("Model", bound=nn.Module)
 Collate = Callable[[list[Any]], Any]
 
 
-class Controller(Standing):
+class Controller(Feeding):
     """Gives every worker its own batch size while a job trains.
 
     A collective call: every rank of `process_group` constructs it with the same arguments (checked). Without an
@@ -48,26 +47,32 @@ class Controller(Standing):
                 controller.step(loss=loss, logits=logits, target=y)
 
     policy            a name (`dynamix.policies.policy_names()`), a `.safetensors` policy file, your own "module:Class",
-                      or any `Policy` (`dynamix.policies.registry` has all forms)
+                      or any `Policy` (`dynamix.policies.registry` has all forms). The environment variable
+                      DYNAMIX_POLICY, where it is set, wins over it, and DYNAMIX_MEET over `meet`
     batch_size        samples per worker and micro-batch at the start. A round, what lies between two optimizer steps,
                       has `accumulate` of them: `bounds`, `batch_sizes` and policies count samples per round
-    min_batch_size, max_batch_size   per micro-batch; one number, or one per rank; None: 1 and 8 * batch_size
+    min_batch_size, max_batch_size   per micro-batch; one number, or one per rank; None: 1 and 8 * batch_size. A worker
+                      for which both are one number has that many from the start on
     global_batch      "fixed": the sum over workers stays what it is at the start, so the learning rate, schedules and
                       `len(loader)` stay true, and only the shares move. "adaptive": it moves too, within the bounds
     min_global_batch, max_global_batch   samples per round of all workers; None: what the workers' bounds allow
-    interval          optimizer steps per window, at least a round (policies that decide per epoch ignore it)
+    interval          optimizer steps per window, at least a round (policies that decide per epoch ignore it). "auto":
+                      windows of 1 to 20 rounds, short where workers change their speed, long where decisions would
+                      change nothing (docs/design/reaction.md)
     quantum           micro-batches are multiples of this (torch.compile and cudnn then see few shapes)
     max_change        a batch size changes by at most this factor per decision
     accumulate        micro-batches per optimizer step, all of a size; call `step()` after each of them
     micro_batch       most samples that pass through the model at once. A worker's share of a round is then cut into
                       pieces of that many, so that workers have unlike numbers of like pieces: `batch_size` and its
                       bounds are of a round. The loop puts its passes under `piece()` and asks `optimizer_due`. Not
-                      for SyncBatchNorm and FSDP
+                      for SyncBatchNorm and FSDP1
     meet              "gradients": pieces accumulate, and a round has one optimizer step, of the union batch's gradient.
                       "parameters": every piece is an optimizer step of its worker's own, and at the end of the round
                       the workers' models become their mean by samples (local SGD; docs/rounds.md). Faster where
                       exchange takes longer than a few pieces. With an adaptive global batch the number of pieces until
-                      a meeting follows from what meetings and pieces take
+                      a meeting follows from what meetings and pieces take. "auto": begins with gradients, and goes over
+                      to the other way and back, where that promises more samples a second. Apart, an optimizer step is
+                      of `batch_size` samples. Needs DDP and the loop of `piece()`
     lr_rule           how the learning rate follows a global batch that moves: none, linear, sqrt, adascale. "auto":
                       linear; sqrt for Adam and others that divide by the size of the gradient
     process_group     the data-parallel group; None: the default group
@@ -92,12 +97,12 @@ class Controller(Standing):
         max_batch_size: int | Sequence[int] | None = None,
         min_global_batch: int | None = None,
         max_global_batch: int | None = None,
-        interval: int = 10,
+        interval: int | Literal["auto"] = 10,
         quantum: int = 1,
         max_change: float = float("inf"),
         accumulate: int = 1,
         micro_batch: int | None = None,
-        meet: Literal["gradients", "parameters"] = "gradients",
+        meet: Literal["gradients", "parameters", "auto"] = "gradients",
         lr_rule: str = "auto",
         process_group: dist.ProcessGroup | None = None,
         events: str | os.PathLike[str] | None = None,
@@ -112,11 +117,13 @@ class Controller(Standing):
         self.rank = rank_in(self.group)
         self.world_size = dist.get_world_size(self.group) if self.group else 1
         self.interval, self.accumulate, self.lr_rule = interval, accumulate, lr_rule
+        chosen_policy, chosen_meet = from_outside(policy, meet)
+        self._batch_sizes = {"batch_size": batch_size} | ({} if micro_batch is None else {"micro_batch": micro_batch})
         self._parts = assemble(
             self.group,
             self.rank,
             JobArguments(
-                policy=policy,
+                policy=chosen_policy,
                 batch_size=batch_size,
                 global_batch=global_batch,
                 each=(min_batch_size, max_batch_size),
@@ -126,7 +133,7 @@ class Controller(Standing):
                 max_change=max_change,
                 accumulate=accumulate,
                 micro_batch=micro_batch,
-                meet=meet,
+                meet=chosen_meet,
                 lr_rule=lr_rule,
                 events=events,
                 replay=replay,
@@ -144,35 +151,6 @@ class Controller(Standing):
 
     # ------------------------------------------------------------ setting up
 
-    def batch_sampler(
-        self, dataset: Sized, *, seed: int = 0, shuffle: bool = True, partition: Partition = "stream"
-    ) -> BatchSampler:
-        """A sampler for `DataLoader(dataset, batch_sampler=...)`: unequal shares, every sample once per epoch.
-
-        partition   "stream": all ranks read one shared order. "contiguous": each rank reads a region of its own, cut by
-                    share at every epoch (DBS's data partition, local disks); any policy then decides once per epoch.
-
-        Give the loader a `generator=` of its own if resumed runs must repeat random numbers exactly. Raises
-        `ConfigError` when the data set is smaller than one global step.
-        """
-        coordinator = self._coordinator
-        with coordinator.setting_up():
-            if partition == "contiguous":
-                # Regions are cut once per epoch: so it decides.
-                coordinator.per_epoch, coordinator.job.slack = True, 0
-            coordinator.job.limit_to(len(dataset))
-            return coordinator.sampler(len(dataset), seed=seed, shuffle=shuffle, partition=partition)
-
-    def stream(
-        self, iterable: Iterable[Any], *, sharded: bool = False, collate_fn: Collate = default_collate
-    ) -> Stream:
-        """Batches cut from an iterable data set in the main process; see `dynamix.data.Stream` for the guarantees.
-
-        sharded   False: every rank iterates the same global stream. True: each rank iterates its own.
-        """
-        with self._coordinator.setting_up():
-            return self._coordinator.stream(iterable, sharded=sharded, collate_fn=collate_fn)
-
     def wrap(
         self,
         model: Model,
@@ -181,11 +159,13 @@ class Controller(Standing):
         hook: Callable[[Any, Any], Any] | None = None,
         hook_state: Any = None,
         scaler: torch.amp.GradScaler | None = None,
-        weighting: Literal["hook", "loss"] = "hook",
+        weighting: Literal["hook", "loss", "given"] = "hook",
         batchnorm: Literal["rank0", "weighted"] = "rank0",
         averaging: Averaging | None = None,
     ) -> Model:
         """Connect a model and its optimizer; returns the same model. Call it after DDP or `fully_shard`.
+
+        What `torch.compile`, Fabric or Accelerate put around a DDP module or an optimizer is looked through.
 
         Once for each model that the loop trains on these batches, each with an optimizer of its own (a generator and a
         discriminator, say; docs/several-models.md), and once more for every further optimizer of one model. The noise
@@ -193,8 +173,13 @@ class Controller(Standing):
 
         hook, hook_state   DDP communication hook to run after weighting (fp16, bf16, PowerSGD, your own)
         scaler             AMP's GradScaler, so that norms are measured without the loss scale
-        weighting          "hook": gradients are weighted in DDP's hook, the loop stays as it is. "loss": the loop calls
-                           `controller.weight(loss).backward()`; required for SyncBatchNorm and FSDP
+        weighting          "hook": gradients are weighted in DDP's hook or FSDP2's reduce-scatter, and the loop stays
+                           as it is. "loss": the loop calls `controller.weight(loss).backward()`; required for
+                           SyncBatchNorm and FSDP1. "given": the loss carries them already: over a round's batches, its
+                           mean over ranks is the union's (a sum over tokens, divided by the tokens of all ranks and
+                           times their number). The first windows show whether losses do what this says: "hook" with
+                           losses that carry weights, and the other way round, end the job with an error. Not seen are
+                           losses of pieces, streams, batches dealt by length, and under `policy="stigmergic"`
         batchnorm          DDP's buffers before each forward: "rank0" broadcasts, "weighted" averages by samples
 
         Raises `UsageError` naming the reason when the model needs the loss side or already has a hook, reduces over
@@ -202,8 +187,9 @@ class Controller(Standing):
         """
         options: dict[str, Any] = {"hook": hook, "hook_state": hook_state, "scaler": scaler}
         options |= {"weighting": weighting, "batchnorm": batchnorm, "averaging": averaging}
+        inside, optimizer = inner_model(model), inner_optimizer(optimizer)
         with self._coordinator.setting_up():
-            if connecting.connect(self._coordinator, self.group, model, optimizer, **options):
+            if connecting.connect(self._coordinator, self.group, inside, optimizer, **options):
                 note = weakref.WeakMethod(self._coordinator.samples_now)
                 self._exit_note = ExitNote(self.rank, lambda: ask() if (ask := note()) is not None else None)
         return model
@@ -289,8 +275,8 @@ class Controller(Standing):
         """Once per micro-batch, after the optimizer's step (if any): observe; every k steps decide.
 
         loss, logits, target   of this micro-batch, as observations: tensors, dicts or a model's output; may be None.
-                               The loss unweighted. What cannot be read is unknown (NaN), with one warning; the forms
-                               are in `dynamix.runtime.readings.Reader`
+                               The loss unweighted, or as it is with weighting="given". What cannot be read is unknown
+                               (NaN), with one warning; the forms are in `dynamix.runtime.readings.Reader`
         count                  samples really in this micro-batch, if your collate can drop some: checked
         Never synchronises a device. Raises `WorkerLostError` when another rank is gone.
         """
@@ -319,7 +305,8 @@ class Controller(Standing):
         coordinator.before_step(piece)
         source.consume()
         if mine:
-            coordinator.recorder.observe(loss, logits, target, samples=mine)
+            over = coordinator.loss_weight.in_loss(piece)
+            coordinator.recorder.observe(loss, logits, target, samples=mine, over=over)
         if coordinator.meetings.ends(piece):
             samples, scale = coordinator.meetings.meet(piece)
             coordinator.step_done(piece.plan, samples=samples, scale=scale)
@@ -357,7 +344,8 @@ class Controller(Standing):
         """Everything to go on from here: call it between optimizer steps. Includes the sampler and this rank's RNG.
 
         At most 1 MB at 1,024 workers. The keys are always the same, and all values are what
-        `torch.load(weights_only=True)` and `torch.distributed.checkpoint` take: the controller is `Stateful`.
+        `torch.load(weights_only=True)` and `torch.distributed.checkpoint` take: the controller is `Stateful`. Asked by
+        the latter, it gives the first rank's state with every rank's own part in it, by a collective call.
 
         gather   True: a collective call; each rank's own part (its open window, and up to 64 ranks its random state)
                  is in the state of every rank. For frameworks that keep rank 0's state only. Without it such a resume
@@ -398,4 +386,7 @@ class Controller(Standing):
         if not self._closed:
             self._closed = True
             self._coordinator.meetings.warn_between()
+            short = None if sys.exception() else self._coordinator.loop.cut_short()
             self._parts.close()
+            if short is not None:
+                raise UsageError(short)

@@ -1,6 +1,6 @@
 """What a rank does behind its `Controller`: measure, close windows, put decisions in force, save and resume."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
@@ -10,9 +10,12 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from dynamix.data import Allocations, BatchSampler, Piece, StepPlan, Stream
+from dynamix.data.cutting import NO_LIMIT
 from dynamix.errors import DynamixError, UsageError
+from dynamix.model.ways import Ways
 from dynamix.policies import Policy
 from dynamix.policies.protocol import boundary
+from dynamix.policies.wrappers import window_length_of
 from dynamix.runtime import random_state, saving
 from dynamix.runtime.agreement import Channel
 from dynamix.runtime.decentral import PeerChannel
@@ -21,6 +24,8 @@ from dynamix.runtime.gradients import Share
 from dynamix.runtime.job import JobFacts
 from dynamix.runtime.liveness import Liveness
 from dynamix.runtime.loop import LoopCheck
+from dynamix.runtime.loss_weight import LossWeight
+from dynamix.runtime.losses import WeightTest
 from dynamix.runtime.meetings import Meetings
 from dynamix.runtime.memory import Memory
 from dynamix.runtime.noise import ConsecutiveNoise
@@ -29,7 +34,7 @@ from dynamix.runtime.progress import Progress, Waiting
 from dynamix.runtime.ranks import Ranks
 from dynamix.runtime.rates import Rates
 from dynamix.runtime.scaling import SampleSchedule
-from dynamix.runtime.weighting import Attached, LossWeight
+from dynamix.runtime.weighting import Attached
 from dynamix.window import Ints
 
 Source = TypeVar("Source", BatchSampler, Stream)
@@ -43,10 +48,12 @@ class Coordinator:
 
     policy    every rank has one, for its checkpoint; which of them are asked is the channel's affair
     start     samples per round of every worker at the start, int64 (W,)
-    interval  optimizer steps per window
+    interval  optimizer steps per window; of the first one, if `policy` says how long later ones are
     ranks     None: there are no others
     micro_batch   most samples of a piece of this rank's share; None: a share is one, or one of `accumulate`
-    apart     whether every piece is an optimizer step of this rank's own, and workers meet over parameters
+    apart_from    rounds whose allocation has so many samples or more are trained apart: every piece is an optimizer
+              step of this rank's own, and workers meet over parameters. None: no round is; 0: all are. Where `job`
+              has `Ways`, these say it, and `micro_batch`
     """
 
     def __init__(
@@ -62,11 +69,15 @@ class Coordinator:
         lr_rule: str,
         ranks: Ranks | None = None,
         micro_batch: int | None = None,
-        apart: bool = False,
+        apart_from: int | None = None,
     ) -> None:
         self.job, self.policy, self.channel, self.rank, self.interval = job, policy, channel, rank, interval
-        self.loss_weight = loss_weight
-        self.micro_batch, self.apart = micro_batch, apart
+        self.loss_weight, self.paced = loss_weight, window_length_of(policy) is not None
+        self.micro_batch, self.apart_from = micro_batch, apart_from
+        if ways := self.ways:
+            self.micro_batch, self.apart_from = ways.piece, ways.apart_from
+        apart = self.steps_apart = self.apart_from is not None
+        micro_batch = self.micro_batch
         # Samples of all workers' optimizer steps that are taken at the same time, if that is not a round.
         self.rates = Rates(job, lr_rule, at_once=start.size * micro_batch if apart and micro_batch else None)
         self.accumulate, self.per_epoch = job.accumulate, boundary(policy) == "epoch"
@@ -81,15 +92,20 @@ class Coordinator:
         if ranks is not None:
             self.ranks, channel.ending, loss_weight.ending = ranks, ranks.ending, ranks.ending
         workers = 1 if ranks is None else self.allocations.workers
-        self.loop = LoopCheck(
-            self.accumulate, self.fail, lambda: self.recorder.muted, rank=rank, workers=workers, apart=apart
-        )
+        self.loop = LoopCheck(self.accumulate, self.fail, lambda: self.recorder.muted, rank=rank, workers=workers)
+        self.loop.needs_piece = self.ways is not None and workers > 1
         # Where gradients do not meet, those of pieces that follow each other tell the noise scale.
         self._pairs = ConsecutiveNoise(64 if apart else 2) if apart or self.allocations.workers == 1 else None
         self.liveness: Liveness | None = None  # None: nobody else is there
         self.stop_wanted = self.stopping = False
-        self._waiting = Waiting()
+        self._waiting, self._most_of_piece = Waiting(), NO_LIMIT
         self.decisions, self.meetings = Settling(self), Meetings(self)
+        self.payload: Callable[[], float] = lambda: 1.0 if self.ways is None else self.meetings.payload
+
+    @property
+    def ways(self) -> Ways | None:
+        """Who chooses how workers meet; None where that does not change."""
+        return self.job.rounds if isinstance(self.job.rounds, Ways) else None
 
     def sampler(self, dataset_size: int, **given: Any) -> BatchSampler:
         """`Controller.batch_sampler`, its arguments being `given`."""
@@ -109,7 +125,7 @@ class Coordinator:
         if self.source is not None:
             raise UsageError("this controller already has a batch sampler or stream; make one Controller per loop")
         source.on_first_issue, source.on_begin, source.fail = self._restore_rng, self._begin, self.fail
-        source.micro_batch = self.micro_batch
+        source.micro_batch, source.apart_from = self.micro_batch, self.apart_from
         self._waiting.give("source", source)
         self.source = self.loop.source = source
         return source
@@ -117,8 +133,8 @@ class Coordinator:
     def _begin(self) -> None:
         self.loop.begin()
         self.meetings.begin()
-        if self.ranks is not None and self.source is not None and self.source.abandons:
-            self.ranks.agreed = False  # a loop that counts batches leaves an epoch after another round on each rank
+        if self.ranks is not None and self.source is not None and self.source.left_early:
+            self.ranks.agreed = False  # a rank may have left it after another round than the others
         if getattr(self.source, "sharded", False):
             self.agree_once()  # iterating is a collective there
 
@@ -126,7 +142,9 @@ class Coordinator:
         """Observe this model and optimizer, weight its gradients, and let the learning rate follow the batch."""
         self.attached, self.memory, self.recorder = attached, memory, attached.recorder
         if self.rank == 0:
-            self.rates.watch(optimizer, apart=self.apart)
+            self.rates.watch(optimizer, apart=self.steps_apart)
+        if self.loop.workers > 1 and not self.loss_weight.required:
+            self.job.weight_test = WeightTest(given=self.loss_weight.given)
         if self._pairs is not None:
             optimizer.register_step_pre_hook(self._before_optimizer)
         self.connect_another(model, optimizer, attached)
@@ -140,21 +158,24 @@ class Coordinator:
         if self.liveness is not None:
             attached.explain_with(self.liveness.explain)
         crosses = attached.hook is not None and self.ranks is not None and self.allocations.workers > 1
-        check = self.loop.connect(model, optimizer, reduces=crosses)
+        check = self.loop.connect(model, optimizer, reduces=crosses, shards=attached.shards)
+        if self.ways is not None:
+            attached.apart = lambda: self.loop.apart(self.loop.piece_of_pass())
         if attached.hook is not None:
             attached.hook.check = check
             attached.hook.arrivals.ending = self.ranks.ending if self.ranks is not None else None
         self.add_optimizer(optimizer, model, further=attached is not self.attached)
 
         def before_forward(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-            self._before_forward(module, attached, (*args, *kwargs.values()))
+            self._before_forward(module, attached, args, kwargs)
 
         untraced = torch.compiler.disable(before_forward)  # torch.compile would fail in what it does
 
         def entry(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
             (untraced if torch.compiler.is_compiling() else before_forward)(module, args, kwargs)
 
-        model.register_forward_pre_hook(entry, with_kwargs=True)
+        # Before FSDP2's own hook, which gathers parameters: waiting for them is a part of the step.
+        model.register_forward_pre_hook(entry, with_kwargs=True, prepend=attached.shards is not None)
         self._waiting.give(f"hook {len(self.connected) - 1}", attached)
 
     def add_optimizer(self, optimizer: Optimizer, model: nn.Module, *, further: bool = True) -> None:
@@ -166,6 +187,8 @@ class Coordinator:
         attached = next(attached for attached in self.connected if attached.model is model)
         if attached.meeting is not None:
             attached.meeting.add_optimizer(optimizer)
+            if self.ways is not None:
+                attached.meeting.before_step = lambda: self.meetings.before_step(attached)
         elif further:
             optimizer.register_step_pre_hook(lambda *_: self.finish_gradients(attached))
 
@@ -199,7 +222,7 @@ class Coordinator:
         known |= {"models": self.loop.models, "schedules": [s.nominal_batch_size for s in self.rates.schedules]}
         known |= {"exchange of gradients and buffers": [attached.exchanges for attached in self.connected]}
         known |= self.meetings.facts()
-        known |= {"weighting": "loss" if self.loss_weight.required else "hook"}
+        known |= {"weighting": self.loss_weight.weighting}
         known |= {"batch sizes": self.allocations.from_on(source.consumed)}
         known |= {f"progress: {name}": value for name, value in self.progress.state_dict().items()}
         return known | {"progress: steps measured in the open window": self.recorder.steps}
@@ -236,7 +259,8 @@ class Coordinator:
     @property
     def met(self) -> bool:
         """Whether the batch stepped last was this rank's last of a round; also before the first."""
-        return not self.meetings.between if self.apart else self.loop.stepped is None or self.loop.stepped.last
+        stepped = self.loop.stepped
+        return stepped is None or (not self.meetings.between if stepped.plan.apart else stepped.last)
 
     def step_done(self, plan: StepPlan, *, ahead: int = 0, samples: int | None = None, scale: float = 1.0) -> None:
         """A round is over: take what was decided, and close the window if it is full.
@@ -252,6 +276,8 @@ class Coordinator:
         self.decisions.count(plan, scale)
         self.rates.advance(plan, samples)
         self.decisions.settle()
+        if self.job.weight_test is not None:
+            self.job.weight_test.require_right()
         self.decisions.close_if_full(plan, ahead=ahead)
         self.stopping = self.stop_wanted if self.liveness is None else self.liveness.step_done(progress.steps)
 
@@ -269,18 +295,21 @@ class Coordinator:
         if self.ranks is not None:
             self.ranks.ending.close()
             self.ranks = None  # it has the control group
-        owners = (*(attached.hook or attached.meeting for attached in self.connected), self.memory, self.loss_weight)
+        owners: list[Any] = [owner for attached in self.connected for owner in (attached.hook, attached.meeting)]
+        owners += [self.memory, self.loss_weight]
         return [group for owner in owners if owner is not None for group in owner.close()]
 
     def share(self) -> Share:
         """How the gradient now being reduced is weighted."""
-        piece, weight = self.need_source().piece(), self.loss_weight
+        source, weight = self.need_source(), self.loss_weight
+        piece = source.piece()
         plan, total = piece.plan, piece.plan.samples / self.accumulate
         # Agreed values only: what is pending here may be settled on another rank, and all must reduce alike.
         open_from = max(self.progress.opens, self.job.closing.consumed + 1)
-        kept = plan.regular and plan.index // self.accumulate >= open_from
+        # Norms of ranks whose samples are not alike would not tell the noise scale.
+        kept = plan.regular and source.draws_alike and plan.index // self.accumulate >= open_from
         own = piece.share / piece.samples if piece.by_size and piece.samples else 1.0
-        applied = None if weight.applied is None else weight.held
+        applied = weight.in_gradient(piece)
         return Share(float(piece.samples), total, kept, applied, own, piece.share / plan.samples)
 
     @property
@@ -306,20 +335,22 @@ class Coordinator:
         source = self.source
         return source.piece().samples if source is not None and source.issued > source.consumed else None
 
-    def _before_forward(self, module: nn.Module, attached: Attached, inputs: Iterable[Any]) -> None:
+    def _before_forward(self, module: nn.Module, attached: Attached, args: Any, kwargs: dict[str, Any]) -> None:
         source, timer = self.source, self.recorder.timer
         loops = torch.is_grad_enabled() and source is not None and source.issued > source.consumed
-        if loops and not self.recorder.muted:
+        if loops and not self.recorder.muted and source is not None:
             self.agree_once()
             # A loss that is weighted by its own count may be of fewer samples than were dealt.
-            self.loop.forward(() if self.loss_weight.required else inputs)
+            self.loop.forward(() if self.loss_weight.required else (*args, *kwargs.values()))
+            if self.loop.workers > 1 and (why := self.loss_weight.misfit(source, kwargs)) is not None:
+                self.loop.fail(why)
         if not (loops and module.training) or source is None:
             self.meetings.land()
             timer.interrupted()
             return
         if self.recorder.muted:
             return
-        attached.before_forward()
+        attached.before_forward(source.piece())
         if self.loop.models > 1:
             timer.next_pass()
         timer.forward_started()
@@ -331,27 +362,29 @@ class Coordinator:
         Where workers step apart it follows the size of the `piece`: a part of one is a smaller step.
         """
         self.rates.look()
-        if self.apart:
+        if plan.apart:
             if piece is not None and piece.samples and self.micro_batch is not None:
                 self.rates.follow_piece(piece.samples / self.micro_batch)
-        elif self.rates.learning_rates:
+        elif self.rates.follows:
             samples = plan.samples if plan.regular else self.accumulate * int(self.allocations.at(plan.index).sum())
             self.rates.follow(samples, *self.progress.noise_at(plan.index // self.accumulate))
 
     def _before_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self.attached is not None and self.source is not None and self.source.issued > self.source.consumed:
             piece = self.source.piece()
+            if self.allocations.workers > 1 and not piece.plan.apart:
+                return  # gradients have met, and were measured, in DDP's hook
             self.recorder.gradients_ready()
             self.recorder.reduced()
             self.finish_gradients(self.attached)
-            own = piece.samples if self.apart else piece.plan.samples
+            own = piece.samples if piece.plan.apart else piece.plan.samples
             if own:
                 self.observe_pair([p for g in optimizer.param_groups for p in g["params"]], own)
 
     def finish_gradients(self, attached: Attached, *, more: bool = False) -> None:
         """A single worker's gradients of this round are there, to be clipped or applied; `more`: not all of them."""
         piece = self.loop.piece_of_pass()
-        if self._pairs is not None and piece is not None and self.loss_weight.applied is None:
+        if self._pairs is not None and piece is not None and self.loss_weight.in_gradient(piece) is None:
             (attached.reopen if more else attached.finish)(piece, self.accumulate)
 
     def observe_pair(self, parameters: list[nn.Parameter], samples: int) -> None:
@@ -367,13 +400,17 @@ class Coordinator:
         self.meetings.require("state_dict() is of all ranks alike")
         self.meetings.land()
         self.decisions.settle()
-        return saving.save(self, gather=gather)
+        alike = not gather and self.channel.group is not None and saving.asked_by_distributed_checkpoint()
+        return saving.save_alike(self) if alike else saving.save(self, gather=gather)
 
     def load_state_dict(self, state: Any, *, policy: bool = True) -> None:
         self.meetings.land()
         self.decisions.settle()  # a decision under way is about the job as it was
         self.channel.drain()
         parts = saving.load(self, state, policy=policy)
+        if self.paced and self.progress.interval:
+            self.interval = self.progress.interval
+        self._cut_by_ways()
         if (notebook := parts.get("recorder")) is not None:
             self.recorder.load_state_dict(notebook)
             if self.attached is not None:
@@ -382,6 +419,19 @@ class Coordinator:
         if self.ranks is not None:
             self.ranks.agreed = False
         self._waiting.give("source", self.source)
+
+    def cap_pieces(self, samples: int) -> None:
+        """Where workers meet in both ways: no piece of this rank's may have more."""
+        self._most_of_piece = samples
+        self._cut_by_ways()
+
+    def _cut_by_ways(self) -> None:
+        """Pieces are a worker's part of the base batch, which a checkpoint may have changed."""
+        if ways := self.ways:
+            self.micro_batch, self.apart_from = min(ways.piece, self._most_of_piece), ways.apart_from
+            self.rates.at_once = ways.base
+            if self.source is not None:
+                self.source.micro_batch, self.source.apart_from = self.micro_batch, self.apart_from
 
     def _restore_rng(self) -> None:
         """Iterators draw seeds when they are made; the saved random state goes back once that has happened."""

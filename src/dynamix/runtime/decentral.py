@@ -1,19 +1,21 @@
-"""How the ranks of a stigmergic job agree: each chooses its own size, and only the chosen sizes travel.
+"""How the ranks of a stigmergic job agree: each chooses its own size, and only traces and the chosen sizes travel.
 
-At the step that closes a window every rank leaves its traces in the job's store, reads the field and chooses, all in a
-thread of its own. Then one asynchronous all-gather carries two whole numbers per rank: the chosen size, and the first
-round that its sampler has not begun (exactly-once needs everybody's size from one agreed round on). It is taken one
-step later. A rank whose thread is late sends the size it has.
+At the step that closes a window every rank gives its traces to one small sum over all ranks, reads the field and
+chooses, all in a thread of its own. Then one all-gather carries two whole numbers per rank: the chosen size, and the
+first round that its sampler has not begun (exactly-once needs everybody's size from one agreed round on). It is taken
+one step later. Every rank takes part in both, so no trace is late or lost. The thread needs nobody's training step to
+go on, so no wait for it can be circular.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -22,7 +24,8 @@ from torch import Tensor
 from dynamix.errors import DynamixError
 from dynamix.policies import Policy
 from dynamix.policies.stigmergic.policy import StigmergicPolicy, in_range
-from dynamix.policies.stigmergic.traces import TRACES, Own, TraceKind, noise_part
+from dynamix.policies.stigmergic.traces import TRACES, Own, noise_part
+from dynamix.policies.stigmergic.worker import Sense
 from dynamix.policies.wrappers import peers_of
 from dynamix.runtime.agreement import (
     DRAIN_S,
@@ -38,15 +41,9 @@ from dynamix.runtime.control import ControlGroup, Work
 from dynamix.runtime.decision import Decider
 from dynamix.runtime.ending import Ending, wait_for
 from dynamix.runtime.job import Closing, JobFacts
-from dynamix.runtime.liveness import job_store
 from dynamix.runtime.observation import ROW
-from dynamix.runtime.trace_store import StoreField
 from dynamix.window import Floats, Window
 
-NOISE_DECAY = 0.8  # weight of the past windows in a rank's own part of the noise, as in `gradients.NoiseScale`
-LOOK_S = 0.04  # longest time that a rank looks again for traces of this window that are not there yet
-LOOK_BACK_S = 0.25  # and after the choice, so that the next one has whole traces to fall back on
-LOOK_AGAIN_S = 0.002
 _FAILED = -1  # sent in place of a size
 _log = logging.getLogger("dynamix")
 
@@ -93,16 +90,10 @@ class PeerChannel:
         self.group: ControlGroup | None = group
         self.job, self.policy, self.decider, self.share_noise = job, policy, decider, share_noise
         self.rank, self.workers = group.rank, group.workers
-        prefix = f"dynamix/traces/{group.name}"
-        self.field = StoreField(job_store(), len(TRACES), policy.decay, prefix=prefix, patience_s=PATIENCE_S)
         self.waited_s = 0.0
         self.ending: Ending | None = None  # set by the owner
-        self.failed: DynamixError | None = None
         self.explain: Explain = unnamed
         self.fits: int | None = None
-        self._whole = _NONE_YET
-        self._first = -1  # window in which this channel first left traces
-        self._noise, self._signal = 0.0, 0.0
         self._round: _Round | None = None
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="dynamix-choose", daemon=True)
@@ -131,8 +122,6 @@ class PeerChannel:
             raise self.explain(error, "the ranks could not exchange their batch sizes") from error
         finally:
             self.waited_s += time.perf_counter() - started
-        if self.failed is not None:
-            raise self.failed
         if len(failed := np.flatnonzero(told[:, 0] == _FAILED)):
             raise DynamixError(f"choosing a size failed on rank {failed[0]}; its own error is in that rank's output")
         message = self._message(current.closing, told)
@@ -148,82 +137,40 @@ class PeerChannel:
         return done.wait(timeout_s)
 
     def close(self, timeout_s: float = DRAIN_S) -> None:
-        """Drain, leave the store, and end the thread, if it is not busy even then."""
+        """Drain, and end the thread, if it is not busy even then."""
         self.drain(timeout_s)
         self._jobs.put(None)
         self._thread.join(timeout_s)
-        self.field.close()
         self.group = None
 
-    def choose(self, row: Floats, closing: Closing) -> int:
-        """This rank's new size; the one it has where the field does not answer. Leaves its traces."""
-        own = self._steadied(own_window(row, closing, rank=self.rank, job=self.job, fits=self.fits), row, closing)
+    def observe(self, row: Floats, closing: Closing) -> tuple[Own, Sense, Floats]:
+        """What this rank makes of its window, and the traces (16,) that it leaves of it."""
+        own = own_window(row, closing, rank=self.rank, job=self.job, fits=self.fits)
+        known, total = dict(zip(ROW, row, strict=False)), float(closing.sizes.sum())
+        signal = known["global_norm_sq"]
+        noise = self.policy.habit.steady(float(own.noise[0]) * signal * total, signal) / total
+        own = own if np.isnan(noise) else replace(own, noise=np.array([noise]))
+        sense, left = self.policy.observe(own)
+        return own, sense, left[0]
+
+    def exchange(self, left: Floats) -> tuple[Floats, Floats]:
+        """What all ranks leave of this window, and what they left of their way after the one before, (16,) each."""
+        policy, n = self.policy, len(TRACES)
+        way = policy.way if policy.way.shape == left.shape else np.zeros(n)
+        mine, total = torch.from_numpy(np.concatenate([left, way])), torch.zeros(2 * n, dtype=torch.float64)
+        if self.group is None:
+            raise ValueError("the channel was closed")
+        wait_for(self.group.all_sum(mine, total), self.ending)
+        return total[:n].numpy(), total[n:].numpy()
+
+    def choose(self, own: Own, sense: Sense, left: Floats, way: Floats) -> int:
+        """This rank's next size, from what `exchange` says that all left."""
         bounds, mine = self.job.bounds, slice(self.rank, self.rank + 1)
         alone = replace(bounds, low=bounds.low[mine], high=bounds.high[mine])
-        sense, left = self.policy.observe(own)
-        if closing.window_index <= self._whole.step or self._first < 0:  # begun, or gone back to an earlier state
-            self._whole, self._first = _NONE_YET, closing.window_index
-        self._leave(left, closing.window_index)
-        smelt, new, old = self._smell(closing.window_index)
-        return int(self.policy.choose(own, sense, smelt[None], new[None], alone, old=old)[0])
-
-    def _steadied(self, own: Own, row: Floats, closing: Closing) -> Own:
-        """With the noise's share averaged over windows, numerator and denominator apart, as `NoiseScale` does it.
-
-        Noise per sample is what stays while the global batch moves. (`NoiseScale` ends at 0; one rank's part need not.)
-        """
-        signal, total = dict(zip(ROW, row, strict=False))["global_norm_sq"], float(closing.sizes.sum())
-        noise = float(own.noise[0]) * signal * total
-        if np.isfinite(noise):
-            weight = 1.0 if self._signal == 0.0 else 1.0 - NOISE_DECAY
-            self._noise += weight * (noise - self._noise)
-            self._signal += weight * (signal - self._signal)
-        if self._signal <= 0.0:
-            return own
-        return replace(own, noise=np.array([self._noise / total / self._signal]))
-
-    def leave_move(self, closing: Closing, size: int) -> None:
-        """Traces of the change from the size in force to `size`."""
-        before = closing.sizes[self.rank : self.rank + 1].astype(np.float64)
-        load = before / _unit(closing, self.job)
-        self._leave(self.policy.moved(before, load, np.array([size])), closing.window_index)
-
-    def _leave(self, traces: Floats, step: int) -> None:
-        cells = np.flatnonzero(traces[0])
-        cells = np.append(
-            cells[cells != TraceKind.PRESENT], cells[cells == TraceKind.PRESENT]
-        )  # last: who sees it sees the others
-        self.field.deposit(cells, traces[0][cells], step=step)
-
-    def _smell(self, step: int) -> tuple[Floats, Floats, bool]:
-        """The traces (16,), what of them is new in their window, and whether that is the window before `step`.
-
-        They are of that window where everybody's are not there within `LOOK_S`, or before this rank has made most of
-        the next step, at whose end the choice is due; unknown if that one too was not seen whole.
-        """
-        before, own_step_s = self._whole, float(self.policy.habit.step[0])
-        if self.look(step, min(LOOK_S, 0.7 * own_step_s) if np.isfinite(own_step_s) else LOOK_S):
-            return self._whole.traces, self._whole.new, False
-        if before.step == step - 1 >= 0:
-            return before.traces, before.new, True
-        unknown = np.full(len(TRACES), np.nan)
-        return unknown, unknown, False
-
-    def look(self, step: int, patience_s: float) -> bool:
-        """Whether everybody's traces of window `step` are there, now or within `patience_s`. Keeps them."""
-        before, deadline = self._whole, time.perf_counter() + patience_s
-        missed = range(max(step - max(before.step, self._first - 1), 1))  # windows: usually this one only
-        kept = float(self.policy.decay.kept(len(missed)))
-        whole = self.workers * float(self.policy.decay.kept(missed).sum())
-        while before.step < step:
-            traces = self.field.read(np.arange(len(TRACES)), step=step)
-            new = traces - kept * before.traces
-            if new[TraceKind.PRESENT] > whole - 0.5:
-                self._whole = _Whole(step, traces, new)
-            if not new[TraceKind.PRESENT] <= whole - 0.5 or time.perf_counter() >= deadline or not self._jobs.empty():
-                break  # whole, or nobody answers, or too late
-            time.sleep(LOOK_AGAIN_S)
-        return self._whole.step == step
+        smelt, new = self.policy.smell(left, way)
+        size = self.policy.choose(own, sense, smelt[None], new[None], alone)
+        self.policy.way = self.policy.moved(own.size, own.load, size)[0]
+        return int(size[0])
 
     def _message(self, closing: Closing, told: Floats) -> Message:
         """The same on every rank, being made of the same numbers."""
@@ -252,74 +199,60 @@ class PeerChannel:
             del job  # or an idle thread would hold a process group's work
 
 
-@dataclass(frozen=True, slots=True)
-class _Whole:
-    """The newest traces that were seen whole, and which of them were left in that window; step -1: none yet."""
-
-    step: int
-    traces: Floats
-    new: Floats
-
-
-_NONE_YET = _Whole(-1, np.zeros(len(TRACES)), np.zeros(len(TRACES)))
-
-
 class _Round:
     """One rank's side of one decision."""
 
     def __init__(self, channel: PeerChannel, row: Floats, closing: Closing) -> None:
         self.channel, self.row, self.closing = channel, row, closing
-        self.lock, self.posted = threading.Lock(), threading.Event()
+        self.posted = threading.Event()
         self.every = torch.zeros(channel.workers, 4 if channel.share_noise else 2, dtype=torch.float64)
         self.work: Work | None = None
         self.mine: Tensor | None = None
         self.error: Exception | None = None
 
     def run(self) -> None:
-        """In the rank's own thread."""
-        channel, closing = self.channel, self.closing
+        """In the rank's own thread. A rank whose rule fails takes part all the same, and says so in place of a size."""
+        channel, size, left = self.channel, _FAILED, np.zeros(len(TRACES))
         try:
-            size = channel.choose(self.row, closing)
+            with self._failing():
+                own, sense, left = channel.observe(self.row, self.closing)
+            told = channel.exchange(left)
+            if self.error is None:
+                with self._failing():
+                    size = channel.choose(own, sense, *told)
+            self._post(size)
+        except Exception as error:  # of any kind: `finish` raises it, and no sizes are taken
+            self.error = self.error or error
+        finally:
+            self.posted.set()
+
+    @contextlib.contextmanager
+    def _failing(self) -> Iterator[None]:
+        try:
+            yield
         except Exception as error:  # raised again in the training thread, here and by what it sends on the others
             self.error = DynamixError(f"choosing a batch size failed: {error!r}")
             self.error.__cause__ = error
-            size = _FAILED
-        try:
-            chosen = self._post(size)
-        except (RuntimeError, ValueError) as error:  # ValueError: the job destroyed its process groups meanwhile
-            self.error = self.error or error
-            self.posted.set()
-            return
-        if chosen and size != _FAILED:
-            try:
-                channel.leave_move(closing, size)
-                # Traces that came too late for this choice serve the next one.
-                channel.look(closing.window_index, LOOK_BACK_S)
-            except Exception as error:
-                channel.failed = DynamixError(f"leaving or reading traces failed: {error!r}")
 
-    def _post(self, size: int) -> bool:
-        """Send `size`, unless something was sent for this window before; whether it was sent."""
-        with self.lock:
-            if self.work is not None:
-                return False
-            told = [float(size), float(self.closing.issued)]
-            if self.channel.share_noise:
-                known = dict(zip(ROW, self.row, strict=False))
-                told += [own_noise(known, self.channel.workers), known["global_norm_sq"]]
-            self.mine = torch.tensor(told, dtype=torch.float64)
-            if self.channel.group is None:
-                raise ValueError("the channel was closed")
-            self.work = self.channel.group.all_gather(self.mine, self.every)
-            self.posted.set()
-            return True
+    def _post(self, size: int) -> None:
+        channel, told = self.channel, [float(size), float(self.closing.issued)]
+        if channel.share_noise:
+            known = dict(zip(ROW, self.row, strict=False))
+            told += [own_noise(known, channel.workers), known["global_norm_sq"]]
+        self.mine = torch.tensor(told, dtype=torch.float64)
+        if channel.group is None:
+            raise ValueError("the channel was closed")
+        self.work = channel.group.all_gather(self.mine, self.every)
 
     def finish(self) -> Floats:
         """What all ranks sent, (W, 2 or 4): size, first round not issued, part of the noise, |g|^2."""
-        if not self.posted.wait(PATIENCE_S):
-            self._post(int(self.closing.sizes[self.channel.rank]))
+        ending = self.channel.ending
+        if ending is None:
+            self.posted.wait()
+        else:
+            ending.wait(self.posted)
         if self.work is not None:
-            wait_for(self.work, self.channel.ending)
+            wait_for(self.work, ending)
         if self.error is not None:
             raise self.error
         return self.every.numpy()
@@ -332,6 +265,8 @@ def own_window(row: Floats, closing: Closing, *, rank: int, job: JobFacts, fits:
     seen = comm[np.isfinite(comm)]
     size, workers = closing.sizes[rank : rank + 1].astype(np.float64), len(closing.sizes)
     busy = known["compute"] + (known["data"] if np.isfinite(known["data"]) else 0.0)
+    if known["work"] > 0:
+        busy *= float(size[0]) / known["work"]
 
     with np.errstate(divide="ignore", invalid="ignore"):
         jitter = np.float64(known["compute_std"]) / np.float64(known["compute"])

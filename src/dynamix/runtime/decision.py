@@ -1,5 +1,6 @@
 """Rank 0's part of a decision: from the gathered rows to the message, and its line in the events file."""
 
+import logging
 import os
 import time
 from collections.abc import Callable
@@ -12,12 +13,14 @@ from dynamix.errors import ConfigError, StateError
 from dynamix.events.background import BackgroundLog
 from dynamix.events.records import EventLog, read_events
 from dynamix.policies import Policy
-from dynamix.policies.wrappers import after_answer, report_of
+from dynamix.policies.wrappers import after_answer, report_of, window_length_of
 from dynamix.projection import project
 from dynamix.runtime.agreement import Kind, Message
 from dynamix.runtime.job import Closing, JobFacts
 from dynamix.runtime.observation import assemble
-from dynamix.window import Floats, Window
+from dynamix.window import Floats, Ints, Window
+
+_log = logging.getLogger("dynamix")
 
 
 class Decider:
@@ -56,10 +59,18 @@ class Decider:
         if wish.shape != closing.sizes.shape:
             fix = "return one size per worker"
             raise ConfigError("shape of the policy's answer", wish.shape, str(closing.sizes.shape), fix)
-        answer = project(wish, bounds, current=closing.sizes)
-        if np.array_equal(answer, closing.sizes):
-            return self.keep(Kind.KEEP)
-        return self.job.change(answer, int(np.nanmax(rows[:, 0])))
+        # Another way of meeting counts rounds otherwise: their sizes are no change of these.
+        current = closing.sizes if self.job.same_way(closing.sizes, bounds.total_low) else None
+        answer = project(wish, bounds, current=current)
+        self._say_change(answer, closing)
+        same = np.array_equal(answer, closing.sizes)
+        told = self.keep(Kind.KEEP) if same else self.job.change(answer, int(np.nanmax(rows[:, 0])))
+        return replace(told, interval=window_length_of(self.policy) or 0)
+
+    def _say_change(self, answer: Ints, closing: Closing) -> None:
+        rounds = self.job.rounds
+        if rounds is not None and not self.job.same_way(answer, closing.sizes):
+            _log.info("after %d samples: %s", closing.samples, rounds.report["why"])
 
     def keep(self, kind: Kind) -> Message:
         """The message that changes nothing."""
@@ -81,6 +92,8 @@ class Decider:
             of = {"window_index": closing.window_index, "window": window}
             told = {"allocation": message.sizes.tolist(), "from_step": message.from_step}
             told |= {"decision": message.kind.name.lower(), "noise": message.noise, "signal": message.signal}
+            if message.interval:
+                told["interval"] = message.interval
             about = report_of(self.policy, asked=closing.window_index == self._asked)
             if self.job.rounds is not None:
                 about = {**about, "rounds": self.job.rounds.report}
@@ -90,7 +103,10 @@ class Decider:
 
     def assemble(self, rows: Floats, closing: Closing) -> Window:
         """What the policy sees of the gathered rows (W, n). It also keeps up the noise scale."""
-        return assemble(rows, noise_scale=self.job.noise_scale, sizes=closing.sizes, **self.job.facts(closing))
+        window = assemble(rows, noise_scale=self.job.noise_scale, sizes=closing.sizes, **self.job.facts(closing))
+        if self.job.weight_test is not None and closing.comparable:
+            self.job.weight_test.look(window)
+        return window
 
     def _replayed(self, event: dict[str, Any] | None) -> Message:
         told = self.keep(Kind.KEEP)
@@ -101,15 +117,15 @@ class Decider:
             if sizes.shape != self.job.closing.sizes.shape:
                 here = str(self.job.closing.sizes.size)
                 raise ConfigError("replay", f"{sizes.size} workers", here, "replay with as many workers as the run had")
-            told = self.job.message(Kind.NEW, event["from_step"], project(sizes, self.job.bounds))
+            told = self.job.message(Kind.NEW, event["from_step"], project(sizes, self.job.bounds_of(sizes)))
         # The noise scale too is the recorded run's: a late answer there carried that of an earlier window, and the
         # learning rate may follow it. Older versions did not write it.
         given = event.get("noise", told.noise), event.get("signal", told.signal)
         noise, signal = (float("nan") if value is None else float(value) for value in given)
-        return replace(told, noise=noise, signal=signal)
+        return replace(told, noise=noise, signal=signal, interval=event.get("interval", 0))
 
 
-_ANSWER = ("decision", "from_step", "allocation", "noise", "signal")
+_ANSWER = ("decision", "from_step", "allocation", "noise", "signal", "interval")
 
 
 def recorded(path: str | os.PathLike[str]) -> dict[int, dict[str, Any]]:
@@ -136,6 +152,9 @@ def _unfit(index: Any, answer: dict[str, Any]) -> str:
     for name in ("noise", "signal"):
         if type(answer.get(name)) not in (int, float, type(None)) or abs(answer.get(name) or 0) > _MOST:
             return f"{name}={answer[name]!r} is no number"
+    interval = answer.get("interval", 0)
+    if type(interval) is not int or not 0 <= interval <= _MOST:
+        return f"interval={interval!r} is no number of steps"
     if answer["decision"] != "new":
         return ""
     if type(answer.get("from_step")) is not int or not 0 <= answer["from_step"] <= _MOST:

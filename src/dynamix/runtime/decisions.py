@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
+from collections.abc import Callable
 from typing import Protocol
 
 from dynamix.data import Allocations, BatchSampler, StepPlan, Stream
@@ -30,8 +31,10 @@ class Deciding(Protocol):
     memory: Memory | None
     accumulate: int
     interval: int
+    paced: bool
     per_epoch: bool
     rank: int
+    payload: Callable[[], float]
 
     def need_source(self) -> BatchSampler | Stream: ...
 
@@ -54,7 +57,8 @@ class Settling:
         of = self.of
         with self._turn:  # whether a step is kept is known before, or after, a new window opens
             kept = plan.regular and plan.index // of.accumulate >= of.progress.opens
-            of.recorder.step_done(keep=kept, first_of_epoch=plan.first, scale=scale)
+            dealt = plan.dealt_to(of.rank)
+            of.recorder.step_done(keep=kept, first_of_epoch=plan.first, scale=scale, dealt=dealt)
 
     def close_if_full(self, plan: StepPlan, *, ahead: int) -> None:
         """After `plan`'s round; `ahead` as in `Coordinator.step_done`."""
@@ -65,9 +69,10 @@ class Settling:
                 self._close_window(plan, -(-of.need_source().begun // of.accumulate) + ahead)
 
     def _rounds_of_window(self, plan: StepPlan) -> int:
-        """Rounds that make a window, the same on all ranks: `interval` optimizer steps, at least one round."""
+        """Rounds that make a window, the same on all ranks: `interval` optimizer steps, at least one round; where their
+        number follows what changes, it is that of rounds."""
         of = self.of
-        if of.rates.at_once is None:
+        if of.rates.at_once is None or of.paced:
             return of.interval
         return max(1, round(of.interval * of.rates.at_once / int(of.allocations.at(plan.index).sum())))
 
@@ -76,8 +81,10 @@ class Settling:
         sizes, progress = of.accumulate * of.allocations.at(plan.index), of.progress
         age = (plan.index + 1 - of.allocations.since(plan.index)) / of.accumulate
         steps, samples, rate = progress.steps, progress.samples, of.rates.relative()
+        done, payload = plan.index // of.accumulate + 1, of.payload()
+        alike = isinstance(of.source, BatchSampler) and of.source.compares and not plan.apart
         closing = of.job.closing = Closing(
-            progress.window, sizes, plan.index // of.accumulate + 1, issued, age, steps, samples, rate
+            progress.window, sizes, done, issued, age, steps, samples, rate, payload, comparable=alike
         )
         self._warn_of_lag(closing.issued - closing.consumed)
         mine = float(sizes[of.rank])
@@ -89,7 +96,7 @@ class Settling:
     def _warn_of_lag(self, rounds: int) -> None:
         """The loader has issued so many rounds ahead: a decision waits for them."""
         of = self.of
-        if rounds <= 2 * of.interval or of.per_epoch or self._lag_said or of.rates.at_once is not None:
+        if rounds <= 2 * of.interval or of.paced or of.per_epoch or self._lag_said or of.rates.at_once is not None:
             return
         self._lag_said = True
         late = f"the loader of rank {of.rank} reads {rounds} rounds ahead, more than two windows of {of.interval}"
@@ -122,7 +129,8 @@ class Settling:
 
     def _take(self, message: Message) -> None:
         of = self.of
-        of.progress.told(of.job.closing.consumed + 1, message.noise, message.signal)
+        of.progress.told(of.job.closing.consumed + 1, message.noise, message.signal, message.interval)
+        of.interval = message.interval or of.interval
         if message.kind is Kind.NEW:
             if of.source is not None and message.from_step < (issued := -(-of.source.issued // of.accumulate)):
                 late = f"starts at step {message.from_step}, but {issued} are already issued"

@@ -23,6 +23,7 @@ from dynamix.errors import DynamixError, StateError, UsageError
 from dynamix.runtime.control import ControlGroup
 
 LOOK_EVERY_S = 0.25
+_LOOK_EVERY = datetime.timedelta(seconds=LOOK_EVERY_S)
 LINGER_S = 3.0  # how long a rank that ends the job stays for the others to read why: it may hold the store
 BESIDE_S = 5.0  # in one wait, while another rank waits for an agreement that this one does not know of: a deadlock
 SETUP_ERROR_S = 8.0  # in one wait, while another rank has raised an error before training and not gone on
@@ -211,7 +212,7 @@ class Wait:
         if self._beside_s > BESIDE_S:
             why = "a rank loaded a state, left an epoch early, or made a first forward pass, that this rank did not"
             do = "call controller.load_state_dict(state) on every rank or on none"
-            early = "with micro_batch leave a loop early only after the same optimizer step on all ranks"
+            early = "leave a loop early only after the same optimizer step on all ranks"
             raise ending.report(UsageError(f"{why}: {do}; {early}"))
         if error is not None and self._error_s > SETUP_ERROR_S:
             raise ending.report(error)
@@ -243,10 +244,10 @@ def wait_for(work: Any, ending: Ending | None) -> None:
 
 def wait_here(work: Any, ending: Ending | None) -> None:
     """`wait_for` of a collective on CPUs: no other thread of this process needs Python's lock meanwhile."""
-    watch, look_every = None, datetime.timedelta(seconds=LOOK_EVERY_S)
+    watch = None
     while ending is not None:
         try:
-            work.wait(look_every)
+            work.wait(_LOOK_EVERY)
             return
         except RuntimeError:
             if work.is_completed():

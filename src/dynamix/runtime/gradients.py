@@ -20,7 +20,7 @@ from torch.futures import Future
 from dynamix.errors import ConfigError, UsageError
 from dynamix.runtime.agreement import Explain, unnamed
 from dynamix.runtime.ending import Arrivals, wait_here
-from dynamix.runtime.groups import new_gloo_group
+from dynamix.runtime.groups import new_gloo_group, on_gloo
 from dynamix.runtime.liveness import failed_collective
 
 Hook = Callable[[Any, Bucket], "Future[Tensor]"]
@@ -82,6 +82,7 @@ class Meter(Protocol):
 class Check(Protocol):
     """Who is told of every synchronised backward pass, and may raise: the controller's check of the loop."""
 
+    def fail(self, message: str) -> None: ...
     def reducing(self) -> None: ...
     def reduced(self) -> None: ...
 
@@ -103,7 +104,8 @@ class GradientHook:
 
     share     says how the current step is weighted
     inner     the user's hook and its state; torch's all-reduce when None. A true attribute `lossless` of the hook says
-              that its result is the mean itself and that it copes with infinities on its own
+              that its result is the mean itself and that it copes with infinities on its own, `takes_sparse` that it
+              reduces sparse gradients, too, `ordered` that it has process groups of its own
     meter     receives timing marks and, in the steps for which it wants them, squared norms ("local_sq", "global_sq",
               per bucket)
 
@@ -120,8 +122,13 @@ class GradientHook:
         self.chained = inner is not None and inner not in _SINGLE_COLLECTIVE
         # A hook that says so gives the true mean and agrees on finiteness by itself.
         self.lossless = inner is None or inner is default_hooks.allreduce_hook or getattr(inner, "lossless", False)
-        self.native = dist.get_backend(group) == "gloo"
-        self.needs_groups = self.chained and self.native
+        self.native = on_gloo(group)
+        # A hook that says so keeps its collectives in one order by itself, on groups of its own.
+        self.ordered = getattr(inner, "ordered", False)
+        if self.ordered:
+            _require_same_ranks(getattr(inner_state, "process_group", group), group)
+        self.needs_groups = self.chained and self.native and not self.ordered
+        self.takes_sparse = getattr(inner, "takes_sparse", False)
         self.direct = self.native and (inner is None or inner is default_hooks.allreduce_hook)
         self.bucket_groups: list[dist.ProcessGroup] = []
         self.buckets_seen = 0
@@ -146,7 +153,7 @@ class GradientHook:
             if summed is not None:
                 return summed
         future = self._plainly(bucket) if share is None else self._reduced(share, bucket)
-        self._awaited = self._awaited or _at_end_of_backward(self._arrived)
+        self._awaited = self._awaited or at_end_of_backward(self._arrived)
         self._under_way.append(future)
         return future
 
@@ -161,24 +168,30 @@ class GradientHook:
             self._explain(error)
 
     def _begin(self, bucket: Bucket) -> Share | None:
-        """Before a bucket is reduced: its weight, and its norm where that is due. None while passes are discarded."""
+        """Before a bucket is reduced; None while passes are discarded."""
         part = bucket.index()
         self.buckets_seen = max(self.buckets_seen, part + 1)
-        if self.muted:
-            return None
-        if part == 0 and self.check is not None:
+        return None if self.muted else self.begin(part, bucket.buffer(), first=part == 0)
+
+    def begin(self, part: int, values: Tensor, *, first: bool, measured: bool = True, divided: float = 1.0) -> Share:
+        """Before a part of the gradients is reduced: its weight, and its norm where that is due and it is `measured`.
+
+        first     of a backward pass
+        divided   `values` are this rank's gradients over that
+        """
+        if first and self.check is not None:
             self.check.reducing()
         share = self.share()
-        self.reductions += part == 0
-        if part == 0 and self.reductions == 1:
+        self.reductions += first
+        if first and self.reductions == 1:
             due = self._norms_due = self.meter.norms_due()
             wanted = share.kept and self.steps >= 2 and self._since_dense >= DENSE_EVERY
             self._measuring = due if self.lossless else wanted
         # What was reduced before has no weight of this loss, so then only the first reduction shows this rank's own.
-        own = share.count != 0 and (share.applied is None or self.reductions == 1)
+        own = measured and share.count != 0 and (share.applied is None or self.reductions == 1)
         if own and (self._norms_due or self._measuring):
             weight = share.own if share.applied is None else share.applied
-            self.meter.add("local_sq", self._norm_sq(bucket.buffer(), weight), part=part)
+            self.meter.add("local_sq", self._norm_sq(values, weight / divided), part=part)
         return share
 
     def _explain(self, error: RuntimeError) -> NoReturn:
@@ -210,7 +223,7 @@ class GradientHook:
             future.set_result(buffer)
 
         # One for each bucket: where a checkpointed part of the model has a backward pass of its own, they end apart.
-        if not _at_end_of_backward(arrive):
+        if not at_end_of_backward(arrive):
             return None
         if share.applied is None:
             scale_(buffer, share.count, share.total, 1)
@@ -306,8 +319,10 @@ class GradientHook:
                 setattr(self.inner_state, name, value)
 
     def _reduce(self, bucket: Bucket, *, dense: bool) -> Future[Tensor]:
-        if self.inner is None or dense or bucket.buffer().is_sparse:
+        if self.inner is None or dense or (bucket.buffer().is_sparse and not self.takes_sparse):
             return self._plainly(bucket)
+        if self.ordered:
+            return self.inner(self.inner_state, bucket)
         if not self.chained:
             return self.inner(self.group if self.inner_state is None else self.inner_state, bucket)
         if self.needs_groups and bucket.index() >= len(self.bucket_groups):
@@ -357,7 +372,7 @@ class GradientHook:
         return torch.square(norm if scale is None else norm / scale.to(norm.device))
 
 
-def _at_end_of_backward(call: Callable[[], None]) -> bool:
+def at_end_of_backward(call: Callable[[], None]) -> bool:
     """Let `call` run when autograd is done, before DDP waits: what is raised later has lost its type, and names nobody.
 
     False before autograd has begun: DDP reduces at once the buckets of which no parameter leads to an output.
@@ -367,6 +382,13 @@ def _at_end_of_backward(call: Callable[[], None]) -> bool:
     except RuntimeError:
         return False
     return True
+
+
+def _require_same_ranks(own: dist.ProcessGroup, group: dist.ProcessGroup) -> None:
+    ours, theirs = (dist.get_process_group_ranks(one) for one in (group, own))
+    if ours != theirs:
+        fix = "make hook_state with process_group=, the one that the Controller has"
+        raise UsageError(f"hook_state reduces over ranks {theirs}, the controller over {ours}: {fix}")
 
 
 def _is_dense_on_cpu(buffer: Tensor) -> bool:

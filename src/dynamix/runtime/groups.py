@@ -30,6 +30,11 @@ def destroy_groups(groups: list[dist.ProcessGroup], *, patience_s: float) -> Non
             _kept.append(group)
 
 
+def on_gloo(group: dist.ProcessGroup) -> bool:
+    """Whether `group` reduces by gloo alone. `get_backend` names no back end where none was asked for by name."""
+    return all(one.endswith(":gloo") for one in str(dist.get_backend_config(group)).split(","))
+
+
 def new_gloo_group(ranks: list[int], timeout: Any = None) -> dist.ProcessGroup:
     """A gloo group over `ranks`; a collective of those ranks alone."""
     return new_group(ranks, "gloo", timeout)

@@ -7,7 +7,9 @@ import numpy as np
 
 from dynamix.errors import ConfigError
 from dynamix.model.rounds import RoundSize
+from dynamix.model.ways import Ways
 from dynamix.runtime.agreement import Kind, Message
+from dynamix.runtime.losses import WeightTest
 from dynamix.runtime.noise import NoiseScale
 from dynamix.window import Bounds, Ints, Window
 
@@ -24,6 +26,8 @@ class Closing:
     step: int  # optimizer steps done
     samples: int
     rate: float = 1.0  # this rank's learning rate over its largest so far
+    payload: float = 1.0  # bytes that a meeting over parameters moves, over those of a gradient
+    comparable: bool = False  # the workers' batches are drawn alike, so that their losses can be compared
 
 
 @dataclass
@@ -35,9 +39,12 @@ class JobFacts:
     accumulate: int = 1  # pieces of a round: micro-batches per optimizer step
     slack: int = 0  # rounds that may still be issued under the old allocation after a window closed
     fixed: bool = False  # the global batch stays at `base_batch`
-    rounds: RoundSize | None = None  # chooses it, where workers step apart
+    rounds: RoundSize | Ways | None = None  # chooses it where workers step apart, and whether they do
+    hosts: tuple[str, ...] = ()  # of every rank; empty where they are not known
+    shares: dict[str, float] = field(default_factory=dict)  # of workers that were here, relative (`hosts.remembered`)
     # Smoothed over windows, where this rank learns of it: the one that decides, or all if each does.
     noise_scale: NoiseScale = field(default_factory=NoiseScale)
+    weight_test: WeightTest | None = None  # None: losses tell nothing of their weights
     closing: Closing = field(init=False)  # the newest window that closed
 
     def __post_init__(self) -> None:
@@ -48,13 +55,25 @@ class JobFacts:
 
     def bounds_after(self, window: Window, closing: Closing) -> Bounds:
         """What the answer to `window` is kept within."""
+        if isinstance(self.rounds, Ways):
+            return self.rounds.within(self.bounds, window, closing.rate, closing.payload)
         return self.bounds if self.rounds is None else self.rounds.within(self.bounds, window, closing.rate)
+
+    def bounds_of(self, sizes: Ints) -> Bounds:
+        """What rounds of about `sizes` (W,) are kept within: those over gradients and those apart differ."""
+        return self.rounds.bounds_of(self.bounds, sizes) if isinstance(self.rounds, Ways) else self.bounds
+
+    def same_way(self, one: Ints, other: Ints) -> bool:
+        """Whether workers meet in the same way after rounds of these sizes (W,)."""
+        return not isinstance(self.rounds, Ways) or self.rounds.is_apart(one) == self.rounds.is_apart(other)
 
     def limit_to(self, samples: int) -> None:
         """No round may outgrow a data set: every one would be a tail, and no window would ever close."""
         bounds = self.bounds
         most = max(samples // bounds.quantum * bounds.quantum, int(np.max(bounds.total_low)))
         self.bounds = dataclasses.replace(bounds, total_high=np.minimum(bounds.total_high, most))
+        if self.rounds is not None:
+            self.rounds.epoch = float(samples)
 
     def facts(self, closing: Closing) -> dict[str, float]:
         """What a `Window` says of the job itself, by field."""
@@ -76,6 +95,8 @@ class JobFacts:
     def resume(self, base_batch: int) -> None:
         """Go on as a job that began with `base_batch`. Raises `ConfigError` where a fixed one is out of bounds."""
         self.base_batch, self.closing = base_batch, self._none_closed()
+        if isinstance(self.rounds, Ways):
+            self.rounds = self.rounds.begun_with(base_batch)
         if self.fixed:
             self.bounds = fixed_at(self.bounds, base_batch)
 

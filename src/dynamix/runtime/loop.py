@@ -4,7 +4,6 @@ Counters and flags only: a check asks no other rank and, but where something is 
 through `fail`, which tells the other ranks.
 """
 
-import gc
 import threading
 import warnings
 import weakref
@@ -13,14 +12,14 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dynamix.data import BatchSampler, Piece, Stream
 from dynamix.errors import DynamixError, UsageError
+from dynamix.runtime import strangers
 from dynamix.runtime.optimizer_means import KNOWN, without_gradients
-from dynamix.runtime.weighting import is_sharded
+from dynamix.runtime.shards import Shards, is_sharded
+from dynamix.runtime.strangers import parameters_of
 
 Fail = Callable[[DynamixError], DynamixError]
 
@@ -41,6 +40,10 @@ _PASS_OVER = (
     "call controller.step() for a batch that is passed over, or leave it out of the data set; a loop that reads ahead "
     "for good reads as many batches ahead from the epoch's first step on"
 )
+_SHORT = (
+    "the loop went by len(loader), which was asked before sizes moved, and left {} of the epoch's samples: iterate the "
+    "loader to its end, ask controller.epoch_done, or take the adapter in dynamix.integrations"
+)
 MATCHES = 4  # passes in a row whose inputs were as long as the batch: then that is how this loop's inputs are
 WRAP_ONCE = "write controller.wrap(model, optimizer) once for each model, with the optimizer of that model alone"
 
@@ -48,17 +51,21 @@ WRAP_ONCE = "write controller.wrap(model, optimizer) once for each model, with t
 class ModelCheck:
     """What the loop has done with one connected model since the last `step()`.
 
-    reduces    whether its gradients cross ranks in DDP's hook
+    reduces    whether its gradients cross ranks in DDP's hook, or in FSDP2's reduce-scatter
+    shards     what FSDP2 holds of it, which then says where gradients are
     """
 
-    def __init__(self, loop: "LoopCheck", model: nn.Module, optimizer: Optimizer, *, reduces: bool) -> None:
-        self.loop, self.optimizer, self.reduces = loop, optimizer, reduces
+    def __init__(
+        self, loop: "LoopCheck", model: nn.Module, optimizer: Optimizer, *, reduces: bool, shards: Shards | None
+    ) -> None:
+        self.loop, self.optimizer, self.reduces, self.shards = loop, optimizer, reduces, shards
         self.partners: list[ModelCheck] = []  # of the same model, with its other optimizers
         KNOWN.add(optimizer)
         self.reductions = 0
         self.local = False  # some of what is in `.grad` has not crossed ranks
         self._held_since: int | None = None  # optimizer step in which what is in `.grad` was made
         self.inside = False  # `optimizer.step()` runs: a closure may go through the model again
+        self._closure = False  # the optimizer's step under way makes gradients itself
         self.probe: nn.Parameter | None = None
         owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
         if not is_sharded(model):
@@ -71,6 +78,10 @@ class ModelCheck:
         optimizer.register_step_pre_hook(_weakly(self._before_optimizer))
         optimizer.register_step_post_hook(_weakly(self._after_optimizer))
 
+    def fail(self, message: str) -> None:
+        """Raise `UsageError`, on every rank."""
+        self.loop.fail(message)
+
     def reducing(self) -> None:
         """A synchronised backward pass has its first gradients."""
         loop = self.loop
@@ -78,6 +89,8 @@ class ModelCheck:
             before = "backward() came after controller.step(), so its gradient would get another batch's weight"
             loop.fail(f"{before}: {_STEP}")
         piece = loop.piece_of_pass()
+        if loop.needs_piece and not loop.in_piece:
+            loop.fail(f"backward() crossed ranks, but with meet='auto' ranks step apart in some rounds: {_PIECES}")
         if loop.in_pieces and piece is not None and not piece.last and not self.inside:
             early = f"backward() of piece {piece.number + 1} of {piece.of} of this rank's share crossed ranks"
             loop.fail(f"{early}, and ranks have unlike numbers of pieces: {_PIECES}")
@@ -85,6 +98,11 @@ class ModelCheck:
         if self.reductions > 1 and loop.models == 1 and not self.inside:
             found = f"{self.reductions} synchronised backward passes before controller.step()"
             loop.fail(f"{found}, where one batch has one: {_STEP}; {_SUM}; {_ACCUMULATE}")
+        if self.shards is not None and not loop.muted():
+            stale = self._older() and any(map(_nonzero, self.shards.reduced()))
+            self._held_since = loop.group
+            if stale:
+                self._fail_stale()
 
     def reduced(self) -> None:
         """All gradients of a synchronised backward pass are on their way: nothing is local any more."""
@@ -94,9 +112,11 @@ class ModelCheck:
 
     def _before_adding(self, gradient: Tensor) -> None:
         """The probe's gradient is known: whether it would be added to that of an earlier batch."""
-        held = self._held_since
-        older = held is not None and held < self.loop.group and not self.loop.muted()
+        older = self._older() and not self.loop.muted()
         self._stale = older and self.probe is not None and _nonzero(self.probe.grad)
+
+    def _older(self) -> bool:
+        return self._held_since is not None and self._held_since < self.loop.group
 
     def _added(self, probe: Tensor) -> None:
         """The probe's gradient was added to its `.grad`; `torch.autograd.grad` does not."""
@@ -105,11 +125,15 @@ class ModelCheck:
             return
         self.local, self._held_since = True, loop.group
         if self._stale:
-            before = "backward() adds to the gradient of an earlier batch, for which optimizer.step() was never called"
-            do = _EARLY if loop.in_pieces else _ACCUMULATE
-            if loop.apart:
-                do = "with meet='parameters' every piece has an optimizer step, and then optimizer.zero_grad()"
-            loop.fail(f"{before}: {do}; else call optimizer.zero_grad()")
+            self._fail_stale()
+
+    def _fail_stale(self) -> None:
+        loop = self.loop
+        before = "backward() adds to the gradient of an earlier batch, for which optimizer.step() was never called"
+        do = _EARLY if loop.in_pieces else _ACCUMULATE
+        if loop.apart(loop.piece_of_pass()):
+            do = "with meet='parameters' every piece has an optimizer step, and then optimizer.zero_grad()"
+        loop.fail(f"{before}: {do}; else call optimizer.zero_grad()")
 
     def _before_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         loop = self.loop
@@ -117,7 +141,7 @@ class ModelCheck:
             return None
         self.inside, self._held_since = True, None
         piece = loop.piece_of_optimizer()
-        if loop.apart:
+        if apart := loop.apart(piece):
             if loop.too_late() and self.probe is not None and _nonzero(self.probe.grad):
                 late = "optimizer.step() came after controller.step(), where the workers may have met already"
                 loop.fail(f"{late}: with meet='parameters' every piece has its optimizer step before controller.step()")
@@ -129,18 +153,28 @@ class ModelCheck:
                 early = f"optimizer.step() after {piece.number + 1} of accumulate={loop.accumulate} batches"
                 do = f"call it with the last of them, `if (i + 1) % {loop.accumulate} == 0`; {_ACCUMULATE}"
             loop.fail(f"{early}: {do}" if loop.grown is None else loop.grown[1])
-        self.all_crossed("optimizer.step()")
+        self._closure = not apart and (len(args) > 1 or kwargs.get("closure") is not None)
+        if not apart and not self._closure:
+            self.all_crossed("optimizer.step()")
         return None
 
     def _after_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.inside = False
+        if self._closure and not self.loop.muted():  # its backward pass was the last of those that accumulate
+            self._closure = False
+            self.all_crossed("optimizer.step(closure)")
 
     def all_crossed(self, where: str) -> None:
         """Raise if a gradient of this rank alone is left."""
-        if self.reduces and self.local and self.probe is not None and _nonzero(self.probe.grad):
+        if self.reduces and self._is_local():
             alone = f"{where} with gradients that have not crossed ranks, which would leave every rank its own model"
             why = "the last backward pass ran under no_sync(), past the DDP module (model.module), or a second time"
             self.loop.fail(f"{alone}: {why}. Leave no_sync() out for the last of them; {_ACCUMULATE}")
+
+    def _is_local(self) -> bool:
+        if self.shards is not None:
+            return any(map(_nonzero, self.shards.kept_back()))
+        return self.local and self.probe is not None and _nonzero(self.probe.grad)
 
     def step_over(self, *, group_over: bool) -> None:
         """`controller.step()`: this batch is over."""
@@ -154,7 +188,6 @@ class LoopCheck:
 
     fail_with   gets the error, tells others, and returns it to be raised
     muted       whether passes are being discarded (warm-up, the search for limits)
-    apart       whether every batch is an optimizer step of this rank's own
     """
 
     def __init__(
@@ -165,15 +198,14 @@ class LoopCheck:
         *,
         rank: int,
         workers: int,
-        apart: bool = False,
     ) -> None:
         self.accumulate, self._fail, self.muted, self.workers = accumulate, fail_with, muted, workers
-        self.apart = apart
         self.rank = rank
         self._matches, self._sizes = 0, deque[int](maxlen=8)  # samples of the last batches
         self._length: int | None = None  # of the inputs before
         self.source: BatchSampler | Stream | None = None
         self.forwards = self.group = 0
+        self.needs_piece = self.in_piece = False  # whether passes must be under `controller.piece()`, and are now
         self._checks: list[ModelCheck] = []
         self._first: dict[int, ModelCheck] = {}  # by model
         self._ahead: int | None = None  # batches received and not consumed when this iteration's first forward ran
@@ -184,8 +216,7 @@ class LoopCheck:
         self._strangers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._harmless: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         if workers > 1:
-            _live.add(self)
-            _watch_all_optimizers()
+            strangers.watch(self)
 
     @property
     def models(self) -> int:
@@ -197,17 +228,24 @@ class LoopCheck:
         """`id` of the models that the loop trains."""
         return self._first.keys()
 
+    @property
+    def trained(self) -> set[int]:
+        """`id` of the parameters of the optimizers that were given to `wrap`."""
+        return {p for check in self._checks for p in parameters_of(check.optimizer)}
+
     def close(self) -> None:
         """Look at nothing any more: the models and optimizers may be trained on by others."""
         self.muted, self.source = lambda: True, None
-        _live.discard(self)
+        strangers.forget(self)
 
     def fail(self, message: str) -> None:
         raise self._fail(UsageError(message))
 
-    def connect(self, model: nn.Module, optimizer: Optimizer, *, reduces: bool) -> ModelCheck:
+    def connect(
+        self, model: nn.Module, optimizer: Optimizer, *, reduces: bool, shards: Shards | None = None
+    ) -> ModelCheck:
         """Watch one more model."""
-        check = ModelCheck(self, model, optimizer, reduces=reduces)
+        check = ModelCheck(self, model, optimizer, reduces=reduces, shards=shards)
         self._checks.append(check)
         self._first[id(model)] = check
         return check
@@ -218,16 +256,23 @@ class LoopCheck:
             raise UsageError(f"wrap() was already called with this optimizer: {WRAP_ONCE}")
         first = self._first.get(id(model))
         if first is not None:
-            check = ModelCheck(self, model, optimizer, reduces=first.reduces)
+            check = ModelCheck(self, model, optimizer, reduces=first.reduces, shards=first.shards)
             self._checks.append(check)
             first.partners.append(check)
         return first is not None
 
     # ------------------------------------------------------------ in the order of a step
 
+    def cut_short(self) -> str | None:
+        """What is wrong with an epoch that ends here; None if nothing is."""
+        left = 0 if self.source is None else self.source.cut_short
+        return _SHORT.format(left) if left else None
+
     def begin(self) -> None:
         """An iteration begins, or an epoch is chosen: the one before must not have left a batch behind."""
         source = self.source
+        if (short := self.cut_short()) is not None:
+            self.fail(short)
         if source is not None and source.abandons and self.stepped is not None and not self.stepped.last:
             self.group += 1  # the round is dealt anew: what its pieces left in `.grad` must not be added to
         if source is None or not source.exhausted or source.batches_consumed >= source.batches_issued:
@@ -302,8 +347,13 @@ class LoopCheck:
         if source is None or now is None:
             return self.stepped
         # Without a forward pass it may be for a batch that was passed over, or come after `step()`.
-        belongs = self.forwards or ((now.last or self.apart) and source.batches_delivered > source.batches_consumed)
+        belongs = self.forwards or ((now.last or now.plan.apart) and source.batches_delivered > source.batches_consumed)
         return now if belongs else self.stepped
+
+    @staticmethod
+    def apart(piece: Piece | None) -> bool:
+        """Whether a batch is an optimizer step of this rank's own."""
+        return piece is not None and piece.plan.apart
 
     def too_late(self) -> bool:
         """Whether every batch that the loop has is over."""
@@ -316,10 +366,10 @@ class LoopCheck:
         if source is not None and source.batches_consumed >= source.batches_delivered:
             self.fail(f"controller.step() was called twice for one batch, or before the first: {_STEP}")
         for check in self._checks:
-            check.step_over(group_over=piece.last)
+            check.step_over(group_over=piece.last and not piece.plan.apart)
         self.forwards, self.stepped = 0, piece
         self._sizes.append(piece.samples)
-        self.group += piece.last or self.apart
+        self.group += piece.last or piece.plan.apart
 
     def stranger(self, optimizer: Optimizer) -> None:
         """An optimizer that was not given to `wrap` steps: it must not be that of a DDP model in this loop."""
@@ -331,15 +381,14 @@ class LoopCheck:
         if before is None or now != before + 1:
             return
         self._harmless.add(optimizer)  # looked at once: that is slow
-        if self.apart and any(check.inside for check in self._checks):
+        apart = self.apart(self.piece_of_optimizer())
+        if apart and any(check.inside for check in self._checks):
             return  # a wrapped optimizer is made of it
-        if self.apart and not _parameters_of(optimizer) <= {
-            p for c in self._checks for p in _parameters_of(c.optimizer)
-        }:
+        if apart and not parameters_of(optimizer) <= self.trained:
             left = f"an optimizer ({type(optimizer).__name__}) in this loop was not given to controller.wrap()"
             own = "what it trains is not averaged, and stays every worker's own"
             warnings.warn(f"{left}: {own}. {WRAP_ONCE}", RuntimeWarning, stacklevel=6)
-        if (name := _unconnected_ddp_of(optimizer)) is not None:
+        if (name := strangers.unconnected_of(optimizer)) is not None:
             why = f"its {name} model is not connected, so unequal batches would weigh alike in its gradient"
             self.fail(f"an optimizer in this loop was not given to controller.wrap(): {why}. {WRAP_ONCE}")
 
@@ -367,40 +416,4 @@ def _length(inputs: Iterable[Any]) -> int | None:
     for value in inputs:
         if isinstance(value, Tensor):
             return len(value) if value.dim() else None
-    return None
-
-
-# ------------------------------------------------------------ optimizers that wrap() never saw
-
-_live: "weakref.WeakSet[LoopCheck]" = weakref.WeakSet()
-_watching: list[Any] = []
-
-
-def _watch_all_optimizers() -> None:
-    if not _watching:
-        _watching.append(register_optimizer_step_pre_hook(_any_optimizer))
-
-
-def _any_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if optimizer not in KNOWN:
-        for loop in list(_live):
-            loop.stranger(optimizer)
-
-
-def _parameters_of(optimizer: Optimizer) -> set[int]:
-    return {id(p) for group in optimizer.param_groups for p in group["params"]}
-
-
-def _unconnected_ddp_of(optimizer: Optimizer) -> str | None:
-    """The kind of the model under DDP, given to no `wrap`, that has parameters of `optimizer`; None if there is none.
-
-    Slow. An optimizer made of others, such as ZeroRedundancyOptimizer, has some that nobody gives to `wrap`.
-    """
-    given = {id(p) for of in optimizer.param_groups for p in of["params"]}
-    connected = {model for loop in _live for model in loop.connected}
-    for found in gc.get_objects():
-        if not issubclass(type(found), DistributedDataParallel) or id(found) in connected:
-            continue
-        if any(id(p) in given for p in found.parameters()):
-            return type(found.module).__name__
     return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import threading
 import warnings
@@ -30,7 +31,7 @@ _WHERE = "call it where the last piece of a round was stepped: `if controller.me
 class StepsApart(Protocol):
     """What of a `Coordinator` meetings concern."""
 
-    apart: bool
+    steps_apart: bool
     rank: int
     allocations: Allocations
     connected: list[Attached]
@@ -42,7 +43,7 @@ class StepsApart(Protocol):
 
 
 class Meetings:
-    """Of one rank of the job `of`, which steps apart from the others where `of.apart`.
+    """Of one rank of the job `of`, which steps apart from the others in rounds whose plan says so.
 
     between   this rank has stepped apart since the last meeting
 
@@ -78,9 +79,9 @@ class Meetings:
         """A piece is over. Whether this rank's round ends with it, early or not."""
         of = self.of
         self.land()
-        self.between = of.apart
+        self.between = piece.plan.apart
         for attached in of.connected:
-            if attached.meeting is not None and piece.samples:
+            if attached.meeting is not None and piece.plan.apart and piece.samples:
                 attached.meeting.steps += 1
         if not self.early or of.allocations.workers == 1:
             return piece.last
@@ -112,7 +113,7 @@ class Meetings:
         own.
         """
         of, plan = self.of, piece.plan
-        if not of.apart:
+        if not plan.apart:
             return plan.samples, 1.0
         if of.allocations.workers == 1 or not self.early:
             self._average(piece.share / plan.samples, last=plan.last)
@@ -126,6 +127,23 @@ class Meetings:
         assert isinstance(of.source, BatchSampler)
         of.source.meet(plan, self._left)
         return plan.samples + before - int(self._left.sum()), piece.share / mine if mine and piece.share else 1.0
+
+    def before_step(self, attached: Attached) -> None:
+        """An optimizer of a model that meets in both ways is about to step."""
+        meeting, source = attached.meeting, self.of.source
+        if meeting is None or source is None or source.issued <= source.consumed:
+            return
+        if source.plan().apart:
+            meeting.begin()
+        else:
+            with _naming(attached, "the ranks could not average the state of their optimizers"):
+                meeting.together()
+
+    @functools.cached_property
+    def payload(self) -> float:
+        """Bytes that a meeting moves over those of a gradient, by what optimizers remember when it is first asked."""
+        every = [attached.meeting.payload for attached in self.of.connected if attached.meeting is not None]
+        return max(every, default=1.0)
 
     def _average(self, weight: float, beside: Tensor | None = None, *, last: bool = True) -> None:
         """`weight` is this rank's; `beside` becomes its sum over workers meanwhile. `last`: see `ParameterMeeting`."""
@@ -160,7 +178,7 @@ class Meetings:
 
     def require_no(self, what: str) -> None:
         """Raise `UsageError` where workers step apart, and so weigh nothing in their own passes."""
-        if self.of.apart:
+        if self.of.steps_apart:
             why = "with meet='parameters' a worker's loss is the mean over its own samples, and moves are weighted"
             raise UsageError(f"{what}: {why}. Call loss.backward()")
 
@@ -172,7 +190,7 @@ class Meetings:
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """`Controller.optimizer_state`."""
-        if not self.of.apart:
+        if not self.of.steps_apart:
             fix = "save optimizer.state_dict(), which all ranks have alike"
             raise UsageError(f"optimizer_state() is for Controller(meet='parameters'): {fix}")
         self.require("optimizer_state() is the mean over workers")

@@ -10,6 +10,7 @@ METRICS = {
     "progress": "part of the epoch's samples that is done, 0 to 1",
     "batch_size": "samples of this rank in the coming optimizer step",
     "global_batch": "samples of all workers in the coming optimizer step",
+    "steps_apart": "a worker's optimizer steps until workers meet over parameters, in the mean; 0: over gradients",
     "lr_factor": "what lr_rule multiplies the learning rate by",
     "noise_scale": "gradient noise scale in samples, smoothed, as all ranks know it",
     "windows": "windows that were answered",
@@ -38,6 +39,7 @@ def metrics_of(coordinator: Coordinator, overhead_s: float) -> dict[str, float]:
         "progress": nan if source is None else source.progress,
         "batch_size": sizes[coordinator.rank],
         "global_batch": sizes.sum(),
+        "steps_apart": _steps_apart(coordinator, int(sizes.sum())),
         "lr_factor": 1.0 if rate is None else rate.factor,
         "noise_scale": noise / signal if signal > 0 else nan,
         "windows": progress.window,
@@ -47,3 +49,10 @@ def metrics_of(coordinator: Coordinator, overhead_s: float) -> dict[str, float]:
         "overhead_s": overhead_s / recorder.all_steps if recorder.all_steps else nan,
     }
     return {name: float(found.get(name, nan)) for name in METRICS}
+
+
+def _steps_apart(coordinator: Coordinator, samples: int) -> float:
+    """A worker's optimizer steps in a round of so many `samples` of all, in the mean; 0 if it is not trained apart."""
+    if coordinator.apart_from is None or samples < coordinator.apart_from:
+        return 0.0
+    return samples / coordinator.rates.at_once if coordinator.rates.at_once else 1.0

@@ -57,7 +57,8 @@ class Recorder:
         self.pauses = 0  # steps left out of the times
         self.last: dict[str, float] = {}  # of the window that closed last, by their names in `Controller.metrics`
         self._recent_s: deque[float] = deque(maxlen=RECENT)  # of the windows before
-        self._late: dict[int, tuple[bool, float]] = {}  # steps of this window not read yet -> first of its epoch, scale
+        self._dealt: list[tuple[float, float]] = []  # of the same steps, where costs of samples are known
+        self._late: dict[int, tuple[bool, float, tuple[float, float]]] = {}  # steps of this window not read yet
         self.sees_communication = True  # False: waits hide in `compute`, which is then not known
         self._step_index = 0
         self._open: list[tuple[str, int, Value, float]] = []
@@ -100,10 +101,14 @@ class Recorder:
 
     # -- from Controller.step
 
-    def observe(self, loss: Any, logits: Any, target: Any, *, samples: float = 1.0) -> None:
-        """Statistics of one batch of `samples`, left on its device. Takes whatever a loop has; see `Reader`."""
+    def observe(self, loss: Any, logits: Any, target: Any, *, samples: float = 1.0, over: float = 1.0) -> None:
+        """Statistics of one batch of `samples`, left on its device. Takes whatever a loop has; see `Reader`.
+
+        over   what the loss is over the mean over the samples
+        """
         value = self.reader.loss(loss)
         if value is not None:
+            value = value if over == 1.0 else value / over
             self.add("loss", value, weight=samples)
         if logits is None or target is None:
             return
@@ -116,10 +121,13 @@ class Recorder:
     def micro_done(self) -> None:
         self.timer.micro_done()
 
-    def step_done(self, *, keep: bool, first_of_epoch: bool, scale: float = 1.0) -> None:
+    def step_done(
+        self, *, keep: bool, first_of_epoch: bool, scale: float = 1.0, dealt: tuple[float, float] | None = None
+    ) -> None:
         """Close one optimizer step. `keep` False: it belongs to no window (a tail, or the allocation is switching).
 
         scale   this rank's share over the samples that it trained: times of compute and data are told for its share
+        dealt   samples of this rank's share and what they cost, in samples of mean cost, where that is known
         """
         self.timer.step_done()
         index, self._step_index = self._step_index, self._step_index + 1
@@ -127,7 +135,7 @@ class Recorder:
             measured, self._open = self._open, []
         if keep:
             self.steps += 1
-            self._late[index] = first_of_epoch, scale
+            self._late[index] = first_of_epoch, scale, dealt or (math.nan, math.nan)
         if index % READ_EVERY == 0:
             self._read_times()
         if not keep:
@@ -155,12 +163,13 @@ class Recorder:
     def _read_times(self) -> None:
         for times in self.timer.take():
             if times.step in self._late:
-                first, scale = self._late.pop(times.step)
+                first, scale, dealt = self._late.pop(times.step)
                 measured = self._measured(times, first, scale)
                 self._times.append(measured)
+                self._dealt.append(dealt)
                 parts = (times.compute * scale, times.comm, measured.data)
                 self._whole_s.append(sum(part for part in parts if math.isfinite(part)))
-        del self._times[: -self.limit], self._whole_s[: -self.limit]
+        del self._times[: -self.limit], self._whole_s[: -self.limit], self._dealt[: -self.limit]
 
     def _without_pause(self) -> list[StepTimes]:
         """The window's times; all NaN in a step in which this worker, or one that it had to wait for, paused."""
@@ -170,16 +179,23 @@ class Recorder:
             self.pauses += 1
             nan = float("nan")
             times[paused] = StepTimes(times[paused].step, nan, nan, nan, nan)
+            self._dealt[paused] = nan, nan
         return times
 
     def row(self, *, issued: int, count: float, weight: float) -> Floats:
-        """Close the window: this rank's row, length len(ROW) + steps kept, the tail being comm seconds step by step."""
+        """Close the window: this rank's row, length len(ROW) + steps kept, the tail being comm seconds step by step.
+
+        count, weight   this rank's samples and part of a round; where costs are known, of the mean round instead
+        """
         self._read_times()
         self._windows += 1
+        times = self._without_pause()
+        samples, work = (_mean_std([dealt[i] for dealt in self._dealt])[0] for i in (0, 1))
+        if count and math.isfinite(samples):
+            count, weight = samples, weight * samples / count
         of_window = {"count": count, "weight": weight, "measured_in": float(self._windows)}
         stats, measured = self._collect(of_window)
-        known: dict[str, float] = {"issued": issued, **of_window, **measured}
-        times = self._without_pause()
+        known: dict[str, float] = {"issued": issued, "work": work, **of_window, **measured}
         known["compute"], known["compute_std"] = _mean_std([t.compute for t in times])
         known["data"] = _mean_std([t.data for t in times])[0]
         for series, field in _SUMMED.items():
@@ -222,6 +238,7 @@ class Recorder:
         """Forget the open window."""
         self.steps, self._times, self._whole_s, self._kept = 0, [], [], {}
         self._late.clear()
+        self._dealt.clear()
 
     def _collect(self, of_window: dict[str, float]) -> tuple[Mapping[str, Sequence[float]], dict[str, float]]:
         """The newest statistics on the host, and which window they are of."""

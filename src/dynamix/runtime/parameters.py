@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -14,12 +13,12 @@ from torch.optim import Optimizer
 
 from dynamix.errors import ConfigError, UsageError
 from dynamix.runtime.alike import comparing, differ, unlike
+from dynamix.runtime.anchors import ZERO, Anchor, largest_of, scale_for
 from dynamix.runtime.averaging import Maximum, Payload, Workers, broadcast_, buckets
 from dynamix.runtime.optimizer_means import KNOWN, CopyOf, OptimizerMeans
 
 OptimizerState = Literal["averaged", "kept", "reset"]
 _STATES = ("averaged", "kept", "reset")
-ZERO = torch.zeros((), dtype=torch.float64)
 _WIRES = {None: None, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -79,9 +78,22 @@ class ParameterMeeting:
 
     It keeps a copy of the parameters and floating buffers: moves are counted from there, so what did not move stays as
     it is to the last bit.
+
+    at_times    workers meet over gradients too. Then there is no copy before they step apart, and none once they meet
+                over gradients again (but for an outer optimizer, which knows what is copied); and all count from the
+                first worker's parameters, should those of unlike devices differ in their last bits
     """
 
-    def __init__(self, model: nn.Module, how: Averaging, workers: Workers, beside: Workers, *, scaler: Any) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        how: Averaging,
+        workers: Workers,
+        beside: Workers,
+        *,
+        scaler: Any,
+        at_times: bool = False,
+    ) -> None:
         self.model, self.how, self.workers, self.beside, self.scaler = model, how, workers, beside, scaler
         self.optimizers: list[Optimizer] = []
         self.steps = 0  # of this worker since the last meeting
@@ -90,10 +102,13 @@ class ParameterMeeting:
         self._under_way: Iterator[None] | None = None  # the rest of a meeting whose moves travel
         self.groups: list[dist.ProcessGroup] = []  # its own
         self._changed = False  # since the last meeting, what moves are counted from
-        self._anchors: list[_Anchor] = []
+        self._anchors: list[Anchor] = []
         self._outer: Optimizer | None = None
         self._means: OptimizerMeans | None = None
-        self.begin()
+        self._at_times, self._own = at_times, False  # whether what optimizers remember is each worker's own
+        self.before_step: Callable[[], None] = self.begin  # of one of the optimizers
+        if not at_times or how.outer is not None:
+            self.begin()
         self._begun = self._changed = False
 
     @torch.no_grad()
@@ -108,7 +123,7 @@ class ParameterMeeting:
         tensors = self._travelling()
         if [id(t) for t in tensors] != [id(anchor.tensor) for anchor in self._anchors]:
             known = {id(anchor.tensor): anchor for anchor in self._anchors}
-            self._anchors, self._changed = [known.get(id(t)) or _Anchor(t) for t in tensors], True
+            self._anchors, self._changed = [known.get(id(t)) or Anchor(t) for t in tensors], True
             self._make_outer()
         for anchor in self._anchors:
             if anchor.tensor._version != anchor.version:
@@ -132,7 +147,7 @@ class ParameterMeeting:
             raise UsageError(f"ZeroRedundancyOptimizer steps on all ranks at once, but workers step apart: {fix}")
         self.optimizers.append(optimizer)
         self._means = OptimizerMeans(self.optimizers, self.workers, self.beside)
-        optimizer.register_step_pre_hook(lambda *_: self.begin())
+        optimizer.register_step_pre_hook(lambda *_: self.before_step())
 
     def meet(self, weight: float, *, last: bool = True) -> None:
         """A collective call. `weight` is this worker's part of the round's samples; 0: its move does not count.
@@ -140,7 +155,6 @@ class ParameterMeeting:
         last   of its epoch: also with `overlap` it is waited for here, and not in `land`
         """
         self.land()
-        self.weight = weight
         overlaps = self.how.overlap and self.workers.count > 1 and not last
         parts = self.meeting(weight, overlaps=overlaps)
         if overlaps:  # who compares waits for the last to come: at the epoch's end
@@ -149,6 +163,31 @@ class ParameterMeeting:
             self._under_way = parts
         else:
             self._wait_for_each(parts)
+
+    def together(self) -> None:
+        """A step over gradients begins. A collective call where workers have stepped apart before it."""
+        self._wait_for_each(self.rejoining())
+
+    @torch.no_grad()
+    def rejoining(self) -> Iterator[None]:
+        """`together`, in parts, as `meeting`: what each worker's optimizers remember becomes one."""
+        own, self._own = self._own, False
+        if own and self.how.optimizer_state == "kept" and self._means is not None:
+            yield from self._means.meeting(self.weight)
+        if own and self._outer is None:
+            self._anchors = []
+
+    @property
+    def payload(self) -> float:
+        """Bytes that a meeting moves, as optimizers are now, over those of a gradient."""
+        gradient = sum(p.numel() * p.element_size() for p in self.model.parameters() if p.requires_grad)
+        wire = _WIRES[self.how.wire]
+        moved = sum(t.numel() * (max(t.element_size(), 4) if wire is None else 2) for t in self._travelling())
+        if self.how.optimizer_state == "averaged":
+            states = (state for optimizer in self.optimizers for state in optimizer.state.values())
+            held = (v for state in states for v in state.values() if isinstance(v, Tensor))
+            moved += sum(v.numel() * v.element_size() for v in held)
+        return moved / max(gradient, 1)
 
     @property
     def lands(self) -> bool:
@@ -174,7 +213,9 @@ class ParameterMeeting:
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """A collective call at a meeting: `optimizer.state_dict()` with the means of what workers remember."""
         self.land()
-        if self.how.optimizer_state == "reset" or (self.how.optimizer_state == "averaged" and not self.how.overlap):
+        how = self.how
+        alike = how.optimizer_state == "reset" or (how.optimizer_state == "averaged" and not how.overlap)
+        if alike or (self._at_times and not self._own):
             return optimizer.state_dict()  # all have it alike
         one = CopyOf(optimizer)
         self._wait_for_each(OptimizerMeans([one], self.workers, self.beside).meeting(self.weight))
@@ -187,7 +228,8 @@ class ParameterMeeting:
         overlaps   training goes on meanwhile
         """
         how, workers, steps = self.how, self.workers, self.steps
-        self.steps, self._begun = 0, False
+        self.weight = weight
+        self.steps, self._begun, self._own = 0, False, True
         if not overlaps:
             yield from self._prepare()
         normalized = how.steps == "normalized"
@@ -234,11 +276,11 @@ class ParameterMeeting:
         if compare:
             yield from self._compare()
         if self.how.wire == "float16":
-            largest = torch.stack([_largest(anchor.move()) for anchor in self._anchors] or [ZERO])
+            largest = torch.stack([largest_of(anchor.move()) for anchor in self._anchors] or [ZERO])
             self.beside.add(largest, dist.ReduceOp.MAX)
             yield
             for anchor, of_all in zip(self._anchors, largest.tolist(), strict=False):
-                anchor.scale = _scale_for(of_all)
+                anchor.scale = scale_for(of_all)
 
     def _compare(self) -> Iterator[None]:
         """All are about to average the same, and went on from the same. Raises `UsageError` on every rank if not."""
@@ -252,7 +294,7 @@ class ParameterMeeting:
             for differing in unlike([anchor.value for anchor in self._anchors], self.beside):  # noqa: B007
                 yield
         anchors = [self._anchors[i] for i in differing]
-        for parameter in (anchor.tensor for anchor in anchors if anchor.is_parameter):
+        for parameter in (anchor.tensor for anchor in anchors if anchor.is_parameter and not self._at_times):
             raise differ(next(name for name, p in self.model.named_parameters() if p is parameter))
         if anchors:  # buffers, which passes of a rank's own may change
             broadcast_([anchor.value for anchor in anchors], self.workers.group, self.workers.ending)
@@ -265,7 +307,7 @@ class ParameterMeeting:
         words += [f"an optimizer of {[len(g['params']) for g in of.param_groups]} parameters" for of in self.optimizers]
         return [*words, "no scaler's scale" if self._scale() is None else "a scaler's scale"]
 
-    def _in_buckets(self) -> list[list[_Anchor]]:
+    def _in_buckets(self) -> list[list[Anchor]]:
         of = {id(anchor.tensor): anchor for anchor in self._anchors}
         return [[of[id(tensor)] for tensor in bucket] for bucket in buckets(a.tensor for a in self._anchors)]
 
@@ -322,64 +364,3 @@ class ParameterMeeting:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self._outer is not None:
             self._outer.load_state_dict(state["outer"])
-
-
-class _Anchor:
-    """A parameter or buffer, and what it was at the last meeting.
-
-    version   of the tensor's content then, as autograd counts its changes
-    mean      of the workers' moves, while a meeting lasts; in float32 at least
-    scale     by which its move is multiplied on the way
-    sent      the parameter as it was when its move began to travel, where training goes on meanwhile
-    """
-
-    mean: Tensor
-    scale = 1.0
-    sent: Tensor | None = None
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor, self.value, self.version = tensor, tensor.detach().clone(), tensor._version
-        self.is_parameter = isinstance(tensor, nn.Parameter)
-
-    def keep(self) -> None:
-        """Moves are counted from what the tensor is now."""
-        self.value.copy_(self.tensor.detach())
-        self.version = self.tensor._version
-
-    def take(self, agreed: Tensor) -> None:
-        """All go on from `agreed`, and each with what it has moved since its move was sent."""
-        if self.sent is None:
-            self.tensor.copy_(agreed)
-            self.keep()
-            return
-        wide = torch.promote_types(self.value.dtype, torch.float32)
-        since = self.tensor.detach().to(wide) - self.sent.to(wide)
-        self.tensor.copy_(agreed.to(wide) + since)
-        self.value.copy_(agreed)
-        self.version, self.sent = self.tensor._version, None
-
-    def move(self) -> Tensor:
-        """How far the tensor is from there, in float32 at least."""
-        wide = torch.promote_types(self.value.dtype, torch.float32)
-        return self.tensor.detach().to(wide) - self.base(wide)
-
-    def base(self, dtype: torch.dtype) -> Tensor:
-        """What a move is added to: an infinite entry of a buffer (a mask, a least value so far) moves from zero."""
-        value = self.value.to(dtype)
-        return value if self.is_parameter or value.is_complex() else value.nan_to_num(0.0, 0.0, 0.0)
-
-
-def _largest(move: Tensor) -> Tensor:
-    """The largest finite entry's size; on CPU."""
-    if not move.numel():
-        return ZERO
-    return torch.view_as_real(move).abs().amax().double().cpu() if move.is_complex() else _finite(move)
-
-
-def _finite(move: Tensor) -> Tensor:
-    return move.nan_to_num(0.0, 0.0, 0.0).abs().amax().double().cpu()
-
-
-def _scale_for(largest: float) -> float:
-    """The power of two that brings `largest` to about 2**14: sums of moves whose weights add up to 1 fit float16."""
-    return 2.0 ** (14 - min(max(math.frexp(largest)[1], -60), 60)) if largest and math.isfinite(largest) else 1.0

@@ -16,23 +16,29 @@ class Progress:
     steps     optimizer steps
     opens     round from which measurements belong to the window now open
     samples   trained on by all workers
-    shared    (round, noise, signal): ranks may learn of these at other moments, so they count from an agreed step
+    shared    (round, noise, signal, interval): ranks may learn of the noise scale at other moments, so it counts from
+              an agreed step; `interval` is the length of the window now open where a policy says it, else 0
     """
 
     window: int = 0
     steps: int = 0
     opens: int = 0
     samples: int = 0
-    shared: list[tuple[int, float, float]] = field(default_factory=lambda: [(0, _UNKNOWN, _UNKNOWN)])
+    shared: list[tuple[int, float, float, int]] = field(default_factory=lambda: [(0, _UNKNOWN, _UNKNOWN, 0)])
 
-    def told(self, from_step: int, noise: float, signal: float) -> None:
-        """A window was answered; its noise scale counts from round `from_step` on."""
+    def told(self, from_step: int, noise: float, signal: float, interval: int = 0) -> None:
+        """A window was answered; its noise scale counts from round `from_step` on. `interval` 0: it stays."""
         self.window += 1
-        self.shared = [self.shared[-1], (from_step, noise, signal)]
+        self.shared = [self.shared[-1], (from_step, noise, signal, interval or self.interval)]
+
+    @property
+    def interval(self) -> int:
+        """Length of the window now open; 0 where no policy said it."""
+        return self.shared[-1][3]
 
     def noise_at(self, step: int) -> tuple[float, float]:
         """(noise, signal) that every rank uses in round `step`."""
-        return next((entry[1:] for entry in reversed(self.shared) if entry[0] <= step), (_UNKNOWN, _UNKNOWN))
+        return next((entry[1:3] for entry in reversed(self.shared) if entry[0] <= step), (_UNKNOWN, _UNKNOWN))
 
     def state_dict(self) -> dict[str, Any]:
         counters = {name: getattr(self, name) for name in ("window", "steps", "opens", "samples")}
@@ -41,7 +47,9 @@ class Progress:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name in ("window", "steps", "opens", "samples"):
             setattr(self, name, state[name])
-        self.shared = [(int(step), noise, signal) for step, noise, signal in state["shared"]]
+        # Of older states, windows were of one length.
+        entries = [(*entry, 0) if len(entry) == 3 else entry for entry in state["shared"]]
+        self.shared = [(int(step), noise, signal, int(interval)) for step, noise, signal, interval in entries]
 
 
 class Waiting:

@@ -28,6 +28,11 @@ class Rates:
         self._watch: SchedulerWatch | None = None
         self._largest = 0.0
 
+    @property
+    def follows(self) -> bool:
+        """Whether any learning rate follows the global batch."""
+        return self.lr_rule != "none" and bool(self.learning_rates)
+
     def add(self, optimizer: Optimizer) -> None:
         """Let the learning rate of `optimizer` follow the batch."""
         self.learning_rates.append(LearningRate(optimizer, self.lr_rule))

@@ -23,6 +23,7 @@ FIXES = {
     "dataset_size": "Give every rank the whole data set, of one length: the sampler deals its samples to the ranks",
     "epoch": f"Call sampler.set_epoch(epoch) alike on every rank. {_LOAD}",
     "seed": f"{_SAMPLER}: seed=0, not seed=rank; the sampler deals the ranks different samples by itself",
+    **dict.fromkeys(("lengths", "padded"), "Give batch_sampler(dataset, lengths=...) the same on every rank"),
     **dict.fromkeys(("samples", "shuffle", "partition", "sharded"), _SAMPLER),
     **dict.fromkeys(_POSITION, _LOAD),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import sys
 import warnings
 from typing import Any, Protocol
 
@@ -18,6 +19,7 @@ from dynamix.projection import project
 from dynamix.runtime import random_state
 from dynamix.runtime.agreement import Channel
 from dynamix.runtime.decentral import PeerChannel
+from dynamix.runtime.hosts import remembered, shares_of, workers_of
 from dynamix.runtime.job import JobFacts
 from dynamix.runtime.observation import Recorder
 from dynamix.runtime.packing import checksum, pack, unpack
@@ -28,6 +30,7 @@ from dynamix.runtime.taking import Taking, take_all
 from dynamix.runtime.weighting import Attached
 from dynamix.window import Bounds, Ints, Window
 
+_NEAR = 8  # frames between `torch.distributed.checkpoint` and here, at most
 RANDOM_UP_TO = 64  # ranks whose random state a gathered state holds: 10 kB each
 
 
@@ -51,6 +54,9 @@ def save(job: Resumable, *, gather: bool = False) -> dict[str, Any]:
     """`Controller.state_dict`."""
     pieces, workers = job.accumulate, job.allocations.workers
     ledger = job.allocations.state_dict()
+    shares = job.job.shares
+    if job.job.hosts:
+        shares = remembered(shares, workers_of(job.job.hosts), np.asarray(ledger["sizes"][-1]))
     source, iterable = source_state(None if job.source is None else job.source.state_dict(), workers, pieces)
     own = {"recorder": job.recorder.state_dict(), "rng": random_state.capture(), "iterable": iterable}
     ranks = {job.rank: own}
@@ -59,6 +65,7 @@ def save(job: Resumable, *, gather: bool = False) -> dict[str, Any]:
     return SavedState(
         world_size=workers,
         rank=job.rank,
+        hosts={"names": list(job.job.hosts), "shares": shares},
         accumulate=pieces,
         base_batch=job.job.base_batch,
         progress=job.progress.state_dict(),
@@ -81,18 +88,43 @@ def _gathered(job: Resumable, own: dict[str, Any]) -> dict[int, dict[str, Any]]:
     return {rank: unpack(packed, f"ranks[{rank}]") for rank, packed in enumerate(every)}
 
 
+def save_alike(job: Resumable) -> dict[str, Any]:
+    """The first rank's state with every rank's own part in it, the same on all ranks. A collective call."""
+    state, group = save(job, gather=True), job.channel.group
+    alike: dict[str, Any] = state if group is None else group.broadcast_object(state)
+    return alike
+
+
+def asked_by_distributed_checkpoint() -> bool:
+    """Whether `torch.distributed.checkpoint` is asking all ranks for their states.
+
+    Of a value that several ranks have under one name it keeps that of any of them, a different one for each value. So
+    what it is given must be the same on all ranks.
+    """
+    frame = sys._getframe(1)
+    for _ in range(_NEAR):
+        if frame.f_back is None:
+            return False
+        frame = frame.f_back
+        if frame.f_globals.get("__name__", "").startswith("torch.distributed.checkpoint"):
+            while frame.f_back is not None and "no_dist" not in frame.f_locals:
+                frame = frame.f_back
+            return not frame.f_locals.get("no_dist", False)
+    return False
+
+
 def load(job: Resumable, state: Any, *, policy: bool = True) -> dict[str, Any]:
     """`Controller.load_state_dict`; returns the parts that wait for what does not exist yet.
 
     Nothing of the job is changed where this raises, also where a policy or a hook's state of the user's does.
     """
     saved = SavedState.read(state)
-    same = saved.world_size == job.allocations.workers
-    bounds = _checked_bounds(job, saved)
-    rounds, sizes, opens = _ledger(job, saved, bounds)
+    same = saved.world_size == job.allocations.workers and _stayed(job, saved)
+    facts = _facts_of(job, saved)
+    rounds, sizes, opens = _ledger(job, saved, facts, same)
     parts = _parts(job, saved, same)
     if policy:
-        check_policy(job.policy, saved.policy, sizes[-1], bounds, same=same)
+        check_policy(job.policy, saved.policy, sizes[-1], facts.bounds_of(sizes[-1]), same=same)
     takings: list[Taking] = []
     if policy:
         takings.append((job.policy, lambda: (load_policy if same else carry_over)(job.policy, saved.policy)))
@@ -101,6 +133,7 @@ def load(job: Resumable, state: Any, *, policy: bool = True) -> dict[str, Any]:
     # From here on nothing raises.
     job.progress.load_state_dict({**saved.progress, "opens": opens})
     job.job.resume(saved.base_batch)
+    job.job.shares = saved.hosts["shares"]
     job.job.noise_scale.load_state_dict(saved.noise_scale)
     job.allocations.load_state_dict(
         {"steps": [job.accumulate * r for r in rounds], "sizes": [s // job.accumulate for s in sizes]}
@@ -108,35 +141,45 @@ def load(job: Resumable, state: Any, *, policy: bool = True) -> dict[str, Any]:
     return parts
 
 
-def _checked_bounds(job: Resumable, saved: SavedState) -> Bounds:
+def _stayed(job: Resumable, saved: SavedState) -> bool:
+    """Whether every rank is on the host that it was on, as far as that is known."""
+    before = saved.hosts["names"]
+    return not (job.job.hosts and before) or list(job.job.hosts) == before
+
+
+def _facts_of(job: Resumable, saved: SavedState) -> JobFacts:
+    """The job's facts as they will be. Raises what `JobFacts.resume` raises."""
     trial = copy.copy(job.job)
     trial.resume(saved.base_batch)
-    return trial.bounds
+    return trial
 
 
-def _ledger(job: Resumable, saved: SavedState, bounds: Bounds) -> tuple[list[int], list[Ints], int]:
+def _ledger(job: Resumable, saved: SavedState, facts: JobFacts, same: bool) -> tuple[list[int], list[Ints], int]:
     """Rounds and sizes of the ledger to go on with, and the round from which measurements count.
 
-    The saved ledger, within the bounds of today. At another world size the global batch is kept and split evenly.
+    The saved ledger, within the bounds of today. With other workers the global batch is kept: those whose hosts were
+    there before have the shares that they had, new ones the mean of these.
     """
     rounds, opens = saved.ledger_rounds, saved.progress["opens"]
     sizes = [np.asarray(of, dtype=np.int64) for of in saved.ledger_sizes]
     now = saved.source["rounds"]
     first = max(i for i, begin in enumerate(rounds) if begin <= max(now, rounds[0]))
-    if saved.world_size == job.allocations.workers:
-        to_come = [project(of, bounds) for of in sizes[first:]]
+    if same:
+        to_come = [project(of, facts.bounds_of(of)) for of in sizes[first:]]
         fits = all(map(np.array_equal, to_come, sizes[first:]))
         if fits and not any((of % job.accumulate).any() for of in sizes):
             return rounds, sizes, opens
         within = to_come[-1]
     else:
-        within = project(np.ones(job.allocations.workers), bounds, total=sizes[first].sum())
+        known = job.job.hosts or ("",) * job.allocations.workers
+        shares, total = shares_of(saved.hosts["shares"], workers_of(known)), sizes[first].sum()
+        within = project(shares * total / shares.sum(), facts.bounds_of(sizes[first]), total=total)
     return [now], [within], now
 
 
 def _parts(job: Resumable, saved: SavedState, same: bool) -> dict[str, Any]:
     """What waits for its owner, each checked against the owner where there is one."""
-    own = saved.ranks.get(job.rank) if same else None
+    own = saved.ranks.get(job.rank) if saved.world_size == job.allocations.workers else None
     of_any = own or saved.ranks[saved.rank]
     iterable = of_any["iterable"] if own or not saved.source["sharded"] else None
     source = own_source(saved.source, iterable, job.accumulate)
@@ -155,9 +198,9 @@ def _parts(job: Resumable, saved: SavedState, same: bool) -> dict[str, Any]:
         notebook = of_any["recorder"]
         # Others' figures are not this rank's; how many steps the open window has, all ranks must agree on.
         parts["recorder"] = notebook if own else {**notebook, "series": {}, "before": {}}
-        parts["rng"] = own["rng"] if own else None
-        if parts["rng"] is not None:
-            _random(parts["rng"])
+    if own is not None and own["rng"] is not None:
+        parts["rng"] = own["rng"]
+        _random(own["rng"])
     return parts
 
 
@@ -254,7 +297,7 @@ def _ours(policy: Any) -> bool:
 def _differ(mine: Any, saved: Any) -> bool:
     """Whether two states of the same kind of policy differ."""
     if not isinstance(saved, dict) or mine.keys() != saved.keys():
-        return isinstance(saved, dict) and not {"guarded", "learned"} & (mine.keys() ^ saved.keys())
+        return isinstance(saved, dict) and not {"guarded", "learned", "paced"} & (mine.keys() ^ saved.keys())
     return checksum({"policy": pack(mine)}) != checksum({"policy": pack(saved)})
 
 

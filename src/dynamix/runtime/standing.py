@@ -26,7 +26,8 @@ class Standing:
     @property
     def optimizer_due(self) -> bool:
         """Whether the optimizer steps with this batch: it is the last of this rank's share of the round."""
-        return self._coordinator.apart or self._coordinator.need_source().piece().last
+        piece = self._coordinator.need_source().piece()
+        return piece.plan.apart or piece.last
 
     @property
     def met(self) -> bool:

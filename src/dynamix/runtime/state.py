@@ -29,10 +29,13 @@ class SavedState:
     """A state that has been checked, its parts unpacked.
 
     world_size, rank       of the job that saved it, and whose `state_dict()` it is
+    hosts                  `names` of its ranks' hosts, or none where they are not known; `shares`, relative, of all
+                           workers that ever were there, by `hosts.workers_of`
     accumulate, base_batch pieces of a round, and samples per round of all workers at the start (B0)
     progress               `Progress.state_dict()`
     ledger_rounds, ledger_sizes   which samples per round, (entries, W), hold from which round on
-    source                 `kind`, `PLACE` and `ORDER` of the sampler or stream, `cuts` and `regions` of its epoch.
+    source                 `kind`, `PLACE` and `ORDER` of the sampler or stream, `cuts` and `regions` of its epoch,
+                           `lengths`: the checksum of what samples cost, empty where that is not given.
                            `unused` (W,): samples dealt to a rank and left when it met early; see the last of `cuts`
     policy, noise_scale, schedules, hooks   their own states; a hook for every model, in the order of `wrap`
     ranks                  rank -> what is a rank's own: `recorder`, `rng` and `iterable`
@@ -40,6 +43,7 @@ class SavedState:
 
     world_size: int
     rank: int
+    hosts: dict[str, Any]
     accumulate: int
     base_batch: int
     progress: dict[str, Any]
@@ -58,7 +62,7 @@ class SavedState:
         state = {"schema": STATE_SCHEMA, "version": sys.modules["dynamix"].__version__, "checksum": "", **plain}
         for name in _PACKED:
             state[name] = pack(plain[name])
-        state["source"] = {**self.source, "cuts": pack(self.source["cuts"]), "regions": pack(self.source["regions"])}
+        state["source"] = _written(self.source)
         state["checksum"] = checksum(state)
         return state
 
@@ -83,6 +87,7 @@ class SavedState:
 
     def _check(self, workers: int) -> None:
         _whole("rank", self.rank, 0, workers - 1)
+        _hosts(self.hosts, workers)
         _whole("accumulate", self.accumulate, 1, MOST)
         _whole("base_batch", self.base_batch, 1, MOST)
         _progress(self.progress)
@@ -106,7 +111,7 @@ class SavedState:
             _wrong("ranks", sorted(self.ranks), f"rank {self.rank} among them")
 
 
-_PACKED = ("policy", "schedules", "hooks", "ranks")
+_PACKED = ("hosts", "policy", "schedules", "hooks", "ranks")
 
 
 def _require_schema(state: Any) -> None:
@@ -146,9 +151,11 @@ def _progress(progress: Any) -> None:
         _wrong("progress.shared", shared, "one or two entries")
     for entry in shared:
         _numbers("progress.shared", entry)
-        if len(entry) != 3:
-            _wrong("progress.shared", entry, "three numbers: round, noise, signal")
+        if len(entry) not in (3, 4):
+            _wrong("progress.shared", entry, "four numbers: round, noise, signal, interval")
         _whole("progress.shared", entry[0], 0, MOST)
+        if len(entry) == 4:
+            _whole("progress.shared", entry[3], 0, MOST)
 
 
 def _ledger(rounds: Any, sizes: Any, workers: int, pieces: int) -> None:
@@ -165,6 +172,17 @@ def _ledger(rounds: Any, sizes: Any, workers: int, pieces: int) -> None:
             _wrong("ledger_sizes", of, f"multiples of accumulate={pieces}, at least one above 0")
 
 
+def _hosts(hosts: Any, workers: int) -> None:
+    _keys("hosts", hosts, ("names", "shares"))
+    names = _of_type("hosts.names", hosts["names"], list)
+    if set(map(type, names)) - {str} or (names and len(names) != workers):
+        _wrong("hosts.names", names, f"a list of {workers} names, or none")
+    for worker, share in _of_type("hosts.shares", hosts["shares"], dict).items():
+        _of_type("hosts.shares", worker, str)
+        if type(share) is not float or not 0 <= share <= MOST:
+            _wrong(f"hosts.shares[{worker!r}]", share, f"a number from 0 to {MOST}")
+
+
 def _noise(noise: Any) -> None:
     _keys("noise_scale", noise, ("mass", "noise", "signal"))
     for name, value in noise.items():
@@ -173,9 +191,20 @@ def _noise(noise: Any) -> None:
         _wrong("noise_scale", noise, "finite numbers, mass 0 to 1")
 
 
+def _written(source: dict[str, Any]) -> dict[str, Any]:
+    """As `_source` reads it: `lengths` is beside the cuts, so that a state without them is as it ever was."""
+    plain = {name: value for name, value in source.items() if name != "lengths"}
+    cuts = {name: source[name] for name in ("cuts", "lengths")} if source["lengths"] else source["cuts"]
+    return {**plain, "cuts": pack(cuts), "regions": pack(source["regions"])}
+
+
 def _source(given: Any, workers: int) -> dict[str, Any]:
     _keys("source", given, tuple(sorted(("kind", *PLACE, *ORDER, "cuts", "regions"))))
-    source = {**given, "cuts": unpack(given["cuts"], "cuts"), "regions": unpack(given["regions"], "regions")}
+    cuts, lengths = unpack(given["cuts"], "cuts"), ""
+    if isinstance(cuts, dict):
+        _keys("source.cuts", cuts, ("cuts", "lengths"))
+        cuts, lengths = cuts["cuts"], _of_type("source.lengths", cuts["lengths"], str)
+    source = {**given, "cuts": cuts, "lengths": lengths, "regions": unpack(given["regions"], "regions")}
     if source["kind"] not in SOURCES:
         _wrong("source.kind", source["kind"], ", ".join(SOURCES))
     if source["kind"] == "none":
@@ -231,7 +260,7 @@ def _sampler(source: dict[str, Any], workers: int, taken: int) -> None:
 def no_source(workers: int) -> dict[str, Any]:
     """The place of a job that has no sampler yet."""
     place = {"epoch": 0, "position": 0, "rounds": 0, "finished": False, "taken": [0] * workers, "unused": [0] * workers}
-    return {"kind": "none", **place, **dict.fromkeys(ORDER), "cuts": [], "regions": None}
+    return {"kind": "none", **place, **dict.fromkeys(ORDER), "cuts": [], "lengths": "", "regions": None}
 
 
 def source_state(state: dict[str, Any] | None, workers: int, pieces: int) -> tuple[dict[str, Any], Any]:
@@ -243,14 +272,17 @@ def source_state(state: dict[str, Any] | None, workers: int, pieces: int) -> tup
     own["unused"] = state.get("unused", [0] * workers)
     same = {name: state[name] for name in ("epoch", "position", "finished", "taken")}
     order = {name: state.get(name) for name in ORDER} | {"sharded": bool(state.get("sharded", False))}
-    return {**own, **same, **order, "cuts": state.get("cuts", []), "regions": state.get("regions")}, state.get("source")
+    cut = {"cuts": state.get("cuts", []), "lengths": state.get("lengths", ""), "regions": state.get("regions")}
+    return {**own, **same, **order, **cut}, state.get("source")
 
 
 def own_source(source: dict[str, Any], iterable: Any, pieces: int) -> dict[str, Any] | None:
     """The inverse of `source_state`."""
     if source["kind"] == "none":
         return None
-    state = {name: source[name] for name in ("epoch", "position", "finished", "taken", *ORDER, "cuts", "regions")}
+    state = {
+        name: source[name] for name in ("epoch", "position", "finished", "taken", *ORDER, "cuts", "lengths", "regions")
+    }
     return state | {"consumed": source["rounds"] * pieces, "source": iterable}
 
 

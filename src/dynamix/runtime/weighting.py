@@ -1,26 +1,23 @@
 """How a model is connected: weighting in DDP's hook or in the loss, and what each kind of model needs."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from types import SimpleNamespace
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
 from dynamix.data import Piece
-from dynamix.errors import ConfigError, UsageError
+from dynamix.errors import UsageError
 from dynamix.runtime.agreement import Explain, unnamed
 from dynamix.runtime.averaging import average_, broadcast_
-from dynamix.runtime.ending import Ending, wait_for
 from dynamix.runtime.gradients import GradientHook, Share, wipe_nonfinite_
-from dynamix.runtime.groups import new_gloo_group
 from dynamix.runtime.liveness import failed_collective
 from dynamix.runtime.observation import Recorder
 from dynamix.runtime.parameters import ParameterMeeting
+from dynamix.runtime.shards import Shards, gradients_of, is_sharded
 
 
 class Attached:
@@ -30,6 +27,8 @@ class Attached:
         self.model, self.recorder, self.hook = model, recorder, hook
         self.explain: Explain = unnamed
         self.meeting: ParameterMeeting | None = None  # where workers step apart
+        self.apart: Callable[[], bool] = lambda: False  # whether the batch in hand is trained apart
+        self.shards: Shards | None = None  # of a model under FSDP2
         self.exchanges = "none"  # what crosses ranks, and how: the same on all of them
         self.last_weight = 1.0  # n_i/N of the step before the forward that is starting: it produced the buffers
         self._finished: Piece | None = None  # the one whose optimizer step has its gradients as they should be
@@ -44,9 +43,9 @@ class Attached:
         if self.hook is not None:
             self.hook.step_done()
 
-    def before_forward(self) -> None:
+    def before_forward(self, piece: Piece) -> None:
         """A forward pass of training begins. Raises `UsageError` where DDP would fail later without a reason."""
-        if self.meeting is not None:
+        if piece.plan.apart and self.meeting is not None:
             self.meeting.begin()
         ddp, hook = self.model, self.hook
         if hook is None or hook.buckets_seen or not isinstance(ddp, DistributedDataParallel):
@@ -55,10 +54,16 @@ class Attached:
             do = "leave no_sync() out in the first optimizer step, or call controller.warm_up(forward_backward)"
             raise UsageError(f"DDP(static_graph=True) needs a first backward that synchronises: {do}")
 
+    @contextmanager
+    def local_passes(self, *, by_size: bool) -> Iterator[None]:
+        """Inside, gradients stay on the rank. `by_size`: ranks have unlike numbers of these passes."""
+        with getattr(self.model, "no_sync", nullcontext)():
+            yield
+
     @torch.no_grad()
     def scale_gradients(self, factor: float) -> None:
         """Multiply what has accumulated in `.grad`; 0 zeroes it, whatever it holds."""
-        for gradient in _gradients(self.model):
+        for gradient in gradients_of(self.model):
             gradient.mul_(factor) if factor else gradient.zero_()
 
     @torch.no_grad()
@@ -70,7 +75,7 @@ class Attached:
         the loop leaves `no_sync` out, by the union's. `applied` is the weight that was in the loss, if it was weighted
         there. Raises `UsageError` where the two cannot be told apart.
         """
-        if self.meeting is not None:
+        if piece.plan.apart:
             return  # every piece has a step of its own
         plan, now, following = piece.plan, piece.samples, piece.following
         reductions = 0 if self.hook is None else self.hook.reductions
@@ -85,7 +90,7 @@ class Attached:
         if applied is not None:
             if now == 0 and self.hook is not None:
                 # A loss times 0 has a zero gradient, but where the placeholder's own was not finite 0 * NaN remained.
-                for gradient in _gradients(self.model):
+                for gradient in gradients_of(self.model):
                     wipe_nonfinite_(gradient)
         elif following and now != following:
             self.scale_gradients(now / following)
@@ -136,16 +141,13 @@ class Attached:
         return type(self if self.hook is None else self.hook.inner_state).__name__
 
     def state_dict(self) -> dict[str, Any]:
-        owner = self.hook or self.meeting
-        return {} if owner is None else owner.state_dict()
+        states = [owner.state_dict() for owner in (self.hook, self.meeting) if owner is not None]
+        return {name: value for state in states for name, value in state.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state and (owner := self.hook or self.meeting) is not None:
-            owner.load_state_dict(state)
-
-
-def _gradients(model: nn.Module) -> list[Tensor]:
-    return [p.grad for p in model.parameters() if p.grad is not None]
+        for owner in (self.hook, self.meeting):
+            if state and owner is not None:
+                owner.load_state_dict(state)
 
 
 def attach(
@@ -156,17 +158,10 @@ def attach(
     hook: Callable[[Any, Any], Any] | None,
     hook_state: Any,
     scaler: Any,
-    weighting: Literal["hook", "loss"],
+    weighting: Literal["hook", "loss", "given"],
     batchnorm: Literal["rank0", "weighted"],
 ) -> Attached:
     """Connect `model`; the arguments are `Controller.wrap`'s. Raises `UsageError` naming what the model needs."""
-    choices = ("weighting", weighting, ("hook", "loss")), ("batchnorm", batchnorm, ("rank0", "weighted"))
-    for name, value, allowed in choices:
-        if value not in allowed:
-            raise ConfigError(name, value, " or ".join(allowed), "check the spelling")
-    if isinstance(getattr(model, "_orig_mod", None), DistributedDataParallel):
-        ways = "torch.compile(controller.wrap(DDP(net), optimizer)), or compile inside, DDP(torch.compile(net))"
-        raise UsageError(f"the model is torch.compile(DDP(...)), which hides DDP's hook: wrap first, {ways}")
     alone = group is None or dist.get_world_size(group) == 1
     if weighting == "hook" and not alone and (reason := _needs_loss_side(model)) is not None:
         fix = "pass wrap(..., weighting='loss') and call controller.weight(loss).backward() in the loop"
@@ -197,6 +192,8 @@ def _exchange_buffers(model: DistributedDataParallel, attached: Attached, exchan
     from torch.nn.parallel.distributed import _BufferCommHookLocation
 
     def hook(state: Any, buffers: dict[str, Tensor]) -> None:
+        if model.training and torch.is_grad_enabled() and attached.apart():
+            return  # DDP asks for it before the first of several passes that cross nothing
         try:
             with attached.recorder.timer.exchanging():
                 exchange(buffers)
@@ -233,158 +230,13 @@ def _averaging(
     return average
 
 
-def is_sharded(module: nn.Module) -> bool:
-    """Whether FSDP (`fully_shard` or `FullyShardedDataParallel`) holds this module's parameters."""
-    # Asked by name: importing `torch.distributed.fsdp` takes a third of the time that `import torch` takes.
-    kinds = {kind.__name__ for kind in type(module).__mro__ if kind.__module__.startswith("torch.distributed.")}
-    return not kinds.isdisjoint(("FSDPModule", "FullyShardedDataParallel"))
-
-
 def _needs_loss_side(model: nn.Module) -> str | None:
     if is_sharded(model):
-        return "FSDP reduces gradients without a communication hook of DDP's"
+        return "FullyShardedDataParallel reduces gradients where no weight can enter, unlike fully_shard()"
+    if any(is_sharded(module) for module in model.modules()):
+        return "FSDP holds a part of the model only: call fully_shard() on the whole model, too"
     if any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
         return "SyncBatchNorm's backward mixes gradients of all ranks before any communication hook sees them"
     if not isinstance(model, DistributedDataParallel):
         return f"{type(model).__name__} is not a DistributedDataParallel model, so it has no communication hook"
     return None
-
-
-class LossWeight:
-    """The loss side: loss * n_i * W / N, with N from the sample plan or, for given counts, from an all-reduce.
-
-    For counts, N is not known when backward starts. The loss then carries n_i * W / N_ref, N_ref being the last step's;
-    when backward has ended, before the user's unscale or clipping, gradients are multiplied by N_ref / N.
-    """
-
-    def __init__(self, group: dist.ProcessGroup | None, accumulate: int) -> None:
-        self.group, self.accumulate = group, accumulate
-        self.explain: Explain = unnamed
-        self.ending: Ending | None = None  # set by the owner
-        self.workers = 1 if group is None else dist.get_world_size(group)
-        self.applied: float | Tensor | None = None
-        self.required = self._paused = False
-        self._model: nn.Module | None = None
-        self._counts_group: dist.ProcessGroup | None = None
-        self.held: float | Tensor = 1.0  # what the gradient of this rank's pieces so far is over its mean
-        self._reference: Tensor | None = None
-        self._own: Tensor | None = None  # counts of this rank's pieces so far, where shares are cut by size
-        self._counted: list[tuple[Tensor, Any]] = []
-
-    def bind(self, model: nn.Module, *, required: bool) -> None:
-        self._model, self.required = model, required
-
-    def sum_async(self, values: Tensor) -> Any:
-        """Start summing `values` in place over workers; returns a handle with `wait()`. A collective call."""
-        if self.group is None:
-            return SimpleNamespace(wait=lambda: None)
-        if values.device.type == "cpu" and self._counts_group is None:
-            self._counts_group = new_gloo_group(dist.get_process_group_ranks(self.group))
-        group = self._counts_group if values.device.type == "cpu" else self.group
-        return _Sum(dist.all_reduce(values, group=group, async_op=True), self)
-
-    def apply(self, loss: Tensor, piece: Piece, count: float | Tensor | None) -> Tensor:
-        """The weighted loss of this micro-batch; see `Controller.weight`."""
-        if self._paused:
-            return loss
-        if self.applied is not None:
-            raise UsageError("weight() was called twice for one batch: call controller.step() after each batch")
-        if count is None:
-            self.applied = piece.samples * self.workers * self.accumulate / piece.plan.samples
-            self._hold(piece, self.applied)
-            return loss * self.applied
-        if not isinstance(count, Tensor) and not count >= 0:
-            raise ConfigError("count", count, "0 or more", "pass the divisor of this mean loss")
-        given = torch.as_tensor(count, dtype=torch.float64)  # on the device it came on, also on an idle rank
-        return self._apply_counted(loss, piece, given if piece.samples else torch.zeros_like(given))
-
-    def _hold(self, piece: Piece, applied: float | Tensor) -> None:
-        self.held = applied + self.held if piece.by_size and piece.number else applied
-
-    def _apply_counted(self, loss: Tensor, piece: Piece, count: Tensor) -> Tensor:
-        if piece.by_size:
-            return self._apply_summed(loss, piece, count)
-        while piece.number == 0 and self._counted:  # an accumulation that was broken off leaves counts behind
-            self._counted.pop(0)[1].wait()
-        total = count.detach().clone()
-        handle = self.sum_async(total)
-        self._counted.append((total, handle))
-        if self._reference is None or (piece.number == 0 and self._reference.device != total.device):
-            handle.wait()
-            self._reference = total.clone()
-        weight = count * self.workers / self._reference
-        self.applied = weight if piece.samples else 0.0
-        self._hold(piece, self.applied)
-        if piece.last:
-            counted, self._counted = self._counted, []
-            self._correct_after(loss, self._reference, counted)
-        return loss * weight.to(loss.dtype).to(loss.device)
-
-    def _apply_summed(self, loss: Tensor, piece: Piece, count: Tensor) -> Tensor:
-        """Ranks have unlike numbers of pieces, so counts travel once, with the last."""
-        self._own = count if piece.number == 0 or self._own is None else self._own + count
-        reference = torch.tensor(float(piece.plan.samples), dtype=count.dtype, device=count.device)
-        weight = count * self.workers / reference
-        self.applied = weight if piece.samples else 0.0
-        self._hold(piece, self.applied)
-        if piece.last:
-            total = self._own.detach().clone()
-            self._correct_after(loss, reference, [(total, self.sum_async(total))])
-        return loss * weight.to(loss.dtype).to(loss.device)
-
-    def _correct_after(self, loss: Tensor, reference: Tensor, counted: list[tuple[Tensor, Any]]) -> None:
-        def at_end() -> None:
-            # Queued once more, so that it runs after DDP's and FSDP's own callbacks have finished the gradients.
-            Variable._execution_engine.queue_callback(lambda: self._correct(reference, counted))
-
-        loss.register_hook(lambda gradient: Variable._execution_engine.queue_callback(at_end))
-
-    def _correct(self, reference: Tensor, counted: list[tuple[Tensor, Any]]) -> None:
-        for _, handle in counted:
-            handle.wait()
-        total = torch.stack([value for value, _ in counted]).mean()
-        self._reference = total
-        if self._model is None:
-            return
-        factor = reference / total
-        with torch.no_grad():
-            for gradient in _gradients(self._model):
-                gradient.mul_(factor.to(gradient.dtype).to(gradient.device))
-
-    def close(self) -> list[dist.ProcessGroup]:
-        """Let go of the group that counts travel in, and return it."""
-        group, self._counts_group, self.ending = self._counts_group, None, None
-        self._counted.clear()
-        return [] if group is None else [group]
-
-    def take(self) -> float | Tensor | None:
-        """At the end of a micro-step: the weight that was applied, None if none was. Raises if one was required."""
-        if self.required and self.applied is None:
-            fix = "call controller.weight(loss).backward() instead of loss.backward()"
-            raise UsageError(f"wrap(weighting='loss') was chosen, but this batch's loss was not weighted: {fix}")
-        applied, self.applied = self.applied, None
-        return applied
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        self._paused = True
-        try:
-            yield
-        finally:
-            self._paused = False
-
-
-class _Sum:
-    """A sum over ranks under way."""
-
-    def __init__(self, work: Any, owner: LossWeight) -> None:
-        self._work, self._owner = work, owner
-
-    def wait(self) -> None:
-        """Raises what another rank ends the job with meanwhile, and `WorkerLostError` where one is lost."""
-        try:
-            wait_for(self._work, self._owner.ending)
-        except RuntimeError as error:
-            if not failed_collective(error):
-                raise
-            raise self._owner.explain(error, "the ranks could not add their counts") from error

@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 
 from dynamix.errors import ConfigError
 from dynamix.policies import Policy
-from dynamix.runtime.arguments import job_bounds
+from dynamix.runtime.arguments import job_bounds, starting_sizes
+from dynamix.runtime.job import fixed_at
 from dynamix.runtime.parameters import Averaging
 from dynamix.simulator.clusters import Clusters
 from dynamix.virtual.union_gradient import Indices, Load
@@ -34,26 +35,26 @@ def check_model(model: nn.Module, optimizer: Optimizer) -> None:
         raise ConfigError("optimizer", type(optimizer).__name__, "one that holds the model's parameters", fix)
 
 
-def meets_over_parameters(meet: str, rounds: str, averaging: Averaging | None, policy: Policy) -> bool:
-    """Whether. Raises `ConfigError` for another way, and for what does not go with the one that is given."""
-    if meet not in ("gradients", "parameters"):
-        raise ConfigError("meet", meet, "'gradients' or 'parameters'", "check the spelling")
+def check_meeting(meet: str, rounds: str, averaging: Averaging | None, policy: Policy) -> None:
+    """Raise `ConfigError` for an unknown way to meet, and for what does not go with the one that is given."""
+    if meet not in ("gradients", "parameters", "auto"):
+        raise ConfigError("meet", meet, "'gradients', 'parameters' or 'auto'", "check the spelling")
     if rounds not in ("fixed", "adaptive"):
         raise ConfigError("rounds", rounds, "'fixed' or 'adaptive'", "check the spelling")
-    apart = meet == "parameters"
-    if rounds == "adaptive" and not apart:
+    if rounds == "adaptive" and meet != "parameters":
         fix = "say meet='parameters', or widen bounds: over gradients they say how the global batch moves"
-        raise ConfigError("rounds", rounds, "'fixed' where workers meet over gradients", fix)
-    if averaging is not None and not apart:
+        if meet == "auto":
+            fix = "leave rounds out: with meet='auto' they are as what is measured says"
+        raise ConfigError("rounds", rounds, "'fixed' unless workers always meet over parameters", fix)
+    if averaging is not None and meet == "gradients":
         fix = "say meet='parameters', or leave averaging out"
         raise ConfigError("averaging", averaging, "None where workers meet over gradients", fix)
     if averaging is not None and (averaging.early or averaging.overlap):
         fix = "leave early and overlap out: the virtual clock has no links, and no worker that stalls"
         raise ConfigError("averaging", averaging, "one whose workers meet after their shares, and wait", fix)
-    if apart and rounds == "fixed" and getattr(policy, "even", False):
+    if meet != "gradients" and rounds == "fixed" and getattr(policy, "even", False):
         fix = "take lb_bsp or goodput"
         raise ConfigError("policy", type(policy).__name__, "one that moves shares in rounds of a fixed size", fix)
-    return apart
 
 
 def bounds_apart(
@@ -77,8 +78,19 @@ def _check_width(bounds: Bounds | None, workers: int) -> None:
         raise ConfigError("shape of bounds", bounds.low.shape, f"({workers},), one per worker", fix)
 
 
-def bounds_of_job(bounds: Bounds | None, clusters: Clusters, batch_size: int) -> Bounds:
-    """The given or default bounds of workers that meet over gradients."""
+def bounds_of_job(
+    bounds: Bounds | None, clusters: Clusters, batch_size: int, *, fixed: bool = False
+) -> tuple[Bounds, Ints]:
+    """The given or default bounds of workers that meet over gradients, and their first allocation.
+
+    fixed   the global batch stays what it is at the start
+    """
+    given = _given_or_usual(bounds, clusters, batch_size)
+    start = starting_sizes(batch_size, given)
+    return (fixed_at(given, int(start.sum())) if fixed else given), start
+
+
+def _given_or_usual(bounds: Bounds | None, clusters: Clusters, batch_size: int) -> Bounds:
     workers, cap = clusters.shape[1], clusters.memory_cap
     _check_width(bounds, workers)
     if bounds is None:

@@ -15,31 +15,40 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import default_collate
 
+from dynamix.data import StepPlan
+from dynamix.data.lengths import Lengths
 from dynamix.errors import ConfigError
 from dynamix.events.records import EventLog
 from dynamix.model.rounds import RoundSize
+from dynamix.model.ways import Ways
 from dynamix.policies import Policy
 from dynamix.policies.protocol import boundary
 from dynamix.runtime import random_state
 from dynamix.runtime.agreement import Channel, Message
-from dynamix.runtime.arguments import check_counts, policy_of, starting_sizes
+from dynamix.runtime.arguments import (
+    check_counts,
+    check_interval,
+    costs_by_length,
+    paced,
+    policy_of,
+)
 from dynamix.runtime.coordinator import Coordinator
 from dynamix.runtime.decision import Decider, recorded
 from dynamix.runtime.job import Closing, JobFacts
+from dynamix.runtime.loss_weight import LossWeight
 from dynamix.runtime.observation import Recorder
 from dynamix.runtime.parameters import Averaging
 from dynamix.runtime.scaling import SampleSchedule
-from dynamix.runtime.weighting import LossWeight
 from dynamix.simulator.clusters import Clusters
 from dynamix.simulator.env import ClusterEnv
 from dynamix.simulator.rounds import RoundApart
 from dynamix.virtual.arguments import (
     bounds_apart,
     bounds_of_job,
+    check_meeting,
     check_model,
     costs_of,
     loader_of,
-    meets_over_parameters,
 )
 from dynamix.virtual.replicas import Replicas
 from dynamix.virtual.run import Snapshot, Step, VirtualRun
@@ -53,11 +62,11 @@ class VirtualCluster:
 
     The applied gradient is the weighted all-reduce's (`UnionGradient`). With meet="parameters" there is none: replicas
     of model and optimizer step apart and become one (`Replicas`), `model` and `optimizer` being the first worker's, and
-    what this class calls a step is a round. Sample order, windows, the moment at which a decision applies,
-    learning-rate rules and events.jsonl come from the same code as in a live job, and the same allocations give the
-    same losses within float error; with dropout, losses of the same kind, as masks come from one stream instead of one
-    per rank. Evaluation and data loading take no time of this clock, deciding none unless the world says so
-    (`ClusterEnv.decided`).
+    what this class calls a step is a round. With meet="auto" both occur. Sample order, windows, the moment at which a
+    decision applies, learning-rate rules and events.jsonl come from the same code as in a live job, and the same
+    allocations give the same losses within float error; with dropout, losses of the same kind, as masks come from one
+    stream instead of one per rank. Evaluation and data loading take no time of this clock, deciding none unless the
+    world says so (`ClusterEnv.decided`).
 
     model, optimizer   as for one process (no DDP)
     loss               loss(model(inputs), target): mean over the batch
@@ -70,13 +79,14 @@ class VirtualCluster:
     seed               of the sample order, of all random numbers of training, and of a world made from `Clusters`
     sample_costs       (n,) what each sample of `dataset` costs beside being one, e.g. its tokens; a world that knows
                        such costs then charges each worker for its own samples (`ClusterEnv.charge`)
-    meet               "gradients" or "parameters", as in `Controller`
+    lengths, padded    as in `Controller.batch_sampler`: what the job knows of `sample_costs`, or of anything else
+    meet               "gradients", "parameters" or "auto", as in `Controller`
     micro_batch        most samples that pass through the model at once: a matter of memory only, so with BatchNorm
                        shares are never cut. With meet="parameters" it is the piece, as in `Controller`: the samples of
                        an optimizer step, less where the simulated memory holds less
     rounds             with meet="parameters": "fixed", a round has the samples of the first, `batch_size` a worker; or
                        "adaptive", their number follows from what is measured, as with global_batch="adaptive" live
-    averaging          with meet="parameters": how models become one, as in `Controller.wrap`
+    averaging          unless meet="gradients": how models become one, as in `Controller.wrap`
     events             file that gets one JSON line per window; `time_s` is the virtual clock's
     replay             events file of an earlier run, live or virtual, whose allocations are applied; policy and
                        interval must be that run's, so that windows close at the same steps
@@ -105,11 +115,13 @@ class VirtualCluster:
         policy: str | Policy = "dynamix",
         batch_size: int = 128,
         bounds: Bounds | None = None,
-        interval: int = 10,
+        interval: int | Literal["auto"] = 10,
         lr_rule: str = "auto",
         seed: int = 0,
         sample_costs: ArrayLike | None = None,
-        meet: Literal["gradients", "parameters"] = "gradients",
+        lengths: Lengths | None = None,
+        padded: bool = False,
+        meet: Literal["gradients", "parameters", "auto"] = "gradients",
         micro_batch: int = 1024,
         rounds: Literal["fixed", "adaptive"] = "fixed",
         averaging: Averaging | None = None,
@@ -117,31 +129,37 @@ class VirtualCluster:
         events: str | os.PathLike[str] | None = None,
         replay: str | os.PathLike[str] | None = None,
     ) -> None:
-        check_counts(batch_size=batch_size, interval=interval, micro_batch=micro_batch)
+        check_counts(batch_size=batch_size, micro_batch=micro_batch)
         check_model(model, optimizer)
         if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
             fix = "read an iterable data set into a list first"
             raise ConfigError("dataset", type(dataset).__name__, "one with a length and indices", fix)
-        self.policy, self.world = policy_of(policy), one_world(clusters, seed)
+        asked = policy_of(policy)
+        check_interval(interval, asked)
+        (self.policy, first), self.world = paced(asked, interval), one_world(clusters, seed)
         self._sample_costs = None if sample_costs is None else costs_of(sample_costs, len(dataset))
         self._workers = VirtualWorkers(self.world)
         self.model, self.optimizer, self.interval = model, optimizer, interval
-        apart = meets_over_parameters(meet, rounds, averaging, self.policy)
-        load = loader_of(dataset, collate_fn)
-        self._way: UnionGradient | Replicas
+        check_meeting(meet, rounds, averaging, self.policy)
+        apart, either = meet == "parameters", meet == "auto"
+        load, piece = loader_of(dataset, collate_fn), micro_batch if apart else batch_size
         if apart:
             limits, start = bounds_apart(bounds, self._workers.count, batch_size, micro_batch, rounds)
-            most = self._workers.most(micro_batch)
-            how, recorders = averaging or Averaging(), self._workers.recorders
-            self._way = Replicas(model, optimizer, loss, load, recorders=recorders, most=most, averaging=how)
         else:
-            limits = bounds_of_job(bounds, self.world.clusters, batch_size)
-            start = starting_sizes(batch_size, limits)
-            self._way = UnionGradient(model, loss, load, micro_batch=micro_batch)
+            limits, start = bounds_of_job(bounds, self.world.clusters, batch_size, fixed=either)
+        self._union = None if apart else UnionGradient(model, loss, load, micro_batch=micro_batch)
+        self._replicas: Replicas | None = None
+        if meet != "gradients":
+            most, recorders, how = self._workers.most(piece), self._workers.recorders, averaging or Averaging()
+            self._replicas = Replicas(
+                model, optimizer, loss, load, recorders=recorders, most=most, averaging=how, at_times=either
+            )
         per_epoch = boundary(self.policy) == "epoch"
         slack = 0 if per_epoch else min(self.world.delay, 1)
-        size = RoundSize(float(micro_batch)) if rounds == "adaptive" else None
-        job = JobFacts(limits, int(start.sum()), slack=slack, fixed=apart and size is None, rounds=size)
+        size: RoundSize | Ways | None = RoundSize(float(micro_batch)) if rounds == "adaptive" else None
+        if either:
+            size = Ways(int(start.sum()), start.size)
+        job = JobFacts(limits, int(start.sum()), slack=slack, fixed=either or (apart and size is None), rounds=size)
         job.limit_to(len(dataset))
         # A delay above one step is what a loader's workers prefetch: steps issued under the old allocation.
         self._ahead = 0 if per_epoch else max(self.world.delay - 1, 0)
@@ -155,17 +173,20 @@ class VirtualCluster:
             channel,
             start,
             LossWeight(None, 1),
-            interval=interval,
+            interval=first,
             lr_rule=lr_rule,
             micro_batch=micro_batch if apart else None,
-            apart=apart,
+            apart_from=0 if apart else None,
         )
-        for each in self._way.optimizers if isinstance(self._way, Replicas) else (optimizer,):
+        for each in (optimizer,) if self._replicas is None else self._replicas.optimizers:
             coordinator.rates.add(each)
-        if isinstance(self._way, Replicas):
-            self._way.follow_piece = coordinator.rates.follow_piece
+        if self._replicas is not None:
+            self._replicas.follow_piece = coordinator.rates.follow_piece
+            coordinator.payload = lambda: self._replicas.payload if self._replicas is not None else 1.0
         coordinator.recorder = self._recorder = _AllRecorders(self._workers, job)
-        self._sampler = coordinator.sampler(len(dataset), seed=seed)
+        one_total = bool(limits.total_low == limits.total_high)
+        costs = costs_by_length(lengths, padded, len(dataset), apart=meet != "gradients", fixed=one_total)
+        self._sampler = coordinator.sampler(len(dataset), seed=seed, costs=costs)
         self._sampler.micro_batch = None  # all workers' shares of a round at once
         self._rng = random_state.capture()
         with self._own_random():
@@ -266,19 +287,22 @@ class VirtualCluster:
         apart: RoundApart | None = None
         global_sq: float | None = None
         with self._own_random():
-            if isinstance(self._way, Replicas):
-                seen, apart = self._way(shares)
-            else:
+            if plan.apart and self._replicas is not None:
+                seen, apart = self._replicas(shares)
+            elif self._union is not None:
                 norms = self._workers.norms_due()
-                seen = self._way(shares, placeholder=placeholder, norms=norms)
-                global_sq = self._way.norm_sq() if norms else None
-                coordinator.observe_pair(self._way.parameters, plan.samples)
+                seen = self._union(shares, placeholder=placeholder, norms=norms)
+                global_sq = self._union.norm_sq() if norms else None
+                if self._workers.count == 1:
+                    coordinator.observe_pair(self._union.parameters, plan.samples)
+                if self._replicas is not None:
+                    self._replicas.together()
                 self.optimizer.step()
                 self.optimizer.zero_grad()
         costs = self._sample_costs
         charged = None if costs is None else np.array([costs[share].sum() for share in shares])
         busy_s, whole_s = self._workers.spend(plan, charged, apart)
-        self._recorder.of_step = busy_s, whole_s, seen, global_sq
+        self._recorder.of_step = plan, busy_s, whole_s, seen, global_sq
         self._sampler.consume()
         coordinator.step_done(plan, ahead=self._ahead)
         if coordinator.channel.pending:  # this step closed a window
@@ -317,12 +341,14 @@ class _AllRecorders(Recorder):
     def __init__(self, workers: VirtualWorkers, job: JobFacts) -> None:
         super().__init__(torch.device("meta"))
         self.workers, self.job = workers, job
-        self.of_step: tuple[Floats, float, Shares, float | None]  # what `VirtualWorkers.record` takes
+        self.of_step: tuple[StepPlan, Floats, float, Shares, float | None]  # what `VirtualWorkers.record` takes
 
     def add(self, name: str, value: Tensor | float, *, part: int = 0, weight: float = 1.0) -> None:
         self.workers.recorders[0].add(name, float(value), part=part, weight=weight)
 
-    def step_done(self, *, keep: bool, first_of_epoch: bool, scale: float = 1.0) -> None:
+    def step_done(
+        self, *, keep: bool, first_of_epoch: bool, scale: float = 1.0, dealt: tuple[float, float] | None = None
+    ) -> None:
         self.workers.record(*self.of_step, keep=keep, first_of_epoch=first_of_epoch)
         self.steps = self.workers.recorders[0].steps
 

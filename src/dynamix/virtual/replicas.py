@@ -34,6 +34,7 @@ class Replicas:
     load       indices -> (inputs, targets), already collated
     recorders  of the workers, which are told of their noise scale
     most       samples of a piece, by worker
+    at_times   the first one is trained by others too, and then the replicas go on from what it is
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class Replicas:
         recorders: Sequence[Recorder],
         most: Sequence[int],
         averaging: Averaging,
+        at_times: bool = False,
     ) -> None:
         trained = [p for p in model.parameters() if p.requires_grad]
         if not trained:
@@ -56,9 +58,22 @@ class Replicas:
         self._hall = Hall(len(recorders))
         pairs = [(model, optimizer), *(copy.deepcopy((model, optimizer)) for _ in recorders[1:])]
         self._all = [
-            _Replica(*pair, averaging, workers, recorder)
+            _Replica(*pair, averaging, workers, recorder, at_times=at_times)
             for pair, workers, recorder in zip(pairs, self._hall.workers, recorders, strict=True)
         ]
+
+        self._together = at_times  # the first one has gone on alone
+
+    def together(self) -> None:
+        """A step over gradients begins, which the first replica takes for all."""
+        if not self._together:
+            self._hall.meet(replica.meeting.rejoining() for replica in self._all)
+            self._together = True
+
+    @property
+    def payload(self) -> float:
+        """Bytes that a meeting moves, over those of a gradient."""
+        return self._all[0].meeting.payload
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -68,6 +83,10 @@ class Replicas:
     def __call__(self, shares: Sequence[Indices]) -> tuple[list[list[ShareSeen]], RoundApart]:
         """A round on the workers' `shares`: what each saw of its pieces, and what it takes a simulated cluster."""
         first = self._all[0].optimizer
+        if self._together:
+            for replica in self._all[1:]:
+                replica.go_on_from(self._all[0])
+            self._together = False
         seen = []
         for replica, share, most in zip(self._all, shares, self.most, strict=True):
             replica.follow(first)
@@ -103,10 +122,19 @@ class _Replica:
     """One worker's model and optimizer, and its side of the meetings."""
 
     def __init__(
-        self, model: nn.Module, optimizer: Optimizer, how: Averaging, workers: Workers, recorder: Recorder
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        how: Averaging,
+        workers: Workers,
+        recorder: Recorder,
+        *,
+        at_times: bool,
     ) -> None:
         self.model, self.optimizer, self.recorder = model, optimizer, recorder
-        self.meeting = ParameterMeeting(model, how, workers, workers, scaler=None)
+        self.meeting = ParameterMeeting(model, how, workers, workers, scaler=None, at_times=at_times)
+        if at_times:  # which steps are apart is known by who trains
+            self.meeting.before_step = lambda: None
         self.meeting.add_optimizer(optimizer)
         self._pairs = ConsecutiveNoise(NOISE_EVERY)
 
@@ -114,6 +142,21 @@ class _Replica:
         """Take over the settings of the first worker's optimizer: a scheduler may have changed them."""
         for own, group in zip(self.optimizer.param_groups, first.param_groups, strict=True):
             own.update({name: value for name, value in group.items() if name != "params"})
+
+    @torch.no_grad()
+    def go_on_from(self, first: _Replica) -> None:
+        """Parameters, buffers and what the optimizer remembers become those of `first`."""
+        mine, theirs = self.model, first.model
+        for own, other in zip(
+            (*mine.parameters(), *mine.buffers()), (*theirs.parameters(), *theirs.buffers()), strict=True
+        ):
+            own.copy_(other)
+        parameters = ([p for g in o.param_groups for p in g["params"]] for o in (self.optimizer, first.optimizer))
+        for own, other in zip(*parameters, strict=True):
+            if other in first.optimizer.state:
+                self.optimizer.state[own] = copy.deepcopy(first.optimizer.state[other])
+            else:
+                self.optimizer.state.pop(own, None)
 
     def observe_pair(self, samples: int) -> None:
         """The noise scale, from this worker's gradients that follow each other."""

@@ -76,16 +76,24 @@ class VirtualWorkers:
         return self.recorders[0].norms_due()
 
     def record(
-        self, busy_s: Floats, whole_s: float, seen: Shares, global_sq: float | None, *, keep: bool, first_of_epoch: bool
+        self,
+        plan: StepPlan,
+        busy_s: Floats,
+        whole_s: float,
+        seen: Shares,
+        global_sq: float | None,
+        *,
+        keep: bool,
+        first_of_epoch: bool,
     ) -> None:
-        """One optimizer step in every worker's recorder; the clock stands at its end afterwards.
+        """The optimizer step of `plan` in every worker's recorder; the clock stands at its end afterwards.
 
         global_sq   |g|^2, None where norms were not due
         """
         begin = self.time.now_s
         if keep:
             self._busy_s, self._whole_s = self._busy_s + busy_s, self._whole_s + whole_s
-        for recorder, own_s, pieces in zip(self.recorders, busy_s.tolist(), seen, strict=True):
+        for rank, (recorder, own_s, pieces) in enumerate(zip(self.recorders, busy_s.tolist(), seen, strict=True)):
             self.time.now_s = begin
             recorder.timer.forward_started()
             self.time.now_s = begin + own_s
@@ -100,7 +108,7 @@ class VirtualWorkers:
                     recorder.observe(None, piece.logits, piece.target, samples=piece.samples)
             if global_sq is not None:
                 recorder.add("global_sq", global_sq)
-            recorder.step_done(keep=keep, first_of_epoch=first_of_epoch)
+            recorder.step_done(keep=keep, first_of_epoch=first_of_epoch, dealt=plan.dealt_to(rank))
 
     def rows(self, sizes: Ints, *, issued: int) -> Floats:
         """Close the window: the rows (W, n) that `observation.assemble` takes."""

@@ -10,11 +10,13 @@ from torch.optim import Optimizer
 from dynamix.errors import ConfigError, UsageError
 from dynamix.runtime.arguments import open_control_group
 from dynamix.runtime.control import ControlGroup
+from dynamix.runtime.loss_weight import LossWeight
 from dynamix.runtime.memory.exit_advice import ExitNote
 from dynamix.runtime.memory.gauge import Gauge, is_out_of_memory
 from dynamix.runtime.memory.limits import LimitSearch, within
 from dynamix.runtime.memory.retry import RetryingBackward
-from dynamix.runtime.weighting import Attached, LossWeight, is_sharded
+from dynamix.runtime.shards import is_sharded
+from dynamix.runtime.weighting import Attached
 from dynamix.window import Bounds, Ints
 
 __all__ = ["ExitNote", "Memory", "is_out_of_memory", "within"]

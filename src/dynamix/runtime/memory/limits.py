@@ -13,10 +13,11 @@ from torch.optim import SGD, Optimizer
 from dynamix.errors import ConfigError, UsageError
 from dynamix.runtime import random_state
 from dynamix.runtime.control import ControlGroup
+from dynamix.runtime.loss_weight import LossWeight
 from dynamix.runtime.memory.agree import all_of, raise_for
 from dynamix.runtime.memory.batches import resized
 from dynamix.runtime.memory.gauge import Gauge, is_out_of_memory, release
-from dynamix.runtime.weighting import Attached, LossWeight
+from dynamix.runtime.weighting import Attached
 from dynamix.window import Bounds, Ints
 
 

@@ -1,0 +1,201 @@
+"""Shares of one global batch for replicas that come and go between rounds, decided alike on each of them."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dynamix.data.cutting import next_group
+from dynamix.data.plan import pieces_of
+from dynamix.errors import ConfigError, UsageError
+from dynamix.policies.protocol import boundary
+from dynamix.projection import project
+from dynamix.runtime.arguments import check_counts, policy_of
+from dynamix.runtime.job import fixed_at
+from dynamix.window import Bounds, Floats, Ints, Window
+
+_UNKNOWN = -1.0  # samples of a replica that has trained nothing so far
+
+
+class ReplicaShares:
+    """What a replica trains next, where there is no process group of all of them: fault-tolerant training.
+
+    Every replica holds one, with the same arguments. In `meet` they tell each other what they trained and how long it
+    took; each then asks its own policy the same question. The global batch stays what it is, however many replicas
+    there are. What `deal` gives counts as trained once `done` says that it was committed: a round that failed is dealt
+    again, to whoever is there then. So each sample comes once an epoch, and all replicas hold the same state after a
+    round that all committed. One that was not there loads it from another.
+
+    samples      in the data set
+    batch_size   samples of a round, all replicas together
+    policy       as of `Controller`; it sees times of computing only. It must decide by windows
+    interval     rounds between decisions. Where replicas come or go, shares follow at once
+    low, high    samples of a replica and round; None: no upper bound
+    seed, shuffle   of the order of samples, as in `Controller.batch_sampler`
+    device       on which replicas tell each other; "cuda" where they meet through NCCL
+
+    Raises `ConfigError` for a policy that gives all the same or decides once an epoch, and for sizes below 1.
+
+    >>> shares = ReplicaShares(10, 4, shuffle=False)
+    >>> shares.meet(0, 1, average=lambda told: None)
+    >>> shares.deal(), shares.weight
+    ([0, 1, 2, 3], 1.0)
+    >>> shares.done(committed=True), shares.position
+    (True, 4)
+    """
+
+    def __init__(
+        self,
+        samples: int,
+        batch_size: int,
+        *,
+        policy: str = "lb_bsp",
+        interval: int = 5,
+        low: int = 1,
+        high: int | None = None,
+        seed: int = 0,
+        shuffle: bool = True,
+        device: str = "cpu",
+    ) -> None:
+        check_counts(samples=samples, batch_size=batch_size, interval=interval)
+        self._name, self._policy = policy, policy_of(policy)
+        if getattr(self._policy, "even", False) or boundary(self._policy) == "epoch":
+            raise ConfigError("policy", policy, "one that moves shares between windows", "take lb_bsp or static")
+        if batch_size > samples:
+            raise ConfigError("batch_size", batch_size, f"1 to {samples}, the size of the data set", "lower it")
+        self.samples, self.batch_size, self.interval = samples, batch_size, interval
+        self.low, self.high, self.seed, self.shuffle = low, high or batch_size, seed, shuffle
+        self.device = device
+        self.epoch = self.position = self.rounds = 0
+        self.sizes: Ints = np.zeros(0, dtype=np.int64)  # (W,) in force; empty before the first meeting
+        self.counts: Ints = self.sizes  # (W,) of the round that was dealt
+        self.rank: int | None = None
+        self.weight = 1.0  # by which this replica's part enters a plain mean over replicas
+        self._seen: Floats = np.zeros((2, 0))  # samples and seconds (2, W) since the last decision
+        self._dealt, self._own = 0, (_UNKNOWN, 0.0)
+        self._began: float | None = None
+        self._order: tuple[int, Ints] | None = None
+        self._kept = self._state()
+
+    def meet(self, rank: int | None, workers: int, average: Callable[[Tensor], object]) -> None:
+        """All replicas are here, `workers` of them, this one being number `rank`. Collective.
+
+        average   makes a float64 tensor its mean over replicas, in place
+
+        Raises `UsageError` for a replica that is no part of the round.
+        """
+        if rank is None:
+            raise UsageError("spare replicas get no samples: use torchft's WorldSizeMode.DYNAMIC")
+        self._load(self._kept)
+        told = torch.zeros(2, workers, dtype=torch.float64)
+        told[:, rank] = torch.tensor(self._own, dtype=torch.float64)
+        told = told.to(self.device)
+        average(told)
+        trained, seconds = told.cpu().numpy() * workers
+        self.rank = rank
+        weights = np.maximum(trained, 0.0)
+        self.weight = float(weights[rank] * workers / weights.sum()) if weights.sum() else 1.0
+        changed = workers != self.sizes.size or bool((trained < 0).any())
+        if changed:
+            self._policy, self._seen = policy_of(self._name), np.zeros((2, workers))
+        self._seen = self._seen + np.stack([weights, np.where(weights > 0, seconds, 0.0)])
+        if changed or self.rounds % self.interval == 0:
+            self._decide(workers, even=changed)
+
+    def deal(self, *, least: int = 0) -> list[int]:
+        """Indices of the samples that this replica trains in the next round.
+
+        least   so many at least, though they be no part of the round: a pass with gradients of weight 0 needs some
+        """
+        if self.rank is None:
+            raise UsageError("no replica has met another yet: start torchft's quorum before the first batch")
+        left, caps = self.samples - self.position, np.full(self.sizes.size, self.high)
+        lows = np.full(self.sizes.size, self.low)
+        group = next_group(left, self.sizes, accumulate=1, low=lows, high=caps, first=self.position == 0)
+        self.counts = group[0]
+        self._dealt, mine = int(self.counts.sum()), int(self.counts[self.rank])
+        self.weight = mine * self.sizes.size / self._dealt
+        begin = self.position + int(self.counts[: self.rank].sum())
+        self._began = time.perf_counter()
+        taken = max(mine, least)
+        first = min(begin, self.samples - taken)  # what is no part of the round may be any
+        picked: list[int] = self._epoch_order()[first : first + taken].tolist()
+        return picked
+
+    def pieces(self, micro_batch: int) -> list[list[int]]:
+        """What `deal` gives, in lists of at most `micro_batch`; none before this replica has met others."""
+        share = [] if self.rank is None else self.deal()
+        sizes = pieces_of(len(share), micro_batch) if share else []
+        ends = np.cumsum(sizes).tolist()
+        return [share[end - size : end] for end, size in zip(ends, sizes, strict=True)]
+
+    def computed(self) -> None:
+        """This replica is done with what it was dealt, and about to wait for others. Waits for an accelerator."""
+        if self._began is None or self.rank is None:
+            return
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+        self._own = float(self.counts[self.rank]), time.perf_counter() - self._began
+        self._began = None
+
+    def weigh_(self, tensor: Tensor) -> Tensor:
+        """Make a plain mean over replicas one by samples: this replica's part of it, in place."""
+        self.computed()
+        return tensor.mul_(self.weight) if self.weight else tensor.zero_()  # whatever a pass without samples gave
+
+    def done(self, *, committed: bool) -> bool:
+        """The round is over. Its samples are trained if it was committed, and are dealt again if not."""
+        if committed:
+            self._commit()
+        return committed
+
+    def _commit(self) -> None:
+        self.position, self.rounds = self.position + self._dealt, self.rounds + 1
+        self._dealt = 0
+        if self.position >= self.samples:
+            self.epoch, self.position = self.epoch + 1, 0
+        self._kept = self._state()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was committed, and how many samples the round under way has: the same on all replicas."""
+        return copy.deepcopy(self._kept) | {"dealt": self._dealt}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on as the replica that gave `state`, now."""
+        self._load(state)
+        self._dealt = state["dealt"]
+        self._kept = self._state()
+
+    def _decide(self, workers: int, *, even: bool) -> None:
+        bounds = fixed_at(Bounds.of(workers, self.low, self.high), self.batch_size)
+        sizes = project(np.ones(workers), bounds, total=self.batch_size) if even else self.sizes
+        if (self._seen[0] > 0).any():
+            with np.errstate(divide="ignore", invalid="ignore"):
+                per_sample = np.where(self._seen[0] > 0, self._seen[1] / self._seen[0], np.nan)
+            window = Window.of(sizes, compute=per_sample * sizes, steps=self.interval, step=self.rounds)
+            sizes = project(self._policy.decide(window, bounds), bounds)
+        self.sizes, self._seen = sizes, np.zeros((2, workers))
+
+    def _epoch_order(self) -> Ints:
+        if self._order is None or self._order[0] != self.epoch:
+            drawn = torch.Generator().manual_seed(self.seed + self.epoch)
+            order = torch.randperm(self.samples, generator=drawn) if self.shuffle else torch.arange(self.samples)
+            self._order = self.epoch, order.numpy()
+        return self._order[1]
+
+    def _state(self) -> dict[str, Any]:
+        where = {"epoch": self.epoch, "position": self.position, "rounds": self.rounds}
+        decided = {"sizes": self.sizes.tolist(), "seen": self._seen.tolist(), "policy": self._policy.state_dict()}
+        return where | copy.deepcopy(decided)
+
+    def _load(self, state: dict[str, Any]) -> None:
+        self.epoch, self.position, self.rounds = state["epoch"], state["position"], state["rounds"]
+        self.sizes = np.asarray(state["sizes"], dtype=np.int64)
+        self._seen = np.asarray(state["seen"], dtype=np.float64).reshape(2, -1)
+        self._policy.load_state_dict(copy.deepcopy(state["policy"]))

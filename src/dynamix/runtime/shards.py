@@ -1,0 +1,181 @@
+"""What FSDP2 (`fully_shard`) holds of a model: its groups of parameters, and gradients that have not crossed ranks.
+
+FSDP2 gathers a group's parameters before its passes and reduces its gradients after them. Without gradient sync they
+stay on the rank, where neither `.grad` of the model's parameters nor `optimizer.zero_grad()` reaches them. So this
+module reads torch's own state. It is found by name: importing `torch.distributed.fsdp` takes a third of the time that
+`import torch` takes.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+# What is read of a group, of its parameters, and called on it. Where torch has it otherwise, nothing is.
+_OF_GROUP = ("fsdp_params", "mesh_info", "post_forward_mesh_info", "reshard_after_backward", "_reduce_scatter_comm")
+_OF_PARAMETER = ("sharded_param", "unsharded_accumulated_grad")
+_EXCHANGES = ("unshard", "wait_for_unshard", "post_backward", "finalize_backward")
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether FSDP (`fully_shard` or `FullyShardedDataParallel`) holds this module's parameters."""
+    return is_fully_sharded(module) or _is_a(module, "FullyShardedDataParallel")
+
+
+def is_fully_sharded(module: nn.Module) -> bool:
+    """Whether `fully_shard` was applied to this module."""
+    return _is_a(module, "FSDPModule")
+
+
+def _is_a(module: nn.Module, name: str) -> bool:
+    return any(k.__name__ == name and k.__module__.startswith("torch.distributed.") for k in type(module).__mro__)
+
+
+class Shards:
+    """The groups of parameters of `model`, in the order in which its modules come.
+
+    modules    one for each group: that to which `fully_shard` was applied
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model: Any = model
+        self.modules: list[Any] = []
+        self.groups: list[Any] = []
+        seen = set[int]()
+        for module in model.modules():
+            if not is_fully_sharded(module):
+                continue
+            for group in _groups_of(module):
+                if id(group) not in seen:  # one may be of several modules
+                    seen.add(id(group))
+                    self.modules.append(module)
+                    self.groups.append(group)
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "Shards | None":
+        """None where this torch keeps FSDP2's state otherwise."""
+        try:
+            shards = cls(model)
+        except AttributeError:
+            return None
+        known = all(hasattr(group, name) for group in shards.groups for name in (*_OF_GROUP, *_EXCHANGES))
+        parameters = [p for group in shards.groups for p in getattr(group, "fsdp_params", ())]
+        return shards if known and all(hasattr(p, name) for p in parameters for name in _OF_PARAMETER) else None
+
+    @property
+    def device(self) -> torch.device:
+        """Where it trains."""
+        return next((group.device for group in self.groups), torch.device("cpu"))
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Those that are sharded, as the optimizer holds them."""
+        return [p.sharded_param for group in self.groups for p in group.fsdp_params]
+
+    def reduced(self) -> list[Tensor]:
+        """This rank's shards of the gradients that have crossed ranks."""
+        return [_local(p.grad) for p in self.parameters() if p.grad is not None]
+
+    def kept_back(self) -> list[Tensor]:
+        """Gradients of whole parameters that are of this rank alone."""
+        return [_local(grad) for group in self.groups for p in group.fsdp_params for grad in _kept_back(p)]
+
+    def drop(self) -> None:
+        """Forget what has not crossed ranks."""
+        for group in self.groups:
+            for p in group.fsdp_params:
+                p.unsharded_accumulated_grad = None
+                if (whole := getattr(p, "_unsharded_param", None)) is not None:
+                    whole.grad = None
+
+    def gathered(self) -> list[Any]:
+        """The groups whose whole parameters this rank has now."""
+        return [group for group in self.groups if group.is_unsharded]
+
+    @contextmanager
+    def staying_gathered(self) -> Iterator[None]:
+        """Inside, parameters that were gathered stay so, after forward and backward passes."""
+        before = [(group, group.post_forward_mesh_info, group.reshard_after_backward) for group in self.groups]
+        for group in self.groups:
+            group.post_forward_mesh_info, group.reshard_after_backward = None, False
+        try:
+            yield
+        finally:
+            for group, forward, backward in before:
+                group.post_forward_mesh_info, group.reshard_after_backward = forward, backward
+            root = self.model._get_fsdp_state()
+            if getattr(root, "_auto_reshard_after_forward", False):
+                for group in _groups_of(self.model):
+                    group.post_forward_mesh_info = None  # as its first pass, which was inside, has set it
+
+    def wrong_ranks(self, ours: list[int]) -> list[int] | None:
+        """The ranks that a group reduces over, if those are not `ours`."""
+        for group in self.groups:
+            sizes, theirs = 1, set[int]()
+            for name in ("shard_process_group", "replicate_process_group"):
+                if (over := getattr(group.mesh_info, name, None)) is not None:
+                    sizes *= over.size()
+                    theirs.update(dist.get_process_group_ranks(over))
+            if sizes != len(ours) or not theirs <= set(ours):
+                return sorted(theirs)
+        return None
+
+    def spread(self) -> int:
+        """Most ranks that hold parts of one parameter: more than those that its gradient is reduced over, where workers
+        are several ranks each (tensor parallelism)."""
+        return max((int(p.device_mesh.size()) for p in self.parameters() if hasattr(p, "device_mesh")), default=1)
+
+    def time_exchanges(self, timer: Any) -> None:
+        """Let `timer` know when each group gathers, reduces and waits for both."""
+        for group in self.groups:
+            for name in _EXCHANGES:
+                setattr(group, name, _timed(getattr(group, name), timer))
+
+    def stop_timing(self) -> None:
+        """What `time_exchanges` did is undone."""
+        for group in self.groups:
+            for name in _EXCHANGES:
+                group.__dict__.pop(name, None)
+
+
+def gradients_of(model: nn.Module) -> list[Tensor]:
+    """All that has accumulated of the gradients of `model`, as plain tensors of this rank."""
+    if is_fully_sharded(model) and (shards := Shards.of(model)) is not None:
+        of_fsdp = {id(p) for p in shards.parameters()}
+        whole = (getattr(p, "_unsharded_param", None) for group in shards.groups for p in group.fsdp_params)
+        of_fsdp.update(id(p) for p in whole)
+        others = [p.grad for p in model.parameters() if id(p) not in of_fsdp and p.grad is not None]
+        return [*shards.reduced(), *shards.kept_back(), *map(_local, others)]
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def _groups_of(module: Any) -> list[Any]:
+    state = module._get_fsdp_state()
+    several = getattr(state, "_fsdp_param_groups", None)
+    if several is None:
+        return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+    return list(several)
+
+
+def _kept_back(parameter: Any) -> Iterator[Tensor]:
+    if parameter.unsharded_accumulated_grad is not None:
+        yield parameter.unsharded_accumulated_grad
+    whole = getattr(parameter, "_unsharded_param", None)
+    if whole is not None and whole.grad is not None:
+        yield whole.grad
+
+
+def _local(tensor: Any) -> Tensor:
+    """This rank's part of a `DTensor`, sharing its memory; any other tensor as it is."""
+    part: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return part
+
+
+def _timed(method: Any, timer: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with timer.exchanging():
+            return method(*args, **kwargs)
+
+    return call

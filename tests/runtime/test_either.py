@@ -1,0 +1,344 @@
+"""meet="auto": rounds over gradients and rounds apart in one job, and from one to the other and back."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, TensorDataset
+
+import dynamix
+from dynamix.errors import ConfigError, UsageError
+from dynamix.events.records import read_events
+from dynamix.model.rounds import of_total
+from dynamix.runtime.parameters import Averaging
+from dynamix.window import Bounds, Window
+from tests.ranks import run_ranks
+from tests.union import Script
+
+SHARES = {2: [[10, 6], [5, 11], [14, 2]], 3: [[10, 6, 8], [4, 15, 5]]}
+SAMPLES, BATCH, STEPS = 331, 8, 3  # of the data set, of a worker's step, between meetings in the mean
+
+
+def net(kind: str = "plain") -> nn.Module:
+    torch.manual_seed(3)
+    layers: list[nn.Module] = [nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)]
+    if kind == "batchnorm":
+        layers.insert(1, nn.BatchNorm1d(8))
+    return nn.Sequential(*layers).double()
+
+
+def dataset() -> TensorDataset:
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(SAMPLES, 6, generator=generator, dtype=torch.float64)
+    return TensorDataset(torch.arange(SAMPLES), x, x[:, :3].argmax(1))
+
+
+def nesterov(parameters: list[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
+
+
+def in_turns(controller: dynamix.Controller) -> None:
+    """Let workers meet otherwise after every window."""
+    ways = controller._coordinator.ways
+    assert ways is not None
+
+    def within(bounds: Bounds, window: Window, *_: Any) -> Bounds:
+        apart = ways.is_apart(window.batch_size)
+        return bounds if apart else of_total(ways.apart_bounds(bounds), STEPS * ways.base)
+
+    ways.within = within  # type: ignore[method-assign]
+
+
+def made(case: dict[str, Any]) -> tuple[Any, Any, DataLoader[Any], nn.Module, torch.optim.Optimizer]:
+    model = net(case.get("kind", "plain"))
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    if case.get("adam"):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    shares = Script(SHARES[dist.get_world_size()])
+    controller = dynamix.Controller(shares, BATCH, interval=4, meet="auto", **case.get("more", {}))
+    controller._coordinator.channel.patience_s = 20  # no decision is late
+    sampler = controller.batch_sampler(dataset(), seed=1)
+    loader = DataLoader(dataset(), batch_sampler=sampler, num_workers=case.get("num_workers", 0))
+    how = Averaging(**case["how"]) if "how" in case else None
+    wrapped = controller.wrap(DDP(model, bucket_cap_mb=1e-4), optimizer, averaging=how)
+    return controller, sampler, loader, wrapped, optimizer
+
+
+class Seen:
+    """What a rank did: by round its way, the samples trained, the model after it; and the union gradient's error."""
+
+    def __init__(self) -> None:
+        self.apart: list[bool] = []
+        self.indices: list[int] = []
+        self.weights: list[Tensor] = []
+        self.worst = 0.0
+
+
+def train(made_of: Any, seen: Seen, *, rounds: int | None = None, epochs: int = 2, rank: int = 0) -> None:
+    controller, sampler, loader, model, optimizer = made_of
+    x, y = dataset().tensors[1:]
+    for _ in range(epochs):
+        for index, inputs, target in loader:
+            piece = sampler.piece()
+            with controller.piece():
+                loss = F.cross_entropy(model(inputs), target)
+                loss.backward()
+            assert controller.optimizer_due
+            if not piece.plan.apart and not any(isinstance(m, nn.BatchNorm1d) for m in model.modules()):
+                reference = copy.deepcopy(model.module)
+                reference.zero_grad()
+                order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(1 + piece.plan.epoch))
+                union = order[piece.plan.start : piece.plan.start + piece.plan.samples]
+                F.cross_entropy(reference(x[union]), y[union]).backward()
+                pairs = zip(model.parameters(), reference.parameters(), strict=True)
+                seen.worst = max(seen.worst, *(float((a.grad - b.grad).abs().max()) for a, b in pairs))
+            optimizer.step()
+            optimizer.zero_grad()
+            controller.step(loss=loss)
+            seen.indices += index.tolist() if piece.samples else []
+            if controller.met:
+                seen.apart.append(piece.plan.apart)
+                kept = (t.detach().flatten().double() for t in model.state_dict().values())
+                seen.weights.append(torch.cat([*kept]))
+                if rounds is not None and len(seen.apart) == rounds:
+                    return
+
+
+def whole(rank: int, case: dict[str, Any]) -> Seen:
+    parts, seen = made(case), Seen()
+    in_turns(parts[0])
+    train(parts, seen, rank=rank)
+    parts[0].close()
+    return seen
+
+
+CASES: list[dict[str, Any]] = [
+    {},
+    {"kind": "batchnorm", "adam": True},
+    {"how": {"optimizer_state": "kept"}, "num_workers": 2},
+    {"how": {"optimizer_state": "reset"}, "more": {"lr_rule": "none"}},
+    {"how": {"outer": nesterov}},
+]
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize(
+    ("workers", "case"),
+    [(2, CASES[0]), (3, CASES[1]), (2, CASES[2]), (2, CASES[3]), (2, CASES[4])],
+    ids=["plain", "batchnorm-adam", "kept", "reset", "outer"],
+)
+def test_a_job_goes_over_to_the_other_way_and_back(workers: int, case: dict[str, Any]) -> None:
+    ranks = run_ranks(whole, workers, case)
+    ways = ranks[0].apart
+    changes = sum(one != other for one, other in itertools.pairwise(ways))
+    assert not ways[0]
+    assert changes >= 3
+    for seen in ranks:
+        assert seen.apart == ways
+        assert seen.worst < 1e-12
+        for own, first in zip(seen.weights, ranks[0].weights, strict=True):
+            buffers = case.get("kind") == "batchnorm"  # over gradients they are each rank's own, as under DDP
+            assert buffers or torch.equal(own, first)
+    if case.get("kind") == "batchnorm":
+        apart = [number for number, way in enumerate(ways) if way]
+        assert all(torch.equal(seen.weights[n], ranks[0].weights[n]) for seen in ranks for n in apart)
+    assert sorted(i for seen in ranks for i in seen.indices) == sorted([*range(SAMPLES)] * 2)
+
+
+def resumed(rank: int, folder: str, stop: int) -> tuple[Seen, Seen]:
+    def job() -> Any:
+        parts = made({"adam": True})
+        in_turns(parts[0])
+        return parts
+
+    straight, again, parts = Seen(), Seen(), job()
+    train(parts, straight)
+    parts[0].close()
+    parts = job()
+    train(parts, again, rounds=stop)
+    saved = parts[0].state_dict(), parts[3].state_dict(), parts[4].state_dict()
+    parts[0].close()
+    parts = job()
+    parts[0].load_state_dict(saved[0])
+    in_turns(parts[0])
+    parts[3].load_state_dict(saved[1])
+    parts[4].load_state_dict(saved[2])
+    train(parts, again, epochs=1)
+    train(parts, again, epochs=1 if len(again.indices) < len(straight.indices) else 0)
+    parts[0].close()
+    return straight, again
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize("stop", [2, 6], ids=["over-gradients", "apart"])
+def test_a_saved_job_goes_on_in_its_way(tmp_path: Path, stop: int) -> None:
+    for straight, again in run_ranks(resumed, 2, str(tmp_path), stop):
+        assert again.apart == straight.apart
+        assert straight.apart[stop - 1] == (stop == 6)
+        assert again.indices == straight.indices
+        torch.testing.assert_close(again.weights[-1], straight.weights[-1], rtol=0, atol=1e-12)
+
+
+def saves(rank: int, folder: str) -> list[int]:
+    parts, seen = made({}), Seen()
+    in_turns(parts[0])
+    train(parts, seen, rounds=6)
+    assert seen.apart[-1]
+    torch.save((parts[0].state_dict(), parts[3].state_dict()), f"{folder}/state{rank}")
+    parts[0].close()
+    return seen.indices
+
+
+def goes_on(rank: int, folder: str) -> tuple[list[int], list[int], Tensor]:
+    parts, seen = made({}), Seen()
+    state, weights = torch.load(f"{folder}/state0")
+    parts[0].load_state_dict(state)
+    parts[3].load_state_dict(weights)
+    in_turns(parts[0])
+    totals = [parts[0].base_batch, int(parts[0].batch_sizes.sum())]
+    train(parts, seen, epochs=1)
+    assert len(set(seen.apart)) == 2
+    parts[0].close()
+    return seen.indices, totals, seen.weights[-1]
+
+
+@pytest.mark.multiproc
+def test_another_world_size_keeps_the_step_over_gradients_and_every_sample(tmp_path: Path) -> None:
+    before = [i for of_rank in run_ranks(saves, 2, str(tmp_path)) for i in of_rank]
+    ranks = run_ranks(goes_on, 3, str(tmp_path))
+    assert all(totals[0] == 2 * BATCH and totals[1] >= 4 * BATCH for _, totals, _ in ranks)
+    assert all(torch.equal(weights, ranks[0][2]) for _, _, weights in ranks)
+    assert sorted([*before, *(i for of_rank in ranks for i in of_rank[0])]) == [*range(SAMPLES)]
+
+
+# ---------------------------------------------------------------- what is chosen
+
+
+def at_cost(rank: int, events: str) -> list[tuple[int, float]]:
+    """A link that is slow in the middle of the job; times are given, not measured."""
+    parts, seen = made({"more": {"events": events}}), Seen()
+    controller = parts[0]
+    ways = controller._coordinator.ways
+    inner = ways.within
+
+    def within(bounds: Bounds, window: Window, rate: float, payload: float) -> Bounds:
+        link_s = 0.05 if 4 <= controller._coordinator.progress.window < 6 else 1e-5
+        speeds = np.array([1000.0, 500.0])
+        compute = window.batch_size / speeds
+        seen_s = payload * link_s if ways.is_apart(window.batch_size) else link_s
+        known = {"compute": compute, "communication": np.full(2, seen_s), "wait": compute.max() - compute}
+        return inner(bounds, dataclasses.replace(window, **known), rate, payload)
+
+    ways.within = within
+    told = []
+    for _ in range(4):
+        train(parts, seen, epochs=2)
+        told.append((len(seen.apart), controller.metrics()["steps_apart"]))
+    controller.close()
+    return told
+
+
+@pytest.mark.multiproc
+def test_the_way_follows_what_an_exchange_takes(tmp_path: Path) -> None:
+    events = tmp_path / "events.jsonl"
+    ranks = run_ranks(at_cost, 2, str(events))
+    assert ranks[0] == ranks[1]
+    ways = [event["rounds"]["meet"] for event in read_events(events)]
+    first, last = ways.index("parameters"), len(ways) - 1 - ways[::-1].index("parameters")
+    assert first >= 4
+    assert set(ways[first : last + 1]) == {"parameters"}
+    assert last < len(ways) - 1
+    assert ranks[0][-1][1] == 0
+    why = read_events(events)[first]["rounds"]["why"]
+    assert "parameters after" in why
+    assert "50 ms" in why
+
+
+# ---------------------------------------------------------------- what does not fit
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"meet": "sometimes"}, ["meet='sometimes'", "'auto'"]),
+        ({"micro_batch": 4}, ["micro_batch=4", "leave micro_batch out"]),
+        ({"accumulate": 2}, ["accumulate=2", "leave accumulate out"]),
+        ({"global_batch": "adaptive"}, ["global_batch='adaptive'", "'fixed'"]),
+        ({"policy": "stigmergic"}, ["meet='auto'", "goodput"]),
+    ],
+)
+def test_settings_that_do_not_fit_are_named(given: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        dynamix.Controller(**{"policy": "lb_bsp", "batch_size": 8, "meet": "auto", **given})
+    for word in words:
+        assert word in str(caught.value)
+
+
+def refused(rank: int, what: str) -> str:
+    try:
+        _wrong(what)
+    except UsageError as error:
+        return str(error)
+    return "nothing was refused"
+
+
+def _wrong(what: str) -> None:
+    if what in ("early", "overlap"):
+        made({"how": {what: True}})
+    controller = dynamix.Controller("lb_bsp", 8, interval=2, meet="auto")
+    module = net()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    if what == "plain":
+        controller.wrap(module, optimizer)
+    if what == "static":
+        controller.wrap(DDP(module, static_graph=True), optimizer)
+    if what == "loss":
+        controller.wrap(DDP(module), optimizer, weighting="loss")
+    sampler = controller.batch_sampler(dataset())
+    model = controller.wrap(DDP(module), optimizer)
+    in_turns(controller)
+    for _, x, y in DataLoader(dataset(), batch_sampler=sampler):
+        if what == "backward":
+            controller.backward(lambda batch: F.cross_entropy(model(batch[0]), batch[1]), (x, y))
+        if what == "no piece":
+            F.cross_entropy(model(x), y).backward()
+        with controller.piece():
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        controller.step(loss=loss)
+        if what == "saved between" and not controller.met:
+            controller.state_dict()
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("early", ["Averaging(early=True)", "meet='auto'", "leave early out"]),
+        ("overlap", ["Averaging(overlap=True)", "meet='parameters'"]),
+        ("plain", ["needs DDP", "DistributedDataParallel(net)"]),
+        ("static", ["static_graph=True", "leave static_graph out"]),
+        ("loss", ["weighting='loss'", "meet='gradients'"]),
+        ("backward", ["backward() is called by all ranks", "controller.piece()"]),
+        ("no piece", ["meet='auto'", "controller.piece()"]),
+        ("saved between", ["differ between two meetings", "controller.met"]),
+    ],
+    ids=lambda of: of if isinstance(of, str) else "",
+)
+def test_loops_and_models_that_do_not_fit_are_told(what: str, words: list[str]) -> None:
+    for told in run_ranks(refused, 2, what):
+        for word in words:
+            assert word in told

@@ -1,0 +1,133 @@
+"""FSDP2: what a window says of each rank's gradient, of the noise scale, and of computing and waiting."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import dynamix
+from dynamix.runtime.noise import NoiseScale
+from dynamix.window import Bounds, Window
+from tests.ranks import run_ranks
+from tests.runtime.sharded_jobs import Blocks, ShardedCase, full
+
+pytestmark = pytest.mark.multiproc
+WINDOWS = 4
+SLOW_S = 0.03
+SIZES = {2: [9, 3], 4: [9, 3, 6, 2]}
+
+
+class Watching:
+    """Keeps the sizes, and the windows it was shown."""
+
+    def __init__(self, sizes: list[int]) -> None:
+        self.sizes, self.windows = np.array(sizes), list[Window]()
+
+    def decide(self, window: Window, bounds: Bounds) -> Any:
+        self.windows.append(window)
+        return self.sizes
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+def _windows(rank: int, case: ShardedCase) -> tuple[list[Any], list[Any], list[Window]]:
+    """(S, G2) of each window as measured, and as each rank's whole gradient says; the windows."""
+    sizes = SIZES[dist.get_world_size()]
+    torch.manual_seed(0)
+    samples = sum(sizes) * 5 * WINDOWS
+    x, y = torch.randn(samples, 6, dtype=case.dtype), torch.randn(samples, 3, dtype=case.dtype)
+    net = Blocks().to(case.dtype)
+    reference = Blocks().to(case.dtype)
+    model = case.shard(net)
+    policy = Watching(sizes)
+    controller = dynamix.Controller(
+        policy, 6, interval=5, micro_batch=case.micro_batch, global_batch="adaptive", lr_rule="none"
+    )
+    controller._coordinator.allocations.reset(0, np.array(sizes))
+    data = TensorDataset(x, y)
+    sampler = controller.batch_sampler(data)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, enabled=case.clip)
+    controller.wrap(model, optimizer, weighting=case.weighting, scaler=scaler if case.clip else None)
+    found: list[Any] = []
+    true: list[Any] = []
+    update = controller._coordinator.job.noise_scale.update
+    controller._coordinator.job.noise_scale.update = lambda n, s: (found.append((n, s)), update(n, s))  # type: ignore
+    mine: list[list[torch.Tensor]] = []
+    for bx, by in DataLoader(data, batch_sampler=sampler):
+        piece = sampler.piece()
+        if piece.number == 0:
+            with torch.no_grad():
+                for p, q in zip(reference.parameters(), model.parameters(), strict=True):
+                    p.copy_(full(q))
+        mine.append([bx, by])
+        with controller.piece():
+            loss = F.mse_loss(model(bx), by)
+            if rank == 1 and piece.last:
+                time.sleep(SLOW_S)
+            told = controller.weight(loss) if case.weighting == "loss" else loss
+            scaler.scale(told).backward()
+        if controller.optimizer_due:
+            if controller._coordinator.progress.steps % 5 == 0:
+                own, target = (torch.cat(parts) for parts in zip(*mine, strict=True))
+                true.append(_of_gradients(reference, own, target, sizes))
+            mine = []
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        controller.step(loss=loss)
+    controller.close()
+    return found, true, policy.windows
+
+
+def _of_gradients(net: nn.Module, x: torch.Tensor, y: torch.Tensor, sizes: list[int]) -> tuple[float, float]:
+    own = torch.cat([g.flatten() for g in torch.autograd.grad(F.mse_loss(net(x), y), list(net.parameters()))])
+    counts = np.array(sizes, dtype=np.float64)
+    union = own * (sizes[dist.get_rank()] / counts.sum())
+    dist.all_reduce(union)
+    squares = [torch.zeros((), dtype=own.dtype) for _ in sizes]
+    dist.all_gather(squares, own.square().sum())
+    return NoiseScale.estimate(np.array([float(s) for s in squares]), float(union.square().sum()), counts)
+
+
+CASES = {
+    2: {
+        "double precision": ShardedCase(dtype=torch.float64, reshard=True),
+        "added, then divided": ShardedCase(force_sum=True),
+        "pieces": ShardedCase(micro_batch=3),
+        "loss side": ShardedCase(weighting="loss"),
+        "scaled": ShardedCase(clip=True),
+    },
+    4: {"replicas": ShardedCase(mesh=(2, 2)), "replicas, double": ShardedCase(mesh=(2, 2), dtype=torch.float64)},
+}
+
+
+def _all(rank: int, cases: dict[str, ShardedCase]) -> dict[str, Any]:
+    return {name: _windows(rank, case) for name, case in cases.items()}
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+def test_windows_say_what_each_rank_measured(workers: int) -> None:
+    for name, (found, true, windows) in run_ranks(_all, workers, CASES[workers], timeout_s=100)[0].items():
+        assert len(found) >= WINDOWS - 1, name
+        np.testing.assert_allclose(found, true[: len(found)], rtol=1e-3, atol=1e-5, err_msg=name)
+        compute, wait = (np.median([getattr(w, field) for w in windows], axis=0) for field in ("compute", "wait"))
+        # Others wait for the slow rank: it computes as much longer as they wait.
+        assert compute[1] > SLOW_S, name
+        others = np.delete(np.arange(workers), 1)
+        assert (compute[others] < SLOW_S).all(), (name, compute)
+        assert (wait[others] > 0.5 * SLOW_S).all(), (name, wait)
+        assert wait[1] < 0.5 * SLOW_S, (name, wait)
+        assert all(np.isfinite(w.communication).all() for w in windows), name

@@ -1,0 +1,180 @@
+"""Losses that carry their weights: exact as they are, and an error where they do not do what `wrap` was told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, TensorDataset
+
+import dynamix
+from dynamix.errors import UsageError
+from dynamix.runtime.losses import WeightTest
+from dynamix.window import Window
+from tests.integrations.jobs import SHARES
+from tests.ranks import run_ranks
+from tests.union import Script, larger
+
+pytestmark = pytest.mark.multiproc
+SAMPLES = 400
+
+
+def _job(accumulate: int, weighting: str, answers: list[list[int]], **options: Any) -> Any:
+    torch.manual_seed(0)
+    x, y = torch.randn(SAMPLES, 6), torch.randint(0, 3, (SAMPLES,))
+    net = nn.Linear(6, 3)
+    controller = dynamix.Controller(
+        Script(answers, accumulate),
+        8,
+        interval=2,
+        max_batch_size=32,
+        accumulate=accumulate,
+        process_group=dist.new_group(),
+        global_batch="adaptive",
+        lr_rule="none",
+    )
+    loader = controller.loader(DataLoader(TensorDataset(x, y), batch_size=8, shuffle=True), **options)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    model = controller.wrap(DDP(net, process_group=controller.group), optimizer, weighting=weighting)
+    return controller, loader, model, optimizer, (x, y)
+
+
+def _given(rank: int, accumulate: int) -> float:
+    controller, loader, model, optimizer, (x, y) = _job(
+        accumulate, "given", SHARES["grow"] + SHARES["shrink"], placeholder=lambda batch: [batch[0], 0 * batch[1] - 100]
+    )
+    whole, worst = nn.Linear(6, 3), 0.0
+    order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(0))
+    for bx, by in loader:
+        piece = loader.cut.piece()
+        with controller.piece():
+            total = piece.plan.group.sum()
+            loss = F.cross_entropy(model(bx), by, reduction="sum") / total * 2
+            loss.backward()
+        if piece.last:
+            end = piece.plan.start + int(piece.plan.counts.sum())
+            union = order[end - int(total) : end]
+            whole.load_state_dict(model.module.state_dict())
+            want = torch.autograd.grad(F.cross_entropy(whole(x[union]), y[union]), list(whole.parameters()))
+            for p, true in zip(model.parameters(), want, strict=True):
+                worst = larger(worst, float((p.grad - true).abs().max()))
+            optimizer.step()
+            optimizer.zero_grad()
+        controller.step(loss=loss)
+    assert controller.samples_seen == SAMPLES
+    controller.close()
+    return worst
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_weights_in_the_loss_are_left_as_they_are(accumulate: int) -> None:
+    assert max(run_ranks(_given, 2, accumulate)) < 1e-6
+
+
+def _weighted(loss: Tensor, controller: Any, loader: Any) -> Tensor:
+    piece = loader.cut.piece()
+    return loss * piece.samples * 2 / piece.plan.samples
+
+
+def _told(rank: int) -> list[str]:
+    """What each pair of a weighting and a kind of loss leads to."""
+    told = []
+    for weighting in ("hook", "given"):
+        for carries in (False, True):
+            uneven = [[12, 4], [4, 12], [14, 6], [5, 16]]
+            controller, loader, model, optimizer, _ = _job(1, weighting, uneven, placeholder=lambda batch: batch)
+            try:
+                for _ in range(6):
+                    for x, y in loader:
+                        loss = F.cross_entropy(model(x), y)
+                        loss = _weighted(loss, controller, loader) if carries else loss
+                        loss.backward()
+                        optimizer.step()
+                        optimizer.zero_grad()
+                        controller.step(loss=loss)
+                told.append("silent")
+            except UsageError as error:
+                told.append(str(error))
+    return told
+
+
+def test_a_loss_that_is_weighted_twice_or_never_ends_the_job() -> None:
+    for told in run_ranks(_told, 2):
+        assert told[0] == told[3] == "silent"
+        assert "weighted already" in told[1]
+        assert "wrap(..., weighting='given')" in told[1]
+        assert "leave weighting= out" in told[2]
+
+
+class _Counts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor, num_items_in_batch: Any = None) -> Tensor:
+        return self.body(x)
+
+
+def _passed_counts(rank: int) -> str:
+    net = _Counts()
+    controller = dynamix.Controller("static", 8)
+    loader = controller.loader(DataLoader(TensorDataset(torch.randn(64, 6)), batch_size=8))
+    model = controller.wrap(DDP(net), torch.optim.SGD(net.parameters(), lr=0.1))
+    (x,) = next(iter(loader))
+    with pytest.raises(UsageError) as raised:
+        model(x, num_items_in_batch=torch.tensor(16))
+    return str(raised.value)
+
+
+def test_a_model_that_divides_by_a_count_is_told_apart_at_once() -> None:
+    assert all("weighting='given'" in told for told in run_ranks(_passed_counts, 2))
+
+
+def _placeholders(rank: int) -> str:
+    controller = dynamix.Controller("static", 8, min_batch_size=1)
+    data = TensorDataset(torch.randn(19, 6), torch.randn(19, 3))
+    loader = controller.loader(DataLoader(data, batch_size=8))
+    net = nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    model = controller.wrap(DDP(net), optimizer, weighting="given")
+    batches = iter(loader)
+
+    def train() -> None:
+        for x, y in batches:
+            F.mse_loss(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            controller.step()
+
+    with pytest.raises(UsageError) as raised:
+        train()
+    return str(raised.value)
+
+
+def test_a_step_in_which_a_rank_has_no_samples_needs_somebody_who_knows_what_does_not_count() -> None:
+    assert all("placeholder=" in told for told in run_ranks(_placeholders, 2))
+
+
+def test_losses_that_carry_weights_fit_no_other_way_of_weighting() -> None:
+    controller = dynamix.Controller("static", 8)
+    loader = controller.loader(DataLoader(TensorDataset(torch.randn(64, 6)), batch_size=8))
+    net = nn.Linear(6, 3)
+    controller.wrap(net, torch.optim.SGD(net.parameters(), lr=0.1), weighting="given")
+    next(iter(loader))
+    with pytest.raises(UsageError, match="twice"):
+        controller.weight(net(torch.randn(2, 6)).sum())
+    with pytest.raises(UsageError, match="cannot carry their weights"):
+        controller.backward(lambda part: part.sum(), torch.randn(2, 6))
+
+
+def test_a_loss_that_grows_with_the_batch_by_itself_is_not_taken_for_a_weighted_one() -> None:
+    test = WeightTest(given=False)
+    for _ in range(40):
+        test.look(Window.of([6, 2], loss=np.log([6.0, 2.0])))
+    test.require_right()

@@ -1,0 +1,164 @@
+"""Rounds cut by what samples cost, on real ranks: gradients are the union's, and times are told by cost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, TensorDataset
+
+import dynamix
+from dynamix.errors import ConfigError, StateError
+from dynamix.runtime.decision import Decider
+from dynamix.window import Window
+from tests.ranks import run_ranks
+from tests.union import Case, worst_error
+
+SHARES = [[12, 4, 8], [3, 21, 0], [8, 8, 8]]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"padded": True, "global_batch": "fixed"},
+        {"weighting": "loss"},
+        {"accumulate": 2},
+        {"micro_batch": 4},
+        {"micro_batch": 4, "padded": True, "global_batch": "fixed", "weighting": "loss"},
+    ],
+    ids=lambda options: "-".join(options) or "sum",
+)
+def test_the_applied_gradient_is_the_unions(options: dict[str, Any]) -> None:
+    case = Case(SHARES, batch_size=8, samples=331, min_batch_size=0, lengths=True, epochs=1, **options)
+    assert max(run_ranks(worst_error, 3, case)) < 1e-12
+
+
+def _job(lengths: Any, **options: Any) -> tuple[Any, ...]:
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(240, 3))
+    net = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    controller = dynamix.Controller("static", 8, interval=2, **options)
+    sampler = controller.batch_sampler(data, lengths=lengths)
+    together = controller.world_size > 1
+    model = controller.wrap(DDP(net) if together and not controller._coordinator.steps_apart else net, optimizer)
+    return controller, sampler, DataLoader(data, batch_sampler=sampler), model, optimizer
+
+
+def _train(job: tuple[Any, ...], batches: int = 10**9) -> list[list[int]]:
+    """Train so many batches; the counts of every round."""
+    controller, sampler, loader, model, optimizer = job
+    rounds = []
+    for number, (x,) in enumerate(loader, 1):
+        with controller.piece():
+            model(x).square().mean().backward()
+        if controller.optimizer_due:
+            optimizer.step()
+            optimizer.zero_grad()
+        if sampler.piece().last:
+            rounds.append(sampler.plan().counts.tolist())
+        controller.step()
+        if number == batches:
+            break
+    return rounds
+
+
+LENGTHS = np.exp(np.random.default_rng(0).normal(size=240))
+
+
+def _windows(rank: int) -> Any:
+    seen: list[Window] = []
+    assemble = Decider.assemble
+
+    def watched(self: Decider, *given: Any) -> Window:
+        seen.append(assemble(self, *given))
+        return seen[-1]
+
+    Decider.assemble = watched  # type: ignore[method-assign]
+    job = _job(LENGTHS)
+    rounds = _train(job)
+    job[0].close()
+    return rounds, [window.work.tolist() for window in seen]
+
+
+def test_windows_tell_what_was_worked_on() -> None:
+    rounds, windows = run_ranks(_windows, 2)[0]
+    assert len({tuple(counts) for counts in rounds}) > 3
+    order = torch.randperm(240, generator=torch.Generator().manual_seed(0)).numpy()
+    works, begin = [], 0
+    for counts in rounds:
+        ends = begin + np.cumsum(counts)
+        works.append(
+            [LENGTHS[order[end - n : end]].sum() / LENGTHS.mean() for n, end in zip(counts, ends, strict=True)]
+        )
+        begin = int(ends[-1])
+    assert windows
+    for number, work in enumerate(windows):
+        steps = np.array(works[2 * number : 2 * number + 2])
+        for told, of_rank in zip(work, steps.T, strict=True):  # a step in which somebody paused is left out
+            assert any(told == pytest.approx(value) for value in (of_rank.mean(), *of_rank))
+
+
+def _other_lengths(rank: int) -> str:
+    job = _job(LENGTHS if rank else LENGTHS[::-1].copy())
+    try:
+        _train(job)
+    except dynamix.UsageError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_with_other_lengths_are_told() -> None:
+    for said in run_ranks(_other_lengths, 2):
+        assert "lengths" in said
+        assert "batch_sampler(dataset, lengths=...)" in said
+
+
+def _apart(rank: int) -> tuple[int, list[float]]:
+    job = _job(LENGTHS, meet="parameters", micro_batch=2)
+    _train(job)
+    controller, model = job[0], job[3]
+    seen: list[float] = torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
+    samples = controller.samples_seen
+    controller.close()
+    return samples, seen
+
+
+def test_workers_that_step_apart_are_cut_by_cost_too() -> None:
+    first, second = run_ranks(_apart, 2)
+    assert first == second
+    assert first[0] == 240
+
+
+def test_a_checkpoint_of_other_lengths_is_refused() -> None:
+    job = _job(LENGTHS)
+    _train(job, 3)
+    state = job[0].state_dict()
+    with pytest.raises(StateError, match="lengths"):
+        _job(LENGTHS + 1)[0].load_state_dict(state)
+    again = _job(LENGTHS)
+    again[0].load_state_dict(state)
+    _train(again)
+    assert again[0].samples_seen == 240
+
+
+@pytest.mark.parametrize(
+    ("sampler", "options", "said"),
+    [
+        ({"padded": True}, {}, "padded=True"),
+        ({"padded": True, "lengths": LENGTHS}, {"meet": "parameters", "micro_batch": 4}, r"step apart"),
+        ({"padded": True, "lengths": LENGTHS}, {"global_batch": "adaptive"}, "noise scale"),
+        ({"lengths": LENGTHS, "partition": "contiguous"}, {}, "partition"),
+        ({"lengths": LENGTHS[1:]}, {}, r"\(239,\)"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(sampler: Any, options: Any, said: str) -> None:
+    controller = dynamix.Controller("static", 8, **options)
+    with pytest.raises(ConfigError, match=said):
+        controller.batch_sampler(TensorDataset(torch.randn(240, 3)), **sampler)
+    controller.close()
