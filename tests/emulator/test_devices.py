@@ -331,7 +331,7 @@ def test_a_controller_sees_the_devices_time(tmp_path: Path, monkeypatch: pytest.
     assert "; 128 device steps, on a rank at most " in summary(result)
     windows = [event["window"]["compute"] for event in read_events(tmp_path / "run/events.jsonl")]
     for seen, due in zip(zip(*windows, strict=True), (0.036, 0.072), strict=True):
-        assert due <= min(seen) < 1.1 * due
+        assert 0.98 * due < min(seen) < 1.1 * due
 
 
 def test_a_summary_says_where_nothing_was_paced(tmp_path: Path) -> None:
@@ -426,7 +426,7 @@ def test_another_sitecustomize_still_runs_and_torch_stays_away(tmp_path: Path) -
 import importlib.util, sys
 assert sys.theirs and sys.modules["sitecustomize"].__file__.endswith("theirs/sitecustomize.py")
 assert importlib.util.find_spec("torch") is None or "torch" not in sys.modules
-assert not [path for path in sys.path if path.endswith("pacing")]
+assert not [path for path in sys.path if path.endswith("startup")]
 """
     subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=60)
     alone = {**os.environ, **shared.environment(0, {})}

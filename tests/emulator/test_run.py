@@ -73,7 +73,7 @@ def test_the_folder_of_a_script_with_a_controller_holds_its_events(tmp_path: Pat
     assert said.startswith(f"2 ranks ended with 0 after {result['wall_s']:.1f} s, limits from ")
     events = read_events(out / "events.jsonl")
     assert len(events) > 5
-    assert f"{out} holds run.json, result.json, events.jsonl ({len(events)} windows), ranks/0/" in said
+    assert f"{out} holds run.json, result.json, events.jsonl ({len(events)} windows), report.html, ranks/0/" in said
     assert "epoch 0: loss" in (out / "ranks/0/rank0.out").read_text()
 
 

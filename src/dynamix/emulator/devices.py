@@ -17,9 +17,9 @@ from pathlib import Path
 from dynamix.emulator.pacing import pacer
 from dynamix.emulator.scenario import Device
 from dynamix.errors import ConfigError
+from dynamix.startup import sitecustomize
 
 MOST_OVERRUNS = 0.01  # of a rank's steps
-_FOLDER = str(Path(pacer.__file__).parent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class SharedDevices:
         """What makes Python pace a rank on `host`; `given` is its environment, of which PYTHONPATH is kept."""
         device = self._device
         parts = [self._path, host, device.fixed_ms, device.per_sample_ms, device.per_cost_ms]
-        path = [_FOLDER, *filter(None, [given.get("PYTHONPATH")])]
+        path = [sitecustomize.FOLDER, *filter(None, [given.get("PYTHONPATH")])]
         return {pacer.VARIABLE: "\n".join(map(str, parts)), "PYTHONPATH": os.pathsep.join(path)}
 
     def set_speeds(self, speeds: Sequence[float] | None) -> None:

@@ -37,6 +37,8 @@ def emulate(
     grace_s: float = 75.0,
     mechanism: Mechanism = "auto",
     echo: TextIO | None = sys.stderr,
+    env: Mapping[str, str] | None = None,
+    described: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Run `command` once per host with torchrun's environment, to its end; returns what result.json holds.
 
@@ -49,6 +51,8 @@ def emulate(
     timeout_s          ends the job then; None for no limit
     grace_s            what other ranks get to end by themselves after one has failed
     echo               where rank 0's output goes while it runs, besides its file
+    env                added to the ranks' environment
+    described          further facts for run.json and result.json
 
     `exit_code` is the worst rank's (128 + n for signal n). Ctrl-C ends the ranks, removes the hosts and is raised on.
     """
@@ -60,12 +64,12 @@ def emulate(
     with RunFolder("emulate", out) as folder:
         ranks = folder.path / "ranks" / str(seed)
         with Emulation(loaded, seed=seed, run_dir=ranks, mechanism=mechanism) as cluster:
-            facts = _facts(loaded, cluster, command, seed)
+            facts = _facts(loaded, cluster, command, seed) | dict(described or {})
             folder.write_run(**facts)
             events = (folder.path / "events.jsonl").resolve()
             began = time.monotonic()
             end_s = math.inf if timeout_s is None else began + timeout_s
-            launch = functools.partial(cluster.launch, command, env={EVENTS_VARIABLE: str(events)})
+            launch = functools.partial(cluster.launch, command, env={EVENTS_VARIABLE: str(events), **(env or {})})
             limited_after_s = _run(cluster, launch, _Echo(ranks, echo), throttle_after_s, end_s, grace_s)
             codes = [code if code is not None else 1 for code in cluster.poll()]
             steps = [dataclasses.asdict(rank) for rank in cluster.overruns()]
@@ -88,6 +92,7 @@ def summary(result: Mapping[str, Any]) -> str:
     events = folder / "events.jsonl"
     if events.exists():
         holds.append(f"events.jsonl ({len(read_events(events))} windows)")
+    holds += ["report.html"] if (folder / "report.html").exists() else []
     holds.append(f"ranks/{result['seeds'][0]}/ (output of every rank)")
     return f"{ended} after {result['wall_s']:.1f} s, {limited}{_devices(result)}; {folder} holds {', '.join(holds)}"
 
