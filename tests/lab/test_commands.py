@@ -30,6 +30,7 @@ def test_a_result_names_the_command_that_made_it_with_every_option() -> None:
         "fidelity",
         "netcosts",
         "network-speed",
+        "observe",
         "overhead",
         "peers",
         "quality",

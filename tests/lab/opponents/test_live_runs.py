@@ -123,13 +123,17 @@ def test_rounds_of_the_product_train_as_a_plain_implementation_does() -> None:
 RATIO = Trial("lb_bsp-parameters", "lb_bsp", 8, 0.05, local=LocalSettings(period="ratio"))
 
 
-def _ratio(rank: int) -> TrialRun | None:
+AUTO = Trial("lb_bsp-auto", "lb_bsp", 8, 0.05, local=LocalSettings(period="auto"))
+
+
+def _ratio(rank: int, trial: Trial) -> TrialRun | None:
     job, data = workload(norm=True, dtype=torch.float64), make_data(dtype=torch.float64)
-    return run_rank(RATIO, job, data, seed=4, limits=RunLimits(samples=2000, every_samples=500))
+    return run_rank(trial, job, data, seed=4, limits=RunLimits(samples=2000, every_samples=500))
 
 
-def test_rounds_by_what_is_measured_end_together() -> None:
-    run = run_ranks(_ratio, 3, timeout_s=100)[0]
+@pytest.mark.parametrize("trial", [RATIO, AUTO], ids=["parameters", "auto"])
+def test_rounds_by_what_is_measured_end_together(trial: Trial) -> None:
+    run = run_ranks(_ratio, 3, trial, timeout_s=100)[0]
     assert sum(run.samples_by_worker) >= 2000
 
 

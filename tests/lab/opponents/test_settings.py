@@ -38,7 +38,7 @@ def test_a_trial_survives_json() -> None:
         ({"learning_rate": float("nan")}, "learning_rate=nan .* above 0"),
         ({"lr_rule": "cube"}, "lr_rule='cube' .* adascale"),
         ({"schedule": "cosine"}, "budget=None .* cosine"),
-        ({"policy": "static", "local": {"period": "qsr"}}, "period='qsr' .* fixed or ratio with a policy"),
+        ({"policy": "static", "local": {"period": "qsr"}}, "period='qsr' .* fixed, ratio, auto with a policy"),
         ({"policy": None, "local": {"period": "ratio"}}, "policy=None"),
         ({"colour": 1}, "field of Trial='colour' .* batch_size"),
         ({"local": 3}, "local=3 "),

@@ -207,7 +207,9 @@ def test_the_products_rounds_of_equal_shares_are_those_of_local(momentum: str, r
     assert ours.meetings_s == pytest.approx(local.meetings_s, rel=1e-9 if rate is None else 0.03)
 
 
-@pytest.mark.parametrize("row", ["lb_bsp-parameters", "dynamix-parameters", "lb_bsp-steps", "dynamix-steps"])
+@pytest.mark.parametrize(
+    "row", ["lb_bsp-parameters", "dynamix-parameters", "lb_bsp-auto", "dynamix-auto", "dynamix-steps"]
+)
 def test_the_products_rounds_use_fast_workers_more_where_links_are_slow(row: str) -> None:
     space = TuningSpace({48: 0.1}, workers=3, budget=6000, batch_sizes=(4, 8, 16), periods=(4, 8))
     limits = RunLimits(samples=6000, every_samples=1000)

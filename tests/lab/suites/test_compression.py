@@ -17,7 +17,7 @@ from dynamix.errors import ConfigError
 from dynamix.events.run_folder import RunFolder
 from dynamix_lab.harness.suite import run_suite
 from dynamix_lab.suites.compression import suite as compression
-from dynamix_lab.suites.compression.exchanges import LOSSY, OURS, WAYS
+from dynamix_lab.suites.compression.exchanges import LOSSY, OURS, PLAIN, WAYS
 from dynamix_lab.suites.compression.jobs import JOBS, make_job
 from dynamix_lab.suites.compression.report import label, markdown, page
 from dynamix_lab.suites.compression.suite import CompressionCell, CompressionPlan, CompressionSuite
@@ -101,8 +101,9 @@ def test_auto_behind_top_k_is_judged_against_dense_behind_top_k() -> None:
     found = judge(cells)["auto_time"]
     assert found["found"]["vgg19"] == pytest.approx(1.5 / 1.45)
     assert found["found"]["ratings"] == pytest.approx(cells["ratings"]["ratios"]["auto/dense"]["median"])
-    assert CompressionCell("vgg19", 100, 4).ways(CompressionPlan()) == WAYS
+    assert set(WAYS) - set(CompressionCell("vgg19", 100, 4).ways(CompressionPlan())) == {"sparse", "gather-sparse"}
     assert set(WAYS) - set(CompressionCell("ratings", 100, 4).ways(CompressionPlan())) == {"topk-dense"}
+    assert "sparse" not in CompressionCell("lstm", 100, 4).ways(CompressionPlan())
 
 
 def test_all_cells_together_have_pairs_ratios_and_the_a_a_pair() -> None:
@@ -210,7 +211,8 @@ def test_a_whole_call_and_its_resumption(tmp_path, monkeypatch) -> None:
     """
     unshaped = CompressionCell.scenario
     monkeypatch.setattr(CompressionCell, "scenario", lambda self: unshaped(dataclasses.replace(self, rate_mbit_s=None)))
-    ways = ("dense", "dense-again", "topk", "blocks", "compaction", "lhc", "auto", "aggregator-lhc")
+    ours = ("gather", "gather-sparse", "compaction", "lhc", "auto", "aggregator-lhc")
+    ways = ("dense", "dense-again", "dense-1mb", "sparse", "topk", "bf16", "blocks", "index-gather", *ours)
     plan = CompressionPlan(
         jobs=("ratings",),
         rates_mbit_s=(100,),
@@ -228,7 +230,7 @@ def test_a_whole_call_and_its_resumption(tmp_path, monkeypatch) -> None:
     assert set(found) == set(ways)
     for name, way in found.items():
         assert len(way["loss"]) == 12
-        assert way["exchange_median_s"] > 0
+        assert (way["exchange_median_s"] is None) == (name in PLAIN)
         if name not in LOSSY:
             assert way["loss"] == pytest.approx(found["dense"]["loss"], rel=1e-4), name
     assert found["compaction"]["loss"] == found["lhc"]["loss"], "bit by bit"

@@ -17,8 +17,17 @@ from dynamix_lab.suites.compression.cases import KINDS, WAYS_TRIED, WORKERS, Exc
 def test_a_hundred_cases_and_more_decode_to_the_integer_reference() -> None:
     found = run_cases(150)
     assert found["failures"] == []
-    assert found["decoded"] + sum(found["dense_after"].values()) == found["exchanges"] == 300
-    assert found["decoded"] > 285
+    taken = found["decoded"] + found["gathered"]
+    assert taken + sum(found["dense_after"].values()) == found["exchanges"] == 300
+    assert found["decoded"] > 180
+    assert found["gathered"] > 20
+
+
+def test_hard_gradients_and_flipped_bits_end_right_or_refused() -> None:
+    found = run_cases(120, adversarial=True)
+    assert found["failures"] == []
+    assert found["refused"] > 2
+    assert any("nonfinite" in reason for reason in found["dense_after"])
 
 
 def test_ten_thousand_would_draw_everything() -> None:
@@ -39,7 +48,14 @@ def test_a_wrong_mean_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
         values[0] += 1
 
     monkeypatch.setattr(bucket, "write_mean_", wrong)
+    monkeypatch.setattr(cases, "WAYS_TRIED", ("compaction",))
     assert run_cases(5)["failed"] == 5
+
+
+def test_a_wrong_gathered_mean_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = cases.ordered_means
+    monkeypatch.setattr(cases, "ordered_means", lambda inputs: [one + 1 for one in right(inputs)])
+    assert run_cases(60)["failed"] > 5
 
 
 def test_a_wrong_integer_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,6 +67,7 @@ def test_a_wrong_integer_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
         return sums + 1, quantum * 0
 
     monkeypatch.setattr(cases, "integer_sums", other)
+    monkeypatch.setattr(cases, "WAYS_TRIED", ("compaction", "lhc"))
     found = run_cases(5)
     assert found["failed"] == 5
     assert any("integers" in line for line in found["failures"][0]["wrong"])

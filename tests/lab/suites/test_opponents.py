@@ -21,12 +21,13 @@ from dynamix_lab.opponents.trial import LocalSettings, Trial
 from dynamix_lab.results.record import load
 from dynamix_lab.statistics import geometric_mean
 from dynamix_lab.suites.opponents import live_pages, pages
+from dynamix_lab.suites.opponents.best import link_section
 from dynamix_lab.suites.opponents.live import LivePlan, LiveSuite, concluded
 from dynamix_lab.suites.opponents.places import JOBS, V2, job_numbers
-from dynamix_lab.suites.opponents.plan import USUAL, Place
+from dynamix_lab.suites.opponents.plan import USUAL, Place, recorded_runs
 from dynamix_lab.suites.opponents.regimes import regime, regime_places
 from dynamix_lab.suites.opponents.verdict import verdict
-from dynamix_lab.suites.opponents.virtual import Impatient, OpponentsPlan, at_edge, world_at
+from dynamix_lab.suites.opponents.virtual import Impatient, OpponentsPlan, at_edge, confirmed, held_trials, world_at
 from dynamix_lab.yardstick import ProgressCurve
 
 
@@ -198,9 +199,11 @@ def test_rows_past_the_end_of_the_reference_curve_are_named() -> None:
 def test_a_page_names_the_rows_that_were_tuned_to_an_end_of_what_was_tried() -> None:
     recorded = load("results/opponents-*", Path(__file__).parents[3])
     assert recorded is not None
-    together, *each = pages.sections(recorded)
+    together, product, *each = pages.sections(recorded)
     assert together.table is not None
     assert [row[0] for row in together.table.rows] == list(USUAL)
+    assert product.table is not None
+    assert [row[:2] for row in product.table.rows] == [[text, "dynamix"] for text in recorded["places"]]
     for section, part in zip(each, recorded["places"].values(), strict=True):
         ends = [row for row, cell in part["rows"].items() if cell["at_edge"]]
         said = [text for text in section.text if text.startswith("Tuned to an end")]
@@ -270,3 +273,59 @@ def test_every_kind_of_row_runs_live_on_device_hosts(tmp_path: Path) -> None:
 
 def test_the_usual_rows_are_known_to_the_tuning() -> None:
     OpponentsPlan(V2, USUAL).check()
+
+
+def test_the_hosts_of_a_scenario_may_be_there_several_times() -> None:
+    place = Place.of("device-paper-like-x4/teacher-classes")
+    assert [host.cpu for host in place.load().hosts] == 4 * [h.cpu for h in load_scenario("device-paper-like").hosts]
+    assert place.key == "device-paper-like-x4-teacher-classes"
+
+
+def test_runs_of_an_earlier_result_stand_only_where_one_of_them_takes_as_long_again() -> None:
+    def run(seed: int) -> dict[str, Any]:
+        return {"time_to_target_s": 5.0 + seed, "limit_s": 9.0, "curve": {}}
+
+    known = {seed: {"time_to_target_s": 5.0 + seed, "limit_s": 9.0} for seed in (0, 1)}
+    assert ["curve" in one for one in confirmed([0, 1, 2], run, known, again=True)] == [True, False, True]
+    assert ["curve" in one for one in confirmed([0, 1, 2], run, known, again=False)] == [False, False, True]
+    known[0]["time_to_target_s"] = 5.1
+    assert all("curve" in one for one in confirmed([0, 1, 2], run, known, again=True))
+
+
+def test_rows_are_tuned_beside_held_ones_only_where_a_result_is_held() -> None:
+    with pytest.raises(ConfigError, match="--held"):
+        OpponentsPlan(("device-even/teacher",), ("single", "static", "lb_bsp-auto"), tuned=("lb_bsp-auto",)).check()
+    held = "results/opponents-2026-11-23/result.json"
+    rows = ("single", "static", "lb_bsp-auto")
+    OpponentsPlan(("device-uneven/teacher",), rows, held=held, tuned=("lb_bsp-auto",)).check()
+    seeds = [0, 1, 2, 3, 4]
+    single = held_trials(held, "device-uneven/teacher", "single")[0]
+    found = recorded_runs(Path(held), "device-uneven/teacher", "single", single)
+    assert list(found) == seeds
+    assert all(one["time_to_target_s"] > 0 for one in found.values())
+    other = replace(single, learning_rate=1.0)
+    assert recorded_runs(Path(held), "device-uneven/teacher", "single", other) == {}
+
+
+def test_what_a_slow_link_costs_is_said_where_the_same_job_ran_without_it() -> None:
+    part = {"times_s": {"lb_bsp-auto": [2.2, 2.2]}, "without_limit_s": {"lb_bsp-auto": [2.0, 2.0]}}
+    section = link_section({"device-slow-link/teacher": part})
+    assert section is not None
+    assert section.table is not None
+    assert section.table.rows[0][:4] == ["device-slow-link/teacher", "lb_bsp-auto", "2.2", "2.0"]
+    assert section.table.rows[0][4].startswith("1.10")
+    assert link_section({"device-slow-link/teacher": {**part, "without_limit_s": {"lb_bsp-auto": []}}}) is None
+
+
+def test_what_a_run_was_tuned_to_is_held_and_the_choice_takes_the_better_of_both_ways() -> None:
+    kept = str(next(Path(__file__).parents[3].glob("results/rounds-*/result.json")))
+    place = "regime-w4-s1-r1/teacher"
+    (over_gradients,), (apart,) = (held_trials(kept, place, row) for row in ("lb_bsp", "lb_bsp-parameters"))
+    either = held_trials(kept, place, "lb_bsp-auto")
+    assert [(t.batch_size, t.learning_rate) for t in either] == [
+        (t.batch_size, t.learning_rate) for t in (over_gradients, apart)
+    ]
+    assert all(trial.meets_in_both_ways for trial in either)
+    OpponentsPlan((place,), ("single", "static", "lb_bsp-auto"), held=kept).check()
+    with pytest.raises(ConfigError, match="tune it first"):
+        OpponentsPlan((place,), ("single", "static", "goodput"), held=kept).check()

@@ -20,7 +20,7 @@ from dynamix.events.run_folder import RunFolder
 from dynamix.runtime.controller import Controller
 from dynamix_lab.suites.quality import suite
 from dynamix_lab.suites.quality.pages import markdown
-from dynamix_lab.suites.quality.plan import BATCH, JOBS, ROWS, QualityPlan
+from dynamix_lab.suites.quality.plan import BATCH, JOBS, USUAL, QualityPlan
 from dynamix_lab.suites.quality.suite import concluded, run_in_stages, trained
 from dynamix_lab.tasks import make_workload
 
@@ -43,6 +43,19 @@ def test_a_smoke_run_compares_models_that_saw_the_same_samples(tmp_path: Path) -
     before = [path.stat().st_mtime_ns for path in sorted((tmp_path / "run" / "cells").iterdir())]
     assert CliRunner().invoke(app, [*command, "--resume"]).exit_code == 0
     assert [path.stat().st_mtime_ns for path in sorted((tmp_path / "run" / "cells").iterdir())] == before
+
+
+def test_at_equal_time_every_row_trains_for_as_long_as_even_shares(tmp_path: Path) -> None:
+    rows = ("static", "static-128", "lb_bsp-auto", "qsr")
+    plan = replace(QUICK, jobs=("teacher-classes",), rows=rows, pilot=2, max_pairs=2, train=8192, equal_time=True)
+    result = run_in_stages(plan, RunFolder("quality", tmp_path / "run"))
+    found = result["jobs"]["teacher-classes"]["at_time"]
+    assert found["best_static"] in rows[:2]
+    for row in rows[1:]:
+        mine = found["rows"][row]
+        assert mine["samples_over_even"] > 1.05, row
+        assert mine["time_over_even"]["median"] == pytest.approx(1, abs=0.1), row
+    assert "### At equal time" in markdown(result)
 
 
 def test_the_same_run_gives_the_same_model_and_a_fixed_global_batch_stays() -> None:
@@ -130,7 +143,7 @@ def test_batch_norm_is_the_only_difference_of_a_job_and_its_twin(name: str) -> N
 
 
 def test_rows_are_the_defaults_of_a_controller_unless_they_say_otherwise() -> None:
-    trials = {row: QualityPlan().trial("conv", row) for row in ROWS}
+    trials = {row: QualityPlan().trial("conv", row) for row in USUAL}
     default = inspect.signature(Controller).parameters["lr_rule"].default
     assert {t.lr_rule for row, t in trials.items() if row in ("static", "dynamix", "dynamix-fixed", "lb_bsp")} == {
         default

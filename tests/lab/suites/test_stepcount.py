@@ -40,6 +40,11 @@ def test_the_search_ends_between_worse_neighbours_and_goes_down_where_nothing_ar
     assert len(asked) == len(set(asked)) <= stepcount.MOST_RATES
 
 
+def test_the_search_for_a_rate_goes_both_ways_until_one_arrives() -> None:
+    assert best_rate(lambda power, bound: 9.0 if power == 3 else math.inf, 0) == 3
+    assert best_rate(lambda power, bound: 9.0 if power == -3 else math.inf, 0) == -3
+
+
 def test_a_curve_has_a_row_a_batch_and_is_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stepcount, "PLATEAU_SAMPLES", 6_400)
     monkeypatch.setattr(stepcount, "SHARE", 0.7)

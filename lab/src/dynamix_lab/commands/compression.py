@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -65,16 +67,44 @@ def bench_compression_cases(
     context: typer.Context,
     count: Annotated[int, typer.Option(min=1, help="Cases.")] = 10_000,
     seed: Annotated[int, typer.Option(min=0, help="Of the first case.")] = 0,
+    adversarial: Annotated[
+        bool, typer.Option("--adversarial", help="Hard gradients, and in a third of the cases a flipped bit.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Randomised exchanges, each decoded sum against exact integers; exit code 1 if one differs."""
     from dynamix_lab.suites.compression.cases import lines, run_cases
 
     with progress("cases") as tell:
-        result = {**about(context, "threads"), **run_cases(count, seed=seed, tell=tell)}
+        result = {**about(context, "threads"), **run_cases(count, seed=seed, adversarial=adversarial, tell=tell)}
     print_json(result) if as_json else typer.echo("\n".join(lines(result)))
     if result["failed"]:
         raise typer.Exit(1)
+
+
+@bench.command("compression-map")
+@guarded
+def bench_compression_map(
+    context: typer.Context,
+    hop_ms: Annotated[float, typer.Option(min=0.0, help="Milliseconds of a message from host to host.")] = 0.1,
+    against: Annotated[
+        Path | None, typer.Option(help="result.json of `bench compression`: its measured bytes beside the model's.")
+    ] = None,
+    out: Out = None,
+    as_json: Json = False,
+) -> None:
+    """Where sums that never decode beat every other way, by a model of bytes and hops; nothing is run."""
+    from dynamix.events.run_folder import RunFolder
+    from dynamix_lab.report import sections_markdown
+    from dynamix_lab.suites.compression.region import compare, make_map, sections
+
+    result = {**about(context, "model of bytes and hops"), **make_map(hop_ms / 1e3)}
+    if against is not None:
+        result["against"] = compare(json.loads(against.read_text()))
+    with RunFolder("compression-map", out) as folder:
+        folder.write_run()
+        folder.write_result(result)
+    print_json(result) if as_json else typer.echo(sections_markdown(sections(result)))
 
 
 @bench.command("codec-speed")

@@ -1,7 +1,7 @@
 """Measurements of single things.
 
-`dynamix bench overhead`, `simspeed`, `import`, `changecost`, `netcosts`, `stepcount`, `emulator-accuracy`,
-`decisions`, `cost`.
+`dynamix bench overhead`, `observe`, `simspeed`, `import`, `changecost`, `netcosts`, `stepcount`, `lengths`,
+`disturbance`, `emulator-accuracy`, `decisions`, `cost`.
 """
 
 from __future__ import annotations
@@ -47,6 +47,25 @@ def bench_overhead(
     found = decisions(plan.deciders, workers=plan.workers, count=plan.decisions)
     result = {**about(context, "simulator"), **found}
     print_json(result) if as_json else typer.echo(sections_markdown(sections(result)))
+
+
+@bench.command("observe")
+@guarded
+def bench_observe(
+    context: typer.Context,
+    only: Annotated[str | None, typer.Option(help="cases, gains, overhead; comma-separated (default: all).")] = None,
+    cases: Annotated[int, typer.Option(min=1, help="Injected slow ranks.")] = 20,
+    policy: Annotated[str, typer.Option(help="That a promised gain is compared with.")] = "lb_bsp",
+    blocks: Annotated[int, typer.Option(min=1, help="Pairs of blocks, observed and not.")] = 800,
+    resume: Resume = False,
+    out: Out = None,
+    as_json: Json = False,
+) -> None:
+    """Whether `dynamix observe` names the slow rank, whether its promises come true, and what it costs."""
+    from dynamix_lab.suites.observe.suite import KINDS, ObservePlan, ObserveSuite
+
+    plan = ObservePlan(names_of(only) or KINDS, cases, policy=policy, blocks=blocks)
+    conducted(context, ObserveSuite(plan), out=out, resume=resume, as_json=as_json)
 
 
 @bench.command("simspeed")
@@ -135,6 +154,42 @@ def bench_stepcount(
 
     plan = StepCountPlan(tuple(workloads), rule, numbers_of("batches", batches) or (), most)
     conducted(context, StepCountSuite(plan), out=out, resume=resume, as_json=as_json)
+
+
+@bench.command("disturbance")
+@guarded
+def bench_disturbance(
+    context: typer.Context,
+    quick: Annotated[bool, typer.Option("--quick", help="A few short trainings of 4 workers.")] = False,
+    resume: Resume = False,
+    out: Out = None,
+    as_json: Json = False,
+) -> None:
+    """How much of a static job's time policies cut under the DBS paper's own disturbance, on simulated clusters."""
+    from dynamix_lab.suites.disturbance import DisturbancePlan, DisturbanceSuite
+
+    conducted(context, DisturbanceSuite(DisturbancePlan.of(quick=quick)), out=out, resume=resume, as_json=as_json)
+
+
+@bench.command("lengths")
+@guarded
+def bench_lengths(
+    context: typer.Context,
+    quick: Annotated[bool, typer.Option("--quick", help="A few clusters of 8 workers.")] = False,
+    policies: Annotated[str | None, typer.Option(help="Comma-separated names, goodput among them.")] = None,
+    resume: Resume = False,
+    out: Out = None,
+    as_json: Json = False,
+) -> None:
+    """What it is worth to know what samples cost, on simulated clusters whose samples cost unlike much."""
+    from dataclasses import replace
+
+    from dynamix_lab.suites.lengths import LengthsPlan, LengthsSuite
+
+    plan = LengthsPlan.of(quick=quick)
+    chosen = names_of(policies)
+    plan = plan if chosen is None else replace(plan, policies=chosen)
+    conducted(context, LengthsSuite(plan), out=out, resume=resume, as_json=as_json)
 
 
 @bench.command("emulator-accuracy")

@@ -1,7 +1,8 @@
-"""`dynamix bench opponents`."""
+"""`dynamix bench opponents`, `rounds`."""
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Annotated
 
@@ -27,6 +28,11 @@ def bench_opponents(
     ] = False,
     seeds: Annotated[int, typer.Option(min=1, help="Fresh pairs for each row's winner.")] = 5,
     seed: Annotated[int, typer.Option(min=0, help="First of them.")] = 0,
+    held: Annotated[
+        Path | None,
+        typer.Option(help="Tune nothing: rows are what this finished virtual run's result.json was tuned to."),
+    ] = None,
+    tune: Annotated[str | None, typer.Option(help="With --held: rows that are tuned all the same.")] = None,
     live: Annotated[
         Path | None,
         typer.Option(help="Run live on emulated hosts what this finished virtual run's result.json was tuned to."),
@@ -56,4 +62,26 @@ def bench_opponents(
         plan = OpponentsPlan(names_of(places) or regime_places(), names_of(rows) or REGIME_ROWS, seeds, seed)
     else:
         plan = OpponentsPlan(names_of(places) or V2, names_of(rows) or USUAL, seeds, seed)
+    if held is not None:
+        plan = dataclasses.replace(plan, held=str(held), tuned=names_of(tune) or ())
     conducted(context, OpponentsSuite(plan), out=out, resume=resume, as_json=as_json, processes=processes)
+
+
+@bench.command("rounds")
+@guarded
+def bench_rounds(
+    context: typer.Context,
+    quick: Annotated[bool, typer.Option("--quick", help="One job, one seed.")] = False,
+    jobs: Annotated[str | None, typer.Option(help="Jobs, separated by semicolons (default: all).")] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Fresh seeds for each row's winner.")] = 2,
+    resume: Resume = False,
+    out: Out = None,
+    as_json: Json = False,
+) -> None:
+    """How often workers meet: the rule against every fixed number of steps, AdaComm, QSR and plain training."""
+    from dynamix_lab.suites.rounds.jobs import JOBS
+    from dynamix_lab.suites.rounds.suite import RoundsPlan, RoundsSuite
+
+    named = tuple(name.strip() for name in jobs.split(";")) if jobs is not None else tuple(JOBS)
+    plan = RoundsPlan(named[:1], 1) if quick else RoundsPlan(named, seeds)
+    conducted(context, RoundsSuite(plan), out=out, resume=resume, as_json=as_json)

@@ -27,6 +27,9 @@ def bench_quality(
     scenario: Annotated[str | None, typer.Option(help="Of device hosts (default: device-demo).")] = None,
     rate_factor: Annotated[float, typer.Option(help="Times the learning rates, of every row alike.")] = 1.0,
     schedule: Annotated[str, typer.Option(help="Of the learning rate: cosine, steps, constant.")] = "cosine",
+    equal_time: Annotated[
+        bool, typer.Option("--equal-time", help="Every row also trains for as long as even shares take.")
+    ] = False,
     processes: Annotated[int, typer.Option(min=1, help="That play runs.")] = 1,
     resume: Resume = False,
     out: Out = None,
@@ -49,6 +52,7 @@ def bench_quality(
         seed=seed,
         rate_factor=rate_factor,
         schedule=schedule,
+        equal_time=equal_time,
         **{name: value for name, value in given.items() if value is not None},
     )
     plan.check()

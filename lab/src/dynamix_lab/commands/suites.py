@@ -1,4 +1,4 @@
-"""The suites of whole jobs: `dynamix bench tta`, `scaling`, `stigmergy`, `workloads`, `fidelity`, `faults`, `fuzz`."""
+"""The suites of whole jobs: `dynamix bench tta`, `scaling`, `reaction`, `stigmergy`, `workloads`, `fidelity`..."""
 
 from __future__ import annotations
 
@@ -123,6 +123,21 @@ def bench_scaling(
     simulated = scaling_plan(quick=quick, policies=names_of(policies), families_from=families_from)
     suite = SimulatedSuite(simulated, name="scaling")
     conducted(context, suite, out=out, resume=resume, as_json=as_json)
+
+
+@bench.command("reaction")
+@guarded
+def bench_reaction(
+    context: typer.Context,
+    quick: Annotated[bool, typer.Option("--quick", help="Three families at 8 workers, the goodput rule.")] = False,
+    resume: Resume = False,
+    out: Out = None,
+    as_json: Json = False,
+) -> None:
+    """Windows of fixed lengths beside windows whose length follows what changes, on simulated clusters."""
+    from dynamix_lab.suites.reaction import ReactionPlan, ReactionSuite
+
+    conducted(context, ReactionSuite(ReactionPlan.of(quick=quick)), out=out, resume=resume, as_json=as_json)
 
 
 @bench.command("fidelity")

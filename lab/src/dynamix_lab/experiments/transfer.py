@@ -24,6 +24,7 @@ from dynamix.training.evaluation import Factory, Tell, follow, paired, summary, 
 from dynamix.window import Floats
 from dynamix_lab.experiments.short import FORMS, Budget, Form, learn
 from dynamix_lab.experiments.worlds import WORLDS, place_of
+from dynamix_lab.report import Table
 
 TEST_SEED = 995_001
 USUAL, LARGE = (2, 8, 32), (1024,)
@@ -136,17 +137,23 @@ def pairs_named(parts: Sequence[str] | None) -> dict[str, Pair]:
     return wanted
 
 
-def markdown(result: Mapping[str, Any]) -> str:
+def table(result: Mapping[str, Any]) -> Table:
     """A row per pair and form: mean / worst decile against `lagged`, and the source policy's time over the target's."""
     names = ("source", "target", "shipped", "goodput")
     head = ["form", "learned where", *[f"{name} policy" if name != "goodput" else name for name in names]]
     head += ["source's time / target's", "shipped's / target's"]
-    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    rows = []
     for form, pairs in result["forms"].items():
         for name, part in pairs.items():
             scores = [
                 f"{part['scores'][n]['geometric_mean']:.3f} / {part['scores'][n]['worst_decile']:.3f}" for n in names
             ]
             ratios = ["{:.3f} ({:.3f}-{:.3f})".format(*part[key]) for key in ("regret", "shipped_over_target")]
-            lines.append("| " + " | ".join([form, name, *scores, *ratios]) + " |")
-    return "\n".join([*lines, "", f"Budget of a training: {Budget(**result['budget']).said}; seed {result['seed']}."])
+            rows.append([form, name, *scores, *ratios])
+    return Table(head, rows)
+
+
+def markdown(result: Mapping[str, Any]) -> str:
+    """`table`, and the budget of the trainings."""
+    budget = f"Budget of a training: {Budget(**result['budget']).said}; seed {result['seed']}."
+    return f"{table(result).markdown()}\n\n{budget}"

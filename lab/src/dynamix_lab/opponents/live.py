@@ -194,7 +194,8 @@ def _warm_up(trial: Trial, workload: Workload, data: Arrays, seed: int, steps: i
     """Steps on a model that is thrown away, with the exchange that the run will have."""
     net = workload.make_model(seed)
     optimizer = workload.make_optimizer(net.parameters())
-    model: nn.Module = DistributedDataParallel(net) if trial.kind == "policy" else net
+    meets = trial.kind == "policy" or trial.meets_in_both_ways
+    model: nn.Module = DistributedDataParallel(net) if meets else net
     chosen = torch.arange(min(trial.batch_size, len(data)))
     for _ in range(steps):
         train_step(workload, model, optimizer, data, chosen)
@@ -230,7 +231,8 @@ class _LivePolicy:
         self._sampler = self._controller.batch_sampler(data, seed=seed)
         generator = torch.Generator()
         self._loader = DataLoader(data, batch_sampler=self._sampler, collate_fn=as_is, generator=generator)
-        wrapped = DistributedDataParallel(self.model) if trial.local is None else self.model
+        over_gradients = trial.local is None or trial.meets_in_both_ways
+        wrapped = DistributedDataParallel(self.model) if over_gradients else self.model
         self._wrapped: nn.Module = self._controller.wrap(wrapped, self._optimizer, averaging=averaging_of(trial))
         self._piece = contextlib.nullcontext if trial.local is None else self._controller.piece
         if (schedule := schedule_of(trial, self._optimizer)) is not None:
@@ -270,6 +272,8 @@ def settings_of(trial: Trial, workload: Workload, workers: int, samples: int) ->
     if (local := trial.local) is None:
         moves = "fixed" if trial.global_batch == "fixed" else "adaptive"
         return {"batch_size": trial.batch_size, "min_batch_size": low, "max_batch_size": high, "global_batch": moves}
+    if trial.meets_in_both_ways:
+        return {"batch_size": trial.batch_size, "min_batch_size": low, "max_batch_size": high, "meet": "auto"}
     ours = {"micro_batch": trial.batch_size, "batch_size": round_of(trial, workers, samples), "meet": "parameters"}
     return {**ours, "global_batch": "adaptive" if local.period == "ratio" else "fixed"}
 

@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 from dynamix.errors import ConfigError
 from dynamix.runtime.scaling import AUTO, RULES
 
-PERIODS = ("fixed", "post_local", "adacomm", "qsr", "ratio")
+PERIODS = ("fixed", "post_local", "adacomm", "qsr", "ratio", "auto")
+OURS = ("fixed", "ratio", "auto")  # of the product, under a policy
 MOMENTUM = ("kept", "averaged", "reset")
 OUTER = ("none", "nesterov")
 SCHEDULES = ("constant", "cosine", "steps")
@@ -28,8 +29,9 @@ class LocalSettings:
     """How workers meet over parameters.
 
     period           which rule says how many steps lie between two meetings (`periods`); "ratio" is the product's own,
-                     and needs a policy
-    steps            H in the mean over workers, of "fixed"; H_0 of AdaComm, H_base of QSR, H after post-local's switch
+                     "auto" too, which meets over gradients where that is faster; both need a policy
+    steps            H in the mean over workers, of "fixed"; H_0 of AdaComm, H_base of QSR, H after post-local's switch;
+                     of "ratio" those of the first rounds, in which speeds are measured
     momentum         what becomes of the optimizer's state at a meeting: each worker keeps its own, it is averaged, or
                      it begins anew
     outer            "nesterov": an outer SGD step along the mean movement (DiLoCo); "none": the mean itself
@@ -86,7 +88,7 @@ class Trial:
     learning_rate  for the global batch at the start; of a local step, or of the single worker's
     lr_rule        how the rate follows the global batch (`dynamix.runtime.scaling`)
     local          how workers meet over parameters; None: over gradients. With a policy it is the product that meets,
-                   `batch_size` is a piece's, and the period is "fixed" or "ratio"
+                   `batch_size` is a piece's, and the period one of `OURS`
     schedule       of the rate over samples: "constant"; "cosine" down to a hundredth at `budget`; "steps": a tenth of
                    it from half of `budget` on, a hundredth from three quarters on
     budget         samples that the run is planned for; schedules, post-local and AdaComm count in parts of it
@@ -115,11 +117,12 @@ class Trial:
         _one_of("lr_rule", self.lr_rule, (AUTO, *RULES))
         _one_of("global_batch", self.global_batch, GLOBAL_BATCHES)
         _one_of("schedule", self.schedule, SCHEDULES)
-        if self.local is not None and self.policy is not None and self.local.period not in ("fixed", "ratio"):
-            fix = "leave the policy out: the product has these two"
-            raise ConfigError("period", self.local.period, "fixed or ratio with a policy", fix)
-        if self.local is not None and self.policy is None and self.local.period == "ratio":
-            raise ConfigError("policy", None, "one where the period is 'ratio'", "name what decides the shares")
+        period = "fixed" if self.local is None else self.local.period
+        if self.policy is not None and period not in OURS:
+            fix = "leave the policy out: the product has these"
+            raise ConfigError("period", period, f"{', '.join(OURS)} with a policy", fix)
+        if self.policy is None and period in OURS[1:]:
+            raise ConfigError("policy", None, f"one where the period is {period!r}", "name what decides the shares")
         if self.budget is not None:
             _number("budget", self.budget, 1, whole=True)
         elif self.schedule != "constant" or (self.local and self.local.period in ("post_local", "adacomm")):
@@ -128,10 +131,15 @@ class Trial:
 
     @property
     def kind(self) -> Literal["policy", "rounds", "local", "single"]:
-        """How it trains: "rounds" is the product, meeting over parameters."""
+        """How it trains: "rounds" is the product, meeting over parameters, if only at times."""
         if self.policy is not None:
             return "policy" if self.local is None else "rounds"
         return "single" if self.local is None else "local"
+
+    @property
+    def meets_in_both_ways(self) -> bool:
+        """Whether it is the product's to choose how workers meet."""
+        return self.local is not None and self.local.period == "auto"
 
     def rate_factor(self, samples: float) -> float:
         """What the schedule multiplies the rate by once `samples` are trained.

@@ -17,6 +17,7 @@ import numpy as np
 
 from dynamix.errors import ConfigError
 from dynamix_lab.opponents.runs import TrialRun
+from dynamix_lab.opponents.shares import FIRST_STEPS
 from dynamix_lab.opponents.trial import LocalSettings, Trial
 from dynamix_lab.tasks.mnist1d import TUNING_SEEDS
 
@@ -31,8 +32,9 @@ POLICIES = ("dbs", "lb_bsp", "noise_scale", "pollux", "cannikin", "goodput", "dy
 LOCAL = ("local", "post_local", "adacomm", "qsr", "diloco")
 FIXED_TOTAL = ("dbs", "lb_bsp")  # the global batch stays what it is at the start, as with fixed shares
 ROUNDS = ("lb_bsp-parameters", "dynamix-parameters")  # policies whose workers meet over parameters
+EITHER = ("lb_bsp-auto", "dynamix-auto")  # policies whose workers meet as is faster
 STEPS = ("lb_bsp-steps", "dynamix-steps")  # the same, with a number of steps between meetings that is tuned and held
-ROWS = ("single", *FIXED_SHARES, *POLICIES, *LOCAL, *ROUNDS, *STEPS)
+ROWS = ("single", *FIXED_SHARES, *POLICIES, *LOCAL, *ROUNDS, *EITHER, *STEPS)
 
 # Runs a trial with a seed; less is better, infinite where a run arrived nowhere.
 Run = Callable[[Trial, int], TrialRun]
@@ -120,7 +122,7 @@ def neighbours(trial: Trial, space: TuningSpace) -> list[Trial]:
 
 
 def _other_steps(trial: Trial) -> list[int]:
-    if trial.local is None or trial.local.period == "ratio":
+    if trial.local is None or trial.local.period in ("ratio", "auto"):
         return []
     return [2 * trial.local.steps] + ([trial.local.steps // 2] if trial.local.steps > 1 else [])
 
@@ -135,8 +137,11 @@ def _at_rate(trial: Trial, rate: float) -> Trial:
 
 
 def _global_batch(trial: Trial, workers: int) -> float:
-    """Samples whose noise a learning rate meets. Local steps lie between one worker's batch and all workers'."""
-    return trial.batch_size * _SHARED[trial.kind](workers)
+    """Samples whose noise a learning rate meets. Local steps lie between one worker's batch and all workers'.
+
+    A row that chooses how workers meet begins over gradients, and keeps that rate.
+    """
+    return trial.batch_size * _SHARED["policy" if trial.meets_in_both_ways else trial.kind](workers)
 
 
 _SHARED: dict[str, Callable[[int], float]] = {
@@ -158,9 +163,9 @@ def _choices(row: str, space: TuningSpace) -> list[Trial]:
     if row in POLICIES:
         pairs = (("adascale", small), ("adascale", middle), ("none", middle))
         return [Trial(row, row, size, 1.0, rule, **common) for rule, size in pairs]
-    if row in ROUNDS:  # the number of steps follows from what is measured
-        ours = LocalSettings(period="ratio")
-        policy = row.removesuffix("-parameters")
+    if row in (*ROUNDS, *EITHER):  # the number of steps follows from what is measured
+        ours = LocalSettings(steps=FIRST_STEPS, period="ratio" if row in ROUNDS else "auto")
+        policy = row.removesuffix("-parameters").removesuffix("-auto")
         return [Trial(row, policy, size, 1.0, local=ours, **common) for size in space.batch_sizes]
     few, many = space.periods
     rounds = ((small, few), (small, many), (middle, few))

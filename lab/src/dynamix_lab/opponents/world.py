@@ -190,7 +190,7 @@ class DeviceWorld(ClusterEnv):
         size = sum(bucket.size_bytes for bucket in self.buckets)
         return np.array([self.meeting_s(size, float(self.clock_s[0]))])
 
-    def advance(self) -> tuple[Floats, Floats]:
+    def advance(self, running: np.ndarray | None = None) -> tuple[Floats, Floats]:
         """One optimizer step; compute (1, W) and the whole step (1,), s."""
         start_s, workers = float(self.clock_s[0]), range(self.scenario.workers)
         passes = zip(self.batch[0].tolist(), self._charged.tolist(), strict=True)

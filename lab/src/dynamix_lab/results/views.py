@@ -51,17 +51,21 @@ def _anchor(heading: str) -> str:
 
 
 def _makers() -> dict[str, Callable[[Mapping[str, Any]], Table | list[Section]]]:
+    from dynamix_lab.experiments import transfer
     from dynamix_lab.peers import report as peers
-    from dynamix_lab.suites import simulated, stepcount, tasks, tta
+    from dynamix_lab.suites import disturbance, lengths, reaction, simulated, stepcount, tasks, tta
+    from dynamix_lab.suites.compression import region
     from dynamix_lab.suites.compression import report as compression
     from dynamix_lab.suites.decisions import cost_suite as cost
     from dynamix_lab.suites.decisions import suite as decisions
     from dynamix_lab.suites.faults import suite as faults
     from dynamix_lab.suites.fuzz import suite as fuzz
+    from dynamix_lab.suites.observe import suite as observe
     from dynamix_lab.suites.opponents import live_pages
     from dynamix_lab.suites.opponents import pages as opponents
     from dynamix_lab.suites.overhead import suite as overhead
     from dynamix_lab.suites.quality import pages as quality
+    from dynamix_lab.suites.rounds import pages as rounds
     from dynamix_lab.suites.scaling import report as scaling
     from dynamix_lab.suites.stigmergy import report as stigmergy
 
@@ -71,19 +75,26 @@ def _makers() -> dict[str, Callable[[Mapping[str, Any]], Table | list[Section]]]
         "tta simulator": simulated.table,
         "scaling simulator": simulated.table,
         "scaling virtual": scaling.sections,
+        "reaction": reaction.sections,
         "opponents virtual": opponents.sections,
         "opponents emulator": live_pages.sections,
         "faults": faults.table,
         "fuzz": fuzz.table,
+        "lengths": lengths.table,
+        "disturbance": disturbance.table,
+        "transfer": transfer.table,
         "stepcount": stepcount.table,
         "stigmergy": stigmergy.sections,
         "workloads": tasks.table,
         "compression": compression.sections,
+        "compression-map": region.sections,
         "peers": peers.table,
         "decisions": decisions.table,
         "cost": cost.table,
         "overhead": overhead.sections,
+        "observe": observe.sections,
         "quality": quality.sections,
+        "rounds": rounds.sections,
         "import": import_table,
         "mutants": mutants_table,
     }

@@ -243,6 +243,11 @@ class Projected:
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
 
+    @property
+    def window_length(self) -> Ints | None:
+        """Steps (C,) of the next window, where the policy says it."""
+        return getattr(self.policy, "window_length", None)
+
     def decide(self, window: Window, bounds: Bounds) -> Ints:
         return project(self.policy.decide(window, bounds), bounds, current=window.batch_size)
 

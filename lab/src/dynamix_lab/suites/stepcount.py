@@ -183,17 +183,29 @@ def best_rate(measure: Callable[[int, float], float], start: int) -> int:
 
     measure   (power, bound) -> steps, infinite where more than `bound`
 
+    Until one is finite, the search goes up and down in turn.
+
     >>> best_rate(lambda power, bound: abs(power - 3) + 1.0, 0)
     3
     """
     found = {start: measure(start, math.inf)}
     while len(found) < MOST_RATES:
         best = min(found, key=lambda power: (found[power], power))
-        missing = [power for power in (best - 1, best + 1) if power not in found]
+        near = (best - 1, best + 1) if found[best] < math.inf else _outward(start)
+        missing = [power for power in near if power not in found]
         if not missing:
             break
         found[missing[0]] = measure(missing[0], GIVEN_UP * found[best])
     return min(found, key=lambda power: (found[power], power))
+
+
+def _outward(start: int) -> list[int]:
+    """The powers about `start`, the nearest first.
+
+    >>> _outward(0)[:4]
+    [1, -1, 2, -2]
+    """
+    return [start + sign * step for step in range(1, MOST_RATES) for sign in (1, -1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,7 +282,8 @@ class StepCountSuite(Suite):
         own, tried = _own_rate(workload), dict[float, list[Count]]()
         larger = [b for b in self.plan.batches_of(workload.name) if b > batch]
         found = context.found.get(f"{workload.name}-{larger[-1]}") if larger else None
-        start = 1 if found is None else round(math.log2(found["learning_rate"] / own)) - 1
+        arrived = found is not None and None not in found["steps"]
+        start = 1 if found is None or not arrived else round(math.log2(found["learning_rate"] / own)) - 1
 
         def measure(power: int, bound: float) -> float:
             rate = own * 2.0**power
@@ -340,6 +353,7 @@ def table(result: Mapping[str, Any]) -> Table:
             scales = [scale for scale in row["noise_scale"] if scale is not None]
             first = [name, number(curve["target"], 3)] if i == 0 else ["", ""]
             rate = f"{row['learning_rate']:g}" if "learning_rate" in row else result["rule"]
+            rate = "–" if steps is None and "learning_rate" in row else rate
             cells = [str(row["batch"]), rate, number(steps, 0), number(steps and steps * row["batch"], 0)]
             cells += [number(float(np.mean(scales)) if scales else None, 0)]
             rows.append([*first, *cells, f"{number(curve.get('critical_batch'), 0)}{spread}" if i == 0 else ""])

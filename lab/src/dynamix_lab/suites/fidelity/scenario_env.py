@@ -73,7 +73,7 @@ class ScenarioEnv(ClusterEnv):
     def decided(self) -> None:
         self._decided = True
 
-    def advance(self) -> tuple[Floats, Floats]:
+    def advance(self, running: np.ndarray | None = None) -> tuple[Floats, Floats]:
         """One step; a worker's first at a size never met before prepares kernels while it computes, on its own share of
         a core.
         """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +13,7 @@ import numpy as np
 import torch
 
 from dynamix.emulator import Emulation
-from dynamix.errors import ConfigError, StateError
+from dynamix.errors import ConfigError
 from dynamix.events.run_folder import commit, machine
 from dynamix_lab.harness.suite import Cell, Context, Suite
 from dynamix_lab.opponents.launch import LiveJob, LiveRun, launch, until_paced
@@ -25,7 +24,7 @@ from dynamix_lab.opponents.world import DeviceWorld
 from dynamix_lab.statistics import a_a, balanced_order, paired_ratio, who_wins
 from dynamix_lab.suites.opponents import live_pages
 from dynamix_lab.suites.opponents.places import JobNumbers, job_numbers
-from dynamix_lab.suites.opponents.plan import Place, check_rows
+from dynamix_lab.suites.opponents.plan import Place, check_rows, tuned_trials
 from dynamix_lab.suites.opponents.verdict import ratios, verdict
 from dynamix_lab.suites.opponents.virtual import DISTURBANCE, world_at
 from dynamix_lab.tasks import make_workload
@@ -71,14 +70,7 @@ class LivePlan:
 
         Raises `ConfigError` for places and rows that it does not hold, `StateError` for a file that is none.
         """
-        try:
-            tuned = json.loads(result.read_text(encoding="utf-8"))
-            known = {
-                place: {row: cell["trial"] for row, cell in part["rows"].items()}
-                for place, part in tuned["places"].items()
-            }
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise StateError(f"{result} is no result of `dynamix bench opponents` ({error!r})") from error
+        known, commit = tuned_trials(result)
         for name in places or ():
             if name not in known:
                 raise ConfigError("places", name, ", ".join(known), "tune it first")
@@ -88,7 +80,7 @@ class LivePlan:
                 if row not in trials:
                     raise ConfigError(f"rows of {place}", row, ", ".join(trials), "tune it first")
             chosen[place] = {row: trials[row] for row in rows or trials}
-        return cls(chosen, seeds, seed, time_s, str(tuned.get("commit") or ""))
+        return cls(chosen, seeds, seed, time_s, commit)
 
     def check(self) -> None:
         """Raises `ConfigError` before anything runs."""

@@ -21,6 +21,7 @@ from dynamix_lab.report import (
     with_interval,
 )
 from dynamix_lab.statistics import geometric_mean, paired_ratio
+from dynamix_lab.suites.opponents import best
 from dynamix_lab.suites.opponents.regimes import is_regime
 from dynamix_lab.tasks.claim_jobs import CLAIM_JOBS
 
@@ -33,6 +34,7 @@ LEAD = (
 # What all rows are compared with over all places.
 OVER = ("single", "static", "lb_bsp", "goodput", "local", "lb_bsp-steps")
 RULE = ("lb_bsp-parameters", "lb_bsp-steps")  # steps between meetings by what is measured, and tuned
+CHOICE = ("lb_bsp-auto", "lb_bsp", "lb_bsp-parameters")  # workers meet as is faster; always over gradients; never
 
 
 def sections(result: Mapping[str, Any]) -> list[Section]:
@@ -42,6 +44,10 @@ def sections(result: Mapping[str, Any]) -> list[Section]:
     whole = [_map(regimes)] if regimes else []
     whole += [_together(places, "All places")] if len(places) > 1 else []
     whole += [_together(regimes, "All regimes")] if len(regimes) > 1 else []
+    product = best.section(result["places"])
+    whole += [product] if product is not None and len(result["places"]) > 1 else []
+    link = best.link_section(result["places"])
+    whole += [link] if link is not None else []
     return whole + [_section(text, part) for text, part in result["places"].items()]
 
 
@@ -57,20 +63,22 @@ def _together(places: Mapping[str, Any], heading: str) -> Section:
     head = ["row", *(f"over {other}" for other in others)]
     table = Table(head, [[row, *ratio_cells(row, others, found, 2)] for row in rows])
     said = ["Every place weighs the same, and intervals are over places."]
-    if set(RULE) <= set(rows):
-        said.append(_rule_sentence(places))
+    said += [_over_sentence(places, *names) for names in (RULE, CHOICE) if set(names) <= set(rows)]
+    taken = sum(part.get("recorded", 0) for part in places.values())
+    said += [f"{taken} runs are those of the earlier result that is held."] if taken else []
     return Section(heading, text=said, table=table)
 
 
-def _rule_sentence(places: Mapping[str, Any]) -> str:
-    ours, tuned = RULE
-    each = {
-        text: geometric_mean(part["times_s"][ours]) / geometric_mean(part["times_s"][tuned])
-        for text, part in places.items()
+def _over_sentence(places: Mapping[str, Any], ours: str, *others: str) -> str:
+    """A row over another, or over the better of several in each place."""
+    times = {
+        text: {row: geometric_mean(part["times_s"][row]) for row in (ours, *others)} for text, part in places.items()
     }
+    each = {text: of[ours] / min(of[other] for other in others) for text, of in times.items()}
+    beside = others[0] if len(others) == 1 else f"the better of {' and '.join(others)}"
     worst = max(each, key=each.__getitem__)
     mean = geometric_mean(list(each.values()))
-    return f"{ours} takes {mean:.2f} of the time of {tuned} in the mean, {each[worst]:.2f} at worst ({worst})."
+    return f"{ours} takes {mean:.2f} of the time of {beside} in the mean, {each[worst]:.2f} at worst ({worst})."
 
 
 def _map(places: Mapping[str, Any]) -> Section:
@@ -114,9 +122,8 @@ def page(result: Mapping[str, Any]) -> str:
 
 def _section(text: str, part: Mapping[str, Any]) -> Section:
     found = part["verdict"]
-    best = found["best_synchronous"]
-    rarely = found["best_rarely"]
-    others = dict.fromkeys(other for other in ("single", "static", best, rarely) if other)
+    synchronous, rarely = found["best_synchronous"], found["best_rarely"]
+    others = dict.fromkeys(other for other in ("single", "static", synchronous, rarely) if other)
     rows = []
     for row, times in part["times_s"].items():
         trial = Trial.from_dict(part["rows"][row]["trial"])

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -15,15 +16,15 @@ from dynamix_lab.harness.reference import references
 from dynamix_lab.harness.suite import Cell, Context, Suite
 from dynamix_lab.opponents.buckets import gradient_buckets
 from dynamix_lab.opponents.runs import RunLimits, TrialRun
-from dynamix_lab.opponents.trial import Trial
-from dynamix_lab.opponents.tuning import TriedTrial, TuningSpace, grid, neighbours, tune
+from dynamix_lab.opponents.trial import LocalSettings, Trial
+from dynamix_lab.opponents.tuning import EITHER, TriedTrial, TuningSpace, grid, neighbours, tune
 from dynamix_lab.opponents.virtual import INTERVAL, run_virtual
 from dynamix_lab.opponents.world import DeviceWorld
 from dynamix_lab.statistics import who_wins
 from dynamix_lab.suites.fidelity.quota_world import QuotaWorld, quota_costs
 from dynamix_lab.suites.opponents import pages
 from dynamix_lab.suites.opponents.places import JobNumbers, job_numbers, outages
-from dynamix_lab.suites.opponents.plan import USUAL, Place, check_rows
+from dynamix_lab.suites.opponents.plan import USUAL, Place, check_rows, recorded_runs, tuned_trials
 from dynamix_lab.suites.opponents.regimes import EXTRAS, is_regime
 from dynamix_lab.suites.opponents.verdict import ratios, verdict
 from dynamix_lab.tasks import make_workload
@@ -31,6 +32,8 @@ from dynamix_lab.tasks.mnist1d import TUNING_SEEDS
 
 REGIME_LONGER = 4
 GIVE_UP = 2.0  # a run of the tuning ends at so many times the best one of its row and seed
+REPEATED = ("lb_bsp", "local", "goodput", "dynamix")  # of rows taken over: those whose policies or rounds may change
+WITHOUT_LIMIT = {"device-slow-link": "device-even"}  # the same devices, with links that limit nothing
 DISTURBANCE = 1000  # apart from the seed of model and data; all rows of one seed share both
 
 
@@ -43,6 +46,9 @@ class OpponentsPlan:
     seeds    fresh pairs on which each row's winner is confirmed
     seed     the first of them
     tuning   seeds of the tuning, by successive halving; none: each row takes the first of its grid (a smoke run)
+    held     result.json of a finished run: its rows are what they were tuned to there. A row that chooses how workers
+             meet (`EITHER`) takes what that policy was tuned to over gradients or over parameters, by `tuning`
+    tuned    rows that are tuned all the same, as every row of that run was
     """
 
     places: tuple[str, ...]
@@ -50,6 +56,8 @@ class OpponentsPlan:
     seeds: int = 5
     seed: int = 0
     tuning: tuple[int, ...] = TUNING_SEEDS
+    held: str | None = None
+    tuned: tuple[str, ...] = ()
 
     def check(self) -> None:
         """Raises `ConfigError` before anything runs."""
@@ -63,6 +71,13 @@ class OpponentsPlan:
             raise ConfigError("seed, seeds", (self.seed, self.seeds), allowed, "take other seeds")
         for text in self.places:
             job_numbers(Place.of(text).workload)
+            if self.held is not None:
+                for row in self.rows:
+                    if row not in self.tuned:
+                        held_trials(self.held, text, row)
+        for row in self.tuned:
+            if self.held is None or row not in self.rows:
+                raise ConfigError("tuned", row, f"one of {', '.join(self.rows)}, beside held rows", "give --held too")
 
     @property
     def fresh(self) -> list[int]:
@@ -92,18 +107,26 @@ class OpponentsSuite(Suite):
         job = job_at(place)
         run = functools.partial(run_at, place, job)
         space = space_of(place, job)
-        trials, near = grid(row, space), functools.partial(neighbours, space=space)
+        held, near = None if row in self.plan.tuned else self.plan.held, functools.partial(neighbours, space=space)
+        trials = grid(row, space) if held is None else held_trials(held, text, row)
         trial, tried = trials[0], list[TriedTrial]()
-        if self.plan.tuning:
+        if held is not None and len(trials) > 1:
+            trial, tried = tune(trials, Impatient(place, job), job.worth, seeds=self.plan.tuning)
+        elif held is None and self.plan.tuning:
             trial, tried = tune(trials, Impatient(place, job), job.worth, seeds=self.plan.tuning, near=near)
-        runs = [run(trial, seed) for seed in self.plan.fresh]
+        known = {} if held is None else recorded_runs(Path(held), text, row, trial)
+        runs = confirmed(self.plan.fresh, lambda seed: summary(run(trial, seed), job), known, again=row in REPEATED)
+        twin = Place(WITHOUT_LIMIT[place.scenario], place.workload) if place.scenario in WITHOUT_LIMIT else None
+        free = [run_at(twin, job, trial, seed) for seed in self.plan.fresh] if twin and row in EITHER else []
         return {
             "place": text,
             "row": row,
             "trial": trial.to_dict(),
-            "at_edge": at_edge(trial, [one.trial for one in tried] or trials),
+            "at_edge": [] if held is not None else at_edge(trial, [one.trial for one in tried] or trials),
             "tried": [one.to_dict() for one in tried],
-            "runs": [summary(done, job) for done in runs],
+            "recorded": sum("curve" not in one for one in runs),
+            "runs": runs,
+            "without_limit": [summary(done, job) for done in free],
         }
 
     def conclude(self, cells: Mapping[str, Any]) -> dict[str, Any]:
@@ -125,6 +148,43 @@ class OpponentsSuite(Suite):
 
     def page(self, result: Mapping[str, Any]) -> str:
         return pages.page(result)
+
+
+def confirmed(
+    seeds: Sequence[int], run: Callable[[int], dict[str, Any]], known: Mapping[int, dict[str, Any]], *, again: bool
+) -> list[dict[str, Any]]:
+    """A winner's runs, by seed. Runs of an earlier result stand; `again`: if the first of them takes as long once more.
+
+    >>> done = confirmed([0, 1, 2], lambda seed: {"time_to_target_s": 4.0, "limit_s": 9.0, "fresh": True}, {
+    ...     seed: {"time_to_target_s": 4.0, "limit_s": 9.0} for seed in (0, 1)}, again=True)
+    >>> ["fresh" in one for one in done]
+    [True, False, True]
+    """
+    runs: dict[int, dict[str, Any]] = {} if again else dict(known)
+    repeated = next((seed for seed in seeds if seed in known), None) if again else None
+    if repeated is not None:
+        runs[repeated] = run(repeated)
+        if math.isclose(_time(runs[repeated]), _time(known[repeated]), rel_tol=1e-6):
+            runs = {**known, **runs}
+    return [runs[seed] if seed in runs else run(seed) for seed in seeds]
+
+
+def held_trials(result: str, place: str, row: str) -> list[Trial]:
+    """The trials of a row among which to choose, by what a finished run was tuned to at a place.
+
+    Raises `ConfigError` for places and rows that it does not hold, `StateError` for a file that is none.
+    """
+    known, _ = tuned_trials(Path(result))
+    if place not in known:
+        raise ConfigError("places", place, ", ".join(known), "tune it first")
+    if row in known[place]:
+        return [Trial.from_dict(known[place][row])]
+    policy = row.removesuffix("-auto")
+    ways = [known[place][name] for name in (policy, f"{policy}-parameters") if name in known[place]]
+    if row not in EITHER or not ways:
+        raise ConfigError(f"rows of {place}", row, ", ".join(known[place]), "tune it first")
+    either = LocalSettings(period="auto")
+    return [replace(Trial.from_dict(way), row=row, local=either) for way in ways]
 
 
 def job_at(place: Place) -> JobNumbers:
@@ -218,10 +278,14 @@ def summary(run: TrialRun, job: JobNumbers) -> dict[str, Any]:
 def concluded(rows: Mapping[str, Any]) -> dict[str, Any]:
     """One place: times by row (a run that did not arrive counts with the limit), the verdict, ratios, the first."""
     times = {row: [_time(run) for run in cell["runs"]] for row, cell in rows.items()}
+    speeds = [host.cpu for host in Place.of(next(iter(rows.values()))["place"]).load().hosts]
     return {
         "times_s": times,
+        "speeds_sum": sum(speeds) / max(speeds),
         "arrived": {row: [run["time_to_target_s"] is not None for run in cell["runs"]] for row, cell in rows.items()},
         "samples": {row: [run["samples"] for run in cell["runs"]] for row, cell in rows.items()},
+        "recorded": sum(cell.get("recorded", 0) for cell in rows.values()),
+        "without_limit_s": {row: [_time(run) for run in cell.get("without_limit", [])] for row, cell in rows.items()},
         "verdict": verdict(times).to_dict(),
         "ratios": ratios(times),
         "first": who_wins(times).to_dict(),

@@ -153,9 +153,9 @@ def bare_hook(group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Fut
     return default_hooks.allreduce_hook(group, bucket)
 
 
-def timed(job: RowJob, steps: int) -> tuple[float, float]:
+def timed(job: RowJob, steps: int, rest_s: float = REST_S) -> tuple[float, float]:
     """Seconds by the clock of both ranks, and processor seconds of all threads of this one."""
-    time.sleep(REST_S)
+    time.sleep(rest_s)
     dist.barrier()
     began, worked = time.perf_counter(), time.process_time()
     job.train(steps)
@@ -170,7 +170,7 @@ def time_blocks(rank: int, store: str, blocks: Blocks) -> dict[str, dict[str, li
 
     store   path of a file that does not exist yet, where the ranks meet
     """
-    _join(rank, store)
+    join_ranks(rank, store)
     try:
         jobs = {name: RowJob(name, blocks.width, blocks.samples) for name in blocks.rows}
         for job in jobs.values():
@@ -202,7 +202,7 @@ def find_width(rank: int, store: str, step_s: float, tries: int = 5) -> int:
 
     A collective call in `RANKS` processes, which all get rank 0's answer.
     """
-    _join(rank, store)
+    join_ranks(rank, store)
     try:
         width, best = 256, (float("inf"), 256)
         for _ in range(tries):
@@ -222,6 +222,7 @@ def find_width(rank: int, store: str, step_s: float, tries: int = 5) -> int:
         dist.destroy_process_group()
 
 
-def _join(rank: int, store: str) -> None:
+def join_ranks(rank: int, store: str) -> None:
+    """Make the group of `RANKS` processes that meet over the file `store`."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS, timeout=TIMEOUT)

@@ -20,7 +20,8 @@ def sections(result: Mapping[str, Any]) -> list[Section]:
     """The default over even shares, then every row."""
     names = list(dict.fromkeys(row for part in result["jobs"].values() for row in part["rows"] if row != EVEN))
     found = [_default(result)] if DEFAULT in names else []
-    return [*found, _every(result, names)]
+    longer = [_at_time(result)] if any("at_time" in part for part in result["jobs"].values()) else []
+    return [*found, _every(result, names), *longer]
 
 
 def markdown(result: Mapping[str, Any]) -> str:
@@ -83,6 +84,29 @@ def _every(result: Mapping[str, Any], names: list[str]) -> Section:
     text = ["Points of accuracy over even shares. Rows with few pairs have wide intervals."]
     table = Table(["job", "even shares: %, cross-entropy", *names], rows)
     return Section("Every row", text=text, table=table, notes=notes)
+
+
+def _at_time(result: Mapping[str, Any]) -> Section:
+    """Accuracy after the time that even shares take."""
+    rows, below = [], list[str]()
+    for job, part in result["jobs"].items():
+        found = part.get("at_time", {"rows": {}})
+        for row, mine in found["rows"].items():
+            over = mine["over_best_static"]
+            if row == found["best_static"]:
+                cells = ["the best static"]
+            else:
+                cells = [signed(over, 2)]
+                below += [f"{row} at {job}"] if not (over["low"] or 0) > 0 and not row.startswith(EVEN) else []
+            samples, time = number(mine["samples_over_even"], 2), number(mine["time_over_even"]["median"], 2)
+            rows.append([job, row, number(mine["accuracy"], 2), *cells, samples, time])
+    said = (
+        "Every row trains for as long as even shares of 64 samples take for the job, and its schedule ends there. The "
+        "best static row of a job is known afterwards, by its mean, which favours it."
+    )
+    head = ["job", "row", "%", "points over the best static", "samples over even shares'", "time over theirs"]
+    notes = [f"The lower end is not above 0: {', '.join(below)}."] if below else []
+    return Section("At equal time", text=[said], table=Table(head, rows), notes=notes)
 
 
 def _where(result: Mapping[str, Any], what: str) -> str:

@@ -11,7 +11,7 @@ import torch
 
 from dynamix.emulator import load_scenario
 from dynamix.errors import ConfigError
-from dynamix_lab.opponents.trial import SCHEDULES, Trial
+from dynamix_lab.opponents.trial import SCHEDULES, LocalSettings, Trial
 from dynamix_lab.statistics import pairs_needed
 from dynamix_lab.tasks import Workload, make_workload
 from dynamix_lab.tasks.mnist1d import TUNING_SEEDS
@@ -68,11 +68,18 @@ JOBS = {
 
 @dataclass(frozen=True, slots=True)
 class QualityRow:
-    """A way to train: a policy's name for `make_policy`, and what `Controller` is told besides."""
+    """A way to train: a policy's name for `make_policy`, and what `Controller` is told besides.
 
-    policy: str
+    policy   None: the opponent that `local` describes
+    local    how workers meet over parameters, at times or always; None: over gradients
+    batch    samples per worker at the start, or of a piece. The rate follows: in proportion, with Adam by the root
+    """
+
+    policy: str | None
     global_batch: str = "adaptive"
     lr_rule: str = "auto"
+    local: LocalSettings | None = None
+    batch: int = BATCH
 
 
 # A controller watches its learned policy unless it is told not to; so they do here.
@@ -86,7 +93,16 @@ ROWS = {
     "dynamix-linear": QualityRow(_DYNAMIX, lr_rule="linear"),
     "dynamix-adascale": QualityRow(_DYNAMIX, lr_rule="adascale"),
     "lb_bsp": QualityRow("lb_bsp"),
+    "static-32": QualityRow("static", batch=32),
+    "static-128": QualityRow("static", batch=128),
+    "lb_bsp-auto": QualityRow("lb_bsp", lr_rule="none", local=LocalSettings(steps=2, period="auto")),
+    # The number of steps follows from what a meeting takes, and grows as the rate falls.
+    "lb_bsp-parameters": QualityRow("lb_bsp", lr_rule="none", local=LocalSettings(steps=2, period="ratio")),
+    # 4 steps between meetings at the first rate, and more with the square of its fall.
+    "qsr": QualityRow(None, lr_rule="none", local=LocalSettings(steps=4, period="qsr", most_steps=64)),
 }
+STATIC = (EVEN, "static-32", "static-128")  # the best of which an answer at equal time is compared with
+USUAL = tuple(name for name, row in ROWS.items() if row.local is None and row.batch == BATCH)
 SIZED = ("dynamix", "dynamix-fixed")
 
 
@@ -103,11 +119,12 @@ class QualityPlan:
     half_width   points of accuracy, of an interval that is narrow enough
     rate_factor  times the jobs' learning rates, for every row alike
     schedule     of the learning rate, by samples
+    equal_time   every row also trains for as long as even shares take for the job, its schedule planned for that
     train, test, epochs   instead of the job's own; None: those
     """
 
     jobs: tuple[str, ...] = tuple(JOBS)
-    rows: tuple[str, ...] = tuple(ROWS)
+    rows: tuple[str, ...] = USUAL
     sized: tuple[str, ...] = SIZED
     pilot: int = PILOT
     max_pairs: int = MOST_PAIRS
@@ -117,6 +134,7 @@ class QualityPlan:
     scenario: str = SCENARIO
     rate_factor: float = 1.0
     schedule: str = "cosine"
+    equal_time: bool = False
     train: int | None = None
     test: int = HELD_OUT
     epochs: int | None = None
@@ -169,17 +187,22 @@ class QualityPlan:
             job, rate=self.rate_factor * job.rate, train=self.train or job.train, epochs=self.epochs or job.epochs
         )
 
-    def trial(self, job: str, row: str) -> Trial:
-        """What a run does."""
+    def trial(self, job: str, row: str, samples: int | None = None) -> Trial:
+        """What a run does that trains on `samples`; None: on all samples of the job's epochs."""
         of, how = self.job(job), ROWS[row]
+        times = how.batch / BATCH
+        rate, local = of.rate * (times if of.optimizer == "sgd" else times**0.5), how.local
+        if local is not None and local.period == "qsr":  # so that the first rate gives the base number of steps
+            local = replace(local, alpha=rate * local.steps**0.5)
         return Trial(
             row,
             how.policy,
-            BATCH,
-            of.rate,
+            how.batch,
+            rate,
             how.lr_rule,
+            local=local,
             schedule=self.schedule,
-            budget=of.train * of.epochs,
+            budget=samples or of.train * of.epochs,
             global_batch=how.global_batch,
         )
 

@@ -1,0 +1,24 @@
+"""`dynamix bench lengths`."""
+
+from __future__ import annotations
+
+import pytest
+
+from dynamix.errors import ConfigError
+from dynamix_lab.suites.lengths import LengthsPlan, run_cell, table
+
+
+def test_lengths_gain_for_every_policy() -> None:
+    plan = LengthsPlan.of(quick=True)
+    found = run_cell(plan, "data-dependent", 8)
+    for name in plan.policies:
+        assert found["policies"][name]["gain"]["median"] > 1.0, name
+    assert found["policies"]["goodput"]["with"]["median"] == 1.0
+    assert "data-dependent-8" in table({"cells": {"data-dependent-8": found}}).markdown()
+
+
+def test_impossible_plans_are_named() -> None:
+    with pytest.raises(ConfigError, match="affine-quiet"):
+        LengthsPlan((("affine-quiet", 8),)).check()
+    with pytest.raises(ConfigError, match="goodput"):
+        LengthsPlan((("data-dependent", 8),), policies=("dynamix",)).check()
