@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,24 +19,39 @@ pytestmark = pytest.mark.multiproc
 
 
 FILM = "excavation.py"
-TWO_RANKS = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+ELSEWHERE = (FILM, "ray_train.py", "torchft_replicas.py")  # the latter two in tests/integrations
+LAUNCH = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 
 
-@pytest.mark.parametrize("name", sorted(p.name for p in EXAMPLES.glob("*.py") if p.name != FILM))
-def test_example_runs(name: str) -> None:
+def _param(name: str) -> Any:
+    """plain.py has nothing of ours: torch's own processes abort there at times, at their end, on a busy machine."""
+    return pytest.param(name, marks=pytest.mark.flaky(reruns=2) if name == "plain.py" else ())
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *map(_param, sorted(p.name for p in EXAMPLES.glob("*.py") if p.name not in ELSEWHERE)),
+        "local_steps.py --meet auto",
+    ],
+)
+def test_example_runs(line: str, tmp_path: Path) -> None:
+    name, *options = line.split()
     script = EXAMPLES / name
-    alone = f"torchrun --nproc-per-node 2 examples/{name}" not in script.read_text()
-    command = [sys.executable, *([] if alone else TWO_RANKS), str(script)]
+    ranks = re.search(rf"torchrun --nproc-per-node (\d) examples/{name}", script.read_text())
+    command = [sys.executable, *([] if ranks is None else [*LAUNCH, ranks[1]]), str(script), *options]
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     with contextlib.ExitStack() as stack:
         if name == "sparse_gradients.py":
             aggregator = stack.enter_context(AggregatorServer())
             command += ["--aggregator", aggregator.address]
+        if name == "elastic.py":
+            command += ["--folder", str(tmp_path)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     if name == "sparse_gradients.py":
         assert "'compaction': " in done.stdout
-        assert "lost" not in done.stdout
+        assert "'lost': 0" in done.stdout
 
 
 def test_the_example_of_agents_that_learn_writes_its_film(tmp_path: Path) -> None:

@@ -12,7 +12,19 @@ from dynamix import features
 from dynamix.window import Window
 
 SUBMODULES = (
-    *("compression", "data", "emulator", "errors", "events", "model", "policies", "probes", "runtime", "simulator"),
+    *(
+        "compression",
+        "data",
+        "emulator",
+        "errors",
+        "events",
+        "integrations",
+        "model",
+        "policies",
+        "probes",
+        "runtime",
+        "simulator",
+    ),
     *("training", "virtual", "window"),
 )
 # What only the command line, the emulator, learning, compression and the laboratory need.
@@ -73,7 +85,16 @@ def test_the_public_names_are_these() -> None:
     assert set(dynamix.__all__) == {
         *("Averaging", "Bounds", "CompressionState", "ConfigError", "Controller", "DynamixError", "EmulationError"),
         "Guard",
-        *("LiveConfig", "MemoryLimitError", "Policy", "PolicyFileError", "ScenarioError", "StateError", "UsageError"),
+        *(
+            "LiveConfig",
+            "MemoryLimitError",
+            "Policy",
+            "PolicyFileError",
+            "ScenarioError",
+            "Settings",
+            "StateError",
+            "UsageError",
+        ),
         *("Window", "WorkerLostError", "__version__", "features", "make_policy", "policy_names", "project"),
         *("weighted", "weighted_average"),
     }

@@ -102,4 +102,4 @@ def test_the_command_says_how_to_install_what_is_missing(empty: Path) -> None:
 def test_the_wheel_holds_the_data_files(empty: Path) -> None:
     package = next((empty / "env" / "lib").glob("python*/site-packages/dynamix"))
     held = {file.suffix for file in package.rglob("*")}
-    assert {".safetensors", ".json", ".yaml", ".typed"} <= held
+    assert {".safetensors", ".json", ".yaml", ".typed", ".js", ".css", ".html", ".LICENSE"} <= held

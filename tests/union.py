@@ -7,7 +7,7 @@ import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -108,6 +108,9 @@ class Case:
     divide: bool = True
     lr: float = 0.01
     max_batch_size: int = 64
+    global_batch: Literal["fixed", "adaptive"] = "adaptive"
+    lengths: bool = False  # samples of unlike cost, log-normal, by which rounds are cut
+    padded: bool = False
     ddp: dict[str, Any] = field(default_factory=dict)  # options of DistributedDataParallel
     warm_up: bool = False
     synchronised: int = 0  # optimizer steps at the beginning in which every micro-batch is reduced, without no_sync
@@ -152,10 +155,11 @@ def worst_error(rank: int, case: Case) -> float:
         interval=case.interval,
         accumulate=case.accumulate,
         micro_batch=case.micro_batch,
-        global_batch="adaptive",
+        global_batch=case.global_batch,
     )
     dataset = TensorDataset(x, y)
-    sampler = controller.batch_sampler(dataset, seed=3)
+    lengths = torch.randn(case.samples, generator=torch.Generator().manual_seed(4)).exp() if case.lengths else None
+    sampler = controller.batch_sampler(dataset, seed=3, lengths=lengths, padded=case.padded)
     loader = DataLoader(
         dataset, batch_sampler=sampler, num_workers=case.num_workers, prefetch_factor=case.prefetch_factor
     )

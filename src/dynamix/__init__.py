@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from dynamix.runtime.controller import Controller
     from dynamix.runtime.gradients import weighted
     from dynamix.runtime.parameters import Averaging
+    from dynamix.runtime.settings import Settings
     from dynamix.window import Bounds, Window
 
 __version__ = "0.2.0"
@@ -49,6 +50,7 @@ __all__ = [
     "Policy",
     "PolicyFileError",
     "ScenarioError",
+    "Settings",
     "StateError",
     "UsageError",
     "Window",
@@ -73,6 +75,7 @@ _HOMES = {
     "dynamix.runtime.averaging": ("weighted_average",),
     "dynamix.runtime.gradients": ("weighted",),
     "dynamix.runtime.parameters": ("Averaging",),
+    "dynamix.runtime.settings": ("Settings",),
     "dynamix.window": ("Bounds", "Window"),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}

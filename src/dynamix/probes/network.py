@@ -144,6 +144,24 @@ def ports(fd: int) -> tuple[int, int]:
     return int.from_bytes(local, "big"), int.from_bytes(remote, "big")
 
 
+def ends(fd: int) -> tuple[str, str]:
+    """Local and remote address and port of a connection: the same two, exchanged, are what its peer has.
+
+    >>> with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as client:
+    ...     accepted, _ = server.accept()
+    ...     with accepted:
+    ...         ends(client.fileno()) == ends(accepted.fileno())[::-1]
+    True
+    """
+    local, remote = (_address(fd, name) for name in ("getsockname", "getpeername"))
+    # Behind the port: the four bytes of IPv4, or IPv6's flow and its address, which ends in that of a mapped IPv4.
+    return _end(local), _end(remote)
+
+
+def _end(address: bytes) -> str:
+    return (address[2:4] + (address[20:24] if len(address) > 16 else address[4:8])).hex()
+
+
 def master_port() -> int:
     """Where the rendezvous store listens; -1 where the environment does not say."""
     try:
