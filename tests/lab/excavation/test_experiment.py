@@ -15,7 +15,8 @@ from dynamix.cli.app import app
 from dynamix.errors import ConfigError, StateError
 from dynamix_lab.experiments.excavation.aggregate import interquartile_mean, stratified
 from dynamix_lab.experiments.excavation.experiment import ExperimentConfig, run, table
-from dynamix_lab.experiments.excavation.ground import Shape
+from dynamix_lab.experiments.excavation.gate_search import GateSearch
+from dynamix_lab.experiments.excavation.ground import GROUNDS, Shape
 from dynamix_lab.experiments.excavation.learner import DQNConfig
 from dynamix_lab.experiments.excavation.lessons import Stage
 from dynamix_lab.experiments.excavation.maddpg import MADDPGConfig
@@ -30,6 +31,7 @@ QUICK = ExperimentConfig(
     task=ExcavationConfig(Shape(2, 2, 2, 2), horizon=40),
     dqn=DQNConfig(hidden=8, batch=16, warm_up=32, capacity=200),
     mappo=MAPPOConfig(hidden=8, rollout=20),
+    gate=GateSearch(rounds=1, draws=2, kept=2, worlds=2),
     stages=(Stage((1,), 20, 1.0), Stage((1, 2), 20, 0.3)),
     worlds=4,
     evaluation_worlds=4,
@@ -51,13 +53,13 @@ def test_it_compares_all_methods_and_goes_on_where_it_stopped(tmp_path: Path) ->
     again = run(more, tmp_path, tell=tell)
     assert len(told) == 2 * len(METHODS)
     assert again == result
-    assert result["methods"].keys() == set(METHODS)
+    assert result["methods"].keys() == {*METHODS, "s-madrl-open"}
     for part in result["methods"].values():
         assert part["seeds"] == [0, 1]
         for agents in ("1", "3"):
             assert part["agents"][agents]["pellets_per_1000"]["low"] is not None
     assert result["steps_of_worlds"] == 40 * 4
-    assert len(table(result).splitlines()) == 1 + 2 * len(METHODS)
+    assert len(table(result).splitlines()) == 1 + 2 * (len(METHODS) + 1)
 
     for other in ({"worlds": 5}, {"mappo": MAPPOConfig(hidden=9, rollout=20)}):
         with pytest.raises(StateError, match="another configuration"):

@@ -54,7 +54,7 @@ def test_the_absent_change_nothing_in_mappos_critic_and_its_reward_is_of_who_is_
     training = MAPPOTraining(SHORT, MAPPOConfig(hidden=8, rollout=20), stages=stages, worlds=2, seed=0)
     played = training._play()
     assert played.mask[0].tolist() == [[True, False, False], [True, True, True]]
-    paid = np.array([env.reward.mean(-1) for _, env in training.lessons.parts])
+    paid = np.array([env.reward.mean(-1) for _, env, _ in training.lessons.parts])
     np.testing.assert_allclose(played.reward.sum(0), paid[:, 0] * training.config.reward_scale, rtol=1e-5)
 
 
@@ -75,4 +75,4 @@ def test_impossible_curricula_are_refused_before_the_first_step(stages: tuple[St
         Lessons(SHORT, stages=stages, worlds=2, seed=0)
     with pytest.raises(ConfigError, match="worlds"):
         Lessons(SHORT, worlds=0, seed=0)
-    assert {n for stage in CURRICULUM for n in stage.agents} == {1, 2, 4, 8}
+    assert {n for stage in CURRICULUM for n in stage.agents} == {1, 2, 4, 6, 8}

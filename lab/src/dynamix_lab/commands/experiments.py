@@ -105,10 +105,14 @@ def bench_live_learning(
 def bench_excavation(
     context: typer.Context,
     methods: Annotated[
-        str | None, typer.Option(help="Of s-madrl,madqn,mappo,maddpg,random, comma-separated (default: all installed).")
+        str | None,
+        typer.Option(
+            help="Of s-madrl,visits,madqn,sight-2,mappo,mappo-typed,maddpg,hand,counting,random, comma-separated "
+            "(default: all that run here)."
+        ),
     ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Trainings of each method.")] = 10,
-    ground: Annotated[str, typer.Option(help="two-lane or single-file.")] = "two-lane",
+    ground: Annotated[str, typer.Option(help="two-lane or single-file; hand rules need the latter.")] = "single-file",
     slow: Annotated[float, typer.Option(help="Speed of every second agent; 1 is as fast as the others.")] = 1.0,
     horizon: Annotated[int, typer.Option(min=1, help="Steps of an episode.")] = 1000,
     scale: Annotated[float, typer.Option(help="Of the number of steps of every stage.")] = 1.0,

@@ -18,6 +18,7 @@ from dynamix.errors import ConfigError, StateError
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+_TABLE = 4096  # steps whose share that is left is looked up
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +89,7 @@ class MemoryField:
         self.decay, self.cells, self.worlds = decay or Decay(), cells, worlds
         count = int(np.prod(worlds, dtype=np.int64))
         self._first = (np.arange(count) * cells).reshape(*worlds, 1)
+        self._kept = self.decay.kept(np.arange(_TABLE))  # to look up: a power for every cell would take longest
         self._value = np.empty(count * cells)
         self._stamp = np.empty(count * cells, dtype=np.int64)
         self.clear()
@@ -102,13 +104,13 @@ class MemoryField:
         amounts = np.broadcast_to(np.asarray(amount, dtype=np.float64), flat.shape)
         before = self._stamp[flat]
         now = np.maximum(before, step)
-        self._value[flat] *= self.decay.kept(now - before)
+        self._value[flat] *= self._after(now - before)
         self._stamp[flat] = now
-        np.add.at(self._value, flat, self.decay.beta * amounts * self.decay.kept(now - step))
+        np.add.at(self._value, flat, self.decay.beta * amounts * self._after(now - step))
 
     def read(self, cell: ArrayLike, *, step: int) -> Floats:
         flat = self._flat(cell)
-        return np.asarray(self._value[flat] * self.decay.kept(np.maximum(step - self._stamp[flat], 0)))
+        return np.asarray(self._value[flat] * self._after(np.maximum(step - self._stamp[flat], 0)))
 
     def everywhere(self, *, step: int) -> Floats:
         """All cells of all worlds, (..., cells)."""
@@ -121,6 +123,13 @@ class MemoryField:
         if state["value"].shape != self._value.shape:
             raise StateError(f"the saved field has {state['value'].size} cells, this one {self._value.size}")
         self._value[:], self._stamp[:] = state["value"], state["stamp"]
+
+    def _after(self, steps: Ints) -> Floats:
+        """`Decay.kept`."""
+        kept = self._kept[np.minimum(steps, _TABLE - 1)]
+        if self._kept[-1] and (late := steps >= _TABLE).any():
+            kept[late] = self.decay.kept(steps[late])
+        return kept
 
     def _flat(self, cell: ArrayLike) -> Ints:
         return np.asarray(self._first + checked(cell, self.cells)) if self.worlds else checked(cell, self.cells)

@@ -9,6 +9,7 @@ line of OUT/runs.jsonl, and a call that finds such lines runs only what is missi
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import importlib.util
 import json
@@ -25,21 +26,51 @@ import torch
 
 from dynamix.errors import ConfigError, StateError
 from dynamix_lab.experiments.excavation.aggregate import stratified
+from dynamix_lab.experiments.excavation.gate_search import GateSearch, learn_gate, settings
 from dynamix_lab.experiments.excavation.ground import GROUNDS
-from dynamix_lab.experiments.excavation.learner import Actions, DQNConfig, DQNTraining, evaluate, without_traces
+from dynamix_lab.experiments.excavation.hand import HandMotion
+from dynamix_lab.experiments.excavation.learner import (
+    Actions,
+    DQNConfig,
+    DQNTraining,
+    evaluate,
+    without_traces,
+    work,
+)
 from dynamix_lab.experiments.excavation.lessons import CURRICULUM, Stage
 from dynamix_lab.experiments.excavation.maddpg import MADDPGConfig, MADDPGTraining, not_installed
 from dynamix_lab.experiments.excavation.mappo import MAPPOConfig, MAPPOTraining
-from dynamix_lab.experiments.excavation.world import ACTIONS, ExcavationConfig, Seen
+from dynamix_lab.experiments.excavation.resting import Counting, Forced, Gate, ThresholdConfig, Thresholds
+from dynamix_lab.experiments.excavation.world import ACTIONS, Excavation, ExcavationConfig, Seen
 
-METHODS = ("s-madrl", "madqn", "mappo", "maddpg", "random")
-_SETTINGS = {"s-madrl": "dqn", "madqn": "dqn", "mappo": "mappo", "maddpg": "maddpg"}  # where a method's are
-MEASURES = ("reward", "pellets_per_1000", "collisions_per_1000", "gini")
+METHODS = (
+    "s-madrl", "visits", "madqn", "sight-2", "mappo", "mappo-typed", "maddpg", "hand", "counting", "random"
+)  # fmt: skip
+_LEARNED_GATE = ("s-madrl", "hand")
+_HAND = ("hand", "counting")
+# Where a method's settings are; hand and random have none.
+_SETTINGS = {
+    **dict.fromkeys(("s-madrl", "visits", "madqn", "sight-2"), "dqn"),
+    **dict.fromkeys(("mappo", "mappo-typed"), "mappo"),
+    "maddpg": "maddpg",
+}
+MEASURES = ("reward", "pellets_per_1000", "collisions_per_1000", "gini", "halves")
 EVALUATION_SEED = 770_000
+RESTERS = 0.5  # most of the agents that rest while S-MADRL's motion is learned
+LOST, SETTLING = 3, 300  # busiest agents that are lost, and steps that are left for the others to see to it
 
 
 def available() -> tuple[str, ...]:
-    """All methods, without MADDPG where AgileRL is not installed."""
+    """All methods, without MADDPG where AgileRL is not installed.
+
+    s-madrl        typed traces, motion learned by DQN with some at rest, and a threshold gate learned for it
+    visits, madqn, sight-2   DQN with the paper's one trace, without traces, and without but seeing two cells far
+    mappo, mappo-typed       without traces, and with typed ones
+    hand           motion by hand, with a learned gate
+    counting       motion by hand; a planner's rule lets `Counting.most` in at a time
+
+    Of those with a gate the summary also has NAME-open, in which nobody rests.
+    """
     found = importlib.util.find_spec("agilerl") is not None
     return tuple(name for name in METHODS if found or name != "maddpg")
 
@@ -55,6 +86,7 @@ class ExperimentConfig:
     dqn: DQNConfig = field(default_factory=DQNConfig)
     mappo: MAPPOConfig = field(default_factory=MAPPOConfig)
     maddpg: MADDPGConfig = field(default_factory=MADDPGConfig)
+    gate: GateSearch = field(default_factory=GateSearch)
     stages: tuple[Stage, ...] = CURRICULUM
     worlds: int = 16
     evaluation_worlds: int = 16
@@ -103,15 +135,32 @@ def run_one(config: ExperimentConfig, method: str, seed: int) -> dict[str, Any]:
     """Train one method with one seed and evaluate it: results by number of agents, and the seconds it took."""
     torch.set_num_threads(1)
     started, processor = time.perf_counter(), time.process_time()
-    act = _trained(config, method, seed)
+    task = task_of(config.task, method)
+    act = _trained(config, task, method, seed)
+    search = dataclasses.replace(config.gate, agents=max(config.agents))
+    learned = learn_gate(act, task, search, seed=seed) if method in _LEARNED_GATE else None
     trained_s = time.perf_counter() - started
+    gate = _gate(method, learned, seed)
     results = {}
     for agents in config.agents:
-        work = evaluate(
-            act, config.task, agents=agents, worlds=config.evaluation_worlds, seed=EVALUATION_SEED + seed
-        ).summary()
-        results[str(agents)] = work
+        shares = evaluate(
+            act, task, agents=agents, worlds=config.evaluation_worlds, seed=EVALUATION_SEED + seed, gate=gate
+        )
+        results[str(agents)] = shares.summary()
+    more: dict[str, Any] = {}
+    if learned is not None:
+        how = {"worlds": config.evaluation_worlds, "seed": EVALUATION_SEED + seed}
+        most = max(config.agents)
+        more["gate"] = settings(learned)
+        more["open"] = {str(n): evaluate(act, task, agents=n, **how).summary() for n in config.agents}
+        more["forced"] = {
+            str(count): evaluate(act, task, agents=most, gate=functools.partial(Forced, count=count), **how).summary()
+            for count in range(min(5, most))
+        }
+    if (most := max(config.agents)) > LOST + 1:
+        more["loss"] = lost_and_back(act, task, gate, agents=most, worlds=config.evaluation_worlds, seed=seed)
     return {
+        **more,
         "method": method,
         "seed": seed,
         "fingerprint": config.fingerprint(method),
@@ -120,6 +169,42 @@ def run_one(config: ExperimentConfig, method: str, seed: int) -> dict[str, Any]:
         "total_s": round(time.perf_counter() - started, 1),
         "processor_s": round(time.process_time() - processor, 1),
     }
+
+
+def task_of(task: ExcavationConfig, method: str) -> ExcavationConfig:
+    """The task as agents of `method` see it."""
+    typed = method in ("s-madrl", "mappo-typed", *_HAND)
+    return dataclasses.replace(
+        task, signs="typed" if typed else "visits", sight=2 if method == "sight-2" else task.sight
+    )
+
+
+def lost_and_back(
+    act: Callable[[Seen], Actions],
+    task: ExcavationConfig,
+    gate: Callable[[Excavation], Gate] | None,
+    *,
+    agents: int,
+    worlds: int,
+    seed: int,
+) -> dict[str, float]:
+    """Pellets of a horizon with everybody, `SETTLING` steps after the `LOST` busiest are gone, and after they are back.
+
+    `without` and `again` are parts of what all delivered before.
+    """
+    env = Excavation(task, agents=agents, worlds=worlds, seed=EVALUATION_SEED + 1000 + seed)
+    rests, delivered = None if gate is None else gate(env), []
+    for change in (None, env.leave, env.come_back):
+        if change is not None:
+            busiest = env.delivered.argsort(-1).argsort(-1) >= agents - LOST if change == env.leave else env.absent
+            change(busiest)
+        work(env, act, rests, SETTLING)
+        before = env.delivered.sum(-1)
+        work(env, act, rests, task.horizon)
+        delivered.append(float((env.delivered.sum(-1) - before).mean()))
+    whole = max(delivered[0], 1e-9)
+    per_1000 = 1000.0 / task.horizon * delivered[0]
+    return {"pellets_per_1000": per_1000, "without": delivered[1] / whole, "again": delivered[2] / whole}
 
 
 def run(
@@ -157,20 +242,27 @@ def summarise(config: ExperimentConfig, runs: Sequence[dict[str, Any]]) -> dict[
     In "all", pellets are per agent, because more agents fetch more and would outweigh the others.
     """
     methods: dict[str, Any] = {}
-    for name in config.methods:
-        mine = sorted((r for r in runs if r["method"] == name and r["seed"] in config.seeds), key=lambda r: r["seed"])
+    opened = [{**r, "method": f"{r['method']}-open", "agents": r["open"]} for r in runs if "open" in r]
+    for r in opened:
+        r.pop("loss", None)
+    for name in (shown for method in config.methods for shown in (method, f"{method}-open")):
+        mine = [r for r in (*runs, *opened) if r["method"] == name and r["seed"] in config.seeds]
+        mine.sort(key=lambda r: int(r["seed"]))
         if not mine:
             continue
         by_agents = {str(n): _measures([r["agents"][str(n)] for r in mine]) for n in config.agents}
         per_agent = [[r["agents"][str(n)]["pellets_per_1000"] / n for n in config.agents] for r in mine]
+        losses = [r["loss"] for r in mine if "loss" in r]
+        parts = {k: stratified([loss[k] for loss in losses]).to_dict() for k in ("without", "again") if losses}
         methods[name] = {
+            **({"loss": parts} if losses else {}),
             "seeds": [r["seed"] for r in mine],
             "agents": by_agents,
             "all": {"pellets_per_1000_and_agent": stratified(per_agent).to_dict()},
             "seconds": [r["total_s"] for r in mine],
         }
     steps = sum(stage.steps for stage in config.stages) * config.worlds
-    prints = {name: config.fingerprint(name) for name in methods}
+    prints = {name: config.fingerprint(name) for name in methods if name in METHODS}
     facts = {"steps_of_worlds": steps, "fingerprints": prints, "config": dataclasses.asdict(config)}
     return {**facts, "methods": methods}
 
@@ -229,21 +321,30 @@ def _measures(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
 _NOTHING = {"iqm": None, "low": None, "high": None}
 
 
-def _trained(config: ExperimentConfig, method: str, seed: int) -> Callable[[Seen], Actions]:
+def _gate(method: str, learned: ThresholdConfig | None, seed: int) -> Callable[[Excavation], Gate] | None:
+    if learned is not None:
+        return lambda env: Thresholds(env, learned, seed=seed)
+    return Counting if method == "counting" else None
+
+
+def _trained(config: ExperimentConfig, task: ExcavationConfig, method: str, seed: int) -> Callable[[Seen], Actions]:
+    if method in _HAND:
+        return HandMotion(task, seed=seed)
     if method == "random":
         rng = np.random.default_rng(seed)
         return lambda seen: rng.integers(len(ACTIONS), size=seen.shape[:-1])
     how: dict[str, Any] = {"stages": config.stages, "worlds": config.worlds, "seed": seed}
-    if method == "mappo":
-        mappo = MAPPOTraining(config.task, config.mappo, **how)
+    if method in ("mappo", "mappo-typed"):
+        mappo = MAPPOTraining(task, dataclasses.replace(config.mappo, traces=method == "mappo-typed"), **how)
         mappo.run()
         return mappo.act
     if method == "maddpg":
-        maddpg = MADDPGTraining(config.task, config.maddpg, **how)
+        maddpg = MADDPGTraining(task, config.maddpg, **how)
         maddpg.run()
         return maddpg.act
-    dqn = config.dqn if method == "s-madrl" else without_traces(config.dqn)
-    training = DQNTraining(config.task, dqn, **how)
+    dqn = without_traces(config.dqn) if method in ("madqn", "sight-2") else config.dqn
+    rest = RESTERS if method == "s-madrl" else config.dqn.resters
+    training = DQNTraining(task, dataclasses.replace(dqn, resters=rest), **how)
     training.run()
     return training.learner.act
 

@@ -82,6 +82,7 @@ class Burrow:
         self.to_face = columns - 1 - column + aside * self.nest
         self.to_nest = np.maximum(column - (shape.nest_columns - 1), 0) + aside * chamber
         self.rows_to_face, self.rows_to_nest = down * self.nest, down * chamber
+        self.off_path = (2 * aside + shape.nest_columns - 1 - column) * self.nest  # how little one stands in the way
         self.farthest = int(self.to_face[~self.rock].max())
 
     @property

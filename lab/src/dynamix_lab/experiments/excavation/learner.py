@@ -23,6 +23,7 @@ from torch import nn
 
 from dynamix.errors import ConfigError
 from dynamix_lab.experiments.excavation.lessons import CURRICULUM, Lessons, Stage
+from dynamix_lab.experiments.excavation.resting import Gate
 from dynamix_lab.experiments.excavation.sharing import WorkShares
 from dynamix_lab.experiments.excavation.world import ACTIONS, Excavation, ExcavationConfig, Seen
 
@@ -44,6 +45,7 @@ class DQNConfig:
                    the reward
     epsilon_last   chance of any action, while learning, that is left after the first half of a stage
     shared         share of the reward that is the mean of all agents of the world: to step aside pays others first
+    resters        most of a world's agents that rest at a time while learning, as a part of them
     cooling        last part of the training in which the learning rate falls to 0
     """
 
@@ -60,6 +62,7 @@ class DQNConfig:
     munchausen: float = 0.9
     epsilon_last: float = 0.05
     shared: float = 0.5
+    resters: float = 0.0
     cooling: float = 0.5
     max_gradient_norm: float = 10.0
 
@@ -196,7 +199,8 @@ class DQNTraining:
         worlds: int = 16,
         seed: int = 0,
     ) -> None:
-        self.lessons = Lessons(task, stages=stages, worlds=worlds, seed=seed)
+        resters = (config or DQNConfig()).resters
+        self.lessons = Lessons(task, stages=stages, worlds=worlds, seed=seed, resters=resters)
         self.learner = DQN(self.lessons.task.features, self.lessons.task.traces, config, seed=seed)
 
     def run(self, steps: int | None = None, *, progress: Callable[[str, float], None] | None = None) -> None:
@@ -211,6 +215,7 @@ class DQNTraining:
             who = lessons.present
             team = reward.sum(-1, keepdims=True) / who.sum(-1, keepdims=True)
             reward = (1 - c.shared) * reward + c.shared * team
+            who = lessons.acted
             self.learner.optimizer.param_groups[0]["lr"] = c.learning_rate * lessons.cooled(c.cooling)
             self.learner.remember(seen[who], action[who], reward[who], then[who], goes_on[who])
             self.learner.learn()
@@ -226,14 +231,27 @@ class DQNTraining:
 
 
 def evaluate(
-    act: Callable[[Seen], Actions], task: ExcavationConfig, *, agents: int, worlds: int = 16, seed: int = 0
+    act: Callable[[Seen], Actions],
+    task: ExcavationConfig,
+    *,
+    agents: int,
+    worlds: int = 16,
+    seed: int = 0,
+    gate: Callable[[Excavation], Gate] | None = None,
 ) -> WorkShares:
-    """Let `act` (observations (B, N, F) to actions (B, N)) work for one horizon in B worlds."""
+    """Let `act` (observations (B, N, F) to actions (B, N)) work for one horizon in B worlds; `gate` says who rests."""
     env = Excavation(task, agents=agents, worlds=worlds, seed=seed)
-    seen = env.observe()
-    while not env.over:
-        seen, _, _ = env.step(act(seen))
+    work(env, act, None if gate is None else gate(env), task.horizon)
     return env.workload()
+
+
+def work(env: Excavation, act: Callable[[Seen], Actions], gate: Gate | None, steps: int) -> None:
+    """Go on for so many steps."""
+    seen = env.observe()
+    for _ in range(steps):
+        seen, _, _ = env.step(act(seen), resting=None if gate is None else gate.rest())
+        if gate is not None:
+            gate.after()
 
 
 def without_traces(config: DQNConfig | None = None) -> DQNConfig:

@@ -11,6 +11,7 @@ from numpy.typing import ArrayLike
 from dynamix.errors import ConfigError
 from dynamix.policies.stigmergic.field import Floats
 from dynamix_lab.experiments.excavation.ground import Burrow
+from dynamix_lab.experiments.excavation.resting import AtRandom
 from dynamix_lab.experiments.excavation.world import Excavation, ExcavationConfig, Flags, Seen
 
 
@@ -26,21 +27,31 @@ class Stage:
 
 
 CURRICULUM = (
-    Stage((1,), 3000, 1.0),
-    Stage((1, 2), 2000, 0.3),
-    Stage((1, 2, 4), 3000, 0.3),
-    Stage((1, 2, 4, 8), 6000, 0.3),
+    Stage((1,), 4000, 1.0),
+    Stage((1, 2, 4), 6000, 0.3),
+    Stage((2, 4, 6), 8000, 0.3),
+    Stage((1, 4, 6, 8), 14000, 0.3),
 )
 
 
 class Lessons:
     """B worlds that go through the stages: act on `observe()`, then `step`. Episodes begin anew by themselves.
 
-    Arrays have room for the largest number of agents of a stage; `present` (B, N) says who there is.
+    Arrays have room for the largest number of agents of a stage; `present` (B, N) says who there is, `acted` who of
+    them did in the last step what they had chosen.
+
+    resters   most of a world's agents that rest at a time, as a part of them; who and how many changes by chance. What
+              is learned then fits any number of active agents
     """
 
     def __init__(
-        self, task: ExcavationConfig | None = None, *, stages: tuple[Stage, ...] = CURRICULUM, worlds: int, seed: int
+        self,
+        task: ExcavationConfig | None = None,
+        *,
+        stages: tuple[Stage, ...] = CURRICULUM,
+        worlds: int,
+        seed: int,
+        resters: float = 0.0,
     ) -> None:
         task = task or ExcavationConfig()
         room = int(Burrow(task.shape, margin=max(task.sight, task.smell)).nest.sum())
@@ -57,10 +68,12 @@ class Lessons:
             if not (all(1 <= n <= room for n in stage.agents) and 0 <= stage.epsilon <= 1):
                 allowed = f"1 to {room} agents, the cells of the nest, and an epsilon of 0 to 1"
                 raise ConfigError("stages", stage, allowed, "enlarge the nest, or check the curriculum")
-        self.task, self.stages, self.worlds, self.seed = task, stages, worlds, seed
+        if not 0 <= resters < 1:
+            raise ConfigError("resters", resters, "0 to less than 1", "0.5 lets up to half of the agents rest")
+        self.task, self.stages, self.worlds, self.seed, self.resters = task, stages, worlds, seed, resters
         self.done, self.steps = 0, sum(stage.steps for stage in stages)
         self._index = self._within = 0
-        self.parts: list[tuple[slice, Excavation]] = []
+        self.parts: list[tuple[slice, Excavation, AtRandom]] = []
         self.present: Flags = np.zeros((worlds, 0), dtype=bool)
         self.seen: Seen = np.zeros((worlds, 0, self.task.features), dtype=np.float32)
         self._begin()
@@ -93,22 +106,30 @@ class Lessons:
         chosen = np.asarray(action)
         then, self.seen = np.zeros_like(self.seen), np.zeros_like(self.seen)
         reward, goes_on = np.zeros(self.present.shape), np.ones(self.present.shape, dtype=bool)
-        for rows, env in self.parts:
+        self.acted = self.present.copy()
+        for rows, env, gate in self.parts:
             place = (rows, slice(env.agents))
-            then[place], reward[place], finished = env.step(chosen[place])
+            resting = gate.rest()
+            self.acted[place] &= ~(resting & env.at_home)
+            then[place], reward[place], finished = env.step(chosen[place], resting=resting)
             goes_on[place] = ~finished[:, None]
             self.seen[place] = env.reset() if env.over or finished.all() else then[place]
         self._within, self.done = self._within + 1, self.done + 1
         return then, reward, goes_on
 
     def state_dict(self) -> dict[str, Any]:
-        return {"envs": [env.state_dict() for _, env in self.parts], "place": (self._index, self._within, self.done)}
+        return {
+            "envs": [env.state_dict() for _, env, _ in self.parts],
+            "gates": [gate.state_dict() for _, _, gate in self.parts],
+            "place": (self._index, self._within, self.done),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._index, self._within, self.done = state["place"]
         self._begin()
-        for (rows, env), saved in zip(self.parts, state["envs"], strict=True):
+        for (rows, env, gate), saved, who in zip(self.parts, state["envs"], state["gates"], strict=True):
             env.load_state_dict(saved)
+            gate.load_state_dict(who)
             self.seen[rows, : env.agents] = env.observe()
 
     def _begin(self) -> None:
@@ -116,12 +137,13 @@ class Lessons:
         agents = self.stage.agents
         seeds = np.random.SeedSequence([self.seed, self._index]).generate_state(len(agents))
         ends = np.linspace(0, self.worlds, len(agents) + 1).round().astype(int)
-        self.parts = [
-            (slice(a, b), Excavation(self.task, agents=n, worlds=int(b - a), seed=int(seed)))
-            for a, b, n, seed in zip(ends, ends[1:], agents, seeds, strict=False)
-        ]
+        self.parts = []
+        for a, b, n, seed in zip(ends, ends[1:], agents, seeds, strict=False):
+            env = Excavation(self.task, agents=n, worlds=int(b - a), seed=int(seed))
+            self.parts.append((slice(a, b), env, AtRandom(env, most=self.resters, seed=int(seed))))
         self.present = np.zeros((self.worlds, max(agents)), dtype=bool)
         self.seen = np.zeros((*self.present.shape, self.task.features), dtype=np.float32)
-        for rows, env in self.parts:
+        for rows, env, _ in self.parts:
             self.present[rows, : env.agents] = True
             self.seen[rows, : env.agents] = env.observe()
+        self.acted = self.present

@@ -30,8 +30,8 @@ def text(env: Excavation, world: int = 0) -> str:
     step 0: 0 pellets delivered, 0 collisions
     """
     burrow = env.burrow
-    traces = env.field.everywhere(step=env.clock)[_checked(env, world)]
-    signs = np.where(burrow.rock, "#", np.where(traces > env.config.decay.start, ":", "."))
+    traces = env.traces_now()[_checked(env, world)]
+    signs = np.where(burrow.rock, "#", np.where(traces > env.field.decay.start + 0.25 * env.typed, ":", "."))
     signs[env.place[world]] = np.where(env.carrying[world], "@", "o")
     grid = signs.reshape(burrow.height, burrow.width)
     edge = burrow.margin - 1
@@ -43,8 +43,9 @@ def text(env: Excavation, world: int = 0) -> str:
 def image(env: Excavation, world: int = 0, *, scale: int = 16) -> Image:
     """One world, (height, width, 3): traces orange, agents blue, those with a pellet purple; `scale` pixels a cell."""
     burrow = env.burrow
-    traces = env.field.everywhere(step=env.clock)[_checked(env, world)]
-    ceiling = max(env.config.decay.beta / max(env.config.decay.alpha, 1e-9), 1e-9)
+    traces = env.traces_now()[_checked(env, world)]
+    decay = env.field.decay
+    ceiling = max(decay.beta / max(decay.alpha, 1e-9), 1e-9)
     strength = np.clip(traces / ceiling, 0, 1)[:, None] * 0.7
     pixels = np.empty((burrow.cells, 3))
     pixels[:] = _COLOURS["free"]

@@ -39,6 +39,18 @@ def lorenz(work: ArrayLike) -> Floats:
     return np.asarray(np.divide(summed, total, out=np.full(summed.shape, np.nan), where=total > 0))
 
 
+def correlation(first: ArrayLike, second: ArrayLike) -> float | None:
+    """Pearson's, over agents, the mean over worlds (B, N); None where one of the two is the same for all agents.
+
+    >>> correlation([[0, 1, 2], [1, 1, 1]], [[0, 2, 4], [1, 2, 3]])
+    1.0
+    """
+    a, b = (x - x.mean(-1, keepdims=True) for x in (_work(first), _work(second)))
+    size = np.sqrt((a * a).sum(-1) * (b * b).sum(-1))
+    known = size > 0
+    return float(((a * b).sum(-1)[known] / size[known]).mean().round(12)) if known.any() else None
+
+
 def _work(work: ArrayLike) -> Floats:
     x = np.asarray(work, dtype=np.float64)
     if x.ndim < 1 or x.shape[-1] < 1 or not (x >= 0).all():
@@ -54,6 +66,7 @@ class WorkShares:
     collisions   moves refused because of another agent
     bumps        moves refused by a wall
     reward       summed, undiscounted
+    early        of `delivered`, in the first half of a horizon
     """
 
     steps: int
@@ -61,11 +74,14 @@ class WorkShares:
     collisions: NDArray[np.int64]
     bumps: NDArray[np.int64]
     reward: Floats
+    early: NDArray[np.int64]
 
     def summary(self) -> dict[str, Any]:
         """Means over worlds: per agent reward, all agents' pellets and collisions per 1,000 steps, Gini, Lorenz curve.
 
-        Worlds in which nobody delivered anything have no Gini; it is None if there is no other.
+        "halves" is the correlation, over the agents of a world, of what they delivered in the first half and in the
+        second: near 1 where a division of labour lasts. Worlds in which nobody delivered anything have no Gini, and
+        those in which all delivered the same no correlation; it is None if there is no other.
         """
         per_1000 = 1000.0 / max(self.steps, 1)
         busy = self.delivered[self.delivered.sum(-1) > 0]
@@ -74,6 +90,7 @@ class WorkShares:
             "pellets_per_1000": float(self.delivered.sum(-1).mean() * per_1000),
             "collisions_per_1000": float(self.collisions.sum(-1).mean() * per_1000),
             "bumps_per_1000": float(self.bumps.sum(-1).mean() * per_1000),
+            "halves": correlation(self.early, self.delivered - self.early),
             "gini": float(gini(busy).mean()) if len(busy) else None,
             "lorenz": lorenz(busy).mean(0).tolist() if len(busy) else None,
         }

@@ -3,7 +3,7 @@
 Equal agents, one cell each. An agent at the face of the tunnel takes a pellet, in the nest it leaves it. All move at
 the same time: a cell goes to one of those who want it, drawn by lot; nobody enters a cell that its owner does not
 leave, and two cannot change places. An agent sees what is next to it and the traces around; nothing else tells it of
-the others.
+the others. An empty one in the nest may rest: it walks off to where it is in nobody's way.
 """
 
 from __future__ import annotations
@@ -22,6 +22,10 @@ from dynamix_lab.experiments.excavation.sharing import WorkShares
 Seen = NDArray[np.float32]
 Flags = NDArray[np.bool_]
 ACTIONS = ("stay", "up", "down", "left", "right")
+SIGNS = ("visits", "typed")
+KINDS = ("laden", "going in", "going out")  # of typed traces
+_MANY_ENTRIES = 8.0  # in 20 steps: what is read is divided by it
+_HEADINGS = np.array([0, 0, 0, -1, 1])  # of the actions: out, in
 _OWN = 6  # carrying, row, column, steps to the goal, and the goal's direction in rows and columns
 _TRACE_CEILING = 4.0  # what is read is cut there and halved, so that 1 is a cell visited at every step
 
@@ -44,6 +48,9 @@ class EventRewards:
 class ExcavationConfig:
     """All ours, but for the rewards and the decay (see there).
 
+    signs    what a trace means. "visits" (the paper's): somebody was here, by `decay`. "typed": somebody laden was
+             here, somebody empty on the way in, or one on the way out, each by `fast`; and how often the tunnel was
+             entered, by `entries`, which all smell in the nest
     sight    radius of the square in which an agent sees rock and other agents, cells
     smell    radius of the square in which it reads traces
     horizon  steps of an episode
@@ -53,7 +60,10 @@ class ExcavationConfig:
     """
 
     shape: Shape = field(default_factory=Shape)
+    signs: str = "visits"
     decay: Decay = field(default_factory=Decay)
+    fast: Decay = field(default_factory=lambda: Decay(alpha=0.7, beta=1.0, start=0.0))
+    entries: Decay = field(default_factory=lambda: Decay(alpha=0.02, beta=0.4, start=0.0))
     rewards: EventRewards = field(default_factory=EventRewards)
     sight: int = 1
     smell: int = 2
@@ -65,6 +75,8 @@ class ExcavationConfig:
         for name, least in (("sight", 1), ("smell", 1), ("horizon", 1)):
             if not least <= getattr(self, name) <= 10**9:
                 raise ConfigError(name, getattr(self, name), f"{least} or more", "check the configuration")
+        if self.signs not in SIGNS:
+            raise ConfigError("signs", self.signs, " or ".join(SIGNS), "check the spelling")
         if self.pellets is not None and self.pellets < 1:
             raise ConfigError("pellets", self.pellets, "1 or more, or None", "None means that they never run out")
         if not self.speeds or not all(0 < s <= 1 for s in self.speeds):
@@ -78,8 +90,8 @@ class ExcavationConfig:
     @property
     def traces(self) -> slice:
         """Where in an observation the traces are: a learner without them masks this part."""
-        first = _OWN + 3 * ((2 * self.sight + 1) ** 2 - 1)
-        return slice(first, first + (2 * self.smell + 1) ** 2)
+        first, around = _OWN + 3 * ((2 * self.sight + 1) ** 2 - 1), (2 * self.smell + 1) ** 2
+        return slice(first, first + (len(KINDS) * around + 2 if self.signs == "typed" else around))
 
 
 class Excavation:
@@ -107,12 +119,17 @@ class Excavation:
             raise ConfigError("worlds", worlds, "1 or more", "check the arguments")
         self.agents, self.worlds = agents, worlds
         self.rng = np.random.default_rng(seed)
-        self.field = MemoryField(self.burrow.cells, c.decay, worlds=(worlds,))
+        self.typed = c.signs == "typed"
+        kinds, decay = (len(KINDS), c.fast) if self.typed else (1, c.decay)
+        self.field = MemoryField(kinds * self.burrow.cells, decay, worlds=(worlds,))
+        self.entries = MemoryField(1, c.entries, worlds=(worlds,))
         self._moves = np.array([0, -self.burrow.width, self.burrow.width, -1, 1])
         self._near = self.burrow.around(c.sight, centre=False)
         self._wide = self.burrow.around(c.smell, centre=True)
         self._speed = np.resize(np.array(c.speeds), agents)
         self._row = np.arange(worlds)[:, None]
+        inside = (self.burrow.row >= 0) & (self.burrow.column >= 0)
+        self._outside = int(np.flatnonzero(self.burrow.rock & inside)[0])  # rock, in which nobody is met
         self.reset()
 
     def reset(self) -> Seen:
@@ -122,9 +139,14 @@ class Excavation:
         self.carrying = np.zeros(shape, dtype=bool)
         self.left = np.full(self.worlds, self.config.pellets or 0)
         self.delivered, self.collisions, self.bumps = (np.zeros(shape, dtype=np.int64) for _ in range(3))
+        self.early = self.delivered.copy()
+        self.absent = np.zeros(shape, dtype=bool)
+        self.gave, self.turned_back = np.zeros(shape, dtype=bool), np.zeros(shape, dtype=bool)
+        self.heading = np.ones(shape, dtype=np.int64)
         self.reward = np.zeros(shape)
         self.clock = 0
         self.field.clear()
+        self.entries.clear()
         return self.observe()
 
     @property
@@ -132,12 +154,20 @@ class Excavation:
         """Whether the horizon is reached (truncation, for all worlds at once)."""
         return self.clock >= self.config.horizon
 
-    def step(self, action: ArrayLike) -> tuple[Seen, Floats, Flags]:
-        """Move everybody once. Returns what they see, their rewards, and which worlds have no pellet left (B,)."""
+    def step(self, action: ArrayLike, *, resting: Flags | None = None) -> tuple[Seen, Floats, Flags]:
+        """Move everybody once. Returns what they see, their rewards, and which worlds have no pellet left (B,).
+
+        resting   who rests (B, N): those of them who are empty and in the nest walk off, whatever their action is
+
+        `gave` (B, N) says afterwards who delivered, `turned_back` who came home without a pellet.
+        """
         chosen = np.asarray(action)
         if chosen.shape != self.place.shape or not (chosen.min() >= 0 and chosen.max() < len(ACTIONS)):
             raise ConfigError("action", chosen.shape, f"{self.place.shape}, of 0 to 4", "pass one action per agent")
-        idle = self.finished()[:, None] | (self.rng.random(self.place.shape) >= self._speed)
+        if resting is not None and (walks := resting & self.at_home).any():
+            chosen = np.where(walks, self.off_the_way(), chosen)
+        idle = self.finished()[:, None] | self.absent | (self.rng.random(self.place.shape) >= self._speed)
+        was, carried = self.place, self.carrying.copy()
         wanted = self.place + self._moves[np.where(idle, 0, chosen)]
         bumped = self.burrow.rock[wanted]
         wanted = np.where(bumped, self.place, wanted)
@@ -147,7 +177,14 @@ class Excavation:
         now = np.where(self.carrying, self.burrow.to_nest[moved], self.burrow.to_face[moved])
         self.place, self.clock = moved, self.clock + 1
         took, gave = self._handle_pellets()
-        self.field.deposit(self.place, step=self.clock)
+        left_nest = self.burrow.nest[was] & ~self.burrow.nest[moved]
+        self.gave, self.turned_back = gave, self.burrow.nest[moved] & ~self.burrow.nest[was] & ~carried
+        wish = np.where(idle, 0, _HEADINGS[chosen])
+        self.heading = np.where(gave | self.turned_back, 1, np.where(wish == 0, self.heading, wish))
+        self.field.deposit(self.place + self._kind() * self.burrow.cells, step=self.clock)
+        self.entries.deposit(
+            np.zeros((self.worlds, 1), dtype=np.int64), left_nest.sum(-1, keepdims=True), step=self.clock
+        )
         w = self.config.rewards
         reward = (
             w.closer_weight * w.closer * (now < goal)
@@ -156,10 +193,27 @@ class Excavation:
             + w.delivery_weight * w.delivery * gave
         )
         self.delivered += gave
+        if self.clock == self.config.horizon // 2:
+            self.early = self.delivered.copy()
         self.collisions += blocked
         self.bumps += bumped
         self.reward += reward
         return self.observe(), reward, self.finished()
+
+    def leave(self, who: Flags) -> None:
+        """`who` (B, N) are gone from now on, and the pellets they carried."""
+        self.absent = self.absent | who
+        self.place = np.where(who, self._outside, self.place)
+        self.carrying = self.carrying & ~who
+
+    def come_back(self, who: Flags) -> None:
+        """Those of `who` (B, N) who were gone are at free places in the nest again, empty-handed."""
+        for world, agent in zip(*np.nonzero(who & self.absent), strict=True):
+            taken = set(self.place[world].tolist())
+            free = [cell for cell in np.flatnonzero(self.burrow.nest).tolist() if cell not in taken]
+            self.place[world, agent] = self.rng.choice(free)
+            self.absent[world, agent] = False
+            self.heading[world, agent] = 1
 
     def finished(self) -> Flags:
         """Worlds (B,) in which every pellet is in the nest."""
@@ -183,16 +237,63 @@ class Excavation:
         laden[self._row, place] = self.carrying
         empty[self._row, place] = ~self.carrying
         near, wide = place[..., None] + self._near, place[..., None] + self._wide
-        traces = self.field.read(wide.reshape(self.worlds, -1), step=self.clock).reshape(wide.shape)
-        traces = np.minimum(traces, _TRACE_CEILING) / 2 * ~b.rock[wide]
         world = self._row[..., None]
-        parts = (np.stack(own, -1), b.rock[near], empty[world, near], laden[world, near], traces)
+        parts = (np.stack(own, -1), b.rock[near], empty[world, near], laden[world, near], *self._smelt(wide))
         return np.concatenate(parts, -1, dtype=np.float32)
+
+    @property
+    def at_home(self) -> Flags:
+        """Who is in the nest without a pellet, (B, N)."""
+        return np.asarray(self.burrow.nest[self.place] & ~self.carrying)
+
+    def entries_now(self) -> Floats:
+        """How often the tunnel was entered lately, (B, N), per 1 / `entries.alpha` steps weighted; what all can smell
+        in the nest.
+        """
+        return np.broadcast_to(
+            self.entries.read(np.zeros((self.worlds, 1), dtype=np.int64), step=self.clock), self.place.shape
+        )
+
+    def off_the_way(self) -> Ints:
+        """The action (B, N) that leads one in the nest to a free cell farther from the tunnel's mouth."""
+        b, taken = self.burrow, np.zeros((self.worlds, self.burrow.cells), dtype=bool)
+        taken[self._row, self.place] = True
+        to = self.place[..., None] + self._moves
+        open_ = b.nest[to] & ~taken[self._row[..., None], to]
+        open_[..., 0] = True
+        worth = np.where(open_, b.off_path[to], -np.inf) + 0.01 * self.rng.random(to.shape)
+        return np.asarray(worth.argmax(-1))
+
+    def traces_now(self) -> Floats:
+        """The strength of traces of all kinds on every cell, (B, cells)."""
+        everywhere = self.field.everywhere(step=self.clock)
+        return np.asarray(everywhere.reshape(self.worlds, -1, self.burrow.cells).sum(1))
+
+    def _kind(self) -> Ints:
+        """The kind (B, N) of trace that everybody leaves."""
+        return np.where(self.carrying, 0, np.where(self.heading > 0, 1, 2)) if self.typed else np.zeros_like(self.place)
+
+    def _smelt(self, wide: Ints) -> list[Floats]:
+        """The traces on the cells `wide` (B, N, K), kind after kind; if typed, entries and own heading (B, N, 2)."""
+        b, kinds = self.burrow, len(KINDS) if self.typed else 1
+        at = wide[..., None, :] + (np.arange(kinds) * b.cells)[:, None]
+        traces = self.field.read(at.reshape(self.worlds, -1), step=self.clock).reshape(at.shape)
+        traces = np.minimum(traces, _TRACE_CEILING) / (1 if self.typed else 2) * ~b.rock[wide][..., None, :]
+        found = [traces.reshape(*self.place.shape, -1)]
+        if self.typed:
+            mouth = self.entries_now() / _MANY_ENTRIES * self.burrow.nest[self.place]
+            found.append(np.stack((mouth, self.heading), -1))
+        return found
 
     def workload(self) -> WorkShares:
         """What was done since the last reset."""
         return WorkShares(
-            self.clock, self.delivered.copy(), self.collisions.copy(), self.bumps.copy(), self.reward.copy()
+            self.clock,
+            self.delivered.copy(),
+            self.collisions.copy(),
+            self.bumps.copy(),
+            self.reward.copy(),
+            self.early.copy(),
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -201,6 +302,7 @@ class Excavation:
             **arrays,
             "clock": self.clock,
             "field": self.field.state_dict(),
+            "entries": self.entries.state_dict(),
             "random": self.rng.bit_generator.state,
         }
 
@@ -209,6 +311,7 @@ class Excavation:
             setattr(self, name, state[name].copy())
         self.clock = state["clock"]
         self.field.load_state_dict(state["field"])
+        self.entries.load_state_dict(state["entries"])
         self.rng.bit_generator.state = state["random"]
 
     def _handle_pellets(self) -> tuple[Flags, Flags]:
@@ -221,7 +324,20 @@ class Excavation:
         return took, gave
 
 
-_STATE = ("place", "carrying", "left", "delivered", "collisions", "bumps", "reward")
+_STATE = (
+    "place",
+    "carrying",
+    "left",
+    "delivered",
+    "collisions",
+    "bumps",
+    "gave",
+    "turned_back",
+    "heading",
+    "early",
+    "absent",
+    "reward",
+)
 
 
 def refused(place: Ints, wanted: Ints, lot: Floats) -> Flags:
