@@ -16,7 +16,7 @@ from dynamix.errors import ConfigError, StateError
 from dynamix_lab.experiments.excavation.aggregate import interquartile_mean, stratified
 from dynamix_lab.experiments.excavation.experiment import ExperimentConfig, run, table
 from dynamix_lab.experiments.excavation.gate_search import GateSearch
-from dynamix_lab.experiments.excavation.ground import GROUNDS, Shape
+from dynamix_lab.experiments.excavation.ground import Shape
 from dynamix_lab.experiments.excavation.learner import DQNConfig
 from dynamix_lab.experiments.excavation.lessons import Stage
 from dynamix_lab.experiments.excavation.maddpg import MADDPGConfig

@@ -149,7 +149,7 @@ def run_one(config: ExperimentConfig, method: str, seed: int) -> dict[str, Any]:
         results[str(agents)] = shares.summary()
     more: dict[str, Any] = {}
     if learned is not None:
-        how = {"worlds": config.evaluation_worlds, "seed": EVALUATION_SEED + seed}
+        how: dict[str, Any] = {"worlds": config.evaluation_worlds, "seed": EVALUATION_SEED + seed}
         most = max(config.agents)
         more["gate"] = settings(learned)
         more["open"] = {str(n): evaluate(act, task, agents=n, **how).summary() for n in config.agents}

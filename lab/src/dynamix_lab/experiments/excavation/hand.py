@@ -10,7 +10,8 @@ from __future__ import annotations
 import numpy as np
 
 from dynamix.errors import ConfigError
-from dynamix_lab.experiments.excavation.world import KINDS, ExcavationConfig, Flags, Ints, Seen
+from dynamix.policies.stigmergic.field import Ints
+from dynamix_lab.experiments.excavation.world import KINDS, ExcavationConfig, Flags, Seen
 
 STAY, UP, DOWN, LEFT, RIGHT = range(5)
 _FRESH = 0.5  # a trace above it was left in this step
@@ -87,7 +88,7 @@ class _Look:
         return found
 
     def _free(self, row: int, column: int) -> Flags:
-        return ~self.taken[..., row + 1, column + 1] & ~self.rock[..., row + 1, column + 1]
+        return np.asarray(~self.taken[..., row + 1, column + 1] & ~self.rock[..., row + 1, column + 1])
 
     def _occupied(self, action: Ints) -> Flags:
         """Whether somebody stands where `action` leads."""
@@ -107,7 +108,7 @@ class _Look:
         return np.where(self.towards > 0, DOWN, np.where(self.towards < 0, UP, otherwise))
 
     def _at_entrance(self) -> Flags:
-        return (self.column == self.end) & (self.row == self.middle)
+        return np.asarray((self.column == self.end) & (self.row == self.middle))
 
     def _laden(self) -> Ints:
         home = self._rows(LEFT)

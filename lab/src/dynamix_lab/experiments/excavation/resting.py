@@ -50,8 +50,8 @@ class ThresholdConfig:
 
     def __post_init__(self) -> None:
         if not 0 <= self.lowest <= self.highest <= self.ceiling:
-            given = (self.lowest, self.highest, self.ceiling)
-            raise ConfigError("lowest, highest, ceiling", given, "0 or more, in this order", "check the configuration")
+            thetas = (self.lowest, self.highest, self.ceiling)
+            raise ConfigError("lowest, highest, ceiling", thetas, "0 or more, in this order", "check the configuration")
         if not (0 <= self.retry <= 1 and self.steepness > 0):
             given = (self.retry, self.steepness)
             raise ConfigError("retry, steepness", given, "0 to 1, and above 0", "check the configuration")

@@ -1,0 +1,206 @@
+"""Traces with meaning, agents that rest by a threshold of their own, motion by hand, and agents that are lost."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import pytest
+
+from dynamix.errors import ConfigError
+from dynamix_lab.experiments.excavation.experiment import lost_and_back
+from dynamix_lab.experiments.excavation.gate_search import RANGES, GateSearch, gate_of, learn_gate
+from dynamix_lab.experiments.excavation.ground import GROUNDS
+from dynamix_lab.experiments.excavation.hand import HandMotion
+from dynamix_lab.experiments.excavation.learner import DQNConfig, DQNTraining, evaluate
+from dynamix_lab.experiments.excavation.lessons import Lessons, Stage
+from dynamix_lab.experiments.excavation.resting import AtRandom, Counting, Forced, ThresholdConfig, Thresholds
+from dynamix_lab.experiments.excavation.world import Excavation, ExcavationConfig
+
+TASK = ExcavationConfig(GROUNDS["single-file"], signs="typed", horizon=600)
+RIGHT, LEFT = 4, 3
+
+
+def _alone(row: int, column: int, *, agents: int = 1) -> Excavation:
+    env = Excavation(TASK, agents=agents, seed=0)
+    b = env.burrow
+    env.place[0, 0] = int(np.flatnonzero((b.row == row) & (b.column == column))[0])
+    return env
+
+
+def test_a_trace_says_who_left_it_and_which_way() -> None:
+    env = _alone(2, 4)
+    width, around = 5, 25
+
+    def smelt(step: int, columns: int) -> list[float]:
+        seen, _, _ = env.step(np.array([[step]]))
+        parts = seen[0, 0, 30 : 30 + 3 * around].reshape(3, width, width)
+        return [float(part[2, 2 + columns]) for part in parts]
+
+    assert smelt(RIGHT, 0) == [0.0, 1.0, 0.0]  # laden, going in, going out
+    assert smelt(RIGHT, -1) == pytest.approx([0.0, 0.3, 0.0])  # fades within a few steps
+    assert smelt(LEFT, 0) == pytest.approx([0.0, 0.3**2, 1.0])
+    env.carrying[:] = True
+    assert smelt(LEFT, 0)[0] == 1.0
+    assert env.heading[0, 0] == -1
+
+
+def test_everybody_in_the_nest_smells_how_often_the_tunnel_was_entered() -> None:
+    env = _alone(2, 1, agents=2)
+    seen, _, _ = env.step(np.array([[RIGHT, 0]]))
+    assert env.entries_now()[0, 0] == TASK.entries.beta
+    assert seen[0, 1, -2] > 0  # at home
+    assert seen[0, 0, -2] == 0  # in the tunnel
+
+
+@pytest.mark.parametrize("signs", ["visits", "typed"])
+def test_an_observation_is_as_long_as_the_configuration_says(signs: str) -> None:
+    env = Excavation(ExcavationConfig(GROUNDS["single-file"], signs=signs), agents=3, worlds=2, seed=0)
+    assert env.reset().shape == (2, 3, env.config.features)
+    with pytest.raises(ConfigError, match="signs"):
+        ExcavationConfig(signs="smoke")
+
+
+def test_resters_walk_off_and_stay_where_they_are_in_nobodys_way() -> None:
+    env = Excavation(TASK, agents=8, worlds=4, seed=0)
+    everybody = np.ones(env.place.shape, dtype=bool)
+    for _ in range(40):
+        env.step(np.full(env.place.shape, RIGHT), resting=everybody)
+    assert env.burrow.nest[env.place].all()
+    assert env.burrow.off_path[env.place].min() >= 1
+    assert env.delivered.sum() == 0
+
+
+def test_a_threshold_rises_with_deliveries_and_falls_with_ways_back() -> None:
+    env = Excavation(TASK, agents=3, seed=0)
+    c = ThresholdConfig(lowest=4, highest=4, delivered=0.5, turned_back=-1.0, rested=-0.1, ceiling=4.5)
+    gate = Thresholds(env, c)
+    env.gave[:], env.turned_back[:] = [[True, False, False]], [[False, True, False]]
+    gate.resting[:] = [[False, False, True]]
+    gate.after()
+    assert gate.theta.tolist() == [[4.5, 3.0, 3.9]]
+    gate.after()
+    assert gate.theta.tolist() == [[4.5, 2.0, pytest.approx(3.8)]]
+
+
+def test_a_full_tunnel_makes_those_rest_whose_threshold_is_low() -> None:
+    env = Excavation(TASK, agents=2, seed=0)
+    gate = Thresholds(env, ThresholdConfig(lowest=1, highest=8, steepness=20))
+    env.gave[:] = True
+    env.entries.deposit(np.zeros((1, 1), dtype=np.int64), 10, step=env.clock)  # 4 a 20 steps
+    assert gate.rest().tolist() == [[True, False]]
+
+
+def test_equal_agents_divide_the_work_unequally_and_for_good_and_deliver_more() -> None:
+    """With motion by hand. The same worlds without a gate: more collisions, equal shares, fewer pellets."""
+    together = evaluate(HandMotion(TASK), TASK, agents=8, worlds=4, seed=1).summary()
+    gate = functools.partial(Thresholds, seed=1)
+    divided = evaluate(HandMotion(TASK), TASK, agents=8, worlds=4, seed=1, gate=gate).summary()
+    assert divided["pellets_per_1000"] > together["pellets_per_1000"] > 100
+    assert divided["gini"] > 0.2 > together["gini"]
+    assert divided["halves"] > 0.6
+    assert divided["collisions_per_1000"] < 0.6 * together["collisions_per_1000"]
+
+
+def test_a_planner_that_calls_five_together_beats_all_eight_at_once() -> None:
+    together = evaluate(HandMotion(TASK), TASK, agents=8, worlds=4, seed=2).summary()
+    called = evaluate(HandMotion(TASK), TASK, agents=8, worlds=4, seed=2, gate=Counting).summary()
+    assert called["pellets_per_1000"] > together["pellets_per_1000"]
+
+
+def test_motion_by_hand_is_refused_where_it_was_not_made_for() -> None:
+    for task in (ExcavationConfig(GROUNDS["single-file"]), ExcavationConfig(GROUNDS["two-lane"], signs="typed")):
+        with pytest.raises(ConfigError, match="task"):
+            HandMotion(task)
+    with pytest.raises(ConfigError, match="sight, smell"):
+        HandMotion(ExcavationConfig(GROUNDS["single-file"], signs="typed", sight=2))
+
+
+def test_the_lost_block_nobody_and_come_back_into_the_nest() -> None:
+    env = Excavation(TASK, agents=4, worlds=2, seed=0)
+    gone = np.array([[True, True, False, False]] * 2)
+    env.leave(gone)
+    act, seen = HandMotion(TASK), env.observe()
+    for _ in range(200):
+        seen, _, _ = env.step(act(seen))
+    assert (env.delivered[gone] == 0).all()
+    assert (env.delivered[~gone] > 0).all()
+    env.come_back(gone)
+    assert env.burrow.nest[env.place[gone]].all()
+    assert all(len(set(places)) == 4 for places in env.place.tolist())
+    for _ in range(200):
+        seen, _, _ = env.step(act(env.observe()))
+    assert (env.delivered[gone] > 0).all()
+
+
+def test_a_state_holds_who_is_lost_and_what_everybody_smells() -> None:
+    env = Excavation(TASK, agents=5, worlds=2, seed=3)
+    act = HandMotion(TASK)
+    for _ in range(30):
+        env.step(act(env.observe()))
+    env.leave(np.arange(5) == np.array([[0], [1]]))
+    other = Excavation(TASK, agents=5, worlds=2, seed=9)
+    other.load_state_dict(env.state_dict())
+    for _ in range(20):
+        a, b = env.step(np.full((2, 5), RIGHT))[0], other.step(np.full((2, 5), RIGHT))[0]
+        assert np.array_equal(a, b)
+
+
+def test_the_loss_of_the_busiest_is_measured_and_their_return() -> None:
+    task = ExcavationConfig(GROUNDS["single-file"], signs="typed", horizon=200)
+    found = lost_and_back(HandMotion(task), task, Thresholds, agents=6, worlds=2, seed=0)
+    assert 0 < found["without"] < 1.5
+    assert 0 < found["again"] < 1.5
+    assert found["pellets_per_1000"] > 50
+
+
+def test_a_learned_gate_lies_within_its_ranges() -> None:
+    task = ExcavationConfig(GROUNDS["single-file"], signs="typed", horizon=30)
+    config = GateSearch(rounds=2, draws=3, kept=2, agents=4, worlds=1)
+    gate = learn_gate(HandMotion(task), task, config, seed=1)
+    assert gate == learn_gate(HandMotion(task), task, config, seed=1)
+    for name, (least, most, _) in RANGES.items():
+        assert least <= getattr(gate, name) <= most
+    assert gate_of(np.ones(len(RANGES))).highest == 12.0
+    with pytest.raises(ConfigError, match="kept"):
+        GateSearch(kept=40)
+
+
+def test_what_resting_agents_were_told_to_do_is_not_learned_from() -> None:
+    lessons = Lessons(TASK, stages=(Stage((4,), 300, 0.5),), worlds=4, seed=0, resters=0.5)
+    idle = 0
+    for _ in range(60):
+        lessons.step(np.zeros(lessons.present.shape, dtype=int))
+        gate = lessons.parts[0][2]
+        assert (lessons.acted == ~(gate.resting & lessons.parts[0][1].at_home)).mean() > 0.9
+        idle += int((~lessons.acted).sum())
+    assert idle > 0
+    with pytest.raises(ConfigError, match="resters"):
+        Lessons(TASK, worlds=4, seed=0, resters=1.0)
+
+
+def test_a_training_with_resters_goes_on_where_it_was_stopped() -> None:
+    def training() -> DQNTraining:
+        config = DQNConfig(hidden=8, batch=16, warm_up=32, capacity=400, resters=0.5)
+        return DQNTraining(TASK, config, stages=(Stage((2, 4), 40, 0.5),), worlds=4, seed=0)
+
+    whole, half, rest = training(), training(), training()
+    whole.run()
+    half.run(20)
+    rest.load_state_dict(half.state_dict())
+    rest.run()
+    for name, value in whole.learner.net.state_dict().items():
+        assert value.equal(rest.learner.net.state_dict()[name])
+
+
+def test_gates_refuse_what_cannot_be() -> None:
+    env = Excavation(TASK, agents=3, seed=0)
+    with pytest.raises(ConfigError, match="count"):
+        Forced(env, 4)
+    with pytest.raises(ConfigError, match="most"):
+        Counting(env, 0)
+    with pytest.raises(ConfigError, match="lowest"):
+        ThresholdConfig(lowest=5, highest=4)
+    with pytest.raises(ConfigError, match="retry"):
+        ThresholdConfig(retry=2)
+    assert AtRandom(env, most=0.0).rest().sum() == 0
