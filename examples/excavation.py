@@ -1,17 +1,26 @@
-"""S-MADRL on the excavation task: agents that see little and never talk learn to share a tunnel one cell wide.
+"""S-MADRL on the excavation task: agents that see little and never talk share a tunnel one cell wide, and some rest.
 
-python examples/excavation.py --gif film.gif        # some 35 s of a core; --scale 0.05 for a look
+python examples/excavation.py --watch             # some four minutes of a core to learn; --scale 0.02 for a look
+python examples/excavation.py --gif film.gif
+python examples/excavation.py --by-hand --watch   # motion by hand, at once
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import time
 
+import numpy as np
+
+from dynamix_lab.experiments.excavation.gate_search import GateSearch, learn_gate
 from dynamix_lab.experiments.excavation.ground import GROUNDS
-from dynamix_lab.experiments.excavation.learner import DQNTraining
+from dynamix_lab.experiments.excavation.hand import HandMotion
+from dynamix_lab.experiments.excavation.learner import DQNConfig, DQNTraining
 from dynamix_lab.experiments.excavation.lessons import CURRICULUM
-from dynamix_lab.experiments.excavation.render import image, save_gif, text
+from dynamix_lab.experiments.excavation.render import captioned, image, save_gif, text
+from dynamix_lab.experiments.excavation.resting import ThresholdConfig, Thresholds
+from dynamix_lab.experiments.excavation.sharing import gini
 from dynamix_lab.experiments.excavation.world import Excavation, ExcavationConfig
 
 
@@ -20,20 +29,43 @@ def main() -> None:
     parser.add_argument("--agents", type=int, default=8)
     parser.add_argument("--scale", type=float, default=1.0, help="of the number of steps to learn from")
     parser.add_argument("--steps", type=int, default=300, help="to watch them work")
+    parser.add_argument("--before", type=int, default=0, help="steps before that are not shown")
+    parser.add_argument("--by-hand", action="store_true", help="learn nothing")
+    parser.add_argument("--watch", action="store_true", help="draw in the terminal")
     parser.add_argument("--gif")
     given = parser.parse_args()
 
-    task = ExcavationConfig(GROUNDS["single-file"])
-    stages = tuple(dataclasses.replace(s, steps=max(1, round(s.steps * given.scale))) for s in CURRICULUM)
-    training = DQNTraining(task, stages=stages, seed=0)
-    training.run(progress=lambda stage, part: print(f"{stage}: {part:.0%}", flush=True))
+    task = ExcavationConfig(GROUNDS["single-file"], signs="typed")
+    if given.by_hand:
+        act, gate = HandMotion(task), ThresholdConfig()
+    else:
+        stages = tuple(dataclasses.replace(s, steps=max(1, round(s.steps * given.scale))) for s in CURRICULUM)
+        training = DQNTraining(task, DQNConfig(resters=0.5), stages=stages, seed=0)
+        training.run(progress=lambda stage, part: print(f"{stage}: {part:.0%}", flush=True))
+        act = training.learner.act
+        search = GateSearch() if given.scale >= 1 else GateSearch(rounds=1, draws=2, kept=2, worlds=1)
+        gate = learn_gate(act, dataclasses.replace(task, horizon=max(10, round(1000 * min(given.scale, 1)))), search)
 
     env = Excavation(task, agents=given.agents, seed=1)
-    seen, frames = env.observe(), []
-    for _ in range(given.steps):
-        seen, _, _ = env.step(training.learner.act(seen))
-        frames.append(image(env))
+    thresholds, seen, frames = Thresholds(env, gate), env.observe(), []
+    for step in range(given.before + given.steps):
+        seen, _, _ = env.step(act(seen), resting=thresholds.rest())
+        thresholds.after()
+        if step < given.before:
+            continue
+        if given.watch:
+            print(f"\x1b[2J\x1b[H{text(env)}\nresting: {int(thresholds.resting.sum())}", flush=True)
+            time.sleep(0.08)
+        if given.gif:
+            said = (
+                f"step {env.clock}: {env.delivered.sum()} pellets, {int(thresholds.resting.sum())} of {env.agents} rest"
+            )
+            keys = "blue: empty   purple: with a pellet   grey: resting"
+            frames.append(captioned(image(env, scale=36, resting=thresholds.resting), [said, keys]))
     print(text(env))
+    print("pellets of each agent:", " ".join(map(str, np.sort(env.delivered[0]))))
+    if env.delivered.sum():
+        print(f"Gini {float(gini(env.delivered[0])):.2f} (0: all did the same)")
     if given.gif:
         save_gif(frames, given.gif)
 

@@ -208,3 +208,15 @@ def test_pictures_and_films_are_files_that_others_read(tmp_path: Path) -> None:
         assert gif.n_frames == 3
     with pytest.raises(ConfigError, match="world"):
         image(env, 2)
+
+
+def test_gymnasium_accepts_one_agent_of_many() -> None:
+    gymnasium = pytest.importorskip("gymnasium")
+    from gymnasium.utils.env_checker import check_env
+
+    name = "dynamix_lab.experiments.excavation.environments:dynamix/Excavation-v0"
+    env = gymnasium.make(name, agents=3, horizon=30)
+    check_env(env.unwrapped)
+    env.reset(seed=1)
+    ended = [env.step(0)[3] for _ in range(30)]
+    assert ended == [False] * 29 + [True]

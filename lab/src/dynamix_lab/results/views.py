@@ -52,6 +52,7 @@ def _anchor(heading: str) -> str:
 
 def _makers() -> dict[str, Callable[[Mapping[str, Any]], Table | list[Section]]]:
     from dynamix_lab.experiments import transfer
+    from dynamix_lab.experiments.excavation import pages as excavation
     from dynamix_lab.peers import report as peers
     from dynamix_lab.suites import disturbance, lengths, reaction, simulated, stepcount, tasks, tta
     from dynamix_lab.suites.compression import region
@@ -78,6 +79,7 @@ def _makers() -> dict[str, Callable[[Mapping[str, Any]], Table | list[Section]]]
         "reaction": reaction.sections,
         "opponents virtual": opponents.sections,
         "opponents emulator": live_pages.sections,
+        "excavation": excavation.sections,
         "faults": faults.table,
         "fuzz": fuzz.table,
         "lengths": lengths.table,

@@ -1,15 +1,21 @@
-"""The excavation task behind PettingZoo's interface: one world, an agent each. Needs the extra `learn`."""
+"""The excavation task behind PettingZoo's interface, one world, an agent each; and behind Gymnasium's, one agent of it.
+
+Needs the extra `learn`.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
+import gymnasium
 import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 from pettingzoo import ParallelEnv
 
 from dynamix.errors import ConfigError
+from dynamix_lab.experiments.excavation.ground import GROUNDS
+from dynamix_lab.experiments.excavation.hand import HandMotion
 from dynamix_lab.experiments.excavation.render import image, text
 from dynamix_lab.experiments.excavation.world import ACTIONS, Excavation, ExcavationConfig
 
@@ -75,3 +81,48 @@ class ParallelExcavation(ParallelEnv[str, NDArray[np.float32], int]):
         if self.render_mode is None:
             return None
         return text(self.world) if self.render_mode == "ansi" else image(self.world)
+
+
+class OneOfMany(gymnasium.Env[NDArray[np.float32], Any]):
+    """The first agent of a world; the others move by hand. Observation (F,), actions 0 to 4, its own reward.
+
+    `gymnasium.make("dynamix_lab.experiments.excavation.environments:dynamix/Excavation-v0", agents=8)`. The ground is
+    "single-file", traces are typed. Truncated at the horizon; the infos say how many pellets it and all have delivered.
+    """
+
+    metadata = {"render_modes": list(RENDER_MODES), "render_fps": 10}  # noqa: RUF012
+
+    def __init__(self, agents: int = 8, horizon: int = 1000, render_mode: str | None = None) -> None:
+        if render_mode not in (None, *RENDER_MODES):
+            raise ConfigError("render_mode", render_mode, f"None, {', '.join(RENDER_MODES)}", "check the spelling")
+        self.render_mode = render_mode
+        self.world = Excavation(ExcavationConfig(GROUNDS["single-file"], signs="typed", horizon=horizon), agents=agents)
+        self.observation_space = spaces.Box(-1.0, 2.0, (self.world.config.features,), np.float32)
+        self.action_space: spaces.Space[Any] = spaces.Discrete(len(ACTIONS))
+        self._others = HandMotion(self.world.config)
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[NDArray[np.float32], dict[str, Any]]:
+        super().reset(seed=seed)
+        self.world.rng = np.random.default_rng(self.np_random.integers(2**32))
+        self._others.rng = np.random.default_rng(self.np_random.integers(2**32))
+        return self.world.reset()[0, 0], self._info()
+
+    def step(self, action: int) -> tuple[NDArray[np.float32], float, bool, bool, dict[str, Any]]:
+        actions = self._others(self.world.observe())
+        actions[0, 0] = int(action)
+        seen, reward, finished = self.world.step(actions)
+        return seen[0, 0], float(reward[0, 0]), bool(finished[0]), self.world.over, self._info()
+
+    def render(self) -> Any:
+        if self.render_mode is None:
+            return None
+        return text(self.world) if self.render_mode == "ansi" else image(self.world)
+
+    def _info(self) -> dict[str, Any]:
+        delivered = self.world.delivered[0]
+        return {"delivered": int(delivered[0]), "delivered_by_all": int(delivered.sum())}
+
+
+gymnasium.register("dynamix/Excavation-v0", entry_point=f"{__name__}:OneOfMany")

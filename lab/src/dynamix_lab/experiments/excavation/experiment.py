@@ -26,7 +26,7 @@ import torch
 
 from dynamix.errors import ConfigError, StateError
 from dynamix_lab.experiments.excavation.aggregate import stratified
-from dynamix_lab.experiments.excavation.gate_search import GateSearch, learn_gate, settings
+from dynamix_lab.experiments.excavation.gate_search import LOST, GateSearch, busiest, learn_gate, settings
 from dynamix_lab.experiments.excavation.ground import GROUNDS
 from dynamix_lab.experiments.excavation.hand import HandMotion
 from dynamix_lab.experiments.excavation.learner import (
@@ -57,7 +57,7 @@ _SETTINGS = {
 MEASURES = ("reward", "pellets_per_1000", "collisions_per_1000", "gini", "halves")
 EVALUATION_SEED = 770_000
 RESTERS = 0.5  # most of the agents that rest while S-MADRL's motion is learned
-LOST, SETTLING = 3, 300  # busiest agents that are lost, and steps that are left for the others to see to it
+SETTLING = 300  # steps that the others have before it is measured what a loss cost
 
 
 def available() -> tuple[str, ...]:
@@ -196,8 +196,7 @@ def lost_and_back(
     rests, delivered = None if gate is None else gate(env), []
     for change in (None, env.leave, env.come_back):
         if change is not None:
-            busiest = env.delivered.argsort(-1).argsort(-1) >= agents - LOST if change == env.leave else env.absent
-            change(busiest)
+            change(busiest(env) if change == env.leave else env.absent)
         work(env, act, rests, SETTLING)
         before = env.delivered.sum(-1)
         work(env, act, rests, task.horizon)
@@ -244,7 +243,8 @@ def summarise(config: ExperimentConfig, runs: Sequence[dict[str, Any]]) -> dict[
     methods: dict[str, Any] = {}
     opened = [{**r, "method": f"{r['method']}-open", "agents": r["open"]} for r in runs if "open" in r]
     for r in opened:
-        r.pop("loss", None)
+        for key in ("loss", "forced", "gate", "open"):
+            r.pop(key, None)
     for name in (shown for method in config.methods for shown in (method, f"{method}-open")):
         mine = [r for r in (*runs, *opened) if r["method"] == name and r["seed"] in config.seeds]
         mine.sort(key=lambda r: int(r["seed"]))
@@ -254,8 +254,13 @@ def summarise(config: ExperimentConfig, runs: Sequence[dict[str, Any]]) -> dict[
         per_agent = [[r["agents"][str(n)]["pellets_per_1000"] / n for n in config.agents] for r in mine]
         losses = [r["loss"] for r in mine if "loss" in r]
         parts = {k: stratified([loss[k] for loss in losses]).to_dict() for k in ("without", "again") if losses}
+        rests = [r["forced"] for r in mine if "forced" in r and "open" in r]
+        forced = {
+            k: stratified([f[k]["pellets_per_1000"] for f in rests]).to_dict() for k in (rests[0] if rests else ())
+        }
         methods[name] = {
             **({"loss": parts} if losses else {}),
+            **({"forced": forced, "gates": [r["gate"] for r in mine]} if rests else {}),
             "seeds": [r["seed"] for r in mine],
             "agents": by_agents,
             "all": {"pellets_per_1000_and_agent": stratified(per_agent).to_dict()},

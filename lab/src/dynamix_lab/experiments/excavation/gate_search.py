@@ -1,7 +1,8 @@
 """Learns a threshold gate for a motion by the cross-entropy method (Rubinstein 1999), paid by the team's pellets alone.
 
 When to rest pays only over hundreds of steps: a learner whose discount sees ten cannot find it. So the seven numbers of
-`ThresholdConfig` are drawn, tried for a whole horizon in worlds of their own, and drawn anew about the best.
+`ThresholdConfig` are drawn, tried in worlds of their own, and drawn anew about the best. A trial is a horizon with all
+agents and one without the three busiest: those who rest must not do so for ever.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import numpy as np
 from dynamix.errors import ConfigError
 from dynamix_lab.experiments.excavation.learner import Actions, work
 from dynamix_lab.experiments.excavation.resting import ThresholdConfig, Thresholds
-from dynamix_lab.experiments.excavation.world import Excavation, ExcavationConfig, Seen
+from dynamix_lab.experiments.excavation.world import Excavation, ExcavationConfig, Flags, Seen
 
+LOST = 3  # busiest agents that are taken away
 # Of each number: least, most, and whether it is searched on a logarithmic scale.
 RANGES = {
     "lowest": (0.5, 8.0, False),
@@ -34,7 +36,7 @@ class GateSearch:
     """All ours.
 
     rounds, draws, kept   of the cross-entropy method: draws in a round, and how many the next one is drawn about
-    agents, worlds        that each draw is tried with, for one horizon
+    agents, worlds        that each draw is tried with
     """
 
     rounds: int = 5
@@ -85,8 +87,17 @@ def _pellets(
     act: Callable[[Seen], Actions], task: ExcavationConfig, gate: ThresholdConfig, c: GateSearch, seed: int
 ) -> float:
     env = Excavation(task, agents=c.agents, worlds=c.worlds, seed=seed)
-    work(env, act, Thresholds(env, gate, seed=seed), task.horizon)
+    rests = Thresholds(env, gate, seed=seed)
+    work(env, act, rests, task.horizon)
+    if c.agents > LOST:
+        env.leave(busiest(env))
+        work(env, act, rests, task.horizon)
     return float(env.delivered.sum(-1).mean())
+
+
+def busiest(env: Excavation) -> Flags:
+    """The `LOST` agents of every world who have delivered most, (B, N)."""
+    return np.asarray(env.delivered.argsort(-1).argsort(-1) >= env.agents - LOST)
 
 
 def settings(gate: ThresholdConfig) -> dict[str, float]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dynamix.errors import ConfigError
-from dynamix_lab.experiments.excavation.world import Excavation
+from dynamix_lab.experiments.excavation.world import Excavation, Flags
 
 Image = NDArray[np.uint8]
 _COLOURS = {
@@ -20,6 +20,7 @@ _COLOURS = {
     "face": (190, 160, 120),
     "empty": (40, 96, 168),
     "laden": (150, 30, 110),
+    "resting": (130, 130, 130),
 }
 
 
@@ -40,8 +41,11 @@ def text(env: Excavation, world: int = 0) -> str:
     return "\n".join([*lines, f"step {env.clock}: {delivered} pellets delivered, {collisions} collisions"])
 
 
-def image(env: Excavation, world: int = 0, *, scale: int = 16) -> Image:
-    """One world, (height, width, 3): traces orange, agents blue, those with a pellet purple; `scale` pixels a cell."""
+def image(env: Excavation, world: int = 0, *, scale: int = 16, resting: Flags | None = None) -> Image:
+    """One world, (height, width, 3): traces orange, agents blue, those with a pellet purple; `scale` pixels a cell.
+
+    resting   (B, N): who is drawn grey
+    """
     burrow = env.burrow
     traces = env.traces_now()[_checked(env, world)]
     decay = env.field.decay
@@ -55,11 +59,26 @@ def image(env: Excavation, world: int = 0, *, scale: int = 16) -> Image:
     pixels[burrow.rock] = _COLOURS["rock"]
     large = pixels.reshape(burrow.height, burrow.width, 3).repeat(scale, 0).repeat(scale, 1)
     inset = max(scale // 6, 0)
-    for place, carrying in zip(env.place[world], env.carrying[world], strict=True):
+    for number, (place, carrying) in enumerate(zip(env.place[world], env.carrying[world], strict=True)):
         row, column = (scale * int(v) for v in divmod(int(place), burrow.width))
         square = large[row + inset : row + scale - inset, column + inset : column + scale - inset]
         square[:] = _COLOURS["laden" if carrying else "empty"]
+        if resting is not None and resting[world, number]:
+            square[:] = _COLOURS["resting"]
     return np.asarray(large, dtype=np.uint8)
+
+
+def captioned(picture: Image, lines: Sequence[str]) -> Image:
+    """The picture with lines of text under it. Needs pillow."""
+    from PIL import Image as Pictures
+    from PIL import ImageDraw, ImageFont
+
+    font = ImageFont.load_default(size=15)
+    below = Pictures.new("RGB", (picture.shape[1], 8 + 22 * len(lines)), (255, 255, 255))
+    pen = ImageDraw.Draw(below)
+    for number, line in enumerate(lines):
+        pen.text((8, 4 + 22 * number), line, fill=(40, 40, 40), font=font)
+    return np.concatenate([picture, np.asarray(below)])
 
 
 def save_png(env: Excavation, path: str | Path, world: int = 0, *, scale: int = 16) -> None:
@@ -73,7 +92,7 @@ def save_gif(frames: Iterable[Image], path: str | Path, *, frame_s: float = 0.1)
     """Write `image`s of one size as a film that repeats. Needs pillow (extra `report`)."""
     from PIL import Image as Pictures
 
-    pictures = [Pictures.fromarray(frame) for frame in frames]
+    pictures = [Pictures.fromarray(frame).quantize(64) for frame in frames]
     if not pictures:
         raise ConfigError("frames", 0, "1 or more", "collect image(env) at some steps")
     duration_ms = round(1000 * frame_s)

@@ -27,7 +27,7 @@ KINDS = ("laden", "going in", "going out")  # of typed traces
 _MANY_ENTRIES = 8.0  # in 20 steps: what is read is divided by it
 _HEADINGS = np.array([0, 0, 0, -1, 1])  # of the actions: out, in
 _OWN = 6  # carrying, row, column, steps to the goal, and the goal's direction in rows and columns
-_TRACE_CEILING = 4.0  # what is read is cut there and halved, so that 1 is a cell visited at every step
+_CEILING = 2.0  # of what is smelt; of the traces of visits half is
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,10 +278,10 @@ class Excavation:
         b, kinds = self.burrow, len(KINDS) if self.typed else 1
         at = wide[..., None, :] + (np.arange(kinds) * b.cells)[:, None]
         traces = self.field.read(at.reshape(self.worlds, -1), step=self.clock).reshape(at.shape)
-        traces = np.minimum(traces, _TRACE_CEILING) / (1 if self.typed else 2) * ~b.rock[wide][..., None, :]
+        traces = np.minimum(traces / (1 if self.typed else 2), _CEILING) * ~b.rock[wide][..., None, :]
         found = [traces.reshape(*self.place.shape, -1)]
         if self.typed:
-            mouth = self.entries_now() / _MANY_ENTRIES * self.burrow.nest[self.place]
+            mouth = np.minimum(self.entries_now() / _MANY_ENTRIES, _CEILING) * self.burrow.nest[self.place]
             found.append(np.stack((mouth, self.heading), -1))
         return found
 

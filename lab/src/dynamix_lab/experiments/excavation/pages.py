@@ -1,0 +1,42 @@
+"""The tables of a comparison on the excavation task, from result.json alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from dynamix_lab.report import Section, Table, number
+
+
+def sections(result: Mapping[str, Any]) -> list[Section]:
+    """Pellets by number of agents; who did how much where there are most; what a planner's rest would give."""
+    methods, agents = result["methods"], [str(n) for n in result["config"]["agents"]]
+    most = agents[-1]
+    by_agents = [
+        [name, str(len(m["seeds"])), *(_cell(m["agents"][n]["pellets_per_1000"], 0) for n in agents)]
+        for name, m in methods.items()
+    ]
+    crowd = []
+    for name, m in methods.items():
+        cells, loss = m["agents"][most], m.get("loss", {})
+        parts = [_cell(loss[key], 2) if key in loss else "–" for key in ("without", "again")]
+        figures = [("pellets_per_1000", 0), ("gini", 2), ("halves", 2), ("collisions_per_1000", 0)]
+        crowd.append([name, *(_cell(cells[key], digits) for key, digits in figures), *parts])
+    heads = ["method", "trainings", *(f"{n} agents" if n != "1" else "1 agent" for n in agents)]
+    head = ["method", "pellets", "Gini", "halves", "collisions", "without the three busiest", "when they are back"]
+    made = [
+        Section("Pellets per 1,000 steps", table=Table(heads, by_agents)),
+        Section(f"With {most} agents", table=Table(head, crowd)),
+    ]
+    forced = {name: m["forced"] for name, m in methods.items() if "forced" in m}
+    if forced:
+        counts = list(next(iter(forced.values())))
+        rows = [[name, *(_cell(f[k], 0) for k in counts)] for name, f in forced.items()]
+        made.append(Section("Pellets where so many are made to rest", table=Table(["motion", *counts], rows)))
+    return made
+
+
+def _cell(estimate: Mapping[str, Any], digits: int) -> str:
+    if estimate["iqm"] is None or estimate["low"] is None:
+        return number(estimate["iqm"], digits)
+    return f"{estimate['iqm']:.{digits}f} ({estimate['low']:.{digits}f} to {estimate['high']:.{digits}f})"
