@@ -149,27 +149,18 @@ def test_the_script_that_saves_resumes_in_mid_epoch_with_another_number_of_worke
 
 
 def changed(script: str, diff: str) -> str:
-    """The script with the lines of the diff: each is put in after the line that the diff has before it."""
-    lines = script.split("\n")
-    at = 0
+    """The script with the lines of the diff: each new one stands after the line that the diff has before it."""
+    lines, at = script.split("\n"), 0
     for line in diff.rstrip("\n").split("\n"):
-        text = line[1:]
-        if line.startswith("+"):
-            if text.startswith("import "):
-                at = next(i for i, found in enumerate(lines) if found == "") + 1
-                lines[at:at] = [f"{text}  # noqa"]
-                at = 0
-                continue
-            if "close()" in text:
-                at = next(i for i, found in enumerate(lines) if "dist.barrier()" in found)
+        mark, text = line[0], line[1:]
+        if mark == "+":
             lines.insert(at, text)
-            at += 1
         else:
-            at = next(i for i, found in enumerate(lines) if i >= at and found == text)
-            if line.startswith("-"):
-                del lines[at]
-            else:
-                at += 1
+            at = lines.index(text, at)
+        if mark == "-":
+            del lines[at]
+        else:
+            at += 1
     return "\n".join(lines)
 
 

@@ -73,3 +73,13 @@ def test_a_public_name_has_its_docstring_on_a_page(site: Path) -> None:
     pages = "".join(file.read_text(encoding="utf-8") for file in (site / "api").glob("*.html"))
     for name in sorted({*dynamix.__all__} - {"__version__"}):
         assert f'id="dynamix.{name}"' in pages or f'id="dynamix.errors.{name}"' in pages or f'.{name}"' in pages, name
+
+
+def test_pictures_are_drawn_again_from_results(tmp_path: Path) -> None:
+    """Not compared byte by byte: fonts and versions of Matplotlib may differ."""
+    command = [sys.executable, str(ROOT / "scripts" / "pictures"), "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    kept = {file.name for file in (ROOT / "docs" / "pictures").glob("*.svg")}
+    assert {file.name for file in tmp_path.glob("*.svg")} == kept
+    assert all((tmp_path / name).read_text(encoding="utf-8").rstrip().endswith("</svg>") for name in kept)
