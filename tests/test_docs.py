@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import json
 import os
 import re
 import shlex
@@ -18,12 +19,12 @@ import pytest
 import dynamix
 
 ROOT = Path(__file__).parent.parent
-PAGES = [*ROOT.glob("*.md"), *sorted(ROOT.glob("docs/*.md")), *sorted(ROOT.glob("docs/design/*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/**/*.md")), ROOT / "lab" / "README.md"]
 GENERATED = {"results.md"}
-BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"^```([\w{}-]*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"`([^`\n]+)`")
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
-NAME = re.compile(r"(?<![\w./-])dynamix(?:_lab)?(?:\.[A-Za-z_]\w*)+")
+NAME = re.compile(r"(?<![\w./-])dynamix(?:_lab)?(?:\.(?!md\b)[A-Za-z_]\w*)+")
 
 on_every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
@@ -95,8 +96,19 @@ def test_calls_name_arguments_that_exist(page: Path) -> None:
         check_calls(tree, names)
 
 
-def scripts() -> list[str]:
-    return [block for block in blocks(ROOT / "docs" / "quickstart.md", "python") if "__main__" in block]
+def script_of(page: str) -> str:
+    (script,) = (block for block in blocks(ROOT / "docs" / page, "python") if "__main__" in block)
+    return script
+
+
+def test_every_python_block_runs() -> None:
+    """But whole scripts, which have tests of their own below, and those that need Ray or torchft's server."""
+    command = [sys.executable, str(ROOT / "tests" / "doc_blocks.py"), *map(str, PAGES)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.strip().split("\n")[-1])
+    assert not found["failed"], json.dumps(found["failed"], indent=1)
+    assert found["ran"] > 30
 
 
 def torchrun(script: Path, *arguments: str, ranks: int) -> str:
@@ -116,24 +128,92 @@ def torchrun(script: Path, *arguments: str, ranks: int) -> str:
 
 
 @pytest.mark.multiproc
-def test_the_first_script_of_the_quickstart_keeps_the_global_batch(tmp_path: Path) -> None:
+def test_the_script_of_the_first_steps_keeps_the_global_batch(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
-    script.write_text(scripts()[0])
+    script.write_text(script_of("quickstart.md"))
     sizes = re.findall(r"epoch \d: .* batch sizes \[(\d+), (\d+)\]", torchrun(script, ranks=2))
     assert [int(a) + int(b) for a, b in sizes] == [64] * 3
 
 
 @pytest.mark.multiproc
-def test_the_second_script_of_the_quickstart_resumes_in_mid_epoch_with_another_number_of_workers(
+def test_the_script_that_saves_resumes_in_mid_epoch_with_another_number_of_workers(
     tmp_path: Path,
 ) -> None:
     script = tmp_path / "train.py"
-    script.write_text(scripts()[1])
+    script.write_text(script_of("saving.md"))
     assert "begins after 0 samples, in epoch 0" in torchrun(script, "--epochs", "1", ranks=2)
     assert "begins after 3200 samples, in epoch 0" in torchrun(script, "--epochs", "2", ranks=3)
     # the second job used the rest of epoch 0 and all but the last, unsaved, samples of epoch 1
     saved = int((tmp_path / "checkpoints" / "latest").read_text().removeprefix("samples-"))
     assert 4096 < saved <= 2 * 4096
+
+
+def changed(script: str, diff: str) -> str:
+    """The script with the lines of the diff: each new one stands after the line that the diff has before it."""
+    lines, at = script.split("\n"), 0
+    for line in diff.rstrip("\n").split("\n"):
+        mark, text = line[0], line[1:]
+        if mark == "+":
+            lines.insert(at, text)
+        else:
+            at = lines.index(text, at)
+        if mark == "-":
+            del lines[at]
+        else:
+            at += 1
+    return "\n".join(lines)
+
+
+@pytest.fixture
+def tutorial(tmp_path: Path) -> Path:
+    """A folder with the tutorial's two scripts."""
+    plain = script_of("tutorial.md")
+    (diff,) = blocks(ROOT / "docs" / "tutorial.md", "diff")
+    (tmp_path / "train.py").write_text(plain)
+    (tmp_path / "balanced.py").write_text(changed(plain, diff))
+    return tmp_path
+
+
+def commands_of_the_tutorial() -> list[list[str]]:
+    return [shlex.split(line) for line in code(ROOT / "docs" / "tutorial.md") if line.startswith("dynamix emulate dev")]
+
+
+@pytest.mark.slow
+@pytest.mark.emulator
+def test_the_tutorial_ends_with_a_comparison(tutorial: Path) -> None:
+    """Its commands, with fewer epochs and rows. How large the gain is depends on the machine, so it is not asked."""
+    first, observe, compare = commands_of_the_tutorial()
+    assert first[-4:] == ["python", "train.py", "--epochs", "3"]  # what `observe` runs, too
+    compare[compare.index("static,lb_bsp,goodput")] = "static,lb_bsp"
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    said = []
+    for command in (observe, compare):
+        words = [word for word in command[1:] if word not in ("--epochs", "3")]
+        done = subprocess.run(
+            [sys.executable, "-m", "dynamix.cli.app", *words, "--epochs", "1"],
+            capture_output=True, text=True, timeout=200, cwd=tutorial, check=False, env=environment,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-3000:]
+        said.append(done.stdout + done.stderr)
+    assert "epoch 0: loss" in said[0]
+    assert "holds the job back" in said[0]
+    assert (tutorial / "observed" / "report.txt").exists()
+    assert all(row in said[1] for row in ("static", "lb_bsp", "waiting"))
+    assert (tutorial / "compared" / "report.html").exists()
+
+
+def test_the_diff_of_the_readme_is_that_of_the_guide() -> None:
+    (shown,) = blocks(ROOT / "README.md", "diff")
+    assert shown in blocks(ROOT / "docs" / "frameworks.md", "diff")
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().split("\n")) <= 91
+
+
+def test_the_tutorial_changes_as_many_lines_as_it_says() -> None:
+    (diff,) = blocks(ROOT / "docs" / "tutorial.md", "diff")
+    assert sum(line.startswith("+") for line in diff.split("\n")) == 7
 
 
 def parse(command: Any, words: list[str]) -> None:
@@ -206,7 +286,7 @@ def test_files_that_are_named_exist(page: Path) -> None:
 
 @on_every_page
 def test_programs_are_commands(page: Path) -> None:
-    assert "python -m dynamix" not in now(page)
+    assert not re.search(r"python -m dynamix(?!\.observe)", now(page))
 
 
 @on_every_page

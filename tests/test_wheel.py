@@ -1,32 +1,47 @@
-"""The wheel of dynamix-train trains in an empty environment that has what a training job needs and nothing else."""
+"""Both distributions are built; the wheel of dynamix-train trains in an environment that has what a job needs alone."""
 
 from __future__ import annotations
 
+import email
 import importlib.metadata
+import json
 import os
 import re
 import subprocess
 import sys
+import tarfile
 import venv
+import zipfile
+from email.message import Message
 from pathlib import Path
 
 import pytest
 
+from dynamix import __version__
+
 ROOT = Path(__file__).parent.parent
 NEEDED = ("torch", "numpy", "psutil", "safetensors")
+CLI = ("typer", "rich", "pydantic")
 NOT_THERE = ("typer", "rich", "pydantic", "pyroute2", "yaml", "gymnasium", "scipy", "pytest")
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiproc]
 
 
 @pytest.fixture(scope="module")
-def empty(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the source distribution and the wheel of dynamix-train and dynamix-lab."""
+    folder = tmp_path_factory.mktemp("dist")
+    for project in (ROOT, ROOT / "lab"):
+        _run([sys.executable, "-m", "hatchling", "build", "-d", str(folder)], project)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def empty(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An environment with the wheel, and links to the packages that training needs. Nothing is downloaded."""
     folder = tmp_path_factory.mktemp("wheel")
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input"]
-    build = ["wheel", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", str(folder), str(ROOT)]
-    _run([*pip, *build], folder)
-    (wheel,) = folder.glob("dynamix_train-*.whl")
+    (wheel,) = built.glob("dynamix_train-*.whl")
     venv.create(folder / "env", with_pip=False)
     python = folder / "env" / "bin" / "python"
     borrowed = folder / "borrowed"
@@ -37,6 +52,14 @@ def empty(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (site / "borrowed.pth").write_text(f"{borrowed}\n")
     _run([*pip, "--python", str(python), "install", "--no-deps", "--no-index", str(wheel)], folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def with_cli(empty: Path) -> Path:
+    """The same environment, and what the extra `cli` asks for."""
+    for name in _with_requirements(CLI):
+        _link(name, empty / "borrowed")
+    return empty
 
 
 def _with_requirements(names: tuple[str, ...]) -> set[str]:
@@ -103,3 +126,64 @@ def test_the_wheel_holds_the_data_files(empty: Path) -> None:
     package = next((empty / "env" / "lib").glob("python*/site-packages/dynamix"))
     held = {file.suffix for file in package.rglob("*")}
     assert {".safetensors", ".json", ".yaml", ".typed", ".js", ".css", ".html", ".LICENSE"} <= held
+
+
+def test_with_the_extra_cli_the_commands_are_there(with_cli: Path) -> None:
+    """Last in this file: it adds packages to the environment."""
+    said = _run([str(with_cli / "env" / "bin" / "dynamix"), "--help"], with_cli).stdout
+    assert all(name in said for name in ("observe", "policy", "report", "doctor"))
+
+
+def _metadata(file: Path) -> Message:
+    with zipfile.ZipFile(file) as wheel:
+        (name,) = (found for found in wheel.namelist() if found.endswith(".dist-info/METADATA"))
+        return email.message_from_bytes(wheel.read(name))
+
+
+def test_both_distributions_say_what_they_are(built: Path) -> None:
+    for name in ("dynamix_train", "dynamix_lab"):
+        (wheel,) = built.glob(f"{name}-*.whl")
+        said = _metadata(wheel)
+        assert said["Version"] == __version__
+        assert said["License-Expression"] == "Apache-2.0"
+        assert said["Requires-Python"] == ">=3.11"
+        assert said["Keywords"]
+        assert said.get_all("Classifier")
+        assert str(said.get_payload()).startswith("# dynamix")
+        with zipfile.ZipFile(wheel) as held:
+            assert any(found.endswith("licenses/LICENSE") for found in held.namelist())
+
+
+def test_the_source_distributions_hold_what_a_packager_needs(built: Path) -> None:
+    (product,), (laboratory,) = (sorted(built.glob(f"{name}-*.tar.gz")) for name in ("dynamix_train", "dynamix_lab"))
+    with tarfile.open(product) as archive:
+        held = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
+    files = ("pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "CITATION.cff", "SECURITY.md", "constraints.txt")
+    assert {*files, "src/dynamix/telemetry/static/uPlot.LICENSE", "docs/index.md", "tests/conftest.py"} <= held
+    assert not any(name.startswith(("lab/", "build/", ".venv")) for name in held)
+    with tarfile.open(laboratory) as archive:
+        assert any(name.endswith("/LICENSE") for name in archive.getnames())
+
+
+WHERE_EXTRAS_ARE_TESTED = {
+    "cli": "tests/cli", "learn": "tests/training", "gpu": "tests/probes/test_device.py", "compression":
+    "tests/compression", "dashboard": "tests/telemetry/test_live.py", "exporter": "tests/telemetry/test_exporter.py",
+    "accelerate": "tests/integrations", "fabric": "tests/integrations", "lightning": "tests/integrations",
+    "transformers": "tests/integrations", "emulator": "tests/emulator", "ray": "tests/integrations/test_ray.py",
+    "torchft": "tests/integrations/test_torchft.py", "docs": "tests/test_site.py", "dev": "tests/conftest.py",
+}  # fmt: skip
+
+
+def test_every_extra_has_a_test(built: Path) -> None:
+    (wheel,) = built.glob("dynamix_train-*.whl")
+    extras = _metadata(wheel).get_all("Provides-Extra") or []
+    assert set(extras) == set(WHERE_EXTRAS_ARE_TESTED)
+    assert all((ROOT / path).exists() for path in WHERE_EXTRAS_ARE_TESTED.values())
+
+
+def test_the_audit_lists_licences_and_finds_none_that_binds_users() -> None:
+    done = _call([sys.executable, str(ROOT / "scripts" / "audit"), "--json"], ROOT)
+    audit = json.loads(done.stdout)
+    assert {"torch", "numpy", "psutil", "safetensors"} <= {row["package"] for row in audit["packages"]}
+    assert done.returncode == bool(audit["wrong"])
+    assert not [line for line in audit["wrong"] if "GPL" in line]

@@ -22,7 +22,7 @@ from tests.union import Script
 
 SAMPLES = 101
 SCRIPT = [[5], [9], [7], [3]]
-DOCS = Path(__file__).parents[2] / "docs" / "quickstart.md"
+DOCS = Path(__file__).parents[2] / "docs" / "logging.md"
 
 
 def _data() -> TensorDataset:

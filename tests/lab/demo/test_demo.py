@@ -82,6 +82,9 @@ def test_a_smoke_run_shows_every_row_and_leaves_a_complete_folder(privileged: No
         assert f"{row}: {ABOUT[row]}" in page
     assert result["policies"]["static"]["batch_sizes"] == [[TRIALS["static"].batch_size] * 4]
     assert len(result["policies"]["single"]["batch_sizes"][0]) == 1
+    (moves,) = result["policies"]["dynamix"]["sizes_over_time"]
+    assert moves[-1][1] == result["policies"]["dynamix"]["batch_sizes"][0]
+    assert all(at >= 0 and len(sizes) == 4 for at, sizes in moves)
     assert result["mechanisms"] == {**result["mechanisms"], "network": "netns+veth", "cpu": "device"}
     assert result["scenario_sha256"] == load_scenario("device-demo").sha256
     assert {e["policy"] for e in read_events(tmp_path / "run" / "events.jsonl")} == {"static", "lb_bsp", "dynamix"}

@@ -130,3 +130,19 @@ def test_check_says_which_page_differs_and_changes_nothing(tmp_path: Path) -> No
 def test_the_tables_of_this_repository_are_those_of_its_results() -> None:
     done = CliRunner().invoke(app, ["bench", "tables", "--check", "--root", str(ROOT)])
     assert done.exit_code == 0, done.output
+
+
+def test_the_short_table_is_of_one_place_and_says_neither_commit_nor_machine(tmp_path: Path) -> None:
+    ratio = {"median": 0.5, "low": 0.4, "high": 0.6, "pairs": 2}
+    times = {"single": [8.0, 8.0], "static": [4.0, 4.0], "dynamix": [2.0, None]}
+    place = {"times_s": times, "ratios": {"dynamix/static": ratio, "dynamix/single": ratio}}
+    result = _result(seeds=[0, 1], cluster="virtual", places={"here": place})
+    assert "| dynamix | 2 | 0.50 (0.40-0.60) | 0.50 (0.40-0.60) |" in markdown_of(result, "short")
+    folder = tmp_path / "results" / "it-2026-01-01"
+    folder.mkdir(parents=True)
+    (folder / "result.json").write_text(json.dumps(result))
+    made = generated("<!-- table: results/it-* short -->\n<!-- end -->", tmp_path)
+    assert "2 seeds; virtual" in made
+    assert "commit" not in made
+    with pytest.raises(ConfigError, match="one place"):
+        markdown_of({**result, "places": {"here": place, "there": place}}, "short")

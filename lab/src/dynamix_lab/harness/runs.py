@@ -156,6 +156,15 @@ class PolicyRun:
         step = int(event["window"]["step"])
         return self.step_ends_s[min(step, len(self.step_ends_s)) - 1] if self.step_ends_s else float("nan")
 
+    @property
+    def sizes_over_time(self) -> list[list[Any]]:
+        """`[time_s, sizes]` for each change of the workers' sizes, from the first window on."""
+        found: list[list[Any]] = []
+        for event in self.events:
+            if event.get("allocation") and (not found or event["allocation"] != found[-1][1]):
+                found.append([_rounded(self.event_time_s(event)), event["allocation"]])
+        return found
+
 
 def summarise(runs: Sequence[PolicyRun], *, censor_factor: float = CENSOR_FACTOR) -> dict[str, Any]:
     """The `policies` and `ratios` part of result.json: lists by seed, ratios over pairs with the same seed.
@@ -221,6 +230,7 @@ def _policy_part(runs: Sequence[PolicyRun]) -> dict[str, Any]:
         "steps": [r.step for r in runs],
         "samples": [r.samples for r in runs],
         "batch_sizes": [r.batch_sizes for r in runs],
+        "sizes_over_time": [r.sizes_over_time for r in runs],
         "median_global_batch": [_rounded(r.median_global_batch) for r in runs],
         "overhead_s": [_rounded(r.overhead_s) for r in runs],
         "stolen_fraction": [_rounded(r.stolen) for r in runs],

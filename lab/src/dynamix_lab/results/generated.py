@@ -7,7 +7,7 @@ A table stands between two comments and is never edited:
     <!-- end -->
 
 `results/demo-*` is the newest result of that name. A third word chooses a part of a result with several tables, such
-as `<!-- table: results/compression-* goals -->`.
+as `<!-- table: results/compression-* goals -->`. The part `short` compares times with two rows, for the README.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 from dynamix.errors import ConfigError
 from dynamix_lab.results.record import load
-from dynamix_lab.results.views import markdown_of
+from dynamix_lab.results.views import SHORT, markdown_of
 
 _BLOCK = re.compile(r"(<!-- table: (\S+)(?: (\S+))? -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 NONE_YET = "No result of this name is recorded yet.\n"
@@ -53,14 +53,20 @@ def generated(text: str, root: Path) -> str:
     def block(found: re.Match[str]) -> str:
         begin, path, view, _, end = found.groups()
         result = load(path, root)
-        made = NONE_YET if result is None else f"{markdown_of(result, view or '')}\n{source(result)}\n"
+        made = (
+            NONE_YET
+            if result is None
+            else f"{markdown_of(result, view or '')}\n{source(result, short=view == SHORT)}\n"
+        )
         return f"{begin}\n{made}\n{end}"
 
     return _BLOCK.sub(block, text)
 
 
-def source(result: Mapping[str, Any]) -> str:
-    """The line under a table: what made it, from which commit, on what."""
+def source(result: Mapping[str, Any], *, short: bool = False) -> str:
+    """The line under a table: what made it, from which commit, on what; `short` leaves commit and machine to others."""
+    if short:
+        return f"`{result['command'].split(' --')[0]}`, {len(result['seeds'])} seeds; {result['cluster']}."
     machine = result["machine"]
     where = f"{result['cluster']}, {machine['cores']} cores ({machine['cpu']})"
     seeds = f", seeds {json.dumps(result['seeds'])[1:-1]}" if result.get("seeds") else ""

@@ -1,0 +1,85 @@
+"""The site: it is built without a warning, every link leads somewhere, and no page loads anything from elsewhere."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+pytestmark = pytest.mark.slow
+
+
+class Page(HTMLParser):
+    """What a page loads, what it links to, and its anchors."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__()
+        self.loads: set[str] = set()
+        self.links: set[str] = set()
+        self.anchors: set[str] = set()
+        self.feed(file.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        named = {name: value or "" for name, value in attrs}
+        self.anchors |= {named[name] for name in ("id", "name") if name in named}
+        if tag == "a" and "href" in named:
+            self.links.add(named["href"])
+        elif tag == "link" and named.get("rel") in ("stylesheet", "icon", "preload", "preconnect"):
+            self.loads.add(named["href"])
+        self.loads |= {named["src"]} if "src" in named else set()
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built as scripts/docs builds it."""
+    folder = tmp_path_factory.mktemp("site")
+    options = ["--fail-on-warning", "--keep-going", "--quiet", "-b", "html", "-d", str(folder / "doctrees")]
+    assert all(option in (ROOT / "scripts" / "docs").read_text() for option in options[:4])
+    command = [sys.executable, "-m", "sphinx", *options, str(ROOT / "docs"), str(folder / "html")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder / "html"
+
+
+def test_every_link_leads_somewhere_and_nothing_is_loaded_from_elsewhere(site: Path) -> None:
+    pages = {file: Page(file) for file in site.rglob("*.html")}
+    assert len(pages) > 60
+    broken, foreign = [], []
+    for file, page in pages.items():
+        foreign += [f"{file.name}: {found}" for found in page.loads if urlsplit(found).netloc]
+        for link in page.links | {found for found in page.loads if not found.startswith("data:")}:
+            parts = urlsplit(link)
+            if parts.scheme or parts.netloc:
+                continue
+            target = (file.parent / unquote(parts.path)).resolve() if parts.path else file
+            known = pages.get(target)
+            if not target.is_file() or (parts.fragment and known and unquote(parts.fragment) not in known.anchors):
+                broken.append(f"{file.relative_to(site)}: {link}")
+    assert not foreign, foreign
+    assert not broken, broken
+    sheets = "".join(file.read_text(encoding="utf-8") for file in site.rglob("*.css"))
+    assert "url(http" not in sheets
+    assert "@import" not in sheets
+
+
+def test_a_public_name_has_its_docstring_on_a_page(site: Path) -> None:
+    import dynamix
+
+    pages = "".join(file.read_text(encoding="utf-8") for file in (site / "api").glob("*.html"))
+    for name in sorted({*dynamix.__all__} - {"__version__"}):
+        assert f'id="dynamix.{name}"' in pages or f'id="dynamix.errors.{name}"' in pages or f'.{name}"' in pages, name
+
+
+def test_pictures_are_drawn_again_from_results(tmp_path: Path) -> None:
+    """Not compared byte by byte: fonts and versions of Matplotlib may differ."""
+    command = [sys.executable, str(ROOT / "scripts" / "pictures"), "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    kept = {file.name for file in (ROOT / "docs" / "pictures").glob("*.svg")}
+    assert {file.name for file in tmp_path.glob("*.svg")} == kept
+    assert all((tmp_path / name).read_text(encoding="utf-8").rstrip().endswith("</svg>") for name in kept)
