@@ -23,7 +23,8 @@ from dynamix import elastic
 SAMPLES, BATCH, EVERY = 6000, 48, 5
 
 
-def main(folder: Path, epochs: int) -> None:
+def main(folder: Path) -> None:
+    """Until the end of the epoch in which the folder has a file `enough`."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -58,7 +59,8 @@ def main(folder: Path, epochs: int) -> None:
         with (folder / "starts.jsonl").open("a") as lines:
             lines.write(json.dumps(said | {"sizes": controller.batch_sizes.tolist()}) + "\n")
     steps = 0
-    while controller.samples_seen < epochs * SAMPLES:
+    ended = torch.zeros(())
+    while not ended:
         for picked in loader:
             began = time.monotonic()
             model(x[picked]).square().mean().backward()
@@ -76,10 +78,12 @@ def main(folder: Path, epochs: int) -> None:
                 save()
             if controller.stopping:
                 elastic.leave(controller)
+        ended = torch.tensor(float((folder / "enough").exists()))  # a host may see it an epoch before the other
+        dist.all_reduce(ended, dist.ReduceOp.MAX)
     save()
     controller.close()
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    main(Path(sys.argv[1]))

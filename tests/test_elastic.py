@@ -22,7 +22,6 @@ from tests.elastic_job import BATCH, EVERY, SAMPLES
 from tests.ranks import run_ranks
 
 JOB = Path(__file__).parent / "elastic_job.py"
-EPOCHS = 12
 
 
 def _torchrun(folder: Path, host: str, port: int) -> subprocess.Popen[bytes]:
@@ -32,7 +31,7 @@ def _torchrun(folder: Path, host: str, port: int) -> subprocess.Popen[bytes]:
     meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "job"]
     meeting += ["--rdzv-conf", "last_call_timeout=1", "--monitor-interval", "0.1"]
     size = ["--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "9"]
-    command = [sys.executable, "-m", "torch.distributed.run", *size, *meeting, str(JOB), str(folder), str(EPOCHS)]
+    command = [sys.executable, "-m", "torch.distributed.run", *size, *meeting, str(JOB), str(folder)]
     with (folder / f"{host}.log").open("ab") as log:
         return subprocess.Popen(command, env={**os.environ, **told}, stdout=log, stderr=log)
 
@@ -85,13 +84,15 @@ def test_a_host_is_lost_and_comes_back(tmp_path: Path) -> None:
         assert last - _starts(tmp_path)[-1]["samples"] <= (EVERY + 1) * BATCH
         agents["b"] = _torchrun(tmp_path, "b", port)
         _until(tmp_path, lambda: _starts(tmp_path)[-1]["workers"] == 2)
+        (tmp_path / "enough").touch()
         assert [agent.wait(timeout=120) for agent in agents.values()] == [0, 0]
     finally:
         for agent in agents.values():
             agent.terminate()
             agent.wait(timeout=60)
     trained = torch.load(tmp_path / "checkpoint.pt", weights_only=True)["trained"]
-    assert torch.equal(trained, torch.full((SAMPLES,), EPOCHS))
+    assert trained[0] >= 1
+    assert torch.equal(trained, trained[0].expand(SAMPLES))  # every sample once an epoch
     assert _uneven(_starts(tmp_path)[-1])  # what is known of a host stays known while it is away
 
 
