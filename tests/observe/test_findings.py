@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 from array import array
 from pathlib import Path
 from typing import Any
@@ -157,3 +159,27 @@ def test_what_is_missing_or_cut_is_said_and_what_is_foreign_is_refused(tmp_path:
     facts.write_text("{")
     with pytest.raises(StateError, match="rank 2"):
         conclude(tmp_path)
+
+
+def test_a_file_system_that_hangs_holds_nobody_up(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A pipe that nobody reads stands for it: opening it waits for good."""
+    folder = tmp_path / "ranks/0"
+    folder.mkdir(parents=True)
+    os.mkfifo(folder / "rank0.steps")
+    file = RankFile(folder, 0, {"world": 1})
+    began = time.monotonic()
+    for _ in range(150):
+        file.write(array("f", [0.0] * len(FIELDS)), ended=False)
+    file.close(0.1)
+    assert time.monotonic() - began < 5.0
+    assert capfd.readouterr().err.count("the file system does not answer") == 1
+    assert not (folder / "rank0.json").exists()
+
+
+def test_a_folder_that_cannot_be_written_is_said_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "ranks").write_text("a file, no folder")
+    file = RankFile(tmp_path / "ranks/0", 3, {"world": 4})
+    for _ in range(3):
+        file.write(array("f", [0.0] * len(FIELDS)), ended=False)
+    file.close()
+    assert capfd.readouterr().err.count("rank 3 can no longer write") == 1

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import queue
 import sys
+import threading
 import time
 from array import array
 from collections.abc import Mapping
@@ -20,40 +22,64 @@ from dynamix.observe.recorder import FIELDS
 from dynamix.window import Floats
 
 SCHEMA = 1
+WAITING = 100  # writes that may wait for a slow file system, about one a second; then no more is written
 
 
 class RankFile:
-    """A rank's two files. What cannot be written is said once and given up: observing never ends a job."""
+    """A rank's two files, which a thread writes: a file system that hangs holds no step up.
+
+    What cannot be written is said once and given up: observing never ends a job.
+    """
 
     def __init__(self, folder: Path, rank: int, facts: Mapping[str, Any]) -> None:
         self.folder, self.rank = folder, rank
         self.facts = {"schema": SCHEMA, "rank": rank, "fields": FIELDS, "pid": os.getpid(), **facts}
         self.failed = False
-        self._file: Any = None
+        self._waiting: queue.Queue[tuple[array[float], dict[str, Any]] | None] = queue.Queue(WAITING)
+        self._thread = threading.Thread(target=self._serve, name="dynamix-observe", daemon=True)
+        self._thread.start()
 
     def write(self, rows: array[float], **about: Any) -> None:
-        """Append rows and say again what is known of the rank."""
-        if self.failed:
-            return
+        """Append rows and say again what is known of the rank, soon. Neither may be changed afterwards."""
         try:
-            if self._file is None:
-                self.folder.mkdir(parents=True, exist_ok=True)
-                self._file = (self.folder / f"rank{self.rank}.steps").open("wb")
-            self._file.write(rows.tobytes() if sys.byteorder == "little" else _swapped(rows))
-            self._file.flush()
-            self.facts.update(about)
-            unfinished = self.folder / f"rank{self.rank}.unfinished"
-            unfinished.write_text(json.dumps({**self.facts, "written": time.time()}), encoding="utf-8")
-            unfinished.replace(self.folder / f"rank{self.rank}.json")
-        except OSError as error:
-            self.failed = True
-            print(f"dynamix observe: rank {self.rank} can no longer write what it sees ({error})", file=sys.stderr)
+            self._waiting.put_nowait((rows, about))
+        except queue.Full:
+            self._give_up("the file system does not answer")
 
-    def close(self) -> None:
-        """Safe to call twice."""
-        if self._file is not None:
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Write what waits, for so long at most. Safe to call twice."""
+        with contextlib.suppress(queue.Full):
+            self._waiting.put_nowait(None)
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            self._give_up("the file system does not answer")
+
+    def _serve(self) -> None:
+        file: Any = None
+        while (item := self._waiting.get()) is not None:
+            if self.failed:
+                continue
+            rows, about = item
+            try:
+                if file is None:
+                    self.folder.mkdir(parents=True, exist_ok=True)
+                    file = (self.folder / f"rank{self.rank}.steps").open("wb")
+                file.write(rows.tobytes() if sys.byteorder == "little" else _swapped(rows))
+                file.flush()
+                self.facts.update(about)
+                unfinished = self.folder / f"rank{self.rank}.unfinished"
+                unfinished.write_text(json.dumps({**self.facts, "written": time.time()}), encoding="utf-8")
+                unfinished.replace(self.folder / f"rank{self.rank}.json")
+            except Exception as error:  # whatever it is, training goes on
+                self._give_up(str(error))
+        if file is not None:
             with contextlib.suppress(OSError):
-                self._file.close()
+                file.close()
+
+    def _give_up(self, why: str) -> None:
+        if not self.failed:
+            self.failed = True
+            print(f"dynamix observe: rank {self.rank} can no longer write what it sees ({why})", file=sys.stderr)
 
 
 def _swapped(rows: array[float]) -> bytes:
