@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from dynamix.cli.app import app
 from dynamix.errors import ConfigError
 from dynamix.policies import make_policy
 from dynamix.policies.learned.policy import INPUTS, LearnedPolicy, ResidualNet
+from dynamix.telemetry.explained import MOST, explained_html
 from dynamix.training.explaining import explain_policy
 
 SIZE: dict[str, Any] = {"workers": 4, "clusters": 4, "windows": 5}
@@ -57,6 +59,27 @@ def test_the_command_prints_it_and_refuses_rules() -> None:
     refused = CliRunner().invoke(app, [*command[:2], "goodput"])
     assert refused.exit_code == 2
     assert "residual kind" in refused.stderr
+
+
+def test_the_page_holds_every_feature_and_loads_nothing(tmp_path: Path) -> None:
+    page = tmp_path / "explained.html"
+    command = ["policy", "explain", "--workers", "4", "--clusters", "2", "--windows", "3", "--out", str(page)]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.output
+    text = page.read_text()
+    assert "wait_fraction" in text
+    assert text.count('<svg class="curve"') == MOST
+    assert "<script" not in text
+    assert "http" not in text.replace("http-equiv", "")
+    assert "prefers-color-scheme: dark" in text
+    refused = CliRunner().invoke(app, [*command[:-1], str(tmp_path / "none" / "page.html")])
+    assert refused.exit_code == 2
+    assert "out" in refused.stderr
+
+
+def test_a_name_is_text_on_the_page() -> None:
+    found = explain_policy(LearnedPolicy(), **SIZE)
+    assert "<b>" not in explained_html("<b>mine</b>", found)
 
 
 def test_rules_have_nothing_to_explain() -> None:
