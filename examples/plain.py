@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 SECONDS_PER_SAMPLE = (1e-5, 5e-4)  # to read it, on each rank
+HELD: list[object] = []  # until the process ends: where a thread of torch lets go of a group last, the process aborts
 
 
 class Slowly(Dataset[tuple[Tensor, Tensor]]):
@@ -54,6 +55,7 @@ def main() -> None:
         if rank == 0:
             print(f"epoch {epoch}: loss {loss.item():.3f}", flush=True)
     dist.barrier()  # nobody leaves while another still exchanges
+    HELD.append(dist.group.WORLD)
     dist.destroy_process_group()
 
 

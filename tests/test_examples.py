@@ -24,7 +24,7 @@ LAUNCH = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 
 
 def _param(name: str) -> Any:
-    """plain.py has nothing of ours: torch's own processes abort there at times, at their end, on a busy machine."""
+    """plain.py has nothing of ours: torch's own processes may abort there at their end, on a busy machine."""
     return pytest.param(name, marks=pytest.mark.flaky(reruns=2) if name == "plain.py" else ())
 
 

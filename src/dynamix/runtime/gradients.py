@@ -106,6 +106,7 @@ class GradientHook:
     inner     the user's hook and its state; torch's all-reduce when None. A true attribute `lossless` of the hook says
               that its result is the mean itself and that it copes with infinities on its own, `takes_sparse` that it
               reduces sparse gradients, too, `ordered` that it has process groups of its own
+    device    type of the gradients' device
     meter     receives timing marks and, in the steps for which it wants them, squared norms ("local_sq", "global_sq",
               per bucket)
 
@@ -115,14 +116,21 @@ class GradientHook:
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, share: Callable[[], Share], meter: Meter, inner: Hook | None, inner_state: Any
+        self,
+        group: dist.ProcessGroup,
+        share: Callable[[], Share],
+        meter: Meter,
+        inner: Hook | None,
+        inner_state: Any,
+        *,
+        device: str = "cpu",
     ) -> None:
         self.group, self.share, self.meter = group, share, meter
         self.inner, self.inner_state = inner, inner_state
         self.chained = inner is not None and inner not in _SINGLE_COLLECTIVE
         # A hook that says so gives the true mean and agrees on finiteness by itself.
         self.lossless = inner is None or inner is default_hooks.allreduce_hook or getattr(inner, "lossless", False)
-        self.native = on_gloo(group)
+        self.native = on_gloo(group, device)
         # A hook that says so keeps its collectives in one order by itself, on groups of its own.
         self.ordered = getattr(inner, "ordered", False)
         if self.ordered:

@@ -30,9 +30,13 @@ def destroy_groups(groups: list[dist.ProcessGroup], *, patience_s: float) -> Non
             _kept.append(group)
 
 
-def on_gloo(group: dist.ProcessGroup) -> bool:
-    """Whether `group` reduces by gloo alone. `get_backend` names no back end where none was asked for by name."""
-    return all(one.endswith(":gloo") for one in str(dist.get_backend_config(group)).split(","))
+def on_gloo(group: dist.ProcessGroup, device: str = "cpu") -> bool:
+    """Whether `group` reduces tensors of that type of device by gloo.
+
+    A group that nobody named a back end for has one for each type of device ("cpu:gloo,cuda:nccl").
+    """
+    each = dict(one.split(":", 1) for one in str(dist.get_backend_config(group)).split(","))
+    return each.get(device) == "gloo"
 
 
 def new_gloo_group(ranks: list[int], timeout: Any = None) -> dist.ProcessGroup:

@@ -40,7 +40,7 @@ class ShardedHook(GradientHook):
     """
 
     def __init__(self, group: dist.ProcessGroup, share: Callable[[], Share], meter: Meter, shards: Shards) -> None:
-        super().__init__(group, share, meter, None, None)
+        super().__init__(group, share, meter, None, None, device=shards.device.type)
         self.shards = shards
         self.closed = False
         self._on_cpu = shards.device.type == "cpu"

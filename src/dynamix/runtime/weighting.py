@@ -171,7 +171,8 @@ def attach(
             raise UsageError("wrap(hook=...) needs a DistributedDataParallel model, which is what runs the hook")
         recorder.sees_communication = alone
         return Attached(model, recorder, None)
-    entry = GradientHook(group, share, recorder, hook, hook_state)
+    device = next((p.device.type for p in model.parameters() if p.requires_grad), "cpu")
+    entry = GradientHook(group, share, recorder, hook, hook_state, device=device)
     entry.register(model)
     if scaler is not None:
         entry.loss_scale = lambda: getattr(scaler, "_scale", None)  # get_scale() would synchronise the device
