@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import re
+import sqlite3
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +21,8 @@ pytestmark = pytest.mark.multiproc
 
 
 FILM = "excavation.py"
-ELSEWHERE = (FILM, "ray_train.py", "torchft_replicas.py")  # the latter two in tests/integrations
+LOGGERS = "loggers.py"
+ELSEWHERE = (FILM, LOGGERS, "ray_train.py", "torchft_replicas.py")  # the latter two in tests/integrations
 LAUNCH = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 
 
@@ -61,3 +64,24 @@ def test_the_example_of_agents_that_learn_writes_its_film(tmp_path: Path) -> Non
     assert done.returncode == 0, done.stderr[-3000:]
     assert "step 20: " in done.stdout
     assert film.read_bytes().startswith(b"GIF8")
+
+
+LOGGED = {"tensorboard": "events.out.tfevents.*", "wandb": "wandb/offline-run-*/*.wandb", "mlflow": "mlflow.db"}
+
+
+@pytest.mark.parametrize("logger", LOGGED)
+def test_metrics_reach_the_loggers_that_are_installed(logger: str, tmp_path: Path) -> None:
+    if importlib.util.find_spec(logger) is None:
+        pytest.skip(f"{logger} is not installed")
+    command = [sys.executable, *LAUNCH, "2", str(EXAMPLES / LOGGERS), "--to", logger, "--folder", str(tmp_path)]
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (kept,) = tmp_path.glob(LOGGED[logger])
+    if logger == "mlflow":
+        with contextlib.closing(sqlite3.connect(kept)) as store:
+            rows = store.execute("select step, value from metrics where key = 'dynamix/samples'").fetchall()
+        assert rows
+        assert all(step == value for step, value in rows)
+    else:
+        assert b"dynamix/noise_scale" in kept.read_bytes()

@@ -168,6 +168,45 @@ def lightning(sleeps: dict[str, float]) -> tuple[nn.Module, list[float]]:
     return module.net, losses
 
 
+def transformers(sleeps: dict[str, float]) -> tuple[nn.Module, list[float]]:
+    import transformers as hf
+
+    losses = []
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Net(sleeps)
+
+        def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+            logits = self.net(x)
+            loss = F.cross_entropy(logits, labels)
+            losses.append(loss.item())
+            return {"loss": loss, "logits": logits}
+
+    class Named(Samples):
+        def __getitem__(self, index: int) -> Any:
+            x, y = super().__getitem__(index)
+            return {"x": x, "labels": y}
+
+    args = hf.TrainingArguments(
+        "unused",
+        use_cpu=True,
+        per_device_train_batch_size=BATCH,
+        num_train_epochs=1,
+        save_strategy="no",
+        logging_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        remove_unused_columns=False,
+        dataloader_pin_memory=False,
+    )
+    model = Model()
+    trainer = hf.Trainer(model, args, train_dataset=Named(sleeps, STEPS * BATCH * dist.get_world_size()))
+    trainer.train()
+    return model.net, losses
+
+
 def train(stack: str, sleeps: dict[str, float]) -> dict[str, Any]:
     """The weights and losses of a job of this process group."""
     torch.manual_seed(0)

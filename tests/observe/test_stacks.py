@@ -21,16 +21,26 @@ from dynamix.cli.app import app
 from dynamix.errors import ConfigError
 from dynamix.observe import hooks
 from dynamix.observe.run import conclude, observe
+from tests.integrations.jobs import as_under_torchrun
 from tests.observe import jobs
 from tests.ranks import run_ranks
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(180)]
-STACKS = {"ddp": "DDP", "accumulated": "DDP", "compiled": "DDP", "fsdp2": "FSDP2", "lightning": "DDP"}
+STACKS = {
+    "ddp": "DDP",
+    "accumulated": "DDP",
+    "compiled": "DDP",
+    "fsdp2": "FSDP2",
+    "lightning": "DDP",
+    "transformers": "DDP",
+}
 
 
 def both_ways(rank: int, stack: str, folder: str) -> tuple[Any, Any]:
     """What a rank has trained without and with being observed. Sleeps change no number."""
     torch.use_deterministic_algorithms(False)
+    if stack == "transformers":
+        as_under_torchrun(rank)
     plain = jobs.train(stack, {})
     watch = hooks.start(torch, folder)
     observed = jobs.train(stack, {"data": 0.03} if rank == 1 else {})
@@ -42,7 +52,7 @@ def both_ways(rank: int, stack: str, folder: str) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("stack", STACKS)
 def test_training_is_the_same_bit_by_bit(stack: str, tmp_path: Path) -> None:
-    if stack == "lightning" and importlib.util.find_spec(stack) is None:
+    if stack in ("lightning", "transformers") and importlib.util.find_spec(stack) is None:
         pytest.skip(f"{stack} is not installed")
     for plain, observed in run_ranks(both_ways, 2, stack, str(tmp_path), timeout_s=120):
         assert plain["losses"] == observed["losses"]
