@@ -166,6 +166,15 @@ def test_a_run_that_died_is_said_with_its_last_words(tmp_path: Path) -> None:
     ]
 
 
+def test_a_rank_that_died_under_observe_is_said(tmp_path: Path) -> None:
+    simulate(tmp_path / "events.jsonl", windows=2)
+    told = {"command": "observe", "missing": [], "unfinished": [1]}
+    (tmp_path / "result.json").write_text(json.dumps(told))
+    assert source(tmp_path).missing() == ["Rank 1 never said that it ended: it died, or runs."]
+    (tmp_path / "result.json").write_text(json.dumps({**told, "missing": [2, 3], "unfinished": "?"}))
+    assert source(tmp_path).missing() == ["Each of these ranks wrote nothing: 2, 3."]
+
+
 def test_bins_hold_the_means_and_ends_of_all_windows() -> None:
     rng = np.random.default_rng(0)
     values, each, weights = rng.normal(size=777), rng.normal(size=(777, 3)), rng.uniform(1, 5, 777)

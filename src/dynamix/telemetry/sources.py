@@ -89,7 +89,18 @@ class RunSource:
         hidden = len(self._current) - len(self.views)
         if hidden > 0:
             said.append(f"{hidden} more runs are in the file; a page shows {MOST_RUNS}.")
-        return said + self._ranks_that_failed()
+        return said + self._ranks_not_observed() + self._ranks_that_failed()
+
+    def _ranks_not_observed(self) -> list[str]:
+        """Of an observed job: ranks of which a part or all is not known."""
+        said = []
+        for name, what in (("missing", "wrote nothing"), ("unfinished", "never said that it ended: it died, or runs")):
+            ranks = self.result.get(name)
+            if self.result.get("command") != "observe" or not isinstance(ranks, list) or not ranks:
+                continue
+            shown = ", ".join(map(str, ranks[:MOST_RUNS])) + (" and others" if len(ranks) > MOST_RUNS else "")
+            said.append(f"Rank {shown} {what}." if len(ranks) == 1 else f"Each of these ranks {what}: {shown}.")
+        return said
 
     def curve(self, view: RunView) -> list[list[float]] | None:
         """Held-out score of one of its runs, [time_s, samples, score] each, where result.json has it."""
