@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from dynamix.errors import StateError
 from dynamix.events.records import EventLog, read_events
-from dynamix.events.windows import PACKED_ABOVE, unpacked, window_record
+from dynamix.events.windows import PACKED_ABOVE, RAW_ABOVE, unpacked, window_record
 from dynamix.window import PER_CLUSTER, PER_WORKER, Window
 
 MANY = PACKED_ABOVE + 1
@@ -63,6 +63,20 @@ def test_a_line_of_1024_workers_takes_at_most_40_kb_with_everything_measured(tmp
     value = window(1024)
     line, _ = written(tmp_path, Window.of(value.batch_size % 500, **{n: getattr(value, n) for n in PER_WORKER}))
     assert len(line) <= 40 * 1024
+
+
+def test_low_bytes_of_very_many_workers_go_as_they_are_and_read_back(tmp_path: Path) -> None:
+    value = window(RAW_ABOVE + 1)
+    line, event = written(tmp_path, value)
+    back = Window.from_dict(event["window"])
+    assert back.batch_size.tolist() == value.batch_size.tolist()
+    for name in PER_WORKER:
+        np.testing.assert_allclose(getattr(back, name), getattr(value, name), rtol=2.5e-3, equal_nan=True)
+    cut = json.loads(line)
+    cut["window"]["packed"] = cut["window"]["packed"][:-8]
+    (tmp_path / "events.jsonl").write_text(json.dumps(cut) + "\n")
+    with pytest.raises(StateError, match="the packed window is damaged"):
+        read_events(tmp_path / "events.jsonl")
 
 
 @pytest.mark.parametrize(

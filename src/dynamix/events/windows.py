@@ -1,7 +1,8 @@
 """A window as one line's JSON holds it: plain lists, and packed where there are many workers.
 
 At 1,024 workers plain lists are 400 kB and 20 ms a line, which is more than most decisions cost. Packed they are a
-tenth of the size, each number right to a quarter of a percent: enough for plots and for fitting costs.
+tenth of the size, each number right to a quarter of a percent: enough for plots and for fitting costs. Of many more
+workers only what zlib shortens much goes through it: it takes longest over noise, which stays as long as it is.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import numpy as np
 from dynamix.window import PER_CLUSTER, PER_WORKER, Floats, Ints, Window, plain_floats
 
 PACKED_ABOVE = 64  # workers
+RAW_ABOVE = 2048  # workers: low bytes are noise, and then go as they are
 _MOST_WORKERS = 2**14
 _BEFORE_WORK = len(PER_WORKER) - 1  # fields of records that were written before windows had `work`, the last of them
 _TOP = 15  # exponent that a field's largest value gets: the last that a half float has
@@ -29,7 +31,7 @@ def window_record(window: Window) -> dict[str, Any]:
 
     `packed` is base64 of zlib of half floats (fields, W), all high bytes first, each field multiplied by 2^`shift`;
     `sizes` the same of little-endian 64-bit batch sizes. What is 2^25 times smaller than the largest of its field
-    becomes 0, infinities stay.
+    becomes 0, infinities stay. Above 2,048 workers the low bytes of `packed` follow the zlib stream as they are.
     """
     if window.workers <= PACKED_ABOVE:
         return window.to_dict()
@@ -43,7 +45,8 @@ def window_record(window: Window) -> dict[str, Any]:
     bits += 2 ** (_ROUNDED - 1)
     bits &= 2**16 - 2**_ROUNDED
     sizes = window.batch_size.astype("<i8")
-    record = {"workers": window.workers, "packed": _packed(bits), "sizes": _packed(sizes), "shift": shift}
+    raw = bits.size if window.workers > RAW_ABOVE else 0
+    record = {"workers": window.workers, "packed": _packed(bits, raw), "sizes": _packed(sizes), "shift": shift}
     of_cluster = plain_floats(np.stack([getattr(window, name) for name in PER_CLUSTER]))
     return record | dict(zip(PER_CLUSTER, of_cluster, strict=True))
 
@@ -91,19 +94,23 @@ def _arrays(record: Mapping[str, Any]) -> tuple[Ints, dict[str, Floats]]:
     return sizes, dict(zip(fields, values, strict=True))
 
 
-def _packed(values: np.ndarray[Any, Any]) -> str:
+def _packed(values: np.ndarray[Any, Any], raw: int = 0) -> str:
+    """`values`, of which the last `raw` bytes of their planes follow as they are."""
     # Bytes of one kind together: neighbours are alike, and zlib finds that.
-    planes = values.view(np.uint8).reshape(-1, values.itemsize)[:, ::-1].T
+    planes = values.view(np.uint8).reshape(-1, values.itemsize)[:, ::-1].T.tobytes()
+    end = len(planes) - raw
     # Runs and Huffman codes: half the time of looking for repeated strings, and shorter.
     packer = zlib.compressobj(1, strategy=zlib.Z_RLE)
-    return base64.b64encode(packer.compress(planes.tobytes()) + packer.flush()).decode()
+    return base64.b64encode(packer.compress(planes[:end]) + packer.flush() + planes[end:]).decode()
 
 
 def _bytes(text: str, length: int, itemsize: int) -> np.ndarray[Any, Any]:
     try:
-        raw = zlib.decompressobj().decompress(base64.b64decode(text, validate=True), length + 1)
+        unpacker = zlib.decompressobj()
+        raw = unpacker.decompress(base64.b64decode(text, validate=True), length + 1)
     except (zlib.error, binascii.Error) as error:
         raise ValueError(str(error)) from error
+    raw += unpacker.unused_data[: length + 1]
     if len(raw) != length:
         raise ValueError(f"{len(raw)} bytes where {length} are needed")
     planes = np.frombuffer(raw, np.uint8).reshape(itemsize, -1)

@@ -25,7 +25,7 @@ from dynamix.observe.never_fatal import never_fatal
 from dynamix.observe.recorder import BACKWARD, BETWEEN, EXCHANGE, FORWARD, StepRecorder
 from dynamix.startup.sitecustomize import after_import
 
-FLUSH_S = 1.0
+FLUSH_S = 2.0
 MOST_VARIABLE = "DYNAMIX_OBSERVE_STEPS"  # observed of a job, of those it takes
 MOST_STEPS = 200_000
 _IDLE, _FORWARD, _BACKWARD, _AFTER = range(4)  # _AFTER: between a backward pass and the end of the step
@@ -67,7 +67,7 @@ class Observer:
     def forward_ended(self, output: Any) -> None:
         """Wait for the output's gradient."""
         seen = False
-        for tensor in self._tensors(output):
+        for tensor in (output,) if isinstance(output, self.torch.Tensor) else self._tensors(output):
             if tensor.grad_fn is not None:
                 tensor.register_hook(self._on_gradient)
                 seen = True
@@ -175,6 +175,9 @@ class Observer:
 
     def _samples(self, args: Any, kwargs: Any) -> float:
         """The first dimension of the first input that has one; NaN without such an input."""
+        first = args[0] if args else None
+        if isinstance(first, self.torch.Tensor) and first.ndim:
+            return float(first.shape[0])
         for tensor in self._tensors((args, kwargs)):
             if tensor.ndim:
                 return float(tensor.shape[0])

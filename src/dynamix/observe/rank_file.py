@@ -22,7 +22,7 @@ from dynamix.observe.recorder import FIELDS
 from dynamix.window import Floats
 
 SCHEMA = 1
-WAITING = 100  # writes that may wait for a slow file system, about one a second; then no more is written
+WAITING = 100  # writes that may wait for a slow file system, about one in two seconds; then no more is written
 
 
 class RankFile:

@@ -307,6 +307,18 @@ def test_rows_are_tuned_beside_held_ones_only_where_a_result_is_held() -> None:
     assert recorded_runs(Path(held), "device-uneven/teacher", "single", other) == {}
 
 
+def test_places_of_one_job_may_take_what_rows_were_tuned_to_at_one_of_them() -> None:
+    held = str(next(Path(__file__).parents[3].glob("results/quota-demo-*/result.json")))
+    rows, demo = ("single", "static", "local"), "demo/mnist1d"
+    OpponentsPlan(("even/mnist1d", "slow-link/mnist1d"), rows, held=held, tuned_at=demo).check()
+    with pytest.raises(ConfigError, match="tune it first"):
+        OpponentsPlan(("even/mnist1d",), rows, held=held).check()
+    with pytest.raises(ConfigError, match="the same job"):
+        OpponentsPlan(("device-even/teacher",), rows, held=held, tuned_at=demo).check()
+    with pytest.raises(ConfigError, match="--held"):
+        OpponentsPlan((demo,), rows, tuned_at=demo).check()
+
+
 def test_what_a_slow_link_costs_is_said_where_the_same_job_ran_without_it() -> None:
     part = {"times_s": {"lb_bsp-auto": [2.2, 2.2]}, "without_limit_s": {"lb_bsp-auto": [2.0, 2.0]}}
     section = link_section({"device-slow-link/teacher": part})

@@ -33,6 +33,9 @@ def bench_opponents(
         typer.Option(help="Tune nothing: rows are what this finished virtual run's result.json was tuned to."),
     ] = None,
     tune: Annotated[str | None, typer.Option(help="With --held: rows that are tuned all the same.")] = None,
+    tuned_at: Annotated[
+        str | None, typer.Option(help="With --held: all places take what rows were tuned to at this one.")
+    ] = None,
     live: Annotated[
         Path | None,
         typer.Option(help="Run live on emulated hosts what this finished virtual run's result.json was tuned to."),
@@ -64,6 +67,8 @@ def bench_opponents(
         plan = OpponentsPlan(names_of(places) or V2, names_of(rows) or USUAL, seeds, seed)
     if held is not None:
         plan = dataclasses.replace(plan, held=str(held), tuned=names_of(tune) or ())
+    if tuned_at is not None:
+        plan = dataclasses.replace(plan, tuned_at=tuned_at)
     conducted(context, OpponentsSuite(plan), out=out, resume=resume, as_json=as_json, processes=processes)
 
 

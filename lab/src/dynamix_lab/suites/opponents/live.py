@@ -24,15 +24,13 @@ from dynamix_lab.opponents.world import DeviceWorld
 from dynamix_lab.statistics import a_a, balanced_order, paired_ratio, who_wins
 from dynamix_lab.suites.opponents import live_pages
 from dynamix_lab.suites.opponents.places import JobNumbers, job_numbers
-from dynamix_lab.suites.opponents.plan import Place, check_rows, tuned_trials
+from dynamix_lab.suites.opponents.plan import AGAIN, TWICE, Place, check_rows, tuned_trials
 from dynamix_lab.suites.opponents.verdict import ratios, verdict
 from dynamix_lab.suites.opponents.virtual import DISTURBANCE, world_at
 from dynamix_lab.tasks import make_workload
 from dynamix_lab.tasks.mnist1d import TUNING_SEEDS
 from dynamix_lab.yardstick import ProgressCurve
 
-AGAIN = "-again"  # a row run a second time: what pairs with itself tell of the machine
-TWICE = ("static", "goodput")
 REPEATS = 3  # of a run whose devices overran
 BEYOND_S = 3.0  # after the clock time at which runs are compared, so that each has a snapshot there
 SNAPSHOTS = 40  # of a run

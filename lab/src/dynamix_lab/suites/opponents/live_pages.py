@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from dynamix_lab.report import Page, Section, Table, measured, number, provenance, sections_markdown
-from dynamix_lab.statistics import geometric_mean
+from dynamix_lab.statistics import a_a, geometric_mean
 from dynamix_lab.suites.opponents.pages import first_sentence, ratio_cells
+from dynamix_lab.suites.opponents.plan import AGAIN, TWICE
 
 LEAD = (
     "Real processes on emulated devices. A run's held-out loss is read on one reference curve of its job (static at "
@@ -37,10 +38,25 @@ def _together(result: Mapping[str, Any]) -> list[Section]:
     others = [name for name in ("single", "static", "local", "goodput") if name in rows]
     table = [[row, *ratio_cells(row, others, result["ratios"], 3)] for row in rows]
     head = ["row", *(f"over {other}" for other in others)]
-    return [Section("All places", text=_a_a(result["a_a"]), table=Table(head, table))]
+    said = _a_a(result["a_a"], "of progress")
+    said += _a_a(_samples_a_a(result["places"]), "of samples trained until the same time")
+    return [Section("All places", text=said, table=Table(head, table))]
 
 
-def _a_a(found: Mapping[str, Any] | None) -> list[str]:
+def _samples_a_a(places: Mapping[str, Any]) -> dict[str, Any] | None:
+    """`a_a` of the samples that rows which ran twice trained, over all places; None for fewer than two pairs."""
+    pairs = []
+    for row in TWICE:
+        once, again = (
+            [n for part in places.values() for n in part["about"].get(name, {"samples": []})["samples"]]
+            for name in (row, f"{row}{AGAIN}")
+        )
+        pairs.append((once, again))
+    static, adaptive = pairs
+    return a_a(static, adaptive) if len(static[1]) >= 2 <= len(adaptive[1]) else None
+
+
+def _a_a(found: Mapping[str, Any] | None, what: str) -> list[str]:
     if found is None:
         return []
     parts = [
@@ -49,7 +65,7 @@ def _a_a(found: Mapping[str, Any] | None) -> list[str]:
         if name != "believed"
     ]
     good = "Both keep their limit." if found["believed"] else "Not all keep their limit on ten pairs or more."
-    return [f"A/A, standard deviation of the logarithm: {'; '.join(parts)}. {good}"]
+    return [f"A/A {what}, standard deviation of the logarithm: {'; '.join(parts)}. {good}"]
 
 
 def _section(text: str, part: Mapping[str, Any], result: Mapping[str, Any]) -> Section:

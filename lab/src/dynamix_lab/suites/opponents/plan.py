@@ -26,6 +26,10 @@ USUAL = (
 REGIME_ROWS = ("single", "static", "lb_bsp", "local", "goodput", "dynamix")
 """Rows of the map of regimes."""
 
+AGAIN = "-again"  # of a live row that runs a second time: what pairs with itself tell of the machine
+TWICE = ("static", "goodput")
+"""Live rows that do: the first that never moves batches, and one that does."""
+
 _TIMES = re.compile(r"(.+)-x([1-9]\d*)")  # a scenario whose hosts are there several times
 
 

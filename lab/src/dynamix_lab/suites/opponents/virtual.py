@@ -49,6 +49,7 @@ class OpponentsPlan:
     held     result.json of a finished run: its rows are what they were tuned to there. A row that chooses how workers
              meet (`EITHER`) takes what that policy was tuned to over gradients or over parameters, by `tuning`
     tuned    rows that are tuned all the same, as every row of that run was
+    tuned_at   a place of that run, whose trials all places here take; None: each takes its own
     """
 
     places: tuple[str, ...]
@@ -58,6 +59,7 @@ class OpponentsPlan:
     tuning: tuple[int, ...] = TUNING_SEEDS
     held: str | None = None
     tuned: tuple[str, ...] = ()
+    tuned_at: str | None = None
 
     def check(self) -> None:
         """Raises `ConfigError` before anything runs."""
@@ -74,10 +76,18 @@ class OpponentsPlan:
             if self.held is not None:
                 for row in self.rows:
                     if row not in self.tuned:
-                        held_trials(self.held, text, row)
+                        held_trials(self.held, self.tuned_at or text, row)
         for row in self.tuned:
             if self.held is None or row not in self.rows:
                 raise ConfigError("tuned", row, f"one of {', '.join(self.rows)}, beside held rows", "give --held too")
+        if self.tuned_at is not None and (self.held is None or self._of_other_jobs):
+            allowed = "a place of the held run, with the same job as every place here"
+            raise ConfigError("tuned_at", self.tuned_at, allowed, "give --held too, or tune these places")
+
+    @property
+    def _of_other_jobs(self) -> list[str]:
+        job = Place.of(self.tuned_at).workload if self.tuned_at is not None else None
+        return [text for text in self.places if Place.of(text).workload != job]
 
     @property
     def fresh(self) -> list[int]:
@@ -108,7 +118,7 @@ class OpponentsSuite(Suite):
         run = functools.partial(run_at, place, job)
         space = space_of(place, job)
         held, near = None if row in self.plan.tuned else self.plan.held, functools.partial(neighbours, space=space)
-        trials = grid(row, space) if held is None else held_trials(held, text, row)
+        trials = grid(row, space) if held is None else held_trials(held, self.plan.tuned_at or text, row)
         trial, tried = trials[0], list[TriedTrial]()
         if held is not None and len(trials) > 1:
             trial, tried = tune(trials, Impatient(place, job), job.worth, seeds=self.plan.tuning)
