@@ -127,7 +127,7 @@ SHARES: dict[str, dict[int, list[list[int]]]] = {
         2: [[6, 10], [10, 14], [18, 14], [20, 20]],
         3: [[6, 10, 4], [10, 14, 4], [12, 14, 14]],
     },
-    "shrink": {1: [[16], [12], [8]], 2: [[10, 6], [6, 6], [3, 5]], 3: [[8, 4, 4], [4, 4, 4], [2, 3, 3]]},
+    "shrink": {1: [[6], [4], [3]], 2: [[10, 6], [6, 6], [3, 5]], 3: [[8, 4, 4], [4, 4, 4], [2, 3, 3]]},
     "move": {1: [[16]], 2: [[12, 4], [5, 11]], 3: [[8, 4, 4], [3, 5, 8]]},
 }
 RESUMED_BY_OTHERS = [
@@ -263,8 +263,8 @@ def _trained(rank: int, train: Train, tasks: list[tuple[Row, Path, bool]]) -> li
 
 
 def check_other_batches(train: Train, folder: Path) -> None:
-    """One process: a job with a growing batch is resumed with a fixed one, and the other way round."""
-    for begun, rest in ((Row("grow", stop=8), Row("move")), (Row("move", stop=25), Row("grow"))):
+    """One process: a job with a shrinking batch is resumed with a fixed one, and the other way round."""
+    for begun, rest in ((Row("shrink", stop=15), Row("move")), (Row("move", stop=25), Row("grow"))):
         own = folder / begun.shares
         parts = [[train(begun, own, False)], [train(rest, own, True)]]
         assert check(begun, parts) <= LIMIT, begun
