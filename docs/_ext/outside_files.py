@@ -64,4 +64,4 @@ def _finish(app: Any, tree: Any, name: str) -> None:
 def setup(app: Any) -> dict[str, Any]:
     app.connect("source-read", _read)
     app.connect("doctree-resolved", _finish)
-    return {"parallel_read_safe": False}
+    return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import dynamix
+from dynamix.compression import CompressionState, compression_hook
+from tests.ranks import run_ranks
 from tests.union import Script, larger
 
-SAMPLES, BATCH, LIMIT, LR, CLIP = 151, 8, 2e-5, 0.05, 0.3
+SAMPLES, BATCH, LIMIT, LR, CLIP, PIECE = 151, 8, 2e-5, 0.05, 0.3, 4
 
 
 class Pairs(Dataset[Any]):
@@ -76,10 +81,12 @@ class Counting(Net):
 
 @dataclass(frozen=True)
 class Row:
-    """What a job is like.
+    """What a job of two ranks is like.
 
-    shares   of the two ranks per batch, one after the other
+    shares   of the ranks per batch, one after the other
     stop     optimizer steps after which it ends, to be resumed by another
+    to       ranks that resume it
+    how      "hook": gradients are compressed; "pieces": shares are cut; "rounds": ranks meet over parameters
     """
 
     shares: str = "grow"
@@ -87,22 +94,48 @@ class Row:
     clip: bool = False
     tokens: bool = False
     stop: int | None = None
+    to: int = 2
+    how: str = ""
     epochs: int = 2
+
+    @property
+    def in_pieces(self) -> bool:
+        return self.how in ("pieces", "rounds")
 
     def settings(self, **options: Any) -> dynamix.Settings:
         kept = {"interval": 3, "min_batch_size": 2, "max_batch_size": 32, "lr_rule": "none"}
         kept |= {"global_batch": "fixed" if self.shares == "move" else "adaptive"}
-        return dynamix.Settings(Script(SHARES[self.shares], self.accumulate), **kept, **options)
+        if self.in_pieces:
+            kept |= {"micro_batch": PIECE, "batch_size": BATCH}
+            kept |= {"meet": "parameters"} if self.how == "rounds" else {}
+        workers = dist.get_world_size() if dist.is_initialized() else 1
+        return dynamix.Settings(Script(SHARES[self.shares][workers], self.accumulate), **kept, **options)
+
+    def wrapping(self, **options: Any) -> dict[str, Any]:
+        """Options of `Controller.wrap`, a collective call."""
+        if self.how == "hook":
+            options |= {"hook": compression_hook, "hook_state": CompressionState("compaction")}
+        return options
 
     def net(self) -> Net:
         return Counting(tokens=True) if self.tokens else Means(tokens=False)
 
 
-SHARES = {
-    "grow": [[6, 10], [10, 14], [18, 14], [20, 20]],
-    "shrink": [[10, 6], [6, 6], [3, 5]],
-    "move": [[12, 4], [5, 11]],
+SHARES: dict[str, dict[int, list[list[int]]]] = {
+    "grow": {
+        1: [[18], [24], [30]],
+        2: [[6, 10], [10, 14], [18, 14], [20, 20]],
+        3: [[6, 10, 4], [10, 14, 4], [12, 14, 14]],
+    },
+    "shrink": {1: [[6], [4], [3]], 2: [[10, 6], [6, 6], [3, 5]], 3: [[8, 4, 4], [4, 4, 4], [2, 3, 3]]},
+    "move": {1: [[16]], 2: [[12, 4], [5, 11]], 3: [[8, 4, 4], [3, 5, 8]]},
 }
+RESUMED_BY_OTHERS = [
+    Row("grow", stop=4, to=3),
+    Row("shrink", accumulate=2, clip=True, tokens=True, stop=4, to=1),
+    Row("move", accumulate=2, clip=True, stop=4, to=3),
+    Row("move", tokens=True, stop=13, to=1),
+]
 
 
 @dataclass
@@ -111,6 +144,7 @@ class Trail:
 
     samples: list[list[int]] = field(default_factory=list)  # of each batch
     steps: list[tuple[int, Tensor]] = field(default_factory=list)  # batches until then, parameters
+    met: list[tuple[int, Tensor]] = field(default_factory=list)  # the same after each round
 
 
 def followed(net: Net, optimizer: torch.optim.Optimizer) -> Trail:
@@ -118,7 +152,7 @@ def followed(net: Net, optimizer: torch.optim.Optimizer) -> Trail:
     trail = Trail(samples=net.seen)
 
     def note(*_: Any) -> None:
-        trail.steps.append((len(net.seen), torch.cat([p.detach().flatten() for p in net.parameters()]).clone()))
+        trail.steps.append((len(net.seen), flat(net).clone()))
 
     optimizer.register_step_post_hook(note)
     return trail
@@ -132,32 +166,121 @@ def sgd(net: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(net.parameters(), lr=LR, momentum=0.9)
 
 
-def check(row: Row, trails: list[Trail]) -> float:
-    """Every sample once an epoch; the largest difference of any parameter from training on the union batches."""
-    batches = [[i for trail in trails for i in trail.samples[k]] for k in range(len(trails[0].samples))]
-    dealt = [i for batch in batches for i in batch]
+def check(row: Row, parts: Sequence[list[Trail]]) -> float:
+    """Every sample once an epoch; the largest difference of any parameter from training on the union batches.
+
+    parts   of the job, each with the trails of its ranks
+    """
+    dealt: list[int] = []
+    net, data, worst = row.net(), Pairs(tokens=row.tokens), 0.0
+    optimizer = sgd(net)
+    for trails in parts:
+        for step in range(len(trails[0].steps)):
+            begins = [trail.steps[step - 1][0] if step else 0 for trail in trails]
+            batches = [trail.samples[a : trail.steps[step][0]] for a, trail in zip(begins, trails, strict=True)]
+            dealt += (union := [i for of_rank in batches for batch in of_rank for i in batch])
+            _train(net, optimizer, data, union, clip=row.clip)
+            worst = larger(worst, max(float((trail.steps[step][1] - flat(net)).abs().max()) for trail in trails))
+        ends = [(trail.steps[-1][0], len(trail.samples)) for trail in trails]
+        assert all(last == batches for last, batches in ends), f"batches after the last optimizer step: {ends}"
+    _require_once(row, dealt)
+    return worst
+
+
+def check_rounds(row: Row, trails: list[Trail]) -> float:
+    """As `check`, for ranks that step apart and become their mean, by samples, at each meeting."""
+    nets, data, worst, dealt = [row.net() for _ in trails], Pairs(tokens=row.tokens), 0.0, list[int]()
+    optimizers = [sgd(net) for net in nets]
+    for meeting in range(len(trails[0].met)):
+        counts = []
+        for net, optimizer, trail in zip(nets, optimizers, trails, strict=True):
+            begin = trail.met[meeting - 1][0] if meeting else 0
+            batches = trail.samples[begin : trail.met[meeting][0]]
+            for batch in batches:
+                _train(net, optimizer, data, batch, clip=row.clip)
+            counts.append(sum(map(len, batches)))
+            dealt += [i for batch in batches for i in batch]
+        weights = [count / sum(counts) for count in counts]
+        for same in zip(*(net.parameters() for net in nets), strict=True):
+            _become_mean([p.data for p in same], weights)
+            momenta = [o.state[p]["momentum_buffer"] for o, p in zip(optimizers, same, strict=True)]
+            _become_mean(momenta, weights)
+        after = flat(nets[0])
+        worst = larger(worst, max(float((trail.met[meeting][1] - after).abs().max()) for trail in trails))
+    assert all(trail.met[-1][0] == len(trail.samples) for trail in trails), "batches after the last meeting"
+    assert len({len(trail.steps) for trail in trails}) > 1, "no rank took more steps than another"
+    _require_once(row, dealt)
+    return worst
+
+
+def _train(net: Net, optimizer: torch.optim.Optimizer, data: Pairs, samples: list[int], *, clip: bool) -> None:
+    index = torch.tensor(samples)
+    optimizer.zero_grad()
+    net(data.x[index], data.y[index], index)["loss"].backward()
+    if clip:
+        torch.nn.utils.clip_grad_norm_(net.parameters(), CLIP)
+    optimizer.step()
+
+
+def _become_mean(tensors: list[Tensor], weights: list[float]) -> None:
+    mean = torch.stack([w * t for w, t in zip(weights, tensors, strict=True)]).sum(0)
+    for tensor in tensors:
+        tensor.copy_(mean)
+
+
+def _require_once(row: Row, dealt: list[int]) -> None:
     assert len(dealt) == row.epochs * SAMPLES, (len(dealt), row)
     for epoch in range(row.epochs):
         assert sorted(dealt[epoch * SAMPLES : (epoch + 1) * SAMPLES]) == list(range(SAMPLES)), row
-    assert len({len(trail.samples[k]) for trail in trails for k in range(len(batches))}) > 2, "shares never moved"
-    net, data, worst, begin = row.net(), Pairs(tokens=row.tokens), 0.0, 0
-    optimizer = sgd(net)
-    for step, (end, _) in enumerate(trails[0].steps):
-        index = torch.tensor([i for batch in batches[begin:end] for i in batch])
-        begin = end
-        optimizer.zero_grad()
-        net(data.x[index], data.y[index], index)["loss"].backward()
-        if row.clip:
-            torch.nn.utils.clip_grad_norm_(net.parameters(), CLIP)
-        optimizer.step()
-        flat = torch.cat([p.detach().flatten() for p in net.parameters()])
-        worst = larger(worst, max(float((trail.steps[step][1] - flat).abs().max()) for trail in trails))
-    assert begin == len(batches), "batches after the last optimizer step"
-    return worst
+
+
+def flat(net: nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in net.parameters()])
+
+
+Train = Callable[[Row, Path, bool], Trail]
+"""Trains a row, or goes on with it from what it left in the folder."""
+
+
+def run_rows(train: Train, rows: Sequence[Row], folder: Path) -> list[list[list[Trail]]]:
+    """By row, by part of the job, by rank. All begin on two ranks."""
+    parts: list[list[list[Trail]]] = [[] for _ in rows]
+    for workers in (2, 1, 3):
+        resumed = [n for n, row in enumerate(rows) if row.stop and row.to == workers]
+        tasks = sorted([(n, False) for n in range(len(rows)) if workers == 2] + [(n, True) for n in resumed])
+        if not tasks:
+            continue
+        told = [(rows[n], folder / str(n), resume) for n, resume in tasks]
+        by_rank = run_ranks(_trained, workers, train, told, timeout_s=250, group_timeout_s=100)
+        for (n, _), *trails in zip(tasks, *by_rank, strict=True):
+            parts[n].append(trails)
+    return parts
+
+
+def _trained(rank: int, train: Train, tasks: list[tuple[Row, Path, bool]]) -> list[Trail]:
+    as_under_torchrun(rank)
+    return [train(*task) for task in tasks]
+
+
+def check_other_batches(train: Train, folder: Path) -> None:
+    """One process: a job with a shrinking batch is resumed with a fixed one, and the other way round."""
+    for begun, rest in ((Row("shrink", stop=15), Row("move")), (Row("move", stop=25), Row("grow"))):
+        own = folder / begun.shares
+        parts = [[train(begun, own, False)], [train(rest, own, True)]]
+        assert check(begun, parts) <= LIMIT, begun
+
+
+def check_rows(train: Train, rows: Sequence[Row], folder: Path) -> None:
+    for row, parts in zip(rows, run_rows(train, rows, folder), strict=True):
+        sizes = {len(batch) for trails in parts for trail in trails for batch in trail.samples}
+        assert len(sizes) > 2, f"shares never moved: {row}"
+        worst = check_rounds(row, parts[0]) if row.how == "rounds" else check(row, parts)
+        assert worst <= LIMIT, (worst, row)
 
 
 def as_under_torchrun(rank: int) -> None:
     """What frameworks know a launcher by; the process group is there already."""
-    launched = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "GROUP_RANK": 0}
+    workers = dist.get_world_size()
+    launched = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": workers, "LOCAL_WORLD_SIZE": workers, "GROUP_RANK": 0}
     known = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "test"}
     os.environ |= {name: str(value) for name, value in launched.items()} | known | {"ACCELERATE_USE_CPU": "true"}

@@ -46,6 +46,15 @@ def accelerated(job: Naive) -> None:
     job.loop(*accelerator.prepare(job.net, job.optimizer, job.loader), accelerator.backward)
 
 
+def second_hook(job: Naive) -> None:
+    """Accelerate's own option for compressing gradients, beside the controller."""
+    from accelerate import Accelerator
+    from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
+
+    handler = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.FP16)
+    job.controller.wrap(Accelerator(cpu=True, kwargs_handlers=[handler]).prepare(job.net), job.optimizer)
+
+
 class Module(pl.LightningModule):
     def __init__(self, job: Naive) -> None:
         super().__init__()
@@ -114,6 +123,7 @@ def trainer(job: Naive) -> None:
 
 LINES = {
     "accelerated": "leave it out of prepare()",
+    "second_hook": "pass it as controller.wrap(model, optimizer, hook=hook, hook_state=state)",
     "lightning": "take the adapter in dynamix.integrations",
     "lightning_sampler": "use_distributed_sampler=False",
     "trainer": "wrap(..., weighting='given')",

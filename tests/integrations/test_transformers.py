@@ -12,19 +12,17 @@ from dynamix.errors import ConfigError, UsageError
 from tests.integrations.jobs import (
     BATCH,
     CLIP,
-    LIMIT,
     LR,
     SAMPLES,
     Pairs,
     Row,
     Trail,
-    as_under_torchrun,
-    check,
+    check_other_batches,
+    check_rows,
     followed,
     sgd,
 )
 from tests.integrations.test_loops import ROWS
-from tests.ranks import run_ranks
 from tests.union import Script
 
 transformers = pytest.importorskip("transformers")
@@ -32,22 +30,21 @@ pytestmark = pytest.mark.multiproc
 
 
 def trainer_of(row: Row, folder: Path, **options: Any) -> Any:
-    args = transformers.TrainingArguments(
-        str(folder),
-        use_cpu=True,
-        per_device_train_batch_size=BATCH,
-        gradient_accumulation_steps=row.accumulate,
-        max_grad_norm=CLIP if row.clip else 0.0,
-        num_train_epochs=row.epochs,
-        lr_scheduler_type="constant",
-        save_strategy="no",
-        logging_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-        remove_unused_columns=False,
-        dataloader_pin_memory=False,
-        **options,
-    )
+    known: dict[str, Any] = {
+        "use_cpu": True,
+        "per_device_train_batch_size": BATCH,
+        "gradient_accumulation_steps": row.accumulate,
+        "max_grad_norm": CLIP if row.clip else 0.0,
+        "num_train_epochs": row.epochs,
+        "lr_scheduler_type": "constant",
+        "save_strategy": "no",
+        "logging_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "remove_unused_columns": False,
+        "dataloader_pin_memory": False,
+    }
+    args = transformers.TrainingArguments(str(folder), **known | options)
     net = row.net()
     optimizer = sgd(net)
     data = Pairs(tokens=row.tokens)
@@ -67,35 +64,38 @@ class Stop(transformers.TrainerCallback):
             control.should_save = control.should_training_stop = True
 
 
-def _train(row: Row, folder: Path, *, resume: bool) -> Trail:
+def _train(row: Row, folder: Path, resume: bool) -> Trail:
     from dynamix.integrations.transformers import TrainerBalance
 
     trainer = trainer_of(row, folder)
-    TrainerBalance(trainer, row.settings())
+    TrainerBalance(trainer, row.settings(), **row.wrapping())
     if row.stop and not resume:
         trainer.add_callback(Stop(row.stop))
     trainer.train(resume_from_checkpoint=True if resume else None)
     return trainer.trail
 
 
-def train_rows(rank: int, folder: Path) -> list[Trail]:
-    as_under_torchrun(rank)
-    trails = []
-    for number, row in enumerate(ROWS):
-        own = folder / str(number)
-        trail = _train(row, own, resume=False)
-        if row.stop:
-            rest = _train(row, own, resume=True)
-            moved = [(n + len(trail.samples), p) for n, p in rest.steps]
-            trail = Trail(trail.samples + rest.samples, trail.steps + moved)
-        trails.append(trail)
-    return trails
-
-
 def test_every_row_is_exact(tmp_path: Path) -> None:
-    by_rank = run_ranks(train_rows, 2, tmp_path, timeout_s=250, group_timeout_s=100)
-    for row, *trails in zip(ROWS, *by_rank, strict=True):
-        assert check(row, trails) <= LIMIT, row
+    check_rows(_train, ROWS, tmp_path)
+
+
+def test_batches_of_another_size_are_counted_anew(tmp_path: Path) -> None:
+    check_other_batches(_train, tmp_path)
+
+
+def test_a_schedule_stays_that_of_the_global_batch(tmp_path: Path) -> None:
+    """Resumed with twice the loader's batch size, as with twice as many ranks: the same steps, down to a rate of 0."""
+    from dynamix.integrations.transformers import TrainerBalance
+
+    for batch_size in (BATCH, 2 * BATCH):
+        trainer = trainer_of(Row(), tmp_path, per_device_train_batch_size=batch_size, lr_scheduler_type="linear")
+        TrainerBalance(trainer, dynamix.Settings("static", min_batch_size=2))
+        if batch_size == BATCH:
+            trainer.add_callback(Stop(25))
+        trainer.train(resume_from_checkpoint=batch_size > BATCH)
+    assert trainer.state.epoch == 2
+    assert trainer.state.global_step == 2 * round(SAMPLES / BATCH)
+    assert trainer.optimizer.param_groups[0]["lr"] == 0
 
 
 def test_a_schedule_ends_with_the_samples_where_the_batch_moves(tmp_path: Path) -> None:

@@ -47,7 +47,10 @@ def _job(accumulate: int, weighting: str, answers: list[list[int]], **options: A
 
 def _given(rank: int, accumulate: int) -> float:
     controller, loader, model, optimizer, (x, y) = _job(
-        accumulate, "given", SHARES["grow"] + SHARES["shrink"], placeholder=lambda batch: [batch[0], 0 * batch[1] - 100]
+        accumulate,
+        "given",
+        SHARES["grow"][2] + SHARES["shrink"][2],
+        placeholder=lambda batch: [batch[0], 0 * batch[1] - 100],
     )
     whole, worst = nn.Linear(6, 3), 0.0
     order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(0))

@@ -49,19 +49,21 @@ class Epochs:
 
     It has no `set_epoch`, so that no framework can leave samples out: what an iteration leaves is the next one's.
 
-    steps   what `len()` says, as many batches as an epoch has; None: it has no length
+    steps   what `len()` says whenever it is asked, the batches of a whole epoch; where it says None there is no length
     place   done to each batch, such as moving it to a device
     """
 
-    def __init__(self, loader: Loader, *, steps: int | None, place: Callable[[Any], Any] | None = None) -> None:
+    def __init__(
+        self, loader: Loader, *, steps: Callable[[], int | None], place: Callable[[Any], Any] | None = None
+    ) -> None:
         self.loader, self.dataset, self.sampler = loader, loader.dataset, None
         self._steps, self._place = steps, place
 
     def __len__(self) -> int:
-        if self._steps is None:
+        if (steps := self._steps()) is None:
             fix = "size schedules by samples: controller.scheduler(scheduler, nominal_batch_size=...)"
             raise TypeError(f"an epoch has no fixed number of steps while the global batch moves: {fix}")
-        return self._steps
+        return steps
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.loader) if self._place is None else map(self._place, self.loader)

@@ -7,10 +7,13 @@ from typing import Any
 
 import torch
 from transformers import Trainer
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_callback import TrainerState
 from transformers.trainer_utils import get_last_checkpoint
 
 from dynamix.data.loader import Epochs
 from dynamix.errors import ConfigError, StateError, UsageError
+from dynamix.integrations.joining import batches_left, fixed
 from dynamix.runtime.controller import Controller
 
 FILE = "controller.pt"  # in a checkpoint's folder
@@ -80,6 +83,24 @@ def load(controller: Controller, checkpoint: str) -> None:
     controller.load_state_dict(torch.load(path, weights_only=True))
 
 
+def steps_of(checkpoint: str) -> int:
+    """Optimizer steps that were taken before a checkpoint."""
+    return int(TrainerState.load_from_json(str(Path(checkpoint) / TRAINER_STATE_NAME)).global_step)
+
+
+def enough(epochs: Epochs, most: int, pieces: int, *, done: int, wanted: float, moves: bool) -> int:
+    """Rounds of an epoch to tell the Trainer, so that it runs long enough after `done` steps of perhaps other sizes.
+
+    most   rounds that an epoch can have from now on. The Trainer divides `done` by what it is told to learn in which
+           epoch it is, and ends after that times `wanted`
+    """
+    cut = epochs.loader.cut
+    left = most if moves else batches_left(epochs) // pieces
+    whole = cut.epoch + cut.finished
+    needed = done + left + max(0.0, wanted - cut.epoch - 1) * most
+    return max(most, done // (whole + 1) + 1, math.ceil(needed / wanted))
+
+
 class Idle:
     """A learning-rate scheduler that is stepped by somebody else."""
 
@@ -138,12 +159,21 @@ class Steered:
         return batches, items
 
     def measured(self, epochs: Epochs, controller: Controller) -> Epochs:
-        """The loader with the length that lets the trainer run long enough."""
-        args, bounds, cut = self.trainer.args, controller.bounds, epochs.loader.cut
-        self._moves = bool(bounds.total_low != bounds.total_high)
-        steps = cut.epoch_steps(controller.batch_sizes // controller.accumulate) // controller.accumulate
-        self._nominal = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * steps)
-        self._epochs = Epochs(epochs.loader, steps=None) if args.max_steps > 0 else epochs
+        """The loader where the job stands, with the length that lets the trainer run long enough.
+
+        A state is loaded here: it brings the global batch by which steps are counted.
+        """
+        if self._resumed:
+            load(controller, self._resumed)
+        args, pieces, wanted = self.trainer.args, controller.accumulate, self.trainer.args.num_train_epochs
+        self._moves = not fixed(controller)
+        most = len(epochs) // pieces  # rounds of an epoch
+        each = epochs.loader.cut.dataset_size / controller.base_batch if self._moves else most
+        self._nominal = args.max_steps if args.max_steps > 0 else math.ceil(wanted * each)
+        if self._resumed:
+            most = enough(epochs, most, pieces, done=steps_of(self._resumed), wanted=wanted, moves=self._moves)
+        steps = None if args.max_steps > 0 else pieces * most
+        self._epochs = Epochs(epochs.loader, steps=lambda: steps)
         return self._epochs
 
     def _create_scheduler(self, num_training_steps: int, **given: Any) -> Any:
@@ -155,8 +185,6 @@ class Steered:
         if self._moves and not isinstance(trainer.lr_scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
             controller.scheduler(getattr(trainer.lr_scheduler, "scheduler", trainer.lr_scheduler))
             trainer.lr_scheduler = Idle(trainer.lr_scheduler)
-        if self._resumed:
-            load(controller, self._resumed)
 
     def stepped(self, controller: Controller, state: Any, control: Any) -> None:
         """After an optimizer step: say what epoch it is, by samples, and end it."""

@@ -33,13 +33,41 @@ def join(
         known["batch_size"] = loader.batch_size
     controller = settings.bind(**known)
     made = controller.loader(loader, **options)
-    bounds, pieces = controller.bounds, controller.accumulate
-    steps: int | None = made.cut.epoch_steps(controller.batch_sizes // pieces)
-    if "micro_batch" in settings.options or settings.options.get("meet", "gradients") != "gradients":
-        steps = None  # workers have unlike numbers of batches
-    elif bounds.total_low != bounds.total_high:
-        steps = pieces * (math.ceil(made.cut.dataset_size / int(bounds.total_low)) + 1) if longest else None
+    alike = "micro_batch" not in settings.options and settings.options.get("meet", "gradients") == "gradients"
+
+    def steps() -> int | None:
+        """Asked anew each time: a state that is loaded brings the global batch that it was saved with."""
+        pieces = controller.accumulate
+        if not alike:
+            return None  # workers have unlike numbers of batches
+        if fixed(controller):
+            return made.cut.epoch_steps(controller.batch_sizes // pieces)
+        return pieces * (math.ceil(made.cut.dataset_size / int(controller.bounds.total_low)) + 1) if longest else None
+
     return controller, Epochs(made, steps=steps, place=place)
+
+
+def fixed(controller: Controller) -> bool:
+    """Whether every round but the last of an epoch has the same number of samples."""
+    return bool(controller.bounds.total_low == controller.bounds.total_high)
+
+
+def batches_left(epochs: Epochs) -> int:
+    """Batches left of the epoch that a state was loaded in, before the loader is iterated."""
+    cut = epochs.loader.cut
+    if cut.finished:
+        return 0
+    return len(cut) if cut.progress else len(epochs)
+
+
+def recount(counted: Any, done: int) -> None:
+    """Make Lightning's `batch_progress` say that `done` batches of the epoch are done.
+
+    Its own number is of batches before the checkpoint, which may have been of another size than those to come.
+    """
+    now, open_ones = counted.current, counted.total.processed - counted.total.completed
+    now.ready = now.started = now.processed = done
+    now.completed = done - open_ones  # Lightning closes them when it begins
 
 
 def require_steps_alike(settings: Settings, framework: str, why: str) -> None:

@@ -6,7 +6,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from dynamix.data.loader import Epochs
 from dynamix.errors import ConfigError
-from dynamix.integrations.joining import join, require_steps_alike
+from dynamix.integrations.joining import batches_left, fixed, join, recount, require_steps_alike
 from dynamix.runtime.controller import Controller
 from dynamix.runtime.settings import Settings
 
@@ -27,6 +27,7 @@ class BalanceCallback(Callback):
         require_steps_alike(settings, "Lightning", "exchanges after every batch")
         self.settings, self.options = settings, options
         self._state: dict[str, Any] = {}
+        self._counts = (0, 0)  # batches of a whole epoch, and those done of the one that is gone on with
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if often := trainer.reload_dataloaders_every_n_epochs:
@@ -42,12 +43,16 @@ class BalanceCallback(Callback):
         state, self._state = self._state, {}
         if state:
             self.controller.load_state_dict(state)
+            self._counts = (len(epochs), len(epochs) - batches_left(epochs)) if fixed(self.controller) else (0, 0)
         return epochs
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         for optimizer in trainer.optimizers:
             self.controller.wrap(trainer.strategy.model, optimizer, **{"scaler": scaler, **self.options})
+        (whole, done), self._counts = self._counts, (0, 0)
+        if whole and whole == trainer.num_training_batches:
+            recount(trainer.fit_loop.epoch_loop.batch_progress, done)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any) -> None:
         self.controller.step(loss=outputs)

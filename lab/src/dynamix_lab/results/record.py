@@ -54,8 +54,9 @@ def check(result: Mapping[str, Any], *, changed: bool = False) -> None:
     command, commit = str(result["command"]), result["commit"]
     if result["schema"] != SCHEMA:
         raise ConfigError("schema", result["schema"], str(SCHEMA), "run the command again")
-    if not command.startswith("dynamix ") or command == "dynamix ":
-        raise ConfigError("command", command, "the whole command line, dynamix ...", "run it from the command line")
+    if not re.match(r"(dynamix |scripts/)\S", command):
+        allowed = "the whole command line, dynamix ... or scripts/..."
+        raise ConfigError("command", command, allowed, "run it from the command line")
     if not commit or (str(commit).endswith("-dirty") and not changed):
         allowed = "the commit of an unchanged source tree"
         raise ConfigError(
