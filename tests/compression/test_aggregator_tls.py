@@ -47,7 +47,7 @@ def files_of(folder: Path, who: str) -> TlsFiles:
 
 def worker_of(folder: Path, address: str) -> Aggregator:
     files = files_of(folder, "worker")
-    return Aggregator(address, TOKEN, files.cert, files.key, files.ca, timeout_s=20)
+    return Aggregator(address, TOKEN, timeout_s=20, tls_cert=files.cert, tls_key=files.key, tls_ca=files.ca)
 
 
 def connect(where: Aggregator, workers: int = 1, rank: int = 0, session: str = "s") -> AggregatorClient:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -44,16 +45,16 @@ def test_what_is_combined_is_exact() -> None:
 
 def test_what_does_not_end_is_ended() -> None:
     with pytest.raises(Hung), limited(0.05):
-        while True:
-            pass
+        signal.pause()
 
 
 def test_a_short_run_of_everything_has_a_table(tmp_path: Path) -> None:
-    plan = AggregatorPlan((2,), buffer_mb=1, repeats=1, seconds=0.2, frames=2000, cell=2000)
+    plan = AggregatorPlan((2,), buffer_mb=1, repeats=1, seconds=0.2, returning_s=3.0, frames=2000, cell=2000)
     result = run_suite(AggregatorSuite(plan), RunFolder("aggregator", tmp_path / "run"))
     whole = result["frames"]
     assert (whole["inputs"], whole["wrong"], whole["hung"], whole["other"]) == (2000, 0, 0, 0)
     assert set(result["hostile"]) == {*TARGETS, "connections"}
+    assert (result["returning"]["lost"], result["returning"]["rejoined"]) == (1, 1)
     rates = result["throughput"][0]["contenders"]
     assert rates["echo"]["of_line"] == 1
     assert all(found["bytes_per_core_s"] > 1e6 for found in rates.values())

@@ -34,20 +34,20 @@ class Aggregator:
 
     address     host:port
     token       what the aggregator was started with; it does not travel
-    tls_cert, tls_key, tls_ca   PEM files: this worker's certificate, its key, and the authority that must have signed
-                the aggregator's. Beyond loopback these and the token are needed
     job         a name for the aggregator's log
     timeout_s   how long ranks may wait for each other within a bucket before the aggregator is given up. A process that
                 dies is noticed at once; this is for hosts that vanish, and for ranks kept busy by something else
+    tls_cert, tls_key, tls_ca   PEM files: this worker's certificate, its key, and the authority that must have signed
+                the aggregator's. Beyond loopback these and the token are needed
     """
 
     address: str
     token: str = field(default="", repr=False)
+    job: str = "training"
+    timeout_s: float = 300.0
     tls_cert: PathText = ""
     tls_key: PathText = ""
     tls_ca: PathText = ""
-    job: str = "training"
-    timeout_s: float = 300.0
 
     def __post_init__(self) -> None:
         host, _ = parse_address(self.address)

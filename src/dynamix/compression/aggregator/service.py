@@ -42,6 +42,7 @@ def serve(
                 print(json.dumps(said) if as_json else _in_words(said), flush=True)
                 server.serve()
         finally:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one would cut the statistics off
             server.close()
             print(json.dumps(server.statistics()), flush=True)
 

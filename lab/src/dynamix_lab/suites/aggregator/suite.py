@@ -14,11 +14,13 @@ from dynamix_lab.report import Section, Table, number, percent, sections_markdow
 from dynamix_lab.suites.aggregator.certificates import have_openssl, make_certificates
 from dynamix_lab.suites.aggregator.crowd import crowd
 from dynamix_lab.suites.aggregator.hostile import TARGETS
+from dynamix_lab.suites.aggregator.returning import returning
 from dynamix_lab.suites.aggregator.throughput import throughput
 from dynamix_lab.suites.fuzz.run import fuzz
 
 CELL = 25_000  # frames
 GROWTH_MB = 64.0  # most that a process may grow by
+LOST = 0.05  # most of a run's throughput that a loss and a return may cost
 OF_LINE = 0.6  # of what the line carries: below it, Python is not enough
 CROWD = "connections"
 PARTS = {"handshakes": 0.3, "messages of workers": 0.48, "messages of an aggregator": 0.2, CROWD: 0.02}
@@ -26,12 +28,16 @@ PARTS = {"handshakes": 0.3, "messages of workers": 0.48, "messages of an aggrega
 
 @dataclass(frozen=True, slots=True)
 class AggregatorPlan:
-    """How many workers, of what buffers, how often and long; how many hostile frames, in cells of `cell`."""
+    """How many workers, of what buffers, how often and long; how many hostile frames, in cells of `cell`.
+
+    returning_s   of a run in which the aggregator is lost and comes back; 0: none
+    """
 
     workers: tuple[int, ...] = (8, 32)
     buffer_mb: int = 8
     repeats: int = 7
     seconds: float = 3.0
+    returning_s: float = 60.0
     frames: int = 1_000_000
     seed: int = 0
     cell: int = CELL
@@ -49,7 +55,15 @@ class AggregatorPlan:
         chosen = workers or (8, 32)
         if quick:
             few = 10_000 if frames is None else frames
-            return cls(chosen, repeats=3, seconds=1.0, frames=few, seed=seed, cell=max(1, min(CELL, few // 4)))
+            return cls(
+                chosen,
+                repeats=3,
+                seconds=1.0,
+                returning_s=12.0,
+                frames=few,
+                seed=seed,
+                cell=max(1, min(CELL, few // 4)),
+            )
         return cls(chosen, frames=1_000_000 if frames is None else frames, seed=seed)
 
     def check(self) -> None:
@@ -76,11 +90,13 @@ class AggregatorSuite(Suite):
     grows: ClassVar[frozenset[str]] = frozenset({"workers"})
 
     def facts(self) -> dict[str, Any]:
-        goal = {"of_line": OF_LINE, "grown_mb": GROWTH_MB}
+        goal = {"of_line": OF_LINE, "grown_mb": GROWTH_MB, "lost": LOST}
         return {"cluster": "processes of one machine, loopback", "seeds": [self.plan.seed], "goal": goal}
 
     def cells(self) -> Sequence[Cell]:
         found = [Cell(f"throughput-{workers}", ("throughput", workers)) for workers in self.plan.workers]
+        if self.plan.returning_s:
+            found.append(Cell("returning", ("returning",)))
         for kind in PARTS:
             for part, frames in enumerate(self.plan.frames_of(kind)):
                 found.append(Cell(f"{kind.replace(' ', '-')}-{part}", (kind, part, frames)))
@@ -90,6 +106,8 @@ class AggregatorSuite(Suite):
         kind, *rest = cell.what
         if kind == "throughput":
             return {"kind": kind, **self._throughput(rest[0])}
+        if kind == "returning":
+            return {"kind": kind, **returning(self.plan.returning_s)}
         part, frames = rest
         seed = 1000 * self.plan.seed + part
         if kind == CROWD:
@@ -107,7 +125,7 @@ class AggregatorSuite(Suite):
     def conclude(self, cells: Mapping[str, Any]) -> dict[str, Any]:
         hostile: dict[str, Any] = {}
         for key, cell in cells.items():
-            if cell["kind"] == "throughput":
+            if cell["kind"] not in PARTS:
                 continue
             told = hostile.setdefault(cell["kind"], {"grown_mb": 0.0, "escapes": {}})
             for name in COUNTS:
@@ -116,7 +134,7 @@ class AggregatorSuite(Suite):
             told["escapes"] |= {f"{key}: {what}": about for what, about in cell["escapes"].items()}
         whole = {name: sum(told[name] for told in hostile.values()) for name in COUNTS}
         rates = [cell for cell in cells.values() if cell["kind"] == "throughput"]
-        return {"throughput": rates, "hostile": hostile, "frames": whole}
+        return {"throughput": rates, "returning": cells.get("returning"), "hostile": hostile, "frames": whole}
 
     def table(self, result: Mapping[str, Any]) -> str:
         return sections_markdown(sections(result))
@@ -135,12 +153,13 @@ def _counted(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def sections(result: Mapping[str, Any]) -> list[Section]:
-    """Rates, and hostile frames."""
+    """Rates, a loss, and hostile frames."""
     whole = result["frames"]
     said = f"{whole['inputs']:,.0f} frames: {whole['wrong']:.0f} wrong sums, {whole['hung']:.0f} hangs"
     escapes = [f"{what}: {about}" for told in result["hostile"].values() for what, about in told["escapes"].items()]
     return [
         Section("What one core carries", [RATES], _rates(result)),
+        *([] if result["returning"] is None else [Section("Lost and joined again", [], _returning(result))]),
         Section("Hostile frames", [f"{said}, {whole['other']:.0f} other errors."], _hostile(result), notes=escapes),
     ]
 
@@ -167,6 +186,16 @@ def _rates(result: Mapping[str, Any]) -> Table:
             [str(cell["workers"]), "copying memory", "–", number(cell["memory_copy_bytes_per_s"] / 1e9, 2), *"––––"]
         )
     return Table(heads, rows)
+
+
+def _returning(result: Mapping[str, Any]) -> Table:
+    found, goal = result["returning"], percent(result["goal"]["lost"])
+    heads = ["run, s", "steps", "a step, ms", "without it, ms", "found out, ms", "joining, ms", "steps until joined"]
+    times = (found[name] for name in ("aggregator_step_s", "group_step_s", "loss_s", "joining_s"))
+    counts = [number(found["seconds"], 0), f"{found['steps']:,}"]
+    lost = f"{100 * found['share']:.2f} %"
+    row = [*counts, *(number(1e3 * value, 1) for value in times), str(found["steps_until_joined"]), lost]
+    return Table([*heads, f"lost of the run (goal: {goal})"], [row])
 
 
 def _hostile(result: Mapping[str, Any]) -> Table:
