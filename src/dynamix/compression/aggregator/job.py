@@ -23,7 +23,6 @@ from dynamix.compression.aggregator.protocol import ADD, HEADER, OR, Bytes, Head
 from dynamix.compression.aggregator.tls import WOULD_BLOCK, buffered, explained, shut
 from dynamix.errors import ConfigError
 
-
 _PAD = -HEADER.size % 64  # so that payloads begin where words do: their checksums take half the time then
 
 
