@@ -205,7 +205,7 @@ class _Attacker(threading.Thread):
                 said = odd_json({**who, "nonce": rng.randbytes(NONCE_BYTES).hex()}, rng)
                 part = proof(TOKEN if rng.random() < 0.8 else "another", b"worker", nonce, said) + said
                 sock.sendall(len(part).to_bytes(4, "little") + part)
-            sock.shutdown(socket.SHUT_WR)
+            _say(sock, b"")
             _until_closed(sock)
         return "refused"
 
@@ -226,9 +226,7 @@ class _Attacker(threading.Thread):
                 introduce(sock, who, TOKEN, rng.randbytes(NONCE_BYTES), time.monotonic() + END_S)
             for sock, stream in zip(sockets, streams, strict=True):
                 sock.settimeout(END_S)
-                with contextlib.suppress(ConnectionError):  # it may have ended already
-                    sock.sendall(stream)
-                    sock.shutdown(socket.SHUT_WR)
+                _say(sock, stream)
             parts = [contributions(stream, due) for stream in streams]
             exact = [combined(ADD, found) for found in zip(*parts, strict=False)]
             whole = True
@@ -238,6 +236,17 @@ class _Attacker(threading.Thread):
                 if len(results) > len(exact) or not all(map(np.array_equal, results, exact)):
                     raise WrongSum(f"a hostile job got {len(results)} results of {len(exact)} whole contributions")
         return "taken" if whole else "refused"
+
+
+def _say(sock: socket.socket, words: bytes) -> None:
+    """The last words, unless the other side has ended already. Raises TimeoutError."""
+    try:
+        sock.sendall(words)
+        sock.shutdown(socket.SHUT_WR)
+    except TimeoutError:
+        raise
+    except OSError:
+        pass
 
 
 def _until_closed(sock: socket.socket) -> bytes:

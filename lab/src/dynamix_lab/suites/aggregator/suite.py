@@ -165,8 +165,8 @@ def sections(result: Mapping[str, Any]) -> list[Section]:
 
 
 RATES = (
-    "Bytes of all workers' buffers, received and sent back. The line is an echo on the same core; memory is how fast "
-    "that core copies."
+    "Bytes of all workers' buffers, received and sent back. The line is an echo on the same core, over TLS beside an "
+    "aggregator over TLS; memory is how fast that core copies."
 )
 
 

@@ -27,7 +27,8 @@ from dynamix.compression.aggregator.tls import TlsFiles
 from dynamix_lab.suites.aggregator.load import LoadConnection, Prepared, buffers, drive
 from dynamix_lab.suites.aggregator.serving import TOKEN
 
-KINDS = ("echo", "aggregator", "aggregator over TLS")
+TLS = " over TLS"
+KINDS = ("echo", "aggregator", f"echo{TLS}", f"aggregator{TLS}")
 MEMORY_BYTES = 1 << 26  # of an array: beyond the caches
 WAIT_S = 60.0
 
@@ -53,7 +54,7 @@ def cores() -> tuple[int, int]:
 @contextlib.contextmanager
 def answering(kind: str, files: TlsFiles | None = None) -> Iterator[tuple[str, psutil.Process]]:
     """Address and process of what answers."""
-    what = ["echo"] if kind == "echo" else ["aggregator"]
+    what = [kind.removesuffix(TLS)]
     more = [] if files is None else [files.cert, files.key, files.ca]
     command = [sys.executable, "-m", "dynamix_lab.suites.aggregator.serving", *what, str(cores()[0]), *more]
     pipe = subprocess.PIPE
@@ -74,11 +75,11 @@ def connected(kind: str, address: str, workers: int, files: TlsFiles | None) -> 
         deadline = time.monotonic() + WAIT_S
         sock = socket.create_connection(parse_address(address), timeout=WAIT_S)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if kind != "echo":
+        if context is not None:
+            sock = context.wrap_socket(sock, server_hostname=parse_address(address)[0])
+        if kind.startswith("aggregator"):
             if context is None:
                 sock.sendall(PLAIN)
-            else:
-                sock = context.wrap_socket(sock, server_hostname=parse_address(address)[0])
             who = Introduction("bench", session, workers, rank, WAIT_S)
             introduce(sock, who, TOKEN, secrets.token_bytes(NONCE_BYTES), deadline)
         sock.setblocking(False)
@@ -101,7 +102,9 @@ class Contender:
         `rounds` follows the speed of the one before, so that the next one takes about `seconds`.
         """
         sockets = connected(self.kind, self.address, len(prepared), self.files)
-        compared = [expected if self.kind != "echo" and rank == 0 else None for rank in range(len(prepared))]
+        compared = [
+            expected if self.kind.startswith("aggregator") and rank == 0 else None for rank in range(len(prepared))
+        ]
         connections = [
             LoadConnection(sock, one, self.rounds, wanted)
             for sock, one, wanted in zip(sockets, prepared, compared, strict=True)
@@ -143,7 +146,7 @@ def throughput(
     bytes_per_s             all workers' buffers, by the clock
     bytes_per_core_s        by a second of the answering process's processor
     busy                    part of the time in which it computed: at 1 it is what limits
-    of_line, of_line_core   beside the echo of the same turn, by the clock and by the core
+    of_line, of_line_core   beside the echo of the same turn, with or without TLS alike; by the clock and by the core
     of_memory               per core, beside copying memory
     """
     brought, total = buffers(workers, total_bytes)
@@ -154,7 +157,7 @@ def throughput(
     with contextlib.ExitStack() as stack:
         contenders = []
         for kind in kinds:
-            servers, clients = tls if tls and kind == KINDS[2] else (None, None)
+            servers, clients = tls if tls and kind.endswith(TLS) else (None, None)
             address, process = stack.enter_context(answering(kind, servers))
             contenders.append(Contender(kind, address, process, clients))
         stack.enter_context(on_core(cores()[1]))
@@ -169,8 +172,12 @@ def throughput(
         "workers": workers,
         "buffer_bytes": total_bytes,
         "memory_copy_bytes_per_s": round(statistics.median(copies)),
-        "contenders": {kind: _summary(found, turns["echo"], copies) for kind, found in turns.items()},
+        "contenders": {kind: _summary(found, turns[_line_of(kind)], copies) for kind, found in turns.items()},
     }
+
+
+def _line_of(kind: str) -> str:
+    return kind.replace("aggregator", "echo")
 
 
 def _summary(found: list[dict[str, float]], line: list[dict[str, float]], copies: list[float]) -> dict[str, float]:
