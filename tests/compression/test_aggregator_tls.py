@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dynamix.compression import Aggregator, CompressionState
+from dynamix.compression import Aggregator
 from dynamix.compression.aggregator.client import AggregatorClient
 from dynamix.compression.aggregator.job import Limits
 from dynamix.compression.aggregator.protocol import ADD, OR, parse_address
@@ -182,19 +182,18 @@ def test_files_that_cannot_be_used_are_named(folder: Path, tmp_path: Path) -> No
 
 def _join_all(rank: int, address: str, folder: Path) -> tuple[list[str], float]:
     """What each rank is told where one brings wrong files, and a sum over the aggregator where all bring the right."""
-    good = worker_of(folder / "here", address)
-    said = []
+    group = dist.group.WORLD
+    assert group is not None
+    good, said = worker_of(folder / "here", address), []
     for second in (
         worker_of(folder / "other", address),
         Aggregator(address, TOKEN),
         replace(good, tls_ca=str(folder / "nowhere.pem")),
     ):
         try:
-            CompressionState("compaction", aggregator=second if rank else good)
+            join(second if rank else good, group, torch.device("cpu"))
         except ConfigError as error:
             said.append(str(error))
-    group = dist.group.WORLD
-    assert group is not None
     client = join(good, group, torch.device("cpu"))
     values = np.full(100_000, rank + 1, np.int32)
     client.reduce_((ADD, values.view(np.uint8)))

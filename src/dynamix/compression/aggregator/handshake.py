@@ -152,7 +152,7 @@ def _finite(text: str) -> float:
 
 def _typed(fields: dict[str, Any], name: str, kind: type[Any]) -> Any:
     """A field of the type that it must have; whole numbers of 64 bits pass as floats."""
-    value = fields.get(name)
+    value: Any = fields.get(name)
     if kind is float and type(value) is int and abs(value) < 1 << 63:
         value = float(value)
     if type(value) is not kind or (kind is int and abs(value) >= 1 << 63):

@@ -79,7 +79,8 @@ def folded(payload: Bytes) -> bytes | memoryview:
     if rows < 4:
         return payload.data
     whole = payload[: rows * 8 * _LANES].view(np.uint64).reshape(rows, _LANES)
-    return np.add.reduce(whole, axis=0).tobytes() + payload[rows * 8 * _LANES :].tobytes()
+    sums: bytes = np.add.reduce(whole, axis=0).tobytes()
+    return sums + payload[rows * 8 * _LANES :].tobytes()
 
 
 def pack(head: Head, payload: Bytes, *, fold: bytes | memoryview | None = None) -> bytes:

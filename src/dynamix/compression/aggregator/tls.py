@@ -67,16 +67,15 @@ class TlsFiles:
 
     def _filled(self, context: ssl.SSLContext) -> ssl.SSLContext:
         context.minimum_version = ssl.TLSVersion.TLSv1_3
-        for name, path, load in (
-            ("tls_ca", self.ca, lambda: context.load_verify_locations(cafile=self.ca)),
-            ("tls_cert", self.cert, lambda: context.load_cert_chain(self.cert, self.key, password="")),
-        ):
-            try:
-                load()
-            except (OSError, ValueError) as error:
-                value = path if name == "tls_ca" else f"{self.cert} with tls_key={self.key}"
-                allowed = "PEM files that can be read, a key that belongs to its certificate and has no passphrase"
-                raise ConfigError(name, value, allowed, str(error)) from error
+        allowed = "PEM files that can be read, a key that belongs to its certificate and has no passphrase"
+        try:
+            context.load_verify_locations(cafile=self.ca)
+        except (OSError, ValueError) as error:
+            raise ConfigError("tls_ca", self.ca, allowed, str(error)) from error
+        try:
+            context.load_cert_chain(self.cert, self.key, password="")  # with none it would ask on the terminal
+        except (OSError, ValueError) as error:
+            raise ConfigError("tls_cert", f"{self.cert} with tls_key={self.key}", allowed, str(error)) from error
         return context
 
 

@@ -249,7 +249,8 @@ def combined(op: int, parts: Sequence[Bytes]) -> Bytes:
         union: Bytes = np.bitwise_or.reduce(np.stack(parts))
         return union
     exact = np.stack([part.view(np.int32) for part in parts]).astype(np.int64).sum(0)
-    return exact.astype(np.int32).view(np.uint8)
+    wrapped: Bytes = exact.astype(np.int32).view(np.uint8)
+    return wrapped
 
 
 def _rounds(rng: random.Random) -> list[Bytes]:
