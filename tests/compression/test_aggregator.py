@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -16,19 +12,9 @@ import pytest
 
 from dynamix.compression import Aggregator
 from dynamix.compression.aggregator.client import AggregatorClient
+from dynamix.compression.aggregator.handshake import answer, greet, hear, require_plain
 from dynamix.compression.aggregator.job import Limits
-from dynamix.compression.aggregator.protocol import (
-    ADD,
-    DATA,
-    HEADER,
-    OR,
-    Head,
-    answer,
-    greet,
-    hear,
-    pack,
-    parse_address,
-)
+from dynamix.compression.aggregator.protocol import ADD, DATA, HEADER, OR, Head, pack, parse_address
 from dynamix.compression.aggregator.server import AggregatorServer
 from dynamix.compression.wire import WireLost
 from dynamix.errors import ConfigError
@@ -116,6 +102,7 @@ def test_an_aggregator_that_does_not_know_the_token_is_left() -> None:
         with sock:
             deadline = time.monotonic() + 10
             greet(sock, bytes(32), deadline)
+            require_plain(sock, deadline)
             sock.recv(4096)
             answer(sock, {"chunk_bytes": 4096, "timeout_s": 1.0}, "", bytes(32), deadline)
 
@@ -123,33 +110,17 @@ def test_an_aggregator_that_does_not_know_the_token_is_left() -> None:
         _against(impostor, token=TOKEN)
 
 
-def test_others_than_this_machine_need_a_token_and_a_long_one() -> None:
-    with pytest.raises(ConfigError, match=r"host='0.0.0.0'"):
-        AggregatorServer("0.0.0.0")
-    with pytest.raises(ConfigError, match="16 or more"):
-        AggregatorServer("0.0.0.0", token="short")
-
-
 @pytest.mark.parametrize("idle", [300, 700])
 def test_connections_that_say_nothing_keep_no_worker_out(idle: int) -> None:
+    """A worker is in within a second; the test allows more where other jobs hold the cores."""
     with AggregatorServer(limits=SMALL) as server:
         host, port = parse_address(server.address)
         silent = [socket.create_connection((host, port), timeout=30) for _ in range(idle)]
         began = time.monotonic()
         workers = join(server, 2)
-        assert time.monotonic() - began < 5, "seconds only where other jobs hold the cores"
+        assert time.monotonic() - began < 5
         for one in [*workers, *silent]:
             one.close()
-
-
-def test_stopping_it_as_a_service_is_stopped_prints_what_happened() -> None:
-    command = [sys.executable, "-m", "dynamix.cli.app", "aggregator"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
-        assert server.stdout is not None
-        assert server.stdout.readline().startswith("listening on")
-        server.send_signal(signal.SIGTERM)
-        said, _ = server.communicate(timeout=30)
-    assert json.loads(said)["jobs"]["running"] == 0
 
 
 @pytest.mark.parametrize(
@@ -321,6 +292,7 @@ def test_a_worker_trusts_no_result_that_is_late_short_or_damaged(reply: Callable
         with sock:
             deadline = time.monotonic() + 10
             greet(sock, bytes(32), deadline)
+            require_plain(sock, deadline)
             _, nonce = hear(sock, "", bytes(32), deadline)
             answer(sock, {"chunk_bytes": 4096, "timeout_s": 0.2}, "", nonce, deadline)
             message = b""

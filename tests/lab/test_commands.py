@@ -21,6 +21,7 @@ def test_a_result_names_the_command_that_made_it_with_every_option() -> None:
 @pytest.mark.parametrize(
     "name",
     [
+        "aggregator",
         "changecost",
         "codec-speed",
         "compression",

@@ -1,4 +1,6 @@
-"""Exchanges of gradients: `dynamix bench compression`, `compression-cases`, `codec-speed`, `network-speed`."""
+"""Exchanges of gradients: `dynamix bench compression`, `compression-cases`, `codec-speed`, `network-speed`,
+`aggregator`.
+"""
 
 from __future__ import annotations
 
@@ -138,3 +140,26 @@ def bench_network_speed(
     rounds = measure_rounds(workers, elements)
     result = {**about(context, "processes of one machine, loopback"), "rounds": [asdict(found) for found in rounds]}
     print_json(result) if as_json else typer.echo("\n".join(lines(rounds)))
+
+
+@bench.command("aggregator")
+@guarded
+def bench_aggregator(
+    context: typer.Context,
+    quick: Annotated[bool, typer.Option("--quick", help="Shorter turns, 10,000 hostile frames.")] = False,
+    workers: Annotated[str | None, typer.Option(help="Workers of a job, comma-separated (default: 8,32).")] = None,
+    frames: Annotated[int | None, typer.Option(min=0, help="Hostile frames (default: 1000000); 0: none.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Another one damages otherwise.")] = 0,
+    resume: Resume = False,
+    out: Out = None,
+    as_json: Json = False,
+) -> None:
+    """What one core of an aggregator carries beside its line and its memory; and hostile frames: no sum is wrong."""
+    from dynamix_lab.suites.aggregator.suite import AggregatorPlan, AggregatorSuite
+
+    plan = AggregatorPlan.of(quick=quick, workers=numbers_of("workers", workers), frames=frames, seed=seed)
+    result = conducted(context, AggregatorSuite(plan), out=out, resume=resume, as_json=as_json)
+    found = result["frames"]
+    if found["wrong"] or found["hung"] or found["other"]:
+        typer.echo("error: hostile frames made a wrong sum, a hang, or an error that is none of ours", err=True)
+        raise typer.Exit(1)

@@ -89,6 +89,7 @@ def _makers() -> dict[str, Callable[[Mapping[str, Any]], Table | list[Section]]]
     from dynamix_lab.experiments.excavation import pages as excavation
     from dynamix_lab.peers import report as peers
     from dynamix_lab.suites import disturbance, lengths, reaction, rebalance, simulated, stepcount, tasks, tta
+    from dynamix_lab.suites.aggregator import suite as aggregator
     from dynamix_lab.suites.compression import region
     from dynamix_lab.suites.compression import report as compression
     from dynamix_lab.suites.decisions import cost_suite as cost
@@ -122,6 +123,7 @@ def _makers() -> dict[str, Callable[[Mapping[str, Any]], Table | list[Section]]]
         "stepcount": stepcount.table,
         "stigmergy": stigmergy.sections,
         "workloads": tasks.table,
+        "aggregator": aggregator.sections,
         "compression": compression.sections,
         "compression-map": region.sections,
         "peers": peers.table,

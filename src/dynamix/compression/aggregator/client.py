@@ -18,7 +18,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from dynamix.compression.aggregator import protocol
-from dynamix.compression.aggregator.protocol import HEADER, Bytes, Head, ProtocolError, parse_address
+from dynamix.compression.aggregator.handshake import NONCE_BYTES, PLAIN, Introduction, introduce
+from dynamix.compression.aggregator.protocol import HEADER, Bytes, Head, ProtocolError, is_loopback, parse_address
+from dynamix.compression.aggregator.tls import WOULD_BLOCK, PathText, TlsFiles, explained, send_both, shut
 from dynamix.compression.wire import WireLost
 from dynamix.errors import ConfigError
 
@@ -35,19 +37,33 @@ class Aggregator:
     job         a name for the aggregator's log
     timeout_s   how long ranks may wait for each other within a bucket before the aggregator is given up. A process that
                 dies is noticed at once; this is for hosts that vanish, and for ranks kept busy by something else
+    tls_cert, tls_key, tls_ca   PEM files: this worker's certificate, its key, and the authority that must have signed
+                the aggregator's. Beyond loopback these and the token are needed
     """
 
     address: str
     token: str = field(default="", repr=False)
     job: str = "training"
     timeout_s: float = 300.0
+    tls_cert: PathText = ""
+    tls_key: PathText = ""
+    tls_ca: PathText = ""
 
     def __post_init__(self) -> None:
-        parse_address(self.address)
+        host, _ = parse_address(self.address)
         if not 0 < self.timeout_s <= 86_400:
             raise ConfigError("timeout_s", self.timeout_s, "above 0, up to 86400", "leave it out for 300")
         if not 1 <= len(self.job) <= 64:
             raise ConfigError("job", self.job, "names of 1 to 64 characters", "leave it out")
+        tls = self.tls
+        if not (self.token and tls) and not is_loopback(host):
+            allowed = "a loopback address without a token and TLS"
+            raise ConfigError("aggregator", self.address, allowed, "pass token, tls_cert, tls_key and tls_ca")
+
+    @property
+    def tls(self) -> TlsFiles | None:
+        """The three files; None where none is given. Raises `ConfigError` where some are missing."""
+        return TlsFiles.of(self.tls_cert, self.tls_key, self.tls_ca)
 
 
 class AggregatorClient:
@@ -60,7 +76,6 @@ class AggregatorClient:
         self.chunk_bytes, self.timeout_s, self.reason = chunk_bytes, timeout_s, ""
         self._sock, self._rounds = sock, 0
         self._poll = select.poll()
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setblocking(False)
         self._closer = weakref.finalize(self, sock.close)
 
@@ -68,22 +83,27 @@ class AggregatorClient:
     def connect(
         cls, where: Aggregator, *, session: str, workers: int, rank: int, patience_s: float = CONNECT_S
     ) -> AggregatorClient:
-        """Join a job. Raises `WireLost` where nobody answers and where the aggregator refuses."""
-        host, port = parse_address(where.address)
+        """Join a job. Raises `WireLost` where nobody answers and where the aggregator refuses, `ConfigError` for
+        certificates that cannot be read.
+        """
+        context = where.tls.client() if where.tls else None
         deadline = time.monotonic() + patience_s
-        who = protocol.Introduction(where.job, session, workers, rank, where.timeout_s)
+        who = Introduction(where.job, session, workers, rank, where.timeout_s)
         sock = None
         try:
-            sock = socket.create_connection((host, port), timeout=patience_s)
-            terms = protocol.introduce(sock, who, where.token, secrets.token_bytes(protocol.NONCE_BYTES), deadline)
-            chunk_bytes, timeout_s = int(terms["chunk_bytes"]), float(terms["timeout_s"])
-            if chunk_bytes < 4 or chunk_bytes % 4 or not timeout_s > 0:
-                raise ValueError(f"its terms cannot be: {terms}")
-            return cls(sock, chunk_bytes=chunk_bytes, timeout_s=timeout_s)
-        except (OSError, ProtocolError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+            sock = socket.create_connection(parse_address(where.address), timeout=patience_s)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if context is None:
+                sock.sendall(PLAIN)
+            else:
+                host, _ = parse_address(where.address)
+                sock = context.wrap_socket(sock, server_hostname=host)
+            terms = introduce(sock, who, where.token, secrets.token_bytes(NONCE_BYTES), deadline)
+            return cls(sock, **terms)
+        except (OSError, ProtocolError, ValueError) as error:
             if sock is not None:
                 sock.close()
-            raise WireLost(f"{where.address}: {error}") from error
+            raise WireLost(f"{where.address}: {explained(error)}") from error
 
     def reduce_(self, *parts: tuple[int, Bytes]) -> None:
         """Replace each part, an operation (ADD, OR) and its bytes, by the combination over all ranks.
@@ -100,15 +120,14 @@ class AggregatorClient:
         try:
             _Stream(self._sock, self._poll, plan).run(self.timeout_s * GRACE + 1)
         except (OSError, ProtocolError) as error:
-            self.close(str(error))
+            self.close(explained(error))
             raise WireLost(self.reason) from error
 
     def close(self, reason: str = "closed") -> None:
         """Leave. Between rounds that is orderly; within one it ends the job for all ranks at once."""
         self.reason = self.reason or reason or "lost"
         if self._closer.alive:
-            with contextlib.suppress(OSError):  # forked children hold the connection open too
-                self._sock.shutdown(socket.SHUT_RDWR)
+            shut(self._sock)  # forked children hold the connection open too
             self._closer()
 
 
@@ -146,10 +165,10 @@ class _Stream:
             self._header = protocol.pack(head, payload)
         try:
             if self._sent < HEADER.size:
-                went = self._sock.sendmsg([self._header[self._sent :], payload.data])
+                went = send_both(self._sock, self._header[self._sent :], payload.data)
             else:
                 went = self._sock.send(payload.data[self._sent - HEADER.size :])
-        except BlockingIOError:
+        except WOULD_BLOCK:
             return False
         except OSError as error:  # the aggregator may have said why before it closed
             self._broken = error
@@ -166,7 +185,7 @@ class _Stream:
             into = memoryview(self._incoming) if self._due is None else self._plan[self._received][1].data
             try:
                 got = self._sock.recv_into(into[self._got :])
-            except BlockingIOError:
+            except WOULD_BLOCK:
                 return moved
             if not got:
                 raise self._broken or ConnectionError("the aggregator closed the connection")

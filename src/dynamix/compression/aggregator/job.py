@@ -20,7 +20,10 @@ import numpy as np
 
 from dynamix.compression.aggregator import protocol
 from dynamix.compression.aggregator.protocol import ADD, HEADER, OR, Bytes, Head, ProtocolError
+from dynamix.compression.aggregator.tls import WOULD_BLOCK, buffered, explained, shut
 from dynamix.errors import ConfigError
+
+_PAD = -HEADER.size % 64  # so that payloads begin where words do: their checksums take half the time then
 
 
 @dataclass(frozen=True)
@@ -32,9 +35,14 @@ class Limits:
     memory_bytes    of all jobs' chunks together; a job may need `job_bytes`
     round_bytes     of one buffer
     timeout_s       the longest that a job may wait for one of its workers; jobs may ask for less
+    handshakes      under way at once, and of those of one address; beyond it the oldest ends
+    jobs_per_address   opened by workers of one address
     """
 
     jobs: int = 16
+    jobs_per_address: int = 8
+    handshakes: int = 512
+    handshakes_per_address: int = 256
     workers: int = 256
     chunk_bytes: int = 1 << 19
     window: int = 8
@@ -69,7 +77,7 @@ class _Block:
     __slots__ = ("bytes", "head", "left", "present", "view")
 
     def __init__(self, size: int) -> None:
-        self.bytes: Bytes = np.empty(size, np.uint8)
+        self.bytes: Bytes = np.empty(_PAD + size, np.uint8)[_PAD:]
         self.view = self.bytes.data
         self.head = Head(0, 0, 0, 0, 0, 0)
         self.left = self.present = 0
@@ -111,6 +119,7 @@ class AggregatedJob:
         self._done = 0  # chunks combined since the job began
         self._opened_s = time.monotonic()  # when the first open chunk became the first
         self._selector = selectors.DefaultSelector()
+        self._buffered: set[_Worker] = set()  # whose next bytes TLS holds already, where no selector sees them
         now = time.monotonic()
         self._workers = [_Worker(rank, sock, self._take(), now) for rank, sock in sorted(workers.items())]
 
@@ -122,8 +131,8 @@ class AggregatedJob:
                 worker.sock.setblocking(False)
                 self._listen(worker)
             while not all(worker.gone for worker in self._workers):
-                for key, events in self._selector.select(self._patience_s()):
-                    self._serve(key.data, events)
+                for worker, events in self._ready():
+                    self._serve(worker, events)
                 self._end_if_stalled()
         except Failure as found:
             failure = found
@@ -137,8 +146,17 @@ class AggregatedJob:
     def stop(self) -> None:
         """End the job, from any thread: its workers see their connections close."""
         for worker in self._workers:
-            with contextlib.suppress(OSError):
-                worker.sock.shutdown(socket.SHUT_RDWR)
+            shut(worker.sock)
+
+    def _ready(self) -> list[tuple[_Worker, int]]:
+        """Who can be served, and for what; waits until there is somebody."""
+        inside = [worker for worker in self._buffered if worker.events & selectors.EVENT_READ]
+        found = self._selector.select(0 if inside else self._patience_s())
+        self._buffered.difference_update(inside)
+        ready = dict.fromkeys(inside, selectors.EVENT_READ)
+        for key, events in found:
+            ready[key.data] = ready.get(key.data, 0) | events
+        return list(ready.items())
 
     def _serve(self, worker: _Worker, events: int) -> None:
         events &= worker.events  # serving another may have changed what is wanted of this one
@@ -160,7 +178,7 @@ class AggregatedJob:
             whole = HEADER.size + (worker.block.head.length if worker.filled >= HEADER.size else 0)
             try:
                 got = worker.sock.recv_into(worker.block.view[worker.filled : whole])
-            except BlockingIOError:
+            except WOULD_BLOCK:
                 return
             if not got:
                 self._leave(worker)
@@ -171,6 +189,8 @@ class AggregatedJob:
                 worker.block.head = self._expected(worker, protocol.unpack(worker.block.view[: HEADER.size]))
             elif worker.filled > HEADER.size and worker.filled == whole:
                 self._contribute(worker)
+                if buffered(worker.sock):
+                    self._buffered.add(worker)
                 return
 
     def _expected(self, worker: _Worker, head: Head) -> Head:
@@ -242,7 +262,7 @@ class AggregatedJob:
             block = worker.queue[0]
             try:
                 worker.sent += worker.sock.send(block.view[worker.sent : HEADER.size + block.head.length])
-            except BlockingIOError:
+            except WOULD_BLOCK:
                 break
             except OSError as error:
                 raise _broken(worker, error) from error
@@ -307,7 +327,7 @@ class AggregatedJob:
 
 
 def _broken(worker: _Worker, error: OSError) -> Failure:
-    return Failure("left", f"the connection to rank {worker.rank} broke: {error.strerror}")
+    return Failure("left", f"the connection to rank {worker.rank} broke: {explained(error)}")
 
 
 def combine_(into: Bytes, other: Bytes, op: int) -> None:

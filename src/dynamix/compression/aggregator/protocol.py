@@ -1,28 +1,18 @@
-"""What workers and the aggregator say to each other: a handshake, then messages of at most one chunk of a buffer.
-
-    aggregator   greeting, nonce
-    worker       proof, JSON: who it is (`Introduction`) and a nonce of its own
-    aggregator   proof, JSON: chunk_bytes, timeout_s; or why it is refused
-
-A proof is an HMAC-SHA256 under the token of what was said and of the other side's nonce, so the token never travels and
-no recorded handshake can be used again. The rest is neither encrypted nor signed. Checksums find damage, not malice.
+"""What workers and the aggregator say to each other once a worker is let in: messages of one chunk of a buffer.
 
 A round is one buffer of all workers. It travels in chunks, each under a header that says where it belongs and ends in a
-checksum over header and chunk. Numbers are little-endian, values as the machine holds them.
+checksum over header and chunk. Checksums find damage, not malice. Numbers are little-endian, values as the machine
+holds them. How a worker is let in: `handshake`.
 """
 
 from __future__ import annotations
 
-import hashlib
-import hmac
-import json
-import socket
+import contextlib
+import ipaddress
 import struct
-import time
 import zlib
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,8 +20,6 @@ from numpy.typing import NDArray
 from dynamix.errors import ConfigError
 
 Bytes = NDArray[np.uint8]
-GREETING = b"dynamix aggregator 1\n"
-NONCE_BYTES, PROOF_BYTES, MAX_BLOB = 32, 32, 4096
 DATA, RESULT, FAILED = 1, 2, 3  # kinds of message
 ADD, OR = 1, 2  # int32, wrapping around; uint8
 HEADER = struct.Struct("<2sBBIQQQ4xI")
@@ -81,25 +69,28 @@ def chunks(op: int, number: int, total: int, most: int) -> Iterator[Head]:
         yield Head(DATA, op, min(size, total - start), number, start, total)
 
 
-def checksum(first: bytes, payload: Bytes) -> int:
-    """Of a header's fields and the payload: CRC32, of the column sums where the payload is long.
+def folded(payload: Bytes) -> bytes | memoryview:
+    """What a checksum is taken of: the column sums where the payload is long, and what is left over.
 
     Sums run at memory speed and change with every flipped bit; a shift or an exchange of whole rows of 4 KiB would be
     missed, and shows in the header's numbers instead.
     """
-    crc = zlib.crc32(first)
     rows = payload.size // (8 * _LANES)
-    if rows >= 4:
-        folded = payload[: rows * 8 * _LANES].view(np.uint64).reshape(rows, _LANES)
-        crc = zlib.crc32(np.add.reduce(folded, axis=0).tobytes(), crc)
-        payload = payload[rows * 8 * _LANES :]
-    return zlib.crc32(payload.data, crc)
+    if rows < 4:
+        return payload.data
+    whole = payload[: rows * 8 * _LANES].view(np.uint64).reshape(rows, _LANES)
+    sums: bytes = np.add.reduce(whole, axis=0).tobytes()
+    return sums + payload[rows * 8 * _LANES :].tobytes()
 
 
-def pack(head: Head, payload: Bytes) -> bytes:
-    """The header of a message, HEADER.size bytes."""
+def pack(head: Head, payload: Bytes, *, fold: bytes | memoryview | None = None) -> bytes:
+    """The header of a message, HEADER.size bytes; `fold`: `folded(payload)`, where it is known."""
     first = HEADER.pack(_MAGIC, *head, 0)[:-4]
-    return first + struct.pack("<I", checksum(first, payload))
+    return first + struct.pack("<I", _checksum(first, folded(payload) if fold is None else fold))
+
+
+def _checksum(first: bytes, fold: bytes | memoryview) -> int:
+    return zlib.crc32(fold, zlib.crc32(first))
 
 
 def unpack(header: bytes | bytearray | memoryview) -> Head:
@@ -112,112 +103,8 @@ def unpack(header: bytes | bytearray | memoryview) -> Head:
 
 def verify(header: bytes | bytearray | memoryview, payload: Bytes) -> None:
     """Raises `ProtocolError` where header and payload do not fit their checksum."""
-    if checksum(bytes(header[:-4]), payload) != HEADER.unpack(header)[-1]:
+    if _checksum(bytes(header[:-4]), folded(payload)) != HEADER.unpack(header)[-1]:
         raise ProtocolError("damaged", "a message does not fit its checksum")
-
-
-@dataclass(frozen=True)
-class Introduction:
-    """Who asks to join. `session` tells runs of the same job apart; all of a run's ranks bring the same.
-
-    timeout_s   how long the job may wait for one of its workers within a round
-    """
-
-    job: str
-    session: str
-    workers: int
-    rank: int
-    timeout_s: float
-
-    @classmethod
-    def of(cls, fields: dict[str, Any]) -> Introduction:
-        """From JSON; raises `ProtocolError` where something is missing or of another type."""
-        try:
-            job, session = ascii(str(fields["job"])[:64])[1:-1], str(fields["session"])[:64]  # the job is for logs
-            made = cls(job, session, int(fields["workers"]), int(fields["rank"]), float(fields["timeout_s"]))
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise ProtocolError("introduction", f"the introduction is not complete: {error}") from error
-        if not (made.workers >= 1 and 0 <= made.rank < made.workers and made.timeout_s > 0):
-            raise ProtocolError("introduction", f"rank {made.rank} of {made.workers} workers cannot be")
-        return made
-
-
-def proof(token: str, side: bytes, nonce: bytes, said: bytes) -> bytes:
-    """What only a holder of the token can say about `said` after having been given `nonce`."""
-    return hmac.new(token.encode(), side + nonce + said, hashlib.sha256).digest()
-
-
-def greet(sock: socket.socket, nonce: bytes, deadline_s: float) -> None:
-    """The aggregator's first words."""
-    send_blob(sock, GREETING + nonce, deadline_s)
-
-
-def introduce(sock: socket.socket, who: Introduction, token: str, nonce: bytes, deadline_s: float) -> dict[str, Any]:
-    """The worker's side of the handshake. Returns the aggregator's terms; raises `ProtocolError` when refused."""
-    greeting = receive_blob(sock, deadline_s)
-    if len(greeting) != len(GREETING) + NONCE_BYTES or not greeting.startswith(GREETING):
-        raise ProtocolError("introduction", "what answers there is no aggregator of this version")
-    theirs = greeting[len(GREETING) :]
-    said = json.dumps({**asdict(who), "nonce": nonce.hex()}).encode()
-    send_blob(sock, proof(token, b"worker", theirs, said) + said, deadline_s)
-    answer = receive_blob(sock, deadline_s)
-    terms: dict[str, Any] = json.loads(answer[PROOF_BYTES:])
-    if "refused" in terms:
-        raise ProtocolError("refused", str(terms["refused"])[:MAX_REASON_BYTES])
-    if not hmac.compare_digest(answer[:PROOF_BYTES], proof(token, b"aggregator", nonce, answer[PROOF_BYTES:])):
-        raise ProtocolError("token", "the aggregator does not know the token")
-    return terms
-
-
-def hear(sock: socket.socket, token: str, nonce: bytes, deadline_s: float) -> tuple[Introduction, bytes]:
-    """The aggregator's ear: who asks, and the nonce for the answer. Raises `ProtocolError`."""
-    blob = receive_blob(sock, deadline_s)
-    said = blob[PROOF_BYTES:]
-    if not hmac.compare_digest(blob[:PROOF_BYTES], proof(token, b"worker", nonce, said)):
-        raise ProtocolError("token", "wrong token")
-    try:
-        fields = json.loads(said)
-        return Introduction.of(fields), bytes.fromhex(fields["nonce"])
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ProtocolError("introduction", "the introduction is not the expected JSON") from error
-
-
-def answer(sock: socket.socket, terms: dict[str, Any], token: str, nonce: bytes, deadline_s: float) -> None:
-    """Terms, or {"refused": why}."""
-    said = json.dumps(terms).encode()
-    send_blob(sock, proof(token, b"aggregator", nonce, said) + said, deadline_s)
-
-
-def send_blob(sock: socket.socket, blob: bytes, deadline_s: float) -> None:
-    """One part of the handshake, before `deadline_s` of the monotonic clock; raises OSError."""
-    sock.settimeout(_left(deadline_s))
-    sock.sendall(struct.pack("<I", len(blob)) + blob)
-
-
-def receive_blob(sock: socket.socket, deadline_s: float) -> bytes:
-    """Raises OSError when it is late, `ProtocolError` for lengths that no handshake has and when the line ends."""
-    (length,) = struct.unpack("<I", _exactly(sock, 4, deadline_s))
-    if length > MAX_BLOB:
-        raise ProtocolError("introduction", "what was said is no handshake")
-    return _exactly(sock, length, deadline_s)
-
-
-def _exactly(sock: socket.socket, length: int, deadline_s: float) -> bytes:
-    found = b""
-    while len(found) < length:
-        sock.settimeout(_left(deadline_s))
-        part = sock.recv(length - len(found))
-        if not part:
-            raise ProtocolError("introduction", "the connection was closed during the handshake")
-        found += part
-    return found
-
-
-def _left(deadline_s: float) -> float:
-    left = deadline_s - time.monotonic()
-    if left <= 0:
-        raise TimeoutError("the handshake took too long")
-    return left
 
 
 def parse_address(address: str, *, name: str = "aggregator") -> tuple[str, int]:
@@ -230,3 +117,14 @@ def parse_address(address: str, *, name: str = "aggregator") -> tuple[str, int]:
     if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
         raise ConfigError(name, address, "host:port", "give what the aggregator printed when it started")
     return host.strip("[]"), int(port)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach `host`.
+
+    >>> is_loopback("127.0.0.1"), is_loopback("::1"), is_loopback("0.0.0.0"), is_loopback("10.1.2.3")
+    (True, True, False, False)
+    """
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"

@@ -21,6 +21,7 @@ from dynamix.compression.wire import Messages, Wire, WireLost
 from dynamix.errors import ConfigError
 
 ONE_ROUND = 512  # values up to which a second round trip would cost more than the bytes: 16 KiB
+_REASON_BYTES = 512
 _log = logging.getLogger(__name__)
 
 
@@ -65,24 +66,38 @@ class AggregatorWire:
 def join(
     where: Aggregator, group: dist.ProcessGroup, device: torch.device, *, patience_s: float = CONNECT_S
 ) -> AggregatorClient:
-    """Connect all ranks of `group`, or none: a collective call. Raises `ConfigError` on every rank alike."""
+    """Connect all ranks of `group`, or none: a collective call. Raises `ConfigError` on every rank, with the reason of
+    the first rank that was not let in.
+    """
     session = torch.frombuffer(bytearray(secrets.token_bytes(16)), dtype=torch.uint8).to(device)
     dist.broadcast(session, dist.get_global_rank(group, 0), group=group)
     client: AggregatorClient | None = None
-    why = "another rank was not let in"
+    why = ""
     try:
         name = bytes(session.tolist()).hex()
         workers, rank = group.size(), group.rank()
         client = AggregatorClient.connect(where, session=name, workers=workers, rank=rank, patience_s=patience_s)
-    except WireLost as error:
+    except (WireLost, ConfigError) as error:
         why = str(error)
-    everyone = torch.tensor([client is not None], dtype=torch.uint8, device=device)
-    dist.all_reduce(everyone, op=dist.ReduceOp.MIN, group=group)
-    if client is not None and bool(everyone[0]):
+    first_out = torch.tensor([group.size() if client is not None else group.rank()], device=device)
+    dist.all_reduce(first_out, op=dist.ReduceOp.MIN, group=group)
+    out = int(first_out[0])
+    if client is not None and out == group.size():
         return client
     if client is not None:
         client.close()
-    raise ConfigError("aggregator", where.address, "one that runs and lets every rank in", why)
+    theirs = _told_by(out, why, group, device)
+    raise ConfigError(
+        "aggregator", where.address, "one that runs and lets every rank in", why or f"rank {out}: {theirs}"
+    )
+
+
+def _told_by(rank: int, text: str, group: dist.ProcessGroup, device: torch.device) -> str:
+    """The text of one rank, on all of them."""
+    brought = text.encode()[:_REASON_BYTES].ljust(_REASON_BYTES)
+    told = torch.frombuffer(bytearray(brought), dtype=torch.uint8).to(device)
+    dist.broadcast(told, dist.get_global_rank(group, rank), group=group)
+    return bytes(told.tolist()).decode(errors="replace").rstrip()
 
 
 def report_loss(client: AggregatorClient) -> None:

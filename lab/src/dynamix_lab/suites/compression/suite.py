@@ -23,6 +23,7 @@ from dynamix.emulator.cluster import Mechanism
 from dynamix.errors import ConfigError, EmulationError, WorkerLostError
 from dynamix.events.run_folder import commit
 from dynamix_lab.harness.suite import Cell, Context, Suite
+from dynamix_lab.suites.aggregator.certificates import have_openssl, make_certificates
 from dynamix_lab.suites.compression.exchanges import AFTER, AGAIN, AGGREGATED, SPARSE_TENSORS, WAYS
 from dynamix_lab.suites.compression.jobs import AFTER_TOPK, JOBS, SPARSEST
 from dynamix_lab.suites.compression.report import markdown, page
@@ -222,20 +223,25 @@ def _run_cell(
 
 
 def _start_aggregator(hosts: Emulation, folder: Path) -> dict[str, str]:
-    """An aggregator inside the emulated switch; its address and token. Every way through it is a job of its own
-    there.
+    """An aggregator inside the emulated switch; its address, token and certificates. Every way through it is a job of
+    its own there.
     """
+    if not have_openssl():
+        raise EmulationError("an aggregator beyond loopback needs certificates: install openssl, or leave its ways out")
+    servers, workers = make_certificates((folder / "certificates").resolve(), hosts.switch_address)
     token = folder / "token"
     token.touch(mode=0o600)
     token.write_text(secrets.token_hex(16))
     command = [sys.executable, "-m", "dynamix.cli.app", "aggregator"]
     options = ["--host", hosts.switch_address, "--port", "0", "--token-file", str(token)]
+    options += ["--tls-cert", servers.cert, "--tls-key", servers.key, "--tls-ca", servers.ca]
     process = hosts.launch_on_switch([*command, *options], name="aggregator")
     deadline = time.monotonic() + START_S
     while time.monotonic() < deadline and process.poll() is None:
         said = (folder / "aggregator.out").read_text(errors="replace")
         if said.startswith("listening on ") and "\n" in said:
-            return {"address": said.split()[2], "token": token.read_text()}
+            files = {"tls_cert": workers.cert, "tls_key": workers.key, "tls_ca": workers.ca}
+            return {"address": said.split()[2], "token": token.read_text(), **files}
         time.sleep(0.1)
     errors = (folder / "aggregator.err").read_text(errors="replace").splitlines()
     raise EmulationError(f"the aggregator did not start: {errors[-1] if errors else 'it wrote nothing'}; see {folder}")

@@ -1,0 +1,121 @@
+"""TLS 1.3 between workers and aggregator: both sides show a certificate of the same authority.
+
+Also what sockets with and without TLS do differently, so that nothing else has to know which one it holds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import ssl
+from dataclasses import dataclass
+from os import PathLike, fspath
+
+from dynamix.errors import ConfigError
+
+PathText = str | PathLike[str]
+FIRST_BYTE = 0x16  # of every TLS connection; no word of ours begins so
+SPEAK_TLS = "pass tls_cert, tls_key and tls_ca to Aggregator(...)"
+WOULD_BLOCK = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
+_RECORD_BYTES = 1 << 14  # what TLS encrypts at once
+
+_WHY = {  # by OpenSSL's word for it
+    "PEER_DID_NOT_RETURN_A_CERTIFICATE": "the worker showed no certificate",
+    "TLSV13_ALERT_CERTIFICATE_REQUIRED": f"the aggregator asks for a certificate: {SPEAK_TLS}",
+    "TLSV1_ALERT_UNKNOWN_CA": "the other side does not accept the certificate: it is not from its tls_ca",
+    "SSLV3_ALERT_BAD_CERTIFICATE": "the other side does not accept the certificate",
+    "SSLV3_ALERT_CERTIFICATE_EXPIRED": "the other side does not accept the certificate: it has expired",
+    "SSLV3_ALERT_CERTIFICATE_UNKNOWN": "the other side does not accept the certificate",
+    "WRONG_VERSION_NUMBER": "what answers there does not speak TLS: start the aggregator with --tls-cert, --tls-key "
+    "and --tls-ca",
+    "TLSV1_ALERT_PROTOCOL_VERSION": "the other side does not speak TLS 1.3",
+    "UNSUPPORTED_PROTOCOL": "the other side does not speak TLS 1.3",
+}
+
+
+@dataclass(frozen=True)
+class TlsFiles:
+    """PEM files of one side: its certificate, the certificate's key, and the authority that both sides trust."""
+
+    cert: str
+    key: str
+    ca: str
+
+    @classmethod
+    def of(cls, cert: PathText | None, key: PathText | None, ca: PathText | None) -> TlsFiles | None:
+        """None where nothing is given. Raises `ConfigError` where some of the three are missing."""
+        given = {"tls_cert": cert, "tls_key": key, "tls_ca": ca}
+        missing = [name for name, path in given.items() if not path]
+        if len(missing) == 3:
+            return None
+        if missing or cert is None or key is None or ca is None:
+            raise ConfigError(
+                missing[0], "", "tls_cert, tls_key and tls_ca together, or none of them", "give all three"
+            )
+        return cls(fspath(cert), fspath(key), fspath(ca))
+
+    def server(self) -> ssl.SSLContext:
+        """The aggregator's side: whoever connects must show a certificate of the authority. Raises `ConfigError`."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.verify_mode = ssl.CERT_REQUIRED
+        context.num_tickets = 0  # no session is taken up again
+        return self._filled(context)
+
+    def client(self) -> ssl.SSLContext:
+        """A worker's side: the aggregator must show a certificate of the authority for the host that was called."""
+        return self._filled(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
+
+    def _filled(self, context: ssl.SSLContext) -> ssl.SSLContext:
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        allowed = "PEM files that can be read, a key that belongs to its certificate and has no passphrase"
+        try:
+            context.load_verify_locations(cafile=self.ca)
+        except (OSError, ValueError) as error:
+            raise ConfigError("tls_ca", self.ca, allowed, str(error)) from error
+        try:
+            context.load_cert_chain(self.cert, self.key, password="")  # with none it would ask on the terminal
+        except (OSError, ValueError) as error:
+            raise ConfigError("tls_cert", f"{self.cert} with tls_key={self.key}", allowed, str(error)) from error
+        return context
+
+
+def explained(error: Exception) -> str:
+    """What went wrong on a connection, in words that say what to do where that is known."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        said = error.verify_message
+        if "mismatch" in said:
+            return f"the certificate is for another host ({said}): list this one in its subjectAltName"
+        if "expired" in said or "not yet valid" in said:
+            return f"the certificate is not valid at this time ({said})"
+        return f"the certificate is not from the authority of tls_ca ({said})"
+    if isinstance(error, ssl.SSLError) and error.reason in _WHY:
+        return _WHY[error.reason]
+    return str(error)
+
+
+def shut(sock: socket.socket) -> None:
+    """End a connection from any thread, whatever another one does with it: that one sees its end."""
+    with contextlib.suppress(OSError):
+        socket.socket.shutdown(sock, socket.SHUT_RDWR)  # SSLSocket's own would fall back to plain text
+
+
+def buffered(sock: socket.socket) -> int:
+    """Bytes that have left the kernel, so that no selector sees them, and wait to be received."""
+    return sock.pending() if isinstance(sock, ssl.SSLSocket) else 0
+
+
+def send_both(sock: socket.socket, first: bytes, rest: memoryview) -> int:
+    """As much of the two, one behind the other, as goes at once; at least one byte, or it raises."""
+    if isinstance(sock, ssl.SSLSocket):
+        return sock.send(first + rest[: _RECORD_BYTES - len(first)])
+    return sock.sendmsg([first, rest])
+
+
+def is_closed(sock: socket.socket) -> bool:
+    """Whether the other side of a connection has gone; nothing is read from it."""
+    try:
+        return not socket.socket.recv(sock, 1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
