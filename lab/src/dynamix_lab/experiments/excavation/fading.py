@@ -47,7 +47,7 @@ class FadingField:
         self.value *= 1.0 - self.decay.alpha
 
     def deposit(self, cell: Ints, amount: NDArray[Any] | float = 1.0) -> None:
-        """`amount` (a number, or (B, n)) visits to cells (B, n) of their worlds; the same one may be named repeatedly."""
+        """So many visits (a number, or (B, n)) to cells (B, n) of their worlds; one may be named repeatedly."""
         visits = self.decay.beta * amount * self.open_[cell]
         np.add.at(self.value.reshape(-1), (cell + self._first).reshape(-1), visits.reshape(-1))
 
