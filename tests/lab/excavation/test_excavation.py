@@ -116,6 +116,8 @@ def test_on_a_ground_with_more_tunnels_each_is_like_the_only_one_and_has_entries
         for n in (1, 3)
     )
     band = shape.nest_rows * three.burrow.width
+    b = one.burrow
+    one.place[0] = np.flatnonzero((b.row == (shape.nest_rows - 1) // 2) & b.nest)  # before the mouth
     three.place = one.place + band
     for _ in range(8):
         first, third = (env.step([[RIGHT, RIGHT]])[0] for env in (one, three))

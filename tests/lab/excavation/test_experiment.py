@@ -115,7 +115,8 @@ def test_a_method_may_have_its_traces_changed() -> None:
 def test_a_seed_gives_the_same_result_again() -> None:
     first, second = (run(dataclasses.replace(QUICK, methods=("s-madrl",), agents=(2,))) for _ in range(2))
     for result in (first, second):
-        del result["methods"]["s-madrl"]["seconds"]
+        for part in result["methods"].values():
+            del part["seconds"]
     assert first == second
 
 
