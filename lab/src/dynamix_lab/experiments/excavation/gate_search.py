@@ -56,7 +56,7 @@ class GateSearch:
     agents: int = 8
     few: tuple[int, ...] = (2, 4)
     worlds: int = 4
-    division: float = 200.0
+    division: float = 400.0
     enough: float = 0.33
 
     def __post_init__(self) -> None:
