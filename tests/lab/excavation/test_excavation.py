@@ -65,7 +65,7 @@ def test_one_of_two_gets_a_cell_and_each_now_and_then() -> None:
 
 
 def test_on_every_ground_a_step_that_is_paid_as_closer_leads_to_the_goal() -> None:
-    for shape in (*GROUNDS.values(), Shape(5, 2, 3, 1, 3, 2)):
+    for shape in (*GROUNDS.values(), Shape(5, 2, 3, 1, 3, 2), Shape(6, 2, 3, 1, 3, 2, tunnels=3)):
         burrow = Burrow(shape, margin=2)
         free = np.flatnonzero(~burrow.rock)
         for steps, goal in ((burrow.to_face, burrow.face), (burrow.to_nest, burrow.nest)):
@@ -107,6 +107,27 @@ def test_agents_see_what_is_near_and_smell_where_somebody_was() -> None:
     traces = seen[0, env.config.traces].reshape(5, 5)[2]  # its own row
     assert traces[4] > traces[3]  # columns 3 and 2: it stands there, and it only passed before the first step
     assert traces[2] == traces[4]
+
+
+def test_on_a_ground_with_more_tunnels_each_is_like_the_only_one_and_has_entries_of_its_own() -> None:
+    shape = GROUNDS["single-file"]
+    one, three = (
+        Excavation(ExcavationConfig(dataclasses.replace(shape, tunnels=n), signs="typed"), agents=2, seed=0)
+        for n in (1, 3)
+    )
+    band = shape.nest_rows * three.burrow.width
+    b = one.burrow
+    one.place[0] = np.flatnonzero((b.row == (shape.nest_rows - 1) // 2) & b.nest)  # before the mouth
+    three.place = one.place + band
+    for _ in range(8):
+        first, third = (env.step([[RIGHT, RIGHT]])[0] for env in (one, three))
+        np.testing.assert_array_equal(first, third)
+    assert (three.place == one.place + band).all()
+    three.place = np.array([[three.place[0, 0] - band, three.place[0, 1] + band]])
+    assert three.entries.value[0, 1] > 0.0
+    assert three.entries_now().tolist() == [[0.0, 0.0]]
+    with pytest.raises(ConfigError, match="tunnels"):
+        Shape(tunnels=0)
 
 
 def test_slow_agents_move_less_and_finished_worlds_rest() -> None:

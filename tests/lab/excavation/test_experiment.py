@@ -14,13 +14,16 @@ from typer.testing import CliRunner
 from dynamix.cli.app import app
 from dynamix.errors import ConfigError, StateError
 from dynamix_lab.experiments.excavation.aggregate import interquartile_mean, stratified
-from dynamix_lab.experiments.excavation.experiment import ExperimentConfig, run, table
+from dynamix_lab.experiments.excavation.experiment import ExperimentConfig, run
 from dynamix_lab.experiments.excavation.gate_search import GateSearch
 from dynamix_lab.experiments.excavation.ground import Shape
 from dynamix_lab.experiments.excavation.learner import DQNConfig
 from dynamix_lab.experiments.excavation.lessons import Stage
 from dynamix_lab.experiments.excavation.maddpg import MADDPGConfig
 from dynamix_lab.experiments.excavation.mappo import MAPPOConfig
+from dynamix_lab.experiments.excavation.pages import sections
+from dynamix_lab.experiments.excavation.summary import table
+from dynamix_lab.experiments.excavation.trial import task_of
 from dynamix_lab.experiments.excavation.world import ExcavationConfig
 
 METHODS = ("s-madrl", "madqn", "mappo", "random")
@@ -35,6 +38,7 @@ QUICK = ExperimentConfig(
     stages=(Stage((1,), 20, 1.0), Stage((1, 2), 20, 0.3)),
     worlds=4,
     evaluation_worlds=4,
+    large=(6,),
 )
 
 
@@ -58,6 +62,7 @@ def test_it_compares_all_methods_and_goes_on_where_it_stopped(tmp_path: Path) ->
         assert part["seeds"] == [0, 1]
         for agents in ("1", "3"):
             assert part["agents"][agents]["pellets_per_1000"]["low"] is not None
+        assert ("large" in part) == (part is not result["methods"]["s-madrl-open"])
     assert result["steps_of_worlds"] == 40 * 4
     assert len(table(result).splitlines()) == 1 + 2 * (len(METHODS) + 1)
 
@@ -76,10 +81,42 @@ def test_it_compares_all_methods_and_goes_on_where_it_stopped(tmp_path: Path) ->
         dataclasses.replace(QUICK, methods=("qmix",))
 
 
+def test_methods_may_have_had_unlike_numbers_of_trainings_when_time_is_up(tmp_path: Path) -> None:
+    config = dataclasses.replace(QUICK, methods=("random", "madqn"))
+    run(config, tmp_path)
+    more = dataclasses.replace(config, seeds=(0, 1, 2))
+    run(dataclasses.replace(more, methods=("random",)), tmp_path)
+    summed = run(more, tmp_path, minutes=0)
+    assert {name: part["seeds"] for name, part in summed["methods"].items()} == {"random": [0, 1, 2], "madqn": [0]}
+    rows = sections({**summed, "speed": {"agents": 8, "worlds": 16, "steps_per_core_second": 1}})[0].table
+    assert rows is not None
+    assert [row[:2] for row in rows.rows] == [["random", "3"], ["madqn", "1"]]
+    with pytest.raises(ConfigError, match="minutes"):
+        run(more, tmp_path, minutes=-1)
+
+
+def test_a_run_that_fails_leaves_those_beside_it_to_be_kept(tmp_path: Path) -> None:
+    config = dataclasses.replace(QUICK, methods=("hand", "random"))  # motion by hand is not for this ground
+    with pytest.raises(ConfigError, match="single-file"):
+        run(config, tmp_path, processes=2)
+    assert [json.loads(line)["method"] for line in (tmp_path / "runs.jsonl").read_text().splitlines()] == ["random"]
+
+
+def test_a_method_may_have_its_traces_changed() -> None:
+    names = ("s-madrl:late", "s-madrl:no-decay")
+    result = run(dataclasses.replace(QUICK, methods=names, agents=(2,), large=()))
+    assert {*names} < result["methods"].keys()
+    assert task_of(QUICK.task, "hand:noise").noise == 0.5
+    for wrong in ("s-madrl:loud", "madqn:late"):
+        with pytest.raises(ConfigError, match="methods"):
+            dataclasses.replace(QUICK, methods=(wrong,))
+
+
 def test_a_seed_gives_the_same_result_again() -> None:
     first, second = (run(dataclasses.replace(QUICK, methods=("s-madrl",), agents=(2,))) for _ in range(2))
     for result in (first, second):
-        del result["methods"]["s-madrl"]["seconds"]
+        for part in result["methods"].values():
+            del part["seconds"]
     assert first == second
 
 
@@ -102,6 +139,7 @@ def test_the_command_prints_the_table_and_writes_the_ground_it_ran_on(tmp_path: 
     done = bench("--out", str(out), "--seeds", "2", "--ground", "single-file", "--horizon", "5")
     assert done.exit_code == 0, done.output
     assert "pellets_per_1000" in done.output
+    assert "steps of a world a core and second" in done.output
     saved = json.loads((out / "result.json").read_text())
     assert saved["command"] == ("dynamix bench excavation --methods random --seeds 2 --ground single-file --horizon 5")
     assert saved["config"]["task"]["shape"]["tunnel_width"] == 1

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import numpy as np
 import pytest
 
 from dynamix.errors import ConfigError
-from dynamix_lab.experiments.excavation.experiment import lost_and_back
-from dynamix_lab.experiments.excavation.gate_search import RANGES, GateSearch, gate_of, learn_gate
+from dynamix_lab.experiments.excavation.gate_search import RANGES, GateSearch, gate_of, lasting, learn_gate, scores
 from dynamix_lab.experiments.excavation.ground import GROUNDS
 from dynamix_lab.experiments.excavation.hand import HandMotion
 from dynamix_lab.experiments.excavation.learner import DQNConfig, DQNTraining, evaluate
 from dynamix_lab.experiments.excavation.lessons import Lessons, Stage
 from dynamix_lab.experiments.excavation.resting import AtRandom, Counting, Forced, ThresholdConfig, Thresholds
+from dynamix_lab.experiments.excavation.trial import lost_and_back
 from dynamix_lab.experiments.excavation.world import Excavation, ExcavationConfig
 
 TASK = ExcavationConfig(GROUNDS["single-file"], signs="typed", horizon=600)
@@ -83,11 +84,46 @@ def test_a_threshold_rises_with_deliveries_and_falls_with_ways_back() -> None:
     assert gate.theta.tolist() == [[4.5, 2.0, pytest.approx(3.8)]]
 
 
+def test_no_threshold_falls_below_its_floor_so_that_an_empty_tunnel_calls_everybody() -> None:
+    env = Excavation(TASK, agents=3, seed=0)
+    gate = Thresholds(env, ThresholdConfig(lowest=4, highest=4, turned_back=-3.0, floor=2.5, retry=1.0, steepness=40))
+    env.turned_back[:] = True
+    gate.after()
+    assert gate.theta.tolist() == [[2.5] * 3]
+    gate.resting[:], env.turned_back[:] = True, False
+    env.entries.deposit(np.zeros((1, 1), dtype=np.int64), 5)  # 2 a 20 steps
+    assert not gate.rest().any()
+
+
+def test_who_rests_may_think_again_by_what_it_smelt_for_some_time() -> None:
+    env = Excavation(TASK, agents=2, seed=0)
+    gate = Thresholds(env, ThresholdConfig(lowest=3, highest=3, retry=1.0, steepness=40, memory=0.1))
+    env.entries.deposit(np.zeros((1, 1), dtype=np.int64), 10)
+    env.gave[:] = True
+    assert gate.rest().all()
+    env.gave[:] = False
+    env.entries.clear()  # empty from now on
+    stayed = 0
+    while gate.rest().all():
+        stayed += 1
+    assert stayed == 2  # 4, 3.6, 3.24, and 2.9
+
+
+def test_every_world_may_have_a_gate_of_its_own() -> None:
+    env = Excavation(TASK, agents=2, worlds=2, seed=0)
+    gate = Thresholds(env, [ThresholdConfig(lowest=1, highest=2), ThresholdConfig(lowest=5, highest=6, delivered=1.0)])
+    env.gave[:] = True
+    gate.after()
+    assert gate.theta.tolist() == [[1.15, 2.15], [6.0, 7.0]]
+    with pytest.raises(ConfigError, match="one a world"):
+        Thresholds(env, [ThresholdConfig()] * 3)
+
+
 def test_a_full_tunnel_makes_those_rest_whose_threshold_is_low() -> None:
     env = Excavation(TASK, agents=2, seed=0)
     gate = Thresholds(env, ThresholdConfig(lowest=1, highest=8, steepness=20))
     env.gave[:] = True
-    env.entries.deposit(np.zeros((1, 1), dtype=np.int64), 10, step=env.clock)  # 4 a 20 steps
+    env.entries.deposit(np.zeros((1, 1), dtype=np.int64), 10)  # 4 a 20 steps
     assert gate.rest().tolist() == [[True, False]]
 
 
@@ -164,6 +200,20 @@ def test_a_learned_gate_lies_within_its_ranges() -> None:
     assert gate_of(np.ones(len(RANGES))).highest == 12.0
     with pytest.raises(ConfigError, match="kept"):
         GateSearch(kept=40)
+
+
+def test_a_gate_is_scored_by_pellets_in_all_its_situations_and_by_lasting_division() -> None:
+    task = ExcavationConfig(GROUNDS["single-file"], signs="typed", horizon=200)
+    gates = [ThresholdConfig(), ThresholdConfig(lowest=0, highest=0, delivered=0.0, retry=0.0, steepness=40)]
+    config = GateSearch(agents=6, worlds=2, division=0.0)
+    usual, shut = scores(HandMotion(task), task, gates, config, seed=0)
+    assert usual > 4 * 40
+    assert shut < usual / 2  # nobody goes in again once the tunnel was entered
+    divided = scores(HandMotion(task), task, gates, dataclasses.replace(config, division=1e6), seed=0)
+    env = Excavation(task, agents=4, worlds=2, seed=0)
+    env.early, env.delivered = np.array([[0, 0, 4, 4], [4, 4, 0, 0]]), np.array([[0, 0, 8, 8], [4, 4, 4, 4]])
+    assert lasting(env).tolist() == [0.5, 0.0]
+    assert (divided >= [usual, shut]).all()
 
 
 def test_what_resting_agents_were_told_to_do_is_not_learned_from() -> None:

@@ -108,7 +108,7 @@ def bench_excavation(
         str | None,
         typer.Option(
             help="Of s-madrl,visits,madqn,sight-2,mappo,mappo-typed,maddpg,hand,counting,random, comma-separated "
-            "(default: all that run here)."
+            "(default: all that run here). Those on typed traces with :no-decay, :fast-decay, :noise or :late, too."
         ),
     ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Trainings of each method.")] = 10,
@@ -117,25 +117,35 @@ def bench_excavation(
     horizon: Annotated[int, typer.Option(min=1, help="Steps of an episode.")] = 1000,
     scale: Annotated[float, typer.Option(help="Of the number of steps of every stage.")] = 1.0,
     processes: Annotated[int, typer.Option(min=1, help="Trainings at a time, one thread each.")] = 1,
+    minutes: Annotated[
+        float | None,
+        typer.Option(help="After these no training begins; 0 with --resume sums up what is finished (default: all)."),
+    ] = None,
     resume: Resume = False,
     out: Out = None,
     as_json: Json = False,
 ) -> None:
     """S-MADRL against MADQN, MAPPO and MADDPG: agents that fetch pellets through a narrow tunnel."""
-    from dynamix_lab.experiments.excavation.experiment import ExperimentConfig, draw, run, table
+    from dynamix_lab.experiments.excavation.experiment import ExperimentConfig, run
+    from dynamix_lab.experiments.excavation.foretelling import somebody_is_coming
+    from dynamix_lab.experiments.excavation.speed import world_speed
+    from dynamix_lab.experiments.excavation.summary import draw, table
+    from dynamix_lab.experiments.excavation.trial import task_of
 
     config = ExperimentConfig.of(
         methods=names_of(methods), seeds=seeds, ground=ground, slow=slow, horizon=horizon, scale=scale
     )
-    result, folder = _in_folder(
-        context,
-        "excavation task",
-        out,
-        resume,
-        lambda folder, tell: run(config, folder, processes=processes, tell=tell),
-    )
+
+    def work(folder: Path, tell: Callable[[str, float], None]) -> dict[str, Any]:
+        found = run(config, folder, processes=processes, minutes=minutes, tell=tell)
+        if "hand" in found["methods"]:
+            found["coming"] = somebody_is_coming(config.task)
+        return {**found, "speed": world_speed(task_of(config.task, "s-madrl"))}
+
+    result, folder = _in_folder(context, "excavation task", out, resume, work)
     draw(result, folder / "figure.png")
-    print_json(result) if as_json else typer.echo(f"{table(result)}\n\nwrote {folder}")
+    speed = f"{result['speed']['steps_per_core_second']:,} steps of a world a core and second"
+    print_json(result) if as_json else typer.echo(f"{table(result)}\n\n{speed}\nwrote {folder}")
 
 
 @bench.command("calibration")

@@ -9,55 +9,37 @@ line of OUT/runs.jsonl, and a call that finds such lines runs only what is missi
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import importlib.util
 import json
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-
 from dynamix.errors import ConfigError, StateError
-from dynamix_lab.experiments.excavation.aggregate import stratified
-from dynamix_lab.experiments.excavation.gate_search import LOST, GateSearch, busiest, learn_gate, settings
+from dynamix_lab.experiments.excavation.gate_search import GateSearch
 from dynamix_lab.experiments.excavation.ground import GROUNDS
-from dynamix_lab.experiments.excavation.hand import HandMotion
-from dynamix_lab.experiments.excavation.learner import (
-    Actions,
-    DQNConfig,
-    DQNTraining,
-    evaluate,
-    without_traces,
-    work,
-)
+from dynamix_lab.experiments.excavation.learner import DQNConfig
 from dynamix_lab.experiments.excavation.lessons import CURRICULUM, Stage
-from dynamix_lab.experiments.excavation.maddpg import MADDPGConfig, MADDPGTraining, not_installed
-from dynamix_lab.experiments.excavation.mappo import MAPPOConfig, MAPPOTraining
-from dynamix_lab.experiments.excavation.resting import Counting, Forced, Gate, ThresholdConfig, Thresholds
-from dynamix_lab.experiments.excavation.world import ACTIONS, Excavation, ExcavationConfig, Seen
+from dynamix_lab.experiments.excavation.maddpg import MADDPGConfig, not_installed
+from dynamix_lab.experiments.excavation.mappo import MAPPOConfig
+from dynamix_lab.experiments.excavation.summary import summarise
+from dynamix_lab.experiments.excavation.trial import CHANGES, LEARNED_GATE, base, run_one, task_of
+from dynamix_lab.experiments.excavation.world import ExcavationConfig
 
 METHODS = (
     "s-madrl", "visits", "madqn", "sight-2", "mappo", "mappo-typed", "maddpg", "hand", "counting", "random"
 )  # fmt: skip
-_LEARNED_GATE = ("s-madrl", "hand")
-_HAND = ("hand", "counting")
 # Where a method's settings are; hand and random have none.
 _SETTINGS = {
     **dict.fromkeys(("s-madrl", "visits", "madqn", "sight-2"), "dqn"),
     **dict.fromkeys(("mappo", "mappo-typed"), "mappo"),
     "maddpg": "maddpg",
 }
-MEASURES = ("reward", "pellets_per_1000", "collisions_per_1000", "gini", "halves")
-EVALUATION_SEED = 770_000
-RESTERS = 0.5  # most of the agents that rest while S-MADRL's motion is learned
-SETTLING = 300  # steps that the others have before it is measured what a loss cost
 
 
 def available() -> tuple[str, ...]:
@@ -69,7 +51,8 @@ def available() -> tuple[str, ...]:
     hand           motion by hand, with a learned gate
     counting       motion by hand; a planner's rule lets `Counting.most` in at a time
 
-    Of those with a gate the summary also has NAME-open, in which nobody rests.
+    Of those with a gate the summary also has NAME-open, in which nobody rests. NAME:CHANGE is one on typed traces with
+    its traces changed (`trial.CHANGES`) while it learns and afterwards.
     """
     found = importlib.util.find_spec("agilerl") is not None
     return tuple(name for name in METHODS if found or name != "maddpg")
@@ -77,7 +60,11 @@ def available() -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class ExperimentConfig:
-    """What is compared. `evaluation_worlds` episodes of one horizon for every number of `agents`, method and seed."""
+    """What is compared. `evaluation_worlds` episodes of one horizon for every number of `agents`, method and seed.
+
+    large   numbers of agents on larger grounds, with a tunnel for every so many as most of `agents`; nothing is learned
+            there
+    """
 
     methods: tuple[str, ...] = field(default_factory=available)
     agents: tuple[int, ...] = (1, 2, 4, 6, 8)
@@ -90,11 +77,14 @@ class ExperimentConfig:
     stages: tuple[Stage, ...] = CURRICULUM
     worlds: int = 16
     evaluation_worlds: int = 16
+    large: tuple[int, ...] = (16, 32, 64)
 
     def __post_init__(self) -> None:
         for name in self.methods:
-            if name not in METHODS:
-                raise ConfigError("methods", name, ", ".join(METHODS), "check the spelling")
+            if base(name) not in METHODS:
+                allowed = f"{', '.join(METHODS)}, some with :{', :'.join(CHANGES)}"
+                raise ConfigError("methods", name, allowed, "check the spelling")
+            task_of(self.task, name)
         if not (self.methods and self.agents and self.seeds):
             raise ConfigError("methods, agents, seeds", "none", "one or more of each", "check the configuration")
 
@@ -126,84 +116,10 @@ class ExperimentConfig:
 
     def fingerprint(self, method: str) -> str:
         """Of everything that a finished run of `method` depends on; methods and seeds may be added later."""
-        others = {"dqn", "mappo", "maddpg"} - {_SETTINGS.get(method)}
-        facts = {k: v for k, v in dataclasses.asdict(self).items() if k not in {"methods", "seeds"} | others}
+        others = {"dqn", "mappo", "maddpg"} - {_SETTINGS.get(base(method))}
+        others |= {"methods", "seeds", *(() if base(method) in LEARNED_GATE else ("gate",))}
+        facts = {k: v for k, v in dataclasses.asdict(self).items() if k not in others}
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def run_one(config: ExperimentConfig, method: str, seed: int) -> dict[str, Any]:
-    """Train one method with one seed and evaluate it: results by number of agents, and the seconds it took."""
-    torch.set_num_threads(1)
-    started, processor = time.perf_counter(), time.process_time()
-    task = task_of(config.task, method)
-    act = _trained(config, task, method, seed)
-    search = dataclasses.replace(config.gate, agents=max(config.agents))
-    learned = learn_gate(act, task, search, seed=seed) if method in _LEARNED_GATE else None
-    trained_s = time.perf_counter() - started
-    gate = _gate(method, learned, seed)
-    results = {}
-    for agents in config.agents:
-        shares = evaluate(
-            act, task, agents=agents, worlds=config.evaluation_worlds, seed=EVALUATION_SEED + seed, gate=gate
-        )
-        results[str(agents)] = shares.summary()
-    more: dict[str, Any] = {}
-    if learned is not None:
-        how: dict[str, Any] = {"worlds": config.evaluation_worlds, "seed": EVALUATION_SEED + seed}
-        most = max(config.agents)
-        more["gate"] = settings(learned)
-        more["open"] = {str(n): evaluate(act, task, agents=n, **how).summary() for n in config.agents}
-        more["forced"] = {
-            str(count): evaluate(act, task, agents=most, gate=functools.partial(Forced, count=count), **how).summary()
-            for count in range(min(5, most))
-        }
-    if (most := max(config.agents)) > LOST + 1:
-        more["loss"] = lost_and_back(act, task, gate, agents=most, worlds=config.evaluation_worlds, seed=seed)
-    return {
-        **more,
-        "method": method,
-        "seed": seed,
-        "fingerprint": config.fingerprint(method),
-        "agents": results,
-        "training_s": round(trained_s, 1),
-        "total_s": round(time.perf_counter() - started, 1),
-        "processor_s": round(time.process_time() - processor, 1),
-    }
-
-
-def task_of(task: ExcavationConfig, method: str) -> ExcavationConfig:
-    """The task as agents of `method` see it."""
-    typed = method in ("s-madrl", "mappo-typed", *_HAND)
-    return dataclasses.replace(
-        task, signs="typed" if typed else "visits", sight=2 if method == "sight-2" else task.sight
-    )
-
-
-def lost_and_back(
-    act: Callable[[Seen], Actions],
-    task: ExcavationConfig,
-    gate: Callable[[Excavation], Gate] | None,
-    *,
-    agents: int,
-    worlds: int,
-    seed: int,
-) -> dict[str, float]:
-    """Pellets of a horizon with everybody, `SETTLING` steps after the `LOST` busiest are gone, and after they are back.
-
-    `without` and `again` are parts of what all delivered before.
-    """
-    env = Excavation(task, agents=agents, worlds=worlds, seed=EVALUATION_SEED + 1000 + seed)
-    rests, delivered = None if gate is None else gate(env), []
-    for change in (None, env.leave, env.come_back):
-        if change is not None:
-            change(busiest(env) if change == env.leave else env.absent)
-        work(env, act, rests, SETTLING)
-        before = env.delivered.sum(-1)
-        work(env, act, rests, task.horizon)
-        delivered.append(float((env.delivered.sum(-1) - before).mean()))
-    whole = max(delivered[0], 1e-9)
-    per_1000 = 1000.0 / task.horizon * delivered[0]
-    return {"pellets_per_1000": per_1000, "without": delivered[1] / whole, "again": delivered[2] / whole}
 
 
 def run(
@@ -211,12 +127,20 @@ def run(
     out: str | Path | None = None,
     *,
     processes: int = 1,
+    minutes: float | None = None,
     tell: Callable[[str, float], None] = lambda what, done: None,
 ) -> dict[str, Any]:
     """Run what is missing in `out`, tell how long each run took, and return the summary.
 
-    Raises `StateError` if `out` holds runs of another configuration or a damaged line.
+    minutes   after which no other training begins: the summary is of what is finished, so methods may differ by a
+              training; 0 for what `out` holds
+
+    A run that fails does not keep those beside it from being kept; its error is raised when they are. Raises
+    `StateError` if `out` holds runs of another configuration or a damaged line.
     """
+    if minutes is not None and not minutes >= 0:
+        raise ConfigError("minutes", minutes, "0 or more", "leave it out to run everything")
+    until = float("inf") if minutes is None else time.monotonic() + 60 * minutes
     config = config or ExperimentConfig()
     path = None if out is None else Path(out) / "runs.jsonl"
     if "maddpg" in config.methods and "maddpg" not in available():
@@ -224,7 +148,7 @@ def run(
     runs = _finished(path, config)
     done = {(r["method"], r["seed"]) for r in runs}
     missing = [(m, s) for s in config.seeds for m in config.methods if (m, s) not in done]
-    for result in _results(config, missing, processes):
+    for result in _results(config, missing, processes, until):
         runs.append(result)
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -235,132 +159,31 @@ def run(
     return summarise(config, runs)
 
 
-def summarise(config: ExperimentConfig, runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Interquartile means over seeds by method and number of agents ("all": over all numbers), and Lorenz curves.
-
-    In "all", pellets are per agent, because more agents fetch more and would outweigh the others.
-    """
-    methods: dict[str, Any] = {}
-    opened = [{**r, "method": f"{r['method']}-open", "agents": r["open"]} for r in runs if "open" in r]
-    for r in opened:
-        for key in ("loss", "forced", "gate", "open"):
-            r.pop(key, None)
-    for name in (shown for method in config.methods for shown in (method, f"{method}-open")):
-        mine = [r for r in (*runs, *opened) if r["method"] == name and r["seed"] in config.seeds]
-        mine.sort(key=lambda r: int(r["seed"]))
-        if not mine:
-            continue
-        by_agents = {str(n): _measures([r["agents"][str(n)] for r in mine]) for n in config.agents}
-        per_agent = [[r["agents"][str(n)]["pellets_per_1000"] / n for n in config.agents] for r in mine]
-        losses = [r["loss"] for r in mine if "loss" in r]
-        parts = {k: stratified([loss[k] for loss in losses]).to_dict() for k in ("without", "again") if losses}
-        rests = [r["forced"] for r in mine if "forced" in r and "open" in r]
-        forced = {
-            k: stratified([f[k]["pellets_per_1000"] for f in rests]).to_dict() for k in (rests[0] if rests else ())
-        }
-        methods[name] = {
-            **({"loss": parts} if losses else {}),
-            **({"forced": forced, "gates": [r["gate"] for r in mine]} if rests else {}),
-            "seeds": [r["seed"] for r in mine],
-            "agents": by_agents,
-            "all": {"pellets_per_1000_and_agent": stratified(per_agent).to_dict()},
-            "seconds": [r["total_s"] for r in mine],
-        }
-    steps = sum(stage.steps for stage in config.stages) * config.worlds
-    prints = {name: config.fingerprint(name) for name in methods if name in METHODS}
-    facts = {"steps_of_worlds": steps, "fingerprints": prints, "config": dataclasses.asdict(config)}
-    return {**facts, "methods": methods}
-
-
-def table(summary: dict[str, Any]) -> str:
-    """The summary as lines of text: interquartile mean [95 % interval] over seeds."""
-    lines = [f"{'agents':>6}  {'method':<9}" + "".join(f"{name:>30}" for name in MEASURES)]
-    names = list(summary["methods"])
-    for agents in summary["config"]["agents"]:
-        for name in names:
-            cells = summary["methods"][name]["agents"][str(agents)]
-            lines.append(f"{agents:>6}  {name:<9}" + "".join(f"{_cell(cells[m]):>30}" for m in MEASURES))
-    return "\n".join(lines)
-
-
-def draw(summary: dict[str, Any], path: Path) -> None:
-    """Pellets by number of agents (interquartile mean and its interval), and who did the work with the most agents."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    pellets, work = figure.subplots(1, 2)
-    agents = summary["config"]["agents"]
-    for name, method in summary["methods"].items():
-        cells = [method["agents"][str(n)]["pellets_per_1000"] for n in agents]
-        known = [(n, c) for n, c in zip(agents, cells, strict=True) if c["iqm"] is not None]
-        x, mean = [n for n, _ in known], np.array([c["iqm"] for _, c in known])
-        ends = np.array([[c["iqm"] if c[end] is None else c[end] for _, c in known] for end in ("low", "high")])
-        pellets.errorbar(x, mean, np.abs(ends - mean), label=name, marker="o", capsize=3)
-        lorenz = method["agents"][str(max(agents))]["lorenz"]
-        if lorenz is not None:  # None: nobody delivered anything
-            work.plot(np.linspace(0, 1, len(lorenz)), lorenz, label=name)
-    work.plot([0, 1], [0, 1], color="0.7", linestyle=":", label="equal work")
-    pellets.set(xlabel="agents", ylabel="pellets per 1,000 steps, all agents", xticks=agents)
-    work.set(xlabel="share of agents, least working first", ylabel="share of pellets", title=f"{max(agents)} agents")
-    pellets.legend(frameon=False)
-    work.legend(frameon=False)
-    figure.savefig(path, dpi=110)
-
-
-def _cell(estimate: dict[str, float | None]) -> str:
-    if estimate["iqm"] is None:
-        return "-"
-    interval = "" if estimate["low"] is None else f" [{estimate['low']:.2f}, {estimate['high']:.2f}]"
-    return f"{estimate['iqm']:.2f}{interval}"
-
-
-def _measures(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    out: dict[str, Any] = {}
-    for name in MEASURES:
-        known = [r[name] for r in results if r[name] is not None]
-        out[name] = {**(stratified(known).to_dict() if known else _NOTHING), "seeds": [r[name] for r in results]}
-    curves = [r["lorenz"] for r in results if r["lorenz"] is not None]
-    return {**out, "lorenz": np.mean(curves, axis=0).tolist() if curves else None}
-
-
-_NOTHING = {"iqm": None, "low": None, "high": None}
-
-
-def _gate(method: str, learned: ThresholdConfig | None, seed: int) -> Callable[[Excavation], Gate] | None:
-    if learned is not None:
-        return lambda env: Thresholds(env, learned, seed=seed)
-    return Counting if method == "counting" else None
-
-
-def _trained(config: ExperimentConfig, task: ExcavationConfig, method: str, seed: int) -> Callable[[Seen], Actions]:
-    if method in _HAND:
-        return HandMotion(task, seed=seed)
-    if method == "random":
-        rng = np.random.default_rng(seed)
-        return lambda seen: rng.integers(len(ACTIONS), size=seen.shape[:-1])
-    how: dict[str, Any] = {"stages": config.stages, "worlds": config.worlds, "seed": seed}
-    if method in ("mappo", "mappo-typed"):
-        mappo = MAPPOTraining(task, dataclasses.replace(config.mappo, traces=method == "mappo-typed"), **how)
-        mappo.run()
-        return mappo.act
-    if method == "maddpg":
-        maddpg = MADDPGTraining(task, config.maddpg, **how)
-        maddpg.run()
-        return maddpg.act
-    dqn = without_traces(config.dqn) if method in ("madqn", "sight-2") else config.dqn
-    rest = RESTERS if method == "s-madrl" else config.dqn.resters
-    training = DQNTraining(task, dataclasses.replace(dqn, resters=rest), **how)
-    training.run()
-    return training.learner.act
-
-
-def _results(config: ExperimentConfig, missing: Sequence[tuple[str, int]], processes: int) -> Any:
+def _results(
+    config: ExperimentConfig, missing: Sequence[tuple[str, int]], processes: int, until: float
+) -> Iterator[dict[str, Any]]:
     if processes == 1:
-        yield from (run_one(config, method, seed) for method, seed in missing)
+        for method, seed in missing:
+            if time.monotonic() >= until:
+                return
+            yield run_one(config, method, seed)
         return
+    waiting, failed = list(missing), None
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
-        for future in as_completed([pool.submit(run_one, config, method, seed) for method, seed in missing]):
-            yield future.result()
+        under_way: set[Future[dict[str, Any]]] = set()
+        while True:
+            while waiting and failed is None and len(under_way) < processes and time.monotonic() < until:
+                under_way.add(pool.submit(run_one, config, *waiting.pop(0)))
+            if not under_way:
+                break
+            done, under_way = wait(under_way, return_when=FIRST_COMPLETED)
+            for future in done:
+                if (error := future.exception()) is None:
+                    yield future.result()
+                else:
+                    failed = failed or error
+    if failed is not None:
+        raise failed
 
 
 def _finished(path: Path | None, config: ExperimentConfig) -> list[dict[str, Any]]:

@@ -1,24 +1,27 @@
-"""Learns a threshold gate for a motion by the cross-entropy method (Rubinstein 1999), paid by the team's pellets alone.
+"""Learns a threshold gate for a motion by the cross-entropy method (Rubinstein 1999).
 
-When to rest pays only over hundreds of steps: a learner whose discount sees ten cannot find it. So the seven numbers of
-`ThresholdConfig` are drawn, tried in worlds of their own, and drawn anew about the best. A trial is a horizon with all
-agents and one without the three busiest: those who rest must not do so for ever.
+When to rest pays only over hundreds of steps: a learner whose discount sees ten cannot find it. So the numbers of
+`ThresholdConfig` are drawn, tried, and drawn anew about the best. All draws of a round work at the same time, in worlds
+of their own.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from dynamix.errors import ConfigError
+from dynamix.policies.stigmergic.field import Floats
 from dynamix_lab.experiments.excavation.learner import Actions, work
 from dynamix_lab.experiments.excavation.resting import ThresholdConfig, Thresholds
+from dynamix_lab.experiments.excavation.sharing import correlations, gini
 from dynamix_lab.experiments.excavation.world import Excavation, ExcavationConfig, Flags, Seen
 
 LOST = 3  # busiest agents that are taken away
+SETTLING = 300  # steps that the others have before it is measured what a loss cost
 # Of each number: least, most, and whether it is searched on a logarithmic scale.
 RANGES = {
     "lowest": (0.5, 8.0, False),
@@ -28,22 +31,33 @@ RANGES = {
     "delivered": (0.02, 0.6, True),
     "turned_back": (-1.5, 0.0, False),
     "rested": (-0.02, 0.02, False),
+    "floor": (0.5, 5.0, False),
+    "memory": (0.003, 1.0, True),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class GateSearch:
-    """All ours.
+    """All ours. A trial is a horizon with `agents`, one after the `LOST` busiest were taken away (the first `SETTLING`
+    steps are not counted), and half a horizon with each of `few`. Its score is the sum of pellets per 1,000 steps in
+    all of them, and `division` times how unequal the work was for good.
 
     rounds, draws, kept   of the cross-entropy method: draws in a round, and how many the next one is drawn about
-    agents, worlds        that each draw is tried with
+    agents, few           that each draw is tried with
+    worlds                of each draw
+    division              pellets that lasting inequality of 1 is worth: the Gini coefficient with all agents, times
+                          the correlation of what they delivered in the two halves
+    enough                lasting inequality beyond which more is worth nothing
     """
 
-    rounds: int = 5
-    draws: int = 12
-    kept: int = 4
+    rounds: int = 8
+    draws: int = 24
+    kept: int = 6
     agents: int = 8
-    worlds: int = 6
+    few: tuple[int, ...] = (2, 4)
+    worlds: int = 4
+    division: float = 400.0
+    enough: float = 0.33
 
     def __post_init__(self) -> None:
         if not (2 <= self.kept <= self.draws and self.rounds >= 1 and self.worlds >= 1):
@@ -55,14 +69,13 @@ class GateSearch:
 def learn_gate(
     act: Callable[[Seen], Actions], task: ExcavationConfig, config: GateSearch | None = None, *, seed: int = 0
 ) -> ThresholdConfig:
-    """The gate with which `act` delivers most: the mean of what was kept in the last round."""
+    """The gate with which `act` scores highest: the mean of what was kept in the last round."""
     c, rng = config or GateSearch(), np.random.default_rng(seed)
     mean, spread = np.full(len(RANGES), 0.5), np.full(len(RANGES), 0.3)
     for number in range(c.rounds):
         drawn = np.clip(rng.normal(mean, spread, (c.draws, len(RANGES))), 0.0, 1.0)
         drawn[0] = mean
-        worlds = seed * 1000 + number  # the same for all draws of a round, so that they differ by the gate alone
-        score = [_pellets(act, task, gate_of(row), c, worlds) for row in drawn]
+        score = scores(act, task, [gate_of(row) for row in drawn], c, seed=seed * 1000 + number)
         best = drawn[np.argsort(score)[-c.kept :]]
         mean, spread = best.mean(0), np.maximum(best.std(0), 0.02)
     return gate_of(mean)
@@ -71,7 +84,7 @@ def learn_gate(
 def gate_of(row: np.ndarray[tuple[int], np.dtype[np.float64]]) -> ThresholdConfig:
     """The gate of numbers between 0 and 1, in the order of `RANGES`.
 
-    >>> gate_of(np.zeros(7)).retry
+    >>> gate_of(np.zeros(len(RANGES))).retry
     0.001
     """
     found = {}
@@ -79,20 +92,46 @@ def gate_of(row: np.ndarray[tuple[int], np.dtype[np.float64]]) -> ThresholdConfi
         value = least * (most / least) ** part if logarithmic else least + (most - least) * part
         found[name] = round(float(value), 6)
     low, high = sorted((found["lowest"], found["highest"]))
-    found |= {"lowest": low, "highest": high}
+    found |= {"lowest": low, "highest": high, "floor": min(found["floor"], low)}
     return ThresholdConfig(**found, ceiling=max(high, ThresholdConfig().ceiling))
 
 
-def _pellets(
-    act: Callable[[Seen], Actions], task: ExcavationConfig, gate: ThresholdConfig, c: GateSearch, seed: int
-) -> float:
-    env = Excavation(task, agents=c.agents, worlds=c.worlds, seed=seed)
-    rests = Thresholds(env, gate, seed=seed)
+def scores(
+    act: Callable[[Seen], Actions],
+    task: ExcavationConfig,
+    gates: Sequence[ThresholdConfig],
+    c: GateSearch,
+    *,
+    seed: int,
+) -> Floats:
+    """What each of `gates` is worth (`GateSearch`)."""
+    each = [gate for gate in gates for _ in range(c.worlds)]
+
+    def mean(values: Floats) -> Floats:
+        return np.asarray(values.reshape(len(gates), c.worlds).mean(-1))
+
+    env = Excavation(task, agents=c.agents, worlds=len(each), seed=seed)
+    rests = Thresholds(env, each, seed=seed)
     work(env, act, rests, task.horizon)
+    total = mean(1000 / task.horizon * env.delivered.sum(-1) + c.division * np.minimum(lasting(env), c.enough))
     if c.agents > LOST:
         env.leave(busiest(env))
+        work(env, act, rests, SETTLING)
+        before = env.delivered.sum(-1)
         work(env, act, rests, task.horizon)
-    return float(env.delivered.sum(-1).mean())
+        total = total + mean(1000 / task.horizon * (env.delivered.sum(-1) - before))
+    for agents in (n for n in c.few if n < c.agents):
+        env = Excavation(task, agents=agents, worlds=len(each), seed=seed + agents)
+        steps = max(task.horizon // 2, 1)
+        work(env, act, Thresholds(env, each, seed=seed), steps)
+        total = total + mean(1000 / steps * env.delivered.sum(-1))
+    return total
+
+
+def lasting(env: Excavation) -> Floats:
+    """By world (B,): the Gini coefficient, times the correlation of the two halves where it is above 0."""
+    unequal = np.nan_to_num(gini(env.delivered))
+    return np.asarray(unequal * np.maximum(np.nan_to_num(correlations(env.early, env.delivered - env.early)), 0.0))
 
 
 def busiest(env: Excavation) -> Flags:

@@ -19,6 +19,7 @@ class Shape:
     tunnel_width   1: nobody can pass anybody; 2: just
     chamber_rows, chamber_columns
                    of a room at the end of the tunnel; 0 and 0: there is none. The face is the last column
+    tunnels        such grounds side by side with one nest for all: a tunnel for every `nest_rows` of its rows
     """
 
     nest_rows: int = 6
@@ -27,9 +28,10 @@ class Shape:
     tunnel_width: int = 2
     chamber_rows: int = 0
     chamber_columns: int = 0
+    tunnels: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("nest_rows", "nest_columns", "tunnel_length", "tunnel_width"):
+        for name in ("nest_rows", "nest_columns", "tunnel_length", "tunnel_width", "tunnels"):
             if not 1 <= getattr(self, name) <= 1000:
                 raise ConfigError(name, getattr(self, name), "1 to 1000", "give a number of cells")
         if self.tunnel_width > self.nest_rows:
@@ -68,10 +70,12 @@ class Burrow:
         rows, tunnel_end = shape.nest_rows, shape.nest_columns + shape.tunnel_length
         columns = tunnel_end + shape.chamber_columns
         self.shape, self.margin, self.columns = shape, margin, columns
-        self.height, self.width = rows + 2 * margin, columns + 2 * margin
+        self.height, self.width = rows * shape.tunnels + 2 * margin, columns + 2 * margin
         row, column = (a - margin for a in np.divmod(np.arange(self.height * self.width), self.width))
+        inside = (row >= 0) & (row < rows * shape.tunnels) & (column >= 0) & (column < columns)
+        self.tunnel = np.where(inside, row // rows, 0)  # the nearest
+        row = np.where(inside, row % rows, row)  # of those that belong to this tunnel
         aside, down = _aside(row, rows, shape.tunnel_width)
-        inside = (row >= 0) & (row < rows) & (column >= 0) & (column < columns)
         self.nest = inside & (column < shape.nest_columns)
         chamber = inside & (column >= tunnel_end) & (_aside(row, rows, shape.chamber_rows)[0] == 0)
         tunnel = inside & (column < tunnel_end) & (aside == 0)

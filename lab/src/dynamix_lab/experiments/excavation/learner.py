@@ -105,7 +105,7 @@ class DQN:
         self.net = perceptron(features, c.hidden, len(ACTIONS), self.generator)
         self.target = perceptron(features, c.hidden, len(ACTIONS), self.generator)
         self.target.load_state_dict(self.net.state_dict())
-        self.optimizer = torch.optim.Adam(self.net.parameters(), lr=c.learning_rate, eps=1e-5)
+        self.optimizer = torch.optim.Adam(self.net.parameters(), lr=c.learning_rate, eps=1e-5, fused=True)
         self.mask = torch.ones(features)
         if not c.traces:
             self.mask[traces] = 0.0
@@ -136,10 +136,12 @@ class DQN:
             "then": torch.from_numpy(then).view(-1, features) * self.mask,
             "goes_on": torch.from_numpy(goes_on).reshape(-1).float(),
         }
-        rows = torch.arange(self.remembered, self.remembered + len(new["reward"])) % capacity
+        count, at = len(new["reward"]), self.remembered % capacity
+        until_end = min(count, capacity - at)  # the rest goes to the beginning
         for name, values in new.items():
-            self.memory[name][rows] = values
-        self.remembered += len(rows)
+            self.memory[name][at : at + until_end] = values[:until_end]
+            self.memory[name][: count - until_end] = values[until_end:]
+        self.remembered += count
 
     def learn(self) -> float:
         """One gradient step of Munchausen DQN on remembered transitions; the loss, NaN while there are too few."""
@@ -149,9 +151,9 @@ class DQN:
         rows = torch.randint(min(self.remembered, c.capacity), (c.batch,), generator=self.generator)
         seen, action, reward, then, goes_on = (self.memory[name][rows] for name in self.memory)
         with torch.no_grad():
-            following, heat = self.target(then), c.temperature
+            (following, now), heat = self.target(torch.cat([then, seen])).chunk(2), c.temperature
             soft = heat * (following / heat).logsumexp(-1)  # what is expected, and the temperature times the entropy
-            taken = (self.target(seen) / heat).log_softmax(-1).gather(-1, action.unsqueeze(-1)).squeeze(-1)
+            taken = (now / heat).log_softmax(-1).gather(-1, action.unsqueeze(-1)).squeeze(-1)
             aim = reward + c.munchausen * (heat * taken).clamp(min=-1.0) + c.gamma * goes_on * soft
         value = self.net(seen).gather(-1, action.unsqueeze(-1)).squeeze(-1)
         loss = nn.functional.smooth_l1_loss(value, aim)

@@ -28,11 +28,42 @@ def sections(result: Mapping[str, Any]) -> list[Section]:
         Section("Pellets per 1,000 steps", table=Table(heads, by_agents)),
         Section(f"With {most} agents", table=Table(head, crowd)),
     ]
+    large = {name: m["large"] for name, m in methods.items() if "large" in m}
+    if large:
+        counts = list(next(iter(large.values())))
+        rows = [
+            [
+                name,
+                *(
+                    _cell(found[n][key], digits)
+                    for n in counts
+                    for key, digits in (("pellets_per_1000", 0), ("gini", 2))
+                ),
+            ]
+            for name, found in large.items()
+        ]
+        heads = ["method", *(f"{n} agents: {what}" for n in counts for what in ("pellets", "Gini"))]
+        made.append(
+            Section(f"On larger grounds, learned with {most}: a tunnel for every {most}", table=Table(heads, rows))
+        )
     forced = {name: m["forced"] for name, m in methods.items() if "forced" in m}
     if forced:
         counts = list(next(iter(forced.values())))
         rows = [[name, *(_cell(f[k], 0) for k in counts)] for name, f in forced.items()]
         made.append(Section("Pellets where so many are made to rest", table=Table(["motion", *counts], rows)))
+    facts = []
+    if "coming" in result:
+        facts += [[f"somebody laden is coming: AUC, {n}", f"{v:.2f}"] for n, v in result["coming"].items()]
+    if "speed" in result:
+        speed = result["speed"]
+        facts.append(
+            [
+                f"steps of a world a core and second, {speed['worlds']} worlds of {speed['agents']} agents",
+                f"{speed['steps_per_core_second']:,}",
+            ]
+        )
+    if facts:
+        made.append(Section("What traces tell, and how fast the worlds are", table=Table(["measure", "value"], facts)))
     return made
 
 

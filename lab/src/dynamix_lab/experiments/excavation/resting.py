@@ -8,6 +8,8 @@ back lowers it: who was lucky goes on, who was not stays out of the way. Nobody 
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -36,7 +38,8 @@ class ThresholdConfig:
     steepness         k
     retry             chance per step that a resting agent thinks again
     delivered, turned_back, rested   what a delivery, a way back without a pellet, and a step of rest add to theta
-    ceiling           of theta; its floor is 0
+    floor, ceiling    of theta. Below its floor S calls everybody, whatever they learned
+    memory            weight of a step in the mean of S that a resting agent keeps and thinks again by; 1: S itself
     """
 
     lowest: float = 4.0
@@ -46,38 +49,55 @@ class ThresholdConfig:
     delivered: float = 0.15
     turned_back: float = -0.5
     rested: float = -0.006
+    floor: float = 0.0
     ceiling: float = 8.0
+    memory: float = 1.0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.lowest <= self.highest <= self.ceiling:
-            thetas = (self.lowest, self.highest, self.ceiling)
-            raise ConfigError("lowest, highest, ceiling", thetas, "0 or more, in this order", "check the configuration")
-        if not (0 <= self.retry <= 1 and self.steepness > 0):
-            given = (self.retry, self.steepness)
-            raise ConfigError("retry, steepness", given, "0 to 1, and above 0", "check the configuration")
+        if not 0 <= self.floor <= self.lowest <= self.highest <= self.ceiling:
+            thetas = (self.floor, self.lowest, self.highest, self.ceiling)
+            fix = "check the configuration"
+            raise ConfigError("floor, lowest, highest, ceiling", thetas, "0 or more, in this order", fix)
+        if not (0 <= self.retry <= 1 and self.steepness > 0 and 0 < self.memory <= 1):
+            given = (self.retry, self.steepness, self.memory)
+            allowed = "0 to 1, above 0, above 0 to 1"
+            raise ConfigError("retry, steepness, memory", given, allowed, "check the configuration")
 
 
 class Thresholds:
-    """Every agent's own theta in worlds `env`; its own random generator."""
+    """Every agent's own theta in worlds `env`; its own random generator.
 
-    def __init__(self, env: Excavation, config: ThresholdConfig | None = None, *, seed: int = 0) -> None:
-        self.env, self.config, self.rng = env, config or ThresholdConfig(), np.random.default_rng(seed)
-        start = np.linspace(self.config.lowest, self.config.highest, env.agents)
-        self.theta: Floats = np.tile(start, (env.worlds, 1))
+    config   one for all worlds, or one for each
+    """
+
+    def __init__(
+        self, env: Excavation, config: ThresholdConfig | Sequence[ThresholdConfig] | None = None, *, seed: int = 0
+    ) -> None:
+        given = [config or ThresholdConfig()] if config is None or isinstance(config, ThresholdConfig) else list(config)
+        if len(given) not in (1, env.worlds):
+            raise ConfigError("config", len(given), f"1 or {env.worlds}, one a world", "pass a configuration a world")
+        self.env, self.rng = env, np.random.default_rng(seed)
+        names = [field.name for field in dataclasses.fields(ThresholdConfig)]
+        self._of: dict[str, Floats] = {n: np.array([[float(getattr(c, n))] for c in given]) for n in names}
+        spread = self._of["highest"] - self._of["lowest"]
+        start = self._of["lowest"] + spread * np.linspace(0.0, 1.0, env.agents)
+        self.theta: Floats = np.broadcast_to(start, env.place.shape).copy()
         self.resting: Flags = np.zeros(env.place.shape, dtype=bool)
+        self.smelt: Floats = np.zeros(env.place.shape)  # by who rests, in the mean
 
     def rest(self) -> Flags:
-        env, c = self.env, self.config
+        env, of, now = self.env, self._of, self.env.entries_now()
         home = env.gave | env.turned_back
-        asks = home | (self.resting & (self.rng.random(self.resting.shape) < c.retry))
-        chance = 1 / (1 + np.exp(np.clip(c.steepness * (self.theta - env.entries_now()), -60, 60)))
+        self.smelt = np.where(self.resting & ~home, self.smelt + of["memory"] * (now - self.smelt), now)
+        asks = home | (self.resting & (self.rng.random(self.resting.shape) < of["retry"]))
+        chance = 1 / (1 + np.exp(np.clip(of["steepness"] * (self.theta - self.smelt), -60, 60)))
         self.resting = np.where(asks, self.rng.random(self.resting.shape) < chance, self.resting)
         return self.resting
 
     def after(self) -> None:
-        env, c = self.env, self.config
-        change = c.delivered * env.gave + c.turned_back * env.turned_back + c.rested * self.resting
-        self.theta = np.clip(self.theta + change, 0.0, c.ceiling)
+        env, of = self.env, self._of
+        change = of["delivered"] * env.gave + of["turned_back"] * env.turned_back + of["rested"] * self.resting
+        self.theta = np.clip(self.theta + change, of["floor"], of["ceiling"])
 
 
 class Forced:

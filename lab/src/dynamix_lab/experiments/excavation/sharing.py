@@ -45,10 +45,16 @@ def correlation(first: ArrayLike, second: ArrayLike) -> float | None:
     >>> correlation([[0, 1, 2], [1, 1, 1]], [[0, 2, 4], [1, 2, 3]])
     1.0
     """
+    by_world = correlations(first, second)
+    known = np.isfinite(by_world)
+    return float(by_world[known].mean().round(12)) if known.any() else None
+
+
+def correlations(first: ArrayLike, second: ArrayLike) -> Floats:
+    """Pearson's over agents (..., N), by world (...); NaN where one of the two is the same for all agents."""
     a, b = (x - x.mean(-1, keepdims=True) for x in (_work(first), _work(second)))
     size = np.sqrt((a * a).sum(-1) * (b * b).sum(-1))
-    known = size > 0
-    return float(((a * b).sum(-1)[known] / size[known]).mean().round(12)) if known.any() else None
+    return np.asarray(np.divide((a * b).sum(-1), size, out=np.full(np.shape(size), np.nan), where=size > 0))
 
 
 def _work(work: ArrayLike) -> Floats:

@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from dynamix.errors import ConfigError
-from dynamix.policies.stigmergic.field import Decay, Floats, Ints, MemoryField
+from dynamix.policies.stigmergic.field import Decay, Floats, Ints
+from dynamix_lab.experiments.excavation.fading import FadingField
 from dynamix_lab.experiments.excavation.ground import Burrow, Shape
 from dynamix_lab.experiments.excavation.sharing import WorkShares
 
@@ -53,6 +54,8 @@ class ExcavationConfig:
              entered, by `entries`, which all smell in the nest
     sight    radius of the square in which an agent sees rock and other agents, cells
     smell    radius of the square in which it reads traces
+    noise    standard deviation of what is added to every trace that is read, anew each time
+    late     steps by which the traces around are read late
     horizon  steps of an episode
     pellets  that there are; None: they never run out
     speeds   chance that an agent's move is carried out, one per agent, repeated from the start if fewer: (1.0, 0.5)
@@ -67,12 +70,14 @@ class ExcavationConfig:
     rewards: EventRewards = field(default_factory=EventRewards)
     sight: int = 1
     smell: int = 2
+    noise: float = 0.0
+    late: int = 0
     horizon: int = 1000
     pellets: int | None = None
     speeds: tuple[float, ...] = (1.0,)
 
     def __post_init__(self) -> None:
-        for name, least in (("sight", 1), ("smell", 1), ("horizon", 1)):
+        for name, least in (("sight", 1), ("smell", 1), ("horizon", 1), ("late", 0), ("noise", 0)):
             if not least <= getattr(self, name) <= 10**9:
                 raise ConfigError(name, getattr(self, name), f"{least} or more", "check the configuration")
         if self.signs not in SIGNS:
@@ -121,12 +126,16 @@ class Excavation:
         self.rng = np.random.default_rng(seed)
         self.typed = c.signs == "typed"
         kinds, decay = (len(KINDS), c.fast) if self.typed else (1, c.decay)
-        self.field = MemoryField(kinds * self.burrow.cells, decay, worlds=(worlds,))
-        self.entries = MemoryField(1, c.entries, worlds=(worlds,))
+        self.field = FadingField(np.tile(~self.burrow.rock, kinds), decay, worlds=worlds, late=c.late)
+        self.entries = FadingField(np.ones(c.shape.tunnels, dtype=bool), c.entries, worlds=worlds)
         self._moves = np.array([0, -self.burrow.width, self.burrow.width, -1, 1])
         self._near = self.burrow.around(c.sight, centre=False)
-        self._wide = self.burrow.around(c.smell, centre=True)
+        wide = self.burrow.around(c.smell, centre=True)
+        self._wide = ((np.arange(kinds) * self.burrow.cells)[:, None] + wide).reshape(-1)
+        self._known = self._what_places_show()
+        self._slow = min(c.speeds) < 1
         self._speed = np.resize(np.array(c.speeds), agents)
+        self._first = (np.arange(worlds) * self.burrow.cells)[:, None]
         self._row = np.arange(worlds)[:, None]
         inside = (self.burrow.row >= 0) & (self.burrow.column >= 0)
         self._outside = int(np.flatnonzero(self.burrow.rock & inside)[0])  # rock, in which nobody is met
@@ -166,7 +175,9 @@ class Excavation:
             raise ConfigError("action", chosen.shape, f"{self.place.shape}, of 0 to 4", "pass one action per agent")
         if resting is not None and (walks := resting & self.at_home).any():
             chosen = np.where(walks, self.off_the_way(), chosen)
-        idle = self.finished()[:, None] | self.absent | (self.rng.random(self.place.shape) >= self._speed)
+        idle = self.absent if self.config.pellets is None else self.finished()[:, None] | self.absent
+        if self._slow:
+            idle = idle | (self.rng.random(self.place.shape) >= self._speed)
         was, carried = self.place, self.carrying.copy()
         wanted = self.place + self._moves[np.where(idle, 0, chosen)]
         bumped = self.burrow.rock[wanted]
@@ -181,10 +192,10 @@ class Excavation:
         self.gave, self.turned_back = gave, self.burrow.nest[moved] & ~self.burrow.nest[was] & ~carried
         wish = np.where(idle, 0, _HEADINGS[chosen])
         self.heading = np.where(gave | self.turned_back, 1, np.where(wish == 0, self.heading, wish))
-        self.field.deposit(self.place + self._kind() * self.burrow.cells, step=self.clock)
-        self.entries.deposit(
-            np.zeros((self.worlds, 1), dtype=np.int64), left_nest.sum(-1, keepdims=True), step=self.clock
-        )
+        self.field.fade()
+        self.field.deposit(self.place + self._kind() * self.burrow.cells)
+        self.entries.fade()
+        self.entries.deposit(self.burrow.tunnel[was], left_nest)
         w = self.config.rewards
         reward = (
             w.closer_weight * w.closer * (now < goal)
@@ -223,23 +234,17 @@ class Excavation:
 
     def observe(self) -> Seen:
         """What each agent sees, (B, N, F)."""
-        b, c, place = self.burrow, self.config, self.place
-        away = np.where(self.carrying, b.to_nest[place], b.to_face[place])
-        own = (
-            self.carrying,
-            b.row[place] / c.shape.nest_rows,
-            b.column[place] / b.columns,
-            away / b.farthest,
-            np.where(self.carrying, b.rows_to_nest[place], b.rows_to_face[place]),
-            np.where(self.carrying, -1, 1) * (away > 0),
-        )
-        laden, empty = (np.zeros((self.worlds, b.cells), dtype=bool) for _ in range(2))
-        laden[self._row, place] = self.carrying
-        empty[self._row, place] = ~self.carrying
-        near, wide = place[..., None] + self._near, place[..., None] + self._wide
-        world = self._row[..., None]
-        parts = (np.stack(own, -1), b.rock[near], empty[world, near], laden[world, near], *self._smelt(wide))
-        return np.concatenate(parts, -1, dtype=np.float32)
+        seen = np.empty((*self.place.shape, self.config.features), dtype=np.float32)
+        others, traces = self._known.shape[-1], self.config.traces
+        seen[..., :others] = self._known[self.carrying.astype(np.int64), self.place]
+        there = np.zeros((2, self.worlds * self.burrow.cells), dtype=np.float32)
+        at = self.place + self._first
+        there[self.carrying.astype(np.int64), at] = 1.0
+        near = at[..., None] + self._near
+        middle = others + len(self._near)
+        seen[..., others:middle], seen[..., middle : traces.start] = there[0].take(near), there[1].take(near)
+        seen[..., traces] = self._smelt()
+        return seen
 
     @property
     def at_home(self) -> Flags:
@@ -247,12 +252,10 @@ class Excavation:
         return np.asarray(self.burrow.nest[self.place] & ~self.carrying)
 
     def entries_now(self) -> Floats:
-        """How often the tunnel was entered lately, (B, N), per 1 / `entries.alpha` steps weighted; what all can smell
-        in the nest.
+        """How often the nearest tunnel was entered lately, (B, N), per 1 / `entries.alpha` steps weighted; what all can
+        smell in the nest.
         """
-        return np.broadcast_to(
-            self.entries.read(np.zeros((self.worlds, 1), dtype=np.int64), step=self.clock), self.place.shape
-        )
+        return self.entries.smelt(self.burrow.tunnel[self.place])
 
     def off_the_way(self) -> Ints:
         """The action (B, N) that leads one in the nest to a free cell farther from the tunnel's mouth."""
@@ -266,24 +269,39 @@ class Excavation:
 
     def traces_now(self) -> Floats:
         """The strength of traces of all kinds on every cell, (B, cells)."""
-        everywhere = self.field.everywhere(step=self.clock)
-        return np.asarray(everywhere.reshape(self.worlds, -1, self.burrow.cells).sum(1))
+        return np.asarray(self.field.value.reshape(self.worlds, -1, self.burrow.cells).sum(1))
 
     def _kind(self) -> Ints:
         """The kind (B, N) of trace that everybody leaves."""
         return np.where(self.carrying, 0, np.where(self.heading > 0, 1, 2)) if self.typed else np.zeros_like(self.place)
 
-    def _smelt(self, wide: Ints) -> list[Floats]:
-        """The traces on the cells `wide` (B, N, K), kind after kind; if typed, entries and own heading (B, N, 2)."""
-        b, kinds = self.burrow, len(KINDS) if self.typed else 1
-        at = wide[..., None, :] + (np.arange(kinds) * b.cells)[:, None]
-        traces = self.field.read(at.reshape(self.worlds, -1), step=self.clock).reshape(at.shape)
-        traces = np.minimum(traces / (1 if self.typed else 2), _CEILING) * ~b.rock[wide][..., None, :]
-        found = [traces.reshape(*self.place.shape, -1)]
-        if self.typed:
-            mouth = np.minimum(self.entries_now() / _MANY_ENTRIES, _CEILING) * self.burrow.nest[self.place]
-            found.append(np.stack((mouth, self.heading), -1))
-        return found
+    def _what_places_show(self) -> Seen:
+        """What does not change: by carrying or not, and cell, the own features and the rock around (2, cells, ...)."""
+        b, cells = self.burrow, np.arange(self.burrow.cells)
+        inside = ~b.rock
+        near = np.where(inside[:, None], cells[:, None] + self._near, 0)
+        known = []
+        for carrying, away, rows, towards in (
+            (0, b.to_face, b.rows_to_face, 1),
+            (1, b.to_nest, b.rows_to_nest, -1),
+        ):
+            row, column = b.row / self.config.shape.nest_rows, b.column / b.columns
+            own = (np.full(b.cells, carrying), row, column, away / b.farthest, rows, towards * (away > 0))
+            known.append(np.concatenate([np.stack(own, -1), b.rock[near]], -1))
+        return np.stack(known).astype(np.float32)
+
+    def _smelt(self) -> Floats:
+        """The traces around everybody, kind after kind; if typed, entries and own heading (B, N, K)."""
+        traces = self.field.smelt(self.place[..., None] + self._wide)
+        if not self.typed:
+            traces = traces / 2
+        if self.config.noise:
+            traces = np.maximum(traces + self.config.noise * self.rng.standard_normal(traces.shape), 0.0)
+        traces = np.minimum(traces, _CEILING)
+        if not self.typed:
+            return traces
+        mouth = np.minimum(self.entries_now() / _MANY_ENTRIES, _CEILING) * self.burrow.nest[self.place]
+        return np.concatenate([traces, mouth[..., None], self.heading[..., None]], -1)
 
     def workload(self) -> WorkShares:
         """What was done since the last reset."""

@@ -1,0 +1,67 @@
+"""Traces on every cell of many worlds, faded at every step: for traces that everybody reads around itself all the time.
+
+The same values as in `MemoryField` (rho <- (1 - alpha) rho + beta on a visited cell), which fades a cell only when
+somebody looks: that is cheaper where few cells are read, this where most are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dynamix.errors import ConfigError, StateError
+from dynamix.policies.stigmergic.field import Decay, Floats, Ints
+
+
+class FadingField:
+    """B worlds of C cells; `open_` (C,) says which of them hold traces.
+
+    late   steps by which `smelt` is behind
+
+    >>> field = FadingField(np.array([True, True, False]), Decay(alpha=0.5, beta=1.0, start=0.0), worlds=1)
+    >>> field.deposit(np.array([[0, 0, 2]]))
+    >>> field.fade()
+    >>> field.value.tolist()
+    [[1.0, 0.0, 0.0]]
+    """
+
+    def __init__(self, open_: NDArray[np.bool_], decay: Decay, *, worlds: int, late: int = 0) -> None:
+        if late < 0:
+            raise ConfigError("late", late, "0 or more", "give a number of steps")
+        self.decay, self.open_, self.late = decay, open_, late
+        self._first = (np.arange(worlds) * len(open_))[:, None]
+        self.value: Floats = np.empty((worlds, len(open_)))
+        self._past: list[Floats] = []
+        self.clear()
+
+    def clear(self) -> None:
+        self.value[:] = self.decay.start * self.open_
+        self._past = []
+
+    def fade(self) -> None:
+        """A step passes: before the deposits of the next one."""
+        if self.late:
+            self._past = [*self._past, self.value.copy()][-self.late :]
+        self.value *= 1.0 - self.decay.alpha
+
+    def deposit(self, cell: Ints, amount: NDArray[Any] | float = 1.0) -> None:
+        """So many visits (a number, or (B, n)) to cells (B, n) of their worlds; one may be named repeatedly."""
+        visits = self.decay.beta * amount * self.open_[cell]
+        np.add.at(self.value.reshape(-1), (cell + self._first).reshape(-1), visits.reshape(-1))
+
+    def smelt(self, cell: Ints) -> Floats:
+        """What is on cells (B, ...) of their worlds, `late` steps ago."""
+        now = self._past[0] if self.late and self._past else self.value
+        first = self._first.reshape(-1, *([1] * (cell.ndim - 1)))
+        return np.asarray(now.reshape(-1).take(cell + first))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value.copy(), "past": [value.copy() for value in self._past]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["value"].shape != self.value.shape:
+            raise StateError(f"the saved field has {state['value'].size} cells, this one {self.value.size}")
+        self.value[:] = state["value"]
+        self._past = [value.copy() for value in state["past"]]

@@ -1,0 +1,171 @@
+"""One training of one method, and everything that is measured with its final weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from dynamix.errors import ConfigError
+from dynamix.policies.stigmergic.field import Decay
+from dynamix_lab.experiments.excavation.gate_search import LOST, SETTLING, busiest, learn_gate, settings
+from dynamix_lab.experiments.excavation.hand import HandMotion
+from dynamix_lab.experiments.excavation.learner import Actions, DQNTraining, evaluate, without_traces, work
+from dynamix_lab.experiments.excavation.maddpg import MADDPGTraining
+from dynamix_lab.experiments.excavation.mappo import MAPPOTraining
+from dynamix_lab.experiments.excavation.resting import Counting, Forced, Gate, ThresholdConfig, Thresholds
+from dynamix_lab.experiments.excavation.world import ACTIONS, Excavation, ExcavationConfig, Seen
+
+if TYPE_CHECKING:
+    from dynamix_lab.experiments.excavation.experiment import ExperimentConfig
+
+LEARNED_GATE = ("s-madrl", "hand")
+EVALUATION_SEED = 770_000
+RESTERS = 0.5  # most of the agents that rest while S-MADRL's motion is learned
+_HAND = ("hand", "counting")
+# Methods may be named NAME:CHANGE: typed traces that never fade, that are gone after a step, that are read with noise
+# as large as half a fresh trace, or five steps late.
+CHANGES: dict[str, dict[str, Any]] = {
+    "no-decay": {"fast": Decay(alpha=0.0, beta=1.0, start=0.0), "entries": Decay(alpha=0.0, beta=0.4, start=0.0)},
+    "fast-decay": {"fast": Decay(alpha=1.0, beta=1.0, start=0.0), "entries": Decay(alpha=0.2, beta=4.0, start=0.0)},
+    "noise": {"noise": 0.5},
+    "late": {"late": 5},
+}
+
+
+def base(method: str) -> str:
+    """The method without its change of traces.
+
+    >>> base("s-madrl:late")
+    's-madrl'
+    """
+    return method.partition(":")[0]
+
+
+def run_one(config: ExperimentConfig, method: str, seed: int) -> dict[str, Any]:
+    """Train one method with one seed and evaluate it: results by number of agents, and the seconds it took."""
+    torch.set_num_threads(1)
+    started, processor = time.perf_counter(), time.process_time()
+    task = task_of(config.task, method)
+    act = _trained(config, task, method, seed)
+    trained_s = time.perf_counter() - started
+    most = max(config.agents)
+    search = dataclasses.replace(config.gate, agents=most)
+    learned = learn_gate(act, task, search, seed=seed) if base(method) in LEARNED_GATE else None
+    gate = _gate(method, learned, seed)
+    worlds, at = config.evaluation_worlds, EVALUATION_SEED + seed
+
+    def found(agents: int, gate: Callable[[Excavation], Gate] | None) -> dict[str, Any]:
+        return evaluate(act, task, agents=agents, worlds=worlds, seed=at, gate=gate).summary()
+
+    more: dict[str, Any] = {}
+    if learned is not None:
+        more["gate"] = settings(learned)
+        more["open"] = {str(n): found(n, None) for n in config.agents}
+        more["forced"] = {str(n): found(most, functools.partial(Forced, count=n)) for n in range(min(5, most))}
+    if most > LOST + 1:
+        more["loss"] = lost_and_back(act, task, gate, agents=most, worlds=worlds, seed=seed)
+    if config.large:
+        more["large"] = {
+            str(n): _on_larger_ground(act, task, gate, agents=n, of=most, worlds=worlds, seed=at) for n in config.large
+        }
+    return {
+        **more,
+        "method": method,
+        "seed": seed,
+        "fingerprint": config.fingerprint(method),
+        "agents": {str(n): found(n, gate) for n in config.agents},
+        "training_s": round(trained_s, 1),
+        "total_s": round(time.perf_counter() - started, 1),
+        "processor_s": round(time.process_time() - processor, 1),
+    }
+
+
+def task_of(task: ExcavationConfig, method: str) -> ExcavationConfig:
+    """The task as agents of `method` see it."""
+    name, _, change = method.partition(":")
+    typed = name in ("s-madrl", "mappo-typed", *_HAND)
+    if change and not (typed and change in CHANGES):
+        allowed = f"s-madrl, mappo-typed, hand or counting, with {', '.join(CHANGES)}"
+        raise ConfigError("methods", method, allowed, "only typed traces can be changed")
+    sight = 2 if name == "sight-2" else task.sight
+    changed = dataclasses.replace(task, signs="typed" if typed else "visits", sight=sight)
+    return dataclasses.replace(changed, **CHANGES.get(change, {}))
+
+
+def lost_and_back(
+    act: Callable[[Seen], Actions],
+    task: ExcavationConfig,
+    gate: Callable[[Excavation], Gate] | None,
+    *,
+    agents: int,
+    worlds: int,
+    seed: int,
+) -> dict[str, float]:
+    """Pellets of a horizon with everybody, `SETTLING` steps after the `LOST` busiest are gone, and after they are back.
+
+    `without` and `again` are parts of what all delivered before.
+    """
+    env = Excavation(task, agents=agents, worlds=worlds, seed=EVALUATION_SEED + 1000 + seed)
+    rests, delivered = None if gate is None else gate(env), []
+    for change in (None, env.leave, env.come_back):
+        if change is not None:
+            change(busiest(env) if change == env.leave else env.absent)
+        work(env, act, rests, SETTLING)
+        before = env.delivered.sum(-1)
+        work(env, act, rests, task.horizon)
+        delivered.append(float((env.delivered.sum(-1) - before).mean()))
+    whole = max(delivered[0], 1e-9)
+    per_1000 = 1000.0 / task.horizon * delivered[0]
+    return {"pellets_per_1000": per_1000, "without": delivered[1] / whole, "again": delivered[2] / whole}
+
+
+def _on_larger_ground(
+    act: Callable[[Seen], Actions],
+    task: ExcavationConfig,
+    gate: Callable[[Excavation], Gate] | None,
+    *,
+    agents: int,
+    of: int,
+    worlds: int,
+    seed: int,
+) -> dict[str, Any]:
+    """With a tunnel for every `of` agents, and one nest for all."""
+    tunnels = max(agents // of, 1)
+    larger = dataclasses.replace(task, shape=dataclasses.replace(task.shape, tunnels=tunnels))
+    shares = evaluate(act, larger, agents=agents, worlds=max(worlds // tunnels, 1), seed=seed, gate=gate)
+    return {"tunnels": tunnels, **shares.summary()}
+
+
+def _gate(method: str, learned: ThresholdConfig | None, seed: int) -> Callable[[Excavation], Gate] | None:
+    if learned is not None:
+        return lambda env: Thresholds(env, learned, seed=seed)
+    return Counting if base(method) == "counting" else None
+
+
+def _trained(config: ExperimentConfig, task: ExcavationConfig, method: str, seed: int) -> Callable[[Seen], Actions]:
+    name = base(method)
+    if name in _HAND:
+        return HandMotion(task, seed=seed)
+    if name == "random":
+        rng = np.random.default_rng(seed)
+        return lambda seen: rng.integers(len(ACTIONS), size=seen.shape[:-1])
+    how: dict[str, Any] = {"stages": config.stages, "worlds": config.worlds, "seed": seed}
+    if name in ("mappo", "mappo-typed"):
+        mappo = MAPPOTraining(task, dataclasses.replace(config.mappo, traces=name == "mappo-typed"), **how)
+        mappo.run()
+        return mappo.act
+    if name == "maddpg":
+        maddpg = MADDPGTraining(task, config.maddpg, **how)
+        maddpg.run()
+        return maddpg.act
+    dqn = without_traces(config.dqn) if name in ("madqn", "sight-2") else config.dqn
+    rest = RESTERS if name == "s-madrl" else config.dqn.resters
+    training = DQNTraining(task, dataclasses.replace(dqn, resters=rest), **how)
+    training.run()
+    return training.learner.act
