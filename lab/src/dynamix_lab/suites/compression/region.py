@@ -4,8 +4,8 @@ Hosts with equal full-duplex links to one switch, `W` of them, exchange the grad
 are partly those of all ranks (`overlap`), partly nobody else's. A cell's time is hops times seconds a hop plus the
 bytes of the busiest link direction over its rate; computing is left out, of which the homomorphic ways have the most.
 
-Others: dense, torch's sparse all-reduce (`sparse=True`), `gather` of this library, blocks as OmniReduce has them (with
-blocks of exactly one row, which is their best). Homomorphic: compaction, LHC in two phases and in one, and through an
+Others: dense, torch's sparse all-reduce (`sparse=True`), `gather` and `blocks` of this library, of which the second is
+OmniReduce's idea with blocks of exactly one row, which is their best. Homomorphic: compaction, LHC in two phases and in one, and through an
 aggregator inside the switch, or on a host with a link like all others.
 """
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 from dynamix.compression.traffic import AGGREGATED, Sent, Spread, traffic
@@ -49,8 +50,8 @@ class MapCell:
     def spread(self) -> Spread:
         own = self.density * self.rows
         union = min(own * (self.overlap + self.workers * (1 - self.overlap)), self.rows)
-        row = 4 + 4 * self.width
-        return Spread([round(own * row)] * self.workers, round(union * row), 4 * self.rows * self.width)
+        row, dense = 4 + 4 * self.width, 4 * self.rows * self.width
+        return Spread([round(own * row)] * self.workers, round(union * row), dense, round(4 * union))
 
     def seconds(self, way: str, hop_s: float = HOP_S) -> float:
         """What an exchange takes, without computing."""
@@ -64,15 +65,12 @@ class MapCell:
 def sent(way: str, spread: Spread, rows: int) -> Sent:
     """As `dynamix.compression.traffic.traffic`, for the ways here that it does not know, too.
 
-    The index of the others is four bytes a row there; torch's has eight, that of blocks one bit.
+    The index of the others is four bytes a row there; torch's has eight.
     """
     workers = len(spread.sizes)
-    ring, round_trip = 2 * (workers - 1) / workers, 2 * (workers - 1)
     row = spread.dense_bytes / rows + 4
     if way == "sparse=True":  # three all-gathers, on rings
         return Sent((workers - 1) * max(spread.sizes) * (row + 4) / row, 3 * (workers - 1))
-    if way == "blocks":
-        return Sent(ring * (rows / 8 + spread.union_bytes * (row - 4) / row), 2 * round_trip)
     if way == "aggregator in the switch":
         return traffic(f"{AGGREGATED}compaction", spread)
     if way == "aggregator on a host":
@@ -107,12 +105,10 @@ def compare(result: Mapping[str, Any]) -> list[dict[str, Any]]:
         seen = cell.get("ways", {}).get("gather", {}).get("spread")
         if seen is None:
             continue
-        spread = Spread(seen["sizes"], seen["union_bytes"], seen["dense_bytes"])
+        spread = Spread(seen["sizes"], seen["union_bytes"], seen["dense_bytes"], seen.get("index_bytes", 0))
         for way, measured in cell["ways"].items():
             model = names.get(way, way)
-            known = (way != "blocks" and model in (*OTHERS, *HOMOMORPHIC)) or model.startswith(
-                AGGREGATED
-            )  # blocks there are no rows
+            known = model in (*OTHERS, *HOMOMORPHIC) or model.startswith(AGGREGATED)
             if known and measured["sent_bytes_per_step"]:
                 bytes_ = sent(model, spread, spread.dense_bytes // (4 * WIDTH)).bytes
                 ratio = measured["sent_bytes_per_step"] / bytes_
@@ -135,11 +131,21 @@ def sections(result: Mapping[str, Any]) -> list[Section]:
     best = [[way, str(count)] for way, count in others.items()]
     made.append(Section("The best of the others", (), Table(["way", f"cells of {len(result['cells'])}"], best)))
     if result.get("against"):
-        names = ("cell", "way", "model", "measured_over_model")
-        compared = [[str(one[name]) for name in names] for one in result["against"]]
-        head = ["cell", "way", "bytes a host sends, by the model", "measured over it"]
-        made.append(Section("The model beside measured bytes", (), Table(head, compared)))
+        made.append(beside_the_model(result["against"]))
     return made
+
+
+def beside_the_model(compared: Sequence[Mapping[str, Any]]) -> Section:
+    """What `compare` found, a row a way: how far measured bytes are from the model's, and in which cell most."""
+    rows = []
+    for way in dict.fromkeys(one["way"] for one in compared):
+        there = sorted((one for one in compared if one["way"] == way), key=lambda one: one["measured_over_model"])
+        ratios = [one["measured_over_model"] for one in there]
+        least, most = (f"{one['measured_over_model']:.2f} ({one['cell']})" for one in (there[0], there[-1]))
+        rows.append([way, str(len(there)), least, f"{median(ratios):.2f}", most])
+    said = "Bytes that a host's interface sent over those of the model of bytes; packets' own headers are in the first."
+    head = ["way", "cells", "least", "median", "most"]
+    return Section("Measured bytes beside the model's", [said], Table(head, rows))
 
 
 def _largest(there: Sequence[Mapping[str, Any]], way: str) -> str:

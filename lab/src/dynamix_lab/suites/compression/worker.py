@@ -31,10 +31,11 @@ from dynamix_lab.statistics import balanced_order
 from dynamix_lab.suites.compression.exchanges import BUCKETS_MB, PLAIN, SPARSE_TENSORS, GradientExchange, make_exchange
 from dynamix_lab.suites.compression.jobs import make_job
 
+MEASURING = ("auto", "gather-sparse")  # ways that begin with a choice
 ONE_BUCKET_MB = 4096
 LAYOUT_STEPS = 2  # DDP lays its buckets out anew after the first
 FIRST_STEPS = 3  # untimed at a way's first turn: PowerSGD's dense ones, one-phase's first union
-AUTO_STEPS = 16  # auto's: it measures before it settles
+AUTO_STEPS = 20  # auto's: it measures before it settles
 
 
 @dataclass
@@ -65,7 +66,7 @@ class Rank:
     def __init__(self, config: dict[str, Any]) -> None:
         self.config, self.seed = config, int(config["seed"])
         self.rank, self.workers = dist.get_rank(), dist.get_world_size()
-        self.job = make_job(config["job"], self.seed, **config["options"])
+        self.job = make_job(config["job"], self.seed, workers=self.workers, **config["options"])
         self._exchange_s = 0.0
         self._models: dict[tuple[bool, float, bool], Trained] = {}
         timeout = timedelta(seconds=config["timeout_s"])
@@ -112,14 +113,14 @@ class Rank:
         net = make(self.seed)
         # Every rank makes the same weights from the seed: nothing to send over a slow link.
         model = DDP(net, bucket_cap_mb=key[1], init_sync=False)
-        trained = self._models[key] = Trained(net, model, list(net.parameters()), not plain)
+        trained = self._models[key] = Trained(net, model, trained_of(net), not plain)
         self.current = self._entrant(make_exchange("dense", net), trained)
         if trained.hooked:
             self._register(model)
         for _ in range(LAYOUT_STEPS):
             self._step(self.current)
         with torch.no_grad():
-            for p, fresh in zip(trained.parameters, make(self.seed).parameters(), strict=True):
+            for p, fresh in zip(trained.parameters, trained_of(make(self.seed)), strict=True):
                 p.copy_(fresh)
         return trained
 
@@ -171,7 +172,7 @@ class Rank:
             return 0
         if entrant.turns:
             return 1
-        return AUTO_STEPS if entrant.exchange.name == "auto" else FIRST_STEPS
+        return AUTO_STEPS if entrant.exchange.name in MEASURING else FIRST_STEPS
 
     def _step(self, entrant: Entrant) -> dict[str, float]:
         inputs, targets = self.job.batch(entrant.step * self.workers + self.rank)
@@ -184,6 +185,11 @@ class Rank:
         entrant.optimizer.step()
         took = time.perf_counter() - began
         return {"iteration_s": took, "exchange_s": self._exchange_s, "loss": float(loss.detach())}
+
+
+def trained_of(net: nn.Module) -> list[nn.Parameter]:
+    """Its parameters, without those that are frozen: nobody exchanges these."""
+    return [p for p in net.parameters() if p.requires_grad]
 
 
 def traffic() -> tuple[int, int] | None:
