@@ -44,9 +44,7 @@ class BoundedState:
     for a relative one of 1 or more.
     """
 
-    def __init__(
-        self, bound: float, *, relative: bool = True, process_group: dist.ProcessGroup | None = None
-    ) -> None:
+    def __init__(self, bound: float, *, relative: bool = True, process_group: dist.ProcessGroup | None = None) -> None:
         if not 0 < bound < (1 if relative else math.inf):
             allowed = "above 0, below 1" if relative else "above 0 and finite"
             raise ConfigError("bound", bound, allowed, "0.01 keeps every element within 1 % of the largest magnitude")

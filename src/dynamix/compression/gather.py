@@ -22,7 +22,6 @@ from dynamix.compression.kernels import compiled_for
 from dynamix.compression.rows import Index, Rows, block_of, heads_of, padded, read_items, sum_of, union_of_rows
 from dynamix.compression.shares import damaged
 from dynamix.compression.wire import Messages
-from dynamix.errors import DynamixError
 
 FLAT = 8  # ranks up to which all send to all at once
 _HEADER = 3  # int64: a digest, how many bytes follow, and their sum
@@ -66,7 +65,9 @@ class Levels:
 
 @dataclass(frozen=True)
 class Brought:
-    """What has to be added up, by table and in the order of ranks; divided already where `divided`. `sizes`: bytes that each rank brought at first.
+    """What has to be added up, by table and in the order of ranks; divided already where `divided`.
+
+    sizes   bytes that each rank brought at first
     """
 
     parts: list[list[Rows]]

@@ -93,7 +93,9 @@ class CompressionState:
         if mode not in get_args(Mode):
             raise ConfigError("mode", mode, ", ".join(get_args(Mode)), "pick one")
         if aggregator is not None and mode in ("dense", "gather", "blocks"):
-            raise ConfigError("mode", mode, "every mode but dense, gather and blocks with an aggregator", "it sums fixed point")
+            raise ConfigError(
+                "mode", mode, "every mode but dense, gather and blocks with an aggregator", "it sums fixed point"
+            )
         if not dist.is_available() or not dist.is_initialized():
             fix = "call torch.distributed.init_process_group() first"
             raise UsageError(f"CompressionState needs a process group: {fix}")

@@ -20,7 +20,10 @@ def bench_compression(
         bool, typer.Option("--quick", help="Two workloads, four hosts, 100 Mbit/s, 50 steps of the identity check.")
     ] = False,
     workloads: Annotated[
-        str | None, typer.Option(help="Comma-separated, of ratings, ncf, lstm-tied, transformer-tied, moe, lora, rows-0, rows-50, rows-100, lstm, transformer, vgg19 (default: all).")
+        str | None,
+        typer.Option(
+            help="Comma-separated, of ratings, ncf, lstm-tied, transformer-tied, moe, lora, rows-0, rows-50, rows-100, lstm, transformer, vgg19 (default: all)."
+        ),
     ] = None,
     rates: Annotated[str | None, typer.Option(help="Link rates, Mbit/s, comma-separated (default: 100,1000).")] = None,
     workers: Annotated[str | None, typer.Option(help="Hosts, comma-separated (default: 4,8).")] = None,

@@ -93,4 +93,3 @@ def _ratings(
 
     sparse = functools.partial(make_model, sparse=True)
     return CompressionTask("ratings", make_model, adagrad, F.mse_loss, batch, make_sparse=sparse)
-

@@ -191,7 +191,7 @@ def unexplained(cells: Mapping[str, Any]) -> list[str]:
 
 
 def _goal(name: str, found: Mapping[str, Any], *, most: bool = False, scatter: float = 1.0) -> dict[str, Any]:
-    """`found` by cell: a number, or a mapping with "value". `scatter`: by which factor a value may be above the goal."""
+    """`found` by cell: a number, or a mapping with "value". `scatter`: times the goal, a value passes, too."""
     values = [v["value"] if isinstance(v, Mapping) else v for v in found.values()]
     goal = GOALS[name]
     reached = all(v <= goal * scatter if most else v >= goal for v in values) if values else None
