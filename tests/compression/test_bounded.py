@@ -69,9 +69,9 @@ def test_what_is_not_finite_is_left_alone_on_every_rank(bad: float) -> None:
     assert inputs[0].tolist() == [1.0, 2.0]
 
 
-def test_a_hundredth_takes_a_quarter_of_the_bytes() -> None:
+def test_a_thirtieth_takes_a_quarter_of_the_bytes() -> None:
     def reduce(rank: int, wire: Any) -> int:
-        bounded_mean_(torch.randn(40_000), wire, 0.01)
+        bounded_mean_(torch.randn(40_000), wire, 0.03)
         return int(wire.payload_bytes)
 
     sent = in_threads(LocalWire.make(2, timeout_s=20), reduce)

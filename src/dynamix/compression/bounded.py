@@ -78,8 +78,10 @@ def bounded_mean_(flat: Tensor, wire: Messages, bound: float, *, relative: bool 
     if largest == 0:
         flat.zero_()
         return True
-    step = math.ldexp(1.0, math.frexp(2 * limit)[1] - 1) if limit > 0 else 0.0
-    most = math.floor(largest / step + 0.5) if step else math.inf
+    if largest > 3e4 * 2 * limit:  # more than two bytes hold, whatever the power of two
+        return False
+    step = math.ldexp(1.0, math.frexp(2 * limit)[1] - 1)
+    most = math.floor(largest / step + 0.5)
     if most > _TYPES[1][0]:
         return False
     integers = (values / step).round_().to(_holding(most))

@@ -84,7 +84,7 @@ def take(payload: Payload, sums: Sequence[Rows]) -> None:
     payload.flat = torch.zeros_like(payload.flat, dtype=wide)
     parts = [part for part in payload.flat.split([*payload.sizes, 1]) if part.numel()]
     for part, rows in zip(parts, sums, strict=True):
-        part.view(rows.span, -1)[rows.items] = rows.values
+        part.view(rows.span, -1)[rows.items] = rows.values.to(wide)
 
 
 class _Between:

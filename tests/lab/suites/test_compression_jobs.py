@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from dynamix_lab.commands import compression as commands
 from dynamix_lab.suites.compression.jobs import EMBEDDINGS, JOBS, SPARSE_JOBS, make_job
 from dynamix_lab.suites.compression.task import CompressionTask
 
@@ -83,6 +84,7 @@ def test_workers_share_as_many_rows_as_the_job_is_named_for(share: int) -> None:
     assert rows[0] != set(job.batch(9)[0].tolist()), "another step, other rows"
 
 
-def test_every_job_has_a_name_that_is_known() -> None:
+def test_every_job_has_a_name_that_the_command_tells() -> None:
+    assert ", ".join(JOBS) == commands._JOBS
     assert len(set(JOBS)) == len(JOBS)
     assert set(EMBEDDINGS) <= set(JOBS)

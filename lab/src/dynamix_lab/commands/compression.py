@@ -11,6 +11,8 @@ import typer
 from dynamix.cli.console import Json, Out, Resume, guarded, print_json, progress
 from dynamix_lab.commands.group import about, bench, conducted, names_of, numbers_of
 
+_JOBS = "ratings, ncf, lstm-tied, transformer-tied, moe, lora, rows-0, rows-50, rows-100, lstm, transformer, vgg19"
+
 
 @bench.command("compression")
 @guarded
@@ -19,12 +21,7 @@ def bench_compression(
     quick: Annotated[
         bool, typer.Option("--quick", help="Two workloads, four hosts, 100 Mbit/s, 50 steps of the identity check.")
     ] = False,
-    workloads: Annotated[
-        str | None,
-        typer.Option(
-            help="Comma-separated, of ratings, ncf, lstm-tied, transformer-tied, moe, lora, rows-0, rows-50, rows-100, lstm, transformer, vgg19 (default: all)."
-        ),
-    ] = None,
+    workloads: Annotated[str | None, typer.Option(help=f"Comma-separated: {_JOBS} (default: all).")] = None,
     rates: Annotated[str | None, typer.Option(help="Link rates, Mbit/s, comma-separated (default: 100,1000).")] = None,
     workers: Annotated[str | None, typer.Option(help="Hosts, comma-separated (default: 4,8).")] = None,
     ways: Annotated[

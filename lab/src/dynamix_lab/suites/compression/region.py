@@ -4,9 +4,9 @@ Hosts with equal full-duplex links to one switch, `W` of them, exchange the grad
 are partly those of all ranks (`overlap`), partly nobody else's. A cell's time is hops times seconds a hop plus the
 bytes of the busiest link direction over its rate; computing is left out, of which the homomorphic ways have the most.
 
-Others: dense, torch's sparse all-reduce (`sparse=True`), `gather` and `blocks` of this library, of which the second is
-OmniReduce's idea with blocks of exactly one row, which is their best. Homomorphic: compaction, LHC in two phases and in one, and through an
-aggregator inside the switch, or on a host with a link like all others.
+Others: dense, torch's sparse all-reduce (`sparse=True`), `gather` and `blocks` of this library; the second is
+OmniReduce's idea with blocks of exactly one row, which is their best. Homomorphic: compaction, LHC in two phases and in
+one, and through an aggregator inside the switch, or on a host with a link like all others.
 """
 
 from __future__ import annotations

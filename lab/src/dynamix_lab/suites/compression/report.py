@@ -29,7 +29,7 @@ _GOALS = {
     "lhc_bytes": "LHC two-phase: the same: at most {goal:g}",
     "auto_time": "auto: time of an iteration over dense's (after top-k: dense's after it), each cell: at most {goal:g}",
     "auto_best": "auto: time of an iteration over the best way's that it can take, each cell: at most {goal:g}",
-    "gather_sparse": "sparse=True with the hook: over plain sparse=True, each cell: at most {goal:g} (or dense over dense)",
+    "gather_sparse": "sparse=True with the hook: over plain sparse=True, each cell: at most {goal:g} (A/A)",
     "identity": "{goal}",
 }
 _HEAD = [
