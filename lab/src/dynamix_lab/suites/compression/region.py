@@ -145,7 +145,7 @@ def beside_the_model(compared: Sequence[Mapping[str, Any]]) -> Section:
         rows.append([way, str(len(there)), least, f"{median(ratios):.2f}", most])
     said = "Bytes that a host's interface sent over those of the model of bytes; packets' own headers are in the first."
     head = ["way", "cells", "least", "median", "most"]
-    return Section("Measured bytes beside the model's", [said], Table(head, rows))
+    return Section("The model beside measured bytes", [said], Table(head, rows))
 
 
 def _largest(there: Sequence[Mapping[str, Any]], way: str) -> str:
