@@ -108,6 +108,7 @@ class CompressionState:
         self._lines: dict[int, BucketLine] = {}
         self._sparse, self._sparse_memory = SparsePass(), RowsExchange()
         self._thread: ThreadPoolExecutor | None = None
+        self._queued = False  # something of this backward pass for the thread
         self._rerouted = False  # the aggregator came or went: choosers are told before the next backward pass
         self._said_mixed = False
         self._paths = paths_of(self.process_group, timeout)
@@ -145,10 +146,12 @@ class CompressionState:
         if path is None:
             served = " and ".join(self._paths)
             raise UsageError(f"gradients are on {flat.device}, the process group serves {served}: pass another one")
+        if bucket.index() == 0:
+            self._queued = False
         future = self._begin(bucket, flat, path)
         if bucket.is_last() and self._sparse.gradients:
             together, self._sparse = self._sparse, SparsePass()
-            self._run(path, lambda: self._gather_sparse(together, path))
+            self._run(path, lambda: self._gather_sparse(together, path), last=True)
         return future
 
     def _begin(self, bucket: Bucket, flat: Tensor, path: Path) -> Future[Tensor]:
@@ -163,14 +166,20 @@ class CompressionState:
             self.statistics.count("dense", dense_bytes=flat.nbytes, payload_bytes=flat.nbytes)
             return default_hooks.allreduce_hook(path.dense, bucket)
         future = new_future(flat)
-        self._run(path, lambda: self._settle(future, line, flat, path))
+        last = bucket.is_last() and not self._sparse.gradients
+        self._run(path, lambda: self._settle(future, line, flat, path), last=last)
         return future
 
-    def _run(self, path: Path, work: Callable[[], None]) -> None:
-        """On one thread where calls block, so that backward goes on; else at once, in stream order."""
-        if not path.gloo:
+    def _run(self, path: Path, work: Callable[[], None], *, last: bool) -> None:
+        """On one thread where calls block, so that backward goes on; else at once, in stream order.
+
+        At once, too, where backward has nothing left to do meanwhile and no other exchange of this pass is under way:
+        which of them take the thread, ranks choose alike.
+        """
+        if not path.gloo or (last and not self._queued):
             work()
             return
+        self._queued = True
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="dynamix-compression")
         self._thread.submit(work)

@@ -2,7 +2,7 @@
 CONFIG.json`.
 
 All ways share the process. Those that differ by their hook share a model and DDP, whose one hook passes on to the way
-whose turn it is; each has its own weights, optimizer and memory, and sees the same batches at the same of its steps.
+whose turn it is; each has its own weights, optimizer and memory, and sees the same batches in its timed steps.
 One bucket holds the whole gradient: the time of an exchange is then one number, and torch's PowerSGD, which chains
 collectives, does not get mixed up on gloo. Ways with sparse tensors, and plain DDP, have a model of their own.
 """
@@ -33,6 +33,7 @@ from dynamix_lab.suites.compression.jobs import make_job
 
 MEASURING = ("auto", "gather-sparse")  # ways that begin with a choice
 ONE_BUCKET_MB = 4096
+UNTIMED = 1_000_000  # from this number on, steps' batches are for warming up
 LAYOUT_STEPS = 2  # DDP lays its buckets out anew after the first
 FIRST_STEPS = 3  # untimed at a way's first turn: PowerSGD's dense ones, one-phase's first union
 AUTO_STEPS = 20  # auto's: it measures before it settles
@@ -56,7 +57,7 @@ class Entrant:
     trained: Trained
     weights: list[Tensor]
     optimizer: Optimizer
-    step: int = 0
+    untimed: int = 0
     turns: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -149,7 +150,8 @@ class Rank:
         statistics = entrant.exchange.statistics
         dist.barrier()
         before, paid = traffic(), statistics.payload_bytes if statistics else 0
-        timed = [self._step(entrant) for _ in range(self.config["steps"])]
+        first = len(entrant.turns) * self.config["steps"]  # the same batches for every way in a round
+        timed = [self._step(entrant, first + step) for step in range(self.config["steps"])]
         dist.barrier()
         after = traffic()
         bound, nonzero = bound_bytes(entrant.trained.net, by_row=entrant.exchange.by_row)
@@ -174,9 +176,11 @@ class Rank:
             return 1
         return AUTO_STEPS if entrant.exchange.name in MEASURING else FIRST_STEPS
 
-    def _step(self, entrant: Entrant) -> dict[str, float]:
-        inputs, targets = self.job.batch(entrant.step * self.workers + self.rank)
-        entrant.step += 1
+    def _step(self, entrant: Entrant, number: int | None = None) -> dict[str, float]:
+        """One step, on the batch of this number; None: on one that no timed step has."""
+        if number is None:
+            number, entrant.untimed = UNTIMED + entrant.untimed, entrant.untimed + 1
+        inputs, targets = self.job.batch(number * self.workers + self.rank)
         self._exchange_s = 0.0
         began = time.perf_counter()
         entrant.optimizer.zero_grad()
