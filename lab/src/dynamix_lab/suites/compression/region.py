@@ -51,8 +51,10 @@ class MapCell:
     def spread(self) -> Spread:
         own = self.density * self.rows
         union = min(own * (self.overlap + self.workers * (1 - self.overlap)), self.rows)
-        row, dense = 4 + 4 * self.width, 4 * self.rows * self.width
-        return Spread([round(own * row)] * self.workers, round(union * row), dense, round(4 * union))
+        row, index = 4 * self.width, min(4 * own, self.rows / 8)  # as rows are written: numbers, or a bit each
+        of_union = index * union / own
+        sizes = [round(own * row + index)] * self.workers
+        return Spread(sizes, round(union * row + of_union), self.rows * row, round(of_union))
 
     def seconds(self, way: str, hop_s: float = HOP_S) -> float:
         """What an exchange takes, without computing."""
@@ -66,7 +68,7 @@ class MapCell:
 def sent(way: str, spread: Spread, rows: int) -> Sent:
     """As `dynamix.compression.traffic.traffic`, for the ways here that it does not know, too.
 
-    The index of the others is four bytes a row there; torch's has eight.
+    The index of the others is four bytes a row there, or one bit; torch's has eight bytes.
     """
     workers = len(spread.sizes)
     row = spread.dense_bytes / rows + 4
