@@ -95,6 +95,7 @@ def _makers() -> dict[str, Callable[[Mapping[str, Any]], Table | list[Section]]]
     from dynamix_lab.suites.decisions import suite as decisions
     from dynamix_lab.suites.faults import suite as faults
     from dynamix_lab.suites.fuzz import suite as fuzz
+    from dynamix_lab.suites.gossip import pages as gossip
     from dynamix_lab.suites.observe import suite as observe
     from dynamix_lab.suites.opponents import live_pages
     from dynamix_lab.suites.opponents import pages as opponents
@@ -121,6 +122,7 @@ def _makers() -> dict[str, Callable[[Mapping[str, Any]], Table | list[Section]]]
         "transfer": transfer.table,
         "stepcount": stepcount.table,
         "stigmergy": stigmergy.sections,
+        "gossip": gossip.sections,
         "workloads": tasks.table,
         "compression": compression.sections,
         "compression-map": region.sections,
