@@ -216,10 +216,10 @@ def test_impossible_plans_are_named() -> None:
 def test_live_workers_outlive_a_kill_and_a_cut_and_meet_again(tmp_path: Path) -> None:
     place = GossipPlace(
         speeds=(1.0, 0.7, 0.5, 0.4),
-        seconds=7.0,
+        seconds=5.0,
         rate=50.0,
-        kills=((1.5, 3),),
-        cut=(2.5, 4.0),
+        kills=((1.0, 3),),
+        cut=(1.8, 3.0),
         changes=(),
         slow=(9.0, 9.5),
     )

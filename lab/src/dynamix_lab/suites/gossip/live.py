@@ -37,7 +37,7 @@ class GossipPlace:
     speeds: tuple[float, ...] = SPEEDS
     seconds: float = 48.0
     rate: float = 10.0
-    slow_rate: float = 1.0
+    slow_rate: float = 2.0
     slow: tuple[float, float] = (30.0, 42.0)
     kills: tuple[tuple[float, int], ...] = ((8.0, 3), (8.0, 6))
     cut: tuple[float, float] = (14.0, 24.0)

@@ -25,7 +25,7 @@ from dynamix_lab.suites.gossip.traces import End, Traces, later
 PORT = 5100  # and one more for each worker, of UDP and of TCP
 TICK_S = 0.1
 ALIVE_S = 1.0  # heard of within so long
-CONNECT_S, SEND_S = 0.3, 3.0
+CONNECT_S, SEND_S = 0.3, 6.0
 ASK, ANSWER, PROGRESS = b"a", b"b", b"p"
 _GOSSIP, _PROGRESS, _MODEL = struct.Struct("<cHqd"), struct.Struct("<cHqqd"), struct.Struct("<HqHQdd")
 
