@@ -20,7 +20,7 @@ from dynamix_lab.suites.gossip.rules import Fixed, Gossiped, Oracle, Riding, Tra
 from dynamix_lab.suites.gossip.simulate import NEEDED, STEPS, Play
 from dynamix_lab.suites.gossip.sketches import MarkArrays, Pairs, ways_to_sum
 from dynamix_lab.suites.gossip.suite import GossipPlan, compared, concluded
-from dynamix_lab.suites.gossip.traces import End, Traces, later, priority
+from dynamix_lab.suites.gossip.traces import End, GossipedTraces, later, priority
 from dynamix_lab.suites.gossip.world import made_world
 
 # Few marks and rounds, so that some are always left out; values repeat, so that ties come up.
@@ -30,16 +30,16 @@ LEFT = st.lists(
 )
 
 
-def holding(left: list[tuple[int, int, float, float]]) -> Traces:
-    traces = Traces(size=3, memory=3)
+def holding(left: list[tuple[int, int, float, float]]) -> GossipedTraces:
+    traces = GossipedTraces(size=3, memory=3)
     for worker, number, speed, meeting_s in left:
         traces.leave(worker, number, speed=speed, meeting_s=meeting_s)
     return traces
 
 
-def joined(*parts: Traces) -> dict[int, tuple[tuple[int, float, float], ...]]:
+def joined(*parts: GossipedTraces) -> dict[int, tuple[tuple[int, float, float], ...]]:
     """What somebody holds who hears of all of them, in this order."""
-    listener = Traces(size=3, memory=3)
+    listener = GossipedTraces(size=3, memory=3)
     for part in parts:
         listener.join(part.message(rounds=3))
     return listener.marks
@@ -50,7 +50,7 @@ def test_traces_join_in_any_order_and_any_number_of_times(a: list, b: list, c: l
     parts = [holding(left) for left in (a, b, c)]
     ways = [joined(*order) for order in itertools.permutations(parts)]
     ways.append(joined(*parts, *parts, parts[0]))  # copies of messages
-    nested = Traces(size=3, memory=3)
+    nested = GossipedTraces(size=3, memory=3)
     nested.marks = joined(parts[1], parts[2])
     ways.append(joined(parts[0], nested))  # what another has joined before
     assert all(way == ways[0] for way in ways)
@@ -68,7 +68,7 @@ def test_announced_ends_join_in_any_order(a: End, b: End, c: End) -> None:
 
 @given(st.binary(max_size=80))
 def test_damaged_messages_are_refused_or_taken_whole(message: bytes) -> None:
-    traces = Traces()
+    traces = GossipedTraces()
     try:
         traces.join(message)
     except StateError:
@@ -77,7 +77,7 @@ def test_damaged_messages_are_refused_or_taken_whole(message: bytes) -> None:
 
 def test_few_workers_are_summed_exactly_and_many_by_a_uniform_sample() -> None:
     speeds = 1.0 + np.arange(1000) % 7
-    few, many = Traces(), Traces()
+    few, many = GossipedTraces(), GossipedTraces()
     for worker, speed in enumerate(speeds):
         if worker < 20:
             few.leave(worker, 4, speed=float(speed), meeting_s=2.0)
@@ -92,7 +92,7 @@ def test_few_workers_are_summed_exactly_and_many_by_a_uniform_sample() -> None:
 
 
 def test_old_rounds_count_less_and_the_round_under_way_not_at_all() -> None:
-    traces = Traces(kept=0.25)
+    traces = GossipedTraces(kept=0.25)
     for number, speed in ((1, 100.0), (2, 200.0), (3, 900.0)):
         traces.leave(0, number, speed=speed, meeting_s=1.0)
     crowd = traces.crowd(3)
@@ -103,7 +103,7 @@ def test_old_rounds_count_less_and_the_round_under_way_not_at_all() -> None:
 
 def test_arrays_of_marks_hold_what_traces_of_single_workers_hold() -> None:
     rng = np.random.default_rng(3)
-    arrays, single = MarkArrays(rng, 40, 3), [Traces(size=3) for _ in range(40)]
+    arrays, single = MarkArrays(rng, 40, 3), [GossipedTraces(size=3) for _ in range(40)]
     arrays.rank = np.argsort(np.argsort([priority(worker, 1) for worker in range(40)])).astype(np.uint32)
     arrays.owner = np.argsort(arrays.rank)
     values = rng.uniform(1, 2, (40, 2)).astype(np.float32).astype(np.float64)

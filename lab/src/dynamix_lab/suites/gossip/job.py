@@ -25,8 +25,8 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from dynamix.window import Ints
 from dynamix_lab.suites.gossip.ledger import weights
-from dynamix_lab.suites.gossip.traces import Crowd
-from dynamix_lab.suites.gossip.wire import Contribution, Wire
+from dynamix_lab.suites.gossip.traces import CrowdMeans
+from dynamix_lab.suites.gossip.wire import Contribution, PeerSockets
 from dynamix_lab.tasks.base import held_out_loss
 from dynamix_lab.tasks.teacher import workload
 
@@ -84,7 +84,7 @@ class ByTraces:
 
     shares_end = True
 
-    def __init__(self, job: GossipJob, wire: Wire) -> None:
+    def __init__(self, job: GossipJob, wire: PeerSockets) -> None:
         self.job, self.wire = job, wire
 
     def begin(self, number: int, meeting_s: float, speed: float) -> float:
@@ -123,7 +123,7 @@ class ByRiding(ByTraces):
     """The same length from sums that ride on the meeting, of who was there."""
 
     shares_end = False
-    _crowd: Crowd | None = None
+    _crowd: CrowdMeans | None = None
 
     def begin(self, number: int, meeting_s: float, speed: float) -> float:
         return GUESS_S if self._crowd is None else self._crowd.round_seconds(self.job.piece)
@@ -132,7 +132,7 @@ class ByRiding(ByTraces):
         known = [each for each in found if math.isfinite(each.meeting_s)]
         if known:
             seen = np.mean([(each.speed, each.meeting_s) for each in known], axis=0)
-            self._crowd = Crowd(len(found), float(seen[0]), float(seen[1]))
+            self._crowd = CrowdMeans(len(found), float(seen[0]), float(seen[1]))
 
     def tells(self, speed: float, meeting_s: float) -> tuple[float, float]:
         told = self._crowd
@@ -151,7 +151,7 @@ class ByTracker(ByTraces):
     shares_end = False
     ALPHA, EXPIRES_S = 0.1, 60.0
 
-    def __init__(self, job: GossipJob, wire: Wire) -> None:
+    def __init__(self, job: GossipJob, wire: PeerSockets) -> None:
         super().__init__(job, wire)
         self.target = job.setting * job.piece * len(job.addresses)
         self._per_sample, self._pieces, self._before = 0.0, 0, 0
@@ -208,7 +208,7 @@ class GossipWorker:
         self.task, self.data = task, task.make_data(job.seed)
         self.model: nn.Module = task.make_model(job.seed)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=job.rate, momentum=0.9)
-        self.wire = Wire(rank, job.addresses, seed=job.seed, shares_end=RULES[job.rule].shares_end)
+        self.wire = PeerSockets(rank, job.addresses, seed=job.seed, shares_end=RULES[job.rule].shares_end)
         self.rule = RULES[job.rule](job, self.wire)
         self.ledger = np.zeros(len(job.addresses), dtype=np.int64)
         self.order = torch.Generator().manual_seed(1000 * job.seed + rank)

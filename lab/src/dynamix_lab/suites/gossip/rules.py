@@ -67,7 +67,7 @@ def wanted(speeds: Floats, meeting: float) -> float:
     return steps_apart(meeting, piece) * piece
 
 
-class Clock(Fixed):
+class SharedClock(Fixed):
     """A deadline by a clock that all share: rounds end at every multiple of the length."""
 
     def lengths(self, world: GossipWorld, who: Ints, number: int, now: float, meeting: float) -> Floats:

@@ -49,7 +49,7 @@ def paired(rng: np.random.Generator, who: Ints, loss: float = LOSS) -> Pairs:
 
 
 class MarkArrays:
-    """What W workers hold of one round: keys (W, K), whose worker `owner` says. A twin of `Traces` for one round."""
+    """What W workers hold of one round: keys (W, K), whose worker `owner` says. It is `GossipedTraces` of one round."""
 
     def __init__(self, rng: np.random.Generator, workers: int, size: int) -> None:
         self.rank = rng.permutation(workers).astype(np.uint32)  # priority of each worker's mark
@@ -86,7 +86,7 @@ class MarkArrays:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class SumSeen:
     """What workers make of it after some exchanges.
 
     mean    of all values, as each worker sees it (W,); NaN where it sees none
@@ -97,14 +97,14 @@ class Reading:
     bytes: float
 
 
-Way = Callable[[np.random.Generator, Floats, int], list[Reading]]
+Way = Callable[[np.random.Generator, Floats, int], list[SumSeen]]
 MARK_BYTES, FIELDS = 16, 3
 
 
 def by_marks(size: int) -> Way:
     """Bottom-k: a uniform sample of `size` workers, the same everywhere in the end."""
 
-    def play(rng: np.random.Generator, values: Floats, exchanges: int) -> list[Reading]:
+    def play(rng: np.random.Generator, values: Floats, exchanges: int) -> list[SumSeen]:
         everybody = np.arange(len(values))
         marks = MarkArrays(rng, len(values), size)
         marks.leave(everybody, np.stack([values, values], 1))
@@ -112,7 +112,7 @@ def by_marks(size: int) -> Way:
         for _ in range(exchanges):
             marks.talk(paired(rng, everybody))
             count, sums = marks.sums(everybody)
-            made.append(Reading(sums[:, 0] / count, MARK_BYTES * float(count.mean())))
+            made.append(SumSeen(sums[:, 0] / count, MARK_BYTES * float(count.mean())))
         return made
 
     return play
@@ -124,7 +124,7 @@ def by_extrema(size: int) -> Way:
     A mean takes two sums, the workers' and the values'; they share their draws, which cancels most of the error.
     """
 
-    def play(rng: np.random.Generator, values: Floats, exchanges: int) -> list[Reading]:
+    def play(rng: np.random.Generator, values: Floats, exchanges: int) -> list[SumSeen]:
         draws = rng.exponential(size=(len(values), size))
         held = np.concatenate([draws, draws / values[:, None]], axis=1).astype(np.float32)
         made = []
@@ -135,13 +135,13 @@ def by_extrema(size: int) -> Way:
             held[pairs.asked] = np.where(pairs.heard[:, None], least, two)
             held[pairs.asking] = np.where(pairs.answered[:, None], least, one)
             mean = held[:, :size].sum(1) / held[:, size:].sum(1)
-            made.append(Reading(mean.astype(np.float64), 4.0 * size * FIELDS))
+            made.append(SumSeen(mean.astype(np.float64), 4.0 * size * FIELDS))
         return made
 
     return play
 
 
-def by_push_sum(rng: np.random.Generator, values: Floats, exchanges: int) -> list[Reading]:
+def by_push_sum(rng: np.random.Generator, values: Floats, exchanges: int) -> list[SumSeen]:
     """Push-sum (Kempe, Dobra and Gehrke): half of what a worker holds goes to another. What is lost is lost."""
     held = np.stack([values, np.ones(len(values))], 1)
     made = []
@@ -151,11 +151,11 @@ def by_push_sum(rng: np.random.Generator, values: Floats, exchanges: int) -> lis
         met = (one + two) / 2
         held[pairs.asked] = np.where(pairs.heard[:, None], met, two)
         held[pairs.asking] = np.where(pairs.answered[:, None], met, one / 2)
-        made.append(Reading(held[:, 0] / held[:, 1], 4.0 * FIELDS))
+        made.append(SumSeen(held[:, 0] / held[:, 1], 4.0 * FIELDS))
     return made
 
 
-def by_table(rng: np.random.Generator, values: Floats, exchanges: int) -> list[Reading]:
+def by_table(rng: np.random.Generator, values: Floats, exchanges: int) -> list[SumSeen]:
     """Every worker's newest entry, by worker: exact in the end, and as long as there are workers."""
     workers = len(values)
     known = np.packbits(np.eye(workers, dtype=bool), axis=1)
@@ -170,7 +170,7 @@ def by_table(rng: np.random.Generator, values: Floats, exchanges: int) -> list[R
         for first in range(0, workers, 500):
             held = np.unpackbits(known[first : first + 500], axis=1, count=workers)
             count[first : first + 500], total[first : first + 500] = held.sum(1), held @ values
-        made.append(Reading(total / count, MARK_BYTES * float(count.mean())))
+        made.append(SumSeen(total / count, MARK_BYTES * float(count.mean())))
     return made
 
 

@@ -19,7 +19,7 @@ from dynamix_lab.harness.suite import Cell, Context, Suite
 from dynamix_lab.report import Page, measured, provenance
 from dynamix_lab.suites.gossip import pages
 from dynamix_lab.suites.gossip.live import GossipPlace, play_live
-from dynamix_lab.suites.gossip.rules import Clock, EndRule, Ends, Fixed, Gossiped, Oracle, Riding, Tracker
+from dynamix_lab.suites.gossip.rules import EndRule, Ends, Fixed, Gossiped, Oracle, Riding, SharedClock, Tracker
 from dynamix_lab.suites.gossip.simulate import Play
 from dynamix_lab.suites.gossip.sketches import ways_to_sum
 from dynamix_lab.suites.gossip.world import GROUP, PLACES, GossipWorld, made_world
@@ -152,7 +152,7 @@ def rule_of(row: str, world: GossipWorld, seed: int) -> EndRule:
     if kind == "deadline":
         return Fixed(float(value))
     if kind == "clock":
-        return Clock(float(value))
+        return SharedClock(float(value))
     if kind == "tracker":
         return Tracker(float(value), world)
     if kind in ("riding", "ends"):

@@ -26,7 +26,7 @@ Mark = tuple[int, float, float]
 
 
 @dataclass(frozen=True, slots=True)
-class Crowd:
+class CrowdMeans:
     """What traces say of all workers.
 
     workers     how many there are: exact up to `size`, else within about 1 / sqrt(size)
@@ -43,7 +43,7 @@ class Crowd:
 
         Each worker trains what it can in this time, so no share has to be agreed on.
 
-        >>> Crowd(workers=8, speed=64.0, meeting_s=0.5).round_seconds(32)
+        >>> CrowdMeans(workers=8, speed=64.0, meeting_s=0.5).round_seconds(32)
         4.0
         """
         piece_s = piece / self.speed
@@ -55,7 +55,7 @@ def priority(worker: int, number: int) -> int:
     return int.from_bytes(hashlib.blake2b(struct.pack("<qq", worker, number), digest_size=8).digest(), "little")
 
 
-class Traces:
+class GossipedTraces:
     """What one worker holds of all: by round, the marks of lowest priority, sorted.
 
     size     marks kept of a round
@@ -64,12 +64,12 @@ class Traces:
 
     `join` is commutative, associative and idempotent, whatever came before.
 
-    >>> mine, other = Traces(), Traces()
+    >>> mine, other = GossipedTraces(), GossipedTraces()
     >>> mine.leave(0, 1, speed=100.0, meeting_s=1.0)
     >>> other.leave(1, 1, speed=300.0, meeting_s=1.0)
     >>> mine.join(other.message())
     >>> mine.crowd(2)
-    Crowd(workers=2.0, speed=200.0, meeting_s=1.0)
+    CrowdMeans(workers=2.0, speed=200.0, meeting_s=1.0)
     """
 
     def __init__(self, *, size: int = SIZE, memory: int = MEMORY, kept: float = KEPT) -> None:
@@ -97,7 +97,7 @@ class Traces:
             parts += [_MARK.pack(*mark) for mark in marks]
         return b"".join(parts)
 
-    def crowd(self, before: int) -> Crowd | None:
+    def crowd(self, before: int) -> CrowdMeans | None:
         """What marks of rounds before `before` say; None where there are none.
 
         The round under way is left out: its marks are still on their way.
@@ -112,7 +112,7 @@ class Traces:
                 heads, rounds = heads + part * self._count(marks), rounds + part
         if not weight:
             return None
-        return Crowd(heads / rounds, speed / weight, meeting_s / weight)
+        return CrowdMeans(heads / rounds, speed / weight, meeting_s / weight)
 
     def _count(self, marks: tuple[Mark, ...]) -> float:
         if len(marks) < self.size:

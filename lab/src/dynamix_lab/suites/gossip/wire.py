@@ -20,7 +20,7 @@ import numpy as np
 
 from dynamix.errors import StateError
 from dynamix.window import Ints
-from dynamix_lab.suites.gossip.traces import End, Traces, later
+from dynamix_lab.suites.gossip.traces import End, GossipedTraces, later
 
 PORT = 5100  # and one more for each worker, of UDP and of TCP
 TICK_S = 0.1
@@ -49,7 +49,7 @@ class Contribution:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class Published:
     """What Hivemind's tracker publishes: round, samples of it so far, samples a second, and when it was said."""
 
     number: int
@@ -58,7 +58,7 @@ class Progress:
     at: float
 
 
-class Wire:
+class PeerSockets:
     """One worker's sockets and what it has heard.
 
     addresses   of all workers that may ever be there, by number
@@ -69,9 +69,9 @@ class Wire:
 
     def __init__(self, worker: int, addresses: Sequence[str], *, seed: int = 0, shares_end: bool = True) -> None:
         self.worker, self.addresses, self.shares_end = worker, addresses, shares_end
-        self.number, self.end, self.traces = 0, float("inf"), Traces()
+        self.number, self.end, self.traces = 0, float("inf"), GossipedTraces()
         self.announced: End = (0, float("inf"))
-        self.progress: dict[int, Progress] = {}
+        self.progress: dict[int, Published] = {}
         self.latest = b""
         self.messages = self.sent_bytes = 0
         self.lock = threading.RLock()
@@ -158,7 +158,7 @@ class Wire:
         """Tell everybody how far this worker is, as to a table that all share."""
         with self.lock:
             message = _PROGRESS.pack(PROGRESS, self.worker, self.number, samples, speed)
-            self.progress[self.worker] = Progress(self.number, samples, speed, time.monotonic())
+            self.progress[self.worker] = Published(self.number, samples, speed, time.monotonic())
         for worker in range(len(self.addresses)):
             if worker != self.worker:
                 self._send(message, worker)
@@ -196,7 +196,7 @@ class Wire:
         with contextlib.suppress(struct.error, StateError, ValueError), self.changed:
             if kind == PROGRESS:
                 _, sender, number, samples, speed = _PROGRESS.unpack(message)
-                self.progress[sender] = Progress(number, samples, speed, now)
+                self.progress[sender] = Published(number, samples, speed, now)
                 self._heard[sender] = now
             elif kind in (ASK, ANSWER):
                 sender = self._join(message, now)
