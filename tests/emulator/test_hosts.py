@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import socket
+import time
 from pathlib import Path
 
 import psutil
@@ -9,7 +10,7 @@ import pytest
 
 from dynamix.emulator import Emulation, keeper
 from dynamix.emulator.hosts import new_namespace
-from dynamix.errors import EmulationError
+from dynamix.errors import ConfigError, EmulationError
 from tests.emulator.conftest import PYTHON
 
 pytestmark = pytest.mark.emulator
@@ -139,3 +140,47 @@ def test_a_namespace_leaves_the_calling_thread_where_it_was() -> None:
         assert os.stat("/proc/thread-self/ns/net").st_ino == before
     finally:
         os.close(fd)
+
+
+# Every rank greets all others every 50 ms with the time and prints whom it hears.
+GREET = """
+import os, socket, sys, time
+rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+own = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+own.bind((f"198.18.0.{rank + 1}", 6000))
+own.settimeout(0.05)
+end, told = time.monotonic() + float(sys.argv[1]), 0.0
+while time.monotonic() < end:
+    if time.monotonic() - told > 0.05:
+        told = time.monotonic()
+        for other in range(world):
+            try:
+                own.sendto(f"{told} {rank}".encode(), (f"198.18.0.{other + 1}", 6000))
+            except OSError:
+                pass
+    try:
+        print(own.recv(100).decode())
+    except OSError:
+        pass
+"""
+
+
+@pytest.mark.usefixtures("privileged")
+def test_a_network_that_is_cut_in_parts_and_made_whole_again(tmp_path: Path) -> None:
+    with Emulation({"hosts": [{"cpu": 0.2}] * 4}, run_dir=tmp_path) as cluster:
+        with pytest.raises(ConfigError, match="every host"):
+            cluster.partition([0, 1], [1, 2])
+        cluster.launch([*PYTHON, GREET, "4.5"])
+        time.sleep(1.5)
+        cluster.partition([0, 2], [1, 3])
+        cut = time.monotonic()
+        time.sleep(1.3)
+        whole = time.monotonic()
+        cluster.partition()
+        assert cluster.wait(30) == [0] * 4
+    for rank in range(4):
+        rows = [line.split() for line in (tmp_path / f"rank{rank}.out").read_text().splitlines()]
+        heard = [(float(at), int(who)) for at, who in rows]
+        assert {who for at, who in heard if at < cut} == {0, 1, 2, 3}
+        assert {who for at, who in heard if cut + 0.2 < at < whole} == {rank, (rank + 2) % 4}
+        assert {who for at, who in heard if at > whole + 0.2} == {0, 1, 2, 3}

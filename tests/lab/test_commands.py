@@ -29,6 +29,7 @@ def test_a_result_names_the_command_that_made_it_with_every_option() -> None:
         "emulator-accuracy",
         "faults",
         "fidelity",
+        "gossip",
         "netcosts",
         "network-speed",
         "observe",

@@ -185,9 +185,26 @@ class Emulation:
         """State of every host's link now."""
         return host_links(self.scenario, self.time_s(), self.seed)
 
+    def address(self, host: int) -> str:
+        """Where the others reach a host; 127.0.0.1 for all of them on loopback."""
+        return self._network.address(host)
+
     def plug(self, host: int, *, plugged: bool) -> None:
         """Pull a host's network cable (False) or put it back (True). Raises `EmulationError` on loopback."""
         self._network.plug(host, plugged=plugged)
+
+    def partition(self, *parts: Sequence[int]) -> None:
+        """Cut the network: hosts of one part reach each other only. Without parts the network is whole again.
+
+        parts   numbers of hosts; together every host once
+
+        Raises `ConfigError` for parts that are not that, and `EmulationError` on loopback.
+        """
+        every = list(range(self.scenario.workers))
+        if parts and sorted(host for part in parts for host in part) != every:
+            allowed = f"every host from 0 to {every[-1]} once"
+            raise ConfigError("parts", [list(part) for part in parts], allowed, "name each host in one part")
+        self._network.part(parts or (every,))
 
     def launch(
         self, command: Sequence[str], *, env: Mapping[str, str] | None = None, cwd: _Folder = None, name: str = ""

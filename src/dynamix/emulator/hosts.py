@@ -41,6 +41,7 @@ class Network(Protocol):
     def interface(self, host: int) -> str: ...
     def set_links(self, states: Sequence[Link]) -> None: ...
     def plug(self, host: int, *, plugged: bool) -> None: ...
+    def part(self, parts: Sequence[Sequence[int]]) -> None: ...
     def close(self) -> None: ...
 
 
@@ -66,6 +67,9 @@ class Loopback:
 
     def plug(self, host: int, *, plugged: bool) -> None:
         raise EmulationError("hosts on loopback have no cable: run as root with the [emulator] extra installed")
+
+    def part(self, parts: Sequence[Sequence[int]]) -> None:
+        raise EmulationError("loopback cannot be parted: run as root with the [emulator] extra installed")
 
     def close(self) -> None:
         """Nothing was made."""
@@ -146,6 +150,23 @@ class Namespaces:
                 ip.link("set", index=self._ports[host], state="up" if plugged else "down")
 
         inside(self._switch, switch_port)
+
+    def part(self, parts: Sequence[Sequence[int]]) -> None:
+        """A bridge for every part; the first part keeps the one that is there, and the switch's address with it."""
+
+        def move_ports() -> None:
+            with netlink() as ip:
+                for number, hosts in enumerate(parts):
+                    name = f"bridge{number or ''}"
+                    found = ip.link_lookup(ifname=name)
+                    if not found:
+                        ip.link("add", ifname=name, kind="bridge")
+                        found = ip.link_lookup(ifname=name)
+                        ip.link("set", index=found[0], state="up")
+                    for host in hosts:
+                        ip.link("set", index=self._ports[host], master=found[0])
+
+        inside(self._switch, move_ports)
 
     def close(self) -> None:
         """Lets go of the namespaces; the kernel removes each when its last process is gone."""

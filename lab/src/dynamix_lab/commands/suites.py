@@ -1,4 +1,4 @@
-"""The suites of whole jobs: `dynamix bench tta`, `scaling`, `reaction`, `stigmergy`, `workloads`, `fidelity`..."""
+"""The suites of whole jobs: `dynamix bench tta`, `scaling`, `reaction`, `stigmergy`, `gossip`, `workloads`..."""
 
 from __future__ import annotations
 
@@ -194,6 +194,24 @@ def bench_workloads(
 
     plan = WorkloadsPlan.of(quick=quick, names=names_of(only), budget_s=seconds, seed=seed)
     conducted(context, WorkloadsSuite(plan), out=out, resume=resume, as_json=as_json)
+
+
+@bench.command("gossip")
+@guarded
+def bench_gossip(
+    context: typer.Context,
+    quick: Annotated[bool, typer.Option("--quick", help="A few simulated rounds of 8 workers.")] = False,
+    only: Annotated[str | None, typer.Option(help="sums, simulated, live; comma-separated (default: all).")] = None,
+    live_seeds: Annotated[int, typer.Option(min=1, help="Runs of each live row.")] = 1,
+    resume: Resume = False,
+    out: Out = None,
+    as_json: Json = False,
+) -> None:
+    """Rounds where nobody is in charge: gossiped traces against a deadline, Hivemind's tracker and riding sums."""
+    from dynamix_lab.suites.gossip.suite import GossipPlan, GossipSuite
+
+    plan = GossipPlan.of(quick=quick, only=names_of(only), live_seeds=live_seeds)
+    conducted(context, GossipSuite(plan), out=out, resume=resume, as_json=as_json)
 
 
 @bench.command("stigmergy")

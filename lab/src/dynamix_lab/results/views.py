@@ -96,6 +96,7 @@ def _makers() -> dict[str, Callable[[Mapping[str, Any]], Table | list[Section]]]
     from dynamix_lab.suites.decisions import suite as decisions
     from dynamix_lab.suites.faults import suite as faults
     from dynamix_lab.suites.fuzz import suite as fuzz
+    from dynamix_lab.suites.gossip import pages as gossip
     from dynamix_lab.suites.observe import suite as observe
     from dynamix_lab.suites.opponents import live_pages
     from dynamix_lab.suites.opponents import pages as opponents
@@ -122,6 +123,7 @@ def _makers() -> dict[str, Callable[[Mapping[str, Any]], Table | list[Section]]]
         "transfer": transfer.table,
         "stepcount": stepcount.table,
         "stigmergy": stigmergy.sections,
+        "gossip": gossip.sections,
         "workloads": tasks.table,
         "aggregator": aggregator.sections,
         "compression": compression.sections,
