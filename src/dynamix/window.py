@@ -25,6 +25,7 @@ PER_WORKER = (
 )  # fmt: skip
 PER_CLUSTER = ("steps", "age", "step", "micro_batches", "base_batch", "global_norm_sq", "noise", "signal")
 _WINDOW_ARRAYS = ("batch_size", *PER_WORKER, *PER_CLUSTER)
+_UNKNOWN = np.asarray(np.nan)
 _BOUNDS_ARRAYS = ("low", "high", "total_low", "total_high")
 
 
@@ -116,8 +117,9 @@ class Window:
         if unknown:
             raise ConfigError("field", sorted(unknown)[0], ", ".join(PER_WORKER + PER_CLUSTER), "name a Window field")
         filled: dict[str, Any] = {"batch_size": sizes}
+        nothing = np.broadcast_to(_UNKNOWN, sizes.shape)
         for name in PER_WORKER:
-            filled[name] = _in_shape(known.get(name, np.nan), sizes.shape)
+            filled[name] = _in_shape(known[name], sizes.shape) if name in known else nothing
         defaults: dict[str, Any] = {"micro_batches": 1.0, "base_batch": sizes.sum(-1)}
         for name in PER_CLUSTER:
             filled[name] = _in_shape(known.get(name, defaults.get(name, np.nan)), sizes.shape[:-1])

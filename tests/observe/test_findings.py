@@ -31,6 +31,7 @@ def write(
     steps: int = 60,
     sizes: Any = None,
     transfer_s: float = TRANSFER_S,
+    passes: int = 1,
     **facts: Any,
 ) -> None:
     """What ranks write that take `more` seconds than EVEN by part, and meet in every step."""
@@ -47,7 +48,7 @@ def write(
             scaled = {name: value * noise[step, rank] for name, value in one.items()}
             scaled["exchange"] = max(own) - own[rank] + transfer_s
             size = 32 if sizes is None else sizes[step][rank]
-            known = {"samples": size, "passes": 1, "end_s": 0.1 * (step + 1), **scaled}
+            known = {"samples": size, "passes": passes, "end_s": 0.1 * (step + 1), **scaled}
             rows.extend(known[name] for name in FIELDS)
         file = RankFile(folder / "ranks/0", rank, {"world": len(more), "stack": "DDP", "device": "cpu", **facts})
         file.write(rows, ended=True)
@@ -126,7 +127,15 @@ def test_a_pause_is_left_out_and_said(tmp_path: Path) -> None:
     result = conclude(tmp_path)
     assert result["pauses"] == [40]
     assert result["verdict"] == "even"
-    assert "1 steps held a pause" in result["text"]
+    assert "1 step held a pause" in result["text"]
+
+
+@pytest.mark.parametrize(("passes", "line"), [(1, "batch_size=32)"), (4, "batch_size=8, accumulate=4)")])
+def test_the_lines_to_write_are_those_of_the_loop_that_was_seen(passes: int, line: str, tmp_path: Path) -> None:
+    write(tmp_path, [{}, {"forward": 0.06}], passes=passes)
+    text = conclude(tmp_path)["text"]
+    assert f"dynamix.Controller(policy='goodput', {line}" in text
+    assert ("controller.piece()" in text) == (passes > 1)
 
 
 def test_unknown_samples_are_said_and_shares_are_parts_of_a_batch(tmp_path: Path) -> None:
@@ -152,7 +161,8 @@ def test_what_is_missing_or_cut_is_said_and_what_is_foreign_is_refused(tmp_path:
     facts.write_text(json.dumps({**json.loads(facts.read_text()), "ended": False}))
     result = conclude(tmp_path)
     assert (result["steps"], result["missing"], result["unfinished"], result["rank"]) == (40, [3], [2], 1)
-    assert "Ranks 3 have written nothing" in result["text"]
+    assert "Rank 3 has written nothing: it is on another machine" in result["text"]
+    assert "Rank 2 has not said that it ended" in result["text"]
     facts.write_text('{"schema": 99}')
     with pytest.raises(StateError, match="schema 99"):
         conclude(tmp_path)

@@ -43,12 +43,14 @@ def simulate(
     with EventLog(path) as log:
         for index in range(windows):
             seen, sizes, time_s, about = lines[index % len(lines)]
-            time_s += (index // len(lines)) * lines[-1][2]
+            again = index // len(lines)
+            time_s += again * lines[-1][2]
+            step = seen.step + again * lines[-1][0].step
             samples += 5 * float(seen.batch_size.sum())
             done = 1.0 - np.exp(-samples / 4e4)
             loss = 2.3 - 1.9 * done + 0.05 * np.sin(1.7 * index)
             each = np.full(workers, loss)
-            seen = dataclasses.replace(seen, loss=each, accuracy=0.1 + 0.8 * done + 0.0 * each)
+            seen = dataclasses.replace(seen, loss=each, accuracy=0.1 + 0.8 * done + 0.0 * each, step=step)
             kept = np.array_equal(sizes, seen.batch_size)
             told = {"decision": "keep" if kept else "new", "allocation": sizes.tolist(), "from_step": 5 * index + 6}
             at = {"samples_seen": int(samples), "time_s": time_s}

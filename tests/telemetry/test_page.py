@@ -16,7 +16,9 @@ from typer.testing import CliRunner
 from dynamix.cli.app import app
 from dynamix.events.records import EventLog, read_events
 from dynamix.telemetry import find_sources, page_data, page_html
+from dynamix.telemetry.foresight import Foresight
 from dynamix.telemetry.page import packed
+from dynamix.telemetry.reading import EventFollower
 from tests.telemetry.simulated import simulate
 
 
@@ -78,6 +80,8 @@ def test_decisions_say_what_was_expected_and_reached(tmp_path: Path) -> None:
         worker = change["most"][0]
         assert change["most"] == [worker, before[worker], after[worker]]
         assert 0.3 < change["step_expected_s"] / change["step_reached_s"] < 3
+    assert all(0.3 < change["gain_expected"] < 3 for change in run["changes"][3:])
+    assert all(0.1 < change["gain_reached"] < 10 for change in run["changes"][3:])
 
 
 def test_decisions_of_a_learned_policy_say_what_its_net_changed(tmp_path: Path) -> None:
@@ -85,6 +89,43 @@ def test_decisions_of_a_learned_policy_say_what_its_net_changed(tmp_path: Path) 
     (run,) = made(tmp_path)["runs"]
     assert any("its net moved" in change["by"] for change in run["changes"])
     assert any(change["by"].startswith("the policy, trusted") for change in run["changes"])
+
+
+def test_a_run_that_is_followed_line_by_line_has_the_page_of_one_read_at_once(tmp_path: Path) -> None:
+    simulate(tmp_path / "events.jsonl", windows=150)
+    (at_once,) = made(tmp_path)["runs"]
+    sources = find_sources([tmp_path])
+    for source in sources:
+        for line in source.follower.more():
+            view = source._view(line)
+            assert view is not None
+            view.add(line)
+            view.settle()
+    (followed,) = page_data(sources)["runs"]
+    for run in (at_once, followed):
+        del run["facts"]
+    assert followed == at_once
+
+
+def test_of_a_long_run_the_largest_and_the_newest_changes_are_those_of_one_that_is_followed_whole(
+    tmp_path: Path,
+) -> None:
+    simulate(tmp_path / "events.jsonl", windows=400)
+    whole = Foresight()
+    thinned = Foresight()
+    for line in EventFollower(tmp_path / "events.jsonl").more():
+        index = line.fields["window_index"]
+        whole.add(line.window, 0.0, index)
+        thinned.add(line.window, 0.0, index, wanted=index < 64 or index % 16 < 3)
+    assert thinned.count == whole.count > 200
+    assert thinned._windows > 2 * sum(change.window > 64 for change in thinned.changes)
+    found = {change.window: change for change in thinned.changes}
+    expected = {change.window: change for change in whole.changes}
+    assert len(found.keys() & expected.keys()) > 0.9 * len(expected)
+    for window in found.keys() & expected.keys():
+        assert found[window].most == expected[window].most
+        told = found[window].step_expected_s, expected[window].step_expected_s
+        assert told[0] == pytest.approx(told[1], rel=0.2, nan_ok=True)
 
 
 def test_a_long_run_is_a_small_page(tmp_path: Path) -> None:

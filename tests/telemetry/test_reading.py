@@ -37,6 +37,7 @@ def test_every_line_of_a_whole_file_is_read_as_read_events_does(tmp_path: Path) 
             assert np.array_equal(line.window.batch_size, same.batch_size)
             assert np.array_equal(line.window.compute, same.compute, equal_nan=True)
             assert np.array_equal(window_of(event["window"]).wait, same.wait, equal_nan=True)
+            assert np.isnan(line.window.rtt_s).all()  # nobody asks for it
 
 
 def test_a_file_that_grows_is_followed_and_half_a_line_waits(tmp_path: Path) -> None:
@@ -80,6 +81,17 @@ def test_what_cannot_be_read_is_left_out_and_said(tmp_path: Path) -> None:
     assert "1 line is of a later version" in said
     assert "2 lines without a window" in said
     assert "ends within a line" in said
+
+
+def test_lists_that_nobody_reads_are_left_out_of_a_line_and_a_strange_line_is_read_whole(tmp_path: Path) -> None:
+    path = simulate(tmp_path / "events.jsonl", windows=2)
+    strange = [json.loads(line) for line in path.read_text().splitlines()]
+    strange[0]["allocation"] = [["a],", 1], [2]]
+    strange[1] |= {"note": '"rtt_s":[1],', "rounds": {"rtt_s": [[1], [2]]}}
+    path.write_text("".join(json.dumps(event, separators=(",", ":")) + "\n" for event in strange))
+    first, second = EventFollower(path).more()
+    assert first.window.workers == second.window.workers == 4
+    assert second.fields["note"] == '"rtt_s":[1],'
 
 
 @pytest.mark.parametrize("content", [b"", b"\x89PNG\r\n\x1a\n\x00", b'{"schema": 3}\n', b"[1, 2]\n" * 3, b"\n\n"])

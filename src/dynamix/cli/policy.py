@@ -39,15 +39,21 @@ def policy_train(
     tensorboard: Annotated[Path | None, typer.Option(help="Folder for TensorBoard.")] = None,
     name: Annotated[str, typer.Option("--policy", help="dynamix, dynamix-paper or stigmergic.")] = "dynamix",
     settings: Annotated[list[str] | None, typer.Option("--set", help="NAME=VALUE of the recipe; repeatable.")] = None,
+    show: Annotated[bool, typer.Option("--settings", help="Print what --set takes, with its values, and end.")] = False,
     as_json: Json = False,
 ) -> None:
     """Learn a policy in the simulator: minutes on 2 cores."""
     from dynamix import __version__
     from dynamix.events.run_folder import commit
     from dynamix.policies.files import add_facts
-    from dynamix.training.shipped import recipe_of, train_shipped
+    from dynamix.training.shipped import recipe_of, settings_of, train_shipped
 
-    recipe_of(name, settings or ())  # a wrong name or setting is said first
+    recipe = recipe_of(name, settings or ())  # a wrong name or setting is said first
+    if show:
+        found = settings_of(recipe)
+        lines = "\n".join(f"{setting}={value}" for setting, value in found.items())
+        print_json(found) if as_json else typer.echo(lines)
+        return
     _check_writable(out)
     with progress("training") as tell:
         train_shipped(

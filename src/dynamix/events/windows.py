@@ -11,7 +11,7 @@ import base64
 import binascii
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -64,8 +64,10 @@ def unpacked(record: Mapping[str, Any]) -> dict[str, Any]:
     return plain | {name: record[name] for name in PER_CLUSTER}
 
 
-def window_of(record: Mapping[str, Any]) -> Window:
+def window_of(record: Mapping[str, Any], wanted: Sequence[str] = PER_WORKER) -> Window:
     """The window that a record of either form holds. Fields that this version does not know are left out.
+
+    wanted   fields of workers that are asked for; the others are unknown in the answer
 
     Raises ValueError, TypeError, KeyError or OverflowError for a damaged one.
 
@@ -73,25 +75,26 @@ def window_of(record: Mapping[str, Any]) -> Window:
     [0.1, nan]
     """
     if "packed" in record:
-        sizes, known = _arrays(record)
+        sizes, known = _arrays(record, wanted)
     else:
         sizes = np.asarray(record["batch_size"])
-        known = {name: record[name] for name in PER_WORKER if name in record}
+        known = {name: record[name] for name in wanted if name in record}
     if sizes.ndim != 1 or sizes.dtype.kind not in "iu" or not 0 < sizes.size <= _MOST_WORKERS or (sizes < 0).any():
         raise ValueError("batch_size is no list of whole numbers, one for each worker")
     return Window.of(sizes, **known, **{name: record[name] for name in PER_CLUSTER if name in record})
 
 
-def _arrays(record: Mapping[str, Any]) -> tuple[Ints, dict[str, Floats]]:
-    """Batch sizes (W,) and per-worker fields (W,) by name, of a packed record."""
+def _arrays(record: Mapping[str, Any], wanted: Sequence[str] = PER_WORKER) -> tuple[Ints, dict[str, Floats]]:
+    """Batch sizes (W,) and the wanted per-worker fields (W,) by name, of a packed record."""
     workers, shift = record["workers"], np.array(record["shift"], dtype=np.int64)
     fields = PER_WORKER[: len(PER_WORKER) if shift.shape != (_BEFORE_WORK,) else _BEFORE_WORK]
     if not isinstance(workers, int) or not 0 < workers <= _MOST_WORKERS or shift.shape != (len(fields),):
         raise ValueError("workers or shift are impossible")
-    halves = _bytes(record["packed"], 2 * len(fields) * workers, 2).view("<f2").reshape(len(fields), workers)
-    values = np.ldexp(halves.astype(np.float64), -np.clip(shift, -2000, 2000)[:, None])
-    sizes = _bytes(record["sizes"], 8 * workers, 8).view("<i8")
-    return sizes, dict(zip(fields, values, strict=True))
+    rows = [i for i, name in enumerate(fields) if name in wanted]
+    halves = _planes(record["packed"], 2 * len(fields) * workers, 2).reshape(2, len(fields), workers)[:, rows]
+    values = np.ldexp(_values(halves, "<f2").astype(np.float64), -np.clip(shift[rows], -2000, 2000)[:, None])
+    sizes = _values(_planes(record["sizes"], 8 * workers, 8), "<i8")
+    return sizes, dict(zip((fields[i] for i in rows), values, strict=True))
 
 
 def _packed(values: np.ndarray[Any, Any], raw: int = 0) -> str:
@@ -104,7 +107,8 @@ def _packed(values: np.ndarray[Any, Any], raw: int = 0) -> str:
     return base64.b64encode(packer.compress(planes[:end]) + packer.flush() + planes[end:]).decode()
 
 
-def _bytes(text: str, length: int, itemsize: int) -> np.ndarray[Any, Any]:
+def _planes(text: str, length: int, itemsize: int) -> np.ndarray[Any, Any]:
+    """(itemsize, n) bytes of n values, the highest first."""
     try:
         unpacker = zlib.decompressobj()
         raw = unpacker.decompress(base64.b64decode(text, validate=True), length + 1)
@@ -113,5 +117,9 @@ def _bytes(text: str, length: int, itemsize: int) -> np.ndarray[Any, Any]:
     raw += unpacker.unused_data[: length + 1]
     if len(raw) != length:
         raise ValueError(f"{len(raw)} bytes where {length} are needed")
-    planes = np.frombuffer(raw, np.uint8).reshape(itemsize, -1)
-    return np.ascontiguousarray(planes.T[:, ::-1]).reshape(-1)
+    return np.frombuffer(raw, np.uint8).reshape(itemsize, -1)
+
+
+def _values(planes: np.ndarray[Any, Any], kind: str) -> np.ndarray[Any, Any]:
+    """What `_planes` (itemsize, ...) hold, (...)."""
+    return np.ascontiguousarray(np.moveaxis(planes[::-1], 0, -1)).view(kind)[..., 0]

@@ -43,6 +43,7 @@ class Gains:
     rarely    by meeting over parameters, every `apart` steps
     grounded  whether batches of several sizes were seen
     sizes_known   whether batches have a known number of samples; else `sizes` are parts of a batch, in thousandths
+    pieces    batches of an optimizer step: more than one where gradients accumulate
     """
 
     balance: Gain | None
@@ -53,6 +54,7 @@ class Gains:
     apart: float
     grounded: bool
     sizes_known: bool
+    pieces: int = 1
 
 
 def predict(windows: Iterable[Window], *, sizes_known: bool) -> Gains:
@@ -79,6 +81,7 @@ def predict(windows: Iterable[Window], *, sizes_known: bool) -> Gains:
         apart,
         bool(model.grounded),
         sizes_known,
+        max(int(latest.micro_batches), 1),
     )
 
 

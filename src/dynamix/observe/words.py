@@ -134,21 +134,28 @@ def _lines(gains: Gains) -> list[str]:
     assert gains.balance is not None
     if not gains.balance.worth_it and (gains.rarely is None or gains.rarely.median < WORTH):
         return ["Nothing to write: balance would gain nothing here."]
-    size = round(sum(gains.now) / len(gains.now)) if gains.sizes_known else "YOUR_BATCH_SIZE"
-    told = []
-    if gains.balance.worth_it:
-        told += [
-            "To balance, write (docs/quickstart.md has whole scripts):",
-            f"    controller = dynamix.Controller(policy='goodput', batch_size={size}, global_batch='fixed')",
-            "    loader = DataLoader(dataset, batch_sampler=controller.batch_sampler(dataset, seed=0))",
-            "    model = controller.wrap(DDP(net), optimizer)",
-            "    controller.step(loss=loss)  # after optimizer.step()",
-        ]
-    else:
+    told = _to_balance(gains) if gains.balance.worth_it else []
+    if not told:
         told.append("Balance alone would gain nothing here.")
     if gains.rarely is not None and gains.rarely.low > max(gains.balance.high, WORTH):
         told.append("To meet less often: Controller(..., meet='parameters'), in the loop of docs/rounds.md.")
     return told
+
+
+def _to_balance(gains: Gains) -> list[str]:
+    size = round(sum(gains.now) / len(gains.now) / gains.pieces) if gains.sizes_known else "YOUR_BATCH_SIZE"
+    pieces = f", accumulate={gains.pieces}" if gains.pieces > 1 else ""
+    last = [
+        "    with controller.piece():    # around forward and backward pass; docs/loop.md has the whole loop",
+        "    controller.step(loss=loss)  # after every batch",
+    ]
+    return [
+        "To balance, write (docs/tutorial.md has a whole script):",
+        f"    controller = dynamix.Controller(policy='goodput', batch_size={size}{pieces})",
+        "    loader = controller.loader(loader)   # your DataLoader; then loader.set_epoch(epoch)",
+        "    controller.wrap(model, optimizer)    # model: the one under DDP or fully_shard",
+        *(last if pieces else ["    controller.step(loss=loss)           # after optimizer.step()"]),
+    ]
 
 
 def _notes(job: Joined, gains: Gains) -> list[str]:
@@ -157,15 +164,20 @@ def _notes(job: Joined, gains: Gains) -> list[str]:
         told.append("How many samples a batch has is not known: no tensor was among the inputs of the forward pass.")
     if job.pauses:
         at = ", ".join(map(str, job.pauses[:5])) + (", ..." if len(job.pauses) > 5 else "")
-        told.append(f"{len(job.pauses)} steps held a pause (a checkpoint, an evaluation?) and are left out: {at}.")
+        steps = "1 step held a pause" if len(job.pauses) == 1 else f"{len(job.pauses)} steps held a pause"
+        told.append(f"{steps} (a checkpoint, an evaluation?), left out of all figures: {at}.")
     if job.missing:
-        told.append(
-            f"Ranks {_sizes(job.missing)} have written nothing: on other machines without this folder, or dead."
-        )
+        one = len(job.missing) == 1
+        whose = f"Rank {job.missing[0]} has" if one else f"Ranks {_sizes(job.missing)} have"
+        told.append(f"{whose} written nothing: {'it is' if one else 'they are'} on another machine without this")
+        told[-1] += " folder, or dead."
     if job.unfinished:
-        told.append(f"Ranks {_sizes(job.unfinished)} have not said that they ended: they run still, or died.")
+        one = len(job.unfinished) == 1
+        whose = f"Rank {job.unfinished[0]} has" if one else f"Ranks {_sizes(job.unfinished)} have"
+        told.append(f"{whose} not said that {'it' if one else 'they'} ended: still running, or dead.")
     if job.attempt:
-        told.append(f"The job was restarted {job.attempt} times; this is of the last start.")
+        times = "once" if job.attempt == 1 else f"{job.attempt} times"
+        told.append(f"The job was restarted {times}; this is of the last start.")
     told += sorted({str(facts["note"]) for facts in job.facts if facts.get("note")})
     return ["", *(f"Note: {line}" for line in told)] if told else []
 

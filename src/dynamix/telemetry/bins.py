@@ -49,29 +49,55 @@ class BinnedSeries:
         each: Mapping[str, Floats | Sequence[float]],
     ) -> None:
         """A window from `begin_s` to `end_s`. Names that are left out are unknown."""
-        if self.bins == 0 or self._in_last == self.width:
-            if self.bins == self.most:
-                self._halve()
-            self._times[self.bins] = begin_s, end_s
-            self.bins, self._in_last = self.bins + 1, 0
+        numbers = {name: np.asarray([value], np.float64) for name, value in single.items()}
+        rows = {name: np.asarray(row, np.float64)[None] for name, row in each.items()}
+        self.extend(np.array([begin_s]), np.array([end_s]), np.array([weight]), numbers, rows)
+
+    def extend(
+        self,
+        begins_s: Floats,
+        ends_s: Floats,
+        weights: Floats,
+        single: Mapping[str, Floats],
+        each: Mapping[str, Floats],
+    ) -> None:
+        """Some windows (n,), oldest first: numbers of the cluster (n,), of every worker (n, W or fewer)."""
+        count, unknown = len(begins_s), np.full(len(begins_s), np.nan)
+        numbers = np.stack([single.get(name, unknown) for name in self.single])
+        numbers[~np.isfinite(numbers)] = np.nan
+        told = {self.names.index(name): rows for name, rows in each.items()}
+        done = 0
+        while done < count:
+            if self.bins == 0 or self._in_last == self.width:
+                if self.bins == self.most:
+                    self._halve()
+                self._times[self.bins, 0] = begins_s[done]
+                self.bins, self._in_last = self.bins + 1, 0
+            now = slice(done, min(done + self.width - self._in_last, count))
+            self._in_last += now.stop - done
+            done = now.stop
+            self._times[self.bins - 1, 1] = ends_s[done - 1]
+            self._fill(weights[now], numbers[:, now], {i: rows[now] for i, rows in told.items()})
+
+    def _fill(self, weights: Floats, numbers: Floats, each: Mapping[int, Floats]) -> None:
+        """Take windows (n,) into the newest bin: numbers of the cluster (names, n), of every worker (n, W) by name."""
         at = self.bins - 1
-        self._in_last += 1
-        self._times[at, 1] = end_s
-        values = np.array([single.get(name, np.nan) for name in self.single], dtype=np.float64)
-        known = np.isfinite(values)
-        self._sums[0, known, at] += weight * values[known]
-        self._sums[1, known, at] += weight
-        self._ends[0, :, at] = np.fmin(self._ends[0, :, at], np.where(known, values, np.nan))
-        self._ends[1, :, at] = np.fmax(self._ends[1, :, at], np.where(known, values, np.nan))
-        for i, name in enumerate(self.names):
-            if name in each:
-                row = np.asarray(each[name], dtype=np.float64)
-                there = np.isfinite(row)
-                part = np.where(there, weight * row, 0.0)
-                self._each[0, i, at, : row.size] += part
-                self._each[1, i, at, : row.size] += weight * there
-                self.totals[i, : row.size] += part
-                self.weights[i, : row.size] += weight * there
+        known = ~np.isnan(numbers)
+        self._sums[0, :, at] += np.where(known, numbers, 0.0) @ weights
+        self._sums[1, :, at] += known @ weights
+        self._ends[0, :, at] = np.fmin(self._ends[0, :, at], np.fmin.reduce(numbers, -1))
+        self._ends[1, :, at] = np.fmax(self._ends[1, :, at], np.fmax.reduce(numbers, -1))
+        for i, rows in each.items():
+            there = np.isfinite(rows)
+            workers = rows.shape[-1]
+            if there.all():
+                total, weight = weights @ rows, np.full(workers, weights.sum())
+            else:
+                total, weight = weights @ np.where(there, rows, 0.0), weights @ there
+            self._each[0, i, at, :workers] += total
+            self._each[1, i, at, :workers] += weight
+            self.totals[i, :workers] += total
+            self.weights[i, :workers] += weight
 
     def widen(self, workers: int) -> None:
         """Make room for more workers; what they did before is unknown."""
@@ -124,6 +150,15 @@ class BinnedSeries:
         self._each[:, :, :half] = self._each[:, :, 0::2] + self._each[:, :, 1::2]
         self._sums[:, :, half:], self._ends[:, :, half:], self._each[:, :, half:] = 0.0, np.nan, 0.0
         self.bins, self.width = half, 2 * self.width
+
+
+def bin_width(at: int, most: int) -> int:
+    """Windows of a full bin when window number `at` is added.
+
+    >>> [bin_width(at, 480) for at in (0, 479, 480, 959, 960)]
+    [1, 1, 2, 2, 4]
+    """
+    return 1 << (at // most).bit_length()
 
 
 def _over(total: Floats, weight: Floats) -> Floats:

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from dynamix.model.measured import step_seconds
-from dynamix.telemetry.bins import MOST_BINS, BinnedSeries
+from dynamix.model.measured import mean_of_known, step_seconds
+from dynamix.telemetry.bins import MOST_BINS, BinnedSeries, bin_width
 from dynamix.telemetry.foresight import Foresight, reason
 from dynamix.telemetry.notices import Notices
 from dynamix.telemetry.reading import Recorded
-from dynamix.window import Floats, Window
+from dynamix.window import Floats, Ints, Window
 
 SINGLE = (
     *("global_batch", "noise_scale", "step_s", "expected_s", "loss", "accuracy", "samples_per_s", "samples"),
     *("compute", "data", "wait", "network", "waiting"),
 )
 EACH = ("size", "compute", "data", "wait", "network")
+BLOCK = 64  # windows whose numbers are worked out together
+FORESEEN = 3  # windows of a bin that the job model is asked about
+_SHOWN = ("compute", "data", "wait", "communication", "loss", "accuracy")
 
 
 class RunView:
@@ -44,6 +48,7 @@ class RunView:
         self.index = -1  # of the newest window
         self.newest: Window | None = None
         self.latest: dict[str, float] = {}  # its numbers of the cluster, by the names of `SINGLE`
+        self._waiting: list[tuple[Window, dict[str, float]]] = []  # for `settle`
         self._offset_s = self._time_s = 0.0
         self._why = ""  # whose answer the newest change was
         self._active = 0  # workers of the newest window
@@ -54,7 +59,7 @@ class RunView:
         return index == 0 and self.index > 0
 
     def add(self, line: Recorded) -> None:
-        """Take in the next line."""
+        """Take in the next line. Call `settle` after the last one that is there."""
         fields, window = line.fields, line.window
         begin_s = self.seconds
         self._follow_time(fields, window)
@@ -63,23 +68,38 @@ class RunView:
         self.index = index if type(index) is int and index >= 0 else self.index + 1
         weight = _one(window.steps, least=1.0)
         self._follow_samples(fields, window, weight)
-        single = _single(window)
-        single["samples"] = self.samples
-        single["expected_s"] = self.foresight.add(window, begin_s, self.index, self._why)
+        told = {"begin_s": begin_s, "end_s": self.seconds, "weight": weight, "samples": self.samples}
+        wanted = self.windows % bin_width(self.windows, self.series.most) < FORESEEN
+        told["expected_s"] = self.foresight.add(window, begin_s, self.index, self._why, wanted=wanted)
         if fields.get("decision") == "new":
             self._why = reason(fields)
         took_s = self.seconds - begin_s
-        if took_s > 0 and self.windows:
-            single["samples_per_s"] = self._gained / took_s
-        self.series.add(begin_s, self.seconds, weight, single, _each(window))
-        self.newest, self.latest = window, single
+        told["samples_per_s"] = self._gained / took_s if took_s > 0 and self.windows else math.nan
+        self._waiting.append((window, told))
+        if len(self._waiting) == BLOCK:
+            self.settle()
+        self.newest = window
         self.notices.of_line(fields, self.seconds, self.index)
         self.decisions[str(fields.get("decision"))] += 1
         if not self.windows:
             self.start_sizes = window.batch_size
         self.sizes, self.windows, self.steps = window.batch_size, self.windows + 1, self.steps + weight
-        if math.isfinite(scale := single["noise_scale"]):
-            self.noise_scale = scale
+
+    def settle(self) -> None:
+        """Take the newest windows into `series`, `latest` and `noise_scale`: NumPy is quick at many at once."""
+        if not self._waiting:
+            return
+        windows, told = zip(*self._waiting, strict=True)
+        self._waiting = []
+        given = {name: np.array([one[name] for one in told], np.float64) for name in told[0]}
+        block = _together(windows)
+        with np.errstate(all="ignore"):  # numbers that no job could have had
+            single = _single(block) | {name: given[name] for name in ("samples", "expected_s", "samples_per_s")}
+            self.series.extend(given["begin_s"], given["end_s"], given["weight"], single, _each(block))
+        self.latest = {name: float(values[-1]) for name, values in single.items()}
+        known = np.flatnonzero(np.isfinite(single["noise_scale"]))
+        if known.size:
+            self.noise_scale = float(single["noise_scale"][known[-1]])
 
     # ------------------------------------------------------------ of the whole run
 
@@ -134,6 +154,8 @@ class RunView:
         self.seconds = max(self.seconds, self._offset_s + time_s)
 
     def _follow_workers(self, window: Window) -> None:
+        if self._active != window.workers:
+            self.settle()  # only windows of as many workers are one block
         if self._active and window.workers != self._active:
             text = f"The job goes on with {window.workers} workers in place of {self._active}."
             self.notices.note(self.seconds, self.index + 1, "workers", text)
@@ -149,26 +171,33 @@ class RunView:
         self._gained = max(self.samples - before, 0.0)
 
 
-def _single(window: Window) -> dict[str, float]:
-    """Numbers of the cluster."""
+def _together(windows: Sequence[Window]) -> Window:
+    """Windows of as many workers each as one, whose first axis counts them."""
+    known = {name: np.stack([getattr(window, name) for window in windows]) for name in (*_SHOWN, "noise", "signal")}
+    return Window.of(np.stack([window.batch_size for window in windows]), **known)
+
+
+def _single(window: Window) -> dict[str, Floats]:
+    """Numbers of the cluster, (n,) each, of windows (n, W)."""
     step_time = window.step_time
-    total = np.where(np.isfinite(step_time), step_time, 0.0).sum()
-    waited = np.where(np.isfinite(window.wait) & np.isfinite(step_time), window.wait, 0.0).sum()
-    means = {name: _mean(getattr(window, name)) for name in ("compute", "data", "wait")}
-    scale = float(window.noise_scale)
+    total = np.where(np.isfinite(step_time), step_time, 0.0).sum(-1)
+    waited = np.where(np.isfinite(window.wait) & np.isfinite(step_time), window.wait, 0.0).sum(-1)
+    told = (total > 0) & np.isfinite(window.wait).any(-1)
+    means = {name: mean_of_known(getattr(window, name)) for name in ("compute", "data", "wait")}
+    scale = window.noise_scale
     return means | {
-        "global_batch": float(window.global_batch),
-        "noise_scale": scale if math.isfinite(scale) else math.nan,
-        "step_s": float(step_seconds(window)),
+        "global_batch": window.global_batch,
+        "noise_scale": np.where(np.isfinite(scale), scale, np.nan),
+        "step_s": step_seconds(window),
         "loss": _weighted(window.loss, window.batch_size),
         "accuracy": _weighted(window.accuracy, window.batch_size),
-        "network": _mean(window.communication),
-        "waiting": float(waited / total) if total > 0 and np.isfinite(window.wait).any() else math.nan,
+        "network": mean_of_known(window.communication),
+        "waiting": np.where(told, waited / np.where(told, total, 1.0), np.nan),
     }
 
 
 def _each(window: Window) -> dict[str, Floats]:
-    """Numbers of every worker, (W,)."""
+    """Numbers of every worker, (..., W)."""
     named = {name: getattr(window, name) for name in ("compute", "data", "wait")}
     return {**named, "size": window.batch_size.astype(np.float64), "network": window.communication}
 
@@ -178,9 +207,11 @@ def _mean(values: Floats) -> float:
     return float(known.mean()) if known.size else math.nan
 
 
-def _weighted(values: Floats, weights: Any) -> float:
-    known = np.isfinite(values) & (weights > 0)
-    return float(np.average(values[known], weights=weights[known])) if known.any() else math.nan
+def _weighted(values: Floats, weights: Ints) -> Floats:
+    """Means (n,) of what is known of (n, W); NaN where nothing is."""
+    counted = np.where(np.isfinite(values), weights, 0.0)
+    total = counted.sum(-1)
+    return np.where(total > 0, (np.where(counted > 0, values, 0.0) * counted).sum(-1) / np.maximum(total, 1.0), np.nan)
 
 
 def _one(value: Any, least: float) -> float:

@@ -51,6 +51,8 @@ class RunSource:
             if (view := self._view(line)) is not None:
                 view.add(line)
         self._forget_what_was_replaced()
+        for view in self.views.values():
+            view.settle()
         self.result = self.result or _json(self.folder, "result.json")
         changed = before != (self.follower.read, bool(self.result))
         self.version += changed

@@ -73,6 +73,21 @@ def recipe_of(name: str, settings: Sequence[str] = ()) -> Recipe:
     return recipe
 
 
+def settings_of(recipe: Recipe) -> dict[str, str]:
+    """Each setting of a recipe, as --set takes its value.
+
+    >>> settings_of(recipe_of("stigmergic", ["windows=9"]))["windows"]
+    '9'
+    """
+    return {field.name: _shown(getattr(recipe, field.name)) for field in dataclasses.fields(recipe)}
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, tuple) and any(isinstance(part, tuple) for part in value):
+        return json.dumps(value)
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
 def _parsed(setting: str, text: str, kind: Any) -> Any:
     """The value of a setting as its type, or `ConfigError`."""
     from pydantic import TypeAdapter, ValidationError

@@ -73,7 +73,7 @@ def short_table(result: Mapping[str, Any]) -> Table:
         [row, number(geometric_mean(known(seconds)), 0), over(row, "static"), over(row, "single")]
         for row, seconds in times.items()
     ]
-    return Table(["policy", "seconds", "over static's", "over one device's"], cells)
+    return Table(["policy", "seconds", "of static's time", "of one device's time"], cells)
 
 
 def _anchor(heading: str) -> str:
