@@ -1,13 +1,16 @@
-"""Runs a function on W real gloo ranks and brings back what each returned."""
+"""Runs a function, or a script, on W real gloo ranks and brings back what each returned or printed."""
 
 from __future__ import annotations
 
 import multiprocessing as mp
 import os
 import pickle
+import runpy
+import socket
+import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -96,3 +99,76 @@ def _rank(function: Callable[..., Any], rank: int, world_size: int, folder: str,
     temporary.write_bytes(pickle.dumps(outcome))
     temporary.rename(out)
     os._exit(0)  # a peer's death can leave gloo threads that would keep the process
+
+
+def run_script(
+    script: Path,
+    arguments: Sequence[str] = (),
+    *,
+    ranks: int | None = None,
+    folder: Path | None = None,
+    timeout_s: float = 100,
+) -> str:
+    """What a script prints in a process of its own, or on ranks as torchrun would start them; it must end with 0.
+
+    folder   where it runs; None: here
+
+    The processes begin with torch imported, which takes most of the time of a short script.
+    """
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    with tempfile.TemporaryDirectory() as logged:
+        logs = [Path(logged, str(rank)) for rank in range(ranks or 1)]
+        launched = [_launched(rank, ranks, port) for rank in range(ranks or 1)]
+        jobs = [
+            _CONTEXT.Process(target=_script, args=(str(script), list(arguments), env, str(log), folder or Path.cwd()))
+            for env, log in zip(launched, logs, strict=True)
+        ]
+        try:
+            for job in jobs:
+                job.start()
+            for job in jobs:
+                job.join(timeout_s)
+            said = "".join(log.read_text() if log.exists() else "" for log in logs)
+            assert [job.exitcode for job in jobs] == [0] * len(jobs), said[-3000:]
+            return said
+        finally:
+            for job in jobs:
+                if job.is_alive():
+                    job.kill()
+                    job.join(5)
+
+
+def _launched(rank: int, ranks: int | None, port: int) -> dict[str, str]:
+    """The environment that torchrun gives a rank."""
+    if ranks is None:
+        return {}
+    known = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "GROUP_RANK": 0}
+    known |= {"ROLE_RANK": rank, "MASTER_PORT": port}
+    return {name: str(value) for name, value in known.items()} | {
+        "MASTER_ADDR": "127.0.0.1",
+        "TORCHELASTIC_RUN_ID": "test",
+    }
+
+
+def _script(script: str, arguments: list[str], environment: dict[str, str], log: str, folder: Path) -> None:
+    os.chdir(folder)
+    os.environ |= {**environment, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    torch.set_num_threads(1)
+    mp.set_start_method("fork", force=True)
+    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    sys.argv, code = [script, *arguments], 0
+    sys.path.insert(0, str(Path(script).parent))
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 import dynamix
+from tests.ranks import run_script
 
 ROOT = Path(__file__).parent.parent
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/**/*.md")), ROOT / "lab" / "README.md"]
@@ -141,8 +142,10 @@ def test_the_script_that_saves_resumes_in_mid_epoch_with_another_number_of_worke
 ) -> None:
     script = tmp_path / "train.py"
     script.write_text(script_of("saving.md"))
-    assert "begins after 0 samples, in epoch 0" in torchrun(script, "--epochs", "1", ranks=2)
-    assert "begins after 3200 samples, in epoch 0" in torchrun(script, "--epochs", "2", ranks=3)
+    begun = run_script(script, ["--epochs", "1"], ranks=2, folder=tmp_path)
+    assert "begins after 0 samples, in epoch 0" in begun
+    resumed = run_script(script, ["--epochs", "2"], ranks=3, folder=tmp_path)
+    assert "begins after 3200 samples, in epoch 0" in resumed
     # the second job used the rest of epoch 0 and all but the last, unsaved, samples of epoch 1
     saved = int((tmp_path / "checkpoints" / "latest").read_text().removeprefix("samples-"))
     assert 4096 < saved <= 2 * 4096

@@ -10,11 +10,11 @@ import sqlite3
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from dynamix.compression.aggregator.server import AggregatorServer
+from tests.ranks import run_script
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 pytestmark = pytest.mark.multiproc
@@ -23,38 +23,41 @@ pytestmark = pytest.mark.multiproc
 FILM = "excavation.py"
 LOGGERS = "loggers.py"
 ELSEWHERE = (FILM, LOGGERS, "ray_train.py", "torchft_replicas.py")  # the latter two in tests/integrations
+BY_TORCHRUN = "balance.py"
 LAUNCH = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-
-
-def _param(name: str) -> Any:
-    """plain.py has nothing of ours: torch's own processes may abort there at their end, on a busy machine."""
-    return pytest.param(name, marks=pytest.mark.flaky(reruns=2) if name == "plain.py" else ())
 
 
 @pytest.mark.parametrize(
     "line",
-    [
-        *map(_param, sorted(p.name for p in EXAMPLES.glob("*.py") if p.name not in ELSEWHERE)),
-        "local_steps.py --meet auto",
-    ],
+    [*sorted(p.name for p in EXAMPLES.glob("*.py") if p.name not in ELSEWHERE), "local_steps.py --meet auto"],
 )
 def test_example_runs(line: str, tmp_path: Path) -> None:
+    """On as many ranks as it says; one of them by torchrun itself."""
     name, *options = line.split()
     script = EXAMPLES / name
     ranks = re.search(rf"torchrun --nproc-per-node (\d) examples/{name}", script.read_text())
-    command = [sys.executable, *([] if ranks is None else [*LAUNCH, ranks[1]]), str(script), *options]
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     with contextlib.ExitStack() as stack:
         if name == "sparse_gradients.py":
             aggregator = stack.enter_context(AggregatorServer())
-            command += ["--aggregator", aggregator.address]
+            options += ["--aggregator", aggregator.address]
         if name == "elastic.py":
-            command += ["--folder", str(tmp_path)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+            options += ["--folder", str(tmp_path)]
+        if name == BY_TORCHRUN:
+            assert ranks is not None
+            said = _by_torchrun(script, ranks[1])
+        else:
+            said = run_script(script, options, ranks=None if ranks is None else int(ranks[1]))
     if name == "sparse_gradients.py":
-        assert "'compaction': " in done.stdout
-        assert "'lost': 0" in done.stdout
+        assert "'compaction': " in said
+        assert "'lost': 0" in said
+
+
+def _by_torchrun(script: Path, ranks: str) -> str:
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *LAUNCH, ranks, str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
 
 
 def test_the_example_of_agents_that_learn_writes_its_film(tmp_path: Path) -> None:

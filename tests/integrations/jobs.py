@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -240,26 +240,31 @@ def flat(net: nn.Module) -> Tensor:
 
 Train = Callable[[Row, Path, bool], Trail]
 """Trains a row, or goes on with it from what it left in the folder."""
+Stacks = Mapping[str, tuple[Train, Sequence[Row]]]
 
 
-def run_rows(train: Train, rows: Sequence[Row], folder: Path) -> list[list[list[Trail]]]:
-    """By row, by part of the job, by rank. All begin on two ranks."""
-    parts: list[list[list[Trail]]] = [[] for _ in rows]
+def run_rows(stacks: Stacks, folder: Path) -> dict[str, list[list[list[Trail]]]]:
+    """Of each stack by row, by part of the job, by rank. All jobs begin on two ranks.
+
+    One set of processes trains all of them: to start one takes longer than to train in it.
+    """
+    parts: dict[str, list[list[list[Trail]]]] = {stack: [[] for _ in rows] for stack, (_, rows) in stacks.items()}
+    jobs = [(stack, n) for stack, (_, rows) in stacks.items() for n in range(len(rows))]
     for workers in (2, 1, 3):
-        resumed = [n for n, row in enumerate(rows) if row.stop and row.to == workers]
-        tasks = sorted([(n, False) for n in range(len(rows)) if workers == 2] + [(n, True) for n in resumed])
-        if not tasks:
-            continue
-        told = [(rows[n], folder / str(n), resume) for n, resume in tasks]
-        by_rank = run_ranks(_trained, workers, train, told, timeout_s=250, group_timeout_s=100)
-        for (n, _), *trails in zip(tasks, *by_rank, strict=True):
-            parts[n].append(trails)
+        tasks = []
+        for stack, n in jobs:
+            row = stacks[stack][1][n]
+            tasks += [(stack, n, False)] * (workers == 2) + [(stack, n, True)] * bool(row.stop and row.to == workers)
+        told = [(stacks[s][0], stacks[s][1][n], folder / s / str(n), resume) for s, n, resume in tasks]
+        by_rank = run_ranks(_trained, workers, told, timeout_s=280, group_timeout_s=100)
+        for (stack, n, _), *trails in zip(tasks, *by_rank, strict=True):
+            parts[stack][n].append(trails)
     return parts
 
 
-def _trained(rank: int, train: Train, tasks: list[tuple[Row, Path, bool]]) -> list[Trail]:
+def _trained(rank: int, tasks: list[tuple[Train, Row, Path, bool]]) -> list[Trail]:
     as_under_torchrun(rank)
-    return [train(*task) for task in tasks]
+    return [train(*task) for train, *task in tasks]
 
 
 def check_other_batches(train: Train, folder: Path) -> None:
@@ -270,8 +275,8 @@ def check_other_batches(train: Train, folder: Path) -> None:
         assert check(begun, parts) <= LIMIT, begun
 
 
-def check_rows(train: Train, rows: Sequence[Row], folder: Path) -> None:
-    for row, parts in zip(rows, run_rows(train, rows, folder), strict=True):
+def check_rows(rows: Sequence[Row], by_row: Sequence[list[list[Trail]]]) -> None:
+    for row, parts in zip(rows, by_row, strict=True):
         sizes = {len(batch) for trails in parts for trail in trails for batch in trail.samples}
         assert len(sizes) > 2, f"shares never moved: {row}"
         worst = check_rounds(row, parts[0]) if row.how == "rounds" else check(row, parts)

@@ -21,8 +21,7 @@ def test_speed_is_compared_with_transformers_sampler_by_seed_and_the_result_is_k
     result = {**about, "machine": {"cpu": "Example 1000", "cores": 2, "system": "Linux 6"}, **conclude(rows)}
     assert "| uneven | lb_bsp lengths | 165 | 1.50 (1.50-1.50) | 25 % |" in markdown_of(result)
     (tmp_path / "result.json").write_text(json.dumps(result))
-    (tmp_path / "run.json").write_text(
-        json.dumps({"started": "2026-11-24T10:00:00+00:00", "host": {"cpu": "Example 1000"}})
-    )
+    run = {"started": "2026-11-24T10:00:00+00:00", "host": {"cpu": "Example 1000"}}
+    (tmp_path / "run.json").write_text(json.dumps(run))
     kept = record(tmp_path, "rebalance", results=tmp_path / "results")
     assert (kept / "command").read_text() == "scripts/rebalance --seeds 2\n"
