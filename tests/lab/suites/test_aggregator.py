@@ -56,6 +56,7 @@ def test_a_short_run_has_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     whole = result["frames"]
     assert (whole["inputs"], whole["wrong"], whole["hung"], whole["other"]) == (2000, 0, 0, 0)
     assert set(result["hostile"]) == {*TARGETS, "connections"}
+    assert result["waiting"]["plain"]["longest_s"] < 20
     rates = result["throughput"][0]["contenders"]
     assert rates["echo"]["of_line"] == 1
     assert all(found["bytes_per_core_s"] > 1e6 for found in rates.values())

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from dynamix.compression.aggregator.tls import TlsFiles
 from dynamix.errors import ConfigError
 from dynamix_lab.harness.suite import Cell, Context, Suite
 from dynamix_lab.report import Section, Table, number, percent, sections_markdown
@@ -16,11 +17,14 @@ from dynamix_lab.suites.aggregator.crowd import crowd
 from dynamix_lab.suites.aggregator.hostile import TARGETS
 from dynamix_lab.suites.aggregator.returning import returning
 from dynamix_lab.suites.aggregator.throughput import throughput
+from dynamix_lab.suites.aggregator.waiting import waiting
 from dynamix_lab.suites.fuzz.run import fuzz
 
+Certified = tuple[TlsFiles, TlsFiles]  # of the aggregator, and of its workers
 CELL = 25_000  # frames
 GROWTH_MB = 64.0  # most that a process may grow by
 LOST = 0.05  # most of a run's throughput that a loss and a return may cost
+WAITING_S = 1.0  # most that a worker may wait where others say nothing
 OF_LINE = 0.6  # of what the line carries: below it, Python is not enough
 CROWD = "connections"
 PARTS = {"handshakes": 0.3, "messages of workers": 0.48, "messages of an aggregator": 0.2, CROWD: 0.02}
@@ -90,11 +94,12 @@ class AggregatorSuite(Suite):
     grows: ClassVar[frozenset[str]] = frozenset({"workers"})
 
     def facts(self) -> dict[str, Any]:
-        goal = {"of_line": OF_LINE, "grown_mb": GROWTH_MB, "lost": LOST}
+        goal = {"of_line": OF_LINE, "grown_mb": GROWTH_MB, "lost": LOST, "waiting_s": WAITING_S}
         return {"cluster": "processes of one machine, loopback", "seeds": [self.plan.seed], "goal": goal}
 
     def cells(self) -> Sequence[Cell]:
         found = [Cell(f"throughput-{workers}", ("throughput", workers)) for workers in self.plan.workers]
+        found.append(Cell("waiting", ("waiting",)))
         if self.plan.returning_s:
             found.append(Cell("returning", ("returning",)))
         for kind in PARTS:
@@ -104,23 +109,26 @@ class AggregatorSuite(Suite):
 
     def run(self, cell: Cell, context: Context) -> dict[str, Any]:
         kind, *rest = cell.what
-        if kind == "throughput":
-            return {"kind": kind, **self._throughput(rest[0])}
         if kind == "returning":
             return {"kind": kind, **returning(self.plan.returning_s)}
+        if kind in ("throughput", "waiting"):
+            with tempfile.TemporaryDirectory() as folder:
+                tls = make_certificates(Path(folder), "127.0.0.1") if have_openssl() else None
+                return {"kind": kind, **(self._waiting(tls) if kind == "waiting" else self._throughput(rest[0], tls))}
         part, frames = rest
         seed = 1000 * self.plan.seed + part
         if kind == CROWD:
             return {"kind": kind, **crowd(frames, seed=seed)}
         return {"kind": kind, **_counted(fuzz(TARGETS[kind](), inputs=frames, seed=seed))}
 
-    def _throughput(self, workers: int) -> dict[str, Any]:
-        with tempfile.TemporaryDirectory() as folder:
-            tls = make_certificates(Path(folder), "127.0.0.1") if have_openssl() else None
-            plan = self.plan
-            return throughput(
-                workers, total_bytes=plan.buffer_mb << 20, repeats=plan.repeats, seconds=plan.seconds, tls=tls
-            )
+    def _throughput(self, workers: int, tls: Certified | None) -> dict[str, Any]:
+        plan = self.plan
+        return throughput(
+            workers, total_bytes=plan.buffer_mb << 20, repeats=plan.repeats, seconds=plan.seconds, tls=tls
+        )
+
+    def _waiting(self, tls: Certified | None) -> dict[str, Any]:
+        return {"plain": waiting(None), **({} if tls is None else {"over TLS": waiting(tls)})}
 
     def conclude(self, cells: Mapping[str, Any]) -> dict[str, Any]:
         hostile: dict[str, Any] = {}
@@ -134,7 +142,8 @@ class AggregatorSuite(Suite):
             told["escapes"] |= {f"{key}: {what}": about for what, about in cell["escapes"].items()}
         whole = {name: sum(told[name] for told in hostile.values()) for name in COUNTS}
         rates = [cell for cell in cells.values() if cell["kind"] == "throughput"]
-        return {"throughput": rates, "returning": cells.get("returning"), "hostile": hostile, "frames": whole}
+        alone = {name: cells.get(name) for name in ("waiting", "returning")}
+        return {"throughput": rates, **alone, "hostile": hostile, "frames": whole}
 
     def table(self, result: Mapping[str, Any]) -> str:
         return sections_markdown(sections(result))
@@ -159,6 +168,7 @@ def sections(result: Mapping[str, Any]) -> list[Section]:
     escapes = [f"{what}: {about}" for told in result["hostile"].values() for what, about in told["escapes"].items()]
     return [
         Section("What one core carries", [RATES], _rates(result)),
+        *([] if result["waiting"] is None else [Section("Let in beside silent connections", [], _waiting(result))]),
         *([] if result["returning"] is None else [Section("Lost and joined again", [], _returning(result))]),
         Section("Hostile frames", [f"{said}, {whole['other']:.0f} other errors."], _hostile(result), notes=escapes),
     ]
@@ -186,6 +196,16 @@ def _rates(result: Mapping[str, Any]) -> Table:
             [str(cell["workers"]), "copying memory", "–", number(cell["memory_copy_bytes_per_s"] / 1e9, 2), *"––––"]
         )
     return Table(heads, rows)
+
+
+def _waiting(result: Mapping[str, Any]) -> Table:
+    goal = f"longest, ms (goal: {1e3 * result['goal']['waiting_s']:.0f})"
+    found = {kind: told for kind, told in result["waiting"].items() if kind != "kind"}
+    rows = [
+        [kind, str(told["idle"]), number(1e3 * told["median_s"], 1), number(1e3 * told["longest_s"], 1)]
+        for kind, told in found.items()
+    ]
+    return Table(["line", "silent connections", "a worker is in after, ms", goal], rows)
 
 
 def _returning(result: Mapping[str, Any]) -> Table:
