@@ -32,7 +32,7 @@ from dynamix_lab.tasks.teacher import workload
 
 GUESS_S = 1.0  # length of a round of which nothing is known
 LEAST = 4  # samples of a piece that is worth beginning
-WAIT_S = 120.0  # for the others to start
+WAIT_S = 300.0  # for the others to start
 
 
 @dataclass(frozen=True, slots=True)

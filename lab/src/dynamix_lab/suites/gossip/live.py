@@ -20,7 +20,7 @@ from dynamix_lab.suites.gossip.job import GossipJob
 
 SPEEDS = (1.0, 0.85, 0.7, 0.6, 0.5, 0.42, 0.35, 0.3)
 FIXED_MS, SAMPLE_MS = 20.0, 2.5
-START_S, END_S = 120.0, 20.0  # for all to start, and to end after the time is over
+START_S, END_S = 300.0, 20.0  # for all to start, and to end after the time is over
 
 
 @dataclass(frozen=True, slots=True)

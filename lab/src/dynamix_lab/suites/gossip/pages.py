@@ -46,7 +46,8 @@ _AGREE = (
 )
 _LIVE = (
     "Useful: samples that came to a meeting and stayed, in parts of what hosts could have trained. Loss: held out, of "
-    "the survivors at the end. Whole: seconds from the end of the cut to the first meeting of all survivors."
+    "the survivors at the end. Whole: seconds from the end of the cut to the first meeting of all survivors. Overruns: "
+    "part of training steps that took longer than the device would, as this machine was busy."
 )
 _SUMS = "After so many exchanges of each worker with one other, 5 % of messages lost; in parts of the mean."
 
@@ -125,12 +126,18 @@ def _live(runs: Sequence[Mapping[str, Any]]) -> Table:
         "messages/s",
         "bytes/s",
         "survivors ended",
+        "overruns",
     ]
     rows = []
     for run in runs:
         row = [run["rule"], f"{run['setting']:g}" if run["setting"] else "–", number(run["useful"], 3)]
         row += [number(run["loss"], 4), number(run["whole"], 1), str(run["rounds"]), percent2(run["apart"])]
-        row += [number(run["messages"], 1), f"{run['bytes']:,.0f}", f"{run['ended']} of {run['survivors']}"]
+        row += [
+            number(run["messages"], 1),
+            f"{run['bytes']:,.0f}",
+            f"{run['ended']} of {run['survivors']}",
+            percent2(run["overruns"]),
+        ]
         rows.append(row)
     return Table(head, rows)
 

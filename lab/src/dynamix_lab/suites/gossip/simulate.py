@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from dynamix.window import Floats, Ints
-from dynamix_lab.suites.gossip.rules import EndRule
+from dynamix_lab.suites.gossip.rules import LEAST, EndRule
 from dynamix_lab.suites.gossip.sketches import paired
 from dynamix_lab.suites.gossip.world import TROUBLE, GossipWorld
 
@@ -182,7 +182,7 @@ class Play:
         self.carried[met] = worked if len(met) == 1 else 0.0
         self.apart_since[met] += worked if cut else 0.0
         lengths = self.length[training]
-        apart = float(np.nanstd(lengths) / np.nanmean(lengths)) if np.isfinite(lengths).any() else 0.0
+        apart = float(lengths.std() / max(lengths.mean(), LEAST))
         waited, worth = float((begins - ready[in_time]).mean()), worth_of(float(worked.mean()))
         there = len(training) + len(coming)
         brought = float(worked.sum()) if len(met) > 1 else 0.0

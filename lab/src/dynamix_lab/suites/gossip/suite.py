@@ -27,7 +27,7 @@ from dynamix_lab.suites.gossip.world import GROUP, PLACES, GossipWorld, made_wor
 KINDS = ("sums", "simulated", "live")
 PLAIN = ("oracle", "gossip", "ends", "riding")
 TUNED = ("deadline", "clock", "tracker")
-SETTINGS = (4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0)
+SETTINGS = (2.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0, 48.0)
 LIVE = (
     ("gossip", 0.0),
     ("ends", 0.0),
