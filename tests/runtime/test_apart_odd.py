@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from dynamix.runtime.averaging import Payload
 from dynamix.runtime.noise import ConsecutiveNoise
@@ -102,16 +104,134 @@ def test_all_end_with_the_same(kind: Any, optimizer: Any, how: dict[str, Any], m
         assert one[-1].isfinite()
 
 
+class Running(nn.Module):
+    """Statistics by hand: after every pass the buffers are other tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(6, 3).double()
+        self.register_buffer("mean", torch.zeros(6, dtype=torch.float64))
+        self.register_buffer("passes", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * x.mean(0)
+        self.passes = self.passes + 1
+        y: Tensor = self.net(x - self.mean)
+        return y
+
+
+def _replaced(rank: int) -> int:
+    """Every meeting's buffers against the mean by samples of what workers had."""
+    controller, sampler, loader, _ = job(SHARES)
+    net = Running()
+    model = controller.wrap(net, optimizer := torch.optim.SGD(net.parameters(), lr=0.1))
+    meetings = 0
+    for x, y in loader:
+        plan = sampler.plan()
+        with controller.piece():
+            F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        own, passes = net.mean.clone(), net.passes.clone()
+        controller.step()
+        if controller.met:
+            own *= int(plan.counts[rank]) / plan.samples
+            dist.all_reduce(own)
+            dist.all_reduce(passes, dist.ReduceOp.MAX)
+            torch.testing.assert_close(net.mean, own, rtol=0, atol=1e-14)
+            assert net.passes == passes
+            meetings += 1
+    controller.close()
+    return meetings
+
+
+def test_buffers_that_passes_replace_are_averaged() -> None:
+    assert min(run_ranks(_replaced, 2)) > 5
+
+
+def _forgetful(rank: int) -> list[Tensor]:
+    """Adagrad's state is there before its first step, and has to be there after a meeting."""
+    controller, _, loader, net = job(SHARES)
+    optimizer = torch.optim.Adagrad(net.parameters(), lr=0.1, initial_accumulator_value=0.25)
+    model = controller.wrap(net, optimizer, averaging=Averaging(optimizer_state="reset"))
+    for x, y in loader:
+        with controller.piece():
+            F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        controller.step()
+        if controller.met:
+            assert all((state["sum"] == 0.25).all() and state["step"] == 0 for state in optimizer.state.values())
+    controller.close()
+    return [p.detach() for p in net.parameters()]
+
+
+def test_an_optimizer_is_reset_to_what_it_was_when_made() -> None:
+    one, other = run_ranks(_forgetful, 2)
+    assert all(map(torch.equal, one, other))
+
+
+def _clamped(by_data: bool) -> list[Tensor]:
+    """Parameters changed between two rounds, perhaps where autograd does not see it, and an outer optimizer."""
+    controller, _, loader, net = job([[16]])
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.3)
+    how = Averaging(outer=lambda ps: torch.optim.SGD(ps, lr=0.7, momentum=0.9, nesterov=True))
+    model = controller.wrap(net, optimizer, averaging=how)
+    for x, y in loader:
+        with controller.piece():
+            F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        controller.step()
+        if controller.met:
+            with torch.no_grad():
+                for parameter in net.parameters():
+                    (parameter.data if by_data else parameter).clamp_(-0.2, 0.2)
+    controller.close()
+    return [p.detach() for p in net.parameters()]
+
+
+def test_an_outer_optimizer_takes_no_change_between_rounds_for_a_move() -> None:
+    for one, other in zip(_clamped(by_data=True), _clamped(by_data=False), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_pieces_that_memory_makes_smaller_are_smaller_steps() -> None:
+    controller, _, loader, net = job([[16]], lr_rule="linear")
+    parameter = nn.Parameter(torch.zeros((), dtype=torch.float64))
+    net.register_parameter("moved", parameter)
+    controller.wrap(net, optimizer := torch.optim.SGD([parameter], lr=1.0))
+
+    def step(batch: Any) -> None:
+        if len(batch[0]) > 2:
+            raise torch.OutOfMemoryError
+        parameter.backward()
+
+    assert controller.find_limits(step, next(iter(DataLoader(loader.dataset, batch_size=4))), margin=0.0) == [2]
+    for x, _ in loader:
+        before = parameter.item()
+        with controller.piece():
+            (net(x).sum() * 0 + parameter).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert before - parameter.item() == pytest.approx(len(x) / 4)  # of micro_batch
+        controller.step()
+    controller.close()
+
+
 def _unlike(rank: int, kind: str) -> None:
     controller, sampler, loader, net = job(SHARES)
     how, scaler = Averaging(), None
     if kind == "outer":
         how = Averaging(outer=lambda ps: torch.optim.SGD(ps, lr=0.5 + rank))
+    if kind == "overlap":
+        how = Averaging(overlap=bool(rank))
     if kind == "scaler" and rank:
         scaler = torch.amp.GradScaler("cpu")
     if kind == "model":
         net = nn.Linear(6, 3 + rank).double()
-    optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.1)
+    rate = 0.1 * (1 + rank * (kind == "rate"))
+    optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=rate)
     model = controller.wrap(net, optimizer, averaging=how, scaler=scaler)
     for x, y in loader:
         if kind == "frozen" and rank and sampler.consumed > 5:
@@ -133,6 +253,8 @@ def _unlike(rank: int, kind: str) -> None:
     ("kind", "words"),
     [
         ("outer", "averaging: outer is"),
+        ("overlap", "Averaging\\(overlap=False\\) where rank 1 has"),
+        ("rate", "optimizers: lr is \\[0.1\\] on rank 0, \\[0.2\\] on rank 1"),
         ("scaler", "averaging: scaler is"),
         ("model", "rank 0 has weight \\[3, 6\\] .* where rank 1 has weight \\[4, 6\\]"),
         ("frozen", "the ranks are about to average models that differ"),

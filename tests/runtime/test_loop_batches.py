@@ -116,6 +116,30 @@ def _left_an_epoch_earlier_on_one_rank(job: Job) -> None:
                 break
 
 
+@wrong("on all ranks or on none")
+def _passed_over_on_one_rank(job: Job) -> None:
+    job.wrap()
+    for i, (x, y) in enumerate(job.loader):
+        if i == 2 and job.rank == 1:
+            job.step()
+            continue
+        job.train(x, y)
+
+
+@wrong("on all ranks or on none")
+def _went_on_after_an_error_on_one_rank(job: Job) -> None:
+    job.wrap()
+    for i, (x, y) in enumerate(job.loader):
+        try:
+            if i == 2 and job.rank == 0:
+                raise ValueError("a sample that cannot be read")
+            job.loss(x, y).backward()
+            job.update()
+        except ValueError:
+            job.optimizer.zero_grad()
+        job.step()
+
+
 @wrong("in_order=False")
 def _out_of_order(job: Job) -> None:
     job.wrap()

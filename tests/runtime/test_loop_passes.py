@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 
 import pytest
+import torch
 import torch.nn.functional as F
 
 from tests.runtime.loops import Job, Loops
@@ -99,6 +100,27 @@ def _two_losses_of_one_forward(job: Job) -> None:
         logits = job.ddp(x)
         F.cross_entropy(logits, y).backward(retain_graph=True)
         logits.square().mean().backward()
+        job.update()
+        job.step()
+
+
+@wrong("loss.backward(), through the DDP module")
+def _gradients_set_by_hand(job: Job) -> None:
+    job.wrap()
+    parameters = list(job.net.parameters())
+    for x, y in job.loader:
+        for parameter, gradient in zip(parameters, torch.autograd.grad(job.loss(x, y), parameters), strict=True):
+            parameter.grad = gradient
+        job.update()
+        job.step()
+
+
+@wrong("Call optimizer.step() once for each backward pass")
+def _two_optimizer_steps_of_one_gradient(job: Job) -> None:
+    job.wrap()
+    for x, y in job.loader:
+        job.loss(x, y).backward()
+        job.optimizer.step()
         job.update()
         job.step()
 

@@ -204,6 +204,39 @@ def test_given_counts_weight_the_gradient(accumulate: int) -> None:
     assert max(run_ranks(_tokens, 3, accumulate)) < 1e-10
 
 
+def _nobodys(rank: int, micro_batch: int | None) -> float:
+    """In the first batches, and in some later ones, no token of any worker counts."""
+    torch.manual_seed(0)
+    net, x = nn.Linear(5, 3).double(), torch.randn(96, 5, dtype=torch.float64)
+    y = torch.arange(96) % 3
+    y[:40] = y[60:72] = -100
+    controller = dynamix.Controller("static", 4, micro_batch=micro_batch)
+    sampler = controller.batch_sampler(data := TensorDataset(x, y), shuffle=False)
+    model = controller.wrap(DDP(net), optimizer := torch.optim.SGD(net.parameters(), lr=0.1), weighting="loss")
+    worst = 0.0
+    for bx, by in DataLoader(data, batch_sampler=sampler):
+        count = (by >= 0).sum()
+        with controller.piece():
+            loss = F.cross_entropy(model(bx), by, reduction="sum") / count.clamp(min=1)
+            controller.weight(loss, count=count).backward()
+        if controller.optimizer_due:
+            union = slice(sampler.plan().start, sampler.plan().start + sampler.plan().samples)
+            true = F.cross_entropy(net(x[union]), y[union], reduction="sum") / (y[union] >= 0).sum().clamp(min=1)
+            for got, want in zip(net.parameters(), torch.autograd.grad(true, list(net.parameters())), strict=True):
+                assert got.grad is not None
+                worst = larger(worst, float((got.grad - want).abs().max()))
+            optimizer.step()
+            optimizer.zero_grad()
+        controller.step()
+    controller.close()
+    return worst
+
+
+@pytest.mark.parametrize("micro_batch", [None, 2])
+def test_batches_in_which_nothing_counts_have_no_gradient(micro_batch: int | None) -> None:
+    assert max(run_ranks(_nobodys, 2, micro_batch)) < 1e-12
+
+
 def _scaler(rank: int, hook: str | None) -> dict[str, Any]:
     """A GradScaler job with one infinite step: the step is skipped, the scale halves, later gradients are finite."""
     from tests.union import hook_of

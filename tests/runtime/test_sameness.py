@@ -12,11 +12,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import dynamix
 from dynamix.errors import DynamixError, UsageError
+from dynamix.runtime import ending
 from dynamix.runtime.packing import checksum
 from tests.ranks import run_ranks
 from tests.union import Script
@@ -45,18 +47,30 @@ class Job:
         self.steps = 0
 
     def train(
-        self, source: Any, epochs: int = 1, *, state: Any = None, at: int = 0, save_at: int = 0, hook: Any = None
+        self,
+        source: Any,
+        epochs: int = 1,
+        *,
+        state: Any = None,
+        at: int = 0,
+        save_at: int = 0,
+        optimizer: Callable[..., Any] = torch.optim.SGD,
+        ddp: dict[str, Any] | None = None,
+        before: Callable[[Job, int], None] = lambda job, epoch: None,
+        **wrap: Any,
     ) -> Any:
-        optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
-        model = self.controller.wrap(DDP(self.net, process_group=self.group), optimizer, hook=hook)
+        """`before` is called at the beginning of every epoch."""
+        steps = optimizer(self.net.parameters(), lr=0.1)
+        model = self.controller.wrap(DDP(self.net, process_group=self.group, **(ddp or {})), steps, **wrap)
         saved = None
         if state is not None and not at:
             self.controller.load_state_dict(state)
-        for _ in range(epochs):
+        for epoch in range(epochs):
+            before(self, epoch)
             for x, y in source:
                 F.cross_entropy(model(x), y).backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                steps.step()
+                steps.zero_grad()
                 self.controller.step()
                 self.steps += 1
                 if self.steps == save_at:
@@ -165,6 +179,38 @@ def _hooked(odd: bool) -> None:
     job.train(job.sampled(), hook=fp16_compress_hook if odd else None)
 
 
+def _later_epoch(odd: bool) -> None:
+    job = Job()
+    loader = job.sampled()
+    sampler: Any = loader.batch_sampler
+    job.train(loader, 3, before=lambda _, epoch: sampler.set_epoch(epoch + (odd and epoch > 0)))
+
+
+def _trained(**given: Any) -> Odd:
+    """The odd rank trains with these arguments of `Job.train`."""
+
+    def train(odd: bool) -> None:
+        job = Job()
+        job.train(job.sampled(), **(given if odd else {}))
+
+    return train
+
+
+def _momentum(parameters: Any, lr: float) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=lr, momentum=0.9)
+
+
+def _loads(job: Job, epoch: int) -> None:
+    """A checkpoint of the model, which DDP has already sent to all."""
+    job.net.load_state_dict({name: value * 1.01 for name, value in job.net.state_dict().items()})
+
+
+def _power(odd: bool) -> None:
+    job = Job()
+    state = PowerSGDState(job.group, matrix_approximation_rank=2 if odd else 1)
+    job.train(job.sampled(), hook=powerSGD_hook, hook_state=state)
+
+
 CASES: dict[str, tuple[Odd, list[str]]] = {
     "seed": (_sampled(seed=7), ["seed is 0 on", "7 on rank {last}", "seed=0, not seed=rank"]),
     "length": (_sampled(samples=58), ["dataset_size is 60 on", "58 on rank {last}", "whole data set"]),
@@ -186,6 +232,16 @@ CASES: dict[str, tuple[Odd, list[str]]] = {
     "most change": (_made(max_change=2.0), ["max_change is Infinity", "2.0 on rank {last}"]),
     "policy": (_made(policy="goodput"), ['policy is "Script"', '"goodput" on rank {last}']),
     "hook": (_hooked, ["exchange of gradients and buffers is", "all-reduce, buffers rank0", "fp16_compress_hook"]),
+    "power": (_power, ["exchange: matrix_approximation_rank is [1] on", "[2] on rank {last}"]),
+    "option": (
+        _trained(ddp={"find_unused_parameters": True}),
+        ["exchange: find_unused_parameters is [false] on", "[true] on rank {last}"],
+    ),
+    "scaler": (_trained(scaler=torch.amp.GradScaler("cpu")), ["exchange: losses scaled is [false] on"]),
+    "optimizer": (_trained(optimizer=torch.optim.Adam), ["optimizers is", "SGD of [2]", "Adam of [2]"]),
+    "momentum": (_trained(optimizer=_momentum), ["optimizers: momentum is [0] on", "[0.9] on rank {last}"]),
+    "weights": (_trained(before=_loads), ["parameters: weight is [", "Load weights on every rank"]),
+    "later epoch": (_later_epoch, ["in epochs that differ: 1 on", "2 on rank {last}", "set_epoch(epoch) alike"]),
     "impossible on one": (_made(batch_size=0), ["error is null on", "batch_size=0 is not possible", "on rank {last}"]),
 }
 
@@ -220,3 +276,45 @@ def test_a_controller_made_too_early_in_a_launched_process_is_an_error(monkeypat
         dynamix.Controller("static", 8, global_batch="adaptive")
     monkeypatch.setenv("WORLD_SIZE", "1")
     dynamix.Controller("static", 8, global_batch="adaptive")
+
+
+def _warm_up_on_one(rank: int) -> str:
+    ending.BESIDE_S = 0.5
+    torch.manual_seed(0)
+    net = nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    controller = dynamix.Controller("static", 4)
+    model = controller.wrap(DDP(net), optimizer)
+    loader = DataLoader(_data(), batch_sampler=controller.batch_sampler(_data()))
+    try:
+        if rank:
+            controller.warm_up(lambda: model(torch.ones(4, 6)).sum().backward())
+        for x, _ in loader:
+            model(x).sum().backward()
+    except UsageError as error:
+        return str(error)
+    return "accepted"
+
+
+@pytest.mark.multiproc
+def test_passes_before_training_of_one_rank_keep_nobody_waiting() -> None:
+    for told in run_ranks(_warm_up_on_one, 2):
+        assert "made a first forward pass, that this rank did not" in told
+
+
+def _last_bits(rank: int) -> int:
+    """As devices that are not alike leave them."""
+    job = Job()
+
+    def differ(job: Job, epoch: int) -> None:
+        with torch.no_grad():
+            job.net.weight.mul_(1 + 1e-6 * rank)
+
+    job.train(job.sampled(), before=differ)
+    return job.steps
+
+
+@pytest.mark.multiproc
+def test_weights_that_differ_in_last_bits_are_alike() -> None:
+    one, other = run_ranks(_last_bits, 2)
+    assert one == other > 5

@@ -50,6 +50,14 @@ def _swapped(batches: Iterator[Any]) -> Iterator[Any]:
         yield from (first,) if second is None else (second, first)
 
 
+def _behind(batches: Iterator[Any]) -> Iterator[Any]:
+    """Each in the turn of the next one: a buffer that hands on what it had before."""
+    before = None
+    for now in batches:
+        yield now if before is None else before
+        before = now
+
+
 def _train(rank: int, how: str) -> str:
     torch.manual_seed(0)
     data = TensorDataset(torch.randn(SAMPLES, 6), torch.randint(3, (SAMPLES,)))
@@ -62,7 +70,7 @@ def _train(rank: int, how: str) -> str:
     batches = iter(DataLoader(data, batch_sampler=sampler))
     steps = 0
     try:
-        for x, y in _swapped(batches) if how == "swapped" else batches:
+        for x, y in {"swapped": _swapped, "behind": _behind}.get(how, iter)(batches):
             if how == "by name":
                 logits = model(input=x)
             elif how == "twice as long":
@@ -84,6 +92,12 @@ def _train(rank: int, how: str) -> str:
 
 def test_swapped_batches_are_told_once_their_sizes_differ() -> None:
     for said in run_ranks(_train, 2, "swapped"):
+        assert "in the order in which the loader gives them" in said
+        assert int(said.split()[1].strip(":")) <= 12
+
+
+def test_batches_one_turn_behind_are_told_once_sizes_change() -> None:
+    for said in run_ranks(_train, 2, "behind"):
         assert "in the order in which the loader gives them" in said
         assert int(said.split()[1].strip(":")) <= 12
 

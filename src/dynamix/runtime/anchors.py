@@ -13,6 +13,7 @@ ZERO = torch.zeros((), dtype=torch.float64)
 class Anchor:
     """A parameter or buffer, and what it was at the last meeting.
 
+    name      of a buffer in its model, so that it is found again where a pass puts another tensor in its place
     version   of the tensor's content then, as autograd counts its changes
     mean      of the workers' moves, while a meeting lasts; in float32 at least
     scale     by which its move is multiplied on the way
@@ -23,9 +24,16 @@ class Anchor:
     scale = 1.0
     sent: Tensor | None = None
 
-    def __init__(self, tensor: Tensor) -> None:
+    def __init__(self, tensor: Tensor, name: str = "") -> None:
         self.tensor, self.value, self.version = tensor, tensor.detach().clone(), tensor._version
+        self.name = name
         self.is_parameter = isinstance(tensor, nn.Parameter)
+
+    def follow(self, tensor: Tensor) -> None:
+        """A pass has put `tensor` in the place of the buffer; moves are counted from what was there, if it fits."""
+        self.tensor = tensor
+        if (tensor.shape, tensor.dtype) != (self.value.shape, self.value.dtype):
+            self.value = torch.zeros_like(tensor, requires_grad=False)
 
     def keep(self) -> None:
         """Moves are counted from what the tensor is now."""

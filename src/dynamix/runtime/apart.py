@@ -110,12 +110,6 @@ def _meeting(
     model = attached.model
     own: list[dist.ProcessGroup] = []
     on_cpu = group is None or recorder.device.type == "cpu"
-    if (
-        group is not None and group.size() > 1 and how.overlap
-    ):  # other collectives may come in another order on each rank meanwhile
-        ranks = dist.get_process_group_ranks(group)
-        group = new_group(ranks, "gloo" if on_cpu else dist.get_backend(group))
-        own.append(group)
     workers = beside = Workers(group, ending)
     if not on_cpu:
         own.append(new_gloo_group(dist.get_process_group_ranks(group)))
@@ -123,9 +117,13 @@ def _meeting(
     if group is not None and group.size() > 1:
         tensors = (*model.named_parameters(), *model.named_buffers())
         kinds = (f"{t.dtype}{'' if t.requires_grad else ', not trained'}" for _, t in tensors)
-        require_alike(
-            [f"{name} {list(t.shape)} {kind}" for (name, t), kind in zip(tensors, kinds, strict=True)], beside
-        )
+        words = [f"{name} {list(t.shape)} {kind}" for (name, t), kind in zip(tensors, kinds, strict=True)]
+        require_alike([f"Averaging(overlap={how.overlap})", *words], beside)
+        if how.overlap:  # other collectives may come in another order on each rank meanwhile
+            group = new_group(dist.get_process_group_ranks(group), "gloo" if on_cpu else dist.get_backend(group))
+            own.append(group)
+            workers = Workers(group, ending)
+            beside = workers if on_cpu else beside
         broadcast_([p.detach() for p in model.parameters()] + [b.detach() for b in model.buffers()], group, ending)
     attached.meeting = ParameterMeeting(model, how, workers, beside, scaler=scaler, at_times=at_times)
     attached.meeting.groups = own

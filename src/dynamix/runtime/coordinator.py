@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from dynamix.data import Allocations, BatchSampler, Piece, StepPlan, Stream
@@ -33,6 +34,7 @@ from dynamix.runtime.observation import Recorder
 from dynamix.runtime.progress import Progress, Waiting
 from dynamix.runtime.ranks import Ranks
 from dynamix.runtime.rates import Rates
+from dynamix.runtime.sameness import settings_of, sketches_of
 from dynamix.runtime.scaling import SampleSchedule
 from dynamix.runtime.weighting import Attached
 from dynamix.window import Ints
@@ -76,6 +78,7 @@ class Coordinator:
         self.micro_batch, self.apart_from = micro_batch, apart_from
         if ways := self.ways:
             self.micro_batch, self.apart_from = ways.piece, ways.apart_from
+        self.whole_piece = self.micro_batch  # what learning rates are for; a rank's memory may hold less
         apart = self.steps_apart = self.apart_from is not None
         micro_batch = self.micro_batch
         # Samples of all workers' optimizer steps that are taken at the same time, if that is not a round.
@@ -101,6 +104,11 @@ class Coordinator:
         self._waiting, self._most_of_piece = Waiting(), NO_LIMIT
         self.decisions, self.meetings = Settling(self), Meetings(self)
         self.payload: Callable[[], float] = lambda: 1.0 if self.ways is None else self.meetings.payload
+
+    @property
+    def crossed(self) -> int:
+        """Backward passes that have crossed ranks, of all models."""
+        return sum(attached.hook.crossed for attached in self.connected if attached.hook is not None)
 
     @property
     def ways(self) -> Ways | None:
@@ -221,8 +229,14 @@ class Coordinator:
         known |= {"base batch": job.base_batch, "decides once per epoch": self.per_epoch, "slack": job.slack}
         known |= {"models": self.loop.models, "schedules": [s.nominal_batch_size for s in self.rates.schedules]}
         known |= {"exchange of gradients and buffers": [attached.exchanges for attached in self.connected]}
+        settings = [attached.settings for attached in self.connected]
+        names = dict.fromkeys(name for of_model in settings for name in of_model)
+        known |= {f"exchange: {name}": [of_model.get(name) for of_model in settings] for name in names}
         known |= self.meetings.facts()
-        known |= {"weighting": self.loss_weight.weighting}
+        known |= {"weighting": self.loss_weight.weighting, **settings_of(self.loop.optimizers)}
+        for number, attached in enumerate(self.connected):
+            if isinstance(attached.model, DistributedDataParallel) and not self.steps_apart:
+                known |= sketches_of(attached.model, number)
         known |= {"batch sizes": self.allocations.from_on(source.consumed)}
         known |= {f"progress: {name}": value for name, value in self.progress.state_dict().items()}
         return known | {"progress: steps measured in the open window": self.recorder.steps}
@@ -278,6 +292,8 @@ class Coordinator:
         self.decisions.settle()
         if self.job.weight_test is not None:
             self.job.weight_test.require_right()
+        if self.job.unlike is not None:
+            raise UsageError(self.job.unlike)
         self.decisions.close_if_full(plan, ahead=ahead)
         self.stopping = self.stop_wanted if self.liveness is None else self.liveness.step_done(progress.steps)
 
@@ -363,8 +379,8 @@ class Coordinator:
         """
         self.rates.look()
         if plan.apart:
-            if piece is not None and piece.samples and self.micro_batch is not None:
-                self.rates.follow_piece(piece.samples / self.micro_batch)
+            if piece is not None and piece.samples and self.whole_piece is not None:
+                self.rates.follow_piece(piece.samples / self.whole_piece)
         elif self.rates.follows:
             samples = plan.samples if plan.regular else self.accumulate * int(self.allocations.at(plan.index).sum())
             self.rates.follow(samples, *self.progress.noise_at(plan.index // self.accumulate))
@@ -429,6 +445,7 @@ class Coordinator:
         """Pieces are a worker's part of the base batch, which a checkpoint may have changed."""
         if ways := self.ways:
             self.micro_batch, self.apart_from = min(ways.piece, self._most_of_piece), ways.apart_from
+            self.whole_piece = ways.piece
             self.rates.at_once = ways.base
             if self.source is not None:
                 self.source.micro_batch, self.source.apart_from = self.micro_batch, self.apart_from

@@ -17,7 +17,8 @@ from dynamix.policies.wrappers import after_answer, report_of, window_length_of
 from dynamix.projection import project
 from dynamix.runtime.agreement import Kind, Message
 from dynamix.runtime.job import Closing, JobFacts
-from dynamix.runtime.observation import assemble
+from dynamix.runtime.observation import ROW, assemble
+from dynamix.runtime.sameness import by_rank
 from dynamix.window import Floats, Ints, Window
 
 _log = logging.getLogger("dynamix")
@@ -104,6 +105,7 @@ class Decider:
     def assemble(self, rows: Floats, closing: Closing) -> Window:
         """What the policy sees of the gathered rows (W, n). It also keeps up the noise scale."""
         window = assemble(rows, noise_scale=self.job.noise_scale, sizes=closing.sizes, **self.job.facts(closing))
+        self.job.unlike = self.job.unlike or out_of_turn(rows)
         if self.job.weight_test is not None and closing.comparable:
             self.job.weight_test.look(window)
         return window
@@ -123,6 +125,30 @@ class Decider:
         given = event.get("noise", told.noise), event.get("signal", told.signal)
         noise, signal = (float("nan") if value is None else float(value) for value in given)
         return replace(told, noise=noise, signal=signal, interval=event.get("interval", 0))
+
+
+_ALIKE = {
+    "epoch": ("are in epochs that differ", "Call sampler.set_epoch(epoch) alike on every rank"),
+    "crossed": (
+        "have sent unlike numbers of gradients, so that those of different batches were added up",
+        "Pass a batch over, and go on after an error in one, on all ranks or on none",
+    ),
+}
+
+
+def out_of_turn(rows: Floats) -> str | None:
+    """What ranks did by a window's end that others did not, by its rows (W, n); None if nothing.
+
+    >>> rows = np.zeros((2, len(ROW)))
+    >>> rows[1, ROW.index("epoch")] = 3
+    >>> out_of_turn(rows)
+    'the ranks are in epochs that differ: 0 on rank 0, 3 on rank 1. Call sampler.set_epoch(epoch) alike on every rank'
+    """
+    for name, (what, do) in _ALIKE.items():
+        values = rows[:, ROW.index(name)]
+        if (values != values[0]).any():
+            return f"the ranks {what}: {by_rank([f'{value:.0f}' for value in values])}. {do}"
+    return None
 
 
 _ANSWER = ("decision", "from_step", "allocation", "noise", "signal", "interval")

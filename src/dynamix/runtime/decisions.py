@@ -36,6 +36,9 @@ class Deciding(Protocol):
     rank: int
     payload: Callable[[], float]
 
+    @property
+    def crossed(self) -> int: ...
+
     def need_source(self) -> BatchSampler | Stream: ...
 
 
@@ -88,7 +91,8 @@ class Settling:
         )
         self._warn_of_lag(closing.issued - closing.consumed)
         mine = float(sizes[of.rank])
-        row = of.recorder.row(issued=issued, count=mine, weight=mine / float(sizes.sum()))
+        turn = {"epoch": plan.epoch, "crossed": of.crossed}
+        row = of.recorder.row(issued=issued, count=mine, weight=mine / float(sizes.sum()), **turn)
         if isinstance(of.channel, PeerChannel) and of.memory is not None and of.memory.fits is not None:
             of.channel.fits = of.accumulate * of.memory.fits
         of.channel.send(row, closing)

@@ -142,6 +142,7 @@ class GradientHook:
         self.buckets_seen = 0
         self.steps = 0
         self.reductions = 0  # of the optimizer step under way
+        self.crossed = 0  # backward passes so far
         self.loss_scale: Callable[[], Tensor | None] = lambda: None
         self.muted = False  # discarded warm-up passes: plain all-reduce, nothing measured
         self.arrivals = Arrivals(None)
@@ -160,7 +161,7 @@ class GradientHook:
             summed = self._summed(share, bucket)
             if summed is not None:
                 return summed
-        future = self._plainly(bucket) if share is None else self._reduced(share, bucket)
+        future = self._discarded(bucket) if share is None else self._reduced(share, bucket)
         self._awaited = self._awaited or at_end_of_backward(self._arrived)
         self._under_way.append(future)
         return future
@@ -191,6 +192,7 @@ class GradientHook:
             self.check.reducing()
         share = self.share()
         self.reductions += first
+        self.crossed += first
         if first and self.reductions == 1:
             due = self._norms_due = self.meter.norms_due()
             wanted = share.kept and self.steps >= 2 and self._since_dense >= DENSE_EVERY
@@ -370,6 +372,13 @@ class GradientHook:
             return value if native else value.to_sparse(buffer.sparse_dim())
 
         return cast("Future[Tensor]", work.get_future().then(finish))
+
+    def _discarded(self, bucket: Bucket) -> Future[Tensor]:
+        """Of passes that are discarded: waited for as long as no other rank ends the job."""
+        arrivals, future = self.arrivals, self._plainly(bucket)
+        arrivals.expect()
+        future.add_done_callback(lambda _: arrivals.arrived())
+        return future
 
     def _norm_sq(self, values: Tensor, weight: float | Tensor) -> Tensor:
         if values.is_sparse:

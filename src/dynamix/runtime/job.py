@@ -45,6 +45,7 @@ class JobFacts:
     # Smoothed over windows, where this rank learns of it: the one that decides, or all if each does.
     noise_scale: NoiseScale = field(default_factory=NoiseScale)
     weight_test: WeightTest | None = None  # None: losses tell nothing of their weights
+    unlike: str | None = None  # what ranks were seen to do that others did not, where this rank learns of it
     closing: Closing = field(init=False)  # the newest window that closed
 
     def __post_init__(self) -> None:

@@ -44,6 +44,10 @@ _SHORT = (
     "the loop went by len(loader), which was asked before sizes moved, and left {} of the epoch's samples: iterate the "
     "loader to its end, ask controller.epoch_done, or take the adapter in dynamix.integrations"
 )
+_BY_HAND = (
+    "loss.backward(), through the DDP module, makes a gradient that every rank weighs and adds; torch.autograd.grad, "
+    "torch.func and a gradient set by hand stay on the rank. Call optimizer.step() once for each backward pass"
+)
 MATCHES = 4  # passes in a row whose inputs were as long as the batch: then that is how this loop's inputs are
 WRAP_ONCE = "write controller.wrap(model, optimizer) once for each model, with the optimizer of that model alone"
 
@@ -63,6 +67,7 @@ class ModelCheck:
         KNOWN.add(optimizer)
         self.reductions = 0
         self.local = False  # some of what is in `.grad` has not crossed ranks
+        self._made = False  # a pass has made gradients since the optimizer's last step
         self._held_since: int | None = None  # optimizer step in which what is in `.grad` was made
         self.inside = False  # `optimizer.step()` runs: a closure may go through the model again
         self._closure = False  # the optimizer's step under way makes gradients itself
@@ -106,9 +111,8 @@ class ModelCheck:
 
     def reduced(self) -> None:
         """All gradients of a synchronised backward pass are on their way: nothing is local any more."""
-        self.local = False
-        for partner in self.partners:
-            partner.local = False
+        for check in (self, *self.partners):
+            check.local, check._made = False, True
 
     def _before_adding(self, gradient: Tensor) -> None:
         """The probe's gradient is known: whether it would be added to that of an earlier batch."""
@@ -123,7 +127,7 @@ class ModelCheck:
         loop = self.loop
         if loop.muted():
             return
-        self.local, self._held_since = True, loop.group
+        self.local, self._held_since, self._made = True, loop.group, True
         if self._stale:
             self._fail_stale()
 
@@ -140,6 +144,7 @@ class ModelCheck:
         if loop.muted():
             return None
         self.inside, self._held_since = True, None
+        made, self._made = self._made, False
         piece = loop.piece_of_optimizer()
         if apart := loop.apart(piece):
             if loop.too_late() and self.probe is not None and _nonzero(self.probe.grad):
@@ -156,6 +161,8 @@ class ModelCheck:
         self._closure = not apart and (len(args) > 1 or kwargs.get("closure") is not None)
         if not apart and not self._closure:
             self.all_crossed("optimizer.step()")
+            if self.reduces and not made and self.probe is not None and _nonzero(self.probe.grad):
+                loop.fail(f"optimizer.step() with a gradient that no backward pass has made since the last: {_BY_HAND}")
         return None
 
     def _after_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -203,6 +210,7 @@ class LoopCheck:
         self.rank = rank
         self._matches, self._sizes = 0, deque[int](maxlen=8)  # samples of the last batches
         self._length: int | None = None  # of the inputs before
+        self._late = False  # the inputs before were as long as the batch before theirs, where sizes had changed
         self.source: BatchSampler | Stream | None = None
         self.forwards = self.group = 0
         self.needs_piece = self.in_piece = False  # whether passes must be under `controller.piece()`, and are now
@@ -229,9 +237,14 @@ class LoopCheck:
         return self._first.keys()
 
     @property
+    def optimizers(self) -> list[Optimizer]:
+        """Those that were given to `wrap`."""
+        return [check.optimizer for check in self._checks]
+
+    @property
     def trained(self) -> set[int]:
-        """`id` of the parameters of the optimizers that were given to `wrap`."""
-        return {p for check in self._checks for p in parameters_of(check.optimizer)}
+        """`id` of their parameters."""
+        return {p for optimizer in self.optimizers for p in parameters_of(optimizer)}
 
     def close(self) -> None:
         """Look at nothing any more: the models and optimizers may be trained on by others."""
@@ -323,12 +336,15 @@ class LoopCheck:
         if not mine or length is None:
             return
         if length == mine:
-            self._matches += 1
+            if self._late and length != before:
+                self.fail(f"batches are trained one turn after their own: {_ORDER}")
+            self._matches, self._late = self._matches + 1, False
             return
         others = {*self._sizes, *(piece.samples for piece in source.waiting())}
         if self._matches >= MATCHES and length != before and length in others:
             turned = f"a batch of {length} samples was trained in the turn of one of {mine}: {_ORDER}"
             self.fail(turned if self.grown is None else self.grown[1])
+        self._late = self._matches >= MATCHES and bool(self._sizes) and length == before == self._sizes[-1]
         self._matches = 0
 
     @property

@@ -115,7 +115,7 @@ class LossWeight:
         self._counted.append((total, handle))
         if self._reference is None or (piece.number == 0 and self._reference.device != total.device):
             handle.wait()
-            self._reference = total.clone()
+            self._reference = torch.where(total > 0, total, 1.0)
         weight = count * self.workers / self._reference
         self.applied = weight if piece.samples else 0.0
         self._hold(piece, self.applied)
@@ -147,6 +147,7 @@ class LossWeight:
         for _, handle in counted:
             handle.wait()
         total = torch.stack([value for value, _ in counted]).mean()
+        total = torch.where(total > 0, total, reference)  # nothing was counted anywhere: gradients are zeros
         self._reference = total
         if self._model is None:
             return

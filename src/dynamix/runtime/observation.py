@@ -32,7 +32,7 @@ ACCURACY_EVERY = 4
 NORMS_EVERY = 5
 _DERIVED = ("wait", "communication")  # known only when all rows are together
 ROW = (
-    *("issued", "count", "weight", "measured_in", "global_norm_sq", "pair_noise", "pair_signal"),
+    *("issued", "count", "weight", "epoch", "crossed", "measured_in", "global_norm_sq", "pair_noise", "pair_signal"),
     *(name for name in PER_WORKER if name not in _DERIVED),
 )
 _SUMMED = {"local_sq": "gradient_norm_sq", "global_sq": "global_norm_sq"}
@@ -182,10 +182,11 @@ class Recorder:
             self._dealt[paused] = nan, nan
         return times
 
-    def row(self, *, issued: int, count: float, weight: float) -> Floats:
+    def row(self, *, issued: int, count: float, weight: float, epoch: int = 0, crossed: int = 0) -> Floats:
         """Close the window: this rank's row, length len(ROW) + steps kept, the tail being comm seconds step by step.
 
-        count, weight   this rank's samples and part of a round; where costs are known, of the mean round instead
+        count, weight    this rank's samples and part of a round; where costs are known, of the mean round instead
+        epoch, crossed   of the window's last round, and backward passes that have crossed ranks so far: alike on all
         """
         self._read_times()
         self._windows += 1
@@ -196,6 +197,7 @@ class Recorder:
         of_window = {"count": count, "weight": weight, "measured_in": float(self._windows)}
         stats, measured = self._collect(of_window)
         known: dict[str, float] = {"issued": issued, "work": work, **of_window, **measured}
+        known |= {"epoch": epoch, "crossed": crossed}
         known["compute"], known["compute_std"] = _mean_std([t.compute for t in times])
         known["data"] = _mean_std([t.data for t in times])[0]
         for series, field in _SUMMED.items():

@@ -15,7 +15,7 @@ from dynamix.errors import ConfigError, UsageError
 from dynamix.runtime.alike import comparing, differ, unlike
 from dynamix.runtime.anchors import ZERO, Anchor, largest_of, scale_for
 from dynamix.runtime.averaging import Maximum, Payload, Workers, broadcast_, buckets
-from dynamix.runtime.optimizer_means import KNOWN, CopyOf, OptimizerMeans
+from dynamix.runtime.optimizer_means import KNOWN, CopyOf, OptimizerMeans, forget
 
 if TYPE_CHECKING:  # the codec is imported by those who use it
     from dynamix.runtime.sparse_moves import SparseMoves
@@ -137,10 +137,13 @@ class ParameterMeeting:
         tensors = self._travelling()
         if [id(t) for t in tensors] != [id(anchor.tensor) for anchor in self._anchors]:
             known = {id(anchor.tensor): anchor for anchor in self._anchors}
-            self._anchors, self._changed = [known.get(id(t)) or Anchor(t) for t in tensors], True
+            names = {id(buffer): name for name, buffer in self.model.named_buffers()}
+            made = (known.get(id(t)) or Anchor(t, names.get(id(t), "")) for t in tensors)
+            self._anchors, self._changed = list(made), True
             self._make_outer()
+        looks = self._outer is not None and not self.how.overlap  # an outer optimizer must not take a change for a move
         for anchor in self._anchors:
-            if anchor.tensor._version != anchor.version:
+            if anchor.tensor._version != anchor.version or (looks and not torch.equal(anchor.tensor, anchor.value)):
                 anchor.keep()
                 self._changed = True
 
@@ -259,7 +262,7 @@ class ParameterMeeting:
         else:
             for _, payload in sent:
                 workers.add(payload.flat)
-        largest = Maximum(counters) if (counters := self._counters()) else None
+        largest = Maximum([*counters.values()]) if (counters := self._counters()) else None
         if largest is not None:
             workers.add(largest.flat, dist.ReduceOp.MAX)
         if (scale := self._scale()) is not None:
@@ -270,7 +273,7 @@ class ParameterMeeting:
             self.beside.add(weights)
         if how.optimizer_state == "reset":
             for optimizer in self.optimizers:
-                optimizer.state.clear()
+                forget(optimizer)
         if how.optimizer_state == "averaged" and self._means is not None and not overlaps:
             yield from self._means.meeting(weight)
         yield
@@ -281,15 +284,25 @@ class ParameterMeeting:
             samples, stepped = weights.tolist()
             for anchor in self._anchors:
                 anchor.mean.mul_(stepped / samples**2 if normalized else 1 / samples)
+        self._follow()
         self._move()
         if largest is not None:
+            largest.tensors = [{**counters, **self._counters()}[name] for name in counters]
             largest.take()
         if scale is not None:
             for own, least in zip((self.scaler._scale, self.scaler._growth_tracker), scale, strict=True):
                 own.copy_(torch.minimum(own, least.to(own.dtype)))
 
+    def _follow(self) -> None:
+        """Passes may have put other tensors in the place of buffers, as `self.mean = ...` does."""
+        now = dict(self.model.named_buffers())
+        for anchor in self._anchors:
+            if (tensor := now.get(anchor.name, anchor.tensor)) is not anchor.tensor:
+                anchor.follow(tensor)
+
     def _prepare(self, *, compare: bool = True) -> Iterator[None]:
         """What workers have to know of each other before they send their moves; in parts, as `meeting`."""
+        self._follow()
         if compare:
             yield from self._compare()
         if self.how.wire == "float16":
@@ -319,7 +332,7 @@ class ParameterMeeting:
     def _described(self) -> list[str]:
         """What this rank sends, in words."""
         named = {id(t): name for name, t in (*self.model.named_parameters(), *self.model.named_buffers())}
-        sent = [*(anchor.tensor for anchor in self._anchors), *self._counters()]
+        sent = [*(anchor.tensor for anchor in self._anchors), *self._counters().values()]
         words = [f"{named.get(id(t), 'a tensor')} {list(t.shape)} {t.dtype}" for t in sent]
         words += [f"an optimizer of {[len(g['params']) for g in of.param_groups]} parameters" for of in self.optimizers]
         return [*words, "no scaler's scale" if self._scale() is None else "a scaler's scale"]
@@ -351,8 +364,8 @@ class ParameterMeeting:
         tensors |= {id(b): b for b in self.model.buffers() if b.is_floating_point() or b.is_complex()}
         return list(tensors.values())
 
-    def _counters(self) -> list[Tensor]:
-        return [b for b in self.model.buffers() if not (b.is_floating_point() or b.is_complex())]
+    def _counters(self) -> dict[str, Tensor]:
+        return {name: b for name, b in self.model.named_buffers() if not (b.is_floating_point() or b.is_complex())}
 
     def _scale(self) -> Tensor | None:
         """AMP's scale and the steps since it last grew, where it has begun."""

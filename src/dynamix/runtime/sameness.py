@@ -2,11 +2,13 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from dynamix.errors import DynamixError, UsageError
 from dynamix.runtime.agreement import Explain, unnamed
@@ -14,6 +16,10 @@ from dynamix.runtime.control import ControlGroup
 from dynamix.runtime.ending import Ending, wait_for
 
 MOST_FIELDS = 5  # that one message names
+SKETCHED = (
+    "parameters: "  # begins the name of a parameter, whose value is (sum of every second entry, of the others, norm)
+)
+NEAR = 1e-3  # of the norm: so far apart may those sums be. Devices that are not alike differ in last bits
 LONGEST_VALUE = 80  # characters of a value in a message
 _SAMPLER = "Write controller.batch_sampler(dataset, seed=0) with the same data set, seed and options on every rank"
 _LOAD = "Load the checkpoint of one step on every rank: controller.load_state_dict(state) with one and the same file"
@@ -26,7 +32,15 @@ FIXES = {
     **dict.fromkeys(("lengths", "padded"), "Give batch_sampler(dataset, lengths=...) the same on every rank"),
     **dict.fromkeys(("samples", "shuffle", "partition", "sharded"), _SAMPLER),
     **dict.fromkeys(_POSITION, _LOAD),
+    "parameters": "Load weights on every rank, or before DDP(net) is made, which sends the first rank's to all",
+    "optimizers": "Make the same optimizers of the same parameters, with the same arguments, on every rank",
 }
+_OF_POWERSGD = (
+    *("matrix_approximation_rank", "start_powerSGD_iter", "min_compression_rate", "use_error_feedback", "warm_start"),
+    "batch_tensors_with_same_shape",
+)
+# Of an optimizer's arguments: how it computes, which devices that are not alike may have to do in different ways.
+_HOW = ("foreach", "fused", "capturable", "differentiable")
 
 
 def require_same(
@@ -54,12 +68,21 @@ def require_same(
     packed = torch.from_numpy(np.frombuffer(whole.encode().ljust(longest), dtype=np.uint8).copy())
     told = [json.loads(bytes(row)) for row in _gathered(packed, group, ending, explain).astype(np.uint8)]
     fields = list(dict.fromkeys(name for of_rank in told for name in of_rank))
-    differing = [name for name in fields if len({of_rank.get(name) for of_rank in told}) > 1]
+    differing = [name for name in fields if _differs(name, [of_rank.get(name) for of_rank in told])]
+    if not differing:
+        return
     differing = ["error"] if "error" in differing else differing  # what else differs follows from it
-    said = [f"{name} is {_by_rank([of_rank.get(name, 'missing') for of_rank in told])}" for name in differing]
+    said = [f"{name} is {by_rank([of_rank.get(name, 'missing') for of_rank in told])}" for name in differing]
     more = f" (and {len(said) - MOST_FIELDS} more)" if len(said) > MOST_FIELDS else ""
     fix = fixes.get(differing[0].partition(":")[0], fixes[""])
     raise UsageError(f"{what}: {'; '.join(said[:MOST_FIELDS])}{more}. {fix}")
+
+
+def _differs(name: str, values: list[str | None]) -> bool:
+    if len(set(values)) == 1 or not name.startswith(SKETCHED) or None in values:
+        return len(set(values)) > 1
+    *sums, norms = zip(*(json.loads(value or "") for value in values), strict=True)
+    return not all(max(of) - min(of) <= NEAR * max(norms) for of in sums)
 
 
 def _gathered(mine: torch.Tensor, group: ControlGroup, ending: Ending | None, explain: Explain) -> Any:
@@ -74,9 +97,10 @@ def _gathered(mine: torch.Tensor, group: ControlGroup, ending: Ending | None, ex
     return every.numpy()
 
 
-def _by_rank(values: list[str]) -> str:
-    """
-    >>> _by_rank(["0", "0", "0", "7"])
+def by_rank(values: list[str]) -> str:
+    """Which ranks have which value.
+
+    >>> by_rank(["0", "0", "0", "7"])
     '0 on ranks 0-2, 7 on rank 3'
     """
     ranks: dict[str, list[int]] = {}
@@ -107,6 +131,56 @@ def _spans(ranks: list[int]) -> str:
 def plain(value: Any) -> Any:
     """What JSON cannot write: arrays as lists, anything else as its text."""
     return value.tolist() if isinstance(value, np.ndarray | np.generic | torch.Tensor) else str(value)
+
+
+def settings_of(optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+    """What optimizers are made of, plain values by name; of each of them one.
+
+    >>> settings_of([torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.1)])["optimizers: lr"]
+    [0.1]
+    """
+    kinds = [f"{type(of).__name__} of {[len(group['params']) for group in of.param_groups]}" for of in optimizers]
+    names = dict.fromkeys(name for of in optimizers for name in of.defaults if name not in _HOW)
+    told = {f"optimizers: {name}": [_argument(of.defaults.get(name)) for of in optimizers] for name in names}
+    return {"optimizers": kinds, **told}
+
+
+def _argument(value: Any) -> Any:
+    """Plain; of a device that would have to be asked, nothing."""
+    if isinstance(value, torch.Tensor):
+        return value.tolist() if value.device.type == "cpu" else None
+    return value if isinstance(value, bool | int | float | str | tuple | list | None) else None
+
+
+@torch.no_grad()
+def sketches_of(model: DistributedDataParallel, number: int) -> dict[str, list[float]]:
+    """What tells models apart, by their parameters' names; of those that DDP sends to all ranks. Asks the device.
+
+    number   of the model, from 0
+    """
+    left_out, of = getattr(model, "parameters_to_ignore", ()), f"of model {number}, " if number else ""
+    sent = {name: p.detach() for name, p in model.module.named_parameters() if name not in left_out and _sums(p)}
+    sketches = []
+    for value in sent.values():
+        own = value.to_local() if hasattr(value, "to_local") else value
+        flat = (torch.view_as_real(own) if own.is_complex() else own).reshape(-1)
+        even, odd = (flat[begin::2].sum(dtype=torch.float64) for begin in (0, 1))
+        sketches.append(torch.stack([even, odd, torch.linalg.vector_norm(flat, dtype=torch.float64)]).cpu())
+    told = torch.stack(sketches).tolist() if sketches else []
+    return {f"{SKETCHED}{of}{name}": sketch for name, sketch in zip(sent, told, strict=True)}
+
+
+def _sums(parameter: torch.Tensor) -> bool:
+    """Whether it has entries that can be added up."""
+    kind = parameter.dtype
+    return parameter.numel() > 0 and (kind.is_complex or (kind.is_floating_point and kind.itemsize > 1))
+
+
+def hook_settings(state: Any) -> dict[str, Any]:
+    """What PowerSGD was told, plain values by name; states of other hooks may well differ by rank."""
+    if not all(hasattr(state, name) for name in (*_OF_POWERSGD, "rng")):
+        return {}
+    return {name: getattr(state, name) for name in _OF_POWERSGD} | {"random_seed": int(state.rng.get_state()[1][0])}
 
 
 def shape_of(value: Any) -> Any:

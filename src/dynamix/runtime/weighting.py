@@ -17,7 +17,10 @@ from dynamix.runtime.gradients import GradientHook, Share, wipe_nonfinite_
 from dynamix.runtime.liveness import failed_collective
 from dynamix.runtime.observation import Recorder
 from dynamix.runtime.parameters import ParameterMeeting
+from dynamix.runtime.sameness import hook_settings
 from dynamix.runtime.shards import Shards, gradients_of, is_sharded
+
+_ALIKE_IN_DDP = ("find_unused_parameters", "static_graph", "broadcast_buffers", "bucket_bytes_cap")
 
 
 class Attached:
@@ -30,6 +33,7 @@ class Attached:
         self.apart: Callable[[], bool] = lambda: False  # whether the batch in hand is trained apart
         self.shards: Shards | None = None  # of a model under FSDP2
         self.exchanges = "none"  # what crosses ranks, and how: the same on all of them
+        self.settings: dict[str, Any] = {}  # of that, by name: plain values
         self.last_weight = 1.0  # n_i/N of the step before the forward that is starting: it produced the buffers
         self._finished: Piece | None = None  # the one whose optimizer step has its gradients as they should be
 
@@ -179,6 +183,8 @@ def attach(
     attached = Attached(model, recorder, entry)
     name = "all-reduce" if hook is None else getattr(hook, "__qualname__", type(hook).__name__)
     attached.exchanges = f"{name}, buffers {batchnorm}"
+    attached.settings = {option: getattr(model, option, None) for option in _ALIKE_IN_DDP}
+    attached.settings |= {"losses scaled": scaler is not None, **hook_settings(hook_state)}
     weighted = batchnorm == "weighted"
     exchange = _averaging(model, attached, entry, share) if weighted else _broadcasting(model, entry)
     _exchange_buffers(model, attached, exchange)

@@ -152,7 +152,15 @@ class VirtualCluster:
         if meet != "gradients":
             most, recorders, how = self._workers.most(piece), self._workers.recorders, averaging or Averaging()
             self._replicas = Replicas(
-                model, optimizer, loss, load, recorders=recorders, most=most, averaging=how, at_times=either
+                model,
+                optimizer,
+                loss,
+                load,
+                recorders=recorders,
+                most=most,
+                whole=piece,
+                averaging=how,
+                at_times=either,
             )
         per_epoch = boundary(self.policy) == "epoch"
         slack = 0 if per_epoch else min(self.world.delay, 1)
@@ -352,7 +360,7 @@ class _AllRecorders(Recorder):
         self.workers.record(*self.of_step, keep=keep, first_of_epoch=first_of_epoch)
         self.steps = self.workers.recorders[0].steps
 
-    def row(self, *, issued: int, count: float, weight: float) -> Floats:
+    def row(self, *, issued: int, count: float, weight: float, epoch: int = 0, crossed: int = 0) -> Floats:
         return self.workers.rows(self.job.closing.sizes, issued=issued)
 
     def reset(self) -> None:

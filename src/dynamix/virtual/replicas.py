@@ -34,6 +34,7 @@ class Replicas:
     load       indices -> (inputs, targets), already collated
     recorders  of the workers, which are told of their noise scale
     most       samples of a piece, by worker
+    whole      samples of the piece that learning rates are for
     at_times   the first one is trained by others too, and then the replicas go on from what it is
     """
 
@@ -46,13 +47,15 @@ class Replicas:
         *,
         recorders: Sequence[Recorder],
         most: Sequence[int],
+        whole: int,
         averaging: Averaging,
         at_times: bool = False,
     ) -> None:
         trained = [p for p in model.parameters() if p.requires_grad]
         if not trained:
             raise ConfigError("model", type(model).__name__, "a model with parameters to train", "set requires_grad")
-        self.loss, self.load, self.most, self.device = loss, load, most, trained[0].device
+        self.loss, self.load, self.most, self.whole = loss, load, most, whole
+        self.device = trained[0].device
         self.gradient_bytes = sum(p.numel() * p.element_size() for p in trained)
         self.follow_piece: Callable[[float], None] = lambda scale: None  # lets rates fit a part of a piece
         self._hall = Hall(len(recorders))
@@ -93,7 +96,7 @@ class Replicas:
             replica.meeting.begin()
             of_worker = []
             for piece in _cut(share, most):
-                self.follow_piece(len(piece) / most)
+                self.follow_piece(len(piece) / self.whole)
                 of_worker.append(self._step(replica, piece))
             seen.append(of_worker)
         total = sum(len(share) for share in shares)

@@ -72,6 +72,7 @@ def train_normalised(job: RoundsJob, steps: str, rate: float, speeds: Floats, se
         data.train.__getitems__,
         recorders=[Recorder(torch.device("meta")) for _ in range(WORKERS)],
         most=[job.piece] * WORKERS,
+        whole=job.piece,
         averaging=Averaging(steps="normalized"),
     )
     own = shards(data.train, job.unlike, seed) if job.unlike else None
