@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from typer.testing import CliRunner
 import dynamix
 from dynamix.cli.app import app
 from dynamix.emulator.compare import ComparedRow, rows_of
+from dynamix.emulator.run import _show_failures
 from dynamix.errors import ConfigError
 from dynamix.telemetry import find_sources
 
@@ -87,6 +89,27 @@ def test_each_row_has_a_folder_and_the_whole_a_table_and_a_page(tmp_path: Path) 
     compared = json.loads(again.stdout)["comparison"]
     assert [row["name"] for row in compared["rows"]] == ["static", "goodput"]
     assert compared["absent"][0]["name"] == "local"
+
+
+def three_ranks(folder: Path) -> Path:
+    folder.mkdir()
+    for rank in range(3):
+        (folder / f"rank{rank}.err").write_text(f"[rank{rank}]: no such data\n")
+    return folder
+
+
+def test_a_script_that_fails_at_once_is_run_once_and_its_error_is_shown_once(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("raise SystemExit('no such data')\n")
+    (tmp_path / "two.yaml").write_text(json.dumps(TWO))
+    command = ["emulate", str(tmp_path / "two.yaml"), "--compare", "static,goodput", "--mechanism", "duty-cycle"]
+    command += ["--throttle-after", "0", "--out", str(tmp_path / "run")]
+    done = CliRunner().invoke(app, [*command, "--", sys.executable, str(tmp_path / "script.py")])
+    assert done.exit_code == 1, done.output
+    said = io.StringIO()
+    _show_failures([0, 1, 1], three_ranks(tmp_path / "ranks"), said)
+    assert said.getvalue().count("no such data") == 1
+    assert "ranks 1, 2 ended with 1" in said.getvalue()
+    assert "goodput: not run: under static the script failed before its first window" in done.stdout
 
 
 def test_a_wrong_policy_is_said_before_anything_runs(tmp_path: Path) -> None:

@@ -15,10 +15,12 @@ import pytest
 from dynamix.errors import ConfigError, StateError
 from dynamix.events.records import read_events
 from dynamix.observe.findings import find
+from dynamix.observe.gains import Gain, Gains
 from dynamix.observe.joined import join, windows
 from dynamix.observe.rank_file import RankFile
 from dynamix.observe.recorder import FIELDS
 from dynamix.observe.run import conclude, read
+from dynamix.observe.words import tell
 
 EVEN = {"forward": 0.02, "backward": 0.04, "update": 0.002, "between": 0.005, "loader": 0.004}
 TRANSFER_S = 0.003
@@ -116,6 +118,17 @@ def test_the_run_folder_is_what_a_report_reads(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "result.json").read_text()) == result
     assert (tmp_path / "report.txt").read_text() == result["text"]
     assert read(tmp_path)["rank"] == 1
+
+
+def test_what_does_not_depend_on_the_batch_is_said_not_to_balance(tmp_path: Path) -> None:
+    write(tmp_path, [{}, {"forward": 0.1}])
+    job = join(tmp_path)
+    nothing, more = Gain(1.0, 1.0, 1.02), Gain(1.5, 1.4, 1.6)
+    gains = Gains(nothing, more, None, [60, 4], [32, 32], float("nan"), grounded=True, sizes_known=True)
+    text = tell(job, find(job), gains)
+    assert "What makes rank 1 slow hardly depends on its batch" in text
+    assert "60, 4" not in text
+    assert "Nothing to write" in text
 
 
 def test_a_pause_is_left_out_and_said(tmp_path: Path) -> None:

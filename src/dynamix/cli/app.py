@@ -184,7 +184,7 @@ def _add_commands_of_others() -> None:
 def _missing(name: str) -> Callable[[], None]:
     @guarded
     def command() -> None:
-        raise UsageError(f"dynamix {name} is part of the laboratory: pip install dynamix-lab")
+        raise UsageError(f"dynamix {name} is part of the laboratory: pip install dynamix-lab (./lab in the repository)")
 
     return command
 

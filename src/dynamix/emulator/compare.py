@@ -66,7 +66,8 @@ def compare(
     """Run `command` once under each row, one after another on fresh hosts; returns what result.json holds.
 
     Each row has a run folder of its own inside `out`. `options` are those of `emulate`. A row that the script cannot do
-    is not a failure: its `available` says why. `exit_code` is the worst of the others.
+    is not a failure: its `available` says why. `exit_code` is the worst of the others. Where the script fails at the
+    first row before its first window, the others are not run.
     """
     with RunFolder("emulate", out) as folder:
         found: dict[str, dict[str, Any]] = {}
@@ -84,6 +85,10 @@ def compare(
                 **options,
             )
             found[row.name] = {**done, "available": availability(done, row)}
+            if row is rows[0] and done["exit_code"] and found[row.name]["available"] is True and not _began(done):
+                why = f"not run: under {row.name} the script failed before its first window"
+                found |= {other.name: {"policy": other.policy, "available": why} for other in rows[1:]}
+                break
     codes = [done["exit_code"] for done in found.values() if done["available"] is True]
     shared = ("cluster", "mechanisms", "scenario", "scenario_sha256", "hosts", "device", "seeds")
     facts = {name: next(iter(found.values()))[name] for name in shared}
@@ -93,12 +98,17 @@ def compare(
     return result
 
 
+def _began(done: Mapping[str, Any]) -> bool:
+    """Whether a run has closed a window."""
+    return (Path(done["folder"]) / "events.jsonl").exists()
+
+
 def availability(done: Mapping[str, Any], row: ComparedRow) -> bool | str:
     """True, or why the script could not do this row."""
     folder = Path(done["folder"])
     if row.meet == "parameters" and done["exit_code"] and _names_the_rounds_loop(folder):
         return "not available: needs the rounds loop, with the passes of every batch under controller.piece()"
-    if not done["exit_code"] and not (folder / "events.jsonl").exists():
+    if not done["exit_code"] and not _began(done):
         return "not available: the script makes no dynamix.Controller, or ended before its first window"
     return True
 

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ValidationError
 
 from dynamix.emulator.scenario import Change, Device, Host, Load, Neighbour, Scenario, Trace
 from dynamix.emulator.traces import read_trace
-from dynamix.errors import ScenarioError
+from dynamix.errors import ScenarioError, UsageError
 
 MOST_TEXT = 2**22  # characters of a scenario
 DEEPEST = 16  # levels of a scenario; ours have 4
@@ -84,8 +84,7 @@ def _read(source: str | Path) -> Any:
     try:
         import yaml
     except ImportError as error:
-        fix = 'pip install "dynamix-train[emulator]"'
-        raise ScenarioError("scenario", str(source), "readable once PyYAML is installed", fix) from error
+        raise UsageError(f"scenario {source}: this needs PyYAML: pip install 'dynamix-train[emulator]'") from error
     try:
         text = _path_of(source).read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:

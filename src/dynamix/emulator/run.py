@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import math
 import os
+import re
 import subprocess
 import sys
 import time
@@ -216,9 +217,19 @@ class _Echo:
 
 
 def _show_failures(codes: Sequence[int], folder: Path, to: TextIO) -> None:
+    """Say which ranks failed, and once what those that failed alike wrote last."""
+    alike: dict[tuple[int, str], list[int]] = {}
+    ends: dict[int, list[str]] = {}
     for rank, code in enumerate(codes):
         if code:
-            to.write(f"rank {rank} ended with {code}; the end of {folder / f'rank{rank}.err'}:\n")
-            lines = (folder / f"rank{rank}.err").read_text(errors="replace").splitlines()[-_TAIL_LINES:]
-            to.writelines(f"  {line}\n" for line in lines if rank)  # rank 0's has been shown
+            ends[rank] = (folder / f"rank{rank}.err").read_text(errors="replace").splitlines()[-_TAIL_LINES:]
+            last = re.sub(r"\brank ?\d+\b", "", ends[rank][-1]) if ends[rank] else ""
+            alike.setdefault((code, last), []).append(rank)
+    for (code, _), ranks in alike.items():
+        whose = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+        if ranks[0] == 0:  # what it wrote has been shown
+            to.write(f"{whose} ended with {code}; their output is in {folder}\n")
+            continue
+        to.write(f"{whose} ended with {code}; the end of {folder / f'rank{ranks[0]}.err'}:\n")
+        to.writelines(f"  {line}\n" for line in ends[ranks[0]])
     to.flush()

@@ -25,7 +25,7 @@ _SHOWN = 8  # ranks named one by one
 def tell(job: Joined, found: Findings, gains: Gains) -> str:
     """The report of an observed job."""
     lines = [_head(job, found), "", *_verdict(job, found), *_waiting(job, found), *_table(job, found)]
-    lines += ["", *_gains(gains), *_notes(job, gains)]
+    lines += ["", *_gains(gains, found.slow), *_notes(job, gains)]
     return "\n".join(lines) + "\n"
 
 
@@ -108,13 +108,17 @@ def _table(job: Joined, found: Findings) -> list[str]:
     return ["", title, *lines, f"exchange that nothing hides: {1e3 * found.transfer_s:.1f}"]
 
 
-def _gains(gains: Gains) -> list[str]:
+def _gains(gains: Gains, slow: Slow | None) -> list[str]:
     if gains.balance is None or gains.twice is None:
         return ["What could be gained is not known: that needs two ranks or more and a few whole steps."]
     told = ["What could be gained (predicted; 80 % sure ranges in brackets), as samples a second:"]
     unit = "" if gains.sizes_known else " thousandths of today's batch"
-    shares = f"{_sizes(gains.sizes)}{unit} in place of {_sizes(gains.now)}"
-    told.append(f"- Balance alone, the global batch as it is: {_times(gains.balance)}, with shares of {shares}.")
+    shares = f", with shares of {_sizes(gains.sizes)}{unit} in place of {_sizes(gains.now)}"
+    if not gains.balance.worth_it:
+        shares = ""
+    told.append(f"- Balance alone, the global batch as it is: {_times(gains.balance)}{shares}.")
+    if not gains.balance.worth_it and gains.grounded and slow is not None:
+        told.append(f"  What makes rank {slow.rank} slow hardly depends on its batch: a smaller one does not help.")
     told.append(
         f"- Twice the global batch, balanced: {_times(gains.twice)}. Whether samples then teach as much was not"
     )
