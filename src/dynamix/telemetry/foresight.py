@@ -112,7 +112,7 @@ class Foresight:
         self.model, expected, seen = _taken(self.model, line)
         if seen is not None:
             self._changed(seen, line.size)
-        return expected
+        return expected if wanted else math.nan  # the largest changes are no fair sample of a point
 
     @property
     def changes(self) -> list[SizeChange]:
