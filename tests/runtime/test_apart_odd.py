@@ -149,28 +149,6 @@ def test_buffers_that_passes_replace_are_averaged() -> None:
     assert min(run_ranks(_replaced, 2)) > 5
 
 
-def _forgetful(rank: int) -> list[Tensor]:
-    """Adagrad's state is there before its first step, and has to be there after a meeting."""
-    controller, _, loader, net = job(SHARES)
-    optimizer = torch.optim.Adagrad(net.parameters(), lr=0.1, initial_accumulator_value=0.25)
-    model = controller.wrap(net, optimizer, averaging=Averaging(optimizer_state="reset"))
-    for x, y in loader:
-        with controller.piece():
-            F.cross_entropy(model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        controller.step()
-        if controller.met:
-            assert all((state["sum"] == 0.25).all() and state["step"] == 0 for state in optimizer.state.values())
-    controller.close()
-    return [p.detach() for p in net.parameters()]
-
-
-def test_an_optimizer_is_reset_to_what_it_was_when_made() -> None:
-    one, other = run_ranks(_forgetful, 2)
-    assert all(map(torch.equal, one, other))
-
-
 def _clamped(by_data: bool) -> list[Tensor]:
     """Parameters changed between two rounds, perhaps where autograd does not see it, and an outer optimizer."""
     controller, _, loader, net = job([[16]])

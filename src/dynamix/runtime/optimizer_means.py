@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim import Adagrad, Optimizer
+from torch.optim import Optimizer
 
 from dynamix.errors import UsageError
 from dynamix.runtime.averaging import Payload, Workers, buckets
@@ -162,15 +162,6 @@ class OptimizerMeans:
             if entry.name in ON_CPU and not self._on_device(entry.parameter):
                 made = made.cpu()
             state[entry.name] = made.copy_(mean) if isinstance(mean, Tensor) else made.fill_(mean)
-
-
-def forget(optimizer: Optimizer) -> None:
-    """It remembers what it did when it was made: nothing, or what Adagrad begins with."""
-    optimizer.state.clear()
-    if isinstance(optimizer, Adagrad):
-        for group in optimizer.param_groups:
-            begun = {"initial_accumulator_value": group["initial_accumulator_value"], "fused": group["fused"]}
-            optimizer.state.update(Adagrad([{"params": group["params"]}], **begun).state)
 
 
 def _dense(value: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from dynamix.errors import ConfigError, UsageError
 from dynamix.runtime.alike import comparing, differ, unlike
 from dynamix.runtime.anchors import ZERO, Anchor, largest_of, scale_for
 from dynamix.runtime.averaging import Maximum, Payload, Workers, broadcast_, buckets
-from dynamix.runtime.optimizer_means import KNOWN, CopyOf, OptimizerMeans, forget
+from dynamix.runtime.optimizer_means import KNOWN, CopyOf, OptimizerMeans
 
 if TYPE_CHECKING:  # the codec is imported by those who use it
     from dynamix.runtime.sparse_moves import SparseMoves
@@ -273,7 +273,7 @@ class ParameterMeeting:
             self.beside.add(weights)
         if how.optimizer_state == "reset":
             for optimizer in self.optimizers:
-                forget(optimizer)
+                optimizer.state.clear()
         if how.optimizer_state == "averaged" and self._means is not None and not overlaps:
             yield from self._means.meeting(weight)
         yield
