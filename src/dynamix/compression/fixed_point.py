@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from dynamix.compression.index import pack
-from dynamix.compression.kernels import compiled_for
+from dynamix.compression.kernels import fast_for
 from dynamix.compression.layout import Layout, Segment
 from dynamix.errors import ConfigError
 
@@ -66,7 +66,7 @@ def scan(values: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
     """Exponent codes, uint8 (blocks,), and bitmap of the items that are not zero, int32 (words,), of one rank."""
     codes = torch.empty(layout.blocks, dtype=torch.uint8, device=values.device)
     words = torch.empty(layout.words, dtype=torch.int32, device=values.device)
-    fast = compiled_for(values) if values.dtype == torch.float32 else None
+    fast = fast_for(values) if values.dtype == torch.float32 else None
     for s in layout.segments:
         part, code, word = values[s.start : s.stop], codes[s.block_slice], words[s.word_slice]
         if fast is not None:
@@ -99,7 +99,7 @@ def codes_of(largest: Tensor) -> Tensor:
 def quantise(values: Tensor, s: Segment, items: Tensor, codes: Tensor, scales: Scales, out: Tensor) -> None:
     """Write the integers of `items` (int64 (k,), numbered within segment `s`) to `out`, int32 (k * width,)."""
     part, code = values[s.start : s.stop], codes[s.block_slice]
-    fast = compiled_for(values)
+    fast = fast_for(values)
     if fast is not None:
         fast.quantise(part, items, s.width, s.shift, code, scales.up, out)
         return
@@ -111,7 +111,7 @@ def quantise(values: Tensor, s: Segment, items: Tensor, codes: Tensor, scales: S
 def write_mean_(values: Tensor, s: Segment, items: Tensor, codes: Tensor, scales: Scales, totals: Tensor) -> None:
     """Write the mean over workers, from the integer sums `totals`, to `items` of `values`; other items stay."""
     part, code = values[s.start : s.stop], codes[s.block_slice]
-    fast = compiled_for(values) if values.dtype in (torch.float32, torch.float64) else None
+    fast = fast_for(values) if values.dtype in (torch.float32, torch.float64) else None
     if fast is not None:
         fast.write_mean_(part, items, s.width, s.shift, code, scales.down, totals, float(scales.workers))
         return

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from dynamix.compression.checks import digest, mix
-from dynamix.compression.kernels import compiled_for
+from dynamix.compression.kernels import fast_for
 from dynamix.errors import ConfigError
 
 # The peeling threshold is 1.222 counters per item; close to it decoding fails often and takes many rounds.
@@ -88,7 +88,7 @@ def check_lanes(lanes: int) -> None:
 
 def slots(items: Tensor, hashing: Hashing) -> tuple[Tensor, Tensor]:
     """The three counters, int32 (k, 3), and signs, int8 (k, 3), of int64 `items` (k,)."""
-    fast = compiled_for(items)
+    fast = fast_for(items)
     if fast is not None:
         found: tuple[Tensor, Tensor] = fast.slots(items, hashing.keys, hashing.groups, hashing.lane_bits)
         return found
@@ -103,7 +103,7 @@ def slots(items: Tensor, hashing: Hashing) -> tuple[Tensor, Tensor]:
 
 def insert_(table: Tensor, where: Tensor, signs: Tensor, values: Tensor, width: int) -> None:
     """Add int32 `values` (k * width,) to `table`, int32 (counters * width,), in place."""
-    fast = compiled_for(table)
+    fast = fast_for(table)
     if fast is not None:
         fast.insert_(table, where, signs, values, width)
         return
