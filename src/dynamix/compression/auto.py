@@ -15,7 +15,7 @@ from statistics import median
 from dynamix.compression.traffic import Spread, traffic
 from dynamix.errors import ConfigError
 
-CANDIDATES: tuple[str, ...] = ("gather", "compaction", "lhc")
+CANDIDATES: tuple[str, ...] = ("gather", "blocks", "compaction", "lhc")
 AGREE_EVERY = 32  # steps between agreements; one small collective each
 MEASURE_EVERY = 16  # a settled dense bucket is timed at one step in this many
 REFRESH = 16  # agreements after which the ways not taken count as unknown again

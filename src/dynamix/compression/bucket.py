@@ -1,12 +1,12 @@
 """One bucket's exchange, from gradients to their mean: agree, send, decode, check; dense at any doubt."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
+from dynamix.compression.blocks import add_blocks
 from dynamix.compression.checks import Doubt, Part, Statistics, agree, confirm_union, digest, settle
 from dynamix.compression.compaction import Round, compact, everything
 from dynamix.compression.fixed_point import Scales, scan, working, write_mean_
@@ -15,14 +15,15 @@ from dynamix.compression.gather import write_mean_ as write_gathered_
 from dynamix.compression.index import best_depth, is_superset, union_of
 from dynamix.compression.layout import Layout
 from dynamix.compression.lhc import UnionForecast, one_phase, two_phase
+from dynamix.compression.rows import Rows, index_bytes
 from dynamix.compression.sketch import ExchangeSettings
 from dynamix.compression.traffic import Spread
 from dynamix.compression.wire import LocalWire, Wire
 from dynamix.errors import ConfigError
 
-Way = Literal["dense", "fixed", "gather", "compaction", "lhc", "lhc-one-phase"]
+Way = Literal["dense", "fixed", "gather", "blocks", "compaction", "lhc", "lhc-one-phase"]
 WAYS: tuple[Way, ...] = get_args(Way)
-VERSION = 2
+VERSION = 3
 OVERLAP = 0.9  # a union smaller than this share of what ranks bring makes a second level of gathering pay
 RELEARN = 8  # unions after which the depth of the index is chosen anew
 
@@ -41,7 +42,7 @@ class BucketExchange:
         """Replace `flat`, a float tensor (elements,), by its mean over the wire's ranks.
 
         dense          as DDP does it, in floating point
-        gather         the sum of x / W in floating point, in the order of ranks
+        gather, blocks the sum of x / W in floating point, in the order of ranks
         fixed          densely in fixed point: the reference the next three equal bit for bit
         compaction, lhc (two-phase), lhc-one-phase
 
@@ -63,6 +64,8 @@ class BucketExchange:
                     wire.mean(flat)
                 elif taken == "gather":
                     self._gather(flat, wire, step)
+                elif taken == "blocks":
+                    self._add_blocks(flat, wire, step)
                 else:
                     self._reduce(flat, taken, wire, step)
                 break
@@ -84,8 +87,7 @@ class BucketExchange:
         return reason
 
     def _gather(self, flat: Tensor, wire: Wire, step: int) -> None:
-        values, workers = flat.detach(), wire.workers
-        tables = [rows_not_zero(values[s.start : s.stop], s.width) for s in self.layout.segments]
+        values, workers, tables = flat.detach(), wire.workers, self._tables(flat)
         if not tables:
             return
         ours = (VERSION, self.settings, self.index, step, "gather", self.layout, flat.dtype, self._levels)
@@ -105,20 +107,49 @@ class BucketExchange:
             self._spread_of(brought, workers, flat)
         self._unions += 1
 
+    def _add_blocks(self, flat: Tensor, wire: Wire, step: int) -> None:
+        tables = self._tables(flat)
+        if not tables:
+            return
+        mark = digest(VERSION, self.settings, self.index, step, "blocks", self.layout, flat.dtype)
+        most = 2 * (wire.workers - 1) / wire.workers * flat.nbytes
+        try:
+            added = add_blocks(
+                tables, wire.messages, mark, divisor=wire.workers, most_bytes=most, whole=self._whole(flat)
+            )
+        except Doubt as doubt:
+            if doubt.sizes:
+                self.spread = Spread(doubt.sizes, max(doubt.sizes), flat.nbytes)
+            raise
+        for table, rows in zip(self._whole(flat), added.sums, strict=True):
+            table[rows.items] = rows.values.to(flat.dtype)
+        if self._unions % RELEARN == 0:
+            self.spread = self._spread(added.sizes, [rows.items for rows in added.sums], flat)
+        self._unions += 1
+
+    def _whole(self, flat: Tensor) -> list[Tensor]:
+        return [flat.detach()[s.start : s.stop].view(-1, s.width) for s in self.layout.segments]
+
+    def _tables(self, flat: Tensor) -> list[Rows]:
+        values = flat.detach()
+        return [rows_not_zero(values[s.start : s.stop], s.width) for s in self.layout.segments]
+
     def _spread_of(self, brought: Brought, workers: int, flat: Tensor) -> None:
-        union = [union_items(parts).numel() for parts in brought.parts]
-        self.spread = Spread(brought.sizes, self._union_bytes(union), flat.nbytes)
+        self.spread = self._spread(brought.sizes, [union_items(parts) for parts in brought.parts], flat)
         if workers > FLAT:
             self._levels = self.spread.union_bytes < OVERLAP * sum(brought.sizes)
 
-    def _union_bytes(self, items: Sequence[int]) -> int:
-        """Index and values of so many items, by segment."""
-        return sum(n * 4 * (1 + s.width) for n, s in zip(items, self.layout.segments, strict=True))
+    def _spread(self, sizes: Sequence[int], union: Sequence[Tensor], flat: Tensor) -> Spread:
+        """From what each rank brought, and the union's items by segment."""
+        segments = self.layout.segments
+        index = sum(index_bytes(items, s.items) for items, s in zip(union, segments, strict=True))
+        values = sum(4 * s.width * items.numel() for items, s in zip(union, segments, strict=True))
+        return Spread(sizes, values + index, flat.nbytes, index)
 
     def _reduce(self, flat: Tensor, way: Way, wire: Wire, step: int) -> None:
         scales = self._scales_for(wire.workers, flat.device)
         union, codes, parts = settle(lambda: self._exchange(flat, way, wire, step, scales), wire, flat.device)
-        self._learn(union, codes, parts, way)
+        self._learn(union, codes, parts, way, flat)
         for segment, part in zip(self.layout.segments, parts, strict=True):
             write_mean_(flat, segment, part.items, codes, scales, part.values)
 
@@ -151,16 +182,15 @@ class BucketExchange:
         confirm_union(union, is_superset(union, words), wire)
         return union
 
-    def _learn(self, union: Tensor, codes: Tensor, parts: list[Part], way: Way) -> None:
+    def _learn(self, union: Tensor, codes: Tensor, parts: list[Part], way: Way, flat: Tensor) -> None:
         if way == "fixed":
             return
         if self._unions % RELEARN == 0:
             self._depth = best_depth(union, codes, self.layout)
+            if self.spread is not None:
+                self.spread = self._spread(self.spread.sizes, [part.items for part in parts], flat)
         self._unions += 1
-        items = [part.items.numel() for part in parts]
-        if self.spread is not None:
-            self.spread = replace(self.spread, union_bytes=self._union_bytes(items))
-        self._prediction.observe(items)
+        self._prediction.observe([part.items.numel() for part in parts])
 
     def _scales_for(self, workers: int, device: torch.device) -> Scales:
         if self._scales is None or self._scales.workers != workers or self._scales.up.device != device:

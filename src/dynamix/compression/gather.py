@@ -19,26 +19,13 @@ from torch import Tensor
 
 from dynamix.compression.checks import Doubt
 from dynamix.compression.kernels import compiled_for
+from dynamix.compression.rows import Index, Rows, block_of, heads_of, padded, read_items, sum_of, union_of_rows
+from dynamix.compression.shares import damaged
 from dynamix.compression.wire import Messages
-from dynamix.errors import DynamixError
 
 FLAT = 8  # ranks up to which all send to all at once
 _HEADER = 3  # int64: a digest, how many bytes follow, and their sum
-_DTYPES = {torch.float16: torch.float32, torch.bfloat16: torch.float32}  # added up in
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Items of one table of a gradient: int64 (k,), ascending, none twice, below `span`; and values (k, width)."""
-
-    items: Tensor
-    values: Tensor
-    span: int
-
-    @property
-    def nbytes(self) -> int:
-        """What index and values take on the wire."""
-        return _padded(self.items.numel() * _index_type(self.span).itemsize) + _padded(self.values.nbytes)
+SUMMED_IN = {torch.float16: torch.float32, torch.bfloat16: torch.float32}  # added up in
 
 
 @dataclass(frozen=True)
@@ -78,8 +65,9 @@ class Levels:
 
 @dataclass(frozen=True)
 class Brought:
-    """What has to be added up, by table and in the order of ranks; divided by the number of ranks already where
-    `divided`. `sizes`: bytes that each rank brought at first.
+    """What has to be added up, by table and in the order of ranks; divided already where `divided`.
+
+    sizes   bytes that each rank brought at first
     """
 
     parts: list[list[Rows]]
@@ -87,12 +75,21 @@ class Brought:
     sizes: list[int]
 
 
-def gather(tables: Sequence[Rows], wire: Messages, mark: bytes, *, levels: bool, most_bytes: float) -> Brought:
+def gather(
+    tables: Sequence[Rows],
+    wire: Messages,
+    mark: bytes,
+    *,
+    levels: bool,
+    most_bytes: float,
+    divisor: int | None = None,
+) -> Brought:
     """Everything that must be added up for the mean over ranks of `tables`, the same tables on every rank.
 
     mark         eight bytes; ranks with different ones get `Doubt("mixed")`, all of them
     levels       in two levels, where there are more ranks than `FLAT`
     most_bytes   `Doubt("full")`, on every rank, where some rank would have to send or receive more
+    divisor      of the sums of the first of two levels; None: the number of ranks
 
     Raises `DynamixError` for a message that is damaged: nothing is applied, and the job ends.
     """
@@ -103,7 +100,7 @@ def gather(tables: Sequence[Rows], wire: Messages, mark: bytes, *, levels: bool,
     plan = Levels.of(wire.workers)
     near = plan.mine(own)
     found, sizes = _swap(tables, wire, mark, to=near, of=near, most_bytes=most_bytes)
-    sums = [add_up(parts, wire.workers) for parts in _by_table(found)]
+    sums = [add_up(parts, divisor or wire.workers) for parts in _by_table(found)]
     far, _ = _swap(sums, wire, mark, to=plan.followers(own), of=plan.beyond(own), most_bytes=math.inf)
     return Brought(_by_table(far), True, sizes)
 
@@ -117,8 +114,22 @@ def _swap(
 ) -> tuple[list[list[Rows]], list[int]]:
     """The tables of the ranks `of` and the own ones, in the order of ranks; and the bytes every rank brought."""
     payload = _pack(tables)
+    ranks, own = range(wire.workers), wire.rank
+    sizes, sums = exchange_headers(payload, wire, mark)
+    if busiest(sizes) > most_bytes:
+        raise Doubt("full", sizes)
+    if all(size == 16 * len(tables) for size in sizes):  # nothing but counts, all of them zero
+        return [list(tables)], sizes
+    came = send_to(payload, wire, sizes, sums, to=to, of=of)
+    return [list(tables) if rank == own else _unpack(came[rank], tables, rank) for rank in ranks if rank in came], sizes
+
+
+def exchange_headers(payload: Tensor, wire: Messages, mark: bytes) -> tuple[list[int], list[int]]:
+    """How many bytes each rank is about to send, and the sum of these. `Doubt("mixed")`, on every rank, where marks
+    differ.
+    """
     device, ranks, own = payload.device, range(wire.workers), wire.rank
-    mine = [int.from_bytes(mark, "little", signed=True), payload.numel(), _sum_of(payload)]
+    mine = [int.from_bytes(mark, "little", signed=True), payload.numel(), sum_of(payload)]
     header = torch.tensor(mine, dtype=torch.int64, device=device).view(torch.uint8)
     empty = header.new_empty(0)
     others = [8 * _HEADER * (rank != own) for rank in ranks]
@@ -127,70 +138,47 @@ def _swap(
     marks, sizes, sums = torch.stack([head.view(torch.int64) for head in heads]).cpu().T.tolist()
     if len(set(marks)) > 1:
         raise Doubt("mixed")
-    if _busiest(sizes) > most_bytes:
-        raise Doubt("full", sizes)
-    if all(size == 8 * len(tables) for size in sizes):  # nothing but counts, all of them zero
-        return [list(tables)], sizes
+    return sizes, sums
+
+
+def send_to(
+    payload: Tensor, wire: Messages, sizes: Sequence[int], sums: Sequence[int], *, to: Sequence[int], of: Sequence[int]
+) -> dict[int, Tensor]:
+    """By rank, what those of `of` sent, and the own `payload`; raises `DynamixError` for what was damaged."""
+    ranks, own, empty = range(wire.workers), wire.rank, payload.new_empty(0)
     wanted = [sizes[rank] if rank in of and rank != own else 0 for rank in ranks]
     came = wire.swap([payload if rank in to and rank != own else empty for rank in ranks], wanted)
-    found = []
     for rank in ranks:
-        if rank == own:
-            found.append(list(tables))
-        elif wanted[rank]:
-            if _sum_of(came[rank]) != sums[rank]:
-                raise DynamixError(f"what rank {rank} sent was damaged on its way: nothing of it is applied")
-            found.append(_unpack(came[rank], tables, rank))
-    return found, sizes
+        if wanted[rank] and sum_of(came[rank]) != sums[rank]:
+            raise damaged(rank)
+    return {rank: payload if rank == own else came[rank] for rank in ranks if rank == own or wanted[rank]}
 
 
-def _busiest(sizes: Sequence[int]) -> int:
+def busiest(sizes: Sequence[int]) -> int:
     """The most that one rank sends or receives when all send to all."""
     return max((len(sizes) - 1) * max(sizes), sum(sizes) - min(sizes))
 
 
 def _pack(tables: Sequence[Rows]) -> Tensor:
-    """uint8, a multiple of eight bytes: how many items each table has, then index and values of each."""
-    device = tables[0].items.device
-    counts = torch.tensor([rows.items.numel() for rows in tables], dtype=torch.int64, device=device)
-    blocks = [counts.view(torch.uint8)]
-    for rows in tables:
-        blocks += [_block(rows.items.to(_index_type(rows.span))), _block(rows.values)]
+    """uint8, a multiple of eight bytes: how to read the index of each table, then index and values of each."""
+    indices = [Index.of(rows.items, rows.span) for rows in tables]
+    blocks = [heads_of(indices, tables[0].items.device)]
+    for rows, index in zip(tables, indices, strict=True):
+        blocks += [index.bytes, block_of(rows.values)]
     return torch.cat(blocks)
 
 
 def _unpack(payload: Tensor, like: Sequence[Rows], rank: int) -> list[Rows]:
-    counts = payload[: 8 * len(like)].view(torch.int64).tolist()
-    found, at = [], 8 * len(like)
-    for count, rows in zip(counts, like, strict=True):
-        index, width = _index_type(rows.span), rows.values.shape[1]
-        sizes = (count * index.itemsize, count * width * rows.values.element_size())
-        items = payload[at : at + sizes[0]].view(index).long()
-        at += _padded(sizes[0])
-        values = payload[at : at + sizes[1]].view(rows.values.dtype).view(-1, width)
-        at += _padded(sizes[1])
-        if count and not 0 <= int(items.min()) <= int(items.max()) < rows.span:
-            raise DynamixError(f"rank {rank} sent items that the gradient does not have: do all ranks train one model?")
+    heads = payload[: 16 * len(like)].view(torch.int64).view(-1, 2).tolist()
+    found, at = [], 16 * len(like)
+    for head, rows in zip(heads, like, strict=True):
+        items, at = read_items(payload, at, head, rows.span, rank)
+        width = rows.values.shape[1]
+        size = items.numel() * width * rows.values.element_size()
+        values = payload[at : at + size].view(rows.values.dtype).view(-1, width)
+        at += padded(size)
         found.append(Rows(items, values, rows.span))
     return found
-
-
-def _index_type(span: int) -> torch.dtype:
-    return torch.int32 if span <= 1 << 31 else torch.int64
-
-
-def _padded(size: int) -> int:
-    return -(-size // 8) * 8
-
-
-def _block(values: Tensor) -> Tensor:
-    flat = values.contiguous().view(-1).view(torch.uint8)
-    return torch.nn.functional.pad(flat, (0, -flat.numel() % 8))
-
-
-def _sum_of(payload: Tensor) -> int:
-    """int64 sum, wrapping around: it changes with every flipped bit."""
-    return int(payload.view(torch.int64).sum())
 
 
 def rows_not_zero(part: Tensor, width: int) -> Rows:
@@ -213,7 +201,7 @@ def rows_not_zero(part: Tensor, width: int) -> Rows:
 def add_up(parts: Sequence[Rows], workers: int = 1) -> Rows:
     """The sum of `parts`, each divided by `workers`, in their order. Half types are added in float32."""
     first = parts[0]
-    dtype, span = _DTYPES.get(first.values.dtype, first.values.dtype), first.span
+    dtype, span = SUMMED_IN.get(first.values.dtype, first.values.dtype), first.span
     items = union_items(parts)
     sums = first.values.new_zeros((items.numel(), first.values.shape[1]), dtype=dtype)
     for rows in parts:
@@ -223,13 +211,7 @@ def add_up(parts: Sequence[Rows], workers: int = 1) -> Rows:
 
 def union_items(parts: Sequence[Rows]) -> Tensor:
     """int64, ascending: the items that are in any of `parts`."""
-    every, span = torch.cat([rows.items for rows in parts]), parts[0].span
-    if span > 32 * every.numel():
-        found: Tensor = torch.unique(every)
-        return found
-    marks = torch.zeros(span, dtype=torch.bool, device=every.device)
-    marks[every] = True
-    return marks.nonzero().squeeze(1)
+    return union_of_rows([rows.items for rows in parts], parts[0].span)
 
 
 def add_rows_(table: Tensor, items: Tensor, values: Tensor, workers: int) -> None:
@@ -247,7 +229,7 @@ def write_mean_(flat: Tensor, start: int, own: Tensor, brought: Brought, place: 
     span, width = parts[0].span, parts[0].values.shape[1]
     table = flat[start : start + span * width].view(span, width)
     divisor = 1 if brought.divided else workers
-    if table.dtype in _DTYPES:
+    if table.dtype in SUMMED_IN:
         sums = add_up(parts, divisor)
         table[sums.items] = sums.values.to(table.dtype)
         return

@@ -33,16 +33,18 @@ from dynamix.compression.layout import Layout
 from dynamix.compression.line import BucketLine, SparsePass, new_future, now, way_of
 from dynamix.compression.owner import Owner
 from dynamix.compression.path import Path, paths_of
+from dynamix.compression.rows_exchange import RowsExchange
 from dynamix.compression.sketch import ExchangeSettings
 from dynamix.compression.sparse import mean_of_sparse
 from dynamix.compression.traffic import AGGREGATED, HEADER_BYTES, Spread
 from dynamix.compression.wire import Wire
 from dynamix.errors import ConfigError, StateError, UsageError
 
-Mode = Literal["auto", "dense", "fixed", "gather", "compaction", "lhc", "lhc-one-phase"]
+Mode = Literal["auto", "dense", "fixed", "gather", "blocks", "compaction", "lhc", "lhc-one-phase"]
 MIN_BYTES = 1 << 16  # below this latency decides, and "auto" leaves buckets alone
 THROUGH = (
     "gather",
+    "blocks",
     "compaction",
     f"{AGGREGATED}compaction",
     f"{AGGREGATED}lhc-one-phase",
@@ -54,9 +56,9 @@ class CompressionState:
     """What `compression_hook` holds. Constructing it is a collective call, with the same arguments on every rank.
 
     mode           "auto" predicts and measures per bucket, and picks; "gather" sends what is not zero from all to all;
-                   "compaction" (index, then values), "lhc" (sketch, two-phase) and "lhc-one-phase" always take it;
-                   "fixed" is dense in the same fixed point, equal to those three bit for bit; "dense" is a plain
-                   all-reduce
+                   "blocks" an index, then each rank adds up its share of the union's values for all; "compaction"
+                   (index, then values), "lhc" (sketch, two-phase) and "lhc-one-phase" always take it; "fixed" is dense
+                   in the same fixed point, equal to those three bit for bit; "dense" is a plain all-reduce
     model          its embeddings are indexed by row; without it every element has an index of its own. One state serves
                    one model
     process_group  that of DDP, of any back end; the default group when None
@@ -67,8 +69,8 @@ class CompressionState:
                    forms them. When it is lost the same way goes on over the process group, and it is joined again when
                    it is back
 
-    Sparse gradients (`nn.Embedding(sparse=True)`) are gathered in every mode but "dense", those of one backward pass
-    together.
+    Sparse gradients (`nn.Embedding(sparse=True)`) are added up by rows in every mode but "dense", those of one backward
+    pass together, each table gathered or in blocks.
 
     `statistics` counts what happened, `ways` says which way each bucket takes now. Raises `ConfigError` for unknown
     modes, for arguments and embeddings that differ between ranks and for an aggregator that does not let all ranks in,
@@ -90,8 +92,10 @@ class CompressionState:
     ) -> None:
         if mode not in get_args(Mode):
             raise ConfigError("mode", mode, ", ".join(get_args(Mode)), "pick one")
-        if aggregator is not None and mode in ("dense", "gather"):
-            raise ConfigError("mode", mode, "every mode but dense and gather with an aggregator", "it sums fixed point")
+        if aggregator is not None and mode in ("dense", "gather", "blocks"):
+            raise ConfigError(
+                "mode", mode, "every mode but dense, gather and blocks with an aggregator", "it sums fixed point"
+            )
         if not dist.is_available() or not dist.is_initialized():
             fix = "call torch.distributed.init_process_group() first"
             raise UsageError(f"CompressionState needs a process group: {fix}")
@@ -102,8 +106,9 @@ class CompressionState:
         self._embeddings = [m for m in modules if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
         self._owner = Owner(model)
         self._lines: dict[int, BucketLine] = {}
-        self._sparse = SparsePass()
+        self._sparse, self._sparse_memory = SparsePass(), RowsExchange()
         self._thread: ThreadPoolExecutor | None = None
+        self._queued = False  # something of this backward pass for the thread
         self._rerouted = False  # the aggregator came or went: choosers are told before the next backward pass
         self._said_mixed = False
         self._paths = paths_of(self.process_group, timeout)
@@ -141,10 +146,12 @@ class CompressionState:
         if path is None:
             served = " and ".join(self._paths)
             raise UsageError(f"gradients are on {flat.device}, the process group serves {served}: pass another one")
+        if bucket.index() == 0:
+            self._queued = False
         future = self._begin(bucket, flat, path)
         if bucket.is_last() and self._sparse.gradients:
             together, self._sparse = self._sparse, SparsePass()
-            self._run(path, lambda: self._gather_sparse(together, path))
+            self._run(path, lambda: self._gather_sparse(together, path), last=True)
         return future
 
     def _begin(self, bucket: Bucket, flat: Tensor, path: Path) -> Future[Tensor]:
@@ -159,14 +166,20 @@ class CompressionState:
             self.statistics.count("dense", dense_bytes=flat.nbytes, payload_bytes=flat.nbytes)
             return default_hooks.allreduce_hook(path.dense, bucket)
         future = new_future(flat)
-        self._run(path, lambda: self._settle(future, line, flat, path))
+        last = bucket.is_last() and not self._sparse.gradients
+        self._run(path, lambda: self._settle(future, line, flat, path), last=last)
         return future
 
-    def _run(self, path: Path, work: Callable[[], None]) -> None:
-        """On one thread where calls block, so that backward goes on; else at once, in stream order."""
-        if not path.gloo:
+    def _run(self, path: Path, work: Callable[[], None], *, last: bool) -> None:
+        """On one thread where calls block, so that backward goes on; else at once, in stream order.
+
+        At once, too, where backward has nothing left to do meanwhile and no other exchange of this pass is under way:
+        which of them take the thread, ranks choose alike.
+        """
+        if not path.gloo or (last and not self._queued):
             work()
             return
+        self._queued = True
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="dynamix-compression")
         self._thread.submit(work)
@@ -182,7 +195,8 @@ class CompressionState:
     @torch.no_grad()
     def _gather_sparse(self, together: SparsePass, path: Path) -> None:
         try:
-            means = mean_of_sparse(together.gradients, path.chain.messages, statistics=self.statistics)
+            messages, memory = path.chain.messages, self._sparse_memory
+            means = mean_of_sparse(together.gradients, messages, statistics=self.statistics, memory=memory)
         except Exception as error:
             together.fail(error)
         else:
@@ -256,7 +270,7 @@ class CompressionState:
             exchange = BucketExchange(layout, index=index, settings=self.settings)
             auto = self.mode == "auto" and bucket.buffer().nbytes >= self.min_bytes
             way: Way = "dense" if self.mode == "auto" else self.mode
-            if way == "gather" and bucket.buffer().nbytes <= HEADER_BYTES * self.process_group.size():
+            if way in ("gather", "blocks") and bucket.buffer().nbytes <= HEADER_BYTES * self.process_group.size():
                 way = "dense"  # the header alone would be more
             chooser = Chooser(self._candidates) if auto else None
             line = self._lines[index] = BucketLine(shapes, exchange, way, chooser)

@@ -11,6 +11,8 @@ al., arXiv 1901.09847) carries what was left to the next step, so that nothing i
 
 up to the rounding of each step's additions.
 
+`bounded_hook` (see `dynamix.compression.bounded`) rounds instead of leaving out, each element within a bound.
+
 Top-k as in Stich et al., a fixed threshold as in Dutta et al. (arXiv 2108.00951). What is sent is mostly zeros, which
 the lossless stage behind (`compression_hook`) exchanges as index and values without a further loss.
 """
@@ -29,8 +31,11 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from dynamix.compression.bounded import BoundedState, bounded_hook
 from dynamix.compression.hooks import compression_hook
 from dynamix.errors import ConfigError, StateError, UsageError
+
+__all__ = ["BoundedState", "ErrorFeedback", "LossyState", "bounded_hook", "lossy_hook", "lossy_topk_hook"]
 
 Hook = Callable[[Any, Bucket], "Future[Tensor]"]
 LossScale = Callable[[], float] | None

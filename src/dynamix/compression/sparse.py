@@ -1,7 +1,8 @@
-"""Gradients that are sparse tensors, as `nn.Embedding(sparse=True)` makes them: gathered, all of a pass at once.
+"""Gradients that are sparse tensors, as `nn.Embedding(sparse=True)` makes them: added up, all of a pass at once.
 
 DDP gives each such parameter a bucket of its own. Those of one pass wait for the last bucket and travel together, so a
-model with four tables pays for one exchange. The mean has the rows of the union, coalesced.
+model with four tables pays for one exchange. The mean has the rows of the union, coalesced. A table whose ranks touch
+the same rows, or most of them, goes in blocks where that sends less than a gather.
 """
 
 from __future__ import annotations
@@ -12,27 +13,33 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dynamix.compression.checks import Doubt, Statistics, digest
-from dynamix.compression.gather import Rows, add_up, gather
+from dynamix.compression.checks import Doubt, Statistics
+from dynamix.compression.rows import Rows
+from dynamix.compression.rows_exchange import RowsExchange
 from dynamix.compression.wire import Messages
 from dynamix.errors import UsageError
 
 
-def mean_of_sparse(gradients: Sequence[Tensor], wire: Messages, *, statistics: Statistics) -> list[Tensor]:
+def mean_of_sparse(
+    gradients: Sequence[Tensor], wire: Messages, *, statistics: Statistics, memory: RowsExchange | None = None
+) -> list[Tensor]:
     """The means over ranks of sparse COO `gradients`, the same parameters on every rank.
+
+    memory   what ranks remember from pass to pass, each its own, so as to choose between gather and blocks
 
     Values over W are added in the order of ranks, so all ranks get the same bits. Raises `UsageError`, on every
     rank, where shapes or types differ.
     """
     shapes = [(tuple(g.shape), g.sparse_dim(), str(g.dtype)) for g in gradients]
-    before, tables = wire.payload_bytes, [rows_of(g) for g in gradients]
+    exchange = RowsExchange() if memory is None else memory
+    tables = [rows_of(g) for g in gradients]
+    dense_bytes = sum(g.numel() * g.element_size() for g in gradients)
     try:
-        brought = gather(tables, wire, digest("sparse", shapes), levels=True, most_bytes=math.inf)
+        sums = exchange.add_up(
+            tables, wire, "sparse", shapes, divisor=wire.workers, dense_bytes=dense_bytes, statistics=statistics
+        )
     except Doubt as doubt:
         raise UsageError(f"ranks reduced different sparse gradients, here {shapes}: train one model") from doubt
-    sums = [add_up(parts, 1 if brought.divided else wire.workers) for parts in brought.parts]
-    dense_bytes, sent = sum(g.numel() * g.element_size() for g in gradients), wire.payload_bytes - before
-    statistics.count("gather", dense_bytes=dense_bytes, payload_bytes=sent, buckets=len(gradients))
     return [gradient_of(rows, like) for rows, like in zip(sums, gradients, strict=True)]
 
 

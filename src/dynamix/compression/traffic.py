@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from dynamix.compression.gather import FLAT, Levels
 
-HEADER_BYTES = 24  # of a gather, to every other rank
+HEADER_BYTES = 24  # of a gather or blocks, to every other rank
 BLOCK_BYTES = 2048  # gradient bytes an exponent byte stands for
 COUNTERS = 1.45  # of a sketch, an item
 MARGIN = 1.2  # of a predicted sketch over what it turns out to need
@@ -25,11 +25,13 @@ class Spread:
     sizes        bytes of index and values that each rank holds
     union_bytes  of index and values of the items that some rank holds
     dense_bytes  of all of it
+    index_bytes  the index's part of union_bytes
     """
 
     sizes: Sequence[int]
     union_bytes: int
     dense_bytes: int
+    index_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,9 @@ def traffic(way: str, spread: Spread) -> Sent:
         return Sent(4 * header + sent[way.removeprefix(AGGREGATED)], 2 * calls + 1)
     if way == "gather":
         return _gathered(spread)
+    if way == "blocks":  # everybody's index to everybody, then values to and from the rank that adds them up
+        index = (workers - 1) * max(spread.sizes) * spread.index_bytes / max(union, 1)
+        return Sent(ring * (union - spread.index_bytes) + index + HEADER_BYTES * (workers - 1), 4)
     if way in ("dense", "fixed"):
         return Sent(ring * spread.dense_bytes, round_trip if way == "dense" else 2 * round_trip + 1)
     large = {"compaction": union, "lhc": COUNTERS * union, "lhc-one-phase": MARGIN * COUNTERS * union}[way]

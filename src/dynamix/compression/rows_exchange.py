@@ -1,0 +1,121 @@
+"""Sums of rows over ranks, table by table by the way that sends less: gathered, or in blocks.
+
+Which way that is, ranks read off what they have all seen, so they choose alike without a word. Both ways add in the
+order of ranks, up to `gather.FLAT` of them to the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from dynamix.compression.blocks import add_blocks
+from dynamix.compression.checks import Doubt, Statistics, digest
+from dynamix.compression.gather import add_up, gather
+from dynamix.compression.rows import Rows, index_bytes
+from dynamix.compression.wire import Messages
+
+LOOK_EVERY = 8  # exchanges after which gathered tables are looked at again
+HOPS_BYTES = 32_768  # what the two messages more that blocks take are worth
+GAIN = 0.9  # a way must send less than this share of the other's to replace it
+CERTAIN = 0.9  # a rank that holds this share of everything makes all of it dense
+
+
+@dataclass
+class RowsExchange:
+    """What one rank remembers of one set of tables. Ranks call `add_up` in step, with the same tables."""
+
+    in_blocks: frozenset[int] = frozenset()
+    exchanges: int = 0
+    _spans: list[tuple[int, int]] = field(default_factory=list)
+
+    def add_up(
+        self,
+        tables: Sequence[Rows],
+        wire: Messages,
+        *parts: object,
+        divisor: int,
+        dense_bytes: float,
+        statistics: Statistics,
+        always: bool = True,
+    ) -> list[Rows]:
+        """The sums over ranks of `tables`, each rank's over `divisor`.
+
+        parts         what ranks must have in common; where they do not, all get `Doubt("mixed")`
+        dense_bytes   of the same tables without an index
+        always        False: `Doubt("full")`, on every rank, where a dense all-reduce would send less
+        """
+        spans = [(rows.span, rows.values.shape[1]) for rows in tables]
+        if spans != self._spans:
+            self._spans, self.in_blocks, self.exchanges = spans, frozenset(), 0
+        mark = digest("rows", parts, spans, sorted(self.in_blocks))
+        ring = 2 * (wire.workers - 1) / wire.workers * dense_bytes
+        gathered = [place for place in range(len(tables)) if place not in self.in_blocks]
+        sums: dict[int, Rows] = {}
+        if gathered:
+            try:
+                sums |= self._gather(gathered, tables, wire, mark, divisor, ring, statistics)
+            except Doubt as doubt:
+                if doubt.reason != "full" or (not always and max(doubt.sizes) >= CERTAIN * dense_bytes):
+                    raise
+                self.in_blocks |= set(gathered)
+        if waiting := [place for place in range(len(tables)) if place not in sums]:
+            sums |= self._block(waiting, tables, wire, mark, divisor, math.inf if always else ring, statistics)
+        self.exchanges += 1
+        return [sums[place] for place in range(len(tables))]
+
+    def _gather(
+        self,
+        places: Sequence[int],
+        tables: Sequence[Rows],
+        wire: Messages,
+        mark: bytes,
+        divisor: int,
+        most: float,
+        statistics: Statistics,
+    ) -> dict[int, Rows]:
+        before = wire.payload_bytes
+        some = [tables[place] for place in places]
+        brought = gather(some, wire, mark, levels=True, most_bytes=most, divisor=divisor)
+        left = 1 if brought.divided else divisor
+        sums = {place: add_up(found, left) for place, found in zip(places, brought.parts, strict=True)}
+        if not brought.divided and self.exchanges % LOOK_EVERY == 0:
+            for place, found in zip(places, brought.parts, strict=True):
+                index = [index_bytes(rows.items, rows.span) for rows in found]
+                own = [size + rows.values.nbytes for size, rows in zip(index, found, strict=True)]
+                self._choose(place, sums[place], index, own, wire.workers)
+        self._count("gather", some, wire.payload_bytes - before, statistics)
+        return sums
+
+    def _block(
+        self,
+        places: Sequence[int],
+        tables: Sequence[Rows],
+        wire: Messages,
+        mark: bytes,
+        divisor: int,
+        most: float,
+        statistics: Statistics,
+    ) -> dict[int, Rows]:
+        before = wire.payload_bytes
+        some = [tables[place] for place in places]
+        added = add_blocks(some, wire, mark, divisor=divisor, most_bytes=most)
+        for place, rows, index, own in zip(places, added.sums, added.index, added.own, strict=True):
+            self._choose(place, rows, index, own, wire.workers)
+        self._count("blocks", some, wire.payload_bytes - before, statistics)
+        return dict(zip(places, added.sums, strict=True))
+
+    def _choose(self, place: int, union: Rows, index: Sequence[int], own: Sequence[int], workers: int) -> None:
+        """From bytes that all ranks know alike."""
+        gathered = (workers - 1) * max(own)
+        blocks = (workers - 1) * max(index) + 2 * (workers - 1) / workers * union.values.nbytes + HOPS_BYTES
+        if place in self.in_blocks:
+            if gathered < GAIN * blocks:
+                self.in_blocks -= {place}
+        elif blocks < GAIN * gathered:
+            self.in_blocks |= {place}
+
+    def _count(self, way: str, tables: Sequence[Rows], sent: int, statistics: Statistics) -> None:
+        dense = sum(rows.span * rows.values.shape[1] * rows.values.element_size() for rows in tables)
+        statistics.count(way, dense_bytes=dense, payload_bytes=sent, buckets=len(tables))

@@ -1,0 +1,212 @@
+"""Blocks: the union's values, added up in shares; the same bits as a gather, and fewer bytes where rows are shared."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from dynamix.compression import BucketExchange, Layout, LocalWire, Statistics
+from dynamix.compression.rows import Index, read_items
+from dynamix.compression.rows_exchange import RowsExchange
+from dynamix.compression.sparse import mean_of_sparse
+from dynamix.errors import DynamixError
+from tests.compression.local import exchange, in_threads
+
+LAYOUT = Layout.of([(700, 1), (40, 24), (3, 1)])
+
+
+def _inputs(workers: int, density: float, seed: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shape = (workers, LAYOUT.elements)
+    keep = torch.rand(shape, generator=generator) < density
+    keep[seed % workers] &= bool(seed % 3)  # a rank that brings nothing
+    return list((torch.randn(shape, generator=generator) * keep).to(dtype))
+
+
+def _ordered_mean(inputs: Sequence[Tensor]) -> Tensor:
+    wide = torch.float64 if inputs[0].dtype == torch.float64 else torch.float32
+    total = torch.zeros_like(inputs[0], dtype=wide)
+    for one in inputs:
+        total = total + one.to(wide) / len(inputs)
+    return total.to(inputs[0].dtype)
+
+
+@given(
+    workers=st.sampled_from([1, 2, 3, 4, 8, 9]),
+    density=st.floats(0, 0.2),
+    seed=st.integers(0, 1 << 20),
+    dtype=st.sampled_from([torch.float32, torch.float32, torch.float64, torch.float16, torch.bfloat16]),
+)
+@settings(max_examples=60, deadline=None)
+def test_the_mean_is_the_sum_in_the_order_of_ranks(workers: int, density: float, seed: int, dtype: torch.dtype) -> None:
+    inputs = _inputs(workers, density, seed, dtype)
+    results, statistics = exchange(inputs, "blocks", LAYOUT, steps=2)
+    assert all(s.dense_after == statistics[0].dense_after for s in statistics)
+    if not statistics[0].dense_after:
+        assert all(torch.equal(result, _ordered_mean(inputs)) for result in results)
+        if workers <= 8:
+            gathered, counted = exchange(inputs, "gather", LAYOUT, steps=2)
+            assert counted[0].dense_after or torch.equal(gathered[0], results[0])
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_finite_reaches_all_ranks(bad: float) -> None:
+    inputs = _inputs(3, 0.01, 4)
+    inputs[1][[5, 800]] = bad
+    results, statistics = exchange(inputs, "blocks", LAYOUT)
+    assert statistics[0].buckets == {"blocks": 1}
+    assert all(torch.equal(r.nan_to_num(7.0), _ordered_mean(inputs).nan_to_num(7.0)) for r in results)
+
+
+def test_a_gradient_without_zeros_goes_dense_as_that_sends_less() -> None:
+    inputs = _inputs(4, 1.1, 1)
+    results, statistics = exchange(inputs, "blocks", LAYOUT)
+    assert all(s.dense_after == {"full": 1} for s in statistics)
+    torch.testing.assert_close(results[0], torch.stack(inputs).mean(0), rtol=1e-6, atol=1e-7)
+
+
+def test_shared_rows_take_fewer_bytes_than_a_gather() -> None:
+    one = torch.zeros(1000, 32)
+    one[::10] = 1.5
+    inputs, layout = [one.view(-1) * (rank + 1) for rank in range(8)], Layout.of([(1000, 32)])
+    sent = {way: exchange(inputs, way, layout)[1][0].payload_bytes for way in ("gather", "blocks")}
+    assert sent["blocks"] < 0.35 * sent["gather"], "7 times the rows, or 14/8 of them"
+
+
+def test_a_rank_that_gathers_meets_one_with_blocks_and_all_go_dense() -> None:
+    inputs = _inputs(3, 0.05, 5)
+
+    def rank_of(rank: int, wire: Any) -> tuple[Tensor, Statistics]:
+        flat, statistics = inputs[rank].clone(), Statistics()
+        BucketExchange(LAYOUT).reduce_(flat, "gather" if rank else "blocks", wire, step=0, statistics=statistics)
+        return flat, statistics
+
+    for flat, statistics in in_threads(LocalWire.make(3, timeout_s=20), rank_of):
+        assert statistics.dense_after == {"mixed": 1}
+        torch.testing.assert_close(flat, torch.stack(inputs).mean(0))
+
+
+class Damaged(LocalWire):
+    """Flips a bit in the `at`-th message of values or index that this rank receives."""
+
+    def __init__(self, wire: LocalWire, at: int) -> None:
+        super().__init__(wire._shared, wire.rank)
+        self.at = at
+
+    def swap(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+        found = super().swap(parts, sizes)
+        if max(sizes) > 40:
+            self.at -= 1
+            if self.at == -1:
+                found[sizes.index(max(sizes))][17] ^= 4
+        return found
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_a_damaged_message_ends_the_job_and_is_not_applied(at: int) -> None:
+    wires: list[Any] = LocalWire.make(3, timeout_s=2)
+    wires[1], inputs = Damaged(wires[1], at), _inputs(3, 0.05, 1)
+
+    def rank_of(rank: int, wire: Any) -> tuple[str, bool]:
+        flat = inputs[rank].clone()
+        try:
+            BucketExchange(LAYOUT).reduce_(flat, "blocks", wire, step=0, statistics=Statistics())
+        except (DynamixError, RuntimeError) as error:
+            return str(error), torch.equal(flat, inputs[rank])
+        return "", torch.equal(flat, _ordered_mean(inputs))
+
+    found = in_threads(wires, rank_of)
+    assert "damaged" in found[1][0]
+    assert all(untouched_or_right for _, untouched_or_right in found)
+
+
+# the index
+
+
+@given(
+    span=st.integers(1, 3000),
+    pieces=st.lists(st.tuples(st.integers(0, 2999), st.integers(1, 400)), max_size=12),
+    every=st.integers(1, 40),
+)
+@settings(max_examples=100, deadline=None)
+def test_an_index_is_read_as_it_was_written(span: int, pieces: list[tuple[int, int]], every: int) -> None:
+    marks = torch.zeros(span, dtype=torch.bool)
+    for start, length in pieces:
+        marks[start : start + length : every] = True
+    items = marks.nonzero().squeeze(1)
+    index = Index.of(items, span)
+    message = torch.cat([torch.zeros(16, dtype=torch.uint8), index.bytes, torch.ones(8, dtype=torch.uint8)])
+    found, end = read_items(message, 16, index.head, span, 0)
+    assert torch.equal(found, items)
+    assert end == 16 + index.bytes.numel()
+    assert index.bytes.numel() <= 4 * items.numel() + 8
+
+
+def test_neighbours_are_written_as_runs_and_many_as_bits() -> None:
+    run = Index.of(torch.arange(5000, 105_000), 1_000_000)
+    assert run.bytes.numel() == 8
+    half = Index.of(torch.arange(0, 1_000_000, 2), 1_000_000)
+    assert half.bytes.numel() == 125_000
+
+
+@pytest.mark.parametrize("head", [[70, 3], [5, -1], [-1, 0], [10**12, 0], [9, 1]])
+def test_an_index_that_does_not_fit_is_refused(head: list[int]) -> None:
+    message = torch.full((64,), 200, dtype=torch.uint8)
+    with pytest.raises(DynamixError, match="does not have"):
+        read_items(message, 0, head, 90, 1)
+
+
+# sparse tensors, table by table
+
+
+def _touching(rows: Tensor, span: int, seed: int) -> Tensor:
+    values = torch.randn((rows.numel(), 16), generator=torch.Generator().manual_seed(seed))
+    return torch.sparse_coo_tensor(rows[None], values, (span, 16), check_invariants=True)
+
+
+def test_tables_that_all_ranks_touch_leave_the_gather_and_come_back() -> None:
+    """First all ranks hold all of the small table; later nobody shares a row of it."""
+    small, large, workers = 800, 100_000, 4
+
+    def gradients(rank: int, step: int) -> list[Tensor]:
+        own = torch.arange(small) if step < 10 else torch.arange(rank * 20, rank * 20 + 20)
+        return [_touching(own, small, 9 * step + rank), _touching(torch.arange(5) * 97 + rank, large, step)]
+
+    def train(rank: int, wire: Any) -> list[tuple[dict[str, int], int, list[Tensor]]]:
+        memory, told = RowsExchange(), []
+        for step in range(30):
+            statistics = Statistics()
+            means = mean_of_sparse(gradients(rank, step), wire, statistics=statistics, memory=memory)
+            told.append((dict(statistics.buckets), statistics.payload_bytes, means))
+        return told
+
+    everybody = in_threads(LocalWire.make(workers, timeout_s=20), train)
+    for step in range(30):
+        dense = [[g.to_dense() for g in gradients(rank, step)] for rank in range(workers)]
+        for told in everybody:
+            assert told[step][0] == everybody[0][step][0]
+            for table, mean in enumerate(told[step][2]):
+                assert torch.equal(mean.to_dense(), _ordered_mean([of_rank[table] for of_rank in dense]))
+    buckets = [step[0] for step in everybody[0]]
+    assert buckets[5] == {"blocks": 1, "gather": 1}
+    assert buckets[-1] == {"gather": 2}
+    full = everybody[0][5][1]
+    assert full < 1.1 * small * 16 * 4, "no more than a dense all-reduce of the small table and an index"
+
+
+def test_ranks_that_hold_everything_at_the_first_step_do_not_gather() -> None:
+    def reduce(rank: int, wire: Any) -> tuple[Tensor, Statistics]:
+        statistics = Statistics()
+        gradient = _touching(torch.arange(500), 500, rank)
+        return mean_of_sparse([gradient], wire, statistics=statistics)[0], statistics
+
+    for mean, statistics in in_threads(LocalWire.make(4, timeout_s=20), reduce):
+        assert statistics.buckets == {"blocks": 1}
+        assert mean.is_coalesced()
+        assert mean._nnz() == 500
