@@ -124,6 +124,11 @@ class Payload:
             self.flat[-1] = weight
 
     @property
+    def shapes(self) -> list[torch.Size]:
+        """Of what is in `flat`, in order; a complex number is two."""
+        return [t.shape for t in self._real]
+
+    @property
     def weight(self) -> float:
         """The sum of the weights, once it has arrived. Waits for the device."""
         return float(self.flat[-1].item())

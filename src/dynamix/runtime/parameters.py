@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,9 @@ from dynamix.runtime.alike import comparing, differ, unlike
 from dynamix.runtime.anchors import ZERO, Anchor, largest_of, scale_for
 from dynamix.runtime.averaging import Maximum, Payload, Workers, broadcast_, buckets
 from dynamix.runtime.optimizer_means import KNOWN, CopyOf, OptimizerMeans
+
+if TYPE_CHECKING:  # the codec is imported by those who use it
+    from dynamix.runtime.sparse_moves import SparseMoves
 
 OptimizerState = Literal["averaged", "kept", "reset"]
 _STATES = ("averaged", "kept", "reset")
@@ -41,6 +44,8 @@ class Averaging:
                       has not trained comes first in its next round
     overlap           moves travel while the next round's first piece is trained, and each worker then goes on from the
                       mean with what it has moved meanwhile. Moments are averaged at the end of an epoch only
+    sparse          rows of a parameter that no worker has moved do not travel, where that sends less: for embeddings
+                    under an optimizer that leaves untouched rows alone. The mean is the same, up to the order of sums
     """
 
     optimizer_state: OptimizerState = "averaged"
@@ -49,6 +54,7 @@ class Averaging:
     wire: Literal["bfloat16", "float16"] | None = None
     early: bool = False
     overlap: bool = False
+    sparse: bool = False
 
     def __post_init__(self) -> None:
         for name, allowed in (("optimizer_state", _STATES), ("steps", ("samples", "normalized")), ("wire", _WIRES)):
@@ -61,12 +67,15 @@ class Averaging:
         if self.early and self.overlap:
             fix = "take overlap for slow links, early for workers that stall"
             raise ConfigError("early", True, "False with overlap=True", fix)
+        if self.sparse and self.overlap:
+            fix = "take sparse for large embeddings, overlap for moves without zeros"
+            raise ConfigError("sparse", True, "False with overlap=True", fix)
 
     @property
     def plainly(self) -> dict[str, Any]:
         """What must be alike on all ranks."""
         plain = {"optimizer_state": self.optimizer_state, "steps": self.steps, "wire": self.wire}
-        return plain | {"early": self.early, "overlap": self.overlap}
+        return plain | {"early": self.early, "overlap": self.overlap, "sparse": self.sparse}
 
 
 class ParameterMeeting:
@@ -105,6 +114,11 @@ class ParameterMeeting:
         self._anchors: list[Anchor] = []
         self._outer: Optimizer | None = None
         self._means: OptimizerMeans | None = None
+        self.sparse: SparseMoves | None = None
+        if how.sparse and workers.group is not None and workers.count > 1:
+            from dynamix.runtime.sparse_moves import SparseMoves
+
+            self.sparse = SparseMoves(workers)
         self._at_times, self._own = at_times, False  # whether what optimizers remember is each worker's own
         self.before_step: Callable[[], None] = self.begin  # of one of the optimizers
         if not at_times or how.outer is not None:
@@ -240,8 +254,11 @@ class ParameterMeeting:
         ]
         for anchor in self._anchors:
             anchor.sent = anchor.tensor.detach().clone() if overlaps and anchor.is_parameter else None
-        for _, payload in sent:
-            workers.add(payload.flat)
+        if self.sparse is not None:
+            self.sparse.add([payload for _, payload in sent])
+        else:
+            for _, payload in sent:
+                workers.add(payload.flat)
         largest = Maximum(counters) if (counters := self._counters()) else None
         if largest is not None:
             workers.add(largest.flat, dist.ReduceOp.MAX)
