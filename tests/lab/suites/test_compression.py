@@ -104,6 +104,8 @@ def test_auto_behind_top_k_is_judged_against_dense_behind_top_k() -> None:
     assert set(WAYS) - set(CompressionCell("vgg19", 100, 4).ways(CompressionPlan())) == {"sparse", "gather-sparse"}
     assert set(WAYS) - set(CompressionCell("ratings", 100, 4).ways(CompressionPlan())) == {"topk-dense"}
     assert "sparse" not in CompressionCell("lstm", 100, 4).ways(CompressionPlan())
+    assert {"sparse", "gather-sparse", "auto"} <= set(CompressionCell("ncf", 1000, 4).ways(CompressionPlan()))
+    assert not {"sparse", "powersgd", "topk-dense"} & set(CompressionCell("moe", 100, 4).ways(CompressionPlan()))
 
 
 def test_all_cells_together_have_pairs_ratios_and_the_a_a_pair() -> None:
@@ -171,7 +173,7 @@ def test_jobs_give_every_rank_and_step_a_batch_of_its_own() -> None:
 def test_sizes_of_the_issue_and_what_cannot_be_run() -> None:
     cells = CompressionPlan().cells()
     assert [c.name for c in cells[:2]] == ["ratings-4x100", "ratings-8x100"]
-    assert len(cells) == len(JOBS) * 2 * 2 + len(JOBS)
+    assert len(cells) == len(JOBS) * 2 * 2 - 2 + 4, "ncf not on the slow link; the four first jobs' losses are compared"
     assert {c.rate_mbit_s for c in CompressionPlan.of(quick=True).cells()} == {100, None}
     assert CompressionPlan.of(quick=True, workers=(8,), jobs=None).workers == (8,)
     assert [c.name for c in CompressionPlan.of(quick=True, rates_mbit_s=()).cells()] == [
@@ -211,8 +213,8 @@ def test_a_whole_call_and_its_resumption(tmp_path, monkeypatch) -> None:
     """
     unshaped = CompressionCell.scenario
     monkeypatch.setattr(CompressionCell, "scenario", lambda self: unshaped(dataclasses.replace(self, rate_mbit_s=None)))
-    ours = ("gather", "gather-sparse", "compaction", "lhc", "auto", "aggregator-lhc")
-    ways = ("dense", "dense-again", "dense-1mb", "sparse", "topk", "bf16", "blocks", "index-gather", *ours)
+    ours = ("gather", "gather-sparse", "blocks", "compaction", "lhc", "auto", "aggregator-lhc")
+    ways = ("dense", "dense-again", "dense-1mb", "sparse", "topk", "bf16", "omnireduce", "index-gather", *ours)
     plan = CompressionPlan(
         jobs=("ratings",),
         rates_mbit_s=(100,),

@@ -19,7 +19,7 @@ def test_a_hundred_cases_and_more_decode_to_the_integer_reference() -> None:
     assert found["failures"] == []
     taken = found["decoded"] + found["gathered"]
     assert taken + sum(found["dense_after"].values()) == found["exchanges"] == 300
-    assert found["decoded"] > 180
+    assert found["decoded"] > 140
     assert found["gathered"] > 20
 
 

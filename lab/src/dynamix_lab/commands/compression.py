@@ -11,6 +11,8 @@ import typer
 from dynamix.cli.console import Json, Out, Resume, guarded, print_json, progress
 from dynamix_lab.commands.group import about, bench, conducted, names_of, numbers_of
 
+_JOBS = "ratings, ncf, lstm-tied, transformer-tied, moe, lora, rows-0, rows-50, rows-100, lstm, transformer, vgg19"
+
 
 @bench.command("compression")
 @guarded
@@ -19,16 +21,14 @@ def bench_compression(
     quick: Annotated[
         bool, typer.Option("--quick", help="Two workloads, four hosts, 100 Mbit/s, 50 steps of the identity check.")
     ] = False,
-    workloads: Annotated[
-        str | None, typer.Option(help="Comma-separated: ratings, lstm, transformer, vgg19 (default: all).")
-    ] = None,
+    workloads: Annotated[str | None, typer.Option(help=f"Comma-separated: {_JOBS} (default: all).")] = None,
     rates: Annotated[str | None, typer.Option(help="Link rates, Mbit/s, comma-separated (default: 100,1000).")] = None,
     workers: Annotated[str | None, typer.Option(help="Hosts, comma-separated (default: 4,8).")] = None,
     ways: Annotated[
         str | None, typer.Option(help="Comma-separated, dense,dense-again among them (default: all).")
     ] = None,
-    rounds: Annotated[int | None, typer.Option(help="Turns of each way in a cell (default: 4, quick 3).")] = None,
-    steps: Annotated[int | None, typer.Option(help="Timed steps a turn (default: 6, quick 4).")] = None,
+    rounds: Annotated[int | None, typer.Option(help="Turns of each way in a cell (default: 3).")] = None,
+    steps: Annotated[int | None, typer.Option(help="Timed steps a turn (default: 3, quick 4).")] = None,
     identity_steps: Annotated[
         int | None, typer.Option(help="Of the check against dense in fixed point; 0: none (default: 500, quick 50).")
     ] = None,

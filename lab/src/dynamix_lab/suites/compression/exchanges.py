@@ -11,10 +11,11 @@ fp16       torch's `fp16_compress_hook` (lossy)
 powersgd   torch's PowerSGD of rank 4 with error feedback and warm start (lossy; Vogels et al., arXiv 1905.13727)
 topk-dense what top-k with error feedback leaves, in torch's all-reduce (lossy): only what selecting takes
 topk       the largest 1 % of each rank, gathered as index and value (lossy; `dynamix.compression.lossy`)
-blocks     blocks of 256 elements that are not zero, after OmniReduce (Fei et al., SIGCOMM 2021)
+omnireduce blocks of 256 elements that are not zero, after OmniReduce (Fei et al., SIGCOMM 2021)
 
+`gather-sparse` is what this library's page advises for embeddings: `sparse=True` and the hook in its mode `auto`.
 OmniReduce streams the nonzero blocks of each worker to aggregators, which add the blocks of one position and send the
-sum to all: what crosses a link is a worker's own nonzero blocks up and the union's down. `blocks` is its idea on an
+sum to all: what crosses a link is a worker's own nonzero blocks up and the union's down. `omnireduce` is its idea on an
 all-reduce, where there is no aggregator: one bit a block is ORed over ranks, then the blocks of the union are
 all-reduced in float32. On a ring a host sends and receives 2 (W-1)/W of the union instead of its own part up and the
 union down. No streaming: a bucket's blocks go at once.
@@ -48,9 +49,23 @@ AFTER = "topk-dense"
 BUCKETS_MB = {"dense-1mb": 1.0, "dense-5mb": 5.0, "dense-25mb": 25.0}
 PLAIN = ("sparse", *BUCKETS_MB)  # DDP as it is: no hook, so the exchange has no time of its own
 SPARSE_TENSORS = ("sparse", "gather-sparse")  # embeddings with sparse gradients
-BASELINES = ("dense", AGAIN, *BUCKETS_MB, "sparse", AFTER, "fp16", "bf16", "powersgd", "topk", "blocks", "index-gather")
+BASELINES = (
+    "dense",
+    AGAIN,
+    *BUCKETS_MB,
+    "sparse",
+    AFTER,
+    "fp16",
+    "bf16",
+    "powersgd",
+    "topk",
+    "omnireduce",
+    "index-gather",
+)
 AGGREGATED = {"aggregator-compaction": "compaction", "aggregator-lhc": "lhc-one-phase"}  # what they send through it
-OURS = ("gather", "gather-sparse", "compaction", "lhc", "lhc-one-phase", "auto", *AGGREGATED)
+OURS = ("gather", "gather-sparse", "blocks", "compaction", "lhc", "lhc-one-phase", "auto", *AGGREGATED)
+# What these take depends little on where zeros are: they run with the four jobs that were here first.
+ELSEWHERE = ("dense-1mb", "dense-5mb", "fp16", "bf16", "powersgd", "topk", "lhc-one-phase", *AGGREGATED)
 LOSSY = (AFTER, "fp16", "bf16", "powersgd", "topk")
 WAYS = (*BASELINES, *OURS)
 BLOCK = 256  # elements, OmniReduce's usual block
@@ -117,7 +132,7 @@ def make_exchange(
         return GradientExchange(name, lossy_topk_hook, LossyState(net, keep=keep or TOPK))
     if name == AFTER:
         plain = GradientExchange(name, default_hooks.allreduce_hook, None)
-    elif name == "blocks":
+    elif name == "omnireduce":
         plain = GradientExchange(name, nonzero_blocks_hook, None)
     elif name == "index-gather":
         widths = {m.weight.data_ptr(): m.weight.shape[1] for m in net.modules() if isinstance(m, nn.Embedding)}
@@ -131,7 +146,7 @@ def make_exchange(
             from dynamix.compression.aggregator.client import Aggregator
 
             more["aggregator"] = Aggregator(**aggregator, job=name)
-        mode: Any = AGGREGATED.get(name, name.removesuffix("-sparse"))
+        mode: Any = "auto" if name == "gather-sparse" else AGGREGATED.get(name, name)
         state = CompressionState(mode, model=net if by_row else None, timeout=timeout, **more)
         plain = GradientExchange(name, compression_hook, state, by_row, state.statistics)
     else:

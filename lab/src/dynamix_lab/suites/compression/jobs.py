@@ -1,9 +1,16 @@
-"""What `dynamix bench compression` trains: four jobs whose gradients are zero in different ways.
+"""What `dynamix bench compression` trains: jobs whose gradients are zero in different ways.
 
 ratings      embeddings of 30,000 users and 10,000 items, 64 wide, dense gradients: 2.6 million parameters, 10.4 MB. A
              worker's 128 ratings touch at most 256 of its 40,000 rows, so more than 99 % of them get no gradient on a
              worker, and about 97 % (4 workers) or 95 % (8) on none. The bundled `ratings` has 2,300 rows of 8 and would
              fit into a few packets; model, popularity and optimizer are its own
+ncf          collaborative filtering: 1,000,000 users and 50,000 items by Zipf's law, 8 wide, a perceptron: 33.6 MB
+lstm-tied, transformer-tied   words of the standard library, 16,384 rows of 64 that are input and output, sampled
+             softmax: 4.2 MB, and a dense body beside the table
+moe          128 experts, of which a batch needs few: 4.2 MB; experts without a sample get no gradient
+lora         adapters of rank 8 beside a frozen transformer: 0.1 MB without zeros. The base is not exchanged at all
+rows-0, rows-50, rows-100   a table of 10,000 rows of 64, of which each worker touches 300. So many percent of these are
+             the same rows on all workers, the others are on no other
 lstm         `pysource-lstm` as bundled: bytes, so its embedding has 256 rows, and nearly nothing is zero
 transformer  `pysource` as bundled: the same
 vgg19        `mnist1d-vgg19` as bundled; no zeros of its own. The lossless ways get 1 % of it, by top-k with error
@@ -13,24 +20,27 @@ vgg19        `mnist1d-vgg19` as bundled; no zeros of its own. The lossless ways 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from dynamix.errors import ConfigError
+from dynamix_lab.suites.compression.sparse_jobs import make_sparse_job, popularity
+from dynamix_lab.suites.compression.task import CompressionTask
 from dynamix_lab.tasks import make_workload
 from dynamix_lab.tasks.base import initial_weights
 from dynamix_lab.tasks.ratings import MEAN, NOISE, RANK, Factorisation
 from dynamix_lab.tasks.ratings import make_optimizer as adagrad
 
-JOBS = ("ratings", "lstm", "transformer", "vgg19")
+SWEPT = ("rows-0", "rows-50", "rows-100")
+SPARSE_JOBS = ("ncf", "lstm-tied", "transformer-tied", "moe", "lora", *SWEPT)
+JOBS = ("ratings", *SPARSE_JOBS, "lstm", "transformer", "vgg19")
 SPARSEST = "ratings"
+EMBEDDINGS = ("ratings", "ncf", "lstm-tied", "transformer-tied", *SWEPT)  # what may have sparse gradients
+LARGE = ("ncf",)  # not on links below 1 Gbit/s, where a dense step takes seconds
 USERS, ITEMS, FACTORS = 30_000, 10_000, 64
 POPULARITY = 0.7  # Zipf exponent, as in the bundled workload
 _BUNDLED = {"lstm": ("pysource-lstm", 8), "transformer": ("pysource", 8), "vgg19": ("mnist1d-vgg19", 16)}
@@ -38,27 +48,14 @@ AFTER_TOPK = {"vgg19": 0.01}  # share that top-k with error feedback leaves for 
 _SAMPLES = 1990
 
 
-@dataclass(frozen=True)
-class CompressionTask:
-    """make_model(seed), make_optimizer(parameters), loss(outputs, targets), and batch(number), the same for the same
-    number.
-
-    keep   share of the gradient that top-k with error feedback leaves for the lossless ways; None: they get all of it
+def make_job(name: str, seed: int, *, workers: int = 1, **options: Any) -> CompressionTask:
+    """One of `JOBS` for so many workers; `options` (users, items, factors, samples of `ratings`) make it smaller, for
+    tests.
     """
-
-    name: str
-    make_model: Callable[[int], nn.Module]
-    make_optimizer: Callable[[Iterable[nn.Parameter]], Optimizer]
-    loss: Callable[[Tensor, Tensor], Tensor]
-    batch: Callable[[int], tuple[Tensor, Tensor]]
-    keep: float | None = None
-    make_sparse: Callable[[int], nn.Module] | None = None  # the model with sparse gradients, where it has embeddings
-
-
-def make_job(name: str, seed: int, **options: Any) -> CompressionTask:
-    """One of `JOBS`; `options` (users, items, factors, samples) make `ratings` smaller, for tests."""
     if name == "ratings":
         return _ratings(seed, **options)
+    if name in SPARSE_JOBS:
+        return make_sparse_job(name, seed, workers, **options)
     if name not in _BUNDLED:
         raise ConfigError("workload", name, ", ".join(JOBS), "check the spelling")
     bundled, samples = _BUNDLED[name]
@@ -78,7 +75,7 @@ def _ratings(
 ) -> CompressionTask:
     """The bundled workload's formula for a rating, drawn as it is needed instead of from a table of all pairs."""
     rng = np.random.default_rng(seed)
-    chance_user, chance_item = _cumulative(rng, users), _cumulative(rng, items)
+    chance_user, chance_item = (popularity(rng, n, POPULARITY) for n in (users, items))
     p, q = rng.normal(size=(users, RANK)), rng.normal(size=(items, RANK)) / np.sqrt(RANK)
     bias_user, bias_item = 0.5 * rng.normal(size=users), 0.5 * rng.normal(size=items)
 
@@ -96,10 +93,3 @@ def _ratings(
 
     sparse = functools.partial(make_model, sparse=True)
     return CompressionTask("ratings", make_model, adagrad, F.mse_loss, batch, make_sparse=sparse)
-
-
-def _cumulative(rng: np.random.Generator, n: int) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """Zipf popularity in a random order, summed up, to search in."""
-    weights = (1.0 + rng.permutation(n)) ** -POPULARITY
-    summed = np.cumsum(weights)
-    return np.asarray(summed / summed[-1])

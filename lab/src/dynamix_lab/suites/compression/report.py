@@ -19,6 +19,7 @@ from dynamix_lab.report import (
 )
 from dynamix_lab.suites.compression.exchanges import BASELINES, LOSSY
 from dynamix_lab.suites.compression.jobs import AFTER_TOPK
+from dynamix_lab.suites.compression.region import beside_the_model, compare
 from dynamix_lab.suites.compression.summary import timed
 
 _GOALS = {
@@ -28,7 +29,7 @@ _GOALS = {
     "lhc_bytes": "LHC two-phase: the same: at most {goal:g}",
     "auto_time": "auto: time of an iteration over dense's (after top-k: dense's after it), each cell: at most {goal:g}",
     "auto_best": "auto: time of an iteration over the best way's that it can take, each cell: at most {goal:g}",
-    "gather_sparse": "gather of sparse tensors: over plain sparse=True, each cell: at most {goal:g}",
+    "gather_sparse": "sparse=True with the hook: over plain sparse=True, each cell: at most {goal:g} (A/A)",
     "identity": "{goal}",
 }
 _HEAD = [
@@ -46,7 +47,7 @@ _HEAD = [
 
 def label(way: str, job: str) -> str:
     """How tables name a way: which of them lose something, and what was left out before."""
-    if job in AFTER_TOPK and (way == "blocks" or way not in BASELINES):
+    if job in AFTER_TOPK and (way == "omnireduce" or way not in BASELINES):
         return f"{way} (after top-k)"
     return f"{way} (lossy)" if way in LOSSY else way
 
@@ -143,6 +144,8 @@ def sections(result: Mapping[str, Any]) -> list[Section]:
     made = [Section("Goals", (), goals(result), notes=said)]
     for name, cell in timed(result["cells"]).items():
         made.append(Section(name, [_said(cell)], _table(cell), notes=_counts(cell)))
+    if compared := compare(result):
+        made.append(beside_the_model(compared))
     checks = identity(result)
     return [*made, Section("Losses, bit by bit", (), checks)] if checks.rows else made
 

@@ -23,12 +23,13 @@ from dynamix.emulator.cluster import Mechanism
 from dynamix.errors import ConfigError, EmulationError, WorkerLostError
 from dynamix.events.run_folder import commit
 from dynamix_lab.harness.suite import Cell, Context, Suite
-from dynamix_lab.suites.compression.exchanges import AFTER, AGAIN, AGGREGATED, SPARSE_TENSORS, WAYS
-from dynamix_lab.suites.compression.jobs import AFTER_TOPK, JOBS, SPARSEST
+from dynamix_lab.suites.compression.exchanges import AFTER, AGAIN, AGGREGATED, ELSEWHERE, SPARSE_TENSORS, WAYS
+from dynamix_lab.suites.compression.jobs import AFTER_TOPK, EMBEDDINGS, JOBS, LARGE, SPARSE_JOBS, SPARSEST
 from dynamix_lab.suites.compression.report import markdown, page
 from dynamix_lab.suites.compression.summary import join, judge, summarise
 
 RATES_MBIT_S = (100, 1000)
+LEAST_RATE_MBIT_S = 1000  # for large jobs
 WORKERS = (4, 8)
 QUICK_JOBS = ("ratings", "vgg19")
 IDENTITY_STEPS = 500
@@ -45,7 +46,7 @@ LONGEST_S = 3600.0
 class CompressionPlan:
     """What one call runs.
 
-    jobs, rates_mbit_s, workers   every combination is a cell
+    jobs, rates_mbit_s, workers   every combination is a cell, but for large jobs on links below `LEAST_RATE_MBIT_S`
     rounds, steps     turns a way, timed steps a turn
     identity_steps    of the check that lossless ways train as `fixed` does; 0 leaves it out
     ways              those of `exchanges.WAYS`, dense twice among them
@@ -56,8 +57,8 @@ class CompressionPlan:
     jobs: tuple[str, ...] = JOBS
     rates_mbit_s: tuple[int, ...] = RATES_MBIT_S
     workers: tuple[int, ...] = WORKERS
-    rounds: int = 4
-    steps: int = 6
+    rounds: int = 3
+    steps: int = 3
     seed: int = 0
     identity_steps: int = IDENTITY_STEPS
     ways: tuple[str, ...] = WAYS
@@ -70,7 +71,7 @@ class CompressionPlan:
         is.
         """
         usual: dict[str, Any] = (
-            {"jobs": QUICK_JOBS, "rates_mbit_s": (100,), "workers": (4,), "rounds": 3, "steps": 4, "identity_steps": 50}
+            {"jobs": QUICK_JOBS, "rates_mbit_s": (100,), "workers": (4,), "steps": 4, "identity_steps": 50}
             if quick
             else {}
         )
@@ -102,12 +103,14 @@ class CompressionPlan:
         """The sparsest job on the slowest link first, so that a call that is stopped has it."""
         jobs = sorted(self.jobs, key=lambda job: (job != SPARSEST, JOBS.index(job)))
         checks = [CompressionCell(job, None, IDENTITY_WORKERS) for job in jobs if self.identity_steps]
+        checks = [cell for cell in checks if cell.job not in SPARSE_JOBS]
         return [
             *(
                 CompressionCell(job, rate, w)
                 for rate in sorted(self.rates_mbit_s)
                 for job in jobs
                 for w in sorted(self.workers)
+                if job not in LARGE or rate >= LEAST_RATE_MBIT_S
             ),
             *checks,
         ]
@@ -140,7 +143,8 @@ class CompressionCell:
     def ways(self, plan: CompressionPlan) -> tuple[str, ...]:
         """Those of the plan that make sense for this job."""
         unfit = set() if self.job in AFTER_TOPK else {AFTER}
-        unfit |= set() if self.job == SPARSEST else set(SPARSE_TENSORS)
+        unfit |= set() if self.job in EMBEDDINGS else set(SPARSE_TENSORS)
+        unfit |= set(ELSEWHERE) if self.job in SPARSE_JOBS else set()
         return tuple(way for way in plan.ways if way not in unfit)
 
     def config(self, plan: CompressionPlan, folder: Path) -> dict[str, Any]:

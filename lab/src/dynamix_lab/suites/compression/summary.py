@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from dynamix.compression.auto import CANDIDATES
 from dynamix_lab.harness.runs import A_A_LIMIT
 from dynamix_lab.statistics import paired_ratio
 from dynamix_lab.suites.compression.exchanges import AFTER, AGAIN, AGGREGATED, OURS
@@ -168,7 +169,8 @@ def judge(cells: Mapping[str, Any]) -> dict[str, Any]:
         "auto_time": _goal("auto_time", _of_auto(measured), most=True),
     }
     goals["auto_best"] = _goal("auto_best", _of_best(measured), most=True)
-    goals["gather_sparse"] = _goal("gather_sparse", _of_sparse(measured), most=True)
+    own = (join(cells)["a_a"] or {}).get("high")  # what dense against itself cannot tell apart
+    goals["gather_sparse"] = _goal("gather_sparse", _of_sparse(measured), most=True, scatter=max(own or 1.0, 1.0))
     checks = {name: cell["identity"] for name, cell in cells.items() if "identity" in cell}
     goals["identity"] = {
         "goal": "losses of every lossless way are those of dense in the same fixed point, bit for bit",
@@ -188,12 +190,13 @@ def unexplained(cells: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _goal(name: str, found: Mapping[str, Any], *, most: bool = False) -> dict[str, Any]:
-    """`found` by cell: a number, or a mapping with "value"."""
+def _goal(name: str, found: Mapping[str, Any], *, most: bool = False, scatter: float = 1.0) -> dict[str, Any]:
+    """`found` by cell: a number, or a mapping with "value". `scatter`: times the goal, a value passes, too."""
     values = [v["value"] if isinstance(v, Mapping) else v for v in found.values()]
     goal = GOALS[name]
-    reached = all(v <= goal if most else v >= goal for v in values) if values else None
-    return {"goal": goal, "at": "most" if most else "least", "found": dict(found), "reached": reached}
+    reached = all(v <= goal * scatter if most else v >= goal for v in values) if values else None
+    made = {"goal": goal, "at": "most" if most else "least", "found": dict(found), "reached": reached}
+    return made if scatter == 1.0 else {**made, "scatter": scatter}
 
 
 def _best(cell: Mapping[str, Any], ratios: str) -> dict[str, Any]:
@@ -212,10 +215,10 @@ def _over_bound(cells: Mapping[str, Any], way: str) -> dict[str, float]:
 
 
 def _of_best(cells: Mapping[str, Any]) -> dict[str, float]:
-    """Auto's time over that of the best of dense, gather, compaction and LHC, in each cell."""
+    """Auto's time over that of the best of the ways that it can take, in each cell."""
     found = {}
     for name, cell in cells.items():
-        there = [way for way in ("dense", "gather", "compaction", "lhc") if way in cell["ways"]]
+        there = [way for way in ("dense", *CANDIDATES) if way in cell["ways"]]
         best = min(there, key=lambda way: cell["ways"][way]["iteration_median_s"])
         if "auto" in cell["ways"]:
             found[name] = _over(cell, "auto", best)
@@ -223,7 +226,7 @@ def _of_best(cells: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _of_sparse(cells: Mapping[str, Any]) -> dict[str, float]:
-    """`gather` on sparse tensors over plain DDP on them, in each cell."""
+    """Sparse tensors by the hook over plain DDP on them, in each cell."""
     both = {"gather-sparse", "sparse"}
     return {name: _over(cell, *sorted(both)) for name, cell in cells.items() if both <= cell["ways"].keys()}
 

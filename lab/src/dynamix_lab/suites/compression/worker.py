@@ -2,7 +2,7 @@
 CONFIG.json`.
 
 All ways share the process. Those that differ by their hook share a model and DDP, whose one hook passes on to the way
-whose turn it is; each has its own weights, optimizer and memory, and sees the same batches at the same of its steps.
+whose turn it is; each has its own weights, optimizer and memory, and sees the same batches in its timed steps.
 One bucket holds the whole gradient: the time of an exchange is then one number, and torch's PowerSGD, which chains
 collectives, does not get mixed up on gloo. Ways with sparse tensors, and plain DDP, have a model of their own.
 """
@@ -31,10 +31,12 @@ from dynamix_lab.statistics import balanced_order
 from dynamix_lab.suites.compression.exchanges import BUCKETS_MB, PLAIN, SPARSE_TENSORS, GradientExchange, make_exchange
 from dynamix_lab.suites.compression.jobs import make_job
 
+MEASURING = ("auto", "gather-sparse")  # ways that begin with a choice
 ONE_BUCKET_MB = 4096
+UNTIMED = 1_000_000  # from this number on, steps' batches are for warming up
 LAYOUT_STEPS = 2  # DDP lays its buckets out anew after the first
 FIRST_STEPS = 3  # untimed at a way's first turn: PowerSGD's dense ones, one-phase's first union
-AUTO_STEPS = 16  # auto's: it measures before it settles
+AUTO_STEPS = 20  # auto's: it measures before it settles
 
 
 @dataclass
@@ -55,7 +57,7 @@ class Entrant:
     trained: Trained
     weights: list[Tensor]
     optimizer: Optimizer
-    step: int = 0
+    untimed: int = 0
     turns: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -65,7 +67,7 @@ class Rank:
     def __init__(self, config: dict[str, Any]) -> None:
         self.config, self.seed = config, int(config["seed"])
         self.rank, self.workers = dist.get_rank(), dist.get_world_size()
-        self.job = make_job(config["job"], self.seed, **config["options"])
+        self.job = make_job(config["job"], self.seed, workers=self.workers, **config["options"])
         self._exchange_s = 0.0
         self._models: dict[tuple[bool, float, bool], Trained] = {}
         timeout = timedelta(seconds=config["timeout_s"])
@@ -112,14 +114,14 @@ class Rank:
         net = make(self.seed)
         # Every rank makes the same weights from the seed: nothing to send over a slow link.
         model = DDP(net, bucket_cap_mb=key[1], init_sync=False)
-        trained = self._models[key] = Trained(net, model, list(net.parameters()), not plain)
+        trained = self._models[key] = Trained(net, model, trained_of(net), not plain)
         self.current = self._entrant(make_exchange("dense", net), trained)
         if trained.hooked:
             self._register(model)
         for _ in range(LAYOUT_STEPS):
             self._step(self.current)
         with torch.no_grad():
-            for p, fresh in zip(trained.parameters, make(self.seed).parameters(), strict=True):
+            for p, fresh in zip(trained.parameters, trained_of(make(self.seed)), strict=True):
                 p.copy_(fresh)
         return trained
 
@@ -148,7 +150,8 @@ class Rank:
         statistics = entrant.exchange.statistics
         dist.barrier()
         before, paid = traffic(), statistics.payload_bytes if statistics else 0
-        timed = [self._step(entrant) for _ in range(self.config["steps"])]
+        first = len(entrant.turns) * self.config["steps"]  # the same batches for every way in a round
+        timed = [self._step(entrant, first + step) for step in range(self.config["steps"])]
         dist.barrier()
         after = traffic()
         bound, nonzero = bound_bytes(entrant.trained.net, by_row=entrant.exchange.by_row)
@@ -171,11 +174,13 @@ class Rank:
             return 0
         if entrant.turns:
             return 1
-        return AUTO_STEPS if entrant.exchange.name == "auto" else FIRST_STEPS
+        return AUTO_STEPS if entrant.exchange.name in MEASURING else FIRST_STEPS
 
-    def _step(self, entrant: Entrant) -> dict[str, float]:
-        inputs, targets = self.job.batch(entrant.step * self.workers + self.rank)
-        entrant.step += 1
+    def _step(self, entrant: Entrant, number: int | None = None) -> dict[str, float]:
+        """One step, on the batch of this number; None: on one that no timed step has."""
+        if number is None:
+            number, entrant.untimed = UNTIMED + entrant.untimed, entrant.untimed + 1
+        inputs, targets = self.job.batch(number * self.workers + self.rank)
         self._exchange_s = 0.0
         began = time.perf_counter()
         entrant.optimizer.zero_grad()
@@ -184,6 +189,11 @@ class Rank:
         entrant.optimizer.step()
         took = time.perf_counter() - began
         return {"iteration_s": took, "exchange_s": self._exchange_s, "loss": float(loss.detach())}
+
+
+def trained_of(net: nn.Module) -> list[nn.Parameter]:
+    """Its parameters, without those that are frozen: nobody exchanges these."""
+    return [p for p in net.parameters() if p.requires_grad]
 
 
 def traffic() -> tuple[int, int] | None:

@@ -1,0 +1,203 @@
+"""Jobs with gradients that are zero in large parts, on made data or on the standard library's source."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+from dynamix_lab.suites.compression.sparse_models import (
+    AttentionBody,
+    Experts,
+    LstmBody,
+    NeuralFilter,
+    TiedLanguageModel,
+    adapted_transformer,
+)
+from dynamix_lab.suites.compression.task import CompressionTask
+from dynamix_lab.tasks import make_workload
+from dynamix_lab.tasks.base import initial_weights
+from dynamix_lab.tasks.pysource import CONTEXT, TOKENS, source_files
+from dynamix_lab.tasks.ratings import make_optimizer as adagrad
+
+TEXT_BYTES = 3_000_000  # of the standard library's source
+UNKNOWN = 0  # the word for all that are not in the vocabulary; taken for the most frequent one
+ROWS, WIDTH, OWN = 10_000, 64, 300  # of the swept table; rows that a worker's batch touches: 3 %, as in the map
+_WORD = re.compile(r"[A-Za-z_]\w*|\d+|[^\w\s]")
+
+
+def popularity(rng: np.random.Generator, n: int, exponent: float) -> NDArray[np.float64]:
+    """Zipf popularity in a random order, summed up, to search in."""
+    weights = (1.0 + rng.permutation(n)) ** -exponent
+    summed = np.cumsum(weights)
+    return np.asarray(summed / summed[-1])
+
+
+def filtering(
+    seed: int, *, users: int = 1_000_000, items: int = 50_000, factors: int = 8, samples: int = 256
+) -> CompressionTask:
+    """A million users. One pair in five is a choice that was made, the others are drawn beside it."""
+    rng = np.random.default_rng(seed)
+    chance_user, chance_item = popularity(rng, users, 1.0), popularity(rng, items, 1.0)
+    taste = rng.normal(size=(32, 32)) > 0.8  # by groups of users and of items
+
+    def make(model_seed: int, *, sparse: bool = False) -> nn.Module:
+        with initial_weights(model_seed):
+            return NeuralFilter(users=users, items=items, factors=factors, sparse=sparse)
+
+    def batch(number: int) -> tuple[Tensor, Tensor]:
+        drawn = np.random.default_rng([seed, number])
+        user = np.searchsorted(chance_user, drawn.random(samples))
+        item = np.searchsorted(chance_item, drawn.random(samples))
+        taken = taste[user % 32, item % 32].astype(np.float32)
+        return torch.from_numpy(np.stack([user, item], 1)), torch.from_numpy(taken)
+
+    sparse = functools.partial(make, sparse=True)
+    return CompressionTask("ncf", make, adagrad, F.binary_cross_entropy_with_logits, batch, make_sparse=sparse)
+
+
+@functools.lru_cache(maxsize=2)
+def words_of_source(vocabulary: int, text_bytes: int = TEXT_BYTES) -> NDArray[np.int64]:
+    """The standard library's source as numbers of words, by falling frequency; rare ones are `UNKNOWN`."""
+    found: list[str] = []
+    size = 0
+    for path in source_files():
+        text = path.read_bytes().decode("utf-8", errors="replace")
+        found += _WORD.findall(text)
+        size += len(text)
+        if size > text_bytes:
+            break
+    ranked = [word for word, _ in Counter(found).most_common(vocabulary - 1)]
+    number = {word: place + 1 for place, word in enumerate(ranked)}
+    return np.array([number.get(word, UNKNOWN) for word in found], dtype=np.int64)
+
+
+def tied(
+    name: str,
+    seed: int,
+    *,
+    vocabulary: int = 16_384,
+    width: int = 64,
+    length: int = 32,
+    samples: int = 4,
+    drawn: int = 128,
+    text_bytes: int = TEXT_BYTES,
+) -> CompressionTask:
+    """Words of the standard library, by an LSTM or a transformer whose embedding is its output, too."""
+    text = words_of_source(vocabulary, text_bytes)
+    body: Callable[[], nn.Module] = functools.partial(LstmBody, width)
+    if name == "transformer-tied":
+        body = functools.partial(AttentionBody, width, length)
+
+    def make(model_seed: int, *, sparse: bool = False) -> nn.Module:
+        with initial_weights(model_seed):
+            return TiedLanguageModel(vocabulary, width, length, body, sparse=sparse)
+
+    def batch(number: int) -> tuple[Tensor, Tensor]:
+        rng = np.random.default_rng([seed, number])
+        starts = rng.integers(0, len(text) - length - 1, samples)
+        words = text[starts[:, None] + np.arange(length + 1)]
+        others = (np.exp(rng.random(drawn) * np.log(vocabulary + 1)) - 1).astype(np.int64)  # log-uniform: like Zipf
+        others = np.minimum(others, vocabulary - 1)
+        inputs = np.concatenate([words, np.broadcast_to(others, (samples, drawn))], 1)
+        return torch.from_numpy(inputs), torch.zeros(samples * length, dtype=torch.int64)
+
+    return CompressionTask(
+        name, make, adagrad, F.cross_entropy, batch, make_sparse=functools.partial(make, sparse=True)
+    )
+
+
+def experts(
+    seed: int, *, experts: int = 128, width: int = 64, hidden: int = 64, classes: int = 48, samples: int = 64
+) -> CompressionTask:
+    """128 experts, of which a worker's batch needs few: its samples are of four classes."""
+    rng = np.random.default_rng(seed)
+    centres = rng.normal(size=(classes, width)).astype(np.float32)
+
+    def make(model_seed: int) -> nn.Module:
+        with initial_weights(model_seed):
+            return Experts(experts=experts, width=width, hidden=hidden, classes=classes)
+
+    def batch(number: int) -> tuple[Tensor, Tensor]:
+        drawn = np.random.default_rng([seed, number])
+        about = drawn.choice(drawn.choice(classes, size=4, replace=False), size=samples)
+        x = centres[about] + 0.25 * drawn.normal(size=(samples, width)).astype(np.float32)
+        return torch.from_numpy(x.astype(np.float32)), torch.from_numpy(about.astype(np.int64))
+
+    def slow(parameters: Iterable[nn.Parameter]) -> Optimizer:
+        """Routes stay what they are for as long as a cell lasts, so all ways see the same zeros."""
+        return SGD(parameters, lr=1e-3)
+
+    return CompressionTask("moe", make, slow, F.cross_entropy, batch)
+
+
+def adapters(seed: int, *, width: int = 128, layers: int = 2, rank: int = 8, samples: int = 2) -> CompressionTask:
+    """Adapters of rank 8 beside a frozen transformer on the standard library's bytes."""
+    workload = make_workload("pysource")
+    data = workload.make_data(seed, train=1990, test=10).train
+
+    def make(model_seed: int) -> nn.Module:
+        with initial_weights(model_seed):
+            return adapted_transformer(tokens=TOKENS, context=CONTEXT, width=width, layers=layers, rank=rank)
+
+    def batch(number: int) -> tuple[Tensor, Tensor]:
+        return data.__getitems__(np.random.default_rng([seed, number]).integers(0, len(data), samples).tolist())
+
+    return CompressionTask("lora", make, adagrad, workload.loss, batch)
+
+
+def swept(
+    name: str, seed: int, workers: int, *, rows: int = ROWS, width: int = WIDTH, own: int = OWN
+) -> CompressionTask:
+    """A table whose workers touch `own` rows each: a share of them is the same on all, as the name says in percent, the
+    others are on no other worker.
+    """
+    common = round(own * int(name.removeprefix("rows-")) / 100)
+
+    def make(model_seed: int, *, sparse: bool = False) -> nn.Module:
+        with initial_weights(model_seed):
+            return _Table(rows, width, sparse=sparse)
+
+    def batch(number: int) -> tuple[Tensor, Tensor]:
+        step, rank = divmod(number, workers)
+        order = np.random.default_rng([seed, step]).permutation(rows)
+        first = common + rank * (own - common)
+        touched = np.concatenate([order[:common], order[first : first + own - common]])
+        wanted = np.random.default_rng([seed, number, 1]).normal(size=own).astype(np.float32)
+        return torch.from_numpy(touched), torch.from_numpy(wanted)
+
+    return CompressionTask(name, make, adagrad, F.mse_loss, batch, make_sparse=functools.partial(make, sparse=True))
+
+
+class _Table(nn.Module):
+    """The mean of a row is what it says; inputs (n,) int64."""
+
+    def __init__(self, rows: int, width: int, *, sparse: bool) -> None:
+        super().__init__()
+        self.table = nn.Embedding(rows, width, sparse=sparse)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        found: Tensor = self.table(rows).mean(1)
+        return found
+
+
+def make_sparse_job(name: str, seed: int, workers: int, **options: Any) -> CompressionTask:
+    """One of `jobs.SPARSE_JOBS`."""
+    if name == "ncf":
+        return filtering(seed, **options)
+    if name.endswith("-tied"):
+        return tied(name, seed, **options)
+    if name == "moe":
+        return experts(seed, **options)
+    if name == "lora":
+        return adapters(seed, **options)
+    return swept(name, seed, workers, **options)

@@ -1,0 +1,26 @@
+"""What a job of `dynamix bench compression` is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+
+@dataclass(frozen=True)
+class CompressionTask:
+    """make_model(seed), make_optimizer(parameters), loss(outputs, targets), and batch(number), the same for the same
+    number: that of a step times the workers plus the rank.
+
+    keep   share of the gradient that top-k with error feedback leaves for the lossless ways; None: they get all of it
+    """
+
+    name: str
+    make_model: Callable[[int], nn.Module]
+    make_optimizer: Callable[[Iterable[nn.Parameter]], Optimizer]
+    loss: Callable[[Tensor, Tensor], Tensor]
+    batch: Callable[[int], tuple[Tensor, Tensor]]
+    keep: float | None = None
+    make_sparse: Callable[[int], nn.Module] | None = None  # the model with sparse gradients, where it has embeddings
