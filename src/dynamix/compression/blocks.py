@@ -38,11 +38,20 @@ class Added:
         return [sum(of_rank) for of_rank in zip(*self.own, strict=True)]
 
 
-def add_blocks(tables: Sequence[Rows], wire: Messages, mark: bytes, *, divisor: int, most_bytes: float) -> Added:
+def add_blocks(
+    tables: Sequence[Rows],
+    wire: Messages,
+    mark: bytes,
+    *,
+    divisor: int,
+    most_bytes: float,
+    whole: Sequence[Tensor] | None = None,
+) -> Added:
     """The sums over ranks of `tables` over `divisor`, the same tables on every rank.
 
     mark         eight bytes; ranks with different ones get `Doubt("mixed")`, all of them
     most_bytes   `Doubt("full")`, on every rank, where some rank would have to send or receive more
+    whole        the tables themselves, (span, width), where there are: values of the union are then read from there
 
     Raises `DynamixError` for a message that is damaged: nothing is applied, and the job ends.
     """
@@ -57,7 +66,13 @@ def add_blocks(tables: Sequence[Rows], wire: Messages, mark: bytes, *, divisor: 
     indices = [sum(of_rank) for of_rank in zip(*index, strict=True)]
     if 2 * (wire.workers - 1) / wire.workers * values + busiest(indices) > most_bytes:
         raise Doubt("full", sizes)
-    sums = _add_up(tables, unions, wire, divisor) if values else [_nothing(rows) for rows in tables]
+    if not values:
+        return Added([_nothing(rows) for rows in tables], index, own)
+    if whole is None:
+        spread = [_spread_over(union, rows) for union, rows in zip(unions, tables, strict=True)]
+    else:
+        spread = [table.index_select(0, union).view(-1) for union, table in zip(unions, whole, strict=True)]
+    sums = _add_up(tables, unions, spread, wire, divisor)
     return Added(sums, index, own)
 
 
@@ -94,8 +109,9 @@ def _exchange_items(
     return found, bytes_
 
 
-def _add_up(tables: Sequence[Rows], unions: Sequence[Tensor], wire: Messages, divisor: int) -> list[Rows]:
-    spread = [_spread_over(union, rows) for union, rows in zip(unions, tables, strict=True)]
+def _add_up(
+    tables: Sequence[Rows], unions: Sequence[Tensor], spread: Sequence[Tensor], wire: Messages, divisor: int
+) -> list[Rows]:
     sums = add_shares(spread, [SUMMED_IN.get(flat.dtype, flat.dtype) for flat in spread], wire, divisor=divisor)
     return [
         Rows(union, flat.view(-1, rows.values.shape[1]), rows.span)

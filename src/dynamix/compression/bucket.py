@@ -114,16 +114,21 @@ class BucketExchange:
         mark = digest(VERSION, self.settings, self.index, step, "blocks", self.layout, flat.dtype)
         most = 2 * (wire.workers - 1) / wire.workers * flat.nbytes
         try:
-            added = add_blocks(tables, wire.messages, mark, divisor=wire.workers, most_bytes=most)
+            added = add_blocks(
+                tables, wire.messages, mark, divisor=wire.workers, most_bytes=most, whole=self._whole(flat)
+            )
         except Doubt as doubt:
             if doubt.sizes:
                 self.spread = Spread(doubt.sizes, max(doubt.sizes), flat.nbytes)
             raise
-        for s, rows in zip(self.layout.segments, added.sums, strict=True):
-            flat.detach()[s.start : s.stop].view(-1, s.width)[rows.items] = rows.values.to(flat.dtype)
+        for table, rows in zip(self._whole(flat), added.sums, strict=True):
+            table[rows.items] = rows.values.to(flat.dtype)
         if self._unions % RELEARN == 0:
             self.spread = self._spread(added.sizes, [rows.items for rows in added.sums], flat)
         self._unions += 1
+
+    def _whole(self, flat: Tensor) -> list[Tensor]:
+        return [flat.detach()[s.start : s.stop].view(-1, s.width) for s in self.layout.segments]
 
     def _tables(self, flat: Tensor) -> list[Rows]:
         values = flat.detach()

@@ -5,6 +5,8 @@ Triton's interpreter. They are taken only where `DYNAMIX_TRITON=1` is set, trito
 None of them waits for the device. The exchange around them does: it reads headers, counts and votes.
 """
 
+# mypy: disable-error-code="no-untyped-def"
+
 from __future__ import annotations
 
 import importlib
@@ -25,7 +27,7 @@ _ROUND = 6755399441055744.0  # 1.5 * 2^52: adding it and taking it away rounds t
 
 
 @_jit
-def _scan(bits, codes, words, items, width, words_a_block, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _scan(bits, codes, words, items, width, words_a_block, COLUMNS: tl.constexpr):
     """One block: its exponent code, and a bit for each of its items that is not zero."""
     block = tl.program_id(0)
     lanes = tl.arange(0, 32)
@@ -54,7 +56,7 @@ def scan(values: Tensor, width: int, shift: int, codes: Tensor, words: Tensor) -
 
 
 @_jit
-def _quantise(values, items, codes, up, out, total, width, shift, ROUND: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _quantise(values, items, codes, up, out, total, width, shift, ROUND: tl.constexpr, BLOCK: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     there = place < total
     item = tl.load(items + place // width, mask=there, other=0)
@@ -72,7 +74,7 @@ def quantise(values: Tensor, items: Tensor, width: int, shift: int, codes: Tenso
 
 
 @_jit
-def _write_mean(values, items, codes, down, totals, total, width, shift, workers, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _write_mean(values, items, codes, down, totals, total, width, shift, workers, BLOCK: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     there = place < total
     item = tl.load(items + place // width, mask=there, other=0)
@@ -93,14 +95,14 @@ def write_mean_(
 
 
 @_jit
-def _mixed(h):  # type: ignore[no-untyped-def]
+def _mixed(h):
     h = ((h ^ (h >> 16)) * 0x85EBCA6B) & 0xFFFFFFFF
     h = ((h ^ (h >> 13)) * 0xC2B2AE35) & 0xFFFFFFFF
     return h ^ (h >> 16)
 
 
 @_jit
-def _slots(items, keys, slots, signs, count, groups, lane_bits, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _slots(items, keys, slots, signs, count, groups, lane_bits, BLOCK: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     there = place < count
     item = tl.load(items + place, mask=there, other=0)
@@ -124,7 +126,7 @@ def slots(items: Tensor, keys: Tensor, groups: int, lane_bits: int) -> tuple[Ten
 
 
 @_jit
-def _insert(table, slots, signs, values, total, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _insert(table, slots, signs, values, total, width, BLOCK: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     there = place < total
     item, column = place // width, place % width

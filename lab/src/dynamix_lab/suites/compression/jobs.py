@@ -7,7 +7,7 @@ ratings      embeddings of 30,000 users and 10,000 items, 64 wide, dense gradien
 ncf          collaborative filtering: 1,000,000 users and 50,000 items by Zipf's law, 8 wide, a perceptron: 33.6 MB
 lstm-tied, transformer-tied   words of the standard library, 16,384 rows of 64 that are input and output, sampled
              softmax: 4.2 MB, and a dense body beside the table
-moe          64 experts, of which a batch needs few: 4.2 MB; experts without a sample get no gradient
+moe          128 experts, of which a batch needs few: 4.2 MB; experts without a sample get no gradient
 lora         adapters of rank 8 beside a frozen transformer: 0.1 MB without zeros. The base is not exchanged at all
 rows-0, rows-50, rows-100   a table of 10,000 rows of 64, of which each worker touches 300. So many percent of these are
              the same rows on all workers, the others are on no other

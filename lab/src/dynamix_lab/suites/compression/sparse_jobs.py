@@ -117,9 +117,9 @@ def tied(
 
 
 def experts(
-    seed: int, *, experts: int = 64, width: int = 64, hidden: int = 128, classes: int = 48, samples: int = 64
+    seed: int, *, experts: int = 128, width: int = 64, hidden: int = 64, classes: int = 48, samples: int = 64
 ) -> CompressionTask:
-    """64 experts, of which a worker's batch needs few: its samples are of four classes."""
+    """128 experts, of which a worker's batch needs few: its samples are of four classes."""
     rng = np.random.default_rng(seed)
     centres = rng.normal(size=(classes, width)).astype(np.float32)
 
@@ -130,7 +130,7 @@ def experts(
     def batch(number: int) -> tuple[Tensor, Tensor]:
         drawn = np.random.default_rng([seed, number])
         about = drawn.choice(drawn.choice(classes, size=4, replace=False), size=samples)
-        x = centres[about] + 0.5 * drawn.normal(size=(samples, width)).astype(np.float32)
+        x = centres[about] + 0.25 * drawn.normal(size=(samples, width)).astype(np.float32)
         return torch.from_numpy(x.astype(np.float32)), torch.from_numpy(about.astype(np.int64))
 
     def slow(parameters: Iterable[nn.Parameter]) -> Optimizer:
