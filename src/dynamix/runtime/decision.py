@@ -12,13 +12,14 @@ import numpy as np
 from dynamix.errors import ConfigError, StateError
 from dynamix.events.background import BackgroundLog
 from dynamix.events.records import EventLog, read_events
+from dynamix.model.ways import Ways
 from dynamix.policies import Policy
 from dynamix.policies.wrappers import after_answer, report_of, window_length_of
 from dynamix.projection import project
 from dynamix.runtime.agreement import Kind, Message
 from dynamix.runtime.job import Closing, JobFacts
 from dynamix.runtime.observation import assemble
-from dynamix.window import Floats, Ints, Window
+from dynamix.window import Bounds, Floats, Ints, Window
 
 _log = logging.getLogger("dynamix")
 
@@ -54,23 +55,29 @@ class Decider:
         if self.replay is not None:
             return self._replayed(self.replay.get(closing.window_index))
         self._asked = closing.window_index
-        bounds = self.job.bounds_after(window, closing)
-        wish = np.asarray(self.policy.decide(window, bounds))
-        if wish.shape != closing.sizes.shape:
-            fix = "return one size per worker"
-            raise ConfigError("shape of the policy's answer", wish.shape, str(closing.sizes.shape), fix)
-        # Another way of meeting counts rounds otherwise: their sizes are no change of these.
-        current = closing.sizes if self.job.same_way(closing.sizes, bounds.total_low) else None
-        answer = project(wish, bounds, current=current)
-        self._say_change(answer, closing)
-        same = np.array_equal(answer, closing.sizes)
-        told = self.keep(Kind.KEEP) if same else self.job.change(answer, int(np.nanmax(rows[:, 0])))
+        answer, piece = self._answer(window, closing)
+        same = piece == closing.piece and np.array_equal(answer, closing.sizes)
+        told = self.keep(Kind.KEEP) if same else self.job.change(answer, int(np.nanmax(rows[:, 0])), piece)
         return replace(told, interval=window_length_of(self.policy) or 0)
 
-    def _say_change(self, answer: Ints, closing: Closing) -> None:
-        rounds = self.job.rounds
-        if rounds is not None and not self.job.same_way(answer, closing.sizes):
-            _log.info("after %d samples: %s", closing.samples, rounds.report["why"])
+    def _answer(self, window: Window, closing: Closing) -> tuple[Ints, int]:
+        """The sizes (W,) after `window`, and the piece of workers that step apart; 0 where none is to be said."""
+        ways, bounds = self.job.rounds, self.job.bounds
+        if not isinstance(ways, Ways):
+            return self._asked_of_policy(window, self.job.bounds_after(window, closing)), 0
+        step = self._asked_of_policy(ways.as_step(window, closing.piece), bounds)
+        known = {"rate": closing.rate, "payload": closing.payload, "samples": float(closing.samples)}
+        answer, piece = ways.round_of(step, bounds, window, closing.piece, **known)
+        if bool(piece) != bool(closing.piece):
+            _log.info("after %d samples: %s", closing.samples, ways.report["why"])
+        return answer, piece
+
+    def _asked_of_policy(self, window: Window, bounds: Bounds) -> Ints:
+        wish = np.asarray(self.policy.decide(window, bounds))
+        if wish.shape != window.batch_size.shape:
+            fix = "return one size per worker"
+            raise ConfigError("shape of the policy's answer", wish.shape, str(window.batch_size.shape), fix)
+        return project(wish, bounds, current=window.batch_size)
 
     def keep(self, kind: Kind) -> Message:
         """The message that changes nothing."""
@@ -94,6 +101,8 @@ class Decider:
             told |= {"decision": message.kind.name.lower(), "noise": message.noise, "signal": message.signal}
             if message.interval:
                 told["interval"] = message.interval
+            if message.piece:
+                told["piece"] = message.piece
             about = report_of(self.policy, asked=closing.window_index == self._asked)
             if self.job.rounds is not None:
                 about = {**about, "rounds": self.job.rounds.report}
@@ -103,7 +112,11 @@ class Decider:
 
     def assemble(self, rows: Floats, closing: Closing) -> Window:
         """What the policy sees of the gathered rows (W, n). It also keeps up the noise scale."""
-        window = assemble(rows, noise_scale=self.job.noise_scale, sizes=closing.sizes, **self.job.facts(closing))
+        # A worker's own steps move against its own noise, so gradients that follow each other agree too little. That is
+        # good enough to be shown, not to move a batch by.
+        tells = not closing.piece or self.job.fixed
+        known = {"noise_scale": self.job.noise_scale, "sizes": closing.sizes}
+        window = assemble(rows, **known, tells_noise=tells, **self.job.facts(closing))
         if self.job.weight_test is not None and closing.comparable:
             self.job.weight_test.look(window)
         return window
@@ -117,7 +130,8 @@ class Decider:
             if sizes.shape != self.job.closing.sizes.shape:
                 here = str(self.job.closing.sizes.size)
                 raise ConfigError("replay", f"{sizes.size} workers", here, "replay with as many workers as the run had")
-            told = self.job.message(Kind.NEW, event["from_step"], project(sizes, self.job.bounds_of(sizes)))
+            piece = event.get("piece", self.job.piece_of(sizes))
+            told = self.job.message(Kind.NEW, event["from_step"], project(sizes, self.job.bounds_of(piece)), piece)
         # The noise scale too is the recorded run's: a late answer there carried that of an earlier window, and the
         # learning rate may follow it. Older versions did not write it.
         given = event.get("noise", told.noise), event.get("signal", told.signal)
@@ -125,7 +139,7 @@ class Decider:
         return replace(told, noise=noise, signal=signal, interval=event.get("interval", 0))
 
 
-_ANSWER = ("decision", "from_step", "allocation", "noise", "signal", "interval")
+_ANSWER = ("decision", "from_step", "allocation", "noise", "signal", "interval", "piece")
 
 
 def recorded(path: str | os.PathLike[str]) -> dict[int, dict[str, Any]]:
@@ -152,9 +166,10 @@ def _unfit(index: Any, answer: dict[str, Any]) -> str:
     for name in ("noise", "signal"):
         if type(answer.get(name)) not in (int, float, type(None)) or abs(answer.get(name) or 0) > _MOST:
             return f"{name}={answer[name]!r} is no number"
-    interval = answer.get("interval", 0)
-    if type(interval) is not int or not 0 <= interval <= _MOST:
-        return f"interval={interval!r} is no number of steps"
+    for name, of in (("interval", "steps"), ("piece", "samples")):
+        value = answer.get(name, 0)
+        if type(value) is not int or not 0 <= value <= _MOST:
+            return f"{name}={value!r} is no number of {of}"
     if answer["decision"] != "new":
         return ""
     if type(answer.get("from_step")) is not int or not 0 <= answer["from_step"] <= _MOST:
