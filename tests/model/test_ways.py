@@ -17,27 +17,57 @@ from dynamix.window import Bounds, Ints, Window
 PIECE = 32
 
 
-def job(workers: int = 4, samples: float = math.inf) -> tuple[Ways, Bounds, Ints]:
-    """Its chooser, bounds of a step over gradients, and even shares of one."""
-    bounds = fixed_at(Bounds.of(workers, 1, 8 * PIECE), workers * PIECE)
-    return Ways(workers * PIECE, workers, samples), bounds, np.full(workers, PIECE)
+class Job:
+    """A chooser and what is in force: sizes, and the piece of workers that step apart; its policy keeps the shares."""
+
+    def __init__(self, workers: int = 4, samples: float = math.inf, *, moves: bool = False) -> None:
+        self.ways = Ways(workers, samples)
+        self.base, self.sizes, self.piece = workers * PIECE, np.full(workers, PIECE), 0
+        free = Bounds.of(workers, 1, 8 * PIECE)
+        self.bounds = free if moves else fixed_at(free, self.base)
+
+    @property
+    def apart(self) -> bool:
+        return self.piece > 0
+
+    def see(
+        self,
+        window: Window,
+        *,
+        total: int | None = None,
+        rate: float = 1.0,
+        payload: float = 1.0,
+        samples: float = 1000.0,
+    ) -> Job:
+        """Take in a window; `total` is what the policy wishes a step to have."""
+        step = self.ways.as_step(window, self.piece)
+        answer = project(step.batch_size, self.bounds, total=total or step.batch_size.sum())
+        known = {"rate": rate, "payload": payload, "samples": samples}
+        self.sizes, self.piece = self.ways.round_of(answer, self.bounds, window, self.piece, **known)
+        return self
+
+    def seen(
+        self, exchange_s: float, *, speeds: float | list[float] = 1000.0, late_s: float = 0.0, noise: float = np.nan
+    ) -> Window:
+        return seen(self.sizes, exchange_s, self.base, speeds=speeds, late_s=late_s, noise=noise)
 
 
-def seen(sizes: Ints, exchange_s: float, *, speeds: float | list[float] = 1000.0, late_s: float = 0.0) -> Window:
+def seen(
+    sizes: Ints,
+    exchange_s: float,
+    base: int,
+    *,
+    speeds: float | list[float] = 1000.0,
+    late_s: float = 0.0,
+    noise: float = np.nan,
+) -> Window:
     compute = np.asarray(sizes) / np.asarray(speeds)
-    wait = compute.max() - compute + late_s
-    return Window.of(sizes, compute=compute, communication=exchange_s, wait=wait)
-
-
-def chosen(ways: Ways, bounds: Bounds, window: Window, payload: float = 1.0) -> Ints:
-    """The sizes of even workers that follow from a window."""
-    allowed = ways.within(bounds, window, payload=payload)
-    assert int(allowed.total_low) == int(allowed.total_high)
-    return project(window.batch_size, allowed)
+    known = {"compute": compute, "communication": exchange_s, "wait": compute.max() - compute + late_s}
+    return Window.of(sizes, **known, base_batch=base, noise=noise, signal=1.0, steps=5.0)
 
 
 def test_the_network_decides_and_a_little_changes_nothing() -> None:
-    ways, bounds, sizes = job()
+    job = Job()
     for exchange_s, payload, apart in (
         (1e-4, 1, False),
         (0.03, 1, True),
@@ -45,52 +75,49 @@ def test_the_network_decides_and_a_little_changes_nothing() -> None:
         (1, 50, False),
         (1e-4, 1, False),
     ):
-        sizes = chosen(ways, bounds, seen(sizes, exchange_s), payload)
-        assert ways.is_apart(sizes) == apart == (ways.report["meet"] == "parameters")
-        assert np.isfinite([ways.report["gradients"], ways.report["parameters"]]).all()
-    chosen(ways, bounds, seen(sizes, 0.03))
-    assert "promises" in ways.why
-    assert "30 ms" in ways.why
+        job.see(job.seen(exchange_s), payload=payload)
+        assert job.apart == apart == (job.ways.report["meet"] == "parameters")
+        assert np.isfinite([job.ways.report["gradients"], job.ways.report["parameters"]]).all()
+    job.see(job.seen(0.03))
+    assert "promises" in job.ways.why
+    assert "30 ms" in job.ways.why
 
 
 def test_gradients_that_travel_while_workers_compute_are_taken_for_what_they_are() -> None:
     """3 of 30 ms are left over gradients; a meeting hides nothing. What the first one shows is remembered."""
-    ways, bounds, sizes = job()
-    sizes = chosen(ways, bounds, seen(sizes, 0.008))
-    assert ways.is_apart(sizes)
-    sizes = chosen(ways, bounds, seen(sizes, 0.4))
-    assert ways.hidden_s == pytest.approx(0.392)
-    assert not ways.is_apart(sizes)  # 8 ms a step are less than 400 ms a meeting
+    job = Job()
+    assert job.see(job.seen(0.008)).apart
+    job.see(job.seen(0.4))
+    assert job.ways.hidden_s == pytest.approx(0.392)
+    assert not job.apart  # 8 ms a step are less than 400 ms a meeting
     for _ in range(3):
-        sizes = chosen(ways, bounds, seen(sizes, 0.008))
-        assert not ways.is_apart(sizes)
-    assert ways.is_apart(chosen(ways, bounds, seen(sizes, 0.5)))  # a link has become ten times as slow
+        assert not job.see(job.seen(0.008)).apart
+    assert job.see(job.seen(0.5)).apart  # a link has become ten times as slow
 
 
 def test_a_slow_worker_is_foreseen_at_its_pieces_and_not_at_its_small_share() -> None:
     """All have 20 ms a pass beside 1 ms a sample at speed 1; over gradients the slow one has 8 samples of 128."""
-    ways, bounds, _ = job()
-    speeds, promised = np.array([1.0, 1.0, 1.0, 0.3]), []
+    job, speeds, promised = Job(), np.array([1.0, 1.0, 1.0, 0.3]), []
     for sizes in ([32, 32, 32, 32], [38, 38, 38, 14], [40, 40, 40, 8], [40, 40, 40, 8], [40, 40, 40, 8]):
         shares = np.array(sizes)
         compute = (0.020 + 0.001 * shares) / speeds
         window = Window.of(shares, compute=compute, communication=1e-3, wait=compute.max() - compute)
-        ways.within(bounds, window)
-        promised.append(ways.parameters)
+        job.ways.round_of(shares, job.bounds, job.ways.as_step(window, 0), 0)
+        promised.append(job.ways.parameters)
     assert promised[-1] == pytest.approx(promised[0], rel=0.03)
 
 
 def test_what_optimizers_remember_makes_a_meeting_dearer() -> None:
-    ways, bounds, sizes = job()
-    chosen(ways, bounds, seen(sizes, 0.01), payload=3.0)
-    assert "a meeting takes 30 ms" in ways.why
+    job = Job()
+    job.see(job.seen(0.01), payload=3.0)
+    assert "a meeting takes 30 ms" in job.ways.why
 
 
 def test_workers_that_stall_now_and_then_need_not_wait_for_each_other_in_every_step() -> None:
-    ways, bounds, sizes = job()
+    job = Job()
     for _ in range(4):
-        told = chosen(ways, bounds, seen(sizes, 1e-4, late_s=0.02))
-    assert ways.is_apart(told)
+        job.see(job.seen(1e-4, late_s=0.02))
+    assert job.apart
 
 
 @given(
@@ -98,31 +125,94 @@ def test_workers_that_stall_now_and_then_need_not_wait_for_each_other_in_every_s
     exchange_s=st.floats(0, 10),
     rate=st.floats(1e-3, 1),
     payload=st.floats(0.5, 3),
+    moves=st.booleans(),
     data=st.data(),
 )
 def test_a_round_is_one_step_over_gradients_or_whole_pieces_of_everybody(
-    speeds: list[float], exchange_s: float, rate: float, payload: float, data: st.DataObject
+    speeds: list[float], exchange_s: float, rate: float, payload: float, moves: bool, data: st.DataObject
 ) -> None:
-    ways, bounds, sizes = job(len(speeds), data.draw(st.integers(len(speeds) * PIECE, 10**5)))
+    samples = data.draw(st.integers(len(speeds) * PIECE, 10**5))
+    job = Job(len(speeds), samples, moves=moves)
     for _ in range(3):
-        allowed = ways.within(bounds, seen(sizes, exchange_s, speeds=speeds), rate, payload)
-        sizes = project(np.array(speeds), allowed)
-        total = int(sizes.sum())
-        if ways.is_apart(sizes):
-            assert 2 * ways.base <= total <= ways.epoch
-            assert (sizes % PIECE == 0).all()
-            assert (sizes >= PIECE).all()
+        noise = data.draw(st.sampled_from([np.nan, 1.0, 1e9]))
+        wish = data.draw(st.integers(1, 2 * job.base)) if moves else None
+        job.see(job.seen(exchange_s, speeds=speeds, noise=noise), total=wish, rate=rate, payload=payload)
+        sizes, piece = job.sizes, job.piece
+        if piece:
+            assert 2 * len(speeds) * piece <= sizes.sum() <= samples
+            assert (sizes % piece == 0).all()
+            assert (sizes >= piece).all()
+            assert piece <= job.bounds.high.min()
+            assert (project(sizes, job.ways.apart_bounds(piece)) == sizes).all()
         else:
-            assert total == ways.base
-        assert (project(sizes, ways.bounds_of(bounds, sizes)) == sizes).all()
+            assert (project(sizes, job.bounds) == sizes).all()
+        if not moves:
+            assert piece in (0, PIECE)
 
 
 def test_nothing_measured_changes_nothing() -> None:
-    ways, bounds, sizes = job()
-    assert chosen(ways, bounds, Window.of(sizes)).tolist() == [PIECE] * 4
-    assert chosen(ways, bounds, Window.of(8 * sizes)).tolist() == [8 * PIECE] * 4
+    job = Job()
+    assert job.see(Window.of(job.sizes)).sizes.tolist() == [PIECE] * 4
+    job.sizes, job.piece = 8 * job.sizes, PIECE
+    assert job.see(Window.of(job.sizes)).sizes.tolist() == [8 * PIECE] * 4
+    assert job.piece == PIECE
 
 
 def test_a_data_set_of_less_than_two_steps_has_no_rounds_apart() -> None:
-    ways, bounds, sizes = job(samples=2 * 4 * PIECE - 1)
-    assert not ways.is_apart(chosen(ways, bounds, seen(sizes, 10.0)))
+    job = Job(samples=2 * 4 * PIECE - 1)
+    assert not job.see(job.seen(10.0)).apart
+
+
+# ---------------------------------------------------------------- a batch that moves
+
+
+def test_a_policy_sees_a_round_apart_as_one_of_its_steps() -> None:
+    job = Job(2, moves=True)
+    job.see(job.seen(0.02))
+    rounds = Window.of([4 * PIECE] * 2, compute=[0.4, 0.2], wait=[0.0, 0.2], communication=0.08, steps=2.0, noise=50.0)
+    step = job.ways.as_step(rounds, PIECE)
+    assert step.batch_size.tolist() == [PIECE] * 2
+    assert step.compute == pytest.approx([0.1, 0.05])
+    assert step.communication == pytest.approx(0.02)  # what it would be over gradients
+    assert (float(step.steps), float(step.noise)) == (8.0, 50.0)
+    shares = job.ways.as_step(Window.of([6 * PIECE, 2 * PIECE], compute=[0.6, 0.1], communication=0.08), PIECE)
+    assert shares.batch_size.tolist() == [48, 16]
+    assert 0.1 < shares.compute[0] < 0.15  # one pass of 48 samples, with its fixed cost once
+
+
+def test_pieces_follow_the_policys_batch_and_stay_where_it_hardly_moves() -> None:
+    job = Job(moves=True)
+    for total, piece in ((128, 32), (130, 32), (135, 32), (160, 40), (2000, 256)):
+        job.see(job.seen(1.0, noise=1e4), total=total)
+        assert job.piece == piece
+    assert (job.sizes % 256 == 0).all()
+
+
+def test_ways_are_compared_by_what_samples_teach() -> None:
+    """Larger batches save exchanges as rounds apart do. Where they teach as much, rounds apart are of less use."""
+    more = {}
+    for noise in (1.0, 1e6):
+        job = Job(moves=True)
+        job.see(job.seen(0.03, noise=noise))
+        more[noise] = job.ways.parameters / job.ways.gradients
+    assert 1 < more[1e6] < 0.9 * more[1.0]
+
+
+def test_gradients_meet_now_and_then_where_the_batch_moves_to_tell_the_noise_scale() -> None:
+    job, met = Job(moves=True), []
+    for samples in (1000, 1100, 1250, 1350, 1400):
+        job.see(job.seen(1.0, noise=1e4), samples=samples)
+        met.append(job.apart)
+    assert met == [True, True, True, False, True]
+
+
+def test_rounds_that_take_longer_than_shares_of_now_would_promise_less() -> None:
+    """Speeds change while a round is under way: it was cut for what was."""
+    steady, moving = Job(), Job()
+    for number in range(6):
+        for job, speeds in ((steady, [1000.0, 1000, 1000, 1000]), (moving, [1000.0, 1000, 1000, 1000])):
+            if job is moving:
+                speeds[number % 4] = 300.0
+            job.see(job.seen(0.03, speeds=speeds))
+    assert steady.ways.lags == pytest.approx([1, 1])
+    assert moving.ways.parameters < 0.7 * steady.ways.parameters  # though the speeds' sum is 0.8 of the other

@@ -20,13 +20,18 @@ from torch.utils.data import DataLoader, TensorDataset
 import dynamix
 from dynamix.errors import ConfigError, UsageError
 from dynamix.events.records import read_events
-from dynamix.model.rounds import of_total
+from dynamix.runtime.packing import checksum
 from dynamix.runtime.parameters import Averaging
-from dynamix.window import Bounds, Window
+from dynamix.window import Bounds, Ints, Window
 from tests.ranks import run_ranks
 from tests.union import Script
 
 SHARES = {2: [[10, 6], [5, 11], [14, 2]], 3: [[10, 6, 8], [4, 15, 5]]}
+GROWING = {
+    2: [[10, 6], [16, 12], [24, 10], [8, 6]],
+    3: [[10, 6, 8], [9, 9, 9]],
+    4: [[10, 6, 8, 8], [16, 12, 12, 6], [9, 9, 9, 9]],
+}
 SAMPLES, BATCH, STEPS = 331, 8, 3  # of the data set, of a worker's step, between meetings in the mean
 
 
@@ -53,11 +58,11 @@ def in_turns(controller: dynamix.Controller) -> None:
     ways = controller._coordinator.ways
     assert ways is not None
 
-    def within(bounds: Bounds, window: Window, *_: Any) -> Bounds:
-        apart = ways.is_apart(window.batch_size)
-        return bounds if apart else of_total(ways.apart_bounds(bounds), STEPS * ways.base)
+    def round_of(sizes: Ints, bounds: Bounds, window: Window, piece: int, **_: Any) -> tuple[Ints, int]:
+        after = ways._piece(int(sizes.sum()), bounds, 0)
+        return (sizes, 0) if piece else (ways._shares(sizes, after, STEPS * after * len(sizes)), after)
 
-    ways.within = within  # type: ignore[method-assign]
+    ways.round_of = round_of  # type: ignore[method-assign]
 
 
 def made(case: dict[str, Any]) -> tuple[Any, Any, DataLoader[Any], nn.Module, torch.optim.Optimizer]:
@@ -65,7 +70,8 @@ def made(case: dict[str, Any]) -> tuple[Any, Any, DataLoader[Any], nn.Module, to
     optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     if case.get("adam"):
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    shares = Script(SHARES[dist.get_world_size()])
+    grows = case.get("more", {}).get("global_batch") == "adaptive"
+    shares = Script((GROWING if grows else SHARES)[dist.get_world_size()])
     controller = dynamix.Controller(shares, BATCH, interval=4, meet="auto", **case.get("more", {}))
     controller._coordinator.channel.patience_s = 20  # no decision is late
     sampler = controller.batch_sampler(dataset(), seed=1)
@@ -83,6 +89,8 @@ class Seen:
         self.indices: list[int] = []
         self.weights: list[Tensor] = []
         self.worst = 0.0
+        self.pieces: list[int] = []  # by round, of a worker's own steps
+        self.factors: list[tuple[float, float]] = []  # on the learning rate, and what it should be
 
 
 def train(made_of: Any, seen: Seen, *, rounds: int | None = None, epochs: int = 2, rank: int = 0) -> None:
@@ -105,10 +113,14 @@ def train(made_of: Any, seen: Seen, *, rounds: int | None = None, epochs: int = 
                 seen.worst = max(seen.worst, *(float((a.grad - b.grad).abs().max()) for a, b in pairs))
             optimizer.step()
             optimizer.zero_grad()
+            factor, plan = controller.metrics()["lr_factor"], piece.plan
             controller.step(loss=loss)
+            if plan.regular and piece.samples in (plan.piece, plan.counts[rank]):
+                seen.factors.append((factor, (plan.at_once if plan.apart else plan.samples) / controller.base_batch))
             seen.indices += index.tolist() if piece.samples else []
             if controller.met:
                 seen.apart.append(piece.plan.apart)
+                seen.pieces.append(piece.plan.piece)
                 kept = (t.detach().flatten().double() for t in model.state_dict().values())
                 seen.weights.append(torch.cat([*kept]))
                 if rounds is not None and len(seen.apart) == rounds:
@@ -129,14 +141,15 @@ CASES: list[dict[str, Any]] = [
     {"how": {"optimizer_state": "kept"}, "num_workers": 2},
     {"how": {"optimizer_state": "reset"}, "more": {"lr_rule": "none"}},
     {"how": {"outer": nesterov}},
+    {"more": {"global_batch": "adaptive"}},
 ]
 
 
 @pytest.mark.multiproc
 @pytest.mark.parametrize(
     ("workers", "case"),
-    [(2, CASES[0]), (3, CASES[1]), (2, CASES[2]), (2, CASES[3]), (2, CASES[4])],
-    ids=["plain", "batchnorm-adam", "kept", "reset", "outer"],
+    [(2, CASES[0]), (3, CASES[1]), (2, CASES[2]), (2, CASES[3]), (2, CASES[4]), (4, CASES[5])],
+    ids=["plain", "batchnorm-adam", "kept", "reset", "outer", "grows"],
 )
 def test_a_job_goes_over_to_the_other_way_and_back(workers: int, case: dict[str, Any]) -> None:
     ranks = run_ranks(whole, workers, case)
@@ -144,9 +157,12 @@ def test_a_job_goes_over_to_the_other_way_and_back(workers: int, case: dict[str,
     changes = sum(one != other for one, other in itertools.pairwise(ways))
     assert not ways[0]
     assert changes >= 3
+    assert len(set(ranks[0].pieces)) >= (3 if case.get("more", {}).get("global_batch") else 2)
     for seen in ranks:
         assert seen.apart == ways
         assert seen.worst < 1e-12
+        if case.get("more", {}).get("lr_rule") != "none" and not case.get("adam"):
+            assert all(factor == pytest.approx(wanted) for factor, wanted in seen.factors)
         for own, first in zip(seen.weights, ranks[0].weights, strict=True):
             buffers = case.get("kind") == "batchnorm"  # over gradients they are each rank's own, as under DDP
             assert buffers or torch.equal(own, first)
@@ -156,17 +172,41 @@ def test_a_job_goes_over_to_the_other_way_and_back(workers: int, case: dict[str,
     assert sorted(i for seen in ranks for i in seen.indices) == sorted([*range(SAMPLES)] * 2)
 
 
-def resumed(rank: int, folder: str, stop: int) -> tuple[Seen, Seen]:
+def replayed(rank: int, events: str) -> tuple[Seen, Seen]:
+    found = []
+    for more in ({"events": events}, {"replay": events}):
+        parts, seen = made({"more": {"global_batch": "adaptive", **more}}), Seen()
+        if "events" in more:
+            in_turns(parts[0])
+        train(parts, seen, rank=rank)
+        parts[0].close()
+        found.append(seen)
+    return found[0], found[1]
+
+
+@pytest.mark.multiproc
+def test_a_recorded_run_whose_batch_moved_is_run_again(tmp_path: Path) -> None:
+    events = tmp_path / "events.jsonl"
+    for first, again in run_ranks(replayed, 2, str(events)):
+        assert len(set(first.pieces)) >= 3
+        assert (again.pieces, again.indices) == (first.pieces, first.indices)
+        assert all(map(torch.equal, again.weights, first.weights))
+    changes = [event for event in read_events(events) if event["decision"] == "new"]
+    assert {event.get("piece", 0) for event in changes} == {*first.pieces}
+
+
+def resumed(rank: int, folder: str, stop: int, more: dict[str, Any]) -> tuple[Seen, Seen]:
     def job() -> Any:
-        parts = made({"adam": True})
+        parts = made({"adam": True, "more": more})
         in_turns(parts[0])
         return parts
 
     straight, again, parts = Seen(), Seen(), job()
     train(parts, straight)
     parts[0].close()
-    parts = job()
+    parts, stop = job(), stop or next(number for number, piece in enumerate(straight.pieces, 1) if piece > BATCH)
     train(parts, again, rounds=stop)
+    assert again.pieces == straight.pieces[:stop]
     saved = parts[0].state_dict(), parts[3].state_dict(), parts[4].state_dict()
     parts[0].close()
     parts = job()
@@ -181,17 +221,22 @@ def resumed(rank: int, folder: str, stop: int) -> tuple[Seen, Seen]:
 
 
 @pytest.mark.multiproc
-@pytest.mark.parametrize("stop", [2, 6], ids=["over-gradients", "apart"])
-def test_a_saved_job_goes_on_in_its_way(tmp_path: Path, stop: int) -> None:
-    for straight, again in run_ranks(resumed, 2, str(tmp_path), stop):
-        assert again.apart == straight.apart
-        assert straight.apart[stop - 1] == (stop == 6)
+@pytest.mark.parametrize(
+    ("stop", "apart", "moves"),
+    [(2, False, False), (6, True, False), (0, True, True)],
+    ids=["over-gradients", "apart", "apart-grown"],
+)
+def test_a_saved_job_goes_on_in_its_way(tmp_path: Path, stop: int, apart: bool, moves: bool) -> None:
+    more = {"global_batch": "adaptive"} if moves else {}
+    for straight, again in run_ranks(resumed, 2, str(tmp_path), stop, more):
+        assert again.pieces == straight.pieces
+        assert straight.apart[stop - 1] == apart or not stop
         assert again.indices == straight.indices
         torch.testing.assert_close(again.weights[-1], straight.weights[-1], rtol=0, atol=1e-12)
 
 
-def saves(rank: int, folder: str) -> list[int]:
-    parts, seen = made({}), Seen()
+def saves(rank: int, folder: str, more: dict[str, Any]) -> list[int]:
+    parts, seen = made({"more": more}), Seen()
     in_turns(parts[0])
     train(parts, seen, rounds=6)
     assert seen.apart[-1]
@@ -200,13 +245,17 @@ def saves(rank: int, folder: str) -> list[int]:
     return seen.indices
 
 
-def goes_on(rank: int, folder: str) -> tuple[list[int], list[int], Tensor]:
-    parts, seen = made({}), Seen()
+def goes_on(rank: int, folder: str, more: dict[str, Any], old: bool) -> tuple[list[int], list[int], Tensor]:
+    parts, seen = made({"more": more}), Seen()
     state, weights = torch.load(f"{folder}/state0")
+    if old:  # the first states with rounds apart said no piece: it followed from the base batch
+        state["ledger_sizes"] = [sizes[:2] for sizes in state["ledger_sizes"]]
+        state["checksum"] = checksum(state)
     parts[0].load_state_dict(state)
     parts[3].load_state_dict(weights)
     in_turns(parts[0])
-    totals = [parts[0].base_batch, int(parts[0].batch_sizes.sum())]
+    piece = parts[0]._coordinator.piece_apart
+    totals = [parts[0].base_batch, int(parts[0].batch_sizes.sum()), 3 * piece]
     train(parts, seen, epochs=1)
     assert len(set(seen.apart)) == 2
     parts[0].close()
@@ -214,10 +263,13 @@ def goes_on(rank: int, folder: str) -> tuple[list[int], list[int], Tensor]:
 
 
 @pytest.mark.multiproc
-def test_another_world_size_keeps_the_step_over_gradients_and_every_sample(tmp_path: Path) -> None:
-    before = [i for of_rank in run_ranks(saves, 2, str(tmp_path)) for i in of_rank]
-    ranks = run_ranks(goes_on, 3, str(tmp_path))
+@pytest.mark.parametrize("kind", ["new", "old", "adaptive"])
+def test_another_world_size_keeps_the_step_over_gradients_and_every_sample(tmp_path: Path, kind: str) -> None:
+    more = {"global_batch": "adaptive"} if kind == "adaptive" else {}
+    before = [i for of_rank in run_ranks(saves, 2, str(tmp_path), more) for i in of_rank]
+    ranks = run_ranks(goes_on, 3, str(tmp_path), more, kind == "old")
     assert all(totals[0] == 2 * BATCH and totals[1] >= 4 * BATCH for _, totals, _ in ranks)
+    assert all(totals[2] == pytest.approx(2 * BATCH, abs=1) for _, totals, _ in ranks)
     assert all(torch.equal(weights, ranks[0][2]) for _, _, weights in ranks)
     assert sorted([*before, *(i for of_rank in ranks for i in of_rank[0])]) == [*range(SAMPLES)]
 
@@ -230,17 +282,20 @@ def at_cost(rank: int, events: str) -> list[tuple[int, float]]:
     parts, seen = made({"more": {"events": events}}), Seen()
     controller = parts[0]
     ways = controller._coordinator.ways
-    inner = ways.within
+    as_step, round_of, payload = ways.as_step, ways.round_of, controller._coordinator.payload
 
-    def within(bounds: Bounds, window: Window, rate: float, payload: float) -> Bounds:
+    def told_of(window: Window, piece: int) -> Window:
         link_s = 0.05 if 4 <= controller._coordinator.progress.window < 6 else 1e-5
         speeds = np.array([1000.0, 500.0])
-        compute = window.batch_size / speeds
-        seen_s = payload * link_s if ways.is_apart(window.batch_size) else link_s
-        known = {"compute": compute, "communication": np.full(2, seen_s), "wait": compute.max() - compute}
-        return inner(bounds, dataclasses.replace(window, **known), rate, payload)
+        compute = np.full(2, window.batch_size.sum() / speeds.sum())  # as if shares fitted the speeds
+        seen_s = payload() * link_s if piece else link_s
+        times = {"compute": compute, "communication": np.full(2, seen_s), "wait": compute.max() - compute}
+        return dataclasses.replace(window, **times)
 
-    ways.within = within
+    ways.as_step = lambda window, piece: as_step(told_of(window, piece), piece)
+    ways.round_of = lambda sizes, bounds, window, piece, **known: round_of(
+        sizes, bounds, told_of(window, piece), piece, **known
+    )
     told = []
     for _ in range(4):
         train(parts, seen, epochs=2)
@@ -274,7 +329,6 @@ def test_the_way_follows_what_an_exchange_takes(tmp_path: Path) -> None:
         ({"meet": "sometimes"}, ["meet='sometimes'", "'auto'"]),
         ({"micro_batch": 4}, ["micro_batch=4", "leave micro_batch out"]),
         ({"accumulate": 2}, ["accumulate=2", "leave accumulate out"]),
-        ({"global_batch": "adaptive"}, ["global_batch='adaptive'", "'fixed'"]),
         ({"policy": "stigmergic"}, ["meet='auto'", "goodput"]),
     ],
 )

@@ -20,17 +20,17 @@ import dynamix
 from dynamix.data.plan import pieces_of
 from dynamix.errors import ConfigError
 from dynamix.events.records import read_events
-from dynamix.model.rounds import of_total
 from dynamix.runtime.parameters import Averaging
 from dynamix.simulator import Clusters, sample_clusters
 from dynamix.virtual.cluster import VirtualCluster
 from dynamix.virtual.run import VirtualRun
-from dynamix.window import Bounds, Window
+from dynamix.window import Bounds, Ints, Window
 from tests.ranks import run_ranks
 from tests.union import Script
 
 SHARE, PIECE, INTERVAL, SAMPLES, EPOCHS = 32, 8, 3, 1000, 2
 SHARES = [[40, 24], [12, 52], [0, 64], [32, 32], [54, 10]]
+GROWING = [[40, 24], [40, 40], [60, 30], [50, 20], [20, 60]]
 SAME = ("loss", "loss_std", "loss_change", "accuracy", "accuracy_std", "accuracy_change", "noise", "signal")
 SAME += ("step", "age", "steps", "base_batch", "micro_batches", "batch_size", "global_norm_sq")
 
@@ -130,12 +130,12 @@ def in_turns(controller: dynamix.Controller) -> None:
     """Let workers meet otherwise after every window, in rounds apart of three steps in the mean."""
     ways = controller._coordinator.ways
     assert ways is not None
-    far = 3 * ways.base
 
-    def within(bounds: Bounds, window: Window, *_: Any) -> Bounds:
-        return bounds if ways.is_apart(window.batch_size) else of_total(ways.apart_bounds(bounds), far)
+    def round_of(sizes: Ints, bounds: Bounds, window: Window, piece: int, **_: Any) -> tuple[Ints, int]:
+        after = ways._piece(int(sizes.sum()), bounds, 0)
+        return (sizes, 0) if piece else (ways._shares(sizes, after, 3 * after * len(sizes)), after)
 
-    ways.within = within  # type: ignore[method-assign]
+    ways.round_of = round_of  # type: ignore[method-assign]
 
 
 CASES: list[dict[str, Any]] = [
@@ -145,13 +145,15 @@ CASES: list[dict[str, Any]] = [
     {"policy": Script(SHARES), "how": {"outer": nesterov, "optimizer_state": "kept", "steps": "normalized"}},
     {"policy": Script(SHARES), "how": {"optimizer_state": "reset", "wire": "bfloat16"}},
     {"policy": Script(SHARES), "meet": "auto", "norm": True, "adam": True},
-    {"policy": Script(SHARES), "meet": "auto", "how": {"optimizer_state": "kept"}},
+    {"policy": Script(GROWING), "meet": "auto", "rounds": "adaptive", "how": {"optimizer_state": "kept"}},
 ]
 
 
 @pytest.mark.multiproc
 @pytest.mark.parametrize(
-    "case", CASES, ids=["shares", "rounds", "batchnorm-adam", "outer-normalized", "reset-bfloat16", "auto", "auto-kept"]
+    "case",
+    CASES,
+    ids=["shares", "rounds", "batchnorm-adam", "outer-normalized", "reset-bfloat16", "auto", "auto-grows"],
 )
 def test_equals_a_real_job_of_two_processes(tmp_path: Path, case: dict[str, Any]) -> None:
     recorded = tmp_path / "live.jsonl"
@@ -164,8 +166,9 @@ def test_equals_a_real_job_of_two_processes(tmp_path: Path, case: dict[str, Any]
     events = tmp_path / "virtual.jsonl"
     how = {} if case.get("rounds") is None else {"bounds": Bounds.of(2, 0, 96), "rounds": case["rounds"]}
     if case.get("meet") == "auto":
-        assert {counts.sum() > 2 * SHARE for counts in counts} == {True, False}
-        how = {"meet": "auto"}
+        apart = {event.get("piece", 0) for event in read_events(recorded)}
+        assert len(apart) > (2 if case.get("rounds") else 1)
+        how["meet"] = "auto"
     with virtual(case, policy=case["policy"], replay=recorded, events=events, **how) as cluster:
         cluster.scheduler(schedule_for(cluster.optimizer))
         run = cluster.run(len(losses))
@@ -314,7 +317,6 @@ def test_memory_bounds_pieces_not_shares() -> None:
     [
         ({"meet": "sometimes"}, ["meet='sometimes'", "parameters"]),
         ({"rounds": "often"}, ["rounds='often'"]),
-        ({"meet": "auto", "rounds": "adaptive"}, ["rounds='adaptive'", "leave rounds out"]),
         ({"meet": "gradients", "averaging": None, "rounds": "adaptive"}, ["rounds='adaptive'", "meet='parameters'"]),
         ({"meet": "gradients"}, ["averaging", "None where workers meet over gradients"]),
         ({"policy": "pollux"}, ["policy", "lb_bsp"]),

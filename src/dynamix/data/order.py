@@ -15,7 +15,6 @@ from dynamix.data.cutting import NO_LIMIT
 from dynamix.data.plan import Cursor, Group, Piece, StepPlan, pieces_of
 from dynamix.data.reader import BatchReader, reader_of
 from dynamix.errors import ConfigError, DynamixError, StateError, UsageError
-from dynamix.window import Ints
 
 
 class SampleOrder(ABC):
@@ -70,8 +69,8 @@ class SampleOrder(ABC):
         self._consuming = threading.Lock()
         self._ahead = self._behind = self._saved = Cursor(0, 0, 0, np.zeros(world_size, dtype=np.int64))
         self.micro_batch: int | None = None  # most samples of a piece; None: a share of a micro-step is one
-        # Ranks step apart where an allocation has as many samples; None: never. Above 0 only such shares are cut.
-        self.apart_from: int | None = None
+        self.apart = False  # ranks step apart in every round; else where the allocation says so
+        self.either = False  # the allocation says how ranks meet: shares are cut only where they step apart
         self._pending: deque[tuple[Piece, Cursor]] = deque()  # where the loop stands once the piece is consumed
         self.batches_issued = self.batches_consumed = 0  # pieces of this rank
         self._round = 0  # a new number for every iteration, so that an abandoned iterator cannot go on
@@ -309,7 +308,7 @@ class SampleOrder(ABC):
     def _cut(self, plan: StepPlan, before: Cursor) -> list[Piece]:
         """This rank's pieces of a micro-step that began at `before`. They are pending from now on."""
         mine = int(plan.counts[self.rank])
-        if (most := self.most_of_piece(apart=plan.apart)) is None:
+        if (most := self.most_of_piece(plan.index)) is None:
             group, micro = plan.group[:, self.rank], plan.micro
             following = int(group[micro + 1]) if micro + 1 < self.accumulate else 0
             share = mine if self.accumulate == 1 else int(group.sum())
@@ -326,13 +325,11 @@ class SampleOrder(ABC):
         self._pending.extend((piece, before if piece is not pieces[-1] else after) for piece in pieces)
         return pieces
 
-    def steps_apart(self, sizes: Ints) -> bool:
-        """Whether ranks step apart in rounds of an allocation (W,)."""
-        return self.apart_from is not None and int(sizes.sum()) >= self.apart_from
-
-    def most_of_piece(self, *, apart: bool) -> int | None:
-        """Most samples of this rank's pieces of a round; None: its share is one."""
-        return self.micro_batch if apart or not self.apart_from else None
+    def most_of_piece(self, index: int) -> int | None:
+        """Most samples of this rank's pieces of micro-step `index`; None: its share is one."""
+        if self.micro_batch is None or not (piece := self.allocations.piece_at(index)):
+            return None if self.either else self.micro_batch
+        return min(piece, self.micro_batch)
 
     def _require_current(self, number: int) -> None:
         if number != self._round:
@@ -363,7 +360,7 @@ class SampleOrder(ABC):
                 self._behind = self._ahead = self._saved = replace(now, finished=True)
                 self._begun = 0
                 return None
-        counts = group.counts[now.micro]
+        counts, piece = group.counts[now.micro], self.allocations.piece_at(now.index)
         done = now.micro == self.accumulate - 1
         plan = StepPlan(
             index=now.index,
@@ -374,7 +371,8 @@ class SampleOrder(ABC):
             micro=now.micro,
             regular=group.regular[now.micro],
             last=done and group.final,
-            apart=self.steps_apart(group.sizes),
+            apart=self.apart or piece > 0,
+            piece=piece,
             work=group.work,
             order=None if group.cuts is None else group.cuts[now.micro].samples,
         )

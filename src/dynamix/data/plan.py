@@ -22,6 +22,7 @@ class StepPlan:
     regular   what was dealt equals the allocation in force (False at the end of an epoch that they do not divide)
     last      last micro-step of the epoch
     apart     every piece of it is an optimizer step of its rank's own, and ranks meet over parameters after it
+    piece     samples of such a step, where the allocation says so; 0: it does not
     work      (A, W) what the samples of `group` cost, in samples of mean cost; None where that is not known
     order     (N,) indices of the micro-step's samples, rank by rank; None: as they come in the epoch's order
     """
@@ -35,6 +36,7 @@ class StepPlan:
     regular: bool
     last: bool
     apart: bool = False
+    piece: int = 0
     work: Floats | None = None
     order: Ints | None = None
 
@@ -42,6 +44,11 @@ class StepPlan:
     def samples(self) -> int:
         """Samples of this optimizer step, of all ranks and micro-steps."""
         return int(self.group.sum())
+
+    @property
+    def at_once(self) -> int:
+        """Samples of all ranks' steps that are taken at the same time, where each takes its own of a `piece`."""
+        return self.piece * self.counts.size
 
     def dealt_to(self, rank: int) -> tuple[float, float] | None:
         """Samples of this rank in the optimizer step, and what they cost; None where that is not known."""

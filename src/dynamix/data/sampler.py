@@ -140,7 +140,7 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
             position += int(now.group.counts[now.micro :].sum())
         sizes = self._regions.sizes if self._regions and not now.finished else self.allocations.at(now.index)
         groups, _ = self._whole_epoch(position, sizes)
-        if (most := self.most_of_piece(apart=self.steps_apart(sizes))) is not None:
+        if (most := self.most_of_piece(now.index)) is not None:
             return groups * len(pieces_of(int(sizes[self.rank]), most))
         return rest + groups * self.accumulate
 

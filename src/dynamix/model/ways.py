@@ -10,26 +10,36 @@ from typing import Any
 import numpy as np
 
 from dynamix.model.costs import WorkerCosts, even_share
-from dynamix.model.measured import exposed_seconds, slowest_seconds
-from dynamix.model.rounds import MOST, RoundSize, of_total, samples_a_second
-from dynamix.window import Bounds, Floats, Window
+from dynamix.model.measured import base_total, exposed_seconds, noise_scale, slowest_seconds
+from dynamix.model.noise import NoiseByBatch
+from dynamix.model.rounds import MOST, RoundSize, samples_a_second, steps_apart
+from dynamix.projection import project
+from dynamix.window import Bounds, Floats, Ints, Window
 
 # So many times as much a second must rounds apart promise, to begin and to go on. Where both ways promise alike, rounds
 # apart have reached a loss with fewer samples, not with more; the gap keeps a job from changing to and fro.
-BEGINS, STAYS = 0.98, 0.95
+# A batch that moves is a way to save exchanges too, and rounds follow changes late, so there it must be clearly more.
+BEGINS, STAYS = {"fixed": 0.98, "moves": 1.15}, {"fixed": 0.95, "moves": 1.08}
+LEAST_STEPS = 2  # of a round apart, in the mean
+STEADY = 1.1  # pieces stay as they are where others would be so little larger or smaller
+LOOK = 1.3  # times as many samples as when gradients met last: then they meet for a window, where the batch may move
 NEWEST = 0.5  # weight of a window's figure over those before it
+LATEST = 3.0  # times what workers would take whose shares fit their speeds, at most
 NO_LIMIT = 2**40  # samples
-LATEST = 2.0  # times the slowest worker's mean that the slowest of a step is taken to be, at most
+NEAR = 2.0 ** (np.arange(-4, 5) / 4)  # times the batch in force: those at which the ways are compared
 
 
 @dataclass
 class Ways:
-    """Chooses way and size of a round, window by window, for most samples a second.
+    """Chooses way and size of a round, window by window, for most progress a second.
 
-    A step over gradients is of `base` samples. Apart, every worker takes steps of `piece` samples at the same learning
-    rate, and the mean of the models moves as far as one such step for every `base` samples. So samples teach alike in
-    both, up to the number of steps that `RoundSize` allows. An allocation says by its sum which way it is trained:
-    rounds of `apart_from` samples or more are trained apart, all others have `base`.
+    A policy decides on steps of all workers, as if gradients met. Apart, every worker takes steps of its part of such a
+    step's samples, a piece, at the same learning rate, and the mean of the models moves as far as one such step for
+    every step's samples. So samples teach alike in both, up to the number of steps that `RoundSize` allows. To the
+    policy a round apart is so many steps, each with the exchange that it would have if gradients met.
+
+    What either way promises is counted at the batch that suits it best among those near the one in force: samples a
+    second, over what a sample teaches less there (`NoiseByBatch`). Where the batch is fixed that is samples a second.
 
     Speeds are those of pieces. Over gradients they follow from the fitted costs of every worker: a slow worker's small
     share has the fixed cost of a whole pass, so it looks slower there than it is apart, and a fast one looks faster.
@@ -38,106 +48,195 @@ class Ways:
     times the bytes of a gradient, and nothing hides it; of a gradient's exchange `hidden_s` goes on while workers
     compute. What is hidden is learned when workers have met both ways, and is nothing before that.
 
-    base      samples of all workers' step over gradients
     workers   how many
     epoch     samples of an epoch, which no round outgrows; infinite where there are none
 
     `why` says how the last choice was made; the figures are NaN before one.
     """
 
-    base: int
     workers: int
     epoch: float = math.inf
     hidden_s: float = field(default=0.0, init=False)
     late: float = field(default=1.0, init=False)  # the slowest worker of a step over the slowest mean
+    lags: list[float] = field(default_factory=lambda: [1.0, 1.0], init=False)  # over gradients, and apart
     gradients: float = field(default=float("nan"), init=False)  # samples a second that are to be expected
     parameters: float = field(default=float("nan"), init=False)
     why: str = field(default="nothing is measured yet", init=False)
-    size: RoundSize = field(init=False)
-    _costs: WorkerCosts = field(default_factory=WorkerCosts, init=False)  # of a step over gradients
-    _exposed_s: float = field(default=float("nan"), init=False)  # of the gradients' exchange, when it was last seen
+    size: RoundSize = field(default_factory=lambda: RoundSize(1.0), init=False)
+    _costs: WorkerCosts = field(default_factory=WorkerCosts, init=False)
+    _noise: NoiseByBatch = field(default_factory=NoiseByBatch, init=False)
+    _exposed_s: float = field(default=float("nan"), init=False)  # of the gradients' exchange, seen or foreseen
+    _unseen: bool = field(default=False, init=False)  # no meeting was seen since gradients met
+    _looked: float = field(default=0.0, init=False)  # samples trained when gradients met last
+    _windows: int = field(default=0, init=False)
     _apart: bool = field(default=False, init=False)  # the last choice
 
-    def __post_init__(self) -> None:
-        self.size = RoundSize(float(self.piece))
+    def begun_anew(self) -> Ways:
+        """The same, nothing being measured yet."""
+        return Ways(self.workers, self.epoch)
 
-    @property
-    def piece(self) -> int:
-        """Samples of a worker's own step."""
-        return max(self.base // self.workers, 1)
-
-    @property
-    def apart_from(self) -> int:
-        """Samples from which on a round is trained apart."""
-        return 2 * self.base
-
-    @property
-    def _most(self) -> int:
-        """Samples of a round, at most."""
-        return int(min(self.epoch, NO_LIMIT)) // self.piece * self.piece
-
-    def begun_with(self, base: int) -> Ways:
-        """The same for a job whose steps over gradients have `base` samples, nothing being measured yet."""
-        return Ways(base, self.workers, self.epoch)
-
-    def is_apart(self, sizes: Any) -> bool:
-        """Whether a round of so many samples a worker, (W,), is trained apart."""
-        return int(np.sum(sizes)) >= self.apart_from
-
-    def bounds_of(self, bounds: Bounds, sizes: Any) -> Bounds:
-        """What rounds like that of `sizes` (W,) are kept within; `bounds` are those of a step over gradients."""
-        return self.apart_bounds(bounds) if self.is_apart(sizes) else bounds
-
-    def apart_bounds(self, bounds: Bounds) -> Bounds:
+    def apart_bounds(self, piece: int) -> Bounds:
         """Of rounds apart: whole pieces, one at least, so that everybody's speed is seen."""
-        piece, each = self.piece, np.ones(bounds.low.shape, dtype=np.int64)
-        low, high = piece * each, 8 * int(MOST) * piece * each  # of the fastest of unlike workers
-        least = max(-(-self.apart_from // piece) * piece, int(low.sum()))
-        most = min(self._most, int(high.sum()))
-        one, other = np.asarray(least, dtype=np.int64), np.asarray(max(most, least), dtype=np.int64)
-        return dataclasses.replace(bounds, low=low, high=high, total_low=one, total_high=other, quantum=piece)
+        each = np.full(self.workers, piece, dtype=np.int64)
+        high = 8 * int(MOST) * each  # of the fastest of unlike workers
+        least = LEAST_STEPS * int(each.sum())
+        most = max(min(self._most(piece), int(high.sum())), least)
+        one, other = (np.asarray(total, dtype=np.int64) for total in (least, most))
+        return Bounds(each, high, one, other, piece)
 
-    def within(self, bounds: Bounds, window: Window, rate: float = 1.0, payload: float = 1.0) -> Bounds:
-        """Bounds that allow one size of the round only: that of the better way after `window`, of one job, shape (W,).
+    def _most(self, piece: int) -> int:
+        """Samples of a round, at most."""
+        return int(min(self.epoch, NO_LIMIT)) // piece * piece
 
-        bounds    of a step over gradients, of `base` samples
+    def as_step(self, window: Window, piece: int) -> Window:
+        """Take in `window`; of rounds apart, in pieces of `piece`, it is returned as one of steps of all workers.
+
+        Of such a step every worker has a share instead of its pieces, so that it computes in one pass: fixed costs are
+        in its time once.
+        """
+        each, timed = _of_pieces(window, piece), samples_a_second(window) is not None
+        if timed:
+            self._costs = self._costs.update(each)
+        at_once = float(each.batch_size.sum())
+        self._noise = self._noise.update(noise_scale(window), np.asarray(at_once / base_total(window)))
+        if not piece:
+            return window
+        steps = float(window.batch_size.sum()) / at_once
+        sizes = np.maximum(np.rint(window.batch_size / steps), np.minimum(window.batch_size, 1)).astype(np.int64)
+        even = even_share(window)
+        passes = np.ones(self.workers)
+        if timed:
+            passes = self._costs.seconds(sizes.astype(np.float64), even) / self._costs.seconds(
+                each.batch_size.astype(np.float64), even
+            )
+        compute = each.compute * passes
+        wait = self.late * compute.max(initial=0.0, where=np.isfinite(compute)) - compute
+        known = {"compute": compute, "compute_std": each.compute_std * passes, "data": each.data, "wait": wait}
+        known |= {"work": window.work / steps, "communication": np.full(self.workers, self._exposed_s)}
+        known |= {name: getattr(window, name) * steps for name in ("steps", "age")}
+        return dataclasses.replace(window, batch_size=sizes, **known)
+
+    def round_of(
+        self,
+        sizes: Ints,
+        bounds: Bounds,
+        window: Window,
+        piece: int,
+        *,
+        rate: float = 1.0,
+        payload: float = 1.0,
+        samples: float = 0.0,
+    ) -> tuple[Ints, int]:
+        """After `window`: the sizes (W,) of a round, and the pieces in which workers then step apart; 0: they do not.
+
+        sizes     of a step of all workers, by the policy
+        bounds    of such steps
+        window    of one job, shape (W,), as it was measured
+        piece     samples of a worker's own step in it, 0 where gradients met
         rate      learning rate over its largest so far
         payload   bytes that a meeting moves, over those of a gradient
+        samples   trained by then
         """
-        now = int(window.batch_size.sum())
-        apart, far = self.is_apart(now), self.apart_bounds(bounds)
-        stay = of_total(far, now) if apart else bounds
         self.size.epoch = self.epoch
-        speeds, seen_s = self._speeds(window, apart), float(exposed_seconds(window))
-        if speeds is None or not np.isfinite(seen_s) or self.apart_from > self._most:
-            return stay
-        exposed_s, meeting_s = self._exchanges(window, apart, seen_s, max(payload, 1e-9))
-        self.gradients = self.base / (self.late * self.base / float(speeds.sum()) + exposed_s)
-        total, self.parameters = self.size.best(far, speeds, meeting_s, now=now if apart else 0, rate=rate)
+        after = self._piece(int(sizes.sum()), bounds, piece)
+        speeds, seen_s = self._speeds(window, after), float(exposed_seconds(window))
+        if speeds is None or not np.isfinite(seen_s) or LEAST_STEPS * self.workers * after > self._most(after):
+            return (sizes, 0) if not piece else (self._shares(sizes, piece, int(window.batch_size.sum())), piece)
+        exposed_s, meeting_s = self._exchanges(window, piece > 0, seen_s, max(payload, 1e-9))
+        self._exposed_s = exposed_s
+        now = round(int(window.batch_size.sum()) / piece) * after if piece else 0
+        self.size.piece = float(after)
+        total, pace = self.size.best(self.apart_bounds(after), speeds, meeting_s, now=now, rate=rate)
+        self._learn_lag(window, piece)
+        computing_s = total / pace - meeting_s
+        pace = total / (self.lags[1] * computing_s + meeting_s)
+        self._compare(window, bounds, speeds, after, (exposed_s, meeting_s), pace, rate)
         better = self.parameters / self.gradients
-        goes_apart = better > (STAYS if apart else BEGINS)
-        self._apart, self.why = goes_apart, _reason(goes_apart, better, self.size.steps, exposed_s, meeting_s)
-        return of_total(far, total) if goes_apart else bounds
+        moves = int(bounds.total_low) < int(bounds.total_high)
+        self._apart = better > (STAYS if piece else BEGINS)["moves" if moves else "fixed"]
+        self.why = _reason(self._apart, better, self.size.steps, exposed_s, meeting_s)
+        if not piece:
+            self._looked = samples
+        elif self._apart and moves and samples > LOOK * self._looked:
+            self._apart, self.why = False, "gradients meet for a window, which says how noisy they have become"
+        return (self._shares(sizes, after, total), after) if self._apart else (sizes, 0)
 
-    def _speeds(self, window: Window, apart: bool) -> Floats | None:
+    def _piece(self, total: int, bounds: Bounds, piece: int) -> int:
+        """A worker's part of a step of `total` samples, if workers step apart; about what is in force stays."""
+        quantum = bounds.quantum
+        wanted = max(min(round(total / self.workers / quantum) * quantum, int(bounds.high.min())), quantum)
+        return piece if piece and 1 / STEADY < wanted / piece < STEADY else wanted
+
+    def _shares(self, sizes: Ints | Floats, piece: int, total: int) -> Ints:
+        """A round of `total` samples in proportion to `sizes`, in whole pieces."""
+        return project(np.maximum(sizes, 0), self.apart_bounds(piece), total=total)
+
+    def _speeds(self, window: Window, piece: int) -> Floats | None:
         """Samples a second of every worker (W,) in steps of a piece; None where none was measured."""
-        measured = samples_a_second(window)
-        if apart or measured is None:
-            return measured
-        self._costs = self._costs.update(window)
-        seconds = self._costs.seconds(np.full(self.workers, float(self.piece)), even_share(window))
-        return np.where(np.isfinite(seconds) & (seconds > 0), self.piece / seconds, measured)
+        if (measured := samples_a_second(window)) is None:
+            return None
+        seconds = self._seconds(window, np.asarray([float(piece)]))[0]
+        return np.where(np.isfinite(seconds) & (seconds > 0), piece / seconds, measured)
+
+    def _seconds(self, window: Window, pieces: Floats) -> Floats:
+        """Seconds (K, W) that every worker takes for each of `pieces` (K,)."""
+        each = np.broadcast_to(pieces[:, None], (pieces.size, self.workers))
+        return self._costs.seconds(each, even_share(window))
+
+    def _compare(
+        self,
+        window: Window,
+        bounds: Bounds,
+        speeds: Floats,
+        piece: int,
+        exchanges: tuple[float, float],
+        pace: float,
+        rate: float,
+    ) -> None:
+        """What either way promises: samples of the base batch a second, at the batch that suits it best.
+
+        pace   samples a second apart, in pieces of `piece`
+        """
+        (exposed_s, meeting_s), here = exchanges, float(piece * self.workers)
+        base = np.asarray(float(base_total(window)))
+        least, most = int(bounds.total_low), int(bounds.total_high)
+        known = bool(np.isfinite(self._noise.level)) if self._noise.level.shape == () else False
+        near = here * NEAR if known and least < most else np.array([here])
+        totals = np.append(np.clip(near, least, most), here)
+        computing = totals / np.where(totals == here, speeds.sum(), self._summed(window, totals))
+        waste = self._noise.log_waste(totals, base) if known else np.zeros(totals.shape)
+        worth = np.exp(-waste)
+        of_gradients = worth * totals / (self.lags[0] * computing + exposed_s)
+        steps = np.array([max(steps_apart(meeting_s, s, rate=rate), LEAST_STEPS) for s in computing])
+        apart = worth * totals / (self.lags[1] * computing + meeting_s / steps)
+        apart = np.where(totals <= self.workers * bounds.high.min(), apart, 0.0)
+        self.gradients = float(of_gradients.max())
+        self.parameters = pace * float(worth[-1] * apart.max() / apart[-1])
+
+    def _learn_lag(self, window: Window, piece: int) -> None:
+        """How much longer than with the shares that fit their speeds workers took until the slowest was done."""
+        self._windows += 1
+        if self._windows == 1:
+            return  # even shares, which say nothing of how decisions keep up
+        speeds, total = samples_a_second(window), int(window.batch_size.sum())
+        assert speeds is not None
+        fitting = self._shares(speeds, piece, total) / speeds if piece else np.array([total / speeds.sum()])
+        slowest_s = float(slowest_seconds(window))
+        self.lags[bool(piece)] = _learned(self.lags[bool(piece)], slowest_s / float(fitting.max()))
+        if not piece:
+            self.late = _learned(self.late, slowest_s / float(np.nanmax(window.compute)))
+
+    def _summed(self, window: Window, totals: Floats) -> Floats:
+        pieces = totals / self.workers
+        return np.asarray((pieces[:, None] / self._seconds(window, pieces)).sum(-1))
 
     def _exchanges(self, window: Window, apart: bool, seen_s: float, payload: float) -> tuple[float, float]:
         """Seconds that the exchange adds to a step over gradients, and those of a meeting."""
         if not apart:
-            slowest_mean = float(np.nanmax(window.compute))
-            late = float(slowest_seconds(window)) / slowest_mean if slowest_mean > 0 else 1.0
-            self.late += NEWEST * (float(np.clip(late, 1.0, LATEST)) - self.late)
-            self._exposed_s = seen_s
+            self._unseen = True
             return seen_s, payload * (seen_s + self.hidden_s)
-        if np.isfinite(self._exposed_s):  # these are the first rounds apart since gradients met
-            self.hidden_s, self._exposed_s = max(seen_s / payload - self._exposed_s, 0.0), float("nan")
+        if self._unseen:  # these are the first rounds apart since gradients met
+            self.hidden_s, self._unseen = max(seen_s / payload - self._exposed_s, 0.0), False
         return max(seen_s / payload - self.hidden_s, 0.0), seen_s
 
     @property
@@ -145,6 +244,20 @@ class Ways:
         """For the events: why workers meet as they do."""
         told = {"meet": "parameters" if self._apart else "gradients", "why": self.why}
         return told | {"gradients": self.gradients, "parameters": self.parameters} | self.size.report
+
+
+def _learned(known: float, seen: float) -> float:
+    return known + NEWEST * (float(np.clip(seen, 1.0, LATEST)) - known)
+
+
+def _of_pieces(window: Window, piece: int) -> Window:
+    """`window` of rounds apart as of one of every worker's own steps."""
+    if not piece:
+        return window
+    steps = np.maximum(window.batch_size / piece, 1e-9)
+    known = {name: getattr(window, name) / steps for name in ("compute", "data", "work")}
+    known |= {"compute_std": window.compute_std / np.sqrt(steps), "steps": window.steps * steps.mean()}
+    return dataclasses.replace(window, batch_size=np.full(window.batch_size.shape, piece), **known)
 
 
 def _reason(goes_apart: bool, better: float, steps: float, exposed_s: float, meeting_s: float) -> str:

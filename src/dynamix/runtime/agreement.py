@@ -36,7 +36,7 @@ DRAIN_S = 5.0
 Explain = Callable[[BaseException, str], WorkerLostError]
 """From what a failed collective raised, and what it was for, to the error to raise."""
 NOT_AGREED = "the ranks could not agree on the next allocation"
-_HEAD = 5  # numbers of a message before its sizes
+_HEAD = 6  # numbers of a message before its sizes
 _log = logging.getLogger("dynamix")
 
 
@@ -64,16 +64,24 @@ class Message:
     signal: float
     sizes: Ints  # samples per round
     interval: int = 0  # steps of the next window; 0: as many as of this one
+    piece: int = 0  # samples of a worker's own step, where workers step apart in rounds of `sizes`
 
     def pack(self) -> Tensor:
-        head = [float(self.kind), float(self.from_step), self.noise, self.signal, float(self.interval)]
+        head = [
+            float(self.kind),
+            float(self.from_step),
+            self.noise,
+            self.signal,
+            float(self.interval),
+            float(self.piece),
+        ]
         return torch.tensor(np.concatenate([head, self.sizes.astype(np.float64)]), dtype=torch.float64)
 
     @classmethod
     def unpack(cls, packed: Tensor) -> Message:
-        kind, from_step, noise, signal, interval = packed[:_HEAD].tolist()
+        kind, from_step, noise, signal, interval, piece = packed[:_HEAD].tolist()
         sizes = packed[_HEAD:].numpy().astype(np.int64)
-        return cls(Kind(int(kind)), int(from_step), noise, signal, sizes, int(interval))
+        return cls(Kind(int(kind)), int(from_step), noise, signal, sizes, int(interval), int(piece))
 
 
 class Judge(Protocol):

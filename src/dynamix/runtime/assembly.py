@@ -107,9 +107,6 @@ def require_way_of_meeting(given: JobArguments) -> None:
         if given.micro_batch is not None:
             fix = "leave micro_batch out: where workers step apart their steps are of batch_size samples"
             raise ConfigError("micro_batch", given.micro_batch, "None with meet='auto'", fix)
-        if given.global_batch != "fixed":
-            fix = "leave global_batch out, or choose a way to meet"
-            raise ConfigError("global_batch", given.global_batch, "'fixed' with meet='auto'", fix)
     if given.meet == "parameters":
         if given.accumulate > 1:
             fix = "leave accumulate out: every piece of a share is an optimizer step; micro_batch= says how large"
@@ -172,7 +169,7 @@ def assemble(group: dist.ProcessGroup | None, rank: int, given: JobArguments) ->
     apart = given.meet == "parameters"
     rounds: RoundSize | Ways | None = None
     if given.meet == "auto":
-        rounds = Ways(int(start.sum()), workers)
+        rounds = Ways(workers)
     elif apart and given.micro_batch and not fixed:
         rounds = RoundSize(float(given.micro_batch))
     if rounds is not None and peers_of(policy) is not None:
@@ -200,7 +197,7 @@ def assemble(group: dist.ProcessGroup | None, rank: int, given: JobArguments) ->
         lr_rule=given.lr_rule,
         ranks=ranks,
         micro_batch=given.micro_batch,
-        apart_from=0 if apart else None,
+        apart=apart,
     )
     if control is not None and ranks is not None and workers > 1:
         liveness = coordinator.liveness = Liveness.open(control)

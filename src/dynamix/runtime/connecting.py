@@ -202,8 +202,9 @@ def find_limits(coordinator: Coordinator, step_fn: Callable[[Any], Any], example
     if source is not None:
         source.high = job.in_pieces().high
     now = coordinator.batch_sizes
-    if (now > job.bounds_of(now).high).any():
-        coordinator.put_in_force(project(now, job.bounds_of(now), total=now.sum()))
+    piece = coordinator.piece_apart
+    if (now > job.bounds_of(piece).high).any():
+        coordinator.put_in_force(project(now, job.bounds_of(piece), total=now.sum()))
     coordinator.cap_pieces(int(caps[coordinator.rank]))
     return [int(cap) for cap in caps]
 

@@ -71,8 +71,9 @@ class Controller(Feeding):
                       the workers' models become their mean by samples (local SGD; docs/rounds.md). Faster where
                       exchange takes longer than a few pieces. With an adaptive global batch the number of pieces until
                       a meeting follows from what meetings and pieces take. "auto": begins with gradients, and goes over
-                      to the other way and back, where that promises more samples a second. Apart, an optimizer step is
-                      of `batch_size` samples. Needs DDP and the loop of `piece()`
+                      to the other way and back, where that promises more progress a second. Apart, an optimizer step
+                      has a worker's even part of a step over gradients: `batch_size` samples, as long as the global
+                      batch is what it was at the start. Needs DDP and the loop of `piece()`
     lr_rule           how the learning rate follows a global batch that moves: none, linear, sqrt, adascale. "auto":
                       linear; sqrt for Adam and others that divide by the size of the gradient
     process_group     the data-parallel group; None: the default group

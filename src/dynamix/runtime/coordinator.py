@@ -53,9 +53,8 @@ class Coordinator:
     interval  optimizer steps per window; of the first one, if `policy` says how long later ones are
     ranks     None: there are no others
     micro_batch   most samples of a piece of this rank's share; None: a share is one, or one of `accumulate`
-    apart_from    rounds whose allocation has so many samples or more are trained apart: every piece is an optimizer
-              step of this rank's own, and workers meet over parameters. None: no round is; 0: all are. Where `job`
-              has `Ways`, these say it, and `micro_batch`
+    apart         every piece is an optimizer step of this rank's own, and workers meet over parameters. Where `job` has
+              `Ways`, the allocation in force says whether, and how large the pieces are
     """
 
     def __init__(
@@ -71,18 +70,16 @@ class Coordinator:
         lr_rule: str,
         ranks: Ranks | None = None,
         micro_batch: int | None = None,
-        apart_from: int | None = None,
+        apart: bool = False,
     ) -> None:
         self.job, self.policy, self.channel, self.rank, self.interval = job, policy, channel, rank, interval
         self.loss_weight, self.paced = loss_weight, window_length_of(policy) is not None
-        self.micro_batch, self.apart_from = micro_batch, apart_from
-        if ways := self.ways:
-            self.micro_batch, self.apart_from = ways.piece, ways.apart_from
-        self.whole_piece = self.micro_batch  # what learning rates are for; a rank's memory may hold less
-        apart = self.steps_apart = self.apart_from is not None
-        micro_batch = self.micro_batch
+        self.micro_batch, self.apart = micro_batch if self.ways is None else NO_LIMIT, apart
+        self.whole_piece = micro_batch  # what learning rates are for; a rank's memory may hold less
+        self.steps_apart = apart = apart or self.ways is not None
         # Samples of all workers' optimizer steps that are taken at the same time, if that is not a round.
-        self.rates = Rates(job, lr_rule, at_once=start.size * micro_batch if apart and micro_batch else None)
+        at_once = start.size * micro_batch if apart and micro_batch else None
+        self.rates = Rates(job, lr_rule, at_once=at_once if self.ways is None else job.base_batch)
         self.accumulate, self.per_epoch = job.accumulate, boundary(policy) == "epoch"
         # The sampler's ledger counts micro-steps and samples of each; all that ranks say to each other counts rounds.
         self.allocations, self.progress = Allocations(start // self.accumulate), Progress()
@@ -101,7 +98,7 @@ class Coordinator:
         self._pairs = ConsecutiveNoise(64 if apart else 2) if apart or self.allocations.workers == 1 else None
         self.liveness: Liveness | None = None  # None: nobody else is there
         self.stop_wanted = self.stopping = False
-        self._waiting, self._most_of_piece = Waiting(), NO_LIMIT
+        self._waiting = Waiting()
         self.decisions, self.meetings = Settling(self), Meetings(self)
         self.payload: Callable[[], float] = lambda: 1.0 if self.ways is None else self.meetings.payload
 
@@ -133,7 +130,7 @@ class Coordinator:
         if self.source is not None:
             raise UsageError("this controller already has a batch sampler or stream; make one Controller per loop")
         source.on_first_issue, source.on_begin, source.fail = self._restore_rng, self._begin, self.fail
-        source.micro_batch, source.apart_from = self.micro_batch, self.apart_from
+        source.micro_batch, source.apart, source.either = self.micro_batch, self.apart, self.ways is not None
         self._waiting.give("source", source)
         self.source = self.loop.source = source
         return source
@@ -237,7 +234,7 @@ class Coordinator:
         for number, attached in enumerate(self.connected):
             if isinstance(attached.model, DistributedDataParallel) and not self.steps_apart:
                 known |= sketches_of(attached.model, number)
-        known |= {"batch sizes": self.allocations.from_on(source.consumed)}
+        known |= {"batch sizes": self.allocations.from_on(source.consumed), "batch size apart": self.piece_apart}
         known |= {f"progress: {name}": value for name, value in self.progress.state_dict().items()}
         return known | {"progress: steps measured in the open window": self.recorder.steps}
 
@@ -333,9 +330,14 @@ class Coordinator:
         """Samples of every worker in the coming round, int64 (W,)."""
         return self.accumulate * self.allocations.at(self.next_step)
 
+    @property
+    def piece_apart(self) -> int:
+        """Samples of a worker's own step in the coming round, where the allocation says that workers step apart."""
+        return self.allocations.piece_at(self.next_step)
+
     def put_in_force(self, sizes: Ints) -> None:
-        """Begin the ledger anew with `sizes` (W,), samples per round, from the coming round on."""
-        self.allocations.reset(self.next_step, sizes // self.accumulate)
+        """Begin the ledger anew with `sizes` (W,), samples per round, from the coming round on, in the same way."""
+        self.allocations.reset(self.next_step, sizes // self.accumulate, self.piece_apart)
 
     @property
     def next_step(self) -> int:
@@ -375,12 +377,16 @@ class Coordinator:
     def follow_batch(self, plan: StepPlan, piece: Piece | None = None) -> None:
         """Let the learning rate follow the global batch of `plan`; an epoch's tail has that of the steps before.
 
-        Where workers step apart it follows the size of the `piece`: a part of one is a smaller step.
+        Where workers step apart it follows the steps that they take at the same time, and the size of the `piece`: a
+        part of one is a smaller step.
         """
         self.rates.look()
         if plan.apart:
-            if piece is not None and piece.samples and self.whole_piece is not None:
-                self.rates.follow_piece(piece.samples / self.whole_piece)
+            if plan.piece:
+                self.rates.follow(plan.at_once, *self.progress.noise_at(plan.index))
+            whole = plan.piece or self.whole_piece
+            if piece is not None and piece.samples and whole:
+                self.rates.follow_piece(piece.samples / whole)
         elif self.rates.follows:
             samples = plan.samples if plan.regular else self.accumulate * int(self.allocations.at(plan.index).sum())
             self.rates.follow(samples, *self.progress.noise_at(plan.index // self.accumulate))
@@ -426,7 +432,8 @@ class Coordinator:
         parts = saving.load(self, state, policy=policy)
         if self.paced and self.progress.interval:
             self.interval = self.progress.interval
-        self._cut_by_ways()
+        if self.ways is not None:
+            self.rates.at_once = self.job.base_batch
         if (notebook := parts.get("recorder")) is not None:
             self.recorder.load_state_dict(notebook)
             if self.attached is not None:
@@ -438,17 +445,10 @@ class Coordinator:
 
     def cap_pieces(self, samples: int) -> None:
         """Where workers meet in both ways: no piece of this rank's may have more."""
-        self._most_of_piece = samples
-        self._cut_by_ways()
-
-    def _cut_by_ways(self) -> None:
-        """Pieces are a worker's part of the base batch, which a checkpoint may have changed."""
-        if ways := self.ways:
-            self.micro_batch, self.apart_from = min(ways.piece, self._most_of_piece), ways.apart_from
-            self.whole_piece = ways.piece
-            self.rates.at_once = ways.base
+        if self.ways is not None:
+            self.micro_batch = samples
             if self.source is not None:
-                self.source.micro_batch, self.source.apart_from = self.micro_batch, self.apart_from
+                self.source.micro_batch = samples
 
     def _restore_rng(self) -> None:
         """Iterators draw seeds when they are made; the saved random state goes back once that has happened."""

@@ -12,6 +12,7 @@ import numpy as np
 from dynamix.errors import ConfigError, StateError
 from dynamix.events.background import BackgroundLog
 from dynamix.events.records import EventLog, read_events
+from dynamix.model.ways import Ways
 from dynamix.policies import Policy
 from dynamix.policies.wrappers import after_answer, report_of, window_length_of
 from dynamix.projection import project
@@ -19,7 +20,7 @@ from dynamix.runtime.agreement import Kind, Message
 from dynamix.runtime.job import Closing, JobFacts
 from dynamix.runtime.observation import ROW, assemble
 from dynamix.runtime.sameness import by_rank
-from dynamix.window import Floats, Ints, Window
+from dynamix.window import Bounds, Floats, Ints, Window
 
 _log = logging.getLogger("dynamix")
 
@@ -55,23 +56,29 @@ class Decider:
         if self.replay is not None:
             return self._replayed(self.replay.get(closing.window_index))
         self._asked = closing.window_index
-        bounds = self.job.bounds_after(window, closing)
-        wish = np.asarray(self.policy.decide(window, bounds))
-        if wish.shape != closing.sizes.shape:
-            fix = "return one size per worker"
-            raise ConfigError("shape of the policy's answer", wish.shape, str(closing.sizes.shape), fix)
-        # Another way of meeting counts rounds otherwise: their sizes are no change of these.
-        current = closing.sizes if self.job.same_way(closing.sizes, bounds.total_low) else None
-        answer = project(wish, bounds, current=current)
-        self._say_change(answer, closing)
-        same = np.array_equal(answer, closing.sizes)
-        told = self.keep(Kind.KEEP) if same else self.job.change(answer, int(np.nanmax(rows[:, 0])))
+        answer, piece = self._answer(window, closing)
+        same = piece == closing.piece and np.array_equal(answer, closing.sizes)
+        told = self.keep(Kind.KEEP) if same else self.job.change(answer, int(np.nanmax(rows[:, 0])), piece)
         return replace(told, interval=window_length_of(self.policy) or 0)
 
-    def _say_change(self, answer: Ints, closing: Closing) -> None:
-        rounds = self.job.rounds
-        if rounds is not None and not self.job.same_way(answer, closing.sizes):
-            _log.info("after %d samples: %s", closing.samples, rounds.report["why"])
+    def _answer(self, window: Window, closing: Closing) -> tuple[Ints, int]:
+        """The sizes (W,) after `window`, and the piece of workers that step apart; 0 where none is to be said."""
+        ways, bounds = self.job.rounds, self.job.bounds
+        if not isinstance(ways, Ways):
+            return self._asked_of_policy(window, self.job.bounds_after(window, closing)), 0
+        step = self._asked_of_policy(ways.as_step(window, closing.piece), bounds)
+        known = {"rate": closing.rate, "payload": closing.payload, "samples": float(closing.samples)}
+        answer, piece = ways.round_of(step, bounds, window, closing.piece, **known)
+        if bool(piece) != bool(closing.piece):
+            _log.info("after %d samples: %s", closing.samples, ways.report["why"])
+        return answer, piece
+
+    def _asked_of_policy(self, window: Window, bounds: Bounds) -> Ints:
+        wish = np.asarray(self.policy.decide(window, bounds))
+        if wish.shape != window.batch_size.shape:
+            fix = "return one size per worker"
+            raise ConfigError("shape of the policy's answer", wish.shape, str(window.batch_size.shape), fix)
+        return project(wish, bounds, current=window.batch_size)
 
     def keep(self, kind: Kind) -> Message:
         """The message that changes nothing."""
@@ -95,6 +102,8 @@ class Decider:
             told |= {"decision": message.kind.name.lower(), "noise": message.noise, "signal": message.signal}
             if message.interval:
                 told["interval"] = message.interval
+            if message.piece:
+                told["piece"] = message.piece
             about = report_of(self.policy, asked=closing.window_index == self._asked)
             if self.job.rounds is not None:
                 about = {**about, "rounds": self.job.rounds.report}
@@ -104,7 +113,11 @@ class Decider:
 
     def assemble(self, rows: Floats, closing: Closing) -> Window:
         """What the policy sees of the gathered rows (W, n). It also keeps up the noise scale."""
-        window = assemble(rows, noise_scale=self.job.noise_scale, sizes=closing.sizes, **self.job.facts(closing))
+        # A worker's own steps move against its own noise, so gradients that follow each other agree too little. That is
+        # good enough to be shown, not to move a batch by.
+        tells = not closing.piece or self.job.fixed
+        known, noise_scale = self.job.facts(closing), self.job.noise_scale
+        window = assemble(rows, noise_scale=noise_scale, sizes=closing.sizes, tells_noise=tells, **known)
         self.job.unlike = self.job.unlike or out_of_turn(rows)
         if self.job.weight_test is not None and closing.comparable:
             self.job.weight_test.look(window)
@@ -119,7 +132,8 @@ class Decider:
             if sizes.shape != self.job.closing.sizes.shape:
                 here = str(self.job.closing.sizes.size)
                 raise ConfigError("replay", f"{sizes.size} workers", here, "replay with as many workers as the run had")
-            told = self.job.message(Kind.NEW, event["from_step"], project(sizes, self.job.bounds_of(sizes)))
+            piece = event.get("piece", self.job.piece_of(sizes))
+            told = self.job.message(Kind.NEW, event["from_step"], project(sizes, self.job.bounds_of(piece)), piece)
         # The noise scale too is the recorded run's: a late answer there carried that of an earlier window, and the
         # learning rate may follow it. Older versions did not write it.
         given = event.get("noise", told.noise), event.get("signal", told.signal)
@@ -151,7 +165,7 @@ def out_of_turn(rows: Floats) -> str | None:
     return None
 
 
-_ANSWER = ("decision", "from_step", "allocation", "noise", "signal", "interval")
+_ANSWER = ("decision", "from_step", "allocation", "noise", "signal", "interval", "piece")
 
 
 def recorded(path: str | os.PathLike[str]) -> dict[int, dict[str, Any]]:
@@ -178,9 +192,10 @@ def _unfit(index: Any, answer: dict[str, Any]) -> str:
     for name in ("noise", "signal"):
         if type(answer.get(name)) not in (int, float, type(None)) or abs(answer.get(name) or 0) > _MOST:
             return f"{name}={answer[name]!r} is no number"
-    interval = answer.get("interval", 0)
-    if type(interval) is not int or not 0 <= interval <= _MOST:
-        return f"interval={interval!r} is no number of steps"
+    for name, of in (("interval", "steps"), ("piece", "samples")):
+        value = answer.get(name, 0)
+        if type(value) is not int or not 0 <= value <= _MOST:
+            return f"{name}={value!r} is no number of {of}"
     if answer["decision"] != "new":
         return ""
     if type(answer.get("from_step")) is not int or not 0 <= answer["from_step"] <= _MOST:

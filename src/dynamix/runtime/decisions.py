@@ -77,7 +77,9 @@ class Settling:
         of = self.of
         if of.rates.at_once is None or of.paced:
             return of.interval
-        return max(1, round(of.interval * of.rates.at_once / int(of.allocations.at(plan.index).sum())))
+        total = int(of.allocations.at(plan.index).sum())
+        at_once = plan.at_once or (of.rates.at_once if plan.apart else total)
+        return max(1, round(of.interval * at_once / total))
 
     def _close_window(self, plan: StepPlan, issued: int) -> None:
         of = self.of
@@ -87,7 +89,9 @@ class Settling:
         done, payload = plan.index // of.accumulate + 1, of.payload()
         alike = isinstance(of.source, BatchSampler) and of.source.compares and not plan.apart
         closing = of.job.closing = Closing(
-            progress.window, sizes, done, issued, age, steps, samples, rate, payload, comparable=alike
+            *(progress.window, sizes, done, issued, age, steps, samples, rate, payload),
+            piece=of.allocations.piece_at(plan.index),
+            comparable=alike,
         )
         self._warn_of_lag(closing.issued - closing.consumed)
         mine = float(sizes[of.rank])
@@ -140,7 +144,8 @@ class Settling:
                 late = f"starts at step {message.from_step}, but {issued} are already issued"
                 fix = "replay with that run's policy and interval, and its num_workers and prefetch_factor or fewer"
                 raise StateError(f"the replayed allocation {late}: {fix}")
-            of.allocations.schedule(message.from_step * of.accumulate, message.sizes // of.accumulate)
+            sizes = message.sizes // of.accumulate
+            of.allocations.schedule(message.from_step * of.accumulate, sizes, message.piece)
             of.progress.opens = message.from_step
             self.changes += 1
             of.recorder.reset()

@@ -7,7 +7,7 @@ import numpy as np
 
 from dynamix.errors import ConfigError
 from dynamix.model.rounds import RoundSize
-from dynamix.model.ways import Ways
+from dynamix.model.ways import LEAST_STEPS, Ways
 from dynamix.runtime.agreement import Kind, Message
 from dynamix.runtime.losses import WeightTest
 from dynamix.runtime.noise import NoiseScale
@@ -27,6 +27,7 @@ class Closing:
     samples: int
     rate: float = 1.0  # this rank's learning rate over its largest so far
     payload: float = 1.0  # bytes that a meeting over parameters moves, over those of a gradient
+    piece: int = 0  # samples of a worker's own step, where workers stepped apart because the allocation said so
     comparable: bool = False  # the workers' batches are drawn alike, so that their losses can be compared
 
 
@@ -55,18 +56,19 @@ class JobFacts:
         return Closing(0, self.bounds.low, 0, 0, 0.0, 0, 0)
 
     def bounds_after(self, window: Window, closing: Closing) -> Bounds:
-        """What the answer to `window` is kept within."""
-        if isinstance(self.rounds, Ways):
-            return self.rounds.within(self.bounds, window, closing.rate, closing.payload)
-        return self.bounds if self.rounds is None else self.rounds.within(self.bounds, window, closing.rate)
+        """What the answer to `window` is kept within, where workers meet in one way."""
+        return (
+            self.rounds.within(self.bounds, window, closing.rate) if isinstance(self.rounds, RoundSize) else self.bounds
+        )
 
-    def bounds_of(self, sizes: Ints) -> Bounds:
-        """What rounds of about `sizes` (W,) are kept within: those over gradients and those apart differ."""
-        return self.rounds.bounds_of(self.bounds, sizes) if isinstance(self.rounds, Ways) else self.bounds
+    def bounds_of(self, piece: int) -> Bounds:
+        """What rounds are kept within in which workers step apart by so many samples; 0: over gradients."""
+        return self.rounds.apart_bounds(piece) if piece and isinstance(self.rounds, Ways) else self.bounds
 
-    def same_way(self, one: Ints, other: Ints) -> bool:
-        """Whether workers meet in the same way after rounds of these sizes (W,)."""
-        return not isinstance(self.rounds, Ways) or self.rounds.is_apart(one) == self.rounds.is_apart(other)
+    def piece_of(self, sizes: Ints) -> int:
+        """What piece is meant by `sizes` (W,) beside which none was written, as first states and events had it."""
+        told = isinstance(self.rounds, Ways) and self.fixed and int(np.sum(sizes)) >= LEAST_STEPS * self.base_batch
+        return max(self.base_batch // len(sizes), 1) if told else 0
 
     def limit_to(self, samples: int) -> None:
         """No round may outgrow a data set: every one would be a tail, and no window would ever close."""
@@ -83,21 +85,21 @@ class JobFacts:
 
     def keep(self, kind: Kind) -> Message:
         """The message that changes nothing."""
-        return self.message(kind, self.closing.consumed, self.closing.sizes)
+        return self.message(kind, self.closing.consumed, self.closing.sizes, self.closing.piece)
 
-    def change(self, sizes: Ints, issued: int) -> Message:
+    def change(self, sizes: Ints, issued: int, piece: int = 0) -> Message:
         """The message that puts `sizes` (W,) in force, `issued` being the most rounds that any rank had begun."""
-        return self.message(Kind.NEW, issued + self.slack, sizes)
+        return self.message(Kind.NEW, issued + self.slack, sizes, piece)
 
-    def message(self, kind: Kind, from_step: int, sizes: Ints) -> Message:
+    def message(self, kind: Kind, from_step: int, sizes: Ints, piece: int = 0) -> Message:
         """A message that carries this rank's noise scale."""
-        return Message(kind, from_step, self.noise_scale.noise, self.noise_scale.signal, sizes)
+        return Message(kind, from_step, self.noise_scale.noise, self.noise_scale.signal, sizes, piece=piece)
 
     def resume(self, base_batch: int) -> None:
         """Go on as a job that began with `base_batch`. Raises `ConfigError` where a fixed one is out of bounds."""
         self.base_batch, self.closing = base_batch, self._none_closed()
         if isinstance(self.rounds, Ways):
-            self.rounds = self.rounds.begun_with(base_batch)
+            self.rounds = self.rounds.begun_anew()
         if self.fixed:
             self.bounds = fixed_at(self.bounds, base_batch)
 

@@ -39,7 +39,7 @@ def metrics_of(coordinator: Coordinator, overhead_s: float) -> dict[str, float]:
         "progress": nan if source is None else source.progress,
         "batch_size": sizes[coordinator.rank],
         "global_batch": sizes.sum(),
-        "steps_apart": _steps_apart(coordinator, int(sizes.sum())),
+        "steps_apart": _steps_apart(coordinator, float(sizes.sum())),
         "lr_factor": 1.0 if rate is None else rate.factor,
         "noise_scale": noise / signal if signal > 0 else nan,
         "windows": progress.window,
@@ -51,8 +51,11 @@ def metrics_of(coordinator: Coordinator, overhead_s: float) -> dict[str, float]:
     return {name: float(found.get(name, nan)) for name in METRICS}
 
 
-def _steps_apart(coordinator: Coordinator, samples: int) -> float:
-    """A worker's optimizer steps in a round of so many `samples` of all, in the mean; 0 if it is not trained apart."""
-    if coordinator.apart_from is None or samples < coordinator.apart_from:
+def _steps_apart(coordinator: Coordinator, samples: float) -> float:
+    """A worker's optimizer steps in the coming round of so many `samples` of all, in the mean; 0 over gradients."""
+    if coordinator.ways is not None:
+        piece = coordinator.piece_apart
+        return samples / (piece * coordinator.allocations.workers) if piece else 0.0
+    if not coordinator.apart:
         return 0.0
     return samples / coordinator.rates.at_once if coordinator.rates.at_once else 1.0

@@ -346,8 +346,10 @@ def _sum(values: list[Value]) -> Value:
     return sum(values[1:], values[0])
 
 
-def assemble(rows: Floats, *, noise_scale: NoiseScale, sizes: Any, **cluster: float) -> Window:
-    """The `Window` of W rows, shape (W, len(ROW) + steps); updates `noise_scale` with this window's estimate."""
+def assemble(
+    rows: Floats, *, noise_scale: NoiseScale, sizes: Any, tells_noise: bool = True, **cluster: float
+) -> Window:
+    """The `Window` of W rows, shape (W, len(ROW) + steps); updates `noise_scale` with what the window tells of it."""
     columns = {name: rows[:, i] for i, name in enumerate(ROW)}
     wait, transfer = attribute_wait(rows[:, len(ROW) :].T)
     global_seen = columns["global_norm_sq"][np.isfinite(columns["global_norm_sq"])]
@@ -362,7 +364,8 @@ def assemble(rows: Floats, *, noise_scale: NoiseScale, sizes: Any, **cluster: fl
         usable = (columns["count"] > 0) & together.all()
         local = np.where(usable, columns["gradient_norm_sq"], np.nan)
         noise, signal = NoiseScale.estimate(local, global_sq, columns["count"], columns["weight"])
-    noise_scale.update(noise, signal)
+    if tells_noise:
+        noise_scale.update(noise, signal)
     known = {name: columns[name] for name in ROW if name in PER_WORKER and name != "batch_size"}
     known |= {"wait": wait, "communication": transfer}
     cluster |= {"steps": rows.shape[1] - len(ROW), "global_norm_sq": global_sq}

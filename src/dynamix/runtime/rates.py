@@ -26,6 +26,7 @@ class Rates:
         self.learning_rates: list[LearningRate] = []
         self.schedules: list[SampleSchedule] = []
         self._watch: SchedulerWatch | None = None
+        self._whole: list[float] = []  # factors of a whole piece's step, where workers step apart
         self._largest = 0.0
 
     @property
@@ -71,13 +72,17 @@ class Rates:
     def follow(self, samples: int, noise: float, signal: float) -> None:
         """Let the rates fit a round of `samples`; the noise scale is what every rank knows of it."""
         base = self.job.base_batch
-        for learning_rate in self.learning_rates:
-            learning_rate.factor = learning_rate.rule(samples / base, noise, signal, base_batch=base)
+        rates = self.learning_rates
+        self._whole = [rate.rule(samples / base, noise, signal, base_batch=base) for rate in rates]
+        for learning_rate, factor in zip(rates, self._whole, strict=True):
+            learning_rate.factor = factor
 
     def follow_piece(self, scale: float) -> None:
-        """Let the rates fit a step of a piece that is `scale` of a whole one."""
-        for learning_rate in self.learning_rates:
-            learning_rate.factor = 1.0 if scale == 1.0 else learning_rate.rule(scale, nan, nan, base_batch=1)
+        """Let the rates fit a step of a piece that is `scale` of a whole one, whose step `follow` may have fitted."""
+        whole = self._whole or [1.0] * len(self.learning_rates)
+        for learning_rate, factor in zip(self.learning_rates, whole, strict=True):
+            part = 1.0 if scale == 1.0 else learning_rate.rule(scale, nan, nan, base_batch=1)
+            learning_rate.factor = factor * part
 
     def advance(self, plan: StepPlan, samples: int) -> None:
         """A round is over, in which all workers trained `samples`."""

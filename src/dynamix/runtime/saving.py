@@ -13,6 +13,7 @@ import torch
 
 from dynamix.data import Allocations, BatchSampler, Stream
 from dynamix.errors import StateError, UsageError, shown
+from dynamix.model.ways import Ways
 from dynamix.policies import Policy
 from dynamix.policies.wrappers import after_answer, carry_over, load_policy
 from dynamix.projection import project
@@ -71,6 +72,7 @@ def save(job: Resumable, *, gather: bool = False) -> dict[str, Any]:
         progress=job.progress.state_dict(),
         ledger_rounds=[step // pieces for step in ledger["steps"]],
         ledger_sizes=[[pieces * size for size in sizes] for sizes in ledger["sizes"]],
+        ledger_pieces=ledger.get("pieces", [0] * len(ledger["steps"])),
         source=source,
         policy=job.policy.state_dict(),
         noise_scale=job.job.noise_scale.state_dict(),
@@ -121,10 +123,10 @@ def load(job: Resumable, state: Any, *, policy: bool = True) -> dict[str, Any]:
     saved = SavedState.read(state)
     same = saved.world_size == job.allocations.workers and _stayed(job, saved)
     facts = _facts_of(job, saved)
-    rounds, sizes, opens = _ledger(job, saved, facts, same)
+    rounds, sizes, apart, opens = _ledger(job, saved, facts, same)
     parts = _parts(job, saved, same)
     if policy:
-        check_policy(job.policy, saved.policy, sizes[-1], facts.bounds_of(sizes[-1]), same=same)
+        check_policy(job.policy, saved.policy, sizes[-1], facts.bounds, same=same)
     takings: list[Taking] = []
     if policy:
         takings.append((job.policy, lambda: (load_policy if same else carry_over)(job.policy, saved.policy)))
@@ -136,7 +138,11 @@ def load(job: Resumable, state: Any, *, policy: bool = True) -> dict[str, Any]:
     job.job.shares = saved.hosts["shares"]
     job.job.noise_scale.load_state_dict(saved.noise_scale)
     job.allocations.load_state_dict(
-        {"steps": [job.accumulate * r for r in rounds], "sizes": [s // job.accumulate for s in sizes]}
+        {
+            "steps": [job.accumulate * r for r in rounds],
+            "sizes": [s // job.accumulate for s in sizes],
+            "pieces": apart,
+        }
     )
     return parts
 
@@ -154,27 +160,39 @@ def _facts_of(job: Resumable, saved: SavedState) -> JobFacts:
     return trial
 
 
-def _ledger(job: Resumable, saved: SavedState, facts: JobFacts, same: bool) -> tuple[list[int], list[Ints], int]:
-    """Rounds and sizes of the ledger to go on with, and the round from which measurements count.
+def _ledger(
+    job: Resumable, saved: SavedState, facts: JobFacts, same: bool
+) -> tuple[list[int], list[Ints], list[int], int]:
+    """Rounds, sizes and pieces of the ledger to go on with, and the round from which measurements count.
 
     The saved ledger, within the bounds of today. With other workers the global batch is kept: those whose hosts were
-    there before have the shares that they had, new ones the mean of these.
+    there before have the shares that they had, new ones the mean of these. Where workers step apart, what they train at
+    the same time is kept too.
     """
     rounds, opens = saved.ledger_rounds, saved.progress["opens"]
     sizes = [np.asarray(of, dtype=np.int64) for of in saved.ledger_sizes]
+    apart = [piece or facts.piece_of(of) for of, piece in zip(sizes, saved.ledger_pieces, strict=True)]
+    if not isinstance(facts.rounds, Ways):
+        apart = [0] * len(sizes)
     now = saved.source["rounds"]
     first = max(i for i, begin in enumerate(rounds) if begin <= max(now, rounds[0]))
     if same:
-        to_come = [project(of, facts.bounds_of(of)) for of in sizes[first:]]
+        to_come = [project(of, facts.bounds_of(piece)) for of, piece in zip(sizes, apart, strict=True)][first:]
         fits = all(map(np.array_equal, to_come, sizes[first:]))
         if fits and not any((of % job.accumulate).any() for of in sizes):
-            return rounds, sizes, opens
-        within = to_come[-1]
+            return rounds, sizes, apart, opens
+        within, piece = to_come[-1], apart[-1]
     else:
         known = job.job.hosts or ("",) * job.allocations.workers
         shares, total = shares_of(saved.hosts["shares"], workers_of(known)), sizes[first].sum()
-        within = project(shares * total / shares.sum(), facts.bounds_of(sizes[first]), total=total)
-    return [now], [within], now
+        piece = _part(apart[first] * saved.world_size, job.allocations.workers)
+        within = project(shares * total / shares.sum(), facts.bounds_of(piece), total=total)
+    return [now], [within], [piece], now
+
+
+def _part(at_once: int, workers: int) -> int:
+    """A worker's part of what all train at the same time, where they step apart."""
+    return max(round(at_once / workers), 1) if at_once else 0
 
 
 def _parts(job: Resumable, saved: SavedState, same: bool) -> dict[str, Any]:

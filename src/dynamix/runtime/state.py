@@ -34,6 +34,8 @@ class SavedState:
     accumulate, base_batch pieces of a round, and samples per round of all workers at the start (B0)
     progress               `Progress.state_dict()`
     ledger_rounds, ledger_sizes   which samples per round, (entries, W), hold from which round on
+    ledger_pieces          (entries,) samples of a worker's own step, where workers step apart; 0 where they do not. In
+                           the state it follows the sizes, where it is not 0
     source                 `kind`, `PLACE` and `ORDER` of the sampler or stream, `cuts` and `regions` of its epoch,
                            `lengths`: the checksum of what samples cost, empty where that is not given.
                            `unused` (W,): samples dealt to a rank and left when it met early; see the last of `cuts`
@@ -49,6 +51,7 @@ class SavedState:
     progress: dict[str, Any]
     ledger_rounds: list[int]
     ledger_sizes: list[list[int]]
+    ledger_pieces: list[int]
     source: dict[str, Any]
     policy: Any
     noise_scale: dict[str, float]
@@ -63,6 +66,8 @@ class SavedState:
         for name in _PACKED:
             state[name] = pack(plain[name])
         state["source"] = _written(self.source)
+        parts = zip(self.ledger_sizes, state.pop("ledger_pieces"), strict=True)
+        state["ledger_sizes"] = [[*sizes, piece] if piece else sizes for sizes, piece in parts]
         state["checksum"] = checksum(state)
         return state
 
@@ -70,7 +75,7 @@ class SavedState:
     def read(cls, state: Any) -> SavedState:
         """What `write` returned, checked as a whole. Raises `StateError` naming the first thing that is wrong."""
         _require_schema(state)
-        expected = {"schema", "version", "checksum"} | {field.name for field in fields(cls)}
+        expected = {"schema", "version", "checksum"} | {field.name for field in fields(cls)} - {"ledger_pieces"}
         if state.keys() != expected:
             odd = sorted(map(str, state.keys() ^ expected))
             raise StateError(f"the controller's state lacks or has too many keys: {', '.join(odd[:5])}. {FIX}")
@@ -81,6 +86,7 @@ class SavedState:
             values[name] = unpack(state[name], name)
         workers = _whole("world_size", state["world_size"], 1, MOST_WORKERS)
         values["source"] = _source(state["source"], workers)
+        values["ledger_sizes"], values["ledger_pieces"] = _ledger_of(state["ledger_sizes"], workers)
         saved = cls(**values)
         saved._check(workers)
         return saved
@@ -170,6 +176,14 @@ def _ledger(rounds: Any, sizes: Any, workers: int, pieces: int) -> None:
         each = _wholes("ledger_sizes", of, workers)
         if not any(each) or any(size % pieces for size in each):
             _wrong("ledger_sizes", of, f"multiples of accumulate={pieces}, at least one above 0")
+
+
+def _ledger_of(rows: Any, workers: int) -> tuple[Any, list[Any]]:
+    """Sizes of each entry, and the piece that follows them, 0 where none does."""
+    if type(rows) is not list or set(map(type, rows)) - {list}:
+        _wrong("ledger_sizes", rows, "a list of lists")
+    pieces = [_whole("ledger_sizes", row[workers], 1, MOST) if len(row) == workers + 1 else 0 for row in rows]
+    return [row[:workers] if piece else row for row, piece in zip(rows, pieces, strict=True)], pieces
 
 
 def _hosts(hosts: Any, workers: int) -> None:

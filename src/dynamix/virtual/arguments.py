@@ -41,11 +41,9 @@ def check_meeting(meet: str, rounds: str, averaging: Averaging | None, policy: P
         raise ConfigError("meet", meet, "'gradients', 'parameters' or 'auto'", "check the spelling")
     if rounds not in ("fixed", "adaptive"):
         raise ConfigError("rounds", rounds, "'fixed' or 'adaptive'", "check the spelling")
-    if rounds == "adaptive" and meet != "parameters":
-        fix = "say meet='parameters', or widen bounds: over gradients they say how the global batch moves"
-        if meet == "auto":
-            fix = "leave rounds out: with meet='auto' they are as what is measured says"
-        raise ConfigError("rounds", rounds, "'fixed' unless workers always meet over parameters", fix)
+    if rounds == "adaptive" and meet == "gradients":
+        fix = "say meet='parameters' or 'auto', or widen bounds: over gradients they say how the global batch moves"
+        raise ConfigError("rounds", rounds, "'fixed' where workers meet over gradients", fix)
     if averaging is not None and meet == "gradients":
         fix = "say meet='parameters', or leave averaging out"
         raise ConfigError("averaging", averaging, "None where workers meet over gradients", fix)

@@ -84,8 +84,9 @@ class VirtualCluster:
     micro_batch        most samples that pass through the model at once: a matter of memory only, so with BatchNorm
                        shares are never cut. With meet="parameters" it is the piece, as in `Controller`: the samples of
                        an optimizer step, less where the simulated memory holds less
-    rounds             with meet="parameters": "fixed", a round has the samples of the first, `batch_size` a worker; or
-                       "adaptive", their number follows from what is measured, as with global_batch="adaptive" live
+    rounds             unless meet="gradients": "fixed", a round (with "auto" a step of all workers) has the samples of
+                       the first, `batch_size` a worker; or "adaptive", their number follows from what is measured, as
+                       with global_batch="adaptive" live
     averaging          unless meet="gradients": how models become one, as in `Controller.wrap`
     events             file that gets one JSON line per window; `time_s` is the virtual clock's
     replay             events file of an earlier run, live or virtual, whose allocations are applied; policy and
@@ -141,12 +142,13 @@ class VirtualCluster:
         self._workers = VirtualWorkers(self.world)
         self.model, self.optimizer, self.interval = model, optimizer, interval
         check_meeting(meet, rounds, averaging, self.policy)
-        apart, either = meet == "parameters", meet == "auto"
+        apart, either, stays = meet == "parameters", meet == "auto", meet != "gradients" and rounds == "fixed"
         load, piece = loader_of(dataset, collate_fn), micro_batch if apart else batch_size
+        self._piece = piece
         if apart:
             limits, start = bounds_apart(bounds, self._workers.count, batch_size, micro_batch, rounds)
         else:
-            limits, start = bounds_of_job(bounds, self.world.clusters, batch_size, fixed=either)
+            limits, start = bounds_of_job(bounds, self.world.clusters, batch_size, fixed=either and stays)
         self._union = None if apart else UnionGradient(model, loss, load, micro_batch=micro_batch)
         self._replicas: Replicas | None = None
         if meet != "gradients":
@@ -164,10 +166,10 @@ class VirtualCluster:
             )
         per_epoch = boundary(self.policy) == "epoch"
         slack = 0 if per_epoch else min(self.world.delay, 1)
-        size: RoundSize | Ways | None = RoundSize(float(micro_batch)) if rounds == "adaptive" else None
-        if either:
-            size = Ways(int(start.sum()), start.size)
-        job = JobFacts(limits, int(start.sum()), slack=slack, fixed=either or (apart and size is None), rounds=size)
+        size: RoundSize | Ways | None = None
+        if meet != "gradients" and (either or rounds == "adaptive"):
+            size = Ways(start.size) if either else RoundSize(float(micro_batch))
+        job = JobFacts(limits, int(start.sum()), slack=slack, fixed=stays, rounds=size)
         job.limit_to(len(dataset))
         # A delay above one step is what a loader's workers prefetch: steps issued under the old allocation.
         self._ahead = 0 if per_epoch else max(self.world.delay - 1, 0)
@@ -184,7 +186,7 @@ class VirtualCluster:
             interval=first,
             lr_rule=lr_rule,
             micro_batch=micro_batch if apart else None,
-            apart_from=0 if apart else None,
+            apart=apart,
         )
         for each in (optimizer,) if self._replicas is None else self._replicas.optimizers:
             coordinator.rates.add(each)
@@ -296,6 +298,8 @@ class VirtualCluster:
         global_sq: float | None = None
         with self._own_random():
             if plan.apart and self._replicas is not None:
+                if plan.piece:
+                    self._replicas.most = self._workers.most(plan.piece)
                 seen, apart = self._replicas(shares)
             elif self._union is not None:
                 norms = self._workers.norms_due()
@@ -316,7 +320,8 @@ class VirtualCluster:
         if coordinator.channel.pending:  # this step closed a window
             self.world.decided()
         loss = sum(piece.loss * piece.samples for pieces in seen for piece in pieces) / float(plan.counts.sum())
-        return Step(self.time_s, whole_s, busy_s, plan.counts, loss)
+        piece = (plan.piece or self._piece) if plan.apart else 0
+        return Step(self.time_s, whole_s, busy_s, plan.counts, loss, piece)
 
     def _snapshot(self, score: Callable[[nn.Module], float] | None) -> Snapshot:
         value = float("nan")

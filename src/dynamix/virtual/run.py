@@ -28,6 +28,7 @@ class Step(NamedTuple):
     compute_s: Floats
     counts: Ints
     loss: float
+    piece: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,7 @@ class VirtualRun:
     compute_s   (k, W) of which each worker computed; the rest is waiting and transfer
     counts      (k, W) samples each worker used
     loss        (k,) mean loss of the union batch, before the step's update
+    pieces      (k,) samples of a worker's own step, where it was a round of these; 0: a step of all workers
     snapshots   in order
     """
 
@@ -47,13 +49,14 @@ class VirtualRun:
     compute_s: Floats
     counts: Ints
     loss: Floats
+    pieces: Ints
     snapshots: list[Snapshot]
 
     @classmethod
     def of(cls, steps: list[Step], snapshots: list[Snapshot]) -> VirtualRun:
         """The arrays of one or more steps."""
-        time_s, step_s, compute_s, counts, loss = (np.array(column) for column in zip(*steps, strict=True))
-        return cls(time_s, step_s, compute_s, counts, loss, snapshots)
+        time_s, step_s, compute_s, counts, loss, pieces = (np.array(column) for column in zip(*steps, strict=True))
+        return cls(time_s, step_s, compute_s, counts, loss, pieces, snapshots)
 
     @property
     def wait_fraction(self) -> float:

@@ -269,11 +269,11 @@ class _LivePolicy:
 def settings_of(trial: Trial, workload: Workload, workers: int, samples: int) -> dict[str, Any]:
     """What a trial says to `Controller`: how much a worker does, and how workers meet."""
     low, high = bounds_of_trial(trial, workload)
-    if (local := trial.local) is None:
-        moves = "fixed" if trial.global_batch == "fixed" else "adaptive"
-        return {"batch_size": trial.batch_size, "min_batch_size": low, "max_batch_size": high, "global_batch": moves}
+    local, whole = trial.local, {"batch_size": trial.batch_size, "min_batch_size": low, "max_batch_size": high}
+    if local is None:
+        return {**whole, "global_batch": trial.global_batch}
     if trial.meets_in_both_ways:
-        return {"batch_size": trial.batch_size, "min_batch_size": low, "max_batch_size": high, "meet": "auto"}
+        return {**whole, "global_batch": "adaptive" if trial.batch_moves else "fixed", "meet": "auto"}
     ours = {"micro_batch": trial.batch_size, "batch_size": round_of(trial, workers, samples), "meet": "parameters"}
     return {**ours, "global_batch": "adaptive" if local.period == "ratio" else "fixed"}
 

@@ -17,6 +17,7 @@ OURS = ("fixed", "ratio", "auto")  # of the product, under a policy
 MOMENTUM = ("kept", "averaged", "reset")
 OUTER = ("none", "nesterov")
 SCHEDULES = ("constant", "cosine", "steps")
+FIXED_TOTAL = ("dbs", "lb_bsp")  # policies whose global batch stays what it is at the start, as with fixed shares
 GLOBAL_BATCHES = ("adaptive", "fixed")
 LEAST_RATE = 0.01  # of the first rate: where the cosine ends, so that a run beyond its budget still trains
 DECAYS, DECAY = (0.5, 0.75), 0.1  # "steps": at these parts of the budget the rate is multiplied by this
@@ -140,6 +141,11 @@ class Trial:
     def meets_in_both_ways(self) -> bool:
         """Whether it is the product's to choose how workers meet."""
         return self.local is not None and self.local.period == "auto"
+
+    @property
+    def batch_moves(self) -> bool:
+        """Whether the global batch moves, where it is a policy's."""
+        return self.global_batch == "adaptive" and self.policy not in FIXED_TOTAL
 
     def rate_factor(self, samples: float) -> float:
         """What the schedule multiplies the rate by once `samples` are trained.

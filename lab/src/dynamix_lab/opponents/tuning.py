@@ -18,7 +18,7 @@ import numpy as np
 from dynamix.errors import ConfigError
 from dynamix_lab.opponents.runs import TrialRun
 from dynamix_lab.opponents.shares import FIRST_STEPS
-from dynamix_lab.opponents.trial import LocalSettings, Trial
+from dynamix_lab.opponents.trial import FIXED_TOTAL, LocalSettings, Trial
 from dynamix_lab.tasks.mnist1d import TUNING_SEEDS
 
 RATE_FACTORS = (0.5, 1.0, 2.0)  # of the curve's best rate at the batch whose noise the rate meets
@@ -30,7 +30,6 @@ KEPT = 3  # one of so many trials goes on to the next seed
 FIXED_SHARES = ("static", "profiled", "reference")
 POLICIES = ("dbs", "lb_bsp", "noise_scale", "pollux", "cannikin", "goodput", "dynamix", "dynamix-paper", "stigmergic")
 LOCAL = ("local", "post_local", "adacomm", "qsr", "diloco")
-FIXED_TOTAL = ("dbs", "lb_bsp")  # the global batch stays what it is at the start, as with fixed shares
 ROUNDS = ("lb_bsp-parameters", "dynamix-parameters")  # policies whose workers meet over parameters
 EITHER = ("lb_bsp-auto", "dynamix-auto")  # policies whose workers meet as is faster
 STEPS = ("lb_bsp-steps", "dynamix-steps")  # the same, with a number of steps between meetings that is tuned and held
@@ -160,13 +159,14 @@ def _choices(row: str, space: TuningSpace) -> list[Trial]:
         return [Trial(row, None, ALONE * size, 1.0, **common) for size in space.batch_sizes]
     if row in FIXED_SHARES or row in FIXED_TOTAL:
         return [Trial(row, row, size, 1.0, **common) for size in space.batch_sizes]
-    if row in POLICIES:
+    policy = row.removesuffix("-parameters").removesuffix("-auto")
+    if row in ROUNDS or policy in POLICIES:  # the number of steps between meetings follows from what is measured
+        either = LocalSettings(steps=FIRST_STEPS, period="ratio" if row in ROUNDS else "auto")
+        ours: dict[str, Any] = {**common, "local": None if row in POLICIES else either}
+        if row in ROUNDS or policy in FIXED_TOTAL:
+            return [Trial(row, policy, size, 1.0, **ours) for size in space.batch_sizes]
         pairs = (("adascale", small), ("adascale", middle), ("none", middle))
-        return [Trial(row, row, size, 1.0, rule, **common) for rule, size in pairs]
-    if row in (*ROUNDS, *EITHER):  # the number of steps follows from what is measured
-        ours = LocalSettings(steps=FIRST_STEPS, period="ratio" if row in ROUNDS else "auto")
-        policy = row.removesuffix("-parameters").removesuffix("-auto")
-        return [Trial(row, policy, size, 1.0, local=ours, **common) for size in space.batch_sizes]
+        return [Trial(row, policy, size, 1.0, rule, **ours) for rule, size in pairs]
     few, many = space.periods
     rounds = ((small, few), (small, many), (middle, few))
     decides = row.removesuffix("-steps") if row in STEPS else None

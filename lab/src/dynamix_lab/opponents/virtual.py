@@ -161,8 +161,6 @@ class _UnderPolicy:
         self.model = workload.make_model(seed)
         optimizer = workload.make_optimizer(self.model.parameters())
         set_rate(optimizer, trial.learning_rate)
-        self._piece = None if trial.local is None else trial.batch_size
-        self._apart_from = 2 * world.clusters.shape[1] * trial.batch_size if trial.meets_in_both_ways else 0
         self._cluster = VirtualCluster(
             self.model,
             optimizer,
@@ -182,9 +180,8 @@ class _UnderPolicy:
 
     def advance(self) -> tuple[float, Ints, int]:
         run = self._cluster.run(steps=1)
-        counts = run.counts[0]
-        together = self._piece is None or counts.sum() < self._apart_from
-        steps = 1 if together or self._piece is None else max(len(pieces_of(n, self._piece)) for n in counts.tolist())
+        counts, piece = run.counts[0], int(run.pieces[0])
+        steps = max(len(pieces_of(n, piece)) for n in counts.tolist()) if piece else 1
         return float(run.time_s[0]), counts, steps
 
     def close(self) -> None:
@@ -197,7 +194,12 @@ def _settings_of(trial: Trial, workload: Workload, workers: int, samples: int) -
         return {"batch_size": trial.batch_size, "bounds": _bounds(trial, workload, workers)}
     if trial.meets_in_both_ways:
         either: dict[str, Any] = {"batch_size": trial.batch_size, "bounds": _bounds(trial, workload, workers)}
-        return {**either, "meet": "auto", "averaging": averaging_of(trial)}
+        return {
+            **either,
+            "meet": "auto",
+            "averaging": averaging_of(trial),
+            "rounds": "adaptive" if trial.batch_moves else "fixed",
+        }
     ours = {"batch_size": round_of(trial, workers, samples), "micro_batch": trial.batch_size, "meet": "parameters"}
     return {**ours, "averaging": averaging_of(trial), "rounds": "adaptive" if local.period == "ratio" else "fixed"}
 

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dynamix_lab.opponents.tuning import FIXED_SHARES, FIXED_TOTAL, LOCAL
+from dynamix_lab.opponents.trial import FIXED_TOTAL
+from dynamix_lab.opponents.tuning import FIXED_SHARES, LOCAL
 from dynamix_lab.statistics import geometric_mean, paired_ratio
 
 SINGLE = "single"
