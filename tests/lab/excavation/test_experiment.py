@@ -14,7 +14,8 @@ from typer.testing import CliRunner
 from dynamix.cli.app import app
 from dynamix.errors import ConfigError, StateError
 from dynamix_lab.experiments.excavation.aggregate import interquartile_mean, stratified
-from dynamix_lab.experiments.excavation.experiment import ExperimentConfig, run
+from dynamix_lab.experiments.excavation.config import ExperimentConfig, task_of
+from dynamix_lab.experiments.excavation.experiment import run
 from dynamix_lab.experiments.excavation.gate_search import GateSearch
 from dynamix_lab.experiments.excavation.ground import Shape
 from dynamix_lab.experiments.excavation.learner import DQNConfig
@@ -23,7 +24,6 @@ from dynamix_lab.experiments.excavation.maddpg import MADDPGConfig
 from dynamix_lab.experiments.excavation.mappo import MAPPOConfig
 from dynamix_lab.experiments.excavation.pages import sections
 from dynamix_lab.experiments.excavation.summary import table
-from dynamix_lab.experiments.excavation.trial import task_of
 from dynamix_lab.experiments.excavation.world import ExcavationConfig
 
 METHODS = ("s-madrl", "madqn", "mappo", "random")

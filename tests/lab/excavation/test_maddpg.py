@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from dynamix.errors import ConfigError
-from dynamix_lab.experiments.excavation.experiment import METHODS, ExperimentConfig, available, run
+from dynamix_lab.experiments.excavation.config import METHODS, ExperimentConfig, available
+from dynamix_lab.experiments.excavation.experiment import run
 from dynamix_lab.experiments.excavation.ground import Shape
 from dynamix_lab.experiments.excavation.learner import evaluate
 from dynamix_lab.experiments.excavation.lessons import Stage

@@ -126,11 +126,11 @@ def bench_excavation(
     as_json: Json = False,
 ) -> None:
     """S-MADRL against MADQN, MAPPO and MADDPG: agents that fetch pellets through a narrow tunnel."""
-    from dynamix_lab.experiments.excavation.experiment import ExperimentConfig, run
+    from dynamix_lab.experiments.excavation.config import ExperimentConfig, task_of
+    from dynamix_lab.experiments.excavation.experiment import run
     from dynamix_lab.experiments.excavation.foretelling import somebody_is_coming
     from dynamix_lab.experiments.excavation.speed import world_speed
     from dynamix_lab.experiments.excavation.summary import draw, table
-    from dynamix_lab.experiments.excavation.trial import task_of
 
     config = ExperimentConfig.of(
         methods=names_of(methods), seeds=seeds, ground=ground, slow=slow, horizon=horizon, scale=scale

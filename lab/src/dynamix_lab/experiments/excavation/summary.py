@@ -5,14 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from dynamix_lab.experiments.excavation.aggregate import stratified
-
-if TYPE_CHECKING:
-    from dynamix_lab.experiments.excavation.experiment import ExperimentConfig
+from dynamix_lab.experiments.excavation.config import ExperimentConfig
 
 MEASURES = ("reward", "pellets_per_1000", "collisions_per_1000", "gini", "halves")
 

@@ -6,13 +6,12 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
-from dynamix.errors import ConfigError
-from dynamix.policies.stigmergic.field import Decay
+from dynamix_lab.experiments.excavation.config import HAND, LEARNED_GATE, ExperimentConfig, base, task_of
 from dynamix_lab.experiments.excavation.gate_search import LOST, SETTLING, busiest, learn_gate, settings
 from dynamix_lab.experiments.excavation.hand import HandMotion
 from dynamix_lab.experiments.excavation.learner import Actions, DQNTraining, evaluate, without_traces, work
@@ -21,30 +20,8 @@ from dynamix_lab.experiments.excavation.mappo import MAPPOTraining
 from dynamix_lab.experiments.excavation.resting import Counting, Forced, Gate, ThresholdConfig, Thresholds
 from dynamix_lab.experiments.excavation.world import ACTIONS, Excavation, ExcavationConfig, Seen
 
-if TYPE_CHECKING:
-    from dynamix_lab.experiments.excavation.experiment import ExperimentConfig
-
-LEARNED_GATE = ("s-madrl", "hand")
 EVALUATION_SEED = 770_000
 RESTERS = 0.5  # most of the agents that rest while S-MADRL's motion is learned
-_HAND = ("hand", "counting")
-# Methods may be named NAME:CHANGE: typed traces that never fade, that are gone after a step, that are read with noise
-# as large as half a fresh trace, or five steps late.
-CHANGES: dict[str, dict[str, Any]] = {
-    "no-decay": {"fast": Decay(alpha=0.0, beta=1.0, start=0.0), "entries": Decay(alpha=0.0, beta=0.4, start=0.0)},
-    "fast-decay": {"fast": Decay(alpha=1.0, beta=1.0, start=0.0), "entries": Decay(alpha=0.2, beta=4.0, start=0.0)},
-    "noise": {"noise": 0.5},
-    "late": {"late": 5},
-}
-
-
-def base(method: str) -> str:
-    """The method without its change of traces.
-
-    >>> base("s-madrl:late")
-    's-madrl'
-    """
-    return method.partition(":")[0]
 
 
 def run_one(config: ExperimentConfig, method: str, seed: int) -> dict[str, Any]:
@@ -84,18 +61,6 @@ def run_one(config: ExperimentConfig, method: str, seed: int) -> dict[str, Any]:
         "total_s": round(time.perf_counter() - started, 1),
         "processor_s": round(time.process_time() - processor, 1),
     }
-
-
-def task_of(task: ExcavationConfig, method: str) -> ExcavationConfig:
-    """The task as agents of `method` see it."""
-    name, _, change = method.partition(":")
-    typed = name in ("s-madrl", "mappo-typed", *_HAND)
-    if change and not (typed and change in CHANGES):
-        allowed = f"s-madrl, mappo-typed, hand or counting, with {', '.join(CHANGES)}"
-        raise ConfigError("methods", method, allowed, "only typed traces can be changed")
-    sight = 2 if name == "sight-2" else task.sight
-    changed = dataclasses.replace(task, signs="typed" if typed else "visits", sight=sight)
-    return dataclasses.replace(changed, **CHANGES.get(change, {}))
 
 
 def lost_and_back(
@@ -150,7 +115,7 @@ def _gate(method: str, learned: ThresholdConfig | None, seed: int) -> Callable[[
 
 def _trained(config: ExperimentConfig, task: ExcavationConfig, method: str, seed: int) -> Callable[[Seen], Actions]:
     name = base(method)
-    if name in _HAND:
+    if name in HAND:
         return HandMotion(task, seed=seed)
     if name == "random":
         rng = np.random.default_rng(seed)
