@@ -47,10 +47,12 @@ def run_one(config: ExperimentConfig, method: str, seed: int) -> dict[str, Any]:
         more["forced"] = {str(n): found(most, functools.partial(Forced, count=n)) for n in range(min(5, most))}
     if most > LOST + 1:
         more["loss"] = lost_and_back(act, task, gate, agents=most, worlds=worlds, seed=seed)
-    if config.large:
-        more["large"] = {
-            str(n): _on_larger_ground(act, task, gate, agents=n, of=most, worlds=worlds, seed=at) for n in config.large
-        }
+    for name, rule in (("large", gate), ("open_large", None)):
+        if config.large and (name == "large" or learned is not None):
+            more[name] = {
+                str(n): _on_larger_ground(act, task, rule, agents=n, of=most, worlds=worlds, seed=at)
+                for n in config.large
+            }
     return {
         **more,
         "method": method,
