@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dynamix.policies.goodput import GROWTH
 from dynamix.policies.stigmergic.crowd import CANDIDATES, LEAST, Crowd, Smell
 from dynamix.policies.stigmergic.policy import Parameters, StigmergicPolicy
 from dynamix.policies.stigmergic.traces import Own, TraceKind
@@ -225,3 +226,25 @@ def test_a_worker_that_hardly_knows_its_fixed_costs_believes_in_those_of_the_cro
             policy.choose(seen, sense, smelt, new, WIDE)
         offsets.append(float(policy.observe(seen)[0].offset[0]))
     assert offsets[1] > offsets[0] + 0.1
+
+
+def test_memory_that_ran_out_is_told_until_the_own_size_fits() -> None:
+    _, left = StigmergicPolicy().observe(own(fits=(32.0, 96.0)))
+    assert left[:, TraceKind.OOM].tolist() == [1.0, 0.0]
+
+
+def test_much_noise_makes_all_grow_no_faster_than_training_may_and_less_when_memory_ran_out() -> None:
+    seen, common = own(blocked=(0.005, 0.005), noise=0.98), []
+    for oom in (0.0, 1.0):
+        policy = taught(seen)
+        sense, smelt, new = smell_of(policy, seen, OOM=oom)
+        policy.choose(seen, sense, smelt, new, WIDE)
+        common.append(float(policy.common[0]))
+    assert common[0] == pytest.approx(5 * GROWTH, rel=0.01)
+    assert 0.0 < common[1] < 0.1 * common[0]
+
+
+def test_what_may_be_chance_is_made_up_for_in_part() -> None:
+    seen = own(busy=(0.097, 0.103), blocked=(0.011, 0.005), jitter=0.3)
+    calm, whole = (moves(taught(seen, Parameters(calm=part, hedge=0.0)), seen) for part in (0.1, 1.0))
+    assert 0.0 < -calm[1] < -0.5 * whole[1]

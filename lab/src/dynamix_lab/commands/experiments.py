@@ -138,7 +138,7 @@ def bench_excavation(
 
     def work(folder: Path, tell: Callable[[str, float], None]) -> dict[str, Any]:
         found = run(config, folder, processes=processes, minutes=minutes, tell=tell)
-        if "hand" in found["methods"]:
+        if ground == "single-file" and {"s-madrl", "hand"} & found["methods"].keys():
             found["coming"] = somebody_is_coming(config.task)
         return {**found, "speed": world_speed(task_of(config.task, "s-madrl"))}
 

@@ -1,4 +1,4 @@
-"""What is compared on the excavation task: methods, their settings, and the task as each of them sees it."""
+"""What is compared on the excavation task: methods, and everything that a run depends on."""
 
 from __future__ import annotations
 
@@ -20,8 +20,17 @@ from dynamix_lab.experiments.excavation.maddpg import MADDPGConfig
 from dynamix_lab.experiments.excavation.mappo import MAPPOConfig
 from dynamix_lab.experiments.excavation.world import ExcavationConfig
 
+METHODS = (
+    "s-madrl", "visits", "madqn", "sight-2", "mappo", "mappo-typed", "maddpg", "hand", "counting", "random"
+)  # fmt: skip
+# Where a method's settings are; hand and random have none.
+_SETTINGS = {
+    **dict.fromkeys(("s-madrl", "visits", "madqn", "sight-2"), "dqn"),
+    **dict.fromkeys(("mappo", "mappo-typed"), "mappo"),
+    "maddpg": "maddpg",
+}
 LEARNED_GATE = ("s-madrl", "hand")
-BY_HAND = ("hand", "counting")
+HAND = ("hand", "counting")
 # Methods may be named NAME:CHANGE: typed traces that never fade, that are gone after a step, that are read with noise
 # as large as half a fresh trace, or five steps late.
 CHANGES: dict[str, dict[str, Any]] = {
@@ -32,17 +41,6 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 
 
-METHODS = (
-    "s-madrl", "visits", "madqn", "sight-2", "mappo", "mappo-typed", "maddpg", "hand", "counting", "random"
-)  # fmt: skip
-# Where a method's settings are; hand and random have none.
-_SETTINGS = {
-    **dict.fromkeys(("s-madrl", "visits", "madqn", "sight-2"), "dqn"),
-    **dict.fromkeys(("mappo", "mappo-typed"), "mappo"),
-    "maddpg": "maddpg",
-}
-
-
 def base(method: str) -> str:
     """The method without its change of traces.
 
@@ -50,18 +48,6 @@ def base(method: str) -> str:
     's-madrl'
     """
     return method.partition(":")[0]
-
-
-def task_of(task: ExcavationConfig, method: str) -> ExcavationConfig:
-    """The task as agents of `method` see it."""
-    name, _, change = method.partition(":")
-    typed = name in ("s-madrl", "mappo-typed", *BY_HAND)
-    if change and not (typed and change in CHANGES):
-        allowed = f"s-madrl, mappo-typed, hand or counting, with {', '.join(CHANGES)}"
-        raise ConfigError("methods", method, allowed, "only typed traces can be changed")
-    sight = 2 if name == "sight-2" else task.sight
-    changed = dataclasses.replace(task, signs="typed" if typed else "visits", sight=sight)
-    return dataclasses.replace(changed, **CHANGES.get(change, {}))
 
 
 def available() -> tuple[str, ...]:
@@ -142,3 +128,15 @@ class ExperimentConfig:
         others |= {"methods", "seeds", *(() if base(method) in LEARNED_GATE else ("gate",))}
         facts = {k: v for k, v in dataclasses.asdict(self).items() if k not in others}
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def task_of(task: ExcavationConfig, method: str) -> ExcavationConfig:
+    """The task as agents of `method` see it."""
+    name, _, change = method.partition(":")
+    typed = name in ("s-madrl", "mappo-typed", *HAND)
+    if change and not (typed and change in CHANGES):
+        allowed = f"s-madrl, mappo-typed, hand or counting, with {', '.join(CHANGES)}"
+        raise ConfigError("methods", method, allowed, "only typed traces can be changed")
+    sight = 2 if name == "sight-2" else task.sight
+    changed = dataclasses.replace(task, signs="typed" if typed else "visits", sight=sight)
+    return dataclasses.replace(changed, **CHANGES.get(change, {}))

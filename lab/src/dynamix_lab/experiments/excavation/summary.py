@@ -25,6 +25,8 @@ def summarise(config: ExperimentConfig, runs: Sequence[dict[str, Any]]) -> dict[
     for r in opened:
         for key in ("loss", "forced", "gate", "open", "large"):
             r.pop(key, None)
+        if "open_large" in r:
+            r["large"] = r.pop("open_large")
     for name in (shown for method in config.methods for shown in (method, f"{method}-open")):
         mine = [r for r in (*runs, *opened) if r["method"] == name and r["seed"] in config.seeds]
         mine.sort(key=lambda r: int(r["seed"]))

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dynamix_lab.experiments.excavation.config import BY_HAND, LEARNED_GATE, ExperimentConfig, base, task_of
+from dynamix_lab.experiments.excavation.config import HAND, LEARNED_GATE, ExperimentConfig, base, task_of
 from dynamix_lab.experiments.excavation.gate_search import LOST, SETTLING, busiest, learn_gate, settings
 from dynamix_lab.experiments.excavation.hand import HandMotion
 from dynamix_lab.experiments.excavation.learner import Actions, DQNTraining, evaluate, without_traces, work
@@ -47,10 +47,12 @@ def run_one(config: ExperimentConfig, method: str, seed: int) -> dict[str, Any]:
         more["forced"] = {str(n): found(most, functools.partial(Forced, count=n)) for n in range(min(5, most))}
     if most > LOST + 1:
         more["loss"] = lost_and_back(act, task, gate, agents=most, worlds=worlds, seed=seed)
-    if config.large:
-        more["large"] = {
-            str(n): _on_larger_ground(act, task, gate, agents=n, of=most, worlds=worlds, seed=at) for n in config.large
-        }
+    for name, rule in (("large", gate), ("open_large", None)):
+        if config.large and (name == "large" or learned is not None):
+            more[name] = {
+                str(n): _on_larger_ground(act, task, rule, agents=n, of=most, worlds=worlds, seed=at)
+                for n in config.large
+            }
     return {
         **more,
         "method": method,
@@ -115,7 +117,7 @@ def _gate(method: str, learned: ThresholdConfig | None, seed: int) -> Callable[[
 
 def _trained(config: ExperimentConfig, task: ExcavationConfig, method: str, seed: int) -> Callable[[Seen], Actions]:
     name = base(method)
-    if name in BY_HAND:
+    if name in HAND:
         return HandMotion(task, seed=seed)
     if name == "random":
         rng = np.random.default_rng(seed)
