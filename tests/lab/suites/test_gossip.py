@@ -211,6 +211,7 @@ def test_impossible_plans_are_named() -> None:
         GossipPlan(places=("nowhere",)).check()
 
 
+@pytest.mark.slow
 @pytest.mark.emulator
 @pytest.mark.multiproc
 def test_live_workers_outlive_a_kill_and_a_cut_and_meet_again(tmp_path: Path) -> None:
