@@ -299,7 +299,7 @@ class VirtualCluster:
         with self._own_random():
             if plan.apart and self._replicas is not None:
                 if plan.piece:
-                    self._replicas.most = self._workers.most(plan.piece)
+                    self._replicas.most, self._replicas.whole = self._workers.most(plan.piece), plan.piece
                 seen, apart = self._replicas(shares)
             elif self._union is not None:
                 norms = self._workers.norms_due()
