@@ -30,7 +30,10 @@ def bench_compression(
         str | None, typer.Option(help="Comma-separated, dense,dense-again among them (default: all).")
     ] = None,
     rounds: Annotated[int | None, typer.Option(help="Turns of each way in a cell (default: 3).")] = None,
-    steps: Annotated[int | None, typer.Option(help="Timed steps a turn (default: 3, quick 4).")] = None,
+    steps: Annotated[int | None, typer.Option(help="Timed steps a turn, at least (default: 3, quick 4).")] = None,
+    turn_s: Annotated[
+        float | None, typer.Option(help="Seconds that a turn's timed steps last, at least (default: 0.5); 0: no more.")
+    ] = None,
     identity_steps: Annotated[
         int | None, typer.Option(help="Of the check against dense in fixed point; 0: none (default: 500, quick 50).")
     ] = None,
@@ -54,6 +57,7 @@ def bench_compression(
         ways=names_of(ways),
         rounds=rounds,
         steps=steps,
+        turn_s=turn_s,
         identity_steps=identity_steps,
         seed=seed,
     )

@@ -48,7 +48,8 @@ class CompressionPlan:
     """What one call runs.
 
     jobs, rates_mbit_s, workers   every combination is a cell, but for large jobs on links below `LEAST_RATE_MBIT_S`
-    rounds, steps     turns a way, timed steps a turn
+    rounds, steps     turns a way, timed steps a turn at least
+    turn_s            seconds that a turn's timed steps last at least; 0: those of `steps` and no more
     identity_steps    of the check that lossless ways train as `fixed` does; 0 leaves it out
     ways              those of `exchanges.WAYS`, dense twice among them
     options           of the job `ratings`, for tests
@@ -60,6 +61,7 @@ class CompressionPlan:
     workers: tuple[int, ...] = WORKERS
     rounds: int = 3
     steps: int = 3
+    turn_s: float = 0.5
     seed: int = 0
     identity_steps: int = IDENTITY_STEPS
     ways: tuple[str, ...] = WAYS
@@ -97,6 +99,8 @@ class CompressionPlan:
             for value in values:
                 if not low <= value <= high:
                     raise ConfigError(name, value, f"{low} to {high}", "check the argument")
+        if not 0 <= self.turn_s <= 60:
+            raise ConfigError("turn_s", self.turn_s, "0 to 60", "check the argument")
         if not self.cells():
             raise ConfigError("identity_steps", 0, "1 or more without timed cells", "leave out --identity-only")
 
@@ -160,6 +164,7 @@ class CompressionCell:
             "ways": IDENTITY_WAYS if identity else self.ways(plan),
             "rounds": 1 if identity else plan.rounds,
             "steps": plan.identity_steps if identity else plan.steps,
+            "turn_s": 0.0 if identity else plan.turn_s,
             "warm_up": plan.warm_up and not identity,
         }
 

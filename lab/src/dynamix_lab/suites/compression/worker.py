@@ -37,6 +37,7 @@ UNTIMED = 1_000_000  # from this number on, steps' batches are for warming up
 LAYOUT_STEPS = 2  # DDP lays its buckets out anew after the first
 FIRST_STEPS = 3  # untimed at a way's first turn: PowerSGD's dense ones, one-phase's first union
 AUTO_STEPS = 20  # auto's: it measures before it settles
+MOST_STEPS = 100  # timed in one turn
 
 
 @dataclass
@@ -150,8 +151,9 @@ class Rank:
         statistics = entrant.exchange.statistics
         dist.barrier()
         before, paid = traffic(), statistics.payload_bytes if statistics else 0
-        first = len(entrant.turns) * self.config["steps"]  # the same batches for every way in a round
+        first = len(entrant.turns) * max(self.config["steps"], MOST_STEPS)  # the same batches for every way in a round
         timed = [self._step(entrant, first + step) for step in range(self.config["steps"])]
+        timed += [self._step(entrant, first + step) for step in range(len(timed), self._steps_for(timed))]
         dist.barrier()
         after = traffic()
         bound, nonzero = bound_bytes(entrant.trained.net, by_row=entrant.exchange.by_row)
@@ -168,6 +170,15 @@ class Rank:
             }
         )
         entrant.weights = [p.detach().clone() for p in entrant.trained.parameters]
+
+    def _steps_for(self, timed: list[dict[str, float]]) -> int:
+        """How many steps a turn needs to last `turn_s`, by those that are done; rank 0 says so for all."""
+        if not self.config["turn_s"]:
+            return len(timed)
+        each = min(step["iteration_s"] for step in timed)
+        count = torch.tensor(min(math.ceil(self.config["turn_s"] / each), MOST_STEPS))
+        dist.broadcast(count, 0)
+        return int(count)
 
     def _untimed(self, entrant: Entrant) -> int:
         if not self.config["warm_up"]:
