@@ -26,8 +26,12 @@ class Link:
     def cost(self, way: str) -> float:
         dense = traffic("dense", self.spread)
         sent = traffic(way, self.spread)
-        full = way == "gather" and sent.bytes > dense.bytes  # then it goes dense, after its header
-        return (dense if full else sent).seconds(byte_s=self.byte_s, hop_s=self.hop_s) + self.computing[way]
+        if self.full(way):  # then it goes dense, after its header
+            sent = dense
+        return sent.seconds(byte_s=self.byte_s, hop_s=self.hop_s) + self.computing[way]
+
+    def full(self, way: str) -> bool:
+        return way in ("gather", "blocks") and traffic(way, self.spread).bytes > traffic("dense", self.spread).bytes
 
 
 def _run(links: Callable[[int], Link], steps: int, ranks: int = 2, noise: float = 0.0) -> tuple[list[str], float]:
@@ -41,7 +45,7 @@ def _run(links: Callable[[int], Link], steps: int, ranks: int = 2, noise: float 
         way, timed = plans.pop()
         due, seconds = choosers[0].due, link.cost(way) * (1 + noise * rng.random())
         for rank, chooser in enumerate(choosers):
-            chooser.record(seconds * (1 + 0.5 * rank) if timed else None)
+            chooser.record(seconds * (1 + 0.5 * rank) if timed else None, full=link.full(way))
         if due:
             speeds = [(link.hop_s * (1 + rank), link.byte_s * (1 + rank)) for rank in range(ranks)]
             reports = [c.report(hop_s=h, byte_s=b) for c, (h, b) in zip(choosers, speeds, strict=True)]
@@ -113,6 +117,14 @@ def test_gradients_that_fill_up_are_noticed() -> None:
     ways, ratio = _run(lambda step: full if step >= 400 else empty, 1000)
     assert ways[399] == "gather"
     assert ratio < 1.05
+
+
+def test_a_way_that_went_dense_is_never_taken_for_a_lucky_time() -> None:
+    """Where nothing is zero a gather is a header and a dense step: what it saves is chance."""
+    full = Link(_spread(1.0, 1.0), byte_s=1e-9, hop_s=1e-5, computing=FREE)
+    ways, _ = _run(lambda _: full, 2000, noise=1.0)
+    assert ways[:2] == ["gather"] * 2
+    assert ways[2:].count("gather") + ways.count("blocks") < 20
 
 
 def test_an_aggregator_that_goes_and_comes_back_is_left_and_tried_again() -> None:

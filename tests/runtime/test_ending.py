@@ -120,6 +120,46 @@ def _weighted_twice(job: Job) -> None:
         job.step()
 
 
+# ------------------------------------------------------------ what all ranks must call, called by one
+
+
+@wrong("another rank waits in controller.state_dict(gather=True), which this rank did not call")
+def _a_state_of_all_is_asked_for_by_one(job: Job) -> None:
+    job.wrap()
+    for x, y in job.loader:
+        job.train(x, y)
+        if job.rank == 0 and job.steps == 3:
+            job.controller.state_dict(gather=True)
+
+
+@wrong("waits in")  # the others are at the comparison before the first pass meanwhile
+def _limits_are_found_by_one(job: Job) -> None:
+    job.wrap()
+    if job.rank:
+        job.controller.find_limits(lambda batch: job.loss(*batch).backward(), data()[:4])
+    for x, y in job.loader:
+        job.train(x, y)
+
+
+@wrong("waits in")
+def _one_warms_up(job: Job) -> None:
+    job.wrap()
+    if job.rank == 0:
+        job.controller.warm_up(lambda: job.loss(*data()[:4]).backward())
+    for x, y in job.loader:
+        job.train(x, y)
+
+
+@right
+def _all_ask_for_a_state_of_all_at_their_own_pace(job: Job) -> None:
+    job.wrap()
+    for x, y in job.loader:
+        job.train(x, y)
+        if job.steps in (2, 3):
+            time.sleep(2.0 * (job.rank == job.steps - 2))
+            job.controller.state_dict(gather=True)
+
+
 @right
 def _a_state_that_one_rank_cannot_load_is_left_out(job: Job) -> None:
     job.wrap()

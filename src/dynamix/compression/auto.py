@@ -46,6 +46,7 @@ class Chooser:
         self._plan: deque[str] = deque([first, first])  # its header tells what all others would send
         self._trying = True
         self._log: list[tuple[str, float]] = []
+        self._full: list[str] = []  # of these, those that found too little to leave out and went dense
         self._steps = 0  # since the last agreement
         self._unknown = {*candidates, "dense"}
         self._anchor_s = 0.0  # the picked way's time when it was picked
@@ -65,13 +66,17 @@ class Chooser:
         """Whether ranks agree after this step."""
         return len(self._plan) == 1 if self._trying else self._steps + 1 >= AGREE_EVERY
 
-    def record(self, seconds: float | None = None) -> None:
-        """This step's time on this rank; None when it was not timed."""
+    def record(self, seconds: float | None = None, *, full: bool = False) -> None:
+        """This step's time on this rank; None when it was not timed.
+
+        full   the way found, on every rank, that dense would send less, and went dense: it is none to take
+        """
         way, _ = self.next()
         if self._plan:
             self._plan.popleft()
         if seconds is not None:
             self._log.append((way, seconds))
+            self._full += [way] * full
         self._steps += 1
 
     def report(self, *, hop_s: float = math.inf, byte_s: float = math.inf) -> list[float]:
@@ -89,11 +94,13 @@ class Chooser:
         # The first of several trials pays for cold caches.
         fresh = {way: median(t[1:] if self._trying and len(t) > 1 else t) for way, t in times.items()}
         known = {**self.cost_s, **fresh}
+        never = {way for way in times if 2 * self._full.count(way) > len(times[way])}
         best = min(known.values(), default=0.0)
         self._spent_s += sum(max(fresh[way] - best, 0.0) * len(t) for way, t in times.items() if way != self.way)
         self._total_s += sum(sum(t) for t in times.values())
         self._total_s += known.get(self.way, best) * (self._steps - len(self._log))
-        self._log, self._steps = [], 0
+        self._log, self._full, self._steps = [], [], 0
+        fresh |= dict.fromkeys(never, math.inf)
         if self._trying:
             self._after_trial(fresh)
         else:
@@ -108,7 +115,7 @@ class Chooser:
         self.candidates = tuple(candidates)
         self.cost_s = {way: cost for way, cost in self.cost_s.items() if way not in gone}
         self._unknown = (self._unknown - gone) | came
-        self._log, self._steps = [], 0
+        self._log, self._full, self._steps = [], [], 0
         if self.way in gone:
             self.way = self.way.partition("-")[2]
         if self.way not in (*candidates, "dense"):

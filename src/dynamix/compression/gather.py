@@ -8,6 +8,7 @@ two levels, and items that several ranks of a group hold travel on once.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
@@ -113,15 +114,15 @@ def _swap(
     tables: Sequence[Rows], wire: Messages, mark: bytes, *, to: Sequence[int], of: Sequence[int], most_bytes: float
 ) -> tuple[list[list[Rows]], list[int]]:
     """The tables of the ranks `of` and the own ones, in the order of ranks; and the bytes every rank brought."""
-    payload = _pack(tables)
+    payload, written = _pack(tables)
     ranks, own = range(wire.workers), wire.rank
     sizes, sums = exchange_headers(payload, wire, mark)
     if busiest(sizes) > most_bytes:
         raise Doubt("full", sizes)
     if all(size == 16 * len(tables) for size in sizes):  # nothing but counts, all of them zero
-        return [list(tables)], sizes
+        return [written], sizes
     came = send_to(payload, wire, sizes, sums, to=to, of=of)
-    return [list(tables) if rank == own else _unpack(came[rank], tables, rank) for rank in ranks if rank in came], sizes
+    return [written if rank == own else _unpack(came[rank], tables, rank) for rank in ranks if rank in came], sizes
 
 
 def exchange_headers(payload: Tensor, wire: Messages, mark: bytes) -> tuple[list[int], list[int]]:
@@ -159,25 +160,32 @@ def busiest(sizes: Sequence[int]) -> int:
     return max((len(sizes) - 1) * max(sizes), sum(sizes) - min(sizes))
 
 
-def _pack(tables: Sequence[Rows]) -> Tensor:
-    """uint8, a multiple of eight bytes: how to read the index of each table, then index and values of each."""
+def _pack(tables: Sequence[Rows]) -> tuple[Tensor, list[Rows]]:
+    """uint8, a multiple of eight bytes: how to read the index of each table, then index and values of each.
+
+    And the same tables, which know then how long their index is.
+    """
     indices = [Index.of(rows.items, rows.span) for rows in tables]
     blocks = [heads_of(indices, tables[0].items.device)]
     for rows, index in zip(tables, indices, strict=True):
         blocks += [index.bytes, block_of(rows.values)]
-    return torch.cat(blocks)
+    written = [
+        dataclasses.replace(rows, index_bytes=index.bytes.numel()) for rows, index in zip(tables, indices, strict=True)
+    ]
+    return torch.cat(blocks), written
 
 
 def _unpack(payload: Tensor, like: Sequence[Rows], rank: int) -> list[Rows]:
     heads = payload[: 16 * len(like)].view(torch.int64).view(-1, 2).tolist()
     found, at = [], 16 * len(like)
     for head, rows in zip(heads, like, strict=True):
+        begin = at
         items, at = read_items(payload, at, head, rows.span, rank)
         width = rows.values.shape[1]
         size = items.numel() * width * rows.values.element_size()
         values = payload[at : at + size].view(rows.values.dtype).view(-1, width)
+        found.append(Rows(items, values, rows.span, at - begin))
         at += padded(size)
-        found.append(Rows(items, values, rows.span))
     return found
 
 

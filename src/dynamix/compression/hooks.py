@@ -217,7 +217,7 @@ class CompressionState:
         if doubt == "lost" and self._link is not None:
             self._link.lost()
             self._rerouted = True
-        line.advance(now(flat) - start if timed else None)
+        line.advance(now(flat) - start if timed else None, full=doubt == "full")
         if doubt == "mixed":
             self._say_mixed(line)
         elif due and line.chooser is not None:

@@ -34,11 +34,11 @@ class BucketLine:
         """The route of this step, and whether it must be timed."""
         return self.chooser.next() if self.chooser else (self.way, False)
 
-    def advance(self, seconds: float | None) -> None:
-        """The step is done; `seconds` if it was timed."""
+    def advance(self, seconds: float | None, *, full: bool = False) -> None:
+        """The step is done; `seconds` if it was timed; `full`: dense would have sent less, and was taken."""
         self.step += 1
         if self.chooser:
-            self.chooser.record(seconds)
+            self.chooser.record(seconds, full=full)
 
     def again(self) -> None:
         """Ranks disagreed, which all of them know: from one step on they count and choose alike again."""

@@ -20,11 +20,15 @@ _FEW = 64  # items up to which they are written as they are
 
 @dataclass(frozen=True)
 class Rows:
-    """Items of one table of a gradient: int64 (k,), ascending, none twice, below `span`; and values (k, width)."""
+    """Items of one table of a gradient: int64 (k,), ascending, none twice, below `span`; and values (k, width).
+
+    index_bytes   that the items took in a message; 0: they were in none
+    """
 
     items: Tensor
     values: Tensor
     span: int
+    index_bytes: int = 0
 
 
 @dataclass(frozen=True)

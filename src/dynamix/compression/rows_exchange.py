@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from dynamix.compression.blocks import add_blocks
 from dynamix.compression.checks import Doubt, Statistics, digest
 from dynamix.compression.gather import add_up, gather
-from dynamix.compression.rows import Rows, index_bytes
+from dynamix.compression.rows import Rows
 from dynamix.compression.wire import Messages
 
 LOOK_EVERY = 8  # exchanges after which gathered tables are looked at again
@@ -82,7 +82,7 @@ class RowsExchange:
         sums = {place: add_up(found, left) for place, found in zip(places, brought.parts, strict=True)}
         if not brought.divided and self.exchanges % LOOK_EVERY == 0:
             for place, found in zip(places, brought.parts, strict=True):
-                index = [index_bytes(rows.items, rows.span) for rows in found]
+                index = [rows.index_bytes for rows in found]
                 own = [size + rows.values.nbytes for size, rows in zip(index, found, strict=True)]
                 self._choose(place, sums[place], index, own, wire.workers)
         self._count("gather", some, wire.payload_bytes - before, statistics)

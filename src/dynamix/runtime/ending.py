@@ -27,6 +27,8 @@ _LOOK_EVERY = datetime.timedelta(seconds=LOOK_EVERY_S)
 LINGER_S = 3.0  # how long a rank that ends the job stays for the others to read why: it may hold the store
 BESIDE_S = 5.0  # in one wait, while another rank waits for an agreement that this one does not know of: a deadlock
 SETUP_ERROR_S = 8.0  # in one wait, while another rank has raised an error before training and not gone on
+FIRST_PASS = "a comparison before the first forward pass"  # since the start, a load, or a loop that was left early
+ALIKE = "call what waits for all ranks on every rank, after the same optimizer step"
 ANSWER_S = 1.0  # longest wait for the store's word on why a collective has failed
 _opened: Counter[str] = Counter()
 _log = logging.getLogger("dynamix")
@@ -85,6 +87,7 @@ class Ending:
         weakref.finalize(self, self.store.close)
         self.ended: DynamixError | None = None
         self.agreements = self.setup_errors = 0
+        self.unlike: str | None = None  # what this rank waits for is not what others wait for
         self._went_on = True  # since the last error before training, if there was one
 
     @classmethod
@@ -128,11 +131,17 @@ class Ending:
             watch = watch or Wait(self)
             watch.look()
 
-    def agreeing(self) -> None:
-        """All ranks are about to compare what they hold: say so, for those that never come."""
+    def agreeing(self, what: str) -> None:
+        """All ranks are about to wait for each other in `what`: say so, for those that never come."""
         key = self.agreement()
         self.agreements += 1
-        self.store.ask(lambda store: store.set(key, ""))
+
+        def tell(store: Any) -> None:
+            theirs = bytes(store.compare_set(key, "", what)).decode()
+            if theirs != what:
+                self.unlike = f"this rank waits in {what}, another one in {theirs}: {ALIKE}"
+
+        self.store.ask(tell)
 
     def setup_failed(self, error: Exception) -> None:
         """This rank raises `error` before training. Those who wait for it meanwhile end, unless it goes on."""
@@ -197,7 +206,7 @@ class Wait:
         # Seconds of this wait, as far as this rank was awake: that another one waits for an agreement, or is in an
         # error that it raised before training.
         self._beside_s = self._error_s = 0.0
-        self._beside = False
+        self._beside: str | None = None
         self._error: DynamixError | None = None
 
     def look(self) -> None:
@@ -205,15 +214,14 @@ class Wait:
         ending, now = self.ending, time.monotonic()
         awake_s = min(now - (self._looked or now), 2 * LOOK_EVERY_S)
         self._looked, error = now, self._error
-        self._beside_s += awake_s * self._beside
+        self._beside_s += awake_s * (self._beside is not None)
         self._error_s = 0.0 if error is None else self._error_s + awake_s
         if ending.ended is not None:
             raise ending.ended
+        if ending.unlike is not None:
+            raise ending.report(UsageError(ending.unlike))
         if self._beside_s > BESIDE_S:
-            why = "a rank loaded a state, left an epoch early, or made a first forward pass, that this rank did not"
-            do = "call controller.load_state_dict(state) on every rank or on none"
-            early = "leave a loop early only after the same optimizer step on all ranks"
-            raise ending.report(UsageError(f"{why}: {do}; {early}"))
+            raise ending.report(UsageError(_beside(self._beside)))
         if error is not None and self._error_s > SETUP_ERROR_S:
             raise ending.report(error)
         if self._asked is None or self._asked.is_set():
@@ -222,8 +230,17 @@ class Wait:
     def _ask(self, store: Any) -> None:
         ending = self.ending
         ending.find(store)
-        self._beside = store.check([ending.agreement()])
+        key = ending.agreement()
+        self._beside = bytes(store.get(key)).decode() if store.check([key]) else None
         self._error = ending.find_setup_error(store)
+
+
+def _beside(what: str | None) -> str:
+    if what != FIRST_PASS:
+        return f"another rank waits in {what}, which this rank did not call: {ALIKE}"
+    why = "a rank loaded a state, left an epoch early, or made a first forward pass, that this rank did not"
+    do = "call controller.load_state_dict(state) on every rank or on none"
+    return f"{why}: {do}; leave a loop early only after the same optimizer step on all ranks"
 
 
 def ended_by(told: dict[str, Any]) -> DynamixError:

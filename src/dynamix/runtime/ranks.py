@@ -4,9 +4,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
+from dynamix.errors import DynamixError
 from dynamix.runtime.agreement import Explain, unnamed
 from dynamix.runtime.control import ControlGroup
-from dynamix.runtime.ending import Ending
+from dynamix.runtime.ending import FIRST_PASS, Ending, wait_for
 from dynamix.runtime.sameness import FIXES, require_same
 
 
@@ -28,9 +31,23 @@ class Ranks:
         """
         self.agreed = True
         self.ending.setup_goes_on()
-        self.ending.agreeing()
+        self.ending.agreeing(FIRST_PASS)
         what = "The ranks differ in what they are about to train"
         require_same(facts, self.group, what, FIXES, self.ending, self.explain)
+
+    def gather_in(self, what: str) -> None:
+        """Wait until all ranks are in the collective call `what`.
+
+        Raises `UsageError` on every rank where some wait for something else instead: a later collective would not end.
+        """
+        self.ending.agreeing(what)
+        row = torch.zeros(1)
+        try:
+            wait_for(self.group.all_gather(row, row.new_zeros(self.group.workers, 1)), self.ending)
+        except RuntimeError as error:
+            if isinstance(error, DynamixError):
+                raise
+            raise self.explain(error, f"not all ranks came to {what}") from error
 
     @contextmanager
     def setting_up(self) -> Iterator[None]:

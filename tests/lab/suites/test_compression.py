@@ -233,15 +233,13 @@ def test_a_whole_call_and_its_resumption(tmp_path, monkeypatch) -> None:
     assert set(found) == set(ways)
     for name, way in found.items():
         assert way["timed_steps"] == len(way["loss"]) >= 12
-        way["loss"] = way["loss"][:12]
         assert (way["exchange_median_s"] is None) == (name in PLAIN)
         if name not in LOSSY:
-            assert way["loss"] == pytest.approx(found["dense"]["loss"], rel=1e-4), name
+            assert way["loss"][:12] == pytest.approx(found["dense"]["loss"][:12], rel=1e-4), name
     assert found["dense"]["timed_steps"] > 12, "a turn of quick steps goes on until it has lasted long enough"
-    assert found["compaction"]["loss"] == found["lhc"]["loss"], "bit by bit"
-    assert (
-        found["lhc"]["loss"] == found["aggregator-lhc"]["loss"] or found["aggregator-lhc"]["statistics"]["dense_after"]
-    )
+    first = {name: way["loss"][:12] for name, way in found.items()}
+    assert first["compaction"] == first["lhc"], "bit by bit"
+    assert first["lhc"] == first["aggregator-lhc"] or found["aggregator-lhc"]["statistics"]["dense_after"]
     assert found["compaction"]["payload_over_bound"] > 1
     assert found["aggregator-lhc"]["statistics"]["buckets"]["lhc-one-phase"] >= 8
     monkeypatch.setattr(compression, "_run_cell", lambda *_: pytest.fail("every cell was finished"))
