@@ -52,6 +52,23 @@ def test_the_mean_is_the_sum_in_the_order_of_ranks(workers: int, density: float,
     assert all(s.dense_after == statistics[0].dense_after for s in statistics)
 
 
+@pytest.mark.parametrize("way", ["gather", "blocks"])
+@pytest.mark.parametrize("wishes", [[False, True, True, True], [True, True, False, False]])
+def test_a_ring_is_taken_where_most_ranks_wish_for_it_and_changes_no_bit(way: str, wishes: list[bool]) -> None:
+    inputs, wires, passed = _inputs(4, 0.01, 1), LocalWire.make(4, timeout_s=20), list[int]()
+    for wire, wish in zip(wires, wishes, strict=True):
+        wire.rings = wish
+
+        def pass_on(part: Tensor, sizes: Sequence[int], wire: LocalWire = wire) -> list[Tensor]:
+            passed.append(wire.rank)
+            return LocalWire.pass_on(wire, part, sizes)
+
+        wire.pass_on = pass_on  # type: ignore[method-assign]
+    results, _ = exchange(inputs, way, LAYOUT, wires=wires)
+    assert all(torch.equal(result, _ordered_mean(inputs)) for result in results)
+    assert sorted(passed) == ([0, 1, 2, 3] if sum(wishes) > 2 else [])
+
+
 @pytest.mark.parametrize("workers", [9, 10, 13, 16, 17])
 def test_above_eight_ranks_it_goes_in_two_levels_and_stays_there_while_rows_are_shared(workers: int) -> None:
     one = _inputs(1, 0.005, 1)[0]

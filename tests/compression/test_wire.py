@@ -40,10 +40,27 @@ def _use(rank: int, wire: Any) -> dict[str, Tensor]:
     return found
 
 
+def _of(rank: int, size: int) -> Tensor:
+    return (torch.arange(size) * 7 + rank).to(torch.uint8)
+
+
+def _passed_on(rank: int, wire: Any) -> None:
+    for sizes in ([8, 24, 16], [0, 8, 0], [0, 0, 8192]):
+        came = wire.pass_on(_of(rank, sizes[rank]), sizes)
+        assert [one.tolist() for one in came] == [_of(j, size).tolist() for j, size in enumerate(sizes)]
+
+
 def _on_gloo(rank: int) -> list[dict[str, Tensor]]:
     group = dist.group.WORLD
     assert group is not None
     assert find_or_method(group, torch.device("cpu")) == "bor"
+    wire = GroupWire(group, "bor")
+    assert not wire.ring_pays(1 << 30), "nothing is measured yet"
+    _passed_on(rank, wire)
+    wire.speed.restart()
+    wire.speed.note(24, hops=1, seconds=1e-4)
+    wire.speed.note(1_000_000, hops=1, seconds=0.1)
+    assert [wire.ring_pays(sent) for sent in (1000, 1_000_000)] == [False, True]
     return [_use(rank, GroupWire(group, method)) for method in ("bor", "gather")]
 
 

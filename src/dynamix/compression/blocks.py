@@ -90,12 +90,11 @@ def _exchange_items(
 ) -> tuple[list[list[Tensor]], list[list[int]]]:
     """By table and rank: the items that are not zero there, and the bytes of their index."""
     mine = [Index.of(rows.items, rows.span) for rows in tables]
-    heads = heads_of(mine, tables[0].items.device)
-    payload = torch.cat([heads, *(index.bytes for index in mine)])
-    sizes, sums = exchange_headers(payload, wire, mark)
-    if busiest(sizes) > most_bytes:
-        raise Doubt("full", sizes)
-    came = send_to(payload, wire, sizes, sums, to=range(wire.workers), of=range(wire.workers))
+    payload = torch.cat([heads_of(mine, tables[0].items.device), *(index.bytes for index in mine)])
+    heads = exchange_headers(payload, wire, mark)
+    if busiest(heads.sizes) > most_bytes:
+        raise Doubt("full", heads.sizes)
+    came = send_to(payload, wire, heads, to=range(wire.workers), of=range(wire.workers))
     found: list[list[Tensor]] = [[] for _ in tables]
     bytes_: list[list[int]] = [[] for _ in tables]
     for rank in range(wire.workers):

@@ -25,7 +25,7 @@ from dynamix.compression.shares import damaged
 from dynamix.compression.wire import Messages
 
 FLAT = 8  # ranks up to which all send to all at once
-_HEADER = 3  # int64: a digest, how many bytes follow, and their sum
+_HEADER = 3  # int64: a digest, how many bytes follow (and whether by a ring), and their sum
 SUMMED_IN = {torch.float16: torch.float32, torch.bfloat16: torch.float32}  # added up in
 
 
@@ -116,41 +116,59 @@ def _swap(
     """The tables of the ranks `of` and the own ones, in the order of ranks; and the bytes every rank brought."""
     payload, written = _pack(tables)
     ranks, own = range(wire.workers), wire.rank
-    sizes, sums = exchange_headers(payload, wire, mark)
+    heads = exchange_headers(payload, wire, mark)
+    sizes = heads.sizes
     if busiest(sizes) > most_bytes:
         raise Doubt("full", sizes)
     if all(size == 16 * len(tables) for size in sizes):  # nothing but counts, all of them zero
         return [written], sizes
-    came = send_to(payload, wire, sizes, sums, to=to, of=of)
+    came = send_to(payload, wire, heads, to=to, of=of)
     return [written if rank == own else _unpack(came[rank], tables, rank) for rank in ranks if rank in came], sizes
 
 
-def exchange_headers(payload: Tensor, wire: Messages, mark: bytes) -> tuple[list[int], list[int]]:
-    """How many bytes each rank is about to send, and the sum of these. `Doubt("mixed")`, on every rank, where marks
-    differ.
+@dataclass(frozen=True)
+class Heads:
+    """What ranks say before they send.
+
+    sizes   bytes that each is about to send
+    sums    of these, by which damage is found
+    ring    most ranks would rather send around a ring
     """
+
+    sizes: list[int]
+    sums: list[int]
+    ring: bool
+
+
+def exchange_headers(payload: Tensor, wire: Messages, mark: bytes) -> Heads:
+    """What all ranks are about to send. `Doubt("mixed")`, on every rank, where marks differ."""
     device, ranks, own = payload.device, range(wire.workers), wire.rank
-    mine = [int.from_bytes(mark, "little", signed=True), payload.numel(), sum_of(payload)]
+    size = payload.numel()  # a multiple of eight, so a bit is free for what the rank would like
+    wish = wire.ring_pays((wire.workers - 1) * size)
+    mine = [int.from_bytes(mark, "little", signed=True), size | wish, sum_of(payload)]
     header = torch.tensor(mine, dtype=torch.int64, device=device).view(torch.uint8)
     empty = header.new_empty(0)
     others = [8 * _HEADER * (rank != own) for rank in ranks]
     heads = wire.swap([header if size else empty for size in others], others)
     heads[own] = header
-    marks, sizes, sums = torch.stack([head.view(torch.int64) for head in heads]).cpu().T.tolist()
+    marks, told, sums = torch.stack([head.view(torch.int64) for head in heads]).cpu().T.tolist()
     if len(set(marks)) > 1:
         raise Doubt("mixed")
-    return sizes, sums
+    return Heads([size & ~1 for size in told], sums, 2 * sum(size & 1 for size in told) > wire.workers)
 
 
 def send_to(
-    payload: Tensor, wire: Messages, sizes: Sequence[int], sums: Sequence[int], *, to: Sequence[int], of: Sequence[int]
+    payload: Tensor, wire: Messages, heads: Heads, *, to: Sequence[int], of: Sequence[int]
 ) -> dict[int, Tensor]:
     """By rank, what those of `of` sent, and the own `payload`; raises `DynamixError` for what was damaged."""
     ranks, own, empty = range(wire.workers), wire.rank, payload.new_empty(0)
-    wanted = [sizes[rank] if rank in of and rank != own else 0 for rank in ranks]
-    came = wire.swap([payload if rank in to and rank != own else empty for rank in ranks], wanted)
+    wanted = [heads.sizes[rank] if rank in of and rank != own else 0 for rank in ranks]
+    if heads.ring and len(to) == len(of) == wire.workers:
+        came = wire.pass_on(payload, heads.sizes)
+    else:
+        came = wire.swap([payload if rank in to and rank != own else empty for rank in ranks], wanted)
     for rank in ranks:
-        if wanted[rank] and sum_of(came[rank]) != sums[rank]:
+        if wanted[rank] and sum_of(came[rank]) != heads.sums[rank]:
             raise damaged(rank)
     return {rank: payload if rank == own else came[rank] for rank in ranks if rank == own or wanted[rank]}
 

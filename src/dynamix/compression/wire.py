@@ -5,6 +5,7 @@ Whoever adds and ORs buffers can stand here: a process group, an aggregator in t
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ from dynamix.compression.link_speed import LinkSpeed
 from dynamix.errors import DynamixError
 
 OrMethod = Literal["bor", "gather"]
+CROWDED = 0.12  # of their time that large messages lose where all send to all at once, and not around a ring
 SMALL_BYTES = 512  # a maximum of up to so many goes from everyone to everyone, in one hop in place of a ring's 2 (W-1)
 
 
@@ -38,6 +40,15 @@ class Messages(Protocol):
         """Send `parts[j]`, uint8, to rank j; returns what each rank sent here, `sizes[j]` bytes from rank j.
 
         The own part does not travel: give it as an empty one, and 0 as its size.
+        """
+
+    def pass_on(self, part: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+        """Send `part`, uint8, around a ring to all; returns what each rank sent, `sizes[j]` bytes from rank j."""
+
+    def ring_pays(self, sent: int) -> bool:
+        """Whether so many bytes of this rank's would be with all others sooner around a ring than each sent directly.
+
+        By what this rank has measured: others may think otherwise.
         """
 
 
@@ -74,12 +85,18 @@ class Wire(Protocol):
 
 
 class GroupWire:
-    """A torch process group. `or_method` comes from `find_or_method`; `speed` is read off calls on the CPU."""
+    """A torch process group. `or_method` comes from `find_or_method`; `speed` is read off calls on the CPU.
+
+    wait   how messages are waited for; their own `wait` if None
+    """
 
     reserve: Wire | None = None
 
-    def __init__(self, group: dist.ProcessGroup, or_method: OrMethod) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, or_method: OrMethod, *, wait: Callable[[Any], object] | None = None
+    ) -> None:
         self.group, self.or_method = group, or_method
+        self._wait = wait or (lambda work: work.wait())
         self.rank, self.workers, self.payload_bytes = group.rank(), group.size(), 0
         self.speed = LinkSpeed()
 
@@ -119,11 +136,27 @@ class GroupWire:
         sent = [part.numel() for part in parts]
         found = parts[0].new_empty(sum(sizes))
         began = time.perf_counter()
-        dist.all_to_all_single(found, torch.cat(list(parts)), list(sizes), sent, group=self.group)
+        out = torch.cat(list(parts))
+        self._wait(dist.all_to_all_single(found, out, list(sizes), sent, group=self.group, async_op=True))
         if not found.is_cuda:
             self.speed.note(max(sum(sent), sum(sizes)), 1, time.perf_counter() - began)
         self.payload_bytes += as_all_reduced(sum(sent), self.workers)
         return list(found.split(list(sizes)))
+
+    def pass_on(self, part: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+        longest, hops = max(sizes), self.workers - 1
+        found = part.new_empty(longest * self.workers)
+        began = time.perf_counter()
+        out = torch.nn.functional.pad(part, (0, longest - part.numel()))
+        self._wait(dist.all_gather_into_tensor(found, out, group=self.group, async_op=True))
+        if not found.is_cuda:
+            self.speed.note(longest * hops, hops, time.perf_counter() - began)
+        self.payload_bytes += as_all_reduced(longest * hops, self.workers)
+        return [row[:size] for row, size in zip(found.view(self.workers, -1), sizes, strict=True)]
+
+    def ring_pays(self, sent: int) -> bool:
+        hop_s, byte_s = self.speed.hop_s, self.speed.byte_s
+        return math.isfinite(hop_s + byte_s) and CROWDED * sent * byte_s > (self.workers - 2) * hop_s
 
     def _all_reduce(self, values: Tensor, call: Callable[[], Any]) -> None:
         self.payload_bytes += values.nbytes
@@ -180,9 +213,13 @@ def find_or_method(group: dist.ProcessGroup, device: torch.device) -> OrMethod:
 
 
 class LocalWire:
-    """W ranks as threads of one process: the shipped fake, and what benchmarks use for one rank."""
+    """W ranks as threads of one process: the shipped fake, and what benchmarks use for one rank.
+
+    rings   what `ring_pays` says
+    """
 
     reserve: Wire | None = None
+    rings = False
 
     def __init__(self, shared: _Meeting, rank: int) -> None:
         self._shared, self.rank = shared, rank
@@ -219,6 +256,15 @@ class LocalWire:
         if [one.numel() for one in found] != list(sizes):
             raise RuntimeError(f"expected messages of {list(sizes)} bytes, got {[one.numel() for one in found]}")
         return found
+
+    def pass_on(self, part: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+        parts = [part] * self.workers
+        parts[self.rank] = part.new_empty(0)
+        others = [size * (rank != self.rank) for rank, size in enumerate(sizes)]
+        return [part if rank == self.rank else one for rank, one in enumerate(self.swap(parts, others))]
+
+    def ring_pays(self, sent: int) -> bool:
+        return self.rings
 
     def _meet(self, values: Tensor, combine: Callable[[Tensor, Tensor], Tensor]) -> None:
         self.payload_bytes += values.nbytes

@@ -202,7 +202,7 @@ class Coordinator:
         return nullcontext() if self.ranks is None else self.ranks.setting_up()
 
     def gather_in(self, what: str) -> None:
-        """Wait until all ranks are in the collective call `what`; a `UsageError` on every rank where some never come."""
+        """Wait until all ranks are in the collective call `what`. Raises `UsageError` on all where some never come."""
         if self.ranks is not None:
             self.ranks.gather_in(what)
 

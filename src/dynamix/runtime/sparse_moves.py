@@ -9,14 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
 from dynamix.compression.checks import Doubt, Statistics
 from dynamix.compression.gather import rows_not_zero
 from dynamix.compression.rows import Rows
 from dynamix.compression.rows_exchange import RowsExchange
-from dynamix.compression.wire import as_all_reduced
+from dynamix.compression.wire import GroupWire
 from dynamix.errors import UsageError
 from dynamix.runtime.averaging import Payload, Workers
 from dynamix.runtime.ending import wait_for
@@ -34,17 +32,19 @@ class SparseMoves:
         self.workers, self.statistics = workers, Statistics()
         self._memories: dict[int, RowsExchange] = {}
         self._dense_for: dict[int, int] = {}
+        assert workers.group is not None
+        # Waited for where the job's end is looked for.
+        self._wire = GroupWire(workers.group, "bor", wait=lambda work: wait_for(work, workers.ending))
 
     def add(self, payloads: Sequence[Payload]) -> None:
         """A collective call. Rows have been summed at its end; what goes densely is begun, as by `Workers.add`."""
-        messages = _Between(self.workers)
-        dense = [payload for number, payload in enumerate(payloads) if not self._by_rows(number, payload, messages)]
+        dense = [payload for number, payload in enumerate(payloads) if not self._by_rows(number, payload)]
         for payload in dense:
             size = payload.flat.nbytes
             self.statistics.count("dense", dense_bytes=size, payload_bytes=size)
             self.workers.add(payload.flat)
 
-    def _by_rows(self, number: int, payload: Payload, messages: _Between) -> bool:
+    def _by_rows(self, number: int, payload: Payload) -> bool:
         left = self._dense_for.get(number, 0)
         if left:
             self._dense_for[number] = left - 1
@@ -54,7 +54,7 @@ class SparseMoves:
         try:
             sums = memory.add_up(
                 tables_of(payload),
-                messages,
+                self._wire,
                 "moves",
                 number,
                 divisor=1,
@@ -85,20 +85,3 @@ def take(payload: Payload, sums: Sequence[Rows]) -> None:
     parts = [part for part in payload.flat.split([*payload.sizes, 1]) if part.numel()]
     for part, rows in zip(parts, sums, strict=True):
         part.view(rows.span, -1)[rows.items] = rows.values.to(wide)
-
-
-class _Between:
-    """Messages between workers, waited for where the job's end is looked for."""
-
-    def __init__(self, workers: Workers) -> None:
-        assert workers.group is not None
-        self._group, self._ending = workers.group, workers.ending
-        self.rank, self.workers, self.payload_bytes = self._group.rank(), self._group.size(), 0
-
-    def swap(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
-        sent = [part.numel() for part in parts]
-        found = parts[0].new_empty(sum(sizes))
-        out = torch.cat(list(parts))
-        wait_for(dist.all_to_all_single(found, out, list(sizes), sent, group=self._group, async_op=True), self._ending)
-        self.payload_bytes += as_all_reduced(sum(sent), self.workers)
-        return list(found.split(list(sizes)))
