@@ -125,7 +125,8 @@ def test_auto_measures_a_sparse_bucket_and_all_ranks_pick_alike() -> None:
     assert results[0]["ways"] == results[1]["ways"]
     counted = results[0]["statistics"]
     assert counted["buckets"] == results[1]["statistics"]["buckets"]
-    assert counted["buckets"]["gather"] >= 20, "5 MB with 0.2 % of its rows set"
+    by_rows = counted["buckets"]["gather"] + counted["buckets"].get("blocks", 0)
+    assert by_rows >= 20, "5 MB with 0.2 % of its rows set; which of the two is quicker, a busy machine decides"
     assert not counted["dense_after"]
     assert 32 < results[0]["rows"] <= 64
 
