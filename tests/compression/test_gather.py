@@ -53,11 +53,13 @@ def test_the_mean_is_the_sum_in_the_order_of_ranks(workers: int, density: float,
 
 
 @pytest.mark.parametrize("way", ["gather", "blocks"])
-@pytest.mark.parametrize("wishes", [[False, True, True, True], [True, True, False, False]])
-def test_a_ring_is_taken_where_most_ranks_wish_for_it_and_changes_no_bit(way: str, wishes: list[bool]) -> None:
+@pytest.mark.parametrize(
+    ("worth", "ring"), [([0, 9, 7, 8], True), ([0, 0, 0, 0], False), ([9, 1 << 30, 1 << 30, 7], False)]
+)
+def test_a_ring_is_taken_where_hops_are_cheap_and_changes_no_bit(way: str, worth: list[int], ring: bool) -> None:
     inputs, wires, passed = _inputs(4, 0.01, 1), LocalWire.make(4, timeout_s=20), list[int]()
-    for wire, wish in zip(wires, wishes, strict=True):
-        wire.rings = wish
+    for wire, hop_bytes in zip(wires, worth, strict=True):
+        wire.measured = hop_bytes
 
         def pass_on(part: Tensor, sizes: Sequence[int], wire: LocalWire = wire) -> list[Tensor]:
             passed.append(wire.rank)
@@ -66,7 +68,7 @@ def test_a_ring_is_taken_where_most_ranks_wish_for_it_and_changes_no_bit(way: st
         wire.pass_on = pass_on  # type: ignore[method-assign]
     results, _ = exchange(inputs, way, LAYOUT, wires=wires)
     assert all(torch.equal(result, _ordered_mean(inputs)) for result in results)
-    assert sorted(passed) == ([0, 1, 2, 3] if sum(wishes) > 2 else [])
+    assert sorted(passed) == ([0, 1, 2, 3] if ring else [])
 
 
 @pytest.mark.parametrize("workers", [9, 10, 13, 16, 17])

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dynamix.compression.checks import Doubt
-from dynamix.compression.gather import SUMMED_IN, busiest, exchange_headers, send_to
+from dynamix.compression.gather import SUMMED_IN, Heads, busiest, exchange_headers, send_to
 from dynamix.compression.rows import Index, Rows, heads_of, read_items, union_of_rows
 from dynamix.compression.shares import add_shares
 from dynamix.compression.wire import Messages
@@ -26,11 +26,13 @@ class Added:
 
     index   bytes of the index that each rank brought, by table: [table][rank]
     own     bytes of index and values that each rank held, by table
+    hop_bytes   as of `gather.Heads`
     """
 
     sums: list[Rows]
     index: list[list[int]]
     own: list[list[int]]
+    hop_bytes: int
 
     @property
     def sizes(self) -> list[int]:
@@ -55,7 +57,7 @@ def add_blocks(
 
     Raises `DynamixError` for a message that is damaged: nothing is applied, and the job ends.
     """
-    theirs, index = _exchange_items(tables, wire, mark, most_bytes)
+    theirs, index, heads = _exchange_items(tables, wire, mark, most_bytes)
     own = [
         [bytes_ + items.numel() * _row_bytes(rows) for bytes_, items in zip(of_table, found, strict=True)]
         for of_table, found, rows in zip(index, theirs, tables, strict=True)
@@ -67,13 +69,13 @@ def add_blocks(
     if 2 * (wire.workers - 1) / wire.workers * values + busiest(indices) > most_bytes:
         raise Doubt("full", sizes)
     if not values:
-        return Added([_nothing(rows) for rows in tables], index, own)
+        return Added([_nothing(rows) for rows in tables], index, own, heads.hop_bytes)
     if whole is None:
         spread = [_spread_over(union, rows) for union, rows in zip(unions, tables, strict=True)]
     else:
         spread = [table.index_select(0, union).view(-1) for union, table in zip(unions, whole, strict=True)]
     sums = _add_up(tables, unions, spread, wire, divisor)
-    return Added(sums, index, own)
+    return Added(sums, index, own, heads.hop_bytes)
 
 
 def _row_bytes(rows: Rows) -> int:
@@ -87,8 +89,8 @@ def _nothing(rows: Rows) -> Rows:
 
 def _exchange_items(
     tables: Sequence[Rows], wire: Messages, mark: bytes, most_bytes: float
-) -> tuple[list[list[Tensor]], list[list[int]]]:
-    """By table and rank: the items that are not zero there, and the bytes of their index."""
+) -> tuple[list[list[Tensor]], list[list[int]], Heads]:
+    """By table and rank: the items that are not zero there, and the bytes of their index; what all said before."""
     mine = [Index.of(rows.items, rows.span) for rows in tables]
     payload = torch.cat([heads_of(mine, tables[0].items.device), *(index.bytes for index in mine)])
     heads = exchange_headers(payload, wire, mark)
@@ -105,7 +107,7 @@ def _exchange_items(
             found[table].append(items)
             bytes_[table].append(end - at)
             at = end
-    return found, bytes_
+    return found, bytes_, heads
 
 
 def _add_up(

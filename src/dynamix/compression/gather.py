@@ -25,7 +25,8 @@ from dynamix.compression.shares import damaged
 from dynamix.compression.wire import Messages
 
 FLAT = 8  # ranks up to which all send to all at once
-_HEADER = 3  # int64: a digest, how many bytes follow (and whether by a ring), and their sum
+_HEADER = 4  # int64: a digest, how many bytes follow, their sum, and how many a hop is worth
+CROWDED = 0.12  # of their time that large messages lose where all send to all at once, and not around a ring
 SUMMED_IN = {torch.float16: torch.float32, torch.bfloat16: torch.float32}  # added up in
 
 
@@ -68,12 +69,37 @@ class Levels:
 class Brought:
     """What has to be added up, by table and in the order of ranks; divided already where `divided`.
 
-    sizes   bytes that each rank brought at first
+    sizes       bytes that each rank brought at first
+    hop_bytes   as of `Heads`
     """
 
     parts: list[list[Rows]]
     divided: bool
     sizes: list[int]
+    hop_bytes: int
+
+
+@dataclass(frozen=True)
+class Heads:
+    """What ranks say before they send.
+
+    sizes       bytes that each is about to send
+    sums        of these, by which damage is found
+    hop_bytes   that a link carries in the time of a hop: the median of what ranks have measured; 0: nobody has
+    """
+
+    sizes: list[int]
+    sums: list[int]
+    hop_bytes: int
+
+    @property
+    def ring(self) -> bool:
+        """Whether large messages are sooner with all others around a ring than each sent directly.
+
+        The busiest link carries the same bytes in both; a ring has more hops.
+        """
+        others = len(self.sizes) - 1
+        return self.hop_bytes > 0 and CROWDED * others * max(self.sizes) > (others - 1) * self.hop_bytes
 
 
 def gather(
@@ -96,14 +122,14 @@ def gather(
     """
     ranks, own = range(wire.workers), wire.rank
     if not levels or wire.workers <= FLAT:
-        found, sizes = _swap(tables, wire, mark, to=ranks, of=ranks, most_bytes=most_bytes)
-        return Brought(_by_table(found), False, sizes)
+        found, heads = _swap(tables, wire, mark, to=ranks, of=ranks, most_bytes=most_bytes)
+        return Brought(_by_table(found), False, heads.sizes, heads.hop_bytes)
     plan = Levels.of(wire.workers)
     near = plan.mine(own)
-    found, sizes = _swap(tables, wire, mark, to=near, of=near, most_bytes=most_bytes)
+    found, heads = _swap(tables, wire, mark, to=near, of=near, most_bytes=most_bytes)
     sums = [add_up(parts, divisor or wire.workers) for parts in _by_table(found)]
     far, _ = _swap(sums, wire, mark, to=plan.followers(own), of=plan.beyond(own), most_bytes=math.inf)
-    return Brought(_by_table(far), True, sizes)
+    return Brought(_by_table(far), True, heads.sizes, heads.hop_bytes)
 
 
 def _by_table(found: Sequence[Sequence[Rows]]) -> list[list[Rows]]:
@@ -112,8 +138,8 @@ def _by_table(found: Sequence[Sequence[Rows]]) -> list[list[Rows]]:
 
 def _swap(
     tables: Sequence[Rows], wire: Messages, mark: bytes, *, to: Sequence[int], of: Sequence[int], most_bytes: float
-) -> tuple[list[list[Rows]], list[int]]:
-    """The tables of the ranks `of` and the own ones, in the order of ranks; and the bytes every rank brought."""
+) -> tuple[list[list[Rows]], Heads]:
+    """The tables of the ranks `of` and the own ones, in the order of ranks; and what all said before."""
     payload, written = _pack(tables)
     ranks, own = range(wire.workers), wire.rank
     heads = exchange_headers(payload, wire, mark)
@@ -121,40 +147,25 @@ def _swap(
     if busiest(sizes) > most_bytes:
         raise Doubt("full", sizes)
     if all(size == 16 * len(tables) for size in sizes):  # nothing but counts, all of them zero
-        return [written], sizes
+        return [written], heads
     came = send_to(payload, wire, heads, to=to, of=of)
-    return [written if rank == own else _unpack(came[rank], tables, rank) for rank in ranks if rank in came], sizes
-
-
-@dataclass(frozen=True)
-class Heads:
-    """What ranks say before they send.
-
-    sizes   bytes that each is about to send
-    sums    of these, by which damage is found
-    ring    most ranks would rather send around a ring
-    """
-
-    sizes: list[int]
-    sums: list[int]
-    ring: bool
+    return [written if rank == own else _unpack(came[rank], tables, rank) for rank in ranks if rank in came], heads
 
 
 def exchange_headers(payload: Tensor, wire: Messages, mark: bytes) -> Heads:
     """What all ranks are about to send. `Doubt("mixed")`, on every rank, where marks differ."""
     device, ranks, own = payload.device, range(wire.workers), wire.rank
-    size = payload.numel()  # a multiple of eight, so a bit is free for what the rank would like
-    wish = wire.ring_pays((wire.workers - 1) * size)
-    mine = [int.from_bytes(mark, "little", signed=True), size | wish, sum_of(payload)]
+    mine = [int.from_bytes(mark, "little", signed=True), payload.numel(), sum_of(payload), wire.hop_bytes]
     header = torch.tensor(mine, dtype=torch.int64, device=device).view(torch.uint8)
     empty = header.new_empty(0)
     others = [8 * _HEADER * (rank != own) for rank in ranks]
     heads = wire.swap([header if size else empty for size in others], others)
     heads[own] = header
-    marks, told, sums = torch.stack([head.view(torch.int64) for head in heads]).cpu().T.tolist()
+    marks, sizes, sums, worth = torch.stack([head.view(torch.int64) for head in heads]).cpu().T.tolist()
     if len(set(marks)) > 1:
         raise Doubt("mixed")
-    return Heads([size & ~1 for size in told], sums, 2 * sum(size & 1 for size in told) > wire.workers)
+    known = sorted(hop_bytes for hop_bytes in worth if hop_bytes > 0)
+    return Heads(sizes, sums, known[len(known) // 2] if known else 0)
 
 
 def send_to(

@@ -17,8 +17,9 @@ from dynamix.compression.rows import Rows
 from dynamix.compression.wire import Messages
 
 LOOK_EVERY = 8  # exchanges after which gathered tables are looked at again
-HOPS_BYTES = 32_768  # what the two messages more that blocks take are worth
-GAIN = 0.9  # a way must send less than this share of the other's to replace it
+HOP_BYTES = 16_384  # what a hop is worth before it is measured; blocks take two more than a gather
+GAIN = 0.9  # a way must take less than this share of the other's to replace it
+STAYS = 0.75  # the same, to leave blocks: what a hop is worth is measured roughly
 CERTAIN = 0.9  # a rank that holds this share of everything makes all of it dense
 
 
@@ -84,7 +85,7 @@ class RowsExchange:
             for place, found in zip(places, brought.parts, strict=True):
                 index = [rows.index_bytes for rows in found]
                 own = [size + rows.values.nbytes for size, rows in zip(index, found, strict=True)]
-                self._choose(place, sums[place], index, own, wire.workers)
+                self._choose(place, sums[place], index, own, brought.hop_bytes)
         self._count("gather", some, wire.payload_bytes - before, statistics)
         return sums
 
@@ -102,16 +103,17 @@ class RowsExchange:
         some = [tables[place] for place in places]
         added = add_blocks(some, wire, mark, divisor=divisor, most_bytes=most)
         for place, rows, index, own in zip(places, added.sums, added.index, added.own, strict=True):
-            self._choose(place, rows, index, own, wire.workers)
+            self._choose(place, rows, index, own, added.hop_bytes)
         self._count("blocks", some, wire.payload_bytes - before, statistics)
         return dict(zip(places, added.sums, strict=True))
 
-    def _choose(self, place: int, union: Rows, index: Sequence[int], own: Sequence[int], workers: int) -> None:
+    def _choose(self, place: int, union: Rows, index: Sequence[int], own: Sequence[int], hop_bytes: int) -> None:
         """From bytes that all ranks know alike."""
+        workers, hops = len(own), 2 * (hop_bytes or HOP_BYTES)
         gathered = (workers - 1) * max(own)
-        blocks = (workers - 1) * max(index) + 2 * (workers - 1) / workers * union.values.nbytes + HOPS_BYTES
+        blocks = (workers - 1) * max(index) + 2 * (workers - 1) / workers * union.values.nbytes + hops
         if place in self.in_blocks:
-            if gathered < GAIN * blocks:
+            if gathered < STAYS * blocks:
                 self.in_blocks -= {place}
         elif blocks < GAIN * gathered:
             self.in_blocks |= {place}

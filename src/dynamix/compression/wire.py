@@ -21,7 +21,6 @@ from dynamix.compression.link_speed import LinkSpeed
 from dynamix.errors import DynamixError
 
 OrMethod = Literal["bor", "gather"]
-CROWDED = 0.12  # of their time that large messages lose where all send to all at once, and not around a ring
 SMALL_BYTES = 512  # a maximum of up to so many goes from everyone to everyone, in one hop in place of a ring's 2 (W-1)
 
 
@@ -45,11 +44,9 @@ class Messages(Protocol):
     def pass_on(self, part: Tensor, sizes: Sequence[int]) -> list[Tensor]:
         """Send `part`, uint8, around a ring to all; returns what each rank sent, `sizes[j]` bytes from rank j."""
 
-    def ring_pays(self, sent: int) -> bool:
-        """Whether so many bytes of this rank's would be with all others sooner around a ring than each sent directly.
-
-        By what this rank has measured: others may think otherwise.
-        """
+    @property
+    def hop_bytes(self) -> int:
+        """How many bytes this rank's link carries in the time of a hop, by what it has measured; 0: nothing yet."""
 
 
 class Wire(Protocol):
@@ -154,9 +151,10 @@ class GroupWire:
         self.payload_bytes += as_all_reduced(longest * hops, self.workers)
         return [row[:size] for row, size in zip(found.view(self.workers, -1), sizes, strict=True)]
 
-    def ring_pays(self, sent: int) -> bool:
+    @property
+    def hop_bytes(self) -> int:
         hop_s, byte_s = self.speed.hop_s, self.speed.byte_s
-        return math.isfinite(hop_s + byte_s) and CROWDED * sent * byte_s > (self.workers - 2) * hop_s
+        return int(min(hop_s / byte_s, 1 << 40)) if math.isfinite(hop_s + byte_s) and byte_s else 0
 
     def _all_reduce(self, values: Tensor, call: Callable[[], Any]) -> None:
         self.payload_bytes += values.nbytes
@@ -215,11 +213,11 @@ def find_or_method(group: dist.ProcessGroup, device: torch.device) -> OrMethod:
 class LocalWire:
     """W ranks as threads of one process: the shipped fake, and what benchmarks use for one rank.
 
-    rings   what `ring_pays` says
+    measured   what `hop_bytes` says
     """
 
     reserve: Wire | None = None
-    rings = False
+    measured = 0
 
     def __init__(self, shared: _Meeting, rank: int) -> None:
         self._shared, self.rank = shared, rank
@@ -263,8 +261,9 @@ class LocalWire:
         others = [size * (rank != self.rank) for rank, size in enumerate(sizes)]
         return [part if rank == self.rank else one for rank, one in enumerate(self.swap(parts, others))]
 
-    def ring_pays(self, sent: int) -> bool:
-        return self.rings
+    @property
+    def hop_bytes(self) -> int:
+        return self.measured
 
     def _meet(self, values: Tensor, combine: Callable[[Tensor, Tensor], Tensor]) -> None:
         self.payload_bytes += values.nbytes

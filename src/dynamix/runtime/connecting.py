@@ -151,12 +151,12 @@ def piece(coordinator: Coordinator) -> Iterator[None]:
             for attached in coordinator.connected:
                 stack.enter_context(attached.local_passes(by_size=now.by_size))
         for attached in coordinator.connected:
-            coordinator.finish_gradients(attached, more=True)
+            coordinator.own_gradients.finish(attached, more=True)
         coordinator.loop.in_piece = True
         stack.callback(setattr, coordinator.loop, "in_piece", False)
         yield
         for attached in coordinator.connected:
-            coordinator.finish_gradients(attached)
+            coordinator.own_gradients.finish(attached)
 
 
 def backward(coordinator: Coordinator, loss_fn: Callable[[Any], Tensor], batch: Any) -> Tensor:

@@ -7,7 +7,6 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from dynamix.data import Allocations, BatchSampler, Piece, StepPlan, Stream
@@ -29,12 +28,12 @@ from dynamix.runtime.loss_weight import LossWeight
 from dynamix.runtime.losses import WeightTest
 from dynamix.runtime.meetings import Meetings
 from dynamix.runtime.memory import Memory
-from dynamix.runtime.noise import ConsecutiveNoise
 from dynamix.runtime.observation import Recorder
+from dynamix.runtime.own_gradients import OwnGradients
 from dynamix.runtime.progress import Progress, Waiting
 from dynamix.runtime.ranks import Ranks
 from dynamix.runtime.rates import Rates
-from dynamix.runtime.sameness import settings_of, sketches_of
+from dynamix.runtime.sameness import facts_of
 from dynamix.runtime.scaling import SampleSchedule
 from dynamix.runtime.weighting import Attached
 from dynamix.window import Ints
@@ -94,8 +93,8 @@ class Coordinator:
         workers = 1 if ranks is None else self.allocations.workers
         self.loop = LoopCheck(self.accumulate, self.fail, lambda: self.recorder.muted, rank=rank, workers=workers)
         self.loop.needs_piece = self.ways is not None and workers > 1
-        # Where gradients do not meet, those of pieces that follow each other tell the noise scale.
-        self._pairs = ConsecutiveNoise(64 if apart else 2) if apart or self.allocations.workers == 1 else None
+        alone = self.allocations.workers == 1
+        self.own_gradients = OwnGradients(self, every=64 if apart else 2 if alone else 0)
         self.liveness: Liveness | None = None  # None: nobody else is there
         self.stop_wanted = self.stopping = False
         self._waiting = Waiting()
@@ -150,8 +149,7 @@ class Coordinator:
             self.rates.watch(optimizer, apart=self.steps_apart)
         if self.loop.workers > 1 and not self.loss_weight.required:
             self.job.weight_test = WeightTest(given=self.loss_weight.given)
-        if self._pairs is not None:
-            optimizer.register_step_pre_hook(self._before_optimizer)
+        self.own_gradients.watch(optimizer)
         self.connect_another(model, optimizer, attached)
         self._waiting.give("recorder", self.recorder)
 
@@ -195,7 +193,7 @@ class Coordinator:
             if self.ways is not None:
                 attached.meeting.before_step = lambda: self.meetings.before_step(attached)
         elif further:
-            optimizer.register_step_pre_hook(lambda *_: self.finish_gradients(attached))
+            optimizer.register_step_pre_hook(lambda *_: self.own_gradients.finish(attached))
 
     def setting_up(self) -> AbstractContextManager[None]:
         """In whose body an error ends other ranks too, where they then wait for this one and it does not go on."""
@@ -220,28 +218,7 @@ class Coordinator:
         """
         if self.ranks is not None and not self.ranks.agreed:
             self.decisions.settle()
-            self.ranks.agree(self.facts())
-
-    def facts(self) -> dict[str, Any]:
-        """What every rank must hold alike, by name."""
-        source, bounds, job = self.need_source(), self.job.bounds, self.job
-        known: dict[str, Any] = {"samples": type(source).__name__, **source.identity()}
-        known |= {"min_batch_size": bounds.low, "max_batch_size": bounds.high, "quantum": bounds.quantum}
-        known |= {"min_global_batch": bounds.total_low, "max_global_batch": bounds.total_high}
-        known |= {"base batch": job.base_batch, "decides once per epoch": self.per_epoch, "slack": job.slack}
-        known |= {"models": self.loop.models, "schedules": [s.nominal_batch_size for s in self.rates.schedules]}
-        known |= {"exchange of gradients and buffers": [attached.exchanges for attached in self.connected]}
-        settings = [attached.settings for attached in self.connected]
-        names = dict.fromkeys(name for of_model in settings for name in of_model)
-        known |= {f"exchange: {name}": [of_model.get(name) for of_model in settings] for name in names}
-        known |= self.meetings.facts()
-        known |= {"weighting": self.loss_weight.weighting, **settings_of(self.loop.optimizers)}
-        for number, attached in enumerate(self.connected):
-            if isinstance(attached.model, DistributedDataParallel) and not self.steps_apart:
-                known |= sketches_of(attached.model, number)
-        known |= {"batch sizes": self.allocations.from_on(source.consumed), "batch size apart": self.piece_apart}
-        known |= {f"progress: {name}": value for name, value in self.progress.state_dict().items()}
-        return known | {"progress: steps measured in the open window": self.recorder.steps}
+            self.ranks.agree(facts_of(self))
 
     def schedule(self, scheduler: Any, nominal_batch_size: int | None) -> SampleSchedule:
         """`Controller.scheduler`: advanced with every optimizer step."""
@@ -395,33 +372,6 @@ class Coordinator:
         elif self.rates.follows:
             samples = plan.samples if plan.regular else self.accumulate * int(self.allocations.at(plan.index).sum())
             self.rates.follow(samples, *self.progress.noise_at(plan.index // self.accumulate))
-
-    def _before_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self.attached is not None and self.source is not None and self.source.issued > self.source.consumed:
-            piece = self.source.piece()
-            if self.allocations.workers > 1 and not piece.plan.apart:
-                return  # gradients have met, and were measured, in DDP's hook
-            self.recorder.gradients_ready()
-            self.recorder.reduced()
-            self.finish_gradients(self.attached)
-            own = piece.samples if piece.plan.apart else piece.plan.samples
-            if own:
-                self.observe_pair([p for g in optimizer.param_groups for p in g["params"]], own)
-
-    def finish_gradients(self, attached: Attached, *, more: bool = False) -> None:
-        """A single worker's gradients of this round are there, to be clipped or applied; `more`: not all of them."""
-        piece = self.loop.piece_of_pass()
-        if self._pairs is not None and piece is not None and self.loss_weight.in_gradient(piece) is None:
-            (attached.reopen if more else attached.finish)(piece, self.accumulate)
-
-    def observe_pair(self, parameters: list[nn.Parameter], samples: int) -> None:
-        """A single worker's noise scale, from its gradients of so many samples in two steps that follow each other."""
-        gradients = [None if p.grad is None or p.grad.is_sparse else p.grad for p in parameters]
-        if self._pairs is None or all(g is None for g in gradients):  # a closure makes them inside the step
-            return
-        if pair := self._pairs.observe(gradients, float(samples)):
-            self.recorder.add("pair_noise", pair[0])
-            self.recorder.add("pair_signal", pair[1])
 
     def state_dict(self, *, gather: bool = False) -> dict[str, Any]:
         self.meetings.require("state_dict() is of all ranks alike")

@@ -1,9 +1,11 @@
 """Whether all ranks hold the same: one digest is compared, and where it differs the fields are, by name."""
 
+from __future__ import annotations
+
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -14,6 +16,9 @@ from dynamix.errors import DynamixError, UsageError
 from dynamix.runtime.agreement import Explain, unnamed
 from dynamix.runtime.control import ControlGroup
 from dynamix.runtime.ending import Ending, wait_for
+
+if TYPE_CHECKING:
+    from dynamix.runtime.coordinator import Coordinator
 
 MOST_FIELDS = 5  # that one message names
 SKETCHED = (
@@ -199,3 +204,25 @@ def shape_of(value: Any) -> Any:
     if isinstance(value, bool | int | float):
         return "number"
     return "None" if value is None else type(value).__name__
+
+
+def facts_of(job: Coordinator) -> dict[str, Any]:
+    """What every rank must hold alike, by name."""
+    source, bounds, facts = job.need_source(), job.job.bounds, job.job
+    known: dict[str, Any] = {"samples": type(source).__name__, **source.identity()}
+    known |= {"min_batch_size": bounds.low, "max_batch_size": bounds.high, "quantum": bounds.quantum}
+    known |= {"min_global_batch": bounds.total_low, "max_global_batch": bounds.total_high}
+    known |= {"base batch": facts.base_batch, "decides once per epoch": job.per_epoch, "slack": facts.slack}
+    known |= {"models": job.loop.models, "schedules": [s.nominal_batch_size for s in job.rates.schedules]}
+    known |= {"exchange of gradients and buffers": [attached.exchanges for attached in job.connected]}
+    settings = [attached.settings for attached in job.connected]
+    names = dict.fromkeys(name for of_model in settings for name in of_model)
+    known |= {f"exchange: {name}": [of_model.get(name) for of_model in settings] for name in names}
+    known |= job.meetings.facts()
+    known |= {"weighting": job.loss_weight.weighting, **settings_of(job.loop.optimizers)}
+    for number, attached in enumerate(job.connected):
+        if isinstance(attached.model, DistributedDataParallel) and not job.steps_apart:
+            known |= sketches_of(attached.model, number)
+    known |= {"batch sizes": job.allocations.from_on(source.consumed), "batch size apart": job.piece_apart}
+    known |= {f"progress: {name}": value for name, value in job.progress.state_dict().items()}
+    return known | {"progress: steps measured in the open window": job.recorder.steps}

@@ -306,7 +306,7 @@ class VirtualCluster:
                 seen = self._union(shares, placeholder=placeholder, norms=norms)
                 global_sq = self._union.norm_sq() if norms else None
                 if self._workers.count == 1:
-                    coordinator.observe_pair(self._union.parameters, plan.samples)
+                    coordinator.own_gradients.observe_pair(self._union.parameters, plan.samples)
                 if self._replicas is not None:
                     self._replicas.together()
                 self.optimizer.step()

@@ -20,7 +20,7 @@ from dynamix_lab.report import (
 from dynamix_lab.suites.compression.exchanges import BASELINES, LOSSY
 from dynamix_lab.suites.compression.jobs import AFTER_TOPK
 from dynamix_lab.suites.compression.region import beside_the_model, compare
-from dynamix_lab.suites.compression.summary import timed
+from dynamix_lab.suites.compression.summary import over_best, over_sparse, timed
 
 _GOALS = {
     "aggregation": "aggregation, times dense's (best of ours, sparsest job, slowest link): at least {goal:g}",
@@ -132,8 +132,30 @@ def identity(result: Mapping[str, Any]) -> Table:
     return Table(head, rows)
 
 
+def overview(result: Mapping[str, Any]) -> Table:
+    """A row a cell: milliseconds of an iteration by every way, and what the goals say of `auto` and the hook."""
+    cells = timed(result["cells"])
+    ways = list(dict.fromkeys(name for cell in cells.values() for name in cell["ways"]))
+    rows = []
+    for cell, measured_there in cells.items():
+        there = measured_there["ways"]
+        times = [number(1e3 * there[way]["iteration_median_s"], 1) if way in there else "–" for way in ways]
+        auto, hook = over_best(measured_there), over_sparse(measured_there)
+        best = "–" if auto is None else f"{auto['way']}: {with_interval(auto, 2)}"
+        rows.append([cell, *times, best, "–" if hook is None else with_interval(hook, 2)])
+    return Table(
+        [
+            "cell",
+            *(f"{way}, ms" for way in ways),
+            "auto over the best of its ways (95 %)",
+            "gather-sparse over sparse (95 %)",
+        ],
+        rows,
+    )
+
+
 def sections(result: Mapping[str, Any]) -> list[Section]:
-    """The goals, a table a cell, and the check of losses; without plots."""
+    """The goals, all cells in one table, a table a cell, and the check of losses; without plots."""
     a_a = result["a_a"]
     within = "" if a_a is None else "within" if a_a["within"] else "NOT within"
     said = (
@@ -142,6 +164,9 @@ def sections(result: Mapping[str, Any]) -> list[Section]:
         else [f"Dense against itself over all cells: {a_a['median']:.3f}, {within} {100 * a_a['limit']:.0f} %."]
     )
     made = [Section("Goals", (), goals(result), notes=said)]
+    if timed(result["cells"]):
+        about = "A cell is a job, its hosts and the rate of their links in Mbit/s."
+        made.append(Section("All cells", [about], overview(result)))
     for name, cell in timed(result["cells"]).items():
         made.append(Section(name, [_said(cell)], _table(cell), notes=_counts(cell)))
     if compared := compare(result):

@@ -8,7 +8,7 @@ ranks; the minimum over ranks is that of the last to arrive, which waits for nob
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -168,9 +168,11 @@ def judge(cells: Mapping[str, Any]) -> dict[str, Any]:
         "lhc_bytes": _goal("lhc_bytes", _over_bound(measured, "lhc"), most=True),
         "auto_time": _goal("auto_time", _of_auto(measured), most=True),
     }
-    goals["auto_best"] = _goal("auto_best", _of_best(measured), most=True)
+    goals["auto_best"] = _goal("auto_best", _medians(over_best, measured), most=True)
     own = (join(cells)["a_a"] or {}).get("high")  # what dense against itself cannot tell apart
-    goals["gather_sparse"] = _goal("gather_sparse", _of_sparse(measured), most=True, scatter=max(own or 1.0, 1.0))
+    goals["gather_sparse"] = _goal(
+        "gather_sparse", _medians(over_sparse, measured), most=True, scatter=max(own or 1.0, 1.0)
+    )
     checks = {name: cell["identity"] for name, cell in cells.items() if "identity" in cell}
     goals["identity"] = {
         "goal": "losses of every lossless way are those of dense in the same fixed point, bit for bit",
@@ -214,26 +216,27 @@ def _over_bound(cells: Mapping[str, Any], way: str) -> dict[str, float]:
     }
 
 
-def _of_best(cells: Mapping[str, Any]) -> dict[str, float]:
-    """Auto's time over that of the best of the ways that it can take, in each cell."""
-    found = {}
-    for name, cell in cells.items():
-        there = [way for way in ("dense", *CANDIDATES) if way in cell["ways"]]
-        best = min(there, key=lambda way: cell["ways"][way]["iteration_median_s"])
-        if "auto" in cell["ways"]:
-            found[name] = _over(cell, "auto", best)
-    return found
+def over_best(cell: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Auto's time over that of the best of the ways that it can take, with its interval and that way's name."""
+    there = [way for way in ("dense", *CANDIDATES) if way in cell["ways"]]
+    best = min(there, key=lambda way: cell["ways"][way]["iteration_median_s"])
+    return {**_over(cell, "auto", best), "way": best} if "auto" in cell["ways"] else None
 
 
-def _of_sparse(cells: Mapping[str, Any]) -> dict[str, float]:
-    """Sparse tensors by the hook over plain DDP on them, in each cell."""
-    both = {"gather-sparse", "sparse"}
-    return {name: _over(cell, *sorted(both)) for name, cell in cells.items() if both <= cell["ways"].keys()}
+def over_sparse(cell: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The time of sparse tensors by the hook over that of plain DDP on them, with its interval."""
+    both = {"gather-sparse", "sparse"} <= cell["ways"].keys()
+    return _over(cell, "gather-sparse", "sparse") if both else None
 
 
-def _over(cell: Mapping[str, Any], way: str, other: str) -> float:
+def _medians(of: Callable[[Mapping[str, Any]], dict[str, Any] | None], cells: Mapping[str, Any]) -> dict[str, float]:
+    found = {name: of(cell) for name, cell in cells.items()}
+    return {name: float(ratio["median"] or math.nan) for name, ratio in found.items() if ratio is not None}
+
+
+def _over(cell: Mapping[str, Any], way: str, other: str) -> dict[str, Any]:
     mine, theirs = cell["ways"][way]["iteration_s"], cell["ways"][other]["iteration_s"]
-    return float(paired_ratio(mine, theirs, resamples=RESAMPLES).to_dict()["median"] or math.nan)
+    return paired_ratio(mine, theirs, resamples=RESAMPLES).to_dict()
 
 
 def _of_auto(cells: Mapping[str, Any]) -> dict[str, float]:
