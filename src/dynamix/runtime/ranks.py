@@ -1,15 +1,16 @@
 """The other ranks of a job: what is compared with them before they train, and how an error of one reaches all."""
 
+import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from dynamix.errors import DynamixError
+from dynamix.errors import DynamixError, UsageError
 from dynamix.runtime.agreement import Explain, unnamed
 from dynamix.runtime.control import ControlGroup
-from dynamix.runtime.ending import FIRST_PASS, Ending, wait_for
+from dynamix.runtime.ending import ALIKE, FIRST_PASS, Ending, wait_for
 from dynamix.runtime.sameness import FIXES, require_same
 
 
@@ -41,13 +42,17 @@ class Ranks:
         Raises `UsageError` on every rank where some wait for something else instead: a later collective would not end.
         """
         self.ending.agreeing(what)
-        row = torch.zeros(1)
+        # As long as the first row of `require_same`: what the others are in may be that comparison.
+        mine = torch.tensor([zlib.crc32(what.encode()), -1])
+        every = mine.new_zeros(self.group.workers, len(mine))
         try:
-            wait_for(self.group.all_gather(row, row.new_zeros(self.group.workers, 1)), self.ending)
+            wait_for(self.group.all_gather(mine, every), self.ending)
         except RuntimeError as error:
             if isinstance(error, DynamixError):
                 raise
             raise self.explain(error, f"not all ranks came to {what}") from error
+        if not bool((every == mine).all()):
+            raise self.ending.report(UsageError(f"this rank waits in {what}, another one in something else: {ALIKE}"))
 
     @contextmanager
     def setting_up(self) -> Iterator[None]:
