@@ -1,11 +1,9 @@
 """Whether all ranks hold the same: one digest is compared, and where it differs the fields are, by name."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,9 +14,6 @@ from dynamix.errors import DynamixError, UsageError
 from dynamix.runtime.agreement import Explain, unnamed
 from dynamix.runtime.control import ControlGroup
 from dynamix.runtime.ending import Ending, wait_for
-
-if TYPE_CHECKING:
-    from dynamix.runtime.coordinator import Coordinator
 
 MOST_FIELDS = 5  # that one message names
 SKETCHED = (
@@ -206,8 +201,8 @@ def shape_of(value: Any) -> Any:
     return "None" if value is None else type(value).__name__
 
 
-def facts_of(job: Coordinator) -> dict[str, Any]:
-    """What every rank must hold alike, by name."""
+def facts_of(job: Any) -> dict[str, Any]:
+    """What every rank must hold alike, by name; `job` is its `Coordinator`."""
     source, bounds, facts = job.need_source(), job.job.bounds, job.job
     known: dict[str, Any] = {"samples": type(source).__name__, **source.identity()}
     known |= {"min_batch_size": bounds.low, "max_batch_size": bounds.high, "quantum": bounds.quantum}
