@@ -26,7 +26,7 @@ from dynamix.compression.wire import Messages
 
 FLAT = 8  # ranks up to which all send to all at once
 _HEADER = 4  # int64: a digest, how many bytes follow, their sum, and how many a hop is worth
-CROWDED = 0.12  # of their time that large messages lose where all send to all at once, and not around a ring
+CROWDED = 0.12  # of their time that large messages are taken to lose where all send to all at once, not around a ring
 SUMMED_IN = {torch.float16: torch.float32, torch.bfloat16: torch.float32}  # added up in
 
 

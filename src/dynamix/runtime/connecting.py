@@ -190,7 +190,7 @@ def find_limits(coordinator: Coordinator, step_fn: Callable[[Any], Any], example
     memory = coordinator.need_memory()
     if source is not None and source.issued:
         raise UsageError("find_limits() comes before training: call it before the first batch is asked for")
-    coordinator.gather_in("controller.find_limits()")
+    coordinator.wait_for_all("controller.find_limits()")
     if coordinator.micro_batch is not None and coordinator.ways is None:
         searched = Bounds.of(coordinator.allocations.workers, 1, coordinator.micro_batch)
         caps = memory.find(step_fn, example, searched, margin=margin)
@@ -214,7 +214,7 @@ def warm_up(coordinator: Coordinator, forward_backward: Callable[[], Any]) -> No
     """`Controller.warm_up`."""
     if coordinator.attached is None:
         raise UsageError("call controller.wrap(model, optimizer) before warm_up()")
-    coordinator.gather_in("controller.warm_up()")
+    coordinator.wait_for_all("controller.warm_up()")
     saved = random_state.capture()
     with ExitStack() as stack:
         stack.enter_context(coordinator.loss_weight.paused())

@@ -199,10 +199,10 @@ class Coordinator:
         """In whose body an error ends other ranks too, where they then wait for this one and it does not go on."""
         return nullcontext() if self.ranks is None else self.ranks.setting_up()
 
-    def gather_in(self, what: str) -> None:
+    def wait_for_all(self, what: str) -> None:
         """Wait until all ranks are in the collective call `what`. Raises `UsageError` on all where some never come."""
         if self.ranks is not None:
-            self.ranks.gather_in(what)
+            self.ranks.wait_for_all(what)
 
     def fail(self, error: DynamixError) -> DynamixError:
         """An error that ends the job: the other ranks are told of it."""
@@ -379,7 +379,7 @@ class Coordinator:
         self.decisions.settle()
         alike = not gather and self.channel.group is not None and saving.asked_by_distributed_checkpoint()
         if gather or alike:
-            self.gather_in("controller.state_dict(gather=True)" if gather else "a distributed checkpoint")
+            self.wait_for_all("controller.state_dict(gather=True)" if gather else "a distributed checkpoint")
         return saving.save_alike(self) if alike else saving.save(self, gather=gather)
 
     def load_state_dict(self, state: Any, *, policy: bool = True) -> None:

@@ -36,7 +36,7 @@ class Ranks:
         what = "The ranks differ in what they are about to train"
         require_same(facts, self.group, what, FIXES, self.ending, self.explain)
 
-    def gather_in(self, what: str) -> None:
+    def wait_for_all(self, what: str) -> None:
         """Wait until all ranks are in the collective call `what`.
 
         Raises `UsageError` on every rank where some wait for something else instead: a later collective would not end.
