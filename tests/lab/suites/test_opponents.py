@@ -15,19 +15,29 @@ from dynamix.cli.app import app
 from dynamix.emulator import Emulation, load_scenario
 from dynamix.emulator.devices import DeviceSteps
 from dynamix.errors import ConfigError, StateError
+from dynamix.events.run_folder import RunFolder
+from dynamix_lab.harness.suite import Context
 from dynamix_lab.opponents.launch import LiveJob, LiveRun, LiveWatch, launch, until_paced
 from dynamix_lab.opponents.runs import RunLimits, TrialRun
 from dynamix_lab.opponents.trial import LocalSettings, Trial
 from dynamix_lab.results.record import load
 from dynamix_lab.statistics import geometric_mean
-from dynamix_lab.suites.opponents import live_pages, pages
+from dynamix_lab.suites.opponents import live_pages, pages, virtual
 from dynamix_lab.suites.opponents.best import link_section
 from dynamix_lab.suites.opponents.live import LivePlan, LiveSuite, concluded
 from dynamix_lab.suites.opponents.places import JOBS, V2, job_numbers
 from dynamix_lab.suites.opponents.plan import USUAL, Place, recorded_runs
 from dynamix_lab.suites.opponents.regimes import regime, regime_places
 from dynamix_lab.suites.opponents.verdict import verdict
-from dynamix_lab.suites.opponents.virtual import Impatient, OpponentsPlan, at_edge, confirmed, held_trials, world_at
+from dynamix_lab.suites.opponents.virtual import (
+    Impatient,
+    OpponentsPlan,
+    OpponentsSuite,
+    at_edge,
+    confirmed,
+    held_trials,
+    world_at,
+)
 from dynamix_lab.yardstick import ProgressCurve
 
 
@@ -312,11 +322,30 @@ def test_places_of_one_job_may_take_what_rows_were_tuned_to_at_one_of_them() -> 
     rows, demo = ("single", "static", "local"), "demo/mnist1d"
     OpponentsPlan(("even/mnist1d", "slow-link/mnist1d"), rows, held=held, tuned_at=demo).check()
     with pytest.raises(ConfigError, match="tune it first"):
-        OpponentsPlan(("even/mnist1d",), rows, held=held).check()
+        OpponentsPlan(("even/teacher",), rows, held=held).check()
     with pytest.raises(ConfigError, match="the same job"):
         OpponentsPlan(("device-even/teacher",), rows, held=held, tuned_at=demo).check()
     with pytest.raises(ConfigError, match="--held"):
         OpponentsPlan((demo,), rows, tuned_at=demo).check()
+
+
+def test_a_row_that_is_tuned_beside_them_is_tuned_at_that_place_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tuned_at = list[str]()
+
+    def tuned(text: str, row: str, held: str | None, seeds: tuple[int, ...]) -> tuple[Trial, list[Any], list[Trial]]:
+        tuned_at.append(f"{row} at {text}, {'held' if held else 'tuned'}")
+        return (trial := Trial(row, None, 32, 0.1)), [], [trial]
+
+    monkeypatch.setattr(virtual, "tuned_trial", tuned)
+    monkeypatch.setattr(virtual, "recorded_runs", lambda *_: {})
+    monkeypatch.setattr(virtual, "confirmed", lambda *_, **__: [])
+    plan = OpponentsPlan(("even/mnist1d",), ("single", "static"), held="x", tuned=("static",), tuned_at="demo/mnist1d")
+    suite = OpponentsSuite(plan)
+    for cell in suite.cells():
+        suite.run(cell, Context(RunFolder("opponents", tmp_path), {}, lambda *_: None))
+    assert tuned_at == ["single at demo/mnist1d, held", "static at demo/mnist1d, tuned"]
 
 
 def test_what_a_slow_link_costs_is_said_where_the_same_job_ran_without_it() -> None:

@@ -49,7 +49,8 @@ class OpponentsPlan:
     held     result.json of a finished run: its rows are what they were tuned to there. A row that chooses how workers
              meet (`EITHER`) takes what that policy was tuned to over gradients or over parameters, by `tuning`
     tuned    rows that are tuned all the same, as every row of that run was
-    tuned_at   a place of that run, whose trials all places here take; None: each takes its own
+    tuned_at   a place of that run, whose trials all places here take, and where `tuned` rows are tuned; None: each
+             place has its own
     """
 
     places: tuple[str, ...]
@@ -116,14 +117,8 @@ class OpponentsSuite(Suite):
         place = Place.of(text)
         job = job_at(place)
         run = functools.partial(run_at, place, job)
-        space = space_of(place, job)
-        held, near = None if row in self.plan.tuned else self.plan.held, functools.partial(neighbours, space=space)
-        trials = grid(row, space) if held is None else held_trials(held, self.plan.tuned_at or text, row)
-        trial, tried = trials[0], list[TriedTrial]()
-        if held is not None and len(trials) > 1:
-            trial, tried = tune(trials, Impatient(place, job), job.worth, seeds=self.plan.tuning)
-        elif held is None and self.plan.tuning:
-            trial, tried = tune(trials, Impatient(place, job), job.worth, seeds=self.plan.tuning, near=near)
+        held = None if row in self.plan.tuned else self.plan.held
+        trial, tried, trials = tuned_trial(self.plan.tuned_at or text, row, held, self.plan.tuning)
         known = {} if held is None else recorded_runs(Path(held), text, row, trial)
         runs = confirmed(self.plan.fresh, lambda seed: summary(run(trial, seed), job), known, again=row in REPEATED)
         twin = Place(WITHOUT_LIMIT[place.scenario], place.workload) if place.scenario in WITHOUT_LIMIT else None
@@ -158,6 +153,23 @@ class OpponentsSuite(Suite):
 
     def page(self, result: Mapping[str, Any]) -> str:
         return pages.page(result)
+
+
+@functools.cache
+def tuned_trial(
+    text: str, row: str, held: str | None, seeds: tuple[int, ...]
+) -> tuple[Trial, list[TriedTrial], list[Trial]]:
+    """A row's winner at a place, what was tried for it, and the grid; of a finished run's trials where one is held."""
+    place = Place.of(text)
+    job = job_at(place)
+    space = space_of(place, job)
+    trials = grid(row, space) if held is None else held_trials(held, text, row)
+    if held is not None and len(trials) > 1:
+        return *tune(trials, Impatient(place, job), job.worth, seeds=seeds), trials
+    if held is None and seeds:
+        near = functools.partial(neighbours, space=space)
+        return *tune(trials, Impatient(place, job), job.worth, seeds=seeds, near=near), trials
+    return trials[0], [], trials
 
 
 def confirmed(
