@@ -12,6 +12,7 @@ import dataclasses
 import time
 
 import numpy as np
+import torch
 
 from dynamix_lab.experiments.excavation.gate_search import GateSearch, learn_gate
 from dynamix_lab.experiments.excavation.ground import GROUNDS
@@ -34,6 +35,7 @@ def main() -> None:
     parser.add_argument("--watch", action="store_true", help="draw in the terminal")
     parser.add_argument("--gif")
     given = parser.parse_args()
+    torch.set_num_threads(1)  # the nets are small: threads would wait for each other
 
     task = ExcavationConfig(GROUNDS["single-file"], signs="typed")
     if given.by_hand:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore, TCPStore
 
 import dynamix
-from dynamix.errors import DynamixError, StateError, UsageError, WorkerLostError
+from dynamix.errors import ConfigError, DynamixError, StateError, UsageError, WorkerLostError
 from dynamix.runtime import ending, meeting
 from dynamix.runtime.ending import Ending
 from tests.ranks import run_ranks
@@ -148,6 +149,58 @@ def _one_warms_up(job: Job) -> None:
         job.controller.warm_up(lambda: job.loss(*data()[:4]).backward())
     for x, y in job.loader:
         job.train(x, y)
+
+
+@wrong("not to be saved")
+def _a_state_of_all_fails_on_one(job: Job) -> None:
+    job.wrap()
+    for x, y in job.loader:
+        job.train(x, y)
+        if job.steps == 3:
+            if job.rank:
+                job.sampler.state_dict = _not_to_be_saved  # type: ignore[method-assign]
+            with contextlib.suppress(ZeroDivisionError):
+                job.controller.state_dict(gather=True)
+
+
+def _not_to_be_saved() -> Any:
+    raise ZeroDivisionError("not to be saved")
+
+
+@wrong("waits in")
+def _limits_are_asked_for_with_a_margin_that_is_none_on_one(job: Job) -> None:
+    job.wrap()
+    with contextlib.suppress(ConfigError):
+        margin = 1.5 if job.rank else 0.1
+        job.controller.find_limits(lambda batch: job.loss(*batch).backward(), data()[:4], margin=margin)
+    for x, y in job.loader:
+        job.train(x, y)
+
+
+@wrong("count")
+def _one_ends_the_job_while_others_are_in_backward(job: Job) -> None:
+    job.wrap()
+    try:
+        for x, y in job.loader:
+            if job.rank and job.steps == 2:
+                job.step(count=77)
+            job.controller.backward(lambda batch: job.loss(*batch), (x, y))
+            job.update()
+            job.step()
+    finally:
+        time.sleep(3.0 * job.rank)  # it is alive while the others wait
+
+
+@right
+def _all_warm_up_while_a_decision_is_under_way(job: Job) -> None:
+    job.wrap()
+    for x, y in job.loader:
+        job.train(x, y)
+        if job.steps == 2:
+            job.controller.warm_up(lambda: job.loss(*data()[:4]).backward())
+
+
+_all_warm_up_while_a_decision_is_under_way.options = {"decides_s": 1.0}  # type: ignore[attr-defined]
 
 
 @right

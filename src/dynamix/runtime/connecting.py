@@ -49,7 +49,9 @@ def connect(
         _require_held_shares(coordinator.job.bounds, attached.shards, group)
     loss_weight = coordinator.loss_weight
     loss_weight.bind(model, options["weighting"])
-    coordinator.connect(model, optimizer, attached, Memory(attached, optimizer, loss_weight, group=group))
+    ranks = coordinator.ranks
+    watched = {} if ranks is None else {"watch": ranks.watch}
+    coordinator.connect(model, optimizer, attached, Memory(attached, optimizer, loss_weight, group=group, **watched))
     return True
 
 
@@ -190,6 +192,7 @@ def find_limits(coordinator: Coordinator, step_fn: Callable[[Any], Any], example
     memory = coordinator.need_memory()
     if source is not None and source.issued:
         raise UsageError("find_limits() comes before training: call it before the first batch is asked for")
+    memory.check(margin)
     coordinator.wait_for_all("controller.find_limits()")
     if coordinator.micro_batch is not None and coordinator.ways is None:
         searched = Bounds.of(coordinator.allocations.workers, 1, coordinator.micro_batch)
@@ -215,11 +218,10 @@ def warm_up(coordinator: Coordinator, forward_backward: Callable[[], Any]) -> No
     if coordinator.attached is None:
         raise UsageError("call controller.wrap(model, optimizer) before warm_up()")
     coordinator.wait_for_all("controller.warm_up()")
-    saved = random_state.capture()
     with ExitStack() as stack:
+        stack.callback(random_state.restore, random_state.capture())
         stack.enter_context(coordinator.loss_weight.paused())
         for attached in coordinator.connected:
             stack.enter_context(attached.discarded())
         for _ in range(2):
             forward_backward()
-    random_state.restore(saved)

@@ -36,12 +36,20 @@ class Work(Protocol):
     def wait(self) -> Any: ...
 
 
+def _wait(work: Work) -> None:
+    work.wait()
+
+
 class ControlGroup:
     """Messages to the first rank and back, over one gloo group.
 
     Between `send` or `collect` and the end of their answer nothing else may be begun. All tensors are on the CPU. What
     a method returns raises from `wait` when a rank is lost, at the latest after the group's timeout.
+
+    settle   how to wait for what was begun; the owner may set one that is given up where another rank ends the job
     """
+
+    settle: Callable[[Work], None] = staticmethod(_wait)
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -76,9 +84,9 @@ class ControlGroup:
         """Every rank's object, on every rank."""
         packed = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8)
         lengths = torch.zeros(self.workers, 1, dtype=torch.int64)
-        self.all_gather(torch.tensor([len(packed)]), lengths).wait()
+        self.settle(self.all_gather(torch.tensor([len(packed)]), lengths))
         rows = torch.zeros(self.workers, int(lengths.max()), dtype=torch.uint8)
-        self.all_gather(torch.nn.functional.pad(packed, (0, rows.shape[1] - len(packed))), rows).wait()
+        self.settle(self.all_gather(torch.nn.functional.pad(packed, (0, rows.shape[1] - len(packed))), rows))
         return [pickle.loads(row[:length].numpy().tobytes()) for row, length in zip(rows, lengths[:, 0], strict=True)]
 
     def broadcast_object(self, first: Any) -> Any:
@@ -93,10 +101,10 @@ class ControlGroup:
     def _broadcast(self, values: Tensor) -> None:
         row = torch.zeros(1)
         if self.rank:
-            self.send(row, values).wait()
+            self.settle(self.send(row, values))
         else:
-            self.collect(row, row.new_zeros(self.workers, 1)).wait()
-            self.answer(values).wait()
+            self.settle(self.collect(row, row.new_zeros(self.workers, 1)))
+            self.settle(self.answer(values))
 
     def release(self) -> list[dist.ProcessGroup]:
         """The process groups behind it, which are the caller's now."""

@@ -202,6 +202,7 @@ class Coordinator:
     def wait_for_all(self, what: str) -> None:
         """Wait until all ranks are in the collective call `what`. Raises `UsageError` on all where some never come."""
         if self.ranks is not None:
+            self.decisions.settle()  # one under way talks on the same group
             self.ranks.wait_for_all(what)
 
     def fail(self, error: DynamixError) -> DynamixError:
@@ -378,9 +379,11 @@ class Coordinator:
         self.meetings.land()
         self.decisions.settle()
         alike = not gather and self.channel.group is not None and saving.asked_by_distributed_checkpoint()
-        if gather or alike:
+        if not (gather or alike):
+            return saving.save(self)
+        with self.setting_up():
             self.wait_for_all("controller.state_dict(gather=True)" if gather else "a distributed checkpoint")
-        return saving.save_alike(self) if alike else saving.save(self, gather=gather)
+            return saving.save_alike(self) if alike else saving.save(self, gather=True)
 
     def load_state_dict(self, state: Any, *, policy: bool = True) -> None:
         self.meetings.land()

@@ -24,6 +24,12 @@ class Ranks:
     def __init__(self, group: ControlGroup) -> None:
         self.group, self.ending, self.agreed = group, Ending.of(group), False
         self.explain: Explain = unnamed
+        self.watch(group)
+
+    def watch(self, group: ControlGroup) -> None:
+        """Let waits in `group`, of the same ranks, be given up where one of them ends the job."""
+        ending = self.ending
+        group.settle = lambda work: wait_for(work, ending)
 
     def agree(self, facts: Mapping[str, Any]) -> None:
         """Compare `facts`, plain values by name. A collective call.

@@ -26,23 +26,33 @@ class Memory:
     """What a controller does about memory, for the model that was connected first. Its methods are collective.
 
     models   all that are connected, each with its (first) optimizer: passes may go through the others too
-    They talk on a process group of their own, made at first use: the control group carries decisions meanwhile.
+    watch    is given the group that they talk on, of their own, made at first use: the control group carries decisions
+             meanwhile
     """
 
     def __init__(
-        self, attached: Attached, optimizer: Optimizer, loss_weight: LossWeight, *, group: dist.ProcessGroup | None
+        self,
+        attached: Attached,
+        optimizer: Optimizer,
+        loss_weight: LossWeight,
+        *,
+        group: dist.ProcessGroup | None,
+        watch: Callable[[ControlGroup], None] = lambda group: None,
     ) -> None:
-        self.attached, self.loss_weight, self.group = attached, loss_weight, group
+        self.attached, self.loss_weight, self.group, self._watch = attached, loss_weight, group, watch
         self.models = [(attached, optimizer)]
         self.gauge = Gauge(attached.recorder.device)
         self._retrying: RetryingBackward | None = None
         self._talk: ControlGroup | None = None
 
-    def find(self, step_fn: Callable[[Any], Any], example: Any, bounds: Bounds, *, margin: float) -> Ints:
-        """`Controller.find_limits`: caps (W,)."""
+    def check(self, margin: float) -> None:
+        """Raises what `find` would raise on this rank before it talks to others."""
         if not 0 <= margin < 1:
             raise ConfigError("margin", margin, "0 to below 1", "use 0.1")
         self._forbid_crossing("find_limits")
+
+    def find(self, step_fn: Callable[[Any], Any], example: Any, bounds: Bounds, *, margin: float) -> Ints:
+        """`Controller.find_limits`, after `check`: caps (W,)."""
         search = LimitSearch(self.models, group=self._group(), gauge=self.gauge)
         return search.find(step_fn, example, bounds, margin=margin, loss_weight=self.loss_weight)
 
@@ -68,6 +78,7 @@ class Memory:
     def _group(self) -> ControlGroup | None:
         if self._talk is None and self.group is not None:
             self._talk = open_control_group(self.group)
+            self._watch(self._talk)
         return self._talk
 
     def _forbid_crossing(self, what: str) -> None:

@@ -11,12 +11,17 @@ from dynamix.window import Ints
 
 
 def all_of(value: int, group: ControlGroup | None) -> Ints:
-    """Every rank's value, int64 (W,). Raises `WorkerLostError` when one does not answer."""
+    """Every rank's value, int64 (W,).
+
+    Raises `WorkerLostError` when one does not answer, and what another one ends the job with.
+    """
     if group is None:
         return np.array([value], dtype=np.int64)
     values = torch.zeros(group.workers, 1, dtype=torch.int64)
     try:
-        group.all_gather(torch.tensor([int(value)]), values).wait()
+        group.settle(group.all_gather(torch.tensor([int(value)]), values))
+    except DynamixError:
+        raise
     except RuntimeError as error:
         told = f"a rank died, or did not answer within the process group's timeout ({error})"
         raise WorkerLostError(f"{told}; if it ran out of memory, its own output says so") from error

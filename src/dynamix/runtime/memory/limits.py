@@ -140,6 +140,7 @@ class LimitSearch:
         """No pass inside reaches another rank or leaves a trace; what the optimizers will make is set aside."""
         saved, copies = random_state.capture(), list[Tensor]()
         with ExitStack() as stack:
+            stack.callback(random_state.restore, saved)
             stack.enter_context(loss_weight.paused())
             for attached, optimizer in self.models:
                 stack.enter_context(attached.discarded())
@@ -148,7 +149,6 @@ class LimitSearch:
                 copies += [p.detach().clone() for _ in times for p in attached.model.parameters()]
             stack.callback(copies.clear)
             yield
-        random_state.restore(saved)
         release()
 
 
