@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Callable
 
@@ -35,15 +36,20 @@ class Link:
 
 
 def _run(links: Callable[[int], Link], steps: int, ranks: int = 2, noise: float = 0.0) -> tuple[list[str], float]:
-    """The ways taken, and the time over that of the best at each step. Rank 1 sees half as much again."""
+    """The ways taken, and the time over that of the best at each step. Rank 1 sees half as much again.
+
+    What of a gradient is zero is seen by ways that look, not by a dense step.
+    """
     choosers, rng = [Chooser() for _ in range(ranks)], random.Random(0)
     ways, taken, best = [], 0.0, 0.0
+    seen: Spread | None = None
     for step in range(steps):
         link = links(step)
         plans = {chooser.next() for chooser in choosers}
         assert len(plans) == 1, "ranks must take the same way"
         way, timed = plans.pop()
         due, seconds = choosers[0].due, link.cost(way) * (1 + noise * rng.random())
+        seen = seen if way == "dense" else dataclasses.replace(link.spread)
         for rank, chooser in enumerate(choosers):
             chooser.record(seconds * (1 + 0.5 * rank) if timed else None, full=link.full(way))
         if due:
@@ -51,7 +57,7 @@ def _run(links: Callable[[int], Link], steps: int, ranks: int = 2, noise: float 
             reports = [c.report(hop_s=h, byte_s=b) for c, (h, b) in zip(choosers, speeds, strict=True)]
             least = [min(column) for column in zip(*reports, strict=True)]
             for chooser in choosers:
-                chooser.agree(least, link.spread)
+                chooser.agree(least, seen)
         ways.append(way)
         taken += seconds
         best += min(link.cost(one) for one in WAYS) * (1 + noise / 2)
@@ -117,6 +123,19 @@ def test_gradients_that_fill_up_are_noticed() -> None:
     ways, ratio = _run(lambda step: full if step >= 400 else empty, 1000)
     assert ways[399] == "gather"
     assert ratio < 1.05
+
+
+@pytest.mark.parametrize("late", [True, False])
+@pytest.mark.parametrize("byte_s", [1e-7, 1e-8])
+def test_gradients_that_were_full_for_long_are_looked_at_again(late: bool, byte_s: float) -> None:
+    computing = {"dense": 0.0, "gather": 0.01, "blocks": 0.02, "compaction": 0.02, "lhc": 0.04}
+    empty = Link(_spread(0.01, 0.03), byte_s=byte_s, hop_s=1e-5, computing=computing)
+    full = Link(_spread(1.0, 1.0), byte_s=byte_s, hop_s=1e-5, computing=computing)
+    first = 0 if late else 400
+    ways, ratio = _run(lambda step: full if first <= step < 1500 else empty, 6000)
+    best = min(WAYS, key=empty.cost)
+    assert ways[-2000:].count(best) > 1900
+    assert ratio < (1.6 if late else 1.5)
 
 
 def test_a_way_that_went_dense_is_never_taken_for_a_lucky_time() -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dynamix.compression import Layout, LocalWire, Statistics, kernels
+from dynamix.compression.bucket import BucketExchange
 from dynamix.compression.gather import FLAT, Levels
 from dynamix.compression.sparse import mean_of_sparse
 from dynamix.errors import DynamixError, UsageError
@@ -125,23 +126,42 @@ def test_a_gradient_without_zeros_goes_dense_as_that_sends_less() -> None:
 
 
 class Damaged(LocalWire):
-    """Flips a bit in the longest message that this rank receives."""
+    """Flips a bit in the longest message that this rank receives, lets two words of it change places, or flips a bit
+    of a header.
+    """
 
-    def __init__(self, wire: LocalWire) -> None:
+    def __init__(self, wire: LocalWire, how: str) -> None:
         super().__init__(wire._shared, wire.rank)
+        self.how = how
 
     def swap(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
         found = super().swap(parts, sizes)
-        if max(sizes) > 100:
-            found[sizes.index(max(sizes))][17] ^= 4
+        found = [message.clone() for message in found]  # others hold the same
+        longest = found[sizes.index(max(sizes))]
+        if self.how == "words" and max(sizes) > 100:
+            words = longest.view(torch.int64)
+            words[[-3, -2]] = words[[-2, -3]]
+        elif (max(sizes) > 100) == (self.how == "bit"):
+            longest[17] ^= 4
         return found
 
 
-def test_a_damaged_message_ends_the_job_and_is_not_applied() -> None:
-    wires: list[LocalWire] = LocalWire.make(3, timeout_s=5)
-    wires[1] = Damaged(wires[1])
-    with pytest.raises(DynamixError, match="damaged"):
-        exchange(_inputs(3, 0.01, 1), "gather", LAYOUT, wires=wires)
+@pytest.mark.parametrize("how", ["bit", "words", "header"])
+def test_a_damaged_message_ends_the_job_and_is_not_applied(how: str) -> None:
+    wires: list[LocalWire] = LocalWire.make(3, timeout_s=2)
+    wires[1], inputs = Damaged(wires[1], how), _inputs(3, 0.01, 1)
+
+    def rank_of(rank: int, wire: Any) -> tuple[str, bool]:
+        flat = inputs[rank].clone()
+        try:
+            BucketExchange(LAYOUT).reduce_(flat, "gather", wire, step=0, statistics=Statistics())
+        except (DynamixError, RuntimeError) as error:
+            return str(error), torch.equal(flat, inputs[rank])
+        return "", torch.equal(flat, _ordered_mean(inputs))
+
+    found = in_threads(wires, rank_of)
+    assert "damaged" in found[1][0]
+    assert all(untouched_or_right for _, untouched_or_right in found)
 
 
 # sparse tensors

@@ -54,6 +54,7 @@ class Chooser:
         self._spent_s = self._total_s = 0.0
         self._hop_s = self._byte_s = 0.0
         self._spread: Spread | None = None
+        self._forgotten: Spread | None = None  # too old to foresee with; whoever sends densely sees no other
 
     def next(self) -> tuple[str, bool]:
         """The way for this step, and whether it must be timed."""
@@ -87,7 +88,8 @@ class Chooser:
     def agree(self, least: Sequence[float], spread: Spread | None = None) -> None:
         """The element-wise minimum of all ranks' reports; `spread`, the same on all ranks, replaces the last one."""
         self._hop_s, self._byte_s = (0.0 if x >= UNKNOWN_S else x for x in least[:2])
-        self._spread = spread or self._spread
+        if spread is not self._forgotten:
+            self._spread = spread or self._spread
         times: dict[str, list[float]] = {}
         for (way, _), seconds in zip(self._log, least[2:], strict=True):
             times.setdefault(way, []).append(seconds)
@@ -98,7 +100,8 @@ class Chooser:
         best = min(known.values(), default=0.0)
         self._spent_s += sum(max(fresh[way] - best, 0.0) * len(t) for way, t in times.items() if way != self.way)
         self._total_s += sum(sum(t) for t in times.values())
-        self._total_s += known.get(self.way, best) * (self._steps - len(self._log))
+        if untimed := self._steps - len(self._log):
+            self._total_s += known.get(self.way, best) * untimed
         self._log, self._full, self._steps = [], [], 0
         fresh |= dict.fromkeys(never, math.inf)
         if self._trying:
@@ -176,9 +179,20 @@ class Chooser:
         if self._drifts >= 2:
             self.cost_s = {self.way: now}  # what was known of other ways was known of another link
             self._drifts, self._anchor_s = 0, now
-        if self._drifts >= 2 or overtaken or self._quiet >= REFRESH or len(self.cost_s) == 1:
-            self._unknown, self._quiet = {*self.candidates, "dense"} - {self.way}, 0
+        if self._quiet >= REFRESH:
+            self._forget()
+        if self._drifts >= 2 or overtaken or self._quiet == 0 or len(self.cost_s) == 1:
+            self._unknown = {*self.candidates, "dense"} - {self.way}
         self._try_another()
+
+    def _forget(self) -> None:
+        """What is known of ways that were not taken for long may be wrong: also that one found too little to leave out,
+        and how much of the bucket is zero.
+        """
+        self._quiet = 0
+        self.cost_s = {way: cost for way, cost in self.cost_s.items() if cost < math.inf or way == self.way}
+        if self.way == "dense":
+            self._forgotten, self._spread = self._spread, None
 
     def _start(self, plan: list[str]) -> None:
         self._plan, self._trying = deque(plan), True

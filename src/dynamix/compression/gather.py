@@ -25,7 +25,7 @@ from dynamix.compression.shares import damaged
 from dynamix.compression.wire import Messages
 
 FLAT = 8  # ranks up to which all send to all at once
-_HEADER = 4  # int64: a digest, how many bytes follow, their sum, and how many a hop is worth
+_HEADER = 5  # int64: a digest, how many bytes follow, their sum, how many a hop is worth, and the sum of these four
 CROWDED = 0.12  # of their time that large messages are taken to lose where all send to all at once, not around a ring
 SUMMED_IN = {torch.float16: torch.float32, torch.bfloat16: torch.float32}  # added up in
 
@@ -153,15 +153,23 @@ def _swap(
 
 
 def exchange_headers(payload: Tensor, wire: Messages, mark: bytes) -> Heads:
-    """What all ranks are about to send. `Doubt("mixed")`, on every rank, where marks differ."""
+    """What all ranks are about to send.
+
+    `Doubt("mixed")`, on every rank, where marks differ. Raises `DynamixError` for a header that is damaged.
+    """
     device, ranks, own = payload.device, range(wire.workers), wire.rank
     mine = [int.from_bytes(mark, "little", signed=True), payload.numel(), sum_of(payload), wire.hop_bytes]
-    header = torch.tensor(mine, dtype=torch.int64, device=device).view(torch.uint8)
+    header = torch.tensor(mine, dtype=torch.int64)
+    header = torch.cat([header, torch.tensor([sum_of(header)])]).to(device).view(torch.uint8)
     empty = header.new_empty(0)
     others = [8 * _HEADER * (rank != own) for rank in ranks]
     heads = wire.swap([header if size else empty for size in others], others)
     heads[own] = header
-    marks, sizes, sums, worth = torch.stack([head.view(torch.int64) for head in heads]).cpu().T.tolist()
+    every = torch.stack([head.view(torch.int64) for head in heads]).cpu()
+    for rank, head in enumerate(every):
+        if sum_of(head[:-1]) != int(head[-1]):
+            raise damaged(rank)
+    marks, sizes, sums, worth, _ = every.T.tolist()
     if len(set(marks)) > 1:
         raise Doubt("mixed")
     known = sorted(hop_bytes for hop_bytes in worth if hop_bytes > 0)

@@ -147,7 +147,7 @@ class CompressionState:
             served = " and ".join(self._paths)
             raise UsageError(f"gradients are on {flat.device}, the process group serves {served}: pass another one")
         if bucket.index() == 0:
-            self._queued = False
+            self._queued, self._sparse = False, SparsePass()  # of a backward pass that was left early, too
         future = self._begin(bucket, flat, path)
         if bucket.is_last() and self._sparse.gradients:
             together, self._sparse = self._sparse, SparsePass()

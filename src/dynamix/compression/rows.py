@@ -121,8 +121,12 @@ def heads_of(indices: Sequence[Index], device: torch.device) -> Tensor:
 
 
 def sum_of(message: Tensor) -> int:
-    """int64 sum of uint8, a multiple of eight, wrapping around: it changes with every flipped bit."""
-    return int(message.view(torch.int64).sum())
+    """int64 sum of uint8, a multiple of eight, wrapping around: words count with weights, odd and all different.
+
+    It changes with every flipped bit, and with words that changed places.
+    """
+    words = message.view(torch.int64)
+    return int((words * torch.arange(1, 2 * len(words), 2, device=words.device)).sum())
 
 
 def union_of_rows(parts: Sequence[Tensor], span: int) -> Tensor:

@@ -27,8 +27,8 @@ def mean_of_sparse(
 
     memory   what ranks remember from pass to pass, each its own, so as to choose between gather and blocks
 
-    Values over W are added in the order of ranks, so all ranks get the same bits. Raises `UsageError`, on every
-    rank, where shapes or types differ.
+    Values over W are added in the order of ranks, so all ranks get the same bits, up to the sign of a zero.
+    Raises `UsageError`, on every rank, where shapes or types differ.
     """
     shapes = [(tuple(g.shape), g.sparse_dim(), str(g.dtype)) for g in gradients]
     exchange = RowsExchange() if memory is None else memory
@@ -52,7 +52,7 @@ def rows_of(gradient: Tensor) -> Rows:
         items = items * size + index
     values = gradient.values()
     width = values[0].numel() if values.shape[0] else math.prod(gradient.shape[gradient.sparse_dim() :])
-    return Rows(items, values.reshape(-1, width), math.prod(sizes))
+    return Rows(items, values.reshape(-1, width).contiguous(), math.prod(sizes))
 
 
 def gradient_of(rows: Rows, like: Tensor) -> Tensor:

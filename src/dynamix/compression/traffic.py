@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from dynamix.compression.gather import FLAT, Levels
 
-HEADER_BYTES = 32  # of a gather or blocks, to every other rank
+HEADER_BYTES = 40  # of a gather or blocks, to every other rank
 BLOCK_BYTES = 2048  # gradient bytes an exponent byte stands for
 COUNTERS = 1.45  # of a sketch, an item
 MARGIN = 1.2  # of a predicted sketch over what it turns out to need
@@ -53,7 +53,7 @@ def traffic(way: str, spread: Spread) -> Sent:
     >>> traffic("dense", spread)
     Sent(bytes=150000.0, hops=6)
     >>> traffic("gather", spread)
-    Sent(bytes=3096, hops=2)
+    Sent(bytes=3120, hops=2)
     >>> traffic("compaction", spread).hops
     20
     """
