@@ -47,9 +47,15 @@ class Job:
         return self
 
     def seen(
-        self, exchange_s: float, *, speeds: float | list[float] = 1000.0, late_s: float = 0.0, noise: float = np.nan
+        self,
+        exchange_s: float,
+        *,
+        speeds: float | list[float] = 1000.0,
+        late_s: float = 0.0,
+        noise: float = np.nan,
+        loss: float = np.nan,
     ) -> Window:
-        return seen(self.sizes, exchange_s, self.base, speeds=speeds, late_s=late_s, noise=noise)
+        return seen(self.sizes, exchange_s, self.base, speeds=speeds, late_s=late_s, noise=noise, loss=loss)
 
 
 def seen(
@@ -60,9 +66,11 @@ def seen(
     speeds: float | list[float] = 1000.0,
     late_s: float = 0.0,
     noise: float = np.nan,
+    loss: float = np.nan,
 ) -> Window:
     compute = np.asarray(sizes) / np.asarray(speeds)
     known = {"compute": compute, "communication": exchange_s, "wait": compute.max() - compute + late_s}
+    known |= {"loss": loss, "loss_std": 0.1}
     return Window.of(sizes, **known, base_batch=base, noise=noise, signal=1.0, steps=5.0)
 
 
@@ -204,6 +212,18 @@ def test_gradients_meet_now_and_then_where_the_batch_moves_to_tell_the_noise_sca
         job.see(job.seen(1.0, noise=1e4), samples=samples)
         met.append(job.apart)
     assert met == [True, True, True, False, True]
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_where_the_loss_rises_apart_gradients_meet_and_rounds_apart_must_promise_twice_as_much(given: bool) -> None:
+    """A rate that all workers' gradients bear may be too high for one's own. A loss that is not given says nothing."""
+    job, lost = Job(), 1.0 if given else np.nan
+    assert job.see(job.seen(0.03, loss=2 * lost)).apart
+    assert job.see(job.seen(0.03, loss=2.1 * lost)).apart  # a rise, not a clear one
+    assert job.see(job.seen(0.03, loss=2.6 * lost)).apart is not given
+    assert ("the loss rose" in job.ways.why) is given
+    assert job.see(job.seen(0.03, loss=2 * lost)).apart is not given  # 30 ms promise less than twice as much
+    assert job.see(job.seen(0.3, loss=2 * lost)).apart
 
 
 def test_rounds_that_take_longer_than_shares_of_now_would_promise_less() -> None:

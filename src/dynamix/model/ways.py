@@ -23,6 +23,7 @@ BEGINS, STAYS = {"fixed": 0.98, "moves": 1.15}, {"fixed": 0.95, "moves": 1.08}
 LEAST_STEPS = 2  # of a round apart, in the mean
 STEADY = 1.1  # pieces stay as they are where others would be so little larger or smaller
 LOOK = 1.3  # times as many samples as when gradients met last: then they meet for a window, where the batch may move
+HARM = 0.1  # of the loss when gradients met last: a rise apart by more is held against stepping apart
 NEWEST = 0.5  # weight of a window's figure over those before it
 LATEST = 3.0  # times what workers would take whose shares fit their speeds, at most
 NO_LIMIT = 2**40  # samples
@@ -48,6 +49,9 @@ class Ways:
     times the bytes of a gradient, and nothing hides it; of a gradient's exchange `hidden_s` goes on while workers
     compute. What is hidden is learned when workers have met both ways, and is nothing before that.
 
+    A learning rate that gradients of all workers bear may be too high for a worker's own. So where the loss rises while
+    workers step apart, gradients meet again, and rounds apart must promise twice as much as before to be tried again.
+
     workers   how many
     epoch     samples of an epoch, which no round outgrows; infinite where there are none
 
@@ -67,6 +71,8 @@ class Ways:
     _noise: NoiseByBatch = field(default_factory=NoiseByBatch, init=False)
     _exposed_s: float = field(default=float("nan"), init=False)  # of the gradients' exchange, seen or foreseen
     _unseen: bool = field(default=False, init=False)  # no meeting was seen since gradients met
+    _loss: float = field(default=float("nan"), init=False)  # when gradients met last
+    _doubt: float = field(default=1.0, init=False)  # times as much that rounds apart must promise to begin
     _looked: float = field(default=0.0, init=False)  # samples trained when gradients met last
     _windows: int = field(default=0, init=False)
     _apart: bool = field(default=False, init=False)  # the last choice
@@ -153,8 +159,12 @@ class Ways:
         self._compare(window, bounds, speeds, after, (exposed_s, meeting_s), pace, rate)
         better = self.parameters / self.gradients
         moves = int(bounds.total_low) < int(bounds.total_high)
-        self._apart = better > (STAYS if piece else BEGINS)["moves" if moves else "fixed"]
+        demanded = STAYS if piece else {kind: self._doubt * more for kind, more in BEGINS.items()}
+        self._apart = better > demanded["moves" if moves else "fixed"]
         self.why = _reason(self._apart, better, self.size.steps, exposed_s, meeting_s)
+        if self._loss_rose(window, piece):
+            self._apart, self._doubt = False, 2 * self._doubt
+            self.why = "the loss rose while workers stepped apart: the learning rate may be too high for single workers"
         if not piece:
             self._looked = samples
         elif self._apart and moves and samples > LOOK * self._looked:
@@ -226,6 +236,18 @@ class Ways:
         if not piece:
             self.late = _learned(self.late, slowest_s / float(np.nanmax(window.compute)))
 
+    def _loss_rose(self, window: Window, piece: int) -> bool:
+        """Whether the loss is clearly higher than when gradients met last; not so where it is unknown."""
+        known = np.isfinite(window.loss)
+        if not known.any():
+            return False
+        loss, scatter = float(window.loss[known].mean()), float(np.nan_to_num(window.loss_std[known]).mean())
+        if not piece:
+            self._loss = loss if not math.isfinite(self._loss) else min(_near(self._loss, loss), loss)
+            return False
+        steps = max(float(np.nansum(window.steps * known)), 1.0)
+        return loss > self._loss + HARM * abs(self._loss) + 2 * scatter / math.sqrt(steps)
+
     def _summed(self, window: Window, totals: Floats) -> Floats:
         pieces = totals / self.workers
         return np.asarray((pieces[:, None] / self._seconds(window, pieces)).sum(-1))
@@ -246,8 +268,12 @@ class Ways:
         return told | {"gradients": self.gradients, "parameters": self.parameters} | self.size.report
 
 
+def _near(known: float, seen: float) -> float:
+    return known + NEWEST * (seen - known)
+
+
 def _learned(known: float, seen: float) -> float:
-    return known + NEWEST * (float(np.clip(seen, 1.0, LATEST)) - known)
+    return _near(known, float(np.clip(seen, 1.0, LATEST)))
 
 
 def _of_pieces(window: Window, piece: int) -> Window:
