@@ -214,6 +214,16 @@ def test_gradients_meet_now_and_then_where_the_batch_moves_to_tell_the_noise_sca
     assert met == [True, True, True, False, True]
 
 
+@pytest.mark.parametrize(("workers", "noise", "apart"), [(4, 1e6, True), (32, 1e6, False), (32, 1.0, True)])
+def test_many_workers_step_apart_only_where_their_own_gradients_are_not_much_noisier(
+    workers: int, noise: float, apart: bool
+) -> None:
+    """A rate for the gradient of all would be too high for one worker's."""
+    job = Job(workers, moves=True)
+    assert job.see(job.seen(0.06, noise=noise)).apart is apart
+    assert Job(32).see(Job(32).seen(0.06)).apart is False  # a noise scale that is unknown may be large
+
+
 @pytest.mark.parametrize("given", [True, False])
 def test_where_the_loss_rises_apart_gradients_meet_and_rounds_apart_must_promise_twice_as_much(given: bool) -> None:
     """A rate that all workers' gradients bear may be too high for one's own. A loss that is not given says nothing."""

@@ -20,6 +20,7 @@ from dynamix.window import Bounds, Floats, Ints, Window
 # apart have reached a loss with fewer samples, not with more; the gap keeps a job from changing to and fro.
 # A batch that moves is a way to save exchanges too, and rounds follow changes late, so there it must be clearly more.
 BEGINS, STAYS = {"fixed": 0.98, "moves": 1.15}, {"fixed": 0.95, "moves": 1.08}
+BEARS = 6.0  # times noisier a worker's own gradient may be than that of all, for steps at one rate to teach alike
 LEAST_STEPS = 2  # of a round apart, in the mean
 STEADY = 1.1  # pieces stay as they are where others would be so little larger or smaller
 LOOK = 1.3  # times as many samples as when gradients met last: then they meet for a window, where the batch may move
@@ -38,6 +39,10 @@ class Ways:
     step's samples, a piece, at the same learning rate, and the mean of the models moves as far as one such step for
     every step's samples. So samples teach alike in both, up to the number of steps that `RoundSize` allows. To the
     policy a round apart is so many steps, each with the exchange that it would have if gradients met.
+
+    That holds for few workers. A rate that suits the gradient of all is too high for one worker's where that is much
+    noisier: with a noise scale phi, and steps of T samples by W workers, its square is (T + W phi) / (T + phi) times as
+    large. What is beyond `BEARS` is taken off what samples teach apart. Where phi is unknown, it is taken for large.
 
     What either way promises is counted at the batch that suits it best among those near the one in force: samples a
     second, over what a sample teaches less there (`NoiseByBatch`). Where the batch is fixed that is samples a second.
@@ -218,10 +223,19 @@ class Ways:
         worth = np.exp(-waste)
         of_gradients = worth * totals / (self.lags[0] * computing + exposed_s)
         steps = np.array([max(steps_apart(meeting_s, s, rate=rate), LEAST_STEPS) for s in computing])
-        apart = worth * totals / (self.lags[1] * computing + meeting_s / steps)
+        taught = worth * self._taught_apart(totals, known)
+        apart = taught * totals / (self.lags[1] * computing + meeting_s / steps)
         apart = np.where(totals <= self.workers * bounds.high.min(), apart, 0.0)
         self.gradients = float(of_gradients.max())
-        self.parameters = pace * float(worth[-1] * apart.max() / apart[-1])
+        self.parameters = pace * float(taught[-1] * apart.max() / apart[-1])
+
+    def _taught_apart(self, totals: Floats, known: bool) -> Floats:
+        """What a sample teaches in steps apart over what it teaches where gradients meet, for steps of `totals`."""
+        noisier = np.full(totals.shape, float(self.workers))
+        if known:
+            phi = float(np.exp(self._noise.level))
+            noisier = (totals + self.workers * phi) / (totals + phi)
+        return np.asarray(np.minimum(1.0, BEARS / noisier))
 
     def _learn_lag(self, window: Window, piece: int) -> None:
         """How much longer than with the shares that fit their speeds workers took until the slowest was done."""

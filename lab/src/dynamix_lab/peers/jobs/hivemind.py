@@ -64,7 +64,7 @@ def make_optimizer(hivemind: Any, task: Task, dht: Any, net: nn.Module) -> Any:
     )
     return hivemind.Optimizer(
         dht=dht,
-        run_id=f"{task.name}-{task.seed}",
+        run_id=f"{task.name}-{task.seed}".replace(".", "_"),  # it may have no dots
         batch_size_per_step=settings["batch_size_per_step"],
         target_batch_size=settings["target_batch_size"],
         params=list(net.parameters()),
