@@ -32,7 +32,7 @@ from dynamix_lab.harness.suite import run_suite
 from dynamix_lab.peers import environments, suite
 from dynamix_lab.peers.environments import Environment, prepare, requirements
 from dynamix_lab.peers.jobs import job
-from dynamix_lab.peers.kinds import KINDS, PEERS, Peer, split_name, trials
+from dynamix_lab.peers.kinds import KINDS, PEERS, Peer, rate_of, split_name, trials
 from dynamix_lab.peers.launch import JOBS, PeerLaunch, check_portable, described
 from dynamix_lab.peers.report import best_of, ratios_between, table
 from dynamix_lab.peers.suite import PeersPlan, PeersSuite
@@ -269,6 +269,11 @@ def test_requirements_are_pinned_and_pip_that_cannot_install_is_a_reason(tmp_pat
     assert "making its environment" in said[0]
 
 
+def test_policies_of_dynamix_may_have_a_global_batch_and_a_learning_rate_of_their_own() -> None:
+    PeersPlan(policies=("static", "static-lr0.2", "dynamix-128-lr0.1")).check()
+    assert rate_of("dynamix-128-lr0.1") == 0.1
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -281,7 +286,8 @@ def test_requirements_are_pinned_and_pip_that_cannot_install_is_a_reason(tmp_pat
         ["--workload", "pysource"],
         ["--clock", "0"],
         ["--peers", "ddp-256", "--sweep"],
-        ["--policies", "static,dynamix-128-lr0.1"],
+        ["--policies", "static,dynamix-512-lr0.1"],
+        ["--policies", "static,dynamix-128-lr0.1-every8"],
         ["--scenario", "nonsense"],
         ["--policies", "dynamix"],
         ["--policies", "static,dynamix-7"],

@@ -123,6 +123,9 @@ def train(config: dict[str, Any], name: str, workload: Workload, data: Arrays, l
 
     net = workload.make_model(config["seed"])
     optimizer = workload.make_optimizer(net.parameters())
+    if (rate := config.get("learning_rate")) is not None:  # else the workload's
+        for group in optimizer.param_groups:
+            group["lr"] = rate
     controller = Controller(
         policy=make_named_policy(config, name, clock),
         batch_size=config["batch_size"],

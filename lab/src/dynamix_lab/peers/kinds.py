@@ -48,6 +48,26 @@ def split_name(name: str) -> tuple[str, int]:
     return (found["kind"], int(found["total"] or BASE_BATCH)) if found else (name, BASE_BATCH)
 
 
+def rate_of(name: str) -> float | None:
+    """The learning rate in a name; None: the workload's.
+
+    >>> rate_of("dynamix-256-lr0.2"), rate_of("dynamix-256")
+    (0.2, None)
+    """
+    found = _NAME.fullmatch(name)
+    return float(found["rate"]) if found and found["rate"] else None
+
+
+def own_name(name: str) -> str:
+    """The one way to write a policy of dynamix with what it begins with.
+
+    >>> own_name("dynamix-512-lr0.20")
+    'dynamix-lr0.2'
+    """
+    (policy, total), rate = split_name(name), rate_of(name)
+    return "-".join([policy, *([str(total)] if total != BASE_BATCH else []), *([f"lr{rate:g}"] if rate else [])])
+
+
 def part_of(device: Device | None) -> int:
     """Samples of a part: as many as keep a device at four fifths of its peak rate; `PART` without one.
 

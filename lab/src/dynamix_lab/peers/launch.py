@@ -20,7 +20,7 @@ from dynamix_lab.harness.display import Display
 from dynamix_lab.harness.launch import MOST_STEPS, Launch, LaunchSettings
 from dynamix_lab.harness.runs import PolicyRun
 from dynamix_lab.peers.jobs.job import built
-from dynamix_lab.peers.kinds import Peer, split_name
+from dynamix_lab.peers.kinds import Peer, rate_of, split_name
 from dynamix_lab.tasks import Workload
 
 JOBS = Path(__file__).parent / "jobs"
@@ -70,14 +70,15 @@ def _can_be_described(model: nn.Module) -> bool:
 
 
 class OwnLaunch(Launch):
-    """A run of one of dynamix's own policies, also with another global batch to begin with, as in `dynamix-128`."""
+    """A run of one of dynamix's own policies, also with another global batch or learning rate: `dynamix-128-lr0.1`."""
 
     def _config(self, scratch: Path) -> dict[str, Any]:
         config = super()._config(scratch)
         (name,) = config["runs"]
         policy, total = split_name(name)
         files = {name: policy} if policy != name else {}
-        return {**config, "batch_size": total // self.hosts.scenario.workers, "policy_files": files}
+        begins = {"batch_size": total // self.hosts.scenario.workers, "learning_rate": rate_of(name)}
+        return {**config, **begins, "policy_files": files}
 
 
 class PeerLaunch(Launch):

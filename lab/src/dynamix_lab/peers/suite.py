@@ -21,7 +21,7 @@ from dynamix_lab.harness.runs import AGAIN, PolicyRun, file_name, summarise
 from dynamix_lab.harness.suite import Cell, Context, Suite
 from dynamix_lab.peers import environments
 from dynamix_lab.peers.environments import Environment
-from dynamix_lab.peers.kinds import BASE_BATCH, PEERS, SHARE_BOUNDS, Peer, split_name
+from dynamix_lab.peers.kinds import BASE_BATCH, PEERS, SHARE_BOUNDS, Peer, own_name, split_name
 from dynamix_lab.peers.launch import OwnLaunch, PeerLaunch, check_portable
 from dynamix_lab.peers.report import best_of, best_score, page, ratios_between, table
 from dynamix_lab.statistics import balanced_order
@@ -34,7 +34,8 @@ POLICIES = ("static", "dynamix", "dynamix-256", "dynamix-128")
 class PeersPlan:
     """What one call runs.
 
-    policies   dynamix's own, static among them: its time bounds everybody's; with a number, from that global batch
+    policies   dynamix's own, static among them: its time bounds everybody's; with a global batch to begin with and a
+               learning rate, as in dynamix-256-lr0.2
     peers      names as `Peer.of` reads and `Peer.name` writes them
     venvs      folder of the peers' environments; None: in the user's cache
     workload   what is trained
@@ -81,12 +82,10 @@ class PeersPlan:
         least, most = (load_scenario(self.scenario).workers * bound for bound in SHARE_BOUNDS)
         for name in self.policies:
             policy, total = split_name(name)
-            if (
-                not least <= total <= most
-                or name not in (policy, f"{policy}-{total}")
-                or name == f"{policy}-{BASE_BATCH}"
-            ):
-                allowed = f"a global batch of {least} to {most}, and none for {BASE_BATCH}"
+            if not least <= total <= most or name != own_name(name):
+                allowed = (
+                    f"a global batch of {least} to {most}, none for {BASE_BATCH}, and a rate, as in {policy}-256-lr0.1"
+                )
                 raise ConfigError("policies", name, allowed, "correct the number, and leave other settings to peers")
         for name in self.peers:
             if Peer.of(name).name != name:
