@@ -14,6 +14,7 @@ from torch import Tensor
 from dynamix.compression import Layout, LocalWire, Statistics, kernels
 from dynamix.compression.bucket import BucketExchange
 from dynamix.compression.gather import FLAT, Levels
+from dynamix.compression.rows import sum_of
 from dynamix.compression.sparse import mean_of_sparse
 from dynamix.errors import DynamixError, UsageError
 from tests.compression.local import exchange, in_threads
@@ -162,6 +163,26 @@ def test_a_damaged_message_ends_the_job_and_is_not_applied(how: str) -> None:
     found = in_threads(wires, rank_of)
     assert "damaged" in found[1][0]
     assert all(untouched_or_right for _, untouched_or_right in found)
+
+
+@given(
+    words=st.lists(st.integers(-(2**63), 2**63 - 1), max_size=6), places=st.tuples(st.integers(0, 5), st.integers(0, 5))
+)
+def test_a_sum_changes_with_words_that_change_places_and_knows_no_words(
+    words: list[int], places: tuple[int, int]
+) -> None:
+    def message(of: list[int]) -> Tensor:
+        return torch.tensor(of, dtype=torch.int64).view(torch.uint8)
+
+    other, (a, b) = list(words), places
+    if max(a, b) < len(words):
+        other[a], other[b] = words[b], words[a]
+    assert (sum_of(message(other)) == sum_of(message(words))) == (other == words or _as_far_apart(words, a, b))
+
+
+def _as_far_apart(words: list[int], a: int, b: int) -> bool:
+    """Weights differ by 2 (a - b): differences of half of 2^64, over that, are not seen."""
+    return (2 * (a - b) * (words[a] - words[b])) % 2**64 == 0
 
 
 # sparse tensors

@@ -126,7 +126,7 @@ def sum_of(message: Tensor) -> int:
     It changes with every flipped bit, and with words that changed places.
     """
     words = message.view(torch.int64)
-    return int((words * torch.arange(1, 2 * len(words), 2, device=words.device)).sum())
+    return int((words * (2 * torch.arange(len(words), device=words.device) + 1)).sum())
 
 
 def union_of_rows(parts: Sequence[Tensor], span: int) -> Tensor:
