@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dynamix.compression import BucketExchange, ExchangeSettings, Layout, LocalWire, Statistics
+from dynamix.errors import DynamixError
 
 
 def in_threads(wires: Sequence[Any], function: Callable[[int, Any], Any]) -> list[Any]:
@@ -19,6 +20,22 @@ def in_threads(wires: Sequence[Any], function: Callable[[int, Any], Any]) -> lis
         return [function(0, wires[0])]
     with ThreadPoolExecutor(len(wires)) as pool:
         return [f.result() for f in [pool.submit(function, rank, wire) for rank, wire in enumerate(wires)]]
+
+
+def outcomes(
+    wires: Sequence[Any], inputs: Sequence[Tensor], way: str, layout: Layout, want: Tensor
+) -> list[tuple[str, bool]]:
+    """One exchange, by rank: the error it ended with, and whether the gradient is untouched then, or else `want`."""
+
+    def rank_of(rank: int, wire: Any) -> tuple[str, bool]:
+        flat = inputs[rank].clone()
+        try:
+            BucketExchange(layout).reduce_(flat, way, wire, step=0, statistics=Statistics())  # type: ignore[arg-type]
+        except (DynamixError, RuntimeError) as error:
+            return str(error), torch.equal(flat, inputs[rank])
+        return "", torch.equal(flat, want)
+
+    return in_threads(wires, rank_of)
 
 
 def exchange(

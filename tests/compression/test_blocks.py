@@ -16,7 +16,7 @@ from dynamix.compression.rows import Index, read_items
 from dynamix.compression.rows_exchange import RowsExchange
 from dynamix.compression.sparse import mean_of_sparse
 from dynamix.errors import DynamixError
-from tests.compression.local import exchange, in_threads
+from tests.compression.local import exchange, in_threads, outcomes
 
 LAYOUT = Layout.of([(700, 1), (40, 24), (3, 1)])
 
@@ -113,15 +113,7 @@ def test_a_damaged_message_ends_the_job_and_is_not_applied(at: int) -> None:
     wires: list[Any] = LocalWire.make(3, timeout_s=2)
     wires[1], inputs = Damaged(wires[1], at), _inputs(3, 0.05, 1)
 
-    def rank_of(rank: int, wire: Any) -> tuple[str, bool]:
-        flat = inputs[rank].clone()
-        try:
-            BucketExchange(LAYOUT).reduce_(flat, "blocks", wire, step=0, statistics=Statistics())
-        except (DynamixError, RuntimeError) as error:
-            return str(error), torch.equal(flat, inputs[rank])
-        return "", torch.equal(flat, _ordered_mean(inputs))
-
-    found = in_threads(wires, rank_of)
+    found = outcomes(wires, inputs, "blocks", LAYOUT, _ordered_mean(inputs))
     assert "damaged" in found[1][0]
     assert all(untouched_or_right for _, untouched_or_right in found)
 

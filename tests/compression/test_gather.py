@@ -12,12 +12,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dynamix.compression import Layout, LocalWire, Statistics, kernels
-from dynamix.compression.bucket import BucketExchange
 from dynamix.compression.gather import FLAT, Levels
 from dynamix.compression.rows import sum_of
 from dynamix.compression.sparse import mean_of_sparse
-from dynamix.errors import DynamixError, UsageError
-from tests.compression.local import exchange, in_threads
+from dynamix.errors import UsageError
+from tests.compression.local import exchange, in_threads, outcomes
 
 LAYOUT = Layout.of([(700, 1), (40, 24), (3, 1)])
 
@@ -152,15 +151,7 @@ def test_a_damaged_message_ends_the_job_and_is_not_applied(how: str) -> None:
     wires: list[LocalWire] = LocalWire.make(3, timeout_s=2)
     wires[1], inputs = Damaged(wires[1], how), _inputs(3, 0.01, 1)
 
-    def rank_of(rank: int, wire: Any) -> tuple[str, bool]:
-        flat = inputs[rank].clone()
-        try:
-            BucketExchange(LAYOUT).reduce_(flat, "gather", wire, step=0, statistics=Statistics())
-        except (DynamixError, RuntimeError) as error:
-            return str(error), torch.equal(flat, inputs[rank])
-        return "", torch.equal(flat, _ordered_mean(inputs))
-
-    found = in_threads(wires, rank_of)
+    found = outcomes(wires, inputs, "gather", LAYOUT, _ordered_mean(inputs))
     assert "damaged" in found[1][0]
     assert all(untouched_or_right for _, untouched_or_right in found)
 
