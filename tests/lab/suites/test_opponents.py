@@ -28,7 +28,7 @@ from dynamix_lab.suites.opponents.live import LivePlan, LiveSuite, concluded
 from dynamix_lab.suites.opponents.places import JOBS, V2, job_numbers
 from dynamix_lab.suites.opponents.plan import USUAL, Place, recorded_runs
 from dynamix_lab.suites.opponents.regimes import regime, regime_places
-from dynamix_lab.suites.opponents.verdict import verdict
+from dynamix_lab.suites.opponents.verdict import ratios, verdict
 from dynamix_lab.suites.opponents.virtual import (
     Impatient,
     OpponentsPlan,
@@ -161,6 +161,39 @@ def test_a_live_plan_takes_what_was_tuned_and_refuses_the_rest(tmp_path: Path) -
         of(tmp_path / "result.json")
 
 
+def test_live_rows_may_be_any_and_the_reference_curve_is_static_s_all_the_same(tmp_path: Path) -> None:
+    chosen = {"places": None, "seeds": 1, "seed": 0, "time_s": 5.0}
+    plan = LivePlan.of(tuned(tmp_path), rows=("local", "single"), **chosen)
+    plan.check()
+    assert plan.names("device-even/teacher") == ["local", "single"]
+    assert Trial.from_dict(plan.curves["device-even/teacher"]) == TRIALS["static"]
+    path = tmp_path / "result.json"
+    path.write_text(path.read_text().replace('"static": {"trial"', '"profiled": {"trial"'))
+    with pytest.raises(ConfigError, match="static among them"):
+        LivePlan.of(path, rows=("local",), **chosen)
+
+
+def test_workers_without_an_arbiter_are_compared_with_the_same_job_under_one() -> None:
+    held = str(next(Path(__file__).parents[3].glob("results/auto-*/result.json")))
+    place = "device-uneven/teacher"
+    (central,), (alone,) = (held_trials(held, place, row) for row in ("dynamix", "stigmergic"))
+    assert alone == replace(central, row="stigmergic", policy="stigmergic")
+    times = {"dynamix": [4.0, 4.0], "stigmergic": [4.1, 4.1]}
+    assert list(ratios(times)) == ["stigmergic/dynamix"]
+    about = {"samples": [9.0], "time_to_target_s": [None], "beyond_curve": [0.0]}
+    part = {
+        "seconds": times,
+        "about": dict.fromkeys(times, about),
+        "verdict": None,
+        "first": {"best": "dynamix", "level": []},
+        **{"ratios": ratios(times), "overruns": {key: [0] for key in times}, "pairs": [0, 1], "late": []},
+    }
+    made = live_pages.sections({"policies": times, "ratios": {}, "a_a": None, "places": {place: part}})
+    assert made[1].text == ["First: dynamix. Pairs: 2."]
+    assert made[1].table is not None
+    assert made[1].table.head == ["row", "s per 1,000", "samples", "s to target", "over dynamix", "overruns"]
+
+
 def test_a_row_that_learns_twice_as_fast_takes_half_the_seconds_whatever_its_batches() -> None:
     curve = ProgressCurve("teacher", (1000.0, 100_000.0), (2.0, 1.0))
 
@@ -203,7 +236,7 @@ def test_rows_past_the_end_of_the_reference_curve_are_named() -> None:
         "Past the end of the reference curve, so slower here than they were: static-again.",
     ]
     assert made[1].table is not None
-    assert made[1].table.rows[1] == ["static-again", "1.000", "9", "2.0 (1 of 1)", "–", "–", "–", "2"]
+    assert made[1].table.rows[1] == ["static-again", "1.000", "9", "2.0 (1 of 1)", "–", "2"]
 
 
 def test_a_page_names_the_rows_that_were_tuned_to_an_end_of_what_was_tried() -> None:

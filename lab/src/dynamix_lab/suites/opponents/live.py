@@ -24,8 +24,8 @@ from dynamix_lab.opponents.world import DeviceWorld
 from dynamix_lab.statistics import a_a, balanced_order, paired_ratio, who_wins
 from dynamix_lab.suites.opponents import live_pages
 from dynamix_lab.suites.opponents.places import JobNumbers, job_numbers
-from dynamix_lab.suites.opponents.plan import AGAIN, TWICE, Place, check_rows, tuned_trials
-from dynamix_lab.suites.opponents.verdict import ratios, verdict
+from dynamix_lab.suites.opponents.plan import AGAIN, TWICE, Place, check_names, tuned_trials
+from dynamix_lab.suites.opponents.verdict import OVER, SINGLE, over, ratios, verdict
 from dynamix_lab.suites.opponents.virtual import DISTURBANCE, world_at
 from dynamix_lab.tasks import make_workload
 from dynamix_lab.tasks.mnist1d import TUNING_SEEDS
@@ -42,12 +42,14 @@ class LivePlan:
     """What one call runs.
 
     trials   place -> row -> what it was tuned to
+    curves   place -> what static was tuned to, by which the job's reference curve is made
     seeds    pairs at each place, the first of them `seed`
     time_s   clock time at which runs are compared
     tuned_by   commit of the virtual run that tuned them
     """
 
     trials: Mapping[str, Mapping[str, Any]]
+    curves: Mapping[str, Any]
     seeds: int
     seed: int
     time_s: float
@@ -73,12 +75,16 @@ class LivePlan:
             if name not in known:
                 raise ConfigError("places", name, ", ".join(known), "tune it first")
         chosen = {place: dict(known[place]) for place in places or known}
+        curves = {}
         for place, trials in chosen.items():
+            if "static" not in trials:
+                raise ConfigError(f"rows of {place}", ", ".join(trials), "static among them", "tune it too")
+            curves[place] = trials["static"]
             for row in rows or ():
                 if row not in trials:
                     raise ConfigError(f"rows of {place}", row, ", ".join(trials), "tune it first")
             chosen[place] = {row: trials[row] for row in rows or trials}
-        return cls(chosen, seeds, seed, time_s, commit)
+        return cls(chosen, curves, seeds, seed, time_s, commit)
 
     def check(self) -> None:
         """Raises `ConfigError` before anything runs."""
@@ -87,7 +93,7 @@ class LivePlan:
         if not 5 <= self.time_s < math.inf:
             raise ConfigError("seconds", self.time_s, "5 or more", "compare later")
         for text, trials in self.trials.items():
-            check_rows(tuple(trials))
+            check_names(tuple(trials))
             place = Place.of(text)
             job_numbers(place.workload)
             if place.load().device is None:
@@ -139,7 +145,7 @@ class LiveSuite(Suite):
         torch.set_num_threads(1)  # these nets are small: threads would wait for each other
         place = Place.of(text)
         if seed is None:
-            return reference_curve(place, self.plan.trial(text, "static")).to_dict()
+            return reference_curve(place, Trial.from_dict(self.plan.curves[text])).to_dict()
         names = balanced_order(self.plan.names(text), seed)
         trials = {name: self.plan.trial(text, name) for name in names}
         made = functools.partial(self._made, place, seed, context)
@@ -285,7 +291,7 @@ def concluded(
         },
         "late": [f"{name} (seed {pair['seed']})" for pair in pairs for name in names if pair["runs"][name]["overrun"]],
         "steps": {name: [pair["runs"][name]["steps"] for pair in pairs] for name in names},
-        "verdict": verdict(once).to_dict(),
+        "verdict": verdict(once).to_dict() if {SINGLE, "static"} <= once.keys() else None,
         "ratios": ratios(once),
         "first": who_wins(once).to_dict(),
     }
@@ -301,7 +307,7 @@ def reached(run: Mapping[str, Any], job: JobNumbers) -> float | None:
 def over_places(places: Mapping[str, Any], rows: Sequence[str]) -> dict[str, Any]:
     """Ratios of seconds over all places, each place weighing the same."""
     found = {}
-    for other in (name for name in ("single", "static", "local", "goodput") if name in rows):
+    for other in over(rows, OVER):
         below = {text: part["seconds"][other] for text, part in places.items()}
         for row in (name for name in rows if name != other):
             above = {text: part["seconds"][row] for text, part in places.items()}

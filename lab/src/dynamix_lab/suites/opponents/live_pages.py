@@ -9,6 +9,7 @@ from dynamix_lab.report import Page, Section, Table, measured, number, provenanc
 from dynamix_lab.statistics import a_a, geometric_mean
 from dynamix_lab.suites.opponents.pages import first_sentence, ratio_cells
 from dynamix_lab.suites.opponents.plan import AGAIN, TWICE
+from dynamix_lab.suites.opponents.verdict import OVER, SINGLE, over
 
 LEAD = (
     "Real processes on emulated devices. A run's held-out loss is read on one reference curve of its job (static at "
@@ -35,7 +36,7 @@ def page(result: Mapping[str, Any]) -> str:
 
 def _together(result: Mapping[str, Any]) -> list[Section]:
     rows = list(result["policies"])
-    others = [name for name in ("single", "static", "local", "goodput") if name in rows]
+    others = over(rows, OVER)
     table = [[row, *ratio_cells(row, others, result["ratios"], 3)] for row in rows]
     head = ["row", *(f"over {other}" for other in others)]
     said = _a_a(result["a_a"], "of progress")
@@ -70,9 +71,8 @@ def _a_a(found: Mapping[str, Any] | None, what: str) -> list[str]:
 
 def _section(text: str, part: Mapping[str, Any], result: Mapping[str, Any]) -> Section:
     found = part["verdict"]
-    others = dict.fromkeys(
-        name for name in ("single", "static", found["best_synchronous"], found["best_rarely"], "goodput") if name
-    )
+    best = () if found is None else (found["best_synchronous"], found["best_rarely"])
+    others = over(tuple(part["seconds"]), (SINGLE, "static", *best, "goodput"))
     rows = []
     for row, seconds in part["seconds"].items():
         about = part["about"][row]
@@ -81,7 +81,8 @@ def _section(text: str, part: Mapping[str, Any], result: Mapping[str, Any]) -> S
         cells.append(f"{number(_mean(reached), 1)} ({len(reached)} of {len(seconds)})" if reached else "–")
         rows.append([*cells, *ratio_cells(row, others, part["ratios"], 3), str(sum(part["overruns"][row]))])
     head = ["row", "s per 1,000", "samples", "s to target", *(f"over {other}" for other in others), "overruns"]
-    said = [found["sentence"], f"{first_sentence(part['first'])} Pairs: {len(part['pairs'])}."]
+    said = [] if found is None else [found["sentence"]]
+    said.append(f"{first_sentence(part['first'])} Pairs: {len(part['pairs'])}.")
     if beyond := [row for row, about in part["about"].items() if any(about["beyond_curve"])]:
         said.append(f"Past the end of the reference curve, so slower here than they were: {', '.join(beyond)}.")
     if "static_steps_virtual" in part:

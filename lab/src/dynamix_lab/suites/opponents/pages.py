@@ -23,6 +23,7 @@ from dynamix_lab.report import (
 from dynamix_lab.statistics import geometric_mean, paired_ratio
 from dynamix_lab.suites.opponents import best
 from dynamix_lab.suites.opponents.regimes import is_regime
+from dynamix_lab.suites.opponents.verdict import over
 from dynamix_lab.tasks.claim_jobs import CLAIM_JOBS
 
 LEAD = (
@@ -58,7 +59,7 @@ def _together(places: Mapping[str, Any], heading: str) -> Section:
         for row, seconds in part["times_s"].items():
             times.setdefault(row, {})[text] = seconds
     rows = [row for row, by_place in times.items() if len(by_place) == len(places)]
-    others = [row for row in OVER if row in rows]
+    others = over(rows, OVER)
     found = {f"{a}/{b}": paired_ratio(times[a], times[b]).to_dict() for a in rows for b in others if a != b}
     head = ["row", *(f"over {other}" for other in others)]
     table = Table(head, [[row, *ratio_cells(row, others, found, 2)] for row in rows])
@@ -123,7 +124,7 @@ def page(result: Mapping[str, Any]) -> str:
 def _section(text: str, part: Mapping[str, Any]) -> Section:
     found = part["verdict"]
     synchronous, rarely = found["best_synchronous"], found["best_rarely"]
-    others = dict.fromkeys(other for other in ("single", "static", synchronous, rarely) if other)
+    others = over(tuple(part["times_s"]), ("single", "static", synchronous, rarely))
     rows = []
     for row, times in part["times_s"].items():
         trial = Trial.from_dict(part["rows"][row]["trial"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -105,11 +106,16 @@ def recorded_runs(result: Path, place: str, row: str, trial: Trial) -> dict[int,
     }
 
 
-def check_rows(rows: tuple[str, ...]) -> None:
-    """Raises `ConfigError` for rows that are not known, and where those that every ratio needs are missing."""
+def check_names(rows: Sequence[str]) -> None:
+    """Raises `ConfigError` for rows that are not known."""
     for row in rows:
         if row not in ROWS:
             raise ConfigError("rows", row, ", ".join(ROWS), "check the spelling")
+
+
+def check_rows(rows: Sequence[str]) -> None:
+    """Raises `ConfigError` for rows that are not known, and where those that every ratio needs are missing."""
+    check_names(rows)
     for needed in (SINGLE, "static"):
         if needed not in rows:
             raise ConfigError("rows", ", ".join(rows), f"{needed} among them", f"add {needed}: every ratio is to it")

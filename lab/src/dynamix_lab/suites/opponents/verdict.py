@@ -14,6 +14,8 @@ SINGLE = "single"
 OPPONENTS = (*FIXED_SHARES, *FIXED_TOTAL)
 """Synchronous opponents: those whose workers meet after every step, ours left out."""
 PAYS = 1.5
+OVER = (SINGLE, "static", "local", "goodput")
+"""Rows that the others' times are divided by over all places, where they ran."""
 
 Times = Mapping[str, Sequence[float]]
 """Row -> seconds to the target by seed, censored, never missing."""
@@ -76,14 +78,22 @@ def verdict(times: Times) -> Verdict:
     return Verdict(best, means[SINGLE] / means[best], rarely, over)
 
 
+def over(rows: Sequence[str], usual: Sequence[str | None]) -> list[str]:
+    """Those of `usual` that are among the rows, once each; and `dynamix` where the rule without an arbiter ran.
+
+    >>> over(("goodput", "dynamix", "stigmergic"), ("single", "goodput", None))
+    ['goodput', 'dynamix']
+    """
+    asked = (*usual, "dynamix") if "stigmergic" in rows else usual
+    return list(dict.fromkeys(name for name in asked if name is not None and name in rows))
+
+
 def ratios(times: Times) -> dict[str, dict[str, float | None]]:
     """Time over another row's with its interval, by "row/other", for the others that a reader asks about."""
     means = {row: geometric_mean(list(values)) for row, values in times.items()}
     rarely = min((row for row in means if row in LOCAL), key=means.__getitem__, default=None)
-    synchronous = min((row for row in means if row in OPPONENTS), key=means.__getitem__)
-    others = dict.fromkeys(
-        name for name in (SINGLE, "static", synchronous, rarely or SINGLE, "goodput") if name in times
-    )
+    synchronous = min((row for row in means if row in OPPONENTS), key=means.__getitem__, default=None)
+    others = over(tuple(times), (SINGLE, "static", synchronous, rarely, "goodput"))
     return {
         f"{row}/{other}": paired_ratio(times[row], times[other]).to_dict()
         for other in others

@@ -34,6 +34,7 @@ REGIME_LONGER = 4
 GIVE_UP = 2.0  # a run of the tuning ends at so many times the best one of its row and seed
 REPEATED = ("lb_bsp", "local", "goodput", "dynamix")  # of rows taken over: those whose policies or rounds may change
 WITHOUT_LIMIT = {"device-slow-link": "device-even"}  # the same devices, with links that limit nothing
+SAME_TRIAL = {"stigmergic": "dynamix"}  # a held row of these was tuned as the other one
 DISTURBANCE = 1000  # apart from the seed of model and data; all rows of one seed share both
 
 
@@ -47,7 +48,9 @@ class OpponentsPlan:
     seed     the first of them
     tuning   seeds of the tuning, by successive halving; none: each row takes the first of its grid (a smoke run)
     held     result.json of a finished run: its rows are what they were tuned to there. A row that chooses how workers
-             meet (`EITHER`) takes what that policy was tuned to over gradients or over parameters, by `tuning`
+             meet (`EITHER`) takes what that policy was tuned to over gradients or over parameters, by `tuning`. Where
+             that run has no row `stigmergic`, it takes what `dynamix` was tuned to, so that who decides is all that
+             differs
     tuned    rows that are tuned all the same, as every row of that run was
     tuned_at   a place of that run, whose trials all places here take, and where `tuned` rows are tuned; None: each
              place has its own
@@ -201,6 +204,8 @@ def held_trials(result: str, place: str, row: str) -> list[Trial]:
         raise ConfigError("places", place, ", ".join(known), "tune it first")
     if row in known[place]:
         return [Trial.from_dict(known[place][row])]
+    if row in SAME_TRIAL and (other := SAME_TRIAL[row]) in known[place]:
+        return [replace(Trial.from_dict(known[place][other]), row=row, policy=row)]
     policy = row.removesuffix("-auto")
     ways = [known[place][name] for name in (policy, f"{policy}-parameters") if name in known[place]]
     if row not in EITHER or not ways:
