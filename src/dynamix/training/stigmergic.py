@@ -13,7 +13,6 @@ from functools import partial
 
 import numpy as np
 
-from dynamix.policies.stigmergic.field import Decay
 from dynamix.policies.stigmergic.policy import RANGES, Parameters, StigmergicPolicy
 from dynamix.simulator import Clusters, LaggedReference
 from dynamix.training.curriculum import training_clusters
@@ -21,6 +20,7 @@ from dynamix.training.evaluation import Factory, Tell, follow, times_to_common_p
 from dynamix.window import Floats
 
 Speed = Callable[[Factory], Floats]
+Rule = Callable[[Parameters], StigmergicPolicy]
 VALIDATION_SEED = 905_001
 
 
@@ -32,8 +32,6 @@ class SearchConfig:
     generations  of each stage
     tried, kept  candidates of a generation, and how many of them the next is drawn around
     spread       standard deviation at the start, in logits of a number's range; `least` it never falls below
-    shared       False: nobody sees another's traces (the ablation, learned for itself)
-    fade         a fixed decay instead of a learned one (the ablations "none" and "very fast"); None: learned
     """
 
     stages: tuple[tuple[int, ...], ...] = ((1, 2), (2, 4, 8), (4, 8, 16, 32), (2, 8, 32))
@@ -49,17 +47,20 @@ class SearchConfig:
     delays: tuple[int, ...] = (1, 1, 4)
     validation_workers: tuple[int, ...] = (2, 8, 32)
     validation_clusters: int = 80
-    shared: bool = True
-    fade: float | None = None
 
 
-def train(config: SearchConfig | None = None, seed: int = 0, *, progress: Tell | None = None) -> StigmergicPolicy:
-    """The best on validation clusters of the rule set by hand and the mean of every stage; same seed, same numbers."""
+def train(
+    config: SearchConfig | None = None, seed: int = 0, *, rule: Rule = StigmergicPolicy, progress: Tell | None = None
+) -> StigmergicPolicy:
+    """The best on validation clusters of the numbers set by hand and the mean of every stage; same seed, same numbers.
+
+    rule   what uses the numbers while they are learned: the policy itself, or one from which something is taken away
+    """
     c, tell = config or SearchConfig(), progress or (lambda what, done: None)
     rng = np.random.default_rng([seed, 31])
     mean = to_logits(Parameters())
     spread = np.full(len(mean), c.spread)
-    best, score = Parameters(), _validate(c, Parameters())
+    best, score = Parameters(), _validate(c, rule, Parameters())
     scores, done = [round(score, 4)], 0
     tell(f"by hand: {score:.4f}", 0.0)
     for stage, workers in enumerate(c.stages):
@@ -68,14 +69,14 @@ def train(config: SearchConfig | None = None, seed: int = 0, *, progress: Tell |
             worlds = [_world(c, int(w), rng) for w in rng.choice(workers, c.worlds)]
             drawn = mean + spread * rng.normal(size=(c.tried, len(mean)))
             drawn[0] = mean
-            values = np.array([np.mean([_judge(c, from_logits(z), world) for world in worlds]) for z in drawn])
+            values = np.array([np.mean([_judge(rule, from_logits(z), world) for world in worlds]) for z in drawn])
             elite = drawn[np.argsort(-values)[: c.kept]]
             mean = 0.3 * mean + 0.7 * elite.mean(0)
             spread = np.maximum(0.5 * spread + 0.5 * elite.std(0), c.least)
             done += 1
             tell(f"{workers} workers, best of {c.tried}: {values.max():.4f}", done / sum(c.generations))
         candidate = from_logits(mean)
-        scores.append(round(value := _validate(c, candidate), 4))
+        scores.append(round(value := _validate(c, rule, candidate), 4))
         if value > score:
             best, score = candidate, value
     about = {"training": json.loads(json.dumps(dataclasses.asdict(c))), "seed": seed, "validation": scores}
@@ -112,28 +113,22 @@ def _speed_on(clusters: Clusters, seed: int, windows: int, interval: int = 5, de
     return speed
 
 
-def made_of(c: SearchConfig, parameters: Parameters) -> Factory:
-    """Fresh policies of these numbers, with what the recipe fixes."""
-    decay = None if c.fade is None else Decay(alpha=c.fade, beta=1.0, start=0.0)
-    return lambda _: StigmergicPolicy(parameters, decay=decay, shared=c.shared)
-
-
 def _world(c: SearchConfig, workers: int, rng: np.random.Generator) -> Speed:
     seed, interval, delay = int(rng.integers(2**31)), int(rng.choice(c.intervals)), int(rng.choice(c.delays))
     clusters = training_clusters(min(max(c.rows // workers, 6), 32), workers, seed)
     return _speed_on(clusters, seed, c.windows, interval, delay)
 
 
-def _judge(c: SearchConfig, parameters: Parameters, world: Speed) -> float:
+def _judge(rule: Rule, parameters: Parameters, world: Speed) -> float:
     """Mean over clusters; the slowest tenth counts once more, so that no cluster is given up."""
-    speed = world(made_of(c, parameters))
+    speed = world(lambda _: rule(parameters))
     return float(speed.mean() + 0.25 * np.quantile(speed, 0.1))
 
 
-def _validate(c: SearchConfig, parameters: Parameters) -> float:
+def _validate(c: SearchConfig, rule: Rule, parameters: Parameters) -> float:
     """Reference's time / own time on clusters that no training meets: geometric mean over W and clusters."""
     logs = []
     for w in c.validation_workers:
         clusters = training_clusters(max(c.validation_clusters * 8 // max(w, 8), 6), w, VALIDATION_SEED)
-        logs.append(_speed_on(clusters, VALIDATION_SEED, c.windows)(made_of(c, parameters)).mean())
+        logs.append(_speed_on(clusters, VALIDATION_SEED, c.windows)(lambda _: rule(parameters)).mean())
     return float(np.exp(np.mean(logs)))

@@ -1,4 +1,4 @@
-"""`dynamix bench stigmergy` compares pairs, resumes, and says what is left when nobody decides any more."""
+"""`dynamix bench stigmergy` compares pairs, resumes, and learns the rule anew for every ablation."""
 
 from __future__ import annotations
 
@@ -11,22 +11,26 @@ import pytest
 
 from dynamix.errors import ConfigError
 from dynamix.events.run_folder import RunFolder
-from dynamix.policies.registry import make_policy
+from dynamix.policies.stigmergic.policy import Parameters
+from dynamix.policies.stigmergic.traces import Own, TraceKind
 from dynamix.simulator import sample_family
 from dynamix.window import Bounds, Window
 from dynamix_lab.harness.suite import run_suite
+from dynamix_lab.suites.stigmergy.ablations import ABLATIONS, Learning
 from dynamix_lab.suites.stigmergy.cost import decision_costs
 from dynamix_lab.suites.stigmergy.suite import StigmergyPlan, StigmergySuite
-from dynamix_lab.suites.stigmergy.worlds import Dying, SlowedEnv, alike, without_a_quarter
+from dynamix_lab.suites.stigmergy.worlds import SlowedEnv, alike, without_a_quarter
 
 SMALL = StigmergyPlan(
     scenarios=("steady", "elastic"),
     workers=(4,),
-    failing_workers=(4,),
+    studied=(4,),
     seeds=(1,),
     clusters=3,
     windows=9,
     ablated=("steady",),
+    ablations=("no-traces", "late"),
+    learning=Learning((1, 0, 0, 0), 5),
     recovery=(3, 4),
     resamples=50,
     cost_workers=(4,),
@@ -52,7 +56,7 @@ def test_the_suite_goes_on_where_it_stopped_and_reports_every_part(tmp_path: Pat
         RunFolder("test", tmp_path / "run", resume=True),
         tell=lambda what, done: again.append(what),
     )
-    assert ran == ["steady-4", "elastic-4", "failures-4"]
+    assert ran == ["steady-4", "elastic-4", "vanished-4"]
     assert not set(ran[:2]) & set(again)
     assert result == json.loads((tmp_path / "run" / "result.json").read_text())
     assert result["pairs"] == ["steady-4", "elastic-4"]
@@ -60,17 +64,25 @@ def test_the_suite_goes_on_where_it_stopped_and_reports_every_part(tmp_path: Pat
     assert result["cells"]["steady-4"]["pairs"] == 3
     assert set(result["cells"]["recovery-4"]["windows"]) >= {"static", "stigmergic", "dynamix"}
     table = (tmp_path / "run" / "table.md").read_text()
-    assert all(word in table for word in ("no-traces", "fast-decay", "stigmergic-dead", "one_rank", "vanished-4"))
+    assert all(word in table for word in ("no-traces", "late", "one_rank", "vanished-4"))
     other = StigmergySuite(dataclasses.replace(SMALL, windows=30))
     with pytest.raises(ConfigError, match="plan: "):
         run_suite(other, RunFolder("test", tmp_path / "run", resume=True))
 
 
-def test_who_is_dead_changes_nothing_any_more() -> None:
-    bounds, count = Bounds.of(2), [0]
-    policy = Dying(make_policy("lb_bsp"), 1, count)
-    assert policy.decide(Window.of([32, 32], compute=[1.0, 3.0]), bounds).tolist() == [48, 16]
-    assert policy.decide(Window.of([40, 24], compute=[1.0, 3.0]), bounds).tolist() == [40, 24]
+def test_what_an_ablation_takes_away_is_not_there() -> None:
+    window = Window.of([48, 16], steps=5, compute=[1.0, 3.0], compute_std=0.01, wait=[2.0, 0.0], communication=0.1)
+    own, bounds = Own.of(window), Bounds.of(2)
+    parameters = Parameters()
+    _, left = ABLATIONS["no-noise-trace"](parameters).observe(own)
+    assert left[..., [TraceKind.NOISE, TraceKind.HEARD]].tolist() == [[0.0, 0.0]] * 2
+    assert (left[..., TraceKind.LOAD] > 0).all()
+    late, whole = ABLATIONS["late"](parameters), ABLATIONS["whole"](parameters)
+    assert late.decide(window, bounds).tolist() == [48, 16]
+    assert late.decide(window, bounds).tolist() != [48, 16]
+    assert whole.decide(window, bounds).tolist() != [48, 16]
+    read = [ABLATIONS[name](parameters).decide(window, bounds).tolist() for name in ("noise", "noise", "whole")]
+    assert read[0] == read[1] != read[2]
 
 
 def test_a_quarter_of_the_workers_go_and_the_rest_take_their_samples() -> None:
@@ -98,3 +110,5 @@ def test_a_rank_s_own_decision_is_timed_at_every_w() -> None:
         assert cost["central"] > 0
     with pytest.raises(ConfigError, match="scenario"):
         dataclasses.replace(SMALL, scenarios=("nonsense",)).check()
+    with pytest.raises(ConfigError, match="no-noise-trace"):
+        dataclasses.replace(SMALL, ablations=("nonsense",)).check()

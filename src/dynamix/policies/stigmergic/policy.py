@@ -34,8 +34,8 @@ from dynamix.window import Bounds, Floats, Ints, Window
 KIND = "stigmergic"
 PRETRAINED = Path(__file__).parents[1] / "pretrained" / "stigmergic.safetensors"
 LEAP = 1.5  # largest log change of a size in one decision
-FAINTEST = 2e-3  # of what a store can hold of a high power
-LARGEST = 60.0  # of what a worker leaves: a store holds deposits of +-64
+FAINTEST = 2e-3  # least that is left of a high power: somebody is always the last
+LARGEST = 60.0  # that a worker leaves, so that one wrong measurement does not drown all others
 KEENNESS = 40  # power of the share of a step that tells the last to finish from the others
 HEAVINESS = 12  # the same for the one whose smallest size takes longest
 SLIGHTEST = 1e-3  # smallest load that a worker aims at; what it gets is its own lower bound

@@ -19,11 +19,12 @@ from dynamix_lab.report import (
     with_interval,
 )
 
-_KINDS = ("failures", "vanished", "recovery", "ablations")
+# Cells that are no scenario.
+_KINDS = ("vanished", "recovery", "ablation")
 
 
 def markdown(result: Mapping[str, Any]) -> str:
-    """Scenarios, failures, recovery, ablations and costs, a table each."""
+    """Scenarios, losses, recovery, ablations and costs, a table each."""
     return sections_markdown(sections(result))
 
 
@@ -43,7 +44,10 @@ def sections(result: Mapping[str, Any]) -> list[Section]:
         Section("Time over static's for the same progress", [pairs], _ratios(scenarios, "static")),
         Section("stigmergic's time over others'", [pairs], _against(scenarios)),
     ]
-    made += _failures({name: cell for name, cell in cells.items() if name.startswith(("failures-", "vanished-"))})
+    vanished = {name: cell for name, cell in cells.items() if name.startswith("vanished-")}
+    if vanished:
+        said = "Half way a quarter of the workers are gone for good: time over static's."
+        made.append(Section("A quarter gone", [said], _ratios(vanished, "static")))
     recovery = {name: cell for name, cell in cells.items() if name.startswith("recovery-")}
     if recovery:
         said = (
@@ -51,9 +55,13 @@ def sections(result: Mapping[str, Any]) -> list[Section]:
             "mean (95 % interval), share that recovered."
         )
         made.append(Section("Recovery", [said], _recovery(recovery)))
-    ablations = {name: cell for name, cell in cells.items() if name.startswith("ablations-")}
+    ablations = {name.partition("-")[2]: cell for name, cell in cells.items() if name.startswith("ablation-")}
     if ablations:
-        made.append(Section("Ablations", ["Time over the whole rule's."], _ratios(ablations, "stigmergic")))
+        said = (
+            "Time over the shipped rule's: with numbers learned for the ablation, and in square brackets with the "
+            "shipped ones. `whole` takes nothing away, so it says what learning anew does."
+        )
+        made.append(Section("Ablations", [said], _ablations(ablations)))
     if result["decision_us"]:
         made.append(Section("Microseconds of a decision", (), _costs(result["decision_us"])))
     return made
@@ -77,16 +85,14 @@ def _against(cells: Mapping[str, Any]) -> Table:
     return Table(["cell", *bases], rows)
 
 
-def _failures(cells: Mapping[str, Any]) -> list[Section]:
-    said = (
-        "From half way on nobody decides (-dead), or a quarter of the workers are gone (vanished): time over static's."
-    )
-    made = []
-    for name, cell in cells.items():
-        left = ", ".join(f"{policy} {percent(value)}" for policy, value in cell.get("gain_left", {}).items())
-        notes = [f"Part of its own gain that is left: {left}"] if left else []
-        made.append(Section(f"Failures: {name}", [said], _ratios({name: cell}, "static"), notes=notes))
-    return made
+def _ablations(cells: Mapping[str, Any]) -> Table:
+    def one(cell: Mapping[str, Any]) -> str:
+        learned, shipped = (cell["ratios"][f"{name}/stigmergic"] for name in ("learned anew", "shipped numbers"))
+        return f"{with_interval(learned)} [{shipped['median']:.2f}]"
+
+    places = list(next(iter(cells.values()))["places"])
+    rows = [[name, *[one(cell["places"][place]) for place in places]] for name, cell in cells.items()]
+    return Table(["ablation", *places], rows)
 
 
 def _recovery(cells: Mapping[str, Any]) -> Table:

@@ -1,40 +1,41 @@
 """`dynamix bench stigmergy`: workers that decide for themselves against central policies, in the simulator.
 
-Scenario by scenario and by number of workers: time for the progress that all reach, paired by cluster. Then what is
-left when whoever decides, or the store, is dead from half way on; what a quarter of the workers gone does; how long a
-slowdown is felt; what the traces and their decay are worth; and what a decision costs.
+Scenario by scenario and by number of workers: time for the progress that all reach, paired by cluster. Then what a
+quarter of the workers gone does; how long a slowdown is felt; what the traces and their decay are worth, with the
+rule's numbers learned anew for each ablation; and what a decision costs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
 
 from dynamix.errors import ConfigError
 from dynamix.policies.registry import make_policy
-from dynamix.policies.stigmergic.field import Decay
-from dynamix.policies.stigmergic.policy import Parameters, StigmergicPolicy, pretrained
+from dynamix.policies.stigmergic.policy import pretrained
 from dynamix.simulator import LaggedReference, rollout_path, sample_family
 from dynamix.training.evaluation import times_to_common_progress
 from dynamix.window import Floats
-from dynamix_lab.harness.suite import Cell, Context, Suite
+from dynamix_lab.harness.suite import Cell, Context, Suite, Tell, untold
 from dynamix_lab.statistics import mean_interval, paired_ratio
+from dynamix_lab.suites.stigmergy.ablations import ABLATIONS, Learning
 from dynamix_lab.suites.stigmergy.cost import decision_costs
 from dynamix_lab.suites.stigmergy.report import markdown, page
 from dynamix_lab.suites.stigmergy.worlds import FAMILIES, Factory, OwnPace, Phase, SlowedEnv, phases_of, play, vanishing
 
 TEST_SEEDS = (730_001, 730_002)
-FADES = {"no-decay": 0.0, "fast-decay": 0.98}
-FAILING = ("dynamix", "stigmergic")
+ABLATION = "ablation-"  # before its name: the key of a cell
+SHIPPED, LEARNED = "shipped numbers", "learned anew"
 COST = "decision-cost"
 
 
 @dataclass(frozen=True, slots=True)
 class StigmergyPlan:
-    """What one call runs: every scenario at every W, and the failures, recovery and ablations at some of them.
+    """What one call runs: every scenario at every W, and losses, recovery and ablations at `studied` ones.
 
     seeds, clusters   a pair is a cluster; at least 30 of them in every cell of a full call
     windows           decisions per run; at W of `large` or more a third of them
@@ -42,7 +43,7 @@ class StigmergyPlan:
 
     scenarios: tuple[str, ...] = tuple(FAMILIES)
     workers: tuple[int, ...] = (4, 8, 32, 1024)
-    failing_workers: tuple[int, ...] = (8, 32)
+    studied: tuple[int, ...] = (8, 32)
     seeds: tuple[int, ...] = TEST_SEEDS
     clusters: int = 16
     rows: int = 16_384  # clusters times W of a seed, at most
@@ -51,18 +52,22 @@ class StigmergyPlan:
     interval: int = 5
     delay: int = 1
     ablated: tuple[str, ...] = ("drifting", "slowdowns")
+    ablations: tuple[str, ...] = tuple(ABLATIONS)
+    learning: Learning = field(default_factory=Learning)
     recovery: tuple[int, int] = (20, 40)  # windows before a slowdown, and after it
     resamples: int = 4000  # of the bootstrap
     cost_workers: tuple[int, ...] = (10, 100, 1000, 10_000)
 
     @classmethod
     def of(cls, *, quick: bool) -> StigmergyPlan:
-        """All of it (some twenty minutes on one core), or a look in about two."""
+        """All of it (about an hour on one core), or a look in about two minutes."""
         if not quick:
             return cls()
         return cls(
             workers=(4, 8, 32),
-            failing_workers=(8,),
+            studied=(8,),
+            ablations=("no-traces",),
+            learning=Learning((1, 1, 0, 0), 6),
             seeds=TEST_SEEDS[:1],
             clusters=6,
             windows=60,
@@ -75,12 +80,15 @@ class StigmergyPlan:
                 raise ConfigError("scenario", scenario, ", ".join(FAMILIES), "check the spelling")
         if min(self.workers, default=0) < 2:
             raise ConfigError("workers", self.workers, "2 or more each", "one worker has nobody to leave traces for")
+        for name in self.ablations:
+            if name not in ABLATIONS:
+                raise ConfigError("ablations", name, ", ".join(ABLATIONS), "check the spelling")
 
     def cells(self) -> list[str]:
-        """Names of what is run: KIND-W, or ablations-SCENARIO-W."""
+        """Names of what is run: KIND-W, or ablation-NAME."""
         each = [f"{scenario}-{w}" for w in self.workers if w < self.large for scenario in self.scenarios]
-        for w in self.failing_workers:
-            each += [f"failures-{w}", f"vanished-{w}", f"recovery-{w}", *[f"ablations-{s}-{w}" for s in self.ablated]]
+        each += [f"{kind}-{w}" for w in self.studied for kind in ("vanished", "recovery")]
+        each += [f"{ABLATION}{name}" for name in self.ablations]
         return each + [f"{scenario}-{w}" for w in self.workers if w >= self.large for scenario in self.scenarios]
 
     def sizes(self, workers: int) -> tuple[int, int]:
@@ -88,14 +96,14 @@ class StigmergyPlan:
         return max(1, min(self.clusters, self.rows // workers)), self.windows // (3 if workers >= self.large else 1)
 
 
-def run_cell(plan: StigmergyPlan, name: str) -> dict[str, Any]:
+def run_cell(plan: StigmergyPlan, name: str, tell: Tell = untold) -> dict[str, Any]:
     """One of `StigmergyPlan.cells()`, by name."""
+    if name.startswith(ABLATION):
+        return run_ablation(plan, name.removeprefix(ABLATION), tell)
     kind, _, w = name.rpartition("-")
-    runs = {"failures": run_failures, "vanished": run_vanished, "recovery": run_recovery}
+    runs = {"vanished": run_vanished, "recovery": run_recovery}
     if kind in runs:
         return runs[kind](plan, int(w))
-    if kind.startswith("ablations-"):
-        return run_ablations(plan, kind.removeprefix("ablations-"), int(w))
     return run_scenario(plan, kind, int(w))
 
 
@@ -112,24 +120,6 @@ def rivals() -> dict[str, Factory]:
         "local": lambda _: OwnPace(),
         "dynamix": _named("dynamix"),
         "stigmergic": _named("stigmergic"),
-    }
-
-
-def variants() -> dict[str, Factory]:
-    """The rule with something taken away; the learned numbers stay as they are."""
-    learned = pretrained().parameters
-
-    def faded(alpha: float) -> Factory:
-        return lambda _: StigmergicPolicy(learned, decay=Decay(alpha=alpha, beta=1.0, start=0.0))
-
-    return {
-        "static": _named("static"),
-        "stigmergic": _named("stigmergic"),
-        "no-traces": lambda _: StigmergicPolicy(learned, shared=False),
-        **{name: faded(alpha) for name, alpha in FADES.items()},
-        "no-noise": lambda _: StigmergicPolicy(replace(learned, push=0.0)),
-        "no-grow-shrink": lambda _: StigmergicPolicy(replace(learned, damp=0.0)),
-        "by-hand": lambda _: StigmergicPolicy(Parameters()),
     }
 
 
@@ -174,37 +164,29 @@ def run_scenario(plan: StigmergyPlan, scenario: str, workers: int) -> dict[str, 
     return compare(plan, rivals(), lambda seed: phases_of(scenario, clusters, workers, windows, seed), extra)
 
 
-def run_ablations(plan: StigmergyPlan, scenario: str, workers: int) -> dict[str, Any]:
-    """What traces and their decay are worth."""
-    clusters, windows = plan.sizes(workers)
-    factories = variants()
-    extra = [(name, "stigmergic") for name in factories if name not in ("static", "stigmergic")]
-    return compare(plan, factories, lambda seed: phases_of(scenario, clusters, workers, windows, seed), extra)
+def run_ablation(plan: StigmergyPlan, name: str, tell: Tell) -> dict[str, Any]:
+    """What an ablation costs beside the shipped rule, with numbers learned for it and with the shipped ones.
 
-
-def run_failures(plan: StigmergyPlan, workers: int) -> dict[str, Any]:
-    """From half way on nobody decides: the arbiter of a central policy, or the store of the stigmergic one, is dead.
-
-    `gain_left` is what remains of a policy's own gain, (1 - t_dead / t_static) / (1 - t_whole / t_static). A central
-    policy that every rank runs for itself on gathered observations has no arbiter to lose, nor has the stigmergic one:
-    both keep all of it.
+    validation   reference's time over the rule's on validation clusters: numbers set by hand, then those of each stage
+    places       SCENARIO-W -> the cell
     """
-    clusters, windows = plan.sizes(workers)
-    taken: dict[str, list[Floats]] = {}
-    for seed in plan.seeds:
-        phases = phases_of("slowdowns", clusters, workers, windows, seed)
-        paths = {"static": play(_named("static"), phases, seed=seed, interval=plan.interval, delay=plan.delay)}
-        for name in FAILING:
-            for dead, after in (("", None), ("-dead", windows // 2)):
-                paths[name + dead] = play(
-                    _named(name), phases, seed=seed, interval=plan.interval, delay=plan.delay, dies_after=after
-                )
-        for name, values in times_to_common_progress(paths).items():
-            taken.setdefault(name, []).append(values)
-    cell = _scored({name: np.concatenate(values) for name, values in taken.items()}, plan)
-    over = {name: cell["ratios"][f"{name}/static"]["median"] for name in taken if name != "static"}
-    left = {name: round((1 - over[f"{name}-dead"]) / (1 - over[name]), 3) for name in FAILING if over[name] < 0.99}
-    return {**cell, "gain_left": left}
+    rule, learned = ABLATIONS[name], plan.learning.learned(name, tell)
+    shipped = pretrained().parameters
+    factories: dict[str, Factory] = {
+        "static": _named("static"),
+        "stigmergic": _named("stigmergic"),
+        SHIPPED: lambda _: rule(shipped),
+        LEARNED: lambda _: rule(learned.parameters),
+    }
+    extra = [(SHIPPED, "stigmergic"), (LEARNED, "stigmergic")]
+    places = {}
+    for scenario in plan.ablated:
+        for workers in plan.studied:
+            clusters, windows = plan.sizes(workers)
+            worlds = partial(phases_of, scenario, clusters, workers, windows)
+            places[f"{scenario}-{workers}"] = compare(plan, factories, worlds, extra)
+    about = {"parameters": asdict(learned.parameters), "validation": learned.about["validation"]}
+    return {**about, "places": places}
 
 
 def run_vanished(plan: StigmergyPlan, workers: int) -> dict[str, Any]:
@@ -270,7 +252,7 @@ class StigmergySuite(Suite):
     def run(self, cell: Cell, context: Context) -> dict[str, Any]:
         if cell.key == COST:
             return {"decision_us": decision_costs(self.plan.cost_workers)}
-        return run_cell(self.plan, cell.key)
+        return run_cell(self.plan, cell.key, context.tell)
 
     def whole(self, found: Mapping[str, Any]) -> Mapping[str, Any]:
         return found if _scenarios(found) else {}

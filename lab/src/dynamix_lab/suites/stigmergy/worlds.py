@@ -1,4 +1,4 @@
-"""What `dynamix bench stigmergy` plays: simulated scenarios in phases, and what may fail in them."""
+"""What `dynamix bench stigmergy` plays: simulated scenarios in phases."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from dynamix.policies.protocol import Policy, boundary
+from dynamix.policies.protocol import Policy
 from dynamix.projection import project
 from dynamix.simulator import ClusterEnv, Clusters, rollout_path, sample_family
 from dynamix.window import Bounds, Floats, Ints, Window
-from dynamix_lab.suites.simulated import EPOCH_WINDOWS, Projected, world_of
+from dynamix_lab.suites.simulated import Projected, world_of
 
 Factory = Callable[[ClusterEnv], Policy]
 
@@ -78,27 +78,6 @@ def without_a_quarter(world: Clusters) -> Clusters:
     return replace(world, **changes, base_batch=share * left)
 
 
-class Dying:
-    """`policy` until `after` windows have been decided on; from then on nobody answers, and sizes stay.
-
-    A dead arbiter does that to a central policy, a dead store to the stigmergic one. `count` outlives the phases.
-    """
-
-    def __init__(self, policy: Policy, after: int, count: list[int]) -> None:
-        self.policy, self.after, self.count = policy, after, count
-        self.boundary = boundary(policy)
-
-    def decide(self, window: Window, bounds: Bounds) -> Ints:
-        self.count[0] += EPOCH_WINDOWS if self.boundary == "epoch" else 1
-        return window.batch_size.copy() if self.count[0] > self.after else self.policy.decide(window, bounds)
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.policy.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.policy.load_state_dict(state)
-
-
 class OwnPace:
     """Every worker for itself, without any trace: its size is its own speed times the first step's seconds.
 
@@ -142,18 +121,14 @@ class SlowedEnv(ClusterEnv):
         return factors
 
 
-def play(
-    make: Factory, phases: list[Phase], *, seed: int, interval: int, delay: int, dies_after: int | None = None
-) -> Floats:
+def play(make: Factory, phases: list[Phase], *, seed: int, interval: int, delay: int) -> Floats:
     """Seconds and progress (points, 2, C) of a policy over all phases; a fresh policy for every phase, as after a
     restart.
     """
-    path, count = [np.zeros((2, phases[0].clusters.shape[0]))], [0]
+    path = [np.zeros((2, phases[0].clusters.shape[0]))]
     for i, phase in enumerate(phases):
         policy, env, windows = world_of(
             make, phase.clusters, seed=seed + 7 * i, windows=phase.windows, interval=interval, delay=delay
         )
-        if dies_after is not None:
-            policy = Dying(policy, dies_after, count)
         path += [path[-1] + moved for moved in rollout_path(Projected(policy), env, windows)]
     return np.array(path)
