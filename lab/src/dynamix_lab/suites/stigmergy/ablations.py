@@ -1,0 +1,96 @@
+"""The stigmergic rule with something taken from its traces, and its numbers learned anew for that."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from dynamix.policies.stigmergic.field import Decay
+from dynamix.policies.stigmergic.policy import Parameters, StigmergicPolicy
+from dynamix.policies.stigmergic.traces import Own, TraceKind
+from dynamix.policies.stigmergic.worker import Sense
+from dynamix.training.stigmergic import SearchConfig, train
+from dynamix.window import Bounds, Floats, Ints
+
+Rule = Callable[[Parameters], StigmergicPolicy]
+
+
+class Impaired(StigmergicPolicy):
+    """Workers that leave fewer traces, or read them badly.
+
+    without   traces that nobody leaves
+    noise     standard deviation of the logarithm of what every worker reads of every trace
+    late      windows after which traces are read; until then they are unknown
+    """
+
+    def __init__(
+        self,
+        parameters: Parameters,
+        *,
+        without: Sequence[TraceKind] = (),
+        noise: float = 0.0,
+        late: int = 0,
+        seed: int = 0,
+        **options: Any,
+    ) -> None:
+        super().__init__(parameters, **options)
+        self.without, self.noise, self.late = list(without), noise, late
+        self._rng = np.random.default_rng([seed, 57])
+        self._on_the_way: deque[tuple[Floats, Floats]] = deque()
+
+    def observe(self, own: Own) -> tuple[Sense, Floats]:
+        sense, left = super().observe(own)
+        left[..., self.without] = 0.0
+        return sense, left
+
+    def moved(self, before: Floats, load: Floats, sizes: Ints) -> Floats:
+        left = super().moved(before, load, sizes)
+        left[..., self.without] = 0.0
+        return left
+
+    def choose(self, own: Own, sense: Sense, smelt: Floats, new: Floats, bounds: Bounds) -> Ints:
+        self._on_the_way.append((smelt, new))
+        unknown = np.full(smelt.shape, np.nan)
+        smelt, new = self._on_the_way.popleft() if len(self._on_the_way) > self.late else (unknown, unknown)
+        if self.noise:
+            read = np.exp(self.noise * self._rng.normal(size=(*own.size.shape, len(TraceKind))))
+            smelt, new = smelt * read, new * read
+        return super().choose(own, sense, smelt, new, bounds)
+
+
+def _faded(alpha: float) -> Rule:
+    return lambda parameters: StigmergicPolicy(parameters, decay=Decay(alpha=alpha, beta=1.0, start=0.0))
+
+
+ABLATIONS: dict[str, Rule] = {
+    "whole": StigmergicPolicy,
+    "no-traces": partial(StigmergicPolicy, shared=False),
+    "no-noise-trace": partial(Impaired, without=(TraceKind.NOISE, TraceKind.HEARD)),
+    "no-churn-traces": partial(Impaired, without=(TraceKind.GROW, TraceKind.SHRINK)),
+    "no-decay": _faded(0.0),
+    "fast-decay": _faded(0.98),
+    "noise": partial(Impaired, noise=0.1),
+    "late": partial(Impaired, late=1),
+}
+"""What is taken away, by name. `whole` takes nothing away: what learning anew does by itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Learning:
+    """How an ablation's numbers are learned: the shipped recipe with fewer generations, the same for all.
+
+    generations, tried   of `SearchConfig`
+    """
+
+    generations: tuple[int, ...] = (2, 4, 4, 4)
+    tried: int = 20
+
+    def learned(self, name: str, tell: Callable[[str, float], None]) -> StigmergicPolicy:
+        """The numbers of the ablation of this name: the best on validation clusters, at least those set by hand."""
+        recipe = SearchConfig(generations=self.generations, tried=self.tried)
+        return train(recipe, rule=ABLATIONS[name], progress=tell)
