@@ -189,9 +189,14 @@ def test_workers_without_an_arbiter_are_compared_with_the_same_job_under_one() -
         **{"ratios": ratios(times), "overruns": {key: [0] for key in times}, "pairs": [0, 1], "late": []},
     }
     made = live_pages.sections({"policies": times, "ratios": {}, "a_a": None, "places": {place: part}})
-    assert made[1].text == ["First: dynamix. Pairs: 2."]
     assert made[1].table is not None
-    assert made[1].table.head == ["row", "s per 1,000", "samples", "s to target", "over dynamix", "overruns"]
+    assert made[1].table.rows == [
+        [place, "4.000", "4.100", "1.025 (1.025-1.025)"],
+        ["all places", "–", "–", "1.025 (1.025-1.025)"],
+    ]
+    assert made[2].text == ["First: dynamix. Pairs: 2."]
+    assert made[2].table is not None
+    assert made[2].table.head == ["row", "s per 1,000", "samples", "s to target", "over dynamix", "overruns"]
 
 
 def test_a_row_that_learns_twice_as_fast_takes_half_the_seconds_whatever_its_batches() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from dynamix_lab.report import Page, Section, Table, measured, number, provenance, sections_markdown
 from dynamix_lab.statistics import a_a, geometric_mean
-from dynamix_lab.suites.opponents.pages import first_sentence, ratio_cells
+from dynamix_lab.suites.opponents.pages import first_sentence, ratio_cells, without_arbiter
 from dynamix_lab.suites.opponents.plan import AGAIN, TWICE
 from dynamix_lab.suites.opponents.verdict import OVER, SINGLE, over
 
@@ -21,7 +21,8 @@ LEAD = (
 
 def sections(result: Mapping[str, Any]) -> list[Section]:
     """All places together, then each by itself."""
-    return [*_together(result), *(_section(text, part, result) for text, part in result["places"].items())]
+    own = without_arbiter(result["places"], "seconds", 3)
+    return [*_together(result), *own, *(_section(text, part, result) for text, part in result["places"].items())]
 
 
 def markdown(result: Mapping[str, Any]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from dynamix_lab.opponents.trial import Trial
@@ -49,6 +49,7 @@ def sections(result: Mapping[str, Any]) -> list[Section]:
     whole += [product] if product is not None and len(result["places"]) > 1 else []
     link = best.link_section(result["places"])
     whole += [link] if link is not None else []
+    whole += without_arbiter(result["places"], "times_s", 1)
     return whole + [_section(text, part) for text, part in result["places"].items()]
 
 
@@ -68,6 +69,27 @@ def _together(places: Mapping[str, Any], heading: str) -> Section:
     taken = sum(part.get("recorded", 0) for part in places.values())
     said += [f"{taken} runs are those of the earlier result that is held."] if taken else []
     return Section(heading, text=said, table=table)
+
+
+def without_arbiter(places: Mapping[str, Any], times: str, digits: int) -> list[Section]:
+    """Where both ran: the rule that every worker follows by itself beside the one that decides for all, by place.
+
+    times    name of a place's seconds by row
+    digits   of them
+    """
+    pairs = {text: part[times] for text, part in places.items() if {"dynamix", "stigmergic"} <= set(part[times])}
+    if not pairs:
+        return []
+
+    def cells(name: str, central: Sequence[float], own: Sequence[float]) -> list[str]:
+        each = [number(geometric_mean(seconds), digits) for seconds in (central, own)]
+        return [name, *each, with_interval(paired_ratio(own, central).to_dict())]
+
+    rows = [cells(text, of["dynamix"], of["stigmergic"]) for text, of in pairs.items()]
+    central, own = ({text: of[row] for text, of in pairs.items()} for row in ("dynamix", "stigmergic"))
+    rows.append(["all places", "–", "–", with_interval(paired_ratio(own, central).to_dict())])
+    said = "Seconds with one rule that decides for all workers, and with one that each follows by itself."
+    return [Section("Nobody decides for others", [said], Table(["place", "dynamix", "stigmergic", "ratio"], rows))]
 
 
 def _over_sentence(places: Mapping[str, Any], ours: str, *others: str) -> str:
