@@ -11,7 +11,7 @@ import pytest
 from dynamix.policies.goodput import GROWTH
 from dynamix.policies.stigmergic.crowd import CANDIDATES, LEAST, Crowd, Smell
 from dynamix.policies.stigmergic.policy import Parameters, StigmergicPolicy
-from dynamix.policies.stigmergic.traces import Own, TraceKind
+from dynamix.policies.stigmergic.traces import Own, TraceKind, noise_part
 from dynamix.window import Bounds, Floats
 
 UNIT = 64.0
@@ -20,7 +20,8 @@ WIDE = Bounds.of(2, 1, 4096)
 
 def own(size: Any = (64, 64), busy: Any = (0.1, 0.1), blocked: Any = (0.0, 0.0), **given: Any) -> Own:
     """Two workers' windows; `given` replaces other fields."""
-    known: dict[str, Any] = {"jitter": 0.01, "steps": 5.0, "noise": 0.5, "fits": np.inf, "least": blocked, **given}
+    known: dict[str, Any] = {"jitter": 0.01, "steps": 5.0, "noise": 0.5, "square": 1.0, "fits": np.inf}
+    known |= {"least": blocked, **given}
     arrays = {name: np.broadcast_to(np.asarray(v, dtype=np.float64), 2).copy() for name, v in known.items()}
     sizes, busy_s, blocked_s = (np.asarray(v, dtype=np.float64) for v in (size, busy, blocked))
     return Own(size=sizes, unit=np.full(2, UNIT), busy=busy_s, blocked=blocked_s, workers=2, **arrays)
@@ -148,10 +149,24 @@ def test_what_all_do_alike_is_no_way_of_ones_own() -> None:
 
 def test_the_noise_is_averaged_over_windows() -> None:
     habit = StigmergicPolicy().habit
-    assert np.isnan(habit.steady(float("nan"), float("nan")))
-    assert habit.steady(10.0, 2.0) == pytest.approx(5.0)
-    assert habit.steady(20.0, 2.0) == pytest.approx(6.0)
-    assert habit.steady(float("nan"), 1.0) == pytest.approx(6.0)
+    assert np.isnan(habit.steady(float("nan"), float("nan"), 10.0)).all()
+    assert habit.steady(0.5, 2.0, 10.0) == pytest.approx((0.5, 1.0))
+    assert habit.steady(1.0, 2.0, 10.0) == pytest.approx((0.6, 1.0))
+    assert habit.steady(float("nan"), 1.0, 10.0) == pytest.approx((0.6, 1.0))
+
+
+@pytest.mark.parametrize("grows", [1.0, 1.1, 1.5, 0.8])
+def test_the_noise_scale_stays_while_the_batch_moves(grows: float) -> None:
+    """Of gradients whose noise is known exactly, workers of unequal batches leave what gives it back."""
+    per_sample, signal, part = 300.0, 0.7, np.array([0.1, 0.3, 0.6])
+    habits = [StigmergicPolicy().habit for _ in part]
+    for window in range(12):
+        total = 100.0 * grows**window
+        local, whole = signal + per_sample / (part * total), signal + per_sample / total
+        shares = noise_part(part, local, np.array(whole), 3)
+        left = np.array([h.steady(float(n), whole, total) for h, n in zip(habits, shares, strict=True)])
+        noise, square = left.sum(0)
+        assert noise / square == pytest.approx(per_sample / total / whole)
 
 
 def crowd_of(load: float, **given: float) -> Smell:

@@ -148,8 +148,8 @@ class PeerChannel:
         own = own_window(row, closing, rank=self.rank, job=self.job, fits=self.fits)
         known, total = dict(zip(ROW, row, strict=False)), float(closing.sizes.sum())
         signal = known["global_norm_sq"]
-        noise = self.policy.habit.steady(float(own.noise[0]) * signal * total, signal) / total
-        own = own if np.isnan(noise) else replace(own, noise=np.array([noise]))
+        noise, square = self.policy.habit.steady(float(own.noise[0]), signal, total)
+        own = own if np.isnan(noise) else replace(own, noise=np.array([noise]), square=np.array([square]))
         sense, left = self.policy.observe(own)
         return own, sense, left[0]
 
@@ -273,6 +273,7 @@ def own_window(row: Floats, closing: Closing, *, rank: int, job: JobFacts, fits:
     alone = {"unit": _unit(closing, job), "jitter": jitter, "steps": len(comm), "noise": own_noise(known, workers)}
     alone |= {"busy": busy if busy > 0 and size[0] > 0 else np.nan, "fits": np.inf if fits is None else fits}
     alone |= {"blocked": seen.mean() if len(seen) else np.nan, "least": seen.min() if len(seen) else np.nan}
+    alone |= {"square": 1.0}
     return Own(size=size, workers=workers, **{name: np.array([v], dtype=np.float64) for name, v in alone.items()})
 
 

@@ -38,6 +38,7 @@ FAINTEST = 2e-3  # least that is left of a high power: somebody is always the la
 LARGEST = 60.0  # that a worker leaves, so that one wrong measurement does not drown all others
 KEENNESS = 40  # power of the share of a step that tells the last to finish from the others
 HEAVINESS = 12  # the same for the one whose smallest size takes longest
+SQUARES = (0.1, 4.0)  # range of the own part of |g|^2 over a mean one
 SLIGHTEST = 1e-3  # smallest load that a worker aims at; what it gets is its own lower bound
 
 
@@ -141,7 +142,7 @@ class StigmergicPolicy:
         left[..., TraceKind.HEAVY] = np.nan_to_num(heavy)
         left[..., TraceKind.FLOOR] = left[..., TraceKind.HEAVY] * np.nan_to_num(quickest)
         left[..., TraceKind.NOISE] = np.nan_to_num(np.clip(own.noise, -4.0, 4.0))
-        left[..., TraceKind.HEARD] = np.isfinite(own.noise)
+        left[..., TraceKind.HEARD] = np.where(np.isfinite(own.noise), np.clip(own.square, *SQUARES), 0.0)
         left[..., TraceKind.OOM] = own.size > own.fits  # until the own size fits
         return Sense(sense.share, sense.jitter, pace_s, offset), left
 

@@ -28,8 +28,8 @@ class TraceKind(IntEnum):
     WAIT = 6  # the least that was spent blocked, as a share of a step, times late: what the exchange adds
     HEAVY = 7  # the part of the step that the own smallest size takes, to a high power: near 1 for who would fill it
     FLOOR = 8  # the same part, times heavy
-    NOISE = 9  # own part of the noise's share of |g|^2
-    HEARD = 10  # 1 for every worker that knows its own part
+    NOISE = 9  # own part of the noise in |g|^2, over a mean |g|^2
+    HEARD = 10  # own part of |g|^2 over the same: 1 for every worker that knows its own part while the batch stands
     GROW = 11  # by which part the own size has just grown beyond what all grew alike, times load
     SHRINK = 12  # the same for a size that shrank
     AIM = 13  # log of the crowd's load that teaches most a second, as this worker finds it
@@ -55,6 +55,8 @@ class Own:
     jitter: Floats  # standard deviation of a step's `busy`, relative
     steps: Floats  # in the window
     noise: Floats  # own part of the noise's share of |g|^2: its mean over workers is tr(Sigma) / (B |g|^2)
+    # own part of |g|^2 at this batch, over the one that `noise` is a share of; 1 where they are the same
+    square: Floats
     fits: Floats  # most samples that memory is known to hold; infinite if it never ran out
     workers: int
 
@@ -86,7 +88,8 @@ class Own:
         with np.errstate(divide="ignore", invalid="ignore"):
             busy = busy_seconds(window) * (size / window.worked)
         blocked, fits = window.wait + window.communication, np.full(size.shape, np.inf)
-        return cls(size, unit, busy, blocked, least, jitter, steps, noise, fits, window.workers)
+        square = np.ones(size.shape)
+        return cls(size, unit, busy, blocked, least, jitter, steps, noise, square, fits, window.workers)
 
 
 def noise_part(weight: Floats, local_sq: Floats, global_sq: Floats, workers: int) -> Floats:

@@ -41,20 +41,31 @@ class Habit:
         self.pinned: np.ndarray = np.empty((0, 0), dtype=bool)
         self.refuted: np.ndarray = np.zeros(1, dtype=bool)
         self.least: Floats | Ints = UNKNOWN
-        self.heard: Floats = np.zeros(2)  # averages over windows of a live job: own part of the noise, |g|^2
+        # Averages over windows of a live job: own part of the noise, |g|^2, own part of the noise in |g|^2.
+        self.heard: Floats = np.zeros(3)
 
-    def steady(self, noise: float, signal: float) -> float:
-        """The own part of the noise per sample, over |g|^2, each averaged over windows; NaN before any was measured.
+    def steady(self, noise: float, signal: float, total: float) -> tuple[float, float]:
+        """The own part of the noise in |g|^2 and of |g|^2 itself, both at a global batch of `total` and over |g|^2 as
+        it was in the windows that are averaged; NaN before any was measured.
 
-        That is what stays while the global batch moves. (`NoiseScale` ends at 0; one worker's part need not.)
+        The noise of one sample and |G|^2 stay while the global batch moves, |g|^2 does not: a batch that grew by half
+        has less noise than the mean |g|^2 of the windows before says. So the second part is 1 only while the batch
+        stands still. Means of both parts over workers are `NoiseScale`'s estimate. (That one ends at 0; one worker's
+        part need not.)
 
-        noise    the own part of the noise in a window, times the samples of a round
+        noise    the own part of the noise's share of |g|^2 in a window
         signal   |g|^2 in that window
+        total    samples of a round in that window
         """
         if np.isfinite(noise):
             weight = 1.0 if self.heard[1] == 0.0 else 1.0 - NOISE_DECAY
-            self.heard = self.heard + weight * (np.array([noise, signal]) - self.heard)
-        return float(self.heard[0] / self.heard[1]) if self.heard[1] > 0.0 else float("nan")
+            seen = np.array([noise * signal * total, signal, noise * signal])
+            self.heard = self.heard + weight * (seen - self.heard)
+        of_sample, mean, within = self.heard
+        if not mean > 0.0:
+            return float("nan"), float("nan")
+        now = of_sample / total
+        return float(now / mean), float(1.0 + (now - within) / mean)
 
     def observe(self, own: Own) -> Sense:
         """Take in a window. One without times counts as the last one did."""

@@ -88,6 +88,7 @@ def _first(own: Own) -> Own:
         of(own.jitter),
         of(own.steps),
         of(own.noise),
+        of(own.square),
         of(own.fits),
         own.workers,
     )
