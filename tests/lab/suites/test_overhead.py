@@ -55,7 +55,7 @@ def test_blocks_are_whole_windows_and_short_steps_are_timed_more_often() -> None
     short, middle, long = (plan.blocks(ms, 64, 0) for ms in plan.step_ms)
     assert [blocks.steps for blocks in (short, middle, long)] == [100, 50, 20]
     assert short.rounds > middle.rounds == long.rounds
-    assert {"ddp", "ddp-again", "ddp-hook", "static", "goodput", "dynamix"} == set(long.rows)
+    assert {"ddp", "ddp-again", "ddp-hook", "static", "goodput", "dynamix", "stigmergic"} == set(long.rows)
 
 
 @pytest.mark.multiproc

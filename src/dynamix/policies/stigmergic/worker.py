@@ -102,7 +102,9 @@ class Habit:
         for name in self.FIELDS:
             setattr(self, name, array_of(state[name]))
         self.costs = self.costs.restored(state["costs"], lean=np.asarray(state["lean"]))
-        self.least, self.heard = (np.asarray(state[name], dtype=np.float64) for name in ("least", "heard"))
+        self.least, heard = (np.asarray(state[name], dtype=np.float64) for name in ("least", "heard"))
+        # A checkpoint of a version that averaged other figures: they are averaged anew.
+        self.heard = heard if heard.shape == (3,) else np.zeros(3)
         self.pinned = np.asarray(state["pinned"], dtype=bool).reshape(self.wish.shape)
 
     def _take(self, name: str, value: Floats, weight: float) -> None:

@@ -56,7 +56,7 @@ class OverheadPlan:
     """
 
     step_ms: tuple[float, ...] = (1.0, 22.0, 131.0)
-    policies: tuple[str, ...] = ("static", "goodput", "dynamix")
+    policies: tuple[str, ...] = ("static", "goodput", "dynamix", "stigmergic")
     launches: int = 6
     rounds: int = 6
     steps: int = 50
