@@ -12,6 +12,7 @@ from dynamix.policies.goodput import GROWTH
 from dynamix.policies.stigmergic.crowd import CANDIDATES, LEAST, Crowd, Smell
 from dynamix.policies.stigmergic.policy import Parameters, StigmergicPolicy
 from dynamix.policies.stigmergic.traces import Own, TraceKind, noise_part
+from dynamix.runtime.noise import NoiseScale
 from dynamix.window import Bounds, Floats
 
 UNIT = 64.0
@@ -148,25 +149,29 @@ def test_what_all_do_alike_is_no_way_of_ones_own() -> None:
 
 
 def test_the_noise_is_averaged_over_windows() -> None:
-    habit = StigmergicPolicy().habit
-    assert np.isnan(habit.steady(float("nan"), float("nan"), 10.0)).all()
-    assert habit.steady(0.5, 2.0, 10.0) == pytest.approx((0.5, 1.0))
-    assert habit.steady(1.0, 2.0, 10.0) == pytest.approx((0.6, 1.0))
-    assert habit.steady(float("nan"), 1.0, 10.0) == pytest.approx((0.6, 1.0))
+    habit, scale = StigmergicPolicy().habit, NoiseScale()
+    assert np.isnan(habit.steady(float("nan"), float("nan"), 10.0, 10.0)).all()
+    for share, square in ((0.1, 100.0), (0.9, 10.0), (0.8, 10.0), (1.2, 5.0)):
+        found = habit.steady(share, square, 10.0, 10.0)
+        scale.update(10.0 * share * square, square * (1.0 - share))
+        assert found == pytest.approx((scale.noise / 10.0 / (scale.signal + scale.noise / 10.0), 1.0))
+    assert habit.steady(float("nan"), 1.0, 10.0, 10.0) == pytest.approx(found)
 
 
-@pytest.mark.parametrize("grows", [1.0, 1.1, 1.5, 0.8])
-def test_the_noise_scale_stays_while_the_batch_moves(grows: float) -> None:
+@pytest.mark.parametrize("part", [(0.5, 0.5), (0.15, 0.85)])
+@pytest.mark.parametrize("grows", [1.0, 1.1, 2.0, 0.8])
+def test_the_noise_scale_stays_while_the_batch_moves(grows: float, part: tuple[float, float]) -> None:
     """Of gradients whose noise is known exactly, workers of unequal batches leave what gives it back."""
-    per_sample, signal, part = 300.0, 0.7, np.array([0.1, 0.3, 0.6])
-    habits = [StigmergicPolicy().habit for _ in part]
-    for window in range(12):
+    per_sample, signal, weight = 300.0, 15.0, np.array(part)
+    policies = [StigmergicPolicy() for _ in part]
+    for window in range(6):
         total = 100.0 * grows**window
-        local, whole = signal + per_sample / (part * total), signal + per_sample / total
-        shares = noise_part(part, local, np.array(whole), 3)
-        left = np.array([h.steady(float(n), whole, total) for h, n in zip(habits, shares, strict=True)])
-        noise, square = left.sum(0)
-        assert noise / square == pytest.approx(per_sample / total / whole)
+        local, whole = signal + per_sample / (weight * total), signal + per_sample / total
+        shares = noise_part(weight, local, np.array(whole), 2)
+        heard = [p.habit.steady(float(n), whole, total, total) for p, n in zip(policies, shares, strict=True)]
+        each = [own(noise=noise, square=square) for noise, square in heard]
+        left = sum(p.observe(seen)[1][0] for p, seen in zip(policies, each, strict=True))
+        assert left[TraceKind.NOISE] / left[TraceKind.HEARD] == pytest.approx(per_sample / total / whole)
 
 
 def crowd_of(load: float, **given: float) -> Smell:

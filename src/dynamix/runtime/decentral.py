@@ -147,8 +147,8 @@ class PeerChannel:
         """What this rank makes of its window, and the traces (16,) that it leaves of it."""
         own = own_window(row, closing, rank=self.rank, job=self.job, fits=self.fits)
         known, total = dict(zip(ROW, row, strict=False)), float(closing.sizes.sum())
-        signal = known["global_norm_sq"]
-        noise, square = self.policy.habit.steady(float(own.noise[0]), signal, total)
+        batch = known["count"] / known["weight"] if known["count"] > 0 and known["weight"] > 0 else total
+        noise, square = self.policy.habit.steady(float(own.noise[0]), known["global_norm_sq"], batch, total)
         own = own if np.isnan(noise) else replace(own, noise=np.array([noise]), square=np.array([square]))
         sense, left = self.policy.observe(own)
         return own, sense, left[0]

@@ -36,9 +36,9 @@ PRETRAINED = Path(__file__).parents[1] / "pretrained" / "stigmergic.safetensors"
 LEAP = 1.5  # largest log change of a size in one decision
 FAINTEST = 2e-3  # least that is left of a high power: somebody is always the last
 LARGEST = 60.0  # that a worker leaves, so that one wrong measurement does not drown all others
+LOUDEST = 4.0  # the same for its parts of |g|^2, over a mean one; one worker's may be negative
 KEENNESS = 40  # power of the share of a step that tells the last to finish from the others
 HEAVINESS = 12  # the same for the one whose smallest size takes longest
-SQUARES = (0.1, 4.0)  # range of the own part of |g|^2 over a mean one
 SLIGHTEST = 1e-3  # smallest load that a worker aims at; what it gets is its own lower bound
 
 
@@ -141,8 +141,9 @@ class StigmergicPolicy:
         left[..., TraceKind.WAIT] = left[..., TraceKind.LATE] * np.nan_to_num(1.0 - last)
         left[..., TraceKind.HEAVY] = np.nan_to_num(heavy)
         left[..., TraceKind.FLOOR] = left[..., TraceKind.HEAVY] * np.nan_to_num(quickest)
-        left[..., TraceKind.NOISE] = np.nan_to_num(np.clip(own.noise, -4.0, 4.0))
-        left[..., TraceKind.HEARD] = np.where(np.isfinite(own.noise), np.clip(own.square, *SQUARES), 0.0)
+        left[..., TraceKind.NOISE] = np.nan_to_num(np.clip(own.noise, -LOUDEST, LOUDEST))
+        heard = np.clip(own.square, -LOUDEST, LOUDEST)
+        left[..., TraceKind.HEARD] = np.where(np.isfinite(own.noise), heard, 0.0)
         left[..., TraceKind.OOM] = own.size > own.fits  # until the own size fits
         return Sense(sense.share, sense.jitter, pace_s, offset), left
 

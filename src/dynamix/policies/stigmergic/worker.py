@@ -41,26 +41,27 @@ class Habit:
         self.pinned: np.ndarray = np.empty((0, 0), dtype=bool)
         self.refuted: np.ndarray = np.zeros(1, dtype=bool)
         self.least: Floats | Ints = UNKNOWN
-        # Averages over windows of a live job: own part of the noise, |g|^2, own part of the noise in |g|^2.
+        # Sums over windows of a live job, past ones fading: own part of the noise, |g|^2, own part of the noise in it.
         self.heard: Floats = np.zeros(3)
 
-    def steady(self, noise: float, signal: float, total: float) -> tuple[float, float]:
+    def steady(self, noise: float, signal: float, batch: float, total: float) -> tuple[float, float]:
         """The own part of the noise in |g|^2 and of |g|^2 itself, both at a global batch of `total` and over |g|^2 as
         it was in the windows that are averaged; NaN before any was measured.
 
         The noise of one sample and |G|^2 stay while the global batch moves, |g|^2 does not: a batch that grew by half
         has less noise than the mean |g|^2 of the windows before says. So the second part is 1 only while the batch
-        stands still. Means of both parts over workers are `NoiseScale`'s estimate. (That one ends at 0; one worker's
-        part need not.)
+        stands still. Means of both parts over workers are `NoiseScale`'s estimate, averaged as it is. (That one ends at
+        0; one worker's part need not.)
 
         noise    the own part of the noise's share of |g|^2 in a window
         signal   |g|^2 in that window
-        total    samples of a round in that window
+        batch    samples of a round in that window
         """
+        if self.heard.shape != (3,):  # of a version that averaged other figures
+            self.heard = np.zeros(3)
         if np.isfinite(noise):
-            weight = 1.0 if self.heard[1] == 0.0 else 1.0 - NOISE_DECAY
-            seen = np.array([noise * signal * total, signal, noise * signal])
-            self.heard = self.heard + weight * (seen - self.heard)
+            seen = np.array([noise * signal * batch, signal, noise * signal])
+            self.heard = NOISE_DECAY * self.heard + (1.0 - NOISE_DECAY) * seen
         of_sample, mean, within = self.heard
         if not mean > 0.0:
             return float("nan"), float("nan")
@@ -102,9 +103,7 @@ class Habit:
         for name in self.FIELDS:
             setattr(self, name, array_of(state[name]))
         self.costs = self.costs.restored(state["costs"], lean=np.asarray(state["lean"]))
-        self.least, heard = (np.asarray(state[name], dtype=np.float64) for name in ("least", "heard"))
-        # A checkpoint of a version that averaged other figures: they are averaged anew.
-        self.heard = heard if heard.shape == (3,) else np.zeros(3)
+        self.least, self.heard = (np.asarray(state[name], dtype=np.float64) for name in ("least", "heard"))
         self.pinned = np.asarray(state["pinned"], dtype=bool).reshape(self.wish.shape)
 
     def _take(self, name: str, value: Floats, weight: float) -> None:
