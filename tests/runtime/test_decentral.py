@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -184,19 +186,21 @@ def test_a_checkpoint_goes_on_with_every_sample_once(tmp_path: Path) -> None:
     assert np.array_equal(after[0]["sizes"], after[1]["sizes"])
 
 
-def _saved(rank: int, path: str) -> tuple[Any, Any]:
-    """What a rank remembers of the noise and of the field at a save, and after a load."""
+def _saved(rank: int, path: str, gather: bool) -> tuple[Any, Any]:
+    """What a rank remembers of the noise and of the field at a save, and after a load of its own or rank 0's state."""
     found: list[Any] = []
 
     def at(controller: dynamix.Controller, steps: int) -> None:
         if steps == 20:
-            torch.save(controller.state_dict(), f"{path}/{rank}.pt")  # a decision under way is taken first
+            state = controller.state_dict(gather=gather)  # a decision under way is taken first
+            torch.save(state, f"{path}/{rank}.pt")
+            dist.barrier()
             found.append(controller.policy.state_dict())
 
     _train(rank, {"lr_rule": "none"}, at=at)
     controller = dynamix.Controller("stigmergic", 8, max_batch_size=16, interval=2, global_batch="adaptive")
     controller.batch_sampler(Indexed(), seed=3)
-    controller.load_state_dict(torch.load(f"{path}/{rank}.pt", weights_only=False))
+    controller.load_state_dict(torch.load(f"{path}/{0 if gather else rank}.pt", weights_only=False))
     again = controller.policy.state_dict()
     controller.close()
     return found[0], again
@@ -218,8 +222,9 @@ def test_no_sizes_are_taken_where_traces_do_not_travel() -> None:
 
 
 @pytest.mark.multiproc
-def test_averages_of_the_noise_and_the_field_are_in_checkpoints(tmp_path: Path) -> None:
-    for before, after in run_ranks(_saved, 2, str(tmp_path)):
+@pytest.mark.parametrize("gather", [False, True])
+def test_averages_of_the_noise_and_the_field_are_in_checkpoints(tmp_path: Path, gather: bool) -> None:
+    for before, after in run_ranks(_saved, 2, str(tmp_path), gather):
         assert before["habit"]["heard"][1] > 0.0
         assert before["field"] is not None
         assert repr(after) == repr(before)  # NaN included
@@ -237,6 +242,22 @@ def _row(window: Window, worker: int, steps: int) -> Any:
     least = waited + float(window.communication[worker])  # in one step; the mean stays
     rest = (steps * comm - least) / (steps - 1)
     return np.array([known.get(name, np.nan) for name in ROW] + [least] + [rest] * (steps - 1))
+
+
+def test_the_noise_of_a_row_is_that_of_the_batch_it_was_measured_in() -> None:
+    """As on CUDA, where a row may tell of the window before: 60 samples then, 120 now."""
+    group: Any = SimpleNamespace(rank=0, workers=2)
+    channel = PeerChannel(group, JobFacts(Bounds.of(2), 60, slack=1), StigmergicPolicy(), None, share_noise=False)
+    before = {"compute": [0.1, 0.1], "wait": [0.0, 0.0], "communication": [0.01, 0.01], "compute_std": [0.01, 0.01]}
+    norms = {
+        "gradient_norm_sq": [4.0, 4.0],
+        "global_norm_sq": 2.5,
+    }  # of 60 samples: the noise 1.5, so 90 of one; |G|^2 = 1
+    row = _row(Window.of(np.array([30, 30]), **before, **norms), 0, 3)
+    _, _, left = channel.observe(row, Closing(1, np.array([60, 60]), 0, 0, 1.0, 0, 0))
+    channel.close()
+    noise, square = left[TraceKind.NOISE] * 2.5, left[TraceKind.HEARD] * 2.5
+    assert (noise, square - noise) == pytest.approx((90 / 120, 1.0))
 
 
 def test_ranks_that_decide_alone_come_to_what_the_simulator_does() -> None:

@@ -62,6 +62,7 @@ def save(job: Resumable, *, gather: bool = False) -> dict[str, Any]:
     own = {"recorder": job.recorder.state_dict(), "rng": random_state.capture(), "iterable": iterable}
     ranks = {job.rank: own}
     if gather and workers > 1:
+        own |= {"policy": job.policy.state_dict()} if isinstance(job.channel, PeerChannel) else {}
         ranks = _gathered(job, own if workers <= RANDOM_UP_TO else {**own, "rng": None})
     return SavedState(
         world_size=workers,
@@ -125,11 +126,12 @@ def load(job: Resumable, state: Any, *, policy: bool = True) -> dict[str, Any]:
     facts = _facts_of(job, saved)
     rounds, sizes, apart, opens = _ledger(job, saved, facts, same)
     parts = _parts(job, saved, same)
-    if policy:
-        check_policy(job.policy, saved.policy, sizes[-1], facts.bounds, same=same)
     takings: list[Taking] = []
     if policy:
-        takings.append((job.policy, lambda: (load_policy if same else carry_over)(job.policy, saved.policy)))
+        # Where every rank decides for itself, each goes on with what it remembers of itself.
+        known = saved.ranks.get(job.rank, {}).get("policy", saved.policy) if same else saved.policy
+        check_policy(job.policy, known, sizes[-1], facts.bounds, same=same)
+        takings.append((job.policy, lambda: (load_policy if same else carry_over)(job.policy, known)))
     takings += _takings(job, parts)
     take_all(takings)
     # From here on nothing raises.

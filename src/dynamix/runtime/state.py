@@ -40,7 +40,8 @@ class SavedState:
                            `lengths`: the checksum of what samples cost, empty where that is not given.
                            `unused` (W,): samples dealt to a rank and left when it met early; see the last of `cuts`
     policy, noise_scale, schedules, hooks   their own states; a hook for every model, in the order of `wrap`
-    ranks                  rank -> what is a rank's own: `recorder`, `rng` and `iterable`
+    ranks                  rank -> what is a rank's own: `recorder`, `rng` and `iterable`; in a gathered state also
+                           `policy`, where every rank decides for itself
     """
 
     world_size: int
@@ -111,7 +112,8 @@ class SavedState:
             _of_type("hooks", hook, dict)
         for rank, own in self.ranks.items():
             _whole("ranks", rank, 0, workers - 1)
-            _keys(f"ranks[{rank}]", own, ("iterable", "recorder", "rng"))
+            decides = ("policy",) if isinstance(own, dict) and "policy" in own else ()
+            _keys(f"ranks[{rank}]", own, ("iterable", "recorder", "rng", *decides))
             recorder(own["recorder"])
         if self.rank not in self.ranks:
             _wrong("ranks", sorted(self.ranks), f"rank {self.rank} among them")

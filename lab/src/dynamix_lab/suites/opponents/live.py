@@ -121,7 +121,7 @@ class LiveSuite(Suite):
 
     plan: LivePlan
     name: str = "opponents-live"
-    grows: ClassVar[frozenset[str]] = frozenset({"seeds", "trials"})
+    grows: ClassVar[frozenset[str]] = frozenset({"seeds", "trials", "curves"})
 
     def facts(self) -> dict[str, Any]:
         hashes = {text: Place.of(text).load().sha256 for text in self.plan.trials}
@@ -205,7 +205,9 @@ class LiveSuite(Suite):
         until_s = self.plan.time_s + BEYOND_S
         for text, part in places.items():
             if "static" in part["steps"]:
-                part["static_steps_virtual"] = static_steps(Place.of(text), self.plan.trial(text, "static"), until_s)
+                part["static_steps_virtual"] = static_steps(
+                    Place.of(text), Trial.from_dict(self.plan.curves[text]), until_s
+                )
         rows = [
             row for row in next(iter(self.plan.trials.values())) if all(row in p["seconds"] for p in places.values())
         ]
@@ -265,7 +267,7 @@ def concluded(
     pairs: Sequence[Mapping[str, Any]], curve: ProgressCurve, job: JobNumbers, time_s: float
 ) -> dict[str, Any]:
     """One place: seconds per 1,000 equivalent samples by row and pair, and what else is reported."""
-    names = list(pairs[0]["runs"])
+    names = [name for name in pairs[0]["runs"] if all(name in pair["runs"] for pair in pairs)]
     seconds: dict[str, list[float]] = {name: [] for name in names}
     about: dict[str, dict[str, list[float | None]]] = {
         name: {"equivalent_samples": [], "samples": [], "time_to_target_s": [], "beyond_curve": []} for name in names

@@ -32,7 +32,7 @@ from dynamix_lab.tasks.mnist1d import TUNING_SEEDS
 
 REGIME_LONGER = 4
 GIVE_UP = 2.0  # a run of the tuning ends at so many times the best one of its row and seed
-REPEATED = ("lb_bsp", "local", "goodput", "dynamix")  # of rows taken over: those whose policies or rounds may change
+REPEATED = ("lb_bsp", "local", "goodput", "dynamix", "stigmergic")  # of rows taken over: those that may change
 WITHOUT_LIMIT = {"device-slow-link": "device-even"}  # the same devices, with links that limit nothing
 SAME_TRIAL = {"stigmergic": "dynamix"}  # a held row of these was tuned as the other one
 DISTURBANCE = 1000  # apart from the seed of model and data; all rows of one seed share both

@@ -77,7 +77,11 @@ ABLATIONS: dict[str, Rule] = {
     "noise": partial(Impaired, noise=0.1),
     "late": partial(Impaired, late=1),
 }
-"""What is taken away, by name. `whole` takes nothing away: what learning anew does by itself."""
+"""What is taken away, by name. `whole` takes nothing away: what learning anew does by itself.
+
+Without traces a worker still knows a noise scale: its own gradient and the mean one tell it. Traces that are read late
+also tell what all found best a window too late, so each takes the crowd's last move for a slip of its own.
+"""
 
 
 @dataclass(frozen=True, slots=True)
