@@ -249,10 +249,8 @@ def test_the_noise_of_a_row_is_that_of_the_batch_it_was_measured_in() -> None:
     group: Any = SimpleNamespace(rank=0, workers=2)
     channel = PeerChannel(group, JobFacts(Bounds.of(2), 60, slack=1), StigmergicPolicy(), None, share_noise=False)
     before = {"compute": [0.1, 0.1], "wait": [0.0, 0.0], "communication": [0.01, 0.01], "compute_std": [0.01, 0.01]}
-    norms = {
-        "gradient_norm_sq": [4.0, 4.0],
-        "global_norm_sq": 2.5,
-    }  # of 60 samples: the noise 1.5, so 90 of one; |G|^2 = 1
+    # Of 60 samples: the noise is 1.5, so that of one is 90, and |G|^2 is 1.
+    norms = {"gradient_norm_sq": [4.0, 4.0], "global_norm_sq": 2.5}
     row = _row(Window.of(np.array([30, 30]), **before, **norms), 0, 3)
     _, _, left = channel.observe(row, Closing(1, np.array([60, 60]), 0, 0, 1.0, 0, 0))
     channel.close()
