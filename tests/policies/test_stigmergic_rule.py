@@ -162,7 +162,7 @@ def test_the_noise_is_averaged_over_windows() -> None:
 @pytest.mark.parametrize("grows", [1.0, 1.1, 2.0, 0.8])
 def test_the_noise_scale_stays_while_the_batch_moves(grows: float, part: tuple[float, float]) -> None:
     """Of gradients whose noise is known exactly, workers of unequal batches leave what gives it back."""
-    per_sample, signal, weight = 300.0, 15.0, np.array(part)
+    per_sample, signal, weight = 300.0, 0.15, np.array(part)
     policies = [StigmergicPolicy() for _ in part]
     for window in range(6):
         total = 100.0 * grows**window
