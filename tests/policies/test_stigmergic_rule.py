@@ -158,6 +158,15 @@ def test_the_noise_is_averaged_over_windows() -> None:
     assert habit.steady(float("nan"), 1.0, 10.0, 10.0) == pytest.approx(found)
 
 
+def test_averages_of_an_older_checkpoint_begin_anew() -> None:
+    policy = StigmergicPolicy()
+    older = policy.state_dict()
+    older["habit"]["heard"] = [3.0, 2.0]
+    policy.load_state_dict(older)
+    assert policy.state_dict()["habit"]["heard"] == [3.0, 2.0]  # a load that changes anything is refused
+    assert policy.habit.steady(0.5, 2.0, 10.0, 10.0) == pytest.approx((0.5, 1.0))
+
+
 @pytest.mark.parametrize("part", [(0.5, 0.5), (0.15, 0.85)])
 @pytest.mark.parametrize("grows", [1.0, 1.1, 2.0, 0.8])
 def test_the_noise_scale_stays_while_the_batch_moves(grows: float, part: tuple[float, float]) -> None:
