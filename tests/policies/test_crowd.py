@@ -67,7 +67,7 @@ def test_unknown_traces_say_nothing() -> None:
     unknown = np.full((1, len(TRACES)), np.nan)
     smell = crowd.read(unknown, unknown)
     best, _ = crowd.best_move(
-        smell, load=smell.load, seconds=np.array([0.1]), steps=np.array([5.0]), reach=0.5, price=0.05
+        smell, load=smell.load, seconds=np.array([0.1]), steps=np.array([5.0]), reach=0.5, price=0.05, ahead=0.0
     )
     assert np.isnan(best).all()
 
@@ -94,7 +94,9 @@ def _move(
             left[:, trace] = value
         smell, seconds, steps = crowd.read(left, left), np.array([step]), np.array([5.0])
         best = float(
-            crowd.best_move(smell, load=smell.load, seconds=seconds, steps=steps, reach=0.6, price=price)[0][0]
+            crowd.best_move(smell, load=smell.load, seconds=seconds, steps=steps, reach=0.6, price=price, ahead=0.0)[0][
+                0
+            ]
         )
     return best
 

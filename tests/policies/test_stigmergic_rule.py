@@ -98,9 +98,9 @@ def test_who_could_do_more_goes_part_of_the_way_who_is_late_the_whole() -> None:
     assert slow[1] == pytest.approx(eager[1], rel=0.05)
 
 
-def test_what_a_stall_took_is_taken_back_whole() -> None:
+def test_what_a_stall_took_is_taken_back_faster_than_other_growth() -> None:
     seen = own(busy=(0.06, 0.12), blocked=(0.065, 0.005))
-    policy, stalled = (taught(seen, Parameters(eager=0.2)) for _ in range(2))
+    policy, stalled = (taught(seen, Parameters(eager=0.2, back=0.8)) for _ in range(2))
     usual = moves(policy, seen)
     sense, smelt, new = smell_of(stalled, seen)
     stalled.habit.refuted = np.array([True, False])
@@ -108,6 +108,29 @@ def test_what_a_stall_took_is_taken_back_whole() -> None:
     back = np.log(stalled.habit.wish / seen.size) - stalled.common
     assert back[0] > 3.0 * usual[0] > 0.0
     assert back[1] == pytest.approx(usual[1])
+    lazy = taught(seen, Parameters(eager=0.2, back=0.05))
+    lazy.habit.refuted = np.array([True, False])
+    assert moves(lazy, seen)[0] == pytest.approx(usual[0])
+
+
+@pytest.mark.parametrize(
+    ("aim", "ahead", "more"), [(0.3, 0.0, 0.0), (0.3, 0.1, 0.1), (0.04, 0.1, 0.04), (-0.3, 0.1, 0.0)]
+)
+def test_growth_goes_on_from_what_all_wanted_though_sizes_lag_behind(aim: float, ahead: float, more: float) -> None:
+    smell = crowd_of(1.5, noise=0.95, aim=np.log(1.5) + aim)
+    steps, seconds = np.full(1, 5.0), np.full(1, 0.15)
+    _, free = Crowd(1.0).best_move(
+        smell, load=smell.load, seconds=seconds, steps=steps, reach=0.6, price=0.01, ahead=ahead
+    )
+    assert free[0] == pytest.approx(5.0 * GROWTH + more)
+
+
+def test_one_slow_window_does_not_make_a_worker_doubt_the_next() -> None:
+    slow = taught(own())
+    for busy in (0.2, 0.1, 0.1, 0.1):  # a stall, and as before
+        slow.observe(own(busy=(busy, busy)))
+    assert slow.habit.costs.error.max() == slow.habit.costs.apart.max() == 0.0
+    assert slow.observe(own())[0].pace_s[0] == pytest.approx(taught(own()).observe(own())[0].pace_s[0], rel=0.02)
 
 
 def test_while_some_grow_and_others_shrink_less_is_made_up_for() -> None:
@@ -197,7 +220,7 @@ def best(load: float, *, critical: float = 3.0, price: float = 0.03, **given: fl
     seconds = np.full(1, 0.08 * (load + 0.25) / 0.9)
     for _ in range(3):
         found, _ = crowd.best_move(
-            smell, load=smell.load, seconds=seconds, steps=np.full(1, 5.0), reach=0.6, price=price
+            smell, load=smell.load, seconds=seconds, steps=np.full(1, 5.0), reach=0.6, price=price, ahead=0.0
         )
     return float(found[0])
 
@@ -216,7 +239,7 @@ def test_the_pull_to_the_base_batch_is_what_is_left_where_no_noise_is_known() ->
     crowd, smell = Crowd(1.0), replace(crowd_of(2.0), noise=np.full(1, np.nan))
     for _ in range(12):
         found, _ = crowd.best_move(
-            smell, load=smell.load, seconds=np.full(1, 0.2), steps=np.full(1, 5.0), reach=0.6, price=0.1
+            smell, load=smell.load, seconds=np.full(1, 0.2), steps=np.full(1, 5.0), reach=0.6, price=0.1, ahead=0.0
         )
     assert found[0] < -0.3
     assert best(2.0, critical=50.0, price=0.3) < best(2.0, critical=50.0, price=0.003)

@@ -29,6 +29,14 @@ def test_a_seed_gives_the_same_numbers_and_the_best_on_validation_is_kept() -> N
     assert (first.parameters == Parameters()) == (learned <= by_hand)
 
 
+def test_training_meets_worlds_in_which_larger_batches_are_better() -> None:
+    settings = {"noisier": (64.0,), "generations": (0,)}
+    usual, noisy = (
+        train(dataclasses.replace(TINY, **some)).about["validation"][0] for some in ({"generations": (0,)}, settings)
+    )
+    assert usual != noisy
+
+
 def test_numbers_never_leave_their_ranges() -> None:
     drawn = from_logits(5.0 * np.random.default_rng(0).normal(size=len(RANGES)))
     for name, value in dataclasses.asdict(drawn).items():

@@ -83,6 +83,7 @@ class WorkerCosts:
       torn     times the usual variance within a window beyond which it holds a jump
       forget   factor a window on past prediction errors
       pooled   how much of the other workers' evidence on their offsets counts for each
+      learn_error  whether `error` and `apart` are learned, else they stay 0. One worker's own jumps raise both
       follow   how much of a surprise that all workers share is believed; the rest of it is taken for a wave that passes
     State:
       level    (..., W, G), NaN before a worker was seen; `variance` (..., W) of it
@@ -107,6 +108,7 @@ class WorkerCosts:
     forget: float = 0.98
     pooled: float = 1.0
     follow: float = 0.3
+    learn_error: bool = True
     level: Floats = field(default_factory=nothing)
     loss: Floats = field(default_factory=nothing)
     variance: Floats = field(default_factory=nothing)
@@ -287,6 +289,8 @@ class WorkerCosts:
 
         They are what the median surprise (2, ..., W) says beyond `explained`, the median of what jitter explains (...).
         """
+        if not self.learn_error:
+            return self.error, self.apart
         error = np.stack([self.error, self.apart])
         usual = 1.4826 * median_of_known(surprise)
         told = np.isfinite(usual)

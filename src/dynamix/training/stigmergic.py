@@ -32,6 +32,8 @@ class SearchConfig:
     generations  of each stage
     tried, kept  candidates of a generation, and how many of them the next is drawn around
     spread       standard deviation at the start, in logits of a number's range; `least` it never falls below
+    noisier      by how much a world's noise scale is larger than that of `training_clusters`, whose best batches lie
+                 mostly below the base batch; validation takes the first and the last
     """
 
     stages: tuple[tuple[int, ...], ...] = ((1, 2), (2, 4, 8), (4, 8, 16, 32), (2, 8, 32))
@@ -45,6 +47,7 @@ class SearchConfig:
     windows: int = 26
     intervals: tuple[int, ...] = (5, 5, 10)
     delays: tuple[int, ...] = (1, 1, 4)
+    noisier: tuple[float, ...] = (1.0, 1.0, 4.0, 16.0)
     validation_workers: tuple[int, ...] = (2, 8, 32)
     validation_clusters: int = 80
 
@@ -116,7 +119,12 @@ def _speed_on(clusters: Clusters, seed: int, windows: int, interval: int = 5, de
 def _world(c: SearchConfig, workers: int, rng: np.random.Generator) -> Speed:
     seed, interval, delay = int(rng.integers(2**31)), int(rng.choice(c.intervals)), int(rng.choice(c.delays))
     clusters = training_clusters(min(max(c.rows // workers, 6), 32), workers, seed)
+    clusters = _noisier(clusters, float(rng.choice(c.noisier)))
     return _speed_on(clusters, seed, c.windows, interval, delay)
+
+
+def _noisier(clusters: Clusters, by: float) -> Clusters:
+    return dataclasses.replace(clusters, noise_start=clusters.noise_start * by)
 
 
 def _judge(rule: Rule, parameters: Parameters, world: Speed) -> float:
@@ -130,5 +138,7 @@ def _validate(c: SearchConfig, rule: Rule, parameters: Parameters) -> float:
     logs = []
     for w in c.validation_workers:
         clusters = training_clusters(max(c.validation_clusters * 8 // max(w, 8), 6), w, VALIDATION_SEED)
-        logs.append(_speed_on(clusters, VALIDATION_SEED, c.windows)(lambda _: rule(parameters)).mean())
+        for noise in (c.noisier[0], c.noisier[-1]):
+            speed = _speed_on(_noisier(clusters, noise), VALIDATION_SEED, c.windows)
+            logs.append(speed(lambda _: rule(parameters)).mean())
     return float(np.exp(np.mean(logs)))

@@ -93,6 +93,7 @@ class Crowd:
         steps: Floats,
         reach: float,
         price: float,
+        ahead: float,
     ) -> tuple[Floats, Floats]:
         """Log change (..., 1 or W) of the crowd's `load`, within `reach`, to the one of highest goodput, and the
         largest that may be made: beyond what training has met growth is as slow as `goodput.GROWTH`.
@@ -101,13 +102,15 @@ class Crowd:
         seconds   of the traces' step (..., 1 or W)
         steps     in a window
         price     what the square of log load costs in log goodput, twice. Without a noise scale only the price counts
+        ahead     how far beyond `load`, in logs, a load counts as met that the crowd wants
         """
         one = np.ones(smell.load.shape)
         with np.errstate(divide="ignore", invalid="ignore"):
             self.noise = self.noise.update(smell.load * smell.noise / (1.0 - smell.noise), smell.load)
             last = np.minimum(smell.last, 0.98)  # an exchange of nothing at all is a slip of the clock
             self.exchange = self.exchange.update(last * seconds, (1.0 - last) * seconds)
-            self.largest = self.largest.update(np.where(np.isnan(load), 1.0, load), one)
+            met = np.fmax(load, np.exp(np.minimum(smell.aim, np.log(load) + ahead)))
+            self.largest = self.largest.update(np.where(np.isnan(met), 1.0, met), one)
             free = np.log(self.largest.total) + GROWTH * np.fmin(steps, 500.0) - np.log(load)
             log_load = np.log(load)[..., None] + CANDIDATES * reach
             loads = np.exp(log_load)

@@ -58,10 +58,13 @@ class Parameters:
     sure: float = _number(1.0, 0.4, 1.2)
     eager: float = _number(0.5, 0.1, 1.2)
     gate: float = _number(3.0, 0.3, 16.0)
+    back: float = _number(0.5, 0.05, 1.2)  # the same for a share that was given up for what proved to be a stall
     hedge: float = _number(0.8, 0.0, 2.0)  # a worker counts as slower by so many standard deviations of its step
     damp: float = _number(0.5, 0.0, 10.0)  # how much less is made up for while the crowd both grows and shrinks
     push: float = _number(1.0, 0.0, 1.2)  # part of the way to the crowd's best load that is gone in one decision
     reach: float = _number(0.6, 0.05, 0.8)  # largest common move
+    # How far beyond the load in force, in logs, a load counts as met that the crowd wants: sizes lag behind wishes.
+    ahead: float = _number(0.05, 0.0, 0.5)
     # What a log of the load costs in log goodput, squared and halved: a pull towards the base batch.
     price: float = _number(0.03, 0.002, 0.3)
     heed: float = _number(0.4, 0.1, 1.0)  # weight of a window's noise in what is believed of it
@@ -209,7 +212,7 @@ class StigmergicPolicy:
         step, present = self.habit.step, smell.load
         step = step if present.shape == own.size.shape else mean_of_known(step)[..., None]
         best, free = self.crowd.best_move(
-            smell, load=present, seconds=step, steps=own.steps[..., :1], reach=p.reach, price=p.price
+            smell, load=present, seconds=step, steps=own.steps[..., :1], reach=p.reach, price=p.price, ahead=p.ahead
         )
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             found = np.minimum(p.push * best, free)
@@ -225,8 +228,7 @@ class StigmergicPolicy:
             doubt = np.square(deviation) / (np.square(sense.jitter) / np.fmax(own.steps, 1.0))
             gain = (p.calm + (p.sure - p.calm) * doubt / (doubt + p.gate**2)) / (1.0 + p.damp * smell.churn)
             gain = np.where(deviation > 0, p.eager * gain, gain)
-            # What a stall took from it, it takes back at once.
-            gain = np.where(self.habit.refuted & (deviation > 0), min(p.sure, 1.0), gain)
+            gain = np.where(self.habit.refuted & (deviation > 0), np.maximum(gain, p.back), gain)
             return common, gain * deviation + np.log(aim / even), aim
 
     def peers(self) -> StigmergicPolicy:

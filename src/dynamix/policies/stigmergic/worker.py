@@ -35,7 +35,7 @@ class Habit:
     FIELDS = ("wish", "step", "share", "jitter")
 
     def __init__(self) -> None:
-        self.costs = WorkerCosts(pooled=0.0)
+        self.costs = WorkerCosts(pooled=0.0, learn_error=False)
         # (..., W): samples, real; s of a step; `share` and `jitter` as in `Sense`.
         self.wish = self.step = self.share = self.jitter = UNKNOWN
         self.pinned: np.ndarray = np.empty((0, 0), dtype=bool)
