@@ -117,6 +117,7 @@ def rivals() -> dict[str, Factory]:
         "static": _named("static"),
         "dbs": _named("dbs"),
         "lb_bsp": _named("lb_bsp"),
+        "goodput": _named("goodput"),
         "local": lambda _: OwnPace(),
         "dynamix": _named("dynamix"),
         "stigmergic": _named("stigmergic"),
@@ -160,7 +161,7 @@ def _scored(times: Mapping[str, Floats], plan: StigmergyPlan, extra: Sequence[tu
 def run_scenario(plan: StigmergyPlan, scenario: str, workers: int) -> dict[str, Any]:
     """One scenario at one W."""
     clusters, windows = plan.sizes(workers)
-    extra = [("stigmergic", base) for base in ("dbs", "lb_bsp", "dynamix")]
+    extra = [("stigmergic", base) for base in ("dbs", "lb_bsp", "goodput", "dynamix")]
     return compare(plan, rivals(), lambda seed: phases_of(scenario, clusters, workers, windows, seed), extra)
 
 
@@ -192,7 +193,7 @@ def run_ablation(plan: StigmergyPlan, name: str, tell: Tell) -> dict[str, Any]:
 def run_vanished(plan: StigmergyPlan, workers: int) -> dict[str, Any]:
     """Half way a quarter of the workers are gone, and the job starts again on the others from even shares."""
     clusters, windows = plan.sizes(workers)
-    names = ("static", "dbs", "lb_bsp", "dynamix", "stigmergic")
+    names = ("static", "dbs", "lb_bsp", "goodput", "dynamix", "stigmergic")
     return compare(plan, {n: _named(n) for n in names}, lambda seed: vanishing(clusters, workers, windows, seed))
 
 
