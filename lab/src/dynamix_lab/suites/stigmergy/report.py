@@ -42,7 +42,7 @@ def sections(result: Mapping[str, Any]) -> list[Section]:
     pairs = "In brackets the 95 % interval over pairs."
     made = [
         Section("Time over static's for the same progress", [pairs], _ratios(scenarios, "static")),
-        Section("stigmergic's time over others'", [pairs], _against(scenarios)),
+        Section("stigmergic's time over others'", [pairs], _against(scenarios | {"all": result})),
     ]
     vanished = {name: cell for name, cell in cells.items() if name.startswith("vanished-")}
     if vanished:

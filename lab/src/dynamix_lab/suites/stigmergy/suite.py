@@ -28,6 +28,7 @@ from dynamix_lab.suites.stigmergy.report import markdown, page
 from dynamix_lab.suites.stigmergy.worlds import FAMILIES, Factory, OwnPace, Phase, SlowedEnv, phases_of, play, vanishing
 
 TEST_SEEDS = (730_001, 730_002)
+BASES = ("dbs", "lb_bsp", "goodput", "dynamix")  # whom `stigmergic` is compared with, beside static
 ABLATION = "ablation-"  # before its name: the key of a cell
 SHIPPED, LEARNED = "shipped numbers", "learned anew"
 COST = "decision-cost"
@@ -161,7 +162,7 @@ def _scored(times: Mapping[str, Floats], plan: StigmergyPlan, extra: Sequence[tu
 def run_scenario(plan: StigmergyPlan, scenario: str, workers: int) -> dict[str, Any]:
     """One scenario at one W."""
     clusters, windows = plan.sizes(workers)
-    extra = [("stigmergic", base) for base in ("dbs", "lb_bsp", "goodput", "dynamix")]
+    extra = [("stigmergic", base) for base in BASES]
     return compare(plan, rivals(), lambda seed: phases_of(scenario, clusters, workers, windows, seed), extra)
 
 
@@ -283,7 +284,7 @@ def _joined(cells: Mapping[str, Any], plan: StigmergyPlan) -> dict[str, Any]:
     ratios = {
         f"{name}/{base}": paired_ratio(times[name], times[base], resamples=plan.resamples).to_dict()
         for name, base in [(name, "static") for name in names if name != "static"]
-        + [("stigmergic", "dbs"), ("stigmergic", "dynamix")]
+        + [("stigmergic", base) for base in BASES]
     }
     lists = {
         name: {"time_to_target_s": [part["policies"][name]["time_to_target_s"] for part in cells.values()]}
