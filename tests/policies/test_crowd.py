@@ -93,11 +93,10 @@ def _move(
         for trace, value in {**values, TraceKind.HEAVY: float(floor > 0), TraceKind.FLOOR: floor}.items():
             left[:, trace] = value
         smell, seconds, steps = crowd.read(left, left), np.array([step]), np.array([5.0])
-        best = float(
-            crowd.best_move(smell, load=smell.load, seconds=seconds, steps=steps, reach=0.6, price=price, ahead=0.0)[0][
-                0
-            ]
+        found, _ = crowd.best_move(
+            smell, load=smell.load, seconds=seconds, steps=steps, reach=0.6, price=price, ahead=0.0
         )
+        best = float(found[0])
     return best
 
 

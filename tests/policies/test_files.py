@@ -1,5 +1,6 @@
 """Policy files of every kind: written and read by one module, refused for one set of reasons."""
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -62,6 +63,22 @@ def test_files_of_version_0_1_load(kind: str, file: Path) -> None:
         before["hidden"] = before.pop("architecture")["hidden"]
     sidecar.write_text(json.dumps(before))
     assert describe_policy(file) == now
+
+
+def test_a_rule_of_before_two_numbers_were_learned_keeps_what_they_were(tmp_path: Path) -> None:
+    file = tmp_path / "p.safetensors"
+    stigmergic.pretrained().save(file)
+    now = stigmergic.StigmergicPolicy.load(file).parameters
+    older = {name: value for name, value in dataclasses.asdict(now).items() if name not in ("back", "ahead")}
+    rehash(file, parameters=torch.tensor(list(older.values()), dtype=torch.float64))
+    rewrite(file, parameters=older)
+    before = stigmergic.StigmergicPolicy.load(file).parameters
+    assert before == dataclasses.replace(now, back=min(now.sure, 1.0), ahead=0.0)
+    del older["fade"]
+    rehash(file, parameters=torch.tensor(list(older.values()), dtype=torch.float64))
+    rewrite(file, parameters=older)
+    with pytest.raises(PolicyFileError, match="a number for each of fade, calm"):
+        stigmergic.StigmergicPolicy.load(file)
 
 
 def rewrite(file: Path, **changed: Any) -> None:

@@ -108,9 +108,13 @@ def test_what_a_stall_took_is_taken_back_faster_than_other_growth() -> None:
     back = np.log(stalled.habit.wish / seen.size) - stalled.common
     assert back[0] > 3.0 * usual[0] > 0.0
     assert back[1] == pytest.approx(usual[1])
+    policy, late = (taught(seen, Parameters(back=0.05)) for _ in range(2))
+    usual = moves(policy, seen)
+    late.habit.refuted = np.array([False, True])  # who is late, and was taken for slow before, still goes the whole way
+    assert moves(late, seen)[1] == pytest.approx(usual[1])
     lazy = taught(seen, Parameters(eager=0.2, back=0.05))
     lazy.habit.refuted = np.array([True, False])
-    assert moves(lazy, seen)[0] == pytest.approx(usual[0])
+    assert moves(lazy, seen)[0] == pytest.approx(moves(taught(seen, Parameters(eager=0.2)), seen)[0])
 
 
 @pytest.mark.parametrize(
@@ -125,12 +129,41 @@ def test_growth_goes_on_from_what_all_wanted_though_sizes_lag_behind(aim: float,
     assert free[0] == pytest.approx(5.0 * GROWTH + more)
 
 
+def test_what_was_aimed_at_stays_met_and_the_policy_allows_it() -> None:
+    crowd, known = Crowd(1.0), {"steps": np.full(1, 5.0), "seconds": np.full(1, 0.15), "reach": 0.6, "price": 0.01}
+    for aim, later in ((np.log(1.5) + 0.3, 0.1), (np.nan, 0.1)):
+        smell = crowd_of(1.5, noise=0.95, aim=aim)
+        _, free = crowd.best_move(smell, load=smell.load, ahead=0.1, **known)
+        assert free[0] == pytest.approx(5.0 * GROWTH + later)
+    common = []
+    for ahead in (0.0, 0.1):  # much noise, equal workers, who aimed at 0.3 more than they do
+        policy, seen = taught(own(noise=0.99), Parameters(ahead=ahead)), own(noise=0.99, blocked=(0.005, 0.005))
+        sense, smelt, new = smell_of(policy, seen, AIM=0.6, AIMING=2.0)
+        policy.target = np.full(1, 0.3)
+        policy.choose(seen, sense, smelt, new, WIDE)
+        common.append(policy.common[0])
+    assert common[1] - common[0] == pytest.approx(0.1, abs=0.02)
+
+
 def test_one_slow_window_does_not_make_a_worker_doubt_the_next() -> None:
     slow = taught(own())
     for busy in (0.2, 0.1, 0.1, 0.1):  # a stall, and as before
         slow.observe(own(busy=(busy, busy)))
     assert slow.habit.costs.error.max() == slow.habit.costs.apart.max() == 0.0
     assert slow.observe(own())[0].pace_s[0] == pytest.approx(taught(own()).observe(own())[0].pace_s[0], rel=0.02)
+    older = slow.state_dict()
+    older["habit"]["costs"] |= {"error": [0.01, 0.01], "apart": [0.01, 0.01]}
+    slow.load_state_dict(older)
+    slow.observe(own())
+    assert slow.habit.costs.error.max() == slow.habit.costs.apart.max() == 0.0
+
+
+def test_errors_of_every_window_move_what_a_worker_believes_no_further_than_they_are() -> None:
+    policy, rng, believed = taught(own()), np.random.default_rng(3), []
+    for _ in range(60):
+        factor = np.exp(0.08 * rng.normal(size=2))
+        believed.append(policy.observe(own(busy=0.1 * factor, jitter=0.001))[0].pace_s[0])
+    assert np.log(believed[10:]).std() < 0.08
 
 
 def test_while_some_grow_and_others_shrink_less_is_made_up_for() -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
+import pytest
 
-from dynamix.policies.stigmergic.policy import RANGES, Parameters
-from dynamix.training.stigmergic import SearchConfig, from_logits, to_logits, train
+from dynamix.policies.stigmergic.policy import RANGES, Parameters, StigmergicPolicy
+from dynamix.training.stigmergic import SearchConfig, _validate, _world, from_logits, to_logits, train
 
 TINY = SearchConfig(
     stages=((2,),),
@@ -29,12 +30,20 @@ def test_a_seed_gives_the_same_numbers_and_the_best_on_validation_is_kept() -> N
     assert (first.parameters == Parameters()) == (learned <= by_hand)
 
 
-def test_training_meets_worlds_in_which_larger_batches_are_better() -> None:
-    settings = {"noisier": (64.0,), "generations": (0,)}
-    usual, noisy = (
-        train(dataclasses.replace(TINY, **some)).about["validation"][0] for some in ({"generations": (0,)}, settings)
-    )
-    assert usual != noisy
+def test_a_worlds_noise_is_what_was_drawn() -> None:
+    def at(noise: float) -> float:
+        world = _world(dataclasses.replace(TINY, noisier=(noise,)), 4, np.random.default_rng(7))
+        return float(world(lambda _: StigmergicPolicy()).mean())
+
+    assert at(16.0) != at(1.0)
+    assert at(1.0) == at(1.0)
+
+
+def test_validation_takes_the_least_and_the_most_noise() -> None:
+    def score(*noisier: float) -> float:
+        return _validate(dataclasses.replace(TINY, noisier=noisier), StigmergicPolicy, Parameters())
+
+    assert score(1.0, 4.0, 16.0) == pytest.approx(np.sqrt(score(1.0) * score(16.0)))
 
 
 def test_numbers_never_leave_their_ranges() -> None:

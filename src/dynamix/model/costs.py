@@ -290,7 +290,7 @@ class WorkerCosts:
         They are what the median surprise (2, ..., W) says beyond `explained`, the median of what jitter explains (...).
         """
         if not self.learn_error:
-            return self.error, self.apart
+            return np.zeros(self.error.shape), np.zeros(self.apart.shape)
         error = np.stack([self.error, self.apart])
         usual = 1.4826 * median_of_known(surprise)
         told = np.isfinite(usual)

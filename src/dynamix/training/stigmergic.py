@@ -1,8 +1,8 @@
 """Learning the numbers of the stigmergic rule: the cross-entropy method, on clusters that grow from 1 to 32 workers.
 
 A candidate is one set of numbers for all workers, judged by the time that they take for the progress that the lagged
-reference makes meanwhile; all candidates of a generation meet the same clusters. A dozen and a half numbers need no
-gradient (Rubinstein 1999; de Boer et al. 2005).
+reference makes meanwhile; all candidates of a generation meet the same clusters. Sixteen numbers need no gradient
+(Rubinstein 1999; de Boer et al. 2005).
 """
 
 import dataclasses
@@ -134,11 +134,11 @@ def _judge(rule: Rule, parameters: Parameters, world: Speed) -> float:
 
 
 def _validate(c: SearchConfig, rule: Rule, parameters: Parameters) -> float:
-    """Reference's time / own time on clusters that no training meets: geometric mean over W and clusters."""
+    """Reference's time / own time on clusters that no training meets: geometric mean over W, clusters and noise."""
     logs = []
     for w in c.validation_workers:
         clusters = training_clusters(max(c.validation_clusters * 8 // max(w, 8), 6), w, VALIDATION_SEED)
-        for noise in (c.noisier[0], c.noisier[-1]):
+        for noise in dict.fromkeys((c.noisier[0], c.noisier[-1])):
             speed = _speed_on(_noisier(clusters, noise), VALIDATION_SEED, c.windows)
             logs.append(speed(lambda _: rule(parameters)).mean())
     return float(np.exp(np.mean(logs)))

@@ -59,7 +59,8 @@ class Smell:
 
 
 class Crowd:
-    """A worker's memory of the crowd: the noise, the exchange, the largest load, and who was last."""
+    """A worker's memory of the crowd: the noise, the exchange, the largest load (met, or aimed at and hardly larger),
+    and who was last."""
 
     def __init__(self, heed: float) -> None:  # weight of a window's noise
         self.noise, self.largest, self.exchange = NoiseByBatch(heed), Largest(), Exchange(weight=0.15, error=0.4)
@@ -102,7 +103,7 @@ class Crowd:
         seconds   of the traces' step (..., 1 or W)
         steps     in a window
         price     what the square of log load costs in log goodput, twice. Without a noise scale only the price counts
-        ahead     how far beyond `load`, in logs, a load counts as met that the crowd wants
+        ahead     how far beyond `load`, in logs, the load that the crowd wants counts as met
         """
         one = np.ones(smell.load.shape)
         with np.errstate(divide="ignore", invalid="ignore"):

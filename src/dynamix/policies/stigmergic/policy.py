@@ -58,12 +58,12 @@ class Parameters:
     sure: float = _number(1.0, 0.4, 1.2)
     eager: float = _number(0.5, 0.1, 1.2)
     gate: float = _number(3.0, 0.3, 16.0)
-    back: float = _number(0.5, 0.05, 1.2)  # the same for a share that was given up for what proved to be a stall
+    back: float = _number(0.5, 0.05, 1.2)  # least part of a share that is taken back if it was given up for a stall
     hedge: float = _number(0.8, 0.0, 2.0)  # a worker counts as slower by so many standard deviations of its step
     damp: float = _number(0.5, 0.0, 10.0)  # how much less is made up for while the crowd both grows and shrinks
     push: float = _number(1.0, 0.0, 1.2)  # part of the way to the crowd's best load that is gone in one decision
     reach: float = _number(0.6, 0.05, 0.8)  # largest common move
-    # How far beyond the load in force, in logs, a load counts as met that the crowd wants: sizes lag behind wishes.
+    # How far beyond the load in force, in logs, the load that the crowd wants counts as met: sizes lag behind wishes.
     ahead: float = _number(0.05, 0.0, 0.5)
     # What a log of the load costs in log goodput, squared and halved: a pull towards the base batch.
     price: float = _number(0.03, 0.002, 0.3)
@@ -276,12 +276,16 @@ class StigmergicPolicy:
     def load(cls, path: str | Path, **options: Any) -> StigmergicPolicy:
         """The policy in a file written by `save`. Raises `PolicyFileError` if it cannot be trusted."""
         about, weights = read_policy(path, KIND)
-        names, values = list(RANGES), weights.get("parameters")
-        given = about.get("parameters")
-        if values is None or values.shape != (len(names),) or not isinstance(given, dict) or list(given) != names:
-            allowed = f"a number for each of {', '.join(names)}"
-            raise PolicyFileError("parameters", str(path), allowed, retrain(KIND))
-        parameters = Parameters(*values.tolist())
+        given, values = about.get("parameters"), weights.get("parameters")
+        named: dict[str, float] = {}
+        if isinstance(given, dict) and values is not None and values.shape == (len(given),):
+            named = dict(zip(given, values.tolist(), strict=True))
+        if RANGES.keys() - named.keys() == {"back", "ahead"}:  # of a version that had the two fixed
+            named |= {"back": min(named["sure"], 1.0), "ahead": 0.0}
+        if named.keys() != RANGES.keys():
+            allowed = f"a number for each of {', '.join(RANGES)} in {path}"
+            raise PolicyFileError("parameters", ", ".join(named) or "none", allowed, retrain(KIND))
+        parameters = Parameters(**named)
         for name, (low, high) in RANGES.items():
             if not low <= (value := getattr(parameters, name)) <= high:
                 raise PolicyFileError(name, value, f"{low} to {high} in {path}", "copy both files again")

@@ -35,7 +35,7 @@ def summarise(config: ExperimentConfig, runs: Sequence[dict[str, Any]]) -> dict[
         by_agents = {str(n): _measures([r["agents"][str(n)] for r in mine]) for n in config.agents}
         per_agent = [[r["agents"][str(n)]["pellets_per_1000"] / n for n in config.agents] for r in mine]
         losses = [r["loss"] for r in mine if "loss" in r]
-        parts = {k: stratified([loss[k] for loss in losses]).to_dict() for k in ("without", "again") if losses}
+        parts = {k: _estimate([loss[k] for loss in losses]) for k in ("without", "again") if losses}
         large = {
             str(n): _measures([r["large"][str(n)] for r in mine])
             for n in config.large
@@ -105,10 +105,12 @@ def _cell(estimate: dict[str, float | None]) -> str:
 def _measures(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for name in MEASURES:
-        known = [r[name] for r in results if r[name] is not None]
-        out[name] = {**(stratified(known).to_dict() if known else _NOTHING), "seeds": [r[name] for r in results]}
+        out[name] = {**_estimate([r[name] for r in results]), "seeds": [r[name] for r in results]}
     curves = [r["lorenz"] for r in results if r["lorenz"] is not None]
     return {**out, "lorenz": np.mean(curves, axis=0).tolist() if curves else None}
 
 
-_NOTHING = {"iqm": None, "low": None, "high": None}
+def _estimate(values: Sequence[float | None]) -> dict[str, float | None]:
+    """Of those that are known."""
+    known = [value for value in values if value is not None]
+    return stratified(known).to_dict() if known else {"iqm": None, "low": None, "high": None}

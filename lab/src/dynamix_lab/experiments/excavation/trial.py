@@ -73,10 +73,10 @@ def lost_and_back(
     agents: int,
     worlds: int,
     seed: int,
-) -> dict[str, float]:
+) -> dict[str, float | None]:
     """Pellets of a horizon with everybody, `SETTLING` steps after the `LOST` busiest are gone, and after they are back.
 
-    `without` and `again` are parts of what all delivered before.
+    `without` and `again` are parts of what all delivered before; None where that was nothing.
     """
     env = Excavation(task, agents=agents, worlds=worlds, seed=EVALUATION_SEED + 1000 + seed)
     rests, delivered = None if gate is None else gate(env), []
@@ -87,9 +87,9 @@ def lost_and_back(
         before = env.delivered.sum(-1)
         work(env, act, rests, task.horizon)
         delivered.append(float((env.delivered.sum(-1) - before).mean()))
-    whole = max(delivered[0], 1e-9)
     per_1000 = 1000.0 / task.horizon * delivered[0]
-    return {"pellets_per_1000": per_1000, "without": delivered[1] / whole, "again": delivered[2] / whole}
+    without, again = (part / delivered[0] if delivered[0] else None for part in delivered[1:])
+    return {"pellets_per_1000": per_1000, "without": without, "again": again}
 
 
 def _on_larger_ground(
