@@ -15,6 +15,7 @@ from dynamix_lab.experiments.excavation.hand import HandMotion
 from dynamix_lab.experiments.excavation.learner import DQNConfig, DQNTraining, evaluate
 from dynamix_lab.experiments.excavation.lessons import Lessons, Stage
 from dynamix_lab.experiments.excavation.resting import AtRandom, Counting, Forced, ThresholdConfig, Thresholds
+from dynamix_lab.experiments.excavation.summary import _estimate
 from dynamix_lab.experiments.excavation.trial import lost_and_back
 from dynamix_lab.experiments.excavation.world import Excavation, ExcavationConfig
 
@@ -185,9 +186,22 @@ def test_a_state_holds_who_is_lost_and_what_everybody_smells() -> None:
 def test_the_loss_of_the_busiest_is_measured_and_their_return() -> None:
     task = ExcavationConfig(GROUNDS["single-file"], signs="typed", horizon=200)
     found = lost_and_back(HandMotion(task), task, Thresholds, agents=6, worlds=2, seed=0)
+    assert found["without"] is not None
+    assert found["again"] is not None
     assert 0 < found["without"] < 1.5
     assert 0 < found["again"] < 1.5
+    assert found["pellets_per_1000"] is not None
     assert found["pellets_per_1000"] > 50
+
+
+def test_where_nothing_was_delivered_no_part_of_it_is_said() -> None:
+    task = ExcavationConfig(GROUNDS["single-file"], signs="typed", horizon=20)
+    found = lost_and_back(
+        lambda seen: np.zeros(seen.shape[:-1], dtype=np.int64), task, None, agents=5, worlds=1, seed=0
+    )
+    assert found == {"pellets_per_1000": 0.0, "without": None, "again": None}
+    assert _estimate([None, None]) == {"iqm": None, "low": None, "high": None}
+    assert _estimate([None, 2.0])["iqm"] == 2.0
 
 
 def test_a_learned_gate_lies_within_its_ranges() -> None:
