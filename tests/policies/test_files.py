@@ -74,6 +74,9 @@ def test_a_rule_of_before_two_numbers_were_learned_keeps_what_they_were(tmp_path
     rewrite(file, parameters=older)
     before = stigmergic.StigmergicPolicy.load(file).parameters
     assert before == dataclasses.replace(now, back=min(now.sure, 1.0), ahead=0.0)
+    rewrite(file, parameters=dict(sorted(older.items())))  # numbers would get each other's names
+    with pytest.raises(PolicyFileError, match="none"):
+        stigmergic.StigmergicPolicy.load(file)
     del older["fade"]
     rehash(file, parameters=torch.tensor(list(older.values()), dtype=torch.float64))
     rewrite(file, parameters=older)

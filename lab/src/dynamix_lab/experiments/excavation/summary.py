@@ -35,7 +35,11 @@ def summarise(config: ExperimentConfig, runs: Sequence[dict[str, Any]]) -> dict[
         by_agents = {str(n): _measures([r["agents"][str(n)] for r in mine]) for n in config.agents}
         per_agent = [[r["agents"][str(n)]["pellets_per_1000"] / n for n in config.agents] for r in mine]
         losses = [r["loss"] for r in mine if "loss" in r]
-        parts = {k: _estimate([loss[k] for loss in losses]) for k in ("without", "again") if losses}
+        parts = {
+            k: {**_estimate([loss[k] for loss in losses]), "seeds": [loss[k] for loss in losses]}
+            for k in ("without", "again")
+            if losses
+        }
         large = {
             str(n): _measures([r["large"][str(n)] for r in mine])
             for n in config.large
