@@ -94,7 +94,7 @@ class StigmergicPolicy:
     ...     window = Window.of(sizes, steps=5, base_batch=128, **known)
     ...     sizes = policy.decide(window, Bounds.of(2))
     >>> seconds.round(2).tolist()                                             # 0.16 and 0.26 at the start
-    [0.18, 0.19]
+    [0.18, 0.18]
     """
 
     boundary: Literal["window", "epoch"] = "window"
