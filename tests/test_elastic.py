@@ -93,7 +93,9 @@ def test_a_host_is_lost_and_comes_back(tmp_path: Path) -> None:
     trained = torch.load(tmp_path / "checkpoint.pt", weights_only=True)["trained"]
     assert trained[0] >= 1
     assert torch.equal(trained, trained[0].expand(SAMPLES))  # every sample once an epoch
-    assert _uneven(_starts(tmp_path)[-1], 1.1)  # what is known of a host stays known while it is away
+    # What is known of a host stays known while it is away: shares are not even again, as at the start. Which host has
+    # more is not asked: on few cores the host that comes back slows the other down while it starts.
+    assert _starts(tmp_path)[1]["sizes"] == [BATCH // 2] * 2 != _starts(tmp_path)[-1]["sizes"]
 
 
 def _required(rank: int, environment: dict[str, str]) -> str:
