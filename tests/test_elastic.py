@@ -80,6 +80,8 @@ def test_a_host_is_lost_and_comes_back(tmp_path: Path) -> None:
             os.kill(process, signal.SIGKILL)  # the whole host, without a word
         agents["b"].wait()
         last = _now(tmp_path)["samples"]
+        saved = torch.load(tmp_path / "checkpoint.pt", weights_only=True)["controller"]["hosts"][0]
+        shares = json.loads(saved)["shares"]  # nobody saves again before there is one host
         _until(tmp_path, lambda: _starts(tmp_path)[-1]["workers"] == 1 and len(_starts(tmp_path)) > 2)
         assert last - _starts(tmp_path)[-1]["samples"] <= (EVERY + 1) * BATCH
         agents["b"] = _torchrun(tmp_path, "b", port)
@@ -93,9 +95,8 @@ def test_a_host_is_lost_and_comes_back(tmp_path: Path) -> None:
     trained = torch.load(tmp_path / "checkpoint.pt", weights_only=True)["trained"]
     assert trained[0] >= 1
     assert torch.equal(trained, trained[0].expand(SAMPLES))  # every sample once an epoch
-    # What is known of a host stays known while it is away: shares are not even again, as at the start. Which host has
-    # more is not asked: on few cores the host that comes back slows the other down while it starts.
-    assert _starts(tmp_path)[1]["sizes"] == [BATCH // 2] * 2 != _starts(tmp_path)[-1]["sizes"]
+    # What is known of a host stays known while it is away. It may have moved back until then, on few cores.
+    assert _starts(tmp_path)[-1]["sizes"][0] == pytest.approx(BATCH * shares["a/0"] / sum(shares.values()), abs=1.5)
 
 
 def _required(rank: int, environment: dict[str, str]) -> str:
