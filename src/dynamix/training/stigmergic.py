@@ -124,6 +124,7 @@ def _world(c: SearchConfig, workers: int, rng: np.random.Generator) -> Speed:
 
 
 def _noisier(clusters: Clusters, by: float) -> Clusters:
+    """The same clusters with so many times the noise scale, for which larger batches are best."""
     return dataclasses.replace(clusters, noise_start=clusters.noise_start * by)
 
 

@@ -78,7 +78,8 @@ def _ratios(cells: Mapping[str, Any], base: str) -> Table:
 
 
 def _against(cells: Mapping[str, Any]) -> Table:
-    bases = [key.partition("/")[2] for key in next(iter(cells.values()))["ratios"] if not key.endswith("/static")]
+    ratios = next(iter(cells.values()))["ratios"]
+    bases = [key.partition("/")[2] for key in ratios if key.startswith("stigmergic/")]
     rows = [
         [name, *[with_interval(cell["ratios"][f"stigmergic/{base}"]) for base in bases]] for name, cell in cells.items()
     ]
