@@ -9,6 +9,8 @@ import importlib
 import pkgutil
 from typing import TYPE_CHECKING, Any
 
+from dynamix import removed
+
 if TYPE_CHECKING:
     from dynamix.compression import CompressionState
     from dynamix.errors import (
@@ -83,7 +85,12 @@ _HOME = {name: home for home, names in _HOMES.items() for name in names}
 _SUBMODULES = frozenset(module.name for module in pkgutil.iter_modules(__path__))
 
 
+removed.answer_for_removed_modules()
+
+
 def __getattr__(name: str) -> Any:
+    if name in removed.NAMES:
+        raise ImportError(f"dynamix.{name}: {removed.message(removed.NAMES[name])}")
     if name in _SUBMODULES:
         return importlib.import_module(f"dynamix.{name}")
     if name in _HOME:
