@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from dynamix.simulator import sample_clusters
-from dynamix.virtual.cluster import VirtualCluster
+from dynamix_lab.simulator import sample_clusters
+from dynamix_lab.virtual.cluster import VirtualCluster
 
 WORKERS, TARGET = 8, 0.95
 

@@ -113,7 +113,7 @@ def test_training_needs_no_package_of_an_extra() -> None:
 def test_what_a_training_job_uses_imports_without_the_extras() -> None:
     rooms = ("compression", "data", "events", "policies", "probes", "simulator", "training", "virtual")
     script = _without(MISSING) + f"import dynamix\nfor name in {rooms!r}: getattr(dynamix, name)\n"
-    names = "import dynamix.virtual.cluster, dynamix.runtime.memory\nfor n in dynamix.__all__: getattr(dynamix, n)"
+    names = "import dynamix_lab.virtual.cluster, dynamix.runtime.memory\nfor n in dynamix.__all__: getattr(dynamix, n)"
     _python(script + names)
 
 

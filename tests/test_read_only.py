@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import dynamix
-from dynamix.simulator import ClusterEnv, sample_clusters
 from dynamix.window import Bounds, Ints, Window
+from dynamix_lab.simulator import ClusterEnv, sample_clusters
 
 ARRAYS = [f.name for f in dataclasses.fields(Window)]
 

@@ -9,8 +9,8 @@ import pytest
 
 from dynamix.model import JobModel
 from dynamix.model.measured import step_seconds
-from dynamix.simulator import ClusterEnv, Clusters, sample_clusters
 from dynamix.window import Floats, Window
+from dynamix_lab.simulator import ClusterEnv, Clusters, sample_clusters
 from tests.model.test_jobmodel import affine, known
 
 WINDOWS = 20

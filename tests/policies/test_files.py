@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 
 from dynamix.errors import PolicyFileError
 from dynamix.policies.files import describe_policy, load_policy, trained_as
-from dynamix.policies.learned import additive
 from dynamix.policies.learned import policy as residual
 from dynamix.policies.stigmergic import policy as stigmergic
 from dynamix.window import Bounds, Window
+from dynamix_lab.papers import additive
 
 KINDS: dict[str, Any] = {"residual": residual, "additive": additive, "stigmergic": stigmergic}
 

@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynamix.errors import StateError
-from dynamix.policies.cannikin import Cannikin
 from dynamix.policies.goodput import Goodput
-from dynamix.policies.noise_scale import NoiseScalePolicy
-from dynamix.policies.pollux import Pollux
 from dynamix.policies.registry import make_policy
 from dynamix.window import PER_WORKER, Bounds, Window
+from dynamix_lab.baselines.cannikin import Cannikin
+from dynamix_lab.baselines.noise_scale import NoiseScalePolicy
+from dynamix_lab.baselines.pollux import Pollux
 
 NAMES = ("noise_scale", "pollux", "cannikin", "goodput", "static:48")
 

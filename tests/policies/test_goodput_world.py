@@ -12,13 +12,13 @@ import dataclasses
 import numpy as np
 import pytest
 
-from dynamix.policies.cannikin import Cannikin
 from dynamix.policies.goodput import Goodput
 from dynamix.policies.proportional import LBBSP
 from dynamix.projection import project
-from dynamix.simulator import Clusters, LaggedReference, sample_clusters
-from dynamix.training.evaluation import times_to_progress
 from dynamix.window import Bounds, Ints, Window
+from dynamix_lab.baselines.cannikin import Cannikin
+from dynamix_lab.simulator import Clusters, LaggedReference, sample_clusters
+from dynamix_lab.training.evaluation import times_to_progress
 
 
 class OneWindowLate(LaggedReference):

@@ -20,9 +20,9 @@ from dynamix.policies.guard import Guard
 from dynamix.policies.learned.online import learning
 from dynamix.policies.proportional import LBBSP, fill_unknown, speeds
 from dynamix.projection import project
-from dynamix.simulator import ClusterEnv, rollout, sample_clusters, sample_family
-from dynamix.training.evaluation import times_to_progress
 from dynamix.window import Bounds, Ints, Window
+from dynamix_lab.simulator import ClusterEnv, rollout, sample_clusters, sample_family
+from dynamix_lab.training.evaluation import times_to_progress
 
 WINDOWS = 60
 

@@ -12,14 +12,14 @@ import torch
 
 from dynamix.errors import ConfigError, StateError
 from dynamix.policies.guard import Guard
-from dynamix.policies.learned.additive import AdditivePolicy
 from dynamix.policies.learned.deviations import LiveConfig
 from dynamix.policies.learned.online import LearningPolicy
 from dynamix.policies.protocol import Policy
 from dynamix.policies.registry import make_policy
 from dynamix.runtime.arguments import policy_of
-from dynamix.simulator import ClusterEnv, sample_family
 from dynamix.window import Ints
+from dynamix_lab.papers.additive import AdditivePolicy
+from dynamix_lab.simulator import ClusterEnv, sample_family
 
 SHIPPED = ("dynamix", "dynamix-paper")
 

@@ -12,8 +12,8 @@ from dynamix.policies.guard import Guard
 from dynamix.policies.paced import FIRST, LEAST, MOST, Paced
 from dynamix.policies.static import Static
 from dynamix.policies.wrappers import load_policy
-from dynamix.simulator import ClusterEnv, rollout, sample_family
 from dynamix.window import Window
+from dynamix_lab.simulator import ClusterEnv, rollout, sample_family
 
 
 def _windows(policy: Paced, env: ClusterEnv, count: int) -> list[Window]:

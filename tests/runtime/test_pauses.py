@@ -22,8 +22,8 @@ from dynamix.probes.timing import StepTimer
 from dynamix.runtime.decision import Decider
 from dynamix.runtime.job import Closing, JobFacts
 from dynamix.runtime.observation import Recorder, assemble
-from dynamix.virtual.workers import VirtualTime
 from dynamix.window import Bounds, Floats, Ints, Window
+from dynamix_lab.virtual.workers import VirtualTime
 from tests.ranks import run_ranks
 
 SPEED = np.array([1.0, 0.8, 0.5, 0.4])

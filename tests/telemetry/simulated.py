@@ -15,9 +15,9 @@ import numpy as np
 from dynamix.events.records import EventLog
 from dynamix.policies import make_policy
 from dynamix.policies.wrappers import report_of
-from dynamix.simulator import sample_clusters
-from dynamix.simulator.env import ClusterEnv
 from dynamix.window import PER_CLUSTER, PER_WORKER, Window
+from dynamix_lab.simulator import sample_clusters
+from dynamix_lab.simulator.env import ClusterEnv
 
 
 def simulate(

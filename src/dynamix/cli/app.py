@@ -49,7 +49,7 @@ _THROTTLE = "Seconds until limits start; default: once all ranks hold a connecti
 
 def _print_schema(wanted: bool) -> None:
     if wanted:
-        from dynamix.emulator import scenario_schema
+        from dynamix_lab.emulator import scenario_schema
 
         print_json(scenario_schema())
         raise typer.Exit
@@ -70,7 +70,7 @@ def emulate(
     as_json: Json = False,
 ) -> None:
     """Run any training script on emulated hosts, one rank each: dynamix emulate demo -- python train.py."""
-    from dynamix.cli.emulated import run_compared, run_once
+    from dynamix_lab.commands.emulated import run_compared, run_once
 
     if not context.args:
         raise ConfigError("command", "", "a command after --", "dynamix emulate demo -- python train.py")

@@ -3,10 +3,10 @@
 from importlib.util import find_spec
 from typing import Any
 
-from dynamix.emulator import probe_mechanisms
 from dynamix.events.records import SCHEMA
 from dynamix.events.run_folder import machine, versions
 from dynamix.probes import probe_report
+from dynamix_lab.emulator import probe_mechanisms
 
 # extra of dynamix-train -> what it brings; without typer and rich this command does not run
 _EXTRAS = {

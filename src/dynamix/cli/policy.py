@@ -46,7 +46,7 @@ def policy_train(
     from dynamix import __version__
     from dynamix.events.run_folder import commit
     from dynamix.policies.files import add_facts
-    from dynamix.training.shipped import recipe_of, settings_of, train_shipped
+    from dynamix_lab.training.shipped import recipe_of, settings_of, train_shipped
 
     recipe = recipe_of(name, settings or ())  # a wrong name or setting is said first
     if show:
@@ -80,7 +80,7 @@ def policy_evaluate(
     """Score a policy on the calibrated families, beside static, rules and references that know the true costs."""
     from dynamix.cli.policy_pages import print_evaluation
     from dynamix.policies import make_policy
-    from dynamix.training.evaluation import chosen_cells, evaluate_families
+    from dynamix_lab.training.evaluation import chosen_cells, evaluate_families
 
     make_policy(name)  # a wrong name or file is said before any work
     names, counts = chosen_cells(families, workers)
@@ -120,7 +120,7 @@ def policy_explain(
     from dynamix.policies import make_policy
     from dynamix.policies.learned.policy import LearnedPolicy
     from dynamix.telemetry.explained import write_explained
-    from dynamix.training.explaining import explain_policy
+    from dynamix_lab.training.explaining import explain_policy
 
     if out is not None and not out.parent.is_dir():
         raise ConfigError("out", str(out), "a file in a folder that exists", "make the folder first")

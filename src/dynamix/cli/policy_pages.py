@@ -183,7 +183,7 @@ def _command(about: Mapping[str, Any]) -> str:
     """The command that made the file; where it does not say, one that does: seed, and what differs from the recipe."""
     if "command" in about:
         return str(about["command"])
-    from dynamix.training.shipped import recipe_of
+    from dynamix_lab.training.shipped import recipe_of
 
     name, training = trained_as(about["kind"]), about.get("training", {})
     usual = json.loads(json.dumps(dataclasses.asdict(recipe_of(name))))

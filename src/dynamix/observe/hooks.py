@@ -26,6 +26,8 @@ from dynamix.observe.recorder import BACKWARD, BETWEEN, EXCHANGE, FORWARD, StepR
 from dynamix.startup.sitecustomize import after_import
 
 FLUSH_S = 2.0
+FOLDER_VARIABLE = "DYNAMIX_OBSERVE"  # the folder that a rank's steps are written to
+CALLED = "dynamix.observe.hooks:start_as_asked"  # what `dynamix.startup` calls with torch
 MOST_VARIABLE = "DYNAMIX_OBSERVE_STEPS"  # observed of a job, of those it takes
 MOST_STEPS = 200_000
 _IDLE, _FORWARD, _BACKWARD, _AFTER = range(4)  # _AFTER: between a backward pass and the end of the step
@@ -215,6 +217,11 @@ def start(torch: Any, folder: str) -> Observer:
     after_import("torch.utils.data.dataloader", never_fatal(watch, functools.partial(loaders, watch=watch)))
     never_fatal(watch, sharded.install)(watch)
     return watch
+
+
+def start_as_asked(torch: Any) -> None:
+    """`start`, to the folder that the environment names."""
+    start(torch, os.environ[FOLDER_VARIABLE])
 
 
 def distributed_data_parallel(torch: Any, watch: Observer) -> None:

@@ -21,11 +21,12 @@ from dynamix.events.records import SCHEMA, EventLog
 from dynamix.events.run_folder import RunFolder
 from dynamix.observe.findings import Findings, find
 from dynamix.observe.gains import Gains, predict
+from dynamix.observe.hooks import CALLED, FOLDER_VARIABLE
 from dynamix.observe.joined import Joined, join, windows
 from dynamix.observe.words import tell
-from dynamix.startup import sitecustomize
-from dynamix.startup.sitecustomize import DEVICE_VARIABLE, OBSERVE_VARIABLE
+from dynamix.startup.sitecustomize import called_environment
 
+_OF_EMULATIONS = ("DYNAMIX_DEVICE", "DYNAMIX_EVENTS")  # variables that an emulation gives its ranks
 LATEST_S = 10.0  # that rank 0 waits for the others' last rows
 
 
@@ -59,7 +60,7 @@ def conclude(folder: Path, **about: Any) -> dict[str, Any]:
 
 def cluster() -> str:
     """What the job runs on, as results name it."""
-    return "emulator" if DEVICE_VARIABLE in os.environ or "DYNAMIX_EVENTS" in os.environ else "cluster"
+    return "emulator" if any(variable in os.environ for variable in _OF_EMULATIONS) else "cluster"
 
 
 def _result(job: Joined, found: Findings, gains: Gains) -> dict[str, Any]:
@@ -123,8 +124,8 @@ def wait_for_others(folder: Path, patience_s: float = LATEST_S) -> None:
 
 def observed_environment(folder: Path, given: Mapping[str, str]) -> dict[str, str]:
     """`given`, so that every Python that starts in it is observed. Its PYTHONPATH and sitecustomize stay in force."""
-    path = [sitecustomize.FOLDER, *filter(None, [given.get("PYTHONPATH")])]
-    return {**given, OBSERVE_VARIABLE: str(folder.resolve()), "PYTHONPATH": os.pathsep.join(path)}
+    # Observing starts ahead of an emulated device's pacing, whichever of the two was asked for first.
+    return called_environment({**given, FOLDER_VARIABLE: str(folder.resolve())}, CALLED, first=True)
 
 
 def observe(

@@ -24,7 +24,7 @@ LARGEST_HIDDEN = 4096  # a network beyond this was never trained; a broken numbe
 # kind -> "module:class" with a class method `load`, and the name under which `dynamix policy train` makes one
 _KINDS = {
     "residual": ("dynamix.policies.learned.policy:LearnedPolicy", "dynamix"),
-    "additive": ("dynamix.policies.learned.additive:AdditivePolicy", "dynamix-paper"),
+    "additive": ("dynamix_lab.papers.additive:AdditivePolicy", "dynamix-paper"),
     "stigmergic": ("dynamix.policies.stigmergic.policy:StigmergicPolicy", "stigmergic"),
 }
 _AGAIN = "copy both files again"

@@ -36,12 +36,12 @@ _BUILT_IN = {
     "static": "dynamix.policies.static:Static",
     "dbs": "dynamix.policies.proportional:DBS",
     "lb_bsp": "dynamix.policies.proportional:LBBSP",
-    "noise_scale": "dynamix.policies.noise_scale:NoiseScalePolicy",
-    "pollux": "dynamix.policies.pollux:Pollux",
-    "cannikin": "dynamix.policies.cannikin:Cannikin",
+    "noise_scale": "dynamix_lab.baselines.noise_scale:NoiseScalePolicy",
+    "pollux": "dynamix_lab.baselines.pollux:Pollux",
+    "cannikin": "dynamix_lab.baselines.cannikin:Cannikin",
     "goodput": "dynamix.policies.goodput:Goodput",
     "dynamix": "dynamix.policies.learned.policy:pretrained",
-    "dynamix-paper": "dynamix.policies.learned.additive:pretrained",
+    "dynamix-paper": "dynamix_lab.papers.additive:pretrained",
     "stigmergic": "dynamix.policies.stigmergic.policy:pretrained",
 }
 _WRAPPERS = {

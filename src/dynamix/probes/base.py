@@ -34,8 +34,8 @@ def detect(device: torch.device) -> list[Probe]:
     >>> [probe.name for probe in detect(torch.device("cpu"))][0]
     'host'
     """
-    from dynamix.probes.bpf import BpfProbe, wanted
     from dynamix.probes.device import DeviceProbe
+    from dynamix_lab.probes.bpf import BpfProbe, wanted
 
     kinds = [kind for kind in probe_types() if kind is not DeviceProbe or device.type == "cuda"]
     kinds += [BpfProbe] if wanted() else []
@@ -49,7 +49,7 @@ def probe_report() -> list[tuple[str, bool, str]]:
     >>> [name for name, _, _ in probe_report()]
     ['timing', 'host', 'device', 'network', 'bpf']
     """
-    from dynamix.probes.bpf import BpfProbe
+    from dynamix_lab.probes.bpf import BpfProbe
 
     clock = f"CUDA events on {torch.cuda.get_device_name()}" if torch.cuda.is_available() else "CPU clock"
     kinds: list[type[Probe]] = [*probe_types(), BpfProbe]

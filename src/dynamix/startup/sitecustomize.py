@@ -1,6 +1,7 @@
-"""Python imports this at its start, in every process of a job that is paced (`dynamix emulate`) or observed.
+"""Python imports this at its start, in every process of a job that somebody wants to be called in.
 
-Chains the environment's own `sitecustomize`. Costs nothing until torch is imported. Pacing needs no installed dynamix.
+The environment names who is called once torch is imported (`called_environment`); this module knows none of them.
+Chains the environment's own `sitecustomize`. Costs nothing until torch is imported.
 """
 
 from __future__ import annotations
@@ -9,15 +10,32 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
 FOLDER = os.path.dirname(os.path.abspath(__file__))
-DEVICE_VARIABLE = "DYNAMIX_DEVICE"  # what a rank's device is: `dynamix.emulator.pacing.pacer`
-OBSERVE_VARIABLE = "DYNAMIX_OBSERVE"  # the folder that a rank's steps are written to: `dynamix.observe`
+VARIABLE = "DYNAMIX_STARTUP"  # who is called with torch, one a line, in order: MODULE:FUNCTION or FILE.py:FUNCTION
+
+
+def called_environment(given: Mapping[str, str], place: str, *, first: bool = False) -> dict[str, str]:
+    """`given`, so that every Python that starts in it calls `place` with torch, once torch is imported.
+
+    place   MODULE:FUNCTION, or FILE.py:FUNCTION for an interpreter that may have no dynamix; the module of such a file
+            is then `dynamix_startup_FILE`
+    first   ahead of those that `given` names already, rather than after them
+
+    PYTHONPATH and another `sitecustomize` stay in force.
+
+    >>> called_environment({"DYNAMIX_STARTUP": "a:start"}, "b:start", first=True)["DYNAMIX_STARTUP"].split()
+    ['b:start', 'a:start']
+    """
+    others = [known for known in given.get(VARIABLE, "").split("\n") if known not in ("", place)]
+    path = [FOLDER, *filter(None, [given.get("PYTHONPATH")])]
+    places = [place, *others] if first else [*others, place]
+    return {**given, VARIABLE: "\n".join(places), "PYTHONPATH": os.pathsep.join(path)}
 
 
 class AfterImport(MetaPathFinder):
@@ -60,26 +78,32 @@ def after_import(name: str, then: Callable[[ModuleType], None]) -> None:
         sys.meta_path.insert(0, AfterImport(name, then))
 
 
-def _start_pacing(torch: ModuleType) -> None:
-    # By path: the rank's interpreter may have no dynamix. `devices.batch_cost` finds the module by this name.
-    path = os.path.join(os.path.dirname(FOLDER), "emulator", "pacing", "pacer.py")
-    spec = importlib.util.spec_from_file_location("dynamix_device_pacer", path)
+def _call_all(torch: ModuleType) -> None:
+    for place in filter(None, os.environ[VARIABLE].split("\n")):
+        name, _, function = place.rpartition(":")
+        module = _of_file(name) if name.endswith(".py") else _of_package(name)
+        if module is not None:
+            getattr(module, function)(torch)
+
+
+def _of_file(path: str) -> ModuleType:
+    name = f"dynamix_startup_{os.path.basename(path).removesuffix('.py')}"
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
-    pacer = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = pacer
-    spec.loader.exec_module(pacer)
-    pacer.start(torch)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
 
 
-def _start_observing(torch: ModuleType) -> None:
+def _of_package(name: str) -> ModuleType | None:
     try:
-        hooks = importlib.import_module("dynamix.observe.hooks")
+        return importlib.import_module(name)
     except Exception as error:  # of any kind: this runs inside the script's `import torch`
-        why = f"{sys.executable} cannot import dynamix ({error})"
-        print(f"dynamix observe: {why}, so this process is not observed: install dynamix-train there", file=sys.stderr)
-        return
-    hooks.start(torch, os.environ[OBSERVE_VARIABLE])
+        why = f"{sys.executable} cannot import {name} ({error})"
+        print(f"dynamix: {why}, so this process runs without it: install dynamix-train there", file=sys.stderr)
+        return None
 
 
 def _chain() -> None:
@@ -96,8 +120,6 @@ def _chain() -> None:
 
 
 if __name__ == "sitecustomize":
-    if OBSERVE_VARIABLE in os.environ:
-        after_import("torch", _start_observing)
-    if DEVICE_VARIABLE in os.environ:  # before the other one, as the first in `sys.meta_path`: who comes first paces
-        after_import("torch", _start_pacing)
+    if VARIABLE in os.environ:
+        after_import("torch", _call_all)
     _chain()

@@ -14,7 +14,7 @@ _WIDE, _HIGH = 150, 34  # of a feature's curve, pixels
 
 
 def write_explained(name: str, found: Mapping[str, Any], out: str | Path) -> None:
-    """Write what `dynamix.training.explaining.explain_policy` found about the policy `name` to the file `out`."""
+    """Write what `dynamix_lab.training.explaining.explain_policy` found about the policy `name` to the file `out`."""
     target = Path(out)
     unfinished = target.with_suffix(".unfinished")
     unfinished.write_text(explained_html(name, found), encoding="utf-8")

@@ -20,8 +20,6 @@ import psutil
 import pytest
 from torch import Tensor
 
-from dynamix.emulator import load_scenario, probe_mechanisms
-from dynamix.emulator.devices import DeviceSteps
 from dynamix.errors import ConfigError, WorkerLostError
 from dynamix.events.records import read_events
 from dynamix.events.run_folder import RunFolder
@@ -32,6 +30,8 @@ from dynamix_lab.demo.rows import ABOUT, SCENARIO, TRIALS, WORKLOAD
 from dynamix_lab.demo.run import run_demo, verdict_of
 from dynamix_lab.demo.settings import DemoSettings
 from dynamix_lab.demo.watch import DemoWatch
+from dynamix_lab.emulator import load_scenario, probe_mechanisms
+from dynamix_lab.emulator.devices import DeviceSteps
 from dynamix_lab.harness.display import Display
 from dynamix_lab.harness.runs import AGAIN, PolicyRun
 from dynamix_lab.opponents.launch import LiveRun

@@ -10,14 +10,14 @@ import torch
 
 from dynamix.errors import ConfigError
 from dynamix.policies.learned.policy import LearnedPolicy, ResidualNet
-from dynamix.simulator import ClusterEnv, Clusters
-from dynamix.training.worlds import lr_rule_of, sample_world
 from dynamix.window import Bounds, Window
 from dynamix_lab.experiments.ablations import AblationPlan, run_ablations, variants
 from dynamix_lab.experiments.ablations import markdown as ablation_table
 from dynamix_lab.experiments.short import QUICK, learn
 from dynamix_lab.experiments.transfer import PAIRS, Pair, markdown, run_transfer
 from dynamix_lab.experiments.worlds import WORLDS, place_of
+from dynamix_lab.simulator import ClusterEnv, Clusters
+from dynamix_lab.training.worlds import lr_rule_of, sample_world
 
 
 def _clusters(name: str, count: int, workers: int, seed: int) -> Clusters:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dynamix.emulator import Scenario
 from dynamix.window import Bounds, Window
+from dynamix_lab.emulator import Scenario
 from dynamix_lab.harness.reference import Reference
 
 

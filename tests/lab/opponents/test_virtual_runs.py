@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 import torch
 
-from dynamix.emulator import Scenario
 from dynamix.errors import ConfigError
-from dynamix.simulator import ClusterEnv, sample_clusters
+from dynamix_lab.emulator import Scenario
 from dynamix_lab.opponents.buckets import gradient_buckets
 from dynamix_lab.opponents.runs import HeldOut, RunLimits, TrialRun
 from dynamix_lab.opponents.trial import LocalSettings, Trial
 from dynamix_lab.opponents.tuning import TuningSpace, grid
 from dynamix_lab.opponents.virtual import run_virtual
 from dynamix_lab.opponents.world import DeviceWorld
+from dynamix_lab.simulator import ClusterEnv, sample_clusters
 from tests.lab.opponents.tiny import EXCHANGE_S, FIXED_S, SAMPLE_S, ConstantWorld, make_data, workload
 
 SPEEDS = (1.0, 0.5, 0.25)

@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import nn
 
-from dynamix.emulator import Change, Device, Host, Neighbour, Scenario, Trace, load_scenario
 from dynamix.errors import ConfigError
-from dynamix.simulator.rounds import RoundApart
-from dynamix.virtual.cluster import VirtualCluster
 from dynamix.window import Window
+from dynamix_lab.emulator import Change, Device, Host, Neighbour, Scenario, Trace, load_scenario
 from dynamix_lab.opponents.buckets import GradientBucket, gradient_buckets
 from dynamix_lab.opponents.course import Course
 from dynamix_lab.opponents.world import DeviceWorld, LiveExtras, Outage
+from dynamix_lab.simulator.rounds import RoundApart
 from dynamix_lab.suites.fidelity.quota_world import QuotaWorld, quota_costs
+from dynamix_lab.virtual.cluster import VirtualCluster
 
 BARE = LiveExtras(step_s=0.0, stage_s=0.0, jitter_sd=0.0)
 DEVICE = Device(fixed_ms=20, per_sample_ms=0.5)

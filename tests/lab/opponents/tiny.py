@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dynamix.simulator import ClusterEnv, Clusters
+from dynamix_lab.simulator import ClusterEnv, Clusters
 from dynamix_lab.tasks import Arrays, Data, Workload, accuracy
 from dynamix_lab.tasks.base import initial_weights
 

@@ -23,9 +23,9 @@ from torch.nn.utils import parameters_to_vector
 from typer.testing import CliRunner
 
 from dynamix.cli.app import app
-from dynamix.emulator import load_scenario
 from dynamix.errors import ConfigError
 from dynamix.events.run_folder import RunFolder
+from dynamix_lab.emulator import load_scenario
 from dynamix_lab.harness.display import Display
 from dynamix_lab.harness.runs import AGAIN
 from dynamix_lab.harness.suite import run_suite

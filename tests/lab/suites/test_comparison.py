@@ -7,11 +7,11 @@ import os
 
 import pytest
 
-from dynamix.emulator import host_speeds, load_scenario, probe_mechanisms
 from dynamix.errors import ConfigError
 from dynamix.events.records import read_events
 from dynamix.events.run_folder import RunFolder
 from dynamix.window import Bounds, Window
+from dynamix_lab.emulator import host_speeds, load_scenario, probe_mechanisms
 from dynamix_lab.harness.launch import POLICIES, LaunchSettings
 from dynamix_lab.harness.reference import Reference
 from dynamix_lab.harness.runs import AGAIN, policy_facts

@@ -12,10 +12,10 @@ import pytest
 from typer.testing import CliRunner
 
 from dynamix.cli.app import app
-from dynamix.emulator import Emulation, load_scenario
-from dynamix.emulator.devices import DeviceSteps
 from dynamix.errors import ConfigError, StateError
 from dynamix.events.run_folder import RunFolder
+from dynamix_lab.emulator import Emulation, load_scenario
+from dynamix_lab.emulator.devices import DeviceSteps
 from dynamix_lab.harness.suite import Context
 from dynamix_lab.opponents.launch import LiveJob, LiveRun, LiveWatch, launch, until_paced
 from dynamix_lab.opponents.runs import RunLimits, TrialRun

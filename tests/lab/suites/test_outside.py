@@ -19,7 +19,7 @@ from dynamix_lab.suites.simulated import SimulatedSuite, scaling_plan, tta_plan
 
 MODULE = """
 from dataclasses import replace
-from dynamix.simulator import sample_family
+from dynamix_lab.simulator import sample_family
 
 def slow(count, workers, seed):
     clusters = sample_family("affine-quiet", count, workers, seed)

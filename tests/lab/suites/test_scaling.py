@@ -11,9 +11,9 @@ import pytest
 from typer.testing import CliRunner
 
 from dynamix.cli.app import app
-from dynamix.emulator import host_speeds
 from dynamix.errors import ConfigError
 from dynamix.events.run_folder import RunFolder
+from dynamix_lab.emulator import host_speeds
 from dynamix_lab.harness.suite import Suite, run_suite
 from dynamix_lab.suites.scaling.report import conclude, large_medium_small, markdown
 from dynamix_lab.suites.scaling.suite import ScalingPlan, ScalingSuite

@@ -13,9 +13,9 @@ from dynamix.errors import ConfigError
 from dynamix.events.run_folder import RunFolder
 from dynamix.policies.stigmergic.policy import Parameters
 from dynamix.policies.stigmergic.traces import Own, TraceKind
-from dynamix.simulator import sample_family
 from dynamix.window import Bounds, Window
 from dynamix_lab.harness.suite import run_suite
+from dynamix_lab.simulator import sample_family
 from dynamix_lab.suites.stigmergy.ablations import ABLATIONS, Learning
 from dynamix_lab.suites.stigmergy.cost import decision_costs
 from dynamix_lab.suites.stigmergy.suite import StigmergyPlan, StigmergySuite

@@ -14,11 +14,11 @@ import pytest
 from typer.testing import CliRunner
 
 from dynamix.cli.app import app
-from dynamix.emulator import load_scenario
 from dynamix.errors import ConfigError, WorkerLostError
 from dynamix.events.run_folder import RunFolder
 from dynamix.policies import make_policy
 from dynamix.window import Bounds, Window
+from dynamix_lab.emulator import load_scenario
 from dynamix_lab.harness.launch import Launch, LaunchSettings
 from dynamix_lab.harness.processes import in_processes
 from dynamix_lab.harness.reference import references

@@ -152,7 +152,7 @@ def bench_excavation(
 @guarded
 def bench_calibration(
     sources: Annotated[Path, typer.Argument(help="Folder of the public measurements, which are not shipped.")],
-    file: Annotated[Path, typer.Argument(help="To write, such as src/dynamix/simulator/calibration.json.")],
+    file: Annotated[Path, typer.Argument(help="To write, such as lab/src/dynamix_lab/simulator/calibration.json.")],
     as_json: Json = False,
 ) -> None:
     """Fit the simulator's calibration to the public measurements, and print its errors on points it has not seen."""

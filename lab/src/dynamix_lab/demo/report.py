@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dynamix.emulator import Scenario
 from dynamix_lab.demo.rows import ABOUT
+from dynamix_lab.emulator import Scenario
 from dynamix_lab.harness.display import Display
 from dynamix_lab.harness.runs import PolicyRun
 from dynamix_lab.report import Page, Section, Table, measured, provenance

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from dynamix.emulator import Emulation, Scenario, load_scenario
 from dynamix.events.run_folder import RunFolder, commit, machine
 from dynamix_lab.demo.report import about_hosts, say_end, write_report
 from dynamix_lab.demo.rows import SOURCE, WORKLOAD
 from dynamix_lab.demo.settings import CENSOR_FACTOR, DemoSettings
 from dynamix_lab.demo.watch import DemoWatch, scoring
+from dynamix_lab.emulator import Emulation, Scenario, load_scenario
 from dynamix_lab.harness.display import Display
 from dynamix_lab.harness.finished import FinishedSeeds, facts_of
 from dynamix_lab.harness.host import host

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dynamix.emulator import load_scenario, shipped_scenarios
-from dynamix.emulator.cluster import Mechanism, load_permitted
 from dynamix.errors import ConfigError
 from dynamix.policies import make_policy
 from dynamix.policies.registry import parse_name
 from dynamix_lab.demo.rows import SCENARIO, TRIALS, WORKLOAD
+from dynamix_lab.emulator import load_scenario, shipped_scenarios
+from dynamix_lab.emulator.cluster import Mechanism, load_permitted
 from dynamix_lab.harness.runs import AGAIN, policy_facts
 from dynamix_lab.opponents.runs import RunLimits
 from dynamix_lab.opponents.trial import Trial

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from torch import Tensor
 
-from dynamix.emulator import Emulation
 from dynamix.events.records import read_events
 from dynamix.events.run_folder import RunFolder
 from dynamix_lab.demo.settings import CENSOR_FACTOR
+from dynamix_lab.emulator import Emulation
 from dynamix_lab.harness.display import Display
 from dynamix_lab.harness.runs import PolicyRun, file_name
 from dynamix_lab.harness.scoring import Scorer, WeightSnapshot

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 
 from dynamix.errors import ConfigError
-from dynamix.policies.learned.additive import STATE_FAMILIES
 from dynamix.policies.learned.policy import FEATURE_GROUPS
-from dynamix.simulator import BREAKING, CONFORMING, LaggedReference, sample_family
-from dynamix.training.evaluation import Factory, Tell, follow, paired, summary, times_to_common_progress
 from dynamix.window import Floats
 from dynamix_lab.experiments.short import FORMS, QUICK, Budget, Form, forms_of, learn
+from dynamix.policies.learned.networks import STATE_FAMILIES
+from dynamix_lab.simulator import BREAKING, CONFORMING, LaggedReference, sample_family
+from dynamix_lab.training.evaluation import Factory, Tell, follow, paired, summary, times_to_common_progress
 
 TEST_SEED = 996_001
 WORKERS = (2, 8, 32)

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from dynamix.errors import ConfigError
-from dynamix.simulator.calibration import GRID, MIN_R2
 from dynamix.window import Floats
+from dynamix_lab.simulator.calibration import GRID, MIN_R2
 
 KNOTS = 9
 QUANTILES = 21

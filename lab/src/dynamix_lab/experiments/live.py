@@ -16,14 +16,14 @@ import numpy as np
 
 from dynamix.errors import ConfigError
 from dynamix.policies import Policy, make_policy
-from dynamix.policies.learned.additive import AdditivePolicy
 from dynamix.policies.learned.deviations import LiveConfig
 from dynamix.policies.learned.online import LearningPolicy, net_of
 from dynamix.policies.learned.policy import LearnedPolicy
 from dynamix.policies.wrappers import after_answer
-from dynamix.simulator import ClusterEnv, Clusters, rollout, sample_family
-from dynamix.training.evaluation import Tell
+from dynamix_lab.papers.additive import AdditivePolicy
+from dynamix_lab.simulator import ClusterEnv, Clusters, rollout, sample_family
 from dynamix_lab.statistics import mean_interval
+from dynamix_lab.training.evaluation import Tell
 
 UNTRAINED: dict[str, Callable[[], Policy]] = {"dynamix": LearnedPolicy, "dynamix-paper": AdditivePolicy}
 # From nothing there is no shipped policy to stay near; other settings as in fine-tuning.

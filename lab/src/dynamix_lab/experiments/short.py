@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dynamix.errors import ConfigError
-from dynamix.policies.learned.additive import AdditivePolicy
 from dynamix.policies.learned.policy import LearnedPolicy
-from dynamix.simulator import TRAINING
-from dynamix.training.dynamix_paper import PaperTrainingConfig
-from dynamix.training.dynamix_paper import train as train_paper
-from dynamix.training.dynamix_policy import TrainingConfig
-from dynamix.training.dynamix_policy import train as train_residual
-from dynamix.training.evaluation import Factory
-from dynamix.training.worlds import MIXED
+from dynamix_lab.papers.additive import AdditivePolicy
+from dynamix_lab.simulator import TRAINING
+from dynamix_lab.training.dynamix_paper import PaperTrainingConfig
+from dynamix_lab.training.dynamix_paper import train as train_paper
+from dynamix_lab.training.dynamix_policy import TrainingConfig
+from dynamix_lab.training.dynamix_policy import train as train_residual
+from dynamix_lab.training.evaluation import Factory
+from dynamix_lab.training.worlds import MIXED
 
 Form = Literal["dynamix", "dynamix-paper"]
 FORMS: tuple[Form, ...] = ("dynamix", "dynamix-paper")

@@ -19,12 +19,12 @@ import numpy as np
 from dynamix.errors import ConfigError
 from dynamix.policies.goodput import Goodput
 from dynamix.policies.registry import make_policy
-from dynamix.simulator import LaggedReference
-from dynamix.training.evaluation import Factory, Tell, follow, paired, summary, times_to_common_progress
 from dynamix.window import Floats
 from dynamix_lab.experiments.short import FORMS, Budget, Form, learn
 from dynamix_lab.experiments.worlds import WORLDS, place_of
 from dynamix_lab.report import Table
+from dynamix_lab.simulator import LaggedReference
+from dynamix_lab.training.evaluation import Factory, Tell, follow, paired, summary, times_to_common_progress
 
 TEST_SEED = 995_001
 USUAL, LARGE = (2, 8, 32), (1024,)

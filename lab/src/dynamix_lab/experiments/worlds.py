@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from dynamix.simulator import Clusters, calibration, sample_family
-from dynamix.training.curriculum import with_costs
+from dynamix_lab.simulator import Clusters, calibration, sample_family
 from dynamix_lab.tasks.net_costs import net_costs
+from dynamix_lab.training.curriculum import with_costs
 
 _LIKE, _MODEL = "resnet34", "cifar10"
 _SEEDS = 6_000_000
@@ -22,7 +22,7 @@ _OLD, _NEW = ("T4", "RTX2080Ti", "RTX6000"), ("V100", "A100")
 
 @dataclass(frozen=True, slots=True)
 class JobWorld:
-    """What jobs of a world have in common: a `dynamix.training.worlds.World`.
+    """What jobs of a world have in common: a `dynamix_lab.training.worlds.World`.
 
     net         row of `NETS`
     gpus        types that a cluster may mix
@@ -65,7 +65,7 @@ WORLDS: dict[str, JobWorld] = {
 
 
 def place_of(name: str) -> str:
-    """The name that `dynamix.training` and `dynamix policy evaluate --families` know a world by.
+    """The name that `dynamix_lab.training` and `dynamix policy evaluate --families` know a world by.
 
     >>> place_of("vgg16")
     'dynamix_lab.experiments.worlds:vgg16'

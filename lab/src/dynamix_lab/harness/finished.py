@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dynamix.emulator import Scenario
 from dynamix.events.records import SCHEMA
 from dynamix.events.run_folder import RunFolder, commit, machine
+from dynamix_lab.emulator import Scenario
 from dynamix_lab.harness.runs import PolicyRun, load_runs, save_runs
 
 _AGREE = ("schema", "scenario_sha256", "workload", "target", "settings")

@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
-from dynamix.emulator import Emulation, load_scenario
-from dynamix.emulator.cluster import Mechanism
-from dynamix.emulator.scenario import check_machine
 from dynamix.errors import ConfigError, WorkerLostError
 from dynamix.events.run_folder import RunFolder, processor_times
 from dynamix.policies import make_policy
+from dynamix_lab.emulator import Emulation, load_scenario
+from dynamix_lab.emulator.cluster import Mechanism
+from dynamix_lab.emulator.scenario import check_machine
 from dynamix_lab.harness.channel import JobChannel, Listener, Message
 from dynamix_lab.harness.display import Display
 from dynamix_lab.harness.reference import references

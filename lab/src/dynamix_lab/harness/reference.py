@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from dynamix.emulator import Scenario, host_speeds, load_scenario
 from dynamix.model.split import split
 from dynamix.policies.registry import OtherFactory
 from dynamix.projection import project
 from dynamix.window import Bounds, Ints, Window
+from dynamix_lab.emulator import Scenario, host_speeds, load_scenario
 
 
 class Reference:

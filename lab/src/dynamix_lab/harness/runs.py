@@ -13,11 +13,11 @@ from urllib.parse import quote
 
 import numpy as np
 
-from dynamix.emulator.devices import DeviceSteps, too_many_overruns
 from dynamix.errors import ConfigError, StateError
 from dynamix.policies.learned.policy import PRETRAINED
 from dynamix.policies.registry import PolicyName, parse_name
 from dynamix.window import Window
+from dynamix_lab.emulator.devices import DeviceSteps, too_many_overruns
 from dynamix_lab.harness.scoring import WeightSnapshot
 from dynamix_lab.statistics import censored, paired_ratio, time_to_target
 

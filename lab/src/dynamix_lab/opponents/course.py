@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dynamix.emulator import Scenario, host_links, host_speeds
-from dynamix.emulator.schedule import next_change_s
+from dynamix_lab.emulator import Scenario, host_links, host_speeds
+from dynamix_lab.emulator.schedule import next_change_s
 
 
 class Stretch(NamedTuple):
@@ -31,7 +31,7 @@ class Stretch(NamedTuple):
 class Course:
     """The course of a scenario under one seed of its disturbances. Each stretch is worked out once.
 
-    >>> from dynamix.emulator import load_scenario
+    >>> from dynamix_lab.emulator import load_scenario
     >>> Course(load_scenario("even"), seed=0).at(3.0).speeds
     (0.35, 0.35, 0.35, 0.35)
     """

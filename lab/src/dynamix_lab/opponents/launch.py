@@ -13,10 +13,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from dynamix.emulator import Emulation
-from dynamix.emulator.devices import DeviceSteps, too_many_overruns
 from dynamix.errors import WorkerLostError
 from dynamix.events.run_folder import processor_times
+from dynamix_lab.emulator import Emulation
+from dynamix_lab.emulator.devices import DeviceSteps, too_many_overruns
 from dynamix_lab.harness.channel import JobChannel, Listener
 from dynamix_lab.harness.runs import file_name
 from dynamix_lab.opponents.runs import RunLimits, TrialRun

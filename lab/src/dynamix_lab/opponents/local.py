@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dynamix.emulator.devices import batch_cost
 from dynamix.errors import ConfigError
+from dynamix_lab.emulator.devices import batch_cost
 from dynamix_lab.opponents.meetings import Baggage, Met
 from dynamix_lab.opponents.periods import Moment, period_of
 from dynamix_lab.opponents.shares import RoundPlan, StepShares

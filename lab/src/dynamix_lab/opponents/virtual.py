@@ -17,9 +17,6 @@ from dynamix.policies.registry import OtherFactory
 from dynamix.runtime import random_state
 from dynamix.runtime.job import fixed_at
 from dynamix.runtime.parameters import Averaging
-from dynamix.simulator import ClusterEnv
-from dynamix.simulator.rounds import RoundApart
-from dynamix.virtual.cluster import VirtualCluster
 from dynamix.window import Bounds, Floats, Ints
 from dynamix_lab.harness.reference import references
 from dynamix_lab.opponents.course import Course
@@ -28,7 +25,10 @@ from dynamix_lab.opponents.profiled import Profiled
 from dynamix_lab.opponents.runs import HELD_OUT, HeldOut, RunLimits, RunLog, TrialRun
 from dynamix_lab.opponents.trial import Trial, set_rate
 from dynamix_lab.opponents.world import WorkerTimes, round_s, step_extra_s
+from dynamix_lab.simulator import ClusterEnv
+from dynamix_lab.simulator.rounds import RoundApart
 from dynamix_lab.tasks import Data, Workload, as_is
+from dynamix_lab.virtual.cluster import VirtualCluster
 
 INTERVAL = 5  # optimizer steps in a window
 ALONE_S = 60.0  # work by which the fastest worker is found

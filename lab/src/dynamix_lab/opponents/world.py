@@ -8,15 +8,15 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from dynamix.emulator import Device, Scenario
 from dynamix.errors import ConfigError
-from dynamix.simulator import ClusterEnv, Clusters
-from dynamix.simulator.compute import near_normal
-from dynamix.simulator.rounds import RoundApart
-from dynamix.simulator.streams import RandomStream
 from dynamix.window import Floats, Window
+from dynamix_lab.emulator import Device, Scenario
 from dynamix_lab.opponents.buckets import GradientBucket
 from dynamix_lab.opponents.course import Course, ring_mbit
+from dynamix_lab.simulator import ClusterEnv, Clusters
+from dynamix_lab.simulator.compute import near_normal
+from dynamix_lab.simulator.rounds import RoundApart
+from dynamix_lab.simulator.streams import RandomStream
 
 # What a live run of device hosts adds to its devices and links. First estimates, from a prototype on an idle machine
 # of two cores, where an exchange used 8, 21 and 56 ms of processor time at 4, 8 and 16 ranks.

@@ -7,8 +7,8 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from dynamix.emulator.scenario import Device, Scenario
 from dynamix.errors import ConfigError
+from dynamix_lab.emulator.scenario import Device, Scenario
 
 KINDS = ("ddp", "adaptdl", "hivemind", "hivemind-local", "torchft-local", "torchft-diloco")
 MEET_SELDOM = ("hivemind-local", "torchft-local", "torchft-diloco")  # parameters meet, after several steps

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torch.optim import SGD
 
-from dynamix.emulator import Emulation
 from dynamix.errors import ConfigError, WorkerLostError
 from dynamix.events.run_folder import RunFolder
+from dynamix_lab.emulator import Emulation
 from dynamix_lab.harness.channel import Message
 from dynamix_lab.harness.display import Display
 from dynamix_lab.harness.launch import MOST_STEPS, Launch, LaunchSettings

@@ -9,12 +9,12 @@ from typing import Any, ClassVar
 
 import torch
 
-from dynamix.emulator import Emulation, load_scenario
-from dynamix.emulator.cluster import Mechanism
-from dynamix.emulator.scenario import Scenario
 from dynamix.errors import ConfigError, WorkerLostError
 from dynamix.events.records import read_events
 from dynamix.events.run_folder import RunFolder, commit, machine
+from dynamix_lab.emulator import Emulation, load_scenario
+from dynamix_lab.emulator.cluster import Mechanism
+from dynamix_lab.emulator.scenario import Scenario
 from dynamix_lab.harness.display import Display
 from dynamix_lab.harness.launch import LaunchSettings, disturbance_seed
 from dynamix_lab.harness.runs import AGAIN, PolicyRun, file_name, summarise

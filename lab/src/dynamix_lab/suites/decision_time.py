@@ -18,8 +18,8 @@ from dynamix.runtime.arguments import watched
 from dynamix.runtime.decision import Decider
 from dynamix.runtime.job import Closing, JobFacts
 from dynamix.runtime.observation import ROW
-from dynamix.simulator import ClusterEnv, sample_family
 from dynamix.window import Bounds, Window
+from dynamix_lab.simulator import ClusterEnv, sample_family
 
 WORKERS = (4, 64, 1024)
 DECISIONS, FIRST = 300, 10  # the first ones load code and learn where they are

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dynamix.emulator import Emulation
-from dynamix.emulator.devices import too_many_overruns
+from dynamix_lab.emulator import Emulation
+from dynamix_lab.emulator.devices import too_many_overruns
 from dynamix_lab.harness.suite import Tell, untold
 from dynamix_lab.report import Table
 
@@ -32,7 +32,7 @@ PROGRAM = """
 import json, sys, time
 import torch, torch.distributed as dist
 from torch import nn
-from dynamix.emulator import control
+from dynamix_lab.emulator import control
 width, buckets, steps = map(int, sys.argv[1:])
 torch.set_num_threads(1)
 dist.init_process_group("gloo")

@@ -16,14 +16,14 @@ import numpy as np
 from dynamix.errors import ConfigError
 from dynamix.policies import make_policy
 from dynamix.policies.protocol import boundary
-from dynamix.simulator import ClusterEnv, Clusters, rollout, sample_family
-from dynamix.simulator.network import step_time
-from dynamix.training.evaluation import times_to_common_progress
 from dynamix.window import Floats
 from dynamix_lab.harness.suite import Cell, Context, Suite
 from dynamix_lab.report import Page, Section, Table, measured, percent, provenance
+from dynamix_lab.simulator import ClusterEnv, Clusters, rollout, sample_family
+from dynamix_lab.simulator.network import step_time
 from dynamix_lab.statistics import paired_ratio
 from dynamix_lab.suites.simulated import Projected, StaticAt
+from dynamix_lab.training.evaluation import times_to_common_progress
 
 KINDS = ("alike", "unlike")
 STATIC = "static"  # equal shares at the user's batch size: what the paper compares with

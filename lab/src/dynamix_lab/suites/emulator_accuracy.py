@@ -19,10 +19,10 @@ from typing import Any
 
 import numpy as np
 
-from dynamix.emulator import awake, limits
-from dynamix.emulator.cluster import Emulation, Mechanism
-from dynamix.emulator.limits import start_helper, stop_helper
 from dynamix.errors import ConfigError
+from dynamix_lab.emulator import awake, limits
+from dynamix_lab.emulator.cluster import Emulation, Mechanism
+from dynamix_lab.emulator.limits import start_helper, stop_helper
 from dynamix_lab.harness.suite import Tell, part_of, untold
 from dynamix_lab.report import Table
 from dynamix_lab.suites.device_accuracy import device_table, measure_devices

@@ -15,13 +15,13 @@ import numpy as np
 
 from dynamix.errors import ConfigError
 from dynamix.policies import make_policy
-from dynamix.simulator import DEVELOPMENT, Clusters, rollout, sample_family, with_lengths
-from dynamix.training.evaluation import times_to_common_progress
 from dynamix.window import Floats
 from dynamix_lab.harness.suite import Cell, Context, Suite
 from dynamix_lab.report import Page, Section, Table, measured, provenance, with_interval
+from dynamix_lab.simulator import DEVELOPMENT, Clusters, rollout, sample_family, with_lengths
 from dynamix_lab.statistics import paired_ratio
 from dynamix_lab.suites.simulated import TEST_SEEDS, Projected, StaticAt, world_of
+from dynamix_lab.training.evaluation import times_to_common_progress
 
 FAMILIES = ("data-dependent", "data-dependent-wide")
 POLICIES = ("static", "lb_bsp", "goodput", "dynamix")

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from dynamix.errors import ConfigError
-from dynamix.simulator import FAMILIES, Clusters
+from dynamix_lab.simulator import FAMILIES, Clusters
 
 Sampler = Callable[[int, int, int], Clusters]  # (count, workers, seed) -> `count` clusters of `workers` workers
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")  # names are parts of file names
@@ -87,7 +87,7 @@ def _checked(name: str, sampler: Sampler) -> Sampler:
         clusters = sampler(count, workers, seed)
         asked = f"a Clusters of shape ({count}, {workers})"
         if not isinstance(clusters, Clusters):
-            raise ConfigError(f"family {name}", f"{clusters!r:.80}", asked, "return dynamix.simulator.Clusters")
+            raise ConfigError(f"family {name}", f"{clusters!r:.80}", asked, "return dynamix_lab.simulator.Clusters")
         if clusters.shape != (count, workers):
             raise ConfigError(f"shape of family {name}", clusters.shape, asked, "follow count and workers")
         for field in dataclasses.fields(clusters):

@@ -13,15 +13,15 @@ from typing import Any
 
 import numpy as np
 
-from dynamix.emulator import load_scenario
 from dynamix.errors import ConfigError
 from dynamix.policies import make_policy
 from dynamix.policies.paced import FIRST, Paced
-from dynamix.simulator import FAMILIES, REFERENCES, ClusterEnv, Clusters, rollout, sample_family
-from dynamix.simulator.disturbances import Staircases
 from dynamix.window import Floats
+from dynamix_lab.emulator import load_scenario
 from dynamix_lab.harness.suite import Cell, Context, Suite
 from dynamix_lab.report import Section, Table, number, sections_markdown, with_interval
+from dynamix_lab.simulator import FAMILIES, REFERENCES, ClusterEnv, Clusters, rollout, sample_family
+from dynamix_lab.simulator.disturbances import Staircases
 from dynamix_lab.statistics import paired_ratio
 from dynamix_lab.suites.simulated import Projected
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 
-from dynamix.simulator import ClusterEnv, sample_family
+from dynamix_lab.simulator import ClusterEnv, sample_family
 
 # (clusters, workers): the goal's size, the same number of workers in fewer clusters, and one large cluster.
 SIZES = ((256, 32), (8, 1024), (1, 10_000))

@@ -19,7 +19,11 @@ from dynamix.policies import make_policy
 from dynamix.policies.protocol import Policy, boundary
 from dynamix.policies.registry import policy_names
 from dynamix.projection import project
-from dynamix.simulator import (
+from dynamix.window import Bounds, Floats, Ints, Window
+from dynamix_lab.harness.runs import is_learned
+from dynamix_lab.harness.suite import Cell, Context, Suite
+from dynamix_lab.report import Page, Section, Table, legend_beside, look, measured, new_figure, percent, provenance
+from dynamix_lab.simulator import (
     BREAKING,
     CONFORMING,
     DEVELOPMENT,
@@ -31,10 +35,6 @@ from dynamix.simulator import (
     rollout,
     sample_family,
 )
-from dynamix.window import Bounds, Floats, Ints, Window
-from dynamix_lab.harness.runs import is_learned
-from dynamix_lab.harness.suite import Cell, Context, Suite
-from dynamix_lab.report import Page, Section, Table, legend_beside, look, measured, new_figure, percent, provenance
 from dynamix_lab.statistics import paired_ratio
 from dynamix_lab.suites.outside import Sampler, load_families, source_sha256
 

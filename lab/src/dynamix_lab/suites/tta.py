@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from dynamix.emulator import load_scenario
 from dynamix.errors import ConfigError
 from dynamix.events.run_folder import RunFolder, commit, machine
+from dynamix_lab.emulator import load_scenario
 from dynamix_lab.harness.display import Display
 from dynamix_lab.harness.launch import LaunchSettings
 from dynamix_lab.harness.runs import A_A_LIMIT, AGAIN, CENSOR_FACTOR, is_learned, is_static

@@ -22,7 +22,7 @@ from dynamix.model import JobModel
 from dynamix.policies.files import fill_network, read_policy, write_policy
 from dynamix.policies.fitted import FittedModel
 from dynamix.policies.goodput import worth_changing
-from dynamix.policies.learned.additive import STATE_FAMILIES, flat, kept, pooled
+from dynamix.policies.learned.networks import STATE_FAMILIES, flat, kept, pooled
 from dynamix.policies.learned.residual import OWN_FEATURES, Foretold, ResidualMemory
 from dynamix.projection import project
 from dynamix.window import Bounds, Floats, Ints, Window

@@ -1,7 +1,7 @@
 """Every worker sets its own batch size from its own metrics and the traces that all leave in one field. No arbiter.
 
 The idea is S-MADRL's (arXiv 2510.03592): no messages, decaying traces, one rule for all. The rule, its traces and its
-parameters are ours; the parameters are learned in simulation (`dynamix.training.stigmergic`).
+parameters are ours; the parameters are learned in simulation (`dynamix_lab.training.stigmergic`).
 
 Every worker learns its own costs, alpha + beta b, and leaves what the crowd needs of them: the loads it computes in the
 time of a step, and those its fixed costs would take. The means of both tell every worker when all could finish

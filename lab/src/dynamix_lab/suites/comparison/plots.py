@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dynamix.emulator import Scenario, host_speeds
+from dynamix_lab.emulator import Scenario, host_speeds
 from dynamix_lab.harness.runs import PolicyRun
 from dynamix_lab.report import legend_beside, look, new_figure
 

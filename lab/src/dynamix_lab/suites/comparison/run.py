@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from dynamix.emulator import Emulation, Scenario, load_scenario
 from dynamix.events.run_folder import RunFolder, commit, machine
+from dynamix_lab.emulator import Emulation, Scenario, load_scenario
 from dynamix_lab.harness.display import Display
 from dynamix_lab.harness.finished import FinishedSeeds, facts_of
 from dynamix_lab.harness.host import host

@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from dynamix.emulator import Emulation, Scenario, load_scenario
-from dynamix.emulator.cluster import Mechanism
 from dynamix.errors import ConfigError, EmulationError, WorkerLostError
 from dynamix.events.run_folder import commit
+from dynamix_lab.emulator import Emulation, Scenario, load_scenario
+from dynamix_lab.emulator.cluster import Mechanism
 from dynamix_lab.harness.suite import Cell, Context, Suite
 from dynamix_lab.suites.aggregator.certificates import have_openssl, make_certificates
 from dynamix_lab.suites.compression.exchanges import AFTER, AGAIN, AGGREGATED, ELSEWHERE, SPARSE_TENSORS, WAYS

@@ -12,8 +12,8 @@ _PLACES = {
     "make_policy": ("dynamix.policies",),
     "Guard": ("dynamix.policies.guard", "dynamix.policies"),
     "LearningPolicy": ("dynamix.policies.learned.online", "dynamix.policies.online"),
-    "train": ("dynamix.training.dynamix_policy", "dynamix.learning.training"),
-    "TrainingConfig": ("dynamix.training.dynamix_policy", "dynamix.learning.training"),
+    "train": ("dynamix_lab.training.dynamix_policy", "dynamix.learning.training"),
+    "TrainingConfig": ("dynamix_lab.training.dynamix_policy", "dynamix.learning.training"),
     "LiveConfig": ("dynamix.policies.learned.deviations", "dynamix.policies.deviations"),
 }
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dynamix.emulator import Emulation
 from dynamix.errors import EmulationError
+from dynamix_lab.emulator import Emulation
 from dynamix_lab.suites.faults.job import FaultsJob
 
 SPEEDS = (1.0, 0.7, 0.4)  # of the hosts

@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 import dynamix
-from dynamix.emulator import control
+from dynamix_lab.emulator import control
 
 FEATURES, CLASSES = 32, 10
 STOPPED = "stopped"  # printed by a rank that was asked to stop, and did

@@ -19,10 +19,10 @@ from typing import Any, ClassVar
 
 from scipy import stats
 
-from dynamix.emulator import Emulation
-from dynamix.emulator.mechanisms import probe_mechanisms
 from dynamix.errors import ConfigError, StateError
 from dynamix.events.records import read_events
+from dynamix_lab.emulator import Emulation
+from dynamix_lab.emulator.mechanisms import probe_mechanisms
 from dynamix_lab.harness.suite import Cell, Context, Suite
 from dynamix_lab.report import Table, document, number
 from dynamix_lab.suites.faults.check import ending, faults_of, history

@@ -15,13 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from dynamix.emulator import Scenario, host_speeds, load_scenario
 from dynamix.errors import ConfigError
 from dynamix.events.records import read_events
-from dynamix.simulator.env import NOISE_MEMORY, TOGETHER_MEMORY
 from dynamix.window import Floats, Window
+from dynamix_lab.emulator import Scenario, host_speeds, load_scenario
 from dynamix_lab.harness.launch import LaunchSettings, disturbance_seed
 from dynamix_lab.opponents.course import ring_mbit, slowest_link
+from dynamix_lab.simulator.env import NOISE_MEMORY, TOGETHER_MEMORY
 from dynamix_lab.tasks import make_workload
 
 KNOTS = 9

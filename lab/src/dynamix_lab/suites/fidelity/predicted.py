@@ -10,20 +10,20 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dynamix.emulator import load_scenario
 from dynamix.policies import make_policy
 from dynamix.policies.protocol import boundary
-from dynamix.simulator import rollout
-from dynamix.virtual.cluster import VirtualCluster
-from dynamix.virtual.run import Snapshot
 from dynamix.window import Bounds
+from dynamix_lab.emulator import load_scenario
 from dynamix_lab.harness.launch import LaunchSettings
 from dynamix_lab.harness.processes import in_processes
 from dynamix_lab.harness.reference import references
+from dynamix_lab.simulator import rollout
 from dynamix_lab.statistics import time_to_target
 from dynamix_lab.suites.fidelity.live_costs import LiveCosts
 from dynamix_lab.suites.fidelity.scenario_env import LONGEST_S, scenario_world
 from dynamix_lab.tasks import Data, as_is, make_workload, score
+from dynamix_lab.virtual.cluster import VirtualCluster
+from dynamix_lab.virtual.run import Snapshot
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from dynamix.emulator import Scenario
-from dynamix.simulator.rounds import RoundApart
 from dynamix.window import Floats
+from dynamix_lab.emulator import Scenario
 from dynamix_lab.opponents.course import Course, ring_mbit
 from dynamix_lab.opponents.world import round_s
+from dynamix_lab.simulator.rounds import RoundApart
 from dynamix_lab.suites.fidelity.live_costs import LiveCosts
 from dynamix_lab.suites.fidelity.scenario_env import ScenarioEnv, simulated_hosts, slowdowns
 

@@ -9,19 +9,19 @@ from typing import Any
 
 import numpy as np
 
-from dynamix.emulator import Scenario, host_speeds
-from dynamix.emulator.schedule import next_change_s
 from dynamix.policies import Policy, make_policy
 from dynamix.policies.goodput import Goodput
-from dynamix.policies.learned.additive import AdditivePolicy
 from dynamix.policies.learned.policy import LearnedPolicy
 from dynamix.runtime.arguments import watched
-from dynamix.simulator import ClusterEnv, Clusters, SlowdownTrace
-from dynamix.simulator.compute import Costs
 from dynamix.window import Bounds, Floats, Window
+from dynamix_lab.emulator import Scenario, host_speeds
+from dynamix_lab.emulator.schedule import next_change_s
 from dynamix_lab.harness.launch import LaunchSettings, disturbance_seed
 from dynamix_lab.harness.reference import references
 from dynamix_lab.opponents.course import slowest_link
+from dynamix_lab.papers.additive import AdditivePolicy
+from dynamix_lab.simulator import ClusterEnv, Clusters, SlowdownTrace
+from dynamix_lab.simulator.compute import Costs
 from dynamix_lab.suites.fidelity.live_costs import UNIT_BATCH, LiveCosts, moved_mbit
 from dynamix_lab.tasks import make_workload
 

@@ -9,7 +9,7 @@ from typing import Any
 from dynamix.errors import ConfigError
 from dynamix.events.records import SCHEMA
 from dynamix.events.run_folder import commit
-from dynamix.simulator import calibration
+from dynamix_lab.simulator import calibration
 from dynamix_lab.suites.fidelity.against import Tell, compare, forecast, silent
 
 GOAL = 0.10

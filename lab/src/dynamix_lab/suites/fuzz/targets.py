@@ -16,14 +16,15 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import dynamix
-from dynamix.emulator.loading import load_scenario, shipped_scenarios
-from dynamix.emulator.traces import parse_trace, read_trace
 from dynamix.errors import DynamixError, StateError
 from dynamix.events.records import EventLog, read_events
 from dynamix.policies import make_policy
 from dynamix.runtime.decision import recorded
 from dynamix.runtime.packing import checksum, pack, unpack
 from dynamix.window import Window
+from dynamix_lab import emulator, papers
+from dynamix_lab.emulator.loading import load_scenario, shipped_scenarios
+from dynamix_lab.emulator.traces import parse_trace, read_trace
 from dynamix_lab.suites.fuzz import mutations
 
 POLICIES = ("goodput", "dynamix", "stigmergic", "lb_bsp", "dynamix-paper", "pollux", "cannikin", "noise_scale", "dbs")
@@ -198,7 +199,8 @@ class PolicyFiles:
     name = "policy-files"
 
     def __init__(self, folder: Path) -> None:
-        shipped = sorted(Path(dynamix.__file__).parent.glob("policies/pretrained/*.safetensors"))
+        folders = [Path(dynamix.__file__).parent / "policies", Path(papers.__file__).parent]
+        shipped = sorted(file for folder in folders for file in folder.glob("pretrained/*.safetensors"))
         self.files = [(file.read_bytes(), json.loads(file.with_suffix(".json").read_text())) for file in shipped]
         self.path = folder / "policy.safetensors"
 
@@ -234,7 +236,7 @@ class Scenarios:
     name = "scenarios"
 
     def __init__(self, folder: Path) -> None:
-        root = Path(dynamix.emulator.__file__).parent
+        root = Path(emulator.__file__).parent
         found = {path.stem: path for path in root.rglob("*.yaml")}
         self.texts = [found[name].read_text() for name in shipped_scenarios() if name in found]
         self.texts += ["x: &a [1,1,1,1,1,1,1,1,1]\n" + "".join(f"{c}: &{c} [{'*a,' * 9}]\n" for c in "bcdefgh")]

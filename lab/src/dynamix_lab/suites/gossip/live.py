@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from dynamix.emulator import Emulation, host_speeds, load_scenario
-from dynamix.emulator.scenario import Scenario
 from dynamix.errors import EmulationError
+from dynamix_lab.emulator import Emulation, host_speeds, load_scenario
+from dynamix_lab.emulator.scenario import Scenario
 from dynamix_lab.suites.gossip.job import GossipJob
 
 SPEEDS = (1.0, 0.85, 0.7, 0.6, 0.5, 0.42, 0.35, 0.3)

@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from dynamix.emulator import probe_mechanisms
 from dynamix.errors import ConfigError
+from dynamix_lab.emulator import probe_mechanisms
 from dynamix_lab.harness.suite import Cell, Context, Suite
 from dynamix_lab.report import Page, measured, provenance
 from dynamix_lab.suites.gossip import pages

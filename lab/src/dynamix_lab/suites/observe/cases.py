@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from dynamix.emulator.run import emulate
 from dynamix.errors import StateError
 from dynamix.observe.run import conclude
+from dynamix_lab.emulator.run import emulate
 from dynamix_lab.suites.observe import job
 
 PARTS = ("forward", "backward", "data", "network")

@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from dynamix.emulator.run import emulate
 from dynamix.errors import StateError
 from dynamix.observe.run import conclude
+from dynamix_lab.emulator.run import emulate
 from dynamix_lab.suites.observe import job
 from dynamix_lab.suites.observe.cases import observing
 

@@ -112,7 +112,7 @@ def main() -> None:
             loader = DataLoader(data, batch_size=given["batch"], sampler=sampler)
             model = DDP(net)
         if given["clock"]:
-            from dynamix.emulator import control
+            from dynamix_lab.emulator import control
 
             dist.barrier()
             if rank == 0:

@@ -12,9 +12,9 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from dynamix.emulator import Emulation
 from dynamix.errors import ConfigError
 from dynamix.events.run_folder import commit, machine
+from dynamix_lab.emulator import Emulation
 from dynamix_lab.harness.suite import Cell, Context, Suite
 from dynamix_lab.opponents.launch import LiveJob, LiveRun, launch, until_paced
 from dynamix_lab.opponents.runs import RunLimits, TrialRun

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dynamix.emulator import Scenario, load_scenario
 from dynamix.errors import ConfigError, StateError
+from dynamix_lab.emulator import Scenario, load_scenario
 from dynamix_lab.opponents.trial import Trial
 from dynamix_lab.opponents.tuning import ROWS
 from dynamix_lab.suites.opponents.regimes import is_regime, regime

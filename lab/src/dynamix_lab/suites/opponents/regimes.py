@@ -10,8 +10,8 @@ import re
 
 import numpy as np
 
-from dynamix.emulator import Scenario, load_scenario
 from dynamix.errors import ConfigError
+from dynamix_lab.emulator import Scenario, load_scenario
 from dynamix_lab.opponents.course import ring_mbit
 from dynamix_lab.opponents.world import LiveExtras
 from dynamix_lab.tasks import make_workload

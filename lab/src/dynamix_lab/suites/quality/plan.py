@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from dynamix.emulator import load_scenario
 from dynamix.errors import ConfigError
+from dynamix_lab.emulator import load_scenario
 from dynamix_lab.opponents.trial import SCHEDULES, LocalSettings, Trial
 from dynamix_lab.statistics import pairs_needed
 from dynamix_lab.tasks import Workload, make_workload

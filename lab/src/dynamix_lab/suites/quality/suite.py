@@ -14,9 +14,9 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from dynamix.emulator import load_scenario
 from dynamix.errors import ConfigError
 from dynamix.events.run_folder import RunFolder
+from dynamix_lab.emulator import load_scenario
 from dynamix_lab.harness.suite import Cell, Context, Suite, Tell, run_suite, untold
 from dynamix_lab.opponents.buckets import gradient_buckets
 from dynamix_lab.opponents.runs import RunLimits

@@ -7,11 +7,10 @@ import dataclasses
 import numpy as np
 import torch
 
-from dynamix.emulator import load_scenario
 from dynamix.runtime.observation import Recorder
 from dynamix.runtime.parameters import Averaging
-from dynamix.virtual.replicas import Replicas
 from dynamix.window import Floats
+from dynamix_lab.emulator import load_scenario
 from dynamix_lab.opponents.buckets import gradient_buckets
 from dynamix_lab.opponents.course import ring_mbit
 from dynamix_lab.opponents.local import EndlessOrder
@@ -23,6 +22,7 @@ from dynamix_lab.opponents.world import DeviceWorld, LiveExtras
 from dynamix_lab.suites.rounds.jobs import FIXED_S, PER_SAMPLE_S, WORKERS, RoundsJob, exchange_s, shards
 from dynamix_lab.suites.rounds.rows import After, planner
 from dynamix_lab.suites.rounds.train import EVERY, JITTERS, RoundClock, Track
+from dynamix_lab.virtual.replicas import Replicas
 
 
 def train_product(job: RoundsJob, ratio: float, rate: float, speeds: Floats, seed: int) -> Track:

@@ -20,8 +20,6 @@ from torch.optim import SGD, Optimizer
 
 from dynamix.errors import ConfigError
 from dynamix.policies import make_policy
-from dynamix.virtual.cluster import VirtualCluster
-from dynamix.virtual.run import Snapshot, VirtualRun
 from dynamix.window import Bounds
 from dynamix_lab.harness.reference import references
 from dynamix_lab.harness.runs import CENSOR_FACTOR, file_name
@@ -33,6 +31,8 @@ from dynamix_lab.tasks import Arrays, Workload, as_is, make_workload, score
 from dynamix_lab.tasks.convolution import adamw
 from dynamix_lab.tasks.mnist1d import TUNING_SEEDS
 from dynamix_lab.tasks.net_costs import net_costs
+from dynamix_lab.virtual.cluster import VirtualCluster
+from dynamix_lab.virtual.run import Snapshot, VirtualRun
 
 SCENARIO = "paper-like"
 POLICIES = ("reference", "lb_bsp", "goodput", "dynamix", "dynamix-paper")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from dynamix.emulator import Scenario, load_scenario
 from dynamix.errors import ConfigError
+from dynamix_lab.emulator import Scenario, load_scenario
 from dynamix_lab.suites.fidelity.quota_world import (
     EXCHANGE_PER_SPEED,
     EXCHANGE_S,

@@ -14,8 +14,8 @@ from dynamix.policies.stigmergic.field import Decay
 from dynamix.policies.stigmergic.policy import Parameters, StigmergicPolicy
 from dynamix.policies.stigmergic.traces import Own, TraceKind
 from dynamix.policies.stigmergic.worker import Sense
-from dynamix.training.stigmergic import SearchConfig, train
 from dynamix.window import Bounds, Floats, Ints
+from dynamix_lab.training.stigmergic import SearchConfig, train
 
 Rule = Callable[[Parameters], StigmergicPolicy]
 

@@ -17,15 +17,15 @@ import numpy as np
 from dynamix.errors import ConfigError
 from dynamix.policies.registry import make_policy
 from dynamix.policies.stigmergic.policy import pretrained
-from dynamix.simulator import LaggedReference, rollout_path, sample_family
-from dynamix.training.evaluation import times_to_common_progress
 from dynamix.window import Floats
 from dynamix_lab.harness.suite import Cell, Context, Suite, Tell, untold
+from dynamix_lab.simulator import LaggedReference, rollout_path, sample_family
 from dynamix_lab.statistics import mean_interval, paired_ratio
 from dynamix_lab.suites.stigmergy.ablations import ABLATIONS, Learning
 from dynamix_lab.suites.stigmergy.cost import decision_costs
 from dynamix_lab.suites.stigmergy.report import markdown, page
 from dynamix_lab.suites.stigmergy.worlds import FAMILIES, Factory, OwnPace, Phase, SlowedEnv, phases_of, play, vanishing
+from dynamix_lab.training.evaluation import times_to_common_progress
 
 TEST_SEEDS = (730_001, 730_002)
 BASES = ("dbs", "lb_bsp", "goodput", "dynamix")  # whom `stigmergic` is compared with, beside static

@@ -10,8 +10,8 @@ import numpy as np
 
 from dynamix.policies.protocol import Policy
 from dynamix.projection import project
-from dynamix.simulator import ClusterEnv, Clusters, rollout_path, sample_family
 from dynamix.window import Bounds, Floats, Ints, Window
+from dynamix_lab.simulator import ClusterEnv, Clusters, rollout_path, sample_family
 from dynamix_lab.suites.simulated import Projected, world_of
 
 Factory = Callable[[ClusterEnv], Policy]

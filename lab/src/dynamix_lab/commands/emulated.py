@@ -1,0 +1,97 @@
+"""What `dynamix emulate` does and prints: a run or a comparison, and the page of it."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from dynamix.cli.console import print_json
+
+
+def run_once(scenario: str, command: Sequence[str], *, as_json: bool, **options: Any) -> dict[str, Any]:
+    """One run; returns its result."""
+    from dynamix_lab.emulator.run import emulate, summary
+
+    result = emulate(scenario, command, **options)
+    data = _page(Path(result["folder"]))
+    if as_json:
+        print_json(result)
+    else:
+        _say(data)
+        typer.echo(summary(result))
+    return result
+
+
+def run_compared(
+    scenario: str, command: Sequence[str], compared: str, *, as_json: bool, **options: Any
+) -> dict[str, Any]:
+    """A run under each policy; prints the table and names the page. Returns the comparison's result."""
+    from dynamix.policies import make_policy
+    from dynamix_lab.emulator.compare import compare, rows_of
+
+    rows = rows_of(compared)
+    for row in rows:
+        make_policy(row.policy)  # a wrong name is said before any run
+    result = compare(scenario, command, rows, tell=lambda name: typer.echo(f"--- {name}", err=True), **options)
+    folder = Path(result["folder"])
+    data = _page(folder)
+    if as_json:
+        print_json(result)
+        return result
+    if data is None:
+        for name, done in result["rows"].items():
+            why = done["available"] if isinstance(done["available"], str) else f"exit code {done['exit_code']}"
+            typer.echo(f"{name}: {why}")
+    else:
+        _print_table(data)
+    _say(data)
+    held = ", report.html" if data is not None else ""
+    typer.echo(f"{folder} holds run.json, result.json{held} and a run folder for each row")
+    return result
+
+
+def _page(folder: Path) -> dict[str, Any] | None:
+    """Write report.html of a run folder; its data, or None where there is no window, or no room for the page."""
+    from dynamix.telemetry import find_sources, write_page
+
+    if not any(folder.glob("events.jsonl")) and not any(folder.glob("*/events.jsonl")):
+        return None
+    sources = find_sources([folder])
+    for source in sources:
+        source.refresh()
+    if not any(source.views for source in sources):
+        return None
+    try:
+        return write_page(sources, folder / "report.html")
+    except OSError as error:  # the page is a side matter: the run ended as it did
+        typer.echo(f"note: {folder / 'report.html'} could not be written ({error.strerror or error})", err=True)
+        return None
+
+
+def _say(data: dict[str, Any] | None) -> None:
+    if data is None:
+        typer.echo("There is no page: no window could be read, or the page could not be written.")
+        return
+    for said in data["missing"]:
+        typer.echo(f"note: {said}", err=True)
+    typer.echo(data["headline"])
+
+
+def _print_table(data: dict[str, Any]) -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Column, Table
+    from rich.text import Text
+
+    from dynamix.telemetry.comparing import table
+
+    console = Console(highlight=False)
+    heads, *rows = table(data["comparison"])
+    columns = [Column(Text(head), justify="left" if i == 0 else "right") for i, head in enumerate(heads)]
+    shown = Table(*columns, box=SIMPLE_HEAD, pad_edge=False)
+    for row in rows:
+        shown.add_row(*[Text(cell) for cell in row])
+    console.print(shown)
+    for row in data["comparison"]["absent"]:
+        console.print(Text(f"{row['name']}: {row['why']}"))

@@ -1,0 +1,123 @@
+"""`dynamix emulate SCENARIO --compare ROWS -- COMMAND`: one script under several policies, told by its environment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dynamix.errors import ConfigError
+from dynamix.events.records import SCHEMA
+from dynamix.events.run_folder import RunFolder, row_folder
+from dynamix_lab.emulator.run import emulate, worst
+
+LOCAL = "local"  # steps apart, models averaged: shares by speed, meeting over parameters
+_ROUNDS_LOOP = "controller.piece()"  # what the error of a loop names that cannot meet over parameters
+_TAIL_BYTES = 2**16
+
+
+@dataclass(frozen=True)
+class ComparedRow:
+    """A run of the comparison: its name, and what the script's `Controller` is told instead of what it says.
+
+    >>> ComparedRow.of("local").environment
+    {'DYNAMIX_POLICY': 'lb_bsp', 'DYNAMIX_MEET': 'parameters'}
+    """
+
+    name: str
+    policy: str
+    meet: str | None = None  # None: as the script says
+
+    @classmethod
+    def of(cls, name: str) -> ComparedRow:
+        """`local`, or the name of a policy."""
+        return cls(name, "lb_bsp", "parameters") if name == LOCAL else cls(name, name)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables for the ranks."""
+        return {"DYNAMIX_POLICY": self.policy} | ({} if self.meet is None else {"DYNAMIX_MEET": self.meet})
+
+
+def rows_of(text: str) -> list[ComparedRow]:
+    """Rows by their names, comma-separated. Raises `ConfigError` for none, and for two of one folder.
+
+    >>> [row.policy for row in rows_of("static,local,dynamix")]
+    ['static', 'lb_bsp', 'dynamix']
+    """
+    rows = [ComparedRow.of(name.strip()) for name in text.split(",") if name.strip()]
+    folders = [row_folder(row.name) for row in rows]
+    if not rows or len(set(folders)) < len(folders):
+        allowed = "names of policies, or local, comma-separated, each once"
+        raise ConfigError("compare", text, allowed, "such as --compare static,local,dynamix")
+    return rows
+
+
+def compare(
+    scenario: Any,
+    command: Sequence[str],
+    rows: Sequence[ComparedRow],
+    *,
+    out: str | Path | None = None,
+    tell: Callable[[str], None] = lambda said: None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Run `command` once under each row, one after another on fresh hosts; returns what result.json holds.
+
+    Each row has a run folder of its own inside `out`. `options` are those of `emulate`. A row that the script cannot do
+    is not a failure: its `available` says why. `exit_code` is the worst of the others. Where the script fails at the
+    first row before its first window, the others are not run.
+    """
+    with RunFolder("emulate", out) as folder:
+        found: dict[str, dict[str, Any]] = {}
+        asked = {"command": "emulate", "compare": [row.name for row in rows], "job": list(command)}
+        folder.write_run(**asked)
+        for row in rows:
+            tell(row.name)
+            told: dict[str, Any] = {"policy": row.policy} | ({} if row.meet is None else {"meet": row.meet})
+            done = emulate(
+                scenario,
+                command,
+                out=folder.path / row_folder(row.name),
+                env=row.environment,
+                described=told,
+                **options,
+            )
+            found[row.name] = {**done, "available": availability(done, row)}
+            if row is rows[0] and done["exit_code"] and found[row.name]["available"] is True and not _began(done):
+                why = f"not run: under {row.name} the script failed before its first window"
+                found |= {other.name: {"policy": other.policy, "available": why} for other in rows[1:]}
+                break
+    codes = [done["exit_code"] for done in found.values() if done["available"] is True]
+    shared = ("cluster", "mechanisms", "scenario", "scenario_sha256", "hosts", "device", "seeds")
+    facts = {name: next(iter(found.values()))[name] for name in shared}
+    result = {"schema": SCHEMA, **asked, **facts, "exit_code": worst(codes) if codes else 1}
+    result |= {"rows": found, "folder": str(folder.path)}
+    folder.write_result(result)
+    return result
+
+
+def _began(done: Mapping[str, Any]) -> bool:
+    """Whether a run has closed a window."""
+    return (Path(done["folder"]) / "events.jsonl").exists()
+
+
+def availability(done: Mapping[str, Any], row: ComparedRow) -> bool | str:
+    """True, or why the script could not do this row."""
+    folder = Path(done["folder"])
+    if row.meet == "parameters" and done["exit_code"] and _names_the_rounds_loop(folder):
+        return "not available: needs the rounds loop, with the passes of every batch under controller.piece()"
+    if not done["exit_code"] and not _began(done):
+        return "not available: the script makes no dynamix.Controller, or ended before its first window"
+    return True
+
+
+def _names_the_rounds_loop(folder: Path) -> bool:
+    for path in sorted(folder.glob("ranks/*/rank*.err")):
+        with path.open("rb") as file:
+            file.seek(max(path.stat().st_size - _TAIL_BYTES, 0))
+            said = file.read().decode(errors="replace")
+        if _ROUNDS_LOOP in said and "UsageError" in said:
+            return True
+    return False

@@ -1,0 +1,254 @@
+"""The network of an emulated cluster: one network namespace a host, joined by a bridge in a namespace of its own.
+
+Nothing is ever added to the namespace the caller lives in. Namespaces are held by file descriptors alone, so the
+kernel removes them, links, queues and programs included, when the owner and its ranks are gone: there is nothing to
+leave behind.
+"""
+
+import ctypes
+import dataclasses
+import functools
+import importlib
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol, TypeVar
+
+from dynamix.errors import EmulationError
+from dynamix_lab.emulator import links, loss
+from dynamix_lab.emulator.background import Traffic
+from dynamix_lab.emulator.scenario import Scenario
+from dynamix_lab.emulator.schedule import Link, host_links
+
+_SWITCH_ADDRESS = "198.19.255.254"  # of 198.18.0.0/15 (RFC 2544): set aside for tests between hosts, never routed
+_PREFIX_LENGTH = 15
+_CLONE_NEWNET = 0x40000000
+_T = TypeVar("_T")
+
+
+class Network(Protocol):
+    """Where ranks live: `fd` of the namespace a rank enters (-1: none), its address and interface; states of links.
+
+    `switch` is the place between the hosts: namespace and address, behind no link of its own.
+    """
+
+    mechanism: str
+    link: str
+
+    def fd(self, host: int) -> int: ...
+    def switch(self) -> tuple[int, str]: ...
+    def address(self, host: int) -> str: ...
+    def interface(self, host: int) -> str: ...
+    def set_links(self, states: Sequence[Link]) -> None: ...
+    def plug(self, host: int, *, plugged: bool) -> None: ...
+    def part(self, parts: Sequence[Sequence[int]]) -> None: ...
+    def close(self) -> None: ...
+
+
+class Loopback:
+    """All ranks on 127.0.0.1 of the caller's own namespace: no privilege, and links that cannot be limited."""
+
+    mechanism, link = "loopback", "none"
+
+    def fd(self, host: int) -> int:
+        return -1
+
+    def switch(self) -> tuple[int, str]:
+        return -1, "127.0.0.1"
+
+    def address(self, host: int) -> str:
+        return "127.0.0.1"
+
+    def interface(self, host: int) -> str:
+        return "lo"
+
+    def set_links(self, states: Sequence[Link]) -> None:
+        """Scenarios that ask anything of links are refused before."""
+
+    def plug(self, host: int, *, plugged: bool) -> None:
+        raise EmulationError("hosts on loopback have no cable: run as root with the [emulator] extra installed")
+
+    def part(self, parts: Sequence[Sequence[int]]) -> None:
+        raise EmulationError("loopback cannot be parted: run as root with the [emulator] extra installed")
+
+    def close(self) -> None:
+        """Nothing was made."""
+
+
+class Namespaces:
+    """A namespace, an address and a link per host. Needs CAP_NET_ADMIN and CAP_SYS_ADMIN.
+
+    What a host sends is shaped at its own card and lost at the switch's port, what it receives shaped at the port and
+    lost at the card. Raises `EmulationError` when the kernel refuses; nothing is left then.
+    """
+
+    mechanism = "netns+veth"
+
+    def __init__(self, scenario: Scenario) -> None:
+        self._needs = frozenset(scenario.needs)
+        made = {"rate": "tbf", "latency": "netem", "loss": "bpf", "traffic": "udp"}
+        self.link = "+".join(made[need] for need in made if need in self._needs) or "none"
+        self._fds: list[int] = []
+        self._switch = -1
+        self._states = [Link()] * scenario.workers
+        self._traffic: Traffic | None = None
+        try:
+            self._switch = new_namespace()
+            for _ in scenario.hosts:
+                self._fds.append(new_namespace())
+            self._ports = inside(self._switch, self._connect)
+            self._cards = [inside(fd, functools.partial(self._configure, i)) for i, fd in enumerate(self._fds)]
+            if "traffic" in self._needs:
+                addresses = [self.address(i) for i in range(scenario.workers)]
+                self._traffic = Traffic(*self.switch(), self._fds, addresses)
+            self.set_links(host_links(scenario, None))
+        except Exception as error:
+            self.close()
+            fix = "run as root with the [emulator] extra installed, or ask for mechanism='duty-cycle'"
+            raise EmulationError(f"cannot make network namespaces ({error}); {fix}") from error
+
+    def fd(self, host: int) -> int:
+        return self._fds[host]
+
+    def switch(self) -> tuple[int, str]:
+        """The switch gets an address when somebody asks: without one nothing of it answers to the hosts."""
+
+        def give_address() -> None:
+            with netlink() as ip:
+                bridge = ip.link_lookup(ifname="bridge")[0]
+                ip.addr("replace", index=bridge, address=_SWITCH_ADDRESS, prefixlen=_PREFIX_LENGTH)
+
+        inside(self._switch, give_address)
+        return self._switch, _SWITCH_ADDRESS
+
+    def address(self, host: int) -> str:
+        return f"198.18.0.{host + 1}"
+
+    def interface(self, host: int) -> str:
+        return f"dynamix{host}"
+
+    def set_links(self, states: Sequence[Link]) -> None:
+        """Brings every link that is in another state into this one."""
+        before, self._states = self._states, list(states)
+        changed = [(i, *pair) for i, pair in enumerate(zip(before, states, strict=True)) if pair[0] != pair[1]]
+        shaped = [(i, old, new) for i, old, new in changed if _shape(old) != _shape(new)]
+        if shaped:
+            ports = [(self._ports[i], old.down_mbit_s, new.down_mbit_s, old, new) for i, old, new in shaped]
+            inside(self._switch, lambda: self._set(ports))
+        for i, old, new in shaped:
+            card = (self._cards[i], old.up_mbit_s, new.up_mbit_s, old, new)
+            inside(self._fds[i], functools.partial(self._set, [card]))
+        for i, old, new in changed:
+            if self._traffic is not None and new.background_mbit_s != old.background_mbit_s:
+                self._traffic.set_rate(i, new.background_mbit_s)
+
+    def plug(self, host: int, *, plugged: bool) -> None:
+        """Pulls the host's cable out of the switch, or puts it back."""
+
+        def switch_port() -> None:
+            with netlink() as ip:
+                ip.link("set", index=self._ports[host], state="up" if plugged else "down")
+
+        inside(self._switch, switch_port)
+
+    def part(self, parts: Sequence[Sequence[int]]) -> None:
+        """A bridge for every part; the first part keeps the one that is there, and the switch's address with it."""
+
+        def move_ports() -> None:
+            with netlink() as ip:
+                for number, hosts in enumerate(parts):
+                    name = f"bridge{number or ''}"
+                    found = ip.link_lookup(ifname=name)
+                    if not found:
+                        ip.link("add", ifname=name, kind="bridge")
+                        found = ip.link_lookup(ifname=name)
+                        ip.link("set", index=found[0], state="up")
+                    for host in hosts:
+                        ip.link("set", index=self._ports[host], master=found[0])
+
+        inside(self._switch, move_ports)
+
+    def close(self) -> None:
+        """Lets go of the namespaces; the kernel removes each when its last process is gone."""
+        if self._traffic is not None:
+            self._traffic.close()
+        for fd in (*self._fds, self._switch):
+            if fd >= 0:
+                os.close(fd)
+        self._fds, self._switch, self._traffic = [], -1, None
+
+    def _connect(self) -> list[int]:
+        """In the switch's namespace: the bridge, and a cable from it into every host. Returns the ports' indices."""
+        ports = []
+        with netlink() as ip:
+            ip.link("add", ifname="bridge", kind="bridge")
+            bridge = ip.link_lookup(ifname="bridge")[0]
+            ip.link("set", index=bridge, state="up")
+            for i, fd in enumerate(self._fds):
+                ip.link("add", ifname=f"port{i}", kind="veth", peer={"ifname": self.interface(i), "net_ns_fd": fd})
+                port = ip.link_lookup(ifname=f"port{i}")[0]
+                ip.link("set", index=port, master=bridge, state="up")
+                ports.append(port)
+                self._prepare(ip, port)
+        return ports
+
+    def _configure(self, host: int) -> int:
+        """In a host's namespace: its address. Returns its card's index."""
+        with netlink() as ip:
+            card = int(ip.link_lookup(ifname=self.interface(host))[0])
+            ip.addr("add", index=card, address=self.address(host), prefixlen=_PREFIX_LENGTH)
+            self._prepare(ip, card)
+            if "loss" in self._needs:
+                links.send_single_packets(ip, card)
+            for index in (card, ip.link_lookup(ifname="lo")[0]):
+                ip.link("set", index=index, state="up")
+        return card
+
+    def _prepare(self, ip: Any, index: int) -> None:
+        if "loss" in self._needs:
+            loss.add_entrance(ip, index)
+        if "latency" in self._needs:
+            links.set_latency(ip, index, 0)
+
+    def _set(self, interfaces: Sequence[tuple[int, float | None, float | None, Link, Link]]) -> None:
+        """Each interface (index, old rate, new rate, old state, new state): what of its exit and entrance changes."""
+        with netlink() as ip:
+            for index, old_rate, rate, old, new in interfaces:
+                if old.latency_ms != new.latency_ms:
+                    links.set_latency(ip, index, new.latency_ms)
+                if old_rate != rate:
+                    links.set_rate(ip, index, rate, delayed="latency" in self._needs)
+                if old.loss != new.loss:
+                    loss.set_loss(ip, index, new.loss)
+
+
+def _shape(state: Link) -> Link:
+    """What queues and programs make of it."""
+    return dataclasses.replace(state, background_mbit_s=0.0)
+
+
+def netlink() -> Any:
+    """A netlink socket of the namespace this thread is in; pyroute2 is optional and has no types."""
+    return importlib.import_module("pyroute2").IPRoute()
+
+
+def inside(fd: int, action: Callable[[], _T]) -> _T:
+    """Runs `action` in the network namespace `fd`, in a thread made for it: the caller never leaves its own."""
+    return _in_thread(action, "setns", fd, _CLONE_NEWNET)
+
+
+def new_namespace() -> int:
+    """A file descriptor of a new, empty network namespace, which lives as long as the descriptor."""
+    flags = os.O_RDONLY | os.O_CLOEXEC
+    return _in_thread(lambda: os.open("/proc/thread-self/ns/net", flags), "unshare", _CLONE_NEWNET)
+
+
+def _in_thread(action: Callable[[], _T], system_call: str, *arguments: int) -> _T:
+    def work() -> _T:
+        if getattr(ctypes.CDLL(None, use_errno=True), system_call)(*arguments) != 0:
+            number = ctypes.get_errno()
+            raise OSError(number, f"{system_call}: {os.strerror(number)}")
+        return action()
+
+    with ThreadPoolExecutor(1, thread_name_prefix="dynamix-namespace") as made:
+        return made.submit(work).result()

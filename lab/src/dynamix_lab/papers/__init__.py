@@ -1,0 +1,1 @@
+"""Policies in the form of the papers that this project begins with."""

@@ -1,0 +1,1 @@
+"""Probes that need more of a machine than training jobs should ask for."""

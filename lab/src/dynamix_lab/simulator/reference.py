@@ -1,0 +1,186 @@
+"""References: policies that know the true costs. Not bounds: a policy may beat them, and is then reported so.
+
+`lagged` knows what was true when the window closed, `greedy` what will be true in the coming one, `hedged` the chances
+of what may come; `planned` tries them out.
+"""
+
+import copy
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from dynamix.projection import project
+from dynamix.window import Bounds, Floats, Ints, Window
+from dynamix_lab.simulator.compute import Costs
+from dynamix_lab.simulator.disturbances import Slowdowns
+from dynamix_lab.simulator.env import ClusterEnv
+from dynamix_lab.simulator.network import step_time
+
+Gain = Callable[[Floats], Floats]
+_GRID = np.exp(np.linspace(np.log(0.15), np.log(8.0), 48))
+
+
+def best_allocation(
+    costs: Costs, factor: Floats, exchange_s: Floats, overlap: Floats, gain: Gain, base: Floats, high: Floats
+) -> Floats:
+    """Real sizes (C, W) of highest goodput: equal finishing times, B by search over a grid.
+
+    factor (C, W) slows computing, `gain` gives progress per sample at global batches (C, K), `high` (C, W) caps sizes.
+    Affine costs have b_i = (T - alpha_i)/beta_i (PAPERS section 5); others the largest size that finishes within T.
+    """
+    candidates = _candidates(costs, factor, base, high)
+    total = candidates.sum(1)
+    slowest = (costs.seconds(candidates) * factor[..., None]).max(1)
+    whole = step_time(slowest, exchange_s[:, None], overlap[:, None])
+    goodput = total / whole * gain(total)
+    return np.asarray(np.take_along_axis(candidates, goodput.argmax(-1)[:, None, None], -1)[..., 0])
+
+
+def _candidates(costs: Costs, factor: Floats, base: Floats, high: Floats) -> Floats:
+    """(C, W, K) sizes with equal finishing times, for global batches around `_GRID` times the base batch."""
+    alpha, beta = costs.alpha * factor, costs.beta * factor
+    total = base[:, None] * _GRID
+    finish = (total + (alpha / beta).sum(-1, keepdims=True)) / (1 / beta).sum(-1, keepdims=True)
+    return costs.within(finish, factor, high)
+
+
+class LaggedReference:
+    """A policy that knows the true costs, noise scale and disturbances at the close of a window, but not the future."""
+
+    def __init__(self, env: ClusterEnv) -> None:
+        self.env = env
+
+    def target(self) -> Floats:
+        """Real sizes (C, W)."""
+        return self._best(self.env.expected(), self.env.exchange())
+
+    def decide(self, window: Window, bounds: Bounds) -> Ints:
+        return project(self.target(), bounds, current=window.batch_size)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+    def _best(self, slow: Floats, exchange_s: Floats) -> Floats:
+        env, (base, high) = self.env, self._sizes()
+        return best_allocation(env.costs, slow, exchange_s, env.clusters.overlap, env.gain, base, high)
+
+    def _sizes(self) -> tuple[Floats, Floats]:
+        """Base batch (C,) and largest sizes (C, W)."""
+        c, high = self.env.clusters, np.asarray(self.env.bounds.high, np.float64)
+        return c.base_batch.astype(np.float64), np.broadcast_to(high, c.shape)
+
+
+class GreedyReference(LaggedReference):
+    """Clairvoyant for one window: the best sizes for the mean slowdowns and exchange of the steps to come.
+
+    It finds them by running a copy of the world on the lagged reference's answer.
+    """
+
+    def target(self) -> Floats:
+        ahead, sizes = copy.deepcopy(self.env), project(super().target(), self.env.bounds)
+        for _ in range(ahead.delay):
+            ahead.advance()
+        ahead.batch = sizes
+        slow, exchange = np.zeros(ahead.clusters.shape), np.zeros(len(sizes))
+        undisturbed = np.maximum(ahead.costs.seconds(sizes.astype(np.float64)), 1e-12)
+        for _ in range(ahead.interval):
+            exchange = exchange + ahead.exchange()
+            slow = slow + ahead.advance()[0] / undisturbed
+        return self._best(slow / ahead.interval, exchange / ahead.interval)
+
+
+class HedgedReference(LaggedReference):
+    """Highest goodput averaged over sampled next windows, from the true state and the true chances of change.
+
+    Equal times make every worker critical: of many one is late nearly always, and sizes between equal shares and equal
+    times lose less. Candidates: the lagged reference's sizes for every B of a grid, at slowdowns to the powers
+    `softness`.
+    """
+
+    def __init__(self, env: ClusterEnv, *, samples: int = 16, softness: tuple[float, ...] = (0, 0.4, 0.7, 1)) -> None:
+        super().__init__(env)
+        self.samples, self.softness = samples, softness
+        self._rng = np.random.default_rng([env.seed, 4242])
+        self._window_s = np.full(env.clusters.shape[0], np.nan)
+        self._clock_s = env.clock_s
+
+    def target(self) -> Floats:
+        env, c = self.env, self.env.clusters
+        base, high = self._sizes()
+        now, lasts = env.expected(), np.maximum(env.clock_s - self._clock_s, 1e-3)
+        self._clock_s = env.clock_s
+        sizes = np.concatenate([_candidates(env.costs, now**power, base, high) for power in self.softness], -1)
+        undisturbed, total = env.costs.seconds(sizes), sizes.sum(1)
+        gained, sd = total * env.gain(total), c.jitter_sd[..., None]
+        goodput = np.zeros_like(gained)
+        for _ in range(self.samples):
+            slow = sampled_slowdown(env.slowdowns, lasts, self._rng) * now / env.slowdowns.factor
+            times = undisturbed * slow[..., None] * np.maximum(1 + sd * self._rng.normal(size=(*c.shape, 1)), 0.3)
+            goodput += gained / step_time(times.max(1), env.exchange()[:, None], c.overlap[:, None])
+        return np.asarray(np.take_along_axis(sizes, goodput.argmax(-1)[:, None, None], -1)[..., 0])
+
+
+def sampled_slowdown(process: Slowdowns, lasts_s: Floats, rng: np.random.Generator) -> Floats:
+    """Factors (C, W) that may hold a random moment into the next `lasts_s` (C,) seconds, given those that hold now."""
+    elapsed = lasts_s[:, None] * rng.random(process.factor.shape)
+    on = process.episode % np.uint64(2) == 1
+    change = rng.random(process.factor.shape) > np.exp(-elapsed / np.where(on, process.mean_on_s, process.mean_off_s))
+    spread = np.log(np.maximum(process.strongest / process.weakest, 1.0))
+    fresh = process.weakest * np.exp(spread * rng.random(process.factor.shape))
+    return np.where(change, np.where(on, 1.0, fresh), process.factor)
+
+
+class PlannedReference(LaggedReference):
+    """The best of many candidates, each tried out in a copy of the world for `horizon` windows; for small cases.
+
+    Candidates: the sizes in force, the lagged reference's, those scaled, and those with a part moved between every pair
+    of workers; repeated from the winner with smaller moves. Costs some W^2 simulations a decision.
+    """
+
+    def __init__(self, env: ClusterEnv, *, horizon: int = 2, moves: tuple[float, ...] = (0.3, 0.1)) -> None:
+        super().__init__(env)
+        self.horizon, self.moves = horizon, moves
+
+    def target(self) -> Floats:
+        best = project(super().target(), self.env.bounds)
+        best, score = self._better([self.env.batch], best, self._value(best))
+        for move in self.moves:
+            scaled = [project(best * factor, self.env.bounds) for factor in (1 - move, 1 + move)]
+            best, score = self._better(scaled + self._shifted(best, move), best, score)
+        return best.astype(np.float64)
+
+    def _shifted(self, sizes: Ints, move: float) -> list[Ints]:
+        shifted = []
+        for giver, taker in itertools.permutations(range(sizes.shape[1]), 2):
+            wish = sizes.astype(np.float64)
+            wish[:, taker] += move * wish[:, giver]
+            wish[:, giver] *= 1 - move
+            shifted.append(project(wish, self.env.bounds))
+        return shifted
+
+    def _better(self, candidates: list[Ints], best: Ints, score: Floats) -> tuple[Ints, Floats]:
+        for sizes in candidates:
+            value = self._value(sizes)
+            wins = value > score
+            best, score = np.where(wins[:, None], sizes, best), np.where(wins, value, score)
+        return best, score
+
+    def _value(self, sizes: Ints) -> Floats:
+        ahead = copy.deepcopy(self.env)
+        clock, progress = ahead.clock_s, ahead.progress
+        for _ in range(self.horizon):
+            ahead.step(sizes)
+        return np.asarray((ahead.progress - progress) / (ahead.clock_s - clock))
+
+
+REFERENCES: dict[str, Callable[[ClusterEnv], LaggedReference]] = {
+    "lagged": LaggedReference,
+    "greedy": GreedyReference,
+    "hedged": HedgedReference,
+    "planned": PlannedReference,
+}

@@ -1,0 +1,58 @@
+"""Clusters to learn on and to be judged on, by name: training clusters, a simulator's family, or one's own world."""
+
+import importlib
+from typing import Protocol
+
+from dynamix.errors import ConfigError
+from dynamix_lab.simulator import FAMILIES, Clusters, sample_clusters, sample_family
+from dynamix_lab.training.curriculum import training_clusters
+
+MIXED = "mixed"  # the clusters that `dynamix` learned on
+SAMPLED = "sampled"  # the older `sample_clusters`, the world that the goodput rule assumes
+
+
+class World(Protocol):
+    """A world of one's own, named "MODULE:NAME": `WORLDS[NAME]` of that module."""
+
+    @property
+    def lr_rule(self) -> str:
+        """How progress follows the noise scale: `ClusterEnv`'s argument."""
+
+    def sample(self, count: int, workers: int, seed: int, *, hardness: float = 1.0) -> Clusters:
+        """`count` clusters of `workers`; `hardness` in [0, 1] is how often they are disturbed."""
+
+
+def sample_world(name: str, count: int, workers: int, seed: int, *, hardness: float = 1.0) -> Clusters:
+    """`count` clusters of `workers` of a world by name. Raises `ConfigError`.
+
+    >>> sample_world("pai-steady", 3, 4, seed=0).shape
+    (3, 4)
+    """
+    if name == MIXED:
+        return training_clusters(count, workers, seed, hardness=hardness)
+    if name == SAMPLED:
+        return sample_clusters(count, workers, seed)
+    if name in FAMILIES:
+        return sample_family(name, count, workers, seed)
+    return _own(name).sample(count, workers, seed, hardness=hardness)
+
+
+def check_world(name: str) -> None:
+    """Raises `ConfigError` for what is not a world."""
+    if name not in (*FAMILIES, MIXED, SAMPLED):
+        _own(name)
+
+
+def lr_rule_of(name: str) -> str:
+    """How progress follows the noise scale in a world: `ClusterEnv`'s argument."""
+    return _own(name).lr_rule if ":" in name else "adascale"
+
+
+def _own(name: str) -> World:
+    module, _, key = name.partition(":")
+    allowed = f"{', '.join((*FAMILIES, MIXED, SAMPLED))}, or MODULE:NAME"
+    try:
+        world: World = importlib.import_module(module).WORLDS[key]
+    except (ImportError, AttributeError, KeyError, ValueError) as error:
+        raise ConfigError("world", name, allowed, "check the spelling") from error
+    return world

@@ -1,0 +1,380 @@
+"""The virtual clock: real training in one process, on the time of simulated workers."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import default_collate
+
+from dynamix.data import StepPlan
+from dynamix.data.lengths import Lengths
+from dynamix.errors import ConfigError
+from dynamix.events.records import EventLog
+from dynamix.model.rounds import RoundSize
+from dynamix.model.ways import Ways
+from dynamix.policies import Policy
+from dynamix.policies.protocol import boundary
+from dynamix.runtime import random_state
+from dynamix.runtime.agreement import Channel, Message
+from dynamix.runtime.arguments import (
+    check_counts,
+    check_interval,
+    costs_by_length,
+    paced,
+    policy_of,
+)
+from dynamix.runtime.coordinator import Coordinator
+from dynamix.runtime.decision import Decider, recorded
+from dynamix.runtime.job import Closing, JobFacts
+from dynamix.runtime.loss_weight import LossWeight
+from dynamix.runtime.observation import Recorder
+from dynamix.runtime.parameters import Averaging
+from dynamix.runtime.scaling import SampleSchedule
+from dynamix.window import Bounds, Floats, Ints
+from dynamix_lab.simulator.clusters import Clusters
+from dynamix_lab.simulator.env import ClusterEnv
+from dynamix_lab.simulator.rounds import RoundApart
+from dynamix_lab.virtual.arguments import (
+    bounds_apart,
+    bounds_of_job,
+    check_meeting,
+    check_model,
+    costs_of,
+    loader_of,
+)
+from dynamix_lab.virtual.replicas import Replicas
+from dynamix_lab.virtual.run import Snapshot, Step, VirtualRun
+from dynamix_lab.virtual.union_gradient import Indices, UnionGradient
+from dynamix_lab.virtual.workers import Shares, VirtualWorkers, one_world
+
+
+class VirtualCluster:
+    """Real model, data, gradients and accuracy in this process; time from one simulated cluster of W workers.
+
+    The applied gradient is the weighted all-reduce's (`UnionGradient`). With meet="parameters" there is none: replicas
+    of model and optimizer step apart and become one (`Replicas`), `model` and `optimizer` being the first worker's, and
+    what this class calls a step is a round. With meet="auto" both occur. Sample order, windows, the moment at which a
+    decision applies, learning-rate rules and events.jsonl come from the same code as in a live job, and the same
+    allocations give the same losses within float error; with dropout, losses of the same kind, as masks come from one
+    stream instead of one per rank. Evaluation and data loading take no time of this clock, deciding none unless the
+    world says so (`ClusterEnv.decided`).
+
+    model, optimizer   as for one process (no DDP)
+    loss               loss(model(inputs), target): mean over the batch
+    dataset            items (inputs, target); indexable, with a length
+    clusters           one simulated cluster (`Clusters` with C=1), or its `ClusterEnv`, which also says the decision's
+                       delay and goes on from where it stands
+    batch_size         samples per worker at the start
+    bounds             (W,) of the batch sizes; None: 1 to 8 * batch_size, or what the simulated memory holds
+    policy, interval, lr_rule, collate_fn   as in `Controller` and DataLoader
+    seed               of the sample order, of all random numbers of training, and of a world made from `Clusters`
+    sample_costs       (n,) what each sample of `dataset` costs beside being one, e.g. its tokens; a world that knows
+                       such costs then charges each worker for its own samples (`ClusterEnv.charge`)
+    lengths, padded    as in `Controller.batch_sampler`: what the job knows of `sample_costs`, or of anything else
+    meet               "gradients", "parameters" or "auto", as in `Controller`
+    micro_batch        most samples that pass through the model at once: a matter of memory only, so with BatchNorm
+                       shares are never cut. With meet="parameters" it is the piece, as in `Controller`: the samples of
+                       an optimizer step, less where the simulated memory holds less
+    rounds             unless meet="gradients": "fixed", a round (with "auto" a step of all workers) has the samples of
+                       the first, `batch_size` a worker; or "adaptive", their number follows from what is measured, as
+                       with global_batch="adaptive" live
+    averaging          unless meet="gradients": how models become one, as in `Controller.wrap`
+    events             file that gets one JSON line per window; `time_s` is the virtual clock's
+    replay             events file of an earlier run, live or virtual, whose allocations are applied; policy and
+                       interval must be that run's, so that windows close at the same steps
+
+    Raises `ConfigError` for impossible values.
+
+    >>> from dynamix_lab.simulator import sample_clusters
+    >>> data = torch.utils.data.TensorDataset(torch.randn(640, 3), torch.zeros(640, 1))
+    >>> net = nn.Linear(3, 1)
+    >>> cluster = VirtualCluster(
+    ...     net, torch.optim.SGD(net.parameters(), lr=0.1), nn.functional.mse_loss, data,
+    ...     clusters=sample_clusters(1, 8, seed=0), policy="lb_bsp", batch_size=4, interval=5)
+    >>> run = cluster.run(steps=40)
+    >>> run.counts.sum(1).tolist() == [32] * 40, bool(run.loss[-1] < run.loss[0]), cluster.samples_seen
+    (True, True, 1280)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        loss: Callable[[Any, Any], Tensor],
+        dataset: Any,
+        *,
+        clusters: Clusters | ClusterEnv,
+        policy: str | Policy = "dynamix",
+        batch_size: int = 128,
+        bounds: Bounds | None = None,
+        interval: int | Literal["auto"] = 10,
+        lr_rule: str = "auto",
+        seed: int = 0,
+        sample_costs: ArrayLike | None = None,
+        lengths: Lengths | None = None,
+        padded: bool = False,
+        meet: Literal["gradients", "parameters", "auto"] = "gradients",
+        micro_batch: int = 1024,
+        rounds: Literal["fixed", "adaptive"] = "fixed",
+        averaging: Averaging | None = None,
+        collate_fn: Callable[[list[Any]], Any] = default_collate,
+        events: str | os.PathLike[str] | None = None,
+        replay: str | os.PathLike[str] | None = None,
+    ) -> None:
+        check_counts(batch_size=batch_size, micro_batch=micro_batch)
+        check_model(model, optimizer)
+        if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+            fix = "read an iterable data set into a list first"
+            raise ConfigError("dataset", type(dataset).__name__, "one with a length and indices", fix)
+        asked = policy_of(policy)
+        check_interval(interval, asked)
+        (self.policy, first), self.world = paced(asked, interval), one_world(clusters, seed)
+        self._sample_costs = None if sample_costs is None else costs_of(sample_costs, len(dataset))
+        self._workers = VirtualWorkers(self.world)
+        self.model, self.optimizer, self.interval = model, optimizer, interval
+        check_meeting(meet, rounds, averaging, self.policy)
+        apart, either, stays = meet == "parameters", meet == "auto", meet != "gradients" and rounds == "fixed"
+        load, piece = loader_of(dataset, collate_fn), micro_batch if apart else batch_size
+        self._piece = piece
+        if apart:
+            limits, start = bounds_apart(bounds, self._workers.count, batch_size, micro_batch, rounds)
+        else:
+            limits, start = bounds_of_job(bounds, self.world.clusters, batch_size, fixed=either and stays)
+        self._union = None if apart else UnionGradient(model, loss, load, micro_batch=micro_batch)
+        self._replicas: Replicas | None = None
+        if meet != "gradients":
+            most, recorders, how = self._workers.most(piece), self._workers.recorders, averaging or Averaging()
+            self._replicas = Replicas(
+                model,
+                optimizer,
+                loss,
+                load,
+                recorders=recorders,
+                most=most,
+                whole=piece,
+                averaging=how,
+                at_times=either,
+            )
+        per_epoch = boundary(self.policy) == "epoch"
+        slack = 0 if per_epoch else min(self.world.delay, 1)
+        size: RoundSize | Ways | None = None
+        if meet != "gradients" and (either or rounds == "adaptive"):
+            size = Ways(start.size) if either else RoundSize(float(micro_batch))
+        job = JobFacts(limits, int(start.sum()), slack=slack, fixed=stays, rounds=size)
+        job.limit_to(len(dataset))
+        # A delay above one step is what a loader's workers prefetch: steps issued under the old allocation.
+        self._ahead = 0 if per_epoch else max(self.world.delay - 1, 0)
+        replayed = None if replay is None else recorded(replay)
+        self._events = None if events is None else EventLog(events)
+        decider = _ForAll(self.policy, job, replay=replayed, events=self._events, clock=self._workers.time.mark)
+        channel = Channel(None, start.size, decider)
+        self._coordinator = coordinator = Coordinator(
+            job,
+            self.policy,
+            channel,
+            start,
+            LossWeight(None, 1),
+            interval=first,
+            lr_rule=lr_rule,
+            micro_batch=micro_batch if apart else None,
+            apart=apart,
+        )
+        for each in (optimizer,) if self._replicas is None else self._replicas.optimizers:
+            coordinator.rates.add(each)
+        if self._replicas is not None:
+            self._replicas.follow_piece = coordinator.rates.follow_piece
+            coordinator.payload = lambda: self._replicas.payload if self._replicas is not None else 1.0
+        coordinator.recorder = self._recorder = _AllRecorders(self._workers, job)
+        one_total = bool(limits.total_low == limits.total_high)
+        costs = costs_by_length(lengths, padded, len(dataset), apart=meet != "gradients", fixed=one_total)
+        self._sampler = coordinator.sampler(len(dataset), seed=seed, costs=costs)
+        self._sampler.micro_batch = None  # all workers' shares of a round at once
+        self._rng = random_state.capture()
+        with self._own_random():
+            random.seed(seed)
+            np.random.seed(seed % 2**32)
+            torch.manual_seed(seed)
+
+    @property
+    def bounds(self) -> Bounds:
+        """What batch sizes are kept within, samples per step or round."""
+        return self._coordinator.job.bounds
+
+    @property
+    def base_batch(self) -> int:
+        """Samples per optimizer step of all workers at the start."""
+        return self._coordinator.job.base_batch
+
+    @property
+    def time_s(self) -> float:
+        """The virtual clock, seconds since this cluster was made."""
+        return self._workers.time.now_s
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps done."""
+        return self._coordinator.progress.steps
+
+    @property
+    def samples_seen(self) -> int:
+        """Samples trained on so far, by all workers."""
+        return self._coordinator.progress.samples
+
+    @property
+    def batch_sizes(self) -> Ints:
+        """Samples of every worker in the coming step, int64 (W,)."""
+        return self._coordinator.batch_sizes
+
+    def scheduler(self, scheduler: Any, *, nominal_batch_size: int | None = None) -> SampleSchedule:
+        """Drive a torch learning-rate scheduler by samples, as `Controller.scheduler` does."""
+        return self._coordinator.schedule(scheduler, nominal_batch_size)
+
+    def run(
+        self,
+        steps: int | None = None,
+        *,
+        snapshot_samples: int | None = None,
+        score: Callable[[nn.Module], float] | None = None,
+        until: Callable[[Snapshot], bool] | None = None,
+    ) -> VirtualRun:
+        """Train on, until `steps` more optimizer steps are done or `until` is true of a snapshot.
+
+        snapshot_samples   a snapshot whenever this many more samples are trained on
+        score              of the model at a snapshot, in eval mode and without gradients; off the clock
+        Raises `ConfigError` when nothing would end the run, `DynamixError` where a live run would.
+        """
+        if steps is None and until is None:
+            raise ConfigError("steps", None, "1 or more", "say how many steps, or give until=")
+        if until is not None and snapshot_samples is None:
+            raise ConfigError("snapshot_samples", None, "1 or more where until= is given", "until looks at snapshots")
+        given = {"steps": steps, "snapshot_samples": snapshot_samples}
+        check_counts(**{name: value for name, value in given.items() if value is not None})
+        every = snapshot_samples or 0
+        due = (self.samples_seen // every + 1) * every if every else 0
+        done, snapshots = list[Step](), list[Snapshot]()
+        for step in self._all_epochs():
+            done.append(step)
+            if every and self.samples_seen >= due:
+                due = (self.samples_seen // every + 1) * every
+                snapshots.append(self._snapshot(score))
+                if until is not None and until(snapshots[-1]):
+                    break
+            if len(done) == steps:
+                break
+        return VirtualRun.of(done, snapshots)
+
+    def close(self) -> None:
+        """Close the events file and take the hooks off the optimizer, as the end of `with` does. Safe to repeat."""
+        self._coordinator.decisions.settle()
+        if self._events is not None:
+            self._events.close()
+        self._coordinator.rates.remove()
+
+    def __enter__(self) -> VirtualCluster:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _all_epochs(self) -> Iterator[Step]:
+        """One optimizer step a turn, epoch after epoch, for ever."""
+        while True:
+            yield from map(self._step, self._sampler)
+
+    def _step(self, placeholder: Indices) -> Step:
+        plan, coordinator = self._sampler.plan(), self._coordinator
+        coordinator.follow_batch(plan)
+        shares = self._sampler.shares()
+        apart: RoundApart | None = None
+        global_sq: float | None = None
+        with self._own_random():
+            if plan.apart and self._replicas is not None:
+                if plan.piece:
+                    self._replicas.most, self._replicas.whole = self._workers.most(plan.piece), plan.piece
+                seen, apart = self._replicas(shares)
+            elif self._union is not None:
+                norms = self._workers.norms_due()
+                seen = self._union(shares, placeholder=placeholder, norms=norms)
+                global_sq = self._union.norm_sq() if norms else None
+                if self._workers.count == 1:
+                    coordinator.own_gradients.observe_pair(self._union.parameters, plan.samples)
+                if self._replicas is not None:
+                    self._replicas.together()
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+        costs = self._sample_costs
+        charged = None if costs is None else np.array([costs[share].sum() for share in shares])
+        busy_s, whole_s = self._workers.spend(plan, charged, apart)
+        self._recorder.of_step = plan, busy_s, whole_s, seen, global_sq
+        self._sampler.consume()
+        coordinator.step_done(plan, ahead=self._ahead)
+        if coordinator.channel.pending:  # this step closed a window
+            self.world.decided()
+        loss = sum(piece.loss * piece.samples for pieces in seen for piece in pieces) / float(plan.counts.sum())
+        piece = (plan.piece or self._piece) if plan.apart else 0
+        return Step(self.time_s, whole_s, busy_s, plan.counts, loss, piece)
+
+    def _snapshot(self, score: Callable[[nn.Module], float] | None) -> Snapshot:
+        value = float("nan")
+        if score is not None:
+            modes = {module: module.training for module in self.model.modules()}
+            self.model.eval()
+            try:
+                with torch.no_grad():
+                    value = float(score(self.model))
+            finally:
+                for module, training in modes.items():
+                    module.training = training
+        return Snapshot(self.steps, self.samples_seen, self.time_s, value)
+
+    @contextmanager
+    def _own_random(self) -> Iterator[None]:
+        """Training draws from its own generators, so that scoring or a second cluster changes nothing."""
+        outside = random_state.capture()
+        random_state.restore(self._rng)
+        try:
+            yield
+        finally:
+            self._rng = random_state.capture()
+            random_state.restore(outside)
+
+
+class _AllRecorders(Recorder):
+    """All workers' recorders as one; its row is the rows (W, n) of all."""
+
+    def __init__(self, workers: VirtualWorkers, job: JobFacts) -> None:
+        super().__init__(torch.device("meta"))
+        self.workers, self.job = workers, job
+        self.of_step: tuple[StepPlan, Floats, float, Shares, float | None]  # what `VirtualWorkers.record` takes
+
+    def add(self, name: str, value: Tensor | float, *, part: int = 0, weight: float = 1.0) -> None:
+        self.workers.recorders[0].add(name, float(value), part=part, weight=weight)
+
+    def step_done(
+        self, *, keep: bool, first_of_epoch: bool, scale: float = 1.0, dealt: tuple[float, float] | None = None
+    ) -> None:
+        self.workers.record(*self.of_step, keep=keep, first_of_epoch=first_of_epoch)
+        self.steps = self.workers.recorders[0].steps
+
+    def row(self, *, issued: int, count: float, weight: float, epoch: int = 0, crossed: int = 0) -> Floats:
+        return self.workers.rows(self.job.closing.sizes, issued=issued)
+
+    def reset(self) -> None:
+        self.steps = 0
+        self.workers.reset()
+
+
+class _ForAll(Decider):
+    """Decides in place: the one row that a `Channel` without a group stacks is everyone's, (1, W, n)."""
+
+    def decide(self, rows: Floats, closing: Closing | None = None) -> Message:
+        return super().decide(rows[0], closing)

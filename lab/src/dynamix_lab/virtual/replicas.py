@@ -1,0 +1,245 @@
+"""Workers that step apart and meet over parameters, in one process: a replica of model and optimizer for each."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dynamix.data.plan import pieces_of
+from dynamix.errors import ConfigError
+from dynamix.runtime.averaging import Workers
+from dynamix.runtime.noise import ConsecutiveNoise
+from dynamix.runtime.observation import Recorder
+from dynamix.runtime.parameters import Averaging, ParameterMeeting
+from dynamix.runtime.readings import ACCURACY_ROWS
+from dynamix_lab.simulator.rounds import RoundApart
+from dynamix_lab.virtual.union_gradient import Indices, Load, ShareSeen, forward, moved
+
+NOISE_EVERY = 64  # gradients of a worker, of which two that follow each other tell the noise scale, as live
+
+
+class Replicas:
+    """W workers, the first of which has `model` and `optimizer` themselves and the others deep copies.
+
+    A round is trained worker after worker. Each takes an optimizer step on every piece of its share, and then the
+    models become one by the code of a live job (`ParameterMeeting`). Masks of dropout come from one stream. Learning
+    rates and other settings of `optimizer` are everybody's.
+
+    load       indices -> (inputs, targets), already collated
+    recorders  of the workers, which are told of their noise scale
+    most       samples of a piece, by worker
+    whole      samples of the piece that learning rates are for
+    at_times   the first one is trained by others too, and then the replicas go on from what it is
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        loss: Callable[[Any, Any], Tensor],
+        load: Load,
+        *,
+        recorders: Sequence[Recorder],
+        most: Sequence[int],
+        whole: int,
+        averaging: Averaging,
+        at_times: bool = False,
+    ) -> None:
+        trained = [p for p in model.parameters() if p.requires_grad]
+        if not trained:
+            raise ConfigError("model", type(model).__name__, "a model with parameters to train", "set requires_grad")
+        self.loss, self.load, self.most, self.whole = loss, load, most, whole
+        self.device = trained[0].device
+        self.gradient_bytes = sum(p.numel() * p.element_size() for p in trained)
+        self.follow_piece: Callable[[float], None] = lambda scale: None  # lets rates fit a part of a piece
+        self._hall = Hall(len(recorders))
+        pairs = [(model, optimizer), *(copy.deepcopy((model, optimizer)) for _ in recorders[1:])]
+        self._all = [
+            _Replica(*pair, averaging, workers, recorder, at_times=at_times)
+            for pair, workers, recorder in zip(pairs, self._hall.workers, recorders, strict=True)
+        ]
+
+        self._together = at_times  # the first one has gone on alone
+
+    def together(self) -> None:
+        """A step over gradients begins, which the first replica takes for all."""
+        if not self._together:
+            self._hall.meet(replica.meeting.rejoining() for replica in self._all)
+            self._together = True
+
+    @property
+    def payload(self) -> float:
+        """Bytes that a meeting moves, over those of a gradient."""
+        return self._all[0].meeting.payload
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """Of all workers."""
+        return [replica.optimizer for replica in self._all]
+
+    def __call__(self, shares: Sequence[Indices]) -> tuple[list[list[ShareSeen]], RoundApart]:
+        """A round on the workers' `shares`: what each saw of its pieces, and what it takes a simulated cluster."""
+        first = self._all[0].optimizer
+        if self._together:
+            for replica in self._all[1:]:
+                replica.go_on_from(self._all[0])
+            self._together = False
+        seen = []
+        for replica, share, most in zip(self._all, shares, self.most, strict=True):
+            replica.follow(first)
+            replica.meeting.begin()
+            of_worker = []
+            for piece in _cut(share, most):
+                self.follow_piece(len(piece) / self.whole)
+                of_worker.append(self._step(replica, piece))
+            seen.append(of_worker)
+        total = sum(len(share) for share in shares)
+        meetings = (
+            replica.meeting.meeting(len(share) / total) for replica, share in zip(self._all, shares, strict=True)
+        )
+        payload_bytes = self._hall.meet(meetings)
+        pieces = [[piece.samples for piece in of_worker] for of_worker in seen]
+        return seen, RoundApart(pieces, payload_bytes, self.gradient_bytes)
+
+    def _step(self, replica: _Replica, piece: Indices) -> ShareSeen:
+        """One worker's optimizer step."""
+        outputs, targets, value = forward(replica.model, self.loss, moved(self.load(piece), self.device))
+        value.backward()
+        replica.observe_pair(len(piece))
+        replica.optimizer.step()
+        replica.optimizer.zero_grad()
+        replica.meeting.steps += 1
+        heads: tuple[Tensor | None, Tensor | None] = (None, None)
+        if isinstance(outputs, Tensor) and isinstance(targets, Tensor):
+            heads = outputs.detach()[:ACCURACY_ROWS].cpu(), targets[:ACCURACY_ROWS].cpu()
+        return ShareSeen(len(piece), float(value.item()), float("nan"), *heads)
+
+
+class _Replica:
+    """One worker's model and optimizer, and its side of the meetings."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        how: Averaging,
+        workers: Workers,
+        recorder: Recorder,
+        *,
+        at_times: bool,
+    ) -> None:
+        self.model, self.optimizer, self.recorder = model, optimizer, recorder
+        self.meeting = ParameterMeeting(model, how, workers, workers, scaler=None, at_times=at_times)
+        if at_times:  # which steps are apart is known by who trains
+            self.meeting.before_step = lambda: None
+        self.meeting.add_optimizer(optimizer)
+        self._pairs = ConsecutiveNoise(NOISE_EVERY)
+
+    def follow(self, first: Optimizer) -> None:
+        """Take over the settings of the first worker's optimizer: a scheduler may have changed them."""
+        for own, group in zip(self.optimizer.param_groups, first.param_groups, strict=True):
+            own.update({name: value for name, value in group.items() if name != "params"})
+
+    @torch.no_grad()
+    def go_on_from(self, first: _Replica) -> None:
+        """Parameters, buffers and what the optimizer remembers become those of `first`."""
+        mine, theirs = self.model, first.model
+        for own, other in zip(
+            (*mine.parameters(), *mine.buffers()), (*theirs.parameters(), *theirs.buffers()), strict=True
+        ):
+            own.copy_(other)
+        parameters = ([p for g in o.param_groups for p in g["params"]] for o in (self.optimizer, first.optimizer))
+        for own, other in zip(*parameters, strict=True):
+            if other in first.optimizer.state:
+                self.optimizer.state[own] = copy.deepcopy(first.optimizer.state[other])
+            else:
+                self.optimizer.state.pop(own, None)
+
+    def observe_pair(self, samples: int) -> None:
+        """The noise scale, from this worker's gradients that follow each other."""
+        parameters = (p for group in self.optimizer.param_groups for p in group["params"])
+        gradients = [p.grad for p in parameters if p.grad is not None and not p.grad.is_sparse]
+        if pair := self._pairs.observe(gradients, float(samples)):
+            self.recorder.add("pair_noise", float(pair[0].item()))
+            self.recorder.add("pair_signal", float(pair[1].item()))
+
+
+class Hall:
+    """Where the workers of one process meet: what all have begun is reduced over them once all have come so far."""
+
+    def __init__(self, count: int) -> None:
+        self.workers = [HallWorkers(count, self) for _ in range(count)]
+        self.lists: list[list[Any]] = []
+
+    def meet(self, meetings: Iterator[Iterator[None]]) -> int:
+        """Let the workers' meetings go on in step until all are over; returns the bytes that each has sent."""
+        under_way, sent = list(meetings), 0
+        while under_way:
+            goes_on = [next(meeting, _OVER) is not _OVER for meeting in under_way]
+            sent += self._arrive()
+            if not any(goes_on):
+                under_way = []
+        return sent
+
+    @torch.no_grad()
+    def _arrive(self) -> int:
+        sent = 0
+        for parts in zip(*(workers.begun for workers in self.workers), strict=True):
+            flats, op = [flat for flat, _ in parts], parts[0][1]
+            total = flats[0].clone()
+            for flat in flats[1:]:
+                _REDUCED[str(op)](total, flat)
+            for flat in flats:
+                flat.copy_(total)
+            sent += total.numel() * total.element_size()
+        for workers in self.workers:
+            workers.begun, workers.gathers = [], 0
+        self.lists = []
+        return sent
+
+
+class HallWorkers(Workers):
+    """What one of them knows as `Workers`. What it gathers is there once all have arrived."""
+
+    def __init__(self, count: int, hall: Hall) -> None:
+        super().__init__(None)
+        self._count, self._hall, self.gathers = count, hall, 0
+        self.begun: list[tuple[Tensor, Any]] = []
+
+    @property
+    def count(self) -> int:
+        return self._count
+
+    def add(self, flat: Tensor, op: Any = dist.ReduceOp.SUM) -> None:
+        self.begun.append((flat, op))
+
+    def gather(self, mine: Any) -> list[Any]:
+        lists = self._hall.lists
+        if self.gathers == len(lists):
+            lists.append([])
+        of_all = lists[self.gathers]
+        of_all.append(mine)
+        self.gathers += 1
+        return of_all
+
+
+_OVER = object()
+_REDUCED: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    str(dist.ReduceOp.SUM): lambda total, flat: total.add_(flat),
+    str(dist.ReduceOp.MAX): lambda total, flat: total.copy_(torch.maximum(total, flat)),
+    str(dist.ReduceOp.MIN): lambda total, flat: total.copy_(torch.minimum(total, flat)),
+}
+
+
+def _cut(share: Indices, most: int) -> Iterator[Indices]:
+    """The pieces of a share, in order; none of an empty one."""
+    at = 0
+    for size in pieces_of(len(share), most) if share else ():
+        yield share[at : at + size]
+        at += size

@@ -1,0 +1,137 @@
+"""Workers of the virtual clock: a live job's recorders, on times that a simulated cluster gives."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from dynamix.data import StepPlan
+from dynamix.errors import ConfigError
+from dynamix.probes.timing import CpuClock, StepTimer
+from dynamix.runtime.observation import ROW, Recorder
+from dynamix.window import Floats, Ints
+from dynamix_lab.simulator.clusters import Clusters
+from dynamix_lab.simulator.env import ClusterEnv
+from dynamix_lab.simulator.rounds import RoundApart
+from dynamix_lab.virtual.union_gradient import ShareSeen
+
+Shares = Sequence[Sequence[ShareSeen]]  # by worker: what it sees of its pieces; nothing of a share of zero
+_NO_DEVICE = torch.device("meta")  # a recorder there looks at no host
+_COMPUTE = [ROW.index("compute"), ROW.index("compute_std")]
+
+
+class VirtualTime(CpuClock):
+    """The clock of simulated workers: it reads what it is set to, in seconds."""
+
+    now_s = 0.0
+
+    def mark(self) -> float:
+        return self.now_s
+
+
+class VirtualWorkers:
+    """W recorders whose marks are set by the simulated step: forward at its start, gradients ready after the worker's
+    own computing, reduction at its end. Waits and transfer then follow by the same code as in a live job."""
+
+    def __init__(self, world: ClusterEnv) -> None:
+        self.world, self.time = world, VirtualTime()
+        self.count = world.clusters.shape[1]
+        self.recorders = [Recorder(_NO_DEVICE) for _ in range(self.count)]
+        for recorder in self.recorders:
+            recorder.timer = StepTimer(_NO_DEVICE, clock=self.time)
+        self._applied: Ints | None = None
+        self._clear()
+
+    def _clear(self) -> None:
+        self._busy_s, self._whole_s = np.zeros(self.count), 0.0
+
+    def spend(
+        self, plan: StepPlan, costs: Floats | None = None, apart: RoundApart | None = None
+    ) -> tuple[Floats, float]:
+        """Advance the world by one step on `plan.counts`: seconds each worker computes (W,), and of the whole step.
+
+        costs   (W,) what the samples of each worker cost beside their number; None: nothing
+        apart   how the workers cut these counts where they step apart; None: they meet over gradients
+        """
+        counts = np.array(plan.counts[None], dtype=np.int64)
+        changed = self._applied is not None and not np.array_equal(counts, self._applied)
+        if plan.regular and changed:
+            self.world.apply(counts)
+        else:
+            self.world.batch = counts  # the tail of an epoch is no new allocation
+        self._applied = counts if plan.regular else self._applied
+        if costs is not None:
+            self.world.charge(costs[None])
+        busy, whole = self.world.advance() if apart is None else self.world.advance_apart(apart)
+        return busy[0], float(whole[0])
+
+    def most(self, micro_batch: int) -> list[int]:
+        """Samples of each worker's pieces: `micro_batch`, or what the simulated memory holds."""
+        cap = self.world.clusters.memory_cap
+        held = np.full(self.count, micro_batch) if cap is None else np.minimum(cap[0], micro_batch)
+        return [int(most) for most in held]
+
+    def norms_due(self) -> bool:
+        """Whether the coming step's squared norms are to be measured, as in a live job."""
+        return self.recorders[0].norms_due()
+
+    def record(
+        self,
+        plan: StepPlan,
+        busy_s: Floats,
+        whole_s: float,
+        seen: Shares,
+        global_sq: float | None,
+        *,
+        keep: bool,
+        first_of_epoch: bool,
+    ) -> None:
+        """The optimizer step of `plan` in every worker's recorder; the clock stands at its end afterwards.
+
+        global_sq   |g|^2, None where norms were not due
+        """
+        begin = self.time.now_s
+        if keep:
+            self._busy_s, self._whole_s = self._busy_s + busy_s, self._whole_s + whole_s
+        for rank, (recorder, own_s, pieces) in enumerate(zip(self.recorders, busy_s.tolist(), seen, strict=True)):
+            self.time.now_s = begin
+            recorder.timer.forward_started()
+            self.time.now_s = begin + own_s
+            recorder.gradients_ready()
+            self.time.now_s = begin + whole_s
+            recorder.reduced()
+            for piece in pieces:
+                recorder.add("loss", piece.loss, weight=piece.samples)
+                if global_sq is not None:
+                    recorder.add("local_sq", piece.norm_sq)
+                if piece.target is not None and not piece.target.is_floating_point():  # a regression has no accuracy
+                    recorder.observe(None, piece.logits, piece.target, samples=piece.samples)
+            if global_sq is not None:
+                recorder.add("global_sq", global_sq)
+            recorder.step_done(keep=keep, first_of_epoch=first_of_epoch, dealt=plan.dealt_to(rank))
+
+    def rows(self, sizes: Ints, *, issued: int) -> Floats:
+        """Close the window: the rows (W, n) that `observation.assemble` takes."""
+        total = float(sizes.sum())
+        parts = zip(self.recorders, map(float, sizes.tolist()), strict=True)
+        rows = np.stack([recorder.row(issued=issued, count=n, weight=n / total) for recorder, n in parts])
+        whole_s, steps = np.array([self._whole_s]), self.recorders[0].steps
+        for name, values in self.world.host_figures(self._busy_s[None], whole_s, steps).items():
+            rows[:, ROW.index(name)] = values[0]
+        self._clear()
+        rows[np.ix_(sizes == 0, _COMPUTE)] = np.nan  # an idle worker's speed is not known, rather than infinite
+        return rows
+
+    def reset(self) -> None:
+        """Forget the open window."""
+        self._clear()
+        for recorder in self.recorders:
+            recorder.reset()
+
+
+def one_world(clusters: Clusters | ClusterEnv, seed: int) -> ClusterEnv:
+    """The environment whose clock to use. Raises `ConfigError` unless it is of one cluster."""
+    shape = clusters.shape if isinstance(clusters, Clusters) else clusters.clusters.shape
+    if shape[0] != 1:
+        raise ConfigError("clusters", f"{shape[0]} clusters", "1 cluster", "choose one with clusters.take([i])")
+    return ClusterEnv(clusters, seed=seed, interval=1) if isinstance(clusters, Clusters) else clusters

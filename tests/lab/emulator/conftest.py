@@ -1,0 +1,58 @@
+"""Privileged tests skip with a reason where the machine refuses; where they are required, that is a failure."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dynamix_lab.emulator import keeper
+from dynamix_lab.emulator.limits import find_cgroup
+from dynamix_lab.emulator.mechanisms import probe_mechanisms
+
+PYTHON = [sys.executable, "-I", "-S", "-c"]
+
+
+@pytest.fixture(scope="session")
+def _missing() -> str:
+    found = probe_mechanisms()
+    return "; ".join(why for name in ("network", "cpu", "rate", "loss") for ok, why in [found[name]] if not ok)
+
+
+@pytest.fixture
+def privileged(_missing: str) -> None:
+    """Namespaces and control groups can be made here."""
+    if _missing:
+        if os.environ.get("CI") == "true" or os.environ.get("DYNAMIX_REQUIRE_EMULATOR") == "1":
+            pytest.fail(f"emulator tests are required here, but: {_missing}")
+        pytest.skip(_missing)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    """After every test: no process, control group or folder of an emulation of this process."""
+    yield
+    mine = f"-{os.getpid()}-{keeper.start_time(os.getpid())}-"
+    assert not [name for name in traces() if mine in name]
+
+
+def traces() -> set[str]:
+    """Names of all emulations of which anything exists."""
+    found = find_cgroup()
+    folders = [Path(tempfile.gettempdir())] + ([] if isinstance(found, str) else [found[0]])
+    names = {entry.name for folder in folders for entry in folder.iterdir()} | set(keeper.marked_processes())
+    return {name for name in names if name.startswith("dynamix-") and name.count("-") == 4}
+
+
+def wait_until_gone(name: str, timeout_s: float = 15.0) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while name in traces():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True

@@ -1,0 +1,291 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+import dynamix
+from dynamix.errors import ConfigError, EmulationError, ScenarioError, UsageError
+from dynamix_lab.emulator import Emulation, host_speeds, keeper
+from dynamix_lab.emulator.limits import find_cgroup
+from tests.lab.emulator.conftest import PYTHON, traces, wait_until_gone
+
+SLEEP = [*PYTHON, "import time; time.sleep(600)"]
+TWO = {"hosts": [{"cpu": 0.2}, {"cpu": 0.2}]}
+# Both are measured by the clock, so neither runs beside other tests.
+MECHANISMS = [pytest.param(name, marks=pytest.mark.emulator) for name in ("privileged", "duty-cycle")]
+
+
+@pytest.fixture(params=MECHANISMS)
+def mechanism(request: pytest.FixtureRequest) -> str:
+    if request.param == "privileged":
+        request.getfixturevalue("privileged")
+    return str(request.param)
+
+
+# Prints (time on the machine's monotonic clock, CPU time used) every 20 ms for as many seconds as asked.
+METER = """
+import time, sys
+end = time.monotonic() + float(sys.argv[1])
+while (now := time.monotonic()) < end:
+    print(now, time.process_time())
+    while time.monotonic() < now + 0.02: pass
+"""
+
+
+def test_the_neighbour_halves_one_host_and_moves_on_schedule(tmp_path: Path, mechanism: str) -> None:
+    scenario = {
+        "hosts": [{"cpu": 0.25}, {"cpu": 0.2}],
+        "disturbances": [{"kind": "neighbour", "every_s": 1.5, "factor": 0.5}],
+    }
+    with Emulation(scenario, seed=1, run_dir=tmp_path, mechanism=mechanism) as cluster:  # type: ignore[arg-type]
+        cluster.launch([*PYTHON, METER, "7"])
+        time.sleep(0.3)
+        cluster.start_clock()
+        elapsed = cluster.time_s()
+        assert elapsed is not None
+        start = time.monotonic() - elapsed
+        assert cluster.wait(30) == [0, 0]
+        noise = keeper.marked_processes()[cluster.name]
+        assert len(noise) == 2
+        used = sum(sum(psutil.Process(pid).cpu_times()[:2]) for pid in noise)
+        final = cluster.time_s()
+        assert final is not None
+        assert 0.5 * 0.1125 * final < used < 1.3 * 0.1125 * final  # the other half, by real processes
+    for rank in range(2):
+        rows = np.loadtxt(tmp_path / f"rank{rank}.out")
+        for slot in range(4):
+            ends = start + 1.5 * slot + np.array([0.2, 1.45])
+            got = np.diff(np.interp(ends, rows[:, 0], rows[:, 1]))[0] / 1.25
+            want = host_speeds(cluster.scenario, 1.5 * slot, 1)[rank]
+            assert 0.65 * want < got < 1.2 * want, (rank, slot)  # a machine may take away, a limit never gives more
+
+
+def test_a_trace_and_a_schedule_change_quotas_in_time(tmp_path: Path, mechanism: str) -> None:
+    scenario = {
+        "hosts": [{"cpu": 0.25}, {"cpu": 0.2}],
+        "trace": {"times_s": [0, 1.5], "factors": [[1, 0.5], [0.4, 1]], "repeat_s": 3},
+        "schedule": [{"at_s": 4.5, "host": 1, "cpu": 0.1}],
+        "disturbances": [{"kind": "load", "hosts": [0], "factor": 0.5, "start_s": 3}],
+    }
+    with Emulation(scenario, run_dir=tmp_path, mechanism=mechanism) as cluster:  # type: ignore[arg-type]
+        cluster.launch([*PYTHON, METER, "7"])
+        time.sleep(0.3)
+        cluster.start_clock()
+        start = time.monotonic() - (cluster.time_s() or 0)
+        assert cluster.wait(30) == [0, 0]
+    expected = [[0.25, 0.1], [0.1, 0.2], [0.125, 0.1], [0.05, 0.1]]
+    for slot in range(4):
+        assert host_speeds(cluster.scenario, 1.5 * slot + 0.5) == pytest.approx(expected[slot])
+        for rank in range(2):
+            rows = np.loadtxt(tmp_path / f"rank{rank}.out")
+            ends = start + 1.5 * slot + np.array([0.2, 1.45])
+            got = np.diff(np.interp(ends, rows[:, 0], rows[:, 1]))[0] / 1.25
+            want = expected[slot][rank]
+            assert 0.6 * want < got < 1.2 * want + 0.01, (rank, slot)
+
+
+def test_a_schedule_that_cannot_be_followed_is_no_longer_the_scenario(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scenario = {**TWO, "schedule": [{"at_s": 1.5, "cpu": 0.1}]}
+    with Emulation(scenario, run_dir=tmp_path, mechanism="duty-cycle") as cluster:
+        cluster.launch(SLEEP)
+        cluster.start_clock()
+        monkeypatch.setattr(cluster._limiter, "limit", lambda group, cores: 1 / 0)
+        with pytest.raises(EmulationError, match="schedule could not be followed: division by zero"):
+            cluster.wait(10)
+        monkeypatch.undo()
+
+
+def test_limits_come_and_go_when_told(tmp_path: Path, mechanism: str) -> None:
+    with Emulation({"hosts": [{"cpu": 0.1}]}, run_dir=tmp_path, mechanism=mechanism) as cluster:
+        assert cluster.speeds() is None
+        cluster.launch([*PYTHON, METER, "4.5"])
+        time.sleep(1.5)
+        cluster.throttle()
+        limited = time.monotonic()
+        assert cluster.speeds() == [0.1]
+        time.sleep(1.5)
+        cluster.unthrottle()
+        free = time.monotonic()
+        assert cluster.wait(30) == [0]
+    rows = np.loadtxt(tmp_path / "rank0.out")
+
+    def cores(begin: float, end: float) -> float:
+        return float(np.diff(np.interp([begin, end], rows[:, 0], rows[:, 1]))[0] / (end - begin))
+
+    assert 0.06 < cores(limited + 0.2, free) < 0.12
+    assert cores(limited - 1.0, limited) > 0.2
+    assert cores(free + 0.1, rows[-1, 0]) > 0.2
+
+
+def test_ranks_get_torchruns_environment_and_output_goes_to_files(tmp_path: Path, mechanism: str) -> None:
+    program = "import os, sys, json; print(json.dumps(dict(os.environ))); print('oops', file=sys.stderr)"
+    with Emulation(TWO, run_dir=tmp_path, mechanism=mechanism) as cluster:  # type: ignore[arg-type]
+        cluster.launch([*PYTHON, program], env={"MINE": "1"}, name="first")
+        assert cluster.wait(30) == [0, 0]
+        cluster.launch([*PYTHON, "import os; os._exit(3 * int(os.environ['RANK']))"], name="second")
+        assert cluster.wait(30) == [0, 3]
+    for rank in range(2):
+        seen = json.loads((tmp_path / f"first.rank{rank}.out").read_text())
+        assert (seen["RANK"], seen["LOCAL_RANK"], seen["WORLD_SIZE"], seen["MINE"]) == (str(rank), "0", "2", "1")
+        assert {"MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS"} <= set(seen)
+        assert (tmp_path / f"first.rank{rank}.err").read_text() == "oops\n"
+
+
+def test_misuse_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="mechanism"):
+        Emulation(TWO, run_dir=tmp_path, mechanism="docker")  # type: ignore[arg-type]
+    with pytest.raises(ScenarioError, match="cores of this machine"):
+        Emulation({"hosts": [{"cpu": 1000}]}, run_dir=tmp_path / "never")
+    assert not (tmp_path / "never").exists()
+    with Emulation(TWO, run_dir=tmp_path, mechanism="duty-cycle") as cluster:
+        cluster.launch(SLEEP)
+        with pytest.raises(UsageError, match="still run"):
+            cluster.launch(SLEEP)
+        with pytest.raises(ConfigError, match="after --"):
+            cluster.launch([])
+
+
+def test_an_exception_leaves_nothing(tmp_path: Path, mechanism: str) -> None:
+    def fail() -> None:
+        with Emulation("demo", run_dir=tmp_path, mechanism=mechanism) as cluster:  # type: ignore[arg-type]
+            cluster.launch(SLEEP)
+            cluster.start_clock()
+            assert cluster.name in traces()
+            raise RuntimeError("user's")
+
+    with pytest.raises(RuntimeError, match="user's"):
+        fail()  # the fixture `nothing_left` looks
+
+
+def test_wait_and_terminate_never_hang(tmp_path: Path, mechanism: str) -> None:
+    stubborn = "import signal, time; signal.signal(15, signal.SIG_IGN); print('on', flush=True); time.sleep(600)"
+    with Emulation(TWO, run_dir=tmp_path, mechanism=mechanism) as cluster:  # type: ignore[arg-type]
+        cluster.launch([*PYTHON, stubborn])
+        cluster.throttle()
+        while not all((tmp_path / f"rank{r}.out").read_text() for r in range(2)):
+            time.sleep(0.05)
+        cluster.terminate(patience_s=0.3)
+        assert cluster.wait() == [-9, -9]
+        cluster.launch(SLEEP)
+        began = time.monotonic()
+        assert cluster.wait(0.5) == [-15, -15]
+        assert time.monotonic() - began < 10
+
+
+def test_when_a_rank_fails_the_others_get_their_grace_and_no_more(tmp_path: Path) -> None:
+    program = "import os, sys, time; sys.exit(7) if os.environ['RANK'] == '1' else time.sleep(600)"
+    with Emulation(TWO, run_dir=tmp_path, mechanism="duty-cycle") as cluster:
+        cluster.launch([*PYTHON, program])
+        began = time.monotonic()
+        assert cluster.wait(grace_s=1.0) == [-15, 7]
+        assert 1.0 < time.monotonic() - began < 15
+
+
+def test_children_of_ranks_end_with_them(tmp_path: Path, mechanism: str) -> None:
+    program = """
+import subprocess, sys
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+print("on", flush=True)
+"""
+    with Emulation(TWO, run_dir=tmp_path, mechanism=mechanism) as cluster:  # type: ignore[arg-type]
+        cluster.launch([*PYTHON, program])
+        assert cluster.wait(30) == [0, 0]
+        assert len(keeper.marked_processes()[cluster.name]) == 2
+
+
+# ---------------------------------------------------------------- the owner ends, in every way
+
+OWNER = """
+import signal, sys, time, types
+signal.signal(signal.SIGINT, signal.default_int_handler)  # what a background shell starts ignores it
+package = types.ModuleType("dynamix")  # without its front page, which imports torch: the emulator does not need it
+package.__path__ = [sys.argv[3]]
+sys.modules["dynamix"] = package
+from dynamix_lab.emulator import Emulation
+scenario, mechanism, folder = {"hosts": [{"cpu": 0.1}, {"cpu": 0.1}], "disturbances": [
+    {"kind": "neighbour", "every_s": 1, "factor": 0.5}]}, sys.argv[1], sys.argv[2]
+with Emulation(scenario, run_dir=folder, mechanism=mechanism) as cluster:
+    cluster.launch([sys.executable, "-I", "-S", "-c", "while True: pass"])
+    cluster.start_clock()
+    print(cluster.name, flush=True)
+    time.sleep(600)
+"""
+
+
+@contextmanager
+def owner(folder: Path, mechanism: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Another process with a running emulation, and that one's name."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", OWNER, mechanism, str(folder), dynamix.__path__[0]],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        name = process.stdout.readline().strip()
+        assert name, process.stderr.read() if process.stderr else ""
+        assert name in traces()
+        yield process, name
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_signal_to_the_owner_leaves_nothing(tmp_path: Path, mechanism: str, number: signal.Signals) -> None:
+    with owner(tmp_path, mechanism) as (process, name):
+        process.send_signal(number)
+        code = process.wait(20)
+        assert code == (143 if number == signal.SIGTERM else -number)
+        assert wait_until_gone(name)
+
+
+def test_the_next_start_sweeps_what_is_provably_abandoned_and_nothing_else(tmp_path: Path, mechanism: str) -> None:
+    found = find_cgroup()
+    roots = [] if isinstance(found, str) else [found[0]]
+    with owner(tmp_path / "dead", mechanism) as (dead, abandoned), owner(tmp_path / "alive", mechanism) as (_, alive):
+        keepers = [p for p in psutil.Process(dead.pid).children() if "keeper.py" in " ".join(p.cmdline())]
+        assert len(keepers) == 1
+        for victim in (*keepers, psutil.Process(dead.pid)):
+            victim.kill()
+        dead.wait(10)
+        assert abandoned in traces()
+        # Same pid, other start time: a name that this process's own pid does not protect.
+        namespace = os.stat("/proc/self/ns/pid").st_ino
+        assert keeper.is_abandoned(f"dynamix-{namespace}-{os.getpid()}-1-0")
+        assert not keeper.is_abandoned(f"dynamix-{namespace + 1}-{os.getpid()}-1-0")
+        assert not keeper.is_abandoned("dynamix-of-somebody-else")
+        with Emulation(TWO, run_dir=tmp_path / "next", mechanism=mechanism):  # type: ignore[arg-type]
+            assert abandoned not in traces()
+            assert alive in traces()
+            assert len(keeper.marked_processes()[alive]) == 4  # two ranks and what is busy beside them
+        assert keeper.sweep(roots) == []
+        assert alive in traces()
+
+
+def test_a_large_host_gets_as_many_busy_processes_as_its_neighbour_may_use(tmp_path: Path) -> None:
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("needs two cores")
+    load = {"kind": "load", "factor": 0.9}
+    with Emulation(
+        {"hosts": [{"cpu": 1.2}], "disturbances": [load]}, run_dir=tmp_path, mechanism="duty-cycle"
+    ) as cluster:
+        cluster.start_clock()
+        deadline = time.monotonic() + 10
+        while len(keeper.marked_processes().get(cluster.name, [])) < 2 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert len(keeper.marked_processes()[cluster.name]) == 2

@@ -1,0 +1,120 @@
+"""`dynamix emulate --compare`: one script under several policies, without editing it."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import dynamix
+from dynamix.cli.app import app
+from dynamix.errors import ConfigError
+from dynamix.telemetry import find_sources
+from dynamix_lab.emulator.compare import ComparedRow, rows_of
+from dynamix_lab.emulator.run import _show_failures
+
+# What a script under comparison does, without its minutes of training.
+SCRIPT = """
+import os, sys, time
+sys.path.insert(0, {root!r})
+policy, meet = os.environ["DYNAMIX_POLICY"], os.environ.get("DYNAMIX_MEET")
+if meet:
+    sys.exit("dynamix.errors.UsageError: put the passes under `with controller.piece():`")
+if os.environ["RANK"] == "0":
+    from tests.telemetry.simulated import simulate
+    from pathlib import Path
+    simulate(Path(os.environ["DYNAMIX_EVENTS"]), workers=2, windows=12, policy=policy)
+"""
+ROOT = str(Path(__file__).parents[3])
+TWO = {"hosts": [{"cpu": 0.9}, {"cpu": 0.9}]}
+
+
+def test_what_is_told_from_outside_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DYNAMIX_POLICY", "static")
+    monkeypatch.setenv("DYNAMIX_MEET", "nowhere")
+    with pytest.raises(ConfigError, match="meet='nowhere'"):
+        dynamix.Controller("dynamix", batch_size=8)
+    monkeypatch.delenv("DYNAMIX_MEET")
+    with dynamix_closed(dynamix.Controller("dynamix", batch_size=8)) as controller:
+        assert type(controller.policy).__name__ == "Static"
+    monkeypatch.setenv("DYNAMIX_POLICY", "unknown-policy")
+    with pytest.raises(ConfigError, match="unknown-policy"):
+        dynamix.Controller("dynamix", batch_size=8)
+
+
+class dynamix_closed:  # noqa: N801
+    def __init__(self, controller: dynamix.Controller) -> None:
+        self.controller = controller
+
+    def __enter__(self) -> dynamix.Controller:
+        return self.controller
+
+    def __exit__(self, *error: object) -> None:
+        self.controller.close()
+
+
+def test_rows_are_policies_and_local() -> None:
+    assert rows_of("static, local") == [ComparedRow("static", "static"), ComparedRow("local", "lb_bsp", "parameters")]
+    assert rows_of("static:256")[0].environment == {"DYNAMIX_POLICY": "static:256"}
+    for text in ("", " , ", "static,static", "static:1,static/1"):
+        with pytest.raises(ConfigError, match="compare"):
+            rows_of(text)
+
+
+def test_each_row_has_a_folder_and_the_whole_a_table_and_a_page(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(root=ROOT))
+    (tmp_path / "two.yaml").write_text(json.dumps(TWO))
+    command = ["emulate", str(tmp_path / "two.yaml"), "--compare", "static,local,goodput"]
+    command += ["--mechanism", "duty-cycle", "--throttle-after", "0", "--out", str(tmp_path / "run")]
+    done = CliRunner().invoke(app, [*command, "--", sys.executable, str(script)])
+    assert done.exit_code == 0, done.output
+    assert "local: not available: needs the rounds loop" in " ".join(done.stdout.split())
+    assert "goodput" in done.stdout
+    assert (tmp_path / "run/report.html").exists()
+    result = json.loads((tmp_path / "run/result.json").read_text())
+    assert [found["available"] is True for found in result["rows"].values()] == [True, False, True]
+    assert json.loads((tmp_path / "run/static/run.json").read_text())["policy"] == "static"
+    sources = find_sources([tmp_path / "run"])
+    assert [(source.name, bool(source.absent)) for source in sources] == [
+        ("static", False),
+        ("local", True),
+        ("goodput", False),
+    ]
+    again = CliRunner().invoke(app, ["report", str(tmp_path / "run"), "--json"])
+    compared = json.loads(again.stdout)["comparison"]
+    assert [row["name"] for row in compared["rows"]] == ["static", "goodput"]
+    assert compared["absent"][0]["name"] == "local"
+
+
+def three_ranks(folder: Path) -> Path:
+    folder.mkdir()
+    for rank in range(3):
+        (folder / f"rank{rank}.err").write_text(f"[rank{rank}]: no such data\n")
+    return folder
+
+
+def test_a_script_that_fails_at_once_is_run_once_and_its_error_is_shown_once(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("raise SystemExit('no such data')\n")
+    (tmp_path / "two.yaml").write_text(json.dumps(TWO))
+    command = ["emulate", str(tmp_path / "two.yaml"), "--compare", "static,goodput", "--mechanism", "duty-cycle"]
+    command += ["--throttle-after", "0", "--out", str(tmp_path / "run")]
+    done = CliRunner().invoke(app, [*command, "--", sys.executable, str(tmp_path / "script.py")])
+    assert done.exit_code == 1, done.output
+    said = io.StringIO()
+    _show_failures([0, 1, 1], three_ranks(tmp_path / "ranks"), said)
+    assert said.getvalue().count("no such data") == 1
+    assert "ranks 1, 2 ended with 1" in said.getvalue()
+    assert "goodput: not run: under static the script failed before its first window" in done.stdout
+
+
+def test_a_wrong_policy_is_said_before_anything_runs(tmp_path: Path) -> None:
+    command = ["emulate", "demo", "--compare", "no-such-policy", "--out", str(tmp_path / "run"), "--", "true"]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 2
+    assert "no-such-policy" in done.stderr
+    assert not (tmp_path / "run").exists()

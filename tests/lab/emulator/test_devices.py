@@ -1,0 +1,445 @@
+"""Device hosts: real ranks whose steps take the device's time. Times are bounded loosely, as machines are shared."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dynamix.errors import ConfigError
+from dynamix.events.records import read_events
+from dynamix_lab.emulator import Device, Emulation, emulate
+from dynamix_lab.emulator.devices import DeviceSteps, SharedDevices, batch_cost, too_many_overruns
+from dynamix_lab.emulator.run import summary
+from tests.lab.emulator.conftest import PYTHON
+
+EXAMPLE = Path(__file__).parents[3] / "examples/train.py"
+
+DEVICE = {"fixed_ms": 20, "per_sample_ms": 0.5}
+TWO = {"hosts": [{"cpu": 1.0}, {"cpu": 0.5}], "device": DEVICE}
+
+# `least(step)` is the shortest of some steps, s. Without credit none is shorter than the device's; a busy machine adds.
+PRELUDE = """
+import json, os, sys, time
+import torch
+from torch import nn
+from dynamix_lab.emulator import control
+from dynamix_lab.emulator.devices import batch_cost
+
+torch.manual_seed(0)
+torch.set_num_threads(1)
+x = torch.ones(32, 8)
+
+def net(width=8):
+    return nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width))
+
+def sgd(*models):
+    return torch.optim.SGD([p for model in models for p in model.parameters()], lr=0.01)
+
+def least(step, count=8):
+    times = []
+    for _ in range(count):
+        began = time.perf_counter()
+        step()
+        times.append(time.perf_counter() - began)
+    return min(times)
+
+model = net()
+optimizer = sgd(model)
+
+def plain():
+    model(x).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+# Nobody asks for limits before everybody has measured without.
+BEFORE_AND_AFTER = (
+    PRELUDE
+    + """
+before = least(plain)
+open(f"ready{os.environ['RANK']}", "w").close()
+while not all(os.path.exists(f"ready{rank}") for rank in range(int(os.environ["WORLD_SIZE"]))):
+    time.sleep(0.01)
+control.request("throttle")
+print(json.dumps([before, least(plain)]))
+"""
+)
+
+
+def run(
+    folder: Path, scenario: dict[str, Any], program: str, *, credit: bool = False, **options: Any
+) -> tuple[list[Any], list[DeviceSteps]]:
+    """What every rank printed last, and what its device did."""
+    with Emulation(scenario, run_dir=folder, **options) as cluster:
+        cluster.launch([sys.executable, "-c", program], cwd=folder, env={"DYNAMIX_DEVICE_CREDIT": str(int(credit))})
+        codes = cluster.wait(90)
+        steps = cluster.overruns()
+    ranks = range(len(codes))
+    assert not any(codes), [(folder / f"rank{rank}.err").read_text()[-2000:] for rank in ranks]
+    return [json.loads((folder / f"rank{rank}.out").read_text().splitlines()[-1]) for rank in ranks], steps
+
+
+@pytest.mark.parametrize(
+    "mechanism", [pytest.param("privileged", marks=pytest.mark.emulator), pytest.param("duty-cycle")]
+)
+def test_a_step_takes_the_devices_time_at_the_hosts_speed(
+    tmp_path: Path, mechanism: str, request: pytest.FixtureRequest
+) -> None:
+    """And only once limits are in force."""
+    if mechanism == "privileged":
+        request.getfixturevalue("privileged")
+    times, steps = run(tmp_path, TWO, BEFORE_AND_AFTER, mechanism=mechanism)
+    for (before, after), due in zip(times, (0.036, 0.072), strict=True):
+        assert before < 0.015
+        assert due <= after < 1.15 * due
+    assert [rank.steps for rank in steps] == [8, 8]
+
+
+KINDS = (
+    PRELUDE
+    + """
+from torch.utils.checkpoint import checkpoint
+
+encoder, decoder = net(), net()
+both = sgd(encoder, decoder)
+
+def ended(loss, *optimizers):
+    loss.backward()
+    for each in optimizers:
+        each.step()
+        each.zero_grad()
+
+def accumulated():
+    for _ in range(2):
+        model(x).square().mean().backward()
+    optimizer.step()
+
+def evaluated():
+    with torch.no_grad():
+        model(x)
+
+class Keywords(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used, self.unused = net(), net()
+    def forward(self, *, batch):
+        return {"loss": checkpoint(self.used, batch["x"], use_reentrant=False).sum()}
+
+keywords = Keywords()
+criterion = nn.CrossEntropyLoss()
+control.request("throttle")
+times = {
+    "plain": least(plain),
+    "loss is a module": least(lambda: ended(criterion(model(x), torch.zeros(32, dtype=torch.long)), optimizer)),
+    "accumulation": least(accumulated),
+    "a model twice": least(lambda: ended((model(x) - model(2 * x)).square().mean(), optimizer)),
+    "encoder and decoder": least(lambda: ended(decoder(encoder(x)).square().mean(), both)),
+    "checkpoint, a dictionary, unused layers": least(lambda: ended(keywords(batch={"x": x})["loss"])),
+    "no_grad": least(evaluated),
+}
+for parameter in model[0].parameters():
+    parameter.requires_grad_(False)
+times["frozen layer"] = least(plain)
+control.request("unthrottle")
+times["no limits"] = least(plain)
+print(json.dumps(times))
+"""
+)
+
+
+def test_every_kind_of_step_takes_its_time(tmp_path: Path) -> None:
+    """DDP or not, what is trained counts: a forward a third of a batch's time, a backward the rest."""
+    one = {"hosts": [{"cpu": 1.0}], "device": DEVICE}
+    (times,), _ = run(tmp_path, one, KINDS, mechanism="duty-cycle")
+    twice = {"accumulation": 0.072, "a model twice": 0.072}
+    free = {name: times.pop(name) for name in ("no_grad", "no limits")}
+    assert max(free.values()) < 0.015
+    for name, seconds in times.items():
+        due = twice.get(name, 0.036)
+        assert due <= seconds < 1.15 * due, name
+
+
+BETWEEN = (
+    PRELUDE
+    + """
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+times = []
+register_optimizer_step_pre_hook(lambda *_: times.append(time.perf_counter()))
+
+def least_between(pause):
+    times.clear()
+    for _ in range(10):
+        time.sleep(pause)
+        plain()
+    return min(after - before for before, after in zip(times, times[1:]))
+
+control.request("throttle")
+print(json.dumps([least_between(pause) for pause in (0.008, 0.1)]))
+"""
+)
+
+
+@pytest.mark.parametrize("credit", [True, False])
+def test_what_is_done_between_steps_is_hidden_up_to_a_forwards_time(tmp_path: Path, credit: bool) -> None:
+    """As a device computes while its host prepares; benches of a policy's cost switch that off."""
+    one = {"hosts": [{"cpu": 1.0}], "device": DEVICE}
+    ((short, long),), _ = run(tmp_path, one, BETWEEN, credit=credit, mechanism="duty-cycle")
+    assert 0.0355 < short < 0.043 if credit else short > 0.0435
+    assert 0.1235 < long < 0.1355 if credit else long > 0.1355
+
+
+COSTS = (
+    PRELUDE
+    + """
+tokens, table = torch.zeros(4, 25, dtype=torch.long), nn.Sequential(nn.Embedding(8, 8), nn.Linear(8, 8))
+counted = sgd(table)
+
+def step(inputs, trained, told=None):
+    if told is not None:
+        batch_cost(told)
+    trained(inputs).sum().backward()
+    counted.step()
+
+control.request("throttle")
+times = [least(lambda: step(tokens, table)), least(lambda: step(tokens, table, 20)), least(lambda: step(x, model, 0))]
+try:
+    model(x)
+except RuntimeError as error:
+    print(json.dumps([times, str(error)]))
+"""
+)
+
+
+def test_a_batch_costs_what_was_said_or_its_tokens(tmp_path: Path) -> None:
+    device = {"fixed_ms": 10, "per_sample_ms": 0, "per_cost_ms": 0.5}
+    (printed,), _ = run(tmp_path, {"hosts": [{"cpu": 1.0}], "device": device}, COSTS, mechanism="duty-cycle")
+    times, error = printed
+    for due, seconds in zip((0.060, 0.020, 0.010), times, strict=True):
+        assert due <= seconds < 1.15 * due
+    assert "batch_cost(cost) before every forward" in error
+
+
+EXCHANGES = (
+    PRELUDE
+    + """
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+dist.init_process_group("gloo")
+x = torch.ones(32, 512)
+flat = torch.zeros(sum(p.numel() for p in net(512).parameters()))
+local, ddp, sharded = net(512), nn.parallel.DistributedDataParallel(net(512)), net(512)
+mesh = init_device_mesh("cpu", (2,))
+for layer in (sharded[0], sharded[2], sharded):
+    fully_shard(layer, mesh=mesh)
+optimizers = {model: sgd(model) for model in (local, ddp, sharded)}
+
+def train(model, before=lambda: None, after=lambda: None):
+    def step():
+        model(x).square().mean().backward()
+        before()
+        optimizers[model].step()
+        optimizers[model].zero_grad()
+        after()
+    return step
+
+if dist.get_rank() == 0:
+    control.request("start-clock")
+dist.barrier()
+exchange = lambda: dist.all_reduce(flat)
+cases = {"exchange": exchange, "before": train(local, before=exchange), "after": train(local, after=exchange)}
+cases |= {"ddp": train(ddp), "fsdp": train(sharded)}
+times = {name: least(step, 4) for name, step in cases.items()}
+dist.destroy_process_group()
+print(json.dumps(times))
+"""
+)
+
+
+@pytest.mark.emulator
+@pytest.mark.multiproc
+@pytest.mark.usefixtures("privileged")
+def test_no_exchange_is_hidden_that_a_device_would_not_hide(tmp_path: Path) -> None:
+    """All-reduce of gradients or of parameters by hand, DDP with one bucket, and FSDP2: computing, then the link."""
+    scenario = {"hosts": [{"cpu": 1.0, "rate_mbit_s": 200.0}] * 2, "device": DEVICE}
+    times, _ = run(tmp_path, scenario, EXCHANGES)
+    for rank in times:
+        whole = 0.036 + rank["exchange"]
+        assert rank["exchange"] > 0.07
+        for name in ("before", "after"):
+            assert rank[name] == pytest.approx(whole, rel=0.15), name
+        # Half of DDP's bytes, the last layer's, are under way while the first is computed.
+        assert whole - 0.016 < rank["ddp"] < 1.3 * whole
+        assert rank["fsdp"] > whole
+
+
+BUFFERS = (
+    PRELUDE
+    + """
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+normed = DDP(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)))
+rates = sgd(normed)
+
+def late():
+    time.sleep(0.06 if rank == 0 else 0.0)
+    normed(x).square().mean().backward()
+    rates.step()
+    rates.zero_grad()
+
+if rank == 0:
+    control.request("start-clock")
+dist.barrier()
+late()  # may begin before the clock does
+late()  # DDP makes its buckets anew once, and waits in that
+print(json.dumps(least(late, 6)))
+"""
+)
+
+
+@pytest.mark.multiproc
+def test_a_device_computes_nothing_while_its_rank_waits_for_buffers(tmp_path: Path) -> None:
+    """Rank 0, twice as fast, begins 60 ms late, and sends its buffers then."""
+    times, _ = run(tmp_path, TWO, BUFFERS, mechanism="duty-cycle")
+    for step_s in times:
+        assert step_s > 0.06 + 0.072
+
+
+@pytest.mark.emulator
+@pytest.mark.multiproc
+@pytest.mark.usefixtures("privileged")
+def test_a_controller_sees_the_devices_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also: result.json says what devices did. Without the credit, or a busy machine's data loader hides computing."""
+    monkeypatch.setenv("DYNAMIX_DEVICE_CREDIT", "0")
+    command = [sys.executable, str(EXAMPLE), "--policy", "static", "--epochs", "1"]
+    result = emulate(TWO, command, out=tmp_path / "run", throttle_after_s=0, echo=None)
+    assert result["exit_code"] == 0
+    assert (result["device"], result["mechanisms"]["cpu"]) == ({**DEVICE, "per_cost_ms": 0}, "device")
+    assert [rank["steps"] for rank in result["device_steps"]] == [64, 64]
+    assert "; 128 device steps, on a rank at most " in summary(result)
+    windows = [event["window"]["compute"] for event in read_events(tmp_path / "run/events.jsonl")]
+    for seen, due in zip(zip(*windows, strict=True), (0.036, 0.072), strict=True):
+        assert 0.98 * due < min(seen) < 1.1 * due
+
+
+def test_a_summary_says_where_nothing_was_paced(tmp_path: Path) -> None:
+    result = emulate(TWO, [*PYTHON, "pass"], out=tmp_path / "run", throttle_after_s=0, mechanism="duty-cycle")
+    assert "NO DEVICE STEPS on rank 0, 1" in summary(result)
+    late = {**result, "device_steps": [{"steps": 100, "overruns": 2, "overrun_s": 0.1}] * 2}
+    assert "200 device steps, on a rank at most 2.0% overran (TOO MANY" in summary(late)
+
+
+LATE = (
+    PRELUDE
+    + """
+class Slow(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+    @staticmethod
+    def backward(ctx, gradient):
+        time.sleep(0.3)
+        return gradient
+
+control.request("throttle")
+if sys.argv[1] == "computing":  # of the first layer's gradient, which comes last
+    whole = nn.Module()
+    whole.net = model
+    whole.forward = lambda x: model[2](model[1](Slow.apply(model[0](x))))
+    step = lambda: (whole(x).square().mean().backward(), optimizer.step())
+else:  # what somebody does with the last bucket's gradients
+    bucket = []
+    def full(parameter):
+        bucket.append(parameter)
+        if len(bucket) % 2 == 0:
+            time.sleep(0.3)
+    for parameter in model[0].parameters():
+        parameter.register_post_accumulate_grad_hook(full)
+    step = plain
+for _ in range(3):
+    step()
+print(json.dumps(0))
+"""
+)
+
+
+@pytest.mark.parametrize(("what", "late"), [("computing", 3), ("hooks", 0)])
+def test_late_is_what_computes_and_not_what_is_done_with_the_gradients(tmp_path: Path, what: str, late: int) -> None:
+    program = f"import sys; sys.argv = ['-c', {what!r}]\n{LATE}"
+    _, (steps,) = run(tmp_path, {"hosts": [{"cpu": 1.0}], "device": {**DEVICE, "fixed_ms": 150}}, program)
+    assert (steps.steps, steps.overruns) == (3, late)
+
+
+FOREVER = (
+    PRELUDE
+    + """
+print("started", flush=True)
+while True:
+    plain()
+"""
+)
+
+
+def test_the_speed_follows_the_schedule_and_counts_outlive_the_rank(tmp_path: Path) -> None:
+    scenario = {
+        "hosts": [{"cpu": 1.0}],
+        "schedule": [{"at_s": 1.5, "cpu": 0.25}],
+        "device": {"fixed_ms": 20, "per_sample_ms": 0},
+    }
+    with Emulation(scenario, run_dir=tmp_path, mechanism="duty-cycle") as cluster:
+        (rank,) = cluster.launch([sys.executable, "-c", FOREVER], cwd=tmp_path)
+        while not (tmp_path / "rank0.out").read_text():
+            time.sleep(0.05)
+        cluster.start_clock()
+        time.sleep(1.0)
+        (fast,), began = cluster.overruns(), cluster.time_s() or 0.0
+        time.sleep(1.0)
+        middle, turned = cluster.overruns()[0].steps, cluster.time_s() or 0.0
+        time.sleep(1.0)
+        os.killpg(rank.pid, signal.SIGKILL)
+        cluster.wait(10)
+        (slow,), over = cluster.overruns(), cluster.time_s() or 0.0
+        assert 0.3 * began / 0.020 < fast.steps <= began / 0.020 + 1
+        assert 0.3 * (over - turned) / 0.080 < slow.steps - middle <= (over - turned) / 0.080 + 1
+        cluster.start_clock()
+        assert cluster.overruns() == [DeviceSteps()]
+
+
+def test_another_sitecustomize_still_runs_and_torch_stays_away(tmp_path: Path) -> None:
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs/sitecustomize.py").write_text("import sys; sys.theirs = True")
+    shared = SharedDevices(tmp_path / "devices", 1, Device(fixed_ms=20, per_sample_ms=0))
+    environment = {**os.environ, **shared.environment(0, {"PYTHONPATH": str(tmp_path / "theirs")})}
+    program = """
+import importlib.util, sys
+assert sys.theirs and sys.modules["sitecustomize"].__file__.endswith("theirs/sitecustomize.py")
+assert importlib.util.find_spec("torch") is None or "torch" not in sys.modules
+assert not [path for path in sys.path if path.endswith("startup")]
+"""
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=60)
+    alone = {**os.environ, **shared.environment(0, {})}
+    subprocess.run([sys.executable, "-c", "import sitecustomize"], env=alone, check=True, timeout=60)
+
+
+def test_a_batch_cost_is_checked_and_does_nothing_outside() -> None:
+    batch_cost(3)
+    with pytest.raises(ConfigError, match="cost=nan"):
+        batch_cost(float("nan"))
+
+
+def test_a_run_is_to_be_repeated_when_one_rank_overran_too_often() -> None:
+    assert not too_many_overruns([])
+    assert not too_many_overruns([DeviceSteps(), DeviceSteps(200, 2, 0.1)])
+    assert too_many_overruns([DeviceSteps(500), DeviceSteps(200, 3, 0.1)])

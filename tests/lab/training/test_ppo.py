@@ -1,0 +1,227 @@
+"""Our PPO: learns as well as stable-baselines3's on the same environment, masks, and resumes exactly."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dynamix_lab.training.distributions import Categorical, Gaussian, gaussian
+from dynamix_lab.training.episodes import Episode
+from dynamix_lab.training.ppo import PPO, PPOConfig
+
+STEPS, ENVS, HORIZON = 12_288, 8, 128
+
+
+class Docking(gymnasium.Env[np.ndarray, np.ndarray]):
+    """Bring a drifting point to the origin: position and velocity seen, force acted, 40 steps."""
+
+    observation_space = gymnasium.spaces.Box(-10, 10, (2,), np.float32)
+    action_space = gymnasium.spaces.Box(-1, 1, (1,), np.float32)
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[np.ndarray, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.t, self.state = 0, self.np_random.uniform(-1, 1, 2)
+        return self.state.astype(np.float32), {}
+
+    def step(self, action: np.ndarray) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        force = float(np.clip(action, -1, 1)[0])
+        x, v = self.state
+        self.state = np.clip(np.array([x + 0.2 * v, 0.95 * v + 0.3 * force]), -10, 10)
+        self.t += 1
+        reward = -float(self.state[0] ** 2 + 0.1 * self.state[1] ** 2 + 0.02 * force**2)
+        return self.state.astype(np.float32), reward, self.t >= 40, False, {}
+
+
+class Single(nn.Module):
+    """SB3's default shape: separate 64x64 tanh networks; one worker, no shared action."""
+
+    def __init__(self, inputs: int = 2, actions: int = 1) -> None:
+        super().__init__()
+        self.actor = nn.Sequential(
+            nn.Linear(inputs, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, actions)
+        )
+        self.critic = nn.Sequential(nn.Linear(inputs, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
+        nn.init.zeros_(self.actor[-1].bias)
+        with torch.no_grad():
+            self.actor[-1].weight.mul_(0.01)
+        self.log_std_local = nn.Parameter(torch.zeros(actions))
+        self.log_std_shared = nn.Parameter(torch.zeros(0))
+
+    def forward(self, observed: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        weight = mask.unsqueeze(-1).to(observed.dtype)
+        pooled = (observed * weight).sum(1) / weight.sum(1)
+        return self.actor(observed), observed.new_zeros(len(observed), 0), self.critic(pooled).squeeze(-1)
+
+
+def _train(steps: int, seed: int) -> Single:
+    torch.manual_seed(seed)
+    net = Single()
+    ppo = PPO(net, gaussian, PPOConfig(learning_rate=1e-3, minibatch=256), seed=seed)
+    envs = [Docking() for _ in range(ENVS)]
+    seen = np.stack([env.reset(seed=seed * 100 + i)[0] for i, env in enumerate(envs)])
+    mask = torch.ones(ENVS, 1, dtype=torch.bool)
+    for _ in range(steps // (ENVS * HORIZON)):
+        rows, rewards, done = [], torch.zeros(HORIZON, ENVS), torch.zeros(HORIZON, ENVS, dtype=torch.bool)
+        for t in range(HORIZON):
+            observed = torch.from_numpy(seen)[:, None]
+            chosen, shared = ppo.act(observed, mask)
+            rows.append((observed, mask, chosen, shared))
+            after = []
+            for i, env in enumerate(envs):
+                row, rewards[t, i], over, _, _ = env.step(chosen[i, 0].numpy())
+                done[t, i] = over
+                after.append(env.reset()[0] if over else row)
+            seen = np.stack(after)
+        ppo.update([_episode_of(rows, rewards, torch.from_numpy(seen)[:, None], mask, done)])
+    return net
+
+
+def _episode_of(
+    rows: list[tuple[Tensor, ...]], rewards: Tensor, last: Tensor, last_mask: Tensor, done: Tensor | None = None
+) -> Episode:
+    observed, mask, chosen, shared = (torch.stack(part) for part in zip(*rows, strict=True))
+    return Episode(observed, mask, chosen, rewards, torch.ones_like(rewards), last, last_mask, shared, done)
+
+
+def _score(act: Any) -> float:
+    total, env = 0.0, Docking()
+    for i in range(20):
+        seen, over = env.reset(seed=10_000 + i)[0], False
+        while not over:
+            seen, reward, over, _, _ = env.step(act(seen))
+            total += reward / 20
+    return total
+
+
+@pytest.mark.slow
+def test_it_learns_as_well_as_stable_baselines3_on_the_same_environment() -> None:
+    from stable_baselines3 import PPO as SB3
+    from stable_baselines3.common.env_util import make_vec_env
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        net = _train(STEPS, 0)
+        theirs = SB3(
+            "MlpPolicy",
+            make_vec_env(Docking, ENVS, seed=0),
+            n_steps=HORIZON,
+            batch_size=256,
+            learning_rate=1e-3,
+            seed=0,
+            device="cpu",
+        )
+        theirs.learn(STEPS)
+    finally:
+        torch.set_num_threads(threads)
+    mask = torch.ones(1, 1, dtype=torch.bool)
+    with torch.no_grad():
+        ours = _score(lambda seen: net(torch.from_numpy(seen)[None, None], mask)[0][0, 0].numpy())
+    reference = _score(lambda seen: theirs.predict(seen, deterministic=True)[0])
+    nothing = _score(lambda seen: np.zeros(1))
+    # Both must get most of what can be had (returns are negative costs), ours at most 10 % behind.
+    assert reference > 0.5 * nothing
+    assert ours > reference - 0.1 * (reference - nothing)
+
+
+def _batch(seed: int, workers: int = 3) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    mask = torch.ones(16, workers, dtype=torch.bool)
+    mask[:, -1] = False
+    return torch.randn(16, workers, 2, generator=generator), mask
+
+
+def _episode(ppo: PPO, seed: int) -> Episode:
+    rows = []
+    for t in range(4):
+        observed, mask = _batch(seed + t)
+        rows.append((observed, mask, *ppo.act(observed, mask)))
+    rewards = torch.stack([-(chosen.squeeze(-1) * mask).square().sum(-1) for _, mask, chosen, _ in rows])
+    return _episode_of(rows, rewards, *_batch(seed + 9))
+
+
+def test_stop_and_resume_gives_identical_weights() -> None:
+    torch.manual_seed(0)
+    whole = PPO(Single(), gaussian, seed=1)
+    whole.update([_episode(whole, 0)])
+    saved = copy.deepcopy(whole.state_dict())
+    whole.update([_episode(whole, 100)])
+    resumed = PPO(Single(), gaussian, seed=99)
+    resumed.load_state_dict(saved)
+    resumed.update([_episode(resumed, 100)])
+    for a, b in zip(whole.net.parameters(), resumed.net.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_what_an_inactive_worker_sees_and_does_changes_nothing() -> None:
+    torch.manual_seed(0)
+    start = Single()
+    results = []
+    for junk in (0.0, 50.0):
+        ppo = PPO(copy.deepcopy(start), gaussian, seed=1)
+        episode = _episode(ppo, 0)
+        episode.observed[:, :, -1] = junk
+        episode.chosen[:, :, -1] = junk
+        ppo.update([episode])
+        results.append(torch.cat([p.detach().flatten() for p in ppo.net.parameters()]))
+    assert torch.equal(results[0], results[1])
+
+
+def test_an_advantage_is_the_discounted_surprise_of_what_follows_until_an_end_or_an_unknown_reward() -> None:
+    """Windows of 1, 2, 3 and 1 s: A_t = s_t + (0.5 ^ seconds) 0.8 A_t+1, s_t = r_t + (0.5 ^ seconds) v_t+1 - v_t."""
+    ppo = PPO(Single(), gaussian, PPOConfig(gamma=0.5, gae_lambda=0.8))
+    reward = torch.tensor([[1.0], [2.0], [float("nan")], [3.0]])
+    episode = _episode(ppo, 0)
+    episode.reward, episode.duration = reward, torch.tensor([[1.0], [2.0], [3.0], [1.0]])
+    values = torch.tensor([[1.0], [2.0], [4.0], [1.0], [8.0]])
+    last = 3.0 + 0.5 * 8.0 - 1.0
+    unknown = 0.0 + 0.125 * 0.8 * last
+    second = 2.0 + 0.25 * 4.0 - 2.0 + 0.25 * 0.8 * unknown
+    first = 1.0 + 0.5 * 2.0 - 1.0 + 0.5 * 0.8 * second
+    expected = torch.tensor([first, second, unknown, last])
+    torch.testing.assert_close(ppo.advantages(episode, values).flatten(), expected)
+    episode.done = torch.tensor([[False], [True], [False], [False]])
+    ended = torch.tensor([1.0 + 0.5 * 2.0 - 1.0 + 0.5 * 0.8 * (2.0 - 2.0), 0.0, unknown, last])
+    torch.testing.assert_close(ppo.advantages(episode, values).flatten(), ended)
+
+
+def test_both_kinds_of_actions_are_drawn_as_their_log_probabilities_say() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.tensor([0.0, 1.0, -1.0]).expand(40_000, 1, 3)
+    discrete = Categorical(logits)
+    chosen, shared = discrete.sample(generator)
+    frequencies = torch.bincount(chosen.flatten(), minlength=3) / 40_000
+    each = torch.arange(3).view(3, 1)
+    torch.testing.assert_close(
+        frequencies, Categorical(logits[:3]).log_prob(each)[0].exp().flatten(), atol=0.01, rtol=0.0
+    )
+    assert shared.shape == (40_000, 0)
+    mean, log_std = torch.full((40_000, 1, 2), 0.5), torch.tensor([0.0, -1.0])
+    real = Gaussian(mean, torch.zeros(40_000, 1), log_std, torch.tensor([-2.0]))
+    drawn = real.sample(generator)
+    torch.testing.assert_close(drawn[0].std((0, 1)), log_std.exp(), rtol=0.02, atol=0.0)
+    # The mean log-density of a normal action is -(1 + log 2 pi) / 2 - log sd.
+    per_worker, of_cluster = (float(log.mean()) for log in real.log_prob(*drawn))
+    normal = -(1 + np.log(2 * np.pi)) / 2
+    assert per_worker == pytest.approx(2 * normal + 1.0, abs=0.03)
+    assert of_cluster == pytest.approx(normal + 2.0, abs=0.03)
+
+
+def test_an_anchor_draws_either_kind_of_action_back_and_absent_workers_do_not_count() -> None:
+    mask = torch.tensor([[True, False]])
+    here, there = (Categorical(torch.tensor([[[0.0, x], [0.0, 9.0 * x]]])) for x in (0.0, 1.0))
+    odds = torch.tensor([0.0, 1.0]).softmax(0)
+    kullback_leibler = float((odds * (odds.log() - np.log(0.5))).sum())
+    assert float(here.distance(there, mask)) == pytest.approx(kullback_leibler, rel=1e-5)
+    assert float(here.distance(here, mask)) == 0.0
+    log_std = torch.tensor([np.log(0.5)]).float(), torch.tensor([0.0])
+    near, far = (Gaussian(torch.tensor([[[x], [9.0]]]), torch.tensor([[x]]), *log_std) for x in (0.0, 1.0))
+    assert float(near.distance(far, mask)) == pytest.approx(1 / 0.25 + 1.0)

@@ -1,0 +1,92 @@
+"""`dynamix policy train` makes every shipped policy: one seed, one file; what is not possible is said."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from dynamix.cli.app import app
+from dynamix.policies.registry import make_policy
+from dynamix_lab.training.shipped import RECIPES
+
+VALIDATION = {"validation_workers": "2", "validation_windows": "3"}
+TINY = {
+    "dynamix": {
+        "workers": "2",
+        "rows": "12",
+        "windows": "3",
+        "regret_rounds": "1",
+        "clone_rounds": "0",
+        "ppo_updates": "1",
+        "ppo_workers": "2",
+        "ppo_windows": "2",
+        "validation_rows": "8",
+        "judged_workers": "2",
+        "judged_rows": "8",
+        "families": "1",
+        **VALIDATION,
+    },
+    "dynamix-paper": {
+        "families": "pai-steady",
+        "workers": "2",
+        "rows": "8",
+        "windows": "3",
+        "updates": "1",
+        "clone_rounds": "0",
+        "hidden": "8",
+        "validation_clusters": "2",
+        **VALIDATION,
+    },
+    "stigmergic": {
+        "stages": "[[2]]",
+        "generations": "1",
+        "tried": "2",
+        "kept": "1",
+        "worlds": "1",
+        "rows": "8",
+        "windows": "3",
+        "validation_workers": "2",
+        "validation_clusters": "6",
+    },
+}
+
+
+def train(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["policy", "train", *arguments])
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_one_seed_gives_one_file_that_runs_as_a_policy(name: str, tmp_path: Path) -> None:
+    settings = [part for setting in TINY[name].items() for part in ("--set", "=".join(setting))]
+    written = []
+    for file in (tmp_path / "one.safetensors", tmp_path / "two.safetensors"):
+        result = train("--policy", name, "--out", str(file), "--seed", "3", *settings)
+        assert result.exit_code == 0, result.output
+        written.append(file.read_bytes())
+    assert written[0] == written[1]
+    assert make_policy(str(file)).decide is not None
+    page = " ".join(CliRunner().invoke(app, ["policy", "show", str(file)]).stdout.split())
+    assert f"dynamix policy train --policy {name} --seed 3 {shlex.join(settings[:4])}" in page
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--policy", "goodput"], ["policy='goodput'", "dynamix-paper"]),
+        (["--policy", "stigmergic", "--checkpoint", "x.pt"], ["checkpoint='x.pt'", "dynamix", "leave it out"]),
+        (["--policy", "dynamix-paper", "--tensorboard", "folder"], ["tensorboard='folder'", "leave it out"]),
+        (["--set", "worker=2"], ["set='worker=2'", "workers"]),
+        (["--set", "workers=two"], ["set='workers=two'", "integer"]),
+        (["--policy", "dynamix-paper", "--set", "learner=dqn"], ["learner=dqn", "simplified"]),
+        (["--policy", "stigmergic", "--set", "stages=[[2]"], ["stages=[[2]"]),
+    ],
+)
+def test_what_is_not_possible_is_said_before_any_work(arguments: list[str], said: list[str], tmp_path: Path) -> None:
+    result = train("--out", str(tmp_path / "p.safetensors"), *arguments)
+    assert result.exit_code == 2
+    assert all(part in result.output for part in said), result.output
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,504 @@
+"""The virtual clock: a live job's numbers in one process, on the simulator's time."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+import dynamix
+from dynamix.data import Allocations, BatchSampler
+from dynamix.errors import ConfigError, StateError, UsageError
+from dynamix.events.records import read_events
+from dynamix.window import Bounds
+from dynamix_lab.simulator import ClusterEnv, sample_clusters
+from dynamix_lab.virtual.cluster import VirtualCluster
+from tests.ranks import run_ranks
+from tests.union import Script
+
+INTERVAL = 3
+ZERO_SHARES = [[0, 12, 10, 10], [6, 2, 20, 4], [8, 8, 8, 8], [3, 0, 30, 5]]
+SAME = ("loss", "loss_std", "loss_change", "accuracy", "accuracy_std", "accuracy_change", "gradient_norm_sq")
+SAME += ("global_norm_sq", "noise", "signal", "step", "age", "steps", "base_batch", "micro_batches", "batch_size")
+
+
+_OPEN: list[VirtualCluster] = []
+
+
+@pytest.fixture(autouse=True)
+def _close_all() -> Iterator[None]:
+    yield
+    while _OPEN:
+        _OPEN.pop().close()
+
+
+def _data(n: int = 350, dtype: torch.dtype = torch.float64) -> TensorDataset:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(n, 6, generator=generator, dtype=dtype)
+    return TensorDataset(x, (x[:, :3] + 0.5 * torch.randn(n, 3, generator=generator, dtype=dtype)).argmax(1))
+
+
+def _net(*extra: nn.Module, dtype: torch.dtype = torch.float64) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        return nn.Sequential(nn.Linear(6, 16), *extra, nn.ReLU(), nn.Linear(16, 3)).to(dtype)
+
+
+def _sgd(net: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+
+
+def _virtual(net: nn.Module, workers: int = 4, **options: Any) -> VirtualCluster:
+    options = {
+        "dataset": _data(),
+        "clusters": sample_clusters(1, workers, seed=3),
+        "batch_size": 8,
+        "interval": INTERVAL,
+        "seed": 4,
+        "policy": "lb_bsp",
+        **options,
+    }
+    made = VirtualCluster(net, _sgd(net), F.cross_entropy, options.pop("dataset"), **options)
+    _OPEN.append(made)
+    return made
+
+
+def _weights(net: nn.Module) -> Tensor:
+    return torch.cat([value.detach().flatten().double() for value in net.state_dict().values()])
+
+
+# ---------------------------------------------------------------- against real processes
+
+
+def _layers(options: dict[str, Any]) -> tuple[nn.Module, ...]:
+    return (nn.BatchNorm1d(16),) if options["batch_norm"] else ()
+
+
+def _live(rank: int, events: str, options: dict[str, Any]) -> dict[str, Any]:
+    """An ordinary loop on four ranks; `slow` hosts sleep per sample, and who is slow changes with the epoch."""
+    net = _net(*_layers(options))
+    optimizer = _sgd(net)
+    controller = dynamix.Controller(
+        options["policy"],
+        batch_size=8,
+        min_batch_size=options["low"],
+        max_batch_size=40,
+        interval=INTERVAL,
+        lr_rule="adascale",
+        events=events,
+        global_batch="adaptive",
+    )
+    sampler = controller.batch_sampler(_data(), seed=4)
+    loader = DataLoader(_data(), batch_sampler=sampler)
+    model = controller.wrap(DDP(net, bucket_cap_mb=1e-4), optimizer)
+    losses, counts = [], []
+    for epoch in range(4):
+        sampler.set_epoch(epoch)
+        for x, y in loader:
+            mine = sampler.plan().counts
+            logits = model(x)
+            time.sleep(options["slow"] * len(x) * 2 ** ((rank + epoch) % 4))
+            loss = F.cross_entropy(logits, y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item() if mine[rank] else 0.0)
+            counts.append(mine.tolist())
+            controller.step(loss=loss, logits=logits, target=y)
+    controller.close()
+    return {"losses": losses, "counts": counts, "weights": _weights(net)}
+
+
+def _assert_same_windows(live: list[dict[str, Any]], virtual: list[dict[str, Any]]) -> None:
+    assert len(live) == len(virtual) > 8
+    for one, other in zip(live, virtual, strict=True):
+        for key in ("window_index", "allocation", "from_step", "samples_seen"):
+            assert one[key] == other[key], key
+        for name in SAME:
+            have, want = (np.array(e["window"][name], dtype=np.float64) for e in (other, one))
+            np.testing.assert_allclose(have, want, rtol=1e-6, err_msg=name)
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"policy": "lb_bsp", "batch_norm": False, "low": 1, "slow": 0.0002},
+        {"policy": Script(ZERO_SHARES), "batch_norm": True, "low": 0, "slow": 0.0},
+    ],
+    ids=["adaptive", "zero-shares-and-batch-norm"],
+)
+def test_equals_a_real_job_of_four_processes(tmp_path: Path, options: dict[str, Any]) -> None:
+    recorded = tmp_path / "live.jsonl"
+    ranks = run_ranks(_live, 4, str(recorded), options)
+    counts = np.array(ranks[0]["counts"])
+    losses = (np.array([rank["losses"] for rank in ranks]).T * counts).sum(1) / counts.sum(1)
+    live = read_events(recorded)
+    assert len({tuple(e["allocation"]) for e in live}) >= 3
+    assert any(len(set(e["allocation"])) > 1 for e in live)
+
+    net, events = _net(*_layers(options)), tmp_path / "virtual.jsonl"
+    bounds = Bounds.of(4, options["low"], 40)
+    common = {"policy": options["policy"], "bounds": bounds, "lr_rule": "adascale"}
+    cluster = _virtual(net, replay=recorded, events=events, micro_batch=5, **common)
+    run = cluster.run(len(losses))
+    cluster.close()
+    np.testing.assert_array_equal(run.counts, counts)
+    np.testing.assert_allclose(run.loss, losses, rtol=1e-9)
+    torch.testing.assert_close(_weights(net), ranks[0]["weights"], rtol=1e-9, atol=1e-12)
+    _assert_same_windows(live, read_events(events))
+
+    # Left to itself, the same policy decides for the same steps: lateness is the only thing a live job adds.
+    if isinstance(options["policy"], Script) and not any(e["decision"] == "late" for e in live):
+        cluster = _virtual(_net(*_layers(options)), **{**common, "policy": Script(ZERO_SHARES)})
+        np.testing.assert_array_equal(cluster.run(len(losses)).counts, counts)
+
+
+# ---------------------------------------------------------------- the clock
+
+
+def test_time_is_the_simulators_own_for_the_same_allocations(tmp_path: Path) -> None:
+    clusters, events = sample_clusters(1, 8, seed=5), tmp_path / "events.jsonl"
+    cluster = _virtual(_net(), clusters=clusters, dataset=_data(4000), events=events)
+    run = cluster.run(60)
+    assert len(np.unique(run.counts, axis=0)) > 3
+    world = ClusterEnv(clusters, seed=4, interval=1)
+    for t, counts in enumerate(run.counts):
+        world.apply(counts[None])
+        busy, whole = world.advance()
+        np.testing.assert_array_equal(run.compute_s[t], busy[0])
+        assert run.step_s[t] == whole[0]
+    np.testing.assert_allclose(run.time_s, np.cumsum(run.step_s))
+    assert cluster.time_s == run.time_s[-1]
+    assert read_events(events)[0]["time_s"] == run.time_s[INTERVAL - 1]
+    assert 0 < run.wait_fraction < 1
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+def test_windows_attribute_computing_waiting_and_transfer_as_a_live_job_does(tmp_path: Path, hidden: bool) -> None:
+    events = tmp_path / "events.jsonl"
+    clusters = dataclasses.replace(sample_clusters(1, 4, seed=3), missing_host=np.array([hidden]))
+    run = _virtual(_net(), policy="static", interval=5, dataset=_data(4000), events=events, clusters=clusters).run(10)
+    for k, event in enumerate(read_events(events)):
+        window, part = event["window"], slice(5 * k, 5 * k + 5)
+        busy, slowest = run.compute_s[part], run.compute_s[part].max(1, keepdims=True)
+        np.testing.assert_allclose(window["compute"], busy.mean(0))
+        np.testing.assert_allclose(window["compute_std"], busy.std(0, ddof=1))
+        np.testing.assert_allclose(window["wait"], (slowest - busy).mean(0), atol=1e-12)
+        np.testing.assert_allclose(window["communication"], (run.step_s[part] - slowest[:, 0]).mean(), rtol=1e-6)
+        assert window["data"] == [0.0] * 4
+        if hidden:
+            assert window["cpu"] == window["memory"] == [None] * 4
+        else:
+            np.testing.assert_allclose(window["cpu"], busy.sum(0) / run.step_s[part].sum())
+
+
+@pytest.mark.parametrize("delay", [0, 1, 4])
+def test_a_decision_applies_after_the_worlds_delay(tmp_path: Path, delay: int) -> None:
+    world = ClusterEnv(sample_clusters(1, 4, seed=3), seed=0, delay=delay)
+    script = Script([[4, 12, 8, 8], [8, 8, 4, 12]])
+    cluster = _virtual(_net(), clusters=world, policy=script, events=tmp_path / "e", dataset=_data(4000))
+    run = cluster.run(30)
+    for event in read_events(tmp_path / "e")[:3]:
+        closed_at = int(event["window"]["step"])
+        assert event["from_step"] == closed_at + delay
+        assert run.counts[closed_at + delay].tolist() == event["allocation"]
+        if delay:
+            assert run.counts[closed_at + delay - 1].tolist() == event["window"]["batch_size"]
+        assert event["window"]["steps"] == INTERVAL
+
+
+def test_simulated_memory_bounds_the_batch_sizes() -> None:
+    clusters = dataclasses.replace(sample_clusters(1, 4, seed=3), memory_cap=np.array([[10, 64, 64, 64]]))
+    cluster = _virtual(_net(), clusters=clusters, policy=Script([[30, 2, 2, 2]]))
+    assert cluster.bounds.high.tolist() == [10, 64, 64, 64]
+    assert cluster.run(20).counts[:, 0].max() == 10
+    with pytest.raises(ConfigError, match="1 to 10 on rank 0"):
+        _virtual(_net(), clusters=clusters, batch_size=16)
+
+
+def test_policies_that_decide_per_epoch_change_at_its_start(tmp_path: Path) -> None:
+    run = _virtual(_net(), policy="dbs", events=tmp_path / "e").run(40)
+    events = read_events(tmp_path / "e")
+    assert [e["samples_seen"] for e in events] == [350, 700, 1050][: len(events)]
+    changes = 1 + np.flatnonzero((np.diff(run.counts, axis=0) != 0).any(1))
+    starts = [int(np.searchsorted(np.cumsum(run.counts.sum(1)), 350 * k)) + 1 for k in (1, 2, 3)]
+    assert events[0]["from_step"] == starts[0]
+    assert set(starts) & set(changes.tolist())
+
+
+def test_a_new_allocation_costs_what_the_world_says_and_a_tail_nothing() -> None:
+    clusters = dataclasses.replace(sample_clusters(1, 4, seed=3), change_cost_s=np.array([1000.0]))
+    run = _virtual(_net(), clusters=clusters, policy=Script([[4, 12, 8, 8], [8, 8, 4, 12]])).run(40)
+    paid = run.step_s > 900
+    regular = run.counts.sum(1) == 32
+    before = [run.counts[:t][regular[:t]][-1] for t in range(1, 40)]
+    changed = [ok and not np.array_equal(b, c) for ok, b, c in zip(regular[1:], before, run.counts[1:], strict=True)]
+    assert not regular.all()
+    assert paid[1:].tolist() == changed
+    assert sum(changed) > 4
+
+
+# ---------------------------------------------------------------- training
+
+
+def _train(policy: Any, events: Path, steps: int = 40) -> tuple[np.ndarray, Tensor, bytes]:
+    net = _net(nn.Dropout(0.3), dtype=torch.float32)
+    cluster = _virtual(net, policy=policy, events=events, dataset=_data(dtype=torch.float32), lr_rule="adascale")
+    before = torch.get_rng_state()
+    run = cluster.run(steps)
+    assert torch.equal(before, torch.get_rng_state())
+    cluster.close()
+    return np.column_stack([run.loss, run.time_s, run.counts]), _weights(net), events.read_bytes()
+
+
+@pytest.mark.parametrize("policy", ["static", "dynamix"])
+def test_repeats_to_the_last_bit_and_leaves_global_random_state_alone(tmp_path: Path, policy: str) -> None:
+    torch.manual_seed(11)
+    first = _train(policy, tmp_path / "a")
+    torch.manual_seed(12)
+    second = _train(policy, tmp_path / "b")
+    np.testing.assert_array_equal(first[0], second[0])
+    assert torch.equal(first[1], second[1])
+    assert first[2] == second[2]
+    assert first[0][-5:, 0].mean() < first[0][:5, 0].mean()
+
+
+class Watched(Dataset[tuple[Tensor, Tensor]]):
+    """Remembers what was asked for, and how much at once."""
+
+    def __init__(self, n: int) -> None:
+        self.data, self.asked, self.most = _data(n), list[int](), 0
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
+        return self.data[i]
+
+    def __getitems__(self, indices: list[int]) -> list[tuple[Tensor, Tensor]]:
+        self.asked += indices
+        self.most = max(self.most, len(indices))
+        return [self.data[i] for i in indices]
+
+
+def test_never_more_than_a_micro_batch_passes_through_the_model_at_once() -> None:
+    results = []
+    for micro_batch in (7, 10_000):
+        net, data, largest = _net(), Watched(1000), [0]
+        net.register_forward_pre_hook(lambda _, args, largest=largest: largest.append(len(args[0])))
+        run = _virtual(net, dataset=data, batch_size=50, micro_batch=micro_batch).run(9)
+        assert max(largest) == data.most <= micro_batch
+        results.append((run.loss, _weights(net)))
+    np.testing.assert_allclose(results[0][0], results[1][0], rtol=1e-12)
+    torch.testing.assert_close(results[0][1], results[1][1], rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("workers", [1, 8, 16, 32, 256])
+def test_any_number_of_workers_sees_every_sample_once(tmp_path: Path, workers: int) -> None:
+    steps, each = 6, 3
+    data = Watched(workers * each * steps)
+    cluster = _virtual(
+        _net(), workers, dataset=data, batch_size=each, interval=2, events=tmp_path / "e", lr_rule="adascale"
+    )
+    run = cluster.run(until=lambda snapshot: snapshot.samples >= len(data), snapshot_samples=1)
+    assert Counter(data.asked) == Counter(range(len(data)))
+    assert cluster.samples_seen == run.counts.sum() == len(data)
+    assert np.isfinite(run.loss).all()
+    assert workers == 1 or len(np.unique(run.counts, axis=0)) > 1
+    last = read_events(tmp_path / "e")[-1]["window"]
+    assert last["noise"] > 0
+
+
+def test_workers_without_a_share_compute_nothing_and_their_speed_is_not_known(tmp_path: Path) -> None:
+    bounds = Bounds.of(4, 0, 40)
+    cluster = _virtual(_net(), policy=Script([[0, 16, 16, 0]]), bounds=bounds, events=tmp_path / "e")
+    run = cluster.run(9)
+    assert run.counts[-1].tolist() == [0, 16, 16, 0]
+    assert run.compute_s[-1][[0, 3]].tolist() == [0, 0]
+    window = dynamix.Window.from_dict(read_events(tmp_path / "e")[1]["window"])
+    assert np.isnan(window.compute).tolist() == [True, False, False, True]
+    assert np.isnan(window.gradient_norm_sq).tolist() == [True, False, False, True]
+    assert window.wait[0] > window.wait[1:3].min()
+    assert window.noise > 0
+
+
+def test_sparse_gradients_are_the_dense_ones() -> None:
+    losses = []
+    for sparse in (True, False):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Embedding(20, 6, sparse=sparse), nn.Flatten(), nn.Linear(12, 3))
+        generator = torch.Generator().manual_seed(0)
+        tokens = torch.randint(0, 20, (200, 2), generator=generator)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        data = TensorDataset(tokens, tokens[:, 0] % 3)
+        clusters = sample_clusters(1, 4, seed=3)
+        cluster = VirtualCluster(
+            net, optimizer, F.cross_entropy, data, clusters=clusters, policy="lb_bsp", batch_size=8
+        )
+        losses.append(cluster.run(30).loss)
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
+    assert losses[0][-1] < losses[0][0]
+
+
+def test_snapshots_are_scored_off_the_clock_and_a_run_can_go_on() -> None:
+    whole, parts = _net(nn.Dropout(0.2)), _net(nn.Dropout(0.2))
+    data = _data(1000)
+    modes = []
+
+    def score(net: nn.Module) -> float:
+        modes.append((net.training, torch.is_grad_enabled()))
+        torch.rand(7)
+        next(iter(DataLoader(data, batch_size=100)))  # draws a seed of its own
+        return float((net(data.tensors[0]).argmax(1) == data.tensors[1]).double().mean())
+
+    straight = _virtual(whole, dataset=data).run(40)
+    cluster = _virtual(parts, dataset=data)
+    first = cluster.run(snapshot_samples=200, score=score, until=lambda s: s.samples >= 600)
+    second = cluster.run(40 - len(first.loss))
+    assert parts.training
+    assert set(modes) == {(False, False)}
+    assert [s.samples // 200 for s in first.snapshots] == [1, 2, 3]
+    assert first.snapshots[-1].time_s == first.time_s[-1]
+    assert first.snapshots[0].score < first.snapshots[-1].score
+    assert torch.equal(_weights(whole), _weights(parts))
+    np.testing.assert_array_equal(np.concatenate([first.time_s, second.time_s]), straight.time_s)
+
+
+def test_a_schedule_by_samples_is_driven_along() -> None:
+    net = _net()
+    cluster = _virtual(net, policy=Script([[16, 16, 16, 16]]))
+    schedule = cluster.scheduler(torch.optim.lr_scheduler.StepLR(cluster.optimizer, 1, gamma=0.5))
+    run = cluster.run(12)
+    assert schedule.scheduler.last_epoch == run.counts.sum() // 32 > 12
+
+
+def test_a_workload_plugs_in_as_it_is() -> None:
+    from dynamix_lab.tasks import as_is, make_workload, score
+
+    workload = make_workload("mnist1d")
+    data = workload.make_data(0, train=200, test=100)
+    net = workload.make_model(0)
+    cluster = VirtualCluster(
+        net,
+        workload.make_optimizer(net.parameters()),
+        workload.loss,
+        data.train,
+        collate_fn=as_is,
+        batch_size=8,
+        clusters=sample_clusters(1, 4, seed=0),
+        bounds=Bounds.of(4, workload.min_batch, workload.max_batch),
+    )
+    run = cluster.run(15, snapshot_samples=200, score=lambda model: score(workload, model, data.test))
+    assert 0 <= run.snapshots[0].score <= 1
+
+
+# ---------------------------------------------------------------- bad input
+
+
+class Endless(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(())
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"clusters": sample_clusters(2, 4, seed=0)}, ["clusters='2 clusters'", "take([i])"]),
+        ({"batch_size": 0}, ["batch_size=0", "1 or more"]),
+        ({"micro_batch": 1.5}, ["micro_batch=1.5"]),
+        ({"interval": 0}, ["interval=0"]),
+        ({"policy": "nonsense"}, ["policy='nonsense'"]),
+        ({"policy": object()}, ["decide, state_dict, load_state_dict"]),
+        ({"lr_rule": "cubic"}, ["lr_rule='cubic'"]),
+        ({"bounds": Bounds.of(3, 1, 8)}, ["shape of bounds=(3,)", "(4,)"]),
+        ({"bounds": Bounds.of(4, 1, 6)}, ["batch_size=8", "1 to 6"]),
+        ({"batch_size": 100}, ["400", "350"]),
+        ({"dataset": Endless()}, ["dataset='Endless'", "length"]),
+    ],
+)
+def test_bad_arguments_name_value_range_and_fix(options: dict[str, Any], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        _virtual(_net(), **options)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_every_ranks_indices_need_one_shared_order() -> None:
+    sampler = BatchSampler(20, Allocations([2, 3]), rank=0, world_size=2, shuffle=False)
+    for _ in sampler:
+        break
+    assert sampler.shares() == [[0, 1], [2, 3, 4]]
+    regions = BatchSampler(20, Allocations([2, 3]), rank=0, world_size=2, partition="contiguous")
+    with pytest.raises(UsageError, match="stream"):
+        regions.shares()
+
+
+def test_models_that_cannot_be_played_by_one_process_are_refused() -> None:
+    with pytest.raises(ConfigError, match="SyncBatchNorm"):
+        _virtual(_net(nn.SyncBatchNorm(16)))
+    net = _net()
+    with pytest.raises(ConfigError, match="optimizer"):
+        VirtualCluster(
+            net, _sgd(_net()), F.cross_entropy, _data(), clusters=sample_clusters(1, 4, seed=0), batch_size=8
+        )
+    frozen = _net().requires_grad_(False)
+    with pytest.raises(ConfigError, match="requires_grad"):
+        _virtual(frozen)
+
+
+def test_runs_without_an_end_and_losses_without_a_mean_are_refused(tmp_path: Path) -> None:
+    cluster = _virtual(_net())
+    for arguments in ({}, {"steps": 0}, {"until": lambda _: True}, {"steps": 3, "snapshot_samples": 0}):
+        with pytest.raises(ConfigError):
+            cluster.run(**arguments)
+    net = _net()
+    each = nn.CrossEntropyLoss(reduction="none")
+    cluster = VirtualCluster(net, _sgd(net), each, _data(), clusters=sample_clusters(1, 4, seed=0), batch_size=8)
+    with pytest.raises(ConfigError, match="reduction='mean'"):
+        cluster.run(1)
+    triples = TensorDataset(*_data().tensors, torch.zeros(350))
+    with pytest.raises(ConfigError, match=r"inputs, target"):
+        _virtual(_net(), dataset=triples).run(1)
+    with pytest.raises(StateError, match="cannot read"):
+        _virtual(_net(), replay=tmp_path / "missing")
+    _virtual(_net(), policy=Script([[4, 12, 8, 8]]), events=tmp_path / "e").run(9)
+    with pytest.raises(StateError, match="policy and interval"):
+        _virtual(_net(), replay=tmp_path / "e", interval=8).run(20)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_rounds_are_cut_by_what_samples_cost(padded: bool) -> None:
+    costs = np.exp(np.random.default_rng(0).normal(size=350))
+    net, bounds = _net(), Bounds.of(4, 1, 64, total_low=32, total_high=32)
+    clusters = sample_clusters(1, 4, seed=0)
+    cluster = VirtualCluster(
+        net,
+        _sgd(net),
+        F.cross_entropy,
+        _data(),
+        clusters=clusters,
+        policy="lb_bsp",
+        batch_size=8,
+        bounds=bounds,
+        interval=INTERVAL,
+        lengths=costs,
+        padded=padded,
+    )
+    _OPEN.append(cluster)
+    run = cluster.run(steps=8)
+    assert run.counts.sum(1).tolist() == [32] * 8
+    assert len({tuple(counts) for counts in run.counts[:INTERVAL].tolist()}) > 1
+    with pytest.raises(ConfigError, match="noise scale"):
+        VirtualCluster(net, _sgd(net), F.cross_entropy, _data(), clusters=clusters, lengths=costs, padded=True)
