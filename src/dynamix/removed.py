@@ -14,8 +14,23 @@ from dynamix.errors import ConfigError
 P = ParamSpec("P")
 R = TypeVar("R")
 
+
+def _moved(module: str) -> str:
+    return f"import {module} (pip install ./lab, in dynamix's source tree)"
+
+
 # A module that is gone, and its submodules: what to write in its place. Kept in alphabetical order.
-MODULES: dict[str, str] = {}
+MODULES: dict[str, str] = {
+    "dynamix.emulator": _moved("dynamix_lab.emulator"),
+    "dynamix.policies.cannikin": _moved("dynamix_lab.baselines.cannikin"),
+    "dynamix.policies.learned.additive": _moved("dynamix_lab.papers.additive"),
+    "dynamix.policies.noise_scale": _moved("dynamix_lab.baselines.noise_scale"),
+    "dynamix.policies.pollux": _moved("dynamix_lab.baselines.pollux"),
+    "dynamix.probes.bpf": _moved("dynamix_lab.probes.bpf"),
+    "dynamix.simulator": _moved("dynamix_lab.simulator"),
+    "dynamix.training": _moved("dynamix_lab.training"),
+    "dynamix.virtual": _moved("dynamix_lab.virtual"),
+}
 # A name of `dynamix` that is gone: what to write in its place.
 NAMES: dict[str, str] = {}
 

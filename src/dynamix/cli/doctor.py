@@ -1,18 +1,18 @@
 """`dynamix doctor`: what this machine offers, and how to enable what is missing."""
 
+import sys
+from collections.abc import Collection
 from importlib.util import find_spec
 from typing import Any
 
 from dynamix.events.records import SCHEMA
 from dynamix.events.run_folder import machine, versions
+from dynamix.plugins import DOCTOR, LABORATORY, how_to_install, load_all, why
 from dynamix.probes import probe_report
-from dynamix_lab.emulator import probe_mechanisms
 
 # extra of dynamix-train -> what it brings; without typer and rich this command does not run
 _EXTRAS = {
-    "emulator": ("pyroute2", "yaml"),
     "compression": ("numba",),
-    "learn": ("gymnasium", "pettingzoo"),
     "gpu": ("pynvml",),
     "dashboard": ("starlette", "uvicorn"),
     "exporter": ("prometheus_client",),
@@ -20,18 +20,21 @@ _EXTRAS = {
 
 
 def examine() -> dict[str, Any]:
-    """Areas (probes, emulation, backends, extras), each a list of {name, available, detail}. Changes nothing."""
+    """Areas, each a list of {name, available, detail}: ours, and those that other distributions bring.
+
+    Changes nothing.
+    """
+    own = {
+        "probes": _entries(probe_report()),
+        "communication backends": _entries(_backends()),
+        "extras": _entries(_extras()),
+    }
     return {
         "schema": SCHEMA,
         "command": "doctor",
         "versions": versions(),
         "machine": machine(),
-        "areas": {
-            "probes": _entries(probe_report()),
-            "emulation": _entries([(name, *found) for name, found in probe_mechanisms().items()]),
-            "communication backends": _entries(_backends()),
-            "extras": _entries(_extras()),
-        },
+        "areas": {**own, **_brought(own)},
     }
 
 
@@ -55,7 +58,20 @@ def _extras() -> list[tuple[str, bool, str]]:
     rows = []
     for extra, modules in _EXTRAS.items():
         missing = [name for name in modules if find_spec(name) is None]
-        fix = f'{", ".join(missing)} missing: pip install "dynamix-train[{extra}]"'
+        fix = f"{', '.join(missing)} missing: {how_to_install(extra)}"
         rows.append((extra, not missing, fix if missing else ", ".join(modules)))
-    lab = find_spec("dynamix_lab") is not None
-    return [*rows, ("laboratory", lab, "demo, bench" if lab else "demo and bench missing: pip install dynamix-lab")]
+    return rows
+
+
+def _brought(own: Collection[str]) -> dict[str, list[dict[str, Any]]]:
+    """Areas of others. An area that fails says why; a laboratory that is missing is an area too."""
+    areas = {}
+    for name, ask in load_all(DOCTOR, own, lambda text: print(f"dynamix: plug-in {text}", file=sys.stderr)).items():
+        try:
+            areas[name] = _entries(ask())
+        except Exception as error:  # of any kind: it is somebody else's code
+            areas[name] = _entries([(name, False, why(error))])
+    if find_spec("dynamix_lab") is None:
+        missing = f"emulate, demo, bench, policy train and policy evaluate are missing: {LABORATORY}"
+        areas["laboratory"] = _entries([("dynamix-lab", False, missing)])
+    return areas

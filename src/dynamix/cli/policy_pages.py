@@ -1,8 +1,7 @@
-"""What `dynamix policy show` and `dynamix policy evaluate` print for people: readable in a terminal of 80 columns."""
+"""What `dynamix policy show` prints for people: readable in a terminal of 80 columns."""
 
 import dataclasses
 import inspect
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,12 +12,10 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from dynamix.policies.files import describe_policy, trained_as
-from dynamix.policies.registry import PolicyName, make_policy, parse_name
+from dynamix.policies.registry import PolicyName, make_policy, parse_name, shipped_file
 
 _KINDS = {
     "residual": "A learned policy: a small network corrects the sizes that the goodput rule answers.",
-    "additive": "A learned policy in the form of the DYNAMIX paper (arXiv 2510.08522): each worker's size changes by "
-    "one of a few additive steps.",
     "stigmergic": "A rule with learned parameters: every worker sets its own size from its own metrics and the traces "
     "that all leave in one field. Nobody decides for the others.",
 }
@@ -26,19 +23,12 @@ _WRAPPERS = {
     "guarded": "Guarded: where it does worse than the goodput rule, or fails, that rule takes over for a while.",
     "learning": "Learning: it goes on learning on its one job, within bounds on what that may cost.",
 }
-_BESIDE = {
-    "static": "equal sizes that never change",
-    "lb_bsp": "sizes moved step by step until all workers finish together, at a constant global batch",
-    "cannikin": "sizes and global batch of highest goodput, from fitted linear costs",
-    "goodput": "our rule: the sizes of highest goodput that its model of the job predicts",
-    "hedged": "a reference that knows the true costs and the chances of what comes next; no job can know them",
-}
-_SCORE = (
+SCORE = (
     "Every score is a ratio of times: how long the lagged reference takes for the same progress of training, over how "
     "long the policy takes. 1.00 is as fast as that reference, higher is faster. The lagged reference knows the true "
     "costs at the close of each window, but not the future."
 )
-_OVER_CELLS = (
+SUMMARY = (
     ("mean", "geometric mean of the score over clusters"),
     ("worst tenth", "one cluster in ten scores lower than this"),
     ("gap closed", "how much of the way from lb_bsp (0) to the hedged reference (1) it goes, where they differ by 1 %"),
@@ -68,7 +58,8 @@ def print_about(name: str, about: Mapping[str, Any]) -> None:
     """The page of `dynamix policy show`."""
     console = Console(highlight=False)
     learned = about["kind"] != "rule"
-    said = _KINDS.get(about["kind"]) or " ".join(about["description"].split("\n\n", maxsplit=1)[0].split())
+    described = about["description"] if not learned else inspect.getdoc(type(make_policy(about["file"]))) or ""
+    said = _KINDS.get(about["kind"]) or " ".join(described.split("\n\n", maxsplit=1)[0].split())
     console.print(Text(name, "bold"))
     for line in (
         said or "A class of your own; its docstring says nothing.",
@@ -76,7 +67,7 @@ def print_about(name: str, about: Mapping[str, Any]) -> None:
     ):
         console.print(Text(line))
     console.print()
-    console.print(_facts(_of_file(about) if learned else [("class", about["class"]), ("learned", "nothing; a rule")]))
+    console.print(facts(_of_file(about) if learned else [("class", about["class"]), ("learned", "nothing; a rule")]))
     console.print()
     if learned:
         if "stages" in about:
@@ -87,33 +78,13 @@ def print_about(name: str, about: Mapping[str, Any]) -> None:
     console.print(Text(f"Score it now: dynamix policy evaluate {name}"))
 
 
-def print_evaluation(name: str, seed: int, found: Mapping[str, Any]) -> None:
-    """The page of `dynamix policy evaluate`: scores by cell, their medians, and what the columns mean."""
-    console = Console(highlight=False)
-    beside = [other for other in next(iter(found["cells"].values())) if other != name]
-    names = [*beside, name]
-    table = _table("cell", *map(_label, names))
-    for cell, scores in found["cells"].items():
-        marks = [_mark(scores[other]["over_goodput"]) if other == name else "" for other in names]
-        row = [f"{scores[n]['geometric_mean']:.3f}{mark}" for n, mark in zip(names, marks, strict=True)]
-        table.add_row(Text(cell), *row)
-    console.print(Text(f"{name} on simulated clusters, seed {seed}", "bold"))
-    console.print(Text(f"{_SCORE} A cell is a family of clusters and its number of workers."))
-    console.print(table)
-    legend = [(other, _BESIDE[other]) for other in beside if other in _BESIDE]
-    marks_mean = "the policy; + faster than the goodput rule, - slower (95 % interval of paired runs)"
-    console.print(_facts([*legend, (_label(name), marks_mean)]))
-    console.print(Text("\nOver all cells: medians, and how often it beats the goodput rule", "bold"))
-    _print_medians(console, found["summary"], len(found["cells"]))
-
-
 def _print_stages(console: Console, stages: Mapping[str, Any], tested: Mapping[str, Any] | None) -> None:
     """What each stage of its training gave, on the clusters that chose between them and on test clusters."""
     judged = {"validation": stages} | ({"test": tested} if tested else {})
     found = {title: part["speed_over_goodput"] for title, part in judged.items()}
     names = list(dict.fromkeys(name for part in found.values() for name in part))
     counts = [w for w in next(iter(stages["speed_over_goodput"].values())) if w != "all"]
-    table = _table("", *found, *[f"at {w}" for w in counts if tested])
+    table = columns_table("", *found, *[f"at {w}" for w in counts if tested])
     last = found.get("test", {})
     for name in names:
         cells = [_interval(part.get(name, {}).get("all")) for part in found.values()]
@@ -142,26 +113,26 @@ def _print_scores(console: Console, name: str, evaluation: Mapping[str, Any] | N
     seeds = evaluation.get("seeds") or [evaluation.get("seed")]
     console.print(Text(f"Scores on test clusters (seed {', '.join(map(str, seeds))}, never used in training)", "bold"))
     if "lagged_over_time" in evaluation:
-        console.print(Text(_SCORE))
-        _print_medians(console, evaluation["lagged_over_time"], None)
+        console.print(Text(SCORE))
+        print_medians(console, evaluation["lagged_over_time"], None)
         return
-    table = _table("workers", "goodput over the lagged reference's")
+    table = columns_table("workers", "goodput over the lagged reference's")
     for workers, score in evaluation.get("goodput_over_lagged_reference_by_workers", {}).items():
         table.add_row(str(workers), f"{score:.3f}")
     console.print(table)
     console.print(Text("1 is what a reference reaches that knows the true costs at the close of each window.\n"))
 
 
-def _print_medians(console: Console, summary: Mapping[str, Any], cells: int | None) -> None:
-    table = _table("policy", *[title for title, _ in _OVER_CELLS])
+def print_medians(console: Console, summary: Mapping[str, Any], cells: int | None) -> None:
+    table = columns_table("policy", *[title for title, _ in SUMMARY])
     for name, score in summary.items():
         gap = "-" if score["gap_closed"] is None else f"{score['gap_closed']:.2f}"
         against = "" if name == "goodput" else f"{len(score['ahead_of_goodput'])}, {len(score['behind_goodput'])}"
         scores = f"{score['geometric_mean']:.3f}", f"{score['worst_decile']:.3f}"
-        table.add_row(Text(_label(name)), *scores, gap, against)
+        table.add_row(Text(label(name)), *scores, gap, against)
     console.print(table)
-    last = _OVER_CELLS[-1][1] + (f"; of {cells}" if cells else "")
-    console.print(_facts([*_OVER_CELLS[:-1], (_OVER_CELLS[-1][0], last)]))
+    last = SUMMARY[-1][1] + (f"; of {cells}" if cells else "")
+    console.print(facts([*SUMMARY[:-1], (SUMMARY[-1][0], last)]))
     console.print()
 
 
@@ -180,33 +151,21 @@ def _of_file(about: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _command(about: Mapping[str, Any]) -> str:
-    """The command that made the file; where it does not say, one that does: seed, and what differs from the recipe."""
+    """The command that made the file; where it does not say, what is known of it."""
     if "command" in about:
         return str(about["command"])
-    from dynamix_lab.training.shipped import recipe_of
-
-    name, training = trained_as(about["kind"]), about.get("training", {})
-    usual = json.loads(json.dumps(dataclasses.asdict(recipe_of(name))))
-    other = {key: value for key, value in training.items() if key in usual and usual[key] != value}
-    changed = "".join(f" --set {key}={_setting(value)}" for key, value in other.items())
-    return f"dynamix policy train --policy {name} --seed {about.get('seed', 'not recorded')}{changed}"
-
-
-def _setting(value: object) -> str:
-    if isinstance(value, list) and not any(isinstance(part, list | dict) for part in value):
-        return ",".join(map(str, value))
-    return value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
+    seed = about.get("seed", "not recorded")
+    return f"dynamix policy train --policy {trained_as(about['kind'])} --seed {seed}; its settings are in its file"
 
 
 def _file_of(name: PolicyName) -> Path | None:
     """The file that a name stands for, shipped or given; None for rules and classes."""
     if name.kind == "file":
         return Path(name.base)
-    shipped = Path(inspect.getfile(parse_name)).parent / "pretrained" / f"{name.base}.safetensors"
-    return shipped if name.kind == "built-in" and shipped.is_file() else None
+    return shipped_file(name.base) if name.kind == "plain" else None
 
 
-def _label(name: str) -> str:
+def label(name: str) -> str:
     """A name short enough for a column."""
     parsed = parse_name(name) if ":" in name or name.endswith(".safetensors") else None
     if parsed is None or parsed.kind not in ("file", "class"):
@@ -214,18 +173,12 @@ def _label(name: str) -> str:
     return parsed.attribute or Path(parsed.base).stem
 
 
-def _mark(over_goodput: Sequence[float]) -> str:
-    """+ or - where the 95 % interval of the paired ratio to the goodput rule lies beside 1."""
-    _, low, high = over_goodput
-    return " +" if low > 1 else " -" if high < 1 else "  "
-
-
-def _table(first: str, *others: str) -> Table:
+def columns_table(first: str, *others: str) -> Table:
     columns = [Column(Text(title), justify="right") for title in others]
     return Table(first, *columns, box=SIMPLE_HEAD, pad_edge=False)
 
 
-def _facts(rows: Sequence[tuple[str, str]]) -> Table:
+def facts(rows: Sequence[tuple[str, str]]) -> Table:
     """Names and what they stand for, side by side."""
     grid = Table.grid(padding=(0, 2))
     for name, value in rows:

@@ -17,23 +17,24 @@ from torch import Tensor, nn
 
 from dynamix.errors import PolicyFileError
 from dynamix.features import FEATURE_SCHEMA
+from dynamix.plugins import LABORATORY, POLICY_FILES, named, plug_ins, why
 from dynamix.policies.protocol import Policy
 
 FILE_SCHEMA = 3
 LARGEST_HIDDEN = 4096  # a network beyond this was never trained; a broken number could ask for all memory
-# kind -> "module:class" with a class method `load`, and the name under which `dynamix policy train` makes one
+# kind -> "module:class" with a class method `load`, and the name under which `dynamix policy train` makes one; a class
+# that another distribution brings may say that name as `trained_as`
 _KINDS = {
     "residual": ("dynamix.policies.learned.policy:LearnedPolicy", "dynamix"),
-    "additive": ("dynamix_lab.papers.additive:AdditivePolicy", "dynamix-paper"),
     "stigmergic": ("dynamix.policies.stigmergic.policy:StigmergicPolicy", "stigmergic"),
 }
+_OF_LABORATORY = ("additive",)  # kinds of which dynamix-lab has the class
 _AGAIN = "copy both files again"
 
 
 def load_policy(path: str | Path, **options: Any) -> Policy:
     """The policy in a file of any kind; `options` go to its class. Raises `PolicyFileError` if it cannot be trusted."""
-    module, _, name = _KINDS[_description(path)["kind"]][0].partition(":")
-    loaded: Policy = getattr(importlib.import_module(module), name).load(path, **options)
+    loaded: Policy = _class(_description(path)["kind"]).load(path, **options)
     return loaded
 
 
@@ -56,7 +57,20 @@ def trained_as(kind: str) -> str:
     >>> trained_as("residual")
     'dynamix'
     """
-    return _KINDS[kind][1]
+    return _KINDS[kind][1] if kind in _KINDS else str(getattr(_class(kind), "trained_as", kind))
+
+
+def _class(kind: str) -> Any:
+    """The class that loads files of this kind."""
+    if kind in _KINDS:
+        module, _, name = _KINDS[kind][0].partition(":")
+        return getattr(importlib.import_module(module), name)
+    entry = plug_ins(POLICY_FILES, _KINDS)[kind]
+    try:
+        return entry.load()
+    except (Exception, SystemExit) as error:  # of any kind: it is somebody else's code
+        fix = f"mend or remove {named(entry)}"
+        raise PolicyFileError("kind", kind, "a plug-in that can be imported", f"{why(error)}; {fix}") from error
 
 
 def retrain(kind: str) -> str:
@@ -143,8 +157,12 @@ def _description(path: str | Path) -> dict[str, Any]:
     if about.get("schema") != FILE_SCHEMA:
         fix = "train one for this version with `dynamix policy train`"
         raise PolicyFileError("schema", about.get("schema"), f"{FILE_SCHEMA} in {sidecar}", fix)
-    if not isinstance(about.get("kind"), str) or about["kind"] not in _KINDS:
-        raise PolicyFileError("kind", about.get("kind"), f"{', '.join(_KINDS)} in {sidecar}", _AGAIN)
+    kind = about.get("kind")
+    known = [*_KINDS, *plug_ins(POLICY_FILES, _KINDS)]
+    if not isinstance(kind, str) or kind not in known:
+        missing = isinstance(kind, str) and kind in _OF_LABORATORY
+        fix = f"it is part of the laboratory: {LABORATORY}" if missing else _AGAIN
+        raise PolicyFileError("kind", kind, f"{', '.join(known)} in {sidecar}", fix)
     return about
 
 

@@ -1,6 +1,6 @@
 """Names of policies: the one place that takes a name apart and makes the policy it stands for.
 
-NAME                      one of `policy_names()`
+NAME                      one of `policy_names()`: ours, and those that other distributions bring (`dynamix.plugins`)
 static:SIZE               SIZE samples for every worker, whatever the job starts with
 guarded:NAME              that policy under a `Guard`
 learning:NAME             that policy, which goes on learning on its one job; guarded:learning:NAME is both
@@ -26,6 +26,7 @@ from types import ModuleType
 from typing import Any, Literal
 
 from dynamix.errors import ConfigError
+from dynamix.plugins import LABORATORY, POLICIES, named, plug_ins, why
 from dynamix.policies.protocol import Policy
 
 # Makes the policy of a name that only the caller knows, from what stands behind its colon: a number, or None.
@@ -36,21 +37,18 @@ _BUILT_IN = {
     "static": "dynamix.policies.static:Static",
     "dbs": "dynamix.policies.proportional:DBS",
     "lb_bsp": "dynamix.policies.proportional:LBBSP",
-    "noise_scale": "dynamix_lab.baselines.noise_scale:NoiseScalePolicy",
-    "pollux": "dynamix_lab.baselines.pollux:Pollux",
-    "cannikin": "dynamix_lab.baselines.cannikin:Cannikin",
     "goodput": "dynamix.policies.goodput:Goodput",
     "dynamix": "dynamix.policies.learned.policy:pretrained",
-    "dynamix-paper": "dynamix_lab.papers.additive:pretrained",
     "stigmergic": "dynamix.policies.stigmergic.policy:pretrained",
 }
+_OF_LABORATORY = ("cannikin", "dynamix-paper", "noise_scale", "pollux")
 _WRAPPERS = {
     "guarded": "dynamix.policies.guard:Guard",
     "learning": "dynamix.policies.learned.online:LearningPolicy",
 }  # outermost first: a guard watches from outside what learns
 _CLASS = re.compile(r"(?P<place>[A-Za-z_][\w.]*|.*\.py):(?P<attribute>[A-Za-z_]\w*)")
 
-Kind = Literal["built-in", "file", "class", "other"]
+Kind = Literal["plain", "file", "class", "other"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +73,14 @@ class PolicyName:
 
 def policy_names() -> list[str]:
     """The plain names that `make_policy` and `Controller(policy=...)` accept; `allowed_names` has all forms."""
-    return sorted(_BUILT_IN)
+    return sorted([*_BUILT_IN, *plug_ins(POLICIES, _BUILT_IN)])
+
+
+def shipped_file(name: str) -> Path | None:
+    """The policy file that a plain name stands for; None for a rule."""
+    factory = _factory(name)
+    file = getattr(sys.modules[factory.__module__], "PRETRAINED", None)
+    return Path(file) if file is not None and factory.__name__ == "pretrained" else None
 
 
 def allowed_names(others: Mapping[str, OtherFactory] | None = None) -> str:
@@ -86,15 +91,16 @@ def allowed_names(others: Mapping[str, OtherFactory] | None = None) -> str:
 
 
 def parse_name(name: str, *, others: Mapping[str, OtherFactory] | None = None) -> PolicyName:
-    """Take `name` apart. Raises `ConfigError` for what is no name of a policy; looks at no file and imports nothing.
+    """Take `name` apart. Raises `ConfigError` for what is no name of a policy; imports nothing.
 
     >>> parse_name("guarded:learning:dynamix").wrappers, parse_name("static:256").number
     (('guarded', 'learning'), 256)
     """
     wrappers, rest = _unwrapped(name)
     head, colon, behind = rest.partition(":")
-    kind: Kind = "built-in" if head in _BUILT_IN else "other"
-    known = kind == "built-in" or head in (others or {})
+    plain = head in _BUILT_IN or (head not in (others or {}) and head in plug_ins(POLICIES, _BUILT_IN))
+    kind: Kind = "plain" if plain else "other"
+    known = plain or head in (others or {})
     if rest.endswith(".safetensors"):
         return PolicyName("file", rest, wrappers)
     if not known and (own := _CLASS.fullmatch(rest)):
@@ -103,7 +109,9 @@ def parse_name(name: str, *, others: Mapping[str, OtherFactory] | None = None) -
         return PolicyName(kind, head, wrappers)
     if (head == "static" or kind == "other") and known and behind.isdecimal() and int(behind) > 0:
         return PolicyName(kind, head, wrappers, number=int(behind))
-    raise ConfigError("policy", name, allowed_names(others), "check the spelling")
+    missing = not known and head in _OF_LABORATORY
+    fix = f"{head} is part of the laboratory: {LABORATORY}" if missing else "check the spelling"
+    raise ConfigError("policy", name, allowed_names(others), fix)
 
 
 def make_policy(name: str, *, others: Mapping[str, OtherFactory] | None = None, **options: Any) -> Policy:
@@ -119,7 +127,7 @@ def make_policy(name: str, *, others: Mapping[str, OtherFactory] | None = None, 
     >>> make_policy("nonsense")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
         ...
-    dynamix.errors.ConfigError: policy='nonsense' is not possible: allowed is cannikin, ..., static:SIZE, ...
+    dynamix.errors.ConfigError: policy='nonsense' is not possible: allowed is ..., static:SIZE, ...
     """
     parsed = parse_name(name, others=others)
     policy = _base_policy(parsed, others or {}, options)
@@ -151,7 +159,23 @@ def _base_policy(name: PolicyName, others: Mapping[str, OtherFactory], options: 
         return _own_policy(name)
     if name.number is not None:
         options = {"batch_size": name.number, **options}
-    made: Policy = _named(_BUILT_IN[name.base])(**options)
+    made: Policy = _factory(name.base)(**options)
+    return made
+
+
+def _factory(name: str) -> Callable[..., Any]:
+    """What makes the policy of a plain name."""
+    if name in _BUILT_IN:
+        return _named(_BUILT_IN[name])
+    entry = plug_ins(POLICIES, _BUILT_IN)[name]
+    try:
+        factory = entry.load()
+    except (Exception, SystemExit) as error:  # of any kind: it is somebody else's code
+        fix = f"mend or remove {named(entry)}"
+        raise ConfigError("policy", name, "a plug-in that can be imported", f"{why(error)}; {fix}") from error
+    if not callable(factory):
+        raise ConfigError("policy", name, "a plug-in that makes a policy", f"mend or remove {named(entry)}")
+    made: Callable[..., Any] = factory
     return made
 
 

@@ -4,6 +4,8 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
+from dynamix.plugins import PROBES, load_all
+
 
 @runtime_checkable
 class Probe(Protocol):
@@ -35,10 +37,9 @@ def detect(device: torch.device) -> list[Probe]:
     'host'
     """
     from dynamix.probes.device import DeviceProbe
-    from dynamix_lab.probes.bpf import BpfProbe, wanted
 
     kinds = [kind for kind in probe_types() if kind is not DeviceProbe or device.type == "cuda"]
-    kinds += [BpfProbe] if wanted() else []
+    kinds += [kind for kind in _brought() if _wanted(kind)]
     return [DeviceProbe(device) if kind is DeviceProbe else kind() for kind in kinds if kind.detect()[0]]
 
 
@@ -46,11 +47,18 @@ def probe_report() -> list[tuple[str, bool, str]]:
     """(name, available, detail) of every probe, as `dynamix doctor` shows it; the detail says what is measured, or how
     to enable it.
 
-    >>> [name for name, _, _ in probe_report()]
-    ['timing', 'host', 'device', 'network', 'bpf']
+    >>> [name for name, _, _ in probe_report()][:4]
+    ['timing', 'host', 'device', 'network']
     """
-    from dynamix_lab.probes.bpf import BpfProbe
-
     clock = f"CUDA events on {torch.cuda.get_device_name()}" if torch.cuda.is_available() else "CPU clock"
-    kinds: list[type[Probe]] = [*probe_types(), BpfProbe]
-    return [("timing", True, clock), *((kind.name, *kind.detect()) for kind in kinds)]
+    return [("timing", True, clock), *((kind.name, *kind.detect()) for kind in [*probe_types(), *_brought()])]
+
+
+def _brought() -> list[type[Probe]]:
+    """Kinds of probe that other distributions bring by entry point."""
+    return list(load_all(PROBES, ("timing", *(kind.name for kind in probe_types()))).values())
+
+
+def _wanted(kind: type[Probe]) -> bool:
+    """Whether somebody asked for it: a probe that costs something may have a class method `wanted` that says so."""
+    return bool(getattr(kind, "wanted", lambda: True)())

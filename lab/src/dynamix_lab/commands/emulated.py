@@ -1,12 +1,53 @@
-"""What `dynamix emulate` does and prints: a run or a comparison, and the page of it."""
+"""`dynamix emulate`: a run or a comparison on emulated hosts, and the page of it."""
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
-from dynamix.cli.console import print_json
+from dynamix.cli.console import Json, Mechanism, Out, guarded, print_json
+from dynamix.errors import ConfigError
+
+emulate = typer.Typer()
+
+_SCHEMA = "Print the JSON schema of a scenario, and end."
+_COMPARE = "Policies, or local, comma-separated: run the script once under each, and compare."
+_THROTTLE = "Seconds until limits start; default: once all ranks hold a connection."
+
+
+def _print_schema(wanted: bool) -> None:
+    if wanted:
+        from dynamix_lab.emulator import scenario_schema
+
+        print_json(scenario_schema())
+        raise typer.Exit
+
+
+@emulate.command(context_settings={"allow_extra_args": True})
+@guarded
+def _emulate(
+    context: typer.Context,
+    scenario: Annotated[str, typer.Argument(help="Shipped scenario or YAML file.")],
+    schema: Annotated[bool, typer.Option("--schema", is_eager=True, callback=_print_schema, help=_SCHEMA)] = False,
+    seed: Annotated[int, typer.Option(help="Of the disturbance.")] = 0,
+    throttle_after: Annotated[float | None, typer.Option(min=0, help=_THROTTLE)] = None,
+    timeout: Annotated[float | None, typer.Option(min=0, help="Seconds until all is ended; default: none.")] = None,
+    compare: Annotated[str | None, typer.Option(help=_COMPARE)] = None,
+    mechanism: Mechanism = "auto",
+    out: Out = None,
+    as_json: Json = False,
+) -> None:
+    """Run any training script on emulated hosts, one rank each: dynamix emulate demo -- python train.py."""
+    if not context.args:
+        raise ConfigError("command", "", "a command after --", "dynamix emulate demo -- python train.py")
+    options: dict[str, Any] = {"seed": seed, "out": out, "throttle_after_s": throttle_after, "timeout_s": timeout}
+    options["mechanism"] = mechanism
+    if compare is None:
+        result = run_once(scenario, context.args, as_json=as_json, **options)
+    else:
+        result = run_compared(scenario, context.args, compare, as_json=as_json, **options)
+    raise typer.Exit(int(result["exit_code"]))
 
 
 def run_once(scenario: str, command: Sequence[str], *, as_json: bool, **options: Any) -> dict[str, Any]:

@@ -8,13 +8,21 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from dynamix.cli.console import print_json, progress
+from dynamix.cli.console import guarded, print_json, progress
 from dynamix.errors import ConfigError
+from dynamix_lab.commands.installed import need_bench
 
 if TYPE_CHECKING:
     from dynamix_lab.harness.suite import Suite
 
 bench = typer.Typer(help="Measure dynamix itself.", no_args_is_help=True)
+
+
+@bench.callback()
+@guarded
+def _bench() -> None:
+    need_bench("dynamix bench")
+
 
 # Where a result goes and how it is printed does not change it; a result's command leaves these out.
 _NOT_OF_THE_RESULT = {"out", "as_json", "resume"}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import mmap
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

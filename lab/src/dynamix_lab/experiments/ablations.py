@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 
 from dynamix.errors import ConfigError
+from dynamix.policies.learned.networks import STATE_FAMILIES
 from dynamix.policies.learned.policy import FEATURE_GROUPS
 from dynamix.window import Floats
 from dynamix_lab.experiments.short import FORMS, QUICK, Budget, Form, forms_of, learn
-from dynamix.policies.learned.networks import STATE_FAMILIES
 from dynamix_lab.simulator import BREAKING, CONFORMING, LaggedReference, sample_family
 from dynamix_lab.training.evaluation import Factory, Tell, follow, paired, summary, times_to_common_progress
 

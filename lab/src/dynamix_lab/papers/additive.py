@@ -178,7 +178,9 @@ class AdditiveNet(nn.Module):
 
 
 class AdditivePolicy:
-    """The paper's policy; deterministic at inference (each worker's likeliest action).
+    """The policy of the DYNAMIX paper (arXiv 2510.08522): each worker's size changes by one of a few additive steps.
+
+    Deterministic at inference: each worker's likeliest action.
 
     without   families of the state to leave out: "network", "system", "statistics" (ablations; as trained)
 
@@ -190,6 +192,8 @@ class AdditivePolicy:
     >>> policy.decide(Window.of([128, 128], compute=[1.0, 3.0]), Bounds.of(2)).tolist()
     [103, 103]
     """
+
+    trained_as = "dynamix-paper"  # the name under which `dynamix policy train` makes files of this kind
 
     def __init__(
         self, net: AdditiveNet | None = None, *, without: Sequence[str] = (), about: dict[str, Any] | None = None

@@ -31,11 +31,6 @@ _TELL = 'interval:ms:%d { print(@again); clear(@again); %sprintf("told\\n"); }'
 _TELL_BYTES = "print(@sent); clear(@sent); "
 
 
-def wanted() -> bool:
-    """Whether the environment asks for this probe."""
-    return os.environ.get(VARIABLE) == "1"
-
-
 class BpfProbe:
     """What the kernel's tracepoints say of this process's own connections.
 
@@ -59,6 +54,11 @@ class BpfProbe:
         self._tracer = self._start() if self.detect()[0] else None
 
     @classmethod
+    def wanted(cls) -> bool:
+        """Whether the environment asks for this probe."""
+        return os.environ.get(VARIABLE) == "1"
+
+    @classmethod
     def detect(cls) -> tuple[bool, str]:
         """(available, why or how). Reads files only; the tracer itself is tried when it is wanted."""
         if not sys.platform.startswith("linux"):
@@ -73,7 +73,7 @@ class BpfProbe:
         if missing:
             return False, "optional, TCP_INFO is used without it; to have it: " + "; ".join(missing)
         has = "retransmissions and bytes" if _events(_SEND) else "retransmissions"
-        state = "on" if wanted() else f"off, TCP_INFO is used; {VARIABLE}=1 turns it on"
+        state = "on" if cls.wanted() else f"off, TCP_INFO is used; {VARIABLE}=1 turns it on"
         return True, f"bpftrace counts {has} at the kernel's tracepoints ({state})"
 
     def sample(self) -> dict[str, float]:

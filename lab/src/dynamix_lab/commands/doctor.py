@@ -1,0 +1,25 @@
+"""What the laboratory tells `dynamix doctor`: what it can emulate on this machine, and what of it is installed."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from dynamix_lab.commands.installed import BENCH, INSTALL_BENCH
+
+
+def emulation() -> list[tuple[str, bool, str]]:
+    """Mechanisms that hold hosts to their limits."""
+    from dynamix_lab.emulator import probe_mechanisms
+
+    return [(name, *found) for name, found in probe_mechanisms().items()]
+
+
+def laboratory() -> list[tuple[str, bool, str]]:
+    """Parts of dynamix-lab.
+
+    >>> [name for name, _, _ in laboratory()]
+    ['emulate', 'bench']
+    """
+    missing = [name for name in BENCH if find_spec(name) is None]
+    bench = f"{', '.join(missing)} missing: {INSTALL_BENCH}" if missing else ", ".join(BENCH)
+    return [("emulate", True, "emulate, policy train"), ("bench", not missing, bench)]

@@ -1,0 +1,86 @@
+"""`dynamix policy train` and `dynamix policy evaluate`. What they work with is imported when they run."""
+
+import os
+import shlex
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from dynamix.cli.console import Json, guarded, print_json, progress
+
+
+def _check_writable(out: Path) -> None:
+    """Raises `ConfigError` now rather than after minutes of work."""
+    from dynamix.errors import ConfigError
+
+    allowed = "a .safetensors file in an existing folder that can be written"
+    if out.suffix != ".safetensors" or not out.parent.is_dir():
+        raise ConfigError("out", str(out), allowed, "choose another file")
+    for file in (out, out.with_suffix(".json")):
+        if file.exists() and not (file.is_file() and os.access(file, os.W_OK)):
+            raise ConfigError("out", str(file), allowed, "it is there already and cannot be replaced")
+    try:
+        tempfile.TemporaryFile(dir=out.parent).close()
+    except OSError as error:
+        raise ConfigError("out", str(out), allowed, f"choose another file ({error.strerror})") from error
+
+
+@guarded
+def policy_train(
+    out: Annotated[Path, typer.Option(help="File to write, a .json beside it.")] = Path("policy.safetensors"),
+    seed: Annotated[int, typer.Option(min=0, help="Same seed, same weights.")] = 0,
+    checkpoint: Annotated[Path | None, typer.Option(help="Kept here; a stopped training goes on from it.")] = None,
+    tensorboard: Annotated[Path | None, typer.Option(help="Folder for TensorBoard.")] = None,
+    name: Annotated[str, typer.Option("--policy", help="dynamix, dynamix-paper or stigmergic.")] = "dynamix",
+    settings: Annotated[list[str] | None, typer.Option("--set", help="NAME=VALUE of the recipe; repeatable.")] = None,
+    show: Annotated[bool, typer.Option("--settings", help="Print what --set takes, with its values, and end.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Learn a policy in the simulator: minutes on 2 cores."""
+    from dynamix import __version__
+    from dynamix.events.run_folder import commit
+    from dynamix.policies.files import add_facts
+    from dynamix_lab.training.shipped import recipe_of, settings_of, train_shipped
+
+    recipe = recipe_of(name, settings or ())  # a wrong name or setting is said first
+    if show:
+        found = settings_of(recipe)
+        lines = "\n".join(f"{setting}={value}" for setting, value in found.items())
+        print_json(found) if as_json else typer.echo(lines)
+        return
+    _check_writable(out)
+    with progress("training") as tell:
+        train_shipped(
+            name, out, seed=seed, settings=settings or (), progress=tell, checkpoint=checkpoint, tensorboard=tensorboard
+        )
+    changed = "".join(f" --set {shlex.quote(setting)}" for setting in settings or ())
+    command = f"dynamix policy train --policy {name} --seed {seed}{changed}"
+    about = add_facts(out, command=command, commit=commit(), version=__version__)
+    print_json(about) if as_json else typer.echo(f"wrote {out}; dynamix policy show {out}")
+
+
+@guarded
+def policy_evaluate(
+    name: Annotated[str, typer.Argument(help="A policy's name or file, or your own MODULE:CLASS.")] = "dynamix",
+    seed: Annotated[int, typer.Option(min=0, help="Of the clusters; the training seeds lie elsewhere.")] = 990_001,
+    families: Annotated[str | None, typer.Option(help="Families or worlds, comma-separated (default: all).")] = None,
+    workers: Annotated[str, typer.Option(help="Numbers of workers, comma-separated.")] = "2,8,32",
+    rows: Annotated[int, typer.Option(min=1, help="Clusters times workers of a family.")] = 256,
+    windows: Annotated[int, typer.Option(min=1, help="Decisions of a run.")] = 50,
+    hedged: Annotated[bool, typer.Option(help="With the hedged reference, which takes most of the time.")] = True,
+    as_json: Json = False,
+) -> None:
+    """Score a policy on the calibrated families, beside static, rules and references that know the true costs."""
+    from dynamix.policies import make_policy
+    from dynamix_lab.commands.policy_pages import print_evaluation
+    from dynamix_lab.training.evaluation import chosen_cells, evaluate_families
+
+    make_policy(name)  # a wrong name or file is said before any work
+    names, counts = chosen_cells(families, workers)
+    with progress("evaluating") as tell:
+        size: dict[str, Any] = {"workers": counts, "rows": rows, "windows": windows, "hedged": hedged}
+        found = evaluate_families({name: lambda _: make_policy(name)}, [seed], families=names, **size, progress=tell)
+    about = {"schema": 1, "command": "policy evaluate", "seed": seed, "cluster": "simulator"}
+    print_json({**about, **found}) if as_json else print_evaluation(name, seed, found)

@@ -1,0 +1,108 @@
+"""Commands that other distributions bring by entry point, and a word on those of the laboratory where it is missing."""
+
+from collections.abc import Callable
+from typing import Any
+
+import typer
+
+from dynamix.cli.console import guarded
+from dynamix.errors import UsageError
+from dynamix.plugins import COMMANDS, LABORATORY, load_all, named, plug_ins, why
+
+_OF_LABORATORY = {
+    "bench": "Measure dynamix itself.",
+    "demo": "Train on an emulated uneven cluster under several policies.",
+    "emulate": "Run any training script on emulated hosts.",
+    "policy evaluate": "Score a policy on simulated clusters.",
+    "policy train": "Learn a policy in the simulator.",
+}
+_ANYTHING = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+
+def add_commands_of_others(app: typer.Typer) -> None:
+    """Add what entry points bring. A name of several words goes into a group that is there, such as `policy train`.
+
+    A plug-in is a function that typer can call, or a `typer.Typer`; one with a single command is that command, with its
+    settings. What is left out is said in one line on stderr.
+    """
+    own = _names(app)
+    for name, command in load_all(COMMANDS, own, _say).items():
+        *groups, last = name.split(" ")
+        above = _group(app, groups)
+        wrong = "no such group" if above is None else _wrong(last, command)
+        if above is None or wrong:
+            _say(f"{named(plug_ins(COMMANDS, own, lambda _: None)[name])} is left out: {wrong}")
+        else:
+            _add(above, last, command)
+    there = _names(app)
+    for name, what in _OF_LABORATORY.items():
+        *groups, last = name.split(" ")
+        above = _group(app, groups)
+        if name not in there and above is not None:
+            above.command(last, help=f"{what} Needs dynamix-lab.", context_settings=_ANYTHING)(_missing(name))
+
+
+def _names(app: typer.Typer, before: str = "") -> set[str]:
+    """Every command and group that `app` has, as it is called."""
+    found = set()
+    for command in app.registered_commands:
+        called = command.name or getattr(command.callback, "__name__", "").replace("_", "-")
+        found.add(before + called)
+    for group in app.registered_groups:
+        found.add(f"{before}{group.name}")
+        if group.typer_instance is not None:
+            found |= _names(group.typer_instance, f"{before}{group.name} ")
+    return found
+
+
+def _group(app: typer.Typer, words: list[str]) -> typer.Typer | None:
+    """The group that is called by these words."""
+    for word in words:
+        inside = [group.typer_instance for group in app.registered_groups if group.name == word]
+        if not inside or inside[0] is None:
+            return None
+        app = inside[0]
+    return app
+
+
+def _add(app: typer.Typer, name: str, command: Any) -> None:
+    single = _single(command)
+    if single is not None:
+        app.command(name, context_settings=single.context_settings)(single.callback)
+    elif isinstance(command, typer.Typer):
+        app.add_typer(command, name=name)
+    else:
+        app.command(name)(command)
+
+
+def _single(command: Any) -> Any:
+    """The one command of a `typer.Typer` that has no other and no callback."""
+    if not isinstance(command, typer.Typer) or command.registered_groups or command.registered_callback is not None:
+        return None
+    return command.registered_commands[0] if len(command.registered_commands) == 1 else None
+
+
+def _wrong(name: str, command: Any) -> str:
+    """Why this is no command; empty where it is one. typer takes anything, and fails when any command is called."""
+    if not isinstance(command, typer.Typer) and (not callable(command) or isinstance(command, type)):
+        return f"{type(command).__name__} is neither a function nor a typer.Typer"
+    tried = typer.Typer()
+    tried.command("another")(_missing("another"))  # a group, whatever is added
+    try:
+        _add(tried, name, command)
+        typer.main.get_command(tried)
+    except Exception as error:  # of any kind: it is somebody else's code
+        return why(error)
+    return ""
+
+
+def _missing(name: str) -> Callable[[], None]:
+    @guarded
+    def command() -> None:
+        raise UsageError(f"dynamix {name} is part of the laboratory: {LABORATORY}")
+
+    return command
+
+
+def _say(text: str) -> None:
+    typer.echo(f"dynamix: plug-in {text}", err=True)
