@@ -1,6 +1,7 @@
 """Ray Train on this machine: two workers of unlike speed, shares that follow, and a checkpoint with every epoch.
 
-Needs `pip install "dynamix-train[ray]"`. RAY_AUTH_MODE=disabled lets a cluster start on machines without a token.
+Needs `pip install ".[ray]"`, in dynamix's source tree. RAY_AUTH_MODE=disabled lets a cluster start on machines
+without a token.
 
 RAY_AUTH_MODE=disabled python examples/ray_train.py
 """

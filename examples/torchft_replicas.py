@@ -1,7 +1,7 @@
 """Two replicas under torchft whose speeds differ: unequal shares, exact gradients, and no step is lost but the last.
 
 Each replica is a process of its own, without torchrun; kill one and start it again. Needs `pip install
-"dynamix-train[torchft]"`. First the place where they meet, then a replica in each of two terminals:
+".[torchft]"`, in dynamix's source tree. First the place where they meet, then a replica in each of two terminals:
 
 torchft_lighthouse --min_replicas 1 --join_timeout_ms 1000
 TORCHFT_LIGHTHOUSE=http://localhost:29510 python examples/torchft_replicas.py r0

@@ -16,6 +16,12 @@ def test_a_module_that_is_gone_says_what_to_write(name: str) -> None:
         importlib.import_module(name)
 
 
+@pytest.mark.parametrize("name", ["dynamix.emulator.scenario", "dynamix.simulator.env", "dynamix.training.ppo"])
+def test_a_module_in_a_package_that_moved_says_where_to(name: str) -> None:
+    with pytest.raises(ImportError, match=r"removed in 0\.3: write import dynamix_lab\.\w+ \(pip install \./lab, in"):
+        importlib.import_module(name)
+
+
 @pytest.mark.parametrize("name", sorted(removed.NAMES))
 def test_a_name_that_is_gone_says_what_to_write(name: str) -> None:
     with pytest.raises(ImportError, match=r"removed in 0\.3: write "):

@@ -9,8 +9,8 @@ from dynamix.cli import doctor
 from dynamix.cli.app import app
 
 
-def call(*arguments):
-    return CliRunner().invoke(app, list(arguments), env={"COLUMNS": "100"})
+def call(*arguments, columns=100):
+    return CliRunner().invoke(app, list(arguments), env={"COLUMNS": str(columns)})
 
 
 def test_doctor_says_what_is_there_as_json():
@@ -22,7 +22,13 @@ def test_doctor_says_what_is_there_as_json():
 
 def test_the_page_prints_how_to_install_an_extra_as_it_must_be_typed(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(doctor, "find_spec", lambda name: None)
-    page = call("doctor").stdout
-    for extra in ("emulator", "compression", "learn", "gpu"):
-        assert f'pip install "dynamix-train[{extra}]"' in page
-    assert "pip install dynamix-lab" in page
+    page = " ".join(call("doctor", columns=300).stdout.split())
+    for extra in ("compression", "gpu"):
+        assert f"pip install '.[{extra}]' (in dynamix's source tree)" in page
+    assert "pip install ./lab (in dynamix's source tree)" in page
+
+
+def test_what_the_laboratory_offers_is_told_by_the_laboratory():
+    areas = json.loads(call("doctor", "--json").stdout)["areas"]
+    assert {"network", "cpu", "duty-cycle"} <= {entry["name"] for entry in areas["emulation"]}
+    assert [entry["name"] for entry in areas["laboratory"]] == ["emulate", "bench"]

@@ -37,13 +37,13 @@ def test_a_learned_policy_says_what_it_is_and_how_it_was_made_and_explains_its_s
     assert "Chosen: with" in page
 
 
-def test_the_command_that_makes_a_file_names_what_differs_from_the_recipe(tmp_path):
+def test_a_file_that_does_not_say_its_command_says_what_is_known_of_it(tmp_path):
     policy = LearnedPolicy.load(PRETRAINED)
-    changed = {**policy.about, "seed": 3, "training": {**policy.about["training"], "workers": [2, 4], "rate": 0.001}}
+    changed = {**policy.about, "seed": 3, "training": {**policy.about["training"], "workers": [2, 4]}}
     del changed["command"]
     LearnedPolicy(policy.net, about=changed).save(tmp_path / "p.safetensors")
     page = " ".join(call("policy", "show", str(tmp_path / "p.safetensors")).stdout.split())
-    assert "dynamix policy train --policy dynamix --seed 3 --set workers=2,4 --set rate=0.001" in page
+    assert "dynamix policy train --policy dynamix --seed 3; its settings are in its file" in page
 
 
 def test_json_keeps_everything_that_a_file_says():

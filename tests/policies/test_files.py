@@ -111,7 +111,7 @@ HARMS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "nan in json": (lambda file: file.with_suffix(".json").write_text('{"seed": NaN}'), "allowed is JSON"),
     "another schema": (lambda file: rewrite(file, schema=99), "schema=99"),
     "no kind": (lambda file: rewrite(file, kind=None), "kind=None"),
-    "unknown kind": (lambda file: rewrite(file, kind="other"), "residual, additive, stigmergic"),
+    "unknown kind": (lambda file: rewrite(file, kind="other"), "residual, stigmergic, additive"),
     "no description": (lambda file: file.with_suffix(".json").unlink(), "existing file"),
     "no weights": (lambda file: file.unlink(), "existing file"),
     "a folder": (lambda file: (file.unlink(), file.mkdir()), "a file that can be read"),

@@ -37,7 +37,7 @@ def test_a_cpu_worker_gets_no_probe_of_gpus() -> None:
 
 def test_report_names_every_probe_with_a_reason() -> None:
     report = probe_report()
-    assert [name for name, _, _ in report] == ["timing", "host", "device", "network", "bpf"]
+    assert [name for name, _, _ in report] == ["timing", "host", "device", "network", "bpf"]  # bpf is the laboratory's
     assert all(detail for _, _, detail in report)
 
 

@@ -16,7 +16,7 @@ from dynamix.probes.device import DeviceProbe
 def test_without_a_gpu_it_is_nan_and_says_why() -> None:
     assert math.isnan(DeviceProbe(torch.device("cpu")).sample()["device"])
     available, detail = DeviceProbe.detect()
-    assert available == torch.cuda.is_available() or "driver" in detail or "dynamix-train[gpu]" in detail
+    assert available == torch.cuda.is_available() or "driver" in detail or ".[gpu]" in detail
 
 
 class Driver:

@@ -2,6 +2,8 @@
 
 import sys
 
+from dynamix.plugins import how_to_install
+
 
 def main() -> None:
     """Entry point of the `dynamix` command; says what to install where the command line's packages are missing."""
@@ -10,5 +12,5 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in ("typer", "rich", "pydantic", "click"):
             raise
-        sys.exit(f"error: the command line needs {error.name}; pip install 'dynamix-train[cli]'")
+        sys.exit(f"error: the command line needs {error.name}: {how_to_install('cli')}")
     app()

@@ -10,6 +10,7 @@ import typer
 from dynamix.cli.console import guarded
 from dynamix.cli.report import Runs
 from dynamix.errors import ConfigError, UsageError
+from dynamix.plugins import how_to_install
 
 
 @guarded
@@ -30,7 +31,7 @@ def dashboard(
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in ("starlette", "uvicorn", "anyio"):
             raise
-        raise UsageError(f"the dashboard needs {error.name}: pip install 'dynamix-train[dashboard]'") from error
+        raise UsageError(f"the dashboard needs {error.name}: {how_to_install('dashboard')}") from error
     token = _token(token_file)
     for file in (certificate, key):
         if file is not None and not file.is_file():

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from dynamix.plugins import how_to_install
+
 
 class DeviceProbe:
     """Share of time in which a kernel ran on this worker's GPU, over the driver's last sampling period (at most a
@@ -33,7 +35,7 @@ class DeviceProbe:
         try:
             pynvml: Any = importlib.import_module("pynvml")
         except ImportError:
-            return False, "needs NVIDIA's management library: pip install 'dynamix-train[gpu]'"
+            return False, f"needs NVIDIA's management library: {how_to_install('gpu')}"
         try:
             pynvml.nvmlInit()
             count = pynvml.nvmlDeviceGetCount()

@@ -30,7 +30,7 @@ def test_without_agilerl_it_says_what_to_install_and_is_left_out() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # AgileRL's own
-@pytest.mark.skipif(not INSTALLED, reason='AgileRL is not installed: pip install "dynamix-lab[maddpg]"')
+@pytest.mark.skipif(not INSTALLED, reason='AgileRL is not installed: pip install "./lab[maddpg]"')
 def test_it_learns_to_fetch_pellets_and_to_work_with_any_number() -> None:
     config = MADDPGConfig(hidden=32, batch=128, warm_up=500, capacity=6_000, learn_every=2)
     stages = (Stage((1,), 600, 1.0), Stage((1, 2), 50, 0.3))

@@ -8,6 +8,7 @@ import typer
 
 from dynamix.cli.console import Json, Mechanism, Out, guarded, print_json
 from dynamix_lab.commands.group import command_line, names_of
+from dynamix_lab.installed import need_bench
 
 
 @guarded
@@ -27,6 +28,7 @@ def demo(
     as_json: Json = False,
 ) -> None:
     """Train one job on emulated devices of unlike speed, one way after the other; table and report.html."""
+    need_bench("dynamix demo")
     from dynamix.events.run_folder import RunFolder
     from dynamix_lab.demo.rows import TRIALS
     from dynamix_lab.demo.run import run_demo

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-from dynamix_lab.commands.installed import BENCH, INSTALL_BENCH
+from dynamix_lab.installed import BENCH, how_to_install
 
 
 def emulation() -> list[tuple[str, bool, str]]:
@@ -21,5 +21,5 @@ def laboratory() -> list[tuple[str, bool, str]]:
     ['emulate', 'bench']
     """
     missing = [name for name in BENCH if find_spec(name) is None]
-    bench = f"{', '.join(missing)} missing: {INSTALL_BENCH}" if missing else ", ".join(BENCH)
+    bench = f"{', '.join(missing)} missing: {how_to_install('bench')}" if missing else ", ".join(BENCH)
     return [("emulate", True, "emulate, policy train"), ("bench", not missing, bench)]

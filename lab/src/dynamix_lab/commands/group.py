@@ -10,7 +10,7 @@ import typer
 
 from dynamix.cli.console import guarded, print_json, progress
 from dynamix.errors import ConfigError
-from dynamix_lab.commands.installed import need_bench
+from dynamix_lab.installed import need_bench
 
 if TYPE_CHECKING:
     from dynamix_lab.harness.suite import Suite

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from dynamix.cli.console import Json, guarded, print_json, progress
+from dynamix_lab.installed import need_bench
 
 
 def _check_writable(out: Path) -> None:
@@ -50,6 +51,7 @@ def policy_train(
         lines = "\n".join(f"{setting}={value}" for setting, value in found.items())
         print_json(found) if as_json else typer.echo(lines)
         return
+    need_bench("dynamix policy train", ("scipy",))
     _check_writable(out)
     with progress("training") as tell:
         train_shipped(
@@ -77,6 +79,7 @@ def policy_evaluate(
     from dynamix_lab.commands.policy_pages import print_evaluation
     from dynamix_lab.training.evaluation import chosen_cells, evaluate_families
 
+    need_bench("dynamix policy evaluate", ("scipy",))
     make_policy(name)  # a wrong name or file is said before any work
     names, counts = chosen_cells(families, workers)
     with progress("evaluating") as tell:

@@ -269,7 +269,7 @@ def bench_fuzz(
     kinds: Annotated[str | None, typer.Option(help="Kinds of input, comma-separated (default: all).")] = None,
     inputs: Annotated[int, typer.Option(min=1, help="Of each kind.")] = 200_000,
     seed: Annotated[int, typer.Option(min=0, help="Another one damages otherwise.")] = 0,
-    guided: Annotated[bool, typer.Option("--guided", help="Led by coverage (dynamix-lab[fuzz]).")] = False,
+    guided: Annotated[bool, typer.Option("--guided", help="Led by coverage (extra fuzz).")] = False,
     processes: Annotated[int, typer.Option(min=1, help="That try inputs.")] = 1,
     resume: Resume = False,
     out: Out = None,

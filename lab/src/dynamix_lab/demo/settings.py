@@ -15,6 +15,7 @@ from dynamix_lab.demo.rows import SCENARIO, TRIALS, WORKLOAD
 from dynamix_lab.emulator import load_scenario, shipped_scenarios
 from dynamix_lab.emulator.cluster import Mechanism, load_permitted
 from dynamix_lab.harness.runs import AGAIN, policy_facts
+from dynamix_lab.installed import how_to_install
 from dynamix_lab.opponents.runs import RunLimits
 from dynamix_lab.opponents.trial import Trial
 from dynamix_lab.statistics import balanced_order
@@ -67,7 +68,7 @@ class DemoSettings:
             raise ConfigError("scenario", self.scenario, allowed, fix)
         for package in ("matplotlib", "mnist1d"):
             if importlib.util.find_spec(package) is None:
-                raise ConfigError(package, "not installed", "installed", "pip install dynamix-lab")
+                raise ConfigError(package, "not installed", "installed", how_to_install("bench"))
         for trial in self.trials.values():
             if trial.policy is not None:
                 make_policy(trial.policy)

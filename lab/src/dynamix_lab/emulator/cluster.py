@@ -376,7 +376,7 @@ class Emulation:
                     raise
                 why = f" ({error})"
         if needs := ", ".join(self.scenario.needs.values()):
-            fix = "run as root with the [emulator] extra installed, or remove it from the scenario"
+            fix = "run as root with pyroute2 installed, or remove it from the scenario"
             raise EmulationError(f"the scenario sets {needs}, and on loopback links cannot be shaped{why}: {fix}")
         return Loopback()
 

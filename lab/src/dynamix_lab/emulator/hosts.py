@@ -66,10 +66,10 @@ class Loopback:
         """Scenarios that ask anything of links are refused before."""
 
     def plug(self, host: int, *, plugged: bool) -> None:
-        raise EmulationError("hosts on loopback have no cable: run as root with the [emulator] extra installed")
+        raise EmulationError("hosts on loopback have no cable: run as root with pyroute2 installed")
 
     def part(self, parts: Sequence[Sequence[int]]) -> None:
-        raise EmulationError("loopback cannot be parted: run as root with the [emulator] extra installed")
+        raise EmulationError("loopback cannot be parted: run as root with pyroute2 installed")
 
     def close(self) -> None:
         """Nothing was made."""
@@ -104,7 +104,7 @@ class Namespaces:
             self.set_links(host_links(scenario, None))
         except Exception as error:
             self.close()
-            fix = "run as root with the [emulator] extra installed, or ask for mechanism='duty-cycle'"
+            fix = "run as root with pyroute2 installed, or ask for mechanism='duty-cycle'"
             raise EmulationError(f"cannot make network namespaces ({error}); {fix}") from error
 
     def fd(self, host: int) -> int:

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ValidationError
 from dynamix.errors import ScenarioError, UsageError
 from dynamix_lab.emulator.scenario import Change, Device, Host, Load, Neighbour, Scenario, Trace
 from dynamix_lab.emulator.traces import read_trace
+from dynamix_lab.installed import how_to_install
 
 MOST_TEXT = 2**22  # characters of a scenario
 DEEPEST = 16  # levels of a scenario; ours have 4
@@ -84,7 +85,7 @@ def _read(source: str | Path) -> Any:
     try:
         import yaml
     except ImportError as error:
-        raise UsageError(f"scenario {source}: this needs PyYAML: pip install 'dynamix-train[emulator]'") from error
+        raise UsageError(f"scenario {source}: this needs PyYAML: {how_to_install()}") from error
     try:
         text = _path_of(source).read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:

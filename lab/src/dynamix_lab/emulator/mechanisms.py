@@ -12,6 +12,7 @@ from dynamix_lab.emulator import keeper, links, loss
 from dynamix_lab.emulator.hosts import inside, netlink, new_namespace
 from dynamix_lab.emulator.limits import Cgroup, DutyCycle, find_cgroup
 from dynamix_lab.emulator.scenario import Scenario
+from dynamix_lab.installed import how_to_install
 
 _count = itertools.count()
 _ENABLE = {
@@ -103,7 +104,7 @@ def _add_loss(ip: Any, index: int) -> None:
 def _probe_net(kind: str = "", add: Callable[[Any, int], None] | None = None) -> None:
     """Makes a veth in a namespace of its own, and adds to it what `kind` names."""
     if importlib.util.find_spec("pyroute2") is None:
-        raise EmulationError("pyroute2 is missing; install it with: pip install 'dynamix-train[emulator]'")
+        raise EmulationError(f"pyroute2 is missing: {how_to_install()}")
     try:
         fd = new_namespace()
     except OSError as error:

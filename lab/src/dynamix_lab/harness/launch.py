@@ -26,6 +26,7 @@ from dynamix_lab.harness.display import Display
 from dynamix_lab.harness.reference import references
 from dynamix_lab.harness.runs import AGAIN, CENSOR_FACTOR, PolicyRun
 from dynamix_lab.harness.scoring import Scorer, WeightSnapshot, by_parameters
+from dynamix_lab.installed import how_to_install
 from dynamix_lab.statistics import balanced_order
 from dynamix_lab.tasks import Workload
 from dynamix_lab.tasks.mnist1d import TUNING_SEEDS
@@ -81,7 +82,7 @@ class LaunchSettings:
         check_machine(load_scenario(self.scenario), len(os.sched_getaffinity(0)))
         for package in ("matplotlib", "mnist1d") if self.workload.startswith("mnist1d") else ("matplotlib",):
             if importlib.util.find_spec(package) is None:
-                raise ConfigError(package, "not installed", "installed", "pip install dynamix-lab")
+                raise ConfigError(package, "not installed", "installed", how_to_install("bench"))
         for name in self.policies:
             make_policy(name, others=references(self.scenario))
 

@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 
 from dynamix.errors import ConfigError
+from dynamix_lab.installed import how_to_install
 from dynamix_lab.tasks.base import Arrays, Data, Workload, accuracy, check_sizes, initial_weights
 
 SAMPLES = 1797
@@ -59,7 +60,7 @@ def make_data(seed: int, *, train: int = TRAIN_SAMPLES, test: int = TEST_SAMPLES
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
-        fix = "pip install dynamix-lab"
+        fix = how_to_install("bench")
         raise ConfigError("workload", "digits", "a workload whose packages are installed", fix) from error
     pixels, digits = load_digits(return_X_y=True)
     order = np.random.default_rng(seed).permutation(SAMPLES)[: train + test]

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from dynamix.errors import ConfigError
+from dynamix_lab.installed import how_to_install
 from dynamix_lab.tasks.base import Arrays, Data, Workload, accuracy
 
 Encode = Callable[[Sequence[Any]], Tensor]
@@ -129,7 +130,7 @@ def _open(dataset: Any) -> Any:
     try:
         datasets: Any = importlib.import_module("datasets")
     except ImportError as error:
-        fix = 'pip install "dynamix-lab[huggingface]"'
+        fix = how_to_install("huggingface")
         raise ConfigError("dataset", str(dataset), "a data set whose library is installed", fix) from error
     try:
         return datasets.load_from_disk(str(dataset)) if Path(dataset).is_dir() else datasets.load_dataset(str(dataset))

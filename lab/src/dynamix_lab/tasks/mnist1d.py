@@ -25,6 +25,7 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 
 from dynamix.errors import ConfigError
+from dynamix_lab.installed import how_to_install
 from dynamix_lab.tasks.base import Arrays, Data, Workload, accuracy
 
 TRAIN_SAMPLES = 24_000
@@ -105,7 +106,7 @@ def _generate(seed: int, train: int, test: int) -> dict[str, NDArray[Any]]:
     try:
         from mnist1d.data import get_dataset_args, make_dataset
     except ImportError as error:
-        fix = "pip install dynamix-lab"
+        fix = how_to_install("bench")
         raise ConfigError("workload", "mnist1d", "a workload whose packages are installed", fix) from error
     arguments = get_dataset_args()  # type: ignore[no-untyped-call]
     arguments.num_samples = train + test

@@ -16,6 +16,7 @@ from dynamix.policies.protocol import Policy
 from dynamix.policies.static import Static
 from dynamix.window import Floats
 from dynamix_lab.baselines.cannikin import Cannikin
+from dynamix_lab.installed import how_to_install
 from dynamix_lab.simulator import (
     BREAKING,
     CONFORMING,
@@ -178,7 +179,7 @@ def paired(log_ratio: Floats) -> list[float]:
     try:
         from scipy import stats
     except ModuleNotFoundError as error:
-        raise UsageError("comparing policies needs SciPy: pip install 'dynamix-train[learn]'") from error
+        raise UsageError(f"comparing policies needs SciPy: {how_to_install('bench')}") from error
     middle, pairs = float(log_ratio.mean()), len(log_ratio)
     half = float(stats.t.ppf(0.975, pairs - 1) * stats.sem(log_ratio)) if pairs > 1 else 0.0
     return [round(float(np.exp(x)), 4) for x in (middle, middle - half, middle + half)]

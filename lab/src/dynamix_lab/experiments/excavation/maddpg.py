@@ -1,6 +1,6 @@
 """MADDPG, a baseline (Lowe et al. 2017), by AgileRL: one actor for all agents, a central critic of what all see and do.
 
-AgileRL brings far more than the laboratory needs, so it is an extra: `pip install "dynamix-lab[maddpg]"`,
+AgileRL brings far more than the laboratory needs, so it is an extra: `pip install './lab[maddpg]'`,
 best in an environment of its own. Networks, Gumbel-softmax and updates are its own; ours are the memory, because its
 keeps one object per step, and that the agents act by its actor directly. Rewards are the team's mean, no traces are
 seen, as with MAPPO.
@@ -20,6 +20,7 @@ from dynamix.errors import ConfigError
 from dynamix_lab.experiments.excavation.learner import Actions
 from dynamix_lab.experiments.excavation.lessons import CURRICULUM, Lessons, Stage
 from dynamix_lab.experiments.excavation.world import ACTIONS, ExcavationConfig, Seen
+from dynamix_lab.installed import how_to_install
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +141,7 @@ class MADDPGTraining:
 
 def not_installed() -> ConfigError:
     """The error where AgileRL is missing."""
-    return ConfigError("method", "maddpg", "an installed agilerl", 'pip install "dynamix-lab[maddpg]"')
+    return ConfigError("method", "maddpg", "an installed agilerl", how_to_install("maddpg"))
 
 
 def _agilerl(names: list[str], features: int, config: MADDPGConfig) -> Any:

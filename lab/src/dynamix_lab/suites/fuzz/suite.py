@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 from dynamix.errors import ConfigError
 from dynamix_lab.harness.suite import Cell, Context, Suite
+from dynamix_lab.installed import how_to_install
 from dynamix_lab.report import Table, document, number
 from dynamix_lab.suites.fuzz.guided import guided
 from dynamix_lab.suites.fuzz.run import KINDS, fuzz
@@ -44,7 +45,7 @@ class FuzzPlan:
             if name not in KINDS:
                 raise ConfigError("kinds", name, ", ".join(KINDS), "choose of these")
         if self.guided and importlib.util.find_spec("atheris") is None:
-            raise ConfigError("guided", True, "False, where atheris is not installed", "pip install dynamix-lab[fuzz]")
+            raise ConfigError("guided", True, "False, where atheris is not installed", how_to_install("fuzz"))
         for field in ("inputs", "cell"):
             if getattr(self, field) < 1:
                 raise ConfigError(field, getattr(self, field), "1 or more", "check the argument")

@@ -1,0 +1,26 @@
+"""What the extra `bench` of dynamix-lab brings, and a word where it is missing."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from dynamix.errors import UsageError
+
+BENCH = ("jinja2", "matplotlib", "mnist1d", "sklearn", "scipy", "gymnasium", "pettingzoo")
+
+
+def how_to_install(extra: str = "") -> str:
+    """The line that brings the laboratory, with an extra.
+
+    >>> how_to_install("bench")
+    "pip install './lab[bench]'  (in dynamix's source tree)"
+    """
+    what = f"'./lab[{extra}]'" if extra else "./lab"
+    return f"pip install {what}  (in dynamix's source tree)"
+
+
+def need_bench(what: str, modules: tuple[str, ...] = BENCH) -> None:
+    """Raises `UsageError` unless these modules, of the extra `bench`, are there."""
+    missing = [name for name in modules if find_spec(name) is None]
+    if missing:
+        raise UsageError(f"{what} needs {', '.join(missing)}: {how_to_install('bench')}")
