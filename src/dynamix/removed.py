@@ -14,10 +14,17 @@ from dynamix.errors import ConfigError
 P = ParamSpec("P")
 R = TypeVar("R")
 
+NO_LEARNING = "no learn=: a policy decides as its file has it; `dynamix policy train` makes another file"
+
 # A module that is gone, and its submodules: what to write in its place. Kept in alphabetical order.
-MODULES: dict[str, str] = {}
+MODULES: dict[str, str] = {
+    "dynamix.policies.learned.deviations": NO_LEARNING,
+    "dynamix.policies.learned.online": NO_LEARNING,
+}
 # A name of `dynamix` that is gone: what to write in its place.
-NAMES: dict[str, str] = {}
+NAMES: dict[str, str] = {
+    "LiveConfig": NO_LEARNING,
+}
 
 
 def message(fix: str) -> str:

@@ -24,7 +24,6 @@ _KINDS = {
 }
 _WRAPPERS = {
     "guarded": "Guarded: where it does worse than the goodput rule, or fails, that rule takes over for a while.",
-    "learning": "Learning: it goes on learning on its one job, within bounds on what that may cost.",
 }
 _BESIDE = {
     "static": "equal sizes that never change",
