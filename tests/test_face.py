@@ -84,7 +84,6 @@ def test_the_public_names_are_these() -> None:
         *("Averaging", "Bounds", "CompressionState", "ConfigError", "Controller", "DynamixError", "EmulationError"),
         "Guard",
         *(
-            "LiveConfig",
             "MemoryLimitError",
             "Policy",
             "PolicyFileError",

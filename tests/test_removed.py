@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from typing import Any
 
 import pytest
 
@@ -33,3 +34,10 @@ def test_other_names_and_modules_are_missing_as_usual() -> None:
         dynamix.nothing_like_it  # noqa: B018
     with pytest.raises(ModuleNotFoundError, match=r"No module named 'dynamix\.nothing_like_it'"):
         importlib.import_module("dynamix.nothing_like_it")
+
+
+@pytest.mark.parametrize("make", [dynamix.Controller, dynamix.Settings])
+@pytest.mark.parametrize("learn", [True, False])
+def test_learning_on_the_job_says_what_to_write(make: Any, learn: bool) -> None:
+    with pytest.raises(dynamix.ConfigError, match=rf"learn={learn} .*removed in 0\.3: write no learn="):
+        make("dynamix", 8, learn=learn)

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from dynamix.features import features
     from dynamix.policies import Policy, make_policy, policy_names
     from dynamix.policies.guard import Guard
-    from dynamix.policies.learned.deviations import LiveConfig
     from dynamix.projection import project
     from dynamix.runtime.averaging import weighted_average
     from dynamix.runtime.controller import Controller
@@ -47,7 +46,6 @@ __all__ = [
     "DynamixError",
     "EmulationError",
     "Guard",
-    "LiveConfig",
     "MemoryLimitError",
     "Policy",
     "PolicyFileError",
@@ -71,7 +69,6 @@ _HOMES = {
     "dynamix.errors": tuple(name for name in __all__ if name.endswith("Error")),
     "dynamix.policies": ("Policy", "make_policy", "policy_names"),
     "dynamix.policies.guard": ("Guard",),
-    "dynamix.policies.learned.deviations": ("LiveConfig",),
     "dynamix.projection": ("project",),
     "dynamix.runtime.controller": ("Controller",),
     "dynamix.runtime.averaging": ("weighted_average",),

@@ -14,6 +14,8 @@ from dynamix.errors import ConfigError
 P = ParamSpec("P")
 R = TypeVar("R")
 
+NO_LEARNING = "no learn=: a policy decides as its file has it; `dynamix policy train` makes another file"
+
 
 def _moved(module: str) -> str:
     return f"import {module} (pip install ./lab, in dynamix's source tree)"
@@ -24,6 +26,8 @@ MODULES: dict[str, str] = {
     "dynamix.emulator": _moved("dynamix_lab.emulator"),
     "dynamix.policies.cannikin": _moved("dynamix_lab.baselines.cannikin"),
     "dynamix.policies.learned.additive": _moved("dynamix_lab.papers.additive"),
+    "dynamix.policies.learned.deviations": NO_LEARNING,
+    "dynamix.policies.learned.online": NO_LEARNING,
     "dynamix.policies.noise_scale": _moved("dynamix_lab.baselines.noise_scale"),
     "dynamix.policies.pollux": _moved("dynamix_lab.baselines.pollux"),
     "dynamix.probes.bpf": _moved("dynamix_lab.probes.bpf"),
@@ -32,7 +36,9 @@ MODULES: dict[str, str] = {
     "dynamix.virtual": _moved("dynamix_lab.virtual"),
 }
 # A name of `dynamix` that is gone: what to write in its place.
-NAMES: dict[str, str] = {}
+NAMES: dict[str, str] = {
+    "LiveConfig": NO_LEARNING,
+}
 
 
 def message(fix: str) -> str:

@@ -18,7 +18,7 @@ def call(*arguments, columns=80):
 
 
 @pytest.mark.parametrize("columns", [80, 100])
-@pytest.mark.parametrize("name", [*policy_names(), "static:64", "guarded:learning:dynamix", str(PRETRAINED)])
+@pytest.mark.parametrize("name", [*policy_names(), "static:64", "guarded:dynamix", str(PRETRAINED)])
 def test_every_kind_of_name_is_shown_on_less_than_a_screen_and_fits(name, columns):
     result = call("policy", "show", name, columns=columns)
     assert result.exit_code == 0, result.output

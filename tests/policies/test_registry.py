@@ -8,7 +8,6 @@ import pytest
 from dynamix.errors import ConfigError
 from dynamix.policies import Policy, make_policy, policy_names
 from dynamix.policies.guard import Guard
-from dynamix.policies.learned.online import LearningPolicy
 from dynamix.policies.registry import parse_name
 from dynamix.policies.static import Static
 from dynamix.window import Bounds, Window
@@ -44,26 +43,31 @@ def test_every_plain_name_makes_a_policy_that_is_its_own(name: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["dynamix", "static:256", "guarded:lb_bsp", "guarded:learning:dynamix", "runs/p.safetensors", "a.b:C", "x/y.py:C"],
+    ["dynamix", "static:256", "guarded:lb_bsp", "runs/p.safetensors", "a.b:C", "x/y.py:C"],
 )
 def test_a_name_taken_apart_and_put_together_is_the_same(name: str) -> None:
     assert str(parse_name(name)) == name
 
 
-def test_wrappers_nest_in_one_order() -> None:
-    both = make_policy("guarded:learning:dynamix")
-    assert isinstance(both, Guard)
-    assert isinstance(both.policy, LearningPolicy)
-    for wrong in ("learning:guarded:dynamix", "guarded:guarded:learning:dynamix"):
-        with pytest.raises(ConfigError, match="allowed is guarded:learning:dynamix;"):
-            make_policy(wrong)
+def test_a_guard_is_made_once() -> None:
+    assert isinstance(make_policy("guarded:dynamix"), Guard)
+    with pytest.raises(ConfigError, match="allowed is guarded:dynamix;"):
+        make_policy("guarded:guarded:dynamix")
+
+
+@pytest.mark.parametrize(
+    ("name", "now"), [("learning:dynamix", "dynamix"), ("guarded:learning:x.py:C", "guarded:x.py:C")]
+)
+def test_a_policy_that_learned_on_the_job_says_what_to_write(name: str, now: str) -> None:
+    with pytest.raises(ConfigError, match=rf"removed in 0\.3: write policy='{now}'"):
+        make_policy(name)
 
 
 @pytest.mark.parametrize(
     "name",
     [
         *("", "nonsense", "static:", "static:0", "static:-4", "static:many", "static:1.5", "pollux:3", "pollux:Pollux"),
-        *("guarded:", "guarded:nonsense", "learning:", "reference:256", "dynamix.safetensor", "a:b:c", ":C", "a.py:"),
+        *("guarded:", "guarded:nonsense", "reference:256", "dynamix.safetensor", "a:b:c", ":C", "a.py:"),
     ],
 )
 def test_one_message_lists_what_is_allowed(name: str) -> None:
@@ -71,7 +75,7 @@ def test_one_message_lists_what_is_allowed(name: str) -> None:
         make_policy(name)
     message = str(raised.value)
     assert message.startswith(f"policy={name!r} is not possible")
-    forms = ["static:SIZE", "guarded:NAME", "learning:NAME", "FILE.safetensors", "MODULE:CLASS", "FILE.py:CLASS"]
+    forms = ["static:SIZE", "guarded:NAME", "FILE.safetensors", "MODULE:CLASS", "FILE.py:CLASS"]
     assert all(form in message for form in [*policy_names(), *forms])
 
 

@@ -11,12 +11,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import dynamix
-from dynamix.errors import ConfigError
+from dynamix.errors import ConfigError, StateError
 from dynamix.events.records import read_events
 from dynamix.policies import make_policy
 from dynamix.policies.guard import Guard
-from dynamix.policies.learned.deviations import LiveConfig
-from dynamix.policies.learned.online import learning
 from dynamix.policies.stigmergic.policy import StigmergicPolicy
 from dynamix.policies.wrappers import after_answer, carry_over, load_policy, peers_of, report_of
 from dynamix.window import Bounds, Ints, Window
@@ -100,12 +98,14 @@ def test_a_report_need_not_ask_whether_the_policy_was_asked() -> None:
     assert report_of(Forwarding(), asked=False) == {"asked": False}
 
 
-def test_a_policy_that_learns_is_known_by_what_it_learns_by_also_under_a_guard() -> None:
-    learner = learning(make_policy("dynamix"), LiveConfig(every_s=7.0))
-    for policy in (learner, Guard(learner)):
-        assert learning(policy, True) is policy
-        with pytest.raises(ConfigError, match="already learns by"):
-            learning(policy, LiveConfig(every_s=8.0))
+@pytest.mark.parametrize("around", [(), ("guarded",), ("paced",), ("paced", "guarded")])
+def test_the_state_of_a_policy_that_learned_on_the_job_is_refused_by_name(around: tuple[str, ...]) -> None:
+    state: dict[str, Any] = {"policy": {}, "learned": {}, "model": None}
+    for wrapper in reversed(around):
+        state = {wrapper: state, "model": None, "guard": {}, "pace": {}}
+    for load in (load_policy, carry_over):
+        with pytest.raises(StateError, match=r"learn=True.*removed in 0\.3: write .*policy=False"):
+            load(Guard(make_policy("dynamix")), state)
 
 
 def test_workers_that_decide_for_themselves_cannot_be_watched() -> None:

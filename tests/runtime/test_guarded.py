@@ -55,7 +55,7 @@ def test_a_policy_that_breaks_does_not_end_a_watched_job(tmp_path: Path) -> None
     assert controller.samples_seen == 720
     events = read_events(tmp_path / "events.jsonl")
     reports = [event["guard"] for event in events]
-    assert {"by", "reason", "rule_advantage", "lost", "rest_windows", "falls", "error"} <= set(reports[0])
+    assert {"by", "reason", "lost", "rest_windows", "falls", "error"} <= set(reports[0])
     assert "fault" not in {report["reason"] for report in reports[:2]}  # which else depends on real times
     assert reports[2]["reason"] == "fault"
     assert "on purpose" in reports[-1]["error"]

@@ -21,7 +21,6 @@ _KINDS = {
 }
 _WRAPPERS = {
     "guarded": "Guarded: where it does worse than the goodput rule, or fails, that rule takes over for a while.",
-    "learning": "Learning: it goes on learning on its one job, within bounds on what that may cost.",
 }
 SCORE = (
     "Every score is a ratio of times: how long the lagged reference takes for the same progress of training, over how "

@@ -1,7 +1,7 @@
 """What a job would do under any allocation, fitted online from its windows.
 
 `Goodput` answers with the allocation that this model finds best, the guard compares what it predicts with what was
-reached, live learning asks it what a deviation may cost, and the learned policy corrects its answer.
+reached, and the learned policy corrects its answer.
 """
 
 from __future__ import annotations

@@ -67,11 +67,6 @@ class Paced:
         return boundary(self.policy)
 
     @property
-    def learns_by(self) -> Any:
-        """The policy's, if it learns."""
-        return getattr(self.policy, "learns_by", None)
-
-    @property
     def window_length(self) -> Ints:
         """Optimizer steps (...) of the next window."""
         s = self.state

@@ -3,7 +3,6 @@
 NAME                      one of `policy_names()`: ours, and those that other distributions bring (`dynamix.plugins`)
 static:SIZE               SIZE samples for every worker, whatever the job starts with
 guarded:NAME              that policy under a `Guard`
-learning:NAME             that policy, which goes on learning on its one job; guarded:learning:NAME is both
 FILE.safetensors          a policy file, of whatever kind
 MODULE:CLASS, FILE.py:CLASS   your own: what the call of CLASS without arguments gives
 
@@ -28,6 +27,7 @@ from typing import Any, Literal
 from dynamix.errors import ConfigError
 from dynamix.plugins import LABORATORY, POLICIES, named, plug_ins, why
 from dynamix.policies.protocol import Policy
+from dynamix.removed import message
 
 # Makes the policy of a name that only the caller knows, from what stands behind its colon: a number, or None.
 OtherFactory = Callable[[int | None], Policy]
@@ -42,10 +42,7 @@ _BUILT_IN = {
     "stigmergic": "dynamix.policies.stigmergic.policy:pretrained",
 }
 _OF_LABORATORY = ("cannikin", "dynamix-paper", "noise_scale", "pollux")
-_WRAPPERS = {
-    "guarded": "dynamix.policies.guard:Guard",
-    "learning": "dynamix.policies.learned.online:LearningPolicy",
-}  # outermost first: a guard watches from outside what learns
+_WRAPPERS = {"guarded": "dynamix.policies.guard:Guard"}
 _CLASS = re.compile(r"(?P<place>[A-Za-z_][\w.]*|.*\.py):(?P<attribute>[A-Za-z_]\w*)")
 
 Kind = Literal["plain", "file", "class", "other"]
@@ -57,7 +54,7 @@ class PolicyName:
 
     kind: Kind
     base: str  # one of `policy_names()`, a file's path, a class's module or .py file, or a name that the caller added
-    wrappers: tuple[str, ...] = ()  # "guarded", "learning", outermost first
+    wrappers: tuple[str, ...] = ()  # "guarded"
     number: int | None = None  # behind the colon of `static:SIZE` or of a name that the caller added
     attribute: str | None = None  # of a module or .py file
 
@@ -86,15 +83,15 @@ def shipped_file(name: str) -> Path | None:
 def allowed_names(others: Mapping[str, OtherFactory] | None = None) -> str:
     """What may be written for a policy, for messages and help texts."""
     added = [form for name in others or () for form in (name, f"{name}:NUMBER")]
-    forms = "guarded:NAME, learning:NAME, FILE.safetensors, MODULE:CLASS, FILE.py:CLASS"
+    forms = "guarded:NAME, FILE.safetensors, MODULE:CLASS, FILE.py:CLASS"
     return ", ".join([*policy_names(), "static:SIZE", *added, forms])
 
 
 def parse_name(name: str, *, others: Mapping[str, OtherFactory] | None = None) -> PolicyName:
     """Take `name` apart. Raises `ConfigError` for what is no name of a policy; imports nothing.
 
-    >>> parse_name("guarded:learning:dynamix").wrappers, parse_name("static:256").number
-    (('guarded', 'learning'), 256)
+    >>> parse_name("guarded:dynamix").wrappers, parse_name("static:256").number
+    (('guarded',), 256)
     """
     wrappers, rest = _unwrapped(name)
     head, colon, behind = rest.partition(":")
@@ -141,10 +138,13 @@ def _unwrapped(name: str) -> tuple[tuple[str, ...], str]:
     parts = name.split(":")
     wrappers = tuple(itertools.takewhile(_WRAPPERS.__contains__, parts[:-1]))
     inner = ":".join(parts[len(wrappers) :])
+    if inner.startswith("learning:"):
+        fix = ":".join([*wrappers, inner.removeprefix("learning:")])
+        raise ConfigError("policy", name, "a policy as its file has it", message(f"policy={fix!r}"))
     in_order = tuple(wrapper for wrapper in _WRAPPERS if wrapper in wrappers)
     if wrappers != in_order:
         wanted = ":".join([*in_order, inner])
-        raise ConfigError("policy", name, wanted, "a guard watches from outside what learns, and each comes once")
+        raise ConfigError("policy", name, wanted, "one guard is enough")
     return wrappers, inner
 
 

@@ -7,10 +7,9 @@
     peers()             -> rule   the rule by which every worker decides for itself, where the policy is one
     fit_model(window)   -> model  the policy's `JobModel` with a window taken in ahead of `decide` (`policies.fitted`)
     window_length                 attribute: optimizer steps of the next window, one number or (...)
-    learns_by                     attribute: the `LiveConfig` of a policy that goes on learning on the job already
 
-Each function here (for `fit_model` `FittedModel`, for `learns_by` `learning`) uses what the policy has. So whoever runs
-a policy need not know what it is made of.
+Each function here (for `fit_model` `FittedModel`) uses what the policy has. So whoever runs a policy need not know what
+it is made of.
 """
 
 import inspect
@@ -18,6 +17,7 @@ from typing import Any
 
 from dynamix.errors import StateError
 from dynamix.policies.protocol import Policy
+from dynamix.removed import message
 
 
 def report_of(policy: Policy, *, asked: bool = True) -> dict[str, Any]:
@@ -38,7 +38,11 @@ def after_answer(policy: Policy) -> None:
 
 
 def carry_over(policy: Policy, state: dict[str, Any]) -> None:
-    """Give the policy the state that it had in a job with another number of workers."""
+    """Give the policy the state that it had in a job with another number of workers.
+
+    Raises `StateError` where that policy learned on the job.
+    """
+    _refuse_learned(state)
     method = getattr(policy, "carry_over", None)
     if method is not None:
         method(unguarded(state))
@@ -61,6 +65,7 @@ def load_policy(policy: Policy, state: dict[str, Any]) -> None:
 
     Raises `StateError` where the state is not of this policy, or of a version that kept other things.
     """
+    _refuse_learned(state)
     kept = policy.state_dict()
     fits = "paced" in kept or ("guarded" in kept and "guarded" in state)
     try:
@@ -71,6 +76,13 @@ def load_policy(policy: Policy, state: dict[str, Any]) -> None:
             "with the policy and the version that saved it, or let it begin anew and keep the rest: "
             "controller.load_state_dict(state, policy=False)"
         ) from error
+
+
+def _refuse_learned(state: dict[str, Any]) -> None:
+    """Raise `StateError` for what a policy of 0.2 that learned on its job had saved."""
+    if "learned" in unguarded(state):
+        fix = "controller.load_state_dict(state, policy=False), and the policy begins anew"
+        raise StateError(f"the saved state is of a policy that learns on the job (learn=True): {message(fix)}")
 
 
 def unguarded(state: dict[str, Any], *, keep: bool = False) -> dict[str, Any]:

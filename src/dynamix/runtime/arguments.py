@@ -14,8 +14,6 @@ from dynamix.data.lengths import Lengths, SampleCosts
 from dynamix.errors import ConfigError, UsageError
 from dynamix.model.rounds import MOST
 from dynamix.policies import Policy, make_policy
-from dynamix.policies.learned.deviations import LiveConfig
-from dynamix.policies.learned.online import learning
 from dynamix.policies.wrappers import peers_of
 from dynamix.runtime.control import ControlGroup, open_control
 from dynamix.runtime.job import fixed_at
@@ -62,12 +60,12 @@ def per_rank(name: str, value: int | Sequence[int], workers: int) -> int | list[
     return whole
 
 
-def policy_of(policy: str | Policy, *, learn: bool | LiveConfig = False) -> Policy:
-    """The policy that a name, a file or an object stands for, made to learn on the job if `learn` says so."""
+def policy_of(policy: str | Policy) -> Policy:
+    """The policy that a name, a file or an object stands for."""
     made = make_policy(policy) if isinstance(policy, str) else policy
     if not isinstance(made, Policy):
         raise ConfigError("policy", policy, "an object with decide, state_dict, load_state_dict", "see dynamix.Policy")
-    return learning(made, learn)
+    return made
 
 
 def watched(policy: Policy, guard: bool | None) -> Policy:

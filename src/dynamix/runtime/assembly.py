@@ -14,7 +14,6 @@ from dynamix.events.background import BackgroundLog, background_log
 from dynamix.model.rounds import RoundSize
 from dynamix.model.ways import Ways
 from dynamix.policies import Policy
-from dynamix.policies.learned.deviations import LiveConfig
 from dynamix.policies.protocol import boundary
 from dynamix.policies.wrappers import peers_of
 from dynamix.runtime.agreement import DRAIN_S
@@ -59,7 +58,6 @@ class JobArguments:
     lr_rule: str
     events: str | os.PathLike[str] | None
     replay: str | os.PathLike[str] | None
-    learn: bool | LiveConfig
     guard: bool | None
 
 
@@ -142,7 +140,7 @@ def assemble(group: dist.ProcessGroup | None, rank: int, given: JobArguments) ->
             apart=given.meet == "parameters",
             max_change=given.max_change,
         )
-        policy = policy_of(given.policy, learn=given.learn)
+        policy = policy_of(given.policy)
         check_interval(given.interval, policy)
         if given.global_batch == "fixed" and getattr(policy, "even", False):
             allowed = f"'adaptive' with {given.policy!r}, which gives all workers the same"
@@ -153,7 +151,6 @@ def assemble(group: dist.ProcessGroup | None, rank: int, given: JobArguments) ->
         same |= {"policy": given.policy if isinstance(given.policy, str) else type(given.policy).__name__}
         same |= {
             "interval": given.interval,
-            "learn": given.learn,
             "guard": given.guard,
             **counts,
             "lr_rule": given.lr_rule,

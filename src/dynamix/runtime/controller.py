@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from dynamix.errors import DynamixError, UsageError, WorkerLostError
 from dynamix.policies import Policy
-from dynamix.policies.learned.deviations import LiveConfig
+from dynamix.removed import NO_LEARNING, removed_arguments
 from dynamix.runtime import connecting
 from dynamix.runtime.arguments import from_outside, rank_in, require_no_launcher
 from dynamix.runtime.assembly import JobArguments, assemble
@@ -80,14 +80,13 @@ class Controller(Feeding):
     events            file that rank 0 appends one JSON line per window to; by default the one that the environment
                       variable DYNAMIX_EVENTS names (`dynamix emulate` sets it), if any
     replay            events file of an earlier run whose allocations are applied instead of deciding
-    learn             True: a policy with a network goes on learning on this job (docs/design/live-learning.md); or a
-                      `LiveConfig`
     guard             watch the policy: where it does worse than the goodput rule, that takes over for a while (see
                       `Guard`). None: learned policies are watched, others are not
 
     Raises `ConfigError` for impossible values, `UsageError` when ranks pass different arguments.
     """
 
+    @removed_arguments(learn=NO_LEARNING)
     def __init__(
         self,
         policy: str | Policy = "dynamix",
@@ -108,7 +107,6 @@ class Controller(Feeding):
         process_group: dist.ProcessGroup | None = None,
         events: str | os.PathLike[str] | None = None,
         replay: str | os.PathLike[str] | None = None,
-        learn: bool | LiveConfig = False,
         guard: bool | None = None,
     ) -> None:
         together = dist.is_available() and dist.is_initialized()
@@ -138,7 +136,6 @@ class Controller(Feeding):
                 lr_rule=lr_rule,
                 events=events,
                 replay=replay,
-                learn=learn,
                 guard=guard,
             ),
         )

@@ -5,6 +5,7 @@ from typing import Any
 
 from dynamix.errors import ConfigError
 from dynamix.policies import Policy
+from dynamix.removed import NO_LEARNING, removed_arguments
 from dynamix.runtime.arguments import from_outside
 from dynamix.runtime.controller import Controller
 
@@ -27,6 +28,7 @@ class Settings:
     >>> controller.close()
     """
 
+    @removed_arguments(learn=NO_LEARNING)
     def __init__(self, policy: str | Policy = "dynamix", batch_size: int | None = None, **options: Any) -> None:
         allowed = inspect.signature(Controller).parameters
         for name in options:

@@ -40,24 +40,12 @@ def test_a_learning_experiment_writes_a_run_folder_and_goes_on_there(
     assert {path.name: path.stat().st_mtime_ns for path in out.glob("*.safetensors")} == trained
 
 
-def test_live_learning_is_compared_with_the_shipped_policy() -> None:
-    options = ["live-learning", "--jobs", "1", "--windows", "2", "--workers", "2", "--json"]
-    done = bench(*options)
-    assert done.exit_code == 0, done.output
-    result = json.loads(done.stdout)
-    assert result["command"] == "dynamix bench live-learning --jobs 1 --windows 2 --workers 2"
-    assert set(result["against_shipped"]) == {"fine-tuned", "live-learned"}
-    for figures in result["against_shipped"].values():
-        assert figures["afterwards"]["low"] <= figures["afterwards"]["mean"] <= figures["afterwards"]["high"]
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["ablations", "--forms", "goodput"], ["forms='goodput'", "dynamix-paper"]),
         (["ablations", "--seeds", "-1"], ["seeds", "0 or more"]),
         (["transfer", "--pairs", "moon"], ["pairs", "depth"]),
-        (["live-learning", "--policy", "static"], ["policy='static'", "dynamix-paper"]),
         (["excavation", "--methods", "qmix"], ["methods='qmix'", "mappo"]),
         (["calibration", "nowhere", "out.json"], ["nowhere", "fits/affine_step_time.csv"]),
     ],

@@ -89,7 +89,7 @@ def test_fidelity_prints_held_out_errors_within_their_goal() -> None:
 
 
 def _scenario(static: list[float], dbs: list[float], dynamix: list[float]) -> dict[str, object]:
-    learned = dict.fromkeys(("dynamix", "dynamix-paper", "stigmergic", "guarded:learning:dynamix"), dynamix)
+    learned = dict.fromkeys(("dynamix", "dynamix-paper", "stigmergic", "guarded:dynamix"), dynamix)
     times = {"static": static, "dbs": dbs, **learned}  # what learned never says what is attainable
     means = {name: np.mean([2 * 100.0 if x is None else x for x in t]) for name, t in times.items()}
     return {

@@ -1,4 +1,4 @@
-"""Experiments: `dynamix bench ablations`, `transfer`, `live-learning`, `excavation`, `calibration`.
+"""Experiments: `dynamix bench ablations`, `transfer`, `guard`, `excavation`, `calibration`.
 
 Those that train keep what is finished in their folder, and `--resume` goes on with the rest.
 """
@@ -80,24 +80,22 @@ def bench_transfer(
     print_json(result) if as_json else typer.echo(markdown(result))
 
 
-@bench.command("live-learning")
+@bench.command("guard")
 @guarded
-def bench_live_learning(
+def bench_guard(
     context: typer.Context,
-    policy: Annotated[str, typer.Option(help="dynamix or dynamix-paper.")] = "dynamix-paper",
-    jobs: Annotated[int, typer.Option(min=1, help="Of each family and number of workers.")] = 4,
-    windows: Annotated[int, typer.Option(min=1, help="To learn in.")] = 300,
-    workers: Annotated[str, typer.Option(help="Comma-separated.")] = "4",
+    workers: Annotated[str, typer.Option(help="Comma-separated.")] = "4,16",
+    rows: Annotated[int, typer.Option(min=1, help="Clusters times workers of a family and seed.")] = 64,
+    windows: Annotated[int, typer.Option(min=1, help="Decisions of a run.")] = 100,
+    out: Out = None,
     as_json: Json = False,
 ) -> None:
-    """The shipped policy against itself learning on the job, fine-tuned or from nothing, on simulated jobs."""
-    from dynamix_lab.experiments.live import LiveComparison, compare, markdown
+    """Ten policies that do harm, each under a guard, against the goodput rule alone, on simulated jobs."""
+    from dynamix_lab.suites.guard import GuardPlan, adversaries_guarded, table
 
-    counts = numbers_of("workers", workers) or ()
-    config = LiveComparison(policy, jobs=jobs, windows=windows, workers=counts)
-    with progress("live-learning") as tell:
-        result = {**about(context, "simulator"), **compare(config, tell=tell)}
-    print_json(result) if as_json else typer.echo(markdown(result))
+    plan = GuardPlan(workers=numbers_of("workers", workers) or (), rows=rows, windows=windows)
+    result, _ = _in_folder(context, "simulator", out, False, lambda _, tell: adversaries_guarded(plan, tell=tell))
+    print_json(result) if as_json else typer.echo(table(result).markdown())
 
 
 @bench.command("excavation")

@@ -82,11 +82,10 @@ class States:
     def __init__(self) -> None:
         self.jobs, self.states = list[Job](), list[dict[str, Any]]()
         for policy in POLICIES:
-            for learn in (False, True) if policy == "dynamix" else (False,):
-                job = Job(policy, learn=learn)
-                job.train(9)
-                self.jobs.append(job)
-                self.states.append(job.controller.state_dict())
+            job = Job(policy)
+            job.train(9)
+            self.jobs.append(job)
+            self.states.append(job.controller.state_dict())
         self.taken = self.trained = 0
 
     def attempt(self, rng: random.Random) -> bool:
