@@ -18,8 +18,13 @@ NO_LEARNING = "no learn=: a policy decides as its file has it; `dynamix policy t
 
 # A module that is gone, and its submodules: what to write in its place. Kept in alphabetical order.
 MODULES: dict[str, str] = {
+    "dynamix.cli.policy_explained": "`dynamix policy show NAME`",
     "dynamix.policies.learned.deviations": NO_LEARNING,
     "dynamix.policies.learned.online": NO_LEARNING,
+    "dynamix.telemetry.explained": "`dynamix policy show NAME`",
+    "dynamix.telemetry.exporter": "what examples/exporter.py does",
+    "dynamix.telemetry.foresight": "dynamix.model.JobModel: update(window), then step_s(sizes)",
+    "dynamix.training.explaining": "`dynamix policy show NAME`",
 }
 # A name of `dynamix` that is gone: what to write in its place.
 NAMES: dict[str, str] = {

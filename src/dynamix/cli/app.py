@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from dynamix.cli.console import Json, Mechanism, Out, guarded, print_json
-from dynamix.cli.live import dashboard, exporter, watch
+from dynamix.cli.console import ANYTHING, Json, Mechanism, Out, gone, guarded, print_json
+from dynamix.cli.live import dashboard, watch
 from dynamix.cli.policy import policy
 from dynamix.cli.report import report
 from dynamix.errors import ConfigError, UsageError
@@ -24,7 +24,9 @@ app.add_typer(policy, name="policy")
 app.command()(report)
 app.command()(watch)
 app.command()(dashboard)
-app.command()(exporter)
+app.command("exporter", hidden=True, context_settings=ANYTHING)(
+    gone("python examples/exporter.py RUN..., in dynamix's source tree; it needs prometheus-client")
+)
 
 
 def _version(wanted: bool) -> None:

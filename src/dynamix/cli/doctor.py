@@ -15,7 +15,6 @@ _EXTRAS = {
     "learn": ("gymnasium", "pettingzoo"),
     "gpu": ("pynvml",),
     "dashboard": ("starlette", "uvicorn"),
-    "exporter": ("prometheus_client",),
 }
 
 
