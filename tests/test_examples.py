@@ -15,6 +15,7 @@ import pytest
 
 from dynamix.compression.aggregator.server import AggregatorServer
 from tests.ranks import run_script
+from tests.telemetry.simulated import simulate
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 pytestmark = pytest.mark.multiproc
@@ -40,6 +41,8 @@ def test_example_runs(line: str, tmp_path: Path) -> None:
         if name == "sparse_gradients.py":
             aggregator = stack.enter_context(AggregatorServer())
             options += ["--aggregator", aggregator.address]
+        if name == "exporter.py":
+            options += [str(simulate(tmp_path / "events.jsonl", windows=5)), "--once"]
         if name == "elastic.py":
             options += ["--folder", str(tmp_path)]
         if name == BY_TORCHRUN:
@@ -50,6 +53,8 @@ def test_example_runs(line: str, tmp_path: Path) -> None:
     if name == "sparse_gradients.py":
         assert "'compaction': " in said
         assert "'lost': 0" in said
+    if name == "exporter.py":
+        assert 'dynamix_windows_total{run="' in said
 
 
 def _by_torchrun(script: Path, ranks: str) -> str:

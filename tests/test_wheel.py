@@ -167,7 +167,7 @@ def test_the_source_distributions_hold_what_a_packager_needs(built: Path) -> Non
 
 WHERE_EXTRAS_ARE_TESTED = {
     "cli": "tests/cli", "gpu": "tests/probes/test_device.py", "compression":
-    "tests/compression", "dashboard": "tests/telemetry/test_live.py", "exporter": "tests/telemetry/test_exporter.py",
+    "tests/compression", "dashboard": "tests/telemetry/test_live.py",
     "accelerate": "tests/integrations", "fabric": "tests/integrations", "lightning": "tests/integrations",
     "transformers": "tests/integrations", "ray": "tests/integrations/test_ray.py",
     "torchft": "tests/integrations/test_torchft.py", "docs": "tests/test_site.py", "dev": "tests/conftest.py",

@@ -23,6 +23,7 @@ def _moved(module: str) -> str:
 
 # A module that is gone, and its submodules: what to write in its place. Kept in alphabetical order.
 MODULES: dict[str, str] = {
+    "dynamix.cli.policy_explained": "`dynamix policy show NAME`",
     "dynamix.emulator": _moved("dynamix_lab.emulator"),
     "dynamix.policies.cannikin": _moved("dynamix_lab.baselines.cannikin"),
     "dynamix.policies.learned.additive": _moved("dynamix_lab.papers.additive"),
@@ -32,6 +33,9 @@ MODULES: dict[str, str] = {
     "dynamix.policies.pollux": _moved("dynamix_lab.baselines.pollux"),
     "dynamix.probes.bpf": _moved("dynamix_lab.probes.bpf"),
     "dynamix.simulator": _moved("dynamix_lab.simulator"),
+    "dynamix.telemetry.explained": "`dynamix policy show NAME`",
+    "dynamix.telemetry.exporter": "what examples/exporter.py does",
+    "dynamix.telemetry.foresight": "dynamix.model.JobModel: update(window), then step_s(sizes)",
     "dynamix.training": _moved("dynamix_lab.training"),
     "dynamix.virtual": _moved("dynamix_lab.virtual"),
 }

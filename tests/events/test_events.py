@@ -34,7 +34,7 @@ def test_a_killed_run_loses_only_the_line_it_was_writing_and_can_be_continued(tm
 @pytest.mark.parametrize("line", ["{broken", "[1]", json.dumps({"schema": 9})])
 def test_a_broken_or_foreign_line_in_the_middle_is_an_error_that_names_it(tmp_path, line):
     path = tmp_path / "events.jsonl"
-    path.write_text(f'{{"schema": 1}}\n{line}\n{{"schema": 1}}\n')
+    path.write_text(f'{{"schema": 2}}\n{line}\n{{"schema": 2}}\n')
     with pytest.raises(StateError, match=r"events\.jsonl:2"):
         read_events(path)
 
@@ -44,12 +44,8 @@ def test_a_missing_file_is_named(tmp_path):
         read_events(tmp_path / "nowhere.jsonl")
 
 
-def test_lines_of_version_0_1_are_told_in_rounds(tmp_path):
+def test_lines_of_version_0_1_are_refused_by_name(tmp_path):
     path = tmp_path / "events.jsonl"
-    window = Window.of([3, 5], micro_batches=2).to_dict()
-    old = {"schema": 1, "window": window, "allocation": [4, 2], "from_step": 12, "decision": "new"}
-    path.write_text(json.dumps(old) + "\n" + json.dumps({"schema": 1, "loss": 2.0}) + "\n")
-    new, plain = read_events(path)
-    assert (new["schema"], new["allocation"], new["from_step"]) == (2, [8, 4], 6)
-    assert new["window"]["batch_size"] == [6, 10]
-    assert plain == {"schema": 2, "loss": 2.0}
+    path.write_text(json.dumps({"schema": 1, "loss": 2.0}) + "\n")
+    with pytest.raises(StateError, match=r"events\.jsonl:1: event has schema 1 \(version 0\.1\), this version reads 2"):
+        read_events(path)

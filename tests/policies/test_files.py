@@ -53,16 +53,12 @@ def test_a_description_says_its_kind_and_which_command_makes_one(kind: str, file
     assert f"{trained_as(kind)}.safetensors" == KINDS[kind].PRETRAINED.name
 
 
-def test_files_of_version_0_1_load(kind: str, file: Path) -> None:
+@pytest.mark.parametrize("schema", [1, 2])
+def test_files_of_version_0_1_are_refused_by_name(kind: str, file: Path, schema: int) -> None:
     sidecar = file.with_suffix(".json")
-    now = json.loads(sidecar.read_text())
-    before = {**now, "schema": 2 if kind == "residual" else 1}
-    if kind == "residual":
-        del before["kind"]
-    if kind == "additive":
-        before["hidden"] = before.pop("architecture")["hidden"]
-    sidecar.write_text(json.dumps(before))
-    assert describe_policy(file) == now
+    sidecar.write_text(json.dumps({**json.loads(sidecar.read_text()), "schema": schema}))
+    with pytest.raises(PolicyFileError, match=rf"schema={schema} .*version 0\.1; train one for this version"):
+        describe_policy(file)
 
 
 def test_a_rule_of_before_two_numbers_were_learned_keeps_what_they_were(tmp_path: Path) -> None:

@@ -1,12 +1,12 @@
-"""Figures for Prometheus, and the Grafana dashboard that asks for them."""
+"""The example that offers figures to Prometheus, and the Grafana dashboard that asks for them."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
-import threading
-import urllib.request
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -16,20 +16,27 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from dynamix.events.records import read_events
-from dynamix.telemetry import find_sources
-from dynamix.telemetry.exporter import COUNTERS, GAUGES, LABELLED, PER_WORKER, RunCollector, serve_metrics
 from tests.telemetry.simulated import simulate
 
-NAMES = {*GAUGES, *PER_WORKER, *(f"{name}_total" for name in (*COUNTERS, *LABELLED))}
-DOCS = Path(__file__).parents[2] / "docs"
+ROOT = Path(__file__).parents[2]
 
 
-def collected(*paths: Path, most_workers: int = 64) -> dict[tuple[str, str], float]:
+@pytest.fixture(scope="module")
+def example() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("exporter", ROOT / "examples" / "exporter.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def collected(example: ModuleType, *paths: Path) -> dict[tuple[str, str], float]:
     """(name, worker or kind) -> value."""
-    collector = RunCollector(find_sources(paths), most_workers=most_workers)
-    collector.refresh()
+    exporter = example.Exporter(paths)
+    exporter.look()
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(collector)  # type: ignore[arg-type,unused-ignore]
+    registry.register(exporter)
     families = text_string_to_metric_families(generate_latest(registry).decode())
     return {
         (sample.name, next((v for k, v in sample.labels.items() if k != "run"), "")): sample.value
@@ -38,9 +45,9 @@ def collected(*paths: Path, most_workers: int = 64) -> dict[tuple[str, str], flo
     }
 
 
-def test_the_figures_are_those_of_the_newest_window(tmp_path: Path) -> None:
+def test_the_figures_are_those_of_the_newest_window(example: ModuleType, tmp_path: Path) -> None:
     events = read_events(simulate(tmp_path / "events.jsonl", windows=12))
-    found = collected(tmp_path)
+    found = collected(example, tmp_path)
     window = events[-1]["window"]
     assert found["dynamix_samples_total", ""] == events[-1]["samples_seen"]
     assert found["dynamix_windows_total", ""] == 12
@@ -54,44 +61,53 @@ def test_the_figures_are_those_of_the_newest_window(tmp_path: Path) -> None:
     assert found["dynamix_decisions_total", "new"] + found.get(("dynamix_decisions_total", "keep"), 0) == 12
 
 
-def test_of_many_workers_only_the_slowest_are_told(tmp_path: Path) -> None:
+def test_steps_between_windows_and_before_a_job_was_resumed_are_counted(example: ModuleType, tmp_path: Path) -> None:
+    """A window measures 4 steps, and a fifth trains while its allocation is on its way: 200 of 250 were told once."""
+    events = read_events(simulate(tmp_path / "all.jsonl", windows=50))
+    for index, event in enumerate(events):
+        event["window"] |= {"step": 5.0 * (index + 1), "steps": 4.0}
+    for name, kept in (("whole", events), ("resumed", events[20:])):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in kept))
+        assert collected(example, tmp_path / name)["dynamix_steps_total", ""] == 250
+
+
+def test_of_many_workers_only_the_slowest_are_told(example: ModuleType, tmp_path: Path) -> None:
     simulate(tmp_path / "events.jsonl", workers=70, windows=2)
-    found = collected(tmp_path, most_workers=5)
-    assert sum(name == "dynamix_worker_batch_samples" for name, _ in found) == 5
+    found = collected(example, tmp_path)
+    assert sum(name == "dynamix_worker_batch_samples" for name, _ in found) == 64
 
 
-def test_the_documents_and_the_dashboard_name_figures_that_exist() -> None:
-    dashboard = json.loads((DOCS / "grafana-dashboard.json").read_text())
+def test_a_second_look_tells_what_was_expected(example: ModuleType, tmp_path: Path) -> None:
+    path = simulate(tmp_path / "events.jsonl", windows=12)
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:10]))
+    exporter = example.Exporter([tmp_path])
+    exporter.look()
+    with path.open("a") as file:
+        file.writelines(lines[10:])
+    exporter.look()
+    (found,) = [metric for metric in exporter.collect() if metric.name == "dynamix_expected_step_seconds"]
+    assert found.samples[0].value > 0
+
+
+def test_the_documents_and_the_dashboard_name_figures_that_exist(example: ModuleType, tmp_path: Path) -> None:
+    simulate(tmp_path / "events.jsonl", windows=12, policy="guarded:dynamix")
+    exporter = example.Exporter([tmp_path])
+    exporter.look()
+    run = next(iter(exporter.runs.values()))
+    (view,) = exporter.sources[0].views.values()
+    names = {f"dynamix_{name}{'_total' if kind is example.Counter else ''}" for kind, name, *_ in run.figures(view)}
+    dashboard = json.loads((ROOT / "docs" / "grafana-dashboard.json").read_text())
     asked = {
         name
         for panel in dashboard["panels"]
         for target in panel["targets"]
         for name in re.findall(r"dynamix_\w+", target["expr"])
     }
-    assert asked <= NAMES
+    assert asked <= names
     assert {panel["type"] for panel in dashboard["panels"]} == {"timeseries"}
     ids = [panel["id"] for panel in dashboard["panels"]]
     assert len(set(ids)) == len(ids)
-    told = set(re.findall(r"`(dynamix_\w+)`", (DOCS / "report.md").read_text()))
-    assert told == NAMES
-
-
-def test_it_is_served_on_loopback(tmp_path: Path) -> None:
-    simulate(tmp_path / "events.jsonl", windows=2)
-    told: list[str] = []
-    ready = threading.Event()
-
-    class Enough(Exception):
-        pass
-
-    def tell(text: str) -> None:
-        told.append(text)
-        address = re.findall(r"http://127\.0\.0\.1:\d+/metrics", text)[0]
-        with urllib.request.urlopen(address, timeout=20) as answer:
-            told.append(answer.read().decode())
-        ready.set()
-        raise Enough
-
-    with pytest.raises(Enough):
-        serve_metrics(RunCollector(find_sources([tmp_path])), port=0, tell=tell)
-    assert 'dynamix_windows_total{run="' in told[1]
+    told = set(re.findall(r"`(dynamix_\w+)`", (ROOT / "docs" / "report.md").read_text()))
+    assert told == names

@@ -6,8 +6,8 @@ from typing import Annotated
 import typer
 
 from dynamix.cli.brought import add_commands_of_others
-from dynamix.cli.console import Json, Out, guarded, print_json
-from dynamix.cli.live import dashboard, exporter, watch
+from dynamix.cli.console import ANYTHING, Json, Out, gone, guarded, print_json
+from dynamix.cli.live import dashboard, watch
 from dynamix.cli.policy import policy
 from dynamix.cli.report import report
 
@@ -22,7 +22,9 @@ app.add_typer(policy, name="policy")
 app.command()(report)
 app.command()(watch)
 app.command()(dashboard)
-app.command()(exporter)
+app.command("exporter", hidden=True, context_settings=ANYTHING)(
+    gone("python examples/exporter.py RUN..., in dynamix's source tree; it needs prometheus-client")
+)
 
 
 def _version(wanted: bool) -> None:

@@ -11,7 +11,8 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from dynamix.errors import DynamixError
+from dynamix.errors import DynamixError, UsageError
+from dynamix.removed import message
 
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
 Mechanism = Annotated[str, typer.Option(help="auto, privileged (root) or duty-cycle (no root).")]
@@ -38,6 +39,19 @@ def guarded(command: Callable[..., None]) -> Callable[..., None]:
             signal.signal(signal.SIGTERM, before)
 
     return run
+
+
+ANYTHING = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+
+def gone(fix: str) -> Callable[[], None]:
+    """A command of an earlier version, which says what to write now, and ends with exit code 2."""
+
+    @guarded
+    def command() -> None:
+        raise UsageError(message(fix))
+
+    return command
 
 
 def _terminated(number: int, frame: FrameType | None) -> NoReturn:

@@ -15,7 +15,6 @@ _EXTRAS = {
     "compression": ("numba",),
     "gpu": ("pynvml",),
     "dashboard": ("starlette", "uvicorn"),
-    "exporter": ("prometheus_client",),
 }
 
 

@@ -68,25 +68,6 @@ def watch(
             shown.update(view_of(sources), refresh=True)
 
 
-@guarded
-def exporter(
-    runs: Runs,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Of 127.0.0.1; 0 takes a free one.")] = 9642,
-    every: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks at the files.")] = 5.0,
-    workers: Annotated[int, typer.Option(min=0, help="Most workers with figures of their own, slowest first.")] = 64,
-) -> None:
-    """Offer figures of runs to Prometheus, until interrupted: http://127.0.0.1:9642/metrics."""
-    from dynamix.telemetry import find_sources
-
-    try:
-        from dynamix.telemetry.exporter import RunCollector, serve_metrics
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "prometheus_client":
-            raise
-        raise UsageError(f"the exporter needs {error.name}: pip install 'dynamix-train[exporter]'") from error
-    serve_metrics(RunCollector(find_sources(runs), most_workers=workers), port=port, every_s=every, tell=typer.echo)
-
-
 def _token(file: Path | None) -> str:
     if file is None:
         return ""

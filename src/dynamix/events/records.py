@@ -60,8 +60,7 @@ def line_of(fields: dict[str, Any]) -> bytes:
 def read_events(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """All events of a file, oldest first. An unfinished last line is left out: its writer was killed.
 
-    Those of version 0.1 (schema 1) are told as this one tells them. Raises `StateError` naming the line when anything
-    else is broken or of another schema.
+    Raises `StateError` naming the line when anything else is broken or of another schema, such as that of version 0.1.
     """
     try:
         text = Path(path).read_bytes().decode("utf-8", errors="replace")
@@ -82,11 +81,10 @@ def parse_event(line: str, place: str, *, unpack: bool = True) -> dict[str, Any]
         why = f"not a line of JSON ({error}); the file was changed after it was written"
         raise StateError(f"{place}: {why}") from error
     found = event.get("schema") if isinstance(event, dict) else None
-    if type(found) is not int or found not in (1, EVENTS_SCHEMA):
-        raise StateError(f"{place}: event has schema {found!r}, this version reads 1 and {EVENTS_SCHEMA}")
+    if type(found) is not int or found != EVENTS_SCHEMA:
+        of_0_1 = " (version 0.1)" if found == 1 else ""
+        raise StateError(f"{place}: event has schema {found!r}{of_0_1}, this version reads {EVENTS_SCHEMA}")
     try:
-        if found == 1:
-            return _in_rounds(event)
         if unpack and isinstance(event.get("window"), dict):
             event["window"] = unpacked(event["window"])
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
@@ -104,17 +102,6 @@ def cut_unfinished(path: Path) -> None:
         if path.is_file():
             with path.open("rb+") as file:
                 file.truncate(file.read().rfind(b"\n") + 1)
-
-
-def _in_rounds(event: dict[str, Any]) -> dict[str, Any]:
-    """A line of 0.1, which counted micro-steps and samples of each, in rounds of `micro_batches`."""
-    window = dict(event["window"]) if isinstance(event.get("window"), dict) else {}
-    pieces = int(window.get("micro_batches") or 1)
-    if pieces > 1:
-        window["batch_size"] = [pieces * int(size) for size in window["batch_size"]]
-        event["allocation"] = [pieces * int(size) for size in event["allocation"]]
-        event["from_step"] = int(event["from_step"]) // pieces
-    return {**event, "schema": EVENTS_SCHEMA, **({"window": window} if window else {})}
 
 
 def _plain(fields: dict[str, Any]) -> dict[str, Any]:

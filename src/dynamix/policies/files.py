@@ -153,9 +153,9 @@ def _description(path: str | Path) -> dict[str, Any]:
         raise PolicyFileError("policy", str(sidecar), "JSON", _AGAIN) from error
     if not isinstance(about, dict):
         raise PolicyFileError("policy", str(sidecar), "a JSON object", _AGAIN)
-    about = _of_this_schema(about)
     if about.get("schema") != FILE_SCHEMA:
-        fix = "train one for this version with `dynamix policy train`"
+        of_0_1 = about.get("schema") in (1, 2)
+        fix = f"{'it is of version 0.1; ' if of_0_1 else ''}train one for this version with `dynamix policy train`"
         raise PolicyFileError("schema", about.get("schema"), f"{FILE_SCHEMA} in {sidecar}", fix)
     kind = about.get("kind")
     known = [*_KINDS, *plug_ins(POLICY_FILES, _KINDS)]
@@ -164,18 +164,6 @@ def _description(path: str | Path) -> dict[str, Any]:
         fix = f"it is part of the laboratory: {LABORATORY}" if missing else _AGAIN
         raise PolicyFileError("kind", kind, f"{', '.join(known)} in {sidecar}", fix)
     return about
-
-
-def _of_this_schema(about: dict[str, Any]) -> dict[str, Any]:
-    """A description that version 0.1 wrote, as this one writes it: schema 2 was the residual's, 1 the others'."""
-    schema, kind = about.get("schema"), about.get("kind")
-    if schema == 2 and "kind" not in about:
-        return {**about, "kind": "residual", "schema": FILE_SCHEMA}
-    if schema == 1 and kind == "additive":
-        rest = {name: value for name, value in about.items() if name != "hidden"}
-        shape = {"inputs": len(about.get("features", ())), "hidden": about.get("hidden")}
-        return {**rest, "architecture": shape, "schema": FILE_SCHEMA}
-    return {**about, "schema": FILE_SCHEMA} if schema == 1 and kind == "stigmergic" else about
 
 
 def _check_network(about: dict[str, Any], features: Sequence[str], sidecar: Path) -> None:

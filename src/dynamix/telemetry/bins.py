@@ -152,15 +152,6 @@ class BinnedSeries:
         self.bins, self.width = half, 2 * self.width
 
 
-def bin_width(at: int, most: int) -> int:
-    """Windows of a full bin when window number `at` is added.
-
-    >>> [bin_width(at, 480) for at in (0, 479, 480, 959, 960)]
-    [1, 1, 2, 2, 4]
-    """
-    return 1 << (at // most).bit_length()
-
-
 def _over(total: Floats, weight: Floats) -> Floats:
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.asarray(np.where(weight > 0, total / weight, np.nan))

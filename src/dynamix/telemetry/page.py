@@ -93,7 +93,6 @@ def run_data(source: RunSource, view: RunView, cells: int = MOST_CELLS) -> dict[
     one = {name: {"mean": numbers(series.mean(name))} for name in series.single}
     for name in _BANDS:
         one[name] |= {"least": numbers(series.least(name)), "greatest": numbers(series.greatest(name))}
-    changes = [_plain(asdict(change)) for change in view.foresight.changes]
     return {
         "name": view.name,
         "workers": view.workers,
@@ -109,8 +108,8 @@ def run_data(source: RunSource, view: RunView, cells: int = MOST_CELLS) -> dict[
         "one": one,
         "each": _each(view, cells),
         "bars": _bars(view),
-        "changes": changes,
-        "change_count": view.foresight.count,
+        "changes": [{**asdict(c), "total": list(c.total), "most": list(c.most)} for c in view.changes.largest],
+        "change_count": view.changes.count,
         "notices": [asdict(notice) for notice in view.notices.kept],
         "notice_counts": dict(view.notices.counts),
         "decisions": dict(view.decisions),
@@ -219,12 +218,6 @@ def _device_facts(source: RunSource) -> list[list[str]]:
     except (KeyError, TypeError):
         return []
     return [["device steps that overran", ", ".join(f"rank {r}: {part:.1%}" for r, part in late)]] if late else []
-
-
-def _plain(fields: dict[str, Any]) -> dict[str, Any]:
-    """As JSON knows it: lists, and None for what is unknown."""
-    lists = {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
-    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in lists.items()}
 
 
 def _number(value: float) -> float | None:

@@ -20,6 +20,7 @@ _CHUNK = 2**20
 _KINDS = {  # what is wrong with a line -> how many lines of that kind are told
     "broken": "{} no event (damaged, or of another program)",
     "future": "{} of a later version of dynamix than this one, which reads schema {schema}",
+    "old": "{} of version 0.1, whose events this version does not read",
     "window": "{} without a window that can be used",
 }
 
@@ -118,7 +119,7 @@ class EventFollower:
             except StateError:  # damaged, or unlike what dynamix writes
                 event = _parsed(line)
         except StateError as error:
-            self._count("future" if _is_later(str(error)) else "broken")
+            self._count(_kind(str(error)))
             return None
         try:
             return Recorded(event, window_of(event["window"], READ))
@@ -149,8 +150,10 @@ def _shortened(line: bytes) -> bytes:
     return line
 
 
-def _is_later(error: str) -> bool:
-    """Whether what `parse_event` said is of a schema with a larger number."""
+def _kind(error: str) -> str:
+    """Which of `_KINDS` it is, by what `parse_event` said: whether of a schema with another number."""
     _, found, number = error.partition("event has schema ")
-    said = number.partition(",")[0]
-    return bool(found) and said.isdigit() and int(said) > EVENTS_SCHEMA
+    said = number.partition(",")[0].partition(" ")[0]
+    if not found or not said.isdigit():
+        return "broken"
+    return "future" if int(said) > EVENTS_SCHEMA else "old" if int(said) == 1 else "broken"

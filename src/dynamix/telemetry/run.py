@@ -10,19 +10,18 @@ from typing import Any
 import numpy as np
 
 from dynamix.model.measured import mean_of_known, step_seconds
-from dynamix.telemetry.bins import MOST_BINS, BinnedSeries, bin_width
-from dynamix.telemetry.foresight import Foresight, reason
+from dynamix.telemetry.bins import MOST_BINS, BinnedSeries
+from dynamix.telemetry.changes import SizeChanges
 from dynamix.telemetry.notices import Notices
 from dynamix.telemetry.reading import Recorded
 from dynamix.window import Floats, Ints, Window
 
 SINGLE = (
-    *("global_batch", "noise_scale", "step_s", "expected_s", "loss", "accuracy", "samples_per_s", "samples"),
+    *("global_batch", "noise_scale", "step_s", "loss", "accuracy", "samples_per_s", "samples"),
     *("compute", "data", "wait", "network", "waiting"),
 )
 EACH = ("size", "compute", "data", "wait", "network")
 BLOCK = 64  # windows whose numbers are worked out together
-FORESEEN = 3  # windows of a bin that the job model is asked about
 _SHOWN = ("compute", "data", "wait", "communication", "loss", "accuracy")
 
 
@@ -36,11 +35,11 @@ class RunView:
     def __init__(self, name: str, most_bins: int = MOST_BINS) -> None:
         self.name = name
         self.series = BinnedSeries(SINGLE, EACH, 0, most_bins)
-        self.foresight, self.notices = Foresight(), Notices()
+        self.changes, self.notices = SizeChanges(), Notices()
         self.decisions: Counter[str] = Counter()
         self.windows = 0
         self.workers = 0
-        self.steps = 0.0
+        self.steps = 0.0  # optimizer steps of the job until the newest window closed, also before it was resumed
         self.seconds = 0.0  # at the end of the newest window, restarts added up
         self.samples = 0.0
         self.start_sizes = self.sizes = np.empty(0, dtype=np.int64)
@@ -50,7 +49,6 @@ class RunView:
         self.latest: dict[str, float] = {}  # its numbers of the cluster, by the names of `SINGLE`
         self._waiting: list[tuple[Window, dict[str, float]]] = []  # for `settle`
         self._offset_s = self._time_s = 0.0
-        self._why = ""  # whose answer the newest change was
         self._active = 0  # workers of the newest window
 
     def is_another(self, fields: dict[str, Any]) -> bool:
@@ -69,10 +67,7 @@ class RunView:
         weight = _one(window.steps, least=1.0)
         self._follow_samples(fields, window, weight)
         told = {"begin_s": begin_s, "end_s": self.seconds, "weight": weight, "samples": self.samples}
-        wanted = self.windows % bin_width(self.windows, self.series.most) < FORESEEN
-        told["expected_s"] = self.foresight.add(window, begin_s, self.index, self._why, wanted=wanted)
-        if fields.get("decision") == "new":
-            self._why = reason(fields)
+        self.changes.add(window, begin_s, self.index)
         took_s = self.seconds - begin_s
         told["samples_per_s"] = self._gained / took_s if took_s > 0 and self.windows else math.nan
         self._waiting.append((window, told))
@@ -83,7 +78,9 @@ class RunView:
         self.decisions[str(fields.get("decision"))] += 1
         if not self.windows:
             self.start_sizes = window.batch_size
-        self.sizes, self.windows, self.steps = window.batch_size, self.windows + 1, self.steps + weight
+        self.sizes, self.windows = window.batch_size, self.windows + 1
+        # A window's own steps leave out those between two windows, while an allocation was on its way.
+        self.steps = _one(window.step, least=0.0) or self.steps + weight
 
     def settle(self) -> None:
         """Take the newest windows into `series`, `latest` and `noise_scale`: NumPy is quick at many at once."""
@@ -94,7 +91,7 @@ class RunView:
         given = {name: np.array([one[name] for one in told], np.float64) for name in told[0]}
         block = _together(windows)
         with np.errstate(all="ignore"):  # numbers that no job could have had
-            single = _single(block) | {name: given[name] for name in ("samples", "expected_s", "samples_per_s")}
+            single = _single(block) | {name: given[name] for name in ("samples", "samples_per_s")}
             self.series.extend(given["begin_s"], given["end_s"], given["weight"], single, _each(block))
         self.latest = {name: float(values[-1]) for name, values in single.items()}
         known = np.flatnonzero(np.isfinite(single["noise_scale"]))

@@ -15,7 +15,7 @@ _FEW = 8  # windows; fewer say nothing about a trend
 def sentences(view: RunView) -> list[str]:
     """The few things to know about a run first."""
     said = [_what_ran(view)]
-    said += [text for text in (_waiting(view), _slowest(view), _sizes(view), _promises(view), _trouble(view)) if text]
+    said += [text for text in (_waiting(view), _slowest(view), _sizes(view), _trouble(view)) if text]
     return said
 
 
@@ -82,25 +82,13 @@ def _slowest(view: RunView) -> str:
 
 def _sizes(view: RunView) -> str:
     first, now = view.start_sizes, view.sizes
-    if not view.foresight.count or first.shape != now.shape:
-        return "" if view.foresight.count else "Batch sizes never changed."
+    if not view.changes.count or first.shape != now.shape:
+        return "" if view.changes.count else "Batch sizes never changed."
     before, after = int(first.sum()), int(now.sum())
     total = f"the global batch stayed at {after:,}" if before == after else f"the global batch {before:,} to {after:,}"
     return (
-        f"Batch sizes changed {view.foresight.count:,} times: from {_range(first)} samples a worker to {_range(now)}, "
+        f"Batch sizes changed {view.changes.count:,} times: from {_range(first)} samples a worker to {_range(now)}, "
         f"{total}."
-    )
-
-
-def _promises(view: RunView) -> str:
-    error = view.foresight.error
-    if error is None:
-        return ""
-    late, distance = error
-    direction = "longer" if late > 0 else "shorter"
-    return (
-        f"After a change a step took {percent(abs(late))} {direction} than the job model had expected, in the mean; "
-        f"it was off by {percent(distance)} either way."
     )
 
 

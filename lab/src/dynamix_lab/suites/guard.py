@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from dynamix.training.evaluation import log_speeds, speeds_with_intervals
 
 from dynamix.policies.guard import Guard
 from dynamix.policies.proportional import fill_unknown, speeds
 from dynamix.projection import project
-from dynamix.training.evaluation import log_speeds, speeds_with_intervals
 from dynamix.window import Bounds, Floats, Window
 from dynamix_lab.report import Table, with_interval
 

@@ -144,24 +144,15 @@ const scoreFigure = (run, x, unit) => {
     linePlot([{ label: "accuracy", x, y: one(run, "accuracy"), colour: "--c0" }], { xUnit: unit.name, format: percentage }));
 };
 
-const promiseFigure = (run, x, unit) => {
-  const { mean: y } = run.one.step_s;
-  const lines = [{ label: "reached", x, y, colour: "--c0", step: true },
-    { label: "expected by the job model", x, y: one(run, "expected_s"), colour: "--c1", dash: [5, 4] }];
-  return figure("Time of a round: what the job model expected, and what was reached",
-    "Before every window the model is asked what a round with these sizes will take. Where the lines part, the job changed or the model was wrong.",
-    linePlot(lines, { xUnit: unit.name, format: (value) => duration(value), from: 0 }));
-};
+const roundFigure = (run, x, unit) => figure("Time of a round", "A round ends when workers meet.",
+  linePlot([{ label: "time of a round", x, y: one(run, "step_s"), colour: "--c0", step: true }], { xUnit: unit.name, format: (value) => duration(value), from: 0 }));
 
 const changeRow = (change) => {
   const [worker, before, after] = change.most;
   const total = change.total[0] === change.total[1] ? `stays ${change.total[0].toLocaleString("en")}`
     : `${change.total[0].toLocaleString("en")} to ${change.total[1].toLocaleString("en")}`;
-  const gain = (value) => (value === null ? "–" : `${value >= 1 ? "+" : "−"}${shown(Math.abs(100 * (value - 1)), 2)} %`);
   const cells = [[duration(change.at_s), "n"], [total, "w"], [percentage(change.moved), "n"],
-    [`${worker}: ${before.toLocaleString("en")} to ${after.toLocaleString("en")}`, "w"], [duration(change.step_before_s), "n"],
-    [duration(change.step_expected_s), "n"], [duration(change.step_reached_s), "n"],
-    [gain(change.gain_expected), "n"], [gain(change.gain_reached), "n"], [change.by || "–", "by"]];
+    [`${worker}: ${before.toLocaleString("en")} to ${after.toLocaleString("en")}`, "w"]];
   return el("tr", {}, ...cells.map(([text, kind]) => el("td", { class: kind, text })));
 };
 
@@ -169,14 +160,13 @@ const changesFigure = (run) => {
   if (!run.changes.length) return figure("Decisions", "Batch sizes never changed in this run.");
   const size = (change) => change.moved + Math.abs(Math.log(change.total[1] / Math.max(change.total[0], 1)));
   const rows = page.all ? run.changes : [...run.changes].sort((a, b) => size(b) - size(a)).slice(0, 10).sort((a, b) => a.at_s - b.at_s);
-  const heads = [["time", "n"], ["global batch", ""], ["moved", "n"], ["worker: size", ""], ["round before", "n"],
-    ["expected", "n"], ["reached", "n"], ["progress expected", "n"], ["progress reached", "n"], ["whose answer", ""]];
+  const heads = [["time", "n"], ["global batch", ""], ["moved", "n"], ["worker: size", ""]];
   const table = el("table", {}, el("tr", {}, ...heads.map(([text, kind]) => el("th", { class: kind, text }))), ...rows.map(changeRow));
   const more = run.changes.length > 10 ? el("button", { class: "more", type: "button", onclick: () => { page.all = !page.all; show(); },
     text: page.all ? "show the ten largest" : `show ${run.changes.length} of them` }) : null;
-  const caption = `${run.change_count.toLocaleString("en")} changes; ${page.all ? "the newest and the largest" : "the largest"} are listed. `
-    + "“Moved” is the part of the round that went to other workers, beside the worker whose share changed most. Progress is samples a second, times what a sample teaches, against the sizes before.";
-  return figure("Decisions: what was expected of them, and what was reached", caption, el("div", { class: "scroll" }, table), more);
+  const caption = `${run.change_count.toLocaleString("en")} changes; the largest are listed. `
+    + "“Moved” is the part of the round that went to other workers, beside the worker whose share changed most.";
+  return figure("Decisions", caption, el("div", { class: "scroll" }, table), more);
 };
 
 const noticesFigure = (run) => {
@@ -210,7 +200,7 @@ const runSection = (run, unit) => {
   parts.push(batchFigure(run, x, unit));
   parts.push(el("div", { class: "pair" }, lossFigure(run, x, unit), scoreFigure(run, x, unit)));
   parts.push(el("div", { class: "pair" }, progressFigure(run, x, unit), speedFigure(run, x, unit)));
-  parts.push(promiseFigure(run, x, unit), changesFigure(run), noticesFigure(run), factsFigure(run));
+  parts.push(roundFigure(run, x, unit), changesFigure(run), noticesFigure(run), factsFigure(run));
   return parts.filter(Boolean);
 };
 

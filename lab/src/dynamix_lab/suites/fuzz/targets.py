@@ -169,7 +169,6 @@ class Events:
                 told = {"allocation": sizes.tolist(), "from_step": 4, "decision": "new", "noise": 1.0, "signal": None}
                 log.write(window_index=0, window=window, **told, samples_seen=64, time_s=1.5)
         self.lines = [json.loads(line) for line in self.file.read_text().splitlines()]
-        self.lines += [{**self.lines[0], "schema": 1}]
 
     def attempt(self, rng: random.Random) -> bool:
         line = rng.choice(self.lines)
