@@ -156,7 +156,7 @@ class Job:
             self.source: Any = controller.stream(everything)
             return self.source
         cost = [1 + i % 7 for i in everything]
-        how: dict[str, Any] = {
+        how: Any = {
             "lengths": {"lengths": cost},
             "padded": {"lengths": cost, "padded": True},
             "contiguous": {"partition": "contiguous"},
