@@ -2,8 +2,8 @@
 
     python scripts/same_jobs.py FOLDER [CASE ...]      dynamix is the one on PYTHONPATH
 
-FOLDER gets a file CASE.RANK.json for every rank of every case. One thing is not public: each window's times are replaced,
-where a rank's row leaves it, by those below. So nothing that is decided depends on the machine.
+FOLDER gets a file CASE.RANK.json for every rank of every case. One thing is not public: where a rank's row leaves it,
+the times in it are replaced by those below. So nothing that is decided depends on the machine.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -32,7 +32,17 @@ from torch.utils.data import DataLoader, TensorDataset
 import dynamix
 
 RANKS, SAMPLES = 3, 720
-DECIDED = ("window_index", "decision", "allocation", "from_step", "interval", "piece", "noise", "signal", "samples_seen")
+DECIDED = (
+    "window_index",
+    "decision",
+    "allocation",
+    "from_step",
+    "interval",
+    "piece",
+    "noise",
+    "signal",
+    "samples_seen",
+)
 
 # Seconds of three devices: of a pass, and of each sample; from the sixth window on the first has a neighbour.
 PASS_S, SAMPLE_S = (0.0041, 0.0052, 0.0060), (0.00101, 0.00187, 0.00312)
@@ -82,11 +92,11 @@ CASES: dict[str, Case] = {
     "interval-auto": Case(2, "goodput", {"interval": "auto"}),
     "accumulate": Case(2, "lb_bsp", {"accumulate": 3}, rounds=14),
     "accumulate-3": Case(3, "goodput", {"accumulate": 2, **ADAPTIVE}, rounds=14),
-    "pieces": Case(2, "dynamix", PIECES),
+    "pieces": Case(2, "dynamix", {**PIECES, "guard": False}),
     "pieces-3": Case(3, "goodput", {**PIECES, **ADAPTIVE}),
     "parameters-sgd": Case(2, "lb_bsp", APART),
     "parameters-adamw": Case(3, "goodput", APART, adam=True),
-    "parameters-kept": Case(2, "dynamix", APART, adam=True, averaging={"optimizer_state": "kept"}),
+    "parameters-kept": Case(2, "dynamix", {**APART, "guard": False}, adam=True, averaging={"optimizer_state": "kept"}),
     "parameters-adaptive": Case(3, "goodput", {**APART, **ADAPTIVE}, exchange_s=0.05),
     "auto": Case(2, "goodput", AUTO, exchange_s=0.2),
     "auto-3": Case(3, "dynamix", {**AUTO, **ADAPTIVE}, adam=True, exchange_s=0.3),
@@ -131,8 +141,7 @@ def recorded(row: Any, names: tuple[str, ...], rank: int, window: int, exchange_
 
 def record_times(exchange_s: list[float]) -> None:
     """Let every row be `recorded`, and no decision be late. Found by name, since modules move from tree to tree."""
-    import dynamix.runtime.controller  # noqa: F401  what is looked through below
-
+    _ = dynamix.Controller  # imports what is looked through below
     modules = [module for name, module in sys.modules.items() if name.startswith("dynamix.")]
 
     def homes(name: str) -> list[Any]:
@@ -201,9 +210,8 @@ class Job:
         else:
             self.model = DDP(self.net, bucket_cap_mb=1e-4)  # several buckets
         parameters = self.model.parameters()
-        self.optimizer: Any = torch.optim.AdamW(parameters, lr=0.01) if case.adam else torch.optim.SGD(
-            parameters, lr=0.05, momentum=0.9
-        )  # fmt: skip
+        kind, how = (torch.optim.AdamW, {"lr": 0.01}) if case.adam else (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9})
+        self.optimizer: Any = kind(parameters, **how)  # type: ignore[arg-type]
         given: dict[str, Any] = {"averaging": dynamix.Averaging(**case.averaging)} if case.averaging else {}
         self.controller.wrap(self.model, self.optimizer, weighting=case.tokens or "hook", **given)  # type: ignore
         if case.scheduled:
@@ -255,7 +263,7 @@ class Job:
 
     def told(self) -> dict[str, Any]:
         """All that this rank saw, once the controller is closed."""
-        full = {name: p.full_tensor() if self.case.sharded else p for name, p in self.net.named_parameters()}
+        full = {name: cast(Any, p).full_tensor() if self.case.sharded else p for name, p in self.net.named_parameters()}
         told: dict[str, Any] = {**self.seen, "samples_seen": self.controller.samples_seen}
         told["parameters"] = {name: parameter.detach().flatten().tolist() for name, parameter in full.items()}
         self.controller.close()
@@ -320,7 +328,7 @@ def main(folder: Path, names: list[str]) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     names = names or list(CASES)
     ranks_of = {name: max(CASES[name].ranks, CASES[name].resume) for name in names}
-    (folder / "cases.json").write_text(json.dumps(ranks_of))
+    (folder / "cases.json").write_text(json.dumps({"dynamix": dynamix.__file__, "ranks": ranks_of}))
     fork = multiprocessing.get_context("fork")
     ranks = [fork.Process(target=_rank, args=(rank, folder, names)) for rank in range(RANKS)]
     for process in ranks:

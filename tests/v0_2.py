@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -142,7 +142,7 @@ class Job:
         torch.manual_seed(3)
         self.x = torch.randn(SAMPLES, 6, generator=torch.Generator().manual_seed(2))
         self.net = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 1))
-        options = {"batch_size": BATCH, "interval": 2, **(instead or case.options)}
+        options: dict[str, Any] = {"batch_size": BATCH, "interval": 2, **(instead or case.options)}
         if case.order == "contiguous":
             options.pop("interval")
         self.accumulate = options.get("accumulate", 1)
@@ -156,7 +156,7 @@ class Job:
             self.source: Any = controller.stream(everything)
             return self.source
         cost = [1 + i % 7 for i in everything]
-        how: dict[str, Any] = {
+        how: Any = {
             "lengths": {"lengths": cost},
             "padded": {"lengths": cost, "padded": True},
             "contiguous": {"partition": "contiguous"},
@@ -172,13 +172,13 @@ class Job:
             self.model: Any = fully_shard(net)
         else:
             self.model = DDP(net) if self.case.model == "ddp" else net
-        kinds = {"sgd": lambda p: torch.optim.SGD(p, lr=0.02, momentum=0.9), "adamw": torch.optim.AdamW}
+        kinds: dict[str, Any] = {"sgd": lambda p: torch.optim.SGD(p, lr=0.02, momentum=0.9), "adamw": torch.optim.AdamW}
         self.optimizer = kinds[self.case.optimizer](self.model.parameters())
         scheduled, weighting = wrap.pop("schedule", False), wrap.pop("weighting", "hook")
         self.loss_side = weighting == "loss"
         if wrap.pop("outer", False):
             wrap["outer"] = lambda parameters: torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
-        given = {"averaging": dynamix.Averaging(**wrap)} if wrap else {}
+        given: dict[str, Any] = {"averaging": dynamix.Averaging(**wrap)} if wrap else {}
         self.controller.wrap(self.model, self.optimizer, weighting=weighting, **given, **_hook(self.case.hook, net))
         if scheduled:
             self.controller.scheduler(torch.optim.lr_scheduler.StepLR(self.optimizer, 4))
@@ -196,7 +196,7 @@ class Job:
             if rounds is None:
                 return
 
-    def _epoch(self) -> Iterator[bool]:
+    def _epoch(self) -> Generator[bool, None, None]:
         """One batch after the other; whether it ended a round."""
         controller = self.controller
         for picked in self.batches:

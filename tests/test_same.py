@@ -1,0 +1,105 @@
+"""`scripts/same` notices what it is there for: a changed constant of a policy, a changed weight, a changed order."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import shutil
+import subprocess
+import sys
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+CASES = ("gradients-goodput-3",)
+WEIGHTED = "scale_(buffer, share.count * 1.000001, share.total, 1)"
+
+
+@pytest.fixture(scope="module")
+def same() -> ModuleType:
+    """The script as a module."""
+    loader = SourceFileLoader("scripts_same", str(ROOT / "scripts" / "same"))
+    spec = importlib.util.spec_from_loader(loader.name, loader)
+    assert spec is not None
+    sys.modules[loader.name] = module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    return module
+
+
+def _told(**changed: Any) -> dict[str, Any]:
+    told = {"samples": [[3, 1], [2]], "losses": [0.5, math.nan], "parameters": {"weight": [1.0, -0.0]}}
+    return {**told, "decisions": [{"decision": "new", "allocation": [6, 2]}], **changed}
+
+
+def test_equal_reports_have_no_differences(same: ModuleType) -> None:
+    assert same.of_case([_told(), _told()], [_told(), _told()]) == []
+
+
+@pytest.mark.parametrize(
+    ("changed", "where"),
+    [
+        ({"losses": [math.nextafter(0.5, 1), math.nan]}, ("losses", 0)),
+        ({"losses": [0.5]}, ("losses", 1)),
+        ({"samples": [[1, 3], [2]]}, ("samples", 0)),
+        ({"parameters": {"weight": [1.0, 0.0]}}, ("parameters weight", 1)),
+        ({"parameters": {}}, ("parameters weight", None)),
+        ({"decisions": [{"decision": "new", "allocation": [5, 3]}]}, ("decisions allocation", 0)),
+        ({"decisions": [{"decision": "late", "allocation": [6, 2]}]}, ("decisions decision", 0)),
+        ({"rates": [0.1]}, ("rates", None)),
+        ({"error": "ConfigError: no such option"}, ("error", None)),
+    ],
+)
+def test_every_difference_is_named(same: ModuleType, changed: dict[str, Any], where: tuple[str, int | None]) -> None:
+    for here, there in ((_told(), _told(**changed)), (_told(**changed), _told())):
+        (found,) = same.of_case([_told(), here], [_told(), there])
+        assert (found.rank, found.what, found.step) == (1, *where)
+        assert repr(found.here) != repr(found.there)
+
+
+def test_a_job_that_runs_in_neither_tree_differs(same: ModuleType) -> None:
+    assert len(same.of_case([{"error": "no"}], [{"error": "no"}])) == 1
+
+
+@pytest.fixture(scope="module")
+def here(same: ModuleType) -> Any:
+    """What the ranks tell of this tree."""
+    return same.run(ROOT, CASES)
+
+
+@pytest.mark.multiproc
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("file", "was", "becomes", "notices"),
+    [
+        ("goodput.py", "GROWTH = 0.02\n", "GROWTH = 0.021\n", "decisions allocation"),
+        ("gradients.py", "scale_(buffer, share.count, share.total, 1)", WEIGHTED, "losses"),
+        ("sampler.py", "self.seed + epoch", "self.seed + epoch + 1", "samples"),
+    ],
+    ids=["constant", "weight", "order"],
+)
+def test_a_change_of_one_line_is_noticed(
+    same: ModuleType, here: Any, tmp_path: Path, file: str, was: str, becomes: str, notices: str
+) -> None:
+    shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__"))
+    (path,) = (path for path in (tmp_path / "src").rglob(file) if was in path.read_text())
+    path.write_text(path.read_text().replace(was, becomes))
+    there = same.run(tmp_path, CASES)
+    (case,) = CASES
+    found = same.of_case(here[case], there[case])
+    assert not any(difference.what == "error" for difference in found)
+    assert any(difference.what == notices for difference in found)
+
+
+@pytest.mark.multiproc
+@pytest.mark.slow
+def test_a_tree_is_the_same_as_itself(tmp_path: Path) -> None:
+    command = [str(ROOT / "scripts" / "same"), str(ROOT), "--cases", "resume", "--json", str(tmp_path / "report.json")]
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "0 differences in 1 cases" in done.stdout
+    assert json.loads((tmp_path / "report.json").read_text())["cases"] == {"resume": []}
