@@ -9,7 +9,7 @@ from dynamix_lab.commands.group import bench
 
 REMOVED = {
     "changecost": "nothing: what a new size costs is a constant of the simulated hosts",
-    "cost": "scripts/decision-time, under either commit",
+    "cost": "dynamix bench overhead --decision-only, under either commit",
     "decisions": "scripts/same COMMIT",
     "gossip": "nothing: results/gossip-2026-11-24/table.md keeps what was measured",
     "import": "scripts/import-cost",

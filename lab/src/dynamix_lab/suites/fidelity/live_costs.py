@@ -26,8 +26,7 @@ class LiveCosts:
     """alpha (core-s), beta (core-s per sample), small_share and bend (log factors at `SIZES`) of computing; exchange_s
     and exchange_per_speed of the exchange at rest, with its bytes on the slowest link on top; jitter_s (s), jitter_sd
     and together_sd (relative) of every step; log noise scale at equal parts of `samples` of progress, at the unit
-    batch, its growth `rho` with log B and the sd `noise_error` of what is measured of it; progress `needed` for the
-    target, in samples at the unit batch.
+    batch, its growth `rho` with log B and the sd `noise_error` of what is measured of it.
     """
 
     alpha: float
@@ -40,7 +39,6 @@ class LiveCosts:
     together_sd: float
     knots: tuple[float, ...]
     samples: float
-    needed: float
     rho: float = 0.0
     noise_error: float = 0.2
     bend: tuple[float, ...] = (0.0,) * len(SIZES)

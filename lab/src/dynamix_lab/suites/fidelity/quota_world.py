@@ -35,7 +35,6 @@ def quota_costs(alpha: float = DEMO_ALPHA, beta: float = DEMO_BETA) -> LiveCosts
         TOGETHER_SD,
         knots=(0.0, 0.0),
         samples=1.0,
-        needed=1.0,
     )
 
 
