@@ -6,6 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from dynamix.cli.app import app
+from dynamix_lab.commands.removed import REMOVED
 
 
 def test_a_result_names_the_command_that_made_it_with_every_option() -> None:
@@ -22,25 +23,20 @@ def test_a_result_names_the_command_that_made_it_with_every_option() -> None:
     "name",
     [
         "aggregator",
-        "changecost",
         "codec-speed",
         "compression",
         "compression-cases",
         "emulator-accuracy",
         "faults",
         "fidelity",
-        "gossip",
-        "netcosts",
         "network-speed",
         "observe",
         "overhead",
         "peers",
         "quality",
         "scaling",
-        "simspeed",
         "stepcount",
         "stigmergy",
-        "tta",
         "workloads",
     ],
 )
@@ -55,8 +51,6 @@ def test_every_measurement_is_a_command(name: str) -> None:
     [
         ["stepcount", "nonsense"],
         ["stepcount", "ratings", "--rule", "none"],
-        ["netcosts", "--nets", "nonsense"],
-        ["changecost", "nonsense"],
     ],
 )
 def test_an_unknown_workload_is_refused_with_one_line(arguments: list[str]) -> None:
@@ -69,3 +63,12 @@ def test_cases_are_counted_and_judged() -> None:
     done = CliRunner().invoke(app, ["bench", "compression-cases", "--count", "3", "--json"])
     found = json.loads(done.stdout)
     assert (done.exit_code, found["cases"], found["failed"]) == (0, 3, 0)
+
+
+@pytest.mark.parametrize("name", sorted(REMOVED))
+def test_a_command_that_is_gone_says_what_to_write_now(name: str) -> None:
+    for arguments in ([], ["--help"], ["--against", "HEAD~1", "--json"]):
+        done = CliRunner().invoke(app, ["bench", name, *arguments])
+        assert done.exit_code == 2
+        assert done.output == f"error: dynamix bench {name}: removed in 0.3: write {REMOVED[name]}\n"
+    assert f"│ {name} " not in CliRunner().invoke(app, ["bench", "--help"]).output

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dynamix.window import Bounds, Window
-from dynamix_lab.emulator import Scenario
+from dynamix_lab.emulator import Scenario, host_speeds, load_scenario
 from dynamix_lab.harness.reference import Reference
 
 
@@ -21,3 +21,15 @@ def test_device_hosts_finish_together_with_their_fixed_time(fixed_ms: float) -> 
     assert sizes.sum() == 120
     took = (fixed_ms + sizes) / speeds
     assert took[0] == pytest.approx(took[1], rel=0.03)
+
+
+def test_the_reference_follows_the_scenario_at_a_constant_global_batch() -> None:
+    now = {"s": 0.0}
+    reference = Reference("demo", seed=3, clock=lambda: now["s"])
+    window = Window.of([128] * 4, compute=0.2, steps=5)
+    for time_s in (1.0, 16.0, 31.0, 46.0):
+        now["s"] = time_s
+        sizes = reference.decide(window, Bounds.of(4, 8, 512))
+        speeds = host_speeds(load_scenario("demo"), time_s, 3)
+        assert sizes.sum() == 512
+        assert sizes.tolist() == pytest.approx([512 * v / sum(speeds) for v in speeds], abs=1)

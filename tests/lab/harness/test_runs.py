@@ -5,12 +5,11 @@ import pytest
 
 from dynamix.errors import StateError
 from dynamix.window import Window
+from dynamix_lab.demo.plots import plot_accuracy, plot_sizes
+from dynamix_lab.demo.table import ratio_lines
 from dynamix_lab.harness.display import Display
-from dynamix_lab.harness.runs import PolicyRun, load_runs, summarise
+from dynamix_lab.harness.runs import PolicyRun, load_runs, policy_facts, summarise
 from dynamix_lab.harness.scoring import Scorer, WeightSnapshot, by_parameters
-from dynamix_lab.suites.comparison.plots import plot_accuracy, plot_sizes, plot_time
-from dynamix_lab.suites.comparison.report import write_report
-from dynamix_lab.suites.comparison.table import HEAD, legend, ratio_lines, result_table
 from dynamix_lab.tasks import make_workload
 
 
@@ -29,11 +28,6 @@ def run(policy, seed, pace_s, *, reaches=True):
     made.batch_sizes = [96, 32]
     made.snapshots.append(WeightSnapshot(policy, pace_s * 6, 6, 600, Path("x"), 0.95 if reaches else 0.1))
     return made
-
-
-def result_of(runs):
-    facts = {"workload": "mnist1d", "machine": {"cores": 2, "cpu": "x < y"}, "cluster": "emulator", "commit": None}
-    return {**facts, "target": 0.9, **summarise(runs)}
 
 
 def test_pairs_are_matched_by_seed_and_lists_run_over_seeds():
@@ -63,16 +57,6 @@ def test_what_is_attainable_comes_first():
     assert "dynamix: 0.60 x the time of static" in others
 
 
-def test_the_report_is_one_file_that_needs_no_network_and_escapes_its_text(tmp_path):
-    runs = [run("static", 0, 1.0), run("dynamix", 0, 0.5)]
-    write_report(tmp_path / "report.html", runs, result_of(runs), moves=lambda _: [(1.5, 1)])
-    page = (tmp_path / "report.html").read_text()
-    assert page.count("<svg") == 3
-    assert "x &lt; y" in page
-    for needs_network in ("<link", "<script", "src=", "@import"):
-        assert needs_network not in page
-
-
 def test_the_axes_hold_all_sizes_of_all_runs():
     small, large = run("static", 0, 1.0), run("dynamix", 0, 0.5)
     large.events.append({**large.events[0], "allocation": [270, 30]})
@@ -84,27 +68,12 @@ def test_the_axes_hold_all_sizes_of_all_runs():
 @pytest.mark.parametrize("count", [1, 4, 5])
 def test_no_legend_covers_a_plot(count):
     runs = [run(f"policy{i}", 0, 1.0 + i) for i in range(count)]
-    for figure in (plot_accuracy(runs, 0.9), plot_sizes(runs), plot_time(runs)):
+    for figure in (plot_accuracy(runs, 0.9), plot_sizes(runs)):
         figure.draw_without_rendering()
         legends = [axes.get_legend().get_window_extent() for axes in figure.axes if axes.get_legend()]
         assert len(legends) == 1
         assert not any(legends[0].overlaps(axes.get_window_extent()) for axes in figure.axes if axes.axison)
         assert figure.bbox.x1 >= legends[0].x1
-
-
-def test_every_column_of_the_table_is_explained_under_it():
-    lines = legend([run("static", 0, 1.0)], 0.9)
-    for column in HEAD[2:]:
-        assert any(line.startswith(f"{column}: ") for line in lines), column
-    assert any(line.startswith("static: ") for line in lines)
-
-
-def test_a_run_cut_before_its_first_window_can_still_be_shown(tmp_path):
-    bare = PolicyRun("static", 0, target=0.9)
-    bare.batch_sizes = [128, 128]
-    write_report(tmp_path / "report.html", [bare], result_of([bare]))
-    assert len(result_table([bare]).rows) == 1
-    Display(target=0.9).update([bare])
 
 
 def test_snapshots_are_scored_in_order_and_their_files_removed(tmp_path):
@@ -138,3 +107,20 @@ def test_a_damaged_file_of_finished_runs_is_named(tmp_path):
     (tmp_path / "3.json").write_text('{"facts": {')
     with pytest.raises(StateError, match=r"3\.json is damaged"):
         load_runs(tmp_path / "3.json", {})
+
+
+def test_a_run_cut_before_its_first_window_can_still_be_shown():
+    bare = PolicyRun("static", 0, target=0.9)
+    bare.batch_sizes = [128, 128]
+    assert summarise([bare])["policies"]["static"]["batch_sizes"] == [[128, 128]]
+    Display(target=0.9).update([bare])
+
+
+def test_results_name_the_policy_that_really_runs_as_dynamix(tmp_path):
+    other = tmp_path / "other.safetensors"
+    other.write_bytes(b"other")
+    shipped, named, rule, file = (policy_facts(name) for name in (None, "dynamix", "lb_bsp", str(other)))
+    assert shipped == named
+    assert shipped["name"] == "shipped"
+    assert rule == {"name": "lb_bsp"}
+    assert file["sha256"] != shipped["sha256"]

@@ -15,7 +15,7 @@ from dynamix.errors import ConfigError
 from dynamix.events.run_folder import RunFolder
 from dynamix_lab.harness.suite import run_suite
 from dynamix_lab.suites.outside import load_families
-from dynamix_lab.suites.simulated import SimulatedSuite, scaling_plan, tta_plan
+from dynamix_lab.suites.simulated import SimulatedPlan, SimulatedSuite, scaling_plan
 
 MODULE = """
 from dataclasses import replace
@@ -47,17 +47,16 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return file
 
 
-def test_plans_take_all_families_of_the_function_or_those_that_are_named() -> None:
+def test_plans_take_all_families_of_the_function() -> None:
     place = "reserved_for_tests:families"
-    assert {family for family, _ in tta_plan(quick=True, families_from=place).cells} == {"slow", "quiet.too"}
-    some = tta_plan(quick=True, families=("slow", "pai-steady"), families_from=place)
-    some.check()
-    assert some.cells == (("slow", 8), ("pai-steady", 8))
+    plan = scaling_plan(quick=True, families_from=place)
+    assert {family for family, _ in plan.cells} == {"slow", "quiet.too"}
+    dataclasses.replace(plan, cells=(("slow", 8), ("pai-steady", 8))).check()
     assert scaling_plan(quick=True, families_from=place).cells[:4] == tuple(("slow", w) for w in (2, 8, 32, 128))
 
 
 def test_suite_runs_on_them_and_its_result_names_the_source(tmp_path: Path, module: Path) -> None:
-    plan = tta_plan(quick=True, policies=("lb_bsp",), families=("slow",), families_from="reserved_for_tests:families")
+    plan = SimulatedPlan((("slow", 8),), ("lb_bsp",), seeds=(710_001,), families_from="reserved_for_tests:families")
     plan = dataclasses.replace(plan, clusters=3, windows=12, references=("lagged",))
     result = run_suite(SimulatedSuite(plan), RunFolder("test", tmp_path / "run"), tell=lambda *_: None)
     assert result["pairs"] == ["slow-8"]
@@ -91,13 +90,13 @@ def test_what_gives_no_families_is_refused(place: str, said: str) -> None:
     ("function", "said"), [("wrong_type", "Clusters"), ("wrong_shape", "shape"), ("no_number", "alpha")]
 )
 def test_clusters_that_cannot_be_played_are_refused_before_anything_runs(function: str, said: str) -> None:
-    plan = tta_plan(quick=True, policies=("lb_bsp",), families_from=f"reserved_for_tests:{function}")
+    plan = scaling_plan(quick=True, policies=("lb_bsp",), families_from=f"reserved_for_tests:{function}")
     with pytest.raises(ConfigError, match=said):
         plan.check()
 
 
-@pytest.mark.parametrize("command", [["tta"], ["scaling", "--cluster", "virtual"]])
-def test_only_the_simulator_takes_them(command: list[str]) -> None:
-    done = CliRunner().invoke(app, ["bench", *command, "--families-from", "reserved_for_tests:families"])
+def test_only_the_simulator_takes_them() -> None:
+    command = ["bench", "scaling", "--cluster", "virtual", "--families-from", "reserved_for_tests:families"]
+    done = CliRunner().invoke(app, command)
     assert done.exit_code == 2
     assert "--cluster simulator" in done.output

@@ -3,7 +3,7 @@
 Each module adds its commands to `bench` when it is imported. What a command measures with is imported when it runs.
 """
 
-from dynamix_lab.commands import compression, experiments, measures, opponents, peers, quality, results, suites
+from dynamix_lab.commands import compression, experiments, measures, opponents, peers, quality, removed, results, suites
 from dynamix_lab.commands.demo import demo
 from dynamix_lab.commands.group import bench
 
@@ -16,6 +16,7 @@ __all__ = [
     "opponents",
     "peers",
     "quality",
+    "removed",
     "results",
     "suites",
 ]

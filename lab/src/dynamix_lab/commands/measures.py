@@ -1,7 +1,6 @@
 """Measurements of single things.
 
-`dynamix bench overhead`, `observe`, `simspeed`, `import`, `changecost`, `netcosts`, `stepcount`, `lengths`,
-`disturbance`, `emulator-accuracy`, `decisions`, `cost`.
+`dynamix bench overhead`, `observe`, `stepcount`, `lengths`, `disturbance`, `emulator-accuracy`.
 """
 
 from __future__ import annotations
@@ -66,73 +65,6 @@ def bench_observe(
 
     plan = ObservePlan(names_of(only) or KINDS, cases, policy=policy, blocks=blocks)
     conducted(context, ObserveSuite(plan), out=out, resume=resume, as_json=as_json)
-
-
-@bench.command("simspeed")
-@guarded
-def bench_simspeed(context: typer.Context, as_json: Json = False) -> None:
-    """Worker-steps per second of the simulator, without learning."""
-    from dynamix_lab.suites.simspeed import GOAL_STEPS_PER_S, simulator_speeds
-
-    with progress("simulating") as tell:
-        sizes = simulator_speeds()
-        tell("simulating", 1.0)
-    if as_json:
-        print_json({**about(context, "simulator"), "sizes": sizes})
-        return
-    for size in sizes:
-        what = f"{size['clusters']:.0f} clusters of {size['workers']:,.0f} workers"
-        typer.echo(f"{what}: {size['worker_steps_per_s']:,.0f} worker-steps/s (goal at W=32: {GOAL_STEPS_PER_S:,})")
-
-
-@bench.command("import")
-@guarded
-def bench_import(
-    context: typer.Context,
-    runs: Annotated[int, typer.Option(min=1, help="Fresh interpreters to time.")] = 7,
-    as_json: Json = False,
-) -> None:
-    """What importing the controller costs beyond importing torch."""
-    from dynamix_lab.suites.import_cost import import_cost, lines
-
-    with progress("importing") as tell:
-        result = import_cost(runs, tell=tell)
-    print_json({**about(context, "one process, one thread"), **result}) if as_json else typer.echo(
-        "\n".join(lines(result))
-    )
-
-
-@bench.command("changecost")
-@guarded
-def bench_changecost(
-    context: typer.Context,
-    workload: Annotated[str, typer.Argument(help="Workload that is trained.")] = "mnist1d",
-    as_json: Json = False,
-) -> None:
-    """What the first step at a batch size that was never met before costs: the processor library prepares kernels."""
-    from dynamix_lab.suites.changecost import change_cost
-
-    result = {**about(context, "one process, one thread"), "workload": workload, "cpu_s": change_cost(workload)}
-    lines = [f"{what}: {1e3 * seconds:.1f} ms" for what, seconds in result["cpu_s"].items()]
-    print_json(result) if as_json else typer.echo("\n".join(lines))
-
-
-@bench.command("netcosts")
-@guarded
-def bench_netcosts(
-    context: typer.Context,
-    nets: Annotated[str | None, typer.Option(help="Comma-separated (default: all).")] = None,
-    as_json: Json = False,
-) -> None:
-    """Processor seconds of a training step by batch size for the small deep nets: the rows of `tasks/net_costs.py`."""
-    import json
-
-    from dynamix_lab.suites.netcosts import all_net_costs
-
-    with progress("netcosts") as tell:
-        costs = all_net_costs(names_of(nets), tell=tell)
-    result = {**about(context, "one process, one thread"), "nets": costs}
-    print_json(result) if as_json else typer.echo("\n".join(json.dumps({net: row}) for net, row in costs.items()))
 
 
 @bench.command("stepcount")
@@ -205,37 +137,3 @@ def bench_emulator_accuracy(
     with progress("emulator accuracy") as tell:
         result = {**about(context, "emulator"), **measure_all(only=only, tell=tell)}
     print_json(result) if as_json else typer.echo(table(result))
-
-
-@bench.command("decisions")
-@guarded
-def bench_decisions(
-    context: typer.Context,
-    against: Annotated[str, typer.Option(help="Revision of this repository to compare with.")],
-    resume: Resume = False,
-    out: Out = None,
-    as_json: Json = False,
-) -> None:
-    """Whether every policy still decides what it decided under another revision; exit code 1 if not."""
-    from dynamix_lab.suites.decisions.suite import DecisionsPlan, DecisionsSuite
-
-    result = conducted(context, DecisionsSuite(DecisionsPlan(against)), out=out, resume=resume, as_json=as_json)
-    if not result["within_limits"]:
-        typer.echo(f"error: decisions differ by more than allowed: {result['limits']}", err=True)
-        raise typer.Exit(1)
-
-
-@bench.command("cost")
-@guarded
-def bench_cost(
-    context: typer.Context,
-    against: Annotated[str, typer.Option(help="Revision of this repository to compare with.")],
-    rounds: Annotated[int, typer.Option(min=2, help="Turns of each revision.")] = 8,
-    resume: Resume = False,
-    out: Out = None,
-    as_json: Json = False,
-) -> None:
-    """Processor time of decisions for 1,024 workers and of training rounds, beside another revision's."""
-    from dynamix_lab.suites.decisions.cost_suite import CostPlan, CostSuite
-
-    conducted(context, CostSuite(CostPlan(against, rounds)), out=out, resume=resume, as_json=as_json)

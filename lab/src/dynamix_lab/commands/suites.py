@@ -1,14 +1,13 @@
-"""The suites of whole jobs: `dynamix bench tta`, `scaling`, `reaction`, `stigmergy`, `gossip`, `workloads`..."""
+"""The suites of whole jobs: `dynamix bench scaling`, `reaction`, `stigmergy`, `workloads`..."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dynamix.cli.console import Json, Out, Policies, Resume, guarded, print_json, progress
-from dynamix_lab.commands.group import bench, command_line, conducted, names_of, numbers_of
+from dynamix.cli.console import Json, Out, Policies, Resume, guarded, print_json
+from dynamix_lab.commands.group import bench, conducted, names_of, numbers_of
 
 if TYPE_CHECKING:
     from dynamix_lab.harness.suite import Suite
@@ -22,59 +21,6 @@ FamiliesFrom = Annotated[
         help="Simulated families of your own instead: the function gives {name: sampler(count, workers, seed)}.",
     ),
 ]
-
-
-@bench.command("tta")
-@guarded
-def bench_tta(
-    context: typer.Context,
-    cluster: Annotated[str, typer.Option(help="emulator (real training) or simulator.")] = "emulator",
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Under 10 minutes: fewer scenarios or families, one seed.")
-    ] = False,
-    seeds: Annotated[int, typer.Option(min=1, help="Pairs per scenario (emulator).")] = 5,
-    seed: Annotated[int, typer.Option(help="First seed (emulator).")] = 0,
-    scenarios: Annotated[
-        str | None, typer.Option(help="Scenarios or families, comma-separated (default: all).")
-    ] = None,
-    families_from: FamiliesFrom = None,
-    policies: Policies = None,
-    resume: Resume = False,
-    out: Out = None,
-    as_json: Json = False,
-) -> None:
-    """Time to accuracy of every policy: on emulated hosts, or in the simulator on all held-out families."""
-    from dynamix.errors import ConfigError
-    from dynamix.events.run_folder import RunFolder
-    from dynamix_lab.harness.suite import run_suite
-    from dynamix_lab.suites.simulated import SimulatedSuite, tta_plan
-    from dynamix_lab.suites.tta import QUICK_SCENARIOS, SCENARIOS, TtaPlan, TtaSuite
-
-    names, places = names_of(policies), names_of(scenarios)
-    if cluster == "simulator":
-        suite = SimulatedSuite(tta_plan(quick=quick, policies=names, families=places, families_from=families_from))
-        conducted(context, suite, out=out, resume=resume, as_json=as_json)
-        return
-    if cluster != "emulator":
-        raise ConfigError("cluster", cluster, "emulator, simulator", "choose one of them")
-    if families_from:
-        raise ConfigError("--families-from", families_from, "with --cluster simulator", "leave one of them out")
-    usual = ("static", "dynamix") if quick else ("reference", "static", "dbs", "lb_bsp", "dynamix")
-    plan = TtaPlan(
-        scenarios=places or (QUICK_SCENARIOS if quick else SCENARIOS),
-        seeds=1 if quick else seeds,
-        seed=seed,
-        policies=names or usual,
-        quick=quick,
-    )
-    plan.check()
-    with RunFolder("tta", out, resume=resume) as folder:  # the runs show their own progress
-        result = run_suite(TtaSuite(plan), folder, command=command_line(context))
-    if as_json:
-        print_json(result)
-    if not result["arrived"]:
-        typer.echo("error: not every run reached the target", err=True)
-        raise typer.Exit(1)
 
 
 @bench.command("scaling")
@@ -142,34 +88,11 @@ def bench_reaction(
 
 @bench.command("fidelity")
 @guarded
-def bench_fidelity(
-    context: typer.Context,
-    against: Annotated[Path | None, typer.Option(help="Folder of a finished `bench tta`, to compare with.")] = None,
-    calibrate_on: Annotated[str, typer.Option(help="Its scenarios whose runs tell the costs.")] = "all",
-    predict: Annotated[
-        str | None,
-        typer.Option(
-            help="Policies to predict with those costs instead of its runs, comma-separated; ratios are to the first."
-        ),
-    ] = None,
-    seeds: Annotated[int, typer.Option(help="Disturbances to predict them for.", min=1)] = 6,
-    trained: Annotated[
-        bool, typer.Option("--trained", help="Predict by the training itself, some 50 s of a core per run.")
-    ] = False,
-    as_json: Json = False,
-) -> None:
-    """Errors of the simulator: on measurements its fits have not seen, and against the emulator."""
+def bench_fidelity(as_json: Json = False) -> None:
+    """Errors of the simulator on measurements that its fits have not seen."""
     from dynamix_lab.suites.fidelity.suite import lines, run_fidelity
 
-    with progress("fidelity") as tell:
-        result = run_fidelity(
-            against,
-            calibrate_on=calibrate_on,
-            predict=predict.split(",") if predict else (),
-            seeds=seeds,
-            trained=trained,
-            tell=tell,
-        )
+    result = run_fidelity()
     print_json(result) if as_json else typer.echo("\n".join(lines(result)))
 
 
@@ -194,24 +117,6 @@ def bench_workloads(
 
     plan = WorkloadsPlan.of(quick=quick, names=names_of(only), budget_s=seconds, seed=seed)
     conducted(context, WorkloadsSuite(plan), out=out, resume=resume, as_json=as_json)
-
-
-@bench.command("gossip")
-@guarded
-def bench_gossip(
-    context: typer.Context,
-    quick: Annotated[bool, typer.Option("--quick", help="A few simulated rounds of 8 workers.")] = False,
-    only: Annotated[str | None, typer.Option(help="sums, simulated, live; comma-separated (default: all).")] = None,
-    live_seeds: Annotated[int, typer.Option(min=1, help="Runs of each live row.")] = 1,
-    resume: Resume = False,
-    out: Out = None,
-    as_json: Json = False,
-) -> None:
-    """Rounds where nobody is in charge: gossiped traces against a deadline, Hivemind's tracker and riding sums."""
-    from dynamix_lab.suites.gossip.suite import GossipPlan, GossipSuite
-
-    plan = GossipPlan.of(quick=quick, only=names_of(only), live_seeds=live_seeds)
-    conducted(context, GossipSuite(plan), out=out, resume=resume, as_json=as_json)
 
 
 @bench.command("stigmergy")

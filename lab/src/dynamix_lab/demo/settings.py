@@ -64,7 +64,7 @@ class DemoSettings:
             raise ConfigError("policy", self.policy, "with the row dynamix", "add dynamix to --rows")
         if load_permitted(self.scenario, self.mechanism).device is None:
             allowed = f"a scenario of device hosts: {', '.join(_device_scenarios())}, or a file with `device`"
-            fix = "use `dynamix bench tta` for hosts with CPU quotas"
+            fix = "take hosts with a device"
             raise ConfigError("scenario", self.scenario, allowed, fix)
         for package in ("matplotlib", "mnist1d"):
             if importlib.util.find_spec(package) is None:

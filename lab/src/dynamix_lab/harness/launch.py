@@ -1,5 +1,5 @@
-"""The start of a job's rank processes on emulated hosts, and what follows them to the end: shared by the
-comparison of policies and peers.
+"""The start of a job's rank processes on emulated hosts, and what follows them to the end: of peers, and of dynamix's
+own policies beside them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
@@ -24,14 +23,11 @@ from dynamix_lab.emulator.scenario import check_machine
 from dynamix_lab.harness.channel import JobChannel, Listener, Message
 from dynamix_lab.harness.display import Display
 from dynamix_lab.harness.reference import references
-from dynamix_lab.harness.runs import AGAIN, CENSOR_FACTOR, PolicyRun
+from dynamix_lab.harness.runs import CENSOR_FACTOR, PolicyRun
 from dynamix_lab.harness.scoring import Scorer, WeightSnapshot, by_parameters
-from dynamix_lab.installed import how_to_install
-from dynamix_lab.statistics import balanced_order
 from dynamix_lab.tasks import Workload
 from dynamix_lab.tasks.mnist1d import TUNING_SEEDS
 
-POLICIES = ("reference", "static", "dbs", "dynamix")
 # A run that static's time cannot bound yet ends here. Static on `paper-like` takes more than 240 s.
 PATIENCE_S = 600.0
 START_TIMEOUT_S = 120.0
@@ -40,24 +36,21 @@ MOST_STEPS = 100_000  # none takes so many before its time is over
 
 @dataclass(frozen=True, slots=True)
 class LaunchSettings:
-    """What one comparison of policies runs.
+    """What the runs of a call share.
 
     scenario  shipped name or file of the emulator's scenario
-    seeds     how many pairs; seed, seed + 1, ...
+    seeds     how many; seed, seed + 1, ...
     clock_s   end every run after so many seconds instead of at the target
     quick     a smoke run: little data, few steps, a target anybody reaches
-    policies  to compare; "reference" is decided with the scenario file in hand
-    again     run static twice (the A/A pair) for a single seed too; several seeds always do
+    policies  to run, in this order; "reference" is decided with the scenario file in hand
     mechanism   of the emulation: "auto", "privileged" or "duty-cycle" (no root)
-    command   the command line, for the result
     """
 
     scenario: str = "demo"
     seeds: int = 1
     seed: int = 0
     quick: bool = False
-    policies: tuple[str, ...] = POLICIES
-    again: bool = False
+    policies: tuple[str, ...] = ()
     clock_s: float | None = None
     workload: str = "mnist1d"
     batch_size: int = 128
@@ -65,7 +58,6 @@ class LaunchSettings:
     lr_rule: str = "adascale"
     disturbance_seed: int = field(default=1000)
     mechanism: Mechanism = "auto"
-    command: str = "dynamix bench tta"
 
     def check(self) -> None:
         """Raises `ConfigError` for values that cannot be run, before anything is started."""
@@ -85,29 +77,6 @@ class LaunchSettings:
                 raise ConfigError(package, "not installed", "installed", how_to_install("bench"))
         for name in self.policies:
             make_policy(name, others=references(self.scenario))
-
-    @property
-    def paired(self) -> bool:
-        """Whether static runs twice."""
-        return self.seeds > 1 or self.again
-
-    @property
-    def compares(self) -> bool:
-        """Whether the call is to measure something, rather than to show it."""
-        return self.paired and not self.quick
-
-    def order(self, seed: int) -> list[str]:
-        """Random balanced order of this seed's runs; with several pairs static runs twice (the A/A pair).
-
-        A single seed compares nothing that a drift of the machine could not explain, so there the order is the plain
-        one: static first, whose time bounds the others.
-        """
-        names = list(self.policies)
-        if not self.paired and "reference" not in names:
-            return names
-        if self.paired and "static" in names:
-            names.append(AGAIN)
-        return balanced_order(names, seed)
 
     def train_samples(self) -> int:
         return 2400 if self.quick else 24_000
@@ -134,11 +103,7 @@ def disturbance_seed(settings: LaunchSettings, seed: int) -> int:
 
 
 class Launch:
-    """One start of the rank processes: every policy once, in turn, for one seed.
-
-    names     only these of the seed's runs; None: all, in their order
-    attempt   how often they were run before
-    """
+    """One start of the rank processes: every policy once, in turn, for one seed."""
 
     def __init__(
         self,
@@ -149,12 +114,8 @@ class Launch:
         folder: RunFolder,
         display: Display,
         runs: list[PolicyRun],
-        *,
-        names: Sequence[str] | None = None,
-        attempt: int = 0,
     ) -> None:
         self.settings, self.seed, self.workload, self.hosts = settings, seed, workload, hosts
-        self.names, self.attempt = list(names or settings.order(seed)), attempt
         self.folder, self.display, self.runs = folder, display, runs
         self.target = settings.target(workload)
         self._link: JobChannel | None = None
@@ -203,7 +164,7 @@ class Launch:
             "seed": self.seed,
             "disturbance_seed": disturbance_seed(settings, self.seed),
             "scenario": _absolute(settings.scenario),
-            "runs": self.names,
+            "runs": list(settings.policies),
             "policy_files": {},
             "batch_size": settings.batch_size,
             "interval": settings.interval,
@@ -266,7 +227,7 @@ class Launch:
 
     def _start(self, name: str) -> None:
         assert self._link is not None
-        self.runs.append(PolicyRun(name, self.seed, self.target, attempt=self.attempt))
+        self.runs.append(PolicyRun(name, self.seed, self.target))
         self._stopping, self._processor_began = False, processor_times()
         self.hosts.start_clock()
         self._link.send("go")
@@ -277,8 +238,7 @@ class Launch:
         self.hosts.unthrottle()
         self._scorer.wait()
         run = self.runs[-1]
-        labels = {"policy": message.pop("run"), "seed": self.seed} | ({"attempt": self.attempt} if self.attempt else {})
-        run.events = self.folder.adopt_events(Path(message.pop("events")), **labels)
+        run.events = self.folder.adopt_events(Path(message.pop("events")), policy=message.pop("run"), seed=self.seed)
         for name, value in message.items():
             setattr(run, name, value)
         run.step, run.finished = len(run.step_ends_s), True

@@ -38,16 +38,6 @@ def is_learned(policy: str) -> bool:
     return name is not None and (name.base in LEARNED or name.kind in ("file", "class"))
 
 
-def is_static(policy: str) -> bool:
-    """Whether a name stands for batch sizes that never change.
-
-    >>> is_static("static:64"), is_static("static-again"), is_static("goodput")
-    (True, True, False)
-    """
-    name = _parsed(policy)
-    return policy == AGAIN or (name is not None and name.base == "static")
-
-
 def _parsed(policy: str) -> PolicyName | None:
     """None for names that a suite made up itself."""
     try:

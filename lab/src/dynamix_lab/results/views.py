@@ -13,8 +13,8 @@ from dynamix_lab.statistics import geometric_mean
 def kind(result: Mapping[str, Any]) -> str:
     """Which command made a result: demo, or the name after `bench`; with the cluster where two share one; or a script.
 
-    >>> kind({"command": "dynamix bench tta --quick", "cluster": "simulator"}), kind({"command": "dynamix demo"})
-    ('tta simulator', 'demo')
+    >>> kind({"command": "dynamix bench scaling --quick", "cluster": "virtual"}), kind({"command": "dynamix demo"})
+    ('scaling virtual', 'demo')
     >>> kind({"command": "scripts/mutants --seed 1"})
     'mutants'
     """
@@ -22,7 +22,7 @@ def kind(result: Mapping[str, Any]) -> str:
     if words[0].startswith("scripts/"):
         return words[0].removeprefix("scripts/")
     name = words[2] if words[1:2] == ["bench"] and len(words) > 2 else words[1]
-    return f"{name} {result['cluster']}" if name in ("tta", "scaling", "opponents") else name
+    return f"{name} {result['cluster']}" if name in ("scaling", "opponents") else name
 
 
 def markdown_of(result: Mapping[str, Any], view: str = "") -> str:
@@ -88,15 +88,12 @@ def _makers() -> dict[str, Callable[[Mapping[str, Any]], Table | list[Section]]]
     from dynamix_lab.experiments import transfer
     from dynamix_lab.experiments.excavation import pages as excavation
     from dynamix_lab.peers import report as peers
-    from dynamix_lab.suites import disturbance, guard, lengths, reaction, rebalance, simulated, stepcount, tasks, tta
+    from dynamix_lab.suites import disturbance, lengths, reaction, rebalance, simulated, stepcount, tasks
     from dynamix_lab.suites.aggregator import suite as aggregator
     from dynamix_lab.suites.compression import region
     from dynamix_lab.suites.compression import report as compression
-    from dynamix_lab.suites.decisions import cost_suite as cost
-    from dynamix_lab.suites.decisions import suite as decisions
     from dynamix_lab.suites.faults import suite as faults
     from dynamix_lab.suites.fuzz import suite as fuzz
-    from dynamix_lab.suites.gossip import pages as gossip
     from dynamix_lab.suites.observe import suite as observe
     from dynamix_lab.suites.opponents import live_pages
     from dynamix_lab.suites.opponents import pages as opponents
@@ -108,8 +105,6 @@ def _makers() -> dict[str, Callable[[Mapping[str, Any]], Table | list[Section]]]
 
     return {
         "demo": demo_table,
-        "tta emulator": tta.table,
-        "tta simulator": simulated.table,
         "scaling simulator": simulated.table,
         "scaling virtual": scaling.sections,
         "reaction": reaction.sections,
@@ -124,36 +119,18 @@ def _makers() -> dict[str, Callable[[Mapping[str, Any]], Table | list[Section]]]
         "guard": guard.table,
         "stepcount": stepcount.table,
         "stigmergy": stigmergy.sections,
-        "gossip": gossip.sections,
         "workloads": tasks.table,
         "aggregator": aggregator.sections,
         "compression": compression.sections,
         "compression-map": region.sections,
         "peers": peers.table,
-        "decisions": decisions.table,
-        "cost": cost.table,
         "overhead": overhead.sections,
         "observe": observe.sections,
         "quality": quality.sections,
         "rounds": rounds.sections,
-        "import": import_table,
         "mutants": mutants_table,
         "rebalance": rebalance.table,
     }
-
-
-def import_table(result: Mapping[str, Any]) -> Table:
-    """A row a clock."""
-    rows = [
-        [
-            name,
-            number(result[name]["torch_s"], 2),
-            number(result[name]["controller_s"], 2),
-            number(result[name]["ratio"], 3),
-        ]
-        for name in ("wall", "processor")
-    ]
-    return Table(["clock", "import torch, s", "dynamix.Controller beyond it, s", "part of import torch"], rows)
 
 
 def mutants_table(result: Mapping[str, Any]) -> Table:

@@ -22,7 +22,6 @@ from dynamix_lab.emulator.devices import too_many_overruns
 from dynamix_lab.harness.suite import Tell, untold
 from dynamix_lab.report import Table
 
-LAYERS = 8
 STEPS = 25
 _SETTLING = 3
 _FORWARD = 1 / 3

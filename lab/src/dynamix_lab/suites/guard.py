@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from dynamix.training.evaluation import log_speeds, speeds_with_intervals
 
 from dynamix.policies.guard import Guard
 from dynamix.policies.proportional import fill_unknown, speeds
 from dynamix.projection import project
 from dynamix.window import Bounds, Floats, Window
 from dynamix_lab.report import Table, with_interval
+from dynamix_lab.training.evaluation import log_speeds, speeds_with_intervals
 
 FAMILIES = ("affine-slowdowns", "poor-probes")  # as the rule assumes clusters, and where little that it sees is true
 

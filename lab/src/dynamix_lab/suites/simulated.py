@@ -1,5 +1,4 @@
-"""Policies on simulated clusters, family by family and by number of workers: `dynamix bench tta --cluster simulator`
-and `dynamix bench scaling`.
+"""Policies on simulated clusters by number of workers: `dynamix bench scaling`.
 
 A cell is one family at one W. Its best static batch is chosen on tuning seeds; every policy, baseline and reference
 then meets the same test clusters, and a time is that for the progress which all of them reach.
@@ -8,7 +7,7 @@ then meets the same test clusters, and a time is that for the progress which all
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,14 +18,7 @@ from dynamix.policies import make_policy
 from dynamix.policies.protocol import Policy, boundary
 from dynamix.policies.registry import policy_names
 from dynamix.projection import project
-from dynamix.window import Bounds, Floats, Ints, Window
-from dynamix_lab.harness.runs import is_learned
-from dynamix_lab.harness.suite import Cell, Context, Suite
-from dynamix_lab.report import Page, Section, Table, legend_beside, look, measured, new_figure, percent, provenance
 from dynamix_lab.simulator import (
-    BREAKING,
-    CONFORMING,
-    DEVELOPMENT,
     FAMILIES,
     REFERENCES,
     ClusterEnv,
@@ -88,27 +80,6 @@ class SimulatedPlan:
         return self.outside()[family](count, workers, seed)
 
 
-def tta_plan(
-    *,
-    quick: bool,
-    policies: Sequence[str] | None = None,
-    families: Iterable[str] | None = None,
-    families_from: str | None = None,
-) -> SimulatedPlan:
-    """All held-out families at W = 8 and 32 (quick: 8), or all of those from outside."""
-    shipped = (*CONFORMING, *BREAKING, *DEVELOPMENT)
-    chosen = tuple(families or (shipped if families_from is None else load_families(families_from)))
-    workers = (8,) if quick else (8, 32)
-    return SimulatedPlan(
-        tuple((family, w) for family in chosen for w in workers),
-        tuple(policies or policy_names()),
-        seeds=TEST_SEEDS[:1] if quick else TEST_SEEDS,
-        clusters=16 if quick else 48,
-        windows=60 if quick else 100,
-        families_from=families_from,
-    )
-
-
 def scaling_plan(
     *, quick: bool, policies: Sequence[str] | None = None, families_from: str | None = None
 ) -> SimulatedPlan:
@@ -144,10 +115,10 @@ class StaticAt:
 
 @dataclass(frozen=True)
 class SimulatedSuite(Suite):
-    """`dynamix bench tta --cluster simulator`, and as "scaling" `dynamix bench scaling`."""
+    """`dynamix bench scaling`."""
 
     plan: SimulatedPlan
-    name: str = "tta"
+    name: str = "scaling"
 
     def facts(self) -> dict[str, Any]:
         return {"cluster": "simulator", "mechanisms": {}, "scenario_sha256": None, "seeds": list(self.plan.seeds)}
@@ -171,7 +142,7 @@ class SimulatedSuite(Suite):
         return table(result).markdown()
 
     def page(self, result: Mapping[str, Any]) -> str:
-        over_workers = self.name == "scaling" and len({family for family, _ in self.plan.cells}) == 1
+        over_workers = len({family for family, _ in self.plan.cells}) == 1
         figure = _over_workers(result["cells"]) if over_workers else _over_cells(result["cells"])
         said = (
             "Simulated clusters. A cell is the lagged reference's time over the policy's for the same progress: "

@@ -1,1 +1,1 @@
-"""`dynamix bench fidelity`: the simulator against measurements and against the emulator."""
+"""`dynamix bench fidelity`: the simulator against measurements, and what hosts behind quotas cost."""

@@ -12,10 +12,10 @@ from dynamix_lab.simulator.rounds import RoundApart
 from dynamix_lab.suites.fidelity.live_costs import LiveCosts
 from dynamix_lab.suites.fidelity.scenario_env import ScenarioEnv, simulated_hosts, slowdowns
 
-# What a step costs beside its samples and bytes: of the order that `bench fidelity --against` finds on emulated hosts.
+# What a step costs beside its samples and bytes: of the order that fits to runs on emulated hosts found.
 SMALL_SHARE, EXCHANGE_S, EXCHANGE_PER_SPEED = 0.1, 0.002, 0.004
 JITTER_S, JITTER_SD, TOGETHER_SD = 0.005, 0.05, 0.05
-# The demo's net on the shared cores of a loaded machine, core-s. `fit_costs` reads it from a finished `bench tta`.
+# The demo's net on the shared cores of a loaded machine, core-s, from such a fit.
 DEMO_ALPHA, DEMO_BETA = 0.004, 0.0002
 
 
@@ -35,7 +35,6 @@ def quota_costs(alpha: float = DEMO_ALPHA, beta: float = DEMO_BETA) -> LiveCosts
         TOGETHER_SD,
         knots=(0.0, 0.0),
         samples=1.0,
-        needed=1.0,
     )
 
 

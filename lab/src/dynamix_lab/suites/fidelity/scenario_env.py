@@ -9,28 +9,17 @@ from typing import Any
 
 import numpy as np
 
-from dynamix.policies import Policy, make_policy
-from dynamix.policies.goodput import Goodput
-from dynamix.policies.learned.policy import LearnedPolicy
-from dynamix.runtime.arguments import watched
 from dynamix.window import Bounds, Floats, Window
 from dynamix_lab.emulator import Scenario, host_speeds
 from dynamix_lab.emulator.schedule import next_change_s
-from dynamix_lab.harness.launch import LaunchSettings, disturbance_seed
-from dynamix_lab.harness.reference import references
+from dynamix_lab.harness.launch import LaunchSettings
 from dynamix_lab.opponents.course import slowest_link
-from dynamix_lab.papers.additive import AdditivePolicy
 from dynamix_lab.simulator import ClusterEnv, Clusters, SlowdownTrace
 from dynamix_lab.simulator.compute import Costs
 from dynamix_lab.suites.fidelity.live_costs import UNIT_BATCH, LiveCosts, moved_mbit
 from dynamix_lab.tasks import make_workload
 
-LONGEST_S = 1200.0
-# Core-s of a decision without its events line, which rank 0 pays in its share: `decision` of `dynamix bench overhead
-# --decision-only --workers 4` of `goodput` and `dynamix`. Policies without a model of the job decide in less than half
-# a millisecond.
-RULE_S, LEARNED_S = 0.0027, 0.0058
-NEW_SIZE_S = 0.008  # core-s, `dynamix bench changecost`: 24.8 ms for the first step at a size, 16.7 when it comes again
+NEW_SIZE_S = 0.008  # core-s, as measured: 24.8 ms for the first step at a size, 16.7 when it comes again
 
 
 @dataclass(frozen=True)
@@ -51,14 +40,12 @@ class HostCosts(Costs):
 class ScenarioEnv(ClusterEnv):
     """One simulated cluster on a scenario's hosts: the slowest link decides the bytes of an exchange; the rest of it is
     work that every host does on its own share of a core once it has computed, so it counts as far as that host ends
-    last; and so do decisions, of `decision_s` core-s each, on the first, in the step after a window.
+    last.
 
     Loss and latency are not modelled.
     """
 
     def __init__(self, scenario: Scenario, disturbed_by: int, costs: LiveCosts, clusters: Clusters, **how: Any) -> None:
-        self.decision_s = 0.0
-        self._decided = False
         self._scenario, self._seed, self._live = scenario, disturbed_by, costs
         self._moved = moved_mbit(scenario.workers)
         super().__init__(clusters, seed=disturbed_by, **how)
@@ -70,9 +57,6 @@ class ScenarioEnv(ClusterEnv):
         self._met: set[tuple[int, int]] = set()
         return super().reset()
 
-    def decided(self) -> None:
-        self._decided = True
-
     def advance(self, running: np.ndarray | None = None) -> tuple[Floats, Floats]:
         """One step; a worker's first at a size never met before prepares kernels while it computes, on its own share of
         a core.
@@ -83,11 +67,7 @@ class ScenarioEnv(ClusterEnv):
         speeds = np.array(host_speeds(self._scenario, float(self.clock_s[0]), self._seed))
         plain, whole = super().advance()
         busy = plain + NEW_SIZE_S * fresh / speeds
-        own = np.full(len(speeds), self._live.exchange_per_speed)
-        if self._decided:
-            own[0] += self.decision_s
-            self._decided = False
-        late = float((busy[0] + own / speeds).max() - plain[0].max())
+        late = float((busy[0] + self._live.exchange_per_speed / speeds).max() - plain[0].max())
         self.clock_s = self.clock_s + late
         return busy, whole + late
 
@@ -130,26 +110,6 @@ def simulated_hosts(costs: LiveCosts, cores: Floats, base: np.ndarray[Any, Any])
     )
 
 
-def scenario_world(
-    scenario: Scenario, policy: str, seed: int, costs: LiveCosts, *, interval: int, delay: int
-) -> tuple[ScenarioEnv, Policy]:
-    """The world that a run of `bench tta` with this seed meets, and its policy, whose decisions take time there."""
-    seeded = disturbance_seed(LaunchSettings(), seed)
-    cores = np.array([host.cpu for host in scenario.hosts])
-    hosts = simulated_hosts(costs, cores, np.array([LaunchSettings().batch_size * scenario.workers]))
-    trace = slowdowns(scenario, seeded, LONGEST_S, exponent=1 + costs.small_share)
-    env = ScenarioEnv(scenario, seeded, costs, hosts, interval=interval, delay=delay, trace=trace)
-    chosen = _policy(policy, scenario, seeded, env)
-    learned = _holds(chosen, LearnedPolicy, AdditivePolicy)
-    env.decision_s = LEARNED_S if learned else RULE_S if _holds(chosen, Goodput) else 0.0
-    return env, chosen
-
-
-def _holds(policy: object, *kinds: type) -> bool:
-    """Whether the policy, or one that it wraps (attribute `policy`), is of these kinds."""
-    return policy is not None and (isinstance(policy, kinds) or _holds(getattr(policy, "policy", None), *kinds))
-
-
 def slowdowns(scenario: Scenario, seed: int, longest_s: float, *, exponent: float) -> SlowdownTrace:
     """Factors on computing at every change of the hosts' shares of a core until `longest_s`."""
     times: list[float] = [0.0]
@@ -158,8 +118,3 @@ def slowdowns(scenario: Scenario, seed: int, longest_s: float, *, exponent: floa
     cores = np.array([host.cpu for host in scenario.hosts])
     now = np.array([host_speeds(scenario, t, seed) for t in times])
     return SlowdownTrace(np.array(times), (cores / now) ** exponent)
-
-
-def _policy(name: str, scenario: Scenario, seed: int, env: ClusterEnv) -> Policy:
-    others = references(scenario, seed=seed, clock=lambda: float(env.clock_s[0]))
-    return watched(make_policy(name, others=others), None)

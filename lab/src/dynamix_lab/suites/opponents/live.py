@@ -98,7 +98,7 @@ class LivePlan:
             job_numbers(place.workload)
             if place.load().device is None:
                 allowed = "scenarios of device hosts, whose times scatter little"
-                raise ConfigError("places", text, allowed, "use `dynamix bench tta` for hosts with quotas")
+                raise ConfigError("places", text, allowed, "take hosts with a device")
 
     @property
     def fresh(self) -> list[int]:

@@ -1,4 +1,4 @@
-"""Plots of runs: accuracy, every worker's batch size, and where every worker's time went."""
+"""Plots of runs: accuracy, and every worker's batch size."""
 
 from __future__ import annotations
 
@@ -15,9 +15,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     Moves = Callable[[PolicyRun], Sequence[tuple[float, int]]]
-
-_PARTS = {"compute": "#55a868", "data": "#ccb974", "communication": "#64b5cd", "wait": "#c44e52"}
-_MOST_ABREAST = 4
 
 
 def plot_accuracy(runs: Sequence[PolicyRun], target: float) -> Figure:
@@ -80,25 +77,3 @@ def moves(scenario: Scenario, time_s: float, seed: int) -> list[tuple[float, int
         found += [(tick / 10, host) for host in range(len(now)) if now[host] < before[host] - 1e-9]
         before = now
     return found
-
-
-def plot_time(runs: Sequence[PolicyRun]) -> Figure:
-    """Mean seconds a step of each worker, by what it did: a panel for each run."""
-    columns = min(len(runs), _MOST_ABREAST)
-    rows = -(-len(runs) // columns)
-    figure, panels = new_figure(rows, columns=columns, height=3.4 * rows)
-    for axes, run in zip(panels, runs, strict=False):
-        base = np.zeros(len(run.batch_sizes))
-        for name, values in run.where_time_went().items():
-            if len(values):
-                axes.bar(range(len(values)), values, bottom=base, color=_PARTS[name], label=name, width=0.7)
-                base = base + np.array(values)
-        axes.set(xlabel="worker", xticks=range(len(run.batch_sizes)))
-        axes.set_title(run.policy, loc="left")
-    for axes in panels[::columns]:
-        axes.set(ylabel="seconds per step")
-    for axes in panels[len(runs) :]:
-        axes.set_axis_off()
-    if panels[0].containers:
-        legend_beside(panels[columns - 1], like=panels[0])
-    return figure

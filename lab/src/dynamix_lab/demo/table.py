@@ -1,31 +1,14 @@
-"""What a comparison says in words and numbers: the table at the end, what its columns mean, and the ratios."""
+"""What runs say in words and numbers: columns that tables of runs share, what they mean, and the ratios."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from dynamix_lab.harness.runs import AGAIN, PolicyRun
-from dynamix_lab.report import Table, number, percent
+from dynamix_lab.harness.runs import PolicyRun
+from dynamix_lab.report import number
 
 SHARED = ("seed", "to target", "accuracy", "samples/s")  # columns of every table of runs, after their name
-HEAD = ("policy", *SHARED, "waiting", "batch sizes at the end")
-_POLICIES = {
-    "reference": "reference: shares computed from the scenario file, which no policy may read; global batch fixed",
-    "static": "static: every worker keeps the batch size it began with",
-    AGAIN: f"{AGAIN}: static a second time; how far the two differ is the noise of this measurement",
-    "dbs": "dbs: shares in proportion to measured speed, global batch fixed",
-    "dynamix": "dynamix: shares and global batch chosen by the learned policy",
-}
-
-
-def result_table(runs: Sequence[PolicyRun]) -> Table:
-    """A row for each run."""
-    return Table(HEAD, [_row(run) for run in runs])
-
-
-def _row(run: PolicyRun) -> list[str]:
-    return [*shared_cells(run), percent(run.wait_fraction), " ".join(map(str, run.batch_sizes))]
 
 
 def shared_cells(run: PolicyRun) -> list[str]:
@@ -47,16 +30,6 @@ def shared_legend(target: str, of: str) -> list[str]:
         "accuracy: on held-out data, when the run ended",
         f"samples/s: of all {of} together, over the whole run",
     ]
-
-
-def legend(runs: Sequence[PolicyRun], target: float) -> list[str]:
-    """What the columns of `result_table` mean, and what the policies in it are."""
-    columns = [
-        *shared_legend(f"{target:.3f}", "workers"),
-        "waiting: share of all workers' step time in which they waited for a slower worker",
-        "batch sizes at the end: samples a step of worker 0, worker 1, ...",
-    ]
-    return columns + [_POLICIES[name] for name in dict.fromkeys(run.policy for run in runs) if name in _POLICIES]
 
 
 def ratio_lines(ratios: Mapping[str, Mapping[str, Any]]) -> list[str]:

@@ -1,1 +1,0 @@
-"""Policies compared on emulated hosts: one training job under one after the other, for `dynamix bench tta`."""

@@ -1,0 +1,30 @@
+"""What importing the controller costs, as `scripts/import-cost` measures it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = Path(__file__).parent.parent / "scripts" / "import-cost"
+
+
+def call(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(SCRIPT), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_the_controller_is_cheap_beside_torch() -> None:
+    done = call("1")
+    wall, processor, goal = done.stdout.splitlines()
+    ratio = float(re.findall(r"([\d.]+) of it$", processor)[0])
+    assert wall.startswith("wall clock: ")
+    assert done.returncode == (ratio > float(re.findall(r"at most ([\d.]+)", goal)[0]))
+    assert 0.0 < ratio < 0.4, "one run on a busy machine; FSDP alone was 0.3"
+
+
+def test_a_measurement_needs_a_run() -> None:
+    done = call("0")
+    assert done.returncode == 1
+    assert "runs=0" in done.stderr
