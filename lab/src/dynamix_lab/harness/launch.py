@@ -25,6 +25,7 @@ from dynamix_lab.harness.display import Display
 from dynamix_lab.harness.reference import references
 from dynamix_lab.harness.runs import CENSOR_FACTOR, PolicyRun
 from dynamix_lab.harness.scoring import Scorer, WeightSnapshot, by_parameters
+from dynamix_lab.installed import how_to_install
 from dynamix_lab.tasks import Workload
 from dynamix_lab.tasks.mnist1d import TUNING_SEEDS
 

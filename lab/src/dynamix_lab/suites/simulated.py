@@ -18,6 +18,10 @@ from dynamix.policies import make_policy
 from dynamix.policies.protocol import Policy, boundary
 from dynamix.policies.registry import policy_names
 from dynamix.projection import project
+from dynamix.window import Bounds, Floats, Ints, Window
+from dynamix_lab.harness.runs import is_learned
+from dynamix_lab.harness.suite import Cell, Context, Suite
+from dynamix_lab.report import Page, Section, Table, legend_beside, look, measured, new_figure, percent, provenance
 from dynamix_lab.simulator import (
     FAMILIES,
     REFERENCES,
