@@ -66,10 +66,9 @@ def attach_both(
     The arguments are `Controller.wrap`'s. A collective call. Raises `UsageError` naming what the model needs.
     """
     how = averaging or Averaging()
-    for name in ("early", "overlap"):
-        if getattr(how, name):
-            fix = f"leave {name} out, or say meet='parameters'"
-            raise UsageError(f"Averaging({name}=True) does not go with meet='auto', whose rounds begin together: {fix}")
+    if how.overlap:
+        fix = "leave overlap out, or say meet='parameters'"
+        raise UsageError(f"Averaging(overlap=True) does not go with meet='auto', whose rounds begin together: {fix}")
     if weighting != "hook":
         fix = "leave it out, or say meet='gradients'"
         raise UsageError(f"wrap(weighting={weighting!r}) weighs losses, which workers that step apart do not do: {fix}")

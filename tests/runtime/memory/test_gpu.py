@@ -1,4 +1,4 @@
-"""Limits and retries with a CUDA allocator that really runs out."""
+"""Limits with a CUDA allocator that really runs out."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = [
 WIDE = 65536  # activations of about 0.75 MiB a sample
 
 
-def test_limits_and_pieces_on_a_device_with_little_memory() -> None:
+def test_limits_on_a_device_with_little_memory() -> None:
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 600 * 2**20) / total)
@@ -39,15 +39,9 @@ def test_limits_and_pieces_on_a_device_with_little_memory() -> None:
 
         caps = controller.find_limits(lambda batch: loss_fn(batch).backward(), data[:4])
         assert 64 < caps[0] < 4000
-        batch = data[:4000]
-        next(iter(loader))
-        controller.backward(loss_fn, batch)  # far more than fits, in pieces
-        got = [p.grad.clone() for p in net.parameters() if p.grad is not None]
-        net.zero_grad()
-        for part in range(0, 4000, 100):
-            (loss_fn((batch[0][part : part + 100], batch[1][part : part + 100])) / 40).backward()
-        for mine, parameter in zip(got, net.parameters(), strict=True):
-            assert parameter.grad is not None
-            assert float((mine - parameter.grad).norm() / parameter.grad.norm()) < 1e-4
+        loss_fn(data[: caps[0]]).backward()
+        optimizer.step()
+        with pytest.raises(torch.OutOfMemoryError):
+            loss_fn(data[:4000])
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
