@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from dynamix.runtime.averaging import Payload
 from dynamix.runtime.noise import ConsecutiveNoise
 from dynamix.runtime.parameters import Averaging
 from tests.ranks import run_ranks

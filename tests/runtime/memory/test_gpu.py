@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
 import dynamix
 
@@ -31,7 +31,7 @@ def test_limits_on_a_device_with_little_memory() -> None:
         controller = dynamix.Controller(
             "static", batch_size=64, max_batch_size=4000, guard=False, global_batch="adaptive"
         )
-        loader = DataLoader(data, batch_sampler=controller.batch_sampler(data, shuffle=False))
+        controller.batch_sampler(data, shuffle=False)
         model = controller.wrap(net, optimizer)
 
         def loss_fn(batch: Any) -> Tensor:

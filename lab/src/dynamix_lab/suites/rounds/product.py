@@ -1,4 +1,4 @@
-"""Rows that train as the product does: by its own clock from the first round on, and with normalised moves."""
+"""Rows that train as the product does: by its own clock from the first round on."""
 
 from __future__ import annotations
 
@@ -56,41 +56,4 @@ def train_product(job: RoundsJob, ratio: float, rate: float, speeds: Floats, see
         track.meetings.append(0)
         track.busy_s.append([round(score.time_s, 4)] * len(JITTERS))
         track.bent.append([0.0, 0.0])
-    return track
-
-
-def train_normalised(job: RoundsJob, steps: str, rate: float, speeds: Floats, seed: int) -> Track:
-    """A fixed number of steps, with `Averaging(steps="normalized")` (FedNova) of the product's own meeting."""
-    workload, most = job.load(), 2 * job.budget
-    data, plans = workload.make_data(seed), planner(steps, job, speeds)
-    scorer, model = HeldOut(workload, data.test), workload.make_model(seed)
-    model.train()
-    ways = Replicas(
-        model,
-        job.make(model.parameters(), rate),
-        workload.loss,
-        data.train.__getitems__,
-        recorders=[Recorder(torch.device("meta")) for _ in range(WORKERS)],
-        most=[job.piece] * WORKERS,
-        whole=job.piece,
-        averaging=Averaging(steps="normalized"),
-    )
-    own = shards(data.train, job.unlike, seed) if job.unlike else None
-    orders = [EndlessOrder(len(data.train) if own is None else len(own[0]), seed) for _ in range(WORKERS)]
-    clock, track, start, due, taken = RoundClock(speeds, seed), Track.empty(), 0, 0, np.zeros(WORKERS, dtype=np.int64)
-    while not track.loss or not (track.arrived(job.target) or start >= most):
-        if start >= due:
-            due = start + job.budget // EVERY
-            clock.scored(track, start, scorer.score(model)[0], [0.0, 0.0])
-            continue
-        plan = plans.plan(start)
-        counts = plan.samples
-        begins = [plan.begins(rank) for rank in range(WORKERS)] if own is None else taken.tolist()
-        chosen = [orders[rank].take(begins[rank], int(counts[rank])) for rank in range(WORKERS)]
-        if own is not None:
-            chosen = [shard[some] for shard, some in zip(own, chosen, strict=True)]
-        ways([some.tolist() for some in chosen])
-        clock.round(plan)
-        taken, start = taken + counts, start + int(counts.sum())
-        plans.met(After(start, 1.0, float("nan"), (0.0, 0.0)))
     return track
