@@ -106,7 +106,9 @@ def test_averaging_refuses_what_it_does_not_know(options: dict[str, Any]) -> Non
 
 
 @pytest.mark.parametrize(
-    "options", [{"early": True}, {"sparse": False}, {"steps": "normalized"}, {"wire": "float16"}], ids=str
+    "options",
+    [{"early": True}, {"overlap": True}, {"sparse": False}, {"steps": "normalized"}, {"wire": "float16"}],
+    ids=str,
 )
 def test_what_averaging_no_longer_has_says_what_to_write(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=rf"{next(iter(options))}=.*removed in 0\.3: write Averaging\("):

@@ -201,8 +201,6 @@ def _unlike(rank: int, kind: str) -> None:
     how, scaler = Averaging(), None
     if kind == "outer":
         how = Averaging(outer=lambda ps: torch.optim.SGD(ps, lr=0.5 + rank))
-    if kind == "overlap":
-        how = Averaging(overlap=bool(rank))
     if kind == "scaler" and rank:
         scaler = torch.amp.GradScaler("cpu")
     if kind == "model":
@@ -230,7 +228,6 @@ def _unlike(rank: int, kind: str) -> None:
     ("kind", "words"),
     [
         ("outer", "averaging: outer is"),
-        ("overlap", "Averaging\\(overlap=False\\) where rank 1 has"),
         ("rate", "optimizers: lr is \\[0.1\\] on rank 0, \\[0.2\\] on rank 1"),
         ("scaler", "averaging: scaler is"),
         ("model", "rank 0 has weight \\[3, 6\\] .* where rank 1 has weight \\[4, 6\\]"),

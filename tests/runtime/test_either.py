@@ -348,8 +348,6 @@ def refused(rank: int, what: str) -> str:
 
 
 def _wrong(what: str) -> None:
-    if what == "overlap":
-        made({"how": {what: True}})
     controller = dynamix.Controller("lb_bsp", 8, interval=2, meet="auto")
     module = net()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
@@ -379,7 +377,6 @@ def _wrong(what: str) -> None:
 @pytest.mark.parametrize(
     ("what", "words"),
     [
-        ("overlap", ["Averaging(overlap=True)", "meet='parameters'"]),
         ("plain", ["needs DDP", "DistributedDataParallel(net)"]),
         ("static", ["static_graph=True", "leave static_graph out"]),
         ("loss", ["weighting='loss'", "meet='gradients'"]),

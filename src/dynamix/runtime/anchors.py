@@ -12,11 +12,9 @@ class Anchor:
     name      of a buffer in its model, so that it is found again where a pass puts another tensor in its place
     version   of the tensor's content then, as autograd counts its changes
     mean      of the workers' moves, while a meeting lasts; in float32 at least
-    sent      the parameter as it was when its move began to travel, where training goes on meanwhile
     """
 
     mean: Tensor
-    sent: Tensor | None = None
 
     def __init__(self, tensor: Tensor, name: str = "") -> None:
         self.tensor, self.value, self.version = tensor, tensor.detach().clone(), tensor._version
@@ -35,16 +33,9 @@ class Anchor:
         self.version = self.tensor._version
 
     def take(self, agreed: Tensor) -> None:
-        """All go on from `agreed`, and each with what it has moved since its move was sent."""
-        if self.sent is None:
-            self.tensor.copy_(agreed)
-            self.keep()
-            return
-        wide = torch.promote_types(self.value.dtype, torch.float32)
-        since = self.tensor.detach().to(wide) - self.sent.to(wide)
-        self.tensor.copy_(agreed.to(wide) + since)
-        self.value.copy_(agreed)
-        self.version, self.sent = self.tensor._version, None
+        """All go on from `agreed`."""
+        self.tensor.copy_(agreed)
+        self.keep()
 
     def move(self) -> Tensor:
         """How far the tensor is from there, in float32 at least."""

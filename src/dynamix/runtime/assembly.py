@@ -86,7 +86,6 @@ class Assembly:
         try:
             if not failing:
                 coordinator.decisions.settle()
-                coordinator.meetings.land()
         finally:
             patience_s = 0.0 if failing else DRAIN_S
             groups = coordinator.close(patience_s=patience_s)

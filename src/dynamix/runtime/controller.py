@@ -304,7 +304,6 @@ class Controller(Feeding):
             coordinator.recorder.observe(loss, logits, target, samples=mine, over=over)
         coordinator.meetings.passed(piece)
         if piece.last:
-            coordinator.meetings.meet(piece)
             coordinator.step_done(piece.plan)
         else:
             coordinator.piece_done(piece, applied)

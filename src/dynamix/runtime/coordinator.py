@@ -354,7 +354,6 @@ class Coordinator:
             if self.loop.workers > 1 and (why := self.loss_weight.misfit(source, kwargs)) is not None:
                 self.loop.fail(why)
         if not (loops and module.training) or source is None:
-            self.meetings.land()
             timer.interrupted()
             return
         if self.recorder.muted:
@@ -384,7 +383,6 @@ class Coordinator:
 
     def state_dict(self, *, gather: bool = False) -> dict[str, Any]:
         self.meetings.require("state_dict() is of all ranks alike")
-        self.meetings.land()
         self.decisions.settle()
         alike = not gather and self.channel.group is not None and saving.asked_by_distributed_checkpoint()
         if not (gather or alike):
@@ -394,7 +392,6 @@ class Coordinator:
             return saving.save_alike(self) if alike else saving.save(self, gather=True)
 
     def load_state_dict(self, state: Any, *, policy: bool = True) -> None:
-        self.meetings.land()
         self.decisions.settle()  # a decision under way is about the job as it was
         self.channel.drain()
         parts = saving.load(self, state, policy=policy)

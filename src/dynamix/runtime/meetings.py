@@ -43,17 +43,10 @@ class Meetings:
         self.of, self.between = of, False
 
     def passed(self, piece: Piece) -> None:
-        """A piece is over."""
-        self.land()
+        """A piece is over. If a round apart ends with it, a collective call: the workers' models become one."""
         self.between = piece.plan.apart
-        for attached in self.of.connected:
-            if attached.meeting is not None and piece.plan.apart and piece.samples:
-                attached.meeting.stepped = True
-
-    def meet(self, piece: Piece) -> None:
-        """After the piece that ends a round. Where workers step apart, a collective call: their models become one."""
-        if piece.plan.apart:
-            self._average(piece.share / piece.plan.samples, last=piece.plan.last)
+        if piece.last and piece.plan.apart:
+            self._average(piece.share / piece.plan.samples)
 
     def before_step(self, attached: Attached) -> None:
         """An optimizer of a model that meets in both ways is about to step."""
@@ -72,23 +65,16 @@ class Meetings:
         every = [attached.meeting.payload for attached in self.of.connected if attached.meeting is not None]
         return max(every, default=1.0)
 
-    def _average(self, weight: float, *, last: bool) -> None:
-        """`weight` is this rank's. `last`: see `ParameterMeeting`."""
+    def _average(self, weight: float) -> None:
+        """`weight` is this rank's."""
         of = self.of
         of.recorder.gradients_ready()
         for attached in of.connected:
             if attached.meeting is not None:
                 with _naming(attached, "the ranks could not average their models"):
-                    attached.meeting.meet(weight, last=last)
+                    attached.meeting.meet(weight)
         of.recorder.reduced()
         self.between = False
-
-    def land(self) -> None:
-        """Moves that travel while training goes on have to arrive now."""
-        for attached in self.of.connected:
-            if attached.meeting is not None and attached.meeting.lands:
-                with self.of.recorder.timer.exchanging(), _naming(attached, "the ranks could not average their models"):
-                    attached.meeting.land()
 
     def facts(self) -> dict[str, Any]:
         """What every rank must hold alike of how models are averaged, by name."""

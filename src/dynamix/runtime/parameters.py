@@ -22,6 +22,7 @@ OptimizerState = Literal["averaged", "kept", "reset"]
 _STATES = ("averaged", "kept", "reset")
 _WIRES = {None: None, "bfloat16": torch.bfloat16}
 _EARLY = "Averaging() without early; shares by speed (policy='lb_bsp' or 'goodput') let workers arrive together"
+_OVERLAP = "Averaging(wire='bfloat16'), or Averaging(optimizer_state='kept'): both send less over a slow link"
 _SPARSE = "Averaging() without sparse; with meet='gradients' and a hook of dynamix.compression sparse rows travel alone"
 _STEPS = "Averaging() without steps: a worker's move counts by its samples"
 
@@ -29,7 +30,7 @@ _STEPS = "Averaging() without steps: a worker's move counts by its samples"
 class _Refusing(type):
     """Of `Averaging`: arguments of earlier versions say what to write now."""
 
-    @removed_arguments(early=_EARLY, sparse=_SPARSE, steps=_STEPS)
+    @removed_arguments(early=_EARLY, overlap=_OVERLAP, sparse=_SPARSE, steps=_STEPS)
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         return super().__call__(*args, **kwargs)
 
@@ -47,14 +48,11 @@ class Averaging(metaclass=_Refusing):
                       round: `lambda ps: torch.optim.SGD(ps, lr=0.7, momentum=0.9, nesterov=True)` (DiLoCo, arXiv
                       2311.08105). None: the mean itself
     wire              "bfloat16": the type in which moves travel, half the bytes. None: as they are
-    overlap           moves travel while the next round's first piece is trained, and each worker then goes on from the
-                      mean with what it has moved meanwhile. Moments are averaged at the end of an epoch only
     """
 
     optimizer_state: OptimizerState = "averaged"
     outer: Callable[[list[Tensor]], Optimizer] | None = None
     wire: Literal["bfloat16"] | None = None
-    overlap: bool = False
 
     def __post_init__(self) -> None:
         if self.wire == "float16":  # type: ignore[comparison-overlap]
@@ -69,7 +67,7 @@ class Averaging(metaclass=_Refusing):
     @property
     def plainly(self) -> dict[str, Any]:
         """What must be alike on all ranks."""
-        return {"optimizer_state": self.optimizer_state, "wire": self.wire, "overlap": self.overlap}
+        return {"optimizer_state": self.optimizer_state, "wire": self.wire}
 
 
 class ParameterMeeting:
@@ -99,10 +97,8 @@ class ParameterMeeting:
     ) -> None:
         self.model, self.how, self.workers, self.beside, self.scaler = model, how, workers, beside, scaler
         self.optimizers: list[Optimizer] = []
-        self.stepped = False  # this worker, since the last meeting
         self.weight = 1.0  # its part of the round before; as much as others' where there was none
         self._begun = False  # a round
-        self._under_way: Iterator[None] | None = None  # the rest of a meeting whose moves travel
         self.groups: list[dist.ProcessGroup] = []  # its own
         self._changed = False  # since the last meeting, what moves are counted from
         self._anchors: list[Anchor] = []
@@ -120,7 +116,7 @@ class ParameterMeeting:
 
         A pass need not go through the model's own call, so the optimizers' steps are looked at too.
         """
-        if self._begun or self._under_way is not None:
+        if self._begun:
             return
         self._begun = True
         tensors = self._travelling()
@@ -130,7 +126,7 @@ class ParameterMeeting:
             made = (known.get(id(t)) or Anchor(t, names.get(id(t), "")) for t in tensors)
             self._anchors, self._changed = list(made), True
             self._make_outer()
-        looks = self._outer is not None and not self.how.overlap  # an outer optimizer must not take a change for a move
+        looks = self._outer is not None  # an outer optimizer must not take a change for a move
         for anchor in self._anchors:
             if anchor.tensor._version != anchor.version or (looks and not torch.equal(anchor.tensor, anchor.value)):
                 anchor.keep()
@@ -155,20 +151,9 @@ class ParameterMeeting:
         self._means = OptimizerMeans(self.optimizers, self.workers, self.beside)
         optimizer.register_step_pre_hook(lambda *_: self.before_step())
 
-    def meet(self, weight: float, *, last: bool = True) -> None:
-        """A collective call. `weight` is this worker's part of the round's samples; 0: its move does not count.
-
-        last   of its epoch: also with `overlap` it is waited for here, and not in `land`
-        """
-        self.land()
-        overlaps = self.how.overlap and self.workers.count > 1 and not last
-        parts = self.meeting(weight, overlaps=overlaps)
-        if overlaps:  # who compares waits for the last to come: at the epoch's end
-            self._wait_for_each(self._prepare(compare=False))
-            next(parts)
-            self._under_way = parts
-        else:
-            self._wait_for_each(parts)
+    def meet(self, weight: float) -> None:
+        """A collective call. `weight` is this worker's part of the round's samples; 0: its move does not count."""
+        self._wait_for_each(self.meeting(weight))
 
     def together(self) -> None:
         """A step over gradients begins. A collective call where workers have stepped apart before it."""
@@ -195,21 +180,6 @@ class ParameterMeeting:
             moved += sum(v.numel() * v.element_size() for v in held)
         return moved / max(gradient, 1)
 
-    @property
-    def lands(self) -> bool:
-        """Whether there is something to wait for in `land`."""
-        return self._under_way is not None
-
-    def land(self) -> None:
-        """Wait for the moves that travel, if there are any, and go on from their mean."""
-        if self._under_way is not None:
-            parts, self._under_way = self._under_way, None
-            self.beside.wait()
-            self.workers.wait()
-            with torch.inference_mode(False):  # an evaluation may be what asks
-                self._wait_for_each(parts)
-            self._begun = self.stepped
-
     def _wait_for_each(self, parts: Iterator[None]) -> None:
         for _ in parts:
             self.beside.wait()
@@ -218,30 +188,22 @@ class ParameterMeeting:
     @torch.no_grad()
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """A collective call at a meeting: `optimizer.state_dict()` with the means of what workers remember."""
-        self.land()
-        how = self.how
-        alike = how.optimizer_state == "reset" or (how.optimizer_state == "averaged" and not how.overlap)
-        if alike or (self._at_times and not self._own):
+        if self.how.optimizer_state != "kept" or (self._at_times and not self._own):
             return optimizer.state_dict()  # all have it alike
         one = CopyOf(optimizer)
         self._wait_for_each(OptimizerMeans([one], self.workers, self.beside).meeting(self.weight))
         return one.state_dict()
 
     @torch.no_grad()
-    def meeting(self, weight: float, *, overlaps: bool = False) -> Iterator[None]:
-        """`meet`, in parts: at every `yield` all that was begun has to arrive.
-
-        overlaps   training goes on meanwhile
-        """
+    def meeting(self, weight: float) -> Iterator[None]:
+        """`meet`, in parts: at every `yield` all that was begun has to arrive."""
         how, workers = self.how, self.workers
         self.weight = weight
-        self.stepped, self._begun, self._own = False, False, True
-        if not overlaps:
-            yield from self._prepare()
+        self._begun, self._own = False, True
+        self._follow()
+        yield from self._compare()
         wire = _WIRES[how.wire]
         sent = [(anchors, Payload([a.move() for a in anchors], weight, wire=wire)) for anchors in self._in_buckets()]
-        for anchor in self._anchors:
-            anchor.sent = anchor.tensor.detach().clone() if overlaps and anchor.is_parameter else None
         for _, payload in sent:
             workers.add(payload.flat)
         largest = Maximum([*counters.values()]) if (counters := self._counters()) else None
@@ -256,7 +218,7 @@ class ParameterMeeting:
         if how.optimizer_state == "reset":
             for optimizer in self.optimizers:
                 optimizer.state.clear()
-        if how.optimizer_state == "averaged" and self._means is not None and not overlaps:
+        if how.optimizer_state == "averaged" and self._means is not None:
             yield from self._means.meeting(weight)
         yield
         for anchors, payload in sent:
@@ -281,12 +243,6 @@ class ParameterMeeting:
         for anchor in self._anchors:
             if (tensor := now.get(anchor.name, anchor.tensor)) is not anchor.tensor:
                 anchor.follow(tensor)
-
-    def _prepare(self, *, compare: bool = True) -> Iterator[None]:
-        """What workers have to know of each other before they send their moves; in parts, as `meeting`."""
-        self._follow()
-        if compare:
-            yield from self._compare()
 
     def _compare(self) -> Iterator[None]:
         """All are about to average the same, and went on from the same. Raises `UsageError` on every rank if not."""

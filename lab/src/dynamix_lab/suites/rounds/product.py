@@ -4,25 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 
-import numpy as np
-import torch
-
 from dynamix.emulator import load_scenario
-from dynamix.runtime.observation import Recorder
-from dynamix.runtime.parameters import Averaging
-from dynamix.virtual.replicas import Replicas
 from dynamix.window import Floats
 from dynamix_lab.opponents.buckets import gradient_buckets
 from dynamix_lab.opponents.course import ring_mbit
-from dynamix_lab.opponents.local import EndlessOrder
-from dynamix_lab.opponents.runs import HeldOut, RunLimits
+from dynamix_lab.opponents.runs import RunLimits
 from dynamix_lab.opponents.shares import FIRST_STEPS
 from dynamix_lab.opponents.trial import LocalSettings, Trial
 from dynamix_lab.opponents.virtual import INTERVAL, run_virtual
 from dynamix_lab.opponents.world import DeviceWorld, LiveExtras
-from dynamix_lab.suites.rounds.jobs import FIXED_S, PER_SAMPLE_S, WORKERS, RoundsJob, exchange_s, shards
-from dynamix_lab.suites.rounds.rows import After, planner
-from dynamix_lab.suites.rounds.train import EVERY, JITTERS, RoundClock, Track
+from dynamix_lab.suites.rounds.jobs import FIXED_S, PER_SAMPLE_S, WORKERS, RoundsJob, exchange_s
+from dynamix_lab.suites.rounds.train import EVERY, JITTERS, Track
 
 
 def train_product(job: RoundsJob, ratio: float, rate: float, speeds: Floats, seed: int) -> Track:
