@@ -56,7 +56,8 @@ def main() -> None:
     state = CompressionState(mode, model=net, aggregator=options.aggregator)
     model = controller.wrap(DDP(net), optimizer, hook=compression_hook, hook_state=state)
     for inputs, target in loader:
-        loss = controller.backward(lambda batch: F.mse_loss(model(batch[0]), batch[1]), (inputs, target))
+        loss = F.mse_loss(model(inputs), target)
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         controller.step(loss=loss)

@@ -56,7 +56,6 @@ class Replay:
     def round(self, batches: list[list[tuple[Tensor, Tensor]]]) -> None:
         """One round: the pieces of every worker."""
         counts = np.array([sum(len(x) for x, _ in pieces) for pieces in batches], dtype=float)
-        steps = np.array([max(len(pieces), 1) for pieces in batches], dtype=float)
         for model, optimizer, pieces in zip(self.models, self.optimizers, batches, strict=True):
             for x, y in pieces:
                 optimizer.zero_grad()
@@ -64,7 +63,7 @@ class Replay:
                 scale = len(x) / PIECE  # a part of a piece is a smaller step
                 self._step(optimizer, scale if isinstance(optimizer, torch.optim.SGD) else scale**0.5)
         weights = counts / counts.sum()
-        self._average(weights, steps)
+        self._average(weights)
 
     def _step(self, optimizer: torch.optim.Optimizer, factor: float) -> None:
         rate = optimizer.param_groups[0]["lr"]
@@ -72,12 +71,10 @@ class Replay:
         optimizer.step()
         optimizer.param_groups[0]["lr"] = rate
 
-    def _average(self, weights: np.ndarray, steps: np.ndarray) -> None:
-        normalized = self.how.steps == "normalized"
-        pulls, factor = (weights / steps, float(weights @ steps)) if normalized else (weights, 1.0)
+    def _average(self, weights: np.ndarray) -> None:
         for number, before in enumerate(self.mean):
             own = [list(m.parameters())[number] for m in self.models]
-            move = factor * sum(w * (p.detach() - before) for w, p in zip(pulls, own, strict=True))
+            move = sum(w * (p.detach() - before) for w, p in zip(weights, own, strict=True))
             if self.outer is None:
                 self.mean[number] = before + move
             else:
@@ -182,7 +179,6 @@ CASES: list[dict[str, Any]] = [
     {"optimizer": "adamw", "how": {"optimizer_state": "reset"}},
     {"kind": "batchnorm"},
     {"ddp": True, "kind": "batchnorm"},
-    {"how": {"steps": "normalized"}},
     {"how": {"outer": nesterov}, "optimizer": "adamw"},
     {"num_workers": 2},
 ]

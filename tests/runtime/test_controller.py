@@ -303,7 +303,7 @@ def test_a_state_is_loaded_before_anything_else_is_made(workers_before: int) -> 
     if workers_before == 2:
         state |= {"world_size": 2, "hosts": pack({"names": [], "shares": {}})}
         state["ledger_sizes"] = [[*sizes, *sizes] for sizes in state["ledger_sizes"]]
-        place = {"taken": [*state["source"]["taken"], 0], "unused": [0, 0]}
+        place = {"taken": [*state["source"]["taken"], 0]}
         state["source"] = {**state["source"], **place}
         state["checksum"] = checksum(state)
     net = nn.Linear(6, 3)

@@ -348,8 +348,6 @@ def refused(rank: int, what: str) -> str:
 
 
 def _wrong(what: str) -> None:
-    if what in ("early", "overlap"):
-        made({"how": {what: True}})
     controller = dynamix.Controller("lb_bsp", 8, interval=2, meet="auto")
     module = net()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
@@ -363,8 +361,6 @@ def _wrong(what: str) -> None:
     model = controller.wrap(DDP(module), optimizer)
     in_turns(controller)
     for _, x, y in DataLoader(dataset(), batch_sampler=sampler):
-        if what == "backward":
-            controller.backward(lambda batch: F.cross_entropy(model(batch[0]), batch[1]), (x, y))
         if what == "no piece":
             F.cross_entropy(model(x), y).backward()
         with controller.piece():
@@ -381,12 +377,9 @@ def _wrong(what: str) -> None:
 @pytest.mark.parametrize(
     ("what", "words"),
     [
-        ("early", ["Averaging(early=True)", "meet='auto'", "leave early out"]),
-        ("overlap", ["Averaging(overlap=True)", "meet='parameters'"]),
         ("plain", ["needs DDP", "DistributedDataParallel(net)"]),
         ("static", ["static_graph=True", "leave static_graph out"]),
         ("loss", ["weighting='loss'", "meet='gradients'"]),
-        ("backward", ["backward() is called by all ranks", "controller.piece()"]),
         ("no piece", ["meet='auto'", "controller.piece()"]),
         ("saved between", ["differ between two meetings", "controller.met"]),
     ],

@@ -184,7 +184,7 @@ def _one_ends_the_job_while_others_are_in_backward(job: Job) -> None:
         for x, y in job.loader:
             if job.rank and job.steps == 2:
                 job.step(count=77)
-            job.controller.backward(lambda batch: job.loss(*batch), (x, y))
+            job.loss(x, y).backward()
             job.update()
             job.step()
     finally:

@@ -103,7 +103,7 @@ def _other_world(rank: int) -> dict[str, Any]:
         "ledger_sizes": [[10, 20, 30, 4]],
         "hosts": pack({"names": [], "shares": {}}),
     }
-    state["source"] |= {"taken": [0] * 4, "unused": [0] * 4}
+    state["source"] |= {"taken": [0] * 4}
     state["checksum"] = checksum(state)
     controller.load_state_dict(state)
     return {"sizes": controller.batch_sizes.tolist(), "total": int(controller.bounds.total_high), "len": len(sampler)}

@@ -187,7 +187,7 @@ REFUSED: dict[Callable[[Any], None], str] = {
     _in_part: "on the whole model",
     _another_model: "once for each model",
     _hooked: "hook=",
-    _fsdp1: "unlike fully_shard.*weighting='loss'",
+    _fsdp1: r"removed in 0\.3: write fully_shard\(net\)",
     _closed: "wrap the model with a new one",
     _apart: "no worker has a model of its own",
     _given_back: "where controller.optimizer_due",

@@ -172,8 +172,6 @@ def test_losses_that_carry_weights_fit_no_other_way_of_weighting() -> None:
     next(iter(loader))
     with pytest.raises(UsageError, match="twice"):
         controller.weight(net(torch.randn(2, 6)).sum())
-    with pytest.raises(UsageError, match="cannot carry their weights"):
-        controller.backward(lambda part: part.sum(), torch.randn(2, 6))
 
 
 def test_a_loss_that_grows_with_the_batch_by_itself_is_not_taken_for_a_weighted_one() -> None:

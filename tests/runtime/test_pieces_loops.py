@@ -230,28 +230,23 @@ def test_impossible_pieces_are_refused(given: dict[str, Any], named: str) -> Non
         dynamix.Controller("static", 8, **given)
 
 
-def _refused(rank: int) -> list[str]:
-    told = []
-    synced = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
-    for net in (synced, nn.Linear(3, 3)):
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        controller = dynamix.Controller("static", 8, micro_batch=4, global_batch="adaptive")
-        loader = DataLoader(TensorDataset(torch.randn(64, 3)), batch_sampler=controller.batch_sampler(range(64)))
-        try:
-            controller.wrap(net if net is synced else DDP(net), optimizer, weighting="loss")
-            for batch in loader:
-                controller.backward(lambda b: b[0].sum(), batch)
-        except UsageError as error:
-            told.append(str(error))
+def _refused(rank: int) -> str:
+    net = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
+    controller = dynamix.Controller("static", 8, micro_batch=4, global_batch="adaptive")
+    controller.batch_sampler(range(64))
+    try:
+        controller.wrap(net, torch.optim.SGD(net.parameters(), lr=0.1), weighting="loss")
+    except UsageError as error:
+        return str(error)
+    finally:
         controller.close()
-    return told
+    return "nothing was refused"
 
 
-def test_models_and_passes_that_pieces_do_not_fit_are_refused() -> None:
-    for sync, backward in run_ranks(_refused, 2):
+def test_models_that_pieces_do_not_fit_are_refused() -> None:
+    for sync in run_ranks(_refused, 2):
         assert "SyncBatchNorm" in sync
         assert "accumulate" in sync
-        assert "backward()" in backward
 
 
 def _read_far_ahead() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -168,12 +167,12 @@ def test_the_hook_states_of_all_models_are_in_the_checkpoint() -> None:
         assert before == after == saved
 
 
-def _short_of_memory(rank: int) -> tuple[list[int], float, float]:
-    """Rank 1 has memory for 3 samples. Limits found, worst error of the generator's gradient, the critic's buffer."""
+def _short_of_memory(rank: int) -> tuple[list[int], float]:
+    """Rank 1 has memory for 3 samples. Limits found, the critic's buffer."""
     torch.manual_seed(0)
     noise = torch.randn(SAMPLES, 2).double()
     generator, judge = nn.Linear(2, 3).double(), nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
-    critic, whole = judge.double().eval(), copy.deepcopy(generator)
+    critic = judge.double().eval()
     critic.register_buffer("calls", torch.zeros(()))
     critic.register_forward_hook(lambda *_: critic.get_buffer("calls").add_(1) and None)
     optimizers = [torch.optim.SGD(net.parameters(), lr=0.01) for net in (generator, critic)]
@@ -193,30 +192,12 @@ def _short_of_memory(rank: int) -> tuple[list[int], float, float]:
 
     caps = controller.find_limits(step_fn, [noise[:2]])
     calls = float(critic.get_buffer("calls"))
-    worst = 0.0
-    sampler = controller.batch_sampler(noise)
-    controller._coordinator.put_in_force(np.array([6, 6]))  # more than fits
-    order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(0))
-    for batch in DataLoader(TensorDataset(noise), batch_sampler=sampler):
-        plan = sampler.plan()
-        union = order[plan.start : plan.start + int(plan.counts.sum())]
-        whole.load_state_dict(generator.state_dict())
-        want = torch.autograd.grad(critic(whole(noise[union])).square().mean(), list(whole.parameters()))
-        controller.backward(loss_fn, batch)
-        for got, true in zip(generator.parameters(), want, strict=True):
-            assert got.grad is not None
-            worst = larger(worst, float((got.grad - true).norm() / true.norm()))
-        optimizers[0].step()
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        controller.step()
     controller.close()
-    return caps, worst, calls
+    return caps, calls
 
 
 def test_memory_that_runs_out_behind_another_model_keeps_no_rank_waiting() -> None:
-    for caps, worst, calls in run_ranks(_short_of_memory, 2, timeout_s=90, group_timeout_s=20):
+    for caps, calls in run_ranks(_short_of_memory, 2, timeout_s=90, group_timeout_s=20):
         assert caps[0] == 16
         assert caps[1] in (2, 3)
-        assert worst < 1e-12
         assert calls == 0.0, "the search left a trace"

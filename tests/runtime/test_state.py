@@ -81,7 +81,7 @@ def test_a_state_is_plain_has_the_same_keys_and_loads_to_an_equal_one(policy: st
     again = controller.state_dict()
     for name in ("policy", "schedules", "hooks", "progress", "source", "ledger_sizes", "ledger_rounds"):
         assert checksum({"": again[name]}) == checksum({"": state[name]}), name
-    assert state["source"]["unused"] == [0]
+    assert "unused" not in state["source"]
 
 
 def test_sizes_in_the_state_are_of_rounds() -> None:
@@ -321,7 +321,7 @@ def wide(policy: str, workers: int) -> dict[str, Any]:
     own, _, _ = job("static")
     plain = SavedState.read(own.state_dict())
     values = {name: getattr(plain, name) for name in plain.__dataclass_fields__}
-    source = {**values["source"], "taken": [0] * workers, "unused": [0] * workers}
+    source = {**values["source"], "taken": [0] * workers}
     values |= {"world_size": workers, "source": source, "ledger_sizes": [sizes.tolist()], "policy": made.state_dict()}
     return values
 

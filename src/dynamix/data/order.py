@@ -79,7 +79,6 @@ class SampleOrder(ABC):
         self._refused: UsageError | None = None
         self._began = 0  # batches consumed when the iteration under way began
         self._loaded = False
-        self.meets_early = False  # ranks may meet before their shares are done: `meet` says where that is
         self.draws_alike = True  # whether ranks' samples are as if drawn from the same
         self._hold = False  # a finished epoch that the user asked for by name is not run again
         self._opened = 0  # batches consumed when the epoch under way began
@@ -203,7 +202,7 @@ class SampleOrder(ABC):
         with self._consuming:
             _, self._behind = self._pending.popleft()
             self.batches_consumed += 1
-        if piece.last and not self.meets_early:
+        if piece.last:
             self._saved = self._behind
         return piece.plan
 

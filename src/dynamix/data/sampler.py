@@ -1,7 +1,7 @@
 """The batch sampler: one seeded order per epoch, cut anew for every step by the allocation in force."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -102,10 +102,9 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
             )
         self.dataset_size, self.seed, self.shuffle, self.partition = dataset_size, seed, shuffle, partition
         self.costs, self.draws_alike = costs, costs is None or not costs.padded
-        self._cuts: list[dict[str, list[int]]] = []  # of this epoch, at earlier world sizes or at early meetings
+        self._cuts: list[dict[str, list[int]]] = []  # of this epoch, at earlier world sizes
         self._regions: Regions | None = None
         self._order: tuple[int, Ints] | None = None
-        self._unused: tuple[StepPlan, Ints] | None = None  # of the last meeting, and what of it ranks had left (W,)
         self._usual: Group | None = None  # the last ordinary optimizer step
         self.goes_on_ahead = partition == "stream"  # regions are those of the epoch being consumed
 
@@ -159,47 +158,15 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
 
     def state_dict(self) -> dict[str, Any]:
         """Where consumption stands, plain numbers and lists; the same on all ranks, at the last optimizer step."""
-        saved, cuts = self._at_meeting()
-        unused = np.zeros(self.world_size, dtype=np.int64) if self._unused is None else self._unused[1]
-        return self._position_state(saved) | {
+        return self._position_state(self._saved) | {
             "dataset_size": self.dataset_size,
             "seed": self.seed,
             "shuffle": self.shuffle,
             "partition": self.partition,
             "lengths": "" if self.costs is None else self.costs.checksum,
-            "cuts": [dict(cut) for cut in cuts],
+            "cuts": [dict(cut) for cut in self._cuts],
             "regions": self._regions_state(),
-            "unused": unused.tolist(),
         }
-
-    def meet(self, plan: StepPlan, unused: Ints) -> None:
-        """All ranks meet in the round of `plan`, of which each has `unused` (W,) samples left: its next ones.
-
-        What is saved now, or begun anew, deals those first, to whoever is there then. For `meets_early`.
-        """
-        now = self._behind
-        taken = now.taken if now.index > plan.index else now.taken + plan.counts
-        end = plan.start + plan.samples
-        self._saved = Cursor(plan.epoch, end, plan.index + 1, taken, finished=plan.last)
-        self._unused = (plan, unused) if unused.any() else None
-
-    def _at_meeting(self) -> tuple[Cursor, list[dict[str, list[int]]]]:
-        """The cursor and the cuts with which one goes on from there: what is trained comes first in the order."""
-        if self._unused is None:
-            return self._saved, self._cuts
-        plan, unused = self._unused
-        lengths, done = plan.counts.tolist(), (plan.counts - unused).tolist()
-        cut = {"lengths": [plan.start, *lengths], "taken": [plan.start, *done]}
-        left, taken = int(unused.sum()), self._saved.taken - unused
-        return replace(self._saved, position=self._saved.position - left, taken=taken), [*self._cuts, cut]
-
-    def _rewind(self) -> None:
-        if self.meets_early:
-            self._behind, self._cuts = self._at_meeting()
-            if self._unused is not None:
-                self._order = self._unused = None
-            self._saved = self._behind
-        super()._rewind()
 
     def identity(self) -> dict[str, Any]:
         named = ("dataset_size", "seed", "shuffle", "partition", "epoch", "consumed")
@@ -240,7 +207,7 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on after the saved step, also at another world size. Raises `StateError` if the order would differ."""
         self.check_state(state)
-        saved, self._unused = state["regions"], None
+        saved = state["regions"]
         self._load_position(state)
         self._cuts, self._regions = [dict(cut) for cut in state["cuts"]], None
         if saved is not None and len(saved["lengths"]) == self.world_size:
@@ -250,7 +217,6 @@ class BatchSampler(SampleOrder, Sampler[list[int]]):
         self._order = None
 
     def _start_epoch(self, epoch: int) -> None:
-        self._unused = None
         super()._start_epoch(epoch)
         self._cuts, self._regions, self._order = [], None, None
 

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor, nn
-
-ZERO = torch.zeros((), dtype=torch.float64)
 
 
 class Anchor:
@@ -16,13 +12,9 @@ class Anchor:
     name      of a buffer in its model, so that it is found again where a pass puts another tensor in its place
     version   of the tensor's content then, as autograd counts its changes
     mean      of the workers' moves, while a meeting lasts; in float32 at least
-    scale     by which its move is multiplied on the way
-    sent      the parameter as it was when its move began to travel, where training goes on meanwhile
     """
 
     mean: Tensor
-    scale = 1.0
-    sent: Tensor | None = None
 
     def __init__(self, tensor: Tensor, name: str = "") -> None:
         self.tensor, self.value, self.version = tensor, tensor.detach().clone(), tensor._version
@@ -41,16 +33,9 @@ class Anchor:
         self.version = self.tensor._version
 
     def take(self, agreed: Tensor) -> None:
-        """All go on from `agreed`, and each with what it has moved since its move was sent."""
-        if self.sent is None:
-            self.tensor.copy_(agreed)
-            self.keep()
-            return
-        wide = torch.promote_types(self.value.dtype, torch.float32)
-        since = self.tensor.detach().to(wide) - self.sent.to(wide)
-        self.tensor.copy_(agreed.to(wide) + since)
-        self.value.copy_(agreed)
-        self.version, self.sent = self.tensor._version, None
+        """All go on from `agreed`."""
+        self.tensor.copy_(agreed)
+        self.keep()
 
     def move(self) -> Tensor:
         """How far the tensor is from there, in float32 at least."""
@@ -61,19 +46,3 @@ class Anchor:
         """What a move is added to: an infinite entry of a buffer (a mask, a least value so far) moves from zero."""
         value = self.value.to(dtype)
         return value if self.is_parameter or value.is_complex() else value.nan_to_num(0.0, 0.0, 0.0)
-
-
-def largest_of(move: Tensor) -> Tensor:
-    """The largest finite entry's size; on CPU."""
-    if not move.numel():
-        return ZERO
-    return torch.view_as_real(move).abs().amax().double().cpu() if move.is_complex() else _finite(move)
-
-
-def _finite(move: Tensor) -> Tensor:
-    return move.nan_to_num(0.0, 0.0, 0.0).abs().amax().double().cpu()
-
-
-def scale_for(largest: float) -> float:
-    """The power of two that brings `largest` to about 2**14: sums of moves whose weights add up to 1 fit float16."""
-    return 2.0 ** (14 - min(max(math.frexp(largest)[1], -60), 60)) if largest and math.isfinite(largest) else 1.0

@@ -16,7 +16,7 @@ from dynamix.runtime.alike import require_alike
 from dynamix.runtime.averaging import Workers, broadcast_
 from dynamix.runtime.ending import Ending
 from dynamix.runtime.gradients import Share
-from dynamix.runtime.groups import new_gloo_group, new_group
+from dynamix.runtime.groups import new_gloo_group
 from dynamix.runtime.observation import Recorder
 from dynamix.runtime.parameters import Averaging, ParameterMeeting
 from dynamix.runtime.weighting import Attached, attach
@@ -66,10 +66,6 @@ def attach_both(
     The arguments are `Controller.wrap`'s. A collective call. Raises `UsageError` naming what the model needs.
     """
     how = averaging or Averaging()
-    for name in ("early", "overlap"):
-        if getattr(how, name):
-            fix = f"leave {name} out, or say meet='parameters'"
-            raise UsageError(f"Averaging({name}=True) does not go with meet='auto', whose rounds begin together: {fix}")
     if weighting != "hook":
         fix = "leave it out, or say meet='gradients'"
         raise UsageError(f"wrap(weighting={weighting!r}) weighs losses, which workers that step apart do not do: {fix}")
@@ -118,36 +114,11 @@ def _meeting(
         tensors = (*model.named_parameters(), *model.named_buffers())
         kinds = (f"{t.dtype}{'' if t.requires_grad else ', not trained'}" for _, t in tensors)
         words = [f"{name} {list(t.shape)} {kind}" for (name, t), kind in zip(tensors, kinds, strict=True)]
-        require_alike([f"Averaging(overlap={how.overlap})", *words], beside)
-        if how.overlap:  # other collectives may come in another order on each rank meanwhile
-            group = new_group(dist.get_process_group_ranks(group), "gloo" if on_cpu else dist.get_backend(group))
-            own.append(group)
-            workers = Workers(group, ending)
-            beside = workers if on_cpu else beside
+        require_alike(words, beside)
         broadcast_([p.detach() for p in model.parameters()] + [b.detach() for b in model.buffers()], group, ending)
     attached.meeting = ParameterMeeting(model, how, workers, beside, scaler=scaler, at_times=at_times)
     attached.meeting.groups = own
-    if how.overlap:
-        _land_before_reading(model, attached.meeting)
     return attached
-
-
-def _land_before_reading(model: nn.Module, meeting: ParameterMeeting) -> None:
-    """Who reads or replaces the parameters, or evaluates the model, does so after the moves that travel."""
-
-    def land(*_: Any) -> None:
-        meeting.land()
-
-    for module in model.modules():
-        module.register_state_dict_pre_hook(land)
-        module.register_load_state_dict_pre_hook(land)
-    if isinstance(model, DistributedDataParallel):
-
-        def before_forward(module: nn.Module, args: Any) -> None:
-            if not (module.training and torch.is_grad_enabled()):
-                meeting.land()
-
-        model.module.register_forward_pre_hook(torch.compiler.disable(before_forward))
 
 
 def _keep_silent(model: DistributedDataParallel, attached: Attached) -> None:

@@ -35,6 +35,7 @@ from dynamix.runtime.hosts import own_host
 from dynamix.runtime.job import JobFacts
 from dynamix.runtime.liveness import Liveness
 from dynamix.runtime.loss_weight import LossWeight
+from dynamix.runtime.memory import ExitNote
 from dynamix.runtime.ranks import Ranks
 from dynamix.runtime.sameness import shape_of
 from dynamix.runtime.scaling import rule
@@ -69,18 +70,20 @@ class Assembly:
     coordinator: Coordinator
     events: BackgroundLog | None
     control: ControlGroup | None
+    exit_note: ExitNote | None = None
 
     def close(self) -> None:
         """`Controller.close`."""
         coordinator, error = self.coordinator, sys.exception()
         liveness = coordinator.liveness
         failing = error or (liveness and liveness.lost)
+        if error is not None and self.exit_note is not None:
+            self.exit_note.uncaught(error)  # the loop closes its controller on its way out
         if liveness is not None and error is not None:
             liveness.leave_with(error)
         try:
             if not failing:
                 coordinator.decisions.settle()
-                coordinator.meetings.land()
         finally:
             patience_s = 0.0 if failing else DRAIN_S
             groups = coordinator.close(patience_s=patience_s)

@@ -99,34 +99,20 @@ class Payload:
 
     A worker of weight 0 sends zeros, whatever its tensors hold.
 
-    wire    type in which they travel; None: float32, or float64 if they are
-    scales  one number each, by which they are multiplied on the way, for a wire of little range
+    wire   type in which they travel; None: float32, or float64 if they are
     """
 
-    def __init__(
-        self,
-        tensors: Sequence[Tensor],
-        weight: float,
-        *,
-        wire: torch.dtype | None = None,
-        scales: Sequence[float] | None = None,
-    ) -> None:
+    def __init__(self, tensors: Sequence[Tensor], weight: float, *, wire: torch.dtype | None = None) -> None:
         self.tensors = tensors
         self._real = [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
         dtype = wire or torch.promote_types(self._real[0].dtype, torch.float32)
-        self.scales = [1.0] * len(tensors) if scales is None else scales
         self.sizes = [t.numel() for t in self._real]
         self.flat = torch.zeros(sum(self.sizes) + 1, dtype=dtype, device=tensors[0].device)
         if weight:
             own = self.flat[:-1].split(self.sizes)
-            for part, tensor, scale in zip(own, self._real, self.scales, strict=True):
-                part.copy_(tensor.reshape(-1) * (weight * scale))
+            for part, tensor in zip(own, self._real, strict=True):
+                part.copy_(tensor.reshape(-1) * weight)
             self.flat[-1] = weight
-
-    @property
-    def shapes(self) -> list[torch.Size]:
-        """Of what is in `flat`, in order; a complex number is two."""
-        return [t.shape for t in self._real]
 
     @property
     def weight(self) -> float:
@@ -136,9 +122,8 @@ class Payload:
     def sums(self) -> Iterable[tuple[Tensor, Tensor]]:
         """Each tensor with its sum over workers, times their weights; in float32 at least. Used up."""
         total = self.flat[:-1].to(torch.promote_types(self.flat.dtype, torch.float32))
-        parts = zip(self.tensors, self._real, total.split(self.sizes), self.scales, strict=True)
-        for tensor, real, part, scale in parts:
-            shaped = (part if scale == 1.0 else part / scale).view(real.shape)
+        for tensor, real, part in zip(self.tensors, self._real, total.split(self.sizes), strict=True):
+            shaped = part.view(real.shape)
             yield tensor, torch.view_as_complex(shaped) if tensor.is_complex() else shaped
 
     def means(self) -> Iterable[tuple[Tensor, Tensor]]:

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from dynamix.errors import ConfigError, DynamixError, UsageError
+from dynamix.errors import ConfigError, UsageError
 from dynamix.projection import project
 from dynamix.runtime import random_state
 from dynamix.runtime.apart import attach_apart, attach_both
@@ -19,7 +19,7 @@ from dynamix.runtime.loop import WRAP_ONCE
 from dynamix.runtime.memory import Memory, within
 from dynamix.runtime.observation import Recorder, Unmeasured
 from dynamix.runtime.sharded import attach_sharded
-from dynamix.runtime.shards import Shards, is_fully_sharded, is_sharded
+from dynamix.runtime.shards import Shards, is_fully_sharded, refuse_fsdp1
 from dynamix.runtime.weighting import Attached, attach
 from dynamix.window import Bounds
 
@@ -28,6 +28,7 @@ def connect(
     coordinator: Coordinator, group: dist.ProcessGroup | None, model: nn.Module, optimizer: Optimizer, **options: Any
 ) -> bool:
     """`Controller.wrap`, its options being those of `attach`. Whether `model` is the first that is connected."""
+    refuse_fsdp1(model)
     require_pair(model, optimizer, group)
     if options["averaging"] is not None and not coordinator.steps_apart:
         fix = "write Controller(meet='parameters'), or leave averaging= out"
@@ -116,7 +117,7 @@ def require_pair(model: nn.Module, optimizer: Any, group: dist.ProcessGroup | No
     if given and own and strange == len(given):
         made = "make the optimizer from model.parameters(), after the model was moved, sharded or replaced"
         raise UsageError(f"the optimizer has no parameter of this model: {made}; {WRAP_ONCE}")
-    if strange and not alone and (is_fully_sharded(model) or not is_sharded(model)):
+    if strange and not alone:
         rest = "which this model's gradient exchange does not reach"
         one = "put what trains together into one module under one DDP"
         raise UsageError(f"{strange} of the optimizer's parameters are not this model's, {rest}: {one}, or {WRAP_ONCE}")
@@ -132,11 +133,11 @@ def require_own_passes(model: nn.Module, group: dist.ProcessGroup | None, *, apa
     if group is None or dist.get_world_size(group) == 1:
         return
     for module in model.modules():
-        if apart and is_sharded(module):
+        if apart and is_fully_sharded(module):
             why = "FSDP spreads the parameters over ranks, so no worker has a model of its own to train"
             raise UsageError(f"meet='parameters' does not fit this model: {why}. Use DDP, or meet='gradients'")
         # FSDP2 keeps parameters gathered from a round's first piece to its last.
-        crosses = is_sharded(module) and not (is_fully_sharded(module) and Shards.of(module) is not None)
+        crosses = is_fully_sharded(module) and Shards.of(module) is None
         if crosses or isinstance(module, nn.SyncBatchNorm):
             why = f"{type(module).__name__} exchanges in its forward pass, and ranks have unlike numbers of pieces"
             raise UsageError(
@@ -159,31 +160,6 @@ def piece(coordinator: Coordinator) -> Iterator[None]:
         yield
         for attached in coordinator.connected:
             coordinator.own_gradients.finish(attached)
-
-
-def backward(coordinator: Coordinator, loss_fn: Callable[[Any], Tensor], batch: Any) -> Tensor:
-    """`Controller.backward`."""
-    if coordinator.ways is not None:
-        all_ranks = "backward() is called by all ranks at once, and with meet='auto' they step apart in some rounds"
-        raise UsageError(f"{all_ranks}: write `with controller.piece():` around the passes, and loss.backward()")
-    if coordinator.micro_batch is not None:
-        cut = f"backward() cuts batches where memory runs out, micro_batch={coordinator.micro_batch} before that"
-        raise UsageError(f"{cut}: leave one of them out; find_limits() finds what fits a piece")
-    memory, piece = coordinator.need_memory(), coordinator.need_source().piece()
-    loss_weight = coordinator.loss_weight
-    if loss_weight.given:
-        cut = "backward() cuts batches, and takes the mean over samples of each part"
-        raise UsageError(f"{cut}, so losses cannot carry their weights (weighting='given'): call loss.backward()")
-    weight = 1.0
-    if loss_weight.required:
-        try:
-            weight = loss_weight.apply(torch.ones((), dtype=torch.float64), piece, None).item()
-        except DynamixError as error:
-            coordinator.fail(error)
-            raise
-    coordinator.agree_once()  # before a rank can run out of memory alone
-    coordinator.loop.forwards += 1  # its passes need not go through the model's own call
-    return memory.backward(loss_fn, batch, weight=weight, last=piece.last)
 
 
 def find_limits(coordinator: Coordinator, step_fn: Callable[[Any], Any], example: Any, *, margin: float) -> list[int]:

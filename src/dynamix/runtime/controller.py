@@ -6,16 +6,16 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dynamix.errors import DynamixError, UsageError, WorkerLostError
+from dynamix.errors import ConfigError, DynamixError, UsageError, WorkerLostError
 from dynamix.policies import Policy
-from dynamix.removed import NO_LEARNING, removed_arguments
+from dynamix.removed import NO_LEARNING, message, removed_arguments
 from dynamix.runtime import connecting
 from dynamix.runtime.arguments import from_outside, rank_in, require_no_launcher
 from dynamix.runtime.assembly import JobArguments, assemble
@@ -65,7 +65,7 @@ class Controller(Feeding):
     micro_batch       most samples that pass through the model at once. A worker's share of a round is then cut into
                       pieces of that many, so that workers have unlike numbers of like pieces: `batch_size` and its
                       bounds are of a round. The loop puts its passes under `piece()` and asks `optimizer_due`. Not
-                      for SyncBatchNorm and FSDP1
+                      for SyncBatchNorm
     meet              "gradients": pieces accumulate, and a round has one optimizer step, of the union batch's gradient.
                       "parameters": every piece is an optimizer step of its worker's own, and at the end of the round
                       the workers' models become their mean by samples (local SGD; docs/rounds.md). Faster where
@@ -173,7 +173,7 @@ class Controller(Feeding):
         scaler             AMP's GradScaler, so that norms are measured without the loss scale
         weighting          "hook": gradients are weighted in DDP's hook or FSDP2's reduce-scatter, and the loop stays
                            as it is. "loss": the loop calls `controller.weight(loss).backward()`; required for
-                           SyncBatchNorm and FSDP1. "given": the loss carries them already: over a round's batches, its
+                           SyncBatchNorm. "given": the loss carries them already: over a round's batches, its
                            mean over ranks is the union's (a sum over tokens, divided by the tokens of all ranks and
                            times their number). The first windows show whether losses do what this says: "hook" with
                            losses that carry weights, and the other way round, end the job with an error. Not seen are
@@ -188,8 +188,8 @@ class Controller(Feeding):
         inside, optimizer = inner_model(model), inner_optimizer(optimizer)
         with self._coordinator.setting_up():
             if connecting.connect(self._coordinator, self.group, inside, optimizer, **options):
-                note = weakref.WeakMethod(self._coordinator.samples_now)
-                self._exit_note = ExitNote(self.rank, lambda: ask() if (ask := note()) is not None else None)
+                of = self._coordinator
+                self._parts.exit_note = ExitNote(self.rank, of.samples_now, of.memory_ran_out)
         return model
 
     def scheduler(self, scheduler: Any, *, nominal_batch_size: int | None = None) -> SampleSchedule:
@@ -234,19 +234,12 @@ class Controller(Feeding):
         """
         return connecting.piece(self._coordinator)
 
-    def backward(self, loss_fn: Callable[[Any], Tensor], batch: Any) -> Tensor:
-        """`loss_fn(batch).backward()`, in smaller pieces where memory runs out; returns the loss, detached.
-
-        Collective, once per micro-batch, in place of the loop's own forward and backward passes; not under `no_sync`.
-        `loss_fn` takes a part of `batch` in the same structure and returns its mean loss over samples. A rank that runs
-        out halves its pieces and tries again; when all ranks have their gradient it crosses them once, through the
-        hook.
-
-        The gradient is that of the whole batch, but for layers that mix samples (batch normalisation sees pieces) and
-        for random ones (dropout draws anew). Not for token counts, SyncBatchNorm and FSDP. Raises what `loss_fn` raises
-        (other ranks: `DynamixError`), and `MemoryLimitError` where nothing can be tried again.
-        """
-        return connecting.backward(self._coordinator, loss_fn, batch)
+    def backward(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Removed in 0.3: raises `ConfigError`, which says what to write."""
+        del args, kwargs
+        fix = "loss.backward() in the loop; controller.find_limits(step_fn, example) finds what fits, and "
+        fix += "Controller(micro_batch=...) cuts shares into pieces that do"
+        raise ConfigError("backward", "controller.backward(...)", "not to call it", message(fix))
 
     def weight(self, loss: Tensor, *, count: float | Tensor | None = None) -> Tensor:
         """The loss times n_i*W/N, to call `.backward()` on: weighting on the loss side.
@@ -305,9 +298,9 @@ class Controller(Feeding):
         if mine:
             over = coordinator.loss_weight.in_loss(piece)
             coordinator.recorder.observe(loss, logits, target, samples=mine, over=over)
-        if coordinator.meetings.ends(piece):
-            samples, scale = coordinator.meetings.meet(piece)
-            coordinator.step_done(piece.plan, samples=samples, scale=scale)
+        coordinator.meetings.passed(piece)
+        if piece.last:
+            coordinator.step_done(piece.plan)
         else:
             coordinator.piece_done(piece, applied)
 

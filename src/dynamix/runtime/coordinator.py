@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from dynamix.data import Allocations, BatchSampler, Piece, StepPlan, Stream
 from dynamix.data.cutting import NO_LIMIT
-from dynamix.errors import DynamixError, UsageError
+from dynamix.errors import DynamixError, MemoryLimitError, UsageError
 from dynamix.model.ways import Ways
 from dynamix.policies import Policy
 from dynamix.policies.protocol import boundary
@@ -136,7 +136,6 @@ class Coordinator:
 
     def _begin(self) -> None:
         self.loop.begin()
-        self.meetings.begin()
         if self.ranks is not None and self.source is not None and self.source.left_early:
             self.ranks.agreed = False  # a rank may have left it after another round than the others
         if getattr(self.source, "sharded", False):
@@ -212,6 +211,16 @@ class Coordinator:
         self.decisions.keep_for_the_loop(error)
         return self.ranks.ending.report(error)
 
+    def memory_ran_out(self, error: MemoryLimitError) -> None:
+        """This process is about to end, having run out of memory: the other ranks end with the same words.
+
+        Those that wait in a collective of their own (DDP's buffers, FSDP2) do not look for an error, and find this
+        rank's last word once that fails.
+        """
+        if self.liveness is not None:
+            self.liveness.leave(str(error))
+        self.fail(error)
+
     def agree_once(self) -> None:
         """Compare with the other ranks what is about to be trained, if that was not done since the start or a load.
 
@@ -236,7 +245,7 @@ class Coordinator:
 
     def need_memory(self) -> Memory:
         if self.memory is None:
-            raise UsageError("call controller.wrap(model, optimizer) before find_limits() and backward()")
+            raise UsageError("call controller.wrap(model, optimizer) before find_limits()")
         return self.memory
 
     def piece_done(self, piece: Piece, applied: float | torch.Tensor | None) -> None:
@@ -256,19 +265,18 @@ class Coordinator:
         stepped = self.loop.stepped
         return stepped is None or (not self.meetings.between if stepped.plan.apart else stepped.last)
 
-    def step_done(self, plan: StepPlan, *, ahead: int = 0, samples: int | None = None, scale: float = 1.0) -> None:
+    def step_done(self, plan: StepPlan, *, ahead: int = 0) -> None:
         """A round is over: take what was decided, and close the window if it is full.
 
-        `ahead` more rounds than the source's own count as issued: a simulated loader's prefetching. `samples` that all
-        workers trained, if not the plan's, and `scale` as in `Recorder.step_done`: where some met early.
+        `ahead` more rounds than the source's own count as issued: a simulated loader's prefetching.
         """
-        progress, samples = self.progress, plan.samples if samples is None else samples
+        progress = self.progress
         progress.steps += 1
-        progress.samples += samples
+        progress.samples += plan.samples
         for attached in self.connected:
             attached.step_done()
-        self.decisions.count(plan, scale)
-        self.rates.advance(plan, samples)
+        self.decisions.count(plan)
+        self.rates.advance(plan, plan.samples)
         self.decisions.settle()
         if self.job.weight_test is not None:
             self.job.weight_test.require_right()
@@ -346,7 +354,6 @@ class Coordinator:
             if self.loop.workers > 1 and (why := self.loss_weight.misfit(source, kwargs)) is not None:
                 self.loop.fail(why)
         if not (loops and module.training) or source is None:
-            self.meetings.land()
             timer.interrupted()
             return
         if self.recorder.muted:
@@ -376,7 +383,6 @@ class Coordinator:
 
     def state_dict(self, *, gather: bool = False) -> dict[str, Any]:
         self.meetings.require("state_dict() is of all ranks alike")
-        self.meetings.land()
         self.decisions.settle()
         alike = not gather and self.channel.group is not None and saving.asked_by_distributed_checkpoint()
         if not (gather or alike):
@@ -386,7 +392,6 @@ class Coordinator:
             return saving.save_alike(self) if alike else saving.save(self, gather=True)
 
     def load_state_dict(self, state: Any, *, policy: bool = True) -> None:
-        self.meetings.land()
         self.decisions.settle()  # a decision under way is about the job as it was
         self.channel.drain()
         parts = saving.load(self, state, policy=policy)

@@ -74,8 +74,6 @@ class PeerChannel:
 
     share_noise   send this rank's part of the noise too, so that the learning rate can follow one noise scale
                   everywhere. The rule never sees it
-    fits          set by the owner: the most samples per round whose pieces this rank's memory is known to hold; None
-                  while it never ran out
     """
 
     def __init__(
@@ -93,7 +91,6 @@ class PeerChannel:
         self.waited_s = 0.0
         self.ending: Ending | None = None  # set by the owner
         self.explain: Explain = unnamed
-        self.fits: int | None = None
         self._round: _Round | None = None
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="dynamix-choose", daemon=True)
@@ -145,7 +142,7 @@ class PeerChannel:
 
     def observe(self, row: Floats, closing: Closing) -> tuple[Own, Sense, Floats]:
         """What this rank makes of its window, and the traces (16,) that it leaves of it."""
-        own = own_window(row, closing, rank=self.rank, job=self.job, fits=self.fits)
+        own = own_window(row, closing, rank=self.rank, job=self.job)
         known, total = dict(zip(ROW, row, strict=False)), float(closing.sizes.sum())
         batch = known["count"] / known["weight"] if known["count"] > 0 and known["weight"] > 0 else total
         noise, square = self.policy.habit.steady(float(own.noise[0]), known["global_norm_sq"], batch, total)
@@ -258,7 +255,7 @@ class _Round:
         return self.every.numpy()
 
 
-def own_window(row: Floats, closing: Closing, *, rank: int, job: JobFacts, fits: int | None = None) -> Own:
+def own_window(row: Floats, closing: Closing, *, rank: int, job: JobFacts) -> Own:
     """What a rank knows by itself of the window it just closed, as arrays of shape (1,)."""
     known = dict(zip(ROW, row, strict=False))
     comm = row[len(ROW) :]
@@ -271,7 +268,7 @@ def own_window(row: Floats, closing: Closing, *, rank: int, job: JobFacts, fits:
     with np.errstate(divide="ignore", invalid="ignore"):
         jitter = np.float64(known["compute_std"]) / np.float64(known["compute"])
     alone = {"unit": _unit(closing, job), "jitter": jitter, "steps": len(comm), "noise": own_noise(known, workers)}
-    alone |= {"busy": busy if busy > 0 and size[0] > 0 else np.nan, "fits": np.inf if fits is None else fits}
+    alone |= {"busy": busy if busy > 0 and size[0] > 0 else np.nan, "fits": np.inf}
     alone |= {"blocked": seen.mean() if len(seen) else np.nan, "least": seen.min() if len(seen) else np.nan}
     alone |= {"square": 1.0}
     return Own(size=size, workers=workers, **{name: np.array([v], dtype=np.float64) for name, v in alone.items()})

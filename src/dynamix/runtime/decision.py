@@ -132,12 +132,11 @@ class Decider:
             if sizes.shape != self.job.closing.sizes.shape:
                 here = str(self.job.closing.sizes.size)
                 raise ConfigError("replay", f"{sizes.size} workers", here, "replay with as many workers as the run had")
-            piece = event.get("piece", self.job.piece_of(sizes))
+            piece = event.get("piece", 0)
             told = self.job.message(Kind.NEW, event["from_step"], project(sizes, self.job.bounds_of(piece)), piece)
         # The noise scale too is the recorded run's: a late answer there carried that of an earlier window, and the
-        # learning rate may follow it. Older versions did not write it.
-        given = event.get("noise", told.noise), event.get("signal", told.signal)
-        noise, signal = (float("nan") if value is None else float(value) for value in given)
+        # learning rate may follow it.
+        noise, signal = (float("nan") if event[name] is None else float(event[name]) for name in ("noise", "signal"))
         return replace(told, noise=noise, signal=signal, interval=event.get("interval", 0))
 
 
@@ -189,6 +188,8 @@ def _unfit(index: Any, answer: dict[str, Any]) -> str:
         return f"window_index={index!r} is no whole number"
     if answer.get("decision") not in ("new", "keep", "late", "failed"):
         return f"decision={answer.get('decision')!r} is none of new, keep, late, failed"
+    if not {"noise", "signal"} <= answer.keys():
+        return "it lacks noise and signal, as events of dynamix 0.1 do, which this version does not replay"
     for name in ("noise", "signal"):
         if type(answer.get(name)) not in (int, float, type(None)) or abs(answer.get(name) or 0) > _MOST:
             return f"{name}={answer[name]!r} is no number"

@@ -12,7 +12,6 @@ from dynamix.errors import DynamixError, StateError
 from dynamix.runtime.agreement import Channel, Kind, Message
 from dynamix.runtime.decentral import PeerChannel
 from dynamix.runtime.job import Closing, JobFacts
-from dynamix.runtime.memory import Memory
 from dynamix.runtime.observation import Recorder
 from dynamix.runtime.progress import Progress
 from dynamix.runtime.rates import Rates
@@ -28,7 +27,6 @@ class Deciding(Protocol):
     recorder: Recorder
     rates: Rates
     source: BatchSampler | Stream | None
-    memory: Memory | None
     accumulate: int
     interval: int
     paced: bool
@@ -55,13 +53,13 @@ class Settling:
         self._lag_said = False
         self._reader_failed: DynamixError | None = None  # what ends the job was raised in that thread
 
-    def count(self, plan: StepPlan, scale: float) -> None:
-        """A round is over; `scale` as in `Recorder.step_done`."""
+    def count(self, plan: StepPlan) -> None:
+        """A round is over."""
         of = self.of
         with self._turn:  # whether a step is kept is known before, or after, a new window opens
             kept = plan.regular and plan.index // of.accumulate >= of.progress.opens
             dealt = plan.dealt_to(of.rank)
-            of.recorder.step_done(keep=kept, first_of_epoch=plan.first, scale=scale, dealt=dealt)
+            of.recorder.step_done(keep=kept, first_of_epoch=plan.first, dealt=dealt)
 
     def close_if_full(self, plan: StepPlan, *, ahead: int) -> None:
         """After `plan`'s round; `ahead` as in `Coordinator.step_done`."""
@@ -97,8 +95,6 @@ class Settling:
         mine = float(sizes[of.rank])
         turn = {"epoch": plan.epoch, "crossed": of.crossed}
         row = of.recorder.row(issued=issued, count=mine, weight=mine / float(sizes.sum()), **turn)
-        if isinstance(of.channel, PeerChannel) and of.memory is not None and of.memory.fits is not None:
-            of.channel.fits = of.accumulate * of.memory.fits
         of.channel.send(row, closing)
 
     def _warn_of_lag(self, rounds: int) -> None:

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from dynamix.errors import DynamixError, StateError, UsageError
+from dynamix.errors import DynamixError, MemoryLimitError, StateError, UsageError
 from dynamix.runtime.control import ControlGroup
 
 LOOK_EVERY_S = 0.25
@@ -246,6 +246,7 @@ def _beside(what: str | None) -> str:
 def ended_by(told: dict[str, Any]) -> DynamixError:
     """The error that a rank raises for one of another."""
     known: dict[str, type[DynamixError]] = {"UsageError": UsageError, "StateError": StateError}
+    known["MemoryLimitError"] = MemoryLimitError
     return known.get(told["kind"], UsageError)(f"rank {told['rank']} ended the job: {told['message']}")
 
 

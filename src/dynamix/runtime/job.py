@@ -7,7 +7,7 @@ import numpy as np
 
 from dynamix.errors import ConfigError
 from dynamix.model.rounds import RoundSize
-from dynamix.model.ways import LEAST_STEPS, Ways
+from dynamix.model.ways import Ways
 from dynamix.runtime.agreement import Kind, Message
 from dynamix.runtime.losses import WeightTest
 from dynamix.runtime.noise import NoiseScale
@@ -64,11 +64,6 @@ class JobFacts:
     def bounds_of(self, piece: int) -> Bounds:
         """What rounds are kept within in which workers step apart by so many samples; 0: over gradients."""
         return self.rounds.apart_bounds(piece) if piece and isinstance(self.rounds, Ways) else self.bounds
-
-    def piece_of(self, sizes: Ints) -> int:
-        """What piece is meant by `sizes` (W,) beside which none was written, as first states and events had it."""
-        told = isinstance(self.rounds, Ways) and self.fixed and int(np.sum(sizes)) >= LEAST_STEPS * self.base_batch
-        return max(self.base_batch // len(sizes), 1) if told else 0
 
     def limit_to(self, samples: int) -> None:
         """No round may outgrow a data set: every one would be a tail, and no window would ever close."""

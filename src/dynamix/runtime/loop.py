@@ -18,7 +18,7 @@ from dynamix.data import BatchSampler, Piece, Stream
 from dynamix.errors import DynamixError, UsageError
 from dynamix.runtime import strangers
 from dynamix.runtime.optimizer_means import KNOWN, without_gradients
-from dynamix.runtime.shards import Shards, is_sharded
+from dynamix.runtime.shards import Shards, is_fully_sharded
 from dynamix.runtime.strangers import parameters_of
 
 Fail = Callable[[DynamixError], DynamixError]
@@ -73,7 +73,7 @@ class ModelCheck:
         self._closure = False  # the optimizer's step under way makes gradients itself
         self.probe: nn.Parameter | None = None
         owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        if not is_sharded(model):
+        if not is_fully_sharded(model):
             found = (p for p in model.parameters() if p.requires_grad and id(p) in owned)
             self.probe = next(found, None)
         self._stale = False

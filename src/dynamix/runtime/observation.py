@@ -58,7 +58,7 @@ class Recorder:
         self.last: dict[str, float] = {}  # of the window that closed last, by their names in `Controller.metrics`
         self._recent_s: deque[float] = deque(maxlen=RECENT)  # of the windows before
         self._dealt: list[tuple[float, float]] = []  # of the same steps, where costs of samples are known
-        self._late: dict[int, tuple[bool, float, tuple[float, float]]] = {}  # steps of this window not read yet
+        self._late: dict[int, tuple[bool, tuple[float, float]]] = {}  # steps of this window not read yet
         self.sees_communication = True  # False: waits hide in `compute`, which is then not known
         self._step_index = 0
         self._open: list[tuple[str, int, Value, float]] = []
@@ -121,12 +121,9 @@ class Recorder:
     def micro_done(self) -> None:
         self.timer.micro_done()
 
-    def step_done(
-        self, *, keep: bool, first_of_epoch: bool, scale: float = 1.0, dealt: tuple[float, float] | None = None
-    ) -> None:
+    def step_done(self, *, keep: bool, first_of_epoch: bool, dealt: tuple[float, float] | None = None) -> None:
         """Close one optimizer step. `keep` False: it belongs to no window (a tail, or the allocation is switching).
 
-        scale   this rank's share over the samples that it trained: times of compute and data are told for its share
         dealt   samples of this rank's share and what they cost, in samples of mean cost, where that is known
         """
         self.timer.step_done()
@@ -135,7 +132,7 @@ class Recorder:
             measured, self._open = self._open, []
         if keep:
             self.steps += 1
-            self._late[index] = first_of_epoch, scale, dealt or (math.nan, math.nan)
+            self._late[index] = first_of_epoch, dealt or (math.nan, math.nan)
         if index % READ_EVERY == 0:
             self._read_times()
         if not keep:
@@ -163,11 +160,11 @@ class Recorder:
     def _read_times(self) -> None:
         for times in self.timer.take():
             if times.step in self._late:
-                first, scale, dealt = self._late.pop(times.step)
-                measured = self._measured(times, first, scale)
+                first, dealt = self._late.pop(times.step)
+                measured = self._measured(times, first)
                 self._times.append(measured)
                 self._dealt.append(dealt)
-                parts = (times.compute * scale, times.comm, measured.data)
+                parts = (times.compute, times.comm, measured.data)
                 self._whole_s.append(sum(part for part in parts if math.isfinite(part)))
         del self._times[: -self.limit], self._whole_s[: -self.limit], self._dealt[: -self.limit]
 
@@ -253,10 +250,10 @@ class Recorder:
             self._arriving = _Transfer(self._kept, self.device, of_window)
         return self._arrived, self._arrived_of
 
-    def _measured(self, times: StepTimes, first_of_epoch: bool, scale: float) -> StepTimes:
+    def _measured(self, times: StepTimes, first_of_epoch: bool) -> StepTimes:
         """Without what was not measured: starting a loader's iterator is not waiting for data."""
-        data = float("nan") if first_of_epoch else times.data * scale
-        return replace(times, data=data, compute=times.compute * scale if self.sees_communication else float("nan"))
+        data = float("nan") if first_of_epoch else times.data
+        return replace(times, data=data, compute=times.compute if self.sees_communication else float("nan"))
 
     def _change(self, name: str, mean: float, std: float) -> float:
         before, self._before[name] = self._before.get(name), (mean, std)

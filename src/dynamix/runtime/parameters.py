@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -12,21 +12,31 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dynamix.errors import ConfigError, UsageError
+from dynamix.removed import message, removed_arguments
 from dynamix.runtime.alike import comparing, differ, unlike
-from dynamix.runtime.anchors import ZERO, Anchor, largest_of, scale_for
+from dynamix.runtime.anchors import Anchor
 from dynamix.runtime.averaging import Maximum, Payload, Workers, broadcast_, buckets
 from dynamix.runtime.optimizer_means import KNOWN, CopyOf, OptimizerMeans
 
-if TYPE_CHECKING:  # the codec is imported by those who use it
-    from dynamix.runtime.sparse_moves import SparseMoves
-
 OptimizerState = Literal["averaged", "kept", "reset"]
 _STATES = ("averaged", "kept", "reset")
-_WIRES = {None: None, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_WIRES = {None: None, "bfloat16": torch.bfloat16}
+_EARLY = "Averaging() without early; shares by speed (policy='lb_bsp' or 'goodput') let workers arrive together"
+_OVERLAP = "Averaging(wire='bfloat16'), or Averaging(optimizer_state='kept'): both send less over a slow link"
+_SPARSE = "Averaging() without sparse; with meet='gradients' and a hook of dynamix.compression sparse rows travel alone"
+_STEPS = "Averaging() without steps: a worker's move counts by its samples"
+
+
+class _Refusing(type):
+    """Of `Averaging`: arguments of earlier versions say what to write now."""
+
+    @removed_arguments(early=_EARLY, overlap=_OVERLAP, sparse=_SPARSE, steps=_STEPS)
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        return super().__call__(*args, **kwargs)
 
 
 @dataclass(frozen=True, slots=True)
-class Averaging:
+class Averaging(metaclass=_Refusing):
     """How models become one where workers meet over parameters: `controller.wrap(..., averaging=Averaging(...))`.
 
     Every worker has moved away from the parameters of the last meeting. The mean of these moves, weighted by the
@@ -37,45 +47,27 @@ class Averaging:
     outer             makes an optimizer of a list of parameters, which takes the mean move for its gradient, turned
                       round: `lambda ps: torch.optim.SGD(ps, lr=0.7, momentum=0.9, nesterov=True)` (DiLoCo, arXiv
                       2311.08105). None: the mean itself
-    steps             "samples": a worker's move counts by its samples. "normalized": by its samples, as if all had
-                      taken equally many steps (FedNova, arXiv 2007.07481), for workers whose data differ
-    wire              "bfloat16" or "float16": the type in which moves travel, half the bytes. None: as they are
-    early             a worker that is late meets after the piece that it is at, once half of the others wait; what it
-                      has not trained comes first in its next round
-    overlap           moves travel while the next round's first piece is trained, and each worker then goes on from the
-                      mean with what it has moved meanwhile. Moments are averaged at the end of an epoch only
-    sparse          rows of a parameter that no worker has moved do not travel, where that sends less: for embeddings
-                    under an optimizer that leaves untouched rows alone. The mean is the same, up to the order of sums
+    wire              "bfloat16": the type in which moves travel, half the bytes. None: as they are
     """
 
     optimizer_state: OptimizerState = "averaged"
     outer: Callable[[list[Tensor]], Optimizer] | None = None
-    steps: Literal["samples", "normalized"] = "samples"
-    wire: Literal["bfloat16", "float16"] | None = None
-    early: bool = False
-    overlap: bool = False
-    sparse: bool = False
+    wire: Literal["bfloat16"] | None = None
 
     def __post_init__(self) -> None:
-        for name, allowed in (("optimizer_state", _STATES), ("steps", ("samples", "normalized")), ("wire", _WIRES)):
+        if self.wire == "float16":  # type: ignore[comparison-overlap]
+            raise ConfigError("wire", self.wire, "bfloat16 or None", message("Averaging(wire='bfloat16')"))
+        for name, allowed in (("optimizer_state", _STATES), ("wire", _WIRES)):
             if (value := getattr(self, name)) not in allowed:
                 raise ConfigError(name, value, ", ".join(map(str, allowed)), "check the spelling")
         if self.outer is not None and not callable(self.outer):
             fix = "pass a function, such as lambda ps: torch.optim.SGD(ps, lr=0.7, momentum=0.9, nesterov=True)"
             raise ConfigError("outer", self.outer, "a function of a list of parameters, or None", fix)
 
-        if self.early and self.overlap:
-            fix = "take overlap for slow links, early for workers that stall"
-            raise ConfigError("early", True, "False with overlap=True", fix)
-        if self.sparse and self.overlap:
-            fix = "take sparse for large embeddings, overlap for moves without zeros"
-            raise ConfigError("sparse", True, "False with overlap=True", fix)
-
     @property
     def plainly(self) -> dict[str, Any]:
         """What must be alike on all ranks."""
-        plain = {"optimizer_state": self.optimizer_state, "steps": self.steps, "wire": self.wire}
-        return plain | {"early": self.early, "overlap": self.overlap, "sparse": self.sparse}
+        return {"optimizer_state": self.optimizer_state, "wire": self.wire}
 
 
 class ParameterMeeting:
@@ -105,20 +97,13 @@ class ParameterMeeting:
     ) -> None:
         self.model, self.how, self.workers, self.beside, self.scaler = model, how, workers, beside, scaler
         self.optimizers: list[Optimizer] = []
-        self.steps = 0  # of this worker since the last meeting
         self.weight = 1.0  # its part of the round before; as much as others' where there was none
         self._begun = False  # a round
-        self._under_way: Iterator[None] | None = None  # the rest of a meeting whose moves travel
         self.groups: list[dist.ProcessGroup] = []  # its own
         self._changed = False  # since the last meeting, what moves are counted from
         self._anchors: list[Anchor] = []
         self._outer: Optimizer | None = None
         self._means: OptimizerMeans | None = None
-        self.sparse: SparseMoves | None = None
-        if how.sparse and workers.group is not None and workers.count > 1:
-            from dynamix.runtime.sparse_moves import SparseMoves
-
-            self.sparse = SparseMoves(workers)
         self._at_times, self._own = at_times, False  # whether what optimizers remember is each worker's own
         self.before_step: Callable[[], None] = self.begin  # of one of the optimizers
         if not at_times or how.outer is not None:
@@ -131,7 +116,7 @@ class ParameterMeeting:
 
         A pass need not go through the model's own call, so the optimizers' steps are looked at too.
         """
-        if self._begun or self._under_way is not None:
+        if self._begun:
             return
         self._begun = True
         tensors = self._travelling()
@@ -141,7 +126,7 @@ class ParameterMeeting:
             made = (known.get(id(t)) or Anchor(t, names.get(id(t), "")) for t in tensors)
             self._anchors, self._changed = list(made), True
             self._make_outer()
-        looks = self._outer is not None and not self.how.overlap  # an outer optimizer must not take a change for a move
+        looks = self._outer is not None  # an outer optimizer must not take a change for a move
         for anchor in self._anchors:
             if anchor.tensor._version != anchor.version or (looks and not torch.equal(anchor.tensor, anchor.value)):
                 anchor.keep()
@@ -166,20 +151,9 @@ class ParameterMeeting:
         self._means = OptimizerMeans(self.optimizers, self.workers, self.beside)
         optimizer.register_step_pre_hook(lambda *_: self.before_step())
 
-    def meet(self, weight: float, *, last: bool = True) -> None:
-        """A collective call. `weight` is this worker's part of the round's samples; 0: its move does not count.
-
-        last   of its epoch: also with `overlap` it is waited for here, and not in `land`
-        """
-        self.land()
-        overlaps = self.how.overlap and self.workers.count > 1 and not last
-        parts = self.meeting(weight, overlaps=overlaps)
-        if overlaps:  # who compares waits for the last to come: at the epoch's end
-            self._wait_for_each(self._prepare(compare=False))
-            next(parts)
-            self._under_way = parts
-        else:
-            self._wait_for_each(parts)
+    def meet(self, weight: float) -> None:
+        """A collective call. `weight` is this worker's part of the round's samples; 0: its move does not count."""
+        self._wait_for_each(self.meeting(weight))
 
     def together(self) -> None:
         """A step over gradients begins. A collective call where workers have stepped apart before it."""
@@ -206,21 +180,6 @@ class ParameterMeeting:
             moved += sum(v.numel() * v.element_size() for v in held)
         return moved / max(gradient, 1)
 
-    @property
-    def lands(self) -> bool:
-        """Whether there is something to wait for in `land`."""
-        return self._under_way is not None
-
-    def land(self) -> None:
-        """Wait for the moves that travel, if there are any, and go on from their mean."""
-        if self._under_way is not None:
-            parts, self._under_way = self._under_way, None
-            self.beside.wait()
-            self.workers.wait()
-            with torch.inference_mode(False):  # an evaluation may be what asks
-                self._wait_for_each(parts)
-            self._begun = self.steps > 0
-
     def _wait_for_each(self, parts: Iterator[None]) -> None:
         for _ in parts:
             self.beside.wait()
@@ -229,61 +188,46 @@ class ParameterMeeting:
     @torch.no_grad()
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """A collective call at a meeting: `optimizer.state_dict()` with the means of what workers remember."""
-        self.land()
-        how = self.how
-        alike = how.optimizer_state == "reset" or (how.optimizer_state == "averaged" and not how.overlap)
-        if alike or (self._at_times and not self._own):
+        if self.how.optimizer_state != "kept" or (self._at_times and not self._own):
             return optimizer.state_dict()  # all have it alike
         one = CopyOf(optimizer)
         self._wait_for_each(OptimizerMeans([one], self.workers, self.beside).meeting(self.weight))
         return one.state_dict()
 
     @torch.no_grad()
-    def meeting(self, weight: float, *, overlaps: bool = False) -> Iterator[None]:
-        """`meet`, in parts: at every `yield` all that was begun has to arrive.
-
-        overlaps   training goes on meanwhile
-        """
-        how, workers, steps = self.how, self.workers, self.steps
+    def meeting(self, weight: float) -> Iterator[None]:
+        """`meet`, in parts: at every `yield` all that was begun has to arrive."""
+        how, workers = self.how, self.workers
         self.weight = weight
-        self.steps, self._begun, self._own = 0, False, True
-        if not overlaps:
-            yield from self._prepare()
-        normalized = how.steps == "normalized"
-        own, wire = weight / steps if normalized and steps else weight, _WIRES[how.wire]
-        sent = [
-            (anchors, Payload([a.move() for a in anchors], own, wire=wire, scales=[a.scale for a in anchors]))
-            for anchors in self._in_buckets()
-        ]
-        for anchor in self._anchors:
-            anchor.sent = anchor.tensor.detach().clone() if overlaps and anchor.is_parameter else None
-        if self.sparse is not None:
-            self.sparse.add([payload for _, payload in sent])
-        else:
-            for _, payload in sent:
-                workers.add(payload.flat)
+        self._begun, self._own = False, True
+        self._follow()
+        yield from self._compare()
+        wire = _WIRES[how.wire]
+        sent = [(anchors, Payload([a.move() for a in anchors], weight, wire=wire)) for anchors in self._in_buckets()]
+        for _, payload in sent:
+            workers.add(payload.flat)
         largest = Maximum([*counters.values()]) if (counters := self._counters()) else None
         if largest is not None:
             workers.add(largest.flat, dist.ReduceOp.MAX)
         if (scale := self._scale()) is not None:
             workers.add(scale, dist.ReduceOp.MIN)
-        exact = normalized or how.wire is not None  # the sum of weights that a payload carries is not what is wanted
-        weights = torch.tensor([weight, weight * steps], dtype=torch.float64)
+        exact = how.wire is not None  # the sum of weights that a payload carries is rounded
+        weights = torch.tensor([weight], dtype=torch.float64)
         if exact:
             self.beside.add(weights)
         if how.optimizer_state == "reset":
             for optimizer in self.optimizers:
                 optimizer.state.clear()
-        if how.optimizer_state == "averaged" and self._means is not None and not overlaps:
+        if how.optimizer_state == "averaged" and self._means is not None:
             yield from self._means.meeting(weight)
         yield
         for anchors, payload in sent:
             for anchor, (_, mean) in zip(anchors, payload.sums() if exact else payload.means(), strict=True):
                 anchor.mean = mean
         if exact:
-            samples, stepped = weights.tolist()
+            samples = weights.item()
             for anchor in self._anchors:
-                anchor.mean.mul_(stepped / samples**2 if normalized else 1 / samples)
+                anchor.mean.mul_(1 / samples)
         self._follow()
         self._move()
         if largest is not None:
@@ -299,18 +243,6 @@ class ParameterMeeting:
         for anchor in self._anchors:
             if (tensor := now.get(anchor.name, anchor.tensor)) is not anchor.tensor:
                 anchor.follow(tensor)
-
-    def _prepare(self, *, compare: bool = True) -> Iterator[None]:
-        """What workers have to know of each other before they send their moves; in parts, as `meeting`."""
-        self._follow()
-        if compare:
-            yield from self._compare()
-        if self.how.wire == "float16":
-            largest = torch.stack([largest_of(anchor.move()) for anchor in self._anchors] or [ZERO])
-            self.beside.add(largest, dist.ReduceOp.MAX)
-            yield
-            for anchor, of_all in zip(self._anchors, largest.tolist(), strict=False):
-                anchor.scale = scale_for(of_all)
 
     def _compare(self) -> Iterator[None]:
         """All are about to average the same, and went on from the same. Raises `UsageError` on every rank if not."""

@@ -47,9 +47,8 @@ class Progress:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name in ("window", "steps", "opens", "samples"):
             setattr(self, name, state[name])
-        # Of older states, windows were of one length.
-        entries = [(*entry, 0) if len(entry) == 3 else entry for entry in state["shared"]]
-        self.shared = [(int(step), noise, signal, int(interval)) for step, noise, signal, interval in entries]
+        shared = state["shared"]
+        self.shared = [(int(step), noise, signal, int(interval)) for step, noise, signal, interval in shared]
 
 
 class Waiting:

@@ -173,9 +173,7 @@ def _ledger(
     """
     rounds, opens = saved.ledger_rounds, saved.progress["opens"]
     sizes = [np.asarray(of, dtype=np.int64) for of in saved.ledger_sizes]
-    apart = [piece or facts.piece_of(of) for of, piece in zip(sizes, saved.ledger_pieces, strict=True)]
-    if not isinstance(facts.rounds, Ways):
-        apart = [0] * len(sizes)
+    apart = saved.ledger_pieces if isinstance(facts.rounds, Ways) else [0] * len(sizes)
     now = saved.source["rounds"]
     first = max(i for i, begin in enumerate(rounds) if begin <= max(now, rounds[0]))
     if same:

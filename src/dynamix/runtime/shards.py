@@ -14,20 +14,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from dynamix.errors import UsageError
+from dynamix.removed import message
+
 # What is read of a group, of its parameters, and called on it. Where torch has it otherwise, nothing is.
 _OF_GROUP = ("fsdp_params", "mesh_info", "post_forward_mesh_info", "reshard_after_backward", "_reduce_scatter_comm")
 _OF_PARAMETER = ("sharded_param", "unsharded_accumulated_grad")
 _EXCHANGES = ("unshard", "wait_for_unshard", "post_backward", "finalize_backward")
 
 
-def is_sharded(module: nn.Module) -> bool:
-    """Whether FSDP (`fully_shard` or `FullyShardedDataParallel`) holds this module's parameters."""
-    return is_fully_sharded(module) or _is_a(module, "FullyShardedDataParallel")
-
-
 def is_fully_sharded(module: nn.Module) -> bool:
     """Whether `fully_shard` was applied to this module."""
     return _is_a(module, "FSDPModule")
+
+
+def refuse_fsdp1(model: nn.Module) -> None:
+    """Raise `UsageError` for a model, or a part of one, under FSDP1, which torch itself deprecates."""
+    if any(_is_a(module, "FullyShardedDataParallel") for module in model.modules()):
+        fix = message("fully_shard(net), of torch.distributed.fsdp, in place of FullyShardedDataParallel(net)")
+        raise UsageError(f"wrap() does not take FullyShardedDataParallel (FSDP1): {fix}")
 
 
 def _is_a(module: nn.Module, name: str) -> bool:

@@ -21,7 +21,7 @@ MOST = 2**53  # of a counter
 MOST_WORKERS = 2**20
 SOURCES = ("none", "sampler", "stream")
 ORDER = ("dataset_size", "seed", "shuffle", "partition", "sharded")  # what must be the same in a job that goes on
-PLACE = ("epoch", "position", "rounds", "finished", "taken", "unused")
+PLACE = ("epoch", "position", "rounds", "finished", "taken")
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,7 @@ class SavedState:
     ledger_pieces          (entries,) samples of a worker's own step, where workers step apart; 0 where they do not. In
                            the state it follows the sizes, where it is not 0
     source                 `kind`, `PLACE` and `ORDER` of the sampler or stream, `cuts` and `regions` of its epoch,
-                           `lengths`: the checksum of what samples cost, empty where that is not given.
-                           `unused` (W,): samples dealt to a rank and left when it met early; see the last of `cuts`
+                           `lengths`: the checksum of what samples cost, empty where that is not given
     policy, noise_scale, schedules, hooks   their own states; a hook for every model, in the order of `wrap`
     ranks                  rank -> what is a rank's own: `recorder`, `rng` and `iterable`; in a gathered state also
                            `policy`, where every rank decides for itself
@@ -128,8 +127,8 @@ def _require_schema(state: Any) -> None:
     schema = state.get("schema")
     if type(schema) is int and schema == 1:
         raise StateError(
-            "this state was saved by dynamix 0.1 (schema 1), which counted micro-steps; this version reads schema "
-            f"{STATE_SCHEMA}. Finish the job with dynamix 0.1, or begin a new one from the model's weights"
+            "this state was saved by dynamix 0.1 (schema 1); this version reads states of 0.2 and later. Finish the "
+            "job with dynamix 0.1, or begin a new one from the model's weights"
         )
     if type(schema) is not int or schema != STATE_SCHEMA:
         version = f", saved by dynamix {state['version']}" if isinstance(state.get("version"), str) else ""
@@ -159,11 +158,10 @@ def _progress(progress: Any) -> None:
         _wrong("progress.shared", shared, "one or two entries")
     for entry in shared:
         _numbers("progress.shared", entry)
-        if len(entry) not in (3, 4):
+        if len(entry) != 4:
             _wrong("progress.shared", entry, "four numbers: round, noise, signal, interval")
         _whole("progress.shared", entry[0], 0, MOST)
-        if len(entry) == 4:
-            _whole("progress.shared", entry[3], 0, MOST)
+        _whole("progress.shared", entry[3], 0, MOST)
 
 
 def _ledger(rounds: Any, sizes: Any, workers: int, pieces: int) -> None:
@@ -215,6 +213,14 @@ def _written(source: dict[str, Any]) -> dict[str, Any]:
 
 
 def _source(given: Any, workers: int) -> dict[str, Any]:
+    if isinstance(given, dict) and "unused" in given:  # of 0.2
+        if any(_wholes("source.unused", given["unused"], workers)):
+            raise StateError(
+                "this state was saved between two meetings of workers that met early: source.unused="
+                f"{shown(given['unused'])}. Averaging(early=True) was removed in 0.3: write a state at the end of an "
+                "epoch with dynamix 0.2, or begin a new job from the model's weights"
+            )
+        given = {name: value for name, value in given.items() if name != "unused"}
     _keys("source", given, tuple(sorted(("kind", *PLACE, *ORDER, "cuts", "regions"))))
     cuts, lengths = unpack(given["cuts"], "cuts"), ""
     if isinstance(cuts, dict):
@@ -229,8 +235,7 @@ def _source(given: Any, workers: int) -> dict[str, Any]:
         return source
     for name in ("epoch", "position", "rounds"):
         _whole(f"source.{name}", source[name], 0, MOST)
-    for name in ("taken", "unused"):
-        _wholes(f"source.{name}", source[name], workers)
+    _wholes("source.taken", source["taken"], workers)
     for name in ("finished", "shuffle", "sharded"):
         if source["kind"] == "stream" and name == "shuffle":
             continue
@@ -240,7 +245,7 @@ def _source(given: Any, workers: int) -> dict[str, Any]:
         _wrong("source.taken", f"{taken} samples", f"at most position={position}")
     if source["kind"] == "sampler":
         _sampler(source, workers, taken)
-    elif any(source["unused"]) or source["cuts"] or source["regions"] is not None or source["dataset_size"] is not None:
+    elif source["cuts"] or source["regions"] is not None or source["dataset_size"] is not None:
         _wrong("source", "a stream with regions", "neither cuts nor regions nor a size")
     return source
 
@@ -256,10 +261,6 @@ def _sampler(source: dict[str, Any], workers: int, taken: int) -> None:
         done = _wholes("source.cuts", cut["taken"], len(lengths))
         if any(t > n for t, n in zip(done, lengths, strict=True)) or sum(lengths) > size:
             _wrong("source.cuts", cut, "taken at most lengths, lengths at most the data set")
-    if left := sum(source["unused"]):
-        cut = source["cuts"][-1] if source["cuts"] else {"lengths": [], "taken": []}
-        if sum(cut["taken"]) != position or sum(cut["lengths"]) != position + left:
-            _wrong("source.unused", source["unused"], "what the last of source.cuts leaves")
     regions = source["regions"]
     if regions is None:
         return
@@ -275,7 +276,7 @@ def _sampler(source: dict[str, Any], workers: int, taken: int) -> None:
 
 def no_source(workers: int) -> dict[str, Any]:
     """The place of a job that has no sampler yet."""
-    place = {"epoch": 0, "position": 0, "rounds": 0, "finished": False, "taken": [0] * workers, "unused": [0] * workers}
+    place = {"epoch": 0, "position": 0, "rounds": 0, "finished": False, "taken": [0] * workers}
     return {"kind": "none", **place, **dict.fromkeys(ORDER), "cuts": [], "lengths": "", "regions": None}
 
 
@@ -285,7 +286,6 @@ def source_state(state: dict[str, Any] | None, workers: int, pieces: int) -> tup
         return no_source(workers), None
     stream = "dataset_size" not in state
     own = {"kind": "stream" if stream else "sampler", "rounds": state["consumed"] // pieces}
-    own["unused"] = state.get("unused", [0] * workers)
     same = {name: state[name] for name in ("epoch", "position", "finished", "taken")}
     order = {name: state.get(name) for name in ORDER} | {"sharded": bool(state.get("sharded", False))}
     cut = {"cuts": state.get("cuts", []), "lengths": state.get("lengths", ""), "regions": state.get("regions")}

@@ -13,22 +13,26 @@ class UncaughtListener(Protocol):
     def uncaught(self, error: BaseException) -> None: ...
 
 
-_listeners: weakref.WeakSet[UncaughtListener] = weakref.WeakSet()
+_listeners: list[weakref.ref[UncaughtListener]] = []
 _before: list[Callable[[type[BaseException], BaseException, TracebackType | None], object]] = []
 
 
 def tell_of_uncaught(listener: UncaughtListener) -> None:
-    """As long as `listener` lives, call it before an error that nobody caught is printed (`sys.excepthook`)."""
-    _listeners.add(listener)
+    """As long as `listener` lives, call it before an error that nobody caught is printed (`sys.excepthook`).
+
+    Who came last is told first.
+    """
+    _listeners.append(weakref.ref(listener, _listeners.remove))
     if not _before:
         _before.append(sys.excepthook)
         sys.excepthook = _print
 
 
 def _print(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    for listener in list(_listeners):
+    for known in _listeners[::-1]:
         try:
-            listener.uncaught(error)
+            if (listener := known()) is not None:
+                listener.uncaught(error)
         except Exception as second:  # the user's error must be printed, whatever happens here
             error.add_note(f"dynamix: {second!r} while this error was told to other ranks")
     _before[0](kind, error, trace)

@@ -18,7 +18,7 @@ from dynamix.runtime.liveness import failed_collective
 from dynamix.runtime.observation import Recorder
 from dynamix.runtime.parameters import ParameterMeeting
 from dynamix.runtime.sameness import hook_settings
-from dynamix.runtime.shards import Shards, gradients_of, is_sharded
+from dynamix.runtime.shards import Shards, gradients_of, is_fully_sharded
 
 _ALIKE_IN_DDP = ("find_unused_parameters", "static_graph", "broadcast_buffers", "bucket_bytes_cap")
 
@@ -238,9 +238,7 @@ def _averaging(
 
 
 def _needs_loss_side(model: nn.Module) -> str | None:
-    if is_sharded(model):
-        return "FullyShardedDataParallel reduces gradients where no weight can enter, unlike fully_shard()"
-    if any(is_sharded(module) for module in model.modules()):
+    if any(is_fully_sharded(module) for module in model.modules()):
         return "FSDP holds a part of the model only: call fully_shard() on the whole model, too"
     if any(isinstance(module, nn.SyncBatchNorm) for module in model.modules()):
         return "SyncBatchNorm's backward mixes gradients of all ranks before any communication hook sees them"

@@ -142,7 +142,7 @@ CASES: list[dict[str, Any]] = [
     {"policy": "lb_bsp"},
     {"policy": "lb_bsp", "rounds": "adaptive"},
     {"policy": Script(SHARES), "norm": True, "adam": True},
-    {"policy": Script(SHARES), "how": {"outer": nesterov, "optimizer_state": "kept", "steps": "normalized"}},
+    {"policy": Script(SHARES), "how": {"outer": nesterov, "optimizer_state": "kept"}},
     {"policy": Script(SHARES), "how": {"optimizer_state": "reset", "wire": "bfloat16"}},
     {"policy": Script(SHARES), "meet": "auto", "norm": True, "adam": True},
     {"policy": Script(GROWING), "meet": "auto", "rounds": "adaptive", "how": {"optimizer_state": "kept"}},
@@ -153,7 +153,7 @@ CASES: list[dict[str, Any]] = [
 @pytest.mark.parametrize(
     "case",
     CASES,
-    ids=["shares", "rounds", "batchnorm-adam", "outer-normalized", "reset-bfloat16", "auto", "auto-grows"],
+    ids=["shares", "rounds", "batchnorm-adam", "outer-kept", "reset-bfloat16", "auto", "auto-grows"],
 )
 def test_equals_a_real_job_of_two_processes(tmp_path: Path, case: dict[str, Any]) -> None:
     recorded = tmp_path / "live.jsonl"

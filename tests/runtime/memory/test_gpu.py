@@ -1,4 +1,4 @@
-"""Limits and retries with a CUDA allocator that really runs out."""
+"""Limits with a CUDA allocator that really runs out."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
 import dynamix
 
@@ -19,7 +19,7 @@ pytestmark = [
 WIDE = 65536  # activations of about 0.75 MiB a sample
 
 
-def test_limits_and_pieces_on_a_device_with_little_memory() -> None:
+def test_limits_on_a_device_with_little_memory() -> None:
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 600 * 2**20) / total)
@@ -31,7 +31,7 @@ def test_limits_and_pieces_on_a_device_with_little_memory() -> None:
         controller = dynamix.Controller(
             "static", batch_size=64, max_batch_size=4000, guard=False, global_batch="adaptive"
         )
-        loader = DataLoader(data, batch_sampler=controller.batch_sampler(data, shuffle=False))
+        controller.batch_sampler(data, shuffle=False)
         model = controller.wrap(net, optimizer)
 
         def loss_fn(batch: Any) -> Tensor:
@@ -39,15 +39,9 @@ def test_limits_and_pieces_on_a_device_with_little_memory() -> None:
 
         caps = controller.find_limits(lambda batch: loss_fn(batch).backward(), data[:4])
         assert 64 < caps[0] < 4000
-        batch = data[:4000]
-        next(iter(loader))
-        controller.backward(loss_fn, batch)  # far more than fits, in pieces
-        got = [p.grad.clone() for p in net.parameters() if p.grad is not None]
-        net.zero_grad()
-        for part in range(0, 4000, 100):
-            (loss_fn((batch[0][part : part + 100], batch[1][part : part + 100])) / 40).backward()
-        for mine, parameter in zip(got, net.parameters(), strict=True):
-            assert parameter.grad is not None
-            assert float((mine - parameter.grad).norm() / parameter.grad.norm()) < 1e-4
+        loss_fn(data[: caps[0]]).backward()
+        optimizer.step()
+        with pytest.raises(torch.OutOfMemoryError):
+            loss_fn(data[:4000])
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)

@@ -47,9 +47,6 @@ def check_meeting(meet: str, rounds: str, averaging: Averaging | None, policy: P
     if averaging is not None and meet == "gradients":
         fix = "say meet='parameters', or leave averaging out"
         raise ConfigError("averaging", averaging, "None where workers meet over gradients", fix)
-    if averaging is not None and (averaging.early or averaging.overlap):
-        fix = "leave early and overlap out: the virtual clock has no links, and no worker that stalls"
-        raise ConfigError("averaging", averaging, "one whose workers meet after their shares, and wait", fix)
     if meet != "gradients" and rounds == "fixed" and getattr(policy, "even", False):
         fix = "take lb_bsp or goodput"
         raise ConfigError("policy", type(policy).__name__, "one that moves shares in rounds of a fixed size", fix)

@@ -114,7 +114,6 @@ class Replicas:
         replica.observe_pair(len(piece))
         replica.optimizer.step()
         replica.optimizer.zero_grad()
-        replica.meeting.steps += 1
         heads: tuple[Tensor | None, Tensor | None] = (None, None)
         if isinstance(outputs, Tensor) and isinstance(targets, Tensor):
             heads = outputs.detach()[:ACCURACY_ROWS].cpu(), targets[:ACCURACY_ROWS].cpu()

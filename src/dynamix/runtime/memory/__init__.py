@@ -1,10 +1,10 @@
-"""How large a batch fits: every rank's limit, found before training, and a backward pass that goes on in pieces."""
+"""How large a batch fits: every rank's limit, found before training."""
 
 from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from dynamix.errors import ConfigError, UsageError
@@ -14,8 +14,7 @@ from dynamix.runtime.loss_weight import LossWeight
 from dynamix.runtime.memory.exit_advice import ExitNote
 from dynamix.runtime.memory.gauge import Gauge, is_out_of_memory
 from dynamix.runtime.memory.limits import LimitSearch, within
-from dynamix.runtime.memory.retry import RetryingBackward
-from dynamix.runtime.shards import is_sharded
+from dynamix.runtime.shards import is_fully_sharded
 from dynamix.runtime.weighting import Attached
 from dynamix.window import Bounds, Ints
 
@@ -42,37 +41,22 @@ class Memory:
         self.attached, self.loss_weight, self.group, self._watch = attached, loss_weight, group, watch
         self.models = [(attached, optimizer)]
         self.gauge = Gauge(attached.recorder.device)
-        self._retrying: RetryingBackward | None = None
         self._talk: ControlGroup | None = None
 
     def check(self, margin: float) -> None:
         """Raises what `find` would raise on this rank before it talks to others."""
         if not 0 <= margin < 1:
             raise ConfigError("margin", margin, "0 to below 1", "use 0.1")
-        self._forbid_crossing("find_limits")
+        self._forbid_crossing()
 
     def find(self, step_fn: Callable[[Any], Any], example: Any, bounds: Bounds, *, margin: float) -> Ints:
         """`Controller.find_limits`, after `check`: caps (W,)."""
         search = LimitSearch(self.models, group=self._group(), gauge=self.gauge)
         return search.find(step_fn, example, bounds, margin=margin, loss_weight=self.loss_weight)
 
-    def backward(self, loss_fn: Callable[[Any], Tensor], batch: Any, *, weight: float, last: bool) -> Tensor:
-        """`Controller.backward`: the mean loss, detached."""
-        if self._retrying is None:
-            self._forbid_crossing("backward")
-            group = self._group()
-            self._retrying = RetryingBackward([attached for attached, _ in self.models], group=group, gauge=self.gauge)
-            self.gauge.share(group)
-        return self._retrying.run(loss_fn, batch, weight=weight, last=last)
-
-    @property
-    def fits(self) -> int | None:
-        """Most samples that `backward` still tries at once, after memory ran out; None while it never did."""
-        return None if self._retrying is None else self._retrying.largest
-
     def close(self) -> list[dist.ProcessGroup]:
         """Let go of the group that all this talked on, and return it."""
-        group, self._talk, self._retrying = self._talk, None, None
+        group, self._talk = self._talk, None
         return [] if group is None else group.release()
 
     def _group(self) -> ControlGroup | None:
@@ -81,11 +65,11 @@ class Memory:
             self._watch(self._talk)
         return self._talk
 
-    def _forbid_crossing(self, what: str) -> None:
+    def _forbid_crossing(self) -> None:
         if self.group is None or self.group.size() == 1:
             return
         for module in self.attached.model.modules():
-            if isinstance(module, nn.SyncBatchNorm) or is_sharded(module):
+            if isinstance(module, nn.SyncBatchNorm) or is_fully_sharded(module):
                 why = f"runs passes of one rank alone, and {type(module).__name__} exchanges in its forward pass"
                 fix = "pass Controller(max_batch_size=[...]), one number per rank, instead"
-                raise UsageError(f"controller.{what}() {why}: {fix}")
+                raise UsageError(f"controller.find_limits() {why}: {fix}")

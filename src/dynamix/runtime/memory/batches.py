@@ -16,17 +16,8 @@ def length(batch: Any) -> int:
     3
     """
     if not (found := _first(batch)):
-        raise UsageError("the batch has no tensor with samples as its first dimension, so it cannot be sized or split")
+        raise UsageError("the batch has no tensor with samples as its first dimension, so it cannot be sized")
     return found
-
-
-def piece(batch: Any, start: int, stop: int) -> Any:
-    """Samples start to stop of a batch, in the same structure; what has no samples is passed on as it is.
-
-    >>> piece((torch.arange(4), ["a", "b", "c", "d"], 0.5), 1, 3)
-    (tensor([1, 2]), ['b', 'c'], 0.5)
-    """
-    return _map(batch, length(batch), lambda x: x[start:stop])
 
 
 def resized(batch: Any, size: int) -> Any:

@@ -1,38 +1,43 @@
-"""What an out-of-memory in the user's own loop says before the process ends: nothing is tried again there."""
+"""What an out-of-memory in the user's own loop says before the job ends: nothing is tried again there."""
 
+import weakref
 from collections.abc import Callable
 
+from dynamix.errors import MemoryLimitError
 from dynamix.runtime.memory.gauge import is_out_of_memory
 from dynamix.runtime.uncaught import tell_of_uncaught
 
 
 def advice(rank: int, samples: int) -> str:
-    """How to prevent it on a rank that ran out with `samples` samples."""
-    measure = "let controller.find_limits(step_fn, example) measure what fits before training"
-    return f"pass Controller(max_batch_size=[...]), one number per rank, below {samples} for rank {rank}, or {measure}"
+    """What happened on a rank that ran out with `samples` samples, and how to prevent it."""
+    pieces = max(samples // 2, 1)
+    return (
+        f"rank {rank} ran out of memory in a pass of {samples} samples: call controller.find_limits(step_fn, example) "
+        f"before training, which measures what fits every rank, or cut shares into pieces that fit, "
+        f"Controller(micro_batch={pieces}) with `with controller.piece():` around the passes; "
+        f"or pass Controller(max_batch_size=[...]), one number per rank, below {samples} for rank {rank}"
+    )
 
 
 class ExitNote:
-    """As long as it lives, an out-of-memory error that nobody catches gets a note with advice.
+    """As long as it lives, an out-of-memory error that nobody catches gets a note, and ends all ranks with its words.
 
     samples   what this rank was given in the step under way; None between steps
+    tell      tells the other ranks, which may be waiting for this one
+
+    Both are methods of an owner that is not kept alive for it.
     """
 
-    def __init__(self, rank: int, samples: Callable[[], int | None]) -> None:
-        self.rank, self.samples = rank, samples
+    def __init__(self, rank: int, samples: Callable[[], int | None], tell: Callable[[MemoryLimitError], None]) -> None:
+        self.rank, self._told = rank, False
+        self._samples, self._tell = weakref.WeakMethod(samples), weakref.WeakMethod(tell)
         tell_of_uncaught(self)
 
     def uncaught(self, error: BaseException) -> None:
-        """Add the note, if it is such an error."""
-        if is_out_of_memory(error) and (text := self.text()) is not None:
-            error.add_note(text)
-
-    def text(self) -> str | None:
-        """The note for an error of this moment."""
-        if not (samples := self.samples()):
-            return None
-        return (
-            f"dynamix: rank {self.rank} ran out of memory in a step of {samples} samples, and other ranks may be "
-            f"waiting for it, so the step is not tried again. {advice(self.rank, samples)}; "
-            "controller.backward(loss_fn, batch) goes on in smaller pieces instead"
-        )
+        """Add the note and tell the others, if it is such an error; once."""
+        ask, tell = self._samples(), self._tell()
+        if self._told or ask is None or tell is None or not is_out_of_memory(error) or not (samples := ask()):
+            return
+        self._told, text = True, advice(self.rank, samples)
+        error.add_note(f"dynamix: {text}")
+        tell(MemoryLimitError(text))

@@ -64,11 +64,6 @@ class Gauge:
         # (samples, bytes of growth), newest last: the peak of resident memory less what was held before.
         self.points: list[tuple[int, float]] = []
 
-    @property
-    def limited(self) -> bool:
-        """Whether a control group's limit holds, so that it pays to look every step."""
-        return self.watched and math.isfinite(self._cgroups.memory_limit_bytes())
-
     def identity(self) -> int:
         """The same number for processes under the same limit, another for others (positive, below 2^62)."""
         try:
@@ -115,17 +110,6 @@ class Gauge:
             return True
         room = self.headroom_bytes() if headroom_bytes is None else headroom_bytes
         return self.growth_bytes(size) <= room / self.sharers
-
-    def most(self, size: int) -> int:
-        """The largest piece, at most `size`, that fits; at least one sample. A first look takes an eighth."""
-        if not self.limited:
-            return size
-        if not self.points:
-            return max(1, size // 8)
-        room = self.headroom_bytes()
-        while size > 1 and not self.allows(size, room):
-            size = max(1, size * 3 // 4)
-        return size
 
     @contextmanager
     def measure(self, size: int) -> Iterator[None]:

@@ -1,28 +1,20 @@
-"""Rows that train as the product does: by its own clock from the first round on, and with normalised moves."""
+"""Rows that train as the product does: by its own clock from the first round on."""
 
 from __future__ import annotations
 
 import dataclasses
 
-import numpy as np
-import torch
-
-from dynamix.runtime.observation import Recorder
-from dynamix.runtime.parameters import Averaging
 from dynamix.window import Floats
 from dynamix_lab.emulator import load_scenario
 from dynamix_lab.opponents.buckets import gradient_buckets
 from dynamix_lab.opponents.course import ring_mbit
-from dynamix_lab.opponents.local import EndlessOrder
-from dynamix_lab.opponents.runs import HeldOut, RunLimits
+from dynamix_lab.opponents.runs import RunLimits
 from dynamix_lab.opponents.shares import FIRST_STEPS
 from dynamix_lab.opponents.trial import LocalSettings, Trial
 from dynamix_lab.opponents.virtual import INTERVAL, run_virtual
 from dynamix_lab.opponents.world import DeviceWorld, LiveExtras
-from dynamix_lab.suites.rounds.jobs import FIXED_S, PER_SAMPLE_S, WORKERS, RoundsJob, exchange_s, shards
-from dynamix_lab.suites.rounds.rows import After, planner
-from dynamix_lab.suites.rounds.train import EVERY, JITTERS, RoundClock, Track
-from dynamix_lab.virtual.replicas import Replicas
+from dynamix_lab.suites.rounds.jobs import FIXED_S, PER_SAMPLE_S, WORKERS, RoundsJob, exchange_s
+from dynamix_lab.suites.rounds.train import EVERY, JITTERS, Track
 
 
 def train_product(job: RoundsJob, ratio: float, rate: float, speeds: Floats, seed: int) -> Track:
@@ -56,41 +48,4 @@ def train_product(job: RoundsJob, ratio: float, rate: float, speeds: Floats, see
         track.meetings.append(0)
         track.busy_s.append([round(score.time_s, 4)] * len(JITTERS))
         track.bent.append([0.0, 0.0])
-    return track
-
-
-def train_normalised(job: RoundsJob, steps: str, rate: float, speeds: Floats, seed: int) -> Track:
-    """A fixed number of steps, with `Averaging(steps="normalized")` (FedNova) of the product's own meeting."""
-    workload, most = job.load(), 2 * job.budget
-    data, plans = workload.make_data(seed), planner(steps, job, speeds)
-    scorer, model = HeldOut(workload, data.test), workload.make_model(seed)
-    model.train()
-    ways = Replicas(
-        model,
-        job.make(model.parameters(), rate),
-        workload.loss,
-        data.train.__getitems__,
-        recorders=[Recorder(torch.device("meta")) for _ in range(WORKERS)],
-        most=[job.piece] * WORKERS,
-        whole=job.piece,
-        averaging=Averaging(steps="normalized"),
-    )
-    own = shards(data.train, job.unlike, seed) if job.unlike else None
-    orders = [EndlessOrder(len(data.train) if own is None else len(own[0]), seed) for _ in range(WORKERS)]
-    clock, track, start, due, taken = RoundClock(speeds, seed), Track.empty(), 0, 0, np.zeros(WORKERS, dtype=np.int64)
-    while not track.loss or not (track.arrived(job.target) or start >= most):
-        if start >= due:
-            due = start + job.budget // EVERY
-            clock.scored(track, start, scorer.score(model)[0], [0.0, 0.0])
-            continue
-        plan = plans.plan(start)
-        counts = plan.samples
-        begins = [plan.begins(rank) for rank in range(WORKERS)] if own is None else taken.tolist()
-        chosen = [orders[rank].take(begins[rank], int(counts[rank])) for rank in range(WORKERS)]
-        if own is not None:
-            chosen = [shard[some] for shard, some in zip(own, chosen, strict=True)]
-        ways([some.tolist() for some in chosen])
-        clock.round(plan)
-        taken, start = taken + counts, start + int(counts.sum())
-        plans.met(After(start, 1.0, float("nan"), (0.0, 0.0)))
     return track

@@ -18,14 +18,14 @@ from dynamix_lab.harness.suite import Cell, Context, Suite
 from dynamix_lab.suites.rounds import pages
 from dynamix_lab.suites.rounds.compare import compared, samples_needed
 from dynamix_lab.suites.rounds.jobs import JOBS, RoundsJob, job_named, speeds_of
-from dynamix_lab.suites.rounds.product import train_normalised, train_product
+from dynamix_lab.suites.rounds.product import train_product
 from dynamix_lab.suites.rounds.rows import ADACOMM, FIXED, QSR_STEPS, RATIOS
 from dynamix_lab.suites.rounds.train import Track, train_apart, train_together
 from dynamix_lab.tasks.mnist1d import TUNING_SEEDS
 
 TOGETHER = (4, 8, 16)  # pieces in a global batch where workers meet over gradients
 MORE_RATES = 2  # beyond the first three, where the best is at an end
-SKEWED, WHOLE = ("perceptron", "unlike data"), ("perceptron", "convolution")
+WHOLE = ("perceptron", "convolution")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,6 @@ def rows_of(name: str, spread: float) -> list[str]:
     rows += [f"rule@{ratio:g}" for ratio in RATIOS]
     rows += [f"qsr@{steps}" for steps in QSR_STEPS] if job.cosine else [f"adacomm@{ADACOMM}"]
     rows += [f"guard@{ratio:g}" for ratio in RATIOS] if even and not job.cosine else []
-    rows += [f"normalised@{steps}" for steps in (8, 32)] if spread == 4 and name in SKEWED else []
     return rows + ([f"product@{ratio:g}" for ratio in RATIOS] if spread == 4 and name in WHOLE else [])
 
 
@@ -114,8 +113,6 @@ def trainer(row: str, job: RoundsJob, spread: float) -> Callable[[float, int], T
     speeds, (kind, _, value) = speeds_of(spread), row.partition("@")
     if kind == "together":
         return lambda rate, seed: train_together(job, int(value) * job.piece, rate, speeds, seed)
-    if kind == "normalised":
-        return lambda rate, seed: train_normalised(job, value, rate, speeds, seed)
     if kind == "product":
         return lambda rate, seed: train_product(job, float(value), rate, speeds, seed)
     return lambda rate, seed: train_apart(job, row, rate, speeds, seed)
@@ -124,7 +121,7 @@ def trainer(row: str, job: RoundsJob, spread: float) -> Callable[[float, int], T
 def leader(row: str) -> str | None:
     """The row whose learning rate a row takes; None: it is tuned itself."""
     kind, _, value = row.partition("@")
-    return {"guard": f"rule@{value}", "product": f"rule@{value}", "normalised": value}.get(kind)
+    return {"guard": f"rule@{value}", "product": f"rule@{value}"}.get(kind)
 
 
 def tuned(job: RoundsJob, row: str, needed: Callable[[float], float]) -> tuple[float, dict[str, float | None]]:
