@@ -14,8 +14,19 @@ from dynamix.errors import ConfigError
 P = ParamSpec("P")
 R = TypeVar("R")
 
+_HOMOMORPHIC = "after pip install ./homomorphic  (in dynamix's source tree)"
 # A module that is gone, and its submodules: what to write in its place. Kept in alphabetical order.
-MODULES: dict[str, str] = {}
+MODULES: dict[str, str] = {
+    "dynamix.compression.aggregator": f"import dynamix_homomorphic.aggregator, {_HOMOMORPHIC}",
+    "dynamix.compression.bounded": "nothing in place of BoundedState, or use LossyState of dynamix_homomorphic",
+    "dynamix.compression.compaction": f"import dynamix_homomorphic.compaction, {_HOMOMORPHIC}",
+    "dynamix.compression.fixed_point": f"import dynamix_homomorphic.fixed_point, {_HOMOMORPHIC}",
+    "dynamix.compression.lhc": f"import dynamix_homomorphic.lhc, {_HOMOMORPHIC}",
+    "dynamix.compression.lossy": f"import dynamix_homomorphic.lossy, {_HOMOMORPHIC}",
+    "dynamix.compression.peeling": f"import dynamix_homomorphic.peeling, {_HOMOMORPHIC}",
+    "dynamix.compression.sketch": f"import dynamix_homomorphic.sketch, {_HOMOMORPHIC}",
+    "dynamix.compression.triton_kernels": "nothing: on CUDA torch's own kernels run",
+}
 # A name of `dynamix` that is gone: what to write in its place.
 NAMES: dict[str, str] = {}
 
