@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dynamix.compression.auto import Chooser
-from dynamix.compression.traffic import Spread, traffic
+from dynamix.compression.spread import Spread
+from dynamix.compression.traffic import traffic
 from dynamix.compression.ways import registry
 from dynamix.errors import ConfigError
 

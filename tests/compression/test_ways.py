@@ -12,7 +12,8 @@ import torch
 import dynamix
 from dynamix.compression import BucketExchange, CompressionState, Layout, ways
 from dynamix.compression.auto import Chooser
-from dynamix.compression.traffic import Spread, densely, traffic
+from dynamix.compression.spread import Spread
+from dynamix.compression.traffic import densely, traffic
 from dynamix.compression.ways import Registry, Way
 from dynamix.errors import ConfigError
 from tests.compression.local import exchange
@@ -114,7 +115,7 @@ def test_entry_points_are_not_looked_up_at_import() -> None:
     import sys
 
     code = (
-        "import importlib.metadata as m\nm.entry_points = None\n"
+        "import importlib.metadata as m, torch\nm.entry_points = None\n"
         "import dynamix.compression, dynamix.compression.ways as w\nassert w.registry.cache_info().currsize == 0\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

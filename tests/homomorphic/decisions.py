@@ -9,7 +9,8 @@ import itertools
 from typing import Any
 
 from dynamix.compression.auto import Chooser
-from dynamix.compression.traffic import Spread, traffic
+from dynamix.compression.spread import Spread
+from dynamix.compression.traffic import traffic
 
 COMPUTING = {"dense": 0.0, "gather": 1e-9, "blocks": 1.3e-9, "compaction": 1.1e-9, "lhc": 2e-9}  # seconds a byte
 THROUGH = ("gather", "blocks", "compaction", "aggregator-compaction", "aggregator-lhc-one-phase")

@@ -11,7 +11,7 @@ import pytest
 
 from dynamix.compression import ways
 from dynamix.compression.auto import Chooser
-from dynamix.compression.traffic import Spread
+from dynamix.compression.spread import Spread
 from dynamix_homomorphic.aggregator.link import CANDIDATES
 from tests.homomorphic.decisions import THROUGH, decisions, sent
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from dynamix.compression.bucket import BucketExchange
-from dynamix.compression.traffic import Sent, Spread
+from dynamix.compression.spread import Sent, Spread
 from dynamix.compression.ways import AGGREGATED, Registry, Way
 from dynamix.compression.wire import Wire
 from dynamix_homomorphic.aggregator.link import AggregatorLink

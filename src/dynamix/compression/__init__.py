@@ -10,10 +10,12 @@ sums that are formed in the network; it registers them (see `dynamix.compression
 from typing import Any
 
 from dynamix.compression.bucket import BucketExchange
+from dynamix.compression.built_in import register
 from dynamix.compression.checks import Statistics
 from dynamix.compression.hooks import CompressionState, compression_hook
 from dynamix.compression.layout import Layout
 from dynamix.compression.settings import ExchangeSettings
+from dynamix.compression.ways import include
 from dynamix.compression.wire import GroupWire, LocalWire, Wire
 from dynamix.removed import message
 
@@ -28,6 +30,8 @@ __all__ = [
     "Wire",
     "compression_hook",
 ]
+
+include(register)  # before any way is asked for
 
 _MOVED = ("Aggregator", "AggregatorWire", "ErrorFeedback", "LossyState", "lossy_hook", "lossy_topk_hook")
 

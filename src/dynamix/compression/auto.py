@@ -12,7 +12,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from statistics import median
 
-from dynamix.compression.traffic import Spread, traffic
+from dynamix.compression.spread import Spread
+from dynamix.compression.traffic import traffic
 from dynamix.compression.ways import registry
 from dynamix.errors import ConfigError
 

@@ -14,7 +14,7 @@ from dynamix.compression.gather import FLAT, Brought, Levels, gather, rows_not_z
 from dynamix.compression.layout import Layout
 from dynamix.compression.rows import Rows, index_bytes
 from dynamix.compression.settings import ExchangeSettings
-from dynamix.compression.traffic import Spread
+from dynamix.compression.spread import Spread
 from dynamix.compression.ways import registry
 from dynamix.compression.wire import LocalWire, Wire
 from dynamix.errors import ConfigError

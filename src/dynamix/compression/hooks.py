@@ -33,7 +33,8 @@ from dynamix.compression.path import Path, paths_of
 from dynamix.compression.rows_exchange import RowsExchange
 from dynamix.compression.settings import ExchangeSettings
 from dynamix.compression.sparse import mean_of_sparse
-from dynamix.compression.traffic import HEADER_BYTES, Spread
+from dynamix.compression.spread import Spread
+from dynamix.compression.traffic import HEADER_BYTES
 from dynamix.compression.ways import AGGREGATED, ELSEWHERE, Link, registry
 from dynamix.compression.wire import Wire
 from dynamix.errors import ConfigError, StateError, UsageError

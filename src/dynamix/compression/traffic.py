@@ -6,41 +6,11 @@ link, in 2 (W-1) hops. Messages from all to all take one hop. A small maximum go
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 from dynamix.compression.gather import FLAT, Levels
+from dynamix.compression.spread import Sent, Spread
 from dynamix.compression.ways import registry
 
 HEADER_BYTES = 40  # of a gather or blocks, to every other rank
-
-
-@dataclass(frozen=True)
-class Spread:
-    """Which part of a gradient is not zero, over ranks.
-
-    sizes        bytes of index and values that each rank holds
-    union_bytes  of index and values of the items that some rank holds
-    dense_bytes  of all of it
-    index_bytes  the index's part of union_bytes
-    """
-
-    sizes: Sequence[int]
-    union_bytes: int
-    dense_bytes: int
-    index_bytes: int = 0
-
-
-@dataclass(frozen=True)
-class Sent:
-    """Bytes through the busiest direction of a link, and hops."""
-
-    bytes: float
-    hops: int
-
-    def seconds(self, *, byte_s: float, hop_s: float) -> float:
-        """At so many seconds a byte and a hop."""
-        return self.bytes * byte_s + self.hops * hop_s
 
 
 def traffic(way: str, spread: Spread) -> Sent:

@@ -16,18 +16,15 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dynamix.compression.spread import Sent, Spread
+from dynamix.compression.wire import Wire
 from dynamix.errors import ConfigError
-
-if TYPE_CHECKING:
-    from dynamix.compression.bucket import BucketExchange
-    from dynamix.compression.traffic import Sent, Spread
-    from dynamix.compression.wire import Wire
 
 ENTRY_POINTS = "dynamix.compression"
 AGGREGATED = "aggregator-"  # before the name of a way: its sums are formed by an aggregator
@@ -46,8 +43,8 @@ class Way:
     """One way of an exchange.
 
     traffic    what it sends, by the model of bytes and hops
-    exchange   replaces a bucket's flat gradient by its mean: exchange(bucket, flat, wire, step). It raises
-               `checks.Doubt`, on every rank alike and with the gradient untouched, if something has to go densely
+    exchange   replaces a flat gradient by its mean: exchange(bucket, flat, wire, step), of a `BucketExchange`. If
+               something has to go densely it raises `checks.Doubt`, on every rank alike, the gradient untouched
     missing    why it is not there; None: it is
     candidate  whether `auto` tries it
     instead    the way that a bucket takes if this one says "peel"
@@ -56,7 +53,7 @@ class Way:
 
     name: str
     traffic: Callable[[Spread], Sent] = _nowhere
-    exchange: Callable[[BucketExchange, Tensor, Wire, int], None] = _nowhere
+    exchange: Callable[[Any, Tensor, Wire, int], None] = _nowhere
     missing: str | None = None
     candidate: bool = False
     instead: str | None = None
@@ -123,7 +120,7 @@ class Registry:
         """What `auto` tries over a process group, beside a dense exchange."""
         return tuple(name for name in self.names if self._ways[name].candidate)
 
-    def with_those_of(self, register: Callable[[Registry], None]) -> Registry:
+    def with_those_of(self, register: Register) -> Registry:
         """All that is here and what `register` adds; raises what it raises."""
         found = Registry()
         found._ways, found.link = dict(self._ways), self.link
@@ -131,13 +128,21 @@ class Registry:
         return found
 
 
+Register = Callable[[Registry], None]
+_BUILT_IN: list[Register] = []
+
+
+def include(register: Register) -> None:
+    """Ways of this package: added before those of other distributions."""
+    _BUILT_IN.append(register)
+
+
 @functools.cache
 def registry() -> Registry:
     """The ways of this process: built in first, then those of other distributions, by their names."""
-    from dynamix.compression import built_in
-
     found = Registry()
-    built_in.register(found)
+    for own in _BUILT_IN:
+        own(found)
     for entry in sorted(entry_points(group=ENTRY_POINTS), key=lambda entry: entry.name):
         try:
             found = found.with_those_of(entry.load())

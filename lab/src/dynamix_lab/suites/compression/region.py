@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from dynamix.compression.traffic import Sent, Spread, traffic
+from dynamix.compression.spread import Sent, Spread
+from dynamix.compression.traffic import traffic
 from dynamix.compression.ways import AGGREGATED
 from dynamix_lab.report import Section, Table
 
