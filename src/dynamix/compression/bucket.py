@@ -25,14 +25,14 @@ OVERLAP = 0.9  # a union smaller than this share of what ranks bring makes a sec
 RELEARN = 8  # unions after which a bucket is looked at anew
 
 
-class Memory(Protocol):
+class BucketMemory(Protocol):
     """What a way remembers of a bucket from step to step."""
 
     def forget(self, *, undecoded: bool) -> None:
         """A doubt: what was learned from unions may differ between ranks. `undecoded`: a sketch did not decode."""
 
 
-M = TypeVar("M", bound=Memory)
+M = TypeVar("M", bound=BucketMemory)
 
 
 class BucketExchange:
@@ -42,7 +42,7 @@ class BucketExchange:
         self.layout, self.index, self.settings = layout, index, settings or ExchangeSettings()
         self.unions = 0  # since the last doubt
         self._levels = True
-        self.memories: dict[type[Any], Memory] = {}
+        self.memories: dict[type[Any], BucketMemory] = {}
         self.spread: Spread | None = None  # what the last exchange saw, alike on all ranks
 
     def reduce_(self, flat: Tensor, way: str, wire: Wire, *, step: int, statistics: Statistics) -> str | None:

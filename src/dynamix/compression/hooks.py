@@ -35,7 +35,7 @@ from dynamix.compression.settings import ExchangeSettings
 from dynamix.compression.sparse import mean_of_sparse
 from dynamix.compression.spread import Spread
 from dynamix.compression.traffic import HEADER_BYTES
-from dynamix.compression.ways import AGGREGATED, ELSEWHERE, Link, registry
+from dynamix.compression.ways import AGGREGATED, ELSEWHERE, NetworkLink, registry
 from dynamix.compression.wire import Wire
 from dynamix.errors import ConfigError, StateError, UsageError
 
@@ -115,7 +115,7 @@ class CompressionState:
         self._require_same_arguments(main, device, aggregator is not None)
         if "cpu" in self._paths and mode != "dense":
             warm_up()
-        self._link: Link | None = None
+        self._link: NetworkLink | None = None
         if aggregator is not None and self._known.link is not None:
             self._link = self._known.link(aggregator, main.chain.group, device)
 

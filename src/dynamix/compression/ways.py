@@ -60,7 +60,7 @@ class Way:
     beyond: str | None = None
 
 
-class Link(Protocol):
+class NetworkLink(Protocol):
     """A job's line to whoever forms sums in its place. Ranks call it in step; `look` is a collective call."""
 
     candidates: tuple[str, ...]  # what `auto` tries while it is there
@@ -79,7 +79,7 @@ class Link(Protocol):
         """Once an exchange while it is away: whether all ranks have just joined again."""
 
 
-MakeLink = Callable[[Any, dist.ProcessGroup, torch.device], Link]
+MakeLink = Callable[[Any, dist.ProcessGroup, torch.device], NetworkLink]
 
 
 class Registry:
