@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "docs" / "_ext"), str(ROOT / "lab" / "src"), str(ROOT / "src")]
+sys.path[:0] = [str(ROOT / folder) for folder in ("docs/_ext", "lab/src", "homomorphic/src", "src")]
 
 import dynamix  # noqa: E402
 

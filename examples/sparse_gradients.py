@@ -4,8 +4,8 @@ torchrun --nproc-per-node 2 examples/sparse_gradients.py
 
 Embeddings have sparse gradients (`sparse=True`), which the hook gathers, those of all tables at once. Prints how many
 buckets went which way, and how many bytes that took in place of a dense all-reduce. With --aggregator HOST:PORT the
-gradients are dense, and an aggregator in the network forms their sums in fixed point (start one with `dynamix
-aggregator`; it prints its address).
+gradients are dense, and an aggregator in the network forms their sums in fixed point (dynamix-homomorphic;
+start one with `dynamix aggregator`, which prints its address).
 Memory caps are found before training, and a batch that does not fit after all goes on in pieces.
 """
 

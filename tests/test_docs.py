@@ -20,7 +20,11 @@ import dynamix
 from tests.ranks import run_script
 
 ROOT = Path(__file__).parent.parent
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted(ROOT.glob("docs/**/*.md")), ROOT / "lab" / "README.md"]
+PAGES = [
+    *sorted(ROOT.glob("*.md")),
+    *sorted(ROOT.glob("docs/**/*.md")),
+    *(ROOT / project / "README.md" for project in ("homomorphic", "lab")),
+]
 GENERATED = {"results.md"}
 BLOCK = re.compile(r"^```([\w{}-]*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"`([^`\n]+)`")
@@ -305,7 +309,7 @@ def test_lines_are_at_most_120_wide(page: Path) -> None:
 def test_structure_names_classes_that_exist() -> None:
     defined = {
         node.name
-        for folder in ("src", "lab/src")
+        for folder in ("src", "homomorphic/src", "lab/src")
         for file in (ROOT / folder).rglob("*.py")
         for node in ast.walk(ast.parse(file.read_text()))
         if isinstance(node, ast.ClassDef)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from dynamix.compression.aggregator.server import AggregatorServer
+from dynamix_homomorphic.aggregator.server import AggregatorServer
 from tests.ranks import run_script
 from tests.telemetry.simulated import simulate
 

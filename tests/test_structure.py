@@ -16,8 +16,9 @@ import dynamix
 
 SOURCE = Path(dynamix.__file__).parent
 ROOT = Path(__file__).parents[1]
-PACKAGES = (ROOT / "src/dynamix", ROOT / "lab/src/dynamix_lab")
-CODE = sorted(file for folder in ("src", "lab", "tests", "examples") for file in (ROOT / folder).rglob("*.py"))
+PACKAGES = (ROOT / "src/dynamix", ROOT / "homomorphic/src/dynamix_homomorphic", ROOT / "lab/src/dynamix_lab")
+FOLDERS = ("src", "homomorphic", "lab", "tests", "examples")
+CODE = sorted(file for folder in FOLDERS for file in (ROOT / folder).rglob("*.py"))
 LONGEST_LINE, MOST_SKIPS = 120, 20
 
 

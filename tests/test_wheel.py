@@ -1,4 +1,4 @@
-"""Both distributions are built; the wheel of dynamix-train trains in an environment that has what a job needs alone."""
+"""All distributions are built; the wheel of dynamix-train trains in an environment that has what a job needs alone."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.multiproc]
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the source distribution and the wheel of dynamix-train and dynamix-lab."""
+    """A folder with the source distribution and the wheel of dynamix-train, dynamix-homomorphic and dynamix-lab."""
     folder = tmp_path_factory.mktemp("dist")
-    for project in (ROOT, ROOT / "lab"):
+    for project in (ROOT, ROOT / "homomorphic", ROOT / "lab"):
         _run([sys.executable, "-m", "hatchling", "build", "-d", str(folder)], project)
     return folder
 
@@ -140,8 +140,8 @@ def _metadata(file: Path) -> Message:
         return email.message_from_bytes(wheel.read(name))
 
 
-def test_both_distributions_say_what_they_are(built: Path) -> None:
-    for name in ("dynamix_train", "dynamix_lab"):
+def test_all_distributions_say_what_they_are(built: Path) -> None:
+    for name in ("dynamix_train", "dynamix_homomorphic", "dynamix_lab"):
         (wheel,) = built.glob(f"{name}-*.whl")
         said = _metadata(wheel)
         assert said["Version"] == __version__
@@ -160,7 +160,7 @@ def test_the_source_distributions_hold_what_a_packager_needs(built: Path) -> Non
         held = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
     files = ("pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "CITATION.cff", "SECURITY.md", "constraints.txt")
     assert {*files, "src/dynamix/telemetry/static/uPlot.LICENSE", "docs/index.md", "tests/conftest.py"} <= held
-    assert not any(name.startswith(("lab/", "build/", ".venv")) for name in held)
+    assert not any(name.startswith(("lab/", "homomorphic/", "build/", ".venv")) for name in held)
     with tarfile.open(laboratory) as archive:
         assert any(name.endswith("/LICENSE") for name in archive.getnames())
 

@@ -18,12 +18,22 @@ NO_LEARNING = "no learn=: a policy decides as its file has it; `dynamix policy t
 
 
 def _moved(module: str) -> str:
-    return f"import {module} (pip install ./lab, in dynamix's source tree)"
+    folder = "lab" if module.startswith("dynamix_lab") else "homomorphic"
+    return f"import {module} (pip install ./{folder}, in dynamix's source tree)"
 
 
 # A module that is gone, and its submodules: what to write in its place. Kept in alphabetical order.
 MODULES: dict[str, str] = {
     "dynamix.cli.policy_explained": "`dynamix policy show NAME`",
+    "dynamix.compression.aggregator": _moved("dynamix_homomorphic.aggregator"),
+    "dynamix.compression.bounded": "nothing in place of BoundedState, or use LossyState of dynamix_homomorphic",
+    "dynamix.compression.compaction": _moved("dynamix_homomorphic.compaction"),
+    "dynamix.compression.fixed_point": _moved("dynamix_homomorphic.fixed_point"),
+    "dynamix.compression.lhc": _moved("dynamix_homomorphic.lhc"),
+    "dynamix.compression.lossy": _moved("dynamix_homomorphic.lossy"),
+    "dynamix.compression.peeling": _moved("dynamix_homomorphic.peeling"),
+    "dynamix.compression.sketch": _moved("dynamix_homomorphic.sketch"),
+    "dynamix.compression.triton_kernels": "nothing: on CUDA torch's own kernels run",
     "dynamix.emulator": _moved("dynamix_lab.emulator"),
     "dynamix.policies.cannikin": _moved("dynamix_lab.baselines.cannikin"),
     "dynamix.policies.learned.additive": _moved("dynamix_lab.papers.additive"),

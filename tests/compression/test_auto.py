@@ -10,10 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynamix.compression.auto import CANDIDATES, Chooser
-from dynamix.compression.traffic import Spread, traffic
+from dynamix.compression.auto import Chooser
+from dynamix.compression.spread import Spread
+from dynamix.compression.traffic import traffic
+from dynamix.compression.ways import registry
 from dynamix.errors import ConfigError
 
+CANDIDATES = registry().candidates  # four with dynamix-homomorphic, two without
 WAYS = ("dense", *CANDIDATES)
 Cost = Callable[[int, str], float]
 
@@ -144,31 +147,6 @@ def test_a_way_that_went_dense_is_never_taken_for_a_lucky_time() -> None:
     ways, _ = _run(lambda _: full, 2000, noise=1.0)
     assert ways[:2] == ["gather"] * 2
     assert ways[2:].count("gather") + ways.count("blocks") < 20
-
-
-def test_an_aggregator_that_goes_and_comes_back_is_left_and_tried_again() -> None:
-    through = ("gather", "compaction", "aggregator-compaction")
-    cost = {"dense": 9.0, "gather": 3.0, "compaction": 2.0, "aggregator-compaction": 1.0}
-    chooser, taken = Chooser(through), []
-
-    def train(steps: int) -> None:
-        for _ in range(steps):
-            way, timed = chooser.next()
-            due = chooser.due
-            chooser.record(cost[way] if timed else None)
-            taken.append(way)
-            if due:
-                chooser.agree(chooser.report(hop_s=1e-5, byte_s=1e-9), _spread(0.05, 0.1))
-
-    train(100)
-    assert taken[-1] == "aggregator-compaction"
-    chooser.restrict(("gather", "compaction"))
-    train(100)
-    assert "aggregator-compaction" not in taken[100:]
-    assert taken[100] == taken[-1] == "compaction"
-    chooser.restrict(through)
-    train(100)
-    assert taken[-1] == "aggregator-compaction"
 
 
 def test_budget_is_a_share() -> None:

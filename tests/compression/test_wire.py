@@ -1,4 +1,4 @@
-"""One suite for every wire: threads, gloo with its own OR, gloo with the OR that NCCL needs, an aggregator."""
+"""One suite for every wire: threads, gloo with its own OR, gloo with the OR that NCCL needs."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dynamix.compression import Aggregator, AggregatorWire, GroupWire, LocalWire
-from dynamix.compression.aggregator.client import AggregatorClient
-from dynamix.compression.aggregator.server import AggregatorServer
+from dynamix.compression import GroupWire, LocalWire
 from dynamix.compression.link_speed import LinkSpeed
 from dynamix.compression.wire import find_or_method, or_by_bor
 from tests.compression.local import in_threads
@@ -20,7 +18,7 @@ from tests.ranks import run_ranks
 WORKERS = 3
 
 
-def _use(rank: int, wire: Any) -> dict[str, Tensor]:
+def use(rank: int, wire: Any) -> dict[str, Tensor]:
     found = {}
     values = torch.tensor([rank, 200 - rank], dtype=torch.uint8)
     wire.maximum(values)
@@ -63,10 +61,10 @@ def _on_gloo(rank: int) -> list[dict[str, Tensor]]:
         wire.speed.note(24, hops=1, seconds=seconds)
     wire.speed.note(1_000_000, hops=1, seconds=0.1001)
     assert wire.hop_bytes == pytest.approx(1000, abs=2)
-    return [_use(rank, GroupWire(group, method)) for method in ("bor", "gather")]
+    return [use(rank, GroupWire(group, method)) for method in ("bor", "gather")]
 
 
-def _check(found: dict[str, Tensor]) -> None:
+def check(found: dict[str, Tensor]) -> None:
     assert found["maximum"].tolist() == [2, 200]
     for n in (0, 1, 13, 64, 1001):
         want = torch.zeros(n, dtype=torch.uint8)
@@ -81,23 +79,15 @@ def _check(found: dict[str, Tensor]) -> None:
 
 
 def test_threads() -> None:
-    for found in in_threads(LocalWire.make(WORKERS), _use):
-        _check(found)
-
-
-def test_aggregator() -> None:
-    with AggregatorServer() as server:
-        where, spare = Aggregator(server.address), LocalWire.make(WORKERS)
-        clients = [AggregatorClient.connect(where, session="s", workers=WORKERS, rank=rank) for rank in range(WORKERS)]
-        for found in in_threads([AggregatorWire(*both) for both in zip(clients, spare, strict=True)], _use):
-            _check(found)
+    for found in in_threads(LocalWire.make(WORKERS), use):
+        check(found)
 
 
 @pytest.mark.multiproc
 def test_gloo() -> None:
     for both in run_ranks(_on_gloo, WORKERS):
         for found in both:
-            _check(found)
+            check(found)
 
 
 def _sums_in_silence(rank: int) -> list[str]:

@@ -1,25 +1,25 @@
-"""Lossless homomorphic gradient compression: sparse gradients cross ranks as index and values, or as sketches.
+"""Lossless gradient compression: sparse gradients cross ranks as index and values.
 
     state = dynamix.compression.CompressionState("auto", model=net)
     model.register_comm_hook(state, dynamix.compression.compression_hook)
 
-Lossless means: the integer sum that is decoded equals the integer sum of the inputs, which were quantised once to 25 to
-30 bits below their block's largest magnitude. What cannot be verified is reduced densely and counted. With
-`aggregator="host:port"` a process in the network forms the sums (`dynamix aggregator`).
+Means are those of a dense all-reduce up to the order of additions. dynamix-homomorphic adds ways in fixed point, and
+sums that are formed in the network; it registers them (see `dynamix.compression.ways`).
 """
 
-from dynamix.compression.aggregator.client import Aggregator
-from dynamix.compression.aggregator.wire import AggregatorWire
+from typing import Any
+
 from dynamix.compression.bucket import BucketExchange
+from dynamix.compression.built_in import register
 from dynamix.compression.checks import Statistics
 from dynamix.compression.hooks import CompressionState, compression_hook
 from dynamix.compression.layout import Layout
-from dynamix.compression.sketch import ExchangeSettings
+from dynamix.compression.settings import ExchangeSettings
+from dynamix.compression.ways import include
 from dynamix.compression.wire import GroupWire, LocalWire, Wire
+from dynamix.removed import message
 
 __all__ = [
-    "Aggregator",
-    "AggregatorWire",
     "BucketExchange",
     "CompressionState",
     "ExchangeSettings",
@@ -30,3 +30,14 @@ __all__ = [
     "Wire",
     "compression_hook",
 ]
+
+include(register)  # before any way is asked for
+
+_MOVED = ("Aggregator", "AggregatorWire", "ErrorFeedback", "LossyState", "lossy_hook", "lossy_topk_hook")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MOVED:
+        fix = f"from dynamix_homomorphic import {name}, after pip install ./homomorphic  (in dynamix's source tree)"
+        raise ImportError(f"dynamix.compression.{name}: {message(fix)}")
+    raise AttributeError(f"module 'dynamix.compression' has no attribute {name!r}")

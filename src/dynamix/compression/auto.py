@@ -12,10 +12,11 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from statistics import median
 
-from dynamix.compression.traffic import Spread, traffic
+from dynamix.compression.spread import Spread
+from dynamix.compression.traffic import traffic
+from dynamix.compression.ways import registry
 from dynamix.errors import ConfigError
 
-CANDIDATES: tuple[str, ...] = ("gather", "blocks", "compaction", "lhc")
 AGREE_EVERY = 32  # steps between agreements; one small collective each
 MEASURE_EVERY = 16  # a settled dense bucket is timed at one step in this many
 REFRESH = 16  # agreements after which the ways not taken count as unknown again
@@ -32,13 +33,14 @@ class Chooser:
     minimum (the last rank to arrive waits for nobody) and hand the result and what all ranks know of the bucket's
     nonzeros to `agree`.
 
-    candidates   ways beside "dense"; those through an aggregator begin with "aggregator-"
+    candidates   ways beside "dense", of the registry; None: its candidates over a process group
     budget       share of the time spent that trying other ways may cost, beyond one try each of those that may win
     """
 
-    def __init__(self, candidates: Sequence[str] = CANDIDATES, *, budget: float = 0.02) -> None:
+    def __init__(self, candidates: Sequence[str] | None = None, *, budget: float = 0.02) -> None:
         if not 0 < budget <= 1:
             raise ConfigError("budget", budget, "above 0, up to 1", "0.02 spends at most 2 % of the time on trying")
+        candidates = registry().candidates if candidates is None else candidates
         self.candidates, self.budget = tuple(candidates), budget
         self.way = "dense"
         self.cost_s: dict[str, float] = {}
@@ -156,7 +158,7 @@ class Chooser:
         best = min(self.cost_s.values())
         if self._promise(way) >= GAIN * best:
             return False
-        if way.endswith("lhc") and self.cost_s.get(way.replace("lhc", "compaction"), 0.0) > best:
+        if self.cost_s.get(registry().of(way).beyond or "", 0.0) > best:
             return False  # it sends more and computes more than what has lost already
         if way not in self.cost_s:
             return True  # once

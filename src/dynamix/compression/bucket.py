@@ -1,31 +1,38 @@
-"""One bucket's exchange, from gradients to their mean: agree, send, decode, check; dense at any doubt."""
+"""One bucket's exchange, from gradients to their mean: by its way, and densely at any doubt."""
+
+from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from dynamix.compression.blocks import add_blocks
-from dynamix.compression.checks import Doubt, Part, Statistics, agree, confirm_union, digest, settle
-from dynamix.compression.compaction import Round, compact, everything
-from dynamix.compression.fixed_point import Scales, scan, working, write_mean_
-from dynamix.compression.gather import FLAT, Brought, Levels, gather, rows_not_zero, union_items
-from dynamix.compression.gather import write_mean_ as write_gathered_
-from dynamix.compression.index import best_depth, is_superset, union_of
+from dynamix.compression.checks import Doubt, Statistics, digest
+from dynamix.compression.gather import FLAT, Brought, Levels, gather, rows_not_zero, union_items, write_mean_
 from dynamix.compression.layout import Layout
-from dynamix.compression.lhc import UnionForecast, one_phase, two_phase
 from dynamix.compression.rows import Rows, index_bytes
-from dynamix.compression.sketch import ExchangeSettings
-from dynamix.compression.traffic import Spread
+from dynamix.compression.settings import ExchangeSettings
+from dynamix.compression.spread import Spread
+from dynamix.compression.ways import registry
 from dynamix.compression.wire import LocalWire, Wire
 from dynamix.errors import ConfigError
 
-Way = Literal["dense", "fixed", "gather", "blocks", "compaction", "lhc", "lhc-one-phase"]
-WAYS: tuple[Way, ...] = get_args(Way)
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)  # of gradients that are exchanged
 VERSION = 3
 OVERLAP = 0.9  # a union smaller than this share of what ranks bring makes a second level of gathering pay
-RELEARN = 8  # unions after which the depth of the index is chosen anew
+RELEARN = 8  # unions after which a bucket is looked at anew
+
+
+class BucketMemory(Protocol):
+    """What a way remembers of a bucket from step to step."""
+
+    def forget(self, *, undecoded: bool) -> None:
+        """A doubt: what was learned from unions may differ between ranks. `undecoded`: a sketch did not decode."""
+
+
+M = TypeVar("M", bound=BucketMemory)
 
 
 class BucketExchange:
@@ -33,26 +40,25 @@ class BucketExchange:
 
     def __init__(self, layout: Layout, *, index: int = 0, settings: ExchangeSettings | None = None) -> None:
         self.layout, self.index, self.settings = layout, index, settings or ExchangeSettings()
-        self._depth, self._unions, self._prediction = 0, 0, UnionForecast()
-        self._scales: Scales | None = None
+        self.unions = 0  # since the last doubt
         self._levels = True
+        self.memories: dict[type[Any], BucketMemory] = {}
         self.spread: Spread | None = None  # what the last exchange saw, alike on all ranks
 
-    def reduce_(self, flat: Tensor, way: Way, wire: Wire, *, step: int, statistics: Statistics) -> str | None:
+    def reduce_(self, flat: Tensor, way: str, wire: Wire, *, step: int, statistics: Statistics) -> str | None:
         """Replace `flat`, a float tensor (elements,), by its mean over the wire's ranks.
 
-        dense          as DDP does it, in floating point
-        gather, blocks the sum of x / W in floating point, in the order of ranks
-        fixed          densely in fixed point: the reference the next three equal bit for bit
-        compaction, lhc (two-phase), lhc-one-phase
+        dense           as DDP does it, in floating point
+        gather, blocks  the sum of x / W in floating point, in the order of ranks
+        others          as they are registered
 
-        A sketch that did not decode is no doubt about the sums: its bucket goes by compaction, equal bit for bit. A
+        A sketch that did not decode is no doubt about the sums: its bucket goes by the way that is named for that. A
         wire that is lost does not change them either: the same way goes once more, over its reserve.
 
         Returns why the way was left, one of `checks.REASONS` and the same on every rank; None if it was not.
         """
-        if way not in WAYS:
-            raise ConfigError("way", way, ", ".join(WAYS), "pick one")
+        known = registry()
+        known.of(way)
         if flat.numel() != self.layout.elements:
             raise ConfigError("flat", flat.numel(), f"{self.layout.elements} elements", "give the layout's own bucket")
         taken, sent = way, 0
@@ -60,23 +66,17 @@ class BucketExchange:
         while True:
             before = wire.payload_bytes
             try:
-                if taken == "dense":
-                    wire.mean(flat)
-                elif taken == "gather":
-                    self._gather(flat, wire, step)
-                elif taken == "blocks":
-                    self._add_blocks(flat, wire, step)
-                else:
-                    self._reduce(flat, taken, wire, step)
+                known.of(taken).exchange(self, flat, wire, step)
                 break
             except Doubt as doubt:  # on every rank alike, and with `flat` untouched
                 sent += wire.payload_bytes - before
-                undecoded = doubt.reason == "peel" and taken != "compaction"  # the sketch holds too many items
+                instead = known.of(taken).instead if doubt.reason == "peel" else None  # the sketch holds too many items
                 if doubt.reason != "nonfinite":  # what was learned from unions may differ between ranks
-                    self._depth, self._unions, self._levels = 0, 0, True
-                    self._prediction.forget(next_seed=undecoded)
-                if undecoded:
-                    taken = "compaction"
+                    self.unions, self._levels = 0, True
+                    for memory in self.memories.values():
+                        memory.forget(undecoded=instead is not None)
+                if instead is not None:
+                    taken = instead
                     statistics.count_undecoded()
                 elif doubt.reason == "lost" and wire.reserve is not None:
                     wire, reason = wire.reserve, "lost"
@@ -86,7 +86,14 @@ class BucketExchange:
         statistics.count(taken, dense_bytes=flat.nbytes, payload_bytes=sent, doubt=reason)
         return reason
 
-    def _gather(self, flat: Tensor, wire: Wire, step: int) -> None:
+    def memory(self, kind: type[M]) -> M:
+        """What a way remembers of this bucket; made at its first exchange."""
+        if kind not in self.memories:
+            self.memories[kind] = kind()
+        return cast(M, self.memories[kind])
+
+    def gather(self, flat: Tensor, wire: Wire, step: int) -> None:
+        """The way of this name."""
         values, workers, tables = flat.detach(), wire.workers, self._tables(flat)
         if not tables:
             return
@@ -102,12 +109,13 @@ class BucketExchange:
                 self.spread = Spread(doubt.sizes, max(doubt.sizes), flat.nbytes)
             raise
         for place, (s, rows) in enumerate(zip(self.layout.segments, tables, strict=True)):
-            write_gathered_(values, s.start, rows.items, brought, place, workers)
-        if self._unions % RELEARN == 0:
-            self._spread_of(brought, workers, flat)
-        self._unions += 1
+            write_mean_(values, s.start, rows.items, brought, place, workers)
+        if self.unions % RELEARN == 0:
+            self._look_at(brought, workers, flat)
+        self.unions += 1
 
-    def _add_blocks(self, flat: Tensor, wire: Wire, step: int) -> None:
+    def add_blocks(self, flat: Tensor, wire: Wire, step: int) -> None:
+        """The way "blocks"."""
         tables = self._tables(flat)
         if not tables:
             return
@@ -123,9 +131,9 @@ class BucketExchange:
             raise
         for table, rows in zip(self._whole(flat), added.sums, strict=True):
             table[rows.items] = rows.values.to(flat.dtype)
-        if self._unions % RELEARN == 0:
-            self.spread = self._spread(added.sizes, [rows.items for rows in added.sums], flat)
-        self._unions += 1
+        if self.unions % RELEARN == 0:
+            self.spread = self.spread_of(added.sizes, [rows.items for rows in added.sums], flat)
+        self.unions += 1
 
     def _whole(self, flat: Tensor) -> list[Tensor]:
         return [flat.detach()[s.start : s.stop].view(-1, s.width) for s in self.layout.segments]
@@ -134,68 +142,17 @@ class BucketExchange:
         values = flat.detach()
         return [rows_not_zero(values[s.start : s.stop], s.width) for s in self.layout.segments]
 
-    def _spread_of(self, brought: Brought, workers: int, flat: Tensor) -> None:
-        self.spread = self._spread(brought.sizes, [union_items(parts) for parts in brought.parts], flat)
+    def _look_at(self, brought: Brought, workers: int, flat: Tensor) -> None:
+        self.spread = self.spread_of(brought.sizes, [union_items(parts) for parts in brought.parts], flat)
         if workers > FLAT:
             self._levels = self.spread.union_bytes < OVERLAP * sum(brought.sizes)
 
-    def _spread(self, sizes: Sequence[int], union: Sequence[Tensor], flat: Tensor) -> Spread:
-        """From what each rank brought, and the union's items by segment."""
+    def spread_of(self, sizes: Sequence[int], union: Sequence[Tensor], flat: Tensor) -> Spread:
+        """Which part of `flat` is not zero, from the bytes that each rank brought and the union's items by segment."""
         segments = self.layout.segments
         index = sum(index_bytes(items, s.items) for items, s in zip(union, segments, strict=True))
         values = sum(4 * s.width * items.numel() for items, s in zip(union, segments, strict=True))
         return Spread(sizes, values + index, flat.nbytes, index)
-
-    def _reduce(self, flat: Tensor, way: Way, wire: Wire, step: int) -> None:
-        scales = self._scales_for(wire.workers, flat.device)
-        union, codes, parts = settle(lambda: self._exchange(flat, way, wire, step, scales), wire, flat.device)
-        self._learn(union, codes, parts, way, flat)
-        for segment, part in zip(self.layout.segments, parts, strict=True):
-            write_mean_(flat, segment, part.items, codes, scales, part.values)
-
-    def _exchange(
-        self, flat: Tensor, way: Way, wire: Wire, step: int, scales: Scales
-    ) -> tuple[tuple[Tensor, Tensor, list[Part]], str]:
-        """The union, the exponents and the sums, and the check that failed ("none"). Leaves `flat` alone."""
-        values = working(flat)
-        expected = self._prediction.expected() if way == "lhc-one-phase" else None
-        codes, words = scan(values, self.layout)
-        settings, attempt = self.settings, self._prediction.attempt
-        ours = (VERSION, settings, self.index, step, way, self.layout, flat.dtype, self._depth, expected, attempt)
-        codes = agree(codes, digest(*ours), wire)
-        key = int.from_bytes(digest("checksum", settings.seed, self.index, step)[:4], "little")
-        bucket = Round(values, self.layout, codes, scales, wire, key, settings)
-        if expected is not None:
-            parts, doubt, union = one_phase(bucket, words, expected, (settings.seed, self.index, attempt))
-            return (union, codes, parts), doubt
-        union = self._union(words, codes, way, wire)
-        if way in ("lhc", "lhc-one-phase"):
-            parts, doubt = two_phase(bucket, union, (settings.seed, self.index, step))
-        else:
-            parts, doubt = compact(bucket, union)
-        return (union, codes, parts), doubt
-
-    def _union(self, words: Tensor, codes: Tensor, way: Way, wire: Wire) -> Tensor:
-        if way == "fixed":
-            return everything(self.layout, words.device)
-        union = union_of(words, codes, self.layout, wire, self._depth)
-        confirm_union(union, is_superset(union, words), wire)
-        return union
-
-    def _learn(self, union: Tensor, codes: Tensor, parts: list[Part], way: Way, flat: Tensor) -> None:
-        if way == "fixed":
-            return
-        if self._unions % RELEARN == 0:
-            self._depth = best_depth(union, codes, self.layout)
-            if self.spread is not None:
-                self.spread = self._spread(self.spread.sizes, [part.items for part in parts], flat)
-        self._unions += 1
-        self._prediction.observe([part.items.numel() for part in parts])
-
-    def _scales_for(self, workers: int, device: torch.device) -> Scales:
-        if self._scales is None or self._scales.workers != workers or self._scales.up.device != device:
-            self._scales = Scales.of(workers, device)
-        return self._scales
 
 
 def warm_up() -> None:
@@ -203,5 +160,5 @@ def warm_up() -> None:
     for dtype in (torch.float32, torch.float64):
         exchange = BucketExchange(Layout.of([(64, 1), (64, 4)]))
         wire, statistics = LocalWire.make(1)[0], Statistics()
-        for step, way in enumerate(WAYS):
+        for step, way in enumerate(registry().names):
             exchange.reduce_(torch.ones(320, dtype=dtype), way, wire, step=step, statistics=statistics)

@@ -1,4 +1,4 @@
-"""DDP communication hooks that exchange gradients compressed, without loss beyond one quantisation.
+"""A DDP communication hook that exchanges gradients compressed, without loss.
 
     state = CompressionState()
     model.register_comm_hook(state, compression_hook)                                        # plain DDP
@@ -14,7 +14,7 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import Any, Literal, cast, get_args
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -23,32 +23,23 @@ from torch._C._distributed_c10d import GradBucket as Bucket
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.futures import Future
 
-from dynamix.compression.aggregator.client import Aggregator
-from dynamix.compression.aggregator.link import AggregatorLink
-from dynamix.compression.auto import CANDIDATES, Chooser
-from dynamix.compression.bucket import BucketExchange, Way, warm_up
+from dynamix.compression.auto import Chooser
+from dynamix.compression.bucket import DTYPES, BucketExchange, warm_up
 from dynamix.compression.checks import Statistics, are_same, digest, marks_of
-from dynamix.compression.fixed_point import DTYPES
 from dynamix.compression.layout import Layout
 from dynamix.compression.line import BucketLine, SparsePass, new_future, now, way_of
 from dynamix.compression.owner import Owner
 from dynamix.compression.path import Path, paths_of
 from dynamix.compression.rows_exchange import RowsExchange
-from dynamix.compression.sketch import ExchangeSettings
+from dynamix.compression.settings import ExchangeSettings
 from dynamix.compression.sparse import mean_of_sparse
-from dynamix.compression.traffic import AGGREGATED, HEADER_BYTES, Spread
+from dynamix.compression.spread import Spread
+from dynamix.compression.traffic import HEADER_BYTES
+from dynamix.compression.ways import AGGREGATED, ELSEWHERE, NetworkLink, registry
 from dynamix.compression.wire import Wire
 from dynamix.errors import ConfigError, StateError, UsageError
 
-Mode = Literal["auto", "dense", "fixed", "gather", "blocks", "compaction", "lhc", "lhc-one-phase"]
 MIN_BYTES = 1 << 16  # below this latency decides, and "auto" leaves buckets alone
-THROUGH = (
-    "gather",
-    "blocks",
-    "compaction",
-    f"{AGGREGATED}compaction",
-    f"{AGGREGATED}lhc-one-phase",
-)  # auto's, with an aggregator
 _log = logging.getLogger(__name__)
 
 
@@ -56,30 +47,31 @@ class CompressionState:
     """What `compression_hook` holds. Constructing it is a collective call, with the same arguments on every rank.
 
     mode           "auto" predicts and measures per bucket, and picks; "gather" sends what is not zero from all to all;
-                   "blocks" an index, then each rank adds up its share of the union's values for all; "compaction"
-                   (index, then values), "lhc" (sketch, two-phase) and "lhc-one-phase" always take it; "fixed" is dense
-                   in the same fixed point, equal to those three bit for bit; "dense" is a plain all-reduce
+                   "blocks" an index, then each rank adds up its share of the union's values for all; "dense" is a
+                   plain all-reduce. With dynamix-homomorphic also "compaction" (index, then values), "lhc" (sketch,
+                   two-phase) and "lhc-one-phase"; "fixed" is dense in the same fixed point, equal to those three bit
+                   for bit
     model          its embeddings are indexed by row; without it every element has an index of its own. One state serves
                    one model
     process_group  that of DDP, of any back end; the default group when None
     lanes, ratio, seed   see `dynamix.compression.ExchangeSettings`
     min_bytes      smaller buckets stay dense under "auto"
     timeout        of the process groups made here (gloo only); torch's default when None
-    aggregator     where sums are formed in the network, "host:port" or an `Aggregator`; without one the process group
-                   forms them. When it is lost the same way goes on over the process group, and it is joined again when
-                   it is back
+    aggregator     where sums are formed in the network, "host:port" or a `dynamix_homomorphic.Aggregator`; without one
+                   the process group forms them. When it is lost the same way goes on over the process group, and it is
+                   joined again when it is back
 
     Sparse gradients (`nn.Embedding(sparse=True)`) are added up by rows in every mode but "dense", those of one backward
     pass together, each table gathered or in blocks.
 
-    `statistics` counts what happened, `ways` says which way each bucket takes now. Raises `ConfigError` for unknown
-    modes, for arguments and embeddings that differ between ranks and for an aggregator that does not let all ranks in,
-    `UsageError` without a process group and, from backward, where two models share a state.
+    `statistics` counts what happened, `ways` says which way each bucket takes now. Raises `ConfigError` for modes that
+    are unknown or not installed, for arguments and embeddings that differ between ranks and for an aggregator that does
+    not let all ranks in, `UsageError` without a process group and, from backward, where two models share a state.
     """
 
     def __init__(
         self,
-        mode: Mode = "auto",
+        mode: str = "auto",
         *,
         model: nn.Module | None = None,
         process_group: dist.ProcessGroup | None = None,
@@ -88,14 +80,17 @@ class CompressionState:
         ratio: float | None = None,
         min_bytes: int = MIN_BYTES,
         timeout: timedelta | None = None,
-        aggregator: str | Aggregator | None = None,
+        aggregator: Any = None,
     ) -> None:
-        if mode not in get_args(Mode):
-            raise ConfigError("mode", mode, ", ".join(get_args(Mode)), "pick one")
+        self._known = registry()
+        if mode != "auto":
+            self._known.of(mode, "mode")
         if aggregator is not None and mode in ("dense", "gather", "blocks"):
             raise ConfigError(
                 "mode", mode, "every mode but dense, gather and blocks with an aggregator", "it sums fixed point"
             )
+        if aggregator is not None and self._known.link is None:
+            raise ConfigError("aggregator", aggregator, "None", ELSEWHERE)
         if not dist.is_available() or not dist.is_initialized():
             fix = "call torch.distributed.init_process_group() first"
             raise UsageError(f"CompressionState needs a process group: {fix}")
@@ -120,10 +115,9 @@ class CompressionState:
         self._require_same_arguments(main, device, aggregator is not None)
         if "cpu" in self._paths and mode != "dense":
             warm_up()
-        self._link: AggregatorLink | None = None
-        if aggregator is not None:
-            where = Aggregator(aggregator) if isinstance(aggregator, str) else aggregator
-            self._link = AggregatorLink(where, main.chain.group, device)
+        self._link: NetworkLink | None = None
+        if aggregator is not None and self._known.link is not None:
+            self._link = self._known.link(aggregator, main.chain.group, device)
 
     @property
     def ways(self) -> dict[int, str]:
@@ -247,7 +241,7 @@ class CompressionState:
 
     @property
     def _candidates(self) -> tuple[str, ...]:
-        return CANDIDATES if self._link is None or self._link.away else THROUGH
+        return self._known.candidates if self._link is None or self._link.away else self._link.candidates
 
     def state_dict(self) -> dict[str, Any]:
         """Settings, to be compared. Nothing else outlives a job: sums do not depend on what was measured or counted."""
@@ -269,7 +263,7 @@ class CompressionState:
             layout = Layout.of((n // width, width) for n, width in shapes)
             exchange = BucketExchange(layout, index=index, settings=self.settings)
             auto = self.mode == "auto" and bucket.buffer().nbytes >= self.min_bytes
-            way: Way = "dense" if self.mode == "auto" else self.mode
+            way = "dense" if self.mode == "auto" else self.mode
             if way in ("gather", "blocks") and bucket.buffer().nbytes <= HEADER_BYTES * self.process_group.size():
                 way = "dense"  # the header alone would be more
             chooser = Chooser(self._candidates) if auto else None
@@ -278,19 +272,21 @@ class CompressionState:
 
     def _require_same_arguments(self, path: Path, device: torch.device, aggregated: bool) -> None:
         rows = [tuple(m.weight.shape) for m in self._embeddings]
-        mine = (self.mode, self.min_bytes, aggregated, self.settings, rows)
+        mine = (self.mode, self.min_bytes, aggregated, self.settings, rows, self._known.candidates)
         marks = marks_of(digest(*mine), device)
         path.chain.maximum(marks)
         if not are_same(marks):
-            name = "mode, min_bytes, aggregator, settings, embeddings"
-            raise ConfigError(name, mine, "the same on every rank", "pass the same arguments and the model")
+            name = "mode, min_bytes, aggregator, settings, embeddings, ways"
+            fix = "pass the same arguments and the model, and install the same distributions"
+            raise ConfigError(name, mine, "the same on every rank", fix)
 
 
 def compression_hook(state: CompressionState, bucket: Bucket) -> Future[Tensor]:
     """A DDP communication hook: `model.register_comm_hook(CompressionState(), compression_hook)`.
 
     Also an inner hook of `Controller.wrap` and `dynamix.weighted`. The result is the mean over ranks: equal to that of
-    a dense all-reduce up to one rounding of each gradient to 2^-(30 - ceil(log2 W)) of its block's largest magnitude.
+    a dense all-reduce up to the order of additions; in fixed point, up to one rounding of each gradient to
+    2^-(30 - ceil(log2 W)) of its block's largest magnitude.
     """
     return state.reduce(bucket)
 

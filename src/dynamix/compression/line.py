@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import cast
 
 import torch
 from torch import Tensor
 from torch.futures import Future
 
 from dynamix.compression.auto import Chooser
-from dynamix.compression.bucket import BucketExchange, Way
-from dynamix.compression.traffic import AGGREGATED
+from dynamix.compression.bucket import BucketExchange
+from dynamix.compression.ways import AGGREGATED
 
 
 @dataclass
@@ -21,7 +20,7 @@ class BucketLine:
 
     shapes: tuple[tuple[int, int], ...]
     exchange: BucketExchange
-    way: Way
+    way: str
     chooser: Chooser | None
     step: int = 0
 
@@ -47,9 +46,9 @@ class BucketLine:
             self.chooser = Chooser(self.chooser.candidates, budget=self.chooser.budget)
 
 
-def way_of(route: str) -> Way:
+def way_of(route: str) -> str:
     """The way of a route: without the aggregator."""
-    return cast(Way, route.removeprefix(AGGREGATED))
+    return route.removeprefix(AGGREGATED)
 
 
 @dataclass

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dynamix.compression.aggregator.protocol import ADD, OR, pack
 from dynamix.errors import ConfigError
 from dynamix.events.run_folder import RunFolder
+from dynamix_homomorphic.aggregator.protocol import ADD, OR, pack
 from dynamix_lab.harness.suite import run_suite
 from dynamix_lab.results.views import markdown_of
 from dynamix_lab.suites.aggregator.hostile import LIMITS, TARGETS, Hung, combined, contributions, frames, limited

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from dynamix.compression import bucket
 from dynamix.compression.layout import Layout
 from dynamix.errors import ConfigError
+from dynamix_homomorphic import exchange
 from dynamix_lab.suites.compression import cases
 from dynamix_lab.suites.compression.cases import KINDS, WAYS_TRIED, WORKERS, ExchangeCase, integer_sums, run_cases
 
@@ -41,13 +41,13 @@ def test_ten_thousand_would_draw_everything() -> None:
 
 
 def test_a_wrong_mean_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = bucket.write_mean_
+    right = exchange.write_mean_
 
     def wrong(values: torch.Tensor, *rest: Any) -> None:
         right(values, *rest)
         values[0] += 1
 
-    monkeypatch.setattr(bucket, "write_mean_", wrong)
+    monkeypatch.setattr(exchange, "write_mean_", wrong)
     monkeypatch.setattr(cases, "WAYS_TRIED", ("compaction",))
     assert run_cases(5)["failed"] == 5
 

@@ -9,7 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from dynamix.cli.app import app
-from dynamix.compression.traffic import HEADER_BYTES, Spread, traffic
+from dynamix.compression.spread import Spread
+from dynamix.compression.traffic import HEADER_BYTES, traffic
 from dynamix_lab.suites.compression.region import HOMOMORPHIC, MapCell, compare, make_map, sections, sent
 
 

@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from dynamix.compression.aggregator.tls import TlsFiles
+from dynamix_homomorphic.aggregator.tls import TlsFiles
 
 _KEY = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"]
 

@@ -22,11 +22,11 @@ from typing import Any
 import numpy as np
 import psutil
 
-from dynamix.compression.aggregator.client import Aggregator, AggregatorClient
-from dynamix.compression.aggregator.handshake import NONCE_BYTES, PLAIN, Introduction, introduce, proof, receive_part
-from dynamix.compression.aggregator.job import Limits
-from dynamix.compression.aggregator.protocol import ADD, DATA, RESULT, ProtocolError, pack, parse_address
 from dynamix.compression.wire import WireLost
+from dynamix_homomorphic.aggregator.client import Aggregator, AggregatorClient
+from dynamix_homomorphic.aggregator.handshake import NONCE_BYTES, PLAIN, Introduction, introduce, proof, receive_part
+from dynamix_homomorphic.aggregator.job import Limits
+from dynamix_homomorphic.aggregator.protocol import ADD, DATA, RESULT, ProtocolError, pack, parse_address
 from dynamix_lab.suites.aggregator.hostile import combined, contributions, damaged, frames, odd_json
 from dynamix_lab.suites.aggregator.load import WrongSum
 from dynamix_lab.suites.aggregator.serving import TOKEN

@@ -19,8 +19,9 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from dynamix.compression.aggregator.client import AggregatorClient
-from dynamix.compression.aggregator.handshake import (
+from dynamix.compression.wire import WireLost
+from dynamix_homomorphic.aggregator.client import AggregatorClient
+from dynamix_homomorphic.aggregator.handshake import (
     GREETING,
     NONCE_BYTES,
     PLAIN,
@@ -31,8 +32,8 @@ from dynamix.compression.aggregator.handshake import (
     proof,
     require_plain,
 )
-from dynamix.compression.aggregator.job import AggregatedJob, Limits
-from dynamix.compression.aggregator.protocol import (
+from dynamix_homomorphic.aggregator.job import AggregatedJob, Limits
+from dynamix_homomorphic.aggregator.protocol import (
     ADD,
     DATA,
     FAILED,
@@ -46,7 +47,6 @@ from dynamix.compression.aggregator.protocol import (
     chunks,
     pack,
 )
-from dynamix.compression.wire import WireLost
 from dynamix_lab.suites.aggregator.load import WrongSum
 from dynamix_lab.suites.fuzz import mutations
 

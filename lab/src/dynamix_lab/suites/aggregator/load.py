@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from dynamix.compression.aggregator.protocol import ADD, HEADER, RESULT, Bytes, Head, chunks, folded, pack
-from dynamix.compression.aggregator.tls import WOULD_BLOCK, send_both
 from dynamix.errors import DynamixError
+from dynamix_homomorphic.aggregator.protocol import ADD, HEADER, RESULT, Bytes, Head, chunks, folded, pack
+from dynamix_homomorphic.aggregator.tls import WOULD_BLOCK, send_both
 
 SILENT_S = 30.0  # without a byte in either direction: something hangs
 

@@ -25,8 +25,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from dynamix.compression import Aggregator, CompressionState, compression_hook
+from dynamix.compression import CompressionState, compression_hook
 from dynamix.errors import DynamixError
+from dynamix_homomorphic import Aggregator
 
 RANKS, FEATURES = 2, 512
 MOST_S = 120.0  # for it to be joined again

@@ -17,9 +17,9 @@ import sys
 import threading
 from contextlib import suppress
 
-from dynamix.compression.aggregator.job import Limits
-from dynamix.compression.aggregator.server import AggregatorServer
-from dynamix.compression.aggregator.tls import WOULD_BLOCK, TlsFiles
+from dynamix_homomorphic.aggregator.job import Limits
+from dynamix_homomorphic.aggregator.server import AggregatorServer
+from dynamix_homomorphic.aggregator.tls import WOULD_BLOCK, TlsFiles
 
 TOKEN = "the token of a measurement"
 ECHO_BYTES = 1 << 19  # received at once: the aggregator's longest chunk

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from dynamix.compression.aggregator.tls import TlsFiles
 from dynamix.errors import ConfigError
+from dynamix_homomorphic.aggregator.tls import TlsFiles
 from dynamix_lab.harness.suite import Cell, Context, Suite
 from dynamix_lab.report import Section, Table, number, percent, sections_markdown
 from dynamix_lab.suites.aggregator.certificates import have_openssl, make_certificates

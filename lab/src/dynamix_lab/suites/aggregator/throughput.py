@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 import psutil
 
-from dynamix.compression.aggregator.handshake import NONCE_BYTES, PLAIN, Introduction, introduce
-from dynamix.compression.aggregator.job import Limits
-from dynamix.compression.aggregator.protocol import Bytes, parse_address
-from dynamix.compression.aggregator.tls import TlsFiles
+from dynamix_homomorphic.aggregator.handshake import NONCE_BYTES, PLAIN, Introduction, introduce
+from dynamix_homomorphic.aggregator.job import Limits
+from dynamix_homomorphic.aggregator.protocol import Bytes, parse_address
+from dynamix_homomorphic.aggregator.tls import TlsFiles
 from dynamix_lab.suites.aggregator.load import LoadConnection, Prepared, buffers, drive
 from dynamix_lab.suites.aggregator.serving import TOKEN
 

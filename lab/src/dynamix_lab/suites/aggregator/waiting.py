@@ -7,8 +7,8 @@ import statistics
 import time
 from typing import Any
 
-from dynamix.compression.aggregator.protocol import parse_address
-from dynamix.compression.aggregator.tls import TlsFiles
+from dynamix_homomorphic.aggregator.protocol import parse_address
+from dynamix_homomorphic.aggregator.tls import TlsFiles
 from dynamix_lab.suites.aggregator.throughput import answering, connected
 
 IDLE, WORKERS = 300, 20

@@ -25,19 +25,21 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dynamix.compression.bucket import BucketExchange, Way, warm_up
-from dynamix.compression.checks import Part, Statistics
+from dynamix.compression.bucket import BucketExchange, warm_up
+from dynamix.compression.checks import Statistics
 from dynamix.compression.gather import FLAT
 from dynamix.compression.layout import Layout
-from dynamix.compression.sketch import ExchangeSettings
+from dynamix.compression.settings import ExchangeSettings
 from dynamix.compression.traffic import HEADER_BYTES
 from dynamix.compression.wire import LocalWire, Wire
 from dynamix.errors import ConfigError, DynamixError
+from dynamix_homomorphic.checks import Part
+from dynamix_homomorphic.exchange import FixedPoint
 from dynamix_lab.harness.suite import Tell, untold
 
 WORKERS = (1, 2, 3, 16, 17, 32)
 CHANCES = (0.2, 0.3, 0.3, 0.08, 0.06, 0.06)  # threads cost time: many ranks are drawn less often
-WAYS_TRIED: tuple[Way, ...] = ("gather", "blocks", "compaction", "lhc", "lhc-one-phase")
+WAYS_TRIED: tuple[str, ...] = ("gather", "blocks", "compaction", "lhc", "lhc-one-phase")
 TYPES = (torch.float32, torch.float32, torch.float64, torch.float16, torch.bfloat16)
 KINDS = ("random", "cancelling", "zero", "one", "all", "lanes", "clustered", "tiny", "wide")
 ADVERSARIAL = ("nonfinite", "signs", "ragged", "same", "cancelling", "one", "all", "lanes", "tiny", "wide")
@@ -53,7 +55,7 @@ class ExchangeCase:
     seed: int
     kind: str
     workers: int
-    way: Way
+    way: str
     dtype: torch.dtype
     elements: int
     rows: int
@@ -205,20 +207,29 @@ class _Recorded(BucketExchange):
     decoded: NDArray[np.int64] | None = None
     gathered = False
 
-    def _gather(self, flat: Tensor, wire: Wire, step: int) -> None:
-        super()._gather(flat, wire, step)
+    def __init__(self, layout: Layout, *, settings: ExchangeSettings) -> None:
+        super().__init__(layout, settings=settings)
+        self.memories[FixedPoint] = _RecordedFixedPoint()
+
+    def gather(self, flat: Tensor, wire: Wire, step: int) -> None:
+        super().gather(flat, wire, step)
         self.gathered = True
 
-    def _add_blocks(self, flat: Tensor, wire: Wire, step: int) -> None:
-        super()._add_blocks(flat, wire, step)
+    def add_blocks(self, flat: Tensor, wire: Wire, step: int) -> None:
+        super().add_blocks(flat, wire, step)
         self.gathered = True
 
-    def _learn(self, union: Tensor, codes: Tensor, parts: list[Part], way: Way, flat: Tensor) -> None:
-        whole = np.zeros(self.layout.elements, dtype=np.int64)
-        for s, part in zip(self.layout.segments, parts, strict=True):
+
+class _RecordedFixedPoint(FixedPoint):
+    def learn(
+        self, bucket: BucketExchange, union: Tensor, codes: Tensor, parts: list[Part], way: str, flat: Tensor
+    ) -> None:
+        assert isinstance(bucket, _Recorded)
+        whole = np.zeros(bucket.layout.elements, dtype=np.int64)
+        for s, part in zip(bucket.layout.segments, parts, strict=True):
             whole[s.start : s.stop].reshape(-1, s.width)[part.items.numpy()] = part.values.view(-1, s.width).numpy()
-        self.decoded = whole
-        super()._learn(union, codes, parts, way, flat)
+        bucket.decoded = whole
+        super().learn(bucket, union, codes, parts, way, flat)
 
 
 @dataclass

@@ -17,14 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dynamix.compression.bucket import BucketExchange, Way, warm_up
+from dynamix.compression.bucket import BucketExchange, warm_up
 from dynamix.compression.checks import Statistics
 from dynamix.compression.layout import Layout
-from dynamix.compression.sketch import ExchangeSettings
+from dynamix.compression.settings import ExchangeSettings
 from dynamix.compression.wire import LocalWire
 from dynamix_lab.harness.suite import Tell, untold
 
-WAYS_MEASURED: tuple[Way, ...] = ("compaction", "lhc", "lhc-one-phase")
+WAYS_MEASURED: tuple[str, ...] = ("compaction", "lhc", "lhc-one-phase")
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def gradients(case: CodecCase, seed: int = 0) -> Tensor:
     return values.view(-1)
 
 
-def measure(way: Way, case: CodecCase, *, rounds: int = 40) -> CodecFigures:
+def measure(way: str, case: CodecCase, *, rounds: int = 40) -> CodecFigures:
     """Encode and decode one bucket `rounds` times."""
     layout = Layout.of([(case.elements // case.width, case.width)])
     exchange = BucketExchange(layout, settings=ExchangeSettings(lanes=case.lanes))

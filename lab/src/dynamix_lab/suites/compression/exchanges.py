@@ -10,7 +10,7 @@ index-gather   sizes, then padded 64-bit index, then padded values of nonzero ro
 fp16       torch's `fp16_compress_hook` (lossy)
 powersgd   torch's PowerSGD of rank 4 with error feedback and warm start (lossy; Vogels et al., arXiv 1905.13727)
 topk-dense what top-k with error feedback leaves, in torch's all-reduce (lossy): only what selecting takes
-topk       the largest 1 % of each rank, gathered as index and value (lossy; `dynamix.compression.lossy`)
+topk       the largest 1 % of each rank, gathered as index and value (lossy; `dynamix_homomorphic.lossy`)
 omnireduce blocks of 256 elements that are not zero, after OmniReduce (Fei et al., SIGCOMM 2021)
 
 `gather-sparse` is what this library's page advises for embeddings: `sparse=True` and the hook in its mode `auto`.
@@ -37,9 +37,9 @@ from torch.futures import Future
 
 from dynamix.compression import CompressionState, Statistics, compression_hook
 from dynamix.compression.index import pack, unpack
-from dynamix.compression.lossy import LossyState, lossy_hook, lossy_topk_hook
 from dynamix.compression.wire import or_by_bor
 from dynamix.errors import ConfigError
+from dynamix_homomorphic.lossy import LossyState, lossy_hook, lossy_topk_hook
 
 Hook = Callable[[Any, Bucket], "Future[Tensor]"]
 
@@ -143,7 +143,7 @@ def make_exchange(
         if name in AGGREGATED:
             if aggregator is None:
                 raise ConfigError("way", name, "with an aggregator", "run it in `dynamix bench compression`")
-            from dynamix.compression.aggregator.client import Aggregator
+            from dynamix_homomorphic.aggregator.client import Aggregator
 
             more["aggregator"] = Aggregator(**aggregator, job=name)
         mode: Any = "auto" if name == "gather-sparse" else AGGREGATED.get(name, name)

@@ -22,9 +22,9 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from dynamix.compression.aggregator.client import Aggregator
-from dynamix.compression.aggregator.wire import AggregatorWire, join
 from dynamix.compression.wire import GroupWire, Wire
+from dynamix_homomorphic.aggregator.client import Aggregator
+from dynamix_homomorphic.aggregator.wire import AggregatorWire, join
 
 
 @dataclass(frozen=True)

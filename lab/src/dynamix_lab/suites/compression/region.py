@@ -17,7 +17,9 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from dynamix.compression.traffic import AGGREGATED, Sent, Spread, traffic
+from dynamix.compression.spread import Sent, Spread
+from dynamix.compression.traffic import traffic
+from dynamix.compression.ways import AGGREGATED
 from dynamix_lab.report import Section, Table
 
 WORKERS = (4, 8, 16)

@@ -1,0 +1,70 @@
+"""Who is at the aggregator's door: handshakes under way, and how much one address may take."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import threading
+
+from dynamix_homomorphic.aggregator.tls import shut
+
+
+def origin(peer: str) -> str:
+    """What counts as one address: a host of IPv4, a /64 of IPv6, which is what one host is given.
+
+    >>> origin("10.0.0.7"), origin("::ffff:10.0.0.7"), origin("2001:db8::1") == origin("2001:db8::ff")
+    ('10.0.0.7', '10.0.0.7', True)
+    """
+    try:
+        address = ipaddress.ip_address(peer.partition("%")[0])
+    except ValueError:
+        return peer
+    if isinstance(address, ipaddress.IPv4Address):
+        return str(address)
+    if address.ipv4_mapped is not None:
+        return str(address.ipv4_mapped)
+    return str(ipaddress.ip_network((address, 64), strict=False))
+
+
+class Greeting:
+    """A connection that has not said yet who it is."""
+
+    def __init__(self, sock: socket.socket, address: str) -> None:
+        self.sock, self.address = sock, address
+
+
+class Greetings:
+    """All of them. Where there are too many the oldest ends, so connections that say nothing keep nobody out.
+
+    most          at once; one more ends the oldest, which a worker's own has left long before
+    per_address   of one address; one more ends the oldest of that address
+    """
+
+    def __init__(self, most: int, per_address: int) -> None:
+        self.most, self.per_address = most, per_address
+        self._all: dict[Greeting, None] = {}  # the oldest first
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def begin(self, sock: socket.socket, address: str) -> Greeting:
+        """One more, with room made for it."""
+        made = Greeting(sock, address)
+        with self._lock:
+            same = [one for one in self._all if one.address == address]
+            if len(same) >= self.per_address:
+                self._end(same[0])
+            elif len(self._all) >= self.most:
+                self._end(next(iter(self._all)))
+            self._all[made] = None
+        return made
+
+    def done(self, greeting: Greeting) -> None:
+        """It has said who it is, or has ended: nobody takes its place any more."""
+        with self._lock:
+            self._all.pop(greeting, None)
+
+    def _end(self, greeting: Greeting) -> None:
+        del self._all[greeting]
+        shut(greeting.sock)  # its thread sees the end, counts and closes

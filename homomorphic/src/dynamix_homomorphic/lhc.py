@@ -1,0 +1,146 @@
+"""Lossless homomorphic compression (arXiv 2402.07529): sketches that are added, an index that is ORed.
+
+Two-phase: the union is known first, its structure is peeled, and only a sketch that will decode is sent. One-phase: the
+sketch's size is predicted from earlier unions, and sketch and index travel together; what does not decode goes by
+compaction.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from dynamix.compression.checks import Doubt
+from dynamix.compression.index import positions
+from dynamix_homomorphic.checks import CHECKSUM_WORDS, Part, checksums
+from dynamix_homomorphic.compaction import Round, gather
+from dynamix_homomorphic.peeling import Peeling, extract, peel
+from dynamix_homomorphic.sketch import Hashing, insert_, slots
+from dynamix_homomorphic.union import exchange_union, is_superset
+
+ATTEMPTS = 8  # seeds tried before a structure counts as not decodable
+CLASS_STEP = 1.125  # predicted sizes are rounded up to powers of this, so that they seldom change
+MARGIN = 1.1  # a predicted union is taken to be this much larger
+SPARE = 16  # and by so many items, for small ones
+MEMORY = 0.8  # weight of the past in the prediction
+
+
+def two_phase(bucket: Round, union: Tensor, seed: tuple[int, ...]) -> tuple[list[Part], str]:
+    """As `compaction.compact`, by sketch. Raises `Doubt("peel")`, on every rank alike, when no seed will decode."""
+    _, parts = gather(bucket, union)
+    found = [_decodable(bucket, part.items, (*seed, place)) for place, part in enumerate(parts)]
+    payload, tables = _sketches([hashing for hashing, *_ in found], bucket)
+    for table, part, (_, where, signs, _) in zip(tables, parts, found, strict=True):
+        insert_(table, where, signs, part.values, part.width)
+    payload[-CHECKSUM_WORDS:] = checksums(parts, bucket.key, payload.device)
+    bucket.wire.total(payload)
+    decoded = [
+        Part(part.items, extract(table, where, signs, peeling, part.width), part.width)
+        for table, part, (_, where, signs, peeling) in zip(tables, parts, found, strict=True)
+    ]
+    return decoded, _verdict(bucket, payload, decoded)
+
+
+def _sketches(hashings: list[Hashing], bucket: Round) -> tuple[Tensor, list[Tensor]]:
+    """One payload of zeros: the segments' sketches behind each other, then the checksums; and the sketches alone."""
+    sizes = [h.counters * s.width for h, s in zip(hashings, bucket.layout.segments, strict=True)]
+    payload = torch.zeros(sum(sizes) + CHECKSUM_WORDS, dtype=torch.int32, device=bucket.values.device)
+    return payload, list(payload[: sum(sizes)].split(sizes))
+
+
+def _hashing(bucket: Round, items: int, *seed: int) -> Hashing:
+    ratio, lanes = bucket.settings.ratio, bucket.settings.lanes
+    return Hashing.of(items, *seed, ratio=ratio, lanes=lanes, device=bucket.values.device)
+
+
+def _decodable(bucket: Round, items: Tensor, seed: tuple[int, ...]) -> tuple[Hashing, Tensor, Tensor, Peeling]:
+    for attempt in range(ATTEMPTS):
+        hashing = _hashing(bucket, items.numel(), *seed, attempt)
+        where, signs = slots(items, hashing)
+        peeling = peel(where, hashing.counters)
+        if peeling.complete:
+            return hashing, where, signs, peeling
+    raise Doubt("peel")
+
+
+def one_phase(
+    bucket: Round, words: Tensor, expected: list[int], seed: tuple[int, ...]
+) -> tuple[list[Part], str, Tensor]:
+    """Send sketches for `expected` items a segment together with this rank's bitmap `words`.
+
+    Returns the sums by segment, the check that failed ("peel" when the union was larger than expected), and the union.
+    """
+    hashings = [_hashing(bucket, k, *seed, place) for place, k in enumerate(expected)]
+    payload, tables = _sketches(hashings, bucket)
+    _, own = gather(bucket, words)
+    for table, part, hashing in zip(tables, own, hashings, strict=True):
+        insert_(table, *slots(part.items, hashing), part.values, part.width)
+    payload[-CHECKSUM_WORDS:] = checksums(own, bucket.key, payload.device)
+
+    def send(bits: Tensor) -> Tensor:
+        bucket.wire.union(bits, beside=payload)
+        return bits
+
+    union = exchange_union(words, bucket.codes, bucket.layout, send)
+    if not is_superset(union, words):
+        return [], "superset", union
+
+    decoded = []
+    for s, table, hashing in zip(bucket.layout.segments, tables, hashings, strict=True):
+        items = positions(union[s.word_slice])
+        where, signs = slots(items, hashing)
+        peeling = peel(where, hashing.counters)
+        if not peeling.complete:
+            return [], "peel", union
+        decoded.append(Part(items, extract(table, where, signs, peeling, s.width), s.width))
+    return decoded, _verdict(bucket, payload, decoded), union
+
+
+def _verdict(bucket: Round, payload: Tensor, decoded: list[Part]) -> str:
+    """The check that failed, of a payload from which everything has been extracted."""
+    if bool(payload[:-CHECKSUM_WORDS].any()):
+        return "residual"
+    want = checksums(decoded, bucket.key, payload.device, ranks=bucket.wire.workers)
+    return "none" if torch.equal(payload[-CHECKSUM_WORDS:], want) else "checksum"
+
+
+class UnionForecast:
+    """How many items the next union will have, by segment: smoothed, with a margin, in size classes.
+
+    Fed with unions that all ranks know, so all ranks predict alike.
+
+    >>> prediction = UnionForecast()
+    >>> prediction.expected() is None
+    True
+    >>> prediction.observe([1000])
+    >>> prediction.expected()
+    [1173]
+    """
+
+    def __init__(self) -> None:
+        self._smooth: list[float] | None = None
+        self.attempt = 0
+
+    def observe(self, items: list[int]) -> None:
+        """A union larger than expected counts in full at once; shrinking is followed slowly."""
+        before = items if self._smooth is None or len(self._smooth) != len(items) else self._smooth
+        pairs = zip(items, before, strict=True)
+        self._smooth = [max(float(k), MEMORY * old + (1 - MEMORY) * k) for k, old in pairs]
+
+    def expected(self) -> list[int] | None:
+        """None before the first union: two-phase then."""
+        return None if self._smooth is None else [size_class(MARGIN * k + SPARE) for k in self._smooth]
+
+    def forget(self, *, next_seed: bool) -> None:
+        """After a doubt: two-phase, unless another union is observed first. A seed that decoded is kept, as unions
+        resemble each other; one that did not is left, or twin items would fail at every step."""
+        self._smooth, self.attempt = None, self.attempt + 1 if next_seed else 0
+
+
+def size_class(items: float) -> int:
+    """`items` rounded up to a power of CLASS_STEP.
+
+    >>> [size_class(k) for k in (0, 1, 100, 1_000_000)]
+    [1, 1, 112, 1086420]
+    """
+    return math.ceil(CLASS_STEP ** math.ceil(math.log(max(items, 1.0)) / math.log(CLASS_STEP) - 1e-9))

@@ -1,0 +1,252 @@
+"""LOSSY, before the lossless exchange: only the largest gradients are sent, the rest is kept and added next time.
+
+    state = LossyState(net, keep=0.01, hook_state=CompressionState("compaction"))
+    model.register_comm_hook(state, lossy_hook)            # or Controller.wrap(..., hook=lossy_hook, hook_state=state)
+
+Unlike everything else here this changes training: a step applies the mean over ranks of what each
+of them sent, not of their gradients. Error feedback (Seide et al. 2014; Stich et al., arXiv 1809.07599; Karimireddy et
+al., arXiv 1901.09847) carries what was left to the next step, so that nothing is lost for good:
+
+    sum over steps of what was applied + mean over ranks of what they still hold = sum over steps of the mean gradient
+
+up to the rounding of each step's additions.
+
+Top-k as in Stich et al., a fixed threshold as in Dutta et al. (arXiv 2108.00951). What is sent is mostly zeros, which
+the lossless stage behind (`compression_hook`) exchanges as index and values without a further loss.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket as Bucket
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from dynamix.compression.hooks import compression_hook
+from dynamix.errors import ConfigError, StateError, UsageError
+
+Hook = Callable[[Any, Bucket], "Future[Tensor]"]
+LossScale = Callable[[], float] | None
+Held = list[tuple[str, Tensor]]  # by parameter: what this rank will hold if the step counts
+
+
+class ErrorFeedback:
+    """What one rank has not sent yet, by parameter. No communication.
+
+    keep         share of a parameter's elements to send, those of largest magnitude; at least one of them
+    threshold    instead: every element of at least this magnitude
+    loss_scale   returns the factor that gradients carry now (`scaler.get_scale`). What is held is kept without it, so
+                 that a changed scale does not change it; exact where scales are powers of two, as a GradScaler's are
+
+    >>> feedback, gradient = ErrorFeedback(keep=0.25), torch.tensor([1.0, -4.0, 2.0, 3.0])
+    >>> items, held = feedback.take_(gradient, "weight")
+    >>> gradient.tolist(), held.tolist()
+    ([0.0, -4.0, 0.0, 0.0], [1.0, 0.0, 2.0, 3.0])
+    """
+
+    def __init__(
+        self, *, keep: float | None = None, threshold: float | None = None, loss_scale: LossScale = None
+    ) -> None:
+        if (keep is None) == (threshold is None):
+            raise ConfigError("keep, threshold", (keep, threshold), "exactly one of them", "keep=0.01 sends 1 %")
+        if keep is not None and not 0 < keep <= 1:
+            raise ConfigError("keep", keep, "above 0, up to 1", "0.01 sends 1 % of the elements")
+        if threshold is not None and not 0 < threshold < math.inf:
+            raise ConfigError("threshold", threshold, "above 0 and finite", "give the least magnitude worth sending")
+        self.keep, self.threshold, self.loss_scale = keep, threshold, loss_scale
+        self.memory: dict[str, Tensor] = {}
+
+    def take_(self, part: Tensor, name: str) -> tuple[Tensor, Tensor]:
+        """Leave in `part`, the gradient (n,) of parameter `name`, only what is sent; the rest becomes zero.
+
+        Returns the positions that are sent, int64 (k,), and what will be held, (n,) in float32 or float64: gradient and
+        memory minus what is sent, rounding of half types included. Counts nothing yet: that is `commit`. NaN and
+        infinity are among what is sent. Raises `StateError` when the memory is of another shape.
+        """
+        scale = 1.0 if self.loss_scale is None else float(self.loss_scale())
+        held = part.detach().to(torch.float64 if part.dtype == torch.float64 else torch.float32, copy=True).div_(scale)
+        before = self.memory.get(name)
+        if before is not None:
+            if before.shape != held.shape:
+                sizes = f"{name} has {held.numel()} elements, the memory that was loaded for it {before.numel()}"
+                raise StateError(f"{sizes}: load the state_dict of this model")
+            held.add_(before.to(device=held.device, dtype=held.dtype))
+        items = self._largest(held)
+        sent = (held[items] * scale).to(part.dtype)
+        part.zero_()[items] = sent
+        held[items] -= sent.to(held.dtype) / scale
+        return items, held
+
+    def commit(self, held: Held) -> None:
+        """What was sent has been applied: remember what was not."""
+        self.memory.update(held)
+
+    def _largest(self, values: Tensor) -> Tensor:
+        magnitude = values.abs()
+        if self.threshold is not None:
+            return (~(magnitude < self.threshold)).nonzero().squeeze(1)  # NaN is not less than anything
+        assert self.keep is not None
+        n = values.numel()
+        k = max(1, math.ceil(self.keep * n - 1e-9))
+        if k >= n:
+            return torch.arange(n, device=values.device)
+        if magnitude.device.type == "cpu":
+            return torch.from_numpy(_largest_of(magnitude.numpy(), k))
+        return torch.topk(magnitude, k, sorted=False).indices
+
+
+def _largest_of(magnitude: NDArray[Any], k: int) -> NDArray[np.int64]:
+    """Where the k largest of (n,) are, in any order; NaN counts as the largest. A third to a sixth of `torch.topk`'s
+    time, but equal values make a partition slow: where most are zero only the others are looked at."""
+    n = len(magnitude)
+    if 2 * np.count_nonzero(magnitude) > n:
+        return np.argpartition(magnitude, n - k)[n - k :]
+    found = np.flatnonzero(magnitude)
+    if len(found) > k:
+        return np.asarray(found[np.argpartition(magnitude[found], len(found) - k)[len(found) - k :]])
+    return np.concatenate([found, np.flatnonzero(magnitude == 0)[: k - len(found)]])
+
+
+class LossyState:
+    """What `lossy_hook` and `lossy_topk_hook` hold: error feedback, and the hook that exchanges what is sent. LOSSY.
+
+    model        whose parameters these are; their names are the keys of what is saved
+    keep, threshold, loss_scale   as in `ErrorFeedback`; pass `loss_scale=scaler.get_scale` with a GradScaler
+    hook, hook_state   for `lossy_hook`: who averages the sparse bucket. `compression_hook` with a `CompressionState`
+                 made without `model=`, as single elements are what is left; any other hook that averages over ranks
+                 will do
+
+    Held in float32 (float64 for such parameters): one more copy of the model on each rank. Selection is by parameter,
+    so neither DDP's buckets nor their rebuilding change what is sent.
+
+    *Unequal batches*: gradients reach this hook weighted by n_i W/N, and are held weighted, so the sum in the module's
+    docstring is that of the weighted means. A rank without a share goes on sending what it holds. *Accumulation*: under
+    `no_sync` nothing is called; the sum of the micro-batches is one gradient. *Not finite*: if the mean of a bucket is
+    not finite, on any rank and so on all, every rank keeps what it held before; a GradScaler sees the infinity and
+    skips the step. What the step's other buckets had sent is then skipped with it, as their gradients would have been.
+
+    `state_dict()` is this rank's own and differs between ranks: save and load it on each. It includes `hook_state`'s
+    where that has one. Loaded at another world size, what removed ranks held is lost.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        keep: float | None = None,
+        threshold: float | None = None,
+        hook: Hook = compression_hook,
+        hook_state: Any = None,
+        loss_scale: LossScale = None,
+    ) -> None:
+        self.feedback = ErrorFeedback(keep=keep, threshold=threshold, loss_scale=loss_scale)
+        self.hook, self.hook_state = hook, hook_state
+        self._model = model.module if isinstance(model, DistributedDataParallel) else model
+        self._group: dist.ProcessGroup | None = hook_state if isinstance(hook_state, dist.ProcessGroup) else None
+        self._names: dict[tuple[int, ...], list[tuple[str, int]]] = {}
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The group that reduces; setting it (as the controller does, one per bucket) sets the inner state's too."""
+        if hasattr(self.hook_state, "process_group"):
+            return cast(dist.ProcessGroup, self.hook_state.process_group)
+        return self._group or cast(dist.ProcessGroup, dist.group.WORLD)
+
+    @process_group.setter
+    def process_group(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        if hasattr(self.hook_state, "process_group"):
+            self.hook_state.process_group = group
+
+    def sparsify_(self, bucket: Bucket) -> tuple[Tensor, Held]:
+        """Leave in the bucket what this rank sends. Returns its positions, int64 (k,), and what is held afterwards."""
+        flat, at = bucket.buffer(), 0
+        chosen, held = [torch.empty(0, dtype=torch.int64, device=flat.device)], []
+        for name, n in self._named(bucket):
+            items, left = self.feedback.take_(flat[at : at + n], name)
+            chosen.append(items + at)
+            held.append((name, left))
+            at += n
+        return torch.cat(chosen), held
+
+    def settle(self, mean: Tensor, held: Held) -> Tensor:
+        """The bucket's mean has come: what was sent counts as sent if it is finite, which all ranks see alike."""
+        if bool(torch.isfinite(mean).all()):
+            self.feedback.commit(held)
+        return mean
+
+    def state_dict(self) -> dict[str, Any]:
+        inner = self.hook_state.state_dict() if hasattr(self.hook_state, "state_dict") else None
+        return {"memory": {name: held.clone() for name, held in self.feedback.memory.items()}, "inner": inner}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.feedback.memory = {name: held.clone() for name, held in state["memory"].items()}
+        if state["inner"] is not None and hasattr(self.hook_state, "load_state_dict"):
+            self.hook_state.load_state_dict(state["inner"])
+
+    def _named(self, bucket: Bucket) -> list[tuple[str, int]]:
+        parameters = [p for p in bucket.parameters() if p.numel()]
+        key = tuple(p.data_ptr() for p in parameters)
+        if key not in self._names:
+            names = {p.data_ptr(): name for name, p in self._model.named_parameters()}
+            if not set(key) <= names.keys():
+                raise UsageError("LossyState was made with another model: pass the one that DDP trains")
+            self._names[key] = [(names[p.data_ptr()], p.numel()) for p in parameters]
+        return self._names[key]
+
+
+def lossy_hook(state: LossyState, bucket: Bucket) -> Future[Tensor]:
+    """A DDP communication hook, LOSSY: sparsify with error feedback, then exchange by `state.hook`."""
+    inner, group = state.hook_state, state.process_group
+    if inner is None and state.hook is compression_hook:
+        raise UsageError("lossy_hook needs LossyState(..., hook_state=CompressionState()), made on every rank")
+    if inner is None or isinstance(inner, dist.ProcessGroup):
+        inner = group
+    if bucket.buffer().is_sparse:
+        return state.hook(inner, bucket)
+    _, held = state.sparsify_(bucket)
+    return _then(state.hook(inner, bucket), lambda reduced: state.settle(reduced.value(), held))
+
+
+def lossy_topk_hook(state: LossyState, bucket: Bucket) -> Future[Tensor]:
+    """A DDP communication hook, LOSSY: every rank gathers and adds the largest elements of all, as index and value.
+
+    One collective, of W k (4 + element size) bytes; the usual way to send top-k, here to compare with. Needs `keep`:
+    all ranks must send equally many. `state.hook` is not used.
+    """
+    flat, group = bucket.buffer(), state.process_group
+    if state.feedback.keep is None:
+        raise ConfigError("threshold", state.feedback.threshold, "keep=", "use lossy_hook with a threshold")
+    if flat.is_sparse:
+        return default_hooks.allreduce_hook(group, bucket)
+    items, held = state.sparsify_(bucket)
+    index_bytes = 4 * items.numel()
+    mine = torch.cat([items.to(torch.int32).view(torch.uint8), flat[items].view(torch.uint8)])
+    everybodys = mine.new_empty(group.size() * mine.numel())
+    work = dist.all_gather_into_tensor(everybodys, mine, group=group, async_op=True)
+    assert work is not None
+
+    def add(gathered: Future[Any]) -> Tensor:
+        gathered.value()  # raises what the collective raised
+        flat.zero_()
+        for one in everybodys.view(group.size(), -1):
+            index, values = one[:index_bytes].clone(), one[index_bytes:].clone()  # aligned for their types
+            flat.index_add_(0, index.view(torch.int32), values.view(flat.dtype), alpha=1 / group.size())
+        return state.settle(flat, held)
+
+    return _then(work.get_future(), add)
+
+
+def _then(future: Future[Any], step: Callable[[Future[Any]], Tensor]) -> Future[Tensor]:
+    return cast("Future[Tensor]", future.then(step))
+
+
+lossy_hook.__annotations__.clear()  # DDP checks them, and takes strings for wrong types
+lossy_topk_hook.__annotations__.clear()

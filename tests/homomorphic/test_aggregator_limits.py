@@ -1,0 +1,196 @@
+"""What an aggregator bears: odd handshakes, crowds of one address, and workers that lose it again and again."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import struct
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from dynamix.compression.wire import WireLost
+from dynamix_homomorphic import Aggregator
+from dynamix_homomorphic.aggregator.admission import Greetings
+from dynamix_homomorphic.aggregator.client import AggregatorClient
+from dynamix_homomorphic.aggregator.handshake import (
+    PLAIN,
+    Introduction,
+    flat_object,
+    greet,
+    introduce,
+    proof,
+    receive_part,
+    send_part,
+)
+from dynamix_homomorphic.aggregator.job import Limits
+from dynamix_homomorphic.aggregator.link import ASK_EVERY, GOOD, MOST_BETWEEN, Backoff
+from dynamix_homomorphic.aggregator.protocol import OR, ProtocolError, parse_address
+from dynamix_homomorphic.aggregator.server import AggregatorServer
+from tests.homomorphic.aggregators import eventually, join
+
+WHO = {"job": "x", "session": "s", "workers": 1, "rank": 0, "timeout_s": 5.0, "nonce": "00" * 32}
+ODD = [
+    b"[" * 4000,
+    b'{"a":' * 800 + b"1" + b"}" * 800,
+    b"[" * 1500 + b"]" * 1500,
+    b"",
+    b"null",
+    b"3",
+    b'"text"',
+    b"{}",
+    b"\xff\xfe{\x00}\x00",
+    b"{" + b"\x00" * 100,
+    json.dumps({**WHO, "timeout_s": 0}).replace("0,", "1e999,", 1).encode(),
+    json.dumps(WHO).replace("5.0", "1e999").encode(),
+    json.dumps(WHO).replace("5.0", "-1e999").encode(),
+    json.dumps(WHO).replace("5.0", "NaN").encode(),
+    json.dumps(WHO).replace("5.0", "Infinity").encode(),
+    json.dumps(WHO).replace("5.0", "9" * 3000).encode(),
+    json.dumps(WHO).replace("5.0", "9" * 3000 + ".0").encode(),
+    *(
+        json.dumps({**WHO, name: value}).encode()
+        for name, value in {
+            "workers": True,
+            "rank": "0",
+            "session": {"deep": [[[]]]},
+            "job": None,
+            "timeout_s": "5",
+        }.items()
+    ),
+    json.dumps({**WHO, "workers": 10**300}).encode(),
+    json.dumps({**WHO, "rank": -1}).encode(),
+    json.dumps({**WHO, "workers": 1 << 21}).encode(),
+]
+NONCES = [json.dumps({**WHO, "nonce": nonce}).encode() for nonce in ("zz", "00", "", None, 7)]
+
+
+@pytest.mark.parametrize("said", ODD, ids=lambda said: repr(said[:20]))
+def test_what_is_no_introduction_is_refused_and_nothing_escapes(said: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        Introduction.of(flat_object(said))
+
+
+def test_names_may_hold_brackets_and_any_letters() -> None:
+    odd = {**WHO, "job": '[{"\\é\ud800}]'}
+    assert Introduction.of(flat_object(json.dumps(odd).encode())).job.isascii()
+
+
+def test_an_aggregator_goes_on_after_all_of_them(server: AggregatorServer) -> None:
+    where = parse_address(server.address)
+    for said in ODD + NONCES:
+        with socket.create_connection(where, timeout=10) as sock:
+            deadline = time.monotonic() + 10
+            sock.sendall(PLAIN)
+            nonce = receive_part(sock, deadline)[-32:]
+            send_part(sock, proof("", b"worker", nonce, said) + said, deadline)
+            assert b"refused" in receive_part(sock, deadline)
+    for raw in (
+        b"GET / HTTP/1.1\r\n\r\n",
+        PLAIN + struct.pack("<I", 1 << 31),
+        PLAIN + struct.pack("<I", 4097),
+        PLAIN[:3],
+    ):
+        with socket.create_connection(where, timeout=10) as sock:
+            sock.sendall(raw)
+            sock.shutdown(socket.SHUT_WR)
+            with contextlib.suppress(ConnectionResetError):  # more was said than is read
+                while sock.recv(4096):
+                    pass
+    eventually(lambda: server.statistics()["refused"] == {"introduction": len(ODD + NONCES) + 4})
+    join(server, 1)[0].reduce_((OR, np.ones(9, np.uint8)))
+
+
+@pytest.mark.parametrize(
+    "terms",
+    [b"[" * 4000, b'{"chunk_bytes": 1e999, "timeout_s": 5}', b'{"chunk_bytes": 6, "timeout_s": 5}', b"{}", b"[]"],
+    ids=lambda terms: repr(terms[:20]),
+)
+def test_a_worker_takes_no_odd_terms(terms: bytes) -> None:
+    ours, theirs = socket.socketpair()
+    deadline = time.monotonic() + 10
+
+    def aggregator() -> None:
+        greet(theirs, bytes(32), deadline)
+        said = json.loads(receive_part(theirs, deadline)[32:])
+        send_part(theirs, proof("", b"aggregator", bytes.fromhex(said["nonce"]), terms) + terms, deadline)
+
+    thread = threading.Thread(target=aggregator)
+    thread.start()
+    with ours, theirs:
+        with pytest.raises(ProtocolError):
+            introduce(ours, Introduction("x", "s", 1, 0, 5.0), "", bytes(range(32)), deadline)
+        thread.join()
+
+
+# one address among others
+
+
+def test_one_address_ends_its_own_oldest_handshakes_and_nobody_elses() -> None:
+    greetings = Greetings(most=5, per_address=3)
+    pairs = [socket.socketpair() for _ in range(7)]
+    begun = [greetings.begin(pair[0], "crowd") for pair in pairs[:4]]
+    begun += [greetings.begin(pair[0], "other") for pair in pairs[4:6]]
+
+    def ended(at: int) -> bool:
+        pairs[at][1].setblocking(False)
+        try:
+            return pairs[at][1].recv(1) == b""
+        except BlockingIOError:
+            return False
+
+    assert [ended(at) for at in range(6)] == [True, False, False, False, False, False]
+    begun.append(greetings.begin(pairs[6][0], "third"))
+    assert [ended(at) for at in range(1, 7)] == [True, False, False, False, False, False]
+    assert len(greetings) == 5
+    for greeting in begun:
+        greetings.done(greeting)
+    assert len(greetings) == 0
+    for pair in pairs:
+        for sock in pair:
+            sock.close()
+
+
+def test_one_address_opens_so_many_jobs_and_no_more() -> None:
+    with AggregatorServer(limits=Limits(jobs_per_address=1)) as server:
+        where = Aggregator(server.address)
+        first = AggregatorClient.connect(where, session="s", workers=2, rank=0)
+        with pytest.raises(WireLost, match=r"no more than 1 jobs of one address at once: .*--jobs-per-address"):
+            AggregatorClient.connect(where, session="t", workers=1, rank=0)
+        second = AggregatorClient.connect(where, session="s", workers=2, rank=1)
+        first.close()
+        second.close()
+        eventually(lambda: server.statistics()["jobs"]["done"] == 1)
+        AggregatorClient.connect(where, session="t", workers=1, rank=0).close()
+
+
+# coming back
+
+
+def test_waits_grow_while_losses_go_on_and_shrink_in_a_long_good_stretch() -> None:
+    waits = Backoff()
+    for _ in range(20):
+        for _ in range(10):
+            waits.went_well()
+        waits.longer()
+    assert waits.between == MOST_BETWEEN
+    steps = 0
+    while waits.between > ASK_EVERY:
+        waits.went_well()
+        steps += 1
+    assert steps == sum(GOOD * (ASK_EVERY << power) for power in range(1, 8))
+    assert waits.longer() == 2 * ASK_EVERY, "one more loss is nothing special again"
+
+
+@pytest.mark.parametrize("exchanges", [10, 1000, 100_000])
+def test_however_often_it_is_lost_it_is_asked_for_in_a_small_part_of_all_exchanges(exchanges: int) -> None:
+    """A loss costs a bucket's exchange once more, an agreement one small all-reduce."""
+    waits, away = Backoff(), 0
+    for _ in range(20):
+        for _ in range(exchanges):
+            waits.went_well()
+        away += waits.longer()
+    assert 2 * 20 / (20 * exchanges + away) < 0.05

@@ -1,0 +1,128 @@
+"""What is decoded equals the exact integer sum of the quantised inputs, whatever the way, the ranks and the
+gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from dynamix.compression import Layout, kernels
+from dynamix.errors import ConfigError
+from tests.compression.local import exchange, reference
+
+LOSSLESS = ["fixed", "compaction", "lhc", "lhc-one-phase"]  # in fixed point
+KINDS = ("random", "cancelling", "zero", "one", "all", "lanes", "clustered", "tiny", "wide")
+
+
+def _inputs(kind: str, workers: int, n: int, seed: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for rank in range(workers):
+        x = torch.randn(n, generator=generator, dtype=torch.float64)
+        keep = torch.rand(n, generator=generator) < 0.1
+        if kind == "cancelling":
+            x = torch.randn(n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+            keep = torch.rand(n, generator=torch.Generator().manual_seed(seed + 1)) < 0.2
+            x *= -1 if rank % 2 else 1
+        elif kind in ("zero", "one"):
+            keep = torch.zeros(n, dtype=torch.bool)
+            keep[seed % n] = kind == "one" and rank == seed % workers
+        elif kind == "all":
+            keep = torch.ones(n, dtype=torch.bool)
+        elif kind == "lanes":
+            keep = (torch.arange(n) % 64) == 7
+        elif kind == "clustered":
+            keep = (torch.arange(n) // 100) % 9 == 0
+        elif kind == "tiny":
+            x *= 1e-44
+        elif kind == "wide":
+            x *= torch.exp2(torch.randint(-120, 120, (n,), generator=generator).double())
+        found.append(torch.where(keep, x, 0.0).to(dtype))
+    return found
+
+
+@given(
+    kind=st.sampled_from(KINDS),
+    workers=st.sampled_from([1, 2, 3, 4]),
+    n=st.integers(1, 5000),
+    rows=st.integers(0, 40),
+    seed=st.integers(0, 1 << 20),
+    way=st.sampled_from(LOSSLESS),
+)
+@settings(max_examples=150, deadline=None)
+def test_decoded_mean_is_the_exact_integer_sum(kind: str, workers: int, n: int, rows: int, seed: int, way: str) -> None:
+    layout = Layout.of([(n, 1), (rows, 24), (3, 1)])
+    inputs = _inputs(kind, workers, layout.elements, seed)
+    results, statistics = exchange(inputs, way, layout, steps=2)
+    assert all(torch.equal(result, results[0]) for result in results)
+    assert not statistics[0].dense_after
+    assert torch.equal(results[0], reference(inputs, layout))
+
+
+@pytest.mark.parametrize("workers", [16, 17, 32])
+@pytest.mark.parametrize("way", LOSSLESS)
+def test_many_workers(workers: int, way: str) -> None:
+    layout = Layout.of([(2500, 1), (33, 16)])
+    for kind in ("random", "cancelling", "all"):
+        inputs = _inputs(kind, workers, layout.elements, seed=workers)
+        results, statistics = exchange(inputs, way, layout)
+        assert not statistics[0].dense_after
+        want = reference(inputs, layout)
+        assert all(torch.equal(result, want) for result in results)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("way", LOSSLESS)
+def test_other_dtypes(dtype: torch.dtype, way: str) -> None:
+    layout = Layout.of([(3000, 1), (20, 8)])
+    inputs = _inputs("random", 3, layout.elements, 5, dtype)
+    results, statistics = exchange(inputs, way, layout)
+    assert not statistics[0].dense_after
+    assert results[0].dtype == dtype
+    assert torch.equal(results[0], reference(inputs, layout))
+    close = {torch.float16: 1e-3, torch.bfloat16: 1e-2, torch.float64: 1e-7}[dtype]
+    torch.testing.assert_close(results[0].double(), torch.stack(inputs).double().mean(0), rtol=close, atol=close)
+
+
+@pytest.mark.parametrize("lanes", [1, 64, 1024])
+@pytest.mark.parametrize("kind", ["random", "lanes", "clustered"])
+def test_lhc_decodes_structured_gradients_at_any_block_size(lanes: int, kind: str) -> None:
+    from dynamix.compression import ExchangeSettings
+
+    layout = Layout.of([(1 << 18, 1)])
+    inputs = _inputs(kind, 2, layout.elements, 3)
+    results, statistics = exchange(inputs, "lhc", layout, settings=lambda rank: ExchangeSettings(lanes=lanes))
+    assert statistics[0].buckets == {"lhc": 1}
+    assert torch.equal(results[0], reference(inputs, layout))
+
+
+@pytest.mark.parametrize("way", [*LOSSLESS, "blocks"])
+def test_pure_torch_gives_the_same_bits(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = Layout.of([(7001, 1), (50, 24)])
+    inputs = _inputs("random", 2, layout.elements, 9)
+    compiled, sent = exchange(inputs, way, layout, steps=2)
+    monkeypatch.setattr(kernels, "available", lambda: False)
+    plain, sent_plain = exchange(inputs, way, layout, steps=2)
+    assert torch.equal(compiled[0], plain[0])
+    assert sent == sent_plain
+
+
+def test_bytes_stay_near_the_bound() -> None:
+    from dynamix_lab.suites.compression.codec_speed import CodecCase, measure
+
+    case = CodecCase(1 << 18, 0.05)
+    assert measure("compaction", case, rounds=1).over_bound < 1.2
+    assert measure("lhc", case, rounds=1).over_bound < 1.6
+    rows = CodecCase(1 << 18, 0.05, width=16)
+    assert measure("compaction", rows, rounds=1).over_bound < 1.2
+
+
+def test_wrong_arguments_are_named() -> None:
+    layout = Layout.of([(8, 1)])
+    with pytest.raises(ConfigError, match="way='zip'"):
+        exchange([torch.zeros(8)], "zip", layout)
+    with pytest.raises(ConfigError, match="8 elements"):
+        exchange([torch.zeros(9)], "fixed", layout)
