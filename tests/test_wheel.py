@@ -22,6 +22,7 @@ from dynamix import __version__
 ROOT = Path(__file__).parent.parent
 NEEDED = ("torch", "numpy", "psutil", "safetensors")
 CLI = ("typer", "rich", "pydantic")
+LAB = ("pyroute2", "pyyaml")
 NOT_THERE = ("typer", "rich", "pydantic", "pyroute2", "yaml", "gymnasium", "scipy", "pytest")
 
 pytestmark = [pytest.mark.slow, pytest.mark.multiproc]
@@ -60,6 +61,18 @@ def with_cli(empty: Path) -> Path:
     for name in _with_requirements(CLI):
         _link(name, empty / "borrowed")
     return empty
+
+
+@pytest.fixture(scope="module")
+def with_lab(with_cli: Path, built: Path) -> Path:
+    """The same environment, with the wheel of dynamix-lab and what that asks for without its extras."""
+    for name in _with_requirements(LAB):
+        _link(name, with_cli / "borrowed")
+    (wheel,) = built.glob("dynamix_lab-*.whl")
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input"]
+    python = str(with_cli / "env" / "bin" / "python")
+    _run([*pip, "--python", python, "install", "--no-deps", "--no-index", str(wheel)], with_cli)
+    return with_cli
 
 
 def _with_requirements(names: tuple[str, ...]) -> set[str]:
@@ -129,9 +142,23 @@ def test_the_wheel_holds_the_data_files(empty: Path) -> None:
 
 
 def test_with_the_extra_cli_the_commands_are_there(with_cli: Path) -> None:
-    """Last in this file: it adds packages to the environment."""
+    """Behind those that use less: it adds packages to the environment."""
     said = _run([str(with_cli / "env" / "bin" / "dynamix"), "--help"], with_cli).stdout
     assert all(name in said for name in ("observe", "policy", "report", "doctor"))
+    done = _call([str(with_cli / "env" / "bin" / "dynamix"), "emulate", "demo"], with_cli)
+    assert (done.returncode, "pip install ./lab" in done.stderr) == (2, True)
+
+
+def test_the_base_of_the_laboratory_is_what_emulate_needs(with_lab: Path) -> None:
+    command = str(with_lab / "env" / "bin" / "dynamix")
+    assert "hosts" in json.loads(_run([command, "emulate", "demo", "--schema"], with_lab).stdout)["properties"]
+    line = ["emulate", "demo", "--mechanism", "duty-cycle", "--out", str(with_lab / "run"), "--json", "--"]
+    python = str(with_lab / "env" / "bin" / "python")
+    ran = _run([command, *line, python, "-c", "import dynamix; dynamix.make_policy('pollux')"], with_lab)
+    assert json.loads(ran.stdout)["exit_code"] == 0
+    for words in (["bench", "stepcount"], ["demo"], ["policy", "evaluate"]):
+        done = _call([command, *words], with_lab)
+        assert (done.returncode, "pip install './lab[bench]'" in done.stderr) == (2, True), done.stderr
 
 
 def _metadata(file: Path) -> Message:
