@@ -88,7 +88,7 @@ def _makers() -> dict[str, Callable[[Mapping[str, Any]], Table | list[Section]]]
     from dynamix_lab.experiments import transfer
     from dynamix_lab.experiments.excavation import pages as excavation
     from dynamix_lab.peers import report as peers
-    from dynamix_lab.suites import disturbance, lengths, reaction, rebalance, simulated, stepcount, tasks, tta
+    from dynamix_lab.suites import disturbance, lengths, reaction, rebalance, simulated, stepcount, tasks, tta, wires
     from dynamix_lab.suites.aggregator import suite as aggregator
     from dynamix_lab.suites.compression import region
     from dynamix_lab.suites.compression import report as compression
@@ -138,6 +138,7 @@ def _makers() -> dict[str, Callable[[Mapping[str, Any]], Table | list[Section]]]
         "import": import_table,
         "mutants": mutants_table,
         "rebalance": rebalance.table,
+        "wires": wires.table,
     }
 
 
