@@ -27,16 +27,8 @@ _SPARSE = "Averaging() without sparse; with meet='gradients' and a hook of dynam
 _STEPS = "Averaging() without steps: a worker's move counts by its samples"
 
 
-class _Refusing(type):
-    """Of `Averaging`: arguments of earlier versions say what to write now."""
-
-    @removed_arguments(early=_EARLY, overlap=_OVERLAP, sparse=_SPARSE, steps=_STEPS)
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        return super().__call__(*args, **kwargs)
-
-
 @dataclass(frozen=True, slots=True)
-class Averaging(metaclass=_Refusing):
+class Averaging:
     """How models become one where workers meet over parameters: `controller.wrap(..., averaging=Averaging(...))`.
 
     Every worker has moved away from the parameters of the last meeting. The mean of these moves, weighted by the
@@ -68,6 +60,11 @@ class Averaging(metaclass=_Refusing):
     def plainly(self) -> dict[str, Any]:
         """What must be alike on all ranks."""
         return {"optimizer_state": self.optimizer_state, "wire": self.wire}
+
+
+# After the class is made: a dataclass writes its `__init__` itself.
+_refusing = removed_arguments(early=_EARLY, overlap=_OVERLAP, sparse=_SPARSE, steps=_STEPS)
+Averaging.__init__ = _refusing(Averaging.__init__)  # type: ignore[method-assign]
 
 
 class ParameterMeeting:
