@@ -128,7 +128,7 @@ def _hook(name: str | None, net: nn.Module) -> dict[str, Any]:
 
         return {"hook": bounded_hook, "hook_state": BoundedState(0.01)}
     if name == "lossy":
-        from dynamix.compression.lossy import LossyState, lossy_topk_hook
+        from dynamix_homomorphic import LossyState, lossy_topk_hook
 
         return {"hook": lossy_topk_hook, "hook_state": LossyState(net, keep=0.25)}
     return {"hook": compression_hook, "hook_state": CompressionState(name, min_bytes=0, seed=1)}  # type: ignore
