@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import importlib.machinery
 import importlib.util
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -26,11 +25,10 @@ def house() -> ModuleType:
     return module
 
 
-@pytest.mark.multiproc
 @pytest.mark.timeout(180)
 def test_no_figure_is_above_its_threshold() -> None:
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), "--check"], capture_output=True, text=True, timeout=170, check=False
+        [sys.executable, str(SCRIPT), "--check", "--no-steps"], capture_output=True, text=True, timeout=170, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -57,14 +55,3 @@ def test_a_figure_above_its_threshold_is_named_with_both_and_where(house: Module
     above, below = house.judged(figures, {"calls": 10, "lines": 100})
     assert above == ["calls: 11 is above its threshold 10; where: here.py"]
     assert below == ["lines: threshold 100 may fall to 50 (scripts/house --lower)"]
-
-
-def test_every_threshold_is_of_a_figure_that_exists(house: ModuleType) -> None:
-    thresholds = json.loads(SCRIPT.with_suffix(".json").read_text())
-    known = {**house.lines(), **house.shape(), **house.chains()}
-    jobs = tuple(f"{name}, " for name in house.JOBS)
-    missing = [
-        name for name in thresholds if name not in known and not name.startswith((*jobs, "chain in ", "lines src/"))
-    ]
-    assert thresholds
-    assert not missing
