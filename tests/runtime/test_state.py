@@ -104,6 +104,19 @@ def test_a_state_of_version_0_1_is_refused_by_name() -> None:
         controller.load_state_dict(None)  # type: ignore[arg-type]
 
 
+def test_a_state_of_0_2_loads_unless_samples_were_left_at_an_early_meeting() -> None:
+    state = copy.deepcopy(saved())
+    state["source"]["unused"] = [0]
+    state["checksum"] = checksum(state)
+    controller, sampler, _ = job()
+    controller.load_state_dict(state)
+    assert sampler.consumed == 9
+    state["source"]["unused"] = [3]
+    state["checksum"] = checksum(state)
+    with pytest.raises(StateError, match=r"source\.unused=\[3\].*early=True.*removed in 0\.3"):
+        controller.load_state_dict(state)
+
+
 def with_cuda(ranks: Any, found: Any) -> Any:
     """The parts of ranks, with other random states of CUDA devices."""
     return {0: {**ranks[0], "rng": {**ranks[0]["rng"], "cuda": found}}}

@@ -105,7 +105,7 @@ def test_all_ranks_end_and_name_the_rank_its_batch_and_the_line(tmp_path: Path, 
             rank.kill()
     said = [log.read_text() for log in logs]
     full, samples = int("first" not in where), 4 if meet == "parameters" else 24
-    assert [rank.returncode for rank in ranks] == [1, 1], said
+    assert all(rank.returncode for rank in ranks), said  # gloo may abort a process whose peer has ended
     at = re.search(r"full at ([\d.]+)", said[full])
     assert at, said
     # Until its last word: how long torch's own processes take to end is theirs.
