@@ -65,7 +65,7 @@ class AggregatorLink:
     where   "host:port" or an `Aggregator`
     """
 
-    candidates = CANDIDATES
+    candidates: tuple[str, ...] = CANDIDATES
 
     def __init__(self, where: str | Aggregator, group: dist.ProcessGroup, device: torch.device) -> None:
         self.where = Aggregator(where) if isinstance(where, str) else where
