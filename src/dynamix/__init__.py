@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from dynamix.policies import Policy, make_policy, policy_names
     from dynamix.policies.guard import Guard
     from dynamix.projection import project
-    from dynamix.runtime.averaging import weighted_average
     from dynamix.runtime.controller import Controller
-    from dynamix.runtime.gradients import weighted
-    from dynamix.runtime.parameters import Averaging
     from dynamix.runtime.settings import Settings
+    from dynamix.runtime.sync.collectives import weighted_average
+    from dynamix.runtime.sync.gradients import weighted
+    from dynamix.runtime.sync.parameter_averaging import Averaging
     from dynamix.window import Bounds, Window
 
 __version__ = "0.2.0"
@@ -71,9 +71,9 @@ _HOMES = {
     "dynamix.policies.guard": ("Guard",),
     "dynamix.projection": ("project",),
     "dynamix.runtime.controller": ("Controller",),
-    "dynamix.runtime.averaging": ("weighted_average",),
-    "dynamix.runtime.gradients": ("weighted",),
-    "dynamix.runtime.parameters": ("Averaging",),
+    "dynamix.runtime.sync.collectives": ("weighted_average",),
+    "dynamix.runtime.sync.gradients": ("weighted",),
+    "dynamix.runtime.sync.parameter_averaging": ("Averaging",),
     "dynamix.runtime.settings": ("Settings",),
     "dynamix.window": ("Bounds", "Window"),
 }

@@ -15,7 +15,7 @@ import dynamix
 from dynamix.compression import CompressionState, compression_hook
 from dynamix.compression.path import backend_on
 from dynamix.errors import ConfigError, StateError, UsageError
-from dynamix.runtime.gradients import GradientHook
+from dynamix.runtime.sync.gradients import GradientHook
 from tests.ranks import run_ranks
 
 ROWS = 200

@@ -12,7 +12,7 @@ from dynamix.policies.goodput import GROWTH
 from dynamix.policies.stigmergic.crowd import CANDIDATES, LEAST, Crowd, Smell
 from dynamix.policies.stigmergic.policy import Parameters, StigmergicPolicy
 from dynamix.policies.stigmergic.traces import Own, TraceKind, noise_part
-from dynamix.runtime.noise import NoiseScale
+from dynamix.runtime.measure.noise import NoiseScale
 from dynamix.window import Bounds, Floats
 
 UNIT = 64.0

@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import dynamix
 from dynamix.errors import DynamixError
 from dynamix.events.records import read_events
-from dynamix.runtime.agreement import PATIENCE_S
-from dynamix.runtime.decision import Decider
+from dynamix.runtime.decide.channel import PATIENCE_S
+from dynamix.runtime.decide.decision import Decider
 from tests.ranks import Ok, run_ranks
 
 pytestmark = pytest.mark.multiproc

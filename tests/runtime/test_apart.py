@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, TensorDataset
 
 import dynamix
-from dynamix.runtime.parameters import Averaging
+from dynamix.runtime.sync.parameter_averaging import Averaging
 from tests.ranks import run_ranks
 from tests.union import Script
 

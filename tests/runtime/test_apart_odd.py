@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from dynamix.runtime.noise import ConsecutiveNoise
-from dynamix.runtime.parameters import Averaging
+from dynamix.runtime.measure.noise import ConsecutiveNoise
+from dynamix.runtime.sync.parameter_averaging import Averaging
 from tests.ranks import run_ranks
 from tests.runtime.test_apart_loops import job
 

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, TensorDataset
 
 import dynamix
-from dynamix.runtime.groups import on_gloo
+from dynamix.runtime.ranks.process_groups import on_gloo
 from tests.ranks import run_ranks
 from tests.union import Deep
 

@@ -17,9 +17,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import dynamix
 from dynamix.errors import ConfigError, WorkerLostError
-from dynamix.runtime import control
-from dynamix.runtime.control import Rooms, open_control, require_descriptors
-from dynamix.runtime.packing import unpack
+from dynamix.runtime.ranks import group as control
+from dynamix.runtime.ranks.group import HierarchicalGroup, open_control, require_descriptors
+from dynamix.runtime.state.packing import unpack
 from tests.ranks import run_ranks
 from tests.union import Script
 
@@ -28,7 +28,7 @@ def _messages(rank: int, flat_up_to: int) -> list[Any]:
     control.FLAT_UP_TO = flat_up_to
     workers = dist.get_world_size()
     group = open_control(list(range(workers)))
-    assert isinstance(group, Rooms) == (workers > flat_up_to)
+    assert isinstance(group, HierarchicalGroup) == (workers > flat_up_to)
     told: list[Any] = []
     for k in range(30):
         row, answer = torch.tensor([rank, k, 0.5], dtype=torch.float64), torch.zeros(4, dtype=torch.float64)
@@ -71,7 +71,7 @@ def _train(rank: int, flat_up_to: int, policy: str, odd: bool = False) -> dict[s
     controller = dynamix.Controller(
         script if policy == "script" else policy, batch_size=4, interval=2, global_batch="adaptive"
     )
-    assert isinstance(controller._parts.control, Rooms) == (workers > flat_up_to)
+    assert isinstance(controller._parts.control, HierarchicalGroup) == (workers > flat_up_to)
     sampler = controller.batch_sampler(data, seed=int(odd and rank == 3))
     net = nn.Linear(4, 3)
     model = controller.wrap(DDP(net), optimizer := torch.optim.SGD(net.parameters(), lr=0.1))

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import dynamix
 from dynamix.errors import ConfigError, PolicyFileError, UsageError
 from dynamix.events.records import read_events
-from dynamix.runtime.packing import checksum, pack
+from dynamix.runtime.state.packing import checksum, pack
 from tests.ranks import run_ranks
 from tests.union import Script
 

@@ -23,11 +23,11 @@ from dynamix.events.records import read_events
 from dynamix.policies.guard import Guard
 from dynamix.policies.stigmergic.policy import PRETRAINED, StigmergicPolicy
 from dynamix.policies.stigmergic.traces import LEAST_OF_FEW, TRACES, TraceKind
-from dynamix.runtime.control import ControlGroup
-from dynamix.runtime.decentral import PeerChannel, open_channel, own_window
-from dynamix.runtime.decision import Decider
-from dynamix.runtime.job import Closing, JobFacts
-from dynamix.runtime.observation import ROW
+from dynamix.runtime.decide.decision import Decider
+from dynamix.runtime.decide.job_facts import ClosedWindow, JobFacts
+from dynamix.runtime.decide.peer_channel import PeerChannel, open_channel, own_window
+from dynamix.runtime.measure.recorder import ROW
+from dynamix.runtime.ranks.group import ControlGroup
 from dynamix.window import Bounds, Window
 from tests.ranks import Ok, run_ranks
 from tests.runtime.test_resume import _assert_every_sample_once, _run
@@ -252,7 +252,7 @@ def test_the_noise_of_a_row_is_that_of_the_batch_it_was_measured_in() -> None:
     # Of 60 samples: the noise is 1.5, so that of one is 90, and |G|^2 is 1.
     norms = {"gradient_norm_sq": [4.0, 4.0], "global_norm_sq": 2.5}
     row = _row(Window.of(np.array([30, 30]), **before, **norms), 0, 3)
-    _, _, left = channel.observe(row, Closing(1, np.array([60, 60]), 0, 0, 1.0, 0, 0))
+    _, _, left = channel.observe(row, ClosedWindow(1, np.array([60, 60]), 0, 0, 1.0, 0, 0))
     channel.close()
     noise, square = left[TraceKind.NOISE] * 2.5, left[TraceKind.HEARD] * 2.5
     assert (noise, square - noise) == pytest.approx((90 / 120, 1.0))
@@ -278,7 +278,7 @@ def test_ranks_that_decide_alone_come_to_what_the_simulator_does() -> None:
             steps=steps,
             base_batch=32 * workers,
         )
-        closing = Closing(index, sizes, 0, 0, 1.0, 0, 0)
+        closing = ClosedWindow(index, sizes, 0, 0, 1.0, 0, 0)
         owns = [own_window(_row(window, i, steps), closing, rank=i, job=job) for i in range(workers)]
         taken = [rank.observe(own) for rank, own in zip(ranks, owns, strict=True)]
         left, way = sum(left[0] for _, left in taken), np.zeros(len(TRACES))

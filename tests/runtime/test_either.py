@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import dynamix
 from dynamix.errors import ConfigError, UsageError
 from dynamix.events.records import read_events
-from dynamix.runtime.parameters import Averaging
+from dynamix.runtime.sync.parameter_averaging import Averaging
 from dynamix.window import Bounds, Ints, Window
 from tests.ranks import run_ranks
 from tests.union import Script

@@ -17,8 +17,9 @@ from torch.distributed import HashStore, TCPStore
 
 import dynamix
 from dynamix.errors import ConfigError, DynamixError, StateError, UsageError, WorkerLostError
-from dynamix.runtime import ending, meeting
-from dynamix.runtime.ending import Ending
+from dynamix.runtime.ranks import errors as ending
+from dynamix.runtime.ranks import rendezvous as meeting
+from dynamix.runtime.ranks.errors import JobErrors
 from tests.ranks import run_ranks
 from tests.runtime.loops import Job, Loops, data
 
@@ -26,9 +27,9 @@ LOOPS = Loops()
 wrong, right = LOOPS.wrong, LOOPS.right
 
 
-def _both() -> tuple[Ending, Ending]:
+def _both() -> tuple[JobErrors, JobErrors]:
     store = HashStore()
-    first, second = (Ending(store, "job", rank=rank, workers=2) for rank in range(2))
+    first, second = (JobErrors(store, "job", rank=rank, workers=2) for rank in range(2))
     return first, second
 
 
@@ -75,7 +76,7 @@ def test_ranks_that_all_had_an_error_wait_for_each_other(monkeypatch: pytest.Mon
 
 def test_a_store_that_hangs_keeps_nobody_waiting(store_server: tuple[int, int]) -> None:
     process, port = store_server
-    one = Ending(TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False), "job", rank=1, workers=2)
+    one = JobErrors(TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False), "job", rank=1, workers=2)
     assert one.told() is None
     os.kill(process, signal.SIGSTOP)
     try:

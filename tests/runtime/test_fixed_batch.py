@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import dynamix
 from dynamix.errors import ConfigError, UsageError
-from dynamix.runtime.job import JobFacts, fixed_at
-from dynamix.runtime.packing import checksum, pack
+from dynamix.runtime.decide.job_facts import JobFacts, fixed_at
+from dynamix.runtime.state.packing import checksum, pack
 from dynamix.window import Bounds
 from tests.ranks import run_ranks
 from tests.union import Script

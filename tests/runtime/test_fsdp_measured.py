@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import dynamix
-from dynamix.runtime.noise import NoiseScale
+from dynamix.runtime.measure.noise import NoiseScale
 from dynamix.window import Bounds, Window
 from tests.ranks import run_ranks
 from tests.runtime.sharded_jobs import Blocks, ShardedCase, full

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import dynamix
 from dynamix.errors import ConfigError, UsageError
-from dynamix.runtime.noise import ConsecutiveNoise, NoiseScale
+from dynamix.runtime.measure.noise import ConsecutiveNoise, NoiseScale
 from tests.ranks import run_ranks
 
 DIMENSION, SIGNAL = 400, 0.3  # |G|^2 and tr(Sigma) of the quadratic's gradient noise are known

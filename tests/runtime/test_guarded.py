@@ -17,7 +17,7 @@ import dynamix
 from dynamix.errors import ConfigError
 from dynamix.events.records import read_events
 from dynamix.policies.guard import Guard
-from dynamix.runtime.packing import unpack
+from dynamix.runtime.state.packing import unpack
 from tests.union import Script
 
 

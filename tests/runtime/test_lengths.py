@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import dynamix
 from dynamix.errors import ConfigError, StateError
-from dynamix.runtime.decision import Decider
+from dynamix.runtime.decide.decision import Decider
 from dynamix.window import Window
 from tests.ranks import run_ranks
 from tests.union import Case, worst_error

@@ -24,8 +24,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import dynamix
 from dynamix.errors import WorkerLostError
-from dynamix.runtime.groups import _kept
-from dynamix.runtime.liveness import Liveness
+from dynamix.runtime.ranks.liveness import Liveness
+from dynamix.runtime.ranks.process_groups import _kept
 from tests.ranks import Ok, run_ranks
 
 pytestmark = pytest.mark.multiproc

@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, TensorDataset
 
 import dynamix
-from dynamix.runtime.noise import NoiseScale
-from dynamix.runtime.observation import NORMS_EVERY
+from dynamix.runtime.measure.noise import NoiseScale
+from dynamix.runtime.measure.recorder import NORMS_EVERY
 from tests.ranks import run_ranks
 from tests.union import Case, worst_error
 

@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dynamix.runtime.observation import ACCURACY_EVERY, ROW, Recorder
-from dynamix.runtime.readings import ACCURACY_ELEMENTS, ACCURACY_ROWS
+from dynamix.runtime.measure.readings import ACCURACY_ELEMENTS, ACCURACY_ROWS
+from dynamix.runtime.measure.recorder import ACCURACY_EVERY, ROW, Recorder
 from tests.ranks import run_ranks
 from tests.runtime.loops import Job
 

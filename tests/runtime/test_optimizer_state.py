@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import dynamix
 from dynamix.errors import UsageError
-from dynamix.runtime.parameters import Averaging
+from dynamix.runtime.sync.parameter_averaging import Averaging
 from tests.ranks import run_ranks
 from tests.union import Script
 

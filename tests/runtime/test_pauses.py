@@ -19,9 +19,9 @@ import dynamix
 from dynamix.events.records import read_events
 from dynamix.policies.registry import make_policy, policy_names
 from dynamix.probes.timing import StepTimer
-from dynamix.runtime.decision import Decider
-from dynamix.runtime.job import Closing, JobFacts
-from dynamix.runtime.observation import Recorder, assemble
+from dynamix.runtime.decide.decision import Decider
+from dynamix.runtime.decide.job_facts import ClosedWindow, JobFacts
+from dynamix.runtime.measure.recorder import Recorder, assemble
 from dynamix.window import Bounds, Floats, Ints, Window
 from dynamix_lab.virtual.workers import VirtualTime
 from tests.ranks import run_ranks
@@ -98,7 +98,7 @@ def _shares(name: str, interval: int, disturb: Disturbance = _nothing, windows: 
             workers.train(sizes, keep=True)
         shares.append(sizes / sizes.sum())
         now, age = workers.steps, float(workers.steps - since)
-        job.closing = Closing(window, sizes, now, now + 1, age, step=now, samples=0)
+        job.closing = ClosedWindow(window, sizes, now, now + 1, age, step=now, samples=0)
         decided = decider.decide(workers.rows(sizes)).sizes
     return np.array(shares)
 

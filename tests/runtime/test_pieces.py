@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import dynamix
 from dynamix.data.plan import pieces_of
-from dynamix.runtime.noise import NoiseScale
-from dynamix.runtime.observation import NORMS_EVERY
+from dynamix.runtime.measure.noise import NoiseScale
+from dynamix.runtime.measure.recorder import NORMS_EVERY
 from tests.ranks import run_ranks
 from tests.union import Case, Script, larger, worst_error
 

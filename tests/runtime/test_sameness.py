@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import dynamix
 from dynamix.errors import DynamixError, UsageError
-from dynamix.runtime import ending
-from dynamix.runtime.packing import checksum
+from dynamix.runtime.ranks import errors as ending
+from dynamix.runtime.state.packing import checksum
 from tests.ranks import run_ranks
 from tests.union import Script
 

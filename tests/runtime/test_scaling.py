@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import dynamix
 from dynamix.errors import ConfigError
-from dynamix.runtime.scaling import RULES, LearningRate, SampleSchedule, rule
+from dynamix.runtime.rate.scaling import RULES, LearningRate, SampleSchedule, rule
 from tests.ranks import run_ranks
 from tests.union import Script
 

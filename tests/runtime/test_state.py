@@ -24,8 +24,8 @@ from torch.utils.data import TensorDataset
 import dynamix
 from dynamix.errors import DynamixError, StateError
 from dynamix.policies import make_policy
-from dynamix.runtime.packing import checksum, pack, unpack
-from dynamix.runtime.state import SavedState
+from dynamix.runtime.state.packing import checksum, pack, unpack
+from dynamix.runtime.state.schema import SavedState
 from dynamix.window import Bounds, Window
 from tests.ranks import run_ranks
 

@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from dynamix.runtime.stopping import Stopping
+from dynamix.runtime.ranks.stopping import Stopping
 
 
 def _alive() -> None:

@@ -15,10 +15,10 @@ from dynamix.errors import ConfigError, UsageError
 from dynamix.model.rounds import MOST
 from dynamix.policies import Policy, make_policy
 from dynamix.policies.wrappers import peers_of
-from dynamix.runtime.control import ControlGroup, open_control
-from dynamix.runtime.job import fixed_at
-from dynamix.runtime.meeting import meet, refuse
-from dynamix.runtime.sameness import require_same
+from dynamix.runtime.decide.job_facts import fixed_at
+from dynamix.runtime.ranks.compare import require_same
+from dynamix.runtime.ranks.group import ControlGroup, open_control
+from dynamix.runtime.ranks.rendezvous import meet, refuse
 from dynamix.window import Bounds, Ints
 
 POLICY_VARIABLE, MEET_VARIABLE = "DYNAMIX_POLICY", "DYNAMIX_MEET"  # of the environment; they win over the script's

@@ -16,7 +16,6 @@ from dynamix.model.ways import Ways
 from dynamix.policies import Policy
 from dynamix.policies.protocol import boundary
 from dynamix.policies.wrappers import peers_of
-from dynamix.runtime.agreement import DRAIN_S
 from dynamix.runtime.arguments import (
     check_counts,
     check_interval,
@@ -26,19 +25,20 @@ from dynamix.runtime.arguments import (
     policy_of,
     watched,
 )
-from dynamix.runtime.control import ControlGroup
-from dynamix.runtime.coordinator import Coordinator
-from dynamix.runtime.decentral import open_channel
-from dynamix.runtime.decision import Decider, recorded
-from dynamix.runtime.groups import destroy_groups
-from dynamix.runtime.hosts import own_host
-from dynamix.runtime.job import JobFacts
-from dynamix.runtime.liveness import Liveness
-from dynamix.runtime.loss_weight import LossWeight
+from dynamix.runtime.decide.channel import DRAIN_S
+from dynamix.runtime.decide.decision import Decider, recorded
+from dynamix.runtime.decide.job_facts import JobFacts
+from dynamix.runtime.decide.peer_channel import open_channel
+from dynamix.runtime.job import TrainingJob
 from dynamix.runtime.memory import ExitNote
-from dynamix.runtime.ranks import Ranks
-from dynamix.runtime.sameness import shape_of
-from dynamix.runtime.scaling import rule
+from dynamix.runtime.ranks.compare import shape_of
+from dynamix.runtime.ranks.group import ControlGroup
+from dynamix.runtime.ranks.hosts import own_host
+from dynamix.runtime.ranks.liveness import Liveness
+from dynamix.runtime.ranks.process_groups import destroy_groups
+from dynamix.runtime.ranks.ranks import Ranks
+from dynamix.runtime.rate.scaling import rule
+from dynamix.runtime.sync.loss_weight import LossWeight
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Assembly:
     """The parts of one rank's controller."""
 
     policy: Policy
-    coordinator: Coordinator
+    coordinator: TrainingJob
     events: BackgroundLog | None
     control: ControlGroup | None
     exit_note: ExitNote | None = None
@@ -186,7 +186,7 @@ def assemble(group: dist.ProcessGroup | None, rank: int, given: JobArguments) ->
     decider = Decider(served, job, replay=replayed, events=events) if rank == 0 else None
     channel = open_channel(control, workers, job, served, decider, replays=replayed is not None, lr_rule=given.lr_rule)
     ranks = None if control is None else Ranks(control)
-    coordinator = Coordinator(
+    coordinator = TrainingJob(
         job,
         served,
         channel,

@@ -12,20 +12,20 @@ from torch.optim import Optimizer
 
 from dynamix.errors import ConfigError, UsageError
 from dynamix.projection import project
-from dynamix.runtime import random_state
-from dynamix.runtime.apart import attach_apart, attach_both
-from dynamix.runtime.coordinator import Coordinator
-from dynamix.runtime.loop import WRAP_ONCE
+from dynamix.runtime.check.loop import WRAP_ONCE
+from dynamix.runtime.job import TrainingJob
+from dynamix.runtime.measure.recorder import Recorder, Unmeasured
 from dynamix.runtime.memory import Memory, within
-from dynamix.runtime.observation import Recorder, Unmeasured
-from dynamix.runtime.sharded import attach_sharded
-from dynamix.runtime.shards import Shards, is_fully_sharded, refuse_fsdp1
-from dynamix.runtime.weighting import Attached, attach
+from dynamix.runtime.state import random_state
+from dynamix.runtime.sync.connected_model import ConnectedModel, attach
+from dynamix.runtime.sync.local_sgd import attach_apart, attach_both
+from dynamix.runtime.sync.sharded import attach_sharded
+from dynamix.runtime.sync.shards import Shards, is_fully_sharded, refuse_fsdp1
 from dynamix.window import Bounds
 
 
 def connect(
-    coordinator: Coordinator, group: dist.ProcessGroup | None, model: nn.Module, optimizer: Optimizer, **options: Any
+    coordinator: TrainingJob, group: dist.ProcessGroup | None, model: nn.Module, optimizer: Optimizer, **options: Any
 ) -> bool:
     """`Controller.wrap`, its options being those of `attach`. Whether `model` is the first that is connected."""
     refuse_fsdp1(model)
@@ -65,7 +65,7 @@ def _require_held_shares(bounds: Bounds, shards: Shards, group: dist.ProcessGrou
 
 
 def _connect_another(
-    coordinator: Coordinator,
+    coordinator: TrainingJob,
     group: dist.ProcessGroup | None,
     model: nn.Module,
     optimizer: Optimizer,
@@ -84,12 +84,12 @@ def _connect_another(
 
 
 def _attach(
-    coordinator: Coordinator,
+    coordinator: TrainingJob,
     model: nn.Module,
     group: dist.ProcessGroup | None,
     recorder: Recorder,
     options: dict[str, Any],
-) -> Attached:
+) -> ConnectedModel:
     ending = None if coordinator.ranks is None else coordinator.ranks.ending
     if coordinator.ways is not None:
         return attach_both(model, group, coordinator.share, recorder, ending, **options)
@@ -146,7 +146,7 @@ def require_own_passes(model: nn.Module, group: dist.ProcessGroup | None, *, apa
 
 
 @contextmanager
-def piece(coordinator: Coordinator) -> Iterator[None]:
+def piece(coordinator: TrainingJob) -> Iterator[None]:
     """`Controller.piece`."""
     with ExitStack() as stack:
         now = coordinator.need_source().piece()
@@ -162,7 +162,7 @@ def piece(coordinator: Coordinator) -> Iterator[None]:
             coordinator.own_gradients.finish(attached)
 
 
-def find_limits(coordinator: Coordinator, step_fn: Callable[[Any], Any], example: Any, *, margin: float) -> list[int]:
+def find_limits(coordinator: TrainingJob, step_fn: Callable[[Any], Any], example: Any, *, margin: float) -> list[int]:
     """`Controller.find_limits`."""
     source, job = coordinator.source, coordinator.job
     memory = coordinator.need_memory()
@@ -189,7 +189,7 @@ def find_limits(coordinator: Coordinator, step_fn: Callable[[Any], Any], example
     return [int(cap) for cap in caps]
 
 
-def warm_up(coordinator: Coordinator, forward_backward: Callable[[], Any]) -> None:
+def warm_up(coordinator: TrainingJob, forward_backward: Callable[[], Any]) -> None:
     """`Controller.warm_up`."""
     if coordinator.attached is None:
         raise UsageError("call controller.wrap(model, optimizer) before warm_up()")

@@ -21,9 +21,9 @@ from dynamix.runtime.arguments import from_outside, rank_in, require_no_launcher
 from dynamix.runtime.assembly import JobArguments, assemble
 from dynamix.runtime.feeding import Feeding
 from dynamix.runtime.memory import ExitNote
-from dynamix.runtime.parameters import Averaging
-from dynamix.runtime.scaling import SampleSchedule
-from dynamix.runtime.unwrapping import inner_model, inner_optimizer
+from dynamix.runtime.rate.scaling import SampleSchedule
+from dynamix.runtime.sync.parameter_averaging import Averaging
+from dynamix.runtime.sync.unwrapping import inner_model, inner_optimizer
 
 Model = TypeVar("Model", bound=nn.Module)
 Collate = Callable[[list[Any]], Any]
@@ -267,7 +267,7 @@ class Controller(Feeding):
 
         loss, logits, target   of this micro-batch, as observations: tensors, dicts or a model's output; may be None.
                                The loss unweighted, or as it is with weighting="given". What cannot be read is unknown
-                               (NaN), with one warning; the forms are in `dynamix.runtime.readings.Reader`
+                               (NaN), with one warning; the forms are in `dynamix.runtime.measure.readings.Reader`
         count                  samples really in this micro-batch, if your collate can drop some: checked
         Never synchronises a device. Raises `WorkerLostError` when another rank is gone.
         """

@@ -10,12 +10,12 @@ from dynamix.data.lengths import Lengths
 from dynamix.data.loader import Loader, made_anew, order_of, require_batch_size
 from dynamix.data.sampler import Partition
 from dynamix.runtime.arguments import costs_by_length
-from dynamix.runtime.standing import Standing
+from dynamix.runtime.status import ControllerStatus
 
 Collate = Callable[[Any], Any]
 
 
-class Feeding(Standing):
+class Feeding(ControllerStatus):
     """The part of `Controller` that makes batches; one of the three is called, once."""
 
     _batch_sizes: dict[str, int]  # what the loop's batches may be at the start, by the argument's name

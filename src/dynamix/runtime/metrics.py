@@ -1,6 +1,6 @@
 """What one rank can tell of a job at any time, as numbers for a logger. No collective, no device waits."""
 
-from dynamix.runtime.coordinator import Coordinator
+from dynamix.runtime.job import TrainingJob
 
 # Name -> meaning. Unknown is NaN. "This rank": the others' values differ.
 METRICS = {
@@ -26,7 +26,7 @@ METRICS = {
 }
 
 
-def metrics_of(coordinator: Coordinator, overhead_s: float) -> dict[str, float]:
+def metrics_of(coordinator: TrainingJob, overhead_s: float) -> dict[str, float]:
     """The values of `METRICS`, in their order; `overhead_s` is the seconds in all calls of `step`."""
     nan = float("nan")
     progress, source, recorder = coordinator.progress, coordinator.source, coordinator.recorder
@@ -51,7 +51,7 @@ def metrics_of(coordinator: Coordinator, overhead_s: float) -> dict[str, float]:
     return {name: float(found.get(name, nan)) for name in METRICS}
 
 
-def _steps_apart(coordinator: Coordinator, samples: float) -> float:
+def _steps_apart(coordinator: TrainingJob, samples: float) -> float:
     """A worker's optimizer steps in the coming round of so many `samples` of all, in the mean; 0 over gradients."""
     if coordinator.ways is not None:
         piece = coordinator.piece_apart

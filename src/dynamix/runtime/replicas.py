@@ -17,7 +17,7 @@ from dynamix.errors import ConfigError, UsageError
 from dynamix.policies.protocol import boundary
 from dynamix.projection import project
 from dynamix.runtime.arguments import check_counts, policy_of
-from dynamix.runtime.job import fixed_at
+from dynamix.runtime.decide.job_facts import fixed_at
 from dynamix.window import Bounds, Floats, Ints, Window
 
 _UNKNOWN = -1.0  # samples of a replica that has trained nothing so far

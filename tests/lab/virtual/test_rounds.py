@@ -20,7 +20,7 @@ import dynamix
 from dynamix.data.plan import pieces_of
 from dynamix.errors import ConfigError
 from dynamix.events.records import read_events
-from dynamix.runtime.parameters import Averaging
+from dynamix.runtime.sync.parameter_averaging import Averaging
 from dynamix.window import Bounds, Ints, Window
 from dynamix_lab.simulator import Clusters, sample_clusters
 from dynamix_lab.virtual.cluster import VirtualCluster

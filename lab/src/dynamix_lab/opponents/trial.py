@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar
 from torch.optim import Optimizer
 
 from dynamix.errors import ConfigError
-from dynamix.runtime.scaling import AUTO, RULES
+from dynamix.runtime.rate.scaling import AUTO, RULES
 
 PERIODS = ("fixed", "post_local", "adacomm", "qsr", "ratio", "auto")
 OURS = ("fixed", "ratio", "auto")  # of the product, under a policy
@@ -87,7 +87,7 @@ class Trial:
     policy         what decides the shares, for `make_policy`; None where workers meet over parameters, or not at all
     batch_size     samples per worker and step at the start
     learning_rate  for the global batch at the start; of a local step, or of the single worker's
-    lr_rule        how the rate follows the global batch (`dynamix.runtime.scaling`)
+    lr_rule        how the rate follows the global batch (`dynamix.runtime.rate.scaling`)
     local          how workers meet over parameters; None: over gradients. With a policy it is the product that meets,
                    `batch_size` is a piece's, and the period one of `OURS`
     schedule       of the rate over samples: "constant"; "cosine" down to a hundredth at `budget`; "steps": a tenth of

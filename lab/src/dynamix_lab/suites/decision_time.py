@@ -13,11 +13,11 @@ import torch
 
 from dynamix.events.records import EventLog
 from dynamix.policies import make_policy
-from dynamix.runtime.agreement import Message
 from dynamix.runtime.arguments import watched
-from dynamix.runtime.decision import Decider
-from dynamix.runtime.job import Closing, JobFacts
-from dynamix.runtime.observation import ROW
+from dynamix.runtime.decide.channel import Message
+from dynamix.runtime.decide.decision import Decider
+from dynamix.runtime.decide.job_facts import ClosedWindow, JobFacts
+from dynamix.runtime.measure.recorder import ROW
 from dynamix.window import Bounds, Window
 from dynamix_lab.simulator import ClusterEnv, sample_family
 
@@ -53,7 +53,7 @@ def decision_times(policy: str, *, workers: int, decisions: int = DECISIONS) -> 
             decider = Decider(chosen, job, events=events)
             for i in range(decisions + FIRST):
                 one = _first(window)
-                closing = Closing(i, one.batch_size, 10 * i, 10 * i, 10.0, 10 * i, 0)
+                closing = ClosedWindow(i, one.batch_size, 10 * i, 10 * i, 10.0, 10 * i, 0)
                 began, worked = time.perf_counter(), time.thread_time()
                 sizes = chosen.decide(one, bounds)
                 decided = time.thread_time()
@@ -95,7 +95,7 @@ def beside_times(*, workers: int, windows: int = BESIDE_WINDOWS) -> dict[str, fl
         with tempfile.TemporaryDirectory() as folder, EventLog(Path(folder) / "events.jsonl") as events:
             decider = Decider(make_policy("static"), job, events=events)
             for i in range(windows + FIRST):
-                closing = Closing(i, sizes, 10 * i, 10 * i, 10.0, 10 * i, 0)
+                closing = ClosedWindow(i, sizes, 10 * i, 10 * i, 10.0, 10 * i, 0)
                 marks = [time.thread_time()]
                 rows = block.clone().numpy()
                 marks.append(time.thread_time())

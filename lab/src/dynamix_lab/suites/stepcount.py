@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 from dynamix.errors import ConfigError
 from dynamix.events.run_folder import commit, versions
-from dynamix.runtime.noise import NoiseScale
-from dynamix.runtime.scaling import LearningRate
+from dynamix.runtime.measure.noise import NoiseScale
+from dynamix.runtime.rate.scaling import LearningRate
 from dynamix_lab.harness.suite import Cell, Context, Suite, Tell
 from dynamix_lab.report import Table, number
 from dynamix_lab.tasks import Workload, make_workload, score

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from dynamix.errors import ConfigError
 from dynamix.events.run_folder import commit, versions
-from dynamix.runtime.noise import NoiseScale
+from dynamix.runtime.measure.noise import NoiseScale
 from dynamix_lab.harness.suite import Cell, Context, Suite, Tell, untold
 from dynamix_lab.report import Table, number
 from dynamix_lab.tasks import Arrays, Data, Workload, make_workload, score, workload_names

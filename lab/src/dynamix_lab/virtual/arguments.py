@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 from dynamix.errors import ConfigError
 from dynamix.policies import Policy
 from dynamix.runtime.arguments import job_bounds, starting_sizes
-from dynamix.runtime.job import fixed_at
-from dynamix.runtime.parameters import Averaging
+from dynamix.runtime.decide.job_facts import fixed_at
+from dynamix.runtime.sync.parameter_averaging import Averaging
 from dynamix.window import Bounds, Floats, Ints
 from dynamix_lab.simulator.clusters import Clusters
 from dynamix_lab.virtual.union_gradient import Indices, Load

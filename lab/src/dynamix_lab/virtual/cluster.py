@@ -23,8 +23,6 @@ from dynamix.model.rounds import RoundSize
 from dynamix.model.ways import Ways
 from dynamix.policies import Policy
 from dynamix.policies.protocol import boundary
-from dynamix.runtime import random_state
-from dynamix.runtime.agreement import Channel, Message
 from dynamix.runtime.arguments import (
     check_counts,
     check_interval,
@@ -32,13 +30,15 @@ from dynamix.runtime.arguments import (
     paced,
     policy_of,
 )
-from dynamix.runtime.coordinator import Coordinator
-from dynamix.runtime.decision import Decider, recorded
-from dynamix.runtime.job import Closing, JobFacts
-from dynamix.runtime.loss_weight import LossWeight
-from dynamix.runtime.observation import Recorder
-from dynamix.runtime.parameters import Averaging
-from dynamix.runtime.scaling import SampleSchedule
+from dynamix.runtime.decide.channel import DecisionChannel, Message
+from dynamix.runtime.decide.decision import Decider, recorded
+from dynamix.runtime.decide.job_facts import ClosedWindow, JobFacts
+from dynamix.runtime.job import TrainingJob
+from dynamix.runtime.measure.recorder import Recorder
+from dynamix.runtime.rate.scaling import SampleSchedule
+from dynamix.runtime.state import random_state
+from dynamix.runtime.sync.loss_weight import LossWeight
+from dynamix.runtime.sync.parameter_averaging import Averaging
 from dynamix.window import Bounds, Floats, Ints
 from dynamix_lab.simulator.clusters import Clusters
 from dynamix_lab.simulator.env import ClusterEnv
@@ -176,8 +176,8 @@ class VirtualCluster:
         replayed = None if replay is None else recorded(replay)
         self._events = None if events is None else EventLog(events)
         decider = _ForAll(self.policy, job, replay=replayed, events=self._events, clock=self._workers.time.mark)
-        channel = Channel(None, start.size, decider)
-        self._coordinator = coordinator = Coordinator(
+        channel = DecisionChannel(None, start.size, decider)
+        self._coordinator = coordinator = TrainingJob(
             job,
             self.policy,
             channel,
@@ -374,7 +374,7 @@ class _AllRecorders(Recorder):
 
 
 class _ForAll(Decider):
-    """Decides in place: the one row that a `Channel` without a group stacks is everyone's, (1, W, n)."""
+    """Decides in place: the one row that a `DecisionChannel` without a group stacks is everyone's, (1, W, n)."""
 
-    def decide(self, rows: Floats, closing: Closing | None = None) -> Message:
+    def decide(self, rows: Floats, closing: ClosedWindow | None = None) -> Message:
         return super().decide(rows[0], closing)

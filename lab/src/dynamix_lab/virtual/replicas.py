@@ -13,11 +13,11 @@ from torch.optim import Optimizer
 
 from dynamix.data.plan import pieces_of
 from dynamix.errors import ConfigError
-from dynamix.runtime.averaging import Workers
-from dynamix.runtime.noise import ConsecutiveNoise
-from dynamix.runtime.observation import Recorder
-from dynamix.runtime.parameters import Averaging, ParameterMeeting
-from dynamix.runtime.readings import ACCURACY_ROWS
+from dynamix.runtime.measure.noise import ConsecutiveNoise
+from dynamix.runtime.measure.readings import ACCURACY_ROWS
+from dynamix.runtime.measure.recorder import Recorder
+from dynamix.runtime.sync.collectives import Workers
+from dynamix.runtime.sync.parameter_averaging import Averaging, ParameterAveraging
 from dynamix_lab.simulator.rounds import RoundApart
 from dynamix_lab.virtual.union_gradient import Indices, Load, ShareSeen, forward, moved
 
@@ -28,7 +28,7 @@ class Replicas:
     """W workers, the first of which has `model` and `optimizer` themselves and the others deep copies.
 
     A round is trained worker after worker. Each takes an optimizer step on every piece of its share, and then the
-    models become one by the code of a live job (`ParameterMeeting`). Masks of dropout come from one stream. Learning
+    models become one by the code of a live job (`ParameterAveraging`). Masks of dropout come from one stream. Learning
     rates and other settings of `optimizer` are everybody's.
 
     load       indices -> (inputs, targets), already collated
@@ -134,7 +134,7 @@ class _Replica:
         at_times: bool,
     ) -> None:
         self.model, self.optimizer, self.recorder = model, optimizer, recorder
-        self.meeting = ParameterMeeting(model, how, workers, workers, scaler=None, at_times=at_times)
+        self.meeting = ParameterAveraging(model, how, workers, workers, scaler=None, at_times=at_times)
         if at_times:  # which steps are apart is known by who trains
             self.meeting.before_step = lambda: None
         self.meeting.add_optimizer(optimizer)

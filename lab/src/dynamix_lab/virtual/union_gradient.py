@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from dynamix.errors import ConfigError
-from dynamix.runtime.readings import ACCURACY_ROWS
+from dynamix.runtime.measure.readings import ACCURACY_ROWS
 
 Indices = Sequence[int]
 Load = Callable[[Indices], tuple[Any, Any]]

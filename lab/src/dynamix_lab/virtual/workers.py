@@ -8,7 +8,7 @@ import torch
 from dynamix.data import StepPlan
 from dynamix.errors import ConfigError
 from dynamix.probes.timing import CpuClock, StepTimer
-from dynamix.runtime.observation import ROW, Recorder
+from dynamix.runtime.measure.recorder import ROW, Recorder
 from dynamix.window import Floats, Ints
 from dynamix_lab.simulator.clusters import Clusters
 from dynamix_lab.simulator.env import ClusterEnv

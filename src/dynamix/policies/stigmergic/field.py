@@ -4,8 +4,8 @@ S-MADRL (arXiv 2510.03592): a visited cell becomes rho <- (1 - alpha) rho + beta
 is lazy: a cell holds its value and the step at which that was true, so a step costs as much as there are visits, not
 cells. Deposits of one step add up, and the order in which deposits arrive does not matter, even if some arrive late.
 
-Ranks of a training job each hold the whole field (`dynamix.runtime.decentral`): what all left of a window reaches
-everybody as one sum.
+Ranks of a training job each hold the whole field (`dynamix.runtime.decide.peer_channel`): what all left of a window
+reaches everybody as one sum.
 """
 
 from dataclasses import dataclass

@@ -77,7 +77,7 @@ RANGES: dict[str, tuple[float, float]] = {f.name: f.metadata["range"] for f in d
 
 
 class StigmergicPolicy:
-    """The rule. In a job of several ranks each holds one and decides for itself (`dynamix.runtime.decentral`).
+    """The rule. In a job of several ranks each holds one and decides for itself (`runtime.decide.peer_channel`).
 
     `decide` plays all W workers of a cluster, or of C clusters, in one process: for simulators and jobs of one rank.
     What it does per worker does not depend on W.

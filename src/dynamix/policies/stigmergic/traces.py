@@ -97,7 +97,7 @@ def noise_part(weight: Floats, local_sq: Floats, global_sq: Floats, workers: int
 
     The mean over workers is the pooled estimate of `gradients.NoiseScale` over B |g|^2. NaN for a single worker.
 
-    >>> from dynamix.runtime.noise import NoiseScale
+    >>> from dynamix.runtime.measure.noise import NoiseScale
     >>> local, weight = np.array([5.0, 3.0]), np.array([1 / 3, 2 / 3])
     >>> S, _ = NoiseScale.estimate(local, 2.0, np.array([2.0, 4.0]))
     >>> bool(abs(noise_part(weight, local, np.array(2.0), 2).mean() - S / (6 * 2.0)) < 1e-12)

@@ -9,13 +9,13 @@ from torch.optim import Optimizer
 
 from dynamix.errors import ConfigError, UsageError
 from dynamix.runtime.arguments import open_control_group
-from dynamix.runtime.control import ControlGroup
-from dynamix.runtime.loss_weight import LossWeight
 from dynamix.runtime.memory.exit_advice import ExitNote
 from dynamix.runtime.memory.gauge import Gauge, is_out_of_memory
 from dynamix.runtime.memory.limits import LimitSearch, within
-from dynamix.runtime.shards import is_fully_sharded
-from dynamix.runtime.weighting import Attached
+from dynamix.runtime.ranks.group import ControlGroup
+from dynamix.runtime.sync.connected_model import ConnectedModel
+from dynamix.runtime.sync.loss_weight import LossWeight
+from dynamix.runtime.sync.shards import is_fully_sharded
 from dynamix.window import Bounds, Ints
 
 __all__ = ["ExitNote", "Memory", "is_out_of_memory", "within"]
@@ -31,7 +31,7 @@ class Memory:
 
     def __init__(
         self,
-        attached: Attached,
+        attached: ConnectedModel,
         optimizer: Optimizer,
         loss_weight: LossWeight,
         *,

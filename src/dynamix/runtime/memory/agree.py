@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from dynamix.errors import DynamixError, WorkerLostError
-from dynamix.runtime.control import ControlGroup
+from dynamix.runtime.ranks.group import ControlGroup
 from dynamix.window import Ints
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from dynamix.errors import MemoryLimitError
 from dynamix.runtime.memory.gauge import is_out_of_memory
-from dynamix.runtime.uncaught import tell_of_uncaught
+from dynamix.runtime.ranks.uncaught import tell_of_uncaught
 
 
 def advice(rank: int, samples: int) -> str:

@@ -18,8 +18,8 @@ import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from dynamix.probes.host import Cgroups
-from dynamix.runtime.control import ControlGroup
 from dynamix.runtime.memory.agree import all_of
+from dynamix.runtime.ranks.group import ControlGroup
 
 _CPU = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
 _TEXTS = (*_CPU, "CUDA out of memory", "CUDA error: out of memory", "ALLOC_FAILED", "Cannot allocate memory")

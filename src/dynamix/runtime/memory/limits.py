@@ -11,13 +11,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
 from dynamix.errors import ConfigError, UsageError
-from dynamix.runtime import random_state
-from dynamix.runtime.control import ControlGroup
-from dynamix.runtime.loss_weight import LossWeight
 from dynamix.runtime.memory.agree import all_of, raise_for
 from dynamix.runtime.memory.batches import resized
 from dynamix.runtime.memory.gauge import Gauge, is_out_of_memory, release
-from dynamix.runtime.weighting import Attached
+from dynamix.runtime.ranks.group import ControlGroup
+from dynamix.runtime.state import random_state
+from dynamix.runtime.sync.connected_model import ConnectedModel
+from dynamix.runtime.sync.loss_weight import LossWeight
 from dynamix.window import Bounds, Ints
 
 
@@ -72,7 +72,7 @@ class LimitSearch:
     """
 
     def __init__(
-        self, models: Sequence[tuple[Attached, Optimizer]], *, group: ControlGroup | None, gauge: Gauge
+        self, models: Sequence[tuple[ConnectedModel, Optimizer]], *, group: ControlGroup | None, gauge: Gauge
     ) -> None:
         self.models, self.group, self.gauge = models, group, gauge
         self.rank = 0 if group is None else group.rank
@@ -152,7 +152,7 @@ class LimitSearch:
         release()
 
 
-def _keep_on_this_rank(attached: Attached, stack: ExitStack) -> None:
+def _keep_on_this_rank(attached: ConnectedModel, stack: ExitStack) -> None:
     """Until `stack` ends no pass through the model reaches another rank."""
     model = attached.model
     if isinstance(model, DistributedDataParallel):

@@ -19,8 +19,8 @@ import dynamix
 from dynamix.errors import DynamixError, StateError
 from dynamix.events.records import EventLog, read_events
 from dynamix.policies import make_policy
-from dynamix.runtime.decision import recorded
-from dynamix.runtime.packing import checksum, pack, unpack
+from dynamix.runtime.decide.decision import recorded
+from dynamix.runtime.state.packing import checksum, pack, unpack
 from dynamix.window import Window
 from dynamix_lab import emulator, papers
 from dynamix_lab.emulator.loading import load_scenario, shipped_scenarios

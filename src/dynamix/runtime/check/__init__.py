@@ -1,0 +1,1 @@
+"""Whether a loop does what was planned, and whether its losses are weighted once."""

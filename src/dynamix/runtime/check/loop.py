@@ -1,0 +1,435 @@
+"""Whether the training loop does what the plan says: every batch forwarded, reduced once and stepped, in its turn.
+
+Counters and flags only: a check asks no other rank and, but where something is wrong already, no device. An error goes
+through `fail`, which tells the other ranks.
+"""
+
+import threading
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dynamix.data import BatchSampler, Piece, Stream
+from dynamix.errors import DynamixError, UsageError
+from dynamix.runtime.check import unwatched_optimizers as strangers
+from dynamix.runtime.check.unwatched_optimizers import parameters_of
+from dynamix.runtime.sync.optimizer_means import KNOWN, without_gradients
+from dynamix.runtime.sync.shards import Shards, is_fully_sharded
+
+Fail = Callable[[DynamixError], DynamixError]
+
+_STEP = "call controller.step() once for every batch, at the end of the loop's body and before any `continue`"
+_ACCUMULATE = (
+    "to accumulate gradients over A batches write Controller(accumulate=A), put all but the last of them under "
+    "`with model.no_sync():`, and call optimizer.step() with the last one, controller.step() after each"
+)
+_PIECES = "put the forward and backward passes of every batch under `with controller.piece():`"
+_DUE = "call it where `controller.optimizer_due` says so: `if controller.optimizer_due: optimizer.step()`"
+_EARLY = "leave a loop early only where controller.optimizer_due, after the same optimizer step on all ranks"
+_SUM = "for several losses of one batch write (loss1 + loss2).backward(), or all but the last under model.no_sync()"
+_ORDER = (
+    "train the batches in the order in which the loader gives them, each followed by its own controller.step(); "
+    "the sampler shuffles already"
+)
+_PASS_OVER = (
+    "call controller.step() for a batch that is passed over, or leave it out of the data set; a loop that reads ahead "
+    "for good reads as many batches ahead from the epoch's first step on"
+)
+_SHORT = (
+    "the loop went by len(loader), which was asked before sizes moved, and left {} of the epoch's samples: iterate the "
+    "loader to its end, ask controller.epoch_done, or take the adapter in dynamix.integrations"
+)
+_BY_HAND = (
+    "loss.backward(), through the DDP module, makes a gradient that every rank weighs and adds; torch.autograd.grad, "
+    "torch.func and a gradient set by hand stay on the rank. Call optimizer.step() once for each backward pass"
+)
+MATCHES = 4  # passes in a row whose inputs were as long as the batch: then that is how this loop's inputs are
+WRAP_ONCE = "write controller.wrap(model, optimizer) once for each model, with the optimizer of that model alone"
+
+
+class ModelCheck:
+    """What the loop has done with one connected model since the last `step()`.
+
+    reduces    whether its gradients cross ranks in DDP's hook, or in FSDP2's reduce-scatter
+    shards     what FSDP2 holds of it, which then says where gradients are
+    """
+
+    def __init__(
+        self, loop: "LoopCheck", model: nn.Module, optimizer: Optimizer, *, reduces: bool, shards: Shards | None
+    ) -> None:
+        self.loop, self.optimizer, self.reduces, self.shards = loop, optimizer, reduces, shards
+        self.partners: list[ModelCheck] = []  # of the same model, with its other optimizers
+        KNOWN.add(optimizer)
+        self.reductions = 0
+        self.local = False  # some of what is in `.grad` has not crossed ranks
+        self._made = False  # a pass has made gradients since the optimizer's last step
+        self._held_since: int | None = None  # optimizer step in which what is in `.grad` was made
+        self.inside = False  # `optimizer.step()` runs: a closure may go through the model again
+        self._closure = False  # the optimizer's step under way makes gradients itself
+        self.probe: nn.Parameter | None = None
+        owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if not is_fully_sharded(model):
+            found = (p for p in model.parameters() if p.requires_grad and id(p) in owned)
+            self.probe = next(found, None)
+        self._stale = False
+        if self.probe is not None:
+            self.probe.register_hook(_weakly(self._before_adding))
+            self.probe.register_post_accumulate_grad_hook(_weakly(self._added))
+        optimizer.register_step_pre_hook(_weakly(self._before_optimizer))
+        optimizer.register_step_post_hook(_weakly(self._after_optimizer))
+
+    def fail(self, message: str) -> None:
+        """Raise `UsageError`, on every rank."""
+        self.loop.fail(message)
+
+    def reducing(self) -> None:
+        """A synchronised backward pass has its first gradients."""
+        loop = self.loop
+        if not loop.forwards and not self.inside:
+            before = "backward() came after controller.step(), so its gradient would get another batch's weight"
+            loop.fail(f"{before}: {_STEP}")
+        piece = loop.piece_of_pass()
+        if loop.needs_piece and not loop.in_piece:
+            loop.fail(f"backward() crossed ranks, but with meet='auto' ranks step apart in some rounds: {_PIECES}")
+        if loop.in_pieces and piece is not None and not piece.last and not self.inside:
+            early = f"backward() of piece {piece.number + 1} of {piece.of} of this rank's share crossed ranks"
+            loop.fail(f"{early}, and ranks have unlike numbers of pieces: {_PIECES}")
+        self.reductions += 1
+        if self.reductions > 1 and loop.models == 1 and not self.inside:
+            found = f"{self.reductions} synchronised backward passes before controller.step()"
+            loop.fail(f"{found}, where one batch has one: {_STEP}; {_SUM}; {_ACCUMULATE}")
+        if self.shards is not None and not loop.muted():
+            stale = self._older() and any(map(_nonzero, self.shards.reduced()))
+            self._held_since = loop.group
+            if stale:
+                self._fail_stale()
+
+    def reduced(self) -> None:
+        """All gradients of a synchronised backward pass are on their way: nothing is local any more."""
+        for check in (self, *self.partners):
+            check.local, check._made = False, True
+
+    def _before_adding(self, gradient: Tensor) -> None:
+        """The probe's gradient is known: whether it would be added to that of an earlier batch."""
+        older = self._older() and not self.loop.muted()
+        self._stale = older and self.probe is not None and _nonzero(self.probe.grad)
+
+    def _older(self) -> bool:
+        return self._held_since is not None and self._held_since < self.loop.group
+
+    def _added(self, probe: Tensor) -> None:
+        """The probe's gradient was added to its `.grad`; `torch.autograd.grad` does not."""
+        loop = self.loop
+        if loop.muted():
+            return
+        self.local, self._held_since, self._made = True, loop.group, True
+        if self._stale:
+            self._fail_stale()
+
+    def _fail_stale(self) -> None:
+        loop = self.loop
+        before = "backward() adds to the gradient of an earlier batch, for which optimizer.step() was never called"
+        do = _EARLY if loop.in_pieces else _ACCUMULATE
+        if loop.apart(loop.piece_of_pass()):
+            do = "with meet='parameters' every piece has an optimizer step, and then optimizer.zero_grad()"
+        loop.fail(f"{before}: {do}; else call optimizer.zero_grad()")
+
+    def _before_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        loop = self.loop
+        if loop.muted():
+            return None
+        self.inside, self._held_since = True, None
+        made, self._made = self._made, False
+        piece = loop.piece_of_optimizer()
+        if apart := loop.apart(piece):
+            if loop.too_late() and self.probe is not None and _nonzero(self.probe.grad):
+                late = "optimizer.step() came after controller.step(), where the workers may have met already"
+                loop.fail(f"{late}: with meet='parameters' every piece has its optimizer step before controller.step()")
+            if piece is not None and not piece.samples:
+                return without_gradients(optimizer, args, kwargs)
+        elif piece is not None and not piece.last:
+            early, do = f"optimizer.step() after {piece.number + 1} of this round's {piece.of} pieces", _DUE
+            if not loop.in_pieces:
+                early = f"optimizer.step() after {piece.number + 1} of accumulate={loop.accumulate} batches"
+                do = f"call it with the last of them, `if (i + 1) % {loop.accumulate} == 0`; {_ACCUMULATE}"
+            loop.fail(f"{early}: {do}" if loop.grown is None else loop.grown[1])
+        self._closure = not apart and (len(args) > 1 or kwargs.get("closure") is not None)
+        if not apart and not self._closure:
+            self.all_crossed("optimizer.step()")
+            if self.reduces and not made and self.probe is not None and _nonzero(self.probe.grad):
+                loop.fail(f"optimizer.step() with a gradient that no backward pass has made since the last: {_BY_HAND}")
+        return None
+
+    def _after_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self.inside = False
+        if self._closure and not self.loop.muted():  # its backward pass was the last of those that accumulate
+            self._closure = False
+            self.all_crossed("optimizer.step(closure)")
+
+    def all_crossed(self, where: str) -> None:
+        """Raise if a gradient of this rank alone is left."""
+        if self.reduces and self._is_local():
+            alone = f"{where} with gradients that have not crossed ranks, which would leave every rank its own model"
+            why = "the last backward pass ran under no_sync(), past the DDP module (model.module), or a second time"
+            self.loop.fail(f"{alone}: {why}. Leave no_sync() out for the last of them; {_ACCUMULATE}")
+
+    def _is_local(self) -> bool:
+        if self.shards is not None:
+            return any(map(_nonzero, self.shards.kept_back()))
+        return self.local and self.probe is not None and _nonzero(self.probe.grad)
+
+    def step_over(self, *, group_over: bool) -> None:
+        """`controller.step()`: this batch is over."""
+        if group_over and self.loop.models == 1:
+            self.all_crossed("controller.step()")
+        self.reductions, self.inside = 0, False
+
+
+class LoopCheck:
+    """What the loop has done since the last `step()`.
+
+    fail_with   gets the error, tells others, and returns it to be raised
+    muted       whether passes are being discarded (warm-up, the search for limits)
+    """
+
+    def __init__(
+        self,
+        accumulate: int,
+        fail_with: Fail,
+        muted: Callable[[], bool],
+        *,
+        rank: int,
+        workers: int,
+    ) -> None:
+        self.accumulate, self._fail, self.muted, self.workers = accumulate, fail_with, muted, workers
+        self.rank = rank
+        self._matches, self._sizes = 0, deque[int](maxlen=8)  # samples of the last batches
+        self._length: int | None = None  # of the inputs before
+        self._late = False  # the inputs before were as long as the batch before theirs, where sizes had changed
+        self.source: BatchSampler | Stream | None = None
+        self.forwards = self.group = 0
+        self.needs_piece = self.in_piece = False  # whether passes must be under `controller.piece()`, and are now
+        self._checks: list[ModelCheck] = []
+        self._first: dict[int, ModelCheck] = {}  # by model
+        self._ahead: int | None = None  # batches received and not consumed when this iteration's first forward ran
+        self.grown: tuple[int, str] | None = None  # batches received when it was more, and what that may mean
+        self._iteration = -1
+        self._forwarded = 0  # micro-steps that had a forward pass, as far as that can be told
+        self.stepped: Piece | None = None  # the batch that was consumed last
+        self._strangers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._harmless: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        if workers > 1:
+            strangers.watch(self)
+
+    @property
+    def models(self) -> int:
+        """How many models the loop trains."""
+        return len(self._first)
+
+    @property
+    def connected(self) -> Iterable[int]:
+        """`id` of the models that the loop trains."""
+        return self._first.keys()
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """Those that were given to `wrap`."""
+        return [check.optimizer for check in self._checks]
+
+    @property
+    def trained(self) -> set[int]:
+        """`id` of their parameters."""
+        return {p for optimizer in self.optimizers for p in parameters_of(optimizer)}
+
+    def close(self) -> None:
+        """Look at nothing any more: the models and optimizers may be trained on by others."""
+        self.muted, self.source = lambda: True, None
+        strangers.forget(self)
+
+    def fail(self, message: str) -> None:
+        raise self._fail(UsageError(message))
+
+    def connect(
+        self, model: nn.Module, optimizer: Optimizer, *, reduces: bool, shards: Shards | None = None
+    ) -> ModelCheck:
+        """Watch one more model."""
+        check = ModelCheck(self, model, optimizer, reduces=reduces, shards=shards)
+        self._checks.append(check)
+        self._first[id(model)] = check
+        return check
+
+    def add_optimizer(self, model: nn.Module, optimizer: Optimizer) -> bool:
+        """Watch a further optimizer of a connected model; False if the model is not connected yet."""
+        if any(optimizer is check.optimizer for check in self._checks):
+            raise UsageError(f"wrap() was already called with this optimizer: {WRAP_ONCE}")
+        first = self._first.get(id(model))
+        if first is not None:
+            check = ModelCheck(self, model, optimizer, reduces=first.reduces, shards=first.shards)
+            self._checks.append(check)
+            first.partners.append(check)
+        return first is not None
+
+    # ------------------------------------------------------------ in the order of a step
+
+    def cut_short(self) -> str | None:
+        """What is wrong with an epoch that ends here; None if nothing is."""
+        left = 0 if self.source is None else self.source.cut_short
+        return _SHORT.format(left) if left else None
+
+    def begin(self) -> None:
+        """An iteration begins, or an epoch is chosen: the one before must not have left a batch behind."""
+        source = self.source
+        if (short := self.cut_short()) is not None:
+            self.fail(short)
+        if source is not None and source.abandons and self.stepped is not None and not self.stepped.last:
+            self.group += 1  # the round is dealt anew: what its pieces left in `.grad` must not be added to
+        if source is None or not source.exhausted or source.batches_consumed >= source.batches_issued:
+            return
+        left = source.batches_issued - source.batches_consumed
+        if self._iteration == source.iteration and self._forwarded >= source.batches_issued:
+            self.fail(f"the epoch ended with {left} of its batches never stepped: {_STEP}")
+
+    def forward(self, inputs: Iterable[Any]) -> None:
+        """A forward pass that records gradients begins, of `inputs`."""
+        source = self.source
+        if source is None:
+            return
+        delivered = source.batches_delivered
+        if self._iteration != source.iteration:
+            self._iteration, self._ahead, self.grown = source.iteration, None, None
+        ahead = delivered - source.batches_consumed
+        if ahead <= 0:
+            return  # no pass of the loop's
+        if self._ahead is None:
+            self._ahead = ahead
+        if ahead <= self._ahead:
+            self.grown = None
+        elif source.issuer == threading.get_ident() and not source.reader_gone:
+            self._look_at_growth(delivered)
+        if not source.reader_gone:
+            self._forwarded = source.batches_consumed + 1
+        self.forwards += 1
+        if self.models == 1 and self.workers > 1 and not source.reader_gone:
+            self._in_turn(source, inputs)
+
+    def _look_at_growth(self, delivered: int) -> None:
+        """More batches are waiting than when the epoch began. Raise if another was taken before they were stepped.
+
+        A loop may read more at once than before. One that passed over a batch takes the next while one waits too many.
+        """
+        if self.grown is None:
+            passed = f"a batch was taken from the loader and neither trained nor stepped: {_PASS_OVER}"
+            unstepped = f"a new batch, but controller.step() was not called for the one before: {_STEP}; {_ACCUMULATE}"
+            self.grown = delivered, unstepped if self.forwards else passed
+        elif delivered > self.grown[0]:
+            self.fail(self.grown[1])
+
+    def _in_turn(self, source: BatchSampler | Stream, inputs: Iterable[Any]) -> None:
+        """Raise where the inputs are as long as another batch, in a loop in which they were as long as their own."""
+        mine, length = source.piece().samples, _length(inputs)
+        before, self._length = self._length, length
+        if not mine or length is None:
+            return
+        if length == mine:
+            if self._late and length != before:
+                self.fail(f"batches are trained one turn after their own: {_ORDER}")
+            self._matches, self._late = self._matches + 1, False
+            return
+        others = {*self._sizes, *(piece.samples for piece in source.waiting())}
+        if self._matches >= MATCHES and length != before and length in others:
+            turned = f"a batch of {length} samples was trained in the turn of one of {mine}: {_ORDER}"
+            self.fail(turned if self.grown is None else self.grown[1])
+        self._late = self._matches >= MATCHES and bool(self._sizes) and length == before == self._sizes[-1]
+        self._matches = 0
+
+    @property
+    def in_pieces(self) -> bool:
+        """Whether shares are cut by size, so that ranks have unlike numbers of batches."""
+        return self.source is not None and self.source.micro_batch is not None
+
+    def piece_of_pass(self) -> Piece | None:
+        """The batch that a pass now belongs to, None if there is none."""
+        source = self.source
+        return source.piece() if source is not None and source.issued > source.consumed else None
+
+    def piece_of_optimizer(self) -> Piece | None:
+        """The batch that an optimizer's step now belongs to; None before the first."""
+        source, now = self.source, self.piece_of_pass()
+        if source is None or now is None:
+            return self.stepped
+        # Without a forward pass it may be for a batch that was passed over, or come after `step()`.
+        belongs = self.forwards or ((now.last or now.plan.apart) and source.batches_delivered > source.batches_consumed)
+        return now if belongs else self.stepped
+
+    @staticmethod
+    def apart(piece: Piece | None) -> bool:
+        """Whether a batch is an optimizer step of this rank's own."""
+        return piece is not None and piece.plan.apart
+
+    def too_late(self) -> bool:
+        """Whether every batch that the loop has is over."""
+        source = self.source
+        return source is not None and 0 < source.batches_delivered <= source.batches_consumed
+
+    def before_step(self, piece: Piece) -> None:
+        """`controller.step()` begins, for `piece`."""
+        source = self.source
+        if source is not None and source.batches_consumed >= source.batches_delivered:
+            self.fail(f"controller.step() was called twice for one batch, or before the first: {_STEP}")
+        for check in self._checks:
+            check.step_over(group_over=piece.last and not piece.plan.apart)
+        self.forwards, self.stepped = 0, piece
+        self._sizes.append(piece.samples)
+        self.group += piece.last or piece.plan.apart
+
+    def stranger(self, optimizer: Optimizer) -> None:
+        """An optimizer that was not given to `wrap` steps: it must not be that of a DDP model in this loop."""
+        source = self.source
+        if source is None or not self._checks or self.muted() or optimizer in self._harmless:
+            return
+        before, now = self._strangers.get(optimizer), source.batches_consumed
+        self._strangers[optimizer] = now
+        if before is None or now != before + 1:
+            return
+        self._harmless.add(optimizer)  # looked at once: that is slow
+        apart = self.apart(self.piece_of_optimizer())
+        if apart and any(check.inside for check in self._checks):
+            return  # a wrapped optimizer is made of it
+        if apart and not parameters_of(optimizer) <= self.trained:
+            left = f"an optimizer ({type(optimizer).__name__}) in this loop was not given to controller.wrap()"
+            own = "what it trains is not averaged, and stays every worker's own"
+            warnings.warn(f"{left}: {own}. {WRAP_ONCE}", RuntimeWarning, stacklevel=6)
+        if (name := strangers.unconnected_of(optimizer)) is not None:
+            why = f"its {name} model is not connected, so unequal batches would weigh alike in its gradient"
+            self.fail(f"an optimizer in this loop was not given to controller.wrap(): {why}. {WRAP_ONCE}")
+
+
+def _weakly(method: Callable[..., Any]) -> Callable[..., None]:
+    """`method` for a hook that must not keep its owner: what torch holds in C++ no collector of garbage can see."""
+    alive = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> Any:
+        return None if (method := alive()) is None else method(*args)
+
+    return call
+
+
+def _nonzero(gradient: Tensor | None) -> bool:
+    """Whether there is a gradient; one set to zeros is none. Asks the device."""
+    if gradient is None:
+        return False
+    values = gradient.coalesce().values() if gradient.is_sparse else gradient
+    return bool(values.detach().count_nonzero())
+
+
+def _length(inputs: Iterable[Any]) -> int | None:
+    """Of the first tensor's first dimension."""
+    for value in inputs:
+        if isinstance(value, Tensor):
+            return len(value) if value.dim() else None
+    return None

@@ -1,0 +1,210 @@
+"""Rank 0's part of a decision: from the gathered rows to the message, and its line in the events file."""
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from dynamix.errors import ConfigError, StateError
+from dynamix.events.background import BackgroundLog
+from dynamix.events.records import EventLog, read_events
+from dynamix.model.ways import Ways
+from dynamix.policies import Policy
+from dynamix.policies.wrappers import after_answer, report_of, window_length_of
+from dynamix.projection import project
+from dynamix.runtime.decide.channel import Kind, Message
+from dynamix.runtime.decide.job_facts import ClosedWindow, JobFacts
+from dynamix.runtime.measure.recorder import ROW, assemble
+from dynamix.runtime.ranks.compare import by_rank
+from dynamix.window import Bounds, Floats, Ints, Window
+
+_log = logging.getLogger("dynamix")
+
+
+class Decider:
+    """Asks the policy, or looks a recorded run up; one decision at a time. Only the rank that decides has one.
+
+    job     what this rank holds as every other; the noise scale in it is kept up here
+    replay  window index -> what to answer instead of asking the policy; other windows are answered "keep"
+    clock   seconds; what `time_s` in the events counts
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        job: JobFacts,
+        *,
+        replay: dict[int, dict[str, Any]] | None = None,
+        events: EventLog | BackgroundLog | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.policy, self.job = policy, job
+        self.replay, self.events = replay, events
+        self._decided: tuple[ClosedWindow, Window] | None = None
+        self._asked = -1  # index of the last window that the policy was asked about
+        self._clock, self._started = clock, clock()
+
+    def decide(self, rows: Floats, closing: ClosedWindow | None = None) -> Message:
+        """Rows (W, n) of `observation.ROW` to the message of the window `closing` (None: the newest)."""
+        closing, self._decided = self.job.closing if closing is None else closing, None
+        window = self.assemble(rows, closing)
+        self._decided = closing, window
+        if self.replay is not None:
+            return self._replayed(self.replay.get(closing.window_index))
+        self._asked = closing.window_index
+        answer, piece = self._answer(window, closing)
+        same = piece == closing.piece and np.array_equal(answer, closing.sizes)
+        told = self.keep(Kind.KEEP) if same else self.job.change(answer, int(np.nanmax(rows[:, 0])), piece)
+        return replace(told, interval=window_length_of(self.policy) or 0)
+
+    def _answer(self, window: Window, closing: ClosedWindow) -> tuple[Ints, int]:
+        """The sizes (W,) after `window`, and the piece of workers that step apart; 0 where none is to be said."""
+        ways, bounds = self.job.rounds, self.job.bounds
+        if not isinstance(ways, Ways):
+            return self._asked_of_policy(window, self.job.bounds_after(window, closing)), 0
+        step = self._asked_of_policy(ways.as_step(window, closing.piece), bounds)
+        known = {"rate": closing.rate, "payload": closing.payload, "samples": float(closing.samples)}
+        answer, piece = ways.round_of(step, bounds, window, closing.piece, **known)
+        if bool(piece) != bool(closing.piece):
+            _log.info("after %d samples: %s", closing.samples, ways.report["why"])
+        return answer, piece
+
+    def _asked_of_policy(self, window: Window, bounds: Bounds) -> Ints:
+        wish = np.asarray(self.policy.decide(window, bounds))
+        if wish.shape != window.batch_size.shape:
+            fix = "return one size per worker"
+            raise ConfigError("shape of the policy's answer", wish.shape, str(window.batch_size.shape), fix)
+        return project(wish, bounds, current=window.batch_size)
+
+    def keep(self, kind: Kind) -> Message:
+        """The message that changes nothing."""
+        return self.job.keep(kind)
+
+    def skip(self, rows: Floats, closing: ClosedWindow, message: Message) -> None:
+        """A window that was answered "late", the policy being busy: only the noise scale and the events see it."""
+        self.witness(self.assemble(rows, closing), closing, message)
+
+    def witness(self, window: Window, closing: ClosedWindow, message: Message) -> None:
+        """Write down what the ranks decided without this one's help; `window` is what this one saw."""
+        self._decided = closing, window
+        self.write_event(message)
+
+    def write_event(self, message: Message) -> None:
+        """One line of events.jsonl, after the message went out."""
+        if self.events is not None and self._decided is not None:
+            closing, window = self._decided  # training has gone on: `self.job.closing` may be the next one already
+            of = {"window_index": closing.window_index, "window": window}
+            told = {"allocation": message.sizes.tolist(), "from_step": message.from_step}
+            told |= {"decision": message.kind.name.lower(), "noise": message.noise, "signal": message.signal}
+            if message.interval:
+                told["interval"] = message.interval
+            if message.piece:
+                told["piece"] = message.piece
+            about = report_of(self.policy, asked=closing.window_index == self._asked)
+            if self.job.rounds is not None:
+                about = {**about, "rounds": self.job.rounds.report}
+            at = {"samples_seen": closing.samples, "time_s": self._clock() - self._started}
+            self.events.write(**of, **told, **at, **about)
+        after_answer(self.policy)  # the answer is out: no step waits for this
+
+    def assemble(self, rows: Floats, closing: ClosedWindow) -> Window:
+        """What the policy sees of the gathered rows (W, n). It also keeps up the noise scale."""
+        # A worker's own steps move against its own noise, so gradients that follow each other agree too little. That is
+        # good enough to be shown, not to move a batch by.
+        tells = not closing.piece or self.job.fixed
+        known, noise_scale = self.job.facts(closing), self.job.noise_scale
+        window = assemble(rows, noise_scale=noise_scale, sizes=closing.sizes, tells_noise=tells, **known)
+        self.job.unlike = self.job.unlike or out_of_turn(rows)
+        if self.job.weight_test is not None and closing.comparable:
+            self.job.weight_test.look(window)
+        return window
+
+    def _replayed(self, event: dict[str, Any] | None) -> Message:
+        told = self.keep(Kind.KEEP)
+        if event is None:
+            return told
+        if event["decision"] == "new":
+            sizes = np.asarray(event["allocation"], dtype=np.int64)
+            if sizes.shape != self.job.closing.sizes.shape:
+                here = str(self.job.closing.sizes.size)
+                raise ConfigError("replay", f"{sizes.size} workers", here, "replay with as many workers as the run had")
+            piece = event.get("piece", 0)
+            told = self.job.message(Kind.NEW, event["from_step"], project(sizes, self.job.bounds_of(piece)), piece)
+        # The noise scale too is the recorded run's: a late answer there carried that of an earlier window, and the
+        # learning rate may follow it.
+        noise, signal = (float("nan") if event[name] is None else float(event[name]) for name in ("noise", "signal"))
+        return replace(told, noise=noise, signal=signal, interval=event.get("interval", 0))
+
+
+_ALIKE = {
+    "epoch": ("are in epochs that differ", "Call sampler.set_epoch(epoch) alike on every rank"),
+    "crossed": (
+        "have sent unlike numbers of gradients, so that those of different batches were added up",
+        "Pass a batch over, and go on after an error in one, on all ranks or on none",
+    ),
+}
+
+
+def out_of_turn(rows: Floats) -> str | None:
+    """What ranks did by a window's end that others did not, by its rows (W, n); None if nothing.
+
+    >>> rows = np.zeros((2, len(ROW)))
+    >>> rows[1, ROW.index("epoch")] = 3
+    >>> out_of_turn(rows)
+    'the ranks are in epochs that differ: 0 on rank 0, 3 on rank 1. Call sampler.set_epoch(epoch) alike on every rank'
+    """
+    for name, (what, do) in _ALIKE.items():
+        values = rows[:, ROW.index(name)]
+        if (values != values[0]).any():
+            return f"the ranks {what}: {by_rank([f'{value:.0f}' for value in values])}. {do}"
+    return None
+
+
+_ANSWER = ("decision", "from_step", "allocation", "noise", "signal", "interval", "piece")
+
+
+def recorded(path: str | os.PathLike[str]) -> dict[int, dict[str, Any]]:
+    """Window index -> what an earlier run's events file says was answered, for `Decider(replay=)`.
+
+    Raises `StateError` for a file whose lines do not say it.
+    """
+    answers = {}
+    for number, event in enumerate(read_events(path), 1):
+        answer = {k: event[k] for k in _ANSWER if k in event}
+        if why := _unfit(event.get("window_index"), answer):
+            fix = "replay the events.jsonl of a job, unchanged"
+            raise StateError(f"{os.fspath(path)}, event {number}: {why}; {fix}")
+        answers[event["window_index"]] = answer
+    return answers
+
+
+def _unfit(index: Any, answer: dict[str, Any]) -> str:
+    """What is wrong with a recorded answer; empty if nothing is."""
+    if type(index) is not int or index < 0:
+        return f"window_index={index!r} is no whole number"
+    if answer.get("decision") not in ("new", "keep", "late", "failed"):
+        return f"decision={answer.get('decision')!r} is none of new, keep, late, failed"
+    if not {"noise", "signal"} <= answer.keys():
+        return "it lacks noise and signal, as events of dynamix 0.1 do, which this version does not replay"
+    for name in ("noise", "signal"):
+        if type(answer.get(name)) not in (int, float, type(None)) or abs(answer.get(name) or 0) > _MOST:
+            return f"{name}={answer[name]!r} is no number"
+    for name, of in (("interval", "steps"), ("piece", "samples")):
+        value = answer.get(name, 0)
+        if type(value) is not int or not 0 <= value <= _MOST:
+            return f"{name}={value!r} is no number of {of}"
+    if answer["decision"] != "new":
+        return ""
+    if type(answer.get("from_step")) is not int or not 0 <= answer["from_step"] <= _MOST:
+        return f"from_step={answer.get('from_step')!r} is no round"
+    sizes = answer.get("allocation")
+    if type(sizes) is not list or set(map(type, sizes)) != {int} or not 0 <= min(sizes) <= max(sizes) <= _MOST:
+        return "allocation is no list of batch sizes"
+    return ""
+
+
+_MOST = 2**53

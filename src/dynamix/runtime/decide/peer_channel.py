@@ -1,0 +1,286 @@
+"""How the ranks of a stigmergic job agree: each chooses its own size, and only traces and the chosen sizes travel.
+
+At the step that closes a window every rank gives its traces to one small sum over all ranks, reads the field and
+chooses, all in a thread of its own. Then one all-gather carries two whole numbers per rank: the chosen size, and the
+first round that its sampler has not begun (exactly-once needs everybody's size from one agreed round on). It is taken
+one step later. Every rank takes part in both, so no trace is late or lost. The thread needs nobody's training step to
+go on, so no wait for it can be circular.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dynamix.errors import DynamixError
+from dynamix.policies import Policy
+from dynamix.policies.stigmergic.policy import StigmergicPolicy, in_range
+from dynamix.policies.stigmergic.traces import TRACES, Own, noise_part
+from dynamix.policies.stigmergic.worker import Sense
+from dynamix.policies.wrappers import peers_of
+from dynamix.runtime.decide.channel import DRAIN_S, PATIENCE_S, REPLAY_PATIENCE_S, DecisionChannel, Kind, Message
+from dynamix.runtime.decide.decision import Decider
+from dynamix.runtime.decide.job_facts import ClosedWindow, JobFacts
+from dynamix.runtime.measure.recorder import ROW
+from dynamix.runtime.ranks.errors import Explain, JobErrors, unnamed, wait_for
+from dynamix.runtime.ranks.group import ControlGroup, Work
+from dynamix.window import Floats, Window
+
+_FAILED = -1  # sent in place of a size
+_log = logging.getLogger("dynamix")
+
+
+def open_channel(
+    group: ControlGroup | None,
+    workers: int,
+    job: JobFacts,
+    policy: Policy,
+    decider: Decider | None,
+    *,
+    replays: bool,
+    lr_rule: str,
+) -> DecisionChannel | PeerChannel:
+    """The way in which the ranks of `group` agree: a `PeerChannel` if every rank is to decide for itself.
+
+    A recorded run that is replayed has decided already; a single rank has nobody to agree with. `decider` decides, or
+    writes down what was decided: on rank 0, None on the others.
+    """
+    rule = None if group is None or workers < 2 or replays else peers_of(policy)
+    if group is None or rule is None:
+        return DecisionChannel(group, workers, decider, patience_s=REPLAY_PATIENCE_S if replays else PATIENCE_S)
+    return PeerChannel(group, job, rule, decider, share_noise=lr_rule == "adascale")
+
+
+class PeerChannel:
+    """`DecisionChannel` for ranks that each decide for themselves: one exchange at a time over the controller's groups.
+
+    share_noise   send this rank's part of the noise too, so that the learning rate can follow one noise scale
+                  everywhere. The rule never sees it
+    """
+
+    def __init__(
+        self,
+        group: ControlGroup,
+        job: JobFacts,
+        policy: StigmergicPolicy,
+        decider: Decider | None,
+        *,
+        share_noise: bool,
+    ) -> None:
+        self.group: ControlGroup | None = group
+        self.job, self.policy, self.decider, self.share_noise = job, policy, decider, share_noise
+        self.rank, self.workers = group.rank, group.workers
+        self.waited_s = 0.0
+        self.ending: JobErrors | None = None  # set by the owner
+        self.explain: Explain = unnamed
+        self._round: _Round | None = None
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="dynamix-choose", daemon=True)
+        self._thread.start()
+
+    @property
+    def pending(self) -> bool:
+        """Whether a size was sent and the others' not yet taken."""
+        return self._round is not None
+
+    def send(self, row: Floats, about: ClosedWindow) -> None:
+        """Choose by this rank's `row` (of `observation.ROW`), and send the choice. Returns at once."""
+        self._round = _Round(self, row, about)
+        self._jobs.put(self._round.run)
+
+    def receive(self) -> Message:
+        """Wait for all sizes (normally they are there) and take them. Raises `WorkerLostError` or the rule's error."""
+        assert self._round is not None
+        started = time.perf_counter()
+        current, self._round = self._round, None
+        try:
+            told = current.finish()
+        except (RuntimeError, ValueError) as error:
+            if isinstance(error, DynamixError):
+                raise
+            raise self.explain(error, "the ranks could not exchange their batch sizes") from error
+        finally:
+            self.waited_s += time.perf_counter() - started
+        if len(failed := np.flatnonzero(told[:, 0] == _FAILED)):
+            raise DynamixError(f"choosing a size failed on rank {failed[0]}; its own error is in that rank's output")
+        message = self._message(current.closing, told)
+        decider = self.decider
+        if decider is not None and decider.events is not None:
+            self._jobs.put(lambda: self._write_event(decider, current, message))
+        return message
+
+    def drain(self, timeout_s: float = DRAIN_S) -> bool:
+        """Wait until this rank's thread has nothing left to do; False if it is busy even then."""
+        done = threading.Event()
+        self._jobs.put(done.set)
+        return done.wait(timeout_s)
+
+    def close(self, timeout_s: float = DRAIN_S) -> None:
+        """Drain, and end the thread, if it is not busy even then."""
+        self.drain(timeout_s)
+        self._jobs.put(None)
+        self._thread.join(timeout_s)
+        self.group = None
+
+    def observe(self, row: Floats, closing: ClosedWindow) -> tuple[Own, Sense, Floats]:
+        """What this rank makes of its window, and the traces (16,) that it leaves of it."""
+        own = own_window(row, closing, rank=self.rank, job=self.job)
+        known, total = dict(zip(ROW, row, strict=False)), float(closing.sizes.sum())
+        batch = known["count"] / known["weight"] if known["count"] > 0 and known["weight"] > 0 else total
+        noise, square = self.policy.habit.steady(float(own.noise[0]), known["global_norm_sq"], batch, total)
+        own = own if np.isnan(noise) else replace(own, noise=np.array([noise]), square=np.array([square]))
+        sense, left = self.policy.observe(own)
+        return own, sense, left[0]
+
+    def exchange(self, left: Floats) -> tuple[Floats, Floats]:
+        """What all ranks leave of this window, and what they left of their way after the one before, (16,) each."""
+        policy, n = self.policy, len(TRACES)
+        way = policy.way if policy.way.shape == left.shape else np.zeros(n)
+        mine, total = torch.from_numpy(np.concatenate([left, way])), torch.zeros(2 * n, dtype=torch.float64)
+        if self.group is None:
+            raise ValueError("the channel was closed")
+        wait_for(self.group.all_sum(mine, total), self.ending)
+        return total[:n].numpy(), total[n:].numpy()
+
+    def choose(self, own: Own, sense: Sense, left: Floats, way: Floats) -> int:
+        """This rank's next size, from what `exchange` says that all left."""
+        bounds, mine = self.job.bounds, slice(self.rank, self.rank + 1)
+        alone = replace(bounds, low=bounds.low[mine], high=bounds.high[mine])
+        smelt, new = self.policy.smell(left, way)
+        size = self.policy.choose(own, sense, smelt[None], new[None], alone)
+        self.policy.way = self.policy.moved(own.size, own.load, size)[0]
+        return int(size[0])
+
+    def _message(self, closing: ClosedWindow, told: Floats) -> Message:
+        """The same on every rank, being made of the same numbers."""
+        job = self.job
+        if self.share_noise:
+            job.noise_scale.update(*noise_of(told[:, 2], told[:, 3], float(closing.sizes.sum())))
+        answer = in_range(told[:, 0].astype(np.int64), job.bounds, current=closing.sizes)
+        if np.array_equal(answer, closing.sizes):
+            return job.keep(Kind.KEEP)
+        return job.change(answer, int(told[:, 1].max()))
+
+    def _write_event(self, decider: Decider, current: _Round, message: Message) -> None:
+        closing, known = current.closing, dict(zip(ROW, current.row, strict=False))
+        mine = np.arange(self.workers) == self.rank
+        names = ("compute", "compute_std", "data", "loss", "accuracy", "cpu", "memory", "device")
+        seen = {name: np.where(mine, known[name], np.nan) for name in names}
+        steps = len(current.row) - len(ROW)
+        decider.witness(Window.of(closing.sizes, **seen, steps=steps, **self.job.facts(closing)), closing, message)
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                job()
+            except Exception:  # the sizes are known, and training goes on with them
+                _log.warning("what follows a decision has failed; training goes on", exc_info=True)
+            del job  # or an idle thread would hold a process group's work
+
+
+class _Round:
+    """One rank's side of one decision."""
+
+    def __init__(self, channel: PeerChannel, row: Floats, closing: ClosedWindow) -> None:
+        self.channel, self.row, self.closing = channel, row, closing
+        self.posted = threading.Event()
+        self.every = torch.zeros(channel.workers, 4 if channel.share_noise else 2, dtype=torch.float64)
+        self.work: Work | None = None
+        self.mine: Tensor | None = None
+        self.error: Exception | None = None
+
+    def run(self) -> None:
+        """In the rank's own thread. A rank whose rule fails takes part all the same, and says so in place of a size."""
+        channel, size, left = self.channel, _FAILED, np.zeros(len(TRACES))
+        try:
+            with self._failing():
+                own, sense, left = channel.observe(self.row, self.closing)
+            told = channel.exchange(left)
+            if self.error is None:
+                with self._failing():
+                    size = channel.choose(own, sense, *told)
+            self._post(size)
+        except Exception as error:  # of any kind: `finish` raises it, and no sizes are taken
+            self.error = self.error or error
+        finally:
+            self.posted.set()
+
+    @contextlib.contextmanager
+    def _failing(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # raised again in the training thread, here and by what it sends on the others
+            self.error = DynamixError(f"choosing a batch size failed: {error!r}")
+            self.error.__cause__ = error
+
+    def _post(self, size: int) -> None:
+        channel, told = self.channel, [float(size), float(self.closing.issued)]
+        if channel.share_noise:
+            known = dict(zip(ROW, self.row, strict=False))
+            told += [own_noise(known, channel.workers), known["global_norm_sq"]]
+        self.mine = torch.tensor(told, dtype=torch.float64)
+        if channel.group is None:
+            raise ValueError("the channel was closed")
+        self.work = channel.group.all_gather(self.mine, self.every)
+
+    def finish(self) -> Floats:
+        """What all ranks sent, (W, 2 or 4): size, first round not issued, part of the noise, |g|^2."""
+        ending = self.channel.ending
+        if ending is None:
+            self.posted.wait()
+        else:
+            ending.wait(self.posted)
+        if self.work is not None:
+            wait_for(self.work, ending)
+        if self.error is not None:
+            raise self.error
+        return self.every.numpy()
+
+
+def own_window(row: Floats, closing: ClosedWindow, *, rank: int, job: JobFacts) -> Own:
+    """What a rank knows by itself of the window it just closed, as arrays of shape (1,)."""
+    known = dict(zip(ROW, row, strict=False))
+    comm = row[len(ROW) :]
+    seen = comm[np.isfinite(comm)]
+    size, workers = closing.sizes[rank : rank + 1].astype(np.float64), len(closing.sizes)
+    busy = known["compute"] + (known["data"] if np.isfinite(known["data"]) else 0.0)
+    if known["work"] > 0:
+        busy *= float(size[0]) / known["work"]
+
+    with np.errstate(divide="ignore", invalid="ignore"):
+        jitter = np.float64(known["compute_std"]) / np.float64(known["compute"])
+    alone = {"unit": _unit(closing, job), "jitter": jitter, "steps": len(comm), "noise": own_noise(known, workers)}
+    alone |= {"busy": busy if busy > 0 and size[0] > 0 else np.nan, "fits": np.inf}
+    alone |= {"blocked": seen.mean() if len(seen) else np.nan, "least": seen.min() if len(seen) else np.nan}
+    alone |= {"square": 1.0}
+    return Own(size=size, workers=workers, **{name: np.array([v], dtype=np.float64) for name, v in alone.items()})
+
+
+def own_noise(known: Mapping[str, float], workers: int) -> float:
+    """A rank's part of the noise's share of |g|^2, from the fields of its row."""
+    weight, local_sq, global_sq = (np.asarray(known[name]) for name in ("weight", "gradient_norm_sq", "global_norm_sq"))
+    return float(noise_part(weight, local_sq, global_sq, workers))
+
+
+def noise_of(parts: Floats, global_sq: Floats, total: float) -> tuple[float, float]:
+    """(tr(Sigma), |G|^2) from all ranks' parts (W,) of the noise at a global batch of `total`; NaN if one is missing.
+
+    >>> noise_of(np.array([0.25, 0.75]), np.array([2.0, 2.0]), 10.0)
+    (10.0, 1.0)
+    """
+    noise = float(parts.mean() * global_sq.mean()) * total
+    return noise, float(global_sq.mean()) - noise / total
+
+
+def _unit(closing: ClosedWindow, job: JobFacts) -> float:
+    """The even share of the base batch, samples per round."""
+    return job.base_batch / len(closing.sizes)

@@ -1,0 +1,71 @@
+"""Where a job stands, in numbers that every rank agrees on, and what of a checkpoint waits for its owner."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from dynamix.runtime.state.load_atomically import load_atomically
+
+_UNKNOWN = float("nan")
+
+
+@dataclass
+class Progress:
+    """Counters of a job, and what its ranks were told about the noise scale.
+
+    window    windows that were answered
+    steps     optimizer steps
+    opens     round from which measurements belong to the window now open
+    samples   trained on by all workers
+    shared    (round, noise, signal, interval): ranks may learn of the noise scale at other moments, so it counts from
+              an agreed step; `interval` is the length of the window now open where a policy says it, else 0
+    """
+
+    window: int = 0
+    steps: int = 0
+    opens: int = 0
+    samples: int = 0
+    shared: list[tuple[int, float, float, int]] = field(default_factory=lambda: [(0, _UNKNOWN, _UNKNOWN, 0)])
+
+    def told(self, from_step: int, noise: float, signal: float, interval: int = 0) -> None:
+        """A window was answered; its noise scale counts from round `from_step` on. `interval` 0: it stays."""
+        self.window += 1
+        self.shared = [self.shared[-1], (from_step, noise, signal, interval or self.interval)]
+
+    @property
+    def interval(self) -> int:
+        """Length of the window now open; 0 where no policy said it."""
+        return self.shared[-1][3]
+
+    def noise_at(self, step: int) -> tuple[float, float]:
+        """(noise, signal) that every rank uses in round `step`."""
+        return next((entry[1:3] for entry in reversed(self.shared) if entry[0] <= step), (_UNKNOWN, _UNKNOWN))
+
+    def state_dict(self) -> dict[str, Any]:
+        counters = {name: getattr(self, name) for name in ("window", "steps", "opens", "samples")}
+        return {**counters, "shared": [list(entry) for entry in self.shared]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name in ("window", "steps", "opens", "samples"):
+            setattr(self, name, state[name])
+        shared = state["shared"]
+        self.shared = [(int(step), noise, signal, int(interval)) for step, noise, signal, interval in shared]
+
+
+class PendingState:
+    """Parts of a loaded checkpoint, each until the object it belongs to has been made.
+
+    >>> Waiting({"rng": 1, "hook": None}).take("hook") is None
+    True
+    """
+
+    def __init__(self, parts: dict[str, Any] | None = None) -> None:
+        self._parts = parts or {}
+
+    def take(self, name: str) -> Any:
+        """The part, once; None if there is none."""
+        return self._parts.pop(name, None)
+
+    def give(self, name: str, owner: Any) -> None:
+        """Load the part into its `owner`, if both exist."""
+        if owner is not None and (part := self.take(name)) is not None:
+            load_atomically([(owner, lambda: owner.load_state_dict(part))])

@@ -1,0 +1,160 @@
+"""The windows of a rank's job: when they close, and when what was decided on them comes into force."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Protocol
+
+from dynamix.data import Allocations, BatchSampler, StepPlan, Stream
+from dynamix.errors import DynamixError, StateError
+from dynamix.runtime.decide.channel import DecisionChannel, Kind, Message
+from dynamix.runtime.decide.job_facts import ClosedWindow, JobFacts
+from dynamix.runtime.decide.peer_channel import PeerChannel
+from dynamix.runtime.decide.progress import Progress
+from dynamix.runtime.measure.recorder import Recorder
+from dynamix.runtime.rate.rates import Rates
+
+
+class Deciding(Protocol):
+    """What of a `TrainingJob` windows and decisions concern."""
+
+    job: JobFacts
+    channel: DecisionChannel | PeerChannel
+    allocations: Allocations
+    progress: Progress
+    recorder: Recorder
+    rates: Rates
+    source: BatchSampler | Stream | None
+    accumulate: int
+    interval: int
+    paced: bool
+    per_epoch: bool
+    rank: int
+    payload: Callable[[], float]
+
+    @property
+    def crossed(self) -> int: ...
+
+    def need_source(self) -> BatchSampler | Stream: ...
+
+
+class WindowCloser:
+    """Closes the windows of `of`, and settles: takes the answers to them.
+
+    A loop may be read ahead by a thread of its own, which settles what concerns the batches that it asks for.
+    """
+
+    def __init__(self, of: Deciding) -> None:
+        self.of = of
+        self.changes = 0  # of the sizes, since this process began
+        self._settling, self._turn, self._taking = threading.Lock(), threading.Lock(), False
+        self._lag_said = False
+        self._reader_failed: DynamixError | None = None  # what ends the job was raised in that thread
+
+    def count(self, plan: StepPlan) -> None:
+        """A round is over."""
+        of = self.of
+        with self._turn:  # whether a step is kept is known before, or after, a new window opens
+            kept = plan.regular and plan.index // of.accumulate >= of.progress.opens
+            dealt = plan.dealt_to(of.rank)
+            of.recorder.step_done(keep=kept, first_of_epoch=plan.first, dealt=dealt)
+
+    def close_if_full(self, plan: StepPlan, *, ahead: int) -> None:
+        """After `plan`'s round; `ahead` as in `TrainingJob.step_done`."""
+        of = self.of
+        steps = of.recorder.steps
+        if steps and (plan.last if of.per_epoch else steps >= self._rounds_of_window(plan)):
+            with self._turn:  # no further round is begun until the window waits for its answer
+                self._close_window(plan, -(-of.need_source().begun // of.accumulate) + ahead)
+
+    def _rounds_of_window(self, plan: StepPlan) -> int:
+        """Rounds that make a window, the same on all ranks: `interval` optimizer steps, at least one round; where their
+        number follows what changes, it is that of rounds."""
+        of = self.of
+        if of.rates.at_once is None or of.paced:
+            return of.interval
+        total = int(of.allocations.at(plan.index).sum())
+        at_once = plan.at_once or (of.rates.at_once if plan.apart else total)
+        return max(1, round(of.interval * at_once / total))
+
+    def _close_window(self, plan: StepPlan, issued: int) -> None:
+        of = self.of
+        sizes, progress = of.accumulate * of.allocations.at(plan.index), of.progress
+        age = (plan.index + 1 - of.allocations.since(plan.index)) / of.accumulate
+        steps, samples, rate = progress.steps, progress.samples, of.rates.relative()
+        done, payload = plan.index // of.accumulate + 1, of.payload()
+        alike = isinstance(of.source, BatchSampler) and of.source.compares and not plan.apart
+        closing = of.job.closing = ClosedWindow(
+            *(progress.window, sizes, done, issued, age, steps, samples, rate, payload),
+            piece=of.allocations.piece_at(plan.index),
+            comparable=alike,
+        )
+        self._warn_of_lag(closing.issued - closing.consumed)
+        mine = float(sizes[of.rank])
+        turn = {"epoch": plan.epoch, "crossed": of.crossed}
+        row = of.recorder.row(issued=issued, count=mine, weight=mine / float(sizes.sum()), **turn)
+        of.channel.send(row, closing)
+
+    def _warn_of_lag(self, rounds: int) -> None:
+        """The loader has issued so many rounds ahead: a decision waits for them."""
+        of = self.of
+        if rounds <= 2 * of.interval or of.paced or of.per_epoch or self._lag_said or of.rates.at_once is not None:
+            return
+        self._lag_said = True
+        late = f"the loader of rank {of.rank} reads {rounds} rounds ahead, more than two windows of {of.interval}"
+        fix = "lower num_workers x prefetch_factor, or raise interval"
+        warnings.warn(f"{late}, so a decision applies only after them: {fix}", RuntimeWarning, stacklevel=2)
+
+    def settle(self) -> None:
+        """Take the pending message, if there is one: the agreed wait. Raises what a thread that reads ahead raised."""
+        of = self.of
+        with self._settling:
+            if self._reader_failed is not None:
+                raise self._reader_failed
+            if of.channel.pending:
+                self._taking = True
+                try:
+                    message = of.channel.receive()
+                    with self._turn:
+                        self._take(message)
+                except DynamixError as error:
+                    self.keep_for_the_loop(error)
+                    raise
+                finally:
+                    self._taking = False
+
+    def keep_for_the_loop(self, error: DynamixError) -> None:
+        """An error is about to be raised: in a thread of the user's, which need not hand it on, it is not lost."""
+        of = self.of
+        if of.source is not None and not of.source.consumed_here:
+            self._reader_failed = self._reader_failed or error
+
+    def _take(self, message: Message) -> None:
+        of = self.of
+        of.progress.told(of.job.closing.consumed + 1, message.noise, message.signal, message.interval)
+        of.interval = message.interval or of.interval
+        if message.kind is Kind.NEW:
+            if of.source is not None and message.from_step < (issued := -(-of.source.issued // of.accumulate)):
+                late = f"starts at step {message.from_step}, but {issued} are already issued"
+                fix = "replay with that run's policy and interval, and its num_workers and prefetch_factor or fewer"
+                raise StateError(f"the replayed allocation {late}: {fix}")
+            sizes = message.sizes // of.accumulate
+            of.allocations.schedule(message.from_step * of.accumulate, sizes, message.piece)
+            of.progress.opens = message.from_step
+            self.changes += 1
+            of.recorder.reset()
+        if of.source is not None:
+            of.allocations.forget(of.source.consumed)
+
+    def before_issue(self, step: int) -> None:
+        """The sampler is about to plan micro-step `step`: a pending message may concern it."""
+        of = self.of
+        while True:
+            with self._turn:
+                waits = of.channel.pending or self._taking
+                if not waits or step // of.accumulate < of.job.closing.issued + of.job.slack:
+                    of.need_source().begin_to_issue(step)
+                    return
+            self.settle()

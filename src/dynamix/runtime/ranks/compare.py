@@ -1,0 +1,222 @@
+"""Whether all ranks hold the same: one digest is compared, and where it differs the fields are, by name."""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from dynamix.errors import DynamixError, UsageError
+from dynamix.runtime.ranks.errors import Explain, JobErrors, unnamed, wait_for
+from dynamix.runtime.ranks.group import ControlGroup
+
+MOST_FIELDS = 5  # that one message names
+SKETCHED = (
+    "parameters: "  # begins the name of a parameter, whose value is (sum of every second entry, of the others, norm)
+)
+NEAR = 1e-3  # of the norm: so far apart may those sums be. Devices that are not alike differ in last bits
+LONGEST_VALUE = 80  # characters of a value in a message
+_SAMPLER = "Write controller.batch_sampler(dataset, seed=0) with the same data set, seed and options on every rank"
+_LOAD = "Load the checkpoint of one step on every rank: controller.load_state_dict(state) with one and the same file"
+_POSITION = ("position", "finished", "taken", "consumed", "batch sizes", "progress", "base batch")
+FIXES = {
+    "": "Make the same calls with the same arguments on every rank before training",
+    "dataset_size": "Give every rank the whole data set, of one length: the sampler deals its samples to the ranks",
+    "epoch": f"Call sampler.set_epoch(epoch) alike on every rank. {_LOAD}",
+    "seed": f"{_SAMPLER}: seed=0, not seed=rank; the sampler deals the ranks different samples by itself",
+    **dict.fromkeys(("lengths", "padded"), "Give batch_sampler(dataset, lengths=...) the same on every rank"),
+    **dict.fromkeys(("samples", "shuffle", "partition", "sharded"), _SAMPLER),
+    **dict.fromkeys(_POSITION, _LOAD),
+    "parameters": "Load weights on every rank, or before DDP(net) is made, which sends the first rank's to all",
+    "optimizers": "Make the same optimizers of the same parameters, with the same arguments, on every rank",
+}
+_OF_POWERSGD = (
+    *("matrix_approximation_rank", "start_powerSGD_iter", "min_compression_rate", "use_error_feedback", "warm_start"),
+    "batch_tensors_with_same_shape",
+)
+# Of an optimizer's arguments: how it computes, which devices that are not alike may have to do in different ways.
+_HOW = ("foreach", "fused", "capturable", "differentiable")
+
+
+def require_same(
+    facts: Mapping[str, Any],
+    group: ControlGroup,
+    what: str,
+    fixes: Mapping[str, str],
+    ending: JobErrors | None = None,
+    explain: Explain = unnamed,
+) -> None:
+    """Raise `UsageError` on every rank of `group` where `facts` (plain values by field) differ. A collective call.
+
+    what     begins the message
+    fixes    by field, the line to write; the one under "" for fields without
+    explain  tells a rank that is lost meanwhile
+    """
+    texts = {name: json.dumps(value, sort_keys=True, default=plain) for name, value in facts.items()}
+    whole = json.dumps(texts)
+    digest = int.from_bytes(hashlib.sha256(whole.encode()).digest()[:8], "big") >> 1
+    mine = torch.tensor([digest, len(whole)])
+    every = _gathered(mine, group, ending, explain)
+    if (every == every[0]).all():
+        return
+    longest = int(every[:, 1].max())
+    packed = torch.from_numpy(np.frombuffer(whole.encode().ljust(longest), dtype=np.uint8).copy())
+    told = [json.loads(bytes(row)) for row in _gathered(packed, group, ending, explain).astype(np.uint8)]
+    fields = list(dict.fromkeys(name for of_rank in told for name in of_rank))
+    differing = [name for name in fields if _differs(name, [of_rank.get(name) for of_rank in told])]
+    if not differing:
+        return
+    differing = ["error"] if "error" in differing else differing  # what else differs follows from it
+    said = [f"{name} is {by_rank([of_rank.get(name, 'missing') for of_rank in told])}" for name in differing]
+    more = f" (and {len(said) - MOST_FIELDS} more)" if len(said) > MOST_FIELDS else ""
+    fix = fixes.get(differing[0].partition(":")[0], fixes[""])
+    raise UsageError(f"{what}: {'; '.join(said[:MOST_FIELDS])}{more}. {fix}")
+
+
+def _differs(name: str, values: list[str | None]) -> bool:
+    if len(set(values)) == 1 or not name.startswith(SKETCHED) or None in values:
+        return len(set(values)) > 1
+    *sums, norms = zip(*(json.loads(value or "") for value in values), strict=True)
+    return not all(max(of) - min(of) <= NEAR * max(norms) for of in sums)
+
+
+def _gathered(mine: torch.Tensor, group: ControlGroup, ending: JobErrors | None, explain: Explain) -> Any:
+    """Every rank's row, (W, n)."""
+    every = mine.new_zeros(group.workers, len(mine))
+    try:
+        wait_for(group.all_gather(mine, every), ending)
+    except RuntimeError as error:
+        if isinstance(error, DynamixError):
+            raise
+        raise explain(error, "the ranks could not compare what they hold") from error
+    return every.numpy()
+
+
+def by_rank(values: list[str]) -> str:
+    """Which ranks have which value.
+
+    >>> by_rank(["0", "0", "0", "7"])
+    '0 on ranks 0-2, 7 on rank 3'
+    """
+    ranks: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(value, []).append(rank)
+    return ", ".join(f"{_short(value)} on {_spans(of)}" for value, of in ranks.items())
+
+
+def _short(value: str) -> str:
+    return value if len(value) <= LONGEST_VALUE else f"{value[:LONGEST_VALUE]}..."
+
+
+def _spans(ranks: list[int]) -> str:
+    """
+    >>> _spans([0, 1, 2, 5])
+    'ranks 0-2, 5'
+    """
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and rank == spans[-1][-1] + 1:
+            spans[-1].append(rank)
+        else:
+            spans.append([rank])
+    told = ", ".join(str(span[0]) if len(span) == 1 else f"{span[0]}-{span[-1]}" for span in spans)
+    return f"rank {told}" if len(ranks) == 1 else f"ranks {told}"
+
+
+def plain(value: Any) -> Any:
+    """What JSON cannot write: arrays as lists, anything else as its text."""
+    return value.tolist() if isinstance(value, np.ndarray | np.generic | torch.Tensor) else str(value)
+
+
+def settings_of(optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+    """What optimizers are made of, plain values by name; of each of them one.
+
+    >>> settings_of([torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.1)])["optimizers: lr"]
+    [0.1]
+    """
+    kinds = [f"{type(of).__name__} of {[len(group['params']) for group in of.param_groups]}" for of in optimizers]
+    names = dict.fromkeys(name for of in optimizers for name in of.defaults if name not in _HOW)
+    told = {f"optimizers: {name}": [_argument(of.defaults.get(name)) for of in optimizers] for name in names}
+    return {"optimizers": kinds, **told}
+
+
+def _argument(value: Any) -> Any:
+    """Plain; of a device that would have to be asked, nothing."""
+    if isinstance(value, torch.Tensor):
+        return value.tolist() if value.device.type == "cpu" else None
+    return value if isinstance(value, bool | int | float | str | tuple | list | None) else None
+
+
+@torch.no_grad()
+def sketches_of(model: DistributedDataParallel, number: int) -> dict[str, list[float]]:
+    """What tells models apart, by their parameters' names; of those that DDP sends to all ranks. Asks the device.
+
+    number   of the model, from 0
+    """
+    left_out, of = getattr(model, "parameters_to_ignore", ()), f"of model {number}, " if number else ""
+    sent = {name: p.detach() for name, p in model.module.named_parameters() if name not in left_out and _sums(p)}
+    sketches = []
+    for value in sent.values():
+        own = value.to_local() if hasattr(value, "to_local") else value
+        flat = (torch.view_as_real(own) if own.is_complex() else own).reshape(-1)
+        even, odd = (flat[begin::2].sum(dtype=torch.float64) for begin in (0, 1))
+        sketches.append(torch.stack([even, odd, torch.linalg.vector_norm(flat, dtype=torch.float64)]).cpu())
+    told = torch.stack(sketches).tolist() if sketches else []
+    return {f"{SKETCHED}{of}{name}": sketch for name, sketch in zip(sent, told, strict=True)}
+
+
+def _sums(parameter: torch.Tensor) -> bool:
+    """Whether it has entries that can be added up."""
+    kind = parameter.dtype
+    return parameter.numel() > 0 and (kind.is_complex or (kind.is_floating_point and kind.itemsize > 1))
+
+
+def hook_settings(state: Any) -> dict[str, Any]:
+    """What PowerSGD was told, plain values by name; states of other hooks may well differ by rank."""
+    if not all(hasattr(state, name) for name in (*_OF_POWERSGD, "rng")):
+        return {}
+    return {name: getattr(state, name) for name in _OF_POWERSGD} | {"random_seed": int(state.rng.get_state()[1][0])}
+
+
+def shape_of(value: Any) -> Any:
+    """The shape of a policy's state: its keys, and of what kind and length each value is.
+
+    >>> shape_of({"net": np.zeros((2, 3)), "asked": 3, "sizes": [1, 2], "none": None})
+    {'net': 'float64 [2, 3]', 'asked': 'number', 'sizes': '2 x number', 'none': 'None'}
+    """
+    if isinstance(value, Mapping):
+        return {str(key): shape_of(part) for key, part in value.items()}
+    if isinstance(value, np.ndarray | torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    if isinstance(value, list | tuple):
+        kinds = list(dict.fromkeys(json.dumps(shape_of(part)).strip('"') for part in value))
+        return f"{len(value)} x {', '.join(kinds)}" if kinds else "empty"
+    if isinstance(value, bool | int | float):
+        return "number"
+    return "None" if value is None else type(value).__name__
+
+
+def facts_of(job: Any) -> dict[str, Any]:
+    """What every rank must hold alike, by name; `job` is its `TrainingJob`."""
+    source, bounds, facts = job.need_source(), job.job.bounds, job.job
+    known: dict[str, Any] = {"samples": type(source).__name__, **source.identity()}
+    known |= {"min_batch_size": bounds.low, "max_batch_size": bounds.high, "quantum": bounds.quantum}
+    known |= {"min_global_batch": bounds.total_low, "max_global_batch": bounds.total_high}
+    known |= {"base batch": facts.base_batch, "decides once per epoch": job.per_epoch, "slack": facts.slack}
+    known |= {"models": job.loop.models, "schedules": [s.nominal_batch_size for s in job.rates.schedules]}
+    known |= {"exchange of gradients and buffers": [attached.exchanges for attached in job.connected]}
+    settings = [attached.settings for attached in job.connected]
+    names = dict.fromkeys(name for of_model in settings for name in of_model)
+    known |= {f"exchange: {name}": [of_model.get(name) for of_model in settings] for name in names}
+    known |= job.meetings.facts()
+    known |= {"weighting": job.loss_weight.weighting, **settings_of(job.loop.optimizers)}
+    for number, attached in enumerate(job.connected):
+        if isinstance(attached.model, DistributedDataParallel) and not job.steps_apart:
+            known |= sketches_of(attached.model, number)
+    known |= {"batch sizes": job.allocations.from_on(source.consumed), "batch size apart": job.piece_apart}
+    known |= {f"progress: {name}": value for name, value in job.progress.state_dict().items()}
+    return known | {"progress: steps measured in the open window": job.recorder.steps}

@@ -1,0 +1,283 @@
+"""The controller's own groups: small messages between ranks, for which no training step waits.
+
+Up to `FLAT_UP_TO` ranks it is one gloo group, in which every rank has a socket to every other. Beyond, the ranks sit in
+rooms of about sqrt(W), and the first of each room, its head, meets the other heads: 62 sockets in place of 1,023 at
+W = 1,024. A message then takes two hops each way. What the ranks agree on is the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import pickle
+import resource
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from dynamix.errors import ConfigError
+from dynamix.runtime.ranks.process_groups import new_gloo_group
+
+FLAT_UP_TO = 256
+SPARE = 64  # descriptors for the loader, files and whatever else the job opens later
+
+
+class Work(Protocol):
+    """What is under way; `dist.Work` is one."""
+
+    def is_completed(self) -> bool: ...
+    def get_future(self) -> Future[Any]: ...
+    def wait(self) -> Any: ...
+
+
+def _wait(work: Work) -> None:
+    work.wait()
+
+
+class ControlGroup:
+    """Messages to the first rank and back, over one gloo group.
+
+    Between `send` or `collect` and the end of their answer nothing else may be begun. All tensors are on the CPU. What
+    a method returns raises from `wait` when a rank is lost, at the latest after the group's timeout.
+
+    settle   how to wait for what was begun; the owner may set one that is given up where another rank ends the job
+    """
+
+    settle: Callable[[Work], None] = staticmethod(_wait)
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self.rank, self.workers, self.name = dist.get_rank(group), dist.get_world_size(group), str(group.group_name)
+        self._root = dist.get_global_rank(group, 0)
+        self._sending: tuple[Any, Tensor] | None = None
+
+    def send(self, row: Tensor, answer: Tensor) -> Work:
+        """Not on the first rank: give it `row`; done when its `answer` is here."""
+        self._sending = dist.gather(row, dst=self._root, group=self._group, async_op=True), row
+        return self._work(dist.broadcast(answer, src=self._root, group=self._group, async_op=True))
+
+    def collect(self, row: Tensor, rows: Tensor) -> Work:
+        """On the first rank: its own `row` (n,) and everyone's into `rows` (W, n)."""
+        every = list(rows.unbind())
+        return self._work(dist.gather(row, every, dst=self._root, group=self._group, async_op=True))
+
+    def answer(self, answer: Tensor) -> Work:
+        """On the first rank: to all, once what they sent was collected."""
+        return self._work(dist.broadcast(answer, src=self._root, group=self._group, async_op=True))
+
+    def all_gather(self, row: Tensor, rows: Tensor) -> Work:
+        """Everyone's `row` (n,) into `rows` (W, n), on every rank."""
+        return self._work(dist.all_gather(list(rows.unbind()), row, group=self._group, async_op=True))
+
+    def all_sum(self, row: Tensor, total: Tensor) -> Work:
+        """The sum of everyone's `row` (n,) into `total` (n,), on every rank."""
+        total.copy_(row)
+        return self._work(dist.all_reduce(total, group=self._group, async_op=True))
+
+    def all_gather_object(self, mine: Any) -> list[Any]:
+        """Every rank's object, on every rank."""
+        packed = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8)
+        lengths = torch.zeros(self.workers, 1, dtype=torch.int64)
+        self.settle(self.all_gather(torch.tensor([len(packed)]), lengths))
+        rows = torch.zeros(self.workers, int(lengths.max()), dtype=torch.uint8)
+        self.settle(self.all_gather(torch.nn.functional.pad(packed, (0, rows.shape[1] - len(packed))), rows))
+        return [pickle.loads(row[:length].numpy().tobytes()) for row, length in zip(rows, lengths[:, 0], strict=True)]
+
+    def broadcast_object(self, first: Any) -> Any:
+        """The first rank's object, on every rank."""
+        packed = torch.frombuffer(bytearray(pickle.dumps(first)), dtype=torch.uint8)
+        length = torch.tensor([len(packed)])
+        self._broadcast(length)
+        packed = packed if self.rank == 0 else torch.zeros(int(length), dtype=torch.uint8)
+        self._broadcast(packed)
+        return pickle.loads(packed.numpy().tobytes())
+
+    def _broadcast(self, values: Tensor) -> None:
+        row = torch.zeros(1)
+        if self.rank:
+            self.settle(self.send(row, values))
+        else:
+            self.settle(self.collect(row, row.new_zeros(self.workers, 1)))
+            self.settle(self.answer(values))
+
+    def release(self) -> list[dist.ProcessGroup]:
+        """The process groups behind it, which are the caller's now."""
+        group = self._group
+        del self._group
+        self._sending = None
+        return [group]
+
+    @staticmethod
+    def _work(work: Any) -> Work:
+        assert work is not None  # as for a rank that is no member
+        return cast(Work, work)
+
+
+class HierarchicalGroup(ControlGroup):
+    """The same over two levels: `room` has this rank and its neighbours, `heads` the first of every room.
+
+    heads   None on ranks that are no head
+    seats   ranks of a full room
+    """
+
+    def __init__(
+        self,
+        room: dist.ProcessGroup,
+        heads: dist.ProcessGroup | None,
+        *,
+        rank: int,
+        workers: int,
+        seats: int,
+        name: str,
+    ) -> None:
+        self.rank, self.workers, self.name = rank, workers, name
+        self._room, self._heads, self._seats = ControlGroup(room), None, seats
+        if heads is not None:
+            self._heads = ControlGroup(heads)
+
+    def send(self, row: Tensor, answer: Tensor) -> Work:
+        if self._heads is None:
+            return self._room.send(row, answer)
+        done = _Chain()
+        neighbours = self._neighbours(row)
+        heads = self._heads
+
+        def answered() -> None:
+            done.follow(self._room.answer(answer), done.end)
+
+        def collected() -> None:
+            done.follow(heads.send(neighbours.reshape(-1), answer), answered)
+
+        done.follow(self._room.collect(row, neighbours[: self._room.workers]), collected)
+        return done
+
+    def collect(self, row: Tensor, rows: Tensor) -> Work:
+        assert self._heads is not None
+        done, heads, neighbours = _Chain(), self._heads, self._neighbours(row)
+        every = row.new_zeros(heads.workers, neighbours.numel())
+
+        def arrived() -> None:
+            rows.copy_(every.view(-1, len(row))[: self.workers])
+            done.end()
+
+        def collected() -> None:
+            done.follow(heads.collect(neighbours.reshape(-1), every), arrived)
+
+        done.follow(self._room.collect(row, neighbours[: self._room.workers]), collected)
+        return done
+
+    def answer(self, answer: Tensor) -> Work:
+        assert self._heads is not None
+        done, room = _Chain(), self._room
+        far = self._heads.answer(answer)
+        near = room.answer(answer)
+        done.follow(far, lambda: done.follow(near, done.end))
+        return done
+
+    def all_gather(self, row: Tensor, rows: Tensor) -> Work:
+        if self.rank:
+            return self.send(row, rows)
+        done = _Chain()
+        done.follow(self.collect(row, rows), lambda: done.follow(self.answer(rows), done.end))
+        return done
+
+    def all_sum(self, row: Tensor, total: Tensor) -> Work:
+        if self.rank:
+            return self.send(row, total)
+        done, rows = _Chain(), row.new_zeros(self.workers, len(row))
+
+        def collected() -> None:
+            torch.sum(rows, 0, out=total)
+            done.follow(self.answer(total), done.end)
+
+        done.follow(self.collect(row, rows), collected)
+        return done
+
+    def release(self) -> list[dist.ProcessGroup]:
+        return self._room.release() + (self._heads.release() if self._heads is not None else [])
+
+    def _neighbours(self, row: Tensor) -> Tensor:
+        """Where this room's rows go, (seats, n); those of seats that nobody has stay 0."""
+        return row.new_zeros(self._seats, len(row))
+
+
+class _Chain:
+    """Work of several steps, each begun on the thread that ends the one before."""
+
+    def __init__(self) -> None:
+        self._future: Future[Any] = Future()
+
+    def follow(self, work: Work, action: Callable[[], None]) -> None:
+        """Once `work` has ended, `action`; an error of either ends the chain."""
+
+        def after(ended: Future[Any]) -> None:
+            try:
+                ended.wait()  # not the work's: it counts as ended only after this
+                action()
+            except Exception as error:  # raised again from `wait`, on the thread that asks
+                self.end(error)
+
+        work.get_future().add_done_callback(after)
+
+    def end(self, error: Exception | None = None) -> None:
+        if self._future.done():
+            return
+        if error is None:
+            self._future.set_result(None)
+        else:
+            self._future.set_exception(error)
+
+    def is_completed(self) -> bool:
+        return self._future.done()
+
+    def get_future(self) -> Future[Any]:
+        return self._future
+
+    def wait(self) -> None:
+        self._future.wait()
+
+
+def open_control(ranks: list[int], timeout: Any = None, *, name: str = "") -> ControlGroup:
+    """For the ranks with these global numbers, this one among them. A collective call of those ranks alone.
+
+    name   the same on all of them, and of no others
+    Raises `ConfigError` where this process may not open as many sockets as that takes.
+    """
+    workers, mine = len(ranks), ranks.index(dist.get_rank())
+    if workers <= FLAT_UP_TO:
+        require_descriptors(workers - 1, workers)
+        return ControlGroup(new_gloo_group(ranks, timeout))
+    seats = math.ceil(math.sqrt(workers))
+    first = mine - mine % seats
+    require_descriptors(2 * seats, workers)
+    room = new_gloo_group(ranks[first : first + seats], timeout)
+    heads = new_gloo_group(ranks[::seats], timeout) if mine == first else None
+    return HierarchicalGroup(room, heads, rank=mine, workers=workers, seats=seats, name=f"rooms/{name}")
+
+
+def require_descriptors(sockets: int, workers: int) -> None:
+    """Raise `ConfigError` unless this process may open `sockets` more; the soft limit is raised where it may be."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _open_now() + sockets + SPARE
+    if soft == resource.RLIM_INFINITY or wanted <= soft:
+        return
+    if hard == resource.RLIM_INFINITY or wanted <= hard:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            return
+    allowed = f"{wanted} or more for a job of {workers} workers"
+    raise ConfigError(
+        "limit of open files", soft, allowed, f"run `ulimit -n {2 ** math.ceil(math.log2(wanted))}` first"
+    )
+
+
+def _open_now() -> int:
+    with contextlib.suppress(OSError):
+        return len(os.listdir("/proc/self/fd"))
+    return len(list(Path("/dev/fd").iterdir())) if Path("/dev/fd").exists() else SPARE

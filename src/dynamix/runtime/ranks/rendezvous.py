@@ -1,0 +1,147 @@
+"""Where ranks that are about to make one process group meet: in the job's store, where what they mean can be compared.
+
+Making a group blocks until all of its ranks come to make the same one. Where one of them makes another group, that
+would be for the timeout, half an hour, and without a word why.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import random
+import time
+from collections import Counter
+from typing import Any
+
+import torch.distributed as dist
+
+from dynamix.errors import DynamixError, UsageError, WorkerLostError
+from dynamix.runtime.ranks.liveness import job_store
+
+LOOK_AFTER_S = 2.0  # of waiting, and between looks at where others are
+ELSEWHERE_S = 5.0  # another rank has said that it waits for another group, or cannot make its own
+WITHOUT_US_S = 20.0  # another rank has made a group without this one, and has not come since: the log says so
+LOOKED_AT = 32  # ranks at a time
+_meetings: Counter[tuple[int, ...]] = Counter()  # of this process, by the ranks that meet
+_FIX = "pass the same process_group to Controller(...) on all of its ranks"
+_log = logging.getLogger("dynamix")
+
+
+def meet(ranks: list[int], *, timeout_s: float, store: Any = None) -> None:
+    """Wait until all of `ranks` (numbers in the job) are here to make a group of them. A collective call of these.
+
+    Raises `UsageError` where ranks wait for each other to make different groups, or one could not make any, and
+    `WorkerLostError` naming those that did not come within `timeout_s`. A rank that is at work with others may come
+    later; the log says which one is waited for.
+    """
+    store, me = store if store is not None else job_store(), dist.get_rank()
+    meeting = Rendezvous(store, me, ranks)
+    try:
+        meeting.wait(timeout_s)
+    except DynamixError as error:
+        meeting.leave()
+        refuse(str(error), store=store)
+        raise
+
+
+def refuse(why: str, *, store: Any = None) -> None:
+    """Tell those that wait for this rank that it will not come."""
+    store = store if store is not None else job_store()
+    store.set(_place(dist.get_rank()), json.dumps({"error": why}))
+
+
+def _place(rank: int) -> str:
+    return f"dynamix/place/{rank}"
+
+
+class Rendezvous:
+    """One rank's part in one meeting."""
+
+    def __init__(self, store: Any, me: int, ranks: list[int]) -> None:
+        self.store, self.me, self.ranks = store, me, sorted(ranks)
+        _meetings[tuple(self.ranks)] += 1
+        whom = f"{self.ranks} {_meetings[tuple(self.ranks)]}"
+        self.key = f"dynamix/meeting/{hashlib.sha256(whom.encode()).hexdigest()[:16]}"
+        self.seen: dict[int, tuple[dict[str, Any], float]] = {}  # what others said of where they are, and since when
+        self.told = set[int]()  # ranks of which the log has said that they are elsewhere
+
+    def wait(self, timeout_s: float) -> None:
+        began, pause_s = time.monotonic(), 1e-3
+        looked = began
+        self._say(over=False)
+        self.store.add(self.key, 1)
+        while self.store.add(self.key, 0) < len(self.ranks):
+            if (now := time.monotonic()) - began > timeout_s:
+                raise self._lost(timeout_s)
+            if now - looked > LOOK_AFTER_S:
+                looked = now
+                self._look(now)
+            time.sleep(pause_s)
+            pause_s = min(1.5 * pause_s, 0.1)
+        self._say(over=True)
+
+    def leave(self) -> None:
+        self.store.add(self.key, -1)
+        _meetings[tuple(self.ranks)] -= 1
+
+    def _say(self, *, over: bool) -> None:
+        self.store.set(_place(self.me), json.dumps({"ranks": self.ranks, "over": over}))
+
+    def _look(self, now: float) -> None:
+        """Raise `UsageError` if a rank has been elsewhere for so long that it will not come."""
+        others = [rank for rank in self.ranks if rank != self.me]
+        if len(others) > LOOKED_AT:
+            others = random.Random(now).sample(others, LOOKED_AT)  # their own randomness: the job's stays as it is
+        for rank in others:
+            said = self._said(rank)
+            if said != self.seen.get(rank, ({}, now))[0]:
+                self.seen[rank] = said, now
+            if said:  # it has begun to make one
+                self._judge(rank, said, now - self.seen[rank][1])
+
+    def _lost(self, timeout_s: float) -> WorkerLostError:
+        places = {rank: self._said(rank).get("ranks") for rank in self.ranks}
+        lost = tuple(rank for rank in self.ranks if places[rank] != self.ranks)
+        text = f"no Controller was made on ranks {list(lost)} within {timeout_s:.0f} s"
+        if elsewhere := [rank for rank in lost if places[rank]]:
+            text += f", but one over ranks {places[elsewhere[0]]} on rank {elsewhere[0]}: {_FIX}"
+        return WorkerLostError(text, lost)
+
+    def _said(self, rank: int) -> dict[str, Any]:
+        said = self.store.check([_place(rank)]) and json.loads(bytes(self.store.get(_place(rank))))
+        return dict(said or {})
+
+    def _judge(self, rank: int, place: dict[str, Any], since_s: float) -> None:
+        if "error" in place:
+            if since_s > ELSEWHERE_S:
+                raise UsageError(f"rank {rank} could not make its Controller: {place['error']}")
+            return
+        if place["ranks"] == self.ranks:
+            return
+        theirs = f"rank {rank} makes its Controller over ranks {place['ranks']}"
+        if since_s > ELSEWHERE_S and self._waits_for_me(rank) and self._waits_for_me(rank):  # a second look at all
+            raise UsageError(f"{theirs}, rank {self.me} over ranks {self.ranks}: {_FIX}")
+        if since_s > WITHOUT_US_S and rank not in self.told:
+            self.told.add(rank)
+            waits = f"rank {self.me} waits for it to make one over ranks {self.ranks}"
+            _log.warning("%s, and %s. If it never does, %s", theirs, waits, _FIX)
+
+    def _waits_for_me(self, rank: int) -> bool:
+        """Whether `rank` cannot go on before this one does: it waits for a group for which this rank, or another that
+        cannot go on before it, would have to come."""
+        asked, known = [rank], {rank}
+        while asked:
+            said = self._said(asked.pop())
+            if "error" in said or said.get("over", True):
+                continue
+            missing = [other for other in said["ranks"] if other == self.me or not self._is_with(other, said["ranks"])]
+            if self.me in missing:
+                return True
+            fresh = [other for other in missing[:LOOKED_AT] if other not in known]
+            known.update(fresh)
+            asked += fresh
+        return False
+
+    def _is_with(self, rank: int, ranks: list[int]) -> bool:
+        return self._said(rank).get("ranks") == ranks

@@ -1,0 +1,1 @@
+"""Learning rates that follow the global batch, and schedules that count samples."""

@@ -1,0 +1,103 @@
+"""The learning rates of a job: factors that follow the global batch, and schedules that count samples."""
+
+from __future__ import annotations
+
+from math import nan
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from dynamix.data import StepPlan
+from dynamix.runtime.decide.job_facts import JobFacts
+from dynamix.runtime.rate.scaling import AUTO, LearningRate, SampleSchedule, SchedulerWatch
+
+
+class Rates:
+    """Of all optimizers of a controller.
+
+    at_once   samples of all workers' optimizer steps taken at the same time, where a round has several; None: a round
+    """
+
+    def __init__(self, job: JobFacts, lr_rule: str, *, at_once: int | None = None) -> None:
+        self.job, self.at_once = job, at_once
+        # A global batch that stays as it is asks for no other rate, but its pieces may be of several sizes.
+        self.lr_rule = "none" if lr_rule == AUTO and job.fixed and at_once is None else lr_rule
+        self.learning_rates: list[LearningRate] = []
+        self.schedules: list[SampleSchedule] = []
+        self._watch: SchedulerWatch | None = None
+        self._whole: list[float] = []  # factors of a whole piece's step, where workers step apart
+        self._largest = 0.0
+
+    @property
+    def follows(self) -> bool:
+        """Whether any learning rate follows the global batch."""
+        return self.lr_rule != "none" and bool(self.learning_rates)
+
+    def add(self, optimizer: Optimizer) -> None:
+        """Let the learning rate of `optimizer` follow the batch."""
+        self.learning_rates.append(LearningRate(optimizer, self.lr_rule))
+
+    def watch(self, optimizer: Optimizer, *, apart: bool) -> None:
+        """Warn of a scheduler of `optimizer` that counts steps where these are no measure: see `SchedulerWatch`."""
+        if apart or not self.job.fixed:
+            self._watch = SchedulerWatch(optimizer, self.job.base_batch, apart=apart)
+
+    def schedule(self, scheduler: Any, nominal_batch_size: int | None) -> SampleSchedule:
+        """`Controller.scheduler`: advanced with every round."""
+        nominal = nominal_batch_size or self.at_once or self.job.base_batch
+        self.schedules.append(SampleSchedule(scheduler, nominal_batch_size=nominal))
+        return self.schedules[-1]
+
+    def relative(self) -> float:
+        """The first optimizer's learning rate over its largest so far, as the user or a scheduler sets it.
+
+        1 where there is none, and where reading it would wait for a device.
+        """
+        groups = self.learning_rates[0].groups if self.learning_rates else []
+        rate = groups[0].get("lr") if groups else None
+        if isinstance(rate, Tensor):
+            rate = rate.item() if rate.device.type == "cpu" else None
+        if not isinstance(rate, (int, float)) or rate <= 0:
+            return 1.0
+        initial = groups[0].get("initial_lr", rate)  # of a scheduler: also after a resume
+        self._largest = max(self._largest, rate, initial if isinstance(initial, (int, float)) else rate)
+        return rate / self._largest
+
+    def look(self) -> None:
+        """Between optimizer steps: see whether somebody changed a rate."""
+        if self._watch is not None:
+            self._watch.look()
+
+    def follow(self, samples: int, noise: float, signal: float) -> None:
+        """Let the rates fit a round of `samples`; the noise scale is what every rank knows of it."""
+        base = self.job.base_batch
+        rates = self.learning_rates
+        self._whole = [rate.rule(samples / base, noise, signal, base_batch=base) for rate in rates]
+        for learning_rate, factor in zip(rates, self._whole, strict=True):
+            learning_rate.factor = factor
+
+    def follow_piece(self, scale: float) -> None:
+        """Let the rates fit a step of a piece that is `scale` of a whole one, whose step `follow` may have fitted."""
+        whole = self._whole or [1.0] * len(self.learning_rates)
+        for learning_rate, factor in zip(self.learning_rates, whole, strict=True):
+            part = 1.0 if scale == 1.0 else learning_rate.rule(scale, nan, nan, base_batch=1)
+            learning_rate.factor = factor * part
+
+    def advance(self, plan: StepPlan, samples: int) -> None:
+        """A round is over, in which all workers trained `samples`."""
+        self.look()
+        advanced = [schedule.advance(samples) for schedule in self.schedules]
+        watch = self._watch
+        if watch is not None:
+            if any(advanced):
+                watch.accept()
+            if plan.last:
+                watch.forget()
+            if plan.regular:
+                watch.stepped(plan.samples)
+
+    def remove(self) -> None:
+        """Take every hook off the optimizers."""
+        for learning_rate in self.learning_rates:
+            learning_rate.remove()

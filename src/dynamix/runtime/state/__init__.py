@@ -1,0 +1,1 @@
+"""What a checkpoint holds, how it is packed, checked as a whole, and loaded."""

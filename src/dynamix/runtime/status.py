@@ -1,0 +1,73 @@
+"""What a training loop may ask its controller at any time: facts, which cost nothing and wait for nobody."""
+
+from __future__ import annotations
+
+from dynamix.runtime.job import TrainingJob
+from dynamix.runtime.metrics import metrics_of
+from dynamix.window import Bounds, Ints
+
+
+class ControllerStatus:
+    """Where a job stands, as its `Controller` tells."""
+
+    _coordinator: TrainingJob
+    overhead_s: float  # seconds in all calls of `step`
+
+    @property
+    def bounds(self) -> Bounds:
+        """What batch sizes are kept within, samples per round: as given, narrowed by the data set and `find_limits`."""
+        return self._coordinator.job.bounds
+
+    @property
+    def base_batch(self) -> int:
+        """Samples per round of all workers at the start of the job: what learning-rate rules compare with."""
+        return self._coordinator.job.base_batch
+
+    @property
+    def optimizer_due(self) -> bool:
+        """Whether the optimizer steps with this batch: it is the last of this rank's share of the round."""
+        piece = self._coordinator.need_source().piece()
+        return piece.plan.apart or piece.last
+
+    @property
+    def met(self) -> bool:
+        """Whether the batch just stepped ended a round: between rounds evaluate, save, or leave the loop."""
+        return self._coordinator.met
+
+    @property
+    def batch_sizes(self) -> Ints:
+        """Samples of every worker in the coming round, int64 (W,)."""
+        return self._coordinator.batch_sizes
+
+    @property
+    def samples_seen(self) -> int:
+        """Samples trained on so far, by all workers."""
+        return self._coordinator.progress.samples
+
+    @property
+    def progress(self) -> float:
+        """Part of the epoch's samples trained on by all workers: 0 to 1, and 1 until the next epoch begins.
+
+        NaN for a stream whose length is not known before its end.
+        """
+        return self._coordinator.need_source().progress
+
+    @property
+    def epoch_done(self) -> bool:
+        """Whether the batch just stepped was its epoch's last; the same on all ranks. False once the next one begins.
+
+        For loops that count steps of their own: a moving batch makes no fixed number of them.
+        """
+        return self._coordinator.need_source().finished
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers for a logger, as this rank knows them now; `dynamix.runtime.metrics.METRICS` says what they mean.
+
+        Neither a collective call nor a wait for a device: call it on one rank or on all, as often as you like.
+        """
+        return metrics_of(self._coordinator, self.overhead_s)
+
+    @property
+    def stopping(self) -> bool:
+        """Whether to leave the loop now: on all ranks after the same optimizer step, once one has asked for it."""
+        return self._coordinator.stopping

@@ -1,0 +1,194 @@
+"""Weighting on the loss side: what carries a weight, who puts it there, and what N is where only the loop knows it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Variable
+
+from dynamix.data import BatchSampler, Piece, Stream
+from dynamix.errors import ConfigError, UsageError
+from dynamix.runtime.ranks.errors import Explain, JobErrors, unnamed, wait_for
+from dynamix.runtime.ranks.liveness import failed_collective
+from dynamix.runtime.ranks.process_groups import new_gloo_group
+from dynamix.runtime.sync.shards import gradients_of
+
+
+class LossWeight:
+    """The loss side: loss * n_i * W / N, with N from the sample plan or, for given counts, from an all-reduce.
+
+    For counts, N is not known when backward starts. The loss then carries n_i * W / N_ref, N_ref being the last step's;
+    when backward has ended, before the user's unscale or clipping, gradients are multiplied by N_ref / N.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, accumulate: int) -> None:
+        self.group, self.accumulate = group, accumulate
+        self.explain: Explain = unnamed
+        self.ending: JobErrors | None = None  # set by the owner
+        self.workers = 1 if group is None else dist.get_world_size(group)
+        self.applied: float | Tensor | None = None
+        self.weighting, self._paused = "hook", False
+        self._model: nn.Module | None = None
+        self._counts_group: dist.ProcessGroup | None = None
+        self.held: float | Tensor = 1.0  # what the gradient of this rank's pieces so far is over its mean
+        self._reference: Tensor | None = None
+        self._own: Tensor | None = None  # counts of this rank's pieces so far, where shares are cut by size
+        self._counted: list[tuple[Tensor, Any]] = []
+
+    def bind(self, model: nn.Module, weighting: str) -> None:
+        self._model, self.weighting = model, weighting
+
+    @property
+    def required(self) -> bool:
+        """Whether the loop weights its losses by `Controller.weight`."""
+        return self.weighting == "loss"
+
+    @property
+    def given(self) -> bool:
+        """Whether losses carry their weights without the controller."""
+        return self.weighting == "given"
+
+    def in_gradient(self, piece: Piece) -> float | Tensor | None:
+        """This rank's gradient of the round so far over its mean; None where the hook is to weight it."""
+        if self.given:
+            return piece.share * (piece.number + 1) / piece.of * self.workers / piece.plan.samples
+        return None if self.applied is None else self.held
+
+    def misfit(self, source: BatchSampler | Stream, kwargs: dict[str, Any]) -> str | None:
+        """What is wrong with a forward pass that begins, of such arguments; None if nothing is."""
+        if not self.given:
+            if kwargs.get("num_items_in_batch") is None:
+                return None
+            why = "the model divides its loss by num_items_in_batch, so the loss carries its weight already"
+            return f"{why}: write controller.wrap(..., weighting='given'), or take dynamix.integrations.transformers"
+        if source.placeholder is not None or source.plan().group.all():
+            return None
+        why = "some rank has no samples in this step, and a loss with weighting='given' would count its placeholder"
+        return f"{why}: say what becomes of it, controller.loader(..., placeholder=lambda batch: ...)"
+
+    def in_loss(self, piece: Piece) -> float:
+        """A loss as the loop shows it, over its mean."""
+        return piece.samples * self.workers / piece.plan.samples if self.given else 1.0
+
+    def sum_async(self, values: Tensor) -> Any:
+        """Start summing `values` in place over workers; returns a handle with `wait()`. A collective call."""
+        if self.group is None:
+            return SimpleNamespace(wait=lambda: None)
+        if values.device.type == "cpu" and self._counts_group is None:
+            self._counts_group = new_gloo_group(dist.get_process_group_ranks(self.group))
+        group = self._counts_group if values.device.type == "cpu" else self.group
+        return _Sum(dist.all_reduce(values, group=group, async_op=True), self)
+
+    def apply(self, loss: Tensor, piece: Piece, count: float | Tensor | None) -> Tensor:
+        """The weighted loss of this micro-batch; see `Controller.weight`."""
+        if self._paused:
+            return loss
+        if self.given:
+            twice = "wrap(weighting='given') says that losses carry their weights, so weight() would weight them twice"
+            raise UsageError(f"{twice}: call loss.backward(), or wrap(..., weighting='loss')")
+        if self.applied is not None:
+            raise UsageError("weight() was called twice for one batch: call controller.step() after each batch")
+        if count is None:
+            self.applied = piece.samples * self.workers * self.accumulate / piece.plan.samples
+            self._hold(piece, self.applied)
+            return loss * self.applied
+        if not isinstance(count, Tensor) and not count >= 0:
+            raise ConfigError("count", count, "0 or more", "pass the divisor of this mean loss")
+        given = torch.as_tensor(count, dtype=torch.float64)  # on the device it came on, also on an idle rank
+        return self._apply_counted(loss, piece, given if piece.samples else torch.zeros_like(given))
+
+    def _hold(self, piece: Piece, applied: float | Tensor) -> None:
+        self.held = applied + self.held if piece.by_size and piece.number else applied
+
+    def _apply_counted(self, loss: Tensor, piece: Piece, count: Tensor) -> Tensor:
+        if piece.by_size:
+            return self._apply_summed(loss, piece, count)
+        while piece.number == 0 and self._counted:  # an accumulation that was broken off leaves counts behind
+            self._counted.pop(0)[1].wait()
+        total = count.detach().clone()
+        handle = self.sum_async(total)
+        self._counted.append((total, handle))
+        if self._reference is None or (piece.number == 0 and self._reference.device != total.device):
+            handle.wait()
+            self._reference = torch.where(total > 0, total, 1.0)
+        weight = count * self.workers / self._reference
+        self.applied = weight if piece.samples else 0.0
+        self._hold(piece, self.applied)
+        if piece.last:
+            counted, self._counted = self._counted, []
+            self._correct_after(loss, self._reference, counted)
+        return loss * weight.to(loss.dtype).to(loss.device)
+
+    def _apply_summed(self, loss: Tensor, piece: Piece, count: Tensor) -> Tensor:
+        """Ranks have unlike numbers of pieces, so counts travel once, with the last."""
+        self._own = count if piece.number == 0 or self._own is None else self._own + count
+        reference = torch.tensor(float(piece.plan.samples), dtype=count.dtype, device=count.device)
+        weight = count * self.workers / reference
+        self.applied = weight if piece.samples else 0.0
+        self._hold(piece, self.applied)
+        if piece.last:
+            total = self._own.detach().clone()
+            self._correct_after(loss, reference, [(total, self.sum_async(total))])
+        return loss * weight.to(loss.dtype).to(loss.device)
+
+    def _correct_after(self, loss: Tensor, reference: Tensor, counted: list[tuple[Tensor, Any]]) -> None:
+        def at_end() -> None:
+            # Queued once more, so that it runs after DDP's and FSDP's own callbacks have finished the gradients.
+            Variable._execution_engine.queue_callback(lambda: self._correct(reference, counted))
+
+        loss.register_hook(lambda gradient: Variable._execution_engine.queue_callback(at_end))
+
+    def _correct(self, reference: Tensor, counted: list[tuple[Tensor, Any]]) -> None:
+        for _, handle in counted:
+            handle.wait()
+        total = torch.stack([value for value, _ in counted]).mean()
+        total = torch.where(total > 0, total, reference)  # nothing was counted anywhere: gradients are zeros
+        self._reference = total
+        if self._model is None:
+            return
+        factor = reference / total
+        with torch.no_grad():
+            for gradient in gradients_of(self._model):
+                gradient.mul_(factor.to(gradient.dtype).to(gradient.device))
+
+    def close(self) -> list[dist.ProcessGroup]:
+        """Let go of the group that counts travel in, and return it."""
+        group, self._counts_group, self.ending = self._counts_group, None, None
+        self._counted.clear()
+        return [] if group is None else [group]
+
+    def take(self) -> float | Tensor | None:
+        """At the end of a micro-step: the weight that was applied, None if none was. Raises if one was required."""
+        if self.required and self.applied is None:
+            fix = "call controller.weight(loss).backward() instead of loss.backward()"
+            raise UsageError(f"wrap(weighting='loss') was chosen, but this batch's loss was not weighted: {fix}")
+        applied, self.applied = self.applied, None
+        return 1.0 if self.given else applied
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
+
+
+class _Sum:
+    """A sum over ranks under way."""
+
+    def __init__(self, work: Any, owner: LossWeight) -> None:
+        self._work, self._owner = work, owner
+
+    def wait(self) -> None:
+        """Raises what another rank ends the job with meanwhile, and `WorkerLostError` where one is lost."""
+        try:
+            wait_for(self._work, self._owner.ending)
+        except RuntimeError as error:
+            if not failed_collective(error):
+                raise
+            raise self._owner.explain(error, "the ranks could not add their counts") from error

@@ -1,0 +1,325 @@
+"""Meeting over parameters: workers step apart on pieces of their own, and their models become one again (local SGD)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dynamix.errors import ConfigError, UsageError
+from dynamix.removed import message, removed_arguments
+from dynamix.runtime.sync.collectives import Bucket, MaxReduce, Workers, broadcast_, buckets
+from dynamix.runtime.sync.compare import comparing, differ, unlike
+from dynamix.runtime.sync.optimizer_means import KNOWN, OptimizerMeans, OptimizerView
+from dynamix.runtime.sync.reference_weights import ReferenceWeights
+
+OptimizerState = Literal["averaged", "kept", "reset"]
+_STATES = ("averaged", "kept", "reset")
+_WIRES = {None: None, "bfloat16": torch.bfloat16}
+_EARLY = "Averaging() without early; shares by speed (policy='lb_bsp' or 'goodput') let workers arrive together"
+_OVERLAP = "Averaging(wire='bfloat16'), or Averaging(optimizer_state='kept'): both send less over a slow link"
+_SPARSE = "Averaging() without sparse; with meet='gradients' and a hook of dynamix.compression sparse rows travel alone"
+_STEPS = "Averaging() without steps: a worker's move counts by its samples"
+
+
+@dataclass(frozen=True, slots=True)
+class Averaging:
+    """How models become one where workers meet over parameters: `controller.wrap(..., averaging=Averaging(...))`.
+
+    Every worker has moved away from the parameters of the last meeting. The mean of these moves, weighted by the
+    samples that each trained on, is what all go on with (local SGD, arXiv 1805.09767).
+
+    optimizer_state   what becomes of momentum and other moments. "averaged": the mean over workers, also of Adam's
+                      step; it travels with the parameters. "kept": each worker's own. "reset": forgotten
+    outer             makes an optimizer of a list of parameters, which takes the mean move for its gradient, turned
+                      round: `lambda ps: torch.optim.SGD(ps, lr=0.7, momentum=0.9, nesterov=True)` (DiLoCo, arXiv
+                      2311.08105). None: the mean itself
+    wire              "bfloat16": the type in which moves travel, half the bytes. None: as they are
+    """
+
+    optimizer_state: OptimizerState = "averaged"
+    outer: Callable[[list[Tensor]], Optimizer] | None = None
+    wire: Literal["bfloat16"] | None = None
+
+    def __post_init__(self) -> None:
+        if self.wire == "float16":  # type: ignore[comparison-overlap]
+            raise ConfigError("wire", self.wire, "bfloat16 or None", message("Averaging(wire='bfloat16')"))
+        for name, allowed in (("optimizer_state", _STATES), ("wire", _WIRES)):
+            if (value := getattr(self, name)) not in allowed:
+                raise ConfigError(name, value, ", ".join(map(str, allowed)), "check the spelling")
+        if self.outer is not None and not callable(self.outer):
+            fix = "pass a function, such as lambda ps: torch.optim.SGD(ps, lr=0.7, momentum=0.9, nesterov=True)"
+            raise ConfigError("outer", self.outer, "a function of a list of parameters, or None", fix)
+
+    @property
+    def plainly(self) -> dict[str, Any]:
+        """What must be alike on all ranks."""
+        return {"optimizer_state": self.optimizer_state, "wire": self.wire}
+
+
+# After the class is made: a dataclass writes its `__init__` itself.
+_refusing = removed_arguments(early=_EARLY, overlap=_OVERLAP, sparse=_SPARSE, steps=_STEPS)
+Averaging.__init__ = _refusing(Averaging.__init__)  # type: ignore[method-assign]
+
+
+class ParameterAveraging:
+    """One model and its optimizers, on this worker.
+
+    workers   those that meet; payloads on the model's device
+    beside    the same, for payloads on CPUs
+    scaler    AMP's, if there is one: the smallest scale of all workers is the one to go on with
+
+    It keeps a copy of the parameters and floating buffers: moves are counted from there, so what did not move stays as
+    it is to the last bit.
+
+    at_times    workers meet over gradients too. Then there is no copy before they step apart, and none once they meet
+                over gradients again (but for an outer optimizer, which knows what is copied); and all count from the
+                first worker's parameters, should those of unlike devices differ in their last bits
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        how: Averaging,
+        workers: Workers,
+        beside: Workers,
+        *,
+        scaler: Any,
+        at_times: bool = False,
+    ) -> None:
+        self.model, self.how, self.workers, self.beside, self.scaler = model, how, workers, beside, scaler
+        self.optimizers: list[Optimizer] = []
+        self.weight = 1.0  # its part of the round before; as much as others' where there was none
+        self._begun = False  # a round
+        self.groups: list[dist.ProcessGroup] = []  # its own
+        self._changed = False  # since the last meeting, what moves are counted from
+        self._anchors: list[ReferenceWeights] = []
+        self._outer: Optimizer | None = None
+        self._means: OptimizerMeans | None = None
+        self._at_times, self._own = at_times, False  # whether what optimizers remember is each worker's own
+        self.before_step: Callable[[], None] = self.begin  # of one of the optimizers
+        if not at_times or how.outer is not None:
+            self.begin()
+        self._begun = self._changed = False
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """A pass or step begins, perhaps a round's first: moves are counted from what the model is, whoever changed it.
+
+        A pass need not go through the model's own call, so the optimizers' steps are looked at too.
+        """
+        if self._begun:
+            return
+        self._begun = True
+        tensors = self._travelling()
+        if [id(t) for t in tensors] != [id(anchor.tensor) for anchor in self._anchors]:
+            known = {id(anchor.tensor): anchor for anchor in self._anchors}
+            names = {id(buffer): name for name, buffer in self.model.named_buffers()}
+            made = (known.get(id(t)) or ReferenceWeights(t, names.get(id(t), "")) for t in tensors)
+            self._anchors, self._changed = list(made), True
+            self._make_outer()
+        looks = self._outer is not None  # an outer optimizer must not take a change for a move
+        for anchor in self._anchors:
+            if anchor.tensor._version != anchor.version or (looks and not torch.equal(anchor.tensor, anchor.value)):
+                anchor.keep()
+                self._changed = True
+
+    def _make_outer(self) -> None:
+        """The outer optimizer of what is trained now; what the one before remembers of it, it knows too."""
+        if self.how.outer is None:
+            return
+        values, before = [a.value for a in self._anchors if a.is_parameter], self._outer
+        self._outer = self.how.outer(values)
+        KNOWN.add(self._outer)
+        if before is not None:
+            self._outer.state.update({value: before.state[value] for value in values if value in before.state})
+
+    def add_optimizer(self, optimizer: Optimizer) -> None:
+        """One more optimizer of the model. Raises `UsageError` for one that shares its state among ranks."""
+        if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
+            fix = "give every rank its whole optimizer, or use meet='gradients'"
+            raise UsageError(f"ZeroRedundancyOptimizer steps on all ranks at once, but workers step apart: {fix}")
+        self.optimizers.append(optimizer)
+        self._means = OptimizerMeans(self.optimizers, self.workers, self.beside)
+        optimizer.register_step_pre_hook(lambda *_: self.before_step())
+
+    def meet(self, weight: float) -> None:
+        """A collective call. `weight` is this worker's part of the round's samples; 0: its move does not count."""
+        self._wait_for_each(self.meeting(weight))
+
+    def together(self) -> None:
+        """A step over gradients begins. A collective call where workers have stepped apart before it."""
+        self._wait_for_each(self.rejoining())
+
+    @torch.no_grad()
+    def rejoining(self) -> Iterator[None]:
+        """`together`, in parts, as `meeting`: what each worker's optimizers remember becomes one."""
+        own, self._own = self._own, False
+        if own and self.how.optimizer_state == "kept" and self._means is not None:
+            yield from self._means.meeting(self.weight)
+        if own and self._outer is None:
+            self._anchors = []
+
+    @property
+    def payload(self) -> float:
+        """Bytes that a meeting moves, as optimizers are now, over those of a gradient."""
+        gradient = sum(p.numel() * p.element_size() for p in self.model.parameters() if p.requires_grad)
+        wire = _WIRES[self.how.wire]
+        moved = sum(t.numel() * (max(t.element_size(), 4) if wire is None else 2) for t in self._travelling())
+        if self.how.optimizer_state == "averaged":
+            states = (state for optimizer in self.optimizers for state in optimizer.state.values())
+            held = (v for state in states for v in state.values() if isinstance(v, Tensor))
+            moved += sum(v.numel() * v.element_size() for v in held)
+        return moved / max(gradient, 1)
+
+    def _wait_for_each(self, parts: Iterator[None]) -> None:
+        for _ in parts:
+            self.beside.wait()
+            self.workers.wait()
+
+    @torch.no_grad()
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """A collective call at a meeting: `optimizer.state_dict()` with the means of what workers remember."""
+        if self.how.optimizer_state != "kept" or (self._at_times and not self._own):
+            return optimizer.state_dict()  # all have it alike
+        one = OptimizerView(optimizer)
+        self._wait_for_each(OptimizerMeans([one], self.workers, self.beside).meeting(self.weight))
+        return one.state_dict()
+
+    @torch.no_grad()
+    def meeting(self, weight: float) -> Iterator[None]:
+        """`meet`, in parts: at every `yield` all that was begun has to arrive."""
+        how, workers = self.how, self.workers
+        self.weight = weight
+        self._begun, self._own = False, True
+        self._follow()
+        yield from self._compare()
+        wire = _WIRES[how.wire]
+        sent = [(anchors, Bucket([a.move() for a in anchors], weight, wire=wire)) for anchors in self._in_buckets()]
+        for _, payload in sent:
+            workers.add(payload.flat)
+        largest = MaxReduce([*counters.values()]) if (counters := self._counters()) else None
+        if largest is not None:
+            workers.add(largest.flat, dist.ReduceOp.MAX)
+        if (scale := self._scale()) is not None:
+            workers.add(scale, dist.ReduceOp.MIN)
+        exact = how.wire is not None  # the sum of weights that a payload carries is rounded
+        weights = torch.tensor([weight], dtype=torch.float64)
+        if exact:
+            self.beside.add(weights)
+        if how.optimizer_state == "reset":
+            for optimizer in self.optimizers:
+                optimizer.state.clear()
+        if how.optimizer_state == "averaged" and self._means is not None:
+            yield from self._means.meeting(weight)
+        yield
+        for anchors, payload in sent:
+            for anchor, (_, mean) in zip(anchors, payload.sums() if exact else payload.means(), strict=True):
+                anchor.mean = mean
+        if exact:
+            samples = weights.item()
+            for anchor in self._anchors:
+                anchor.mean.mul_(1 / samples)
+        self._follow()
+        self._move()
+        if largest is not None:
+            largest.tensors = [{**counters, **self._counters()}[name] for name in counters]
+            largest.take()
+        if scale is not None:
+            for own, least in zip((self.scaler._scale, self.scaler._growth_tracker), scale, strict=True):
+                own.copy_(torch.minimum(own, least.to(own.dtype)))
+
+    def _follow(self) -> None:
+        """Passes may have put other tensors in the place of buffers, as `self.mean = ...` does."""
+        now = dict(self.model.named_buffers())
+        for anchor in self._anchors:
+            if (tensor := now.get(anchor.name, anchor.tensor)) is not anchor.tensor:
+                anchor.follow(tensor)
+
+    def _compare(self) -> Iterator[None]:
+        """All are about to average the same, and went on from the same. Raises `UsageError` on every rank if not."""
+        if self.workers.group is None or self.workers.count == 1:
+            return  # alone, or all in one process
+        changed = False
+        for changed in comparing(self._described(), self._changed, self.beside):  # noqa: B007 - the last one counts
+            yield
+        self._changed, differing = False, list[int]()
+        if changed:
+            for differing in unlike([anchor.value for anchor in self._anchors], self.beside):  # noqa: B007
+                yield
+        anchors = [self._anchors[i] for i in differing]
+        for parameter in (anchor.tensor for anchor in anchors if anchor.is_parameter and not self._at_times):
+            raise differ(next(name for name, p in self.model.named_parameters() if p is parameter))
+        if anchors:  # buffers, which passes of a rank's own may change
+            broadcast_([anchor.value for anchor in anchors], self.workers.group, self.workers.ending)
+
+    def _described(self) -> list[str]:
+        """What this rank sends, in words."""
+        named = {id(t): name for name, t in (*self.model.named_parameters(), *self.model.named_buffers())}
+        sent = [*(anchor.tensor for anchor in self._anchors), *self._counters().values()]
+        words = [f"{named.get(id(t), 'a tensor')} {list(t.shape)} {t.dtype}" for t in sent]
+        words += [f"an optimizer of {[len(g['params']) for g in of.param_groups]} parameters" for of in self.optimizers]
+        return [*words, "no scaler's scale" if self._scale() is None else "a scaler's scale"]
+
+    def _in_buckets(self) -> list[list[ReferenceWeights]]:
+        of = {id(anchor.tensor): anchor for anchor in self._anchors}
+        return [[of[id(tensor)] for tensor in bucket] for bucket in buckets(a.tensor for a in self._anchors)]
+
+    def _move(self) -> None:
+        """From the anchors by the mean moves, or as the outer optimizer makes of them."""
+        outer = self._outer
+        for anchor in self._anchors:
+            if outer is None or not anchor.is_parameter:
+                wide = torch.promote_types(anchor.value.dtype, anchor.mean.dtype)
+                anchor.take(anchor.base(wide) + anchor.mean)
+            else:
+                anchor.value.grad = anchor.mean.neg().to(anchor.value.dtype)
+        if outer is not None:
+            outer.step()
+            outer.zero_grad()
+            for anchor in self._anchors:
+                if anchor.is_parameter:
+                    anchor.take(anchor.value)
+        for anchor in self._anchors:
+            del anchor.mean
+
+    def _travelling(self) -> list[Tensor]:
+        tensors: dict[int, Tensor] = {id(p): p for p in self.model.parameters() if p.requires_grad}
+        tensors |= {id(b): b for b in self.model.buffers() if b.is_floating_point() or b.is_complex()}
+        return list(tensors.values())
+
+    def _counters(self) -> dict[str, Tensor]:
+        return {name: b for name, b in self.model.named_buffers() if not (b.is_floating_point() or b.is_complex())}
+
+    def _scale(self) -> Tensor | None:
+        """AMP's scale and the steps since it last grew, where it has begun."""
+        scale = getattr(self.scaler, "_scale", None)
+        if scale is None:
+            return None
+        return torch.stack([scale.reshape(()).float(), self.scaler._growth_tracker.reshape(()).float()])
+
+    def close(self) -> list[dist.ProcessGroup]:
+        """Hands over its own groups."""
+        groups, self.groups = self.groups, []
+        self.workers.group = self.beside.group = None
+        return groups
+
+    def facts(self) -> dict[str, Any]:
+        """What must be alike on all ranks, by name."""
+        outer = self._outer and f"{type(self._outer).__name__} {self._outer.defaults}"
+        return self.how.plainly | {"outer": outer, "scaler": self.scaler is not None}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The outer optimizer's, if there is one."""
+        if self.how.outer is None or self._outer is None:
+            return {}
+        return {"outer": self._outer.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self._outer is not None:
+            self._outer.load_state_dict(state["outer"])

@@ -1,0 +1,368 @@
+"""FSDP2 (`fully_shard`): gradients are weighted where each rank's own enter the reduce-scatter; the loop is unchanged.
+
+A group's gradients come to `set_custom_reduce_scatter` as this rank made them. FSDP then takes their mean over the W
+ranks of its mesh, so each is multiplied by n_i * W / N, as in DDP's hook. Every data-parallel rank has a share of its
+own, also on a mesh of two dimensions (HSDP): the reduce-scatter comes before the all-reduce, and a mean of means over
+equally large groups is the mean.
+"""
+
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from dynamix.data import Piece
+from dynamix.errors import UsageError
+from dynamix.runtime.measure.recorder import Recorder
+from dynamix.runtime.ranks.errors import wait_here
+from dynamix.runtime.sync.connected_model import ConnectedModel
+from dynamix.runtime.sync.gradients import (
+    GradientHook,
+    GradientWeight,
+    Meter,
+    at_end_of_backward,
+    scale_,
+    wipe_nonfinite_,
+)
+from dynamix.runtime.sync.shards import Shards
+
+_LOSS_SIDE = "pass wrap(..., weighting='loss') and call controller.weight(loss).backward() in the loop"
+_REPLACED = "set_custom_reduce_scatter() was called after controller.wrap(), so gradients would not be weighted"
+_GIVEN_BACK = (
+    "with micro_batch= parameters stay gathered from a round's first piece to its last, and here they were given back "
+    "in between: call state_dict(), reshard() and the like where controller.optimizer_due"
+)
+
+
+class ShardedHook(GradientHook):
+    """`GradientHook` for FSDP2: sees every group's gradients before they are added over ranks.
+
+    Its groups are what buckets are there. Of the reduced gradient a rank has its shard alone: the square of its norm
+    is told times the number of shards, so that the mean over ranks is the whole gradient's.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, share: Callable[[], GradientWeight], meter: Meter, shards: Shards
+    ) -> None:
+        super().__init__(group, share, meter, None, None, device=shards.device.type)
+        self.shards = shards
+        self.closed = False
+        self._on_cpu = shards.device.type == "cpu"
+        self._seen = set[int]()  # groups that have reduced since this batch's last synchronised backward pass began
+        self._passing = False  # and it is not over
+        self._times: dict[int, int] = {}  # that each group has reduced in this optimizer step
+        self._sums: dict[int, bool] = {}  # whether it adds over ranks, and FSDP divides by their number after that
+        self._warned = False
+
+    def attach(self) -> None:
+        """Take part in the model's collectives, and in their time."""
+        for part, (module, group) in enumerate(zip(self.shards.modules, self.shards.groups, strict=True)):
+            module.set_custom_reduce_scatter(_ReduceScatter(self, part, _inner(group._reduce_scatter_comm)))
+            if self._on_cpu:  # elsewhere a collective is waited for by the device
+                module.set_custom_all_gather(_AllGather(self, _inner(group._all_gather_comm)))
+            if _replicas(group) is not None:
+                module.set_all_reduce_hook(_AllReduced(self, part, _inner(group._all_reduce_hook)))
+
+    def require_attached(self) -> None:
+        """Raise `UsageError` if somebody has taken the reduce-scatter away."""
+        if not all(getattr(group._reduce_scatter_comm, "hook", None) is self for group in self.shards.groups):
+            self.fail(f"{_REPLACED}: call it before, and {_LOSS_SIDE}")
+
+    def reduce_scatter(
+        self, part: int, inner: Any, output: Tensor, values: Tensor, group: dist.ProcessGroup, op: Any
+    ) -> Any:
+        """Weight `values`, this rank's gradients of group number `part`, and let `inner` reduce them into `output`."""
+        if self.closed:
+            raise UsageError("the model's controller is closed: wrap the model with a new one to train on")
+        share = self._begin_group(part, values)
+        if share is not None and share.applied is None:
+            scale_(values, share.count, share.total, self.group.size())
+        elif share is not None and not share.count:
+            wipe_nonfinite_(values)
+        self._sums[part] = op == dist.ReduceOp.SUM
+        work = None
+        if self._on_cpu and self.native and op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+            self._add_and_cut(output, values, group, op)
+        else:
+            work = inner(output_tensor=output, input_tensor=values, group=group, op=op)
+        if _replicas(self.shards.groups[part]) is None:
+            self.reduced(part, output)
+        return work
+
+    def _add_and_cut(self, output: Tensor, values: Tensor, group: dist.ProcessGroup, op: Any) -> None:
+        """What gloo's reduce-scatter does, too; but the wait for that could not be given up."""
+        work = dist.all_reduce(values, group=group, async_op=True)
+        self.wait(work)
+        output.copy_(values.view(group.size(), -1)[group.rank()].view_as(output))
+        if op == dist.ReduceOp.AVG:
+            output.div_(group.size())
+
+    def reduced(self, part: int, values: Tensor) -> None:
+        """Group number `part` is reduced; `values` is this rank's shard of the mean over ranks, or of the sum."""
+        if not self.muted and self._measuring and self._times.get(part) == 1:
+            shards = int(self.shards.groups[part].mesh_info.shard_mesh_size)
+            over = self.group.size() / self._divided(values) if self._sums[part] else 1.0
+            self.meter.add("global_sq", self._norm_sq(values, over / math.sqrt(shards)), part=part)
+
+    def _divided(self, values: Tensor) -> int:
+        """By what FSDP has divided gradients before their sum over ranks, so that half precision does not overflow."""
+        workers, factor = self.group.size(), 1
+        if values.dtype not in (torch.float32, torch.bfloat16):
+            while workers % factor == 0 and workers / factor > factor:
+                factor *= 2
+        return factor
+
+    def wait(self, work: Any) -> None:
+        """For a collective on CPUs, as long as no other rank ends the job."""
+        try:
+            wait_here(work, self.arrivals.ending)
+        except RuntimeError as error:
+            self._explain(error)
+
+    def batch_done(self) -> None:
+        """What reduces from now on is another batch's."""
+        self._seen.clear()
+
+    def step_done(self) -> None:
+        super().step_done()
+        self.batch_done()
+        self._times.clear()
+
+    def close(self) -> list[dist.ProcessGroup]:
+        self.closed = True
+        self.shards.stop_timing()
+        return super().close()
+
+    def _begin_group(self, part: int, values: Tensor) -> GradientWeight | None:
+        if self.muted:
+            return None
+        begins = not self._seen or (part in self._seen and not self._passing)
+        if begins:
+            self._seen.clear()
+            self.require_mean()
+        if not self._passing:
+            self._passing = at_end_of_backward(self._pass_over)
+        self._seen.add(part)
+        times = self._times[part] = self._times.get(part, 0) + 1
+        share = self.begin(part, values, first=begins, measured=times == 1, divided=self._divided(values))
+        if times == 2 and (self._measuring or self._norms_due):
+            self._unknown(part)
+        return share
+
+    def _pass_over(self) -> None:
+        self._passing = False
+
+    def _unknown(self, part: int) -> None:
+        """What reduces twice in an optimizer step has no norm: nobody ever has the sum of both."""
+        for name in ("local_sq", "global_sq"):
+            self.meter.add(name, torch.tensor(math.nan), part=part)
+        if not self._warned:
+            self._warned = True
+            several = "FSDP reduces gradients several times in an optimizer step, so the noise scale is not measured"
+            fix = "put the passes of every batch under `with controller.piece():`, which reduces them once"
+            warnings.warn(f"{several}: {fix}", RuntimeWarning, stacklevel=2)
+
+    def require_mean(self) -> None:
+        """Raise `UsageError` where FSDP was told to divide by something else than the number of ranks."""
+        workers = self.group.size()
+        for group in self.shards.groups:
+            factor = getattr(group, "gradient_divide_factor", None)
+            if factor not in (None, workers):
+                told = f"set_gradient_divide_factor({factor}) makes FSDP divide by that, and not by its {workers} ranks"
+                self.fail(f"{told}, so a weighted gradient would be {workers / factor:g} times the mean: leave it out")
+
+    def fail(self, message: str) -> None:
+        """Raise `UsageError`, on every rank once they train."""
+        if self.check is None:
+            raise UsageError(message)
+        self.check.fail(message)
+
+
+class _ReduceScatter:
+    """What FSDP2 calls to reduce one group: a `torch.distributed.fsdp.ReduceScatter` around torch's own."""
+
+    def __init__(self, hook: ShardedHook, part: int, inner: Any) -> None:
+        self.hook, self.part, self.inner = hook, part, inner
+
+    def allocate(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.inner.allocate(*args, **kwargs)  # type: ignore[no-any-return]
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> Any:
+        return self.hook.reduce_scatter(self.part, self.inner, output_tensor, input_tensor, group, op)
+
+
+class _AllGather:
+    """What FSDP2 calls to gather one group on CPUs: it is waited for where another rank can end the wait."""
+
+    def __init__(self, hook: ShardedHook, inner: Any) -> None:
+        self.hook, self.inner = hook, inner
+
+    def allocate(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.inner.allocate(*args, **kwargs)  # type: ignore[no-any-return]
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> Any:
+        work = self.inner(output_tensor=output_tensor, input_tensor=input_tensor, group=group, async_op=True)
+        if async_op:
+            return work
+        self.hook.wait(work)
+        return None
+
+
+class _AllReduced:
+    """What FSDP2 calls on a mesh of two dimensions once a group's gradients are added over its replicas, too."""
+
+    def __init__(self, hook: ShardedHook, part: int, inner: Any) -> None:
+        self.hook, self.part, self.inner = hook, part, inner
+
+    def __call__(self, values: Tensor) -> None:
+        self.hook.reduced(self.part, values)
+        if self.inner is not None:
+            self.inner(values)
+
+
+class ShardedAttached(ConnectedModel):
+    """A connected model under FSDP2. Its gradients of earlier batches may be kept back, out of `.grad`."""
+
+    shards: Shards
+
+    def __init__(self, model: nn.Module, recorder: Recorder, hook: ShardedHook | None, shards: Shards) -> None:
+        super().__init__(model, recorder, hook)
+        self.shards = shards
+        self._piece: Piece | None = None  # that of the last forward pass
+        self._held: list[Any] = []  # groups whose parameters stay gathered until the round's last piece
+
+    def before_forward(self, piece: Piece) -> None:
+        if isinstance(self.hook, ShardedHook):
+            self.hook.require_attached()
+        if piece is self._piece:
+            return
+        self._piece = piece
+        if piece.number == 0:
+            self._forget()
+        elif not all(group.is_unsharded for group in self._held):
+            self._fail(_GIVEN_BACK)
+        if piece.last:
+            self._held = []
+
+    def _fail(self, message: str) -> None:
+        if isinstance(self.hook, ShardedHook):
+            self.hook.fail(message)
+        raise UsageError(message)
+
+    def _forget(self) -> None:
+        """A round that was broken off is dealt anew: what it has left here is not to be added to."""
+        self.shards.drop()
+        held, self._held = self._held, []
+        for module, group in zip(self.shards.modules, self.shards.groups, strict=True):
+            if group in held:
+                module.reshard()
+
+    @contextmanager
+    def local_passes(self, *, by_size: bool) -> Iterator[None]:
+        with ExitStack() as stack:
+            model: Any = self.model
+            model.set_requires_gradient_sync(False)
+            stack.callback(model.set_requires_gradient_sync, True)
+            if by_size:  # other ranks have other numbers of passes: between the first and the last nobody gathers
+                stack.enter_context(self.shards.staying_gathered())
+            yield
+        if by_size:
+            self._held = self.shards.gathered()
+
+    @torch.no_grad()
+    def piece_done(self, piece: Piece, applied: float | Tensor | None) -> None:
+        """After a batch that is not the last of its optimizer step: what was kept back gets the next one's weight.
+
+        What was reduced already has its own, since FSDP adds to it without reducing it again.
+        """
+        if isinstance(self.hook, ShardedHook):
+            self.hook.batch_done()
+        if applied is not None:
+            if piece.samples == 0:
+                for gradient in self.shards.kept_back():
+                    wipe_nonfinite_(gradient)
+        elif piece.following and piece.samples != piece.following:
+            for gradient in self.shards.kept_back():
+                gradient.mul_(piece.samples / piece.following) if piece.samples else gradient.zero_()
+
+
+def attach_sharded(
+    model: nn.Module,
+    group: dist.ProcessGroup | None,
+    share: Callable[[], GradientWeight],
+    recorder: Recorder,
+    *,
+    hook: Any,
+    scaler: Any,
+    weighting: str,
+) -> ConnectedModel:
+    """Connect a model under FSDP2; the arguments are `Controller.wrap`'s. Raises `UsageError` naming what it needs."""
+    if hook is not None:
+        raise UsageError("wrap(hook=...) needs a DistributedDataParallel model, which is what runs the hook")
+    shards = Shards.of(model)
+    if group is None or dist.get_world_size(group) == 1:
+        return (
+            ConnectedModel(model, recorder, None) if shards is None else ShardedAttached(model, recorder, None, shards)
+        )
+    if shards is not None and (theirs := shards.wrong_ranks(ours := dist.get_process_group_ranks(group))) is not None:
+        fix = "give both the data-parallel dimension of one mesh: process_group=mesh.get_group()"
+        raise UsageError(f"FSDP reduces over ranks {theirs}, the controller weights for ranks {ours}: {fix}")
+    if shards is None or (reason := _cannot_weigh(model, shards)) is not None:
+        reason = reason if shards is not None else "this torch keeps what FSDP holds in another way than dynamix reads"
+        if weighting == "hook":
+            raise UsageError(f"{reason}: {_LOSS_SIDE}")
+        told = "so exchange, waiting and the noise scale are not measured"
+        warnings.warn(f"{reason}, {told}; gradients are weighted in the loss", RuntimeWarning, stacklevel=5)
+        recorder.sees_communication = False
+        return (
+            ConnectedModel(model, recorder, None) if shards is None else ShardedAttached(model, recorder, None, shards)
+        )
+    entry = ShardedHook(group, share, recorder, shards)
+    entry.require_mean()
+    entry.attach()
+    shards.time_exchanges(recorder.timer)
+    if scaler is not None:
+        entry.loss_scale = lambda: getattr(scaler, "_scale", None)  # get_scale() would synchronise the device
+    attached = ShardedAttached(model, recorder, entry, shards)
+    attached.exchanges = "reduce-scatter"
+    return attached
+
+
+def _cannot_weigh(model: nn.Module, shards: Shards) -> str | None:
+    """Why the weight cannot enter in the reduce-scatter."""
+    if not hasattr(model, "set_custom_reduce_scatter"):
+        return f"FSDP of torch {torch.__version__} has no set_custom_reduce_scatter(), in which gradients are weighted"
+    sharded = {id(p) for p in shards.parameters()}
+    if left := [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in sharded]:
+        return f"fully_shard() was told to leave {', '.join(left[:3])} alone, so FSDP does not reduce all gradients"
+    for module, group in zip(shards.modules, shards.groups, strict=True):
+        if sum(module is other for other in shards.modules) > 1:
+            return f"parameters of one {type(module).__name__} are on several meshes"
+        if getattr(group.mesh_info, "shard_mesh_size", 1) == 1:
+            return "FSDP shards over one rank, where nothing is scattered"
+        comm = group._reduce_scatter_comm
+        if isinstance(comm, _ReduceScatter):
+            if not comm.hook.closed:
+                return "the model is connected to another controller"
+        elif not type(comm).__module__.startswith("torch.distributed."):
+            return f"the model has a reduce-scatter of its own, {type(comm).__name__}"
+    return None
+
+
+def _inner(own: Any) -> Any:
+    """What was there before a controller that is closed by now came."""
+    return own.inner if isinstance(own, _ReduceScatter | _AllGather | _AllReduced) else own
+
+
+def _replicas(group: Any) -> Any:
+    """The ranks that hold the same shard of this group's parameters; None on a mesh of one dimension."""
+    return getattr(group.mesh_info, "replicate_process_group", None)

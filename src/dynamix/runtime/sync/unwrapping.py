@@ -1,0 +1,53 @@
+"""What frameworks put around a model and its optimizer, taken off: weights enter in the module inside."""
+
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from dynamix.runtime.sync.shards import is_fully_sharded
+
+
+def inner_model(model: nn.Module) -> nn.Module:
+    """The module under DDP or FSDP2 inside of a compiled, Fabric or Accelerate model; any other module as it is.
+
+    The layers looked through are `torch.compile`'s (`_orig_mod`) and Fabric's (`_forward_module`). A compiled module
+    around a plain one stays: what is trained is the same module either way.
+
+    >>> net = nn.Linear(1, 1)
+    >>> inner_model(net) is net
+    True
+    """
+    found: Any = model
+    while not (isinstance(found, DistributedDataParallel) or is_fully_sharded(found)):
+        inside = getattr(found, "_forward_module", None) if _is_fabric(found) else getattr(found, "_orig_mod", None)
+        if not isinstance(inside, nn.Module):
+            return model
+        found = inside
+    module: nn.Module = found
+    return module
+
+
+def inner_optimizer(optimizer: Any) -> Any:
+    """The torch optimizer inside of one that a framework has prepared (Accelerate, Fabric, Lightning).
+
+    >>> from torch.optim import SGD
+    >>> optimizer = SGD(nn.Linear(1, 1).parameters(), lr=0.1)
+    >>> inner_optimizer(optimizer) is optimizer
+    True
+    """
+    found = optimizer
+    while _is_prepared(found):
+        found = found.optimizer
+    return found
+
+
+def _is_fabric(model: Any) -> bool:
+    return type(model).__name__ == "_FabricModule"
+
+
+def _is_prepared(optimizer: Any) -> bool:
+    framework = type(optimizer).__module__.partition(".")[0]
+    known = framework in ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning")
+    return known and isinstance(getattr(optimizer, "optimizer", None), Optimizer)
