@@ -25,7 +25,7 @@ GONE = [case for case in CASES if case.refused is not None]
 
 def saved(case: Case) -> dict[str, Any]:
     """What make.py wrote of a case."""
-    read: dict[str, Any] = torch.load(FIXTURES / "states" / f"{case.name}.pt", weights_only=True)
+    read: dict[str, Any] = torch.load(FIXTURES / "states" / f"{case.state or case.name}.pt", weights_only=True)
     return read
 
 
@@ -36,7 +36,7 @@ def _go_on(rank: int, cases: list[Case]) -> dict[str, Any]:
     for case in cases:
         was = saved(case)
         try:
-            job = Job(case, rank, **({} if case.refused is None else case.instead or {}))
+            job = Job(case, rank)
             states = was["states"]
             job.controller.load_state_dict(states[rank if len(states) > 1 else 0])
         except (DynamixError, ImportError) as error:
@@ -92,7 +92,7 @@ def test_a_state_that_holds_a_removed_part_is_refused_by_name(case: Case, went_o
 
 
 def test_every_state_is_of_a_case() -> None:
-    assert {file.stem for file in (FIXTURES / "states").iterdir()} == {case.name for case in CASES}
+    assert {file.stem for file in (FIXTURES / "states").iterdir()} == {case.state or case.name for case in CASES}
     assert sum(file.stat().st_size for file in FIXTURES.rglob("*") if file.is_file()) < 3e6
 
 

@@ -32,8 +32,7 @@ class Case:
     hook       a communication hook by name; see `_hook`
     saves      "first": rank 0's state is all there is; "each": every rank's own; "gather": `state_dict(gather=True)`
     refused    what today's code says, for a job that holds something that was removed; None: the state loads
-    instead    with `refused`: options of a job that can still be made, and that refuses to load the state. None: the
-               job itself cannot be made
+    state      the case whose state it is, for a job of today that goes on from a job of other options; None: its own
     """
 
     name: str
@@ -48,7 +47,7 @@ class Case:
     saves: str = "first"
     rounds: int = 14  # before the state is saved; an epoch has 18 of two workers, 12 of three
     refused: str | None = None
-    instead: Mapping[str, Any] | None = None
+    state: str | None = None
 
 
 ADAPTIVE = {"global_batch": "adaptive"}
@@ -75,8 +74,13 @@ CASES = (
     Case("pollux", "pollux", options=ADAPTIVE),
     Case("cannikin", "cannikin", options=ADAPTIVE),
     Case("own-file", str(FIXTURES / "policies" / "own.safetensors")),
-    Case("learning", "dynamix", options={"learn": True}),
-    Case("learning-name", "guarded:learning:dynamix-paper"),
+    Case("learning", "dynamix", options={"learn": True}, refused="removed in 0.3: write no learn="),
+    Case("no-longer-learning", "dynamix", state="learning", refused="learn"),
+    Case(
+        "learning-name",
+        "guarded:learning:dynamix-paper",
+        refused="removed in 0.3: write policy='guarded:dynamix-paper'",
+    ),
     Case("accumulate", options={"accumulate": 3}, saves="each"),
     Case("pieces", options=PIECES, saves="each"),
     Case("pieces-adaptive", "goodput", options={**PIECES, **ADAPTIVE}, workers=3),
@@ -85,12 +89,35 @@ CASES = (
     Case("apart-kept", options=APART, optimizer="adamw", wrap={"optimizer_state": "kept"}, saves="each"),
     Case("apart-adaptive", "goodput", options={**APART, **ADAPTIVE}),
     Case("apart-outer", options=APART, wrap={"outer": True}),
-    Case("apart-overlap", options=APART, wrap={"overlap": True}, saves="each"),
+    Case(
+        "apart-overlap",
+        options=APART,
+        wrap={"overlap": True},
+        saves="each",
+        refused="removed in 0.3: write Averaging(wire=",
+    ),
     Case("apart-bfloat16", options=APART, wrap={"wire": "bfloat16"}),
-    Case("apart-normalized", options=APART, wrap={"steps": "normalized"}),
-    Case("apart-float16", options=APART, wrap={"wire": "float16"}),
-    Case("apart-early", options=APART, wrap={"early": True}),
-    Case("apart-sparse", options=APART, wrap={"sparse": True}),
+    Case(
+        "apart-normalized",
+        options=APART,
+        wrap={"steps": "normalized"},
+        refused="removed in 0.3: write Averaging() without steps",
+    ),
+    Case("apart-float16", options=APART, wrap={"wire": "float16"}, refused="removed in 0.3: write Averaging(wire="),
+    Case("apart-early", options=APART, wrap={"early": True}, refused="removed in 0.3: write Averaging() without early"),
+    Case(
+        "apart-sparse", options=APART, wrap={"sparse": True}, refused="removed in 0.3: write Averaging() without sparse"
+    ),
+    *[
+        Case(f"no-longer-{option}", options=APART, state=f"apart-{option}", saves=saves)
+        for option, saves in (
+            ("overlap", "each"),
+            ("normalized", "first"),
+            ("float16", "first"),
+            ("early", "first"),
+            ("sparse", "first"),
+        )
+    ],
     Case("auto", "goodput", options={"meet": "auto"}, saves="each"),
     Case("auto-gradients", "goodput", options={"meet": "auto"}, rounds=4),  # has not tried to step apart yet
     Case("auto-adaptive", "dynamix", options={"meet": "auto", **ADAPTIVE}, workers=3, optimizer="adamw", saves="each"),
@@ -105,7 +132,7 @@ CASES = (
     Case("compressed-compaction", hook="compaction"),
     Case("compressed-lhc", hook="lhc"),
     Case("lossy", hook="lossy", saves="each"),
-    Case("bounded", hook="bounded"),
+    Case("bounded", hook="bounded", refused="removed in 0.3: write nothing in place of BoundedState"),
     Case("interval-auto", "goodput", options={"interval": "auto"}),
     Case("quantum", options={"quantum": 2, "max_change": 1.5, "min_batch_size": 2}),
     Case("adascale", "goodput", options={**ADAPTIVE, "lr_rule": "adascale"}),
@@ -137,16 +164,16 @@ def _hook(name: str | None, net: nn.Module) -> dict[str, Any]:
 class Job:
     """One rank of a case: its controller, model, optimizer and the indices that it trained on in this epoch."""
 
-    def __init__(self, case: Case, rank: int, *, events: Path | None = None, **instead: Any) -> None:
+    def __init__(self, case: Case, rank: int, *, events: Path | None = None) -> None:
         self.case, self.rank, self.epoch, self.trained = case, rank, 0, list[int]()
         torch.manual_seed(3)
         self.x = torch.randn(SAMPLES, 6, generator=torch.Generator().manual_seed(2))
         self.net = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 1))
-        options: dict[str, Any] = {"batch_size": BATCH, "interval": 2, **(instead or case.options)}
+        options: dict[str, Any] = {"batch_size": BATCH, "interval": 2, **case.options}
         if case.order == "contiguous":
             options.pop("interval")
         self.accumulate = options.get("accumulate", 1)
-        self.controller = dynamix.Controller(options.pop("policy", case.policy), events=events, **options)
+        self.controller = dynamix.Controller(case.policy, events=events, **options)
         self.batches = self._batches()
         self._wrap()
 

@@ -7,6 +7,7 @@ cumulative sum (Page, Biometrika 1954) of what the policy's answers lose by it d
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -50,6 +51,14 @@ class GuardState:
         """Nothing known of clusters (...)."""
         known = {entry.name: np.full(shape, 0.0) for entry in fields(cls)}
         return cls(**{**known, "next_rest": np.full(shape, next_rest, dtype=np.float64)})
+
+
+def as_now(own: Mapping[str, Any]) -> dict[str, Any]:
+    """What `state_dict` holds as "guard", in today's form: 0.2 compared by A/B too, and such a window was reason 1."""
+    known = {entry.name: own[entry.name] for entry in fields(GuardState)}
+    if "check" in own:
+        known["reason"] = np.maximum(array_of(own["reason"]) - 1.0, 0.0).tolist()
+    return known
 
 
 class Guard:
@@ -170,11 +179,7 @@ class Guard:
             return
         self.policy.load_state_dict(state["guarded"])
         self.fitted.load_state_dict(state)
-        own = state["guard"]
-        known = {entry.name: array_of(own[entry.name]) for entry in fields(GuardState)}
-        if "check" in own:  # of 0.2, where windows of an A/B comparison were reason 1, between those of now
-            known["reason"] = np.maximum(known["reason"] - 1.0, 0.0)
-        self.state = GuardState(**known)
+        self.state = GuardState(**{name: array_of(value) for name, value in as_now(state["guard"]).items()})
 
     def _ask(self, window: Window, bounds: Bounds) -> tuple[Ints, Flags]:
         """The policy's answer, projected, and where (...) it has none."""

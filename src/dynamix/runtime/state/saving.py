@@ -15,6 +15,7 @@ from dynamix.data import Allocations, BatchSampler, Stream
 from dynamix.errors import StateError, UsageError, shown
 from dynamix.model.ways import Ways
 from dynamix.policies import Policy
+from dynamix.policies.guard import as_now
 from dynamix.policies.wrappers import after_answer, carry_over, load_policy
 from dynamix.projection import project
 from dynamix.runtime.decide.channel import DecisionChannel
@@ -285,7 +286,7 @@ def check_policy(policy: Policy, state: Any, sizes: Ints, bounds: Bounds, *, sam
             warnings.simplefilter("ignore")
             (load_policy if same else carry_over)(trial, state)
             if _ours(trial):
-                if same and _differ(trial.state_dict(), state):
+                if same and _differ(trial.state_dict(), _as_now(state)):
                     raise ValueError("it holds what the policy does not know, or numbers in another form")
                 _decide(trial, sizes, bounds)
     except StateError:
@@ -310,6 +311,14 @@ def _ours(policy: Any) -> bool:
         if inner is None:
             return True
         policy = inner
+
+
+def _as_now(state: Any) -> Any:
+    """A policy's state with the parts of guards in today's form, as they are loaded."""
+    if not isinstance(state, dict):
+        return state
+    now = {name: _as_now(value) for name, value in state.items()}
+    return {**now, "guard": as_now(now["guard"])} if "guarded" in now and "guard" in now else now
 
 
 def _differ(mine: Any, saved: Any) -> bool:
