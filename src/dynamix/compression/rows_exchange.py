@@ -20,7 +20,6 @@ LOOK_EVERY = 8  # exchanges after which gathered tables are looked at again
 HOP_BYTES = 16_384  # what a hop is worth before it is measured; blocks take two more than a gather
 GAIN = 0.9  # a way must take less than this share of the other's to replace it
 STAYS = 0.75  # the same, to leave blocks: what a hop is worth is measured roughly
-CERTAIN = 0.9  # a rank that holds this share of everything makes all of it dense
 
 
 @dataclass
@@ -39,13 +38,11 @@ class RowsExchange:
         divisor: int,
         dense_bytes: float,
         statistics: Statistics,
-        always: bool = True,
     ) -> list[Rows]:
         """The sums over ranks of `tables`, each rank's over `divisor`.
 
         parts         what ranks must have in common; where they do not, all get `Doubt("mixed")`
         dense_bytes   of the same tables without an index
-        always        False: `Doubt("full")`, on every rank, where a dense all-reduce would send less
         """
         spans = [(rows.span, rows.values.shape[1]) for rows in tables]
         if spans != self._spans:
@@ -58,11 +55,11 @@ class RowsExchange:
             try:
                 sums |= self._gather(gathered, tables, wire, mark, divisor, ring, statistics)
             except Doubt as doubt:
-                if doubt.reason != "full" or (not always and max(doubt.sizes) >= CERTAIN * dense_bytes):
+                if doubt.reason != "full":
                     raise
                 self.in_blocks |= set(gathered)
         if waiting := [place for place in range(len(tables)) if place not in sums]:
-            sums |= self._block(waiting, tables, wire, mark, divisor, math.inf if always else ring, statistics)
+            sums |= self._block(waiting, tables, wire, mark, divisor, statistics)
         self.exchanges += 1
         return [sums[place] for place in range(len(tables))]
 
@@ -96,12 +93,11 @@ class RowsExchange:
         wire: Messages,
         mark: bytes,
         divisor: int,
-        most: float,
         statistics: Statistics,
     ) -> dict[int, Rows]:
         before = wire.payload_bytes
         some = [tables[place] for place in places]
-        added = add_blocks(some, wire, mark, divisor=divisor, most_bytes=most)
+        added = add_blocks(some, wire, mark, divisor=divisor, most_bytes=math.inf)
         for place, rows, index, own in zip(places, added.sums, added.index, added.own, strict=True):
             self._choose(place, rows, index, own, added.hop_bytes)
         self._count("blocks", some, wire.payload_bytes - before, statistics)

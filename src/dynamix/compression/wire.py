@@ -82,18 +82,12 @@ class Wire(Protocol):
 
 
 class GroupWire:
-    """A torch process group. `or_method` comes from `find_or_method`; `speed` is read off calls on the CPU.
-
-    wait   how messages are waited for; their own `wait` if None
-    """
+    """A torch process group. `or_method` comes from `find_or_method`; `speed` is read off calls on the CPU."""
 
     reserve: Wire | None = None
 
-    def __init__(
-        self, group: dist.ProcessGroup, or_method: OrMethod, *, wait: Callable[[Any], object] | None = None
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup, or_method: OrMethod) -> None:
         self.group, self.or_method = group, or_method
-        self._wait = wait or (lambda work: work.wait())
         self.rank, self.workers, self.payload_bytes = group.rank(), group.size(), 0
         self.speed = LinkSpeed()
 
@@ -134,7 +128,7 @@ class GroupWire:
         found = parts[0].new_empty(sum(sizes))
         began = time.perf_counter()
         out = torch.cat(list(parts))
-        self._wait(dist.all_to_all_single(found, out, list(sizes), sent, group=self.group, async_op=True))
+        dist.all_to_all_single(found, out, list(sizes), sent, group=self.group, async_op=True).wait()
         if not found.is_cuda:
             self.speed.note(max(sum(sent), sum(sizes)), 1, time.perf_counter() - began)
         self.payload_bytes += as_all_reduced(sum(sent), self.workers)
@@ -145,7 +139,7 @@ class GroupWire:
         found = part.new_empty(longest * self.workers)
         began = time.perf_counter()
         out = torch.nn.functional.pad(part, (0, longest - part.numel()))
-        self._wait(dist.all_gather_into_tensor(found, out, group=self.group, async_op=True))
+        dist.all_gather_into_tensor(found, out, group=self.group, async_op=True).wait()
         if not found.is_cuda:
             self.speed.note(longest * hops, hops, time.perf_counter() - began)
         self.payload_bytes += as_all_reduced(longest * hops, self.workers)
