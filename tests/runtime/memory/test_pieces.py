@@ -84,12 +84,12 @@ def test_growth_is_foreseen_from_smaller_batches(tmp_path: Path) -> None:
     gauge = Gauge(torch.device("cpu"), cgroups=Cgroups(memory=(tmp_path,)))
     room = gauge.headroom_bytes()
     assert 440 * 2**20 < room <= 450 * 2**20
-    assert gauge.allows(10_000), "nothing was seen yet"
+    assert gauge.allows(10_000, room), "nothing was seen yet"
     gauge.points.append((8, 20 * 2**20))
     assert gauge.growth_bytes(16) == pytest.approx(56 * 2**20), "one size alone: in proportion, and four tenths more"
     gauge.points.append((16, 30 * 2**20))
     assert gauge.growth_bytes(32) == pytest.approx(70 * 2**20), "two sizes tell the fixed part"
-    assert gauge.allows(64)
+    assert gauge.allows(64, room)
     most = max(size for size in range(1, 10_000) if gauge.allows(size, room))
     assert gauge.growth_bytes(most) <= room < gauge.growth_bytes(most + 1)
     gauge.sharers = 2

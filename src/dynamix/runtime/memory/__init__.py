@@ -47,7 +47,13 @@ class Memory:
         """Raises what `find` would raise on this rank before it talks to others."""
         if not 0 <= margin < 1:
             raise ConfigError("margin", margin, "0 to below 1", "use 0.1")
-        self._forbid_crossing()
+        if self.group is None or self.group.size() == 1:
+            return
+        for module in self.attached.model.modules():
+            if isinstance(module, nn.SyncBatchNorm) or is_fully_sharded(module):
+                why = f"runs passes of one rank alone, and {type(module).__name__} exchanges in its forward pass"
+                fix = "pass Controller(max_batch_size=[...]), one number per rank, instead"
+                raise UsageError(f"controller.find_limits() {why}: {fix}")
 
     def find(self, step_fn: Callable[[Any], Any], example: Any, bounds: Bounds, *, margin: float) -> Ints:
         """`Controller.find_limits`, after `check`: caps (W,)."""
@@ -64,12 +70,3 @@ class Memory:
             self._talk = open_control_group(self.group)
             self._watch(self._talk)
         return self._talk
-
-    def _forbid_crossing(self) -> None:
-        if self.group is None or self.group.size() == 1:
-            return
-        for module in self.attached.model.modules():
-            if isinstance(module, nn.SyncBatchNorm) or is_fully_sharded(module):
-                why = f"runs passes of one rank alone, and {type(module).__name__} exchanges in its forward pass"
-                fix = "pass Controller(max_batch_size=[...]), one number per rank, instead"
-                raise UsageError(f"controller.find_limits() {why}: {fix}")

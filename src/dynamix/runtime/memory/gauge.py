@@ -18,8 +18,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from dynamix.probes.host import Cgroups
-from dynamix.runtime.memory.agree import all_of
-from dynamix.runtime.ranks.group import ControlGroup
+from dynamix.runtime.ranks.group import ControlGroup, all_of
 
 _CPU = ("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory")
 _TEXTS = (*_CPU, "CUDA out of memory", "CUDA error: out of memory", "ALLOC_FAILED", "Cannot allocate memory")
@@ -104,12 +103,9 @@ class Gauge:
         slope = min(max((taken - less) / (last - before), 0.25 * taken / last), taken / last)
         return _CAUTION * max(taken + slope * (size - last), 0.0)
 
-    def allows(self, size: int, headroom_bytes: float | None = None) -> bool:
+    def allows(self, size: int, headroom_bytes: float) -> bool:
         """Whether a batch of `size` is expected to fit; True before anything was seen."""
-        if not self.watched or not self.points:
-            return True
-        room = self.headroom_bytes() if headroom_bytes is None else headroom_bytes
-        return self.growth_bytes(size) <= room / self.sharers
+        return not self.watched or not self.points or self.growth_bytes(size) <= headroom_bytes / self.sharers
 
     @contextmanager
     def measure(self, size: int) -> Iterator[None]:

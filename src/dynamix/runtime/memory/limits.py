@@ -10,11 +10,10 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
-from dynamix.errors import ConfigError, UsageError
-from dynamix.runtime.memory.agree import all_of, raise_for
+from dynamix.errors import ConfigError, DynamixError, UsageError
 from dynamix.runtime.memory.batches import resized
 from dynamix.runtime.memory.gauge import Gauge, is_out_of_memory, release
-from dynamix.runtime.ranks.group import ControlGroup
+from dynamix.runtime.ranks.group import ControlGroup, all_of
 from dynamix.runtime.state import random_state
 from dynamix.runtime.sync.connected_model import ConnectedModel
 from dynamix.runtime.sync.loss_weight import LossWeight
@@ -113,7 +112,11 @@ class LimitSearch:
             if search.size:
                 fitted, error = self._try(step_fn, example, search.size, headroom)
             failed = all_of(error is not None, self.group)
-            raise_for(failed > 0, error, "find_limits: step_fn failed")
+            if error is not None:
+                raise error
+            if failed.any():
+                told = f"find_limits: step_fn failed on rank {int(np.argmax(failed))}"
+                raise DynamixError(f"{told}; its own error is in that rank's output")
             if search.size and not first:
                 search.tell(fitted=fitted)
             first = False

@@ -18,7 +18,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -161,16 +161,6 @@ class Liveness:
             if self.rank == 0 and self.workers > 1:
                 time.sleep(LINGER_S)
         return self.lost
-
-    @contextlib.contextmanager
-    def naming(self, what: str) -> Iterator[None]:
-        """A failed collective inside becomes `WorkerLostError`; other errors pass."""
-        try:
-            yield
-        except RuntimeError as error:
-            if not failed_collective(error):
-                raise
-            raise self.explain(error, what) from error
 
     def uncaught(self, error: BaseException) -> None:
         """This process ends with `error`: say which rank it was, if another, and tell the others."""
