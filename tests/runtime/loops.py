@@ -81,6 +81,12 @@ class Job:
     def wrap(self) -> Any:
         return self.controller.wrap(self.ddp, self.optimizer)
 
+    def batches(self, epochs: int = 1) -> Iterator[Any]:
+        """Wraps the model and reads the loader."""
+        self.wrap()
+        for _ in range(epochs):
+            yield from self.loader
+
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(self.ddp(x), y)
 
@@ -127,11 +133,12 @@ class Loops:
         self.of_wrong: list[tuple[Loop, str]] = []
         self.of_right: list[Loop] = []
 
-    def wrong(self, says: str) -> Callable[[Loop], Loop]:
+    def wrong(self, says: str, **options: Any) -> Callable[[Loop], Loop]:
         """`says` is part of the line that every rank is told to write."""
 
         def note(loop: Loop) -> Loop:
             self.of_wrong.append((loop, says))
+            loop.options = options  # type: ignore[attr-defined]
             return loop
 
         return note
@@ -139,6 +146,13 @@ class Loops:
     def right(self, loop: Loop) -> Loop:
         self.of_right.append(loop)
         return loop
+
+    def right_with(self, **options: Any) -> Callable[[Loop], Loop]:
+        def note(loop: Loop) -> Loop:
+            loop.options = options  # type: ignore[attr-defined]
+            return self.right(loop)
+
+        return note
 
     def check_wrong(self, workers: int) -> None:
         """Every rank raises `UsageError` with the line to write, soon."""

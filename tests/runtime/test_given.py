@@ -19,6 +19,7 @@ from dynamix.runtime.check.losses import WeightTest
 from dynamix.window import Window
 from tests.integrations.jobs import SHARES
 from tests.ranks import run_ranks
+from tests.runtime.jobs import adaptive, furthest, order_of
 from tests.union import Script, larger
 
 pytestmark = pytest.mark.multiproc
@@ -29,16 +30,8 @@ def _job(accumulate: int, weighting: str, answers: list[list[int]], **options: A
     torch.manual_seed(0)
     x, y = torch.randn(SAMPLES, 6), torch.randint(0, 3, (SAMPLES,))
     net = nn.Linear(6, 3)
-    controller = dynamix.Controller(
-        Script(answers, accumulate),
-        8,
-        interval=2,
-        max_batch_size=32,
-        accumulate=accumulate,
-        process_group=dist.new_group(),
-        global_batch="adaptive",
-        lr_rule="none",
-    )
+    given = {"max_batch_size": 32, "accumulate": accumulate, "lr_rule": "none", "process_group": dist.new_group()}
+    controller = adaptive(Script(answers, accumulate), 8, **given)
     loader = controller.loader(DataLoader(TensorDataset(x, y), batch_size=8, shuffle=True), **options)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     model = controller.wrap(DDP(net, process_group=controller.group), optimizer, weighting=weighting)
@@ -46,14 +39,10 @@ def _job(accumulate: int, weighting: str, answers: list[list[int]], **options: A
 
 
 def _given(rank: int, accumulate: int) -> float:
-    controller, loader, model, optimizer, (x, y) = _job(
-        accumulate,
-        "given",
-        SHARES["grow"][2] + SHARES["shrink"][2],
-        placeholder=lambda batch: [batch[0], 0 * batch[1] - 100],
-    )
-    whole, worst = nn.Linear(6, 3), 0.0
-    order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(0))
+    answers = SHARES["grow"][2] + SHARES["shrink"][2]
+    made = _job(accumulate, "given", answers, placeholder=lambda batch: [batch[0], 0 * batch[1] - 100])
+    controller, loader, model, optimizer, (x, y) = made
+    whole, worst, order = nn.Linear(6, 3), 0.0, order_of(SAMPLES)
     for bx, by in loader:
         piece = loader.cut.piece()
         with controller.piece():
@@ -65,8 +54,7 @@ def _given(rank: int, accumulate: int) -> float:
             union = order[end - int(total) : end]
             whole.load_state_dict(model.module.state_dict())
             want = torch.autograd.grad(F.cross_entropy(whole(x[union]), y[union]), list(whole.parameters()))
-            for p, true in zip(model.parameters(), want, strict=True):
-                worst = larger(worst, float((p.grad - true).abs().max()))
+            worst = larger(worst, furthest(model, want))
             optimizer.step()
             optimizer.zero_grad()
         controller.step(loss=loss)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,35 +21,24 @@ from tests.union import Script
 LOOPS = Loops()
 
 
-def _in_pieces(loop: Callable[[Job], None]) -> Callable[[Job], None]:
-    loop.options = {"micro_batch": 2}  # type: ignore[attr-defined]
-    return loop
-
-
-@LOOPS.wrong("with controller.piece()")
-@_in_pieces
+@LOOPS.wrong("with controller.piece()", micro_batch=2)
 def _every_piece_synchronises(job: Job) -> None:
-    job.wrap()
-    for x, y in job.loader:
+    for x, y in job.batches():
         job.train(x, y)
 
 
-@LOOPS.wrong("if controller.optimizer_due")
-@_in_pieces
+@LOOPS.wrong("if controller.optimizer_due", micro_batch=2)
 def _the_optimizer_steps_with_every_piece(job: Job) -> None:
-    job.wrap()
-    for x, y in job.loader:
+    for x, y in job.batches():
         with job.controller.piece():
             job.loss(x, y).backward()
         job.update()
         job.step()
 
 
-@LOOPS.wrong("controller.step() once for every batch")
-@_in_pieces
+@LOOPS.wrong("controller.step() once for every batch", micro_batch=2)
 def _one_step_a_round(job: Job) -> None:
-    job.wrap()
-    for x, y in job.loader:
+    for x, y in job.batches():
         with job.controller.piece():
             job.loss(x, y).backward()
         if job.controller.optimizer_due:
@@ -58,22 +46,19 @@ def _one_step_a_round(job: Job) -> None:
             job.step()
 
 
-@LOOPS.right
-@_in_pieces
+@LOOPS.right_with(micro_batch=2)
 def _as_it_should_be(job: Job) -> None:
-    job.wrap()
-    for _ in range(2):
-        for x, y in job.loader:
-            with job.controller.piece():
-                job.loss(x, y).backward()
-            if job.controller.optimizer_due:
-                job.update()
-            job.step()
+    for x, y in job.batches(2):
+        with job.controller.piece():
+            job.loss(x, y).backward()
+        if job.controller.optimizer_due:
+            job.update()
+        job.step()
 
 
+@LOOPS.right_with(accumulate=2)
 def _accumulating(job: Job) -> None:
-    job.wrap()
-    for x, y in job.loader:
+    for x, y in job.batches():
         with job.controller.piece():
             (job.loss(x, y) / 2).backward()
         if job.controller.optimizer_due:
@@ -81,16 +66,9 @@ def _accumulating(job: Job) -> None:
         job.step()
 
 
-_accumulating.options = {"accumulate": 2}  # type: ignore[attr-defined]
-
-
-LOOPS.right(_accumulating)
-
-
 @LOOPS.right
 def _one_piece_a_round(job: Job) -> None:
-    job.wrap()
-    for x, y in job.loader:
+    for x, y in job.batches():
         with job.controller.piece():
             job.loss(x, y).backward()
         if job.controller.optimizer_due:
@@ -108,8 +86,7 @@ def test_right_loops_are_silent() -> None:
     LOOPS.check_right()
 
 
-@LOOPS.wrong("after the same optimizer step on all ranks")
-@_in_pieces
+@LOOPS.wrong("after the same optimizer step on all ranks", micro_batch=2)
 def _leaves_an_epoch_after_so_many_batches(job: Job) -> None:
     job.wrap()
     for _ in range(3):
@@ -123,8 +100,7 @@ def _leaves_an_epoch_after_so_many_batches(job: Job) -> None:
             job.step()
 
 
-@LOOPS.right
-@_in_pieces
+@LOOPS.right_with(micro_batch=2)
 def _leaves_an_epoch_after_so_many_rounds(job: Job) -> None:
     job.wrap()
     for epoch in range(3):
