@@ -17,26 +17,6 @@ from dynamix.runtime.decide.decision import Decider
 from dynamix.window import Window
 from tests.ranks import run_ranks
 from tests.runtime.jobs import Training
-from tests.union import Case, worst_error
-
-SHARES = [[12, 4, 8], [3, 21, 0], [8, 8, 8]]
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"padded": True, "global_batch": "fixed"},
-        {"weighting": "loss"},
-        {"accumulate": 2},
-        {"micro_batch": 4},
-        {"micro_batch": 4, "padded": True, "global_batch": "fixed", "weighting": "loss"},
-    ],
-    ids=lambda options: "-".join(options) or "sum",
-)
-def test_the_applied_gradient_is_the_unions(options: dict[str, Any]) -> None:
-    case = Case(SHARES, batch_size=8, samples=331, min_batch_size=0, lengths=True, epochs=1, **options)
-    assert max(run_ranks(worst_error, 3, case)) < 1e-12
 
 
 def _job(lengths: Any, **options: Any) -> Training:

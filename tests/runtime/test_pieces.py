@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from typing import Any
 
 import pytest
 import torch
@@ -16,37 +15,7 @@ import dynamix
 from dynamix.data.plan import pieces_of
 from tests.ranks import run_ranks
 from tests.runtime.jobs import Training, adaptive
-from tests.union import Case, Script, worst_error
-
-SHARES = {1: [[8], [5]], 2: [[32, 4], [9, 27]], 3: [[32, 4, 0], [8, 5, 23]], 4: [[32, 4, 16, 1], [3, 40, 2, 9]]}
-
-
-@pytest.mark.parametrize("weighting", ["hook", "loss"])
-@pytest.mark.parametrize("workers", [1, 2, 3, 4])
-def test_the_applied_gradient_is_the_unions(workers: int, weighting: str) -> None:
-    case = Case(SHARES[workers], micro_batch=4, weighting=weighting, samples=331, min_batch_size=0)
-    assert max(run_ranks(worst_error, workers, case)) < 1e-12
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"ddp": {"gradient_as_bucket_view": True}},
-        {"ddp": {"find_unused_parameters": True}, "model": "headless"},
-        {"ddp": {"static_graph": True}, "warm_up": True},
-        {"model": "embedded"},
-        {"model": "checkpointed"},
-        {"num_workers": 4, "prefetch_factor": 4},
-        {"hook": "allreduce", "dtype": torch.float32, "tolerance": 1e-6},
-        {"hook": "powersgd", "dtype": torch.float32, "tolerance": 1e-5, "epochs": 4},
-        {"hook": "fp16_compress", "dtype": torch.float32, "tolerance": 3e-3},
-    ],
-    ids=lambda options: "-".join(str(options.get(name)) for name in ("ddp", "model", "hook") if name in options),
-)
-def test_with_options_of_ddp_and_hooks(options: dict[str, Any]) -> None:
-    tolerance = options.pop("tolerance", 1e-12)
-    case = Case(SHARES[2], micro_batch=4, samples=331, **options)
-    assert max(run_ranks(worst_error, 2, case)) < tolerance
+from tests.union import Script
 
 
 def _buffers(rank: int) -> list[float]:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel as DDP
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import dynamix
 from dynamix.errors import ConfigError, UsageError
 from tests.ranks import run_ranks
+from tests.runtime.jobs import Training, adaptive, classes
 from tests.runtime.loops import Job, Loops
 from tests.union import Script
 
@@ -118,66 +119,37 @@ def _leaves_an_epoch_after_so_many_rounds(job: Job) -> None:
 
 
 def test_pieces_of_a_round_that_is_dealt_anew_are_not_added_again() -> None:
-    net = nn.Linear(3, 1)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    controller = dynamix.Controller("static", 16, micro_batch=4, global_batch="adaptive")
-    data = TensorDataset(torch.randn(64, 3))
-    loader = DataLoader(data, batch_sampler=controller.batch_sampler(data))
-    controller.wrap(net, optimizer)
+    job = Training(dynamix.Controller("static", 16, micro_batch=4, global_batch="adaptive"), classes(64))
 
     def train(batches: int) -> None:
-        for i, (x,) in enumerate(loader):
-            with controller.piece():
-                net(x).sum().backward()
-            if controller.optimizer_due:
-                optimizer.step()
-                optimizer.zero_grad()
-            controller.step()
-            if i + 1 == batches:
-                break
+        for x, y in itertools.islice(job.loader, batches):
+            job.train_piece(x, y)
 
     train(4 + 2)
-    optimizer.zero_grad()
+    job.optimizer.zero_grad()
     train(2)
     with pytest.raises(UsageError, match=r"zero_grad\(\)"):
         train(2)
 
 
-class Numbered(TensorDataset):
-    def __getitem__(self, index: int) -> tuple[int, Tensor]:
-        return index, self.tensors[0][index]
-
-
 def _resumed(rank: int, folder: str, stop_after: int | None, workers: int) -> list[int]:
     """Indices whose rounds were finished by this rank; stops in the middle of a round and saves, or resumes."""
-    torch.manual_seed(0)
-    net = nn.Linear(3, 1)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     shares = [[16, 3], [5, 12]] if workers == 2 else [[7, 9, 4], [12, 2, 6]]
-    controller = dynamix.Controller(
-        Script(shares), 8, max_batch_size=32, interval=2, micro_batch=4, global_batch="adaptive"
-    )
-    data = Numbered(torch.randn(173, 3))
-    model = controller.wrap(DDP(net), optimizer)
+    controller = adaptive(Script(shares), max_batch_size=32, micro_batch=4)
     file = Path(folder) / f"state{min(rank, 1)}.pt"
     if stop_after is None:
         controller.load_state_dict(torch.load(file, weights_only=True))
-    sampler = controller.batch_sampler(data)
+    data = TensorDataset(torch.arange(173), *classes(173).tensors)
+    job = Training(controller, data, lr=0.01, num_workers=2)
     finished: list[int] = []
     under_way: list[int] = []
     rounds = 0
-    for index, x in DataLoader(data, batch_sampler=sampler, num_workers=2):
-        with controller.piece():
-            loss = model(x).square().mean()
-            loss.backward()
-        under_way += index.tolist() if sampler.piece().samples else []
-        due = controller.optimizer_due
-        if due:
-            optimizer.step()
-            optimizer.zero_grad()
+    for index, x, y in job.loader:
+        under_way += index.tolist() if job.sampler.piece().samples else []
+        if due := controller.optimizer_due:
             finished, under_way, rounds = finished + under_way, [], rounds + 1
-        controller.step(loss=loss)
-        if rounds == stop_after and (not due or sampler.piece().last):
+        job.train_piece(x, y)
+        if rounds == stop_after and (not due or job.sampler.piece().last):
             # The rank with several pieces is inside of a round here, the other one between two.
             torch.save(controller.state_dict(), file)
             break
