@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -44,7 +45,7 @@ class Training:
 
     net       the model; None: a linear classifier of six features
     sampling  options of the sampler
-    ddp       options of DistributedDataParallel, in which the model is if other ranks share its gradients
+    ddp       options of DistributedDataParallel, which is around a model that is not sharded and whose gradients meet
     wrap      options of `controller.wrap`
     """
 
@@ -66,7 +67,7 @@ class Training:
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=lr) if optimizer is None else optimizer
         self.sampler = controller.batch_sampler(data, **(sampling or {}))
         self.loader = DataLoader(data, batch_sampler=self.sampler, num_workers=num_workers)
-        alone = controller.world_size == 1 or controller._coordinator.steps_apart
+        alone = controller.world_size == 1 or controller._coordinator.steps_apart or isinstance(net, FSDPModule)
         model = self.net if alone else DDP(self.net, process_group=controller.group, **(ddp or {}))
         self.model: Any = controller.wrap(model, self.optimizer, **wrap)
 

@@ -92,7 +92,9 @@ def _train(rank: int, fault: str, buffers: bool) -> dict[str, Any]:
                 _suffer(job.controller, fault)
     except (WorkerLostError, ValueError) as caught:
         error = caught
-    job.controller.close()
+        job.controller.close()  # here it sees the error
+    else:
+        job.controller.close()
     ended_s = time.monotonic() - last
     return {"error": error, "steps": steps, "ended_s": ended_s, "log": [(t - last, line) for t, line in log.lines]}
 

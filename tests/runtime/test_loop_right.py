@@ -28,17 +28,15 @@ pytestmark = pytest.mark.multiproc
 
 
 @right
+@right_with(num_workers=2)
 def _plain(job: Job) -> None:
     for x, y in job.batches(2):
         job.train(x, y)
 
 
-@right_with(num_workers=2)
-def _workers(job: Job) -> None:
-    _plain(job)
-
-
 @right
+@right_with(num_workers=2)
+@right_with(decides_s=0.03)
 def _prefetched_in_a_thread(job: Job) -> None:
     job.wrap()
     ready: queue.Queue[Any] = queue.Queue(3)
@@ -186,6 +184,7 @@ def _training_in_eval_mode(job: Job) -> None:
 
 
 @right
+@right_with(buffers=True)
 def _checkpointed(job: Job) -> None:
     class Net(nn.Module):
         def __init__(self, reentrant: bool) -> None:
@@ -203,11 +202,6 @@ def _checkpointed(job: Job) -> None:
     job.ddp = DDP(net, process_group=job.group, bucket_cap_mb=1e-4)
     job.optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     _plain(job)
-
-
-@right_with(buffers=True)
-def _checkpointed_reentrant(job: Job) -> None:
-    _checkpointed(job)
 
 
 @right
@@ -348,16 +342,6 @@ def _broken_off_one_batch_ahead_of_the_end(job: Job) -> None:
             job.train(x, y)
             if job.sampler.exhausted and job.sampler.issued - job.sampler.consumed == 1:
                 break
-
-
-@right_with(num_workers=2)
-def _prefetched_in_a_thread_with_workers(job: Job) -> None:
-    _prefetched_in_a_thread(job)
-
-
-@right_with(decides_s=0.03)
-def _prefetched_in_a_thread_under_a_slow_policy(job: Job) -> None:
-    _prefetched_in_a_thread(job)
 
 
 @right_with(num_workers=2)

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.nn.functional import all_reduce
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
 import dynamix
 from dynamix.errors import UsageError
@@ -119,26 +119,21 @@ def _fsdp(rank: int) -> float:
     mesh = init_device_mesh("cpu", (3,))
     for layer in (net[0], net[2], net):
         fully_shard(layer, mesh=mesh)
-    controller = _controller()
-    sampler = controller.batch_sampler(_data())
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    job = Training(_controller(), _data(), net, lr=0.05, weighting="loss")
     other = torch.optim.SGD(whole.parameters(), lr=0.05)
-    model = controller.wrap(net, optimizer, weighting="loss")
     worst = 0.0
-    for step, (x, y) in enumerate(DataLoader(_data(), batch_sampler=sampler)):
-        loss = F.mse_loss(model(x), y)
+    for step, (x, y) in enumerate(job.loader):
+        loss = F.mse_loss(job.model(x), y)
         # Every second step gives the count itself, so that N is known only after backward.
-        count = int(sampler.plan().counts[rank]) if step % 2 else None
-        controller.weight(loss, count=count).backward()
-        ux, uy = _union(sampler)
+        count = int(job.sampler.plan().counts[rank]) if step % 2 else None
+        job.controller.weight(loss, count=count).backward()
+        ux, uy = _union(job.sampler)
         other.zero_grad()
         F.mse_loss(whole(ux), uy).backward()
         for got, want in zip(net.parameters(), whole.parameters(), strict=True):
             worst = larger(worst, float((got.grad.full_tensor() - want.grad).abs().max()))
-        optimizer.step()
-        optimizer.zero_grad()
+        job.finish(loss=loss)
         other.step()
-        controller.step(loss=loss)
     return worst
 
 
