@@ -41,6 +41,20 @@ class Script:
         self.asked = state["asked"]
 
 
+class Watching(Script):
+    """A script that keeps what it was shown."""
+
+    def __init__(self, answers: Sequence[Sequence[int]]) -> None:
+        super().__init__(answers)
+        self.windows: list[Window] = []
+        self.bounds: list[Bounds] = []
+
+    def decide(self, window: Window, bounds: Bounds) -> Any:
+        self.windows.append(window)
+        self.bounds.append(bounds)
+        return super().decide(window, bounds)
+
+
 class Deep(nn.Module):
     """Enough layers for eight buckets and more."""
 

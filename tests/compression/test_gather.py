@@ -17,6 +17,7 @@ from dynamix.compression.rows import sum_of
 from dynamix.compression.sparse import mean_of_sparse
 from dynamix.errors import UsageError
 from tests.compression.local import exchange, in_threads, ordered_mean, outcomes, sparse_inputs
+from tests.ranks import refusal
 
 LAYOUT = Layout.of([(700, 1), (40, 24), (3, 1)])
 
@@ -200,11 +201,7 @@ def test_two_sparse_dimensions() -> None:
 
 def test_ranks_with_different_tables_are_refused_all_of_them() -> None:
     def reduce(rank: int, wire: Any) -> str:
-        try:
-            mean_of_sparse([_sparse(rank, 1, rows=50 + rank)], wire, statistics=Statistics())
-        except UsageError as error:
-            return str(error)
-        return "went through"
+        return refusal(UsageError, mean_of_sparse, [_sparse(rank, 1, rows=50 + rank)], wire, statistics=Statistics())
 
     assert all("train one model" in said for said in in_threads(LocalWire.make(2, timeout_s=20), reduce))
 

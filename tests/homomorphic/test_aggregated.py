@@ -31,7 +31,7 @@ from dynamix_homomorphic.aggregator.wire import ONE_ROUND, maximum_by_or
 from tests.compression.local import exchange, reference
 from tests.homomorphic.aggregators import TOKEN, join_wires
 from tests.homomorphic.beside import beside_fixed, words_of
-from tests.ranks import _CONTEXT, run_ranks
+from tests.ranks import _CONTEXT, refusal, run_ranks
 
 LAYOUT = Layout.of([(6000, 1), (64, 16)])
 
@@ -182,13 +182,8 @@ def _train_while_it_dies(rank: int, address: str, pid: int, mode: str, at: int) 
 
 
 def _nobody_there(rank: int, address: str) -> list[str]:
-    said = []
-    for where in (Aggregator(address), Aggregator("127.0.0.1:9") if rank else Aggregator(address, TOKEN)):
-        try:
-            CompressionState("compaction", aggregator=where)
-        except ConfigError as error:
-            said.append(str(error))
-    return said
+    tried = (Aggregator(address), Aggregator("127.0.0.1:9") if rank else Aggregator(address, TOKEN))
+    return [refusal(ConfigError, CompressionState, "compaction", aggregator=where) for where in tried]
 
 
 def _on_ranks(rank: int, lives: list[tuple[str, int, str, int]]) -> tuple[list[str], list[dict[str, Any]]]:

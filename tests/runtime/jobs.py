@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -13,6 +15,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, TensorDataset
 
 import dynamix
+from dynamix.runtime.measure.noise import NoiseScale
+from dynamix.window import Ints
 from tests.union import larger
 
 
@@ -117,3 +121,13 @@ def furthest(net: nn.Module, wanted: Any) -> float:
     found = torch.stack([(p.grad - true).abs().max() for p, true in pairs if p.grad is not None])
     assert len(found) == len(list(net.parameters()))
     return larger(0.0, float(found.max()))
+
+
+def noise_of(own: Tensor, counts: Ints) -> tuple[float, float]:
+    """(S, G2) by the whole gradients of all ranks, of so many samples each; `own` is this rank's."""
+    union = own * float(counts[dist.get_rank()] / counts.sum())
+    dist.all_reduce(union)
+    squares = [torch.zeros((), dtype=own.dtype) for _ in counts]
+    dist.all_gather(squares, own.square().sum())
+    local = np.array([float(square) for square in squares])
+    return NoiseScale.estimate(local, float(union.square().sum()), counts.astype(np.float64))

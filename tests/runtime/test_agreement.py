@@ -17,7 +17,7 @@ from dynamix.errors import DynamixError
 from dynamix.events.records import read_events
 from dynamix.runtime.decide.channel import PATIENCE_S
 from dynamix.runtime.decide.decision import Decider
-from tests.ranks import Ok, run_ranks
+from tests.ranks import Ok, refusal, run_ranks
 from tests.runtime.jobs import Training, adaptive, classes
 
 pytestmark = pytest.mark.multiproc
@@ -83,11 +83,7 @@ def test_a_failing_policy_ends_every_rank_with_its_error() -> None:
 
 
 def _different_arguments(rank: int) -> str:
-    try:
-        dynamix.Controller("static", batch_size=4 + rank, global_batch="adaptive")
-    except DynamixError as error:
-        return str(error)
-    return "accepted"
+    return refusal(DynamixError, dynamix.Controller, "static", batch_size=4 + rank, global_batch="adaptive")
 
 
 def test_different_arguments_are_refused_on_every_rank() -> None:

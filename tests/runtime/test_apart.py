@@ -15,6 +15,7 @@ from torch.utils.data import TensorDataset
 from dynamix.runtime.sync.parameter_averaging import Averaging
 from tests.ranks import run_ranks
 from tests.runtime.jobs import Training, apart
+from tests.runtime.test_apart_loops import nesterov
 from tests.union import Script
 
 SHARES = {1: [[24], [24]], 2: [[32, 4], [9, 27]], 3: [[32, 4, 0], [8, 5, 23]], 4: [[32, 4, 16, 4], [3, 40, 2, 11]]}
@@ -137,10 +138,6 @@ def train(rank: int, workers: int, case: dict[str, Any]) -> dict[str, Any]:
             weights.append([t.detach().clone() for t in (*model.parameters(), *model.buffers())])
     controller.close()
     return {"rounds": rounds[:-1], "weights": weights}
-
-
-def nesterov(parameters: list[Tensor]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
 
 
 CASES: list[dict[str, Any]] = [

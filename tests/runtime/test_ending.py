@@ -20,7 +20,7 @@ from dynamix.errors import ConfigError, DynamixError, StateError, UsageError, Wo
 from dynamix.runtime.ranks import errors as ending
 from dynamix.runtime.ranks import rendezvous as meeting
 from dynamix.runtime.ranks.errors import JobErrors
-from tests.ranks import run_ranks
+from tests.ranks import refusal, run_ranks
 from tests.runtime.loops import Job, Loops, data
 
 LOOPS = Loops()
@@ -281,11 +281,7 @@ def test_a_rank_with_another_process_group_is_named(odd: list[int]) -> None:
 def _in_a_circle(rank: int) -> str:
     meeting.ELSEWHERE_S = 2.0
     groups = [dist.new_group(ranks) for ranks in ([0, 1], [1, 2], [0, 2])]
-    try:
-        dynamix.Controller("static", 4, process_group=groups[rank], global_batch="adaptive").close()
-    except UsageError as error:
-        return str(error)
-    return "made"
+    return refusal(UsageError, dynamix.Controller, "static", 4, process_group=groups[rank], global_batch="adaptive")
 
 
 @pytest.mark.multiproc

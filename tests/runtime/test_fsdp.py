@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import dynamix
 from dynamix.errors import UsageError, WorkerLostError
-from tests.ranks import Ok, run_ranks
+from tests.ranks import Ok, refusal, run_ranks
 from tests.runtime import test_loop_batches, test_loop_passes, test_pieces_loops
 from tests.runtime.jobs import Training, adaptive
 from tests.runtime.loops import Job, run_loops
@@ -196,11 +196,7 @@ def _refused(rank: int) -> list[str]:
         options: dict[str, Any] = {"meet": "parameters"} if of is _apart else {}
         options |= {"micro_batch": 2} if of is _given_back else {}
         controller = dynamix.Controller("static", 6, process_group=dist.new_group(), **options)
-        try:
-            of(controller)
-            told.append("accepted")
-        except UsageError as error:
-            told.append(str(error))
+        told.append(refusal(UsageError, of, controller))
         controller.close()
     return told
 
@@ -351,11 +347,8 @@ def _tensor_parallel(rank: int, micro_batch: int | None) -> tuple[float, str]:
         parallelize_module(net, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
         return fully_shard(net, mesh=mesh["dp"])
 
-    net, told = made(), ""
-    try:
-        dynamix.Controller("static", 6, process_group=group).wrap(net, torch.optim.SGD(net.parameters(), lr=0.1))
-    except UsageError as error:
-        told = str(error)
+    net, controller = made(), dynamix.Controller("static", 6, process_group=group)
+    told = refusal(UsageError, controller.wrap, net, torch.optim.SGD(net.parameters(), lr=0.1))
     held = {"min_batch_size": [9, 2], "max_batch_size": [9, 2], "micro_batch": micro_batch}
     controller = dynamix.Controller("static", 6, process_group=group, **held)
     data = TensorDataset(torch.arange(96), torch.randn(96, 6), torch.randn(96, 3))

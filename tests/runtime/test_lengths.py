@@ -15,7 +15,7 @@ import dynamix
 from dynamix.errors import ConfigError, StateError
 from dynamix.runtime.decide.decision import Decider
 from dynamix.window import Window
-from tests.ranks import run_ranks
+from tests.ranks import refusal, run_ranks
 from tests.runtime.jobs import Training
 
 
@@ -75,11 +75,7 @@ def test_windows_tell_what_was_worked_on() -> None:
 
 def _other_lengths(rank: int) -> str:
     job = _job(LENGTHS if rank else LENGTHS[::-1].copy())
-    try:
-        _train(job)
-    except dynamix.UsageError as error:
-        return str(error)
-    return ""
+    return refusal(dynamix.UsageError, _train, job)
 
 
 def test_ranks_with_other_lengths_are_told() -> None:

@@ -19,7 +19,7 @@ from torch.utils.data import TensorDataset
 
 import dynamix
 from dynamix.errors import UsageError
-from tests.ranks import run_ranks
+from tests.ranks import refusal, run_ranks
 from tests.runtime.jobs import Training, adaptive, furthest, order_of
 from tests.union import Script, hook_of, larger
 
@@ -91,11 +91,7 @@ def _refusal(rank: int, kind: str) -> str:
     elif kind == "hooked":
         net = DDP(net)
         net.register_comm_hook(None, dynamix.weighted(lambda s, b: None, count=lambda: (1, 2)))
-    try:
-        controller.wrap(net, torch.optim.SGD(net.parameters(), lr=0.1))
-    except UsageError as error:
-        return str(error)
-    return "accepted"
+    return refusal(UsageError, controller.wrap, net, torch.optim.SGD(net.parameters(), lr=0.1))
 
 
 @pytest.mark.parametrize(
@@ -248,11 +244,7 @@ def _forgotten(rank: int) -> str:
     job = Training(_controller(), _data(), nn.Linear(5, 5).double(), weighting="loss")
     x, y = next(iter(job.loader))
     F.mse_loss(job.model(x), y).backward()
-    try:
-        job.controller.step()
-    except UsageError as error:
-        return str(error)
-    return "accepted"
+    return refusal(UsageError, job.controller.step)
 
 
 def test_a_forgotten_weight_call_is_an_error() -> None:

@@ -8,15 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from dynamix.runtime.measure.noise import NoiseScale
 from dynamix.runtime.measure.recorder import NORMS_EVERY
 from tests.ranks import run_ranks
-from tests.runtime.jobs import Training, adaptive
+from tests.runtime.jobs import Training, adaptive, noise_of
 from tests.union import Case, worst_error
 
 SIZES = [9, 3, 6]
@@ -67,7 +65,7 @@ def _measured(rank: int, loop: str, weighting: str) -> tuple[float, float]:
         if due:
             own = _gradient(net, *(torch.cat(values) for values in zip(*batches, strict=True)))
             if coordinator.progress.steps % NORMS_EVERY == 0:
-                true.append(_of_gradients(own, accumulate))
+                true.append(noise_of(own, accumulate * np.array(SIZES)))
             batches = []
         job.finish(loss=loss)
     controller.close()
@@ -79,15 +77,6 @@ def _measured(rank: int, loop: str, weighting: str) -> tuple[float, float]:
 
 def _halves(losses: int) -> list[slice]:
     return [slice(0, 4), slice(4, 8)] if losses == 2 else [slice(None)]
-
-
-def _of_gradients(own: Tensor, accumulate: int) -> tuple[float, float]:
-    counts = np.array(SIZES, dtype=np.float64) * accumulate
-    union = own * (counts[dist.get_rank()] / counts.sum())
-    dist.all_reduce(union)
-    squares = [torch.zeros((), dtype=torch.float64) for _ in SIZES]
-    dist.all_gather(squares, own.square().sum())
-    return NoiseScale.estimate(np.array([float(s) for s in squares]), float(union.square().sum()), counts)
 
 
 def _all_loops(rank: int) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import dynamix
 from dynamix.errors import ConfigError, UsageError
-from tests.ranks import run_ranks
+from tests.ranks import refusal, run_ranks
 from tests.runtime.jobs import Training, adaptive, classes
 from tests.runtime.loops import Job, Loops
 from tests.union import Script
@@ -182,13 +182,9 @@ def _refused(rank: int) -> str:
     net = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
     controller = dynamix.Controller("static", 8, micro_batch=4, global_batch="adaptive")
     controller.batch_sampler(range(64))
-    try:
-        controller.wrap(net, torch.optim.SGD(net.parameters(), lr=0.1), weighting="loss")
-    except UsageError as error:
-        return str(error)
-    finally:
-        controller.close()
-    return "nothing was refused"
+    told = refusal(UsageError, controller.wrap, net, torch.optim.SGD(net.parameters(), lr=0.1), weighting="loss")
+    controller.close()
+    return told
 
 
 def test_models_that_pieces_do_not_fit_are_refused() -> None:

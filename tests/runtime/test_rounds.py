@@ -13,25 +13,11 @@ from dynamix.errors import ConfigError
 from dynamix.events.records import read_events
 from dynamix.features import features
 from dynamix.model.measured import base_total, noise_scale
-from dynamix.window import Bounds, Window
+from dynamix.window import Window
 from tests.runtime.jobs import Training, adaptive, classes
-from tests.union import Script
+from tests.union import Script, Watching
 
 DATA = classes(400)
-
-
-class Watching(Script):
-    """A script that keeps what it was shown."""
-
-    def __init__(self, answers: list[list[int]]) -> None:
-        super().__init__(answers)
-        self.windows: list[Window] = []
-        self.bounds: list[Bounds] = []
-
-    def decide(self, window: Window, bounds: Bounds) -> Any:
-        self.windows.append(window)
-        self.bounds.append(bounds)
-        return super().decide(window, bounds)
 
 
 def trained(
