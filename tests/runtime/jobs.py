@@ -84,11 +84,14 @@ class Training:
         loss.backward()
         return loss
 
+    def update(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
     def finish(self, **told: Any) -> None:
         """What follows a pass: the optimizer's step if it is due, and the controller's."""
         if self.controller.optimizer_due:
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+            self.update()
         self.controller.step(**told)
 
     def train(self, x: Tensor, y: Tensor) -> None:

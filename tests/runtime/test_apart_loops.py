@@ -65,8 +65,7 @@ def _wrong(rank: int, kind: str) -> None:
         with contextlib.nullcontext() if kind == "no piece()" else steps.controller.piece():
             steps.backward(x, y)
         if kind != "no step" or number % 2:
-            steps.optimizer.step()
-            steps.optimizer.zero_grad()
+            steps.update()
         steps.controller.step()
         if kind == "saved apart" and not steps.controller.met:
             steps.controller.state_dict()
@@ -222,8 +221,7 @@ def _placeholder(rank: int, optimizer_state: str) -> list[float]:
         mine, before = steps.sampler.piece().samples, steps.weights().clone()
         with steps.controller.piece():
             (steps.loss(x, y) * (1.0 if mine else float("nan"))).backward()
-        steps.optimizer.step()
-        steps.optimizer.zero_grad()
+        steps.update()
         assert mine or torch.equal(before, steps.weights())
         steps.controller.step()
     steps.controller.close()

@@ -119,8 +119,7 @@ def _replaced(rank: int) -> int:
         plan = steps.sampler.plan()
         with steps.controller.piece():
             steps.backward(x, y)
-        steps.optimizer.step()
-        steps.optimizer.zero_grad()
+        steps.update()
         own, passes = steps.net.mean.clone(), steps.net.passes.clone()
         steps.controller.step()
         if steps.controller.met:
@@ -170,8 +169,7 @@ def test_pieces_that_memory_makes_smaller_are_smaller_steps() -> None:
         before = parameter.item()
         with steps.controller.piece():
             (steps.net(x).sum() * 0 + parameter).backward()
-        steps.optimizer.step()
-        steps.optimizer.zero_grad()
+        steps.update()
         assert before - parameter.item() == pytest.approx(len(x) / 4)  # of micro_batch
         steps.controller.step()
     steps.controller.close()
@@ -192,8 +190,7 @@ def _unlike(rank: int, kind: str) -> None:
             (steps.controller.weight(loss) if kind == "weight" else loss).backward()
         if kind == "late":
             steps.controller.step()
-        steps.optimizer.step()
-        steps.optimizer.zero_grad()
+        steps.update()
         if kind != "late":
             steps.controller.step()
         if kind == "loaded" and steps.controller.met and rank == 1:

@@ -45,8 +45,7 @@ def _slow_to_arrive(rank: int, events: str) -> list[int]:
         if rank == 1:
             time.sleep(0.01)
         job.backward(x, y)
-        job.optimizer.step()
-        job.optimizer.zero_grad()
+        job.update()
         if rank == 1:
             time.sleep(0.15)  # longer than rank 0's patience with its policy
         controller.step()

@@ -87,22 +87,26 @@ class _Own:
         dist.reduce_scatter_single(output_tensor, input_tensor, op=op, group=group)
 
 
+def _wrapped(controller: Any, net: Any = None, **options: Any) -> Any:
+    net = _net() if net is None else net
+    controller.wrap(net, torch.optim.SGD(net.parameters(), lr=0.1), **options)
+    return net
+
+
 def _own(controller: Any) -> None:
     net = _net()
     net.set_custom_reduce_scatter(_Own())
-    controller.wrap(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    _wrapped(controller, net)
 
 
 def _replaced(controller: Any) -> None:
-    net = _net()
-    controller.wrap(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    net = _wrapped(controller)
     net[0].set_custom_reduce_scatter(_Own())
     _train(controller, net)
 
 
 def _other_divisor(controller: Any) -> None:
-    net = _net()
-    controller.wrap(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    net = _wrapped(controller)
     net.set_gradient_divide_factor(1.0)
     _train(controller, net)
 
@@ -110,23 +114,16 @@ def _other_divisor(controller: Any) -> None:
 def _ignored(controller: Any) -> None:
     net: Any = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3))
     fully_shard(net, mesh=init_device_mesh("cpu", (2,)), ignored_params={net[0].weight})
-    controller.wrap(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    _wrapped(controller, net)
 
 
 def _other_ranks(controller: Any) -> None:
     groups = [dist.new_group([rank]) for rank in range(2)]
-    net = _net(DeviceMesh.from_group(groups[dist.get_rank()], "cpu"))
-    controller.wrap(net, torch.optim.SGD(net.parameters(), lr=0.1), weighting="loss")
+    _wrapped(controller, _net(DeviceMesh.from_group(groups[dist.get_rank()], "cpu")), weighting="loss")
 
 
 def _not_scattered(controller: Any) -> None:
-    net = _net(init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard")))
-    controller.wrap(net, torch.optim.SGD(net.parameters(), lr=0.1))
-
-
-def _in_part(controller: Any) -> None:
-    net = nn.Sequential(_net(), nn.Linear(3, 3))
-    controller.wrap(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    _wrapped(controller, _net(init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))))
 
 
 def _another_model(controller: Any) -> None:
@@ -134,27 +131,16 @@ def _another_model(controller: Any) -> None:
     controller.wrap(net, torch.optim.SGD([*net.parameters(), *other.parameters()], lr=0.1))
 
 
-def _hooked(controller: Any) -> None:
-    net = _net()
-    controller.wrap(net, torch.optim.SGD(net.parameters(), lr=0.1), hook=lambda state, bucket: None)
-
-
 def _fsdp1(controller: Any) -> None:
     net = nn.Linear(6, 3)
     net.__class__ = type("FullyShardedDataParallel", (nn.Linear,), {"__module__": "torch.distributed.fsdp"})
-    controller.wrap(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    _wrapped(controller, net)
 
 
 def _closed(controller: Any) -> None:
-    net = _net()
-    controller.wrap(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    net = _wrapped(controller)
     controller.close()
     net(torch.ones(2, 6)).sum().backward()
-
-
-def _apart(controller: Any) -> None:
-    net = _net()
-    controller.wrap(net, torch.optim.SGD(net.parameters(), lr=0.1))
 
 
 def _given_back(controller: Any) -> None:
@@ -173,38 +159,37 @@ def _train(controller: Any, net: nn.Module) -> None:
 
 
 DATA = TensorDataset(torch.ones(64, 6))
-REFUSED: dict[Callable[[Any], None], str] = {
-    _own: "weighting='loss'",
-    _replaced: "set_custom_reduce_scatter\\(\\) was called after",
-    _other_divisor: "leave it out",
-    _ignored: "0.weight alone",
-    _other_ranks: "process_group=mesh.get_group",
-    _not_scattered: "shards over one rank.*weighting='loss'",
-    _in_part: "on the whole model",
-    _another_model: "once for each model",
-    _hooked: "hook=",
-    _fsdp1: r"removed in 0\.3: write fully_shard\(net\)",
-    _closed: "wrap the model with a new one",
-    _apart: "no worker has a model of its own",
-    _given_back: "where controller.optimizer_due",
+# what is tried -> how, options of the controller, what it is told
+REFUSED: dict[str, tuple[Callable[[Any], object], dict[str, Any], str]] = {
+    "a reduce-scatter of one's own": (_own, {}, "weighting='loss'"),
+    "one that comes later": (_replaced, {}, "set_custom_reduce_scatter\\(\\) was called after"),
+    "another divisor": (_other_divisor, {}, "leave it out"),
+    "ignored parameters": (_ignored, {}, "0.weight alone"),
+    "other ranks": (_other_ranks, {}, "process_group=mesh.get_group"),
+    "nothing scattered": (_not_scattered, {}, "shards over one rank.*weighting='loss'"),
+    "in part": (lambda c: _wrapped(c, nn.Sequential(_net(), nn.Linear(3, 3))), {}, "on the whole model"),
+    "another model": (_another_model, {}, "once for each model"),
+    "a hook": (lambda c: _wrapped(c, hook=lambda state, bucket: None), {}, "hook="),
+    "FSDP1": (_fsdp1, {}, r"removed in 0\.3: write fully_shard\(net\)"),
+    "closed": (_closed, {}, "wrap the model with a new one"),
+    "apart": (_wrapped, {"meet": "parameters"}, "no worker has a model of its own"),
+    "given back": (_given_back, {"micro_batch": 2}, "where controller.optimizer_due"),
 }
 
 
 def _refused(rank: int) -> list[str]:
     told = []
-    for of in REFUSED:
-        options: dict[str, Any] = {"meet": "parameters"} if of is _apart else {}
-        options |= {"micro_batch": 2} if of is _given_back else {}
+    for tried, options, _ in REFUSED.values():
         controller = dynamix.Controller("static", 6, process_group=dist.new_group(), **options)
-        told.append(refusal(UsageError, of, controller))
+        told.append(refusal(UsageError, tried, controller))
         controller.close()
     return told
 
 
 def test_what_would_be_weighted_wrongly_is_refused_on_every_rank() -> None:
     for told in run_ranks(_refused, 2, timeout_s=100):
-        for of, message in zip(REFUSED, told, strict=True):
-            assert re.search(REFUSED[of], message), (of.__name__, message)
+        for (name, (_, _, words)), message in zip(REFUSED.items(), told, strict=True):
+            assert re.search(words, message), (name, message)
 
 
 def _a_second_model_with_its_own_optimizer(job: Job) -> None:

@@ -127,20 +127,13 @@ def _other_ledger(state: Any) -> None:
     state["ledger_sizes"][-1] = [2] * dist.get_world_size()
 
 
-def _sampled(**given: Any) -> Odd:
-    """The odd rank makes its sampler with these arguments; seed="rank": as `given` says."""
+def _odd(what: str, **given: Any) -> Odd:
+    """The odd rank makes its job, its sampler or its training otherwise: with these arguments."""
 
     def train(odd: bool) -> None:
-        job = Job()
-        job.train(job.sampled(**(given if odd else {})))
-
-    return train
-
-
-def _made(**given: Any) -> Odd:
-    def train(odd: bool) -> None:
-        job = Job(**(given if odd else {}))
-        job.train(job.sampled())
+        mine = {what: given} if odd else {}
+        job = Job(**mine.get("job", {}))
+        job.train(job.sampled(**mine.get("sampler", {})), **mine.get("training", {}))
 
     return train
 
@@ -162,26 +155,11 @@ def _set_epoch(odd: bool) -> None:
     job.train(loader)
 
 
-def _hooked(odd: bool) -> None:
-    job = Job()
-    job.train(job.sampled(), hook=fp16_compress_hook if odd else None)
-
-
 def _later_epoch(odd: bool) -> None:
     job = Job()
     loader = job.sampled()
     sampler: Any = loader.batch_sampler
     job.train(loader, 3, before=lambda _, epoch: sampler.set_epoch(epoch + (odd and epoch > 0)))
-
-
-def _trained(**given: Any) -> Odd:
-    """The odd rank trains with these arguments of `Job.train`."""
-
-    def train(odd: bool) -> None:
-        job = Job()
-        job.train(job.sampled(), **(given if odd else {}))
-
-    return train
 
 
 def _momentum(parameters: Any, lr: float) -> torch.optim.Optimizer:
@@ -200,10 +178,10 @@ def _power(odd: bool) -> None:
 
 
 CASES: dict[str, tuple[Odd, list[str]]] = {
-    "seed": (_sampled(seed=7), ["seed is 0 on", "7 on rank {last}", "seed=0, not seed=rank"]),
-    "length": (_sampled(samples=58), ["dataset_size is 60 on", "58 on rank {last}", "whole data set"]),
-    "shuffle": (_sampled(shuffle=False), ["shuffle is true on", "false on rank {last}"]),
-    "partition": (_sampled(partition="contiguous"), ['partition is "stream"', '"contiguous" on rank {last}']),
+    "seed": (_odd("sampler", seed=7), ["seed is 0 on", "7 on rank {last}", "seed=0, not seed=rank"]),
+    "length": (_odd("sampler", samples=58), ["dataset_size is 60 on", "58 on rank {last}", "whole data set"]),
+    "shuffle": (_odd("sampler", shuffle=False), ["shuffle is true on", "false on rank {last}"]),
+    "partition": (_odd("sampler", partition="contiguous"), ['partition is "stream"', '"contiguous" on rank {last}']),
     "epoch": (_set_epoch, ["epoch is 0 on", "1 on rank {last}"]),
     "sharded": (_sharded, ["sharded is false on", "true on rank {last}"]),
     "stream beside sampler": (_stream_beside_sampler, ['samples is "BatchSampler"', '"Stream" on rank {last}']),
@@ -213,24 +191,30 @@ CASES: dict[str, tuple[Odd, list[str]]] = {
     "one loads late": (_loaded(None, 0, epochs=2, at=3), ["load_state_dict(state) on every rank"]),
     "window": (_changed(1, _other_window), ["progress: window is 1 on", "2 on rank {last}", "checkpoint of one step"]),
     "ledger": (_changed(0, _other_ledger), ["batch sizes is"]),
-    "interval": (_made(interval=3), ["interval is 2 on", "3 on rank {last}"]),
-    "batch size": (_made(batch_size=5), ["batch_size is 4 on", "5 on rank {last}"]),
-    "highest": (_made(max_batch_size=9), ["max_batch_size is [32", "[9, 9"]),
-    "rule": (_made(lr_rule="sqrt"), ['lr_rule is "auto"', '"sqrt" on rank {last}']),
-    "most change": (_made(max_change=2.0), ["max_change is Infinity", "2.0 on rank {last}"]),
-    "policy": (_made(policy="goodput"), ['policy is "Script"', '"goodput" on rank {last}']),
-    "hook": (_hooked, ["exchange of gradients and buffers is", "all-reduce, buffers rank0", "fp16_compress_hook"]),
+    "interval": (_odd("job", interval=3), ["interval is 2 on", "3 on rank {last}"]),
+    "batch size": (_odd("job", batch_size=5), ["batch_size is 4 on", "5 on rank {last}"]),
+    "highest": (_odd("job", max_batch_size=9), ["max_batch_size is [32", "[9, 9"]),
+    "rule": (_odd("job", lr_rule="sqrt"), ['lr_rule is "auto"', '"sqrt" on rank {last}']),
+    "most change": (_odd("job", max_change=2.0), ["max_change is Infinity", "2.0 on rank {last}"]),
+    "policy": (_odd("job", policy="goodput"), ['policy is "Script"', '"goodput" on rank {last}']),
+    "hook": (
+        _odd("training", hook=fp16_compress_hook),
+        ["exchange of gradients and buffers is", "all-reduce, buffers rank0", "fp16_compress_hook"],
+    ),
     "power": (_power, ["exchange: matrix_approximation_rank is [1] on", "[2] on rank {last}"]),
     "option": (
-        _trained(ddp={"find_unused_parameters": True}),
+        _odd("training", ddp={"find_unused_parameters": True}),
         ["exchange: find_unused_parameters is [false] on", "[true] on rank {last}"],
     ),
-    "scaler": (_trained(scaler=torch.amp.GradScaler("cpu")), ["exchange: losses scaled is [false] on"]),
-    "optimizer": (_trained(optimizer=torch.optim.Adam), ["optimizers is", "SGD of [2]", "Adam of [2]"]),
-    "momentum": (_trained(optimizer=_momentum), ["optimizers: momentum is [0] on", "[0.9] on rank {last}"]),
-    "weights": (_trained(before=_loads), ["parameters: weight is [", "Load weights on every rank"]),
+    "scaler": (_odd("training", scaler=torch.amp.GradScaler("cpu")), ["exchange: losses scaled is [false] on"]),
+    "optimizer": (_odd("training", optimizer=torch.optim.Adam), ["optimizers is", "SGD of [2]", "Adam of [2]"]),
+    "momentum": (_odd("training", optimizer=_momentum), ["optimizers: momentum is [0] on", "[0.9] on rank {last}"]),
+    "weights": (_odd("training", before=_loads), ["parameters: weight is [", "Load weights on every rank"]),
     "later epoch": (_later_epoch, ["in epochs that differ: 1 on", "2 on rank {last}", "set_epoch(epoch) alike"]),
-    "impossible on one": (_made(batch_size=0), ["error is null on", "batch_size=0 is not possible", "on rank {last}"]),
+    "impossible on one": (
+        _odd("job", batch_size=0),
+        ["error is null on", "batch_size=0 is not possible", "on rank {last}"],
+    ),
 }
 
 

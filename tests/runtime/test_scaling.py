@@ -484,8 +484,7 @@ def test_the_rate_follows_the_global_batch_but_not_an_epochs_tail(given: dict[st
     for x, y in job.loader:
         tails += not job.sampler.plan().regular
         job.backward(x, y)
-        job.optimizer.step()
-        job.optimizer.zero_grad()
+        job.update()
         seen.add(job.controller.metrics()["lr_factor"])
         job.controller.step()
     job.controller.close()

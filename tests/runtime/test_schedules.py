@@ -39,8 +39,7 @@ def _train(
         for _ in range(EPOCHS):
             for x, y in job.loader:
                 job.backward(x, y)
-                job.optimizer.step()
-                job.optimizer.zero_grad()
+                job.update()
                 if first:
                     after_step()
                 job.controller.step()
