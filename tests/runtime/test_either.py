@@ -318,10 +318,11 @@ def test_settings_that_do_not_fit_are_named(given: dict[str, Any], words: list[s
 
 def _wrong(what: str) -> None:
     controller = dynamix.Controller("lb_bsp", 8, interval=2, meet="auto")
+    model = net("plain")
     if what == "plain":
-        controller.wrap(net("plain"), torch.optim.SGD(net("plain").parameters(), lr=0.1))
+        controller.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1))
     options: dict[str, Any] = {"static": {"ddp": {"static_graph": True}}, "loss": {"weighting": "loss"}}.get(what, {})
-    job = Training(controller, dataset(), net("plain"), **options)
+    job = Training(controller, dataset(), model, **options)
     in_turns(controller)
     for _, x, y in job.loader:
         if what == "no piece":
