@@ -110,7 +110,7 @@ def _sync_batch_norm(rank: int) -> float:
     whole = nn.Sequential(nn.Linear(32, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 2)).cuda().double()
     net = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(whole))
     data = _data()
-    controller = adaptive(Script([[2, 14], [9, 5]]), max_batch_size=64, interval=3)
+    controller = adaptive(Script([[2, 14], [9, 5]]), max_batch_size=64, interval=3, lr_rule="none")
     job = Training(controller, data, net, lr=0.05, weighting="loss")
     other = torch.optim.SGD(whole.parameters(), lr=0.05)
     worst, order = 0.0, order_of(N)
