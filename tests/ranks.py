@@ -25,6 +25,9 @@ _PRELOADED = "pytest numpy.random torch.distributed torch._dynamo torch.nn.paral
 _CONTEXT.set_forkserver_preload([*_PRELOADED.split(), "dynamix.runtime.controller", "dynamix.policies.learned.policy"])
 
 
+Kinds = type[Exception] | tuple[type[Exception], ...]
+
+
 class RankFailed(AssertionError):
     """A rank raised, died or hung; carries every rank's outcome."""
 
@@ -99,6 +102,15 @@ def _rank(function: Callable[..., Any], rank: int, world_size: int, folder: str,
     temporary.write_bytes(pickle.dumps(outcome))
     temporary.rename(out)
     os._exit(0)  # a peer's death can leave gloo threads that would keep the process
+
+
+def refusal(kind: Kinds, call: Callable[..., Any], *args: Any, **known: Any) -> str:
+    """What a call is refused with, "accepted" if it is not."""
+    try:
+        call(*args, **known)
+    except kind as error:
+        return str(error)
+    return "accepted"
 
 
 def run_script(

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-from collections.abc import Sequence
+import traceback
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -19,6 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import dynamix
 from dynamix.window import Bounds, Window
+from tests.ranks import run_ranks
 
 
 class Script:
@@ -36,6 +39,20 @@ class Script:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.asked = state["asked"]
+
+
+class Watching(Script):
+    """A script that keeps what it was shown."""
+
+    def __init__(self, answers: Sequence[Sequence[int]]) -> None:
+        super().__init__(answers)
+        self.windows: list[Window] = []
+        self.bounds: list[Bounds] = []
+
+    def decide(self, window: Window, bounds: Bounds) -> Any:
+        self.windows.append(window)
+        self.bounds.append(bounds)
+        return super().decide(window, bounds)
 
 
 class Deep(nn.Module):
@@ -146,7 +163,7 @@ def worst_error(rank: int, case: Case) -> float:
     x = torch.randn(case.samples, 6, dtype=case.dtype)
     y = torch.randn(case.samples, 6, dtype=case.dtype)
     net = MODELS[case.model]().to(case.dtype)
-    reference = copy.deepcopy(net)
+    reference, group = copy.deepcopy(net), dist.new_group()
     controller = dynamix.Controller(
         policy=Script(case.script, case.accumulate),
         batch_size=case.batch_size,
@@ -156,6 +173,7 @@ def worst_error(rank: int, case: Case) -> float:
         accumulate=case.accumulate,
         micro_batch=case.micro_batch,
         global_batch=case.global_batch,
+        process_group=group,
     )
     dataset = TensorDataset(x, y)
     lengths = torch.randn(case.samples, generator=torch.Generator().manual_seed(4)).exp() if case.lengths else None
@@ -165,7 +183,7 @@ def worst_error(rank: int, case: Case) -> float:
     )
     optimizer = torch.optim.SGD(net.parameters(), lr=case.lr)
     hook, state = hook_of(case.hook)
-    ddp = DDP(net, bucket_cap_mb=1e-4, **case.ddp)
+    ddp = DDP(net, process_group=group, bucket_cap_mb=1e-4, **case.ddp)
     model = controller.wrap(ddp, optimizer, hook=hook, hook_state=state, weighting=case.weighting)
     if case.warm_up:
         controller.warm_up(lambda: model(x[:2]).sum().backward())
@@ -207,3 +225,24 @@ def worst_error(rank: int, case: Case) -> float:
     assert controller.samples_seen == case.epochs * case.samples, controller.samples_seen
     assert len(set(seen)) > 1, "the case never changed the allocation"
     return worst
+
+
+def errors_of(cases: Mapping[str, tuple[int, Case]]) -> dict[str, list[float | str]]:
+    """By name and rank `worst_error`, or the traceback that a case ended with; all of a world size in one launch."""
+    told: dict[str, list[float | str]] = {}
+    for workers in {workers for workers, _ in cases.values()}:
+        mine = {name: case for name, (of, case) in cases.items() if of == workers}
+        for of_rank in run_ranks(_errors, workers, mine, timeout_s=400):
+            for name, error in of_rank.items():
+                told.setdefault(name, []).append(error)
+    return told
+
+
+def _errors(rank: int, cases: dict[str, Case]) -> dict[str, float | str]:
+    told: dict[str, float | str] = {}
+    for name, case in cases.items():
+        try:
+            told[name] = worst_error(rank, case)
+        except Exception:
+            told[name] = traceback.format_exc()
+    return told

@@ -14,6 +14,31 @@ from dynamix.compression import BucketExchange, ExchangeSettings, Layout, LocalW
 from dynamix.errors import DynamixError
 
 
+def sparse_inputs(
+    workers: int, layout: Layout, density: float, seed: int, dtype: torch.dtype = torch.float32
+) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shape = (workers, layout.elements)
+    keep = torch.rand(shape, generator=generator) < density
+    keep[seed % workers] &= bool(seed % 3)  # a rank that brings nothing
+    return list((torch.randn(shape, generator=generator) * keep).to(dtype))
+
+
+def ordered_mean(inputs: Sequence[Tensor], groups: Sequence[range] | None = None) -> Tensor:
+    """x / W, added in the order of ranks; first within groups, where there are some."""
+    wide = [x.float() if x.dtype in (torch.float16, torch.bfloat16) else x for x in inputs]
+    sums = []
+    for group in groups or [range(len(inputs))]:
+        total = torch.zeros_like(wide[0])
+        for rank in group:
+            total = total + wide[rank] / len(inputs)
+        sums.append(total)
+    total = torch.zeros_like(wide[0])
+    for one in sums:
+        total = total + one
+    return (sums[0] if len(sums) == 1 else total).to(inputs[0].dtype)
+
+
 def in_threads(wires: Sequence[Any], function: Callable[[int, Any], Any]) -> list[Any]:
     """`function(rank, wire)` on each rank."""
     if len(wires) == 1:

@@ -16,25 +16,9 @@ from dynamix.compression.rows import Index, read_items
 from dynamix.compression.rows_exchange import RowsExchange
 from dynamix.compression.sparse import mean_of_sparse
 from dynamix.errors import DynamixError
-from tests.compression.local import exchange, in_threads, outcomes
+from tests.compression.local import exchange, in_threads, ordered_mean, outcomes, sparse_inputs
 
 LAYOUT = Layout.of([(700, 1), (40, 24), (3, 1)])
-
-
-def _inputs(workers: int, density: float, seed: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    shape = (workers, LAYOUT.elements)
-    keep = torch.rand(shape, generator=generator) < density
-    keep[seed % workers] &= bool(seed % 3)  # a rank that brings nothing
-    return list((torch.randn(shape, generator=generator) * keep).to(dtype))
-
-
-def _ordered_mean(inputs: Sequence[Tensor]) -> Tensor:
-    wide = torch.float64 if inputs[0].dtype == torch.float64 else torch.float32
-    total = torch.zeros_like(inputs[0], dtype=wide)
-    for one in inputs:
-        total = total + one.to(wide) / len(inputs)
-    return total.to(inputs[0].dtype)
 
 
 @given(
@@ -45,30 +29,14 @@ def _ordered_mean(inputs: Sequence[Tensor]) -> Tensor:
 )
 @settings(max_examples=60, deadline=None)
 def test_the_mean_is_the_sum_in_the_order_of_ranks(workers: int, density: float, seed: int, dtype: torch.dtype) -> None:
-    inputs = _inputs(workers, density, seed, dtype)
+    inputs = sparse_inputs(workers, LAYOUT, density, seed, dtype)
     results, statistics = exchange(inputs, "blocks", LAYOUT, steps=2)
     assert all(s.dense_after == statistics[0].dense_after for s in statistics)
     if not statistics[0].dense_after:
-        assert all(torch.equal(result, _ordered_mean(inputs)) for result in results)
+        assert all(torch.equal(result, ordered_mean(inputs)) for result in results)
         if workers <= 8:
             gathered, counted = exchange(inputs, "gather", LAYOUT, steps=2)
             assert counted[0].dense_after or torch.equal(gathered[0], results[0])
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_not_finite_reaches_all_ranks(bad: float) -> None:
-    inputs = _inputs(3, 0.01, 4)
-    inputs[1][[5, 800]] = bad
-    results, statistics = exchange(inputs, "blocks", LAYOUT)
-    assert statistics[0].buckets == {"blocks": 1}
-    assert all(torch.equal(r.nan_to_num(7.0), _ordered_mean(inputs).nan_to_num(7.0)) for r in results)
-
-
-def test_a_gradient_without_zeros_goes_dense_as_that_sends_less() -> None:
-    inputs = _inputs(4, 1.1, 1)
-    results, statistics = exchange(inputs, "blocks", LAYOUT)
-    assert all(s.dense_after == {"full": 1} for s in statistics)
-    torch.testing.assert_close(results[0], torch.stack(inputs).mean(0), rtol=1e-6, atol=1e-7)
 
 
 def test_shared_rows_take_fewer_bytes_than_a_gather() -> None:
@@ -80,7 +48,7 @@ def test_shared_rows_take_fewer_bytes_than_a_gather() -> None:
 
 
 def test_a_rank_that_gathers_meets_one_with_blocks_and_all_go_dense() -> None:
-    inputs = _inputs(3, 0.05, 5)
+    inputs = sparse_inputs(3, LAYOUT, 0.05, 5)
 
     def rank_of(rank: int, wire: Any) -> tuple[Tensor, Statistics]:
         flat, statistics = inputs[rank].clone(), Statistics()
@@ -111,9 +79,9 @@ class Damaged(LocalWire):
 @pytest.mark.parametrize("at", [0, 1, 2])
 def test_a_damaged_message_ends_the_job_and_is_not_applied(at: int) -> None:
     wires: list[Any] = LocalWire.make(3, timeout_s=2)
-    wires[1], inputs = Damaged(wires[1], at), _inputs(3, 0.05, 1)
+    wires[1], inputs = Damaged(wires[1], at), sparse_inputs(3, LAYOUT, 0.05, 1)
 
-    found = outcomes(wires, inputs, "blocks", LAYOUT, _ordered_mean(inputs))
+    found = outcomes(wires, inputs, "blocks", LAYOUT, ordered_mean(inputs))
     assert "damaged" in found[1][0]
     assert all(untouched_or_right for _, untouched_or_right in found)
 
@@ -184,7 +152,7 @@ def test_tables_that_all_ranks_touch_leave_the_gather_and_come_back() -> None:
         for told in everybody:
             assert told[step][0] == everybody[0][step][0]
             for table, mean in enumerate(told[step][2]):
-                assert torch.equal(mean.to_dense(), _ordered_mean([of_rank[table] for of_rank in dense]))
+                assert torch.equal(mean.to_dense(), ordered_mean([of_rank[table] for of_rank in dense]))
     buckets = [step[0] for step in everybody[0]]
     assert buckets[5] == {"blocks": 1, "gather": 1}
     assert buckets[-1] == {"gather": 2}

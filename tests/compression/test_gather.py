@@ -16,40 +16,18 @@ from dynamix.compression.gather import FLAT, Levels
 from dynamix.compression.rows import sum_of
 from dynamix.compression.sparse import mean_of_sparse
 from dynamix.errors import UsageError
-from tests.compression.local import exchange, in_threads, outcomes
+from tests.compression.local import exchange, in_threads, ordered_mean, outcomes, sparse_inputs
+from tests.ranks import refusal
 
 LAYOUT = Layout.of([(700, 1), (40, 24), (3, 1)])
-
-
-def _ordered_mean(inputs: Sequence[Tensor], groups: Sequence[range] | None = None) -> Tensor:
-    """x / W, added in the order of ranks; first within groups, where there are some."""
-    wide = [x.float() if x.dtype in (torch.float16, torch.bfloat16) else x for x in inputs]
-    sums = []
-    for group in groups or [range(len(inputs))]:
-        total = torch.zeros_like(wide[0])
-        for rank in group:
-            total = total + wide[rank] / len(inputs)
-        sums.append(total)
-    total = torch.zeros_like(wide[0])
-    for one in sums:
-        total = total + one
-    return (sums[0] if len(sums) == 1 else total).to(inputs[0].dtype)
-
-
-def _inputs(workers: int, density: float, seed: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    shape = (workers, LAYOUT.elements)
-    keep = torch.rand(shape, generator=generator) < density
-    keep[seed % workers] &= bool(seed % 3)  # a rank that brings nothing
-    return list((torch.randn(shape, generator=generator) * keep).to(dtype))
 
 
 @given(workers=st.sampled_from([1, 2, 3, 4, 8]), density=st.floats(0, 0.2), seed=st.integers(0, 1 << 20))
 @settings(max_examples=80, deadline=None)
 def test_the_mean_is_the_sum_in_the_order_of_ranks(workers: int, density: float, seed: int) -> None:
-    inputs = _inputs(workers, density, seed)
+    inputs = sparse_inputs(workers, LAYOUT, density, seed)
     results, statistics = exchange(inputs, "gather", LAYOUT, steps=2)
-    assert all(torch.equal(result, _ordered_mean(inputs)) for result in results)
+    assert all(torch.equal(result, ordered_mean(inputs)) for result in results)
     assert all(s.dense_after == statistics[0].dense_after for s in statistics)
 
 
@@ -58,7 +36,7 @@ def test_the_mean_is_the_sum_in_the_order_of_ranks(workers: int, density: float,
     ("worth", "ring"), [([0, 9, 7, 8], True), ([0, 0, 0, 0], False), ([9, 1 << 30, 1 << 30, 7], False)]
 )
 def test_a_ring_is_taken_where_hops_are_cheap_and_changes_no_bit(way: str, worth: list[int], ring: bool) -> None:
-    inputs, wires, passed = _inputs(4, 0.01, 1), LocalWire.make(4, timeout_s=20), list[int]()
+    inputs, wires, passed = sparse_inputs(4, LAYOUT, 0.01, 1), LocalWire.make(4, timeout_s=20), list[int]()
     for wire, hop_bytes in zip(wires, worth, strict=True):
         wire.measured = hop_bytes
 
@@ -68,17 +46,17 @@ def test_a_ring_is_taken_where_hops_are_cheap_and_changes_no_bit(way: str, worth
 
         wire.pass_on = pass_on  # type: ignore[method-assign]
     results, _ = exchange(inputs, way, LAYOUT, wires=wires)
-    assert all(torch.equal(result, _ordered_mean(inputs)) for result in results)
+    assert all(torch.equal(result, ordered_mean(inputs)) for result in results)
     assert sorted(passed) == ([0, 1, 2, 3] if ring else [])
 
 
 @pytest.mark.parametrize("workers", [9, 10, 13, 16, 17])
 def test_above_eight_ranks_it_goes_in_two_levels_and_stays_there_while_rows_are_shared(workers: int) -> None:
-    one = _inputs(1, 0.005, 1)[0]
+    one = sparse_inputs(1, LAYOUT, 0.005, 1)[0]
     inputs = [one * (rank + 1) / 7 for rank in range(workers)]  # the same rows on all
     results, statistics = exchange(inputs, "gather", LAYOUT, steps=3)
     assert statistics[0].buckets == {"gather": 3}
-    assert all(torch.equal(result, _ordered_mean(inputs, Levels.of(workers).groups)) for result in results)
+    assert all(torch.equal(result, ordered_mean(inputs, Levels.of(workers).groups)) for result in results)
 
 
 def test_two_levels_send_less_where_rows_are_shared() -> None:
@@ -94,7 +72,7 @@ def test_a_union_of_different_rows_goes_in_one_level_from_the_second_step_on() -
     for rank, flat in enumerate(inputs):
         flat[rank * 50 : rank * 50 + 10] = 0.1 * (rank + 1)
     results, _ = exchange(inputs, "gather", LAYOUT, steps=2)
-    assert all(torch.equal(result, _ordered_mean(inputs)) for result in results)
+    assert all(torch.equal(result, ordered_mean(inputs)) for result in results)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
@@ -102,25 +80,27 @@ def test_a_union_of_different_rows_goes_in_one_level_from_the_second_step_on() -
 def test_other_types(dtype: torch.dtype, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not compiled:
         monkeypatch.setattr(kernels, "available", lambda: False)
-    inputs = _inputs(3, 0.01, 4, dtype)
+    inputs = sparse_inputs(3, LAYOUT, 0.01, 4, dtype)
     results, _ = exchange(inputs, "gather", LAYOUT)
     assert results[0].dtype == dtype
-    assert all(torch.equal(result, _ordered_mean(inputs)) for result in results)
+    assert all(torch.equal(result, ordered_mean(inputs)) for result in results)
 
 
+@pytest.mark.parametrize("way", ["gather", "blocks"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_not_finite_reaches_all_ranks_without_a_dense_exchange(bad: float) -> None:
-    inputs = _inputs(3, 0.01, 4)
+def test_what_is_not_finite_reaches_all_ranks_without_a_dense_exchange(way: str, bad: float) -> None:
+    inputs = sparse_inputs(3, LAYOUT, 0.01, 4)
     inputs[1][[5, 800]] = bad
-    results, statistics = exchange(inputs, "gather", LAYOUT)
-    assert statistics[0].buckets == {"gather": 1}
+    results, statistics = exchange(inputs, way, LAYOUT)
+    assert statistics[0].buckets == {way: 1}
     assert all(not torch.isfinite(result[[5, 800]]).any() for result in results)
-    assert all(torch.equal(r.nan_to_num(7.0), _ordered_mean(inputs).nan_to_num(7.0)) for r in results)
+    assert all(torch.equal(r.nan_to_num(7.0), ordered_mean(inputs).nan_to_num(7.0)) for r in results)
 
 
-def test_a_gradient_without_zeros_goes_dense_as_that_sends_less() -> None:
-    inputs = _inputs(4, 1.1, 1)
-    results, statistics = exchange(inputs, "gather", LAYOUT)
+@pytest.mark.parametrize("way", ["gather", "blocks"])
+def test_a_gradient_without_zeros_goes_dense_as_that_sends_less(way: str) -> None:
+    inputs = sparse_inputs(4, LAYOUT, 1.1, 1)
+    results, statistics = exchange(inputs, way, LAYOUT)
     assert all(s.dense_after == {"full": 1} for s in statistics)
     torch.testing.assert_close(results[0], torch.stack(inputs).mean(0), rtol=1e-6, atol=1e-7)
 
@@ -149,9 +129,9 @@ class Damaged(LocalWire):
 @pytest.mark.parametrize("how", ["bit", "words", "header"])
 def test_a_damaged_message_ends_the_job_and_is_not_applied(how: str) -> None:
     wires: list[LocalWire] = LocalWire.make(3, timeout_s=2)
-    wires[1], inputs = Damaged(wires[1], how), _inputs(3, 0.01, 1)
+    wires[1], inputs = Damaged(wires[1], how), sparse_inputs(3, LAYOUT, 0.01, 1)
 
-    found = outcomes(wires, inputs, "gather", LAYOUT, _ordered_mean(inputs))
+    found = outcomes(wires, inputs, "gather", LAYOUT, ordered_mean(inputs))
     assert "damaged" in found[1][0]
     assert all(untouched_or_right for _, untouched_or_right in found)
 
@@ -199,7 +179,7 @@ def test_sparse_gradients_of_a_pass_are_gathered_together(workers: int, seed: in
     found = in_threads(LocalWire.make(workers, timeout_s=20), reduce)
     for table in range(tables):
         dense = [gradients(rank)[table].to_dense() for rank in range(workers)]
-        want = _ordered_mean(dense, Levels.of(workers).groups if workers > FLAT else None)
+        want = ordered_mean(dense, Levels.of(workers).groups if workers > FLAT else None)
         touched = torch.cat([gradients(rank)[table].coalesce().indices()[0] for rank in range(workers)]).unique()
         for means in found:
             assert means[table].is_coalesced()
@@ -221,11 +201,7 @@ def test_two_sparse_dimensions() -> None:
 
 def test_ranks_with_different_tables_are_refused_all_of_them() -> None:
     def reduce(rank: int, wire: Any) -> str:
-        try:
-            mean_of_sparse([_sparse(rank, 1, rows=50 + rank)], wire, statistics=Statistics())
-        except UsageError as error:
-            return str(error)
-        return "went through"
+        return refusal(UsageError, mean_of_sparse, [_sparse(rank, 1, rows=50 + rank)], wire, statistics=Statistics())
 
     assert all("train one model" in said for said in in_threads(LocalWire.make(2, timeout_s=20), reduce))
 

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from dynamix.compression import CompressionState, compression_hook
 from dynamix.errors import ConfigError, UsageError
-from tests.ranks import run_ranks
+from tests.ranks import refusal, run_ranks
 
 
 def _auto(rank: int) -> dict[str, Any]:
@@ -41,11 +41,7 @@ def test_auto_measures_a_sparse_bucket_and_all_ranks_pick_alike() -> None:
 
 
 def _differ(rank: int) -> str:
-    try:
-        CompressionState("gather" if rank else "blocks")
-    except ConfigError as error:
-        return str(error)
-    return "went through"
+    return refusal(ConfigError, CompressionState, "gather" if rank else "blocks")
 
 
 @pytest.mark.multiproc

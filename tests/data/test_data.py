@@ -37,6 +37,10 @@ class Job:
             for sampler in self.samplers:
                 sampler.load_state_dict(state)
 
+    def set_epoch(self, epoch: int) -> None:
+        for sampler in self.samplers:
+            sampler.set_epoch(epoch)
+
     def schedule(self, step: int, sizes: list[int]) -> None:
         for ledger in self.ledgers:
             ledger.schedule(step, sizes)
@@ -272,8 +276,7 @@ def test_stops_and_resumes_at_other_world_sizes_lose_and_repeat_nothing(
     state, order, steps = None, [], 0
     for _ in range(data.draw(st.integers(1, 4))):
         job = Job(size, sizes, state, accumulate=accumulate, partition=partition)
-        for sampler in job.samplers:
-            sampler.set_epoch(0)
+        job.set_epoch(0)
         job.schedule(steps + data.draw(st.integers(0, 9)), another(data.draw, job.world))
         results = job.run(data.draw(st.integers(0, 12)))
         whole = len(results) - len(results) % accumulate  # gradients of an unfinished optimizer step are not saved
@@ -350,8 +353,7 @@ def test_breaking_out_and_setting_the_next_epoch_starts_it_cleanly() -> None:
     for _ in range(4):
         next(iterator)
     assert (job.samplers[0].issued, job.samplers[0].consumed) == (7, 3)
-    for sampler in job.samplers:
-        sampler.set_epoch(1)
+    job.set_epoch(1)
     assert (job.samplers[0].issued, job.samplers[0].consumed) == (3, 3)
     with pytest.raises(UsageError, match="abandoned"):
         next(iterator)
@@ -366,8 +368,7 @@ def test_set_epoch_keeps_the_position_of_a_resumed_epoch() -> None:
     state = job.samplers[0].state_dict()
     resumed = Job(100, [5, 5], state)
     assert len(resumed.samplers[0]) == 7
-    for sampler in resumed.samplers:
-        sampler.set_epoch(0)
+    resumed.set_epoch(0)
     assert seen(first) + seen(resumed.run()) == expected_order(100)
     assert seen(resumed.run()) == expected_order(100, epoch=1)
 
@@ -377,11 +378,9 @@ def test_a_checkpoint_of_a_finished_epoch_goes_on_with_the_next() -> None:
     job.run()
     state = job.samplers[0].state_dict()
     asked = Job(100, [4, 6], state)
-    for sampler in asked.samplers:
-        sampler.set_epoch(0)  # a loop that counts from the epoch it saved
+    asked.set_epoch(0)  # a loop that counts from the epoch it saved
     assert asked.run() == []
-    for sampler in asked.samplers:
-        sampler.set_epoch(1)
+    asked.set_epoch(1)
     assert seen(asked.run()) == expected_order(100, epoch=1)
     assert seen(Job(100, [4, 6], state).run()) == expected_order(100, epoch=1)
 
@@ -389,8 +388,7 @@ def test_a_checkpoint_of_a_finished_epoch_goes_on_with_the_next() -> None:
 def test_running_an_epoch_again_by_name_repeats_its_order() -> None:
     job = Job(100, [4, 6])
     once = job.run()
-    for sampler in job.samplers:
-        sampler.set_epoch(0)
+    job.set_epoch(0)
     assert seen(job.run()) == seen(once)
 
 

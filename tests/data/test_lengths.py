@@ -57,11 +57,7 @@ def test_every_sample_once_over_a_resume_at_another_world_size(job: dict[str, An
 
 
 @SETTINGS
-@given(
-    st.lists(st.integers(0, 40), min_size=1, max_size=9).filter(any),
-    st.floats(1e-3, 1e6),
-    st.integers(0, 99),
-)
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=9).filter(any), st.floats(1e-3, 1e6), st.integers(0, 99))
 def test_equal_lengths_are_cut_as_without_lengths(sizes: list[int], cost: float, seed: int) -> None:
     shares = np.array(sizes)
     samples = np.random.default_rng(seed).permutation(500)[: shares.sum()]

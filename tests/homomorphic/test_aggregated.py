@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from dynamix.compression import CompressionState, Layout, compression_hook
+from dynamix.compression import CompressionState, Layout
 from dynamix.compression.wire import WireLost
 from dynamix.errors import ConfigError
 from dynamix_homomorphic import Aggregator, AggregatorWire
@@ -30,7 +30,8 @@ from dynamix_homomorphic.aggregator.server import AggregatorServer
 from dynamix_homomorphic.aggregator.wire import ONE_ROUND, maximum_by_or
 from tests.compression.local import exchange, reference
 from tests.homomorphic.aggregators import TOKEN, join_wires
-from tests.ranks import _CONTEXT, run_ranks
+from tests.homomorphic.beside import beside_fixed, words_of
+from tests.ranks import _CONTEXT, refusal, run_ranks
 
 LAYOUT = Layout.of([(6000, 1), (64, 16)])
 
@@ -144,17 +145,6 @@ class Net(nn.Module):
         return out
 
 
-class Copied:
-    """A bucket again, so that other states can reduce it."""
-
-    def __init__(self, bucket: Any) -> None:
-        self._flat, self.index, self.parameters = bucket.buffer().clone(), bucket.index, bucket.parameters
-        self.is_last = bucket.is_last
-
-    def buffer(self) -> Tensor:
-        return self._flat
-
-
 STEPS = 8
 
 
@@ -163,13 +153,11 @@ def _train_while_it_dies(rank: int, address: str, pid: int, mode: str, at: int) 
     torch.manual_seed(0)
     net = Net()
     model = DDP(net, bucket_cap_mb=0.001)
-    states = [
-        CompressionState("fixed", model=net),
-        CompressionState(mode, model=net, aggregator=Aggregator(address, TOKEN, timeout_s=20)),
-    ]
-    link = states[1]._link
+    equal: list[bool] = []
+    state = CompressionState(mode, model=net, aggregator=Aggregator(address, TOKEN, timeout_s=20))
+    hook, link = beside_fixed(net, state, equal), state._link
     assert link is not None
-    client, rounds, equal = link.client, 0, []
+    client, rounds = link.client, 0
     assert client is not None
     reduce_ = client.reduce_
 
@@ -182,36 +170,20 @@ def _train_while_it_dies(rank: int, address: str, pid: int, mode: str, at: int) 
 
     client.reduce_ = killing  # type: ignore[method-assign]
 
-    def hook(state: Any, bucket: Any) -> Any:
-        fixed = states[0].reduce(Copied(bucket))  # type: ignore[arg-type]
-
-        def compare(found: Any) -> Tensor:
-            value: Tensor = found.value()
-            equal.append(torch.equal(value, fixed.wait()))
-            return value
-
-        return compression_hook(states[1], bucket).then(compare)
-
-    hook.__annotations__.clear()
     model.register_comm_hook(None, hook)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
     for step in range(STEPS):
-        words = torch.randint(0, 300, (4, 3), generator=torch.Generator().manual_seed(1000 * step + rank))
+        words = words_of(rank, step)
         F.mse_loss(model(words), (words.float().mean(1, keepdim=True) / 300).expand(-1, 16)).backward()
         optimizer.step()
         optimizer.zero_grad()
     weights = torch.cat([p.detach().flatten() for p in net.parameters()])
-    return {"equal": equal, "weights": weights, "statistics": states[1].statistics.as_dict(), "ways": states[1].ways}
+    return {"equal": equal, "weights": weights, "statistics": state.statistics.as_dict(), "ways": state.ways}
 
 
 def _nobody_there(rank: int, address: str) -> list[str]:
-    said = []
-    for where in (Aggregator(address), Aggregator("127.0.0.1:9") if rank else Aggregator(address, TOKEN)):
-        try:
-            CompressionState("compaction", aggregator=where)
-        except ConfigError as error:
-            said.append(str(error))
-    return said
+    tried = (Aggregator(address), Aggregator("127.0.0.1:9") if rank else Aggregator(address, TOKEN))
+    return [refusal(ConfigError, CompressionState, "compaction", aggregator=where) for where in tried]
 
 
 def _on_ranks(rank: int, lives: list[tuple[str, int, str, int]]) -> tuple[list[str], list[dict[str, Any]]]:
@@ -264,27 +236,14 @@ def _train_while_it_is_away(rank: int, address: str, folder: str) -> dict[str, A
     """The aggregator is killed at step 10 and started again, elsewhere, at step 20."""
     torch.manual_seed(0)
     model = DDP(Net(), bucket_cap_mb=0.001)
-    fixed = CompressionState("fixed", model=model.module)
     state = CompressionState("compaction", model=model.module, aggregator=Aggregator(address, timeout_s=20))
     equal: list[bool] = []
-
-    def hook(_: Any, bucket: Any) -> Any:
-        wanted = fixed.reduce(Copied(bucket))  # type: ignore[arg-type]
-
-        def compare(found: Any) -> Tensor:
-            equal.append(torch.equal(found.value(), wanted.wait()))
-            value: Tensor = found.value()
-            return value
-
-        return compression_hook(state, bucket).then(compare)
-
-    hook.__annotations__.clear()
-    model.register_comm_hook(None, hook)
+    model.register_comm_hook(None, beside_fixed(model.module, state, equal))
     back, deadline = -1, time.monotonic() + 60
     for step in range(100_000):
         if step in (10, 20) and rank == 0:
             (Path(folder) / f"step{step}").touch()
-        words = torch.randint(0, 300, (4, 3), generator=torch.Generator().manual_seed(1000 * step + rank))
+        words = words_of(rank, step)
         model(words).square().sum().backward()
         model.zero_grad()
         if state.statistics.rejoined and back < 0:

@@ -26,7 +26,7 @@ from dynamix_homomorphic.aggregator.tls import TlsFiles
 from dynamix_homomorphic.aggregator.wire import join
 from tests.compression.local import in_threads
 from tests.homomorphic.aggregators import SMALL, TOKEN, eventually
-from tests.ranks import run_ranks
+from tests.ranks import refusal, run_ranks
 
 SCRIPT = Path(__file__).parents[2] / "examples/recipes/aggregator-certificates.sh"
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
@@ -184,17 +184,11 @@ def _join_all(rank: int, address: str, folder: Path) -> tuple[list[str], float]:
     """What each rank is told where one brings wrong files, and a sum over the aggregator where all bring the right."""
     group = dist.group.WORLD
     assert group is not None
-    good, said = worker_of(folder / "here", address), []
-    for second in (
-        worker_of(folder / "other", address),
-        Aggregator(address, TOKEN),
-        replace(good, tls_ca=str(folder / "nowhere.pem")),
-    ):
-        try:
-            join(second if rank else good, group, torch.device("cpu"))
-        except ConfigError as error:
-            said.append(str(error))
-    client = join(good, group, torch.device("cpu"))
+    good, cpu = worker_of(folder / "here", address), torch.device("cpu")
+    wrong = [worker_of(folder / "other", address), Aggregator(address, TOKEN)]
+    wrong += [replace(good, tls_ca=str(folder / "nowhere.pem"))]
+    said = [refusal(ConfigError, join, second if rank else good, group, cpu) for second in wrong]
+    client = join(good, group, cpu)
     values = np.full(100_000, rank + 1, np.int32)
     client.reduce_((ADD, values.view(np.uint8)))
     return said, float(values.mean())

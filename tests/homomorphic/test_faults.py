@@ -139,8 +139,7 @@ def _double(values: Tensor) -> None:
 
 @pytest.mark.parametrize("way", ENCODED)
 @pytest.mark.parametrize(
-    ("method", "damage"),
-    [("total", _flip), ("total", _swap), ("total", _double), ("union", _flip), ("union", _wipe)],
+    ("method", "damage"), [("total", _flip), ("total", _swap), ("total", _double), ("union", _flip), ("union", _wipe)]
 )
 def test_one_rank_receives_something_else(way: str, method: str, damage: Callable[[Tensor], None]) -> None:
     wires: list[LocalWire] = LocalWire.make(WORKERS, timeout_s=20)

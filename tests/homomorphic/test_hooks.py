@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import dynamix
 from dynamix.compression import CompressionState, compression_hook
+from tests.homomorphic.beside import beside_fixed, words_of
 from tests.ranks import run_ranks
 
 WORDS = 300
@@ -34,49 +35,18 @@ class Net(nn.Module):
         return out
 
 
-def _batch(rank: int, step: int) -> Tensor:
-    generator = torch.Generator().manual_seed(1000 * step + rank)
-    return torch.randint(0, WORDS, (4, 3), generator=generator)
-
-
-class Copied:
-    """A bucket again, so that two states can reduce it."""
-
-    def __init__(self, bucket: Any) -> None:
-        self._flat, self.index, self.parameters = bucket.buffer().clone(), bucket.index, bucket.parameters
-        self.is_last = bucket.is_last
-
-    def buffer(self) -> Tensor:
-        return self._flat
-
-
 def _train(rank: int, mode: str, steps: int) -> dict[str, Any]:
     """Trains with `mode` and at every fifth step reduces every bucket in dense fixed point as well."""
     torch.manual_seed(0)
     net = Net()
     model = DDP(net, bucket_cap_mb=0.001)
     state = CompressionState(mode, model=net)  # type: ignore[arg-type]
-    fixed = CompressionState("fixed", model=net)
     equal: list[bool] = []
     losses: list[float] = []
-
-    def hook(state: Any, bucket: Any) -> Any:
-        if len(losses) % 5:
-            return compression_hook(state, bucket)
-        wanted = fixed.reduce(Copied(bucket))  # type: ignore[arg-type]
-
-        def compare(found: Any) -> Tensor:
-            equal.append(torch.equal(found.value(), wanted.wait()))
-            value: Tensor = found.value()
-            return value
-
-        return compression_hook(state, bucket).then(compare)
-
-    hook.__annotations__.clear()
-    model.register_comm_hook(state, hook)
+    model.register_comm_hook(None, beside_fixed(net, state, equal, due=lambda: len(losses) % 5 == 0))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
     for step in range(steps):
-        words = _batch(rank, step)
+        words = words_of(rank, step)
         loss = F.mse_loss(model(words), (words.float().mean(1, keepdim=True) / WORDS).expand(-1, 16))
         loss.backward()
         optimizer.step()
@@ -109,7 +79,7 @@ def _inside_the_controller(rank: int, mode: str) -> dict[str, Any]:
     net = Net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
     controller = dynamix.Controller("static", batch_size=4, interval=5, global_batch="adaptive")
-    data = TensorDataset(torch.cat([_batch(0, step) for step in range(24)]))
+    data = TensorDataset(torch.cat([words_of(0, step) for step in range(24)]))
     loader = DataLoader(data, batch_sampler=controller.batch_sampler(data))
     state = CompressionState(mode, model=net) if mode != "plain" else None  # type: ignore[arg-type]
     hook = compression_hook if state else allreduce_hook

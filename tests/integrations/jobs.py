@@ -22,6 +22,13 @@ from tests.union import Script, larger
 SAMPLES, BATCH, LIMIT, LR, CLIP, PIECE = 151, 8, 2e-5, 0.05, 0.3, 4
 
 
+QUIET_LIGHTNING: dict[str, Any] = dict.fromkeys(
+    ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+)
+QUIET_TRANSFORMERS: dict[str, Any] = {"use_cpu": True, "save_strategy": "no", "logging_strategy": "no", "report_to": []}
+QUIET_TRANSFORMERS |= {"disable_tqdm": True, "remove_unused_columns": False, "dataloader_pin_memory": False}
+
+
 class Pairs(Dataset[Any]):
     """Inputs, targets, and which sample it is."""
 

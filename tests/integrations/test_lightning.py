@@ -11,7 +11,7 @@ import torch.distributed as dist
 from lightning import pytorch as pl
 
 from dynamix.integrations.lightning import BalanceCallback
-from tests.integrations.jobs import CLIP, Row, Trail, check_other_batches, followed, loader, sgd
+from tests.integrations.jobs import CLIP, QUIET_LIGHTNING, Row, Trail, check_other_batches, followed, loader, sgd
 
 pytestmark = pytest.mark.multiproc
 
@@ -59,11 +59,8 @@ def fit(row: Row, folder: Path, resume: bool) -> Trail:
         accumulate_grad_batches=row.accumulate,
         gradient_clip_val=CLIP if row.clip else None,
         callbacks=[callback, *([Stop(row.stop, path)] if row.stop and not resume else [])],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
         default_root_dir=folder,
+        **QUIET_LIGHTNING,
     )
     trainer.fit(job, loader(row), ckpt_path=path if resume else None)
     return job.trail

@@ -11,7 +11,16 @@ import torch.distributed as dist
 from lightning import pytorch as pl
 from torch.utils.data import DataLoader
 
-from tests.integrations.jobs import SAMPLES, Pairs, Row, as_under_torchrun, followed, sgd
+from tests.integrations.jobs import (
+    QUIET_LIGHTNING,
+    QUIET_TRANSFORMERS,
+    SAMPLES,
+    Pairs,
+    Row,
+    as_under_torchrun,
+    followed,
+    sgd,
+)
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.multiproc
@@ -80,10 +89,7 @@ def lightning(job: Naive, *, sampler: bool = False) -> None:
         strategy=pl.strategies.DDPStrategy(process_group_backend="gloo"),
         max_epochs=2,
         use_distributed_sampler=sampler,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET_LIGHTNING,
     )
     trainer.fit(Module(job), job.loader)
 
@@ -95,18 +101,8 @@ def lightning_sampler(job: Naive) -> None:
 def trainer(job: Naive) -> None:
     import transformers
 
-    args = transformers.TrainingArguments(
-        "unused",
-        use_cpu=True,
-        num_train_epochs=2,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-        logging_strategy="no",
-        per_device_train_batch_size=8,
-        remove_unused_columns=False,
-        dataloader_pin_memory=False,
-    )
+    known = {"num_train_epochs": 2, "per_device_train_batch_size": 8, **QUIET_TRANSFORMERS}
+    args = transformers.TrainingArguments("unused", **known)
 
     class Steps(transformers.TrainerCallback):
         def on_train_begin(self, *_: Any, **__: Any) -> None:

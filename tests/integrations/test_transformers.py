@@ -13,6 +13,7 @@ from tests.integrations.jobs import (
     BATCH,
     CLIP,
     LR,
+    QUIET_TRANSFORMERS,
     SAMPLES,
     Pairs,
     Row,
@@ -29,18 +30,12 @@ pytestmark = pytest.mark.multiproc
 
 def trainer_of(row: Row, folder: Path, **options: Any) -> Any:
     known: dict[str, Any] = {
-        "use_cpu": True,
+        **QUIET_TRANSFORMERS,
         "per_device_train_batch_size": BATCH,
         "gradient_accumulation_steps": row.accumulate,
         "max_grad_norm": CLIP if row.clip else 0.0,
         "num_train_epochs": row.epochs,
         "lr_scheduler_type": "constant",
-        "save_strategy": "no",
-        "logging_strategy": "no",
-        "report_to": [],
-        "disable_tqdm": True,
-        "remove_unused_columns": False,
-        "dataloader_pin_memory": False,
     }
     args = transformers.TrainingArguments(str(folder), **known | options)
     net = row.net()

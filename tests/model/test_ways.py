@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -46,16 +47,8 @@ class Job:
         self.sizes, self.piece = self.ways.round_of(answer, self.bounds, window, self.piece, **known)
         return self
 
-    def seen(
-        self,
-        exchange_s: float,
-        *,
-        speeds: float | list[float] = 1000.0,
-        late_s: float = 0.0,
-        noise: float = np.nan,
-        loss: float = np.nan,
-    ) -> Window:
-        return seen(self.sizes, exchange_s, self.base, speeds=speeds, late_s=late_s, noise=noise, loss=loss)
+    def seen(self, exchange_s: float, **known: Any) -> Window:
+        return seen(self.sizes, exchange_s, self.base, **known)
 
 
 def seen(

@@ -81,6 +81,12 @@ class Job:
     def wrap(self) -> Any:
         return self.controller.wrap(self.ddp, self.optimizer)
 
+    def batches(self, epochs: int = 1) -> Iterator[Any]:
+        """Wraps the model and reads the loader."""
+        self.wrap()
+        for _ in range(epochs):
+            yield from self.loader
+
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(self.ddp(x), y)
 
@@ -121,24 +127,31 @@ Loop = Callable[[Job], None]
 
 
 class Loops:
-    """Loops of one subject. What a loop's job is made with is in its attribute `options`."""
+    """Loops of one subject. What each of a loop's jobs is made with is in its attribute `options`."""
 
     def __init__(self) -> None:
         self.of_wrong: list[tuple[Loop, str]] = []
         self.of_right: list[Loop] = []
 
-    def wrong(self, says: str) -> Callable[[Loop], Loop]:
+    def wrong(self, says: str, **options: Any) -> Callable[[Loop], Loop]:
         """`says` is part of the line that every rank is told to write."""
 
         def note(loop: Loop) -> Loop:
             self.of_wrong.append((loop, says))
-            return loop
+            return _noted(loop, options)
 
         return note
 
     def right(self, loop: Loop) -> Loop:
-        self.of_right.append(loop)
-        return loop
+        return self.right_with()(loop)
+
+    def right_with(self, **options: Any) -> Callable[[Loop], Loop]:
+        def note(loop: Loop) -> Loop:
+            if loop not in self.of_right:
+                self.of_right.append(loop)
+            return _noted(loop, options)
+
+        return note
 
     def check_wrong(self, workers: int) -> None:
         """Every rank raises `UsageError` with the line to write, soon."""
@@ -157,16 +170,27 @@ class Loops:
                 assert told[i].startswith("silent"), (loop.__name__, rank, told[i])
 
 
+def _noted(loop: Loop, options: dict[str, Any]) -> Loop:
+    loop.__dict__.setdefault("options", []).append(options)
+    return loop
+
+
 def run_loops(rank: int, loops: list[Loop], sharded: bool = False) -> list[str]:
-    """What became of each of them on this rank."""
-    told = []
-    for loop in loops:
-        job, began = Job(rank, sharded=sharded, **getattr(loop, "options", {})), time.monotonic()
+    """What became of each of them on this rank; of a loop with several jobs, of the first that is not silent."""
+    return [_run(rank, loop, sharded) for loop in loops]
+
+
+def _run(rank: int, loop: Loop, sharded: bool) -> str:
+    said = "never run"
+    for options in loop.__dict__.get("options", [{}]):
+        job, began = Job(rank, sharded=sharded, **options), time.monotonic()
         try:
             loop(job)
             said = f"silent after {job.steps}"
             job.controller.close()
         except (DynamixError, RuntimeError) as error:
             said = f"{type(error).__name__} after {job.steps}: {error}"
-        told.append(f"{said} [{time.monotonic() - began:.1f} s]")
-    return told
+        said += f" [{time.monotonic() - began:.1f} s, {options}]"
+        if not said.startswith("silent"):
+            break
+    return said

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections import Counter
 from collections.abc import Sequence
@@ -14,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
-import dynamix
+from tests.runtime.jobs import Training, adaptive
 from tests.union import Script, larger
 
 WIDTH = 6
@@ -85,22 +86,11 @@ def sharded_error(rank: int, case: ShardedCase) -> float:
     reference = copy.deepcopy(net)
     in_passes = copy.deepcopy(net).to(case.param_dtype or case.dtype)
     model = case.shard(net)
-    controller = dynamix.Controller(
-        Script(case.script, case.accumulate),
-        batch_size=9,
-        min_batch_size=0,
-        max_batch_size=64,
-        interval=1,
-        accumulate=case.accumulate,
-        micro_batch=case.micro_batch,
-        global_batch="adaptive",
-        lr_rule="none",
-        **case.options,
-    )
+    given = {"min_batch_size": 0, "max_batch_size": 64, "interval": 1, "lr_rule": "none", **case.options}
+    cut = {"accumulate": case.accumulate, "micro_batch": case.micro_batch}
+    controller = adaptive(Script(case.script, case.accumulate), 9, **given, **cut)
     data = TensorDataset(torch.arange(case.samples), x, y, weight)
-    sampler = controller.batch_sampler(data, seed=3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    controller.wrap(model, optimizer, weighting=case.weighting)
+    job = Training(controller, data, model, lr=0.05, sampling={"seed": 3}, weighting=case.weighting)
 
     def loss_of(net: nn.Module, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
         if case.counts:
@@ -108,47 +98,37 @@ def sharded_error(rank: int, case: ShardedCase) -> float:
         return F.mse_loss(net(x).to(case.dtype), y)
 
     worst, seen, allocations, mine = 0.0, list[int](), set[tuple[int, ...]](), list[Tensor]()
-    for epoch in range(case.epochs):
-        sampler.set_epoch(epoch)
-        for index, bx, by, bw in DataLoader(data, batch_sampler=sampler):
-            piece = sampler.piece()
-            model.set_requires_gradient_sync(piece.last or case.sync == "none")
-
-            def backward(bx: Tensor = bx, by: Tensor = by, bw: Tensor = bw, piece: Any = piece) -> Tensor:
-                loss = loss_of(model, bx, by, bw)
-                told = loss if piece.samples else loss * float("nan")  # what a placeholder computes must not matter
-                told = told / case.accumulate
-                if case.weighting == "loss":
-                    told = controller.weight(told, count=float(bw.sum()) if case.counts else None)
-                told.backward()
-                return loss
-
-            if case.sync == "piece":
-                model.set_requires_gradient_sync(True)
-                with controller.piece():
-                    loss = backward()
-            else:
-                loss = backward()
-            if piece.samples:
-                mine.append(index)
-            if piece.last:
-                allocations.add(tuple(piece.plan.counts.tolist()))
-                shares: list[list[Tensor]] = [[] for _ in range(dist.get_world_size())]
-                dist.all_gather_object(shares, mine)
-                seen += [i for share in shares for part in share for i in part.tolist()]
-                want = _union_gradient(reference, in_passes, model, case, loss_of, shares, x, y, weight)
-                if case.clip:
-                    total = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-                    norm = float(torch.cat([w.flatten() for w in want]).norm())
-                    assert abs(float(full(total)) / norm - 1) < 2e-5
-                    want = [w * min(1.0, 0.05 / (norm + 1e-6)) for w in want]
-                for parameter, wanted in zip(model.parameters(), want, strict=True):
-                    apart = (full(parameter.grad) - wanted).norm() / wanted.norm().clamp_min(1e-6)
-                    worst = larger(worst, float(apart))
-                mine = []
-                optimizer.step()
-                optimizer.zero_grad()
-            controller.step(loss=loss)
+    for index, bx, by, bw in job.batches(case.epochs):
+        piece = job.sampler.piece()
+        model.set_requires_gradient_sync(piece.last or case.sync == "none")
+        if case.sync == "piece":
+            model.set_requires_gradient_sync(True)
+        with controller.piece() if case.sync == "piece" else contextlib.nullcontext():
+            loss = loss_of(model, bx, by, bw)
+            told = loss if piece.samples else loss * float("nan")  # what a placeholder computes must not matter
+            told = told / case.accumulate
+            if case.weighting == "loss":
+                told = controller.weight(told, count=float(bw.sum()) if case.counts else None)
+            told.backward()
+        if piece.samples:
+            mine.append(index)
+        if piece.last:
+            allocations.add(tuple(piece.plan.counts.tolist()))
+            shares: list[list[Tensor]] = [[] for _ in range(dist.get_world_size())]
+            dist.all_gather_object(shares, mine)
+            seen += [i for share in shares for part in share for i in part.tolist()]
+            want = _union_gradient(reference, in_passes, model, case, loss_of, shares, x, y, weight)
+            if case.clip:
+                total = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+                norm = float(torch.cat([w.flatten() for w in want]).norm())
+                assert abs(float(full(total)) / norm - 1) < 2e-5
+                want = [w * min(1.0, 0.05 / (norm + 1e-6)) for w in want]
+            for parameter, wanted in zip(model.parameters(), want, strict=True):
+                apart = (full(parameter.grad) - wanted).norm() / wanted.norm().clamp_min(1e-6)
+                worst = larger(worst, float(apart))
+            mine = []
+        assert controller.optimizer_due == piece.last
+        job.finish(loss=loss)
     assert Counter(seen) == Counter(case.epochs * list(range(case.samples)))
     assert len(allocations) > 1
     controller.close()

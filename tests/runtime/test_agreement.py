@@ -11,16 +11,14 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader, TensorDataset
 
 import dynamix
 from dynamix.errors import DynamixError
 from dynamix.events.records import read_events
 from dynamix.runtime.decide.channel import PATIENCE_S
 from dynamix.runtime.decide.decision import Decider
-from tests.ranks import Ok, run_ranks
+from tests.ranks import Ok, refusal, run_ranks
+from tests.runtime.jobs import Training, adaptive, classes
 
 pytestmark = pytest.mark.multiproc
 
@@ -46,29 +44,19 @@ class Restless:
 
 
 def _train(rank: int, policy: Any, num_workers: int, epochs: int = 3, interval: int = 2) -> dict[str, Any]:
-    torch.manual_seed(0)
-    data = TensorDataset(torch.randn(400, 4), torch.randint(0, 3, (400,)))
-    controller = dynamix.Controller(policy, batch_size=4, max_batch_size=16, interval=interval, global_batch="adaptive")
-    sampler = controller.batch_sampler(data)
-    loader = DataLoader(data, batch_sampler=sampler, num_workers=num_workers, persistent_workers=num_workers > 0)
-    net = nn.Linear(4, 3)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    model = controller.wrap(DDP(net), optimizer)
+    controller = adaptive(policy, 4, max_batch_size=16, interval=interval)
+    job = Training(controller, classes(400), num_workers=num_workers)
     plans, sizes_ok = [], True
     jitter = np.random.default_rng(rank)
-    for epoch in range(epochs):
-        sampler.set_epoch(epoch)
-        for x, y in loader:
-            plan = sampler.plan()
-            plans.append((plan.index, plan.start, tuple(int(c) for c in plan.counts)))
-            sizes_ok &= len(x) == max(plan.counts[rank], 2 if plan.counts[rank] == 0 else 0)
-            logits = model(x)
-            loss = F.cross_entropy(logits, y)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            time.sleep(0.004 * jitter.random())
-            controller.step(loss=loss, logits=logits, target=y)
+    for x, y in job.batches(epochs):
+        plan = job.sampler.plan()
+        plans.append((plan.index, plan.start, tuple(int(c) for c in plan.counts)))
+        sizes_ok &= len(x) == max(plan.counts[rank], 2 if plan.counts[rank] == 0 else 0)
+        logits = job.model(x)
+        loss = F.cross_entropy(logits, y)
+        loss.backward()
+        time.sleep(0.004 * jitter.random())
+        job.finish(loss=loss, logits=logits, target=y)
     controller.close()
     return {"plans": plans, "sizes_ok": sizes_ok, "waited_s": controller._coordinator.channel.waited_s}
 
@@ -95,11 +83,7 @@ def test_a_failing_policy_ends_every_rank_with_its_error() -> None:
 
 
 def _different_arguments(rank: int) -> str:
-    try:
-        dynamix.Controller("static", batch_size=4 + rank, global_batch="adaptive")
-    except DynamixError as error:
-        return str(error)
-    return "accepted"
+    return refusal(DynamixError, dynamix.Controller, "static", batch_size=4 + rank, global_batch="adaptive")
 
 
 def test_different_arguments_are_refused_on_every_rank() -> None:
@@ -118,33 +102,14 @@ class Sluggish(Restless):
 
 
 def _follow_noise(rank: int, policy: Any, events: str | None, replay: str | None) -> torch.Tensor:
-    torch.manual_seed(0)
-    data = TensorDataset(torch.randn(400, 4), torch.randint(0, 3, (400,)))
-    controller = dynamix.Controller(
-        policy,
-        batch_size=4,
-        max_batch_size=16,
-        interval=2,
-        lr_rule="adascale",
-        events=events,
-        replay=replay,
-        global_batch="adaptive",
-    )
-    sampler = controller.batch_sampler(data)
-    net = nn.Linear(4, 3)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    model = controller.wrap(DDP(net), optimizer)
-    for epoch in range(4):
-        sampler.set_epoch(epoch)
-        for x, y in DataLoader(data, batch_sampler=sampler):
-            loss = F.cross_entropy(model(x), y)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            time.sleep(0.005)
-            controller.step(loss=loss)
+    controller = adaptive(policy, 4, max_batch_size=16, lr_rule="adascale", events=events, replay=replay)
+    job = Training(controller, classes(400))
+    for x, y in job.batches(4):
+        loss = job.backward(x, y)
+        time.sleep(0.005)
+        job.finish(loss=loss)
     controller.close()
-    return net.weight.detach().clone()
+    return job.weights()
 
 
 def _repeat_on_a_busy_machine(rank: int, events: str, replay: str) -> torch.Tensor:

@@ -2,60 +2,73 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
 import dynamix
 from dynamix.errors import ConfigError, UsageError
 from dynamix.events.records import read_events
 from dynamix.runtime.sync.parameter_averaging import Averaging
 from tests.ranks import Ok, run_ranks
+from tests.runtime.jobs import Training, apart, classes
 from tests.union import Script
+
+SHARES = [[24, 8], [12, 20]]
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01)
+
+
+def net() -> nn.Module:
+    """With the same weights on every rank."""
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
 
 
 def job(
-    shares: list[list[int]] | str = "static", batch_size: int = 16, **options: Any
-) -> tuple[Any, Any, DataLoader[Any], nn.Module]:
-    """A controller, its sampler, a loader and a small net of known weights."""
-    torch.manual_seed(1)
-    net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
-    given: dict[str, Any] = {"min_batch_size": 0, "max_batch_size": 64, "interval": 2, "micro_batch": 4}
-    given |= {"meet": "parameters", **options}
-    controller = dynamix.Controller(shares if isinstance(shares, str) else Script(shares), batch_size, **given)
-    generator = torch.Generator().manual_seed(5)
-    x = torch.randn(240, 6, generator=generator, dtype=torch.float64)
-    dataset = TensorDataset(x, torch.randint(3, (240,), generator=generator))
-    sampler = controller.batch_sampler(dataset, seed=1)
-    return controller, sampler, DataLoader(dataset, batch_sampler=sampler), net
+    shares: list[list[int]] | str = "static",
+    model: nn.Module | None = None,
+    optimizer: Callable[[Any], torch.optim.Optimizer] = sgd,
+    *,
+    how: Averaging | None = None,
+    scaler: Any = None,
+    **options: Any,
+) -> Training:
+    """A training that meets over parameters; `options` are the controller's."""
+    model = net() if model is None else model
+    x, y = classes(240).tensors
+    data = TensorDataset(x.to(next(p.dtype for p in model.parameters() if p.is_floating_point())), y)
+    controller = apart(shares if isinstance(shares, str) else Script(shares), **{"batch_size": 16, **options})
+    given = {"optimizer": optimizer(model.parameters()), "sampling": {"seed": 1}}
+    return Training(controller, data, model, **given, averaging=how, scaler=scaler)
 
 
 def _wrong(rank: int, kind: str) -> None:
-    controller, _, loader, net = job()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    model = controller.wrap(DDP(net) if kind == "no piece()" else net, optimizer)
-    for number, (x, y) in enumerate(loader):
-        loss = F.cross_entropy(model(x), y)
-        if kind == "no piece()":
-            loss.backward()
-        else:
-            with controller.piece():
-                loss.backward()
+    steps = job(model=DDP(net()) if kind == "no piece()" else net())
+    for number, (x, y) in enumerate(steps.loader):
+        with contextlib.nullcontext() if kind == "no piece()" else steps.controller.piece():
+            steps.backward(x, y)
         if kind != "no step" or number % 2:
-            optimizer.step()
-            optimizer.zero_grad()
-        controller.step()
-        if kind == "saved apart" and not controller.met:
-            controller.state_dict()
+            steps.update()
+        steps.controller.step()
+        if kind == "saved apart" and not steps.controller.met:
+            steps.controller.state_dict()
 
 
 @pytest.mark.parametrize(
@@ -86,16 +99,16 @@ def test_impossible_arguments(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("options", [{"weighting": "loss"}, {"hook": print}, {"batchnorm": "weighted"}])
 def test_what_is_about_gradients_is_refused(options: dict[str, Any]) -> None:
-    controller, _, _, net = job()
+    controller, model = apart("static", 16), net()
     with pytest.raises(UsageError, match="meeting over gradients"):
-        controller.wrap(net, torch.optim.SGD(net.parameters(), lr=0.1), **options)
+        controller.wrap(model, sgd(model.parameters()), **options)
     controller.close()
 
 
 def test_averaging_needs_a_meeting_over_parameters() -> None:
-    controller, _, _, net = job(meet="gradients")
+    controller, model = apart("static", 16, meet="gradients"), net()
     with pytest.raises(UsageError, match="meet='parameters'"):
-        controller.wrap(net, torch.optim.SGD(net.parameters(), lr=0.1), averaging=Averaging())
+        controller.wrap(model, sgd(model.parameters()), averaging=Averaging())
     controller.close()
 
 
@@ -124,31 +137,26 @@ def test_backward_is_gone_and_says_what_to_write() -> None:
 
 def _resumed(rank: int, stop: int | None, state: Any, how: dict[str, Any]) -> tuple[list[Tensor], Any]:
     """Train two epochs, or up to a meeting; go on from `state` = (model, optimizer, controller)."""
-    controller, sampler, loader, net = job([[24, 8], [12, 20]])
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
-    model = controller.wrap(net, optimizer, averaging=Averaging(**how))
+    steps = job(SHARES, optimizer=adamw, how=Averaging(**how))
     first = 0
     if state is not None:
-        net.load_state_dict(state[rank][0])
-        optimizer.load_state_dict(state[rank][1])
-        controller.load_state_dict(state[rank][2])
+        steps.net.load_state_dict(state[rank][0])
+        steps.optimizer.load_state_dict(state[rank][1])
+        steps.controller.load_state_dict(state[rank][2])
         first = state[rank][3]
-    meetings = 0
+    meetings, saved = 0, None
     for epoch in range(first, 2):
-        sampler.set_epoch(epoch)
-        for x, y in loader:
-            with controller.piece():
-                F.cross_entropy(model(x), y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            controller.step()
-            meetings += controller.met
-            if controller.met and meetings == stop:
-                saved = (net.state_dict(), optimizer.state_dict(), controller.state_dict(), epoch)
-                controller.close()
-                return [p.detach() for p in net.parameters()], saved
-    controller.close()
-    return [p.detach() for p in net.parameters()], None
+        steps.sampler.set_epoch(epoch)
+        for x, y in steps.loader:
+            steps.train_piece(x, y)
+            meetings += steps.controller.met
+            if steps.controller.met and meetings == stop:
+                saved = (*(part.state_dict() for part in (steps.net, steps.optimizer, steps.controller)), epoch)
+                break
+        if saved:
+            break
+    steps.controller.close()
+    return [p.detach() for p in steps.net.parameters()], saved
 
 
 def nesterov(parameters: list[Tensor]) -> torch.optim.Optimizer:
@@ -166,46 +174,35 @@ def test_a_job_saved_at_a_meeting_goes_on_exactly(how: dict[str, Any]) -> None:
 
 
 def _wired(rank: int, wire: str | None) -> list[Tensor]:
-    controller, _, loader, net = job([[24, 8], [12, 20]])
-    net.float()
-    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
-    model = controller.wrap(net, optimizer, averaging=Averaging(wire=wire))  # type: ignore[arg-type]
-    for x, y in loader:
-        with controller.piece():
-            F.cross_entropy(model(x.float()), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        controller.step()
-    controller.close()
-    return [p.detach() for p in net.parameters()]
+    how = Averaging(wire=wire)  # type: ignore[arg-type]
+    steps = job(SHARES, net().float(), lambda ps: torch.optim.SGD(ps, lr=1e-3), how=how)
+    for x, y in steps.loader:
+        steps.train_piece(x, y)
+    steps.controller.close()
+    return [p.detach() for p in steps.net.parameters()]
 
 
 def test_moves_travel_in_half_the_bytes() -> None:
-    exact, first = run_ranks(_wired, 2, None), job()[3].float()
-    narrow = run_ranks(_wired, 2, "bfloat16")
-    for a, b, c, before in zip(narrow[0], narrow[1], exact[0], first.parameters(), strict=True):
+    exact, narrow = run_ranks(_wired, 2, None), run_ranks(_wired, 2, "bfloat16")
+    for a, b, c, before in zip(narrow[0], narrow[1], exact[0], net().float().parameters(), strict=True):
         assert torch.equal(a, b)
         moved = (c - before.detach()).abs().max()
         assert 0 < (a - c).abs().max() < 2**-8 * moved  # of the move, not of the parameter
 
 
 def _scaled(rank: int) -> tuple[float, list[Tensor]]:
-    controller, _, loader, net = job([[24, 8], [12, 20]])
-    net.float()
-    optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
-    model = controller.wrap(net, optimizer, scaler=scaler)
-    for number, (x, y) in enumerate(loader):
-        with controller.piece():
-            loss = F.cross_entropy(model(x.float()), y)
+    steps = job(SHARES, net().float(), lambda ps: torch.optim.SGD(ps, lr=1e-2), scaler=scaler)
+    for number, (x, y) in enumerate(steps.loader):
+        with steps.controller.piece():
             bad = float("inf") if rank == 1 and number == 1 else 1.0
-            scaler.scale(loss * bad).backward()
-        scaler.step(optimizer)
+            scaler.scale(steps.loss(x, y) * bad).backward()
+        scaler.step(steps.optimizer)
         scaler.update()
-        optimizer.zero_grad()
-        controller.step()
-    controller.close()
-    return scaler.get_scale(), [p.detach() for p in net.parameters()]
+        steps.optimizer.zero_grad()
+        steps.controller.step()
+    steps.controller.close()
+    return scaler.get_scale(), [p.detach() for p in steps.net.parameters()]
 
 
 def test_a_rank_that_skips_a_piece_lowers_every_ranks_scale() -> None:
@@ -218,22 +215,17 @@ def test_a_rank_that_skips_a_piece_lowers_every_ranks_scale() -> None:
 
 def _placeholder(rank: int, optimizer_state: str) -> list[float]:
     """Rank 1 gets nothing to train; its optimizer must not move, nor pollute the mean, whatever the loss."""
-    controller, sampler, loader, net = job([[32, 0], [24, 8]])
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, weight_decay=0.5)
     how = Averaging(optimizer_state=optimizer_state)  # type: ignore[arg-type]
-    model = controller.wrap(net, optimizer, averaging=how)
-    for x, y in loader:
-        mine = sampler.piece().samples
-        before = [p.detach().clone() for p in net.parameters()]
-        with controller.piece():
-            (F.cross_entropy(model(x), y) * (1.0 if mine else float("nan"))).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if not mine:
-            assert all(torch.equal(a, b) for a, b in zip(before, net.parameters(), strict=True))
-        controller.step()
-    controller.close()
-    return [float(p.detach().square().sum()) for p in net.parameters()]
+    steps = job([[32, 0], [24, 8]], optimizer=lambda ps: torch.optim.AdamW(ps, lr=0.01, weight_decay=0.5), how=how)
+    for x, y in steps.loader:
+        mine, before = steps.sampler.piece().samples, steps.weights().clone()
+        with steps.controller.piece():
+            (steps.loss(x, y) * (1.0 if mine else float("nan"))).backward()
+        steps.update()
+        assert mine or torch.equal(before, steps.weights())
+        steps.controller.step()
+    steps.controller.close()
+    return [float(p.detach().square().sum()) for p in steps.net.parameters()]
 
 
 @pytest.mark.parametrize("optimizer_state", ["averaged", "kept"])
@@ -245,26 +237,23 @@ def test_a_placeholder_trains_nothing(optimizer_state: str) -> None:
 
 def _closure(rank: int) -> list[float]:
     """An optimizer that goes through the model again must not train a placeholder either."""
-    controller, sampler, loader, net = job([[32, 0], [24, 8]])
-    optimizer = torch.optim.LBFGS(net.parameters(), lr=0.1, max_iter=2)
-    model = controller.wrap(net, optimizer, averaging=Averaging(optimizer_state="reset"))
-    for x, y in loader:
-        mine, before = sampler.piece().samples, [p.detach().clone() for p in net.parameters()]
+    how = Averaging(optimizer_state="reset")
+    steps = job([[32, 0], [24, 8]], optimizer=lambda ps: torch.optim.LBFGS(ps, lr=0.1, max_iter=2), how=how)
+    for x, y in steps.loader:
+        mine, before = steps.sampler.piece().samples, steps.weights().clone()
 
         def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
-            optimizer.zero_grad()
-            with controller.piece():
-                loss = F.cross_entropy(model(x), y)
-                loss.backward()
-            return loss
+            steps.optimizer.zero_grad()
+            with steps.controller.piece():
+                return steps.backward(x, y)
 
-        optimizer.step(closure)
-        optimizer.zero_grad()
-        moved = any(not torch.equal(a, b) for a, b in zip(before, net.parameters(), strict=True))
-        assert moved == (mine > 0), (mine, moved, sampler.consumed)
-        controller.step()
-    controller.close()
-    return [float(p.detach().square().sum()) for p in net.parameters()]
+        steps.optimizer.step(closure)  # type: ignore[arg-type]
+        steps.optimizer.zero_grad()
+        moved = not torch.equal(before, steps.weights())
+        assert moved == (mine > 0), (mine, moved, steps.sampler.consumed)
+        steps.controller.step()
+    steps.controller.close()
+    return [float(p.detach().square().sum()) for p in steps.net.parameters()]
 
 
 def test_an_optimizer_with_a_closure() -> None:
@@ -273,23 +262,22 @@ def test_an_optimizer_with_a_closure() -> None:
 
 
 def _no_mean(rank: int, kind: str) -> None:
-    controller, _, loader, net = job([[24, 8]])
-    optimizer: torch.optim.Optimizer = torch.optim.LBFGS(net.parameters(), max_iter=2)
-    if kind == "zero":
+    def optimizer(parameters: Any) -> torch.optim.Optimizer:
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
-        optimizer = ZeroRedundancyOptimizer(net.parameters(), torch.optim.SGD, lr=0.1)
-    model = controller.wrap(net, optimizer)
-    for x, y in loader:
+        if kind == "lbfgs":
+            return torch.optim.LBFGS(parameters, max_iter=2)
+        return ZeroRedundancyOptimizer(parameters, torch.optim.SGD, lr=0.1)
+
+    steps = job([[24, 8]], optimizer=optimizer)
+    for x, y in steps.loader:
 
         def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
-            optimizer.zero_grad()
-            loss = F.cross_entropy(model(x), y)
-            loss.backward()
-            return loss
+            steps.optimizer.zero_grad()
+            return steps.backward(x, y)
 
-        optimizer.step(closure)  # type: ignore[arg-type]
-        controller.step()
+        steps.optimizer.step(closure)  # type: ignore[arg-type]
+        steps.controller.step()
 
 
 @pytest.mark.parametrize(("kind", "words"), [("lbfgs", "has no mean over workers"), ("zero", "steps on all ranks")])
@@ -311,23 +299,22 @@ def test_buffers_that_are_views_are_averaged() -> None:
         assert values == pytest.approx([1.75 * v for v in (1.0, 4.0, 7.0, 10.0)])
 
 
-def _learned(rank: int, policy: str) -> list[int]:
-    controller, sampler, loader, net = job(policy, min_batch_size=4)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    model = controller.wrap(net, optimizer)
-    for epoch in range(4):
-        sampler.set_epoch(epoch)
-        for x, y in loader:
-            with controller.piece():
-                loss = F.cross_entropy(model(x), y)
-                time.sleep(len(x) * (1e-3, 4e-3)[rank])
-                loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            controller.step(loss=loss)
-    sizes: list[int] = controller.batch_sizes.tolist()
-    controller.close()
+def _train_slowly(steps: Training, seconds: float, epochs: int) -> list[int]:
+    """Every sample takes so long; the sizes in the end."""
+    for x, y in steps.batches(epochs):
+        with steps.controller.piece():
+            loss = steps.loss(x, y)
+            time.sleep(len(x) * seconds)
+            loss.backward()
+        steps.finish(loss=loss)
+    sizes: list[int] = steps.controller.batch_sizes.tolist()
+    steps.controller.close()
     return sizes
+
+
+def _learned(rank: int, policy: str) -> list[int]:
+    steps = job(policy, optimizer=lambda ps: torch.optim.SGD(ps, lr=0.01), min_batch_size=4)
+    return _train_slowly(steps, (1e-3, 4e-3)[rank], 4)
 
 
 @pytest.mark.parametrize("policy", ["lb_bsp", "dbs", "goodput", "dynamix", "stigmergic"])
@@ -338,12 +325,9 @@ def test_policies_give_the_faster_worker_more_steps(policy: str) -> None:
 
 
 def _adaptive(rank: int, meeting_s: float, sample_s: float, policy: str, events: str) -> tuple[list[int], float]:
-    controller, sampler, loader, net = job(
-        policy, global_batch="adaptive", batch_size=8, min_batch_size=1, max_batch_size=None, events=events
-    )
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    model = controller.wrap(net, optimizer)
-    meeting = controller._coordinator.connected[0].meeting
+    given = {"global_batch": "adaptive", "batch_size": 8, "min_batch_size": 1, "max_batch_size": None, "events": events}
+    steps = job(policy, optimizer=lambda ps: torch.optim.SGD(ps, lr=0.01), **given)
+    meeting = steps.controller._coordinator.connected[0].meeting
     inner = meeting.meet
 
     def slow(weight: float, **given: Any) -> None:
@@ -351,19 +335,8 @@ def _adaptive(rank: int, meeting_s: float, sample_s: float, policy: str, events:
         time.sleep(meeting_s)
 
     meeting.meet = slow
-    for epoch in range(8):
-        sampler.set_epoch(epoch)
-        for x, y in loader:
-            with controller.piece():
-                loss = F.cross_entropy(model(x), y)
-                time.sleep(len(x) * sample_s * (1, 3)[rank])
-                loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            controller.step(loss=loss)
-    sizes: list[int] = controller.batch_sizes.tolist()
-    controller.close()
-    return sizes, optimizer.param_groups[0]["lr"]
+    sizes = _train_slowly(steps, sample_s * (1, 3)[rank], 8)
+    return sizes, steps.optimizer.param_groups[0]["lr"]
 
 
 @pytest.mark.parametrize("policy", ["lb_bsp", "dynamix"])
@@ -380,20 +353,15 @@ def test_adaptive_rounds_grow_where_meetings_take_long(policy: str, tmp_path: Pa
 
 
 def _noisy(rank: int, events: str) -> None:
-    controller = dynamix.Controller("lb_bsp", 64, micro_batch=8, interval=4, meet="parameters", events=events)
     x = torch.randn(4000, 60, generator=torch.Generator().manual_seed(9))
-    loader = DataLoader(TensorDataset(x), batch_sampler=controller.batch_sampler(TensorDataset(x)))
-    net = nn.Linear(1, 60, bias=False)
-    torch.nn.init.constant_(net.weight, 1.0)
-    optimizer = torch.optim.SGD(net.parameters(), lr=1e-9)
-    model = controller.wrap(net, optimizer)
-    for _ in range(8):
-        for (target,) in loader:
-            with controller.piece():
-                (model(torch.ones(len(target), 1)) - target).square().sum(1).mean().div(2).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            controller.step()
+    linear = nn.Linear(1, 60, bias=False)
+    torch.nn.init.constant_(linear.weight, 1.0)
+    controller = dynamix.Controller("lb_bsp", 64, micro_batch=8, interval=4, meet="parameters", events=events)
+    steps = Training(controller, TensorDataset(x), linear, lr=1e-9)
+    for (target,) in steps.batches(8):
+        with controller.piece():
+            (steps.model(torch.ones(len(target), 1)) - target).square().sum(1).mean().div(2).backward()
+        steps.finish()
     controller.close()
 
 

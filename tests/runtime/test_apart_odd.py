@@ -17,9 +17,8 @@ from torch.utils.data import DataLoader
 from dynamix.runtime.measure.noise import ConsecutiveNoise
 from dynamix.runtime.sync.parameter_averaging import Averaging
 from tests.ranks import run_ranks
-from tests.runtime.test_apart_loops import job
-
-SHARES = [[24, 8], [12, 20]]
+from tests.runtime.jobs import Training
+from tests.runtime.test_apart_loops import SHARES, job, nesterov, net
 
 
 class Odd(nn.Module):
@@ -63,21 +62,15 @@ class Rows(nn.Module):
 def _odd(
     rank: int, kind: type[nn.Module], optimizer: Callable[..., Any], how: dict[str, Any], method: bool
 ) -> list[Tensor]:
-    controller, sampler, loader, _ = job(SHARES)
-    net = kind()
-    steps = optimizer(net.parameters())
-    model = controller.wrap(net, steps, averaging=Averaging(**how))
+    steps = job(SHARES, kind(), optimizer, how=Averaging(**how))
     for epoch in range(2):
-        sampler.set_epoch(epoch)
-        for number, (x, y) in enumerate(loader):
-            with controller.piece():
-                through = not method or number % 3 == 2
-                (F.cross_entropy(model(x), y) if through else net.loss(x, y)).backward()  # type: ignore[operator]
-            steps.step()
-            steps.zero_grad()
-            controller.step()
-    controller.close()
-    return [t.detach() for t in (*net.parameters(), *net.buffers())]
+        steps.sampler.set_epoch(epoch)
+        for number, (x, y) in enumerate(steps.loader):
+            with steps.controller.piece():
+                (steps.net.loss(x, y) if method and number % 3 != 2 else steps.loss(x, y)).backward()
+            steps.finish()
+    steps.controller.close()
+    return [t.detach() for t in (*steps.net.parameters(), *steps.net.buffers())]
 
 
 def adam(parameters: Any) -> torch.optim.Optimizer:
@@ -121,26 +114,22 @@ class Running(nn.Module):
 
 def _replaced(rank: int) -> int:
     """Every meeting's buffers against the mean by samples of what workers had."""
-    controller, sampler, loader, _ = job(SHARES)
-    net = Running()
-    model = controller.wrap(net, optimizer := torch.optim.SGD(net.parameters(), lr=0.1))
-    meetings = 0
-    for x, y in loader:
-        plan = sampler.plan()
-        with controller.piece():
-            F.cross_entropy(model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        own, passes = net.mean.clone(), net.passes.clone()
-        controller.step()
-        if controller.met:
+    steps, meetings = job(SHARES, Running()), 0
+    for x, y in steps.loader:
+        plan = steps.sampler.plan()
+        with steps.controller.piece():
+            steps.backward(x, y)
+        steps.update()
+        own, passes = steps.net.mean.clone(), steps.net.passes.clone()
+        steps.controller.step()
+        if steps.controller.met:
             own *= int(plan.counts[rank]) / plan.samples
             dist.all_reduce(own)
             dist.all_reduce(passes, dist.ReduceOp.MAX)
-            torch.testing.assert_close(net.mean, own, rtol=0, atol=1e-14)
-            assert net.passes == passes
+            torch.testing.assert_close(steps.net.mean, own, rtol=0, atol=1e-14)
+            assert steps.net.passes == passes
             meetings += 1
-    controller.close()
+    steps.controller.close()
     return meetings
 
 
@@ -150,22 +139,15 @@ def test_buffers_that_passes_replace_are_averaged() -> None:
 
 def _clamped(by_data: bool) -> list[Tensor]:
     """Parameters changed between two rounds, perhaps where autograd does not see it, and an outer optimizer."""
-    controller, _, loader, net = job([[16]])
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.3)
-    how = Averaging(outer=lambda ps: torch.optim.SGD(ps, lr=0.7, momentum=0.9, nesterov=True))
-    model = controller.wrap(net, optimizer, averaging=how)
-    for x, y in loader:
-        with controller.piece():
-            F.cross_entropy(model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        controller.step()
-        if controller.met:
+    steps = job([[16]], optimizer=lambda ps: torch.optim.SGD(ps, lr=0.3), how=Averaging(outer=nesterov))
+    for x, y in steps.loader:
+        steps.train_piece(x, y)
+        if steps.controller.met:
             with torch.no_grad():
-                for parameter in net.parameters():
+                for parameter in steps.net.parameters():
                     (parameter.data if by_data else parameter).clamp_(-0.2, 0.2)
-    controller.close()
-    return [p.detach() for p in net.parameters()]
+    steps.controller.close()
+    return [p.detach() for p in steps.net.parameters()]
 
 
 def test_an_outer_optimizer_takes_no_change_between_rounds_for_a_move() -> None:
@@ -174,54 +156,45 @@ def test_an_outer_optimizer_takes_no_change_between_rounds_for_a_move() -> None:
 
 
 def test_pieces_that_memory_makes_smaller_are_smaller_steps() -> None:
-    controller, _, loader, net = job([[16]], lr_rule="linear")
-    parameter = nn.Parameter(torch.zeros((), dtype=torch.float64))
-    net.register_parameter("moved", parameter)
-    controller.wrap(net, optimizer := torch.optim.SGD([parameter], lr=1.0))
+    steps, parameter = _of_one_parameter([[16]], (), lr_rule="linear")
 
     def step(batch: Any) -> None:
         if len(batch[0]) > 2:
             raise torch.OutOfMemoryError
         parameter.backward()
 
-    assert controller.find_limits(step, next(iter(DataLoader(loader.dataset, batch_size=4))), margin=0.0) == [2]
-    for x, _ in loader:
+    batch = next(iter(DataLoader(steps.loader.dataset, batch_size=4)))
+    assert steps.controller.find_limits(step, batch, margin=0.0) == [2]
+    for x, _ in steps.loader:
         before = parameter.item()
-        with controller.piece():
-            (net(x).sum() * 0 + parameter).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        with steps.controller.piece():
+            (steps.net(x).sum() * 0 + parameter).backward()
+        steps.update()
         assert before - parameter.item() == pytest.approx(len(x) / 4)  # of micro_batch
-        controller.step()
-    controller.close()
+        steps.controller.step()
+    steps.controller.close()
 
 
 def _unlike(rank: int, kind: str) -> None:
-    controller, sampler, loader, net = job(SHARES)
-    how, scaler = Averaging(), None
-    if kind == "outer":
-        how = Averaging(outer=lambda ps: torch.optim.SGD(ps, lr=0.5 + rank))
+    model, scaler = nn.Linear(6, 3 + rank).double() if kind == "model" else net(), None
+    how = Averaging(outer=lambda ps: torch.optim.SGD(ps, lr=0.5 + rank)) if kind == "outer" else Averaging()
     if kind == "scaler" and rank:
         scaler = torch.amp.GradScaler("cpu")
-    if kind == "model":
-        net = nn.Linear(6, 3 + rank).double()
     rate = 0.1 * (1 + rank * (kind == "rate"))
-    optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=rate)
-    model = controller.wrap(net, optimizer, averaging=how, scaler=scaler)
-    for x, y in loader:
-        if kind == "frozen" and rank and sampler.consumed > 5:
-            next(net.parameters()).requires_grad_(False)
-        with controller.piece():
-            loss = F.cross_entropy(model(x), y)
-            (controller.weight(loss) if kind == "weight" else loss).backward()
+    steps = job(SHARES, model, lambda ps: torch.optim.SGD(ps, lr=rate), how=how, scaler=scaler)
+    for x, y in steps.loader:
+        if kind == "frozen" and rank and steps.sampler.consumed > 5:
+            next(model.parameters()).requires_grad_(False)
+        with steps.controller.piece():
+            loss = steps.loss(x, y)
+            (steps.controller.weight(loss) if kind == "weight" else loss).backward()
         if kind == "late":
-            controller.step()
-        optimizer.step()
-        optimizer.zero_grad()
+            steps.controller.step()
+        steps.update()
         if kind != "late":
-            controller.step()
-        if kind == "loaded" and controller.met and rank == 1:
-            net.load_state_dict({name: value + 1 for name, value in net.state_dict().items()})
+            steps.controller.step()
+        if kind == "loaded" and steps.controller.met and rank == 1:
+            model.load_state_dict({name: value + 1 for name, value in model.state_dict().items()})
 
 
 @pytest.mark.parametrize(
@@ -244,23 +217,21 @@ def test_ranks_that_differ_are_told_so(kind: str, words: str) -> None:
 
 
 def _warned(rank: int, kind: str) -> list[str]:
-    controller, _, loader, net = job(SHARES)
-    optimizer, beside = torch.optim.SGD(net.parameters(), lr=0.1), nn.Linear(3, 3).double()
+    beside = nn.Linear(3, 3).double()
     another = torch.optim.SGD(beside.parameters(), lr=0.1)
-    how = Averaging(outer=lambda ps: torch.optim.SGD(ps, lr=0.5))
-    model = controller.wrap(net, optimizer, averaging=how)
+    steps = job(SHARES, how=Averaging(outer=lambda ps: torch.optim.SGD(ps, lr=0.5)))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for x, y in loader:
-            with controller.piece():
-                F.cross_entropy(beside(model(x)), y).backward()
-            for of in (optimizer, another)[: 2 if kind == "unwrapped" else 1]:
-                of.step()
-                of.zero_grad()
-            controller.step()
-            if kind == "left" and not controller.met:
+        for x, y in steps.loader:
+            with steps.controller.piece():
+                F.cross_entropy(beside(steps.model(x)), y).backward()
+            if kind == "unwrapped":
+                another.step()
+                another.zero_grad()
+            steps.finish()
+            if kind == "left" and not steps.controller.met:
                 break
-        controller.close()
+        steps.controller.close()
     return [str(warning.message) for warning in caught]
 
 
@@ -274,32 +245,27 @@ def test_what_leaves_workers_their_own_is_warned_of(kind: str, words: str) -> No
 
 
 def _unfrozen(rank: int) -> list[float]:
-    controller, sampler, loader, net = job([[24, 8]])
-    first = next(net.parameters()).requires_grad_(False)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     outer: list[torch.optim.Optimizer] = []
 
     def make(parameters: list[Tensor]) -> torch.optim.Optimizer:
         outer.append(torch.optim.SGD(parameters, lr=0.7, momentum=0.9))
         return outer[-1]
 
-    model = controller.wrap(net, optimizer, averaging=Averaging(outer=make))
+    model = net()
+    first = next(model.parameters()).requires_grad_(False)
+    steps = job([[24, 8]], model, how=Averaging(outer=make))
     for epoch in range(2):
-        sampler.set_epoch(epoch)
+        steps.sampler.set_epoch(epoch)
         first.requires_grad_(epoch == 1)
-        for x, y in loader:
-            with controller.piece():
-                F.cross_entropy(model(x), y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            controller.step()
-            if len(outer) == 2 and not controller.met:
+        for x, y in steps.loader:
+            steps.train_piece(x, y)
+            if len(outer) == 2 and not steps.controller.met:
                 kept = [state["momentum_buffer"] for state in outer[0].state.values()]
                 assert len(kept) == 3
                 assert any(kept[0] is state.get("momentum_buffer") for state in outer[1].state.values())
     assert len(outer) == 2
-    controller.close()
-    return [float(p.detach().sum()) for p in net.parameters()]
+    steps.controller.close()
+    return [float(p.detach().sum()) for p in model.parameters()]
 
 
 def test_unfreezing_leaves_the_outer_optimizer_its_momentum() -> None:
@@ -307,25 +273,26 @@ def test_unfreezing_leaves_the_outer_optimizer_its_momentum() -> None:
     assert one == other
 
 
+def _of_one_parameter(shares: list[list[int]], shape: Any, **options: Any) -> tuple[Training, nn.Parameter]:
+    """Only one parameter is trained, at a learning rate of 1."""
+    model, parameter = net(), nn.Parameter(torch.zeros(shape, dtype=torch.float64))
+    model.register_parameter("moved", parameter)
+    return job(shares, model, lambda _: torch.optim.SGD([parameter], lr=1.0), **options), parameter
+
+
 def _grown(rank: int) -> list[float]:
     """How far the bias moves in every round, where moves grow and shrink a billionfold, or stop."""
-    controller, _, loader, net = job([[16, 16]])
-    parameter = nn.Parameter(torch.zeros(4, dtype=torch.float64))
-    net.register_parameter("moved", parameter)
-    optimizer = torch.optim.SGD([parameter], lr=1.0)
-    controller.wrap(net, optimizer, averaging=Averaging(wire="bfloat16"))
+    steps, parameter = _of_one_parameter([[16, 16]], 4, how=Averaging(wire="bfloat16"))
     moves, before, rates = [], 0.0, [1e-6, 1e3, 0.0, 1e-6, 1e3, 0.0, 0.0, 1e-6]
-    for x, _ in loader:
-        with controller.piece():
-            (net(x).sum() * 0 + parameter.sum()).backward()
-        optimizer.param_groups[0]["lr"] = rates[len(moves) % 8]
-        optimizer.step()
-        optimizer.zero_grad()
-        controller.step()
-        if controller.met:
+    for x, _ in steps.loader:
+        with steps.controller.piece():
+            (steps.net(x).sum() * 0 + parameter.sum()).backward()
+        steps.optimizer.param_groups[0]["lr"] = rates[len(moves) % 8]
+        steps.finish()
+        if steps.controller.met:
             moves.append((before - parameter[0].item()) / 4)
             before = parameter[0].item()
-    controller.close()
+    steps.controller.close()
     return moves[:7]
 
 

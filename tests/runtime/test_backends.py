@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
-from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
 import dynamix
 from dynamix.runtime.ranks.process_groups import on_gloo
 from tests.ranks import run_ranks
+from tests.runtime.jobs import Training
 from tests.union import Deep
 
 MIXED = "cpu:gloo,cuda:fake"  # as "cpu:gloo,cuda:nccl" is for CPU tensors; a CPU build of torch has no NCCL
@@ -31,13 +31,9 @@ def test_a_back_end_is_asked_for_by_device(monkeypatch: pytest.MonkeyPatch) -> N
 def _train(rank: int) -> dict[str, Any]:
     import torch.testing._internal.distributed.fake_pg  # registers the back end "fake"
 
-    group = dist.new_group(backend=MIXED)
     torch.manual_seed(3)
     x = torch.randn(96, 6)
-    y, net = Deep(depth=2)(x).detach(), Deep()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
-    controller = dynamix.Controller("static", batch_size=8, process_group=group)
-    sampler = controller.batch_sampler(x)
+    y = Deep(depth=2)(x).detach()
     state = powerSGD_hook.PowerSGDState(process_group=None, start_powerSGD_iter=2, min_compression_rate=0.1)
     used: dict[int, set[str]] = {}
 
@@ -45,14 +41,14 @@ def _train(rank: int) -> dict[str, Any]:
         used.setdefault(bucket.index(), set()).add(state.process_group.group_name)
         return powerSGD_hook.powerSGD_hook(state, bucket)
 
-    model = controller.wrap(DDP(net, process_group=group, bucket_cap_mb=1e-4), optimizer, hook=spy, hook_state=state)
-    for bx, by in DataLoader(TensorDataset(x, y), batch_sampler=sampler):
-        F.mse_loss(model(bx), by).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        controller.step()
+    controller = dynamix.Controller("static", batch_size=8, process_group=dist.new_group(backend=MIXED))
+    hook = {"hook": spy, "hook_state": state, "ddp": {"bucket_cap_mb": 1e-4}}
+    job = Training(controller, TensorDataset(x, y), Deep(), lr=0.05, **hook)
+    for bx, by in job.loader:
+        F.mse_loss(job.model(bx), by).backward()
+        job.finish()
     controller.close()
-    return {"weights": torch.cat([p.detach().flatten() for p in net.parameters()]), "used": used}
+    return {"weights": job.weights(), "used": used}
 
 
 @pytest.mark.multiproc

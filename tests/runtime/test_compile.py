@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
 import dynamix
 from tests.ranks import run_ranks
+from tests.runtime.jobs import Training, adaptive, furthest, order_of
 from tests.union import Deep, Script, larger
 
 SAMPLES = 192  # a multiple of every global batch below: no tails
@@ -26,37 +26,23 @@ def _compiled(rank: int, backend: str, outside: bool) -> dict[str, Any]:
     x, y = torch.randn(SAMPLES, 6, dtype=torch.float64), torch.randn(SAMPLES, 6, dtype=torch.float64)
     net = Deep(depth=3).double()
     whole = copy.deepcopy(net)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    controller = dynamix.Controller(
-        Script([[4, 12], [12, 4], [8, 8]]),
-        batch_size=8,
-        max_batch_size=16,
-        quantum=4,
-        interval=2,
-        global_batch="adaptive",
-    )
-    sampler = controller.batch_sampler(x)
-    if outside:
-        ddp = controller.wrap(DDP(net), optimizer)
-        model: Any = torch.compile(ddp, backend=counter, dynamic=False)
-    else:
-        model = controller.wrap(DDP(torch.compile(net, backend=counter, dynamic=False)), optimizer)
+    controller = adaptive(Script([[4, 12], [12, 4], [8, 8]]), max_batch_size=16, quantum=4)
+    inner = net if outside else torch.compile(net, backend=counter, dynamic=False)
+    job = Training(controller, TensorDataset(x, y), inner, lr=0.01)
+    model: Any = torch.compile(job.model, backend=counter, dynamic=False) if outside else job.model
     sizes, worst = set(), 0.0
     for epoch in range(2):
-        sampler.set_epoch(epoch)
-        order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(epoch))
-        for bx, by in DataLoader(TensorDataset(x, y), batch_sampler=sampler):
-            plan = sampler.plan()
+        job.sampler.set_epoch(epoch)
+        order = order_of(SAMPLES, epoch)
+        for bx, by in job.loader:
+            plan = job.sampler.plan()
             union = order[plan.start : plan.start + int(plan.counts.sum())]
             loss = F.mse_loss(model(bx), by)
             loss.backward()
             want = torch.autograd.grad(F.mse_loss(whole(x[union]), y[union]), list(whole.parameters()))
-            for got, true in zip(net.parameters(), want, strict=True):
-                worst = larger(worst, float((got.grad - true).abs().max()))
-            optimizer.step()
+            worst = larger(worst, furthest(net, want))
+            job.finish(loss=loss)
             whole.load_state_dict(net.state_dict())
-            optimizer.zero_grad()
-            controller.step(loss=loss)
             sizes.add(len(bx))
     controller.close()
     return {"error": worst, "sizes": sizes, "compiled": counter.frame_count}
@@ -77,24 +63,16 @@ def _pieces(rank: int, meet: str) -> tuple[list[int], int]:
 
     torch.manual_seed(1)
     counter = CompileCounterWithBackend("eager")
-    x = torch.randn(200, 6)
-    net = Deep(depth=2)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    data = TensorDataset(torch.randn(200, 6))
     script = Script([[36, 4], [4, 36]])
     controller = dynamix.Controller(script, 20, max_batch_size=64, micro_batch=4, interval=2, meet=meet)
-    loader = DataLoader(TensorDataset(x), batch_sampler=controller.batch_sampler(x))
-    inner = torch.compile(net, backend=counter, dynamic=False)
-    model = controller.wrap(DDP(inner) if meet == "gradients" else inner, optimizer)
+    job = Training(controller, data, torch.compile(Deep(depth=2), backend=counter, dynamic=False), lr=0.01)
     sizes = set[int]()
-    for _ in range(2):
-        for (bx,) in loader:
-            sizes.add(len(bx))
-            with controller.piece():
-                model(bx).square().mean().backward()
-            if controller.optimizer_due:
-                optimizer.step()
-                optimizer.zero_grad()
-            controller.step()
+    for (bx,) in job.batches(2):
+        sizes.add(len(bx))
+        with controller.piece():
+            job.model(bx).square().mean().backward()
+        job.finish()
     controller.close()
     return sorted(sizes), counter.frame_count
 

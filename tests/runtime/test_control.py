@@ -10,17 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader, TensorDataset
 
-import dynamix
 from dynamix.errors import ConfigError, WorkerLostError
 from dynamix.runtime.ranks import group as control
 from dynamix.runtime.ranks.group import HierarchicalGroup, open_control, require_descriptors
 from dynamix.runtime.state.packing import unpack
 from tests.ranks import run_ranks
+from tests.runtime.jobs import Training, adaptive, classes
 from tests.union import Script
 
 
@@ -64,29 +60,18 @@ def test_two_levels_bring_what_one_brings(workers: int) -> None:
 
 def _train(rank: int, flat_up_to: int, policy: str, odd: bool = False) -> dict[str, Any]:
     control.FLAT_UP_TO = flat_up_to
-    torch.manual_seed(0)
-    workers = dist.get_world_size()
-    data = TensorDataset(torch.randn(400, 4), torch.arange(400) % 3)
     script = Script([[6, 2, 4, 4, 3], [1, 7, 4, 4, 5]])
-    controller = dynamix.Controller(
-        script if policy == "script" else policy, batch_size=4, interval=2, global_batch="adaptive"
-    )
-    assert isinstance(controller._parts.control, HierarchicalGroup) == (workers > flat_up_to)
-    sampler = controller.batch_sampler(data, seed=int(odd and rank == 3))
-    net = nn.Linear(4, 3)
-    model = controller.wrap(DDP(net), optimizer := torch.optim.SGD(net.parameters(), lr=0.1))
+    controller = adaptive(script if policy == "script" else policy, 4)
+    assert isinstance(controller._parts.control, HierarchicalGroup) == (controller.world_size > flat_up_to)
+    job = Training(controller, classes(400), sampling={"seed": int(odd and rank == 3)})
     plans = []
-    for x, y in DataLoader(data, batch_sampler=sampler):
-        plans.append(tuple(int(c) for c in sampler.plan().counts))
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        controller.step(loss=loss)
+    for x, y in job.loader:
+        plans.append(tuple(int(c) for c in job.sampler.plan().counts))
+        job.train(x, y)
         if len(plans) == 7:
             state = controller.state_dict(gather=True)
     controller.close()
-    return {"plans": plans, "weights": net.weight.detach(), "ranks": repr(unpack(state["ranks"]).keys())}
+    return {"plans": plans, "weights": job.weights(), "ranks": repr(unpack(state["ranks"]).keys())}
 
 
 @pytest.mark.timeout(120)
@@ -113,19 +98,13 @@ def test_what_differs_is_told_over_two_levels() -> None:
 
 def _die(rank: int, victim: int) -> str:
     control.FLAT_UP_TO = 2
-    controller = dynamix.Controller("static", batch_size=4, interval=1, global_batch="adaptive")
-    data = TensorDataset(torch.randn(4000, 4), torch.arange(4000) % 3)
-    sampler = controller.batch_sampler(data)
-    net = nn.Linear(4, 3)
-    model = controller.wrap(DDP(net), optimizer := torch.optim.SGD(net.parameters(), lr=0.1))
+    job = Training(adaptive("static", 4, interval=1), classes(4000))
     try:
-        for i, (x, y) in enumerate(DataLoader(data, batch_sampler=sampler)):
+        for i, (x, y) in enumerate(job.loader):
             if i == 5 and rank == victim:
                 os.kill(os.getpid(), signal.SIGKILL)
-            F.cross_entropy(model(x), y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            controller.step()
+            job.backward(x, y)
+            job.finish()
     except WorkerLostError as error:
         return str(error)
     return "went on"

@@ -11,19 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import IterableDataset, TensorDataset
 
 import dynamix
 from dynamix.errors import ConfigError, PolicyFileError, UsageError
 from dynamix.events.records import read_events
 from dynamix.runtime.state.packing import checksum, pack
 from tests.ranks import run_ranks
+from tests.runtime.jobs import Training, adaptive, classes, classifier, order_of
 from tests.union import Script
-
-
-def _data(n: int = 240) -> TensorDataset:
-    generator = torch.Generator().manual_seed(0)
-    return TensorDataset(torch.randn(n, 6, generator=generator), torch.randint(0, 3, (n,), generator=generator))
 
 
 @pytest.mark.parametrize(
@@ -58,58 +54,48 @@ def test_corrupted_policy_file(tmp_path: Path) -> None:
 def test_batch_above_the_data_set() -> None:
     controller = dynamix.Controller("static", batch_size=300, global_batch="adaptive")
     with pytest.raises(ConfigError, match="240"):
-        controller.batch_sampler(_data())
+        controller.batch_sampler(classes(240))
 
 
 def test_calls_out_of_order_say_what_to_do() -> None:
     controller = dynamix.Controller("static", batch_size=8, global_batch="adaptive")
     with pytest.raises(UsageError, match="batch_sampler"):
         controller.step()
-    controller.batch_sampler(_data())
+    controller.batch_sampler(classes(240))
     with pytest.raises(UsageError, match="one Controller per loop"):
-        controller.batch_sampler(_data())
+        controller.batch_sampler(classes(240))
 
 
-def _loop(controller: dynamix.Controller, source: Any, model: nn.Module, optimizer: Any, epochs: int = 1) -> list[int]:
+def _loop(job: Training, epochs: int = 1) -> list[int]:
+    """Trains, and tells all that can be told; the sizes of the batches."""
     seen = []
     for _ in range(epochs):
-        for x, y in source:
-            logits = model(x)
+        for x, y in job.loader:
+            logits = job.model(x)
             loss = F.cross_entropy(logits, y)
             loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            controller.step(loss=loss, logits=logits, target=y)
+            job.finish(loss=loss, logits=logits, target=y)
             seen.append(len(x))
-    controller.close()
+    job.controller.close()
     return seen
 
 
 def test_single_process_adapts_the_batch_and_leaves_the_learning_rate(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    net = nn.Linear(6, 3)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     events = tmp_path / "events.jsonl"
-    controller = dynamix.Controller(
-        Script([[32], [16], [64]]), batch_size=8, interval=4, lr_rule="sqrt", events=events, global_batch="adaptive"
-    )
-    sampler = controller.batch_sampler(_data())
-    seen = _loop(controller, DataLoader(_data(), batch_sampler=sampler), controller.wrap(net, optimizer), optimizer, 3)
+    controller = adaptive(Script([[32], [16], [64]]), interval=4, lr_rule="sqrt", events=events)
+    job = Training(controller, classes(240))
+    seen = _loop(job, 3)
     assert set(seen) >= {8, 16, 32, 64}
     assert sum(seen) == 3 * 240 == controller.samples_seen
-    assert optimizer.param_groups[0]["lr"] == 0.1
+    assert job.optimizer.param_groups[0]["lr"] == 0.1
     windows = [dynamix.Window.from_dict(event["window"]) for event in read_events(events)]
     assert all(w.compute[0] > 0 and w.steps == 4 for w in windows)
     assert any(w.noise > 0 for w in windows), "one worker measures the noise scale from consecutive gradients"
 
 
 def test_default_policy_runs_in_a_single_process() -> None:
-    net = nn.Linear(6, 3)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     controller = dynamix.Controller(batch_size=8, interval=2, global_batch="adaptive")
-    sampler = controller.batch_sampler(_data())
-    seen = _loop(controller, DataLoader(_data(), batch_sampler=sampler), controller.wrap(net, optimizer), optimizer, 2)
-    assert sum(seen) == 480
+    assert sum(_loop(Training(controller, classes(240)), 2)) == 480
 
 
 class _Talkative(Script):
@@ -123,24 +109,16 @@ class _Talkative(Script):
 
 
 def test_what_fails_after_a_decision_ends_no_job(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    net = nn.Linear(6, 3)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     controller = dynamix.Controller(_Talkative([[8]]), 8, interval=4, events=tmp_path / "events.jsonl")
-    sampler = controller.batch_sampler(_data())
-    seen = _loop(controller, DataLoader(_data(), batch_sampler=sampler), controller.wrap(net, optimizer), optimizer, 1)
-    assert sum(seen) == 240
+    assert sum(_loop(Training(controller, classes(240)))) == 240
     assert "what follows a decision has failed" in caplog.text
 
 
 def test_schedule_by_samples_never_runs_past_its_end() -> None:
-    net = nn.Linear(6, 3)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    controller = dynamix.Controller(Script([[32], [8]]), batch_size=8, interval=2, global_batch="adaptive")
-    sampler = controller.batch_sampler(_data())
-    model = controller.wrap(net, optimizer)
-    one_cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=20)
-    schedule = controller.scheduler(one_cycle, nominal_batch_size=24)
-    _loop(controller, DataLoader(_data(), batch_sampler=sampler), model, optimizer, 3)
+    job = Training(adaptive(Script([[32], [8]])), classes(240))
+    one_cycle = torch.optim.lr_scheduler.OneCycleLR(job.optimizer, max_lr=0.1, total_steps=20)
+    schedule = job.controller.scheduler(one_cycle, nominal_batch_size=24)
+    _loop(job, 3)
     assert schedule.samples == 720
     assert one_cycle.last_epoch == 19
 
@@ -156,12 +134,9 @@ class Count(IterableDataset[Any]):
 def _stream(rank: int, sharded: bool) -> dict[str, Any]:
     spans = [(0, 50), (50, 81), (81, 200)]
     data = Count(*spans[rank]) if sharded else Count(0, 200)
-    torch.manual_seed(0)
-    net = nn.Linear(6, 3)
+    net = classifier()
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-6)
-    controller = dynamix.Controller(
-        Script([[2, 9, 4], [5, 3, 3]]), batch_size=4, max_batch_size=16, interval=2, global_batch="adaptive"
-    )
+    controller = adaptive(Script([[2, 9, 4], [5, 3, 3]]), 4, max_batch_size=16)
     stream = controller.stream(data, sharded=sharded)
     model = controller.wrap(DDP(net), optimizer)
     seen, steps = [], 0
@@ -190,24 +165,18 @@ def _batch_norm(rank: int, mode: str) -> list[float]:
     """How far the buffers that a forward starts from are from the union batch's mean, step by step."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.BatchNorm1d(6, momentum=1.0, affine=False), nn.Linear(6, 3))
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    controller = dynamix.Controller(Script([[2, 14]]), batch_size=8, interval=2, global_batch="adaptive")
-    sampler = controller.batch_sampler(_data())
-    model = controller.wrap(DDP(net), optimizer, batchnorm=mode)
+    job = Training(adaptive(Script([[2, 14]])), classes(240), net, batchnorm=mode)
     before, errors = [], []
     net[0].register_forward_pre_hook(lambda module, args: before.append(module.running_mean.clone()))
-    union = None
-    order = torch.randperm(240, generator=torch.Generator().manual_seed(0))
-    for x, y in DataLoader(_data(), batch_sampler=sampler):
-        plan = sampler.plan()
-        F.cross_entropy(model(x), y).backward()
+    union, order = None, order_of(240)
+    for x, y in job.loader:
+        plan = job.sampler.plan()
+        job.backward(x, y)
         if union is not None:  # momentum 1: each rank's running mean was its own last batch's
             errors.append(float((before[-1] - union).abs().max()))
-        union = _data().tensors[0][order[plan.start : plan.start + int(plan.counts.sum())]].mean(0)
-        optimizer.step()
-        optimizer.zero_grad()
-        controller.step()
-    controller.close()
+        union = classes(240).tensors[0][order[plan.start : plan.start + int(plan.counts.sum())]].mean(0)
+        job.finish()
+    job.controller.close()
     return errors
 
 
@@ -221,10 +190,9 @@ def test_weighted_batch_norm_buffers_are_the_union_batchs() -> None:
 
 def _averaging(rank: int) -> float:
     """Model averaging every H steps: no DDP, so no gradient crosses ranks."""
-    torch.manual_seed(0)
-    net = nn.Linear(6, 3)
+    net = classifier()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    x, y = _data().tensors
+    x, y = classes(240).tensors
     since = 0
     for step in range(12):
         n = [3, 9][rank]
@@ -246,25 +214,19 @@ def test_model_averaging_leaves_every_rank_with_the_same_model() -> None:
 
 
 def _contiguous(rank: int) -> dict[str, Any]:
-    torch.manual_seed(0)
-    net = nn.Linear(6, 3)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     controller = dynamix.Controller("dbs", batch_size=8, max_batch_size=32, global_batch="adaptive")
-    sampler = controller.batch_sampler(range(240), shuffle=False, partition="contiguous")
-    x, y = _data().tensors
-    model = controller.wrap(DDP(net), optimizer)
+    data = TensorDataset(*classes(240).tensors, torch.arange(240))
+    job = Training(controller, data, sampling={"shuffle": False, "partition": "contiguous"})
     regions = []
     for epoch in range(4):
-        sampler.set_epoch(epoch)
+        job.sampler.set_epoch(epoch)
         mine: list[int] = []
-        for batch in sampler:
-            mine += batch if sampler.plan().counts[rank] else []
-            F.cross_entropy(model(x[batch]), y[batch]).backward()
+        for x, y, index in job.loader:
+            mine += index.tolist() if job.sampler.plan().counts[rank] else []
+            job.backward(x, y)
             if rank == 1:
                 time.sleep(0.01)  # far slower, whatever else the machine does
-            optimizer.step()
-            optimizer.zero_grad()
-            controller.step()
+            job.finish()
         regions.append((min(mine), max(mine), len(mine)))
     controller.close()
     return {"regions": regions, "sizes": controller.batch_sizes.tolist()}
@@ -283,17 +245,11 @@ def test_contiguous_partition_recuts_regions_each_epoch_by_share() -> None:
 
 
 def _after_a_decision(policy: Any) -> dict[str, Any]:
-    net = nn.Linear(6, 3)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    controller = dynamix.Controller(policy, batch_size=8, interval=2, global_batch="adaptive")
-    sampler = controller.batch_sampler(_data())
-    controller.wrap(net, optimizer)
-    for x, y in DataLoader(_data(), batch_sampler=sampler):
-        F.cross_entropy(net(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        controller.step()
-    return controller.state_dict()
+    job = Training(adaptive(policy), classes(240))
+    for x, y in job.loader:
+        job.backward(x, y)
+        job.finish()
+    return job.controller.state_dict()
 
 
 @pytest.mark.parametrize("workers_before", [1, 2])
@@ -303,15 +259,13 @@ def test_a_state_is_loaded_before_anything_else_is_made(workers_before: int) -> 
     if workers_before == 2:
         state |= {"world_size": 2, "hosts": pack({"names": [], "shares": {}})}
         state["ledger_sizes"] = [[*sizes, *sizes] for sizes in state["ledger_sizes"]]
-        place = {"taken": [*state["source"]["taken"], 0]}
-        state["source"] = {**state["source"], **place}
+        state["source"] = {**state["source"], "taken": [*state["source"]["taken"], 0]}
         state["checksum"] = checksum(state)
-    net = nn.Linear(6, 3)
-    controller = dynamix.Controller(Script([]), batch_size=8, interval=2, global_batch="adaptive")
+    net, controller = classifier(), adaptive(Script([]))
     controller.load_state_dict(state)
     assert controller.batch_sizes.tolist() == [10 * workers_before]
     controller.wrap(net, torch.optim.SGD(net.parameters(), lr=0.1))
-    assert len(next(iter(controller.batch_sampler(_data())))) == 10 * workers_before
+    assert len(next(iter(controller.batch_sampler(classes(240))))) == 10 * workers_before
 
 
 @pytest.mark.parametrize("policy", ["goodput", "dynamix", "stigmergic"])
@@ -320,7 +274,7 @@ def test_a_state_whose_policy_kept_other_things_is_refused_whole_and_can_go_on_w
     other = {"guarded": {"memory": {}}, "guard": {}} if policy == "dynamix" else {"memory": {}}
     state["policy"] = pack(other)
     state["checksum"] = checksum(state)
-    controller = dynamix.Controller(policy, batch_size=8, interval=2, global_batch="adaptive")
+    controller = adaptive(policy)
     with pytest.raises(dynamix.StateError, match="does not fit"):
         controller.load_state_dict(state)
     assert controller.samples_seen == 0

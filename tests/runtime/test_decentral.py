@@ -12,10 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import TensorDataset
 
 import dynamix
 from dynamix.errors import ConfigError
@@ -30,50 +27,32 @@ from dynamix.runtime.measure.recorder import ROW
 from dynamix.runtime.ranks.group import ControlGroup
 from dynamix.window import Bounds, Window
 from tests.ranks import Ok, run_ranks
+from tests.runtime.jobs import Training, adaptive, classes, classifier
 from tests.runtime.test_resume import _assert_every_sample_once, _run
 
 SAMPLES = 1200
-
-
-class Indexed(Dataset[tuple[int, Tensor, Tensor]]):
-    def __len__(self) -> int:
-        return SAMPLES
-
-    def __getitem__(self, i: int) -> tuple[int, Tensor, Tensor]:
-        return i, torch.full((4,), float(i % 7)), torch.tensor(i % 3)
+DATA = TensorDataset(*classes(SAMPLES, 4).tensors, torch.arange(SAMPLES))
 
 
 def _train(rank: int, options: dict[str, Any], *, at: Any = None) -> dict[str, Any]:
     """One epoch; rank r's samples take r + 1 times as long as rank 0's."""
-    torch.manual_seed(0)
-    controller = dynamix.Controller(
-        "stigmergic", batch_size=8, max_batch_size=16, interval=2, **{"global_batch": "adaptive", **options}
-    )
-    sampler = controller.batch_sampler(Indexed(), seed=3)
-    net = nn.Linear(4, 3)
-    model = controller.wrap(DDP(net), optimizer := torch.optim.SGD(net.parameters(), lr=0.1))
-    seen, plans = [], []
-    for index, x, y in DataLoader(Indexed(), batch_sampler=sampler):
-        plan = sampler.plan()
+    job = Training(adaptive("stigmergic", max_batch_size=16, **options), DATA, classifier(4), sampling={"seed": 3})
+    controller, seen, plans = job.controller, [], []
+    for x, y, index in job.loader:
+        plan = job.sampler.plan()
         plans.append((plan.index, tuple(int(c) for c in plan.counts)))
         seen += index.tolist() if plan.counts[rank] else []
-        loss = F.cross_entropy(model(x), y)
+        loss = job.loss(x, y)
         time.sleep(0.0005 * (rank + 1) * len(x))
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        controller.step(loss=loss)
+        job.finish(loss=loss)
         if at is not None:
             at(controller, len(plans))
     controller.close()
-    assert isinstance(controller._coordinator.channel, PeerChannel) or "replay" in options
-    return {
-        "seen": seen,
-        "plans": plans,
-        "sizes": controller.batch_sizes.tolist(),
-        "weights": net.weight.detach().clone(),
-        "waited_s": controller._coordinator.channel.waited_s,
-    }
+    channel = controller._coordinator.channel
+    assert isinstance(channel, PeerChannel) or "replay" in options
+    sizes = controller.batch_sizes.tolist()
+    return {"seen": seen, "plans": plans, "sizes": sizes, "weights": job.weights(), "waited_s": channel.waited_s}
 
 
 @pytest.mark.multiproc
@@ -198,8 +177,8 @@ def _saved(rank: int, path: str, gather: bool) -> tuple[Any, Any]:
             found.append(controller.policy.state_dict())
 
     _train(rank, {"lr_rule": "none"}, at=at)
-    controller = dynamix.Controller("stigmergic", 8, max_batch_size=16, interval=2, global_batch="adaptive")
-    controller.batch_sampler(Indexed(), seed=3)
+    controller = adaptive("stigmergic", max_batch_size=16)
+    controller.batch_sampler(DATA, seed=3)
     controller.load_state_dict(torch.load(f"{path}/{0 if gather else rank}.pt", weights_only=False))
     again = controller.policy.state_dict()
     controller.close()

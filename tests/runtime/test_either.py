@@ -14,16 +14,18 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
 import dynamix
 from dynamix.errors import ConfigError, UsageError
 from dynamix.events.records import read_events
 from dynamix.runtime.sync.parameter_averaging import Averaging
 from dynamix.window import Bounds, Ints, Window
-from tests.ranks import run_ranks
-from tests.union import Script
+from tests.ranks import refusal, run_ranks
+from tests.runtime.jobs import Training, furthest, order_of
+from tests.runtime.test_apart import net
+from tests.runtime.test_apart_loops import nesterov
+from tests.union import Script, larger
 
 SHARES = {2: [[10, 6], [5, 11], [14, 2]], 3: [[10, 6, 8], [4, 15, 5]]}
 GROWING = {
@@ -34,22 +36,10 @@ GROWING = {
 SAMPLES, BATCH, STEPS = 331, 8, 3  # of the data set, of a worker's step, between meetings in the mean
 
 
-def net(kind: str = "plain") -> nn.Module:
-    torch.manual_seed(3)
-    layers: list[nn.Module] = [nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)]
-    if kind == "batchnorm":
-        layers.insert(1, nn.BatchNorm1d(8))
-    return nn.Sequential(*layers).double()
-
-
 def dataset() -> TensorDataset:
     generator = torch.Generator().manual_seed(5)
     x = torch.randn(SAMPLES, 6, generator=generator, dtype=torch.float64)
     return TensorDataset(torch.arange(SAMPLES), x, x[:, :3].argmax(1))
-
-
-def nesterov(parameters: list[Tensor]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
 
 
 def in_turns(controller: dynamix.Controller) -> None:
@@ -64,7 +54,7 @@ def in_turns(controller: dynamix.Controller) -> None:
     ways.round_of = round_of  # type: ignore[method-assign]
 
 
-def made(case: dict[str, Any]) -> tuple[Any, Any, DataLoader[Any], nn.Module, torch.optim.Optimizer]:
+def made(case: dict[str, Any]) -> Training:
     model = net(case.get("kind", "plain"))
     optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     if case.get("adam"):
@@ -73,11 +63,9 @@ def made(case: dict[str, Any]) -> tuple[Any, Any, DataLoader[Any], nn.Module, to
     shares = Script((GROWING if grows else SHARES)[dist.get_world_size()])
     controller = dynamix.Controller(shares, BATCH, interval=4, meet="auto", **case.get("more", {}))
     controller._coordinator.channel.patience_s = 20  # no decision is late
-    sampler = controller.batch_sampler(dataset(), seed=1)
-    loader = DataLoader(dataset(), batch_sampler=sampler, num_workers=case.get("num_workers", 0))
     how = Averaging(**case["how"]) if "how" in case else None
-    wrapped = controller.wrap(DDP(model, bucket_cap_mb=1e-4), optimizer, averaging=how)
-    return controller, sampler, loader, wrapped, optimizer
+    given = {"optimizer": optimizer, "sampling": {"seed": 1}, "ddp": {"bucket_cap_mb": 1e-4}}
+    return Training(controller, dataset(), model, **given, num_workers=case.get("num_workers", 0), averaging=how)
 
 
 class Seen:
@@ -92,28 +80,23 @@ class Seen:
         self.factors: list[tuple[float, float]] = []  # on the learning rate, and what it should be
 
 
-def train(made_of: Any, seen: Seen, *, rounds: int | None = None, epochs: int = 2, rank: int = 0) -> None:
-    controller, sampler, loader, model, optimizer = made_of
+def train(job: Training, seen: Seen, *, rounds: int | None = None, epochs: int = 2, rank: int = 0) -> None:
+    controller, model = job.controller, job.model
     x, y = dataset().tensors[1:]
     for _ in range(epochs):
-        for index, inputs, target in loader:
-            piece = sampler.piece()
+        for index, inputs, target in job.loader:
+            piece = job.sampler.piece()
             with controller.piece():
-                loss = F.cross_entropy(model(inputs), target)
-                loss.backward()
+                loss = job.backward(inputs, target)
             assert controller.optimizer_due
             if not piece.plan.apart and not any(isinstance(m, nn.BatchNorm1d) for m in model.modules()):
-                reference = copy.deepcopy(model.module)
+                reference = copy.deepcopy(job.net)
                 reference.zero_grad()
-                order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(1 + piece.plan.epoch))
-                union = order[piece.plan.start : piece.plan.start + piece.plan.samples]
+                union = order_of(SAMPLES, 1, piece.plan.epoch)[piece.plan.start : piece.plan.start + piece.plan.samples]
                 F.cross_entropy(reference(x[union]), y[union]).backward()
-                pairs = zip(model.parameters(), reference.parameters(), strict=True)
-                seen.worst = max(seen.worst, *(float((a.grad - b.grad).abs().max()) for a, b in pairs))
-            optimizer.step()
-            optimizer.zero_grad()
+                seen.worst = larger(seen.worst, furthest(model, [p.grad for p in reference.parameters()]))
             factor, plan = controller.metrics()["lr_factor"], piece.plan
-            controller.step(loss=loss)
+            job.finish(loss=loss)
             if plan.regular and piece.samples in (plan.piece, plan.counts[rank]):
                 seen.factors.append((factor, (plan.at_once if plan.apart else plan.samples) / controller.base_batch))
             seen.indices += index.tolist() if piece.samples else []
@@ -127,10 +110,10 @@ def train(made_of: Any, seen: Seen, *, rounds: int | None = None, epochs: int = 
 
 
 def whole(rank: int, case: dict[str, Any]) -> Seen:
-    parts, seen = made(case), Seen()
-    in_turns(parts[0])
-    train(parts, seen, rank=rank)
-    parts[0].close()
+    job, seen = made(case), Seen()
+    in_turns(job.controller)
+    train(job, seen, rank=rank)
+    job.controller.close()
     return seen
 
 
@@ -174,11 +157,11 @@ def test_a_job_goes_over_to_the_other_way_and_back(workers: int, case: dict[str,
 def replayed(rank: int, events: str) -> tuple[Seen, Seen]:
     found = []
     for more in ({"events": events}, {"replay": events}):
-        parts, seen = made({"more": {"global_batch": "adaptive", **more}}), Seen()
+        job, seen = made({"more": {"global_batch": "adaptive", **more}}), Seen()
         if "events" in more:
-            in_turns(parts[0])
-        train(parts, seen, rank=rank)
-        parts[0].close()
+            in_turns(job.controller)
+        train(job, seen, rank=rank)
+        job.controller.close()
         found.append(seen)
     return found[0], found[1]
 
@@ -195,27 +178,26 @@ def test_a_recorded_run_whose_batch_moved_is_run_again(tmp_path: Path) -> None:
 
 
 def resumed(rank: int, folder: str, stop: int, more: dict[str, Any]) -> tuple[Seen, Seen]:
-    def job() -> Any:
-        parts = made({"adam": True, "more": more})
-        in_turns(parts[0])
-        return parts
+    def begun(saved: Any = None) -> Training:
+        job = made({"adam": True, "more": more})
+        if saved is not None:
+            for part, state in zip((job.controller, job.model, job.optimizer), saved, strict=True):
+                part.load_state_dict(state)
+        in_turns(job.controller)
+        return job
 
-    straight, again, parts = Seen(), Seen(), job()
-    train(parts, straight)
-    parts[0].close()
-    parts, stop = job(), stop or next(number for number, piece in enumerate(straight.pieces, 1) if piece > BATCH)
-    train(parts, again, rounds=stop)
+    straight, again, job = Seen(), Seen(), begun()
+    train(job, straight)
+    job.controller.close()
+    job, stop = begun(), stop or next(number for number, piece in enumerate(straight.pieces, 1) if piece > BATCH)
+    train(job, again, rounds=stop)
     assert again.pieces == straight.pieces[:stop]
-    saved = parts[0].state_dict(), parts[3].state_dict(), parts[4].state_dict()
-    parts[0].close()
-    parts = job()
-    parts[0].load_state_dict(saved[0])
-    in_turns(parts[0])
-    parts[3].load_state_dict(saved[1])
-    parts[4].load_state_dict(saved[2])
-    train(parts, again, epochs=1)
-    train(parts, again, epochs=1 if len(again.indices) < len(straight.indices) else 0)
-    parts[0].close()
+    saved = [part.state_dict() for part in (job.controller, job.model, job.optimizer)]
+    job.controller.close()
+    job = begun(saved)
+    train(job, again, epochs=1)
+    train(job, again, epochs=1 if len(again.indices) < len(straight.indices) else 0)
+    job.controller.close()
     return straight, again
 
 
@@ -235,26 +217,25 @@ def test_a_saved_job_goes_on_in_its_way(tmp_path: Path, stop: int, apart: bool, 
 
 
 def saves(rank: int, folder: str, more: dict[str, Any]) -> list[int]:
-    parts, seen = made({"more": more}), Seen()
-    in_turns(parts[0])
-    train(parts, seen, rounds=6)
+    job, seen = made({"more": more}), Seen()
+    in_turns(job.controller)
+    train(job, seen, rounds=6)
     assert seen.apart[-1]
-    torch.save((parts[0].state_dict(), parts[3].state_dict()), f"{folder}/state{rank}")
-    parts[0].close()
+    torch.save((job.controller.state_dict(), job.model.state_dict()), f"{folder}/state{rank}")
+    job.controller.close()
     return seen.indices
 
 
 def goes_on(rank: int, folder: str, more: dict[str, Any]) -> tuple[list[int], list[int], Tensor]:
-    parts, seen = made({"more": more}), Seen()
-    state, weights = torch.load(f"{folder}/state0")
-    parts[0].load_state_dict(state)
-    parts[3].load_state_dict(weights)
-    in_turns(parts[0])
-    piece = parts[0]._coordinator.piece_apart
-    totals = [parts[0].base_batch, int(parts[0].batch_sizes.sum()), 3 * piece]
-    train(parts, seen, epochs=1)
+    job, seen = made({"more": more}), Seen()
+    controller = job.controller
+    for part, state in zip((controller, job.model), torch.load(f"{folder}/state0"), strict=True):
+        part.load_state_dict(state)
+    in_turns(controller)
+    totals = [controller.base_batch, int(controller.batch_sizes.sum()), 3 * controller._coordinator.piece_apart]
+    train(job, seen, epochs=1)
     assert len(set(seen.apart)) == 2
-    parts[0].close()
+    controller.close()
     return seen.indices, totals, seen.weights[-1]
 
 
@@ -275,8 +256,8 @@ def test_another_world_size_keeps_the_step_over_gradients_and_every_sample(tmp_p
 
 def at_cost(rank: int, events: str) -> list[tuple[int, float]]:
     """A link that is slow in the middle of the job; times are given, not measured."""
-    parts, seen = made({"more": {"events": events}}), Seen()
-    controller = parts[0]
+    job, seen = made({"more": {"events": events}}), Seen()
+    controller = job.controller
     ways = controller._coordinator.ways
     as_step, round_of, payload = ways.as_step, ways.round_of, controller._coordinator.payload
 
@@ -294,7 +275,7 @@ def at_cost(rank: int, events: str) -> list[tuple[int, float]]:
     )
     told = []
     for _ in range(4):
-        train(parts, seen, epochs=2)
+        train(job, seen, epochs=2)
         told.append((len(seen.apart), controller.metrics()["steps_apart"]))
     controller.close()
     return told
@@ -335,38 +316,24 @@ def test_settings_that_do_not_fit_are_named(given: dict[str, Any], words: list[s
         assert word in str(caught.value)
 
 
-def refused(rank: int, what: str) -> str:
-    try:
-        _wrong(what)
-    except UsageError as error:
-        return str(error)
-    return "nothing was refused"
-
-
 def _wrong(what: str) -> None:
     controller = dynamix.Controller("lb_bsp", 8, interval=2, meet="auto")
-    module = net()
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    model = net("plain")
     if what == "plain":
-        controller.wrap(module, optimizer)
-    if what == "static":
-        controller.wrap(DDP(module, static_graph=True), optimizer)
-    if what == "loss":
-        controller.wrap(DDP(module), optimizer, weighting="loss")
-    sampler = controller.batch_sampler(dataset())
-    model = controller.wrap(DDP(module), optimizer)
+        controller.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    options: dict[str, Any] = {"static": {"ddp": {"static_graph": True}}, "loss": {"weighting": "loss"}}.get(what, {})
+    job = Training(controller, dataset(), model, **options)
     in_turns(controller)
-    for _, x, y in DataLoader(dataset(), batch_sampler=sampler):
+    for _, x, y in job.loader:
         if what == "no piece":
-            F.cross_entropy(model(x), y).backward()
-        with controller.piece():
-            loss = F.cross_entropy(model(x), y)
-            loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        controller.step(loss=loss)
+            job.backward(x, y)
+        job.train_piece(x, y)
         if what == "saved between" and not controller.met:
             controller.state_dict()
+
+
+def _refused(rank: int, what: str) -> str:
+    return refusal(UsageError, _wrong, what)
 
 
 @pytest.mark.multiproc
@@ -382,6 +349,6 @@ def _wrong(what: str) -> None:
     ids=lambda of: of if isinstance(of, str) else "",
 )
 def test_loops_and_models_that_do_not_fit_are_told(what: str, words: list[str]) -> None:
-    for told in run_ranks(refused, 2, what):
+    for told in run_ranks(_refused, 2, what):
         for word in words:
             assert word in told

@@ -20,11 +20,11 @@ from dynamix.errors import ConfigError, DynamixError, StateError, UsageError, Wo
 from dynamix.runtime.ranks import errors as ending
 from dynamix.runtime.ranks import rendezvous as meeting
 from dynamix.runtime.ranks.errors import JobErrors
-from tests.ranks import run_ranks
+from tests.ranks import refusal, run_ranks
 from tests.runtime.loops import Job, Loops, data
 
 LOOPS = Loops()
-wrong, right = LOOPS.wrong, LOOPS.right
+wrong, right, right_with = LOOPS.wrong, LOOPS.right, LOOPS.right_with
 
 
 def _both() -> tuple[JobErrors, JobErrors]:
@@ -127,8 +127,7 @@ def _weighted_twice(job: Job) -> None:
 
 @wrong("another rank waits in controller.state_dict(gather=True), which this rank did not call")
 def _a_state_of_all_is_asked_for_by_one(job: Job) -> None:
-    job.wrap()
-    for x, y in job.loader:
+    for x, y in job.batches():
         job.train(x, y)
         if job.rank == 0 and job.steps == 3:
             job.controller.state_dict(gather=True)
@@ -154,8 +153,7 @@ def _one_warms_up(job: Job) -> None:
 
 @wrong("not to be saved")
 def _a_state_of_all_fails_on_one(job: Job) -> None:
-    job.wrap()
-    for x, y in job.loader:
+    for x, y in job.batches():
         job.train(x, y)
         if job.steps == 3:
             if job.rank:
@@ -192,22 +190,17 @@ def _one_ends_the_job_while_others_are_in_backward(job: Job) -> None:
         time.sleep(3.0 * job.rank)  # it is alive while the others wait
 
 
-@right
+@right_with(decides_s=1.0)
 def _all_warm_up_while_a_decision_is_under_way(job: Job) -> None:
-    job.wrap()
-    for x, y in job.loader:
+    for x, y in job.batches():
         job.train(x, y)
         if job.steps == 2:
             job.controller.warm_up(lambda: job.loss(*data()[:4]).backward())
 
 
-_all_warm_up_while_a_decision_is_under_way.options = {"decides_s": 1.0}  # type: ignore[attr-defined]
-
-
 @right
 def _all_ask_for_a_state_of_all_at_their_own_pace(job: Job) -> None:
-    job.wrap()
-    for x, y in job.loader:
+    for x, y in job.batches():
         job.train(x, y)
         if job.steps in (2, 3):
             time.sleep(2.0 * (job.rank == job.steps - 2))
@@ -288,11 +281,7 @@ def test_a_rank_with_another_process_group_is_named(odd: list[int]) -> None:
 def _in_a_circle(rank: int) -> str:
     meeting.ELSEWHERE_S = 2.0
     groups = [dist.new_group(ranks) for ranks in ([0, 1], [1, 2], [0, 2])]
-    try:
-        dynamix.Controller("static", 4, process_group=groups[rank], global_batch="adaptive").close()
-    except UsageError as error:
-        return str(error)
-    return "made"
+    return refusal(UsageError, dynamix.Controller, "static", 4, process_group=groups[rank], global_batch="adaptive")
 
 
 @pytest.mark.multiproc

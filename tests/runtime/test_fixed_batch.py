@@ -7,10 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
 import dynamix
 from dynamix.errors import ConfigError, UsageError
@@ -18,14 +15,10 @@ from dynamix.runtime.decide.job_facts import JobFacts, fixed_at
 from dynamix.runtime.state.packing import checksum, pack
 from dynamix.window import Bounds
 from tests.ranks import run_ranks
+from tests.runtime.jobs import Training, classes
 from tests.union import Script
 
 SAMPLES = 500
-
-
-def _data() -> TensorDataset:
-    generator = torch.Generator().manual_seed(0)
-    return TensorDataset(torch.randn(SAMPLES, 6, generator=generator), torch.arange(SAMPLES) % 3, torch.arange(SAMPLES))
 
 
 @pytest.mark.parametrize(
@@ -60,22 +53,16 @@ def test_a_resumed_job_keeps_the_total_it_began_with() -> None:
 
 
 def _train(rank: int, policy: Any) -> dict[str, Any]:
-    torch.manual_seed(0)
-    net = nn.Linear(6, 3)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     controller = dynamix.Controller(policy, batch_size=16, interval=3, global_batch="fixed")
-    sampler = controller.batch_sampler(_data(), seed=3)
-    loader = DataLoader(_data(), batch_sampler=sampler)
-    model = controller.wrap(DDP(net), optimizer)
-    seen, sizes, steps, expected = [], [], 0, len(loader)
-    for x, y, index in loader:
+    data = TensorDataset(*classes(SAMPLES).tensors, torch.arange(SAMPLES))
+    job = Training(controller, data, sampling={"seed": 3})
+    seen, sizes, steps, expected = [], [], 0, len(job.loader)
+    for x, y, index in job.loader:
         sizes.append(controller.batch_sizes.tolist())
-        if sampler.plan().counts[rank]:
+        if job.sampler.plan().counts[rank]:
             seen += index.tolist()
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        controller.step()
+        job.backward(x, y)
+        job.finish()
         steps += 1
     controller.close()
     return {"seen": seen, "sizes": sizes, "steps": steps, "expected": expected}
@@ -95,14 +82,10 @@ def test_the_total_is_constant_the_length_exact_and_the_shares_move() -> None:
 def _other_world(rank: int) -> dict[str, Any]:
     """What two ranks go on with after a job that began with four."""
     controller = dynamix.Controller("lb_bsp", batch_size=16, global_batch="fixed")
-    sampler = controller.batch_sampler(_data())
+    sampler = controller.batch_sampler(classes(SAMPLES))
     state = controller.state_dict()
-    state |= {
-        "world_size": 4,
-        "base_batch": 64,
-        "ledger_sizes": [[10, 20, 30, 4]],
-        "hosts": pack({"names": [], "shares": {}}),
-    }
+    state |= {"world_size": 4, "base_batch": 64, "ledger_sizes": [[10, 20, 30, 4]]}
+    state |= {"hosts": pack({"names": [], "shares": {}})}
     state["source"] |= {"taken": [0] * 4}
     state["checksum"] = checksum(state)
     controller.load_state_dict(state)

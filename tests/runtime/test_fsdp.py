@@ -20,8 +20,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import dynamix
 from dynamix.errors import UsageError, WorkerLostError
-from tests.ranks import Ok, run_ranks
+from tests.ranks import Ok, refusal, run_ranks
 from tests.runtime import test_loop_batches, test_loop_passes, test_pieces_loops
+from tests.runtime.jobs import Training, adaptive
 from tests.runtime.loops import Job, run_loops
 from tests.runtime.sharded_jobs import FOUR, ShardedCase, full, sharded_error
 from tests.union import Script, larger
@@ -86,22 +87,26 @@ class _Own:
         dist.reduce_scatter_single(output_tensor, input_tensor, op=op, group=group)
 
 
+def _wrapped(controller: Any, net: Any = None, **options: Any) -> Any:
+    net = _net() if net is None else net
+    controller.wrap(net, torch.optim.SGD(net.parameters(), lr=0.1), **options)
+    return net
+
+
 def _own(controller: Any) -> None:
     net = _net()
     net.set_custom_reduce_scatter(_Own())
-    controller.wrap(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    _wrapped(controller, net)
 
 
 def _replaced(controller: Any) -> None:
-    net = _net()
-    controller.wrap(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    net = _wrapped(controller)
     net[0].set_custom_reduce_scatter(_Own())
     _train(controller, net)
 
 
 def _other_divisor(controller: Any) -> None:
-    net = _net()
-    controller.wrap(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    net = _wrapped(controller)
     net.set_gradient_divide_factor(1.0)
     _train(controller, net)
 
@@ -109,23 +114,16 @@ def _other_divisor(controller: Any) -> None:
 def _ignored(controller: Any) -> None:
     net: Any = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3))
     fully_shard(net, mesh=init_device_mesh("cpu", (2,)), ignored_params={net[0].weight})
-    controller.wrap(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    _wrapped(controller, net)
 
 
 def _other_ranks(controller: Any) -> None:
     groups = [dist.new_group([rank]) for rank in range(2)]
-    net = _net(DeviceMesh.from_group(groups[dist.get_rank()], "cpu"))
-    controller.wrap(net, torch.optim.SGD(net.parameters(), lr=0.1), weighting="loss")
+    _wrapped(controller, _net(DeviceMesh.from_group(groups[dist.get_rank()], "cpu")), weighting="loss")
 
 
 def _not_scattered(controller: Any) -> None:
-    net = _net(init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard")))
-    controller.wrap(net, torch.optim.SGD(net.parameters(), lr=0.1))
-
-
-def _in_part(controller: Any) -> None:
-    net = nn.Sequential(_net(), nn.Linear(3, 3))
-    controller.wrap(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    _wrapped(controller, _net(init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))))
 
 
 def _another_model(controller: Any) -> None:
@@ -133,42 +131,26 @@ def _another_model(controller: Any) -> None:
     controller.wrap(net, torch.optim.SGD([*net.parameters(), *other.parameters()], lr=0.1))
 
 
-def _hooked(controller: Any) -> None:
-    net = _net()
-    controller.wrap(net, torch.optim.SGD(net.parameters(), lr=0.1), hook=lambda state, bucket: None)
-
-
 def _fsdp1(controller: Any) -> None:
     net = nn.Linear(6, 3)
     net.__class__ = type("FullyShardedDataParallel", (nn.Linear,), {"__module__": "torch.distributed.fsdp"})
-    controller.wrap(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    _wrapped(controller, net)
 
 
 def _closed(controller: Any) -> None:
-    net = _net()
-    controller.wrap(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    net = _wrapped(controller)
     controller.close()
     net(torch.ones(2, 6)).sum().backward()
 
 
-def _apart(controller: Any) -> None:
-    net = _net()
-    controller.wrap(net, torch.optim.SGD(net.parameters(), lr=0.1))
-
-
 def _given_back(controller: Any) -> None:
-    net = _net()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    controller.wrap(net, optimizer)
-    for (x,) in DataLoader(DATA, batch_sampler=controller.batch_sampler(DATA)):
+    job = Training(controller, DATA, _net())
+    for (x,) in job.loader:
         with controller.piece():
-            net(x).sum().backward()
-        if controller.optimizer_due:
-            optimizer.step()
-            optimizer.zero_grad()
-        elif dist.get_rank() == 1:
-            net.reshard()
-        controller.step()
+            job.net(x).sum().backward()
+        if not controller.optimizer_due and dist.get_rank() == 1:
+            job.net.reshard()
+        job.finish()
 
 
 def _train(controller: Any, net: nn.Module) -> None:
@@ -177,42 +159,37 @@ def _train(controller: Any, net: nn.Module) -> None:
 
 
 DATA = TensorDataset(torch.ones(64, 6))
-REFUSED: dict[Callable[[Any], None], str] = {
-    _own: "weighting='loss'",
-    _replaced: "set_custom_reduce_scatter\\(\\) was called after",
-    _other_divisor: "leave it out",
-    _ignored: "0.weight alone",
-    _other_ranks: "process_group=mesh.get_group",
-    _not_scattered: "shards over one rank.*weighting='loss'",
-    _in_part: "on the whole model",
-    _another_model: "once for each model",
-    _hooked: "hook=",
-    _fsdp1: r"removed in 0\.3: write fully_shard\(net\)",
-    _closed: "wrap the model with a new one",
-    _apart: "no worker has a model of its own",
-    _given_back: "where controller.optimizer_due",
+# what is tried -> how, options of the controller, what it is told
+REFUSED: dict[str, tuple[Callable[[Any], object], dict[str, Any], str]] = {
+    "a reduce-scatter of one's own": (_own, {}, "weighting='loss'"),
+    "one that comes later": (_replaced, {}, "set_custom_reduce_scatter\\(\\) was called after"),
+    "another divisor": (_other_divisor, {}, "leave it out"),
+    "ignored parameters": (_ignored, {}, "0.weight alone"),
+    "other ranks": (_other_ranks, {}, "process_group=mesh.get_group"),
+    "nothing scattered": (_not_scattered, {}, "shards over one rank.*weighting='loss'"),
+    "in part": (lambda c: _wrapped(c, nn.Sequential(_net(), nn.Linear(3, 3))), {}, "on the whole model"),
+    "another model": (_another_model, {}, "once for each model"),
+    "a hook": (lambda c: _wrapped(c, hook=lambda state, bucket: None), {}, "hook="),
+    "FSDP1": (_fsdp1, {}, r"removed in 0\.3: write fully_shard\(net\)"),
+    "closed": (_closed, {}, "wrap the model with a new one"),
+    "apart": (_wrapped, {"meet": "parameters"}, "no worker has a model of its own"),
+    "given back": (_given_back, {"micro_batch": 2}, "where controller.optimizer_due"),
 }
 
 
 def _refused(rank: int) -> list[str]:
     told = []
-    for of in REFUSED:
-        options: dict[str, Any] = {"meet": "parameters"} if of is _apart else {}
-        options |= {"micro_batch": 2} if of is _given_back else {}
+    for tried, options, _ in REFUSED.values():
         controller = dynamix.Controller("static", 6, process_group=dist.new_group(), **options)
-        try:
-            of(controller)
-            told.append("accepted")
-        except UsageError as error:
-            told.append(str(error))
+        told.append(refusal(UsageError, tried, controller))
         controller.close()
     return told
 
 
 def test_what_would_be_weighted_wrongly_is_refused_on_every_rank() -> None:
     for told in run_ranks(_refused, 2, timeout_s=100):
-        for of, message in zip(REFUSED, told, strict=True):
-            assert re.search(REFUSED[of], message), (of.__name__, message)
+        for (name, (_, _, words)), message in zip(REFUSED.items(), told, strict=True):
+            assert re.search(words, message), (name, message)
 
 
 def _a_second_model_with_its_own_optimizer(job: Job) -> None:
@@ -254,24 +231,20 @@ def test_right_loops_are_silent() -> None:
 
 
 def _trained(stop: int, state: Any = None) -> tuple[Any, Any, list[int]]:
-    net = _net()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     data = TensorDataset(torch.arange(90), torch.randn(90, 6, generator=torch.Generator().manual_seed(1)))
-    script = Script([[9, 3], [2, 10], [7, 5]])
-    controller = dynamix.Controller(script, 6, interval=2, global_batch="adaptive", process_group=dist.new_group())
-    sampler = controller.batch_sampler(data, seed=2)
-    controller.wrap(net, optimizer)
+    net, script = _net(), Script([[9, 3], [2, 10], [7, 5]])
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    controller = adaptive(script, 6, process_group=dist.new_group())
+    job = Training(controller, data, net, optimizer=optimizer, sampling={"seed": 2})
     if state is not None:
         controller.load_state_dict(state["controller"])
         net.load_state_dict(state["net"])
         optimizer.load_state_dict(state["optimizer"])
     seen: list[int] = []
-    for index, x in DataLoader(data, batch_sampler=sampler):
+    for index, x in job.loader:
         net(x).square().mean().backward()
-        seen += index.tolist() if sampler.piece().samples else []
-        optimizer.step()
-        optimizer.zero_grad()
-        controller.step()
+        seen += index.tolist() if job.sampler.piece().samples else []
+        job.finish()
         if controller._coordinator.progress.steps == stop:
             break
     kept = {"controller": controller.state_dict(), "net": net.state_dict(), "optimizer": optimizer.state_dict()}
@@ -293,29 +266,32 @@ def test_a_job_resumes_within_an_epoch_to_the_last_bit() -> None:
     assert Counter(i for _, seen in results for i in seen) == Counter(range(90))
 
 
+def _worst(net: nn.Module, reference: nn.Module) -> float:
+    """The largest relative error of any whole gradient."""
+    worst = 0.0
+    for p, q in zip(reference.parameters(), net.parameters(), strict=True):
+        assert p.grad is not None
+        worst = larger(worst, float((full(q.grad) - p.grad).norm() / p.grad.norm()))
+    return worst
+
+
 def _alone(rank: int) -> float:
     """Nothing is scattered over one rank: what was kept back of unequal pieces is weighted all the same."""
     net = _net(init_device_mesh("cpu", (1,)))
     reference = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
-    controller = dynamix.Controller("static", 13, micro_batch=4)
     data = TensorDataset(torch.arange(50), torch.randn(50, 6))
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    controller.wrap(net, optimizer)
+    job = Training(dynamix.Controller("static", 13, micro_batch=4), data, net)
     worst, mine = 0.0, list[int]()
-    for index, x in DataLoader(data, batch_sampler=controller.batch_sampler(data)):
-        with controller.piece():
+    for index, x in job.loader:
+        with job.controller.piece():
             net(x).square().mean().backward()
         mine += index.tolist()
-        if controller.optimizer_due:
+        if job.controller.optimizer_due:
             reference.load_state_dict({name: full(value) for name, value in net.state_dict().items()})
             reference.zero_grad()
             reference(data.tensors[1][mine]).square().mean().backward()
-            for p, q in zip(reference.parameters(), net.parameters(), strict=True):
-                worst = larger(worst, float((full(q.grad) - p.grad).norm() / p.grad.norm()))
-            mine = []
-            optimizer.step()
-            optimizer.zero_grad()
-        controller.step()
+            worst, mine = larger(worst, _worst(net, reference)), []
+        job.finish()
     return worst
 
 
@@ -324,18 +300,13 @@ def test_pieces_of_one_worker_make_the_gradient_of_its_batch() -> None:
 
 
 def _lost(rank: int) -> str:
-    net = _net()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    controller = dynamix.Controller("static", 4)
-    controller.wrap(net, optimizer)
+    job = Training(dynamix.Controller("static", 4), DATA, _net())
     try:
-        for i, (x,) in enumerate(DataLoader(DATA, batch_sampler=controller.batch_sampler(DATA))):
+        for i, (x,) in enumerate(job.loader):
             if rank == 1 and i == 2:
                 os._exit(1)
-            net(x).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            controller.step()
+            job.net(x).sum().backward()
+            job.finish()
     except WorkerLostError as error:
         return str(error)
     return "not noticed"
@@ -353,46 +324,36 @@ def _tensor_parallel(rank: int, micro_batch: int | None) -> tuple[float, str]:
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)
-    net: Any = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6), nn.Linear(6, 3))
-    reference = copy.deepcopy(net)
-    parallelize_module(net, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    fully_shard(net, mesh=mesh["dp"])
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    reference = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6), nn.Linear(6, 3))
     group = mesh["dp"].get_group()
-    told = ""
-    try:
-        dynamix.Controller("static", 6, process_group=group).wrap(net, optimizer)
-    except UsageError as error:
-        told = str(error)
-    net = copy.deepcopy(reference)
-    parallelize_module(net, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    fully_shard(net, mesh=mesh["dp"])
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+    def made() -> Any:
+        net = copy.deepcopy(reference)
+        parallelize_module(net, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        return fully_shard(net, mesh=mesh["dp"])
+
+    net, controller = made(), dynamix.Controller("static", 6, process_group=group)
+    told = refusal(UsageError, controller.wrap, net, torch.optim.SGD(net.parameters(), lr=0.1))
     held = {"min_batch_size": [9, 2], "max_batch_size": [9, 2], "micro_batch": micro_batch}
     controller = dynamix.Controller("static", 6, process_group=group, **held)
     data = TensorDataset(torch.arange(96), torch.randn(96, 6), torch.randn(96, 3))
-    sampler = controller.batch_sampler(data)
-    controller.wrap(net, optimizer)
+    job = Training(controller, data, made())
     worst, mine = 0.0, list[int]()
-    for index, x, y in DataLoader(data, batch_sampler=sampler):
+    for index, x, y in job.loader:
         with controller.piece():
-            F.mse_loss(net(x), y).backward()
+            F.mse_loss(job.net(x), y).backward()
         mine += index.tolist()
         if controller.optimizer_due:
             every: list[Any] = [None, None]
             dist.all_gather_object(every, mine, group=group)
             union = torch.tensor([i for part in every for i in part])
             with torch.no_grad():
-                for p, q in zip(reference.parameters(), net.parameters(), strict=True):
+                for p, q in zip(reference.parameters(), job.net.parameters(), strict=True):
                     p.copy_(full(q))
             reference.zero_grad()
             F.mse_loss(reference(data.tensors[1][union]), data.tensors[2][union]).backward()
-            for p, q in zip(reference.parameters(), net.parameters(), strict=True):
-                worst = larger(worst, float((full(q.grad) - p.grad).norm() / p.grad.norm()))
-            mine = []
-            optimizer.step()
-            optimizer.zero_grad()
-        controller.step()
+            worst, mine = larger(worst, _worst(job.net, reference)), []
+        job.finish()
     controller.close()
     return worst, told
 

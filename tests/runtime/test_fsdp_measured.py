@@ -10,14 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
-import dynamix
-from dynamix.runtime.measure.noise import NoiseScale
-from dynamix.window import Bounds, Window
+from dynamix.window import Window
 from tests.ranks import run_ranks
+from tests.runtime.jobs import Training, adaptive, noise_of
 from tests.runtime.sharded_jobs import Blocks, ShardedCase, full
+from tests.union import Watching
 
 pytestmark = pytest.mark.multiproc
 WINDOWS = 4
@@ -25,49 +24,27 @@ SLOW_S = 0.03
 SIZES = {2: [9, 3], 4: [9, 3, 6, 2]}
 
 
-class Watching:
-    """Keeps the sizes, and the windows it was shown."""
-
-    def __init__(self, sizes: list[int]) -> None:
-        self.sizes, self.windows = np.array(sizes), list[Window]()
-
-    def decide(self, window: Window, bounds: Bounds) -> Any:
-        self.windows.append(window)
-        return self.sizes
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        pass
-
-
 def _windows(rank: int, case: ShardedCase) -> tuple[list[Any], list[Any], list[Window]]:
     """(S, G2) of each window as measured, and as each rank's whole gradient says; the windows."""
-    sizes = SIZES[dist.get_world_size()]
+    sizes = np.array(SIZES[dist.get_world_size()])
     torch.manual_seed(0)
-    samples = sum(sizes) * 5 * WINDOWS
+    samples = int(sizes.sum()) * 5 * WINDOWS
     x, y = torch.randn(samples, 6, dtype=case.dtype), torch.randn(samples, 3, dtype=case.dtype)
-    net = Blocks().to(case.dtype)
+    model = case.shard(Blocks().to(case.dtype))
     reference = Blocks().to(case.dtype)
-    model = case.shard(net)
-    policy = Watching(sizes)
-    controller = dynamix.Controller(
-        policy, 6, interval=5, micro_batch=case.micro_batch, global_batch="adaptive", lr_rule="none"
-    )
-    controller._coordinator.allocations.reset(0, np.array(sizes))
-    data = TensorDataset(x, y)
-    sampler = controller.batch_sampler(data)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    policy = Watching([sizes.tolist()])
+    controller = adaptive(policy, 6, interval=5, micro_batch=case.micro_batch, lr_rule="none")
+    controller._coordinator.allocations.reset(0, sizes)
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0, enabled=case.clip)
-    controller.wrap(model, optimizer, weighting=case.weighting, scaler=scaler if case.clip else None)
+    wrap = {"weighting": case.weighting, "scaler": scaler if case.clip else None}
+    job = Training(controller, TensorDataset(x, y), model, lr=1e-3, **wrap)
     found: list[Any] = []
     true: list[Any] = []
     update = controller._coordinator.job.noise_scale.update
     controller._coordinator.job.noise_scale.update = lambda n, s: (found.append((n, s)), update(n, s))  # type: ignore
     mine: list[list[torch.Tensor]] = []
-    for bx, by in DataLoader(data, batch_sampler=sampler):
-        piece = sampler.piece()
+    for bx, by in job.loader:
+        piece = job.sampler.piece()
         if piece.number == 0:
             with torch.no_grad():
                 for p, q in zip(reference.parameters(), model.parameters(), strict=True):
@@ -82,24 +59,15 @@ def _windows(rank: int, case: ShardedCase) -> tuple[list[Any], list[Any], list[W
         if controller.optimizer_due:
             if controller._coordinator.progress.steps % 5 == 0:
                 own, target = (torch.cat(parts) for parts in zip(*mine, strict=True))
-                true.append(_of_gradients(reference, own, target, sizes))
+                gradient = torch.autograd.grad(F.mse_loss(reference(own), target), list(reference.parameters()))
+                true.append(noise_of(torch.cat([g.flatten() for g in gradient]), sizes))
             mine = []
-            scaler.step(optimizer)
+            scaler.step(job.optimizer)
             scaler.update()
-            optimizer.zero_grad()
+            job.optimizer.zero_grad()
         controller.step(loss=loss)
     controller.close()
     return found, true, policy.windows
-
-
-def _of_gradients(net: nn.Module, x: torch.Tensor, y: torch.Tensor, sizes: list[int]) -> tuple[float, float]:
-    own = torch.cat([g.flatten() for g in torch.autograd.grad(F.mse_loss(net(x), y), list(net.parameters()))])
-    counts = np.array(sizes, dtype=np.float64)
-    union = own * (sizes[dist.get_rank()] / counts.sum())
-    dist.all_reduce(union)
-    squares = [torch.zeros((), dtype=own.dtype) for _ in sizes]
-    dist.all_gather(squares, own.square().sum())
-    return NoiseScale.estimate(np.array([float(s) for s in squares]), float(union.square().sum()), counts)
 
 
 CASES = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from typing import Any
 
@@ -9,13 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, TensorDataset
 
 import dynamix
 from tests.ranks import run_ranks
-from tests.union import Script, larger
+from tests.runtime.jobs import Training, adaptive, furthest, order_of
+from tests.union import Script, hook_of, larger
 
 pytestmark = [
     pytest.mark.gpu,
@@ -78,32 +80,22 @@ def test_nccl_step_never_synchronises_and_times_are_measured(tmp_path: Any) -> N
 
 
 def _union_on_gpu(rank: int, hook_name: str | None) -> float:
-    from tests.union import hook_of
-
     torch.manual_seed(0)
     data = _data()
     net = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 2)).cuda()
-    controller = dynamix.Controller(
-        Script([[2, 14], [9, 5]]), batch_size=8, max_batch_size=64, interval=3, global_batch="adaptive"
-    )
-    sampler = controller.batch_sampler(data)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
     hook, state = hook_of(hook_name)
-    model = controller.wrap(DDP(net, bucket_cap_mb=1e-3), optimizer, hook=hook, hook_state=state)
-    worst = 0.0
-    order = torch.randperm(N, generator=torch.Generator().manual_seed(0))
-    for x, y in DataLoader(data, batch_sampler=sampler):
-        plan = sampler.plan()
-        loss = F.cross_entropy(model(x.cuda()), y.cuda())
-        loss.backward()
+    controller = adaptive(Script([[2, 14], [9, 5]]), max_batch_size=64, interval=3)
+    job = Training(controller, data, net, lr=0.05, ddp={"bucket_cap_mb": 1e-3}, hook=hook, hook_state=state)
+    worst, order = 0.0, order_of(N)
+    for x, y in job.loader:
+        plan = job.sampler.plan()
+        loss = job.backward(x.cuda(), y.cuda())
         index = order[plan.start : plan.start + int(plan.counts.sum())]
         ux, uy = (t[index].cuda() for t in data.tensors)
         want = torch.autograd.grad(F.cross_entropy(net(ux), uy), list(net.parameters()))
         for parameter, true in zip(net.parameters(), want, strict=True):
             worst = larger(worst, float((parameter.grad - true).norm() / true.norm()))
-        optimizer.step()
-        optimizer.zero_grad()
-        controller.step(loss=loss)
+        job.finish(loss=loss)
     controller.close()
     return worst
 
@@ -115,41 +107,26 @@ def test_two_ranks_on_one_gpu_equal_the_one_big_batch(hook: str | None, toleranc
 
 def _sync_batch_norm(rank: int) -> float:
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(32, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 2)).cuda().double()
-    torch.manual_seed(0)
     whole = nn.Sequential(nn.Linear(32, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 2)).cuda().double()
-    net = nn.SyncBatchNorm.convert_sync_batchnorm(net)
+    net = nn.SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(whole))
     data = _data()
-    controller = dynamix.Controller(
-        Script([[2, 14], [9, 5]]), batch_size=8, max_batch_size=64, interval=3, global_batch="adaptive"
-    )
-    sampler = controller.batch_sampler(data)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    controller = adaptive(Script([[2, 14], [9, 5]]), max_batch_size=64, interval=3, lr_rule="none")
+    job = Training(controller, data, net, lr=0.05, weighting="loss")
     other = torch.optim.SGD(whole.parameters(), lr=0.05)
-    model = controller.wrap(DDP(net), optimizer, weighting="loss")
-    worst = 0.0
-    order = torch.randperm(N, generator=torch.Generator().manual_seed(0))
-    for x, y in DataLoader(data, batch_sampler=sampler):
-        plan = sampler.plan()
-        loss = F.cross_entropy(model(x.cuda().double()), y.cuda())
+    worst, order = 0.0, order_of(N)
+    for x, y in job.loader:
+        plan = job.sampler.plan()
+        loss = job.loss(x.cuda().double(), y.cuda())
         controller.weight(loss).backward()
         index = order[plan.start : plan.start + int(plan.counts.sum())]
         ux, uy = (t[index].cuda() for t in data.tensors)
         other.zero_grad()
         F.cross_entropy(whole(ux.double()), uy).backward()
-        for got, want in zip(net.parameters(), whole.parameters(), strict=True):
-            worst = larger(worst, float((_grad(got) - _grad(want)).abs().max()))
-        for stepping in (optimizer, other):
-            stepping.step()
-        optimizer.zero_grad()
-        controller.step(loss=loss)
+        worst = larger(worst, furthest(net, [p.grad for p in whole.parameters()]))
+        job.finish(loss=loss)
+        other.step()
     controller.close()
     return worst
-
-
-def _grad(parameter: Tensor) -> Tensor:
-    assert parameter.grad is not None
-    return parameter.grad
 
 
 def test_real_sync_batch_norm_on_the_loss_side() -> None:

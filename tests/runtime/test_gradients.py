@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import dynamix
 from dynamix.errors import ConfigError, UsageError
 from dynamix.runtime.measure.noise import ConsecutiveNoise, NoiseScale
-from tests.ranks import run_ranks
+from tests.ranks import refusal, run_ranks
 
 DIMENSION, SIGNAL = 400, 0.3  # |G|^2 and tr(Sigma) of the quadratic's gradient noise are known
 TRACE = 2.0 * DIMENSION
@@ -155,13 +155,8 @@ def test_weighted_average_every_step_equals_the_weighted_gradient() -> None:
 
 
 def _refused(rank: int) -> list[str]:
-    messages = []
-    for count, error in ((-1, ConfigError), (0, UsageError)):
-        try:
-            dynamix.weighted_average(nn.Linear(2, 2), count)
-        except error as caught:
-            messages.append(str(caught))
-    return messages
+    cases: list[tuple[int, type[Exception]]] = [(-1, ConfigError), (0, UsageError)]
+    return [refusal(error, dynamix.weighted_average, nn.Linear(2, 2), count) for count, error in cases]
 
 
 @pytest.mark.multiproc

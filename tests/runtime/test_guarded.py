@@ -8,16 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-import torch.nn.functional as F
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 import dynamix
 from dynamix.errors import ConfigError
 from dynamix.events.records import read_events
 from dynamix.policies.guard import Guard
 from dynamix.runtime.state.packing import unpack
+from tests.runtime.jobs import Training, adaptive, classes
 from tests.union import Script
 
 
@@ -31,22 +28,12 @@ class Broken(Script):
 
 
 def _train(policy: Any, events: Path | None, *, epochs: int = 3, **options: Any) -> dynamix.Controller:
-    data = TensorDataset(torch.randn(240, 6), torch.randint(0, 3, (240,)))
-    net = nn.Linear(6, 3)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    controller = dynamix.Controller(
-        policy, batch_size=8, interval=4, events=events, **{"global_batch": "adaptive", **options}
-    )
-    loader = DataLoader(data, batch_sampler=controller.batch_sampler(data))
-    controller.wrap(net, optimizer)
-    for _ in range(epochs):
-        for x, y in loader:
-            F.cross_entropy(net(x), y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            controller.step()
-    controller.close()
-    return controller
+    job = Training(adaptive(policy, interval=4, events=events, **options), classes(240))
+    for x, y in job.batches(epochs):
+        job.backward(x, y)
+        job.finish()
+    job.controller.close()
+    return job.controller
 
 
 @pytest.mark.filterwarnings("ignore:the policy failed:RuntimeWarning")

@@ -2,69 +2,38 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
 import dynamix
 from dynamix.errors import ConfigError, StateError
 from dynamix.runtime.decide.decision import Decider
 from dynamix.window import Window
-from tests.ranks import run_ranks
-from tests.union import Case, worst_error
-
-SHARES = [[12, 4, 8], [3, 21, 0], [8, 8, 8]]
+from tests.ranks import refusal, run_ranks
+from tests.runtime.jobs import Training
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"padded": True, "global_batch": "fixed"},
-        {"weighting": "loss"},
-        {"accumulate": 2},
-        {"micro_batch": 4},
-        {"micro_batch": 4, "padded": True, "global_batch": "fixed", "weighting": "loss"},
-    ],
-    ids=lambda options: "-".join(options) or "sum",
-)
-def test_the_applied_gradient_is_the_unions(options: dict[str, Any]) -> None:
-    case = Case(SHARES, batch_size=8, samples=331, min_batch_size=0, lengths=True, epochs=1, **options)
-    assert max(run_ranks(worst_error, 3, case)) < 1e-12
-
-
-def _job(lengths: Any, **options: Any) -> tuple[Any, ...]:
+def _job(lengths: Any, **options: Any) -> Training:
     torch.manual_seed(0)
-    data = TensorDataset(torch.randn(240, 3))
-    net = nn.Linear(3, 1)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    controller = dynamix.Controller("static", 8, interval=2, **options)
-    sampler = controller.batch_sampler(data, lengths=lengths)
-    together = controller.world_size > 1
-    model = controller.wrap(DDP(net) if together and not controller._coordinator.steps_apart else net, optimizer)
-    return controller, sampler, DataLoader(data, batch_sampler=sampler), model, optimizer
+    data, net = TensorDataset(torch.randn(240, 3)), nn.Linear(3, 1)
+    return Training(dynamix.Controller("static", 8, interval=2, **options), data, net, sampling={"lengths": lengths})
 
 
-def _train(job: tuple[Any, ...], batches: int = 10**9) -> list[list[int]]:
+def _train(job: Training, batches: int | None = None) -> list[list[int]]:
     """Train so many batches; the counts of every round."""
-    controller, sampler, loader, model, optimizer = job
     rounds = []
-    for number, (x,) in enumerate(loader, 1):
-        with controller.piece():
-            model(x).square().mean().backward()
-        if controller.optimizer_due:
-            optimizer.step()
-            optimizer.zero_grad()
-        if sampler.piece().last:
-            rounds.append(sampler.plan().counts.tolist())
-        controller.step()
-        if number == batches:
-            break
+    for (x,) in itertools.islice(job.loader, batches):
+        with job.controller.piece():
+            job.model(x).square().mean().backward()
+        if job.sampler.piece().last:
+            rounds.append(job.sampler.plan().counts.tolist())
+        job.finish()
     return rounds
 
 
@@ -82,7 +51,7 @@ def _windows(rank: int) -> Any:
     Decider.assemble = watched  # type: ignore[method-assign]
     job = _job(LENGTHS)
     rounds = _train(job)
-    job[0].close()
+    job.controller.close()
     return rounds, [window.work.tolist() for window in seen]
 
 
@@ -106,11 +75,7 @@ def test_windows_tell_what_was_worked_on() -> None:
 
 def _other_lengths(rank: int) -> str:
     job = _job(LENGTHS if rank else LENGTHS[::-1].copy())
-    try:
-        _train(job)
-    except dynamix.UsageError as error:
-        return str(error)
-    return ""
+    return refusal(dynamix.UsageError, _train, job)
 
 
 def test_ranks_with_other_lengths_are_told() -> None:
@@ -122,11 +87,9 @@ def test_ranks_with_other_lengths_are_told() -> None:
 def _apart(rank: int) -> tuple[int, list[float]]:
     job = _job(LENGTHS, meet="parameters", micro_batch=2)
     _train(job)
-    controller, model = job[0], job[3]
-    seen: list[float] = torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
-    samples = controller.samples_seen
-    controller.close()
-    return samples, seen
+    samples = job.controller.samples_seen
+    job.controller.close()
+    return samples, job.weights().tolist()
 
 
 def test_workers_that_step_apart_are_cut_by_cost_too() -> None:
@@ -138,13 +101,13 @@ def test_workers_that_step_apart_are_cut_by_cost_too() -> None:
 def test_a_checkpoint_of_other_lengths_is_refused() -> None:
     job = _job(LENGTHS)
     _train(job, 3)
-    state = job[0].state_dict()
+    state = job.controller.state_dict()
     with pytest.raises(StateError, match="lengths"):
-        _job(LENGTHS + 1)[0].load_state_dict(state)
+        _job(LENGTHS + 1).controller.load_state_dict(state)
     again = _job(LENGTHS)
-    again[0].load_state_dict(state)
+    again.controller.load_state_dict(state)
     _train(again)
-    assert again[0].samples_seen == 240
+    assert again.controller.samples_seen == 240
 
 
 @pytest.mark.parametrize(

@@ -15,18 +15,15 @@ import time
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader, TensorDataset
 
 import dynamix
 from dynamix.errors import WorkerLostError
 from dynamix.runtime.ranks.liveness import Liveness
 from dynamix.runtime.ranks.process_groups import _kept
 from tests.ranks import Ok, run_ranks
+from tests.runtime.jobs import Training, adaptive, classes
 
 pytestmark = pytest.mark.multiproc
 
@@ -41,24 +38,20 @@ def _native_threads() -> int:
 
 
 def _many_controllers(rank: int, controllers: int) -> list[tuple[int, int, int]]:
-    data = TensorDataset(torch.randn(16, 4), torch.randint(0, 3, (16,)))
     used = []
     for i in range(controllers):
-        policy = ("dynamix", "stigmergic")[i % 2]
-        controller = dynamix.Controller(policy, batch_size=2, interval=1, global_batch="adaptive")
-        sampler = controller.batch_sampler(data)
-        net = nn.Linear(4, 3)
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        model = controller.wrap(DDP(net), optimizer, weighting="loss" if i % 5 == 0 else "hook")
-        for x, y in DataLoader(data, batch_sampler=sampler):
-            loss = F.cross_entropy(model(x), y)
-            (controller.weight(loss, count=float(len(x))) if i % 5 == 0 else loss).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            controller.step(loss=loss)
-        controller.close()
-        controller.close()
-        del controller, sampler, net, optimizer, model, loss
+        job = Training(
+            adaptive(("dynamix", "stigmergic")[i % 2], 2, interval=1),
+            classes(16),
+            weighting="loss" if i % 5 == 0 else "hook",
+        )
+        for x, y in job.loader:
+            loss = job.loss(x, y)
+            (job.controller.weight(loss, count=float(len(x))) if i % 5 == 0 else loss).backward()
+            job.finish(loss=loss)
+        job.controller.close()
+        job.controller.close()
+        del job, loss
         used.append((*_used(), _native_threads()))
     assert not _kept
     return used
@@ -83,33 +76,25 @@ def _train(rank: int, fault: str, buffers: bool) -> dict[str, Any]:
     """Trains until something ends it: `fault` of rank 1 (of rank 0: `fault` with a 0), at step 10."""
     log = _Lines()
     logging.getLogger("dynamix").addHandler(log)
-    data = TensorDataset(torch.randn(4000, 4), torch.randint(0, 3, (4000,)))
-    controller = dynamix.Controller("static", batch_size=2, interval=5, global_batch="adaptive")
-    sampler = controller.batch_sampler(data)
-    net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8) if buffers else nn.ReLU(), nn.Linear(8, 3))
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    model = controller.wrap(DDP(net), optimizer)
+    net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8) if buffers else nn.ReLU(), nn.Linear(8, 3))
+    job = Training(adaptive("static", 2, interval=5), classes(4000), net)
     error: Exception | None = None
     steps, last = 0, time.monotonic()
     faulty = rank == (0 if fault.endswith("0") else 1)
     try:
-        for x, y in DataLoader(data, batch_sampler=sampler):
-            loss = F.cross_entropy(model(x), y)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            controller.step(loss=loss)
+        for x, y in job.loader:
+            job.train(x, y)
             steps, last = steps + 1, time.monotonic()
             time.sleep(0.02)
-            if controller.stopping:
+            if job.controller.stopping:
                 break
             if steps == 10 and faulty:
-                _suffer(controller, fault)
+                _suffer(job.controller, fault)
     except (WorkerLostError, ValueError) as caught:
         error = caught
-        controller.close()
+        job.controller.close()  # here it sees the error
     else:
-        controller.close()
+        job.controller.close()
     ended_s = time.monotonic() - last
     return {"error": error, "steps": steps, "ended_s": ended_s, "log": [(t - last, line) for t, line in log.lines]}
 
@@ -234,18 +219,12 @@ def test_a_broken_connection_to_the_store_does_not_end_the_watch(caplog: pytest.
 
 
 def test_a_single_process_stops_at_its_next_step() -> None:
-    controller = dynamix.Controller("static", batch_size=4, global_batch="adaptive")
-    data = TensorDataset(torch.randn(40, 4))
-    net = nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    sampler = controller.batch_sampler(data)
-    model = controller.wrap(net, optimizer)
+    job = Training(dynamix.Controller("static", batch_size=4, global_batch="adaptive"), classes(40))
     stopped = []
-    for (x,) in DataLoader(data, batch_sampler=sampler):
-        model(x).sum().backward()
-        optimizer.step()
+    for x, y in job.loader:
+        job.backward(x, y)
         if len(stopped) == 3:
-            controller.request_stop()
-        controller.step()
-        stopped.append(controller.stopping)
+            job.controller.request_stop()
+        job.finish()
+        stopped.append(job.controller.stopping)
     assert stopped == [False] * 3 + [True] * 7

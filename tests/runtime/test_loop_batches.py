@@ -14,16 +14,14 @@ pytestmark = pytest.mark.multiproc
 
 @wrong("call controller.step() once for every batch")
 def _never_stepped(job: Job) -> None:
-    job.wrap()
-    for x, y in job.loader:
+    for x, y in job.batches():
         job.loss(x, y).backward()
         job.update()
 
 
 @wrong("call controller.step() once for every batch")
 def _stepped_every_second_batch(job: Job) -> None:
-    job.wrap()
-    for i, (x, y) in enumerate(job.loader):
+    for i, (x, y) in enumerate(job.batches()):
         job.loss(x, y).backward()
         job.update()
         if i % 2:
@@ -32,8 +30,7 @@ def _stepped_every_second_batch(job: Job) -> None:
 
 @wrong("call controller.step() once for every batch")
 def _continue_past_step_on_one_rank(job: Job) -> None:
-    job.wrap()
-    for i, (x, y) in enumerate(job.loader):
+    for i, (x, y) in enumerate(job.batches()):
         job.loss(x, y).backward()
         job.update()
         if i == 3 and job.rank == 1:
@@ -41,37 +38,28 @@ def _continue_past_step_on_one_rank(job: Job) -> None:
         job.step()
 
 
-@wrong("call controller.step() once for every batch")
+@wrong("call controller.step() once for every batch", num_workers=2)
 def _stepped_twice_with_workers_on_one_rank(job: Job) -> None:
-    job.wrap()
-    for i, (x, y) in enumerate(job.loader):
+    for i, (x, y) in enumerate(job.batches()):
         job.train(x, y)
         if i == 2 and job.rank == 0:
             job.controller.step()
 
 
-_stepped_twice_with_workers_on_one_rank.options = {"num_workers": 2}  # type: ignore[attr-defined]
-
-
 @wrong("controller.step()")
 def _stepped_twice(job: Job) -> None:
-    job.wrap()
-    for x, y in job.loader:
+    for x, y in job.batches():
         job.train(x, y)
         job.controller.step()
 
 
-@wrong("call controller.step() once for every batch")
+@wrong("call controller.step() once for every batch", num_workers=2)
 def _stepped_before_backward(job: Job) -> None:
-    job.wrap()
-    for x, y in job.loader:
+    for x, y in job.batches():
         loss = job.loss(x, y)
         job.controller.step()
         loss.backward()
         job.update()
-
-
-_stepped_before_backward.options = {"num_workers": 2}  # type: ignore[attr-defined]
 
 
 @wrong("call controller.step() once for every batch")
@@ -86,7 +74,7 @@ def _last_batch_never_stepped(job: Job) -> None:
                 job.step()
 
 
-@wrong("call controller.step() for a batch that is passed over")
+@wrong("call controller.step() for a batch that is passed over", num_workers=1)
 def _dropped_on_one_rank(job: Job) -> None:
     job.wrap()
     batches = iter(job.loader)
@@ -94,13 +82,9 @@ def _dropped_on_one_rank(job: Job) -> None:
         job.train(*(next(batches) if i == 2 and job.rank == 1 else (x, y)))
 
 
-_dropped_on_one_rank.options = {"num_workers": 1}  # type: ignore[attr-defined]
-
-
 @wrong("call controller.step() for a batch that is passed over")
 def _every_second_batch(job: Job) -> None:
-    job.wrap()
-    for i, (x, y) in enumerate(job.loader):
+    for i, (x, y) in enumerate(job.batches()):
         if i % 2:
             job.train(x, y)
 
@@ -118,8 +102,7 @@ def _left_an_epoch_earlier_on_one_rank(job: Job) -> None:
 
 @wrong("on all ranks or on none")
 def _passed_over_on_one_rank(job: Job) -> None:
-    job.wrap()
-    for i, (x, y) in enumerate(job.loader):
+    for i, (x, y) in enumerate(job.batches()):
         if i == 2 and job.rank == 1:
             job.step()
             continue
@@ -128,8 +111,7 @@ def _passed_over_on_one_rank(job: Job) -> None:
 
 @wrong("on all ranks or on none")
 def _went_on_after_an_error_on_one_rank(job: Job) -> None:
-    job.wrap()
-    for i, (x, y) in enumerate(job.loader):
+    for i, (x, y) in enumerate(job.batches()):
         try:
             if i == 2 and job.rank == 0:
                 raise ValueError("a sample that cannot be read")

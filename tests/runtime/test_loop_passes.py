@@ -17,8 +17,7 @@ pytestmark = pytest.mark.multiproc
 
 @wrong("Controller(accumulate=A)")
 def _accumulated_under_no_sync_undeclared(job: Job) -> None:
-    job.wrap()
-    for i, (x, y) in enumerate(job.loader):
+    for i, (x, y) in enumerate(job.batches()):
         with contextlib.nullcontext() if i % 2 else job.ddp.no_sync():
             job.loss(x, y).backward()
         if i % 2:
@@ -28,8 +27,7 @@ def _accumulated_under_no_sync_undeclared(job: Job) -> None:
 
 @wrong("Controller(accumulate=A)")
 def _accumulated_undeclared(job: Job) -> None:
-    job.wrap()
-    for i, (x, y) in enumerate(job.loader):
+    for i, (x, y) in enumerate(job.batches()):
         job.loss(x, y).backward()
         if i % 2:
             job.update()
@@ -38,8 +36,7 @@ def _accumulated_undeclared(job: Job) -> None:
 
 @wrong("Controller(accumulate=A)")
 def _accumulated_undeclared_and_unstepped(job: Job) -> None:
-    job.wrap()
-    for i, (x, y) in enumerate(job.loader):
+    for i, (x, y) in enumerate(job.batches()):
         with contextlib.nullcontext() if i % 2 else job.ddp.no_sync():
             job.loss(x, y).backward()
         if i % 2:
@@ -49,8 +46,7 @@ def _accumulated_undeclared_and_unstepped(job: Job) -> None:
 
 @wrong("Leave no_sync() out")
 def _never_synchronised(job: Job) -> None:
-    job.wrap()
-    for x, y in job.loader:
+    for x, y in job.batches():
         with job.ddp.no_sync():
             job.loss(x, y).backward()
         job.update()
@@ -59,8 +55,7 @@ def _never_synchronised(job: Job) -> None:
 
 @wrong("past the DDP module")
 def _past_the_ddp_module_on_one_rank(job: Job) -> None:
-    job.wrap()
-    for x, y in job.loader:
+    for x, y in job.batches():
         if job.rank == 1 and job.steps == 2:
             F.cross_entropy(job.ddp.module(x), y).backward()
             job.update()
@@ -69,10 +64,9 @@ def _past_the_ddp_module_on_one_rank(job: Job) -> None:
             job.train(x, y)
 
 
-@wrong("Leave no_sync() out")
+@wrong("Leave no_sync() out", accumulate=2)
 def _synchronised_first_and_local_last(job: Job) -> None:
-    job.wrap()
-    for i, (x, y) in enumerate(job.loader):
+    for i, (x, y) in enumerate(job.batches()):
         with job.ddp.no_sync() if i % 2 else contextlib.nullcontext():
             job.loss(x, y).backward()
         if i % 2:
@@ -80,13 +74,9 @@ def _synchronised_first_and_local_last(job: Job) -> None:
         job.step()
 
 
-_synchronised_first_and_local_last.options = {"accumulate": 2}  # type: ignore[attr-defined]
-
-
 @wrong("(loss1 + loss2).backward()")
 def _two_losses_that_both_synchronise(job: Job) -> None:
-    job.wrap()
-    for x, y in job.loader:
+    for x, y in job.batches():
         job.loss(x, y).backward()
         job.loss(x, y).backward()
         job.update()
@@ -95,8 +85,7 @@ def _two_losses_that_both_synchronise(job: Job) -> None:
 
 @wrong("or a second time")
 def _two_losses_of_one_forward(job: Job) -> None:
-    job.wrap()
-    for x, y in job.loader:
+    for x, y in job.batches():
         logits = job.ddp(x)
         F.cross_entropy(logits, y).backward(retain_graph=True)
         logits.square().mean().backward()
@@ -117,28 +106,22 @@ def _gradients_set_by_hand(job: Job) -> None:
 
 @wrong("Call optimizer.step() once for each backward pass")
 def _two_optimizer_steps_of_one_gradient(job: Job) -> None:
-    job.wrap()
-    for x, y in job.loader:
+    for x, y in job.batches():
         job.loss(x, y).backward()
         job.optimizer.step()
         job.update()
         job.step()
 
 
-@wrong("accumulate=2")
+@wrong("accumulate=2", accumulate=2)
 def _optimizer_at_every_batch_of_an_accumulation(job: Job) -> None:
-    job.wrap()
-    for x, y in job.loader:
+    for x, y in job.batches():
         job.train(x, y)
 
 
-_optimizer_at_every_batch_of_an_accumulation.options = {"accumulate": 2}  # type: ignore[attr-defined]
-
-
-@wrong("call controller.step() once for every batch")
+@wrong("call controller.step() once for every batch", accumulate=2)
 def _step_once_for_an_accumulation(job: Job) -> None:
-    job.wrap()
-    for i, (x, y) in enumerate(job.loader):
+    for i, (x, y) in enumerate(job.batches()):
         with contextlib.nullcontext() if i % 2 else job.ddp.no_sync():
             job.loss(x, y).backward()
         if i % 2:
@@ -146,19 +129,12 @@ def _step_once_for_an_accumulation(job: Job) -> None:
             job.step()
 
 
-_step_once_for_an_accumulation.options = {"accumulate": 2}  # type: ignore[attr-defined]
-
-
-@wrong("Use controller.weight(loss, count=...)")
+@wrong("Use controller.weight(loss, count=...)", buffers=True)
 def _other_count_on_one_rank_with_buffers(job: Job) -> None:
-    job.wrap()
-    for x, y in job.loader:
+    for x, y in job.batches():
         job.loss(x, y).backward()
         job.update()
         job.step(count=len(x) - (job.rank == 1 and job.steps == 2))
-
-
-_other_count_on_one_rank_with_buffers.options = {"buffers": True}  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("workers", [2, 3])

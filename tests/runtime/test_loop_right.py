@@ -23,27 +23,20 @@ from torch.utils.data import DataLoader
 from tests.runtime.loops import Job, Loops, data
 
 LOOPS = Loops()
-right = LOOPS.right
+right, right_with = LOOPS.right, LOOPS.right_with
 pytestmark = pytest.mark.multiproc
 
 
 @right
+@right_with(num_workers=2)
 def _plain(job: Job) -> None:
-    job.wrap()
-    for _ in range(2):
-        for x, y in job.loader:
-            job.train(x, y)
+    for x, y in job.batches(2):
+        job.train(x, y)
 
 
 @right
-def _workers(job: Job) -> None:
-    _plain(job)
-
-
-_workers.options = {"num_workers": 2}  # type: ignore[attr-defined]
-
-
-@right
+@right_with(num_workers=2)
+@right_with(decides_s=0.03)
 def _prefetched_in_a_thread(job: Job) -> None:
     job.wrap()
     ready: queue.Queue[Any] = queue.Queue(3)
@@ -89,12 +82,9 @@ def _prefetched_in_a_thread_over_epochs(job: Job) -> None:
     _over_epochs(job, names=False)
 
 
-@right
+@right_with(num_workers=2)
 def _prefetched_in_a_thread_over_named_epochs_with_workers(job: Job) -> None:
     _over_epochs(job, names=True)
-
-
-_prefetched_in_a_thread_over_named_epochs_with_workers.options = {"num_workers": 2}  # type: ignore[attr-defined]
 
 
 def _ahead(batches: Iterator[Any]) -> Iterator[Any]:
@@ -147,8 +137,7 @@ def _took_the_next_batch_between_two_passes(job: Job) -> None:
 
 @right
 def _continue_after_step(job: Job) -> None:
-    job.wrap()
-    for i, (x, y) in enumerate(job.loader):
+    for i, (x, y) in enumerate(job.batches()):
         if i % 3 == 1:
             job.step()
             continue
@@ -159,8 +148,7 @@ def _continue_after_step(job: Job) -> None:
 
 @right
 def _skipped_backward(job: Job) -> None:
-    job.wrap()
-    for i, (x, y) in enumerate(job.loader):
+    for i, (x, y) in enumerate(job.batches()):
         with torch.no_grad():
             bad = i % 3 == 1
         if not bad:
@@ -196,6 +184,7 @@ def _training_in_eval_mode(job: Job) -> None:
 
 
 @right
+@right_with(buffers=True)
 def _checkpointed(job: Job) -> None:
     class Net(nn.Module):
         def __init__(self, reentrant: bool) -> None:
@@ -216,17 +205,8 @@ def _checkpointed(job: Job) -> None:
 
 
 @right
-def _checkpointed_reentrant(job: Job) -> None:
-    _checkpointed(job)
-
-
-_checkpointed_reentrant.options = {"buffers": True}  # type: ignore[attr-defined]
-
-
-@right
 def _two_losses_summed(job: Job) -> None:
-    job.wrap()
-    for x, y in job.loader:
+    for x, y in job.batches():
         logits = job.ddp(x)
         (F.cross_entropy(logits, y) + logits.square().mean()).backward()
         job.update()
@@ -235,8 +215,7 @@ def _two_losses_summed(job: Job) -> None:
 
 @right
 def _two_losses_of_which_the_last_synchronises(job: Job) -> None:
-    job.wrap()
-    for x, y in job.loader:
+    for x, y in job.batches():
         with job.ddp.no_sync():
             job.loss(x, y).backward()
         job.loss(x, y).backward()
@@ -245,8 +224,7 @@ def _two_losses_of_which_the_last_synchronises(job: Job) -> None:
 
 
 def _accumulates(job: Job, *, no_sync: bool) -> None:
-    job.wrap()
-    for i, (x, y) in enumerate(job.loader):
+    for i, (x, y) in enumerate(job.batches()):
         last = i % 3 == 2
         with job.ddp.no_sync() if no_sync and not last else contextlib.nullcontext():
             (job.loss(x, y) / 3).backward()
@@ -255,17 +233,14 @@ def _accumulates(job: Job, *, no_sync: bool) -> None:
         job.step()
 
 
-@right
+@right_with(accumulate=3)
 def _accumulated(job: Job) -> None:
     _accumulates(job, no_sync=True)
 
 
-@right
+@right_with(accumulate=3)
 def _accumulated_and_always_synchronised(job: Job) -> None:
     _accumulates(job, no_sync=False)
-
-
-_accumulated.options = _accumulated_and_always_synchronised.options = {"accumulate": 3}  # type: ignore[attr-defined]
 
 
 @right
@@ -283,8 +258,7 @@ def _scaled(job: Job) -> None:
 
 @right
 def _gradients_on_the_side(job: Job) -> None:
-    job.wrap()
-    for i, (x, y) in enumerate(job.loader):
+    for i, (x, y) in enumerate(job.batches()):
         job.loss(x, y).backward()
         if i % 2:
             torch.autograd.grad(F.cross_entropy(job.net(x), y), list(job.net.parameters()))
@@ -296,8 +270,7 @@ def _gradients_on_the_side(job: Job) -> None:
 @right
 def _closure(job: Job) -> None:
     job.optimizer = torch.optim.LBFGS(job.net.parameters(), lr=0.01, max_iter=3)
-    job.wrap()
-    for x, y in job.loader:
+    for x, y in job.batches():
 
         def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
             job.optimizer.zero_grad()
@@ -309,7 +282,7 @@ def _closure(job: Job) -> None:
         job.step()
 
 
-@right
+@right_with(num_workers=2)
 def _broken_off_and_begun_again(job: Job) -> None:
     job.wrap()
     for _ in range(5):
@@ -317,9 +290,6 @@ def _broken_off_and_begun_again(job: Job) -> None:
             job.train(x, y)
             if i == 2:
                 break
-
-
-_broken_off_and_begun_again.options = {"num_workers": 2}  # type: ignore[attr-defined]
 
 
 @right
@@ -374,31 +344,12 @@ def _broken_off_one_batch_ahead_of_the_end(job: Job) -> None:
                 break
 
 
-@right
-def _prefetched_in_a_thread_with_workers(job: Job) -> None:
-    _prefetched_in_a_thread(job)
-
-
-_prefetched_in_a_thread_with_workers.options = {"num_workers": 2}  # type: ignore[attr-defined]
-
-
-@right
-def _prefetched_in_a_thread_under_a_slow_policy(job: Job) -> None:
-    _prefetched_in_a_thread(job)
-
-
-_prefetched_in_a_thread_under_a_slow_policy.options = {"decides_s": 0.03}  # type: ignore[attr-defined]
-
-
-@right
+@right_with(num_workers=2)
 def _read_at_once(job: Job) -> None:
     job.wrap()
     for _ in range(2):
         for x, y in list(job.loader):
             job.train(x, y)
-
-
-_read_at_once.options = {"num_workers": 2}  # type: ignore[attr-defined]
 
 
 @right
@@ -412,7 +363,7 @@ def _persistent_workers(job: Job) -> None:
                 break
 
 
-@right
+@right_with(num_workers=2)
 def _evaluation_with_gradients_after_a_break(job: Job) -> None:
     job.wrap()
     for _ in range(3):
@@ -424,21 +375,14 @@ def _evaluation_with_gradients_after_a_break(job: Job) -> None:
             job.loss(vx, vy)  # no_grad() forgotten
 
 
-_evaluation_with_gradients_after_a_break.options = {"num_workers": 2}  # type: ignore[attr-defined]
-
-
-@right
+@right_with(accumulate=2)
 def _last_of_an_accumulation_passed_over(job: Job) -> None:
-    job.wrap()
-    for i, (x, y) in enumerate(job.loader):
+    for i, (x, y) in enumerate(job.batches()):
         if i % 4 != 3:
             job.loss(x, y).backward()
         if i % 2:
             job.update()
         job.step()
-
-
-_last_of_an_accumulation_passed_over.options = {"accumulate": 2}  # type: ignore[attr-defined]
 
 
 @right

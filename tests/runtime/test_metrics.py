@@ -12,35 +12,31 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import IterableDataset
 
 import dynamix
 from dynamix.runtime.metrics import METRICS
 from tests.ranks import run_ranks
+from tests.runtime.jobs import Training, adaptive, classes, classifier
 from tests.union import Script
 
 SAMPLES = 101
+DATA = classes(SAMPLES, 4)
 SCRIPT = [[5], [9], [7], [3]]
 DOCS = Path(__file__).parents[2] / "docs" / "logging.md"
 
 
-def _data() -> TensorDataset:
-    return TensorDataset(torch.randn(SAMPLES, 4), torch.arange(SAMPLES) % 3)
-
-
 class Unsized(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
-        return iter(_data())
+        return iter(DATA)
 
 
 def _steps(controller: dynamix.Controller, batches: Iterable[Any], net: nn.Module, optimizer: Any) -> Iterator[None]:
-    accumulate = controller.accumulate
-    for i, (x, y) in enumerate(batches):
+    for x, y in batches:
         logits = net(x)
         loss = F.cross_entropy(logits, y)
-        (loss / accumulate).backward()
-        if (i + 1) % accumulate == 0:
+        (loss / controller.accumulate).backward()
+        if controller.optimizer_due:
             optimizer.step()
             optimizer.zero_grad()
         controller.step(loss=loss, logits=logits, target=y)
@@ -48,15 +44,12 @@ def _steps(controller: dynamix.Controller, batches: Iterable[Any], net: nn.Modul
 
 
 def _job(accumulate: int = 1, source: Any = None) -> tuple[dynamix.Controller, Any, nn.Module, Any]:
-    net = nn.Linear(4, 3)
+    controller = adaptive(Script(SCRIPT, accumulate), 4, accumulate=accumulate)
+    if source is None:
+        job = Training(controller, DATA, classifier(4))
+        return controller, job.loader, job.model, job.optimizer
+    net, batches = classifier(4), controller.stream(source)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    script = [[accumulate * size for size in sizes] for sizes in SCRIPT]
-    controller = dynamix.Controller(
-        Script(script), batch_size=4, interval=2, accumulate=accumulate, global_batch="adaptive"
-    )
-    batches = controller.stream(source) if source is not None else None
-    if batches is None:
-        batches = DataLoader(_data(), batch_sampler=controller.batch_sampler(_data()))
     return controller, batches, controller.wrap(net, optimizer), optimizer
 
 
@@ -79,7 +72,7 @@ def test_progress_counts_the_samples_of_the_epoch_and_epoch_done_is_its_last_ste
 
 
 def test_progress_of_a_stream_is_unknown_until_its_end_where_its_length_is() -> None:
-    for source, known in ((list(zip(*_data().tensors, strict=True)), True), (Unsized(), False)):
+    for source, known in ((list(zip(*DATA.tensors, strict=True)), True), (Unsized(), False)):
         controller, batches, net, optimizer = _job(source=source)
         seen = [controller.progress for _ in _steps(controller, batches, net, optimizer)]
         assert seen[-1] == 1.0
@@ -125,17 +118,11 @@ def test_there_are_at_most_20_and_the_docs_say_what_each_means() -> None:
 
 
 def _two(rank: int) -> list[dict[str, float]]:
-    torch.manual_seed(0)
-    net, data = nn.Linear(4, 3), _data()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    controller = dynamix.Controller(
-        Script([[3, 7], [6, 5]]), batch_size=4, interval=2, lr_rule="linear", global_batch="adaptive"
-    )
-    loader = DataLoader(data, batch_sampler=controller.batch_sampler(data), num_workers=1)
-    model = controller.wrap(DDP(net), optimizer)
+    controller = adaptive(Script([[3, 7], [6, 5]]), 4, lr_rule="linear")
+    job = Training(controller, DATA, classifier(4), num_workers=1)
     found = []
     for _ in range(2):
-        for _ in _steps(controller, loader, model, optimizer):
+        for _ in _steps(controller, job.loader, job.model, job.optimizer):
             found.append(controller.metrics() | {"done": float(controller.epoch_done)})
     controller.close()
     return found

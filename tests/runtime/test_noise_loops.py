@@ -8,27 +8,25 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
-import dynamix
-from dynamix.runtime.measure.noise import NoiseScale
 from dynamix.runtime.measure.recorder import NORMS_EVERY
 from tests.ranks import run_ranks
+from tests.runtime.jobs import Training, adaptive, noise_of
 from tests.union import Case, worst_error
 
 SIZES = [9, 3, 6]
 MEASURED = {True: 60, False: 12}  # steps that are measured: many where a statistical bound is asked, else few
-# name -> (micro-batches a step, whether no_sync is used, how many losses a batch has)
+# name -> (micro-batches a step, whether no_sync is used, how many losses a batch has, the size of pieces)
 LOOPS = {
-    "plain": (1, True, 1),
-    "no_sync": (3, True, 1),
-    "synchronised": (3, False, 1),
-    "two losses": (1, True, 2),
-    "two losses, no_sync": (3, True, 2),
+    "plain": (1, True, 1, None),
+    "pieces": (1, True, 1, 4),
+    "no_sync": (3, True, 1, None),
+    "synchronised": (3, False, 1, None),
+    "two losses": (1, True, 2, None),
+    "two losses, no_sync": (3, True, 2, None),
 }
 
 
@@ -38,42 +36,38 @@ def _gradient(net: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 def _measured(rank: int, loop: str, weighting: str) -> tuple[float, float]:
     """Noise scale over all windows of a job as it measures it, and from each rank's whole gradient."""
-    accumulate, no_sync, losses = LOOPS[loop]
+    accumulate, no_sync, losses, micro_batch = LOOPS[loop]
     steps = MEASURED[loop == "synchronised"] * NORMS_EVERY
     torch.manual_seed(0)
     x = torch.randn(steps * accumulate * sum(SIZES), 16, dtype=torch.float64)
     y = 0.25 * x[:, :8] + torch.randn(len(x), 8, dtype=torch.float64)
-    data = TensorDataset(x, y)
     net = nn.Linear(16, 8).double()
-    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
-    controller = dynamix.Controller(
-        "static", 6, interval=2 * NORMS_EVERY, accumulate=accumulate, global_batch="adaptive"
-    )
+    cut = {"accumulate": accumulate, "micro_batch": micro_batch}
+    controller = adaptive("static", 6, interval=2 * NORMS_EVERY, **cut)
     coordinator = controller._coordinator
     coordinator.allocations.reset(0, np.array(SIZES))
-    loader = DataLoader(data, batch_sampler=controller.batch_sampler(data))
-    model = controller.wrap(DDP(net, bucket_cap_mb=2e-4), optimizer, weighting=weighting)
+    job = Training(controller, TensorDataset(x, y), net, lr=1e-3, ddp={"bucket_cap_mb": 2e-4}, weighting=weighting)
     found: list[tuple[float, float]] = []
     scale = coordinator.job.noise_scale
     scale.update = lambda noise, signal: found.append((noise, signal))  # type: ignore[method-assign]
     true: list[tuple[float, float]] = []
     batches: list[list[Tensor]] = []
-    for inputs, target in loader:
+    for inputs, target in job.loader:
         batches.append([inputs, target])
-        last = len(batches) == accumulate
-        factor = controller.weight(torch.ones(())) if weighting == "loss" else 1.0
-        for i, part in enumerate(_halves(losses)):
-            with model.no_sync() if (no_sync and not last) or i < losses - 1 else contextlib.nullcontext():
-                loss = F.mse_loss(model(inputs)[:, part], target[:, part]) / losses
-                (loss / accumulate * factor).backward()
-        if last:
+        due = controller.optimizer_due
+        with controller.piece() if micro_batch else contextlib.nullcontext():
+            factor = controller.weight(torch.ones(())) if weighting == "loss" else 1.0
+            for i, part in enumerate(_halves(losses)):
+                alone = not micro_batch and ((no_sync and not due) or i < losses - 1)
+                with job.model.no_sync() if alone else contextlib.nullcontext():
+                    loss = F.mse_loss(job.model(inputs)[:, part], target[:, part]) / losses
+                    (loss / accumulate * factor).backward()
+        if due:
             own = _gradient(net, *(torch.cat(values) for values in zip(*batches, strict=True)))
-            if controller._coordinator.progress.steps % NORMS_EVERY == 0:
-                true.append(_of_gradients(own, accumulate))
+            if coordinator.progress.steps % NORMS_EVERY == 0:
+                true.append(noise_of(own, accumulate * np.array(SIZES)))
             batches = []
-            optimizer.step()
-            optimizer.zero_grad()
-        controller.step(loss=loss)
+        job.finish(loss=loss)
     controller.close()
     if rank:
         return 1.0, 1.0
@@ -83,15 +77,6 @@ def _measured(rank: int, loop: str, weighting: str) -> tuple[float, float]:
 
 def _halves(losses: int) -> list[slice]:
     return [slice(0, 4), slice(4, 8)] if losses == 2 else [slice(None)]
-
-
-def _of_gradients(own: Tensor, accumulate: int) -> tuple[float, float]:
-    counts = np.array(SIZES, dtype=np.float64) * accumulate
-    union = own * (counts[dist.get_rank()] / counts.sum())
-    dist.all_reduce(union)
-    squares = [torch.zeros((), dtype=torch.float64) for _ in SIZES]
-    dist.all_gather(squares, own.square().sum())
-    return NoiseScale.estimate(np.array([float(s) for s in squares]), float(union.square().sum()), counts)
 
 
 def _all_loops(rank: int) -> dict[str, Any]:

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
 import dynamix
 from dynamix.errors import UsageError
 from dynamix.runtime.sync.parameter_averaging import Averaging
 from tests.ranks import run_ranks
+from tests.runtime.jobs import Training, apart, classes, classifier
 from tests.union import Script
 
 SHARES = {2: [[20, 16]], 3: [[16, 0, 20]]}
@@ -25,38 +25,21 @@ OPTIMIZERS: dict[str, Any] = {"adamw": torch.optim.AdamW, "nadam": torch.optim.N
 def _train(rank: int, workers: int, kind: str, saved: Any, rounds: int) -> dict[str, Any]:
     torch.manual_seed(1)
     net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
-    controller = dynamix.Controller(
-        Script(SHARES[workers]),
-        36 // workers,
-        min_batch_size=0,
-        max_batch_size=64,
-        interval=2,
-        micro_batch=4,
-        meet="parameters",
-    )
-    generator = torch.Generator().manual_seed(5)
-    dataset = TensorDataset(
-        torch.arange(240),
-        torch.randn(240, 6, generator=generator, dtype=torch.float64),
-        torch.randint(3, (240,), generator=generator),
-    )
-    loader = DataLoader(dataset, batch_sampler=controller.batch_sampler(dataset, seed=1))
     options = {"momentum": 0.9} if kind == "sgd" else {}
     optimizer = OPTIMIZERS[kind](net.parameters(), lr=0.01, **options)
-    model = controller.wrap(net, optimizer, averaging=Averaging(optimizer_state="kept"))
+    x, y = classes(240).tensors
+    controller, data = apart(Script(SHARES[workers]), 36 // workers), TensorDataset(torch.arange(240), x.double(), y)
+    given = {"optimizer": optimizer, "sampling": {"seed": 1}}
+    job = Training(controller, data, net, **given, averaging=Averaging(optimizer_state="kept"))
     if saved is not None:
         net.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
         controller.load_state_dict(saved["controller"])
     seen: list[int] = []
     trained = meetings = 0
-    for index, x, y in loader:
-        mine = controller._coordinator.need_source().piece().samples
-        with controller.piece():
-            F.cross_entropy(model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        controller.step()
+    for index, bx, by in job.loader:
+        mine = job.sampler.piece().samples
+        job.train_piece(bx, by)
         seen += index.tolist() if mine else []
         trained += mine
         meetings += controller.met
@@ -98,20 +81,14 @@ def test_three_workers_states_become_one_that_two_go_on_with(kind: str) -> None:
 
 
 def _between(rank: int) -> None:
-    dataset = TensorDataset(torch.randn(240, 6))
     controller = dynamix.Controller(Script([[8, 8]]), 8, max_batch_size=64, micro_batch=4, meet="parameters")
-    loader = DataLoader(dataset, batch_sampler=controller.batch_sampler(dataset))
-    net = nn.Linear(6, 1)
-    optimizer = torch.optim.AdamW(net.parameters())
-    model = controller.wrap(net, optimizer, averaging=Averaging(optimizer_state="kept"))
-    for (x,) in loader:
-        with controller.piece():
-            model(x).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        controller.step()
+    net = classifier()
+    given = {"optimizer": torch.optim.AdamW(net.parameters()), "averaging": Averaging(optimizer_state="kept")}
+    job = Training(controller, classes(240), net, **given)
+    for x, y in job.loader:
+        job.train_piece(x, y)
         if not controller.met:
-            controller.optimizer_state(optimizer)
+            controller.optimizer_state(job.optimizer)
 
 
 def test_between_meetings_it_is_refused() -> None:

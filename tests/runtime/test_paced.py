@@ -13,6 +13,7 @@ from dynamix.errors import ConfigError
 from dynamix.events.records import read_events
 from dynamix.policies.paced import FIRST, MOST
 from tests.ranks import run_ranks
+from tests.runtime.jobs import Training, classes
 from tests.runtime.test_resume import job
 from tests.union import Script
 
@@ -45,17 +46,11 @@ def test_lengths_are_agreed_on_and_repeat_in_a_replay_and_after_a_restart(tmp_pa
 
 
 def test_a_lone_worker_s_windows_follow_what_changes(tmp_path: Path) -> None:
-    data = torch.utils.data.TensorDataset(torch.randn(600, 4))
-    net = torch.nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     controller = dynamix.Controller("goodput", batch_size=4, interval="auto", events=tmp_path / "events.jsonl")
-    sampler = controller.batch_sampler(data, seed=0)
-    model = controller.wrap(net, optimizer)
-    for (x,) in torch.utils.data.DataLoader(data, batch_sampler=sampler):
-        model(x).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        controller.step()
+    job = Training(controller, classes(600), lr=0.01)
+    for x, y in job.loader:
+        job.backward(x, y)
+        job.finish()
     controller.close()
     steps = [event["window"]["steps"] for event in read_events(tmp_path / "events.jsonl")]
     assert steps[0] == FIRST

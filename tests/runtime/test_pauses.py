@@ -10,12 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader, TensorDataset
 
-import dynamix
 from dynamix.events.records import read_events
 from dynamix.policies.registry import make_policy, policy_names
 from dynamix.probes.timing import StepTimer
@@ -25,6 +20,7 @@ from dynamix.runtime.measure.recorder import Recorder, assemble
 from dynamix.window import Bounds, Floats, Ints, Window
 from dynamix_lab.virtual.workers import VirtualTime
 from tests.ranks import run_ranks
+from tests.runtime.jobs import Training, adaptive, classes
 
 SPEED = np.array([1.0, 0.8, 0.5, 0.4])
 NOISE, SIGNAL = 12.0, 0.04
@@ -174,20 +170,14 @@ def test_long_steps_that_come_again_are_a_workers_own_pace() -> None:
 
 
 def _live(rank: int, events: str) -> None:
-    net, data = nn.Linear(4, 2), TensorDataset(torch.randn(600, 4), torch.zeros(600, dtype=torch.long))
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    controller = dynamix.Controller("lb_bsp", 8, interval=5, events=events, global_batch="adaptive")
-    loader = DataLoader(data, batch_sampler=controller.batch_sampler(data))
-    model = controller.wrap(DDP(net), optimizer)
-    for i, (x, y) in enumerate(loader):
-        loss = F.cross_entropy(model(x), y)
+    job = Training(adaptive("lb_bsp", interval=5, events=events), classes(600))
+    for i, (x, y) in enumerate(job.loader):
+        loss = job.loss(x, y)
         time.sleep(4.0 if rank and i == 17 else 0.002 * len(x))
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        controller.step(loss=loss)
-    assert controller.metrics()["pauses"] >= 1
-    controller.close()
+        job.finish(loss=loss)
+    assert job.controller.metrics()["pauses"] >= 1
+    job.controller.close()
 
 
 @pytest.mark.multiproc

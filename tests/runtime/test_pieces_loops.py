@@ -2,55 +2,44 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel as DDP
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import dynamix
 from dynamix.errors import ConfigError, UsageError
-from tests.ranks import run_ranks
+from tests.ranks import refusal, run_ranks
+from tests.runtime.jobs import Training, adaptive, classes
 from tests.runtime.loops import Job, Loops
 from tests.union import Script
 
 LOOPS = Loops()
 
 
-def _in_pieces(loop: Callable[[Job], None]) -> Callable[[Job], None]:
-    loop.options = {"micro_batch": 2}  # type: ignore[attr-defined]
-    return loop
-
-
-@LOOPS.wrong("with controller.piece()")
-@_in_pieces
+@LOOPS.wrong("with controller.piece()", micro_batch=2)
 def _every_piece_synchronises(job: Job) -> None:
-    job.wrap()
-    for x, y in job.loader:
+    for x, y in job.batches():
         job.train(x, y)
 
 
-@LOOPS.wrong("if controller.optimizer_due")
-@_in_pieces
+@LOOPS.wrong("if controller.optimizer_due", micro_batch=2)
 def _the_optimizer_steps_with_every_piece(job: Job) -> None:
-    job.wrap()
-    for x, y in job.loader:
+    for x, y in job.batches():
         with job.controller.piece():
             job.loss(x, y).backward()
         job.update()
         job.step()
 
 
-@LOOPS.wrong("controller.step() once for every batch")
-@_in_pieces
+@LOOPS.wrong("controller.step() once for every batch", micro_batch=2)
 def _one_step_a_round(job: Job) -> None:
-    job.wrap()
-    for x, y in job.loader:
+    for x, y in job.batches():
         with job.controller.piece():
             job.loss(x, y).backward()
         if job.controller.optimizer_due:
@@ -58,22 +47,19 @@ def _one_step_a_round(job: Job) -> None:
             job.step()
 
 
-@LOOPS.right
-@_in_pieces
+@LOOPS.right_with(micro_batch=2)
 def _as_it_should_be(job: Job) -> None:
-    job.wrap()
-    for _ in range(2):
-        for x, y in job.loader:
-            with job.controller.piece():
-                job.loss(x, y).backward()
-            if job.controller.optimizer_due:
-                job.update()
-            job.step()
+    for x, y in job.batches(2):
+        with job.controller.piece():
+            job.loss(x, y).backward()
+        if job.controller.optimizer_due:
+            job.update()
+        job.step()
 
 
+@LOOPS.right_with(accumulate=2)
 def _accumulating(job: Job) -> None:
-    job.wrap()
-    for x, y in job.loader:
+    for x, y in job.batches():
         with job.controller.piece():
             (job.loss(x, y) / 2).backward()
         if job.controller.optimizer_due:
@@ -81,16 +67,9 @@ def _accumulating(job: Job) -> None:
         job.step()
 
 
-_accumulating.options = {"accumulate": 2}  # type: ignore[attr-defined]
-
-
-LOOPS.right(_accumulating)
-
-
 @LOOPS.right
 def _one_piece_a_round(job: Job) -> None:
-    job.wrap()
-    for x, y in job.loader:
+    for x, y in job.batches():
         with job.controller.piece():
             job.loss(x, y).backward()
         if job.controller.optimizer_due:
@@ -108,8 +87,7 @@ def test_right_loops_are_silent() -> None:
     LOOPS.check_right()
 
 
-@LOOPS.wrong("after the same optimizer step on all ranks")
-@_in_pieces
+@LOOPS.wrong("after the same optimizer step on all ranks", micro_batch=2)
 def _leaves_an_epoch_after_so_many_batches(job: Job) -> None:
     job.wrap()
     for _ in range(3):
@@ -123,8 +101,7 @@ def _leaves_an_epoch_after_so_many_batches(job: Job) -> None:
             job.step()
 
 
-@LOOPS.right
-@_in_pieces
+@LOOPS.right_with(micro_batch=2)
 def _leaves_an_epoch_after_so_many_rounds(job: Job) -> None:
     job.wrap()
     for epoch in range(3):
@@ -142,66 +119,37 @@ def _leaves_an_epoch_after_so_many_rounds(job: Job) -> None:
 
 
 def test_pieces_of_a_round_that_is_dealt_anew_are_not_added_again() -> None:
-    net = nn.Linear(3, 1)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    controller = dynamix.Controller("static", 16, micro_batch=4, global_batch="adaptive")
-    data = TensorDataset(torch.randn(64, 3))
-    loader = DataLoader(data, batch_sampler=controller.batch_sampler(data))
-    controller.wrap(net, optimizer)
+    job = Training(dynamix.Controller("static", 16, micro_batch=4, global_batch="adaptive"), classes(64))
 
     def train(batches: int) -> None:
-        for i, (x,) in enumerate(loader):
-            with controller.piece():
-                net(x).sum().backward()
-            if controller.optimizer_due:
-                optimizer.step()
-                optimizer.zero_grad()
-            controller.step()
-            if i + 1 == batches:
-                break
+        for x, y in itertools.islice(job.loader, batches):
+            job.train_piece(x, y)
 
     train(4 + 2)
-    optimizer.zero_grad()
+    job.optimizer.zero_grad()
     train(2)
     with pytest.raises(UsageError, match=r"zero_grad\(\)"):
         train(2)
 
 
-class Numbered(TensorDataset):
-    def __getitem__(self, index: int) -> tuple[int, Tensor]:
-        return index, self.tensors[0][index]
-
-
 def _resumed(rank: int, folder: str, stop_after: int | None, workers: int) -> list[int]:
     """Indices whose rounds were finished by this rank; stops in the middle of a round and saves, or resumes."""
-    torch.manual_seed(0)
-    net = nn.Linear(3, 1)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     shares = [[16, 3], [5, 12]] if workers == 2 else [[7, 9, 4], [12, 2, 6]]
-    controller = dynamix.Controller(
-        Script(shares), 8, max_batch_size=32, interval=2, micro_batch=4, global_batch="adaptive"
-    )
-    data = Numbered(torch.randn(173, 3))
-    model = controller.wrap(DDP(net), optimizer)
+    controller = adaptive(Script(shares), max_batch_size=32, micro_batch=4)
     file = Path(folder) / f"state{min(rank, 1)}.pt"
     if stop_after is None:
         controller.load_state_dict(torch.load(file, weights_only=True))
-    sampler = controller.batch_sampler(data)
+    data = TensorDataset(torch.arange(173), *classes(173).tensors)
+    job = Training(controller, data, lr=0.01, num_workers=2)
     finished: list[int] = []
     under_way: list[int] = []
     rounds = 0
-    for index, x in DataLoader(data, batch_sampler=sampler, num_workers=2):
-        with controller.piece():
-            loss = model(x).square().mean()
-            loss.backward()
-        under_way += index.tolist() if sampler.piece().samples else []
-        due = controller.optimizer_due
-        if due:
-            optimizer.step()
-            optimizer.zero_grad()
+    for index, x, y in job.loader:
+        under_way += index.tolist() if job.sampler.piece().samples else []
+        if due := controller.optimizer_due:
             finished, under_way, rounds = finished + under_way, [], rounds + 1
-        controller.step(loss=loss)
-        if rounds == stop_after and (not due or sampler.piece().last):
+        job.train_piece(x, y)
+        if rounds == stop_after and (not due or job.sampler.piece().last):
             # The rank with several pieces is inside of a round here, the other one between two.
             torch.save(controller.state_dict(), file)
             break
@@ -234,13 +182,9 @@ def _refused(rank: int) -> str:
     net = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
     controller = dynamix.Controller("static", 8, micro_batch=4, global_batch="adaptive")
     controller.batch_sampler(range(64))
-    try:
-        controller.wrap(net, torch.optim.SGD(net.parameters(), lr=0.1), weighting="loss")
-    except UsageError as error:
-        return str(error)
-    finally:
-        controller.close()
-    return "nothing was refused"
+    told = refusal(UsageError, controller.wrap, net, torch.optim.SGD(net.parameters(), lr=0.1), weighting="loss")
+    controller.close()
+    return told
 
 
 def test_models_that_pieces_do_not_fit_are_refused() -> None:

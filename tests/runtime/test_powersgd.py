@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 from typing import Any
 
 import numpy as np
@@ -9,11 +11,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
-from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
 import dynamix
 from tests.ranks import run_ranks
+from tests.runtime.jobs import Training, adaptive
 from tests.union import Deep, Script
 
 STEPS = 200
@@ -22,14 +24,8 @@ SCRIPTS = {2: [[2, 10], [9, 3]], 3: [[2, 8, 5], [7, 3, 2]], 4: [[2, 8, 4, 2], [5
 
 def _train(rank: int, workers: int) -> dict[str, Any]:
     torch.manual_seed(3)
-    x, teacher = torch.randn(400, 6), Deep(depth=2)
-    y = teacher(x).detach()
-    net = Deep()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.02)
-    controller = dynamix.Controller(
-        Script(SCRIPTS[workers]), batch_size=4, max_batch_size=16, interval=5, global_batch="adaptive"
-    )
-    sampler = controller.batch_sampler(x)
+    x = torch.randn(400, 6)
+    y = Deep(depth=2)(x).detach()
     state = powerSGD_hook.PowerSGDState(
         process_group=None, matrix_approximation_rank=1, start_powerSGD_iter=3, min_compression_rate=1
     )
@@ -39,21 +35,17 @@ def _train(rank: int, workers: int) -> dict[str, Any]:
         used.setdefault(bucket.index(), []).append(state.process_group.group_name)
         return powerSGD_hook.powerSGD_hook(state, bucket)
 
-    model = controller.wrap(DDP(net, bucket_cap_mb=1e-4), optimizer, hook=spy, hook_state=state)
+    controller = adaptive(Script(SCRIPTS[workers]), 4, max_batch_size=16, interval=5)
+    hook = {"hook": spy, "hook_state": state, "ddp": {"bucket_cap_mb": 1e-4}}
+    job = Training(controller, TensorDataset(x, y), Deep(), lr=0.02, **hook)
     losses: list[float] = []
-    while len(losses) < STEPS:
-        for bx, by in DataLoader(TensorDataset(x, y), batch_sampler=sampler):
-            loss = F.mse_loss(model(bx), by)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            controller.step(loss=loss)
-            losses.append(float(loss.detach()))
-            if len(losses) == STEPS:
-                break
+    for bx, by in itertools.islice(job.batches(STEPS), STEPS):
+        loss = F.mse_loss(job.model(bx), by)
+        loss.backward()
+        job.finish(loss=loss)
+        losses.append(float(loss.detach()))
     controller.close()
-    weights = torch.cat([p.detach().flatten() for p in net.parameters()])
-    return {"weights": weights, "losses": losses, "used": used}
+    return {"weights": job.weights(), "losses": losses, "used": used}
 
 
 @pytest.mark.multiproc
@@ -74,29 +66,22 @@ def test_ranks_stay_equal_and_the_loss_falls_with_a_process_group_per_bucket(wor
 
 def _rolled_back(rank: int) -> list[torch.Tensor]:
     torch.manual_seed(3)
-    x = torch.randn(400, 6)
-    net = Deep(depth=3)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.02)
-    controller = dynamix.Controller("static", batch_size=4, global_batch="adaptive")
-    sampler = controller.batch_sampler(x)
+    data = TensorDataset(torch.randn(400, 6))
     state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=3)
-    model = controller.wrap(DDP(net), optimizer, hook=powerSGD_hook.powerSGD_hook, hook_state=state)
+    controller = dynamix.Controller("static", batch_size=4, global_batch="adaptive")
+    job = Training(controller, data, Deep(depth=3), lr=0.02, hook=powerSGD_hook.powerSGD_hook, hook_state=state)
     saved: list[Any] = []
-    ends = []
+    ends: list[torch.Tensor] = []
     for _ in range(3):
         if saved:
             controller.load_state_dict(saved[0])
-            net.load_state_dict(saved[1])
-        for steps, (bx,) in enumerate(DataLoader(TensorDataset(x), batch_sampler=sampler), 1):
-            model(bx).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            controller.step()
+            job.net.load_state_dict(saved[1])
+        for steps, (bx,) in enumerate(itertools.islice(job.loader, 10 if ends else 20), 1):
+            job.model(bx).square().mean().backward()
+            job.finish()
             if steps == 10 and not saved:
-                saved += [controller.state_dict(), {name: value.clone() for name, value in net.state_dict().items()}]
-            if steps == (20 if not ends else 10):
-                break
-        ends.append(torch.cat([p.detach().flatten() for p in net.parameters()]))
+                saved += [controller.state_dict(), copy.deepcopy(job.net.state_dict())]
+        ends.append(job.weights().clone())
     controller.close()
     return ends
 

@@ -13,30 +13,17 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader, Dataset
+from torch import nn
+from torch.utils.data import TensorDataset
 
-import dynamix
 from tests.ranks import Ok, run_ranks
+from tests.runtime.jobs import Training, adaptive, classes
 from tests.union import Script
 
 pytestmark = pytest.mark.multiproc
 SAMPLES = 330
+DATA = TensorDataset(*classes(SAMPLES, 8).tensors, torch.arange(SAMPLES))
 ANSWERS = [[6, 1, 2, 3], [2, 2, 5, 1], [3, 3, 3, 3]]
-
-
-class Indexed(Dataset[tuple[int, Tensor, Tensor]]):
-    def __init__(self) -> None:
-        generator = torch.Generator().manual_seed(5)
-        self.x = torch.randn(SAMPLES, 8, generator=generator)
-        self.y = torch.randint(0, 4, (SAMPLES,), generator=generator)
-
-    def __len__(self) -> int:
-        return SAMPLES
-
-    def __getitem__(self, i: int) -> tuple[int, Tensor, Tensor]:
-        return i, self.x[i], self.y[i]
 
 
 def job(
@@ -49,28 +36,16 @@ def job(
     stop_at: int | None = None,
     kill_rank: int | None = None,
     resume: bool = False,
-    replay: str | None = None,
-    events: str | None = None,
     num_workers: int = 0,
-    lr_rule: str = "none",
+    **options: Any,
 ) -> dict[str, Any]:
     """Trains with dropout; returns indices seen per epoch by this rank and the final weights."""
     torch.manual_seed(7)
-    net = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4))
+    net = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 3))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-    controller = dynamix.Controller(
-        policy,
-        batch_size=4,
-        max_batch_size=16,
-        interval=3,
-        events=events,
-        replay=replay,
-        lr_rule=lr_rule,
-        global_batch="adaptive",
-    )
-    sampler = controller.batch_sampler(Indexed(), seed=2)
-    loader = DataLoader(Indexed(), batch_sampler=sampler, num_workers=num_workers)
-    model = controller.wrap(DDP(net, bucket_cap_mb=1e-3), optimizer)
+    controller = adaptive(policy, 4, **{"max_batch_size": 16, "interval": 3, "lr_rule": "none", **options})
+    made = {"optimizer": optimizer, "sampling": {"seed": 2}, "ddp": {"bucket_cap_mb": 1e-3}, "num_workers": num_workers}
+    steps = Training(controller, DATA, net, **made)
     path = Path(folder) / f"rank{rank}.pt"
     first = 0
     torch.manual_seed(100 + rank)
@@ -80,35 +55,33 @@ def job(
         optimizer.load_state_dict(saved["optimizer"])
         controller.load_state_dict(saved["controller"])
         first = saved["epoch"]
-        controller.warm_up(lambda: model(torch.zeros(2, 8)).sum().backward())
+        controller.warm_up(lambda: steps.model(torch.zeros(2, 8)).sum().backward())
     seen: dict[int, list[int]] = {}
-    steps = 0
+    done = 0
     for epoch in range(first, epochs):
-        sampler.set_epoch(epoch)
-        for index, x, y in loader:
-            mine = sampler.plan().counts[rank]
-            logits = model(x)
+        steps.sampler.set_epoch(epoch)
+        for x, y, index in steps.loader:
+            mine = steps.sampler.plan().counts[rank]
+            logits = steps.model(x)
             loss = F.cross_entropy(logits, y)
             loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            controller.step(loss=loss, logits=logits, target=y)
+            steps.finish(loss=loss, logits=logits, target=y)
             seen.setdefault(epoch, []).extend(index.tolist() if mine else [])
-            steps += 1
-            if steps == save_at:
+            done += 1
+            if done == save_at:
                 state = {"net": net.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}
                 torch.save({**state, "controller": controller.state_dict()}, path)
                 (Path(folder) / f"seen{rank}").write_text(repr(seen))
                 dist.barrier()
-            if steps == stop_at:
+            if done == stop_at:
                 if kill_rank is not None and rank == kill_rank:
                     os.kill(os.getpid(), signal.SIGKILL)
                 if kill_rank is None:
                     controller.close()
                     return {"seen": seen}
     controller.close()
-    weights = torch.cat([p.detach().flatten() for p in net.parameters()])
-    return {"seen": seen, "weights": weights, "samples": controller.samples_seen, "sizes": controller.batch_sizes}
+    sizes = controller.batch_sizes
+    return {"seen": seen, "weights": steps.weights(), "samples": controller.samples_seen, "sizes": sizes}
 
 
 def _job(rank: int, folder: str, options: dict[str, Any]) -> dict[str, Any]:

@@ -7,60 +7,32 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-import torch.nn.functional as F
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 import dynamix
 from dynamix.errors import ConfigError
 from dynamix.events.records import read_events
 from dynamix.features import features
 from dynamix.model.measured import base_total, noise_scale
-from dynamix.window import Bounds, Window
-from tests.union import Script
+from dynamix.window import Window
+from tests.runtime.jobs import Training, adaptive, classes
+from tests.union import Script, Watching
 
-DATA = TensorDataset(torch.randn(400, 6, generator=torch.Generator().manual_seed(0)), torch.arange(400) % 3)
-
-
-class Watching(Script):
-    """A script that keeps what it was shown."""
-
-    def __init__(self, answers: list[list[int]]) -> None:
-        super().__init__(answers)
-        self.windows: list[Window] = []
-        self.bounds: list[Bounds] = []
-
-    def decide(self, window: Window, bounds: Bounds) -> Any:
-        self.windows.append(window)
-        self.bounds.append(bounds)
-        return super().decide(window, bounds)
+DATA = classes(400)
 
 
 def trained(
     policy: Any, *, accumulate: int = 2, epochs: int = 1, **options: Any
 ) -> tuple[list[int], dynamix.Controller]:
     """Sizes of the batches of a job in one process."""
-    torch.manual_seed(0)
-    net = nn.Linear(6, 3)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    controller = dynamix.Controller(
-        policy, batch_size=4, accumulate=accumulate, interval=2, **{"global_batch": "adaptive", **options}
-    )
-    sampler = controller.batch_sampler(DATA)
-    model = controller.wrap(net, optimizer)
+    job = Training(adaptive(policy, 4, accumulate=accumulate, **options), DATA)
     sizes = []
-    for _ in range(epochs):
-        for x, y in DataLoader(DATA, batch_sampler=sampler):
-            sizes.append(len(x))
-            loss = F.cross_entropy(model(x), y)
-            (loss / accumulate).backward()
-            if sampler.plan().micro == accumulate - 1:
-                optimizer.step()
-                optimizer.zero_grad()
-            controller.step(loss=loss)
-    controller.close()
-    return sizes, controller
+    for x, y in job.batches(epochs):
+        sizes.append(len(x))
+        loss = job.loss(x, y)
+        (loss / accumulate).backward()
+        job.finish(loss=loss)
+    job.controller.close()
+    return sizes, job.controller
 
 
 def test_a_round_has_accumulate_pieces_of_the_batch_size() -> None:

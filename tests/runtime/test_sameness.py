@@ -14,24 +14,20 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 import dynamix
 from dynamix.errors import DynamixError, UsageError
 from dynamix.runtime.ranks import errors as ending
 from dynamix.runtime.state.packing import checksum
 from tests.ranks import run_ranks
+from tests.runtime.jobs import Training, classes
 from tests.union import Script
-
-
-def _data(samples: int = 60) -> TensorDataset:
-    generator = torch.Generator().manual_seed(0)
-    return TensorDataset(torch.randn(samples, 6, generator=generator), torch.arange(samples) % 3)
 
 
 class Count(IterableDataset[Any]):
     def __iter__(self) -> Any:
-        return iter(_data())
+        return iter(classes(60))
 
 
 class Job:
@@ -82,7 +78,7 @@ class Job:
         return saved
 
     def sampled(self, samples: int = 60, **given: Any) -> DataLoader[Any]:
-        return DataLoader(_data(samples), batch_sampler=self.controller.batch_sampler(_data(samples), **given))
+        return DataLoader(classes(samples), batch_sampler=self.controller.batch_sampler(classes(samples), **given))
 
 
 def _states() -> tuple[Any, Any, Any]:
@@ -97,62 +93,47 @@ def _states() -> tuple[Any, Any, Any]:
 Odd = Callable[[bool], None]
 
 
-def _after_load(odd: bool) -> None:
-    two, three, _ = _states()
-    job = Job()
-    job.train(job.sampled(), state=three if odd else two)
-
-
-def _one_has_finished(odd: bool) -> None:
-    two, _, end = _states()
-    job = Job()
-    job.train(job.sampled(), 2, state=end if odd else two)
-
-
-def _only_one_loads(odd: bool) -> None:
-    two, _, _ = _states()
-    job = Job()
-    job.train(job.sampled(), state=two if odd else None)
-
-
-def _only_one_loads_while_training(odd: bool) -> None:
-    two, _, _ = _states()
-    job = Job()
-    job.train(job.sampled(), 2, state=two if odd else None, at=3)
-
-
-def _other_window(odd: bool) -> None:
-    _, three, _ = _states()
-    if odd:
-        three["progress"]["window"] += 1
-        three["checksum"] = checksum(three)
-    job = Job()
-    job.train(job.sampled(), state=three)
-
-
-def _other_ledger(odd: bool) -> None:
-    two, _, _ = _states()
-    if odd:
-        two["ledger_sizes"][-1] = [2] * dist.get_world_size()
-        two["checksum"] = checksum(two)
-    job = Job()
-    job.train(job.sampled(), state=two)
-
-
-def _sampled(**given: Any) -> Odd:
-    """The odd rank makes its sampler with these arguments; seed="rank": as `given` says."""
+def _loaded(state: int | None, odd_state: int | None, epochs: int = 1, **given: Any) -> Odd:
+    """All ranks load one of three states, the odd one another, or none."""
 
     def train(odd: bool) -> None:
+        states = _states()
+        chosen = odd_state if odd else state
         job = Job()
-        job.train(job.sampled(**(given if odd else {})))
+        job.train(job.sampled(), epochs, state=None if chosen is None else states[chosen], **given)
 
     return train
 
 
-def _made(**given: Any) -> Odd:
+def _changed(state: int, change: Callable[[Any], None]) -> Odd:
+    """All ranks load one state, which the odd one has changed."""
+
     def train(odd: bool) -> None:
-        job = Job(**(given if odd else {}))
-        job.train(job.sampled())
+        saved = _states()[state]
+        if odd:
+            change(saved)
+            saved["checksum"] = checksum(saved)
+        job = Job()
+        job.train(job.sampled(), state=saved)
+
+    return train
+
+
+def _other_window(state: Any) -> None:
+    state["progress"]["window"] += 1
+
+
+def _other_ledger(state: Any) -> None:
+    state["ledger_sizes"][-1] = [2] * dist.get_world_size()
+
+
+def _odd(what: str, **given: Any) -> Odd:
+    """The odd rank makes its job, its sampler or its training otherwise: with these arguments."""
+
+    def train(odd: bool) -> None:
+        mine = {what: given} if odd else {}
+        job = Job(**mine.get("job", {}))
+        job.train(job.sampled(**mine.get("sampler", {})), **mine.get("training", {}))
 
     return train
 
@@ -174,26 +155,11 @@ def _set_epoch(odd: bool) -> None:
     job.train(loader)
 
 
-def _hooked(odd: bool) -> None:
-    job = Job()
-    job.train(job.sampled(), hook=fp16_compress_hook if odd else None)
-
-
 def _later_epoch(odd: bool) -> None:
     job = Job()
     loader = job.sampled()
     sampler: Any = loader.batch_sampler
     job.train(loader, 3, before=lambda _, epoch: sampler.set_epoch(epoch + (odd and epoch > 0)))
-
-
-def _trained(**given: Any) -> Odd:
-    """The odd rank trains with these arguments of `Job.train`."""
-
-    def train(odd: bool) -> None:
-        job = Job()
-        job.train(job.sampled(), **(given if odd else {}))
-
-    return train
 
 
 def _momentum(parameters: Any, lr: float) -> torch.optim.Optimizer:
@@ -212,37 +178,43 @@ def _power(odd: bool) -> None:
 
 
 CASES: dict[str, tuple[Odd, list[str]]] = {
-    "seed": (_sampled(seed=7), ["seed is 0 on", "7 on rank {last}", "seed=0, not seed=rank"]),
-    "length": (_sampled(samples=58), ["dataset_size is 60 on", "58 on rank {last}", "whole data set"]),
-    "shuffle": (_sampled(shuffle=False), ["shuffle is true on", "false on rank {last}"]),
-    "partition": (_sampled(partition="contiguous"), ['partition is "stream"', '"contiguous" on rank {last}']),
+    "seed": (_odd("sampler", seed=7), ["seed is 0 on", "7 on rank {last}", "seed=0, not seed=rank"]),
+    "length": (_odd("sampler", samples=58), ["dataset_size is 60 on", "58 on rank {last}", "whole data set"]),
+    "shuffle": (_odd("sampler", shuffle=False), ["shuffle is true on", "false on rank {last}"]),
+    "partition": (_odd("sampler", partition="contiguous"), ['partition is "stream"', '"contiguous" on rank {last}']),
     "epoch": (_set_epoch, ["epoch is 0 on", "1 on rank {last}"]),
     "sharded": (_sharded, ["sharded is false on", "true on rank {last}"]),
     "stream beside sampler": (_stream_beside_sampler, ['samples is "BatchSampler"', '"Stream" on rank {last}']),
-    "steps": (_after_load, ["consumed is 2 on", "3 on rank {last}", "checkpoint of one step"]),
-    "finished": (_one_has_finished, ["epoch is 0 on", "1 on rank {last}", "checkpoint of one step"]),
-    "one loads": (_only_one_loads, ["consumed is 0 on", "2 on rank {last}"]),
-    "one loads late": (_only_one_loads_while_training, ["load_state_dict(state) on every rank"]),
-    "window": (_other_window, ["progress: window is 1 on", "2 on rank {last}", "checkpoint of one step"]),
-    "ledger": (_other_ledger, ["batch sizes is"]),
-    "interval": (_made(interval=3), ["interval is 2 on", "3 on rank {last}"]),
-    "batch size": (_made(batch_size=5), ["batch_size is 4 on", "5 on rank {last}"]),
-    "highest": (_made(max_batch_size=9), ["max_batch_size is [32", "[9, 9"]),
-    "rule": (_made(lr_rule="sqrt"), ['lr_rule is "auto"', '"sqrt" on rank {last}']),
-    "most change": (_made(max_change=2.0), ["max_change is Infinity", "2.0 on rank {last}"]),
-    "policy": (_made(policy="goodput"), ['policy is "Script"', '"goodput" on rank {last}']),
-    "hook": (_hooked, ["exchange of gradients and buffers is", "all-reduce, buffers rank0", "fp16_compress_hook"]),
+    "steps": (_loaded(0, 1), ["consumed is 2 on", "3 on rank {last}", "checkpoint of one step"]),
+    "finished": (_loaded(0, 2, epochs=2), ["epoch is 0 on", "1 on rank {last}", "checkpoint of one step"]),
+    "one loads": (_loaded(None, 0), ["consumed is 0 on", "2 on rank {last}"]),
+    "one loads late": (_loaded(None, 0, epochs=2, at=3), ["load_state_dict(state) on every rank"]),
+    "window": (_changed(1, _other_window), ["progress: window is 1 on", "2 on rank {last}", "checkpoint of one step"]),
+    "ledger": (_changed(0, _other_ledger), ["batch sizes is"]),
+    "interval": (_odd("job", interval=3), ["interval is 2 on", "3 on rank {last}"]),
+    "batch size": (_odd("job", batch_size=5), ["batch_size is 4 on", "5 on rank {last}"]),
+    "highest": (_odd("job", max_batch_size=9), ["max_batch_size is [32", "[9, 9"]),
+    "rule": (_odd("job", lr_rule="sqrt"), ['lr_rule is "auto"', '"sqrt" on rank {last}']),
+    "most change": (_odd("job", max_change=2.0), ["max_change is Infinity", "2.0 on rank {last}"]),
+    "policy": (_odd("job", policy="goodput"), ['policy is "Script"', '"goodput" on rank {last}']),
+    "hook": (
+        _odd("training", hook=fp16_compress_hook),
+        ["exchange of gradients and buffers is", "all-reduce, buffers rank0", "fp16_compress_hook"],
+    ),
     "power": (_power, ["exchange: matrix_approximation_rank is [1] on", "[2] on rank {last}"]),
     "option": (
-        _trained(ddp={"find_unused_parameters": True}),
+        _odd("training", ddp={"find_unused_parameters": True}),
         ["exchange: find_unused_parameters is [false] on", "[true] on rank {last}"],
     ),
-    "scaler": (_trained(scaler=torch.amp.GradScaler("cpu")), ["exchange: losses scaled is [false] on"]),
-    "optimizer": (_trained(optimizer=torch.optim.Adam), ["optimizers is", "SGD of [2]", "Adam of [2]"]),
-    "momentum": (_trained(optimizer=_momentum), ["optimizers: momentum is [0] on", "[0.9] on rank {last}"]),
-    "weights": (_trained(before=_loads), ["parameters: weight is [", "Load weights on every rank"]),
+    "scaler": (_odd("training", scaler=torch.amp.GradScaler("cpu")), ["exchange: losses scaled is [false] on"]),
+    "optimizer": (_odd("training", optimizer=torch.optim.Adam), ["optimizers is", "SGD of [2]", "Adam of [2]"]),
+    "momentum": (_odd("training", optimizer=_momentum), ["optimizers: momentum is [0] on", "[0.9] on rank {last}"]),
+    "weights": (_odd("training", before=_loads), ["parameters: weight is [", "Load weights on every rank"]),
     "later epoch": (_later_epoch, ["in epochs that differ: 1 on", "2 on rank {last}", "set_epoch(epoch) alike"]),
-    "impossible on one": (_made(batch_size=0), ["error is null on", "batch_size=0 is not possible", "on rank {last}"]),
+    "impossible on one": (
+        _odd("job", batch_size=0),
+        ["error is null on", "batch_size=0 is not possible", "on rank {last}"],
+    ),
 }
 
 
@@ -280,17 +252,12 @@ def test_a_controller_made_too_early_in_a_launched_process_is_an_error(monkeypat
 
 def _warm_up_on_one(rank: int) -> str:
     ending.BESIDE_S = 0.5
-    torch.manual_seed(0)
-    net = nn.Linear(6, 3)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    controller = dynamix.Controller("static", 4)
-    model = controller.wrap(DDP(net), optimizer)
-    loader = DataLoader(_data(), batch_sampler=controller.batch_sampler(_data()))
+    job = Training(dynamix.Controller("static", 4), classes(60))
     try:
         if rank:
-            controller.warm_up(lambda: model(torch.ones(4, 6)).sum().backward())
-        for x, _ in loader:
-            model(x).sum().backward()
+            job.controller.warm_up(lambda: job.model(torch.ones(4, 6)).sum().backward())
+        for x, _ in job.loader:
+            job.model(x).sum().backward()
     except UsageError as error:
         return str(error)
     return "accepted"

@@ -14,14 +14,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.optim import lr_scheduler
-from torch.utils.data import DataLoader, TensorDataset
 
 import dynamix
 from dynamix.errors import ConfigError
 from dynamix.runtime.rate.scaling import RULES, LearningRate, SampleSchedule, rule
 from tests.ranks import run_ranks
+from tests.runtime.jobs import Training, classes
 from tests.union import Script
 
 NAN = math.nan
@@ -479,22 +478,16 @@ def test_auto_asks_the_optimizer_inside_of_a_sharded_one() -> None:
     ids=str,
 )
 def test_the_rate_follows_the_global_batch_but_not_an_epochs_tail(given: dict[str, Any], factors: set[float]) -> None:
-    data = TensorDataset(torch.randn(90, 3), torch.randn(90, 1))
-    net = nn.Linear(3, 1)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    controller = dynamix.Controller(Script([[16], [8]]), 8, interval=2, **given)
-    loader = DataLoader(data, batch_sampler=controller.batch_sampler(data))
-    model = controller.wrap(net, optimizer)
+    job = Training(dynamix.Controller(Script([[16], [8]]), 8, interval=2, **given), classes(90))
     seen, tails, used = set(), 0, []
-    optimizer.register_step_pre_hook(lambda *_: used.append(optimizer.param_groups[0]["lr"]))
-    for x, y in loader:
-        tails += not controller._coordinator.need_source().plan().regular
-        F.mse_loss(model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        seen.add(controller.metrics()["lr_factor"])
-        controller.step()
-    controller.close()
+    job.optimizer.register_step_pre_hook(lambda *_: used.append(job.optimizer.param_groups[0]["lr"]))
+    for x, y in job.loader:
+        tails += not job.sampler.plan().regular
+        job.backward(x, y)
+        job.update()
+        seen.add(job.controller.metrics()["lr_factor"])
+        job.controller.step()
+    job.controller.close()
     assert tails
     assert seen == factors
     assert {round(rate / 0.1, 6) for rate in used} == factors

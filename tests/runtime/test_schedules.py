@@ -9,12 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import nn
 from torch.optim import lr_scheduler
-from torch.utils.data import DataLoader, TensorDataset
 
 import dynamix
+from tests.runtime.jobs import Training, adaptive, classes
 from tests.union import Script
 
 SAMPLES, EPOCHS = 240, 3
@@ -33,31 +31,24 @@ def _train(
     """What a job warned of, and its learning rate after each step. `make` gives what is called after a step and after
     an epoch; `first`: after the optimizer's step rather than the controller's.
     """
-    torch.manual_seed(0)
-    data = TensorDataset(torch.randn(SAMPLES, 4), torch.arange(SAMPLES) % 3)
-    net = nn.Linear(4, 3)
-    optimizer = torch.optim.SGD(net.parameters(), lr=lr)
-    controller = dynamix.Controller(Script(script), batch_size=8, interval=2, **{"global_batch": "adaptive", **options})
-    sampler = controller.batch_sampler(data)
-    controller.wrap(net, optimizer)
-    after_step, after_epoch = make(controller, optimizer)
+    job = Training(adaptive(Script(script), **options), classes(SAMPLES), lr=lr)
+    after_step, after_epoch = make(job.controller, job.optimizer)
     rates = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(EPOCHS):
-            for x, y in DataLoader(data, batch_sampler=sampler):
-                F.cross_entropy(net(x), y).backward()
-                optimizer.step()
-                optimizer.zero_grad()
+            for x, y in job.loader:
+                job.backward(x, y)
+                job.update()
                 if first:
                     after_step()
-                controller.step()
+                job.controller.step()
                 if not first:
                     after_step()
-                rates.append(float(optimizer.param_groups[0]["lr"]))
+                rates.append(float(job.optimizer.param_groups[0]["lr"]))
             after_epoch()
-    controller.close()
-    assert len(controller.batch_sizes) == 1
+    job.controller.close()
+    assert len(job.controller.batch_sizes) == 1
     return [str(w.message) for w in caught], rates
 
 

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import dynamix
 from dynamix.errors import UsageError
 from tests.ranks import run_ranks
+from tests.runtime.jobs import adaptive
 from tests.union import Script, larger
 
 pytestmark = pytest.mark.multiproc
@@ -32,15 +33,7 @@ def _gan(rank: int) -> dict[str, Any]:
     data = TensorDataset(torch.randn(SAMPLES, 3).double(), torch.randn(SAMPLES, 2).double())  # points, noise
     nets = {"generator": nn.Linear(2, 3).double(), "critic": nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1)).double()}
     wholes = copy.deepcopy(nets)
-    controller = dynamix.Controller(
-        Script([[2, 9], [9, 3]]),
-        4,
-        max_batch_size=16,
-        interval=2,
-        lr_rule="linear",
-        guard=False,
-        global_batch="adaptive",
-    )
+    controller = adaptive(Script([[2, 9], [9, 3]]), 4, max_batch_size=16, lr_rule="linear", guard=False)
     sampler = controller.batch_sampler(data)
     optimizers = {name: torch.optim.SGD(net.parameters(), lr=0.05) for name, net in nets.items()}
     models = {name: controller.wrap(DDP(net), optimizers[name]) for name, net in nets.items()}
@@ -175,20 +168,14 @@ def _short_of_memory(rank: int) -> tuple[list[int], float]:
     critic = judge.double().eval()
     critic.register_buffer("calls", torch.zeros(()))
     critic.register_forward_hook(lambda *_: critic.get_buffer("calls").add_(1) and None)
-    optimizers = [torch.optim.SGD(net.parameters(), lr=0.01) for net in (generator, critic)]
     controller = dynamix.Controller("static", 6, max_batch_size=16, global_batch="adaptive")
-    models = [
-        controller.wrap(DDP(net), optimizer) for net, optimizer in zip((generator, critic), optimizers, strict=True)
-    ]
+    models = [controller.wrap(DDP(net), torch.optim.SGD(net.parameters(), lr=0.01)) for net in (generator, critic)]
 
-    def loss_fn(part: list[Tensor]) -> Tensor:
+    def step_fn(part: list[Tensor]) -> None:
         judged = models[1](models[0](part[0]))
         if rank == 1 and len(part[0]) > 3:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-        return judged.square().mean()
-
-    def step_fn(part: list[Tensor]) -> None:
-        loss_fn(part).backward()
+        judged.square().mean().backward()
 
     caps = controller.find_limits(step_fn, [noise[:2]])
     calls = float(critic.get_buffer("calls"))

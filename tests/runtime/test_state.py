@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
+import json
 import threading
 import time
 from pathlib import Path
@@ -14,12 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.nn.functional as F
-from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import TensorDataset
 
 import dynamix
 from dynamix.errors import DynamixError, StateError
@@ -28,36 +26,24 @@ from dynamix.runtime.state.packing import checksum, pack, unpack
 from dynamix.runtime.state.schema import SavedState
 from dynamix.window import Bounds, Window
 from tests.ranks import run_ranks
+from tests.runtime.jobs import Training, adaptive, classes
 
-DATA = TensorDataset(torch.randn(300, 6, generator=torch.Generator().manual_seed(0)), torch.arange(300) % 3)
+DATA = classes(300)
 
 
 def job(policy: Any = "goodput", **options: Any) -> tuple[dynamix.Controller, Any, Any]:
     """A controller with its sampler and one step, `train(steps)`, that returns the indices trained on."""
-    torch.manual_seed(0)
-    net = nn.Linear(6, 3)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    controller = dynamix.Controller(policy, **{"batch_size": 8, "interval": 2, "global_batch": "adaptive", **options})
-    sampler = controller.batch_sampler(DATA)
-    model = controller.wrap(net, optimizer)
-    controller.scheduler(torch.optim.lr_scheduler.StepLR(optimizer, 5))
+    made = Training(adaptive(policy, **{"batch_size": 8, **options}), DATA)
+    made.controller.scheduler(torch.optim.lr_scheduler.StepLR(made.optimizer, 5))
 
     def train(steps: int | None = None) -> list[int]:
         seen: list[int] = []
-        for n, batch in enumerate(iter(sampler)):
-            x, y = DATA[batch]
-            loss = F.cross_entropy(model(x), y)
-            loss.backward()
-            if sampler.plan().micro == controller.accumulate - 1:
-                optimizer.step()
-                optimizer.zero_grad()
-            controller.step(loss=loss)
+        for batch in itertools.islice(made.sampler, steps):
+            made.train(*DATA[batch])
             seen += batch
-            if n + 1 == steps:
-                break
         return seen
 
-    return controller, sampler, train
+    return made.controller, made.sampler, train
 
 
 def saved(policy: Any = "goodput", steps: int = 9, **options: Any) -> dict[str, Any]:
@@ -249,31 +235,23 @@ def _summing(state: Summing, bucket: Any) -> Any:
 
 def _hooked(rank: int, culprit: str) -> list[Any]:
     """A load that fails in the second of three objects of the user's, after which the job goes on."""
-    torch.manual_seed(0)
 
-    def made() -> tuple[dynamix.Controller, Any, Summing]:
-        net, hook_state = nn.Linear(6, 3), Summing()
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        controller = dynamix.Controller("goodput", batch_size=8, interval=2, global_batch="adaptive")
-        sampler = controller.batch_sampler(DATA)
-        model = controller.wrap(DDP(net), optimizer, hook=_summing, hook_state=hook_state)
+    def made() -> tuple[Training, Summing]:
+        job, hook_state = Training(adaptive("goodput"), DATA, hook=_summing, hook_state=(state := Summing())), state
         kind = FragileSchedule if culprit == "FragileSchedule" else torch.optim.lr_scheduler.StepLR
-        controller.scheduler(kind(optimizer, 2), nominal_batch_size=16)
+        job.controller.scheduler(kind(job.optimizer, 2), nominal_batch_size=16)
+        return job, hook_state
 
-        def train(steps: int) -> None:
-            for _, batch in zip(range(steps), sampler, strict=False):
-                x, y = DATA[batch]
-                F.cross_entropy(model(x), y).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                controller.step()
+    def train(job: Training, steps: int) -> None:
+        for _, batch in zip(range(steps), job.sampler, strict=False):
+            job.backward(*DATA[batch])
+            job.finish()
 
-        return controller, train, hook_state
-
-    first, train, _ = made()
-    train(5)
-    state = first.state_dict()
-    second, train, hook_state = made()
+    first, _ = made()
+    train(first, 5)
+    state = first.controller.state_dict()
+    job, hook_state = made()
+    second = job.controller
     Summing.fails = culprit == "Summing"
     before = without_clock(second.state_dict())
     try:
@@ -283,7 +261,7 @@ def _hooked(rank: int, culprit: str) -> list[Any]:
         said = str(error)
     same = repr(without_clock(second.state_dict())) == repr(before)
     Summing.fails = False
-    train(2)
+    train(job, 2)
     return [said, same, hook_state.calls, hook_state.kept.tolist(), second.samples_seen]
 
 
@@ -368,37 +346,26 @@ def test_torch_distributed_checkpoint_takes_it(tmp_path: Path) -> None:
 
 
 def _ranks(rank: int, folder: str) -> list[Any]:
-    torch.manual_seed(0)
-    net = nn.Linear(6, 3)
+    def made() -> Training:
+        return Training(adaptive("static", interval=50), DATA)
 
-    def made() -> tuple[dynamix.Controller, Any]:
-        own = copy.deepcopy(net)
-        controller = dynamix.Controller("static", batch_size=8, interval=50, global_batch="adaptive")
-        controller.batch_sampler(DATA)
-        return controller, controller.wrap(DDP(own), torch.optim.SGD(own.parameters(), lr=0.1))
-
-    controller, model = made()
+    job = made()
+    controller = job.controller
     torch.manual_seed(50 + rank)
-    for n, batch in enumerate(iter(controller._coordinator.need_source())):
-        x, y = DATA[batch]
-        loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        model.zero_grad()
-        controller.step(loss=loss)
-        if n == 2:
-            break
+    for batch in itertools.islice(job.sampler, 3):
+        job.train(*DATA[batch])
     own, gathered = controller.state_dict(), controller.state_dict(gather=True)
     found: list[Any] = []
     for state in (own, gathered):
         given = [state]
         dist.broadcast_object_list(given, 0)  # frameworks that keep rank 0's state only
-        fresh, _ = made()
+        fresh = made().controller
         fresh.load_state_dict(given[0])
         mine = fresh._coordinator.recorder.state_dict()
         found.append((mine == controller._coordinator.recorder.state_dict(), mine["steps"], bool(mine["series"])))
         found.append(fresh._coordinator._waiting.take("rng") is not None)
     dcp.save({"controller": controller}, checkpoint_id=Path(folder) / "at")
-    fresh, _ = made()
+    fresh = made().controller
     dcp.load({"controller": fresh}, checkpoint_id=Path(folder) / "at")
     return [*found, fresh.samples_seen]
 
@@ -414,8 +381,6 @@ def test_a_replay_passes_the_projection(tmp_path: Path) -> None:
     train(3)
     controller.close()
     text = (tmp_path / "e.jsonl").read_text().splitlines()[0]
-    import json
-
     event = json.loads(text) | {"decision": "new", "allocation": [200], "from_step": 4}
     (tmp_path / "r.jsonl").write_text(json.dumps(event) + "\n")
     controller, _, train = job("static", max_batch_size=16, replay=tmp_path / "r.jsonl")

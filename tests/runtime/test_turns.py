@@ -9,12 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader, TensorDataset
 
-import dynamix
 from dynamix.errors import UsageError
 from tests.ranks import run_ranks
+from tests.runtime.jobs import Training, adaptive, classes, classifier
 from tests.union import Script
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(90)]
@@ -59,30 +57,21 @@ def _behind(batches: Iterator[Any]) -> Iterator[Any]:
 
 
 def _train(rank: int, how: str) -> str:
-    torch.manual_seed(0)
-    data = TensorDataset(torch.randn(SAMPLES, 6), torch.randint(3, (SAMPLES,)))
-    controller = dynamix.Controller(
-        Script([[3, 5], [6, 2], [4, 4]]), 4, max_batch_size=8, interval=5, global_batch="adaptive"
-    )
-    sampler = controller.batch_sampler(data)
-    net: nn.Module = Turned() if how == "time first" else Square() if how == "square" else nn.Linear(6, 3)
-    model = controller.wrap(DDP(net), optimizer := torch.optim.SGD(net.parameters(), lr=0.1))
-    batches = iter(DataLoader(data, batch_sampler=sampler))
-    steps = 0
+    net: nn.Module = Turned() if how == "time first" else Square() if how == "square" else classifier()
+    controller = adaptive(Script([[3, 5], [6, 2], [4, 4]]), 4, max_batch_size=8, interval=5)
+    job, steps = Training(controller, classes(SAMPLES), net), 0
     try:
-        for x, y in {"swapped": _swapped, "behind": _behind}.get(how, iter)(batches):
+        for x, y in {"swapped": _swapped, "behind": _behind}.get(how, iter)(iter(job.loader)):
             if how == "by name":
-                logits = model(input=x)
+                logits = job.model(input=x)
             elif how == "twice as long":
-                logits = model(torch.cat([x, x + 0.01]))[: len(x)]
+                logits = job.model(torch.cat([x, x + 0.01]))[: len(x)]
             elif how == "square":
-                logits = model(x.expand(4, *x.shape))
+                logits = job.model(x.expand(4, *x.shape))
             else:
-                logits = model(x.T if how == "time first" else x)
+                logits = job.model(x.T if how == "time first" else x)
             F.cross_entropy(logits, y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            controller.step()
+            job.finish()
             steps += 1
     except UsageError as error:
         return f"after {steps}: {error}"
@@ -90,14 +79,9 @@ def _train(rank: int, how: str) -> str:
     return "silent"
 
 
-def test_swapped_batches_are_told_once_their_sizes_differ() -> None:
-    for said in run_ranks(_train, 2, "swapped"):
-        assert "in the order in which the loader gives them" in said
-        assert int(said.split()[1].strip(":")) <= 12
-
-
-def test_batches_one_turn_behind_are_told_once_sizes_change() -> None:
-    for said in run_ranks(_train, 2, "behind"):
+@pytest.mark.parametrize("how", ["swapped", "behind"])
+def test_batches_in_another_order_are_told_once_sizes_differ(how: str) -> None:
+    for said in run_ranks(_train, 2, how):
         assert "in the order in which the loader gives them" in said
         assert int(said.split()[1].strip(":")) <= 12
 

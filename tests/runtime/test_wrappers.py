@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from typing import Any
 
 import pytest
@@ -12,28 +11,24 @@ import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, TensorDataset
 
-import dynamix
+from tests.integrations.jobs import as_under_torchrun
 from tests.ranks import run_ranks
+from tests.runtime.jobs import adaptive, furthest
 from tests.union import Deep, Script, larger
 
 SAMPLES = 96
-# What frameworks know a launcher by; the process group is there already.
-TORCHRUN = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "test", "ACCELERATE_USE_CPU": "true"}
 
 
 def _trained(rank: int, stack: str) -> float:
     """The largest difference of any gradient from the union batch's."""
-    launched = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "GROUP_RANK": 0}
-    os.environ |= {name: str(value) for name, value in launched.items()} | TORCHRUN
+    as_under_torchrun(rank)
     torch.manual_seed(1)
     x, y = torch.randn(SAMPLES, 6, dtype=torch.float64), torch.randn(SAMPLES, 6, dtype=torch.float64)
     net = Deep(depth=3).double()
     whole = copy.deepcopy(net)
     optimizer: Any = torch.optim.SGD(net.parameters(), lr=0.01)
     model, optimizer, backward = STACKS[stack](net, optimizer)
-    controller = dynamix.Controller(
-        Script([[4, 12], [12, 4]]), batch_size=8, max_batch_size=16, interval=2, global_batch="adaptive"
-    )
+    controller = adaptive(Script([[4, 12], [12, 4]]), max_batch_size=16)
     loader = controller.loader(DataLoader(TensorDataset(x, y), batch_size=8))
     if stack == "compiled before":
         backward(model(x[:8]).mean())  # what was compiled then knows nothing of the controller
@@ -46,8 +41,7 @@ def _trained(rank: int, stack: str) -> float:
         loss = F.mse_loss(model(bx), by)
         backward(loss)
         want = torch.autograd.grad(F.mse_loss(whole(x[union]), y[union]), list(whole.parameters()))
-        for got, true in zip(net.parameters(), want, strict=True):
-            worst = larger(worst, float((got.grad - true).abs().max()))
+        worst = larger(worst, furthest(net, want))
         optimizer.step()
         whole.load_state_dict(net.state_dict())
         optimizer.zero_grad()

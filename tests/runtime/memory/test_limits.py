@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,55 +13,42 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
 import dynamix
 from dynamix.probes.host import Cgroups
 from tests.ranks import run_ranks
+from tests.runtime.jobs import Training, classes
 
 pytestmark = pytest.mark.multiproc
 MIB = 2**20
 
 
-def _data(samples: int = 400) -> TensorDataset:
-    return TensorDataset(torch.randn(samples, 6), torch.randn(samples, 1))
-
-
 def _counted(rank: int, most: tuple[int, ...], arguments: dict[str, Any]) -> dict[str, Any]:
     """A rank has memory for `most[rank]` samples."""
     torch.manual_seed(0)
-    data = _data()
-    net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 1))
+    net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 3))
     before = copy.deepcopy(net.state_dict())
-    optimizer = torch.optim.Adam(net.parameters())
     controller = dynamix.Controller("static", batch_size=16, **{"global_batch": "adaptive", **arguments})
-    sampler = controller.batch_sampler(data)
-    model = controller.wrap(DDP(net), optimizer)
-    example = torch.randn(3, 6), torch.randn(3, 1)
-    state, tried = torch.get_rng_state(), []
+    job = Training(controller, classes(400), net, optimizer=torch.optim.Adam(net.parameters()))
+    state = torch.get_rng_state()
 
     def step_fn(batch: tuple[Tensor, Tensor]) -> None:
-        tried.append(len(batch[0]))
         if len(batch[0]) > most[rank]:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-        F.mse_loss(model(batch[0]), batch[1]).backward()
+        job.backward(*batch)
 
-    caps = controller.find_limits(step_fn, example)
+    caps = controller.find_limits(step_fn, classes(3)[:3])
     assert torch.equal(state, torch.get_rng_state())
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
     assert all(p.grad is None for p in net.parameters())
     sizes, seen = controller.batch_sizes.tolist(), 0
-    for x, y in DataLoader(data, batch_sampler=sampler):
+    for x, y in job.loader:
         assert len(x) <= caps[rank]
-        loss = F.mse_loss(model(x), y)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        controller.step(loss=loss)
+        job.train(x, y)
         seen += len(x)
     controller.close()
-    return {"caps": caps, "sizes": sizes, "samples": controller.samples_seen, "tried": max(tried)}
+    return {"caps": caps, "sizes": sizes, "samples": controller.samples_seen}
 
 
 def test_only_one_rank_lacks_memory_and_the_others_take_over() -> None:
@@ -83,16 +71,13 @@ def test_where_the_smallest_batch_does_not_fit_every_rank_says_so() -> None:
 
 
 def _bug(rank: int) -> None:
-    net = nn.Linear(6, 1)
-    controller = dynamix.Controller("static", batch_size=16, global_batch="adaptive")
-    controller.batch_sampler(_data())
-    controller.wrap(DDP(net), torch.optim.SGD(net.parameters(), 0.1))
+    job = Training(dynamix.Controller("static", batch_size=16, global_batch="adaptive"), classes(400))
 
     def step_fn(batch: Tensor) -> None:
         if rank == 1 and len(batch) > 8:
             raise KeyError("a bug")
 
-    controller.find_limits(step_fn, torch.zeros(2, 6))
+    job.controller.find_limits(step_fn, torch.zeros(2, 6))
 
 
 def test_another_error_of_the_step_ends_every_rank_with_the_reason() -> None:
@@ -112,16 +97,13 @@ def _wide(rank: int, group: str) -> list[int]:
     data = TensorDataset(torch.randn(2400, 32), torch.randn(2400, 1))
     net = nn.Sequential(nn.Linear(32, WIDE), nn.Tanh(), nn.Linear(WIDE, 1))
     controller = dynamix.Controller("static", batch_size=100, max_batch_size=1600, global_batch="adaptive")
-    sampler = controller.batch_sampler(data)
-    model = controller.wrap(DDP(net), torch.optim.SGD(net.parameters(), lr=1e-5, momentum=0.9))
-    caps = controller.find_limits(lambda b: F.mse_loss(model(b[0]), b[1]).backward(), data[:4])
+    job = Training(controller, data, net, optimizer=torch.optim.SGD(net.parameters(), lr=1e-5, momentum=0.9))
+    caps = controller.find_limits(lambda b: F.mse_loss(job.model(b[0]), b[1]).backward(), data[:4])
     controller._coordinator.allocations.schedule(0, caps)  # and it is true: two steps with as much as that
-    for step, (x, y) in enumerate(DataLoader(data, batch_sampler=sampler)):
-        F.mse_loss(model(x), y).backward()
-        model.zero_grad(set_to_none=False)
+    for x, y in itertools.islice(job.loader, 2):
+        F.mse_loss(job.model(x), y).backward()
+        job.model.zero_grad(set_to_none=False)
         controller.step()
-        if step == 1:
-            break
     controller.close()
     return caps
 

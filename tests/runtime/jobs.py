@@ -1,0 +1,138 @@
+"""A small training under a controller: what tests need before they come to what they are about."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, TensorDataset
+
+import dynamix
+from dynamix.runtime.measure.noise import NoiseScale
+from dynamix.window import Ints
+from tests.union import larger
+
+
+def classes(samples: int, width: int = 6) -> TensorDataset:
+    """Points of three classes, the same ones whenever they are asked for."""
+    x = torch.randn(samples, width, generator=torch.Generator().manual_seed(0))
+    return TensorDataset(x, torch.arange(samples) % 3)
+
+
+def adaptive(policy: Any, batch_size: int = 8, **options: Any) -> dynamix.Controller:
+    """A controller that may change the global batch, after short windows."""
+    given: dict[str, Any] = {"interval": 2, "global_batch": "adaptive", **options}
+    return dynamix.Controller(policy, batch_size, **given)
+
+
+def apart(policy: Any, batch_size: int, **options: Any) -> dynamix.Controller:
+    """A controller whose workers take own steps on pieces of four, and meet over parameters."""
+    given: dict[str, Any] = {"min_batch_size": 0, "max_batch_size": 64, "interval": 2, "micro_batch": 4}
+    return dynamix.Controller(policy, batch_size, **{**given, "meet": "parameters", **options})
+
+
+def classifier(width: int = 6) -> nn.Linear:
+    """A linear one with the same weights on every rank."""
+    torch.manual_seed(0)
+    return nn.Linear(width, 3)
+
+
+class Training:
+    """A model under a controller, with SGD and a loader of all data, as a user's script has them.
+
+    net       the model; None: a linear classifier of six features
+    sampling  options of the sampler
+    ddp       options of DistributedDataParallel, which is around a model that is not sharded and whose gradients meet
+    wrap      options of `controller.wrap`
+    """
+
+    def __init__(
+        self,
+        controller: dynamix.Controller,
+        data: Any,
+        net: nn.Module | None = None,
+        *,
+        optimizer: torch.optim.Optimizer | None = None,
+        lr: float = 0.1,
+        sampling: dict[str, Any] | None = None,
+        ddp: dict[str, Any] | None = None,
+        num_workers: int = 0,
+        **wrap: Any,
+    ) -> None:
+        self.controller = controller
+        self.net: Any = classifier() if net is None else net
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=lr) if optimizer is None else optimizer
+        self.sampler = controller.batch_sampler(data, **(sampling or {}))
+        self.loader = DataLoader(data, batch_sampler=self.sampler, num_workers=num_workers)
+        coordinator = controller._coordinator
+        steps_apart = coordinator.steps_apart and coordinator.ways is None  # and never over gradients
+        alone = controller.world_size == 1 or steps_apart or isinstance(net, FSDPModule)
+        model = self.net if alone else DDP(self.net, process_group=controller.group, **(ddp or {}))
+        self.model: Any = controller.wrap(model, self.optimizer, **wrap)
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.model(x), y)
+
+    def backward(self, x: Tensor, y: Tensor) -> Tensor:
+        """One pass; its loss."""
+        loss = self.loss(x, y)
+        loss.backward()
+        return loss
+
+    def update(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def finish(self, **told: Any) -> None:
+        """What follows a pass: the optimizer's step if it is due, and the controller's."""
+        if self.controller.optimizer_due:
+            self.update()
+        self.controller.step(**told)
+
+    def train(self, x: Tensor, y: Tensor) -> None:
+        """A batch whole; the controller is told the loss."""
+        self.finish(loss=self.backward(x, y))
+
+    def train_piece(self, x: Tensor, y: Tensor) -> None:
+        with self.controller.piece():
+            loss = self.backward(x, y)
+        self.finish(loss=loss)
+
+    def batches(self, epochs: int) -> Iterator[Any]:
+        """Those of some epochs, each named to the sampler."""
+        for epoch in range(epochs):
+            self.sampler.set_epoch(epoch)
+            yield from self.loader
+
+    def weights(self) -> Tensor:
+        return torch.cat([p.detach().flatten() for p in self.net.parameters()])
+
+
+def order_of(samples: int, epoch: int = 0, seed: int = 0) -> Tensor:
+    """Of samples in an epoch, as samplers shuffle them."""
+    return torch.randperm(samples, generator=torch.Generator().manual_seed(seed + epoch))
+
+
+def furthest(net: nn.Module, wanted: Any) -> float:
+    """The largest difference of any element of a gradient from what it should be."""
+    pairs = zip(net.parameters(), wanted, strict=True)
+    found = torch.stack([(p.grad - true).abs().max() for p, true in pairs if p.grad is not None])
+    assert len(found) == len(list(net.parameters()))
+    return larger(0.0, float(found.max()))
+
+
+def noise_of(own: Tensor, counts: Ints) -> tuple[float, float]:
+    """(S, G2) by the whole gradients of all ranks, of so many samples each; `own` is this rank's."""
+    union = own * float(counts[dist.get_rank()] / counts.sum())
+    dist.all_reduce(union)
+    squares = [torch.zeros((), dtype=own.dtype) for _ in counts]
+    dist.all_gather(squares, own.square().sum())
+    local = np.array([float(square) for square in squares])
+    return NoiseScale.estimate(local, float(union.square().sum()), counts.astype(np.float64))
