@@ -46,7 +46,6 @@ def test_example_runs(line: str, tmp_path: Path) -> None:
         if name == "elastic.py":
             options += ["--folder", str(tmp_path)]
         if name == BY_TORCHRUN:
-            assert ranks is not None
             said = _by_torchrun(script, ranks[1])
         else:
             said = run_script(script, options, ranks=None if ranks is None else int(ranks[1]))

@@ -19,6 +19,7 @@ from dynamix.policies import make_policy, policy_names
 from dynamix.policies.files import describe_policy, trained_as
 from dynamix.policies.registry import parse_name
 from dynamix.probes import probe_report, probes_here
+from tests.refused import refused
 
 SOURCE = Path(dynamix.__file__).parents[1]
 POLICY = """
@@ -139,8 +140,7 @@ def test_a_policy_that_does_not_import_says_whose_it_is_and_breaks_no_other(site
 
 def test_what_makes_no_policy_is_refused(site: Site) -> None:
     site.install("rules-of-mine", "wordy_rules", POLICY, "dynamix.policies", wordy="word")
-    with pytest.raises(ConfigError, match="a plug-in that makes a policy; mend or remove wordy of rules-of-mine"):
-        make_policy("wordy")
+    refused(ConfigError, "a plug-in that makes a policy; mend or remove wordy of rules-of-mine", make_policy, "wordy")
 
 
 def test_a_policy_cannot_take_a_built_ins_name_and_that_is_said(site: Site) -> None:
@@ -161,15 +161,13 @@ def test_of_two_plug_ins_with_one_name_the_first_by_distribution_is_taken(site: 
 
 @pytest.mark.parametrize("name", ["cannikin", "dynamix-paper", "noise_scale", "pollux", "guarded:pollux"])
 def test_a_policy_of_the_laboratory_says_what_to_install_where_that_is_missing(name: str, no_laboratory: None) -> None:
-    with pytest.raises(ConfigError, match=r"part of the laboratory: pip install \./lab  \(in dynamix's source tree\)"):
-        make_policy(name)
+    refused(ConfigError, r"part of the laboratory: pip install \./lab  \(in dynamix's source tree\)", make_policy, name)
 
 
 def test_a_policy_file_of_the_laboratory_says_what_to_install(no_laboratory: None) -> None:
     from dynamix_lab.papers.additive import PRETRAINED
 
-    with pytest.raises(PolicyFileError, match=r"part of the laboratory: pip install \./lab"):
-        make_policy(str(PRETRAINED))
+    refused(PolicyFileError, r"part of the laboratory: pip install \./lab", make_policy, str(PRETRAINED))
 
 
 def test_with_the_laboratory_its_policies_and_files_are_there() -> None:

@@ -143,19 +143,3 @@ def test_the_time_of_a_decision_with_its_events_line_is_told_without_ranks():
     assert 0 < few["decision"] + few["line"] <= 1.5 * few["cpu"] <= 1.5 * few["cpu_p99"]
     assert few["line_bytes"] < many["line_bytes"] < 4 * few["line_bytes"]
     assert found["goal"]["decision_cpu_ms"] == 5.0
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--cluster", "moon"],
-        ["--cluster", "virtual", "--workers", "12"],
-        ["--seeds", "2"],
-        ["--cluster", "virtual", "--policies", "nonsense"],
-    ],
-)
-def test_scaling_refuses_what_it_cannot_run_and_leaves_no_folder(arguments, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    result = call("bench", "scaling", *arguments)
-    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
-    assert list(tmp_path.iterdir()) == []

@@ -15,6 +15,7 @@ from dynamix.errors import StateError
 from dynamix.events.records import EventLog, read_events
 from dynamix.events.windows import PACKED_ABOVE, RAW_ABOVE, unpacked, window_record
 from dynamix.window import PER_CLUSTER, PER_WORKER, Window
+from tests.refused import refused
 
 MANY = PACKED_ABOVE + 1
 
@@ -75,8 +76,7 @@ def test_low_bytes_of_very_many_workers_go_as_they_are_and_read_back(tmp_path: P
     cut = json.loads(line)
     cut["window"]["packed"] = cut["window"]["packed"][:-8]
     (tmp_path / "events.jsonl").write_text(json.dumps(cut) + "\n")
-    with pytest.raises(StateError, match="the packed window is damaged"):
-        read_events(tmp_path / "events.jsonl")
+    refused(StateError, "the packed window is damaged", read_events, tmp_path / "events.jsonl")
 
 
 @pytest.mark.parametrize(
@@ -102,8 +102,7 @@ def test_a_damaged_window_is_named_by_its_line(tmp_path: Path, field: str, broke
     if broken is ...:
         del event["window"][field]
     (tmp_path / "events.jsonl").write_text(json.dumps(event) + "\n")
-    with pytest.raises(StateError, match=r"events.jsonl:1: the packed window is damaged"):
-        read_events(tmp_path / "events.jsonl")
+    refused(StateError, r"events.jsonl:1: the packed window is damaged", read_events, tmp_path / "events.jsonl")
 
 
 def test_records_from_before_windows_had_work_are_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ from dynamix.observe.run import conclude, observe
 from tests.integrations.jobs import as_under_torchrun
 from tests.observe import jobs
 from tests.ranks import run_ranks
+from tests.refused import refused
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(180)]
 STACKS = {
@@ -97,10 +98,8 @@ def test_a_command_that_trains_nothing_says_so(tmp_path: Path) -> None:
     result = observe([sys.executable, "-c", "raise SystemExit(3)"], out=tmp_path / "run", echo=said)
     assert (result["exit_code"], result["text"]) == (3, "")
     assert "holds no observed steps" in said.getvalue()
-    with pytest.raises(ConfigError, match="a program that can be started"):
-        observe(["/no/such/program"], out=tmp_path / "other")
-    with pytest.raises(ConfigError, match="every=0"):
-        observe(["true"], every_s=0.0)
+    refused(ConfigError, "a program that can be started", observe, ["/no/such/program"], out=tmp_path / "other")
+    refused(ConfigError, "every=0", observe, ["true"], every_s=0.0)
 
 
 def run(*arguments: str, ranks: int = 2) -> str:
@@ -128,7 +127,6 @@ def test_a_signal_reaches_the_job_and_its_exit_code_comes_back(tmp_path: Path) -
     script = f"from dynamix.observe.run import observe; import sys; r = observe([sys.executable, '-c', {job!r}], "
     script += f"out={str(tmp_path / 'run')!r}); sys.exit(r['exit_code'])"
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as wrapper:
-        assert wrapper.stdout is not None
         assert wrapper.stdout.readline() == b"up\n"
         wrapper.terminate()
         assert wrapper.wait(30) == 9

@@ -23,6 +23,7 @@ from dynamix.projection import project
 from dynamix.window import Bounds, Ints, Window
 from dynamix_lab.simulator import ClusterEnv, rollout, sample_clusters, sample_family
 from dynamix_lab.training.evaluation import times_to_progress
+from tests.refused import refused
 
 WINDOWS = 60
 STATES = Path(__file__).with_name("states_0_2")
@@ -267,10 +268,8 @@ def test_by_name_and_with_impossible_settings() -> None:
     guard = make_policy("guarded:lb_bsp")
     assert isinstance(guard, Guard)
     assert isinstance(guard.policy, LBBSP)
-    with pytest.raises(ConfigError, match="patience"):
-        Guard(LBBSP(), patience=0.0)
-    with pytest.raises(ConfigError, match=r"verify=50 .*removed in 0\.3: write "):
-        Guard(LBBSP(), verify=50)  # type: ignore[call-arg]
+    refused(ConfigError, "patience", Guard, LBBSP(), patience=0.0)
+    refused(ConfigError, r"verify=50 .*removed in 0\.3: write ", Guard, LBBSP(), verify=50)
 
 
 @pytest.mark.parametrize("name", ["dynamix", "lb_bsp"])

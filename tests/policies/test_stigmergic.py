@@ -251,7 +251,6 @@ def test_nobody_else_is_seen_without_shared_traces() -> None:
     world, bounds = Affine(1e-3 * np.linspace(1, 4, 4), phi=200.0), Bounds.of(4, 1, 512)
     alone = StigmergicPolicy(shared=False)
     alone.decide(world.window(np.full(4, 64)), bounds)
-    assert alone.field is not None
     assert alone.field.everywhere(step=0)[:, TraceKind.PRESENT].tolist() == [1.0] * 4
 
 

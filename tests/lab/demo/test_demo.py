@@ -309,7 +309,6 @@ def test_what_cannot_be_run_is_refused_with_what_can(settings: DemoSettings, sai
 
 def test_the_rows_are_what_the_recorded_run_tuned_them_to() -> None:
     recorded = load("results/tuned-demo-*", Path(__file__).parents[3])
-    assert recorded is not None
     rows = recorded["places"][f"{SCENARIO}/{WORKLOAD}"]["rows"]
     for row, trial in TRIALS.items():
         tuned = Trial.from_dict(rows[row]["trial"])
@@ -321,7 +320,6 @@ def test_no_verdict_without_the_rows_that_it_needs_or_where_static_never_arrived
     assert verdict_of({"static": {"time_to_target_s": [4.0]}}) is None
     assert verdict_of({"static": {"time_to_target_s": [None]}, "single": {"time_to_target_s": [3.0]}}) is None
     found = verdict_of({"static": {"time_to_target_s": [4.0]}, "single": {"time_to_target_s": [None]}})
-    assert found is not None
     assert found["over_single"] == pytest.approx(3.0)
 
 

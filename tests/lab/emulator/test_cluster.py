@@ -19,6 +19,7 @@ from dynamix.errors import ConfigError, EmulationError, ScenarioError, UsageErro
 from dynamix_lab.emulator import Emulation, host_speeds, keeper
 from dynamix_lab.emulator.limits import find_cgroup
 from tests.lab.emulator.conftest import PYTHON, traces, wait_until_gone
+from tests.refused import refused
 
 SLEEP = [*PYTHON, "import time; time.sleep(600)"]
 TWO = {"hosts": [{"cpu": 0.2}, {"cpu": 0.2}]}
@@ -103,8 +104,7 @@ def test_a_schedule_that_cannot_be_followed_is_no_longer_the_scenario(
         cluster.launch(SLEEP)
         cluster.start_clock()
         monkeypatch.setattr(cluster._limiter, "limit", lambda group, cores: 1 / 0)
-        with pytest.raises(EmulationError, match="schedule could not be followed: division by zero"):
-            cluster.wait(10)
+        refused(EmulationError, "schedule could not be followed: division by zero", cluster.wait, 10)
         monkeypatch.undo()
 
 
@@ -145,17 +145,13 @@ def test_ranks_get_torchruns_environment_and_output_goes_to_files(tmp_path: Path
 
 
 def test_misuse_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="mechanism"):
-        Emulation(TWO, run_dir=tmp_path, mechanism="docker")  # type: ignore[arg-type]
-    with pytest.raises(ScenarioError, match="cores of this machine"):
-        Emulation({"hosts": [{"cpu": 1000}]}, run_dir=tmp_path / "never")
+    refused(ConfigError, "mechanism", Emulation, TWO, run_dir=tmp_path, mechanism="docker")
+    refused(ScenarioError, "cores of this machine", Emulation, {"hosts": [{"cpu": 1000}]}, run_dir=tmp_path / "never")
     assert not (tmp_path / "never").exists()
     with Emulation(TWO, run_dir=tmp_path, mechanism="duty-cycle") as cluster:
         cluster.launch(SLEEP)
-        with pytest.raises(UsageError, match="still run"):
-            cluster.launch(SLEEP)
-        with pytest.raises(ConfigError, match="after --"):
-            cluster.launch([])
+        refused(UsageError, "still run", cluster.launch, SLEEP)
+        refused(ConfigError, "after --", cluster.launch, [])
 
 
 def test_an_exception_leaves_nothing(tmp_path: Path, mechanism: str) -> None:
@@ -235,7 +231,6 @@ def owner(folder: Path, mechanism: str) -> Iterator[tuple[subprocess.Popen[str],
         text=True,
     )
     try:
-        assert process.stdout is not None
         name = process.stdout.readline().strip()
         assert name, process.stderr.read() if process.stderr else ""
         assert name in traces()

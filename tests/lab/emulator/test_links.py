@@ -318,7 +318,6 @@ def test_a_dead_owner_leaves_no_queue_no_program_and_no_traffic(tmp_path: Path, 
         [sys.executable, "-c", _OWNER, str(tmp_path), dynamix.__path__[0], str(odd)], stdout=subprocess.PIPE, text=True
     )
     try:
-        assert owner.stdout is not None
         name = owner.stdout.readline().strip()
         children = psutil.Process(owner.pid).children(recursive=True)
         assert any("traffic.py" in " ".join(child.cmdline()) for child in children)
@@ -346,7 +345,6 @@ def test_traffic_ends_with_its_owner_even_if_a_forked_child_lives_on(tmp_path: P
     owner = subprocess.Popen(
         [sys.executable, "-c", forking, str(tmp_path), dynamix.__path__[0], "0.1"], stdout=subprocess.PIPE, text=True
     )
-    assert owner.stdout is not None
     name, child = owner.stdout.readline().strip(), int(owner.stdout.readline())
     try:
         helpers = [p for p in psutil.Process(owner.pid).children() if "traffic.py" in " ".join(p.cmdline())]

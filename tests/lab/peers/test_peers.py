@@ -20,9 +20,7 @@ import torch
 import yaml
 from torch import nn
 from torch.nn.utils import parameters_to_vector
-from typer.testing import CliRunner
 
-from dynamix.cli.app import app
 from dynamix.errors import ConfigError
 from dynamix.events.run_folder import RunFolder
 from dynamix_lab.emulator import load_scenario
@@ -37,6 +35,7 @@ from dynamix_lab.peers.launch import JOBS, PeerLaunch, check_portable, described
 from dynamix_lab.peers.report import best_of, ratios_between, table
 from dynamix_lab.peers.suite import PeersPlan, PeersSuite
 from dynamix_lab.tasks import make_workload
+from tests.refused import refused
 
 OURS = Environment(Path(sys.executable), {"torch": torch.__version__})
 GIVEN = os.environ.get("DYNAMIX_PEERS")
@@ -113,8 +112,7 @@ def test_layers_keep_their_arguments(layer: nn.Module) -> None:
 def test_a_network_that_no_description_holds_is_refused() -> None:
     named = nn.Sequential(OrderedDict(first=nn.Linear(2, 2)))
     workload = replace(make_workload("teacher"), make_model=lambda seed: named)
-    with pytest.raises(ConfigError, match="cannot be read off"):
-        check_portable(workload)
+    refused(ConfigError, "cannot be read off", check_portable, workload)
 
 
 def test_jobs_are_read_by_an_interpreter_that_has_no_dynamix() -> None:
@@ -274,35 +272,6 @@ def test_policies_of_dynamix_may_have_a_global_batch_and_a_learning_rate_of_thei
     assert rate_of("dynamix-128-lr0.1") == 0.1
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--peers", "horovod"],
-        ["--peers", "ddp-7"],
-        ["--peers", "ddp-every8"],
-        ["--peers", "torchft-local-every0"],
-        ["--peers", "torchft-local-every32"],
-        ["--peers", "ddp-lr0"],
-        ["--workload", "pysource"],
-        ["--clock", "0"],
-        ["--peers", "ddp-256", "--sweep"],
-        ["--policies", "static,dynamix-512-lr0.1"],
-        ["--policies", "static,dynamix-128-lr0.1-every8"],
-        ["--scenario", "nonsense"],
-        ["--policies", "dynamix"],
-        ["--policies", "static,dynamix-7"],
-        ["--seed", "9001"],
-    ],
-)
-def test_bad_arguments_end_with_one_clear_line_and_no_folder(arguments: list[str], tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    done = CliRunner().invoke(app, ["bench", "peers", *arguments])
-    assert done.exit_code == 2
-    assert done.output.strip().startswith("error: ")
-    assert len(done.output.strip().splitlines()) == 1
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_ranks_that_meet_seldom_are_scored_and_end_where_they_have_met(tmp_path) -> None:
     found = {}
     for rank in (1, 0):  # the one ahead first: rank 0's stop must still reach it before the next meeting
@@ -326,5 +295,4 @@ def test_peers_names_are_those_that_are_written() -> None:
         assert len(set(names)) == len(names) == 12, "as many for every kind"
         assert [Peer.of(name).name for name in names] == names
         assert {split_name(name)[0] for name in names} == {kind}
-    with pytest.raises(ConfigError, match="ddp-256"):
-        Peer.of("bagua")
+    refused(ConfigError, "ddp-256", Peer.of, "bagua")

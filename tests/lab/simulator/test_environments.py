@@ -7,12 +7,12 @@ import sys
 import warnings
 
 import numpy as np
-import pytest
 from gymnasium.utils.env_checker import check_env
 from pettingzoo.test import parallel_api_test, parallel_seed_test
 
 from dynamix.errors import ConfigError
 from dynamix_lab.simulator.environments import GymClusterEnv, ParallelClusterEnv, VectorClusterEnv
+from tests.refused import refused
 
 
 def test_gymnasium_accepts_the_environment() -> None:
@@ -77,7 +77,5 @@ def test_a_larger_share_for_a_worker_shows_in_its_size_and_bounds_hold() -> None
 
 
 def test_impossible_environments_are_refused() -> None:
-    with pytest.raises(ConfigError, match="family"):
-        GymClusterEnv("nonsense")
-    with pytest.raises(ConfigError, match="clusters"):
-        VectorClusterEnv(clusters=0)
+    refused(ConfigError, "family", GymClusterEnv, "nonsense")
+    refused(ConfigError, "clusters", VectorClusterEnv, clusters=0)

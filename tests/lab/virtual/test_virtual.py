@@ -25,6 +25,7 @@ from dynamix.window import Bounds
 from dynamix_lab.simulator import ClusterEnv, sample_clusters
 from dynamix_lab.virtual.cluster import VirtualCluster
 from tests.ranks import run_ranks
+from tests.refused import refused
 from tests.union import Script
 
 INTERVAL = 3
@@ -224,8 +225,7 @@ def test_simulated_memory_bounds_the_batch_sizes() -> None:
     cluster = _virtual(_net(), clusters=clusters, policy=Script([[30, 2, 2, 2]]))
     assert cluster.bounds.high.tolist() == [10, 64, 64, 64]
     assert cluster.run(20).counts[:, 0].max() == 10
-    with pytest.raises(ConfigError, match="1 to 10 on rank 0"):
-        _virtual(_net(), clusters=clusters, batch_size=16)
+    refused(ConfigError, "1 to 10 on rank 0", _virtual, _net(), clusters=clusters, batch_size=16)
 
 
 def test_policies_that_decide_per_epoch_change_at_its_start(tmp_path: Path) -> None:
@@ -441,41 +441,33 @@ def test_every_ranks_indices_need_one_shared_order() -> None:
         break
     assert sampler.shares() == [[0, 1], [2, 3, 4]]
     regions = BatchSampler(20, Allocations([2, 3]), rank=0, world_size=2, partition="contiguous")
-    with pytest.raises(UsageError, match="stream"):
-        regions.shares()
+    refused(UsageError, "stream", regions.shares)
 
 
 def test_models_that_cannot_be_played_by_one_process_are_refused() -> None:
-    with pytest.raises(ConfigError, match="SyncBatchNorm"):
-        _virtual(_net(nn.SyncBatchNorm(16)))
+    refused(ConfigError, "SyncBatchNorm", _virtual, _net(nn.SyncBatchNorm(16)))
     net = _net()
     with pytest.raises(ConfigError, match="optimizer"):
         VirtualCluster(
             net, _sgd(_net()), F.cross_entropy, _data(), clusters=sample_clusters(1, 4, seed=0), batch_size=8
         )
     frozen = _net().requires_grad_(False)
-    with pytest.raises(ConfigError, match="requires_grad"):
-        _virtual(frozen)
+    refused(ConfigError, "requires_grad", _virtual, frozen)
 
 
 def test_runs_without_an_end_and_losses_without_a_mean_are_refused(tmp_path: Path) -> None:
     cluster = _virtual(_net())
     for arguments in ({}, {"steps": 0}, {"until": lambda _: True}, {"steps": 3, "snapshot_samples": 0}):
-        with pytest.raises(ConfigError):
-            cluster.run(**arguments)
+        refused(ConfigError, "", cluster.run, **arguments)
     net = _net()
     each = nn.CrossEntropyLoss(reduction="none")
     cluster = VirtualCluster(net, _sgd(net), each, _data(), clusters=sample_clusters(1, 4, seed=0), batch_size=8)
-    with pytest.raises(ConfigError, match="reduction='mean'"):
-        cluster.run(1)
+    refused(ConfigError, "reduction='mean'", cluster.run, 1)
     triples = TensorDataset(*_data().tensors, torch.zeros(350))
-    with pytest.raises(ConfigError, match=r"inputs, target"):
-        _virtual(_net(), dataset=triples).run(1)
-    with pytest.raises(StateError, match="cannot read"):
-        _virtual(_net(), replay=tmp_path / "missing")
+    refused(ConfigError, r"inputs, target", _virtual(_net(), dataset=triples).run, 1)
+    refused(StateError, "cannot read", _virtual, _net(), replay=tmp_path / "missing")
     _virtual(_net(), policy=Script([[4, 12, 8, 8]]), events=tmp_path / "e").run(9)
-    with pytest.raises(StateError, match="policy and interval"):
-        _virtual(_net(), replay=tmp_path / "e", interval=8).run(20)
+    refused(StateError, "policy and interval", _virtual(_net(), replay=tmp_path / "e", interval=8).run, 20)
 
 
 @pytest.mark.parametrize("padded", [False, True])
