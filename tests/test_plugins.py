@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import textwrap
 from importlib import metadata
 from pathlib import Path
@@ -19,6 +17,7 @@ from dynamix.policies import make_policy, policy_names
 from dynamix.policies.files import describe_policy, trained_as
 from dynamix.policies.registry import parse_name
 from dynamix.probes import probe_report, probes_here
+from tests.processes import Done, call, run
 from tests.refused import refused
 
 SOURCE = Path(dynamix.__file__).parents[1]
@@ -96,12 +95,12 @@ class Site:
         lines = [f"{key.replace('__', ' ')} = {module}:{value}" for key, value in entries.items()]
         (info / "entry_points.txt").write_text("\n".join([f"[{group}]", *lines, ""]))
 
-    def dynamix(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+    def dynamix(self, *arguments: str) -> Done:
         """The command line in a process of its own, which these distributions are installed for."""
         path = os.pathsep.join([str(self.folder), str(SOURCE), *filter(None, [os.environ.get("PYTHONPATH")])])
-        command = [sys.executable, "-c", "from dynamix.cli import main; main()", *arguments]
-        environment = {**os.environ, "PYTHONPATH": path, "COLUMNS": "200"}
-        return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
+        return call(
+            "-c", "from dynamix.cli import main; main()", *arguments, env={"PYTHONPATH": path, "COLUMNS": "200"}
+        )
 
 
 @pytest.fixture
@@ -273,17 +272,12 @@ main()
 
 @pytest.mark.parametrize("command", ["bench", "demo", "emulate", "policy train", "policy evaluate"])
 def test_a_command_of_the_laboratory_says_what_to_install_where_that_is_missing(command: str) -> None:
-    words = [*command.split(), "--any", "thing"]
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT, *words], capture_output=True, text=True, timeout=60, check=False
-    )
+    done = call("-c", WITHOUT, *command.split(), "--any", "thing")
     said = f"error: dynamix {command} is part of the laboratory: pip install ./lab (in dynamix's source tree)"
     assert (done.returncode, done.stderr.strip()) == (2, said)
 
 
 def test_doctor_says_that_the_laboratory_is_missing() -> None:
-    command = [sys.executable, "-c", WITHOUT, "doctor", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
+    done = run("-c", WITHOUT, "doctor", "--json")
     assert "pip install ./lab  (in dynamix's source tree)" in done.stdout
     assert '"emulation"' not in done.stdout

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from dynamix.cli.app import app
+from tests.processes import run
 
 TRAIN = Path(__file__).parents[2] / "examples" / "train.py"
 OWN = """
@@ -78,7 +78,5 @@ def test_the_demo_runs_it_without_root_in_the_row_dynamix_and_says_so():
 @pytest.mark.emulator
 @pytest.mark.slow
 def test_a_script_on_emulated_hosts_names_it():
-    command = [sys.executable, "-m", "dynamix.cli.app", "emulate", "even", "--out", "run", "--"]
-    script = [sys.executable, str(TRAIN), "--policy", "own_rule:Own", "--epochs", "1"]
-    done = subprocess.run([*command, *script], capture_output=True, text=True, check=False, timeout=200)
-    assert done.returncode == 0, done.stderr
+    script = [sys.executable, TRAIN, "--policy", "own_rule:Own", "--epochs", "1"]
+    run("-m", "dynamix.cli.app", "emulate", "even", "--out", "run", "--", *script, timeout_s=200)

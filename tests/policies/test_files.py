@@ -132,15 +132,20 @@ NETWORK_HARMS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("harm", NETWORK_HARMS)
-@pytest.mark.parametrize("kind", ["residual", "additive"], indirect=True)
-def test_a_network_that_does_not_fit_this_version_is_refused(file: Path, harm: str) -> None:
-    changed, said = NETWORK_HARMS[harm]
+def change_network(file: Path, changed: dict[str, Any]) -> None:
+    """The description, changed; as many inputs as the network has where they are to be the same."""
     shape = changed.get("architecture")
     if shape and shape["inputs"] == "same":
         inputs = json.loads(file.with_suffix(".json").read_text())["architecture"]["inputs"]
         changed = {"architecture": {**shape, "inputs": inputs}}
     rewrite(file, **changed)
+
+
+@pytest.mark.parametrize("harm", NETWORK_HARMS)
+@pytest.mark.parametrize("kind", ["residual", "additive"], indirect=True)
+def test_a_network_that_does_not_fit_this_version_is_refused(file: Path, harm: str) -> None:
+    changed, said = NETWORK_HARMS[harm]
+    change_network(file, changed)
     refused(PolicyFileError, said, load_policy, file)
 
 

@@ -110,14 +110,8 @@ def test_within_a_few_windows_it_is_at_the_rule_and_all_that_is_lost_is_bounded(
         first = np.where((first < 0) & resting, t, first)
     assert (first >= 0).all(), "some cluster is not at the rule"
     assert first.max() <= HARMLESS_AFTER[make]
-    times = times_to_progress(
-        {"rule": lambda _: Goodput(), "guarded": lambda _: guarded(make)},
-        clusters,
-        seed=5,
-        windows=WINDOWS,
-        interval=5,
-        delay=1,
-    )
+    rules = {"rule": lambda _: Goodput(), "guarded": lambda _: guarded(make)}
+    times = times_to_progress(rules, clusters, seed=5, windows=WINDOWS, interval=5, delay=1)
     loss = times["guarded"] / times["rule"] - 1
     assert loss.mean() < (0.01 if make in FAULTY else 0.07)
     assert loss.max() < 0.12
@@ -127,14 +121,9 @@ def test_the_shipped_policy_pays_less_than_half_a_per_cent_for_being_watched() -
     """On clusters as the rules assume them, and on those where little of what is measured is true."""
     costs = []
     for family in ("affine-slowdowns", "poor-probes"):
-        times = times_to_progress(
-            {"alone": lambda _: make_policy("dynamix"), "watched": lambda _: make_policy("guarded:dynamix")},
-            sample_family(family, 32, 6, seed=6),
-            seed=6,
-            windows=60,
-            interval=5,
-            delay=1,
-        )
+        rules = {"alone": lambda _: make_policy("dynamix"), "watched": lambda _: make_policy("guarded:dynamix")}
+        clusters = sample_family(family, 32, 6, seed=6)
+        times = times_to_progress(rules, clusters, seed=6, windows=60, interval=5, delay=1)
         costs.append(np.log(times["watched"] / times["alone"]).mean())
     assert np.mean(costs) < 0.005
 

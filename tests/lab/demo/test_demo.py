@@ -6,8 +6,6 @@ import html
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -38,6 +36,7 @@ from dynamix_lab.opponents.launch import LiveRun
 from dynamix_lab.opponents.runs import Evaluation, TrialRun
 from dynamix_lab.opponents.trial import Trial
 from dynamix_lab.results.record import load
+from tests.processes import run
 
 LIVE = [pytest.mark.multiproc, pytest.mark.slow, pytest.mark.timeout(200)]
 
@@ -66,9 +65,7 @@ def ranks() -> list[psutil.Process]:
 @live
 @pytest.mark.emulator
 def test_a_smoke_run_shows_every_row_and_leaves_a_complete_folder(privileged: None, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "dynamix.cli.app", "demo", "--quick", "--json", "--out", str(tmp_path / "run")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=190, check=False)
-    assert done.returncode == 0, done.stderr
+    done = run("-m", "dynamix.cli.app", "demo", "--quick", "--json", "--out", tmp_path / "run", timeout_s=190)
     result = json.loads(done.stdout)
     assert result == json.loads((tmp_path / "run" / "result.json").read_text())
     page = html.unescape((tmp_path / "run" / "report.html").read_text())

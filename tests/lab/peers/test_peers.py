@@ -58,17 +58,9 @@ class Stands:
 def test_a_peer_trains_the_workloads_model_from_its_weights_on_its_data(tmp_path, monkeypatch) -> None:
     workload = make_workload("mnist1d")
     settings = PeersPlan(quick=True).launch("ddp-256", 0)
-    launch = PeerLaunch(
-        Peer.of("ddp-256"),
-        OURS.python,
-        settings,
-        0,
-        workload,
-        Stands(tmp_path),
-        RunFolder("x", tmp_path / "run"),
-        Display(target=1.0),
-        [],
-    )  # type: ignore[arg-type]
+    peer, folder = Peer.of("ddp-256"), RunFolder("x", tmp_path / "run")
+    beside = (Stands(tmp_path), folder, Display(target=1.0), [])
+    launch = PeerLaunch(peer, OURS.python, settings, 0, workload, *beside)
     (tmp_path / "config.json").write_text(json.dumps(launch._config(tmp_path)))
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "4")
@@ -135,18 +127,9 @@ def test_ddp_trains_beside_static_an_absent_peer_and_a_failing_one_are_named_and
     two_hosts, tmp_path, monkeypatch
 ) -> None:
     monkeypatch.setattr(suite, "commit", lambda: "one")  # a commit during the test is none of its business
-    found: dict[str, Environment | str] = {
-        "ddp": OURS,
-        "adaptdl": "pip cannot install it: no network",
-        "hivemind": OURS,
-    }
-    plan = PeersPlan(
-        scenario=two_hosts,
-        quick=True,
-        mechanism="duty-cycle",
-        policies=("static", "dynamix-128"),
-        peers=("ddp", "adaptdl", "hivemind"),
-    )
+    found = {"ddp": OURS, "adaptdl": "pip cannot install it: no network", "hivemind": OURS}
+    rows = {"policies": ("static", "dynamix-128"), "peers": ("ddp", "adaptdl", "hivemind")}
+    plan = PeersPlan(scenario=two_hosts, quick=True, mechanism="duty-cycle", **rows)
     folder = RunFolder("peers", tmp_path / "run")
     result = run_suite(PeersSuite(plan, folder, Display(target=0.15), found), folder)
     assert not result["arrived"]
@@ -229,11 +212,8 @@ def test_static_comes_first_and_last_and_everybody_else_in_turn() -> None:
 
 
 def test_ratios_count_who_did_not_arrive_as_twice_statics_time() -> None:
-    policies = {
-        "static": {"time_to_target_s": [100.0, None]},
-        "dynamix": {"time_to_target_s": [50.0, 60.0]},
-        "hivemind": {"time_to_target_s": [None, 70.0]},
-    }
+    times_s = {"static": [100.0, None], "dynamix": [50.0, 60.0], "hivemind": [None, 70.0]}
+    policies = {name: {"time_to_target_s": taken} for name, taken in times_s.items()}
     found = ratios_between(policies, ["dynamix"])
     assert set(found) == {"dynamix/hivemind"}
     assert found["dynamix/hivemind"]["median"] == pytest.approx(50 / 200)

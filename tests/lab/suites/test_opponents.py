@@ -137,14 +137,7 @@ def test_a_live_plan_takes_what_was_tuned_and_refuses_the_rest(tmp_path: Path) -
 
     plan = of(tuned(tmp_path))
     plan.check()
-    assert plan.names("device-even/teacher") == [
-        "single",
-        "static",
-        "local",
-        "goodput",
-        "static-again",
-        "goodput-again",
-    ]
+    assert plan.names("device-even/teacher") == [*TRIALS, "static-again", "goodput-again"]
     assert plan.trial("device-even/teacher", "goodput-again") == TRIALS["goodput"]
     keys = [cell.key for cell in LiveSuite(plan).cells()]
     assert keys == ["curve-teacher", "device-even-teacher-0", "device-even-teacher-1"]
@@ -166,6 +159,13 @@ def test_live_rows_may_be_any_and_the_reference_curve_is_static_s_all_the_same(t
     refused(ConfigError, "static among them", LivePlan.of, path, rows=("local",), **chosen)
 
 
+def live_part(seconds: dict[str, list[float]], **told: Any) -> dict[str, Any]:
+    """What live runs of one place found, of rows that took so long."""
+    about = {name: {"samples": [9.0], "time_to_target_s": [None], "beyond_curve": [0.0]} for name in seconds}
+    usual = {"verdict": None, "first": {"best": "static", "level": []}, "ratios": {}, "pairs": [0], "late": []}
+    return {"seconds": seconds, "about": about, **usual, "overruns": {name: [0] for name in seconds}, **told}
+
+
 def test_workers_without_an_arbiter_are_compared_with_the_same_job_under_one() -> None:
     held = str(next(Path(__file__).parents[3].glob("results/auto-*/result.json")))
     place = "device-uneven/teacher"
@@ -173,14 +173,7 @@ def test_workers_without_an_arbiter_are_compared_with_the_same_job_under_one() -
     assert alone == replace(central, row="stigmergic", policy="stigmergic")
     times = {"dynamix": [4.0, 4.0], "stigmergic": [4.1, 4.1]}
     assert list(ratios(times)) == ["stigmergic/dynamix"]
-    about = {"samples": [9.0], "time_to_target_s": [None], "beyond_curve": [0.0]}
-    part = {
-        "seconds": times,
-        "about": dict.fromkeys(times, about),
-        "verdict": None,
-        "first": {"best": "dynamix", "level": []},
-        **{"ratios": ratios(times), "overruns": {key: [0] for key in times}, "pairs": [0, 1], "late": []},
-    }
+    part = live_part(times, first={"best": "dynamix", "level": []}, ratios=ratios(times), pairs=[0, 1])
     made = live_pages.sections({"policies": times, "ratios": {}, "a_a": None, "places": {place: part}})
     assert made[1].table.rows == [
         [place, "4.000", "4.100", "1.025 (1.025-1.025)"],
@@ -216,16 +209,10 @@ def test_a_row_that_learns_twice_as_fast_takes_half_the_seconds_whatever_its_bat
 
 
 def test_rows_past_the_end_of_the_reference_curve_are_named() -> None:
-    part = {
-        "seconds": {"static": [1.0], "static-again": [1.0]},
-        "about": {
-            "static": {"samples": [9.0], "time_to_target_s": [None], "beyond_curve": [0.0]},
-            "static-again": {"samples": [9.0], "time_to_target_s": [2.0], "beyond_curve": [3.0]},
-        },
-        "verdict": {"best_synchronous": "static", "best_rarely": None, "sentence": "Distributing pays."},
-        "first": {"best": "static", "level": []},
-        **{"ratios": {}, "overruns": {"static": [0], "static-again": [2]}, "pairs": [0], "late": []},
-    }
+    said = {"best_synchronous": "static", "best_rarely": None, "sentence": "Distributing pays."}
+    overruns = {"static": [0], "static-again": [2]}
+    part = live_part({name: [1.0] for name in overruns}, verdict=said, overruns=overruns)
+    part["about"]["static-again"] |= {"time_to_target_s": [2.0], "beyond_curve": [3.0]}
     made = live_pages.sections({"policies": {}, "ratios": {}, "a_a": None, "places": {"device-even/teacher": part}})
     assert made[1].text[1:] == [
         "First: static. Pairs: 1.",
@@ -289,9 +276,8 @@ class Noted(LiveWatch):
 @pytest.mark.emulator
 @pytest.mark.multiproc
 def test_every_kind_of_row_runs_live_on_device_hosts(tmp_path: Path) -> None:
-    scenario = load_scenario(
-        {"device": {"fixed_ms": 10.0, "per_sample_ms": 0.5}, "hosts": [{"cpu": 0.5}, {"cpu": 1.0}]}
-    )
+    device = {"fixed_ms": 10.0, "per_sample_ms": 0.5}
+    scenario = load_scenario({"device": device, "hosts": [{"cpu": 0.5}, {"cpu": 1.0}]})
     job = LiveJob("teacher", 0, "device-even", 1, RunLimits(time_s=2.0, every_s=0.5), fastest=1)
     watch = Noted()
     with Emulation(scenario, seed=1, run_dir=tmp_path) as hosts:

@@ -40,7 +40,7 @@ def test_impossible_plans_are_refused_before_anything_runs() -> None:
     assert set(WorkloadsPlan.of(quick=True).names) < set(WorkloadsPlan.of().names)
 
 
-def quadratic(count=None) -> Workload:
+def quadratic(metric=lambda out, _: 0.5) -> Workload:
     """Samples x with loss mean |w - x|^2 / 2: tr(Sigma) is the variance of x, |G|^2 is |w - mean x|^2."""
 
     class Offset(nn.Module):
@@ -51,16 +51,9 @@ def quadratic(count=None) -> Workload:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return (self.w - x).square().sum(1) / 2
 
-    return Workload(
-        name="quadratic",
-        make_data=lambda *_: None,
-        make_model=lambda _: Offset(),
-        loss=lambda out, _: out.mean(),
-        make_optimizer=lambda p: torch.optim.SGD(p, lr=0.01),
-        metric=lambda out, _: 0.5,
-        min_batch=1,
-        max_batch=64,
-    )
+    how = {"make_data": lambda *_: None, "make_model": lambda _: Offset(), "loss": lambda out, _: out.mean()}
+    how |= {"make_optimizer": lambda p: torch.optim.SGD(p, lr=0.01), "metric": metric}
+    return Workload(name="quadratic", min_batch=1, max_batch=64, **how)
 
 
 def test_noise_scale_is_that_of_a_task_whose_noise_is_known() -> None:
@@ -78,10 +71,7 @@ def test_noise_scale_is_that_of_a_task_whose_noise_is_known() -> None:
 
 def test_a_score_still_rising_is_marked() -> None:
     scores = iter(np.linspace(0.1, 0.9, 100))
-    workload = quadratic()
-    rising = Workload(
-        **{**{f: getattr(workload, f) for f in Workload.__dataclass_fields__}, "metric": lambda *_: next(scores)}
-    )
+    rising = quadratic(metric=lambda *_: next(scores))
     data = Arrays(torch.randn(64, 3), torch.zeros(64))
     row = measure(rising, Data(data, data), budget_s=0.2, seed=0)
     assert row["still_rising"]

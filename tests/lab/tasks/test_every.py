@@ -83,6 +83,7 @@ def test_a_batch_passes_and_its_loss_is_a_mean_over_its_divisor(name: str) -> No
     union = sum(n * float(loss) for n, loss in parts) / workload.divisor(targets)
     assert union == pytest.approx(float(whole), rel=1e-4)
     assert 0 <= score(workload, model, data.test) <= 1
+    assert model.training
 
 
 @pytest.mark.parametrize("name", LEARNS)
