@@ -9,18 +9,8 @@ from dynamix import features
 from dynamix.window import Window
 from tests.processes import call, run
 
-SUBMODULES = (
-    "compression",
-    "data",
-    "errors",
-    "events",
-    "integrations",
-    "model",
-    "policies",
-    "probes",
-    "runtime",
-    "window",
-)
+SUBMODULES = ("compression", "data", "errors", "events", "integrations", "model", "policies", "probes", "runtime")
+SUBMODULES += ("window",)
 # What only the command line, the emulator, learning, compression and the laboratory need.
 MISSING = (
     *("typer", "rich", "pydantic", "pydantic_core", "click", "pyroute2", "yaml", "gymnasium", "pettingzoo", "numba"),

@@ -82,16 +82,10 @@ def test_low_bytes_of_very_many_workers_go_as_they_are_and_read_back(tmp_path: P
 @pytest.mark.parametrize(
     ("field", "broken"),
     [
-        ("packed", "!!"),
-        ("packed", "eJwDAAAAAAE="),
-        ("packed", 7),
+        *(("packed", wrong) for wrong in ("!!", "eJwDAAAAAAE=", 7)),
+        *(("shift", wrong) for wrong in ([0], ["x"] * len(PER_WORKER), [2**80] * len(PER_WORKER))),
+        *(("workers", wrong) for wrong in (10**30, MANY + 1, -1)),
         ("sizes", ""),
-        ("shift", [0]),
-        ("shift", ["x"] * len(PER_WORKER)),
-        ("shift", [2**80] * len(PER_WORKER)),
-        ("workers", 10**30),
-        ("workers", MANY + 1),
-        ("workers", -1),
         ("steps", ...),
     ],
 )

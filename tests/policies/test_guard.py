@@ -24,16 +24,17 @@ from dynamix.window import Bounds, Ints, Window
 from dynamix_lab.simulator import ClusterEnv, rollout, sample_clusters, sample_family
 from dynamix_lab.training.evaluation import times_to_progress
 from tests.refused import refused
+from tests.union import Script
 
 WINDOWS = 60
 STATES = Path(__file__).with_name("states_0_2")
 
 
-class Adversary:
-    """No state of its own unless a subclass counts."""
+class Adversary(Script):
+    """No state of its own but how often it was asked."""
 
     def __init__(self) -> None:
-        self.asked = 0
+        super().__init__([])
 
     def decide(self, window: Window, bounds: Bounds) -> Any:
         self.asked += 1
@@ -41,12 +42,6 @@ class Adversary:
 
     def answer(self, window: Window, bounds: Bounds) -> Any:
         raise NotImplementedError
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"asked": self.asked}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.asked = state["asked"]
 
 
 class SlowestMost(Adversary):

@@ -10,11 +10,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import dynamix
-from dynamix_lab.emulator import keeper
+from dynamix_lab.emulator import Emulation, keeper
 from dynamix_lab.emulator.limits import find_cgroup
 from dynamix_lab.emulator.mechanisms import probe_mechanisms
 
@@ -42,6 +43,12 @@ def nothing_left() -> Iterator[None]:
     yield
     mine = f"-{os.getpid()}-{keeper.start_time(os.getpid())}-"
     assert not [name for name in traces() if mine in name]
+
+
+def enter(*scenario: Any, **options: Any) -> None:
+    """Make hosts, and end them."""
+    with Emulation(*scenario, **options):
+        pass
 
 
 def traces() -> set[str]:

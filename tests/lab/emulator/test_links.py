@@ -20,7 +20,8 @@ import pytest
 from dynamix.errors import EmulationError, ScenarioError
 from dynamix_lab.emulator import Emulation, loss, probe_mechanisms
 from dynamix_lab.emulator.cluster import Mechanism
-from tests.lab.emulator.conftest import PYTHON, owner, wait_until_gone
+from tests.lab.emulator.conftest import PYTHON, enter, owner, wait_until_gone
+from tests.refused import refused
 
 pytestmark = pytest.mark.emulator
 needs_root = pytest.mark.usefixtures("privileged")
@@ -256,11 +257,8 @@ def test_no_wish_for_links_is_ignored_on_loopback(
     monkeypatch.setattr("dynamix_lab.emulator.hosts.new_namespace", refuse)
     monkeypatch.setattr("dynamix_lab.emulator.mechanisms.new_namespace", refuse)
     monkeypatch.setattr("dynamix_lab.emulator.cluster.find_cgroup", lambda: "no permission")
-    with (
-        pytest.raises(EmulationError, match=rf"hosts\[0\].{place}.*run as root"),
-        Emulation({"hosts": hosts(host)}, run_dir=tmp_path, mechanism=mechanism),
-    ):
-        pass
+    says = rf"hosts\[0\].{place}.*run as root"
+    refused(EmulationError, says, enter, {"hosts": hosts(host)}, run_dir=tmp_path, mechanism=mechanism)
 
 
 # ---------------------------------------------------------------- nothing is left of it

@@ -176,19 +176,16 @@ def test_inequality_of_work() -> None:
 
 
 def test_impossible_tasks_are_refused() -> None:
-    for wrong, name in (
-        (lambda: Shape(tunnel_width=9), "tunnel_width"),
-        (lambda: Shape(tunnel_length=0), "tunnel_length"),
-        (lambda: Shape(chamber_rows=1, chamber_columns=1), "chamber"),
-        (lambda: ExcavationConfig(speeds=(0.0,)), "speeds"),
-        (lambda: ExcavationConfig(pellets=0), "pellets"),
-        (lambda: ExcavationConfig(horizon=0), "horizon"),
-        (lambda: Excavation(agents=13), "agents"),
-        (lambda: Excavation(worlds=0), "worlds"),
-        (lambda: Excavation(agents=2).step([[0, 5]]), "action"),
-        (lambda: Excavation(agents=2).step([0, 1]), "action"),
+    for made, wrong in (
+        (Shape, {"tunnel_width": 9}),
+        (Shape, {"tunnel_length": 0}),
+        *((ExcavationConfig, wrong) for wrong in ({"speeds": (0.0,)}, {"pellets": 0}, {"horizon": 0})),
+        *((Excavation, wrong) for wrong in ({"agents": 13}, {"worlds": 0})),
     ):
-        refused(ConfigError, name, wrong)
+        refused(ConfigError, next(iter(wrong)), made, **wrong)
+    refused(ConfigError, "chamber", Shape, chamber_rows=1, chamber_columns=1)
+    for action in ([[0, 5]], [0, 1]):
+        refused(ConfigError, "action", Excavation(agents=2).step, action)
     assert EventRewards().delivery_weight * EventRewards().delivery == 20
 
 

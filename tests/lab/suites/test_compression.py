@@ -46,14 +46,8 @@ def _rank(rank: int) -> dict[str, Any]:
 
 
 def _cell(job: str = "ratings", rate: int | None = 100) -> dict[str, Any]:
-    about = {
-        "job": job,
-        "rate_mbit_s": rate,
-        "workers": 2,
-        "load_average": [0.1, 0.2],
-        "mechanisms": {},
-        "commit": None,
-    }
+    about = {"job": job, "rate_mbit_s": rate, "workers": 2, "load_average": [0.1, 0.2]}
+    about |= {"mechanisms": {}, "commit": None}
     return {**about, **summarise([_rank(0), _rank(1)])}
 
 

@@ -22,15 +22,8 @@ from dynamix_lab.suites.stigmergy.worlds import SlowedEnv, alike, without_a_quar
 from tests.refused import refused
 
 SMALL = StigmergyPlan(
-    **{
-        "scenarios": ("steady", "elastic"),
-        "workers": (4,),
-        "studied": (4,),
-        "seeds": (1,),
-        "clusters": 3,
-        "windows": 9,
-    },
-    **{"ablated": ("steady",), "ablations": ("no-traces", "late"), "learning": Learning((1, 0, 0, 0), 5)},
+    **{"scenarios": ("steady", "elastic"), "workers": (4,), "studied": (4,), "seeds": (1,), "clusters": 3},
+    **{"windows": 9, "ablated": ("steady",), "ablations": ("no-traces", "late"), "learning": Learning((1, 0, 0, 0), 5)},
     **{"recovery": (3, 4), "resamples": 50, "cost_workers": (4,)},
 )
 
