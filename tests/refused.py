@@ -9,7 +9,7 @@ import pytest
 
 
 def refused(error: type[BaseException], says: str, call: Callable[..., Any], /, *args: Any, **options: Any) -> None:
-    """That `call(*args, **options)` raises this error, with words that match `says`."""
+    """That `call(*args, **options)` raises this error, with words that match `says`; "": with any."""
     __tracebackhide__ = True
-    with pytest.raises(error, match=says):
+    with pytest.raises(error, match=says or None):
         call(*args, **options)

@@ -165,13 +165,15 @@ def _trained(rank: int, config: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.multiproc
+@pytest.mark.slow
+@pytest.mark.timeout(300)  # seconds, minutes only where other jobs hold the cores
 def test_all_ways_train_alike_on_two_ranks(tmp_path) -> None:
     """Twelve steps by each way, in the order of one round."""
     ours = ("gather", "gather-sparse", "blocks", "compaction", "lhc", "auto")
     ways = ("dense", "dense-again", "dense-1mb", "sparse", "topk", "bf16", "omnireduce", "index-gather", *ours)
     options = {"rounds": 1, "steps": 12, "turn_s": 0.2, "ways": ways, "options": TINY, "warm_up": False}
     config = CompressionCell("ratings", 100, 2).config(CompressionPlan(**options), tmp_path)
-    found = summarise(run_ranks(_trained, 2, config))["ways"]
+    found = summarise(run_ranks(_trained, 2, config, timeout_s=280, group_timeout_s=120))["ways"]
     assert set(found) == set(ways)
     for name, way in found.items():
         assert way["timed_steps"] == len(way["loss"]) >= 12
