@@ -26,8 +26,7 @@ BY_TORCHRUN = "balance.py"
 
 
 @pytest.mark.parametrize(
-    "line",
-    [*sorted(p.name for p in EXAMPLES.glob("*.py") if p.name not in ELSEWHERE), "local_steps.py --meet auto"],
+    "line", [*sorted(p.name for p in EXAMPLES.glob("*.py") if p.name not in ELSEWHERE), "local_steps.py --meet auto"]
 )
 def test_example_runs(line: str, tmp_path: Path) -> None:
     """On as many ranks as it says; one of them by torchrun itself."""

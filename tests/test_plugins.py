@@ -17,6 +17,7 @@ from dynamix.policies import make_policy, policy_names
 from dynamix.policies.files import describe_policy, trained_as
 from dynamix.policies.registry import parse_name
 from dynamix.probes import probe_report, probes_here
+from dynamix_lab.papers.additive import PRETRAINED
 from tests.processes import Done, call, run
 from tests.refused import refused
 
@@ -164,14 +165,10 @@ def test_a_policy_of_the_laboratory_says_what_to_install_where_that_is_missing(n
 
 
 def test_a_policy_file_of_the_laboratory_says_what_to_install(no_laboratory: None) -> None:
-    from dynamix_lab.papers.additive import PRETRAINED
-
     refused(PolicyFileError, r"part of the laboratory: pip install \./lab", make_policy, str(PRETRAINED))
 
 
 def test_with_the_laboratory_its_policies_and_files_are_there() -> None:
-    from dynamix_lab.papers.additive import PRETRAINED
-
     assert {"cannikin", "dynamix-paper", "noise_scale", "pollux"} <= set(policy_names())
     assert type(make_policy(str(PRETRAINED))) is type(make_policy("dynamix-paper"))
     assert trained_as(describe_policy(PRETRAINED)["kind"]) == "dynamix-paper"

@@ -42,10 +42,7 @@ def test_every_plain_name_makes_a_policy_that_is_its_own(name: str) -> None:
     assert make_policy(name) is not make_policy(name)
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["dynamix", "static:256", "guarded:lb_bsp", "runs/p.safetensors", "a.b:C", "x/y.py:C"],
-)
+@pytest.mark.parametrize("name", ["dynamix", "static:256", "guarded:lb_bsp", "runs/p.safetensors", "a.b:C", "x/y.py:C"])
 def test_a_name_taken_apart_and_put_together_is_the_same(name: str) -> None:
     assert str(parse_name(name)) == name
 

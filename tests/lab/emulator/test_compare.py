@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import sys
@@ -39,21 +40,10 @@ def test_what_is_told_from_outside_wins(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("DYNAMIX_MEET", "nowhere")
     refused(ConfigError, "meet='nowhere'", dynamix.Controller, "dynamix", batch_size=8)
     monkeypatch.delenv("DYNAMIX_MEET")
-    with dynamix_closed(dynamix.Controller("dynamix", batch_size=8)) as controller:
+    with contextlib.closing(dynamix.Controller("dynamix", batch_size=8)) as controller:
         assert type(controller.policy).__name__ == "Static"
     monkeypatch.setenv("DYNAMIX_POLICY", "unknown-policy")
     refused(ConfigError, "unknown-policy", dynamix.Controller, "dynamix", batch_size=8)
-
-
-class dynamix_closed:  # noqa: N801
-    def __init__(self, controller: dynamix.Controller) -> None:
-        self.controller = controller
-
-    def __enter__(self) -> dynamix.Controller:
-        return self.controller
-
-    def __exit__(self, *error: object) -> None:
-        self.controller.close()
 
 
 def test_rows_are_policies_and_local() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import time
 from pathlib import Path
@@ -122,8 +123,6 @@ def test_making_hosts_leaves_no_process_or_descriptor_behind(tmp_path: Path) -> 
 
 @pytest.mark.usefixtures("privileged")
 def test_a_namespace_leaves_the_calling_thread_where_it_was() -> None:
-    import os
-
     before = os.stat("/proc/thread-self/ns/net").st_ino
     fd = new_namespace()
     try:

@@ -241,11 +241,7 @@ else:
 
 @pytest.mark.parametrize(
     ("host", "place"),
-    [
-        ({"rate_down_mbit_s": 9}, "rate_down_mbit_s=9"),
-        ({"loss": 0.1}, "loss=0.1"),
-        ({"latency_ms": 1}, "latency_ms=1"),
-    ],
+    [({"rate_down_mbit_s": 9}, "rate_down_mbit_s=9"), ({"loss": 0.1}, "loss=0.1"), ({"latency_ms": 1}, "latency_ms=1")],
 )
 @pytest.mark.parametrize("mechanism", ["duty-cycle", "auto"])
 def test_no_wish_for_links_is_ignored_on_loopback(

@@ -2,13 +2,16 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import socket
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from dynamix.cli.app import app
 from dynamix.errors import ConfigError, EmulationError, ScenarioError
 from dynamix.events.background import background_log
 from dynamix.events.records import read_events
@@ -60,10 +63,6 @@ def test_a_run_is_recorded_and_the_worst_rank_decides(
 @pytest.mark.usefixtures("privileged")
 def test_the_folder_of_a_script_with_a_controller_holds_its_events(tmp_path: Path) -> None:
     """The last line that a person sees names what the folder holds, and the script need not name an events file."""
-    from typer.testing import CliRunner
-
-    from dynamix.cli.app import app
-
     (tmp_path / "two.yaml").write_text("hosts: [{cpu: 0.3}, {cpu: 0.3}]\n")
     out = tmp_path / "run"
     command = [sys.executable, str(EXAMPLE), "--policy", "static", "--epochs", "1"]
@@ -143,8 +142,6 @@ def test_bad_input_makes_no_folder(tmp_path: Path) -> None:
 
 
 def test_a_connection_is_noticed() -> None:
-    import os
-
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()):
         assert is_connected(os.getpid(), own_host=False)
     assert not is_connected(os.getpid(), own_host=True)  # still in its parent's namespace
@@ -182,10 +179,6 @@ def test_probing_says_what_is_missing_and_leaves_nothing() -> None:
 
 
 def test_the_command_prints_the_schema() -> None:
-    from typer.testing import CliRunner
-
-    from dynamix.cli.app import app
-
     printed = CliRunner().invoke(app, ["emulate", "--schema"])
     assert printed.exit_code == 0
     assert json.loads(printed.stdout) == scenario_schema()

@@ -11,8 +11,6 @@ import torch
 from dynamix.errors import ConfigError
 from dynamix.policies.learned.policy import LearnedPolicy, ResidualNet
 from dynamix.window import Bounds, Window
-from dynamix_lab.experiments.ablations import AblationPlan, run_ablations, variants
-from dynamix_lab.experiments.ablations import markdown as ablation_table
 from dynamix_lab.experiments.short import QUICK, learn
 from dynamix_lab.experiments.transfer import PAIRS, Pair, markdown, run_transfer
 from dynamix_lab.experiments.worlds import WORLDS, place_of
@@ -66,20 +64,14 @@ def test_transfer_compares_source_and_target_on_the_targets_clusters_and_goes_on
     assert run_transfer(tmp_path, pairs=pairs, budget=QUICK, clusters=3, windows=4) == result
     assert written == {p.name: p.stat().st_mtime_ns for p in tmp_path.iterdir()}
     refused(ConfigError, "another folder", run_transfer, tmp_path, pairs=pairs, budget=QUICK, clusters=3, windows=5)
-    with pytest.raises(ConfigError, match="this recipe"):
-        learn(
-            "dynamix",
-            next(tmp_path.glob("dynamix-vgg16*.safetensors")),
-            world=place_of("resnet34"),
-            workers=(2,),
-            budget=QUICK,
-        )
+    made = next(tmp_path.glob("dynamix-vgg16*.safetensors"))
+    how = {"world": place_of("resnet34"), "workers": (2,), "budget": QUICK}
+    refused(ConfigError, "this recipe", learn, "dynamix", made, **how)
 
 
 def test_what_a_policy_learned_without_does_not_move_it(tmp_path: Path) -> None:
-    make = learn(
-        "dynamix", tmp_path / "p.safetensors", workers=(2,), without=("elasticity", "statistics"), budget=QUICK
-    )
+    without = ("elasticity", "statistics")
+    make = learn("dynamix", tmp_path / "p.safetensors", workers=(2,), without=without, budget=QUICK)
     policy = make(None)  # type: ignore[arg-type]
     assert isinstance(policy, LearnedPolicy)
     first = policy.net.encode[0].weight
@@ -100,12 +92,3 @@ def test_masked_and_folded_networks_answer_the_same() -> None:
         torch.testing.assert_close(a, b)
     window = Window.of([32, 32], compute=[0.1, 0.3])
     assert LearnedPolicy(net).decide(window, Bounds.of(2)).shape == (2,)
-
-
-def test_ablations_train_every_variant_with_one_budget(tmp_path: Path) -> None:
-    plan = AblationPlan(("dynamix-paper",), QUICK, clusters=2, windows=3, families=("pai-steady",), workers=(2,))
-    result = run_ablations(plan, tmp_path)
-    found = result["forms"]["dynamix-paper"]
-    assert list(found) == list(variants("dynamix-paper"))
-    assert found["all"]["over_all"] == [1.0, 1.0, 1.0]
-    assert ablation_table(result).count("no statistics") == 1

@@ -120,9 +120,7 @@ CASES: list[dict[str, Any]] = [
 
 @pytest.mark.multiproc
 @pytest.mark.parametrize(
-    "case",
-    CASES,
-    ids=["shares", "rounds", "batchnorm-adam", "outer-kept", "reset-bfloat16", "auto", "auto-grows"],
+    "case", CASES, ids=["shares", "rounds", "batchnorm-adam", "outer-kept", "reset-bfloat16", "auto", "auto-grows"]
 )
 def test_equals_a_real_job_of_two_processes(tmp_path: Path, case: dict[str, Any]) -> None:
     recorded = tmp_path / "live.jsonl"
