@@ -47,15 +47,10 @@ def test_the_example_is_scored_and_shown_by_the_name_that_was_given():
     assert (about["class"], about["description"][:12]) == (name, "Every worker")
 
 
-@pytest.mark.parametrize(
-    "suite",
-    [
-        ["tta", "--cluster", "simulator", "--scenarios", "pai-steady"],
-        pytest.param(["scaling", "--cluster", "simulator"], marks=pytest.mark.slow),
-    ],
-)
-def test_simulated_suites_run_it_from_a_file_beside_the_rule(suite):
-    result = result_of("bench", *suite, "--quick", "--policies", "lb_bsp,own_rule.py:Own", "--out", "run")
+@pytest.mark.slow
+def test_a_simulated_suite_runs_it_from_a_file_beside_the_rule():
+    policies = ["--policies", "lb_bsp,own_rule.py:Own"]
+    result = result_of("bench", "scaling", "--cluster", "simulator", "--quick", *policies, "--out", "run")
     for cell in result["cells"].values():
         assert cell["policies"]["own_rule.py:Own"]["time_to_target_s"] == cell["policies"]["lb_bsp"]["time_to_target_s"]
         assert cell["attained_by"] != "own_rule.py:Own", "what is judged never says what is attainable"
