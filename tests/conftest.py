@@ -34,7 +34,6 @@ def store_server() -> Iterator[tuple[int, int]]:
     """Process id and port of a key-value store in a process of its own."""
     process = subprocess.Popen([sys.executable, "-c", _SERVER], stdout=subprocess.PIPE, text=True)
     try:
-        assert process.stdout is not None
         yield process.pid, int(process.stdout.readline())
     finally:
         process.kill()

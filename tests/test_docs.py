@@ -9,7 +9,6 @@ import json
 import os
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import pytest
 
 import dynamix
 from dynamix import plugins
+from tests.processes import run, torchrun
 from tests.ranks import run_script
 
 ROOT = Path(__file__).parent.parent
@@ -113,42 +113,22 @@ def script_of(page: str) -> str:
 
 def test_every_python_block_runs() -> None:
     """But whole scripts, which have tests of their own below, and those that need Ray or torchft's server."""
-    command = [sys.executable, str(ROOT / "tests" / "doc_blocks.py"), *map(str, PAGES)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = run(ROOT / "tests" / "doc_blocks.py", *PAGES, timeout_s=200)
     found = json.loads(done.stdout.strip().split("\n")[-1])
     assert not found["failed"], json.dumps(found["failed"], indent=1)
     assert found["ran"] > 30
-
-
-def torchrun(script: Path, *arguments: str, ranks: int) -> str:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, str(script), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        env=environment,
-        cwd=script.parent,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
 
 
 @pytest.mark.multiproc
 def test_the_script_of_the_first_steps_keeps_the_global_batch(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(script_of("quickstart.md"))
-    sizes = re.findall(r"epoch \d: .* batch sizes \[(\d+), (\d+)\]", torchrun(script, ranks=2))
+    sizes = re.findall(r"epoch \d: .* batch sizes \[(\d+), (\d+)\]", torchrun(script, ranks=2, cwd=tmp_path))
     assert [int(a) + int(b) for a, b in sizes] == [64] * 3
 
 
 @pytest.mark.multiproc
-def test_the_script_that_saves_resumes_in_mid_epoch_with_another_number_of_workers(
-    tmp_path: Path,
-) -> None:
+def test_the_script_that_saves_resumes_in_mid_epoch_with_another_number_of_workers(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(script_of("saving.md"))
     begun = run_script(script, ["--epochs", "1"], ranks=2, folder=tmp_path)
@@ -197,15 +177,12 @@ def test_the_tutorial_ends_with_a_comparison(tutorial: Path) -> None:
     first, observe, compare = commands_of_the_tutorial()
     assert first[-4:] == ["python", "train.py", "--epochs", "3"]  # what `observe` runs, too
     compare[compare.index("static,lb_bsp,goodput")] = "static,lb_bsp"
-    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    environment = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
     said = []
     for command in (observe, compare):
         words = [word for word in command[1:] if word not in ("--epochs", "3")]
-        done = subprocess.run(
-            [sys.executable, "-m", "dynamix.cli.app", *words, "--epochs", "1"],
-            capture_output=True, text=True, timeout=200, cwd=tutorial, check=False, env=environment,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr[-3000:]
+        words += ["--epochs", "1"]
+        done = run("-m", "dynamix.cli.app", *words, timeout_s=200, cwd=tutorial, env=environment)
         said.append(done.stdout + done.stderr)
     assert "epoch 0: loss" in said[0]
     assert "holds the job back" in said[0]
@@ -304,9 +281,8 @@ def test_programs_are_commands(page: Path) -> None:
 @on_every_page
 def test_lines_are_at_most_120_wide(page: Path) -> None:
     if page.name not in GENERATED:
-        text = re.sub(
-            r"<!-- table: .*?<!-- end -->", lambda made: "\n" * made[0].count("\n"), page.read_text(), flags=re.S
-        )
+        tables = re.compile(r"<!-- table: .*?<!-- end -->", re.S)
+        text = tables.sub(lambda made: "\n" * made[0].count("\n"), page.read_text())
         wide = [i for i, line in enumerate(text.split("\n"), 1) if len(line) > 120]
         assert not wide, wide
 

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import os
 import re
 import sqlite3
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from dynamix_homomorphic.aggregator.server import AggregatorServer
+from tests.processes import run, torchrun
 from tests.ranks import run_script
 from tests.telemetry.simulated import simulate
 
@@ -25,12 +23,10 @@ FILM = "excavation.py"
 LOGGERS = "loggers.py"
 ELSEWHERE = (FILM, LOGGERS, "ray_train.py", "torchft_replicas.py")  # the latter two in tests/integrations
 BY_TORCHRUN = "balance.py"
-LAUNCH = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 
 
 @pytest.mark.parametrize(
-    "line",
-    [*sorted(p.name for p in EXAMPLES.glob("*.py") if p.name not in ELSEWHERE), "local_steps.py --meet auto"],
+    "line", [*sorted(p.name for p in EXAMPLES.glob("*.py") if p.name not in ELSEWHERE), "local_steps.py --meet auto"]
 )
 def test_example_runs(line: str, tmp_path: Path) -> None:
     """On as many ranks as it says; one of them by torchrun itself."""
@@ -46,8 +42,7 @@ def test_example_runs(line: str, tmp_path: Path) -> None:
         if name == "elastic.py":
             options += ["--folder", str(tmp_path)]
         if name == BY_TORCHRUN:
-            assert ranks is not None
-            said = _by_torchrun(script, ranks[1])
+            said = torchrun(script, ranks=ranks[1])
         else:
             said = run_script(script, options, ranks=None if ranks is None else int(ranks[1]))
     if name == "sparse_gradients.py":
@@ -57,20 +52,9 @@ def test_example_runs(line: str, tmp_path: Path) -> None:
         assert 'dynamix_windows_total{run="' in said
 
 
-def _by_torchrun(script: Path, ranks: str) -> str:
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *LAUNCH, ranks, str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
-
-
 def test_the_example_of_agents_that_learn_writes_its_film(tmp_path: Path) -> None:
     film = tmp_path / "film.gif"
-    command = [sys.executable, str(EXAMPLES / FILM), "--scale", "0.01", "--steps", "20", "--gif", str(film)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "step 20: " in done.stdout
+    assert "step 20: " in run(EXAMPLES / FILM, "--scale", "0.01", "--steps", "20", "--gif", film).stdout
     assert film.read_bytes().startswith(b"GIF8")
 
 
@@ -81,10 +65,7 @@ LOGGED = {"tensorboard": "events.out.tfevents.*", "wandb": "wandb/offline-run-*/
 def test_metrics_reach_the_loggers_that_are_installed(logger: str, tmp_path: Path) -> None:
     if importlib.util.find_spec(logger) is None:
         pytest.skip(f"{logger} is not installed")
-    command = [sys.executable, *LAUNCH, "2", str(EXAMPLES / LOGGERS), "--to", logger, "--folder", str(tmp_path)]
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    torchrun(EXAMPLES / LOGGERS, "--to", logger, "--folder", str(tmp_path), ranks=2)
     (kept,) = tmp_path.glob(LOGGED[logger])
     if logger == "mlflow":
         with contextlib.closing(sqlite3.connect(kept)) as store:

@@ -2,29 +2,15 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import numpy as np
 
 import dynamix
 from dynamix import features
 from dynamix.window import Window
+from tests.processes import call, run
 
-SUBMODULES = (
-    *(
-        "compression",
-        "data",
-        "errors",
-        "events",
-        "integrations",
-        "model",
-        "policies",
-        "probes",
-        "runtime",
-    ),
-    "window",
-)
+SUBMODULES = ("compression", "data", "errors", "events", "integrations", "model", "policies", "probes", "runtime")
+SUBMODULES += ("window",)
 # What only the command line, the emulator, learning, compression and the laboratory need.
 MISSING = (
     *("typer", "rich", "pydantic", "pydantic_core", "click", "pyroute2", "yaml", "gymnasium", "pettingzoo", "numba"),
@@ -53,10 +39,8 @@ dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 """
 
 
-def _python(script: str) -> str:
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+def run_text(script: str) -> str:
+    return run("-c", script).stdout
 
 
 def _without(names: tuple[str, ...]) -> str:
@@ -65,7 +49,7 @@ def _without(names: tuple[str, ...]) -> str:
 
 def test_importing_the_package_imports_nothing_else() -> None:
     script = "import sys, dynamix; print([m for m in sys.modules if m in ('torch', 'numpy') or m[:8] == 'dynamix.'])"
-    assert _python(script).strip() == "['dynamix.errors', 'dynamix.removed']"
+    assert run_text(script).strip() == "['dynamix.errors', 'dynamix.removed']"
 
 
 def test_everything_public_is_reached_and_listed() -> None:
@@ -75,25 +59,16 @@ def test_everything_public_is_reached_and_listed() -> None:
         "for name in dynamix.__all__: assert getattr(dynamix, name) is not None, name\n"
         f"assert set(dir(dynamix)) >= {{*dynamix.__all__, *{SUBMODULES!r}}}\n"
     )
-    _python(script)
+    run_text(script)
 
 
 def test_the_public_names_are_these() -> None:
     """Taking one away breaks users: it needs a line in CHANGELOG."""
     assert set(dynamix.__all__) == {
         *("Averaging", "Bounds", "CompressionState", "ConfigError", "Controller", "DynamixError", "EmulationError"),
-        "Guard",
-        *(
-            "MemoryLimitError",
-            "Policy",
-            "PolicyFileError",
-            "ScenarioError",
-            "Settings",
-            "StateError",
-            "UsageError",
-        ),
+        *("Guard", "MemoryLimitError", "Policy", "PolicyFileError", "ScenarioError", "Settings", "StateError"),
+        *("UsageError", "weighted", "weighted_average"),
         *("Window", "WorkerLostError", "__version__", "features", "make_policy", "policy_names", "project"),
-        *("weighted", "weighted_average"),
     }
 
 
@@ -103,24 +78,24 @@ def test_features_is_a_module_and_a_function() -> None:
 
 
 def test_training_needs_no_package_of_an_extra() -> None:
-    _python(_without(MISSING) + TRAIN)
-    _python(_without(MISSING) + GROUP + TRAIN + "dist.destroy_process_group()")
+    run_text(_without(MISSING) + TRAIN)
+    run_text(_without(MISSING) + GROUP + TRAIN + "dist.destroy_process_group()")
 
 
 def test_what_a_training_job_uses_imports_without_the_extras() -> None:
     rooms = ("compression", "data", "events", "policies", "probes")
     script = _without(MISSING) + f"import dynamix\nfor name in {rooms!r}: getattr(dynamix, name)\n"
     names = "import dynamix.runtime.memory\nfor n in dynamix.__all__: getattr(dynamix, n)"
-    _python(script + names)
+    run_text(script + names)
 
 
 def test_the_command_says_what_to_install() -> None:
     script = _without(MISSING) + "sys.argv = ['dynamix', 'doctor']\nfrom dynamix.cli import main\nmain()"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    done = call("-c", script)
     assert done.returncode == 1
     assert "pip install '.[cli]'" in done.stderr
 
 
 def test_the_controller_leaves_slow_imports_until_they_are_used() -> None:
     slow = {"torch.distributed.fsdp", "psutil", "sympy"}
-    assert _python(f"import sys, dynamix; dynamix.Controller; print({slow} & set(sys.modules))").strip() == "set()"
+    assert run_text(f"import sys, dynamix; dynamix.Controller; print({slow} & set(sys.modules))").strip() == "set()"

@@ -5,12 +5,12 @@ from __future__ import annotations
 import ast
 import importlib.machinery
 import importlib.util
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from tests.processes import run
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "house"
 
@@ -27,10 +27,7 @@ def house() -> ModuleType:
 
 @pytest.mark.timeout(180)
 def test_no_figure_is_above_its_threshold() -> None:
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), "--check", "--no-steps"], capture_output=True, text=True, timeout=170, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run(SCRIPT, "--check", "--no-steps", timeout_s=170)
 
 
 def test_lines_of_code_leave_out_blank_ones_comments_and_docstrings(house: ModuleType) -> None:

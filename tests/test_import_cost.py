@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
+
+from tests.processes import call
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "import-cost"
 
 
-def call(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(SCRIPT), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-
-
 def test_the_controller_is_cheap_beside_torch() -> None:
-    done = call("1")
+    done = call(SCRIPT, 1)
     wall, processor, goal = done.stdout.splitlines()
     ratio = float(re.findall(r"([\d.]+) of it$", processor)[0])
     assert wall.startswith("wall clock: ")
@@ -25,6 +20,6 @@ def test_the_controller_is_cheap_beside_torch() -> None:
 
 
 def test_a_measurement_needs_a_run() -> None:
-    done = call("0")
+    done = call(SCRIPT, 0)
     assert done.returncode == 1
     assert "runs=0" in done.stderr

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import textwrap
 from importlib import metadata
 from pathlib import Path
@@ -19,6 +17,9 @@ from dynamix.policies import make_policy, policy_names
 from dynamix.policies.files import describe_policy, trained_as
 from dynamix.policies.registry import parse_name
 from dynamix.probes import probe_report, probes_here
+from dynamix_lab.papers.additive import PRETRAINED
+from tests.processes import Done, call, run
+from tests.refused import refused
 
 SOURCE = Path(dynamix.__file__).parents[1]
 POLICY = """
@@ -95,12 +96,12 @@ class Site:
         lines = [f"{key.replace('__', ' ')} = {module}:{value}" for key, value in entries.items()]
         (info / "entry_points.txt").write_text("\n".join([f"[{group}]", *lines, ""]))
 
-    def dynamix(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+    def dynamix(self, *arguments: str) -> Done:
         """The command line in a process of its own, which these distributions are installed for."""
         path = os.pathsep.join([str(self.folder), str(SOURCE), *filter(None, [os.environ.get("PYTHONPATH")])])
-        command = [sys.executable, "-c", "from dynamix.cli import main; main()", *arguments]
-        environment = {**os.environ, "PYTHONPATH": path, "COLUMNS": "200"}
-        return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
+        return call(
+            "-c", "from dynamix.cli import main; main()", *arguments, env={"PYTHONPATH": path, "COLUMNS": "200"}
+        )
 
 
 @pytest.fixture
@@ -139,8 +140,7 @@ def test_a_policy_that_does_not_import_says_whose_it_is_and_breaks_no_other(site
 
 def test_what_makes_no_policy_is_refused(site: Site) -> None:
     site.install("rules-of-mine", "wordy_rules", POLICY, "dynamix.policies", wordy="word")
-    with pytest.raises(ConfigError, match="a plug-in that makes a policy; mend or remove wordy of rules-of-mine"):
-        make_policy("wordy")
+    refused(ConfigError, "a plug-in that makes a policy; mend or remove wordy of rules-of-mine", make_policy, "wordy")
 
 
 def test_a_policy_cannot_take_a_built_ins_name_and_that_is_said(site: Site) -> None:
@@ -161,20 +161,14 @@ def test_of_two_plug_ins_with_one_name_the_first_by_distribution_is_taken(site: 
 
 @pytest.mark.parametrize("name", ["cannikin", "dynamix-paper", "noise_scale", "pollux", "guarded:pollux"])
 def test_a_policy_of_the_laboratory_says_what_to_install_where_that_is_missing(name: str, no_laboratory: None) -> None:
-    with pytest.raises(ConfigError, match=r"part of the laboratory: pip install \./lab  \(in dynamix's source tree\)"):
-        make_policy(name)
+    refused(ConfigError, r"part of the laboratory: pip install \./lab  \(in dynamix's source tree\)", make_policy, name)
 
 
 def test_a_policy_file_of_the_laboratory_says_what_to_install(no_laboratory: None) -> None:
-    from dynamix_lab.papers.additive import PRETRAINED
-
-    with pytest.raises(PolicyFileError, match=r"part of the laboratory: pip install \./lab"):
-        make_policy(str(PRETRAINED))
+    refused(PolicyFileError, r"part of the laboratory: pip install \./lab", make_policy, str(PRETRAINED))
 
 
 def test_with_the_laboratory_its_policies_and_files_are_there() -> None:
-    from dynamix_lab.papers.additive import PRETRAINED
-
     assert {"cannikin", "dynamix-paper", "noise_scale", "pollux"} <= set(policy_names())
     assert type(make_policy(str(PRETRAINED))) is type(make_policy("dynamix-paper"))
     assert trained_as(describe_policy(PRETRAINED)["kind"]) == "dynamix-paper"
@@ -275,17 +269,12 @@ main()
 
 @pytest.mark.parametrize("command", ["bench", "demo", "emulate", "policy train", "policy evaluate"])
 def test_a_command_of_the_laboratory_says_what_to_install_where_that_is_missing(command: str) -> None:
-    words = [*command.split(), "--any", "thing"]
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT, *words], capture_output=True, text=True, timeout=60, check=False
-    )
+    done = call("-c", WITHOUT, *command.split(), "--any", "thing")
     said = f"error: dynamix {command} is part of the laboratory: pip install ./lab (in dynamix's source tree)"
     assert (done.returncode, done.stderr.strip()) == (2, said)
 
 
 def test_doctor_says_that_the_laboratory_is_missing() -> None:
-    command = [sys.executable, "-c", WITHOUT, "doctor", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
+    done = run("-c", WITHOUT, "doctor", "--json")
     assert "pip install ./lab  (in dynamix's source tree)" in done.stdout
     assert '"emulation"' not in done.stdout

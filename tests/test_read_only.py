@@ -15,25 +15,21 @@ from torch.utils.data import DataLoader, TensorDataset
 import dynamix
 from dynamix.window import Bounds, Ints, Window
 from dynamix_lab.simulator import ClusterEnv, sample_clusters
+from tests.union import Script
 
 ARRAYS = [f.name for f in dataclasses.fields(Window)]
 
 
-class Writes:
+class Writes(Script):
     """Answers what is in force, after writing where it was told to."""
 
     def __init__(self, write: Callable[[Window, Bounds], None]) -> None:
+        super().__init__([])
         self.write = write
 
     def decide(self, window: Window, bounds: Bounds) -> Ints:
         self.write(window, bounds)
         return window.batch_size
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        pass
 
 
 def _raise_high(window: Window, bounds: Bounds) -> None:

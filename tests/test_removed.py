@@ -9,12 +9,12 @@ import pytest
 
 import dynamix
 from dynamix import removed
+from tests.refused import refused
 
 
 @pytest.mark.parametrize("name", sorted(removed.MODULES))
 def test_a_module_that_is_gone_says_what_to_write(name: str) -> None:
-    with pytest.raises(ImportError, match=r"removed in 0\.3: write "):
-        importlib.import_module(name)
+    refused(ImportError, r"removed in 0\.3: write ", importlib.import_module, name)
 
 
 @pytest.mark.parametrize("name", ["dynamix.emulator.scenario", "dynamix.simulator.env", "dynamix.training.ppo"])
@@ -25,8 +25,7 @@ def test_a_module_in_a_package_that_moved_says_where_to(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(removed.NAMES))
 def test_a_name_that_is_gone_says_what_to_write(name: str) -> None:
-    with pytest.raises(ImportError, match=r"removed in 0\.3: write "):
-        getattr(dynamix, name)
+    refused(ImportError, r"removed in 0\.3: write ", getattr, dynamix, name)
 
 
 def test_other_names_and_modules_are_missing_as_usual() -> None:
@@ -39,5 +38,4 @@ def test_other_names_and_modules_are_missing_as_usual() -> None:
 @pytest.mark.parametrize("make", [dynamix.Controller, dynamix.Settings])
 @pytest.mark.parametrize("learn", [True, False])
 def test_learning_on_the_job_says_what_to_write(make: Any, learn: bool) -> None:
-    with pytest.raises(dynamix.ConfigError, match=rf"learn={learn} .*removed in 0\.3: write no learn="):
-        make("dynamix", 8, learn=learn)
+    refused(dynamix.ConfigError, rf"learn={learn} .*removed in 0\.3: write no learn=", make, "dynamix", 8, learn=learn)

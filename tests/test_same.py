@@ -6,7 +6,6 @@ import importlib.util
 import json
 import math
 import shutil
-import subprocess
 import sys
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -14,6 +13,8 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+
+from tests.processes import run
 
 ROOT = Path(__file__).parents[1]
 CASES = ("gradients-goodput-3",)
@@ -98,8 +99,7 @@ def test_a_change_of_one_line_is_noticed(
 @pytest.mark.multiproc
 @pytest.mark.slow
 def test_a_tree_is_the_same_as_itself(tmp_path: Path) -> None:
-    command = [str(ROOT / "scripts" / "same"), str(ROOT), "--cases", "resume", "--json", str(tmp_path / "report.json")]
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    report = tmp_path / "report.json"
+    done = run(ROOT / "scripts" / "same", ROOT, "--cases", "resume", "--json", report, timeout_s=200)
     assert "0 differences in 1 cases" in done.stdout
-    assert json.loads((tmp_path / "report.json").read_text())["cases"] == {"resume": []}
+    assert json.loads(report.read_text())["cases"] == {"resume": []}

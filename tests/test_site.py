@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
+
+from tests.processes import run
 
 ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.slow
@@ -40,9 +40,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
     options = ["--fail-on-warning", "--keep-going", "--quiet", "-b", "html", "-d", str(folder / "doctrees")]
     assert all(option in (ROOT / "scripts" / "docs").read_text() for option in options[:4])
-    command = [sys.executable, "-m", "sphinx", *options, str(ROOT / "docs"), str(folder / "html")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run("-m", "sphinx", *options, ROOT / "docs", folder / "html", timeout_s=240)
     return folder / "html"
 
 
@@ -77,9 +75,7 @@ def test_a_public_name_has_its_docstring_on_a_page(site: Path) -> None:
 
 def test_pictures_are_drawn_again_from_results(tmp_path: Path) -> None:
     """Not compared byte by byte: fonts and versions of Matplotlib may differ."""
-    command = [sys.executable, str(ROOT / "scripts" / "pictures"), "--out", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    run(ROOT / "scripts" / "pictures", "--out", tmp_path)
     kept = {file.name for file in (ROOT / "docs" / "pictures").glob("*.svg")}
     assert {file.name for file in tmp_path.glob("*.svg")} == kept
     assert all((tmp_path / name).read_text(encoding="utf-8").rstrip().endswith("</svg>") for name in kept)

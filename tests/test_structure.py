@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ast
 import json
-import subprocess
-import sys
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ from typing import Any
 import pytest
 
 import dynamix
+from tests.processes import call, run
 
 SOURCE = Path(dynamix.__file__).parent
 ROOT = Path(__file__).parents[1]
@@ -39,14 +38,12 @@ def test_import_has_no_side_effects_and_leaves_heavy_packages_alone() -> None:
         "heavy = {'matplotlib', 'pyroute2', 'gymnasium', 'mnist1d', 'typer', 'fastapi', 'numba'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+    run("-c", script)
 
 
 def drawn(package: Path) -> dict[str, Any]:
     """Rooms, arrows and circles as `scripts/imports` finds them."""
-    command = [sys.executable, str(ROOT / "scripts/imports"), str(package), "--json", "--files"]
-    done = subprocess.run(command, stdout=subprocess.PIPE, timeout=60, check=False)
-    return dict(json.loads(done.stdout))
+    return dict(json.loads(call(ROOT / "scripts/imports", package, "--json", "--files").stdout))
 
 
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.name)

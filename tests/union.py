@@ -164,17 +164,9 @@ def worst_error(rank: int, case: Case) -> float:
     y = torch.randn(case.samples, 6, dtype=case.dtype)
     net = MODELS[case.model]().to(case.dtype)
     reference, group = copy.deepcopy(net), dist.new_group()
-    controller = dynamix.Controller(
-        policy=Script(case.script, case.accumulate),
-        batch_size=case.batch_size,
-        min_batch_size=case.min_batch_size,
-        max_batch_size=case.max_batch_size,
-        interval=case.interval,
-        accumulate=case.accumulate,
-        micro_batch=case.micro_batch,
-        global_batch=case.global_batch,
-        process_group=group,
-    )
+    own = ("batch_size", "min_batch_size", "max_batch_size", "interval", "accumulate", "micro_batch", "global_batch")
+    options: dict[str, Any] = {name: getattr(case, name) for name in own}
+    controller = dynamix.Controller(policy=Script(case.script, case.accumulate), process_group=group, **options)
     dataset = TensorDataset(x, y)
     lengths = torch.randn(case.samples, generator=torch.Generator().manual_seed(4)).exp() if case.lengths else None
     sampler = controller.batch_sampler(dataset, seed=3, lengths=lengths, padded=case.padded)

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from dynamix.cli.app import app
+from tests.processes import run
 
 TRAIN = Path(__file__).parents[2] / "examples" / "train.py"
 OWN = """
@@ -47,15 +47,10 @@ def test_the_example_is_scored_and_shown_by_the_name_that_was_given():
     assert (about["class"], about["description"][:12]) == (name, "Every worker")
 
 
-@pytest.mark.parametrize(
-    "suite",
-    [
-        ["tta", "--cluster", "simulator", "--scenarios", "pai-steady"],
-        pytest.param(["scaling", "--cluster", "simulator"], marks=pytest.mark.slow),
-    ],
-)
-def test_simulated_suites_run_it_from_a_file_beside_the_rule(suite):
-    result = result_of("bench", *suite, "--quick", "--policies", "lb_bsp,own_rule.py:Own", "--out", "run")
+@pytest.mark.slow
+def test_a_simulated_suite_runs_it_from_a_file_beside_the_rule():
+    policies = ["--policies", "lb_bsp,own_rule.py:Own"]
+    result = result_of("bench", "scaling", "--cluster", "simulator", "--quick", *policies, "--out", "run")
     for cell in result["cells"].values():
         assert cell["policies"]["own_rule.py:Own"]["time_to_target_s"] == cell["policies"]["lb_bsp"]["time_to_target_s"]
         assert cell["attained_by"] != "own_rule.py:Own", "what is judged never says what is attainable"
@@ -78,7 +73,5 @@ def test_the_demo_runs_it_without_root_in_the_row_dynamix_and_says_so():
 @pytest.mark.emulator
 @pytest.mark.slow
 def test_a_script_on_emulated_hosts_names_it():
-    command = [sys.executable, "-m", "dynamix.cli.app", "emulate", "even", "--out", "run", "--"]
-    script = [sys.executable, str(TRAIN), "--policy", "own_rule:Own", "--epochs", "1"]
-    done = subprocess.run([*command, *script], capture_output=True, text=True, check=False, timeout=200)
-    assert done.returncode == 0, done.stderr
+    script = [sys.executable, TRAIN, "--policy", "own_rule:Own", "--epochs", "1"]
+    run("-m", "dynamix.cli.app", "emulate", "even", "--out", "run", "--", *script, timeout_s=200)

@@ -1,6 +1,7 @@
 """`dynamix policy ...`: pages that a person reads, JSON that a program reads, files that are refused."""
 
 import json
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -9,6 +10,8 @@ from dynamix.cli.app import app
 from dynamix.errors import PolicyFileError
 from dynamix.policies import policy_names
 from dynamix.policies.learned.policy import PRETRAINED, LearnedPolicy
+from tests.policies.test_files import HARMS, NETWORK_HARMS, change_network
+from tests.refused import refused
 
 runner = CliRunner()
 
@@ -63,67 +66,25 @@ def test_what_a_training_takes_is_listed_and_taken(name):
     assert json.loads(call("policy", "train", "--policy", name, "--settings", "--json").stdout)["windows"] != "9"
 
 
-HARMS = {
-    "flipped byte": "sha256",
-    "cut": "sha256",
-    "not json": "allowed is JSON",
-    "nan": "allowed is JSON",
-    "schema": "schema=99",
-    "features": "features",
-    "no json": "existing file",
-    "no weights": "existing file",
-    "trust word": "trust='high'",
-    "trust too large": "trust=99",
-    "trust zero": "trust=0",
-    "hidden": "architecture.hidden=1000000000",
-    "other network": "weights of the architecture",
-}
+TRUST = {f"trust {trust}": ({"trust": trust}, f"trust={trust!r}") for trust in ("high", 99, 0)}
+CHANGES: dict[str, Any] = {**NETWORK_HARMS, **TRUST}
 
 
-def harm(file, kind):
-    """Save the shipped policy as `file` with one thing wrong."""
-    policy = LearnedPolicy.load(PRETRAINED)
-    policy.save(file)
-    sidecar, data = file.with_suffix(".json"), file.read_bytes()
-    about = json.loads(sidecar.read_text())
-    changed = {
-        "schema": {"schema": 99},
-        "features": {"features": ["luck"]},
-        "nan": {"seed": float("nan")},
-        "trust word": {"trust": "high"},
-        "trust too large": {"trust": 99},
-        "trust zero": {"trust": 0},
-        "hidden": {"architecture": {**about["architecture"], "hidden": 10**9}},
-        "other network": {"architecture": {**about["architecture"], "hidden": 32}},
-    }
-    if kind in changed:
-        sidecar.write_text(json.dumps({**about, **changed[kind]}))
-    elif kind == "flipped byte":
-        file.write_bytes(data[:-3] + bytes([data[-3] ^ 0xFF]) + data[-2:])
-    elif kind == "cut":
-        file.write_bytes(data[:100])
-    elif kind == "not json":
-        sidecar.write_text("{")
-    elif kind == "no json":
-        sidecar.unlink()
-    elif kind == "no weights":
-        file.unlink()
-
-
-@pytest.mark.parametrize("kind", HARMS)
+@pytest.mark.parametrize("harm", [name for name in (*HARMS, *CHANGES) if name != "a folder"])
 @pytest.mark.parametrize("command", ["policy show", "policy evaluate", "demo --quick --policy"])
-def test_a_policy_file_that_cannot_be_trusted_is_one_line_and_exit_code_2(command, kind, tmp_path, monkeypatch):
+def test_a_policy_file_that_cannot_be_trusted_is_one_line_and_exit_code_2(command, harm, tmp_path, monkeypatch):
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
-    harm(tmp_path / "p.safetensors", kind)
-    result = call(*command.split(), str(tmp_path / "p.safetensors"))
-    assert result.exit_code == 2
-    with pytest.raises(PolicyFileError):
-        LearnedPolicy.load(tmp_path / "p.safetensors")
-    assert result.stdout == ""
+    file = tmp_path / "p.safetensors"
+    LearnedPolicy.load(PRETRAINED).save(file)
+    damage, said = HARMS.get(harm) or (lambda file: change_network(file, CHANGES[harm][0]), CHANGES[harm][1])
+    damage(file)
+    result = call(*command.split(), str(file))
+    assert (result.exit_code, result.stdout) == (2, "")
+    refused(PolicyFileError, "", LearnedPolicy.load, file)
     assert result.stderr.startswith("error: ")
     assert result.stderr.count("\n") == 1
-    assert HARMS[kind] in result.stderr
+    assert said in result.stderr
     assert str(tmp_path / "p.") in result.stderr, "which of the two files is meant"
     assert list((tmp_path / "work").iterdir()) == []
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -15,6 +13,7 @@ import pytest
 
 from dynamix.events.background import BACKLOG, BackgroundLog
 from dynamix.events.records import read_events
+from tests.processes import run
 
 
 def _written(log: BackgroundLog, lines: int) -> None:
@@ -100,9 +99,7 @@ log.close()
 
 def test_a_line_that_was_cut_by_a_full_disk_does_not_spoil_the_next(tmp_path: Path) -> None:
     """A limit of the file's size: the kernel takes a part of the line, as a full disk does."""
-    command = [sys.executable, "-c", _FULL, str(tmp_path / "events.jsonl")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    done = run("-c", _FULL, tmp_path / "events.jsonl")
     assert "lines are dropped" in done.stderr
     events = read_events(tmp_path / "events.jsonl")
     assert [(event["step"], event.get("dropped")) for event in events] == [(0, None), (2, 1)]

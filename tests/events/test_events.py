@@ -6,6 +6,7 @@ import pytest
 from dynamix.errors import StateError
 from dynamix.events.records import EventLog, read_events
 from dynamix.window import Window
+from tests.refused import refused
 
 
 def test_what_was_written_is_read_back_window_included(tmp_path):
@@ -35,13 +36,11 @@ def test_a_killed_run_loses_only_the_line_it_was_writing_and_can_be_continued(tm
 def test_a_broken_or_foreign_line_in_the_middle_is_an_error_that_names_it(tmp_path, line):
     path = tmp_path / "events.jsonl"
     path.write_text(f'{{"schema": 2}}\n{line}\n{{"schema": 2}}\n')
-    with pytest.raises(StateError, match=r"events\.jsonl:2"):
-        read_events(path)
+    refused(StateError, r"events\.jsonl:2", read_events, path)
 
 
 def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(StateError, match="nowhere"):
-        read_events(tmp_path / "nowhere.jsonl")
+    refused(StateError, "nowhere", read_events, tmp_path / "nowhere.jsonl")
 
 
 def test_lines_of_version_0_1_are_refused_by_name(tmp_path):

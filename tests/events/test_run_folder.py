@@ -1,10 +1,9 @@
 import json
 
-import pytest
-
 from dynamix.errors import ConfigError
 from dynamix.events.records import EventLog, read_events
 from dynamix.events.run_folder import RunFolder
+from tests.refused import refused
 
 
 def test_a_folder_says_what_ran_with_which_versions_on_what(tmp_path):
@@ -19,10 +18,8 @@ def test_a_folder_says_what_ran_with_which_versions_on_what(tmp_path):
 
 def test_a_folder_with_something_in_it_is_refused(tmp_path):
     (tmp_path / "x").write_text("")
-    with pytest.raises(ConfigError, match="new or empty"):
-        RunFolder("demo", tmp_path)
-    with pytest.raises(ConfigError, match="new or empty"):
-        RunFolder("demo", tmp_path / "x")
+    refused(ConfigError, "new or empty", RunFolder, "demo", tmp_path)
+    refused(ConfigError, "new or empty", RunFolder, "demo", tmp_path / "x")
 
 
 def test_events_of_several_runs_are_gathered_and_labelled(tmp_path):

@@ -15,6 +15,7 @@ from dynamix.errors import StateError
 from dynamix.events.records import EventLog, read_events
 from dynamix.events.windows import PACKED_ABOVE, RAW_ABOVE, unpacked, window_record
 from dynamix.window import PER_CLUSTER, PER_WORKER, Window
+from tests.refused import refused
 
 MANY = PACKED_ABOVE + 1
 
@@ -75,23 +76,16 @@ def test_low_bytes_of_very_many_workers_go_as_they_are_and_read_back(tmp_path: P
     cut = json.loads(line)
     cut["window"]["packed"] = cut["window"]["packed"][:-8]
     (tmp_path / "events.jsonl").write_text(json.dumps(cut) + "\n")
-    with pytest.raises(StateError, match="the packed window is damaged"):
-        read_events(tmp_path / "events.jsonl")
+    refused(StateError, "the packed window is damaged", read_events, tmp_path / "events.jsonl")
 
 
 @pytest.mark.parametrize(
     ("field", "broken"),
     [
-        ("packed", "!!"),
-        ("packed", "eJwDAAAAAAE="),
-        ("packed", 7),
+        *(("packed", wrong) for wrong in ("!!", "eJwDAAAAAAE=", 7)),
+        *(("shift", wrong) for wrong in ([0], ["x"] * len(PER_WORKER), [2**80] * len(PER_WORKER))),
+        *(("workers", wrong) for wrong in (10**30, MANY + 1, -1)),
         ("sizes", ""),
-        ("shift", [0]),
-        ("shift", ["x"] * len(PER_WORKER)),
-        ("shift", [2**80] * len(PER_WORKER)),
-        ("workers", 10**30),
-        ("workers", MANY + 1),
-        ("workers", -1),
         ("steps", ...),
     ],
 )
@@ -102,8 +96,7 @@ def test_a_damaged_window_is_named_by_its_line(tmp_path: Path, field: str, broke
     if broken is ...:
         del event["window"][field]
     (tmp_path / "events.jsonl").write_text(json.dumps(event) + "\n")
-    with pytest.raises(StateError, match=r"events.jsonl:1: the packed window is damaged"):
-        read_events(tmp_path / "events.jsonl")
+    refused(StateError, r"events.jsonl:1: the packed window is damaged", read_events, tmp_path / "events.jsonl")
 
 
 def test_records_from_before_windows_had_work_are_read(monkeypatch: pytest.MonkeyPatch) -> None:

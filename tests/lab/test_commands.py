@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -19,27 +20,11 @@ def test_a_result_names_the_command_that_made_it_with_every_option() -> None:
     assert CliRunner().invoke(app, said[1:]).exit_code == 0
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "aggregator",
-        "codec-speed",
-        "compression",
-        "compression-cases",
-        "emulator-accuracy",
-        "faults",
-        "fidelity",
-        "network-speed",
-        "observe",
-        "overhead",
-        "peers",
-        "quality",
-        "scaling",
-        "stepcount",
-        "stigmergy",
-        "workloads",
-    ],
-)
+MEASUREMENTS = "aggregator codec-speed compression compression-cases emulator-accuracy faults fidelity network-speed "
+MEASUREMENTS += "observe overhead peers quality scaling stepcount stigmergy workloads"
+
+
+@pytest.mark.parametrize("name", MEASUREMENTS.split())
 def test_every_measurement_is_a_command(name: str) -> None:
     done = CliRunner().invoke(app, ["bench", name, "--help"])
     assert done.exit_code == 0
@@ -47,16 +32,36 @@ def test_every_measurement_is_a_command(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    ("line", "said"),
     [
-        ["stepcount", "nonsense"],
-        ["stepcount", "ratings", "--rule", "none"],
+        *((f"compression {wrong}", "") for wrong in ("--workloads netflix", "--workers two", "--rates 0")),
+        *((f"stepcount {wrong}", "") for wrong in ("nonsense", "ratings --rule none")),
+        *((f"scaling {wrong}", "") for wrong in ("--cluster moon", "--policies nonsense", "--seeds 2")),
+        *((f"scaling --cluster virtual {wrong}", "") for wrong in ("--workers 12", "--policies nonsense")),
+        ("workloads --only nonsense", ""),
+        *((f"peers --peers {name}", "") for name in ("horovod", "ddp-7", "ddp-every8", "ddp-lr0", "ddp-256 --sweep")),
+        *((f"peers --peers torchft-local-every{steps}", "") for steps in (0, 32)),
+        *((f"peers {wrong}", "") for wrong in ("--workload pysource", "--clock 0", "--scenario nonsense")),
+        *((f"peers --policies {row}", "") for row in ("dynamix", "static,dynamix-7", "static,dynamix-512-lr0.1")),
+        ("peers --policies static,dynamix-128-lr0.1-every8", ""),
+        ("peers --seed 9001", ""),
+        ("ablations --forms goodput", "forms='goodput', dynamix-paper"),
+        ("ablations --seeds -1", "seeds, 0 or more"),
+        ("transfer --pairs moon", "pairs, depth"),
+        ("excavation --methods qmix", "methods='qmix', mappo"),
+        ("calibration nowhere out.json", "nowhere, fits/affine_step_time.csv"),
     ],
 )
-def test_an_unknown_workload_is_refused_with_one_line(arguments: list[str]) -> None:
-    done = CliRunner().invoke(app, ["bench", *arguments])
+def test_bad_arguments_end_with_one_clear_line_and_no_folder(
+    line: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, ["bench", *line.split()])
     assert done.exit_code == 2
     assert done.output.strip().startswith("error: ")
+    assert len(done.output.strip().splitlines()) == 1
+    assert all(part in done.output for part in said.split(", ")), done.output
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_cases_are_counted_and_judged() -> None:

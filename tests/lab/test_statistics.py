@@ -19,6 +19,7 @@ from dynamix_lab.statistics import (
     time_to_target,
     who_wins,
 )
+from tests.refused import refused
 
 scores = st.lists(st.floats(0, 1), min_size=1, max_size=12)
 positive = st.floats(0.1, 1e3)
@@ -103,8 +104,7 @@ def test_a_single_pair_has_no_interval_and_says_so_in_json():
 
 @pytest.mark.parametrize(("above", "below"), [([1.0], [1.0, 2.0]), ([0.0], [1.0]), ([], [])])
 def test_impossible_pairs_are_refused(above, below):
-    with pytest.raises(ConfigError):
-        paired_ratio(above, below)
+    refused(ConfigError, "", paired_ratio, above, below)
 
 
 @given(st.integers(0, 50), st.integers(1, 6))
@@ -164,9 +164,6 @@ def test_one_pair_tells_nobody_apart():
 
 
 def test_bad_rows_and_pairs_are_refused():
-    with pytest.raises(ConfigError):
-        who_wins({})
-    with pytest.raises(ConfigError):
-        who_wins({"a": [1.0], "b": [1.0, 2.0]})
-    with pytest.raises(ConfigError):
-        scatter([1.0], [1.0], limit=0.01)
+    refused(ConfigError, "", who_wins, {})
+    refused(ConfigError, "", who_wins, {"a": [1.0], "b": [1.0, 2.0]})
+    refused(ConfigError, "", scatter, [1.0], [1.0], limit=0.01)

@@ -8,6 +8,7 @@ import pytest
 
 from dynamix.errors import ConfigError
 from dynamix_lab.yardstick import ProgressCurve, time_to_loss
+from tests.refused import refused
 
 
 def loss_at(samples):
@@ -101,16 +102,11 @@ def test_a_run_that_ended_early_has_no_figure_rather_than_a_guess() -> None:
     "runs", [[], [[(100, 2.0)]], [[(100, 1.0), (200, 2.0)]], [[(100, 2.0), (200, math.nan)]], [[(0, 2.0)]]]
 )
 def test_a_reference_that_shows_no_progress_is_refused(runs) -> None:
-    with pytest.raises(ConfigError):
-        ProgressCurve.of("job", runs)
+    refused(ConfigError, "", ProgressCurve.of, "job", runs)
 
 
 def test_bad_readings_are_refused() -> None:
-    with pytest.raises(ConfigError, match="losses"):
-        CURVE.read([1.0, 2.0], [1.0])
-    with pytest.raises(ConfigError, match="losses"):
-        CURVE.read([1.0], [math.nan])
-    with pytest.raises(ConfigError, match="times_s"):
-        CURVE.read([2.0, 1.0], [1.0, 1.0])
-    with pytest.raises(ConfigError, match="from_s"):
-        CURVE.read(*run(250.0)).seconds_per_1000(10.0, 10.0)
+    refused(ConfigError, "losses", CURVE.read, [1.0, 2.0], [1.0])
+    refused(ConfigError, "losses", CURVE.read, [1.0], [math.nan])
+    refused(ConfigError, "times_s", CURVE.read, [2.0, 1.0], [1.0, 1.0])
+    refused(ConfigError, "from_s", CURVE.read(*run(250.0)).seconds_per_1000, 10.0, 10.0)

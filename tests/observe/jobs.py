@@ -94,10 +94,8 @@ def accumulated(sleeps: dict[str, float]) -> tuple[nn.Module, list[float]]:
     return ddp(sleeps, accumulate=2)
 
 
-def compiled(sleeps: dict[str, float]) -> tuple[nn.Module, list[float]]:
-    net = Net(sleeps)
-    model = torch.compile(nn.parallel.DistributedDataParallel(net), backend="aot_eager")
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+def plainly(model: nn.Module, optimizer: torch.optim.Optimizer, sleeps: dict[str, float]) -> list[float]:
+    """The losses of an epoch of the shortest loop."""
     losses = []
     for x, y in loader_of(sleeps):
         loss = F.cross_entropy(model(x), y)
@@ -105,7 +103,14 @@ def compiled(sleeps: dict[str, float]) -> tuple[nn.Module, list[float]]:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    return net, losses
+    return losses
+
+
+def compiled(sleeps: dict[str, float]) -> tuple[nn.Module, list[float]]:
+    net = Net(sleeps)
+    model = torch.compile(nn.parallel.DistributedDataParallel(net), backend="aot_eager")
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    return net, plainly(model, optimizer, sleeps)
 
 
 def fsdp2(sleeps: dict[str, float]) -> tuple[nn.Module, list[float]]:
@@ -117,14 +122,7 @@ def fsdp2(sleeps: dict[str, float]) -> tuple[nn.Module, list[float]]:
     fully_shard(net.body, mesh=mesh)
     fully_shard(net, mesh=mesh)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
-    losses = []
-    for x, y in loader_of(sleeps):
-        loss = F.cross_entropy(net(x), y)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return net, losses
+    return net, plainly(net, optimizer, sleeps)
 
 
 def lightning(sleeps: dict[str, float]) -> tuple[nn.Module, list[float]]:
@@ -189,18 +187,9 @@ def transformers(sleeps: dict[str, float]) -> tuple[nn.Module, list[float]]:
             x, y = super().__getitem__(index)
             return {"x": x, "labels": y}
 
-    args = hf.TrainingArguments(
-        "unused",
-        use_cpu=True,
-        per_device_train_batch_size=BATCH,
-        num_train_epochs=1,
-        save_strategy="no",
-        logging_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-        remove_unused_columns=False,
-        dataloader_pin_memory=False,
-    )
+    quiet = {"save_strategy": "no", "logging_strategy": "no", "report_to": [], "disable_tqdm": True, "use_cpu": True}
+    usual = {"remove_unused_columns": False, "dataloader_pin_memory": False, "num_train_epochs": 1}
+    args = hf.TrainingArguments("unused", per_device_train_batch_size=BATCH, **quiet, **usual)
     model = Model()
     trainer = hf.Trainer(model, args, train_dataset=Named(sleeps, STEPS * BATCH * dist.get_world_size()))
     trainer.train()

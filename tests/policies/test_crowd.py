@@ -80,22 +80,12 @@ def _move(
     for _ in range(windows):
         left = np.zeros((1, len(TRACES)))
         step = busy + 0.1
-        values = {
-            TraceKind.PRESENT: 1.0,
-            TraceKind.LOAD: load,
-            TraceKind.SPEED: step / 0.1,
-            TraceKind.OFFSET: 0.2,
-            TraceKind.LATE: 1.0,
-            TraceKind.WAIT: 0.1 / step,
-            TraceKind.NOISE: noise,
-            TraceKind.HEARD: float(noise > 0),
-        }
-        for trace, value in {**values, TraceKind.HEAVY: float(floor > 0), TraceKind.FLOOR: floor}.items():
-            left[:, trace] = value
-        smell, seconds, steps = crowd.read(left, left), np.array([step]), np.array([5.0])
-        found, _ = crowd.best_move(
-            smell, load=smell.load, seconds=seconds, steps=steps, reach=0.6, price=price, ahead=0.0
-        )
+        values = {"PRESENT": 1.0, "LOAD": load, "SPEED": step / 0.1, "OFFSET": 0.2, "LATE": 1.0, "WAIT": 0.1 / step}
+        values |= {"NOISE": noise, "HEARD": float(noise > 0), "HEAVY": float(floor > 0), "FLOOR": floor}
+        for name, value in values.items():
+            left[:, TraceKind[name]] = value
+        smell, known = crowd.read(left, left), {"seconds": np.array([step]), "steps": np.array([5.0])}
+        found, _ = crowd.best_move(smell, load=smell.load, **known, reach=0.6, price=price, ahead=0.0)
         best = float(found[0])
     return best
 

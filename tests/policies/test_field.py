@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from dynamix.errors import ConfigError, StateError
 from dynamix.policies.stigmergic.field import Decay, Field, MemoryField
+from tests.refused import refused
 
 CELLS = 4
 
@@ -71,18 +72,13 @@ def test_a_saved_field_goes_on_as_if_nothing_had_happened() -> None:
     for each in (field, again):
         each.deposit([1], step=8)
     np.testing.assert_array_equal(field.everywhere(step=9), again.everywhere(step=9))
-    with pytest.raises(StateError, match="cells"):
-        MemoryField(4).load_state_dict(field.state_dict())
+    refused(StateError, "cells", MemoryField(4).load_state_dict, field.state_dict())
 
 
 def test_impossible_fields_and_cells_are_refused() -> None:
-    with pytest.raises(ConfigError, match="alpha"):
-        Decay(alpha=1.5)
-    with pytest.raises(ConfigError, match="beta"):
-        Decay(beta=-1.0)
+    refused(ConfigError, "alpha", Decay, alpha=1.5)
+    refused(ConfigError, "beta", Decay, beta=-1.0)
     field = MemoryField(CELLS)
     for wrong in ([CELLS], [-1], [0.5]):
-        with pytest.raises(ConfigError, match="cell"):
-            field.deposit(wrong, step=1)
-    with pytest.raises(ConfigError, match="cells"):
-        MemoryField(0)
+        refused(ConfigError, "cell", field.deposit, wrong, step=1)
+    refused(ConfigError, "cells", MemoryField, 0)

@@ -17,6 +17,7 @@ from dynamix.policies.learned import policy as residual
 from dynamix.policies.stigmergic import policy as stigmergic
 from dynamix.window import Bounds, Window
 from dynamix_lab.papers import additive
+from tests.refused import refused
 
 KINDS: dict[str, Any] = {"residual": residual, "additive": additive, "stigmergic": stigmergic}
 
@@ -57,8 +58,7 @@ def test_a_description_says_its_kind_and_which_command_makes_one(kind: str, file
 def test_files_of_version_0_1_are_refused_by_name(kind: str, file: Path, schema: int) -> None:
     sidecar = file.with_suffix(".json")
     sidecar.write_text(json.dumps({**json.loads(sidecar.read_text()), "schema": schema}))
-    with pytest.raises(PolicyFileError, match=rf"schema={schema} .*version 0\.1; train one for this version"):
-        describe_policy(file)
+    refused(PolicyFileError, rf"schema={schema} .*version 0\.1; train one for this version", describe_policy, file)
 
 
 def test_a_rule_of_before_two_numbers_were_learned_keeps_what_they_were(tmp_path: Path) -> None:
@@ -71,13 +71,11 @@ def test_a_rule_of_before_two_numbers_were_learned_keeps_what_they_were(tmp_path
     before = stigmergic.StigmergicPolicy.load(file).parameters
     assert before == dataclasses.replace(now, back=min(now.sure, 1.0), ahead=0.0)
     rewrite(file, parameters=dict(sorted(older.items())))  # numbers would get each other's names
-    with pytest.raises(PolicyFileError, match="none"):
-        stigmergic.StigmergicPolicy.load(file)
+    refused(PolicyFileError, "none", stigmergic.StigmergicPolicy.load, file)
     del older["fade"]
     rehash(file, parameters=torch.tensor(list(older.values()), dtype=torch.float64))
     rewrite(file, parameters=older)
-    with pytest.raises(PolicyFileError, match="a number for each of fade, calm"):
-        stigmergic.StigmergicPolicy.load(file)
+    refused(PolicyFileError, "a number for each of fade, calm", stigmergic.StigmergicPolicy.load, file)
 
 
 def rewrite(file: Path, **changed: Any) -> None:
@@ -134,20 +132,23 @@ NETWORK_HARMS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("harm", NETWORK_HARMS)
-@pytest.mark.parametrize("kind", ["residual", "additive"], indirect=True)
-def test_a_network_that_does_not_fit_this_version_is_refused(file: Path, harm: str) -> None:
-    changed, said = NETWORK_HARMS[harm]
+def change_network(file: Path, changed: dict[str, Any]) -> None:
+    """The description, changed; as many inputs as the network has where they are to be the same."""
     shape = changed.get("architecture")
     if shape and shape["inputs"] == "same":
         inputs = json.loads(file.with_suffix(".json").read_text())["architecture"]["inputs"]
         changed = {"architecture": {**shape, "inputs": inputs}}
     rewrite(file, **changed)
-    with pytest.raises(PolicyFileError, match=said):
-        load_policy(file)
+
+
+@pytest.mark.parametrize("harm", NETWORK_HARMS)
+@pytest.mark.parametrize("kind", ["residual", "additive"], indirect=True)
+def test_a_network_that_does_not_fit_this_version_is_refused(file: Path, harm: str) -> None:
+    changed, said = NETWORK_HARMS[harm]
+    change_network(file, changed)
+    refused(PolicyFileError, said, load_policy, file)
 
 
 def test_a_class_refuses_a_file_of_another_kind(file: Path, kind: str) -> None:
     other = additive.AdditivePolicy if kind != "additive" else residual.LearnedPolicy
-    with pytest.raises(PolicyFileError, match=f"kind='{kind}'"):
-        other.load(file)
+    refused(PolicyFileError, f"kind='{kind}'", other.load, file)

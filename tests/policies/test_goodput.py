@@ -24,18 +24,13 @@ def _world(sizes: np.ndarray, alpha: Any, beta: Any, *, exchange: float, phi: fl
     seconds = np.asarray(alpha) + np.asarray(beta) * sizes
     slowest = seconds.max(-1, keepdims=True)
     whole = (slowest**overlap + exchange**overlap) ** (1 / overlap)
-    return Window.of(
-        sizes,
-        compute=seconds,
-        compute_std=1e-4 * seconds,
-        wait=slowest - seconds,
-        communication=whole - slowest,
-        data=0.0,
-        noise=phi,
-        signal=1.0,
-        steps=5,
-        base_batch=64 * sizes.shape[-1],
-    )
+    known = {
+        "compute": seconds,
+        "compute_std": 1e-4 * seconds,
+        "wait": slowest - seconds,
+        "communication": whole - slowest,
+    }
+    return Window.of(sizes, **known, data=0.0, noise=phi, signal=1.0, steps=5, base_batch=64 * sizes.shape[-1])
 
 
 def _goodput(sizes: np.ndarray, alpha: Any, beta: Any, exchange: float, phi: float, overlap: float = 1.0) -> np.ndarray:
@@ -213,17 +208,9 @@ def test_sizes_stay_where_a_change_promises_next_to_nothing() -> None:
     for step in range(30):
         seconds = np.array([0.02, 0.02, 0.02]) + np.array([1e-3, 2e-3, 4e-3]) * sizes
         seconds = seconds * (1 + 0.01 * np.sin(step + np.arange(3)))
-        window = Window.of(
-            sizes,
-            compute=seconds,
-            compute_std=1e-3,
-            wait=seconds.max() - seconds,
-            communication=0.03,
-            steps=5,
-            base_batch=192,
-            noise=200.0 * (1 + 0.05 * np.sin(step)),
-            signal=1.0,
-        )
+        known = {"compute": seconds, "compute_std": 1e-3, "wait": seconds.max() - seconds, "communication": 0.03}
+        known |= {"noise": 200.0 * (1 + 0.05 * np.sin(step)), "signal": 1.0}
+        window = Window.of(sizes, **known, steps=5, base_batch=192)
         answer = policy.decide(window, bounds)
         changes.append(bool((answer != sizes).any()))
         sizes = answer

@@ -20,6 +20,8 @@ from dynamix_lab.baselines.cannikin import Cannikin
 from dynamix_lab.simulator import Clusters, LaggedReference, sample_clusters
 from dynamix_lab.training.evaluation import times_to_progress
 
+RULES = {"goodput": Goodput, "cannikin": Cannikin, "lb_bsp": LBBSP}
+
 
 class OneWindowLate(LaggedReference):
     """The best allocation for the true mean costs of the window that closed."""
@@ -32,22 +34,10 @@ class OneWindowLate(LaggedReference):
 def affine_world(count: int, workers: int, seed: int, *, slowdowns: bool) -> Clusters:
     """`sample_clusters` without stalls, with 1 % jitter and nearly exact figures; with its slowdowns or without any."""
     clusters = sample_clusters(count, workers, seed)
-    still = (
-        {}
-        if slowdowns
-        else {
-            "slow_off_s": np.full(clusters.shape, 1e12),
-            "neighbour_factor": np.ones(count),
-        }
-    )
-    return dataclasses.replace(
-        clusters,
-        jitter_sd=np.full(clusters.shape, 0.01),
-        stall=np.zeros(count),
-        noise_error=np.full(count, 0.02),
-        missing_noise=np.zeros(count, dtype=bool),
-        **still,
-    )
+    exact = {"jitter_sd": np.full(clusters.shape, 0.01), "stall": np.zeros(count), "noise_error": np.full(count, 0.02)}
+    exact |= {"missing_noise": np.zeros(count, dtype=bool)}
+    still = {"slow_off_s": np.full(clusters.shape, 1e12), "neighbour_factor": np.ones(count)}
+    return dataclasses.replace(clusters, **exact, **({} if slowdowns else still))
 
 
 def _ratio(times: dict[str, np.ndarray], reference: str, policy: str) -> float:
@@ -56,31 +46,18 @@ def _ratio(times: dict[str, np.ndarray], reference: str, policy: str) -> float:
 
 @pytest.mark.parametrize(("workers", "count"), [(2, 32), (8, 32), (32, 12)])
 def test_with_slowdowns_it_is_as_fast_as_knowing_the_last_window_exactly(workers: int, count: int) -> None:
-    times = times_to_progress(
-        {
-            "late": OneWindowLate,
-            "goodput": lambda _: Goodput(),
-            "cannikin": lambda _: Cannikin(),
-            "lb_bsp": lambda _: LBBSP(),
-        },
-        affine_world(count, workers, 6001, slowdowns=True),
-        seed=6001,
-        windows=80,
-        interval=5,
-        delay=1,
-    )
+    rules = {"late": OneWindowLate, **{name: lambda _, rule=rule: rule() for name, rule in RULES.items()}}
+    clusters = affine_world(count, workers, 6001, slowdowns=True)
+    times = times_to_progress(rules, clusters, seed=6001, windows=80, interval=5, delay=1)
     assert _ratio(times, "late", "goodput") > 0.995
     assert _ratio(times, "cannikin", "goodput") > 1.05
     assert _ratio(times, "lb_bsp", "goodput") > 1.05
 
 
 def test_without_slowdowns_it_comes_within_one_per_cent_of_the_lagged_reference_counting_what_it_has_to_learn() -> None:
-    times = times_to_progress(
+    rules, clusters = (
         {"lagged": LaggedReference, "goodput": lambda _: Goodput()},
         affine_world(32, 8, 6002, slowdowns=False),
-        seed=6002,
-        windows=100,
-        interval=5,
-        delay=1,
     )
+    times = times_to_progress(rules, clusters, seed=6002, windows=100, interval=5, delay=1)
     assert _ratio(times, "lagged", "goodput") > 0.99

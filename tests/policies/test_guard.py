@@ -23,16 +23,18 @@ from dynamix.projection import project
 from dynamix.window import Bounds, Ints, Window
 from dynamix_lab.simulator import ClusterEnv, rollout, sample_clusters, sample_family
 from dynamix_lab.training.evaluation import times_to_progress
+from tests.refused import refused
+from tests.union import Script
 
 WINDOWS = 60
 STATES = Path(__file__).with_name("states_0_2")
 
 
-class Adversary:
-    """No state of its own unless a subclass counts."""
+class Adversary(Script):
+    """No state of its own but how often it was asked."""
 
     def __init__(self) -> None:
-        self.asked = 0
+        super().__init__([])
 
     def decide(self, window: Window, bounds: Bounds) -> Any:
         self.asked += 1
@@ -40,12 +42,6 @@ class Adversary:
 
     def answer(self, window: Window, bounds: Bounds) -> Any:
         raise NotImplementedError
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"asked": self.asked}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.asked = state["asked"]
 
 
 class SlowestMost(Adversary):
@@ -109,14 +105,8 @@ def test_within_a_few_windows_it_is_at_the_rule_and_all_that_is_lost_is_bounded(
         first = np.where((first < 0) & resting, t, first)
     assert (first >= 0).all(), "some cluster is not at the rule"
     assert first.max() <= HARMLESS_AFTER[make]
-    times = times_to_progress(
-        {"rule": lambda _: Goodput(), "guarded": lambda _: guarded(make)},
-        clusters,
-        seed=5,
-        windows=WINDOWS,
-        interval=5,
-        delay=1,
-    )
+    rules = {"rule": lambda _: Goodput(), "guarded": lambda _: guarded(make)}
+    times = times_to_progress(rules, clusters, seed=5, windows=WINDOWS, interval=5, delay=1)
     loss = times["guarded"] / times["rule"] - 1
     assert loss.mean() < (0.01 if make in FAULTY else 0.07)
     assert loss.max() < 0.12
@@ -126,14 +116,9 @@ def test_the_shipped_policy_pays_less_than_half_a_per_cent_for_being_watched() -
     """On clusters as the rules assume them, and on those where little of what is measured is true."""
     costs = []
     for family in ("affine-slowdowns", "poor-probes"):
-        times = times_to_progress(
-            {"alone": lambda _: make_policy("dynamix"), "watched": lambda _: make_policy("guarded:dynamix")},
-            sample_family(family, 32, 6, seed=6),
-            seed=6,
-            windows=60,
-            interval=5,
-            delay=1,
-        )
+        rules = {"alone": lambda _: make_policy("dynamix"), "watched": lambda _: make_policy("guarded:dynamix")}
+        clusters = sample_family(family, 32, 6, seed=6)
+        times = times_to_progress(rules, clusters, seed=6, windows=60, interval=5, delay=1)
         costs.append(np.log(times["watched"] / times["alone"]).mean())
     assert np.mean(costs) < 0.005
 
@@ -267,10 +252,8 @@ def test_by_name_and_with_impossible_settings() -> None:
     guard = make_policy("guarded:lb_bsp")
     assert isinstance(guard, Guard)
     assert isinstance(guard.policy, LBBSP)
-    with pytest.raises(ConfigError, match="patience"):
-        Guard(LBBSP(), patience=0.0)
-    with pytest.raises(ConfigError, match=r"verify=50 .*removed in 0\.3: write "):
-        Guard(LBBSP(), verify=50)  # type: ignore[call-arg]
+    refused(ConfigError, "patience", Guard, LBBSP(), patience=0.0)
+    refused(ConfigError, r"verify=50 .*removed in 0\.3: write ", Guard, LBBSP(), verify=50)
 
 
 @pytest.mark.parametrize("name", ["dynamix", "lb_bsp"])

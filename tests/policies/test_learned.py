@@ -118,14 +118,10 @@ def test_any_pattern_of_missing_and_absurd_values_gives_sizes_inside_the_bounds(
     data: st.DataObject, workers: int, quantum: int
 ) -> None:
     policy, bounds = LearnedPolicy(_random_net(3)), Bounds.of(workers, 0, 512, quantum=quantum)
+    each = {"min_size": workers, "max_size": workers}
     for _ in range(3):
-        sizes = [
-            quantum * s for s in data.draw(st.lists(st.integers(0, 512 // quantum), min_size=workers, max_size=workers))
-        ]
-        known = {
-            n: data.draw(st.lists(_VALUES, min_size=workers, max_size=workers))
-            for n in ("compute", "data", "wait", "cpu")
-        }
+        sizes = data.draw(st.lists(st.integers(0, 512 // quantum).map(quantum.__mul__), **each))
+        known = {n: data.draw(st.lists(_VALUES, **each)) for n in ("compute", "data", "wait", "cpu")}
         cluster = {n: data.draw(_VALUES) for n in ("noise", "signal", "base_batch")}
         answer = policy.decide(Window.of(sizes, **known, **cluster), bounds)
         assert ((answer >= bounds.low) & (answer <= bounds.high) & (answer % quantum == 0)).all()
@@ -142,10 +138,8 @@ def test_one_worker_adapts_only_the_global_batch() -> None:
     bounds = Bounds.of(1)
     seen = policy.observe(window := _window(1, 0), bounds)
     delta, _ = policy.act(seen, window.batch_size > 0)
-    np.testing.assert_array_equal(
-        policy.allocate(window, bounds, delta, np.array(-0.3)),
-        policy.allocate(window, bounds, delta + 1, np.array(-0.3)),
-    )
+    one, other = (policy.allocate(window, bounds, delta + more, np.array(-0.3)) for more in (0, 1))
+    np.testing.assert_array_equal(one, other)
 
 
 def test_saved_and_resumed_it_decides_the_same(tmp_path: Path) -> None:

@@ -22,17 +22,8 @@ def _seconds(sizes: Ints, cliff: float = 1e9, factor: float = 1.0) -> Floats:
 
 def _see(policy: LearnedPolicy, sizes: list[int], **how: float) -> dict[str, Floats]:
     batch = np.array(sizes)
-    window = Window.of(
-        batch,
-        compute=_seconds(batch, **how),
-        compute_std=1e-4,
-        communication=0.02,
-        wait=0.0,
-        steps=5,
-        noise=1e5,
-        signal=1.0,
-        base_batch=200,
-    )
+    known = {"compute": _seconds(batch, **how), "compute_std": 1e-4, "communication": 0.02, "wait": 0.0}
+    window = Window.of(batch, **known, steps=5, noise=1e5, signal=1.0, base_batch=200)
     seen = policy.observe(window, BOUNDS)[..., len(LOCAL_FEATURES) :]
     assert np.isfinite(seen).all()
     return {name: seen[..., i].astype(np.float64) for i, name in enumerate(OWN_FEATURES)}

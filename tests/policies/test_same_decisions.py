@@ -51,24 +51,12 @@ def _windows(case: str) -> list[Window]:
         lost = rng.random(shape) < 0.05
         total = sizes.sum(-1)
         slowest = busy.max(-1, keepdims=True)
-        windows.append(
-            Window.of(
-                sizes,
-                compute=np.where(lost, np.nan, busy),
-                compute_std=0.05 * busy * rng.uniform(0.5, 4, shape),
-                wait=slowest - busy,
-                communication=0.05,
-                data=0.001,
-                steps=5.0,
-                base_batch=64.0 * shape[-1],
-                noise=(3000.0 * (total / 200) ** 0.4 * np.exp(0.1 * rng.normal(size=shape[:-1])))
-                if noisy and i
-                else np.nan,
-                signal=1.0,
-                loss_change=rng.normal(size=shape),
-                cpu=0.5,
-            )
-        )
+        known: dict[str, Any] = {"compute": np.where(lost, np.nan, busy), "wait": slowest - busy, "cpu": 0.5}
+        known |= {"compute_std": 0.05 * busy * rng.uniform(0.5, 4, shape), "communication": 0.05, "data": 0.001}
+        known |= {"steps": 5.0, "base_batch": 64.0 * shape[-1], "noise": np.nan, "signal": 1.0}
+        if noisy and i:
+            known["noise"] = 3000.0 * (total / 200) ** 0.4 * np.exp(0.1 * rng.normal(size=shape[:-1]))
+        windows.append(Window.of(sizes, **known, loss_change=rng.normal(size=shape)))
         sizes = np.clip(np.rint(sizes * np.exp(0.3 * rng.normal(size=shape))), 2, 200).astype(np.int64)
     return windows
 

@@ -34,16 +34,8 @@ class Affine:
     def window(self, sizes: Any) -> Window:
         busy = self.seconds(sizes)
         noise = {} if self.phi is None else {"noise": self.phi, "signal": 1.0}
-        return Window.of(
-            sizes,
-            compute=busy,
-            compute_std=0.01 * busy,
-            wait=busy.max(-1, keepdims=True) - busy,
-            communication=self.exchange_s,
-            steps=5,
-            base_batch=self.base,
-            **noise,
-        )
+        known = {"compute": busy, "compute_std": 0.01 * busy, "wait": busy.max(-1, keepdims=True) - busy, **noise}
+        return Window.of(sizes, **known, communication=self.exchange_s, steps=5, base_batch=self.base)
 
     def run(self, policy: StigmergicPolicy, bounds: Bounds, windows: int) -> Any:
         sizes = np.full(self.beta.shape, 64)
@@ -109,10 +101,8 @@ def test_shares_are_even_again_three_windows_after_a_slowdown(make: Any) -> None
 
 
 def test_who_is_at_its_bound_leaves_the_rest_to_the_others() -> None:
-    world, high = (
-        Affine(1e-3 * np.array([1.0, 1.0, 1.0, 0.2]), exchange_s=0.3, phi=4000.0),
-        np.array([512, 512, 512, 80]),
-    )
+    world = Affine(1e-3 * np.array([1.0, 1.0, 1.0, 0.2]), exchange_s=0.3, phi=4000.0)
+    high = np.array([512, 512, 512, 80])
     sizes = world.run(StigmergicPolicy(), Bounds.of(4, 1, high), 40)
     free = world.run(StigmergicPolicy(), Bounds.of(4, 1, 4096), 40)
     assert sizes[3] == 80 < free[3]
@@ -135,9 +125,8 @@ def test_nobody_waits_for_less_than_the_fixed_costs_of_the_slowest() -> None:
         def seconds(self, sizes: Any) -> Any:
             return np.array([0.2, 0.01, 0.01, 0.01]) + self.beta * sizes
 
-    world = OneHeavy(
-        np.full(4, 1e-3), exchange_s=1e-3, phi=40.0
-    )  # small batches teach most, but no step is shorter than 0.2 s
+    # Small batches teach most, but no step is shorter than 0.2 s.
+    world = OneHeavy(np.full(4, 1e-3), exchange_s=1e-3, phi=40.0)
     sizes = world.run(StigmergicPolicy(), Bounds.of(4, 1, 512), 40)
     assert sizes[0] <= 8
     assert world.seconds(sizes)[1:].min() > 0.15
@@ -160,17 +149,9 @@ def test_sizes_stay_inside_bounds_grid_rate_and_range_whatever_is_measured() -> 
     policy, sizes = StigmergicPolicy(), np.full((4, 5), 64)
     for _ in range(40):
         compute = np.where(rng.random((4, 5)) < 0.2, np.nan, np.exp(rng.normal(size=(4, 5))))
-        window = Window.of(
-            sizes,
-            compute=compute,
-            compute_std=0.3 * compute,
-            wait=np.exp(rng.normal(size=(4, 5))),
-            communication=0.1,
-            noise=rng.choice([np.nan, 10.0, 1e6], 4),
-            signal=rng.choice([1.0, -1.0], 4),
-            steps=5,
-            base_batch=320,
-        )
+        known = {"compute": compute, "compute_std": 0.3 * compute, "wait": np.exp(rng.normal(size=(4, 5)))}
+        known |= {"noise": rng.choice([np.nan, 10.0, 1e6], 4), "signal": rng.choice([1.0, -1.0], 4)}
+        window = Window.of(sizes, **known, communication=0.1, steps=5, base_batch=320)
         before, sizes = sizes, policy.decide(window, bounds)
         assert ((sizes >= bounds.low) & (sizes <= bounds.high)).all()
         assert (sizes % 8 == 0).all()
@@ -222,9 +203,8 @@ def test_unmeasured_windows_count_as_the_last_one_did() -> None:
     policy = StigmergicPolicy()
     sizes = world.run(policy, bounds, 10)
     window = world.window(sizes)
-    hidden = dataclasses.replace(
-        window, compute=np.full(4, np.nan), compute_std=np.full(4, np.nan), wait=np.full(4, np.nan)
-    )
+    unknown = np.full(4, np.nan)
+    hidden = dataclasses.replace(window, compute=unknown, compute_std=unknown, wait=unknown)
     after = policy.decide(hidden, bounds)
     np.testing.assert_allclose(after, sizes, rtol=0.05, atol=1)
 
@@ -251,7 +231,6 @@ def test_nobody_else_is_seen_without_shared_traces() -> None:
     world, bounds = Affine(1e-3 * np.linspace(1, 4, 4), phi=200.0), Bounds.of(4, 1, 512)
     alone = StigmergicPolicy(shared=False)
     alone.decide(world.window(np.full(4, 64)), bounds)
-    assert alone.field is not None
     assert alone.field.everywhere(step=0)[:, TraceKind.PRESENT].tolist() == [1.0] * 4
 
 

@@ -54,6 +54,11 @@ def moves(policy: Any, seen: Own, **traces: float) -> Floats:
     return np.asarray(np.log(policy.habit.wish / seen.size) - policy.common)
 
 
+def at(step_s: float) -> dict[str, Any]:
+    """A window of five steps that took so long, for `Crowd.best_move`."""
+    return {"seconds": np.full(1, step_s), "steps": np.full(1, 5.0), "reach": 0.6}
+
+
 def test_who_ends_a_tenth_before_the_last_hardly_counts_among_the_last() -> None:
     policy = StigmergicPolicy()
     policy.crowd.last = np.array([1.0])
@@ -122,15 +127,12 @@ def test_what_a_stall_took_is_taken_back_faster_than_other_growth() -> None:
 )
 def test_growth_goes_on_from_what_all_wanted_though_sizes_lag_behind(aim: float, ahead: float, more: float) -> None:
     smell = crowd_of(1.5, noise=0.95, aim=np.log(1.5) + aim)
-    steps, seconds = np.full(1, 5.0), np.full(1, 0.15)
-    _, free = Crowd(1.0).best_move(
-        smell, load=smell.load, seconds=seconds, steps=steps, reach=0.6, price=0.01, ahead=ahead
-    )
+    _, free = Crowd(1.0).best_move(smell, load=smell.load, **at(0.15), price=0.01, ahead=ahead)
     assert free[0] == pytest.approx(5.0 * GROWTH + more)
 
 
 def test_what_was_aimed_at_stays_met_and_the_policy_allows_it() -> None:
-    crowd, known = Crowd(1.0), {"steps": np.full(1, 5.0), "seconds": np.full(1, 0.15), "reach": 0.6, "price": 0.01}
+    crowd, known = Crowd(1.0), {**at(0.15), "price": 0.01}
     for aim, later in ((np.log(1.5) + 0.3, 0.1), (np.nan, 0.1)):
         smell = crowd_of(1.5, noise=0.95, aim=aim)
         _, free = crowd.best_move(smell, load=smell.load, ahead=0.1, **known)
@@ -250,11 +252,9 @@ def best(load: float, *, critical: float = 3.0, price: float = 0.03, **given: fl
     """The move of a crowd whose noise scale is `critical` loads."""
     crowd = Crowd(1.0)
     smell = crowd_of(load, noise=critical / (critical + load), **given)
-    seconds = np.full(1, 0.08 * (load + 0.25) / 0.9)
     for _ in range(3):
-        found, _ = crowd.best_move(
-            smell, load=smell.load, seconds=seconds, steps=np.full(1, 5.0), reach=0.6, price=price, ahead=0.0
-        )
+        known = at(0.08 * (load + 0.25) / 0.9)
+        found, _ = crowd.best_move(smell, load=smell.load, **known, price=price, ahead=0.0)
     return float(found[0])
 
 
@@ -271,9 +271,7 @@ def test_a_load_whose_betterment_is_slight_stays() -> None:
 def test_the_pull_to_the_base_batch_is_what_is_left_where_no_noise_is_known() -> None:
     crowd, smell = Crowd(1.0), replace(crowd_of(2.0), noise=np.full(1, np.nan))
     for _ in range(12):
-        found, _ = crowd.best_move(
-            smell, load=smell.load, seconds=np.full(1, 0.2), steps=np.full(1, 5.0), reach=0.6, price=0.1, ahead=0.0
-        )
+        found, _ = crowd.best_move(smell, load=smell.load, **at(0.2), price=0.1, ahead=0.0)
     assert found[0] < -0.3
     assert best(2.0, critical=50.0, price=0.3) < best(2.0, critical=50.0, price=0.003)
 

@@ -56,15 +56,8 @@ def timer(clock: ManualClock) -> StepTimer:
 def play(timer: StepTimer, clock: ManualClock, script: str, at: float = 0.0) -> None:
     """Calls by letter, one second apart: F forward, G gradients, R reduced, I interrupted, M micro, S step; '.'
     waits."""
-    calls = {
-        "F": timer.forward_started,
-        "G": timer.gradients_ready,
-        "R": timer.reduced,
-        "I": timer.interrupted,
-        "M": timer.micro_done,
-        "S": timer.step_done,
-        ".": lambda: None,
-    }
+    calls = {"F": timer.forward_started, "G": timer.gradients_ready, "R": timer.reduced, "I": timer.interrupted}
+    calls |= {"M": timer.micro_done, "S": timer.step_done, ".": lambda: None}
     for letter in script:
         clock.now += 1.0
         calls[letter]()
@@ -78,25 +71,36 @@ def same(a: list[float], b: list[float]) -> bool:
     return bool(np.array_equal(a, b, equal_nan=True))
 
 
+NAN = math.nan
+# Calls, and (compute, comm, data, total) of the last steps.
+SCRIPTS = {
+    # forward at 3 s after the end before; last gradient 4 s later, last reduction 3 s after it, update 3 s
+    "usual": ("S..F.G.GR.R..S", [[4.0 + 3.0, 3.0, 3.0, 13.0]]),
+    "the first step has nothing before it": ("FGRS", [[2.0, 1.0, NAN, NAN]]),
+    "without a hook comm is unknown": ("SF.S", [[2.0, NAN, 1.0, 3.0]]),
+    "a reduction that was over before the last gradient costs nothing": ("SFGRG.S", [[5.0, 0.0, 1.0, 6.0]]),
+    "accumulation sums micro-steps, those without reduction too": ("SF..M.FG.RS", [[3.0 + 2.0, 2.0, 1.0 + 2.0, 10.0]]),
+    "accumulation with reduction in every micro-step": ("SFGRMFG.RS", [[2.0 + 2.0, 1.0 + 2.0, 1.0 + 1.0, 9.0]]),
+    "only the first forward of a step counts": ("SFFGRS", [[3.0, 1.0, 1.0, 5.0]]),
+    "evaluation between steps is not waiting for data": (
+        "SI......FGRSFGRS",
+        [[2.0, 1.0, NAN, NAN], [2.0, 1.0, 1.0, 4.0]],
+    ),
+    "evaluation before the end of a step is not computing": ("SFGRI...S", [[NAN, 1.0, 1.0, NAN]]),
+    "a step without any mark is unknown": ("SSFGS", [[NAN, NAN, NAN, 1.0], [NAN, NAN, 1.0, 3.0]]),
+}
+
+
 class TestStepTimer:
-    def test_a_step_is_compute_comm_and_data(self, timer: StepTimer, clock: ManualClock) -> None:
-        play(timer, clock, "S..F.G.GR.R..S")
-        _, step = timer.take()
-        assert step.step == 1
-        # forward at 3 s after the end before; last gradient 4 s later, last reduction 3 s after it, update 3 s
-        assert times(step) == [4.0 + 3.0, 3.0, 3.0, 13.0]
-
-    def test_the_first_step_has_nothing_before_it(self, timer: StepTimer, clock: ManualClock) -> None:
-        play(timer, clock, "FGRS")
-        assert same(times(timer.take()[0]), [2.0, 1.0, math.nan, math.nan])
-
-    def test_without_a_hook_comm_is_unknown(self, timer: StepTimer, clock: ManualClock) -> None:
-        play(timer, clock, "SF.S")
-        assert same(times(timer.take()[1]), [2.0, math.nan, 1.0, 3.0])
-
-    def test_a_reduction_that_was_over_before_the_last_gradient_costs_nothing(self, timer, clock):
-        play(timer, clock, "SFGRG.S")
-        assert times(timer.take()[1]) == [5.0, 0.0, 1.0, 6.0]
+    @pytest.mark.parametrize(("script", "expected"), SCRIPTS.values(), ids=SCRIPTS)
+    def test_a_step_is_compute_comm_and_data(
+        self, timer: StepTimer, clock: ManualClock, script: str, expected: list[list[float]]
+    ) -> None:
+        play(timer, clock, script)
+        steps = timer.take()
+        assert [step.step for step in steps] == list(range(len(steps)))
+        for step, wanted in zip(steps[-len(expected) :], expected, strict=True):
+            assert same(times(step), wanted)
 
     def test_an_exchange_of_buffers_is_communication(self, timer: StepTimer, clock: ManualClock) -> None:
         for script in ("G.RS", "MF..GRS"):  # also under no_sync, in which case nothing is reduced
@@ -111,37 +115,6 @@ class TestStepTimer:
             clock.now += 5.0
         play(timer, clock, "FGRS")
         assert times(timer.take()[0]) == [2.0, 1.0, 6.0, 9.0]
-
-    def test_accumulation_sums_micro_steps_those_without_reduction_too(
-        self, timer: StepTimer, clock: ManualClock
-    ) -> None:
-        play(timer, clock, "SF..M.FG.RS")
-        assert times(timer.take()[1]) == [3.0 + 2.0, 2.0, 1.0 + 2.0, 10.0]
-
-    def test_accumulation_with_reduction_in_every_micro_step(self, timer: StepTimer, clock: ManualClock) -> None:
-        play(timer, clock, "SFGRMFG.RS")
-        assert times(timer.take()[1]) == [2.0 + 2.0, 1.0 + 2.0, 1.0 + 1.0, 9.0]
-
-    def test_only_the_first_forward_of_a_step_counts(self, timer: StepTimer, clock: ManualClock) -> None:
-        play(timer, clock, "SFFGRS")
-        assert times(timer.take()[1]) == [3.0, 1.0, 1.0, 5.0]
-
-    def test_evaluation_between_steps_is_not_waiting_for_data(self, timer: StepTimer, clock: ManualClock) -> None:
-        play(timer, clock, "SI......FGRSFGRS")
-        interrupted, after = timer.take()[1:]
-        assert same(times(interrupted), [2.0, 1.0, math.nan, math.nan])
-        assert times(after) == [2.0, 1.0, 1.0, 4.0]
-
-    def test_evaluation_before_the_end_of_a_step_is_not_computing(self, timer: StepTimer, clock: ManualClock) -> None:
-        play(timer, clock, "SFGRI...S")
-        assert same(times(timer.take()[1]), [math.nan, 1.0, 1.0, math.nan])
-
-    def test_a_step_without_any_mark_is_unknown(self, timer: StepTimer, clock: ManualClock) -> None:
-        play(timer, clock, "SSFGS")
-        nothing, no_reduction = timer.take()[1:]
-        assert same(times(nothing), [math.nan, math.nan, math.nan, 1.0])
-        assert math.isnan(no_reduction.comm)
-        assert math.isnan(no_reduction.compute)
 
     def test_records_come_once_in_order_and_only_when_the_device_is_there(
         self, timer: StepTimer, clock: ManualClock
@@ -180,9 +153,7 @@ class TestStepTimer:
     def test_every_mark_goes_back_to_the_pool_once(self, timer: StepTimer, clock: ManualClock) -> None:
         play(timer, clock, "FGGRRSF.MFGRS")
         timer.take()
-        assert sorted(clock.recycled) == [
-            t + 1.0 for t in range(12) if t != 7
-        ]  # the last end is the next step's before
+        assert sorted(clock.recycled) == [t + 1.0 for t in range(12) if t != 7]  # the last is the next step's before
         play(timer, clock, "FGRS")
         timer.take(discard=True)
         assert sorted(clock.recycled) == [t + 1.0 for t in range(16) if t != 7]

@@ -24,8 +24,6 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(scope="module")
 def example() -> ModuleType:
     spec = importlib.util.spec_from_file_location("exporter", ROOT / "examples" / "exporter.py")
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

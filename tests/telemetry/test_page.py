@@ -91,7 +91,6 @@ def test_a_run_that_is_followed_line_by_line_has_the_page_of_one_read_at_once(tm
     for source in sources:
         for line in source.follower.more():
             view = source._view(line)
-            assert view is not None
             view.add(line)
             view.settle()
     (followed,) = page_data(sources)["runs"]

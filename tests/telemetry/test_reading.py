@@ -17,6 +17,7 @@ from dynamix.telemetry.bins import BinnedSeries
 from dynamix.telemetry.reading import EventFollower
 from dynamix.telemetry.sources import RunSource, require_some
 from dynamix.window import Window
+from tests.refused import refused
 from tests.telemetry.simulated import simulate
 
 
@@ -98,8 +99,7 @@ def test_lists_that_nobody_reads_are_left_out_of_a_line_and_a_strange_line_is_re
 def test_a_file_without_any_window_is_one_clear_error(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "events.jsonl"
     path.write_bytes(content)
-    with pytest.raises(StateError, match="give a run folder or its events"):
-        require_some([source(path)])
+    refused(StateError, "give a run folder or its events", require_some, [source(path)])
 
 
 def test_a_line_that_is_too_long_costs_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,10 +118,8 @@ def test_a_line_that_is_too_long_costs_no_memory(tmp_path: Path, monkeypatch: py
 
 def test_paths_that_name_no_run_are_errors(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "none"):
-        with pytest.raises(ConfigError, match="whose sub-folders do"):
-            find_sources([path])
-    with pytest.raises(ConfigError, match="one run or more"):
-        find_sources([])
+        refused(ConfigError, "whose sub-folders do", find_sources, [path])
+    refused(ConfigError, "one run or more", find_sources, [])
 
 
 def test_a_folder_of_runs_gives_each(tmp_path: Path) -> None:

@@ -6,8 +6,6 @@ import html
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -38,6 +36,7 @@ from dynamix_lab.opponents.launch import LiveRun
 from dynamix_lab.opponents.runs import Evaluation, TrialRun
 from dynamix_lab.opponents.trial import Trial
 from dynamix_lab.results.record import load
+from tests.processes import run
 
 LIVE = [pytest.mark.multiproc, pytest.mark.slow, pytest.mark.timeout(200)]
 
@@ -66,9 +65,7 @@ def ranks() -> list[psutil.Process]:
 @live
 @pytest.mark.emulator
 def test_a_smoke_run_shows_every_row_and_leaves_a_complete_folder(privileged: None, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "dynamix.cli.app", "demo", "--quick", "--json", "--out", str(tmp_path / "run")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=190, check=False)
-    assert done.returncode == 0, done.stderr
+    done = run("-m", "dynamix.cli.app", "demo", "--quick", "--json", "--out", tmp_path / "run", timeout_s=190)
     result = json.loads(done.stdout)
     assert result == json.loads((tmp_path / "run" / "result.json").read_text())
     page = html.unescape((tmp_path / "run" / "report.html").read_text())
@@ -309,7 +306,6 @@ def test_what_cannot_be_run_is_refused_with_what_can(settings: DemoSettings, sai
 
 def test_the_rows_are_what_the_recorded_run_tuned_them_to() -> None:
     recorded = load("results/tuned-demo-*", Path(__file__).parents[3])
-    assert recorded is not None
     rows = recorded["places"][f"{SCENARIO}/{WORKLOAD}"]["rows"]
     for row, trial in TRIALS.items():
         tuned = Trial.from_dict(rows[row]["trial"])
@@ -321,7 +317,6 @@ def test_no_verdict_without_the_rows_that_it_needs_or_where_static_never_arrived
     assert verdict_of({"static": {"time_to_target_s": [4.0]}}) is None
     assert verdict_of({"static": {"time_to_target_s": [None]}, "single": {"time_to_target_s": [3.0]}}) is None
     found = verdict_of({"static": {"time_to_target_s": [4.0]}, "single": {"time_to_target_s": [None]}})
-    assert found is not None
     assert found["over_single"] == pytest.approx(3.0)
 
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from dynamix_lab.emulator import keeper
+import dynamix
+from dynamix_lab.emulator import Emulation, keeper
 from dynamix_lab.emulator.limits import find_cgroup
 from dynamix_lab.emulator.mechanisms import probe_mechanisms
 
@@ -41,6 +45,12 @@ def nothing_left() -> Iterator[None]:
     assert not [name for name in traces() if mine in name]
 
 
+def enter(*scenario: Any, **options: Any) -> None:
+    """Make hosts, and end them."""
+    with Emulation(*scenario, **options):
+        pass
+
+
 def traces() -> set[str]:
     """Names of all emulations of which anything exists."""
     found = find_cgroup()
@@ -56,3 +66,26 @@ def wait_until_gone(name: str, timeout_s: float = 15.0) -> bool:
             return False
         time.sleep(0.05)
     return True
+
+
+# Without the package's front page, which imports torch: the emulator does not need it.
+WITHOUT_TORCH = "import sys, types; package = types.ModuleType('dynamix'); package.__path__ = [sys.argv[1]]\n"
+WITHOUT_TORCH += "sys.modules['dynamix'] = package\n"
+
+
+@contextmanager
+def owner(program: str, *arguments: object) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Another process whose program runs an emulation, and that one's name, which the program prints first.
+
+    The arguments are `sys.argv[2:]`.
+    """
+    command = [sys.executable, "-c", WITHOUT_TORCH + program, dynamix.__path__[0], *map(str, arguments)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        name = process.stdout.readline().strip()
+        assert name, process.stderr.read()
+        assert name in traces()
+        yield process, name
+    finally:
+        process.kill()
+        process.communicate()

@@ -3,22 +3,18 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
 
-import dynamix
 from dynamix.errors import ConfigError, EmulationError, ScenarioError, UsageError
 from dynamix_lab.emulator import Emulation, host_speeds, keeper
 from dynamix_lab.emulator.limits import find_cgroup
-from tests.lab.emulator.conftest import PYTHON, traces, wait_until_gone
+from tests.lab.emulator.conftest import PYTHON, owner, traces, wait_until_gone
+from tests.refused import refused
 
 SLEEP = [*PYTHON, "import time; time.sleep(600)"]
 TWO = {"hosts": [{"cpu": 0.2}, {"cpu": 0.2}]}
@@ -43,6 +39,12 @@ while (now := time.monotonic()) < end:
 """
 
 
+def cores_in(folder: Path, rank: int, slot: int, start: float) -> float:
+    """The cores that a rank with the meter got in a slot of 1.5 s, less its ends."""
+    rows, ends = np.loadtxt(folder / f"rank{rank}.out"), start + 1.5 * slot + np.array([0.2, 1.45])
+    return float(np.diff(np.interp(ends, rows[:, 0], rows[:, 1]))[0] / 1.25)
+
+
 def test_the_neighbour_halves_one_host_and_moves_on_schedule(tmp_path: Path, mechanism: str) -> None:
     scenario = {
         "hosts": [{"cpu": 0.25}, {"cpu": 0.2}],
@@ -63,11 +65,8 @@ def test_the_neighbour_halves_one_host_and_moves_on_schedule(tmp_path: Path, mec
         assert final is not None
         assert 0.5 * 0.1125 * final < used < 1.3 * 0.1125 * final  # the other half, by real processes
     for rank in range(2):
-        rows = np.loadtxt(tmp_path / f"rank{rank}.out")
         for slot in range(4):
-            ends = start + 1.5 * slot + np.array([0.2, 1.45])
-            got = np.diff(np.interp(ends, rows[:, 0], rows[:, 1]))[0] / 1.25
-            want = host_speeds(cluster.scenario, 1.5 * slot, 1)[rank]
+            got, want = cores_in(tmp_path, rank, slot, start), host_speeds(cluster.scenario, 1.5 * slot, 1)[rank]
             assert 0.65 * want < got < 1.2 * want, (rank, slot)  # a machine may take away, a limit never gives more
 
 
@@ -88,10 +87,7 @@ def test_a_trace_and_a_schedule_change_quotas_in_time(tmp_path: Path, mechanism:
     for slot in range(4):
         assert host_speeds(cluster.scenario, 1.5 * slot + 0.5) == pytest.approx(expected[slot])
         for rank in range(2):
-            rows = np.loadtxt(tmp_path / f"rank{rank}.out")
-            ends = start + 1.5 * slot + np.array([0.2, 1.45])
-            got = np.diff(np.interp(ends, rows[:, 0], rows[:, 1]))[0] / 1.25
-            want = expected[slot][rank]
+            got, want = cores_in(tmp_path, rank, slot, start), expected[slot][rank]
             assert 0.6 * want < got < 1.2 * want + 0.01, (rank, slot)
 
 
@@ -103,8 +99,7 @@ def test_a_schedule_that_cannot_be_followed_is_no_longer_the_scenario(
         cluster.launch(SLEEP)
         cluster.start_clock()
         monkeypatch.setattr(cluster._limiter, "limit", lambda group, cores: 1 / 0)
-        with pytest.raises(EmulationError, match="schedule could not be followed: division by zero"):
-            cluster.wait(10)
+        refused(EmulationError, "schedule could not be followed: division by zero", cluster.wait, 10)
         monkeypatch.undo()
 
 
@@ -145,17 +140,13 @@ def test_ranks_get_torchruns_environment_and_output_goes_to_files(tmp_path: Path
 
 
 def test_misuse_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="mechanism"):
-        Emulation(TWO, run_dir=tmp_path, mechanism="docker")  # type: ignore[arg-type]
-    with pytest.raises(ScenarioError, match="cores of this machine"):
-        Emulation({"hosts": [{"cpu": 1000}]}, run_dir=tmp_path / "never")
+    refused(ConfigError, "mechanism", Emulation, TWO, run_dir=tmp_path, mechanism="docker")
+    refused(ScenarioError, "cores of this machine", Emulation, {"hosts": [{"cpu": 1000}]}, run_dir=tmp_path / "never")
     assert not (tmp_path / "never").exists()
     with Emulation(TWO, run_dir=tmp_path, mechanism="duty-cycle") as cluster:
         cluster.launch(SLEEP)
-        with pytest.raises(UsageError, match="still run"):
-            cluster.launch(SLEEP)
-        with pytest.raises(ConfigError, match="after --"):
-            cluster.launch([])
+        refused(UsageError, "still run", cluster.launch, SLEEP)
+        refused(ConfigError, "after --", cluster.launch, [])
 
 
 def test_an_exception_leaves_nothing(tmp_path: Path, mechanism: str) -> None:
@@ -209,14 +200,11 @@ print("on", flush=True)
 # ---------------------------------------------------------------- the owner ends, in every way
 
 OWNER = """
-import signal, sys, time, types
+import signal, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # what a background shell starts ignores it
-package = types.ModuleType("dynamix")  # without its front page, which imports torch: the emulator does not need it
-package.__path__ = [sys.argv[3]]
-sys.modules["dynamix"] = package
 from dynamix_lab.emulator import Emulation
 scenario, mechanism, folder = {"hosts": [{"cpu": 0.1}, {"cpu": 0.1}], "disturbances": [
-    {"kind": "neighbour", "every_s": 1, "factor": 0.5}]}, sys.argv[1], sys.argv[2]
+    {"kind": "neighbour", "every_s": 1, "factor": 0.5}]}, sys.argv[2], sys.argv[3]
 with Emulation(scenario, run_dir=folder, mechanism=mechanism) as cluster:
     cluster.launch([sys.executable, "-I", "-S", "-c", "while True: pass"])
     cluster.start_clock()
@@ -225,29 +213,9 @@ with Emulation(scenario, run_dir=folder, mechanism=mechanism) as cluster:
 """
 
 
-@contextmanager
-def owner(folder: Path, mechanism: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """Another process with a running emulation, and that one's name."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", OWNER, mechanism, str(folder), dynamix.__path__[0]],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert process.stdout is not None
-        name = process.stdout.readline().strip()
-        assert name, process.stderr.read() if process.stderr else ""
-        assert name in traces()
-        yield process, name
-    finally:
-        process.kill()
-        process.communicate()
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_a_signal_to_the_owner_leaves_nothing(tmp_path: Path, mechanism: str, number: signal.Signals) -> None:
-    with owner(tmp_path, mechanism) as (process, name):
+    with owner(OWNER, mechanism, tmp_path) as (process, name):
         process.send_signal(number)
         code = process.wait(20)
         assert code == (143 if number == signal.SIGTERM else -number)
@@ -257,7 +225,8 @@ def test_a_signal_to_the_owner_leaves_nothing(tmp_path: Path, mechanism: str, nu
 def test_the_next_start_sweeps_what_is_provably_abandoned_and_nothing_else(tmp_path: Path, mechanism: str) -> None:
     found = find_cgroup()
     roots = [] if isinstance(found, str) else [found[0]]
-    with owner(tmp_path / "dead", mechanism) as (dead, abandoned), owner(tmp_path / "alive", mechanism) as (_, alive):
+    folders = (tmp_path / "dead", tmp_path / "alive")
+    with owner(OWNER, mechanism, folders[0]) as (dead, abandoned), owner(OWNER, mechanism, folders[1]) as (_, alive):
         keepers = [p for p in psutil.Process(dead.pid).children() if "keeper.py" in " ".join(p.cmdline())]
         assert len(keepers) == 1
         for victim in (*keepers, psutil.Process(dead.pid)):
@@ -280,10 +249,8 @@ def test_the_next_start_sweeps_what_is_provably_abandoned_and_nothing_else(tmp_p
 def test_a_large_host_gets_as_many_busy_processes_as_its_neighbour_may_use(tmp_path: Path) -> None:
     if len(os.sched_getaffinity(0)) < 2:
         pytest.skip("needs two cores")
-    load = {"kind": "load", "factor": 0.9}
-    with Emulation(
-        {"hosts": [{"cpu": 1.2}], "disturbances": [load]}, run_dir=tmp_path, mechanism="duty-cycle"
-    ) as cluster:
+    scenario = {"hosts": [{"cpu": 1.2}], "disturbances": [{"kind": "load", "factor": 0.9}]}
+    with Emulation(scenario, run_dir=tmp_path, mechanism="duty-cycle") as cluster:
         cluster.start_clock()
         deadline = time.monotonic() + 10
         while len(keeper.marked_processes().get(cluster.name, [])) < 2 and time.monotonic() < deadline:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import sys
@@ -16,6 +17,7 @@ from dynamix.errors import ConfigError
 from dynamix.telemetry import find_sources
 from dynamix_lab.emulator.compare import ComparedRow, rows_of
 from dynamix_lab.emulator.run import _show_failures
+from tests.refused import refused
 
 # What a script under comparison does, without its minutes of training.
 SCRIPT = """
@@ -36,33 +38,19 @@ TWO = {"hosts": [{"cpu": 0.9}, {"cpu": 0.9}]}
 def test_what_is_told_from_outside_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DYNAMIX_POLICY", "static")
     monkeypatch.setenv("DYNAMIX_MEET", "nowhere")
-    with pytest.raises(ConfigError, match="meet='nowhere'"):
-        dynamix.Controller("dynamix", batch_size=8)
+    refused(ConfigError, "meet='nowhere'", dynamix.Controller, "dynamix", batch_size=8)
     monkeypatch.delenv("DYNAMIX_MEET")
-    with dynamix_closed(dynamix.Controller("dynamix", batch_size=8)) as controller:
+    with contextlib.closing(dynamix.Controller("dynamix", batch_size=8)) as controller:
         assert type(controller.policy).__name__ == "Static"
     monkeypatch.setenv("DYNAMIX_POLICY", "unknown-policy")
-    with pytest.raises(ConfigError, match="unknown-policy"):
-        dynamix.Controller("dynamix", batch_size=8)
-
-
-class dynamix_closed:  # noqa: N801
-    def __init__(self, controller: dynamix.Controller) -> None:
-        self.controller = controller
-
-    def __enter__(self) -> dynamix.Controller:
-        return self.controller
-
-    def __exit__(self, *error: object) -> None:
-        self.controller.close()
+    refused(ConfigError, "unknown-policy", dynamix.Controller, "dynamix", batch_size=8)
 
 
 def test_rows_are_policies_and_local() -> None:
     assert rows_of("static, local") == [ComparedRow("static", "static"), ComparedRow("local", "lb_bsp", "parameters")]
     assert rows_of("static:256")[0].environment == {"DYNAMIX_POLICY": "static:256"}
     for text in ("", " , ", "static,static", "static:1,static/1"):
-        with pytest.raises(ConfigError, match="compare"):
-            rows_of(text)
+        refused(ConfigError, "compare", rows_of, text)
 
 
 def test_each_row_has_a_folder_and_the_whole_a_table_and_a_page(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import time
 from pathlib import Path
@@ -11,7 +12,8 @@ import pytest
 from dynamix.errors import ConfigError, EmulationError
 from dynamix_lab.emulator import Emulation, keeper
 from dynamix_lab.emulator.hosts import new_namespace
-from tests.lab.emulator.conftest import PYTHON
+from tests.lab.emulator.conftest import PYTHON, enter
+from tests.refused import refused
 
 pytestmark = pytest.mark.emulator
 
@@ -81,11 +83,7 @@ for address in {addresses!r}:
 
 def test_link_rates_are_not_silently_ignored_on_loopback(tmp_path: Path) -> None:
     hosts = [{"cpu": 0.2, "rate_mbit_s": 20}]
-    with (
-        pytest.raises(EmulationError, match="rate_mbit_s"),
-        Emulation({"hosts": hosts}, run_dir=tmp_path, mechanism="duty-cycle"),
-    ):
-        pass
+    refused(EmulationError, "rate_mbit_s", enter, {"hosts": hosts}, run_dir=tmp_path, mechanism="duty-cycle")
 
 
 def test_a_refusal_of_the_kernel_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,11 +93,7 @@ def test_a_refusal_of_the_kernel_says_what_to_do(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr("dynamix_lab.emulator.hosts.new_namespace", refuse)
     monkeypatch.setattr("dynamix_lab.emulator.cluster.find_cgroup", lambda: "no permission")
     demo = {"hosts": [{"cpu": 0.2}]}
-    with (
-        pytest.raises(EmulationError, match="no permission"),
-        Emulation(demo, run_dir=tmp_path, mechanism="privileged"),
-    ):
-        pass
+    refused(EmulationError, "no permission", enter, demo, run_dir=tmp_path, mechanism="privileged")
     with Emulation(demo, run_dir=tmp_path) as cluster:  # "auto" takes what there is, and says so
         assert cluster.mechanisms == {"network": "loopback", "cpu": "duty-cycle", "link": "none"}
 
@@ -120,19 +114,15 @@ def test_two_emulations_at_once_use_the_same_addresses(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("privileged")
 def test_making_hosts_leaves_no_process_or_descriptor_behind(tmp_path: Path) -> None:
     me = psutil.Process()
-    with Emulation({"hosts": [{"cpu": 0.1}]}, run_dir=tmp_path, mechanism="privileged"):
-        pass
+    enter({"hosts": [{"cpu": 0.1}]}, run_dir=tmp_path, mechanism="privileged")
     before = me.num_fds(), len(me.children(recursive=True)), me.num_threads()
-    with Emulation({"hosts": [{"cpu": 0.1}] * 4}, run_dir=tmp_path, mechanism="privileged"):
-        pass
+    enter({"hosts": [{"cpu": 0.1}] * 4}, run_dir=tmp_path, mechanism="privileged")
     assert (me.num_fds(), len(me.children(recursive=True)), me.num_threads()) == before
     assert keeper.start_time(me.pid) is not None
 
 
 @pytest.mark.usefixtures("privileged")
 def test_a_namespace_leaves_the_calling_thread_where_it_was() -> None:
-    import os
-
     before = os.stat("/proc/thread-self/ns/net").st_ino
     fd = new_namespace()
     try:

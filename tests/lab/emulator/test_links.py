@@ -9,8 +9,6 @@ import json
 import os
 import signal
 import struct
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -19,11 +17,11 @@ import numpy as np
 import psutil
 import pytest
 
-import dynamix
 from dynamix.errors import EmulationError, ScenarioError
 from dynamix_lab.emulator import Emulation, loss, probe_mechanisms
 from dynamix_lab.emulator.cluster import Mechanism
-from tests.lab.emulator.conftest import PYTHON, wait_until_gone
+from tests.lab.emulator.conftest import PYTHON, enter, owner, wait_until_gone
+from tests.refused import refused
 
 pytestmark = pytest.mark.emulator
 needs_root = pytest.mark.usefixtures("privileged")
@@ -243,11 +241,7 @@ else:
 
 @pytest.mark.parametrize(
     ("host", "place"),
-    [
-        ({"rate_down_mbit_s": 9}, "rate_down_mbit_s=9"),
-        ({"loss": 0.1}, "loss=0.1"),
-        ({"latency_ms": 1}, "latency_ms=1"),
-    ],
+    [({"rate_down_mbit_s": 9}, "rate_down_mbit_s=9"), ({"loss": 0.1}, "loss=0.1"), ({"latency_ms": 1}, "latency_ms=1")],
 )
 @pytest.mark.parametrize("mechanism", ["duty-cycle", "auto"])
 def test_no_wish_for_links_is_ignored_on_loopback(
@@ -259,22 +253,18 @@ def test_no_wish_for_links_is_ignored_on_loopback(
     monkeypatch.setattr("dynamix_lab.emulator.hosts.new_namespace", refuse)
     monkeypatch.setattr("dynamix_lab.emulator.mechanisms.new_namespace", refuse)
     monkeypatch.setattr("dynamix_lab.emulator.cluster.find_cgroup", lambda: "no permission")
-    with (
-        pytest.raises(EmulationError, match=rf"hosts\[0\].{place}.*run as root"),
-        Emulation({"hosts": hosts(host)}, run_dir=tmp_path, mechanism=mechanism),
-    ):
-        pass
+    says = rf"hosts\[0\].{place}.*run as root"
+    refused(EmulationError, says, enter, {"hosts": hosts(host)}, run_dir=tmp_path, mechanism=mechanism)
 
 
 # ---------------------------------------------------------------- nothing is left of it
 
 _OWNER = """
-import sys, time, types
-package = types.ModuleType("dynamix"); package.__path__ = [sys.argv[2]]; sys.modules["dynamix"] = package
+import time
 from dynamix_lab.emulator import Emulation
 hosts = [{"cpu": 0.1, "rate_mbit_s": 5, "loss": float(sys.argv[3])}, {"cpu": 0.1}]
 load = {"kind": "load", "hosts": [0], "factor": 0.5, "traffic_mbit_s": 1}
-with Emulation({"hosts": hosts, "disturbances": [load]}, run_dir=sys.argv[1], mechanism="privileged") as cluster:
+with Emulation({"hosts": hosts, "disturbances": [load]}, run_dir=sys.argv[2], mechanism="privileged") as cluster:
     cluster.launch([sys.executable, "-I", "-S", "-c", "while True: pass"])
     cluster.start_clock()
     print(cluster.name, flush=True)
@@ -314,17 +304,12 @@ def programs_like(wanted: float) -> int:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_dead_owner_leaves_no_queue_no_program_and_no_traffic(tmp_path: Path, number: signal.Signals) -> None:
     odd = round(0.1 + 1e-6 * os.getpid() % 0.01, 8)  # nobody else's
-    owner = subprocess.Popen(
-        [sys.executable, "-c", _OWNER, str(tmp_path), dynamix.__path__[0], str(odd)], stdout=subprocess.PIPE, text=True
-    )
-    try:
-        assert owner.stdout is not None
-        name = owner.stdout.readline().strip()
-        children = psutil.Process(owner.pid).children(recursive=True)
+    with owner(_OWNER, tmp_path, odd) as (process, name):
+        children = psutil.Process(process.pid).children(recursive=True)
         assert any("traffic.py" in " ".join(child.cmdline()) for child in children)
         assert programs_like(odd) == 2  # at the card and at the port
-        owner.send_signal(number)
-        owner.wait(20)
+        process.send_signal(number)
+        process.wait(20)
         assert wait_until_gone(name)
         psutil.wait_procs(children, timeout=10)
         assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
@@ -332,33 +317,22 @@ def test_a_dead_owner_leaves_no_queue_no_program_and_no_traffic(tmp_path: Path, 
         while programs_like(odd) and time.monotonic() < deadline:
             time.sleep(0.1)
         assert programs_like(odd) == 0
-    finally:
-        owner.kill()
-        owner.communicate()
 
 
 @needs_root
 def test_traffic_ends_with_its_owner_even_if_a_forked_child_lives_on(tmp_path: Path) -> None:
-    forking = _OWNER.replace(
-        "    time.sleep(600)",
-        "    import os; child = os.fork()\n    if child: print(child, flush=True)\n    time.sleep(600)",
-    )
-    owner = subprocess.Popen(
-        [sys.executable, "-c", forking, str(tmp_path), dynamix.__path__[0], "0.1"], stdout=subprocess.PIPE, text=True
-    )
-    assert owner.stdout is not None
-    name, child = owner.stdout.readline().strip(), int(owner.stdout.readline())
-    try:
-        helpers = [p for p in psutil.Process(owner.pid).children() if "traffic.py" in " ".join(p.cmdline())]
-        assert len(helpers) == 1
-        owner.kill()
-        owner.wait(10)
-        assert wait_until_gone(name)
-        psutil.wait_procs(helpers, timeout=5)
-        assert not helpers[0].is_running() or helpers[0].status() == psutil.STATUS_ZOMBIE
-        assert psutil.pid_exists(child)
-    finally:
-        owner.kill()
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(child, signal.SIGKILL)
-        owner.communicate()
+    forking = "import os; child = os.fork()\n    if child: print(child, flush=True)\n    time.sleep(600)"
+    with owner(_OWNER.replace("time.sleep(600)", forking), tmp_path, 0.1) as (process, name):
+        child = int(process.stdout.readline())
+        try:
+            helpers = [p for p in psutil.Process(process.pid).children() if "traffic.py" in " ".join(p.cmdline())]
+            assert len(helpers) == 1
+            process.kill()
+            process.wait(10)
+            assert wait_until_gone(name)
+            psutil.wait_procs(helpers, timeout=5)
+            assert not helpers[0].is_running() or helpers[0].status() == psutil.STATUS_ZOMBIE
+            assert psutil.pid_exists(child)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)

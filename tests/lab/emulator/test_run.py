@@ -2,13 +2,16 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import socket
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from dynamix.cli.app import app
 from dynamix.errors import ConfigError, EmulationError, ScenarioError
 from dynamix.events.background import background_log
 from dynamix.events.records import read_events
@@ -16,6 +19,7 @@ from dynamix_lab.emulator import emulate, probe_mechanisms, scenario_schema
 from dynamix_lab.emulator.control import request
 from dynamix_lab.emulator.run import is_connected, summary
 from tests.lab.emulator.conftest import PYTHON
+from tests.refused import refused
 
 EXAMPLE = Path(__file__).parents[3] / "examples/train.py"
 TWO = {"hosts": [{"cpu": 0.3}, {"cpu": 0.3}]}
@@ -59,10 +63,6 @@ def test_a_run_is_recorded_and_the_worst_rank_decides(
 @pytest.mark.usefixtures("privileged")
 def test_the_folder_of_a_script_with_a_controller_holds_its_events(tmp_path: Path) -> None:
     """The last line that a person sees names what the folder holds, and the script need not name an events file."""
-    from typer.testing import CliRunner
-
-    from dynamix.cli.app import app
-
     (tmp_path / "two.yaml").write_text("hosts: [{cpu: 0.3}, {cpu: 0.3}]\n")
     out = tmp_path / "run"
     command = [sys.executable, str(EXAMPLE), "--policy", "static", "--epochs", "1"]
@@ -81,7 +81,6 @@ def test_a_script_that_names_its_events_file_keeps_it(tmp_path: Path, monkeypatc
     monkeypatch.setenv("DYNAMIX_EVENTS", str(tmp_path / "given.jsonl"))
     for named, file in ((tmp_path / "chosen.jsonl", "chosen.jsonl"), (None, "given.jsonl")):
         log = background_log(named)
-        assert log is not None
         assert log.path == tmp_path / file
     monkeypatch.delenv("DYNAMIX_EVENTS")
     assert background_log(None) is None
@@ -112,11 +111,9 @@ def test_the_control_socket_refuses_what_it_does_not_know(tmp_path: Path) -> Non
 def test_control_outside_an_emulation_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DYNAMIX_EMULATOR_CONTROL", raising=False)
     assert not request("start-clock")
-    with pytest.raises(ConfigError, match="throttle, unthrottle, start-clock"):
-        request("explode")
+    refused(ConfigError, "throttle, unthrottle, start-clock", request, "explode")
     monkeypatch.setenv("DYNAMIX_EMULATOR_CONTROL", "/nowhere/socket")
-    with pytest.raises(EmulationError, match="owner"):
-        request("throttle")
+    refused(EmulationError, "owner", request, "throttle")
 
 
 def test_a_program_that_does_not_exist(tmp_path: Path) -> None:
@@ -139,16 +136,12 @@ def test_bad_input_makes_no_folder(tmp_path: Path) -> None:
         ("no-such-scenario", ["true"], ScenarioError),
         (TWO, [], ConfigError),
     ]:
-        with pytest.raises(error):
-            emulate(scenario, command, out=out)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="throttle_after_s"):
-        emulate(TWO, ["true"], out=out, throttle_after_s=-1)
+        refused(error, "", emulate, scenario, command, out=out)
+    refused(ConfigError, "throttle_after_s", emulate, TWO, ["true"], out=out, throttle_after_s=-1)
     assert not out.exists()
 
 
 def test_a_connection_is_noticed() -> None:
-    import os
-
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()):
         assert is_connected(os.getpid(), own_host=False)
     assert not is_connected(os.getpid(), own_host=True)  # still in its parent's namespace
@@ -186,10 +179,6 @@ def test_probing_says_what_is_missing_and_leaves_nothing() -> None:
 
 
 def test_the_command_prints_the_schema() -> None:
-    from typer.testing import CliRunner
-
-    from dynamix.cli.app import app
-
     printed = CliRunner().invoke(app, ["emulate", "--schema"])
     assert printed.exit_code == 0
     assert json.loads(printed.stdout) == scenario_schema()
@@ -201,6 +190,5 @@ def test_what_the_kernel_lacks_makes_no_folder(tmp_path: Path) -> None:
     if probe_mechanisms()["latency"][0]:
         pytest.skip("this kernel has everything")
     hosts = [{"cpu": 0.3}, {"cpu": 0.3, "latency_ms": 3}]
-    with pytest.raises(ScenarioError, match=r"hosts\[1\].latency_ms=3"):
-        emulate({"hosts": hosts}, ["true"], out=tmp_path / "run")
+    refused(ScenarioError, r"hosts\[1\].latency_ms=3", emulate, {"hosts": hosts}, ["true"], out=tmp_path / "run")
     assert not (tmp_path / "run").exists()

@@ -14,33 +14,18 @@ from dynamix_lab.emulator.schedule import Link, disturbed_hosts, host_links, hos
 
 NEIGHBOUR = {"kind": "neighbour", "every_s": 15, "factor": 0.5}
 
+factor, every_s = st.floats(0.05, 0.95), st.floats(0.5, 100.0)
 neighbours = st.fixed_dictionaries(
-    {
-        "kind": st.just("neighbour"),
-        "every_s": st.floats(0.5, 100.0),
-        "factor": st.floats(0.05, 0.95),
-        "seed": st.integers(0, 5),
-    }
+    {"kind": st.just("neighbour"), "every_s": every_s, "factor": factor, "seed": st.integers(0, 5)}
 )
 loads = st.fixed_dictionaries(
-    {
-        "kind": st.just("load"),
-        "hosts": st.sampled_from([None, [0]]),
-        "factor": st.floats(0.05, 0.95),
-        "traffic_mbit_s": st.floats(0.0, 5.0),
-        "start_s": st.floats(0.0, 100.0),
-        "end_s": st.none() | st.floats(100.5, 200.0),
-        "probability": st.floats(0.1, 1.0),
-        "every_s": st.floats(0.5, 100.0),
-    }
+    {"kind": st.just("load"), "hosts": st.sampled_from([None, [0]]), "factor": factor, "every_s": every_s}
+    | {"traffic_mbit_s": st.floats(0.0, 5.0), "probability": st.floats(0.1, 1.0)}
+    | {"start_s": st.floats(0.0, 100.0), "end_s": st.none() | st.floats(100.5, 200.0)}
 )
 changes = st.fixed_dictionaries(
-    {
-        "at_s": st.floats(0.0, 500.0),
-        "host": st.none() | st.just(0),
-        "cpu": st.floats(0.02, 4.0),
-        "rate_mbit_s": st.floats(50.0, 100.0),
-    }
+    {"at_s": st.floats(0.0, 500.0), "host": st.none() | st.just(0)}
+    | {"cpu": st.floats(0.02, 4.0), "rate_mbit_s": st.floats(50.0, 100.0)}
 )
 
 
@@ -146,15 +131,8 @@ def test_a_schedule_sets_and_keeps_values_and_counts_from_the_clock() -> None:
 def test_a_trace_scales_speeds_or_rates_and_begins_again() -> None:
     trace = {"times_s": [0, 2, 6], "factors": [[1, 1], [0.5, 1], [1, 0.25]], "repeat_s": 10}
     scenario = load_scenario({"hosts": [{"cpu": 0.4}, {"cpu": 0.2}], "trace": trace})
-    expected = {
-        0: [0.4, 0.2],
-        2: [0.2, 0.2],
-        5.9: [0.2, 0.2],
-        6: [0.4, 0.05],
-        10: [0.4, 0.2],
-        12: [0.2, 0.2],
-        10_006: [0.4, 0.05],
-    }
+    expected = {0: [0.4, 0.2], 2: [0.2, 0.2], 5.9: [0.2, 0.2], 6: [0.4, 0.05], 10: [0.4, 0.2], 12: [0.2, 0.2]}
+    expected[10_006] = [0.4, 0.05]
     assert {t: host_speeds(scenario, t) for t in expected} == expected
     assert [next_change_s(scenario, t) for t in (0, 2, 6, 10, 11)] == [2, 6, 10, 12, 12]
     rates = [{"cpu": 0.4, "rate_mbit_s": 40}, {"cpu": 0.2, "rate_mbit_s": 20}]

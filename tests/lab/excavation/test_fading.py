@@ -13,6 +13,7 @@ from dynamix_lab.experiments.excavation.fading import FadingField
 from dynamix_lab.experiments.excavation.foretelling import area_under_roc, somebody_is_coming
 from dynamix_lab.experiments.excavation.ground import GROUNDS
 from dynamix_lab.experiments.excavation.world import Excavation, ExcavationConfig
+from tests.refused import refused
 
 TASK = ExcavationConfig(GROUNDS["single-file"], signs="typed", horizon=100)
 
@@ -73,11 +74,8 @@ def test_typed_traces_tell_best_whether_somebody_laden_is_coming() -> None:
 
 
 def test_impossible_traces_are_refused() -> None:
-    with pytest.raises(ConfigError, match="late"):
-        ExcavationConfig(late=-1)
-    with pytest.raises(ConfigError, match="noise"):
-        ExcavationConfig(noise=float("nan"))
-    with pytest.raises(ConfigError, match="late"):
-        FadingField(np.ones(2, dtype=bool), Decay(), worlds=1, late=-1)
+    refused(ConfigError, "late", ExcavationConfig, late=-1)
+    refused(ConfigError, "noise", ExcavationConfig, noise=float("nan"))
+    refused(ConfigError, "late", FadingField, np.ones(2, dtype=bool), Decay(), worlds=1, late=-1)
     with pytest.raises(StateError, match="cells"):
         FadingField(np.ones(2, dtype=bool), Decay(), worlds=1).load_state_dict({"value": np.zeros((1, 3)), "past": []})

@@ -16,6 +16,7 @@ from dynamix_lab.experiments.excavation.learner import DQN, DQNConfig, DQNTraini
 from dynamix_lab.experiments.excavation.lessons import Stage
 from dynamix_lab.experiments.excavation.mappo import MAPPOConfig, MAPPOTraining
 from dynamix_lab.experiments.excavation.world import ExcavationConfig
+from tests.refused import refused
 
 SHORT = ExcavationConfig(Shape(2, 2, 3, 2), horizon=100)
 TINY = DQNConfig(hidden=16, batch=32, capacity=500, warm_up=64, target_every=10)
@@ -137,24 +138,17 @@ def test_memory_keeps_the_newest_and_the_target_follows_late() -> None:
 
 
 def test_impossible_settings_are_refused() -> None:
-    with pytest.raises(ConfigError, match="warm_up"):
-        DQNConfig(batch=100, warm_up=10)
+    refused(ConfigError, "warm_up", DQNConfig, batch=100, warm_up=10)
     for settings in ({"temperature": 0.0}, {"temperature": float("nan")}, {"munchausen": 1.0}):
-        with pytest.raises(ConfigError, match="temperature"):
-            DQNConfig(**settings)
+        refused(ConfigError, "temperature", DQNConfig, **settings)
     for settings in ({"gamma": 2.0}, {"learning_rate": float("nan")}, {"target_every": 0}, {"batch": 0, "warm_up": 0}):
-        with pytest.raises(ConfigError, match="gamma"):
-            DQNConfig(**settings)
-    with pytest.raises(ConfigError, match="rollout"):
-        MAPPOConfig(rollout=0)
+        refused(ConfigError, "gamma", DQNConfig, **settings)
+    refused(ConfigError, "rollout", MAPPOConfig, rollout=0)
     for config, settings in (
         (DQNConfig, {"shared": 1.1}),
         (DQNConfig, {"cooling": -1.0}),
         (MAPPOConfig, {"cooling": 2.0}),
     ):
-        with pytest.raises(ConfigError, match="cooling"):
-            config(**settings)
-    with pytest.raises(ConfigError, match="stages"):
-        DQNTraining(SHORT, stages=())
-    with pytest.raises(ConfigError, match="stages"):
-        MAPPOTraining(SHORT, stages=(Stage((1,), 150, 1.0),))
+        refused(ConfigError, "cooling", config, **settings)
+    refused(ConfigError, "stages", DQNTraining, SHORT, stages=())
+    refused(ConfigError, "stages", MAPPOTraining, SHORT, stages=(Stage((1,), 150, 1.0),))

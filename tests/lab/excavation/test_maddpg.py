@@ -15,6 +15,7 @@ from dynamix_lab.experiments.excavation.learner import evaluate
 from dynamix_lab.experiments.excavation.lessons import Stage
 from dynamix_lab.experiments.excavation.maddpg import MADDPGConfig, MADDPGTraining
 from dynamix_lab.experiments.excavation.world import ExcavationConfig
+from tests.refused import refused
 
 SHORT = ExcavationConfig(Shape(2, 2, 3, 2), horizon=100)
 INSTALLED = importlib.util.find_spec("agilerl") is not None
@@ -22,10 +23,8 @@ INSTALLED = importlib.util.find_spec("agilerl") is not None
 
 @pytest.mark.skipif(INSTALLED, reason="AgileRL is installed")
 def test_without_agilerl_it_says_what_to_install_and_is_left_out() -> None:
-    with pytest.raises(ConfigError, match=r"dynamix-lab\[maddpg\]"):
-        MADDPGTraining()
-    with pytest.raises(ConfigError, match="maddpg"):
-        run(ExperimentConfig(methods=("s-madrl", "maddpg")), tell=pytest.fail)
+    refused(ConfigError, r"dynamix-lab\[maddpg\]", MADDPGTraining)
+    refused(ConfigError, "maddpg", run, ExperimentConfig(methods=("s-madrl", "maddpg")), tell=pytest.fail)
     assert available() == tuple(name for name in METHODS if name != "maddpg")
 
 
@@ -48,7 +47,5 @@ def test_it_learns_to_fetch_pellets_and_to_work_with_any_number() -> None:
 
 
 def test_impossible_settings_are_refused() -> None:
-    with pytest.raises(ConfigError, match="learn_every"):
-        MADDPGConfig(learn_every=0)
-    with pytest.raises(ConfigError, match="warm_up"):
-        MADDPGConfig(capacity=0)
+    refused(ConfigError, "learn_every", MADDPGConfig, learn_every=0)
+    refused(ConfigError, "warm_up", MADDPGConfig, capacity=0)

@@ -11,13 +11,12 @@ import torch
 from dynamix.errors import ConfigError
 from dynamix.policies.learned.policy import LearnedPolicy, ResidualNet
 from dynamix.window import Bounds, Window
-from dynamix_lab.experiments.ablations import AblationPlan, run_ablations, variants
-from dynamix_lab.experiments.ablations import markdown as ablation_table
 from dynamix_lab.experiments.short import QUICK, learn
 from dynamix_lab.experiments.transfer import PAIRS, Pair, markdown, run_transfer
 from dynamix_lab.experiments.worlds import WORLDS, place_of
 from dynamix_lab.simulator import ClusterEnv, Clusters
 from dynamix_lab.training.worlds import lr_rule_of, sample_world
+from tests.refused import refused
 
 
 def _clusters(name: str, count: int, workers: int, seed: int) -> Clusters:
@@ -34,8 +33,7 @@ def test_worlds_differ_by_what_their_names_say() -> None:
     same, again = _clusters("vgg16", 3, 4, 5), _clusters("vgg16", 3, 4, 5)
     np.testing.assert_array_equal(same.alpha, again.alpha)
     for wrong in ("vgg16", place_of("vgg99"), "nowhere:vgg16", "json:vgg16", ":", ""):
-        with pytest.raises(ConfigError, match="MODULE:NAME"):
-            sample_world(wrong, 1, 2, 0)
+        refused(ConfigError, "MODULE:NAME", sample_world, wrong, 1, 2, 0)
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -65,28 +63,20 @@ def test_transfer_compares_source_and_target_on_the_targets_clusters_and_goes_on
     written = {p.name: p.stat().st_mtime_ns for p in tmp_path.iterdir()}
     assert run_transfer(tmp_path, pairs=pairs, budget=QUICK, clusters=3, windows=4) == result
     assert written == {p.name: p.stat().st_mtime_ns for p in tmp_path.iterdir()}
-    with pytest.raises(ConfigError, match="another folder"):
-        run_transfer(tmp_path, pairs=pairs, budget=QUICK, clusters=3, windows=5)
-    with pytest.raises(ConfigError, match="this recipe"):
-        learn(
-            "dynamix",
-            next(tmp_path.glob("dynamix-vgg16*.safetensors")),
-            world=place_of("resnet34"),
-            workers=(2,),
-            budget=QUICK,
-        )
+    refused(ConfigError, "another folder", run_transfer, tmp_path, pairs=pairs, budget=QUICK, clusters=3, windows=5)
+    made = next(tmp_path.glob("dynamix-vgg16*.safetensors"))
+    how = {"world": place_of("resnet34"), "workers": (2,), "budget": QUICK}
+    refused(ConfigError, "this recipe", learn, "dynamix", made, **how)
 
 
 def test_what_a_policy_learned_without_does_not_move_it(tmp_path: Path) -> None:
-    make = learn(
-        "dynamix", tmp_path / "p.safetensors", workers=(2,), without=("elasticity", "statistics"), budget=QUICK
-    )
+    without = ("elasticity", "statistics")
+    make = learn("dynamix", tmp_path / "p.safetensors", workers=(2,), without=without, budget=QUICK)
     policy = make(None)  # type: ignore[arg-type]
     assert isinstance(policy, LearnedPolicy)
     first = policy.net.encode[0].weight
     assert (first == 0).all(0).sum() == 5 + 7  # five of elasticity; of statistics six in the window and one of its own
-    with pytest.raises(ConfigError, match="elasticity"):
-        ResidualNet(without=["luck"])
+    refused(ConfigError, "elasticity", ResidualNet, without=["luck"])
 
 
 def test_masked_and_folded_networks_answer_the_same() -> None:
@@ -102,12 +92,3 @@ def test_masked_and_folded_networks_answer_the_same() -> None:
         torch.testing.assert_close(a, b)
     window = Window.of([32, 32], compute=[0.1, 0.3])
     assert LearnedPolicy(net).decide(window, Bounds.of(2)).shape == (2,)
-
-
-def test_ablations_train_every_variant_with_one_budget(tmp_path: Path) -> None:
-    plan = AblationPlan(("dynamix-paper",), QUICK, clusters=2, windows=3, families=("pai-steady",), workers=(2,))
-    result = run_ablations(plan, tmp_path)
-    found = result["forms"]["dynamix-paper"]
-    assert list(found) == list(variants("dynamix-paper"))
-    assert found["all"]["over_all"] == [1.0, 1.0, 1.0]
-    assert ablation_table(result).count("no statistics") == 1

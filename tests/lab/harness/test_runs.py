@@ -11,6 +11,7 @@ from dynamix_lab.harness.display import Display
 from dynamix_lab.harness.runs import PolicyRun, load_runs, policy_facts, summarise
 from dynamix_lab.harness.scoring import Scorer, WeightSnapshot, by_parameters
 from dynamix_lab.tasks import make_workload
+from tests.refused import refused
 
 
 def run(policy, seed, pace_s, *, reaches=True):
@@ -98,15 +99,13 @@ def test_an_error_while_scoring_reaches_the_caller(tmp_path):
     test = workload.make_data(0, train=80, test=20).test
     scorer = Scorer(by_parameters(workload, test), lambda _: None)
     scorer.add(WeightSnapshot("static", 1.0, 1, 10, tmp_path / "missing"))
-    with pytest.raises(FileNotFoundError):
-        scorer.wait()
+    refused(FileNotFoundError, "", scorer.wait)
     scorer.close()
 
 
 def test_a_damaged_file_of_finished_runs_is_named(tmp_path):
     (tmp_path / "3.json").write_text('{"facts": {')
-    with pytest.raises(StateError, match=r"3\.json is damaged"):
-        load_runs(tmp_path / "3.json", {})
+    refused(StateError, r"3\.json is damaged", load_runs, tmp_path / "3.json", {})
 
 
 def test_a_run_cut_before_its_first_window_can_still_be_shown():

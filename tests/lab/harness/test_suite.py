@@ -13,6 +13,7 @@ import pytest
 from dynamix.errors import ConfigError, StateError
 from dynamix.events.run_folder import RunFolder
 from dynamix_lab.harness.suite import Cell, Context, Suite, run_suite
+from tests.refused import refused
 
 
 @dataclass(frozen=True)
@@ -81,8 +82,7 @@ def test_another_plan_is_refused_and_named(tmp_path: Path) -> None:
     run_suite(CountSuite(CountPlan()), RunFolder("count", tmp_path / "run"))
     with pytest.raises(ConfigError, match="plan: factor=3 is not possible: allowed is 2"):
         _resumed(tmp_path / "run", CountPlan(factor=3))
-    with pytest.raises(ConfigError, match="factor=0"):
-        _resumed(tmp_path / "run", CountPlan(factor=0))
+    refused(ConfigError, "factor=0", _resumed, tmp_path / "run", CountPlan(factor=0))
 
 
 def test_a_result_that_is_not_final_is_run_again(tmp_path: Path) -> None:
@@ -95,8 +95,7 @@ def test_what_ended_before_an_interrupt_is_concluded(tmp_path: Path) -> None:
         if what == "c":
             raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
-        run_suite(CountSuite(CountPlan()), RunFolder("count", tmp_path / "run"), tell=stop)
+    refused(KeyboardInterrupt, "", run_suite, CountSuite(CountPlan()), RunFolder("count", tmp_path / "run"), tell=stop)
     partly = json.loads((tmp_path / "run" / "result.json").read_text())
     assert partly["interrupted"]
     assert partly["values"] == {"a": 2, "b": 4}
@@ -106,8 +105,7 @@ def test_what_ended_before_an_interrupt_is_concluded(tmp_path: Path) -> None:
 def test_a_damaged_cell_is_named(tmp_path: Path) -> None:
     run_suite(CountSuite(CountPlan()), RunFolder("count", tmp_path / "run"))
     (tmp_path / "run" / "cells" / "b.json").write_text("{")
-    with pytest.raises(StateError, match=r"b\.json is damaged"):
-        _resumed(tmp_path / "run", CountPlan())
+    refused(StateError, r"b\.json is damaged", _resumed, tmp_path / "run", CountPlan())
 
 
 @dataclass(frozen=True)

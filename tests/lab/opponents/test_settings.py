@@ -18,6 +18,7 @@ from dynamix_lab.opponents.periods import QSR, AdaComm, FixedPeriod, Moment, Pos
 from dynamix_lab.opponents.profiled import STEPS, Profiled
 from dynamix_lab.opponents.shares import FIRST_STEPS, StepShares, steps_of, whole_steps
 from dynamix_lab.opponents.trial import LocalSettings, Trial, set_rate
+from tests.refused import refused
 
 
 def test_a_trial_survives_json() -> None:
@@ -50,13 +51,11 @@ def test_a_trial_survives_json() -> None:
 )
 def test_what_is_wrong_in_a_trial_is_named(change: dict[str, Any], said: str) -> None:
     plain = Trial("local", None, 32, 0.1, local=LocalSettings()).to_dict()
-    with pytest.raises(ConfigError, match=said):
-        Trial.from_dict({**plain, **change})
+    refused(ConfigError, said, Trial.from_dict, {**plain, **change})
 
 
 def test_a_missing_field_is_named() -> None:
-    with pytest.raises(ConfigError, match="learning_rate"):
-        Trial.from_dict({"row": "single", "policy": None, "batch_size": 8})
+    refused(ConfigError, "learning_rate", Trial.from_dict, {"row": "single", "policy": None, "batch_size": 8})
 
 
 def test_schedules_are_functions_of_samples() -> None:
@@ -156,8 +155,7 @@ def test_shares_without_proportion_and_with_known_speeds() -> None:
     even, known = StepShares(2, 16, proportional=False), StepShares(2, 16, speeds=(3.0, 1.0))
     assert _measured(even, [0.1, 0.3]) == [8, 8]
     assert known.plan(0, 8).steps.tolist() == [12, 4]
-    with pytest.raises(ConfigError, match=r"speeds=3 .* 2, one for each worker"):
-        StepShares(2, 16, speeds=(1.0, 1.0, 1.0))
+    refused(ConfigError, r"speeds=3 .* 2, one for each worker", StepShares, 2, 16, speeds=(1.0, 1.0, 1.0))
 
 
 def test_smaller_pieces_bring_a_slow_worker_into_a_fair_round_even_with_a_fixed_cost() -> None:

@@ -16,6 +16,7 @@ from dynamix_lab.opponents.trial import Trial
 from dynamix_lab.opponents.tuning import ROWS, TriedTrial, TuningSpace, grid, neighbours, tune
 from dynamix_lab.opponents.virtual import policy_of, run_virtual
 from tests.lab.opponents.tiny import ConstantWorld, make_data, workload
+from tests.refused import refused
 
 SPACE = TuningSpace({16: 0.02, 256: 0.3}, workers=4, budget=20_000)
 
@@ -40,7 +41,6 @@ def test_the_profiled_row_is_known_to_the_runner() -> None:
 
 def test_qsr_begins_at_its_base_at_every_rate_and_grows_as_the_rate_falls() -> None:
     for trial in grid("qsr", SPACE):
-        assert trial.local is not None
         rule = period_of(trial)
         assert rule.at(Moment(0, trial.learning_rate, 1.0)).steps == trial.local.steps
         assert rule.at(Moment(0, trial.learning_rate / 2, 1.0)).steps == 4 * trial.local.steps
@@ -86,7 +86,6 @@ def test_the_search_goes_on_beyond_its_grid_with_as_many_trials_for_every_row(ro
 def test_neighbours_of_a_way_to_meet_are_the_same_way_at_other_periods() -> None:
     for row in ("local", "post_local", "adacomm", "qsr", "diloco"):
         trial = grid(row, SPACE)[1]
-        assert trial.local is not None
         near = [one for one in neighbours(trial, SPACE) if one.local and one.local.steps != trial.local.steps]
         wanted = {2 * trial.local.steps, trial.local.steps // 2} - {0}
         assert {one.local.steps for one in near if one.local} == wanted
@@ -115,12 +114,9 @@ def test_rates_are_laid_about_the_jobs_curve_at_the_batch_whose_noise_they_meet(
 
 
 def test_what_cannot_be_tuned_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"row='hope' .* single"):
-        grid("hope", SPACE)
-    with pytest.raises(ConfigError, match="periods"):
-        TuningSpace({64: 0.05}, 4, 1000, periods=(4, 4))
-    with pytest.raises(ConfigError, match="trials, seeds"):
-        tune([], lambda trial, seed: trial, lambda run: 1.0)  # type: ignore[arg-type,return-value]
+    refused(ConfigError, r"row='hope' .* single", grid, "hope", SPACE)
+    refused(ConfigError, "periods", TuningSpace, {64: 0.05}, 4, 1000, periods=(4, 4))
+    refused(ConfigError, "trials, seeds", tune, [], lambda trial, seed: trial, lambda run: 1.0)
 
 
 def test_tuning_on_the_virtual_clock_beats_the_worst_of_its_grid() -> None:

@@ -21,6 +21,7 @@ from dynamix_lab.opponents.virtual import run_virtual
 from dynamix_lab.opponents.world import DeviceWorld
 from dynamix_lab.simulator import ClusterEnv, sample_clusters
 from tests.lab.opponents.tiny import EXCHANGE_S, FIXED_S, SAMPLE_S, ConstantWorld, make_data, workload
+from tests.refused import refused
 
 SPEEDS = (1.0, 0.5, 0.25)
 SHORT = RunLimits(samples=1500, every_samples=300)
@@ -162,10 +163,8 @@ def test_worlds_and_limits_that_cannot_be_are_refused() -> None:
         run_virtual(
             ALL[0], workload(), make_data(), ClusterEnv(sample_clusters(1, 3, seed=0), seed=0), seed=0, limits=SHORT
         )
-    with pytest.raises(ConfigError, match="one of them"):
-        RunLimits(every_samples=10)
-    with pytest.raises(ConfigError, match="every_s=0"):
-        RunLimits(samples=10, every_s=0)
+    refused(ConfigError, "one of them", RunLimits, every_samples=10)
+    refused(ConfigError, "every_s=0", RunLimits, samples=10, every_s=0)
 
 
 def test_every_kind_of_row_runs_on_device_hosts_with_disturbances() -> None:

@@ -18,6 +18,8 @@ from dynamix_lab.opponents.world import DeviceWorld, LiveExtras, Outage
 from dynamix_lab.simulator.rounds import RoundApart
 from dynamix_lab.suites.fidelity.quota_world import QuotaWorld, quota_costs
 from dynamix_lab.virtual.cluster import VirtualCluster
+from tests.refused import refused
+from tests.union import Script
 
 BARE = LiveExtras(step_s=0.0, stage_s=0.0, jitter_sd=0.0)
 DEVICE = Device(fixed_ms=20, per_sample_ms=0.5)
@@ -123,13 +125,11 @@ def test_nobody_waits_for_a_lost_host_without_samples() -> None:
 
 @pytest.mark.parametrize("outage", [Outage(2, 0, 1), Outage(0, 2, 1), Outage(0, -1, 1), Outage(0, 1, float("inf"))])
 def test_impossible_outage_is_refused(outage: Outage) -> None:
-    with pytest.raises(ConfigError, match="outage"):
-        _world(_scenario(1.0, 1.0), outages=[outage])
+    refused(ConfigError, "outage", _world, _scenario(1.0, 1.0), outages=[outage])
 
 
 def test_scenario_without_device_is_refused() -> None:
-    with pytest.raises(ConfigError, match="device"):
-        _world(load_scenario("even"))
+    refused(ConfigError, "device", _world, load_scenario("even"))
 
 
 def test_jitter_is_small_and_the_same_for_a_seed() -> None:
@@ -148,21 +148,16 @@ def test_buckets_are_filled_from_the_last_layer_and_hold_every_gradient() -> Non
     assert 1 / 3 < first.ready_at < rest.ready_at == 1.0
 
 
-class _Watching:
+class _Watching(Script):
     """Equal sizes for ever; keeps the windows."""
 
     def __init__(self) -> None:
+        super().__init__([])
         self.windows: list[Window] = []
 
     def decide(self, window: Window, bounds: Any) -> Any:
         self.windows.append(window)
         return window.batch_size
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        pass
 
 
 def test_training_on_it_meets_the_costs_of_its_samples_and_measures_all_that_a_live_job_does() -> None:

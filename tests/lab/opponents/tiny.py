@@ -48,24 +48,11 @@ class ConstantWorld(ClusterEnv):
         self.speeds = np.asarray(speeds, dtype=np.float64)
         shape, one = (1, len(speeds)), np.ones(1)
         unit = np.ones(shape)
-        known: dict[str, Any] = {
-            "alpha": FIXED_S / self.speeds[None],
-            "beta": SAMPLE_S / self.speeds[None],
-            "jitter_sd": 0 * unit,
-            "slow_off_s": 1e12 * unit,
-            "slow_on_s": unit,
-            "slow_strongest": unit,
-            "exchange_s": EXCHANGE_S * one,
-            "overlap": one,
-            "stall": 0 * one,
-            "neighbour_period_s": 60 * one,
-            "neighbour_factor": one,
-            "noise_start": 100 * one,
-            "noise_unit": 1e12 * one,
-            "noise_growth": 0 * one,
-            "noise_error": 0 * one,
-            "base_batch": np.array([batch_size * len(speeds)]),
-        }
+        known: dict[str, Any] = {"alpha": FIXED_S / self.speeds[None], "beta": SAMPLE_S / self.speeds[None]}
+        known |= {"jitter_sd": 0 * unit, "slow_off_s": 1e12 * unit, "slow_on_s": unit, "slow_strongest": unit}
+        known |= {"exchange_s": EXCHANGE_S * one, "overlap": one, "stall": 0 * one, "neighbour_factor": one}
+        known |= {"neighbour_period_s": 60 * one, "noise_start": 100 * one, "noise_unit": 1e12 * one}
+        known |= {"noise_growth": 0 * one, "noise_error": 0 * one, "base_batch": np.array([batch_size * len(speeds)])}
         missing = {name: np.zeros(1, bool) for name in ("missing_noise", "missing_training", "missing_host")}
         super().__init__(Clusters(**known, **missing), seed=0, interval=1, delay=1)
 
@@ -77,7 +64,3 @@ class ConstantWorld(ClusterEnv):
 
     def meeting_s(self, payload_bytes: int, at_s: float) -> float:
         return EXCHANGE_S
-
-
-def weights(model: nn.Module) -> torch.Tensor:
-    return torch.cat([value.detach().double().reshape(-1) for value in model.state_dict().values()])

@@ -24,6 +24,7 @@ from dynamix_lab.papers.additive import (
     AdditivePolicy,
     kept_features,
 )
+from tests.refused import refused
 
 
 def _random(seed: int = 0, **options: Any) -> AdditivePolicy:
@@ -107,8 +108,7 @@ def test_an_ablated_family_of_the_state_is_not_seen(family: str) -> None:
 
 
 def test_only_families_of_the_state_can_be_left_out() -> None:
-    with pytest.raises(ConfigError, match="network, system, statistics"):
-        AdditivePolicy(without=("nonsense",))
+    refused(ConfigError, "network, system, statistics", AdditivePolicy, without=("nonsense",))
 
 
 def test_every_named_feature_of_a_family_exists() -> None:
@@ -151,13 +151,11 @@ def test_a_file_with_impossible_actions_or_families_is_refused(tmp_path: Path, w
     _random().save(path)
     about = json.loads(path.with_suffix(".json").read_text())
     path.with_suffix(".json").write_text(json.dumps({**about, **wrong}))
-    with pytest.raises(PolicyFileError, match="families of the state"):
-        AdditivePolicy.load(path)
+    refused(PolicyFileError, "families of the state", AdditivePolicy.load, path)
 
 
 @pytest.mark.parametrize(
     "wrong", [{"steps": (1.0, 2.0)}, {"low": 0.0}, {"low": 64.0, "high": 32.0}, {"scale": "other"}]
 )
 def test_impossible_actions_name_what_is_possible(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError):
-        Actions(**wrong)
+    refused(ConfigError, "", Actions, **wrong)

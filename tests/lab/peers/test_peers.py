@@ -20,9 +20,7 @@ import torch
 import yaml
 from torch import nn
 from torch.nn.utils import parameters_to_vector
-from typer.testing import CliRunner
 
-from dynamix.cli.app import app
 from dynamix.errors import ConfigError
 from dynamix.events.run_folder import RunFolder
 from dynamix_lab.emulator import load_scenario
@@ -37,6 +35,7 @@ from dynamix_lab.peers.launch import JOBS, PeerLaunch, check_portable, described
 from dynamix_lab.peers.report import best_of, ratios_between, table
 from dynamix_lab.peers.suite import PeersPlan, PeersSuite
 from dynamix_lab.tasks import make_workload
+from tests.refused import refused
 
 OURS = Environment(Path(sys.executable), {"torch": torch.__version__})
 GIVEN = os.environ.get("DYNAMIX_PEERS")
@@ -59,17 +58,9 @@ class Stands:
 def test_a_peer_trains_the_workloads_model_from_its_weights_on_its_data(tmp_path, monkeypatch) -> None:
     workload = make_workload("mnist1d")
     settings = PeersPlan(quick=True).launch("ddp-256", 0)
-    launch = PeerLaunch(
-        Peer.of("ddp-256"),
-        OURS.python,
-        settings,
-        0,
-        workload,
-        Stands(tmp_path),
-        RunFolder("x", tmp_path / "run"),
-        Display(target=1.0),
-        [],
-    )  # type: ignore[arg-type]
+    peer, folder = Peer.of("ddp-256"), RunFolder("x", tmp_path / "run")
+    beside = (Stands(tmp_path), folder, Display(target=1.0), [])
+    launch = PeerLaunch(peer, OURS.python, settings, 0, workload, *beside)
     (tmp_path / "config.json").write_text(json.dumps(launch._config(tmp_path)))
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "4")
@@ -113,8 +104,7 @@ def test_layers_keep_their_arguments(layer: nn.Module) -> None:
 def test_a_network_that_no_description_holds_is_refused() -> None:
     named = nn.Sequential(OrderedDict(first=nn.Linear(2, 2)))
     workload = replace(make_workload("teacher"), make_model=lambda seed: named)
-    with pytest.raises(ConfigError, match="cannot be read off"):
-        check_portable(workload)
+    refused(ConfigError, "cannot be read off", check_portable, workload)
 
 
 def test_jobs_are_read_by_an_interpreter_that_has_no_dynamix() -> None:
@@ -137,18 +127,9 @@ def test_ddp_trains_beside_static_an_absent_peer_and_a_failing_one_are_named_and
     two_hosts, tmp_path, monkeypatch
 ) -> None:
     monkeypatch.setattr(suite, "commit", lambda: "one")  # a commit during the test is none of its business
-    found: dict[str, Environment | str] = {
-        "ddp": OURS,
-        "adaptdl": "pip cannot install it: no network",
-        "hivemind": OURS,
-    }
-    plan = PeersPlan(
-        scenario=two_hosts,
-        quick=True,
-        mechanism="duty-cycle",
-        policies=("static", "dynamix-128"),
-        peers=("ddp", "adaptdl", "hivemind"),
-    )
+    found = {"ddp": OURS, "adaptdl": "pip cannot install it: no network", "hivemind": OURS}
+    rows = {"policies": ("static", "dynamix-128"), "peers": ("ddp", "adaptdl", "hivemind")}
+    plan = PeersPlan(scenario=two_hosts, quick=True, mechanism="duty-cycle", **rows)
     folder = RunFolder("peers", tmp_path / "run")
     result = run_suite(PeersSuite(plan, folder, Display(target=0.15), found), folder)
     assert not result["arrived"]
@@ -231,11 +212,8 @@ def test_static_comes_first_and_last_and_everybody_else_in_turn() -> None:
 
 
 def test_ratios_count_who_did_not_arrive_as_twice_statics_time() -> None:
-    policies = {
-        "static": {"time_to_target_s": [100.0, None]},
-        "dynamix": {"time_to_target_s": [50.0, 60.0]},
-        "hivemind": {"time_to_target_s": [None, 70.0]},
-    }
+    times_s = {"static": [100.0, None], "dynamix": [50.0, 60.0], "hivemind": [None, 70.0]}
+    policies = {name: {"time_to_target_s": taken} for name, taken in times_s.items()}
     found = ratios_between(policies, ["dynamix"])
     assert set(found) == {"dynamix/hivemind"}
     assert found["dynamix/hivemind"]["median"] == pytest.approx(50 / 200)
@@ -274,35 +252,6 @@ def test_policies_of_dynamix_may_have_a_global_batch_and_a_learning_rate_of_thei
     assert rate_of("dynamix-128-lr0.1") == 0.1
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--peers", "horovod"],
-        ["--peers", "ddp-7"],
-        ["--peers", "ddp-every8"],
-        ["--peers", "torchft-local-every0"],
-        ["--peers", "torchft-local-every32"],
-        ["--peers", "ddp-lr0"],
-        ["--workload", "pysource"],
-        ["--clock", "0"],
-        ["--peers", "ddp-256", "--sweep"],
-        ["--policies", "static,dynamix-512-lr0.1"],
-        ["--policies", "static,dynamix-128-lr0.1-every8"],
-        ["--scenario", "nonsense"],
-        ["--policies", "dynamix"],
-        ["--policies", "static,dynamix-7"],
-        ["--seed", "9001"],
-    ],
-)
-def test_bad_arguments_end_with_one_clear_line_and_no_folder(arguments: list[str], tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    done = CliRunner().invoke(app, ["bench", "peers", *arguments])
-    assert done.exit_code == 2
-    assert done.output.strip().startswith("error: ")
-    assert len(done.output.strip().splitlines()) == 1
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_ranks_that_meet_seldom_are_scored_and_end_where_they_have_met(tmp_path) -> None:
     found = {}
     for rank in (1, 0):  # the one ahead first: rank 0's stop must still reach it before the next meeting
@@ -326,5 +275,4 @@ def test_peers_names_are_those_that_are_written() -> None:
         assert len(set(names)) == len(names) == 12, "as many for every kind"
         assert [Peer.of(name).name for name in names] == names
         assert {split_name(name)[0] for name in names} == {kind}
-    with pytest.raises(ConfigError, match="ddp-256"):
-        Peer.of("bagua")
+    refused(ConfigError, "ddp-256", Peer.of, "bagua")

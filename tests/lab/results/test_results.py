@@ -14,6 +14,7 @@ from dynamix.errors import ConfigError
 from dynamix_lab.results.generated import NONE_YET, generated
 from dynamix_lab.results.record import load, record
 from dynamix_lab.results.views import markdown_of
+from tests.refused import refused
 
 ROOT = Path(__file__).parents[3]
 MACHINE = {"cpu": "Example 1000", "cores": 2, "system": "Linux 6"}
@@ -49,8 +50,7 @@ def test_a_result_is_kept_with_its_command_and_its_machine(tmp_path: Path) -> No
     assert (made / "command").read_text() == "dynamix demo --seeds 2\n"
     machine = json.loads((made / "machine.json").read_text())
     assert machine == {**HOST, "commit": "abc123", "dirty": False}
-    with pytest.raises(ConfigError, match="demo-2026-11-23"):
-        record(tmp_path / "run", "demo", results=tmp_path / "results")
+    refused(ConfigError, "demo-2026-11-23", record, tmp_path / "run", "demo", results=tmp_path / "results")
 
 
 @pytest.mark.parametrize(
@@ -65,8 +65,7 @@ def test_a_result_is_kept_with_its_command_and_its_machine(tmp_path: Path) -> No
     ],
 )
 def test_what_nobody_could_make_again_is_not_kept(tmp_path: Path, other: dict[str, Any], what: str) -> None:
-    with pytest.raises(ConfigError, match=what):
-        record(_run(tmp_path / "run", _result(**other)), "demo", results=tmp_path / "results")
+    refused(ConfigError, what, record, _run(tmp_path / "run", _result(**other)), "demo", results=tmp_path / "results")
     assert not (tmp_path / "results").exists()
 
 
@@ -78,12 +77,9 @@ def test_a_changed_source_tree_is_said(tmp_path: Path) -> None:
 
 def test_a_result_without_its_keys_and_a_folder_without_a_result_are_refused(tmp_path: Path) -> None:
     less = {name: value for name, value in _result().items() if name != "ratios"}
-    with pytest.raises(ConfigError, match="without ratios"):
-        record(_run(tmp_path / "run", less), "demo", results=tmp_path / "results")
-    with pytest.raises(ConfigError, match=r"result\.json"):
-        record(tmp_path, "demo", results=tmp_path / "results")
-    with pytest.raises(ConfigError, match="lower case"):
-        record(tmp_path / "run", "../demo", results=tmp_path / "results")
+    refused(ConfigError, "without ratios", record, _run(tmp_path / "run", less), "demo", results=tmp_path / "results")
+    refused(ConfigError, r"result\.json", record, tmp_path, "demo", results=tmp_path / "results")
+    refused(ConfigError, "lower case", record, tmp_path / "run", "../demo", results=tmp_path / "results")
 
 
 def test_a_page_shows_the_newest_result_of_a_name(tmp_path: Path) -> None:
@@ -92,7 +88,6 @@ def test_a_page_shows_the_newest_result_of_a_name(tmp_path: Path) -> None:
         (tmp_path / "results" / f"demo-{date}" / "result.json").write_text(json.dumps(_result(seeds=seeds)))
     (tmp_path / "results" / "demo-live-2026-12-24").mkdir()
     found = load("results/demo-*", tmp_path)
-    assert found is not None
     assert found["seeds"] == [8]
     page = "# A\n<!-- table: results/demo-* -->\nold\n<!-- end -->\n<!-- table: results/other-* -->\n<!-- end -->\n"
     made = generated(page, tmp_path)
@@ -104,8 +99,7 @@ def test_a_page_shows_the_newest_result_of_a_name(tmp_path: Path) -> None:
 
 
 def test_a_comment_without_end_and_an_unknown_result_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="without its end"):
-        generated("<!-- table: results/demo-* -->\n", tmp_path)
+    refused(ConfigError, "without its end", generated, "<!-- table: results/demo-* -->\n", tmp_path)
     with pytest.raises(ConfigError, match=r"demo-2026-11-23"):
         generated("<!-- table: results/demo-2026-11-23 -->\n<!-- end -->\n", tmp_path)
     with pytest.raises(ConfigError, match="only these have tables"):
@@ -144,5 +138,4 @@ def test_the_short_table_is_of_one_place_and_says_neither_commit_nor_machine(tmp
     made = generated("<!-- table: results/it-* short -->\n<!-- end -->", tmp_path)
     assert "2 seeds; virtual" in made
     assert "commit" not in made
-    with pytest.raises(ConfigError, match="one place"):
-        markdown_of({**result, "places": {"here": place, "there": place}}, "short")
+    refused(ConfigError, "one place", markdown_of, {**result, "places": {"here": place, "there": place}}, "short")

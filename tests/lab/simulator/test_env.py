@@ -25,6 +25,7 @@ from dynamix_lab.simulator.measuring import RECENT, StepsTaken
 from dynamix_lab.simulator.network import ring_all_reduce, step_time
 from dynamix_lab.simulator.statistics import efficiency
 from dynamix_lab.simulator.streams import RandomStream
+from tests.refused import refused
 
 
 def test_two_policies_meet_the_same_disturbances_at_the_same_wall_clock() -> None:
@@ -193,8 +194,6 @@ def test_formulas() -> None:
 
 def test_impossible_settings_are_refused() -> None:
     clusters = sample_clusters(1, 2, 0)
-    with pytest.raises(ConfigError, match="interval"):
-        ClusterEnv(clusters, seed=0, interval=0)
-    with pytest.raises(ConfigError, match="allocation shape"):
-        ClusterEnv(clusters, seed=0).step(np.array([1, 2]))
+    refused(ConfigError, "interval", ClusterEnv, clusters, seed=0, interval=0)
+    refused(ConfigError, "allocation shape", ClusterEnv(clusters, seed=0).step, np.array([1, 2]))
     assert bounds_of(clusters).low.min() == 1

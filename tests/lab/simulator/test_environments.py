@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import warnings
 
 import numpy as np
-import pytest
 from gymnasium.utils.env_checker import check_env
 from pettingzoo.test import parallel_api_test, parallel_seed_test
 
 from dynamix.errors import ConfigError
 from dynamix_lab.simulator.environments import GymClusterEnv, ParallelClusterEnv, VectorClusterEnv
+from tests.processes import run
+from tests.refused import refused
 
 
 def test_gymnasium_accepts_the_environment() -> None:
@@ -38,8 +37,7 @@ assert seen.shape == (5, 3, seen.shape[-1]) and type(many.unwrapped).__name__ ==
 
 
 def test_a_fresh_process_makes_the_registered_environment_and_its_vector_form() -> None:
-    done = subprocess.run([sys.executable, "-c", REGISTERED], capture_output=True, text=True, check=False, timeout=120)
-    assert done.returncode == 0, done.stderr
+    run("-c", REGISTERED)
 
 
 def test_pettingzoo_accepts_the_environment() -> None:
@@ -77,7 +75,5 @@ def test_a_larger_share_for_a_worker_shows_in_its_size_and_bounds_hold() -> None
 
 
 def test_impossible_environments_are_refused() -> None:
-    with pytest.raises(ConfigError, match="family"):
-        GymClusterEnv("nonsense")
-    with pytest.raises(ConfigError, match="clusters"):
-        VectorClusterEnv(clusters=0)
+    refused(ConfigError, "family", GymClusterEnv, "nonsense")
+    refused(ConfigError, "clusters", VectorClusterEnv, clusters=0)

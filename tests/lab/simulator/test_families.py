@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from dynamix_lab.simulator import (
     CONFORMING,
     FAMILIES,
     ClusterEnv,
+    Clusters,
     Generalisation,
     GreedyReference,
     HedgedReference,
@@ -28,8 +30,15 @@ from dynamix_lab.simulator import (
 )
 from dynamix_lab.simulator.compute import costs_of_samples
 from dynamix_lab.suites.simulated import SimulatedPlan, StaticAt, times_to_progress
+from tests.refused import refused
 
 SUITE = SimulatedPlan((), (), windows=40)
+
+
+def steady(family: str, count: int, workers: int, seed: int, **changed: Any) -> Clusters:
+    """Clusters of a family without jitter."""
+    quiet = {"jitter_sd": np.zeros((count, workers)), "jitter_s": None, "together_sd": None}
+    return dataclasses.replace(sample_family(family, count, workers, seed), **{**quiet, **changed})
 
 
 def test_half_of_the_held_out_families_break_an_assumption() -> None:
@@ -63,7 +72,6 @@ def test_optima_are_mostly_interior(family: str) -> None:
 def _stairs(family: str, workers: int = 8) -> Floats:
     """Factors (T, C, W) at every half second of ten minutes."""
     stairs = sample_family(family, 12, workers, 0).stairs
-    assert stairs is not None
     return np.array([stairs.at(np.full(12, t)) for t in np.arange(0.0, 600.0, 0.5)])
 
 
@@ -76,7 +84,6 @@ def test_rotating_neighbours_visit_every_worker_in_turn() -> None:
 def test_periodic_neighbours_come_back_after_the_same_time() -> None:
     clusters = sample_family("periodic-neighbours", 12, 8, 0)
     stairs = clusters.stairs
-    assert stairs is not None
     period = float(stairs.repeat_s[3, 5])
     for t in np.linspace(0, period, 50):
         assert stairs.at(np.full(12, t))[3, 5] == stairs.at(np.full(12, t + 4 * period))[3, 5]
@@ -124,11 +131,7 @@ def test_samples_of_unlike_cost_add_up_as_log_normal_ones_do() -> None:
 
 
 def test_unlike_samples_spread_large_batches_less() -> None:
-    clusters = dataclasses.replace(
-        sample_family("data-dependent", 4, 4, 0), jitter_sd=np.zeros((4, 4)), jitter_s=None, together_sd=None
-    )
-    clusters = dataclasses.replace(clusters, alpha=np.zeros((4, 4)))
-    env = ClusterEnv(clusters, seed=0)
+    env = ClusterEnv(steady("data-dependent", 4, 4, 0, alpha=np.zeros((4, 4))), seed=0)
     spread = []
     for size in (4, 64):
         env.apply(np.full((4, 4), size))
@@ -140,18 +143,9 @@ def test_unlike_samples_spread_large_batches_less() -> None:
 @pytest.mark.parametrize("field", ["compute", "noise"])
 def test_longer_windows_measure_better(field: str) -> None:
     def error(interval: int) -> float:
-        clusters = dataclasses.replace(
-            sample_family("poor-probes", 40, 8, 0),
-            jitter_sd=np.zeros((40, 8)),
-            jitter_s=None,
-            together_sd=None,
-            missing_times=None,
-            slow_off_s=np.full((40, 8), 1e12),
-            noise_knots=None,
-            noise_growth=np.zeros(40),
-            noise_rho=None,
-            missing_noise=np.zeros(40, bool),
-        )
+        known = {"missing_times": None, "slow_off_s": np.full((40, 8), 1e12), "missing_noise": np.zeros(40, bool)}
+        flat = {"noise_knots": None, "noise_growth": np.zeros(40), "noise_rho": None}
+        clusters = steady("poor-probes", 40, 8, 0, **known, **flat)
         env = ClusterEnv(clusters, seed=0, interval=interval)
         windows = [env.step(env.batch) for _ in range(40)]
         logs = np.log([getattr(window, field) for window in windows])
@@ -163,8 +157,7 @@ def test_longer_windows_measure_better(field: str) -> None:
 
 
 def test_an_unknown_family_names_the_known() -> None:
-    with pytest.raises(ConfigError, match="pai-steady"):
-        sample_family("nonsense", 1, 1, 0)
+    refused(ConfigError, "pai-steady", sample_family, "nonsense", 1, 1, 0)
 
 
 def test_a_trace_slows_the_worker_it_names() -> None:
@@ -179,9 +172,7 @@ def test_a_trace_slows_the_worker_it_names() -> None:
 
 
 def test_some_jitter_is_in_seconds_and_some_is_everybodys() -> None:
-    quiet = dataclasses.replace(
-        sample_family("affine-quiet", 6, 8, 0), jitter_sd=np.zeros((6, 8)), jitter_s=None, together_sd=None
-    )
+    quiet = steady("affine-quiet", 6, 8, 0)
     env = ClusterEnv(quiet, seed=0)
     undisturbed = env.advance()[0]
     slices = ClusterEnv(dataclasses.replace(quiet, jitter_s=0.01 * undisturbed), seed=0)
@@ -214,8 +205,7 @@ def test_changing_sizes_costs_the_first_step_and_keeping_them_nothing() -> None:
 
 def test_without_a_rule_for_the_learning_rate_progress_follows_the_measured_curve() -> None:
     clusters = sample_family("affine-quiet", 3, 4, 0)
-    with pytest.raises(ConfigError, match="adascale"):
-        ClusterEnv(clusters, seed=0, lr_rule="cosine")
+    refused(ConfigError, "adascale", ClusterEnv, clusters, seed=0, lr_rule="cosine")
     env = ClusterEnv(clusters, seed=0, lr_rule="none")
     large = 4.0 * env.batch.sum(-1)
     assert (env.gain(large) < ClusterEnv(clusters, seed=0).gain(large)).all()  # it promises less of large batches
@@ -248,31 +238,24 @@ def _rate(env: ClusterEnv, policy: LaggedReference, windows: int) -> float:
     return float(np.exp(np.log(progress / seconds).mean()))
 
 
-def test_knowing_the_future_helps_under_change() -> None:
-    clusters = sample_family("affine-slowdowns", 30, 4, 1)
-    rates = {}
-    for kind in (LaggedReference, GreedyReference):
-        env = ClusterEnv(clusters, seed=1, delay=4)
-        rates[kind] = _rate(env, kind(env), 40)
-    assert rates[GreedyReference] > rates[LaggedReference]
-
-
-def test_hedging_wins_where_everybody_would_be_critical() -> None:
-    clusters = sample_family("co-location", 16, 64, 1)
-    rates = {}
-    for kind in (LaggedReference, HedgedReference):
-        env = ClusterEnv(clusters, seed=1)
-        rates[kind] = _rate(env, kind(env), 25)
-    assert rates[HedgedReference] > 1.02 * rates[LaggedReference]
-
-
-def test_planning_is_no_worse_than_the_lagged_reference() -> None:
-    clusters = sample_family("memory-cliff", 4, 3, 1)
-    rates = {}
-    for kind in (LaggedReference, PlannedReference):
-        env = ClusterEnv(clusters, seed=1)
-        rates[kind] = _rate(env, kind(env), 12)
-    assert rates[PlannedReference] > 0.995 * rates[LaggedReference]
+@pytest.mark.parametrize(
+    ("kind", "clusters", "windows", "delay", "over_lagged"),
+    [
+        pytest.param(GreedyReference, ("affine-slowdowns", 30, 4, 1), 40, 4, 1.0, id="knowing-the-future-under-change"),
+        pytest.param(
+            HedgedReference, ("co-location", 16, 64, 1), 25, 1, 1.02, id="hedging-where-all-would-be-critical"
+        ),
+        pytest.param(PlannedReference, ("memory-cliff", 4, 3, 1), 12, 1, 0.995, id="planning-is-no-worse"),
+    ],
+)
+def test_a_reference_that_knows_more_is_as_fast_as_it_should_be(
+    kind: type[LaggedReference], clusters: tuple[str, int, int, int], windows: int, delay: int, over_lagged: float
+) -> None:
+    rates = []
+    for reference in (kind, LaggedReference):
+        env = ClusterEnv(sample_family(*clusters), seed=1, delay=delay)
+        rates.append(_rate(env, reference(env), windows))
+    assert rates[0] > over_lagged * rates[1]
 
 
 # ---------------------------------------------------------------- nothing to gain from the frame of windows
@@ -288,11 +271,8 @@ class Altered(LaggedReference):
     def decide(self, window: Window, bounds: Bounds) -> Ints:
         self.t += 1
         sizes = super().decide(window, bounds)
-        return (
-            np.clip((sizes * self.change).astype(np.int64), bounds.low, bounds.high)
-            if self.t % self.every == 0
-            else sizes
-        )
+        changed = np.clip((sizes * self.change).astype(np.int64), bounds.low, bounds.high)
+        return changed if self.t % self.every == 0 else sizes
 
 
 @pytest.mark.parametrize(
@@ -300,11 +280,8 @@ class Altered(LaggedReference):
 )
 @pytest.mark.parametrize("family", ["affine-slowdowns", "pai-straggler"])
 def test_a_policy_gains_less_than_one_per_cent_by(trick: str, every: int, change: float, family: str) -> None:
-    factories = {
-        "lagged": LaggedReference,
-        "altered": lambda env: Altered(env, every, change),
-        "static": lambda _: StaticAt(1.0),
-    }
+    factories = {"lagged": LaggedReference, "altered": lambda env: Altered(env, every, change)}
+    factories["static"] = lambda _: StaticAt(1.0)
     times, _ = times_to_progress(factories, sample_family(family, 40, 4, 11), SUITE, 5)
     gain = float(np.exp(np.log(times["lagged"] / times["altered"]).mean())) - 1
     assert gain < 0.01, trick

@@ -10,14 +10,15 @@ import numpy as np
 import pytest
 
 from dynamix.errors import ConfigError
-from dynamix.events.run_folder import RunFolder
 from dynamix_homomorphic.aggregator.protocol import ADD, OR, pack
-from dynamix_lab.harness.suite import run_suite
+from dynamix_lab.results.record import load
 from dynamix_lab.results.views import markdown_of
 from dynamix_lab.suites.aggregator.hostile import LIMITS, TARGETS, Hung, combined, contributions, frames, limited
 from dynamix_lab.suites.aggregator.returning import summary
-from dynamix_lab.suites.aggregator.suite import AggregatorPlan, AggregatorSuite
+from dynamix_lab.suites.aggregator.suite import AggregatorPlan
 from dynamix_lab.suites.fuzz.run import fuzz
+
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.parametrize("kind", TARGETS)
@@ -49,22 +50,13 @@ def test_what_does_not_end_is_ended() -> None:
         signal.pause()
 
 
-def test_a_short_run_has_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dynamix_lab.suites.aggregator.suite.have_openssl", lambda: False)  # two servers fewer
-    plan = AggregatorPlan((2,), buffer_mb=1, repeats=1, seconds=0.2, returning_s=0.0, frames=2000, cell=2000)
-    result = run_suite(AggregatorSuite(plan), RunFolder("aggregator", tmp_path / "run"))
-    whole = result["frames"]
-    assert (whole["inputs"], whole["wrong"], whole["hung"], whole["other"]) == (2000, 0, 0, 0)
-    assert set(result["hostile"]) == {*TARGETS, "connections"}
-    assert result["waiting"]["plain"]["longest_s"] < 20
-    rates = result["throughput"][0]["contenders"]
-    assert rates["echo"]["of_line"] == 1
-    assert all(found["bytes_per_core_s"] > 1e6 for found in rates.values())
-    text = markdown_of({**result, "command": "dynamix bench aggregator"})
-    assert "0 wrong sums, 0 hangs" in text
+def test_what_was_recorded_has_no_wrong_sum_and_steps_without_an_aggregator_are_told_apart() -> None:
+    recorded = load("results/aggregator-*", ROOT)
+    assert "0 wrong sums, 0 hangs" in markdown_of(recorded)
+    assert set(recorded["hostile"]) == {*TARGETS, "connections"}
     run = [{"s": 0.01, "lost": 0, "rejoined": 0, "away": away, "there": True} for away in (False, True)]
-    more = markdown_of({**result, "returning": summary(run), "command": "dynamix bench aggregator"})
-    assert more.count("\n") > text.count("\n") > 10
+    more, less = (markdown_of({**recorded, "returning": found}) for found in (summary(run), None))
+    assert more.count("\n") > less.count("\n") > 10
 
 
 def test_a_plan_that_cannot_be_run_is_named() -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
-import pytest
 
 from dynamix.errors import ConfigError
 from dynamix_lab.harness.suite import Cell, Context, untold
 from dynamix_lab.suites.disturbance import DisturbancePlan, DisturbanceSuite, disturbed, table
+from tests.refused import refused
 
 
 def test_every_policy_is_compared_with_equal_shares_and_the_rule_cuts_their_time() -> None:
@@ -31,7 +31,5 @@ def test_workers_that_are_alike_differ_by_the_disturbance_only() -> None:
 
 
 def test_impossible_plans_are_named() -> None:
-    with pytest.raises(ConfigError, match="unknown"):
-        DisturbancePlan((("unknown", 4),)).check()
-    with pytest.raises(ConfigError, match="static"):
-        DisturbancePlan(policies=("dbs",)).check()
+    refused(ConfigError, "unknown", DisturbancePlan((("unknown", 4),)).check)
+    refused(ConfigError, "static", DisturbancePlan(policies=("dbs",)).check)

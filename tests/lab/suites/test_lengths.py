@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
-
 from dynamix.errors import ConfigError
 from dynamix_lab.suites.lengths import LengthsPlan, run_cell, table
+from tests.refused import refused
 
 
 def test_lengths_gain_for_every_policy() -> None:
@@ -18,7 +17,5 @@ def test_lengths_gain_for_every_policy() -> None:
 
 
 def test_impossible_plans_are_named() -> None:
-    with pytest.raises(ConfigError, match="affine-quiet"):
-        LengthsPlan((("affine-quiet", 8),)).check()
-    with pytest.raises(ConfigError, match="goodput"):
-        LengthsPlan((("data-dependent", 8),), policies=("dynamix",)).check()
+    refused(ConfigError, "affine-quiet", LengthsPlan((("affine-quiet", 8),)).check)
+    refused(ConfigError, "goodput", LengthsPlan((("data-dependent", 8),), policies=("dynamix",)).check)

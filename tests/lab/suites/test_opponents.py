@@ -39,6 +39,7 @@ from dynamix_lab.suites.opponents.virtual import (
     world_at,
 )
 from dynamix_lab.yardstick import ProgressCurve
+from tests.refused import refused
 
 
 def test_a_smoke_run_says_whether_distributing_pays_and_leaves_a_whole_folder(tmp_path: Path) -> None:
@@ -72,7 +73,6 @@ def test_claims_are_made_where_the_devices_together_are_three_times_the_fastest_
     for text in V2:
         place = Place.of(text)
         scenario = place.load()
-        assert scenario.device is not None
         speeds = [host.cpu for host in scenario.hosts]
         assert sum(speeds) >= 3 * max(speeds), text
         efficient = math.ceil(scenario.device.fixed_ms / scenario.device.per_sample_ms)
@@ -97,8 +97,7 @@ def test_the_map_of_regimes_has_24_places_whose_exchange_is_what_they_say() -> N
     size = sum(bucket.size_bytes for bucket in world.buckets)
     assert world.meeting_s(size, 0.0) == pytest.approx(0.3 * world.device_s(64), rel=1e-3)
     for name in ("regime-w1-s1-r1", "regime-w4-s0-r1", "regime-w4-r1", "regime-w4-s1-r0"):
-        with pytest.raises(ConfigError, match="regime"):
-            regime(name, "teacher")
+        refused(ConfigError, "regime", regime, name, "teacher")
 
 
 @pytest.mark.parametrize(
@@ -113,8 +112,7 @@ def test_the_map_of_regimes_has_24_places_whose_exchange_is_what_they_say() -> N
     ],
 )
 def test_a_plan_that_compares_nothing_is_refused(plan: OpponentsPlan, names: str) -> None:
-    with pytest.raises(ConfigError, match=names):
-        plan.check()
+    refused(ConfigError, names, plan.check)
 
 
 TRIALS = {
@@ -139,26 +137,15 @@ def test_a_live_plan_takes_what_was_tuned_and_refuses_the_rest(tmp_path: Path) -
 
     plan = of(tuned(tmp_path))
     plan.check()
-    assert plan.names("device-even/teacher") == [
-        "single",
-        "static",
-        "local",
-        "goodput",
-        "static-again",
-        "goodput-again",
-    ]
+    assert plan.names("device-even/teacher") == [*TRIALS, "static-again", "goodput-again"]
     assert plan.trial("device-even/teacher", "goodput-again") == TRIALS["goodput"]
     keys = [cell.key for cell in LiveSuite(plan).cells()]
     assert keys == ["curve-teacher", "device-even-teacher-0", "device-even-teacher-1"]
-    with pytest.raises(ConfigError, match="dynamix"):
-        of(tuned(tmp_path), rows=("single", "static", "dynamix"))
-    with pytest.raises(ConfigError, match="even/teacher"):
-        of(tuned(tmp_path), places=("even/teacher",))
-    with pytest.raises(ConfigError, match="device hosts"):
-        of(tuned(tmp_path, "even/teacher")).check()
+    refused(ConfigError, "dynamix", of, tuned(tmp_path), rows=("single", "static", "dynamix"))
+    refused(ConfigError, "even/teacher", of, tuned(tmp_path), places=("even/teacher",))
+    refused(ConfigError, "device hosts", of(tuned(tmp_path, "even/teacher")).check)
     (tmp_path / "result.json").write_text("{}")
-    with pytest.raises(StateError, match="no result"):
-        of(tmp_path / "result.json")
+    refused(StateError, "no result", of, tmp_path / "result.json")
 
 
 def test_live_rows_may_be_any_and_the_reference_curve_is_static_s_all_the_same(tmp_path: Path) -> None:
@@ -169,8 +156,14 @@ def test_live_rows_may_be_any_and_the_reference_curve_is_static_s_all_the_same(t
     assert Trial.from_dict(plan.curves["device-even/teacher"]) == TRIALS["static"]
     path = tmp_path / "result.json"
     path.write_text(path.read_text().replace('"static": {"trial"', '"profiled": {"trial"'))
-    with pytest.raises(ConfigError, match="static among them"):
-        LivePlan.of(path, rows=("local",), **chosen)
+    refused(ConfigError, "static among them", LivePlan.of, path, rows=("local",), **chosen)
+
+
+def live_part(seconds: dict[str, list[float]], **told: Any) -> dict[str, Any]:
+    """What live runs of one place found, of rows that took so long."""
+    about = {name: {"samples": [9.0], "time_to_target_s": [None], "beyond_curve": [0.0]} for name in seconds}
+    usual = {"verdict": None, "first": {"best": "static", "level": []}, "ratios": {}, "pairs": [0], "late": []}
+    return {"seconds": seconds, "about": about, **usual, "overruns": {name: [0] for name in seconds}, **told}
 
 
 def test_workers_without_an_arbiter_are_compared_with_the_same_job_under_one() -> None:
@@ -180,22 +173,13 @@ def test_workers_without_an_arbiter_are_compared_with_the_same_job_under_one() -
     assert alone == replace(central, row="stigmergic", policy="stigmergic")
     times = {"dynamix": [4.0, 4.0], "stigmergic": [4.1, 4.1]}
     assert list(ratios(times)) == ["stigmergic/dynamix"]
-    about = {"samples": [9.0], "time_to_target_s": [None], "beyond_curve": [0.0]}
-    part = {
-        "seconds": times,
-        "about": dict.fromkeys(times, about),
-        "verdict": None,
-        "first": {"best": "dynamix", "level": []},
-        **{"ratios": ratios(times), "overruns": {key: [0] for key in times}, "pairs": [0, 1], "late": []},
-    }
+    part = live_part(times, first={"best": "dynamix", "level": []}, ratios=ratios(times), pairs=[0, 1])
     made = live_pages.sections({"policies": times, "ratios": {}, "a_a": None, "places": {place: part}})
-    assert made[1].table is not None
     assert made[1].table.rows == [
         [place, "4.000", "4.100", "1.025 (1.025-1.025)"],
         ["all places", "–", "–", "1.025 (1.025-1.025)"],
     ]
     assert made[2].text == ["First: dynamix. Pairs: 2."]
-    assert made[2].table is not None
     assert made[2].table.head == ["row", "s per 1,000", "samples", "s to target", "over dynamix", "overruns"]
 
 
@@ -225,32 +209,22 @@ def test_a_row_that_learns_twice_as_fast_takes_half_the_seconds_whatever_its_bat
 
 
 def test_rows_past_the_end_of_the_reference_curve_are_named() -> None:
-    part = {
-        "seconds": {"static": [1.0], "static-again": [1.0]},
-        "about": {
-            "static": {"samples": [9.0], "time_to_target_s": [None], "beyond_curve": [0.0]},
-            "static-again": {"samples": [9.0], "time_to_target_s": [2.0], "beyond_curve": [3.0]},
-        },
-        "verdict": {"best_synchronous": "static", "best_rarely": None, "sentence": "Distributing pays."},
-        "first": {"best": "static", "level": []},
-        **{"ratios": {}, "overruns": {"static": [0], "static-again": [2]}, "pairs": [0], "late": []},
-    }
+    said = {"best_synchronous": "static", "best_rarely": None, "sentence": "Distributing pays."}
+    overruns = {"static": [0], "static-again": [2]}
+    part = live_part({name: [1.0] for name in overruns}, verdict=said, overruns=overruns)
+    part["about"]["static-again"] |= {"time_to_target_s": [2.0], "beyond_curve": [3.0]}
     made = live_pages.sections({"policies": {}, "ratios": {}, "a_a": None, "places": {"device-even/teacher": part}})
     assert made[1].text[1:] == [
         "First: static. Pairs: 1.",
         "Past the end of the reference curve, so slower here than they were: static-again.",
     ]
-    assert made[1].table is not None
     assert made[1].table.rows[1] == ["static-again", "1.000", "9", "2.0 (1 of 1)", "–", "2"]
 
 
 def test_a_page_names_the_rows_that_were_tuned_to_an_end_of_what_was_tried() -> None:
     recorded = load("results/opponents-*", Path(__file__).parents[3])
-    assert recorded is not None
     together, product, *each = pages.sections(recorded)
-    assert together.table is not None
     assert [row[0] for row in together.table.rows] == list(USUAL)
-    assert product.table is not None
     assert [row[:2] for row in product.table.rows] == [[text, "dynamix"] for text in recorded["places"]]
     for section, part in zip(each, recorded["places"].values(), strict=True):
         ends = [row for row, cell in part["rows"].items() if cell["at_edge"]]
@@ -302,9 +276,8 @@ class Noted(LiveWatch):
 @pytest.mark.emulator
 @pytest.mark.multiproc
 def test_every_kind_of_row_runs_live_on_device_hosts(tmp_path: Path) -> None:
-    scenario = load_scenario(
-        {"device": {"fixed_ms": 10.0, "per_sample_ms": 0.5}, "hosts": [{"cpu": 0.5}, {"cpu": 1.0}]}
-    )
+    device = {"fixed_ms": 10.0, "per_sample_ms": 0.5}
+    scenario = load_scenario({"device": device, "hosts": [{"cpu": 0.5}, {"cpu": 1.0}]})
     job = LiveJob("teacher", 0, "device-even", 1, RunLimits(time_s=2.0, every_s=0.5), fastest=1)
     watch = Noted()
     with Emulation(scenario, seed=1, run_dir=tmp_path) as hosts:
@@ -359,12 +332,9 @@ def test_places_of_one_job_may_take_what_rows_were_tuned_to_at_one_of_them() -> 
     held = str(next(Path(__file__).parents[3].glob("results/quota-demo-*/result.json")))
     rows, demo = ("single", "static", "local"), "demo/mnist1d"
     OpponentsPlan(("even/mnist1d", "slow-link/mnist1d"), rows, held=held, tuned_at=demo).check()
-    with pytest.raises(ConfigError, match="tune it first"):
-        OpponentsPlan(("even/teacher",), rows, held=held).check()
-    with pytest.raises(ConfigError, match="the same job"):
-        OpponentsPlan(("device-even/teacher",), rows, held=held, tuned_at=demo).check()
-    with pytest.raises(ConfigError, match="--held"):
-        OpponentsPlan((demo,), rows, tuned_at=demo).check()
+    refused(ConfigError, "tune it first", OpponentsPlan(("even/teacher",), rows, held=held).check)
+    refused(ConfigError, "the same job", OpponentsPlan(("device-even/teacher",), rows, held=held, tuned_at=demo).check)
+    refused(ConfigError, "--held", OpponentsPlan((demo,), rows, tuned_at=demo).check)
 
 
 def test_a_row_that_is_tuned_beside_them_is_tuned_at_that_place_too(
@@ -389,8 +359,6 @@ def test_a_row_that_is_tuned_beside_them_is_tuned_at_that_place_too(
 def test_what_a_slow_link_costs_is_said_where_the_same_job_ran_without_it() -> None:
     part = {"times_s": {"lb_bsp-auto": [2.2, 2.2]}, "without_limit_s": {"lb_bsp-auto": [2.0, 2.0]}}
     section = link_section({"device-slow-link/teacher": part})
-    assert section is not None
-    assert section.table is not None
     assert section.table.rows[0][:4] == ["device-slow-link/teacher", "lb_bsp-auto", "2.2", "2.0"]
     assert section.table.rows[0][4].startswith("1.10")
     assert link_section({"device-slow-link/teacher": {**part, "without_limit_s": {"lb_bsp-auto": []}}}) is None
@@ -406,5 +374,4 @@ def test_what_a_run_was_tuned_to_is_held_and_the_choice_takes_the_better_of_both
     ]
     assert all(trial.meets_in_both_ways for trial in either)
     OpponentsPlan((place,), ("single", "static", "lb_bsp-auto"), held=kept).check()
-    with pytest.raises(ConfigError, match="tune it first"):
-        OpponentsPlan((place,), ("single", "static", "goodput"), held=kept).check()
+    refused(ConfigError, "tune it first", OpponentsPlan((place,), ("single", "static", "goodput"), held=kept).check)

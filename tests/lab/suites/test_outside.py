@@ -16,6 +16,7 @@ from dynamix.events.run_folder import RunFolder
 from dynamix_lab.harness.suite import run_suite
 from dynamix_lab.suites.outside import load_families
 from dynamix_lab.suites.simulated import SimulatedPlan, SimulatedSuite, scaling_plan
+from tests.refused import refused
 
 MODULE = """
 from dataclasses import replace
@@ -82,8 +83,7 @@ def test_suite_runs_on_them_and_its_result_names_the_source(tmp_path: Path, modu
     ],
 )
 def test_what_gives_no_families_is_refused(place: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        load_families(place)
+    refused(ConfigError, said, load_families, place)
 
 
 @pytest.mark.parametrize(
@@ -91,8 +91,7 @@ def test_what_gives_no_families_is_refused(place: str, said: str) -> None:
 )
 def test_clusters_that_cannot_be_played_are_refused_before_anything_runs(function: str, said: str) -> None:
     plan = scaling_plan(quick=True, policies=("lb_bsp",), families_from=f"reserved_for_tests:{function}")
-    with pytest.raises(ConfigError, match=said):
-        plan.check()
+    refused(ConfigError, said, plan.check)
 
 
 def test_only_the_simulator_takes_them() -> None:

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import math
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from dynamix.errors import ConfigError
-from dynamix.events.run_folder import RunFolder
-from dynamix_lab.harness.suite import run_suite
-from dynamix_lab.results.views import markdown_of
-from dynamix_lab.suites.overhead.suite import OverheadPlan, OverheadSuite, summarise
+from dynamix_lab.suites.overhead.ranks import Blocks, time_blocks
+from dynamix_lab.suites.overhead.suite import OverheadPlan, OverheadSuite, decisions, summarise
+from tests.ranks import run_ranks
 
-TINY = OverheadPlan(
-    step_ms=(1.0,),
-    policies=("goodput",),
-    launches=1,
-    rounds=1,
-    steps=10,
-    deciders=("static",),
-    workers=(2,),
-    decisions=3,
-)
+TINY = OverheadPlan(step_ms=(1.0,), policies=("goodput",), launches=1, rounds=1, steps=10)
 
 
 def launch(factor: float) -> dict[str, object]:
@@ -30,13 +21,9 @@ def launch(factor: float) -> dict[str, object]:
     plain = [1.0, 1.1, 1.2]
     mine = [factor * s for s in plain]
     mine[1] *= 5
-    return {
-        "steps": 10,
-        "load_average": [0, 0],
-        "wall_s": {"ddp": plain, "mine": mine},
-        "cpu_s": {"ddp": plain, "mine": mine},
-        "call_s": {"mine": [0.01, 0.02, 0.03]},
-    }
+    seconds = {"ddp": plain, "mine": mine}
+    clocks = {"wall_s": seconds, "cpu_s": seconds, "call_s": {"mine": [0.01, 0.02, 0.03]}}
+    return {"steps": 10, "load_average": [0, 0], **clocks}
 
 
 def test_a_rows_ratio_is_the_median_over_blocks_and_its_interval_that_of_launches() -> None:
@@ -58,24 +45,26 @@ def test_blocks_are_whole_windows_and_short_steps_are_timed_more_often() -> None
     assert {"ddp", "ddp-again", "ddp-hook", "static", "goodput", "dynamix", "stigmergic"} == set(long.rows)
 
 
+def _timed(rank: int, store: str, blocks: Blocks) -> dict[str, Any]:
+    dist.destroy_process_group()  # the blocks' ranks have one of their own
+    return time_blocks(rank, store, blocks)
+
+
 @pytest.mark.multiproc
-def test_two_ranks_time_every_row_and_a_folder_is_gone_on_with(tmp_path) -> None:
-    folder = RunFolder("overhead", tmp_path / "run")
-    (folder.path / "cells").mkdir()
-    (folder.path / "cells" / "1ms.json").write_text('{"width": 16}')  # as if found before: that takes a launch too
-    result = run_suite(OverheadSuite(TINY), folder)
-    assert result["jobs"]["1ms"]["width"] == 16
+def test_two_ranks_time_every_row(tmp_path) -> None:
+    blocks = TINY.blocks(1.0, 16, 0)
+    timed = run_ranks(_timed, 2, str(tmp_path / "store"), blocks)
+    for found in timed:
+        assert list(found["wall_s"]) == ["ddp", "ddp-again", "ddp-hook", "goodput"]
+        assert all(s > 0 for each in ("wall_s", "cpu_s") for of_row in found[each].values() for s in of_row)
+    cells = {"1ms": {"width": 16}, "1ms-0": {"steps": blocks.steps, "load_average": [0, 0], **timed[0]}}
+    suite = OverheadSuite(TINY)
+    result = suite.conclude({**cells, "decisions": decisions(("static",), workers=(2,), count=3)})
     rows = result["jobs"]["1ms"]["rows"]
-    assert list(rows) == ["ddp", "ddp-again", "ddp-hook", "goodput"]
-    assert all(row["step_ms"] > 0 and row["cpu_ms"] > 0 for row in rows.values())
-    assert rows["ddp"]["ratio"]["median"] == 1
+    assert (result["jobs"]["1ms"]["width"], rows["ddp"]["ratio"]["median"]) == (16, 1)
     assert result["ratios"]["1ms: goodput/ddp"] == rows["goodput"]["ratio"]
-    assert "| goodput |" in markdown_of(result, "steps-of-1-ms")
-    assert "| static | 2 |" in markdown_of(result, "a-decision")
-    assert "| 10000 |" in markdown_of(result, "rank-0-beside-the-decision-a-window")
-    assert result["jobs"]["1ms"]["rows"]["goodput"]["call_ms"] > 0
-    again = run_suite(OverheadSuite(TINY), RunFolder("overhead", tmp_path / "run", resume=True))
-    assert again["jobs"] == json.loads(json.dumps(result["jobs"]))
+    assert rows["goodput"]["call_ms"] > 0
+    assert all(row in suite.table(result) for row in ("| goodput |", "| static | 2 |", "| 10000 |"))
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from dynamix.errors import ConfigError
 from dynamix_lab.tasks import make_workload, score
 from dynamix_lab.tasks.cifar import FORMATS, make_data
 from dynamix_lab.tasks.restricted import load_plain
+from tests.refused import refused
 
 
 class Python2Pickler(pickle._Pickler):
@@ -103,14 +104,11 @@ def test_batches_pickled_again_by_todays_python_are_read_too(tmp_path: Path) -> 
 def test_no_folder_and_an_incomplete_one_say_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DYNAMIX_DATA", raising=False)
     workload = make_workload("cifar10-vgg16")
-    with pytest.raises(ConfigError, match=r"cifar-10-batches-py.*DYNAMIX_DATA"):
-        workload.make_data(0)
+    refused(ConfigError, r"cifar-10-batches-py.*DYNAMIX_DATA", workload.make_data, 0)
     place = write(tmp_path, "cifar10")
     (place / "data_batch_3").unlink()
-    with pytest.raises(ConfigError, match="data_batch_3"):
-        make_data(0, folder=place)
-    with pytest.raises(ConfigError, match="mnist"):
-        make_data(0, folder=tmp_path / "mnist")
+    refused(ConfigError, "data_batch_3", make_data, 0, folder=place)
+    refused(ConfigError, "mnist", make_data, 0, folder=tmp_path / "mnist")
 
 
 class Attack:
@@ -131,8 +129,7 @@ def test_a_pickle_that_calls_something_is_refused_before_it_runs(tmp_path: Path,
     ):
         file = tmp_path / "batch"
         file.write_bytes(pickle.dumps({b"data": attack}, protocol=protocol))
-        with pytest.raises(ConfigError, match="which plain data does not need"):
-            load_plain(file, fix="unpack it again")
+        refused(ConfigError, "which plain data does not need", load_plain, file, fix="unpack it again")
     assert not ran.exists()
 
 
@@ -167,8 +164,7 @@ def test_a_corrupt_file_is_one_clear_error(tmp_path: Path, content: bytes, said:
 
 def test_more_images_than_there_are_is_said(tmp_path: Path) -> None:
     write(tmp_path, "cifar10", images=2)
-    with pytest.raises(ConfigError, match="1 to 10"):
-        make_data(0, train=11, folder=tmp_path)
+    refused(ConfigError, "1 to 10", make_data, 0, train=11, folder=tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -187,8 +183,7 @@ def test_a_pickle_cannot_change_what_it_is_given(tmp_path: Path, state: str) -> 
         "cnumpy\nndarray\n",
     ):
         file.write_bytes(f"{given}{state}b.".encode())
-        with pytest.raises(ConfigError, match="unpack it again"):
-            load_plain(file, fix="unpack it again")
+        refused(ConfigError, "unpack it again", load_plain, file, fix="unpack it again")
 
 
 def test_an_array_that_lies_about_itself_is_refused(tmp_path: Path) -> None:
@@ -203,5 +198,4 @@ def test_an_array_that_lies_about_itself_is_refused(tmp_path: Path) -> None:
     ):
         assert wrong != honest
         file.write_bytes(wrong)
-        with pytest.raises(ConfigError, match="unpack it again"):
-            load_plain(file, fix="unpack it again")
+        refused(ConfigError, "unpack it again", load_plain, file, fix="unpack it again")

@@ -25,7 +25,6 @@ def test_a_frozen_job_is_what_it_was_when_it_was_chosen(name: str) -> None:
 @pytest.mark.parametrize("name", CLAIM_JOBS)
 def test_its_figures_are_those_of_the_recorded_curve(name: str) -> None:
     job, recorded = CLAIM_JOBS[name], load("results/stepcount-*", ROOT)
-    assert recorded is not None
     curve = recorded["workloads"][name]
     assert (curve["target"], round(curve["critical_batch"])) == (job.target, job.critical_batch)
     assert {row["batch"]: row["learning_rate"] for row in curve["table"]} == job.rates

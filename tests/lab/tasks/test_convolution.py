@@ -7,6 +7,7 @@ from torch import nn
 from dynamix.errors import ConfigError
 from dynamix_lab.tasks import make_workload
 from dynamix_lab.tasks.convolution import resnet, vgg, weight_layers
+from tests.refused import refused
 
 
 @pytest.mark.parametrize(
@@ -16,8 +17,11 @@ def test_a_net_has_the_weight_layers_of_its_name(net: str, depth: int) -> None:
     assert weight_layers(make_workload(f"mnist1d-{net}", width=8).make_model(0)) == depth
 
 
-@pytest.mark.parametrize(("name", "parameters"), [("cifar10-vgg16", 15_249_354), ("cifar10-resnet34", 21_282_122)])
-def test_full_width_nets_have_their_known_size(name: str, parameters: int) -> None:
+SIZES = {"mnist1d": 112_138, "cifar10-vgg16": 15_249_354, "cifar10-resnet34": 21_282_122}
+
+
+@pytest.mark.parametrize(("name", "parameters"), SIZES.items())
+def test_nets_have_their_known_size(name: str, parameters: int) -> None:
     """VGG-16: 14,710,464 of convolutions, 8,448 of norms, 530,442 of three layers of 512. ResNet-34 as torchvision's,
     its first convolution 3 wide and its last layer for ten classes."""
     model = make_workload(name).make_model(0)
@@ -53,7 +57,5 @@ def test_with_group_norm_unequal_shares_give_the_union_batch_and_with_batch_norm
 
 
 def test_unknown_depths_and_norms_are_refused() -> None:
-    with pytest.raises(ConfigError, match="11, 16, 19"):
-        vgg(13, dims=1, channels=1, classes=10)
-    with pytest.raises(ConfigError, match="group or batch"):
-        make_workload("mnist1d-vgg11", norm="layer").make_model(0)
+    refused(ConfigError, "11, 16, 19", vgg, 13, dims=1, channels=1, classes=10)
+    refused(ConfigError, "group or batch", make_workload("mnist1d-vgg11", norm="layer").make_model, 0)

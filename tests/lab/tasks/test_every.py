@@ -10,6 +10,7 @@ from torch.nn.utils import parameters_to_vector
 
 from dynamix.errors import ConfigError
 from dynamix_lab.tasks import Arrays, Data, Workload, held_out_loss, make_workload, score, workload_names
+from tests.refused import refused
 
 # samples, steps, batch and the score to be passed. Knowing nothing gives 0.1 of the classes and 0 of the ratings'
 # variance; always saying "space" gives 0.28 of the bytes.
@@ -82,6 +83,7 @@ def test_a_batch_passes_and_its_loss_is_a_mean_over_its_divisor(name: str) -> No
     union = sum(n * float(loss) for n, loss in parts) / workload.divisor(targets)
     assert union == pytest.approx(float(whole), rel=1e-4)
     assert 0 <= score(workload, model, data.test) <= 1
+    assert model.training
 
 
 @pytest.mark.parametrize("name", LEARNS)
@@ -120,8 +122,7 @@ def test_labels_to_train_on_are_noisy_and_labels_to_test_on_are_not(name: str) -
     assert torch.equal(noisy.test.targets, clean.test.targets)
     changed = float((noisy.train.targets != clean.train.targets).float().mean())
     assert changed > 0.4
-    with pytest.raises(ConfigError, match="noise"):
-        make_workload(name, noise=-0.1)
+    refused(ConfigError, "noise", make_workload, name, noise=-0.1)
 
 
 def test_pieces_cost_as_many_units_as_they_have_bytes_and_a_batch_is_cut_to_its_longest() -> None:
@@ -137,25 +138,19 @@ def test_pieces_cost_as_many_units_as_they_have_bytes_and_a_batch_is_cut_to_its_
 
 @pytest.mark.parametrize("name", ["digits", "pysource", "pysource-pieces", "ratings"])
 def test_more_samples_than_there_are_is_said(name: str) -> None:
-    with pytest.raises(ConfigError, match="at most"):
-        make_workload(name).make_data(0, train=50_000_000, test=10)
-    with pytest.raises(ConfigError, match="1 or more"):
-        make_workload(name).make_data(0, train=0, test=10)
+    refused(ConfigError, "at most", make_workload(name).make_data, 0, train=50_000_000, test=10)
+    refused(ConfigError, "1 or more", make_workload(name).make_data, 0, train=0, test=10)
 
 
 def test_unknown_names_and_options_list_what_there_is() -> None:
     with pytest.raises(ConfigError) as unknown:
         make_workload("mnist2d")
     assert all(name in str(unknown.value) for name in workload_names())
-    with pytest.raises(ConfigError, match=r"widht.*width, norm"):
-        make_workload("mnist1d-vgg11", widht=8)
-    with pytest.raises(ConfigError, match="none"):
-        make_workload("digits", folder="x")
-    with pytest.raises(ConfigError, match="dataset missing"):
-        make_workload("huggingface")
+    refused(ConfigError, r"widht.*width, norm", make_workload, "mnist1d-vgg11", widht=8)
+    refused(ConfigError, "none", make_workload, "digits", folder="x")
+    refused(ConfigError, "dataset missing", make_workload, "huggingface")
 
 
 def test_a_workload_without_a_target_says_so() -> None:
     assert make_workload("mnist1d").fixed_target() == 0.947
-    with pytest.raises(ConfigError, match="digits"):
-        make_workload("digits").fixed_target()
+    refused(ConfigError, "digits", make_workload("digits").fixed_target)

@@ -14,6 +14,7 @@ from torch import nn
 from dynamix.errors import ConfigError
 from dynamix_lab.tasks import make_workload
 from dynamix_lab.tasks.huggingface import workload
+from tests.refused import refused
 
 
 class InMemory:
@@ -85,8 +86,7 @@ def test_splits_are_used_as_they_are_named() -> None:
     made = workload(splits, make_model=linear, inputs="features", targets="kind", test_split="validation")
     data = made.make_data(0)
     assert (len(data.train), len(data.test)) == (30, 12)
-    with pytest.raises(ConfigError, match="train, validation"):
-        workload(splits, make_model=linear, train_split="trian").make_data(0)
+    refused(ConfigError, "train, validation", workload(splits, make_model=linear, train_split="trian").make_data, 0)
 
 
 def test_text_takes_an_encoder_and_pixels_none() -> None:
@@ -98,26 +98,21 @@ def test_text_takes_an_encoder_and_pixels_none() -> None:
     assert text.train.inputs.shape == (16, 20)
     pixels = workload(table, make_model=linear, inputs="pixels", targets="kind").make_data(0)
     assert pixels.train.inputs.dtype == torch.uint8
-    with pytest.raises(ConfigError, match="tokenizer"):
-        workload(table, make_model=linear, inputs="text", targets="kind").make_data(0)
+    refused(ConfigError, "tokenizer", workload(table, make_model=linear, inputs="text", targets="kind").make_data, 0)
 
 
 def test_wrong_columns_sizes_and_objects_are_said() -> None:
     table = InMemory({**columns(10), "ragged": [[0] * (i + 1) for i in range(10)]})
-    with pytest.raises(ConfigError, match="features, kind, text"):
-        workload(table, make_model=linear, inputs="image").make_data(0)
-    with pytest.raises(ConfigError, match="one shape"):
-        workload(table, make_model=linear, inputs="ragged", targets="kind").make_data(0)
+    refused(ConfigError, "features, kind, text", workload(table, make_model=linear, inputs="image").make_data, 0)
+    refused(ConfigError, "one shape", workload(table, make_model=linear, inputs="ragged", targets="kind").make_data, 0)
     with pytest.raises(ConfigError, match="1 to 8"):
         workload(table, make_model=linear, inputs="features", targets="kind").make_data(0, train=9, test=2)
-    with pytest.raises(ConfigError, match="iterable"):
-        workload(iter([1]), make_model=linear).make_data(0)
+    refused(ConfigError, "iterable", workload(iter([1]), make_model=linear).make_data, 0)
 
 
 def test_a_name_without_the_library_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ConfigError, match=r"dynamix-lab\[huggingface\]"):
-        workload("imdb", make_model=linear)
+    refused(ConfigError, r"dynamix-lab\[huggingface\]", workload, "imdb", make_model=linear)
 
 
 def test_a_saved_folder_is_opened(tmp_path: Path) -> None:
@@ -125,5 +120,4 @@ def test_a_saved_folder_is_opened(tmp_path: Path) -> None:
     made = workload(str(tmp_path / "saved"), make_model=linear, inputs="features", targets="kind")
     assert len(made.make_data(0, test=5).train) == 15
     (tmp_path / "other").mkdir()
-    with pytest.raises(ConfigError, match="save_to_disk"):
-        workload(str(tmp_path / "other"), make_model=linear)
+    refused(ConfigError, "save_to_disk", workload, str(tmp_path / "other"), make_model=linear)

@@ -10,6 +10,7 @@ import torch
 from dynamix.errors import ConfigError
 from dynamix_lab.tasks import make_workload
 from dynamix_lab.tasks.pysource import CONTEXT, IGNORE, bits_per_byte, cut, make_data, source_files
+from tests.refused import refused
 
 
 def texts(arrays) -> list[bytes]:
@@ -58,11 +59,9 @@ def test_cutting_keeps_every_byte_but_lonely_ones() -> None:
 
 
 def test_an_empty_folder_and_too_little_source_are_said(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="standard library"):
-        make_data(0, train=10, test=10, folder=tmp_path)
+    refused(ConfigError, "standard library", make_data, 0, train=10, test=10, folder=tmp_path)
     (tmp_path / "one.py").write_text("a = 1\n" * 10)
-    with pytest.raises(ConfigError, match="at most about"):
-        make_data(0, train=10, test=10, folder=tmp_path)
+    refused(ConfigError, "at most about", make_data, 0, train=10, test=10, folder=tmp_path)
 
 
 @pytest.mark.parametrize("name", ["pysource", "pysource-lstm"])

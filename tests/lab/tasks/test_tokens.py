@@ -13,21 +13,9 @@ from torch.utils.data import DataLoader
 import dynamix
 from dynamix_lab.tasks import as_is, make_workload
 from tests.ranks import run_ranks
+from tests.union import Script
 
 STEPS, SIZES = 10, (6, 2)
-
-
-class Fixed:
-    """Gives both ranks unlike sizes at the first decision."""
-
-    def decide(self, window: Any, bounds: Any) -> Any:
-        return torch.tensor(SIZES).numpy()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        return None
 
 
 def train(rank: int) -> dict[str, Any]:
@@ -35,7 +23,7 @@ def train(rank: int) -> dict[str, Any]:
     data = workload.make_data(0, train=120, test=10)
     net = workload.make_model(0)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
-    controller = dynamix.Controller(policy=Fixed(), batch_size=4, interval=2, global_batch="adaptive")
+    controller = dynamix.Controller(policy=Script([SIZES]), batch_size=4, interval=2, global_batch="adaptive")
     sampler = controller.batch_sampler(data.train, seed=0)
     model = controller.wrap(DDP(net), optimizer, weighting="loss")
     losses, counts = [], []

@@ -57,8 +57,6 @@ def test_in_the_first_window_the_worlds_are_still_the_same_and_credit_explains_t
 
 def test_what_an_action_did_at_once_replaces_the_first_reward_of_its_advantage() -> None:
     ppo, episode = _learner(-2.0), _episode(_learner(-2.0))
-    assert episode.at_once is not None
-    assert episode.evaluated is not None
     advantage = ppo.advantages(episode, episode.evaluated[2])
     flat = ppo._flatten(episode)
     later = (advantage - episode.reward).flatten()

@@ -62,8 +62,6 @@ def test_a_small_step_along_the_gradient_gains_what_it_promises() -> None:
     growth = torch.zeros_like(decisions.base, requires_grad=True)
     before = decisions.log_goodput(decisions.sizes(delta, growth))
     before.sum().backward()
-    assert delta.grad is not None
-    assert growth.grad is not None
     step = 1e-3
     after = decisions.log_goodput(
         decisions.sizes((delta + step * delta.grad).detach(), (growth + step * growth.grad).detach())

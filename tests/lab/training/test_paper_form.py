@@ -26,18 +26,9 @@ from dynamix_lab.training.ppo import PPO
 from dynamix_lab.training.simplified import Simplified, SimplifiedConfig, reward_to_go
 
 TINY = PaperTrainingConfig(
-    families=("pai-steady", "affine-slowdowns"),
-    workers=(2, 4),
-    rows=16,
-    windows=6,
-    updates=2,
-    clone_rounds=1,
-    clone_windows=4,
-    validate_every=1,
-    validation_workers=(4,),
-    validation_clusters=2,
-    validation_windows=4,
-    hidden=16,
+    **{"families": ("pai-steady", "affine-slowdowns"), "workers": (2, 4), "rows": 16, "windows": 6, "updates": 2},
+    **{"clone_rounds": 1, "clone_windows": 4, "validate_every": 1, "validation_workers": (4,)},
+    **{"validation_clusters": 2, "validation_windows": 4, "hidden": 16},
 )
 LEARNERS = [
     lambda net, seed: Simplified(net, SimplifiedConfig(learning_rate=2e-2), seed=seed),

@@ -11,13 +11,7 @@ from dynamix.errors import ConfigError
 from dynamix.policies.static import Static
 from dynamix.window import Window
 from dynamix_lab.simulator import ClusterEnv, LaggedReference, rollout, sample_family
-from dynamix_lab.training.rewards import (
-    PaperReward,
-    RewardWeights,
-    SimulatedPaper,
-    SimulatedRegret,
-    sigma_norm,
-)
+from dynamix_lab.training.rewards import PaperReward, RewardWeights, SimulatedPaper, SimulatedRegret, sigma_norm
 
 WEIGHTS = RewardWeights(accuracy=10.0, time=2.0, retransmits=0.5, sigma=3.0)
 

@@ -11,15 +11,8 @@ from dynamix.policies.stigmergic.policy import RANGES, Parameters, StigmergicPol
 from dynamix_lab.training.stigmergic import SearchConfig, _validate, _world, from_logits, to_logits, train
 
 TINY = SearchConfig(
-    stages=((2,),),
-    generations=(1,),
-    tried=3,
-    kept=2,
-    worlds=1,
-    rows=12,
-    windows=6,
-    validation_workers=(2,),
-    validation_clusters=6,
+    **{"stages": ((2,),), "generations": (1,), "tried": 3, "kept": 2, "worlds": 1, "rows": 12, "windows": 6},
+    **{"validation_workers": (2,), "validation_clusters": 6},
 )
 
 

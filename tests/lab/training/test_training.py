@@ -17,23 +17,13 @@ from dynamix.policies.learned.policy import PRETRAINED, LearnedPolicy, pretraine
 from dynamix_lab.simulator import ClusterEnv, rollout, sample_family
 from dynamix_lab.training.dynamix_policy import ResidualTraining, TrainingConfig, train
 from dynamix_lab.training.evaluation import evaluate_families, validation_score
+from dynamix_lab.training.tensorboard import TensorBoard
+from tests.refused import refused
 
 TINY = TrainingConfig(
-    workers=(3,),
-    rows=12,
-    clone_rounds=1,
-    regret_rounds=1,
-    windows=4,
-    ppo_updates=1,
-    ppo_workers=(3,),
-    ppo_windows=3,
-    validate_every=2,
-    validation_workers=(2,),
-    validation_rows=8,
-    validation_windows=4,
-    judged_workers=(2,),
-    judged_rows=8,
-    families=2,
+    **{"workers": (3,), "rows": 12, "windows": 4, "clone_rounds": 1, "regret_rounds": 1, "families": 2},
+    **{"ppo_updates": 1, "ppo_workers": (3,), "ppo_windows": 3, "validate_every": 2, "validation_workers": (2,)},
+    **{"validation_rows": 8, "validation_windows": 4, "judged_workers": (2,), "judged_rows": 8},
 )
 
 
@@ -61,23 +51,15 @@ def test_a_stopped_training_goes_on_to_the_same_weights(tmp_path: Path) -> None:
 
     file = tmp_path / "training.pt"
     whole = ResidualTraining(TINY, 3)
-    whole.run(lambda what, fraction: None, None, _nowhere())
+    whole.run(lambda what, fraction: None, None, TensorBoard(None))
     first = ResidualTraining(dataclasses.replace(TINY), 3)
-    with pytest.raises(Stop):
-        first.run(stop_in_ppo, file, _nowhere())
+    refused(Stop, "", first.run, stop_in_ppo, file, TensorBoard(None))
     second = ResidualTraining(TINY, 3)
-    second.run(lambda what, fraction: None, file, _nowhere())
+    second.run(lambda what, fraction: None, file, TensorBoard(None))
     for a, b in zip(whole.net.parameters(), second.net.parameters(), strict=True):
         assert torch.equal(a, b)
     assert whole.scores == second.scores
-    with pytest.raises(ConfigError, match="checkpoint"):
-        train(TINY, 4, checkpoint=file)
-
-
-def _nowhere() -> object:
-    from dynamix_lab.training.tensorboard import TensorBoard
-
-    return TensorBoard(None)
+    refused(ConfigError, "checkpoint", train, TINY, 4, checkpoint=file)
 
 
 def test_untrained_it_scores_as_the_rule() -> None:

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import dynamix
 from dynamix.data import Allocations, BatchSampler
@@ -24,13 +24,13 @@ from dynamix.events.records import read_events
 from dynamix.window import Bounds
 from dynamix_lab.simulator import ClusterEnv, sample_clusters
 from dynamix_lab.virtual.cluster import VirtualCluster
+from tests.lab.virtual.small import SAME, Watched, assert_same_windows, dataset, network, weights
 from tests.ranks import run_ranks
+from tests.refused import refused
 from tests.union import Script
 
 INTERVAL = 3
 ZERO_SHARES = [[0, 12, 10, 10], [6, 2, 20, 4], [8, 8, 8, 8], [3, 0, 30, 5]]
-SAME = ("loss", "loss_std", "loss_change", "accuracy", "accuracy_std", "accuracy_change", "gradient_norm_sq")
-SAME += ("global_norm_sq", "noise", "signal", "step", "age", "steps", "base_batch", "micro_batches", "batch_size")
 
 
 _OPEN: list[VirtualCluster] = []
@@ -43,39 +43,16 @@ def _close_all() -> Iterator[None]:
         _OPEN.pop().close()
 
 
-def _data(n: int = 350, dtype: torch.dtype = torch.float64) -> TensorDataset:
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(n, 6, generator=generator, dtype=dtype)
-    return TensorDataset(x, (x[:, :3] + 0.5 * torch.randn(n, 3, generator=generator, dtype=dtype)).argmax(1))
-
-
-def _net(*extra: nn.Module, dtype: torch.dtype = torch.float64) -> nn.Module:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(1)
-        return nn.Sequential(nn.Linear(6, 16), *extra, nn.ReLU(), nn.Linear(16, 3)).to(dtype)
-
-
 def _sgd(net: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
 
 
 def _virtual(net: nn.Module, workers: int = 4, **options: Any) -> VirtualCluster:
-    options = {
-        "dataset": _data(),
-        "clusters": sample_clusters(1, workers, seed=3),
-        "batch_size": 8,
-        "interval": INTERVAL,
-        "seed": 4,
-        "policy": "lb_bsp",
-        **options,
-    }
+    usual = {"dataset": dataset(350), "clusters": sample_clusters(1, workers, seed=3), "batch_size": 8}
+    options = {**usual, "interval": INTERVAL, "seed": 4, "policy": "lb_bsp", **options}
     made = VirtualCluster(net, _sgd(net), F.cross_entropy, options.pop("dataset"), **options)
     _OPEN.append(made)
     return made
-
-
-def _weights(net: nn.Module) -> Tensor:
-    return torch.cat([value.detach().flatten().double() for value in net.state_dict().values()])
 
 
 # ---------------------------------------------------------------- against real processes
@@ -87,20 +64,12 @@ def _layers(options: dict[str, Any]) -> tuple[nn.Module, ...]:
 
 def _live(rank: int, events: str, options: dict[str, Any]) -> dict[str, Any]:
     """An ordinary loop on four ranks; `slow` hosts sleep per sample, and who is slow changes with the epoch."""
-    net = _net(*_layers(options))
+    net = network(*_layers(options))
     optimizer = _sgd(net)
-    controller = dynamix.Controller(
-        options["policy"],
-        batch_size=8,
-        min_batch_size=options["low"],
-        max_batch_size=40,
-        interval=INTERVAL,
-        lr_rule="adascale",
-        events=events,
-        global_batch="adaptive",
-    )
-    sampler = controller.batch_sampler(_data(), seed=4)
-    loader = DataLoader(_data(), batch_sampler=sampler)
+    how = {"min_batch_size": options["low"], "max_batch_size": 40, "lr_rule": "adascale", "global_batch": "adaptive"}
+    controller = dynamix.Controller(options["policy"], 8, interval=INTERVAL, events=events, **how)
+    sampler = controller.batch_sampler(dataset(350), seed=4)
+    loader = DataLoader(dataset(350), batch_sampler=sampler)
     model = controller.wrap(DDP(net, bucket_cap_mb=1e-4), optimizer)
     losses, counts = [], []
     for epoch in range(4):
@@ -117,17 +86,7 @@ def _live(rank: int, events: str, options: dict[str, Any]) -> dict[str, Any]:
             counts.append(mine.tolist())
             controller.step(loss=loss, logits=logits, target=y)
     controller.close()
-    return {"losses": losses, "counts": counts, "weights": _weights(net)}
-
-
-def _assert_same_windows(live: list[dict[str, Any]], virtual: list[dict[str, Any]]) -> None:
-    assert len(live) == len(virtual) > 8
-    for one, other in zip(live, virtual, strict=True):
-        for key in ("window_index", "allocation", "from_step", "samples_seen"):
-            assert one[key] == other[key], key
-        for name in SAME:
-            have, want = (np.array(e["window"][name], dtype=np.float64) for e in (other, one))
-            np.testing.assert_allclose(have, want, rtol=1e-6, err_msg=name)
+    return {"losses": losses, "counts": counts, "weights": weights(net)}
 
 
 @pytest.mark.multiproc
@@ -148,7 +107,7 @@ def test_equals_a_real_job_of_four_processes(tmp_path: Path, options: dict[str, 
     assert len({tuple(e["allocation"]) for e in live}) >= 3
     assert any(len(set(e["allocation"])) > 1 for e in live)
 
-    net, events = _net(*_layers(options)), tmp_path / "virtual.jsonl"
+    net, events = network(*_layers(options)), tmp_path / "virtual.jsonl"
     bounds = Bounds.of(4, options["low"], 40)
     common = {"policy": options["policy"], "bounds": bounds, "lr_rule": "adascale"}
     cluster = _virtual(net, replay=recorded, events=events, micro_batch=5, **common)
@@ -156,12 +115,13 @@ def test_equals_a_real_job_of_four_processes(tmp_path: Path, options: dict[str, 
     cluster.close()
     np.testing.assert_array_equal(run.counts, counts)
     np.testing.assert_allclose(run.loss, losses, rtol=1e-9)
-    torch.testing.assert_close(_weights(net), ranks[0]["weights"], rtol=1e-9, atol=1e-12)
-    _assert_same_windows(live, read_events(events))
+    torch.testing.assert_close(weights(net), ranks[0]["weights"], rtol=1e-9, atol=1e-12)
+    assert len(live) > 8
+    assert_same_windows(live, read_events(events), (*SAME, "gradient_norm_sq"))
 
     # Left to itself, the same policy decides for the same steps: lateness is the only thing a live job adds.
     if isinstance(options["policy"], Script) and not any(e["decision"] == "late" for e in live):
-        cluster = _virtual(_net(*_layers(options)), **{**common, "policy": Script(ZERO_SHARES)})
+        cluster = _virtual(network(*_layers(options)), **{**common, "policy": Script(ZERO_SHARES)})
         np.testing.assert_array_equal(cluster.run(len(losses)).counts, counts)
 
 
@@ -170,7 +130,7 @@ def test_equals_a_real_job_of_four_processes(tmp_path: Path, options: dict[str, 
 
 def test_time_is_the_simulators_own_for_the_same_allocations(tmp_path: Path) -> None:
     clusters, events = sample_clusters(1, 8, seed=5), tmp_path / "events.jsonl"
-    cluster = _virtual(_net(), clusters=clusters, dataset=_data(4000), events=events)
+    cluster = _virtual(network(), clusters=clusters, dataset=dataset(4000), events=events)
     run = cluster.run(60)
     assert len(np.unique(run.counts, axis=0)) > 3
     world = ClusterEnv(clusters, seed=4, interval=1)
@@ -189,7 +149,9 @@ def test_time_is_the_simulators_own_for_the_same_allocations(tmp_path: Path) -> 
 def test_windows_attribute_computing_waiting_and_transfer_as_a_live_job_does(tmp_path: Path, hidden: bool) -> None:
     events = tmp_path / "events.jsonl"
     clusters = dataclasses.replace(sample_clusters(1, 4, seed=3), missing_host=np.array([hidden]))
-    run = _virtual(_net(), policy="static", interval=5, dataset=_data(4000), events=events, clusters=clusters).run(10)
+    run = _virtual(network(), policy="static", interval=5, dataset=dataset(4000), events=events, clusters=clusters).run(
+        10
+    )
     for k, event in enumerate(read_events(events)):
         window, part = event["window"], slice(5 * k, 5 * k + 5)
         busy, slowest = run.compute_s[part], run.compute_s[part].max(1, keepdims=True)
@@ -208,7 +170,7 @@ def test_windows_attribute_computing_waiting_and_transfer_as_a_live_job_does(tmp
 def test_a_decision_applies_after_the_worlds_delay(tmp_path: Path, delay: int) -> None:
     world = ClusterEnv(sample_clusters(1, 4, seed=3), seed=0, delay=delay)
     script = Script([[4, 12, 8, 8], [8, 8, 4, 12]])
-    cluster = _virtual(_net(), clusters=world, policy=script, events=tmp_path / "e", dataset=_data(4000))
+    cluster = _virtual(network(), clusters=world, policy=script, events=tmp_path / "e", dataset=dataset(4000))
     run = cluster.run(30)
     for event in read_events(tmp_path / "e")[:3]:
         closed_at = int(event["window"]["step"])
@@ -221,15 +183,14 @@ def test_a_decision_applies_after_the_worlds_delay(tmp_path: Path, delay: int) -
 
 def test_simulated_memory_bounds_the_batch_sizes() -> None:
     clusters = dataclasses.replace(sample_clusters(1, 4, seed=3), memory_cap=np.array([[10, 64, 64, 64]]))
-    cluster = _virtual(_net(), clusters=clusters, policy=Script([[30, 2, 2, 2]]))
+    cluster = _virtual(network(), clusters=clusters, policy=Script([[30, 2, 2, 2]]))
     assert cluster.bounds.high.tolist() == [10, 64, 64, 64]
     assert cluster.run(20).counts[:, 0].max() == 10
-    with pytest.raises(ConfigError, match="1 to 10 on rank 0"):
-        _virtual(_net(), clusters=clusters, batch_size=16)
+    refused(ConfigError, "1 to 10 on rank 0", _virtual, network(), clusters=clusters, batch_size=16)
 
 
 def test_policies_that_decide_per_epoch_change_at_its_start(tmp_path: Path) -> None:
-    run = _virtual(_net(), policy="dbs", events=tmp_path / "e").run(40)
+    run = _virtual(network(), policy="dbs", events=tmp_path / "e").run(40)
     events = read_events(tmp_path / "e")
     assert [e["samples_seen"] for e in events] == [350, 700, 1050][: len(events)]
     changes = 1 + np.flatnonzero((np.diff(run.counts, axis=0) != 0).any(1))
@@ -240,7 +201,7 @@ def test_policies_that_decide_per_epoch_change_at_its_start(tmp_path: Path) -> N
 
 def test_a_new_allocation_costs_what_the_world_says_and_a_tail_nothing() -> None:
     clusters = dataclasses.replace(sample_clusters(1, 4, seed=3), change_cost_s=np.array([1000.0]))
-    run = _virtual(_net(), clusters=clusters, policy=Script([[4, 12, 8, 8], [8, 8, 4, 12]])).run(40)
+    run = _virtual(network(), clusters=clusters, policy=Script([[4, 12, 8, 8], [8, 8, 4, 12]])).run(40)
     paid = run.step_s > 900
     regular = run.counts.sum(1) == 32
     before = [run.counts[:t][regular[:t]][-1] for t in range(1, 40)]
@@ -254,13 +215,13 @@ def test_a_new_allocation_costs_what_the_world_says_and_a_tail_nothing() -> None
 
 
 def _train(policy: Any, events: Path, steps: int = 40) -> tuple[np.ndarray, Tensor, bytes]:
-    net = _net(nn.Dropout(0.3), dtype=torch.float32)
-    cluster = _virtual(net, policy=policy, events=events, dataset=_data(dtype=torch.float32), lr_rule="adascale")
+    net = network(nn.Dropout(0.3), dtype=torch.float32)
+    cluster = _virtual(net, policy=policy, events=events, dataset=dataset(350, torch.float32), lr_rule="adascale")
     before = torch.get_rng_state()
     run = cluster.run(steps)
     assert torch.equal(before, torch.get_rng_state())
     cluster.close()
-    return np.column_stack([run.loss, run.time_s, run.counts]), _weights(net), events.read_bytes()
+    return np.column_stack([run.loss, run.time_s, run.counts]), weights(net), events.read_bytes()
 
 
 @pytest.mark.parametrize("policy", ["static", "dynamix"])
@@ -275,32 +236,14 @@ def test_repeats_to_the_last_bit_and_leaves_global_random_state_alone(tmp_path: 
     assert first[0][-5:, 0].mean() < first[0][:5, 0].mean()
 
 
-class Watched(Dataset[tuple[Tensor, Tensor]]):
-    """Remembers what was asked for, and how much at once."""
-
-    def __init__(self, n: int) -> None:
-        self.data, self.asked, self.most = _data(n), list[int](), 0
-
-    def __len__(self) -> int:
-        return len(self.data)
-
-    def __getitem__(self, i: int) -> tuple[Tensor, Tensor]:
-        return self.data[i]
-
-    def __getitems__(self, indices: list[int]) -> list[tuple[Tensor, Tensor]]:
-        self.asked += indices
-        self.most = max(self.most, len(indices))
-        return [self.data[i] for i in indices]
-
-
 def test_never_more_than_a_micro_batch_passes_through_the_model_at_once() -> None:
     results = []
     for micro_batch in (7, 10_000):
-        net, data, largest = _net(), Watched(1000), [0]
+        net, data, largest = network(), Watched(1000), [0]
         net.register_forward_pre_hook(lambda _, args, largest=largest: largest.append(len(args[0])))
         run = _virtual(net, dataset=data, batch_size=50, micro_batch=micro_batch).run(9)
-        assert max(largest) == data.most <= micro_batch
-        results.append((run.loss, _weights(net)))
+        assert max(largest) == max(data.sizes) <= micro_batch
+        results.append((run.loss, weights(net)))
     np.testing.assert_allclose(results[0][0], results[1][0], rtol=1e-12)
     torch.testing.assert_close(results[0][1], results[1][1], rtol=1e-10, atol=1e-13)
 
@@ -310,7 +253,7 @@ def test_any_number_of_workers_sees_every_sample_once(tmp_path: Path, workers: i
     steps, each = 6, 3
     data = Watched(workers * each * steps)
     cluster = _virtual(
-        _net(), workers, dataset=data, batch_size=each, interval=2, events=tmp_path / "e", lr_rule="adascale"
+        network(), workers, dataset=data, batch_size=each, interval=2, events=tmp_path / "e", lr_rule="adascale"
     )
     run = cluster.run(until=lambda snapshot: snapshot.samples >= len(data), snapshot_samples=1)
     assert Counter(data.asked) == Counter(range(len(data)))
@@ -323,7 +266,7 @@ def test_any_number_of_workers_sees_every_sample_once(tmp_path: Path, workers: i
 
 def test_workers_without_a_share_compute_nothing_and_their_speed_is_not_known(tmp_path: Path) -> None:
     bounds = Bounds.of(4, 0, 40)
-    cluster = _virtual(_net(), policy=Script([[0, 16, 16, 0]]), bounds=bounds, events=tmp_path / "e")
+    cluster = _virtual(network(), policy=Script([[0, 16, 16, 0]]), bounds=bounds, events=tmp_path / "e")
     run = cluster.run(9)
     assert run.counts[-1].tolist() == [0, 16, 16, 0]
     assert run.compute_s[-1][[0, 3]].tolist() == [0, 0]
@@ -343,18 +286,16 @@ def test_sparse_gradients_are_the_dense_ones() -> None:
         tokens = torch.randint(0, 20, (200, 2), generator=generator)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         data = TensorDataset(tokens, tokens[:, 0] % 3)
-        clusters = sample_clusters(1, 4, seed=3)
-        cluster = VirtualCluster(
-            net, optimizer, F.cross_entropy, data, clusters=clusters, policy="lb_bsp", batch_size=8
-        )
+        job = {"clusters": sample_clusters(1, 4, seed=3), "policy": "lb_bsp", "batch_size": 8}
+        cluster = VirtualCluster(net, optimizer, F.cross_entropy, data, **job)
         losses.append(cluster.run(30).loss)
     np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
     assert losses[0][-1] < losses[0][0]
 
 
 def test_snapshots_are_scored_off_the_clock_and_a_run_can_go_on() -> None:
-    whole, parts = _net(nn.Dropout(0.2)), _net(nn.Dropout(0.2))
-    data = _data(1000)
+    whole, parts = network(nn.Dropout(0.2)), network(nn.Dropout(0.2))
+    data = dataset(1000)
     modes = []
 
     def score(net: nn.Module) -> float:
@@ -372,12 +313,12 @@ def test_snapshots_are_scored_off_the_clock_and_a_run_can_go_on() -> None:
     assert [s.samples // 200 for s in first.snapshots] == [1, 2, 3]
     assert first.snapshots[-1].time_s == first.time_s[-1]
     assert first.snapshots[0].score < first.snapshots[-1].score
-    assert torch.equal(_weights(whole), _weights(parts))
+    assert torch.equal(weights(whole), weights(parts))
     np.testing.assert_array_equal(np.concatenate([first.time_s, second.time_s]), straight.time_s)
 
 
 def test_a_schedule_by_samples_is_driven_along() -> None:
-    net = _net()
+    net = network()
     cluster = _virtual(net, policy=Script([[16, 16, 16, 16]]))
     schedule = cluster.scheduler(torch.optim.lr_scheduler.StepLR(cluster.optimizer, 1, gamma=0.5))
     run = cluster.run(12)
@@ -390,16 +331,9 @@ def test_a_workload_plugs_in_as_it_is() -> None:
     workload = make_workload("mnist1d")
     data = workload.make_data(0, train=200, test=100)
     net = workload.make_model(0)
-    cluster = VirtualCluster(
-        net,
-        workload.make_optimizer(net.parameters()),
-        workload.loss,
-        data.train,
-        collate_fn=as_is,
-        batch_size=8,
-        clusters=sample_clusters(1, 4, seed=0),
-        bounds=Bounds.of(4, workload.min_batch, workload.max_batch),
-    )
+    bounds, optimizer = Bounds.of(4, workload.min_batch, workload.max_batch), workload.make_optimizer(net.parameters())
+    job = {"clusters": sample_clusters(1, 4, seed=0), "collate_fn": as_is, "batch_size": 8, "bounds": bounds}
+    cluster = VirtualCluster(net, optimizer, workload.loss, data.train, **job)
     run = cluster.run(15, snapshot_samples=200, score=lambda model: score(workload, model, data.test))
     assert 0 <= run.snapshots[0].score <= 1
 
@@ -430,7 +364,7 @@ class Endless(IterableDataset[Any]):
 )
 def test_bad_arguments_name_value_range_and_fix(options: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
-        _virtual(_net(), **options)
+        _virtual(network(), **options)
     for word in words:
         assert word in str(caught.value)
 
@@ -441,64 +375,42 @@ def test_every_ranks_indices_need_one_shared_order() -> None:
         break
     assert sampler.shares() == [[0, 1], [2, 3, 4]]
     regions = BatchSampler(20, Allocations([2, 3]), rank=0, world_size=2, partition="contiguous")
-    with pytest.raises(UsageError, match="stream"):
-        regions.shares()
+    refused(UsageError, "stream", regions.shares)
 
 
 def test_models_that_cannot_be_played_by_one_process_are_refused() -> None:
-    with pytest.raises(ConfigError, match="SyncBatchNorm"):
-        _virtual(_net(nn.SyncBatchNorm(16)))
-    net = _net()
+    refused(ConfigError, "SyncBatchNorm", _virtual, network(nn.SyncBatchNorm(16)))
+    net = network()
     with pytest.raises(ConfigError, match="optimizer"):
         VirtualCluster(
-            net, _sgd(_net()), F.cross_entropy, _data(), clusters=sample_clusters(1, 4, seed=0), batch_size=8
+            net, _sgd(network()), F.cross_entropy, dataset(350), clusters=sample_clusters(1, 4, seed=0), batch_size=8
         )
-    frozen = _net().requires_grad_(False)
-    with pytest.raises(ConfigError, match="requires_grad"):
-        _virtual(frozen)
+    frozen = network().requires_grad_(False)
+    refused(ConfigError, "requires_grad", _virtual, frozen)
 
 
 def test_runs_without_an_end_and_losses_without_a_mean_are_refused(tmp_path: Path) -> None:
-    cluster = _virtual(_net())
+    cluster = _virtual(network())
     for arguments in ({}, {"steps": 0}, {"until": lambda _: True}, {"steps": 3, "snapshot_samples": 0}):
-        with pytest.raises(ConfigError):
-            cluster.run(**arguments)
-    net = _net()
+        refused(ConfigError, "", cluster.run, **arguments)
+    net = network()
     each = nn.CrossEntropyLoss(reduction="none")
-    cluster = VirtualCluster(net, _sgd(net), each, _data(), clusters=sample_clusters(1, 4, seed=0), batch_size=8)
-    with pytest.raises(ConfigError, match="reduction='mean'"):
-        cluster.run(1)
-    triples = TensorDataset(*_data().tensors, torch.zeros(350))
-    with pytest.raises(ConfigError, match=r"inputs, target"):
-        _virtual(_net(), dataset=triples).run(1)
-    with pytest.raises(StateError, match="cannot read"):
-        _virtual(_net(), replay=tmp_path / "missing")
-    _virtual(_net(), policy=Script([[4, 12, 8, 8]]), events=tmp_path / "e").run(9)
-    with pytest.raises(StateError, match="policy and interval"):
-        _virtual(_net(), replay=tmp_path / "e", interval=8).run(20)
+    cluster = VirtualCluster(net, _sgd(net), each, dataset(350), clusters=sample_clusters(1, 4, seed=0), batch_size=8)
+    refused(ConfigError, "reduction='mean'", cluster.run, 1)
+    triples = TensorDataset(*dataset(350).tensors, torch.zeros(350))
+    refused(ConfigError, r"inputs, target", _virtual(network(), dataset=triples).run, 1)
+    refused(StateError, "cannot read", _virtual, network(), replay=tmp_path / "missing")
+    _virtual(network(), policy=Script([[4, 12, 8, 8]]), events=tmp_path / "e").run(9)
+    refused(StateError, "policy and interval", _virtual(network(), replay=tmp_path / "e", interval=8).run, 20)
 
 
 @pytest.mark.parametrize("padded", [False, True])
 def test_rounds_are_cut_by_what_samples_cost(padded: bool) -> None:
     costs = np.exp(np.random.default_rng(0).normal(size=350))
-    net, bounds = _net(), Bounds.of(4, 1, 64, total_low=32, total_high=32)
+    net, bounds = network(), Bounds.of(4, 1, 64, total_low=32, total_high=32)
     clusters = sample_clusters(1, 4, seed=0)
-    cluster = VirtualCluster(
-        net,
-        _sgd(net),
-        F.cross_entropy,
-        _data(),
-        clusters=clusters,
-        policy="lb_bsp",
-        batch_size=8,
-        bounds=bounds,
-        interval=INTERVAL,
-        lengths=costs,
-        padded=padded,
-    )
-    _OPEN.append(cluster)
-    run = cluster.run(steps=8)
+    run = _virtual(net, clusters=clusters, bounds=bounds, lengths=costs, padded=padded, seed=0).run(steps=8)
     assert run.counts.sum(1).tolist() == [32] * 8
     assert len({tuple(counts) for counts in run.counts[:INTERVAL].tolist()}) > 1
     with pytest.raises(ConfigError, match="noise scale"):
-        VirtualCluster(net, _sgd(net), F.cross_entropy, _data(), clusters=clusters, lengths=costs, padded=True)
+        VirtualCluster(net, _sgd(net), F.cross_entropy, dataset(350), clusters=clusters, lengths=costs, padded=True)
