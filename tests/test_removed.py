@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import dynamix
-from dynamix import removed
+from dynamix import compression, removed
 from tests.refused import refused
 
 
@@ -21,6 +23,47 @@ def test_a_module_that_is_gone_says_what_to_write(name: str) -> None:
 def test_a_module_in_a_package_that_moved_says_where_to(name: str) -> None:
     with pytest.raises(ImportError, match=r"removed in 0\.3: write import dynamix_lab\.\w+ \(pip install \./lab, in"):
         importlib.import_module(name)
+
+
+@pytest.mark.parametrize(
+    "wrote",
+    [
+        "import dynamix.emulator as e",
+        "from dynamix import emulator",
+        "from dynamix.emulator import load_scenario",
+        "import dynamix; dynamix.emulator.load_scenario",
+        "import dynamix; dynamix.training",
+        "import importlib.util; importlib.util.find_spec('dynamix.emulator')",
+        "import importlib.util; importlib.util.find_spec('dynamix.emulator.loading')",
+        "from dynamix import LiveConfig",
+        "from dynamix.compression.lossy import LossyState",
+        "from dynamix.compression import lossy",
+        "import dynamix; dynamix.compression.lossy",
+        "from dynamix.compression import Aggregator",
+        "from dynamix.policies import cannikin",
+        "from dynamix.telemetry import foresight",
+        "import pickle; pickle.loads(b'cdynamix.compression.lossy\\nLossyState\\n.')",
+    ],
+)
+def test_however_a_module_that_is_gone_is_reached_it_says_what_to_write(wrote: str) -> None:
+    with pytest.raises(ImportError, match=r"removed in 0\.3: write "):
+        exec(wrote, {})
+
+
+@pytest.mark.parametrize("module", sorted(removed.MODULES))
+def test_what_is_to_be_imported_instead_is_there(module: str) -> None:
+    if found := re.match(r"import (dynamix_\S+) \(pip install \./(\w+),", removed.MODULES[module]):
+        pytest.importorskip(found[1].partition(".")[0])
+        importlib.import_module(found[1])
+        assert (Path(__file__).parents[1] / found[2] / "pyproject.toml").is_file()
+
+
+@pytest.mark.parametrize("name", compression._MOVED)
+def test_a_name_of_compression_that_moved_is_where_it_says(name: str) -> None:
+    homomorphic = pytest.importorskip("dynamix_homomorphic")
+    with pytest.raises(ImportError, match=rf"removed in 0\.3: write from dynamix_homomorphic import {name} \(pip"):
+        getattr(compression, name)
+    assert hasattr(homomorphic, name)
 
 
 @pytest.mark.parametrize("name", sorted(removed.NAMES))
@@ -39,3 +82,22 @@ def test_other_names_and_modules_are_missing_as_usual() -> None:
 @pytest.mark.parametrize("learn", [True, False])
 def test_learning_on_the_job_says_what_to_write(make: Any, learn: bool) -> None:
     refused(dynamix.ConfigError, rf"learn={learn} .*removed in 0\.3: write no learn=", make, "dynamix", 8, learn=learn)
+
+
+@pytest.mark.parametrize("name", ["learning:dynamix", "guarded:learning:dynamix", "learning:lb_bsp"])
+def test_the_policy_to_write_in_place_of_one_that_learned_is_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(dynamix.ConfigError, match=r"removed in 0\.3: write policy='") as told:
+        dynamix.make_policy(name)
+    dynamix.make_policy(str(told.value).partition("write policy='")[2].rstrip("'"))
+    monkeypatch.setenv("DYNAMIX_POLICY", name)
+    with pytest.raises(dynamix.ConfigError, match=r"removed in 0\.3: write policy='"):
+        dynamix.Controller("static", 8)
+
+
+@pytest.mark.parametrize("more", [("normalized",), ("samples", "bfloat16"), ("samples", None, True), (*[None] * 9,)])
+def test_what_stood_third_and_later_in_averaging_says_what_to_write(more: tuple[Any, ...]) -> None:
+    with pytest.raises(
+        dynamix.ConfigError, match=r"removed in 0\.3: write Averaging\(optimizer_state, outer, wire=\.\.\.\)"
+    ):
+        dynamix.Averaging("kept", None, *more)
+    assert dynamix.Averaging("kept", None, wire="bfloat16").wire == "bfloat16"

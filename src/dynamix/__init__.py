@@ -86,8 +86,8 @@ removed.answer_for_removed_modules()
 
 
 def __getattr__(name: str) -> Any:
-    if name in removed.NAMES:
-        raise ImportError(f"dynamix.{name}: {removed.message(removed.NAMES[name])}")
+    if (fix := removed.NAMES.get(name) or removed.MODULES.get(f"dynamix.{name}")) is not None:
+        raise ImportError(f"dynamix.{name}: {removed.message(fix)}", name=f"dynamix.{name}")
     if name in _SUBMODULES:
         return importlib.import_module(f"dynamix.{name}")
     if name in _HOME:

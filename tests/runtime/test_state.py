@@ -186,6 +186,17 @@ def test_a_policy_that_fails_to_load_is_named_and_nothing_is_applied() -> None:
     assert (policy.name, policy.windows, controller.samples_seen) == ("saved", 4, 72)
 
 
+@pytest.mark.parametrize("policy", ["goodput", "dynamix", "noise_scale", "pollux", "cannikin", "dynamix-paper"])
+def test_what_a_policy_does_not_know_is_refused_also_by_those_of_the_lab(policy: str) -> None:
+    controller, _, train = job(policy)
+    train(5)
+    state = controller.state_dict()
+    state["policy"] = pack({**unpack(state["policy"]), "x": 1})
+    state["checksum"] = checksum(state)
+    with pytest.raises(StateError, match="holds what the policy does not know"):
+        controller.load_state_dict(state)
+
+
 class Stubborn(Fragile):
     """One that cannot be put back either."""
 

@@ -17,7 +17,7 @@ from dynamix.compression.layout import Layout
 from dynamix.compression.settings import ExchangeSettings
 from dynamix.compression.ways import include
 from dynamix.compression.wire import GroupWire, LocalWire, Wire
-from dynamix.removed import message
+from dynamix.removed import MODULES, message
 
 __all__ = [
     "BucketExchange",
@@ -37,7 +37,9 @@ _MOVED = ("Aggregator", "AggregatorWire", "ErrorFeedback", "LossyState", "lossy_
 
 
 def __getattr__(name: str) -> Any:
+    fix = MODULES.get(f"dynamix.compression.{name}")
     if name in _MOVED:
-        fix = f"from dynamix_homomorphic import {name}, after pip install ./homomorphic  (in dynamix's source tree)"
-        raise ImportError(f"dynamix.compression.{name}: {message(fix)}")
+        fix = f"from dynamix_homomorphic import {name} (pip install ./homomorphic, in dynamix's source tree)"
+    if fix is not None:
+        raise ImportError(f"dynamix.compression.{name}: {message(fix)}", name=f"dynamix.compression.{name}")
     raise AttributeError(f"module 'dynamix.compression' has no attribute {name!r}")

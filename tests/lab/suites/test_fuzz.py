@@ -18,7 +18,7 @@ from dynamix_lab.suites.fuzz import mutations
 from dynamix_lab.suites.fuzz.guided import guided
 from dynamix_lab.suites.fuzz.run import KINDS, fuzz
 from dynamix_lab.suites.fuzz.suite import FuzzPlan, FuzzSuite
-from dynamix_lab.suites.fuzz.targets import Target, targets
+from dynamix_lab.suites.fuzz.targets import States, Target, targets
 
 INPUTS = {"states": 60, "events": 200, "policy-files": 60, "scenarios": 60, "traces": 1000}
 
@@ -35,6 +35,12 @@ def test_no_foreign_error_escapes(kind: str, made: dict[str, Target]) -> None:
     found = fuzz(made[kind], inputs=INPUTS[kind], seconds=60, seed=5)
     assert found["escapes"] == {}
     assert found.get("refused", 0) > 0
+
+
+def test_states_to_damage_are_the_same_on_every_machine(made: dict[str, Target]) -> None:
+    one, other = made["states"], States()
+    assert isinstance(one, States)
+    assert [state["checksum"] for state in one.states] == [state["checksum"] for state in other.states]
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))

@@ -13,6 +13,7 @@ REMOVED = {
     "decisions": "scripts/same COMMIT",
     "gossip": "nothing: results/gossip-2026-11-24/table.md keeps what was measured",
     "import": "scripts/import-cost",
+    "live-learning": "dynamix bench transfer, for policies trained elsewhere: none learns on the job",
     "netcosts": "nothing: tasks/net_costs.py keeps what was measured",
     "simspeed": "a loop over dynamix_lab.simulator.ClusterEnv.step, and a clock",
     "tta": "dynamix bench scaling for simulated clusters, dynamix demo for emulated ones",

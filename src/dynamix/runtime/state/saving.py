@@ -303,9 +303,12 @@ _UNFIT = (
 )
 
 
+_OUR_PACKAGES = ("dynamix", "dynamix_lab")  # a policy of the lab's arrives by entry point, and is held to the same
+
+
 def _ours(policy: Any) -> bool:
     while True:
-        if type(policy).__module__.partition(".")[0] != "dynamix":
+        if type(policy).__module__.partition(".")[0] not in _OUR_PACKAGES:
             return False
         inner = getattr(policy, "policy", None)
         if inner is None:
@@ -324,12 +327,12 @@ def _as_now(state: Any) -> Any:
 def _differ(mine: Any, saved: Any) -> bool:
     """Whether two states of the same kind of policy differ."""
     if not isinstance(saved, dict) or mine.keys() != saved.keys():
-        return isinstance(saved, dict) and not {"guarded", "learned", "paced"} & (mine.keys() ^ saved.keys())
+        return isinstance(saved, dict) and not {"guarded", "paced"} & (mine.keys() ^ saved.keys())
     return checksum({"policy": pack(mine)}) != checksum({"policy": pack(saved)})
 
 
 def _decide(policy: Any, sizes: Ints, bounds: Bounds) -> None:
-    """Two windows, as a job might see them next; also of what a guard or a learner has under it."""
+    """Two windows, as a job might see them next; also of what a guard has under it."""
     share = np.maximum(sizes, 1) / max(float(sizes.mean()), 1.0)
     times: dict[str, Any] = {
         "compute": 0.1 * share,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -44,7 +45,7 @@ class Averaging:
 
     optimizer_state: OptimizerState = "averaged"
     outer: Callable[[list[Tensor]], Optimizer] | None = None
-    wire: Literal["bfloat16"] | None = None
+    wire: Literal["bfloat16"] | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         if self.wire == "float16":  # type: ignore[comparison-overlap]
@@ -62,9 +63,22 @@ class Averaging:
         return {"optimizer_state": self.optimizer_state, "wire": self.wire}
 
 
+def _by_name(init: Callable[..., None]) -> Callable[..., None]:
+    """Refuse what stood in the third place and beyond, where 0.2 had steps, wire, early, overlap and sparse."""
+
+    @functools.wraps(init)
+    def call(self: Averaging, *args: Any, **kwargs: Any) -> None:
+        if (more := args[2:]) != ():
+            fix = message("Averaging(optimizer_state, outer, wire=...)") + "; steps, early, overlap and sparse are gone"
+            raise ConfigError("Averaging", more, "two values without a name: optimizer_state and outer", fix)
+        init(self, *args, **kwargs)
+
+    return call
+
+
 # After the class is made: a dataclass writes its `__init__` itself.
 _refusing = removed_arguments(early=_EARLY, overlap=_OVERLAP, sparse=_SPARSE, steps=_STEPS)
-Averaging.__init__ = _refusing(Averaging.__init__)  # type: ignore[method-assign]
+Averaging.__init__ = _by_name(_refusing(Averaging.__init__))  # type: ignore[method-assign]
 
 
 class ParameterAveraging:
