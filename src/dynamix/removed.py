@@ -89,6 +89,26 @@ the policy's file is what decides
     return decorate
 
 
+def refuses_averaging(init: Callable[..., None]) -> Callable[..., None]:
+    """Let `Averaging` refuse what 0.2 had: the options by name, and whatever stood in the third place and beyond."""
+    refusing = removed_arguments(
+        early="Averaging() without early; shares by speed (policy='lb_bsp' or 'goodput') let workers arrive together",
+        overlap="Averaging(wire='bfloat16'), or Averaging(optimizer_state='kept'): both send less over a slow link",
+        sparse="Averaging() without sparse; with meet='gradients' and a hook of dynamix.compression sparse rows travel "
+        "alone",
+        steps="Averaging() without steps: a worker's move counts by its samples",
+    )(init)
+
+    @functools.wraps(init)
+    def call(self: object, *args: object, **kwargs: object) -> None:
+        if (more := args[2:]) != ():
+            fix = message("Averaging(optimizer_state, outer, wire=...)") + "; steps, early, overlap and sparse are gone"
+            raise ConfigError("Averaging", more, "two values without a name: optimizer_state and outer", fix)
+        refusing(self, *args, **kwargs)
+
+    return call
+
+
 class RemovedModules:
     """A finder that comes after all others: it answers for modules that moved or went, by an ImportError."""
 

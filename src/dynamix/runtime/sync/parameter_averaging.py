@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dynamix.errors import ConfigError, UsageError
-from dynamix.removed import message, removed_arguments
+from dynamix.removed import message, refuses_averaging
 from dynamix.runtime.sync.collectives import Bucket, MaxReduce, Workers, broadcast_, buckets
 from dynamix.runtime.sync.compare import comparing, differ, unlike
 from dynamix.runtime.sync.optimizer_means import KNOWN, OptimizerMeans, OptimizerView
@@ -22,10 +21,6 @@ from dynamix.runtime.sync.reference_weights import ReferenceWeights
 OptimizerState = Literal["averaged", "kept", "reset"]
 _STATES = ("averaged", "kept", "reset")
 _WIRES = {None: None, "bfloat16": torch.bfloat16}
-_EARLY = "Averaging() without early; shares by speed (policy='lb_bsp' or 'goodput') let workers arrive together"
-_OVERLAP = "Averaging(wire='bfloat16'), or Averaging(optimizer_state='kept'): both send less over a slow link"
-_SPARSE = "Averaging() without sparse; with meet='gradients' and a hook of dynamix.compression sparse rows travel alone"
-_STEPS = "Averaging() without steps: a worker's move counts by its samples"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,22 +58,8 @@ class Averaging:
         return {"optimizer_state": self.optimizer_state, "wire": self.wire}
 
 
-def _by_name(init: Callable[..., None]) -> Callable[..., None]:
-    """Refuse what stood in the third place and beyond, where 0.2 had steps, wire, early, overlap and sparse."""
-
-    @functools.wraps(init)
-    def call(self: Averaging, *args: Any, **kwargs: Any) -> None:
-        if (more := args[2:]) != ():
-            fix = message("Averaging(optimizer_state, outer, wire=...)") + "; steps, early, overlap and sparse are gone"
-            raise ConfigError("Averaging", more, "two values without a name: optimizer_state and outer", fix)
-        init(self, *args, **kwargs)
-
-    return call
-
-
 # After the class is made: a dataclass writes its `__init__` itself.
-_refusing = removed_arguments(early=_EARLY, overlap=_OVERLAP, sparse=_SPARSE, steps=_STEPS)
-Averaging.__init__ = _by_name(_refusing(Averaging.__init__))  # type: ignore[method-assign]
+Averaging.__init__ = refuses_averaging(Averaging.__init__)  # type: ignore[method-assign]
 
 
 class ParameterAveraging:
