@@ -18,6 +18,7 @@ from dynamix.cli.app import app
 from dynamix.errors import ConfigError
 from dynamix.events.run_folder import RunFolder
 from dynamix.runtime.controller import Controller
+from dynamix_lab.results.record import load
 from dynamix_lab.suites.quality import suite
 from dynamix_lab.suites.quality.pages import markdown
 from dynamix_lab.suites.quality.plan import BATCH, JOBS, USUAL, QualityPlan
@@ -46,7 +47,7 @@ def test_a_smoke_run_compares_models_that_saw_the_same_samples(tmp_path: Path) -
 def test_at_equal_time_every_row_trains_for_as_long_as_even_shares(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of runs whose samples take a row's own time: recorded runs take as long within a tenth, by the docs' table."""
+    """Of runs whose samples take a row's own time; and of recorded ones, whose time moves from run to run."""
     sample_s = {"static": 1e-3, "static-128": 8e-4, "qsr": 5e-4}
 
     def pretended(plan: QualityPlan, job: str, row: str, seed: int, samples: int | None = None) -> dict[str, Any]:
@@ -64,6 +65,11 @@ def test_at_equal_time_every_row_trains_for_as_long_as_even_shares(
         assert mine["samples_over_even"] == pytest.approx(longer, abs=0.01), row
         assert mine["time_over_even"]["median"] == pytest.approx(1, abs=0.1), row
     assert "### At equal time" in markdown(result)
+    recorded = load("results/equal-time-*", Path(__file__).parents[3])
+    for part in recorded["jobs"].values():
+        for row, mine in part["at_time"]["rows"].items():
+            assert mine["time_over_even"]["median"] == pytest.approx(1, abs=0.1), row
+            assert (mine["samples_over_even"] > 1.05) == (row not in ("static", "static-32")), row
 
 
 def test_the_same_run_gives_the_same_model_and_a_fixed_global_batch_stays() -> None:
