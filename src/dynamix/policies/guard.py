@@ -52,6 +52,19 @@ class GuardState:
         return cls(**{**known, "next_rest": np.full(shape, next_rest, dtype=np.float64)})
 
 
+def as_written_now(state: dict[str, Any]) -> dict[str, Any]:
+    """A policy's state, a guard's part of it as this version writes it, whichever version did."""
+    if isinstance(inner := state.get("paced"), dict):
+        return {**state, "paced": as_written_now(inner)}
+    own = state.get("guard")
+    if not isinstance(own, dict) or "check" not in own:
+        return state
+    kept = {entry.name: own[entry.name] for entry in fields(GuardState)}
+    # In 0.2 windows of an A/B comparison were reason 1, between those of now.
+    kept["reason"] = np.maximum(np.asarray(own["reason"], np.float64) - 1.0, 0.0).tolist()
+    return {**state, "guard": kept}
+
+
 class Guard:
     """`policy`, as long as it is no worse than the goodput rule.
 
@@ -170,11 +183,8 @@ class Guard:
             return
         self.policy.load_state_dict(state["guarded"])
         self.fitted.load_state_dict(state)
-        own = state["guard"]
-        known = {entry.name: array_of(own[entry.name]) for entry in fields(GuardState)}
-        if "check" in own:  # of 0.2, where windows of an A/B comparison were reason 1, between those of now
-            known["reason"] = np.maximum(known["reason"] - 1.0, 0.0)
-        self.state = GuardState(**known)
+        own = as_written_now(state)["guard"]
+        self.state = GuardState(**{entry.name: array_of(own[entry.name]) for entry in fields(GuardState)})
 
     def _ask(self, window: Window, bounds: Bounds) -> tuple[Ints, Flags]:
         """The policy's answer, projected, and where (...) it has none."""

@@ -15,6 +15,7 @@ from dynamix.data import Allocations, BatchSampler, Stream
 from dynamix.errors import StateError, UsageError, shown
 from dynamix.model.ways import Ways
 from dynamix.policies import Policy
+from dynamix.policies.guard import as_written_now
 from dynamix.policies.wrappers import after_answer, carry_over, load_policy
 from dynamix.projection import project
 from dynamix.runtime.decide.channel import DecisionChannel
@@ -319,7 +320,7 @@ def _differ(mine: Any, saved: Any) -> bool:
     """Whether two states of the same kind of policy differ."""
     if not isinstance(saved, dict) or mine.keys() != saved.keys():
         return isinstance(saved, dict) and not {"guarded", "paced"} & (mine.keys() ^ saved.keys())
-    return checksum({"policy": pack(mine)}) != checksum({"policy": pack(saved)})
+    return checksum({"policy": pack(mine)}) != checksum({"policy": pack(as_written_now(saved))})
 
 
 def _decide(policy: Any, sizes: Ints, bounds: Bounds) -> None:
