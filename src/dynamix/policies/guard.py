@@ -7,7 +7,6 @@ cumulative sum (Page, Biometrika 1954) of what the policy's answers lose by it d
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
@@ -53,12 +52,17 @@ class GuardState:
         return cls(**{**known, "next_rest": np.full(shape, next_rest, dtype=np.float64)})
 
 
-def as_now(own: Mapping[str, Any]) -> dict[str, Any]:
-    """What `state_dict` holds as "guard", in today's form: 0.2 compared by A/B too, and such a window was reason 1."""
-    known = {entry.name: own[entry.name] for entry in fields(GuardState)}
-    if "check" in own:
-        known["reason"] = np.maximum(array_of(own["reason"]) - 1.0, 0.0).tolist()
-    return known
+def as_written_now(state: dict[str, Any]) -> dict[str, Any]:
+    """A policy's state, a guard's part of it as this version writes it, whichever version did."""
+    if isinstance(inner := state.get("paced"), dict):
+        return {**state, "paced": as_written_now(inner)}
+    own = state.get("guard")
+    if not isinstance(own, dict) or "check" not in own:
+        return state
+    kept = {entry.name: own[entry.name] for entry in fields(GuardState)}
+    # In 0.2 windows of an A/B comparison were reason 1, between those of now.
+    kept["reason"] = np.maximum(np.asarray(own["reason"], np.float64) - 1.0, 0.0).tolist()
+    return {**state, "guard": kept}
 
 
 class Guard:
@@ -179,7 +183,8 @@ class Guard:
             return
         self.policy.load_state_dict(state["guarded"])
         self.fitted.load_state_dict(state)
-        self.state = GuardState(**{name: array_of(value) for name, value in as_now(state["guard"]).items()})
+        own = as_written_now(state)["guard"]
+        self.state = GuardState(**{entry.name: array_of(own[entry.name]) for entry in fields(GuardState)})
 
     def _ask(self, window: Window, bounds: Bounds) -> tuple[Ints, Flags]:
         """The policy's answer, projected, and where (...) it has none."""

@@ -15,7 +15,7 @@ from dynamix.data import Allocations, BatchSampler, Stream
 from dynamix.errors import StateError, UsageError, shown
 from dynamix.model.ways import Ways
 from dynamix.policies import Policy
-from dynamix.policies.guard import as_now
+from dynamix.policies.guard import as_written_now
 from dynamix.policies.wrappers import after_answer, carry_over, load_policy
 from dynamix.projection import project
 from dynamix.runtime.decide.channel import DecisionChannel
@@ -286,7 +286,7 @@ def check_policy(policy: Policy, state: Any, sizes: Ints, bounds: Bounds, *, sam
             warnings.simplefilter("ignore")
             (load_policy if same else carry_over)(trial, state)
             if _ours(trial):
-                if same and _differ(trial.state_dict(), _as_now(state)):
+                if same and _differ(trial.state_dict(), state):
                     raise ValueError("it holds what the policy does not know, or numbers in another form")
                 _decide(trial, sizes, bounds)
     except StateError:
@@ -316,19 +316,11 @@ def _ours(policy: Any) -> bool:
         policy = inner
 
 
-def _as_now(state: Any) -> Any:
-    """A policy's state with the parts of guards in today's form, as they are loaded."""
-    if not isinstance(state, dict):
-        return state
-    now = {name: _as_now(value) for name, value in state.items()}
-    return {**now, "guard": as_now(now["guard"])} if "guarded" in now and "guard" in now else now
-
-
 def _differ(mine: Any, saved: Any) -> bool:
     """Whether two states of the same kind of policy differ."""
     if not isinstance(saved, dict) or mine.keys() != saved.keys():
         return isinstance(saved, dict) and not {"guarded", "paced"} & (mine.keys() ^ saved.keys())
-    return checksum({"policy": pack(mine)}) != checksum({"policy": pack(saved)})
+    return checksum({"policy": pack(mine)}) != checksum({"policy": pack(as_written_now(saved))})
 
 
 def _decide(policy: Any, sizes: Ints, bounds: Bounds) -> None:
