@@ -23,7 +23,7 @@ INSTALLED = importlib.util.find_spec("agilerl") is not None
 
 @pytest.mark.skipif(INSTALLED, reason="AgileRL is installed")
 def test_without_agilerl_it_says_what_to_install_and_is_left_out() -> None:
-    refused(ConfigError, r"dynamix-lab\[maddpg\]", MADDPGTraining)
+    refused(ConfigError, r"lab\[maddpg\]", MADDPGTraining)
     refused(ConfigError, "maddpg", run, ExperimentConfig(methods=("s-madrl", "maddpg")), tell=pytest.fail)
     assert available() == tuple(name for name in METHODS if name != "maddpg")
 

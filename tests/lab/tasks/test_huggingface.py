@@ -112,7 +112,7 @@ def test_wrong_columns_sizes_and_objects_are_said() -> None:
 
 def test_a_name_without_the_library_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    refused(ConfigError, r"dynamix-lab\[huggingface\]", workload, "imdb", make_model=linear)
+    refused(ConfigError, r"\./lab\[huggingface\]", workload, "imdb", make_model=linear)
 
 
 def test_a_saved_folder_is_opened(tmp_path: Path) -> None:
