@@ -54,7 +54,7 @@ class Progress:
 class PendingState:
     """Parts of a loaded checkpoint, each until the object it belongs to has been made.
 
-    >>> Waiting({"rng": 1, "hook": None}).take("hook") is None
+    >>> PendingState({"rng": 1, "hook": None}).take("hook") is None
     True
     """
 
