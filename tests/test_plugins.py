@@ -260,18 +260,24 @@ WITHOUT = """
 import sys
 from importlib import metadata
 found = metadata.entry_points
-metadata.entry_points = lambda **kind: [e for e in found(**kind) if e.dist.name != "dynamix-lab"]
-sys.modules["dynamix_lab"] = None
+metadata.entry_points = lambda **kind: [e for e in found(**kind) if not e.dist.name.startswith(("dynamix-lab", "dynamix-homo"))]
+sys.modules["dynamix_lab"] = sys.modules["dynamix_homomorphic"] = None
 from dynamix.cli import main
 main()
 """
 
 
-@pytest.mark.parametrize("command", ["bench", "demo", "emulate", "policy train", "policy evaluate"])
-def test_a_command_of_the_laboratory_says_what_to_install_where_that_is_missing(command: str) -> None:
+LAB = "dynamix-lab: pip install ./lab (in dynamix's source tree)"
+HOMOMORPHIC = "dynamix-homomorphic: pip install './homomorphic[cli]' (in dynamix's source tree)"
+
+
+@pytest.mark.parametrize(
+    ("command", "where"),
+    [*((command, LAB) for command in ("bench", "demo", "emulate", "policy train")), ("aggregator", HOMOMORPHIC)],
+)
+def test_a_command_of_another_distribution_says_what_to_install_where_that_is_missing(command: str, where: str) -> None:
     done = call("-c", WITHOUT, *command.split(), "--any", "thing")
-    said = f"error: dynamix {command} is part of the laboratory: pip install ./lab (in dynamix's source tree)"
-    assert (done.returncode, done.stderr.strip()) == (2, said)
+    assert (done.returncode, done.stderr.strip()) == (2, f"error: dynamix {command} is part of {where}")
 
 
 def test_doctor_says_that_the_laboratory_is_missing() -> None:

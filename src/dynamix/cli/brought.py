@@ -1,4 +1,4 @@
-"""Commands that other distributions bring by entry point, and a word on those of the laboratory where it is missing."""
+"""Commands that other distributions bring by entry point, and a word on those that are missing."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,12 +9,15 @@ from dynamix.cli.console import guarded
 from dynamix.errors import UsageError
 from dynamix.plugins import COMMANDS, LABORATORY, load_all, named, plug_ins, why
 
-_OF_LABORATORY = {
-    "bench": "Measure dynamix itself.",
-    "demo": "Train on an emulated uneven cluster under several policies.",
-    "emulate": "Run any training script on emulated hosts.",
-    "policy evaluate": "Score a policy on simulated clusters.",
-    "policy train": "Learn a policy in the simulator.",
+_HOMOMORPHIC = "pip install './homomorphic[cli]'  (in dynamix's source tree)"
+# What each is for, whose it is, and how to install that.
+_ELSEWHERE = {
+    "aggregator": ("Add gradients in the network, for many jobs.", "dynamix-homomorphic", _HOMOMORPHIC),
+    "bench": ("Measure dynamix itself.", "dynamix-lab", LABORATORY),
+    "demo": ("Train on an emulated uneven cluster under several policies.", "dynamix-lab", LABORATORY),
+    "emulate": ("Run any training script on emulated hosts.", "dynamix-lab", LABORATORY),
+    "policy evaluate": ("Score a policy on simulated clusters.", "dynamix-lab", LABORATORY),
+    "policy train": ("Learn a policy in the simulator.", "dynamix-lab", LABORATORY),
 }
 _ANYTHING = {"allow_extra_args": True, "ignore_unknown_options": True}
 
@@ -35,11 +38,13 @@ def add_commands_of_others(app: typer.Typer) -> None:
         else:
             _add(above, last, command)
     there = _names(app)
-    for name, what in _OF_LABORATORY.items():
+    for name, (what, owner, install) in _ELSEWHERE.items():
         *groups, last = name.split(" ")
         above = _group(app, groups)
         if name not in there and above is not None:
-            above.command(last, help=f"{what} Needs dynamix-lab.", context_settings=_ANYTHING)(_missing(name))
+            above.command(last, help=f"{what} Needs {owner}.", context_settings=_ANYTHING)(
+                _missing(f"dynamix {name} is part of {owner}: {install}")
+            )
 
 
 def _names(app: typer.Typer, before: str = "") -> set[str]:
@@ -96,10 +101,10 @@ def _wrong(name: str, command: Any) -> str:
     return ""
 
 
-def _missing(name: str) -> Callable[[], None]:
+def _missing(text: str) -> Callable[[], None]:
     @guarded
     def command() -> None:
-        raise UsageError(f"dynamix {name} is part of the laboratory: {LABORATORY}")
+        raise UsageError(text)
 
     return command
 
