@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import dynamix
+from dynamix.compression import CompressionState, compression_hook
 from dynamix.window import Bounds, Window
 from tests.ranks import run_ranks
 
@@ -80,6 +81,19 @@ class Embedded(nn.Module):
         return self.out(self.table(x[:, 0].abs().mul(10).long().clamp(max=49)))
 
 
+class Beside(nn.Module):
+    """Tables whose sparse gradients are views of one tensor, which a dense layer gets, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(6, 6)
+        self.tables = nn.ModuleList(nn.Embedding(50, 6, sparse=True) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        at = x[:, 0].abs().mul(10).long().clamp(max=49)
+        return self.out(x) + self.tables[0](at) + self.tables[1](at)
+
+
 class Headless(Deep):
     """Its last layers, whose buckets DDP reduces first, are not used."""
 
@@ -101,6 +115,7 @@ class Checkpointed(Deep):
 MODELS: dict[str, type[nn.Module]] = {
     "deep": Deep,
     "embedded": Embedded,
+    "beside": Beside,
     "headless": Headless,
     "checkpointed": Checkpointed,
 }
@@ -138,6 +153,8 @@ def hook_of(name: str | None) -> tuple[Any, Any]:
 
     if name is None:
         return None, None
+    if name in ("dense", "gather"):
+        return compression_hook, CompressionState(name)
     if name == "powersgd":
         state = powerSGD_hook.PowerSGDState(
             process_group=None, matrix_approximation_rank=6, start_powerSGD_iter=3, min_compression_rate=0.1

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, TensorDataset
 
 import dynamix
+from dynamix_homomorphic.lossy import LossyState, lossy_hook, lossy_topk_hook
 from tests.ranks import run_ranks
-from tests.union import Case, errors_of
+from tests.runtime.jobs import furthest
+from tests.union import Beside, Case, errors_of
 
 pytestmark = pytest.mark.multiproc
 
@@ -41,6 +45,11 @@ for count in SCRIPTS:
 case("a loss that is not divided sums micro-batches as plain DDP does", 2, accumulate=2, divide=False, samples=151)
 case("loader workers", 2, num_workers=2, samples=300)
 case("sparse embeddings", 2, model="embedded")
+for side in ("hook", "loss"):
+    for parts in (1, 2):
+        case(f"sparse beside dense, {side}, {parts}", 3, model="beside", weighting=side, accumulate=parts, samples=211)
+for kind in ("allreduce", "dense", "gather"):
+    case(f"sparse beside dense, {kind}", 2, model="beside", hook=kind)
 for side in ("hook", "loss"):
     for parts in (2, 3):
         case(f"accumulate={parts}, {side}", 3, accumulate=parts, weighting=side, samples=211)
@@ -140,3 +149,64 @@ def _static_after_wrap(rank: int) -> float:
 
 def test_a_graph_that_is_said_to_be_static_after_wrap() -> None:
     assert run_ranks(_static_after_wrap, 2, timeout_s=30) == [2.0, 2.0]
+
+
+def _beside_a_hook_of_ones_own(rank: int, name: str) -> float:
+    torch.manual_seed(0)
+    net = Beside().double()
+    x, reference = torch.randn(8, 6).double(), copy.deepcopy(net)
+    model = DDP(net, bucket_cap_mb=1e-4)
+    hook: Any = {"weighted": allreduce_hook, "lossy": lossy_hook, "top-k": lossy_topk_hook}[name]
+    state = None if name == "weighted" else LossyState(net, keep=1.0, hook=allreduce_hook)
+    model.register_comm_hook(state, dynamix.weighted(hook, count=lambda: (4, 8)))
+    model(x.split(4)[rank]).square().mean().backward()
+    reference(x).square().mean().backward()
+    for table in (*net.tables, *reference.tables):
+        table.weight.grad = table.weight.grad.to_dense()
+    return furthest(net, [p.grad for p in reference.parameters()])
+
+
+@pytest.mark.parametrize("name", ["weighted", "lossy", "top-k"])
+def test_a_hook_of_ones_own_divides_nothing_that_is_not_its_bucket(name: str) -> None:
+    assert max(run_ranks(_beside_a_hook_of_ones_own, 2, name)) < 1e-12
+
+
+class Flat(nn.Module):
+    """Two parameters whose gradients autograd puts into one memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.ones(2, 3)), nn.Parameter(torch.ones(3, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.a.view(-1) + self.b.view(-1)) * x
+
+
+class Added(Beside):
+    """A parameter whose memory is that of a table's sparse gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.ones(8, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.a.view(8, 6)
+
+
+@pytest.mark.parametrize("kind", [Flat, Beside, Added])
+def test_gradients_that_share_memory_are_corrected_once(kind: type[nn.Module]) -> None:
+    """Under plain PyTorch they are right, as only passes that accumulate write into them."""
+    data = TensorDataset(torch.randn(32, 6, generator=torch.Generator().manual_seed(0)))
+    net, controller = kind().double(), dynamix.Controller("static", 8)
+    reference, optimizer = copy.deepcopy(net), torch.optim.SGD(net.parameters(), lr=0.0)
+    loader = DataLoader(data, batch_sampler=controller.batch_sampler(data))
+    model = controller.wrap(net, optimizer, weighting="loss")
+    for step, (x,) in enumerate(loader):
+        controller.weight(model(x.double()).square().mean(), count=1.0 + step % 3).backward()
+        reference(x.double()).square().mean().backward()
+        pairs = zip(net.parameters(), reference.parameters(), strict=True)
+        assert all(torch.allclose(p.grad.to_dense(), q.grad.to_dense()) for p, q in pairs)  # type: ignore[union-attr]
+        optimizer.step()
+        optimizer.zero_grad()
+        reference.zero_grad()
+        controller.step()

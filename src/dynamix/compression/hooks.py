@@ -151,6 +151,8 @@ class CompressionState:
     def _begin(self, bucket: Bucket, flat: Tensor, path: Path) -> Future[Tensor]:
         if flat.is_sparse and self.mode != "dense":
             return self._sparse.add(flat)
+        if flat.is_sparse:
+            bucket.set_buffer(flat.clone())  # torch's hook divides in place, and this may be a view of other gradients
         if flat.is_sparse or flat.dtype not in DTYPES:
             return default_hooks.allreduce_hook(path.dense, bucket)
         line = self._line_of(bucket)
