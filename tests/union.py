@@ -169,7 +169,7 @@ def larger(worst: float, error: float) -> float:
     return max(worst, error)
 
 
-def _gradient(net: nn.Module) -> Tensor:
+def flat_gradient(net: nn.Module) -> Tensor:
     """One flat tensor; a parameter without a gradient has none in it."""
     return torch.cat([p.grad.to_dense().flatten() for p in net.parameters() if p.grad is not None])
 
@@ -226,7 +226,7 @@ def worst_error(rank: int, case: Case) -> float:
                 reference.zero_grad()
                 factor = 1.0 if case.divide else case.accumulate
                 (F.mse_loss(reference(x[union]), y[union]) * factor).backward()
-                got, want = _gradient(net), _gradient(reference)
+                got, want = flat_gradient(net), flat_gradient(reference)
                 worst = larger(worst, float((got - want).norm() / want.norm()))
                 optimizer.step()
                 optimizer.zero_grad()
